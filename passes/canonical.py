@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxquant.ir.functional import dequant_stub, mark_stub, outside, quant_stub
 from fxquant.ir.graph import (
     BatchDim,
     TensorFact,
@@ -32,7 +33,6 @@ from fxquant.ir.graph import (
     spell,
     state_demand,
 )
-from fxquant.ir.stubs import dequant_stub, mark_stub, outside, quant_stub
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Fixed, Instead, Operator, Own, Parameter, Plain, operands_of, operator_of
 from fxquant.ops.core.boundary import QUANTIZE
 from fxquant.ops.core.casting import MADE, filled, is_broadcast, is_joined, made_anew, sizes_of

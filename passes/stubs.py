@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from torch import fx
 
+from fxquant.ir.functional import is_stub
 from fxquant.ir.graph import matched_rules, module_path, set_matched_rules, state_demand, stated_demand
-from fxquant.ir.stubs import is_stub
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.passes.rewriting import bypass, decide, is_named
 from fxquant.pipeline import Context

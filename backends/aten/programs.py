@@ -84,12 +84,9 @@ def export_torchscript(integer: fx.GraphModule, path: str | os.PathLike[str]) ->
 
 @working("writing a program")
 def _export(
-    integer: fx.GraphModule,
-    path: Path,
-    by: str,
-    write: Callable[[Program, list[Any], io.BytesIO], None],
+    integer: fx.GraphModule, path: Path, by: str, write: Callable[[Program, list[Any], io.BytesIO], None],
     load: Callable[[io.BytesIO], Callable[..., Any]],
-) -> Path:
+) -> Path:  # fmt: skip
     require_integer(integer)
     program = Program(integer)
     batches = [list(batch.values()) for batch in random_batches(integer, _batch_sizes(integer))]

@@ -15,9 +15,6 @@ from fxquant.primitives import accumulate, comparison, elementwise, product, qua
 # ---- Strides for reading tensors of different shapes together over common dimensions, with as few dimensions as possible ----
 
 
-Shape = tuple[int, ...]
-
-
 def strides_of(shape: Sequence[int]) -> list[int]:
     """Return the strides of a contiguous tensor of this shape, in elements."""
     return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
@@ -25,8 +22,7 @@ def strides_of(shape: Sequence[int]) -> list[int]:
 
 def steps(shape: Sequence[int], to: Sequence[int]) -> list[int]:
     """Return the strides of a tensor of one shape along the dimensions of a larger shape that it is broadcast to."""
-    own = [0] * (len(to) - len(shape)) + [step if size != 1 else 0 for size, step in zip(shape, strides_of(shape), strict=True)]
-    return own
+    return [0] * (len(to) - len(shape)) + [step if size != 1 else 0 for size, step in zip(shape, strides_of(shape), strict=True)]
 
 
 def joined(size: Sequence[int], *moved: Sequence[int]) -> tuple[list[int], ...]:
@@ -55,6 +51,11 @@ def broadcast(*shapes: Sequence[int]) -> list[int]:
 
 ROUNDINGS = {"floor": 0, "half_up": 1, requantize.HALF_STEP: 2, requantize.NEAREST_HALF_STEP: 3}
 ROUNDINGS |= {requantize.HALF_AWAY: 4, requantize.HALF_EVEN: 5}
+
+
+def sum_types(call: Call, input: Value, weight: Value, bias: Value | None) -> list[torch.dtype]:
+    """Return the element types of a sum of products; without a bias its place is that of an int32 one."""
+    return [input.dtype, weight.dtype, torch.int32 if bias is None else bias.dtype, call.dtype]
 
 
 def _beside(call: Call, *operands: Value) -> tuple[Any, ...]:
@@ -86,10 +87,8 @@ def _dequantize(call: Call, input: Value, scale: Value, dtype: torch.dtype = tor
 @form(requantize.requantize_fixed)
 def _requantize_fixed(call: Call, acc: Value, shift: Value, multiplier: Value, right: Value, *settings: Any) -> None:
     bits, rounding, low, high, _ = settings
-    constants = _in_one_shape(call, shift, multiplier, right)
-    call.emit(
-        "requantize_fixed", [acc.dtype, call.dtype], *_beside(call, constants[0]), acc, *constants, bits, ROUNDINGS[rounding], low, high
-    )
+    constants, numbers = _in_one_shape(call, shift, multiplier, right), (bits, ROUNDINGS[rounding], low, high)
+    call.emit("requantize_fixed", [acc.dtype, call.dtype], *_beside(call, constants[0]), acc, *constants, *numbers)
 
 
 @form(requantize.requantize_real)
@@ -97,40 +96,28 @@ def _requantize_real(call: Call, acc: Value, multiplier: Value, low: int, high: 
     call.emit("requantize_real", [acc.dtype, call.dtype], *_beside(call, multiplier), acc, multiplier, low, high, zero_point)
 
 
+def _by_constants(name: str, residual: bool = False) -> Any:
+    """Return the form of a primitive that reads an accumulator, a residual if it has one, and constants for its channels."""
+
+    def written(call: Call, input: Value, *rest: Any) -> None:
+        operands, tensors = rest[:residual], [each for each in rest[residual:] if isinstance(each, Value)]
+        constants = _in_one_shape(call, *tensors)
+        types = [input.dtype, *(operand.dtype for operand in operands), call.dtype]
+        call.emit(name, types, *_beside(call, *operands, constants[0]), input, *operands, *constants)
+
+    return written
+
+
+form(elementwise.align_fixed)(_by_constants("align_fixed"))
+form(elementwise.align_real)(_by_constants("align_real"))
+form(accumulate.add_residual)(_by_constants("add_residual", residual=True))
+form(accumulate.add_residual_shifted)(_by_constants("add_residual_shifted", residual=True))
+
+
 @form(requantize.clamp_accumulator)
 def _clamp_accumulator(call: Call, input: Value, low: Value, high: Value) -> None:
     limits = _in_one_shape(call, low, high)
     call.emit("clamp_accumulator", [input.dtype, limits[0].dtype, call.dtype], *_beside(call, limits[0]), input, *limits)
-
-
-@form(elementwise.align_fixed)
-def _align_fixed(call: Call, input: Value, multiplier: Value, right_shift: Value, wide: bool = False) -> None:
-    constants = _in_one_shape(call, multiplier, right_shift)
-    call.emit("align_fixed", [input.dtype, call.dtype], *_beside(call, constants[0]), input, *constants)
-
-
-@form(elementwise.align_real)
-def _align_real(call: Call, input: Value, multiplier: Value, wide: bool = False) -> None:
-    call.emit("align_real", [input.dtype, call.dtype], *_beside(call, multiplier), input, multiplier)
-
-
-@form(accumulate.add_residual)
-def _add_residual(call: Call, accumulator: Value, residual: Value, multiplier: Value) -> None:
-    call.emit(
-        "add_residual",
-        [accumulator.dtype, residual.dtype, call.dtype],
-        *_beside(call, residual, multiplier),
-        accumulator,
-        residual,
-        multiplier,
-    )
-
-
-@form(accumulate.add_residual_shifted)
-def _add_residual_shifted(call: Call, accumulator: Value, residual: Value, multiplier: Value, right_shift: Value) -> None:
-    constants = _in_one_shape(call, multiplier, right_shift)
-    dtypes = [accumulator.dtype, residual.dtype, call.dtype]
-    call.emit("add_residual_shifted", dtypes, *_beside(call, residual, constants[0]), accumulator, residual, *constants)
 
 
 @form(elementwise.lookup)
@@ -146,9 +133,7 @@ def _rectify(call: Call, input: Value, positive: int, negative: Value, wide: boo
 @form(product.scale_channels, product.scale_channels_wide)
 def _scale_channels(call: Call, input: Value, weight: Value, bias: Value | None, trailing: int) -> None:
     place = _beside(call, Value("", weight.dtype, (weight.count, *[1] * trailing)))
-    call.emit(
-        "scale_channels", [input.dtype, weight.dtype, torch.int32 if bias is None else bias.dtype, call.dtype], *place, input, weight, bias
-    )
+    call.emit("scale_channels", sum_types(call, input, weight, bias), *place, input, weight, bias)
 
 
 @form(whole.truncated)

@@ -114,7 +114,6 @@ class Value:
 
     @property
     def count(self) -> int:
-        """Return the number of elements."""
         return math.prod(self.shape)
 
     def empty(self) -> Tensor:
@@ -161,7 +160,6 @@ class Call:
 
     @property
     def count(self) -> int:
-        """The number of elements of the result."""
         return math.prod(self.shape)
 
     def result(self) -> Value:
@@ -169,19 +167,12 @@ class Call:
         return self._program.store(self.node, self.dtype, self.shape)
 
     def constant(self, value: Tensor) -> Value:
-        """Return an array of the program with this value; equal values share one array."""
         return self._program.constant(value)
 
     def emit(
-        self,
-        name: str,
-        types: Sequence[torch.dtype],
-        *arguments: object,
-        template: str | None = None,
-        replaced: Mapping[str, str] | None = None,
-        fails: bool = False,
-        into: Value | None = None,
-    ) -> None:
+        self, name: str, types: Sequence[torch.dtype], *arguments: object, template: str | None = None,
+        replaced: Mapping[str, str] | None = None, fails: bool = False, into: Value | None = None,
+    ) -> None:  # fmt: skip
         """Append a call of a function for these element types, which writes the result, or a part of its memory, `into`.
 
         With `fails`, the program ends if the function returns other than 0.
@@ -244,7 +235,6 @@ class Program:
     # ---- facts ----------------------------------------------------------------------------------------------------------
 
     def fact_of(self, node: fx.Node) -> TensorFact:
-        """Return the shape and dtype of a tensor."""
         known = fact(node)
         if node.op == "get_attr":
             value = resolve(self.integer, str(node.target))

@@ -6,9 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
-
-from fxquant.backends.c.elementwise_forms import around, joined, steps, strides_of
+from fxquant.backends.c.elementwise_forms import around, joined, steps, strides_of, sum_types
 from fxquant.backends.c.program import Call, Value, Window, form
 from fxquant.primitives import accumulate, matrix, pool, position, product, resize, runtime_scales, scatter, selection, transposed, whole
 
@@ -28,10 +26,6 @@ def _planes(input: Value, rank: int) -> int:
     return math.prod(input.shape[: len(input.shape) - rank])
 
 
-def _sum_types(call: Call, input: Value, weight: Value, bias: Value | None) -> list[torch.dtype]:
-    return [input.dtype, weight.dtype, torch.int32 if bias is None else bias.dtype, call.dtype]
-
-
 class Convolution(NamedTuple):
     """The settings of a convolution, in the order in which its primitive takes them."""
 
@@ -49,7 +43,7 @@ def _convolution(call: Call, input: Value, weight: Value, bias: Value | None, *s
     window = _window(call, input, kernel, layer.stride, layer.padding, layer.dilation)
     batch = _planes(input, len(kernel) + 1)
     sizes = batch, input.shape[-len(kernel) - 1], weight.shape[0], layer.groups
-    call.emit("convolution", _sum_types(call, input, weight, bias), *sizes, window, input, weight, bias)
+    call.emit("convolution", sum_types(call, input, weight, bias), *sizes, window, input, weight, bias)
 
 
 @form(transposed.transposed_convolution, transposed.transposed_convolution_wide)
@@ -59,13 +53,13 @@ def _transposed_convolution(call: Call, input: Value, weight: Value, bias: Value
     kernel = list(weight.shape[2:])
     window = _window(call, input, kernel, stride, padding, layer.dilation)
     sizes = _planes(input, len(kernel) + 1), weight.shape[0], weight.shape[1] * layer.groups, layer.groups
-    call.emit("transposed_convolution", _sum_types(call, input, weight, bias), *sizes, window, input, weight, bias)
+    call.emit("transposed_convolution", sum_types(call, input, weight, bias), *sizes, window, input, weight, bias)
 
 
 @form(accumulate.linear, accumulate.linear_wide)
 def _linear(call: Call, input: Value, weight: Value, bias: Value | None) -> None:
     columns, terms = weight.shape
-    call.emit("linear", _sum_types(call, input, weight, bias), math.prod(input.shape[:-1]), terms, columns, input, weight, bias)
+    call.emit("linear", sum_types(call, input, weight, bias), math.prod(input.shape[:-1]), terms, columns, input, weight, bias)
 
 
 @form(runtime_scales.dynamic_linear)
@@ -77,26 +71,11 @@ def _dynamic_linear(call: Call, input: Value, weight: Value, scale: Value, bias:
 
 @form(product.matrix_product, product.matrix_product_wide)
 def _matrix_product(call: Call, input: Value, other: Value) -> None:
-    rows, terms = input.shape[-2:]
-    columns = other.shape[-1]
-    batch = call.shape[:-2]
-    moved = [
-        [step * each for step in steps(operand.shape[:-2], batch)] for operand, each in ((input, rows * terms), (other, terms * columns))
-    ]
-    sizes, *found = joined(batch, *moved)
-    call.emit(
-        "matrix_product",
-        [input.dtype, other.dtype, call.dtype],
-        math.prod(batch),
-        len(sizes),
-        sizes,
-        *found,
-        rows,
-        terms,
-        columns,
-        input,
-        other,
-    )
+    (*_, rows, terms), (*batch, _, columns) = input.shape, call.shape
+    items = ((operand, math.prod(operand.shape[-2:])) for operand in (input, other))
+    sizes, *strides = joined(batch, *([step * each for step in steps(operand.shape[:-2], batch)] for operand, each in items))
+    numbers = math.prod(batch), len(sizes), sizes, *strides, rows, terms, columns
+    call.emit("matrix_product", [input.dtype, other.dtype, call.dtype], *numbers, input, other)
 
 
 @form(matrix.transform)
@@ -110,18 +89,8 @@ def _resize_linear(
     call: Call, input: Value, rows: Value | None, columns: Value | None, bits: int, wide: bool, nearest: bool = True
 ) -> None:
     weights = [matrix for matrix in (rows, columns) if matrix is not None]
-    call.emit(
-        "resize_linear",
-        [input.dtype, weights[0].dtype, call.dtype],
-        _planes(input, 2),
-        *input.shape[-2:],
-        *call.shape[-2:],
-        input,
-        rows,
-        columns,
-        bits * len(weights),
-        int(nearest),
-    )
+    sizes, numbers = (_planes(input, 2), *input.shape[-2:], *call.shape[-2:]), (bits * len(weights), nearest)
+    call.emit("resize_linear", [input.dtype, weights[0].dtype, call.dtype], *sizes, input, rows, columns, *numbers)
 
 
 # ---- windows ----------------------------------------------------------------------------------------------------------
@@ -164,14 +133,14 @@ def _reduce(call: Call, name: str, document: str, expression: str, input: Value,
     call.emit(name, [input.dtype, call.dtype], *arguments, input, template="REDUCE", replaced=words)
 
 
-@form(pool.sum)
-def _sum(call: Call, input: Value, dim: list[int], keepdim: bool, wide: bool = False) -> None:
-    _reduce(call, "sum", "Section 15: Σ q over dimensions.", "total + q", input, dim)
+def _reduce_form(primitive: Any, document: str, expression: str) -> None:
+    """Declare the form of a reduction that C computes by this expression of `total` and `q`."""
+    form(primitive)(lambda call, input, dim, *_: _reduce(call, primitive.__name__, document, expression, input, dim))
 
 
-@form(selection.least)
-def _least(call: Call, input: Value, dim: list[int], keepdim: bool) -> None:
-    _reduce(call, "least", "The smallest element along dimensions.", "k == 0 || q < total ? q : total", input, dim)
+_reduce_form(pool.sum, "Section 15: Σ q over dimensions.", "total + q")
+_reduce_form(selection.least, "The smallest element along dimensions.", "k == 0 || q < total ? q : total")
+_reduce_form(scatter.count, "How many elements hold.", "total + (q != 0)")
 
 
 @form(selection.truth)
@@ -180,11 +149,6 @@ def _truth(call: Call, input: Value, dim: list[int], keepdim: bool, every: bool)
         _reduce(call, "truth_every", "Whether every element holds.", "total && q", input, dim, 1)
     else:
         _reduce(call, "truth_any", "Whether any element holds.", "total || q", input, dim)
-
-
-@form(scatter.count)
-def _count(call: Call, input: Value, dim: list[int], keepdim: bool) -> None:
-    _reduce(call, "count", "How many elements hold.", "total + (q != 0)", input, dim)
 
 
 @form(whole.reduced)

@@ -2,12 +2,13 @@
 
 The package also holds the fast implementations for processors. `native` compiles native.c once for the machine, into the user's cache,
 where there is a compiler. `tensors` needs none: it computes by oneDNN's products of bytes, whose float32 sums below 2^24 are exact.
-`training` and `joining` offer the fused kernels of training steps in C. `observer_kernels` offers what observers count, and is admitted
-where it counts as `torch.histc` does on this machine.
+`training` and `joining` offer the fused kernels of training steps in C. `training` also offers what observers count, where it counts as
+`torch.histc` does on this machine.
 """
 
-from fxquant.backends.cpu import compiled, joining, observer_kernels, training  # noqa: F401  # they register their kernels
-from fxquant.backends.cpu.kernels import KERNELS
+from fxquant.backends.cpu import compiled, joining, tensors, training  # noqa: F401  # they register their kernels
+from fxquant.kernels import patterns
+from fxquant.kernels.kernel import Kernel
 from fxquant.primitives.arithmetic import RealArithmetic
 from fxquant.target import Target
 
@@ -23,4 +24,13 @@ ARM = "ARM processors: one weight scale for each layer"
 TARGETS = (
     Target("x86", X86, REAL, ACTIVATIONS, WEIGHTS, default_activation="uint8", dynamic=True),
     Target("qnnpack", ARM, REAL, ACTIVATIONS, WEIGHTS, per_channel_weights=False, default_activation="uint8", dynamic=True),
+)
+
+KERNELS = (
+    Kernel("sum of products", patterns.sum_of_products, (compiled.depthwise, compiled.convolution, tensors.onednn)),
+    Kernel("quantization", patterns.quantization, (compiled.quantize,)),
+    Kernel("maximum", patterns.maximum, (compiled.max_pool, tensors.tensor_pool)),
+    Kernel("table", patterns.pointwise, (compiled.pointwise, tensors.tensor_table)),
+    Kernel("dynamic layer", patterns.dynamic_layer, (compiled.native_dynamic, tensors.onednn_dynamic)),
+    Kernel("concatenation", patterns.joined, (compiled.join,)),
 )

@@ -15,10 +15,10 @@ from fxquant.backends.cpu import native
 from fxquant.backends.cpu.native import FIXED, REAL, SUM, Epilogue, Move, Sum
 from fxquant.ir.integer import qparams
 from fxquant.kernels import constants
+from fxquant.kernels.admission import Layer, enumerated
 from fxquant.kernels.constants import Span
-from fxquant.kernels.kernel import ALIGNMENT, BIASED, Bound, Built, Held, NotApplicable, Site, Stateless
-from fxquant.kernels.layer import Layer, enumerated
-from fxquant.numerics.grids import INT32_MAX
+from fxquant.kernels.kernel import ALIGNMENT, BIASED, Bound, Built, Held, NotApplicable, Site, Stateless, implementation
+from fxquant.numerics.grids import INT32_MAX, LARGEST_DYNAMIC, SMALLEST_DYNAMIC
 from fxquant.primitives import Role, requantize, role_of
 from fxquant.support.files import address, point
 
@@ -196,36 +196,26 @@ def _set_window(structure: Sum | Move, *window: Sequence[int]) -> None:
         setattr(structure, f"{name}_width", width)
 
 
-class Convolution:
-    """Sums of products of bytes over all channels or those of a group, requantized in registers."""
-
-    name = "native convolution"
-    reads_held = True
-
-    def build(self, site: Site) -> Built:
-        loaded, layer = loaded_library(dot_products=True), Layer.of(site)
-        groups, input = layer.window["groups"], site.held(site.match.reads[0])
-        if groups > 1 and (layer.weight.shape[1] % ALIGNMENT or input.pixel != input.channels):
-            raise NotApplicable(f"a group has {layer.weight.shape[1]} channels, no multiple of {ALIGNMENT}")
-        return _summed(site, layer, loaded, loaded.fxq_convolution, packed(layer.weight, groups, input.pixel), groups == 1)
+@implementation("native convolution")
+def convolution(site: Site) -> Built:
+    """Build sums of products of bytes over all channels or those of a group, requantized in registers."""
+    loaded, layer = loaded_library(dot_products=True), Layer.of(site)
+    groups, input = layer.window["groups"], site.held(site.match.reads[0])
+    if groups > 1 and (layer.weight.shape[1] % ALIGNMENT or input.pixel != input.channels):
+        raise NotApplicable(f"a group has {layer.weight.shape[1]} channels, no multiple of {ALIGNMENT}")
+    return _summed(site, layer, loaded, loaded.fxq_convolution, packed(layer.weight, groups, input.pixel), groups == 1)
 
 
-class Depthwise:
-    """One filter for each channel."""
-
-    name = "native depthwise convolution"
-    reads_held = True
-
-    def build(self, site: Site) -> Built:
-        loaded, layer = loaded_library(), Layer.of(site)
-        outer, inner, *_ = layer.weight.shape
-        input = site.held(site.match.reads[0])
-        is_linear = role_of(site.match.parts["sum"].target) is Role.LINEAR
-        if is_linear or inner != 1 or not layer.window["groups"] == outer == input.channels:
-            raise NotApplicable("it is not a depthwise convolution")
-        return _summed(
-            site, layer, loaded, loaded.fxq_depthwise, _padded(layer.weight.flatten(1).t().to(torch.int32) & 0xFFFF, input.pixel)
-        )
+@implementation("native depthwise convolution")
+def depthwise(site: Site) -> Built:
+    """Build a convolution with one filter for each channel."""
+    loaded, layer = loaded_library(), Layer.of(site)
+    outer, inner, *_ = layer.weight.shape
+    input = site.held(site.match.reads[0])
+    is_linear = role_of(site.match.parts["sum"].target) is Role.LINEAR
+    if is_linear or inner != 1 or not layer.window["groups"] == outer == input.channels:
+        raise NotApplicable("it is not a depthwise convolution")
+    return _summed(site, layer, loaded, loaded.fxq_depthwise, _padded(layer.weight.flatten(1).t().to(torch.int32) & 0xFFFF, input.pixel))
 
 
 def _area(form: Held) -> int:
@@ -242,17 +232,13 @@ def _move(input: Held, result: Held, **values: int) -> Move:
     return Move(**sizes, out_height=out_height, out_width=out_width, out_channels=result.pixel, threads=1, **values)
 
 
-class Quantize:
-    """Quantization of a float tensor to bytes, channels last."""
-
-    name = "native quantization"
-    reads_held = False
-
-    def build(self, site: Site) -> Built:
-        loaded, root, result = loaded_library(), site.match.root, site.result()
-        made = _move(Held(result.sizes), result, low=root.args[2], high=root.args[3], zero=result.zero)  # type: ignore[arg-type]
-        made.scale = float(site.constant(root.args[1]))
-        return _Contiguous(Call(loaded.fxq_quantize, made, ("input",)))
+@implementation("native quantization", reads_held=False)
+def quantize(site: Site) -> Built:
+    """Build the quantization of a float tensor to bytes, channels last."""
+    loaded, root, result = loaded_library(), site.match.root, site.result()
+    made = _move(Held(result.sizes), result, low=root.args[2], high=root.args[3], zero=result.zero)  # type: ignore[arg-type]
+    made.scale = float(site.constant(root.args[1]))
+    return _Contiguous(Call(loaded.fxq_quantize, made, ("input",)))
 
 
 @dataclass(frozen=True)
@@ -266,66 +252,98 @@ class _Contiguous:
         return lambda inputs, output: bound([inputs[0].contiguous()], output)
 
 
-class MaxPool:
-    """The largest byte of each window."""
-
-    name = "native maximum"
-    reads_held = True
-
-    def build(self, site: Site) -> Built:
-        loaded, parts = loaded_library(), site.match.parts
-        input, result = site.held(site.match.reads[0]), site.result()
-        if input.zero != result.zero:
-            raise NotApplicable("its result and its operand have different memory layouts")
-        made = _move(input, result)
-        made.channels = input.pixel
-        _set_window(made, *(parts[key] for key in ("kernel", "stride", "begin", "dilation")))
-        return Call(loaded.fxq_max_pool, made, ("input",), rows=_area(input))
+@implementation("native maximum")
+def max_pool(site: Site) -> Built:
+    """Build the largest byte of each window."""
+    loaded, parts = loaded_library(), site.match.parts
+    input, result = site.held(site.match.reads[0]), site.result()
+    if input.zero != result.zero:
+        raise NotApplicable("its result and its operand have different memory layouts")
+    made = _move(input, result)
+    made.channels = input.pixel
+    _set_window(made, *(parts[key] for key in ("kernel", "stride", "begin", "dilation")))
+    return Call(loaded.fxq_max_pool, made, ("input",), rows=_area(input))
 
 
-class Pointwise:
-    """One byte from one or two bytes, by a table of all cases that the primitives compute, and so exact for every operand."""
-
-    name = "native table"
-    reads_held = True
-
-    def build(self, site: Site) -> Built:
-        loaded, result = loaded_library(), site.result()
-        forms = [site.held(read) for read in site.match.reads]
-        table = enumerated(site, forms, result)
-        made = _move(forms[0], result)
-        made.table = address(table)
-        if len(forms) == 1:
-            return Call(loaded.fxq_lookup, made, ("input",), (table,), batch=forms[0].pixel)
-        first, second = forms
-        made.channels = first.pixel
-        made.out_height = int(second.sizes != first.sizes)
-        one = len(first.sizes) == 4 and second.sizes == (*first.sizes[:2], 1, 1)
-        if result.sizes != first.sizes or (made.out_height and not one):
-            raise NotApplicable("its operands have different sizes")
-        return Call(loaded.fxq_pairs, made, ("input", "other"), (table,), rows=_area(first))
+@implementation("native table")
+def pointwise(site: Site) -> Built:
+    """Build one byte from one or two bytes, by a table of all cases that the primitives compute, and so exact for every operand."""
+    loaded, result = loaded_library(), site.result()
+    forms = [site.held(read) for read in site.match.reads]
+    table = enumerated(site, forms, result)
+    made = _move(forms[0], result)
+    made.table = address(table)
+    if len(forms) == 1:
+        return Call(loaded.fxq_lookup, made, ("input",), (table,), batch=forms[0].pixel)
+    first, second = forms
+    made.channels = first.pixel
+    made.out_height = int(second.sizes != first.sizes)
+    one = len(first.sizes) == 4 and second.sizes == (*first.sizes[:2], 1, 1)
+    if result.sizes != first.sizes or (made.out_height and not one):
+        raise NotApplicable("its operands have different sizes")
+    return Call(loaded.fxq_pairs, made, ("input", "other"), (table,), rows=_area(first))
 
 
-class Join:
-    """Concatenation of images along their channels."""
+@implementation("concatenated bytes")
+def join(site: Site) -> Built:
+    """Build the concatenation of images along their channels."""
+    result = site.result()
+    forms = [site.held(read) for read in site.match.reads]
+    if any((form.zero ^ result.zero) not in (0, BIASED) for form in forms):
+        raise NotApplicable("its operands and its result have different memory layouts")
 
-    name = "concatenated bytes"
-    reads_held = True
+    def bound(inputs: Sequence[Tensor], output: Tensor) -> None:
+        first = 0
+        for form, tensor in zip(forms, inputs, strict=True):
+            part, bytes_ = output[:, first : first + form.channels], tensor[:, : form.channels]
+            part.copy_(bytes_ if form.zero == result.zero else bytes_ ^ BIASED)
+            first += form.channels
 
-    def build(self, site: Site) -> Built:
-        result = site.result()
-        forms = [site.held(read) for read in site.match.reads]
-        if any((form.zero ^ result.zero) not in (0, BIASED) for form in forms):
-            raise NotApplicable("its operands and its result have different memory layouts")
+    return Stateless(bound)
 
-        def bound(inputs: Sequence[Tensor], output: Tensor) -> None:
-            first = 0
-            for form, tensor in zip(forms, inputs, strict=True):
-                part, bytes_ = output[:, first : first + form.channels], tensor[:, : form.channels]
-                part.copy_(bytes_ if form.zero == result.zero else bytes_ ^ BIASED)
-                first += form.channels
 
-        return Stateless(bound)
+@implementation("native dynamic layer", reads_held=False)
+def native_dynamic(site: Site) -> Built:
+    """Build a dynamically quantized layer by native.c: the grid, the bytes, the sums and their dequantization."""
+    loaded = loaded_library(dot_products=True)
+    weight, scale, bias = site.tensor("weight"), site.tensor("scale"), site.constant(site.match.parts["bias"])
+    outputs, inputs = weight.shape
+    pixel = -(-inputs // ALIGNMENT) * ALIGNMENT
+    kept = {
+        "weight": packed(weight[..., None, None], 1, pixel),
+        "totals": weight.to(torch.int32).sum(1, dtype=torch.int32),
+        "scale": scale.expand(outputs).contiguous(),
+        **({} if bias is None else {"bias": bias.contiguous()}),
+    }
+    made = native.Dynamic(inputs=inputs, smallest=SMALLEST_DYNAMIC, largest=LARGEST_DYNAMIC)
+    window = ("height", "width", "out_height", "out_width", "kernel_height", "kernel_width", "stride_height", "stride_width")
+    for name in (*window, "dilation_height", "dilation_width", "groups"):
+        setattr(made.sum, name, 1)
+    made.sum.channels, made.sum.out_channels, made.sum.out_pixel = pixel, outputs, outputs
+    weight = kept.pop("weight")
+    made.sum.weight = address(weight)
+    return _Native(loaded.fxq_dynamic, made, (weight, *point(made, kept.items())), inputs)
+
+
+@dataclass(frozen=True)
+class _Native:
+    function: Any
+    structure: native.Dynamic
+    keeps: tuple[Tensor, ...]
+    inputs: int
+
+    def bind(self) -> Bound:
+        own = native.Dynamic.from_buffer_copy(self.structure)
+        function, inputs, place, sums = self.function, self.inputs, ctypes.addressof(own), own.sum
+
+        def bound(given: Sequence[Tensor], output: Tensor, _keeps: Any = (own, self.keeps)) -> None:
+            (operand,) = point(own, [("input", given[0].contiguous())])
+            own.output = address(output)
+            sums.batch = operand.numel() // inputs
+            sums.threads = torch.get_num_threads()
+            function(place)
+
+        return bound
 
 
 class NativeWatch:
@@ -344,7 +362,6 @@ class NativeWatch:
         self._run(remember=1, everything=0)
 
     def changed(self, everything: bool) -> bool:
-        """Return whether a watched span was edited, of all spans or of the next part of them."""
         return self._run(remember=0, everything=int(everything))
 
     def _run(self, remember: int, everything: int) -> bool:

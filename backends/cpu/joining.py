@@ -148,6 +148,5 @@ def _each(join: Join, value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _call(function: str, made: _Join, tensors: dict[str, Tensor | None]) -> None:
-    """Call a function of `joining.c`."""
     plain = [(name, tensor.detach().contiguous()) for name, tensor in tensors.items() if tensor is not None]
     native.run(native.joining_library(), function, made, plain)

@@ -36,6 +36,13 @@ SWITCH = "FXQUANT_NATIVE"
 SUM, REAL, FIXED = 0, 1, 2
 
 _int64, _pointer = ctypes.c_int64, ctypes.c_void_p
+
+
+def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    """Return fields of one C type."""
+    return [(name, kind) for name in names.split()]
+
+
 _WINDOW = [(name, _int64) for pair in ("kernel", "stride", "padding", "dilation") for name in (f"{pair}_height", f"{pair}_width")]
 
 
@@ -43,11 +50,8 @@ class Epilogue(ctypes.Structure):
     """The requantization of an accumulator: the structure of native.c."""
 
     _fields_ = [
-        *((name, _int64) for name in ("mode", "low", "high", "zero", "limit", "residual_zero")),
-        *(
-            (name, _pointer)
-            for name in ("factor", "shift", "multiplier", "right_shift", "half", "before", "residual_factor", "residual_shift")
-        ),
+        *_fields(_int64, "mode low high zero limit residual_zero"),
+        *_fields(_pointer, "factor shift multiplier right_shift half before residual_factor residual_shift"),
     ]
 
 
@@ -55,11 +59,10 @@ class Sum(ctypes.Structure):
     """A sum of products: the structure of native.c."""
 
     _fields_ = [
-        *((name, _pointer) for name in ("input", "residual", "outside", "weight", "bias", "output")),
-        *((name, _int64) for name in ("batch", "height", "width", "channels", "out_height", "out_width", "out_channels", "out_pixel")),
+        *_fields(_pointer, "input residual outside weight bias output"),
+        *_fields(_int64, "batch height width channels out_height out_width out_channels out_pixel"),
         *_WINDOW,
-        ("groups", _int64),
-        ("threads", _int64),
+        *_fields(_int64, "groups threads"),
         ("joined", _int64),
         ("epilogue", Epilogue),
     ]
@@ -69,10 +72,10 @@ class Move(ctypes.Structure):
     """The arguments of a kernel without weights: the structure of native.c."""
 
     _fields_ = [
-        *((name, _pointer) for name in ("input", "table", "other", "output")),
-        *((name, _int64) for name in ("batch", "height", "width", "channels", "out_height", "out_width")),
+        *_fields(_pointer, "input table other output"),
+        *_fields(_int64, "batch height width channels out_height out_width"),
         *_WINDOW,
-        *((name, _int64) for name in ("zero", "low", "high", "out_channels", "threads")),
+        *_fields(_int64, "zero low high out_channels threads"),
         ("scale", ctypes.c_float),
     ]
 
@@ -80,10 +83,7 @@ class Move(ctypes.Structure):
 class Watch(ctypes.Structure):
     """Spans of memory that are watched for changes: the structure of native.c."""
 
-    _fields_ = [
-        *((name, _pointer) for name in ("starts", "sizes", "known")),
-        *((name, _int64) for name in ("always", "count", "next", "remember", "everything", "changed")),
-    ]
+    _fields_ = [*_fields(_pointer, "starts sizes known"), *_fields(_int64, "always count next remember everything changed")]
 
 
 class Dynamic(ctypes.Structure):
@@ -91,10 +91,9 @@ class Dynamic(ctypes.Structure):
 
     _fields_ = [
         ("sum", Sum),
-        *((name, _pointer) for name in ("input", "output", "totals", "scale", "bias")),
+        *_fields(_pointer, "input output totals scale bias"),
         ("inputs", _int64),
-        ("smallest", ctypes.c_float),
-        ("largest", ctypes.c_float),
+        *_fields(ctypes.c_float, "smallest largest"),
     ]
 
 
@@ -102,12 +101,12 @@ class Pass(ctypes.Structure):
     """One kernel over large float tensors: the structure of training.c."""
 
     _fields_ = [
-        *((name, _pointer) for name in ("sums", "bias", "residual", "factor", "multiplier", "half", "first", "product", "ratio")),
-        *((name, _pointer) for name in ("of_integers", "of_real", "integers", "real", "of_sums", "of_residual")),
-        *((name, _pointer) for name in ("inside", "totals", "ends", "offset", "slope")),
-        *((name, _int64) for name in ("outer", "channels", "inner", "mode", "threads", "outside")),
-        *((name, ctypes.c_double) for name in ("limit", "add")),
-        *((name, ctypes.c_float) for name in ("low", "high", "least", "most", "scale", "bottom", "top")),
+        *_fields(_pointer, "sums bias residual factor multiplier half first product ratio"),
+        *_fields(_pointer, "of_integers of_real integers real of_sums of_residual"),
+        *_fields(_pointer, "inside totals ends offset slope"),
+        *_fields(_int64, "outer channels inner mode threads outside"),
+        *_fields(ctypes.c_double, "limit add"),
+        *_fields(ctypes.c_float, "low high least most scale bottom top"),
     ]
 
 
@@ -115,9 +114,9 @@ class Count(ctypes.Structure):
     """The arguments of an observer's counting: the structure of training.c."""
 
     _fields_ = [
-        *((name, _pointer) for name in ("value", "places", "low", "high", "counts", "negative")),
-        *((name, _int64) for name in ("rows", "columns", "step", "count", "bins", "threads")),
-        *((name, ctypes.c_float) for name in ("first", "last")),
+        *_fields(_pointer, "value places low high counts negative"),
+        *_fields(_int64, "rows columns step count bins threads"),
+        *_fields(ctypes.c_float, "first last"),
     ]
 
 

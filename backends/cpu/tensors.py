@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxquant.kernels.admission import prove
-from fxquant.kernels.kernel import Bound, Built, Disagrees, Held, Implementation, NotApplicable, Site, Stateless
-from fxquant.kernels.layer import Layer, enumerated, residual_factor
-from fxquant.numerics.grids import FLOAT32_EXACT, power_of_two
+from fxquant.kernels.admission import Layer, enumerated, prove, residual_factor
+from fxquant.kernels.kernel import Bound, Built, Disagrees, Held, Implementation, NotApplicable, Site, Stateless, implementation
+from fxquant.numerics.grids import FLOAT32_EXACT, accumulator_bound, power_of_two
 from fxquant.primitives import requantize
+from fxquant.primitives.runtime_scales import MAGNITUDE, centred
 
 CACHED = 2**20  # bytes of float32 sums that are computed at a time
 Requantization = Callable[[Tensor], Tensor]  # of float32 sums, which it may overwrite, with the zero added
@@ -98,7 +98,6 @@ class _Sums:
         return found
 
     def requantized(self, sums: Tensor) -> Tensor:
-        """Return rows of accumulators requantized to bytes."""
         return self.requantized_sums(sums.float()[..., None, None]).to(torch.uint8)[..., 0, 0]
 
     def bind(self) -> Bound:
@@ -153,95 +152,109 @@ def unless_saturated(site: Site, implementation: Implementation, built: Built) -
     return built
 
 
-class OneDnn:
-    """Sums of products of bytes by oneDNN."""
-
-    name = "oneDNN convolution"
-    reads_held = True
-
-    def build(self, site: Site) -> Built:
-        layer = Layer.of(site)
-        require_onednn("qconv_pointwise")
-        if layer.largest >= FLOAT32_EXACT:
-            raise NotApplicable(f"a sum can reach {layer.largest:.0f}, beyond 2^24")
-        if site.result().dtype == torch.int32:
-            raise NotApplicable("its result is a sum")
-        for length, spread, padding in zip(layer.weight.shape[2:], layer.window["dilation"], layer.window["padding"], strict=True):
-            if padding > spread * (length - 1):  # seen to crash, on pages that are not mapped
-                raise NotApplicable("oneDNN reads outside of the image where a whole window is padding")
-        input, groups = site.held(site.match.reads[0]), layer.window["groups"]
-        if input.zero and 1 < groups < layer.weight.shape[0]:  # seen with AMX: 17 outputs a group, windows of padding alone
-            raise NotApplicable("oneDNN subtracts a wrong zero point in some grouped convolutions")
-        weight = F.pad(layer.weight, (0, 0, 0, 0, 0, input.pixel - input.channels)) if groups == 1 else layer.weight
-        outer = weight.shape[0]
-        ones = torch.ones(outer, dtype=torch.float32, device="cpu")
-        zeros = torch.zeros(outer, dtype=torch.int64, device="cpu")
-        batch, height, width, _ = input.grid
-        window = [layer.window[name] for name in ("stride", "padding", "dilation", "groups")]
-        sizes = [batch, weight.shape[1] * groups, height, width]
-        packed = torch.ops.onednn.qconv_prepack(weight.contiguous(), ones, 1.0, input.zero, *window, sizes)
-        bias = None if layer.given is None else layer.given.float()
-        residual = factor = None
-        if site.match.parts["factor"] is not None:
-            residual, factor = site.held(site.match.reads[1]), _shaped(residual_factor(site), torch.float32)
-        is_real = site.match.root.target is requantize.requantize_real
-        *shorter, last = [_real] if is_real else [_fixed(torch.float32), _fixed(torch.float64)]
-        for form in (*shorter, last):
-            try:
-                requantized = form(site)
-                built = _Sums(layer, input, site.result(), residual, factor, requantized, packed, ones, zeros, bias)
-                layer.prove_requantization(site, built.requantized)
-                break
-            except (NotApplicable, Disagrees):
-                if form is last:
-                    raise
-        return unless_saturated(site, self, built)
+@implementation("oneDNN convolution")
+def onednn(site: Site) -> Built:
+    """Build sums of products of bytes by oneDNN."""
+    layer = Layer.of(site)
+    require_onednn("qconv_pointwise")
+    if layer.largest >= FLOAT32_EXACT:
+        raise NotApplicable(f"a sum can reach {layer.largest:.0f}, beyond 2^24")
+    if site.result().dtype == torch.int32:
+        raise NotApplicable("its result is a sum")
+    for length, spread, padding in zip(layer.weight.shape[2:], layer.window["dilation"], layer.window["padding"], strict=True):
+        if padding > spread * (length - 1):  # seen to crash, on pages that are not mapped
+            raise NotApplicable("oneDNN reads outside of the image where a whole window is padding")
+    input, groups = site.held(site.match.reads[0]), layer.window["groups"]
+    if input.zero and 1 < groups < layer.weight.shape[0]:  # seen with AMX: 17 outputs a group, windows of padding alone
+        raise NotApplicable("oneDNN subtracts a wrong zero point in some grouped convolutions")
+    weight = F.pad(layer.weight, (0, 0, 0, 0, 0, input.pixel - input.channels)) if groups == 1 else layer.weight
+    outer = weight.shape[0]
+    ones = torch.ones(outer, dtype=torch.float32, device="cpu")
+    zeros = torch.zeros(outer, dtype=torch.int64, device="cpu")
+    batch, height, width, _ = input.grid
+    window = [layer.window[name] for name in ("stride", "padding", "dilation", "groups")]
+    sizes = [batch, weight.shape[1] * groups, height, width]
+    packed = torch.ops.onednn.qconv_prepack(weight.contiguous(), ones, 1.0, input.zero, *window, sizes)
+    bias = None if layer.given is None else layer.given.float()
+    residual = factor = None
+    if site.match.parts["factor"] is not None:
+        residual, factor = site.held(site.match.reads[1]), _shaped(residual_factor(site), torch.float32)
+    is_real = site.match.root.target is requantize.requantize_real
+    *shorter, last = [_real] if is_real else [_fixed(torch.float32), _fixed(torch.float64)]
+    for form in (*shorter, last):
+        try:
+            requantized = form(site)
+            built = _Sums(layer, input, site.result(), residual, factor, requantized, packed, ones, zeros, bias)
+            layer.prove_requantization(site, built.requantized)
+            break
+        except (NotApplicable, Disagrees):
+            if form is last:
+                raise
+    return unless_saturated(site, onednn, built)
 
 
-class TensorPool:
-    """The largest byte of each window, by PyTorch: first along the height, then along the width."""
+@implementation("PyTorch's maximum")
+def tensor_pool(site: Site) -> Built:
+    """Build the largest byte of each window, by PyTorch: first along the height, then along the width."""
+    parts, input, result = site.match.parts, site.held(site.match.reads[0]), site.result()
+    if input.zero != result.zero:
+        raise NotApplicable("its result and its operand have different memory layouts")
+    _, height, width, _ = input.grid
+    _, *sizes, _ = result.grid
+    windows = list(zip(sizes, *(parts[name] for name in ("kernel", "stride", "begin", "dilation")), strict=True))
 
-    name = "PyTorch's maximum"
-    reads_held = True
+    def bound(inputs: Sequence[Tensor], output: Tensor) -> None:
+        value = inputs[0].view(-1, height, width, input.pixel)
+        for dim, (size, taps, stride, begin, dilation) in enumerate(windows, start=1):
+            reach = (size - 1) * stride + (taps - 1) * dilation + 1
+            around = [0, 0] * (2 - dim) + [begin, reach - begin - value.shape[dim]]
+            value = F.pad(value, [0, 0, *around])  # with zeros, which are never above the maximum
+            parts = [value.narrow(dim, tap * dilation, (size - 1) * stride + 1) for tap in range(taps)]
+            strided = [part[:, ::stride] if dim == 1 else part[:, :, ::stride] for part in parts]
+            value = functools.reduce(torch.maximum, strided)
+        output.view(value.shape).copy_(value)
 
-    def build(self, site: Site) -> Built:
-        parts, input, result = site.match.parts, site.held(site.match.reads[0]), site.result()
-        if input.zero != result.zero:
-            raise NotApplicable("its result and its operand have different memory layouts")
-        _, height, width, _ = input.grid
-        _, *sizes, _ = result.grid
-        windows = list(zip(sizes, *(parts[name] for name in ("kernel", "stride", "begin", "dilation")), strict=True))
-
-        def bound(inputs: Sequence[Tensor], output: Tensor) -> None:
-            value = inputs[0].view(-1, height, width, input.pixel)
-            for dim, (size, taps, stride, begin, dilation) in enumerate(windows, start=1):
-                reach = (size - 1) * stride + (taps - 1) * dilation + 1
-                around = [0, 0] * (2 - dim) + [begin, reach - begin - value.shape[dim]]
-                value = F.pad(value, [0, 0, *around])  # with zeros, which are never above the maximum
-                parts = [value.narrow(dim, tap * dilation, (size - 1) * stride + 1) for tap in range(taps)]
-                strided = [part[:, ::stride] if dim == 1 else part[:, :, ::stride] for part in parts]
-                value = functools.reduce(torch.maximum, strided)
-            output.view(value.shape).copy_(value)
-
-        return Stateless(bound)
+    return Stateless(bound)
 
 
-class TensorTable:
-    """A table of bytes, or of pairs of them, by PyTorch."""
+@implementation("PyTorch's table")
+def tensor_table(site: Site) -> Built:
+    """Build a table of bytes, or of pairs of them, by PyTorch."""
+    forms, result = [site.held(read) for read in site.match.reads], site.result()
+    if any(form.sizes != result.sizes for form in forms):
+        raise NotApplicable("its operands have different sizes")
+    table = enumerated(site, forms, result)
 
-    name = "PyTorch's table"
-    reads_held = True
+    def bound(inputs: Sequence[Tensor], output: Tensor) -> None:
+        index = inputs[0].to(torch.int32)
+        if len(inputs) == 2:
+            index = index.mul_(256).add_(inputs[1])
+        torch.index_select(table, 0, index.flatten(), out=output.view(-1))
 
-    def build(self, site: Site) -> Built:
-        forms, result = [site.held(read) for read in site.match.reads], site.result()
-        if any(form.sizes != result.sizes for form in forms):
-            raise NotApplicable("its operands have different sizes")
-        table = enumerated(site, forms, result)
+    return Stateless(bound)
 
-        def bound(inputs: Sequence[Tensor], output: Tensor) -> None:
-            index = inputs[0].to(torch.int32)
-            if len(inputs) == 2:
-                index = index.mul_(256).add_(inputs[1])
-            torch.index_select(table, 0, index.flatten(), out=output.view(-1))
 
-        return Stateless(bound)
+@implementation("oneDNN linear layer", reads_held=False)
+def onednn_dynamic(site: Site) -> Built:
+    """Build a dynamically quantized layer by oneDNN's sums of products of bytes; the rest by tensor operations."""
+    weight, scale, bias = site.tensor("weight"), site.tensor("scale"), site.constant(site.match.parts["bias"])
+    require_onednn("qlinear_pointwise")
+    largest = float(accumulator_bound(weight, None, 0, MAGNITUDE).max())
+    if largest >= FLOAT32_EXACT:
+        raise NotApplicable(f"a sum can reach {largest:.0f}, beyond 2^24")
+    prepacked = torch.ops.onednn.qlinear_prepack(weight.contiguous(), None)
+    ones = torch.ones(len(weight), dtype=torch.float32, device="cpu")
+    zeros = torch.zeros(len(weight), dtype=torch.int64, device="cpu")
+
+    def bound(inputs: Sequence[Tensor], output: Tensor) -> None:
+        operand = centred(inputs[0])
+        zero_point = int(operand.zero_point)
+        stored = operand.integers.add_(operand.zero_point).to(torch.uint8)
+        sums = torch.ops.onednn.qlinear_pointwise(
+            stored, 1.0, zero_point, prepacked, ones, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+        torch.mul(sums.add_(0.0), operand.scale * scale, out=output)
+        if bias is not None:
+            output.add_(bias)
+
+    return unless_saturated(site, onednn_dynamic, Stateless(bound))

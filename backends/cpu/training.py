@@ -1,7 +1,9 @@
-"""The training kernels of training.c, for float32 tensors in CPU memory."""
+"""The kernels of training.c for float32 tensors in CPU memory: passes of training, and the counts that observers take."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +11,10 @@ import torch
 from torch import Tensor
 
 from fxquant.backends.cpu import native
-from fxquant.backends.cpu.native import FIXED, REAL, Pass
+from fxquant.backends.cpu.native import FIXED, REAL, Count, Pass
+from fxquant.quantization.observers import counting
+from fxquant.support.files import address, readable
+from fxquant.support.offers import disagreed
 from fxquant.training import fused_layers
 from fxquant.training.fused_layers import Accumulator, Form, Gradients, Passes, Rounded
 
@@ -57,18 +62,9 @@ class NativePasses(Passes):
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         of_sums, totals = torch.empty_like(like, dtype=torch.float32, device="cpu"), _vector(form.channels, torch.float64)
         of_residual = None if factor is None else torch.empty_like(of_sums)
-        _call(
-            "marked_backward",
-            form,
-            {"scale": float(scale)},
-            inside=inside,
-            factor=None if factor is None else _each(factor, form),
-            ratio=_each(ratio, form),
-            **_gradients(gradients, scale, of_sums),
-            of_sums=of_sums,
-            of_residual=of_residual,
-            totals=totals,
-        )
+        given = {"inside": inside, "factor": None if factor is None else _each(factor, form), "ratio": _each(ratio, form)}
+        made = {"of_sums": of_sums, "of_residual": of_residual, "totals": totals}
+        _call("marked_backward", form, {"scale": float(scale)}, **given, **_gradients(gradients, scale, of_sums), **made)
         return of_sums, of_residual, totals.float()
 
     def finish_back(
@@ -78,18 +74,8 @@ class NativePasses(Passes):
         of_sums = torch.empty_like(sums)
         of_residual = None if residual is None else torch.empty_like(sums)
         totals = _vector(3 * form.channels, torch.float64)
-        _call(
-            "finish_backward",
-            form,
-            numbers(how),
-            sums=sums,
-            **_added(accumulator),
-            ratio=_each(ratio, form),
-            **_gradients(gradients, how.scale, sums),
-            of_sums=of_sums,
-            of_residual=of_residual,
-            totals=totals,
-        )
+        given = {"sums": sums, **_added(accumulator), "ratio": _each(ratio, form), **_gradients(gradients, how.scale, sums)}
+        _call("finish_backward", form, numbers(how), **given, of_sums=of_sums, of_residual=of_residual, totals=totals)
         of_bias, of_ratio, of_factor = totals.float().view(3, -1).unbind()
         return of_sums, of_residual, of_bias, of_ratio, None if residual is None else of_factor
 
@@ -165,7 +151,6 @@ def _vector(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _each(value: Tensor, form: Form, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return one value for each channel."""
     return value.detach().to(dtype).flatten().expand(form.channels).contiguous()
 
 
@@ -180,3 +165,64 @@ def _rows(weight: Tensor) -> Form:
 
 def _gain(gain: Tensor | None, form: Form) -> Tensor:
     return torch.ones(form.channels, dtype=torch.float32, device="cpu") if gain is None else _each(gain, form)
+
+
+# ---- counts of observers ------------------------------------------------------------------------------------------------
+
+SMALLEST_COUNTED = 2**10  # elements of a tensor
+
+
+class NativeCounting:
+    """`Counting` in C, with equal results."""
+
+    def takes(self, value: Tensor) -> bool:
+        """Return whether there is a library, and the tensor is large, contiguous and in CPU memory."""
+        fits = value.device.type == "cpu" and value.dtype == torch.float32 and value.is_contiguous()
+        return fits and value.numel() >= SMALLEST_COUNTED and type(value) in PLAIN and _admitted()
+
+    def ends(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        low, high = torch.empty(2, len(rows), dtype=torch.float32, device="cpu").unbind()
+        made = Count(rows=len(rows), columns=rows.shape[1])
+        native.run(native.training_library(), "row_ends", made, (("value", rows), ("low", low), ("high", high)))
+        return low, high
+
+    def magnitudes(self, value: Tensor, places: Tensor | None, bins: int, reach: float) -> tuple[Tensor, Tensor]:
+        counts, negative = torch.empty(2, bins, dtype=torch.float32, device="cpu").unbind()
+        made = Count(bins=bins, last=reach, count=value.numel() if places is None else len(places))
+        tensors = ("value", value), ("counts", counts), ("negative", negative), ("places", places)
+        native.run(native.training_library(), "magnitudes", made, tensors)
+        return counts, negative
+
+    def signed(self, rows: Tensor, chosen: Sequence[int], apart: int, bins: int, top: float) -> Tensor:
+        counts = torch.zeros(bins + 1, dtype=torch.float32, device="cpu")  # the last counts the values outside
+        made = Count(bins=bins, columns=rows.shape[1], step=apart, first=-top, last=top)
+        made.counts, rows = address(counts), readable(rows)
+        for row in chosen:
+            made.value = address(rows) + row * rows.shape[1] * rows.element_size()
+            native.training_library().fxq_signed(ctypes.addressof(made))
+        return counts[:bins]
+
+
+@functools.cache
+def _admitted() -> bool:
+    """Return whether there is a library that counts as this PyTorch's torch.histc does: values in all bins, and at their ends."""
+    if isinstance(native.training_library(), str):
+        return False
+    bins, reach = 512, 0.7
+    edges = torch.linspace(-reach, reach, bins + 1, dtype=torch.float32, device="cpu")
+    between = (torch.arange(2**13, dtype=torch.float32, device="cpu") / 2**12 - 1) * reach
+    value = torch.cat((edges, torch.nextafter(edges, edges + 1), torch.nextafter(edges, edges - 1), between)).clamp_(-reach, reach)
+    found = NativeCounting().signed(value.unsqueeze(0), range(1), 1, bins, reach)
+    counts, negative = NativeCounting().magnitudes(value, None, bins, reach)
+    wanted = [torch.histc(each, bins, 0.0, reach) for each in (value.abs(), -value[value < 0])]
+    signed = torch.histc(value, bins, -reach, reach)
+    pairs = ((found, signed), (counts, wanted[0]), (negative, wanted[1]))
+    apart = [int((one != other).sum()) for one, other in pairs]
+    if any(apart):
+        because = f"it differs from torch.histc in {sum(apart)} bins on this machine"
+        disagreed(None, "the counting of observers in C", ["histograms"], because, "torch.histc counts")
+    return not any(apart)
+
+
+PLAIN = (Tensor, torch.nn.Parameter)
+counting.OFFERS.add(NativeCounting())

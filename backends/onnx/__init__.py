@@ -8,7 +8,7 @@ exact   the ONNX form of each primitive, on integers held in floats, with equal 
 fast    for targets with float32 requantization: int8 is stored as uint8 with zero point 128, and a layer with its requantization is one
         integer kernel. `fast_parts` finds the nodes of a kernel, `fast_kernels` writes it, `fast` admits it. Each kernel is compared with
         PyTorch while the file is written, then the whole model. A table becomes its function (`fast_parts`) where float32 rounds every
-        entry alike; a gate becomes a QLinearMul (`gates`). Where the target shifts, the accumulator alone is an integer kernel (`sums`):
+        entry alike; a gate becomes a QLinearMul. Where the target shifts, the accumulator alone is an integer kernel:
         ConvInteger of int8 and uint8, the order of factors that onnxruntime is fast for, or MatMulInteger.
 qdq     for other compilers: the operator that a node is the result of, in float, between QuantizeLinear and DequantizeLinear. It is
         the `onnx` form of the operator's record, or its primitives where these only move elements, or PyTorch's export of its

@@ -223,15 +223,9 @@ def _softmax(node: fx.Node, input: fx.Node, dim: int | None = None) -> Plan | No
 
 @form(attention.scaled_dot_product_attention)
 def _attention(
-    node: fx.Node,
-    query: fx.Node,
-    key: fx.Node,
-    value: fx.Node,
-    attn_mask: Any = None,
-    is_causal: bool = False,
-    scale: float | None = None,
+    node: fx.Node, query: fx.Node, key: fx.Node, value: fx.Node, attn_mask: Any = None, is_causal: bool = False, scale: float | None = None,
     enable_gqa: bool = False,
-) -> Plan | None:
+) -> Plan | None:  # fmt: skip
     width, rank = _sizes(query)[-1], len(_sizes(key))
     if is_causal or enable_gqa or not isinstance(width, int):
         return None
@@ -253,14 +247,14 @@ def _attention(
 
 @form(F.silu, torch.sigmoid, torch.tanh, unary.gelu)
 def _as_recorded(node: fx.Node, *_: Any, **__: Any) -> Plan:
-    """Return the plan of an operator of one tensor, as its record writes it."""
+    """Return the plan of an operator of tensors and numbers, as its record writes it."""
     record = OPERATORS[node.target]  # type: ignore[index]
     settings = record.arguments(node)
     form = record.onnx
     assert form is not None
 
     def write(e: Any, read: Read) -> str:
-        arguments = {**settings, "input": read(settings["input"])}
+        arguments = {name: read(value) if isinstance(value, fx.Node) else value for name, value in settings.items()}
         return form(Call(e, record.name, arguments, {}, None, lambda value: value, node, [node], str, whole=e.opset >= WHOLE_OPSET))
 
     return write
@@ -271,16 +265,9 @@ def _matmul(node: fx.Node, input: fx.Node, other: fx.Node) -> Plan | None:
     return None if min(len(_sizes(input)), len(_sizes(other))) < 2 else lambda e, read: e.node("MatMul", read(input), read(other))
 
 
-def _binary(kind: str) -> Callable[..., Plan | None]:
-    def plan(node: fx.Node, input: Any, other: Any, alpha: float = 1) -> Plan | None:
-        if alpha != 1 or not all(
-            isinstance(each, int | float) or (isinstance(each, fx.Node) and not is_size(each)) for each in (input, other)
-        ):
-            return None
-        return lambda e, read: e.node(kind, read(input), read(other))
-
-    return plan
+@form(arithmetic.add, arithmetic.sub, arithmetic.mul, division.div)
+def _of_two(node: fx.Node, input: Any, other: Any, alpha: float = 1) -> Plan | None:
+    return None if alpha != 1 or any(map(is_size, node.all_input_nodes)) else _as_recorded(node)
 
 
 form(F.relu)(lambda node, input: lambda e, read: e.node("Relu", read(input)))
-FORMS |= {arithmetic.add: _binary("Add"), arithmetic.sub: _binary("Sub"), arithmetic.mul: _binary("Mul"), division.div: _binary("Div")}

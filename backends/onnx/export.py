@@ -11,7 +11,7 @@ import onnx
 from onnx.external_data_helper import set_external_data
 from torch import fx
 
-from fxquant.backends.onnx.fast import float_nodes, has_kernels, results_of, write_fast
+from fxquant.backends.onnx.fast import Names, float_nodes, has_kernels, results_of, write_fast
 from fxquant.backends.onnx.float_export import LARGEST, apart
 from fxquant.backends.onnx.layouts import with_layouts
 from fxquant.backends.onnx.qdq import QdqWriter
@@ -48,12 +48,9 @@ def save_model(model: onnx.ModelProto, path: Path, external_data: bool | None, o
 
 
 def save_models(
-    models: Mapping[str, onnx.ModelProto],
-    folder: str | os.PathLike[str],
-    external_data: bool | None,
-    others: Mapping[str, Content] | None = None,
-    opened: bool = False,
-) -> None:
+    models: Mapping[str, onnx.ModelProto], folder: str | os.PathLike[str], external_data: bool | None,
+    others: Mapping[str, Content] | None = None, opened: bool = False,
+) -> None:  # fmt: skip
     """Check models and write them by their file names into one folder, followed by `others`, files that refer to them.
 
     Tensors are removed from a model whose data is written externally. Raises ExportError if a model is not valid, is too
@@ -119,43 +116,37 @@ def export_integer(integer: fx.GraphModule, path: str | os.PathLike[str], style:
     """Write an integer model, and return the path; style and io are those of `fxq.export_onnx`."""
     check_arguments(integer, style, io, options.opset)
     version = STYLES[style][1] if options.opset is None else options.opset
-    model = build(integer, style, io, version, options.input_names, options.output_names)
+    model = build(integer, style, io, version, (options.input_names, options.output_names))
     # Float operators as PyTorch's exporter writes them can form what onnxruntime's optimizer breaks.
     save_model(with_layouts(model, options.layouts, integer), Path(path), options.external_data, opened=bool(float_nodes(integer)))
     return Path(path)
 
 
-def build(
-    integer: fx.GraphModule, style: str, io: str, opset: int, input_names: Sequence[str] | None, output_names: Sequence[str] | None
-) -> onnx.ModelProto:
+def build(integer: fx.GraphModule, style: str, io: str, opset: int, names: Names = (None, None)) -> onnx.ModelProto:
     """Return the model in memory."""
     if style == "auto":
-        found = _fast_if_exact(integer, io, opset, input_names, output_names) if has_kernels(integer) else None
+        found = _fast_if_exact(integer, io, opset, names) if has_kernels(integer) else None
         logger.info("style 'auto': written in style '%s'", "exact" if found is None else "fast")
-        return Writer(integer, io, opset).write(input_names, output_names) if found is None else found
+        return Writer(integer, io, opset).write(*names) if found is None else found
     if style == "fast":
-        fast = write_fast(integer, io, opset, input_names, output_names)
+        fast = write_fast(integer, io, opset, names)
         assert fast is not None
         return fast
-    if style == "qdq":
-        writer = QdqWriter(integer, io, opset)
-        if writer.in_floats:
-            logger.warning(
-                "int16 tensors that opset %d has no integers for: %d, %s; they are rounded by Div, Round, Clip and Mul,"
-                " which compilers for chips drop or keep in float: pass opset=21, or use fxq.export_horizon for Horizon's compiler",
-                opset,
-                len(writer.in_floats),
-                ", ".join(f"%{node.name}" for node in writer.in_floats[:4]),
-            )
-        return writer.write(input_names, output_names)
-    return Writer(integer, io, opset).write(input_names, output_names)
+    writer = (QdqWriter if style == "qdq" else Writer)(integer, io, opset)
+    if isinstance(writer, QdqWriter) and writer.in_floats:
+        logger.warning(
+            "int16 tensors that opset %d has no integers for: %d, %s; they are rounded by Div, Round, Clip and Mul,"
+            " which compilers for chips drop or keep in float: pass opset=21, or use fxq.export_horizon for Horizon's compiler",
+            opset,
+            len(writer.in_floats),
+            ", ".join(f"%{node.name}" for node in writer.in_floats[:4]),
+        )
+    return writer.write(*names)
 
 
-def _fast_if_exact(
-    integer: fx.GraphModule, io: str, opset: int, input_names: Sequence[str] | None, output_names: Sequence[str] | None
-) -> onnx.ModelProto | None:
+def _fast_if_exact(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.ModelProto | None:
     try:
-        return write_fast(integer, io, opset, input_names, output_names, plain=True)
+        return write_fast(integer, io, opset, names, plain=True)
     except ExportError as error:  # the model differs as a whole, or nothing can be written, which the exact style reports as well
         logger.warning("style 'auto': 'fast' cannot be used: %s", error.because)
         return None

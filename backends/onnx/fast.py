@@ -14,12 +14,11 @@ from onnx import helper
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from fxquant.backends.onnx.fast_kernels import FastWriter
+from fxquant.backends.onnx.fast_kernels import FastWriter, SumsWriter
 from fxquant.backends.onnx.fast_parts import plain
 from fxquant.backends.onnx.float_export import random_value
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIMES, Runner
-from fxquant.backends.onnx.sums import SumsWriter
 from fxquant.backends.onnx.writer import DOMAIN, TYPES, Writer, value_info
 from fxquant.errors import ExportError
 from fxquant.ir.graph import BATCH_SIZES, by_name, fact, resolve
@@ -35,6 +34,8 @@ from fxquant.primitives.runtime_scales import dynamic_linear
 from fxquant.support import logger
 from fxquant.support.offers import disagreed
 
+Names = tuple[Sequence[str] | None, Sequence[str] | None]  # that the user gives to inputs and to outputs
+
 
 def has_kernels(integer: fx.GraphModule) -> bool:
     """Return whether ONNX's integer operators, which multiply by a float32 number, can requantize as the model's arithmetic does.
@@ -44,21 +45,13 @@ def has_kernels(integer: fx.GraphModule) -> bool:
     return requantize_real in integer.meta["target"].arithmetic.primitives
 
 
-def write_fast(
-    integer: fx.GraphModule,
-    io: str,
-    opset: int,
-    input_names: Sequence[str] | None,
-    output_names: Sequence[str] | None,
-    *,
-    plain: bool = False,
-) -> onnx.ModelProto | None:
+def write_fast(integer: fx.GraphModule, io: str, opset: int, names: Names, *, plain: bool = False) -> onnx.ModelProto | None:
     """Return the model in memory, compared with the integer graph. Raises ExportError if it differs as a whole.
 
     If `plain`, return None if the model has no kernels, or one is not exact here in a session without options.
     """
     if not has_kernels(integer):
-        return _write_sums(integer, io, opset, input_names, output_names)
+        return _write_sums(integer, io, opset, names)
     settings: dict[str, str] = {}
     writer = FastWriter(integer, io, opset)
     looked_up = [node.name for node in writer.kernels() if writer.computes(node) and not _kernel_is_exact(integer, node, opset, settings)]
@@ -71,16 +64,12 @@ def write_fast(
         refused = [node for node in kernels if not _kernel_is_exact(integer, node, opset, settings)]
         logger.warning("style 'fast': onnxruntime needs the session options %s for exact kernels here", settings)
     _tell(integer, [node.name for node in refused], len(kernels))
-    names = [*looked_up, *(node.name for node in refused)]
-    model = FastWriter(integer, io, opset, names, settings).write(input_names, output_names)
-    whole = FastWriter(integer, "float", opset, names).write(None, None) if io == "integer" else model
-    _check_whole(integer, whole, [settings] if settings is PRECISE else [settings, PRECISE])
-    return model
+    left = [*looked_up, *(node.name for node in refused)]
+    sessions = [settings] if settings is PRECISE else [settings, PRECISE]
+    return _compared(integer, lambda io: FastWriter(integer, io, opset, left, settings), io, names, sessions)
 
 
-def _write_sums(
-    integer: fx.GraphModule, io: str, opset: int, input_names: Sequence[str] | None, output_names: Sequence[str] | None
-) -> onnx.ModelProto:
+def _write_sums(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.ModelProto:
     exact = {node.name: _sum_is_exact(integer, node, opset) for node in SumsWriter(integer, io, opset).kernels()}
     refused, absent = ([name for name, is_exact in exact.items() if is_exact in kinds] for kinds in ((None, False), (None,)))
     _tell(integer, [name for name, is_exact in exact.items() if is_exact is False], len(exact))
@@ -91,15 +80,20 @@ def _write_sums(
             len(exact),
             ", ".join(absent),
         )
-    writer = SumsWriter(integer, io, opset, refused)
-    if writer.relies_on_vnni():
+    if SumsWriter(integer, io, opset, refused).relies_on_vnni():
         logger.warning(
             "style 'fast': this file needs onnxruntime 1.24, and on x86 processors without VNNI its numbers are others;"
             " those of style 'exact' are the same anywhere"
         )
-    model = writer.write(input_names, output_names)
-    whole = SumsWriter(integer, "float", opset, refused).write(None, None) if io == "integer" else model
-    _check_whole(integer, whole, [{}, PRECISE])
+    return _compared(integer, lambda io: SumsWriter(integer, io, opset, refused), io, names, [{}, PRECISE])
+
+
+def _compared(
+    integer: fx.GraphModule, writer: Callable[[str], Writer], io: str, names: Names, sessions: Sequence[Mapping[str, str]]
+) -> onnx.ModelProto:
+    """Return the model that a writer for an `io` writes, after its form with float inputs and outputs was compared as a whole."""
+    model = writer(io).write(*names)
+    _check_whole(integer, writer("float").write(None, None) if io == "integer" else model, sessions)
     return model
 
 

@@ -16,15 +16,16 @@ import onnx
 import torch
 from torch import Tensor, fx
 
-from fxquant.backends.onnx import fast_parts, gates
+from fxquant.backends.onnx import fast_parts
 from fxquant.backends.onnx.fast_parts import EIGHT_BITS, ZERO_POINT, divisor, is_8_bits, parts_of, plain, stored_zero_point
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.writer import Emitter, Writer, value_info
-from fxquant.ir.graph import fact
+from fxquant.ir.graph import fact, resolve
 from fxquant.numerics.grids import BOUNDARY_LIMIT
 from fxquant.primitives import PRIMITIVES, Primitive, Role, ZeroPoint, elementwise, pool, role_of, shape
+from fxquant.primitives.accumulate import attributes_of
 from fxquant.primitives.quantization import as_float32, dequantize, quantize
-from fxquant.primitives.requantize import requantize_real
+from fxquant.primitives.requantize import requantize_fixed, requantize_real
 from fxquant.primitives.runtime_scales import dynamic_linear
 from fxquant.primitives.runtime_scales import emit as emit_dynamic
 from fxquant.support.offers import declaring
@@ -151,7 +152,6 @@ class FastWriter(Writer):
         return {info.name for info in self.inputs}
 
     def _as(self, name: str, dtype: torch.dtype, zero_point: int) -> str:
-        """Return a quantized value in another storage."""
         if (name, dtype) not in self.converted:
             e = self.emitter
             value = e.node("Cast", name, to=torch.float32)
@@ -204,23 +204,21 @@ def _requantize(
         return None
     e, factor = w.emitter, w.values[multiplier]
     parts = w.parts_of(node)
+    written = PRODUCTS.get(role_of(parts[-1].target)) if parts else None
     if not parts:
         value = w.real(accumulator)  # or a quantized tensor that gets another scale
         value = value if e.dtype(value) == torch.float32 else e.node("Cast", value, to=torch.float32)
         bits = torch.iinfo(fact(accumulator).dtype).bits
         barrier = e.node("Relu" if low == 0 else "Round", value)  # as in `requantize_real`'s own form
         result = _rounded(w, node, barrier, factor, min(bits, 32))
-    elif role_of(parts[-1].target) is Role.CONVOLUTION:
-        result = _convolution(w, node, factor, parts[-1].args)
-    elif role_of(parts[-1].target) is Role.LINEAR:
-        result = _linear(w, node, factor, *parts[-1].args)
-    elif role_of(parts[-1].target) is Role.MATRIX_PRODUCT:
-        result = _product(w, node, factor, *parts[-1].args)
+    elif written is not None:
+        result = written(w, node, factor, *parts[-1].args)
     elif parts[-1].target is elementwise.multiply:
         left, right = parts[-1].args[:2]
         divided = divisor(w.integer, node, parts[-1], w.opset)
         assert divided is not None
-        result = gates.emit(e, (w.shifted(left), w.zero(left)), (w.shifted(right), w.zero(right)), divided, w.zero(node))
+        factors = (w.shifted(left), w.zero(left)), (w.shifted(right), w.zero(right))
+        result = fast_parts.multiply(e, *factors, divided, w.zero(node))
     else:
         result = _sum(w, node, factor, "Add" if parts[-1].target is elementwise.add else "Sub", parts[:-1])
     return _limited(e, result, low, high, stored_zero_point(node))
@@ -235,9 +233,8 @@ def _rounded(w: FastWriter, node: fx.Node, value: str, multiplier: Tensor, bits:
     return e.node("QuantizeLinear", product, e.constant(1.0), w.zero(node))
 
 
-def _convolution(w: FastWriter, node: fx.Node, multiplier: Tensor, arguments: tuple[Any, ...]) -> str:
-    """Append a convolution, given its arguments, and its requantization."""
-    x, weight, bias, stride, padding, dilation, groups = arguments[:7]
+def _convolution(w: FastWriter, node: fx.Node, multiplier: Tensor, x: Any, weight: Any, bias: Any, *settings: Any) -> str:
+    stride, padding, dilation, groups = settings[:4]
     e, one, zero = w.emitter, w.emitter.constant(1.0), w.zero(node)
     scale = multiplier.flatten() if multiplier.numel() > 1 else multiplier.reshape(())
     # onnxruntime rewrites weights and their zero points in place for "x64quantprecision", so each kernel has its own.
@@ -260,6 +257,10 @@ def _product(w: FastWriter, node: fx.Node, multiplier: Tensor, left: Any, right:
     e, one, zero = w.emitter, w.emitter.constant(1.0), w.zero(node)
     operands = (w.shifted(left), one, w.zero(left), w.shifted(right), e.constant(multiplier.reshape(())), w.zero(right))
     return e.node("QLinearMatMul", *operands, one, zero)
+
+
+# Each appends a sum of products and its requantization.
+PRODUCTS: dict[Any, Callable[..., str]] = {Role.CONVOLUTION: _convolution, Role.LINEAR: _linear, Role.MATRIX_PRODUCT: _product}
 
 
 def _sum(w: FastWriter, node: fx.Node, multiplier: Tensor, kind: str, terms: tuple[fx.Node, ...]) -> str:
@@ -356,3 +357,88 @@ def _dynamic_linear(writer: FastWriter, node: fx.Node, input: Any, weight: Any, 
     if not writer.signs(node):
         return None
     return emit_dynamic(writer.emitter, *fx.node.map_aggregate((input, weight, scale, bias), writer.operand), signed=True)
+
+
+# ---- targets that requantize by shifts: layers are sums of products of bytes, the rest is as in style "exact" ----------
+#
+# ONNX's integer operators with requantization multiply by a float32 number, which is never equal to a shift before a multiplier. So the
+# sum alone is an integer kernel, ConvInteger or MatMulInteger, and the following nodes read its int32.
+#
+# onnxruntime has fast kernels for a left factor of uint8 and a right one of int8. The weights of a convolution are the left one, so they
+# are stored as uint8 with zero point 128; those of a linear layer are the right one. x86 processors with VNNI add such products in 32
+# bits, others add pairs of them in 16, which saturate. A session option prevents this for MatMulInteger, none does for ConvInteger.
+
+BITWISE_OPSET = 18  # the first with BitwiseXor
+LEAST_PRODUCTS = 64  # in a sum: shorter ones are as fast in float32, whose layout onnxruntime keeps from layer to layer
+
+
+class SumsWriter(Writer):
+    """Writes an integer graph in one traversal. `refused` names the layers that must not be integer kernels."""
+
+    style = "fast"
+
+    def __init__(self, integer: fx.GraphModule, io: str, opset: int, refused: Collection[str] = ()) -> None:
+        super().__init__(integer, io, opset)
+        self.refused = refused
+        self.shifted: dict[str, str] = {}
+
+    def kernels(self) -> list[fx.Node]:
+        """Return the convolutions and linear layers that are sums of products of bytes."""
+        return [node for node in self.integer.graph.nodes if node.name not in self.refused and self._is_kernel(node)]
+
+    def _is_kernel(self, node: fx.Node) -> bool:
+        role = role_of(node.target)
+        if role is not Role.CONVOLUTION and role is not Role.LINEAR:
+            return False
+        input, weight = node.args[0], self._weight(node)
+        if weight is None or fact(input).dtype != torch.int8 or weight[0].numel() < LEAST_PRODUCTS:  # type: ignore[arg-type]
+            return False
+        return role is Role.LINEAR or bool(node.args[6] == 1)  # grouped sums gain no speed
+
+    def _weight(self, node: fx.Node) -> Tensor | None:
+        """Return the layer's weight if it is a constant of 8 bits."""
+        weight = node.args[1]
+        found = resolve(self.integer, str(weight.target)) if isinstance(weight, fx.Node) and weight.op == "get_attr" else None
+        return found if found is not None and found.dtype == torch.int8 else None
+
+    def metadata(self, outputs: list[onnx.ValueInfoProto]) -> dict[str, Any]:
+        found = self.kernels()
+        kernels = {"integer": [node.name for node in found], "computed": [], "refused": list(self.refused)}
+        options = {"session_options_without_vnni": PRECISE, "relies_on_vnni": self.relies_on_vnni()}
+        return {**super().metadata(outputs), **options, "kernels": kernels}
+
+    def relies_on_vnni(self) -> bool:
+        """Return whether x86 processors without VNNI compute other results, whatever the session's options."""
+        return any(role_of(node.target) is Role.CONVOLUTION for node in self.kernels())
+
+    def emit(self, node: fx.Node, record: Primitive) -> str | None:
+        if node.name in self.refused or not self._is_kernel(node):
+            return super().emit(node, record)
+        e = self.emitter
+        input, weight, bias, *sizes = (self.operand(argument) for argument in node.args)
+        if record.role is Role.CONVOLUTION:
+            stored = e.constant((weight.to(torch.int16) + ZERO_POINT).to(torch.uint8))
+            zeros = e.constant(0, torch.int8), e.constant(ZERO_POINT, torch.uint8)
+            total = e.node("ConvInteger", input, stored, *zeros, **attributes_of(weight, *sizes[:4]))
+        else:
+            # onnxruntime rewrites weights in place for "x64quantprecision", so each kernel has its own.
+            stored = e.own_constant(weight.t().contiguous())
+            total = e.node("MatMulInteger", self._shifted(input), stored, e.constant(ZERO_POINT, torch.uint8))
+        if bias is not None:
+            shape = [-1, *[1] * (weight.dim() - 2)]
+            total = e.node("Add", total, e.constant(bias.to(torch.int32).reshape(shape)))
+        if record.wide:
+            return e.node("Cast", total, to=torch.float64)
+        whole = all(user.target is requantize_fixed for user in node.users)
+        return total if whole else e.node("Cast", total, to=torch.float32)
+
+    def _shifted(self, value: str) -> str:
+        if value not in self.shifted:
+            e = self.emitter
+            if self.opset >= BITWISE_OPSET:
+                moved = e.node("BitwiseXor", e.node("Cast", value, to=torch.uint8), e.constant(ZERO_POINT, torch.uint8))
+            else:
+                raised = e.node("Add", e.node("Cast", value, to=torch.float32), e.constant(float(ZERO_POINT)))
+                moved = e.node("Cast", raised, to=torch.uint8)
+            self.shifted[value] = moved
+        return self.shifted[value]

@@ -1,16 +1,16 @@
-"""Nodes that form one kernel of style "fast": sums of 8-bit tensors, and tables that float32 computes."""
+"""Nodes that form one kernel of style "fast": sums and products of 8-bit tensors, and tables that float32 computes."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fxquant.analysis.fused import PRODUCTS
-from fxquant.backends.onnx import gates
 from fxquant.backends.onnx.writer import Emitter
 from fxquant.ir.graph import TensorFact, fact, resolve
 from fxquant.ir.integer import Operation, QParams, operation, qparams, zero_point
@@ -25,6 +25,7 @@ from fxquant.primitives.requantize import requantize_real
 ZERO_POINT = 128  # of tensors that other styles store as int8
 OPSET = 19  # in older opsets ONNX's own evaluator has no DequantizeLinear of uint8
 EIGHT_BITS = (torch.int8, torch.uint8)
+_BYTES = 256
 _NARROW_STEPS = frozenset(2.0**-bits for bits in range(NARROW_BITS + 1))
 
 
@@ -70,7 +71,7 @@ def divisor(integer: fx.GraphModule, node: fx.Node, total: fx.Node, opset: int) 
     multiplier = resolve(integer, str(node.args[1].target))  # type: ignore[union-attr]
     if opset < OPSET or not (is_8_bits(left) and is_8_bits(right)) or multiplier.numel() != 1:
         return None
-    return gates.divisor(float(multiplier), stored_zero_point(left), stored_zero_point(right), stored_zero_point(node))
+    return exact_divisor(float(multiplier), stored_zero_point(left), stored_zero_point(right), stored_zero_point(node))
 
 
 def _adds_exactly(integer: fx.GraphModule, node: fx.Node, total: fx.Node, opset: int) -> bool:
@@ -86,13 +87,73 @@ def _adds_exactly(integer: fx.GraphModule, node: fx.Node, total: fx.Node, opset:
     return whole and step in _NARROW_STEPS
 
 
+# ---- the product of two tensors of bytes as one kernel: gates after a squeeze, hard swish, SiLU ----------------------
+#
+# onnxruntime fuses DequantizeLinear, DequantizeLinear, Mul and QuantizeLinear to one QLinearMul. Where fxquant computes
+#
+#     q = round_half_even(float32(p · m)),   p = (a - a_zero) · (b - b_zero)
+#
+# ONNX divides by a scale, and runtimes do so in different ways: by a division, as the reference evaluator does, or by the reciprocal, as
+# onnxruntime's QLinearMul does (MlasQLinearMul), with the zero point added before the rounding, in one rounding or two. There are
+# 65,536 pairs of bytes, so all are tried to find a divisor that gives equal integers in every way.
+
+FARTHEST = 4  # steps of float32 from 1 / m, either way
+
+
+@functools.lru_cache(maxsize=1024)
+def exact_divisor(multiplier: float, left_zero: int, right_zero: int, zero: int) -> float | None:
+    """Return a float32 divisor that is exact in every runtime for all products of two bytes with these zero points, or None."""
+    products = torch.unique(
+        torch.outer(torch.arange(_BYTES, device="cpu") - left_zero, torch.arange(_BYTES, device="cpu") - right_zero)
+    ).float()
+    wanted = _stored(torch.round(products * torch.tensor(multiplier, dtype=torch.float32, device="cpu")), zero)
+    start = 1 / torch.tensor(multiplier, dtype=torch.float32, device="cpu")
+    for candidate in _near(start):
+        if all(torch.equal(_stored(found, zero), wanted) for found in _ways(products, candidate, zero)):
+            return float(candidate)
+    return None
+
+
+def _near(value: Tensor) -> Iterator[Tensor]:
+    """Yield the value and its float32 neighbours, the nearest first."""
+    yield value
+    above = below = value
+    for _ in range(FARTHEST):
+        above, below = (
+            torch.nextafter(above, torch.tensor(torch.inf, dtype=torch.float32, device="cpu")),
+            torch.nextafter(below, torch.tensor(0.0, dtype=torch.float32, device="cpu")),
+        )
+        yield above
+        yield below
+
+
+def _ways(products: Tensor, divisor: Tensor, zero: int) -> Iterator[Tensor]:
+    """Yield the integers that a runtime may compute."""
+    reciprocal = 1 / divisor
+    for quotient in (products / divisor, products * reciprocal):
+        yield torch.round(quotient)
+        yield torch.round(quotient + zero) - zero
+    for unrounded in (products.double() / divisor.double(), products.double() * reciprocal.double()):
+        yield torch.round((unrounded + zero).float()).double() - zero  # a single rounding, as in a fused multiply-add
+
+
+def _stored(whole: Tensor, zero: int) -> Tensor:
+    return (whole.double() + zero).clamp(0, _BYTES - 1)
+
+
+def multiply(e: Emitter, left: tuple[str, str], right: tuple[str, str], divided_by: float, zero: str) -> str:
+    """Append the product of two values, each uint8 with its zero point, as uint8 with the zero point `zero`."""
+    one = e.constant(1.0)
+    operands = [e.node("DequantizeLinear", value, one, its_zero) for value, its_zero in (left, right)]
+    return e.node("QuantizeLinear", e.node("Mul", *operands), e.constant(divided_by), zero)
+
+
 # ---- tables as their functions in float32, which onnxruntime computes in a fifth of the time of a look-up ------------
 #
 # A table has 256 entries, so the effect of float32 rounding on each entry is known. If the float value of every entry is further from the
 # next tie than the error of the operators, all runtimes with the accuracy `ACCURACY` give the entries of the table. The order of
 # computation and fused kernels then do not matter. Otherwise the table is looked up.
 
-_BYTES = 256
 ACCURACY = 2.0**-20
 """How far a function's float32 result may be off, of the largest of 1, its operand and its result: 16 times what rounding does."""
 

@@ -122,14 +122,9 @@ class FloatRegions:
         self.exported.update(zip(left, models, strict=True))
 
     def emit_function(
-        self,
-        node: fx.Node,
-        function: Callable[..., Tensor],
-        arguments: Mapping[str, Any],
-        parameters: Mapping[str, Tensor],
-        emitter: Any,
+        self, node: fx.Node, function: Callable[..., Tensor], arguments: Mapping[str, Any], parameters: Mapping[str, Tensor], emitter: Any,
         real: Callable[[str], str],
-    ) -> str:
+    ) -> str:  # fmt: skip
         """Append a float function whose result a node of the graph holds as integers; return the name of the float value.
 
         Nodes among the arguments stand for their float values, whose names `real` returns; `parameters` are further arguments. Raises
@@ -150,13 +145,9 @@ class FloatRegions:
         return name
 
     def _export_function(
-        self,
-        node: fx.Node,
-        function: Callable[..., Tensor],
-        arguments: Mapping[str, Any],
-        parameters: Mapping[str, Tensor],
+        self, node: fx.Node, function: Callable[..., Tensor], arguments: Mapping[str, Any], parameters: Mapping[str, Tensor],
         facts: dict[fx.Node, TensorFact],
-    ) -> onnx.ModelProto:
+    ) -> onnx.ModelProto:  # fmt: skip
         graph, root = fx.Graph(), torch.nn.Module()
         environment = {operand: graph.placeholder(operand.name) for operand in facts}
         for name, value in parameters.items():

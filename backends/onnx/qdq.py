@@ -217,5 +217,4 @@ class QdqWriter(Writer):
 
 
 def _repeats(node: fx.Node) -> bool:
-    """Return whether a primitive concatenates or repeats parts."""
     return node.target is shape.concatenate or node.target is shape.tile

@@ -145,7 +145,6 @@ class OnnxModel:
         self.output_names = [info.name for info in self.model.graph.output]
 
     def value(self, name: str) -> str:
-        """Return the name that a described tensor has in the graph."""
         return str(self.tensors.get(name, {}).get("value", name))
 
     def names(self, kinds: Sequence[str]) -> list[str]:
@@ -159,7 +158,6 @@ class OnnxModel:
         return Runner(model, level, threads, self.path.parent, self.metadata.get("session_options", {}), str(self.path), self.layouts)
 
     def runners(self, expose: Sequence[str], feed: Sequence[str] = ()) -> Iterator[tuple[str, Runner]]:
-        """Yield one runner per runtime."""
         for name in RUNTIME_NAMES:
             yield name, self.runner(name, expose, feed)
 
@@ -173,15 +171,9 @@ class Runner:
     """
 
     def __init__(
-        self,
-        model: onnx.ModelProto,
-        level: Any,
-        threads: int,
-        folder: Path | None = None,
-        settings: Mapping[str, str] | None = None,
-        name: str = "the model",
-        layouts: Mapping[str, Sequence[int]] | None = None,
-    ) -> None:
+        self, model: onnx.ModelProto, level: Any, threads: int, folder: Path | None = None, settings: Mapping[str, str] | None = None,
+        name: str = "the model", layouts: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:  # fmt: skip
         self.layouts = layouts or {}
         self.outputs = [info.name for info in model.graph.output]
         self.inputs = [info.name for info in model.graph.input]

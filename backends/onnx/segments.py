@@ -79,7 +79,7 @@ def export_segments(
             "outputs": outputs,
         }
         try:
-            model = build(_alone(integer, nodes, part, outputs), "exact", "float", opset or STYLES["exact"][1], None, None)
+            model = build(_alone(integer, nodes, part, outputs), "exact", "float", opset or STYLES["exact"][1])
         except ExportError:
             kept = [node.name for node in nodes if is_python(node)]
             if part.device != HOST or not kept:
@@ -171,7 +171,6 @@ def run_segments(
 
 
 def _called(entry: dict[str, Any], python: Mapping[str, Callable[..., Any]], given: list[Tensor]) -> dict[str, Any]:
-    """Return the outputs of a segment without a file, by name."""
     name, outputs = entry["outputs"][0], entry["outputs"]
     wanted = f"pass python={{{name!r}: …}}, a function of {', '.join(entry['inputs'])} that returns {', '.join(outputs)}"
     if name not in python:

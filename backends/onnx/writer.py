@@ -254,7 +254,6 @@ class Writer:
         return model
 
     def metadata(self, outputs: list[onnx.ValueInfoProto]) -> dict[str, Any]:
-        """Return the file's metadata."""
         return {
             "version": __version__,
             "style": self.style,
@@ -269,7 +268,6 @@ class Writer:
         }
 
     def target(self) -> str:
-        """Return the name of the target that the model was compiled for."""
         return str(self.integer.meta["target"].name)
 
     def _provenance(self) -> dict[str, dict[str, Any]]:
@@ -371,7 +369,6 @@ class Writer:
         return str(self.values[node])
 
     def _named(self, result: str, name: str) -> str:
-        """Return the value under its graph name."""
         nodes = self.emitter.nodes
         return self.emitter.named(result if nodes and nodes[-1].output[0] == result else self.emitter.node("Identity", result), name)
 
@@ -474,7 +471,6 @@ def _in_float(integer: fx.GraphModule) -> dict[str, str]:
 
 
 def _interface(info: onnx.ValueInfoProto, sources: dict[str, str]) -> dict[str, Any]:
-    """Return the metadata of an input or output."""
     kind = info.type.tensor_type
     shape = [size.dim_param or size.dim_value for size in kind.shape.dim]
     entry = {"name": info.name, "dtype": onnx.TensorProto.DataType.Name(kind.elem_type).lower(), "shape": shape}

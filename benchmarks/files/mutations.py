@@ -13,7 +13,7 @@ import onnx
 import torch
 from torch import Tensor
 
-from fxquant.serialization.archive import GRAPH, TENSORS, pack, unpack
+from fxquant.serialization import GRAPH, TENSORS, pack, unpack
 
 JUNK: list[Any] = [
     None, True, -1, 0, 7, 10**6, 2**62, 2**80, 1e308, "", "x", "weight", "__class__", "os.system",

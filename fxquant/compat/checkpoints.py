@@ -58,7 +58,6 @@ def _is_foreign(key: str) -> bool:
 
 
 def _is_zero_point(key: str, value: Any) -> bool:
-    """Return whether a value is the zero point of an activation."""
     return key.endswith("zero_point") and f".{WEIGHT}." not in f".{key}" and isinstance(value, Tensor) and value.numel() == 1
 
 
@@ -70,7 +69,6 @@ def _called(module: nn.Module) -> list[tuple[fx.Node, QuantizedOperator]]:
 
 
 def _norms(module: nn.Module) -> dict[str, str]:
-    """Return the batch norms that layers hold, by the layers' paths."""
     found = {}
     for node, operator in _called(module):
         for operand in node.all_input_nodes:

@@ -38,7 +38,6 @@ class Refusal(NamedTuple):
     harmless: Callable[[Any], bool] | None = None
 
     def error(self, what: str) -> ConfigurationError:
-        """Return the error with this reason and remedy."""
         return ConfigurationError(what, because=self.because, remedy=self.remedy)
 
 

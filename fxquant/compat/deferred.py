@@ -98,9 +98,7 @@ def shapes_of(state_dict: Any) -> Any:
     if shapes is None:
         return None
     return pytree.tree_map(
-        lambda value: torch.zeros(value[1], dtype=value[2], device="cpu") if _is_shape(value) else value,
-        shapes,
-        is_leaf=lambda value: _is_shape(value),
+        lambda value: torch.zeros(value[1], dtype=value[2], device="cpu") if _is_shape(value) else value, shapes, is_leaf=_is_shape
     )
 
 
@@ -109,13 +107,7 @@ def _is_shape(value: Any) -> bool:
 
 
 class Deferred(nn.Module):
-    """A model that is prepared by its first batch.
-
-    model    the float model
-    prepare  a function that prepares it, given the model and example inputs
-    called   the name of the function that the user called
-    keeps    whether the prepared model has all parameters of the float model, and no others
-    """
+    """A model that is prepared by its first batch. The arguments are those of `prepared_in_place`, which makes it."""
 
     def __init__(self, model: nn.Module, prepare: Callable[[nn.Module, Any], fx.GraphModule], called: str, keeps: bool = False) -> None:
         super().__init__()
@@ -136,13 +128,11 @@ class Deferred(nn.Module):
         self._pending.append(action)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepare the model with these inputs, and run it."""
         bound = inspect.signature(self._model.forward).bind(*args, **kwargs).arguments if kwargs else None
         self._become(args if bound is None else dict(bound), "its first batch")
         return self(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Deferred:
-        """Put the model into train mode once it is prepared."""
         self.training = mode
         return self
 

@@ -86,7 +86,6 @@ class Tables:
     # ---- resolving names --------------------------------------------------------------------------------------------
 
     def names(self, path: str) -> list[str]:
-        """Return the supported names of a module."""
         return [name for name, row in self.modules[path].items() if not isinstance(row.served, Refusal)]
 
     def exported(self, path: str) -> list[str]:

@@ -18,9 +18,9 @@ from fxquant.frontend.opaque import record
 from fxquant.frontend.values import TracedTensor
 from fxquant.ir import graph
 from fxquant.ir.carried import of_layer
+from fxquant.ir.functional import stub_of
 from fxquant.ir.graph import LEAF, spell
 from fxquant.ir.integer import Reference
-from fxquant.ir.stubs import stub_of
 from fxquant.numerics.gradient import GradientRule
 from fxquant.support import logger
 

@@ -248,7 +248,6 @@ def _changes(model: nn.Module, settings: Settings) -> Iterator[tuple[str, str, A
 
 
 def _at(model: nn.Module, path: str) -> nn.Module | None:
-    """Return the module at a path, or None if there is none."""
     module: nn.Module | None = model
     for part in path.split(".") if path else ():
         module = None if module is None else module._modules.get(part)

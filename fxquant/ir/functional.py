@@ -1,41 +1,45 @@
-"""Out-of-place forms of in-place operations that PyTorch offers no function for."""
+"""Functions that graphs call: out-of-place forms of in-place operations, and the stubs of models written for eager mode."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
+
+from fxquant.ir.graph import TensorFact, computes_tensor, fact, is_parameter
+from fxquant.ir.integer import marks, reads
 
 
 def stopped(value: Any) -> Any:
     """Detach a tensor, or a nest of them."""
-    return tree_map(lambda each: each.detach() if isinstance(each, torch.Tensor) else each, value)
+    return tree_map(lambda each: each.detach() if isinstance(each, Tensor) else each, value)
 
 
-def setitem(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
+def setitem(tensor: Tensor, index: Any, value: Any) -> Tensor:
     """Return a copy of `tensor` in which `tensor[index]` is `value`."""
     result = tensor.clone()
     result[index] = value
     return result
 
 
-def copy(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+def copy(tensor: Tensor, source: Tensor) -> Tensor:
     """Return `source`, broadcast to the shape of `tensor` and converted to its dtype."""
     return source.to(tensor.dtype).expand_as(tensor)
 
 
-def fill(tensor: torch.Tensor, value: Any) -> torch.Tensor:
+def fill(tensor: Tensor, value: Any) -> Tensor:
     """Return a tensor like `tensor` that holds `value` everywhere."""
     return torch.full_like(tensor, value)
 
 
-def zero(tensor: torch.Tensor) -> torch.Tensor:
+def zero(tensor: Tensor) -> Tensor:
     """Return a tensor like `tensor` that holds zeros."""
     return torch.zeros_like(tensor)
 
 
-def write(tensor: torch.Tensor, value: torch.Tensor, way: Any) -> torch.Tensor:
+def write(tensor: Tensor, value: Tensor, way: Any) -> Tensor:
     """Return a copy of `tensor` in which a view of it holds `value`.
 
     `way` leads there: (name, arguments, keyword arguments) of one method after the other, each one of VIEWS. Raises ValueError for
@@ -46,14 +50,14 @@ def write(tensor: torch.Tensor, value: torch.Tensor, way: Any) -> torch.Tensor:
     return result
 
 
-def view_of(tensor: torch.Tensor, way: Any) -> Any:
+def view_of(tensor: Tensor, way: Any) -> Any:
     """Return the view of `tensor` that `way` leads to, as in `write`. Raises ValueError for a method that makes no view."""
     view: Any = tensor
     for name, args, kwargs in way:
         if name == "getattr" and args in (("T",), ("mT",)):
             view = getattr(view, args[0])
         elif name in VIEWS and name != "getattr":
-            view = getattr(view, name)(*args, **kwargs) if isinstance(view, torch.Tensor) else view[args[0]]
+            view = getattr(view, name)(*args, **kwargs) if isinstance(view, Tensor) else view[args[0]]
         else:
             raise ValueError(f"{name} does not make a view")
     return view
@@ -66,3 +70,72 @@ VIEWS = PARTITIONS | frozenset((
     "__getitem__", "diagonal", "expand", "expand_as", "flatten", "getattr", "movedim", "moveaxis", "narrow", "permute", "ravel",
     "reshape", "reshape_as", "select", "squeeze", "swapaxes", "swapdims", "t", "transpose", "unflatten", "unsqueeze", "view", "view_as",
 ))  # fmt: skip
+
+
+# ---- stubs, where the user says that the integer part begins, and where it ends ------------------------------------------
+#
+# PyTorch's and Horizon's `QuantStub` and `DeQuantStub` are recognised by name; nothing of either is imported. Other modules of theirs,
+# `FloatFunctional` among them, are what they compute.
+
+_HOMES = ("torch.ao.quantization", "torch.quantization", "torch.ao.nn.quantized", "horizon", "fxquant.compat.horizon")
+
+
+def quant_stub(input: Tensor, scale: float | None = None) -> Tensor:
+    """Return the input itself; the integer part begins here, on this scale if one is given."""
+    return input.view_as(input)
+
+
+def dequant_stub(input: Tensor) -> Tensor:
+    """Return the input itself; the integer part ends here."""
+    return input.view_as(input)
+
+
+STUBS = (quant_stub, dequant_stub)
+
+
+# Whether the node is a user's QuantStub, which is an operator of its own for the rules.
+is_stub, mark_stub = reads("quant_stub", False), marks("quant_stub")
+
+
+def stub_of(module: nn.Module) -> tuple[object, ...] | None:
+    """Return the function that replaces a stub, with its further arguments; None for any other module."""
+    kind = type(module)
+    if kind.__name__ not in ("QuantStub", "DeQuantStub") or not kind.__module__.startswith(_HOMES):
+        return None
+    if kind.__name__ == "DeQuantStub":
+        return (dequant_stub,)
+    scale = getattr(module, "scale", None)
+    if isinstance(scale, Tensor):
+        scale = scale.item() if scale.numel() == 1 else None
+    return (quant_stub, float(scale)) if isinstance(scale, float | int) and scale > 0 else (quant_stub,)
+
+
+def outside(gm: fx.GraphModule) -> dict[fx.Node, str]:
+    """Return the nodes that stubs keep in float, and why; none in a model without stubs.
+
+    A node is inside if it reads a tensor that has passed a QuantStub, and no DeQuantStub since. Without a QuantStub, inputs are inside.
+    """
+    targets = {node.target for node in gm.graph.nodes}
+    if targets.isdisjoint(STUBS):
+        return {}
+    begins = quant_stub in targets
+    inside: set[fx.Node] = set()
+    found: dict[fx.Node, str] = {}
+    for node in gm.graph.nodes:
+        read = [operand for operand in node.all_input_nodes if not is_parameter(operand) and _is_real(operand)]
+        if node.op == "placeholder":
+            within = not begins
+        elif node.target is dequant_stub:
+            within = False
+        else:
+            within = node.target is quant_stub or not inside.isdisjoint(read)
+        if within:
+            inside.add(node)
+        elif computes_tensor(node) and read and node.target is not dequant_stub:
+            found[node] = "it lies outside of QuantStub and DeQuantStub"
+    return found
+
+
+def _is_real(node: fx.Node) -> bool:
+    known = fact(node)
+    return not isinstance(known, TensorFact) or known.dtype not in (torch.bool, torch.int64, torch.int32)

@@ -2,19 +2,6 @@
 
 All static facts about a node are in `node.meta`. They are read and written through this module and `integer`,
 so no other file names a key. Facts survive `copy.deepcopy` of a GraphModule.
-
-    fact        `TensorFact` of the node's value, or a tuple/list/dict of them, or a number
-    source      the user's line: "model.py:41 in forward:  y = self.act(y)"
-    module      the dotted path of the user's module the node came from ("layer1.0.conv1")
-    made_by     the pass (or "trace") that created the node
-    qconfig     the QConfigs (or None) attached to the user's modules around the call, by their paths, nearest first
-    matched_rules      the rules of the qconfig that cover the node, and each node that was fused into it
-    batch_norm  the dotted path of the module in which a batch norm was called that is fused into the node
-    detached    whether the node is computed without gradients while the prepared model trains
-    argument    what the user calls an input whose name is none in Python, or one that generated code needs ("torch")
-    part        the composite operator a node is a part of ("softmax: exp")
-    demand      the demand of the composite on the grid of this part
-    ties        names of its ties: nodes with one tie in common share one grid
 """
 
 from __future__ import annotations
@@ -28,7 +15,7 @@ import torch
 from torch import fx
 
 from fxquant.ir.codegen import registered
-from fxquant.ir.integer import Constant, Operation, QParams, Reference  # noqa: F401  a pickled model names them here
+from fxquant.ir.integer import Constant, Operation, QParams, Reads, Reference, marks, reads, writes  # noqa: F401  a pickled model names them here
 
 # ---- Facts of a tensor before it is computed: its shape for every batch size, and its dtype --------------------------
 
@@ -82,7 +69,6 @@ class TensorFact:
         return TensorFact(tuple(BatchDim.between(m, n) for m, n in zip(a.shape, b.shape, strict=True)), a.dtype)
 
     def at(self, batch: int) -> tuple[int, ...]:
-        """Return the shape at this batch size."""
         return tuple(size if isinstance(size, int) else size.at(batch) for size in self.shape)
 
     @property
@@ -136,54 +122,14 @@ def fact(node: fx.Node) -> Any:
     return node.meta.get("fact")
 
 
-def set_fact(node: fx.Node, value: Any) -> None:
-    """Write the node's fact."""
-    node.meta["fact"] = value
-
-
-def source(node: fx.Node) -> str:
-    """Return the user's source line, or an empty string."""
-    return str(node.meta.get("source", ""))
-
-
 def argument_name(node: fx.Node) -> str:
     """Return the user's name of the input that a placeholder stands for; as a rule, the placeholder's own."""
     return str(node.meta.get("argument", node.target))
 
 
-def set_argument_name(node: fx.Node, name: str) -> None:
-    """Write what the user calls this input."""
-    node.meta["argument"] = name
-
-
 def by_name(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, Any]:
     """Return the inputs of a graph, given in its order, as keyword arguments by the names of its placeholders."""
     return dict(zip((str(node.target) for node in module.graph.find_nodes(op="placeholder")), inputs, strict=True))
-
-
-def module_path(node: fx.Node) -> str:
-    """Return the dotted path of the user's module this node came from, or an empty string for the model itself."""
-    return str(node.meta.get("module", ""))
-
-
-def made_by(node: fx.Node) -> str:
-    """Return the pass that created the node, or "trace"."""
-    return str(node.meta.get("made_by", "trace"))
-
-
-def attached_qconfigs(node: fx.Node) -> tuple[tuple[str, Any], ...]:
-    """Return the QConfigs (or None, for float) attached to the modules around the call, with their paths: the nearest first."""
-    return tuple(node.meta.get("qconfig", ()))
-
-
-def attach_qconfigs(node: fx.Node, value: tuple[tuple[str, Any], ...]) -> None:
-    """Write the QConfigs attached to the modules around the call, the nearest first."""
-    node.meta["qconfig"] = value
-
-
-def matched_rules(node: fx.Node) -> tuple[Any, ...]:
-    """Return the rules for this node, then for each node fused into it, in the order they run: a `mapping.MatchedRules` for each."""
-    return tuple(node.meta.get("matched_rules", ()))
 
 
 def set_matched_rules(node: fx.Node, *rules: Any) -> None:
@@ -214,22 +160,7 @@ def batch_norm_path(node: fx.Node) -> str:
     return str(node.meta.get("batch_norm", module_path(node)))
 
 
-def set_batch_norm_path(node: fx.Node, path: str) -> None:
-    """Write where the batch norm was called that is fused into this node."""
-    node.meta["batch_norm"] = path
-
-
 # ---- parts of composite operators ------------------------------------------------------------------------------------
-
-
-def stated_demand(node: fx.Node) -> Any:
-    """Return the demand of a composite on the grid of this part of it (an `ops.Demand`); None for any other node."""
-    return node.meta.get("demand")
-
-
-def state_demand(node: fx.Node, value: Any) -> None:
-    """Write the demand of the composite on the grid of this part of it."""
-    node.meta["demand"] = value
 
 
 @dataclass(frozen=True)
@@ -257,11 +188,6 @@ def part(node: fx.Node) -> Part | None:
     return value if isinstance(value, Part) else None
 
 
-def set_part(node: fx.Node, value: Part) -> None:
-    """Write which composite the node is a part of."""
-    node.meta["part"] = value
-
-
 def is_inner_part(node: fx.Node) -> bool:
     """Return whether a node holds an inner tensor of a composite."""
     known = part(node)
@@ -277,11 +203,6 @@ def step_of(node: fx.Node) -> int | None:
     """Return the step of a recurrence at which a part of it is computed, counted from 0; None for any other node."""
     known = part(node)
     return None if known is None else known.step
-
-
-def ties(node: fx.Node) -> tuple[str, ...]:
-    """Return the names of a node's ties: nodes with one tie in common share one grid."""
-    return tuple(node.meta.get("ties", ()))
 
 
 def tie(node: fx.Node, name: str) -> None:
@@ -316,30 +237,10 @@ def annotation(node: fx.Node) -> Annotation | None:
     return value if isinstance(value, Annotation) else None
 
 
-def annotate(node: fx.Node, value: Annotation) -> None:
-    """Write the node's annotation."""
-    node.meta["annotation"] = value
-
-
 def is_on_host(node: fx.Node) -> bool:
     """Return whether the node stays in float since it would break a limit of the target."""
     spec = annotation(node)
     return spec is not None and spec.on_host
-
-
-def observed(node: fx.Node) -> tuple[float, float] | None:
-    """Return the interval beyond which the node's values make no difference to any reader; None if all of them do."""
-    return node.meta.get("observed")
-
-
-def set_observed(node: fx.Node, interval: tuple[float, float]) -> None:
-    """Write the interval beyond which the node's values make no difference."""
-    node.meta["observed"] = interval
-
-
-def refusal(node: fx.Node) -> str | None:
-    """Return why the node could not be brought to canonical form; None if it was, or was never an operator."""
-    return node.meta.get("refusal")
 
 
 def refuse(node: fx.Node, because: str, *, python: bool = False) -> None:
@@ -351,11 +252,6 @@ def refuse(node: fx.Node, because: str, *, python: bool = False) -> None:
 
 
 WRAPPED, LEAF = "it is kept as Python, by fxq.wrap", "it is kept as one module, by leaf="
-
-
-def is_python(node: fx.Node) -> bool:
-    """Return whether a node calls the user's Python as it is."""
-    return bool(node.meta.get("python"))
 
 
 def is_parameter(node: fx.Node) -> bool:
@@ -371,34 +267,9 @@ def computes_tensor(node: fx.Node) -> bool:
     return isinstance(known, TensorFact | list | tuple | dict) or (known is None and refusal(node) is not None)  # kept as Python
 
 
-def trains_only(node: fx.Node) -> bool:
-    """Return whether a node is there for training alone: nothing reads it, and the integer model goes without it."""
-    return bool(node.meta.get("trains_only"))
-
-
-def mark_training(node: fx.Node) -> None:
-    """Record that a node is there for training alone."""
-    node.meta["trains_only"] = True
-
-
-def mark_parameter(node: fx.Node) -> None:
-    """Record that the node is computed from parameters alone."""
-    node.meta["parameter"] = True
-
-
 def is_detached(node: fx.Node) -> bool:
     """Return whether the node is computed without gradients while the prepared model trains. A parameter says so by a detach of its own."""
     return bool(node.meta.get("detached")) and not is_parameter(node)
-
-
-def detach(node: fx.Node) -> None:
-    """Record that the node is computed without gradients."""
-    node.meta["detached"] = True
-
-
-def detached_arguments(node: fx.Node) -> tuple[int | str, ...]:
-    """Return the positions and the keywords of arguments that have no gradient, of a node that has one by others."""
-    return tuple(node.meta.get("detached_arguments", ()))
 
 
 def detach_arguments(node: fx.Node, *names: int | str) -> None:
@@ -417,27 +288,6 @@ def change_gradient(node: fx.Node, rule: str, position: int = 0) -> None:
     node.meta["gradient_changes"] = {**gradient_changes(node), position: rule}
 
 
-def noise(node: fx.Node) -> str | None:
-    """Return the path of the user's module that draws the noise of the node's result in train mode; None if there is none."""
-    return node.meta.get("noise")
-
-
-def set_noise(node: fx.Node, path: str) -> None:
-    """Write the path of the user's module that draws noise in train mode: on the node that calls it, or on the layer before it."""
-    node.meta["noise"] = path
-
-
-def dropped_in_training(node: fx.Node) -> float:
-    """Return the probability with which an attention drops weights in train mode, where its call in eval mode does not say it."""
-    share: float = node.meta.get("dropped_in_training", 0.0)
-    return share
-
-
-def drop_in_training(node: fx.Node, share: float) -> None:
-    """Write the probability with which an attention drops weights in train mode."""
-    node.meta["dropped_in_training"] = share
-
-
 def parameter_value(root: torch.nn.Module, node: fx.Node) -> Any:
     """Return the present value of a parameter, or of a node computed from parameters; without gradients, which some functions lack."""
     if node.op == "get_attr":
@@ -452,19 +302,9 @@ def parameter_value(root: torch.nn.Module, node: fx.Node) -> Any:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def spelling(node: fx.Node) -> tuple[Any, ...]:
-    """Return the functions, or the classes of modules, that the user called for this node; several after fusion."""
-    return tuple(node.meta.get("spelling", ()))
-
-
 def spell(node: fx.Node, *written: Any) -> None:
     """Add functions, or classes of modules, that the user called for this node."""
     node.meta["spelling"] = (*spelling(node), *written)
-
-
-def fused(node: fx.Node) -> tuple[str, ...]:
-    """Return the names of the nodes fused into this one."""
-    return tuple(node.meta.get("fused", ()))
 
 
 def absorb(node: fx.Node, other: fx.Node) -> None:
@@ -483,11 +323,6 @@ def absorb(node: fx.Node, other: fx.Node) -> None:
     spell(node, *spelling(other))
 
 
-def passed_on(node: fx.Node) -> tuple[tuple[str, str], ...]:
-    """Return pairs of names: a removed node, which passed on its operand as it is, and that operand."""
-    return tuple(node.meta.get("passed_on", ()))
-
-
 def pass_on(operand: fx.Node, node: fx.Node) -> None:
     """Record that the readers of `node` read its operand from now on."""
     operand.meta["passed_on"] = (*passed_on(operand), *passed_on(node), (node.name, operand.name))
@@ -498,17 +333,6 @@ def nodes_in(value: Any) -> list[fx.Node]:
     found: list[fx.Node] = []
     fx.map_arg(value, found.append)
     return found
-
-
-def unfused(node: fx.Node) -> str | None:
-    """Return why a node was not fused into its operand; None where no pass tried."""
-    value = node.meta.get("unfused")
-    return None if value is None else str(value)
-
-
-def set_unfused(node: fx.Node, because: str) -> None:
-    """Write why the node was not fused."""
-    node.meta["unfused"] = because
 
 
 def model_meta(model: Any) -> dict[str, Any]:
@@ -525,6 +349,44 @@ def stage_of(model: Any) -> str | None:
 def is_deployed(model: Any) -> bool:
     """Return whether this is an integer model, with kernels or without."""
     return stage_of(model) in ("INTEGER", "FUSED")
+
+
+# ---- facts under one key each: the function that reads it, and the one that writes it --------------------------------
+
+set_fact = writes("fact", object)
+source = reads("source", "")  # the user's line: "model.py:41 in forward:  y = self.act(y)"
+module_path = reads("module", "")  # the dotted path of the user's module that the node came from: "layer1.0.conv1"
+made_by = reads("made_by", "trace")  # the pass that created the node
+# The QConfigs (None: float) that are attached to the modules around the call, each after the path of its module, the nearest first.
+attached_qconfigs: Reads[tuple[tuple[str, Any], ...]] = reads("qconfig", ())
+attach_qconfigs = writes("qconfig", tuple)
+matched_rules: Reads[tuple[Any, ...]] = reads("matched_rules", ())  # a `mapping.MatchedRules` for the node, and for each fused into it
+set_argument_name = writes("argument", str)  # what the user calls an input whose name is none in Python, or is one of generated code
+set_batch_norm_path = writes("batch_norm", str)  # the dotted path of the module in which a batch norm was called that is fused into it
+stated_demand: Reads[Any] = reads("demand", None)  # the demand (an `ops.Demand`) of the composite on the grid of this part of it
+state_demand = writes("demand", object)
+set_part = writes("part", Part)  # the composite operator that the node is a part of
+ties: Reads[tuple[str, ...]] = reads("ties", ())  # nodes with one tie in common share one grid
+annotate = writes("annotation", Annotation)
+observed: Reads[tuple[float, float] | None] = reads("observed", None)  # beyond this interval its values make no difference to any reader
+set_observed = writes("observed", tuple)
+refusal: Reads[str | None] = reads("refusal", None)  # why the node could not be brought to canonical form
+is_python = reads("python", False)  # whether the node calls the user's Python as it is
+trains_only = reads("trains_only", False)  # whether it is there for training alone: the integer model goes without it
+mark_training = marks("trains_only")
+mark_parameter = marks("parameter")  # computed from parameters alone
+detach = marks("detached")  # computed without gradients while the prepared model trains
+detached_arguments: Reads[tuple[int | str, ...]] = reads("detached_arguments", ())  # positions and keywords of arguments without gradient
+# The path of the user's module that draws noise in train mode: on the node that calls it, or on the layer before it.
+noise: Reads[str | None] = reads("noise", None)
+set_noise = writes("noise", str)
+dropped_in_training = reads("dropped_in_training", 0.0)  # the probability with which an attention drops weights in train mode
+drop_in_training = writes("dropped_in_training", float)
+spelling: Reads[tuple[Any, ...]] = reads("spelling", ())  # the functions, or classes of modules, that the user called for the node
+fused: Reads[tuple[str, ...]] = reads("fused", ())  # the names of the nodes fused into this one
+passed_on: Reads[tuple[tuple[str, str], ...]] = reads("passed_on", ())  # a removed node and the operand that its readers read instead
+unfused: Reads[str | None] = reads("unfused", None)  # why the node was not fused into its operand
+set_unfused = writes("unfused", str)
 
 
 # ---- changing a graph ------------------------------------------------------------------------------------------------

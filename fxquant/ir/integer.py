@@ -10,10 +10,36 @@ kernel      the kernel that computes a node, and the nodes computed with it
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import fx
+
+T = TypeVar("T")
+
+
+Reads = Callable[[fx.Node], T]
+
+
+def reads(key: str, default: T) -> Reads[T]:
+    """Return a function of a node that returns the fact under this key, or this value for a node without it."""
+    return lambda node: node.meta.get(key, default)
+
+
+def writes(key: str, kind: type[T]) -> Callable[[fx.Node, T], None]:
+    """Return a function of a node and a value of this class, which becomes a fact on the node under this key."""
+
+    def write(node: fx.Node, value: T) -> None:
+        node.meta[key] = value
+
+    return write
+
+
+def marks(key: str) -> Callable[[fx.Node], None]:
+    """Return a function of a node that sets the fact under this key to True."""
+    write = writes(key, bool)
+    return lambda node: write(node, True)
 
 
 def notes(node: fx.Node) -> dict[str, Any]:
@@ -58,11 +84,6 @@ def qparams(node: fx.Node) -> QParams | None:
     """Return the grid of the quantized tensor a node of an integer graph holds; None for any other node."""
     value = node.meta.get("qparams")
     return value if isinstance(value, QParams) else None
-
-
-def set_qparams(node: fx.Node, value: QParams) -> None:
-    """Write the dtype, scale and zero point of the node's tensor."""
-    node.meta["qparams"] = value
 
 
 def zero_point(node: fx.Node) -> int:
@@ -115,14 +136,10 @@ def operation(node: fx.Node) -> Operation | None:
     return value if isinstance(value, Operation) else None
 
 
-def set_operation(node: fx.Node, value: Operation) -> None:
-    """Write the operator whose result the node is."""
-    node.meta["operation"] = value
+set_qparams, set_operation = writes("qparams", QParams), writes("operation", Operation)
 
 
-def kernel(node: fx.Node) -> tuple[str, tuple[str, ...]] | None:
-    """Return the kernel that computes a node of an integer graph, and the nodes computed with it, itself the last; None without one."""
-    return node.meta.get("kernel")
+kernel: Reads[tuple[str, tuple[str, ...]] | None] = reads("kernel", None)  # its name, and those of the nodes computed with it
 
 
 def set_kernel(node: fx.Node, name: str, covers: tuple[str, ...]) -> None:

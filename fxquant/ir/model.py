@@ -12,7 +12,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from types import FunctionType
@@ -78,7 +78,6 @@ class Model(fx.GraphModule):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def recompile(self) -> PythonCode:
-        """Compile the graph again."""
         self._graph.set_codegen(Code())
         code = super().recompile()
         if is_deployed(self):  # a class of its own has the code of every GraphModule
@@ -519,10 +518,7 @@ def autocast_off() -> Iterator[None]:
 @contextmanager
 def default_device_cpu() -> Iterator[None]:
     """Inside, PyTorch makes tensors on the CPU where no device is named: its own exporters and loaders name none."""
-    if torch.get_default_device().type == "cpu":
-        yield
-        return
-    with torch.device("cpu"):
+    with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
         yield
 
 

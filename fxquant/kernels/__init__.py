@@ -11,7 +11,7 @@ The zero is 0 where no integer is negative, 128 for other int8 tensors, and the 
 part of a sum is in the bias. A tensor that a primitive or the host reads is written with the strides that the primitives gave it.
 Tensors that do not live at once share memory; each thread has its own. A changed constant, graph or copy gets programs of its own.
 
-An implementation is admitted (`admission`, `layer`) by conditions on constants and proved bounds, and then by a comparison with the
+An implementation is admitted (`admission`) by conditions on constants and proved bounds, and then by a comparison with the
 primitives on this machine: on operands of the whole range; for a requantization on both sides of every step, for each channel,
 which is a proof, since both functions are monotonic; for a table on every byte or pair of bytes. If one is not applicable or disagrees,
 the next is tried, and the primitives at last; `explain` gives the reason. One that computed other bits is also logged and reported.

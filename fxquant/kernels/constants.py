@@ -49,7 +49,6 @@ class Checksums:
         self.next, self.turns = 0, bool(by_turns)
 
     def changed(self, everything: bool) -> bool:
-        """Return whether a watched span was edited, of all spans or of the next part of them."""
         chosen = self.parts
         if self.turns and not everything:
             chosen, self.next = [self.parts[self.next]], (self.next + 1) % len(self.parts)

@@ -1,7 +1,6 @@
 """Kernels: each is a pattern of primitives, which define it, and implementations, each with the conditions under which it is exact.
 
-Between kernels a quantized tensor is held as bytes, channels last: byte b stands for the centred integer b - zero. The zero is the
-grid's zero point for uint8, 0 for int8 that has no negative integers, and 128 for any other. `Held` describes the layout.
+The package's docstring says how tensors are held between kernels; `Held` describes the layout.
 """
 
 from __future__ import annotations
@@ -65,17 +64,14 @@ class Held:
 
     @property
     def channels(self) -> int:
-        """The number of elements of a pixel that count."""
         return self.grid[3]
 
     @property
     def pixel(self) -> int:
-        """The elements of a pixel."""
         return -(-self.channels // ALIGNMENT) * ALIGNMENT
 
     @property
     def rows(self) -> int:
-        """The number of pixels."""
         return math.prod(self.grid[:3])
 
     def memory(self) -> Tensor:
@@ -118,7 +114,6 @@ class Held:
         return found
 
     def centred(self, held: Tensor) -> Tensor:
-        """Return the centred integers of a held tensor, int64."""
         return self.view(held).to(torch.int64) - self.zero
 
 
@@ -144,7 +139,6 @@ class Site:
     non_negative: frozenset[fx.Node]
 
     def constant(self, node: Any) -> Any:
-        """Return the tensor of a constant; None for None."""
         return None if node is None else resolve(self.model, str(node.target)).detach()
 
     def tensor(self, name: str) -> Tensor:
@@ -157,7 +151,6 @@ class Site:
         return held(node, self.sizes[node], node in self.non_negative)
 
     def result(self) -> Held:
-        """Return how the result is held."""
         return self.held(self.match.root)
 
 
@@ -195,22 +188,26 @@ class Stateless:
     bound: Bound
 
     def bind(self) -> Bound:
-        """Return the function."""
         return self.bound
 
 
-class Implementation(Protocol):
+@dataclass
+class Implementation:
     """A way to compute a kernel.
 
-    name     what `explain` calls it
+    name        the name that `explain` shows
+    build       builds it for one place; raises NotApplicable where its conditions do not hold
     reads_held  whether it reads tensors as they are held; else as primitives have them
     """
 
     name: str
-    reads_held: bool
+    build: Callable[[Site], Built]
+    reads_held: bool = True
 
-    def build(self, site: Site) -> Built:
-        """Build the implementation for one place. Raises NotApplicable where its conditions do not hold."""
+
+def implementation(name: str, reads_held: bool = True) -> Callable[[Callable[[Site], Built]], Implementation]:
+    """Return a decorator that makes an `Implementation` of its `build`."""
+    return lambda build: Implementation(name, build, reads_held)
 
 
 @dataclass(frozen=True)

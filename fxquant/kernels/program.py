@@ -80,7 +80,6 @@ class Program:
         return self.places.setdefault((node, is_held), len(self.places))
 
     def held(self, node: fx.Node) -> Held:
-        """Return how a node's tensor is held."""
         return held(node, self.layouts[node][0], node in self.non_negative)
 
     def _write(self) -> None:
@@ -157,17 +156,14 @@ class Program:
             if writes in self.buffers:
                 form = self.buffers[writes]
                 size = form.rows * form.pixel * form.dtype.itemsize
-                fitting = [slot for slot in free if slots[slot] >= size]
-                if fitting:
-                    slot = min(fitting, key=slots.__getitem__)
-                elif free:
-                    slot = max(free, key=slots.__getitem__)
+                if free:
+                    fitting = [slot for slot in free if slots[slot] >= size]
+                    slot = min(fitting, key=slots.__getitem__) if fitting else max(free, key=slots.__getitem__)
+                    free.remove(slot)
+                    slots[slot] = max(slots[slot], size)
                 else:
                     slot = len(slots)
-                    slots.append(0)
-                if slot in free:
-                    free.remove(slot)
-                slots[slot] = max(slots[slot], size)
+                    slots.append(size)
                 slot_of[writes] = slot
             free += {slot_of[place] for place in {*reads, writes} if place in slot_of and last.get(place, index) == index}
         return slots, slot_of
@@ -235,7 +231,15 @@ class _Instance:
 
 
 def _kernel(built: Built, reads: list[int], writes: int, buffer: Tensor | None) -> Step:
-    bound: Bound = built.bind()
+    return _into(built.bind(), reads, writes, buffer)
+
+
+def _hold(form: Held, reads: list[int], writes: int, buffer: Tensor | None) -> Step:
+    return _into(lambda given, held: form.hold(given[0], held), reads, writes, buffer)
+
+
+def _into(bound: Bound, reads: list[int], writes: int, buffer: Tensor | None) -> Step:
+    """Return the step that computes a value in memory of the instance's own."""
     assert buffer is not None
 
     def run(values: list[Any]) -> None:
@@ -260,17 +264,6 @@ def _real_kernel(built: Built, layout: Layout, reads: list[int], writes: int, bu
     return run
 
 
-def _hold(form: Held, reads: list[int], writes: int, buffer: Tensor | None) -> Step:
-    (read,) = reads
-    assert buffer is not None
-
-    def run(values: list[Any]) -> None:
-        form.hold(values[read], buffer)
-        values[writes] = buffer
-
-    return run
-
-
 def _plain(form: Held, layout: Layout, reads: list[int], writes: int, buffer: Tensor | None) -> Step:
     (read,) = reads
     _, strides, dtype = layout
@@ -282,7 +275,6 @@ def _plain(form: Held, layout: Layout, reads: list[int], writes: int, buffer: Te
 
 
 def _holds_nodes(value: Any) -> bool:
-    """Return whether an argument is a container that holds nodes; False if it is a node itself."""
     return not isinstance(value, fx.Node) and bool(nodes_in(value))
 
 

@@ -1,9 +1,4 @@
-"""Run an integer model with its kernels.
-
-The first call with inputs of some sizes runs the primitives, and records the sizes and strides of every tensor. The calls after it run
-a `Program` made for these: kernels on held tensors, primitives where no kernel applies. The results of a program have the bits and
-the strides of the primitives' results.
-"""
+"""Run an integer model with its kernels. The results of a program have the bits and the strides of the primitives' results."""
 
 from __future__ import annotations
 
@@ -76,7 +71,6 @@ class Runner:
         return result
 
     def program(self, model: fx.GraphModule, inputs: Sequence[Any]) -> Program:
-        """Return the program for inputs of these sizes."""
         key = _key(inputs)
         with self.lock:
             self._follow(model, everything=True)
@@ -153,24 +147,22 @@ class Runner:
         sizes = {node: layout[0] for node, layout in layouts.items()}
         non_negative = without_negatives(model)
         chosen: dict[fx.Node, Chosen] = {}
-        fused = [node for node in model.graph.nodes if kernel(node) is not None]
-        for node in progress(fused, len(fused), "proving kernels"):
-            known = kernel(node)
-            if known is not None:
-                found = next((each for each in self.source() if each.name == known[0]), None)
-                matched = None if found is None else found.match(node)
-                match = matched if isinstance(matched, Match) else None
-                key = (node.name, _proved_for(sizes, node, () if match is None else match.reads))
-                if key not in self.chosen:
-                    if found is None or match is None:
-                        refused = {"": "its pattern is not there any more"}
-                        self.chosen[key] = Chosen(Match(node, (node,), ()), Choice(known[0], None, refused))
-                    else:
-                        few = {read: (*(min(size, PROVED) for size in sizes[read][:1]), *sizes[read][1:]) for read in (*match.reads, node)}
-                        self.chosen[key] = _choose(found, Site(model, match, few, non_negative))
-                    while len(self.chosen) > MOST_PROGRAMS * len(fused):
-                        self.chosen.popitem(last=False)
-                chosen[node] = self.chosen[key]
+        fused = [(node, known[0]) for node in model.graph.nodes if (known := kernel(node)) is not None]
+        for node, name in progress(fused, len(fused), "proving kernels"):
+            found = next((each for each in self.source() if each.name == name), None)
+            matched = None if found is None else found.match(node)
+            match = matched if isinstance(matched, Match) else None
+            key = (node.name, _proved_for(sizes, node, () if match is None else match.reads))
+            if key not in self.chosen:
+                if found is None or match is None:
+                    refused = {"": "its pattern is not there any more"}
+                    self.chosen[key] = Chosen(Match(node, (node,), ()), Choice(name, None, refused))
+                else:
+                    few = {read: (*(min(size, PROVED) for size in sizes[read][:1]), *sizes[read][1:]) for read in (*match.reads, node)}
+                    self.chosen[key] = _choose(found, Site(model, match, few, non_negative))
+                while len(self.chosen) > MOST_PROGRAMS * len(fused):
+                    self.chosen.popitem(last=False)
+            chosen[node] = self.chosen[key]
         return Program(model, layouts, non_negative, chosen)
 
 

@@ -52,14 +52,9 @@ class EagerLowering(Lowering):
     lifts_late = True  # the output's scale may follow this call's result
 
     def __init__(
-        self,
-        name: str,
-        arithmetic: Arithmetic,
-        output: Quantizer | None,
-        intermediate: Quantizer | None,
-        weight: WeightQuantizer,
+        self, name: str, arithmetic: Arithmetic, output: Quantizer | None, intermediate: Quantizer | None, weight: WeightQuantizer,
         mode: Mode,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(name, arithmetic, output, intermediate, weight)
         self.training, self.observing, self.live_batch_norm = mode
         self.known: dict[int, tuple[Tensor, Tensor, Grid]] = {}  # integers by identity, with their dequantized tensor and their grid
@@ -252,14 +247,9 @@ class FusedLowering(EagerLowering):
         return self._on(to.grid, *fused_lookup.looked_up(value, input.grid, curve, table, to.grid))
 
     def complete(
-        self,
-        accumulator: Any,
-        end: Epilogue,
-        bias: Tensor | None = None,
-        residual: Quantized | None = None,
-        multiplier: ResidualFactor | None = None,
-        statistics: fused_layers.Collected | None = None,
-    ) -> Quantized:
+        self, accumulator: Any, end: Epilogue, bias: Tensor | None = None, residual: Quantized | None = None,
+        multiplier: ResidualFactor | None = None, statistics: fused_layers.Collected | None = None,
+    ) -> Quantized:  # fmt: skip
         to, ratio, clamp, bound = end.to or self.output, end.ratio, end.clamp, end.bound
         if self.noise is not None and self.noise.training:
             accumulator, bias, statistics = self._noisy(self.computed(accumulator), bias, ratio), None, None
@@ -307,13 +297,9 @@ class FusedLowering(EagerLowering):
 
     @staticmethod
     def _is_exact(
-        sums: Tensor,
-        bound: float,
-        bias: Tensor | None,
-        residual: Quantized | None,
-        multiplier: ResidualFactor | None,
+        sums: Tensor, bound: float, bias: Tensor | None, residual: Quantized | None, multiplier: ResidualFactor | None,
         known: fused_layers.Collected | None,
-    ) -> bool:
+    ) -> bool:  # fmt: skip
         """Return whether the accumulator stays below 2^24, for every operand or for these."""
         if bound < FLOAT32_EXACT:
             return True

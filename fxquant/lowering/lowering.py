@@ -121,12 +121,10 @@ class Quantized:
 
     @property
     def scale(self) -> Tensor:
-        """The scale of its grid."""
         return self.grid.scale
 
     @property
     def dtype(self) -> IntType:
-        """The type of its grid."""
         return self.grid.type
 
     def real(self) -> Tensor:
@@ -186,7 +184,6 @@ class Lowering:
     # -- what a subclass provides ----------------------------------------------------------------------------------
 
     def call(self, primitive: Callable[..., Tensor], *arguments: Any) -> Any:
-        """Apply a primitive."""
         raise NotImplementedError
 
     def computed(self, value: Any) -> Any:
@@ -255,7 +252,6 @@ class Lowering:
         return self.requantize_by(accumulator, Epilogue(ratio, clamp, bound, lift, kind))
 
     def requantize_by(self, accumulator: Any, end: Epilogue) -> Quantized:
-        """Requantize the accumulator as its epilogue says."""
         target = end.to or self.output
         if target.dtype == INT32:
             return self._keep(accumulator, end)
@@ -291,14 +287,9 @@ class Lowering:
         return self.result(exact, real)
 
     def complete(
-        self,
-        accumulator: Any,
-        end: Epilogue,
-        bias: Tensor | None = None,
-        residual: Quantized | None = None,
-        multiplier: ResidualFactor | None = None,
-        statistics: fused_layers.Collected | None = None,
-    ) -> Quantized:
+        self, accumulator: Any, end: Epilogue, bias: Tensor | None = None, residual: Quantized | None = None,
+        multiplier: ResidualFactor | None = None, statistics: fused_layers.Collected | None = None,
+    ) -> Quantized:  # fmt: skip
         """Requantize the accumulator of channels, plus its bias and the residual times its multiplier.
 
         Bias and multiplier are shaped to broadcast. `statistics` are those of the accumulator, where they are known.
@@ -432,7 +423,6 @@ class Lowering:
         return self.holds(self.arithmetic.requantize(self, total, ratio, *to.grid.bounds, to.grid, role, kind=LAYER), to.grid)
 
     def quantize(self, input: Any) -> Quantized:
-        """Quantize a float tensor to the output's grid."""
         grid = self.output.grid
         scale = self.constant("scale", grid.scale, torch.float32)
         return self.result(lambda: self.call(quantize, input, scale, *grid.bounds, grid.type.storage, *self.offset(grid)), lambda: input)

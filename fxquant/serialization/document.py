@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import keyword
 import re
 from collections.abc import Iterator, Mapping
@@ -27,10 +28,8 @@ from fxquant.prepared.hooks import are_calls, restore_hooks
 from fxquant.prepared.operators import QuantizedOperator, link_owners, quantized_operators
 from fxquant.prepared.stage import Stage, violations
 from fxquant.quantization.spec import QConfig
-from fxquant.serialization.archive import as_text
 from fxquant.serialization.names import PROPERTIES, function_name, function_named, is_method
-from fxquant.serialization.tree_reader import TreeReader
-from fxquant.serialization.tree_writer import TargetOf, TreeWriter
+from fxquant.serialization.tree import TargetOf, TreeReader, TreeWriter
 from fxquant.serialization.values import Malformed, cannot_save, decode, encode, expect
 from fxquant.support import logger
 
@@ -122,21 +121,16 @@ def _located(node: fx.Node, model: fx.GraphModule) -> dict[str, Any]:
 
 
 def _node(node: fx.Node, model: fx.GraphModule) -> dict[str, Any]:
-    meta = {name: encode(_kept(node, name)) for name in _META if name in node.meta}
+    # What the user called is kept by name alone.
+    called = tuple(kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind)) for kind in spelling(node))
     return {
         "op": node.op,
         "name": _identifier(node.name),
         "target": _target(node, model),
         "args": [encode(argument) for argument in node.args],
         "kwargs": {_identifier(name): encode(argument) for name, argument in node.kwargs.items()},
-        "meta": meta,
+        "meta": {name: encode(called if name == "spelling" else node.meta[name]) for name in _META if name in node.meta},
     }
-
-
-def _kept(node: fx.Node, name: str) -> Any:
-    if name == "spelling":  # what the user wrote, by name alone
-        return tuple(kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind)) for kind in spelling(node))
-    return node.meta[name]
 
 
 def _identifier(name: str) -> str:
@@ -229,7 +223,7 @@ def read_model(document: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
 
 def _check(model: Model, document: Mapping[str, Any], target_of: TargetOf) -> None:
     again, _ = write_model(model, target_of)
-    if as_text(again) != as_text(document):
+    if json.dumps(again) != json.dumps(document):
         part = next(name for name in _SECTIONS if again[name] != document[name] or str(again[name]) != str(document[name]))
         raise Malformed(f"its {part} hold a value that fxquant does not write")
     if not is_signature(model.meta, [str(node.target) for node in model.graph.find_nodes(op="placeholder")]):

@@ -19,7 +19,6 @@ from torch.nn import functional as F
 
 from fxquant.frontend.opaque import WRAPPED, Wrapped
 from fxquant.ir import functional
-from fxquant.ir.stubs import FUNCTIONS as STUBS
 from fxquant.numerics.rounding import AdaptiveRounding, Nearest, Rounding
 from fxquant.ops import FUNCTIONS, METHODS, OPERATORS
 from fxquant.ops.core.parameters import FUNCTIONS as OF_PARAMETERS
@@ -89,7 +88,7 @@ def _functions() -> dict[str, Callable[..., Any]]:
         table.update(_listed(space, home, names))
     for space, home, _ in homes:
         table.update(_spelling(space, home))
-    table.update({f"stub:{function.__name__}": function for function in STUBS})
+    table.update({f"stub:{function.__name__}": function for function in functional.STUBS})
     table.update({f"parameters:{function.__name__}": function for function in OF_PARAMETERS})
     table.update({f"operator:{record.name}": function for function, record in OPERATORS.items()})
     table.update({f"primitive:{record.name}": function for function, record in PRIMITIVES.items()})

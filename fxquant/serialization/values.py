@@ -33,8 +33,8 @@ DTYPES = {
 }  # fmt: skip
 _CONSTANTS: Mapping[str, Any] = {
     "ellipsis": ...,
-    **{str(constant): constant for constant in (torch.strided, torch.contiguous_format, torch.preserve_format)},
-    **{str(constant): constant for constant in (torch.channels_last, torch.channels_last_3d)},
+    **{str(each): each for each in (torch.strided, torch.contiguous_format, torch.preserve_format)},
+    **{str(each): each for each in (torch.channels_last, torch.channels_last_3d)},
 }
 _NAMED_TUPLES = {kind.__name__: kind for kind in (BatchNormTensors,)}
 
@@ -104,9 +104,7 @@ def expect(value: Any, *kinds: type) -> Any:
 
 def encode(value: Any) -> Any:
     """Return the value as JSON. Raises ExportError if it has no form there."""
-    if value is None or isinstance(value, bool) or type(value) is str:
-        return value
-    if type(value) is int and abs(value) < LARGEST:
+    if value is None or isinstance(value, bool) or type(value) is str or (type(value) is int and abs(value) < LARGEST):
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {"float": repr(value)}
@@ -152,7 +150,7 @@ def _encode_other(value: Any) -> Any:
         if value is constant:
             return {"constant": name}
     if isinstance(value, type) and issubclass(value, Rounding):
-        return _encode_rounding(value)
+        return {"rounding": _known_name(value, ROUNDINGS, "rounding", "save state_dict() and prepare the model again")}
     if isinstance(value, type | functools.partial) or callable(value):
         return _encode_observer(value)
     cannot_save(f"a {kind.__name__}", f"a file holds no value like {str(value)[:80]}", "use numbers, strings, tuples, lists and dicts")
@@ -169,25 +167,17 @@ def _encode_observer(value: Any) -> Any:
     kind, arguments = (value.func, value.keywords) if isinstance(value, functools.partial) and not value.args else (value, {})
     if type(value) in ARGUMENTS:  # an instance, whose settings count
         kind, arguments = type(value), {name: getattr(value, name) for name in ARGUMENTS[type(value)]}
-    name = getattr(kind, "__name__", str(kind))
-    if not isinstance(kind, type) or OBSERVERS.get(name) is not kind:
-        cannot_save(
-            f"the observer {name}",
-            f"a file names its observers, and can name {', '.join(OBSERVERS)}; it holds no code",
-            "use one of these, a functools.partial of one, or a class of yours that is declared with names=",
-        )
+    remedy = "use one of these, a functools.partial of one, or a class of yours that is declared with names="
+    name = _known_name(kind, OBSERVERS, "observer", remedy)
     return {"observer": [name, {key: encode(item) for key, item in arguments.items()}]}
 
 
-def _encode_rounding(kind: type[Rounding]) -> Any:
-    name = kind.__name__
-    if ROUNDINGS.get(name) is not kind:
-        cannot_save(
-            f"the rounding {name}",
-            f"a file names its roundings, and can name {', '.join(ROUNDINGS)}; it holds no code",
-            "save state_dict() and prepare the model again",
-        )
-    return {"rounding": name}
+def _known_name(kind: Any, table: Mapping[str, Any], what: str, remedy: str) -> str:
+    """Return the name of a class in a table. Raises ExportError if the table has no such class."""
+    name = str(getattr(kind, "__name__", kind))
+    if not isinstance(kind, type) or table.get(name) is not kind:
+        cannot_save(f"the {what} {name}", f"a file names its {what}s, and can name {', '.join(table)}; it holds no code", remedy)
+    return name
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------------
@@ -258,11 +248,6 @@ def _decode_observer(content: Any) -> Any:
     return functools.partial(kind, **chosen) if chosen else kind
 
 
-def _decode_complex(content: Any) -> complex:
-    real, imaginary = (expect(decode(part), float) for part in _exactly(expect(content, list), 2))
-    return complex(real, imaginary)
-
-
 def _decode_numbers(content: Any) -> torch.Tensor:
     dtype, shape, numbers = _exactly(expect(content, list), 3)
     values = [expect(decode(number), bool, int, float) for number in expect(numbers, list)]
@@ -277,7 +262,7 @@ _SIMPLE: Mapping[str, Callable[[Any], Any]] = {
     "dtype": lambda content: look_up(DTYPES, content, "dtype"),
     "constant": lambda content: look_up(_CONSTANTS, content, "constant"),
     "device": lambda content: torch.device(expect(content, str)),
-    "complex": _decode_complex,
+    "complex": lambda content: complex(*(expect(decode(part), float) for part in _exactly(expect(content, list), 2))),
     "batch": _decode_batch,
     "tensor": _decode_tensor,
     "numbers": _decode_numbers,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.backends.onnx import gates
+from fxquant.backends.onnx.fast_parts import exact_divisor, multiply
 from fxquant.backends.onnx.runtime import RUNTIMES, Runner
 from fxquant.backends.onnx.writer import Emitter, value_info
 from fxquant.ir.integer import qparams
@@ -33,14 +33,14 @@ GATES = {
 @pytest.mark.parametrize("broadcast", [False, True])
 def test_every_pair_of_bytes_in_every_runtime(name: str, broadcast: bool) -> None:
     multiplier, left_zero, right_zero, zero = GATES[name]
-    divisor = gates.divisor(float(torch.tensor(multiplier)), left_zero, right_zero, zero)
+    divisor = exact_divisor(float(torch.tensor(multiplier)), left_zero, right_zero, zero)
     assert divisor is not None
     left, right = torch.arange(256, dtype=torch.uint8), torch.arange(256, dtype=torch.uint8)
     shape = (1, 256, 16, 16), (1, 256, 1, 1) if broadcast else (1, 256, 16, 16)
     a = left.reshape(1, 1, 16, 16).expand(shape[0]).contiguous()
     b = right.reshape(1, 256, 1, 1).expand(shape[1]).contiguous()
     emitter = Emitter({}, 21)
-    found = gates.emit(
+    found = multiply(
         emitter,
         ("a", emitter.constant(left_zero, torch.uint8)),
         ("b", emitter.constant(right_zero, torch.uint8)),
@@ -59,7 +59,7 @@ def test_every_pair_of_bytes_in_every_runtime(name: str, broadcast: bool) -> Non
 
 def test_ties_that_a_zero_point_would_move_have_no_divisor() -> None:
     """2.5 becomes 2, and with an odd zero point added first 2.5 + 1 = 3.5 becomes 4: it would stand for 3."""
-    assert gates.divisor(2.0**-7, 128, 0, 129) is None
+    assert exact_divisor(2.0**-7, 128, 0, 129) is None
 
 
 class Gated(nn.Module):

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.numerics.rounding import AdaptiveRounding
 from fxquant.prepared.operators import quantized_operators
-from fxquant.serialization.archive import pack, unpack
+from fxquant.serialization import pack, unpack
 from tests.shared.contract import assert_train_is_validate, assert_validate_is_integer, calibrated, same_state
 from tests.shared.networks import Network
 

@@ -253,7 +253,7 @@ def test_a_method_without_a_checkpoint_changes_nothing_when_it_is_interrupted(me
         ("torch.export.save", lambda result, path: fxq.export_pt2(result.integer, path)),
         ("torch.jit.trace", lambda result, path: fxq.export_torchscript(result.integer, path)),
         ("fxquant.backends.c.export_c._source", lambda result, path: fxq.export_c(result.integer, path)),
-        ("fxquant.serialization.archive.safetensors.torch.save", lambda result, path: fxq.save(result.prepared, path)),
+        ("fxquant.serialization.safetensors.torch.save", lambda result, path: fxq.save(result.prepared, path)),
     ],
 )
 def test_a_file_is_whole_or_as_it_was(place: str, write: Any, result: fxq.Result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -17,8 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fxquant as fxq
 from fxquant.backends.cpu.joining import NativeMarks
 from fxquant.backends.cpu.native import Count
-from fxquant.backends.cpu.observer_kernels import NativeCounting
-from fxquant.backends.cpu.training import NativePasses
+from fxquant.backends.cpu.training import NativeCounting, NativePasses
 from fxquant.primitives.runtime_scales import dynamic_linear
 from fxquant.support.files import address, point, readable
 from fxquant.training import fused_elementwise, saturation_masks

@@ -31,14 +31,14 @@ from benchmarks.zoo.resnet import ResNet18
 from fxquant import backends
 from fxquant.analysis.fused import OperatorRun, operator_runs
 from fxquant.backends.cpu import compiled as in_c
-from fxquant.backends.cpu import native, observer_kernels, tensors
+from fxquant.backends.cpu import native, tensors, training
 from fxquant.ir.graph import resolve
 from fxquant.ir.integer import kernel
 from fxquant.ir.model import RUNNER
 from fxquant.kernels import constants
+from fxquant.kernels.admission import Layer
 from fxquant.kernels.constants import EACH_CALL
 from fxquant.kernels.kernel import Disagrees, Kernel, NotApplicable
-from fxquant.kernels.layer import Layer
 from fxquant.kernels.program import Choice, Program
 from fxquant.kernels.runner import MOST_PROGRAMS, Runner
 from fxquant.prepared.stage import Stage
@@ -297,7 +297,7 @@ class Wrong:
         self.name, self.change = name, change
 
     def build(self, site: Any) -> Any:
-        honest = tensors.OneDnn().build(site)
+        honest = tensors.onednn.build(site)
         return SimpleNamespace(bind=lambda: self.change(site, honest.bind()))
 
 
@@ -357,10 +357,10 @@ def test_an_implementation_that_is_wrong_is_not_admitted_and_explain_says_so(
 def test_counting_that_differs_from_that_of_pytorch_is_recorded_like_a_kernel(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    signed = observer_kernels.NativeCounting.signed
-    monkeypatch.setattr(observer_kernels.NativeCounting, "signed", lambda *given: signed(*given).roll(1))
+    signed = training.NativeCounting.signed
+    monkeypatch.setattr(training.NativeCounting, "signed", lambda *given: signed(*given).roll(1))
     with caplog.at_level(logging.WARNING, "fxquant"):
-        assert not any(observer_kernels._admitted.__wrapped__() for _ in range(2))
+        assert not any(training._admitted.__wrapped__() for _ in range(2))
     assert caplog.text.count("the counting of observers in C is not used for histograms, because it differs from torch.histc in") == 1
     assert contents(known()[0], None, {}, [], "")["disagreements"][0][0] == "histograms"
 
@@ -401,9 +401,9 @@ def convolution_in_c(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The site at which the model's 4-channel convolution gets its kernel in C. Skips the test where no kernel in C is built."""
     sites: list[Any] = []
     integer, _ = both(model, "bayes-e", ordinary(2, 4, 9, 9))
-    build = in_c.Convolution.build
+    build = in_c.convolution.build
     with monkeypatch.context() as patched:
-        patched.setattr(in_c.Convolution, "build", lambda self, site: (sites.append(site), build(self, site))[1])
+        patched.setattr(in_c.convolution, "build", lambda site: (sites.append(site), build(site))[1])
         integer(images(1, 4, 9, 9)), integer(images(1, 4, 9, 9))
     if not sites:
         pytest.skip("no kernel in C here")
@@ -413,7 +413,7 @@ def convolution_in_c(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Any:
 def kernel_in_c(site: Any) -> Any:
     """The kernel of a site. Skips the test where the processor has none."""
     try:
-        return in_c.Convolution().build(site)
+        return in_c.convolution.build(site)
     except NotApplicable as refused:
         pytest.skip(str(refused))
 

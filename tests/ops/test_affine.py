@@ -27,7 +27,7 @@ from fxquant.primitives.arithmetic import FixedArithmetic, RealArithmetic
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import WeightQuantizer
-from fxquant.serialization.archive import pack, unpack
+from fxquant.serialization import pack, unpack
 from fxquant.target import Target
 from tests.shared import contract, oracle
 from tests.shared.contract import compiled, graph_values

@@ -15,7 +15,7 @@ import fxquant as fxq
 from fxquant import backends, serialization
 from fxquant.lowering import lowering
 from fxquant.primitives import accumulate, product
-from fxquant.serialization.archive import pack
+from fxquant.serialization import pack
 from fxquant.serialization.document import write_model
 
 Forward = Callable[[Any, Tensor], Tensor]

@@ -27,8 +27,7 @@ from fxquant import backends
 from fxquant.ops import OPERATORS
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.proof import unproved
-from fxquant.serialization import names
-from fxquant.serialization.archive import as_text, pack, unpack
+from fxquant.serialization import as_text, names, pack, unpack
 from fxquant.serialization.document import write_model
 from fxquant.serialization.values import RECORDS, decode, encode
 

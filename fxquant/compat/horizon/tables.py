@@ -199,7 +199,6 @@ QUANTIZATION = [
 
 
 def _named(rows: list[Row], *names: str) -> list[Row]:
-    """Return the rows with these names."""
     return [row for row in rows if row.name in names]
 
 

@@ -155,18 +155,16 @@ def weight(factory: Any) -> WeightConfig:
     one, what = asked(factory, "the weight"), "the weight"
     if "PlaceholderObserver" in one.names and one.dtype == "float32":
         return WeightConfig()  # PyTorch's convention for a layer norm: only its activation is quantized
-    if not any(name in one.names for name in WEIGHT_OBSERVERS):
-        raise one.refused("weight observer", what)
-    if one.dtype in ("float16", "bfloat16", "float32"):
-        raise one.refused(one.dtype, what)
-    if one.dtype != "int8":
-        raise one.refused("unsigned weight", what)
-    if "affine" in one.scheme:
-        raise one.refused("affine weight", what)
-    if one.bits not in (4, 8):
-        raise one.refused("range", what)
-    if getattr(one.observer, "ch_axis", 0) != 0:
-        raise one.refused("ch_axis", what)
+    reasons = {
+        "weight observer": not any(name in one.names for name in WEIGHT_OBSERVERS),
+        one.dtype: one.dtype in ("float16", "bfloat16", "float32"),
+        "unsigned weight": one.dtype != "int8",
+        "affine weight": "affine" in one.scheme,
+        "range": one.bits not in (4, 8),
+        "ch_axis": getattr(one.observer, "ch_axis", 0) != 0,
+    }
+    for key in [key for key, holds in reasons.items() if holds]:
+        raise one.refused(key, what)
     return WeightConfig(f"int{one.bits}", per_channel="channel" in one.scheme, training=LEARNED if one.learned else STATISTICS)
 
 
@@ -259,7 +257,6 @@ def mapping_of(given: Any, traced: fx.GraphModule) -> QConfigMapping:
 
 
 def _parts(given: Any) -> dict[str, list[Any]]:
-    """Return the rules of a mapping by kind, as pairs."""
     if isinstance(given, Mapping):
         unknown = [key for key in given if key not in ("", *ATTRIBUTES)]
         if not unknown:
@@ -311,15 +308,12 @@ def settings_of(config: Any) -> dict[str, Any]:
     """Return the non-empty settings of PyTorch's custom config, an object or its dict form, by name."""
     if config is None:
         return {}
-    held = (
-        dict(config)
-        if isinstance(config, Mapping)
-        else (
-            {f.name: getattr(config, f.name) for f in fields(config)}
-            if is_dataclass(config) and not isinstance(config, type)
-            else dict(vars(config))
-        )
-    )
+    if isinstance(config, Mapping):
+        held = dict(config)
+    elif is_dataclass(config) and not isinstance(config, type):
+        held = {f.name: getattr(config, f.name) for f in fields(config)}
+    else:
+        held = dict(vars(config))
     return {name: value for name, value in held.items() if not isinstance(value, Iterable) or list(value)}
 
 

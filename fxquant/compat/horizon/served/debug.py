@@ -268,7 +268,6 @@ class QuantAnalysis:
         return found
 
     def set_bad_case(self, data: Any) -> None:
-        """Select this batch."""
         self.case = data
 
     def load_bad_case(self, filename: str | Path | None = None) -> None:
@@ -291,7 +290,6 @@ class QuantAnalysis:
         return self.case
 
     def run(self, device_id: Any = None, **options: Any) -> None:
-        """Compare the two models on the bad case."""
         _left_out(".run", {"device_id": device_id, **options})
         self._comparison = fxq.compare(self.baseline, self.analysis, [self._case()], show_progress=False)
 

@@ -139,13 +139,9 @@ def perf_model(
 
 @checked(save_path=FILE.or_none("model.html"), show=FLAG)
 def visualize_model(
-    module: Any,
-    example_inputs: Any = None,
-    march: str | None = None,
-    save_path: str | os.PathLike[str] | None = None,
-    show: bool = False,
+    module: Any, example_inputs: Any = None, march: str | None = None, save_path: str | os.PathLike[str] | None = None, show: bool = False,
     **options: Any,
-) -> Path:
+) -> Path:  # fmt: skip
     """Write a page of the model's graph and layers, and open it in a browser with `show`; return its path. `march` has no effect.
 
     Raises ConfigurationError for an option that Horizon's function does not have.

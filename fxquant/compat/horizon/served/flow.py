@@ -216,12 +216,9 @@ def set_fake_quantize(model: nn.Module, fake_quant_state: FakeQuantState) -> Non
 @checked(inplace=FLAG, fast_mode=FLAG, _remove_qconfig=FLAG)
 @refuses(ARGUMENTS)
 def convert_fx(
-    graph_module: fx.GraphModule,
-    inplace: bool = False,
-    convert_custom_config_dict: Any = None,
-    _remove_qconfig: bool = True,
+    graph_module: fx.GraphModule, inplace: bool = False, convert_custom_config_dict: Any = None, _remove_qconfig: bool = True,
     fast_mode: bool = False,
-) -> fx.GraphModule:
+) -> fx.GraphModule:  # fmt: skip
     """Return the integer graph of a prepared model, which stays usable. See `fxquant.convert`.
 
     inplace     whether the caller's object becomes the integer model

@@ -38,7 +38,6 @@ class Function:
 
     @property
     def inputs(self) -> list[str]:
-        """Return the names of the inputs."""
         return [str(node.target) for node in self._module.model.graph.nodes if node.op == "placeholder"]
 
     def remove_io_op(self, op_types: Any = None, op_names: Any = None) -> None:
@@ -85,7 +84,6 @@ class Module:
 
     @property
     def functions(self) -> list[Function]:
-        """Return the module's one function."""
         return [Function(self)]
 
     def __getitem__(self, index: int) -> Function:

@@ -55,7 +55,6 @@ class QuantStub(nn.Module):
         self._scale = accepted("QuantStub", "scale", scale, SCALE)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the input itself."""
         return input
 
 
@@ -80,7 +79,6 @@ class DeQuantStub(nn.Module):
         super().__init__()
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the input itself."""
         return input
 
 
@@ -105,7 +103,6 @@ class FloatFunctional(nn.Module):
 
     @staticmethod
     def add_relu(input: Tensor, other: Tensor) -> Tensor:
-        """Compute relu(input + other)."""
         return torch.relu(torch.add(input, other))
 
     @staticmethod

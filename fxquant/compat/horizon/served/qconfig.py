@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -32,7 +33,6 @@ class NamedObserver(str):
     settings: Mapping[str, Any] = {}
 
     def with_args(self, **settings: Any) -> NamedObserver:
-        """Return a copy with these settings."""
         made = NamedObserver(self)
         made.settings = {**self.settings, **settings}
         return made
@@ -95,7 +95,6 @@ class FakeQuant:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def with_args(self, **settings: Any) -> FakeQuant:
-        """Return a copy with these arguments."""
         return replace(self, settings={**self.settings, **settings})
 
     def __call__(self, observer: Any = None, **settings: Any) -> FakeQuantizer:
@@ -118,12 +117,10 @@ class FakeQuantizer(nn.Module):
 
     @property
     def scale(self) -> Tensor:
-        """Return the scale, float32."""
         return self.quantizer.scale
 
     @property
     def zero_point(self) -> Tensor:
-        """Return the zero point, int64."""
         return torch.tensor(self.quantizer.grid.zero_point, dtype=torch.int64, device="cpu")
 
     def set_qparams(self, scale: Any, zero_point: Any = None) -> None:
@@ -139,13 +136,7 @@ class FakeQuantizer(nn.Module):
         """Enable observation in train mode, or disable it."""
         self.observes = enabled
 
-    def disable_fake_quant(self) -> None:
-        """Pass values through unchanged."""
-        self.rounds = False
-
-    def disable_observer(self) -> None:
-        """Disable observation."""
-        self.observes = False
+    disable_fake_quant, disable_observer = partialmethod(enable_fake_quant, False), partialmethod(enable_observer, False)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the nearest values of the grid. Raises NotCalibrated without a scale."""
@@ -167,7 +158,7 @@ class FakeQuantizer(nn.Module):
 FakeQuantize = CalibFakeQuantize = FakeQuant(STATISTICS)
 _LearnableFakeQuantize, PACTFakeQuantize = FakeQuant(LEARNED), FakeQuant(PACT)
 FakeCast = FakeQuant(FLOAT)
-KINDS: dict[Any, Any] = {"fake_quant": FakeQuantize, "lsq": _LearnableFakeQuantize, "pact": PACTFakeQuantize}
+KINDS: dict[Any, FakeQuant] = {"fake_quant": FakeQuantize, "lsq": _LearnableFakeQuantize, "pact": PACTFakeQuantize}
 
 
 # ---- qconfigs ----------------------------------------------------------------------------------------------------------
@@ -259,9 +250,9 @@ def activation(given: Any) -> fxq.ActivationConfig:
         training = FROZEN
     made: dict[str, Any]
     if observer == fixed_scale:
-        made = {"scale": float(settings.pop("scale"))} if "scale" in settings else {}
-        if not made:
+        if "scale" not in settings:
             raise ConfigurationError("a fixed scale is missing", because="the observer fixed_scale has nothing else", remedy="pass scale=…")
+        made = {"scale": float(settings.pop("scale"))}
     elif observer == clip:
         made = {"threshold": max(abs(float(settings.pop("xmin", -1.0))), abs(float(settings.pop("xmax", 1.0))))}
     else:
@@ -364,8 +355,7 @@ def _kind(name: Any) -> FakeQuant:
         raise ConfigurationError(
             f"the fake quantize {name!r} is unknown", because="it is 'fake_quant', 'lsq', 'pact' or None", remedy="pass one of these"
         )
-    found: FakeQuant = KINDS[name]
-    return found
+    return KINDS[name]
 
 
 @checked(fix_scale=FLAG)

@@ -6,6 +6,7 @@ and input. A later template of a list overrides an earlier one in the operands t
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,8 +22,8 @@ from fxquant import backends
 from fxquant.compat.common import unknown
 from fxquant.compat.horizon.served.qconfig import NAMED, REFUSED, activation, as_qconfig, dtype_of, get_qconfig, is_float_dtype
 from fxquant.errors import ConfigurationError
+from fxquant.ir.functional import dequant_stub, quant_stub
 from fxquant.ir.graph import computes_tensor, module_path, resolve
-from fxquant.ir.stubs import dequant_stub, quant_stub
 from fxquant.quantization.mapping import DEFAULT, Chosen
 
 LAYERS: tuple[Any, ...] = (
@@ -46,17 +47,14 @@ class Place(NamedTuple):
 
     @property
     def is_layer(self) -> bool:
-        """Return whether it is a convolution or a linear layer."""
         return self.kind in LAYERS or (isinstance(self.kind, type) and issubclass(self.kind, LAYERS[:7]))
 
     @property
     def is_batch_norm(self) -> bool:
-        """Return whether it is a batch norm."""
         return self.kind is F.batch_norm or (isinstance(self.kind, type) and issubclass(self.kind, nn.modules.batchnorm._BatchNorm))
 
     @property
     def is_product(self) -> bool:
-        """Return whether it is a product of two tensors."""
         return self.kind in MATRICES
 
     def below(self, name: str) -> bool:
@@ -74,12 +72,10 @@ class Asked:
 
     @staticmethod
     def of(qconfig: fxq.QConfig) -> Asked:
-        """Return the request of a qconfig."""
         return Asked(qconfig.output, qconfig.weight, qconfig.input)
 
     @property
     def has_floats(self) -> bool:
-        """Return whether an operand is requested in float."""
         return self.output is FLOAT or self.input is FLOAT
 
     def qconfig(self, place: Place) -> Chosen:
@@ -96,15 +92,15 @@ class Asked:
         if operand == "weight":
             return replace(self, weight=replace(self.weight, dtype=dtype_of(dtype)))
         if is_float_dtype(dtype):
-            in_float: dict[str, Any] = {operand: FLOAT}
-            return replace(self, **in_float)
+            return self._with(operand, FLOAT)
         base = self._config(operand)
-        changed: dict[str, Any] = {operand: (base if base.dtype != "int32" else fxq.ActivationConfig()).of(dtype_of(dtype))}
-        return replace(self, **changed)
+        return self._with(operand, (base if base.dtype != "int32" else fxq.ActivationConfig()).of(dtype_of(dtype)))
 
     def with_threshold(self, operand: str, threshold: float) -> Asked:
-        """Return a copy with a given threshold of an operand."""
-        changed: dict[str, Any] = {operand: replace(self._config(operand), scale=None, threshold=float(threshold))}
+        return self._with(operand, replace(self._config(operand), scale=None, threshold=float(threshold)))
+
+    def _with(self, operand: str, config: Any) -> Asked:
+        changed: dict[str, Any] = {operand: config}
         return replace(self, **changed)
 
     def _config(self, operand: str) -> fxq.ActivationConfig:
@@ -198,9 +194,8 @@ class MatmulDtypeTemplate(Template):
     def apply(self, place: Place, asked: Asked) -> Asked:
         if not place.is_product or not place.below(self.prefix or ""):
             return asked
-        several = (
-            [self.input_dtypes] if isinstance(self.input_dtypes, str) or not isinstance(self.input_dtypes, Sequence) else self.input_dtypes
-        )
+        dtypes = self.input_dtypes
+        several = dtypes if isinstance(dtypes, Sequence) and not isinstance(dtypes, str) else [dtypes]
         if len({dtype_of(each) for each in several}) != 1:
             raise ConfigurationError(
                 f"MatmulDtypeTemplate(input_dtypes={list(several)}) cannot be done",
@@ -309,7 +304,6 @@ class QconfigSetter:
         return asked
 
     def names(self) -> list[str]:
-        """Return the names that its templates have rules for."""
         return [name for template in self.templates for name in template.names()]
 
 
@@ -326,11 +320,9 @@ class ModuleNameQconfigSetter:
     module_name_to_qconfig: Mapping[str, Any]
 
     def of(self, place: Place) -> Any:
-        """Return the request for an operator."""
         return _nearest(self.module_name_to_qconfig, place)
 
     def names(self) -> list[str]:
-        """Return the names that it has rules for."""
         return list(self.module_name_to_qconfig)
 
 
@@ -341,7 +333,6 @@ class TemplateQconfigSetter(QconfigSetter):
         super().__init__(default_qconfig, templates)
 
     def names(self) -> list[str]:
-        """Return no names."""
         return []
 
 
@@ -355,12 +346,10 @@ class SensitiveQconfigSetter:
     ratio: float | None = None
 
     def names(self) -> list[str]:
-        """Return the operators that it has rules for."""
         rows = list(dict.fromkeys(row if isinstance(row, str) else str(row[0]) for row in self.table))
         return rows[: self.topk if self.topk is not None else round(len(rows) * self.ratio) if self.ratio is not None else len(rows)]
 
     def of(self, place: Place) -> Any:
-        """Return the request for an operator."""
         return self.qconfig if any(name and place.below(name) for name in self.names()) else UNSAID
 
 
@@ -384,11 +373,7 @@ all_fp16_qconfig_setter = QconfigSetter(templates=(ModuleNameTemplate({"": torch
 
 def _sensitive(qconfig: str) -> Callable[..., SensitiveQconfigSetter]:
     """Return a function of (table, topk=None, ratio=None): the setter of a qconfig for the most sensitive operators of a table."""
-
-    def setter(table: Any, topk: int | None = None, ratio: float | None = None) -> SensitiveQconfigSetter:
-        return SensitiveQconfigSetter(NAMED[qconfig], table, topk, ratio)
-
-    return setter
+    return functools.partial(SensitiveQconfigSetter, NAMED[qconfig])
 
 
 sensitive_op_calibration_8bit_weight_16bit_act_qconfig_setter = _sensitive("default_calib_8bit_weight_16bit_act_fake_quant_qconfig")
@@ -401,10 +386,7 @@ def get_sensitive_op_qconfig_setter(
 ) -> SensitiveQconfigSetter:
     """Return a setter of a qconfig for the operators whose rows of the table are of a type: "activation" or "weight"."""
     rows = [row for row in table if isinstance(row, str) or len(row) < 2 or row[1] == sensitive_type]
-    made = as_qconfig(qconfig)
-    if made is None:
-        made = fxq.QConfig(activation(None))
-    return SensitiveQconfigSetter(made, rows, topk, ratio)
+    return SensitiveQconfigSetter(as_qconfig(qconfig) or fxq.QConfig(activation(None)), rows, topk, ratio)
 
 
 # ---- dicts and setters as mappings -------------------------------------------------------------------------------------
@@ -476,9 +458,9 @@ def of_setters(setters: Any, traced: fx.GraphModule, march: str) -> tuple[fxq.QC
     default = chosen(Place("", "", None))
     places = {place: chosen(place) for place in places_of(traced)}
     names = _by_name(traced, places, default)
-    known = {part for place in places for part in _around(place)}
     for setter in several:
-        names.update((name, default) for name in getattr(setter, "names", tuple)() if name and name not in known)  # `prepare` reports it
+        given: Sequence[str] = getattr(setter, "names", tuple)()
+        names.update((name, default) for name in given if name and not any(place.below(name) for place in places))  # `prepare` reports it
     mapping = fxq.QConfigMapping(default, names=names)
     for setter in several:
         if getattr(setter, "save_dir", None) is not None:
@@ -505,11 +487,6 @@ def places_of(traced: fx.GraphModule) -> Iterator[Place]:
         if computes_tensor(node) and node.target is not dequant_stub:
             kind = type(resolve(traced, str(node.target))) if node.op == "call_module" else node.target
             yield Place(node.name, module_path(node), kind)
-
-
-def _around(place: Place) -> list[str]:
-    parts = place.path.split(".")
-    return [place.name, *(".".join(parts[:end]) for end in range(1, len(parts) + 1))]
 
 
 def _of_mapping(mapping: fxq.QConfigMapping, place: Place) -> Any:

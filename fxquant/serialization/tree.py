@@ -1,0 +1,436 @@
+"""Write and read the tree of modules and its tensors: every module and every tensor once, however many places refer to it.
+
+A module is written after the modules that it refers to, and refers to them by their position; so a file holds no cycles.
+Nothing but classes and dtypes of closed tables is made when a file is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxquant.numerics.gradient import GradientRule
+from fxquant.numerics.grids import ACTIVATION_TYPES, WEIGHT_TYPES, Interval
+from fxquant.numerics.rounding import Rounding
+from fxquant.ops import BY_NAME, Operator
+from fxquant.prepared.operators import QuantizedOperator, Quantizers
+from fxquant.primitives.arithmetic import Arithmetic
+from fxquant.quantization.factors import LARGEST_EXPONENT, ChannelFactors
+from fxquant.quantization.learning import METHODS, TrainableScale
+from fxquant.quantization.observers import MinMaxObserver, Observer
+from fxquant.quantization.quantizer import Quantizer
+from fxquant.quantization.spec import FROZEN, STATISTICS, State
+from fxquant.quantization.weights import BiasCorrection, Coverage, WeightQuantizer, WeightScale
+from fxquant.serialization.names import ARGUMENTS, LAYERS
+from fxquant.serialization.values import DTYPES, Malformed, cannot_save, decode, encode, expect, look_up
+from fxquant.target import Target
+
+# ---- what writing and reading share ----------------------------------------------------------------------------------
+
+TargetOf = Callable[[str], Target]  # a target, by its name
+
+LAYOUTS = {"channels_last": torch.channels_last, "channels_last_3d": torch.channels_last_3d}
+
+QUANTIZER_FIELDS = {
+    "mode": (str,), "power_of_two": (bool,), "headroom": (float,), "items": (bool,), "is_output": (bool,), "frozen": (bool,),
+    "name": (str,), "source": (str,), "module_path": (str,),
+}  # fmt: skip
+OPERATOR_FIELDS = {"name": (str,), "path": (str,), "owns_output": (bool,), "live_batch_norm": (bool,)}
+WEIGHT_FIELDS = {"per_channel": (bool,), "power_of_two": (bool,), "p": (float, NoneType)}
+
+
+def _fields(value: Callable[[str], Any], types: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
+    """Return the values of these fields, which have to be of their types."""
+    return {name: expect(value(name), *kinds) for name, kinds in types.items()}
+
+
+def construct(kind: type[nn.Module], arguments: Mapping[str, Any]) -> nn.Module:
+    """Return a module without values in its tensors."""
+    with torch.device("meta"):  # allocates nothing, and leaves the random numbers alone
+        return kind(**arguments)
+
+
+def derived_buffers(module: nn.Module) -> tuple[str, ...]:
+    """Return the buffers that follow from a module's arguments, and have no place in a file."""
+    return module.derived if isinstance(module, TrainableScale) else ()
+
+
+def tensor_forms(module: nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]:
+    """Return the name, the shape and the dtype of each tensor of a module itself."""
+    tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    return [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
+
+
+# ---- writing ------------------------------------------------------------------------------------------------------
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class TreeWriter:
+    """Collects the modules of a model in `modules`, and its tensors in `tensors` and `roles`."""
+
+    def __init__(self, arithmetic: Arithmetic | None, noise: frozenset[int]) -> None:
+        self.arithmetic, self.noise = arithmetic, noise  # of noise: ids of modules that are nn.Identity in the file
+        self.modules: list[dict[str, Any]] = []
+        self.tensors: dict[str, Tensor] = {}
+        self.roles: dict[str, dict[str, Any]] = {}
+        self._places: dict[int, int] = {}
+        self._identity = nn.Identity()
+        self._names: dict[int, str] = {}
+
+    def contents(self, module: nn.Module, path: str) -> dict[str, Any]:
+        """Return the contents that every module has; empty parts are left out."""
+        parts = {
+            "training": expect(module.training, bool),
+            "parameters": {name: self._tensor(tensor, path + name) for name, tensor in module._parameters.items()},
+            "buffers": {n: self._tensor(tensor, path + n) for n, tensor in module._buffers.items() if n not in derived_buffers(module)},
+            "transient": sorted(module._non_persistent_buffers_set),
+            "modules": {name: self._module(child, path + name) for name, child in module._modules.items()},
+        }
+        return {name: part for name, part in parts.items() if part}
+
+    def _module(self, module: nn.Module | None, path: str) -> int | None:
+        if module is None:
+            return None
+        if id(module) in self.noise:
+            return self._module(self._identity, path)
+        if id(module) not in self._places:
+            if any(module.__dict__.get(hooks) for hooks in _HOOKS):
+                cannot_save(f"the module {path}", "it has hooks, and a file holds no code", "remove the hooks first")
+            entry = {"class": type(module).__name__, "arguments": self._arguments(module, path), **self.contents(module, path + ".")}
+            self._places[id(module)] = len(self.modules)
+            self.modules.append(entry)
+        return self._places[id(module)]
+
+    def _arguments(self, module: nn.Module, path: str) -> dict[str, Any]:
+        if type(module) is Quantizer:
+            return self._quantizer(module, path)
+        if type(module) is QuantizedOperator:
+            return self._operator(module, path)
+        if type(module) is WeightQuantizer:
+            return self._weight_quantizer(module, path)
+        if type(module) is ChannelFactors:
+            return {"inputs": len(module.inputs), "outputs": len(module.outputs)}
+        if type(module) is WeightScale:
+            return {"frozen": expect(module.frozen, bool), "method": None if module.method is None else module.method.name}
+        if isinstance(module, GradientRule):
+            cannot_save(
+                f"the module {path}",
+                f"it calls {module.label}, which is Python, and a file holds no code",
+                "keep prepared.state_dict(), for a model that fxq.prepare makes of the same float model; or save what fxq.convert returns",
+            )
+        if type(module) not in ARGUMENTS:
+            cannot_save(
+                f"the module {path}",
+                f"its class {type(module).__qualname__} is not one of those a file can name; a file holds no code",
+                "use PyTorch's layers and fxquant's observers, or save state_dict() and prepare the model again",
+            )
+        arguments = {name: _argument(module, name) for name in ARGUMENTS[type(module)]}
+        _check_twin(module, arguments, path)
+        return {name: encode(value) for name, value in arguments.items()}
+
+    def _quantizer(self, module: Quantizer, path: str) -> dict[str, Any]:
+        if ACTIVATION_TYPES.get(module.dtype.name) != module.dtype:
+            cannot_save(f"the quantizer {path}", f"{module.dtype!r} is not a dtype of fxquant", "use a dtype by name")
+        return {
+            "dtype": module.dtype.name,
+            **_fields(partial(getattr, module), QUANTIZER_FIELDS),
+            "observer": self._module(module.observer, path + ".observer"),
+            "range": self._module(module.range, path + ".range"),
+        }
+
+    def _weight_quantizer(self, module: WeightQuantizer, path: str) -> dict[str, Any]:
+        if WEIGHT_TYPES.get(module.dtype.name) != module.dtype:
+            cannot_save(f"the weight quantizer {path}", f"{module.dtype!r} is not a dtype of fxquant", "use a dtype by name")
+        parts = {name: self._module(getattr(module, name), f"{path}.{name}") for name in ("learned", "rounding", "correction", "coverage")}
+        kept = {name: part for name, part in parts.items() if part is not None or name in ("learned", "rounding")}
+        return {"dtype": module.dtype.name, **_fields(partial(getattr, module), WEIGHT_FIELDS), **kept}
+
+    def _operator(self, module: QuantizedOperator, path: str) -> dict[str, Any]:
+        if BY_NAME.get(module.operator.name) is not module.operator or module.arithmetic != self.arithmetic:
+            cannot_save(
+                f"the operator {path}",
+                "its operator or its target's arithmetic is not one of fxquant's own, and a file holds no code",
+                "prepare the model for a target that is known by name",
+            )
+        inputs = {
+            name: [self._module(each, f"{path}.inputs.{name}.{index}") for index, each in enumerate(value)]
+            if isinstance(value, list)
+            else self._module(value, f"{path}.inputs.{name}")
+            for name, value in module.inputs.items()
+        }
+        return {
+            **_fields(partial(getattr, module), OPERATOR_FIELDS),
+            "operator": module.operator.name,
+            "state": module.state.value,
+            "observed": [encode(bound) for bound in module.observed],
+            "inputs": inputs,
+            "output": None if module.plain else self._module(module.output, path + ".output"),
+            **{name: self._module(getattr(module, name), f"{path}.{name}") for name in ("intermediate", "weight_quantizer", "factors")},
+            **({"detached": module.detached if module.detached is True else list(module.detached or ())} if module.detached else {}),
+        }
+
+    def _tensor(self, tensor: Tensor | None, name: str) -> str | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in self._names:
+            if type(tensor) not in (Tensor, nn.Parameter) or str(tensor.dtype).removeprefix("torch.") not in DTYPES or tensor.is_meta:
+                cannot_save(f"the tensor {name}", f"it is a {type(tensor).__name__} of {tensor.dtype}", "use plain tensors with values")
+            layout = _layout(tensor)
+            role = {"parameter": isinstance(tensor, nn.Parameter), "requires_grad": tensor.requires_grad, "layout": layout}
+            self._names[id(tensor)] = name
+            self.roles[name] = role
+            self.tensors[name] = _plain(tensor, layout)
+        return self._names[id(tensor)]
+
+
+def _layout(tensor: Tensor) -> str:
+    # Float kernels may sum in another order for another layout, so it is part of the model.
+    if tensor.is_contiguous():
+        return "contiguous"
+    return next((name for name, layout in LAYOUTS.items() if tensor.is_contiguous(memory_format=layout)), "contiguous")
+
+
+def _plain(tensor: Tensor, layout: str) -> Tensor:
+    """Return a contiguous tensor of its own memory; tensors may share memory, and safetensors refuses that."""
+    plain = tensor.detach().cpu()
+    plain = plain if layout == "contiguous" else plain.movedim(1, -1)
+    return plain.clone(memory_format=torch.contiguous_format)
+
+
+def _argument(module: nn.Module, name: str) -> Any:
+    """Return the constructor argument a module was made with, as far as it is still true."""
+    if isinstance(module, nn.MultiheadAttention) and name in ("bias", "add_bias_kv"):
+        return getattr(module, "in_proj_bias" if name == "bias" else "bias_k") is not None
+    if name != "bias" or isinstance(module, nn.RNNBase | nn.RNNCellBase):
+        return getattr(module, name)
+    return module.bias is not None
+
+
+def _check_twin(module: nn.Module, arguments: Mapping[str, Any], path: str) -> None:
+    """Refuse a module that its constructor would not make again: an attribute was changed afterwards."""
+    twin = construct(type(module), arguments)
+    for name, value in twin.__dict__.items():
+        if name[0] != "_" and name != "training" and isinstance(value, bool | int | float | str | tuple) and module.__dict__[name] != value:
+            cannot_save(
+                f"the module {path}",
+                f"its {name} is {module.__dict__[name]!r}, and {value!r} in a {type(module).__name__} made with the same arguments",
+                "set such attributes through the constructor",
+            )
+
+    shapes = {name: size for name, size, _ in tensor_forms(module)}
+    for name, size, _ in tensor_forms(twin):
+        if shapes.get(name, size) != size:  # one that is gone was folded away
+            cannot_save(
+                f"the module {path}",
+                f"its {name} is of shape {list(shapes[name])}, and of {list(size)} in a {type(module).__name__}"
+                " made with the same arguments",
+                "make the module again with arguments of its present sizes",
+            )
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+_OWN = (Quantizer, QuantizedOperator, ChannelFactors, WeightQuantizer, WeightScale, Observer)
+
+
+MODES = (STATISTICS, *METHODS, FROZEN)
+
+
+def _interval(content: Any) -> Interval:
+    low, high = (expect(decode(bound), float) for bound in expect(content, list))
+    if not low <= high:
+        raise Malformed("the interval of observed values is empty")
+    return low, high
+
+
+def _detached(content: Any, operator: Operator) -> bool | tuple[str, ...]:
+    """Return whether an operator is computed without gradients, or the names of its arguments that have none."""
+    if content is True:
+        return True
+    known = (*operator.parameter_names, *operator.absorbs)
+    if not all(name in known for name in expect(content, list)):
+        raise Malformed(f"a {operator.name} has no such arguments as are detached")
+    return tuple(content)
+
+
+class TreeReader:
+    """Makes the modules of a file. Raises Malformed, or what the constructors raise, if they cannot be made."""
+
+    def __init__(self, roles: Any, tensors: Mapping[str, Tensor], arithmetic: Arithmetic | None) -> None:
+        if set(expect(roles, dict)) != set(tensors):
+            raise Malformed("the tensors in the file are not those its graph names")
+        self.arithmetic = arithmetic
+        self._tensors = {name: _restored(tensors[name], role) for name, role in roles.items()}
+        self._modules: list[nn.Module] = []
+
+    def read(self, entries: Any) -> None:
+        for entry in expect(entries, list):
+            self._modules.append(self._make(expect(entry, dict)))
+
+    def fill(self, module: nn.Module, entry: Mapping[str, Any]) -> nn.Module:
+        """Put everything the file says into a module, and take out everything else."""
+        module.__dict__["training"] = expect(entry.get("training", False), bool)
+        derived = {name: module._buffers[name] for name in derived_buffers(module)}
+        order = list(module._buffers)
+        for part in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            module.__dict__[part].clear()
+        for name, tensor in expect(entry.get("parameters", {}), dict).items():
+            module.register_parameter(name, self._tensor(tensor))  # type: ignore[arg-type]
+        transient = expect(entry.get("transient", []), list)
+        for name, tensor in expect(entry.get("buffers", {}), dict).items():
+            module.register_buffer(name, self._tensor(tensor), persistent=name not in transient)
+        if derived:
+            found = {**module._buffers, **derived}
+            module.__dict__["_buffers"].clear()
+            module.__dict__["_buffers"].update({name: found.pop(name) for name in order if name in found}, **found)
+        for name, child in expect(entry.get("modules", {}), dict).items():
+            module.add_module(name, self._module(child))
+        return module
+
+    def _make(self, entry: dict[str, Any]) -> nn.Module:
+        name, arguments = entry["class"], expect(entry["arguments"], dict)
+        module: nn.Module
+        made = {"Quantizer": self._quantizer, "QuantizedOperator": self._operator, "WeightQuantizer": self._weight_quantizer}
+        made_by_buffers = {"ChannelFactors": self._factors, "WeightScale": self._learned}
+        if name in made:
+            module = made[name](arguments)
+        elif name in made_by_buffers:
+            module = made_by_buffers[name](arguments, expect(entry["buffers"], dict))
+        else:
+            module = self._layer(look_up(LAYERS, name, "class"), arguments, len(expect(entry.get("parameters", {}), dict)))
+        form = tensor_forms(module)
+        self.fill(module, entry)
+        if isinstance(module, Quantizer):
+            others = module._modules.get("others")
+            if not isinstance(others, nn.ModuleDict) or not all(isinstance(other, Observer) for other in others.values()):
+                raise Malformed("the additional observers of a Quantizer are not observers")
+        if isinstance(module, _OWN) and tensor_forms(module) != form:
+            raise Malformed(f"the buffers of a {name} are not what they should be")
+        shapes = {tensor: size for tensor, size, _ in tensor_forms(module)}
+        for tensor, size, _ in form:
+            if shapes.get(tensor, size) != size:  # one that is gone was folded away
+                raise Malformed(f"the {tensor} of a {name} does not have the shape that its arguments give it")
+        if isinstance(module, nn.RNNBase):
+            module._init_flat_weights()
+        return module
+
+    @staticmethod
+    def _layer(kind: type[nn.Module], arguments: dict[str, Any], parameters: int) -> nn.Module:
+        if list(arguments) != list(ARGUMENTS[kind]):
+            raise Malformed(f"a {kind.__name__} is made of {', '.join(ARGUMENTS[kind]) or 'nothing'}")
+        chosen = {name: decode(value) for name, value in arguments.items()}
+        if "num_layers" in chosen and expect(chosen["num_layers"], int) > parameters:
+            raise Malformed(f"a {kind.__name__} has more layers than parameters")
+        return construct(kind, chosen)
+
+    def _quantizer(self, arguments: dict[str, Any]) -> Quantizer:
+        plain = _fields(arguments.__getitem__, QUANTIZER_FIELDS)
+        if plain["mode"] not in MODES:
+            raise Malformed("a Quantizer has an unknown training mode")
+        observer, range = self._module(arguments["observer"]), self._module(arguments["range"])
+        if not isinstance(range, MinMaxObserver if observer is not None else NoneType):
+            raise Malformed("the range of a Quantizer is not a range")
+        if not isinstance(observer, Observer | None):
+            raise Malformed("the observer of a Quantizer is not an observer")
+        quantizer = Quantizer(look_up(ACTIVATION_TYPES, arguments["dtype"], "dtype"), observer, training=plain["mode"])
+        for name, value in plain.items():
+            setattr(quantizer, name, value)
+        return quantizer
+
+    def _weight_quantizer(self, arguments: dict[str, Any]) -> WeightQuantizer:
+        learned, rounding = self._module(arguments["learned"]), self._module(arguments["rounding"])
+        correction, coverage = (self._module(arguments.get(name)) for name in ("correction", "coverage"))
+        if not isinstance(learned, WeightScale | None) or not isinstance(rounding, Rounding):
+            raise Malformed("the scale or the rounding of a WeightQuantizer has a wrong type")
+        if not isinstance(correction, BiasCorrection | None):
+            raise Malformed("the correction of a WeightQuantizer has a wrong type")
+        if not isinstance(coverage, Coverage | None):
+            raise Malformed("the coverage of a WeightQuantizer has a wrong type")
+        dtype, plain = look_up(WEIGHT_TYPES, arguments["dtype"], "dtype"), _fields(arguments.__getitem__, WEIGHT_FIELDS)
+        quantizer = WeightQuantizer(dtype, **plain, learned=learned, rounding=rounding)
+        quantizer.correction, quantizer.coverage = correction, coverage
+        return quantizer
+
+    def _learned(self, arguments: dict[str, Any], buffers: dict[str, Any]) -> WeightScale:
+        base_scale = self._tensor(buffers["base_scale"])
+        if base_scale is None:
+            raise Malformed("a WeightScale has no scale")
+        method = expect(arguments["method"], str, NoneType)
+        weight_scale = WeightScale(base_scale.numel(), None if method is None else look_up(METHODS, method, "method"))
+        weight_scale.frozen = expect(arguments["frozen"], bool)
+        return weight_scale
+
+    def _factors(self, arguments: dict[str, Any], buffers: dict[str, Any]) -> ChannelFactors:
+        for name in ("inputs", "outputs"):
+            tensor = self._tensor(buffers[name])
+            if tensor is None or tensor.numel() != expect(arguments[name], int) or bool((tensor.abs() > LARGEST_EXPONENT).any()):
+                raise Malformed("the factors of a layer's channels are not what they should be")
+        return ChannelFactors(arguments["inputs"], arguments["outputs"])
+
+    def _operator(self, arguments: dict[str, Any]) -> QuantizedOperator:
+        plain = _fields(arguments.__getitem__, OPERATOR_FIELDS)
+        operator = BY_NAME.get(expect(arguments["operator"], str))
+        output = self._as_quantizer(arguments["output"])
+        weight_quantizer, factors = self._module(arguments["weight_quantizer"]), self._module(arguments["factors"])
+        if operator is None or self.arithmetic is None or (output is None and plain["owns_output"]):
+            raise Malformed("a QuantizedOperator has no operator, no target or no output")
+        if not isinstance(weight_quantizer, WeightQuantizer):
+            raise Malformed(f"a {type(weight_quantizer).__name__} is in the place of a WeightQuantizer")
+        if not isinstance(factors, ChannelFactors | None):
+            raise Malformed(f"a {type(factors).__name__} is in the place of ChannelFactors")
+        module = QuantizedOperator(
+            plain["name"],
+            operator,
+            self.arithmetic,
+            Quantizers(
+                {name: self._inputs(value) for name, value in expect(arguments["inputs"], dict).items()},
+                output,
+                plain["owns_output"],
+                self._as_quantizer(arguments["intermediate"]),
+                weight_quantizer,
+                factors,
+                _interval(arguments["observed"]),
+            ),
+            live_batch_norm=plain["live_batch_norm"],
+            path=plain["path"],
+            detached=_detached(arguments.get("detached", []), operator),
+        )
+        module.state = State(arguments["state"])
+        return module
+
+    def _inputs(self, value: Any) -> Any:
+        return [self._as_quantizer(item) for item in value] if isinstance(value, list) else self._as_quantizer(value)
+
+    def _as_quantizer(self, place: Any) -> Quantizer | None:
+        module = self._module(place)
+        if not isinstance(module, Quantizer | None):
+            raise Malformed(f"a {type(module).__name__} is in the place of a Quantizer")
+        return module
+
+    def _module(self, place: int | None) -> nn.Module | None:
+        if place is None:
+            return None
+        if not 0 <= expect(place, int) < len(self._modules):
+            raise Malformed(f"module {place} does not precede the one that refers to it")
+        return self._modules[place]
+
+    def _tensor(self, name: Any) -> Tensor | None:
+        found: Tensor | None = None if name is None else look_up(self._tensors, name, "tensor")
+        return found
+
+
+def _restored(tensor: Tensor, role: Any) -> Tensor:
+    if list(expect(role, dict)) != ["parameter", "requires_grad", "layout"]:
+        raise Malformed("a tensor says whether it is a parameter, whether it requires a gradient, and its layout")
+    if role["layout"] != "contiguous":
+        look_up(LAYOUTS, role["layout"], "layout")
+        tensor = tensor.movedim(-1, 1)
+    if expect(role["parameter"], bool):
+        return nn.Parameter(tensor, expect(role["requires_grad"], bool))
+    return tensor.requires_grad_(expect(role["requires_grad"], bool))
