@@ -29,39 +29,34 @@ def _widths(value: Any) -> tuple[int, ...]:
 class Options:
     """Options of the functions that take `options=`; each function uses those of the steps it runs, and ignores the others.
 
-    Of tracing and preparing: `trace`, `prepare`, `check`, `quantize` and the searches.
+    Of tracing and preparing: `trace`, `prepare`, `check`, `convert`, `quantize` and the searches.
 
     dynamic_shapes   the dimension of each input that is the batch. None: dimension 0; {} or False: every size is the example's; otherwise
                      as `torch.export` takes it: ({1: Dim("batch")},) or {"x": {1: Dim("batch")}}. One size can vary, which all inputs share
     leaf             modules that stay whole, besides PyTorch's own layers, and run as Python, in float: a class, the path of one, several
                      of these, or a function of a module and its path that decides for every module. Functions are kept by `fxq.wrap`
-    preserve         attributes, methods and modules that the prepared and the integer model must have under the same names.
-                     Names in submodules are dotted ("head.strides", "head.decode"). Values are also in files that `save` writes; a method
-                     is not, since files hold no code. A module named here stays unchanged, in float, next to the graph
+    preserve         attributes, methods and modules ("head.strides", "head.decode") that the prepared and the integer model must have
+                     under the same names. Values are also in files that `save` writes; a method is not, since files hold no code. A module
+                     named here stays unchanged, in float, next to the graph
     training_branch  True: `prepared.train()` returns what the float model does in train mode. The part of forward under `self.training`
-                     (auxiliary heads, raw outputs for a loss) is computed in float, from the quantized tensors that it reads, and its
-                     parameters train. In eval mode, in the integer model and in its files it is absent. A layer may not be called on
-                     other tensors in train mode than in eval mode (TraceError). A prepared model with such a branch cannot be saved
-                     as a file, but its `state_dict` can
-    batch_norm       what batch norms do while training. "live": they use and update batch statistics, as in the float model.
-                     "frozen": they keep their running statistics; their weight and bias are trained. "folded": those after a layer are
-                     multiplied into its weight and bias once. The layer's parameters keep their names in `state_dict` (`conv.weight`),
-                     a bias that was missing is new (`conv.bias`), and the batch norm's are removed. A layer called several times has
-                     parameters for each call, named after its node (`conv.weight_conv_1`). Others are frozen
+                     (auxiliary heads, raw outputs for a loss) is computed in float, from the quantized tensors that it reads, and trains.
+                     Elsewhere it is absent. A layer may not be called on other tensors in train mode than in eval mode (TraceError). Such a
+                     prepared model cannot be saved as a file, but its `state_dict` can
+    batch_norm       what batch norms do while training. "live": they use and update batch statistics. "frozen": they keep their running
+                     statistics; their weight and bias are trained. "folded": those after a layer are multiplied into its weight and bias
+                     once, and others are frozen. The layer's parameters keep their names in `state_dict`, a bias that was missing is new,
+                     and the batch norm's are removed. A layer called several times has parameters for each call (`conv.weight_conv_1`)
     adapt            True: operators that break a limit of the target (see `check`) are replaced by equivalent ones: a large kernel or too
                      many channels by a sum of convolutions, a linear layer by a 1×1 convolution, a large pooling by two. If that is not
                      possible, the operator runs on the host, in float. `explain` names each, with the limit
     passes           the user's own passes: {"canonical.rewrite": fuse} runs `fuse(graph_module, context)`, or several functions in order,
-                     right after that pass. Each rewrites the graph in place and returns how many changes it made; the graph is then
-                     verified against the table of the stage, as after the compiler's own passes
-    debug            how much `prepare` and `convert` print, 0 to 3; None: FXQUANT_DEBUG
-    dump             the folder for the graph after each pass of `prepare` and `convert`; None: FXQUANT_DUMP
+                     right after that pass. Each rewrites the graph in place and returns how many changes it made
+    debug, dump      how much is printed (0 to 3), and the folder for the graph after each pass; None: FXQUANT_DEBUG and FXQUANT_DUMP
 
     Of calibrating: `calibrate`, `quantize`, `equalize` and the searches.
 
-    distributed      True: if torch.distributed is in use, every rank calls `calibrate` with its own shard, with any number of batches, and
-                     all get equal scales, those of everything observed. False: this rank calibrates alone
-    equalize         True: channels whose ranges in the first batch differ much are equalized by powers of two before observation, if
+    distributed      False: this rank calibrates alone, although torch.distributed is in use
+    equalize         whether channels whose ranges in the first batch differ much are multiplied by powers of two before observation, if
                      that clearly reduces the error of weights and activations (`fxq.equalize`)
     round_weights    whether weights are rounded so that their errors cancel on the first 64 samples and in the model's outputs
                      (`fxq.tuning.round_weights`). None: those of less than 8 bits; True: all, each kept if the outputs gain 0.2 dB
@@ -70,7 +65,7 @@ class Options:
                      samples or more, if that lowers the noise of the outputs. Unless it is False, the range of an input many of whose
                      values round to 0 is divided by a power of two, if the outputs are nearer to float with it
 
-    Of every function that takes batches, and of the searches and `fxq.tuning`.
+    Of what takes batches, of `fxq.tuning` and of the searches.
 
     batch_fn         a function from a batch to the model's inputs; None: batches are taken as they are
     batch_size       samples in a step of `fxq.tuning`

@@ -217,7 +217,7 @@ def mixed_precision(
 
     Raises ConfigurationError if nothing is within the budget or SciPy is missing, and what `sensitivity` raises.
     """
-    return search(work_of(model, batches, target, qconfig, options, show_progress), budget, metric, show_progress)
+    return search(work_of(model, batches, target, qconfig, options, show_progress), budget, metric)
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,6 +231,7 @@ class Work:
     seen: Observations
     samples: list[list[Any]]
     options: Options  # without `batch_fn`, since the samples are inputs
+    show: bool | None
 
     def with_mapping(self, mapping: QConfigMapping, options: Options | None = None) -> fx.GraphModule:
         """The model prepared with a mapping, in VALIDATE, with the corrections of these options, or of the work's own.
@@ -273,14 +274,15 @@ def work_of(
     """A float model prepared and calibrated, with what prepares it anew."""
     prepared, example = calibrated(model, batches, target, qconfig, None, options, show_progress)
     samples = inputs_of(prepared, batches, None, options)
-    return Work(model, example, as_mapping(qconfig), prepared, observations(prepared), samples, replace(options, batch_fn=None))
+    own = replace(options, batch_fn=None)
+    return Work(model, example, as_mapping(qconfig), prepared, observations(prepared), samples, own, show_progress)
 
 
-def search(work: Work, budget: Budget, metric: Metric | None, show_progress: bool | None) -> MixedPrecision:
+def search(work: Work, budget: Budget, metric: Metric | None) -> MixedPrecision:
     """The best dtypes for a model that is prepared and calibrated."""
     widths, checkpoint = work.options.widths, work.options.checkpoint
     budget = budget.on(work.prepared.meta["target"])
-    known = find(work.prepared, work.samples, work.options, show_progress, kinds=budget.kinds)
+    known = find(work.prepared, work.samples, work.options, work.show, kinds=budget.kinds)
     choices = Choices(work.prepared, widths)
     losses = {tensor.name: tensor.loss for tensor in known.tensors}
 
@@ -301,7 +303,7 @@ def search(work: Work, budget: Budget, metric: Metric | None, show_progress: boo
     call |= {"model": model_digest(work.prepared), "metric": metric is not None}
     journal = Checkpoint(None if checkpoint is None else f"{checkpoint}.candidates", call)
     results: list[tuple[Candidate, fx.GraphModule]] = []
-    for one in progress([before, *tried], len(tried) + 1, "mixed precision", show_progress):
+    for one in progress([before, *tried], len(tried) + 1, "mixed precision", work.show):
         made = work.prepared if one is before else work.with_mapping(choices.mapping(work.base, one.dtypes))
         noise, score = journal.at(one.name, partial(judged, made))
         results.append((Candidate(one.name, Choices(made, widths).dtypes(), one.costs, one.expected, noise, score), made))

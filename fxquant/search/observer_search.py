@@ -125,10 +125,10 @@ def search_observers(
 
     Raises what `prepare` and `calibrate` raise, and ConfigurationError for a checkpoint that is of another call.
     """
-    return search(work_of(model, batches, target, qconfig, options, show_progress), observers, metric, show_progress)
+    return search(work_of(model, batches, target, qconfig, options, show_progress), observers, metric)
 
 
-def search(work: Work, observers: Sequence[Any], metric: Metric | None, show_progress: bool | None) -> ObserverSearch:
+def search(work: Work, observers: Sequence[Any], metric: Metric | None) -> ObserverSearch:
     """Return the best observers for a model that is prepared and calibrated."""
     choices = Choices(work.prepared, ())
     tensors = [choice for choice in choices.values() if choice.kind == ACTIVATION]
@@ -149,7 +149,7 @@ def search(work: Work, observers: Sequence[Any], metric: Metric | None, show_pro
     def tried(choice: Choice) -> dict[str, Any]:
         return asdict(_trial(reference, choice, served))
 
-    for choice in progress(tensors, len(tensors), "observers", show_progress):
+    for choice in progress(tensors, len(tensors), "observers", work.show):
         trials.append(ObserverTrial(**journal.at(choice.name, partial(tried, choice))))
     configs = {trial.name: ActivationConfig(observer=served[trial.chosen]) for trial in trials if trial.chosen != trial.before}
     mappings = {"as given": work.base}
@@ -166,7 +166,7 @@ def search(work: Work, observers: Sequence[Any], metric: Metric | None, show_pro
         made = found[name] = together(name)
         return reference.noise(partial(outputs_of, made)).pooled, None if metric is None else score_of(metric, made)
 
-    for name in progress(mappings, len(mappings), "observers together", show_progress):
+    for name in progress(mappings, len(mappings), "observers together", work.show):
         measured[name], score = journal.at(f"together: {name}", partial(judged, name))
         if score is not None:
             scores[name] = score

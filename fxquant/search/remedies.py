@@ -53,7 +53,6 @@ class State:
     recipe: Recipe
     budget: Budget | None
     steps: int
-    show: bool | None
 
     def untuned(self) -> Work:
         """Return the work with the best mapping so far, before any method."""
@@ -80,7 +79,7 @@ class Remedy:
 
 def _observers(state: State) -> Proposals:
     """The observer that is best for each tensor, and the best one for all."""
-    found = observer_search.search(state.untuned(), observer_search.OBSERVERS, None, state.show)
+    found = observer_search.search(state.untuned(), observer_search.OBSERVERS, None)
     if found.chosen != "as given":
         yield found.chosen, replace(state.recipe, mapping=found.qconfig)
 
@@ -100,7 +99,7 @@ def _sixteen(state: State) -> Proposals:
         return
     work = state.untuned()
     choices = Choices(work.prepared, WIDTHS)
-    known = find(work.prepared, work.samples, replace(work.options, measured=False, widths=WIDTHS), state.show)
+    known = find(work.prepared, work.samples, replace(work.options, measured=False, widths=WIDTHS), work.show)
     gains = {}
     for tensor in known.tensors:
         wide = [dtype for dtype in tensor.loss if bits(dtype) == 16]
@@ -117,7 +116,7 @@ def _sixteen(state: State) -> Proposals:
 def _within_budget(state: State) -> Proposals:
     """The dtypes that are best within the budget."""
     if state.budget is not None:
-        found = mixed_precision.search(state.untuned(), state.budget, None, state.show)
+        found = mixed_precision.search(state.untuned(), state.budget, None)
         yield found.chosen.name, replace(state.recipe, mapping=found.qconfig)
 
 

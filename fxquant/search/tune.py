@@ -153,23 +153,16 @@ def tune(
     call = {"function": "tune", "steps": steps, "seed": options.seed, "metric": metric is not None, "budget": budget}
     journal = Checkpoint(options.checkpoint, call_of(work.prepared, Samples([*work.samples, *judging]), **call, widths=options.widths))
     budget = None if budget is None else budget.on(work.prepared.meta["target"])
-    return _Session(work, judging, journal, steps, budget, metric, show_progress).run(tolerance)
+    return _Session(work, judging, journal, steps, budget, metric).run(tolerance)
 
 
 class _Session:
     """One search: the best so far, and what was tried."""
 
     def __init__(
-        self,
-        work: Work,
-        judging: list[list[Any]],
-        journal: Checkpoint,
-        steps: int,
-        budget: Budget | None,
-        metric: Metric | None,
-        show: bool | None,
+        self, work: Work, judging: list[list[Any]], journal: Checkpoint, steps: int, budget: Budget | None, metric: Metric | None
     ) -> None:
-        self.work, self.journal, self.steps, self.budget, self.metric, self.show = work, journal, steps, budget, metric, show
+        self.work, self.journal, self.steps, self.budget, self.metric = work, journal, steps, budget, metric
         self.judge = reference_of(work.prepared, judging)
         self.recipe = Recipe(work.base)
         self.made: fx.GraphModule | None = work.prepared
@@ -199,7 +192,7 @@ class _Session:
     def _try(self, remedy: Remedy, enough: float, refused: bool = False) -> None:
         """Judge what a remedy proposes, and keep the best of it."""
         known = self.journal.at(remedy.name, lambda: {"tried": [], "done": False})
-        state = State(self.work, self.recipe, self.budget, self.steps, self.show)
+        state = State(self.work, self.recipe, self.budget, self.steps)
         for entry in known["tried"]:
             self._take(TuneStep(**entry["step"]), Recipe.of(entry["recipe"]), None)
         if not known["done"]:
@@ -242,7 +235,7 @@ class _Session:
         for count in range(len(done), len(recipe.methods)):
             part = replace(recipe, methods=recipe.methods[: count + 1])
             options = replace(self.work.options, checkpoint=self._file(part))
-            METHODS[part.methods[-1]](made, self.work.samples, self.steps, options, self.show)
+            METHODS[part.methods[-1]](made, self.work.samples, self.steps, options, self.work.show)
         if recipe == self.recipe:
             self.made = made
         return made

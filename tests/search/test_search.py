@@ -450,7 +450,7 @@ def test_tune_tries_what_calibration_corrects_off_and_on(model: nn.Module) -> No
     batches = [torch.randn(32, 3, 8, 8, generator=generator) for _ in range(2)]
     qconfig = fxq.QConfig(weight=fxq.WeightConfig("int4"))
     work = work_of(model, batches, "nash-e", qconfig, fxq.Options(), False)
-    state = State(work, Recipe(work.base), None, 4, False)
+    state = State(work, Recipe(work.base), None, 4)
     tried = {
         f"{remedy.name}: {told}": recipe
         for remedy in REMEDIES
