@@ -597,7 +597,7 @@ BATCHES: dict[str, tuple[Callable[[], Any], tuple[int, ...], dict[str, Any]]] = 
     "dicts": (lambda: [{"x": batch(seed=seed), "label": 1} for seed in (2, 3)], (2, 3), {}),
     "loader with labels": (lambda: loader(), (2, 3), {}),
     "one tensor": (batch, (2,), {}),
-    "by a function": (lambda: [{"pictures": [batch()]}], (2,), {"batch_fn": lambda item: item["pictures"][0]}),
+    "by a function": (lambda: [{"pictures": [batch()]}], (2,), {"options": fxq.Options(batch_fn=lambda item: item["pictures"][0])}),
 }
 
 
