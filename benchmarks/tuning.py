@@ -50,7 +50,9 @@ def told(name: str, setting: str, seed: int, steps: int, cache: Path) -> str:
     for layer in outer_layers(network):
         mapping = mapping.set_module_name(layer, qconfig(8, 8))
     kept = str(cache / f"tune-{name}-{setting}-{seed}-{steps}.json")
-    tuned = fxq.tune(network, data.calibration, bits.target, mapping, tolerance=0.0, steps=steps, seed=seed, checkpoint=kept)
+    tuned = fxq.tune(
+        network, data.calibration, bits.target, mapping, tolerance=0.0, steps=steps, options=fxq.Options(seed=seed, checkpoint=kept)
+    )
     calibrated = fxq.quantize(network, data.calibration, bits.target, mapping, show_progress=False)
     inputs, targets = data.test_inputs[:ITEMS], data.test_targets[:ITEMS]
     wanted = outputs_of(network, inputs)

@@ -41,6 +41,7 @@ REFERENCE = {
         "ActivationConfig",
         "WeightConfig",
         "QConfigMapping",
+        "Options",
         "State",
         "set_state",
         "freeze",

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from fxquant.frontend import trace, wrap
     from fxquant.numerics.rounding import AdaptiveRounding, Nearest, Rounding
     from fxquant.ops.core.custom import operator, unary
+    from fxquant.options import Options
     from fxquant.prepared.stage import Stage
     from fxquant.quantization.mapping import QConfigMapping
     from fxquant.quantization.observers import (
@@ -136,6 +137,7 @@ __all__ = [
     "Observer",
     "ObserverSearch",
     "ObserverTrial",
+    "Options",
     "PercentileObserver",
     "ProbeResult",
     "QConfig",
@@ -237,6 +239,7 @@ _FROM = {
     "fxquant.reporting.forms": "record verify",
     "fxquant.frontend": "trace wrap",
     "fxquant.ops.core.custom": "operator unary",
+    "fxquant.options": "Options",
     "fxquant.calibration.calibration": "freeze qparams set_qparams set_state",
     "fxquant.quantization.mapping": "QConfigMapping",
     "fxquant.calibration.observations": "Observations observations",

@@ -19,6 +19,7 @@ from torch import fx
 
 from fxquant.analysis.text import text
 from fxquant.errors import ConfigurationError, FxQuantError
+from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.stage import Stage, verify_stage
 from fxquant.quantization.mapping import QConfigMapping
 from fxquant.quantization.spec import QConfig
@@ -28,25 +29,22 @@ from fxquant.support.files import write_file
 from fxquant.support.progress import progress
 from fxquant.target import Target
 
-BATCH_NORM_MODES = ("live", "frozen", "folded")
-
 
 @dataclass
 class Context:
     """The information that every pass receives besides the graph.
 
-    adapt      whether operators that break a limit of the target are replaced
+    options    those of `prepare`
     attached   the QConfigs on modules of the traced model itself; those of its source model are on the nodes
     kernels    the available kernels, which report where they can replace primitives
     """
 
     target: Target
     qconfig: QConfigMapping
-    batch_norm: str = "live"
+    options: Options = DEFAULTS
     debug: int = 0
     attached: Mapping[str, QConfig | None] = field(default_factory=dict)
     rewrites: list[str] = field(default_factory=list)
-    adapt: bool = False
     kernels: Sequence[Any] = ()
 
     def say(self, line: str) -> None:
@@ -86,12 +84,12 @@ class Dial:
     count: int = 0
 
     @staticmethod
-    def of(debug: int | None, dump: str | os.PathLike[str] | None) -> Dial:
-        """Return the dial requested by argument, or else by the environment. Raises ConfigurationError if that cannot be used."""
+    def of(options: Options) -> Dial:
+        """Return the dial requested by the options, or else by the environment. Raises ConfigurationError if that cannot be used."""
         written = os.environ.get("FXQUANT_DEBUG", "") or "0"
-        level = debug if debug is not None else accepted("the environment", "FXQUANT_DEBUG", written, KINDS["FXQUANT_DEBUG"])
-        chosen = dump if dump is not None else os.environ.get("FXQUANT_DUMP") or None
-        return Dial(level, None if chosen is None else Path(accepted("the environment", "FXQUANT_DUMP", chosen, FOLDER)))
+        asked = accepted("the environment", "FXQUANT_DEBUG", written, KINDS["FXQUANT_DEBUG"]) if options.debug is None else options.debug
+        chosen = options.dump if options.dump is not None else os.environ.get("FXQUANT_DUMP") or None
+        return Dial(asked, None if chosen is None else Path(accepted("the environment", "FXQUANT_DUMP", chosen, FOLDER)))
 
     def show(self, name: str, gm: fx.GraphModule, changes: int, milliseconds: float) -> None:
         """Show the result of a pass; called after every pass."""

@@ -29,7 +29,7 @@ OF_THE_MODEL = ("batch", "bytes")  # limits that are about how the model is run:
 
 def apply(gm: fx.GraphModule, context: Context) -> int:
     """Replace operators that break a limit of the target, or leave them to the host where no remedy helps, each with the reason."""
-    if not context.adapt or not context.target.limits:
+    if not context.options.adapt or not context.target.limits:
         return 0
     limits, changes, narrowed = Limits(context.target), 0, set[fx.Node]()
     for node in list(gm.graph.nodes):
@@ -75,7 +75,7 @@ def _rewritten(gm: fx.GraphModule, node: fx.Node, breach: Breach, context: Conte
         return None
     build.finish(result)
     context.say(f"%{node.name} is {len(build.parts)} operators: {name}, since {breach.sentence}")
-    for sentence in build.notes if context.batch_norm == "live" else ():
+    for sentence in build.notes if context.options.batch_norm == "live" else ():
         context.not_done(gm, sentence)
     return build.parts
 

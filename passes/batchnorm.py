@@ -24,7 +24,7 @@ def fold(gm: fx.GraphModule, context: Context) -> int:
     """Fold every batch norm into the layer before it, where the layer can absorb it."""
     fusion = BatchNorm(gm, context)
     changes = fusion.run()
-    if context.batch_norm == "folded":
+    if context.options.batch_norm == "folded":
         _evaluate(gm, fusion.layers)
     return changes
 

@@ -75,7 +75,7 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
                 _factors(node, operator, arguments),
                 observed(node) or EVERYTHING,
             ),
-            live_batch_norm=context.batch_norm == "live" and not frozen,
+            live_batch_norm=context.options.batch_norm == "live" and not frozen,
             path=module_path(node),
             detached=_detached(node, operator),
         )

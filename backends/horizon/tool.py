@@ -126,7 +126,7 @@ LONGEST_REASON = 6  # lines
 REMEDIES = (
     (r"not support(ed)? these cpu operators|cpu operators", "write the operator with others, or keep it out of the model"),
     (r"no node can execute on BPU|at least one .*node", "compile a model of which at least one operator runs on the BPU"),
-    (r"unsupported model|does not support|not support", "fxq.check names operators beyond the limits; prepare(adapt=True) rewrites some"),
+    (r"unsupported model|does not support|not support", "fxq.check names operators beyond the limits; Options(adapt=True) rewrites some"),
     (r"memory|No space left", "free memory or disk, or compile a smaller model"),
 )
 OTHERWISE = "read what it says above; fxq.check(model, example_inputs, march) names operators beyond the limits of the march"

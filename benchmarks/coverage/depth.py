@@ -81,9 +81,9 @@ def own_pass(here: Here) -> None:
         ran.append(len(gm.graph.nodes))
         return 0
 
-    fxq.prepare(here.model, here.x, passes={"batchnorm.fold": count})
+    fxq.prepare(here.model, here.x, options=fxq.Options(passes={"batchnorm.fold": count}))
     sure(ran)
-    refused(lambda: fxq.prepare(here.model, here.x, passes={"nonsense": count}), "names no pass")
+    refused(lambda: fxq.prepare(here.model, here.x, options=fxq.Options(passes={"nonsense": count})), "names no pass")
 
 
 def own_operator(here: Here) -> None:
@@ -148,7 +148,7 @@ def checks_limits(here: Here) -> None:
     wide = nn.Sequential(nn.Conv2d(3, 4, 3, dilation=3)).eval()
     findings = fxq.check(wide, here.x, "bernoulli2")
     sure(not findings and "dilation" in str(findings))
-    sure("dilation" in fxq.explain(fxq.prepare(wide, here.x, "bernoulli2", adapt=True)))
+    sure("dilation" in fxq.explain(fxq.prepare(wide, here.x, "bernoulli2", options=fxq.Options(adapt=True))))
 
 
 def geometry(here: Here) -> State | None:

@@ -201,7 +201,7 @@ class FixedBatch(Network):
 
 
 def branch(here: Here) -> None:
-    prepared = fxq.prepare(WithBranch().eval(), here.x, training_branch=True)
+    prepared = fxq.prepare(WithBranch().eval(), here.x, options=fxq.Options(training_branch=True))
     fxq.calibrate(prepared, here.batches, show_progress=False)
     here.exact(prepared)
     fxq.set_state(prepared, "train")
@@ -210,7 +210,7 @@ def branch(here: Here) -> None:
 
 def fixed_batch(here: Here) -> None:
     refused(lambda: fxq.prepare(FixedBatch().eval(), here.x), "dynamic_shapes={}")
-    here.quantized(FixedBatch(), dynamic_shapes={})
+    here.quantized(FixedBatch(), options=fxq.Options(dynamic_shapes={}))
 
 
 def varying_sizes(here: Here) -> State:
@@ -219,7 +219,7 @@ def varying_sizes(here: Here) -> State:
 
 
 def attributes(here: Here) -> None:
-    result = here.quantized(Network(), preserve=["names", "stem"])
+    result = here.quantized(Network(), options=fxq.Options(preserve=["names", "stem"]))
     sure(result.integer.names == ("cat", "dog") and result.integer.stem(here.x).shape[1] == 8)
     sure(fxq.load(fxq.save(result.integer, here.folder / "kept.fxq")).names == ("cat", "dog"))
 
@@ -256,7 +256,7 @@ chapter(
     ),
     (
         "pre- and post-processing kept out of the graph, functions and modules",
-        lambda h: sure(len(h.quantized(WithPython(), leaf=Post).integer(h.x)) == 8),
+        lambda h: sure(len(h.quantized(WithPython(), options=fxq.Options(leaf=Post)).integer(h.x)) == 8),
     ),
     ("branches that only train, auxiliary heads", branch),
     ("a batch size written into forward", fixed_batch),

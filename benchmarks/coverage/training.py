@@ -228,12 +228,17 @@ chapter(
     ("memory, layer by layer", lambda h: fxq.checks.memory(h.result.integer)),
     ("wide ranges and NaN found", lambda h: fxq.checks.value_ranges(h.result.prepared, h.batches)),
     ("scales that are shared", lambda h: fxq.checks.shared_scales(h.result.prepared)),
-    ("sensitivity, tensor by tensor", lambda h: sure(fxq.sensitivity(h.model, h.batches, "nash-e", measured=False, show_progress=False))),
+    (
+        "sensitivity, tensor by tensor",
+        lambda h: sure(fxq.sensitivity(h.model, h.batches, "nash-e", options=fxq.Options(measured=False), show_progress=False)),
+    ),
     ("advice that names the layer and the cure", wrong_scale),
     ("the first difference located", located),
     (
         "mixed precision within a budget",
-        lambda h: fxq.mixed_precision(h.model, h.batches, "nash-e", budget=fxq.Budget(weight_bits=6), measured=False, show_progress=False),
+        lambda h: fxq.mixed_precision(
+            h.model, h.batches, "nash-e", budget=fxq.Budget(weight_bits=6), options=fxq.Options(measured=False), show_progress=False
+        ),
     ),
     ("which tool when: a page", lambda h: sure((DOCS / "guide" / "lost-decibel.md").exists())),
 )

@@ -116,12 +116,12 @@ def _run_segments(path: Path) -> None:
 
 def _search(path: Path) -> None:
     result, batch = compiled()
-    fxq.sensitivity(result.prepared, [batch], widths=8, checkpoint=path, show_progress=False)
+    fxq.sensitivity(result.prepared, [batch], options=fxq.Options(widths=(8,), checkpoint=path), show_progress=False)
 
 
 def _learn(path: Path) -> None:
     result, batch = compiled()
-    fxq.tuning.adaround(copy.deepcopy(result.prepared), [batch], steps=2, checkpoint=path, show_progress=False)
+    fxq.tuning.adaround(copy.deepcopy(result.prepared), [batch], steps=2, options=fxq.Options(checkpoint=path), show_progress=False)
 
 
 RESUMED = {"search": _search, "learning": _learn}

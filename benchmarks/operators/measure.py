@@ -119,7 +119,9 @@ def _measure(spelling: Spelling, target: str, dtype: str, onnx: str, place: list
     with torch.no_grad():
         expected = [model(*_copied(batch)) for batch in batches]
     place[0] = "prepare"
-    prepared = fxq.prepare(model, batches[0], target, qconfig_of(target, dtype), dynamic_shapes={} if spelling.fixed else None)
+    prepared = fxq.prepare(
+        model, batches[0], target, qconfig_of(target, dtype), options=fxq.Options(dynamic_shapes={} if spelling.fixed else None)
+    )
     known = fxq.layers(prepared)
     operators = [layer for layer in known if not layer.boundary]
     floats = left_in_float(known)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,9 +25,10 @@ from fxquant.ir.interpreter import copy_parameters
 from fxquant.ir.model import CALLS, RUNNER, Model, autocast_off, collection_paused, copy_graph, dress_carried
 from fxquant.kernels.runner import Runner
 from fxquant.ops.elementwise.dropout import dropout
+from fxquant.options import DEFAULTS, Options
 from fxquant.passes import CONVERT, PREPARE
 from fxquant.passes.rewriting import attributes
-from fxquant.pipeline import BATCH_NORM_MODES, Context, Dial, Pass, check_until, run, with_own
+from fxquant.pipeline import Context, Dial, Pass, check_until, run, with_own
 from fxquant.prepared.batches import as_batches
 from fxquant.prepared.channels import tensor_exponents
 from fxquant.prepared.hooks import attach_hooks
@@ -54,17 +54,9 @@ def prepare(
     target: str | Target = "bayes-e",
     qconfig: QConfig | QConfigMapping | None = None,
     *,
-    dynamic_shapes: Any = None,
-    batch_norm: str = "live",
     observations: Observations | None = None,
-    adapt: bool = False,
-    leaf: Any = None,
-    preserve: Sequence[str] = (),
-    training_branch: bool = False,
-    passes: Mapping[str, Any] | None = None,
     until: str | Stage | None = None,
-    debug: int | None = None,
-    dump: str | os.PathLike[str] | None = None,
+    options: Options = DEFAULTS,
 ) -> fx.GraphModule:
     """Return a trainable model of quantized operators, in state CALIBRATE, with its own parameters.
 
@@ -79,44 +71,10 @@ def prepare(
     cannot give are logged with the reason, and fxq.calibrate(prepared, batches, only_missing=True) finds them. They hold no samples:
     weights of less than 8 bits are rounded to the nearest, and a line of the log says how to round them as `calibrate` does.
 
-    `batch_norm` sets the behaviour of batch norms while training:
-
-        "live"    they use and update batch statistics, as in the float model
-        "frozen"  they keep their running statistics; their weight and bias are trained
-        "folded"  those after a layer are multiplied into its weight and bias once, here. The layer's parameters keep their
-                  names in `state_dict` (`conv.weight`), a bias that was missing is new (`conv.bias`), and the batch norm's are
-                  removed. A layer called several times has parameters for each call, named after its node (`conv.weight_conv_1`).
-                  Batch norms that cannot be folded into a layer are frozen.
-
-    `adapt` replaces operators that break a limit of the target (see `check`) by equivalent ones: a large kernel or too many
-    channels by a sum of convolutions, a linear layer by a 1×1 convolution, a large pooling by two. If that is not possible, the
-    operator runs on the host, in float. `explain` names each, with the limit.
-
-    `leaf` keeps modules whole, which then run as Python, in float: a class of modules, the path of one, several of these, or a function
-    of a module and its path that decides for every module (see `trace`). Functions are kept by `fxq.wrap`.
-
-    `preserve` names attributes, methods and modules of the model that this model and the integer one must have under the same names.
-    Names in submodules are dotted ("head.strides", "head.decode"). Values are also in files that `save` writes. A method is not, since
-    files hold no code. A module named here stays unchanged, in float, next to the graph.
-
-    With `training_branch` the prepared model in train mode, after `prepared.train()`, returns what the float model does there. The part
-    of forward under `self.training` (auxiliary heads, raw outputs for a loss) is computed in float, from the quantized tensors that it
-    reads, and its parameters train. In eval mode, in the integer model and in its files it is absent. A layer may not be called
-    on other tensors in train mode than in eval mode (TraceError). A prepared model with such a branch cannot be saved as a file, but its
-    `state_dict` can.
-
-    `passes` are the user's own passes: {"canonical.rewrite": fuse} runs `fuse(graph_module, context)`, or several functions in order, right
-    after that pass. Each rewrites the graph in place and returns how many changes it made. The graph is then verified against the table
-    of the stage, as after the compiler's own passes.
-
     Raises UnknownTarget, TraceError, ScaleConflict or ConfigurationError, and StageViolation for an invalid graph after an own pass.
     """
     chosen, mapping = backends.get(target), _rules(qconfig)
-    pipeline = with_own(PREPARE, passes or {})
-    if batch_norm not in BATCH_NORM_MODES:
-        raise ConfigurationError(
-            f"batch_norm={batch_norm!r} is unknown", because="it is one of 'live', 'frozen' and 'folded'", remedy="pass one of these"
-        )
+    pipeline = with_own(PREPARE, options.passes or {})
     if until is not None and observations is not None:
         raise ConfigurationError(
             "observations cannot be used with until=",
@@ -124,10 +82,10 @@ def prepare(
             remedy="leave one of them out",
         )
     check_until(until, pipeline)
-    dial = Dial.of(debug, dump)
-    traced = trace(model, example_inputs, dynamic_shapes, leaf=leaf, preserve=preserve, training_branch=training_branch)
+    dial = Dial.of(options)
+    traced = trace(model, example_inputs, options=options)
     with collection_paused(), autocast_off(), torch.inference_mode(False):  # the result can be trained, in whatever mode it was created
-        prepared = _prepare(traced, Context(chosen, mapping, batch_norm, dial.debug, adapt=adapt), pipeline, until, dial)
+        prepared = _prepare(traced, Context(chosen, mapping, options, dial.debug), pipeline, until, dial)
         if observations is not None:
             _restore(prepared, observations)
         return prepared
@@ -248,15 +206,13 @@ def check(
     target: str | Target = "bayes-e",
     qconfig: QConfig | QConfigMapping | None = None,
     *,
-    dynamic_shapes: Any = None,
-    adapt: bool = False,
-    leaf: Any = None,
+    options: Options = DEFAULTS,
 ) -> Findings:
     """Find what of the model a target does not support, before calibration: broken limits, and operators left in float.
 
     The result is true if nothing was found; it iterates over the findings, and prints as a table of layer, operator,
     limit, source line and remedy. The model is not changed. A batch size that is not fixed is not
-    checked; pass `dynamic_shapes={}` to check the example's. `adapt` leaves out what `prepare(…, adapt=True)` would replace.
+    checked; `dynamic_shapes={}` in the options checks the example's. With `adapt=True` what `prepare` would replace is left out.
 
     A prepared model is checked against the target it was prepared for; all other arguments are ignored.
 
@@ -265,10 +221,10 @@ def check(
     if isinstance(model, fx.GraphModule) and stage_of(model) == "PREPARED":
         return findings(model, model.meta["target"])
     chosen, mapping = backends.get(target), _rules(qconfig)
-    traced = trace(model, example_inputs, dynamic_shapes, leaf=leaf)
+    traced = trace(model, example_inputs, options=options)
     with collection_paused(), autocast_off():
         # Fusion comes first: a target's limits are about the operators it runs.
-        annotated = _prepare(traced, Context(chosen, mapping, adapt=adapt), PREPARE, "boundary.insert", Dial(0, None))
+        annotated = _prepare(traced, Context(chosen, mapping, options), PREPARE, "boundary.insert", Dial(0, None))
     return findings(annotated, chosen)
 
 
@@ -280,25 +236,17 @@ def calibrate(
     prepared: fx.GraphModule,
     batches: Batches,
     num_batches: int | None = None,
-    batch_fn: Callable[[Any], Any] | None = None,
     *,
-    distributed: bool = True,
     only_missing: bool = False,
-    equalize: bool = True,
-    round_weights: bool | None = None,
-    correct_bias: bool | None = None,
-    balance_samples: bool | None = None,
+    options: Options = DEFAULTS,
     show_progress: bool | None = None,
 ) -> fx.GraphModule:
     """Observe the batches, set every scale, and leave the model in state VALIDATE; return it.
 
     `batches` yields tensors, tuples or dicts (a DataLoader does); a tensor or a dict is one batch. The leading items,
     nested or not, or those that are named like forward's parameters, fill the model's inputs; the rest (labels) is
-    dropped, with one log line. `batch_fn` maps a batch to the inputs. `num_batches` is the number of batches to take, and no more are read.
-    Memory does not grow with their number.
-
-    If torch.distributed is in use, every rank calls this with its own shard, with any number of batches, and all
-    get equal scales, those of everything observed. `distributed=False` is for a rank that calibrates alone.
+    dropped, with one log line. `num_batches` is the number of batches to take, and no more are read. Memory does not grow with their
+    number. If torch.distributed is in use, every rank calls this with its own shard, and all get the scales of everything observed.
 
     Calibrating again adds to what was observed, with bits equal to one call with all batches: the first samples are kept with
     the model, but in no file, and weights and biases are rounded and corrected again. If samples of observed batches are missing,
@@ -306,16 +254,6 @@ def calibrate(
     known scales while others are in CALIBRATE; a line of the log names them. A tensor of an operator in FLOAT is still
     observed for readers that take it as integers. `only_missing` observes only tensors without a scale, and leaves the others
     unchanged; if there are none, no batch is taken.
-
-    Before observation, channels whose ranges in the first batch differ much are equalized by powers of two, if that
-    clearly reduces the error of weights and activations (`fxq.equalize`); `equalize=False` disables this. After observation, weights of
-    less than 8 bits are rounded so that their errors cancel on the first 64 samples and in the model's outputs
-    (`fxq.tuning.round_weights`): with `round_weights=True` all weights are, each kept if the outputs gain 0.2 dB, with
-    False none. With 64 samples or more, biases then
-    compensate the mean shift of outputs by rounding (`fxq.tuning.correct_bias`): with `correct_bias=True` with fewer as well, with False
-    never. With as many samples, ranges minimize the noise of each sample in decibels, instead of the squared error of all, if that
-    lowers the noise of the outputs: with `balance_samples=True` always, with False never. Unless it is False, the range of an input many of
-    whose values round to 0 is divided by a power of two, if the outputs are nearer to float with it.
 
     Raises CalibrationError if batches are missing, do not fit the model, or hold NaN or infinite
     values, and ConfigurationError for unusable arguments; what was observed before stays observed.
@@ -327,7 +265,7 @@ def calibrate(
         names = ", ".join(f"%{each.name} ({each.state.value})" for each in out)
         logger.info("left out of calibration, by the state they are in: %s", names)
     with having(out, left_out=True):
-        samples = FirstSamples(prepared, round_weights, correct_bias, balance_samples)
+        samples = FirstSamples(prepared, options)
         first_inputs: list[Any] = []
 
         def take(inputs: Sequence[Any]) -> None:
@@ -344,12 +282,15 @@ def calibrate(
             observed = calibration.calibrate(
                 prepared,
                 batches,
-                calibration.CalibrationOptions(num_batches, batch_fn, distributed, only_missing, show_progress),
-                first=by_first_batch(prepared, distributed) if equalize else None,
+                num_batches,
+                only_missing=only_missing,
+                options=options,
+                show_progress=show_progress,
+                first=by_first_batch(prepared, options.distributed) if options.equalize else None,
                 each=take,
             )
             if observed:
-                samples.use(distributed, show_progress)
+                samples.use(options.distributed, show_progress)
                 warn_of_lost_inputs(prepared, first_inputs)
     return prepared
 
@@ -359,12 +300,7 @@ def calibrate(
 
 @checked()
 def convert(
-    prepared: fx.GraphModule,
-    *,
-    kernels: str = "auto",
-    until: str | Stage | None = None,
-    debug: int | None = None,
-    dump: str | os.PathLike[str] | None = None,
+    prepared: fx.GraphModule, *, kernels: str = "auto", until: str | Stage | None = None, options: Options = DEFAULTS
 ) -> fx.GraphModule:
     """Return the integer model: a graph of integer primitives with the current weights and scales.
 
@@ -383,7 +319,7 @@ def convert(
             operator.output.require()
     refuse_changes(prepared, prepared.meta.get(SETTINGS, {}))
     check_until(until, CONVERT)
-    dial = Dial.of(debug, dump)
+    dial = Dial.of(options)
     dial.count = len(PREPARE) + 1
     with collection_paused(), autocast_off(), torch.inference_mode(False):
         # The only pass reads this graph and writes another, so no copy is needed; its owner remains the prepared model.

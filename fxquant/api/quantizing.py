@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from fxquant.api.files import export_onnx
 from fxquant.api.preparing import OBSERVATIONS, calibrate, convert, prepare
 from fxquant.calibration.observations import Observations
 from fxquant.frontend import float_model
+from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.batches import as_batches, no_batches
 from fxquant.prepared.batches import example_inputs as batch_inputs
 from fxquant.quantization.mapping import QConfigMapping, as_mapping
@@ -71,21 +71,14 @@ def quantize(
     target: str | Target = "bayes-e",
     qconfig: QConfig | QConfigMapping | None = None,
     *,
-    dynamic_shapes: Any = None,
-    batch_norm: str = "live",
     observations: Observations | None = None,
-    adapt: bool = False,
-    leaf: Any = None,
-    preserve: Sequence[str] = (),
     num_batches: int | None = None,
-    batch_fn: Callable[[Any], Any] | None = None,
-    distributed: bool = True,
-    equalize: bool = True,
+    options: Options = DEFAULTS,
     show_progress: bool | None = None,
 ) -> Result:
     """Prepare, calibrate and convert in one call. The first batch also serves as example input.
 
-    The arguments are those of `prepare` and `calibrate`; with `dynamic_shapes={}` every batch must have the size of the first.
+    The arguments are those of `prepare` and `calibrate`; with the option `dynamic_shapes={}` every batch must have the size of the first.
     With `observations`, batches are observed only for the scales that these cannot give.
     Raises what `prepare`, `calibrate` and `convert` raise.
     """
@@ -97,19 +90,14 @@ def quantize(
         first = next(iterator)
     except StopIteration:
         raise no_batches(num_batches) from None
-    example = batch_inputs(as_written, first if batch_fn is None else batch_fn(first))
-    prepared = prepare(
-        as_written, example, target, qconfig, dynamic_shapes=dynamic_shapes, batch_norm=batch_norm, observations=observations, adapt=adapt,
-        leaf=leaf, preserve=preserve,
-    )  # fmt: skip
+    example = batch_inputs(as_written, options.inputs(first))
+    prepared = prepare(as_written, example, target, qconfig, observations=observations, options=options)
     calibrate(
         prepared,
         itertools.chain([first], iterator),
         num_batches,
-        batch_fn,
-        distributed=distributed,
         only_missing=observations is not None,
-        equalize=equalize,
+        options=options,
         show_progress=show_progress,
     )
     return Result(model, prepared, convert(prepared))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from operator import index
 from typing import Any
 
@@ -19,6 +18,7 @@ from fxquant.ir.model import repeatable
 from fxquant.numerics.grids import is_scale
 from fxquant.ops import Trait
 from fxquant.ops.core.boundary import QUANTIZE
+from fxquant.options import Options
 from fxquant.prepared.batches import first_batches, length, model_inputs, no_batches
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.observers import Observer
@@ -162,22 +162,15 @@ def select(operators: Mapping[str, QuantizedOperator], names: list[str]) -> list
     return list(chosen.values())
 
 
-@dataclass(frozen=True)
-class CalibrationOptions:
-    """How batches are observed: the arguments of `fxq.calibrate` with these names."""
-
-    num_batches: int | None = None
-    batch_fn: Callable[[Any], Any] | None = None
-    distributed: bool = True
-    only_missing: bool = False
-    show_progress: bool | None = None
-
-
 @torch.no_grad()
 def calibrate(
     prepared: fx.GraphModule,
     batches: Iterable[Any],
-    options: CalibrationOptions,
+    num_batches: int | None = None,
+    *,
+    only_missing: bool,
+    options: Options,
+    show_progress: bool | None,
     first: Callable[[list[Any] | None], None] | None = None,
     each: Callable[[list[Any]], None] | None = None,
 ) -> bool:
@@ -187,7 +180,6 @@ def calibrate(
     with None on a rank without batches; `each` with every batch after that is observed. The state is CALIBRATE if anything is raised.
     """
     require_prepared(prepared)
-    num_batches, batch_fn, only_missing, show_progress = options.num_batches, options.batch_fn, options.only_missing, options.show_progress
     open_ = [operator for operator in quantized_operators(prepared).values() if not operator.left_out]
     known = {id(quantizer): quantizer for operator in open_ for quantizer in (*owned_quantizers(operator), *_read(operator))}.values()
     if only_missing and all(quantizer.calibrated for quantizer in known):
@@ -202,7 +194,7 @@ def calibrate(
         seen = 0
         try:
             for batch in progress(first_batches(batches, num_batches), length(batches, num_batches), "calibrating", show_progress):
-                arguments = model_inputs(prepared, batch if batch_fn is None else batch_fn(batch), seen)
+                arguments = model_inputs(prepared, options.inputs(batch), seen)
                 if first is not None:
                     prelude, first = first, None
                     prelude(arguments)

@@ -85,7 +85,7 @@ def _check(options: argparse.Namespace) -> int:
     mapping = None if options.qconfig is None else fxq.load_qconfig(options.qconfig)
     model = model_named(options.model)
     example = random_example(options.shape) if options.shape else example_from(options.data, model)
-    found = fxq.check(model, example, options.target, mapping, adapt=options.adapt)
+    found = fxq.check(model, example, options.target, mapping, options=fxq.Options(adapt=options.adapt))
     print(found)
     return 0 if found else 1
 

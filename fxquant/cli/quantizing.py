@@ -105,7 +105,8 @@ def run(options: argparse.Namespace) -> int:
     model = model_named(options.model)
     samples = samples_from(options.data, model)
     calibration, held = _split(samples, options)
-    result = fxq.quantize(model, _batches(calibration, options.batch_size), options.target, mapping, adapt=options.adapt)
+    batches = _batches(calibration, options.batch_size)
+    result = fxq.quantize(model, batches, options.target, mapping, options=fxq.Options(adapt=options.adapt))
     with tempfile.TemporaryDirectory(prefix="fxquant-") as made:
         folder = Path(made)
         outcome = _written(result, folder, held, _count(calibration), options)

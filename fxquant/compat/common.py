@@ -11,6 +11,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -105,13 +106,14 @@ def traced(
     """
 
     def trace(branch: bool) -> fx.GraphModule:
+        options = fxq.Options(dynamic_shapes=dynamic_shapes, leaf=leaf, training_branch=branch)
         try:
-            return fxq.trace(model, example_inputs, dynamic_shapes, leaf=leaf, training_branch=branch)
+            return fxq.trace(model, example_inputs, options=options)
         except fxq.TraceError as error:
             if dynamic_shapes is not None:
                 raise
             try:
-                fixed = fxq.trace(model, example_inputs, {}, leaf=leaf, training_branch=branch)
+                fixed = fxq.trace(model, example_inputs, options=replace(options, dynamic_shapes={}))
             except fxq.TraceError:
                 raise error from None
             logger.warning("%s: the batch size is fixed to the example's, since forward cannot be traced at another\n%s", called, error)

@@ -28,6 +28,7 @@ from fxquant.conformance.manifest import Case, Kit, ProbeProgram, Refusal, diges
 from fxquant.conformance.rows import ROWS, SIZE, Row
 from fxquant.errors import CompilationError, ConfigurationError, ExportError
 from fxquant.ir.graph import resolve
+from fxquant.options import Options
 from fxquant.primitives.quantization import dequantize
 from fxquant.quantization.mapping import QConfigMapping
 from fxquant.quantization.spec import ActivationConfig, QConfig, WeightConfig
@@ -92,7 +93,8 @@ def converted(rows: Sequence[Row], march: str, dtype: str, scales: str) -> tuple
     calibration, _ = images()
     with log_levels({"fxquant": logging.ERROR}):  # whether a probe breaks limits of a march does not matter
         prepared = prepare(Together(rows).eval(), calibration[0][:1], probe_target(march), mapping_of(rows, dtype, scales))
-        calibrate(prepared, calibration, show_progress=False, equalize=False)  # without equalization, so that scales suffice to rebuild it
+        # Without equalization, so that scales suffice to rebuild it.
+        calibrate(prepared, calibration, options=Options(equalize=False), show_progress=False)
         return prepared, convert(prepared)
 
 

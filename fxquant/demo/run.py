@@ -289,8 +289,8 @@ def _run(chosen: Target, directory: Path, console: Console, show_progress: bool 
     with _batches("training the float network", show_progress) as step:
         train_float(network, dataset, FLOAT_EPOCHS, SEED, step)
 
-    passes = directory / "passes"
-    prepared = fxq.prepare(network, (dataset.train_images[:1],), target=chosen, adapt=adapt, dump=passes)
+    options = fxq.Options(adapt=adapt, dump=directory / "passes")
+    prepared = fxq.prepare(network, (dataset.train_images[:1],), target=chosen, options=options)
     calibration = list(torch.split(dataset.train_images, BATCH_SIZE))[:CALIBRATION_BATCHES]
     fxq.calibrate(prepared, calibration, show_progress=show_progress)
     calibrated = accuracy(prepared, dataset.test_images, dataset.test_labels)
@@ -299,7 +299,7 @@ def _run(chosen: Target, directory: Path, console: Console, show_progress: bool 
         train_quantized(prepared, dataset, QUANTIZED_EPOCHS, SEED, on_batch=step)
     fxq.set_state(prepared, fxq.State.VALIDATE)
 
-    integer = fxq.convert(prepared, dump=passes)
+    integer = fxq.convert(prepared, options=options)
     path = fxq.export_onnx(integer, directory / "model.onnx")
     write_file(directory / "explain.txt", fxq.explain(integer))
     test = list(torch.split(dataset.test_images, BATCH_SIZE))

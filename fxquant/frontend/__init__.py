@@ -25,7 +25,7 @@ float, and its own backward gets the context that it expects. `integer.lower` dr
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -38,13 +38,14 @@ from fxquant.frontend.checks import compare_recordings, compare_with_model
 from fxquant.frontend.entry import LOST_GRADIENTS, float_model, is_traced, lost_gradients
 from fxquant.frontend.handler import Handler
 from fxquant.frontend.inputs import ExampleInputs, InputCheck, bind_inputs
-from fxquant.frontend.leaves import Leaves, default_leaf, leaf_rule
+from fxquant.frontend.leaves import default_leaf, leaf_rule
 from fxquant.frontend.opaque import wrap
 from fxquant.frontend.result import assumptions, attach_call_hooks, build, moved_by_forward, note_state, random_by_forward, untrained_here
 from fxquant.frontend.snapshot import with_backward_hooks
 from fxquant.frontend.state import NOTHING_MOVED, state_moved_by_forward
 from fxquant.frontend.tracer import record
 from fxquant.ir.model import collection_paused
+from fxquant.options import DEFAULTS, Options
 from fxquant.quantization.mapping import attached_qconfigs
 from fxquant.support import logger
 from fxquant.support.arguments import checked
@@ -70,47 +71,31 @@ __all__ = [
 @checked()
 @working("tracing")
 def trace(
-    model: nn.Module | torch.export.ExportedProgram,
-    example_inputs: Any,
-    dynamic_shapes: Any = None,
-    *,
-    leaf: Leaves = None,
-    preserve: Sequence[str] = (),
-    training_branch: bool = False,
-    check: bool = True,
+    model: nn.Module | torch.export.ExportedProgram, example_inputs: Any, *, options: Options = DEFAULTS, check: bool = True
 ) -> fx.GraphModule:
     """The graph of a model in eval mode; the model itself is not changed. A graph this has made is returned as it is.
 
     Every node knows the QConfigs that stand on its module and on those around the call, as the attribute `qconfig`.
 
-    example_inputs   a tuple of forward's arguments, a dict of keyword arguments, or one tensor
-    dynamic_shapes   which dimension of each input is the batch. None: dimension 0; {} or False: every size is the example's; otherwise
-                     as `torch.export` takes it: ({1: Dim("batch")},) or {"x": {1: Dim("batch")}}. One size can vary, which all inputs share
-    leaf             which modules stay whole, besides PyTorch's own layers: a class, a path, or several; or a function of a module and
-                     its path that decides for all. What is not a layer of PyTorch's then runs as Python, in float, and is not looked into
-    preserve         names of attributes, methods and modules of the model, "head.stride", that the graph, and what is made from it, has
-    training_branch  what forward computes and returns only in train mode (auxiliary heads) is beside the graph, as a module that does
-                     it while the graph is in train mode
-    check            trace again at other batch sizes and compare; run both on the example and compare
+    example_inputs  a tuple of forward's arguments, a dict of keyword arguments, or one tensor
+    check           trace again at other batch sizes and compare; run both on the example and compare
     """
     model = float_model(model)
     if is_traced(model):
         assert isinstance(model, fx.GraphModule)
         return model
-    inputs = bind_inputs(model, example_inputs, dynamic_shapes, check)
+    inputs = bind_inputs(model, example_inputs, options.dynamic_shapes, check)
     with collection_paused():
         state = state_moved_by_forward(model, inputs) if check else NOTHING_MOVED
-        trace_at = functools.partial(record, model, leaf=leaf_rule(leaf, model), random=state)
-        traced, recording = _traced(model, inputs, trace_at, check, preserve, training_branch)
+        trace_at = functools.partial(record, model, leaf=leaf_rule(options.leaf, model), random=state)
+        traced, recording = _traced(model, inputs, trace_at, check, options)
         if check:
             compare_with_model(model, traced, inputs)
         note_state(traced, state, recording, lost_parameters(traced, inputs, state))
     return traced
 
 
-def _traced(
-    model: nn.Module, inputs: ExampleInputs, trace_at: _TraceAt, check: bool, preserve: Sequence[str], training_branch: bool
-) -> tuple[fx.GraphModule, Handler]:
+def _traced(model: nn.Module, inputs: ExampleInputs, trace_at: _TraceAt, check: bool, options: Options) -> tuple[fx.GraphModule, Handler]:
     """Return the graph module, and the trace that it is made of."""
     qconfigs = attached_qconfigs(model)
     hooked = with_backward_hooks(model)
@@ -130,8 +115,8 @@ def _traced(
         recording = trace_at(inputs, qconfigs=qconfigs, modes=modes)
     if inputs.batch is not None:
         note_batch_limits(recording.graph, inputs.batch)
-    branch = _branch(inputs, trace_at, check, recording) if training_branch else None
-    traced = build(model, recording, inputs.signature, preserve, branch)
+    branch = _branch(inputs, trace_at, check, recording) if options.training_branch else None
+    traced = build(model, recording, inputs.signature, options.preserve, branch)
     if lost_gradients(model):
         traced.meta[LOST_GRADIENTS] = lost_gradients(model)
     if qconfigs:

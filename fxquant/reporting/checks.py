@@ -7,7 +7,7 @@ also cover memory, values that are far apart or not finite, where operators run,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from fxquant.frontend import trace
 from fxquant.ir.graph import annotation, is_deployed, is_parameter, module_path, stage_of, unfused
 from fxquant.ops import BY_NAME, Trait
 from fxquant.ops.movement.join import cat
+from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.batches import as_batches, first_batches, length, no_batches
 from fxquant.prepared.stage import quantized_operator
 from fxquant.quantization.spec import WeightConfig
@@ -259,7 +260,7 @@ def value_ranges(
     *,
     spread: float = WIDE,
     num_batches: int | None = None,
-    batch_fn: Callable[[Any], Any] | None = None,
+    options: Options = DEFAULTS,
     show_progress: bool | None = None,
 ) -> Rows[Values]:
     """Return the values of every tensor of a model over all batches, with notes on those that are not finite, or too far apart for 16 bits.
@@ -274,7 +275,7 @@ def value_ranges(
     count = 0
     try:
         for batch in progress(first_batches(source, num_batches), total, "values", show_progress):
-            taken = batch if batch_fn is None else batch_fn(batch)
+            taken = options.inputs(batch)
             form = form or form_of(model, taken, None)
             values = form.values(form.inputs(taken, count), list(form.facts))
             with in_one_piece():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import fx
 from fxquant.analysis.recording import Facts
 from fxquant.errors import Interrupted
 from fxquant.ir.graph import stage_of
+from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.batches import as_batches, first_batches, length, no_batches
 from fxquant.quantization.spec import State
 from fxquant.reporting.advice import Advice, advise, grid_text, of_parts
@@ -176,7 +177,7 @@ def compare(
     advice: bool = True,
     prepared: fx.GraphModule | None = None,
     num_batches: int | None = None,
-    batch_fn: Callable[[Any], Any] | None = None,
+    options: Options = DEFAULTS,
     show_progress: bool | None = None,
 ) -> Comparison:
     """Compute how far every tensor of `b` is from the one of `a`, which is taken as right, and what to do about it.
@@ -201,7 +202,7 @@ def compare(
     """
     source = as_batches(batches)
     total = length(source, num_batches)
-    taken = (batch if batch_fn is None else batch_fn(batch) for batch in first_batches(source, num_batches))
+    taken = map(options.inputs, first_batches(source, num_batches))
     first = next(taken, None)
     if first is None:
         raise no_batches(num_batches)

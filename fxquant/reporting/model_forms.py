@@ -28,6 +28,7 @@ from fxquant.errors import ConfigurationError
 from fxquant.frontend import trace
 from fxquant.ir.graph import TensorFact, argument_name, fact, is_deployed, stage_of
 from fxquant.ir.integer import QParams
+from fxquant.options import Options
 from fxquant.prepared.batches import bad_batch, example_inputs
 from fxquant.quantization.spec import State
 
@@ -149,7 +150,7 @@ def form_of(model: Any, batch: Any, state: State | str | None, beside: Any = Non
     if not (isinstance(model, fx.GraphModule) and (stage_of(model) == "PREPARED" or is_deployed(model))):
         inputs = list(beside.graph.find_nodes(op="placeholder")) if isinstance(beside, fx.GraphModule) else []
         example = _example(model, batch, len(inputs)) if isinstance(model, nn.Module) else batch
-        graph = trace(model, example, _dynamic_shapes(example, inputs))
+        graph = trace(model, example, options=Options(dynamic_shapes=_dynamic_shapes(example, inputs)))
     assert isinstance(graph, fx.GraphModule)
     if stage_of(graph) != "PREPARED":
         _refuse(state, "only prepared models have states")

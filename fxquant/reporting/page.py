@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import fx
 from fxquant.analysis.check import findings
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import stage_of
+from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.batches import as_batches, first_batches
 from fxquant.reporting.comparing import Comparison, compare
 from fxquant.reporting.contents import contents
@@ -43,7 +44,7 @@ def report(
     title: str = "fxquant report",
     advice: bool = True,
     num_batches: int | None = None,
-    batch_fn: Callable[[Any], Any] | None = None,
+    options: Options = DEFAULTS,
     show_progress: bool | None = None,
 ) -> Path:
     """Write what is known of a model as one HTML file, which opens without network; returns its path.
@@ -75,12 +76,12 @@ def report(
     if batches is not None:
         batches = as_batches(batches)
         batches = list(first_batches(batches, num_batches)) if isinstance(batches, Iterator) else batches  # both comparisons take them
-    options: dict[str, Any] = {"num_batches": num_batches, "batch_fn": batch_fn, "show_progress": show_progress}
+    reading: dict[str, Any] = {"num_batches": num_batches, "options": options, "show_progress": show_progress}
     if comparison is None and reference is not None:
-        comparison = compare(reference, model, batches, advice=advice, prepared=prepared, **options)
+        comparison = compare(reference, model, batches, advice=advice, prepared=prepared, **reading)
     forms = {} if comparison is None else {f"{comparison.labels[1]} against {comparison.labels[0]}": comparison}
     if prepared is not None and batches is not None:
-        forms["integer against prepared"] = compare(prepared, model, batches, advice=False, states=("validate", None), **options)
+        forms["integer against prepared"] = compare(prepared, model, batches, advice=False, states=("validate", None), **reading)
     checked_model = prepared if prepared is not None else model if stage_of(model) == "PREPARED" else None
     limits = (
         [] if checked_model is None else [each for each in findings(checked_model, checked_model.meta["target"]) if each.kind == "limit"]

@@ -238,6 +238,6 @@ def _corrections(prepared: fx.GraphModule, batch: Any, effects: Effects) -> Iter
         if gained >= WORTH:
             yield (
                 f"{name} costs {gained:.1f} dB: without it the outputs are at {sqnr_of(1.0, without):.1f} dB; on a model that fxq.prepare "
-                f"has just returned, fxq.calibrate(prepared, batches, {setting}) leaves it out",
+                f"has just returned, fxq.calibrate(prepared, batches, options=fxq.Options({setting})) leaves it out",
                 (name,),
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -14,15 +14,16 @@ from fxquant.analysis.text import table
 from fxquant.api import calibrate, prepare
 from fxquant.calibration.observations import Observations, observations
 from fxquant.errors import ConfigurationError
+from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.mapping import QConfigMapping, as_mapping
 from fxquant.quantization.spec import QConfig
 from fxquant.search.budget import Budget, cost_terms, costs, fits
-from fxquant.search.sensitivity import METRIC, WIDTH, WIDTHS, Metric, SearchOptions, Sensitivity, calibrated, find, reference_of, score_of
-from fxquant.support.arguments import COUNT, FLAG, Kind, checked, instance
+from fxquant.search.sensitivity import METRIC, Metric, Sensitivity, calibrated, find, reference_of, score_of
+from fxquant.support.arguments import Kind, checked, instance
 from fxquant.support.progress import progress
 from fxquant.target import Target
-from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint, model_digest
+from fxquant.tuning.checkpoint import Checkpoint, model_digest
 from fxquant.tuning.choices import ACTIVATION, WEIGHT, Choices, bits
 from fxquant.tuning.effects import decibels, outputs_of
 from fxquant.tuning.first_samples import FirstSamples, is_balanced
@@ -196,7 +197,7 @@ class MixedPrecision:
         return f"mixed precision within {limits}\n{table(head, rows)}\n\n{table(('tensor', 'was', 'is', 'alone', ''), tensors)}"
 
 
-@checked(budget=BUDGET, widths=WIDTH, measured=FLAG, metric=METRIC, seed=COUNT, checkpoint=CHECKPOINT)
+@checked(budget=BUDGET, metric=METRIC)
 def mixed_precision(
     model: nn.Module,
     batches: Any,
@@ -204,37 +205,19 @@ def mixed_precision(
     qconfig: QConfig | QConfigMapping | None = None,
     *,
     budget: Budget,
-    widths: Sequence[int] = WIDTHS,
-    measured: bool = True,
     metric: Metric | None = None,
-    batch_fn: Callable[[Any], Any] | None = None,
-    seed: int = 0,
-    checkpoint: str | None = None,
+    options: Options = DEFAULTS,
     show_progress: bool | None = None,
 ) -> MixedPrecision:
     """Choose int4, int8 or int16 for every weight, and every tensor where the budget is about more than weights, as the target has them.
 
     The dtypes are the exact optimum of the sum of the sensitivities within the budget, found by integer programming. They are prepared
     with the scales of the one calibration, and measured; so is every uniform choice within the budget. The best of all is chosen by
-    `metric`, and then by the error of the outputs. Rules that the qconfig has already stay, as far as no dtype changes. The options are
-    those of `sensitivity`, for a float model alone.
+    `metric`, and then by the error of the outputs. Rules that the qconfig has already stay, as far as no dtype changes.
 
     Raises ConfigurationError if nothing is within the budget or SciPy is missing, and what `sensitivity` raises.
     """
-    work = work_of(model, batches, target, qconfig, batch_fn, show_progress)
-    return search(work, budget, SearchOptions(widths, measured, metric, seed, checkpoint, show_progress))
-
-
-@dataclass(frozen=True)
-class Corrections:
-    """The corrections of calibration: the arguments of `fxq.calibrate` with these names."""
-
-    equalize: bool = True
-    round_weights: bool | None = None
-    correct_bias: bool | None = None
-
-
-UNCHANGED = Corrections()  # calibration's own
+    return search(work_of(model, batches, target, qconfig, options, show_progress), budget, metric)
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,36 +230,37 @@ class Work:
     prepared: fx.GraphModule
     seen: Observations
     samples: list[list[Any]]
-    corrections: Corrections = UNCHANGED
+    options: Options  # without `batch_fn`, since the samples are inputs
+    show: bool | None
 
-    def with_mapping(self, mapping: QConfigMapping, corrections: Corrections | None = None) -> fx.GraphModule:
-        """The model prepared with a mapping, in VALIDATE, with these corrections, or the work's own.
+    def with_mapping(self, mapping: QConfigMapping, options: Options | None = None) -> fx.GraphModule:
+        """The model prepared with a mapping, in VALIDATE, with the corrections of these options, or of the work's own.
 
         Raises NotCalibrated where the observations leave a scale open.
         """
-        corrections = corrections or self.corrections
-        found = prepare(self.model, self.example, self.prepared.meta["target"], mapping, observations=self.seen_with(corrections))
+        options = options or self.options
+        target, seen = self.prepared.meta["target"], self.seen_with(options)
+        found = prepare(self.model, self.example, target, mapping, observations=seen, options=options)
         for operator in quantized_operators(found).values():
             if not operator.plain:
                 operator.output.require()
-        balanced = is_balanced(self.prepared)
-        first = FirstSamples(found, corrections.round_weights, corrections.correct_bias, balanced, observed=True)  # as calibration does
+        balanced = replace(options, balance_samples=is_balanced(self.prepared))
+        first = FirstSamples(found, balanced, observed=True)  # as calibration does
         for inputs in self.samples:
             first.take(inputs)
         first.use(False, False)
         return found
 
-    def seen_with(self, corrections: Corrections) -> Observations:
-        """Return the observations of a calibration with these corrections."""
-        return self.seen if corrections.equalize == self.corrections.equalize else self.seen_otherwise
+    def seen_with(self, options: Options) -> Observations:
+        """Return the observations of a calibration with these options."""
+        return self.seen if options.equalize == self.options.equalize else self.seen_otherwise
 
     @cached_property
     def seen_otherwise(self) -> Observations:
         """The observations of a calibration with equalization where the work has none, and without where it has it."""
-        found = prepare(self.model, self.example, self.prepared.meta["target"], self.base)
-        equalize = not self.corrections.equalize
-        calibrate(found, self.samples, equalize=equalize, round_weights=False, correct_bias=False, show_progress=False)
-        return observations(found)
+        options = replace(self.options, equalize=not self.options.equalize, round_weights=False, correct_bias=False)
+        found = prepare(self.model, self.example, self.prepared.meta["target"], self.base, options=options)
+        return observations(calibrate(found, self.samples, options=options, show_progress=False))
 
 
 def work_of(
@@ -284,20 +268,21 @@ def work_of(
     batches: Any,
     target: str | Target,
     qconfig: QConfig | QConfigMapping | None,
-    batch_fn: Callable[[Any], Any] | None,
+    options: Options,
     show_progress: bool | None,
 ) -> Work:
     """A float model prepared and calibrated, with what prepares it anew."""
-    prepared, example = calibrated(model, batches, target, qconfig, None, batch_fn, show_progress)
-    samples = inputs_of(prepared, batches, None, batch_fn)
-    return Work(model, example, as_mapping(qconfig), prepared, observations(prepared), samples)
+    prepared, example = calibrated(model, batches, target, qconfig, None, options, show_progress)
+    samples = inputs_of(prepared, batches, None, options)
+    own = replace(options, batch_fn=None)
+    return Work(model, example, as_mapping(qconfig), prepared, observations(prepared), samples, own, show_progress)
 
 
-def search(work: Work, budget: Budget, options: SearchOptions) -> MixedPrecision:
+def search(work: Work, budget: Budget, metric: Metric | None) -> MixedPrecision:
     """The best dtypes for a model that is prepared and calibrated."""
-    widths, metric, checkpoint = options.widths, options.metric, options.checkpoint
+    widths, checkpoint = work.options.widths, work.options.checkpoint
     budget = budget.on(work.prepared.meta["target"])
-    known = find(work.prepared, work.samples, replace(options, metric=None), budget.kinds)
+    known = find(work.prepared, work.samples, work.options, work.show, kinds=budget.kinds)
     choices = Choices(work.prepared, widths)
     losses = {tensor.name: tensor.loss for tensor in known.tensors}
 
@@ -314,11 +299,11 @@ def search(work: Work, budget: Budget, options: SearchOptions) -> MixedPrecision
         noise = reference.noise(partial(outputs_of, made)).pooled
         return noise, None if metric is None else score_of(metric, made)
 
-    call = {"function": "mixed_precision", "budget": budget, "widths": tuple(widths), "measured": options.measured}
+    call = {"function": "mixed_precision", "budget": budget, "widths": widths, "measured": work.options.measured}
     call |= {"model": model_digest(work.prepared), "metric": metric is not None}
     journal = Checkpoint(None if checkpoint is None else f"{checkpoint}.candidates", call)
     results: list[tuple[Candidate, fx.GraphModule]] = []
-    for one in progress([before, *tried], len(tried) + 1, "mixed precision", options.show_progress):
+    for one in progress([before, *tried], len(tried) + 1, "mixed precision", work.show):
         made = work.prepared if one is before else work.with_mapping(choices.mapping(work.base, one.dtypes))
         noise, score = journal.at(one.name, partial(judged, made))
         results.append((Candidate(one.name, Choices(made, widths).dtypes(), one.costs, one.expected, noise, score), made))

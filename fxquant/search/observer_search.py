@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from torch import fx, nn
 from fxquant.analysis.text import table
 from fxquant.errors import ConfigurationError
 from fxquant.numerics.grids import Grid
+from fxquant.options import DEFAULTS, Options
 from fxquant.quantization import observers as kinds
 from fxquant.quantization.mapping import Chosen, QConfigMapping
 from fxquant.quantization.spec import OBSERVER, ActivationConfig, QConfig
@@ -20,7 +21,7 @@ from fxquant.search.sensitivity import METRIC, Metric, reference_of, score_of
 from fxquant.support.arguments import Kind, checked
 from fxquant.support.progress import progress
 from fxquant.target import Target
-from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint, digest, model_digest
+from fxquant.tuning.checkpoint import Checkpoint, call_of
 from fxquant.tuning.choices import ACTIVATION, Choice, Choices
 from fxquant.tuning.effects import FloatOutputs, best_of, decibels, outputs_of
 from fxquant.tuning.simulation import grid_for, rounded, taking_over
@@ -104,7 +105,7 @@ class ObserverSearch:
         return f"{table(('observers', 'measured', 'metric', ''), rows)}\n\n{table(('tensor', *known, 'chosen'), each)}{left_out}"
 
 
-@checked(observers=Kind("a list of observers: classes, or observers with settings", _observers), metric=METRIC, checkpoint=CHECKPOINT)
+@checked(observers=Kind("a list of observers: classes, or observers with settings", _observers), metric=METRIC)
 def search_observers(
     model: nn.Module,
     batches: Any,
@@ -113,25 +114,21 @@ def search_observers(
     *,
     observers: Sequence[Any] = OBSERVERS,
     metric: Metric | None = None,
-    batch_fn: Callable[[Any], Any] | None = None,
-    checkpoint: str | None = None,
+    options: Options = DEFAULTS,
     show_progress: bool | None = None,
 ) -> ObserverSearch:
     """Find the observer of every tensor that leaves the least error at the outputs, from one calibration.
 
     Each tensor alone is quantized by each observer. The best of each together, and each observer for the whole model, are then prepared
     and measured in integers, and the best of these is chosen: by `metric`, and then by the error of the outputs; what is given stays if
-    nothing is better. Scales that were given stay. The options are those of `sensitivity`, for a float model alone.
+    nothing is better. Scales that were given stay.
 
     Raises what `prepare` and `calibrate` raise, and ConfigurationError for a checkpoint that is of another call.
     """
-    work = work_of(model, batches, target, qconfig, batch_fn, show_progress)
-    return search(work, observers, metric, show_progress, checkpoint)
+    return search(work_of(model, batches, target, qconfig, options, show_progress), observers, metric)
 
 
-def search(
-    work: Work, observers: Sequence[Any], metric: Metric | None, show_progress: bool | None, checkpoint: str | None = None
-) -> ObserverSearch:
+def search(work: Work, observers: Sequence[Any], metric: Metric | None) -> ObserverSearch:
     """Return the best observers for a model that is prepared and calibrated."""
     choices = Choices(work.prepared, ())
     tensors = [choice for choice in choices.values() if choice.kind == ACTIVATION]
@@ -146,13 +143,13 @@ def search(
         if taking_over(tensors[0].operators[0].output, ActivationConfig(observer=observer)) is not None
     }
     call = {"function": "search_observers", "observers": tuple(named), "metric": metric is not None}
-    journal = Checkpoint(checkpoint, {**call, "model": model_digest(work.prepared), "samples": digest(Samples(work.samples).tensors)})
+    journal = Checkpoint(work.options.checkpoint, call_of(work.prepared, Samples(work.samples), **call))
     reference, trials = reference_of(work.prepared, work.samples), []
 
     def tried(choice: Choice) -> dict[str, Any]:
         return asdict(_trial(reference, choice, served))
 
-    for choice in progress(tensors, len(tensors), "observers", show_progress):
+    for choice in progress(tensors, len(tensors), "observers", work.show):
         trials.append(ObserverTrial(**journal.at(choice.name, partial(tried, choice))))
     configs = {trial.name: ActivationConfig(observer=served[trial.chosen]) for trial in trials if trial.chosen != trial.before}
     mappings = {"as given": work.base}
@@ -169,7 +166,7 @@ def search(
         made = found[name] = together(name)
         return reference.noise(partial(outputs_of, made)).pooled, None if metric is None else score_of(metric, made)
 
-    for name in progress(mappings, len(mappings), "observers together", show_progress):
+    for name in progress(mappings, len(mappings), "observers together", work.show):
         measured[name], score = journal.at(f"together: {name}", partial(judged, name))
         if score is not None:
             scores[name] = score

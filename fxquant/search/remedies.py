@@ -6,20 +6,21 @@ in order. A remedy proposes recipes, which `tune` builds, evaluates on held-out 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
 
 from fxquant.numerics.rounding import AdaptiveRounding
+from fxquant.options import WIDTHS, Options
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.mapping import QConfigMapping
 from fxquant.reporting.verdict import TRIED
 from fxquant.search import mixed_precision, observer_search
 from fxquant.search.budget import Budget, with_high_precision
-from fxquant.search.mixed_precision import UNCHANGED, Corrections, Work
-from fxquant.search.sensitivity import WIDTHS, SearchOptions, find
+from fxquant.search.mixed_precision import Work
+from fxquant.search.sensitivity import find
 from fxquant.serialization.qconfig import read, written
 from fxquant.tuning import adaround, correct_bias, distill, reconstruct
 from fxquant.tuning.choices import Choices, bits
@@ -27,21 +28,21 @@ from fxquant.tuning.choices import Choices, bits
 
 @dataclass(frozen=True)
 class Recipe:
-    """The mapping that a model is prepared with, the names of the methods that tune it then, in order, and calibration's corrections."""
+    """The mapping that a model is prepared with, the methods that tune it then, in order, and changed options of calibration."""
 
     mapping: QConfigMapping
     methods: tuple[str, ...] = ()
-    corrections: Corrections = UNCHANGED
+    corrections: Mapping[str, Any] = field(default_factory=dict)
 
     def document(self) -> dict[str, Any]:
         """As JSON holds it. Raises ExportError for what a file cannot name."""
-        return {"mapping": written(self.mapping), "methods": list(self.methods), "corrections": asdict(self.corrections)}
+        return {"mapping": written(self.mapping), "methods": list(self.methods), "corrections": dict(self.corrections)}
 
     @staticmethod
     def of(document: dict[str, Any]) -> Recipe:
         """The recipe of a document."""
         mapping = read(document["mapping"], "the checkpoint's mapping")
-        return Recipe(mapping, tuple(document["methods"]), Corrections(**document["corrections"]))
+        return Recipe(mapping, tuple(document["methods"]), document["corrections"])
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,14 +53,12 @@ class State:
     recipe: Recipe
     budget: Budget | None
     steps: int
-    seed: int
-    show: bool | None
 
     def untuned(self) -> Work:
         """Return the work with the best mapping so far, before any method."""
-        mapping, corrections = self.recipe.mapping, self.recipe.corrections
-        prepared, seen = self.work.with_mapping(mapping, corrections), self.work.seen_with(corrections)
-        return replace(self.work, prepared=prepared, base=mapping, seen=seen, corrections=corrections)
+        mapping, options = self.recipe.mapping, replace(self.work.options, **self.recipe.corrections)
+        prepared, seen = self.work.with_mapping(mapping, options), self.work.seen_with(options)
+        return replace(self.work, prepared=prepared, base=mapping, seen=seen, options=options)
 
 
 Proposals = Iterator[tuple[str, Recipe]]
@@ -80,7 +79,7 @@ class Remedy:
 
 def _observers(state: State) -> Proposals:
     """The observer that is best for each tensor, and the best one for all."""
-    found = observer_search.search(state.untuned(), observer_search.OBSERVERS, None, state.show)
+    found = observer_search.search(state.untuned(), observer_search.OBSERVERS, None)
     if found.chosen != "as given":
         yield found.chosen, replace(state.recipe, mapping=found.qconfig)
 
@@ -100,7 +99,7 @@ def _sixteen(state: State) -> Proposals:
         return
     work = state.untuned()
     choices = Choices(work.prepared, WIDTHS)
-    known = find(work.prepared, work.samples, SearchOptions(measured=False, seed=state.seed, show_progress=state.show))
+    known = find(work.prepared, work.samples, replace(work.options, measured=False, widths=WIDTHS), work.show)
     gains = {}
     for tensor in known.tensors:
         wide = [dtype for dtype in tensor.loss if bits(dtype) == 16]
@@ -117,12 +116,12 @@ def _sixteen(state: State) -> Proposals:
 def _within_budget(state: State) -> Proposals:
     """The dtypes that are best within the budget."""
     if state.budget is not None:
-        found = mixed_precision.search(state.untuned(), state.budget, SearchOptions(seed=state.seed, show_progress=state.show))
+        found = mixed_precision.search(state.untuned(), state.budget, None)
         yield found.chosen.name, replace(state.recipe, mapping=found.qconfig)
 
 
 def _with(state: State, **corrections: bool) -> Recipe:
-    return replace(state.recipe, corrections=replace(state.recipe.corrections, **corrections))
+    return replace(state.recipe, corrections={**state.recipe.corrections, **corrections})
 
 
 def _bias_correction(state: State) -> Proposals:
@@ -148,18 +147,17 @@ def _equalization(state: State) -> Proposals:
         yield "off", _with(state, equalize=False)
 
 
-# Tunes a model in place: (prepared, samples, steps, seed, checkpoint, show progress).
-Tuner = Callable[[fx.GraphModule, list[list[Any]], int, int, str | None, bool | None], Any]
+Tuner = Callable[[fx.GraphModule, list[list[Any]], int, Options, bool | None], Any]  # model, samples, steps, options, show progress
 
 
 def _learning(method: Callable[..., Any]) -> Tuner:
-    return lambda model, samples, steps, seed, file, show: method(
-        model, samples, steps=steps, seed=seed, checkpoint=file, show_progress=show
-    )
+    return lambda model, samples, steps, options, show: method(model, samples, steps=steps, options=options, show_progress=show)
 
 
 METHODS: dict[str, Tuner] = {
-    "bias correction": lambda model, samples, steps, seed, file, show: correct_bias(model, samples, show_progress=show),
+    "bias correction": lambda model, samples, _, options, show: correct_bias(
+        model, samples, options=replace(options, checkpoint=None), show_progress=show
+    ),
     "distillation": _learning(distill),
     "AdaRound": _learning(adaround),
     "reconstruction": _learning(reconstruct),

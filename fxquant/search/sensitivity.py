@@ -23,31 +23,21 @@ from fxquant.errors import ConfigurationError
 from fxquant.frontend import float_model
 from fxquant.ir.graph import stage_of
 from fxquant.ir.model import autocast_off
+from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.batches import as_batches, example_inputs, no_batches
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.mapping import QConfigMapping
 from fxquant.quantization.spec import QConfig, State
-from fxquant.support.arguments import CALLABLE, COUNT, FLAG, Kind, checked
+from fxquant.support.arguments import CALLABLE, Kind, checked
 from fxquant.support.progress import progress
 from fxquant.target import Target
-from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint, digest, model_digest
+from fxquant.tuning.checkpoint import Checkpoint, call_of
 from fxquant.tuning.choices import ACTIVATION, WEIGHT, Choice, Choices, bits
 from fxquant.tuning.effects import FloatOutputs, decibels, is_real
 from fxquant.tuning.simulation import changed, grid_for, rounded, rounded_weight, weight_name
 from fxquant.tuning.walk import Samples, inputs_of
 
-WIDTHS = (4, 8, 16)
 Metric = Callable[[Any], float]  # a function of a model, of which more is better
-
-
-def _widths(value: Any) -> tuple[int, ...]:
-    found = (value,) if isinstance(value, int) else tuple(value)
-    if not found or not all(type(width) is int and width in WIDTHS for width in found):
-        raise ValueError
-    return tuple(sorted(set(found)))
-
-
-WIDTH = Kind("some of 4, 8 and 16", _widths)
 METRIC: Kind = CALLABLE.or_none("the error of the outputs alone")
 
 
@@ -136,32 +126,16 @@ def _bytes(tensor: TensorSensitivity) -> float:
     return tensor.elements * bits(tensor.dtype) / 8
 
 
-@dataclass(frozen=True)
-class SearchOptions:
-    """How a search measures: the options of `sensitivity`, which every search has in part."""
-
-    widths: Sequence[int] = WIDTHS
-    measured: bool = True
-    metric: Metric | None = None
-    seed: int = 0
-    checkpoint: str | None = None
-    show_progress: bool | None = None
-
-
-@checked(widths=WIDTH, measured=FLAG, metric=METRIC, seed=COUNT, checkpoint=CHECKPOINT)
+@checked(metric=METRIC)
 def sensitivity(
     model: nn.Module,
     batches: Any,
     target: str | Target = "bayes-e",
     qconfig: QConfig | QConfigMapping | None = None,
     *,
-    widths: Sequence[int] = WIDTHS,
-    measured: bool = True,
     metric: Metric | None = None,
     num_batches: int | None = None,
-    batch_fn: Callable[[Any], Any] | None = None,
-    seed: int = 0,
-    checkpoint: str | None = None,
+    options: Options = DEFAULTS,
     show_progress: bool | None = None,
 ) -> Sensitivity:
     """Measure the loss at the outputs if each quantized tensor or weight alone has 4, 8 or 16 bits, where the target supports them.
@@ -172,12 +146,7 @@ def sensitivity(
     Tensors whose dtype an operator demands, whose scale was given or frozen, and modules with a QConfig of their own are left out.
     The outputs of the float model are kept for all batches. The model is left unchanged.
 
-    widths         the numbers of bits that are tried
-    measured       False: the loss is only estimated
-    metric         a function of a model, of which more is better, evaluated for each tensor and dtype as well
-    seed           of the estimate; no global generator is used. The same seed, model and batches give the same bits
-    checkpoint     the path of a file: after a kill the same call continues from it, and ends with the same numbers
-    batch_fn, num_batches, show_progress are as in `calibrate`
+    With a `metric`, a function of a model, of which more is better, that is evaluated for each tensor and dtype as well.
 
     Raises NotCalibrated for a prepared model without scales, ConfigurationError for one with a qconfig beside it, and what `prepare`
     and `calibrate` raise.
@@ -185,9 +154,9 @@ def sensitivity(
     if isinstance(model, fx.GraphModule) and stage_of(model) == "PREPARED":
         prepared = _checked(model, qconfig)
     else:
-        prepared, _ = calibrated(model, batches, target, qconfig, num_batches, batch_fn, show_progress)
-    samples = inputs_of(prepared, batches, num_batches, batch_fn)
-    return find(prepared, samples, SearchOptions(widths, measured, metric, seed, checkpoint, show_progress))
+        prepared, _ = calibrated(model, batches, target, qconfig, num_batches, options, show_progress)
+    samples = inputs_of(prepared, batches, num_batches, options)
+    return find(prepared, samples, options, show_progress, metric)
 
 
 def _checked(model: fx.GraphModule, qconfig: QConfig | QConfigMapping | None) -> fx.GraphModule:
@@ -210,7 +179,7 @@ def calibrated(
     target: str | Target,
     qconfig: QConfig | QConfigMapping | None,
     num_batches: int | None,
-    batch_fn: Callable[[Any], Any] | None,
+    options: Options,
     show_progress: bool | None,
 ) -> tuple[fx.GraphModule, Any]:
     """Prepare and calibrate a float model; return it with the example inputs that it was prepared with."""
@@ -230,31 +199,34 @@ def calibrated(
     first = next(iter(source), None)
     if first is None:
         raise no_batches(num_batches)
-    example = example_inputs(as_written, first if batch_fn is None else batch_fn(first))
-    prepared = prepare(as_written, example, target, qconfig)
-    return calibrate(prepared, source, num_batches, batch_fn, show_progress=show_progress), example
+    example = example_inputs(as_written, options.inputs(first))
+    prepared = prepare(as_written, example, target, qconfig, options=options)
+    return calibrate(prepared, source, num_batches, options=options, show_progress=show_progress), example
 
 
 def find(
-    prepared: fx.GraphModule, samples: list[list[Any]], options: SearchOptions, kinds: Sequence[str] = (ACTIVATION, WEIGHT)
+    prepared: fx.GraphModule,
+    samples: list[list[Any]],
+    options: Options,
+    show_progress: bool | None,
+    metric: Metric | None = None,
+    kinds: Sequence[str] = (ACTIVATION, WEIGHT),
 ) -> Sensitivity:
     """Return the sensitivities of the choices of these kinds."""
-    metric, measured = options.metric, options.measured
     choices = Choices(prepared, options.widths)
     wanted = [choice for choice in choices.values() if choice.kind in kinds]
-    call = {"function": "sensitivity", "widths": tuple(options.widths), "kinds": tuple(kinds), "seed": options.seed}
-    call |= {"metric": metric is not None, "model": model_digest(prepared), "samples": digest(Samples(samples).tensors)}
-    journal = Checkpoint(options.checkpoint, call)
+    call = {"function": "sensitivity", "widths": options.widths, "kinds": tuple(kinds), "seed": options.seed}
+    journal = Checkpoint(options.checkpoint, call_of(prepared, Samples(samples), **call, metric=metric is not None))
     reference = reference_of(prepared, samples)
     with still(prepared, State.FLOAT), autocast_off():
         estimates = journal.at("estimate", lambda: _estimated(reference, wanted, options.seed))
-        trials = [(choice, dtype) for choice in wanted for dtype in choice.dtypes] if measured or metric is not None else []
+        trials = [(choice, dtype) for choice in wanted for dtype in choice.dtypes] if options.measured or metric is not None else []
         score = None if metric is None else journal.at("score", lambda: score_of(metric, prepared))
         noise: dict[str, dict[str, float]] = {choice.name: {} for choice in wanted}
         drop: dict[str, dict[str, float]] = {choice.name: {} for choice in wanted}
-        for choice, dtype in progress(trials, len(trials), "sensitivity", options.show_progress):
+        for choice, dtype in progress(trials, len(trials), "sensitivity", show_progress):
             with rounded(choices, {choice.name: dtype}):
-                if measured:
+                if options.measured:
                     noise[choice.name][dtype] = journal.at(f"{choice.name} {dtype}", lambda: reference.noise(reference.float_form).pooled)
                 if metric is not None and score is not None:
                     found = journal.at(f"metric {choice.name} {dtype}", lambda: score_of(metric, prepared))

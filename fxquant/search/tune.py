@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,19 +15,20 @@ from torch import fx, nn
 from fxquant.analysis.recording import still
 from fxquant.analysis.text import table
 from fxquant.errors import CalibrationError
+from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.batches import as_batches
 from fxquant.quantization.mapping import QConfigMapping
 from fxquant.quantization.spec import QConfig
 from fxquant.quantization.spec import State as OperatorState
 from fxquant.search.budget import Budget, costs, fits
-from fxquant.search.mixed_precision import BUDGET, UNCHANGED, Work, work_of
+from fxquant.search.mixed_precision import BUDGET, Work, work_of
 from fxquant.search.remedies import BUDGET as WITHIN_BUDGET
 from fxquant.search.remedies import METHODS, REMEDIES, Recipe, Remedy, State
-from fxquant.search.sensitivity import METRIC, Metric, SearchOptions, reference_of, score_of
+from fxquant.search.sensitivity import METRIC, Metric, reference_of, score_of
 from fxquant.support import logger
 from fxquant.support.arguments import COUNT, Kind, checked
 from fxquant.target import Target
-from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint, digest, model_digest
+from fxquant.tuning.checkpoint import Checkpoint, call_of, digest
 from fxquant.tuning.choices import Choices
 from fxquant.tuning.effects import decibels, outputs_of
 from fxquant.tuning.walk import Samples, inputs_of
@@ -68,7 +69,7 @@ class Tuned:
     prepared   the best model, in state VALIDATE
     qconfig    the mapping that it was prepared with
     methods    the methods that tuned it then, in order
-    corrections  what calibration corrected: the arguments of `fxq.calibrate` that are not the default
+    corrections  what calibration corrected: fields of `fxq.Options` that are not what they were
     steps      the steps that were tried, in order
     reference  the float model's score
     score      that of the best model
@@ -108,9 +109,7 @@ class Tuned:
     metric=METRIC,
     budget=Kind(BUDGET.right, BUDGET.take).or_none("none"),
     tolerance=Kind("a finite number from 0 on", _tolerance).or_none("one hundredth of the float model's score"),
-    seed=COUNT,
     steps=COUNT,
-    checkpoint=CHECKPOINT,
 )
 def tune(
     model: nn.Module,
@@ -122,9 +121,7 @@ def tune(
     budget: Budget | None = None,
     tolerance: float | None = None,
     steps: int = 1000,
-    batch_fn: Callable[[Any], Any] | None = None,
-    seed: int = 0,
-    checkpoint: str | None = None,
+    options: Options = DEFAULTS,
     show_progress: bool | None = None,
 ) -> Tuned:
     """Quantize a model so that it loses no more than the tolerance, trying one remedy after the other, the cheapest first.
@@ -140,8 +137,7 @@ def tune(
     outputs and int16), the best dtypes within it; distillation, in `steps` for the model; AdaRound and block
     reconstruction, in `steps` for each layer or block.
 
-    The other options are those of `sensitivity`, for a float model alone. Raises CalibrationError for fewer than two batches, and what
-    `prepare`, `calibrate` and, with a budget, `mixed_precision` raise.
+    Raises CalibrationError for fewer than two batches, and what `prepare`, `calibrate` and, with a budget, `mixed_precision` raise.
     """
     every = list(as_batches(batches))
     if len(every) < 2:
@@ -151,24 +147,22 @@ def tune(
             remedy="pass at least 2 batches, or smaller ones: torch.split(images, 16)",
         )
     split = Samples(every)
-    work = work_of(model, [every[index] for index in split.learning], target, qconfig, batch_fn, show_progress)
-    judging = inputs_of(work.prepared, [every[index] for index in split.judging], None, batch_fn)
-    call = {"function": "tune", "steps": steps, "seed": seed, "metric": metric is not None, "budget": budget}
-    call |= {"model": model_digest(work.prepared), "samples": digest(Samples([*work.samples, *judging]).tensors)}
+    learning, judged = ([every[index] for index in part] for part in (split.learning, split.judging))
+    work = work_of(model, learning, target, qconfig, replace(options, checkpoint=None), show_progress)
+    judging = inputs_of(work.prepared, judged, None, options)
+    call = {"function": "tune", "steps": steps, "seed": options.seed, "metric": metric is not None, "budget": budget}
+    journal = Checkpoint(options.checkpoint, call_of(work.prepared, Samples([*work.samples, *judging]), **call, widths=options.widths))
     budget = None if budget is None else budget.on(work.prepared.meta["target"])
-    options = SearchOptions(metric=metric, seed=seed, show_progress=show_progress)
-    session = _Session(work, judging, Checkpoint(checkpoint, call), steps, budget, options)
-    return session.run(tolerance)
+    return _Session(work, judging, journal, steps, budget, metric).run(tolerance)
 
 
 class _Session:
     """One search: the best so far, and what was tried."""
 
     def __init__(
-        self, work: Work, judging: list[list[Any]], journal: Checkpoint, steps: int, budget: Budget | None, options: SearchOptions
+        self, work: Work, judging: list[list[Any]], journal: Checkpoint, steps: int, budget: Budget | None, metric: Metric | None
     ) -> None:
-        self.work, self.journal, self.steps, self.budget = work, journal, steps, budget
-        self.metric, self.seed, self.show = options.metric, options.seed, options.show_progress
+        self.work, self.journal, self.steps, self.budget, self.metric = work, journal, steps, budget, metric
         self.judge = reference_of(work.prepared, judging)
         self.recipe = Recipe(work.base)
         self.made: fx.GraphModule | None = work.prepared
@@ -188,9 +182,8 @@ class _Session:
                 self._try(remedy, reference - enough)
         assert self.best is not None
         made = self._built(self.recipe)
-        usual = asdict(UNCHANGED)
-        changed = {name: value for name, value in asdict(self.recipe.corrections).items() if value != usual[name]}
-        return Tuned(made, self.recipe.mapping, self.recipe.methods, tuple(self.tried), reference, self.best.score, enough, changed)
+        best = self.recipe
+        return Tuned(made, best.mapping, best.methods, tuple(self.tried), reference, self.best.score, enough, best.corrections)
 
     def _float_score(self) -> float:
         with still(self.work.prepared, OperatorState.FLOAT):
@@ -199,7 +192,7 @@ class _Session:
     def _try(self, remedy: Remedy, enough: float, refused: bool = False) -> None:
         """Judge what a remedy proposes, and keep the best of it."""
         known = self.journal.at(remedy.name, lambda: {"tried": [], "done": False})
-        state = State(self.work, self.recipe, self.budget, self.steps, self.seed, self.show)
+        state = State(self.work, self.recipe, self.budget, self.steps)
         for entry in known["tried"]:
             self._take(TuneStep(**entry["step"]), Recipe.of(entry["recipe"]), None)
         if not known["done"]:
@@ -238,10 +231,11 @@ class _Session:
         if self.made is not None and same and recipe.methods[: len(done)] == done:
             made = copy.deepcopy(self.made)
         else:
-            made, done = self.work.with_mapping(recipe.mapping, recipe.corrections), ()
+            made, done = self.work.with_mapping(recipe.mapping, replace(self.work.options, **recipe.corrections)), ()
         for count in range(len(done), len(recipe.methods)):
             part = replace(recipe, methods=recipe.methods[: count + 1])
-            METHODS[part.methods[-1]](made, self.work.samples, self.steps, self.seed, self._file(part), self.show)
+            options = replace(self.work.options, checkpoint=self._file(part))
+            METHODS[part.methods[-1]](made, self.work.samples, self.steps, options, self.work.show)
         if recipe == self.recipe:
             self.made = made
         return made

@@ -63,8 +63,8 @@ def write_model(model: Any, target_of: TargetOf) -> tuple[dict[str, Any], dict[s
         cannot_save(
             "a model with a training branch",
             "it is Python, and a file holds no code",
-            "keep prepared.state_dict(), which fxq.prepare(…, training_branch=True) of the same float model gives a model to load; or save"
-            " what fxq.convert returns, which has no branch",
+            "keep prepared.state_dict(), for a model that fxq.prepare makes of the same float model with Options(training_branch=True);"
+            " or save what fxq.convert returns, which has no branch",
         )
     others = [hook for hook in model._forward_pre_hooks.values() if not (isinstance(hook, InputCheck | CallSignature))]
     others += [hook for hook in model._forward_hooks.values() if not isinstance(hook, ReturnForm)]

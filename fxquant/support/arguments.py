@@ -1,6 +1,7 @@
 """Check the arguments of the public functions: one table by name, for a name means the same everywhere.
 
 `checked` looks the parameters of a function up in this table. Its keywords are for names with another meaning in that function.
+A parameter whose default is a dataclass takes one of that class.
 Models, examples and batches are checked where they are used.
 """
 
@@ -15,7 +16,7 @@ import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -52,6 +53,8 @@ def checked(**special: Kind) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
         kinds = {name: kind for name in signature.parameters if (kind := special.get(name, KINDS.get(name))) is not None}
+        records = {name: type(each.default) for name, each in signature.parameters.items() if is_dataclass(each.default)}
+        kinds |= {name: instance(f"fxq.{record.__name__}(…)", record) for name, record in records.items()}
         called = function.__qualname__.removesuffix(".__init__")
         # What a call that gives nothing to check gives by position: `self`, or nothing, as long as nothing else is required.
         required = [name for name, parameter in signature.parameters.items() if parameter.default is inspect.Parameter.empty]
@@ -102,11 +105,17 @@ def accepted(called: str, name: str, value: Any, kind: Kind) -> Any:
 def _wrong_call(called: str, signature: inspect.Signature, given: Mapping[str, Any], error: TypeError) -> ConfigurationError:
     known = [name for name in signature.parameters if name != "self"]
     unknown = [name for name in given if name not in known]
-    near = difflib.get_close_matches(unknown[0], known, n=1) if unknown else []
+    inside = {
+        field.name: f"{name}=fxq.{type(each.default).__name__}({field.name}=…)"
+        for name, each in signature.parameters.items()
+        if is_dataclass(each.default)
+        for field in fields(each.default)
+    }
+    near = difflib.get_close_matches(unknown[0], [*known, *inside], n=1) if unknown else []
     return ConfigurationError(
         f"{called} cannot be called like this: {error}",
         because=f"its arguments are {', '.join(known) or 'none'}",
-        remedy=f"did you mean {near[0]!r}?" if near else "pass these",
+        remedy=f"did you mean {inside.get(near[0], repr(near[0]))}?" if near else "pass these",
     )
 
 

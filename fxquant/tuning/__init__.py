@@ -15,10 +15,9 @@ state, so that training, validation and deployment still agree.
 
 from fxquant.tuning.batch_norm import reestimate_batch_norm
 from fxquant.tuning.bias import correct_bias
-from fxquant.tuning.course import adaround
+from fxquant.tuning.course import adaround, reconstruct
 from fxquant.tuning.distillation import distill
 from fxquant.tuning.equalization import equalize
-from fxquant.tuning.reconstruction import reconstruct
 from fxquant.tuning.result import TunedLayer, TuningResult
 from fxquant.tuning.second_moment import round_weights
 

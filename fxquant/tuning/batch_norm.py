@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from fxquant.calibration.calibration import having
 from fxquant.ir.graph import by_name
+from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.batches import as_batches, first_batches, length, model_inputs, no_batches
 from fxquant.prepared.operators import QuantizedOperator
 from fxquant.quantization.spec import FROZEN, State
@@ -73,8 +74,8 @@ def reestimate_batch_norm(
     prepared: fx.GraphModule,
     batches: Any,
     num_batches: int | None = None,
-    batch_fn: Callable[[Any], Any] | None = None,
     *,
+    options: Options = DEFAULTS,
     show_progress: bool | None = None,
 ) -> BatchNormResult:
     """Set the running statistics of every batch norm to their mean over the batches, after quantized weights; the state is VALIDATE.
@@ -93,7 +94,7 @@ def reestimate_batch_norm(
         source, count = as_batches(batches), 0
         with _seeing(found), torch.no_grad():
             for batch in progress(first_batches(source, num_batches), length(source, num_batches), "batch norms", show_progress):
-                prepared(**by_name(prepared, model_inputs(prepared, batch if batch_fn is None else batch_fn(batch), count)))
+                prepared(**by_name(prepared, model_inputs(prepared, options.inputs(batch), count)))
                 count += 1
             if not count:
                 raise no_batches(num_batches)

@@ -28,12 +28,13 @@ from torch import Tensor, fx
 
 from fxquant.ir.model import repeatable
 from fxquant.lowering.lowering import Clamp
+from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.weights import BiasCorrection
 from fxquant.support import logger
 from fxquant.support.arguments import checked
 from fxquant.support.progress import progress
-from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint, digest, model_digest
+from fxquant.tuning.checkpoint import Checkpoint, call_of
 from fxquant.tuning.choices import Tuned, tuning
 from fxquant.tuning.effects import FloatOutputs, judged
 from fxquant.tuning.result import TunedLayer, TuningResult
@@ -59,15 +60,13 @@ PLACES = 2**15  # of a channel, about, by which means behind limits are matched
 OUTLIER = 6.0  # times the median magnitude of a channel's differences: what is beyond counts as so much
 
 
-@checked(checkpoint=CHECKPOINT)
+@checked()
 def correct_bias(
     prepared: fx.GraphModule,
     batches: Any,
     num_batches: int | None = None,
-    batch_fn: Callable[[Any], Any] | None = None,
     *,
-    batch_size: int = 16,
-    checkpoint: str | None = None,
+    options: Options = DEFAULTS,
     show_progress: bool | None = None,
 ) -> TuningResult:
     """Correct the bias of every weighted operator whose output is nearer to the float model's with it; the model is left in VALIDATE.
@@ -77,14 +76,14 @@ def correct_bias(
     not in it: the model in state FLOAT stays what it is, `convert`, `save` and `state_dict` know of it, and a batch norm that is trained
     live takes its place.
 
-    The bits do not depend on the number of threads. Batches, memory, `checkpoint` and errors are as in `adaround`.
+    The bits do not depend on the number of threads. Batches, memory and errors are as in `adaround`.
     """
     with tuning(prepared) as tuned:
-        samples = taken(prepared, batches, num_batches, batch_fn, batch_size, show_progress)
-        call = {"method": "correct_bias", "batch_size": batch_size, "model": model_digest(prepared), "samples": digest(samples.tensors)}
+        samples = taken(prepared, batches, num_batches, options, show_progress)
+        call = call_of(prepared, samples, method="correct_bias", batch_size=options.batch_size)
         with repeatable():
             judging = [samples.chunks[index] for index in samples.judging]
-            return _correct(prepared, samples, judging, tuned, Checkpoint(checkpoint, call), show_progress)
+            return _correct(prepared, samples, judging, tuned, Checkpoint(options.checkpoint, call), show_progress)
 
 
 def corrections(

@@ -15,13 +15,17 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.errors import ConfigurationError
-from fxquant.support.arguments import FILE
 from fxquant.support.files import check_place, write_file
 from fxquant.tuning.learning import Learned
 from fxquant.tuning.result import TunedLayer
+from fxquant.tuning.walk import Samples
 
-CHECKPOINT = FILE.or_none("nothing is kept, and each call starts from the beginning")
 _OFFSET, _SCALE, _SHARE = "offset/", "scale/", "share/"
+
+
+def call_of(prepared: fx.GraphModule, samples: Samples, **arguments: Any) -> dict[str, Any]:
+    """Return the description of a call that a checkpoint belongs to: its arguments, with the digests of the model and of the samples."""
+    return {**arguments, "model": model_digest(prepared), "samples": digest(samples.tensors)}
 
 
 class Checkpoint:

@@ -1,63 +1,76 @@
-"""Let units (layers or blocks) learn in turn, each with the units before it finished and kept in a checkpoint; `adaround` by layers."""
+"""Let units learn in turn, each with those before it finished and kept in a checkpoint: `adaround` by layers, `reconstruct` by blocks."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
+import networkx
 from torch import fx
 
+from fxquant.ir.graph import is_parameter
 from fxquant.numerics.rounding import AdaptiveRounding, Nearest
+from fxquant.options import DEFAULTS, Options
 from fxquant.support.arguments import POSITIVE, checked
 from fxquant.support.progress import progress
-from fxquant.tuning.checkpoint import CHECKPOINT, LayerCheckpoint, digest, model_digest
-from fxquant.tuning.choices import Tuned, tuning
+from fxquant.tuning.checkpoint import LayerCheckpoint, call_of
+from fxquant.tuning.choices import tuning
 from fxquant.tuning.effects import FloatOutputs, is_lower, judged
 from fxquant.tuning.learning import Settings, Student
 from fxquant.tuning.result import TunedLayer, TuningResult
-from fxquant.tuning.walk import Lesson, Samples, Unit, Walk, layer_units, shared_weights, taken, weighted_nodes
+from fxquant.tuning.walk import Lesson, Unit, Walk, layer_units, shared_weights, taken, weighted_nodes
+
+ROUNDED = 0.5  # the probability that `reconstruct` rounds an element of an activation while a block learns
 
 
 def learn(
-    tuned: Tuned,
-    units: Sequence[Unit],
-    samples: Samples,
+    method: str,
     settings: Settings,
-    seed: int,
-    call: dict[str, Any],
-    checkpoint: str | None,
+    units_of: Callable[[fx.GraphModule], list[Unit]],
+    prepared: fx.GraphModule,
+    batches: Any,
+    num_batches: int | None,
+    options: Options,
     show_progress: bool | None,
 ) -> TuningResult:
     """Let units learn, one after the other; a unit keeps what it learned if its error falls, and that of the outputs does not clearly rise.
 
     All of it is undone if the outputs of the model have no clear gain in the end.
     """
-    prepared = tuned.model
-    known = LayerCheckpoint(checkpoint, {**call, "model": model_digest(prepared), "samples": digest(samples.tensors)})
-    skipped = left_out(prepared)
-    tried = [Unit(unit.nodes, free) for unit in units if (free := tuple(node for node in unit.weighted if node.name not in skipped))]
-    outputs = FloatOutputs(prepared, [samples.chunks[index] for index in samples.judging])
-    start = noise = outputs.measure()
-    exact, real = Walk(prepared, samples.chunks, exact=True), Walk(prepared, samples.chunks, exact=False)
+    with tuning(prepared) as tuned:
+        samples = taken(prepared, batches, num_batches, options, show_progress)
+        call = call_of(prepared, samples, method=method, steps=settings.steps, seed=options.seed, batch_size=options.batch_size)
+        known = LayerCheckpoint(options.checkpoint, call)
+        skipped = left_out(prepared)
+        tried = [
+            Unit(unit.nodes, free)
+            for unit in units_of(prepared)
+            if (free := tuple(node for node in unit.weighted if node.name not in skipped))
+        ]
+        outputs = FloatOutputs(prepared, [samples.chunks[index] for index in samples.judging])
+        start = noise = outputs.measure()
+        exact, real = Walk(prepared, samples.chunks, exact=True), Walk(prepared, samples.chunks, exact=False)
 
-    def run() -> Iterator[None]:
-        nonlocal noise
-        for unit in tried:
-            row = known.rows.get(unit.name)
-            if row is None:
-                noise = yield from _taught(Lesson(unit, samples, exact, real), settings, _seed(seed, unit.name), known, outputs, noise)
-                continue
-            if row.kept:
-                known.learned(row).put(prepared, unit)
-                noise = min(noise, outputs.measure())
-            for _ in range(settings.steps):
-                yield
+        def run() -> Iterator[None]:
+            nonlocal noise
+            for unit in tried:
+                row = known.rows.get(unit.name)
+                if row is None:
+                    lesson, seed = Lesson(unit, samples, exact, real), _seed(options.seed, unit.name)
+                    noise = yield from _taught(lesson, settings, seed, known, outputs, noise)
+                    continue
+                if row.kept:
+                    known.learned(row).put(prepared, unit)
+                    noise = min(noise, outputs.measure())
+                for _ in range(settings.steps):
+                    yield
 
-    for _ in progress(run(), len(tried) * settings.steps, call["method"], show_progress):
-        pass
-    rows = judged(outputs, start, [known.rows[unit.name] for unit in tried], tuned.undo, ("weights", f"learned by {call['method']}"))
-    return TuningResult(call["method"], rows, tuple(skipped.items()), exact.largest + real.largest)
+        for _ in progress(run(), len(tried) * settings.steps, method, show_progress):
+            pass
+        rows = judged(outputs, start, [known.rows[unit.name] for unit in tried], tuned.undo, ("weights", f"learned by {method}"))
+        return TuningResult(method, rows, tuple(skipped.items()), exact.largest + real.largest)
 
 
 def _taught(
@@ -94,37 +107,138 @@ def _seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
 
 
-@checked(steps=POSITIVE, checkpoint=CHECKPOINT)
+@checked(steps=POSITIVE)
 def adaround(
     prepared: fx.GraphModule,
     batches: Any,
     num_batches: int | None = None,
-    batch_fn: Callable[[Any], Any] | None = None,
     *,
     steps: int = 1000,
-    batch_size: int = 16,
-    seed: int = 0,
-    checkpoint: str | None = None,
+    options: Options = DEFAULTS,
     show_progress: bool | None = None,
 ) -> TuningResult:
     """Learn whether each weight is rounded up or down, so that layers return their float results; the model is left in VALIDATE.
 
     Nagel et al. 2020, in the order that layers run: each sees operands that are integers already, and learns its float result, behind its
-    fused limits and a function that alone reads it, in so many `steps` of `batch_size` samples. `batches` are as in `calibrate`. A quarter
+    fused limits and a function that alone reads it, in so many `steps`. `batches` are as in `calibrate`. A quarter
     of the samples is held out, and judges, also of one batch: a layer whose mean squared error there does not fall, or with which the
     outputs of the model lose more than 0.2 dB, is left as it was, and so are all layers unless the outputs gain 0.2 dB. Layers with a
     rounding of the user's own are left out. What was decided is an `AdaptiveRounding` in place of `Nearest`, in the file of `save` and in
     `state_dict`.
 
-    The same seed, model and batches give the same bits, on one machine with one number of threads; no global generator is read. After a
-    kill, the same call with the same `checkpoint` continues behind the last layer that was finished, and ends with the bits of one that
-    was not interrupted. The inputs are kept, and of what is between the layers two values, float and integer, for each that is still to be
-    read.
+    With a checkpoint the same call continues after the last layer that was finished. The inputs are kept, and of what is between the
+    layers two values, float and integer, for each that is still to be read.
 
     Raises NotCalibrated before calibration, CalibrationError for batches that do not fit, and ConfigurationError for a checkpoint that is
     of another call; if anything is raised, the model is what it was.
     """
-    with tuning(prepared) as tuned:
-        samples = taken(prepared, batches, num_batches, batch_fn, batch_size, show_progress)
-        call = {"method": "adaround", "steps": steps, "seed": seed, "batch_size": batch_size}
-        return learn(tuned, layer_units(prepared), samples, Settings(steps), seed, call, checkpoint, show_progress)
+    return learn("adaround", Settings(steps), layer_units, prepared, batches, num_batches, options, show_progress)
+
+
+@checked(steps=POSITIVE)
+def reconstruct(
+    prepared: fx.GraphModule,
+    batches: Any,
+    num_batches: int | None = None,
+    *,
+    steps: int = 2000,
+    options: Options = DEFAULTS,
+    show_progress: bool | None = None,
+) -> TuningResult:
+    """Learn the roundings of weights and the scales of activations of each block, so that it returns its float result.
+
+    BRECQ (Li et al. 2021) with QDrop (Wei et al. 2022): a block is a residual block, or a few layers in a row. While it learns, each
+    element of an activation is rounded with probability one half. Scales that are given, frozen, powers of two, or shared with an operator
+    outside of the block stay. Held-out samples judge each block, whether it takes both the learned roundings and the learned
+    scales, and the outputs of the model.
+    Memory, errors and everything else are as in `adaround`.
+    """
+    settings = Settings(steps, rounded=ROUNDED, scales=True)
+    return learn("reconstruct", settings, block_units, prepared, batches, num_batches, options, show_progress)
+
+
+# ---- Blocks of a graph: stretches with one entry and one exit, between which nothing passes them by ------------------
+#
+# Li, Gong, Tan, Yang, Hu, Zhang, Yu, Wang, Gu: BRECQ, ICLR 2021, section 3.2: what is reconstructed together are layers that depend on each
+# other, those of a residual block. Here a block is what lies between two nodes that every path through the graph passes; where these
+# follow each other directly, up to `LAYERS_IN_A_ROW` layers; and where more than `LAYERS_TOGETHER` lie between two, as inside of a
+# skip connection around a whole network, the blocks of what lies there.
+
+
+LAYERS_IN_A_ROW = 3
+LAYERS_TOGETHER = 6
+
+Nodes = tuple[fx.Node, ...]
+
+
+def block_units(prepared: fx.GraphModule) -> list[Unit]:
+    """Units that together hold every weighted node, in an order in which each reads nothing of one behind it."""
+    order = {node: index for index, node in enumerate(prepared.graph.nodes)}
+    layers = {unit.weighted[0]: unit for unit in layer_units(prepared)}
+    flow = networkx.DiGraph()
+    for node in prepared.graph.nodes:
+        if node.op not in ("placeholder", "output") and not is_parameter(node):
+            flow.add_node(node)
+            flow.add_edges_from((operand, node) for operand in node.all_input_nodes if operand in flow)
+    found = []
+    for block in _blocks(flow, set(layers)):
+        weighted = tuple(sorted((node for node in block if node in layers), key=order.__getitem__))
+        nodes = tuple(sorted(block, key=order.__getitem__))
+        if weighted:
+            found.append(layers[weighted[0]] if block == {weighted[0]} else Unit(nodes, weighted))
+    return sorted(found, key=lambda unit: order[unit.nodes[-1]])
+
+
+def _blocks(flow: networkx.DiGraph, layers: set[fx.Node]) -> Iterator[set[fx.Node]]:
+    """Yield the blocks of a part of the graph."""
+    for part in networkx.weakly_connected_components(flow):
+        yield from _of_part(flow.subgraph(part), layers)
+
+
+def _of_part(flow: networkx.DiGraph, layers: set[fx.Node]) -> Iterator[set[fx.Node]]:
+    whole = networkx.DiGraph(flow)
+    whole.add_edges_from(("in", node) for node, degree in flow.in_degree() if not degree)
+    whole.add_edges_from((node, "out") for node, degree in flow.out_degree() if not degree)
+    chain = _passed_by_all(whole)
+    row: list[set[fx.Node]] = []
+    for entry, exit in itertools.pairwise(chain):
+        between = (networkx.descendants(whole, entry) & networkx.ancestors(whole, exit)) - {"in", "out"}
+        region = between | ({exit} - {"out"})
+        if not between:
+            row.append(region)
+            continue
+        yield from _rows(row, layers)
+        row = []
+        if len(region & layers) <= LAYERS_TOGETHER:
+            yield region
+        elif len(chain) == 2:  # no node that all paths pass
+            yield from ({node} for node in region)
+        else:
+            yield from _blocks(flow.subgraph(between), layers)
+            yield region - between
+    yield from _rows(row, layers)
+
+
+def _passed_by_all(whole: networkx.DiGraph) -> list[object]:
+    """Return the nodes that every path from in to out passes, these two included, in order."""
+    above = networkx.immediate_dominators(whole, "in")
+    found: list[object] = ["out"]
+    while found[-1] != "in":
+        found.append(above[found[-1]])
+    return found[::-1]
+
+
+def _rows(row: Sequence[set[fx.Node]], layers: set[fx.Node]) -> Iterator[set[fx.Node]]:
+    """Nodes that follow each other directly, in stretches of about as many layers each."""
+    count = sum(len(region & layers) for region in row)
+    pieces = -(-count // LAYERS_IN_A_ROW)
+    found: set[fx.Node] = set()
+    taken = 0
+    for region in row:
+        if found and len(region & layers) and taken * pieces // max(count, 1) != (taken - 1) * pieces // max(count, 1) and taken:
+            yield found
+            found = set()
+        taken += len(region & layers)
+        found = found | region
+    if found:
+        yield found

@@ -19,18 +19,19 @@ are also shifted by up to an eighth of their size, reflected at the edges, each 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from fxquant.numerics.rounding import AdaptiveRounding, straight_through
+from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.operators import QuantizedOperator
 from fxquant.quantization.weights import BiasCorrection, Coverage, WeightQuantizer
 from fxquant.support.arguments import POSITIVE, checked
 from fxquant.support.progress import progress
-from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint, digest, model_digest
+from fxquant.tuning.checkpoint import Checkpoint, call_of
 from fxquant.tuning.choices import tuning
 from fxquant.tuning.course import left_out
 from fxquant.tuning.effects import FloatOutputs, judged, real_outputs
@@ -48,17 +49,14 @@ KEPT = 10  # how often the state is kept in a checkpoint
 COPIES = 3  # of what is held out, each moved: a few samples are a poor judge
 
 
-@checked(steps=POSITIVE, checkpoint=CHECKPOINT)
+@checked(steps=POSITIVE)
 def distill(
     prepared: fx.GraphModule,
     batches: Any,
     num_batches: int | None = None,
-    batch_fn: Callable[[Any], Any] | None = None,
     *,
     steps: int = 400,
-    batch_size: int = 16,
-    seed: int = 0,
-    checkpoint: str | None = None,
+    options: Options = DEFAULTS,
     show_progress: bool | None = None,
 ) -> TuningResult:
     """Learn the integers of all weights together, so that the model returns what it does in float; it is left in VALIDATE.
@@ -71,15 +69,14 @@ def distill(
     which `convert`, `save` and `state_dict` know of, and state FLOAT is still the teacher. Layers with a rounding of the user's own, or a
     weight that others read, too, are left out. A step takes about four times as long as the float model takes for the samples and back.
 
-    `batches`, `seed`, `checkpoint` and errors are as in `adaround`; a repeated call continues after the last finished tenth of its steps.
+    `batches` and errors are as in `adaround`; with a checkpoint a repeated call continues after the last finished tenth of its steps.
     """
     with tuning(prepared) as tuned:
-        samples = taken(prepared, batches, num_batches, batch_fn, batch_size, show_progress)
-        call = {"method": "distill", "steps": steps, "seed": seed, "batch_size": batch_size, "model": model_digest(prepared)}
-        call["samples"] = digest(samples.tensors)
+        samples = taken(prepared, batches, num_batches, options, show_progress)
+        call = call_of(prepared, samples, method="distill", steps=steps, seed=options.seed, batch_size=options.batch_size)
         skipped = left_out(prepared)
         nodes = {node: operator for node, operator in weighted_nodes(prepared).items() if node.name not in skipped}
-        pupil, kept = _Pupil(prepared, nodes, samples, batch_size, seed), Checkpoint(checkpoint, call)
+        pupil, kept = _Pupil(prepared, nodes, samples, options.batch_size, options.seed), Checkpoint(options.checkpoint, call)
         outputs = FloatOutputs(prepared, pupil.judging)
         if not nodes or not outputs.there:
             return TuningResult("distill", (), tuple(skipped.items()))

@@ -31,6 +31,7 @@ from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import by_name, is_parameter, parameter_value
 from fxquant.ir.model import repeatable
 from fxquant.numerics.grids import SMALLEST_NORMAL
+from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.batches import as_batches, first_batches, length, model_inputs, no_batches
 from fxquant.prepared.channels import Channels, channels, multiply
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
@@ -59,9 +60,8 @@ def equalize(
     prepared: fx.GraphModule,
     batches: Iterable[Any],
     num_batches: int | None = None,
-    batch_fn: Callable[[Any], Any] | None = None,
     *,
-    distributed: bool = True,
+    options: Options = DEFAULTS,
     show_progress: bool | None = None,
 ) -> fx.GraphModule:
     """Multiply channels whose ranges are far apart by powers of two, as these batches show them in the float model; returns it.
@@ -88,11 +88,11 @@ def equalize(
     def inputs() -> Iterator[list[Any]]:
         nonlocal seen
         for batch in progress(taken, length(batches, num_batches), "equalizing", show_progress):
-            yield model_inputs(prepared, batch if batch_fn is None else batch_fn(batch), seen)
+            yield model_inputs(prepared, options.inputs(batch), seen)
             seen += 1
 
     with having(out_of_calibration(prepared), left_out=True):
-        _equalize(prepared, inputs(), together if distributed else None)
+        _equalize(prepared, inputs(), together if options.distributed else None)
     if not seen and ranks.count() == 1:
         raise no_batches(num_batches)
     return prepared

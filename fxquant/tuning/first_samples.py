@@ -26,6 +26,7 @@ from torch import Tensor, fx
 import fxquant.calibration.distributed as ranks
 from fxquant.calibration.calibration import lost, owned_quantizers
 from fxquant.ir.model import SAMPLES, repeatable
+from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.quantizer import Quantizer
@@ -72,35 +73,27 @@ class Kept:
 class FirstSamples:
     """Collects them; none are kept where nothing is to be done by them.
 
-    `round_weights` and `correct_bias` say what is done: True all layers, False none; None: weights of less than 8 bits are rounded, and
-    biases corrected if at least `ENOUGH` samples go by, in all ranks together. `balance_samples` says whether ranges are chosen by the
-    noise of each sample; None: if so many samples go by, and the outputs are better for it. What was `observed` before counts as observed
-    of these samples.
+    The options say what is done; where they leave it open, it is if at least `ENOUGH` samples go by, in all ranks together. What was
+    `observed` before counts as observed of these samples.
 
     A calibration that goes on begins with what the one before has kept on the model, and does what that did to weights and biases again.
     Where batches were observed whose samples are not there (`lost`), what was done by them stays.
     """
 
-    def __init__(
-        self,
-        prepared: fx.GraphModule,
-        round_weights: bool | None = None,
-        correct_bias: bool | None = None,
-        balance_samples: bool | None = None,
-        observed: bool = False,
-    ) -> None:
+    def __init__(self, prepared: fx.GraphModule, options: Options = DEFAULTS, observed: bool = False) -> None:
         self.prepared = prepared
-        self.balances, self.observed_before = balance_samples, {} if observed else counts(prepared)
+        self.balances, self.observed_before = options.balance_samples, {} if observed else counts(prepared)
         counted, known = _counts(prepared), prepared.__dict__.get(SAMPLES)
         self.kept: Kept = known if known is not None and known.counts == counted else Kept(counts=counted)
         self.lost = counted > 0 and self.kept is not known
         self.before = replace(self.kept, inputs=list(self.kept.inputs))
-        self.bits = second_moment.FEW_BITS if round_weights is None else second_moment.ALL_BITS if round_weights else 0
+        rounds = options.round_weights
+        self.bits = second_moment.FEW_BITS if rounds is None else second_moment.ALL_BITS if rounds else 0
         with _restoring(prepared, always=True):
             _undo(prepared, self.kept.roundings)
             self.rounds = second_moment.is_wanted(prepared, self.bits)
-        self.corrects = correct_bias is not False and bool(weighted_nodes(prepared))
-        self.enough = ENOUGH if correct_bias is None else 0
+        self.corrects = options.correct_bias is not False and bool(weighted_nodes(prepared))
+        self.enough = ENOUGH if options.correct_bias is None else 0
 
     def take(self, inputs: Sequence[Any]) -> None:
         """Take the model's inputs of the next batch."""

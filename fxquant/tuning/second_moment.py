@@ -39,13 +39,14 @@ from fxquant.calibration.calibration import having
 from fxquant.ir.model import repeatable
 from fxquant.numerics.rounding import AdaptiveRounding, Nearest, Rounding
 from fxquant.ops.core.weighted import sizes
+from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.learning import LSQ
 from fxquant.quantization.weights import running_gain
 from fxquant.support import logger
 from fxquant.support.arguments import checked
 from fxquant.support.progress import progress
-from fxquant.tuning.checkpoint import CHECKPOINT, LayerCheckpoint, digest, model_digest
+from fxquant.tuning.checkpoint import LayerCheckpoint, call_of
 from fxquant.tuning.choices import tuning
 from fxquant.tuning.effects import FloatOutputs, judged, real_outputs
 from fxquant.tuning.learning import Learned, Settled, put, settled
@@ -76,15 +77,13 @@ TOGETHER = (0.1, 0.5)  # the same where outputs are rounded together
 LARGEST_GAIN = 1.1  # by which a scale is multiplied, or divided
 
 
-@checked(checkpoint=CHECKPOINT)
+@checked()
 def round_weights(
     prepared: fx.GraphModule,
     batches: Any,
     num_batches: int | None = None,
-    batch_fn: Callable[[Any], Any] | None = None,
     *,
-    batch_size: int = 16,
-    checkpoint: str | None = None,
+    options: Options = DEFAULTS,
     show_progress: bool | None = None,
 ) -> TuningResult:
     """Round weights up or down so that their errors cancel in what the layers read; the model is left in VALIDATE.
@@ -98,14 +97,14 @@ def round_weights(
     an `AdaptiveRounding` and the scale that training starts from. Layers with a rounding of the user's own, or a weight that others read
     as well, are left out.
 
-    The bits do not depend on the number of threads. Batches, `checkpoint` and errors are as in `adaround`.
+    The bits do not depend on the number of threads. Batches and errors are as in `adaround`.
     """
     with tuning(prepared) as tuned:
-        samples = taken(prepared, batches, num_batches, batch_fn, batch_size, show_progress)
-        call = {"method": "round_weights", "batch_size": batch_size, "model": model_digest(prepared), "samples": digest(samples.tensors)}
+        samples = taken(prepared, batches, num_batches, options, show_progress)
+        call = call_of(prepared, samples, method="round_weights", batch_size=options.batch_size)
         nodes = _open(prepared, ALL_BITS, (Nearest, AdaptiveRounding))
         with repeatable():
-            return _round(prepared, samples, nodes, show_progress, LayerCheckpoint(checkpoint, call), tuned.undo)
+            return _round(prepared, samples, nodes, show_progress, LayerCheckpoint(options.checkpoint, call), tuned.undo)
 
 
 Rounded = dict[str, Settled]  # by layer

@@ -22,6 +22,7 @@ from fxquant.numerics.grids import INT32, INT32_MAX, Grid
 from fxquant.ops import Trait, map_operands
 from fxquant.ops.core.weighted import epilogue
 from fxquant.ops.elementwise.table import UNARY
+from fxquant.options import Options
 from fxquant.prepared.batches import as_batches, first_batches, length, model_inputs, no_batches
 from fxquant.prepared.operators import QuantizedOperator
 from fxquant.support.progress import progress
@@ -52,20 +53,13 @@ class Samples:
         return (value for chunk in self.chunks for value in chunk if isinstance(value, Tensor))
 
 
-def taken(
-    prepared: fx.GraphModule,
-    batches: Any,
-    num_batches: int | None,
-    batch_fn: Callable[[Any], Any] | None,
-    size: int,
-    show_progress: bool | None = None,
-) -> Samples:
-    """Return all batches, cut into chunks of at most `size` samples, of fewer where there would be less than four chunks.
+def taken(prepared: fx.GraphModule, batches: Any, num_batches: int | None, options: Options, show_progress: bool | None = None) -> Samples:
+    """Return all batches, cut into chunks of at most `batch_size` samples, of fewer where there would be less than four chunks.
 
     A model of one batch size alone has its batches as chunks. Raises CalibrationError without a batch, if one does not fit, or only one
     sample is there.
     """
-    found = cut(prepared, inputs_of(prepared, batches, num_batches, batch_fn, show_progress), size)
+    found = cut(prepared, inputs_of(prepared, batches, num_batches, options, show_progress), options.batch_size)
     if len(found.chunks) < 2:
         raise CalibrationError(
             "there is too little to tune with",
@@ -76,17 +70,13 @@ def taken(
 
 
 def inputs_of(
-    prepared: fx.GraphModule,
-    batches: Any,
-    num_batches: int | None,
-    batch_fn: Callable[[Any], Any] | None,
-    show_progress: bool | None = False,
+    prepared: fx.GraphModule, batches: Any, num_batches: int | None, options: Options, show_progress: bool | None = False
 ) -> list[list[Any]]:
     """Return the model's inputs of each batch. Raises CalibrationError if there is none, or one does not fit."""
     found: list[list[Any]] = []
     source = as_batches(batches)
     for batch in progress(first_batches(source, num_batches), length(source, num_batches), "taking batches", show_progress):
-        found.append(model_inputs(prepared, batch if batch_fn is None else batch_fn(batch), len(found)))
+        found.append(model_inputs(prepared, options.inputs(batch), len(found)))
     if not found:
         raise no_batches(num_batches)
     return found

@@ -284,7 +284,7 @@ def check(one: Built, target: str, qconfig: Any = None) -> fxq.Findings:
     """What a target has against a model, with the batch of these shapes; large tensors have no content."""
     large = max(torch.Size(shape).numel() for shape in one.shapes) > 2**24
     inputs = tuple(torch.empty(shape, device="meta" if large else "cpu") for shape in one.shapes)
-    traced = fxq.trace(one.model, inputs, {}, check=False)
+    traced = fxq.trace(one.model, inputs, options=fxq.Options(dynamic_shapes={}), check=False)
     return fxq.check(traced, inputs, target, qconfig)
 
 

@@ -269,7 +269,7 @@ def test_an_outlier_channel_is_named() -> None:
         model.head.weight.view(10, 24, 16)[:, 3] /= 100
 
     model = broken(stretch)
-    found = quantized(model, equalize=False).compare(batches())
+    found = quantized(model, options=fxq.Options(equalize=False)).compare(batches())
     assert (first(found).layer, first(found).rule) == ("down_0", "outlier_channel")
     assert "channel 3 " in first(found).cause
     assert "fxq.equalize" in first(found).cure

@@ -170,7 +170,7 @@ def test_a_batch_that_is_fixed_and_half_a_batch() -> None:
     model = written(lambda m, x: m.conv(x.reshape(x.shape[0] // 2, 2, 4, 3)), conv=nn.Conv2d(2, 3, 1))
 
     x = torch.randn(6, 1, 4, 3)
-    fixed = by_name(fxq.prepare(model, x, dynamic_shapes={}))["conv"]
+    fixed = by_name(fxq.prepare(model, x, options=fxq.Options(dynamic_shapes={})))["conv"]
     free = by_name(fxq.prepare(model, x))["conv"]
     assert (fixed.shape, fixed.macs) == ((3, 3, 4, 3), 3 * 3 * 12 * 2)
     assert (free.shape, free.macs) == (("B/2", 3, 4, 3), 3 * 12 * 2 // 2)

@@ -144,7 +144,7 @@ def test_a_batch_size_that_the_graph_does_not_hold_for(tmp_path: Path) -> None:
 
 
 def test_a_model_that_was_traced_with_a_fixed_batch(tmp_path: Path) -> None:
-    static = fxq.quantize(nn.Conv2d(3, 4, 1).eval(), [images(2)], dynamic_shapes={}, show_progress=False)
+    static = fxq.quantize(nn.Conv2d(3, 4, 1).eval(), [images(2)], options=fxq.Options(dynamic_shapes={}), show_progress=False)
     assert static.export(tmp_path / "a.onnx", batch_size=2).read_bytes() == static.export(tmp_path / "b.onnx").read_bytes()
     with pytest.raises(fxq.ConfigurationError, match="traced with fixed sizes, and a batch of 2"):
         static.export(tmp_path / "m.onnx", batch_size=1)

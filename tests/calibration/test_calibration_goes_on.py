@@ -39,8 +39,8 @@ def begun(bits: str, count: int) -> fx.GraphModule:
     return calibrate(fresh(bits), BATCHES[:count])
 
 
-def calibrate(prepared: fx.GraphModule, batches: list[Tensor], **options: bool) -> fx.GraphModule:
-    return fxq.calibrate(prepared, batches, show_progress=False, **options)
+def calibrate(prepared: fx.GraphModule, batches: list[Tensor], only_missing: bool = False, **options: bool) -> fx.GraphModule:
+    return fxq.calibrate(prepared, batches, only_missing=only_missing, options=fxq.Options(**options), show_progress=False)
 
 
 def done(prepared: fx.GraphModule) -> str:

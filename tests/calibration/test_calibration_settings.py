@@ -46,7 +46,7 @@ def prepared() -> fx.GraphModule:
 
 
 def calibrated(**options: Any) -> fx.GraphModule:
-    return fxq.calibrate(prepared(), BATCHES, show_progress=False, **options)
+    return fxq.calibrate(prepared(), BATCHES, options=fxq.Options(**options), show_progress=False)
 
 
 PLAIN = calibrated(round_weights=False, correct_bias=False)

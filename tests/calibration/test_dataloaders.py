@@ -185,8 +185,8 @@ def test_batches_in_every_form_give_the_scales_of_plain_ones(name: str) -> None:
     plain = form.plain or PLAIN[form.kind]
     model, fresh, scales = known(form.kind, plain)
     prepared = copy.deepcopy(fresh)
-    fxq.calibrate(prepared, form.batches(), batch_fn=form.batch_fn)
-    result, inputs = fxq.quantize(model, form.batches(), batch_fn=form.batch_fn), plain()[0]
+    fxq.calibrate(prepared, form.batches(), options=fxq.Options(batch_fn=form.batch_fn))
+    result, inputs = fxq.quantize(model, form.batches(), options=fxq.Options(batch_fn=form.batch_fn)), plain()[0]
     assert fxq.qparams(prepared) == fxq.qparams(result.prepared) == scales
     named = inputs if isinstance(inputs, dict) else dict(zip(inspect.signature(model.forward).parameters, inputs, strict=False))
     assert torch.equal(result.integer(**named), result.prepared(**named))

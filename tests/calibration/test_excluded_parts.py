@@ -48,7 +48,7 @@ def fresh() -> fx.GraphModule:
 
 
 def calibrate(prepared: fx.GraphModule, batches: list[Tensor] = BATCHES, **options: Any) -> fx.GraphModule:
-    return fxq.calibrate(prepared, batches, show_progress=False, **options)
+    return fxq.calibrate(prepared, batches, options=fxq.Options(**options), show_progress=False)
 
 
 @functools.cache

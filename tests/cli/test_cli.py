@@ -374,7 +374,7 @@ def test_verify_on_the_only_array(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_verify_a_model_of_a_fixed_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, image = nn.Conv2d(2, 3, 3), torch.randn(2, 2, 6, 6)
-    prepared = fxq.prepare(model, image, dynamic_shapes={})
+    prepared = fxq.prepare(model, image, options=fxq.Options(dynamic_shapes={}))
     fxq.calibrate(prepared, image)
     paths = fxq.save(prepared, tmp_path / "p.fxq"), fxq.save(fxq.convert(prepared), tmp_path / "i.fxq")
     np.save(tmp_path / "data.npy", torch.randn(6, 2, 6, 6).numpy())

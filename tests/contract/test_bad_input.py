@@ -214,7 +214,7 @@ def with_sums_that_cannot_fit() -> fx.GraphModule:
 
 ERRORS: dict[str, Callable[[], object]] = {
     "argument-until": lambda: fxq.prepare(Small(), batch(), until="activation.fold"),
-    "argument-batch-norm": lambda: fxq.prepare(Small(), batch(), batch_norm="dead"),
+    "argument-batch-norm": lambda: fxq.prepare(Small(), batch(), options=fxq.Options(batch_norm="dead")),
     "argument-activation-dtype": lambda: fxq.ActivationConfig("int7"),
     "argument-weight-dtype": lambda: fxq.WeightConfig("float8"),
     "argument-scale": lambda: fxq.ActivationConfig(scale=0.0),

@@ -118,7 +118,7 @@ def test_an_exported_program_has_its_batch_there(tmp_path: Path) -> None:
 
 def test_samples_are_counted_and_cut_along_the_batch(caplog: pytest.LogCaptureFixture) -> None:
     batches = [inputs("lstm", 32, seed) for seed in range(2)]
-    prepared = fxq.prepare(made("lstm"), batches[0], dynamic_shapes=SHAPES["lstm"])
+    prepared = fxq.prepare(made("lstm"), batches[0], options=fxq.Options(dynamic_shapes=SHAPES["lstm"]))
     first = FirstSamples(prepared)
     first.take(batches[0])
     assert first.kept.seen == first.kept.samples == 32
@@ -139,8 +139,8 @@ def test_a_float_model_is_compared_with_its_batch_where_the_other_form_has_it() 
 
 def test_a_traced_model_brings_its_batch_along_to_a_search() -> None:
     batches = [inputs("attention", 8, seed) for seed in range(4)]
-    traced = fxq.trace(made("attention"), batches[0], SHAPES["attention"])
-    found = fxq.sensitivity(traced, batches, "bayes-e", measured=False, show_progress=False)
+    traced = fxq.trace(made("attention"), batches[0], options=fxq.Options(dynamic_shapes=SHAPES["attention"]))
+    found = fxq.sensitivity(traced, batches, "bayes-e", options=fxq.Options(measured=False), show_progress=False)
     assert "project" in str(found)
 
 
@@ -155,14 +155,14 @@ def test_a_file_of_data_is_cut_along_the_batch(tmp_path: Path) -> None:
 
 
 def test_another_size_or_another_batch_is_refused_at_the_call() -> None:
-    prepared = fxq.prepare(made("states"), inputs("states", 4), dynamic_shapes=SHAPES["states"])
+    prepared = fxq.prepare(made("states"), inputs("states", 4), options=fxq.Options(dynamic_shapes=SHAPES["states"]))
     x, h, c = inputs("states", 4)
     with pytest.raises(ConfigurationError, match=r"dimension 0 has size 4[\s\S]*f32\[5,B,6\], and only B can vary"):
         prepared(x[:4], h, c)
     with pytest.raises(ConfigurationError, match=r"input c does not fit the graph: its batch is 3[\s\S]*input x has a batch of 4"):
         prepared(x, h, c[:, :3])
     with pytest.raises(ConfigurationError, match="empty batch"):
-        fxq.prepare(made("states"), inputs("states", 0), dynamic_shapes=SHAPES["states"])
+        fxq.prepare(made("states"), inputs("states", 0), options=fxq.Options(dynamic_shapes=SHAPES["states"]))
 
 
 class Nested(nn.Module):
@@ -196,7 +196,7 @@ FORMS: dict[str, tuple[Any, list[str]]] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_torch_export_is_taken(form: str) -> None:
     said, wanted = FORMS[form]
-    traced = fxq.trace(Nested(), nest(), said)
+    traced = fxq.trace(Nested(), nest(), options=fxq.Options(dynamic_shapes=said))
     assert input_shapes(traced) == [f"f32[{sizes}]" for sizes in wanted]
 
 
@@ -205,13 +205,17 @@ def test_a_collection_of_shapes_is_taken() -> None:
     shapes = torch.export.ShapesCollection()
     for value in (x, h, c):
         shapes[value] = {1: BATCH}
-    traced = fxq.trace(made("states"), (x, h, c), shapes)
+    traced = fxq.trace(made("states"), (x, h, c), options=fxq.Options(dynamic_shapes=shapes))
     assert input_shapes(traced) == ["f32[5,B,6]", "f32[2,B,4]", "f32[2,B,4]"]
 
 
 def test_inputs_behind_a_star_have_their_own_entries() -> None:
     x = torch.ones(5, 3, 2)
-    traced = fxq.trace(Nested(), (x, (x, x), {"y": x}, x, x[:1]), ({1: BATCH}, ({1: BATCH},) * 2, {"y": {1: BATCH}}, ({1: BATCH},) * 2))
+    traced = fxq.trace(
+        Nested(),
+        (x, (x, x), {"y": x}, x, x[:1]),
+        options=fxq.Options(dynamic_shapes=({1: BATCH}, ({1: BATCH},) * 2, {"y": {1: BATCH}}, ({1: BATCH},) * 2)),
+    )
     assert input_shapes(traced) == [*["f32[5,B,2]"] * 5, "f32[1,B,2]"]
 
 
@@ -238,10 +242,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def test_what_does_not_fit_is_refused_by_name(form: str) -> None:
     said, because = REFUSED[form]
     with pytest.raises(ConfigurationError, match=because):
-        fxq.trace(Nested(), nest(), said)
+        fxq.trace(Nested(), nest(), options=fxq.Options(dynamic_shapes=said))
 
 
 def test_bounds_of_a_dimension_are_said_to_be_left_out(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "fxquant"):
-        fxq.trace(made("lstm"), inputs("lstm", 4), ({1: Dim("batch", min=3, max=8)},))
+        fxq.trace(made("lstm"), inputs("lstm", 4), options=fxq.Options(dynamic_shapes=({1: Dim("batch", min=3, max=8)},)))
     assert "the bounds of Dim('batch', min=3, max=8) are ignored" in caplog.text

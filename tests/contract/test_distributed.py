@@ -136,7 +136,7 @@ def failed(rank: int) -> Any:
 def alone(rank: int) -> Any:
     prepared = prepare()
     if rank == 1:
-        fxq.calibrate(prepared, shard(1), distributed=False)
+        fxq.calibrate(prepared, shard(1), options=fxq.Options(distributed=False))
     return fxq.qparams(prepared)
 
 
@@ -148,7 +148,7 @@ def without_relu() -> fx.GraphModule:
 
 def missing(rank: int) -> Any:
     """Most scales come from what every rank was given, the others from all shards."""
-    seen = fxq.observations(fxq.calibrate(without_relu(), shards(), distributed=False))
+    seen = fxq.observations(fxq.calibrate(without_relu(), shards(), options=fxq.Options(distributed=False)))
     prepared = prepare(MinMaxObserver, observations=seen)
     known = {name for name, scale in fxq.qparams(prepared).items() if scale == scale}
     fxq.calibrate(prepared, shard(rank), only_missing=True)
@@ -198,8 +198,8 @@ LEARNED = {
 
 def learner(wrapper: str) -> fx.GraphModule:
     """Scales that PyTorch's wrapper can take: FSDP has no parameter without dimensions, which that of one scale for a tensor is."""
-    prepared = fxq.prepare(network(), shards()[0], "bayes-e", LEARNED[wrapper], batch_norm="frozen")
-    fxq.calibrate(prepared, shards(), distributed=False, show_progress=False)
+    prepared = fxq.prepare(network(), shards()[0], "bayes-e", LEARNED[wrapper], options=fxq.Options(batch_norm="frozen"))
+    fxq.calibrate(prepared, shards(), options=fxq.Options(distributed=False), show_progress=False)
     fxq.set_state(prepared, fxq.State.TRAIN)
     if wrapper == "FullyShardedDataParallel":
         for module in prepared.modules():
@@ -231,7 +231,7 @@ def learned(rank: int, wrapper: str) -> Any:
 
 def calibrated_alone() -> fx.GraphModule:
     prepared = prepare()
-    fxq.calibrate(prepared, shards(), distributed=False)
+    fxq.calibrate(prepared, shards(), options=fxq.Options(distributed=False))
     return prepared
 
 

@@ -250,7 +250,7 @@ def test_an_error_says_which_sizes_are_fixed_and_what_to_do() -> None:
         "  because  the model was prepared with f32[B,3,6,8], and only B can vary\n"
         "  remedy   pass an input of that form, or prepare the model again with an example of the new one"
     )
-    fixed = fxq.prepare(nn.Conv2d(3, 4, 3), images(), dynamic_shapes={})
+    fixed = fxq.prepare(nn.Conv2d(3, 4, 3), images(), options=fxq.Options(dynamic_shapes={}))
     with pytest.raises(fxq.ConfigurationError, match="prepared with f32\\[4,3,6,8\\], and every size of this input is fixed"):
         fixed(images(2))
 
@@ -387,7 +387,7 @@ def test_an_example_beyond_what_the_shapes_allow_is_refused_with_its_line() -> N
     assert "x[:2]" in str(error.value)
     with pytest.raises(fxq.TraceError, match="too large"):
         fxq.trace(Network(lambda _, x: x[:20].relu()), torch.randn(30, 6))
-    fxq.trace(Network(lambda _, x: x[:2].relu()), torch.randn(1, 6), {})
+    fxq.trace(Network(lambda _, x: x[:2].relu()), torch.randn(1, 6), options=fxq.Options(dynamic_shapes={}))
 
 
 def test_limits_of_the_batch_are_saved_and_the_file_cuts_off_like_the_model(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_a_method_leaves_the_model_as_it_was_and_continues(
 
     def calibrated() -> fx.GraphModule:
         prepared = fxq.prepare(network, BATCHES[0], "nash-e", few_bits)
-        return fxq.calibrate(prepared, BATCHES, equalize=False, round_weights=False)
+        return fxq.calibrate(prepared, BATCHES, options=fxq.Options(equalize=False, round_weights=False))
 
     whole, stopped = calibrated(), calibrated()
     before = bits(stopped)
@@ -183,30 +183,30 @@ def test_a_search_over_observers_continues(monkeypatch: pytest.MonkeyPatch, tmp_
     with monkeypatch.context() as patch:
         interrupted(patch, observer_search)
         with pytest.raises(KeyboardInterrupt):
-            fxq.search_observers(FLOAT, BATCHES, checkpoint=tmp_path / "search", **given)
+            fxq.search_observers(FLOAT, BATCHES, options=fxq.Options(checkpoint=tmp_path / "search"), **given)
     tried: list[str] = []
     original = observer_search._trial
     monkeypatch.setattr(observer_search, "_trial", lambda *each: tried.append(each[1].name) or original(*each))
-    resumed = fxq.search_observers(FLOAT, BATCHES, checkpoint=tmp_path / "search", **given)
+    resumed = fxq.search_observers(FLOAT, BATCHES, options=fxq.Options(checkpoint=tmp_path / "search"), **given)
     assert tried == [trial.name for trial in whole.tensors][STEP:]
     assert (resumed.tensors, resumed.measured, resumed.chosen) == (whole.tensors, whole.measured, whole.chosen)
     tried.clear()
-    again = fxq.search_observers(FLOAT, BATCHES, checkpoint=tmp_path / "search", **given)
+    again = fxq.search_observers(FLOAT, BATCHES, options=fxq.Options(checkpoint=tmp_path / "search"), **given)
     assert not tried
     assert same(bits(again.prepared), bits(whole.prepared))
 
 
 def test_mixed_precision_continues(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"budget": fxq.Budget(weight_bits=8), "target": "nash-e", "measured": False}
-    whole = fxq.mixed_precision(FLOAT, BATCHES, **given)
+    given: dict[str, Any] = {"budget": fxq.Budget(weight_bits=8), "target": "nash-e"}
+    whole = fxq.mixed_precision(FLOAT, BATCHES, options=fxq.Options(measured=False), **given)
     with monkeypatch.context() as patch:
         interrupted(patch, mixed_precision)
         with pytest.raises(KeyboardInterrupt):
-            fxq.mixed_precision(FLOAT, BATCHES, checkpoint=tmp_path / "dtypes", **given)
+            fxq.mixed_precision(FLOAT, BATCHES, options=fxq.Options(measured=False, checkpoint=tmp_path / "dtypes"), **given)
     ran: list[int] = []
     original = effects.outputs_of
     monkeypatch.setattr(mixed_precision, "outputs_of", lambda *each: ran.append(0) or original(*each))
-    resumed = fxq.mixed_precision(FLOAT, BATCHES, checkpoint=tmp_path / "dtypes", **given)
+    resumed = fxq.mixed_precision(FLOAT, BATCHES, options=fxq.Options(measured=False, checkpoint=tmp_path / "dtypes"), **given)
     assert len(ran) == len(BATCHES) * (len(whole.candidates) + 1 - STEP)
     assert (resumed.chosen, resumed.candidates) == (whole.chosen, whole.candidates)
 

@@ -123,7 +123,7 @@ def test_prepare_refuses_parameters_that_are_not_finite(place: str, batch_norm: 
     with torch.no_grad():
         dict((*model.named_parameters(), *model.named_buffers()))[place].view(-1)[1] = math.nan
     with pytest.raises(fxq.NotFinite, match=f"the parameters of %{PLACES[place][0]} cannot become integers"):
-        fxq.prepare(model, batch(), batch_norm=batch_norm)
+        fxq.prepare(model, batch(), options=fxq.Options(batch_norm=batch_norm))
 
 
 def test_a_batch_norm_that_gives_nothing_finite() -> None:

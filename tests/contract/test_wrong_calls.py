@@ -127,6 +127,7 @@ WRONG: dict[str, Sequence[Any]] = {
     "metric": METRICS,
     "model": MODELS,
     "observations": ["seen", 5, {}, [], True, {"conv": (0.0, 1.0)}, fxq.Observations, Path("seen.fxq")],
+    "options": [5, {}, [], "leaf", True, fxq.Options, {"adapt": True}],
     "opset": [True, 9, 22, -1, "17", 17.0, [], 1.5, ""],
     "output_names": NAMES,
     "preserve": [*NAMES, ["naems"], ["conv.strid"], ["graph"], ["training"]],
@@ -176,6 +177,24 @@ def row(function: Callable[..., Any], right: Callable[[World], dict[str, Any]], 
     return Row(function, right, wrong)
 
 
+def spread(function: Callable[..., Any], options: str) -> Callable[..., Any]:
+    """The function with these options as keywords of its own."""
+    fields = {name: inspect.signature(fxq.Options).parameters[name] for name in options.split()}
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        chosen = {name: kwargs.pop(name) for name in fields if name in kwargs}
+        return function(*args, **{**({"options": fxq.Options(**chosen)} if chosen else {}), **kwargs})
+
+    signature = inspect.signature(function)
+    call.__dict__["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), *fields.values()])
+    return call
+
+
+TRACING = "dynamic_shapes leaf preserve training_branch"
+PREPARING = f"{TRACING} batch_norm adapt passes debug dump"
+CALIBRATING = "batch_fn distributed equalize round_weights correct_bias balance_samples"
+PASSES = [5, "rules.match", [], {5: None}, {"rules.match": 5}, {"rules.match": [5]}, {"": len}, {"nonsense": len}]
 TUNING: tuple[Callable[..., Any], ...] = (
     *(fxq.tuning.correct_bias, fxq.tuning.reestimate_batch_norm, fxq.tuning.round_weights),
     *(fxq.tuning.adaround, fxq.tuning.reconstruct, fxq.tuning.distill),
@@ -187,19 +206,28 @@ PASSIVE = {  # public names that nobody calls with arguments of his own
     "GraphDifference", "LayerComparison", "Report", "DeviationReport", "__version__", "primitives", "checks", "nn", "tuning",
 }  # fmt: skip
 ROWS = (
-    row(fxq.trace, lambda w: {"model": w.model, "example_inputs": batch()}),
+    row(spread(fxq.trace, TRACING), lambda w: {"model": w.model, "example_inputs": batch()}),
     row(
-        fxq.prepare,
+        spread(fxq.prepare, PREPARING),
         lambda w: {"model": w.model, "example_inputs": batch()},
-        passes=[5, "rules.match", [], {5: None}, {"rules.match": 5}, {"rules.match": [5]}, {"": len}, {"nonsense": len}],
+        passes=PASSES,
         until=[*UNTIL, "integer.lower", fxq.Stage.INTEGER],
     ),
-    row(fxq.check, lambda w: {"model": w.model, "example_inputs": batch()}, example_inputs=(None, *EXAMPLES)),
-    row(fxq.convert, lambda w: {"prepared": w.prepared}, until=[*UNTIL, "rules.match", fxq.Stage.PREPARED, fxq.Stage.TRACED]),
+    row(
+        spread(fxq.check, "dynamic_shapes adapt leaf"),
+        lambda w: {"model": w.model, "example_inputs": batch()},
+        example_inputs=(None, *EXAMPLES),
+    ),
+    row(
+        spread(fxq.convert, "debug dump"),
+        lambda w: {"prepared": w.prepared},
+        until=[*UNTIL, "rules.match", fxq.Stage.PREPARED, fxq.Stage.TRACED],
+    ),
     row(fxq.wrap, lambda w: {"function": len}, function=[5, "", "no such", "nothing_here", [], 1.5, True, nn.Linear, nn.Linear(1, 1)]),
-    row(fxq.calibrate, lambda w: {"prepared": w.uncalibrated, "batches": [batch()]}),
-    row(fxq.equalize, lambda w: {"prepared": w.uncalibrated, "batches": [batch()]}),
-    row(fxq.quantize, lambda w: {"model": w.model, "batches": [batch()]}),
+    row(spread(fxq.calibrate, CALIBRATING), lambda w: {"prepared": w.uncalibrated, "batches": [batch()]}),
+    row(spread(fxq.equalize, "batch_fn distributed"), lambda w: {"prepared": w.uncalibrated, "batches": [batch()]}),
+    row(spread(fxq.quantize, f"{PREPARING} {CALIBRATING}"), lambda w: {"model": w.model, "batches": [batch()]}, passes=PASSES),
+    row(fxq.Options, lambda w: {}, leaf=[*CALLABLES[:1], [5], [None], [""]], preserve=NAMES, passes=PASSES[:-1], dynamic_shapes=[]),
     row(
         fxq.verify,
         lambda w: {"first": w.prepared, "second": w.integer, "batches": [batch()]},
@@ -301,13 +329,13 @@ ROWS = (
         batches=WRONG_BATCHES,
     ),
     row(
-        fxq.compare,
+        spread(fxq.compare, "batch_fn"),
         lambda w: {"a": w.prepared, "b": w.integer, "batches": [batch()]},
         states=["float", ("float",), ("flaot", None), (None, "float"), 5, [], (1, 2), ("float", "train", None)],
         prepared=[*GRAPHS, fx.symbolic_trace(nn.Linear(2, 2))],
     ),
     row(
-        fxq.report,
+        spread(fxq.report, "batch_fn"),
         lambda w: {"model": w.integer, "path": w.directory / "report.html"},
         model=GRAPHS,
         batches=[*WRONG_BATCHES, [batch()]],
@@ -323,7 +351,7 @@ ROWS = (
     ),
     row(fxq.checks.compare_weights, lambda w: {"a": w.prepared, "b": w.integer}, a=GRAPHS, b=GRAPHS),
     row(fxq.checks.call_counts, lambda w: {"model": w.model, "example_inputs": batch()}),
-    row(fxq.checks.value_ranges, lambda w: {"model": w.prepared, "batches": [batch()]}, model=FORMS, spread=NUMBERS),
+    row(spread(fxq.checks.value_ranges, "batch_fn"), lambda w: {"model": w.prepared, "batches": [batch()]}, model=FORMS, spread=NUMBERS),
     row(fxq.Result.compare, lambda w: {"self": w.result, "batches": [batch()]}),
     row(fxq.Result.report, lambda w: {"self": w.result, "path": w.directory / "report.html", "batches": [batch()]}, title=(None, "", 5)),
     row(fxq.Comparison.worst, lambda w: {"self": w.comparison}),
@@ -392,20 +420,24 @@ ROWS = (
         qconfig=NO_QCONFIG,
         pattern=[5, "", b"conv", ["conv"], True, "(", "*conv", "[a"],
     ),
-    row(fxq.sensitivity, lambda w: {"model": w.model, "batches": [batch()], "widths": 8, "measured": False}),
+    row(
+        spread(fxq.sensitivity, f"widths measured seed checkpoint {PREPARING} {CALIBRATING}"),
+        lambda w: {"model": w.model, "batches": [batch()], "widths": 8, "measured": False},
+        passes=PASSES,
+    ),
     row(fxq.high_precision_outputs, lambda w: {"model": w.model, "example_inputs": batch()}),
     row(
-        fxq.mixed_precision,
+        spread(fxq.mixed_precision, "widths measured batch_fn seed checkpoint"),
         lambda w: {"model": w.model, "batches": [batch()], "budget": fxq.Budget(weight_bits=8), "widths": 8, "measured": False},
     ),
     row(
-        fxq.search_observers,
+        spread(fxq.search_observers, "batch_fn checkpoint"),
         lambda w: {"model": w.model, "batches": [batch()]},
         observers=[5, "min-max", [], [5], [None], [nn.Identity], [fxq.Observer]],
         metric=CALLABLES,
     ),
     row(
-        fxq.tune,
+        spread(fxq.tune, "batch_fn seed checkpoint"),
         lambda w: {"model": w.model, "batches": [batch(), batch()], "tolerance": 100.0},
         batches=[*WRONG_BATCHES, *NO_BATCHES, [batch()]],
         tolerance=[-1, -0.5, float("nan"), float("inf"), "1", True, [], 1j],
@@ -445,7 +477,10 @@ ROWS = (
         threshold=[1.0, 0, "1", True, float("nan")],
     ),
     row(fxq.MovingAverageMinMaxObserver, lambda w: {}, averaging_constant=[0, -1, 1.5, "1", True, float("nan"), []]),
-    *(row(method, lambda w: {"prepared": w.prepared, "batches": [batch()]}) for method in TUNING),
+    *(
+        row(spread(method, "batch_fn batch_size seed checkpoint"), lambda w: {"prepared": w.prepared, "batches": [batch()]})
+        for method in TUNING
+    ),
     row(fxq.State, lambda w: {"value": "train"}, value=[5, "", "TRAN", [], True, Colour.RED]),
     row(main, lambda w: {"arguments": ["inspect", str(w.file)]}, arguments=[5, "inspect", [5], True, 1.5, [None]]),
 )
@@ -538,7 +573,7 @@ ACCEPTED: dict[str, Callable[[World], Any]] = {
     "modules: a generator": lambda w: fxq.set_state(w.prepared, "validate", (name for name in ("conv", "head"))),
     "a target in another spelling": lambda w: fxq.prepare(w.model, batch(), "Bayes_E"),
     "a chip": lambda w: fxq.check(w.model, batch(), "x5"),
-    "a pathlib.Path as dump": lambda w: fxq.prepare(w.model, batch(), dump=w.directory / "graphs"),
+    "a pathlib.Path as dump": lambda w: fxq.prepare(w.model, batch(), options=fxq.Options(dump=w.directory / "graphs")),
     "until: a stage": lambda w: fxq.prepare(w.model, batch(), until=fxq.Stage.CANONICAL),
     "num_batches: numpy's": lambda w: fxq.calibrate(fxq.prepare(w.model, batch()), [batch()], np.int64(1), show_progress=False),
     "num_batches: more than there are": lambda w: fxq.calibrate(fxq.prepare(w.model, batch()), [batch()], 9, show_progress=False),
@@ -551,7 +586,7 @@ ACCEPTED: dict[str, Callable[[World], Any]] = {
     "opset: numpy's": lambda w: fxq.export_onnx(w.integer, w.directory / "numpy.onnx", opset=np.int32(17)),
     "names: a tuple": lambda w: fxq.export_onnx(w.integer, w.directory / "names.onnx", input_names=("a",), output_names=("b",)),
     "a string as path": lambda w: fxq.load(str(w.file)),
-    "dynamic_shapes: nothing varies": lambda w: fxq.trace(w.model, batch(), {}),
+    "dynamic_shapes: nothing varies": lambda w: fxq.trace(w.model, batch(), options=fxq.Options(dynamic_shapes={})),
     "one tensor as batches": lambda w: fxq.calibrate(fxq.prepare(w.model, batch()), batch(), show_progress=False),
     "observations from a file": lambda w: fxq.prepare(
         w.model, batch(), "nash-e", observations=fxq.load(fxq.save(w.observations, w.directory / "seen.fxq"))
@@ -601,7 +636,7 @@ TOGETHER: dict[str, Callable[[World], Any]] = {
     "record: a state of an integer model": lambda w: fxq.record(w.integer, [batch()], state="validate"),
     "record: a state of a file": lambda w: fxq.record(w.onnx, [batch()], state="validate"),
     "record: a runtime of PyTorch's": lambda w: fxq.record(w.integer, [batch()], runtime="reference"),
-    "no batches for a prepared model": lambda w: fxq.sensitivity(w.prepared, [], widths=8, measured=False),
+    "no batches for a prepared model": lambda w: fxq.sensitivity(w.prepared, [], options=fxq.Options(widths=(8,), measured=False)),
     "scale and threshold": lambda w: fxq.ActivationConfig(scale=1.0, threshold=1.0),
     "a scale for a sum": lambda w: fxq.ActivationConfig("int32", scale=1.0),
     "a threshold for a sum": lambda w: fxq.ActivationConfig("int32", threshold=1.0),
@@ -621,7 +656,7 @@ def test_the_environment(level: str, world: World, monkeypatch: pytest.MonkeyPat
     with pytest.raises(fxq.ConfigurationError, match="FXQUANT_DEBUG") as caught:
         fxq.prepare(world.model, batch())
     assert_ours(caught.value)
-    fxq.prepare(world.model, batch(), debug=0)  # a keyword goes before it
+    fxq.prepare(world.model, batch(), options=fxq.Options(debug=0))  # a keyword goes before it
 
 
 def test_a_dump_by_the_environment_that_is_a_file(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import fxquant as fxq
 from fxquant.errors import ConfigurationError, FxQuantError, TraceError
 from fxquant.frontend import trace
 from tests.shared.written import written
@@ -126,7 +127,7 @@ def test_state_that_the_graph_does_not_keep():
         return next(numbers)
 
     with pytest.raises(TraceError) as caught:
-        trace(Model(), torch.ones(2, 3), dynamic_shapes={})
+        trace(Model(), torch.ones(2, 3), options=fxq.Options(dynamic_shapes={}))
     assert str(caught.value) == (
         "output 0 of the graph is not the model's output\n"
         "  because  on the example input of shape (2, 3) the two differ by up to 1; forward keeps state between calls, "
@@ -171,7 +172,7 @@ def test_a_batch_size_written_into_forward(batch):
         "  remedy   write x.shape[0], or -1, in place of the number, or pass dynamic_shapes={} to fix the batch size"
     )
     model = type("Model", (nn.Module,), {"forward": forward})()
-    assert torch.equal(trace(model, x, dynamic_shapes={})(x), model(x))
+    assert torch.equal(trace(model, x, options=fxq.Options(dynamic_shapes={}))(x), model(x))
 
 
 def test_a_loop_over_a_batch_size_written_into_forward(caplog):
@@ -208,7 +209,7 @@ def test_inputs_that_do_not_fit():
     with pytest.raises(ConfigurationError, match="example inputs of type int cannot be used"):
         trace(scaled(), 3)
     with pytest.raises(ConfigurationError, match="x has no dimension 1"):
-        trace(scaled(), torch.ones(1), {"x": {1: "batch"}})
+        trace(scaled(), torch.ones(1), options=fxq.Options(dynamic_shapes={"x": {1: "batch"}}))
 
 
 def test_what_is_not_a_module():

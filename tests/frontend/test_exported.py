@@ -73,7 +73,7 @@ def test_a_program_with_a_fixed_batch() -> None:
     program = torch.export.export(Vision().eval(), (x,))
     with pytest.raises(TraceError, match="the batch size of the example, 2, is written into forward"):
         fxq.trace(program, (x,))
-    assert fxq.trace(program, (x,), {})(x)["map"].shape[0] == 2
+    assert fxq.trace(program, (x,), options=fxq.Options(dynamic_shapes={}))(x)["map"].shape[0] == 2
 
 
 class Mode(nn.Module):
@@ -111,7 +111,7 @@ MODES: dict[str, tuple[Any, tuple[int, ...]]] = {
 
 def trained(source: Any, batches: list[torch.Tensor], move: dict[str, Any]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Return the outputs in train mode, in eval mode and of the integer model, and the running statistics."""
-    prepared = fxq.prepare(source, (batches[0],), "x86", dynamic_shapes={})
+    prepared = fxq.prepare(source, (batches[0],), "x86", options=fxq.Options(dynamic_shapes={}))
     fxq.set_state(prepared, fxq.State.TRAIN)
     optimizer, outputs = torch.optim.SGD(prepared.parameters(), 0.05), []
     torch.manual_seed(1)
@@ -145,7 +145,7 @@ def test_slopes_that_a_program_draws_are_a_warning(caplog: pytest.LogCaptureFixt
     """A function's slopes are those of eval mode here, for the graph does not say that the module of the call was a RReLU."""
     torch.manual_seed(0)
     model, batch = conv(nn.RReLU()), torch.randn(IMAGE)
-    fxq.prepare(torch.export.export(model, (batch,)), (batch,), "x86", dynamic_shapes={})
+    fxq.prepare(torch.export.export(model, (batch,)), (batch,), "x86", options=fxq.Options(dynamic_shapes={}))
     assert "forward is random in train mode where training here is not: 1" in caplog.text
     assert "rrelu(conv2d" in caplog.text
 
@@ -154,7 +154,7 @@ def test_attention_and_dropouts_of_a_program_drop_nothing_in_eval_mode(caplog: p
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True))
     batches = [torch.randn(4, 5, 8) for _ in range(2)]
-    prepared = fxq.prepare(torch.export.export(model, (batches[0],)), (batches[0],), "x86", dynamic_shapes={})
+    prepared = fxq.prepare(torch.export.export(model, (batches[0],)), (batches[0],), "x86", options=fxq.Options(dynamic_shapes={}))
     fxq.calibrate(prepared, batches, show_progress=False)
     integer = fxq.convert(prepared)
     assert torch.equal(integer(batches[0]), integer(batches[0]))

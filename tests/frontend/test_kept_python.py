@@ -90,14 +90,14 @@ def image() -> Tensor:
 @pytest.fixture(scope="module")
 def kept(image: Tensor) -> fxq.Result:
     torch.manual_seed(0)
-    return fxq.quantize(Kept().eval(), [image, image[:2]], leaf=Rescale, show_progress=False)
+    return fxq.quantize(Kept().eval(), [image, image[:2]], options=fxq.Options(leaf=Rescale), show_progress=False)
 
 
 def test_what_is_kept_is_one_call_and_runs_at_every_stage(kept: fxq.Result, image: Tensor) -> None:
     names = [layer.name for layer in fxq.layers(kept.integer) if "kept" in layer.reason]
     assert names == ["ranked", "signed", "choose", "rescale", "above", "joined", "picked"]
     assert fxq.verify(kept.prepared, kept.integer, [image, image[:1]])
-    traced = fxq.trace(kept.float, image, leaf="rescale")
+    traced = fxq.trace(kept.float, image, options=fxq.Options(leaf="rescale"))
     (rows, counts), together, two = kept.float(image)
     for model, exact in (
         (traced, True),
@@ -120,7 +120,9 @@ def test_gradients_pass_through_and_parameters_of_leaves_train(kept: fxq.Result,
 
     x = torch.randn(8, 6)
     prepared = fxq.prepare(
-        written(lambda m, x: m.rescale(signed(m.layer(x), x[:, :4])), layer=nn.Linear(6, 4), rescale=Rescale()), x, leaf="rescale"
+        written(lambda m, x: m.rescale(signed(m.layer(x), x[:, :4])), layer=nn.Linear(6, 4), rescale=Rescale()),
+        x,
+        options=fxq.Options(leaf="rescale"),
     )
     fxq.calibrate(prepared, [x], show_progress=False)
     fxq.set_state(prepared, "train")
@@ -184,7 +186,7 @@ def test_what_nothing_is_known_of_cannot_be_computed_with(image: Tensor) -> None
     with pytest.raises(fxq.ConfigurationError, match="function 'nothing' to wrap was not found"):
         fxq.wrap("nothing")
     with pytest.raises(fxq.ConfigurationError, match="did you mean 'rescale'"):
-        fxq.prepare(Kept(), image, leaf="rescaled")
+        fxq.prepare(Kept(), image, options=fxq.Options(leaf="rescaled"))
 
 
 # ---- what is preserved -----------------------------------------------------------------------------------------------
@@ -221,8 +223,13 @@ def preserving() -> nn.Module:
 def test_what_is_preserved_is_at_every_stage_and_values_in_files(image: Tensor, tmp_path, caplog: pytest.LogCaptureFixture) -> None:
     model = preserving().eval()
     preserve = ["names", "head.strides", "head.anchors", "head.levels", "head.kind", "head.decode", "head.key", "other"]
-    result = fxq.quantize(model, [image], preserve=preserve, show_progress=False)
-    for found in (fxq.trace(model, image, preserve=preserve), result.prepared, result.integer, copy.deepcopy(result.integer)):
+    result = fxq.quantize(model, [image], options=fxq.Options(preserve=preserve), show_progress=False)
+    for found in (
+        fxq.trace(model, image, options=fxq.Options(preserve=preserve)),
+        result.prepared,
+        result.integer,
+        copy.deepcopy(result.integer),
+    ):
         y, ones = found(image), torch.ones(1, 8)
         assert torch.equal(found.head.decode(y), y * 16 + model.head.anchors.sum())
         assert found.head.key(5) == 5
@@ -244,7 +251,7 @@ def test_what_is_preserved_is_at_every_stage_and_values_in_files(image: Tensor, 
 )
 def test_a_name_that_there_is_not_is_an_error(name: str, because: str, image: Tensor) -> None:
     with pytest.raises(fxq.ConfigurationError, match=because):
-        fxq.prepare(preserving(), image, preserve=[name])
+        fxq.prepare(preserving(), image, options=fxq.Options(preserve=[name]))
 
 
 # ---- branches that only train ----------------------------------------------------------------------------------------
@@ -266,7 +273,7 @@ class WithBranch(nn.Module):
 
 def test_a_training_branch_trains_and_is_gone_from_the_integer_model(image: Tensor, tmp_path) -> None:
     model = WithBranch().eval()
-    prepared = fxq.calibrate(fxq.prepare(model, image, "nash-e", training_branch=True), [image], show_progress=False)
+    prepared = fxq.calibrate(fxq.prepare(model, image, "nash-e", options=fxq.Options(training_branch=True)), [image], show_progress=False)
     without = fxq.calibrate(fxq.prepare(model, image, "nash-e"), [image], show_progress=False)
     assert torch.equal(prepared(image), without(image))
     fxq.set_state(prepared, "train")
@@ -307,8 +314,8 @@ class Same(WithBranch):
 
 def test_a_branch_that_changes_the_rest_is_refused_and_one_that_is_none_is_nothing(image: Tensor) -> None:
     with pytest.raises(fxq.TraceError, match="same layers in another way in train mode"):
-        fxq.prepare(Stochastic(), image, training_branch=True)
-    prepared = fxq.prepare(Same(), image, training_branch=True)
+        fxq.prepare(Stochastic(), image, options=fxq.Options(training_branch=True))
+    prepared = fxq.prepare(Same(), image, options=fxq.Options(training_branch=True))
     assert isinstance(prepared.train()(image), Tensor)
 
 
@@ -323,7 +330,7 @@ def test_a_prepared_model_with_a_branch_is_kept_as_its_error_says(tmp_path: Path
             return (self.head(x), self.auxiliary(x)) if self.training else self.head(x)
 
     model, batch = Headed().eval(), torch.randn(4, 3, 5, 5)
-    prepared, again = (fxq.prepare(model, batch, training_branch=True) for _ in range(2))
+    prepared, again = (fxq.prepare(model, batch, options=fxq.Options(training_branch=True)) for _ in range(2))
     fxq.calibrate(prepared, [batch])
     with pytest.raises(fxq.ExportError, match=r"keep prepared\.state_dict\(\)"):
         fxq.save(prepared, tmp_path / "prepared.fxq")
@@ -387,7 +394,7 @@ def test_what_is_kept_as_python_may_write_into_what_it_is_given(name: str) -> No
             return self.writes({"x": y}) if name == "a module" else WRITING[name](y)
 
     batch = torch.randn(4, 4)
-    prepared = fxq.calibrate(fxq.prepare(Net().eval(), batch, leaf=Writes), [batch], show_progress=False)
+    prepared = fxq.calibrate(fxq.prepare(Net().eval(), batch, options=fxq.Options(leaf=Writes)), [batch], show_progress=False)
     expected = prepared(batch)
     for kernels in ("auto", "reference"):
         integer = fxq.convert(prepared, kernels=kernels)

@@ -147,7 +147,7 @@ class Constants(Layer):
 def test_nothing_is_said_of_what_stands_still_or_moves(leaf: Any, caplog: pytest.LogCaptureFixture) -> None:
     model = Constants() if leaf is None else nn.Sequential(nn.Linear(4, 4), Average())
     with caplog.at_level(logging.WARNING, "fxquant"):
-        prepared = fxq.prepare(model, torch.randn(4, 4), leaf=leaf)
+        prepared = fxq.prepare(model, torch.randn(4, 4), options=fxq.Options(leaf=leaf))
     assert "forward moves" not in caplog.text
     if leaf is not None:  # kept whole, it moves as in the float model
         prepared.train()

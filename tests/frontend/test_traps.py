@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.utils import parametrize, weight_norm
 
+import fxquant as fxq
 from fxquant.errors import ConfigurationError, TraceError
 from fxquant.frontend import assumptions, attach_call_hooks, default_leaf, is_traced, trace
 from fxquant.ir import graph
@@ -170,9 +171,9 @@ def test_facts_are_on_every_node():
 
 def test_the_leaf_rule_can_be_replaced():
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 2))
-    whole = trace(model, torch.randn(2, 4), leaf=lambda module, path: path == "0" or default_leaf(module, path))
+    whole = trace(model, torch.randn(2, 4), options=fxq.Options(leaf=lambda module, path: path == "0" or default_leaf(module, path)))
     assert targets(whole) == ["0", "1"]
-    open_ = trace(model, torch.randn(2, 4), leaf=lambda module, path: False)
+    open_ = trace(model, torch.randn(2, 4), options=fxq.Options(leaf=lambda module, path: False))
     assert targets(open_) == ["0.0.weight", "0.0.bias", "1.weight", "1.bias"]
     x = torch.randn(3, 4)
     assert torch.equal(whole(x), model(x))
@@ -277,7 +278,7 @@ def test_a_fixed_batch(static):
     model = written(lambda m, x: sum(row for row in x) * x.shape[0])
 
     x = torch.randn(3, 4)
-    traced = trace(model, (x,), dynamic_shapes=static)
+    traced = trace(model, (x,), options=fxq.Options(dynamic_shapes=static))
     assert torch.equal(traced(x), model(x))
     with pytest.raises(ConfigurationError):
         traced(torch.randn(2, 4))

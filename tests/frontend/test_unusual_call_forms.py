@@ -208,6 +208,6 @@ def test_a_packed_sequence_is_refused_by_name() -> None:
                 layer=nn.GRU(8, 6, batch_first=True),
             ),
             batch(0, 2, 5, 8),
-            dynamic_shapes={},
+            options=fxq.Options(dynamic_shapes={}),
         )
     assert "padded tensor" in str(raised.value)

@@ -21,6 +21,7 @@ PACKAGES = (
     "errors",  # what is raised
     "version",
     "support",  # arguments, files, locks, progress
+    "options",
     "numerics",  # scales, grids, multipliers
     "ir",  # graphs and their facts
     "primitives",  # what integers are computed by

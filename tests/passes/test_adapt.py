@@ -40,7 +40,9 @@ def adapted(row: Row) -> fxq.Findings:
     target, one = FAMILIES[row.family][0], row.model(row.outside)
     large = max(torch.Size(shape).numel() for shape in one.shapes) > 2**24
     inputs = tuple(torch.empty(shape, device="meta" if large else "cpu") for shape in one.shapes)
-    return fxq.check(fxq.trace(one.model, inputs, {}, check=False), inputs, target, adapt=True)
+    return fxq.check(
+        fxq.trace(one.model, inputs, options=fxq.Options(dynamic_shapes={}), check=False), inputs, target, options=fxq.Options(adapt=True)
+    )
 
 
 def test_what_breaks_a_limit_keeps_it_once_it_is_adapted() -> None:
@@ -159,7 +161,7 @@ def test_what_is_only_moved_or_summed_alike_has_the_bits_of_the_whole(target: st
 
 
 def test_each_remedy_is_named_with_its_limit(caplog: pytest.LogCaptureFixture) -> None:
-    prepared = fxq.prepare(Camera(), torch.randn(4, 2, 16, 80), "bernoulli2", adapt=True)
+    prepared = fxq.prepare(Camera(), torch.randn(4, 2, 16, 80), "bernoulli2", options=fxq.Options(adapt=True))
     told = fxq.explain(prepared)
     for sentence in (
         "conv2d split by kernel, since its kernel is 9; bernoulli2 allows 1 to 7",
@@ -178,11 +180,11 @@ def test_nothing_is_adapted_unless_it_is_asked_for() -> None:
     x = torch.randn(2, 2, 20, 20)
     assert "split" not in fxq.explain(fxq.prepare(nn.Conv2d(2, 2, 9), x, "bernoulli2"))
     plain = fxq.text(fxq.prepare(nn.Conv2d(2, 2, 3), x, "bernoulli2"))
-    assert fxq.text(fxq.prepare(nn.Conv2d(2, 2, 3), x, "bernoulli2", adapt=True)) == plain
+    assert fxq.text(fxq.prepare(nn.Conv2d(2, 2, 3), x, "bernoulli2", options=fxq.Options(adapt=True))) == plain
 
 
 def test_what_is_on_the_host_is_said_by_check() -> None:
-    found = fxq.check(nn.Hardtanh(0, 4), torch.randn(2, 2, 4, 4), "bernoulli2", adapt=True)
+    found = fxq.check(nn.Hardtanh(0, 4), torch.randn(2, 2, 4, 4), "bernoulli2", options=fxq.Options(adapt=True))
     assert found
     assert found.summary == "within every limit of bernoulli2 that is known, 1 operator runs on the host"
     assert [finding.kind for finding in found] == ["host"]

@@ -46,14 +46,16 @@ def test_a_pass_runs_behind_the_one_it_is_named_after_and_the_whole_contract_hol
         seen.append(str(gm.meta["stage"]))
         return 0
 
-    prepared = fxq.prepare(gated().eval(), BATCH, "nash-e", passes={"rules.match": [to_silu, watch], "boundary.insert": watch})
+    prepared = fxq.prepare(
+        gated().eval(), BATCH, "nash-e", options=fxq.Options(passes={"rules.match": [to_silu, watch], "boundary.insert": watch})
+    )
     assert seen == ["CANONICAL", "BOUNDED"]
     assert operators(prepared) == ["conv2d", "silu"]
     fxq.calibrate(prepared, [BATCH])
     integer = fxq.convert(prepared)
     assert fxq.verify(prepared, integer, [BATCH])
     assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "own.onnx"), [BATCH])
-    stopped = fxq.prepare(gated().eval(), BATCH, passes={"rules.match": to_silu}, until="test_own_passes.to_silu")
+    stopped = fxq.prepare(gated().eval(), BATCH, options=fxq.Options(passes={"rules.match": to_silu}), until="test_own_passes.to_silu")
     assert "silu" in fxq.text(stopped)
 
 
@@ -63,16 +65,16 @@ def test_what_a_pass_leaves_is_held_against_the_stage_even_if_it_says_that_it_ch
         return 0
 
     with pytest.raises(fxq.StageViolation, match="breaks"):
-        fxq.prepare(gated().eval(), BATCH, passes={"canonical.rewrite": breaks})
+        fxq.prepare(gated().eval(), BATCH, options=fxq.Options(passes={"canonical.rewrite": breaks}))
 
 
 def test_a_pass_that_counts_nothing_and_a_name_of_no_pass_are_told() -> None:
     def to_nothing(gm: fx.GraphModule, context: Any) -> None: ...
 
     with pytest.raises(fxq.ConfigurationError, match=r"to_nothing returned None[\s\S]*return an integer"):
-        fxq.prepare(gated().eval(), BATCH, passes={"rules.match": to_nothing})
+        fxq.prepare(gated().eval(), BATCH, options=fxq.Options(passes={"rules.match": to_nothing}))
     with pytest.raises(fxq.ConfigurationError, match=r"names no pass[\s\S]*canonical.rewrite, gradients.move, rules.match"):
-        fxq.prepare(gated().eval(), BATCH, passes={"rules.macht": to_silu})
+        fxq.prepare(gated().eval(), BATCH, options=fxq.Options(passes={"rules.macht": to_silu}))
 
 
 # ---- operators -----------------------------------------------------------------------------------------------------------------

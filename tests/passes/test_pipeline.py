@@ -144,7 +144,7 @@ def context(step: Pass | None = None) -> Context:
     if step is not None and step.name == "dynamic.choose":
         return Context(get_target("x86"), QConfigMapping().set_object_type(nn.Linear, fxq.QConfig(dynamic=True)))
     mapping = QConfigMapping().set_object_type(nn.MaxPool2d, fxq.QConfig(fxq.ActivationConfig("int16")))
-    return Context(get_target("bayes-e"), mapping, adapt=True)
+    return Context(get_target("bayes-e"), mapping, fxq.Options(adapt=True))
 
 
 @functools.cache
@@ -299,8 +299,8 @@ def without_lines(text: str) -> str:
 
 
 def test_dumps_are_the_graphs_after_every_pass(tmp_path: Path) -> None:
-    prepared = fxq.calibrate(fxq.prepare(tiny(), batch(), dump=tmp_path), [batch()], show_progress=False)
-    integer = fxq.convert(prepared, dump=tmp_path)
+    prepared = fxq.calibrate(fxq.prepare(tiny(), batch(), options=fxq.Options(dump=tmp_path)), [batch()], show_progress=False)
+    integer = fxq.convert(prepared, options=fxq.Options(dump=tmp_path))
     files = {file.name: file.read_text(encoding="utf-8") for file in tmp_path.iterdir()}
     assert sorted(files) == ["00-trace.txt", *(f"{index:02d}-{step.name}.txt" for index, step in enumerate(PIPELINE, start=1))]
     assert files["00-trace.txt"] == fxq.text(fxq.trace(tiny(), batch()))
@@ -327,7 +327,7 @@ def test_dump_of_one_graph(prepared: fx.GraphModule, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_the_debug_dial(level: int, capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
-    fxq.prepare(tiny(), batch(), debug=level)
+    fxq.prepare(tiny(), batch(), options=fxq.Options(debug=level))
     shown = capsys.readouterr()
     assert shown.out == ""
     golden(re.sub(r" +\d+\.\d ms", " N ms", shown.err), f"debug-{level}.txt")
@@ -337,7 +337,7 @@ def test_the_dial_by_environment_and_by_keyword(capsys: pytest.CaptureFixture[st
     monkeypatch.setenv("FXQUANT_DEBUG", "1")
     fxq.prepare(tiny(), batch())
     assert len(capsys.readouterr().err.splitlines()) == len(PREPARE)
-    fxq.prepare(tiny(), batch(), debug=0)
+    fxq.prepare(tiny(), batch(), options=fxq.Options(debug=0))
     assert capsys.readouterr().err == ""
 
 
@@ -597,7 +597,7 @@ BATCHES: dict[str, tuple[Callable[[], Any], tuple[int, ...], dict[str, Any]]] = 
     "dicts": (lambda: [{"x": batch(seed=seed), "label": 1} for seed in (2, 3)], (2, 3), {}),
     "loader with labels": (lambda: loader(), (2, 3), {}),
     "one tensor": (batch, (2,), {}),
-    "by a function": (lambda: [{"pictures": [batch()]}], (2,), {"batch_fn": lambda item: item["pictures"][0]}),
+    "by a function": (lambda: [{"pictures": [batch()]}], (2,), {"options": fxq.Options(batch_fn=lambda item: item["pictures"][0])}),
 }
 
 

@@ -100,7 +100,7 @@ def test_folded_and_frozen_are_equal_bit_for_bit(name: str) -> None:
 def test_the_parameters_of_a_folded_model_are_the_layers_own() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1), nn.BatchNorm2d(2)).eval()
     before = copy.deepcopy(model.state_dict())
-    prepared = fxq.prepare(model, (torch.randn(2, 3, 6, 6),), batch_norm="folded")
+    prepared = fxq.prepare(model, (torch.randn(2, 3, 6, 6),), options=fxq.Options(batch_norm="folded"))
     keys = {name for name in prepared.state_dict() if not name.startswith("quantized.")}
     assert keys == {"0.weight", "0.bias", "3.weight", "3.bias"}
     assert set(dict(prepared.named_parameters())) == keys

@@ -477,7 +477,7 @@ def test_a_wrapped_method_sees_train_mode_and_may_stand_in_a_training_branch() -
     assert torch.equal(prepared.train()(BATCHES[0]), expected * 10)
     assert torch.equal(prepared.eval()(BATCHES[0]), expected)
     model = Net(returned).eval()
-    prepared = fxq.calibrate(fxq.prepare(model, BATCHES[0], training_branch=True), BATCHES, show_progress=False)
+    prepared = fxq.calibrate(fxq.prepare(model, BATCHES[0], options=fxq.Options(training_branch=True)), BATCHES, show_progress=False)
     fxq.set_state(prepared, "float")
     main, tail = copy.deepcopy(prepared).train()(BATCHES[0])
     torch.testing.assert_close(tail, F.relu(model.a(BATCHES[0])) * 10)

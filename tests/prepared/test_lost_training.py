@@ -109,7 +109,7 @@ MOVED = "forward moves tensors in train mode that training here does not move"
 
 def warnings(model: nn.Module, caplog: pytest.LogCaptureFixture, **settings: Any) -> str:
     with caplog.at_level(logging.WARNING, "fxquant"):
-        prepared = fxq.calibrate(fxq.prepare(model.eval(), X, **settings), [X], show_progress=False)
+        prepared = fxq.calibrate(fxq.prepare(model.eval(), X, options=fxq.Options(**settings)), [X], show_progress=False)
     fxq.set_state(prepared, "train")
     result = prepared.train()(X)
     sum(each.square().mean() for each in (result if isinstance(result, tuple) else (result,))).backward()

@@ -27,7 +27,9 @@ SCALES = {"learned": "learned", "statistics": "statistics", "lsq+": "tqt", "pact
 def calibrated(activations: str, host: str | None, batch_norm: str) -> fx.GraphModule:
     torch.manual_seed(3)
     mapping = fxq.QConfigMapping(config(activations, SCALES[activations], bits=4))
-    prepared = fxq.prepare(Net(), batches()[0], "nash-e", mapping.set_host(host) if host else mapping, batch_norm=batch_norm)
+    prepared = fxq.prepare(
+        Net(), batches()[0], "nash-e", mapping.set_host(host) if host else mapping, options=fxq.Options(batch_norm=batch_norm)
+    )
     fxq.calibrate(prepared, batches(), show_progress=False)
     fxq.set_state(prepared, fxq.State.TRAIN)
     return prepared.train()

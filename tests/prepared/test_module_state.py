@@ -45,7 +45,7 @@ class Net(nn.Module):
 @functools.cache
 def _calibrated(dtype: str, activations: str, weights: str, rounded: bool) -> fx.GraphModule:
     model = _prepared(dtype, activations, weights)
-    return fxq.calibrate(model, BATCHES, round_weights=rounded, correct_bias=rounded, show_progress=False)
+    return fxq.calibrate(model, BATCHES, options=fxq.Options(round_weights=rounded, correct_bias=rounded), show_progress=False)
 
 
 def _prepared(dtype: str, activations: str, weights: str) -> fx.GraphModule:

@@ -40,7 +40,7 @@ def calibrated(method: str, bits: str = "int4", target: str = "bayes-e", **optio
     prepared = fxq.prepare(network(), batches()[0], target, fxq.QConfig(weight=weight))
     by_calibration = {"calibrate": None, "all layers": True}
     rounds = by_calibration.get(method, False)
-    fxq.calibrate(prepared, batches(), round_weights=rounds, correct_bias=False, show_progress=False)
+    fxq.calibrate(prepared, batches(), options=fxq.Options(round_weights=rounds, correct_bias=False), show_progress=False)
     if method not in by_calibration:
         METHODS[method](prepared, batches())
     return prepared

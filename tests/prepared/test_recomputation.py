@@ -37,7 +37,7 @@ def prepared(setting: str) -> fx.GraphModule:
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.25), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.SiLU()
     )
     x = batches()[0]
-    made = fxq.calibrate(fxq.prepare(model, x, target, qconfig, batch_norm=mode), [x], show_progress=False)
+    made = fxq.calibrate(fxq.prepare(model, x, target, qconfig, options=fxq.Options(batch_norm=mode)), [x], show_progress=False)
     fxq.set_state(made, "train")
     made.train()
     return made

@@ -182,7 +182,7 @@ def test_regularization_stands_beside_a_training_branch(name: str) -> None:
     model = copy.deepcopy(RANDOM[name])
     form = model.form
     model.form = lambda net, x: (form(net, x), net.b(x)) if net.training else form(net, x)
-    prepared = training(model, training_branch=True)
+    prepared = training(model, options=fxq.Options(training_branch=True))
     assert not torch.equal(prepared(X)[0], prepared(X)[0])
     assert torch.equal(prepared(X)[1], prepared(X)[1])
 

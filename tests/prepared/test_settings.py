@@ -131,7 +131,7 @@ def test_what_no_graph_reads_and_what_it_reads_when_it_runs_may_change(change: A
 
 @pytest.mark.parametrize("batch_norm", ["folded", "live"])
 def test_a_batch_norm_that_is_folded_into_its_layer_is_no_change(batch_norm: str) -> None:
-    model = fxq.prepare(Net().eval(), X, batch_norm=batch_norm)
+    model = fxq.prepare(Net().eval(), X, options=fxq.Options(batch_norm=batch_norm))
     assert torch.equal(copy.deepcopy(model)(X), model(X))
 
 

@@ -57,7 +57,7 @@ def config(activations: str = "statistics", weights: str = "statistics", bits: i
 @functools.cache
 def once_calibrated(qconfig: fxq.QConfig, target: str, **options: Any) -> fx.GraphModule:
     torch.manual_seed(3)
-    return fxq.calibrate(fxq.prepare(Net(), batches()[0], target, qconfig, **options), batches(), show_progress=False)
+    return fxq.calibrate(fxq.prepare(Net(), batches()[0], target, qconfig, options=fxq.Options(**options)), batches(), show_progress=False)
 
 
 def calibrated(qconfig: fxq.QConfig, target: str = "bayes-e", **options: Any) -> fx.GraphModule:

@@ -426,7 +426,9 @@ def test_observers_with_settings_go_through_a_file(tmp_path: Path) -> None:
     prepared = fxq.calibrate(fxq.prepare(model, example, "nash-e", mapping), [example], show_progress=False)
     loaded = fxq.load(fxq.save(prepared, tmp_path / "prepared.fxq"))
     for one in (prepared, loaded):
-        fxq.calibrate(one, [2 * example], show_progress=False, round_weights=False, correct_bias=False)  # no file holds samples
+        fxq.calibrate(
+            one, [2 * example], show_progress=False, options=fxq.Options(round_weights=False, correct_bias=False)
+        )  # no file holds samples
     assert fxq.qparams(loaded) == fxq.qparams(prepared)
     assert torch.equal(loaded(example), prepared(example))
 

@@ -120,7 +120,9 @@ def test_none_for_one_part_keeps_it_apart_and_in_float(how: str, part: str) -> N
 @pytest.mark.parametrize("batch_norm", ["live", "frozen", "folded"])
 def test_what_is_kept_apart_holds_the_contract(part: str, batch_norm: str) -> None:
     qconfig, model = asked("name", part, None)
-    prepared = fxq.calibrate(fxq.prepare(model, batch(), "bayes-e", qconfig, batch_norm=batch_norm), [batch()], show_progress=False)
+    prepared = fxq.calibrate(
+        fxq.prepare(model, batch(), "bayes-e", qconfig, options=fxq.Options(batch_norm=batch_norm)), [batch()], show_progress=False
+    )
     assert_validate_is_integer(prepared, fxq.convert(prepared), batch())
     assert_train_is_validate(prepared, batch())
 

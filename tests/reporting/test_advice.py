@@ -147,13 +147,13 @@ def boxes() -> nn.Module:
 
 
 CASES = {
-    "quiet_channels": (compared(boxes, noise, equalize=False), "head", ("head",)),
+    "quiet_channels": (compared(boxes, noise, options=fxq.Options(equalize=False)), "head", ("head",)),
     "rounds_to_zero": (compared(spectrum, spectrograms), "mels_quantize", ("dropped",)),
-    "outlier_channel": (compared(outlying, digits, equalize=False), "down_0", ("down_0",)),
+    "outlier_channel": (compared(outlying, digits, options=fxq.Options(equalize=False)), "down_0", ("down_0",)),
     "scale_too_small": (rescaled("stem_0", 1 / 8), "stem_0", ("stem_0",)),
     "scale_too_large": (rescaled("down_0", 64), "down_0", ("down_0",)),
-    "held_together": (compared(joined, noise, equalize=False), "cat", ("cat",)),
-    "inside": (compared(coarse_weight, noise, equalize=False), "_1", ("_1",)),
+    "held_together": (compared(joined, noise, options=fxq.Options(equalize=False)), "cat", ("cat",)),
+    "inside": (compared(coarse_weight, noise, options=fxq.Options(equalize=False)), "_1", ("_1",)),
 }
 
 

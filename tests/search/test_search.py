@@ -7,7 +7,7 @@ import json
 import random
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +212,7 @@ def test_a_sensitivity_leaves_the_model_and_the_generators_as_they_were_and_goes
             raise KeyboardInterrupt
         return -float(model(batches[0]).square().mean())
 
-    arguments: dict[str, Any] = {"widths": 8, "metric": metric, "checkpoint": tmp_path / "sensitivity.json"}
+    arguments: dict[str, Any] = {"metric": metric, "options": fxq.Options(widths=(8,), checkpoint=tmp_path / "sensitivity.json")}
     with pytest.raises(KeyboardInterrupt):
         fxq.sensitivity(prepared, batches, **arguments)
     resumed = fxq.sensitivity(prepared, batches, **arguments)
@@ -222,7 +222,7 @@ def test_a_sensitivity_leaves_the_model_and_the_generators_as_they_were_and_goes
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(parameter.grad is None for parameter in prepared.parameters())
     with pytest.raises(fxq.ConfigurationError, match="of another call"):
-        fxq.sensitivity(prepared, batches, **{**arguments, "widths": 4})
+        fxq.sensitivity(prepared, batches, **{**arguments, "options": replace(arguments["options"], widths=(4,))})
 
 
 def test_what_no_rule_of_a_mapping_decides_is_left_out(batches: list[Tensor]) -> None:
@@ -369,7 +369,7 @@ def test_what_a_file_cannot_name_is_not_written(tmp_path: Path) -> None:
 def test_mixed_precision_keeps_the_budget_the_contract_and_beats_uniform_dtypes(
     model: nn.Module, batches: list[Tensor], tmp_path: Path
 ) -> None:
-    result = fxq.mixed_precision(model, batches, "bayes-e", budget=fxq.Budget(weight_bits=5), measured=False)
+    result = fxq.mixed_precision(model, batches, "bayes-e", budget=fxq.Budget(weight_bits=5), options=fxq.Options(measured=False))
     assert result.chosen.costs["weight_bits"] <= 5
     assert set(result.chosen.dtypes.values()) == {"int4", "int8"}
     four = next(candidate for candidate in result.candidates if candidate.name == "4-bit weights")
@@ -423,8 +423,8 @@ def test_tune_keeps_what_gains_and_goes_on_after_a_kill(
 
     monkeypatch.setattr(tuner, "outputs_of", killing)
     with pytest.raises(KeyboardInterrupt):
-        fxq.tune(small, batches, checkpoint=tmp_path / "tune.json", **arguments)
-    resumed = fxq.tune(small, batches, checkpoint=tmp_path / "tune.json", **arguments)
+        fxq.tune(small, batches, options=fxq.Options(checkpoint=tmp_path / "tune.json"), **arguments)
+    resumed = fxq.tune(small, batches, options=fxq.Options(checkpoint=tmp_path / "tune.json"), **arguments)
     assert judged == len(whole.steps) + 1
     assert resumed.steps == whole.steps
     assert resumed.qconfig == whole.qconfig
@@ -449,8 +449,8 @@ def test_tune_tries_what_calibration_corrects_off_and_on(model: nn.Module) -> No
     generator = torch.Generator().manual_seed(4)
     batches = [torch.randn(32, 3, 8, 8, generator=generator) for _ in range(2)]
     qconfig = fxq.QConfig(weight=fxq.WeightConfig("int4"))
-    work = work_of(model, batches, "nash-e", qconfig, None, False)
-    state = State(work, Recipe(work.base), None, 4, 0, False)
+    work = work_of(model, batches, "nash-e", qconfig, fxq.Options(), False)
+    state = State(work, Recipe(work.base), None, 4)
     tried = {
         f"{remedy.name}: {told}": recipe
         for remedy in REMEDIES
@@ -466,9 +466,10 @@ def test_tune_tries_what_calibration_corrects_off_and_on(model: nn.Module) -> No
         assert Recipe.of(json.loads(json.dumps(recipe.document()))) == recipe
         if recipe.methods:
             continue
-        made = work.with_mapping(recipe.mapping, recipe.corrections)
+        options = fxq.Options(**recipe.corrections)
+        made = work.with_mapping(recipe.mapping, options)
         prepared = fxq.prepare(model, batches[0], "nash-e", recipe.mapping)
-        wanted = fxq.calibrate(prepared, batches, **asdict(recipe.corrections), show_progress=False)
+        wanted = fxq.calibrate(prepared, batches, options=options, show_progress=False)
         assert fxq.verify(made, fxq.convert(wanted), batches[:1]), told
         assert told.endswith("all weights") or not fxq.verify(made, fxq.convert(work.prepared), batches[:1]), told
 

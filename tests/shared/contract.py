@@ -38,14 +38,14 @@ class Compiled(NamedTuple):
 
 def compiled(model: nn.Module, batches: Sequence[Any], target: str = "bayes-e", qconfig: Any = None, **options: Any) -> Compiled:
     """The model prepared on the first batch, calibrated on all of them, and converted."""
-    prepared = fxq.prepare(model, batches[0], target, qconfig, **options)
+    prepared = fxq.prepare(model, batches[0], target, qconfig, options=fxq.Options(**options))
     fxq.calibrate(prepared, batches, show_progress=False)
     return Compiled(prepared, fxq.convert(prepared))
 
 
 def calibrated(model: nn.Module, batches: Sequence[Any], target: str = "bayes-e", qconfig: Any = None, **options: Any) -> fx.GraphModule:
     """The model prepared on the first batch and calibrated on all of them, with options of the calibration."""
-    return fxq.calibrate(fxq.prepare(model, batches[0], target, qconfig), batches, show_progress=False, **options)
+    return fxq.calibrate(fxq.prepare(model, batches[0], target, qconfig), batches, options=fxq.Options(**options), show_progress=False)
 
 
 # ---- values ---------------------------------------------------------------------------------------------------------

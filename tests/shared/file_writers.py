@@ -106,7 +106,7 @@ WRITERS: dict[str, Writer] = {
     "estimate.to_html": lambda world, folder: fxq.estimate(world.integer).to_html(folder / "e.html"),
     "quantize": quantized,
     "dump": lambda world, folder: fxq.dump(world.integer, folder),
-    "prepare dump": lambda world, folder: fxq.prepare(world.float, world.batches[0], "nash-e", dump=folder),
+    "prepare dump": lambda world, folder: fxq.prepare(world.float, world.batches[0], "nash-e", options=fxq.Options(dump=folder)),
     "FXQUANT_DUMP": dumped,
     "checkpoint": lambda world, folder: checkpoint(folder / "checkpoint"),
     "similarity.txt": lambda world, folder: horizon.featuremap_similarity(
@@ -118,9 +118,15 @@ WRITERS: dict[str, Writer] = {
 }
 # These continue where a file of before ends, and write nothing if it is complete: so they begin without one.
 BEGINNINGS: dict[str, Writer] = {
-    "distill": lambda world, folder: fxq.tuning.distill(world.prepared, world.batches * 4, steps=10, checkpoint=str(folder / "d")),
-    "sensitivity": lambda world, folder: fxq.sensitivity(world.float, world.batches, "nash-e", checkpoint=str(folder / "s")),
-    "tune": lambda world, folder: fxq.tune(world.float, world.batches, "nash-e", tolerance=1e-4, steps=1, checkpoint=str(folder / "t")),
+    "distill": lambda world, folder: fxq.tuning.distill(
+        world.prepared, world.batches * 4, steps=10, options=fxq.Options(checkpoint=str(folder / "d"))
+    ),
+    "sensitivity": lambda world, folder: fxq.sensitivity(
+        world.float, world.batches, "nash-e", options=fxq.Options(checkpoint=str(folder / "s"))
+    ),
+    "tune": lambda world, folder: fxq.tune(
+        world.float, world.batches, "nash-e", tolerance=1e-4, steps=1, options=fxq.Options(checkpoint=str(folder / "t"))
+    ),
 }
 
 

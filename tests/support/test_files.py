@@ -240,14 +240,16 @@ WRITE: Mapping[str, Callable[[fxq.Result, Any], object]] = {
     "export_torchscript": lambda result, path: fxq.export_torchscript(result.integer, path),
     "report": lambda result, path: fxq.report(result.integer, path),
     "to_html": lambda result, path: fxq.estimate(result.integer).to_html(path),
-    "checkpoint": lambda result, path: fxq.tuning.distill(result.prepared, [torch.randn(8, 3, 8, 8)], steps=1, checkpoint=path),
+    "checkpoint": lambda result, path: fxq.tuning.distill(
+        result.prepared, [torch.randn(8, 3, 8, 8)], steps=1, options=fxq.Options(checkpoint=path)
+    ),
     "export": lambda result, path: result.export(path),
 }
 INTO: Mapping[str, Callable[[fxq.Result, Any], object]] = {
     "export_segments": lambda result, path: fxq.export_segments(result.integer, path),
     "dump": lambda result, path: fxq.dump(result.integer, path),
-    "prepare": lambda result, path: fxq.prepare(result.float, torch.randn(2, 3, 8, 8), dump=path),
-    "convert": lambda result, path: fxq.convert(result.prepared, dump=path),
+    "prepare": lambda result, path: fxq.prepare(result.float, torch.randn(2, 3, 8, 8), options=fxq.Options(dump=path)),
+    "convert": lambda result, path: fxq.convert(result.prepared, options=fxq.Options(dump=path)),
     "out_dir": lambda result, path: horizon.check_qconfig(result.integer, out_dir=path),
     "similarity": lambda result, path: horizon.featuremap_similarity(result.prepared, result.integer, IMAGES, out_dir=path),
     "compare_weights": lambda result, path: horizon.compare_weights(result.prepared, result.integer, out_dir=path),
@@ -294,10 +296,10 @@ def test_a_path_that_nothing_can_be_written_to_is_an_error_that_says_why(name: s
 
 LONG: Mapping[str, Callable[[fxq.Result, Any, Any], object]] = {
     "report": lambda result, batches, path: result.report(path, batches),
-    "distill": lambda result, batches, path: fxq.tuning.distill(result.prepared, batches, steps=2, checkpoint=path),
-    "round_weights": lambda result, batches, path: fxq.tuning.round_weights(result.prepared, batches, checkpoint=path),
-    "sensitivity": lambda result, batches, path: fxq.sensitivity(result.float, batches, checkpoint=path),
-    "search_observers": lambda result, batches, path: fxq.search_observers(result.float, batches, checkpoint=path),
+    "distill": lambda result, batches, path: fxq.tuning.distill(result.prepared, batches, steps=2, options=fxq.Options(checkpoint=path)),
+    "round_weights": lambda result, batches, path: fxq.tuning.round_weights(result.prepared, batches, options=fxq.Options(checkpoint=path)),
+    "sensitivity": lambda result, batches, path: fxq.sensitivity(result.float, batches, options=fxq.Options(checkpoint=path)),
+    "search_observers": lambda result, batches, path: fxq.search_observers(result.float, batches, options=fxq.Options(checkpoint=path)),
 }
 
 

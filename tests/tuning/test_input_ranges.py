@@ -82,8 +82,8 @@ def test_what_is_lost_all_the_same_is_warned_of(caplog: pytest.LogCaptureFixture
 def test_samples_may_lie_along_another_dimension_in_batches_of_any_size() -> None:
     model = Network(lambda s, x: s.body(x.transpose(0, 1)), body=network(bounded=True)).eval()
     batches = [powers(0).unsqueeze(0).repeat(3, 1, 1)[:, :size] for size in (24, 24, 16, 9)]
-    traced = fxq.prepare(model, batches[0], "bayes-e", dynamic_shapes={"x": {1: "batch"}})
+    traced = fxq.prepare(model, batches[0], "bayes-e", options=fxq.Options(dynamic_shapes={"x": {1: "batch"}}))
     usual, narrow = (copy.deepcopy(traced) for _ in range(2))
-    fxq.calibrate(usual, batches, balance_samples=False, show_progress=False)
+    fxq.calibrate(usual, batches, options=fxq.Options(balance_samples=False), show_progress=False)
     fxq.calibrate(narrow, batches, show_progress=False)
     assert range_of(narrow) <= range_of(usual) / 4

@@ -303,7 +303,7 @@ def test_weights_whose_scale_is_learned_are_rounded_as_well(training: str, tmp_p
     def calibrated(round_weights: bool | None, *parts: list[Tensor]) -> fx.GraphModule:
         prepared = fxq.prepare(model, BATCHES[0], qconfig=qconfig)
         for part in parts:
-            fxq.calibrate(prepared, part, round_weights=round_weights, correct_bias=False, show_progress=False)
+            fxq.calibrate(prepared, part, options=fxq.Options(round_weights=round_weights, correct_bias=False), show_progress=False)
         return prepared
 
     plain, prepared = calibrated(False, BATCHES), calibrated(None, BATCHES)

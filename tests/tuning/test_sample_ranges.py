@@ -87,7 +87,7 @@ def test_a_calibration_that_goes_on_ends_as_one_call() -> None:
     batches = list(images(LOUD).split(16))
     with torch.no_grad():
         once, twice = calibrated(batches, "bayes-e", None), calibrated(batches[:4], "bayes-e", None)
-        fxq.calibrate(twice, batches[4:], correct_bias=False, show_progress=False)
+        fxq.calibrate(twice, batches[4:], options=fxq.Options(correct_bias=False), show_progress=False)
     assert first_samples.is_balanced(once)
     assert fxq.qparams(once) == fxq.qparams(twice)
 
@@ -105,5 +105,5 @@ def test_an_interrupted_choice_leaves_the_scales(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr("fxquant.tuning.first_samples.FloatOutputs.measure", interrupted)
         prepared = fxq.prepare(Classifier().eval(), batches[0], "bayes-e")
         with pytest.raises(KeyboardInterrupt):
-            fxq.calibrate(prepared, batches, correct_bias=False, show_progress=False)
+            fxq.calibrate(prepared, batches, options=fxq.Options(correct_bias=False), show_progress=False)
     assert fxq.qparams(prepared) == fxq.qparams(usual)

@@ -19,7 +19,7 @@ import fxquant as fxq
 from fxquant.demo.run import load_digits_dataset
 from fxquant.prepared.operators import quantized_operators
 from fxquant.tuning import course, distillation, effects
-from fxquant.tuning.reconstruction import block_units
+from fxquant.tuning.course import block_units
 from fxquant.tuning.walk import layer_units
 from tests.shared import contract
 from tests.shared.contract import compiled, same_state
@@ -98,7 +98,7 @@ def bits(prepared: fx.GraphModule) -> dict[str, Tensor]:
 
 # ---- better, and exact ------------------------------------------------------------------------------------------------------
 
-SHORT, LONG = ({"steps": steps, "batch_size": 8} for steps in (STEPS, 3 * STEPS))
+SHORT, LONG = ({"steps": steps, "options": fxq.Options(batch_size=8)} for steps in (STEPS, 3 * STEPS))
 WORKS: dict[str, tuple[str, str | None, Callable[[fx.GraphModule], Any]]] = {
     "adaround, 16 bits": ("bayes-e", "int16", lambda p: fxq.tuning.adaround(p, LEARNED, **SHORT)),
     "reconstruct, affine": ("x86", "int4", lambda p: fxq.tuning.reconstruct(p, LEARNED, **LONG)),
@@ -153,7 +153,7 @@ def test_a_method_that_makes_the_outputs_worse_is_undone(
     name: str, config: fxq.QConfig, network: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared = fxq.prepare(network, LEARNED[0], "bayes-e", config)
-    fxq.calibrate(prepared, LEARNED, round_weights=False, correct_bias=False, show_progress=False)
+    fxq.calibrate(prepared, LEARNED, options=fxq.Options(round_weights=False, correct_bias=False), show_progress=False)
     prepared(LEARNED[0])  # sets the learned scales of weights
     before, noise = bits(prepared), itertools.count(1)
     monkeypatch.setattr(effects.FloatOutputs, "measure", lambda self: next(noise))
@@ -227,7 +227,7 @@ def test_a_call_that_was_killed_continues_and_ends_with_the_same_bits(
         monkeypatch.setattr(course, "is_lower", lambda after, before: False)
 
     def tune(prepared: fx.GraphModule, path: str | None = None, seed: int = 7) -> fx.GraphModule:
-        result = method(prepared, LEARNED, steps=steps, batch_size=8, seed=seed, checkpoint=path)
+        result = method(prepared, LEARNED, steps=steps, options=fxq.Options(batch_size=8, seed=seed, checkpoint=path))
         losses.append(getattr(result, "losses", ()))
         return prepared
 
@@ -283,7 +283,7 @@ def test_distillation_says_what_the_outputs_have_and_keeps_nothing_else(network:
         row.after, rel=1e-3
     )  # the float model's sums depend on how its batch norms are folded
     learned = bits(prepared)
-    (again,) = fxq.tuning.distill(prepared, [torch.zeros(8, 1, 8, 8), *LEARNED[:1]], steps=1, batch_size=8)
+    (again,) = fxq.tuning.distill(prepared, [torch.zeros(8, 1, 8, 8), *LEARNED[:1]], steps=1, options=fxq.Options(batch_size=8))
     assert again.kept or same_state(prepared, learned)
 
 
@@ -339,7 +339,7 @@ def test_distillation_of_whole_numbers_and_shared_weights() -> None:
     words = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
     numbers = [torch.randint(12, (16, 5)) for _ in range(4)]
     prepared = fxq.prepare(words, numbers[0], "bayes-e", FOUR_BITS)
-    fxq.calibrate(prepared, numbers, correct_bias=False, round_weights=False, show_progress=False)
+    fxq.calibrate(prepared, numbers, options=fxq.Options(correct_bias=False, round_weights=False), show_progress=False)
     (row,) = fxq.tuning.distill(prepared, numbers, **LONG)
     assert row.kept
     assert row.gain > 0.5  # dB
@@ -463,7 +463,7 @@ def test_a_layer_that_is_no_better_on_what_is_held_out_is_left_as_it_was(network
     prepared = calibrated(network)
     before = bits(prepared)
     black = -torch.ones(8, 1, 8, 8)
-    result = fxq.tuning.correct_bias(prepared, [black, black, black, LEARNED[0]], batch_size=8)
+    result = fxq.tuning.correct_bias(prepared, [black, black, black, LEARNED[0]], options=fxq.Options(batch_size=8))
     left = [layer.name for layer in result if not layer.kept]
     assert left
     corrections = {name: o.weight_quantizer.correction for name, o in quantized_operators(prepared).items()}

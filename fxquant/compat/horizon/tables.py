@@ -169,7 +169,7 @@ NN = [
             "call horizon.nn.DetectionPostProcess with background_class_idx"),
 ]  # fmt: skip
 WRAP = [
-    *serve("markers", "wrap", native="`fxq.wrap`, `leaf=` of `fxq.prepare`",
+    *serve("markers", "wrap", native="`fxq.wrap`, `leaf` of `fxq.Options`",
            note="wrapped functions are traced; with skip_compile=True they stay one call, in float, on the host"),
     *serve("markers", "Tracer", "2.0", "none is needed", "dynamic_block marks nothing: what cannot be traced raises TraceError"),
     *refuse("replace_torch_op", "operators of PyTorch are read as they are called", "call the module in forward"),

@@ -132,7 +132,7 @@ def _prepared(called: str, model: Any, quantizer: Any) -> fx.GraphModule:
     values = [node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")]
     fixed = all(isinstance(size, int) for value in values if isinstance(value, torch.Tensor) for size in value.shape)
     mapping: Any = quantizer.mapping
-    return fxq.prepare(program, inputs, quantizer.target, mapping, dynamic_shapes={} if fixed else None)  # type: ignore[arg-type]
+    return fxq.prepare(program, inputs, quantizer.target, mapping, options=fxq.Options(dynamic_shapes={} if fixed else None))  # type: ignore[arg-type]
 
 
 @checked()

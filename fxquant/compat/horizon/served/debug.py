@@ -313,7 +313,7 @@ class QuantAnalysis:
                 because="its scales are constants",
                 remedy="pass the prepared model it was made of",
             )
-        found = fxq.sensitivity(self.analysis, [self._case()], widths=(8,), show_progress=False)
+        found = fxq.sensitivity(self.analysis, [self._case()], options=fxq.Options(widths=(8,)), show_progress=False)
         rows = [(tensor.name.removesuffix(".weight"), tensor.kind, max(tensor.noise.values(), default=0.0)) for tensor in found.ranked()]
         write_file(self.out_dir / "output_sensitive_ops.txt", f"{found}\n")
         return rows

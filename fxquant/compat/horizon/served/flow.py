@@ -154,7 +154,7 @@ def _prepare(
     mapping, wide = of_setters(rules, graph, march)
     if wide:
         mapping = fxq.high_precision_outputs(graph, inputs, march, mapping)
-    prepared = fxq.prepare(graph, inputs, march, mapping, batch_norm=batch_norm)
+    prepared = fxq.prepare(graph, inputs, march, mapping, options=fxq.Options(batch_norm=batch_norm))
     fxq.set_state(prepared, State.TRAIN)
     keep_shapes(prepared, inputs)
     take_checkpoints(prepared)
@@ -373,5 +373,5 @@ def weight_reconstruction(
             because="num_batches and num_steps are what can be set",
             remedy="leave it out, or call fxq.tuning.adaround",
         )
-    adaround(calib_model, batches, num_batches, batch_process_func, steps=steps)  # type: ignore[arg-type]
+    adaround(calib_model, batches, num_batches, steps=steps, options=fxq.Options(batch_fn=batch_process_func))  # type: ignore[arg-type]
     return calib_model

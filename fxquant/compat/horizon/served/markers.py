@@ -130,7 +130,7 @@ def wrap(skip_compile: Any = False) -> Any:
     """Decorate a function, a method or a module's class.
 
     skip_compile  False: the decorated object is traced as anything else, so that its operators become integers; True: it is kept whole,
-                  in float, on the host, as `fxquant.wrap` keeps a function, and `leaf=` of `fxquant.prepare` a module
+                  in float, on the host, as `fxquant.wrap` keeps a function, and the option `leaf` a module
 
     Raises ConfigurationError if any other object is decorated.
     """
