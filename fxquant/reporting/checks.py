@@ -24,8 +24,8 @@ from fxquant.prepared.batches import as_batches, first_batches, length, no_batch
 from fxquant.prepared.stage import quantized_operator
 from fxquant.quantization.spec import WeightConfig
 from fxquant.reporting.advice import grid_text
-from fxquant.reporting.contents import weight_of
 from fxquant.reporting.model_forms import form_of
+from fxquant.reporting.page import weight_of
 from fxquant.reporting.rows import Rows
 from fxquant.reporting.statistics import Steps, TensorStatistics, sqnr_of
 from fxquant.support.arguments import NUMBER, checked, instance

@@ -22,9 +22,8 @@ from fxquant.numerics.rounding import AdaptiveRounding, Nearest
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.spec import State
 from fxquant.reporting.advice import WORTH
-from fxquant.reporting.compared import LayerComparison
 from fxquant.reporting.effects import Effects, noise
-from fxquant.reporting.statistics import Steps, ratio, sqnr_of
+from fxquant.reporting.statistics import LayerComparison, Steps, ratio, sqnr_of
 from fxquant.reporting.tensor_rules import Judged
 from fxquant.support.progress import progress
 

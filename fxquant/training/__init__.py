@@ -8,11 +8,11 @@ a weight. Each stands for a composition of primitives. Tests and `benchmarks.tra
 `fused_layers.unfused()` turns the kernels off. Learned scales, float64 sums and `torch.func`'s transforms use the composition.
 
 `fused_elementwise` keeps an expression of products and sums of two tensors as it is called, until it is requantized. Where a C kernel
-has that expression, no accumulator is materialized. `fused_lookup` has tables and their slopes.
+has that expression, no accumulator is materialized. It has lookup tables and their slopes as well.
 
 Each activation's integers are cached weakly beside it, and consumers on the same grid skip requantization. In-place writes, hooks and
-`retain_grad()` bypass that cache. For backward an operator saves what its gradients need: operands as bytes (`saved_activations`),
-indices into tables, and saturation masks, dense or sparse (`saturation_masks`).
+`retain_grad()` bypass that cache. For backward an operator saves what its gradients need: operands as bytes, indices
+into tables, and saturation masks, dense or sparse (`saturation_masks`).
 
 `fused_layers.Passes` has the kernels in PyTorch, for every device; `backends.cpu` offers them in C. Mean and variance of a batch are those
 of integers, exact before they are rounded once, so the order of summation and the number of threads do not matter. A sum that could
