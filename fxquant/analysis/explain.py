@@ -59,13 +59,9 @@ def _rows(layer: Layer, again: Sequence[Layer]) -> list[tuple[str, str, str, str
         also += f"{'; ' if reason + also else ''}{coarse}" if (coarse := description(layer.parts)) else ""
         if layer.dynamic and layer.reason and layer.part:
             reason = f"{layer.part}; {reason}"
-        kind, dtype = (
-            ("integer", layer.dtype)
-            if layer.integer
-            else ("dynamic", "")
-            if layer.dynamic
-            else ("float", "" if layer.device == HOST or layer.boundary else "float16")
-        )
+        kind = "integer" if layer.integer else "dynamic" if layer.dynamic else "float"
+        half = kind == "float" and layer.device != HOST and not layer.boundary
+        dtype = layer.dtype if layer.integer else "float16" if half else ""
         rows.append((f"%{layer.name}", kind, dtype, _scale(layer.grid), _where(layer, reason + also)))
     return rows
 

@@ -41,14 +41,8 @@ from fxquant.prepared.stage import (
 from fxquant.support.arguments import checked
 
 HOST = "host"  # where float operators run
-NOTES = {
-    "accumulator_bits": "accumulator of {} bits",
-    "residual": "residual {}",
-    "wide": "{}",
-    "narrowed": "{}",
-    "equalized": "{}",
-    "tuned": "{}",
-}
+NOTES = {"accumulator_bits": "accumulator of {} bits", "residual": "residual {}"}
+NOTES |= dict.fromkeys(("wide", "narrowed", "equalized", "tuned"), "{}")
 
 
 @dataclass(frozen=True)

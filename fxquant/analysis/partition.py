@@ -104,9 +104,6 @@ def _reads(node: fx.Node) -> Iterator[fx.Node]:
             yield from _reads(operand)
 
 
-# ---- cuts -------------------------------------------------------------------------------------------------------------
-
-
 def _stages(model: fx.GraphModule, working: list[fx.Node], cut: Sequence[str | Sequence[str]]) -> dict[fx.Node, int]:
     """Return the number of cuts before every operator."""
     edges = nx.DiGraph()
@@ -144,9 +141,6 @@ def _named(model: fx.GraphModule, working: list[fx.Node], name: str) -> fx.Node:
         because="a cut is named after a tensor that the model computes, or the path of a module in the user's model",
         remedy=f"did you mean {near[0]!r}?" if near else "fxq.layers and fxq.text list the names",
     )
-
-
-# ---- what passes between them -----------------------------------------------------------------------------------------
 
 
 def _segment(nodes: list[fx.Node], device: str) -> Segment:

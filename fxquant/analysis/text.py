@@ -160,13 +160,8 @@ def _attribute(gm: fx.GraphModule, path: str) -> str:
     if isinstance(value, nn.Module):
         return f"{type(value).__name__}[{path}]"
     if isinstance(value, torch.Tensor) and not value.is_floating_point():
-        return f"[{path}] #{fingerprint(value)}"
+        return f"[{path}] #{hashlib.sha256(value.contiguous().numpy(force=True).tobytes()).hexdigest()[:8]}"
     return f"[{path}]"
-
-
-def fingerprint(value: torch.Tensor) -> str:
-    """Eight hex digits that stand for a tensor's content."""
-    return hashlib.sha256(value.contiguous().numpy(force=True).tobytes()).hexdigest()[:8]
 
 
 def _fact_text(value: Any) -> str:

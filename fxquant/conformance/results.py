@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, fx
 
 from fxquant import backends
-from fxquant.analysis.recording import QUANTIZED, Wanted, returned
+from fxquant.analysis.recording import QUANTIZED, Seen, Wanted, returned
 from fxquant.api import convert, load
 from fxquant.backends.horizon.simulated import SimulatedForm
 from fxquant.conformance import manifest
 from fxquant.conformance.manifest import Array, Case, Kit, ProbeProgram, packed, read_arrays, read_kit
 from fxquant.conformance.variants import Variant, variants_of
 from fxquant.errors import ConfigurationError, ExportError, FxQuantError
-from fxquant.ir.interpreter import Interpreter
 from fxquant.primitives import PRIMITIVES, shape
 from fxquant.reporting.rows import Rows
 from fxquant.support import logger
@@ -252,9 +251,6 @@ def _fitted(found: Array, expected: Array, path: Path, case: Case) -> Array:
     return found.reshape(expected.shape)
 
 
-# ---- variants -----------------------------------------------------------------------------------------------------------
-
-
 def _find_fits(kit: Kit, ran: Sequence[Ran], show: bool | None) -> None:
     """Find the variants that fit the outputs of differing operators: single changes, then pairs of changes for the remaining ones."""
     wanted = {_operator(each) for each in ran if each.differing}
@@ -309,9 +305,6 @@ def _try(kit: Kit, ran: Sequence[Ran], operators: set[tuple[str, str]], variants
                 each.fits.add(variant.name)
     for name, because in failed.items():
         logger.info("the variant %r could not be computed: %s", name, because)
-
-
-# ---- rows ---------------------------------------------------------------------------------------------------------------
 
 
 def _rows(kit: Kit, ran: Mapping[tuple[str, int], Ran], notes: Mapping[str, str]) -> list[ProbeResult]:
@@ -387,7 +380,11 @@ def _simulated(kit: Kit, program: ProbeProgram) -> dict[str, Array]:
     rows: list[dict[str, Tensor]] = []
     for image in kit_images(kit):
         values = form.run([image], Wanted(frozenset((QUANTIZED,))))
-        outputs: Any = _Behind(integer, values).run(image)
+
+        def taken(node: fx.Node, value: Any, read: tuple[Any, ...], values: dict[str, Tensor] = values) -> Any:
+            return values[node.name].to(value.dtype).reshape(value.shape) if node.name in values else value
+
+        outputs: Any = Seen(integer, taken).run(image)
         rows.append({str(index): outputs[index] for index, is_computed in enumerate(computed) if is_computed})
     return {index: torch.cat([row[index] for row in rows]).numpy() for index in rows[0]}
 
@@ -402,17 +399,3 @@ def _along(node: fx.Node) -> Iterator[str]:
         first = False
         operands = [each for each in seen.all_input_nodes if each.op == "call_function"]
         seen = operands[0] if passes and len(operands) == 1 else None
-
-
-class _Behind(Interpreter):
-    """An integer graph with some of its tensors given."""
-
-    def __init__(self, model: fx.GraphModule, values: dict[str, Tensor]) -> None:
-        super().__init__(model)
-        self.values = values
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Return the given tensor, or the one that the graph computes."""
-        found = super().run_node(n)
-        given = self.values.get(n.name)
-        return found if given is None else given.to(found.dtype).reshape(found.shape)

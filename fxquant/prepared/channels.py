@@ -207,8 +207,6 @@ class _Walk:
         return Channels(tensors, read, given, int(number.max()) + 1)
 
 
-# ---- rules -----------------------------------------------------------------------------------------------------------
-
 Rule = Callable[[_Walk, fx.Node, dict[str, Any]], "Tensor | None"]
 
 

@@ -145,7 +145,11 @@ class QuantizedOperator(nn.Module):
 
         Call this before a direct call of `operator.function` or `operator.lower`.
         """
-        return (args, kwargs) if self.factors is None else self.factors.of_call(self.operator, args, kwargs)
+        if self.factors is None or not self.factors.active:
+            return args, kwargs
+        arguments = self.factors.of(self.operator, self.operator.bind_call(args, kwargs))
+        positional = self.operator.parameter_names[: len(args)]
+        return tuple(arguments[name] for name in positional), {name: arguments[name] for name in kwargs}
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.detached is True and torch.is_grad_enabled():

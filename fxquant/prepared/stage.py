@@ -265,16 +265,13 @@ def called(model: fx.GraphModule, node: fx.Node) -> str:
     return target_name(node)
 
 
-def kind_of(node: fx.Node) -> str:
-    """Return the kind of value that a primitive's node holds; primitives that move elements move booleans and integers too."""
-    record = PRIMITIVES[node.target]  # type: ignore[index]
-    return "plain" if record.kind == "quantized" and fact(node).dtype in PLAIN_TYPES.values() else record.kind
-
-
 def dtype_of(model: fx.GraphModule, node: fx.Node) -> str | None:
     """Return the integer dtype of a node's result, with a grid or plain ("bool", "int64"); None if it is float, or not decided yet."""
     grid, primitive = grid_of(model, node), primitive_of(node)
-    if primitive is not None and kind_of(node) == "plain":
+    # Primitives of the kind "quantized" that move elements move booleans and integers too.
+    if primitive is not None and (
+        primitive.kind == "plain" or (primitive.kind == "quantized" and fact(node).dtype in PLAIN_TYPES.values())
+    ):
         return str(fact(node).dtype).removeprefix("torch.")
     spec = annotation(node)
     return grid.dtype if grid is not None else None if spec is None else spec.dtype

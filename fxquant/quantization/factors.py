@@ -64,11 +64,6 @@ class Rescalable(Protocol):
     @property
     def layer(self) -> Any: ...
 
-    @property
-    def parameter_names(self) -> tuple[str, ...]: ...
-
-    def bind_call(self, args: tuple[Any, ...], kwargs: Any) -> dict[str, Any]: ...
-
 
 class ChannelFactors(nn.Module):
     """The factors of one operator: of the channels it reads, and of those it gives.
@@ -110,14 +105,6 @@ class ChannelFactors(nn.Module):
             return arguments
         inputs, outputs = (power_of_two(exponents.to(torch.int64)).float() for exponents in (self.inputs, self.outputs))
         return {**arguments, **operator.layer.rescaled(arguments, inputs, outputs)}
-
-    def of_call(self, operator: Rescalable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the positional and keyword arguments of a call, with the operator's parameters multiplied by the factors."""
-        if not self.active:
-            return args, kwargs
-        arguments = self.of(operator, operator.bind_call(args, kwargs))
-        positional = operator.parameter_names[: len(args)]
-        return tuple(arguments[name] for name in positional), {name: arguments[name] for name in kwargs}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Load a state_dict; one without factors is that of a model that has none."""

@@ -78,7 +78,17 @@ class WeightScale(TrainableScale):
         return f"channels={self.base_scale.numel()}{', fixed' if self.frozen else ''}"
 
 
-class BiasCorrection(torch.nn.Module):
+class _PerChannel(torch.nn.Module):
+    def __init__(self, channels: int, buffer: str, start: float) -> None:
+        super().__init__()
+        self.channels = channels
+        self.register_buffer(buffer, torch.full((channels,), start, dtype=torch.float32, device="cpu"))
+
+    def extra_repr(self) -> str:
+        return f"channels={self.channels}"
+
+
+class BiasCorrection(_PerChannel):
     """A correction of the bias of an operator's integer form, not of its float form, that compensates for its rounded weight.
 
     value   float32 buffer of shape (C,), in the unit of the output
@@ -87,15 +97,10 @@ class BiasCorrection(torch.nn.Module):
     value: Tensor
 
     def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.channels = channels
-        self.register_buffer("value", torch.zeros(channels, dtype=torch.float32, device="cpu"))
-
-    def extra_repr(self) -> str:
-        return f"channels={self.channels}"
+        super().__init__(channels, "value", 0.0)
 
 
-class Coverage(torch.nn.Module):
+class Coverage(_PerChannel):
     """The share of a weight's largest magnitude that its scale covers, which tuning chooses.
 
     share   float32 buffer of shape (C,), one number for each output channel, or (1,): below 1, larger magnitudes are clipped; above 1,
@@ -105,12 +110,7 @@ class Coverage(torch.nn.Module):
     share: Tensor
 
     def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.channels = channels
-        self.register_buffer("share", torch.ones(channels, dtype=torch.float32, device="cpu"))
-
-    def extra_repr(self) -> str:
-        return f"channels={self.channels}"
+        super().__init__(channels, "share", 1.0)
 
 
 Parts = tuple[Rounding, Coverage | None, BiasCorrection | None]  # of a weight quantizer, as tuning sets them
@@ -192,9 +192,9 @@ class WeightQuantizer(torch.nn.Module):
 
     def put(self, parts: Parts) -> None:
         """Set the rounding, the coverage and the correction."""
-        self.rounding, coverage, correction = parts
-        self.cover(coverage)
-        self.correct(correction)
+        self.rounding = parts[0]
+        self.cover(parts[1])
+        self.correct(parts[2])
 
     def _have(self, name: str, part: torch.nn.Module | None) -> None:
         for place in (self.__dict__, self._modules):
@@ -255,10 +255,7 @@ class WeightQuantizer(torch.nn.Module):
         least  what the scales must not fall below, shape (C,) or (): see `numerics.grids.least_scale_for_bias`
         keep   whether a learned scale that has not started yet starts from this weight
         """
-        chosen = self._scale(weight, gain, keep)
-        raised = chosen if least is None else torch.maximum(chosen, least if chosen.numel() > 1 else least.max())
-        own = raised == chosen
-        scale = round_up_to_power_of_two(raised) if self.power_of_two else raised
+        scale, own = self._raised(self._scale(weight, gain, keep), least)
         integers = self._rounded(weight, scale, own, gain)
         return QuantizedWeight(integers, scale, own, accumulator_bound(integers, None, 0, 1))
 
@@ -269,12 +266,15 @@ class WeightQuantizer(torch.nn.Module):
             return None
         largest = fused_layers.largest(weight, gain)
         largest = largest if self.per_channel else largest.max().reshape(1)
-        chosen = scale_from_range(-largest, largest, self.dtype)
-        raised = chosen if least is None else torch.maximum(chosen, least if chosen.numel() > 1 else least.max())
-        scale = round_up_to_power_of_two(raised) if self.power_of_two else raised
+        scale, own = self._raised(scale_from_range(-largest, largest, self.dtype), least)
         each = scale if scale.numel() == len(weight) else scale.expand(len(weight))
         integers, total = fused_layers.whole(weight, gain, each, self.dtype.low, self.dtype.high)
-        return QuantizedWeight(integers, scale, raised == chosen, total)
+        return QuantizedWeight(integers, scale, own, total)
+
+    def _raised(self, chosen: Tensor, least: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the scales, raised to `least`, and which of them were not."""
+        raised = chosen if least is None else torch.maximum(chosen, least if chosen.numel() > 1 else least.max())
+        return round_up_to_power_of_two(raised) if self.power_of_two else raised, raised == chosen
 
     def _scale(self, weight: Tensor, gain: Tensor | None, keep: bool) -> Tensor:
         if self.learned is not None:

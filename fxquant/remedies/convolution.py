@@ -189,7 +189,10 @@ def as_convolution(b: Rewriting) -> fx.Node | None:
     residual = b.arguments.get("residual")
     added = None if residual is None else _as_image(b, residual)
     made = b(conv2d, operand, own, bias, batch_norm=b.arguments.get("batch_norm"), residual=added, clamp=b.clamp)
-    return _as_rows(b, made)
+    rank = len(b.result)
+    if rank < 4:
+        made = b(reshape, made, numbers(shape_of(made)[:rank]))
+    return b(permute, made, [0, *range(2, rank), 1]) if rank > 2 else made
 
 
 def _before_flatten(operand: fx.Node) -> fx.Node | None:
@@ -218,15 +221,6 @@ def _as_image(b: Rewriting, rows: fx.Node) -> fx.Node | None:
         known = shape_of(rows)
         rows = b(reshape, rows, numbers([*known, *[1] * (4 - rank)]))
     return rows
-
-
-def _as_rows(b: Rewriting, image: fx.Node) -> fx.Node:
-    rank = len(b.result)
-    if rank < 4:
-        image = b(reshape, image, numbers(shape_of(image)[:rank]))
-    if rank > 2:
-        image = b(permute, image, [0, *range(2, rank), 1])
-    return image
 
 
 @remedy("split by features", "linear", "features")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fxquant.analysis.layers import CLEARLY
 from fxquant.ir.integer import QParams
 from fxquant.reporting.effects import Effects, Inside
-from fxquant.reporting.statistics import Steps, TensorStatistics, ratio, sqnr_of
+from fxquant.reporting.statistics import Steps, ratio, sqnr_of
 from fxquant.reporting.tensor_rules import (
     GAP,
     POOR,
@@ -69,9 +69,6 @@ class Advice:
         return f"%{self.layer}: {self.cause}{gained}\n    {self.cure}" + (f"\n    [{self.source}]" if self.source else "")
 
 
-# ---- all of them, in order ----------------------------------------------------------------------------------------------
-
-
 def advise(
     tensors: Sequence[Judged], effects: Effects, effect_of: Callable[[Judged], float], noise: float, cures: Cures
 ) -> tuple[Advice, ...]:
@@ -96,7 +93,9 @@ def advise(
     for tensor, name, proposal, effect in measured:
         if wrong_input and name in SCALES:
             continue  # its scale is that of other inputs
-        certain = name == "input_range" and _is_another(tensor.statistics)
+        seen = tensor.statistics
+        # An input that differs from calibration's: no observer clips as much, or leaves as much of a grid unused.
+        certain = name == "input_range" and (seen.reach <= 1 / UNUSED or seen.clipped > CLIPPED * seen.elements)
         if name == "input_range":
             effect = max([effect, *follow])  # what is behind an input is calibrated for it
         gain = gain_of(total, effect, proposal.left)
@@ -132,11 +131,6 @@ def _with_followers(measured: Sequence[Measured], effects: Effects) -> list[Meas
         worst = max(followers, key=lambda each: each[3] * (1 - each[2].left))
         counted.append((tensor, rule, replace(found, left=worst[2].left), worst[3]))
     return [*counted, *(each for each in measured if each[0].reference not in outliers)]
-
-
-def _is_another(seen: TensorStatistics) -> bool:
-    """Return whether an input must differ from calibration's: no observer clips as much, or leaves as much of a grid unused."""
-    return seen.reach <= 1 / UNUSED or seen.clipped > CLIPPED * seen.elements
 
 
 def _owners(tensors: Sequence[Judged]) -> Iterator[Judged]:

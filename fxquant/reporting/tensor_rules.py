@@ -70,7 +70,6 @@ class Cures:
         """Return a cure that makes the weight of an operator of the float model's graph more exact."""
         if self.target is None or WIDE in self.target.weights:  # as far as it is known
             return f"one of more bits is nearer: {_mapping({name: f'QConfig(weight=WeightConfig({WIDE!r}))'})}"
-        assert self.target is not None
         kept = _mapping({name: "None"})
         return f"{self.target.name} has no {WIDE} weights: fxq.tuning.adaround(prepared, batches), or leave it in float, {kept}"
 
@@ -93,7 +92,9 @@ class Cures:
             module = resolve(self.model, str(node.target)) if node.op == "call_module" else None
             if isinstance(module, nn.Identity):  # which no prepared model has
                 waiting += node.users
-            elif node.name in self.integer or self._has_parts(node.name) or isinstance(module, DROPOUTS):  # which no integer model has
+                continue
+            parts = any(known.startswith(f"{node.name}_") for known in self.known)  # of an operator that became several
+            if node.name in self.integer or parts or isinstance(module, DROPOUTS):  # which no integer model has
                 found[node.name] = None
         return list(found)
 
@@ -101,13 +102,8 @@ class Cures:
         """Return whether an operator has its operand's grid: it only moves values."""
         if reader in self.known and tensor in self.known:
             return self.known[reader].grid == self.known[tensor].grid
-        return (
-            isinstance(resolve(self.model, str(self.nodes[reader].target)), DROPOUTS) if self.nodes[reader].op == "call_module" else False
-        )
-
-    def _has_parts(self, name: str) -> bool:
-        """Return whether an operator of the float model became several, which are named after it."""
-        return any(known.startswith(f"{name}_") for known in self.known)
+        node = self.nodes[reader]
+        return node.op == "call_module" and isinstance(resolve(self.model, str(node.target)), DROPOUTS)
 
 
 def _mapping(rules: Mapping[str, str]) -> str:
@@ -200,16 +196,8 @@ def masked(tensor: Judged, cures: Cures) -> Found | None:
         f"{count} values are beyond {gap[1] * seen.steps.scale:.3g}, and all others below {gap[0] * seen.steps.scale:.3g}: a mask sets the "
         f"scale, {seen.steps.scale:.3g}, and {100 * seen.zeroed / max(seen.nonzero, 1):.0f} % of the values that are not 0 become 0"
     )
-    cure = mask_cure(gap[0] * seen.steps.scale)
-    return Found(cause, cure, _masked_left(tensor, gap[0]))
-
-
-def _masked_left(tensor: Judged, below: float) -> float:
-    """Return the remaining share of the error if the scale is that of the values below the gap, and those above it do not count."""
-    seen = tensor.statistics
-    assert seen.steps is not None
-    step = seen.steps.scale * below / max(seen.steps.high, -seen.steps.low)
-    return _left(tensor, seen.elements * step * step / 12)
+    step = seen.steps.scale * gap[0] / limit  # of the values below the gap; those above it do not count in what is left
+    return Found(cause, mask_cure(gap[0] * seen.steps.scale), _left(tensor, seen.elements * step * step / 12))
 
 
 def rounds_to_zero(tensor: Judged, cures: Cures) -> Found | None:

@@ -86,9 +86,6 @@ def verdict_on(outputs: Sequence[LayerComparison]) -> Verdict | None:
     return Verdict(grade, worst.name, worst.sqnr)
 
 
-# ---- what the noise is made of ------------------------------------------------------------------------------------------
-
-
 _Share = tuple[str, tuple[str, ...]]  # a part of the noise in words, and what of `fxq.tune` is to be tried for it
 
 
@@ -195,9 +192,6 @@ def _offsets(errors: Mapping[str, Tensor], effects: Effects, total: float) -> It
             f"a constant for each channel makes about {100 * min(share, 1.0):.0f} % of it, which biases could take back",
             ("corrections",),
         )
-
-
-# ---- corrections, off and on --------------------------------------------------------------------------------------------
 
 
 @contextmanager

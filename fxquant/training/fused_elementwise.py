@@ -297,10 +297,8 @@ class _Joined(torch.autograd.Function):
         held = (_operand(a, join), None if a is b else b) if join.product else (None, None)
         ctx.save_for_backward(*held, None if inside is None else saturation_masks.kept(inside, without))
         empty = torch.empty(0, device=a.device, dtype=torch.float32)
-        ctx.join, ctx.shapes = (
-            replace(join, a=empty, b=None, c=None),
-            (a.shape, None if b is None else b.shape, None if c is None else c.shape),
-        )
+        ctx.join = replace(join, a=empty, b=None, c=None)
+        ctx.shapes = a.shape, None if b is None else b.shape, None if c is None else c.shape
         ctx.same, ctx.c_dtype = join.same, None if c is None else c.dtype
         ctx.scale, ctx.ratio = how.scale, ratio
         return integers, real
