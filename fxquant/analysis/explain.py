@@ -46,10 +46,7 @@ def explain(model: fx.GraphModule, *, steps: bool = False, machine: bool = False
 
 
 def _rows(layer: Layer, again: Sequence[Layer]) -> list[tuple[str, str, str, str, str]]:
-    """Return the operator's row, behind those of tensors inside of it on another scale; none before it is decided what becomes of it.
-
-    `again` are those like it at other steps.
-    """
+    """Return the rows of inner tensors on another scale, then the operator's, once it is decided; `again` are its like at other steps."""
     inner = [tensor for tensor in layer.intermediates if tensor.grid != layer.grid]
     rows = [(f"%{each.name}", "integer", each.grid.dtype, _scale(each.grid), _where(layer, f"inside of %{layer.name}")) for each in inner]
     if layer.reason or layer.grid is not None or layer.dynamic:
@@ -82,10 +79,7 @@ def _where(layer: Layer, reason: str) -> str:
 
 
 def summary(known: tuple[Layer, ...]) -> str:
-    """Return one line: how many layers are integer, how many are left in float, and why.
-
-    A composite counts as one; the boundary between integer and float is not counted.
-    """
+    """Return one line: how many layers are integer or float, and why; a composite counts as one, a boundary not at all."""
     integer = sum(layer.integer and not layer.inner and not layer.boundary for layer in known)
     dynamic = sum(layer.dynamic for layer in known)
     left = left_in_float(known)

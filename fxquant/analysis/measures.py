@@ -253,10 +253,7 @@ WEIGHT, BIAS = "weight", "bias"  # the roles of the constants of an operator wit
 
 
 def cost_of(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node], dtype: str | None) -> tuple[int, int, int]:
-    """Return multiply-accumulates, bytes of weights and bytes of the result of the operator at a node of a graph at any stage.
-
-    `dtype` is that of its quantized result, None if it is float.
-    """
+    """Return multiply-accumulates, bytes of weights and of the result at a node; `dtype` is its quantized result's, None for float."""
     lowered = operation(node)
     if lowered is not None:
         # A loaded model may have a function of the user's that this process has not declared.
@@ -343,11 +340,7 @@ def _tensors(known: Any) -> list[TensorFact]:
 
 
 def _integer_bytes(model: fx.GraphModule, node: fx.Node, operator: Operator | None, values: Mapping[str, Any]) -> int:
-    """Compute the bytes of weight and bias once the operator is lowered.
-
-    A weight is stored in the dtype of its config, a bias in that of the accumulator. A batch norm adds a bias, and a weight for each
-    channel if it was not fused.
-    """
+    """Return the bytes of weight and bias once lowered: a weight in its config's dtype, a bias or batch norm's in the accumulator's."""
     module, spec = quantized_operator(model, node), annotation(node)
     configured = None if spec is None or spec.config is None else spec.config.weight.type
     dtype = configured if module is None else module.weight_quantizer.dtype

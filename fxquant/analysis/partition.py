@@ -82,10 +82,7 @@ def _device(model: fx.GraphModule, node: fx.Node) -> str:
 
 
 def _levels(nodes: list[fx.Node], device: Mapping[fx.Node, str], first: str) -> dict[fx.Node, int]:
-    """Return the number of the segment of every node of a stage, where the first one is of this device and devices take turns.
-
-    What an operator was lowered to stays together: nothing passes between segments but tensors of the model.
-    """
+    """Return the segment number of every node, if the first is on device `first`; what an operator was lowered to stays together."""
     levels: dict[fx.Node, int] = {}
     for _, together in itertools.groupby(nodes, origin):
         operator = list(together)

@@ -265,10 +265,7 @@ def outputs(result: Any) -> Values:
 
 
 def crossings(model: fx.GraphModule) -> list[str]:
-    """Return the names of the tensors that float operators pass to an integer segment: quantized tensors, booleans and integers.
-
-    A dynamic layer gets the float values, which it quantizes itself.
-    """
+    """Return the names of tensors that float operators pass to integers; a dynamic layer gets float values, which it quantizes itself."""
     return [node.name for node in model.graph.nodes if _is_handed(model, node)]
 
 

@@ -279,11 +279,7 @@ def _run(chosen: Target, directory: Path, adapt: bool) -> Outcome:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let PyTorch use one thread within the context.
-
-    Its sums then have one order, so that the accuracies in the table are reproducible; tensors of this size gain
-    nothing from a second thread.
-    """
+    """Let PyTorch use one thread inside: sums then have one order, and the accuracies in the table are reproducible."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -89,10 +89,7 @@ def multiply(prepared: fx.GraphModule, known: Channels, exponents: Tensor) -> No
 
 
 def tensor_exponents(prepared: fx.GraphModule) -> dict[str, Tensor]:
-    """Return the exponents e of every tensor that is not the float model's, but that times 2^e, by name.
-
-    They are int64, of its shape without the batch, where 1 stands for every dimension along which they are the same.
-    """
+    """Return the exponents e, int64, of tensors that are the float model's times 2^e, by name; they broadcast to a sample's shape."""
     if not any(isinstance(module, ChannelFactors) and module.active for module in prepared.modules()):
         return {}
     known = channels(prepared)

@@ -141,10 +141,7 @@ class QuantizedOperator(nn.Module):
         return self.state is State.TRAIN and self.training and (owner is None or owner.training)
 
     def multiplied(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a call with its parameters multiplied by the factors of its channels.
-
-        Call this before a direct call of `operator.function` or `operator.lower`.
-        """
+        """Return the arguments for a direct call of the operator's function or `lower`, with parameters times the channels' factors."""
         if self.factors is None or not self.factors.active:
             return args, kwargs
         arguments = self.factors.of(self.operator, self.operator.bind_call(args, kwargs))

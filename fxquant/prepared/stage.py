@@ -118,10 +118,7 @@ def one_scale_per_group(gm: fx.GraphModule) -> Iterator[Violation]:
 
 
 def prepared_operators(gm: fx.GraphModule) -> Iterator[Violation]:
-    """Require that every integer operator is a QuantizedOperator, and that every grid that is set is valid.
-
-    A valid scale is positive, finite and a float32; a valid zero point is an integer of its dtype.
-    """
+    """Require a QuantizedOperator for every integer operator, positive finite float32 scales, and zero points of their dtypes."""
     for node in gm.graph.nodes:
         if is_integer(node) and operator_of(node) is not None:  # a stop between two operators is annotated, and is none
             yield Violation(node, "it is annotated as integer but has no quantizer")

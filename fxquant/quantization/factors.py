@@ -9,7 +9,7 @@ it meant. Products with powers of two are exact, so the float function keeps its
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -58,13 +58,6 @@ class Remembered(Generic[Fact]):
 LARGEST_EXPONENT = 16  # of either sign
 
 
-class Rescalable(Protocol):
-    """The part of an operator's record that applying factors needs."""
-
-    @property
-    def layer(self) -> Any: ...
-
-
 class ChannelFactors(nn.Module):
     """The factors of one operator: of the channels it reads, and of those it gives.
 
@@ -99,8 +92,8 @@ class ChannelFactors(nn.Module):
         self.inputs.copy_(inputs)
         self.outputs.copy_(outputs)
 
-    def of(self, operator: Rescalable, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call of the operator, by name, with its parameters multiplied by the factors."""
+    def of(self, operator: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call of the operator, given by its record, with its parameters multiplied by the factors."""
         if not self.active:
             return arguments
         inputs, outputs = (power_of_two(exponents.to(torch.int64)).float() for exponents in (self.inputs, self.outputs))

@@ -249,10 +249,7 @@ class Quantizer(TrainableScale):
 
     @property
     def can_balance_samples(self) -> bool:
-        """Whether `balance_samples` can change the scale.
-
-        It can where the scale is observed, the tensor is not an output of the model, and the observer has counted its samples.
-        """
+        """Whether `balance_samples` can change the scale: it is observed by samples, and the tensor is not an output of the model."""
         found = self.observer
         return found is not None and found.observed and not self.frozen and not self.is_output and found.per_sample() is not found
 

@@ -10,7 +10,7 @@ An operator has one weight quantizer. A constant operand is quantized in the sam
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -316,19 +316,6 @@ class WeightQuantizer(torch.nn.Module):
 # The layer is never divided by γ; a γ of zero is harmless.
 
 
-class BatchNorm(Protocol):
-    """The attributes of a batch norm that folding reads; an `nn.BatchNorm2d` has them, and so has `BatchNormTensors`."""
-
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    num_batches_tracked: Tensor | None
-    momentum: float | None
-    eps: float
-    track_running_stats: bool
-
-
 class BatchNormTensors(NamedTuple):
     """The tensors of a functional batch norm, with the names of the module's."""
 
@@ -342,12 +329,15 @@ class BatchNormTensors(NamedTuple):
     track_running_stats: bool = True
 
 
+BatchNorm = torch.nn.modules.batchnorm._BatchNorm | BatchNormTensors
+
+
 def multiplied(batch_norm: BatchNorm, factors: Tensor) -> BatchNorm:
     """The batch norm whose result is multiplied by one factor for each channel; its statistics are the same tensors, which move alike."""
     bn = BatchNormTensors(*(getattr(batch_norm, name) for name in BatchNormTensors._fields))
     weight = factors if bn.weight is None else bn.weight * factors
     bias = None if bn.bias is None else bn.bias * factors
-    return bn._replace(weight=weight, bias=bias)  # type: ignore[return-value]  # a tuple's fields are read, as all readers do
+    return bn._replace(weight=weight, bias=bias)
 
 
 def running_gain(batch_norm: BatchNorm) -> Tensor:
@@ -359,10 +349,7 @@ def running_gain(batch_norm: BatchNorm) -> Tensor:
 
 
 def fold(weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm, axis: int) -> tuple[Tensor, Tensor]:
-    """Return the weight and the bias of the layer that equals a layer followed by a batch norm with running statistics; differentiable.
-
-    `axis` is the weight's output channel dimension.
-    """
+    """Return weight and bias with the batch norm's running statistics folded in; differentiable. `axis` is that of output channels."""
     gain = running_gain(batch_norm)
     shape = [1] * weight.dim()
     shape[axis] = -1

@@ -57,10 +57,7 @@ class Effects:
         return self._effect(grids, lambda name, value, read: _rounded(value, *grids[name]))
 
     def of_channels(self, reference: str, steps: Steps, exponents: Tensor | None, axis: int, chosen: Tensor) -> float:
-        """Return the share of noise in the elements of the outputs that change if only the chosen channels of a tensor are rounded.
-
-        `axis` is the dimension of the channels, and `chosen` bool of shape (channels,).
-        """
+        """Return the share of noise in the output elements that change if only `chosen`, bool (channels,) along `axis`, is rounded."""
 
         def change(name: str, value: Any, read: tuple[Any, ...]) -> Any:
             shape = [-1 if dim == axis % value.dim() else 1 for dim in range(value.dim())]

@@ -81,9 +81,6 @@ def check_same_model(left: GraphForm, opened: Any) -> None:
         )
 
 
-# ---- the walk ---------------------------------------------------------------------------------------------------------
-
-
 def walk(
     a: Form, others: Sequence[Form], batches: Iterable[list[Tensor]], handed: Sequence[str] = ()
 ) -> Iterator[tuple[list[Tensor], Values, Form, Values]]:

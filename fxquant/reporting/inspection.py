@@ -228,10 +228,7 @@ def _grid(row: Row) -> str:
 
 
 def difference(a: Contents, b: Contents) -> str:
-    """Return the difference of two files of one kind: their graphs as text, scales, tensors. Empty if they hold the same.
-
-    Raises ConfigurationError for files of different kinds.
-    """
+    """Return how two files differ: graphs, scales, tensors; empty if they do not. Raises ConfigurationError for files of two kinds."""
     if a.kind != b.kind:
         raise ConfigurationError(
             f"{a.path} and {b.path} cannot be compared as text",

@@ -65,7 +65,12 @@ def contents(
         ],
         "edges": [shown.path(one, other) for one, other in shown.graph.edges],
         "details": {} if comparison is None else {name: _details(comparison.statistics[name]) for name in compared},
-        "weights": {name: found for name, found in _weights(model).items() if name in shown.places},
+        # The largest magnitude for each output channel.
+        "weights": {
+            name: _fewer(weight.flatten(1).abs().amax(1) if weight.dim() > 1 else weight.abs())
+            for name, weight in weights_of(model).items()
+            if name in shown.places
+        },
         "passes": _passes(model),
         "floats": [[layer.name, layer.operator, layer.reason, layer.source] for layer in left_in_float(known)],
         "disagreements": [[each.place, each.implementation, each.because] for each in disagreements(model)],
@@ -149,18 +154,13 @@ def _fewer(values: Tensor) -> list[float]:
     return [float(f"{float(part.max()):.4g}") for part in torch.split(flat, step)]
 
 
-def _weights(model: fx.GraphModule) -> dict[str, list[float]]:
-    """Return the largest magnitude for each output channel of every layer with a weight."""
+def weights_of(model: fx.GraphModule) -> dict[str, Tensor]:
+    """Return the weights of layers by name, of one dimension or more: those that the graph holds, as float tensors."""
     nodes = {node.name: node for node in model.graph.nodes}
-    found: dict[str, list[float]] = {}
-    for node in model.graph.nodes:
-        weight = weight_of(model, node, nodes)
-        if weight is not None and weight.dim():
-            found[node.name] = _fewer(weight.flatten(1).abs().amax(1) if weight.dim() > 1 else weight.abs())
-    return found
+    return {name: weight for name, node in nodes.items() if (weight := _weight_of(model, node, nodes)) is not None and weight.dim()}
 
 
-def weight_of(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node]) -> Tensor | None:
+def _weight_of(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node]) -> Tensor | None:
     """Return the weight of a layer as a float tensor, dequantized in an integer model; None if the graph holds none."""
     lowered, module = operation(node), quantized_operator(model, node)
     if lowered is not None and "weight" in lowered.constants:
@@ -210,7 +210,7 @@ def _passes(model: fx.GraphModule) -> dict[str, Any]:
     }
 
 
-# ---- the page --------------------------------------------------------------------------------------------------------
+# ---- the file --------------------------------------------------------------------------------------------------------
 
 
 @checked(

@@ -48,10 +48,7 @@ class Form(NamedTuple):
 
 
 def form_of(value: Tensor, trailing: int) -> Form | None:
-    """Return the form of a tensor with `trailing` dimensions behind its channels; None if it is neither contiguous nor channels last.
-
-    Return None also where the channels are its only dimension, since there is nothing to sum over.
-    """
+    """Return the form of a tensor with `trailing` dimensions after its channels; None for other layouts, or a tensor of channels alone."""
     axis = value.dim() - 1 - trailing
     channels, shape = value.shape[axis], (value.shape[axis], *[1] * trailing)
     if value.numel() == 0 or value.dim() == 1:

@@ -43,10 +43,7 @@ def empty() -> Tensor:
 
 
 def count(counts: Tensor, value: Tensor, low: Tensor, high: Tensor, reach: float) -> None:
-    """Add the items of a batch, which dimension 0 counts; of a large one every so many elements count for those beside them.
-
-    `low` and `high` are the range of each item, float32.
-    """
+    """Add the items of a batch, along dimension 0, with ranges `low` to `high`; of a large batch every so many elements count."""
     items = value.detach().flatten(1).float()
     octaves = [_octave(largest, reach) for largest in torch.maximum(-low, high).tolist()]
     apart = max(1, items.numel() // SAMPLE) | 1  # odd: it meets every column of an image whose width is a power of two
@@ -304,10 +301,7 @@ class HistogramObserver(Observer, names="histogram"):
         return (self.loss((magnitudes - quantized).abs()) * torch.cat((counts, counts))).sum(1)
 
     def _ahead(self, counts: Tensor) -> float:
-        """`ahead`; 1 where the last of these counts is of many values.
-
-        What stays within 1, as probabilities do, is covered up to 1 and not beyond.
-        """
+        """Return `ahead`, or what covers values within 1 up to 1; 1 where the last of these counts is of many values."""
         if self.ahead == 1:
             return 1.0
         largest = float(self.largest)
@@ -430,10 +424,7 @@ def beside(observer: Observer) -> dict[str, nn.Module]:
 
 
 def many_at_ends(observers: Sequence[Observer], dtype: IntType) -> tuple[bool, bool]:
-    """Return whether many values lie at the smallest and at the largest value, by the histogram among these observers.
-
-    Of a symmetric dtype both say whether many lie at the largest magnitude.
-    """
+    """Return whether many values lie at the smallest and at the largest value; of a symmetric dtype, both at the largest magnitude."""
     return next((each.crowded(dtype) for each in observers if isinstance(each, HistogramObserver)), (False, False))
 
 
