@@ -14,7 +14,7 @@ import ast
 import sys
 from pathlib import Path
 
-BUDGET = {"lines": 74_600, "files": 380, "small": 28, "wide": 25}
+BUDGET = {"lines": 74_170, "files": 377, "small": 27, "wide": 25}
 SLACK = {"lines": 200, "files": 3, "small": 3, "wide": 3}  # how far the tree may be below its budget before that is lowered
 SMALLEST, LARGEST = 80, 800  # lines of a file
 PARAMETERS = 8

@@ -17,8 +17,6 @@ from fxquant.ops import operator_of
 from fxquant.prepared.stage import record_of
 from fxquant.target import Limit, Target
 
-# ---- the limits that an operator breaks at its place in a graph ------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Breach:
@@ -55,8 +53,6 @@ class Limits:
                 found.append(Breach(limit, offending, f"its {limit.measure} is {values}; {self.target.name} allows {limit}"))
         return found
 
-
-# ---- findings --------------------------------------------------------------------------------------------------------
 
 FLOAT_REMEDY = "replace it, or run it on the host: fxq.explain says where the integer part ends"
 

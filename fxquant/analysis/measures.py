@@ -312,14 +312,8 @@ def _shape(value: Any) -> tuple[Size, ...] | None:
 
 def _at_one(shape: tuple[Size, ...]) -> tuple[int | Fraction, ...]:
     """Return the sizes at batch size 1, where one that is B/2 is not an integer. Others are ints: fractions take ten times as long."""
-    return tuple([_whole(size) for size in shape])
-
-
-def _whole(size: Size) -> int | Fraction:
-    if isinstance(size, int):
-        return size
-    at_one = size.coefficient + size.offset
-    return at_one.numerator if at_one.denominator == 1 else at_one
+    at_one = [size if isinstance(size, int) else size.coefficient + size.offset for size in shape]
+    return tuple([size.numerator if size.denominator == 1 else size for size in at_one])
 
 
 def bytes_of(known: Any) -> int:

@@ -126,9 +126,6 @@ class Wanted:
             )
 
 
-# ---- a graph ----------------------------------------------------------------------------------------------------------
-
-
 class GraphForm(Form):
     """A graph at any stage. A prepared model is run in a state, by default its own; its state is restored after each batch."""
 

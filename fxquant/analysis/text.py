@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from fxquant.errors import ConfigurationError
-from fxquant.ir.graph import TensorFact, annotation, fact, fused, resolve, stage_of, step_of
+from fxquant.ir.graph import annotation, fact, fused, resolve, stage_of, step_of
 from fxquant.ir.integer import kernel, origin
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops import Operator
@@ -165,11 +165,9 @@ def _attribute(gm: fx.GraphModule, path: str) -> str:
 
 
 def _fact_text(value: Any) -> str:
-    if isinstance(value, TensorFact) or value is None:
-        return "" if value is None else str(value)
     if isinstance(value, list | tuple):
         return "(" + ", ".join(_fact_text(item) for item in value) + ")"
-    return str(value)
+    return "" if value is None else str(value)
 
 
 def _quantization(gm: fx.GraphModule, node: fx.Node) -> str:

@@ -475,7 +475,6 @@ def qparams(prepared: nn.Module) -> dict[str, float | tuple[float, int]]:
     """Return the scale of every operator's output by node name, NaN where it is not known yet, or is that of a 32-bit sum.
 
     For a uint8 output this is a pair: the scale and the zero point.
-
     Where a residual is fused into an operator, the tensor that it is added to has a scale too, "name.intermediate", for when it cannot
     be added in the accumulator.
     """
@@ -500,7 +499,6 @@ def set_qparams(prepared: nn.Module, scales: Mapping[str, float | tuple[float, i
     """Fix scales by module path or by the names of `qparams`; they no longer follow any observation.
 
     A pair is a scale and a zero point, as `qparams` returns for a uint8 output; with a scale alone the zero point is unchanged.
-
     Only the named tensors are fixed: where a residual is fused into an operator, the tensor that it is added to keeps its own statistics.
 
     Raises ConfigurationError, and changes nothing, if a name matches no operator or a scale is not positive and finite.

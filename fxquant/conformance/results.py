@@ -199,7 +199,7 @@ def check_conformance(folder: str | os.PathLike[str], results: str | os.PathLike
     that cannot be read, belong to another kit, or have other shapes.
     """
     kit, place = read_kit(Path(folder)), Path(results)
-    expected = kit.arrays(manifest.EXPECTED)
+    expected = read_arrays(kit.file(manifest.EXPECTED))
     ran: dict[tuple[str, int], Ran] = {}
     notes: dict[str, str] = {}
     runtimes: dict[str, None] = {}

@@ -107,7 +107,6 @@ def _rounding(old: FixedArithmetic, changed: Mapping[str, str]) -> Arithmetic:
 
 
 def _spelt_out(old: FixedArithmetic) -> dict[str, str]:
-    """Return the rounding of each kind."""
     return {kind: old.roundings.get(kind, old.final_rounding) for kind in KINDS}
 
 

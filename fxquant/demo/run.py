@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -179,7 +179,15 @@ class DigitsDataset(NamedTuple):
 
 def load_digits_dataset() -> DigitsDataset:
     """Return the digits with their fixed split: every call, in every process, returns equal tensors."""
-    raw = _load_raw_digits()
+    try:
+        from sklearn.datasets import load_digits  # type: ignore[import-untyped,unused-ignore]
+    except ImportError as error:
+        raise ConfigurationError(
+            "the digits cannot be loaded",
+            because="they come with scikit-learn, which is not installed",
+            remedy='pip install "fxquant[demo]"',
+        ) from error
+    raw = load_digits()
     centred = torch.tensor(raw.images, dtype=torch.float32).unsqueeze(1) / (_LARGEST_PIXEL / 2) - 1
     images = F.interpolate(centred, size=(IMAGE_SIZE, IMAGE_SIZE), mode="bilinear", align_corners=False)
     labels = torch.tensor(raw.target, dtype=torch.int64)
@@ -196,18 +204,6 @@ def split_by_class(labels: Tensor, test_images_per_class: int, seed: int) -> tup
         chosen = torch.randperm(len(members), generator=generator)[:test_images_per_class]
         is_test[members[chosen]] = True
     return (~is_test).nonzero().flatten(), is_test.nonzero().flatten()
-
-
-def _load_raw_digits() -> Any:
-    try:
-        from sklearn.datasets import load_digits  # type: ignore[import-untyped,unused-ignore]
-    except ImportError as error:
-        raise ConfigurationError(
-            "the digits cannot be loaded",
-            because="they come with scikit-learn, which is not installed",
-            remedy='pip install "fxquant[demo]"',
-        ) from error
-    return load_digits()
 
 
 SEED = 0
@@ -290,7 +286,6 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def _batches(description: str) -> Iterator[OnBatch]:
-    """Yield a callback that advances a progress bar."""
     if not shown(None):
         yield lambda done, total, loss: None
         return

@@ -25,7 +25,7 @@ from fxquant.ops.movement.pixels import channel_shuffle
 from fxquant.ops.movement.shape import numbers, permute, reshape
 from fxquant.prepared.operators import QuantizedOperator
 from fxquant.prepared.stage import quantized_operator
-from fxquant.quantization.factors import ChannelFactors
+from fxquant.quantization.weights import ChannelFactors
 
 
 @dataclass(frozen=True)

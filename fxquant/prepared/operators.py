@@ -22,10 +22,9 @@ from fxquant.numerics.grids import EVERYTHING, Grid, Interval
 from fxquant.numerics.rounding import clamped, straight_through
 from fxquant.ops import Operator, map_operands
 from fxquant.primitives.arithmetic import Arithmetic
-from fxquant.quantization.factors import ChannelFactors
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.spec import State
-from fxquant.quantization.weights import WeightQuantizer
+from fxquant.quantization.weights import ChannelFactors, WeightQuantizer
 from fxquant.training import fused_layers
 
 # Of float tensors that operators return: their integers, the grid of these, and the version of the tensor that they are of. They are not

@@ -20,8 +20,7 @@ from fxquant.numerics.grids import (
     round_up_to_power_of_two,
     scale_from_range,
 )
-from fxquant.quantization.factors import Remembered
-from fxquant.quantization.learning import LSQ, LSQ_PLUS, METHODS, TrainableScale, method_of
+from fxquant.quantization.learning import LSQ, LSQ_PLUS, METHODS, Remembered, TrainableScale, method_of
 from fxquant.quantization.observers.histogram import HistogramObserver, beside, many_at_ends, observe_together, on_step
 from fxquant.quantization.observers.ranges import MinMaxObserver, MovingAverageMinMaxObserver, Observer, averaged, in_numbers
 from fxquant.quantization.spec import FROZEN, STATISTICS

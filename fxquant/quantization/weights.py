@@ -13,19 +13,20 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxquant.numerics.grids import (
     SMALLEST_SCALE,
     IntType,
     accumulator_bound,
     least_error_scale,
+    power_of_two,
     round_up_to_power_of_two,
     scale_from_range,
     weight_scale,
 )
 from fxquant.numerics.rounding import AdaptiveRounding, Nearest, Rounding, clamped
-from fxquant.quantization.learning import LSQ, Method, TrainableScale, learned_step
+from fxquant.quantization.learning import LSQ, Method, Remembered, TrainableScale, learned_step
 from fxquant.training import fused_layers
 
 
@@ -406,3 +407,65 @@ def _update_running(batch_norm: BatchNorm, mean: Tensor, variance: Tensor, count
     for running, seen in ((batch_norm.running_mean, mean), (batch_norm.running_var, unbiased)):
         if not running.requires_grad:  # what is trained does not follow the batches
             running.add_((seen - running) * momentum * usable)
+
+
+# ---- Channel factors: powers of two that channels of a prepared model are multiplied by, and divided by where they are read
+
+
+LARGEST_EXPONENT = 16  # of either sign
+
+
+class ChannelFactors(nn.Module):
+    """The factors of one operator: of the channels it reads, and of those it gives.
+
+    W'[o, i] = W[o, i] · 2^(outputs[o] - inputs[i]),   b'[o] = b[o] · 2^outputs[o]
+
+    The parameters themselves stay those of the float model. Products with powers of two are exact: as long as nothing leaves the range of
+    float32, the float function keeps its bits.
+
+    inputs   int8 buffer of shape (channels read,): its operand is the float model's times 2^inputs
+    outputs  int8 buffer of shape (channels given,): its result is the float model's times 2^outputs
+    """
+
+    inputs: Tensor
+    outputs: Tensor
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self._active = Remembered(False)
+        self.register_buffer("inputs", torch.zeros(inputs, dtype=torch.int8, device="cpu"))
+        self.register_buffer("outputs", torch.zeros(outputs, dtype=torch.int8, device="cpu"))
+
+    @property
+    def active(self) -> bool:
+        """Whether any factor is not 1."""
+        return self._active.get(lambda: bool(self.inputs.any()) or bool(self.outputs.any()), self.inputs, self.outputs)
+
+    @property
+    def description(self) -> str:
+        """Which of the channels that it gives are multiplied by what, in words; empty where none is."""
+        if not self.active or not (count := int(self.outputs.count_nonzero())):
+            return ""
+        return f"equalized: {count} of {len(self.outputs)} channels times 2^{int(self.outputs.min())} to 2^{int(self.outputs.max())}"
+
+    @torch.no_grad()
+    def assign(self, inputs: Tensor, outputs: Tensor) -> None:
+        """Set the exponents."""
+        self.inputs.copy_(inputs)
+        self.outputs.copy_(outputs)
+
+    def of(self, operator: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call of the operator, given by its record, with its parameters multiplied by the factors."""
+        if not self.active:
+            return arguments
+        inputs, outputs = (power_of_two(exponents.to(torch.int64)).float() for exponents in (self.inputs, self.outputs))
+        return {**arguments, **operator.layer.rescaled(arguments, inputs, outputs)}
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Load a state_dict; one without factors is that of a model that has none."""
+        for name, own in (("inputs", self.inputs), ("outputs", self.outputs)):
+            state_dict.setdefault(prefix + name, torch.zeros_like(own))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def extra_repr(self) -> str:
+        return f"{len(self.inputs)} → {len(self.outputs)}"

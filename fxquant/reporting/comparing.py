@@ -132,9 +132,6 @@ class Pairing:
         return tuple(name for name in self.right.facts if self.firsts.get(name, name) not in self.seen)
 
 
-# ---- the comparison --------------------------------------------------------------------------------------------------
-
-
 WRITER = such(
     "a SummaryWriter of torch.utils.tensorboard",
     lambda value: value,

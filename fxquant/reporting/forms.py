@@ -62,23 +62,17 @@ def check_same_model(left: GraphForm, opened: Any) -> None:
         )
     sizes = (sum(node.op == "placeholder" for node in left.model.graph.nodes), len(returned(left.model)))
     found = (len(opened.input_names), len(opened.output_names))
-    if sizes != found:
-        raise ExportError(
-            f"{opened.path} is the file of another model",
-            because=f"it has {found[0]} inputs and {found[1]} outputs, and this model has {sizes[0]} and {sizes[1]}",
-            remedy="pass the file that fxq.export_onnx wrote of this model",
-        )
     if is_deployed(left.model):
         names = [layer.name for layer in layers(left.model) if layer.grid is not None]
     else:
         names = [name for name, operator in quantized_operators(left.model).items() if operator.owns_output]
     missing = [name for name in names if name not in opened.tensors]
-    if missing:
-        raise ExportError(
-            f"{opened.path} is the file of another model",
-            because=f"it has no {', '.join('%' + name for name in missing[:5])}{' …' if len(missing) > 5 else ''}",
-            remedy="pass the file that fxq.export_onnx wrote of this model",
-        )
+    if sizes != found or missing:
+        because = f"it has no {', '.join('%' + name for name in missing[:5])}{' …' if len(missing) > 5 else ''}"
+        if sizes != found:
+            because = f"it has {found[0]} inputs and {found[1]} outputs, and this model has {sizes[0]} and {sizes[1]}"
+        remedy = "pass the file that fxq.export_onnx wrote of this model"
+        raise ExportError(f"{opened.path} is the file of another model", because=because, remedy=remedy)
 
 
 def walk(
@@ -190,9 +184,6 @@ def _compared_operands(node: fx.Node, compared: Set[str]) -> Iterator[str]:
             yield operand.name
         elif operand.op != "get_attr":
             yield from _compared_operands(operand, compared)
-
-
-# ---- the public functions --------------------------------------------------------------------------------------------
 
 
 Batches = Iterable[Any]

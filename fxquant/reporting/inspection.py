@@ -223,7 +223,6 @@ def _scale(values: Sequence[float]) -> str:
 
 
 def _grid(row: Row) -> str:
-    """Return the scale or scales, and a zero point."""
     return _scale(row.scale) + ("" if row.zero_point is None else f", zero point {row.zero_point}")
 
 

@@ -210,9 +210,6 @@ def _passes(model: fx.GraphModule) -> dict[str, Any]:
     }
 
 
-# ---- the file --------------------------------------------------------------------------------------------------------
-
-
 @checked(
     model=instance("a traced, prepared or integer model", fx.GraphModule),
     path=FILE,

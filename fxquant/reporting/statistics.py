@@ -193,9 +193,6 @@ def json_ready(value: Any) -> Any:
     return [json_ready(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-# ---- a row of a comparison -------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class LayerComparison:
     """How far one tensor is apart in the two forms, in units of the second form.

@@ -17,10 +17,9 @@ from fxquant.numerics.grids import ACTIVATION_TYPES, WEIGHT_TYPES
 from fxquant.ops import BY_NAME
 from fxquant.prepared.operators import QuantizedOperator
 from fxquant.primitives.arithmetic import Arithmetic
-from fxquant.quantization.factors import ChannelFactors
 from fxquant.quantization.learning import TrainableScale
 from fxquant.quantization.quantizer import Quantizer
-from fxquant.quantization.weights import WeightQuantizer, WeightScale
+from fxquant.quantization.weights import ChannelFactors, WeightQuantizer, WeightScale
 from fxquant.serialization.names import ARGUMENTS
 from fxquant.serialization.values import DTYPES, cannot_save, encode, expect
 from fxquant.target import Target

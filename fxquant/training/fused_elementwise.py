@@ -20,7 +20,7 @@ from torch import Tensor
 from fxquant.numerics.grids import Grid, ends_of
 from fxquant.primitives import PRIMITIVES, Role, elementwise, role_of
 from fxquant.support.offers import Offers
-from fxquant.training import fused_layers, saturation_masks
+from fxquant.training import fused_layers
 from fxquant.training.fused_layers import Gradients, Rounded
 
 
@@ -295,7 +295,7 @@ class _Joined(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         integers, real, inside, without = passes_for(a).forward(join, how, ratio, True)
         held = (_operand(a, join), None if a is b else b) if join.product else (None, None)
-        ctx.save_for_backward(*held, None if inside is None else saturation_masks.kept(inside, without))
+        ctx.save_for_backward(*held, None if inside is None else fused_layers.kept_mask(inside, without))
         empty = torch.empty(0, device=a.device, dtype=torch.float32)
         ctx.join = replace(join, a=empty, b=None, c=None)
         ctx.shapes = a.shape, None if b is None else b.shape, None if c is None else c.shape
@@ -310,7 +310,7 @@ class _Joined(torch.autograd.Function):
         a, b, kept = ctx.saved_tensors
         join, ratio, (shape, of_b_shape, of_c_shape) = ctx.join, ctx.ratio, ctx.shapes
         given: Tensor = of_integers if of_integers is not None else of_real  # type: ignore[assignment]
-        inside = saturation_masks.opened(kept, torch.empty(shape, device="meta", dtype=torch.float32))
+        inside = fused_layers.opened_mask(kept, torch.empty(shape, device="meta", dtype=torch.float32))
         a = given if a is None else a.float()
         if ctx.same:
             b, ratio = a, 2 * ratio
@@ -365,8 +365,7 @@ def joined(join: Join, how: Rounded, ratio: Tensor) -> tuple[Tensor, Tensor]:
     if not torch.is_grad_enabled():
         integers, real, *_ = passes_for(join.a).forward(join, how, ratio, False)
         return integers, real
-    result: tuple[Tensor, Tensor] = _Joined.apply(join.a, join.b, join.c, join, how, ratio)  # type: ignore[no-untyped-call]
-    return result
+    return _Joined.apply(join.a, join.b, join.c, join, how, ratio)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def ends(join: Join) -> Tensor:
@@ -452,8 +451,7 @@ def looked_up(value: Tensor, input: Grid, curve: Curve, table: Tensor, output: G
     steps = curve.values / output.scale
     inside = (steps >= output.low) & (steps <= output.high)
     slopes = torch.where(inside, curve.slopes, 0.0) / output.scale * input.scale
-    result: tuple[Tensor, Tensor] = _LookedUp.apply(value, table, slopes, curve.low, output.scale)  # type: ignore[no-untyped-call]
-    return result
+    return _LookedUp.apply(value, table, slopes, curve.low, output.scale)  # type: ignore[no-untyped-call,no-any-return]
 
 
 # ---- operands of integer products, saved for backward in as many bits as they need, mostly a quarter of the memory ---

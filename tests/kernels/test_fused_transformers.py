@@ -23,7 +23,7 @@ from fxquant.primitives import elementwise, pool, product
 from fxquant.primitives.arithmetic import Arithmetic
 from fxquant.quantization.observers import MinMaxObserver, MovingAverageMinMaxObserver
 from fxquant.quantization.quantizer import Quantizer
-from fxquant.training import fused_elementwise, fused_layers, saturation_masks
+from fxquant.training import fused_elementwise, fused_layers
 from tests.shared.contract import compiled
 
 pytestmark = pytest.mark.skipif(isinstance(native.joining_library(), str), reason="a C compiler was not found")
@@ -307,14 +307,14 @@ def test_marks_come_back(without: int) -> None:
     inside = torch.ones(1013, dtype=torch.uint8)
     inside[torch.randperm(1013)[:without]] = 0
     inside = inside.as_strided((1013, 1), (1, 1013))
-    kept = saturation_masks.kept(inside, without)
+    kept = fused_layers.kept_mask(inside, without)
     assert kept is None if not without else kept is not None and kept.dtype == (torch.int32 if without < 32 else torch.uint8)
-    opened = saturation_masks.opened(kept, torch.empty_like(inside, device="meta"))
+    opened = fused_layers.opened_mask(kept, torch.empty_like(inside, device="meta"))
     assert opened is None if not without else opened is not None and torch.equal(opened, inside)
-    with mock.patch.object(saturation_masks.OFFERS, "known", []):
-        plain = saturation_masks.kept(inside, without)
+    with mock.patch.object(fused_layers.MASKS, "known", []):
+        plain = fused_layers.kept_mask(inside, without)
         assert plain is None if kept is None else torch.equal(plain, kept)  # type: ignore[arg-type]
-        again = saturation_masks.opened(plain, torch.empty_like(inside, device="meta"))
+        again = fused_layers.opened_mask(plain, torch.empty_like(inside, device="meta"))
         assert again is None if not without else again is not None and torch.equal(again, inside)
 
 
