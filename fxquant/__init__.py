@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from fxquant.calibration.calibration import freeze, qparams, set_qparams, set_state
     from fxquant.calibration.observations import Observations, observations
     from fxquant.conformance.kit import conformance_kit
-    from fxquant.conformance.results import Conformance, ProbeResult, check_conformance
-    from fxquant.conformance.simulation import simulate_conformance
+    from fxquant.conformance.results import Conformance, ProbeResult, check_conformance, simulate_conformance
     from fxquant.errors import (
         AccumulatorOverflow,
         CalibrationError,
@@ -80,12 +79,12 @@ if TYPE_CHECKING:
     from fxquant.quantization.spec import ActivationConfig, QConfig, State, WeightConfig
     from fxquant.reporting import checks
     from fxquant.reporting.advice import Advice
-    from fxquant.reporting.compared import LayerComparison
     from fxquant.reporting.comparing import Comparison, compare
     from fxquant.reporting.estimate import Estimate, LayerEstimate, estimate
     from fxquant.reporting.forms import record, verify
     from fxquant.reporting.inspection import GraphDifference, diff
     from fxquant.reporting.page import report
+    from fxquant.reporting.statistics import LayerComparison
     from fxquant.search.budget import Budget, Speed, high_precision_outputs
     from fxquant.search.mixed_precision import MixedPrecision, mixed_precision
     from fxquant.search.observer_search import ObserverSearch, ObserverTrial, search_observers
@@ -232,8 +231,7 @@ _FROM = {
     "fxquant.backends.onnx.metadata": "onnx_metadata",
     "fxquant.backends.onnx.segments": "export_segments run_segments",
     "fxquant.conformance.kit": "conformance_kit",
-    "fxquant.conformance.results": "Conformance ProbeResult check_conformance",
-    "fxquant.conformance.simulation": "simulate_conformance",
+    "fxquant.conformance.results": "Conformance ProbeResult check_conformance simulate_conformance",
     "fxquant.errors": "AccumulatorOverflow CalibrationError CompilationError ConfigurationError ExportError FxQuantError Interrupted "
     "NotCalibrated NotFinite ScaleConflict StageViolation TraceError UnknownTarget UnsupportedOperator",
     "fxquant.reporting.forms": "record verify",
@@ -249,7 +247,7 @@ _FROM = {
     "fxquant.quantization.spec": "ActivationConfig QConfig State WeightConfig",
     "fxquant.reporting": "checks",
     "fxquant.reporting.advice": "Advice",
-    "fxquant.reporting.compared": "LayerComparison",
+    "fxquant.reporting.statistics": "LayerComparison",
     "fxquant.reporting.comparing": "Comparison compare",
     "fxquant.reporting.inspection": "GraphDifference diff",
     "fxquant.reporting.estimate": "Estimate LayerEstimate estimate",

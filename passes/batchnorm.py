@@ -76,9 +76,6 @@ class BatchNorm(Fusion):
         return layer
 
 
-# ---- once and for all -----------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def _evaluate(gm: fx.GraphModule, layers: list[fx.Node]) -> None:
     """Replace weight and bias of these layers by the folded ones, and remove parameters and batch norms that nothing else reads."""

@@ -73,7 +73,10 @@ def _boundary(
     config = wanted or spec.config.output
     if config.dtype == "int32":  # that is asked of a last layer's output, not of its input
         config = replace(config, dtype=context.target.default_activation)
-    dtype = _preferred(reader, value, preferred) if operator is QUANTIZE else None
+    dtype: str | None = None
+    # A rule that determines the input of the reader goes before the dtype that the reader prefers.
+    if operator is QUANTIZE and not decide(reader).asked and (wanted is None or decide(reader).layer == DEFAULT):
+        dtype = preferred_by(reader, value, preferred)
     if dtype is not None and dtype in context.target.activations and dtype != config.dtype:
         wanted = config = config.of(dtype)
     limits = matters(reader, EVERYTHING, False) if operator is QUANTIZE else EVERYTHING
@@ -97,11 +100,3 @@ def _boundary(
     else:
         annotate(node, Annotation(None, "the end of the integer part", spec.config, spec.group))
     return node
-
-
-def _preferred(reader: fx.Node, value: fx.Node, preferred: Mapping[fx.Node, str]) -> str | None:
-    """Return the dtype that a reader prefers for a value; None where a rule determines its input, or it prefers none."""
-    spec = annotation(reader)
-    assert spec is not None
-    asked = decide(reader).asked or (spec.config.input is not None and decide(reader).layer != DEFAULT)
-    return None if asked else preferred_by(reader, value, preferred)

@@ -42,7 +42,12 @@ def expand(gm: fx.GraphModule, context: Context) -> int:
             build = Builder(
                 composite.name, node, context.target.activations, real=config.dynamic, normalizes_items=context.target.normalizes_items
             )
-            result, because = _expanded(composite, build, arguments)
+            result: Any = None
+            because = None
+            try:
+                result = composite.expand(build, **arguments)
+            except ManySizes:
+                because = MANY_SIZES
             for made in build.parts:
                 wanted = demand(made)
                 if config.dynamic:
@@ -63,15 +68,6 @@ def expand(gm: fx.GraphModule, context: Context) -> int:
         refuse(node, because)
         context.say(f"%{node.name} is not expanded: {because}")
     return changes
-
-
-def _expanded(composite: Operator, build: Builder, arguments: dict[str, Any]) -> tuple[Any, str | None]:
-    """Return the result of the parts, or why an intermediate shape cannot be expressed."""
-    assert composite.expand is not None
-    try:
-        return composite.expand(build, **arguments), None
-    except ManySizes:
-        return None, MANY_SIZES
 
 
 def _why_whole(node: fx.Node, composite: Operator, arguments: dict[str, Any]) -> str | None:

@@ -197,7 +197,6 @@ class GraphLowering(Lowering):
 
 
 def _described(grid: Grid) -> QParams:
-    """Return a grid as a fact."""
     scales = tuple(grid.scale.flatten().tolist())
     one = len(scales) == 1
     return QParams(scales[0] if one else scales, grid.type.name, None if one else -grid.scale.dim(), grid.zero_point)

@@ -79,10 +79,7 @@ def _bounds(entry: Any, size: Size) -> tuple[int, int] | None:
 
 
 def _part(value: fx.Node, dim: int, start: int, stop: int, reader: fx.Node) -> fx.Node | None:
-    """Return a node with the elements from `start` to `stop` along a dimension of a value, without other parts of a concatenation.
-
-    None where no concatenation along it is found, or where the bounds are not between its parts.
-    """
+    """Return a node with elements `start` to `stop` of a value, without other parts of a concatenation; None where none fits."""
     operator = operator_of(value)
     if operator is None or is_named(value):
         return None

@@ -35,11 +35,10 @@ from fxquant.passes.rewriting import decide, result_config
 from fxquant.pipeline import Context
 from fxquant.prepared.operators import QuantizedOperator, Quantizers, link_owners, quantized_operators
 from fxquant.prepared.stage import is_integer, is_plain
-from fxquant.quantization.factors import ChannelFactors
 from fxquant.quantization.learning import METHODS
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.spec import ActivationConfig, WeightConfig
-from fxquant.quantization.weights import BatchNormTensors, WeightQuantizer, WeightScale
+from fxquant.quantization.weights import BatchNormTensors, ChannelFactors, WeightQuantizer, WeightScale
 
 CONTAINER = "quantized"  # the path of the operators in the prepared model
 

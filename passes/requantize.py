@@ -80,8 +80,7 @@ def _is_on(operand: fx.Node, asked: ActivationConfig) -> bool:
         return True
     if known.dtype != asked.dtype:
         return False
-    config = result_config(operand)
-    return asked.fixed_grid is None or config.fixed_grid == asked.fixed_grid
+    return asked.fixed_grid is None or result_config(operand).fixed_grid == asked.fixed_grid
 
 
 def _made(node: fx.Node, operand: fx.Node, spec: Annotation) -> fx.Node:

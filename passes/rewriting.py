@@ -31,11 +31,7 @@ from fxquant.quantization.spec import ActivationConfig, QConfig
 def covering(
     node: fx.Node, written: tuple[Any, ...], calls: Sequence[Call], mapping: QConfigMapping, attached: Mapping[str, Chosen]
 ) -> MatchedRules:
-    """Return every rule that covers a node that the user wrote as one of these types or functions, the nearest first.
-
-    calls      which calls of these in the module's forward it is
-    attached   the QConfigs that stand on modules of the traced model itself; they go before those of the model it came from
-    """
+    """Return every rule that covers a node of the user's, the nearest first; `attached` QConfigs of the traced model come before all."""
     path = module_path(node)
     around = [(name, attached[name]) for name in (*prefixes(path), "") if name in attached]
     attributes = [(Rule("attribute", name), chosen) for name, chosen in (*around, *attached_qconfigs(node))]

@@ -11,7 +11,7 @@ from torch import Tensor
 from fxquant.backends.cpu import native
 from fxquant.backends.cpu.native import FIXED, REAL
 from fxquant.backends.cpu.training import constants, numbers
-from fxquant.training import fused_elementwise, saturation_masks
+from fxquant.training import fused_elementwise, fused_layers
 from fxquant.training.fused_elementwise import Join
 from fxquant.training.fused_layers import Rounded
 
@@ -120,7 +120,7 @@ class NativeMarks:
         return found
 
 
-saturation_masks.OFFERS.add(NativeMarks())
+fused_layers.MASKS.add(NativeMarks())
 fused_elementwise.OFFERS.add(NativeJoining())
 
 

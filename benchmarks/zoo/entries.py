@@ -19,7 +19,7 @@ from benchmarks.zoo.sequence import SignalNetwork
 from benchmarks.zoo.shufflenet import ShuffleNetV2
 from benchmarks.zoo.unet import UNet
 from benchmarks.zoo.volume import VolumeNetwork
-from fxquant.demo.run import build_demo_network, load_digits_dataset, train_float
+from fxquant.demo.run import build_demo_network, load_digits_dataset, train
 from fxquant.support.seeding import seeded
 
 Batches = list[Tensor]
@@ -82,7 +82,7 @@ def _built(build: Callable[[], nn.Module], data: Data) -> Callable[[], ZooEntry]
 def _demo_entry() -> ZooEntry:
     dataset = load_digits_dataset()
     network = build_demo_network(seed=0)
-    train_float(network, dataset, epochs=5, seed=0)
+    train(network, dataset, epochs=5, seed=0)
     return _entry(network, dataset.train_images[:_COUNT], dataset.test_images[:_COUNT])
 
 

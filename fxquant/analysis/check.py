@@ -17,8 +17,6 @@ from fxquant.ops import operator_of
 from fxquant.prepared.stage import record_of
 from fxquant.target import Limit, Target
 
-# ---- the limits that an operator breaks at its place in a graph ------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Breach:
@@ -46,18 +44,15 @@ class Limits:
         absent = [limit for limit in mine if limit.measure is None]
         if absent:
             return [Breach(limit, (), f"{self.target.name} has no {site.operator.name}") for limit in absent]
-        return [found for limit in (*self.general, *mine) if (found := self._broken(site, limit)) is not None]
+        found = []
+        for limit in (*self.general, *mine):
+            assert limit.measure is not None
+            offending = limit.broken_by(MEASURES[limit.measure](site))
+            if offending:
+                values = " and ".join(map(str, offending))
+                found.append(Breach(limit, offending, f"its {limit.measure} is {values}; {self.target.name} allows {limit}"))
+        return found
 
-    def _broken(self, site: Site, limit: Limit) -> Breach | None:
-        assert limit.measure is not None
-        offending = limit.broken_by(MEASURES[limit.measure](site))
-        if not offending:
-            return None
-        values = " and ".join(map(str, offending))
-        return Breach(limit, offending, f"its {limit.measure} is {values}; {self.target.name} allows {limit}")
-
-
-# ---- findings --------------------------------------------------------------------------------------------------------
 
 FLOAT_REMEDY = "replace it, or run it on the host: fxq.explain says where the integer part ends"
 
@@ -159,17 +154,13 @@ def broken_limits(gm: fx.GraphModule, known: tuple[Layer, ...], target: Target) 
         if operator is None:
             continue
         for breach in limits.broken(Site(node, operator, operator.arguments(node))):
-            yield Finding(_place(layer), layer.name, layer.operator, breach.sentence, layer.source, breach.limit.remedy)
+            yield Finding(layer.module or layer.name, layer.name, layer.operator, breach.sentence, layer.source, breach.limit.remedy)
 
 
 def _in_float(node: fx.Node, layer: Layer) -> Finding:
-    spec = annotation(node)
+    spec, place = annotation(node), layer.module or layer.name
     if is_on_host(node):
-        return Finding(_place(layer), layer.name, layer.operator, layer.reason, layer.source, "nothing is left to do", "host")
+        return Finding(place, layer.name, layer.operator, layer.reason, layer.source, "nothing is left to do", "host")
     unasked = operator_of(node) is not None and spec is not None and spec.config is None
     remedy = "give it a QConfig" if unasked else FLOAT_REMEDY
-    return Finding(_place(layer), layer.name, layer.operator, f"it stays in float: {layer.reason}", layer.source, remedy, "float")
-
-
-def _place(layer: Layer) -> str:
-    return layer.module or layer.name
+    return Finding(place, layer.name, layer.operator, f"it stays in float: {layer.reason}", layer.source, remedy, "float")

@@ -46,10 +46,7 @@ def explain(model: fx.GraphModule, *, steps: bool = False, machine: bool = False
 
 
 def _rows(layer: Layer, again: Sequence[Layer]) -> list[tuple[str, str, str, str, str]]:
-    """Return the operator's row, behind those of tensors inside of it on another scale; none before it is decided what becomes of it.
-
-    `again` are those like it at other steps.
-    """
+    """Return the rows of inner tensors on another scale, then the operator's, once it is decided; `again` are its like at other steps."""
     inner = [tensor for tensor in layer.intermediates if tensor.grid != layer.grid]
     rows = [(f"%{each.name}", "integer", each.grid.dtype, _scale(each.grid), _where(layer, f"inside of %{layer.name}")) for each in inner]
     if layer.reason or layer.grid is not None or layer.dynamic:
@@ -59,13 +56,9 @@ def _rows(layer: Layer, again: Sequence[Layer]) -> list[tuple[str, str, str, str
         also += f"{'; ' if reason + also else ''}{coarse}" if (coarse := description(layer.parts)) else ""
         if layer.dynamic and layer.reason and layer.part:
             reason = f"{layer.part}; {reason}"
-        kind, dtype = (
-            ("integer", layer.dtype)
-            if layer.integer
-            else ("dynamic", "")
-            if layer.dynamic
-            else ("float", "" if layer.device == HOST or layer.boundary else "float16")
-        )
+        kind = "integer" if layer.integer else "dynamic" if layer.dynamic else "float"
+        half = kind == "float" and layer.device != HOST and not layer.boundary
+        dtype = layer.dtype if layer.integer else "float16" if half else ""
         rows.append((f"%{layer.name}", kind, dtype, _scale(layer.grid), _where(layer, reason + also)))
     return rows
 
@@ -86,10 +79,7 @@ def _where(layer: Layer, reason: str) -> str:
 
 
 def summary(known: tuple[Layer, ...]) -> str:
-    """Return one line: how many layers are integer, how many are left in float, and why.
-
-    A composite counts as one; the boundary between integer and float is not counted.
-    """
+    """Return one line: how many layers are integer or float, and why; a composite counts as one, a boundary not at all."""
     integer = sum(layer.integer and not layer.inner and not layer.boundary for layer in known)
     dynamic = sum(layer.dynamic for layer in known)
     left = left_in_float(known)

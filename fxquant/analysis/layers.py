@@ -41,14 +41,8 @@ from fxquant.prepared.stage import (
 from fxquant.support.arguments import checked
 
 HOST = "host"  # where float operators run
-NOTES = {
-    "accumulator_bits": "accumulator of {} bits",
-    "residual": "residual {}",
-    "wide": "{}",
-    "narrowed": "{}",
-    "equalized": "{}",
-    "tuned": "{}",
-}
+NOTES = {"accumulator_bits": "accumulator of {} bits", "residual": "residual {}"}
+NOTES |= dict.fromkeys(("wide", "narrowed", "equalized", "tuned"), "{}")
 
 
 @dataclass(frozen=True)
@@ -214,10 +208,7 @@ CLEARLY = 6.0  # dB: half of the steps
 
 
 def coarser(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node]) -> tuple[tuple[str, float], ...]:
-    """Return the tensors that a node of a prepared or an integer model holds, with what each loses in dB by the step of the common grid.
-
-    Nothing where it holds one alone, or where a grid is not known yet.
-    """
+    """Return the tensors that a node holds on one grid, with the loss of each in dB; () for one tensor, or a grid that is not known."""
     module, lowered, grid = quantized_operator(model, node), operation(node), grid_of(model, node)
     if grid is None or not isinstance(grid.scale, float) or math.isnan(grid.scale):
         return ()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxquant.ir.graph import Size, TensorFact, annotation, fact, is_parameter, resolve
-from fxquant.ir.integer import Operation, Reference, operation
+from fxquant.ir.integer import Reference, operation
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops import BY_NAME, FUNCTIONS, METHODS, MODULES, OPERATORS, Instead, Operator, Parameter, Trait
 from fxquant.ops.core.boundary import DEQUANTIZE
@@ -72,9 +72,6 @@ def known(values: Any) -> list[int]:
     return [value for value in values if isinstance(value, int)]
 
 
-# ---- windows ------------------------------------------------------------------------------------------------------------
-
-
 def _kernel(site: Site) -> list[Any]:
     if "weight" in site.arguments and site.rank > 0:
         return list(site.shape("weight")[2:])
@@ -96,9 +93,6 @@ def _beyond(values: list[int], limits: Sequence[int | Fraction]) -> list[int]:
     return [max(math.ceil(value - limit), 0) for value, limit in zip(values, limits, strict=True)]
 
 
-# ---- channels and weights -----------------------------------------------------------------------------------------------
-
-
 def _inner_readers(site: Site) -> list[fx.Node]:
     """Return the readers of the result, besides the output."""
     return [user for user in site.node.users if user.op != "output" and user.target is not DEQUANTIZE.function]
@@ -108,9 +102,6 @@ def _weight_size(site: Site) -> list[Any]:
     weight, groups = site.shape("weight"), site.arguments["groups"]
     inputs = known(site.shape()[1:2])
     return [math.prod(known(weight[2:])) * inputs[0] // groups] if inputs else []
-
-
-# ---- shapes -------------------------------------------------------------------------------------------------------------
 
 
 def _ranks(site: Site) -> list[Any]:
@@ -262,15 +253,13 @@ WEIGHT, BIAS = "weight", "bias"  # the roles of the constants of an operator wit
 
 
 def cost_of(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node], dtype: str | None) -> tuple[int, int, int]:
-    """Return multiply-accumulates, bytes of weights and bytes of the result of the operator at a node of a graph at any stage.
-
-    `dtype` is that of its quantized result, None if it is float.
-    """
+    """Return multiply-accumulates, bytes of weights and of the result at a node; `dtype` is its quantized result's, None for float."""
     lowered = operation(node)
     if lowered is not None:
         # A loaded model may have a function of the user's that this process has not declared.
         operator: Operator | None = BY_NAME.get(lowered.name)
-        values = _lowered(lowered, nodes)
+        values = {name: nodes[value.node] if isinstance(value, Reference) else value for name, value in lowered.arguments.items()}
+        values |= {role: nodes[constant.node] for role, constant in lowered.constants.items()}
         sums = operator is not None and Trait.SUMS in operator.traits
         held = [constant.node for role, constant in lowered.constants.items() if role in (WEIGHT, BIAS) or sums]
         weight_bytes = sum(_bytes(fact(nodes[name])) for name in held)
@@ -282,20 +271,11 @@ def cost_of(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node], 
     return _macs(operator, values, fact(node)), weight_bytes, sum(_bytes(tensor, itemsize) for tensor in _tensors(fact(node)))
 
 
-# ---- products ---------------------------------------------------------------------------------------------------------
-
-
 def _macs(operator: Operator | None, values: Mapping[str, Any], result: Any) -> int:
     if operator is None or operator.layer.macs is None or not isinstance(result, TensorFact):
         return 0
     shapes = {name: _at_one(shape) for name, value in values.items() if (shape := _shape(value)) is not None}
     return math.ceil(operator.layer.macs(shapes, _at_one(result.shape)))
-
-
-def _lowered(lowered: Operation, nodes: Mapping[str, fx.Node]) -> dict[str, Any]:
-    """Return the arguments of what has become primitives, by name, its constants among them."""
-    given = {name: nodes[value.node] if isinstance(value, Reference) else value for name, value in lowered.arguments.items()}
-    return given | {role: nodes[constant.node] for role, constant in lowered.constants.items()}
 
 
 def _written(model: fx.GraphModule, node: fx.Node) -> tuple[Operator | None, dict[str, Any]]:
@@ -332,17 +312,8 @@ def _shape(value: Any) -> tuple[Size, ...] | None:
 
 def _at_one(shape: tuple[Size, ...]) -> tuple[int | Fraction, ...]:
     """Return the sizes at batch size 1, where one that is B/2 is not an integer. Others are ints: fractions take ten times as long."""
-    return tuple([_whole(size) for size in shape])
-
-
-def _whole(size: Size) -> int | Fraction:
-    if isinstance(size, int):
-        return size
-    at_one = size.coefficient + size.offset
-    return at_one.numerator if at_one.denominator == 1 else at_one
-
-
-# ---- bytes ------------------------------------------------------------------------------------------------------------
+    at_one = [size if isinstance(size, int) else size.coefficient + size.offset for size in shape]
+    return tuple([size.numerator if size.denominator == 1 else size for size in at_one])
 
 
 def bytes_of(known: Any) -> int:
@@ -363,11 +334,7 @@ def _tensors(known: Any) -> list[TensorFact]:
 
 
 def _integer_bytes(model: fx.GraphModule, node: fx.Node, operator: Operator | None, values: Mapping[str, Any]) -> int:
-    """Compute the bytes of weight and bias once the operator is lowered.
-
-    A weight is stored in the dtype of its config, a bias in that of the accumulator. A batch norm adds a bias, and a weight for each
-    channel if it was not fused.
-    """
+    """Return the bytes of weight and bias once lowered: a weight in its config's dtype, a bias or batch norm's in the accumulator's."""
     module, spec = quantized_operator(model, node), annotation(node)
     configured = None if spec is None or spec.config is None else spec.config.weight.type
     dtype = configured if module is None else module.weight_quantizer.dtype

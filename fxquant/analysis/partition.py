@@ -82,10 +82,7 @@ def _device(model: fx.GraphModule, node: fx.Node) -> str:
 
 
 def _levels(nodes: list[fx.Node], device: Mapping[fx.Node, str], first: str) -> dict[fx.Node, int]:
-    """Return the number of the segment of every node of a stage, where the first one is of this device and devices take turns.
-
-    What an operator was lowered to stays together: nothing passes between segments but tensors of the model.
-    """
+    """Return the segment number of every node, if the first is on device `first`; what an operator was lowered to stays together."""
     levels: dict[fx.Node, int] = {}
     for _, together in itertools.groupby(nodes, origin):
         operator = list(together)
@@ -102,9 +99,6 @@ def _reads(node: fx.Node) -> Iterator[fx.Node]:
             yield operand
         else:
             yield from _reads(operand)
-
-
-# ---- cuts -------------------------------------------------------------------------------------------------------------
 
 
 def _stages(model: fx.GraphModule, working: list[fx.Node], cut: Sequence[str | Sequence[str]]) -> dict[fx.Node, int]:
@@ -144,9 +138,6 @@ def _named(model: fx.GraphModule, working: list[fx.Node], name: str) -> fx.Node:
         because="a cut is named after a tensor that the model computes, or the path of a module in the user's model",
         remedy=f"did you mean {near[0]!r}?" if near else "fxq.layers and fxq.text list the names",
     )
-
-
-# ---- what passes between them -----------------------------------------------------------------------------------------
 
 
 def _segment(nodes: list[fx.Node], device: str) -> Segment:

@@ -41,16 +41,10 @@ PRIMITIVE_KINDS = {"quantized": QUANTIZED, "plain": QUANTIZED, "accumulator": AC
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts of a tensor of a form.
+    """The facts of a tensor of a form, as those of its `Layer`.
 
-    operator   what computes it
-    source     the user's line
-    grid       its scale and dtype; None where it is computed in float
-    fused      the nodes that were fused into its node
     reads      the source of a tensor that is quantized as it is; "" for any other
     because    why it is integer or float
-    macs       multiply-accumulates that it takes
-    parts      for several tensors on one grid: their names, and by how many dB this grid is coarser than their own
     """
 
     operator: str
@@ -132,9 +126,6 @@ class Wanted:
             )
 
 
-# ---- a graph ----------------------------------------------------------------------------------------------------------
-
-
 class GraphForm(Form):
     """A graph at any stage. A prepared model is run in a state, by default its own; its state is restored after each batch."""
 
@@ -188,14 +179,13 @@ class GraphForm(Form):
     def run(self, inputs: Sequence[Any], wanted: Wanted) -> Values:
         values, chosen = Values(), frozenset(wanted.among(self.tensors))
 
-        def take(node: fx.Node, result: Any) -> None:
-            if node.name in chosen and isinstance(result, Tensor):
-                value = self._shown(node, result, wanted.real)
-                if value is not None:
-                    values[node.name] = value
+        def take(node: fx.Node, result: Any, read: tuple[Any, ...]) -> Any:
+            if node.name in chosen and isinstance(result, Tensor) and (value := self._shown(node, result, wanted.real)) is not None:
+                values[node.name] = value
+            return result
 
         with torch.no_grad(), still(self.model, self.state), same_draws():
-            result = _Reader(self.model, take).run(*inputs)
+            result = Seen(self.model, take).run(*inputs)
         return values | (outputs(result) if OUTPUTS in wanted.kinds else {})
 
     def _shown(self, node: fx.Node, value: Tensor, real: bool) -> Tensor | None:
@@ -213,17 +203,19 @@ class GraphForm(Form):
         return torch.round(value.double() / module.output.scale.double()).to(torch.int64)
 
 
-class _Reader(Interpreter):
-    """Shows every value as it is computed. Nothing refers back to it, so that what it holds of a batch is gone when it has run."""
+class Seen(Interpreter):
+    """Calls `see` with every node, its value and what it read, and goes on with the value that `see` returns.
 
-    def __init__(self, model: fx.GraphModule, take: Callable[[fx.Node, Any], None]) -> None:
+    Nothing refers back to it, so that what it holds of a batch is gone when it has run.
+    """
+
+    def __init__(self, model: fx.GraphModule, see: Callable[[fx.Node, Any, tuple[Any, ...]], Any]) -> None:
         super().__init__(model)
-        self.take = take
+        self.see = see
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
-        self.take(n, result)
-        return result
+        return self.see(n, result, () if n.op == "placeholder" else self.fetch_args_kwargs_from_env(n)[0])
 
 
 @contextmanager
@@ -270,10 +262,7 @@ def outputs(result: Any) -> Values:
 
 
 def crossings(model: fx.GraphModule) -> list[str]:
-    """Return the names of the tensors that float operators pass to an integer segment: quantized tensors, booleans and integers.
-
-    A dynamic layer gets the float values, which it quantizes itself.
-    """
+    """Return the names of tensors that float operators pass to integers; a dynamic layer gets float values, which it quantizes itself."""
     return [node.name for node in model.graph.nodes if _is_handed(model, node)]
 
 

@@ -212,8 +212,6 @@ class DeviationReport(Report):
         return "\n".join(lines)
 
 
-# ---- bits -----------------------------------------------------------------------------------------------------------
-
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers as wide as an element, in bytes
 
 

@@ -93,7 +93,12 @@ def arrays_from(path: Path) -> Named:
     """
     try:
         if path.is_dir():
-            return _of_folder(path)
+            files = sorted(path.glob("*.npy"))
+            if not files:
+                raise ConfigurationError(
+                    f"{path} cannot be read as data", because="the folder holds no .npy file", remedy="save each input there as NAME.npy"
+                )
+            return {file.stem: torch.from_numpy(np.load(file, allow_pickle=False)) for file in files}
         if path.suffix.lower() not in FORMATS:
             raise ConfigurationError(
                 f"{path} cannot be read as data",
@@ -109,15 +114,6 @@ def arrays_from(path: Path) -> Named:
             because=(str(error) or type(error).__name__).splitlines()[0],
             remedy="pass a file that numpy.save, numpy.savez, torch.save of tensors or safetensors.torch.save_file wrote",
         ) from error
-
-
-def _of_folder(path: Path) -> Named:
-    files = sorted(path.glob("*.npy"))
-    if not files:
-        raise ConfigurationError(
-            f"{path} cannot be read as data", because="the folder holds no .npy file", remedy="save each input there as NAME.npy"
-        )
-    return {file.stem: torch.from_numpy(np.load(file, allow_pickle=False)) for file in files}
 
 
 def _of_file(path: Path) -> Named:

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from fxquant.errors import ConfigurationError
-from fxquant.ir.graph import TensorFact, annotation, fact, fused, resolve, stage_of, step_of
+from fxquant.ir.graph import annotation, fact, fused, resolve, stage_of, step_of
 from fxquant.ir.integer import kernel, origin
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops import Operator
@@ -160,21 +160,14 @@ def _attribute(gm: fx.GraphModule, path: str) -> str:
     if isinstance(value, nn.Module):
         return f"{type(value).__name__}[{path}]"
     if isinstance(value, torch.Tensor) and not value.is_floating_point():
-        return f"[{path}] #{fingerprint(value)}"
+        return f"[{path}] #{hashlib.sha256(value.contiguous().numpy(force=True).tobytes()).hexdigest()[:8]}"
     return f"[{path}]"
 
 
-def fingerprint(value: torch.Tensor) -> str:
-    """Eight hex digits that stand for a tensor's content."""
-    return hashlib.sha256(value.contiguous().numpy(force=True).tobytes()).hexdigest()[:8]
-
-
 def _fact_text(value: Any) -> str:
-    if isinstance(value, TensorFact) or value is None:
-        return "" if value is None else str(value)
     if isinstance(value, list | tuple):
         return "(" + ", ".join(_fact_text(item) for item in value) + ")"
-    return str(value)
+    return "" if value is None else str(value)
 
 
 def _quantization(gm: fx.GraphModule, node: fx.Node) -> str:

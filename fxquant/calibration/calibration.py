@@ -364,9 +364,8 @@ SHOWN = 8  # tensors that a warning names
 def follow_unseen(prepared: nn.Module, _: Any = None) -> None:
     """Decide which tensors of a prepared model in TRAIN are `unseen`; a warning says which.
 
-    The observations of calibration decide, not the scales that training has changed, so that resumed training decides the same. A state
-    that is loaded later decides again. A tensor is unseen if all its values are below half a step of every sum that it is a term of,
-    or that unseen tensors alone lead to from it.
+    Calibration decides, as in `keep_statistics`. A tensor is unseen if all its values are below half a step of every sum that it is a
+    term of, or that unseen tensors alone lead to from it.
     """
     if follow_unseen not in prepared._load_state_dict_post_hooks.values():
         prepared.register_load_state_dict_post_hook(follow_unseen)  # type: ignore[no-untyped-call]
@@ -403,10 +402,7 @@ def _listed(quantizers: Sequence[Quantizer]) -> str:
 
 
 def _unseen_read(operator: QuantizedOperator, limits: Mapping[Quantizer, float]) -> Iterator[tuple[Quantizer, float]]:
-    """Yield the quantizers of an operator's operands, and of the tensor that its residual is added to, with their limits.
-
-    An unseen tensor stays below its limit. The limit is 0 for a tensor that is seen.
-    """
+    """Yield the quantizers of an operator's operands and intermediate, with the limit that unseen tensors stay below; 0 where seen."""
     behind = _limit(operator.output, limits)
     adds = Trait.ADDS in operator.operator.traits or operator.intermediate is not None
     of_sum = max(behind, _half_step(operator.output)) if adds else behind
@@ -471,7 +467,6 @@ def qparams(prepared: nn.Module) -> dict[str, float | tuple[float, int]]:
     """Return the scale of every operator's output by node name, NaN where it is not known yet, or is that of a 32-bit sum.
 
     For a uint8 output this is a pair: the scale and the zero point.
-
     Where a residual is fused into an operator, the tensor that it is added to has a scale too, "name.intermediate", for when it cannot
     be added in the accumulator.
     """
@@ -496,7 +491,6 @@ def set_qparams(prepared: nn.Module, scales: Mapping[str, float | tuple[float, i
     """Fix scales by module path or by the names of `qparams`; they no longer follow any observation.
 
     A pair is a scale and a zero point, as `qparams` returns for a uint8 output; with a scale alone the zero point is unchanged.
-
     Only the named tensors are fixed: where a residual is fused into an operator, the tensor that it is added to keeps its own statistics.
 
     Raises ConfigurationError, and changes nothing, if a name matches no operator or a scale is not positive and finite.
@@ -572,8 +566,7 @@ def warn_of_lost_inputs(prepared: fx.GraphModule, inputs: Sequence[object]) -> N
     target: Target = prepared.meta["target"]
     placeholders = {node.name: value for node, value in zip(prepared.graph.find_nodes(op="placeholder"), inputs, strict=False)}
     for node, operator, share in lost(prepared, placeholders):
-        readers = list(node.users)
-        line = next((text for reader in readers if (text := source(reader))), "")
+        line = next((text for reader in node.users if (text := source(reader))), "")
         logger.warning(
             "%.0f %% of the values of input %s that are not 0 become 0 at its scale of %.4g%s: its few large values set the scale; %s, or"
             " give the model its logarithm or its root; fxq.compare shows what this costs",

@@ -20,9 +20,10 @@ from fxquant.numerics.grids import EVERYTHING, Interval
 from fxquant.ops.core.boundary import QUANTIZE
 from fxquant.prepared.channels import channels, exponents, multiply
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
-from fxquant.quantization.factors import LARGEST_EXPONENT
-from fxquant.quantization.observers import Gathering, MinMaxObserver, gathering
+from fxquant.quantization.observers import MinMaxObserver
+from fxquant.quantization.observers.histogram import Gathering, gathering
 from fxquant.quantization.quantizer import Quantizer
+from fxquant.quantization.weights import LARGEST_EXPONENT
 from fxquant.support.arguments import checked
 
 _EXTREMES = gathering(MinMaxObserver())

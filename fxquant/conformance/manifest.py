@@ -106,10 +106,6 @@ class Kit:
             raise ExportError(f"{path} is damaged", because=because, remedy="copy the kit again, or write it again")
         return path
 
-    def arrays(self, name: str) -> dict[str, Array]:
-        """Return the arrays in a .npz file of the kit, by name."""
-        return read_arrays(self.file(name))
-
 
 def digest(content: bytes) -> str:
     """Return the SHA-256 of a file's content."""

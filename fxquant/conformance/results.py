@@ -5,21 +5,24 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, fx
 
 from fxquant import backends
+from fxquant.analysis.recording import QUANTIZED, Seen, Wanted, returned
 from fxquant.api import convert, load
+from fxquant.backends.horizon.simulated import SimulatedForm
 from fxquant.conformance import manifest
-from fxquant.conformance.manifest import Array, Case, Kit, ProbeProgram, read_arrays, read_kit
+from fxquant.conformance.manifest import Array, Case, Kit, ProbeProgram, packed, read_arrays, read_kit
 from fxquant.conformance.variants import Variant, variants_of
 from fxquant.errors import ConfigurationError, ExportError, FxQuantError
+from fxquant.primitives import PRIMITIVES, shape
 from fxquant.reporting.rows import Rows
 from fxquant.support import logger
 from fxquant.support.arguments import FOLDER, checked
@@ -196,7 +199,7 @@ def check_conformance(folder: str | os.PathLike[str], results: str | os.PathLike
     that cannot be read, belong to another kit, or have other shapes.
     """
     kit, place = read_kit(Path(folder)), Path(results)
-    expected = kit.arrays(manifest.EXPECTED)
+    expected = read_arrays(kit.file(manifest.EXPECTED))
     ran: dict[tuple[str, int], Ran] = {}
     notes: dict[str, str] = {}
     runtimes: dict[str, None] = {}
@@ -246,9 +249,6 @@ def _fitted(found: Array, expected: Array, path: Path, case: Case) -> Array:
             remedy="write results by the kit's own run.py",
         )
     return found.reshape(expected.shape)
-
-
-# ---- variants -----------------------------------------------------------------------------------------------------------
 
 
 def _find_fits(kit: Kit, ran: Sequence[Ran], show: bool | None) -> None:
@@ -307,9 +307,6 @@ def _try(kit: Kit, ran: Sequence[Ran], operators: set[tuple[str, str]], variants
         logger.info("the variant %r could not be computed: %s", name, because)
 
 
-# ---- rows ---------------------------------------------------------------------------------------------------------------
-
-
 def _rows(kit: Kit, ran: Mapping[tuple[str, int], Ran], notes: Mapping[str, str]) -> list[ProbeResult]:
     """Return a row for each operator and dtype, in the order of the kit."""
     cases: dict[tuple[str, str], list[tuple[ProbeProgram, int]]] = {}
@@ -348,3 +345,57 @@ def _row(
         tuple(single_first),
         "; ".join([*missing, *refused]),
     )
+
+
+# ---- the vendor's simulator in place of the board --------------------------------------------------------------------
+
+
+MOVES = frozenset(function for function in PRIMITIVES if function.__module__ == shape.__name__)
+
+
+@checked(folder=FOLDER, results=FOLDER.or_none("the kit's own folder simulated"))
+def simulate_conformance(
+    folder: str | os.PathLike[str], results: str | os.PathLike[str] | None = None, *, show_progress: bool | None = None
+) -> Path:
+    """Run a kit's programs in the vendor's simulator, and write the results into a folder; return its path.
+
+    The BPU's part of each program is simulated. The processor's moves and dequantization after it are computed here. An output
+    that the simulator does not compute is left out.
+
+    Raises ConfigurationError if the kit or the tool is missing; ExportError for a damaged kit; CompilationError if the tool fails.
+    """
+    kit = read_kit(Path(folder))
+    place = kit.folder / manifest.SIMULATED if results is None else Path(results)
+    about = {"kit": np.array(kit.identity), "runtime": np.array("hbdk-sim")}
+    for program in progress(kit.programs, len(kit.programs), "simulating", show_progress):
+        write_file(place / f"{program.name}.npz", packed({**_simulated(kit, program), **about}))
+    return place
+
+
+def _simulated(kit: Kit, program: ProbeProgram) -> dict[str, Array]:
+    integer = convert(model_of(kit, program), kernels="reference")
+    kit.file(f"{manifest.BOARD}/{program.name}_quantized_model.onnx")
+    form = SimulatedForm(kit.file(f"{manifest.BOARD}/{program.name}.bin"), integer)
+    computed = [any(name in form.tensors for name in _along(node)) for node in returned(integer)]
+    rows: list[dict[str, Tensor]] = []
+    for image in kit_images(kit):
+        values = form.run([image], Wanted(frozenset((QUANTIZED,))))
+
+        def taken(node: fx.Node, value: Any, read: tuple[Any, ...], values: dict[str, Tensor] = values) -> Any:
+            return values[node.name].to(value.dtype).reshape(value.shape) if node.name in values else value
+
+        outputs: Any = Seen(integer, taken).run(image)
+        rows.append({str(index): outputs[index] for index, is_computed in enumerate(computed) if is_computed})
+    return {index: torch.cat([row[index] for row in rows]).numpy() for index in rows[0]}
+
+
+def _along(node: fx.Node) -> Iterator[str]:
+    """Yield a tensor and those before it with equal elements, nearest first: through dequantization and operators that move elements."""
+    seen: fx.Node | None = node
+    first = True
+    while seen is not None:
+        yield seen.name
+        passes = seen.target in MOVES or (first and seen.op == "call_function")
+        first = False
+        operands = [each for each in seen.all_input_nodes if each.op == "call_function"]
+        seen = operands[0] if passes and len(operands) == 1 else None

@@ -96,10 +96,6 @@ def _alive(norm: nn.BatchNorm2d) -> None:
         nn.init.uniform_(values, low, high)  # type: ignore[arg-type]
 
 
-def _slopes(prelu: nn.PReLU) -> None:
-    prelu.weight.copy_(torch.linspace(-0.4, 1.2, prelu.weight.numel()))
-
-
 def positive(x: Tensor) -> Tensor:
     """Return values whose logarithm, root and reciprocal are finite."""
     return F.relu(x) + 0.5
@@ -186,7 +182,7 @@ FUNCTIONS = (
     unary("leaky relu", lambda x: F.leaky_relu(x, 0.1)),
     unary("leaky relu, slope 0.01", F.leaky_relu),
     unary("leaky relu, slope 0.3, pool", lambda x: F.leaky_relu(F.max_pool2d(x, 2), 0.3)),
-    layer("prelu by channel", fixed(lambda: nn.PReLU(CHANNELS), _slopes)),
+    layer("prelu by channel", fixed(lambda: nn.PReLU(CHANNELS), lambda prelu: prelu.weight.copy_(torch.linspace(-0.4, 1.2, CHANNELS)))),
     layer("prelu", lambda: {"c": nn.PReLU()}),
     unary("sigmoid", torch.sigmoid),
     unary("tanh", torch.tanh),

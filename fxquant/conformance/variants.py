@@ -15,7 +15,7 @@ from fxquant.numerics.grids import FixedWidths, MeasuredWidths
 from fxquant.primitives.arithmetic import LAYER, MATRIX, PRODUCT, SUM, VALUE, Arithmetic, FixedArithmetic, ShiftedSums
 from fxquant.target import Target
 
-Change = Callable[[Arithmetic], Arithmetic]
+Change = Callable[[Any], Arithmetic]  # of an arithmetic; those of roundings and widths are of a FixedArithmetic
 
 KINDS = {LAYER: "layers", MATRIX: "matrix products", SUM: "sums", PRODUCT: "products", VALUE: "other tensors"}
 ROUNDINGS = {
@@ -86,7 +86,8 @@ def variants_of(target: Target) -> list[Variant]:
     """Return the variants of a target's arithmetic that differ from it, and from each other."""
     found: list[Variant] = []
     known = [target.arithmetic]
-    for variant in (*_roundings(), *_widths(), *_fields(), *_others(target)):
+    fixed = (*_roundings(), *_widths()) if isinstance(target.arithmetic, FixedArithmetic) else ()
+    for variant in (*fixed, *_fields(), *_others(target)):
         changed = variant.change(target.arithmetic)
         if changed not in known:
             known.append(changed)
@@ -104,18 +105,15 @@ def _roundings() -> Iterator[Variant]:
     yield Variant("layers: rounded down, without half a step in the bias", _plain_floor)
 
 
-def _rounding(old: Arithmetic, changed: Mapping[str, str]) -> Arithmetic:
-    return replace(old, roundings={**_spelt_out(old), **changed}) if isinstance(old, FixedArithmetic) else old
+def _rounding(old: FixedArithmetic, changed: Mapping[str, str]) -> Arithmetic:
+    return replace(old, roundings={**_spelt_out(old), **changed})
 
 
 def _spelt_out(old: FixedArithmetic) -> dict[str, str]:
-    """Return the rounding of each kind."""
     return {kind: old.roundings.get(kind, old.final_rounding) for kind in KINDS}
 
 
-def _plain_floor(old: Arithmetic) -> Arithmetic:
-    if not isinstance(old, FixedArithmetic):
-        return old
+def _plain_floor(old: FixedArithmetic) -> Arithmetic:
     values = {each.name: getattr(old, each.name) for each in fields(old)}
     return PlainFloor(**{**values, "roundings": {**_spelt_out(old), LAYER: "floor"}})
 
@@ -126,10 +124,7 @@ def _widths() -> Iterator[Variant]:
     yield Variant("the smallest first shift that covers the output's range", _smallest_first_shift)
 
 
-def _width(old: Arithmetic, changed: Mapping[str, int]) -> Arithmetic:
-    if not isinstance(old, FixedArithmetic):
-        return old
-
+def _width(old: FixedArithmetic, changed: Mapping[str, int]) -> Arithmetic:
     def narrowed(widths: FixedWidths) -> FixedWidths:
         held: dict[str, Any] = {name: value for name, value in changed.items() if hasattr(widths, name)}
         return replace(widths, **held)
@@ -137,9 +132,7 @@ def _width(old: Arithmetic, changed: Mapping[str, int]) -> Arithmetic:
     return replace(old, widths={dtype: narrowed(widths) for dtype, widths in old.widths.items()})
 
 
-def _smallest_first_shift(old: Arithmetic) -> Arithmetic:
-    if not isinstance(old, FixedArithmetic):
-        return old
+def _smallest_first_shift(old: FixedArithmetic) -> Arithmetic:
     plain = {
         dtype: FixedWidths(widths.intermediate_bits, widths.multiplier_bits, first_shift=True)
         for dtype, widths in old.widths.items()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -28,44 +28,13 @@ from fxquant.target import Target
 # ---- A minimal training loop, for the float network and for the prepared one -----------------------------------------
 
 
-FLOAT_LEARNING_RATE = 0.01
+LEARNING_RATE = 0.01  # of the float network
+QUANTIZED_LEARNING_RATE = LEARNING_RATE / 20  # of a prepared network, which was trained before
 _WEIGHT_DECAY = 1e-2
 _LABEL_SMOOTHING = 0.1
 
 OnBatch = Callable[[int, int, float], None]
 """Called after each batch with the number of batches done, their total and the loss of this batch."""
-
-
-class TrainingImages(Protocol):
-    """Training data: images [count, ...] and their labels [count]; `DigitsDataset` is one."""
-
-    @property
-    def train_images(self) -> Tensor: ...
-    @property
-    def train_labels(self) -> Tensor: ...
-
-
-def train_float(network: nn.Module, dataset: TrainingImages, epochs: int, seed: int, on_batch: OnBatch | None = None) -> None:
-    """Train in place from the current weights of `network`, which is left in eval mode.
-
-    Equal weights, seed and number of threads give equal results, bit for bit, on one machine.
-    """
-    _train(network, dataset, epochs, seed, FLOAT_LEARNING_RATE, on_batch)
-
-
-def train_quantized(
-    prepared: nn.Module,
-    dataset: TrainingImages,
-    epochs: int,
-    seed: int,
-    learning_rate: float = FLOAT_LEARNING_RATE / 20,
-    on_batch: OnBatch | None = None,
-) -> None:
-    """Train at a lower rate, for a network that was trained before; `prepared` is left in eval mode.
-
-    The caller has put `prepared` into the state in which it trains.
-    """
-    _train(prepared, dataset, epochs, seed, learning_rate, on_batch)
 
 
 def accuracy(model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, batch_size: int = 256) -> float:
@@ -83,14 +52,26 @@ def accuracy(model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, 
     return right / len(labels)
 
 
-def _train(network: nn.Module, dataset: TrainingImages, epochs: int, seed: int, learning_rate: float, on_batch: OnBatch | None) -> None:
+def train(
+    network: nn.Module,
+    dataset: DigitsDataset,
+    epochs: int,
+    seed: int,
+    learning_rate: float = LEARNING_RATE,
+    on_batch: OnBatch | None = None,
+) -> None:
+    """Train in place from the current weights of a float or prepared network, which is left in eval mode.
+
+    Equal weights, seed and number of threads give equal results, bit for bit, on one machine.
+    """
     images, labels = dataset.train_images, dataset.train_labels
     total = epochs * -(-len(labels) // BATCH_SIZE)
     optimizer = torch.optim.AdamW(network.parameters(), lr=learning_rate, weight_decay=_WEIGHT_DECAY)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=learning_rate, total_steps=total)
+    shuffled = (chosen for _ in range(epochs) for chosen in torch.split(torch.randperm(len(labels)), BATCH_SIZE))
     network.train()
     with seeded(seed):
-        for done, chosen in enumerate(_shuffled_batches(len(labels), epochs), start=1):
+        for done, chosen in enumerate(shuffled, start=1):
             loss = F.cross_entropy(network(images[chosen]), labels[chosen], label_smoothing=_LABEL_SMOOTHING)
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -99,12 +80,6 @@ def _train(network: nn.Module, dataset: TrainingImages, epochs: int, seed: int, 
             if on_batch is not None:
                 on_batch(done, total, loss.item())
     network.eval()
-
-
-def _shuffled_batches(count: int, epochs: int) -> Iterator[Tensor]:
-    """Yield batches of indices that visit every image once in each epoch, in a new order each time."""
-    for _ in range(epochs):
-        yield from torch.split(torch.randperm(count), BATCH_SIZE)
 
 
 # ---- A small residual network for 32×32 digits, as a typical PyTorch user would write it -----------------------------
@@ -152,7 +127,7 @@ class InvertedResidual(nn.Module):
 class DemoNetwork(nn.Module):
     """A network from digits of shape [batch, 1, 32, 32] to logits of shape [batch, 10]."""
 
-    def __init__(self, num_classes: int = 10) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(1, 24, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(24), nn.ReLU(inplace=True))
         self.block1 = ResidualBlock(24)
@@ -161,7 +136,7 @@ class DemoNetwork(nn.Module):
         self.block4 = InvertedResidual(32, 48, stride=2, expansion=3)
         self.block5 = InvertedResidual(48, 48, stride=1, expansion=2)
         self.pool = nn.AdaptiveAvgPool2d(1)
-        self.head = nn.Linear(48, num_classes)
+        self.head = nn.Linear(48, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -185,7 +160,6 @@ def build_demo_network(seed: int) -> DemoNetwork:
 
 
 IMAGE_SIZE = 32
-NUM_CLASSES = 10
 TEST_IMAGES_PER_CLASS = 36
 _SPLIT_SEED = 20
 _LARGEST_PIXEL = 16  # scikit-learn's pixels are the integers 0..16
@@ -205,8 +179,17 @@ class DigitsDataset(NamedTuple):
 
 def load_digits_dataset() -> DigitsDataset:
     """Return the digits with their fixed split: every call, in every process, returns equal tensors."""
-    raw = _load_raw_digits()
-    images = _normalise(torch.tensor(raw.images, dtype=torch.float32))
+    try:
+        from sklearn.datasets import load_digits  # type: ignore[import-untyped,unused-ignore]
+    except ImportError as error:
+        raise ConfigurationError(
+            "the digits cannot be loaded",
+            because="they come with scikit-learn, which is not installed",
+            remedy='pip install "fxquant[demo]"',
+        ) from error
+    raw = load_digits()
+    centred = torch.tensor(raw.images, dtype=torch.float32).unsqueeze(1) / (_LARGEST_PIXEL / 2) - 1
+    images = F.interpolate(centred, size=(IMAGE_SIZE, IMAGE_SIZE), mode="bilinear", align_corners=False)
     labels = torch.tensor(raw.target, dtype=torch.int64)
     train, test = split_by_class(labels, TEST_IMAGES_PER_CLASS, _SPLIT_SEED)
     return DigitsDataset(images[train], labels[train], images[test], labels[test])
@@ -221,24 +204,6 @@ def split_by_class(labels: Tensor, test_images_per_class: int, seed: int) -> tup
         chosen = torch.randperm(len(members), generator=generator)[:test_images_per_class]
         is_test[members[chosen]] = True
     return (~is_test).nonzero().flatten(), is_test.nonzero().flatten()
-
-
-def _normalise(pixels: Tensor) -> Tensor:
-    """Scale and resize [count, 8, 8] in 0..16 to [count, 1, 32, 32] in [-1, 1]."""
-    centred = pixels.unsqueeze(1) / (_LARGEST_PIXEL / 2) - 1
-    return F.interpolate(centred, size=(IMAGE_SIZE, IMAGE_SIZE), mode="bilinear", align_corners=False)
-
-
-def _load_raw_digits() -> Any:
-    try:
-        from sklearn.datasets import load_digits  # type: ignore[import-untyped,unused-ignore]
-    except ImportError as error:
-        raise ConfigurationError(
-            "the digits cannot be loaded",
-            because="they come with scikit-learn, which is not installed",
-            remedy='pip install "fxquant[demo]"',
-        ) from error
-    return load_digits()
 
 
 SEED = 0
@@ -262,54 +227,47 @@ class Outcome:
 
 
 @checked(out=FOLDER)
-def run_demo(
-    target: str | Target = "bayes-e",
-    out: str | Path = "fxquant-demo",
-    console: Console | None = None,
-    show_progress: bool | None = None,
-    adapt: bool = False,
-) -> Outcome:
+def run_demo(target: str | Target = "bayes-e", out: str | Path = "fxquant-demo", adapt: bool = False) -> Outcome:
     """Train, quantize, export and verify; the table is printed and the files are in `out`. `adapt` is that of `prepare`.
 
     Writes model.onnx, explain.txt and passes/ (the graph after each pass). Raises UnknownTarget before any work.
     """
     chosen = backends.get(target)
-    console = console or Console()
-    directory = Path(out)
     with one_thread():
-        return _run(chosen, directory, console, show_progress, adapt)
+        return _run(chosen, Path(out), adapt)
 
 
-def _run(chosen: Target, directory: Path, console: Console, show_progress: bool | None, adapt: bool) -> Outcome:
+def _run(chosen: Target, directory: Path, adapt: bool) -> Outcome:
+    console = Console()
     start = time.perf_counter()
     dataset = load_digits_dataset()
     counts = f"{len(dataset.train_labels)} handwritten digits to train on, {len(dataset.test_labels)} to test on"
     console.print(f"{counts}; target {chosen.name}: {chosen.description}", soft_wrap=True)
     network = build_demo_network(SEED)
-    with _batches("training the float network", show_progress) as step:
-        train_float(network, dataset, FLOAT_EPOCHS, SEED, step)
+    with _batches("training the float network") as step:
+        train(network, dataset, FLOAT_EPOCHS, SEED, on_batch=step)
 
     options = fxq.Options(adapt=adapt, dump=directory / "passes")
     prepared = fxq.prepare(network, (dataset.train_images[:1],), target=chosen, options=options)
     calibration = list(torch.split(dataset.train_images, BATCH_SIZE))[:CALIBRATION_BATCHES]
-    fxq.calibrate(prepared, calibration, show_progress=show_progress)
+    fxq.calibrate(prepared, calibration)
     calibrated = accuracy(prepared, dataset.test_images, dataset.test_labels)
     fxq.set_state(prepared, fxq.State.TRAIN)
-    with _batches("training it quantization-aware", show_progress) as step:
-        train_quantized(prepared, dataset, QUANTIZED_EPOCHS, SEED, on_batch=step)
+    with _batches("training it quantization-aware") as step:
+        train(prepared, dataset, QUANTIZED_EPOCHS, SEED, QUANTIZED_LEARNING_RATE, step)
     fxq.set_state(prepared, fxq.State.VALIDATE)
 
     integer = fxq.convert(prepared, options=options)
     path = fxq.export_onnx(integer, directory / "model.onnx")
     write_file(directory / "explain.txt", fxq.explain(integer))
     test = list(torch.split(dataset.test_images, BATCH_SIZE))
-    report = fxq.verify(integer, path, test, show_progress=show_progress)
-    validated = fxq.verify(prepared, integer, test)
-    report.merge(validated)
+    report = fxq.verify(integer, path, test)
+    report.merge(fxq.verify(prepared, integer, test))
 
     outcome = Outcome(
-        chosen.name, _accuracies(dataset, network, calibrated, prepared, integer, path, show_progress),
-        (_parameter_bytes(network), _weight_bytes(integer)), report, count_float_nodes(integer), directory, time.perf_counter() - start,
+        chosen.name, _accuracies(dataset, network, calibrated, prepared, integer, path),
+        (sum(p.numel() * p.element_size() for p in network.parameters()), _weight_bytes(integer)),
+        report, count_float_nodes(integer), directory, time.perf_counter() - start,
     )  # fmt: skip
     _print(outcome, console)
     return outcome
@@ -317,11 +275,7 @@ def _run(chosen: Target, directory: Path, console: Console, show_progress: bool 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let PyTorch use one thread within the context.
-
-    Its sums then have one order, so that the accuracies in the table are reproducible; tensors of this size gain
-    nothing from a second thread.
-    """
+    """Let PyTorch use one thread inside: sums then have one order, and the accuracies in the table are reproducible."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -331,9 +285,8 @@ def one_thread() -> Iterator[None]:
 
 
 @contextmanager
-def _batches(description: str, show: bool | None) -> Iterator[OnBatch]:
-    """Yield a callback that advances a progress bar."""
-    if not shown(show):
+def _batches(description: str) -> Iterator[OnBatch]:
+    if not shown(None):
         yield lambda done, total, loss: None
         return
     with bar() as display:
@@ -342,13 +295,7 @@ def _batches(description: str, show: bool | None) -> Iterator[OnBatch]:
 
 
 def _accuracies(
-    dataset: DigitsDataset,
-    network: nn.Module,
-    calibrated: float,
-    prepared: fx.GraphModule,
-    integer: fx.GraphModule,
-    path: Path,
-    show: bool | None,
+    dataset: DigitsDataset, network: nn.Module, calibrated: float, prepared: fx.GraphModule, integer: fx.GraphModule, path: Path
 ) -> dict[str, float]:
     images, labels = dataset.test_images, dataset.test_labels
     opened = OnnxModel(path)
@@ -360,12 +307,8 @@ def _accuracies(
     forms: list[tuple[str, Callable[[Tensor], Tensor]]] = [
         ("float", network), ("prepared (VALIDATE)", prepared), ("integer", integer), ("ONNX (onnxruntime)", onnx),
     ]  # fmt: skip
-    measured = {name: accuracy(form, images, labels) for name, form in progress(forms, len(forms), "evaluating", show)}
+    measured = {name: accuracy(form, images, labels) for name, form in progress(forms, len(forms), "evaluating", None)}
     return {"float": measured.pop("float"), "calibrated, not yet trained": calibrated, **measured}
-
-
-def _parameter_bytes(model: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def _weight_bytes(integer: fx.GraphModule) -> int:

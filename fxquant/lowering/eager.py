@@ -18,7 +18,7 @@ from fxquant.primitives.arithmetic import Arithmetic, FixedArithmetic, RealArith
 from fxquant.quantization.learning import learned_step
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import WeightQuantizer
-from fxquant.training import fused_elementwise, fused_layers, fused_lookup, saved_activations
+from fxquant.training import fused_elementwise, fused_layers
 from fxquant.training.fused_layers import Rounded, form_of
 
 FUSED = (RealArithmetic, FixedArithmetic)  # whose requantization `fused_layers` has; another class may compose other primitives
@@ -152,7 +152,7 @@ class FusedLowering(EagerLowering):
         if fused_elementwise.defers(primitive, arguments):
             return fused_elementwise.Deferred(primitive, arguments)
         operands = tuple(map(self.computed, arguments))
-        with saved_activations.kept_narrow(primitive, operands):
+        with fused_elementwise.kept_narrow(primitive, operands):
             return super().call(primitive, *operands)
 
     def _with_slope(self, exact: Any, value: Any, slope: Any) -> Any:
@@ -234,17 +234,18 @@ class FusedLowering(EagerLowering):
                 return entries(value.detach().flatten().double().cpu()).view(value.shape).float()
 
             return self.result(exact, lambda: tamed(input.real()))
-        if not self._fuses(to) or not fused_lookup.tabulated(input.value, input.grid):
+        if not self._fuses(to) or not fused_elementwise.tabulated(input.value, input.grid):
             return super().look_up(input, entries, function, tamed)
-        integers = fused_lookup.integers_of(value, input.grid)
-        curve = fused_lookup.curve_of(function, input.grid, torch.is_grad_enabled() and value.requires_grad, integers)
+        integers = fused_elementwise.integers_of(value, input.grid)
+        curve = fused_elementwise.curve_of(function, input.grid, torch.is_grad_enabled() and value.requires_grad, integers)
         if follows:
-            occurring = curve.values[fused_lookup.occurring(value, integers)]
+            occurring = curve.values[fused_elementwise.occurring(value, integers)]
             if not bool(torch.isfinite(occurring).all()):
                 return super().look_up(input, entries, function, tamed)
             self._set(to, lambda: occurring)
-        table = entries(integers) if self.training and len(integers) > fused_lookup.FEW else entries()[integers[0].int() - input.grid.low :]
-        return self._on(to.grid, *fused_lookup.looked_up(value, input.grid, curve, table, to.grid))
+        large = self.training and len(integers) > fused_elementwise.FEW
+        table = entries(integers) if large else entries()[integers[0].int() - input.grid.low :]
+        return self._on(to.grid, *fused_elementwise.looked_up(value, input.grid, curve, table, to.grid))
 
     def complete(
         self, accumulator: Any, end: Epilogue, bias: Tensor | None = None, residual: Quantized | None = None,

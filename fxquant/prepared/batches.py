@@ -88,7 +88,6 @@ def model_inputs(model: fx.GraphModule, batch: Any, index: int = 0) -> list[Any]
     """Return the model's inputs out of a batch: a tensor, a sequence whose leading items are inputs, or a dict by name.
 
     Items may be nested, as in ((image, mask), target): the leading tensors count. The rest is dropped, and logged once.
-
     Raises CalibrationError, naming the batch, if an input is missing, of another shape or dtype, NaN or infinite.
     """
     placeholders = [node for node in model.graph.nodes if node.op == "placeholder"]

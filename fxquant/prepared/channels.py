@@ -25,7 +25,7 @@ from fxquant.ops.movement.pixels import channel_shuffle
 from fxquant.ops.movement.shape import numbers, permute, reshape
 from fxquant.prepared.operators import QuantizedOperator
 from fxquant.prepared.stage import quantized_operator
-from fxquant.quantization.factors import ChannelFactors
+from fxquant.quantization.weights import ChannelFactors
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,7 @@ def multiply(prepared: fx.GraphModule, known: Channels, exponents: Tensor) -> No
 
 
 def tensor_exponents(prepared: fx.GraphModule) -> dict[str, Tensor]:
-    """Return the exponents e of every tensor that is not the float model's, but that times 2^e, by name.
-
-    They are int64, of its shape without the batch, where 1 stands for every dimension along which they are the same.
-    """
+    """Return the exponents e, int64, of tensors that are the float model's times 2^e, by name; they broadcast to a sample's shape."""
     if not any(isinstance(module, ChannelFactors) and module.active for module in prepared.modules()):
         return {}
     known = channels(prepared)
@@ -206,8 +203,6 @@ class _Walk:
         tensors, read, given = ({node: number[labels] for node, labels in found.items()} for found in (self.labels, self.read, self.given))
         return Channels(tensors, read, given, int(number.max()) + 1)
 
-
-# ---- rules -----------------------------------------------------------------------------------------------------------
 
 Rule = Callable[[_Walk, fx.Node, dict[str, Any]], "Tensor | None"]
 

@@ -66,9 +66,7 @@ _NO_ARITHMETIC = Arithmetic("none")
 def steps_of(node: fx.Node, parameter: Callable[[fx.Node], Tensor | None]) -> Steps | None:
     """Return the primitives that compute a float node; None where it does not only copy elements.
 
-    Nodes among their arguments are tensors, or sizes that depend on the batch.
-
-    `parameter` gives the value of a node that holds a constant, and None of any other.
+    Nodes among their arguments are tensors, or sizes that depend on the batch. `parameter` gives the value of a constant's node, else None.
     """
     operator, known = operator_of(node), fact(node)
     if operator is None or not isinstance(known, TensorFact) or known.dtype not in RESULTS or not copies(node):

@@ -22,10 +22,9 @@ from fxquant.numerics.grids import EVERYTHING, Grid, Interval
 from fxquant.numerics.rounding import clamped, straight_through
 from fxquant.ops import Operator, map_operands
 from fxquant.primitives.arithmetic import Arithmetic
-from fxquant.quantization.factors import ChannelFactors
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.spec import State
-from fxquant.quantization.weights import WeightQuantizer
+from fxquant.quantization.weights import ChannelFactors, WeightQuantizer
 from fxquant.training import fused_layers
 
 # Of float tensors that operators return: their integers, the grid of these, and the version of the tensor that they are of. They are not
@@ -141,11 +140,12 @@ class QuantizedOperator(nn.Module):
         return self.state is State.TRAIN and self.training and (owner is None or owner.training)
 
     def multiplied(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a call with its parameters multiplied by the factors of its channels.
-
-        Call this before a direct call of `operator.function` or `operator.lower`.
-        """
-        return (args, kwargs) if self.factors is None else self.factors.of_call(self.operator, args, kwargs)
+        """Return the arguments for a direct call of the operator's function or `lower`, with parameters times the channels' factors."""
+        if self.factors is None or not self.factors.active:
+            return args, kwargs
+        arguments = self.factors.of(self.operator, self.operator.bind_call(args, kwargs))
+        positional = self.operator.parameter_names[: len(args)]
+        return tuple(arguments[name] for name in positional), {name: arguments[name] for name in kwargs}
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.detached is True and torch.is_grad_enabled():

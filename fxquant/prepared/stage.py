@@ -118,10 +118,7 @@ def one_scale_per_group(gm: fx.GraphModule) -> Iterator[Violation]:
 
 
 def prepared_operators(gm: fx.GraphModule) -> Iterator[Violation]:
-    """Require that every integer operator is a QuantizedOperator, and that every grid that is set is valid.
-
-    A valid scale is positive, finite and a float32; a valid zero point is an integer of its dtype.
-    """
+    """Require a QuantizedOperator for every integer operator, positive finite float32 scales, and zero points of their dtypes."""
     for node in gm.graph.nodes:
         if is_integer(node) and operator_of(node) is not None:  # a stop between two operators is annotated, and is none
             yield Violation(node, "it is annotated as integer but has no quantizer")
@@ -265,16 +262,13 @@ def called(model: fx.GraphModule, node: fx.Node) -> str:
     return target_name(node)
 
 
-def kind_of(node: fx.Node) -> str:
-    """Return the kind of value that a primitive's node holds; primitives that move elements move booleans and integers too."""
-    record = PRIMITIVES[node.target]  # type: ignore[index]
-    return "plain" if record.kind == "quantized" and fact(node).dtype in PLAIN_TYPES.values() else record.kind
-
-
 def dtype_of(model: fx.GraphModule, node: fx.Node) -> str | None:
     """Return the integer dtype of a node's result, with a grid or plain ("bool", "int64"); None if it is float, or not decided yet."""
     grid, primitive = grid_of(model, node), primitive_of(node)
-    if primitive is not None and kind_of(node) == "plain":
+    # Primitives of the kind "quantized" that move elements move booleans and integers too.
+    if primitive is not None and (
+        primitive.kind == "plain" or (primitive.kind == "quantized" and fact(node).dtype in PLAIN_TYPES.values())
+    ):
         return str(fact(node).dtype).removeprefix("torch.")
     spec = annotation(node)
     return grid.dtype if grid is not None else None if spec is None else spec.dtype

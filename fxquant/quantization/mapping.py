@@ -187,10 +187,7 @@ class QConfigMapping:
 
     @property
     def lost_rules(self) -> bool:
-        """Whether this mapping has no rules, a setter was called on it, and no mapping that came of that is left.
-
-        A user of PyTorch's mapping, whose setters change it, drops what these return.
-        """
+        """Whether this mapping has no rules, and those that its setters returned are gone: PyTorch's setters change the mapping itself."""
         last = self.__dict__.get("_last_successors")
         return not self.rules() and last is not None and last() is None
 

@@ -20,8 +20,7 @@ from fxquant.numerics.grids import (
     round_up_to_power_of_two,
     scale_from_range,
 )
-from fxquant.quantization.factors import Remembered
-from fxquant.quantization.learning import LSQ, LSQ_PLUS, METHODS, TrainableScale, method_of
+from fxquant.quantization.learning import LSQ, LSQ_PLUS, METHODS, Remembered, TrainableScale, method_of
 from fxquant.quantization.observers.histogram import HistogramObserver, beside, many_at_ends, observe_together, on_step
 from fxquant.quantization.observers.ranges import MinMaxObserver, MovingAverageMinMaxObserver, Observer, averaged, in_numbers
 from fxquant.quantization.spec import FROZEN, STATISTICS
@@ -249,10 +248,7 @@ class Quantizer(TrainableScale):
 
     @property
     def can_balance_samples(self) -> bool:
-        """Whether `balance_samples` can change the scale.
-
-        It can where the scale is observed, the tensor is not an output of the model, and the observer has counted its samples.
-        """
+        """Whether `balance_samples` can change the scale: it is observed by samples, and the tensor is not an output of the model."""
         found = self.observer
         return found is not None and found.observed and not self.frozen and not self.is_output and found.per_sample() is not found
 

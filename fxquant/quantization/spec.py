@@ -13,7 +13,8 @@ import torch
 from fxquant.errors import ConfigurationError, FxQuantError
 from fxquant.numerics.grids import ACTIVATION_TYPES, WEIGHT_TYPES, IntType, is_scale, scale_from_threshold
 from fxquant.numerics.rounding import Nearest, Rounding
-from fxquant.quantization.observers import FixedScaleObserver, HistogramObserver, Observer, observer_named, settings
+from fxquant.quantization.observers import FixedScaleObserver, HistogramObserver, Observer
+from fxquant.quantization.observers.ranges import observer_named, settings
 from fxquant.support.arguments import FLAG, KINDS, Kind, checked_class, instance, shown, such
 
 LEARNED, LSQ_PLUS, PACT, TQT = "learned", "lsq+", "pact", "tqt"  # methods of fxquant.quantization.learning

@@ -10,22 +10,23 @@ An operator has one weight quantizer. A constant operand is quantized in the sam
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxquant.numerics.grids import (
     SMALLEST_SCALE,
     IntType,
     accumulator_bound,
     least_error_scale,
+    power_of_two,
     round_up_to_power_of_two,
     scale_from_range,
     weight_scale,
 )
 from fxquant.numerics.rounding import AdaptiveRounding, Nearest, Rounding, clamped
-from fxquant.quantization.learning import LSQ, Method, TrainableScale, learned_step
+from fxquant.quantization.learning import LSQ, Method, Remembered, TrainableScale, learned_step
 from fxquant.training import fused_layers
 
 
@@ -78,7 +79,17 @@ class WeightScale(TrainableScale):
         return f"channels={self.base_scale.numel()}{', fixed' if self.frozen else ''}"
 
 
-class BiasCorrection(torch.nn.Module):
+class _PerChannel(torch.nn.Module):
+    def __init__(self, channels: int, buffer: str, start: float) -> None:
+        super().__init__()
+        self.channels = channels
+        self.register_buffer(buffer, torch.full((channels,), start, dtype=torch.float32, device="cpu"))
+
+    def extra_repr(self) -> str:
+        return f"channels={self.channels}"
+
+
+class BiasCorrection(_PerChannel):
     """A correction of the bias of an operator's integer form, not of its float form, that compensates for its rounded weight.
 
     value   float32 buffer of shape (C,), in the unit of the output
@@ -87,15 +98,10 @@ class BiasCorrection(torch.nn.Module):
     value: Tensor
 
     def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.channels = channels
-        self.register_buffer("value", torch.zeros(channels, dtype=torch.float32, device="cpu"))
-
-    def extra_repr(self) -> str:
-        return f"channels={self.channels}"
+        super().__init__(channels, "value", 0.0)
 
 
-class Coverage(torch.nn.Module):
+class Coverage(_PerChannel):
     """The share of a weight's largest magnitude that its scale covers, which tuning chooses.
 
     share   float32 buffer of shape (C,), one number for each output channel, or (1,): below 1, larger magnitudes are clipped; above 1,
@@ -105,12 +111,7 @@ class Coverage(torch.nn.Module):
     share: Tensor
 
     def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.channels = channels
-        self.register_buffer("share", torch.ones(channels, dtype=torch.float32, device="cpu"))
-
-    def extra_repr(self) -> str:
-        return f"channels={self.channels}"
+        super().__init__(channels, "share", 1.0)
 
 
 Parts = tuple[Rounding, Coverage | None, BiasCorrection | None]  # of a weight quantizer, as tuning sets them
@@ -192,9 +193,9 @@ class WeightQuantizer(torch.nn.Module):
 
     def put(self, parts: Parts) -> None:
         """Set the rounding, the coverage and the correction."""
-        self.rounding, coverage, correction = parts
-        self.cover(coverage)
-        self.correct(correction)
+        self.rounding = parts[0]
+        self.cover(parts[1])
+        self.correct(parts[2])
 
     def _have(self, name: str, part: torch.nn.Module | None) -> None:
         for place in (self.__dict__, self._modules):
@@ -255,10 +256,7 @@ class WeightQuantizer(torch.nn.Module):
         least  what the scales must not fall below, shape (C,) or (): see `numerics.grids.least_scale_for_bias`
         keep   whether a learned scale that has not started yet starts from this weight
         """
-        chosen = self._scale(weight, gain, keep)
-        raised = chosen if least is None else torch.maximum(chosen, least if chosen.numel() > 1 else least.max())
-        own = raised == chosen
-        scale = round_up_to_power_of_two(raised) if self.power_of_two else raised
+        scale, own = self._raised(self._scale(weight, gain, keep), least)
         integers = self._rounded(weight, scale, own, gain)
         return QuantizedWeight(integers, scale, own, accumulator_bound(integers, None, 0, 1))
 
@@ -269,12 +267,15 @@ class WeightQuantizer(torch.nn.Module):
             return None
         largest = fused_layers.largest(weight, gain)
         largest = largest if self.per_channel else largest.max().reshape(1)
-        chosen = scale_from_range(-largest, largest, self.dtype)
-        raised = chosen if least is None else torch.maximum(chosen, least if chosen.numel() > 1 else least.max())
-        scale = round_up_to_power_of_two(raised) if self.power_of_two else raised
+        scale, own = self._raised(scale_from_range(-largest, largest, self.dtype), least)
         each = scale if scale.numel() == len(weight) else scale.expand(len(weight))
         integers, total = fused_layers.whole(weight, gain, each, self.dtype.low, self.dtype.high)
-        return QuantizedWeight(integers, scale, raised == chosen, total)
+        return QuantizedWeight(integers, scale, own, total)
+
+    def _raised(self, chosen: Tensor, least: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the scales, raised to `least`, and which of them were not."""
+        raised = chosen if least is None else torch.maximum(chosen, least if chosen.numel() > 1 else least.max())
+        return round_up_to_power_of_two(raised) if self.power_of_two else raised, raised == chosen
 
     def _scale(self, weight: Tensor, gain: Tensor | None, keep: bool) -> Tensor:
         if self.learned is not None:
@@ -316,19 +317,6 @@ class WeightQuantizer(torch.nn.Module):
 # The layer is never divided by γ; a γ of zero is harmless.
 
 
-class BatchNorm(Protocol):
-    """The attributes of a batch norm that folding reads; an `nn.BatchNorm2d` has them, and so has `BatchNormTensors`."""
-
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    num_batches_tracked: Tensor | None
-    momentum: float | None
-    eps: float
-    track_running_stats: bool
-
-
 class BatchNormTensors(NamedTuple):
     """The tensors of a functional batch norm, with the names of the module's."""
 
@@ -342,12 +330,15 @@ class BatchNormTensors(NamedTuple):
     track_running_stats: bool = True
 
 
+BatchNorm = torch.nn.modules.batchnorm._BatchNorm | BatchNormTensors
+
+
 def multiplied(batch_norm: BatchNorm, factors: Tensor) -> BatchNorm:
     """The batch norm whose result is multiplied by one factor for each channel; its statistics are the same tensors, which move alike."""
     bn = BatchNormTensors(*(getattr(batch_norm, name) for name in BatchNormTensors._fields))
     weight = factors if bn.weight is None else bn.weight * factors
     bias = None if bn.bias is None else bn.bias * factors
-    return bn._replace(weight=weight, bias=bias)  # type: ignore[return-value]  # a tuple's fields are read, as all readers do
+    return bn._replace(weight=weight, bias=bias)
 
 
 def running_gain(batch_norm: BatchNorm) -> Tensor:
@@ -359,10 +350,7 @@ def running_gain(batch_norm: BatchNorm) -> Tensor:
 
 
 def fold(weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm, axis: int) -> tuple[Tensor, Tensor]:
-    """Return the weight and the bias of the layer that equals a layer followed by a batch norm with running statistics; differentiable.
-
-    `axis` is the weight's output channel dimension.
-    """
+    """Return weight and bias with the batch norm's running statistics folded in; differentiable. `axis` is that of output channels."""
     gain = running_gain(batch_norm)
     shape = [1] * weight.dim()
     shape[axis] = -1
@@ -419,3 +407,65 @@ def _update_running(batch_norm: BatchNorm, mean: Tensor, variance: Tensor, count
     for running, seen in ((batch_norm.running_mean, mean), (batch_norm.running_var, unbiased)):
         if not running.requires_grad:  # what is trained does not follow the batches
             running.add_((seen - running) * momentum * usable)
+
+
+# ---- Channel factors: powers of two that channels of a prepared model are multiplied by, and divided by where they are read
+
+
+LARGEST_EXPONENT = 16  # of either sign
+
+
+class ChannelFactors(nn.Module):
+    """The factors of one operator: of the channels it reads, and of those it gives.
+
+    W'[o, i] = W[o, i] · 2^(outputs[o] - inputs[i]),   b'[o] = b[o] · 2^outputs[o]
+
+    The parameters themselves stay those of the float model. Products with powers of two are exact: as long as nothing leaves the range of
+    float32, the float function keeps its bits.
+
+    inputs   int8 buffer of shape (channels read,): its operand is the float model's times 2^inputs
+    outputs  int8 buffer of shape (channels given,): its result is the float model's times 2^outputs
+    """
+
+    inputs: Tensor
+    outputs: Tensor
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self._active = Remembered(False)
+        self.register_buffer("inputs", torch.zeros(inputs, dtype=torch.int8, device="cpu"))
+        self.register_buffer("outputs", torch.zeros(outputs, dtype=torch.int8, device="cpu"))
+
+    @property
+    def active(self) -> bool:
+        """Whether any factor is not 1."""
+        return self._active.get(lambda: bool(self.inputs.any()) or bool(self.outputs.any()), self.inputs, self.outputs)
+
+    @property
+    def description(self) -> str:
+        """Which of the channels that it gives are multiplied by what, in words; empty where none is."""
+        if not self.active or not (count := int(self.outputs.count_nonzero())):
+            return ""
+        return f"equalized: {count} of {len(self.outputs)} channels times 2^{int(self.outputs.min())} to 2^{int(self.outputs.max())}"
+
+    @torch.no_grad()
+    def assign(self, inputs: Tensor, outputs: Tensor) -> None:
+        """Set the exponents."""
+        self.inputs.copy_(inputs)
+        self.outputs.copy_(outputs)
+
+    def of(self, operator: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call of the operator, given by its record, with its parameters multiplied by the factors."""
+        if not self.active:
+            return arguments
+        inputs, outputs = (power_of_two(exponents.to(torch.int64)).float() for exponents in (self.inputs, self.outputs))
+        return {**arguments, **operator.layer.rescaled(arguments, inputs, outputs)}
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Load a state_dict; one without factors is that of a model that has none."""
+        for name, own in (("inputs", self.inputs), ("outputs", self.outputs)):
+            state_dict.setdefault(prefix + name, torch.zeros_like(own))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def extra_repr(self) -> str:
+        return f"{len(self.inputs)} → {len(self.outputs)}"

@@ -8,7 +8,7 @@ does; each of these is compared with the limits again. An operator that still br
 after `specs.annotate`, since limits are about fused operators of known dtype; `islands.sink` then leaves more to the host.
 """
 
-from fxquant.remedies import activations, convolution, elementwise, pooling, products
+from fxquant.remedies import convolution, elementwise, pooling
 from fxquant.remedies.rewriting import REMEDIES, Rewriting
 
-__all__ = ["REMEDIES", "Rewriting", "activations", "convolution", "elementwise", "pooling", "products"]
+__all__ = ["REMEDIES", "Rewriting", "convolution", "elementwise", "pooling"]

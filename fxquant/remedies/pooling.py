@@ -148,9 +148,6 @@ def _overlap(taps: int, step: int, most: int) -> tuple[int, int]:
     return inner, between
 
 
-# ---- reductions -----------------------------------------------------------------------------------------------------
-
-
 @remedy("as a pooling", "mean sum", "reduced dimension", "number of reduced dimensions")
 def as_pooling(b: Rewriting) -> fx.Node | None:
     """Pool height and width by an average pooling. Reduce other dimensions one after another, if the target supports them."""

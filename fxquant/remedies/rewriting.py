@@ -119,10 +119,7 @@ class Rewriting(Builder):
         return "int8" if self.dtype in ("int32", "int16") else self.dtype
 
     def __call__(self, function: Callable[..., Any], *args: Any, demand: Any = None, dtype: str | None = None, **kwargs: Any) -> fx.Node:
-        """Append a call of an operator, as `Builder` does; `dtype` is that of its result, if it differs from that of the whole.
-
-        `batch_norm`, `residual` and `clamp` are fused into it.
-        """
+        """Append a call as `Builder` does, `batch_norm`, `residual` and `clamp` fused; `dtype` is its result's, by default the whole's."""
         fused = {name: value for name in FUSED if (value := kwargs.pop(name, None)) is not None}
         made: fx.Node = super().__call__(function, *args, demand=demand, **kwargs)
         made.kwargs = fused

@@ -25,8 +25,8 @@ from fxquant.prepared.batches import as_batches, first_batches, length, no_batch
 from fxquant.prepared.stage import quantized_operator
 from fxquant.quantization.spec import WeightConfig
 from fxquant.reporting.advice import grid_text
-from fxquant.reporting.contents import weight_of
 from fxquant.reporting.model_forms import form_of
+from fxquant.reporting.page import weights_of
 from fxquant.reporting.rows import Rows
 from fxquant.reporting.statistics import Steps, TensorStatistics, sqnr_of
 from fxquant.support.arguments import NUMBER, checked, instance
@@ -210,8 +210,7 @@ def _weights(model: Any) -> dict[str, torch.Tensor]:
             because="layers are known by name in prepared and integer models",
             remedy="pass the results of fxq.prepare and fxq.convert",
         )
-    nodes = {node.name: node for node in model.graph.nodes}
-    return {name: weight for name, node in nodes.items() if (weight := weight_of(model, node, nodes)) is not None and weight.dim()}
+    return weights_of(model)
 
 
 @checked(model=GRAPH)
@@ -265,8 +264,8 @@ def value_ranges(
 ) -> Rows[Values]:
     """Return the values of every tensor of a model over all batches, with notes on those that are not finite, or too far apart for 16 bits.
 
-    from which on a tensor has a note. Nothing of a batch is kept after the next one comes. A
-    KeyboardInterrupt is raised as `Interrupted`, whose `result` is what the batches before had.
+    `spread` is the largest magnitude over the mean one from which on a tensor has a note. A KeyboardInterrupt is raised as `Interrupted`,
+    whose `result` is what the batches before had.
     """
     source = as_batches(batches)
     form: Form | None = None

@@ -5,7 +5,7 @@ effect = mean over outputs of Σ(y' - y)² / Σy²
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.analysis.recording import GraphForm, outputs, still
+from fxquant.analysis.recording import GraphForm, Seen, outputs, still
 from fxquant.ir.graph import is_parameter, resolve
-from fxquant.ir.interpreter import Interpreter
 from fxquant.reporting.model_forms import shifted
 from fxquant.reporting.statistics import Steps
 from fxquant.tuning.effects import Noise, is_real
 
-Change = Callable[[Any, tuple[Any, ...]], Any]  # of a value and what the node read
+Change = Callable[[str, Any, tuple[Any, ...]], Any]  # of a tensor's name, its value and what its node read
 
 
 @dataclass(frozen=True)
@@ -49,26 +48,22 @@ class Effects:
     def __init__(self, form: GraphForm, inputs: Sequence[Any], others: Mapping[str, Tensor], results: Mapping[int, Tensor]) -> None:
         self.model, self.nodes, self.inputs, self.others = form.model, form.nodes, list(inputs), others
         self.state = form.state
-        self.outputs = self._run({})
+        self.outputs = self._run((), lambda name, value, read: value)
         there = [place for place in results if place < len(self.outputs)]
         self.noise = noise([self.outputs[place] for place in there], [results[place].to(self.outputs[place].device) for place in there])
 
     def of_grids(self, grids: Mapping[str, tuple[Steps, Tensor | None]]) -> float:
         """That of rounding several tensors at once, each into its grid, which it is multiplied by 2 to the exponents for."""
-        return self._effect({reference: _rounding(steps, exponents) for reference, (steps, exponents) in grids.items()})
+        return self._effect(grids, lambda name, value, read: _rounded(value, *grids[name]))
 
     def of_channels(self, reference: str, steps: Steps, exponents: Tensor | None, axis: int, chosen: Tensor) -> float:
-        """Return the share of noise in the elements of the outputs that change if only the chosen channels of a tensor are rounded.
+        """Return the share of noise in the output elements that change if only `chosen`, bool (channels,) along `axis`, is rounded."""
 
-        `axis` is the dimension of the channels, and `chosen` bool of shape (channels,).
-        """
-        rounded = _rounding(steps, exponents)
-
-        def change(value: Any, read: tuple[Any, ...]) -> Any:
+        def change(name: str, value: Any, read: tuple[Any, ...]) -> Any:
             shape = [-1 if dim == axis % value.dim() else 1 for dim in range(value.dim())]
-            return torch.where(chosen.to(value.device).reshape(shape), rounded(value, read), value)
+            return torch.where(chosen.to(value.device).reshape(shape), _rounded(value, steps, exponents), value)
 
-        both = zip(self.outputs, self._run({reference: change}), strict=True)
+        both = zip(self.outputs, self._run((reference,), change), strict=True)
         pairs = [(one[moved], other[moved]) for one, other in both if bool((moved := one != other).any())]
         return noise([one for one, _ in pairs], [other for _, other in pairs])
 
@@ -76,26 +71,19 @@ class Effects:
         """Return for each tensor v' of the other form v' - f(w'), of the operator f in float and the other form's operands w'."""
         found: dict[str, Tensor] = {}
 
-        def look(name: str) -> Change:
-            def see(value: Any, read: tuple[Any, ...]) -> Any:
-                other = self.others[name]
-                if not isinstance(value, Tensor) or not value.is_floating_point() or value.shape != other.shape:
-                    return value
-                found[name] = torch.nan_to_num(other.double() - value.double(), nan=0.0, posinf=0.0, neginf=0.0)
-                return other.to(value.dtype)
+        def see(name: str, value: Any, read: tuple[Any, ...]) -> Any:
+            other = self.others[name]
+            if not isinstance(value, Tensor) or not value.is_floating_point() or value.shape != other.shape:
+                return value
+            found[name] = torch.nan_to_num(other.double() - value.double(), nan=0.0, posinf=0.0, neginf=0.0)
+            return other.to(value.dtype)
 
-            return see
-
-        self._run({name: look(name) for name in self.others})
+        self._run(self.others, see)
         return found
 
     def of_errors(self, errors: Mapping[str, Tensor]) -> float:
         """That of adding these to tensors of the float model."""
-
-        def adding(error: Tensor) -> Change:
-            return lambda value, read: (value.double() + error).to(value.dtype)
-
-        return self._effect({name: adding(error) for name, error in errors.items()})
+        return self._effect(errors, lambda name, value, read: (value.double() + errors[name]).to(value.dtype))
 
     def operands(self, reference: str, names: Sequence[str]) -> list[str] | None:
         """Return the tensors read by the nodes of these names, which became the one, and by those that the other form does not show."""
@@ -137,17 +125,16 @@ class Effects:
             return None
         kept: list[Tensor] = []
 
-        def keep(value: Any, read: tuple[Any, ...]) -> Any:
-            kept.append(value)
-            return value
+        def see(name: str, value: Any, _: tuple[Any, ...]) -> Any:
+            if name == reference:
+                kept.append(value)
+                return value
+            return self.others[name].to(value.dtype) if isinstance(value, Tensor) else value
 
-        def given(name: str) -> Change:
-            return lambda value, read: self.others[name].to(value.dtype) if isinstance(value, Tensor) else value
-
-        self._run({**{name: given(name) for name in read}, reference: keep})
+        self._run((*read, reference), see)
         error = torch.nan_to_num(self.others[reference].double() - kept[0].double(), nan=0.0, posinf=0.0, neginf=0.0)
         signal = torch.nan_to_num(kept[0].double(), nan=0.0, posinf=0.0, neginf=0.0)
-        effect = self._effect({reference: lambda value, read: (value.double() + error).to(value.dtype)})
+        effect = self.of_errors({reference: error})
         return Inside(float(error.square().sum()), float(signal.square().sum()), effect, self._constants(reference, names))
 
     def _constants(self, reference: str, names: Sequence[str]) -> dict[str, Tensor]:
@@ -168,13 +155,12 @@ class Effects:
 
     def of_batch_statistics(self, name: str, mended: Sequence[str] = ()) -> float:
         """That of the batch's own mean and variance in place of the running ones of a batch norm, where others have theirs already."""
-        before = {each: self._with_own(each) for each in mended}
-        wanted = self._run(before) if before else self.outputs
-        return noise(wanted, self._run({**before, name: self._with_own(name)}))
+        wanted = self._run(mended, self._with_own) if mended else self.outputs
+        return noise(wanted, self._run((*mended, name), self._with_own))
 
-    def _with_own(self, name: str) -> Change:
+    def _with_own(self, name: str, value: Any, read: tuple[Any, ...]) -> Tensor:
         norm = resolve(self.model, str(self.nodes[name].target))
-        return lambda value, read: F.batch_norm(read[0], None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
+        return F.batch_norm(read[0], None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
 
     def moved_statistics(self, mended: Sequence[str] = ()) -> dict[str, MovedStatistics]:
         """Return how far the statistics of this batch are from those that batch norms keep, by node, in the order they run.
@@ -183,37 +169,35 @@ class Effects:
         """
         found: dict[str, MovedStatistics] = {}
 
-        def look(name: str) -> Change:
-            def see(value: Any, read: tuple[Any, ...]) -> Any:
-                norm = resolve(self.model, str(self.nodes[name].target))
-                found[name] = MovedStatistics.of(norm, read[0])
-                return self._with_own(name)(value, read) if name in mended else value
+        def see(name: str, value: Any, read: tuple[Any, ...]) -> Any:
+            found[name] = MovedStatistics.of(resolve(self.model, str(self.nodes[name].target)), read[0])
+            return self._with_own(name, value, read) if name in mended else value
 
-            return see
-
-        norms = {node.name: look(node.name) for node in self.model.graph.nodes if _is_batch_norm(self.model, node)}
+        norms = [node.name for node in self.model.graph.nodes if _is_batch_norm(self.model, node)]
         if norms:
-            self._run(norms)
+            self._run(norms, see)
         return found
 
-    def _run(self, changes: Mapping[str, Change]) -> list[Tensor]:
+    def _run(self, names: Collection[str], change: Change) -> list[Tensor]:
+        """Return the outputs with the tensors of these names changed as they are computed."""
+
+        def see(node: fx.Node, value: Any, read: tuple[Any, ...]) -> Any:
+            return change(node.name, value, read) if node.name in names else value
+
         with torch.no_grad(), still(self.model, self.state):
-            result = _Changing(self.model, changes).run(*[value.clone() if isinstance(value, Tensor) else value for value in self.inputs])
+            result = Seen(self.model, see).run(*[value.clone() if isinstance(value, Tensor) else value for value in self.inputs])
         return list(outputs(result).values())
 
-    def _effect(self, changes: Mapping[str, Change]) -> float:
-        return noise(self.outputs, self._run(changes))
+    def _effect(self, names: Collection[str], change: Change) -> float:
+        return noise(self.outputs, self._run(names, change))
 
 
-def _rounding(steps: Steps, exponents: Tensor | None) -> Change:
-    def rounded(value: Any, read: tuple[Any, ...]) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            return value
-        finite = torch.nan_to_num(shifted(value, exponents), nan=0.0)
-        found = shifted(steps.rounded(finite), None if exponents is None else -exponents)
-        return torch.where(torch.isinf(value), value, found.to(value.dtype))
-
-    return rounded
+def _rounded(value: Any, steps: Steps, exponents: Tensor | None) -> Any:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    finite = torch.nan_to_num(shifted(value, exponents), nan=0.0)
+    found = shifted(steps.rounded(finite), None if exponents is None else -exponents)
+    return torch.where(torch.isinf(value), value, found.to(value.dtype))
 
 
 def noise(wanted: Sequence[Tensor], found: Sequence[Tensor]) -> float:
@@ -254,18 +238,3 @@ class MovedStatistics:
 def _is_batch_norm(model: fx.GraphModule, node: fx.Node) -> bool:
     module = resolve(model, str(node.target)) if node.op == "call_module" else None
     return isinstance(module, nn.modules.batchnorm._BatchNorm) and isinstance(module.running_mean, Tensor)
-
-
-class _Changing(Interpreter):
-    """Runs a graph with some values changed as they are computed."""
-
-    def __init__(self, model: fx.GraphModule, changes: Mapping[str, Change]) -> None:
-        super().__init__(model)
-        self.changes = changes
-
-    def run_node(self, n: fx.Node) -> Any:
-        change = self.changes.get(n.name)
-        if change is None:
-            return super().run_node(n)
-        read = self.fetch_args_kwargs_from_env(n)[0] if n.op != "placeholder" else ()
-        return change(super().run_node(n), read)

@@ -70,9 +70,8 @@ class Estimate(Rows[LayerEstimate]):
 
     def __init__(self, items: tuple[LayerEstimate, ...], roofline: Roofline, target: str, compiled: tuple[CompiledCost, ...] = ()) -> None:
         super().__init__(f"one item on {target}, at the peak rates of the chip", items)
-        object.__setattr__(self, "roofline", roofline)
-        object.__setattr__(self, "target", target)
-        object.__setattr__(self, "compiled", compiled)
+        for name, value in (("roofline", roofline), ("target", target), ("compiled", compiled)):
+            object.__setattr__(self, name, value)
 
     @property
     def macs(self) -> int:

@@ -179,9 +179,6 @@ def _tensors(model: fx.GraphModule) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in found.items() if name.rpartition(".")[0] not in owners}
 
 
-# ---- the description -------------------------------------------------------------------------------------------------
-
-
 def describe(contents: Contents) -> str:
     """Return the file in a few lines, then a table of its quantized tensors, then what is left in float."""
     where = f" for {contents.target}" if contents.target else ""
@@ -226,18 +223,11 @@ def _scale(values: Sequence[float]) -> str:
 
 
 def _grid(row: Row) -> str:
-    """Return the scale or scales, and a zero point."""
     return _scale(row.scale) + ("" if row.zero_point is None else f", zero point {row.zero_point}")
 
 
-# ---- the difference --------------------------------------------------------------------------------------------------
-
-
 def difference(a: Contents, b: Contents) -> str:
-    """Return the difference of two files of one kind: their graphs as text, scales, tensors. Empty if they hold the same.
-
-    Raises ConfigurationError for files of different kinds.
-    """
+    """Return how two files differ: graphs, scales, tensors; empty if they do not. Raises ConfigurationError for files of two kinds."""
     if a.kind != b.kind:
         raise ConfigurationError(
             f"{a.path} and {b.path} cannot be compared as text",
@@ -287,9 +277,6 @@ def _tensor_difference(a: Tensor, b: Tensor) -> str:
 
 def _form(tensor: Tensor) -> str:
     return f"{DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))}{list(tensor.shape)}"
-
-
-# ---- the difference as a value ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

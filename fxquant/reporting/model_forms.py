@@ -118,7 +118,6 @@ _STORAGE = {"int8": torch.int8, "uint8": torch.uint8, "int16": torch.int16, "int
 
 
 def _grid(entry: Mapping[str, Any], zero_point: int) -> QParams:
-    """Return the scale and dtype of a tensor that a file describes."""
     scale = entry["scale"]
     return QParams(tuple(scale) if isinstance(scale, list) else scale, entry["dtype"], entry.get("axis"), zero_point)
 

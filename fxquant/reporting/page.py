@@ -3,25 +3,212 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from fxquant.analysis.check import findings
+from fxquant.analysis.layers import Layer, layers, left_in_float
 from fxquant.errors import ConfigurationError
-from fxquant.ir.graph import stage_of
+from fxquant.ir.graph import fused, made_by, model_meta, resolve, stage_of
+from fxquant.ir.integer import operation
+from fxquant.ops import Trait
 from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.batches import as_batches, first_batches
+from fxquant.prepared.operators import QuantizedOperator
+from fxquant.prepared.stage import quantized_operator
+from fxquant.quantization.weights import running_gain
+from fxquant.reporting.advice import grid_text
 from fxquant.reporting.comparing import Comparison, compare
-from fxquant.reporting.contents import contents
-from fxquant.reporting.layout import needs
+from fxquant.reporting.layout import drawing, needs
+from fxquant.reporting.statistics import LayerComparison, TensorStatistics, drawn, in_decibels, json_ready
 from fxquant.support.arguments import FILE, FLAG, TEXT, checked, instance
 from fxquant.support.files import check_place, write_file
+from fxquant.support.offers import disagreements
 from fxquant.support.progress import working
+from fxquant.version import __version__
+
+ADVICE = ("layer", "cause", "cure", "gain", "source")  # what is shown of it
+UNDEFINED = "nan dB"  # of outputs that are not floating-point
+CHANNELS = 256  # of a tensor or a weight that are drawn; of more, the largest of neighbours
+
+
+def contents(
+    model: fx.GraphModule, comparison: Comparison | None, forms: Mapping[str, Comparison], findings: Sequence[Any], title: str
+) -> dict[str, Any]:
+    """Everything that the page shows; numbers that are infinite or no numbers are null."""
+    known = layers(model)
+    target = model_meta(model).get("target")
+    shown = drawing(model)
+    names = list(shown.graph)
+    compared = {} if comparison is None else dict(comparison)
+    verdict = None if comparison is None else comparison.verdict
+    found: dict[str, Any] = {
+        "title": title,
+        "version": __version__,
+        "stage": (stage_of(model) or "traced").lower(),
+        "target": "" if target is None else target.name,
+        "summary": _summary(known, comparison),
+        "forms": [_form(label, each) for label, each in forms.items()],
+        "verdict": None if verdict is None else {"grade": verdict.grade, "sqnr": verdict.sqnr, "lines": list(verdict.lines)},
+        "advice": [{key: getattr(each, key) for key in ADVICE} for each in (() if comparison is None else comparison.advice)],
+        "compared": comparison is not None,
+        "nodes": [
+            {"name": name, "x": x, "y": y, **_node(shown.layers.get(name), compared.get(name), name, shown.times.get(name, 1))}
+            for name, (x, y) in ((name, shown.places[name]) for name in names)
+        ],
+        "edges": [shown.path(one, other) for one, other in shown.graph.edges],
+        "details": {} if comparison is None else {name: _details(comparison.statistics[name]) for name in compared},
+        # The largest magnitude for each output channel.
+        "weights": {
+            name: _fewer(weight.flatten(1).abs().amax(1) if weight.dim() > 1 else weight.abs())
+            for name, weight in weights_of(model).items()
+            if name in shown.places
+        },
+        "passes": _passes(model),
+        "floats": [[layer.name, layer.operator, layer.reason, layer.source] for layer in left_in_float(known)],
+        "disagreements": [[each.place, each.implementation, each.because] for each in disagreements(model)],
+        "findings": [[each.layer, each.operator, each.limit, each.remedy, each.source] for each in findings],
+    }
+    ready: dict[str, Any] = json_ready(found)
+    return ready
+
+
+def _summary(known: tuple[Layer, ...], comparison: Comparison | None) -> list[list[str]]:
+    operators = [layer for layer in known if not layer.boundary]
+    dtypes = Counter(layer.dtype for layer in operators if layer.integer)
+    dynamic = sum(layer.dynamic for layer in known)
+    at_run_time = f"{dynamic} quantized at run time, " if dynamic else ""
+    rows = [
+        [
+            "operators",
+            f"{len(operators)}: {sum(layer.integer for layer in operators)} on integers, {at_run_time}{len(left_in_float(known))} in float",
+        ],
+        ["dtypes", ", ".join(f"{count} {dtype}" for dtype, count in dtypes.most_common()) or "none"],
+        ["multiply-accumulates", f"{sum(layer.macs for layer in known):,}"],
+        ["weights", f"{sum(layer.weight_bytes for layer in known):,} bytes"],
+        ["largest activation", f"{max((layer.activation_bytes for layer in known), default=0):,} bytes"],
+    ]
+    if comparison is not None:
+        rows += [[layer.name, f"SQNR {in_decibels(layer.sqnr, UNDEFINED)}, cosine {layer.cosine:.6f}"] for layer in comparison.outputs]
+        rows.append(["compared", f"{comparison.labels[1]} against {comparison.labels[0]}, {comparison.batches} batches"])
+    return rows
+
+
+def _form(label: str, comparison: Comparison) -> list[Any]:
+    tensors = [*comparison.layers, *comparison.outputs]
+    equal = sum(layer.mse == 0 for layer in tensors)
+    outputs = ", ".join(f"{layer.name}: {in_decibels(layer.sqnr, UNDEFINED)}" for layer in comparison.outputs)
+    return [label, f"{equal} of {len(tensors)} tensors equal", outputs]
+
+
+def _node(layer: Layer | None, compared: LayerComparison | None, name: str, times: int) -> dict[str, Any]:
+    if layer is None:
+        return {"operator": "output" if name == "output" else "input", "kind": "end"}
+    found: dict[str, Any] = {
+        "operator": layer.operator,
+        "kind": "boundary" if layer.boundary else "integer" if layer.integer or layer.dynamic else "float",
+        "dtype": layer.dtype,
+        "grid": grid_text(layer.grid) if layer.grid is not None else layer.dtype,
+        "shape": ",".join(map(str, layer.shape)),
+        "device": layer.device,
+        "macs": layer.macs,
+        "bytes": layer.weight_bytes,
+        "source": layer.source,
+        "module": layer.module,
+        "why": "; ".join([layer.reason or "; ".join(layer.notes), *([f"at {times} steps"] if times > 1 else [])]),
+    }
+    if compared is not None:
+        keys = ("sqnr", "own", "cosine", "steps", "clipped", "zeroed", "reach", "error", "effect", "try_this", "reference")
+        found.update({key: getattr(compared, key) for key in keys})
+        if compared.sqnr == math.inf:
+            found["equal"] = True
+    return found
+
+
+def _details(statistics: TensorStatistics) -> dict[str, Any]:
+    """Return the histogram and the range of each channel of a tensor."""
+    found: dict[str, Any] = {"low": statistics.low, "high": statistics.high}
+    if statistics.steps is not None:
+        scale, ends = statistics.steps.scale, drawn(statistics.steps)
+        found.update(
+            counts=statistics.columns.tolist(),
+            ends=[ends[0] * scale, ends[1] * scale],
+            clip=[statistics.steps.low * scale, statistics.steps.high * scale],
+        )
+    if statistics.channels is not None:
+        found["channels"] = _fewer(statistics.channels)
+    return found
+
+
+def _fewer(values: Tensor) -> list[float]:
+    """At most CHANNELS numbers with four digits: the largest of neighbours."""
+    flat = values.flatten().double()
+    step = -(-len(flat) // CHANNELS) or 1
+    return [float(f"{float(part.max()):.4g}") for part in torch.split(flat, step)]
+
+
+def weights_of(model: fx.GraphModule) -> dict[str, Tensor]:
+    """Return the weights of layers by name, of one dimension or more: those that the graph holds, as float tensors."""
+    nodes = {node.name: node for node in model.graph.nodes}
+    return {name: weight for name, node in nodes.items() if (weight := _weight_of(model, node, nodes)) is not None and weight.dim()}
+
+
+def _weight_of(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node]) -> Tensor | None:
+    """Return the weight of a layer as a float tensor, dequantized in an integer model; None if the graph holds none."""
+    lowered, module = operation(node), quantized_operator(model, node)
+    if lowered is not None and "weight" in lowered.constants:
+        constant = lowered.constants["weight"]
+        value = resolve(model, str(nodes[constant.node].target))
+        if not isinstance(value, Tensor) or constant.scale == ():
+            return None
+        scale = torch.tensor(constant.scale, dtype=torch.float64, device=value.device)
+        if constant.axis is not None:
+            if scale.numel() != value.shape[constant.axis]:  # a transposed convolution in groups
+                return None
+            scale = scale.reshape(-1, *[1] * (-constant.axis - 1))
+        real: Tensor = (value.double() - torch.tensor(constant.zero_point, dtype=torch.float64, device=value.device)) * scale
+        return real
+    return None if module is None else _prepared_weight(model, node, module)
+
+
+def _prepared_weight(model: fx.GraphModule, node: fx.Node, module: QuantizedOperator) -> Tensor | None:
+    """Return the weight that an operator of a prepared model rounds: with its batch norm and its channels' factors multiplied in."""
+    arguments = module.operator.bind_call(node.args, node.kwargs)
+    held: dict[str, Any] = {
+        name: resolve(model, str(value.target)) if isinstance(value, fx.Node) and value.op == "get_attr" else value
+        for name, value in arguments.items()
+    }
+    if not isinstance(held.get("weight"), Tensor):
+        return None
+    if module.factors is not None:
+        held = module.factors.of(module.operator, held)
+    weight: Tensor = held["weight"].detach().double()
+    norm = held.get("batch_norm")
+    if norm is None:
+        return weight
+    if isinstance(norm, fx.Node) or Trait.OUTPUTS_FIRST not in module.operator.traits:
+        return None
+    gain = running_gain(norm).detach().double()
+    return weight * gain.reshape(-1, *[1] * (weight.dim() - 1)) if weight.dim() and len(gain) == len(weight) else None
+
+
+def _passes(model: fx.GraphModule) -> dict[str, Any]:
+    """Return how many nodes each pass made, and what was fused into what."""
+    made = Counter(made_by(node) for node in model.graph.nodes if node.op not in ("placeholder", "output", "get_attr"))
+    merged = [[node.name, ", ".join(fused(node))] for node in model.graph.nodes if fused(node)]
+    return {
+        "made": [[name, count] for name, count in made.most_common()],
+        "fused": merged,
+        "not_done": list(model_meta(model).get("not_done", ())),
+    }
 
 
 @checked(

@@ -22,9 +22,8 @@ from fxquant.numerics.rounding import AdaptiveRounding, Nearest
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.spec import State
 from fxquant.reporting.advice import WORTH
-from fxquant.reporting.compared import LayerComparison
 from fxquant.reporting.effects import Effects, noise
-from fxquant.reporting.statistics import Steps, ratio, sqnr_of
+from fxquant.reporting.statistics import LayerComparison, Steps, ratio, sqnr_of
 from fxquant.reporting.tensor_rules import Judged
 from fxquant.support.progress import progress
 
@@ -85,9 +84,6 @@ def verdict_on(outputs: Sequence[LayerComparison]) -> Verdict | None:
     worst = min(outputs, key=lambda output: output.sqnr)
     grade = "good" if worst.sqnr >= GOOD else "visible" if worst.sqnr >= VISIBLE else "poor"
     return Verdict(grade, worst.name, worst.sqnr)
-
-
-# ---- what the noise is made of ------------------------------------------------------------------------------------------
 
 
 _Share = tuple[str, tuple[str, ...]]  # a part of the noise in words, and what of `fxq.tune` is to be tried for it
@@ -196,9 +192,6 @@ def _offsets(errors: Mapping[str, Tensor], effects: Effects, total: float) -> It
             f"a constant for each channel makes about {100 * min(share, 1.0):.0f} % of it, which biases could take back",
             ("corrections",),
         )
-
-
-# ---- corrections, off and on --------------------------------------------------------------------------------------------
 
 
 @contextmanager

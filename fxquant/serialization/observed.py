@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fxquant.calibration.observations import Observations, Observed, Place
-from fxquant.quantization.factors import LARGEST_EXPONENT
-from fxquant.quantization.observers import Gathering, Observer, gathering
+from fxquant.quantization.observers import Observer
+from fxquant.quantization.observers.histogram import Gathering, gathering
+from fxquant.quantization.weights import LARGEST_EXPONENT
 from fxquant.serialization.names import ARGUMENTS, OBSERVERS
 from fxquant.serialization.values import Malformed, decode, encode, expect, look_up
 

@@ -20,12 +20,11 @@ from fxquant.numerics.rounding import Rounding
 from fxquant.ops import BY_NAME, Operator
 from fxquant.prepared.operators import QuantizedOperator, Quantizers
 from fxquant.primitives.arithmetic import Arithmetic
-from fxquant.quantization.factors import LARGEST_EXPONENT, ChannelFactors
 from fxquant.quantization.learning import METHODS, TrainableScale
 from fxquant.quantization.observers import MinMaxObserver, Observer
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.spec import FROZEN, STATISTICS, State
-from fxquant.quantization.weights import BiasCorrection, Coverage, WeightQuantizer, WeightScale
+from fxquant.quantization.weights import LARGEST_EXPONENT, BiasCorrection, ChannelFactors, Coverage, WeightQuantizer, WeightScale
 from fxquant.serialization.names import ARGUMENTS, LAYERS
 from fxquant.serialization.values import DTYPES, Malformed, cannot_save, decode, encode, expect, look_up
 from fxquant.target import Target

@@ -2,19 +2,15 @@
 
 Each computes what its reference in PyTorch computes, bit for bit; a backend may offer a faster one (`fxquant.support.offers`).
 
-What a training step costs beyond the float model's is memory traffic over large tensors. `fused_layers` has the kernels of an
-accumulator: one for the statistics of a batch and its range, one that requantizes and dequantizes, two for backward, and two for
-a weight. Each stands for a composition of primitives. Tests and `benchmarks.training_speed` compare the two, and
+What a training step costs beyond the float model's is memory traffic over large tensors. `fused_layers` has the kernels of an accumulator
+and of a weight, each of which stands for a composition of primitives. Tests and `benchmarks.training_speed` compare the two, and
 `fused_layers.unfused()` turns the kernels off. Learned scales, float64 sums and `torch.func`'s transforms use the composition.
 
-`fused_elementwise` keeps an expression of products and sums of two tensors as it is called, until it is requantized. Where a C kernel
-has that expression, no accumulator is materialized. `fused_lookup` has tables and their slopes.
+`fused_elementwise` keeps an expression of products and sums of two tensors as it is called, until it is requantized: where a C kernel has
+that expression, no accumulator is materialized. It has lookup tables and their slopes as well.
 
 Each activation's integers are cached weakly beside it, and consumers on the same grid skip requantization. In-place writes, hooks and
-`retain_grad()` bypass that cache. For backward an operator saves what its gradients need: operands as bytes (`saved_activations`),
-indices into tables, and saturation masks, dense or sparse (`saturation_masks`).
-
-`fused_layers.Passes` has the kernels in PyTorch, for every device; `backends.cpu` offers them in C. Mean and variance of a batch are those
-of integers, exact before they are rounded once, so the order of summation and the number of threads do not matter. A sum that could
-exceed 2^24 is formed once if the current operand keeps it below, else in parts of the input channels.
+`retain_grad()` bypass that cache. For backward an operator saves what its gradients need: operands as bytes, indices into tables, and
+saturation masks, dense or sparse. A sum that could exceed 2^24 is formed once if the current operand keeps it below, else in parts of the
+input channels.
 """

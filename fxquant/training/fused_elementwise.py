@@ -9,6 +9,7 @@ composed of the primitives.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -16,9 +17,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from fxquant.numerics.grids import Grid, ends_of
 from fxquant.primitives import PRIMITIVES, Role, elementwise, role_of
 from fxquant.support.offers import Offers
-from fxquant.training import fused_layers, saturation_masks
+from fxquant.training import fused_layers
 from fxquant.training.fused_layers import Gradients, Rounded
 
 
@@ -279,7 +281,7 @@ def passes_for(value: Tensor) -> Joining:
     return found
 
 
-def _narrow(value: Tensor, join: Join) -> Tensor:
+def _operand(value: Tensor, join: Join) -> Tensor:
     """Return an operand as it is saved for backward: in int16 where that holds it; unchanged for a square, whose operand is kept anyway."""
     if join.same:
         return value
@@ -292,13 +294,11 @@ class _Joined(torch.autograd.Function):
     def forward(ctx: Any, a: Tensor, b: Tensor | None, c: Tensor | None, join: Join, how: Rounded, ratio: Tensor) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         integers, real, inside, without = passes_for(a).forward(join, how, ratio, True)
-        held = (_narrow(a, join), None if a is b else b) if join.product else (None, None)
-        ctx.save_for_backward(*held, None if inside is None else saturation_masks.kept(inside, without))
+        held = (_operand(a, join), None if a is b else b) if join.product else (None, None)
+        ctx.save_for_backward(*held, None if inside is None else fused_layers.kept_mask(inside, without))
         empty = torch.empty(0, device=a.device, dtype=torch.float32)
-        ctx.join, ctx.shapes = (
-            replace(join, a=empty, b=None, c=None),
-            (a.shape, None if b is None else b.shape, None if c is None else c.shape),
-        )
+        ctx.join = replace(join, a=empty, b=None, c=None)
+        ctx.shapes = a.shape, None if b is None else b.shape, None if c is None else c.shape
         ctx.same, ctx.c_dtype = join.same, None if c is None else c.dtype
         ctx.scale, ctx.ratio = how.scale, ratio
         return integers, real
@@ -310,7 +310,7 @@ class _Joined(torch.autograd.Function):
         a, b, kept = ctx.saved_tensors
         join, ratio, (shape, of_b_shape, of_c_shape) = ctx.join, ctx.ratio, ctx.shapes
         given: Tensor = of_integers if of_integers is not None else of_real  # type: ignore[assignment]
-        inside = saturation_masks.opened(kept, torch.empty(shape, device="meta", dtype=torch.float32))
+        inside = fused_layers.opened_mask(kept, torch.empty(shape, device="meta", dtype=torch.float32))
         a = given if a is None else a.float()
         if ctx.same:
             b, ratio = a, 2 * ratio
@@ -365,11 +365,127 @@ def joined(join: Join, how: Rounded, ratio: Tensor) -> tuple[Tensor, Tensor]:
     if not torch.is_grad_enabled():
         integers, real, *_ = passes_for(join.a).forward(join, how, ratio, False)
         return integers, real
-    result: tuple[Tensor, Tensor] = _Joined.apply(join.a, join.b, join.c, join, how, ratio)  # type: ignore[no-untyped-call]
-    return result
+    return _Joined.apply(join.a, join.b, join.c, join, how, ratio)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def ends(join: Join) -> Tensor:
     """Return the least and the largest accumulator, float64; for each column where constants are per column."""
     with torch.no_grad():
         return passes_for(join.a).ends(join)
+
+
+# ---- functions by a table, with one fused kernel forward and one backward --------------------------------------------
+
+
+FEW = 2**8  # integers of a grid: all of them are in its tables
+
+
+class Curve(NamedTuple):
+    """A function at every number of a grid from `low` on: its values, and how much they rise there, float32."""
+
+    values: Tensor
+    slopes: Tensor | None
+    low: int
+
+
+def curve_of(function: Callable[[Tensor], Tensor], grid: Grid, slopes: bool, integers: Tensor) -> Curve:
+    """Return the values of a function at these consecutive float64 integers of a grid, and its slopes, 0 where they are not finite."""
+    points, low = grid.dequantize(integers.float()), int(integers[0])
+    if not slopes:
+        with torch.no_grad():
+            return Curve(function(points), None, low)
+    with torch.enable_grad():
+        points.requires_grad_()
+        values = function(points)
+        found = torch.autograd.grad(values.sum(), points)[0] if values.requires_grad else torch.zeros_like(points)
+    return Curve(values.detach(), torch.where(torch.isfinite(found), found, 0.0), low)
+
+
+def tabulated(value: Tensor, grid: Grid) -> bool:
+    """Return whether a table of a tensor's grid is small enough to pay, and a backend offers kernels for the tensor."""
+    few = grid.high - grid.low < min(value.numel(), 2**16)
+    return few and value.numel() >= SMALLEST and not grid.scale.requires_grad and offered(value) is not None
+
+
+def integers_of(value: Tensor, grid: Grid) -> Tensor:
+    """Return all integers of a small grid, as float64; of a larger grid those from the least to the largest that a tensor holds."""
+    low, high = grid.bounds
+    if high - low >= FEW:
+        low, high = map(int, ends_of(value))
+    return torch.arange(low, high + 1, dtype=torch.float64, device=value.device)
+
+
+def occurring(value: Tensor, integers: Tensor) -> Tensor:
+    """Return which of these consecutive integers a tensor holds, as booleans. It must hold no others."""
+    with torch.no_grad():
+        return passes_for(value).occurs(value, int(integers[0]), int(integers[-1]))
+
+
+class _LookedUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, table: Tensor, slopes: Tensor, low: int, scale: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        integers, real, places = passes_for(value).look_up(value, table, low, scale, True)
+        ctx.save_for_backward(places, slopes)
+        ctx.scale = scale
+        return integers, real
+
+    @staticmethod
+    def backward(ctx: Any, of_integers: Tensor | None, of_real: Tensor | None) -> tuple[Tensor | None, ...]:
+        if of_integers is None and of_real is None:
+            return (None,) * 5
+        places, slopes = ctx.saved_tensors
+        given: Tensor = of_integers if of_integers is not None else of_real  # type: ignore[assignment]
+        passes = None if torch.is_grad_enabled() else offered(given)
+        if passes is not None:
+            return passes.look_back(places, slopes, ctx.scale, of_integers, of_real), None, None, None, None
+        return Gradients(of_integers, of_real).of_steps(ctx.scale) * slopes[places.long() & 0xFFFF], None, None, None, None
+
+
+def looked_up(value: Tensor, input: Grid, curve: Curve, table: Tensor, output: Grid) -> tuple[Tensor, Tensor]:
+    """Return the table's integers and the dequantized tensor, float32; gradients run along the curve, as far as the grid reaches."""
+    table = table.float()
+    if curve.slopes is None or not torch.is_grad_enabled():
+        integers, real, _ = passes_for(value).look_up(value, table, curve.low, output.scale, False)
+        return integers, real
+    steps = curve.values / output.scale
+    inside = (steps >= output.low) & (steps <= output.high)
+    slopes = torch.where(inside, curve.slopes, 0.0) / output.scale * input.scale
+    return _LookedUp.apply(value, table, slopes, curve.low, output.scale)  # type: ignore[no-untyped-call,no-any-return]
+
+
+# ---- operands of integer products, saved for backward in as many bits as they need, mostly a quarter of the memory ---
+
+
+PRODUCTS = (Role.LINEAR, Role.MATRIX_PRODUCT)  # of convolutions a step would cost 3 to 7 % more, and they are within float's memory anyway
+SAVED_FROM = 2**12  # elements of a tensor
+_DTYPES = (torch.int8, torch.uint8, torch.int16)
+
+
+def kept_narrow(primitive: Any, arguments: tuple[Any, ...]) -> Any:
+    """Return a context in which a primitive may be called: if it is one of `PRODUCTS`, its operands are saved in a narrow dtype."""
+    record = PRIMITIVES[primitive]
+    narrow = record.role in PRODUCTS and not record.wide and torch.is_grad_enabled() and fused_layers.admitted(*arguments[:2])
+    return torch.autograd.graph.saved_tensors_hooks(_narrow, _wide) if narrow else contextlib.nullcontext()
+
+
+def _narrow(value: Tensor) -> Tensor:
+    """Return integers in the first of `_DTYPES` that holds them all, with their strides; small or other tensors as they are."""
+    if value.dtype != torch.float32 or value.numel() < SAVED_FROM:
+        return value
+    flat = torch.empty_like(value, dtype=torch.int8, device="meta").stride() == value.stride()
+    passes = offered(value) if flat else None
+    if passes is not None:
+        found = passes.to_bytes(value.as_strided((value.numel(),), (1,)))
+        if found is not None:
+            return found.as_strided(value.shape, value.stride())
+    low, high = (float(end) for end in torch.aminmax(value))
+    for dtype in _DTYPES:
+        limits = torch.iinfo(dtype)
+        if limits.min <= low and high <= limits.max:
+            return value.to(dtype)
+    return value
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value if value.is_floating_point() else value.float()

@@ -15,7 +15,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from fxquant.numerics.grids import power_of_two
 from fxquant.primitives.requantize import HALF_STEPS, half_step, requantize_fixed, requantize_real
 from fxquant.support.files import start
 from fxquant.support.offers import Offers
-from fxquant.training import saturation_masks
 
 # ---- The kernels of `fused_layers` in PyTorch: for every device, and as the reference that those in C are compared with ----
 
@@ -48,10 +47,7 @@ class Form(NamedTuple):
 
 
 def form_of(value: Tensor, trailing: int) -> Form | None:
-    """Return the form of a tensor with `trailing` dimensions behind its channels; None if it is neither contiguous nor channels last.
-
-    Return None also where the channels are its only dimension, since there is nothing to sum over.
-    """
+    """Return the form of a tensor with `trailing` dimensions after its channels; None for other layouts, or a tensor of channels alone."""
     axis = value.dim() - 1 - trailing
     channels, shape = value.shape[axis], (value.shape[axis], *[1] * trailing)
     if value.numel() == 0 or value.dim() == 1:
@@ -365,7 +361,7 @@ class _Marked(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         integers, real, inside, without = _passes(sums, residual).mark(Accumulator(sums, form, bias, residual, factor), ratio, how)
-        ctx.save_for_backward(saturation_masks.kept(inside, without), factor, ratio)
+        ctx.save_for_backward(kept_mask(inside, without), factor, ratio)
         ctx.form, ctx.scale = form, how.scale
         ctx.like = torch.empty_strided(sums.shape, sums.stride(), device="meta", dtype=torch.float32)
         return integers, real
@@ -375,7 +371,7 @@ class _Marked(torch.autograd.Function):
         if of_integers is None and of_real is None:
             return (None,) * 7
         kept, factor, ratio = ctx.saved_tensors
-        inside = saturation_masks.opened(kept, ctx.like)
+        inside = opened_mask(kept, ctx.like)
         passes = _passes(of_integers, of_real)
         of_sums, of_residual, of_bias = passes.mark_back(
             ctx.form, inside, factor, ratio, ctx.scale, Gradients(of_integers, of_real), ctx.like
@@ -402,12 +398,9 @@ def finished(
     """
     if not torch.is_grad_enabled():
         return _passes(sums, residual).finish(Accumulator(sums, form, bias, residual, factor), how)
-    result: tuple[Tensor, Tensor]
     if token is None and not ratio.requires_grad and (factor is None or not factor.requires_grad):
-        result = _Marked.apply(sums, bias, residual, factor, ratio, form, how)  # type: ignore[no-untyped-call]
-        return result
-    result = _Finished.apply(sums, bias, residual, factor, ratio, (form, how, token))  # type: ignore[no-untyped-call]
-    return result
+        return _Marked.apply(sums, bias, residual, factor, ratio, form, how)  # type: ignore[no-untyped-call,no-any-return]
+    return _Finished.apply(sums, bias, residual, factor, ratio, (form, how, token))  # type: ignore[no-untyped-call,no-any-return]
 
 
 def ends(sums: Tensor, form: Form, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None) -> Tensor:
@@ -458,13 +451,13 @@ class _OnGrid(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, integers: Tensor, scale: Tensor, bounds: tuple[float, float]) -> Tensor:
         inside, without = _within_grid(value, scale, bounds)
-        ctx.save_for_backward(None if inside is None else saturation_masks.kept(inside, without), scale)
+        ctx.save_for_backward(None if inside is None else kept_mask(inside, without), scale)
         return integers.view_as(integers)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         kept, scale = ctx.saved_tensors
-        inside = saturation_masks.opened(kept, torch.empty(gradient.shape, device="meta", dtype=torch.float32))
+        inside = opened_mask(kept, torch.empty(gradient.shape, device="meta", dtype=torch.float32))
         return (gradient if inside is None else torch.where(inside.bool(), gradient, 0.0)) / scale, None, None, None
 
 
@@ -482,8 +475,7 @@ def _within_grid(value: Tensor, scale: Tensor, bounds: tuple[float, float]) -> t
 
 def on_grid(value: Tensor, integers: Tensor, scale: Tensor, bounds: tuple[float, float]) -> Tensor:
     """Return `integers`, bit for bit, of their shape and dtype, with the gradient of (value / scale).clamp(*bounds)."""
-    result: Tensor = _OnGrid.apply(value, integers, scale, bounds)  # type: ignore[no-untyped-call]
-    return result
+    return _OnGrid.apply(value, integers, scale, bounds)  # type: ignore[no-untyped-call,no-any-return]
 
 
 # ---- weights ----------------------------------------------------------------------------------------------------------
@@ -513,5 +505,50 @@ def largest(weight: Tensor, gain: Tensor | None) -> Tensor:
 
 def whole(weight: Tensor, gain: Tensor | None, scale: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
     """Return round(weight · gain / scale) within the limits, float32, with a straight-through gradient; and Σ |·| per channel, float64."""
-    result: tuple[Tensor, Tensor] = _Whole.apply(weight, gain, scale, low, high)  # type: ignore[no-untyped-call]
-    return result
+    return _Whole.apply(weight, gain, scale, low, high)  # type: ignore[no-untyped-call,no-any-return]
+
+
+# ---- saturation masks, saved for backward: bytes that are 1 where an element has a gradient, or the indices of the few that have none
+
+
+FEW = 32  # times fewer places than elements, of 4 bytes each
+
+
+class Marks(Protocol):
+    """The kernels that a backend may offer; each has the results of the function here."""
+
+    def takes(self, inside: Tensor) -> bool:
+        """Return whether the kernels are for this tensor."""
+
+    def places(self, marks: Tensor, count: int) -> Tensor:
+        """Return the int32 indices of the `count` bytes that are 0, as `kept_mask` does."""
+
+    def marks(self, places: Tensor, size: int) -> Tensor:
+        """Return `size` bytes that are 0 at these indices and 1 elsewhere, as `opened_mask` does."""
+
+
+MASKS = Offers[Marks]()
+
+
+def kept_mask(inside: Tensor, without: int) -> Tensor | None:
+    """Return a mask, of which `without` bytes are 0, as it is saved: None if none are, int32 indices in memory order if few are."""
+    if not without:
+        return None
+    if without * FEW > inside.numel() or inside.numel() >= 2**31:
+        return inside
+    flat = inside.as_strided((inside.numel(),), (1,))
+    offered = MASKS.first(flat)
+    return torch.nonzero(flat == 0).flatten().int() if offered is None else offered.places(flat, without)
+
+
+def opened_mask(kept: Tensor | None, like: Tensor) -> Tensor | None:
+    """Return a saved mask as bytes with the shape and strides of another tensor."""
+    if kept is None or kept.dtype != torch.int32:
+        return kept
+    offered = MASKS.first(kept)
+    if offered is None:
+        flat = torch.ones(like.numel(), dtype=torch.uint8, device=kept.device)
+        flat[kept.long()] = 0
+    else:
+        flat = offered.marks(kept, like.numel())
+    return flat.as_strided(like.shape, like.stride())

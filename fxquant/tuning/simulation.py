@@ -13,7 +13,8 @@ from torch import Tensor
 from fxquant.numerics.grids import ACTIVATION_TYPES, WEIGHT_TYPES, Grid, round_up_to_power_of_two
 from fxquant.numerics.rounding import Nearest
 from fxquant.prepared.operators import QuantizedOperator
-from fxquant.quantization.observers import Observer, gathering
+from fxquant.quantization.observers import Observer
+from fxquant.quantization.observers.histogram import gathering
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.spec import ActivationConfig
 from fxquant.quantization.weights import WeightQuantizer, running_gain

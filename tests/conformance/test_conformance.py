@@ -94,7 +94,7 @@ Change = Callable[[dict[str, Array]], Mapping[str, Any]]
 def write_results(kit: Kit, folder: Path, change: Change = lambda arrays: arrays, only: int | None = None) -> Path:
     """What a board gives that computes what is expected, as real numbers; `change` changes the arrays of each program."""
     folder.mkdir(exist_ok=True)
-    expected = kit.arrays(manifest.EXPECTED)
+    expected = read_arrays(kit.file(manifest.EXPECTED))
     for program in kit.programs[:only]:
         arrays = {"kit": np.array(kit.identity), "runtime": np.array("a test")}
         for index, case in enumerate(program.cases):
@@ -108,7 +108,7 @@ def write_results(kit: Kit, folder: Path, change: Change = lambda arrays: arrays
 def planted(kit: Kit, folder: Path, by: Mapping[str, fxq.Target]) -> Path:
     """Results of which each operator is computed by a target's arithmetic."""
     write_results(kit, folder)
-    expected = kit.arrays(manifest.EXPECTED)
+    expected = read_arrays(kit.file(manifest.EXPECTED))
     for program in kit.programs:
         arrays = read_arrays(folder / f"{program.name}.npz")
         for index, case in enumerate(program.cases):
@@ -143,7 +143,7 @@ def test_a_kit_holds_what_a_board_and_a_comparison_need(made: Kit) -> None:
     on_board = sorted(path.name for path in (made.folder / manifest.BOARD).iterdir())
     wanted = ["int8-0.bin", "int8-0_quantized_model.onnx", "int8-1.bin", "int8-1_quantized_model.onnx"]
     assert on_board == sorted([*wanted, "inputs.npy", "programs.json", "run.py"])
-    expected = made.arrays(manifest.EXPECTED)
+    expected = read_arrays(made.file(manifest.EXPECTED))
     for program in made.programs:
         integer = fxq.convert(model_of(made, program))
         results = [integer(image) for image in kit_images(made)]
@@ -220,7 +220,7 @@ def test_what_no_variant_gives_is_counted_and_unexplained(kit: Kit, tmp_path: Pa
 
 
 def test_integers_and_shapes_with_ones_are_taken(kit: Kit, tmp_path: Path) -> None:
-    expected = kit.arrays(manifest.EXPECTED)
+    expected = read_arrays(kit.file(manifest.EXPECTED))
 
     def change(arrays: dict[str, Array]) -> dict[str, Array]:
         return {**arrays, "0": expected["int8-0/0"].astype(np.int32)[..., None]} if SCALES[0] in scales.pop(0) else arrays

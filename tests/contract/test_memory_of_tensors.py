@@ -20,7 +20,7 @@ from fxquant.backends.cpu.native import Count
 from fxquant.backends.cpu.training import NativeCounting, NativePasses
 from fxquant.primitives.runtime_scales import dynamic_linear
 from fxquant.support.files import address, point, readable
-from fxquant.training import fused_elementwise, saturation_masks
+from fxquant.training import fused_elementwise, fused_layers
 from fxquant.training.fused_layers import Accumulator, Form, Passes
 from tests.shared.contract import all_equal, compiled
 from tests.shared.networks import Network
@@ -166,7 +166,7 @@ def test_marks_of_expanded_tensors() -> None:
     assert torch.equal(
         NativeMarks().places(flags.repeat(2)[::1], int((flags == 0).sum()) * 2), torch.nonzero(flags.repeat(2) == 0).flatten().int()
     )
-    assert saturation_masks.kept(flags, 0) is None
+    assert fused_layers.kept_mask(flags, 0) is None
 
 
 def test_a_layer_that_is_quantized_at_run_time() -> None:

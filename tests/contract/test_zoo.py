@@ -20,7 +20,15 @@ from torch import Tensor, fx, nn
 
 import fxquant as fxq
 from benchmarks import calibration_memory, exactness, zoo
-from fxquant.demo.run import DigitsDataset, accuracy, build_demo_network, load_digits_dataset, split_by_class, train_float, train_quantized
+from fxquant.demo.run import (
+    QUANTIZED_LEARNING_RATE,
+    DigitsDataset,
+    accuracy,
+    build_demo_network,
+    load_digits_dataset,
+    split_by_class,
+    train,
+)
 from fxquant.errors import ConfigurationError
 from fxquant.ir.integer import notes
 from fxquant.prepared.operators import quantized_operators
@@ -100,7 +108,7 @@ def test_training_is_deterministic_and_leaves_the_global_generator_alone(digits:
     state = torch.get_rng_state()
     networks = [build_demo_network(seed=0), build_demo_network(seed=0)]
     for network in networks:
-        train_float(network, few(digits), epochs=2, seed=0)
+        train(network, few(digits), epochs=2, seed=0)
         assert not network.training
     one, other = (network.state_dict() for network in networks)
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -115,7 +123,7 @@ def test_training_reports_each_batch(digits: DigitsDataset) -> None:
         seen.append((done, total))
         losses.append(loss)
 
-    train_quantized(build_demo_network(seed=0), few(digits), epochs=2, seed=0, on_batch=on_batch)
+    train(build_demo_network(seed=0), few(digits), epochs=2, seed=0, learning_rate=QUANTIZED_LEARNING_RATE, on_batch=on_batch)
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
     assert all(loss > 0 for loss in losses)
 
@@ -127,7 +135,7 @@ def test_demo_network_learns_the_digits_in_five_epochs(digits: DigitsDataset) ->
 def test_training_on_from_a_trained_network_keeps_its_accuracy(digits: DigitsDataset) -> None:
     network = build_demo_network(seed=0)
     network.load_state_dict(build("demo network").model.state_dict())
-    train_quantized(network, few(digits), epochs=1, seed=0)
+    train(network, few(digits), epochs=1, seed=0, learning_rate=QUANTIZED_LEARNING_RATE)
     assert accuracy(network, digits.test_images, digits.test_labels) >= 0.97
 
 

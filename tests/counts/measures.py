@@ -34,7 +34,7 @@ from fxquant.ops.core import weighted
 from fxquant.ops.core.parameters import multiplied_weight
 from fxquant.primitives import PRIMITIVES
 from fxquant.quantization.weights import WeightQuantizer
-from fxquant.training import fused_elementwise, fused_layers, fused_lookup
+from fxquant.training import fused_elementwise, fused_layers
 from tests.counts.networks import built
 from tests.shared.contract import flat
 
@@ -268,7 +268,7 @@ def watched() -> Iterator[Watch]:
 FUSED = (
     (fused_layers, "finished"),
     (fused_elementwise, "joined"),
-    (fused_lookup, "looked_up"),
+    (fused_elementwise, "looked_up"),
     (fused_layers, "collected"),
     (fused_layers, "whole"),
 )

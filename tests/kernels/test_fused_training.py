@@ -16,7 +16,8 @@ from torch import Tensor, fx, nn
 import fxquant as fxq
 from fxquant.backends.cpu import native
 from fxquant.prepared.operators import quantized_operators
-from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, counting, observe_together
+from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, counting
+from fxquant.quantization.observers.histogram import observe_together
 from fxquant.training import fused_layers
 from fxquant.training.fused_layers import Accumulator, Gradients, Passes, Rounded, form_of
 from tests.shared.contract import compiled

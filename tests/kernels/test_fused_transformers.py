@@ -23,7 +23,7 @@ from fxquant.primitives import elementwise, pool, product
 from fxquant.primitives.arithmetic import Arithmetic
 from fxquant.quantization.observers import MinMaxObserver, MovingAverageMinMaxObserver
 from fxquant.quantization.quantizer import Quantizer
-from fxquant.training import fused_elementwise, fused_layers, fused_lookup, saturation_masks
+from fxquant.training import fused_elementwise, fused_layers
 from tests.shared.contract import compiled
 
 pytestmark = pytest.mark.skipif(isinstance(native.joining_library(), str), reason="a C compiler was not found")
@@ -252,20 +252,20 @@ def test_a_table_is_looked_up_in_one_pass(function: Any, name: str, type: str) -
     output = Grid(INT8, torch.tensor(0.02))
     value = torch.cat((torch.arange(input.low, input.high + 1), torch.randint(input.low, input.high, (70000,)))).float().requires_grad_()
     entries = _made(name, 1.0, 0.0, (), _plain(input), _plain(output), False)
-    points = fused_lookup.integers_of(value, input)
+    points = fused_elementwise.integers_of(value, input)
     assert torch.equal(points, torch.arange(input.low, input.high + 1).double())
-    curve = fused_lookup.curve_of(function, input, True, points)
-    integers, real = fused_lookup.looked_up(value, input, curve, entries, output)
+    curve = fused_elementwise.curve_of(function, input, True, points)
+    integers, real = fused_elementwise.looked_up(value, input, curve, entries, output)
     exact = elementwise.lookup(value.detach(), entries, input.low)
     assert torch.equal(integers, exact)
     assert torch.equal(real, output.dequantize(exact))
-    assert torch.equal(fused_lookup.occurring(value[:1000], points), torch.isin(points, value[:1000].double()))
+    assert torch.equal(fused_elementwise.occurring(value[:1000], points), torch.isin(points, value[:1000].double()))
     if type == "int16":
         part = value.detach()[30000:40000]  # none of the random ones
-        points = fused_lookup.integers_of(part, input)
+        points = fused_elementwise.integers_of(part, input)
         assert float(points[0]) == float(part.min()) > input.low
         table = _made(name, 1.0, 0.0, (), _plain(input), _plain(output), False, points)
-        again, _ = fused_lookup.looked_up(part, input, fused_lookup.curve_of(function, input, False, points), table, output)
+        again, _ = fused_elementwise.looked_up(part, input, fused_elementwise.curve_of(function, input, False, points), table, output)
         assert torch.equal(again, exact[30000:40000])
     expected = fused_layers.on_grid(function(input.dequantize(value)), exact, output.scale, output.bounds)
     weights = torch.randn(value.shape)
@@ -307,14 +307,14 @@ def test_marks_come_back(without: int) -> None:
     inside = torch.ones(1013, dtype=torch.uint8)
     inside[torch.randperm(1013)[:without]] = 0
     inside = inside.as_strided((1013, 1), (1, 1013))
-    kept = saturation_masks.kept(inside, without)
+    kept = fused_layers.kept_mask(inside, without)
     assert kept is None if not without else kept is not None and kept.dtype == (torch.int32 if without < 32 else torch.uint8)
-    opened = saturation_masks.opened(kept, torch.empty_like(inside, device="meta"))
+    opened = fused_layers.opened_mask(kept, torch.empty_like(inside, device="meta"))
     assert opened is None if not without else opened is not None and torch.equal(opened, inside)
-    with mock.patch.object(saturation_masks.OFFERS, "known", []):
-        plain = saturation_masks.kept(inside, without)
+    with mock.patch.object(fused_layers.MASKS, "known", []):
+        plain = fused_layers.kept_mask(inside, without)
         assert plain is None if kept is None else torch.equal(plain, kept)  # type: ignore[arg-type]
-        again = saturation_masks.opened(plain, torch.empty_like(inside, device="meta"))
+        again = fused_layers.opened_mask(plain, torch.empty_like(inside, device="meta"))
         assert again is None if not without else again is not None and torch.equal(again, inside)
 
 

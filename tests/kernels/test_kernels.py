@@ -42,7 +42,7 @@ from fxquant.kernels.kernel import Disagrees, Kernel, NotApplicable
 from fxquant.kernels.program import Choice, Program
 from fxquant.kernels.runner import MOST_PROGRAMS, Runner
 from fxquant.prepared.stage import Stage
-from fxquant.reporting.contents import contents
+from fxquant.reporting.page import contents
 from tests.shared.contract import all_equal, compiled, flat
 from tests.shared.networks import Network
 

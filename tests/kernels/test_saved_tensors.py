@@ -13,7 +13,7 @@ from fxquant.numerics.rounding import straight_through
 from fxquant.prepared.operators import quantized_operators
 from fxquant.primitives.accumulate import linear
 from fxquant.primitives.product import matrix_product
-from fxquant.training import fused_layers, saved_activations
+from fxquant.training import fused_elementwise, fused_layers
 from fxquant.tuning.walk import real_result
 from tests.shared import contract
 
@@ -29,7 +29,7 @@ def kept_by(function: Callable[..., Tensor], *operands: Tensor) -> list[Tensor]:
         given = [operand.clone(memory_format=torch.preserve_format).requires_grad_() for operand in operands]
         arguments = (*given, None) if function is linear else tuple(given)
         if narrowed:
-            with saved_activations.kept_narrow(function, arguments):
+            with fused_elementwise.kept_narrow(function, arguments):
                 result = function(*arguments)
         else:
             result = function(*arguments)
@@ -39,7 +39,7 @@ def kept_by(function: Callable[..., Tensor], *operands: Tensor) -> list[Tensor]:
     for found, wanted in zip(gradients(True), gradients(False), strict=True):
         assert torch.equal(found, wanted)
         assert float(wanted.detach().abs().max()) > 0
-    return [saved_activations._narrow(operand) for operand in operands]
+    return [fused_elementwise._narrow(operand) for operand in operands]
 
 
 @pytest.mark.parametrize(
@@ -61,12 +61,12 @@ def test_operands_lie_as_they_did() -> None:
         assert kept.stride() == value.stride()
         assert torch.equal(kept.float(), value)
     repeated = whole(1, 64, 128).expand(3, 64, 128)
-    assert torch.equal(saved_activations._wide(saved_activations._narrow(repeated)), repeated)
+    assert torch.equal(fused_elementwise._wide(fused_elementwise._narrow(repeated)), repeated)
 
 
 def test_little_is_kept_as_it_is() -> None:
     x = whole(8, 64)
-    assert saved_activations._narrow(x) is x
+    assert fused_elementwise._narrow(x) is x
 
 
 @pytest.mark.parametrize("reach", [0.9, 1.5, float("nan")])

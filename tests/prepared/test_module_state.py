@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 from torch.optim.swa_utils import AveragedModel
 
 import fxquant as fxq
-from fxquant.quantization.factors import ChannelFactors, Remembered
+from fxquant.quantization.learning import Remembered
+from fxquant.quantization.weights import ChannelFactors
 
 TARGETS = {"uint8": "x86", "int8": "bayes-e", "int4": "nash-e"}
 METHODS = [  # of activations, and of weights

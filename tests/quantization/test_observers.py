@@ -16,8 +16,6 @@ import fxquant as fxq
 from fxquant.numerics.grids import INT4, INT8, INT16, UINT8, IntType, grid_from_range, round_up_to_power_of_two
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.observers import (
-    CLASSES,
-    SETTINGS,
     ClipObserver,
     ClipStdObserver,
     HistogramObserver,
@@ -31,6 +29,7 @@ from fxquant.quantization.observers import (
     PercentileObserver,
     ranges,
 )
+from fxquant.quantization.observers.ranges import CLASSES, SETTINGS
 from fxquant.quantization.quantizer import Quantizer
 from tests.shared.written import to_train
 

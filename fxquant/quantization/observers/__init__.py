@@ -1,26 +1,20 @@
 """Observers: they watch a tensor's values and say which scale, or which interval, covers them."""
 
-from fxquant.quantization.observers.distribution import ClipStdObserver, KLObserver, MixObserver, PercentileObserver
-from fxquant.quantization.observers.histogram import Gathering, HistogramObserver, LpObserver, MSEObserver, gathering, observe_together
-from fxquant.quantization.observers.ranges import (
-    CLASSES,
-    SETTINGS,
-    ClipObserver,
-    FixedScaleObserver,
-    MinMaxObserver,
-    MovingAverageMinMaxObserver,
-    Observer,
-    observer_named,
-    settings,
+from fxquant.quantization.observers.histogram import (
+    ClipStdObserver,
+    HistogramObserver,
+    KLObserver,
+    LpObserver,
+    MixObserver,
+    MSEObserver,
+    PercentileObserver,
 )
+from fxquant.quantization.observers.ranges import ClipObserver, FixedScaleObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer
 
 __all__ = [
-    "CLASSES",
-    "SETTINGS",
     "ClipObserver",
     "ClipStdObserver",
     "FixedScaleObserver",
-    "Gathering",
     "HistogramObserver",
     "KLObserver",
     "LpObserver",
@@ -30,8 +24,4 @@ __all__ = [
     "MovingAverageMinMaxObserver",
     "Observer",
     "PercentileObserver",
-    "gathering",
-    "observe_together",
-    "observer_named",
-    "settings",
 ]

@@ -280,10 +280,7 @@ class FixedScaleObserver(Observer):
 
 
 def settings(observer: Observer) -> tuple[Any, ...]:
-    """Return the settings of an observer: its class, its attributes, and the settings of observers inside it.
-
-    Buffers hold observations, and are left out.
-    """
+    """Return the settings of an observer: its class, its attributes without buffers, and the settings of observers inside it."""
     own = {
         name: value.tolist() if isinstance(value, Tensor) else value
         for name, value in observer.__dict__.items()

@@ -26,7 +26,7 @@ from fxquant.compat.horizon.served.templates import of_dict, of_setters, on_host
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import is_deployed, stage_of
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
-from fxquant.quantization.observers import gathering
+from fxquant.quantization.observers.histogram import gathering
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.spec import State
 from fxquant.support import logger

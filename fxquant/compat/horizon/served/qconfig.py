@@ -16,7 +16,8 @@ from fxquant.compat.common import Refusal, unknown
 from fxquant.errors import ConfigurationError
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.prepared.operators import quantized_operators
-from fxquant.quantization.observers import Observer, gathering
+from fxquant.quantization.observers import Observer
+from fxquant.quantization.observers.histogram import gathering
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.spec import FROZEN, LEARNED, PACT, STATISTICS
 from fxquant.support.arguments import FLAG, checked
