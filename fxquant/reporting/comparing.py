@@ -16,6 +16,7 @@ from fxquant.analysis.fused import alike, recurrent_parts
 from fxquant.analysis.layers import layers
 from fxquant.analysis.recording import Facts, Form, GraphForm, Values
 from fxquant.errors import Interrupted
+from fxquant.ir.graph import stage_of
 from fxquant.numerics.grids import EVERYTHING
 from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.batches import as_batches, first_batches, length, no_batches
