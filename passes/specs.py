@@ -32,7 +32,7 @@ from fxquant.ops import Fixed, Operator, Own, Plain, Trait, demand, operands_of,
 from fxquant.ops.core.boundary import QUANTIZE
 from fxquant.ops.core.casting import IN_DTYPE
 from fxquant.ops.core.floating import needed_in_float, reads_no_activation, reason_of
-from fxquant.passes.rewriting import Decision, decide
+from fxquant.passes.rewriting import Decision, attributes, decide
 from fxquant.pipeline import Context
 from fxquant.prepared.stage import is_integer
 from fxquant.quantization.mapping import DEFAULT, Rule
@@ -50,6 +50,8 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
     effective: set[Rule] = set()
     needed = needed_in_float(gm, context.target.activations)
     preferred = preferred_dtypes(gm.graph, context.target.activations)
+    rules = [*context.qconfig.rules(), *attributes(gm, context.attached), (DEFAULT, context.qconfig.default)]
+    stated = {rule for rule, chosen in rules if chosen is not None and chosen.output.dtype is not None}
     for node in gm.graph.nodes:
         if not computes_tensor(node):
             continue
@@ -65,9 +67,9 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
             continue
         assert operator is not None
         assert qconfig is not None
-        returned = _returned_dtype(gm, node, operator, decision, context.target)
+        returned = None if decision.output in stated else _returned_dtype(gm, node, operator, qconfig, context.target)
         dtype = returned or _dtype(node, decision, context.target.default_activation, preferred.get(node))
-        if decision.asked and dtype != qconfig.output.dtype and not is_inner_part(node) and dtype not in PLAIN_TYPES:
+        if returned is None and decision.asked and dtype != qconfig.output.dtype and not is_inner_part(node) and dtype not in PLAIN_TYPES:
             wanted = f"{qconfig.output.dtype} as the qconfig's {decision.output} says"
             context.not_done(gm, f"%{node.name} is {dtype}, as the graph requires, and not {wanted}")
         because = _why_integer(node, dtype)
@@ -183,7 +185,7 @@ def _dtype(node: fx.Node, decision: Decision, default: str, preferred: str | Non
     return default if read == "int32" else read
 
 
-def _returned_dtype(gm: fx.GraphModule, node: fx.Node, operator: Operator, decision: Decision, target: Target) -> str | None:
+def _returned_dtype(gm: fx.GraphModule, node: fx.Node, operator: Operator, qconfig: QConfig, target: Target) -> str | None:
     """Return the dtype of a layer's result that only the model's output reads, "int32" or "int16"; None for any other node.
 
     A 32-bit result is the sum itself, neither rounded nor clipped. One of more elements than the model's inputs costs more in bytes than it
@@ -191,9 +193,8 @@ def _returned_dtype(gm: fx.GraphModule, node: fx.Node, operator: Operator, decis
     """
     if not target.returns_sums or SUM not in target.activations or Trait.SUMS not in operator.traits:
         return None
-    assert decision.config is not None
     own = part(node) is None and not shares(node) and not ties(node) and demand(node) == Own()
-    if not own or "clamp" in node.kwargs or decision.asked or decision.config.output.fixed_scale is not None or not _is_returned(node):
+    if not own or "clamp" in node.kwargs or qconfig.output.fixed_scale is not None or not _is_returned(node):
         return None
     if _elements(node) <= sum(map(_elements, gm.graph.find_nodes(op="placeholder"))):
         return SUM
