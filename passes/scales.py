@@ -21,6 +21,7 @@ from fxquant.ops.core.boundary import DEQUANTIZE
 from fxquant.passes.rewriting import decide, result_config
 from fxquant.pipeline import Context
 from fxquant.prepared.stage import is_integer, is_quantized
+from fxquant.quantization.spec import ActivationConfig
 
 Asked = tuple[str, tuple[float, int] | None]  # the dtype a node asks for, and the scale and zero point if they are fixed
 
@@ -55,20 +56,19 @@ def _read_once(node: fx.Node) -> list[fx.Node]:
 
     Rounded to the concatenation's scale at once, their elements are rounded once, and there is no requantization to compute.
     """
-    demanded, spec = demand(node), annotation(node)
-    if spec is None or not isinstance(demanded, Own) or demanded.shared_where != "share_concat":
+    demanded = demand(node)
+    if not is_quantized(node) or not isinstance(demanded, Own) or demanded.shared_where != "share_concat":
         return []
-    return [operand for operand in operands_of(node) if len(operand.users) == 1 and _is_free(operand, spec.dtype)]
+    return [operand for operand in operands_of(node) if len(operand.users) == 1 and _is_free(operand, result_config(node))]
 
 
-def _is_free(node: fx.Node, dtype: str | None) -> bool:
-    """Return whether a node of this dtype has a grid of its own, or one of operands that nothing else reads, and no rule fixes it."""
-    spec = annotation(node)
-    if spec is None or spec.dtype != dtype or not is_quantized(node) or ties(node) or decide(node).asked:
+def _is_free(node: fx.Node, config: ActivationConfig) -> bool:
+    """Return whether a node of this config has a grid of its own, or that of operands that nothing else reads, and no fixed one."""
+    if not is_quantized(node) or ties(node) or result_config(node) != config or config.fixed_grid is not None:
         return False
     if shares(node):
-        return all(len(operand.users) == 1 and _is_free(operand, dtype) for operand in on_grid_of(node))
-    return isinstance(demand(node), Own) and result_config(node).fixed_grid is None
+        return all(len(operand.users) == 1 and _is_free(operand, config) for operand in on_grid_of(node))
+    return isinstance(demand(node), Own)
 
 
 def _observe(gm: fx.GraphModule, context: Context) -> None:
