@@ -35,8 +35,7 @@ from fxquant.ops.core.floating import needed_in_float, reads_no_activation, reas
 from fxquant.passes.rewriting import Decision, attributes, decide
 from fxquant.pipeline import Context
 from fxquant.prepared.stage import is_integer
-from fxquant.quantization.mapping import DEFAULT, Rule
-from fxquant.quantization.spec import QConfig
+from fxquant.quantization.spec import DEFAULT, QConfig, Rule
 from fxquant.target import Target
 
 SUM = "int32"
