@@ -11,8 +11,7 @@ from importlib import import_module
 
 from fxquant.errors import ConfigurationError, UnknownTarget
 from fxquant.kernels.kernel import Kernel
-from fxquant.quantization.mapping import DEFAULT, Rule
-from fxquant.quantization.spec import QConfig
+from fxquant.quantization.spec import DEFAULT, QConfig, Rule
 from fxquant.support.arguments import shown
 from fxquant.target import Target
 

@@ -22,8 +22,7 @@ from fxquant.version import __version__
 
 if TYPE_CHECKING:
     from fxquant import nn, primitives, tuning
-    from fxquant.analysis.check import Finding, Findings
-    from fxquant.analysis.explain import explain
+    from fxquant.analysis.explain import Finding, Findings, explain
     from fxquant.analysis.layers import Intermediate, Layer, layers
     from fxquant.analysis.partition import Segment, segments
     from fxquant.analysis.report import DeviationReport, Report
@@ -61,7 +60,6 @@ if TYPE_CHECKING:
     from fxquant.ops.core.custom import operator, unary
     from fxquant.options import Options
     from fxquant.prepared.stage import Stage
-    from fxquant.quantization.mapping import QConfigMapping
     from fxquant.quantization.observers import (
         ClipObserver,
         ClipStdObserver,
@@ -76,7 +74,7 @@ if TYPE_CHECKING:
         Observer,
         PercentileObserver,
     )
-    from fxquant.quantization.spec import ActivationConfig, QConfig, State, WeightConfig
+    from fxquant.quantization.spec import ActivationConfig, QConfig, QConfigMapping, State, WeightConfig
     from fxquant.reporting import checks
     from fxquant.reporting.advice import Advice
     from fxquant.reporting.comparing import Comparison, compare
@@ -216,8 +214,7 @@ __all__ = [
 
 # The module of each public name; a module is imported when its first name is used.
 _FROM = {
-    "fxquant.analysis.check": "Finding Findings",
-    "fxquant.analysis.explain": "explain",
+    "fxquant.analysis.explain": "Finding Findings explain",
     "fxquant.analysis.layers": "Intermediate Layer layers",
     "fxquant.analysis.partition": "Segment segments",
     "fxquant.analysis.report": "DeviationReport Report",
@@ -239,12 +236,11 @@ _FROM = {
     "fxquant.ops.core.custom": "operator unary",
     "fxquant.options": "Options",
     "fxquant.calibration.calibration": "freeze qparams set_qparams set_state",
-    "fxquant.quantization.mapping": "QConfigMapping",
     "fxquant.calibration.observations": "Observations observations",
     "fxquant.quantization.observers": "ClipObserver ClipStdObserver FixedScaleObserver HistogramObserver KLObserver LpObserver "
     "MinMaxObserver MixObserver MovingAverageMinMaxObserver MSEObserver Observer PercentileObserver",
     "fxquant.numerics.rounding": "AdaptiveRounding Nearest Rounding",
-    "fxquant.quantization.spec": "ActivationConfig QConfig State WeightConfig",
+    "fxquant.quantization.spec": "ActivationConfig QConfig QConfigMapping State WeightConfig",
     "fxquant.reporting": "checks",
     "fxquant.reporting.advice": "Advice",
     "fxquant.reporting.statistics": "LayerComparison",

@@ -21,8 +21,7 @@ from fxquant.analysis.text import text
 from fxquant.errors import ConfigurationError, FxQuantError
 from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.stage import Stage, verify_stage
-from fxquant.quantization.mapping import QConfigMapping
-from fxquant.quantization.spec import QConfig
+from fxquant.quantization.spec import QConfig, QConfigMapping
 from fxquant.support import logger
 from fxquant.support.arguments import FOLDER, KINDS, accepted, shown
 from fxquant.support.files import write_file

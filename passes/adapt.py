@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxquant.analysis.check import Breach, Limits
+from fxquant.analysis.explain import Breach, Limits
 from fxquant.analysis.measures import Site
 from fxquant.ir.graph import annotate, annotation, is_inner_part, made_by
 from fxquant.ops import operands_of, operator_of, shares

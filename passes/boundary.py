@@ -23,8 +23,7 @@ from fxquant.ops.core.record import Operator
 from fxquant.passes.rewriting import decide
 from fxquant.pipeline import Context
 from fxquant.prepared.stage import is_integer, is_quantized
-from fxquant.quantization.mapping import DEFAULT
-from fxquant.quantization.spec import ActivationConfig
+from fxquant.quantization.spec import DEFAULT, ActivationConfig
 
 # The boundary nodes of a value, by config and by the interval of its values that matters. The config None is that of readers for whose
 # input no rule asks.

@@ -38,8 +38,7 @@ from fxquant.ops.core.boundary import QUANTIZE
 from fxquant.ops.core.casting import MADE, filled, is_broadcast, is_joined, made_anew, sizes_of
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.places import is_arange
-from fxquant.ops.core.promotion import promoted
-from fxquant.ops.core.unbatched import give_batch, settle
+from fxquant.ops.core.promotion import give_batch, promoted, settle
 from fxquant.ops.elementwise.dropout import OF_MODULE, dropout
 from fxquant.ops.elementwise.table import SHIFTED, with_offset
 from fxquant.ops.movement.repeating import expand

@@ -25,6 +25,7 @@ from fxquant.ir.graph import (
     is_parameter,
     module_path,
     nodes_in,
+    own_copies,
     parameter_value,
     part,
     resolve,
@@ -35,7 +36,6 @@ from fxquant.ir.graph import (
     trains_only,
 )
 from fxquant.ir.integer import Constant, Operation, QParams, Reference, notes, qparams, set_operation, set_qparams, zero_point
-from fxquant.ir.interpreter import own_copies
 from fxquant.ir.model import CARRIED, free_name, replace_graph
 from fxquant.lowering.lowering import Lowering, Place, Quantized, plainly
 from fxquant.numerics.gradient import GradientRule

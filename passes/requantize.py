@@ -19,8 +19,7 @@ from fxquant.ops.core.boundary import QUANTIZE, REQUANTIZE
 from fxquant.passes.rewriting import decide, result_config
 from fxquant.pipeline import Context
 from fxquant.prepared.stage import is_integer
-from fxquant.quantization.mapping import DEFAULT, Rule
-from fxquant.quantization.spec import ActivationConfig
+from fxquant.quantization.spec import DEFAULT, ActivationConfig, Rule
 
 LISTED = 8  # names in a message: a recurrent layer has hundreds of operators
 

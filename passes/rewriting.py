@@ -13,8 +13,7 @@ from fxquant.ir.graph import annotate, annotation, attached_qconfigs, is_inner_p
 from fxquant.ops import Fixed, demand
 from fxquant.ops.core.boundary import QUANTIZE
 from fxquant.pipeline import Context
-from fxquant.quantization.mapping import DEFAULT, Call, Chosen, MatchedRules, QConfigMapping, Rule, prefixes
-from fxquant.quantization.spec import ActivationConfig, QConfig
+from fxquant.quantization.spec import DEFAULT, ActivationConfig, Call, Chosen, MatchedRules, QConfig, QConfigMapping, Rule, prefixes
 
 # ---- Resolution of the user's rules where several operators of the model were fused into one -------------------------
 #

@@ -16,7 +16,7 @@ from fxquant.ops.core.spellings import is_meant
 from fxquant.ops.layers.dynamic import NOT_DYNAMIC, may_be_dynamic
 from fxquant.passes.rewriting import attributes, covering
 from fxquant.pipeline import Context
-from fxquant.quantization.mapping import DEFAULT, Call, Chosen, Rule, is_dynamic
+from fxquant.quantization.spec import DEFAULT, Call, Chosen, Rule, is_dynamic
 
 
 def _check_target(gm: fx.GraphModule, context: Context) -> None:

@@ -31,8 +31,7 @@ from fxquant.ops.core.floating import needed_in_float, reads_no_activation, reas
 from fxquant.passes.rewriting import Decision, decide
 from fxquant.pipeline import Context
 from fxquant.prepared.stage import is_integer
-from fxquant.quantization.mapping import DEFAULT, Rule
-from fxquant.quantization.spec import QConfig
+from fxquant.quantization.spec import DEFAULT, QConfig, Rule
 
 AT_RUN_TIME = "its input is quantized at run time, its weight is integers, and its result is float"
 

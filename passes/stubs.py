@@ -18,7 +18,7 @@ from fxquant.ir.graph import matched_rules, module_path, set_matched_rules, stat
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.passes.rewriting import bypass, decide, is_named
 from fxquant.pipeline import Context
-from fxquant.quantization.mapping import Chosen
+from fxquant.quantization.spec import Chosen
 
 
 def settle(gm: fx.GraphModule, context: Context) -> int:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from fxquant.analysis.sample import random_batches
 from fxquant.errors import ExportError
-from fxquant.frontend.batch_limits import noted_limits
+from fxquant.frontend.entry import noted_limits
 from fxquant.ir.graph import BatchDim, TensorFact, fact, is_python
 from fxquant.ir.model import default_device_cpu
 from fxquant.prepared.stage import require_integer

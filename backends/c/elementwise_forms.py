@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fxquant.backends.c.program import C_TYPES, Call, Value, form
-from fxquant.primitives import accumulate, comparison, elementwise, product, quantization, requantize, whole
+from fxquant.primitives import accumulate, comparison, elementwise, product, quantization, whole
 
 # ---- Strides for reading tensors of different shapes together over common dimensions, with as few dimensions as possible ----
 
@@ -49,8 +49,8 @@ def broadcast(*shapes: Sequence[int]) -> list[int]:
     return [max(sizes) if 0 not in sizes else 0 for sizes in itertools.zip_longest(*turned, fillvalue=1)][::-1]
 
 
-ROUNDINGS = {"floor": 0, "half_up": 1, requantize.HALF_STEP: 2, requantize.NEAREST_HALF_STEP: 3}
-ROUNDINGS |= {requantize.HALF_AWAY: 4, requantize.HALF_EVEN: 5}
+ROUNDINGS = {"floor": 0, "half_up": 1, quantization.HALF_STEP: 2, quantization.NEAREST_HALF_STEP: 3}
+ROUNDINGS |= {quantization.HALF_AWAY: 4, quantization.HALF_EVEN: 5}
 
 
 def sum_types(call: Call, input: Value, weight: Value, bias: Value | None) -> list[torch.dtype]:
@@ -84,14 +84,14 @@ def _dequantize(call: Call, input: Value, scale: Value, dtype: torch.dtype = tor
     call.emit("dequantize", [input.dtype, call.dtype], *_beside(call, scale), input, scale, zero_point)
 
 
-@form(requantize.requantize_fixed)
+@form(quantization.requantize_fixed)
 def _requantize_fixed(call: Call, acc: Value, shift: Value, multiplier: Value, right: Value, *settings: Any) -> None:
     bits, rounding, low, high, _ = settings
     constants, numbers = _in_one_shape(call, shift, multiplier, right), (bits, ROUNDINGS[rounding], low, high)
     call.emit("requantize_fixed", [acc.dtype, call.dtype], *_beside(call, constants[0]), acc, *constants, *numbers)
 
 
-@form(requantize.requantize_real)
+@form(quantization.requantize_real)
 def _requantize_real(call: Call, acc: Value, multiplier: Value, low: int, high: int, dtype: torch.dtype, zero_point: int = 0) -> None:
     call.emit("requantize_real", [acc.dtype, call.dtype], *_beside(call, multiplier), acc, multiplier, low, high, zero_point)
 
@@ -114,7 +114,7 @@ form(accumulate.add_residual)(_by_constants("add_residual", residual=True))
 form(accumulate.add_residual_shifted)(_by_constants("add_residual_shifted", residual=True))
 
 
-@form(requantize.clamp_accumulator)
+@form(quantization.clamp_accumulator)
 def _clamp_accumulator(call: Call, input: Value, low: Value, high: Value) -> None:
     limits = _in_one_shape(call, low, high)
     call.emit("clamp_accumulator", [input.dtype, limits[0].dtype, call.dtype], *_beside(call, limits[0]), input, *limits)
@@ -152,7 +152,7 @@ def _each(name: str, numbers: int = 0) -> Any:
     return written
 
 
-form(requantize.accumulator_output)(_each("accumulator_output"))
+form(quantization.accumulator_output)(_each("accumulator_output"))
 form(elementwise.widen)(_each("widen"))
 form(elementwise.negate)(_each("negate"))
 form(comparison.opposite)(_each("opposite"))

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from fxquant.backends.c import elementwise_forms, places, reductions
 from fxquant.backends.c.program import C_TYPES, FOLDER, WIDTH, Program, Value, comment, identifier, number, pool_name
 from fxquant.errors import ConfigurationError
-from fxquant.frontend.batch_limits import noted_limits
+from fxquant.frontend.entry import noted_limits
 from fxquant.prepared.stage import require_integer
 from fxquant.support.arguments import checked
 from fxquant.support.files import Content, write_files

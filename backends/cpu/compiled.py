@@ -19,7 +19,8 @@ from fxquant.kernels.admission import Layer, enumerated
 from fxquant.kernels.constants import Span
 from fxquant.kernels.kernel import ALIGNMENT, BIASED, Bound, Built, Held, NotApplicable, Site, Stateless, implementation
 from fxquant.numerics.grids import INT32_MAX, LARGEST_DYNAMIC, SMALLEST_DYNAMIC
-from fxquant.primitives import Role, requantize, role_of
+from fxquant.primitives import Role, role_of
+from fxquant.primitives.quantization import HALF_STEPS, TIES, accumulator_output, half_step, requantize_real
 from fxquant.support.files import address, point
 
 LANES = 16  # output channels that are summed side by side
@@ -90,9 +91,9 @@ class Requantization:
             raise NotApplicable("its sums have more than 32 bits")
         constants: dict[str, Tensor] = {}
         zero_point = 0
-        if root.target is requantize.accumulator_output:
+        if root.target is accumulator_output:
             epilogue.mode = SUM
-        elif root.target is requantize.requantize_real:
+        elif root.target is requantize_real:
             _, factor, epilogue.low, epilogue.high, _, *rest = root.args
             zero_point = rest[0] if rest else 0  # type: ignore[assignment]
             epilogue.mode = REAL
@@ -102,12 +103,12 @@ class Requantization:
             shift, multiplier, right_shift = (
                 _per_channel(site.constant(node), channels, torch.int64) for node in (shift, multiplier, right_shift)
             )
-            if rounding in requantize.TIES:
+            if rounding in TIES:
                 raise NotApplicable("its ties are not rounded by an added constant")
             epilogue.mode, epilogue.limit = FIXED, 2 ** (bits - 1)  # type: ignore[operator]
             before = torch.zeros_like(shift)
-            if rounding in requantize.HALF_STEPS:
-                before = requantize.half_step(shift, multiplier, right_shift, str(rounding)).to(torch.int64)
+            if rounding in HALF_STEPS:
+                before = half_step(shift, multiplier, right_shift, str(rounding)).to(torch.int64)
             half = (1 << (right_shift - 1)) if rounding == "half_up" else torch.zeros_like(shift)
             if int(before.max()) + largest > INT32_MAX or int(shift.max()) > 31 or int(right_shift.max()) > 31:
                 raise NotApplicable("its requantization needs more than 32 bits")

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from fxquant.kernels.admission import Layer, enumerated, prove, residual_factor
 from fxquant.kernels.kernel import Bound, Built, Disagrees, Held, Implementation, NotApplicable, Site, Stateless, implementation
 from fxquant.numerics.grids import FLOAT32_EXACT, accumulator_bound, power_of_two
-from fxquant.primitives import requantize
+from fxquant.primitives import quantization
 from fxquant.primitives.runtime_scales import MAGNITUDE, centred
 
 CACHED = 2**20  # bytes of float32 sums that are computed at a time
@@ -48,9 +48,9 @@ def _fixed(width: torch.dtype) -> Callable[[Site], Requantization]:
         arguments: Any = site.match.root.args
         _, *nodes, bits, rounding, low, high, _ = arguments
         shift, multiplier, right_shift = (_shaped(site.constant(node), torch.int64) for node in nodes)
-        if rounding in requantize.TIES:
+        if rounding in quantization.TIES:
             raise NotApplicable("its ties are not rounded by an added constant")
-        before = requantize.half_step(shift, multiplier, right_shift, rounding) if rounding in requantize.HALF_STEPS else None
+        before = quantization.half_step(shift, multiplier, right_shift, rounding) if rounding in quantization.HALF_STEPS else None
         if before is not None and (width != torch.float64 and float(before.max()) >= FLOAT32_EXACT):
             raise NotApplicable("half a step is beyond 2^24")
         before = None if before is None else before.to(width)
@@ -179,7 +179,7 @@ def onednn(site: Site) -> Built:
     residual = factor = None
     if site.match.parts["factor"] is not None:
         residual, factor = site.held(site.match.reads[1]), _shaped(residual_factor(site), torch.float32)
-    is_real = site.match.root.target is requantize.requantize_real
+    is_real = site.match.root.target is quantization.requantize_real
     *shorter, last = [_real] if is_real else [_fixed(torch.float32), _fixed(torch.float64)]
     for form in (*shorter, last):
         try:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fxquant.backends.cpu import native
 from fxquant.backends.cpu.native import FIXED, REAL, Count, Pass
-from fxquant.quantization.observers import counting
+from fxquant.quantization.observers import ranges
 from fxquant.support.files import address, readable
 from fxquant.support.offers import disagreed
 from fxquant.training import fused_layers
@@ -225,4 +225,4 @@ def _admitted() -> bool:
 
 
 PLAIN = (Tensor, torch.nn.Parameter)
-counting.OFFERS.add(NativeCounting())
+ranges.OFFERS.add(NativeCounting())

@@ -4,7 +4,7 @@
 
 exact   the ONNX form of each primitive, on integers held in floats, with equal bits in every runtime. A fixed-point requantization
         after its first shift is one QuantizeLinear where a float32 divisor per channel gives the same 255 steps
-        (`primitives.quotient`), else float64. A convolution beyond 2^24 is a float64 sum over blocks of channels.
+        (`primitives.quantization`), else float64. A convolution beyond 2^24 is a float64 sum over blocks of channels.
 fast    for targets with float32 requantization: int8 is stored as uint8 with zero point 128, and a layer with its requantization is one
         integer kernel. `fast_parts` finds the nodes of a kernel, `fast_kernels` writes it, `fast` admits it. Each kernel is compared with
         PyTorch while the file is written, then the whole model. A table becomes its function (`fast_parts`) where float32 rounds every

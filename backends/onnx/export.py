@@ -13,7 +13,7 @@ from torch import fx
 
 from fxquant.backends.onnx.fast import Names, float_nodes, has_kernels, results_of, write_fast
 from fxquant.backends.onnx.float_export import LARGEST, apart
-from fxquant.backends.onnx.layouts import with_layouts
+from fxquant.backends.onnx.metadata import with_layouts
 from fxquant.backends.onnx.qdq import QdqWriter
 from fxquant.backends.onnx.runtime import open_file
 from fxquant.backends.onnx.writer import Writer

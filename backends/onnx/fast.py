@@ -28,8 +28,7 @@ from fxquant.kernels.kernel import Match
 from fxquant.numerics.grids import ACTIVATION_TYPES, INT8
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.elementwise import lookup
-from fxquant.primitives.quantization import quantize
-from fxquant.primitives.requantize import requantize_real
+from fxquant.primitives.quantization import quantize, requantize_real
 from fxquant.primitives.runtime_scales import dynamic_linear
 from fxquant.support import logger
 from fxquant.support.offers import disagreed

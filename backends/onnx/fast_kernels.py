@@ -24,8 +24,7 @@ from fxquant.ir.graph import fact, resolve
 from fxquant.numerics.grids import BOUNDARY_LIMIT
 from fxquant.primitives import PRIMITIVES, Primitive, Role, ZeroPoint, elementwise, pool, role_of, shape
 from fxquant.primitives.accumulate import attributes_of
-from fxquant.primitives.quantization import as_float32, dequantize, quantize
-from fxquant.primitives.requantize import requantize_fixed, requantize_real
+from fxquant.primitives.quantization import as_float32, dequantize, quantize, requantize_fixed, requantize_real
 from fxquant.primitives.runtime_scales import dynamic_linear
 from fxquant.primitives.runtime_scales import emit as emit_dynamic
 from fxquant.support.offers import declaring

@@ -20,7 +20,7 @@ from fxquant.ops.core.form import WHOLE_OPSET, Call
 from fxquant.ops.elementwise.table import exact
 from fxquant.primitives import Role, elementwise, role_of
 from fxquant.primitives.elementwise import lookup
-from fxquant.primitives.requantize import requantize_real
+from fxquant.primitives.quantization import requantize_real
 
 ZERO_POINT = 128  # of tensors that other styles store as int8
 OPSET = 19  # in older opsets ONNX's own evaluator has no DequantizeLinear of uint8

@@ -18,8 +18,7 @@ from onnx.reference.op_run import OpRun
 from onnx.reference.ops import op_max_pool
 from torch import Tensor
 
-from fxquant.backends.onnx.layouts import to_file
-from fxquant.backends.onnx.metadata import read_metadata, read_model
+from fxquant.backends.onnx.metadata import read_metadata, read_model, to_file
 from fxquant.errors import ExportError
 
 # Name, optimisation level, threads. "reference" is ONNX's own evaluator in numpy.

@@ -18,9 +18,8 @@ from torch import Tensor, fx
 
 from fxquant.analysis.layers import layers
 from fxquant.errors import ConfigurationError
-from fxquant.ir.graph import TensorFact, computes_tensor, fact, is_deployed, nodes_in, stage_of
+from fxquant.ir.graph import Interpreter, TensorFact, computes_tensor, fact, is_deployed, nodes_in, stage_of
 from fxquant.ir.integer import QParams, channel_exponents, zero_point
-from fxquant.ir.interpreter import Interpreter
 from fxquant.numerics.grids import PLAIN_TYPES
 from fxquant.ops import Trait
 from fxquant.prepared.batches import model_inputs

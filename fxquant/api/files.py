@@ -13,7 +13,7 @@ from fxquant import backends
 from fxquant.analysis.explain import explain
 from fxquant.analysis.text import text
 from fxquant.api.preparing import convert, run_with_kernels
-from fxquant.backends.onnx.layouts import LAYOUTS
+from fxquant.backends.onnx.metadata import LAYOUTS
 from fxquant.calibration.calibration import follow_unseen
 from fxquant.calibration.observations import Observations
 from fxquant.errors import ConfigurationError
@@ -24,7 +24,7 @@ from fxquant.ir.model import look_at_constants
 from fxquant.passes import CONVERT
 from fxquant.pipeline import Context, Dial, run
 from fxquant.prepared.stage import Stage
-from fxquant.quantization.mapping import QConfigMapping
+from fxquant.quantization.spec import QConfigMapping
 from fxquant.serialization import load_file, save_model, save_observations
 from fxquant.support.arguments import FOLDER, PATH, POSITIVE, checked
 from fxquant.support.files import write_files

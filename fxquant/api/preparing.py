@@ -10,8 +10,7 @@ import torch
 from torch import fx, nn
 
 from fxquant import backends
-from fxquant.analysis.check import Findings, broken_limits, findings
-from fxquant.analysis.explain import summary
+from fxquant.analysis.explain import Findings, broken_limits, findings, summary
 from fxquant.analysis.layers import layers
 from fxquant.calibration import calibration
 from fxquant.calibration.calibration import having, warn_of_lost_inputs
@@ -19,9 +18,8 @@ from fxquant.calibration.observations import Observations, restore
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import attach_call_hooks, moved_by_forward, random_by_forward, trace, untrained_here
 from fxquant.ir.carried import SETTINGS, refuse_changes
-from fxquant.ir.graph import TensorFact, fact, module_path, noise, source, stage_of
+from fxquant.ir.graph import TensorFact, copy_parameters, fact, module_path, noise, source, stage_of
 from fxquant.ir.integer import set_channel_exponents
-from fxquant.ir.interpreter import copy_parameters
 from fxquant.ir.model import CALLS, RUNNER, Model, autocast_off, collection_paused, copy_graph, dress_carried
 from fxquant.kernels.runner import Runner
 from fxquant.ops.elementwise.dropout import dropout
@@ -34,8 +32,7 @@ from fxquant.prepared.channels import tensor_exponents
 from fxquant.prepared.hooks import attach_hooks
 from fxquant.prepared.operators import quantized_operators
 from fxquant.prepared.stage import Stage, quantized_operator
-from fxquant.quantization.mapping import DEFAULT, QConfigMapping, as_mapping, attached_qconfigs
-from fxquant.quantization.spec import QConfig, State
+from fxquant.quantization.spec import DEFAULT, QConfig, QConfigMapping, State, as_mapping, attached_qconfigs
 from fxquant.reporting.forms import Batches
 from fxquant.support import logger
 from fxquant.support.arguments import checked, instance

@@ -20,8 +20,7 @@ from fxquant.frontend import float_model
 from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.batches import as_batches, no_batches
 from fxquant.prepared.batches import example_inputs as batch_inputs
-from fxquant.quantization.mapping import QConfigMapping, as_mapping
-from fxquant.quantization.spec import QConfig
+from fxquant.quantization.spec import QConfig, QConfigMapping, as_mapping
 from fxquant.reporting.forms import Batches, verify
 from fxquant.support.arguments import PATH, checked, instance
 from fxquant.target import Target

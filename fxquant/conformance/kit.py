@@ -30,8 +30,7 @@ from fxquant.errors import CompilationError, ConfigurationError, ExportError
 from fxquant.ir.graph import resolve
 from fxquant.options import Options
 from fxquant.primitives.quantization import dequantize
-from fxquant.quantization.mapping import QConfigMapping
-from fxquant.quantization.spec import ActivationConfig, QConfig, WeightConfig
+from fxquant.quantization.spec import ActivationConfig, QConfig, QConfigMapping, WeightConfig
 from fxquant.serialization import save_model
 from fxquant.support import log_levels
 from fxquant.support.arguments import FOLDER, Kind, checked, words

@@ -10,7 +10,7 @@ default_leaf(module, path)     which modules stay whole
 wrap(function)                 keep a function out of graphs
 
 Python that stays Python (`opaque`) is one node. What it returns is learned by running it on made-up numbers; where these runs disagree,
-its `fact` is None. What forward computes in train mode alone (`branches`) is a second trace, in a module next to the graph. What
+its `fact` is None. What forward computes in train mode alone (`result.Branch`) is a second trace, in a module next to the graph. What
 forward moves in train mode is found by calling it once on copies (`state`).
 
 Gradient rules are in the graph. The tracer writes a `detach` where something reads the result of a region without gradients. It writes a
@@ -32,21 +32,27 @@ import torch
 from torch import fx, nn
 
 from fxquant.errors import FxQuantError, TraceError
-from fxquant.frontend.batch_limits import note_batch_limits
-from fxquant.frontend.branches import Branch, lost_parameters
-from fxquant.frontend.checks import compare_recordings, compare_with_model
-from fxquant.frontend.entry import LOST_GRADIENTS, float_model, is_traced, lost_gradients
-from fxquant.frontend.handler import Handler
+from fxquant.frontend.entry import LOST_GRADIENTS, float_model, is_traced, lost_gradients, note_batch_limits
+from fxquant.frontend.environment import with_backward_hooks
+from fxquant.frontend.handler import Handler, default_leaf, leaf_rule
 from fxquant.frontend.inputs import ExampleInputs, InputCheck, bind_inputs
-from fxquant.frontend.leaves import default_leaf, leaf_rule
 from fxquant.frontend.opaque import wrap
-from fxquant.frontend.result import assumptions, attach_call_hooks, build, moved_by_forward, note_state, random_by_forward, untrained_here
-from fxquant.frontend.snapshot import with_backward_hooks
+from fxquant.frontend.result import (
+    Branch,
+    assumptions,
+    attach_call_hooks,
+    build,
+    lost_parameters,
+    moved_by_forward,
+    note_state,
+    random_by_forward,
+    untrained_here,
+)
 from fxquant.frontend.state import NOTHING_MOVED, state_moved_by_forward
-from fxquant.frontend.tracer import record
+from fxquant.frontend.tracer import compare_recordings, compare_with_model, record
 from fxquant.ir.model import collection_paused
 from fxquant.options import DEFAULTS, Options
-from fxquant.quantization.mapping import attached_qconfigs
+from fxquant.quantization.spec import attached_qconfigs
 from fxquant.support import logger
 from fxquant.support.arguments import checked
 from fxquant.support.progress import working

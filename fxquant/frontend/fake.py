@@ -15,7 +15,7 @@ from fxquant.errors import FxQuantError
 from fxquant.frontend.arguments import Arguments
 from fxquant.frontend.environment import calls_from
 from fxquant.frontend.values import UNKNOWN, BatchNumber, Number, TracedTensor, Value, refuse
-from fxquant.ir.interpreter import own
+from fxquant.ir.graph import own
 
 
 class Outcome:

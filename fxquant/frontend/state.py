@@ -23,9 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from fxquant.frontend.arguments import ATOMS
-from fxquant.frontend.environment import OwnRandomNumbers, frames, undisturbed, user_source
+from fxquant.frontend.environment import OwnRandomNumbers, Snapshot, frames, undisturbed, user_source
 from fxquant.frontend.inputs import ExampleInputs
-from fxquant.frontend.snapshot import Snapshot
 from fxquant.support.files import memory_start
 
 _FORWARDS = {nn.modules.batchnorm._BatchNorm.forward.__code__, nn.SyncBatchNorm.forward.__code__}

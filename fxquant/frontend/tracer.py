@@ -1,27 +1,229 @@
-"""One trace of a model at one pair of batch sizes."""
+"""Trace a model once, at one pair of batch sizes, with the result that it returns; and check that traces mean what the model means."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._pytree import tree_leaves
 
 from fxquant.errors import FxQuantError, TraceError
-from fxquant.frontend.environment import prepared_environment, raised_in, source_of_error
+from fxquant.frontend.entry import noted_limits
+from fxquant.frontend.environment import Snapshot, prepared_environment, raised_in, source_of_error, undisturbed
 from fxquant.frontend.fake import Evaluator
-from fxquant.frontend.handler import Handler
+from fxquant.frontend.handler import Handler, LeafRule, ModuleCalls
 from fxquant.frontend.inputs import ExampleInputs
-from fxquant.frontend.leaves import LeafRule, ModuleCalls
-from fxquant.frontend.outputs import Returned
-from fxquant.frontend.snapshot import Snapshot
+from fxquant.frontend.selected import Selected
 from fxquant.frontend.state import NOTHING_MOVED, Draws, MovedState
-from fxquant.frontend.values import TracedTensor, tracing
+from fxquant.frontend.values import BatchNumber, TracedTensor, Unknown, refuse, tracing
 from fxquant.ir import graph
-from fxquant.ir.graph import BATCH_SIZES
+from fxquant.ir.graph import BATCH_SIZES, BatchDim, TensorFact
+from fxquant.numerics.gradient import GradientRule
+from fxquant.support import logger
+
+# ---- the result of a model -------------------------------------------------------------------------------------------
+#
+# A graph returns tensors, numbers, and tuples, lists and dicts of them. Calling it returns the model's own type.
+#
+# A `ModelOutput` of two tensors is a dict of two nodes in the graph. A forward hook turns the dict of a run into a ModelOutput again. This
+# works if PyTorch's pytree knows the class, or if it is a dataclass that a model traced in this process returned. A file holds the class's
+# name, which is looked up there and never imported; where it is not known, the model returns the dict.
+
+
+_RETURNED = "fxquant.returned"  # in `meta`: {"form": the form of what forward returned}
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+_DEEPEST = 8  # of attributes of objects within objects
+
+# A form says what stands at a place of the nest that the graph returns:
+#   None                           what is there
+#   ["items", [form]]              a tuple or a list
+#   ["keys", [form]]               a dict, or a mapping
+#   ["class", name, context, [form]]   a class that pytree knows or a dataclass, of whose parts the graph returns a list or a dict
+Form = Any
+
+
+class Returned:
+    """The result of forward, as the nest that a graph returns.
+
+    leaf   makes the entry of the nest for a tensor: its node
+    note   records what was fixed
+    """
+
+    def __init__(self, leaf: Callable[[torch.Tensor], Any], note: Callable[[str], None]) -> None:
+        self._leaf, self._note = leaf, note
+
+    def convert(self, output: Any) -> tuple[Any, Form]:
+        """Return the nest, and its form."""
+        if isinstance(output, torch.Tensor):
+            return self._leaf(output), None
+        if isinstance(output, Selected):
+            output.refuse_as_output()
+        if isinstance(output, BatchNumber | Unknown):
+            return output.node, None
+        registered = pytree.SUPPORTED_NODES.get(type(output))
+        if registered is not None and type(output).__module__.partition(".")[0] not in ("builtins", "collections", "torch"):
+            return self._class(output, registered)
+        if isinstance(output, Mapping):
+            parts = {key: self.convert(item) for key, item in output.items()}
+            return {key: part for key, (part, _) in parts.items()}, ["keys", [form for _, form in parts.values()]]
+        if isinstance(output, tuple) and hasattr(output, "_fields"):
+            return type(output)(*(self.convert(item)[0] for item in output)), None
+        if isinstance(output, (tuple, list)):
+            items = [self.convert(item) for item in output]
+            nest = [item for item, _ in items]
+            return nest if isinstance(output, list) else tuple(nest), ["items", [form for _, form in items]]
+        if isinstance(output, _PLAIN):
+            return output, None
+        found = self._dataclass(output) if is_dataclass(output) else None
+        return (self._object(output), None) if found is None else found
+
+    def _class(self, output: Any, registered: Any) -> tuple[Any, Form]:
+        children, context = registered.flatten_fn(output)
+        parts = [self.convert(child) for child in children]
+        forms = [form for _, form in parts]
+        entries = registered.flatten_with_keys_fn(output)[0] if registered.flatten_with_keys_fn is not None else ()
+        keys = [getattr(key, "key", getattr(key, "name", None)) for key, _ in entries]
+        named = len(keys) == len(parts) and all(isinstance(key, str) for key in keys)
+        nest = dict(zip(keys, (part for part, _ in parts), strict=True)) if named else [part for part, _ in parts]
+        name = _name_of(type(output))
+        if not _is_plain(context):
+            self._note(f"forward returned a {type(output).__name__}, whose parts are returned as a {'dict' if named else 'list'}")
+            return nest, ["keys" if named else "items", forms]
+        return nest, ["class", name, context, forms]
+
+    def _dataclass(self, output: Any) -> tuple[Any, Form] | None:
+        """Return the fields as a dict; None where they are not all of what a graph returns, or not what the class is made of."""
+        own = fields(output)
+        if not all(each.init for each in own) or self._attributes(output, _DEEPEST) is None:
+            return None
+        try:
+            parts = {each.name: self.convert(getattr(output, each.name)) for each in own}
+        except TraceError:
+            return None
+        name = _name_of(type(output))
+        _DATACLASSES[name] = type(output)
+        return {key: part for key, (part, _) in parts.items()}, ["class", name, None, [form for _, form in parts.values()]]
+
+    def _object(self, output: Any) -> Any:
+        """Return the attributes of an object that hold tensors, as a dict. Raises TraceError if there are none."""
+        nest = self._attributes(output, _DEEPEST)
+        if nest is None:
+            refuse(
+                f"forward returned a {type(output).__name__}",
+                because="a graph returns tensors, numbers, and tuples, lists and dicts of them, and this object holds none",
+                remedy="return a tuple or a dict, or wrap the model in a module whose forward does",
+            )
+        left = [name for name in getattr(output, "__dict__", {}) if name not in nest and not name.startswith("_")]
+        without = f", without {', '.join(map(repr, left))}" if left else ""
+        self._note(f"forward returned a {type(output).__name__}, whose tensors are returned as a dict of its attributes{without}")
+        return nest
+
+    def _attributes(self, value: Any, depth: int) -> Any:
+        """Return a nest of the tensors an object holds; None if it holds none."""
+        if isinstance(value, (torch.Tensor, BatchNumber, Selected)):
+            return self.convert(value)[0]
+        if isinstance(value, (type, nn.Module)) or depth == 0:
+            return None
+        if isinstance(value, (list, tuple)):
+            items = [self._attributes(item, depth - 1) for item in value]
+            return items if any(item is not None for item in items) else None
+        held = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+        found = {key: self._attributes(item, depth - 1) for key, item in held.items() if isinstance(key, str)}
+        return {key: item for key, item in found.items() if item is not None} or None
+
+
+def nest_of(output: Any) -> Any:
+    """Return the result of a model as the nest of tensors that its graph returns."""
+    return Returned(lambda tensor: tensor, lambda text: None).convert(output)[0]
+
+
+def _is_plain(context: Any) -> bool:
+    if isinstance(context, (list, tuple)):
+        return all(map(_is_plain, context))
+    return context is None or isinstance(context, (bool, int, float, str))
+
+
+@dataclass(frozen=True)
+class ReturnForm:
+    """A forward hook: what forward returned, out of the nest that the graph does."""
+
+    form: Form
+
+    def __call__(self, module: Any, args: Any, result: Any) -> Any:
+        return rebuilt(self.form, result)
+
+
+def return_form(module: fx.GraphModule) -> ReturnForm | None:
+    """Return the hook that makes the result of the float model of a graph's; None where they are the same."""
+    form = module.meta.get(_RETURNED, {}).get("form")
+    return None if form is None else ReturnForm(form)
+
+
+def set_form(module: fx.GraphModule, form: Form) -> None:
+    """Write the form on a traced module, if any class is to be made again; what is made from it inherits it with `meta`."""
+    if next(_classes(form), None) is not None:
+        module.meta[_RETURNED] = {"form": form}
+
+
+def is_form(meta: dict[str, Any]) -> bool:
+    """Return whether what `meta` of a loaded model holds is a form; none at all counts as well."""
+    try:
+        return _RETURNED not in meta or all(isinstance(name, str) for name in _classes(meta[_RETURNED]["form"]))
+    except (IndexError, KeyError, TypeError, ValueError):
+        return False
+
+
+def _classes(form: Form) -> Iterator[str]:
+    if form is None:
+        return
+    kind, *content = form
+    if kind == "class":
+        yield content[0]
+    elif kind not in ("items", "keys"):
+        raise ValueError(kind)
+    for inner in content[-1]:
+        yield from _classes(inner)
+
+
+def rebuilt(form: Form, value: Any) -> Any:
+    """Return the nest with the classes made again that pytree knows in this process."""
+    if form is None or not isinstance(value, (dict, list, tuple)):
+        return value
+    parts = list(value.values()) if isinstance(value, dict) else list(value)
+    if len(parts) != len(form[-1]):
+        return value
+    parts = [rebuilt(inner, part) for inner, part in zip(form[-1], parts, strict=True)]
+    made = _maker(form[1]) if form[0] == "class" else None
+    if made is not None:
+        return made(parts, form[2])
+    return dict(zip(value, parts, strict=True)) if isinstance(value, dict) else type(value)(parts)
+
+
+_DATACLASSES: dict[str, type] = {}  # that models which were traced in this process returned
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _maker(name: str) -> Callable[[list[Any], Any], Any] | None:
+    """Return a function that builds an object of the class of this name from its parts; None if the class is not known."""
+    known = next((each for each in pytree.SUPPORTED_NODES if _name_of(each) == name), None)
+    if known is not None:
+        return pytree.SUPPORTED_NODES[known].unflatten_fn
+    kind = _DATACLASSES.get(name)
+    if kind is None:
+        return None
+    return lambda parts, context: kind(**dict(zip((each.name for each in fields(kind)), parts, strict=True)))
+
+
+# ---- one trace -------------------------------------------------------------------------------------------------------
 
 RETRACE_SIZES = (10, 14)
 
@@ -129,3 +331,131 @@ def _placeholder(handler: Handler, name: str, example: torch.Tensor, axis: int |
     if name in inputs.renamed:
         graph.set_argument_name(node, inputs.renamed[name])
     return TracedTensor(node, value)
+
+
+# ---- checks that a trace means what the model means, at every batch size ---------------------------------------------
+
+
+_FIX = "keep batch sizes as x.shape[0] or x.size(0) gives them, or trace with dynamic_shapes={} to fix the batch size"
+
+
+def compare_recordings(first: Handler, second: Handler) -> None:
+    """Raise a TraceError if two traces at different batch sizes are not the same graph."""
+    counterpart: dict[fx.Node, fx.Node] = {}
+    second_nodes = iter(second.graph.nodes)
+    for node in first.graph.nodes:
+        other: fx.Node | None = next(second_nodes, None)
+        if other is None:
+            _refuse(node, "the operation is missing at another batch size")
+        if node.op != other.op or (node.target is not other.target and node.target != other.target):
+            _refuse(node, f"it calls {graph.target_name(node)} at one batch size and {graph.target_name(other)} at another")
+        counterpart[node] = other
+        for mine, theirs in ((node.args, other.args), (node.kwargs, other.kwargs)):
+            difference = _difference(mine, theirs, counterpart)
+            if difference is not None:
+                _refuse(
+                    node, f"an argument of {graph.target_name(node)} is {difference[0]} at one batch size and {difference[1]} at another"
+                )
+        _compare_facts(node, other)
+    extra = next(second_nodes, None)
+    if extra is not None:
+        _refuse(extra, "the operation is there at one batch size only")
+    for name, constant in first.constants.items():
+        if name in second.constants and not same_tensor(constant, second.constants[name]):
+            _refuse(first.graph.find_nodes(op="get_attr", target=name)[0], "the content of a constant depends on the batch size")
+
+
+def _difference(mine: Any, theirs: Any, counterpart: dict[fx.Node, fx.Node]) -> tuple[Any, Any] | None:
+    """Return the first place where two arguments differ."""
+    if isinstance(mine, fx.Node):
+        return None if counterpart.get(mine) is theirs else (mine, theirs)
+    if isinstance(mine, (tuple, list)):
+        if not isinstance(theirs, (tuple, list)) or len(mine) != len(theirs):
+            return mine, theirs
+        return next(filter(None, (_difference(a, b, counterpart) for a, b in zip(mine, theirs, strict=True))), None)
+    if isinstance(mine, dict):
+        if not isinstance(theirs, dict) or list(mine) != list(theirs):
+            return mine, theirs
+        return next(filter(None, (_difference(mine[key], theirs[key], counterpart) for key in mine)), None)
+    if isinstance(mine, slice) and isinstance(theirs, slice):
+        return _difference((mine.start, mine.stop, mine.step), (theirs.start, theirs.stop, theirs.step), counterpart)
+    same = type(mine) is type(theirs) and (mine == theirs or (mine != mine and theirs != theirs))
+    return None if same else (mine, theirs)
+
+
+def _compare_facts(node: fx.Node, other: fx.Node) -> None:
+    """Compare the facts of two traces: those of the second are exact at its batch sizes, and the first trace's formula gives them, too."""
+    mine, theirs = graph.fact(node), graph.fact(other)
+    if mine is theirs or not isinstance(mine, (TensorFact, BatchDim)):
+        return
+    sizes = zip(mine.shape, theirs.shape, strict=True) if isinstance(mine, TensorFact) else ((mine, theirs),)
+    for size, other_size in sizes:
+        # Facts are written for the first pair of batch sizes, also those of the second trace.
+        if _at(size, RETRACE_SIZES) != _at(other_size, graph.BATCH_SIZES):
+            if isinstance(mine, BatchDim):
+                graph.set_fact(node, None)
+                return
+            _refuse(node, f"a size of its result is {size} at small batch sizes, and something else at larger ones")
+
+
+def _at(size: int | BatchDim, batches: Sequence[int]) -> list[Any]:
+    return [size if isinstance(size, int) else size.coefficient * batch + size.offset for batch in batches]
+
+
+def _refuse(node: fx.Node, because: str) -> NoReturn:
+    raise TraceError("Python code in the model turned the batch size into a constant", node=node, because=because, remedy=_FIX)
+
+
+# ---- comparison with the model itself ------------------------------------------------------------------------------
+
+
+def compare_with_model(model: nn.Module, traced: fx.GraphModule, inputs: ExampleInputs) -> None:
+    """Raise a TraceError if the graph and the model do not give the same bits on the example inputs, at two batch sizes."""
+    _compare_at(model, traced, inputs, inputs.tensors(), required=True)
+    if inputs.batch is not None:
+        other = noted_limits(traced.graph).another(inputs.batch)
+        if other is not None:
+            _compare_at(model, traced, inputs, inputs.with_batch(other), required=False)
+
+
+def _compare_at(
+    model: nn.Module, traced: fx.GraphModule, inputs: ExampleInputs, tensors: dict[str, torch.Tensor], *, required: bool
+) -> None:
+    args, kwargs = inputs.arguments({name: tensor.clone() for name, tensor in tensors.items()})
+    shells = Snapshot(model, own_buffers=True)
+    hooked = any(isinstance(module, GradientRule) for module in traced.modules())  # PyTorch refuses a hook where gradients are off
+    with torch.set_grad_enabled(hooked), undisturbed():
+        try:
+            expected = shells.root(*args, **kwargs)
+        except Exception as error:
+            if not required:
+                return
+            where = source_of_error(error, _compare_at.__code__)
+            note = "raised by the float model, which fxquant calls on the example inputs to compare its graph with it"
+            getattr(error, "add_note", logger.error)(note + (f", at {where}" if where else ""))  # Python 3.10 has no notes
+            raise
+    with torch.no_grad(), undisturbed():
+        found = traced(**{name: tensor.clone() for name, tensor in tensors.items()})
+    results = [[leaf for leaf in tree_leaves(nest_of(each)) if isinstance(leaf, torch.Tensor)] for each in (found, expected)]
+    for index, (mine, theirs) in enumerate(zip(*results, strict=True)):
+        if not same_tensor(mine, theirs):
+            _refuse_numbers(index, mine, theirs, next(iter(tensors.values())).shape)
+
+
+def same_tensor(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Return whether two tensors have the same type, shape and bits; any two NaN count as the same."""
+    if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
+        return False
+    return torch.equal(mine, theirs) or bool(((mine == theirs) | (mine.isnan() & theirs.isnan())).all())
+
+
+def _refuse_numbers(index: int, mine: torch.Tensor, theirs: torch.Tensor, shape: torch.Size) -> NoReturn:
+    difference = ""
+    if mine.shape == theirs.shape:
+        difference = f" by up to {(mine.double() - theirs.double()).abs().max().item():.3g}"
+    raise TraceError(
+        f"output {index} of the graph is not the model's output",
+        because=f"on the example input of shape {tuple(shape)} the two differ{difference}; forward keeps state between calls, "
+        "draws random numbers, or has an effect that is not an operation of the graph",
+        remedy="make forward a function of its inputs and parameters alone",
+    )

@@ -1,4 +1,4 @@
-"""Facts on nodes, and the few ways passes change a graph.
+"""Read and write the facts on nodes, change a graph in the few ways that passes do, and run it: as generated code, or node by node.
 
 All static facts about a node are in `node.meta`. They are read and written through this module and `integer`,
 so no other file names a key. Facts survive `copy.deepcopy` of a GraphModule.
@@ -6,15 +6,19 @@ so no other file names a key. Facts survive `copy.deepcopy` of a GraphModule.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import functools
+import keyword
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch.fx.graph import CodeGen, PythonCode
 
-from fxquant.ir.codegen import registered
 from fxquant.ir.integer import Constant, Operation, QParams, Reads, Reference, marks, reads, writes  # noqa: F401  a pickled model names them here
 
 # ---- Facts of a tensor before it is computed: its shape for every batch size, and its dtype --------------------------
@@ -360,7 +364,7 @@ made_by = reads("made_by", "trace")  # the pass that created the node
 # The QConfigs (None: float) that are attached to the modules around the call, each after the path of its module, the nearest first.
 attached_qconfigs: Reads[tuple[tuple[str, Any], ...]] = reads("qconfig", ())
 attach_qconfigs = writes("qconfig", tuple)
-matched_rules: Reads[tuple[Any, ...]] = reads("matched_rules", ())  # a `mapping.MatchedRules` for the node, and for each fused into it
+matched_rules: Reads[tuple[Any, ...]] = reads("matched_rules", ())  # a `spec.MatchedRules` for the node, and for each fused into it
 set_argument_name = writes("argument", str)  # what the user calls an input whose name is none in Python, or is one of generated code
 set_batch_norm_path = writes("batch_norm", str)  # the dotted path of the module in which a batch norm was called that is fused into it
 stated_demand: Reads[Any] = reads("demand", None)  # the demand (an `ops.Demand`) of the composite on the grid of this part of it
@@ -432,3 +436,215 @@ def describe(node: fx.Node, fact: Any, source: str, module: str, made_by: str = 
     """Write everything that is known about a new node."""
     meta = node.meta
     meta["fact"], meta["source"], meta["module"], meta["made_by"] = fact, source, module, made_by
+
+
+# ---- the Python that runs a graph ------------------------------------------------------------------------------------
+#
+# A user's model may have names that are not Python names, or are GraphModule's own.
+
+
+_REGISTERED = "_fxquant_registered"  # what reads such a name, in the generated code
+
+
+def registered(root: nn.Module, path: str) -> Any:
+    """Return the module, parameter or buffer at a dotted path, or else the attribute. Raises AttributeError if there is none."""
+    value: Any = root
+    for part in path.split("."):
+        value = _member(value, part)
+    return value
+
+
+def _member(holder: Any, name: str) -> Any:
+    if isinstance(holder, nn.Module):
+        state = holder.__dict__
+        for kind in ("_modules", "_parameters", "_buffers"):
+            found = state[kind].get(name)
+            if found is not None:
+                return found
+    return getattr(holder, name)
+
+
+@functools.cache
+def own_names() -> frozenset[str]:
+    """Return the names of a GraphModule's own attributes: a module or tensor registered under one is not found as an attribute."""
+    return frozenset((*dir(fx.GraphModule), *vars(fx.GraphModule(nn.Module(), fx.Graph()))))
+
+
+@functools.cache
+def _is_plain(path: str) -> bool:
+    """Return whether `self.` and the path is an expression that reads what is registered there."""
+    first, *others = path.split(".")
+    return not (
+        first in own_names()
+        or any(hasattr(nn.Module, part) for part in others)
+        or any(keyword.iskeyword(part) or not part.replace("_", "a").isalnum() for part in (first, *others))
+    )
+
+
+class Code(CodeGen):
+    """PyTorch's generator of code, with two things it does not always get right.
+
+    Paths that are not plain expressions are looked up where modules and tensors are registered, and named tuples that are returned
+    have their classes among the globals.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._classes: dict[type, str] = {}
+
+    def generate_output(self, output_args: Any, **_: Any) -> str:
+        return f"return {self._written(output_args)}"
+
+    def additional_globals(self) -> list[tuple[str, Any]]:
+        return [*super().additional_globals(), *((name, found) for found, name in self._classes.items())]
+
+    def _written(self, value: Any) -> str:
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{key!r}: {self._written(item)}" for key, item in value.items()) + "}"
+        if isinstance(value, list):
+            return "[" + ", ".join(map(self._written, value)) + "]"
+        if not isinstance(value, tuple):
+            return repr(value)
+        items = "(" + "".join(f"{self._written(item)}, " for item in value) + ")"
+        if not hasattr(value, "_fields"):
+            return items
+        return self._classes.setdefault(type(value), f"{type(value).__name__}__{len(self._classes)}") + items
+
+    def _gen_python_code(self, nodes: Any, root_module: str, *args: Any, **kwargs: Any) -> PythonCode:
+        code = super()._gen_python_code(nodes, root_module, *args, **kwargs)
+        for node in nodes:
+            if node.op in ("call_module", "get_attr") and not _is_plain(str(node.target)):
+                expression = fx.graph._format_target(root_module, str(node.target))
+                written = f"    {node!r} = {expression}".replace("\n", "\n    ")  # PyTorch indents lines
+                if f"\n{written}" not in code.src:
+                    raise AssertionError(f"%{node.name} is not in the generated code as {written.strip()}")
+                code.src = code.src.replace(f"\n{written}", f"\n    {node!r} = {_REGISTERED}({root_module}, {str(node.target)!r})", 1)
+                code.globals[_REGISTERED] = registered
+        return code
+
+
+# ---- running a graph node by node, with the arguments that its generated code would give each call -------------------
+
+
+def computed(model: nn.Module, node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
+    """Call a node's function, method or module with the values of the nodes it reads; return the result."""
+    args, kwargs = arguments_of(node, value)
+    if node.op == "call_method":
+        first, *others = args
+        return getattr(first, str(node.target))(*others, **kwargs)
+    function: Any = resolve(model, str(node.target)) if node.op == "call_module" else node.target
+    return function(*args, **kwargs)
+
+
+def arguments_of(node: fx.Node, value: Callable[[fx.Node], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a node with the values of the nodes it reads, in lists and dicts of this call's own.
+
+    The arguments of a node itself are immutable, and a user's function may write into its arguments.
+    """
+    return own(node.args, value), own(node.kwargs, value)
+
+
+def own(argument: Any, value: Callable[[Any], Any], leaf: type | tuple[type, ...] = fx.Node) -> Any:
+    """Return an argument, or the output, of a graph in plain containers of its own, with `value` applied to nodes, or to another `leaf`."""
+    if isinstance(argument, leaf):
+        return value(argument)
+    if isinstance(argument, dict):
+        return {key: own(item, value, leaf) for key, item in argument.items()}
+    if isinstance(argument, list):
+        return [own(item, value, leaf) for item in argument]
+    if isinstance(argument, tuple):
+        items = [own(item, value, leaf) for item in argument]
+        return type(argument)(*items) if hasattr(argument, "_fields") else tuple(items)
+    if isinstance(argument, slice):
+        return slice(*(own(end, value, leaf) for end in (argument.start, argument.stop, argument.step)))
+    return argument
+
+
+class Interpreter(fx.Interpreter):
+    """Runs a graph as its generated code does. An error is the model's own, without PyTorch's notes."""
+
+    def __init__(self, model: nn.Module, graph: fx.Graph | None = None) -> None:
+        super().__init__(model, graph=graph)
+        self.extra_traceback = False
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return arguments_of(n, self.env.__getitem__)
+
+    def fetch_attr(self, target: str) -> Any:
+        return resolve(self.module, target)
+
+
+# ---- copies of module trees: tensors of their own, everything once ---------------------------------------------------
+
+
+def copy_parameters(module: torch.nn.Module) -> torch.nn.Module:
+    """Return a copy of the module tree with tensors and containers of its own; other objects are shared. Its root has no hooks.
+
+    A tensor or module that is used in several places is one tensor or module in the copy as well.
+    """
+    copied: torch.nn.Module = _Copier()(module)
+    return copied
+
+
+def own_copies(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return lasting copies of modules and tensors, made as `copy_parameters` makes them, with modules in eval mode.
+
+    Parameters keep `requires_grad`: PyTorch chooses kernels by it, which round differently, also where no gradients are recorded.
+    """
+    copier = _Copier()
+    copies = {name: copier(value) for name, value in values.items()}
+    for copied in copies.values():
+        if isinstance(copied, torch.nn.Module):
+            copied.eval()
+    return copies
+
+
+_SHARED = frozenset((type(None), bool, int, float, str, torch.Size, torch.dtype, torch.device))  # most of what a module holds
+
+
+class _Copier:
+    """Copies modules, tensors and the containers that hold them, everything once; what else there is stays what it is."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Any] = {}
+
+    def __call__(self, value: Any) -> Any:
+        if type(value) in _SHARED:
+            return value
+        if id(value) in self._known:
+            return self._known[id(value)]
+        if isinstance(value, torch.nn.Module):
+            return self._module(value)
+        if isinstance(value, torch.Tensor):
+            return self._keep(value, self._tensor(value))
+        if type(value) in (dict, OrderedDict):
+            copied = self._keep(value, type(value)())
+            copied.update((key, self(item)) for key, item in value.items())
+            return copied
+        if type(value) in (list, tuple, set):
+            return self._keep(value, type(value)(self(item) for item in value))
+        return value
+
+    def _keep(self, value: Any, copied: Any) -> Any:
+        self._known[id(value)] = copied
+        return copied
+
+    def _module(self, module: torch.nn.Module) -> Any:
+        if isinstance(module, torch.jit.ScriptModule):  # its tensors are not in its dictionary
+            return self._keep(module, copy.deepcopy(module))
+        root = isinstance(module, fx.GraphModule)
+        copied: torch.nn.Module = self._keep(module, torch.nn.Module() if root else copy.copy(module))
+        parts = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set") if root else module.__dict__
+        for name in list(parts):
+            value = module.__dict__[name]
+            if type(value) not in _SHARED or root:  # what is shared is in the copy already, unless that is a new module
+                no_hooks = type(value) is OrderedDict and not value  # of most modules and most kinds of hooks
+                copied.__dict__[name] = OrderedDict() if no_hooks else self(value)
+        if isinstance(copied, torch.nn.RNNBase):  # holds its parameters a second time, in lists, one of them of weak references
+            copied._init_flat_weights()
+        return copied
+
+    @staticmethod
+    def _tensor(tensor: torch.Tensor) -> torch.Tensor:
+        data = tensor.detach().clone()
+        return torch.nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else data

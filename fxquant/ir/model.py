@@ -26,8 +26,7 @@ from torch.utils import _pytree as pytree
 
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.carried import SETTINGS, refuse_changes
-from fxquant.ir.codegen import Code, own_names
-from fxquant.ir.graph import is_deployed
+from fxquant.ir.graph import Code, is_deployed, own_names
 from fxquant.ir.integer import Reference
 from fxquant.support import logger
 from fxquant.support.files import free_in_child, in_child

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from fxquant.ir.graph import fact, resolve
 from fxquant.kernels.kernel import Built, Disagrees, Held, Implementation, Match, NotApplicable, Site, grid
 from fxquant.numerics.grids import ACTIVATION_TYPES, INT32_MAX, UINT8, IntType, accumulator_bound, power_of_two
-from fxquant.primitives import PRIMITIVES, Role, requantize, role_of
+from fxquant.primitives import PRIMITIVES, Role, quantization, role_of
 from fxquant.primitives.runtime_scales import dynamic_linear
 
 EXTREMES = 43  # of 256 elements so many are the smallest there is, and as many the largest
@@ -238,7 +238,7 @@ class Layer:
         Both never fall as the sum grows, so they are equal everywhere if they are equal on both sides of every step of the result.
         """
         root = site.match.root
-        if root.target is requantize.accumulator_output:
+        if root.target is quantization.accumulator_output:
             return
         sums = self._steps(site)
         is_linear = role_of(site.match.parts["sum"].target) is Role.LINEAR
@@ -254,7 +254,7 @@ class Layer:
         """Return for each channel the sums on both sides of every step of the result, the ends, and 0: int32, (sums, channels)."""
         root, channels = site.match.root, self.weight.shape[0]
         arguments: Any = root.args
-        if root.target is requantize.requantize_real:
+        if root.target is quantization.requantize_real:
             ratio, low, high = site.constant(arguments[1]).double().flatten(), int(arguments[2]), int(arguments[3])
         else:
             shift, multiplier, right_shift = (site.constant(node).flatten() for node in arguments[1:4])
@@ -266,7 +266,7 @@ class Layer:
         for place in (0.0, 0.5):  # where results round, and where they are floors
             below = torch.floor((steps[:, None] + place) / ratio.clamp_min(2.0**-60).expand(channels))
             found += [below + offset for offset in AROUND]
-            if root.target is requantize.requantize_fixed:  # a first shift moves a step to a multiple of its power, this one or the next
+            if root.target is quantization.requantize_fixed:  # a first shift moves a step to a multiple of its power, this one or the next
                 first = power_of_two(shift).expand(channels)
                 found += [(torch.floor(below / first) + later) * first + offset for later in (0, 1) for offset in AROUND]
         ends = torch.tensor([-largest, 1 - largest, -1.0, 0.0, 1.0, largest - 1, largest], dtype=torch.float64, device="cpu")

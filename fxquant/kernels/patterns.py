@@ -12,8 +12,8 @@ from torch import fx
 from fxquant.ir.graph import TensorFact, fact
 from fxquant.ir.integer import qparams
 from fxquant.kernels.kernel import Match, Matched
-from fxquant.primitives import POINTWISE, PRIMITIVES, Role, ZeroPoint, elementwise, pool, requantize, role_of, runtime_scales, shape
-from fxquant.primitives.quantization import quantize
+from fxquant.primitives import POINTWISE, PRIMITIVES, Role, ZeroPoint, elementwise, pool, role_of, runtime_scales, shape
+from fxquant.primitives.quantization import accumulator_output, quantize
 
 BYTES = (torch.int8, torch.uint8)
 SUMS = frozenset({Role.CONVOLUTION, Role.LINEAR, Role.SUM})
@@ -59,7 +59,7 @@ def sum_of_products(root: fx.Node) -> Matched:
     depthwise convolution whose weight is 1: its part "weight" is None.
     """
     requantized = role_of(root.target) is Role.REQUANTIZATION
-    if not requantized and root.target is not requantize.accumulator_output:
+    if not requantized and root.target is not accumulator_output:
         return None
     covers, total = [root], root.args[0]
     residual, factor, factor_shift = None, None, None

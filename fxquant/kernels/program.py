@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.graph import is_python, nodes_in, resolve
-from fxquant.ir.interpreter import computed, own
+from fxquant.ir.graph import computed, is_python, nodes_in, own, resolve
 from fxquant.kernels.admission import is_primitive
 from fxquant.kernels.kernel import SLACK, Bound, Built, Held, Implementation, Match, held
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxquant.ir.graph import Interpreter, own
 from fxquant.ir.integer import kernel
-from fxquant.ir.interpreter import Interpreter, own
 from fxquant.ir.model import autocast_off
 from fxquant.kernels.admission import prove
 from fxquant.kernels.constants import Constants

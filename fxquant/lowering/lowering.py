@@ -39,8 +39,7 @@ from fxquant.primitives.accumulate import add_residual, add_residual_shifted
 from fxquant.primitives.arithmetic import LAYER, LAYERS, VALUE, Arithmetic
 from fxquant.primitives.elementwise import lookup, shift_right
 from fxquant.primitives.product import scale_channels, scale_channels_wide
-from fxquant.primitives.quantization import quantize
-from fxquant.primitives.requantize import accumulator_output, clamp_accumulator, requantize_real
+from fxquant.primitives.quantization import accumulator_output, clamp_accumulator, quantize, requantize_real
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import BatchNorm, WeightQuantizer
 from fxquant.training import fused_layers

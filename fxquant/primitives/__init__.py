@@ -41,7 +41,6 @@ from fxquant.primitives import (
     position,
     product,
     quantization,
-    requantize,
     resize,
     runtime_scales,
     sampling,

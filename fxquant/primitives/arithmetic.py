@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fxquant.numerics.grids import FixedWidths, Grid, IntType, Ratio, bias_integers, power_of_two, real_multiplier, round_away
 from fxquant.primitives.elementwise import align_fixed, align_real
-from fxquant.primitives.requantize import TIES, requantize_fixed, requantize_real
+from fxquant.primitives.quantization import TIES, requantize_fixed, requantize_real
 
 Function = Callable[..., Tensor]
 # The kinds of an accumulator, for `Arithmetic.requantize`.

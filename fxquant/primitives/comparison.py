@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fxquant.primitives.bounds import Range, Value, need
-from fxquant.primitives.record import Emitter, ZeroPoint, primitive
+from fxquant.primitives.record import Emitter, Range, Value, ZeroPoint, need, primitive
 from fxquant.primitives.shape import named
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxquant.primitives.bounds import Range, Value, constant_of, exact_below, need, within
-from fxquant.primitives.record import Emitter, full_precision, primitive
+from fxquant.primitives.record import Emitter, Range, Value, constant_of, exact_below, full_precision, need, primitive, within
 
 
 def _product(e: Emitter, value: str, matrix: Tensor, dim: int, width: torch.dtype) -> str:

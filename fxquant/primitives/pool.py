@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fxquant.primitives.accumulate import onnx_split
-from fxquant.primitives.bounds import FLOAT64_EXACT, Range, Value, exact_below, need, within
-from fxquant.primitives.record import Emitter, Role, ZeroPoint, primitive, stored
+from fxquant.primitives.record import FLOAT64_EXACT, Emitter, Range, Role, Value, ZeroPoint, exact_below, need, primitive, stored, within
 
 POOLED_EXACT = 2**22  # sums over windows stay below, so that ONNX can recover them from a float32 mean
 HALF_BITS = 8  # where a wide sum over windows cuts its operand

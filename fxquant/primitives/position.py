@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxquant.primitives.bounds import Range, Value, constant_of, exact_below, need
 from fxquant.primitives.pool import MAX_POOLS
-from fxquant.primitives.record import Emitter, ZeroPoint, primitive
+from fxquant.primitives.record import Emitter, Range, Value, ZeroPoint, constant_of, exact_below, need, primitive
 
 # An element and its position are one number, q · count + (count - 1 - position): the largest of a window is its largest element, and
 # of several equally large ones the first.

@@ -9,8 +9,22 @@ from torch import Tensor
 
 from fxquant.numerics.grids import FLOAT32_EXACT
 from fxquant.primitives.accumulate import accumulated, onnx_double
-from fxquant.primitives.bounds import FLOAT64_EXACT, Range, Value, bias_of, constant_of, exact_below, sum_of_products, within
-from fxquant.primitives.record import Emitter, Role, ZeroPoint, full_precision, primitive, stored
+from fxquant.primitives.record import (
+    FLOAT64_EXACT,
+    Emitter,
+    Range,
+    Role,
+    Value,
+    ZeroPoint,
+    bias_of,
+    constant_of,
+    exact_below,
+    full_precision,
+    primitive,
+    stored,
+    sum_of_products,
+    within,
+)
 
 
 def _onnx_product(e: Emitter, input: str | Tensor, other: str | Tensor, convert: Callable[[Emitter, str], str]) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxquant.primitives.bounds import Range, Value, constant_of, exact_below, need
-from fxquant.primitives.record import Emitter, ZeroPoint, full_precision, primitive, stored
+from fxquant.primitives.record import Emitter, Range, Value, ZeroPoint, constant_of, exact_below, full_precision, need, primitive, stored
 
 
 def _onnx_resize_linear(

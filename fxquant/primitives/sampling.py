@@ -8,8 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from fxquant.primitives.bounds import Range, Value, exact_below, need
-from fxquant.primitives.record import Emitter, ZeroPoint, primitive, stored
+from fxquant.primitives.record import Emitter, Range, Value, ZeroPoint, exact_below, need, primitive, stored
 
 # (index along an axis, weight in steps of 2^-bits) of the one or two neighbours of a position.
 

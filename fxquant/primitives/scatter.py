@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxquant.primitives.bounds import Range, Value, exact_below, need, within
-from fxquant.primitives.record import Emitter, ZeroPoint, primitive
+from fxquant.primitives.record import Emitter, Range, Value, ZeroPoint, exact_below, need, primitive, within
 from fxquant.primitives.shape import named
 
 LEAST_OPSET = 18  # whose ScatterElements keeps the larger or the smaller of several elements

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant.primitives.bounds import Range, Value, need
-from fxquant.primitives.record import Emitter, Role, ZeroPoint, primitive
+from fxquant.primitives.record import Emitter, Range, Role, Value, ZeroPoint, need, primitive
 from fxquant.primitives.shape import named
 
 

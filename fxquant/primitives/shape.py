@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxquant.primitives.bounds import Range, Value, constant_of, need
-from fxquant.primitives.record import Emitter, Role, ZeroPoint, primitive
+from fxquant.primitives.record import Emitter, Range, Role, Value, ZeroPoint, constant_of, need, primitive
 
 
 def _sizes(e: Emitter, sizes: list[int | str]) -> str:

@@ -12,8 +12,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fxquant.primitives.accumulate import Split, accumulated, check_cut, onnx_sum_parts, per_channel, sum_parts
-from fxquant.primitives.bounds import Range, Value, bias_of, constant_of, exact_below, sum_of_products
-from fxquant.primitives.record import Emitter, full_precision, primitive, stored
+from fxquant.primitives.record import (
+    Emitter,
+    Range,
+    Value,
+    bias_of,
+    constant_of,
+    exact_below,
+    full_precision,
+    primitive,
+    stored,
+    sum_of_products,
+)
 
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 

@@ -11,8 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fxquant.primitives.bounds import Range, Value, need
-from fxquant.primitives.record import Emitter, primitive
+from fxquant.primitives.record import Emitter, Range, Value, need, primitive
 from fxquant.primitives.shape import named
 
 ANY = Range(-(2.0**63), 2.0**63)

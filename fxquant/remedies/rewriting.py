@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.analysis.check import Breach
+from fxquant.analysis.explain import Breach
 from fxquant.ir.graph import (
     Annotation,
     Part,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.analysis.check import findings
+from fxquant.analysis.explain import findings
 from fxquant.analysis.layers import Layer, layers, left_in_float
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import fused, made_by, model_meta, resolve, stage_of

@@ -15,8 +15,7 @@ from fxquant.ir.graph import TensorFact, fact, part
 from fxquant.ops import Trait, operator_of
 from fxquant.ops.core.boundary import DEQUANTIZE
 from fxquant.prepared.stage import quantized_operator
-from fxquant.quantization.mapping import QConfigMapping, as_mapping
-from fxquant.quantization.spec import QConfig
+from fxquant.quantization.spec import QConfig, QConfigMapping, as_mapping
 from fxquant.support import logger
 from fxquant.support.arguments import NUMBER, Kind, checked, checked_class, instance
 from fxquant.target import Target

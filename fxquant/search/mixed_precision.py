@@ -16,8 +16,7 @@ from fxquant.calibration.observations import Observations, observations
 from fxquant.errors import ConfigurationError
 from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.operators import quantized_operators
-from fxquant.quantization.mapping import QConfigMapping, as_mapping
-from fxquant.quantization.spec import QConfig
+from fxquant.quantization.spec import QConfig, QConfigMapping, as_mapping
 from fxquant.search.budget import Budget, cost_terms, costs, fits
 from fxquant.search.sensitivity import METRIC, Metric, Sensitivity, calibrated, find, reference_of, score_of
 from fxquant.support.arguments import Kind, checked, instance

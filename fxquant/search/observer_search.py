@@ -14,8 +14,7 @@ from fxquant.errors import ConfigurationError
 from fxquant.numerics.grids import Grid
 from fxquant.options import DEFAULTS, Options
 from fxquant.quantization import observers as kinds
-from fxquant.quantization.mapping import Chosen, QConfigMapping
-from fxquant.quantization.spec import OBSERVER, ActivationConfig, QConfig
+from fxquant.quantization.spec import OBSERVER, ActivationConfig, Chosen, QConfig, QConfigMapping
 from fxquant.search.mixed_precision import Work, work_of
 from fxquant.search.sensitivity import METRIC, Metric, reference_of, score_of
 from fxquant.support.arguments import Kind, checked

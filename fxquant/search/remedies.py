@@ -15,7 +15,7 @@ from torch import fx
 from fxquant.numerics.rounding import AdaptiveRounding
 from fxquant.options import WIDTHS, Options
 from fxquant.prepared.operators import quantized_operators
-from fxquant.quantization.mapping import QConfigMapping
+from fxquant.quantization.spec import QConfigMapping
 from fxquant.reporting.verdict import TRIED
 from fxquant.search import mixed_precision, observer_search
 from fxquant.search.budget import Budget, with_high_precision

@@ -26,8 +26,7 @@ from fxquant.ir.model import autocast_off
 from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.batches import as_batches, example_inputs, no_batches
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
-from fxquant.quantization.mapping import QConfigMapping
-from fxquant.quantization.spec import QConfig, State
+from fxquant.quantization.spec import QConfig, QConfigMapping, State
 from fxquant.support.arguments import CALLABLE, Kind, checked
 from fxquant.support.progress import progress
 from fxquant.target import Target

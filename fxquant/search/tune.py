@@ -17,8 +17,7 @@ from fxquant.analysis.text import table
 from fxquant.errors import CalibrationError
 from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.batches import as_batches
-from fxquant.quantization.mapping import QConfigMapping
-from fxquant.quantization.spec import QConfig
+from fxquant.quantization.spec import QConfig, QConfigMapping
 from fxquant.quantization.spec import State as OperatorState
 from fxquant.search.budget import Budget, costs, fits
 from fxquant.search.mixed_precision import BUDGET, Work, work_of

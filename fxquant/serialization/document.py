@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 
 from fxquant.errors import ExportError, FxQuantError
 from fxquant.frontend import InputCheck, attach_call_hooks, is_traced
-from fxquant.frontend.branches import ReturnInTraining
-from fxquant.frontend.outputs import ReturnForm, is_form
-from fxquant.frontend.signature import CallSignature, is_signature
+from fxquant.frontend.inputs import CallSignature, is_signature
+from fxquant.frontend.result import ReturnInTraining
+from fxquant.frontend.tracer import ReturnForm, is_form
 from fxquant.ir.carried import Carried
 from fxquant.ir.graph import BATCH_SIZES, Annotation, Part, TensorFact, fact, on_meta, resolve, spelling, stage_of
 from fxquant.ir.integer import Constant, Operation, QParams, Reference, operation

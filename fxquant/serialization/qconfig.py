@@ -27,10 +27,9 @@ from torch import nn
 
 from fxquant.errors import ExportError, FxQuantError
 from fxquant.numerics.rounding import Rounding
-from fxquant.quantization.mapping import Call, Chosen, QConfigMapping, as_mapping
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.observers.ranges import settings
-from fxquant.quantization.spec import ActivationConfig, QConfig, WeightConfig
+from fxquant.quantization.spec import ActivationConfig, Call, Chosen, QConfig, QConfigMapping, WeightConfig, as_mapping
 from fxquant.serialization.names import ARGUMENTS, OBSERVERS, ROUNDINGS, function_name, function_named
 from fxquant.support.arguments import PATH, checked, instance
 from fxquant.support.files import write_file

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fxquant.numerics.grids import power_of_two
-from fxquant.primitives.requantize import HALF_STEPS, half_step, requantize_fixed, requantize_real
+from fxquant.primitives.quantization import HALF_STEPS, half_step, requantize_fixed, requantize_real
 from fxquant.support.files import start
 from fxquant.support.offers import Offers
 

@@ -25,9 +25,8 @@ from fxquant.ops.core.boundary import QUANTIZE
 from fxquant.passes.rewriting import decide
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.prepared.stage import quantized_operator
-from fxquant.quantization.mapping import DEFAULT, QConfigMapping, prefixes
 from fxquant.quantization.quantizer import Quantizer
-from fxquant.quantization.spec import ActivationConfig, QConfig, State
+from fxquant.quantization.spec import DEFAULT, ActivationConfig, QConfig, QConfigMapping, State, prefixes
 from fxquant.quantization.weights import Parts, WeightQuantizer
 from fxquant.tuning.walk import constant_arguments, weight_of
 

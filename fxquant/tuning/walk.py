@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from fxquant.errors import CalibrationError
 from fxquant.ir.graph import TensorFact, fact, is_parameter, resolve
-from fxquant.ir.interpreter import arguments_of as own_arguments
+from fxquant.ir.graph import arguments_of as own_arguments
 from fxquant.lowering.eager import EagerLowering
 from fxquant.lowering.lowering import Epilogue, Quantized
 from fxquant.numerics.grids import INT32, INT32_MAX, Grid

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.analysis import check, explain
+from fxquant.analysis import explain
 from fxquant.api import preparing
 from fxquant.ir.integer import Constant, operation
 from tests.shared.contract import NOT_LOWERED, compiled, graph_values
@@ -204,7 +204,7 @@ def test_every_report_reads_the_layers(monkeypatch: pytest.MonkeyPatch, caplog: 
 
     model, x = written(lambda m, x: m.conv(x).logcumsumexp(1), conv=nn.Conv2d(3, 4, 1)), torch.randn(2, 3, 4, 4)
     changed = lambda gm: tuple(replace(layer, reason="the moon says so") for layer in fxq.layers(gm))  # noqa: E731
-    for module in (preparing, check, explain):
+    for module in (preparing, explain):
         monkeypatch.setattr(module, "layers", changed)
     with caplog.at_level("INFO", "fxquant"):
         prepared = fxq.prepare(model, x)

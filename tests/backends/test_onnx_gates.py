@@ -16,7 +16,7 @@ from fxquant.backends.onnx.fast_parts import exact_divisor, multiply
 from fxquant.backends.onnx.runtime import RUNTIMES, Runner
 from fxquant.backends.onnx.writer import Emitter, value_info
 from fxquant.ir.integer import qparams
-from fxquant.primitives.requantize import requantize_real
+from fxquant.primitives.quantization import requantize_real
 
 # Multiplier, zero points of both operands and of the result: small and large, powers of two with ties, and such as saturate.
 GATES = {

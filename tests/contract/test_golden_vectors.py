@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fxquant.backends.bpu import REAL, WIDTHS
 from fxquant.numerics.grids import ACTIVATION_TYPES, Ratio, fixed_requantization, real_multiplier
-from fxquant.primitives.requantize import requantize_fixed, requantize_real
+from fxquant.primitives.quantization import requantize_fixed, requantize_real
 from tests.shared import oracle
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fxquant as fxq
-from fxquant.ir.interpreter import copy_parameters
+from fxquant.ir.graph import copy_parameters
 from tests.shared.contract import all_equal
 from tests.shared.networks import Network
 

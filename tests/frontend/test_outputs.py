@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import fxquant as fxq
-from fxquant.frontend import assumptions, outputs
+from fxquant.frontend import assumptions, tracer
 
 
 class Outcome(OrderedDict):
@@ -120,7 +120,7 @@ def test_a_dataclass_keeps_its_numbers_and_is_a_dict_elsewhere(tmp_path: Path, m
     assert isinstance(traced(x), Unknown)
     assert traced(x).count == 3
     path = fxq.save(traced, tmp_path / "model.fxq")
-    monkeypatch.delitem(outputs._DATACLASSES, f"{Unknown.__module__}.{Unknown.__qualname__}")
+    monkeypatch.delitem(tracer._DATACLASSES, f"{Unknown.__module__}.{Unknown.__qualname__}")
     found = fxq.load(path)(x)
     assert type(found) is dict
     assert found["count"] == 3

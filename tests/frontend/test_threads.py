@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.errors import TraceError
 from fxquant.frontend import trace
-from fxquant.frontend.snapshot import Snapshot
+from fxquant.frontend.environment import Snapshot
 from fxquant.ir.model import collection_paused
 
 

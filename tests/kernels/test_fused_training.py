@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 import fxquant as fxq
 from fxquant.backends.cpu import native
 from fxquant.prepared.operators import quantized_operators
-from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, counting
+from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, ranges
 from fxquant.quantization.observers.histogram import observe_together
 from fxquant.training import fused_layers
 from fxquant.training.fused_layers import Accumulator, Gradients, Passes, Rounded, form_of
@@ -65,7 +65,7 @@ def prepared_on(target: str) -> fx.GraphModule:
 
 @contextmanager
 def without_c() -> Iterator[None]:
-    with mock.patch.object(fused_layers.OFFERS, "known", []), mock.patch.object(counting.OFFERS, "known", []):
+    with mock.patch.object(fused_layers.OFFERS, "known", []), mock.patch.object(ranges.OFFERS, "known", []):
         yield
 
 

@@ -18,7 +18,7 @@ from fxquant.numerics.grids import IntType, Ratio
 from fxquant.primitives.arithmetic import Arithmetic, Composer, FixedArithmetic, RealArithmetic
 from fxquant.primitives.elementwise import align_fixed, align_real
 from fxquant.primitives.proof import unproved
-from fxquant.primitives.requantize import requantize_fixed, requantize_real
+from fxquant.primitives.quantization import requantize_fixed, requantize_real
 from fxquant.target import Target
 from tests.shared import contract
 

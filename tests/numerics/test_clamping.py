@@ -15,7 +15,7 @@ from fxquant.numerics.grids import INT4, Grid
 from fxquant.numerics.rounding import AdaptiveRounding, clamped
 from fxquant.ops.core.record import operator_named
 from fxquant.prepared.operators import take_integers
-from fxquant.primitives import elementwise, product, quantization, requantize
+from fxquant.primitives import elementwise, product, quantization
 from fxquant.primitives.record import PRIMITIVES
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import WeightQuantizer, WeightScale
@@ -96,7 +96,7 @@ WITHIN = ((STEPS >= -8) & (STEPS <= 7)).float()
 ACTS_ON = {
     "quantize": (lambda x: PRIMITIVES[quantization.quantize].surrogate(x, GRID.scale, -8, 7, torch.int8), STEPS / 2, 2 * WITHIN),
     "clamp": (lambda x: elementwise.clamp(x, -8, 7), STEPS, WITHIN),
-    "clamp_accumulator": (lambda x: requantize.clamp_accumulator(x, torch.tensor(-8.0), torch.tensor(7.0)), STEPS, WITHIN),
+    "clamp_accumulator": (lambda x: quantization.clamp_accumulator(x, torch.tensor(-8.0), torch.tensor(7.0)), STEPS, WITHIN),
     "rectify": (lambda x: product.rectify(x, 4, torch.tensor(-1)), STEPS, torch.where(STEPS > 0, 4.0, -1.0)),
     "adaptive rounding": (lambda x: _soft().integers(x, -8, 7), STEPS, torch.where(STEPS == 0, 0.0, WITHIN)),  # zeros stay zeros
     "a weight whose scale covers less": (lambda x: _weight().integers(x.reshape(1, -1)).integers, None, None),

@@ -16,8 +16,18 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.numerics.grids import FLOAT32_EXACT, INT8
 from fxquant.primitives import accumulate
-from fxquant.primitives.quotient import Rounded, rounded, steps_of_fixed, steps_of_half_step
-from fxquant.primitives.requantize import HALF_STEPS, NEAREST_HALF_STEP, _rounded_floor, _rounded_half_step, half_step, requantize_fixed
+from fxquant.primitives.quantization import (
+    HALF_STEPS,
+    NEAREST_HALF_STEP,
+    Rounded,
+    _rounded_floor,
+    _rounded_half_step,
+    half_step,
+    requantize_fixed,
+    rounded,
+    steps_of_fixed,
+    steps_of_half_step,
+)
 from tests.shared.drawn import EXACT
 from tests.shared.networks import Network
 

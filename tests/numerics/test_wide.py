@@ -23,7 +23,7 @@ from fxquant.ops.core import weighted
 from fxquant.ops.elementwise import unary
 from fxquant.ops.elementwise.table import UNARY as TABLES
 from fxquant.ops.elementwise.table import for_positive
-from fxquant.primitives import accumulate, elementwise, product, requantize, transposed
+from fxquant.primitives import accumulate, elementwise, product, quantization, transposed
 from fxquant.quantization.observers import MinMaxObserver
 from tests.shared import contract
 from tests.shared.contract import compiled, graph_values
@@ -210,7 +210,7 @@ def test_a_32_bit_output_is_the_sum_itself(name: str, target: str, weight: str, 
     torch.manual_seed(0)
     model, batch = HEADS[name](), torch.randn(4, 3, 8, 8)
     integer = assert_contract(model, batch, target, with_last(weight, "int16" if weight == "int16" else "int8"), tmp_path)
-    assert requantize.accumulator_output in targets_of(integer)
+    assert quantization.accumulator_output in targets_of(integer)
     last = next(node for node in integer.graph.nodes if node.name == "last")
     assert qparams(last).dtype == "int32"
     assert isinstance(qparams(last).scale, tuple)  # one for each channel

@@ -22,7 +22,7 @@ from fxquant.lowering.lowering import Quantized
 from fxquant.numerics.grids import INT8, UINT8, WEIGHT_INT8, FixedWidths, Grid, IntType, grid_from_range, table
 from fxquant.ops import OPERATORS
 from fxquant.prepared.operators import quantized_operators
-from fxquant.primitives import elementwise, quantization, requantize, shape
+from fxquant.primitives import elementwise, quantization, shape
 from fxquant.primitives.arithmetic import FixedArithmetic, RealArithmetic
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.quantizer import Quantizer
@@ -91,8 +91,8 @@ def test_requantization_adds_the_zero_point_behind_its_rounding(sums: list[int],
     factor = oracle.real_multiplier(step * Fraction(2) ** -10 / scale)
     centred = [oracle.requantize_real(value, factor, -zero_point, 255 - zero_point) for value in sums]
     arguments = (float32(factor), -zero_point, 255 - zero_point, torch.uint8)
-    assert requantize.requantize_real(torch.tensor(sums), *arguments, zero_point).tolist() == [c + zero_point for c in centred]
-    assert requantize.requantize_real(torch.tensor(sums, dtype=torch.float32), *arguments).tolist() == centred  # as it trains
+    assert quantization.requantize_real(torch.tensor(sums), *arguments, zero_point).tolist() == [c + zero_point for c in centred]
+    assert quantization.requantize_real(torch.tensor(sums, dtype=torch.float32), *arguments).tolist() == centred  # as it trains
 
 
 # ---- operators ------------------------------------------------------------------------------------------------------

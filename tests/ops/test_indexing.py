@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fxquant as fxq
 from fxquant.ir.graph import BatchDim, TensorFact
 from fxquant.primitives import PRIMITIVES, scatter
-from fxquant.primitives.bounds import Unproved, Value
+from fxquant.primitives.record import Unproved, Value
 from tests.shared import contract
 from tests.shared.contract import compiled
 from tests.shared.networks import sqnr

@@ -19,8 +19,7 @@ from fxquant.passes.layerscale import LayerScale
 from fxquant.passes.residual import Residual
 from fxquant.passes.rewriting import Fusion
 from fxquant.pipeline import Context
-from fxquant.quantization.mapping import DEFAULT, QConfigMapping
-from fxquant.quantization.spec import QConfig
+from fxquant.quantization.spec import DEFAULT, QConfig, QConfigMapping
 
 pytestmark = pytest.mark.quick
 

@@ -21,15 +21,15 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxquant as fxq
 from fxquant.backends import get as get_target
 from fxquant.backends.onnx.runtime import OnnxModel
+from fxquant.ir.graph import copy_parameters
 from fxquant.ir.integer import is_inner, qparams
-from fxquant.ir.interpreter import copy_parameters
 from fxquant.ir.model import Model, copy_graph
 from fxquant.passes import CONVERT, PIPELINE, PREPARE
 from fxquant.pipeline import Context, Dial, Pass, run
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.prepared.stage import Stage
 from fxquant.primitives import shape
-from fxquant.quantization.mapping import QConfigMapping
+from fxquant.quantization.spec import QConfigMapping
 from tests.conftest import Golden
 from tests.shared import contract
 from tests.shared.contract import all_equal, calibrated, compiled

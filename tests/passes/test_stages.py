@@ -20,7 +20,7 @@ from fxquant.ops import OPERATORS
 from fxquant.passes import PREPARE
 from fxquant.pipeline import Context, Dial, Pass, run
 from fxquant.prepared.stage import SPECS, Stage, verify_stage, violations
-from fxquant.quantization.mapping import QConfigMapping
+from fxquant.quantization.spec import QConfigMapping
 from tests.conftest import Golden
 from tests.shared.contract import compiled
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from fxquant.backends.bpu import MEASURED, WIDTHS
 from fxquant.numerics.grids import INT8, INT16, Grid, IntType, Ratio, fixed_requantization, real_multiplier
 from fxquant.primitives import accumulate, elementwise, pool, quantization
-from fxquant.primitives.requantize import requantize_fixed, requantize_real
+from fxquant.primitives.quantization import requantize_fixed, requantize_real
 from tests.shared import oracle
 from tests.shared.drawn import EXACT, SLOW, float32, random_integers, seeds
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.quantization.mapping import Call
+from fxquant.quantization.spec import Call
 from tests.shared.written import written
 
 ACT = fxq.ActivationConfig

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.prepared.channels import channels, exponents, multiply
 from fxquant.prepared.operators import quantized_operators
-from fxquant.tuning.noise import LayerNoise
+from fxquant.tuning.equalization import LayerNoise
 from tests.shared import contract
 
 

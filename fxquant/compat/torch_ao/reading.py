@@ -26,9 +26,8 @@ from torch import fx, nn
 from fxquant.compat.common import Refusal, refusals
 from fxquant.errors import ConfigurationError
 from fxquant.numerics.grids import ACTIVATION_TYPES
-from fxquant.quantization.mapping import Call, Chosen, QConfigMapping
 from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer
-from fxquant.quantization.spec import LEARNED, STATISTICS, ActivationConfig, QConfig, WeightConfig
+from fxquant.quantization.spec import LEARNED, STATISTICS, ActivationConfig, Call, Chosen, QConfig, QConfigMapping, WeightConfig
 
 HOMES = ("torch.ao.", "torch.quantization")
 BITS = {15: 4, 16: 4, 127: 8, 128: 8, 255: 8, 256: 8, 65535: 16, 65536: 16}  # by the number of integers; half of them: reduce_range

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.numerics.grids import SMALLEST_SCALE, IntType, end_on_step, grid_from_range, round_up_to_power_of_two, scale_from_range
-from fxquant.quantization.observers import counting
-from fxquant.quantization.observers.counting import sampled as sampled
+from fxquant.quantization.observers import ranges
 from fxquant.quantization.observers.ranges import MinMaxObserver, MovingAverageMinMaxObserver, Observer, finite_range, finite_ranges
+from fxquant.quantization.observers.ranges import sampled as sampled
 from fxquant.support.arguments import checked
 
 # ---- Samples of a batch by their norms, so that a few outlier samples do not silently reduce the precision of all others ----
@@ -51,7 +51,7 @@ def count(counts: Tensor, value: Tensor, low: Tensor, high: Tensor, reach: float
     there = sorted(set(octaves))
     for octave in there:
         own = None if len(there) == 1 else [item for item, of in enumerate(octaves) if of == octave]
-        found = counting.signed(items, own, apart, 2 * BINS, reach * 2.0**-octave).double() * (items.shape[1] / counted)
+        found = ranges.signed(items, own, apart, 2 * BINS, reach * 2.0**-octave).double() * (items.shape[1] / counted)
         counts[0, octave] += found[BINS:]
         counts[1, octave] += found[:BINS].flip(0)
 
@@ -181,7 +181,7 @@ class HistogramObserver(Observer, names="histogram"):
         self._grow(largest)
         reach = float(self.reach)
         if reach > 0:
-            found, negative, share = counting.magnitudes(value.detach(), self.sample, self.bins, reach, float(low) < 0)
+            found, negative, share = ranges.magnitudes(value.detach(), self.sample, self.bins, reach, float(low) < 0)
             self.counts.add_(found.double().mul_(share))
             if negative is not None:
                 self.negative.add_(negative.double().mul_(share))

@@ -24,7 +24,7 @@ from fxquant.compat.horizon.served.qconfig import NAMED, REFUSED, activation, as
 from fxquant.errors import ConfigurationError
 from fxquant.ir.functional import dequant_stub, quant_stub
 from fxquant.ir.graph import computes_tensor, module_path, resolve
-from fxquant.quantization.mapping import DEFAULT, Chosen
+from fxquant.quantization.spec import DEFAULT, Chosen
 
 LAYERS: tuple[Any, ...] = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear,
