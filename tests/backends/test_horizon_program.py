@@ -131,6 +131,30 @@ def test_a_layer_whose_weight_is_behind_a_pair_is_a_convolution(kind: str, tmp_p
     assert all(len(node.attribute[0].ints) == 2 for node in nodes if node.op_type == "Conv")
 
 
+def padded(s: Network, x: Tensor) -> Tensor:
+    return s.b(F.relu(s.a(s.z(F.relu(s.c(x))))))
+
+
+@pytest.mark.parametrize(
+    ("z", "a", "pads"),
+    [
+        (nn.ZeroPad2d((0, 1, 2, 3)), nn.Conv2d(4, 4, 3, padding=(1, 0)), [3, 0, 4, 1]),
+        (nn.Identity(), nn.Conv2d(4, 4, 4, padding="same", groups=4), [1, 1, 2, 2]),
+        (nn.ConstantPad2d(1, 0.5), nn.Conv2d(4, 4, 3), None),
+        (nn.ZeroPad2d((-1, 1, 0, 0)), nn.Conv2d(4, 4, 3), None),
+        (nn.ZeroPad2d(1), nn.MaxPool2d(3), None),
+    ],
+    ids=["uneven", "same", "number", "crop", "pool"],
+)
+def test_zeros_around_what_convolutions_read_are_their_padding(z: nn.Module, a: nn.Module, pads: list[int] | None, tmp_path: Path) -> None:
+    integer = converted(Network(padded, c=nn.Conv2d(3, 4, 1), z=z, a=a, b=nn.Conv2d(4, 4, 1)))
+    nodes = onnx.load(fxq.export_horizon(integer, tmp_path) / "model.onnx").graph.node
+    assert ("Pad" in {node.op_type for node in nodes}) == (pads is None)
+    if pads is not None:
+        (layer,) = (node for node in nodes if node.name.startswith("a/Conv"))
+        assert next(list(entry.ints) for entry in layer.attribute if entry.name == "pads") == pads
+
+
 def limited(low: float, high: float, lone: bool = False, **scales: float) -> fx.GraphModule:
     """A clamp behind a layer, or alone behind a pool."""
     model = Network(lambda s, x: torch.clamp(F.max_pool2d(s.a(x), 2) if lone else s.a(x), low, high), a=nn.Conv2d(3, 4, 3))

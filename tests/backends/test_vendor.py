@@ -88,6 +88,22 @@ def test_the_upper_limit_that_the_compiler_drops_is_dropped(tmp_path: Path) -> N
     assert fxq.verify(integer, binary, [20 * batch for batch in batches()]).mismatches == 0
 
 
+@pytest.mark.parametrize("target", ["bayes-e", "bernoulli2"])
+def test_uneven_margins_of_zeros_cost_no_layer(target: str, tmp_path: Path) -> None:
+    layers = (
+        nn.Conv2d(8, 8, 3),
+        nn.ReLU(),
+        nn.ZeroPad2d((0, 1, 2, 4)),
+        nn.Conv2d(8, 8, 3, stride=2),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 2, padding="same"),
+    )
+    integer = converted(nn.Sequential(*layers), target)
+    binary = fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net"))
+    assert fxq.verify(integer, binary, batches())
+    assert [len(cost.layers) for cost in fxq.estimate(integer, compiled=binary).compiled] == [3]
+
+
 class Pooled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
