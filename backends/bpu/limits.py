@@ -37,6 +37,7 @@ def _absent(operators: str, remedy: str) -> Limit:
 
 SMALLER_KERNEL = "use several smaller kernels one after another"
 SMALLER_STRIDE = "use a smaller stride, or pool in two steps"
+STEPS = "pool in two steps, by windows of at most 7: resize or crop to sides of such factors first"
 FEWER_CHANNELS = "split the channels, or use fewer"
 UNDILATED = "use stride 1 in the dilated layer, and the stride in the layer before or after it"
 ON_THE_HOST = "replace it, or keep it in float on the host with a QConfig of None"
@@ -90,7 +91,10 @@ BERNOULLI2 = (
     _limit(TRANSPOSED, "stride", "use a stride of 2 or 4", low=2, high=4),  # the conversion tool: 2 or 4
     _limit(TRANSPOSED, "padding beyond (kernel - 1) / 2", "pad less", high=0, allows="none"),
     _limit(TRANSPOSED, "dilation", "use dilation 1", high=1),
-    _limit(AVERAGES, "kernel", "pool in two steps", low=1, high=7),
+    # The tool makes one depthwise convolution of an average, whose kernel it cannot split.
+    _limit(AVERAGES, "kernel", STEPS, low=1, high=7, always=True),
+    _limit("adaptive_avg_pool2d mean", "side of an averaged image", STEPS, high=7, always=True),
+    _limit("mean", "rank of an averaged image", "pass keepdim=True, and flatten afterwards", low=4, always=True),
     _limit(AVERAGES, "stride", SMALLER_STRIDE, high=185),
     _limit("adaptive_avg_pool2d", "area of a global average", "pool in two steps", high=8192),
     _limit("max_pool2d", "kernel", "pool in two steps", high=64),

@@ -36,7 +36,7 @@ from fxquant.ops.core.weighted import FUSED
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.layers.linear import linear
 from fxquant.ops.movement.join import cat
-from fxquant.target import Target
+from fxquant.pipeline import Context
 
 Remedy = Callable[["Rewriting"], fx.Node | None]
 REMEDIES: dict[tuple[str, str | None], tuple[str, Remedy]] = {}  # by operator and measure: its name and its function
@@ -63,11 +63,13 @@ class Rewriting(Builder):
     arguments  its canonical arguments, by name
     limit      the limit it breaks; `value` is the largest number that breaks it, if these are numbers
     because    the broken limit, in words
+    adapts     whether the option `adapt` is on: without it, only what hardly loses accuracy may replace the operator
     """
 
-    def __init__(self, gm: fx.GraphModule, node: fx.Node, operator: Operator, target: Target, name: str, breach: Breach) -> None:
-        super().__init__(name, node, target.activations, "adapt.apply")
-        self.gm, self.operator, self.target, self.limit, self.because = gm, operator, target, breach.limit, breach.sentence
+    def __init__(self, gm: fx.GraphModule, node: fx.Node, operator: Operator, context: Context, name: str, breach: Breach) -> None:
+        super().__init__(name, node, context.target.activations, "adapt.apply")
+        self.target, self.adapts = context.target, context.options.adapt
+        self.gm, self.operator, self.limit, self.because = gm, operator, breach.limit, breach.sentence
         self.arguments = operator.arguments(node)
         self.values = list(breach.values)
         self.notes: list[str] = []

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from benchmarks.vendor import install
 from fxquant.backends.horizon import compiling
+from fxquant.backends.horizon.export import refusals
 from fxquant.backends.horizon.tool import STEPS
 from fxquant.backends.onnx.horizon import fixed_shape
 from fxquant.cli import main
@@ -153,6 +154,40 @@ def test_zeros_around_what_convolutions_read_are_their_padding(z: nn.Module, a: 
     if pads is not None:
         (layer,) = (node for node in nodes if node.name.startswith("a/Conv"))
         assert next(list(entry.ints) for entry in layer.attribute if entry.name == "pads") == pads
+
+
+@pytest.mark.parametrize(("size", "kernels"), [(7, [7]), (12, [6, 2]), (32, [4, 4, 2]), (56, [7, 4, 2])])
+@pytest.mark.parametrize("how", ["mean", "keepdim", "pool", "window"])
+def test_the_mean_of_an_image_is_several_on_bernoulli2(how: str, size: int, kernels: list[int], tmp_path: Path) -> None:
+    integer = averaged(how, size)
+    nodes = onnx.load(fxq.export_horizon(integer, tmp_path) / "model.onnx").graph.node
+    means = [node for node in nodes if node.op_type == "Conv" and next(entry.i for entry in node.attribute if entry.name == "group") == 4]
+    assert [next(list(entry.ints) for entry in node.attribute if entry.name == "kernel_shape") for node in means] == [
+        [k, k] for k in kernels
+    ]
+    assert [b.op_type for a, b in itertools.pairwise(nodes) if a.op_type in ("Reshape", "Flatten")] == ["Gemm"]
+
+
+def averaged(how: str, size: int) -> fx.GraphModule:
+    means = {
+        "mean": lambda x: x.mean((2, 3)),
+        "keepdim": lambda x: x.mean((-1, -2), keepdim=True).flatten(1),
+        "pool": lambda x: F.adaptive_avg_pool2d(x, 1).flatten(1),
+        "window": lambda x: F.avg_pool2d(x, size).flatten(1),
+    }
+    model = Network(lambda s, x: s.fc(means[how](s.a(x))), a=nn.Conv2d(3, 4, 1), fc=nn.Linear(4, 5))
+    return fxq.quantize(model.eval(), [torch.randn(2, 3, size, size)], "bernoulli2", show_progress=False).integer
+
+
+@pytest.mark.parametrize("how", ["mean", "keepdim", "pool", "window"])
+def test_the_mean_of_an_image_of_prime_sides_is_refused(how: str, tmp_path: Path) -> None:
+    integer = averaged(how, 22)
+    with pytest.raises(fxq.ExportError, match="cannot be compiled for the chip") as refused:
+        fxq.export_horizon(integer, tmp_path / "out")
+    assert "is 11; bernoulli2 allows" in refused.value.because or "is 22; bernoulli2 allows" in refused.value.because
+    assert "test_horizon_program.py" in str(refused.value.at)
+    assert str(refused.value) in map(str, refusals(integer))
+    assert not (tmp_path / "out").exists()
 
 
 def limited(low: float, high: float, lone: bool = False, **scales: float) -> fx.GraphModule:
