@@ -38,6 +38,7 @@ def _absent(operators: str, remedy: str) -> Limit:
 SMALLER_KERNEL = "use several smaller kernels one after another"
 SMALLER_STRIDE = "use a smaller stride, or pool in two steps"
 STEPS = "pool in two steps, by windows of at most 7: resize or crop to sides of such factors first"
+NARROW = "give its input dtype='int8'"
 FEWER_CHANNELS = "split the channels, or use fewer"
 UNDILATED = "use stride 1 in the dilated layer, and the stride in the layer before or after it"
 ON_THE_HOST = "replace it, or keep it in float on the host with a QConfig of None"
@@ -165,7 +166,12 @@ BAYES = (
     _limit("grid_sample", "image area", "sample a smaller image", high=720 * 1024),  # in an older edition: 512 · 1024
     _limit("pad", "padding mode", "pad with a constant, or replicate", among=("constant", "replicate", "circular")),
     # Int16 is for convolutions, elementwise operators and tables; max pooling is listed both ways.
-    _limit("conv3d conv_transpose2d linear interpolate avg_pool2d adaptive_avg_pool2d", "bits", "give its input dtype='int8'", high=8),
+    _limit("conv3d conv_transpose2d linear interpolate avg_pool2d adaptive_avg_pool2d", "bits", NARROW, high=8),
+    # The compiler brings int16 operands of these to int8.
+    _limit("mean adaptive_avg_pool2d", "bits of an averaged image", NARROW, high=8, always=True),
+    _limit(CONVOLUTION, "bits beside a residual", NARROW, high=8, always=True),
+    _limit(CONVOLUTION, "bits where it is dilated", NARROW, high=8, always=True),
+    _limit(CONVOLUTION, "bits with groups and a stride", NARROW, high=8, always=True),
     *SHARED,
 )
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxquant.ir.graph import Size, TensorFact, annotation, fact, is_parameter, resolve
-from fxquant.ir.integer import Operation, Reference, operation
+from fxquant.ir.integer import Operation, Reference, operation, qparams
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops import BY_NAME, FUNCTIONS, METHODS, MODULES, OPERATORS, Instead, Operator, Parameter, Trait
 from fxquant.ops.core.boundary import DEQUANTIZE
@@ -179,9 +179,14 @@ def is_power_of_two(value: Fraction) -> bool:
     return all(part & (part - 1) == 0 for part in (value.numerator, value.denominator))
 
 
+def _bits_read(site: Site) -> list[int]:
+    """Return the bits of the operands; its result may be wider."""
+    return sorted({bits for operand in site.operands for bits in _bits(operand)})
+
+
 def _bits(node: fx.Node) -> list[int]:
     """Return the bits of a node's quantized result; none if it is in float."""
-    spec = annotation(node)
+    spec = annotation(node) or qparams(node)
     dtype = None if spec is None else ACTIVATION_TYPES.get(spec.dtype or "")
     return [] if dtype is None else [dtype.bits]
 
@@ -247,7 +252,11 @@ MEASURES: dict[str, Measure] = {
     "image size": lambda site: known(site.shape()[2:]),
     "image area": lambda site: [math.prod(known(site.shape()[2:]))],
     "align_corners": lambda site: [bool(site.arguments["align_corners"])],
-    "bits": lambda site: sorted({bits for operand in site.operands for bits in _bits(operand)}),  # its result may be wider
+    "bits": _bits_read,
+    "bits of an averaged image": lambda site: _bits_read(site) if _averaged(site) else [],
+    "bits beside a residual": lambda site: _bits_read(site) if site.arguments.get("residual") is not None else [],
+    "bits where it is dilated": lambda site: _bits_read(site) if _dilated(site) else [],
+    "bits with groups and a stride": lambda site: _bits_read(site) if site.arguments["groups"] > 1 < max(site.spatial("stride")) else [],
     "bits of the result where it is dilated": lambda site: _bits(site.node) if _dilated(site) else [],
 }
 
