@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +148,7 @@ def export_horizon(
     format.check_level(optimize)
     if camera is not None:
         check_camera(integer, format, camera)
-    for error in _refused(integer):
+    for error in refusals(integer):
         raise error
     model = format.writer(integer, "float", format.opset).write(input_names, output_names)
     for info in model.graph.input:
@@ -177,18 +177,16 @@ def export_horizon(
 
 def refusals(integer: fx.GraphModule) -> list[ExportError]:
     """Return an error for each node of an integer model that the compiler would compute differently; `export_horizon` raises the first."""
-    return list(_refused(integer))
-
-
-def _refused(integer: fx.GraphModule) -> Iterator[ExportError]:
+    errors = []
     for node in integer.graph.nodes:
         try:
             _check_node(node)
         except ExportError as error:
-            yield error
+            errors.append(error)
     for node, breach in refused(integer):
         what = f"%{node.name} cannot be compiled for the chip"
-        yield ExportError(what, node=node, because=breach.sentence, remedy=breach.limit.remedy)
+        errors.append(ExportError(what, node=node, because=breach.sentence, remedy=breach.limit.remedy))
+    return errors
 
 
 def _configuration(
