@@ -67,7 +67,7 @@ def _rewritten(gm: fx.GraphModule, node: fx.Node, breach: Breach, context: Conte
     name, function = REMEDIES.get((operator.name, breach.limit.measure)) or REMEDIES.get(("*", breach.limit.measure)) or ("", None)
     if function is None:
         return None
-    build = Rewriting(gm, node, operator, context, f"{operator.name} {name}", breach)
+    build = Rewriting(gm, node, operator, context.target, f"{operator.name} {name}", breach, context.options.adapt)
     result = function(build)
     if result is None or any((record := operator_of(made)) is None or record.refuses(made, record.arguments(made)) for made in build.parts):
         build.discard()

@@ -169,7 +169,6 @@ BAYES = (
     _limit("conv3d conv_transpose2d linear interpolate avg_pool2d adaptive_avg_pool2d", "bits", NARROW, high=8),
     # The compiler brings int16 operands of these to int8.
     _limit("mean adaptive_avg_pool2d", "bits of an averaged image", NARROW, high=8, always=True),
-    _limit(CONVOLUTION, "bits beside a residual", NARROW, high=8, always=True),
     _limit(CONVOLUTION, "bits where it is dilated", NARROW, high=8, always=True),
     _limit(CONVOLUTION, "bits with groups and a stride", NARROW, high=8, always=True),
     *SHARED,

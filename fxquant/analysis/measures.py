@@ -254,7 +254,6 @@ MEASURES: dict[str, Measure] = {
     "align_corners": lambda site: [bool(site.arguments["align_corners"])],
     "bits": _bits_read,
     "bits of an averaged image": lambda site: _bits_read(site) if _averaged(site) else [],
-    "bits beside a residual": lambda site: _bits_read(site) if site.arguments.get("residual") is not None else [],
     "bits where it is dilated": lambda site: _bits_read(site) if _dilated(site) else [],
     "bits with groups and a stride": lambda site: _bits_read(site) if site.arguments["groups"] > 1 < max(site.spatial("stride")) else [],
     "bits of the result where it is dilated": lambda site: _bits(site.node) if _dilated(site) else [],

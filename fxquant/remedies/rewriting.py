@@ -36,7 +36,7 @@ from fxquant.ops.core.weighted import FUSED
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.layers.linear import linear
 from fxquant.ops.movement.join import cat
-from fxquant.pipeline import Context
+from fxquant.target import Target
 
 Remedy = Callable[["Rewriting"], fx.Node | None]
 REMEDIES: dict[tuple[str, str | None], tuple[str, Remedy]] = {}  # by operator and measure: its name and its function
@@ -66,9 +66,11 @@ class Rewriting(Builder):
     adapts     whether the option `adapt` is on: without it, only what hardly loses accuracy may replace the operator
     """
 
-    def __init__(self, gm: fx.GraphModule, node: fx.Node, operator: Operator, context: Context, name: str, breach: Breach) -> None:
-        super().__init__(name, node, context.target.activations, "adapt.apply")
-        self.target, self.adapts = context.target, context.options.adapt
+    def __init__(
+        self, gm: fx.GraphModule, node: fx.Node, operator: Operator, target: Target, name: str, breach: Breach, adapts: bool
+    ) -> None:
+        super().__init__(name, node, target.activations, "adapt.apply")
+        self.target, self.adapts = target, adapts
         self.gm, self.operator, self.limit, self.because = gm, operator, breach.limit, breach.sentence
         self.arguments = operator.arguments(node)
         self.values = list(breach.values)
