@@ -25,6 +25,7 @@ class Limit:
     among      the allowed values, if they are not a range; None otherwise
     remedy     what the user can do
     allows     the allowed values in words, if the numbers alone would not be clear
+    always     whether the vendor's compiler refuses what breaks it: its remedy needs no `adapt`, and `export_horizon` refuses what is left
     """
 
     operators: tuple[str, ...]
@@ -34,6 +35,7 @@ class Limit:
     among: tuple[Any, ...] | None = None
     remedy: str = ""
     allows: str = ""
+    always: bool = False
 
     def broken_by(self, values: Sequence[Any]) -> list[Any]:
         """Return the values that are not allowed, each once."""

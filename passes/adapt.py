@@ -5,7 +5,8 @@
                                   %y_getitem_1 = getitem(%x, [:, 5000:10000])
                                   %y = conv2d(%y_getitem_1, %y_narrow_1, residual=%y_conv2d)
 
-Runs only where it is asked for. What no remedy mends, the target cannot run: it stays in float, on the host.
+Runs where it is asked for, and always where the vendor's compiler refuses the operator. Where it is asked for, what no remedy mends
+stays in float, on the host.
 """
 
 from __future__ import annotations
@@ -29,9 +30,7 @@ OF_THE_MODEL = ("batch", "bytes")  # limits that are about how the model is run:
 
 def apply(gm: fx.GraphModule, context: Context) -> int:
     """Replace operators that break a limit of the target, or leave them to the host where no remedy helps, each with the reason."""
-    if not context.options.adapt or not context.target.limits:
-        return 0
-    limits, changes, narrowed = Limits(context.target), 0, set[fx.Node]()
+    limits, changes, narrowed = Limits(context.target, always=not context.options.adapt), 0, set[fx.Node]()
     for node in list(gm.graph.nodes):
         spec = annotation(node)
         _follow(node, narrowed)
@@ -55,7 +54,7 @@ def _mend(gm: fx.GraphModule, node: fx.Node, limits: Limits, context: Context, s
         made = _rewritten(gm, node, breach, context) if steps else None
         if made is not None:
             return 1 + sum(_mend(gm, one, limits, context, steps - 1) for one in made)
-    if is_inner_part(node) and made_by(node) != "adapt.apply":
+    if not context.options.adapt or (is_inner_part(node) and made_by(node) != "adapt.apply"):
         return 0  # the whole composite of the model would have to be in float
     keep_in_float(node, f"it runs on the host, since {broken[0].sentence}", context, on_host=True)
     return 1
@@ -68,7 +67,7 @@ def _rewritten(gm: fx.GraphModule, node: fx.Node, breach: Breach, context: Conte
     name, function = REMEDIES.get((operator.name, breach.limit.measure)) or REMEDIES.get(("*", breach.limit.measure)) or ("", None)
     if function is None:
         return None
-    build = Rewriting(gm, node, operator, context.target, f"{operator.name} {name}", breach)
+    build = Rewriting(gm, node, operator, context.target, f"{operator.name} {name}", breach, context.options.adapt)
     result = function(build)
     if result is None or any((record := operator_of(made)) is None or record.refuses(made, record.arguments(made)) for made in build.parts):
         build.discard()

@@ -32,11 +32,13 @@ def _limit(operators: str, measure: str | None, remedy: str, **allowed: Any) -> 
 
 
 def _absent(operators: str, remedy: str) -> Limit:
-    return Limit(tuple(operators.split()), None, remedy=remedy)
+    return _limit(operators, None, remedy)
 
 
 SMALLER_KERNEL = "use several smaller kernels one after another"
 SMALLER_STRIDE = "use a smaller stride, or pool in two steps"
+STEPS = "pool in two steps, by windows of at most 7: resize or crop to sides of such factors first"
+NARROW = "give its input dtype='int8'"
 FEWER_CHANNELS = "split the channels, or use fewer"
 UNDILATED = "use stride 1 in the dilated layer, and the stride in the layer before or after it"
 ON_THE_HOST = "replace it, or keep it in float on the host with a QConfig of None"
@@ -45,6 +47,14 @@ ON_THE_HOST = "replace it, or keep it in float on the host with a QConfig of Non
 COUNTED = (
     _limit(AVERAGES, "count_include_pad", "pass count_include_pad=True, or pad nothing", among=(True,)),
     _limit("avg_pool2d", "divisor_override", "multiply by a constant after the pooling instead", among=(None,)),
+)
+
+SHARED = (
+    _limit(CONVOLUTION, "stride where it is dilated", UNDILATED, high=1),
+    _limit(CONVOLUTION, "stride with a residual added", "add the residual to a layer of stride 1 or 2", high=2),
+    _limit("interpolate", "align_corners", "pass align_corners=False", among=(False,)),
+    _limit("amax argmax argmin", "reduced size", FEWER_CHANNELS, high=64),  # on Bayes by the conversion tool
+    *COUNTED,
 )
 
 BERNOULLI2 = (
@@ -78,35 +88,32 @@ BERNOULLI2 = (
     _limit(CONVOLUTION, "channels of a kernel with groups", FEWER_CHANNELS, high=2048),
     _limit(CONVOLUTION, "weights for one output channel", "use a smaller kernel or fewer channels", high=32768),
     _limit(CONVOLUTION, "dilation", "use a dilation of 1, 2 or 4", among=(1, 2, 4)),
-    _limit(CONVOLUTION, "stride where it is dilated", UNDILATED, high=1),
-    _limit(CONVOLUTION, "stride with a residual added", "add the residual to a layer of stride 1 or 2", high=2),
     _limit(TRANSPOSED, "kernel", "use a kernel of 2 to 14", low=2, high=14),
-    _limit(TRANSPOSED, "channels", FEWER_CHANNELS, high=2048),
     _limit(TRANSPOSED, "stride", "use a stride of 2 or 4", low=2, high=4),  # the conversion tool: 2 or 4
     _limit(TRANSPOSED, "padding beyond (kernel - 1) / 2", "pad less", high=0, allows="none"),
     _limit(TRANSPOSED, "dilation", "use dilation 1", high=1),
-    _limit(AVERAGES, "kernel", "pool in two steps", low=1, high=7),
+    # The tool makes one depthwise convolution of an average, whose kernel it cannot split.
+    _limit(AVERAGES, "kernel", STEPS, low=1, high=7, always=True),
+    _limit("adaptive_avg_pool2d mean", "side of an averaged image", STEPS, high=7, always=True),
+    _limit("mean", "rank of an averaged image", "pass keepdim=True, and flatten afterwards", low=4, always=True),
     _limit(AVERAGES, "stride", SMALLER_STRIDE, high=185),
     _limit("adaptive_avg_pool2d", "area of a global average", "pool in two steps", high=8192),
     _limit("max_pool2d", "kernel", "pool in two steps", high=64),
     _limit("max_pool2d", "stride", SMALLER_STRIDE, high=256),  # the conversion tool: 185
-    _limit(ELEMENTWISE, "channels", FEWER_CHANNELS, high=2048),
+    _limit(f"{TRANSPOSED} {ELEMENTWISE} cat", "channels", FEWER_CHANNELS, high=2048),
     _limit(ELEMENTWISE, "number of constant operands", "fold the constant into the layer before it", high=0),
     _limit(SUMS, "broadcasting", "bring both operands to one shape first", among=("equal", "NC11")),
     _limit("mul", "broadcasting", "bring both operands to one shape first", among=("equal", "NC11", "1111")),
-    _limit("cat", "channels", FEWER_CHANNELS, high=2048),
     _limit("cat", "output channels", FEWER_CHANNELS, high=2048),
     _limit("interpolate", "resize factor", "resize in two steps", low=Fraction(1, 256), high=256),
     _limit("interpolate", "resize factor that is not a power of two", "resize by 2, 4, 8, …", among=(), allows="powers of two"),
-    _limit("interpolate", "align_corners", "pass align_corners=False", among=(False,)),
     _limit("mean", "reduced dimension", "average height and width with adaptive_avg_pool2d(1)", among=(1,)),
     _limit("sum", "reduced dimension", "average height and width with adaptive_avg_pool2d(1)", among=(0, 1)),
     _limit("amax argmax argmin", "number of readers inside the model", "take the maximum at the model's output only", high=0),
     _limit("amax argmax argmin", "reduced dimension", "take the maximum over the channels", among=(1,)),
-    _limit("amax argmax argmin", "reduced size", FEWER_CHANNELS, high=64),
     _limit("pad", "padding mode", "pad with a constant, or replicate", among=("constant", "replicate")),
     _limit("exp sigmoid tanh silu gelu", "elements, aligned", "use a smaller image or fewer channels", high=8192),
-    *COUNTED,
+    *SHARED,
 )
 
 BAYES = (
@@ -121,34 +128,28 @@ BAYES = (
     _limit(CONVOLUTION, "weights for one output channel", "use a smaller kernel or fewer channels", high=65535),
     _limit(CONVOLUTION, "stride", SMALLER_STRIDE, low=1, high=256),
     _limit(CONVOLUTION, "dilation", "use a smaller dilation", low=1, high=16),
-    _limit(CONVOLUTION, "stride where it is dilated", UNDILATED, high=1),
     _limit(CONVOLUTION, "bits of the result where it is dilated", "give its output dtype='int8'", high=8),
     _limit(CONVOLUTION, "padding", "pad less, or in a separate layer", high=256),
-    _limit(CONVOLUTION, "stride with a residual added", "add the residual to a layer of stride 1 or 2", high=2),
     _limit("conv3d", "kernel in depth and height", SMALLER_KERNEL, high=9),
     _limit("conv3d", "kernel in width", SMALLER_KERNEL, high=8191),  # the conversion tool: 31 in height and width
     _limit("conv3d", "padding beyond kernel / 2", "pad less", high=0, allows="none"),
     _limit("conv3d", "stride", SMALLER_STRIDE, low=1, high=2),
     _limit("conv3d", "number of different strides", "use one stride for all dimensions", high=1),
     _limit("conv3d", "groups", "use groups=1", high=1),
-    _limit("conv3d", "dilation", "use dilation 1", high=1),
-    _limit("conv3d", "batch", "run smaller batches", high=128),
+    _limit(f"conv3d {TRANSPOSED}", "dilation", "use dilation 1", high=1),
+    _limit(f"conv3d {TRANSPOSED}", "batch", "run smaller batches", high=128),
     _limit(TRANSPOSED, "kernel", "use a kernel of 1 to 14", low=1, high=14),  # in another place: 2 to 14
     _limit(TRANSPOSED, "stride", "use a stride of 1 to 14", low=1, high=14),
     _limit(TRANSPOSED, "stride beyond the kernel", "use a stride no larger than the kernel", high=0, allows="none"),
     _limit(TRANSPOSED, "channels", FEWER_CHANNELS, high=2048),
     _limit(TRANSPOSED, "output channels", FEWER_CHANNELS, high=2048),
-    _limit(TRANSPOSED, "batch", "run smaller batches", high=128),
-    _limit(TRANSPOSED, "dilation", "use dilation 1", high=1),
     _limit(TRANSPOSED, "padding beyond kernel / stride", "pad less", high=0, allows="none"),
     _limit(TRANSPOSED, "output padding", "use an output padding of 0 or 1", low=0, high=1),
     _limit(TRANSPOSED, "weights for one output channel", "use a smaller kernel or fewer channels", high=65535),
     _limit("linear", "features", "split the layer", high=8192),
-    _limit(AVERAGES, "kernel", "pool in two steps", high=256),
-    _limit(AVERAGES, "stride", SMALLER_STRIDE, high=256),
+    _limit(f"{AVERAGES} max_pool2d", "kernel", "pool in two steps", high=256),
+    _limit(f"{AVERAGES} max_pool2d", "stride", SMALLER_STRIDE, high=256),
     _limit("avg_pool2d", "padding", "pad less", high=256),
-    _limit("max_pool2d", "kernel", "pool in two steps", high=256),
-    _limit("max_pool2d", "stride", SMALLER_STRIDE, high=256),
     _limit("max_pool2d", "padding", "pad less", high=255),
     _limit("max_pool2d", "sizes", "pool in parts", high=8192),
     _limit(ELEMENTWISE, "rank", "reshape to two to five dimensions", low=2, high=5),
@@ -159,16 +160,18 @@ BAYES = (
     _limit("cat", "concatenated dimension", "concatenate along another dimension than the batch", low=1, allows="all but the batch"),
     _limit("matmul", "matrix sizes", "split the matrices", high=8192),
     _limit("interpolate", "sizes", "resize in parts", high=8192),
-    _limit("interpolate", "align_corners", "pass align_corners=False", among=(False,)),
     _limit("permute", "place of the batch", "leave the batch in its place", high=0, allows="the first dimension"),
-    _limit("amax argmax argmin", "reduced size", FEWER_CHANNELS, high=64),  # the conversion tool
     _limit("argmax argmin", "number of readers inside the model", "take the index at the model's output only", high=0),
     _limit("grid_sample", "image size", "sample a smaller image", high=1024),
     _limit("grid_sample", "image area", "sample a smaller image", high=720 * 1024),  # in an older edition: 512 · 1024
     _limit("pad", "padding mode", "pad with a constant, or replicate", among=("constant", "replicate", "circular")),
     # Int16 is for convolutions, elementwise operators and tables; max pooling is listed both ways.
-    _limit("conv3d conv_transpose2d linear interpolate avg_pool2d adaptive_avg_pool2d", "bits", "give its input dtype='int8'", high=8),
-    *COUNTED,
+    _limit("conv3d conv_transpose2d linear interpolate avg_pool2d adaptive_avg_pool2d", "bits", NARROW, high=8),
+    # The compiler brings int16 operands of these to int8.
+    _limit("mean adaptive_avg_pool2d", "bits of an averaged image", NARROW, high=8, always=True),
+    _limit(CONVOLUTION, "bits where it is dilated", NARROW, high=8, always=True),
+    _limit(CONVOLUTION, "bits with groups and a stride", NARROW, high=8, always=True),
+    *SHARED,
 )
 
 NASH = (

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxquant.analysis.explain import refused
 from fxquant.analysis.recording import returned
 from fxquant.backends.horizon.formats import FORMATS, HB_MAPPER, OUTPUT, README, Format
 from fxquant.backends.onnx.export import check_arguments, save_models
@@ -147,8 +148,8 @@ def export_horizon(
     format.check_level(optimize)
     if camera is not None:
         check_camera(integer, format, camera)
-    for node in integer.graph.nodes:
-        _check_node(node)
+    for error in refusals(integer):
+        raise error
     model = format.writer(integer, "float", format.opset).write(input_names, output_names)
     for info in model.graph.input:
         if not PLAIN.fullmatch(info.name):
@@ -176,13 +177,16 @@ def export_horizon(
 
 def refusals(integer: fx.GraphModule) -> list[ExportError]:
     """Return an error for each node of an integer model that the compiler would compute differently; `export_horizon` raises the first."""
-    found = []
+    errors = []
     for node in integer.graph.nodes:
         try:
             _check_node(node)
         except ExportError as error:
-            found.append(error)
-    return found
+            errors.append(error)
+    for node, breach in refused(integer):
+        what = f"%{node.name} cannot be compiled for the chip"
+        errors.append(ExportError(what, node=node, because=breach.sentence, remedy=breach.limit.remedy))
+    return errors
 
 
 def _configuration(

@@ -18,7 +18,7 @@ from typing import Any
 
 import onnx
 import torch
-from onnx import helper
+from onnx import helper, numpy_helper
 from torch import Tensor, fx
 
 from fxquant.backends.onnx.qdq import QdqWriter
@@ -163,6 +163,7 @@ class HorizonWriter(QdqWriter):
     def write(self, input_names: Sequence[str] | None, output_names: Sequence[str] | None) -> onnx.ModelProto:
         model = super().write(input_names, output_names)
         model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
+        join_layers(model.graph)
         for info in (*model.graph.input, *model.graph.output, *model.graph.value_info):
             for dim, size in zip(info.type.tensor_type.shape.dim, fixed_shape(info), strict=True):
                 dim.dim_value = size
@@ -170,6 +171,49 @@ class HorizonWriter(QdqWriter):
 
     def _describe(self, node: fx.Node, name: str, kind: str) -> None:
         self.tensors[name] = {"kind": "float"}
+
+
+def join_layers(graph: onnx.GraphProto) -> None:
+    """Let layers read past what the chip need not compute by itself before them, where they alone read it and its scale is its operand's.
+
+    Pad → QuantizeLinear → DequantizeLinear → Conv         →     Conv, with the margins of zeros in its `pads`
+    Flatten → QuantizeLinear → DequantizeLinear → Gemm     →     Flatten → Gemm: with the pair, bernoulli2 flattens means on the processor
+    """
+    layers = {"Pad": "Conv", "Reshape": "Gemm", "Flatten": "Gemm"}
+    produced = {node.output[0]: node for node in graph.node}
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    readers, sizes = readers_of(graph), {info.name: fixed_shape(info) for info in graph.value_info}
+    for node in [node for node in graph.node if node.op_type in layers]:
+        chain = [node]
+        while len(chain) < 3 and len(following := readers.get(chain[-1].output[0], [])) == 1:
+            chain += following
+        operand, behind = produced.get(node.input[0]), readers.get(chain[-1].output[0], [])
+        same = operand is not None and (operand.op_type, operand.input[1:]) == (chain[-1].op_type, chain[-1].input[1:])
+        if not same or "Dequantize" not in chain[-1].op_type or {reader.op_type for reader in behind} != {layers[node.op_type]}:
+            continue
+        margins = list[int]()
+        if node.op_type != "Pad" and sizes[node.input[0]][2:] != [1, 1]:
+            continue
+        if node.op_type == "Pad":
+            begin, end = constants[node.input[1]].reshape(2, -1).tolist()
+            margins = [*begin[2:], *end[2:]]
+            if any((*begin[:2], *end[:2])) or min(margins) < 0 or constants[node.input[2]]:
+                continue
+        for reader in behind:
+            for pads in (entry for entry in reader.attribute if entry.name == "pads"):
+                pads.ints[:] = [old + new for old, new in zip(pads.ints, margins, strict=True)]
+            reader.input[0] = node.input[0] if margins else node.output[0]
+        for each in chain if margins else chain[1:]:
+            graph.node.remove(each)
+
+
+def readers_of(graph: onnx.GraphProto) -> dict[str, list[onnx.NodeProto]]:
+    """Return the nodes that read each value, by its name."""
+    readers: dict[str, list[onnx.NodeProto]] = {}
+    for node in graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    return readers
 
 
 def horizon_values(integer: fx.GraphModule) -> dict[str, str]:
@@ -230,10 +274,7 @@ class Connections:
         self.values = values
         self.outputs = [output.name for output in model.graph.output]
         self.producers = {name: node for node in model.graph.node for name in node.output}
-        self.readers: dict[str, list[onnx.NodeProto]] = {}
-        for node in model.graph.node:
-            for name in node.input:
-                self.readers.setdefault(name, []).append(node)
+        self.readers = readers_of(model.graph)
         self.inner = [name for name in self.producers if name.endswith(SUFFIX)]
 
     def place(self, tensor: str) -> Place | None:

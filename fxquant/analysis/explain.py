@@ -15,11 +15,11 @@ from torch import fx
 from fxquant.analysis import fused
 from fxquant.analysis.fused import alike
 from fxquant.analysis.layers import HOST, Layer, description, layers, left_in_float
-from fxquant.analysis.measures import MEASURES, Site
+from fxquant.analysis.measures import MEASURES, Site, lowered_from
 from fxquant.analysis.text import aligned
 from fxquant.frontend import assumptions, moved_by_forward
 from fxquant.ir.graph import annotation, is_on_host, model_meta
-from fxquant.ir.integer import QParams
+from fxquant.ir.integer import QParams, operation
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops import operator_of
 from fxquant.prepared.stage import record_of
@@ -117,13 +117,14 @@ class Breach:
 
 
 class Limits:
-    """A target's limits, by the operators they are about."""
+    """A target's limits, by the operators they are about; with `always`, those alone that the vendor's compiler enforces."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, always: bool = False) -> None:
         self.target = target
-        self.general = [limit for limit in target.limits if not limit.operators]
+        limits = [limit for limit in target.limits if limit.always or not always]
+        self.general = [limit for limit in limits if not limit.operators]
         self.special: dict[str, list[Limit]] = {}
-        for limit in target.limits:
+        for limit in limits:
             for name in limit.operators:
                 self.special.setdefault(name, []).append(limit)
 
@@ -244,6 +245,17 @@ def broken_limits(gm: fx.GraphModule, known: tuple[Layer, ...], target: Target) 
             continue
         for breach in limits.broken(Site(node, operator, operator.arguments(node))):
             yield Finding(layer.module or layer.name, layer.name, layer.operator, breach.sentence, layer.source, breach.limit.remedy)
+
+
+def refused(integer: fx.GraphModule) -> Iterator[tuple[fx.Node, Breach]]:
+    """Yield the nodes of an integer graph that the vendor's compiler refuses, each with the limit that it breaks."""
+    limits, nodes = Limits(integer.meta["target"], always=True), {node.name: node for node in integer.graph.nodes}
+    for node in integer.graph.nodes:
+        lowered = operation(node)
+        if lowered is not None and lowered.name in limits.special:
+            operator, arguments = lowered_from(lowered, nodes)
+            assert operator is not None
+            yield from ((node, breach) for breach in limits.broken(Site(node, operator, arguments)))
 
 
 def _in_float(node: fx.Node, layer: Layer) -> Finding:

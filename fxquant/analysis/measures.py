@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxquant.ir.graph import Size, TensorFact, annotation, fact, is_parameter, resolve
-from fxquant.ir.integer import Reference, operation
+from fxquant.ir.integer import Operation, Reference, operation, qparams
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops import BY_NAME, FUNCTIONS, METHODS, MODULES, OPERATORS, Instead, Operator, Parameter, Trait
 from fxquant.ops.core.boundary import DEQUANTIZE
@@ -82,6 +82,12 @@ def _kernel(site: Site) -> list[Any]:
 
 def _pools_everything(site: Site) -> bool:
     return all(size == 1 for size in site.result[2:])
+
+
+def _averaged(site: Site) -> list[int]:
+    """Return the height and width of an image whose mean it returns; none of any other operator."""
+    whole = _pools_everything(site) if "output_size" in site.arguments else len(site.shape()) == 4 and _reduced(site) == [2, 3]
+    return known(site.shape()[2:]) if whole else []
 
 
 def _dilated(site: Site) -> bool:
@@ -173,9 +179,14 @@ def is_power_of_two(value: Fraction) -> bool:
     return all(part & (part - 1) == 0 for part in (value.numerator, value.denominator))
 
 
+def _bits_read(site: Site) -> list[int]:
+    """Return the bits of the operands; its result may be wider."""
+    return sorted({bits for operand in site.operands for bits in _bits(operand)})
+
+
 def _bits(node: fx.Node) -> list[int]:
     """Return the bits of a node's quantized result; none if it is in float."""
-    spec = annotation(node)
+    spec = annotation(node) or qparams(node)
     dtype = None if spec is None else ACTIVATION_TYPES.get(spec.dtype or "")
     return [] if dtype is None else [dtype.bits]
 
@@ -191,6 +202,8 @@ MEASURES: dict[str, Measure] = {
     "area of a global average": lambda site: (
         [math.prod(known(site.shape()[2:]))] if "output_size" in site.arguments and _pools_everything(site) else []
     ),
+    "side of an averaged image": _averaged,
+    "rank of an averaged image": lambda site: [len(site.result)] if _averaged(site) else [],
     "stride": lambda site: site.spatial("stride"),
     "number of different strides": lambda site: [len(set(site.spatial("stride")))],
     "stride where it is dilated": lambda site: site.spatial("stride") if _dilated(site) else [],
@@ -239,7 +252,10 @@ MEASURES: dict[str, Measure] = {
     "image size": lambda site: known(site.shape()[2:]),
     "image area": lambda site: [math.prod(known(site.shape()[2:]))],
     "align_corners": lambda site: [bool(site.arguments["align_corners"])],
-    "bits": lambda site: sorted({bits for operand in site.operands for bits in _bits(operand)}),  # its result may be wider
+    "bits": _bits_read,
+    "bits of an averaged image": lambda site: _bits_read(site) if _averaged(site) else [],
+    "bits where it is dilated": lambda site: _bits_read(site) if _dilated(site) else [],
+    "bits with groups and a stride": lambda site: _bits_read(site) if site.arguments["groups"] > 1 < max(site.spatial("stride")) else [],
     "bits of the result where it is dilated": lambda site: _bits(site.node) if _dilated(site) else [],
 }
 
@@ -256,10 +272,7 @@ def cost_of(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node], 
     """Return multiply-accumulates, bytes of weights and of the result at a node; `dtype` is its quantized result's, None for float."""
     lowered = operation(node)
     if lowered is not None:
-        # A loaded model may have a function of the user's that this process has not declared.
-        operator: Operator | None = BY_NAME.get(lowered.name)
-        values = {name: nodes[value.node] if isinstance(value, Reference) else value for name, value in lowered.arguments.items()}
-        values |= {role: nodes[constant.node] for role, constant in lowered.constants.items()}
+        operator, values = lowered_from(lowered, nodes)
         sums = operator is not None and Trait.SUMS in operator.traits
         held = [constant.node for role, constant in lowered.constants.items() if role in (WEIGHT, BIAS) or sums]
         weight_bytes = sum(_bytes(fact(nodes[name])) for name in held)
@@ -269,6 +282,16 @@ def cost_of(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node], 
         weight_bytes = _integer_bytes(model, node, operator, values) if integer else _float_bytes(model, node)
     itemsize = ACTIVATION_TYPES[dtype].storage.itemsize if dtype is not None and dtype in ACTIVATION_TYPES else None
     return _macs(operator, values, fact(node)), weight_bytes, sum(_bytes(tensor, itemsize) for tensor in _tensors(fact(node)))
+
+
+def lowered_from(lowered: Operation, nodes: Mapping[str, fx.Node]) -> tuple[Operator | None, dict[str, Any]]:
+    """Return the operator that a node of an integer graph is the result of, and its arguments and constants by name."""
+    values = {
+        name: fx.node.map_aggregate(value, lambda each: nodes[each.node] if isinstance(each, Reference) else each)
+        for name, value in lowered.arguments.items()
+    }
+    # A loaded model may have a function of the user's that this process has not declared.
+    return BY_NAME.get(lowered.name), values | {role: nodes[constant.node] for role, constant in lowered.constants.items()}
 
 
 def _macs(operator: Operator | None, values: Mapping[str, Any], result: Any) -> int:

@@ -45,7 +45,7 @@ def _bounds_matrix_product(input: Value, other: Value) -> Range:
     return within(input.size(-1) * input.largest * other.largest, FLOAT32_EXACT)
 
 
-@primitive(_onnx_matrix_product, bounds=_bounds_matrix_product, kind="accumulator", role=Role.MATRIX_PRODUCT, casts=True)
+@primitive(_onnx_matrix_product, bounds=_bounds_matrix_product, kind="accumulator", chip_bits=8, role=Role.MATRIX_PRODUCT, casts=True)
 def matrix_product(input: Tensor, other: Tensor) -> Tensor:
     """Compute input · other over the last two dimensions, as int32; |result| < 2^24 for every input of their dtypes."""
     with full_precision(input):
@@ -61,7 +61,13 @@ def _bounds_matrix_product_wide(input: Value, other: Value) -> Range:
 
 
 @primitive(
-    _onnx_matrix_product_wide, bounds=_bounds_matrix_product_wide, kind="accumulator", role=Role.MATRIX_PRODUCT, wide=True, casts=True
+    _onnx_matrix_product_wide,
+    bounds=_bounds_matrix_product_wide,
+    kind="accumulator",
+    chip_bits=8,
+    role=Role.MATRIX_PRODUCT,
+    wide=True,
+    casts=True,
 )
 def matrix_product_wide(input: Tensor, other: Tensor) -> Tensor:
     """Compute `matrix_product` where the sum can reach 2^24, in float64; int32, or int64 where both operands are int16."""

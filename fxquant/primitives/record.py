@@ -211,8 +211,8 @@ class Primitive:
     kind       "quantized" if the result is a tensor of the quantized model, "accumulator" if it is an intermediate between
                two of them, "plain" if it is a bool or integer tensor without a scale, "float" if it is a dequantized tensor,
                "dynamic" if it is a float tensor that was computed from float operands by integer arithmetic
-    chip_bits  the largest width of an operand for which the vendor's compiler for bernoulli2, bayes and bayes-e computes the result
-               within one step of its 8 bits; for wider operands its programs give unrelated values
+    chip_bits  the largest width of an operand for which the vendor's compiler for bernoulli2, bayes and bayes-e computes the
+               result; it brings wider operands to 8 bits first, or gives unrelated values
     role       its role in fusions of several primitives; None if it is always computed alone
     wide       whether it is the form of its role that sums in float64
     view       whether PyTorch's result shares the operand's memory, element for element

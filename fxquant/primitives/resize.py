@@ -58,7 +58,7 @@ def _bounds_resize_linear(input: Value, rows: Value | None, columns: Value | Non
     return Range(input.low, input.high)
 
 
-@primitive(_onnx_resize_linear, bounds=_bounds_resize_linear, surrogate=_resize_linear_real, zero_point=ZeroPoint.EQUIVARIANT)
+@primitive(_onnx_resize_linear, bounds=_bounds_resize_linear, surrogate=_resize_linear_real, chip_bits=8, zero_point=ZeroPoint.EQUIVARIANT)
 def resize_linear(input: Tensor, rows: Tensor | None, columns: Tensor | None, bits: int, wide: bool, nearest: bool = True) -> Tensor:
     """Compute ⌊rows · input · columnsᵀ + ½⌋ over the last two dimensions; the weights of a row, in 2^-bits, sum to 1.
 

@@ -110,7 +110,7 @@ def _bounds_transposed_convolution(
     return sum_of_products(input, tensor, bias_of(bias), tensor.dim() - 2, exact_below(cut is not None))
 
 
-@primitive(_onnx_transposed_convolution, bounds=_bounds_transposed_convolution, kind="accumulator", casts=True)
+@primitive(_onnx_transposed_convolution, bounds=_bounds_transposed_convolution, kind="accumulator", chip_bits=8, casts=True)
 def transposed_convolution(
     input: Tensor,
     weight: Tensor,
@@ -151,7 +151,11 @@ def _transposed_convolution_real(
 
 
 @primitive(
-    _onnx_transposed_convolution_wide, bounds=_bounds_transposed_convolution, surrogate=_transposed_convolution_real, kind="accumulator"
+    _onnx_transposed_convolution_wide,
+    bounds=_bounds_transposed_convolution,
+    surrogate=_transposed_convolution_real,
+    kind="accumulator",
+    chip_bits=8,
 )
 def transposed_convolution_wide(
     input: Tensor,

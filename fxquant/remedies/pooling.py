@@ -7,7 +7,7 @@ import math
 import torch
 from torch import fx
 
-from fxquant.ir.graph import shape_of
+from fxquant.ir.graph import Size, shape_of
 from fxquant.ops.core.weighted import sizes
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.layers.convolution import conv2d
@@ -32,10 +32,10 @@ def window(b: Rewriting, rank: int = 2) -> tuple[list[int], list[int], list[int]
 
 def _whole_window(b: Rewriting) -> tuple[list[int], list[int], list[int]] | None:
     """Return kernel, stride and padding of an average over windows in two dimensions; None if its last windows are truncated."""
-    spatial, results = b.shape[2:], b.result[2:]
+    spatial, results = b.shape[2:], _results(b)
     if not all(isinstance(size, int) for size in (*spatial, *results)):
         return None
-    if "output_size" in b.arguments:
+    if "kernel_size" not in b.arguments:
         if any(size % out for size, out in zip(spatial, results, strict=True)):  # type: ignore[operator]
             return None  # windows of different sizes
         kernel = [size // out for size, out in zip(spatial, results, strict=True)]  # type: ignore[operator]
@@ -51,14 +51,19 @@ def _whole_window(b: Rewriting) -> tuple[list[int], list[int], list[int]] | None
     return kernel, stride, padding
 
 
-@remedy("in two steps", AVERAGES, "kernel", "area of a global average")
+def _results(b: Rewriting) -> tuple[Size, ...]:
+    """Return the height and width of an average; (1, 1) of a mean over the image."""
+    return (1, 1) if b.operator.function is mean else b.result[2:]
+
+
+@remedy("in two steps", f"{AVERAGES} mean", "kernel", "area of a global average", "side of an averaged image")
 def average_in_steps(b: Rewriting) -> fx.Node | None:
     """Average adjacent equal windows, and then their means."""
     whole = _whole_window(b)
     if whole is None:
         return None
     kernel, stride, padding = whole
-    results, large = b.result[2:], b.limit.measure != "kernel"
+    results, large = _results(b), b.limit.measure == "area of a global average"
     if large:  # then only the area is limited, and the first step is an average pooling
         kernels = [limit.high for limit in b.target.limits if "avg_pool2d" in limit.operators and limit.measure == "kernel"]
         most = int(min((high for high in kernels if high is not None), default=256))
@@ -68,6 +73,8 @@ def average_in_steps(b: Rewriting) -> fx.Node | None:
     steps = [0 if out == 1 else s for out, s in zip(results, stride, strict=True)]
     divisors = [[d for d in range(1, most + 1) if math.gcd(k, s) % d == 0] for k, s in zip(kernel, steps, strict=True)]
     first = [max(some, default=1) if large or k > most else 1 for k, some in zip(kernel, divisors, strict=True)]
+    if math.prod(first) == 1 and (not b.adapts or b.operator.function is mean):
+        return None
     if math.prod(first) == 1:
         return _whole_in_parts(b) if list(b.shape[2:]) == kernel else _as_depthwise(b, kernel, stride, padding)
     operand = b.input
@@ -76,7 +83,7 @@ def average_in_steps(b: Rewriting) -> fx.Node | None:
     inner = b(avg_pool2d, operand, first, first)
     rest = [k // f for k, f in zip(kernel, first, strict=True)]
     if [size // f for size, f in zip(shape_of(operand)[2:], first, strict=True)] == rest:  # type: ignore[operator]
-        return b(adaptive_avg_pool2d, inner, 1, clamp=b.clamp)
+        return b(adaptive_avg_pool2d, inner, 1, clamp=b.clamp) if "kernel_size" in b.arguments else b.again(input=inner)
     ahead = [max(s // f, 1) if out != 1 else r for s, f, r, out in zip(stride, first, rest, results, strict=True)]
     return b(avg_pool2d, inner, rest, ahead, clamp=b.clamp)
 
@@ -148,7 +155,7 @@ def _overlap(taps: int, step: int, most: int) -> tuple[int, int]:
     return inner, between
 
 
-@remedy("as a pooling", "mean sum", "reduced dimension", "number of reduced dimensions")
+@remedy("as a pooling", "mean sum", "reduced dimension", "number of reduced dimensions", "rank of an averaged image")
 def as_pooling(b: Rewriting) -> fx.Node | None:
     """Pool height and width by an average pooling. Reduce other dimensions one after another, if the target supports them."""
     rank = len(b.shape)
@@ -161,7 +168,7 @@ def as_pooling(b: Rewriting) -> fx.Node | None:
         made = b(adaptive_avg_pool2d, b.input, 1, clamp=clamp if averages else None)
         if not averages:
             made = b(mul, made, float(b.shape[2] * b.shape[3]), clamp=b.clamp)  # type: ignore[operator]
-    elif b.limit.measure == "reduced dimension" or len(dims) < 2:
+    elif b.limit.measure != "number of reduced dimensions" or len(dims) < 2:
         return None
     else:
         made = b.input

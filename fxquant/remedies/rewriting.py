@@ -63,11 +63,15 @@ class Rewriting(Builder):
     arguments  its canonical arguments, by name
     limit      the limit it breaks; `value` is the largest number that breaks it, if these are numbers
     because    the broken limit, in words
+    adapts     whether the option `adapt` is on: without it, only what hardly loses accuracy may replace the operator
     """
 
-    def __init__(self, gm: fx.GraphModule, node: fx.Node, operator: Operator, target: Target, name: str, breach: Breach) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, node: fx.Node, operator: Operator, target: Target, name: str, breach: Breach, adapts: bool
+    ) -> None:
         super().__init__(name, node, target.activations, "adapt.apply")
-        self.gm, self.operator, self.target, self.limit, self.because = gm, operator, target, breach.limit, breach.sentence
+        self.target, self.adapts = target, adapts
+        self.gm, self.operator, self.limit, self.because = gm, operator, breach.limit, breach.sentence
         self.arguments = operator.arguments(node)
         self.values = list(breach.values)
         self.notes: list[str] = []

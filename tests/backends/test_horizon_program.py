@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from benchmarks.vendor import install
 from fxquant.backends.horizon import compiling
+from fxquant.backends.horizon.export import refusals
 from fxquant.backends.horizon.tool import STEPS
 from fxquant.backends.onnx.horizon import fixed_shape
 from fxquant.cli import main
@@ -131,6 +132,64 @@ def test_a_layer_whose_weight_is_behind_a_pair_is_a_convolution(kind: str, tmp_p
     assert all(len(node.attribute[0].ints) == 2 for node in nodes if node.op_type == "Conv")
 
 
+def padded(s: Network, x: Tensor) -> Tensor:
+    return s.b(F.relu(s.a(s.z(F.relu(s.c(x))))))
+
+
+@pytest.mark.parametrize(
+    ("z", "a", "pads"),
+    [
+        (nn.ZeroPad2d((0, 1, 2, 3)), nn.Conv2d(4, 4, 3, padding=(1, 0)), [3, 0, 4, 1]),
+        (nn.Identity(), nn.Conv2d(4, 4, 4, padding="same", groups=4), [1, 1, 2, 2]),
+        (nn.ConstantPad2d(1, 0.5), nn.Conv2d(4, 4, 3), None),
+        (nn.ZeroPad2d((-1, 1, 0, 0)), nn.Conv2d(4, 4, 3), None),
+        (nn.ZeroPad2d(1), nn.MaxPool2d(3), None),
+    ],
+    ids=["uneven", "same", "number", "crop", "pool"],
+)
+def test_zeros_around_what_convolutions_read_are_their_padding(z: nn.Module, a: nn.Module, pads: list[int] | None, tmp_path: Path) -> None:
+    integer = converted(Network(padded, c=nn.Conv2d(3, 4, 1), z=z, a=a, b=nn.Conv2d(4, 4, 1)))
+    nodes = onnx.load(fxq.export_horizon(integer, tmp_path) / "model.onnx").graph.node
+    assert ("Pad" in {node.op_type for node in nodes}) == (pads is None)
+    if pads is not None:
+        (layer,) = (node for node in nodes if node.name.startswith("a/Conv"))
+        assert next(list(entry.ints) for entry in layer.attribute if entry.name == "pads") == pads
+
+
+@pytest.mark.parametrize(("size", "kernels"), [(7, [7]), (12, [6, 2]), (32, [4, 4, 2]), (56, [7, 4, 2])])
+@pytest.mark.parametrize("how", ["mean", "keepdim", "pool", "window"])
+def test_the_mean_of_an_image_is_several_on_bernoulli2(how: str, size: int, kernels: list[int], tmp_path: Path) -> None:
+    integer = averaged(how, size)
+    nodes = onnx.load(fxq.export_horizon(integer, tmp_path) / "model.onnx").graph.node
+    means = [node for node in nodes if node.op_type == "Conv" and next(entry.i for entry in node.attribute if entry.name == "group") == 4]
+    assert [next(list(entry.ints) for entry in node.attribute if entry.name == "kernel_shape") for node in means] == [
+        [k, k] for k in kernels
+    ]
+    assert [b.op_type for a, b in itertools.pairwise(nodes) if a.op_type in ("Reshape", "Flatten")] == ["Gemm"]
+
+
+def averaged(how: str, size: int) -> fx.GraphModule:
+    means = {
+        "mean": lambda x: x.mean((2, 3)),
+        "keepdim": lambda x: x.mean((-1, -2), keepdim=True).flatten(1),
+        "pool": lambda x: F.adaptive_avg_pool2d(x, 1).flatten(1),
+        "window": lambda x: F.avg_pool2d(x, size).flatten(1),
+    }
+    model = Network(lambda s, x: s.fc(means[how](s.a(x))), a=nn.Conv2d(3, 4, 1), fc=nn.Linear(4, 5))
+    return fxq.quantize(model.eval(), [torch.randn(2, 3, size, size)], "bernoulli2", show_progress=False).integer
+
+
+@pytest.mark.parametrize("how", ["mean", "keepdim", "pool", "window"])
+def test_the_mean_of_an_image_of_prime_sides_is_refused(how: str, tmp_path: Path) -> None:
+    integer = averaged(how, 22)
+    with pytest.raises(fxq.ExportError, match="cannot be compiled for the chip") as refused:
+        fxq.export_horizon(integer, tmp_path / "out")
+    assert "is 11; bernoulli2 allows" in refused.value.because or "is 22; bernoulli2 allows" in refused.value.because
+    assert "test_horizon_program.py" in str(refused.value.at)
+    assert str(refused.value) in map(str, refusals(integer))
+    assert not (tmp_path / "out").exists()
+
+
 def limited(low: float, high: float, lone: bool = False, **scales: float) -> fx.GraphModule:
     """A clamp behind a layer, or alone behind a pool."""
     model = Network(lambda s, x: torch.clamp(F.max_pool2d(s.a(x), 2) if lone else s.a(x), low, high), a=nn.Conv2d(3, 4, 3))
@@ -154,19 +213,34 @@ def test_a_clamp_that_the_compiler_drops_is_refused(low: float, high: float, lon
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("pool", [lambda x: F.avg_pool2d(x, 2), lambda x: F.adaptive_avg_pool2d(x, 2)], ids=["window", "adaptive"])
-def test_an_average_pool_of_16_bits_is_refused(pool: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
-    """The compiler's program is off by up to 32543 steps there; of 8 bits, and as a mean over the image, it is not."""
+NARROWED: dict[str, tuple[Callable[[Network, Tensor], Tensor], dict[str, nn.Module]]] = {
+    "window": (lambda s, x: F.avg_pool2d(x, 2), {}),
+    "adaptive": (lambda s, x: F.adaptive_avg_pool2d(x, 2), {}),
+    "mean": (lambda s, x: x.mean((2, 3)), {}),
+    "whole": (lambda s, x: F.adaptive_avg_pool2d(x, 1), {}),
+    "dilated": (lambda s, x: s.b(x), {"b": nn.Conv2d(4, 4, 3, padding=2, dilation=2)}),
+    "strided": (lambda s, x: s.b(x), {"b": nn.Conv2d(4, 4, 3, stride=2, groups=4)}),
+    "transposed": (lambda s, x: s.b(x), {"b": nn.ConvTranspose2d(4, 4, 2, 2)}),
+    "resize": (lambda s, x: F.interpolate(x, scale_factor=2, mode="bilinear"), {}),
+    "product": (lambda s, x: x @ x, {}),
+}
 
-    def made(last: Callable[[Tensor], Tensor], dtype: str) -> fx.GraphModule:
-        return converted(Network(lambda s, x: last(s.a(x)), a=nn.Conv2d(3, 4, 3)), qconfig=fxq.QConfig(fxq.ActivationConfig(dtype)))
 
-    with pytest.raises(fxq.ExportError, match="int16") as refused:
-        fxq.export_horizon(made(pool, "int16"), tmp_path)
+@pytest.mark.parametrize("kind", NARROWED)
+def test_what_the_compiler_brings_from_16_bits_to_8_is_refused(kind: str, tmp_path: Path) -> None:
+    """Its program has other integers there, as much as half a step of 8 bits; average pools in windows are off by up to 32543 steps."""
+    function, modules = NARROWED[kind]
+
+    def made(dtype: str) -> fx.GraphModule:
+        network = Network(lambda s, x: function(s, s.a(x)), a=nn.Conv2d(3, 4, 3), **modules)
+        return converted(network, qconfig=fxq.QConfig(fxq.ActivationConfig(dtype)))
+
+    with pytest.raises(fxq.ExportError, match=r"16") as refused:
+        fxq.export_horizon(made("int16"), tmp_path)
     assert "test_horizon_program.py" in str(refused.value)
+    assert "int8" in refused.value.remedy
     assert not list(tmp_path.iterdir())
-    fxq.export_horizon(made(pool, "int8"), tmp_path / "narrow")
-    fxq.export_horizon(made(lambda x: x.mean((2, 3)), "int16"), tmp_path / "mean")
+    fxq.export_horizon(made("int8"), tmp_path / "narrow")
 
 
 def test_a_clamp_at_the_end_of_the_range_is_carried(tmp_path: Path) -> None:

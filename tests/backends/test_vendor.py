@@ -88,13 +88,20 @@ def test_the_upper_limit_that_the_compiler_drops_is_dropped(tmp_path: Path) -> N
     assert fxq.verify(integer, binary, [20 * batch for batch in batches()]).mismatches == 0
 
 
-class Pooled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Conv2d(8, 8, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.adaptive_avg_pool2d(self.a(x), 1)
+@pytest.mark.parametrize("target", ["bayes-e", "bernoulli2"])
+def test_uneven_margins_of_zeros_cost_no_layer(target: str, tmp_path: Path) -> None:
+    layers = (
+        nn.Conv2d(8, 8, 3),
+        nn.ReLU(),
+        nn.ZeroPad2d((0, 1, 2, 4)),
+        nn.Conv2d(8, 8, 3, stride=2),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 2, padding="same"),
+    )
+    integer = converted(nn.Sequential(*layers), target)
+    binary = fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net"))
+    assert fxq.verify(integer, binary, batches())
+    assert [len(cost.layers) for cost in fxq.estimate(integer, compiled=binary).compiled] == [3]
 
 
 class Summed(nn.Module):
@@ -102,14 +109,21 @@ class Summed(nn.Module):
         return torch.cumsum(x, 1)
 
 
-@pytest.mark.parametrize(
-    ("model", "target", "said"), [(Pooled(), "bernoulli2", "split kernel size of 8"), (Summed(), "bayes-e", "on BPU")], ids=["pool", "host"]
-)
-def test_a_refusal_of_the_compiler_is_an_error_of_ours(model: nn.Module, target: str, said: str, tmp_path: Path) -> None:
-    folder = fxq.export_horizon(converted(model, target), tmp_path / "net")
+@pytest.mark.parametrize("size", [8, 28])
+def test_a_mean_over_an_image_is_computed_in_steps_on_bernoulli2(size: int, tmp_path: Path) -> None:
+    images = [torch.randn(2, 8, size, size) for _ in range(2)]
+    layers = nn.Conv2d(8, 8, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)
+    integer = fxq.quantize(nn.Sequential(*layers).eval(), images, "bernoulli2", show_progress=False).integer
+    binary = fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net"))
+    assert fxq.verify(integer, binary, images)
+    assert [len(cost.layers) for cost in fxq.estimate(integer, compiled=binary).compiled] == [4]  # the processor takes no part
+
+
+def test_a_refusal_of_the_compiler_is_an_error_of_ours(tmp_path: Path) -> None:
+    folder = fxq.export_horizon(converted(Summed(), "bayes-e"), tmp_path / "net")
     with pytest.raises(fxq.CompilationError, match="hb_mapper failed") as refused:
         fxq.compile_horizon(folder)
-    assert said in refused.value.because
+    assert "on BPU" in refused.value.because
     assert "hb_mapper.log" in refused.value.remedy
 
 
