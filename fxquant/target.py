@@ -84,7 +84,6 @@ class Target:
     operators; consistency is which scales are powers of two: 0 none, 1 those of activations, 2 those of weights as well.
     dynamic is whether it quantizes the operands of linear layers at run time.
     normalizes_items is whether norms first bring the items of a batch to one magnitude, by operators that it runs on 16 bits.
-    returns_sums is whether a last layer's output is its 32-bit sum where the qconfig says nothing else.
     roofline holds the peak rates of its chip, for `fxq.estimate`; None if they are those of the machine.
     """
 
@@ -102,7 +101,6 @@ class Target:
     roofline: Roofline | None = None
     dynamic: bool = False
     normalizes_items: bool = True
-    returns_sums: bool = False
 
     def __post_init__(self) -> None:
         if not self.arithmetic.adds_zero_points and any(ACTIVATION_TYPES[name].affine for name in self.activations):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-
 import torch
 from torch import fx
 
@@ -22,7 +19,6 @@ from fxquant.ir.graph import (
     part,
     refusal,
     resolve,
-    shape_of,
     stated_demand,
     ties,
 )
@@ -32,15 +28,12 @@ from fxquant.ops import Fixed, Operator, Own, Plain, Trait, demand, operands_of,
 from fxquant.ops.core.boundary import QUANTIZE
 from fxquant.ops.core.casting import IN_DTYPE
 from fxquant.ops.core.floating import needed_in_float, reads_no_activation, reason_of
-from fxquant.passes.rewriting import Decision, attributes, decide
+from fxquant.passes.rewriting import Decision, decide
 from fxquant.pipeline import Context
 from fxquant.prepared.stage import is_integer
 from fxquant.quantization.mapping import DEFAULT, Rule
 from fxquant.quantization.spec import QConfig
-from fxquant.target import Target
 
-SUM = "int32"
-LARGE = "as a 32-bit sum it would have more elements than the model's inputs"
 AT_RUN_TIME = "its input is quantized at run time, its weight is integers, and its result is float"
 
 
@@ -50,8 +43,6 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
     effective: set[Rule] = set()
     needed = needed_in_float(gm, context.target.activations)
     preferred = preferred_dtypes(gm.graph, context.target.activations)
-    rules = [*context.qconfig.rules(), *attributes(gm, context.attached), (DEFAULT, context.qconfig.default)]
-    stated = {rule for rule, chosen in rules if chosen is not None and chosen.output.dtype is not None}
     for node in gm.graph.nodes:
         if not computes_tensor(node):
             continue
@@ -67,18 +58,11 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
             continue
         assert operator is not None
         assert qconfig is not None
-        returned = None if decision.output in stated else _returned_dtype(gm, node, operator, qconfig, context.target)
-        dtype = returned or _dtype(node, decision, context.target.default_activation, preferred.get(node))
-        if returned is None and decision.asked and dtype != qconfig.output.dtype and not is_inner_part(node) and dtype not in PLAIN_TYPES:
+        dtype = _dtype(node, decision, context.target.default_activation, preferred.get(node))
+        if decision.asked and dtype != qconfig.output.dtype and not is_inner_part(node) and dtype not in PLAIN_TYPES:
             wanted = f"{qconfig.output.dtype} as the qconfig's {decision.output} says"
             context.not_done(gm, f"%{node.name} is {dtype}, as the graph requires, and not {wanted}")
-        because = _why_integer(node, dtype)
-        if returned is not None:
-            qconfig = replace(qconfig, output=replace(qconfig.output, dtype=returned))
-            because = (
-                "its sum, which the model returns" if returned == SUM else f"{because}, 16 bits wide since the model returns it: {LARGE}"
-            )
-        set_annotation(node, Annotation(dtype, because, qconfig))
+        set_annotation(node, Annotation(dtype, _why_integer(node, dtype), qconfig))
         changes += 1
     asked = dict.fromkeys(rule for node in gm.graph.nodes for rules in matched_rules(node) for rule, _ in rules)
     for rule in asked:
@@ -183,39 +167,6 @@ def _dtype(node: fx.Node, decision: Decision, default: str, preferred: str | Non
     read = (qconfig.input or qconfig.output).dtype if inner else wanted  # what its operand will be quantized to
     assert read is not None
     return default if read == "int32" else read
-
-
-def _returned_dtype(gm: fx.GraphModule, node: fx.Node, operator: Operator, qconfig: QConfig, target: Target) -> str | None:
-    """Return the dtype of a layer's result that only the model's output reads, "int32" or "int16"; None for any other node.
-
-    A 32-bit result is the sum itself, neither rounded nor clipped. One of more elements than the model's inputs costs more in bytes than it
-    gives: it has 16 bits, or, where the target has none or adds a residual to it, no dtype of its own. So has a sum with a fused clamp.
-    """
-    if not target.returns_sums or SUM not in target.activations or Trait.SUMS not in operator.traits:
-        return None
-    own = part(node) is None and not shares(node) and not ties(node) and demand(node) == Own()
-    if not own or "clamp" in node.kwargs or qconfig.output.fixed_scale is not None or not _is_returned(node):
-        return None
-    if _elements(node) <= sum(map(_elements, gm.graph.find_nodes(op="placeholder"))):
-        return SUM
-    return "int16" if "int16" in target.activations and "residual" not in node.kwargs else None
-
-
-def _elements(node: fx.Node) -> int:
-    """Return the number of elements of a tensor for each item of a batch, as far as its sizes are numbers."""
-    return math.prod(size for size in shape_of(node) or () if isinstance(size, int))
-
-
-def _is_returned(node: fx.Node) -> bool:
-    """Return whether all that reads a value is the model's output, directly or after operators that only move elements, or in float."""
-    return bool(node.users) and all(user.op == "output" or _passes_to_output(user) for user in node.users)
-
-
-def _passes_to_output(user: fx.Node) -> bool:
-    operator = operator_of(user)
-    if operator is None or refusal(user) is not None or decide(user).config is None:
-        return True  # it stays in float
-    return operator.moves and _is_returned(user)
 
 
 def _why_integer(node: fx.Node, dtype: str) -> str:

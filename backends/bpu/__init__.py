@@ -68,7 +68,7 @@ WEIGHTS_16 = ("int4", "int8", "int16")
 
 def _fixed(name: str, description: str, arithmetic: FixedArithmetic, activations: tuple[str, ...], *aliases: str) -> Target:
     words = f"BPU {description}: fixed-point requantization"
-    return Target(name, words, arithmetic, activations, WEIGHTS, aliases=aliases, normalizes_items=False, returns_sums=True)
+    return Target(name, words, arithmetic, activations, WEIGHTS, aliases=aliases, normalizes_items=False)
 
 
 def _nash(name: str, description: str, *aliases: str, float16: frozenset[str] = frozenset()) -> Target:

@@ -172,6 +172,7 @@ SUMS = (
     binary("minimum", torch.minimum),
     binary("concat", lambda x, y: torch.cat([x, y], 1)),
     binary("concat of three", lambda x, y: torch.cat([x, y, F.relu(x)], 1)),
+    binary("concat of a tensor that is read again", lambda x, y: torch.cat((x, y, F.relu(y)), 1)),
     binary("concat along width", lambda x, y: torch.cat([x, y], 3)),
 )  # fmt: skip
 FUNCTIONS = (

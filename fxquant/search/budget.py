@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -10,7 +11,7 @@ from torch import fx, nn
 
 from fxquant.api import prepare
 from fxquant.errors import ConfigurationError
-from fxquant.ir.graph import part
+from fxquant.ir.graph import TensorFact, fact, part
 from fxquant.ops import Trait, operator_of
 from fxquant.ops.core.boundary import DEQUANTIZE
 from fxquant.prepared.stage import quantized_operator
@@ -147,10 +148,10 @@ def fits(found: Mapping[str, float], budget: Budget) -> bool:
 
 # ---- High-precision outputs: layers whose sum the model returns leave it as it is, in 32 bits, instead of rounding it once more ----
 #
-# Such a layer is spared a requantization, and the output a rounding that nothing behind it could make up for.
+# Such a layer is spared a requantization, and the output a rounding that nothing after it could make up for.
 
 
-WIDE = "int32"
+WIDE, LARGE_WIDE = "int32", "int16"
 
 
 @checked()
@@ -162,8 +163,9 @@ def high_precision_outputs(
     A result that is reshaped, permuted or sliced before it is returned counts as well.
 
     Such an output is the layer's accumulator, with a scale for each channel, which is neither rounded to 8 bits nor clipped; it takes
-    four bytes per element. A result whose scale is given keeps its grid, and so does one whose grid is shared. Without any such layer,
-    a line is logged, and the mapping is that of the qconfig.
+    four bytes per element. One of more elements than the model's inputs, a map of every pixel, costs more than it gives: its rule is int16,
+    where the target has that. A result with a fused clamp has no rule, and one whose scale is given or shared keeps its grid. Without any
+    such layer, a line is logged, and the mapping is that of the qconfig.
 
     The arguments are those of `prepare`, to which the result is passed; raises what `prepare` raises.
     """
@@ -175,16 +177,27 @@ def high_precision_outputs(
 
 
 def with_high_precision(prepared: fx.GraphModule, base: QConfigMapping) -> tuple[QConfigMapping, list[str]]:
-    """Return the mapping that a model was prepared with, with rules for 32-bit outputs, and the names of the layers of these rules."""
-    choices = Choices(prepared, ())
-    has = WIDE in prepared.meta["target"].activations
-    wide = [name for name, choice in choices.items() if has and _is_summed(prepared, choice, choices.nodes[choice.operators[0].name])]
-    return choices.mapping(base, dict.fromkeys(wide, WIDE)), wide
+    """Return the mapping that a model was prepared with, with rules for wide outputs, and the names of the layers of these rules."""
+    choices, offered = Choices(prepared, ()), prepared.meta["target"].activations
+    inputs = sum(map(_elements, prepared.graph.find_nodes(op="placeholder")))
+    wide = {}
+    for name, choice in choices.items():
+        node = choices.nodes[choice.operators[0].name]
+        dtype = WIDE if _elements(node) <= inputs else LARGE_WIDE
+        if dtype in offered and _is_summed(prepared, choice, node):
+            wide[name] = dtype
+    return choices.mapping(base, wide), list(wide)
+
+
+def _elements(node: fx.Node) -> int:
+    """Return the number of elements of a tensor for each item of a batch, as far as its sizes are numbers; 0 without a tensor."""
+    known = fact(node)
+    return math.prod(size for size in known.shape if isinstance(size, int)) if isinstance(known, TensorFact) else 0
 
 
 def _is_summed(prepared: fx.GraphModule, choice: Choice, node: fx.Node) -> bool:
-    """Whether a choice is a layer's sum, on a grid of its own, that the model returns, and nothing else reads."""
-    alone = choice.kind == ACTIVATION and len(choice.operators) == 1 and part(node) is None
+    """Return whether a choice is a layer's sum, without a clamp, on a grid of its own, that the model returns, and nothing else reads."""
+    alone = choice.kind == ACTIVATION and len(choice.operators) == 1 and part(node) is None and node.kwargs.get("clamp") is None
     return alone and Trait.SUMS in choice.operators[0].operator.traits and _is_returned(prepared, node)
 
 

@@ -106,7 +106,7 @@ def test_sums_that_the_model_returns_may_be_left_as_they_are(target: str, batche
     torch.manual_seed(6)
     model = Outputs().eval()
     qconfig = fxq.high_precision_outputs(model, batches[0], target)
-    assert list(qconfig.names) == ["behind", "image", "limited"]
+    assert list(qconfig.names) == ["behind", "image"]
     plain = fxq.calibrate(fxq.prepare(model, batches[0], target), batches)
     wide = fxq.calibrate(fxq.prepare(model, batches[0], target, qconfig), batches)
     assert {layer.dtype for layer in fxq.layers(wide) if layer.name in qconfig.names} == {"int32"}
@@ -116,6 +116,20 @@ def test_sums_that_the_model_returns_may_be_left_as_they_are(target: str, batche
     wanted, found, before = model(batches[0]), integer(batches[0]), plain(batches[0])
     assert noise([wanted["image"]], [found["image"]]) < 0.7 * noise([wanted["image"]], [before["image"]])
     assert torch.equal(found["squashed"], before["squashed"])
+
+
+@pytest.mark.parametrize(("target", "rules"), [("bayes-e", {"up": "int16"}), ("bernoulli2", {})])
+def test_a_map_of_more_elements_than_the_inputs_is_not_returned_as_a_sum(target: str, rules: dict[str, str]) -> None:
+    class Upscaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down, self.up = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.up(F.relu(self.down(x)))
+
+    found = fxq.high_precision_outputs(Upscaled().eval(), torch.randn(2, 3, 8, 8), target)
+    assert {name: rule.output.dtype for name, rule in found.names.items()} == rules
 
 
 class Moved(nn.Module):
