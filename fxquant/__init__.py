@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fxquant.backends.c.export_c import export_c
     from fxquant.backends.horizon.compiled_program import CompiledCost
     from fxquant.backends.horizon.compiling import compile_horizon
-    from fxquant.backends.horizon.export import export_horizon
+    from fxquant.backends.horizon.export import HorizonOptions, export_horizon
     from fxquant.backends.onnx.metadata import onnx_metadata
     from fxquant.backends.onnx.segments import export_segments, run_segments
     from fxquant.calibration.calibration import freeze, qparams, set_qparams, set_state
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         UnsupportedOperator,
     )
     from fxquant.frontend import trace, wrap
+    from fxquant.nn.camera import with_camera
     from fxquant.numerics.rounding import AdaptiveRounding, Nearest, Rounding
     from fxquant.ops.core.custom import operator, unary
     from fxquant.options import Options
@@ -115,6 +116,7 @@ __all__ = [
     "FxQuantError",
     "GraphDifference",
     "HistogramObserver",
+    "HorizonOptions",
     "Intermediate",
     "Interrupted",
     "KLObserver",
@@ -209,6 +211,7 @@ __all__ = [
     "tuning",
     "unary",
     "verify",
+    "with_camera",
     "wrap",
 ]
 
@@ -223,7 +226,7 @@ _FROM = {
     "fxquant.backends.aten.programs": "export_pt2 export_torchscript",
     "fxquant.backends.c.export_c": "export_c",
     "fxquant.backends.horizon.compiling": "compile_horizon",
-    "fxquant.backends.horizon.export": "export_horizon",
+    "fxquant.backends.horizon.export": "HorizonOptions export_horizon",
     "fxquant.backends.horizon.compiled_program": "CompiledCost",
     "fxquant.backends.onnx.metadata": "onnx_metadata",
     "fxquant.backends.onnx.segments": "export_segments run_segments",
@@ -233,6 +236,7 @@ _FROM = {
     "NotCalibrated NotFinite ScaleConflict StageViolation TraceError UnknownTarget UnsupportedOperator",
     "fxquant.reporting.forms": "record verify",
     "fxquant.frontend": "trace wrap",
+    "fxquant.nn.camera": "with_camera",
     "fxquant.ops.core.custom": "operator unary",
     "fxquant.options": "Options",
     "fxquant.calibration.calibration": "freeze qparams set_qparams set_state",

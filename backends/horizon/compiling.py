@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fxquant.backends.horizon.export import LAYERS, SCRIPT
-from fxquant.backends.horizon.formats import HB_MAPPER, OUTPUT
+from fxquant.backends.horizon.export import HB_MAPPER, LAYERS, OUTPUT, SCRIPT
 from fxquant.backends.horizon.tool import STEPS, Running, Tool, failure, step_of
 from fxquant.errors import ConfigurationError
 from fxquant.support.arguments import FOLDER, checked

@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,92 @@ from torch import Tensor, fx
 
 from fxquant.analysis.explain import refused
 from fxquant.analysis.recording import returned
-from fxquant.backends.horizon.formats import FORMATS, HB_MAPPER, OUTPUT, README, Format
+from fxquant.backends.onnx.calibrated import OPSET as CALIBRATED_OPSET
+from fxquant.backends.onnx.calibrated import CalibratedWriter
 from fxquant.backends.onnx.export import check_arguments, save_models
-from fxquant.backends.onnx.horizon import OPSET, fixed_shape, float_nodes
+from fxquant.backends.onnx.horizon import OPSET, HorizonWriter, fixed_shape, float_nodes, turn_outputs
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.graph import TensorFact, fact, source
-from fxquant.ir.integer import Operation, operation, qparams
+from fxquant.ir.integer import QParams, operation, qparams
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops import BY_NAME
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.primitives import PRIMITIVES
+from fxquant.primitives.quantization import dequantize
 from fxquant.support import logger
-from fxquant.support.arguments import FOLDER, TEXT, checked, choice, such
+from fxquant.support.arguments import FOLDER, POSITIVE, TEXT, checked, checked_class, choice, such
 from fxquant.support.progress import working
+
+# ---- The files that each of the vendor's compilers reads: one record for hb_mapper, one for hb_compile -----------------
+#
+# The keys of hb_mapper's configuration are those that it accepts here. The files for hb_compile follow public documents only, and have not
+# been tried with it: D-Robotics, OpenExplore S100 3.5.0, "hb_compile" (the command and its configuration) and "PTQ FAQ" (opset 10 to 19,
+# O0 to O2). Keys that these do not name are hb_mapper's.
+
+OUTPUT = "model_output"  # where the compiler writes, inside the folder
+README = "README.txt"
+
+
+@dataclass(frozen=True)
+class Format:
+    """The files of one compiler.
+
+    compiler       its command
+    marches        the targets that it compiles for
+    writer, opset  how the ONNX file is written
+    highest        the highest level of its optimization
+    commands       the script, with names in braces
+    unknown        keys of the configuration that it does not have
+    untried        what the README says of files that were not tried with a compiler; None if they were
+    """
+
+    compiler: str
+    marches: tuple[str, ...]
+    writer: type[HorizonWriter]
+    opset: int
+    highest: str
+    commands: str
+    unknown: tuple[str, ...] = ()
+    untried: str | None = None
+
+
+HB_MAPPER = Format(
+    "hb_mapper",
+    ("bernoulli2", "bayes", "bayes-e"),
+    HorizonWriter,
+    OPSET,
+    "O3",
+    """\
+#!/bin/sh
+# Makes {output}/{name}.bin of {name}.onnx with the vendor's compiler, whose programs are in PATH; then says what it costs.
+set -e
+cd "$(dirname "$0")"
+hb_mapper makertbin --model-type onnx --config {name}.yaml
+hb_perf {output}/{name}.bin
+""",
+)
+HB_COMPILE = Format(
+    "hb_compile",
+    ("nash-e", "nash-m", "nash-b", "nash-p", "nash-h"),
+    CalibratedWriter,
+    CALIBRATED_OPSET,
+    "O2",
+    """\
+#!/bin/sh
+# Untried: makes {output}/{name}.hbm of {name}.onnx with the vendor's hb_compile, which is in PATH.
+set -e
+cd "$(dirname "$0")"
+hb_compile --config {name}.yaml
+""",
+    ("input_layout_rt", "input_layout_train", "run_on_cpu", "debug"),
+    """\
+Untried. These files follow public documents of hb_compile and were not compiled, because that tool cannot be installed freely.
+fxquant's tests evaluate such files with a reference implementation of HzCalibration: round to even of x / scale, clamp, times scale.
+Compare the outputs of the .hbm with those of the integer model before you rely on it.
+""",
+)
+FORMATS = {march: format for format in (HB_MAPPER, HB_COMPILE) for march in format.marches}
+
 
 # ---- Images from a camera as the input of a compiled program ---------------------------------------------------------
 #
@@ -37,45 +111,31 @@ from fxquant.support.progress import working
 #
 # So the bytes minus 128 are the integers of the model's input. For NV12 the hardware first repeats U and V for two by two pixels.
 
-
 CENTRE = 128  # of a byte: the compiler's int8 is the byte minus this
-MEAN = f"\n  mean_value: '{CENTRE} {CENTRE} {CENTRE}'"
 HALF = 2  # NV12 has one U and one V for two by two pixels
 
 
-def check_camera(integer: fx.GraphModule, format: Format, camera: str) -> None:
+def check_camera(integer: fx.GraphModule, camera: str) -> None:
     """Raise ConfigurationError if a program cannot take its only input from a camera with the integers of `integer`."""
-    (first, *others) = integer.graph.find_nodes(op="placeholder")
+    first, *others = integer.graph.find_nodes(op="placeholder")
+    shape, wrong = getattr(fact(first), "shape", ()), [user for user in first.users if qparams(user) != QParams(1.0, "int8")]
     because = None
-    if camera not in format.cameras:
-        because = f"files with a camera are not written for {format.compiler}"
+    if integer.meta["target"].name not in HB_MAPPER.marches:
+        because = f"files with a camera are not written for {FORMATS[integer.meta['target'].name].compiler}"
     elif others:
         because = f"it has {1 + len(others)} inputs, and one alone may come from a camera"
-    else:
-        because = _not_an_image(first, camera)
+    elif len(shape) != 4 or shape[1] != 3:
+        because = f"the input {first.name!r} has the shape {list(map(str, shape))}, and an image has 3 channels"
+    elif camera == "nv12" and any(not isinstance(size, int) or size % HALF for size in shape[2:]):
+        because = f"the input {first.name!r} has {shape[2]} rows of {shape[3]} pixels, and NV12 has an even number of both"
+    elif wrong:
+        because = f"%{wrong[0].name} reads the input {first.name!r} as {qparams(wrong[0])}, and a byte less 128 is int8 on the scale 1"
     if because is not None:
         raise ConfigurationError(
             f"the model cannot take {camera} from a camera",
             because=because,
-            remedy="let fxq.nn.YuvToRgb(centred=True, …) be its first module, which takes YUV less 128 as (N, 3, H, W), and set its input's"
-            f" scale before converting: fxq.set_qparams(prepared, {{'{first.name}_quantize': 1.0}}); or leave out camera=",
+            remedy="pass fxq.with_camera(integer, 'rgb', mean=…, std=…), which takes YUV less 128; or leave out camera=",
         )
-
-
-def _not_an_image(node: fx.Node, camera: str) -> str | None:
-    """Return why an input is not an image on the grid of bytes minus 128; None if it is one."""
-    known = fact(node)
-    shape = known.shape if isinstance(known, TensorFact) else ()
-    if len(shape) != 4 or shape[1] != 3:
-        return f"the input {node.name!r} has the shape {list(map(str, shape))}, and an image has 3 channels"
-    if camera == "nv12" and any(not isinstance(size, int) or size % HALF for size in shape[2:]):
-        return f"the input {node.name!r} has {shape[2]} rows of {shape[3]} pixels, and NV12 has an even number of both"
-    for user in node.users:
-        described = qparams(user)
-        if described is None or described.dtype != "int8" or float(described.scale) != 1.0:  # type: ignore[arg-type]
-            shown = "in float" if described is None else f"{described.dtype} on the scale {float(described.scale):g}"  # type: ignore[arg-type]
-            return f"%{user.name} reads the input {node.name!r} {shown}, and a byte less 128 is int8 on the scale 1"
-    return None
 
 
 def nv12_of(image: Tensor) -> Tensor:
@@ -95,59 +155,80 @@ def nv12_of(image: Tensor) -> Tensor:
     return torch.cat([planes[..., 0], chroma.reshape(height // HALF, width)])
 
 
-LAYERS = "layers.json"
-SCRIPT = "compile.sh"
+LAYERS, SCRIPT = "layers.json", "compile.sh"
 PLAIN = re.compile(r"[\w.+/-]+")  # names that the configuration can hold in quotes and in lists
 NAME = such("a name of letters, digits, _, . and -", TEXT.take, lambda name: bool(PLAIN.fullmatch(name)) and "/" not in name)
 
 
-@checked(
-    folder=FOLDER,
-    name=NAME,
-    optimize=choice(*HB_MAPPER.levels),
-    mode=choice("latency", "bandwidth"),
-    camera=choice(*HB_MAPPER.cameras).or_none("float32"),
+@checked_class(
+    optimize_level=choice("O0", "O1", "O2", "O3"),
+    compile_mode=choice("latency", "bandwidth"),
+    core_num=such("1 or 2", POSITIVE.take, lambda value: value <= 2),
+    jobs=POSITIVE.or_none("the compiler's own number"),
+    outputs=choice("float32", "integer"),
+    layout=choice("NHWC").or_none("the order of the model"),
 )
+@dataclass(frozen=True, kw_only=True)
+class HorizonOptions:
+    """Options of `export_horizon`: four keys of the compiler's configuration, and what its program returns.
+
+    optimize_level  "O0" to "O3"; hb_compile's highest level is O2, which it gets for O3
+    compile_mode    what is optimized for: "latency" or "bandwidth"
+    core_num        the number of the BPU's cores that one run uses: 1 or 2
+    jobs            processes of the compiler
+    outputs         "float32", or "integer": int8, int16 or int32 without the dequantization on the processor. layers.json then has the
+                    dtype, the shape and the scales of each output: one, or one for each channel
+    layout          "NHWC": outputs (N, C, H, W) are returned as (N, H, W, C)
+    """
+
+    optimize_level: str = "O3"
+    compile_mode: str = "latency"
+    core_num: int = 1
+    jobs: int | None = None
+    outputs: str = "float32"
+    layout: str | None = None
+
+
+@checked(folder=FOLDER, name=NAME, camera=choice("nv12", "yuv444").or_none("float32"))
 @working("writing for the vendor's compiler")
 def export_horizon(
     integer: fx.GraphModule,
     folder: str | os.PathLike[str],
     name: str = "model",
     *,
-    optimize: str = "O2",
-    mode: str = "latency",
     camera: str | None = None,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
+    options: HorizonOptions = HorizonOptions(),
 ) -> Path:
     """Write the files that the target's vendor compiler takes into a folder, and return the folder's path.
 
     The folder holds NAME.onnx, at opset 11 with a batch of 1, quantize and dequantize pairs and float weights on their grids; NAME.yaml,
-    the configuration of hb_mapper; compile.sh, the commands; and layers.json, the source line of each layer, for the errors of
-    `compile_horizon`. Equal models give equal bytes. The file takes and returns float32, in the model's order of dimensions.
+    the configuration of hb_mapper; compile.sh, the commands; and layers.json, the source line of each layer and the shape of each output.
+    Equal models give equal bytes. Unless asked otherwise, the program takes and returns float32, in the model's order of dimensions.
 
     The program that the compiler makes computes the integers of `integer`: `verify(integer, "model.bin", batches)` proves it on batches.
     Operators that stay in float are written as they are, and run on the processor.
 
-    optimize   the level of the compiler: "O0" to "O3"
-    mode       what it optimizes for: "latency" or "bandwidth"
     camera     what the program takes in place of float32: "nv12" from the camera's pyramid, or "yuv444" from memory, each channel in 0…255.
-               The model's only input is then YUV minus 128, int8 on the scale 1: `fxq.nn.YuvToRgb(centred=True, …)` is its first module,
-               and its input's scale is set by `set_qparams`. The program's integers are those of `integer`
+               `integer` is then what `with_camera` returns: its only input is YUV minus 128, int8 on the scale 1
     input_names, output_names  names in the file; by default those of the graph
 
     For nash targets the file has opset 19 and `HzCalibration` nodes, and compile.sh calls hb_compile. These files follow public documents,
     and have not been tried with a compiler; a warning and README.txt say so.
 
-    Raises ConfigurationError if the model is not an integer model or the compiler does not support its target. Raises ExportError for
-    operators that its program would compute differently, such as an upper clamp inside the range of its grid, or an average pool of int16.
+    Raises ConfigurationError if the model is not an integer model, the compiler does not support its target, or an output that is to be an
+    integer is computed in float. Raises ExportError for operators that its program would compute differently, such as an upper clamp inside
+    the range of its grid.
     """
     check_arguments(integer, "qdq", "float", OPSET)
-    target = _check_target(integer)
+    target = integer.meta["target"].name
+    check_march(target)
+    if not returned(integer):
+        raise ExportError("there is nothing to write", because="the model returns no tensor", remedy="return a tensor in forward")
     format = FORMATS[target]
-    format.check_level(optimize)
     if camera is not None:
-        check_camera(integer, format, camera)
+        check_camera(integer, camera)
     for error in refusals(integer):
         raise error
     model = format.writer(integer, "float", format.opset).write(input_names, output_names)
@@ -158,12 +239,14 @@ def export_horizon(
                 because="the compiler's configuration lists names with ; between them",
                 remedy="pass input_names of letters, digits, _, . and -",
             )
+    if options.layout is not None:
+        turn_outputs(model)
+    layers = {**_layers(integer, name, target), "outputs": _outputs(integer, model, options)}
     directory = Path(folder)
-    inputs = [(info.name, fixed_shape(info)) for info in model.graph.input]
     beside = {
-        f"{name}.yaml": _configuration(format, name, target, inputs, optimize, mode, camera, float_nodes(integer, model)),
+        f"{name}.yaml": _configuration(integer, model, name, options, camera),
         SCRIPT: format.commands.format(name=name, output=OUTPUT),
-        LAYERS: json.dumps(_layers(integer, name, target), indent=1, ensure_ascii=False) + "\n",
+        LAYERS: json.dumps(layers, indent=1, ensure_ascii=False) + "\n",
     }
     if format.untried is not None:
         beside[README] = format.untried
@@ -189,35 +272,53 @@ def refusals(integer: fx.GraphModule) -> list[ExportError]:
     return errors
 
 
-def _configuration(
-    format: Format,
-    name: str,
-    march: str,
-    inputs: list[tuple[str, list[int]]],
-    level: str,
-    mode: str,
-    camera: str | None,
-    processor: list[str],
-) -> str:
-    def every(word: str) -> str:
-        return ";".join(word for _ in inputs)
+def _configuration(integer: fx.GraphModule, model: Any, name: str, options: HorizonOptions, camera: str | None) -> str:
+    march, inputs = integer.meta["target"].name, model.graph.input
+    image, format = camera is not None, FORMATS[march]
+    sections: dict[str, dict[str, Any]] = {
+        "model_parameters": {
+            **{"onnx_model": f"{name}.onnx", "march": march, "output_model_file_prefix": name, "working_dir": OUTPUT},
+            "remove_node_type": "Dequantize" if options.outputs == "integer" else None,
+        },
+        "input_parameters": {
+            "input_name": [info.name for info in inputs],
+            "input_shape": ["x".join(map(str, fixed_shape(info))) for info in inputs],
+            "input_type_rt": [camera or "featuremap"] * len(inputs),
+            "input_layout_rt": ["NHWC" if image else "NCHW"] * len(inputs),
+            "input_type_train": ["yuv444" if image else "featuremap"] * len(inputs),
+            "input_layout_train": ["NCHW"] * len(inputs),
+            "norm_type": ["data_mean" if image else "no_preprocess"] * len(inputs),
+            "mean_value": f"{CENTRE} {CENTRE} {CENTRE}" if image else None,
+        },
+        "calibration_parameters": {"calibration_type": "load", "run_on_cpu": float_nodes(integer, model) or None},
+        "compiler_parameters": {
+            **{"compile_mode": options.compile_mode, "optimize_level": min(options.optimize_level, format.highest), "debug": True},
+            **{"core_num": options.core_num, "jobs": options.jobs},
+        },
+    }
+    lines = []
+    for section, entries in sections.items():
+        written = {key: ";".join(each) if isinstance(each, list) else each for key, each in entries.items() if key not in format.unknown}
+        lines += [f"{section}:", *(f"  {key}: {value!r}" for key, value in written.items() if value is not None)]
+    return "\n".join(lines) + "\n"
 
-    return format.configuration.format(
-        name=name,
-        march=march,
-        output=OUTPUT,
-        names=";".join(input for input, _ in inputs),
-        shapes=";".join("x".join(map(str, shape)) for _, shape in inputs),
-        types=every("featuremap" if camera is None else camera),
-        trained=every("featuremap" if camera is None else "yuv444"),
-        layouts=every("NCHW"),
-        arrived=every("NCHW" if camera is None else "NHWC"),
-        norms=every("no_preprocess" if camera is None else "data_mean"),
-        mean="" if camera is None else MEAN,
-        processor=f"\n  run_on_cpu: '{';'.join(processor)}'" if processor else "",
-        level=level,
-        mode=mode,
-    )
+
+def _outputs(integer: fx.GraphModule, model: Any, options: HorizonOptions) -> dict[str, Any]:
+    """Return the shape and layout of each output, of integers also dtype and scales. Raises ConfigurationError for one in float."""
+    described: dict[str, Any] = {}
+    for node, output in zip(returned(integer), model.graph.output, strict=True):
+        shape = fixed_shape(output)
+        entry = described[output.name] = {"shape": shape, "layout": options.layout if len(shape) == 4 else None}
+        if options.outputs == "integer":
+            grid = qparams(node.all_input_nodes[0]) if node.target is dequantize else None
+            if grid is None or integer.meta["target"].name not in HB_MAPPER.marches:
+                raise ConfigurationError(
+                    f"the output {output.name!r} cannot be an integer",
+                    because=f"%{node.name} is computed in float, on the processor",
+                    remedy="return what the last quantized layer computes; programs for nash targets return float32",
+                )
+            entry |= {"dtype": grid.dtype, "scale": grid.scale}
+    return described
 
 
 def _layers(integer: fx.GraphModule, name: str, march: str) -> dict[str, Any]:
@@ -235,15 +336,6 @@ def check_march(name: str) -> None:
             because=f"they compile for {', '.join(FORMATS)}, and their programs compute other integers than {name}",
             remedy=f"prepare the model for {' or '.join(HB_MAPPER.marches)}, or write it with fxq.export_onnx(style='qdq')",
         )
-
-
-def _check_target(integer: fx.GraphModule) -> str:
-    """Return the target's name. Raises ConfigurationError if no compiler computes its integers, ExportError if nothing is returned."""
-    name: str = integer.meta["target"].name
-    check_march(name)
-    if not returned(integer):
-        raise ExportError("there is nothing to write", because="the model returns no tensor", remedy="return a tensor in forward")
-    return name
 
 
 def _check_node(node: fx.Node) -> None:
@@ -267,7 +359,8 @@ def _check_node(node: fx.Node) -> None:
     described, lowered = qparams(node), operation(node)
     if described is None or lowered is None or described.dtype not in ("int8", "int4", "int16"):
         return
-    low, high = _clamp(lowered)
+    fused = lowered.arguments
+    low, high = (fused.get("min"), fused.get("max")) if BY_NAME[lowered.name].function is clamp else fused.get("clamp") or (None, None)
     scale, dtype = float(described.scale), ACTIVATION_TYPES[described.dtype]  # type: ignore[arg-type]
     inside = {
         which: f"{bound:g} is {bound / scale:.4g} steps of {scale:.6g}"
@@ -291,8 +384,8 @@ def _check_bits(node: fx.Node) -> None:
     record = PRIMITIVES.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
     if record is None or record.kind == "float":  # an int32 accumulator is dequantized as it is
         return
-    read = [known.dtype for operand in node.all_input_nodes if (known := qparams(operand)) is not None]
-    wide = next((dtype for dtype in read if ACTIVATION_TYPES[dtype].bits > record.chip_bits), None)
+    grids = [grid for operand in node.all_input_nodes if (grid := qparams(operand)) is not None]
+    wide = next((grid.dtype for grid in grids if ACTIVATION_TYPES[grid.dtype].bits > record.chip_bits), None)
     if wide is not None:
         raise ExportError(
             f"%{node.name} cannot be computed of {wide} on the chip",
@@ -300,12 +393,3 @@ def _check_bits(node: fx.Node) -> None:
             because=f"the vendor's compiler computes {record.name} of {record.chip_bits} bits; of {wide} its program gives other values",
             remedy="quantize what it reads as int8: set_module_name(…, fxq.QConfig(fxq.ActivationConfig('int8'))) in the qconfig mapping",
         )
-
-
-def _clamp(lowered: Operation) -> tuple[float | None, float | None]:
-    """Return the limits that are fused into an operator, or that it consists of; None for a missing limit."""
-    if BY_NAME[lowered.name].function is clamp:
-        low, high = lowered.arguments.get("min"), lowered.arguments.get("max")
-    else:
-        low, high = lowered.arguments.get("clamp") or (None, None)
-    return low, high

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, fx
 
 from fxquant.analysis.recording import ACCUMULATORS, QUANTIZED, Form, GraphForm, Values, Wanted, returned
 from fxquant.backends.horizon.compiled_program import Binary, Feature, inner_values
+from fxquant.backends.horizon.export import LAYERS
 from fxquant.backends.onnx.horizon import Connections, Place, horizon_values
 from fxquant.errors import CompilationError, ExportError
 from fxquant.ir.graph import BatchDim, TensorFact, fact
@@ -32,7 +34,11 @@ class SimulatedForm(Form):
         self.binary, self.reference = Binary(path), GraphForm(integer)
         self.march = integer.meta["target"].march
         self.quantized = path.parent / f"{path.stem}{QUANTIZED_MODEL}"
-        self.connections = Connections(self.quantized, horizon_values(integer))
+        about = path.parent.parent / LAYERS
+        outputs = json.loads(about.read_text(encoding="utf-8")).get("outputs", {}) if about.is_file() else {}
+        turned, values = [name for name, described in outputs.items() if described["layout"] is not None], horizon_values(integer)
+        values |= {name: values[node.name] for name, node in zip(outputs, returned(integer), strict=False) if node.name in values}
+        self.connections = Connections(self.quantized, values, turned)
         self.unseen: dict[str, str] = {}
         ends = [feature for program in self.binary.programs for feature in program.outputs]
         self.places = {feature: place for feature in ends if (place := self._output(feature)) is not None}
@@ -53,7 +59,7 @@ class SimulatedForm(Form):
         because = "it is a value inside of an operator, the rest of which the processor computes"
         if place is not None and place.node in self.reference.nodes:
             described = qparams(self.reference.nodes[place.node])
-            if described is not None and _stored(described.dtype) == feature.dtype:
+            if described is not None and described.dtype.replace("int4", "int8") == feature.dtype:
                 return place
             because = f"it is {feature.dtype}, and %{place.node} is {'not quantized' if described is None else described.dtype}"
         self.unseen[feature.name] = because
@@ -161,10 +167,6 @@ def _in_order(value: Tensor, wanted: Tensor, channels_last: bool) -> Tensor:
         return value.reshape(wanted.shape)
     rows, channels, height, width = wanted.shape
     return value.reshape(rows, height, width, channels).permute(0, 3, 1, 2)
-
-
-def _stored(dtype: str) -> str:
-    return "int8" if dtype == "int4" else dtype
 
 
 def _require(holds: bool, path: Path, because: str) -> None:

@@ -10,7 +10,7 @@ int16, and the scales of a weight that are not its largest magnitudes over 127.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -125,6 +125,20 @@ def float_nodes(integer: fx.GraphModule, model: onnx.ModelProto) -> list[str]:
 def fixed_shape(info: onnx.ValueInfoProto) -> list[int]:
     """Return the sizes of a value at a batch of 1."""
     return [_at_one(dim.dim_param) if dim.dim_param else dim.dim_value for dim in info.type.tensor_type.shape.dim]
+
+
+def turn_outputs(model: onnx.ModelProto) -> None:
+    """Let the outputs (N, C, H, W) of a file be (N, H, W, C); the compiler joins the transposition with the last layer."""
+    for output in model.graph.output:
+        dims, name = output.type.tensor_type.shape.dim, output.name
+        if len(dims) != 4:
+            continue
+        for node in model.graph.node:
+            for names in (node.input, node.output):
+                names[:] = [f"{name}/NCHW" if each == name else each for each in names]
+        model.graph.node.append(helper.make_node("Transpose", [f"{name}/NCHW"], [name], f"{name}/NHWC", perm=[0, 2, 3, 1]))
+        for dim, size in zip(dims, [dims[axis].dim_value for axis in (0, 2, 3, 1)], strict=True):
+            dim.dim_value = size
 
 
 def _at_one(size: str) -> int:
@@ -260,9 +274,9 @@ def named_values(model: onnx.ModelProto) -> dict[str, str]:
 
 
 class Connections:
-    """The quantized model that the tool wrote, as a graph of names."""
+    """The quantized model that the tool wrote, as a graph of names; outputs in `last` are channels last in the file that it read."""
 
-    def __init__(self, path: Path, values: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, values: Mapping[str, str], last: Collection[str] = ()) -> None:
         try:
             model = onnx.load(str(path))
         except Exception as error:
@@ -271,7 +285,7 @@ class Connections:
                 because="the names of a program's tensors are in the quantized model that the compiler writes into the same folder",
                 remedy="keep the folder that fxq.compile_horizon fills together",
             ) from error
-        self.values = values
+        self.values, self.last = values, last
         self.outputs = [output.name for output in model.graph.output]
         self.producers = {name: node for node in model.graph.node for name in node.output}
         self.readers = readers_of(model.graph)
@@ -305,7 +319,7 @@ class Connections:
             for node in self.readers.get(name, []):
                 if node.op_type in BEHIND and node.input[0] == name and node.output[0] not in seen:
                     seen.add(node.output[0])
-                    waiting.append((node.output[0], turned != _turns(node)))
+                    waiting.append((node.output[0], turned ^ _turns(node) ^ (node.output[0] in self.last)))
 
     def _before(self, tensor: str) -> Iterator[tuple[str, bool]]:
         """Yield the values before a tensor that hold its elements, and whether they are transposed relative to it."""

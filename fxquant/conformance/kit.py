@@ -20,8 +20,7 @@ from torch import Tensor, fx, nn
 from fxquant import backends
 from fxquant.api import calibrate, convert, prepare
 from fxquant.backends.horizon.compiling import LOG, compile_horizon
-from fxquant.backends.horizon.export import export_horizon, refusals
-from fxquant.backends.horizon.formats import HB_MAPPER
+from fxquant.backends.horizon.export import HB_MAPPER, HorizonOptions, export_horizon, refusals
 from fxquant.backends.horizon.tool import Tool
 from fxquant.conformance import board, manifest
 from fxquant.conformance.manifest import Case, Kit, ProbeProgram, Refusal, digest, packed
@@ -130,7 +129,7 @@ class Compiled:
 
 def compile_model(integer: fx.GraphModule, to: Path, name: str = "model") -> Compiled:
     """Compile an integer model without optimization into a folder. Raises what `export_horizon` and `compile_horizon` raise."""
-    folder = export_horizon(integer, to, name, optimize="O0")
+    folder = export_horizon(integer, to, name, options=HorizonOptions(optimize_level="O0"))
     binary = compile_horizon(folder, show_progress=False)
     rows = (line.split() for line in (folder / LOG).read_text(encoding="utf-8").splitlines())
     return Compiled(binary, {row[0]: row[1] for row in rows if len(row) > 3 and row[1] in ("BPU", "CPU")})

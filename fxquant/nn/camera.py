@@ -9,11 +9,23 @@ on 128, and `centred` subtracts 128 from every channel, so that a byte becomes t
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
+
+from fxquant.api.preparing import convert, prepare
+from fxquant.errors import ConfigurationError
+from fxquant.ir.graph import attach, describe, fact, module_path, resolve, source
+from fxquant.ir.integer import Operation, Reference, qparams, set_operation
+from fxquant.ir.model import replace_graph
+from fxquant.prepared.stage import require_integer
+from fxquant.quantization.spec import ActivationConfig, QConfig
+from fxquant.support.arguments import checked, choice, such
 
 # ---- Colour spaces: a product with a three by three matrix, as a convolution of kernel 1 -----------------------------
 
@@ -23,16 +35,23 @@ FULL = ((0.299, 0.587, 0.114), (-0.168736, -0.331264, 0.5), (0.5, -0.418688, -0.
 STUDIO = ((0.256788, 0.504129, 0.097906), (-0.148223, -0.290993, 0.439216), (0.439216, -0.367788, -0.071427))  # Y in 16…235
 
 
-class RgbToYuv444(nn.Module):
+class _Product(nn.Module):
+    """A convolution of kernel 1 with constants."""
+
+    weight: Tensor
+    bias: Tensor
+    order: tuple[int, ...] = (0, 1, 2)  # the positions of red, green and blue
+
+    def forward(self, image: Tensor) -> Tensor:
+        return F.conv2d(image, self.weight, self.bias)
+
+
+class RgbToYuv444(_Product):
     """(N, 3, H, W) in 0…255, red first, to Y, U, V by ITU-R BT.601.
 
     swing     "full" (Y in 0…255) or "studio" (Y in 16…235, U and V in 16…240)
     centred   whether 128 is subtracted from every channel, as the image inputs of the BPU targets require
     """
-
-    weight: Tensor
-    bias: Tensor
-    order: tuple[int, ...] = (0, 1, 2)  # the positions of red, green and blue
 
     def __init__(self, swing: str = "full", centred: bool = False) -> None:
         super().__init__()
@@ -46,9 +65,6 @@ class RgbToYuv444(nn.Module):
         self.register_buffer("weight", placed.reshape(3, 3, 1, 1))
         self.register_buffer("bias", offset - 128.0 if centred else offset)
 
-    def forward(self, image: Tensor) -> Tensor:
-        return F.conv2d(image, self.weight, self.bias)
-
 
 class BgrToYuv444(RgbToYuv444):
     """`RgbToYuv444` for an image whose first channel is blue."""
@@ -59,17 +75,13 @@ class BgrToYuv444(RgbToYuv444):
 HALF = 2  # NV12 has one U and one V for two by two pixels
 
 
-class YuvToRgb(nn.Module):
+class YuvToRgb(_Product):
     """(N, 3, H, W) of Y, U, V to red, green, blue in 0…255, normalised: (rgb - mean) / std; one convolution of kernel 1.
 
     It is the inverse of `RgbToYuv444` with equal `swing` and `centred`. Nothing is clamped: colours outside of RGB are kept.
 
     mean, std   numbers of 0…255 for each of red, green and blue
     """
-
-    weight: Tensor
-    bias: Tensor
-    order: tuple[int, ...] = (0, 1, 2)  # the colour of each output channel
 
     def __init__(
         self, swing: str = "full", centred: bool = False, mean: Sequence[float] = (0.0, 0.0, 0.0), std: Sequence[float] = (1.0, 1.0, 1.0)
@@ -86,9 +98,6 @@ class YuvToRgb(nn.Module):
         self.register_buffer("weight", matrix[list(self.order)].float().reshape(3, 3, 1, 1))
         self.register_buffer("bias", offset[list(self.order)].float())
 
-    def forward(self, image: Tensor) -> Tensor:
-        return F.conv2d(image, self.weight, self.bias)
-
 
 class YuvToBgr(YuvToRgb):
     """`YuvToRgb` with blue as the first channel; `mean` and `std` are still those of red, green and blue."""
@@ -96,12 +105,8 @@ class YuvToBgr(YuvToRgb):
     order = (2, 1, 0)
 
 
-class RgbToGray(nn.Module):
+class RgbToGray(_Product):
     """(N, 3, H, W) in 0…255, red first, to (N, 1, H, W): the Y of `RgbToYuv444` with equal `swing` and `centred`."""
-
-    weight: Tensor
-    bias: Tensor
-    order: tuple[int, ...] = (0, 1, 2)
 
     def __init__(self, swing: str = "full", centred: bool = False) -> None:
         super().__init__()
@@ -109,9 +114,6 @@ class RgbToGray(nn.Module):
         self.swing, self.centred = swing, centred
         self.register_buffer("weight", whole.weight[:1, list(self.order)].clone())
         self.register_buffer("bias", whole.bias[:1].clone())
-
-    def forward(self, image: Tensor) -> Tensor:
-        return F.conv2d(image, self.weight, self.bias)
 
 
 class BgrToGray(RgbToGray):
@@ -172,3 +174,67 @@ def split_nv12(buffer: Tensor) -> tuple[Tensor, Tensor]:
     count, rows, width = buffer.shape
     height = rows * 2 // 3
     return buffer[:, :height, :, None], buffer[:, height:].reshape(count, height // HALF, width // HALF, HALF)
+
+
+# ---- The colours of a camera in front of an integer model ------------------------------------------------------------
+
+
+COLOURS = such(
+    "numbers of red, green and blue", lambda values: tuple(map(float, values)), lambda values: sum(map(math.isfinite, values)) == 3
+)
+DIVISORS = such("positive numbers of red, green and blue", COLOURS.take, lambda values: min(values) > 0)
+
+
+@checked(train_type=choice("rgb", "bgr"), mean=COLOURS, std=DIVISORS)
+def with_camera(
+    integer: fx.GraphModule, train_type: str = "rgb", *, mean: Sequence[float] = (0.0, 0.0, 0.0), std: Sequence[float] = (1.0, 1.0, 1.0)
+) -> fx.GraphModule:
+    """Return an integer model with the conversion of colours in front, as `export_horizon(…, camera=…)` takes it.
+
+    Its input is YUV minus 128, float32 (N, 3, H, W), in place of the normalized image that `integer` takes. A convolution of kernel 1,
+    quantized as a layer of the target, computes the tensor to which `integer` quantizes its input; it keeps that tensor's name and scale.
+    All that follows is that of `integer`, which is not changed, and no calibration is needed.
+
+    train_type  the order of the channels that the model was trained with: "rgb" or "bgr"
+    mean, std   it was trained with (image - mean) / std: numbers of 0…255 for each of red, green and blue, also for "bgr"
+
+    Raises ConfigurationError unless the model's only input is an image (N, 3, H, W) that it quantizes once, to int8.
+    """
+    require_integer(integer)
+    image, *others = integer.graph.find_nodes(op="placeholder")
+    first, known = next(iter(image.users), image), fact(image)
+    grid, shape = qparams(first), getattr(known, "shape", ())
+    if others or len(image.users) != 1 or grid is None or grid.dtype != "int8" or len(shape) != 4 or shape[1] != 3:
+        raise ConfigurationError(
+            "the model cannot take its image from a camera",
+            because=f"it reads {', '.join(f'{node.name} {fact(node)}' for node in (image, *others))}, and not one image (N, 3, H, W) that"
+            " is quantized once, to int8",
+            remedy="put fxq.nn.YuvToRgb(centred=True, …) in front of the model's image before it is prepared",
+        )
+    layer, graph = nn.Conv2d(3, 3, 1), fx.Graph()
+    layer.load_state_dict({"rgb": YuvToRgb, "bgr": YuvToBgr}[train_type]("full", True, mean, std).state_dict())
+    graph.output(graph.call_module(first.name, (graph.placeholder(f"{first.name}_yuv"),)))
+    qconfig = QConfig(ActivationConfig("int8", scale=float(grid.scale)), input=ActivationConfig("int8", scale=1.0))  # type: ignore[arg-type]
+    model = fx.GraphModule({first.name: layer}, graph).eval()
+    front = convert(prepare(model, torch.zeros(known.at(2)), integer.meta["target"], qconfig))
+    start, _, quantized, *_ = front.graph.nodes
+    set_operation(quantized, Operation("quantize", {"input": Reference(image.name)}, {}))
+
+    made, graph = copy.deepcopy(integer), fx.Graph()
+    copies = {image: graph.node_copy(image)}
+    copies[start] = copies[image]
+    for node in front.graph.nodes:
+        if first not in copies and node is not start:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            if node.op == "get_attr":
+                attach(made, node.target, resolve(front, node.target))
+            else:
+                describe(copies[node], replace(fact(node), shape=shape), source(first), module_path(first), "with_camera")
+            if node.name == first.name:
+                copies[first] = copies[node]
+    for node in integer.graph.nodes:
+        if node not in copies and first not in node.users:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    replace_graph(made, graph)
+    made.recompile()
+    return made

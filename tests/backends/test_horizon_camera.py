@@ -12,13 +12,15 @@ from torch import Tensor, fx, nn
 import fxquant as fxq
 from fxquant.backends.horizon.export import nv12_of
 
+MEAN, STD = (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)
+
 
 class Camera(nn.Module):
     """Centred YUV as normalised RGB, and a layer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.colour = fxq.nn.YuvToRgb(centred=True, mean=(123.7, 116.3, 103.5), std=(58.4, 57.1, 57.4))
+        self.colour = fxq.nn.YuvToRgb(centred=True, mean=MEAN, std=STD)
         self.layer = nn.Conv2d(3, 4, 3, 2, 1)
 
     def forward(self, image: Tensor) -> Tensor:
@@ -33,6 +35,42 @@ def converted(target: str = "bayes-e", scale: float | None = 1.0, size: tuple[in
     if scale is not None:
         fxq.set_qparams(prepared, {"image_quantize": scale})
     return fxq.convert(prepared)
+
+
+def of_rgb(target: str = "bayes-e", train_type: str = "rgb") -> tuple[fx.GraphModule, Tensor, Tensor]:
+    """Return a model that was calibrated with normalized images, YUV less 128 (2, 3, 32, 32), and what it is after normalization."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 1)).eval()
+    yuv = fxq.nn.Nv12ToYuv444(centred=True)(*fxq.nn.rgb_to_nv12(torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)))
+    colours = fxq.nn.YuvToRgb if train_type == "rgb" else fxq.nn.YuvToBgr
+    images = colours(centred=True, mean=MEAN, std=STD)(yuv)
+    return fxq.quantize(model, [images], target, show_progress=False).integer, yuv, images
+
+
+@pytest.mark.parametrize("train_type", ["rgb", "bgr"])
+def test_a_model_of_normalized_images_takes_yuv_after_its_calibration(train_type: str, tmp_path: Path) -> None:
+    integer, yuv, images = of_rgb(train_type=train_type)
+    before = integer(images)
+    model = fxq.with_camera(integer, train_type, mean=MEAN, std=STD)
+    assert torch.equal(integer(images), before)
+    name = "input_1_quantize"  # the image on the model's own grid
+    grid, converted = (next(fxq.record(each, [batch], [name]))[name] for each, batch in ((integer, images), (model, yuv)))
+    assert (grid - converted).abs().max() <= 2  # steps: of weights and of the image, that are rounded
+    assert (model(yuv) - before).norm() < 0.05 * before.norm()
+    assert model.state_dict().keys() > integer.state_dict().keys() - {"integer.input_1_quantize.scale"}
+    loaded = fxq.load(fxq.save(model, tmp_path / "camera.fxq"))
+    assert torch.equal(loaded(yuv), model(yuv))
+    fxq.export_horizon(loaded, tmp_path / "net", camera="nv12")
+    again = fxq.export_horizon(fxq.with_camera(integer, train_type, mean=MEAN, std=STD), tmp_path / "again", camera="nv12")
+    for path in again.iterdir():
+        assert path.read_bytes() == (tmp_path / "net" / path.name).read_bytes()
+
+
+def test_what_has_no_image_to_convert_is_refused() -> None:
+    for model in (gray(), two(), of_rgb("x86")[0]):
+        with pytest.raises(fxq.ConfigurationError, match="cannot take its image from a camera") as refused:
+            fxq.with_camera(model)
+        assert "fxq.nn.YuvToRgb(centred=True" in refused.value.remedy
 
 
 @pytest.mark.parametrize("camera", ["nv12", "yuv444"])
@@ -66,7 +104,7 @@ def two() -> fx.GraphModule:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "another scale": (lambda: converted(scale=0.5), "int8 on the scale 0.5"),
+    "another scale": (lambda: converted(scale=0.5), "scale=0.5"),
     "an odd size": (lambda: converted(size=(8, 9)), "NV12 has an even number of both"),
     "one channel": (gray, "an image has 3 channels"),
     "two inputs": (two, "it has 2 inputs"),
@@ -80,7 +118,7 @@ def test_what_is_no_image_of_a_camera_is_refused(name: str, tmp_path: Path) -> N
     with pytest.raises(fxq.ConfigurationError, match="cannot take nv12 from a camera") as refused:
         fxq.export_horizon(make(), tmp_path / "net", camera="nv12")
     assert because in refused.value.because
-    assert "fxq.nn.YuvToRgb(centred=True" in refused.value.remedy
+    assert "fxq.with_camera(integer, 'rgb'" in refused.value.remedy
     assert not (tmp_path / "net").exists()
 
 

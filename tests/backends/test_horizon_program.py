@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import signal
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from fxquant.backends.onnx.horizon import fixed_shape
 from fxquant.cli import main
 from fxquant.compat import horizon
 from fxquant.compat.horizon.served import march
+from fxquant.ir.integer import qparams
 from tests.shared.horizon_tool import DATE, FakeTool, integers
 from tests.shared.networks import Network
 
@@ -93,15 +95,35 @@ def test_equal_models_are_written_with_equal_bytes(integer: fx.GraphModule, tmp_
 
 
 def test_a_file_has_opset_11_and_a_batch_of_one(integer: fx.GraphModule, tmp_path: Path) -> None:
-    folder = fxq.export_horizon(integer, tmp_path, "net", optimize="O3")
+    folder = fxq.export_horizon(integer, tmp_path, "net", options=fxq.HorizonOptions(optimize_level="O1"))
     model = onnx.load(folder / "net.onnx")
     assert {entry.domain: entry.version for entry in model.opset_import} == {"": 11, "horizon": 1}
     assert [fixed_shape(info) for info in (*model.graph.input, *model.graph.output)] == [[1, 3, 6, 6], [1, 4, 4, 4]]
     assert all(dim.WhichOneof("value") == "dim_value" for info in model.graph.input for dim in info.type.tensor_type.shape.dim)
     written = (folder / "net.yaml").read_text()
-    assert re.search(r"march: 'bayes-e'\n[\s\S]*input_shape: '1x3x6x6'\n[\s\S]*optimize_level: 'O3'", written)
+    assert re.search(r"march: 'bayes-e'\n[\s\S]*input_shape: '1x3x6x6'\n[\s\S]*optimize_level: 'O1'", written)
     assert "--config net.yaml" in (folder / "compile.sh").read_text()
     assert fxq.onnx_metadata(folder / "net.onnx")["style"] == "horizon"
+
+
+def test_outputs_can_be_integers_with_channels_last(tmp_path: Path) -> None:
+    integer = converted(small())
+    folder = fxq.export_horizon(integer, tmp_path, output_names=["y"], options=fxq.HorizonOptions(outputs="integer", layout="NHWC", jobs=4))
+    text = (folder / "model.yaml").read_text()
+    assert "remove_node_type: 'Dequantize'" in text
+    assert "optimize_level: 'O3'\n  debug: True\n  core_num: 1\n  jobs: 4\n" in text
+    (output,) = onnx.load(folder / "model.onnx").graph.output
+    assert (output.name, fixed_shape(output)) == ("y", [1, 4, 4, 4])
+    grid = next(value for node in integer.graph.nodes if node.name == "b" and (value := qparams(node)) is not None)
+    scale = list(grid.scale) if isinstance(grid.scale, tuple) else grid.scale
+    described = json.loads((folder / "layers.json").read_text())["outputs"]
+    assert described == {"y": {"shape": [1, 4, 4, 4], "layout": "NHWC", "dtype": grid.dtype, "scale": scale}}
+
+
+def test_an_output_in_float_is_not_an_integer(tmp_path: Path) -> None:
+    for model, target in ((nn.Sequential(small(), nn.Softmax(1)), "bernoulli2"), (small(), "nash-e")):
+        with pytest.raises(fxq.ConfigurationError, match="cannot be an integer"):
+            fxq.export_horizon(converted(model, target), tmp_path / "net", options=fxq.HorizonOptions(outputs="integer"))
 
 
 def test_every_pair_stands_together(integer: fx.GraphModule, tmp_path: Path) -> None:

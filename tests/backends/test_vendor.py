@@ -15,6 +15,7 @@ import fxquant as fxq
 from fxquant.backends.horizon.tool import Tool
 from fxquant.compat import horizon
 from fxquant.compat.horizon.served import march
+from tests.backends.test_horizon_camera import MEAN, STD, of_rgb
 from tests.backends.test_horizon_camera import converted as with_camera
 
 INSTALLED = bool(os.environ.get("FXQUANT_HORIZON")) or shutil.which("hb_mapper") is not None
@@ -177,6 +178,32 @@ def test_a_program_that_reads_a_camera_computes_the_integer_graph(camera: str, t
     report = fxq.verify(integer, path, [fxq.nn.Nv12ToYuv444(centred=True)(luma, chroma)], show_progress=False)
     assert report, str(report)
     assert report.elements > 0
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "bernoulli2"])
+def test_a_model_of_normalized_images_reads_a_camera(target: str, tmp_path: Path) -> None:
+    integer, yuv, _ = of_rgb(target)
+    model = fxq.with_camera(integer, mean=MEAN, std=STD)
+    path = fxq.compile_horizon(fxq.export_horizon(model, tmp_path / "net", camera="nv12"), show_progress=False)
+    report = fxq.verify(model, path, [yuv], show_progress=False)
+    assert report, str(report)
+    assert report.elements > 0
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "bernoulli2"])
+def test_a_program_that_returns_integers_channels_last_is_compared(target: str, tmp_path: Path) -> None:
+    class Heads(Two):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            y = torch.relu(self.a(x))
+            return y, self.b(y)
+
+    integer = converted(Heads(), target)
+    options = fxq.HorizonOptions(outputs="integer", layout="NHWC", jobs=2)
+    folder = fxq.export_horizon(integer, tmp_path / "net", output_names=["low", "high"], options=options)
+    report = fxq.verify(integer, fxq.compile_horizon(folder), batches())
+    assert report, str(report)
+    assert report.names >= {"a", "b"}
+    assert (folder / "hb_mapper.log").read_text().count("_HzDequantize' is removed") == 2
 
 
 def test_what_stays_in_float_runs_on_the_processor(tmp_path: Path) -> None:

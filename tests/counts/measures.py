@@ -24,8 +24,7 @@ from fxquant.analysis.fused import operator_runs, runner_of
 from fxquant.analysis.layers import HOST
 from fxquant.backends.cpu import native
 from fxquant.backends.cpu.training import SMALLEST
-from fxquant.backends.horizon.export import refusals
-from fxquant.backends.horizon.formats import FORMATS
+from fxquant.backends.horizon.export import FORMATS, refusals
 from fxquant.backends.onnx.horizon import float_nodes
 from fxquant.kernels.admission import is_primitive
 from fxquant.lowering.eager import FusedLowering

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 
 from fxquant.backends.cpu import native
-from fxquant.backends.horizon.formats import FORMATS
+from fxquant.backends.horizon.export import FORMATS
 from fxquant.support.progress import progress
 from tests.counts import measures
 from tests.counts.measures import ANY, AVX2, FEWER_ARE_BETTER, MEASURES, TARGETS, Count

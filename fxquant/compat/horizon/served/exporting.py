@@ -17,7 +17,7 @@ from torch import fx
 import fxquant as fxq
 from fxquant import backends
 from fxquant.backends.horizon.compiled_program import Binary
-from fxquant.backends.horizon.formats import FORMATS, HB_MAPPER
+from fxquant.backends.horizon.export import HB_MAPPER
 from fxquant.compat.common import Refusal, refuses
 from fxquant.compat.horizon.served.flow import integer_of
 from fxquant.compat.horizon.served.march import get_march
@@ -47,18 +47,8 @@ def _folder(module: Any, folder: Path, march: str | None, name: str | None, opt:
             because=f"it was prepared for {own.name}, whose arithmetic is another",
             remedy=f"prepare it after set_march({wanted!r}), or leave march out",
         )
-    level = _level(LEVELS.get(opt, opt), own.name, called)
-    return integer, fxq.export_horizon(integer, folder, name or "model", optimize=level, mode=OPTIMIZE.get(opt, "latency"))
-
-
-def _level(level: str, target: str, called: str) -> str:
-    """Return a level that the target's compiler has: the highest of hb_compile is O2, but the plugin's default is O3."""
-    format = FORMATS.get(target)
-    if format is None or level in format.levels:
-        return level
-    highest = format.levels[-1]
-    logger.info("%s: %s is replaced by %s, the highest level of %s", called, highest, level, format.compiler)
-    return highest
+    options = fxq.HorizonOptions(optimize_level=LEVELS.get(opt, opt), compile_mode=OPTIMIZE.get(opt, "latency"))
+    return integer, fxq.export_horizon(integer, folder, name or "model", options=options)
 
 
 def _say_inputs(called: str, source: Any, input_layout: Any, output_layout: Any) -> None:
