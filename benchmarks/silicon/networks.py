@@ -89,7 +89,7 @@ def _efficientnet() -> nn.Module | None:
     return pretrained
 
 
-def _live(build: Callable[[], nn.Module], channels: int, size: int) -> Callable[[], tuple[nn.Module, list[Tensor]]]:
+def live(build: Callable[[], nn.Module], channels: int, size: int) -> Callable[[], tuple[nn.Module, list[Tensor]]]:
     def made() -> tuple[nn.Module, list[Tensor]]:
         with seeded(0):
             model = build()
@@ -107,12 +107,12 @@ def _pretrained() -> tuple[nn.Module, list[Tensor]] | None:
 
 
 NETWORKS: dict[str, Callable[[], tuple[nn.Module, list[Tensor]] | None]] = {
-    "demo network": _live(lambda: build_demo_network(seed=0), 1, 32),
-    "ResNet-18": _live(lambda: ResNet18(100), 3, SIZE),
-    "MobileNetV2": _live(lambda: MobileNetV2(100), 3, SIZE),
-    "MobileNetV3-small": _live(lambda: MobileNetV3Small(100), 3, SIZE),
-    "U-Net, bilinear": _live(BilinearUNet, 3, SIZE),
-    "YOLO head": _live(Detector, 3, SIZE),
+    "demo network": live(lambda: build_demo_network(seed=0), 1, 32),
+    "ResNet-18": live(lambda: ResNet18(100), 3, SIZE),
+    "MobileNetV2": live(lambda: MobileNetV2(100), 3, SIZE),
+    "MobileNetV3-small": live(lambda: MobileNetV3Small(100), 3, SIZE),
+    "U-Net, bilinear": live(BilinearUNet, 3, SIZE),
+    "YOLO head": live(Detector, 3, SIZE),
     "EfficientNet-Lite0": _pretrained,
 }
 
