@@ -118,7 +118,8 @@ HALF = 2  # NV12 has one U and one V for two by two pixels
 def check_camera(integer: fx.GraphModule, camera: str) -> None:
     """Raise ConfigurationError if a program cannot take its only input from a camera with the integers of `integer`."""
     first, *others = integer.graph.find_nodes(op="placeholder")
-    shape, wrong = getattr(fact(first), "shape", ()), [user for user in first.users if qparams(user) != QParams(1.0, "int8")]
+    shape: tuple[Any, ...] = getattr(fact(first), "shape", ())
+    wrong = [user for user in first.users if qparams(user) != QParams(1.0, "int8")]
     because = None
     if integer.meta["target"].name not in HB_MAPPER.marches:
         because = f"files with a camera are not written for {FORMATS[integer.meta['target'].name].compiler}"

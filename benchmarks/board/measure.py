@@ -18,12 +18,17 @@ from benchmarks.accuracy.floats import sqnr
 from benchmarks.board.networks import Network
 from fxquant.backends.horizon.compiled_program import Binary, CompiledCost
 from fxquant.backends.horizon.compiling import LOG
-from fxquant.backends.horizon.formats import HB_MAPPER
 from fxquant.backends.horizon.tool import Tool, failure
 
 LEVEL = "O2"  # of the compiler's optimization, for both
 VERIFIED = 2  # samples that the simulator computes
-OWN = "'{calibration}'\n  cal_data_dir: 'samples'\n  cal_data_type: 'float32'"  # in place of 'load', with scales of its own
+CONFIGURATION = """\
+model_parameters: {{onnx_model: float.onnx, march: {march}, output_model_file_prefix: float, working_dir: out}}
+input_parameters: {{input_name: x, input_shape: {shape}, input_type_rt: featuremap, input_layout_rt: NCHW, input_type_train: featuremap,
+                   input_layout_train: NCHW, norm_type: no_preprocess}}
+calibration_parameters: {{calibration_type: {calibration}, cal_data_dir: samples, cal_data_type: float32}}
+compiler_parameters: {{compile_mode: latency, optimize_level: {level}, debug: true, core_num: 1}}
+"""
 # Run by the environment's own Python: it returns every output of a quantized model for each sample.
 OUTPUTS = """
 import logging, sys
@@ -99,11 +104,12 @@ def measured(name: str, network: Network, march: str, calibrations: Sequence[str
 
 
 def ours(model: nn.Module, batches: Sequence[Tensor], samples: Tensor, wanted: list[Tensor], march: str, work: Path) -> Program:
-    """Quantize with fxquant's defaults, compile, and compare the simulator's integers with the integer model's."""
-    integer = fxq.quantize(model, batches, target=march, show_progress=False).integer
+    """Quantize with fxquant's defaults and wide outputs, as the vendor's tool has them, compile, and compare the integers."""
+    qconfig = fxq.high_precision_outputs(model, batches[0], march)
+    integer = fxq.quantize(model, batches, target=march, qconfig=qconfig, show_progress=False).integer
     with torch.no_grad():
         decibel = _worst(wanted, _outputs(integer(samples)))
-    folder = fxq.export_horizon(integer, work / "ours", optimize=LEVEL)
+    folder = fxq.export_horizon(integer, work / "ours", options=fxq.HorizonOptions(optimize_level=LEVEL))
     binary = fxq.compile_horizon(folder, show_progress=False)
     lines = (folder / LOG).read_text(encoding="utf-8").splitlines()
     try:
@@ -123,11 +129,9 @@ def vendors(
     (work / "samples").mkdir()
     for index, sample in enumerate(torch.cat(list(batches))):
         sample[None].numpy().tofile(work / "samples" / f"{index}.bin")
-    features = {"types": "featuremap", "trained": "featuremap", "arrived": "NCHW", "layouts": "NCHW", "norms": "no_preprocess", "mean": ""}
-    files = {"name": "float", "names": "x", "shapes": "x".join(map(str, (1, *samples.shape[1:]))), "output": "out"}
-    compiled = {"march": march, "processor": "", "mode": "latency", "level": LEVEL}
-    text = HB_MAPPER.configuration.format(**features, **files, **compiled)
-    (work / "float.yaml").write_text(text.replace("'load'", OWN.format(calibration=calibration)), encoding="utf-8")
+    shape = "x".join(map(str, (1, *samples.shape[1:])))
+    text = CONFIGURATION.format(march=march, shape=shape, calibration=calibration, level=LEVEL)
+    (work / "float.yaml").write_text(text, encoding="utf-8")
     running = tool.run("hb_mapper", "makertbin", "--model-type", "onnx", "-c", "float.yaml", cwd=work)
     binary = work / "out" / "float.bin"
     if running.code or not binary.is_file():

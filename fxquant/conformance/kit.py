@@ -8,7 +8,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,8 @@ def mapping_of(rows: Sequence[Row], dtype: str, scales: str) -> QConfigMapping:
     power = scales == SCALES[1]
     weight = WeightConfig(power_of_two=power)
     config = QConfig(ActivationConfig(dtype, power_of_two=power), weight)
-    mapping = QConfigMapping().set_global(config).set_object_type(torch.cat, config)  # integer also if it is only an output
+    joined = replace(config, output=replace(config.output, training="frozen"))  # so its operands have scales of their own
+    mapping = QConfigMapping().set_global(config).set_object_type(torch.cat, joined)  # integer also if it is only an output
     for index, row in enumerate(rows):
         if row.int32:
             mapping = mapping.set_module_name(f"rows.{index}.layers.c", QConfig(ActivationConfig("int32"), weight))

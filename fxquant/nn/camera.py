@@ -13,6 +13,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -203,7 +204,8 @@ def with_camera(
     require_integer(integer)
     image, *others = integer.graph.find_nodes(op="placeholder")
     first, known = next(iter(image.users), image), fact(image)
-    grid, shape = qparams(first), getattr(known, "shape", ())
+    grid = qparams(first)
+    shape: tuple[Any, ...] = getattr(known, "shape", ())
     if others or len(image.users) != 1 or grid is None or grid.dtype != "int8" or len(shape) != 4 or shape[1] != 3:
         raise ConfigurationError(
             "the model cannot take its image from a camera",

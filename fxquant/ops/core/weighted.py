@@ -367,13 +367,14 @@ def lower_uniform(
 def _lift(layer: LayerSum, bias: Tensor | None, steps: tuple[Tensor, ...], to: Quantizer | None) -> Lift | None:
     """Return by how much the bias's integers grow, as a function of an output's scale; None where the accumulator is rounded otherwise."""
     arithmetic, trailing = layer.lowering.arithmetic, layer.product.trailing
-    if not arithmetic.half_step_in_bias or to is None or to.dtype == INT32:
+    if not arithmetic.half_step_in_bias or to is None or (to.dtype == INT32 and bias is None):
         return None
     step = functools.reduce(torch.mul, steps).detach()
     own = torch.zeros((), dtype=torch.float64, device=step.device) if bias is None else bias.detach().double()
 
     def lift(scale: Tensor) -> Tensor:
-        return per_channel(arithmetic.layer_bias(own, step, scale.detach(), layer.product.transposed) - own, trailing)
+        half_of = torch.zeros_like(scale) if to.dtype == INT32 else scale.detach()  # a sum that is not rounded holds no half step
+        return per_channel(arithmetic.layer_bias(own, step, half_of, layer.product.transposed) - own, trailing)
 
     return lift
 
