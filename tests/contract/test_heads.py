@@ -313,13 +313,13 @@ def test_training_is_validating_through_parts(target: str) -> None:
 def test_a_common_scale_in_the_middle_is_told() -> None:
     x = image()
     model = pair(lambda box, score: torch.cat((box, score), 1).atan()).eval()
-    prepared = compiled(model, [x]).prepared
+    prepared = compiled(model, [x], "nash-e").prepared
     assert "all its tensors share one scale: %sigmoid loses" in fxq.explain(prepared)
     advice = next(each for each in fxq.compare(model, prepared, [x], show_progress=False).advice if each.rule == "held_together")
     assert advice.layer == "cat"
     assert "%sigmoid loses" in advice.cause
     assert "QConfigMapping().set_module_name('cat'" in advice.cure
-    cured = compiled(model, [x], qconfig=fxq.QConfigMapping().set_module_name("cat", None)).prepared
+    cured = compiled(model, [x], "nash-e", qconfig=fxq.QConfigMapping().set_module_name("cat", None)).prepared
     assert not [each for each in fxq.compare(model, cured, [x], show_progress=False).advice if each.rule == "held_together"]
 
 

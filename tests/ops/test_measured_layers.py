@@ -13,11 +13,13 @@ from torch import Tensor, nn
 import fxquant as fxq
 from fxquant.ir.graph import resolve
 from fxquant.ir.integer import qparams
-from fxquant.primitives import accumulate, product
+from fxquant.primitives import accumulate, product, transposed
+from fxquant.primitives.quantization import quantize, requantize_fixed
 from tests.shared import contract, oracle
 from tests.shared.contract import graph_values
 
 RULES = {"bayes-e": oracle.Rules("fixed", measured=True), "bernoulli2": oracle.Rules("fixed", resize_bits=8, measured=True, by_layers=True)}
+SUMS = (accumulate.convolution, accumulate.convolution_wide, transposed.transposed_convolution, transposed.transposed_convolution_wide)
 every_target = pytest.mark.parametrize("target", RULES)
 
 
@@ -125,3 +127,55 @@ def test_a_prelu_keeps_the_contract_whether_steep_or_not(slopes: list[float], tm
     with torch.no_grad():
         near = bool((integer(batch) - made(batch)).square().mean() < 0.001 * made(batch).var())
     assert near == (max(map(abs, slopes)) <= 1)  # a steeper product saturates on the operand's grid, as the chip's does
+
+
+def test_a_concatenation_shares_its_scale_with_what_it_alone_reads() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.again = (nn.Conv2d(3, 3, 1) for _ in range(3))
+            self.head = nn.Conv2d(12, 2, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            again = self.again(x)
+            return self.head(torch.cat((self.one(x), 0.3 * self.two(x), again, torch.relu(again)), 1))
+
+    torch.manual_seed(3)
+    batch = torch.randn(4, 3, 6, 6)
+    for target, together in (("bayes-e", {"mul"}), ("bernoulli2", {"mul"}), ("nash-e", set())):
+        scales = fxq.qparams(contract.compiled(Branches(), [batch], target).prepared)
+        assert {name for name in ("mul", "again") if scales[name] == scales["cat"]} == together
+
+
+@every_target
+def test_a_bias_beyond_16_bits_is_rounded_as_the_chip_does(target: str) -> None:
+    torch.manual_seed(4)
+    layers = nn.Sequential(nn.ConvTranspose2d(3, 4, 2, 2), nn.ReLU(), nn.Conv2d(4, 16, 1))
+    for layer in (layers[0], layers[2]):
+        layer.bias.data.mul_(300)  # type: ignore[union-attr, operator]
+    qconfig = fxq.QConfigMapping().set_module_name("2", fxq.QConfig(fxq.ActivationConfig("int32")))
+    _, integer = contract.compiled(layers, [torch.randn(2, 3, 5, 5)], target, qconfig)
+    first, last = (resolve(integer, node.args[2].target).tolist() for node in integer.graph.nodes if node.target in SUMS)
+    assert all(bias == oracle.lifted_bias(bias, Fraction(1), Fraction(0), 16) for bias in first)
+    assert max(map(abs, first)) > 2**15
+    assert max(map(abs, last)) > 2**15
+    assert all(bias == oracle.lifted_bias(bias, Fraction(1), Fraction(0), 16) for bias in last) == (target == "bernoulli2")
+
+
+def test_the_first_shift_of_a_mean_over_an_image_rounds_half_up_on_bayes() -> None:
+    class Mean(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mean((2, 3))
+
+    torch.manual_seed(5)
+    batch = torch.rand(2, 3, 64, 64)
+    _, integer = contract.compiled(Mean(), [batch], "bayes-e")
+    values = graph_values(integer, batch)
+    image = next(node for node in integer.graph.nodes if node.target is quantize)
+    result = next(node for node in integer.graph.nodes if node.target is requantize_fixed)
+    half = resolve(integer, "integer.mean.first_half")
+    x, to = (oracle.Grid(Fraction(float(qparams(each).scale)), -128, 127, 8) for each in (image, result))  # type: ignore[union-attr]
+    planes = values[image.name].flatten(2).tolist()
+    expected = [[oracle.averaged(plane, len(plane), x, to, RULES["bayes-e"], image=True) for plane in sample] for sample in planes]
+    assert values[result.name].tolist() == expected
+    assert int(half) > 0

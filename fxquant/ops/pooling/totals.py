@@ -45,7 +45,7 @@ def lower_total(lowering: Lowering, input: Quantized, dims: list[int], keepdim: 
 
     half = None if lowering.lifts_late else lift(lowering.output.grid.scale)
     if half is not None and half:
-        total = lowering.call(elementwise.add_constant, total, lowering.constant("half", half, torch.int32))
+        total = lowering.call(elementwise.add_constant, total, lowering.constant("first_half", half, torch.int32))
     return lowering.requantize(total, ratio, clamp, lift=lift)
 
 
