@@ -379,7 +379,7 @@ class Lowering:
         if not value.is_floating_point():  # a mask, or integers: next to an activation they count as float values
             value = value.to(torch.float32)
         self.parameters[f"its constant {role!r}"] = value
-        made = self.weight.integers(value.reshape(1, -1))  # the weight of one channel
+        made = self.weight.integers(value.reshape(1, -1), by_threshold=self.arithmetic.float32_steps)  # the weight of one channel
         scale = made.scale.reshape(())
         if not bool(torch.isfinite(scale)):
             raise self.not_finite()

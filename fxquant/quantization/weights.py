@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fxquant.numerics.grids import (
     SMALLEST_SCALE,
+    WEIGHT_INT8,
     IntType,
     accumulator_bound,
     least_error_scale,
@@ -249,33 +250,39 @@ class WeightQuantizer(torch.nn.Module):
             state_dict.update({learned + "base_scale": start, learned + "stopped": torch.zeros((), dtype=torch.int8, device="cpu")})
             state_dict.update({learned + name: parameter for name, parameter in values})
 
-    def integers(self, weight: Tensor, gain: Tensor | None = None, least: Tensor | None = None, *, keep: bool = False) -> QuantizedWeight:
+    def integers(
+        self, weight: Tensor, gain: Tensor | None = None, least: Tensor | None = None, *, keep: bool = False, by_threshold: bool = False
+    ) -> QuantizedWeight:
         """Return the integers of a float weight, whose channels are its dimension 0.
 
-        gain   what a batch norm has multiplied the channels by, shape (C,)
-        least  what the scales must not fall below, shape (C,) or (): see `numerics.grids.least_scale_for_bias`
-        keep   whether a learned scale that has not started yet starts from this weight
+        gain          what a batch norm has multiplied the channels by, shape (C,)
+        least         what the scales must not fall below, shape (C,) or (): see `numerics.grids.least_scale_for_bias`
+        keep          whether a learned scale that has not started yet starts from this weight
+        by_threshold  whether scales are a float32 threshold over 127: see `Arithmetic.float32_steps`
         """
-        scale, own = self._raised(self._scale(weight, gain, keep), least)
+        scale, own = self._raised(self._scale(weight, gain, keep), least, by_threshold)
         integers = self._rounded(weight, scale, own, gain)
         return QuantizedWeight(integers, scale, own, accumulator_bound(integers, None, 0, 1))
 
-    def folded(self, weight: Tensor, gain: Tensor | None, least: Tensor | None = None) -> QuantizedWeight | None:
+    def folded(
+        self, weight: Tensor, gain: Tensor | None, least: Tensor | None = None, by_threshold: bool = False
+    ) -> QuantizedWeight | None:
         """`integers` of a weight times the gain, which it has not been multiplied by yet; None where that takes more than two passes."""
         simple = self.learned is None and self.p is None and self.coverage is None and type(self.rounding) is Nearest
         if not simple or not fused_layers.admitted(weight, gain) or weight.numel() == 0:
             return None
         largest = fused_layers.largest(weight, gain)
         largest = largest if self.per_channel else largest.max().reshape(1)
-        scale, own = self._raised(scale_from_range(-largest, largest, self.dtype), least)
+        scale, own = self._raised(scale_from_range(-largest, largest, self.dtype), least, by_threshold)
         each = scale if scale.numel() == len(weight) else scale.expand(len(weight))
         integers, total = fused_layers.whole(weight, gain, each, self.dtype.low, self.dtype.high)
         return QuantizedWeight(integers, scale, own, total)
 
-    def _raised(self, chosen: Tensor, least: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _raised(self, chosen: Tensor, least: Tensor | None, by_threshold: bool) -> tuple[Tensor, Tensor]:
         """Return the scales, raised to `least`, and which of them were not."""
         raised = chosen if least is None else torch.maximum(chosen, least if chosen.numel() > 1 else least.max())
-        return round_up_to_power_of_two(raised) if self.power_of_two else raised, raised == chosen
+        scale = round_up_to_power_of_two(raised) if self.power_of_two else raised
+        return scale * WEIGHT_INT8.high / WEIGHT_INT8.high if by_threshold else scale, raised == chosen
 
     def _scale(self, weight: Tensor, gain: Tensor | None, keep: bool) -> Tensor:
         if self.learned is not None:

@@ -872,6 +872,8 @@ def layer(weight: Nested, bias: list[float], x: Grid, rules: Rules) -> Layer:
         raised_scale(scale_from_range(-top, top, Fraction(rules.largest_weight)), b, float(x.scale), limit)
         for top, b in zip(largest, offsets, strict=True)
     ]
+    if rules.measured:
+        scales = [float32(float32(127 * scale) / 127) for scale in scales]
     if rules.power_of_two_weights:
         scales = [power_of_two_scale(scale) for scale in scales]
     integers = [

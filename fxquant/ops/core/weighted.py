@@ -291,10 +291,11 @@ def lower_weighted(
         lowering.weight.forget_correction()  # the statistics, which are of the integers from now on, take its place
     bias = lowering.weight.corrected(bias)
     least = _least_scale(lowering, input, bias, residual)
-    quantized = lowering.weight.folded(weight, gain, least)
+    by_threshold = lowering.arithmetic.float32_steps
+    quantized = lowering.weight.folded(weight, gain, least, by_threshold)
     if quantized is None:
         folded = weight if batch_norm is None else fold(weight, None, batch_norm, 0)[0]
-        quantized = lowering.weight.integers(folded, gain, least, keep=lowering.keeps_start)
+        quantized = lowering.weight.integers(folded, gain, least, keep=lowering.keeps_start, by_threshold=by_threshold)
     layer = LayerSum(lowering, product, *_narrowed(lowering, input, quantized, bias), quantized)
 
     live: _Live | None = None
