@@ -276,6 +276,9 @@ def refusals(integer: fx.GraphModule) -> list[ExportError]:
 def _configuration(integer: fx.GraphModule, model: Any, name: str, options: HorizonOptions, camera: str | None) -> str:
     march, inputs = integer.meta["target"].name, model.graph.input
     image, format = camera is not None, FORMATS[march]
+    level = min(options.optimize_level, format.highest)
+    if level != options.optimize_level:
+        logger.info("%s is replaced by %s, the highest level of %s", options.optimize_level, level, format.compiler)
     sections: dict[str, dict[str, Any]] = {
         "model_parameters": {
             **{"onnx_model": f"{name}.onnx", "march": march, "output_model_file_prefix": name, "working_dir": OUTPUT},
@@ -293,7 +296,7 @@ def _configuration(integer: fx.GraphModule, model: Any, name: str, options: Hori
         },
         "calibration_parameters": {"calibration_type": "load", "run_on_cpu": float_nodes(integer, model) or None},
         "compiler_parameters": {
-            **{"compile_mode": options.compile_mode, "optimize_level": min(options.optimize_level, format.highest), "debug": True},
+            **{"compile_mode": options.compile_mode, "optimize_level": level, "debug": True},
             **{"core_num": options.core_num, "jobs": options.jobs},
         },
     }

@@ -191,7 +191,7 @@ def _prepare(case: Case) -> str:
     elif case.config != Config():
         options.append(f"qconfig={qconfig(case.config)}")
     if case.batch_norm != "live":
-        options.append(f'batch_norm="{case.batch_norm}"')
+        options.append(f'options=fxq.Options(batch_norm="{case.batch_norm}")')
     lines.append(f"prepared = fxq.prepare({', '.join(['model', 'batches[0]', *options])})")
     return "\n".join(lines)
 

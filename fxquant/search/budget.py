@@ -175,14 +175,17 @@ def high_precision_outputs(
     return mapping
 
 
-def with_high_precision(prepared: fx.GraphModule, base: QConfigMapping) -> tuple[QConfigMapping, list[str]]:
-    """Return the mapping that a model was prepared with, with rules for wide outputs, and the names of the layers of these rules."""
+def with_high_precision(prepared: fx.GraphModule, base: QConfigMapping, large: str = LARGE_WIDE) -> tuple[QConfigMapping, list[str]]:
+    """Return the mapping that a model was prepared with, with rules for wide outputs, and the names of the layers of these rules.
+
+    `large` is the dtype of an output of more elements than the model's inputs.
+    """
     choices, offered = Choices(prepared, ()), prepared.meta["target"].activations
     inputs = sum(map(_elements, prepared.graph.find_nodes(op="placeholder")))
     wide = {}
     for name, choice in choices.items():
         node = choices.nodes[choice.operators[0].name]
-        dtype = WIDE if _elements(node) <= inputs else LARGE_WIDE
+        dtype = WIDE if _elements(node) <= inputs else large
         if dtype in offered and _is_summed(prepared, choice, node):
             wide[name] = dtype
     return choices.mapping(base, wide), list(wide)

@@ -194,6 +194,7 @@ def test_tensors_inside_of_a_layer() -> None:
     integer = compiled(
         written(lambda m, x: torch.cat((m.left(x), 4 * m.right(x)), 1).tanh(), left=nn.Conv2d(3, 4, 1), right=nn.Conv2d(3, 4, 1)),
         [torch.randn(2, 3, 4, 4)],
+        "nash-e",
     ).integer
     layer = by_name(integer)["cat"]
     assert {inner.grid.scale for inner in layer.intermediates} == {layer.grid.scale}

@@ -100,7 +100,7 @@ OTHERS: dict[str, tuple[Any, str]] = {
     "a scale of a user's choice": (fxq.QConfig(ACT(observer=Halved)), "nash-e"),
     "learned": (fxq.QConfig(ACT(training="learned"), fxq.WeightConfig(training="learned")), "nash-e"),
     "powers of two": (fxq.QConfig(ACT(power_of_two=True)), "nash-e"),
-    "another arithmetic": (None, "bayes-e"),
+    "another arithmetic": (None, "nash-e/requantize"),
     "with a zero point": (fxq.QConfig(ACT("uint8")), "x86"),
     "with a zero point that covers everything": (fxq.QConfig(ACT("uint8", observer=fxq.MinMaxObserver)), "x86"),
     "layers of different dtypes": (Mapping(fxq.QConfig(ACT("int16"))).set_module_name("block", fxq.QConfig(ACT("int4"))), "nash-e"),

@@ -369,7 +369,7 @@ def test_the_largest_sums_that_fit_are_exact(model: nn.Module, shape: tuple[int,
 def test_the_noted_bits_hold_every_sum_of_a_layer() -> None:
     """The residual is so fine beside the products that it is added after a requantization."""
     model = Network(lambda m, x: m.conv(x) + x, conv=large_weights(nn.Conv2d(64, 64, 3, padding=1)))
-    integer = contract.compiled(model, [torch.rand(2, 64, 4, 4) * 2 - 1], "bernoulli2").integer
+    integer = contract.compiled(model, [torch.rand(2, 64, 4, 4) * 2 - 1], "nash-e").integer
     (node, holder), *others = accumulators(integer)
     assert others
     assert notes(holder)["residual"].startswith("added after a requantization")
