@@ -161,11 +161,11 @@ def test_a_method_leaves_the_model_as_it_was_and_continues(
     with monkeypatch.context() as patch:
         interrupted(patch, module)
         with pytest.raises(KeyboardInterrupt):
-            method(stopped, BATCHES, checkpoint=tmp_path / "done")
+            method(stopped, BATCHES, options=fxq.Options(checkpoint=tmp_path / "done"))
     assert same(bits(stopped), before)
     asked: list[Any] = []
     monkeypatch.setattr(module, "weight_of", lambda *given, original=module.weight_of: asked.append(0) or original(*given))
-    resumed = method(stopped, BATCHES, checkpoint=tmp_path / "done")
+    resumed = method(stopped, BATCHES, options=fxq.Options(checkpoint=tmp_path / "done"))
     assert resumed.layers == rows
     assert any(row.kept for row in rows[:STEP])  # what is from the file is in the model
     assert same(bits(stopped), bits(whole))
