@@ -83,8 +83,8 @@ def test_a_layer_is_the_oracles(target: str, bias: bool, per_channel: bool) -> N
 
 def test_a_tensor_is_brought_to_another_scale_by_a_layer_on_bernoulli2() -> None:
     class Join(nn.Module):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return torch.cat((x, y), 1)
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+            return torch.cat((x, y), 1), torch.sigmoid(x), torch.sigmoid(y)
 
     torch.manual_seed(2)
     batch = torch.randn(4, 3, 40), 0.3 * torch.randn(4, 2, 40)
