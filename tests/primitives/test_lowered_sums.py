@@ -149,7 +149,7 @@ def test_linear_layer_with_residual(arithmetic: Arithmetic, seed: int, scales: A
     made = oracle.layer(weight.tolist(), bias.tolist(), x, rules)
     steps = [rules.product_step(input_scale, scale) for scale in made.scales]
     shifted = arithmetic is CHIP
-    fused = shifted or min(oracle.half_even(residual_scale / step) for step in steps) >= 256
+    fused = shifted or min(oracle.half_even(residual_scale / step) for step in steps) >= arithmetic.smallest_residual_multiplier
     assert operator.constants["weight"].tolist() == made.weight
     assert operator.constants["bias"].tolist() == made.bias  # half a step is added where the scale of the output is known
     assert ("residual_multiplier" in operator.constants) == fused
@@ -171,12 +171,21 @@ def test_linear_layer_with_residual(arithmetic: Arithmetic, seed: int, scales: A
 
 @pytest.mark.parametrize(
     ("multiplier", "fused"),
-    [("255.5", True), ("255.49", False), ("256.5", True), ("257.5", True), ("1000", True), ("16776000", True), ("16777216", False)],
+    [
+        ("0.5", False),
+        ("0.51", True),
+        ("255.49", True),
+        ("256.5", True),
+        ("257.5", True),
+        ("1000", True),
+        ("16776000", True),
+        ("16777216", False),
+    ],
 )
 def test_where_a_residual_is_added(multiplier: str, fused: bool) -> None:
-    """In the accumulator from a whole multiplier of 256 on, rounded half to even, while the sum stays within int32."""
+    """In the accumulator from a whole multiplier of 1 on, rounded half to even, while the sum stays within int32."""
     constants, expected = residual_constants(CHIP_8, multiplier)
-    assert fused == (expected >= 256 and 254 * 128 + expected * 128 < 2**31)
+    assert fused == (expected >= 1 and 254 * 128 + expected * 128 < 2**31)
     assert ("residual_multiplier" in constants) == fused
     if fused:
         assert int(constants["residual_multiplier"]) == expected
