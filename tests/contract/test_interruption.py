@@ -174,7 +174,7 @@ def test_a_method_leaves_the_model_as_it_was_and_continues(
     method(fresh := calibrated(), BATCHES)
     assert 0 < done < len(asked)
     with pytest.raises(fxq.ConfigurationError, match="of another call"):
-        method(fresh, BATCHES, batch_size=1, checkpoint=tmp_path / "done")
+        method(fresh, BATCHES, options=fxq.Options(batch_size=1, checkpoint=tmp_path / "done"))
 
 
 def test_a_search_over_observers_continues(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
