@@ -110,7 +110,10 @@ chapter(
     ("named qconfigs of the plugin", lambda h: sure(horizon.default_qat_8bit_lsq_quant_qconfig)),
     ("no gradient beyond the range", saturates),
     ("training is what is deployed: the same bits", lambda h: trained(h)),
-    ("batch norm folded, live or frozen", lambda h: [trained(h, batch_norm=mode) for mode in ("folded", "live", "frozen")]),
+    (
+        "batch norm folded, live or frozen",
+        lambda h: [trained(h, options=fxq.Options(batch_norm=mode)) for mode in ("folded", "live", "frozen")],
+    ),
     ("scales frozen in mid-training", freezing),
     ("autocast, averaged weights", mixed_in),
     ("torch.compile of the prepared model", compiled),
