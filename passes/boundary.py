@@ -73,7 +73,7 @@ def _boundary(
     if config.dtype == "int32":  # that is asked of a last layer's output, not of its input
         config = replace(config, dtype=context.target.default_activation)
     dtype: str | None = None
-    # A rule that determines the input of the reader goes before the dtype that the reader prefers.
+    # A rule about the input of the reader takes precedence over the dtype that the reader prefers.
     if operator is QUANTIZE and not decide(reader).asked and (wanted is None or decide(reader).layer == DEFAULT):
         dtype = preferred_by(reader, value, preferred)
     if dtype is not None and dtype in context.target.activations and dtype != config.dtype:

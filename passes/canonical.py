@@ -38,7 +38,7 @@ from fxquant.ops.core.boundary import QUANTIZE
 from fxquant.ops.core.casting import MADE, filled, is_broadcast, is_joined, made_anew, sizes_of
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.places import is_arange
-from fxquant.ops.core.promotion import give_batch, promoted, settle
+from fxquant.ops.core.promotion import fold_sizes, give_batch, promoted
 from fxquant.ops.elementwise.dropout import OF_MODULE, dropout
 from fxquant.ops.elementwise.table import SHIFTED, with_offset
 from fxquant.ops.movement.repeating import expand
@@ -73,7 +73,7 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
             continue
         if isinstance(fact(node), int | float | BatchDim) or _of_sizes(node):  # sizes, and what is computed of them
             continue
-        settle(node)
+        fold_sizes(node)
         recognised = _with_batch(node, modules, context)
         if recognised is None:
             continue

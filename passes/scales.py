@@ -21,6 +21,7 @@ from fxquant.ops.core.boundary import DEQUANTIZE
 from fxquant.passes.rewriting import decide, result_config
 from fxquant.pipeline import Context
 from fxquant.prepared.stage import is_integer, is_quantized
+from fxquant.primitives.arithmetic import READ_ONCE, Arithmetic
 from fxquant.quantization.spec import ActivationConfig
 
 Asked = tuple[str, tuple[float, int] | None]  # the dtype a node asks for, and the scale and zero point if they are fixed
@@ -36,8 +37,7 @@ def share(gm: fx.GraphModule, context: Context) -> int:
             continue
         demands.add_node(node)
         demands.add_edges_from((node, operand) for operand in sharing_operands(node, context.target.arithmetic))
-        if context.target.arithmetic.shares_read_once:
-            demands.add_edges_from((node, operand) for operand in _read_once(node))
+        demands.add_edges_from((node, operand) for operand in _read_once(node, context.target.arithmetic))
         demands.add_edges_from((node, tied.setdefault(name, node)) for name in ties(node))
     _observe(gm, context)
     order = {node: index for index, node in enumerate(gm.graph.nodes)}
@@ -51,13 +51,11 @@ def share(gm: fx.GraphModule, context: Context) -> int:
     return sum(len(group) - 1 for group in groups)
 
 
-def _read_once(node: fx.Node) -> list[fx.Node]:
-    """Return the operands of a concatenation that it alone reads and whose grid nothing else determines.
-
-    Rounded to the concatenation's scale at once, their elements are rounded once, and there is no requantization to compute.
-    """
+def _read_once(node: fx.Node, arithmetic: Arithmetic) -> list[fx.Node]:
+    """Return the operands that share the grid of a node because it alone reads them and nothing else determines their grid."""
     demanded = demand(node)
-    if not is_quantized(node) or not isinstance(demanded, Own) or demanded.shared_where != "share_concat":
+    where = demanded.shared_where if is_quantized(node) and isinstance(demanded, Own) else None
+    if where is None or getattr(arithmetic, where) != READ_ONCE:
         return []
     return [operand for operand in operands_of(node) if len(operand.users) == 1 and _is_free(operand, result_config(node))]
 

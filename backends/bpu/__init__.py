@@ -5,7 +5,7 @@ from dataclasses import replace
 from fxquant.backends.bpu.limits import limited
 from fxquant.backends.bpu.rooflines import FLOAT16, with_rooflines
 from fxquant.numerics.grids import FixedWidths, MeasuredWidths
-from fxquant.primitives.arithmetic import LAYER, PRODUCT, SUM, FixedArithmetic, RealArithmetic, ShiftedSums
+from fxquant.primitives.arithmetic import LAYER, PRODUCT, READ_ONCE, SUM, FixedArithmetic, RealArithmetic, ShiftedSums
 from fxquant.target import Target
 
 _SHORT = FixedWidths(intermediate_bits=16, multiplier_bits=15, first_shift=True)
@@ -43,7 +43,7 @@ CHIP = FixedArithmetic(
     shifted_sums=ShiftedSums(),
     multiplies_by_layers=True,
     rounds_image_means=True,
-    shares_read_once=True,
+    share_concat=READ_ONCE,
     transposed_bias_bits=16,
     resize_positions=True,
 )

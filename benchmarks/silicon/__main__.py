@@ -14,10 +14,8 @@ from __future__ import annotations
 import argparse
 import logging
 
-import fxquant as fxq
-from benchmarks.silicon import networks, operators, vectors
+from benchmarks.silicon import networks, operators, tool, vectors
 from benchmarks.silicon.table import markdown, show
-from fxquant.backends.horizon.tool import Tool
 from fxquant.conformance.kit import SCALES, TOGETHER
 from fxquant.conformance.rows import ROWS
 
@@ -39,10 +37,7 @@ def main() -> None:
     parser.add_argument("--together", type=int, default=TOGETHER, help="operators of one compiled file")
     parser.add_argument("--markdown", action="store_true", help="print the table as a page")
     options = parser.parse_args()
-    try:
-        Tool.find()
-    except fxq.ConfigurationError as error:
-        raise SystemExit(str(error)) from None
+    tool.require()
     pairs = [(march, dtype) for march in options.target for dtype in options.dtype if (march, dtype) != ("bernoulli2", "int16")]
     results = []
     if options.networks:

@@ -10,6 +10,15 @@ from torch import Tensor
 from fxquant.backends.horizon.compiled_program import inner_values
 from fxquant.backends.horizon.tool import Tool
 from fxquant.conformance.kit import Compiled
+from fxquant.errors import ConfigurationError
+
+
+def require() -> None:
+    """End the program with the reason where the vendor's tool is not installed."""
+    try:
+        Tool.find()
+    except ConfigurationError as error:
+        raise SystemExit(str(error)) from None
 
 
 def outputs(compiled: Compiled, images: Sequence[Tensor]) -> list[list[Tensor]]:

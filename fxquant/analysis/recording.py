@@ -40,7 +40,7 @@ PRIMITIVE_KINDS = {"quantized": QUANTIZED, "plain": QUANTIZED, "accumulator": AC
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts of a tensor of a form, as those of its `Layer`.
+    """The statements of a `Form` about one tensor: fields of its `Layer`, and two more.
 
     reads      the source of a tensor that is quantized as it is; "" for any other
     because    why it is integer or float

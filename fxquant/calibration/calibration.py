@@ -562,7 +562,7 @@ WIDE = "int16"
 
 
 def warn_of_lost_inputs(prepared: fx.GraphModule, inputs: Sequence[object]) -> None:
-    """Warn of each input of which a batch loses at least half of its values to rounding, with the line of the model that reads it."""
+    """Warn of each model input that rounding makes 0 in at least half of its values other than 0, and name the line that reads it."""
     target: Target = prepared.meta["target"]
     placeholders = {node.name: value for node, value in zip(prepared.graph.find_nodes(op="placeholder"), inputs, strict=False)}
     for node, operator, share in lost(prepared, placeholders):

@@ -107,7 +107,7 @@ def _is_shape(value: Any) -> bool:
 
 
 class Deferred(nn.Module):
-    """A model that is prepared by its first batch. The arguments are those of `prepared_in_place`, which makes it."""
+    """A model that its first batch prepares. `prepared_in_place` constructs it from its own arguments."""
 
     def __init__(self, model: nn.Module, prepare: Callable[[nn.Module, Any], fx.GraphModule], called: str, keeps: bool = False) -> None:
         super().__init__()

@@ -327,7 +327,7 @@ def _refuse(node: fx.Node | None, what: str, where: str) -> None:
 
 
 def batch_limits(traced: fx.Graph) -> BatchLimits:
-    """Return the limits of a traced graph; linear in its operators, of which few are run."""
+    """Return the smallest and the largest batch size at which all shapes of a traced graph hold, in one walk over its nodes."""
     runner, limits, known = _Runner(), BatchLimits(), set()
     for node in traced.nodes:
         if not _may_cut(node) or (key := _key(node)) in known:

@@ -474,7 +474,7 @@ class Snapshot:
 
     @property
     def modules(self) -> Iterable[nn.Module]:
-        """The shells of all modules that were found, also of those that are registered nowhere."""
+        """Return the shell of every module that tracing met, registered in the model or not."""
         return self._shells.values()
 
     def _tree(self, module: nn.Module, path: str) -> nn.Module:

@@ -531,7 +531,7 @@ class ModuleCalls:
             del module.__dict__["forward"]
 
     def _nest(self, value: Any) -> Any:
-        """Return what is read or returned, with a reference for each tensor; None for a value that a file cannot hold."""
+        """Return a nested value with a `Reference` in place of each tensor; None in place of what a file cannot hold."""
         if isinstance(value, torch.Tensor):
             value = self._handler.memory.current(value)
             return Reference(value.node.name) if isinstance(value, TracedTensor) else None

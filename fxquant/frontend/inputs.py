@@ -45,7 +45,10 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def signature_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: Iterator[str | None]) -> list[list[Any]]:
-    """Return the signature of `model.forward` as called; `names` are those of the arguments' leaves, None for those without a tensor."""
+    """Return the parameters of `model.forward` with the values of one call.
+
+    `names` yields the name of the input for each leaf of the arguments that is a tensor, and None for any other leaf.
+    """
     bound = inspect.signature(model.forward).bind(*args, **kwargs)
     given = {name: _form(value, names) for name, value in bound.arguments.items()}
     entries = []
@@ -198,7 +201,7 @@ def _refuse_call(path: str, what: str, because: str) -> NoReturn:
 
 
 def set_signature(module: fx.GraphModule, signature: list[list[Any]]) -> None:
-    """Write a signature on a traced module; what is made from it inherits it with `meta`."""
+    """Write a signature into the `meta` of a traced module, which prepared and integer models copy."""
     module.meta[_SIGNATURE] = {"parameters": signature}
 
 

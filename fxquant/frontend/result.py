@@ -1,4 +1,4 @@
-"""Build the traced GraphModule: its module tree, the branch that runs in train mode alone, and what is written on it."""
+"""Build the traced GraphModule: its module tree, its graph, the graph of the train-mode branch, and the entries of its `meta`."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ Function = Callable[..., Tensor]
 # The kinds of an accumulator, for `Arithmetic.requantize`.
 LAYER, WIDE_LAYER, MATRIX, SUM, PRODUCT, VALUE = "layer", "layer of 16 bits", "matrix", "sum", "product", "value"
 LAYERS = (LAYER, WIDE_LAYER)
+READ_ONCE = "read once"  # of operands: those that nothing else reads, whose elements are then rounded once instead of twice
 LARGEST_BIAS = 2**30  # of a layer's integers, half a step of its output included
 
 
@@ -56,8 +57,7 @@ class Arithmetic:
     name: str
     power_of_two_scales: bool = False  # of activations
     power_of_two_weights: bool = False
-    share_concat: bool = False  # concat's operands share one scale, instead of being requantized
-    shares_read_once: bool = False  # whether such an operand shares it where nothing else reads the operand: a rounding less
+    share_concat: bool | str = False  # concat's operands share its scale, instead of being requantized: all, or those of READ_ONCE
     add_fraction_bits: int = 14  # the common scale of an addition is 2^-14 of the larger one
     resize_fraction_bits: int = 16
     resize_positions: bool = False  # whether linear resizing steps through positions of so many fractional bits, of which 8 weigh

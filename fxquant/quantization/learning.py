@@ -336,9 +336,9 @@ class TrainableScale(nn.Module):
             parameter.grad = None
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Scales that were learned load where they are not, or are otherwise, and the other way round; one that stood still does so again.
+        """Load a scale whether it was learned or not, here and in the file, by the same method or by another one.
 
-        A scale that was given here gives way to one that stood still there, and to no other.
+        A scale that was frozen in the file is frozen again. A scale that was set here by hand is kept, unless the file's was frozen.
         """
         base, stopped = prefix + "base_scale", prefix + "stopped"
         saved = method_of(state_dict, prefix)

@@ -672,7 +672,7 @@ def test_the_environment(level: str, world: World, monkeypatch: pytest.MonkeyPat
     with pytest.raises(fxq.ConfigurationError, match="FXQUANT_DEBUG") as caught:
         fxq.prepare(world.model, batch())
     assert_ours(caught.value)
-    fxq.prepare(world.model, batch(), options=fxq.Options(debug=0))  # a keyword goes before it
+    fxq.prepare(world.model, batch(), options=fxq.Options(debug=0))  # the option takes precedence over the environment
 
 
 def test_a_dump_by_the_environment_that_is_a_file(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

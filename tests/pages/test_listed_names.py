@@ -1,4 +1,4 @@
-"""What an operator or a primitive is stands on its record: no module lists their names, or asks for one."""
+"""Facts about operators and primitives are fields of their records: no module lists operators by name or compares a name."""
 
 from __future__ import annotations
 

@@ -303,8 +303,8 @@ SIZED = frozenset((
 ))  # fmt: skip
 
 
-def settle(node: fx.Node) -> None:
-    """Replace bounds of slices, and sizes next to the operand, that are computed from constants alone by numbers."""
+def fold_sizes(node: fx.Node) -> None:
+    """Replace slice bounds and sizes that are computed from constants alone by numbers, in the arguments of a raw node."""
     if node.op not in ("call_function", "call_method"):
         return
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

@@ -21,7 +21,7 @@ from fxquant.lowering.lowering import Quantized
 from fxquant.numerics.grids import EVERYTHING, PLAIN_TYPES, Interval
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.samples import Sample
-from fxquant.primitives.arithmetic import Arithmetic
+from fxquant.primitives.arithmetic import READ_ONCE, Arithmetic
 
 # ---- Grids that an operator demands of its result: its own, its operand's, a fixed one, or none ----------------------
 
@@ -31,7 +31,8 @@ class Own:
     """A grid of its own: of this dtype, or, where that is None, of the one that the qconfig asks for.
 
     A target that has no activations of the dtype refuses the operator, which then stays in float, unless `otherwise` names another.
-    shared_where   a flag of `Arithmetic` with which the grid is that of all operands all the same
+    shared_where   a field of `Arithmetic`: where it is true, all operands share the grid, and where it is READ_ONCE, those that nothing
+                   else reads do
     otherwise      the dtype on a target that has no activations of the first: `Own("int16", otherwise="int8")`
     headroom       what the scale that calibration finds is multiplied by, so that larger values than it has seen do not saturate; only for
                    that dtype
@@ -369,7 +370,7 @@ def sharing_operands(node: fx.Node, arithmetic: Arithmetic) -> list[fx.Node]:
     """Return the operands with which a node has one grid on a target of this arithmetic."""
     operator, demanded = operator_of(node), demand(node)
     where = demanded.shared_where if isinstance(demanded, Own) else None
-    if operator is not None and where is not None and getattr(arithmetic, where):
+    if operator is not None and where is not None and getattr(arithmetic, where) not in (False, READ_ONCE):
         return operand_nodes(operator, operator.arguments(node))
     return on_grid_of(node)
 
