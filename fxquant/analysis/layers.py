@@ -10,7 +10,6 @@ from typing import Any
 from torch import fx
 
 from fxquant.analysis.measures import cost_of
-from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import (
     TensorFact,
     annotation,
@@ -23,6 +22,7 @@ from fxquant.ir.graph import (
     module_path,
     part,
     source,
+    stage_of,
     step_of,
 )
 from fxquant.ir.integer import QParams, Reference, is_inner, noted, notes, operation, origin
@@ -38,7 +38,7 @@ from fxquant.prepared.stage import (
     primitive_of,
     quantized_operator,
 )
-from fxquant.support.arguments import checked
+from fxquant.support.arguments import checked, instance, such
 
 HOST = "host"  # where float operators run
 NOTES = {"accumulator_bits": "accumulator of {} bits", "residual": "residual {}"}
@@ -121,19 +121,17 @@ class Layer:
     parts: tuple[tuple[str, float], ...] = ()
 
 
-@checked()
+GRAPH = instance("a traced, prepared or integer model", fx.GraphModule)
+QUANTIZED = such("a prepared or integer model", GRAPH.take, lambda model: stage_of(model) in ("PREPARED", "INTEGER", "FUSED"))
+
+
+@checked(model=GRAPH)
 def layers(model: fx.GraphModule) -> tuple[Layer, ...]:
     """Return the operators of a graph at any stage, in the order they run.
 
     An operator that has no counterpart in integers (an identity, a dropout) is not a layer of the integer model; all others have the
     same names in both. Linear in the nodes. Raises ConfigurationError for a model that is not a graph.
     """
-    if not isinstance(model, fx.GraphModule):
-        raise ConfigurationError(
-            f"{type(model).__name__} has no graph",
-            because="only traced, prepared and integer models do",
-            remedy="pass the result of fxq.prepare",
-        )
     return tuple(_layers(model))
 
 

@@ -128,12 +128,6 @@ def _up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-def _constants(site: Site) -> list[Any]:
-    """Tensors; a number is folded into the scale."""
-    values = [site.arguments.get(name) for name in site.operator.operands]
-    return [sum(isinstance(value, fx.Node) and is_parameter(value) for value in values)]
-
-
 def _reduced(site: Site) -> list[Any]:
     dim, rank = site.arguments["dim"], len(site.shape())
     chosen = range(rank) if dim in (None, (), []) else dim if isinstance(dim, list | tuple) else [dim]
@@ -155,12 +149,6 @@ def _broadcast_dimensions(site: Site) -> list[Any]:
         missing = len(site.result) - len(shape)
         found.update(d + missing for d, size in enumerate(shape) if size != site.result[d + missing])
     return sorted(found)
-
-
-def _batch_place(site: Site) -> list[Any]:
-    """Return the position at which a permutation puts dimension 0."""
-    dims = site.arguments["dims"]
-    return [[int(d) % len(dims) for d in dims].index(0)]
 
 
 def _bounds(site: Site) -> list[Any]:
@@ -236,7 +224,9 @@ MEASURES: dict[str, Measure] = {
     "bytes": lambda site: [math.prod(known(site.result)) * bits // 8 for bits in _bits(site.node)],
     "elements, aligned": _aligned,
     "number of operands": lambda site: [len(site.operands)],
-    "number of constant operands": _constants,
+    "number of constant operands": lambda site: [  # of tensors; a number is folded into the scale
+        sum(isinstance(value, fx.Node) and is_parameter(value) for value in map(site.arguments.get, site.operator.operands))
+    ],
     "concatenated dimension": lambda site: [site.arguments["dim"] % len(site.result)],
     "reduced dimension": _reduced,
     "number of reduced dimensions": lambda site: [len(_reduced(site))],
@@ -244,7 +234,7 @@ MEASURES: dict[str, Measure] = {
     "broadcasting": lambda site: [_pattern(shape, site.result) for shape in site.shapes],
     "dimension that is broadcast": _broadcast_dimensions,
     "number of operands that are broadcast": lambda site: [sum(shape != site.result for shape in site.shapes)],
-    "place of the batch": _batch_place,
+    "place of the batch": lambda site: [[int(d) % len(site.shape()) for d in site.arguments["dims"]].index(0)],  # after a permutation
     "bounds": _bounds,
     "resize factor": _resize_factor,
     "resize factor that is not a power of two": lambda site: [each for each in _resize_factor(site) if not is_power_of_two(each)],

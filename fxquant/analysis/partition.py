@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import networkx as nx
 from torch import fx
 
-from fxquant.analysis.layers import HOST
+from fxquant.analysis.layers import HOST, QUANTIZED
 from fxquant.errors import ConfigurationError
-from fxquant.ir.graph import TensorFact, computes_tensor, fact, fused, is_parameter, module_path, stage_of
+from fxquant.ir.graph import TensorFact, computes_tensor, fact, fused, is_parameter, module_path
 from fxquant.ir.integer import is_inner, origin
 from fxquant.prepared.stage import in_float16, is_dequantize, primitive_of, quantized_operator
 from fxquant.support.arguments import checked
@@ -38,7 +38,7 @@ class Segment:
     outputs: tuple[str, ...]
 
 
-@checked()
+@checked(model=QUANTIZED)
 def segments(model: fx.GraphModule, cut: Sequence[str | Sequence[str]] = ()) -> tuple[Segment, ...]:
     """Return the segments of a prepared or an integer model, in the order they run.
 
@@ -46,12 +46,6 @@ def segments(model: fx.GraphModule, cut: Sequence[str | Sequence[str]] = ()) -> 
     has, is on its near side, everything else beyond. A path of the user's module means its last tensor. Several names
     in a list of their own are one cut. Raises ConfigurationError for a model at another stage, and for a name that no tensor has.
     """
-    if not isinstance(model, fx.GraphModule) or stage_of(model) not in ("PREPARED", "INTEGER", "FUSED"):
-        raise ConfigurationError(
-            f"a {type(model).__name__} has no segments",
-            because="only prepared and integer models say what is integer",
-            remedy="pass the result of fxq.prepare or fxq.convert",
-        )
     return tuple(_segment(nodes, device) for device, nodes in grouped(model, cut))
 
 

@@ -13,29 +13,22 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import annotation, fact, fused, resolve, stage_of, step_of
 from fxquant.ir.integer import kernel, origin
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops import Operator
 from fxquant.prepared.stage import called, grid_of, is_dynamic, primitive_of, record_of
 from fxquant.primitives import Primitive
-from fxquant.support.arguments import checked
+from fxquant.support.arguments import checked, instance
 
 
-@checked()
+@checked(gm=instance("a traced, prepared or integer model", fx.GraphModule))
 def text(gm: fx.GraphModule, *, steps: bool = False, kernels: str = "auto") -> str:
     """Return the graph, one line per node; equal graphs give equal text. Raises ConfigurationError for a model that is not a graph.
 
     The first two steps and the last one of a recurrence are written out, and with `steps` all of them: the others are like the second.
     With kernels="reference" an integer model is shown as a file holds it, by its primitives alone.
     """
-    if not isinstance(gm, fx.GraphModule):
-        raise ConfigurationError(
-            f"{type(gm).__name__} has no graph",
-            because="only traced, prepared and integer models do",
-            remedy="call fxq.trace(model, example_inputs) first",
-        )
     left_out = {} if steps else _alike(gm)
     shows = kernels == "auto"
     shown = [node for node in gm.graph.nodes if left_out.get(node) != ""]

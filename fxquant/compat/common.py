@@ -10,8 +10,8 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -70,6 +70,27 @@ def refuses(table: Mapping[str, Refusal]) -> Callable[[Callable[P, R]], Callable
         return call
 
     return decorate
+
+
+def settings_of(config: Any) -> dict[str, Any]:
+    """Return the non-empty settings of a custom config, PyTorch's object or its dict form, by name."""
+    if config is None:
+        return {}
+    if isinstance(config, Mapping):
+        held = dict(config)
+    elif is_dataclass(config) and not isinstance(config, type):
+        held = {f.name: getattr(config, f.name) for f in fields(config)}
+    else:
+        held = dict(vars(config))
+    return {name: value for name, value in held.items() if not isinstance(value, Iterable) or list(value)}
+
+
+def keeps_attributes(config: Any) -> bool:
+    """Return whether a custom config has no entry besides the attributes to keep, which are kept anyway."""
+    return not settings_of(config).keys() - {"preserved_attributes"}
+
+
+FUSED = ("operators are fused in the graph, by the compiler's own passes", "leave it out")
 
 
 def unserved(called: str, argument: str, because: str, remedy: str) -> ConfigurationError:

@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.graph import _PyTreeCodeGen
 
 from fxquant.errors import ConfigurationError, TraceError
-from fxquant.frontend.aten import CHECKS, python_form
 from fxquant.frontend.environment import is_library
 from fxquant.frontend.values import active, is_tracing
+from fxquant.frontend.written_out import CHECKS, python_form
 from fxquant.ir.graph import BATCH_SIZES, BatchDim, TensorFact, fact, model_meta, set_fact, stage_of, target_name
 from fxquant.ir.integer import noted, notes
 from fxquant.ir.model import Model

@@ -79,44 +79,38 @@ class Evaluator:
         with self.mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
-    def run(self, function: Callable[..., Any], args: Any, kwargs: Any, fake: bool, substitutes: dict[int, Value]) -> Outcome:
+    def run(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, content: Content | int | None, substitutes: dict[int, Value]
+    ) -> Outcome:
         """Return the outcome of `function` at both batch sizes.
 
-        `fake` says that the content of the arguments must not be read; `substitutes` are the values of plain tensors, by identity.
+        `content` is None where the content of the arguments must not be read; else what stands for tensors of unknown content, or what
+        fills them: 0, 1, or numbers drawn from another seed. `substitutes` are the values of plain tensors, by identity.
         """
-        return self._outcome(function, args, kwargs, None if fake else _unchanged, substitutes)
+        first = _Side("a", content, substitutes)
+        a = self._run_side(function, args, kwargs, first)
+        b = a if self.static else self._run_side(function, args, kwargs, _Side("b", content, substitutes))
+        return Outcome(self._merge(a, b), *_alias(a, first.traced))
 
     def run_on_content(self, function: Callable[..., Any], args: Any, kwargs: Any, substitutes: dict[int, Value]) -> Outcome | None:
         """Run a function, as `run` does, whose shapes follow from the content of arguments that is known while tracing.
 
         None if they depend on unknown content as well.
         """
-        zeros, ones = (self._outcome(function, args, kwargs, sample, substitutes) for sample in (0, 1))
+        zeros, ones = (self.run(function, args, kwargs, sample, substitutes) for sample in (0, 1))
         zeros.template, ones.template = _without_content(zeros.template), _without_content(ones.template)
         zeros.from_content = True
         same = isinstance(zeros.template, Value) and zeros.template is ones.template
         return zeros if same else None
 
-    def run_filled(self, function: Callable[..., Any], args: Any, kwargs: Any, substitutes: dict[int, Value], sample: int) -> Outcome:
-        """Run a function as `run` does, on tensors of unknown content filled with 0, with 1, or with numbers drawn from another seed."""
-        return self._outcome(function, args, kwargs, sample, substitutes)
-
     def run_on_zeros(self, function: Callable[..., Any], args: Any, kwargs: Any, substitutes: dict[int, Value]) -> Outcome | None:
         """Run a function on zeros where its form for fake tensors raises an error; None if it fails on them as well."""
         try:
-            found = self.run_filled(function, args, kwargs, substitutes, 0)
+            found = self.run(function, args, kwargs, 0, substitutes)
         except Exception:  # the error of the fake tensors is the one that tells
             return None
         found.template = _without_content(found.template)
         return found if isinstance(found.template, Value) else None
-
-    def _outcome(
-        self, function: Callable[..., Any], args: Any, kwargs: Any, content: Content | int | None, substitutes: dict[int, Value]
-    ) -> Outcome:
-        first = _Side("a", content, substitutes)
-        a = self._run_side(function, args, kwargs, first)
-        b = a if self.static else self._run_side(function, args, kwargs, _Side("b", content, substitutes))
-        return Outcome(self._merge(a, b), *_alias(a, first.traced))
 
     def _run_side(self, function: Callable[..., Any], args: Any, kwargs: Any, side: _Side) -> Any:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
@@ -268,7 +262,7 @@ def _run(evaluator: Evaluator, name: str, function: Callable[..., Any], args: An
     if known is not None:
         return Outcome(known, None, same_place=False)
     try:
-        return evaluator.run(function, args, kwargs, fake, arguments.substitutes)
+        return evaluator.run(function, args, kwargs, None if fake else _unchanged, arguments.substitutes)
     except FxQuantError:
         raise
     except Exception as error:

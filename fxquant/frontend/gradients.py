@@ -297,12 +297,10 @@ def _recorded(handler: Any, cls: Any, usual: Callable[..., Any], args: tuple[Any
         else leaf
         for index, leaf in enumerate(leaves)
     ]
-    return tree_unflatten([_in_place(handler, leaf, made, operands) for leaf, made in zip(leaves, found, strict=True)], form)
-
-
-def _in_place(handler: Any, returned: Any, made: Any, operands: list[Any]) -> Any:
-    """Advance the memory of an operand that the function returns, changed in place: everywhere it now stands for the new tensor."""
-    return handler.memory.advance(returned, made) if any(returned is each for each in operands) else made
+    # An operand that the function returns, changed in place, stands for the new tensor everywhere.
+    changed = {id(each) for each in operands}
+    pairs = zip(leaves, found, strict=True)
+    return tree_unflatten([handler.memory.advance(leaf, made) if id(leaf) in changed else made for leaf, made in pairs], form)
 
 
 def _reads_no_values(handler: Any, cls: Any, arguments: tuple[Any, ...], operands: list[Any]) -> bool:

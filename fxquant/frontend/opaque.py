@@ -174,14 +174,14 @@ def record(handler: Any, op: str, target: Any, function: Any, args: Any, kwargs:
 def _template(evaluator: Evaluator, function: Any, args: Any, kwargs: Any, arguments: Arguments, name: str) -> Any:
     """Return the known facts of the result."""
     try:
-        return evaluator.run(function, args, kwargs, True, arguments.substitutes).template
+        return evaluator.run(function, args, kwargs, None, arguments.substitutes).template
     except Exception:  # whatever it does with a tensor that has no content
         pass
     found: list[Any] = []
     error: Exception | None = None
     for sample in _SAMPLES:
         try:
-            found.append(_without_numbers(evaluator.run_filled(function, args, kwargs, arguments.substitutes, sample).template))
+            found.append(_without_numbers(evaluator.run(function, args, kwargs, sample, arguments.substitutes).template))
         except FxQuantError:  # it returns something else at another batch size
             found.append(UNKNOWN)
         except Exception as raised:

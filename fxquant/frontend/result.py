@@ -130,13 +130,13 @@ class Branch:
             copied.meta = {}
             if node.op in ("get_attr", "call_module"):
                 copied.target = constants.get(str(node.target), node.target)
-        self.differs = len(own) > 1 or [common.get(node) for node in own[0].all_input_nodes] != _returned(first.graph)
+        self.differs = len(own) > 1 or [common.get(node) for node in own[0].all_input_nodes] != first.graph.output_node().all_input_nodes
 
     def attach(self, module: fx.GraphModule, root: nn.Module) -> None:
         """Call the branch at the end of the module's graph; `root` holds what it calls."""
         name = free_name(module, NAME)
         module._modules[name] = TrainingBranch(root, self.steps, self.form).eval()
-        output = next(iter(module.graph.find_nodes(op="output")))
+        output = module.graph.output_node()
         with module.graph.inserting_before(output):
             node = module.graph.create_node("call_module", name, tuple(self.inputs))
         graph.describe(node, None, "", "")
@@ -169,11 +169,6 @@ def _key(node: fx.Node, name: Callable[[fx.Node], str], constants: dict[str, str
     if graph.target_name(node) == "scaled_dot_product_attention":
         args, kwargs = (*args[:4], *args[5:]), {key: value for key, value in kwargs.items() if key != "dropout_p"}
     return node.op, target if isinstance(target, str) else id(target), repr(args), repr(kwargs)
-
-
-def _returned(recorded: fx.Graph) -> list[fx.Node]:
-    found: list[fx.Node] = next(iter(recorded.find_nodes(op="output"))).all_input_nodes
-    return found
 
 
 def _layer(node: fx.Node) -> set[Any]:

@@ -224,7 +224,7 @@ class _Watch(TorchFunctionMode):
 
     def moved(self) -> dict[str, str]:
         """Return the names of tensors that were changed or replaced, with the line."""
-        found = set(self._lines) | {key for key, before in self._before.items() if not _same(before, self._tensors[key])}
+        found = set(self._lines) | {key for key, before in self._before.items() if not torch.equal(before, self._tensors[key])}
         lines = {**self._data_lines, **self._lines}
         return {self._names[key]: lines.get(key, "") for key in self._names if key in found - self._followed}
 
@@ -280,10 +280,6 @@ def place(paths: Mapping[int, str], root: CodeType) -> Place:
         if path is not None:
             return path, user_source(root)
     return "", user_source(root)
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one, other)
 
 
 def _fingerprints(module: nn.Module) -> Iterator[tuple[str, Any]]:

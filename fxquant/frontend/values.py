@@ -233,27 +233,26 @@ def python_name(function: Callable[..., Any]) -> str:
     return function.__name__.strip("_")
 
 
-def _binary(function: Callable[..., Any], reflected: bool = False) -> Callable[..., Any]:
-    if reflected:
-        return lambda self, other: active().operator(function, (other, self))
-    return lambda self, other: active().operator(function, (self, other))
+def _recorded(function: Callable[..., Any], how: str, reflected: bool = False) -> Callable[..., Any]:
+    """Return a Python operator as a method of tensors, or of batch numbers, that the trace records by `how`, a method of its handler."""
 
+    def apply(self: Any, *others: Any) -> Any:
+        if isinstance(self, BatchNumber) and not all(isinstance(other, (int, float)) for other in others):
+            return NotImplemented
+        return getattr(active(), how)(function, (*others, self) if reflected else (self, *others))
 
-def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self: active().operator(function, (self,))
+    return apply
 
 
 def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, other: active().memory.advance(self, active().operator(function, (self, other)))
 
 
-for _function in (*ON_TENSORS, *COMPARISONS):
-    setattr(TracedTensor, f"__{python_name(_function)}__", _binary(_function))
+for _function in (*ON_TENSORS, *COMPARISONS, *UNARY):
+    setattr(TracedTensor, f"__{python_name(_function)}__", _recorded(_function, "operator"))
 for _function in ON_TENSORS:
-    setattr(TracedTensor, f"__r{python_name(_function)}__", _binary(_function, reflected=True))
+    setattr(TracedTensor, f"__r{python_name(_function)}__", _recorded(_function, "operator", reflected=True))
     setattr(TracedTensor, f"__i{python_name(_function)}__", _in_place(_function))
-for _function in UNARY:
-    setattr(TracedTensor, f"__{python_name(_function)}__", _unary(_function))
 
 
 # ---- numbers that depend on the batch size -------------------------------------------------------------------------
@@ -319,32 +318,17 @@ class BatchFloat(BatchNumber, float):  # type: ignore[misc]
     __hash__ = BatchNumber.__hash__
 
 
-def _number_binary(function: Callable[..., Any], how: str = "arithmetic", reflected: bool = False) -> Callable[..., Any]:
-    """Return an operator of two numbers, by a method of the handler: "arithmetic", or "decide" for a comparison."""
-
-    def apply(self: BatchNumber, other: Any) -> Any:
-        if not isinstance(other, (int, float)):
-            return NotImplemented
-        return getattr(active(), how)(function, (other, self) if reflected else (self, other))
-
-    return apply
-
-
-def _number_unary(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self: active().arithmetic(function, (self,))
-
-
 for _function in ARITHMETIC:
     if _function is not operator.pow:  # it has a third argument
-        setattr(BatchNumber, f"__{python_name(_function)}__", _number_binary(_function))
-    setattr(BatchNumber, f"__r{python_name(_function)}__", _number_binary(_function, reflected=True))
+        setattr(BatchNumber, f"__{python_name(_function)}__", _recorded(_function, "arithmetic"))
+    setattr(BatchNumber, f"__r{python_name(_function)}__", _recorded(_function, "arithmetic", reflected=True))
 for _name, _function in (
     *(("neg", operator.neg), ("pos", operator.pos), ("abs", operator.abs)),
     *(("trunc", builtins.int), ("floor", math.floor), ("ceil", math.ceil)),
 ):
-    setattr(BatchNumber, f"__{_name}__", _number_unary(_function))
+    setattr(BatchNumber, f"__{_name}__", _recorded(_function, "arithmetic"))
 for _function in COMPARISONS:
-    setattr(BatchNumber, f"__{python_name(_function)}__", _number_binary(_function, "decide"))
+    setattr(BatchNumber, f"__{python_name(_function)}__", _recorded(_function, "decide"))
 
 
 def numeric_fact(a: float, b: float) -> int | float | BatchDim | None:
@@ -394,10 +378,6 @@ def _refuse_unknown(what: str) -> NoReturn:
     )
 
 
-def _unknown(name: str) -> Callable[..., Any]:
-    return lambda self, *args: _refuse_unknown(f"used by Python ({name})")
-
-
 _REFUSED: Functions = (
     *(*ARITHMETIC, operator.matmul, operator.and_, operator.or_, operator.xor, operator.lt, operator.le, operator.gt, operator.ge),
     *(operator.neg, operator.abs, operator.invert, operator.index, operator.setitem),
@@ -406,4 +386,4 @@ for _name in (
     *("bool", "len", "iter", "int", "float", "contains", "call", "radd", "rsub", "rmul", "rtruediv"),
     *map(python_name, _REFUSED),
 ):
-    setattr(Unknown, f"__{_name}__", _unknown(_name))
+    setattr(Unknown, f"__{_name}__", lambda *_, name=_name: _refuse_unknown(f"used by Python ({name})"))

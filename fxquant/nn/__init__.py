@@ -15,9 +15,19 @@ from fxquant.nn.camera import (
     rgb_to_nv12,
     split_nv12,
 )
-from fxquant.nn.detection import AnchorGenerator, BEVPool, DetectionPostProcess, PointPillarsScatter
-from fxquant.nn.geometry import Correlation, DeformConv2d, MultiScaleDeformableAttention, MultiScaleRoIAlign, RoIAlign, Warp
-from fxquant.nn.lookup_table import SegmentLUT
+from fxquant.nn.geometry import (
+    AnchorGenerator,
+    BEVPool,
+    Correlation,
+    DeformConv2d,
+    DetectionPostProcess,
+    MultiScaleDeformableAttention,
+    MultiScaleRoIAlign,
+    PointPillarsScatter,
+    RoIAlign,
+    SegmentLUT,
+    Warp,
+)
 
 __all__ = [
     "AnchorGenerator", "BEVPool", "BgrToGray", "BgrToYuv444", "ChromaLoss", "Correlation", "DeformConv2d", "DetectionPostProcess",

@@ -10,14 +10,13 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx, nn
 
-from fxquant.analysis.layers import layers
+from fxquant.analysis.layers import GRAPH, QUANTIZED, layers
 from fxquant.analysis.recording import Form
-from fxquant.errors import ConfigurationError, Interrupted
+from fxquant.errors import Interrupted
 from fxquant.frontend import trace
-from fxquant.ir.graph import annotation, is_deployed, is_parameter, module_path, stage_of, unfused
+from fxquant.ir.graph import annotation, is_parameter, module_path, stage_of, unfused
 from fxquant.ops import BY_NAME, Trait
 from fxquant.ops.movement.join import cat
 from fxquant.options import DEFAULTS, Options
@@ -29,11 +28,10 @@ from fxquant.reporting.model_forms import form_of
 from fxquant.reporting.page import weights_of
 from fxquant.reporting.rows import Rows
 from fxquant.reporting.statistics import Steps, TensorStatistics, sqnr_of
-from fxquant.support.arguments import NUMBER, checked, instance
+from fxquant.support.arguments import NUMBER, checked, instance, such
 from fxquant.support.progress import in_one_piece, progress
 
-GRAPH = instance("a traced, prepared or integer model", fx.GraphModule)
-PREPARED = instance("a prepared model", fx.GraphModule)
+PREPARED = such("a prepared model", GRAPH.take, lambda model: stage_of(model) == "PREPARED")
 WIDE = 2.0**15  # the largest magnitude over the mean one, beyond which 16 bits hardly hold both
 COMMON_RANGES = 32.0  # times that the range of what is added may be that of what it is added to
 
@@ -120,7 +118,6 @@ class Device(NamedTuple):
 @checked(prepared=PREPARED)
 def not_fused(prepared: fx.GraphModule) -> Rows[Unfused]:
     """Return the batch norms, additions and limits (relu, clamp) of a prepared model that were not fused, each with the reason."""
-    _require(prepared, "PREPARED")
     nodes = {node.name: node for node in prepared.graph.nodes}
     found = [
         Unfused(layer.name, layer.operator, because, layer.source)
@@ -146,7 +143,6 @@ def call_counts(model: nn.Module, example_inputs: Any) -> Rows[Called]:
 @checked(prepared=PREPARED)
 def suspicious_settings(prepared: fx.GraphModule) -> Rows[Setting]:
     """Settings of a prepared model that are allowed and hardly meant, and what was asked for and is not done."""
-    _require(prepared, "PREPARED")
     found: list[Setting] = []
     nodes = {node.name: node for node in prepared.graph.nodes}
     ends: dict[str, float] = {}  # of the grids
@@ -185,10 +181,10 @@ def _of_layer(prepared: fx.GraphModule, node: fx.Node, name: str) -> list[Settin
     return found
 
 
-@checked()
+@checked(a=QUANTIZED, b=QUANTIZED)
 def compare_weights(a: Any, b: Any) -> Rows[Weight]:
     """Return the weights of the layers of two prepared or integer models, worst first; an integer model's are those it computes with."""
-    one, other = _weights(a), _weights(b)
+    one, other = weights_of(a), weights_of(b)
     found = []
     for name, weight in one.items():
         if name not in other or other[name].shape != weight.shape:
@@ -203,20 +199,9 @@ def compare_weights(a: Any, b: Any) -> Rows[Weight]:
     return Rows("weights", tuple(sorted(found, key=lambda row: row.sqnr)), "no layer with a weight is in both")
 
 
-def _weights(model: Any) -> dict[str, torch.Tensor]:
-    if not isinstance(model, fx.GraphModule) or not (stage_of(model) == "PREPARED" or is_deployed(model)):
-        raise ConfigurationError(
-            f"the weights of a {type(model).__name__} cannot be compared",
-            because="layers are known by name in prepared and integer models",
-            remedy="pass the results of fxq.prepare and fxq.convert",
-        )
-    return weights_of(model)
-
-
-@checked(model=GRAPH)
+@checked(model=QUANTIZED)
 def shared_scales(model: fx.GraphModule) -> Rows[Shared]:
     """Return the groups of tensors of a prepared or integer model that are on one grid."""
-    _require(model, "PREPARED", "INTEGER")
     groups: dict[Any, list[str]] = {}
     grids: dict[Any, str] = {}
     for layer in layers(model):
@@ -309,12 +294,3 @@ def _values(name: str, where: str, seen: TensorStatistics, wide: float) -> Value
 def devices(model: fx.GraphModule) -> Rows[Device]:
     """Return where every operator of a graph runs: the target, or the host, and why."""
     return Rows("devices", tuple(Device(each.name, each.operator, each.device, each.dtype, each.reason) for each in layers(model)))
-
-
-def _require(model: fx.GraphModule, *stages: str) -> None:
-    if ("INTEGER" if is_deployed(model) else stage_of(model)) not in stages:
-        raise ConfigurationError(
-            f"a {(stage_of(model) or 'traced').lower()} model cannot be asked this",
-            because=f"it is about {' and '.join(stage.lower() for stage in stages)} models",
-            remedy="pass the result of fxq.prepare" + (" or fxq.convert" if "INTEGER" in stages else ""),
-        )

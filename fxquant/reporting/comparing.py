@@ -13,7 +13,7 @@ from rich.table import Table
 from torch import fx
 
 from fxquant.analysis.fused import alike, recurrent_parts
-from fxquant.analysis.layers import layers
+from fxquant.analysis.layers import GRAPH, layers
 from fxquant.analysis.recording import Facts, Form, GraphForm, Values
 from fxquant.errors import Interrupted
 from fxquant.ir.graph import stage_of
@@ -29,7 +29,7 @@ from fxquant.reporting.rows import as_html, as_text
 from fxquant.reporting.statistics import LayerComparison, Steps, TensorStatistics, drawn, in_decibels, row
 from fxquant.reporting.tensor_rules import Cures, Judged
 from fxquant.reporting.verdict import Verdict, causes_of, verdict_on
-from fxquant.support.arguments import COUNT, FLAG, POSITIVE, Kind, checked, instance, such
+from fxquant.support.arguments import COUNT, FLAG, POSITIVE, Kind, checked, such
 from fxquant.support.progress import in_one_piece, progress
 
 
@@ -263,7 +263,6 @@ def _states(value: Any) -> tuple[Any, Any]:
     return tuple(state if state is None else State(state) for state in (first, second))  # type: ignore[return-value]
 
 
-GRAPH = instance("", fx.GraphModule)
 PREPARED = such("a prepared model", GRAPH.take, lambda model: stage_of(model) == "PREPARED").or_none("its parts are not looked at")
 STATES = Kind("two states, or None for each, of the first model and of the second", _states)
 

@@ -18,7 +18,7 @@ from fxquant.backends.horizon.compiled_program import Binary, CompiledCost
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import fact, is_deployed
 from fxquant.ir.integer import operation
-from fxquant.reporting.layout import needs, operator_graph
+from fxquant.reporting.page import needs, operator_graph
 from fxquant.reporting.rows import Rows
 from fxquant.support.arguments import PATH, checked, instance, such
 from fxquant.support.files import write_file

@@ -33,7 +33,7 @@ from fxquant.prepared.batches import as_batches, length
 from fxquant.prepared.operators import quantized_operators
 from fxquant.prepared.stage import called
 from fxquant.quantization.spec import State
-from fxquant.reporting.model_forms import OnnxForm
+from fxquant.reporting.model_forms import OnnxForm, refuse
 from fxquant.support.arguments import PATH, accepted, checked
 from fxquant.support.progress import progress
 
@@ -309,7 +309,7 @@ def _recorded(model: Any, state: State | str | None, runtime: str | None) -> For
     if isinstance(model, str | os.PathLike):
         from fxquant.backends.onnx.runtime import RUNTIME_NAMES, OnnxModel
 
-        _refuse("state", state, "an ONNX file has no states")
+        refuse("state", state, "an ONNX file has no states")
         return OnnxForm(OnnxModel(accepted("record", "path", model, PATH)), runtime or RUNTIME_NAMES[0])
     if not isinstance(model, fx.GraphModule):
         raise ConfigurationError(
@@ -317,12 +317,7 @@ def _recorded(model: Any, state: State | str | None, runtime: str | None) -> For
             because="only traced, prepared and integer models, and ONNX files, name them",
             remedy="pass fxq.trace(model, example_inputs)",
         )
-    _refuse("runtime", runtime, "this model is run by PyTorch")
+    refuse("runtime", runtime, "this model is run by PyTorch")
     if stage_of(model) != "PREPARED":
-        _refuse("state", state, "only prepared models have states")
+        refuse("state", state, "only prepared models have states")
     return GraphForm(model, None if state is None else State(state))
-
-
-def _refuse(name: str, value: Any, because: str) -> None:
-    if value is not None:
-        raise ConfigurationError(f"{name}={value!r} means nothing here", because=because, remedy=f"leave {name} out")

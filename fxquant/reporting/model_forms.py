@@ -128,7 +128,7 @@ def form_of(model: Any, batch: Any, state: State | str | None, beside: Any = Non
     `beside` is what it is compared with: where that is a graph, a float model's batch is in the dimensions that it has there.
     """
     if isinstance(model, str | os.PathLike):
-        _refuse(state, "an ONNX file has no states")
+        refuse("state", state, "an ONNX file has no states")
         from fxquant.backends.onnx.runtime import RUNTIME_NAMES, OnnxModel
 
         opened = OnnxModel(model)
@@ -152,7 +152,7 @@ def form_of(model: Any, batch: Any, state: State | str | None, beside: Any = Non
         graph = trace(model, example, options=Options(dynamic_shapes=_dynamic_shapes(example, inputs)))
     assert isinstance(graph, fx.GraphModule)
     if stage_of(graph) != "PREPARED":
-        _refuse(state, "only prepared models have states")
+        refuse("state", state, "only prepared models have states")
     return GraphForm(graph, None if state is None else State(state))
 
 
@@ -185,9 +185,10 @@ def _dynamic_shapes(example: Any, inputs: Sequence[fx.Node]) -> Any:
     return pytree.tree_map(said, arguments)
 
 
-def _refuse(state: State | str | None, because: str) -> None:
-    if state is not None:
-        raise ConfigurationError(f"a state of {state!r} means nothing here", because=because, remedy="pass None in its place")
+def refuse(name: str, value: Any, because: str) -> None:
+    """Raise ConfigurationError for an argument that has no meaning, unless it is None."""
+    if value is not None:
+        raise ConfigurationError(f"{name}={value!r} means nothing here", because=because, remedy=f"leave {name} out, or pass None")
 
 
 def pairs(a: Form, b: Form) -> dict[str, str]:

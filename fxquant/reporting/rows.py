@@ -6,7 +6,7 @@ import io
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar, overload
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
@@ -28,13 +28,7 @@ class Rows(Sequence[Row], Generic[Row]):
     items: tuple[Row, ...]
     none: str = "none"
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Row]: ...
-
-    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+    def __getitem__(self, index: Any) -> Any:
         return self.items[index]
 
     def __len__(self) -> int:

@@ -1,9 +1,10 @@
-"""Mixed precision: the dtypes that lose least at the outputs within a budget, as a QConfigMapping."""
+"""Mixed precision: the dtypes that lose least at the outputs within a budget, as a QConfigMapping; and int32 for sums that are outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -14,19 +15,147 @@ from fxquant.analysis.text import table
 from fxquant.api import calibrate, prepare
 from fxquant.calibration.observations import Observations, observations
 from fxquant.errors import ConfigurationError
+from fxquant.ir.graph import TensorFact, fact, part
+from fxquant.ops import Trait, operator_of
+from fxquant.ops.core.boundary import DEQUANTIZE
 from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.operators import quantized_operators
+from fxquant.prepared.stage import quantized_operator
 from fxquant.quantization.spec import QConfig, QConfigMapping, as_mapping
-from fxquant.search.budget import Budget, cost_terms, costs, fits
 from fxquant.search.sensitivity import METRIC, Metric, Sensitivity, calibrated, find, reference_of, score_of
-from fxquant.support.arguments import Kind, checked, instance
+from fxquant.support import logger
+from fxquant.support.arguments import NUMBER, Kind, checked, checked_class, instance
 from fxquant.support.progress import progress
 from fxquant.target import Target
 from fxquant.tuning.checkpoint import Checkpoint, model_digest
-from fxquant.tuning.choices import ACTIVATION, WEIGHT, Choices, bits
+from fxquant.tuning.choices import ACTIVATION, WEIGHT, Choice, Choices, bits
 from fxquant.tuning.effects import decibels, outputs_of
 from fxquant.tuning.first_samples import FirstSamples, is_balanced
 from fxquant.tuning.walk import inputs_of
+
+_NONE = NUMBER.or_none("no limit")
+
+
+@checked_class(macs_per_second=NUMBER, bytes_per_second=NUMBER)
+@dataclass(frozen=True)
+class Speed:
+    """How fast a device is, for an estimate: a layer takes the time of its products and that of its bytes, one after the other.
+
+    macs_per_second   multiply-accumulates of two int8 numbers; those of a and b bits take a·b/64 times as long
+    bytes_per_second  of weights and tensors that are read, and of results that are written; an int4 is half a byte
+    """
+
+    macs_per_second: float
+    bytes_per_second: float
+
+
+SPEED: Kind = instance("a Speed", Speed).or_none("that of the target's chip")
+
+
+@checked_class(weight_bytes=_NONE, weight_bits=_NONE, bit_operations=_NONE, latency=_NONE, speed=SPEED)
+@dataclass(frozen=True)
+class Budget:
+    """Upper limits of a model; those that are None do not count.
+
+    weight_bytes    the bytes of weights, two int4 in a byte; biases, and weights that no rule of a mapping can reach, are not counted
+    weight_bits     the same as the average over all weights, in bits for each
+    bit_operations  of one item: multiply-accumulates, each times the bits of both its factors
+    latency         seconds for one item, as `speed` estimates it
+    speed           None: the peak rates of the target, as those of `fxq.estimate`
+    """
+
+    weight_bytes: float | None = None
+    weight_bits: float | None = None
+    bit_operations: float | None = None
+    latency: float | None = None
+    speed: Speed | None = None
+
+    def __post_init__(self) -> None:
+        if not any(getattr(self, name) for name in LIMITS):
+            raise ConfigurationError(
+                "the budget limits nothing",
+                because="weight_bytes, weight_bits, bit_operations and latency are all None",
+                remedy="give one of them, as in Budget(weight_bits=5)",
+            )
+        if self.latency is None and self.speed is not None:
+            raise ConfigurationError(
+                "a speed is given without a latency",
+                because="it estimates seconds, and the budget has no latency",
+                remedy="pass Budget(latency=0.01, speed=Speed(macs_per_second=1e12, bytes_per_second=1e10)), or neither",
+            )
+
+    def on(self, target: Target) -> Budget:
+        """The budget with the peak rates of the target's chip, where it limits seconds and has no speed. Raises ConfigurationError."""
+        if self.latency is None or self.speed is not None:
+            return self
+        if target.roofline is None:
+            raise ConfigurationError(
+                f"a latency on {target.name} cannot be estimated",
+                because="the rates are those of the machine that the model runs on",
+                remedy="pass Budget(latency=0.01, speed=Speed(macs_per_second=1e11, bytes_per_second=2e10))",
+            )
+        return replace(self, speed=Speed(target.roofline.macs_per_second, target.roofline.bytes_per_second))
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """Those that are given, by name."""
+        return {name: value for name in LIMITS if (value := getattr(self, name)) is not None}
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of tensors whose dtypes affect the limits: only weights where all limits are about their size."""
+        return (WEIGHT,) if {*self.limits} <= {"weight_bytes", "weight_bits"} else (ACTIVATION, WEIGHT)
+
+
+LIMITS = tuple(field.name for field in fields(Budget) if field.name != "speed")
+Term = tuple[float, str, str, str, str]  # a cost, if these two choices have these dtypes: choice, dtype, choice, dtype; "" for none
+
+
+def cost_terms(choices: Choices, limit: str, speed: Speed | None) -> Iterator[Term]:
+    """Yield the terms of the cost that a limit bounds, a sum over choices and pairs of choices."""
+    if limit in ("weight_bytes", "weight_bits"):
+        weights = [choice for choice in choices.values() if choice.kind == WEIGHT]
+        total = sum(choice.elements for choice in weights) or 1
+        for choice in weights:
+            for dtype in choice.dtypes:
+                yield choice.bytes(dtype) if limit == "weight_bytes" else choice.elements * bits(dtype) / total, choice.name, dtype, "", ""
+        return
+    scale = 1.0 if speed is None else 1 / (64 * speed.macs_per_second)
+    for products in choices.products:
+        for left, left_bits in _sides(choices, products.left, products.width[0]):
+            for right, right_bits in _sides(choices, products.right, products.width[1]):
+                yield products.macs * left_bits * right_bits * scale, products.left, left, products.right, right
+    if speed is not None:
+        for choice in choices.values():
+            for dtype in choice.dtypes:
+                yield choice.bytes(dtype) * choice.passes / speed.bytes_per_second, choice.name, dtype, "", ""
+
+
+def _sides(choices: Choices, name: str, width: int) -> list[tuple[str, int]]:
+    return [(dtype, bits(dtype)) for dtype in choices[name].dtypes] if name else [("", width)]
+
+
+def costs(choices: Choices, dtypes: Mapping[str, str], speed: Speed | None = None) -> dict[str, float]:
+    """Return the cost of these dtypes for each limit; latency only with a speed."""
+
+    def is_there(name: str, dtype: str) -> bool:
+        return not name or dtypes.get(name, choices[name].dtype) == dtype
+
+    limits = [limit for limit in LIMITS if limit != "latency" or speed is not None]
+    return {
+        limit: sum(
+            cost
+            for cost, left, left_dtype, right, right_dtype in cost_terms(choices, limit, speed if limit == "latency" else None)
+            if is_there(left, left_dtype) and is_there(right, right_dtype)
+        )
+        for limit in limits
+    }
+
+
+def fits(found: Mapping[str, float], budget: Budget) -> bool:
+    """Whether costs are within the budget, but for a rounding error."""
+    return all(found[name] <= limit * (1 + 1e-9) for name, limit in budget.limits.items())
+
 
 # ---- The best dtypes under a budget, exactly: an integer program -----------------------------------------------------
 #
@@ -46,7 +175,15 @@ def optimum(choices: Choices, losses: Mapping[str, Mapping[str, float]], budget:
 
     Raises ConfigurationError if nothing is within the budget, or SciPy, which solves it (with HiGHS), is missing.
     """
-    milp, constraint, bounds, matrix = _solver()
+    try:
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import csr_array
+    except ImportError as error:
+        raise ConfigurationError(
+            "a search under a budget needs SciPy",
+            because=f"its integer program is solved by scipy.optimize.milp: {error}",
+            remedy='pip install "fxquant[tuning]"',
+        ) from None
     keys = [(name, dtype) for name, choice in choices.items() for dtype in (choice.dtypes if name in losses else (choice.dtype,))]
     column = {key: index for index, key in enumerate(keys)}
     objective = [losses.get(name, {}).get(dtype, 0.0) for name, dtype in keys]
@@ -79,12 +216,12 @@ def optimum(choices: Choices, losses: Mapping[str, Mapping[str, float]], budget:
     unit = max(map(abs, objective), default=0.0) or 1.0
     shape = len(rows), len(objective)
     places = [(index, place, value) for index, (row, *_) in enumerate(rows) for place, value in row.items()]
-    sums = matrix(([value for *_, value in places], ([row for row, *_ in places], [place for _, place, _ in places])), shape=shape)
+    sums = csr_array(([value for *_, value in places], ([row for row, *_ in places], [place for _, place, _ in places])), shape=shape)
     found = milp(
         np.array(objective) * (RESOLUTION / unit),
         integrality=np.array([1] * len(keys) + [0] * len(pairs)),
-        bounds=bounds(0, 1),
-        constraints=constraint(sums, [low for _, low, _ in rows], [high for *_, high in rows]),
+        bounds=Bounds(0, 1),
+        constraints=LinearConstraint(sums, [low for _, low, _ in rows], [high for *_, high in rows]),
         options={"mip_rel_gap": 0.0},
     )
     if found.x is None:
@@ -104,19 +241,6 @@ def _column(key: tuple[str, ...], column: Mapping[tuple[str, str], int], pairs: 
     if left == right:  # a tensor times itself
         return column[left, left_dtype] if left_dtype == right_dtype else None
     return pairs.setdefault((left, left_dtype, right, right_dtype), len(column) + len(pairs))
-
-
-def _solver() -> Any:
-    try:
-        from scipy.optimize import Bounds, LinearConstraint, milp
-        from scipy.sparse import csr_array
-    except ImportError as error:
-        raise ConfigurationError(
-            "a search under a budget needs SciPy",
-            because=f"its integer program is solved by scipy.optimize.milp: {error}",
-            remedy='pip install "fxquant[tuning]"',
-        ) from None
-    return milp, LinearConstraint, Bounds, csr_array
 
 
 def _beyond(choices: Choices, losses: Mapping[str, Any], budget: Budget, message: str) -> ConfigurationError:
@@ -325,3 +449,74 @@ def _uniform(choices: Choices, widths: Sequence[int], budget: Budget) -> list[tu
             told = f"{weights}-bit weights" + (f", {tensors}-bit tensors" if tensors else "")
             found.setdefault(tuple(sorted(wanted.items())), (told, wanted))
     return list(found.values())
+
+
+# ---- High-precision outputs: layers whose sum the model returns leave it as it is, in 32 bits, instead of rounding it once more ----
+#
+# Such a layer is spared a requantization, and the output a rounding that nothing after it could make up for.
+
+
+WIDE, LARGE_WIDE = "int32", "int16"
+
+
+@checked()
+def high_precision_outputs(
+    model: nn.Module, example_inputs: Any, target: str | Target = "bayes-e", qconfig: QConfig | QConfigMapping | None = None
+) -> QConfigMapping:
+    """Return the qconfig with an int32 rule for each layer with weights whose result the model returns, and nothing else reads.
+
+    A result that is reshaped, permuted or sliced before it is returned counts as well.
+
+    Such an output is the layer's accumulator, with a scale for each channel, which is neither rounded to 8 bits nor clipped; it takes
+    four bytes per element. One of more elements than the model's inputs, a map of every pixel, costs more than it gives: its rule is int16,
+    where the target has that. A result with a fused clamp has no rule, and one whose scale is given or shared keeps its grid. Without any
+    such layer, a line is logged, and the mapping is that of the qconfig.
+
+    The arguments are those of `prepare`, to which the result is passed; raises what `prepare` raises.
+    """
+    prepared = prepare(model, example_inputs, target, qconfig)
+    mapping, wide = with_high_precision(prepared, as_mapping(qconfig))
+    if not wide:
+        logger.info("no output of this model is the sum of a layer: the qconfig has no rule more")
+    return mapping
+
+
+def with_high_precision(prepared: fx.GraphModule, base: QConfigMapping, large: str = LARGE_WIDE) -> tuple[QConfigMapping, list[str]]:
+    """Return the mapping that a model was prepared with, with rules for wide outputs, and the names of the layers of these rules.
+
+    `large` is the dtype of an output of more elements than the model's inputs.
+    """
+    choices, offered = Choices(prepared, ()), prepared.meta["target"].activations
+    inputs = sum(map(_elements, prepared.graph.find_nodes(op="placeholder")))
+    wide = {}
+    for name, choice in choices.items():
+        node = choices.nodes[choice.operators[0].name]
+        dtype = WIDE if _elements(node) <= inputs else large
+        if dtype in offered and _is_summed(prepared, choice, node):
+            wide[name] = dtype
+    return choices.mapping(base, wide), list(wide)
+
+
+def _elements(node: fx.Node) -> int:
+    """Return the number of elements of a tensor for each item of a batch, as far as its sizes are numbers; 0 without a tensor."""
+    known = fact(node)
+    return math.prod(size for size in known.shape if isinstance(size, int)) if isinstance(known, TensorFact) else 0
+
+
+def _is_summed(prepared: fx.GraphModule, choice: Choice, node: fx.Node) -> bool:
+    """Return whether a choice is a layer's sum, without a clamp, on a grid of its own, that the model returns, and nothing else reads."""
+    alone = choice.kind == ACTIVATION and len(choice.operators) == 1 and part(node) is None and node.kwargs.get("clamp") is None
+    return alone and Trait.SUMS in choice.operators[0].operator.traits and _is_returned(prepared, node)
+
+
+def _is_returned(prepared: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether all that reads a value is the model's output, directly or behind operators that move its elements."""
+    return bool(node.users) and all(
+        user.op == "output" or (_only_moves(prepared, user) and _is_returned(prepared, user)) for user in node.users
+    )
+
+
+def _only_moves(prepared: fx.GraphModule, node: fx.Node) -> bool:
+    quantized = quantized_operator(prepared, node)
+    operator = operator_of(node) if quantized is None else quantized.operator
+    return operator is not None and (operator is DEQUANTIZE or operator.moves)

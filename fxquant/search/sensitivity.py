@@ -80,10 +80,7 @@ class Sensitivity(Mapping[str, TensorSensitivity]):
     score: float | None = None
 
     def __getitem__(self, name: str) -> TensorSensitivity:
-        found = next((tensor for tensor in self.tensors if tensor.name == name), None)
-        if found is None:
-            raise KeyError(name)
-        return found
+        return {tensor.name: tensor for tensor in self.tensors}[name]
 
     def __iter__(self) -> Iterator[str]:
         return (tensor.name for tensor in self.tensors)

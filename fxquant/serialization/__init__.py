@@ -21,9 +21,7 @@ from torch import Tensor, fx
 from fxquant.calibration.observations import Observations
 from fxquant.errors import ExportError, FxQuantError
 from fxquant.ir.model import collection_paused
-from fxquant.serialization.document import read_model, write_model
-from fxquant.serialization.observed import FORMAT as OBSERVATIONS
-from fxquant.serialization.observed import read_observations, write_observations
+from fxquant.serialization.document import OBSERVATIONS, read_model, read_observations, write_model, write_observations
 from fxquant.serialization.tree import TargetOf
 from fxquant.serialization.values import Malformed
 from fxquant.support.files import write_file

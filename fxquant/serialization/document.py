@@ -1,4 +1,4 @@
-"""A model as a document of plain JSON values and a dictionary of tensors, and back."""
+"""A model, or observations, as a document of plain JSON values and a dictionary of tensors, and back."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from fxquant.calibration.observations import Observations, Observed, Place
 from fxquant.errors import ExportError, FxQuantError
 from fxquant.frontend import InputCheck, attach_call_hooks, is_traced
 from fxquant.frontend.inputs import CallSignature, is_signature
@@ -27,10 +28,13 @@ from fxquant.ops import MODULES, Fixed, Own, Same
 from fxquant.prepared.hooks import are_calls, restore_hooks
 from fxquant.prepared.operators import QuantizedOperator, link_owners, quantized_operators
 from fxquant.prepared.stage import Stage, violations
+from fxquant.quantization.observers import Observer
+from fxquant.quantization.observers.histogram import Gathering, gathering
 from fxquant.quantization.spec import QConfig
-from fxquant.serialization.names import PROPERTIES, function_name, function_named, is_method
+from fxquant.quantization.weights import LARGEST_EXPONENT
+from fxquant.serialization.names import ARGUMENTS, OBSERVERS, PROPERTIES, function_name, function_named, is_method
 from fxquant.serialization.tree import TargetOf, TreeReader, TreeWriter
-from fxquant.serialization.values import Malformed, cannot_save, decode, encode, expect
+from fxquant.serialization.values import Malformed, cannot_save, decode, encode, expect, look_up
 from fxquant.support import logger
 
 FORMAT, VERSION = "fxquant model", 3
@@ -190,10 +194,7 @@ def read_model(document: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
 
     Raises Malformed, FxQuantError, or what making modules and nodes raises, if it describes none.
     """
-    if list(document) != _SECTIONS or document["format"] != FORMAT:
-        raise Malformed("it is not a model that fxquant saved")
-    if document["version"] != VERSION:
-        raise Malformed(f"it has version {str(document['version'])[:20]}, and this fxquant reads version {VERSION}")
+    _check_head(document, _SECTIONS, FORMAT, VERSION, "it is not a model that fxquant saved")
     meta = _model_meta(expect(document["meta"], dict))
     if PRESERVED in meta:
         preserved = expect(meta.pop(PRESERVED), dict)
@@ -219,6 +220,14 @@ def read_model(document: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
         restore_hooks(model)
     model.recompile()
     return model
+
+
+def _check_head(document: Mapping[str, Any], sections: list[str], form: str, version: int, otherwise: str) -> None:
+    """Raise Malformed unless a document has these sections, this format and this version."""
+    if list(document) != sections or document["format"] != form:
+        raise Malformed(otherwise)
+    if document["version"] != version:
+        raise Malformed(f"it has version {str(document['version'])[:20]}, and this fxquant reads version {version}")
 
 
 def _check(model: Model, document: Mapping[str, Any], target_of: TargetOf) -> None:
@@ -359,3 +368,81 @@ def _node_meta(content: dict[str, Any]) -> dict[str, Any]:
     if not all(type(item) in (str, int, float, bool, NoneType) for item in meta.get("notes", {}).values()):
         raise Malformed("notes hold values other than numbers and sentences")
     return meta
+
+
+# ---- observations ----------------------------------------------------------------------------------------------------
+
+
+OBSERVATIONS = "fxquant observations"  # their format, of version 1
+LARGEST_HISTOGRAM = 2**24  # bins that a file may ask for before any tensor of them is read
+_PLACE = ["name", "fused", "shape", "within", "exponents"]
+
+
+def write_observations(observations: Observations) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the document and the tensors of observations."""
+    entries, tensors = [], {}
+    for index, entry in enumerate(observations.values()):
+        gathered = []
+        for number, ((kind, settings), buffers) in enumerate(entry.gathered.items()):
+            gathered.append([kind, dict(settings)])
+            tensors.update({f"{index}.{number}.{name}": buffer.contiguous() for name, buffer in buffers.items()})
+        entries.append({"places": [[encode(getattr(place, part)) for part in _PLACE] for place in entry.places], "gathered": gathered})
+    return {"format": OBSERVATIONS, "version": 1, "observed": entries}, tensors
+
+
+def read_observations(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Observations:
+    """Return the observations that a document describes. Raises Malformed, or what making observers raises, if it describes none."""
+    _check_head(document, ["format", "version", "observed"], OBSERVATIONS, 1, "it holds no observations that fxquant saved")
+    left = dict(tensors)
+    found = [_observed(expect(entry, dict), index, left) for index, entry in enumerate(expect(document["observed"], list))]
+    if left:
+        raise Malformed("it holds tensors that belong to no observation")
+    return Observations(found)
+
+
+def _observed(entry: dict[str, Any], index: int, tensors: dict[str, Tensor]) -> Observed:
+    if list(entry) != ["places", "gathered"]:
+        raise Malformed("an observation does not have the fields of one")
+    gathered: dict[Gathering, dict[str, Tensor]] = {}
+    for number, part in enumerate(expect(entry["gathered"], list)):
+        observer = _observer(part)
+        way = gathering(observer)
+        assert way is not None
+        gathered[way] = {name: _buffer(f"{index}.{number}.{name}", like, tensors) for name, like in observer.named_buffers()}
+    found = Observed(tuple(_place(expect(place, list)) for place in expect(entry["places"], list)), gathered)
+    if not found.places or not found.count > 0:
+        raise Malformed("an observation is of nothing")
+    return found
+
+
+def _observer(part: Any) -> Observer:
+    """Return an observer that gathers in the way that is written."""
+    kind, settings = expect(part, list)
+    chosen = {name: expect(value, int, float) for name, value in expect(settings, dict).items()}
+    observer = look_up(OBSERVERS, kind, "observer")
+    if not set(chosen) <= set(ARGUMENTS[observer]) or chosen.get("bins", 0) > LARGEST_HISTOGRAM:
+        raise Malformed(f"no {kind} gathers with these settings")
+    with torch.device("meta"):
+        made: Observer = observer(**chosen)
+    if gathering(made) != (kind, tuple(chosen.items())):
+        raise Malformed(f"no {kind} gathers with these settings")
+    return made
+
+
+def _buffer(name: str, like: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+    tensor = tensors.pop(name, None)
+    if tensor is None or (tensor.shape, tensor.dtype) != (like.shape, like.dtype) or not bool(torch.isfinite(tensor).all()):
+        raise Malformed(f"the tensor {name} is missing, or is not what its observer gathers")
+    return tensor
+
+
+def _place(parts: list[Any]) -> Place:
+    name, fused, shape, within, exponents = (decode(part) for part in parts)
+    low, high = (expect(bound, float) for bound in expect(within, tuple))
+    names = tuple(expect(other, str) for other in expect(fused, tuple))
+    if not low <= high:
+        raise Malformed("the observed values are not an observation")
+    powers = tuple(expect(power, int) for power in expect(exponents, tuple))
+    if any(abs(power) > LARGEST_EXPONENT for power in powers):
+        raise Malformed("the observed factors of channels are not factors")
+    return Place(expect(name, str), names, expect(shape, str), (low, high), powers)

@@ -21,9 +21,9 @@ WORDS = {
     # what a package offers
     ("fxquant.primitives", "BY_NAME"),
     # methods of tensors and functions of PyTorch, in graphs that are not canonical yet
-    ("fxquant.frontend.aten", "batch_norm"),
     ("fxquant.frontend.selected", "add"),
     ("fxquant.frontend.selected", "lt"),
+    ("fxquant.frontend.written_out", "batch_norm"),
     ("fxquant.frontend.written_out", "div"),
     ("fxquant.frontend.written_out", "narrow"),
     ("fxquant.ops.core.casting", "add"),

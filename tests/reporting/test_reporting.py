@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import fxquant as fxq
 from fxquant.cli import main
 from fxquant.compat import horizon
-from fxquant.reporting.layout import drawing
+from fxquant.reporting.page import drawing
 
 
 class Network(nn.Module):

@@ -131,19 +131,19 @@ JIT = [
     *serve("exporting", "save load", native="`fxq.save`, `fxq.load`", note="the integer graph is saved with the program"),
     *serve("exporting", "to_device", note="refused with the remedy"),
 ]
-COLOURS = serve("functional", """rgb2yuv bgr2yuv rgb2centered_yuv bgr2centered_yuv rgb2gray bgr2gray rgb2centered_gray bgr2centered_gray
+COLOURS = serve("modules", """rgb2yuv bgr2yuv rgb2centered_yuv bgr2centered_yuv rgb2gray bgr2gray rgb2centered_gray bgr2centered_gray
                 rgb2bgr bgr2rgb centered_yuv2rgb centered_yuv2bgr""", native="modules of `fxq.nn`")  # fmt: skip
 NN_FUNCTIONAL = [
-    *serve("functional", "bgr_to_yuv444 point_pillars_scatter filter window_partition window_reverse", native="modules of `fxq.nn`"),
+    *serve("modules", "bgr_to_yuv444 point_pillars_scatter filter window_partition window_reverse", native="modules of `fxq.nn`"),
     Row("nms", "detection:nms_of_scores", "1.0", "", HOST),
     *serve("detection", "batched_nms", note=HOST),
     *serve("detection", "point_pillars_preprocess voxelization", note=HOST),
-    *serve("functional", "rle", note=HOST),
+    *serve("modules", "rle", note=HOST),
     *refuse("decode get_top_n filter_by_max_score", "they are steps of one module", "call horizon.nn.DetectionPostProcess"),
 ]
 FUNCTIONAL = [
     *COLOURS,
-    *serve("functional", "sort stable_sort argmax", native="functions of `torch`"),
+    *serve("modules", "sort stable_sort argmax", native="functions of `torch`"),
     *serve("detection", "nms batched_nms batched_nms_with_padding", note=HOST),
     *refuse("nms_rotated", "overlaps of turned boxes are not computed here", "wrap a function that does: fxq.wrap(function)"),
 ]

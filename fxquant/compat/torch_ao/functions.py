@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 import fxquant as fxq
-from fxquant.compat.checkpoints import take_checkpoints
-from fxquant.compat.common import BRANCH, Refusal, reading_attributes, refusals, refuses, traced
-from fxquant.compat.deferred import converted, keep_shapes, prepared_in_place
-from fxquant.compat.torch_ao.reading import dynamic_mapping, mapping_of, own_qconfig, settings_of
-from fxquant.compat.torch_ao.switches import engine_target
+from fxquant.calibration.calibration import follow_unseen, keep_statistics, owned_quantizers, require_prepared, update_scales
+from fxquant.compat.common import BRANCH, FUSED, Refusal, keeps_attributes, reading_attributes, refusals, refuses, settings_of, traced
+from fxquant.compat.deferred import Deferred, converted, keep_shapes, prepared_in_place, take_checkpoints
+from fxquant.compat.torch_ao.reading import dynamic_mapping, mapping_of, own_qconfig
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import default_leaf
+from fxquant.frontend.entry import is_quantized_by_torch
+from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.spec import State
 from fxquant.support.arguments import FLAG, checked
 
-
-def _keeps_attributes(config: Any) -> bool:
-    """Return whether a custom config has no entry besides the attributes to keep, which are kept anyway."""
-    return not settings_of(config).keys() - {"preserved_attributes"}
-
-
 ATTRIBUTES_ALONE = fxq.QConfigMapping(default=None)  # rules for a model whose attributes `qconfig` say what is quantized
-FUSED = ("operators are fused in the graph, by the compiler's own passes", "leave it out")
 ARGUMENTS = {
     **refusals("equalization is a separate step", "leave it out", "_equalization_config"),
     **refusals("the qconfig determines what is quantized", "set qconfig = None on the modules that stay in float", "allow_list"),
     **refusals("the target determines the arithmetic", "pass target='x86' or 'qnnpack', or the name of another", "backend_config"),
-    "convert_custom_config": Refusal("quantized custom modules have no integer graph", "leave it out", _keeps_attributes),
+    "convert_custom_config": Refusal("quantized custom modules have no integer graph", "leave it out", keeps_attributes),
     "fuse_custom_config": Refusal(*FUSED, lambda config: not settings_of(config)),
     **refusals(*FUSED, "additional_fuser_method_mapping", "fuser_func"),
     **refusals("modules are traced, not replaced", "leave it out", "float_to_observed_custom_module_class", "float_to_observed_mapping",
@@ -190,8 +187,12 @@ def quantize_dynamic(
     An LSTM is unrolled to its steps: every input must have the sequence length of the example.
     """
     rules = dynamic_mapping(model, qconfig_spec, dtype)
+
+    def converted_at_once(*args: Any, **how: Any) -> fx.GraphModule:
+        return converted(_prepared(*args, **how))
+
     return prepared_in_place(  # type: ignore[no-any-return]
-        model, inplace, example_inputs, _dynamic, "quantize_dynamic", keeps=False, qconfigs=rules, target=target,
+        model, inplace, example_inputs, converted_at_once, "quantize_dynamic", keeps=False, qconfigs=rules, target=target,
         dynamic_shapes=dynamic_shapes,
     )  # fmt: skip
 
@@ -230,5 +231,109 @@ def _prepared(
     return prepared
 
 
-def _dynamic(model: nn.Module, example_inputs: Any, **how: Any) -> fx.GraphModule:
-    return converted(_prepared(model, example_inputs, **how))
+# ---- Switches of observers and fake quantization, for `prepared.apply(...)` or for a prepared model as a whole ---------
+#
+# observer  fake quantize   state
+# on        on              TRAIN
+# on        off             CALIBRATE
+# off       on              TRAIN with frozen scales
+# off       off             FLOAT
+
+
+def _switch(switch: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+    """Apply a switch to a model that is not prepared yet as soon as it is."""
+
+    @functools.wraps(switch)
+    def apply(module: nn.Module) -> None:
+        if isinstance(module, Deferred):
+            module.later(apply)
+        else:
+            switch(module)
+
+    return apply
+
+
+def _operators(module: nn.Module) -> list[QuantizedOperator]:
+    """Return a quantized operator, all of a prepared model, or none: `apply` calls a switch with every module."""
+    if isinstance(module, QuantizedOperator):
+        return [module]
+    if is_quantized_by_torch(type(module)):
+        raise ConfigurationError(
+            f"a switch of fxquant was applied to a {type(module).__module__}.{type(module).__qualname__}",
+            because="it switches the operators of a model that fxquant has prepared, and PyTorch has prepared this one",
+            remedy="prepare the float model by prepare_qat_fx of fxquant.compat.torch_ao, or call the module's own method",
+        )
+    return list(quantized_operators(module).values()) if getattr(module, "meta", {}).get("stage") == "PREPARED" else []
+
+
+@_switch
+def disable_observer(module: nn.Module) -> None:
+    """Freeze all scales, including learned ones; batch norms continue."""
+    for operator in _operators(module):
+        if operator.state is State.CALIBRATE:
+            update_scales(operator)
+            operator.state = State.FLOAT
+        for quantizer in owned_quantizers(operator):
+            quantizer.freeze()
+        if operator.weight_quantizer.learned is not None:
+            operator.weight_quantizer.learned.stop()
+
+
+@_switch
+def enable_observer(module: nn.Module) -> None:
+    """Make scales follow the batches in train mode. Raises ConfigurationError if they were frozen."""
+    for operator in _operators(module):
+        if any(quantizer.frozen for quantizer in owned_quantizers(operator)):
+            raise ConfigurationError(
+                f"the scale of %{operator.name} cannot follow batches again",
+                because="it was frozen, and forgot what it followed",
+                remedy="prepare the model again, and load what was trained: fresh.load_state_dict(prepared.state_dict())",
+            )
+        operator.state = {State.VALIDATE: State.TRAIN, State.FLOAT: State.CALIBRATE}.get(operator.state, operator.state)
+
+
+@_switch
+def enable_fake_quant(module: nn.Module) -> None:
+    """Compute the integer function."""
+    for operator in _operators(module):
+        if operator.state is State.CALIBRATE:
+            update_scales(operator)
+        operator.state = {State.CALIBRATE: State.TRAIN, State.FLOAT: State.VALIDATE}.get(operator.state, operator.state)
+    if not isinstance(module, QuantizedOperator) and any(operator.state is State.TRAIN for operator in _operators(module)):
+        keep_statistics(module)
+        follow_unseen(module)
+
+
+@_switch
+def disable_fake_quant(module: nn.Module) -> None:
+    """Compute the float function."""
+    for operator in _operators(module):
+        frozen = operator.state is State.VALIDATE or all(quantizer.frozen for quantizer in owned_quantizers(operator))
+        operator.state = State.FLOAT if frozen else State.CALIBRATE
+
+
+@_switch
+def freeze_bn_stats(module: nn.Module) -> None:
+    """Make batch norms use their running statistics without updating them."""
+    for operator in _operators(module):
+        operator.live_batch_norm = False
+
+
+@_switch
+def update_bn_stats(module: nn.Module) -> None:
+    """Make batch norms use and update the statistics of batches, in train mode."""
+    for operator in _operators(module):
+        operator.live_batch_norm = True
+
+
+def get_observer_dict(mod: nn.Module, target_dict: dict[str, nn.Module], prefix: str = "") -> None:
+    """Add the observers of a prepared model to a dict, each under its operator's name and ".activation_post_process"."""
+    require_prepared(mod)
+    for name, operator in quantized_operators(mod).items():
+        if not operator.plain and operator.owns_output and operator.output.observer is not None:
+            target_dict[f"{prefix}.{name}.activation_post_process".lstrip(".")] = operator.output.observer
+
+
+def engine_target() -> str:
+    """Return the target of PyTorch's global setting: "qnnpack" for that engine, and "x86" for any other."""
+    return "qnnpack" if torch.backends.quantized.engine == "qnnpack" else "x86"

@@ -18,7 +18,7 @@ per_channel_symmetric                                     WeightConfig(per_chann
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx, nn
@@ -301,19 +301,6 @@ def _reuses_input(qconfig: Any) -> bool:
 def own_qconfig(qconfig: Any) -> Any:
     """Return fxquant's QConfig for one of PyTorch's; any other value is returned unchanged."""
     return read(qconfig) if is_foreign(qconfig) else qconfig
-
-
-def settings_of(config: Any) -> dict[str, Any]:
-    """Return the non-empty settings of PyTorch's custom config, an object or its dict form, by name."""
-    if config is None:
-        return {}
-    if isinstance(config, Mapping):
-        held = dict(config)
-    elif is_dataclass(config) and not isinstance(config, type):
-        held = {f.name: getattr(config, f.name) for f in fields(config)}
-    else:
-        held = dict(vars(config))
-    return {name: value for name, value in held.items() if not isinstance(value, Iterable) or list(value)}
 
 
 # ---- quantize_dynamic --------------------------------------------------------------------------------------------------

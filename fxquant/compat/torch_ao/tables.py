@@ -9,7 +9,7 @@ FX = serve("functions", "prepare_fx prepare_qat_fx convert_fx fuse_fx", native="
 EAGER = serve("functions", "prepare prepare_qat convert quantize_dynamic", native="`fxq.prepare`, `fxq.convert`")
 FUSE = serve("functions", "fuse_modules fuse_modules_qat", native="none is needed", note="return the model")
 SWITCHES = serve(
-    "switches",
+    "functions",
     "disable_fake_quant disable_observer enable_fake_quant enable_observer freeze_bn_stats update_bn_stats get_observer_dict",
     native="`fxq.set_state`, `fxq.freeze`",
 )

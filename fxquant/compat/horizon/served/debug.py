@@ -72,11 +72,7 @@ def featuremap_similarity(
     """
     measure = MEASURES.get(similarity_func) if isinstance(similarity_func, str) else similarity_func
     if not callable(measure):
-        raise ConfigurationError(
-            f"similarity_func={similarity_func!r} is unknown",
-            because=f"it is one of {', '.join(MEASURES)}, or a function",
-            remedy="pass one",
-        )
+        raise unknown("similarity_func", similarity_func, f"one of {', '.join(MEASURES)}, or a function")
     first, second = _values(model1, inputs, model2), _values(model2, inputs, model1)
     scales = {**_scales(model1), **_scales(model2)}
     rows = []
@@ -241,12 +237,8 @@ class QuantAnalysis:
         if analysis_model_type not in TYPES:
             raise unknown("analysis_model_type", analysis_model_type, f"one of {', '.join(TYPES)}")
         if post_process is not None:
-            raise unserved(
-                "QuantAnalysis",
-                "post_process",
-                "outputs are compared as the models return them",
-                "leave it out, or make it part of the model",
-            )
+            because = "outputs are compared as the models return them"
+            raise unserved("QuantAnalysis", "post_process", because, "leave it out, or make it part of the model")
         _left_out("", {"device_ids": device_ids})
         self.baseline = getattr(baseline_model, "model", baseline_model) if not isinstance(baseline_model, nn.Module) else baseline_model
         self.analysis = getattr(analysis_model, "model", analysis_model) if not isinstance(analysis_model, nn.Module) else analysis_model

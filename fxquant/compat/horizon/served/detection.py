@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import fxquant as fxq
 from fxquant.compat.common import unknown, unserved
-from fxquant.errors import ConfigurationError
 
 LARGEST = math.log(1000 / 16)  # of dw and dh: a box of 1000 pixels for an anchor of 16, as in torchvision
 YOLO = "yolo"
@@ -301,9 +300,7 @@ class DetectionPostProcessV1(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         if nms_padding_mode not in PADDING:
-            raise ConfigurationError(
-                f"nms_padding_mode={nms_padding_mode!r} is unknown", because="it is None, 'pad_zero' or 'rollover'", remedy="pass one"
-            )
+            raise unknown("nms_padding_mode", nms_padding_mode, "None, 'pad_zero' or 'rollover'")
         self.exp = None if exp_overwrite is torch.exp else exp_overwrite
         self.settings = {
             "num_classes": num_classes, "box_filter_threshold": box_filter_threshold, "class_offsets": list(class_offsets),
@@ -523,10 +520,8 @@ class BevPoolV2(nn.Module):
     ) -> Tensor:  # fmt: skip
         shape = self.bev_feat_shape if bev_feat_shape is None else bev_feat_shape
         if shape is None or len(shape) not in (2, 3, 5):
-            raise ConfigurationError(
-                f"BevPoolV2(bev_feat_shape={shape!r}) cannot be done",
-                because="the size of the map is not in the ranks",
-                remedy="pass (H, W), (Z, H, W) or (N, Z, H, W, C)",
+            raise unserved(
+                "BevPoolV2", "bev_feat_shape", "the size of the map is not in the ranks", "pass (H, W), (Z, H, W) or (N, Z, H, W, C)"
             )
         space = [1, *shape] if len(shape) == 2 else list(shape[1:4]) if len(shape) == 5 else list(shape)
         batch, channels = feat.shape[0], feat.shape[2]

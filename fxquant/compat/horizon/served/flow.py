@@ -16,9 +16,8 @@ from torch import fx, nn
 import fxquant as fxq
 from fxquant import backends
 from fxquant.calibration.calibration import enter, owned_quantizers, require_prepared
-from fxquant.compat.checkpoints import take_checkpoints
-from fxquant.compat.common import BRANCH, Refusal, reading_attributes, refusals, refuses, traced, unserved
-from fxquant.compat.deferred import Deferred, converted, keep_shapes, prepared_in_place, set_observed_scales
+from fxquant.compat.common import BRANCH, FUSED, Refusal, keeps_attributes, reading_attributes, refusals, refuses, traced, unknown, unserved
+from fxquant.compat.deferred import Deferred, converted, keep_shapes, prepared_in_place, set_observed_scales, take_checkpoints
 from fxquant.compat.horizon.served.march import get_qat_mode, required
 from fxquant.compat.horizon.served.markers import leaves, scale_of_stubs
 from fxquant.compat.horizon.served.qconfig import as_qconfig
@@ -29,23 +28,16 @@ from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.observers.histogram import gathering
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.spec import State, as_mapping
-from fxquant.search.budget import WIDE, with_high_precision
+from fxquant.search.mixed_precision import WIDE, with_high_precision
 from fxquant.support import logger
 from fxquant.support.arguments import FLAG, checked
 from fxquant.support.files import start
 from fxquant.tuning.course import adaround
 
-
-def _keeps_attributes(config: Any) -> bool:
-    """Return whether a custom config has no entry besides the attributes to keep, which are kept anyway."""
-    return not set(config) - {"preserved_attributes"}
-
-
-FUSED = ("operators are fused in the graph, by the compiler's own passes", "leave it out")
 ARGUMENTS = {
     **refusals("modules are traced, not replaced", "leave it out", "mapping"),
     **refusals("operands of a concatenation have the scales that the march demands", "leave it out", "optimize_kwargs"),
-    "convert_custom_config_dict": Refusal("custom modules have no integer graph", "leave it out", _keeps_attributes),
+    "convert_custom_config_dict": Refusal("custom modules have no integer graph", "leave it out", keeps_attributes),
     **refusals(*FUSED, "fuse_custom_config_dict"),
     "fuser_func": Refusal(*FUSED, lambda function: function is fuse_known_modules),
 }
@@ -184,11 +176,7 @@ def set_fake_quantize(model: nn.Module, fake_quant_state: FakeQuantState) -> Non
     In CALIBRATION batches are observed in train mode and in eval mode alike.
     """
     if not isinstance(fake_quant_state, FakeQuantState):
-        raise ConfigurationError(
-            f"{fake_quant_state!r} is not a FakeQuantState",
-            because="it is QAT, CALIBRATION or VALIDATION",
-            remedy="pass FakeQuantState.QAT",
-        )
+        raise unknown("fake_quant_state", fake_quant_state, "QAT, CALIBRATION or VALIDATION of FakeQuantState")
     if isinstance(model, Deferred):
         model.later(functools.partial(set_fake_quantize, fake_quant_state=fake_quant_state))
         return
@@ -270,7 +258,7 @@ def convert(
 @checked()
 def fuse_fx(model: nn.Module, fuse_custom_config_dict: Any = None) -> nn.Module:
     """Return the model unchanged: operators are fused when it is prepared."""
-    if not _keeps_attributes(fuse_custom_config_dict or ()):
+    if not keeps_attributes(fuse_custom_config_dict):
         raise ARGUMENTS["fuse_custom_config_dict"].error("fuse_fx(fuse_custom_config_dict=…) cannot be done")
     return model
 

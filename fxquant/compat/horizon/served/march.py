@@ -6,7 +6,7 @@ import enum
 from typing import Any
 
 from fxquant import backends
-from fxquant.compat.common import Refusal
+from fxquant.compat.common import Refusal, unknown
 from fxquant.errors import ConfigurationError
 from fxquant.support.arguments import checked
 
@@ -81,9 +81,7 @@ _qat_mode = [QATMode.FuseBN]
 def set_qat_mode(mode: QATMode) -> None:
     """Set the behaviour of batch norms while training, for models that are prepared after this call."""
     if not isinstance(mode, QATMode):
-        raise ConfigurationError(
-            f"{mode!r} is not a QATMode", because="it is FuseBN, WithBN or WithBNReverseFold", remedy="pass one of these"
-        )
+        raise unknown("mode", mode, "FuseBN, WithBN or WithBNReverseFold of QATMode")
     _qat_mode[:] = [mode]
 
 

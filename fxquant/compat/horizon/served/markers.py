@@ -94,21 +94,13 @@ class FloatFunctional(nn.Module):
         "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "add_scalar": torch.add, "mul_scalar": torch.mul,
         "cat": torch.cat, "stack": torch.stack, "sum": torch.sum, "mean": torch.mean, "exp": torch.exp, "log": torch.log,
         "sqrt": torch.sqrt, "pow": torch.pow, "sin": torch.sin, "cos": torch.cos, "maximum": torch.maximum, "minimum": torch.minimum,
-        "reciprocal": torch.reciprocal,
+        "reciprocal": torch.reciprocal, "add_relu": lambda input, other: torch.relu(torch.add(input, other)),
+        "cap": torch.cat,  # the name of `cat` in older releases
     }  # fmt: skip
 
     def __getattr__(self, name: str) -> Any:
         """Return one of these functions, or the module's attribute of that name."""
         return self.FUNCTIONS[name] if name in self.FUNCTIONS else super().__getattr__(name)
-
-    @staticmethod
-    def add_relu(input: Tensor, other: Tensor) -> Tensor:
-        return torch.relu(torch.add(input, other))
-
-    @staticmethod
-    def cap(x: list[Tensor], dim: int = 0) -> Tensor:
-        """Concatenate the tensors: the name of `cat` in older releases."""
-        return torch.cat(x, dim)
 
     @staticmethod
     def matmul(x: Tensor, y: Tensor, x_trans: bool = False, y_trans: bool = False) -> Tensor:

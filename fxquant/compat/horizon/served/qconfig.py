@@ -17,10 +17,10 @@ from fxquant.errors import ConfigurationError
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.observers import Observer
-from fxquant.quantization.observers.histogram import gathering
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.spec import FROZEN, LEARNED, PACT, STATISTICS
 from fxquant.support.arguments import FLAG, checked
+from fxquant.tuning.simulation import taking_over
 
 # ---- observers and fake quantizes --------------------------------------------------------------------------------------
 
@@ -71,11 +71,10 @@ class NamedObserver(str):
 
 def _reset(quantizer: Quantizer, chosen: fxq.Observer) -> bool:
     """Set a scale as another observer with the same statistics would; return whether there is one."""
-    known = next((observer for observer in quantizer.observers if gathering(observer) == gathering(chosen) and observer.observed), None)
-    if known is None:
+    made = taking_over(quantizer, fxq.ActivationConfig(observer=chosen))
+    if made is None or not made.observed:
         return False
-    chosen.load_state_dict(known.state_dict())
-    quantizer.assign(chosen.scale(quantizer.dtype) * quantizer.headroom)
+    quantizer.assign(made.scale(quantizer.dtype) * quantizer.headroom)
     return True
 
 
@@ -343,20 +342,15 @@ def get_default_qconfig(
     weight_observer: Any = min_max, activation_qkwargs: Mapping[str, Any] | None = None, weight_qkwargs: Mapping[str, Any] | None = None,
 ) -> fxq.QConfig:  # fmt: skip
     """Return a QConfig by names of fake quantizes ("fake_quant", "lsq", "pact", None) and observers (min_max, percentile, mse, clip …)."""
+    for name, kind in (("activation_fake_quant", activation_fake_quant), ("weight_fake_quant", weight_fake_quant)):
+        if kind is not None and kind not in KINDS:
+            raise unknown(name, kind, "'fake_quant', 'lsq', 'pact' or None")
     parts = ((activation_fake_quant, activation_observer, activation_qkwargs), (weight_fake_quant, weight_observer, weight_qkwargs))
     made = [
-        None if kind is None else _kind(kind).with_args(**({} if observer is None else {"observer": observer}), **(more or {}))
+        None if kind is None else KINDS[kind].with_args(**({} if observer is None else {"observer": observer}), **(more or {}))
         for kind, observer, more in parts
     ]
     return fxq.QConfig(activation(made[0]), weight(made[1]))
-
-
-def _kind(name: Any) -> FakeQuant:
-    if name not in KINDS:
-        raise ConfigurationError(
-            f"the fake quantize {name!r} is unknown", because="it is 'fake_quant', 'lsq', 'pact' or None", remedy="pass one of these"
-        )
-    return KINDS[name]
 
 
 @checked(fix_scale=FLAG)

@@ -251,25 +251,20 @@ class SensitivityTemplate(Template):
         return [name for name, _ in self.wide()]
 
 
-class _Automatic(Template):
-    """A template for behaviour that is automatic here."""
+class Automatic(Template):
+    """A template for what is done without being asked for.
+
+    Sampling positions have 16 bits if the march supports them, back to the layer that computes them; constants are quantized; and the
+    reference qconfig is the default of every operator.
+    """
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
 
-class GEMMToGridSampleGridInt16Template(_Automatic):
-    """Sampling positions have 16 bits if the march supports them, back to the layer that computes them; automatic here."""
+GEMMToGridSampleGridInt16Template = ConstTensorQuantTemplate = DefaultTemplate = Automatic
 
 
-class ConstTensorQuantTemplate(_Automatic):
-    """Constants are quantized; automatic here."""
-
-
-class DefaultTemplate(_Automatic):
-    """The reference qconfig is the default of every operator."""
-
-
-class HighPrecisionOutputTemplate(_Automatic):
+class HighPrecisionOutputTemplate(Automatic):
     """Layers whose sums the model returns have 32-bit outputs: `prepare` checks for it (see `fxquant.high_precision_outputs`)."""
 
 
