@@ -63,6 +63,7 @@ REFERENCE = {
         "export_horizon",
         "HorizonOptions",
         "compile_horizon",
+        "board_kit",
         "conformance_kit",
         "check_conformance",
         "simulate_conformance",

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from fxquant.backends.onnx.segments import export_segments, run_segments
     from fxquant.calibration.calibration import freeze, qparams, set_qparams, set_state
     from fxquant.calibration.observations import Observations, observations
-    from fxquant.conformance.kit import conformance_kit
+    from fxquant.conformance.kit import board_kit, conformance_kit
     from fxquant.conformance.results import Conformance, ProbeResult, check_conformance, simulate_conformance
     from fxquant.errors import (
         AccumulatorOverflow,
@@ -160,6 +160,7 @@ __all__ = [
     "UnsupportedOperator",
     "WeightConfig",
     "__version__",
+    "board_kit",
     "calibrate",
     "check",
     "check_conformance",
@@ -229,7 +230,7 @@ _FROM = {
     "fxquant.backends.horizon.compiled_program": "CompiledCost",
     "fxquant.backends.onnx.metadata": "onnx_metadata",
     "fxquant.backends.onnx.segments": "export_segments run_segments",
-    "fxquant.conformance.kit": "conformance_kit",
+    "fxquant.conformance.kit": "board_kit conformance_kit",
     "fxquant.conformance.results": "Conformance ProbeResult check_conformance simulate_conformance",
     "fxquant.errors": "AccumulatorOverflow CalibrationError CompilationError ConfigurationError ExportError FxQuantError Interrupted "
     "NotCalibrated NotFinite ScaleConflict StageViolation TraceError UnknownTarget UnsupportedOperator",

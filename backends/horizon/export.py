@@ -205,7 +205,7 @@ def export_horizon(
     """Write the files that the target's vendor compiler takes into a folder, and return the folder's path.
 
     The folder holds NAME.onnx, at opset 11 with a batch of 1, quantize and dequantize pairs and float weights on their grids; NAME.yaml,
-    the configuration of hb_mapper; compile.sh, the commands; and layers.json, the source line of each layer and the shape of each output.
+    the configuration of hb_mapper; compile.sh; and layers.json, the source line of each layer and the shape of each input and output.
     Equal models give equal bytes. Unless asked otherwise, the program takes and returns float32, in the model's order of dimensions.
 
     The program that the compiler makes computes the integers of `integer`: `verify(integer, "model.bin", batches)` proves it on batches.
@@ -242,7 +242,8 @@ def export_horizon(
             )
     if options.layout is not None:
         turn_outputs(model)
-    layers = {**_layers(integer, name, target), "outputs": _outputs(integer, model, options)}
+    inputs = {info.name: {"shape": fixed_shape(info), "type": camera or "float32"} for info in model.graph.input}
+    layers = {**_layers(integer, name, target), "inputs": inputs, "outputs": _outputs(integer, model, options)}
     directory = Path(folder)
     beside = {
         f"{name}.yaml": _configuration(integer, model, name, options, camera),

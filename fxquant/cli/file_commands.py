@@ -4,27 +4,38 @@ from __future__ import annotations
 
 import argparse
 import functools
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fxquant.cli.factories import FILE, add_data, add_form, command, path, positive
+from fxquant.cli.factories import DATA, FILE, add_data, add_form, command, path, positive
 from fxquant.errors import ConfigurationError, Interrupted
 
 RANDOM_SIZES = (4, 1)  # of the batches that are drawn where no data is given
 
 
+def _batches(options: argparse.Namespace, model: Any) -> list[Any]:
+    """Return the batches of --data, or random ones, which is said."""
+    from fxquant.analysis.sample import batches_from, random_batches
+
+    if options.data is not None:
+        return batches_from(options.data, model, options.batch_size or 1)
+    print(f"no --data: {len(RANDOM_SIZES)} random batches, which fill the range of every input")
+    return random_batches(model, RANDOM_SIZES)
+
+
 def add_inspect(commands: Any) -> None:
     """Add the command `inspect`."""
-    inspect = command(
+    parser = command(
         commands,
         "inspect",
         "describe a file: stage, target, inputs, operators, dtypes, scales, sizes, and which operators stay in float and why",
         "The table lists every quantized tensor in the order they are computed.",
     )
-    inspect.add_argument("file", type=path, metavar="FILE", help=FILE)
-    inspect.add_argument("--graph", action="store_true", help="print only the graph, as text")
-    inspect.set_defaults(run=_inspect)
+    parser.add_argument("file", type=path, metavar="FILE", help=FILE)
+    parser.add_argument("--graph", action="store_true", help="print only the graph, as text")
+    parser.set_defaults(run=_inspect)
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -75,17 +86,13 @@ def add_report(commands: Any) -> None:
 
 def _report(options: argparse.Namespace) -> int:
     import fxquant as fxq
-    from fxquant.analysis.sample import batches_from, random_batches
     from fxquant.reporting.inspection import saved_model
 
     model = saved_model(options.file)
     reference = None if options.reference is None else saved_model(options.reference)
     batches: Any = None
     if reference is not None:
-        drawn = options.data is None
-        batches = random_batches(model, RANDOM_SIZES) if drawn else batches_from(options.data, model, options.batch_size)
-        if drawn:
-            print(f"no --data: {len(batches)} random batches, which fill the range of every input")
+        batches = _batches(options, model)
         if reference.meta.get("stage") == "PREPARED":
             fxq.set_state(reference, fxq.State.FLOAT)
     print(fxq.report(model, options.out, batches, reference=reference, title=options.file.name))
@@ -143,9 +150,16 @@ def add_export(commands: Any) -> None:
     export.add_argument(
         "--to", choices=("horizon",), help="what the vendor's compiler for bernoulli2, bayes and bayes-e takes: a folder (see --out)"
     )
+    fields = "optimize_level O2, outputs integer, layout NHWC, core_num 2, jobs 4, …; may be given several times"
+    export.add_argument("--option", action="append", nargs=2, metavar=("NAME", "VALUE"), help=f"a field of fxq.HorizonOptions: {fields}")
     export.add_argument("--camera", choices=("nv12", "yuv444"), help="let the program of --to take images of a camera")
+    export.add_argument("--train-type", metavar="ORDER", help="rgb or bgr: the model's channels, to which camera.fxq converts")
+    export.add_argument("--mean", nargs=3, type=float, metavar=("R", "G", "B"), help="its mean of images of 0 to 255 (default: 0 0 0)")
+    export.add_argument("--std", nargs=3, type=float, metavar=("R", "G", "B"), help="its divisors (default: 1 1 1)")
     export.add_argument("--out", type=path, default=Path("horizon"), metavar="FOLDER", help="the folder of --to (default: horizon)")
     export.add_argument("--compile", action="store_true", help="compile the folder of --to, too, which needs the vendor's tool")
+    export.add_argument("--board", type=path, metavar="FOLDER", help="compile, and write what runs the program on a board and checks it")
+    export.add_argument("--data", type=path, metavar="FILE", help=f"inputs for --board: {DATA} (default: random ones)")
     export.set_defaults(run=_export)
 
 
@@ -166,16 +180,26 @@ def _export(options: argparse.Namespace) -> int:
             because="a form is asked for by its option",
             remedy=f"give one of --{', --'.join(writers)} or --to horizon",
         )
-    if options.compile and options.to is None:
-        raise ConfigurationError("nothing can be compiled", because="--compile is about the folder of --to", remedy="give --to horizon")
-    if options.camera and options.to is None:
-        raise ConfigurationError("no camera can be chosen", because="--camera is about the folder of --to", remedy="give --to horizon")
+    _, *keywords = inspect.signature(fxq.with_camera).parameters
+    colours = {name: value for name in keywords if (value := getattr(options, name)) is not None}
+    unused = [name for name in (*colours, "option", "camera", "compile", "board") if getattr(options, name)]
+    if unused and options.to is None:
+        what = f"--{unused[0].replace('_', '-')} means nothing here"
+        raise ConfigurationError(what, because="it is about the folder of --to", remedy="give --to horizon")
     integer = saved_model(options.file)
     for name, path in asked.items():
         print(writers[name](integer, path))
     if options.to is not None:
-        folder = fxq.export_horizon(integer, options.out, camera=options.camera)
-        print(fxq.compile_horizon(folder) if options.compile else folder)
+        model = fxq.with_camera(integer, **colours) if colours else integer
+        fields = {name: int(value) if value.isdecimal() else value for name, value in options.option or ()}
+        made = fxq.export_horizon(model, options.out, camera=options.camera, options=fxq.HorizonOptions(**fields))
+        if colours:
+            print(fxq.save(model, made / "camera.fxq"))
+        if options.compile or options.board:
+            made = fxq.compile_horizon(made)
+        print(made)
+        if options.board:
+            print(fxq.board_kit(options.board, model, made, _batches(options, model)))
     return 0
 
 
@@ -197,7 +221,6 @@ def add_verify(commands: Any) -> None:
 
 def _verify(options: argparse.Namespace) -> int:
     import fxquant as fxq
-    from fxquant.analysis.sample import batches_from, random_batches
     from fxquant.reporting.inspection import saved_model
 
     first, second = (path if path.suffix.lower() in (".onnx", ".bin", ".hbm") else saved_model(path) for path in (options.a, options.b))
@@ -208,14 +231,10 @@ def _verify(options: argparse.Namespace) -> int:
             because="inputs, and where a difference is, are known from the graph of a saved model",
             remedy="pass the integer model that one of them was exported from: fxq.save(integer, 'model.fxq')",
         )
-    drawn = options.data is None
-    batches = random_batches(model, RANDOM_SIZES) if drawn else batches_from(options.data, model, options.batch_size)
     try:
-        report = fxq.verify(first, second, batches)
+        report = fxq.verify(first, second, _batches(options, model))
     except Interrupted as stopped:
         print(stopped.result)
         raise
-    if drawn:
-        print(f"no --data: {len(batches)} random batches, which fill the range of every input")
     print(report)
     return 0 if report else 1

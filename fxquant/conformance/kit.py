@@ -1,4 +1,4 @@
-"""Writing of a conformance kit: probe programs by the vendor's compiler, their inputs, and their expected results."""
+"""Writing of folders for a board: programs, inputs, expected results; of a user's model, or of the probes of a conformance kit."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import torch
 from torch import Tensor, fx, nn
 
 from fxquant import backends
+from fxquant.analysis.recording import OUTPUTS, GraphForm, Wanted, returned
 from fxquant.api import calibrate, convert, prepare
 from fxquant.backends.horizon.compiling import LOG, compile_horizon
-from fxquant.backends.horizon.export import HB_MAPPER, HorizonOptions, export_horizon, refusals
+from fxquant.backends.horizon.export import CENTRE, HB_MAPPER, LAYERS, HorizonOptions, export_horizon, nv12_of, refusals
 from fxquant.backends.horizon.tool import Tool
 from fxquant.conformance import board, manifest
 from fxquant.conformance.manifest import Case, Kit, ProbeProgram, Refusal, digest, packed
@@ -32,9 +32,9 @@ from fxquant.primitives.quantization import dequantize
 from fxquant.quantization.spec import ActivationConfig, QConfig, QConfigMapping, WeightConfig
 from fxquant.serialization import save_model
 from fxquant.support import log_levels
-from fxquant.support.arguments import FOLDER, Kind, checked, words
+from fxquant.support.arguments import FOLDER, PATH, Kind, checked, words
 from fxquant.support.files import check_place, place_files, write_file, write_files
-from fxquant.support.progress import progress
+from fxquant.support.progress import progress, working
 from fxquant.support.seeding import seeded
 from fxquant.target import Target
 
@@ -105,9 +105,8 @@ def groups(rows: Sequence[Row], together: int) -> list[Sequence[Row]]:
 
 def output_steps(integer: fx.GraphModule) -> list[Tensor | None]:
     """Return the value of a step of each output, float64, shaped to broadcast; None for an output that is not made of integers."""
-    outputs: Any = next(node for node in integer.graph.nodes if node.op == "output").args[0]
-    outputs = [outputs] if isinstance(outputs, fx.Node) else outputs
-    return [resolve(integer, str(node.args[1].target)).double() if node.target is dequantize else None for node in outputs]
+    scales: list[Any] = [node.args[1] if node.target is dequantize else None for node in returned(integer)]
+    return [None if scale is None else resolve(integer, scale.target).double() for scale in scales]
 
 
 # ---- networks that the vendor's tool compiles, and their operators on the processor ----------------------------------
@@ -157,6 +156,68 @@ def _behind(name: str, makers: dict[str, onnx.NodeProto], compiled: Compiled) ->
     return list(found)
 
 
+# ---- a user's own model ----------------------------------------------------------------------------------------------
+
+
+@checked(folder=FOLDER, compiled=PATH)
+@working("writing for the board")
+def board_kit(folder: str | os.PathLike[str], integer: fx.GraphModule, compiled: str | os.PathLike[str], batches: Iterable[Any]) -> Path:
+    """Write a folder that runs a compiled program on a board and checks it, and return the folder's path.
+
+    Copy it to the board, and run `python3 run.py` there. This runs the program on the batches by hobot_dnn, bpu_infer_lib or hbm_runtime,
+    saves the outputs, and compares them with those of the integer model, integer by integer. The first output that differs is named.
+
+    integer   the integer model that `export_horizon` wrote
+    compiled  the path that `compile_horizon` returned
+    batches   inputs of `integer`, as `verify` takes them
+
+    The folder holds the program, run.py, programs.json, inputs.npz and expected.npz: arrays by the names of inputs and outputs, with the
+    sample as dimension 0. Images of a camera are NV12, uint8 (N, 3H/2, W), or YUV444, uint8 (N, H, W, 3).
+
+    Raises ConfigurationError if `compiled` is not the program of `integer`; CalibrationError for a batch that it cannot take.
+    """
+    program, form, ends = Path(compiled), GraphForm(integer), returned(integer)
+    layers = program.parent.parent / LAYERS
+    about = json.loads(layers.read_text(encoding="utf-8")) if program.is_file() and layers.is_file() else {}
+    inputs, outputs = about.get("inputs", {}), about.get("outputs", {})
+    if not inputs or (len(inputs), len(outputs)) != (len(form.input_names), len(ends)):
+        raise ConfigurationError(
+            f"{program} is not the program of this model",
+            because=f"it or {layers} is missing, or has other inputs or outputs",
+            remedy="pass the model that fxq.export_horizon wrote, and what fxq.compile_horizon returned",
+        )
+    steps = output_steps(integer)
+    names = [f"output {index}" if step is None else ends[index].all_input_nodes[0].name for index, step in enumerate(steps)]
+    samples: dict[str, list[Tensor]] = {name: [] for name in (*inputs, *outputs)}
+    for index, batch in enumerate(batches):
+        given = form.inputs(batch, index)
+        computed = form.run(given, Wanted.of(OUTPUTS, *form.tensors.keys() & names))
+        for (name, rows), value in zip(samples.items(), (*given, *(computed[each] for each in names)), strict=True):
+            rows.append(_samples(value, (inputs | outputs)[name]))
+    if not all(samples.values()):
+        raise ConfigurationError("there is nothing to run on a board", because="`batches` yielded no batch", remedy="pass one or more")
+    arrays = {name: torch.cat(rows).numpy() for name, rows in samples.items()}
+    camera = next((known["type"] for known in inputs.values() if known["type"] != "float32"), None)
+    shapes = {name: known["shape"] if camera is None else [1, *arrays[name].shape[1:]] for name, known in inputs.items()}
+    listed = {"name": program.stem, "inputs": shapes, "outputs": list(outputs), "camera": camera}
+    expected = {name: arrays[name] for name in outputs}
+    for (name, known), step in zip(outputs.items(), steps, strict=True):
+        if step is not None and "dtype" not in known:  # the program returns float32
+            expected[f"{name}/step"] = (step if known["layout"] is None else step.squeeze()).numpy()
+    about = {manifest.PROGRAMS: json.dumps({"programs": [listed]}, indent=1).encode(), manifest.EXPECTED: packed(expected)}
+    write_files(Path(folder), {program.name: program.read_bytes(), **about, **_shared({name: arrays[name] for name in inputs})})
+    return Path(folder)
+
+
+def _samples(value: Tensor, known: Mapping[str, Any]) -> Tensor:
+    """Return an input or output (N, …) in the program's form; (1, …) for one without a batch."""
+    kind, turned = known.get("type"), value.permute(0, 2, 3, 1) if value.dim() == 4 else value
+    if kind == "nv12":
+        return torch.stack([nv12_of(image[None]) for image in turned.round()])
+    value = (turned.round() + CENTRE).to(torch.uint8) if kind == "yuv444" else value if known.get("layout") is None else turned
+    return value if known["shape"][:1] == [1] else value[None]
+
+
 # ---- kits ------------------------------------------------------------------------------------------------------------
 
 DTYPES = ("int8", "int16")
@@ -193,7 +254,7 @@ def conformance_kit(
     Each operator is a small network, compiled by the vendor's tool. Its inputs hold extremes, zeros and ties of the input's scale. The
     folder holds
 
-        board/          the part to copy to the board: programs (.bin), inputs.npy, and run.py, which needs only Python and numpy
+        board/          the part to copy to the board: programs (.bin), inputs.npz, and run.py, which needs only Python and numpy
         expected.npz    the expected integers of each program, computed by the integer model
         models/         the prepared models, from which `check_conformance` computes variants
         manifest.json   the operator of each output, and which operators the compiler refused or left to the processor
@@ -235,9 +296,13 @@ def _write(place: Path, rows: Sequence[Row], march: str, dtypes: Sequence[str], 
         raise ConfigurationError(
             f"no program is left for {march}", because="\n".join(each.because for each in refused), remedy="choose other operators"
         )
-    files.update(_common(place, arrays))
+    shared = _shared({programs[0].input: torch.cat(images()[1]).numpy()})
+    write_files(place / manifest.BOARD, shared)
+    write_file(place / manifest.EXPECTED, expected := packed(arrays))
+    files |= {manifest.EXPECTED: digest(expected), **{f"{manifest.BOARD}/{name}": digest(content) for name, content in shared.items()}}
     kit = Kit(place, probe_target(march).name, tuple(programs), tuple(refused), files)
-    listed = [{"name": program.name, "input": program.input, "outputs": program.outputs} for program in programs]
+    taken = [1, 3, SIZE, SIZE]
+    listed = [{"name": program.name, "inputs": {program.input: taken}, "outputs": program.outputs} for program in programs]
     write_file(
         place / manifest.BOARD / manifest.PROGRAMS, json.dumps({"kit": kit.identity, "target": kit.target, "programs": listed}, indent=1)
     )
@@ -315,16 +380,9 @@ def _compiled(rows: Sequence[Row], prepared: fx.GraphModule, integer: fx.GraphMo
     arrays = {}
     for index, step in enumerate(steps):
         if step is not None:
-            arrays[f"{name}/{index}"] = narrow(torch.cat([(result[index].double() / step).round().to(torch.int64) for result in results]))
+            arrays[f"{name}/{index}"] = torch.cat([(result[index].double() / step).round().to(torch.int64) for result in results]).numpy()
             arrays[f"{name}/{index}/step"] = step.numpy()
     return Made(program, prepared, files, arrays)
-
-
-def narrow(value: Tensor) -> manifest.Array:
-    """Return integers in the smallest dtype that holds them."""
-    low, high = int(value.min()), int(value.max())
-    kind = next(kind for kind in (np.int8, np.int16, np.int32, np.int64) if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max)
-    return value.numpy().astype(kind)
 
 
 def _written(place: Path, made: Made) -> dict[str, str]:
@@ -336,14 +394,6 @@ def _written(place: Path, made: Made) -> dict[str, str]:
     return {**{name: digest(content) for name, content in made.files.items()}, model: digest(path.read_bytes())}
 
 
-def _common(place: Path, arrays: dict[str, manifest.Array]) -> dict[str, str]:
-    """Write the files that all programs share; return the digests by path."""
-    picture = torch.cat(images()[1]).numpy()
-    inputs, expected, script = board.as_npy(picture), packed(arrays), Path(board.__file__).read_bytes()
-    write_files(place / manifest.BOARD, {manifest.INPUTS: inputs, manifest.SCRIPT: script})
-    write_file(place / manifest.EXPECTED, expected)
-    return {
-        f"{manifest.BOARD}/{manifest.INPUTS}": digest(inputs),
-        f"{manifest.BOARD}/{manifest.SCRIPT}": digest(script),
-        manifest.EXPECTED: digest(expected),
-    }
+def _shared(inputs: Mapping[str, manifest.Array]) -> dict[str, bytes]:
+    """Return the files that all programs of a board's folder share, by name."""
+    return {manifest.INPUTS: packed(inputs), manifest.SCRIPT: Path(board.__file__).read_bytes()}

@@ -18,8 +18,8 @@ from fxquant.errors import ConfigurationError, ExportError
 MANIFEST, EXPECTED = "manifest.json", "expected.npz"
 BOARD, MODELS = "board", "models"  # folders: the part for the board, and the prepared models
 SIMULATED = "simulated"  # and the vendor simulator's results, once it was run
-INPUTS, PROGRAMS, SCRIPT = "inputs.npy", "programs.json", "run.py"  # in the board's folder
-FORMAT = 2
+INPUTS, PROGRAMS, SCRIPT = "inputs.npz", "programs.json", "run.py"  # in the board's folder
+FORMAT = 3
 BPU, PROCESSOR, FLOAT = "BPU", "processor", "float"  # where a probe runs
 Array = npt.NDArray[Any]
 

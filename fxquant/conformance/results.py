@@ -19,6 +19,7 @@ from fxquant.analysis.recording import QUANTIZED, Seen, Wanted, returned
 from fxquant.api import convert, load
 from fxquant.backends.horizon.simulated import SimulatedForm
 from fxquant.conformance import manifest
+from fxquant.conformance.board import UNKNOWN, integers
 from fxquant.conformance.manifest import Array, Case, Kit, ProbeProgram, packed, read_arrays, read_kit
 from fxquant.conformance.variants import Variant, variants_of
 from fxquant.errors import ConfigurationError, ExportError, FxQuantError
@@ -33,10 +34,6 @@ from fxquant.target import Target
 # ---- A kit's models: the integers of a program, computed by its target's arithmetic or a variant of it ---------------
 
 
-UNKNOWN = np.iinfo(np.int64).min  # for a value that is not an integer
-SLACK = 1e-3, 2.0**-22  # tolerance of a quotient from its integer, absolute and relative: float32 keeps 24 bits
-
-
 def model_of(kit: Kit, program: ProbeProgram) -> fx.GraphModule:
     """Return the prepared model of a program. Raises ExportError if the kit is damaged."""
     found: fx.GraphModule = load(kit.file(f"{manifest.MODELS}/{program.name}.fxq"))
@@ -45,11 +42,7 @@ def model_of(kit: Kit, program: ProbeProgram) -> fx.GraphModule:
 
 def kit_images(kit: Kit) -> list[Tensor]:
     """Return the inputs of every program, each a batch of one. Raises ExportError if the kit is damaged."""
-    path = kit.file(f"{manifest.BOARD}/{manifest.INPUTS}")
-    try:
-        whole = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise ExportError(f"{path} cannot be read", because=str(error), remedy="write the kit again") from error
+    (whole,) = read_arrays(kit.file(f"{manifest.BOARD}/{manifest.INPUTS}")).values()
     return [torch.from_numpy(image[None]) for image in whole]
 
 
@@ -63,18 +56,6 @@ def computed(prepared: fx.GraphModule, target: Target, images: list[Tensor], ste
         prepared.meta["target"] = before
     results = [integer(image) for image in images]
     return {index: integers(torch.cat([result[index] for result in results]).numpy(), step) for index, step in steps.items()}
-
-
-def integers(value: Array, step: Array) -> Array:
-    """Return a runtime's output as int64: integers unchanged, float values divided by the step; UNKNOWN unless a multiple of it."""
-    if value.dtype.kind in "iu":
-        return value.astype(np.int64)
-    with np.errstate(all="ignore"):
-        quotient = value.astype(np.float64) / step
-        nearest = np.rint(quotient)
-        absolute, relative = SLACK
-        right = np.isfinite(quotient) & (np.abs(quotient - nearest) <= absolute + relative * np.abs(nearest))
-        return np.where(right, np.where(right, nearest, 0).astype(np.int64), UNKNOWN)
 
 
 EQUAL, DIFFERS, NOT_RUN, PROCESSOR, REFUSED = "equal", "differs", "not run", "processor", "refused"
@@ -213,9 +194,9 @@ def check_conformance(folder: str | os.PathLike[str], results: str | os.PathLike
         notes[program.name] = str(arrays["error"]) if "error" in arrays else "its output is missing"
         for index, case in enumerate(program.cases):
             name = f"{program.name}/{index}"
-            if case.place == manifest.BPU and str(index) in arrays:
+            if case.place == manifest.BPU and program.outputs[index] in arrays:
                 step = expected[f"{name}/step"]
-                found = _fitted(arrays[str(index)], expected[name], path, case)
+                found = _fitted(arrays[program.outputs[index]], expected[name], path, case)
                 ran[program.name, index] = Ran(program, index, step, expected[name].astype(np.int64), integers(found, step))
     if not runtimes:
         raise ConfigurationError(
@@ -261,7 +242,8 @@ def _find_fits(kit: Kit, ran: Sequence[Ran], show: bool | None) -> None:
     for each in ran:
         path = kit.folder / manifest.SIMULATED / f"{each.program.name}.npz"
         simulated = _of_kit(kit, path) if path.is_file() else {}
-        if str(each.index) in simulated and np.array_equal(integers(simulated[str(each.index)], each.steps), each.found):
+        name = each.program.outputs[each.index]
+        if name in simulated and np.array_equal(integers(simulated[name], each.steps), each.found):
             each.fits.add(SIMULATOR)
     _try(kit, ran, wanted, variants, show)
     fitting = Counter(name for operator in wanted for name in fits_of(operator, ran) if name != SIMULATOR)
@@ -319,12 +301,7 @@ def _rows(kit: Kit, ran: Mapping[tuple[str, int], Ran], notes: Mapping[str, str]
 
 
 def _row(
-    operator: str,
-    dtype: str,
-    cases: Sequence[tuple[ProbeProgram, int]],
-    kit: Kit,
-    ran: Mapping[tuple[str, int], Ran],
-    notes: Mapping[str, str],
+    operator: str, dtype: str, cases: Sequence[tuple[ProbeProgram, int]], kit: Kit, ran: Mapping[Any, Ran], notes: Mapping[str, str]
 ) -> ProbeResult:
     refused = [f"{each.scales}: {each.because}" for each in kit.refusals if (each.operator, each.dtype) == (operator, dtype)]
     on_bpu = [(program, index) for program, index in cases if program.cases[index].place == manifest.BPU]
@@ -385,8 +362,8 @@ def _simulated(kit: Kit, program: ProbeProgram) -> dict[str, Array]:
             return values[node.name].to(value.dtype).reshape(value.shape) if node.name in values else value
 
         outputs: Any = Seen(integer, taken).run(image)
-        rows.append({str(index): outputs[index] for index, is_computed in enumerate(computed) if is_computed})
-    return {index: torch.cat([row[index] for row in rows]).numpy() for index in rows[0]}
+        rows.append({name: value for name, value, kept in zip(program.outputs, outputs, computed, strict=True) if kept})
+    return {name: torch.cat([row[name] for row in rows]).numpy() for name in rows[0]}
 
 
 def _along(node: fx.Node) -> Iterator[str]:

@@ -29,10 +29,10 @@ from fxquant.backends.horizon.tool import Tool
 from fxquant.cli import main
 from fxquant.conformance import kit as kit_module
 from fxquant.conformance import manifest
-from fxquant.conformance.board import as_npy
+from fxquant.conformance.board import integers
 from fxquant.conformance.kit import SCALES, Compiled, probe_target
 from fxquant.conformance.manifest import Array, Kit, packed, read_arrays, read_kit
-from fxquant.conformance.results import SIMULATOR, computed, integers, kit_images, model_of
+from fxquant.conformance.results import SIMULATOR, computed, kit_images, model_of
 from fxquant.conformance.rows import ROWS
 from fxquant.conformance.variants import Variant, variants_of
 
@@ -92,7 +92,7 @@ Change = Callable[[dict[str, Array]], Mapping[str, Any]]
 
 
 def write_results(kit: Kit, folder: Path, change: Change = lambda arrays: arrays, only: int | None = None) -> Path:
-    """What a board gives that computes what is expected, as real numbers; `change` changes the arrays of each program."""
+    """What a board gives that computes what is expected, as real numbers; `change` changes a program's arrays, by the outputs' numbers."""
     folder.mkdir(exist_ok=True)
     expected = read_arrays(kit.file(manifest.EXPECTED))
     for program in kit.programs[:only]:
@@ -101,7 +101,8 @@ def write_results(kit: Kit, folder: Path, change: Change = lambda arrays: arrays
             assert case.place == manifest.BPU
             name = f"{program.name}/{index}"
             arrays[str(index)] = (expected[name] * expected[f"{name}/step"]).astype(np.float32)
-        (folder / f"{program.name}.npz").write_bytes(packed(dict(change(arrays))))
+        named = {program.outputs[int(key)] if key.isdigit() else key: value for key, value in change(arrays).items()}
+        (folder / f"{program.name}.npz").write_bytes(packed(named))
     return folder
 
 
@@ -115,7 +116,7 @@ def planted(kit: Kit, folder: Path, by: Mapping[str, fxq.Target]) -> Path:
             if case.operator in by:
                 step = expected[f"{program.name}/{index}/step"]
                 found = computed(model_of(kit, program), by[case.operator], kit_images(kit), {index: step})[index]
-                arrays[str(index)] = (found * step).astype(np.float32)
+                arrays[program.outputs[index]] = (found * step).astype(np.float32)
         (folder / f"{program.name}.npz").write_bytes(packed(arrays))
     return folder
 
@@ -142,7 +143,7 @@ def test_a_kit_holds_what_a_board_and_a_comparison_need(made: Kit) -> None:
     assert all("steps of" in refusal.because for refusal in made.refusals)
     on_board = sorted(path.name for path in (made.folder / manifest.BOARD).iterdir())
     wanted = ["int8-0.bin", "int8-0_quantized_model.onnx", "int8-1.bin", "int8-1_quantized_model.onnx"]
-    assert on_board == sorted([*wanted, "inputs.npy", "programs.json", "run.py"])
+    assert on_board == sorted([*wanted, "inputs.npz", "programs.json", "run.py"])
     expected = read_arrays(made.file(manifest.EXPECTED))
     for program in made.programs:
         integer = fxq.convert(model_of(made, program))
@@ -284,7 +285,7 @@ def test_no_kit_and_no_results_are_misuse(kit: Kit, tmp_path: Path, capsys: pyte
 def test_a_damaged_kit_is_refused(kit: Kit, tmp_path: Path) -> None:
     folder = write_results(kit, tmp_path / "results")
     text = (kit.folder / manifest.MANIFEST).read_text(encoding="utf-8")
-    for damage in (text[:-20], text.replace('"format": 2', '"format": 1'), text.replace(kit.identity, "0" * 16), "[]"):
+    for damage in (text[:-20], text.replace('"format": 3', '"format": 2'), text.replace(kit.identity, "0" * 16), "[]"):
         (kit.folder / manifest.MANIFEST).write_text(damage, encoding="utf-8")
         with pytest.raises(fxq.ExportError, match="is damaged"):
             fxq.check_conformance(kit.folder, folder)
@@ -329,6 +330,13 @@ def _with_a_bad_stream(content: bytes) -> bytes:
     return content[:60] + bytes(20) + content[80:]
 
 
+def _one_array() -> bytes:
+    """The content of a .npy file."""
+    archive = io.BytesIO()
+    np.save(archive, np.zeros(3))
+    return archive.getvalue()
+
+
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "encrypted": _encrypted,
     "an unknown method": _of_an_unknown_method,
@@ -336,7 +344,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "a bad stream": _with_a_bad_stream,
     "a pickle": lambda content: pickle.dumps({"kit": 1}),
     "text": lambda content: b"hello",
-    "one array": lambda content: as_npy(np.zeros(3)),
+    "one array": lambda content: _one_array(),
 }
 
 
@@ -463,7 +471,7 @@ here = pathlib.Path(__file__).resolve().parent
 while not (here / "expected.npz").exists():
     here = here.parent
 expected = np.load(here / "expected.npz")
-inputs = np.load(here / "board" / "inputs.npy")
+inputs = np.load(here / "board" / "inputs.npz")["image"]
 outputs = {each["name"]: each["outputs"] for each in json.loads((here / "board" / "programs.json").read_text())["programs"]}
 def computed(path, image):
     name = pathlib.Path(path).stem
@@ -481,6 +489,20 @@ class Model:
         return [SimpleNamespace(name=name, buffer=value) for name, value in zip(*computed(self.path, image))]
 def load(path):
     return [Model(path)]
+"""
+INFER = """
+from types import SimpleNamespace
+class Infer:
+    def __init__(self, debug):
+        self.inputs = {}
+    def load_model(self, path):
+        self.path = path
+    def read_input(self, array, index):
+        self.inputs[index] = array
+    def forward(self):
+        self.values = computed(self.path, self.inputs[0])[1]
+    def get_output(self):
+        self.outputs = [SimpleNamespace(data=value) for value in self.values]
 """
 HBM = """
 class HB_HBMRuntime:
@@ -500,7 +522,8 @@ def run_on_board(kit: Kit, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("place", "module", "runtime"), [("hobot_dnn/pyeasy_dnn.py", HOBOT, "hobot_dnn"), ("hbm_runtime.py", HBM, "hbm_runtime")]
+    ("place", "module", "runtime"),
+    [("hobot_dnn/pyeasy_dnn.py", HOBOT, "hobot_dnn"), ("bpu_infer_lib.py", INFER, "bpu_infer_lib"), ("hbm_runtime.py", HBM, "hbm_runtime")],
 )
 def test_the_script_runs_the_programs_by_the_runtime_of_a_board(place: str, module: str, runtime: str, kit: Kit) -> None:
     file = kit.folder / manifest.BOARD / place
@@ -527,5 +550,5 @@ def test_a_program_that_a_board_refuses_is_reported(kit: Kit) -> None:
 def test_without_a_runtime_the_script_says_so(kit: Kit) -> None:
     done = run_on_board(kit)
     assert done.returncode == 1
-    assert "neither hobot_dnn nor hbm_runtime is installed" in done.stderr
+    assert "none of hobot_dnn, bpu_infer_lib, hbm_runtime is installed" in done.stderr
     assert not (kit.folder / manifest.BOARD / "results").exists()
