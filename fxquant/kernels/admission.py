@@ -87,7 +87,7 @@ def _grid(site: Site, node: fx.Node) -> tuple[IntType, int, int]:
     """Return the integer type of an operand, its lowest integer, and its zero point."""
     described = grid(node)
     dtype = ACTIVATION_TYPES[described.dtype]
-    return dtype, described.zero_point if node in site.non_negative else dtype.low, described.zero_point
+    return dtype, described.zero_point if node in site.forms.non_negative else dtype.low, described.zero_point
 
 
 def _pairs(site: Site, node: fx.Node, generator: torch.Generator) -> Tensor:
@@ -212,14 +212,17 @@ class Layer:
 
     @staticmethod
     def of(site: Site) -> Layer:
-        """Return the layer of a place where the pattern was found."""
+        """Return the layer of a place that matches. Raises NotApplicable where its channels are not the last dimension of held tensors."""
         parts, reads = dict(site.match.parts), site.match.reads
+        is_linear = role_of(parts["sum"].target) is Role.LINEAR
+        if any(len(site.sizes[node]) > 2 and site.held(node).channels_first == is_linear for node in (*reads, site.match.root)):
+            raise NotApplicable("its tensors are held with another dimension as their channels")
         if parts["weight"] is None:
             _, parts["groups"], *area = site.sizes[reads[0]]
-            weight = torch.ones(parts["groups"], 1, *parts.get("kernel", area), dtype=torch.int8, device="cpu")
+            weight = torch.ones(parts["groups"], 1, *parts.get("kernel", area)[-2:], dtype=torch.int8, device="cpu")
         else:
             weight = site.tensor("weight")
-        weight = weight.reshape(*weight.shape, 1, 1) if weight.dim() == 2 else weight
+        weight = weight.reshape(*weight.shape[:2], *(1, 1, *weight.shape[2:])[-2:])
         given = site.constant(parts["bias"])
         bound = accumulator_bound(weight, given, 0, magnitude(reads[0]))
         if parts["factor"] is not None:
@@ -243,7 +246,7 @@ class Layer:
         sums = self._steps(site)
         is_linear = role_of(site.match.parts["sum"].target) is Role.LINEAR
         constants = [site.constant(node) if isinstance(node, fx.Node) else node for node in root.args[1:]]
-        given = sums if is_linear else sums[..., None, None]
+        given = sums if is_linear else sums.reshape(*sums.shape, *[1] * (len(site.sizes[root]) - 2))
         wanted: Tensor = root.target(given, *constants)  # type: ignore[operator]
         centred = wanted.to(torch.int64).reshape(sums.shape) - grid(root).zero_point
         apart = requantized(sums.clone()).to(torch.int64) - site.result().zero != centred

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from fxquant.ir.graph import computed, is_python, nodes_in, own, resolve
 from fxquant.kernels.admission import is_primitive
-from fxquant.kernels.kernel import SLACK, Bound, Built, Held, Implementation, Match, held
+from fxquant.kernels.kernel import SLACK, Bound, Built, Forms, Held, Implementation, Match
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # sizes, strides
 Step = Callable[[list[Any]], None]  # on the values, by their places
@@ -59,9 +59,9 @@ class Program:
     """An integer model for inputs of these sizes and strides: one step after another, on values in a list."""
 
     def __init__(
-        self, model: fx.GraphModule, layouts: Mapping[fx.Node, Layout], non_negative: frozenset[fx.Node], chosen: Mapping[fx.Node, Chosen]
+        self, model: fx.GraphModule, layouts: Mapping[fx.Node, Layout], forms: Forms, chosen: Mapping[fx.Node, Chosen]
     ) -> None:
-        self.model, self.layouts, self.non_negative, self.chosen = model, layouts, non_negative, chosen
+        self.model, self.layouts, self.forms, self.chosen = model, layouts, forms, chosen
         self.places: dict[tuple[fx.Node, bool], int] = {}  # of values, held or plain
         self.steps: list[tuple[Maker, list[int], int]] = []  # what makes the steps of an instance, what it reads, what it writes
         self.alone: list[fx.Node] = []  # the nodes that run as they are in the graph
@@ -79,7 +79,7 @@ class Program:
         return self.places.setdefault((node, is_held), len(self.places))
 
     def held(self, node: fx.Node) -> Held:
-        return held(node, self.layouts[node][0], node in self.non_negative)
+        return self.forms.held(node, self.layouts[node][0])
 
     def _write(self) -> None:
         needed = self._needed()
