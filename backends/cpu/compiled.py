@@ -307,6 +307,43 @@ def join(site: Site) -> Built:
     return Stateless(bound)
 
 
+@implementation("native product", strided=True)
+def product(site: Site) -> Built:
+    """Build the product of two activations of bytes over their last two dimensions, an int32 accumulator."""
+    loaded, made = loaded_library(dot_products=True), native.Product()
+    zeros = [site.held(read).zero for read in site.match.reads]  # of bytes, also where they are those of a uint8 tensor
+
+    def bind() -> Bound:
+        own = native.Product.from_buffer_copy(made)
+        place = ctypes.addressof(own)
+
+        def bound(inputs: Sequence[Tensor], output: Tensor) -> None:
+            batch = output.shape[:-2]
+            sizes = (ctypes.c_int64 * 3)(*(1,) * (3 - len(batch)), *batch)
+            every = [tensor.expand(*batch, *tensor.shape[-2:]).stride() for tensor in inputs]
+            strides = (ctypes.c_int64 * 10)(*(stride for each in every for stride in (*(0,) * (5 - len(each)), *each)))
+            own.sizes, own.strides = ctypes.addressof(sizes), ctypes.addressof(strides)
+            own.rows, own.depth, own.columns = *inputs[0].shape[-2:], inputs[1].shape[-1]
+            is_byte = [tensor.dtype == torch.uint8 for tensor in inputs]  # the first operand is to be bytes, the second int8
+            own.input_flip, own.input_zero = (0, zeros[0]) if is_byte[0] else (BIASED, BIASED)
+            own.other_flip, own.other_zero = (BIASED, zeros[1] - BIASED) if is_byte[1] else (0, 0)
+            held = point(own, zip(("input", "other"), inputs, strict=True))
+            own.output, own.threads = address(output), torch.get_num_threads()
+            loaded.fxq_product(place)
+            del held
+
+        return bound
+
+    return _Fresh(bind)
+
+
+@dataclass(frozen=True)
+class _Fresh:
+    """An implementation that binds by a function."""
+
+    bind: Callable[[], Bound]
+
+
 @implementation("native dynamic layer", reads_held=False)
 def native_dynamic(site: Site) -> Built:
     """Build a dynamically quantized layer by native.c: the grid, the bytes, the sums and their dequantization."""

@@ -464,6 +464,75 @@ void fxq_convolution(const Sum *s) {
 #endif
 }
 
+/* ---- products of two activations ---- */
+
+typedef struct {
+    const uint8_t *input, *other;      /* their elements, int8 or uint8, by their strides */
+    int32_t *output;                   /* (batch, rows, columns), without gaps */
+    const int64_t *sizes, *strides;    /* of three dimensions of the batch; the strides of input and other in these, and in their last two */
+    int64_t rows, depth, columns;
+    int64_t input_flip, other_flip;    /* 128 turns int8 into the byte that is 128 more, and uint8 into the int8 that is 128 less */
+    int64_t input_zero, other_zero;    /* of these bytes and int8 */
+    int64_t threads;
+} Product;
+
+/* Σ (a - input_zero) (b - other_zero) = Σ a·b - input_zero Σ b - other_zero Σ a + depth · input_zero · other_zero, in 32 bits. */
+void fxq_product(const Product *p) {
+#if VNNI
+    int64_t quads = (p->depth + 3) / 4, pixel = 4 * quads, blocks = (p->columns + 15) / 16, count = p->sizes[0] * p->sizes[1] * p->sizes[2];
+    const int64_t *of_input = p->strides, *of_other = p->strides + 5;
+#pragma omp parallel num_threads(p->threads) if (p->threads > 1 && count > 1)
+    {
+        uint8_t *bytes = calloc((size_t)(p->rows * pixel + 64), 1);
+        int8_t *weight = malloc((size_t)((blocks * quads + 16) * 64));
+        int32_t *bias = malloc((size_t)blocks * 64), *sums = malloc((size_t)p->rows * 4);
+        Sum sum = {.input = bytes, .outside = bytes, .weight = weight, .bias = bias, .batch = p->rows, .channels = pixel, .threads = 1};
+        sum.height = sum.width = sum.out_height = sum.out_width = sum.kernel_height = sum.kernel_width = sum.groups = 1;
+        sum.stride_height = sum.stride_width = sum.dilation_height = sum.dilation_width = 1;
+        sum.out_channels = sum.out_pixel = p->columns;
+#pragma omp for
+        for (int64_t item = 0; item < count; item++) {
+            int64_t z = item % p->sizes[2], y = item / p->sizes[2] % p->sizes[1], x = item / p->sizes[2] / p->sizes[1];
+            const uint8_t *a = p->input + x * of_input[0] + y * of_input[1] + z * of_input[2];
+            const uint8_t *b = p->other + x * of_other[0] + y * of_other[1] + z * of_other[2];
+            uint8_t flip = (uint8_t)p->input_flip, turn = (uint8_t)p->other_flip;
+            for (int64_t m = 0; m < p->rows; m++) {
+                int32_t total = 0;
+                const uint8_t *from = a + m * of_input[3];
+                uint8_t *to = bytes + m * pixel;
+                if (of_input[4] == 1) for (int64_t k = 0; k < p->depth; k++) to[k] = from[k] ^ flip;
+                else for (int64_t k = 0; k < p->depth; k++) to[k] = from[k * of_input[4]] ^ flip;
+                for (int64_t k = 0; k < p->depth; k++) total += to[k];
+                sums[m] = (int32_t)(p->depth * p->input_zero - total) * (int32_t)p->other_zero;
+            }
+            memset(weight, 0, (size_t)((blocks * quads + 16) * 64));
+            for (int64_t n = 0; n < p->columns; n++) {
+                int32_t total = 0;
+                const uint8_t *from = b + n * of_other[4];
+                int8_t *to = weight + n / 16 * quads * 64 + n % 16 * 4;
+                for (int64_t k = 0; k < p->depth; k++) {
+                    int8_t v = (int8_t)(from[k * of_other[3]] ^ turn);
+                    to[k / 4 * 64 + k % 4] = v;
+                    total += v;
+                }
+                bias[n] = -(int32_t)p->input_zero * total;
+            }
+            sum.output = p->output + item * p->rows * p->columns;
+            fxq_convolution(&sum);
+            if (p->other_zero)
+                for (int64_t m = 0; m < p->rows; m++)
+                    for (int64_t n = 0; n < p->columns; n++) ((int32_t *)sum.output)[m * p->columns + n] += sums[m];
+        }
+        free(bytes);
+        free(weight);
+        free(bias);
+        free(sums);
+    }
+#else
+    (void)p;
+#endif
+}
+
 /* ---- one filter for each channel ---- */
 
 #if VNNI

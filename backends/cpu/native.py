@@ -1,4 +1,4 @@
-"""The kernels of native.c, training.c and `joining.c`, compiled once for this processor and kept in the user's cache.
+"""The kernels of native.c, chains.c, training.c and `joining.c`, compiled once for this processor and kept in the user's cache.
 
 They are optional, and so is a compiler.
 
@@ -31,6 +31,7 @@ from fxquant.support.files import point
 SOURCE = Path(__file__).with_name("native.c")
 TRAINING = Path(__file__).with_name("training.c")
 JOINING = Path(__file__).with_name("joining.c")
+CHAINS = Path(__file__).with_name("chains.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")  # IEEE's roundings
 SWITCH, INSTRUCTIONS = "FXQUANT_NATIVE", "FXQUANT_ISA"
 LIMITS = {"": (), "vnni": ("-mno-amx-tile", "-mno-amx-int8"), "avx2": ("-mno-avx512f",)}  # flags, by the value of FXQUANT_ISA
@@ -78,6 +79,15 @@ class Move(ctypes.Structure):
         *_WINDOW,
         *_fields(_int64, "zero low high out_channels threads"),
         ("scale", ctypes.c_float),
+    ]
+
+
+class Product(ctypes.Structure):
+    """A product of two activations over their last two dimensions: the structure of native.c."""
+
+    _fields_ = [
+        *_fields(_pointer, "input other output sizes strides"),
+        *_fields(_int64, "rows depth columns input_flip other_flip input_zero other_zero threads"),
     ]
 
 
@@ -133,7 +143,9 @@ def run(library: Any, function: str, structure: Any, tensors: Iterable[tuple[str
 @functools.cache
 def library() -> Any:
     """Return the compiled kernels, or a sentence that says why there are none."""
-    loaded = _loaded(SOURCE, ("convolution", "depthwise", "finish", "quantize", "max_pool", "lookup", "pairs", "dynamic", "watch"))
+    loaded = _loaded(
+        SOURCE, ("convolution", "depthwise", "finish", "quantize", "max_pool", "lookup", "pairs", "dynamic", "product", "watch")
+    )
     if not isinstance(loaded, str):
         loaded.fxq_has_dot_products.restype = loaded.fxq_has_tiles.restype = _int64
     return loaded
@@ -151,6 +163,12 @@ def training_library() -> Any:
 def joining_library() -> Any:
     """Return the compiled fused elementwise functions of training, or a sentence that says why there are none."""
     return _loaded(JOINING, ("join_ends", "join_forward", "join_backward", "occurs", "look_up", "look_back", "places", "marks", "to_bytes"))
+
+
+@functools.cache
+def chains_library() -> Any:
+    """Return the compiled function of elementwise chains, or a sentence that says why there is none."""
+    return _loaded(CHAINS, ("chain",))
 
 
 def _loaded(source: Path, functions: tuple[str, ...]) -> Any:

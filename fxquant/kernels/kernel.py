@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor, fx
 
 from fxquant.ir.graph import resolve
 from fxquant.ir.integer import QParams, qparams
+from fxquant.primitives.proof import ranges
+from fxquant.primitives.record import Value
 from fxquant.support.files import readable
 
 SIZES = tuple[int, ...]
@@ -130,7 +133,7 @@ class Disagrees(Exception):
 
 @dataclass(frozen=True)
 class Forms:
-    """The facts by which kernels hold the tensors of an integer graph.
+    """The facts by which kernels hold the tensors of an integer graph, and prove that they compute them.
 
     non_negative    the quantized tensors without negative centred integers
     channels_first  the tensors whose dimension 1 is the channels
@@ -138,6 +141,12 @@ class Forms:
 
     non_negative: frozenset[fx.Node]
     channels_first: frozenset[fx.Node]
+    model: fx.GraphModule
+
+    @cached_property
+    def ranges(self) -> Mapping[fx.Node, Value]:
+        """The proved range of every integer tensor."""
+        return ranges(self.model)
 
     def held(self, node: fx.Node, sizes: SIZES) -> Held:
         """Return how kernels hold a quantized tensor of these sizes, or an accumulator."""
@@ -211,16 +220,18 @@ class Implementation:
     name        the name that `explain` shows
     build       builds it for one place; raises NotApplicable where its conditions do not hold
     reads_held  whether it reads tensors as they are held; else as primitives have them
+    strided     whether it reads both, as tensors of any strides, and writes its result as the primitives would
     """
 
     name: str
     build: Callable[[Site], Built]
     reads_held: bool = True
+    strided: bool = False
 
 
-def implementation(name: str, reads_held: bool = True) -> Callable[[Callable[[Site], Built]], Implementation]:
+def implementation(name: str, reads_held: bool = True, strided: bool = False) -> Callable[[Callable[[Site], Built]], Implementation]:
     """Return a decorator that makes an `Implementation` of its `build`."""
-    return lambda build: Implementation(name, build, reads_held)
+    return lambda build: Implementation(name, build, reads_held, strided)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,17 @@ from fxquant.primitives import POINTWISE, PRIMITIVES, Role, ZeroPoint, elementwi
 from fxquant.primitives.quantization import accumulator_output, quantize
 
 BYTES = (torch.int8, torch.uint8)
+INTEGERS = (*BYTES, torch.int16, torch.int32, torch.int64)
 SUMS = frozenset({Role.CONVOLUTION, Role.LINEAR, Role.SUM})
 RANKS = (2, 3, 4)
-WINDOW = {"kernel": 1, "stride": 1, "begin": 0, "end": 0, "padding": 0, "dilation": 1}  # what each is along a height that a sequence does not have
+WINDOW = {
+    "kernel": 1,
+    "stride": 1,
+    "begin": 0,
+    "end": 0,
+    "padding": 0,
+    "dilation": 1,
+}  # what each is along a height that a sequence does not have
 
 
 def known_tensor(node: Any, *dtypes: torch.dtype, ranks: Sequence[int] = RANKS) -> bool:
@@ -126,6 +134,22 @@ def _sizes(node: Any) -> tuple[Any, ...]:
     return tuple(known.shape)
 
 
+def product(root: fx.Node) -> Matched:
+    """Match the product of two tensors of bytes over their last two dimensions, with the centrings of its operands."""
+    if role_of(root.target) is not Role.MATRIX_PRODUCT:
+        return None
+    ranks = range(2, 6)
+    reads = [bytes_of(operand, ranks) for operand in root.args]
+    centred = [operand for operand in root.args if isinstance(operand, fx.Node) and operand.target is elementwise.centre]
+    if None in reads:
+        return next(_lacking("read", operand, ranks) for operand, read in zip(root.args, reads, strict=True) if read is None)
+    parts = {name: operand in centred for name, operand in zip(("input", "other"), root.args, strict=True)}
+    if any(qparams(read).zero_point and not parts[name] for name, read in zip(parts, reads, strict=True)):  # type: ignore[arg-type, union-attr]
+        return "it reads integers that are not centred"
+    covers = [operand for operand in dict.fromkeys(centred) if len(operand.users) == 1]
+    return Match(root, (*covers, root), tuple(reads), parts)  # type: ignore[arg-type]
+
+
 def quantization(root: fx.Node) -> Matched:
     """Match the quantization of a float32 tensor to bytes."""
     if root.target is not quantize:
@@ -191,6 +215,43 @@ def _apart(node: fx.Node, covers: list[fx.Node], reads: list[fx.Node]) -> str | 
     return next((because for operand in node.all_input_nodes if (because := _apart(operand, covers, reads)) is not None), None)
 
 
+def elementwise_chain(root: fx.Node) -> Matched:
+    """Match the end of a chain of elementwise primitives on tensors of one size."""
+    ends: dict[fx.Node, fx.Node] = {}
+    if not _is_step(root) or _end(root, ends) is not root:
+        return None
+    covers, reads, waiting = {root}, dict[fx.Node, None](), [root]
+    while waiting:
+        for operand in waiting.pop().all_input_nodes:
+            if operand.op == "get_attr" or operand in covers:
+                continue
+            if _is_step(operand) and _end(operand, ends) is root:
+                covers.add(operand)
+                waiting.append(operand)
+            elif known_tensor(operand, *INTEGERS, ranks=range(9)):
+                reads[operand] = None
+            else:
+                return _lacking("read", operand)
+    return Match(root, tuple(node for node in root.graph.nodes if node in covers), tuple(reads))
+
+
+def _is_step(node: fx.Node) -> bool:
+    """Return whether a node is an elementwise primitive that has steps."""
+    record = PRIMITIVES.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
+    return record is not None and record.steps is not None and known_tensor(node, *INTEGERS, torch.float32, ranks=range(9))
+
+
+def _end(node: fx.Node, ends: dict[fx.Node, fx.Node]) -> fx.Node:
+    """Return the last node of a node's chain, which all its readers lead to; tables of bytes begin new chains."""
+    if node not in ends:
+        ends[node] = node
+        alike = all(_is_step(user) and _sizes(user) == _sizes(node) for user in node.users)
+        if node.users and alike and not (known_tensor(node, *BYTES, ranks=range(9)) and qparams(node) is not None):
+            after = {_end(user, ends) for user in node.users}
+            ends[node] = after.pop() if len(after) == 1 else node
+    return ends[node]
+
+
 def joined(root: fx.Node) -> Matched:
     """Match the concatenation of images or sequences along their channels."""
     if root.target is not shape.concatenate:
@@ -214,7 +275,7 @@ def dynamic_layer(root: fx.Node) -> Matched:
 
 def forms_of(model: fx.GraphModule) -> Forms:
     """Return the facts by which kernels hold the tensors of an integer graph."""
-    return Forms(_without_negatives(model), _channels_first(model))
+    return Forms(_without_negatives(model), _channels_first(model), model)
 
 
 def _channels_first(model: fx.GraphModule) -> frozenset[fx.Node]:
