@@ -1,4 +1,4 @@
-"""The kernel of elementwise chains in `chains.c`: any dtype, any number of dimensions, one pass over memory."""
+"""The kernel of elementwise chains in `chains.c`: it reads and writes tensors of any dtype and strides."""
 
 from __future__ import annotations
 
@@ -59,11 +59,7 @@ def chain(site: Site) -> Built:
     steps, operands, result, used = packed(writer, registers[site.match.root])
     if used > MOST_REGISTERS:
         raise NotApplicable(f"it needs {used} registers, of {MOST_REGISTERS}")
-    whole = torch.int64 if wide else torch.int32
-    constants = [
-        value.detach().to(torch.float32 if value.is_floating_point() else whole) if isinstance(value, Tensor) else None
-        for _, value in operands
-    ]
+    constants = [_constant(value, torch.int64 if wide else torch.int32) for _, value in operands]
     zeros = [site.held(value).zero if isinstance(value, fx.Node) and value.meta["fact"].dtype == torch.int8 else 0 for _, value in operands]
     tables = [None if step.table is None else step.table.detach().to(torch.int32).contiguous() for step in steps]
     rows = (_Step * len(steps))(
@@ -74,6 +70,11 @@ def chain(site: Site) -> Built:
     places = torch.tensor([register for register, _ in operands] + [result], dtype=torch.int64, device="cpu")
     made.registers = address(places)
     return _Built(library.fxq_chain, made, constants, zeros, (rows, tables, places))
+
+
+def _constant(value: Any, whole: torch.dtype) -> Tensor | None:
+    """Return a constant as a chain reads it; None for an activation."""
+    return value.detach().to(torch.float32 if value.is_floating_point() else whole) if isinstance(value, Tensor) else None
 
 
 def packed(writer: Writer, result: int) -> tuple[list[Step], list[tuple[int, Any]], int, int]:

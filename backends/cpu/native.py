@@ -2,7 +2,8 @@
 
 They are optional, and so is a compiler.
 
-FXQUANT_NATIVE=0 disables them. FXQUANT_ISA=vnni leaves out the tiles of AMX, and FXQUANT_ISA=avx2 AVX-512, too. The name of a cached library is a hash of the source, the compiler and the processor.
+FXQUANT_NATIVE=0 disables them. FXQUANT_ISA=vnni leaves out the tiles of AMX, and FXQUANT_ISA=avx2 AVX-512, too. The name of a cached
+library is a hash of the source, the compiler and the processor.
 """
 
 from __future__ import annotations

@@ -62,10 +62,10 @@ def _dimensions(count: int) -> str:
 
 
 def sum_of_products(root: fx.Node) -> Matched:
-    """Match a 1d or 2d convolution, a linear layer or a sum over windows, on bytes; the residual added to it, and the requantization to bytes.
+    """Match a convolution of one or two dimensions, a linear layer or a sum over windows, on bytes, with what follows it.
 
-    Match the sum of products itself where that is the output of a last layer. A sum over windows, or over height and width, is a
-    depthwise convolution whose weight is 1: its part "weight" is None.
+    That is the residual added to it, and the requantization to bytes; or the sum of products itself where it is the output of a last
+    layer. A sum over windows, or over height and width, is a depthwise convolution whose weight is 1: its part "weight" is None.
     """
     requantized = role_of(root.target) is Role.REQUANTIZATION
     if not requantized and root.target is not accumulator_output:

@@ -1,4 +1,4 @@
-"""Elementwise primitives as steps on registers, by which a kernel computes a chain of them in one pass over memory.
+"""Elementwise primitives as steps on registers, by which a kernel computes a chain of them while it reads memory once.
 
 A register holds one integer of every element, or one float32 number. `Writer` collects the steps of a chain; each primitive's record has
 a function `steps` that writes it. The integers have 32 bits, or 64 where a primitive says that it needs them.
