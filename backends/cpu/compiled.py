@@ -159,13 +159,17 @@ class Summed(Call):
 
 
 def packed(weight: Tensor, groups: int, pixel: int) -> Tensor:
-    """Pack as (group, block, tap, quad of input channels, 16 output channels, 4), with zeros for missing channels."""
+    """Pack as (group, block, tap, quad of input channels, 16 output channels, 4), with zeros for missing channels.
+
+    Tiles read up to 15 quads beyond the last one, and multiply them by 0.
+    """
     outer, inner, height, width = weight.shape
     count = outer // groups
     blocks, quads = -(-count // LANES), pixel // groups // ALIGNMENT
     full = torch.zeros(groups, blocks * LANES, quads * ALIGNMENT, height * width, dtype=torch.int8, device="cpu")
     full[:, :count, :inner] = weight.reshape(groups, count, inner, height * width)
-    return full.view(groups, blocks, LANES, quads, ALIGNMENT, height * width).permute(0, 1, 5, 3, 2, 4).contiguous()
+    ordered = full.view(groups, blocks, LANES, quads, ALIGNMENT, height * width).permute(0, 1, 5, 3, 2, 4)
+    return F.pad(ordered.flatten(), (0, 15 * LANES * ALIGNMENT))
 
 
 def _summed(site: Site, layer: Layer, loaded: Any, function: Callable[[Any], None], weight: Tensor, joins: bool = False) -> Summed:
@@ -237,9 +241,9 @@ def _move(input: Held, result: Held, **values: int) -> Move:
 def quantize(site: Site) -> Built:
     """Build the quantization of a float tensor to bytes, channels last."""
     loaded, root, result = loaded_library(), site.match.root, site.result()
-    made = _move(Held(result.sizes), result, low=root.args[2], high=root.args[3], zero=result.zero)  # type: ignore[arg-type]
+    made = _move(result, result, low=root.args[2], high=root.args[3], zero=result.zero)  # type: ignore[arg-type]
     made.scale = float(site.constant(root.args[1]))
-    return _Contiguous(Call(loaded.fxq_quantize, made, ("input",)))
+    return _Contiguous(Call(loaded.fxq_quantize, made, ("input",), batch=result.grid[0] // result.sizes[0]))
 
 
 @dataclass(frozen=True)
@@ -279,7 +283,7 @@ def pointwise(site: Site) -> Built:
     first, second = forms
     made.channels = first.pixel
     made.out_height = int(second.sizes != first.sizes)
-    one = len(first.sizes) == 4 and second.sizes == (*first.sizes[:2], 1, 1)
+    one = second.sizes == (*first.sizes[:2], *[1] * (len(first.sizes) - 2)) and first.channels_first
     if result.sizes != first.sizes or (made.out_height and not one):
         raise NotApplicable("its operands have different sizes")
     return Call(loaded.fxq_pairs, made, ("input", "other"), (table,), rows=_area(first))
@@ -290,7 +294,7 @@ def join(site: Site) -> Built:
     """Build the concatenation of images along their channels."""
     result = site.result()
     forms = [site.held(read) for read in site.match.reads]
-    if any((form.zero ^ result.zero) not in (0, BIASED) for form in forms):
+    if any((form.zero ^ result.zero) not in (0, BIASED) or not form.channels_first for form in (*forms, result)):
         raise NotApplicable("its operands and its result have different memory layouts")
 
     def bound(inputs: Sequence[Tensor], output: Tensor) -> None:
@@ -301,6 +305,43 @@ def join(site: Site) -> Built:
             first += form.channels
 
     return Stateless(bound)
+
+
+@implementation("native product", strided=True)
+def product(site: Site) -> Built:
+    """Build the product of two activations of bytes over their last two dimensions, an int32 accumulator."""
+    loaded, made = loaded_library(dot_products=True), native.Product()
+    zeros = [site.held(read).zero for read in site.match.reads]  # of bytes, also where they are those of a uint8 tensor
+
+    def bind() -> Bound:
+        own = native.Product.from_buffer_copy(made)
+        place = ctypes.addressof(own)
+
+        def bound(inputs: Sequence[Tensor], output: Tensor) -> None:
+            batch = output.shape[:-2]
+            sizes = (ctypes.c_int64 * 3)(*(1,) * (3 - len(batch)), *batch)
+            every = [tensor.expand(*batch, *tensor.shape[-2:]).stride() for tensor in inputs]
+            strides = (ctypes.c_int64 * 10)(*(stride for each in every for stride in (*(0,) * (5 - len(each)), *each)))
+            own.sizes, own.strides = ctypes.addressof(sizes), ctypes.addressof(strides)
+            own.rows, own.depth, own.columns = *inputs[0].shape[-2:], inputs[1].shape[-1]
+            is_byte = [tensor.dtype == torch.uint8 for tensor in inputs]  # the first operand is to be bytes, the second int8
+            own.input_flip, own.input_zero = (0, zeros[0]) if is_byte[0] else (BIASED, BIASED)
+            own.other_flip, own.other_zero = (BIASED, zeros[1] - BIASED) if is_byte[1] else (0, 0)
+            held = point(own, zip(("input", "other"), inputs, strict=True))
+            own.output, own.threads = address(output), torch.get_num_threads()
+            loaded.fxq_product(place)
+            del held
+
+        return bound
+
+    return _Fresh(bind)
+
+
+@dataclass(frozen=True)
+class _Fresh:
+    """An implementation that binds by a function."""
+
+    bind: Callable[[], Bound]
 
 
 @implementation("native dynamic layer", reads_held=False)

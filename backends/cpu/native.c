@@ -14,6 +14,13 @@
 #else
 #define VNNI 0
 #endif
+#if VNNI && defined(__AMX_INT8__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#define AMX 1
+#else
+#define AMX 0
+#endif
 
 enum { SUM = 0, REAL = 1, FIXED = 2 };
 
@@ -52,6 +59,17 @@ typedef struct {
 } Move;
 
 int64_t fxq_has_dot_products(void) { return VNNI; }
+
+/* Whether the system lets this process use the tiles of AMX, which it has to ask for. */
+int64_t fxq_has_tiles(void) {
+#if AMX
+    static int64_t permitted = -1;
+    if (permitted < 0) permitted = syscall(SYS_arch_prctl, 0x1023, 18) == 0; /* ARCH_REQ_XCOMP_PERM, XTILEDATA */
+    return permitted;
+#else
+    return 0;
+#endif
+}
 
 /* ---- from an accumulator to a byte ---- */
 
@@ -296,31 +314,222 @@ static void chunk_of(const Sum *s, int64_t group, int64_t first, int64_t count, 
 }
 #endif
 
+#if AMX
+/* Tiles of 16 rows: pixels by 64 bytes of their operands, times 64 bytes by 16 output channels, are sums of 16 pixels by 16 channels.
+   The bytes of a pixel lie side by side for all its taps, as those of the weight do: it is one product of two matrices. */
+
+enum { ROWS = 16, DEEP = 64, HELD = 1 << 19 }; /* HELD: the bytes of operands that are collected at a time */
+
+typedef struct {
+    uint8_t palette, start, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} __attribute__((packed)) Tiles;
+
+static int64_t depth_of(const Sum *s) { return taps_of(s) * s->channels / s->groups * (s->joined ? s->kernel_width : 1); }
+
+/* The bytes from one collected pixel to the next, which are not a multiple of a page. */
+static int64_t pitch_of(const Sum *s) {
+    int64_t pitch = (depth_of(s) + DEEP - 1) / DEEP * DEEP;
+    return pitch % 512 ? pitch : pitch + DEEP;
+}
+
+/* The pixels that are computed together, if tiles are of use: 0 where a product is too small, or the system has no tiles. */
+static int64_t tiled_pixels(const Sum *s) {
+    if (!fxq_has_tiles() || depth_of(s) < DEEP || s->batch * s->out_height * s->out_width < ROWS / 2) return 0;
+    int64_t pixels = HELD / pitch_of(s) / (2 * ROWS) * (2 * ROWS);
+    return pixels < 2 * ROWS ? 2 * ROWS : least(pixels, 256);
+}
+
+static void begin_tiles(void) {
+    Tiles tiles = {.palette = 1};
+    for (int i = 0; i < 8; i++) tiles.bytes[i] = 64, tiles.rows[i] = ROWS;
+    _tile_loadconfig(&tiles);
+}
+
+/* The operands of `count` pixels, each a row of `pitch` bytes, with zeros in the rest of the last tile. */
+static void collect(const Sum *s, const uint8_t *const *table, int64_t stride, int64_t offset, int64_t count, int64_t pitch, uint8_t *rows) {
+    int64_t taps = taps_of(s), depth = depth_of(s), bytes = depth / taps;
+    for (int64_t m = 0; m < count; m++) {
+        uint8_t *row = rows + m * pitch;
+        if (depth % DEEP) _mm512_store_si512(row + depth / DEEP * DEEP, _mm512_setzero_si512());
+        for (int64_t t = 0; t < taps; t++, row += bytes) {
+            const uint8_t *pixel = table[t * stride + m] + offset;
+            int64_t i = 0;
+            for (; i + DEEP <= bytes; i += DEEP) _mm512_storeu_si512(row + i, _mm512_loadu_si512(pixel + i));
+            if (i < bytes) {
+                __mmask64 mask = ~0ull >> (DEEP - (bytes - i));
+                _mm512_mask_storeu_epi8(row + i, mask, _mm512_maskz_loadu_epi8(mask, pixel + i));
+            }
+        }
+    }
+}
+
+#define TILED(MODE, ADDS)                                                                                                              \
+    for (int b = 0; b < wide; b++) {                                                                                                   \
+        int64_t c = channel + 16 * b;                                                                                                  \
+        __mmask16 mask = mask_of(end - c);                                                                                             \
+        Lanes lanes = lanes_of(&s->epilogue, MODE, ADDS, c, mask);                                                                     \
+        __m512i bias = _mm512_maskz_loadu_epi32(mask, s->bias + c);                                                                    \
+        for (int64_t m = 0; m < here; m++)                                                                                             \
+            finish(&s->epilogue, &lanes, MODE, ADDS, 0, _mm512_add_epi32(bias, _mm512_load_si512(sums[2 * (m / ROWS) + b][m % ROWS])), \
+                   mask, s->residual, s->output, (first + at + m) * s->out_pixel + c);                                                 \
+    }
+
+/* 2 × 2 tiles of sums at a time. Sums of tiles wrap as those of VNNI do. */
+static void tiles_of(const Sum *s, int64_t group, int64_t first, int64_t count, int64_t begin, int64_t end_block, const uint8_t *rows,
+                     int64_t pitch) {
+    int64_t outer = s->out_channels / s->groups, depth = depth_of(s), end = (group + 1) * outer, block_bytes = depth * 16;
+    const int8_t *weight = (const int8_t *)s->weight + group * ((outer + 15) / 16) * block_bytes;
+    _Alignas(64) int32_t sums[4][ROWS][16];
+    for (int64_t block = begin; block < end_block; block += 2) {
+        int wide = block + 1 < end_block ? 2 : 1;
+        int64_t channel = group * outer + 16 * block;
+        const int8_t *w = weight + block * block_bytes;
+        for (int64_t at = 0; at < count; at += 2 * ROWS) {
+            int64_t here = least(count - at, 2 * ROWS);
+            const uint8_t *x = rows + at * pitch;
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+            for (int64_t k = 0; k < depth; k += DEEP) {
+                _tile_loadd(4, x + k, pitch);
+                _tile_loadd(6, w + k * 16, 64);
+                _tile_dpbusd(0, 4, 6);
+                if (wide == 2) {
+                    _tile_loadd(7, w + block_bytes + k * 16, 64);
+                    _tile_dpbusd(1, 4, 7);
+                }
+                if (here > ROWS) {
+                    _tile_loadd(5, x + ROWS * pitch + k, pitch);
+                    _tile_dpbusd(2, 5, 6);
+                    if (wide == 2) _tile_dpbusd(3, 5, 7);
+                }
+            }
+            _tile_stored(0, sums[0], 64);
+            _tile_stored(1, sums[1], 64);
+            _tile_stored(2, sums[2], 64);
+            _tile_stored(3, sums[3], 64);
+            FOR_EACH_EPILOGUE(s, TILED)
+        }
+    }
+}
+#endif
+
 /* Σ x·w + bias over the channels of each group, which are a multiple of four, and requantized. */
 void fxq_convolution(const Sum *s) {
 #if VNNI
-    int64_t pixels = s->batch * s->out_height * s->out_width, blocks = (s->out_channels / s->groups + 15) / 16;
-    int64_t chunks = (pixels + CHUNK - 1) / CHUNK;
+    int64_t pixels = s->batch * s->out_height * s->out_width, blocks = (s->out_channels / s->groups + 15) / 16, size = CHUNK;
+#if AMX
+    int64_t tiled = tiled_pixels(s), pitch = pitch_of(s);
+    if (tiled) size = tiled;
+#endif
+    int64_t chunks = (pixels + size - 1) / size;
     int64_t parts = chunks * s->groups >= 4 * s->threads ? 1 : least(blocks, 4 * s->threads), part = (blocks + parts - 1) / parts;
     if (part < 4) part = least(blocks, 4);
     parts = (blocks + part - 1) / part;
     int64_t jobs = chunks * parts * s->groups;
 #pragma omp parallel num_threads(s->threads) if (s->threads > 1)
     {
-        const uint8_t **table = malloc(bytes_of_table(s, CHUNK));
+        const uint8_t **table = malloc(bytes_of_table(s, size));
         int64_t at = -1;
+#if AMX
+        uint8_t *rows = tiled ? aligned_alloc(DEEP, (size_t)(size * pitch)) : NULL;
+        if (tiled) begin_tiles();
+#endif
 #pragma omp for schedule(dynamic)
         for (int64_t job = 0; job < jobs; job++) {
             int64_t chunk = job / (parts * s->groups), group = job / parts % s->groups, begin = job % parts * part;
-            int64_t first = chunk * CHUNK, count = least(CHUNK, pixels - first);
-            if (at != chunk) find_pixels(s, first, count, CHUNK, table);
+            int64_t first = chunk * size, count = least(size, pixels - first);
+            if (at != chunk) find_pixels(s, first, count, size, table);
+#if AMX
+            if (tiled) {
+                if (at != chunk || s->groups > 1) collect(s, table, size, group * (s->channels / s->groups), count, pitch, rows);
+                tiles_of(s, group, first, count, begin, least(begin + part, blocks), rows, pitch);
+            }
+            if (!tiled)
+#endif
+                chunk_of(s, group, first, count, begin, least(begin + part, blocks), table);
             at = chunk;
-            chunk_of(s, group, first, count, begin, least(begin + part, blocks), table);
         }
+#if AMX
+        if (tiled) _tile_release();
+        free(rows);
+#endif
         free((void *)table);
     }
 #else
     (void)s;
+#endif
+}
+
+/* ---- products of two activations ---- */
+
+typedef struct {
+    const uint8_t *input, *other;      /* their elements, int8 or uint8, by their strides */
+    int32_t *output;                   /* (batch, rows, columns), without gaps */
+    const int64_t *sizes, *strides;    /* of three dimensions of the batch; the strides of input and other in these, and in their last two */
+    int64_t rows, depth, columns;
+    int64_t input_flip, other_flip;    /* 128 turns int8 into the byte that is 128 more, and uint8 into the int8 that is 128 less */
+    int64_t input_zero, other_zero;    /* of these bytes and int8 */
+    int64_t threads;
+} Product;
+
+/* Σ (a - input_zero) (b - other_zero) = Σ a·b - input_zero Σ b - other_zero Σ a + depth · input_zero · other_zero, in 32 bits. */
+void fxq_product(const Product *p) {
+#if VNNI
+    int64_t quads = (p->depth + 3) / 4, pixel = 4 * quads, blocks = (p->columns + 15) / 16, count = p->sizes[0] * p->sizes[1] * p->sizes[2];
+    const int64_t *of_input = p->strides, *of_other = p->strides + 5;
+#pragma omp parallel num_threads(p->threads) if (p->threads > 1 && count > 1)
+    {
+        uint8_t *bytes = calloc((size_t)(p->rows * pixel + 64), 1);
+        int8_t *weight = malloc((size_t)((blocks * quads + 16) * 64));
+        int32_t *bias = malloc((size_t)blocks * 64), *sums = malloc((size_t)p->rows * 4);
+        Sum sum = {.input = bytes, .outside = bytes, .weight = weight, .bias = bias, .batch = p->rows, .channels = pixel, .threads = 1};
+        sum.height = sum.width = sum.out_height = sum.out_width = sum.kernel_height = sum.kernel_width = sum.groups = 1;
+        sum.stride_height = sum.stride_width = sum.dilation_height = sum.dilation_width = 1;
+        sum.out_channels = sum.out_pixel = p->columns;
+#pragma omp for
+        for (int64_t item = 0; item < count; item++) {
+            int64_t z = item % p->sizes[2], y = item / p->sizes[2] % p->sizes[1], x = item / p->sizes[2] / p->sizes[1];
+            const uint8_t *a = p->input + x * of_input[0] + y * of_input[1] + z * of_input[2];
+            const uint8_t *b = p->other + x * of_other[0] + y * of_other[1] + z * of_other[2];
+            uint8_t flip = (uint8_t)p->input_flip, turn = (uint8_t)p->other_flip;
+            for (int64_t m = 0; m < p->rows; m++) {
+                int32_t total = 0;
+                const uint8_t *from = a + m * of_input[3];
+                uint8_t *to = bytes + m * pixel;
+                if (of_input[4] == 1) for (int64_t k = 0; k < p->depth; k++) to[k] = from[k] ^ flip;
+                else for (int64_t k = 0; k < p->depth; k++) to[k] = from[k * of_input[4]] ^ flip;
+                for (int64_t k = 0; k < p->depth; k++) total += to[k];
+                sums[m] = (int32_t)(p->depth * p->input_zero - total) * (int32_t)p->other_zero;
+            }
+            memset(weight, 0, (size_t)((blocks * quads + 16) * 64));
+            for (int64_t n = 0; n < p->columns; n++) {
+                int32_t total = 0;
+                const uint8_t *from = b + n * of_other[4];
+                int8_t *to = weight + n / 16 * quads * 64 + n % 16 * 4;
+                for (int64_t k = 0; k < p->depth; k++) {
+                    int8_t v = (int8_t)(from[k * of_other[3]] ^ turn);
+                    to[k / 4 * 64 + k % 4] = v;
+                    total += v;
+                }
+                bias[n] = -(int32_t)p->input_zero * total;
+            }
+            sum.output = p->output + item * p->rows * p->columns;
+            fxq_convolution(&sum);
+            if (p->other_zero)
+                for (int64_t m = 0; m < p->rows; m++)
+                    for (int64_t n = 0; n < p->columns; n++) ((int32_t *)sum.output)[m * p->columns + n] += sums[m];
+        }
+        free(bytes);
+        free(weight);
+        free(bias);
+        free(sums);
+    }
+#else
+    (void)p;
 #endif
 }
 
@@ -364,8 +573,9 @@ INLINE void filter_row(const Sum *s, const uint8_t *const *table, int64_t first,
 
 /* The weight is [tap][channels], int32, of which the upper halves are 0. */
 void fxq_depthwise(const Sum *s) {
-    int64_t taps = s->kernel_height * s->kernel_width, channels = s->channels, rows = s->batch * s->out_height;
+    int64_t channels = s->channels, rows = s->batch * s->out_height;
 #if !VNNI
+    int64_t taps = s->kernel_height * s->kernel_width;
     const int32_t *weight = s->weight;
 #endif
 #pragma omp parallel num_threads(s->threads) if (s->threads > 1)
@@ -399,6 +609,14 @@ void fxq_depthwise(const Sum *s) {
 
 /* ---- what needs no weights ---- */
 
+#if VNNI
+/* The nearest integers to quotients, within limits; NaN is 0. */
+INLINE __m512i nearest_of(__m512 v, __m512 scales, __m512 lows, __m512 highs) {
+    v = _mm512_div_ps(_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(v, v, _CMP_ORD_Q), v), scales);
+    return _mm512_cvt_roundps_epi32(_mm512_min_ps(_mm512_max_ps(v, lows), highs), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+#endif
+
 /* float32, channels first, as bytes, channels last; channels beyond those of the input are `zero`. */
 void fxq_quantize(const Move *s) {
     int64_t area = s->height * s->width, width = s->out_channels;
@@ -411,6 +629,14 @@ void fxq_quantize(const Move *s) {
             int32_t zero = (int32_t)s->zero;
 #if VNNI
             const __m512 lows = _mm512_set1_ps(low), highs = _mm512_set1_ps(high), scales = _mm512_set1_ps(scale);
+            if (area == 1) {
+                for (int64_t c = 0; c < width; c += 16) {
+                    __m512 v = c < s->channels ? _mm512_maskz_loadu_ps(mask_of(s->channels - c), x + c) : _mm512_setzero_ps();
+                    __m512i q = _mm512_add_epi32(_mm512_set1_epi32(zero), nearest_of(v, scales, lows, highs));
+                    _mm512_mask_cvtepi32_storeu_epi8(y + c, mask_of(width - c), q);
+                }
+                continue;
+            }
             if (width == 4) {
                 for (int64_t i = 0; i < s->width; i += 16) {
                     __mmask16 mask = mask_of(s->width - i);
@@ -419,9 +645,7 @@ void fxq_quantize(const Move *s) {
                         __m512i q = _mm512_set1_epi32(zero);
                         if (k < s->channels) {
                             __m512 v = _mm512_maskz_loadu_ps(mask, x + k * area + i);
-                            v = _mm512_div_ps(_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(v, v, _CMP_ORD_Q), v), scales);
-                            v = _mm512_min_ps(_mm512_max_ps(v, lows), highs);
-                            q = _mm512_add_epi32(q, _mm512_cvt_roundps_epi32(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+                            q = _mm512_add_epi32(q, nearest_of(v, scales, lows, highs));
                         }
                         word = _mm512_or_si512(word, _mm512_sll_epi32(q, _mm_cvtsi64_si128(8 * k)));
                     }

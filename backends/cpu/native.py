@@ -1,8 +1,9 @@
-"""The kernels of native.c, training.c and `joining.c`, compiled once for this processor and kept in the user's cache.
+"""The kernels of native.c, chains.c, training.c and `joining.c`, compiled once for this processor and kept in the user's cache.
 
 They are optional, and so is a compiler.
 
-FXQUANT_NATIVE=0 disables them. The name of a cached library is a hash of the source, the compiler and the processor.
+FXQUANT_NATIVE=0 disables them. FXQUANT_ISA=vnni leaves out the tiles of AMX, and FXQUANT_ISA=avx2 AVX-512, too. The name of a cached
+library is a hash of the source, the compiler and the processor.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,10 @@ from fxquant.support.files import point
 SOURCE = Path(__file__).with_name("native.c")
 TRAINING = Path(__file__).with_name("training.c")
 JOINING = Path(__file__).with_name("joining.c")
+CHAINS = Path(__file__).with_name("chains.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")  # IEEE's roundings
-SWITCH = "FXQUANT_NATIVE"
+SWITCH, INSTRUCTIONS = "FXQUANT_NATIVE", "FXQUANT_ISA"
+LIMITS = {"": (), "vnni": ("-mno-amx-tile", "-mno-amx-int8"), "avx2": ("-mno-avx512f",)}  # flags, by the value of FXQUANT_ISA
 SUM, REAL, FIXED = 0, 1, 2
 
 _int64, _pointer = ctypes.c_int64, ctypes.c_void_p
@@ -77,6 +80,15 @@ class Move(ctypes.Structure):
         *_WINDOW,
         *_fields(_int64, "zero low high out_channels threads"),
         ("scale", ctypes.c_float),
+    ]
+
+
+class Product(ctypes.Structure):
+    """A product of two activations over their last two dimensions: the structure of native.c."""
+
+    _fields_ = [
+        *_fields(_pointer, "input other output sizes strides"),
+        *_fields(_int64, "rows depth columns input_flip other_flip input_zero other_zero threads"),
     ]
 
 
@@ -132,9 +144,11 @@ def run(library: Any, function: str, structure: Any, tensors: Iterable[tuple[str
 @functools.cache
 def library() -> Any:
     """Return the compiled kernels, or a sentence that says why there are none."""
-    loaded = _loaded(SOURCE, ("convolution", "depthwise", "finish", "quantize", "max_pool", "lookup", "pairs", "dynamic", "watch"))
+    loaded = _loaded(
+        SOURCE, ("convolution", "depthwise", "finish", "quantize", "max_pool", "lookup", "pairs", "dynamic", "product", "watch")
+    )
     if not isinstance(loaded, str):
-        loaded.fxq_has_dot_products.restype = _int64
+        loaded.fxq_has_dot_products.restype = loaded.fxq_has_tiles.restype = _int64
     return loaded
 
 
@@ -152,15 +166,25 @@ def joining_library() -> Any:
     return _loaded(JOINING, ("join_ends", "join_forward", "join_backward", "occurs", "look_up", "look_back", "places", "marks", "to_bytes"))
 
 
+@functools.cache
+def chains_library() -> Any:
+    """Return the compiled function of elementwise chains, or a sentence that says why there is none."""
+    return _loaded(CHAINS, ("chain",))
+
+
 def _loaded(source: Path, functions: tuple[str, ...]) -> Any:
     if os.environ.get(SWITCH, "1") == "0":
         return f"{SWITCH} is 0"
+    instructions = os.environ.get(INSTRUCTIONS, "")
+    if instructions not in LIMITS:
+        return f"{INSTRUCTIONS} is {instructions}; it can be {' or '.join(filter(None, LIMITS))}"
+    flags = (*FLAGS, *LIMITS[instructions])
     compiler = next((found for name in (os.environ.get("CC", ""), "cc", "gcc", "clang") if name and (found := shutil.which(name))), None)
     if compiler is None:
         return "a C compiler was not found"
     try:
-        name = _name(compiler, source)
-        loaded = load(name, cached(name, lambda: _compiled(compiler, source)))
+        name = _name(compiler, source, flags)
+        loaded = load(name, cached(name, lambda: _compiled(compiler, source, flags)))
         for function in functions:
             getattr(loaded, f"fxq_{function}").restype = None
             getattr(loaded, f"fxq_{function}").argtypes = [_pointer]
@@ -170,19 +194,19 @@ def _loaded(source: Path, functions: tuple[str, ...]) -> Any:
     return loaded
 
 
-def _name(compiler: str, file: Path) -> str:
+def _name(compiler: str, file: Path, flags: Sequence[str]) -> str:
     """Return the name of a library, which depends on everything that it is compiled from."""
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=60, check=True).stdout
-    made_by = (file.read_bytes(), version, compiler.encode(), " ".join(FLAGS).encode(), _processor().encode())
+    made_by = (file.read_bytes(), version, compiler.encode(), " ".join(flags).encode(), _processor().encode())
     return f"{'kernels' if file == SOURCE else file.stem}-{hashlib.sha256(bytes(1).join(made_by)).hexdigest()[:20]}.library"
 
 
-def _compiled(compiler: str, file: Path) -> bytes:
+def _compiled(compiler: str, file: Path, flags: Sequence[str]) -> bytes:
     logger.info("compiling the integer kernels for this processor, once: %s", file.name)
     with tempfile.TemporaryDirectory() as directory:
         made = Path(directory) / "made.so"
         for threads in (["-fopenmp"], []):  # without OpenMP, one thread
-            done = subprocess.run([compiler, *FLAGS, *threads, str(file), "-o", str(made)], capture_output=True, timeout=300, check=False)
+            done = subprocess.run([compiler, *flags, *threads, str(file), "-o", str(made)], capture_output=True, timeout=300, check=False)
             if done.returncode == 0:
                 return made.read_bytes()
     raise OSError(done.stderr.decode(errors="replace").strip()[:500])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.graph import fact, resolve
+from fxquant.ir.integer import qparams
 from fxquant.kernels.kernel import Built, Disagrees, Held, Implementation, Match, NotApplicable, Site, grid
 from fxquant.numerics.grids import ACTIVATION_TYPES, INT32_MAX, UINT8, IntType, accumulator_bound, power_of_two
 from fxquant.primitives import PRIMITIVES, Role, quantization, role_of
@@ -87,7 +88,7 @@ def _grid(site: Site, node: fx.Node) -> tuple[IntType, int, int]:
     """Return the integer type of an operand, its lowest integer, and its zero point."""
     described = grid(node)
     dtype = ACTIVATION_TYPES[described.dtype]
-    return dtype, described.zero_point if node in site.non_negative else dtype.low, described.zero_point
+    return dtype, described.zero_point if node in site.forms.non_negative else dtype.low, described.zero_point
 
 
 def _pairs(site: Site, node: fx.Node, generator: torch.Generator) -> Tensor:
@@ -106,10 +107,22 @@ def operands(site: Site, generator: torch.Generator) -> dict[fx.Node, Tensor]:
     for node in site.match.reads:
         if fact(node).dtype.is_floating_point:
             given[node] = _real(site, node, generator)
+        elif qparams(node) is None:
+            given[node] = _accumulators(site, node, generator)
         else:
             dtype, low, _ = _grid(site, node)
             given[node] = whole_range(dtype, site.sizes[node], low, generator)
     return given
+
+
+def _accumulators(site: Site, node: fx.Node, generator: torch.Generator) -> Tensor:
+    """Draw integers of a proved range, some of them its ends, others of every magnitude."""
+    value = site.forms.ranges[node]
+    part = torch.rand(site.sizes[node], generator=generator, device="cpu", dtype=torch.float64)
+    scale = 2.0 ** (-40 * torch.rand(part.shape, generator=generator, device="cpu", dtype=torch.float64)).floor_()
+    drawn = torch.where(part < 0.5, value.low * (1 - 2 * part) * scale, value.high * (2 * part - 1) * scale)
+    ends = torch.where(part < 0.05, value.low, torch.where(part > 0.95, value.high, drawn))
+    return ends.clamp(value.low, value.high).to(fact(node).dtype)
 
 
 def _real(site: Site, node: fx.Node, generator: torch.Generator) -> Tensor:
@@ -138,7 +151,18 @@ def of_any_range(sizes: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def run(site: Site, implementation: Implementation, built: Built, given: dict[fx.Node, Tensor]) -> Tensor:
-    """Return the result of an implementation for these operands, as kernels hold it."""
+    """Return the result of an implementation for these operands, as kernels hold it, or, of a strided one, as primitives do.
+
+    Raises Disagrees where a strided one gives different results for the two forms of its operands.
+    """
+    if implementation.strided:
+        forms = [[given[node] for node in site.match.reads], [_viewed(site, node, given[node]) for node in site.match.reads]]
+        plain, held = (torch.empty_like(given[site.match.root]) for _ in forms)
+        for inputs, output in zip(forms, (plain, held), strict=True):
+            built.bind()(inputs, output)
+        if not torch.equal(plain, held):
+            raise Disagrees("it differs between the two forms of its operands on this machine")
+        return plain
     inputs = []
     for node in site.match.reads:
         if implementation.reads_held and not fact(node).dtype.is_floating_point:
@@ -157,6 +181,16 @@ def run(site: Site, implementation: Implementation, built: Built, given: dict[fx
     return output
 
 
+def _viewed(site: Site, node: fx.Node, value: Tensor) -> Tensor:
+    """Return an operand as a view of bytes that kernels hold, where it is one of bytes."""
+    if value.dtype not in (torch.int8, torch.uint8) or value.dim() < 2 or value.dim() > 4:
+        return value
+    form = site.held(node)
+    tensor = form.memory()
+    form.hold(value, tensor)
+    return form.view(tensor)
+
+
 def prove(site: Site, implementation: Implementation, built: Built) -> None:
     """Raise Disagrees if an implementation differs from the primitives for one of `draws`, NotApplicable if it does not run here."""
     for given in draws(site, torch.Generator().manual_seed(0)):
@@ -166,10 +200,10 @@ def prove(site: Site, implementation: Implementation, built: Built) -> None:
 def _compare(site: Site, implementation: Implementation, built: Built, given: dict[fx.Node, Tensor]) -> None:
     wanted = evaluate(site.model, site.match, given)
     try:
-        found = run(site, implementation, built, given)
+        found = run(site, implementation, built, given | {site.match.root: wanted})
     except RuntimeError as error:
         raise NotApplicable(f"it does not run here: {str(error).splitlines()[0]}") from error
-    if wanted.is_floating_point():
+    if wanted.is_floating_point() or implementation.strided:
         if not torch.equal(found, wanted):
             raise Disagrees(f"it differs from the primitives in {int((found != wanted).sum())} of {found.numel()} elements on this machine")
         return
@@ -212,14 +246,17 @@ class Layer:
 
     @staticmethod
     def of(site: Site) -> Layer:
-        """Return the layer of a place where the pattern was found."""
+        """Return the layer of a place that matches. Raises NotApplicable where its channels are not the last dimension of held tensors."""
         parts, reads = dict(site.match.parts), site.match.reads
+        is_linear = role_of(parts["sum"].target) is Role.LINEAR
+        if any(len(site.sizes[node]) > 2 and site.held(node).channels_first == is_linear for node in (*reads, site.match.root)):
+            raise NotApplicable("its tensors are held with another dimension as their channels")
         if parts["weight"] is None:
             _, parts["groups"], *area = site.sizes[reads[0]]
-            weight = torch.ones(parts["groups"], 1, *parts.get("kernel", area), dtype=torch.int8, device="cpu")
+            weight = torch.ones(parts["groups"], 1, *parts.get("kernel", area)[-2:], dtype=torch.int8, device="cpu")
         else:
             weight = site.tensor("weight")
-        weight = weight.reshape(*weight.shape, 1, 1) if weight.dim() == 2 else weight
+        weight = weight.reshape(*weight.shape[:2], *(1, 1, *weight.shape[2:])[-2:])
         given = site.constant(parts["bias"])
         bound = accumulator_bound(weight, given, 0, magnitude(reads[0]))
         if parts["factor"] is not None:
@@ -243,7 +280,7 @@ class Layer:
         sums = self._steps(site)
         is_linear = role_of(site.match.parts["sum"].target) is Role.LINEAR
         constants = [site.constant(node) if isinstance(node, fx.Node) else node for node in root.args[1:]]
-        given = sums if is_linear else sums[..., None, None]
+        given = sums if is_linear else sums.reshape(*sums.shape, *[1] * (len(site.sizes[root]) - 2))
         wanted: Tensor = root.target(given, *constants)  # type: ignore[operator]
         centred = wanted.to(torch.int64).reshape(sums.shape) - grid(root).zero_point
         apart = requantized(sums.clone()).to(torch.int64) - site.result().zero != centred

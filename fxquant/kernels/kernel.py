@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor, fx
 
 from fxquant.ir.graph import resolve
 from fxquant.ir.integer import QParams, qparams
+from fxquant.primitives.proof import ranges
+from fxquant.primitives.record import Value
 from fxquant.support.files import readable
 
 SIZES = tuple[int, ...]
@@ -46,19 +49,22 @@ Matched = Match | str | None
 class Held:
     """A tensor as kernels hold it: `rows` pixels of `pixel` elements, of which the first `channels` count.
 
-    zero   the byte that stands for the centred integer 0
-    dtype  uint8, or int32 for accumulators, which have no zero
+    zero            the byte that stands for the centred integer 0
+    dtype           uint8, or int32 for accumulators, which have no zero
+    channels_first  whether dimension 1 is the channels, as of images and sequences (N, C, L); else the last one is
     """
 
     sizes: SIZES
     zero: int = 0
     dtype: torch.dtype = torch.uint8
+    channels_first: bool = True
 
     @property
     def grid(self) -> tuple[int, int, int, int]:
-        """Images, height, width and channels; without a height and a width these are 1."""
-        if len(self.sizes) == 4:
-            batch, channels, height, width = self.sizes
+        """Images, height, width and channels; a height or a width that is missing is 1."""
+        if self.channels_first:
+            batch, channels, *area = self.sizes
+            height, width = (1, *area)[-2:]
             return batch, height, width, channels
         return math.prod(self.sizes[:-1]), 1, 1, self.sizes[-1]
 
@@ -88,13 +94,13 @@ class Held:
         """Return the held elements in the order of the tensor's own dimensions."""
         batch, height, width, channels = self.grid
         pixels = held.view(batch, height, width, self.pixel)[..., :channels]
-        return pixels.permute(0, 3, 1, 2) if len(self.sizes) == 4 else pixels.reshape(self.sizes)
+        return (pixels.permute(0, 3, 1, 2) if self.channels_first else pixels).view(self.sizes)
 
     def hold(self, value: Tensor, held: Tensor) -> None:
         """Copy a tensor from the form of primitives into the form that kernels hold."""
         batch, height, width, channels = self.grid
         pixels = held.view(batch, height, width, self.pixel)[..., :channels]
-        value = value.permute(0, 2, 3, 1) if len(self.sizes) == 4 else value.reshape(batch, 1, 1, channels)
+        value = value.reshape(batch, channels, height, width).permute(0, 2, 3, 1) if self.channels_first else value.reshape(pixels.shape)
         if value.dtype == torch.int8:
             value = readable(value).view(torch.uint8)
             if self.zero:
@@ -126,17 +132,43 @@ class Disagrees(Exception):
 
 
 @dataclass(frozen=True)
-class Site:
-    """One place where a kernel may run, with everything that is known of it.
+class Forms:
+    """The facts by which kernels hold the tensors of an integer graph, and prove that they compute them.
 
-    sizes        of every tensor of the graph, for as many images as the proof takes; what is built runs with any number
-    non_negative the quantized tensors without negative centred integers
+    non_negative    the quantized tensors without negative centred integers
+    channels_first  the tensors whose dimension 1 is the channels
+    """
+
+    non_negative: frozenset[fx.Node]
+    channels_first: frozenset[fx.Node]
+    model: fx.GraphModule
+
+    @cached_property
+    def ranges(self) -> Mapping[fx.Node, Value]:
+        """The proved range of every integer tensor."""
+        return ranges(self.model)
+
+    def held(self, node: fx.Node, sizes: SIZES) -> Held:
+        """Return how kernels hold a quantized tensor of these sizes, or an accumulator."""
+        grid, dtype, first = qparams(node), node.meta["fact"].dtype, node in self.channels_first
+        if dtype == torch.uint8 and grid is not None:
+            return Held(sizes, grid.zero_point, channels_first=first)
+        if dtype == torch.int8:
+            return Held(sizes, 0 if node in self.non_negative else BIASED, channels_first=first)
+        return Held(sizes, 0, torch.int32, first)
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place where a kernel may run.
+
+    sizes  of every tensor of the graph, for as many images as the proof takes; what is built runs with any number
     """
 
     model: fx.GraphModule
     match: Match
     sizes: Mapping[fx.Node, SIZES]
-    non_negative: frozenset[fx.Node]
+    forms: Forms
 
     def constant(self, node: Any) -> Any:
         return None if node is None else resolve(self.model, str(node.target)).detach()
@@ -148,7 +180,7 @@ class Site:
 
     def held(self, node: fx.Node) -> Held:
         """Return how a quantized tensor, or an accumulator, is held."""
-        return held(node, self.sizes[node], node in self.non_negative)
+        return self.forms.held(node, self.sizes[node])
 
     def result(self) -> Held:
         return self.held(self.match.root)
@@ -159,16 +191,6 @@ def grid(node: fx.Node) -> QParams:
     known = qparams(node)
     assert known is not None
     return known
-
-
-def held(node: fx.Node, sizes: SIZES, non_negative: bool) -> Held:
-    """Return how kernels hold a quantized tensor of an integer graph, or an accumulator."""
-    known, dtype = qparams(node), node.meta["fact"].dtype
-    if dtype == torch.uint8 and known is not None:
-        return Held(sizes, known.zero_point)
-    if dtype == torch.int8:
-        return Held(sizes, 0 if non_negative else BIASED)
-    return Held(sizes, 0, torch.int32)
 
 
 Bound = Callable[[Sequence[Tensor], Tensor], None]  # from what is read, as it is held, into the result
@@ -198,16 +220,18 @@ class Implementation:
     name        the name that `explain` shows
     build       builds it for one place; raises NotApplicable where its conditions do not hold
     reads_held  whether it reads tensors as they are held; else as primitives have them
+    strided     whether it reads both, as tensors of any strides, and writes its result as the primitives would
     """
 
     name: str
     build: Callable[[Site], Built]
     reads_held: bool = True
+    strided: bool = False
 
 
-def implementation(name: str, reads_held: bool = True) -> Callable[[Callable[[Site], Built]], Implementation]:
+def implementation(name: str, reads_held: bool = True, strided: bool = False) -> Callable[[Callable[[Site], Built]], Implementation]:
     """Return a decorator that makes an `Implementation` of its `build`."""
-    return lambda build: Implementation(name, build, reads_held)
+    return lambda build: Implementation(name, build, reads_held, strided)
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,22 @@ from torch import fx
 
 from fxquant.ir.graph import TensorFact, fact
 from fxquant.ir.integer import qparams
-from fxquant.kernels.kernel import Match, Matched
+from fxquant.kernels.kernel import Forms, Match, Matched
 from fxquant.primitives import POINTWISE, PRIMITIVES, Role, ZeroPoint, elementwise, pool, role_of, runtime_scales, shape
 from fxquant.primitives.quantization import accumulator_output, quantize
 
 BYTES = (torch.int8, torch.uint8)
+INTEGERS = (*BYTES, torch.int16, torch.int32, torch.int64)
 SUMS = frozenset({Role.CONVOLUTION, Role.LINEAR, Role.SUM})
 RANKS = (2, 3, 4)
+WINDOW = {
+    "kernel": 1,
+    "stride": 1,
+    "begin": 0,
+    "end": 0,
+    "padding": 0,
+    "dilation": 1,
+}  # what each is along a height that a sequence does not have
 
 
 def known_tensor(node: Any, *dtypes: torch.dtype, ranks: Sequence[int] = RANKS) -> bool:
@@ -53,10 +62,10 @@ def _dimensions(count: int) -> str:
 
 
 def sum_of_products(root: fx.Node) -> Matched:
-    """Match a 2d convolution, a linear layer or a sum over windows, on bytes; the residual added to it, and the requantization to bytes.
+    """Match a convolution of one or two dimensions, a linear layer or a sum over windows, on bytes, with what follows it.
 
-    Match the sum of products itself where that is the output of a last layer. A sum over windows, or over height and width, is a
-    depthwise convolution whose weight is 1: its part "weight" is None.
+    That is the residual added to it, and the requantization to bytes; or the sum of products itself where it is the output of a last
+    layer. A sum over windows, or over height and width, is a depthwise convolution whose weight is 1: its part "weight" is None.
     """
     requantized = role_of(root.target) is Role.REQUANTIZATION
     if not requantized and root.target is not accumulator_output:
@@ -96,23 +105,27 @@ def _summed(total: fx.Node) -> dict[str, Any] | str:
         one["weight"], one["bias"], *_ = arguments
     elif role_of(total.target) is Role.CONVOLUTION:
         one |= zip(("weight", "bias", "stride", "padding", "dilation", "groups"), arguments, strict=False)
-        if len(one["stride"]) != 2:
-            return f"it is a convolution of {_dimensions(len(one['stride']))}; kernels take 2"
     elif total.target is pool.sum_pool:
         one["kernel"], one["stride"], one["padding"], after, *_ = arguments
-        if len(one["stride"]) != 2:
-            return f"its windows have {_dimensions(len(one['stride']))}; kernels take 2"
         if any(tail > head for head, tail in zip(one["padding"], after, strict=True)):
             return "it has more padding after images than before them"
-    elif sorted(dim % len(_sizes(operand)) for dim in arguments[0]) != [2, 3]:
+    elif sorted(dim % len(_sizes(operand)) for dim in arguments[0]) != list(range(2, len(_sizes(operand)))):
         return "it sums over other dimensions than height and width of images"
-    ranks = (2, 3) if role_of(total.target) is Role.LINEAR else (4,)
+    if len(one["stride"]) > 2:
+        return f"its windows have {_dimensions(len(one['stride']))}; kernels take 1 or 2"
+    one |= {name: _plane(one[name], value) for name, value in WINDOW.items() if name in one}
+    ranks = (2, 3) if role_of(total.target) is Role.LINEAR else (3, 4)
     if bytes_of(operand, ranks) is None:
         return _lacking("read", operand, ranks)
     for name, dtype in (("weight", torch.int8), ("bias", torch.int32)):
-        if one[name] is not None and not known_tensor(one[name], dtype, ranks=(1, 2, 4)):
+        if one[name] is not None and not known_tensor(one[name], dtype, ranks=(1, 2, 3, 4)):
             return f"its {name} is not {str(dtype).removeprefix('torch.')}"
     return one
+
+
+def _plane(values: Sequence[int], missing: int) -> list[int]:
+    """Return the values of a window along height and width, of a sequence's along its length."""
+    return [missing, *values][-2:]
 
 
 def _sizes(node: Any) -> tuple[Any, ...]:
@@ -121,24 +134,41 @@ def _sizes(node: Any) -> tuple[Any, ...]:
     return tuple(known.shape)
 
 
+def product(root: fx.Node) -> Matched:
+    """Match the product of two tensors of bytes over their last two dimensions, with the centrings of its operands."""
+    if role_of(root.target) is not Role.MATRIX_PRODUCT:
+        return None
+    ranks = range(2, 6)
+    reads = [bytes_of(operand, ranks) for operand in root.args]
+    centred = [operand for operand in root.args if isinstance(operand, fx.Node) and operand.target is elementwise.centre]
+    if None in reads:
+        return next(_lacking("read", operand, ranks) for operand, read in zip(root.args, reads, strict=True) if read is None)
+    parts = {name: operand in centred for name, operand in zip(("input", "other"), root.args, strict=True)}
+    if any(qparams(read).zero_point and not parts[name] for name, read in zip(parts, reads, strict=True)):  # type: ignore[arg-type, union-attr]
+        return "it reads integers that are not centred"
+    covers = [operand for operand in dict.fromkeys(centred) if len(operand.users) == 1]
+    return Match(root, (*covers, root), tuple(reads), parts)  # type: ignore[arg-type]
+
+
 def quantization(root: fx.Node) -> Matched:
-    """Match the quantization of a 4d float32 tensor to bytes."""
+    """Match the quantization of a float32 tensor to bytes."""
     if root.target is not quantize:
         return None
-    if not known_tensor(root, *BYTES, ranks=(4,)):
-        return _lacking("write", root, (4,))
+    if not known_tensor(root, *BYTES):
+        return _lacking("write", root)
     if not known_tensor(root.args[0], torch.float32):
         return "it reads another dtype than float32"
     return Match(root, (root,), (root.args[0],))  # type: ignore[arg-type]
 
 
 def maximum(root: fx.Node) -> Matched:
-    """Match a 2d max pool."""
+    """Match a 1d or 2d max pool."""
     if root.target is not pool.max_pool:
         return None
-    if bytes_of(root.args[0], (4,)) is None:
-        return _lacking("read", root.args[0], (4,))
-    window = dict(zip(("kernel", "stride", "begin", "end", "dilation"), root.args[1:], strict=True))
+    if bytes_of(root.args[0], (3, 4)) is None:
+        return _lacking("read", root.args[0], (3, 4))
+    names = ("kernel", "stride", "begin", "end", "dilation")
+    window = {name: _plane(values, WINDOW[name]) for name, values in zip(names, root.args[1:], strict=True)}  # type: ignore[arg-type]
     return Match(root, (root,), (root.args[0],), window)  # type: ignore[arg-type]
 
 
@@ -156,7 +186,7 @@ def pointwise(root: fx.Node) -> Matched:
             return because
     if not 1 <= len(reads) <= 2:
         return f"it reads {len(reads)} tensors; kernels read 1 or 2"
-    if len(reads) == 2 and len(sizes := _sizes(reads[0])) == 4 and sizes[2:] == (1, 1):
+    if len(reads) == 2 and len(sizes := _sizes(reads[0])) > 2 and math.prod(sizes[2:]) == 1:
         reads.reverse()  # what has one pixel comes second
     return Match(root, (*covers, root), tuple(reads))
 
@@ -185,17 +215,54 @@ def _apart(node: fx.Node, covers: list[fx.Node], reads: list[fx.Node]) -> str | 
     return next((because for operand in node.all_input_nodes if (because := _apart(operand, covers, reads)) is not None), None)
 
 
+def elementwise_chain(root: fx.Node) -> Matched:
+    """Match the end of a chain of elementwise primitives on tensors of one size."""
+    ends: dict[fx.Node, fx.Node] = {}
+    if not _is_step(root) or _end(root, ends) is not root:
+        return None
+    covers, reads, waiting = {root}, dict[fx.Node, None](), [root]
+    while waiting:
+        for operand in waiting.pop().all_input_nodes:
+            if operand.op == "get_attr" or operand in covers:
+                continue
+            if _is_step(operand) and _end(operand, ends) is root:
+                covers.add(operand)
+                waiting.append(operand)
+            elif known_tensor(operand, *INTEGERS, ranks=range(9)):
+                reads[operand] = None
+            else:
+                return _lacking("read", operand)
+    return Match(root, tuple(node for node in root.graph.nodes if node in covers), tuple(reads))
+
+
+def _is_step(node: fx.Node) -> bool:
+    """Return whether a node is an elementwise primitive that has steps."""
+    record = PRIMITIVES.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
+    return record is not None and record.steps is not None and known_tensor(node, *INTEGERS, torch.float32, ranks=range(9))
+
+
+def _end(node: fx.Node, ends: dict[fx.Node, fx.Node]) -> fx.Node:
+    """Return the last node of a node's chain, which all its readers lead to; tables of bytes begin new chains."""
+    if node not in ends:
+        ends[node] = node
+        alike = all(_is_step(user) and _sizes(user) == _sizes(node) for user in node.users)
+        if node.users and alike and not (known_tensor(node, *BYTES, ranks=range(9)) and qparams(node) is not None):
+            after = {_end(user, ends) for user in node.users}
+            ends[node] = after.pop() if len(after) == 1 else node
+    return ends[node]
+
+
 def joined(root: fx.Node) -> Matched:
-    """Match the concatenation of images along their channels."""
+    """Match the concatenation of images or sequences along their channels."""
     if root.target is not shape.concatenate:
         return None
-    if not known_tensor(root, *BYTES, ranks=(4,)):
-        return _lacking("write", root, (4,))
-    if root.args[1] not in (1, -3):
+    if not known_tensor(root, *BYTES, ranks=(3, 4)):
+        return _lacking("write", root, (3, 4))
+    if root.args[1] % len(_sizes(root)) != 1:  # type: ignore[operator]
         return "it joins along another dimension than the channels"
     operands = tuple(root.args[0])  # type: ignore[arg-type]
-    unfit = next((operand for operand in operands if bytes_of(operand, (4,)) is not operand), None)
-    return Match(root, (root,), operands) if unfit is None else _lacking("read", unfit, (4,))
+    unfit = next((operand for operand in operands if bytes_of(operand, (3, 4)) is not operand), None)
+    return Match(root, (root,), operands) if unfit is None else _lacking("read", unfit, (3, 4))
 
 
 def dynamic_layer(root: fx.Node) -> Matched:
@@ -206,7 +273,39 @@ def dynamic_layer(root: fx.Node) -> Matched:
     return Match(root, (root,), (input,), {"weight": weight, "scale": scale, "bias": bias})  # type: ignore[arg-type]
 
 
-def without_negatives(model: fx.GraphModule) -> frozenset[fx.Node]:
+def forms_of(model: fx.GraphModule) -> Forms:
+    """Return the facts by which kernels hold the tensors of an integer graph."""
+    return Forms(_without_negatives(model), _channels_first(model), model)
+
+
+def _channels_first(model: fx.GraphModule) -> frozenset[fx.Node]:
+    """Return the tensors whose dimension 1 is the channels: images, and what convolutions and pools of sequences read and write.
+
+    Elementwise primitives pass this on, so that their operands and results lie alike.
+    """
+    tensors = [node for node in model.graph.nodes if known_tensor(node, torch.int8, torch.uint8, torch.int32)]
+    first = {node for node in tensors if len(_sizes(node)) == 4}
+    alike: dict[fx.Node, set[fx.Node]] = {node: set() for node in tensors if len(_sizes(node)) == 3}
+    waiting = []
+    for node in alike:
+        role = role_of(node.target)
+        if role is Role.CONVOLUTION or node.target in (pool.sum_pool, pool.max_pool):
+            waiting.append(node)
+        elif role not in POINTWISE | {Role.RESIDUAL} and node.target not in (elementwise.centre, accumulator_output, shape.concatenate):
+            continue
+        for operand in node.all_input_nodes:
+            if operand in alike and operand.op != "get_attr":
+                alike[node].add(operand)
+                alike[operand].add(node)
+    while waiting:
+        node = waiting.pop()
+        if node not in first:
+            first.add(node)
+            waiting += alike[node]
+    return frozenset(first)
+
+
+def _without_negatives(model: fx.GraphModule) -> frozenset[fx.Node]:
     """Return the quantized tensors that never hold negative centred integers."""
     found: set[fx.Node] = set()
     for node in model.graph.nodes:

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from fxquant.ir.graph import computed, is_python, nodes_in, own, resolve
 from fxquant.kernels.admission import is_primitive
-from fxquant.kernels.kernel import SLACK, Bound, Built, Held, Implementation, Match, held
+from fxquant.kernels.kernel import SLACK, Bound, Built, Forms, Held, Implementation, Match
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # sizes, strides
 Step = Callable[[list[Any]], None]  # on the values, by their places
@@ -58,10 +58,8 @@ class _At:
 class Program:
     """An integer model for inputs of these sizes and strides: one step after another, on values in a list."""
 
-    def __init__(
-        self, model: fx.GraphModule, layouts: Mapping[fx.Node, Layout], non_negative: frozenset[fx.Node], chosen: Mapping[fx.Node, Chosen]
-    ) -> None:
-        self.model, self.layouts, self.non_negative, self.chosen = model, layouts, non_negative, chosen
+    def __init__(self, model: fx.GraphModule, layouts: Mapping[fx.Node, Layout], forms: Forms, chosen: Mapping[fx.Node, Chosen]) -> None:
+        self.model, self.layouts, self.forms, self.chosen = model, layouts, forms, chosen
         self.places: dict[tuple[fx.Node, bool], int] = {}  # of values, held or plain
         self.steps: list[tuple[Maker, list[int], int]] = []  # what makes the steps of an instance, what it reads, what it writes
         self.alone: list[fx.Node] = []  # the nodes that run as they are in the graph
@@ -79,7 +77,7 @@ class Program:
         return self.places.setdefault((node, is_held), len(self.places))
 
     def held(self, node: fx.Node) -> Held:
-        return held(node, self.layouts[node][0], node in self.non_negative)
+        return self.forms.held(node, self.layouts[node][0])
 
     def _write(self) -> None:
         needed = self._needed()
@@ -117,6 +115,11 @@ class Program:
 
     def _write_kernel(self, node: fx.Node, chosen: Chosen) -> None:
         assert chosen.implementation is not None
+        if chosen.implementation.strided:
+            forms = [self.held(read) if (read, True) in self.places else None for read in chosen.match.reads]
+            reads = [self._place(read, form is not None) for read, form in zip(chosen.match.reads, forms, strict=True)]
+            self.steps.append((partial(_strided_kernel, chosen.built, self.layouts[node], forms), reads, self._place(node, False)))  # type: ignore[arg-type]
+            return
         if self._is_real(node):
             reads = [self._plain(read) for read in chosen.match.reads]
             self.steps.append((partial(_real_kernel, chosen.built, self.layouts[node]), reads, self._place(node, False)))  # type: ignore[arg-type]
@@ -259,6 +262,21 @@ def _real_kernel(built: Built, layout: Layout, reads: list[int], writes: int, bu
         if made.stride() != strides:
             made = torch.empty_strided(sizes, strides, dtype=dtype, device="cpu").copy_(made)
         values[writes] = made
+
+    return run
+
+
+def _strided_kernel(
+    built: Built, layout: Layout, forms: Sequence[Held | None], reads: list[int], writes: int, buffer: Tensor | None
+) -> Step:
+    """Return the step of a kernel that reads tensors in either form, and writes one as the primitives would."""
+    bound: Bound = built.bind()
+    sizes, strides, dtype = layout
+
+    def run(values: list[Any]) -> None:
+        inputs = [values[place] if form is None else form.view(values[place]) for place, form in zip(reads, forms, strict=True)]
+        values[writes] = torch.empty_strided(sizes, strides, dtype=dtype, device="cpu")
+        bound(inputs, values[writes])
 
     return run
 

@@ -16,7 +16,7 @@ from fxquant.ir.model import autocast_off
 from fxquant.kernels.admission import prove
 from fxquant.kernels.constants import Constants
 from fxquant.kernels.kernel import Disagrees, Kernel, Match, NotApplicable, Site
-from fxquant.kernels.patterns import without_negatives
+from fxquant.kernels.patterns import forms_of
 from fxquant.kernels.program import Choice, Chosen, Layout, Program
 from fxquant.support import logger
 from fxquant.support.files import free_in_child
@@ -145,7 +145,7 @@ class Runner:
         if self.constants is not None:
             self.constants.look()
         sizes = {node: layout[0] for node, layout in layouts.items()}
-        non_negative = without_negatives(model)
+        forms = forms_of(model)
         chosen: dict[fx.Node, Chosen] = {}
         fused = [(node, known[0]) for node in model.graph.nodes if (known := kernel(node)) is not None]
         for node, name in progress(fused, len(fused), "proving kernels"):
@@ -159,11 +159,11 @@ class Runner:
                     self.chosen[key] = Chosen(Match(node, (node,), ()), Choice(name, None, refused))
                 else:
                     few = {read: (*(min(size, PROVED) for size in sizes[read][:1]), *sizes[read][1:]) for read in (*match.reads, node)}
-                    self.chosen[key] = _choose(found, Site(model, match, few, non_negative))
+                    self.chosen[key] = _choose(found, Site(model, match, few, forms))
                 while len(self.chosen) > MOST_PROGRAMS * len(fused):
                     self.chosen.popitem(last=False)
             chosen[node] = self.chosen[key]
-        return Program(model, layouts, non_negative, chosen)
+        return Program(model, layouts, forms, chosen)
 
 
 def _choose(wanted: Kernel, site: Site) -> Chosen:

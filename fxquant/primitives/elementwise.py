@@ -8,6 +8,37 @@ from torch import Tensor
 from fxquant.numerics.grids import FLOAT32_EXACT, power_of_two
 from fxquant.numerics.rounding import clamped
 from fxquant.primitives.record import Emitter, Range, Role, Value, ZeroPoint, constant_of, exact_below, multipliers, need, primitive, within
+from fxquant.primitives.steps import MOST_REAL, Op, Writer, binary
+
+
+def _steps_centre(w: Writer, input: int, zero_point: int) -> int:
+    return w.write(Op.SUBTRACT, input, w.operand(zero_point))
+
+
+def _steps_negate(w: Writer, input: int) -> int:
+    return w.write(Op.SUBTRACT, w.operand(0), input)
+
+
+def _steps_align_fixed(w: Writer, input: int, multiplier: Tensor, right_shift: Tensor, wide: bool = False) -> int:
+    w.wide |= wide
+    return w.write(Op.SHIFT, w.write(Op.MULTIPLY, input, multiplier), right_shift)
+
+
+def _steps_align_real(w: Writer, input: int, multiplier: Tensor, wide: bool = False) -> int:
+    return w.write(Op.ROUND, input, multiplier, -MOST_REAL, MOST_REAL)
+
+
+def _steps_multiply(w: Writer, input: int, other: int, wide: bool = False) -> int:
+    return w.write(Op.MULTIPLY, input, other)
+
+
+def _steps_shift_right(w: Writer, input: int, bits: int) -> int:
+    w.wide |= bits > 30
+    return w.write(Op.SHIFT, w.write(Op.ADD, input, w.operand(2 ** (bits - 1))), w.operand(bits))
+
+
+def _steps_lookup(w: Writer, input: int, table: Tensor, first: int | None = None) -> int:
+    return w.write(Op.LOOK_UP, input, low=_first(table, first), table=table)
 
 
 def _width(wide: bool) -> torch.dtype:
@@ -36,7 +67,14 @@ def _bounds_align_fixed(input: Value, multiplier: Value, right_shift: Value, wid
     return within(torch.ceil(factors * input.largest * torch.exp2(-shift)), exact_below(wide))
 
 
-@primitive(_onnx_align_fixed, bounds=_bounds_align_fixed, surrogate=_align_fixed_real, kind="accumulator", role=Role.ALIGNMENT)
+@primitive(
+    _onnx_align_fixed,
+    bounds=_bounds_align_fixed,
+    surrogate=_align_fixed_real,
+    kind="accumulator",
+    role=Role.ALIGNMENT,
+    steps=_steps_align_fixed,
+)
 def align_fixed(input: Tensor, multiplier: Tensor, right_shift: Tensor, wide: bool = False) -> Tensor:
     """Compute ⌊q · multiplier / 2^right_shift⌋ as int32: an operand on a finer common scale. |q · multiplier| < 2^24 unless `wide`."""
     if input.is_floating_point():
@@ -60,7 +98,15 @@ def _bounds_align_real(input: Value, multiplier: Value, wide: bool = False) -> R
     return within(torch.round(input.largest * multipliers(multiplier)), exact_below(wide))
 
 
-@primitive(_onnx_align_real, bounds=_bounds_align_real, surrogate=_align_real_real, kind="accumulator", role=Role.ALIGNMENT, casts=True)
+@primitive(
+    _onnx_align_real,
+    bounds=_bounds_align_real,
+    surrogate=_align_real_real,
+    kind="accumulator",
+    role=Role.ALIGNMENT,
+    casts=True,
+    steps=_steps_align_real,
+)
 def align_real(input: Tensor, multiplier: Tensor, wide: bool = False) -> Tensor:
     """Compute round_half_even(float32(q) · multiplier) as int32: an operand on a finer common scale. Below 2^24 unless `wide`."""
     aligned = (input.float() * multiplier).round_()
@@ -81,7 +127,7 @@ def _bounds_add(input: Value, other: Value) -> Range:
     return within(input.magnitude + other.magnitude, input.exact)
 
 
-@primitive(_onnx_add, bounds=_bounds_add, kind="accumulator", role=Role.ADDITION)
+@primitive(_onnx_add, bounds=_bounds_add, kind="accumulator", role=Role.ADDITION, steps=binary(Op.ADD))
 def add(input: Tensor, other: Tensor) -> Tensor:
     """Add two accumulators on one scale."""
     return input + other
@@ -91,7 +137,7 @@ def _onnx_subtract(e: Emitter, input: str, other: str) -> str:
     return e.node("Sub", input, other)
 
 
-@primitive(_onnx_subtract, bounds=_bounds_add, kind="accumulator", role=Role.ADDITION)
+@primitive(_onnx_subtract, bounds=_bounds_add, kind="accumulator", role=Role.ADDITION, steps=binary(Op.SUBTRACT))
 def subtract(input: Tensor, other: Tensor) -> Tensor:
     """Subtract `other` from `input`, two accumulators on one scale."""
     return input - other
@@ -105,7 +151,7 @@ def _bounds_add_constant(input: Value, constant: Value) -> Range:
     return within(input.magnitude + constant.magnitude, input.exact)
 
 
-@primitive(_onnx_add_constant, bounds=_bounds_add_constant, kind="accumulator", role=Role.ADDITION)
+@primitive(_onnx_add_constant, bounds=_bounds_add_constant, kind="accumulator", role=Role.ADDITION, steps=binary(Op.ADD))
 def add_constant(input: Tensor, constant: Tensor) -> Tensor:
     """Add an integer constant on an accumulator's scale to it; the result has the accumulator's dtype."""
     return input + constant.to(input.dtype)
@@ -121,7 +167,7 @@ def _bounds_multiply(input: Value, other: Value, wide: bool = False) -> Range:
     return within(input.largest * other.largest, exact_below(wide))
 
 
-@primitive(_onnx_multiply, bounds=_bounds_multiply, kind="accumulator", role=Role.MULTIPLICATION, casts=True)
+@primitive(_onnx_multiply, bounds=_bounds_multiply, kind="accumulator", role=Role.MULTIPLICATION, casts=True, steps=_steps_multiply)
 def multiply(input: Tensor, other: Tensor, wide: bool = False) -> Tensor:
     """Multiply two quantized tensors, as int32; below 2^24 in magnitude unless `wide`."""
     if input.is_floating_point() or other.is_floating_point():
@@ -137,7 +183,7 @@ def _bounds_same_magnitude(input: Value) -> Range:
     return within(input.magnitude, input.exact)
 
 
-@primitive(_onnx_widen, bounds=_bounds_same_magnitude, kind="accumulator", role=Role.POINTWISE, casts=True)
+@primitive(_onnx_widen, bounds=_bounds_same_magnitude, kind="accumulator", role=Role.POINTWISE, casts=True, steps=lambda w, input: input)
 def widen(input: Tensor) -> Tensor:
     """Return a quantized tensor as an accumulator, int32."""
     return input if input.is_floating_point() else input.to(torch.int32)
@@ -152,7 +198,7 @@ def _bounds_centre(input: Value, zero_point: int) -> Range:
     return Range(input.low - zero_point, input.high - zero_point, input.exact)
 
 
-@primitive(_onnx_centre, bounds=_bounds_centre, kind="accumulator", role=Role.POINTWISE)
+@primitive(_onnx_centre, bounds=_bounds_centre, kind="accumulator", role=Role.POINTWISE, steps=_steps_centre)
 def centre(input: Tensor, zero_point: int) -> Tensor:
     """Compute q - zero_point: the centred integers of an affine tensor, as an accumulator, int32; 0 stands for the float value 0."""
     return (input if input.is_floating_point() else input.to(torch.int32)) - zero_point
@@ -162,7 +208,7 @@ def _onnx_negate(e: Emitter, input: str) -> str:
     return e.node("Neg", input if e.dtype(input).is_floating_point else e.node("Cast", input, to=torch.float32))
 
 
-@primitive(_onnx_negate, bounds=_bounds_same_magnitude, kind="accumulator", role=Role.ADDITION, casts=True)
+@primitive(_onnx_negate, bounds=_bounds_same_magnitude, kind="accumulator", role=Role.ADDITION, casts=True, steps=_steps_negate)
 def negate(input: Tensor) -> Tensor:
     """Negate a quantized tensor or an accumulator; the result is an accumulator, int32."""
     return -input if input.is_floating_point() else -input.to(torch.int32)
@@ -190,7 +236,14 @@ def _bounds_shift_right(input: Value, bits: int) -> Range:
     return Range(low, high, input.exact)
 
 
-@primitive(_onnx_shift_right, bounds=_bounds_shift_right, surrogate=_shift_right_real, kind="accumulator", role=Role.POINTWISE)
+@primitive(
+    _onnx_shift_right,
+    bounds=_bounds_shift_right,
+    surrogate=_shift_right_real,
+    kind="accumulator",
+    role=Role.POINTWISE,
+    steps=_steps_shift_right,
+)
 def shift_right(input: Tensor, bits: int) -> Tensor:
     """Compute ⌊q / 2^bits + ½⌋ of a quantized tensor or an accumulator: the same values on a scale 2^bits larger, in the same dtype."""
     if input.is_floating_point():
@@ -212,7 +265,14 @@ def _bounds_clamp(input: Value, low: int, high: int) -> Range:
     return Range(input.low.clamp(low, high), input.high.clamp(low, high))
 
 
-@primitive(_onnx_clamp, bounds=_bounds_clamp, role=Role.POINTWISE, zero_point=ZeroPoint.EQUIVARIANT, shifted=("low", "high"))
+@primitive(
+    _onnx_clamp,
+    bounds=_bounds_clamp,
+    role=Role.POINTWISE,
+    zero_point=ZeroPoint.EQUIVARIANT,
+    shifted=("low", "high"),
+    steps=lambda w, input, low, high: w.write(Op.CLIP, input, 0, low, high),
+)
 def clamp(input: Tensor, low: int, high: int) -> Tensor:
     """Limit the integers to [low, high]."""
     return clamped(input, low, high)
@@ -241,7 +301,9 @@ def _bounds_lookup(input: Value, table: Value, first: int | None = None) -> Rang
     return Range(table.low, table.high)
 
 
-@primitive(_onnx_lookup, bounds=_bounds_lookup, role=Role.POINTWISE, zero_point=ZeroPoint.INVARIANT, shifted=("first",))
+@primitive(
+    _onnx_lookup, bounds=_bounds_lookup, role=Role.POINTWISE, zero_point=ZeroPoint.INVARIANT, shifted=("first",), steps=_steps_lookup
+)
 def lookup(input: Tensor, table: Tensor, first: int | None = None) -> Tensor:
     """Return table[q - first], in the table's dtype, for q in the range that the table covers from `first` on.
 

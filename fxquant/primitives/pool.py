@@ -44,9 +44,12 @@ def _bounds_max_pool(input: Value, kernel: list[int], stride: list[int], begin: 
 @primitive(_onnx_max_pool, bounds=_bounds_max_pool, zero_point=ZeroPoint.EQUIVARIANT)
 def max_pool(input: Tensor, kernel: list[int], stride: list[int], begin: list[int], end: list[int], dilation: list[int]) -> Tensor:
     """Compute the maximum over each window, without its padding."""
+    if list(kernel) == [input.shape[-1]] and not any(begin) and not any(end) and list(dilation) == [1]:  # one window
+        if not input.is_floating_point():
+            return input.amax(-1, keepdim=True)
+        if input.requires_grad:
+            return input.float().max(-1, keepdim=True).values  # also which of equal ones has the gradient; but it keeps the places alone
     value, padding = input.float(), 0 if not any(begin) else list(begin)
-    if input.requires_grad and list(kernel) == [input.shape[-1]] and not any(begin) and not any(end) and list(dilation) == [1]:
-        return value.max(-1, keepdim=True).values  # the same, also which of equal ones has the gradient; but it keeps the places alone
     if begin != end or any(2 * before > taps for before, taps in zip(begin, kernel, strict=True)):  # more than PyTorch pads by itself
         value, padding = F.pad(value, _window_padding(begin, end), value=-torch.inf), 0
     return stored(MAX_POOLS[len(kernel)](value, kernel, stride, padding, dilation), input, input.dtype)
@@ -109,5 +112,6 @@ def _bounds_sum(input: Value, dim: list[int], keepdim: bool, wide: bool = False)
 @primitive(_onnx_sum, bounds=_bounds_sum, kind="accumulator", role=Role.SUM, casts=True)
 def sum(input: Tensor, dim: list[int], keepdim: bool, wide: bool = False) -> Tensor:
     """Sum over dimensions, as int32; below 2^24 in magnitude unless `wide`."""
-    total = torch.sum(input.to(torch.float64 if wide else torch.float32), dim, keepdim=keepdim)
-    return total if input.is_floating_point() else total.to(torch.int32)
+    if not input.is_floating_point():
+        return torch.sum(input, dim, keepdim=keepdim, dtype=torch.int32)
+    return torch.sum(input.to(torch.float64 if wide else torch.float32), dim, keepdim=keepdim)

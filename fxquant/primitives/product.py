@@ -25,6 +25,7 @@ from fxquant.primitives.record import (
     sum_of_products,
     within,
 )
+from fxquant.primitives.steps import Op, Writer, binary
 
 
 def _onnx_product(e: Emitter, input: str | Tensor, other: str | Tensor, convert: Callable[[Emitter, str], str]) -> str:
@@ -99,7 +100,19 @@ def _bounds_scale_channels(input: Value, weight: Value, bias: Value | None, trai
     return sum_of_products(input, constant_of(weight, "weight").reshape(-1, 1), bias_of(bias), trailing, FLOAT32_EXACT)
 
 
-@primitive(_onnx_scale_channels, bounds=_bounds_scale_channels, kind="accumulator", role=Role.CHANNEL_SCALING, casts=True)
+def _steps_scale_channels(w: Writer, input: int, weight: Tensor, bias: Tensor | None, trailing: int) -> int:
+    scaled = w.write(Op.MULTIPLY, input, _shaped(weight, trailing))
+    return scaled if bias is None else w.write(Op.ADD, scaled, _shaped(bias, trailing))
+
+
+@primitive(
+    _onnx_scale_channels,
+    bounds=_bounds_scale_channels,
+    kind="accumulator",
+    role=Role.CHANNEL_SCALING,
+    casts=True,
+    steps=_steps_scale_channels,
+)
 def scale_channels(input: Tensor, weight: Tensor, bias: Tensor | None, trailing: int) -> Tensor:
     """Compute x · weight + bias per channel, as int32; |result| < 2^24 for every input of its dtype."""
     return stored(_scaled(input.float(), weight, bias, trailing), input, torch.int32)
@@ -120,6 +133,7 @@ def _bounds_scale_channels_wide(input: Value, weight: Value, bias: Value | None,
     kind="accumulator",
     role=Role.CHANNEL_SCALING,
     wide=True,
+    steps=_steps_scale_channels,
 )
 def scale_channels_wide(input: Tensor, weight: Tensor, bias: Tensor | None, trailing: int) -> Tensor:
     """Compute `scale_channels` where the result can reach 2^24, in float64; int32, or int64 for int16 weights."""
@@ -163,7 +177,7 @@ def _bounds_extremum(input: Value, other: Value) -> Range:
     return Range(torch.minimum(input.low.min(), other.low.min()), torch.maximum(input.high.max(), other.high.max()))
 
 
-@primitive(_onnx_maximum, bounds=_bounds_extremum, role=Role.POINTWISE, zero_point=ZeroPoint.EQUIVARIANT)
+@primitive(_onnx_maximum, bounds=_bounds_extremum, role=Role.POINTWISE, zero_point=ZeroPoint.EQUIVARIANT, steps=binary(Op.LARGEST))
 def maximum(input: Tensor, other: Tensor) -> Tensor:
     """Return the larger of two tensors on one scale, element by element."""
     return torch.maximum(input, other)
@@ -173,7 +187,7 @@ def _onnx_minimum(e: Emitter, input: str | Tensor, other: str | Tensor) -> str:
     return _onnx_extremum("Min", e, input, other)
 
 
-@primitive(_onnx_minimum, bounds=_bounds_extremum, role=Role.POINTWISE, zero_point=ZeroPoint.EQUIVARIANT)
+@primitive(_onnx_minimum, bounds=_bounds_extremum, role=Role.POINTWISE, zero_point=ZeroPoint.EQUIVARIANT, steps=binary(Op.LEAST))
 def minimum(input: Tensor, other: Tensor) -> Tensor:
     """Return the smaller of two tensors on one scale, element by element."""
     return torch.minimum(input, other)

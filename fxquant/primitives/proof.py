@@ -19,7 +19,7 @@ from fxquant.ir.integer import QParams, noted, origin, qparams, zero_point
 from fxquant.numerics.grids import ACTIVATION_TYPES, INT32_MAX, INT48_MAX, PLAIN_TYPES, bits_of
 from fxquant.primitives import PRIMITIVES, Role, elementwise, quantization, role_of
 from fxquant.primitives.arithmetic import Arithmetic
-from fxquant.primitives.record import Value, as_double, constant_of, need, refuse
+from fxquant.primitives.record import Range, Value, as_double, constant_of, need, refuse
 
 
 class Shapes:
@@ -107,6 +107,26 @@ def unproved(gm: fx.GraphModule, arithmetic: Arithmetic) -> Iterator[tuple[fx.No
         said = noted(node, "accumulator_bits")
         if said is not None and said < bits.get(node.name, 0):
             yield node, f"its accumulator has {bits[node.name]} bits, and is declared with {said}"
+
+
+def ranges(gm: fx.GraphModule) -> dict[fx.Node, Value]:
+    """Return the range of every integer tensor of a graph that was proved."""
+    values: dict[fx.Node, Value] = {}
+    for node in gm.graph.nodes:
+        value = _constant(gm, node) if node.op == "get_attr" else None
+        if node.op == "call_function" and node.target in PRIMITIVES and PRIMITIVES[node.target].bounds is not None:
+            bounds = _bounds(node, values)
+            value = Value(as_double(bounds.low), as_double(bounds.high), fact(node), bounds.exact)
+        if value is not None:
+            values[node] = value
+    return values
+
+
+def _bounds(node: fx.Node, values: Mapping[fx.Node, Value]) -> Range:
+    record = PRIMITIVES[node.target]  # type: ignore[index]
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: values.get(operand, _given(operand)))
+    assert record.bounds is not None
+    return record.bounds(**record.signature.bind(*args, **kwargs).arguments)
 
 
 def _constant(gm: fx.GraphModule, node: fx.Node) -> Value | None:

@@ -30,6 +30,7 @@ from fxquant.primitives.record import (
     stored_limits,
     within,
 )
+from fxquant.primitives.steps import Op, Writer
 
 
 def as_float32(e: Emitter, input: str) -> str:
@@ -106,7 +107,14 @@ def _onnx_dequantize(e: Emitter, input: str, scale: Tensor, dtype: torch.dtype =
     return product if dtype == torch.float32 else e.node("Cast", product, to=dtype)
 
 
-@primitive(_onnx_dequantize, bounds=None, kind="float", zero_point=ZeroPoint.INVARIANT, shifted=("zero_point",))
+def _steps_dequantize(w: Writer, input: int, scale: Tensor, dtype: torch.dtype = torch.float32, zero_point: int = 0) -> int | None:
+    if dtype != torch.float32:
+        return None
+    centred = w.write(Op.SUBTRACT, input, w.operand(zero_point)) if zero_point else input
+    return w.write(Op.SCALE, centred, scale)
+
+
+@primitive(_onnx_dequantize, bounds=None, kind="float", zero_point=ZeroPoint.INVARIANT, shifted=("zero_point",), steps=_steps_dequantize)
 def dequantize(input: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32, zero_point: int = 0) -> Tensor:
     """Compute float32(q - zero_point) · scale, rounded to `dtype`; `scale` is float32."""
     value = input.float()
@@ -400,7 +408,27 @@ def _bounds_requantize_fixed(shift: Value, multiplier: Value, right_shift: Value
     return Range(float(low), float(high))
 
 
-@primitive(_onnx_requantize_fixed, bounds=_bounds_requantize_fixed, role=Role.REQUANTIZATION)
+def _steps_requantize_fixed(
+    w: Writer, input: int, shift: Tensor, multiplier: Tensor, right_shift: Tensor, bits: int, rounding: str, low: int, high: int, _: Any
+) -> int | None:
+    if rounding in TIES:
+        return None
+    w.wide |= bits > 16 or rounding in HALF_STEPS
+    if rounding in HALF_STEPS:
+        input = w.write(Op.ADD, input, half_step(shift, multiplier, right_shift, rounding).to(torch.int64))
+    narrowed = w.write(Op.CLIP, w.write(Op.SHIFT, input, shift), 0, -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    product = w.write(Op.MULTIPLY, narrowed, multiplier)
+    if rounding == "half_up":
+        product = w.write(Op.ADD, product, torch.ones_like(right_shift, dtype=torch.int64) << (right_shift.long() - 1))
+    return w.write(Op.CLIP, w.write(Op.SHIFT, product, right_shift), 0, low, high)
+
+
+def _steps_requantize_real(w: Writer, input: int, multiplier: Tensor, low: int, high: int, _: Any, zero_point: int = 0) -> int:
+    rounded = w.write(Op.ROUND, input, multiplier, low, high)
+    return w.write(Op.ADD, rounded, w.operand(zero_point)) if zero_point else rounded
+
+
+@primitive(_onnx_requantize_fixed, bounds=_bounds_requantize_fixed, role=Role.REQUANTIZATION, steps=_steps_requantize_fixed)
 def requantize_fixed(
     accumulator: Tensor,
     shift: Tensor,
@@ -486,7 +514,7 @@ def _bounds_requantize_real(accumulator: Value, multiplier: Value, low: int, hig
     return stored_limits(low, high, zero_point)
 
 
-@primitive(_onnx_requantize_real, bounds=_bounds_requantize_real, role=Role.REQUANTIZATION)
+@primitive(_onnx_requantize_real, bounds=_bounds_requantize_real, role=Role.REQUANTIZATION, steps=_steps_requantize_real)
 def requantize_real(accumulator: Tensor, multiplier: Tensor, low: int, high: int, dtype: torch.dtype, zero_point: int = 0) -> Tensor:
     """Compute clip(round_half_even(float32(acc) · multiplier), low, high) + zero_point: one float32 product, rounded once.
 

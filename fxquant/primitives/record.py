@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fxquant.ir.graph import BatchDim, TensorFact
 from fxquant.numerics.grids import FLOAT32_EXACT, accumulator_bound
+from fxquant.primitives.steps import Steps
 from fxquant.support.files import free_in_child
 
 # ---- the range of a primitive: the bounds of its result, from those of its operands and from its constants -----------
@@ -218,6 +219,8 @@ class Primitive:
     view       whether PyTorch's result shares the operand's memory, element for element
     casts      whether its ONNX form begins with a cast of its quantized operands to float32, so that a writer may give it floats
     zero_point how the result depends on a zero point that its operands are stored with
+    steps      writes it as elementwise steps (see `primitives.steps`); None where it is not elementwise, returns None for arguments
+               that have no such form
     shifted    the parameters that are also integers on the operands' grid: where the operands are z larger, so are these
     """
 
@@ -234,6 +237,7 @@ class Primitive:
     casts: bool = False
     zero_point: ZeroPoint = ZeroPoint.CENTRED
     shifted: tuple[str, ...] = ()
+    steps: Steps | None = None
 
     @cached_property
     def signature(self) -> inspect.Signature:

@@ -269,6 +269,138 @@ def test_what_is_returned_has_the_same_containers() -> None:
         assert all_equal(found, wanted)
 
 
+class Sequences(nn.Module):
+    """An operator for every kernel, on sequences (N, C, L)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.same = nn.Conv1d(3, 32, 5, 2, 2), nn.Conv1d(32, 32, 3, padding=2, dilation=2)
+        self.depthwise, self.groups = nn.Conv1d(32, 32, 5, padding=2, groups=32), nn.Conv1d(32, 24, 3, 1, 1, groups=2)
+        self.largest, self.mean, self.scores = nn.MaxPool1d(3, 2, 1), nn.AvgPool1d(2), nn.Linear(56, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.largest(F.relu(self.stem(x)))
+        x = F.relu(self.same(x) + x)
+        x = self.depthwise(x) * torch.sigmoid(x.mean(2, keepdim=True)) - x
+        y = torch.cat([self.groups(F.silu(x)), x], 1)
+        return self.scores(self.mean(y).mean(2)), y
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_network_of_sequences_has_the_bits_of_its_primitives(target: str) -> None:
+    integer, reference = both(Sequences(), target, ordinary(4, 3, 90))
+    for batch in (1, 3):
+        assert_same(integer, reference, images(batch, 3, 90, seed=batch))
+    assert_same(integer, reference, images(90, 3, 2).permute(2, 1, 0))
+    kernels = {kernel for choice in choices(integer).values() if choice.implementation is not None and (kernel := choice.kernel)}
+    assert kernels == {each.name for each in backends.kernels()} - {"dynamic layer", "product"}
+    assert [name for name, choice in choices(integer).items() if choice.disagrees] == []
+
+
+def test_a_linear_layer_and_a_convolution_of_one_sequence() -> None:
+    """One has its channels last, the other as dimension 1."""
+    both_kinds = Network(
+        lambda s, x: s.conv(y := F.relu(s.first(x))) + s.second(y), first=nn.Linear(12, 20), second=nn.Linear(20, 20),
+        conv=nn.Conv1d(12, 12, 3, padding=1),
+    )  # fmt: skip
+    integer, reference = both(both_kinds, "bayes-e", ordinary(4, 12, 12))
+    assert_same(integer, reference, images(2, 12, 12))
+    because = [choice.because for choice in choices(integer).values()]
+    assert any("held with another dimension" in each for each in because)
+
+
+class Attention(nn.Module):
+    """A block of a transformer: products of activations, softmax, normalization, GELU."""
+
+    def __init__(self, width: int = 24, heads: int = 3) -> None:
+        super().__init__()
+        self.heads, self.norm, self.three, self.out = heads, nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow, self.last = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(2, (self.heads, -1)).transpose(1, 2) for each in self.three(self.norm(x)).chunk(3, 2))
+        scores = torch.softmax(q @ k.transpose(2, 3) * 0.35, 3)
+        x = self.out((scores @ v).transpose(1, 2).flatten(2)) + x
+        return self.last(self.narrow(F.gelu(self.wide(x))) + x)
+
+
+@pytest.mark.parametrize("instructions", ["", "vnni"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_block_of_a_transformer_has_the_bits_of_its_primitives(target: str, instructions: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native.INSTRUCTIONS, instructions)
+    limited = native.library.__wrapped__()
+    monkeypatch.setattr(native, "library", lambda: limited)
+    integer, reference = both(Attention(), target, ordinary(4, 21, 24))
+    for batch in (1, 3):
+        assert_same(integer, reference, images(batch, 21, 24, seed=batch).nan_to_num(0, 3, -3), runs=1)
+    assert_same(integer, reference, ordinary(24, 21, 2).permute(2, 1, 0))
+    assert [name for name, choice in choices(integer).items() if choice.disagrees] == []
+    if not isinstance(limited, str) and limited.fxq_has_dot_products():
+        used = [choice.implementation for choice in choices(integer).values()]
+        assert used.count("native product") == 2
+        assert used.count("native elementwise chain") > 3
+        assert None not in used
+
+
+def test_integers_of_other_signs_are_multiplied() -> None:
+    """Operands that hold the ends of their dtypes, of which one is not negative, and products over more than one block of channels."""
+    for target in ("bayes-e", "x86"):
+        products = Network(lambda s, x, y: (torch.relu(x) @ y, y @ torch.relu(x), x @ torch.relu(y)))
+        integer, reference = both(products, target, (ordinary(2, 3, 37, 37), ordinary(3, 37, 37).expand(2, 3, 37, 37)))
+        x, y = images(2, 3, 37, 37).sign() * 9, images(2, 3, 37, 37, seed=1).sign() * 9
+        assert_same(integer, reference, x, y, runs=1)
+        assert_same(integer, reference, x.mT, y.mT, runs=1)
+        assert [name for name, choice in choices(integer).items() if choice.disagrees] == []
+
+
+class Deep(nn.Module):
+    """Sums of products that are large enough for tiles: of any window, stride, group and number of pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.strided = nn.Conv2d(70, 40, 3, 1, 1), nn.Conv2d(40, 33, (3, 2), 2)
+        self.groups, self.pointwise = nn.Conv2d(40, 72, 3, 1, 2, dilation=2, groups=2), nn.Conv2d(72, 40, 1)
+        self.scores = nn.Linear(33, 100)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = F.relu(self.first(x))
+        x = F.relu(self.pointwise(F.relu(self.groups(x))) + x)
+        return self.scores(self.strided(x).flatten(2).transpose(1, 2)), x
+
+
+@pytest.mark.parametrize("instructions", list(native.LIMITS))
+@pytest.mark.parametrize("target", ["bayes-e", "x86"])
+def test_every_set_of_instructions_gives_the_same(target: str, instructions: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native.INSTRUCTIONS, instructions)
+    limited = native.library.__wrapped__()
+    if isinstance(limited, str):
+        pytest.skip(limited)
+    monkeypatch.setattr(native, "library", lambda: limited)
+    has = _flags()
+    assert bool(limited.fxq_has_dot_products()) is ("avx512_vnni" in has and instructions != "avx2")
+    assert limited.fxq_has_tiles() <= ("amx_int8" in has and not instructions)  # a system may not permit them
+    for model, sizes in ((Deep(), (70, 17, 13)), (Everything(), (3, 18, 22))):
+        integer, reference = both(model, target, ordinary(2, *sizes))
+        for batch in (1, 5):
+            assert_same(integer, reference, images(batch, *sizes), runs=1)
+            assert_same(integer, reference, images(batch, *sizes).sign() * 100, runs=1)
+        assert [name for name, choice in choices(integer).items() if choice.disagrees] == []
+        used = "native convolution" in chosen(integer).values()
+        assert used is bool(limited.fxq_has_dot_products())
+
+
+def _flags() -> set[str]:
+    """The instructions of this processor, as Linux names them."""
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text(encoding="utf-8").splitlines() if information.exists() else []
+    return {flag for line in lines if line.startswith("flags") for flag in line.split()}
+
+
+def test_an_unknown_set_of_instructions_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native.INSTRUCTIONS, "avx9")
+    assert native.library.__wrapped__() == "FXQUANT_ISA is avx9; it can be vnni or avx2"
+
+
 # ---- admission ------------------------------------------------------------------------------------------------------
 
 
@@ -291,7 +423,7 @@ def test_layers_after_a_clamp_at_zero_are_proved_for_integers_that_they_read(tar
 class Wrong:
     """oneDNN's convolution, which gives something else for some operands: `change(site, honest)` is what it computes."""
 
-    reads_held = True
+    reads_held, strided = True, False
 
     def __init__(self, name: str, change: Callable[[Any, Any], Callable[[Any, Tensor], None]]) -> None:
         self.name, self.change = name, change
@@ -500,17 +632,11 @@ def test_explain_has_a_reason_for_every_operator_without_a_kernel(target: str) -
     runs = operator_runs(integer)
     assert [run.layer.name for run in runs if f"%{run.layer.name}" not in lines] == []
     assert [run.layer.name for run in runs if not run.fast and not run.moves and run.because not in lines[f"%{run.layer.name}"]] == []
-    own = {
-        "bayes-e": ("it follows sum_pool, which no kernel computes", "it writes int16; kernels write 8 bits"),
-        "x86": ("its divisor depends on the place of a window; kernels take one divisor",),
-    }
+    own = {"bayes-e": (), "x86": ("its divisor depends on the place of a window; kernels take one divisor",)}
     assert {run.because for run in runs} >= {
-        "it is a convolution of 1 dimension; kernels take 2",
-        "it is a convolution of 3 dimensions; kernels take 2",
-        "it follows matrix_product, which no kernel computes",
-        "it follows transposed_convolution, which no kernel computes",
+        "no kernel computes convolution",
         "it joins along another dimension than the channels",
-        "no kernel computes dequantize",
+        "no kernel computes transposed_convolution",
         *own[target],
     }
 
@@ -581,7 +707,7 @@ def test_the_stage_and_the_reference_graph() -> None:
     assert Stage.FUSED > Stage.INTEGER
     assert [node.format_node() for node in fused.graph.nodes] == [node.format_node() for node in reference.graph.nodes]
     assert all(kernel(node) is None for node in reference.graph.nodes)
-    kernels = {each.name for each in backends.kernels()} - {"dynamic layer"}  # which tests/quantization/test_dynamic.py holds
+    kernels = {each.name for each in backends.kernels()} - {"dynamic layer", "product"}  # which others hold
     assert {name for node in fused.graph.nodes if (name := (kernel(node) or ("",))[0])} == kernels
     assert "# kernel: sum of products" in fxq.text(fused)
 

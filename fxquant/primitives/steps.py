@@ -1,0 +1,83 @@
+"""Elementwise primitives as steps on registers, by which a kernel computes a chain of them while it reads memory once.
+
+A register holds one integer of every element, or one float32 number. `Writer` collects the steps of a chain; each primitive's record has
+a function `steps` that writes it. The integers have 32 bits, or 64 where a primitive says that it needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Op(IntEnum):
+    """The operations, each of one or two registers a and b."""
+
+    ADD = 0
+    SUBTRACT = 1
+    MULTIPLY = 2
+    SHIFT = 3  # a >> b
+    LEAST = 4
+    LARGEST = 5
+    CLIP = 6  # a limited to [low, high]
+    LOOK_UP = 7  # table[a - low]
+    ROUND = 8  # round_half_even(float32(a) · b), limited to [low, high]; b is float32
+    SCALE = 9  # float32(a) · b; b and the result are float32
+
+
+MOST_REAL = 2**30  # in magnitude, of a result of ROUND that has no limits of its own; proofs keep it below
+
+
+class Step(NamedTuple):
+    """One operation: it reads the registers `a` and `b` and writes `to`."""
+
+    op: Op
+    to: int
+    a: int
+    b: int = 0
+    low: int = 0
+    high: int = 0
+    table: Tensor | None = None  # int32, of one dimension
+
+
+@dataclass
+class Writer:
+    """The steps of a chain of primitives, its operands, and whether it needs 64 bits.
+
+    operands  the register of each tensor that is read: an activation by its key, or a constant
+    """
+
+    steps: list[Step] = field(default_factory=list)
+    operands: list[tuple[int, Any]] = field(default_factory=list)
+    registers: int = 0
+    wide: bool = False
+
+    def operand(self, value: Any) -> int:
+        """Return the register of an activation's key, or of a constant tensor or number, which broadcasts against the result."""
+        if isinstance(value, int | float):
+            value = torch.tensor(value, dtype=torch.float32 if isinstance(value, float) else torch.int64, device="cpu")
+        self.operands.append((self._register(), value))
+        return self.operands[-1][0]
+
+    def write(self, op: Op, a: int, b: Any = 0, low: int = 0, high: int = 0, table: Tensor | None = None) -> int:
+        """Write a step and return the register of its result; `b` is a register, or a constant where it is a tensor."""
+        b = self.operand(b) if isinstance(b, Tensor) else b
+        self.steps.append(Step(op, self._register(), a, b, low, high, table))
+        return self.steps[-1].to
+
+    def _register(self) -> int:
+        self.registers += 1
+        return self.registers - 1
+
+
+Steps = Callable[..., int | None]  # from a writer and a call's arguments, registers in place of activations, to the register of the result
+
+
+def binary(op: Op) -> Steps:
+    """Return the steps of a primitive that is one operation of two operands."""
+    return lambda w, input, other, *_: w.write(op, input, other)
