@@ -59,6 +59,12 @@ bench: $(READY)  ## the benchmarks of speed (into benchmarks/RESULTS.md, which i
 	$(BIN)/python -m benchmarks.operators --target bayes-e nash-e bernoulli2 x86 --dtype int8 int16
 	$(BIN)/python -m benchmarks.accuracy
 
+real: $(READY)  ## measure pretrained networks again, and print what fell and rose since their table was kept; of wheels that are installed
+	$(BIN)/python -m benchmarks.real.kept
+
+real-keep: $(READY)  ## the same, and write the table benchmarks/real/kept.tsv anew
+	$(BIN)/python -m benchmarks.real.kept --keep
+
 docs: $(READY)  ## the documentation as a site, in build/docs/site; links that lead nowhere are errors
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[docs]'
 	$(BIN)/python docs/site.py
@@ -76,4 +82,4 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $(READY)
 
-.PHONY: help demo test quick test-oldest vendor test-vendor check counts lint types bench docs stale clean
+.PHONY: help demo test quick test-oldest vendor test-vendor check counts lint types bench real real-keep docs stale clean

@@ -17,7 +17,7 @@ from benchmarks.real import voices
 from benchmarks.real.measure import COMPARED, SETTINGS, Cell, ours, outputs_of, theirs
 from benchmarks.real.networks import NETWORKS, TESTED
 from benchmarks.real.table import markdown
-from fxquant.errors import ConfigurationError
+from benchmarks.real.wheels import AbsentWheel
 
 TARGETS = ("bayes-e", "bernoulli2", "nash-e", "x86")
 
@@ -41,10 +41,15 @@ def main(arguments: list[str] | None = None) -> None:
     rows: dict[tuple[str, str], dict[str, Cell]] = {}
     for name in options.networks:
         network = replace(NETWORKS[name], tested=options.samples)
-        wanted = outputs_of(network.load(), network.data.test_inputs)
+        columns = (*options.targets, *peers)
+        try:
+            wanted = outputs_of(network.load(), network.data.test_inputs)
+        except AbsentWheel as error:
+            rows[name, "–"] = dict.fromkeys(columns, Cell(reason=f"not installed: {error.remedy}"))
+            continue
         for setting in (SETTINGS[each] for each in options.settings):
             cells = rows.setdefault((name, setting.name), {})
-            for column in (*options.targets, *peers):
+            for column in columns:
                 measured = column in options.targets
                 cell = ours(network, wanted, column, setting) if measured else theirs(network, wanted, column, setting, options.cache)
                 cells[column] = cell
@@ -54,7 +59,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ConfigurationError as error:  # a wheel that is not installed
-        sys.exit(str(error))
+    main()

