@@ -18,7 +18,7 @@ from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.spec import QConfigMapping
 from fxquant.reporting.verdict import TRIED
 from fxquant.search import mixed_precision, observer_search
-from fxquant.search.budget import Budget, with_high_precision
+from fxquant.search.budget import Budget
 from fxquant.search.mixed_precision import Work
 from fxquant.search.sensitivity import find
 from fxquant.serialization.qconfig import read, written
@@ -82,15 +82,6 @@ def _observers(state: State) -> Proposals:
     found = observer_search.search(state.untuned(), observer_search.OBSERVERS, None)
     if found.chosen != "as given":
         yield found.chosen, replace(state.recipe, mapping=found.qconfig)
-
-
-def _high_precision(state: State) -> Proposals:
-    """32-bit outputs of the layers whose sums the model returns: no rounding, and nothing that it costs."""
-    if state.budget is not None:
-        return
-    mapping, wide = with_high_precision(state.untuned().prepared, state.recipe.mapping)
-    if wide:
-        yield f"int32 for {', '.join(wide)}", replace(state.recipe, mapping=mapping)
 
 
 def _sixteen(state: State) -> Proposals:
@@ -172,7 +163,6 @@ def _method(name: str) -> Remedy:
 
 
 _PROPOSALS: dict[str, Callable[[State], Proposals]] = {
-    "32-bit outputs": _high_precision,
     "observers": _observers,
     "bias correction": _bias_correction,
     "rounding of weights": _rounding,
