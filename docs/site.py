@@ -71,15 +71,7 @@ REFERENCE = {
         "load",
     ),
     "Seeing inside": ("explain", "text", "layers", "Layer", "check", "segments", "compare", "Comparison", "report", "diff", "estimate"),
-    "Making it more exact": (
-        "equalize",
-        "observations",
-        "high_precision_outputs",
-        "sensitivity",
-        "mixed_precision",
-        "search_observers",
-        "tune",
-    ),
+    "Making it more exact": ("equalize", "observations", "sensitivity", "mixed_precision", "search_observers", "tune"),
     "Observers": (
         "HistogramObserver",
         "MSEObserver",

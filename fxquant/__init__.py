@@ -84,7 +84,7 @@ if TYPE_CHECKING:
     from fxquant.reporting.inspection import GraphDifference, diff
     from fxquant.reporting.page import report
     from fxquant.reporting.statistics import LayerComparison
-    from fxquant.search.mixed_precision import Budget, MixedPrecision, Speed, high_precision_outputs, mixed_precision
+    from fxquant.search.mixed_precision import Budget, MixedPrecision, Speed, mixed_precision
     from fxquant.search.observer_search import ObserverSearch, ObserverTrial, search_observers
     from fxquant.search.sensitivity import Sensitivity, TensorSensitivity, sensitivity
     from fxquant.search.tune import Tuned, TuneStep, tune
@@ -181,7 +181,6 @@ __all__ = [
     "export_segments",
     "export_torchscript",
     "freeze",
-    "high_precision_outputs",
     "layers",
     "load",
     "load_qconfig",
@@ -256,7 +255,7 @@ _FROM = {
     "fxquant.prepared.stage": "Stage",
     "fxquant.target": "Roofline Target",
     "fxquant.tuning": "equalize",
-    "fxquant.search.mixed_precision": "Budget MixedPrecision Speed high_precision_outputs mixed_precision",
+    "fxquant.search.mixed_precision": "Budget MixedPrecision Speed mixed_precision",
     "fxquant.search.observer_search": "ObserverSearch ObserverTrial search_observers",
     "fxquant.search.sensitivity": "Sensitivity TensorSensitivity sensitivity",
     "fxquant.search.tune": "Tuned TuneStep tune",

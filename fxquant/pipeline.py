@@ -21,7 +21,7 @@ from fxquant.analysis.text import text
 from fxquant.errors import ConfigurationError, FxQuantError
 from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.stage import Stage, verify_stage
-from fxquant.quantization.spec import QConfig, QConfigMapping
+from fxquant.quantization.spec import QConfig, QConfigMapping, Rule
 from fxquant.support import logger
 from fxquant.support.arguments import FOLDER, KINDS, accepted, shown
 from fxquant.support.files import write_file
@@ -36,6 +36,7 @@ class Context:
     options    those of `prepare`
     attached   the QConfigs on modules of the traced model itself; those of its source model are on the nodes
     kernels    the available kernels, which report where they can replace primitives
+    open       the rules that give outputs neither a dtype nor a scale, as `rules.match` finds them
     """
 
     target: Target
@@ -45,6 +46,7 @@ class Context:
     attached: Mapping[str, QConfig | None] = field(default_factory=dict)
     rewrites: list[str] = field(default_factory=list)
     kernels: Sequence[Any] = ()
+    open: set[Rule] = field(default_factory=set)
 
     def say(self, line: str) -> None:
         """Report a rewrite, or a near-miss with its reason; shown at debug level 3."""

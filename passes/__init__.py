@@ -28,6 +28,7 @@ from fxquant.passes import (
     scales,
     specs,
     stubs,
+    sums,
 )
 from fxquant.pipeline import Pass
 from fxquant.prepared.stage import Stage
@@ -52,6 +53,7 @@ PIPELINE = (
     Pass(adapt.apply, Stage.ANNOTATED),  # limits are about what runs, fused and of known dtype; before the boundary, which the host moves
     Pass(islands.sink, Stage.ANNOTATED),  # when all that is in float is known, what the host takes of a target's work among it
     Pass(outputs.separate, Stage.ANNOTATED),  # after islands, of which it creates none; before the boundary, which it moves
+    Pass(sums.widen, Stage.ANNOTATED),  # after outputs, which says what the host concatenates; before the boundary, which it moves
     Pass(boundary.insert, Stage.BOUNDED),  # where a decision changes, values cross between float and integer
     Pass(requantize.insert, Stage.BOUNDED),  # after the boundary, which says what integers read; before scales are shared
     Pass(scales.share, Stage.BOUNDED),  # after the boundary, whose nodes take part in sharing

@@ -135,7 +135,7 @@ def _intermediate(node: fx.Node, arguments: dict[str, Any], spec: Annotation, co
     Never int4, which is stored as int8 anyway: a sum that is rounded to 16 values before and after the residual loses twice.
     It has statistics of its own, so setting the output's scale leaves it as it is; `freeze` stops both.
     """
-    config: ActivationConfig = spec.config.output
+    config: ActivationConfig = result_config(node)
     if config.dtype == "int32":
         residual = annotation(arguments["residual"])
         assert residual is not None

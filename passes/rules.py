@@ -51,6 +51,7 @@ def match(gm: fx.GraphModule, context: Context) -> int:
             written = spelling(node) or (type(resolve(gm, str(node.target))) if node.op == "call_module" else node.target,)
             alike = [kind for kind in context.qconfig.types if any(is_meant(kind, one) for one in written)]
             rules = covering(node, (*written, *alike), _calls(node, written, counts), context.qconfig, context.attached)
+            context.open |= {rule for rule, chosen in rules if chosen is not None and chosen.output.is_open}
             chosen = [(rule, resolve_config(chosen)) for rule, chosen in rules]
             if not may_be_dynamic(node):
                 if is_dynamic(chosen[0][1]):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from fxquant.quantization.spec import ActivationConfig
 from fxquant.support import offers
 
 pytest.register_assert_rewrite("tests.shared.contract")
@@ -72,6 +73,12 @@ def _every_implementation_agrees(request: pytest.FixtureRequest) -> Iterator[Non
     if bool(found) != (request.node.get_closest_marker("disagrees") is not None):
         told = "; ".join(f"{each.implementation} at {each.place}: {each.because}" for each in found)
         pytest.fail(told or "no implementation disagreed, though the test is marked `disagrees`", pytrace=False)
+
+
+@pytest.fixture
+def default_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Last layers have the target's default dtype, as if every rule gave it: for tests that read scales, and are not about outputs."""
+    monkeypatch.setattr(ActivationConfig, "is_open", False)
 
 
 Golden = Callable[[str, str], None]

@@ -44,8 +44,8 @@ def outer_layers(network: nn.Module) -> tuple[str, str]:
     return layers[0], layers[-1]
 
 
-def prepare(checkpoint: Checkpoint, setting: Setting, *, learned: bool = False, wide: bool = False) -> fx.GraphModule:
-    """Prepared with fxquant's defaults, but for the bits that the setting says; not calibrated yet. `wide`: with 32-bit outputs."""
+def prepare(checkpoint: Checkpoint, setting: Setting, *, learned: bool = False) -> fx.GraphModule:
+    """Prepared with fxquant's defaults, but for the bits that the setting says; not calibrated yet."""
     network, target = checkpoint.load(), setting.target
     training = "learned" if learned else "statistics"
 
@@ -59,8 +59,7 @@ def prepare(checkpoint: Checkpoint, setting: Setting, *, learned: bool = False, 
     mapping = fxq.QConfigMapping(qconfig(setting.weights, setting.activations))
     for name in outer_layers(network):
         mapping = mapping.set_module_name(name, qconfig(8, 8))
-    example = checkpoint.data.calibration[0]
-    return fxq.prepare(network, example, target, fxq.high_precision_outputs(network, example, target, mapping) if wide else mapping)
+    return fxq.prepare(network, checkpoint.data.calibration[0], target, mapping)
 
 
 def calibrated(checkpoint: Checkpoint, setting: Setting) -> fx.GraphModule:
@@ -68,10 +67,10 @@ def calibrated(checkpoint: Checkpoint, setting: Setting) -> fx.GraphModule:
 
 
 def tuned(checkpoint: Checkpoint, setting: Setting) -> fx.GraphModule | str:
-    """Calibrated with the sums of last layers as outputs, then every step of `STEPS` that this fxquant has, in this order."""
+    """Calibrated, then every step of `STEPS` that this fxquant has, in this order."""
     if not any(_function(name) for name, _ in STEPS):
         return "this fxquant has no fxquant.tuning"
-    prepared = fxq.calibrate(prepare(checkpoint, setting, wide=True), checkpoint.data.calibration, show_progress=False)
+    prepared = fxq.calibrate(prepare(checkpoint, setting), checkpoint.data.calibration, show_progress=False)
     for name, wanted in STEPS:
         function = _function(name)
         if function is not None and wanted(setting):
@@ -95,9 +94,9 @@ STEPS: tuple[tuple[str, Callable[[Setting], bool]], ...] = (
 
 
 def trained(checkpoint: Checkpoint, setting: Setting) -> fx.GraphModule:
-    """Calibrated with the sums of last layers as outputs, then trained; below 8 bits with learned scales, as the guide recommends."""
+    """Calibrated, then trained; below 8 bits with learned scales, as the guide recommends."""
     learned = min(setting.weights, setting.activations) < LEARNED_BELOW
-    prepared = fxq.calibrate(prepare(checkpoint, setting, learned=learned, wide=True), checkpoint.data.calibration, show_progress=False)
+    prepared = fxq.calibrate(prepare(checkpoint, setting, learned=learned), checkpoint.data.calibration, show_progress=False)
     fxq.set_state(prepared, fxq.State.TRAIN)
     prepared.train()
     train(prepared, checkpoint, lambda: fxq.freeze(prepared, scales=not learned))

@@ -107,9 +107,8 @@ def measured(name: str, network: Network, march: str, calibrations: Sequence[str
 
 
 def ours(model: nn.Module, batches: Sequence[Tensor], samples: Tensor, wanted: list[Tensor], march: str, work: Path) -> Program:
-    """Quantize with fxquant's defaults and wide outputs, as the vendor's tool has them, compile, and compare the integers."""
-    qconfig = fxq.high_precision_outputs(model, batches[0], march)
-    integer = fxq.quantize(model, batches, target=march, qconfig=qconfig, show_progress=False).integer
+    """Quantize with fxquant's defaults, compile, and compare the integers."""
+    integer = fxq.quantize(model, batches, target=march, show_progress=False).integer
     with torch.no_grad():
         decibel = _worst(wanted, _outputs(integer(samples)))
     folder = fxq.export_horizon(integer, work / "ours", options=fxq.HorizonOptions(optimize_level=LEVEL))

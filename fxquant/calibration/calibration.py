@@ -464,7 +464,7 @@ def _scale(value: Any) -> tuple[float, int | None]:
 
 @checked()
 def qparams(prepared: nn.Module) -> dict[str, float | tuple[float, int]]:
-    """Return the scale of every operator's output by node name, NaN where it is not known yet, or is that of a 32-bit sum.
+    """Return the scale of every operator's output by node name, NaN where it is not known yet; a 32-bit sum has none of its own.
 
     For a uint8 output this is a pair: the scale and the zero point.
     Where a residual is fused into an operator, the tensor that it is added to has a scale too, "name.intermediate", for when it cannot
@@ -479,7 +479,7 @@ def _by_name(operators: Mapping[str, QuantizedOperator]) -> dict[str, Quantizer]
     """Return the quantizers of outputs, and of the tensors that residuals are added to, by their names in `qparams`."""
     found: dict[str, Quantizer] = {}
     for name, operator in operators.items():
-        if not operator.plain:
+        if not operator.plain and not operator.output.follows_sum:
             found[name] = operator.output
         if operator.intermediate is not None:
             found[name + INTERMEDIATE] = operator.intermediate

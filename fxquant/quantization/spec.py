@@ -207,6 +207,11 @@ class ActivationConfig:
         return self.scale if self.threshold is None else scale_from_threshold(self.threshold, self.type)
 
     @property
+    def is_open(self) -> bool:
+        """Whether it gives neither a dtype nor a scale."""
+        return self.dtype is None and self.scale is None and self.threshold is None
+
+    @property
     def fixed_zero_point(self) -> int:
         """The zero point beside a fixed scale: what was asked for, or the one that covers what int8 does."""
         return (128 if self.type.affine else 0) if self.zero_point is None else self.zero_point

@@ -37,7 +37,7 @@ FAR = 2.0  # how many times as far as elsewhere the largest values of a range of
 
 # What fxq.tune tries, in its order.
 TRIED = (
-    *("32-bit outputs", "observers", "bias correction", "rounding of weights", "equalization", "16 bits", "mixed precision"),
+    *("observers", "bias correction", "rounding of weights", "equalization", "16 bits", "mixed precision"),
     *("distillation", "AdaRound", "reconstruction"),
 )
 OF_ACTIVATIONS = ("observers", "16 bits")

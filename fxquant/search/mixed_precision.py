@@ -1,8 +1,7 @@
-"""Mixed precision: the dtypes that lose least at the outputs within a budget, as a QConfigMapping; and int32 for sums that are outputs."""
+"""Mixed precision: the dtypes that lose least at the outputs within a budget, as a QConfigMapping."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
@@ -15,20 +14,15 @@ from fxquant.analysis.text import table
 from fxquant.api import calibrate, prepare
 from fxquant.calibration.observations import Observations, observations
 from fxquant.errors import ConfigurationError
-from fxquant.ir.graph import TensorFact, fact, part
-from fxquant.ops import Trait, operator_of
-from fxquant.ops.core.boundary import DEQUANTIZE
 from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.operators import quantized_operators
-from fxquant.prepared.stage import quantized_operator
 from fxquant.quantization.spec import QConfig, QConfigMapping, as_mapping
 from fxquant.search.sensitivity import METRIC, Metric, Sensitivity, calibrated, find, reference_of, score_of
-from fxquant.support import logger
 from fxquant.support.arguments import NUMBER, Kind, checked, checked_class, instance
 from fxquant.support.progress import progress
 from fxquant.target import Target
 from fxquant.tuning.checkpoint import Checkpoint, model_digest
-from fxquant.tuning.choices import ACTIVATION, WEIGHT, Choice, Choices, bits
+from fxquant.tuning.choices import ACTIVATION, WEIGHT, Choices, bits
 from fxquant.tuning.effects import decibels, outputs_of
 from fxquant.tuning.first_samples import FirstSamples, is_balanced
 from fxquant.tuning.walk import inputs_of
@@ -449,74 +443,3 @@ def _uniform(choices: Choices, widths: Sequence[int], budget: Budget) -> list[tu
             told = f"{weights}-bit weights" + (f", {tensors}-bit tensors" if tensors else "")
             found.setdefault(tuple(sorted(wanted.items())), (told, wanted))
     return list(found.values())
-
-
-# ---- High-precision outputs: layers whose sum the model returns leave it as it is, in 32 bits, instead of rounding it once more ----
-#
-# Such a layer is spared a requantization, and the output a rounding that nothing after it could make up for.
-
-
-WIDE, LARGE_WIDE = "int32", "int16"
-
-
-@checked()
-def high_precision_outputs(
-    model: nn.Module, example_inputs: Any, target: str | Target = "bayes-e", qconfig: QConfig | QConfigMapping | None = None
-) -> QConfigMapping:
-    """Return the qconfig with an int32 rule for each layer with weights whose result the model returns, and nothing else reads.
-
-    A result that is reshaped, permuted or sliced before it is returned counts as well.
-
-    Such an output is the layer's accumulator, with a scale for each channel, which is neither rounded to 8 bits nor clipped; it takes
-    four bytes per element. One of more elements than the model's inputs, a map of every pixel, costs more than it gives: its rule is int16,
-    where the target has that. A result with a fused clamp has no rule, and one whose scale is given or shared keeps its grid. Without any
-    such layer, a line is logged, and the mapping is that of the qconfig.
-
-    The arguments are those of `prepare`, to which the result is passed; raises what `prepare` raises.
-    """
-    prepared = prepare(model, example_inputs, target, qconfig)
-    mapping, wide = with_high_precision(prepared, as_mapping(qconfig))
-    if not wide:
-        logger.info("no output of this model is the sum of a layer: the qconfig has no rule more")
-    return mapping
-
-
-def with_high_precision(prepared: fx.GraphModule, base: QConfigMapping, large: str = LARGE_WIDE) -> tuple[QConfigMapping, list[str]]:
-    """Return the mapping that a model was prepared with, with rules for wide outputs, and the names of the layers of these rules.
-
-    `large` is the dtype of an output of more elements than the model's inputs.
-    """
-    choices, offered = Choices(prepared, ()), prepared.meta["target"].activations
-    inputs = sum(map(_elements, prepared.graph.find_nodes(op="placeholder")))
-    wide = {}
-    for name, choice in choices.items():
-        node = choices.nodes[choice.operators[0].name]
-        dtype = WIDE if _elements(node) <= inputs else large
-        if dtype in offered and _is_summed(prepared, choice, node):
-            wide[name] = dtype
-    return choices.mapping(base, wide), list(wide)
-
-
-def _elements(node: fx.Node) -> int:
-    """Return the number of elements of a tensor for each item of a batch, as far as its sizes are numbers; 0 without a tensor."""
-    known = fact(node)
-    return math.prod(size for size in known.shape if isinstance(size, int)) if isinstance(known, TensorFact) else 0
-
-
-def _is_summed(prepared: fx.GraphModule, choice: Choice, node: fx.Node) -> bool:
-    """Return whether a choice is a layer's sum, without a clamp, on a grid of its own, that the model returns, and nothing else reads."""
-    alone = choice.kind == ACTIVATION and len(choice.operators) == 1 and part(node) is None and node.kwargs.get("clamp") is None
-    return alone and Trait.SUMS in choice.operators[0].operator.traits and _is_returned(prepared, node)
-
-
-def _is_returned(prepared: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether all that reads a value is the model's output, directly or behind operators that move its elements."""
-    return bool(node.users) and all(
-        user.op == "output" or (_only_moves(prepared, user) and _is_returned(prepared, user)) for user in node.users
-    )
-
-
-def _only_moves(prepared: fx.GraphModule, node: fx.Node) -> bool:
-    quantized = quantized_operator(prepared, node)
-    operator = operator_of(node) if quantized is None else quantized.operator
-    return operator is not None and (operator is DEQUANTIZE or operator.moves)

@@ -27,7 +27,7 @@ from fxquant.quantization.spec import QConfig, QConfigMapping
 from fxquant.quantization.spec import State as OperatorState
 from fxquant.reporting.verdict import TRIED
 from fxquant.search import mixed_precision, observer_search
-from fxquant.search.mixed_precision import BUDGET, Budget, Work, costs, fits, with_high_precision, work_of
+from fxquant.search.mixed_precision import BUDGET, Budget, Work, costs, fits, work_of
 from fxquant.search.sensitivity import METRIC, Metric, find, reference_of, score_of
 from fxquant.serialization.qconfig import read, written
 from fxquant.support import logger
@@ -96,15 +96,6 @@ def _observers(state: State) -> Proposals:
     found = observer_search.search(state.untuned(), observer_search.OBSERVERS, None)
     if found.chosen != "as given":
         yield found.chosen, replace(state.recipe, mapping=found.qconfig)
-
-
-def _high_precision(state: State) -> Proposals:
-    """32-bit outputs of the layers whose sums the model returns: no rounding, and nothing that it costs."""
-    if state.budget is not None:
-        return
-    mapping, wide = with_high_precision(state.untuned().prepared, state.recipe.mapping)
-    if wide:
-        yield f"int32 for {', '.join(wide)}", replace(state.recipe, mapping=mapping)
 
 
 def _sixteen(state: State) -> Proposals:
@@ -186,7 +177,6 @@ def _method(name: str) -> Remedy:
 
 
 _PROPOSALS: dict[str, Callable[[State], Proposals]] = {
-    "32-bit outputs": _high_precision,
     "observers": _observers,
     "bias correction": _bias_correction,
     "rounding of weights": _rounding,

@@ -194,7 +194,7 @@ class Choices(Mapping[str, Choice]):
         spec = annotation(self.nodes[operator.name])
         assert spec is not None
         config: QConfig = spec.config
-        output = config.output if operator.output.follows_sum else self._config(operator.output, config.output, dtypes, configs)
+        output = self._config(operator.output, config.output, dtypes, configs)
         weight = self._by_name.get(f"{operator.name}.weight")
         if weight is not None:
             config = replace(config, weight=replace(config.weight, dtype=dtypes.get(weight.name, weight.dtype)))
@@ -215,7 +215,7 @@ class Choices(Mapping[str, Choice]):
     ) -> ActivationConfig:
         choice = self._of.get(id(quantizer))
         if choice is None:
-            return config if quantizer.follows_sum or quantizer.observer is None else config.of(quantizer.dtype.name)
+            return config if quantizer.observer is None and not quantizer.follows_sum else config.of(quantizer.dtype.name)
         return configs.get(choice.name, config).of(dtypes.get(choice.name, choice.dtype))
 
     def dtypes(self) -> dict[str, str]:

@@ -17,6 +17,8 @@ from torch.nn import functional as F
 import fxquant as fxq
 from tests.shared.networks import Network
 
+pytestmark = pytest.mark.usefixtures("default_outputs")  # these read scales, and are not about outputs
+
 
 class Digits(nn.Module):
     """A classifier of 8×8 digits: convolutions with batch norms, a residual, a linear layer."""

@@ -18,6 +18,8 @@ from fxquant.primitives import PRIMITIVES
 from tests.shared.contract import all_equal, compiled, graph_values, operator_outputs, quantized_names
 from tests.shared.written import written
 
+pytestmark = pytest.mark.usefixtures("default_outputs")  # these read scales, and are not about outputs
+
 
 class Mixed(nn.Module):
     """Two integer segments with float operators between, one of which writes into its operand."""

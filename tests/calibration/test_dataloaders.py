@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import fxquant as fxq
 
+pytestmark = pytest.mark.usefixtures("default_outputs")  # these read scales, and are not about outputs
+
 COUNT = 10  # items, in batches of four: the last one is smaller
 
 

@@ -19,6 +19,8 @@ from fxquant.serialization import pack, unpack
 from tests.shared.contract import assert_train_is_validate, assert_validate_is_integer, calibrated, same_state
 from tests.shared.networks import Network
 
+pytestmark = pytest.mark.usefixtures("default_outputs")  # these read scales, and are not about outputs
+
 ACT, Mapping = fxq.ActivationConfig, fxq.QConfigMapping
 
 

@@ -12,6 +12,8 @@ from fxquant.quantization.observers import HistogramObserver, histogram
 from fxquant.quantization.observers.histogram import BINS, OCTAVES
 from tests.shared.contract import Compiled, compiled
 
+pytestmark = pytest.mark.usefixtures("default_outputs")  # these read scales, and are not about outputs
+
 
 class Pooled(HistogramObserver):
     """The default without a say of the items."""

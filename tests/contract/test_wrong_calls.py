@@ -441,7 +441,6 @@ ROWS = (
         lambda w: {"model": w.model, "batches": [batch()], "widths": 8, "measured": False},
         passes=PASSES,
     ),
-    row(fxq.high_precision_outputs, lambda w: {"model": w.model, "example_inputs": batch()}),
     row(
         spread(fxq.mixed_precision, "widths measured batch_fn seed checkpoint"),
         lambda w: {"model": w.model, "batches": [batch()], "budget": fxq.Budget(weight_bits=8), "widths": 8, "measured": False},

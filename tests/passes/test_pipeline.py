@@ -29,11 +29,13 @@ from fxquant.pipeline import Context, Dial, Pass, run
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.prepared.stage import Stage
 from fxquant.primitives import shape
-from fxquant.quantization.spec import QConfigMapping
+from fxquant.quantization.spec import DEFAULT, QConfigMapping
 from tests.conftest import Golden
 from tests.shared import contract
 from tests.shared.contract import all_equal, calibrated, compiled
 from tests.shared.written import to_train, written
+
+pytestmark = pytest.mark.usefixtures("default_outputs")  # these read scales, and are not about outputs
 
 SHAPE = (2, 8, 8)
 
@@ -127,7 +129,7 @@ class Around(nn.Module):
         x = x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5)  # squares, which are to be wide
         parts = torch.cat((x, 100 * x), 1)
         x = torch.fft.fft(torch.softmax(x + self.mask, 1)).real
-        return torch.cat((torch.fft.fft(torch.sigmoid(torch.where(x > 0, x.sqrt(), x))).real, parts), 1)
+        return torch.cat((torch.fft.fft(torch.sigmoid(torch.where(x > 0, x.sqrt(), x))).real, parts, self.mix(x)), 1)
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
@@ -144,7 +146,7 @@ def context(step: Pass | None = None) -> Context:
     if step is not None and step.name == "dynamic.choose":
         return Context(get_target("x86"), QConfigMapping().set_object_type(nn.Linear, fxq.QConfig(dynamic=True)))
     mapping = QConfigMapping().set_object_type(nn.MaxPool2d, fxq.QConfig(fxq.ActivationConfig("int16")))
-    return Context(get_target("bayes-e"), mapping, fxq.Options(adapt=True))
+    return Context(get_target("bayes-e"), mapping, fxq.Options(adapt=True), open={DEFAULT})
 
 
 @functools.cache

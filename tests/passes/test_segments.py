@@ -16,6 +16,8 @@ from fxquant.cli import main
 from tests.shared import contract
 from tests.shared.contract import compiled
 
+pytestmark = pytest.mark.usefixtures("default_outputs")  # these read scales, and are not about outputs
+
 
 def spectrum(x: Tensor) -> Tensor:
     """What no target has in integers: numbers of another precision."""

@@ -148,14 +148,6 @@ def test_a_mapping_with_nothing_but_a_default_is_used_without_a_warning(caplog: 
     assert "mapping = mapping.set_module_name(...)" in line
 
 
-def test_the_mapping_of_high_precision_outputs_is_used_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    bounded = nn.Sequential(nn.Conv2d(2, 2, 1), nn.Sigmoid())  # it returns no sum
-    for given in (None, fxq.QConfig(), fxq.QConfigMapping(NARROW)):
-        mapping = fxq.high_precision_outputs(bounded, torch.randn(2, 2, 4, 4), qconfig=given)
-        assert mapping.rules() == []
-        assert told(caplog, mapping) == []
-
-
 def test_the_rules_in_effect_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "fxquant"):
         fxq.prepare(nn.Conv2d(2, 2, 1), torch.randn(2, 2, 4, 4), qconfig=full(), until="rules.match")

@@ -19,6 +19,8 @@ from tests.analysis.test_comparison import Digits, broken, network, quantized, r
 from tests.analysis.test_comparison import batches as digits
 from tests.shared.written import written
 
+pytestmark = pytest.mark.usefixtures("default_outputs")  # these read scales, and are not about outputs
+
 RULE = re.compile(
     r"QConfigMapping\(\)(?:\.set_module_name\('[^']*', (?:None|QConfig\((?:[^()]|\([^()]*\)|\((?:[^()]|\([^()]*\))*\))*\))\))+"
 )

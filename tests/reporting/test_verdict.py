@@ -44,7 +44,7 @@ def test_noise_that_no_layer_explains_is_traced_to_activations_and_to_what_tune_
     assert share is not None
     assert int(share[1]) > 60
     assert found.verdict.tries == ("observers", "16 bits")
-    assert "fxq.tune(model, batches) tries 32-bit outputs, observers, bias correction, rounding of weights, equalization" in str(found)
+    assert "fxq.tune(model, batches) tries observers, bias correction, rounding of weights, equalization" in str(found)
     assert "none stands out" in str(found)
     silent = quantized(network(), target="bayes-e", qconfig=POOR).compare(batches(), advice=False).verdict
     assert silent is not None

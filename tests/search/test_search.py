@@ -83,91 +83,6 @@ def noise(wanted: list[Tensor], given: list[Tensor]) -> float:
     return error / sum(float(a.detach().double().square().sum()) for a in wanted)
 
 
-# ---- outputs -------------------------------------------------------------------------------------------------------------
-
-
-class Outputs(nn.Module):
-    """A sum with a residual, one that is limited, one that is read as well, one that is squashed, and one behind a concatenation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.image, self.limited, self.read, self.squashed = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(4))
-        self.behind = nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor | tuple[Tensor, Tensor]]:
-        read, squashed = self.read(x), torch.sigmoid(self.squashed(x))
-        head = self.behind(torch.cat([read, squashed], 1).mean((2, 3)))
-        return {"image": x + self.image(x), "others": (F.relu6(self.limited(x)), read), "squashed": squashed, "head": head}
-
-
-@pytest.mark.parametrize("target", ["bayes-e", "bernoulli", "x86"])
-def test_sums_that_the_model_returns_may_be_left_as_they_are(target: str, batches: list[Tensor], tmp_path: Path) -> None:
-    torch.manual_seed(6)
-    model = Outputs().eval()
-    qconfig = fxq.high_precision_outputs(model, batches[0], target)
-    assert list(qconfig.names) == ["behind", "image"]
-    plain = fxq.calibrate(fxq.prepare(model, batches[0], target), batches)
-    wide = fxq.calibrate(fxq.prepare(model, batches[0], target, qconfig), batches)
-    assert {layer.dtype for layer in fxq.layers(wide) if layer.name in qconfig.names} == {"int32"}
-    integer = fxq.convert(wide)
-    assert fxq.verify(wide, integer, batches[:1])
-    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "wide.onnx"), batches[:1])
-    wanted, found, before = model(batches[0]), integer(batches[0]), plain(batches[0])
-    assert noise([wanted["image"]], [found["image"]]) < 0.7 * noise([wanted["image"]], [before["image"]])
-    assert torch.equal(found["squashed"], before["squashed"])
-
-
-@pytest.mark.parametrize(("target", "rules"), [("bayes-e", {"up": "int16"}), ("bernoulli2", {})])
-def test_a_map_of_more_elements_than_the_inputs_is_not_returned_as_a_sum(target: str, rules: dict[str, str]) -> None:
-    class Upscaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.down, self.up = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.up(F.relu(self.down(x)))
-
-    found = fxq.high_precision_outputs(Upscaled().eval(), torch.randn(2, 3, 8, 8), target)
-    assert {name: rule.output.dtype for name, rule in found.names.items()} == rules
-
-
-class Moved(nn.Module):
-    """Sums that are returned reshaped, permuted, or reshaped and read again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reshaped, self.permuted, self.read = (nn.Conv1d(4, 2, 1) for _ in range(3))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        again = self.read(x).flatten(1)
-        return self.reshaped(x).reshape(-1, 2, 2, 4).squeeze(1), self.permuted(x).permute(0, 2, 1), again, again.relu()
-
-
-@pytest.mark.parametrize("target", ["bayes-e", "x86"])
-def test_sums_that_are_returned_behind_views_are_in_32_bits(target: str, tmp_path: Path) -> None:
-    torch.manual_seed(6)
-    model, x = Moved().eval(), torch.randn(4, 4, 8)
-    qconfig = fxq.high_precision_outputs(model, x, target)
-    assert list(qconfig.names) == ["reshaped", "permuted"]
-    plain = fxq.calibrate(fxq.prepare(model, x, target), [x])
-    wide = fxq.calibrate(fxq.prepare(model, x, target, qconfig), [x])
-    integer = fxq.convert(wide)
-    assert fxq.verify(wide, integer, [x])
-    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "wide.onnx"), [x])
-    for wanted, found, before in list(zip(model(x), integer(x), plain(x), strict=True))[:2]:
-        assert noise([wanted], [found]) < noise([wanted], [before])
-
-
-def test_an_output_that_is_given_a_grid_keeps_it(small: nn.Module, batches: list[Tensor], caplog: pytest.LogCaptureFixture) -> None:
-    given = fxq.QConfigMapping().set_module_name("head", fxq.QConfig(fxq.ActivationConfig(scale=0.01)))
-    with caplog.at_level("INFO", logger="fxquant"):
-        assert fxq.high_precision_outputs(small, batches[0], qconfig=given) == given
-    assert "no output of this model is the sum of a layer" in caplog.text
-    weights = fxq.QConfig(weight=fxq.WeightConfig("int4"))
-    found = fxq.high_precision_outputs(small, batches[0], qconfig=weights)
-    assert (found.default, found.names["head"].weight.dtype, found.names["head"].output.dtype) == (weights, "int4", "int32")
-
-
 # ---- sensitivity ---------------------------------------------------------------------------------------------------------
 
 
@@ -422,7 +337,7 @@ def test_tune_keeps_what_gains_and_goes_on_after_a_kill(
     assert kept == sorted(kept)
     assert whole.score == kept[-1] > kept[0] + 5
     assert all(step.score <= whole.score for step in whole.steps if not step.kept)
-    assert {step.remedy for step in whole.steps} >= {"calibration", "32-bit outputs", "observers", "16 bits"}
+    assert {step.remedy for step in whole.steps} >= {"calibration", "observers", "16 bits"}
     assert fxq.verify(whole.prepared, fxq.convert(whole.prepared), batches[:1])
 
     judge, judged = effects.outputs_of, 0

@@ -85,7 +85,7 @@ TEMPLATES = [
            "`fxq.QConfigMapping`", "last layers have 32-bit outputs"),
     *serve("templates", "all_fp16_qconfig_setter", "2.0", "`QConfigMapping(default=None)`", "for nash-p and nash-h alone"),
     *serve("templates", "GEMMInt8Template", "2.0", "`fxq.QConfig(input=…)`"),
-    *serve("templates", "HighPrecisionOutputTemplate", "2.0", "`fxq.high_precision_outputs`"),
+    *serve("templates", "HighPrecisionOutputTemplate", "2.0", "`fxq.ActivationConfig` without a dtype"),
     *serve("templates", "GEMMToGridSampleGridInt16Template ConstTensorQuantTemplate DefaultTemplate", "2.0", "none is needed",
            "accepted: done without being asked for"),
 ]  # fmt: skip

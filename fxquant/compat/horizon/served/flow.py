@@ -27,8 +27,7 @@ from fxquant.ir.graph import is_deployed, stage_of
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.observers.histogram import gathering
 from fxquant.quantization.quantizer import Quantizer
-from fxquant.quantization.spec import State, as_mapping
-from fxquant.search.mixed_precision import WIDE, with_high_precision
+from fxquant.quantization.spec import State
 from fxquant.support import logger
 from fxquant.support.arguments import FLAG, checked
 from fxquant.support.files import start
@@ -144,9 +143,7 @@ def _prepare(
             graph = fxq.trace(model, inputs)
         else:
             graph = traced(called, model, inputs, dynamic_shapes, branch, leaves(model))
-    mapping, wide = of_setters(rules, graph, march)
-    if wide:
-        mapping, _ = with_high_precision(fxq.prepare(graph, inputs, march, mapping), as_mapping(mapping), large=WIDE)
+    mapping = of_setters(rules, graph, march)
     prepared = fxq.prepare(graph, inputs, march, mapping, options=fxq.Options(batch_norm=batch_norm))
     fxq.set_state(prepared, State.TRAIN)
     keep_shapes(prepared, inputs)

@@ -265,7 +265,7 @@ GEMMToGridSampleGridInt16Template = ConstTensorQuantTemplate = DefaultTemplate =
 
 
 class HighPrecisionOutputTemplate(Automatic):
-    """Layers whose sums the model returns have 32-bit outputs: `prepare` checks for it (see `fxquant.high_precision_outputs`)."""
+    """Layers whose sums the model returns return them, as `fxquant.prepare` chooses: rules that say int8 leave the dtype open."""
 
 
 @dataclass(frozen=True)
@@ -427,8 +427,8 @@ def on_host(mapping: fxq.QConfigMapping, hybrid_dict: Any) -> fxq.QConfigMapping
 # ---- setters --------------------------------------------------------------------------------------------------------------
 
 
-def of_setters(setters: Any, traced: fx.GraphModule, march: str) -> tuple[fxq.QConfigMapping, bool]:
-    """Return the mapping that setters define for a traced model, and whether one of them requests high-precision outputs.
+def of_setters(setters: Any, traced: fx.GraphModule, march: str) -> fxq.QConfigMapping:
+    """Return the mapping that setters define for a traced model.
 
     The first of several setters with a rule for an operator decides; a qconfig, a dict and a mapping are setters as well. The mapping has
     a rule for each operator that differs from the default. Raises ConfigurationError for float operands on a march without float16.
@@ -437,8 +437,8 @@ def of_setters(setters: Any, traced: fx.GraphModule, march: str) -> tuple[fxq.QC
         setters = QconfigSetter()
     several = list(setters) if isinstance(setters, tuple | list) else [setters]
     if len(several) == 1 and not hasattr(several[0], "of"):
-        return of_dict(several[0]), False
-    wide = any(getattr(setter, "high_precision_outputs", False) for setter in several)
+        return of_dict(several[0])
+    is_open = any(getattr(setter, "high_precision_outputs", False) for setter in several)
 
     def chosen(place: Place) -> Chosen:
         for setter in several:
@@ -447,6 +447,8 @@ def of_setters(setters: Any, traced: fx.GraphModule, march: str) -> tuple[fxq.QC
                 made: Chosen = asked.qconfig(place) if isinstance(asked, Asked) else asked
                 if isinstance(asked, Asked) and asked.has_floats and not backends.get(march).float16:
                     raise REFUSED["float"].error(f"a float dtype of {place.path or 'all operators'} cannot be used on {march}")
+                if is_open and made is not None and made.output.dtype == "int8":
+                    return replace(made, output=replace(made.output, dtype=None))
                 return made
         return None
 
@@ -460,7 +462,7 @@ def of_setters(setters: Any, traced: fx.GraphModule, march: str) -> tuple[fxq.QC
     for setter in several:
         if getattr(setter, "save_dir", None) is not None:
             fxq.save_qconfig(mapping, Path(setter.save_dir) / "qconfig.json")
-    return mapping, wide
+    return mapping
 
 
 def _by_name(traced: fx.GraphModule, places: Mapping[Place, Chosen], default: Chosen) -> dict[str, Chosen]:

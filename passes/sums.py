@@ -1,0 +1,96 @@
+"""Layers whose results only dequantizations read return their sums: 32 bits, with a scale for each channel, not rounded, not clipped.
+
+%x_quantize = quantize(%x)                     %x_quantize = quantize(%x)
+%y = conv2d(%x_quantize, %w)   (int8)    →     %y = conv2d(%x_quantize, %w)   (int32)
+%y_dequantize = dequantize(%y)                 %y_dequantize = dequantize(%y)
+
+Operators that move the elements on to outputs stay in float. On a chip, where bytes cost time, a result of more elements than the model's
+inputs has 16 bits instead, if the chip has them. A layer with a fused clamp, and one whose dtype or scale a rule of the qconfig gives,
+keep their grids.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from torch import fx
+
+from fxquant.analysis.explain import Limits
+from fxquant.analysis.measures import Site
+from fxquant.ir.graph import TensorFact, annotate, annotation, fact, part, ties
+from fxquant.ops import Own, Trait, copies, demand, operands_of, operator_of, shares, traits_of
+from fxquant.passes.rewriting import decide, is_named, keep_in_float
+from fxquant.pipeline import Context
+from fxquant.prepared.stage import is_integer, is_quantized
+
+SUM, LARGE = "int32", "int16"
+READ_ONCE = "only a dequantization reads it"
+
+
+def widen(gm: fx.GraphModule, context: Context) -> int:
+    """Give the sums of layers that only outputs and float operators read 32 bits, or 16 bits where they are large on a chip."""
+    leaving, limits = _leaving(gm.graph, context), Limits(context.target)
+    inputs = sum(map(_elements, gm.graph.find_nodes(op="placeholder")))
+    wide: dict[fx.Node, str] = {}
+    for node in gm.graph.nodes:
+        if node not in leaving:
+            continue
+        if _is_sum(node):
+            large = context.target.roofline is not None and _elements(node) > inputs
+            dtype = _widened(node, LARGE if large else SUM, large, limits, context)
+        else:
+            moved = operands_of(node)[0]
+            dtype = wide.get(moved)
+            if dtype == SUM:
+                keep_in_float(node, f"it only passes on the 32-bit sum of %{moved.name}", context)
+            elif dtype is not None:
+                annotate(node, replace(annotation(node), dtype=dtype))  # type: ignore[type-var]
+        if dtype is not None:
+            wide[node] = dtype
+    return len(wide)
+
+
+def _widened(node: fx.Node, dtype: str, large: bool, limits: Limits, context: Context) -> str | None:
+    """Annotate a layer with a dtype, and return it; or with the reason against it, and return None."""
+    operator, before = operator_of(node), annotation(node)
+    assert operator is not None
+    assert before is not None
+    site = Site(node, operator, operator.arguments(node))
+    broken = limits.broken(site)
+    size = ", and it has more elements than the inputs" if large else ""
+    because = f"{'with its own scale, 16 bits wide' if large else 'its sum, with a scale for each channel'}: {READ_ONCE}{size}"
+    annotate(node, replace(before, dtype=dtype, because=because))
+    against = [each.sentence for each in limits.broken(site) if each not in broken]
+    if dtype in context.target.activations and not against:
+        context.say(f"%{node.name} is {dtype}: {READ_ONCE}{size}")
+        return dtype
+    against = against or ["it has more elements than the inputs" if large else f"{context.target.name} has no {dtype}"]
+    annotate(node, replace(before, because=f"{before.because}; its sum is not returned: {against[0]}"))
+    return None
+
+
+def _leaving(graph: fx.Graph, context: Context) -> set[fx.Node]:
+    """Return the layers whose sums no integer operator reads, and the operators that only move one of these on to readers in float."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if not is_quantized(node) or part(node) is not None or not node.users or decide(node).output not in context.open:
+            continue
+        if all((user in found and not _is_sum(user)) or not is_integer(user) for user in node.users) and (_is_sum(node) or _moves(node)):
+            found.add(node)
+    return found
+
+
+def _is_sum(node: fx.Node) -> bool:
+    """Return whether a node is a layer's sum, without a clamp, on a grid of its own."""
+    return Trait.SUMS in traits_of(node) and demand(node) == Own() and not ties(node) and node.kwargs.get("clamp") is None
+
+
+def _moves(node: fx.Node) -> bool:
+    return shares(node) and copies(node) and len(operands_of(node)) == 1 and not is_named(node)
+
+
+def _elements(node: fx.Node) -> int:
+    """Return the number of elements of a tensor for each item of a batch, as far as its sizes are numbers; 0 without a tensor."""
+    known = fact(node)
+    return math.prod(size for size in known.shape if isinstance(size, int)) if isinstance(known, TensorFact) else 0
