@@ -33,7 +33,7 @@ from fxquant.ops import Operator, Own, Trait, demand, map_operands, operator_of,
 from fxquant.ops.core.boundary import DEQUANTIZE
 from fxquant.passes.rewriting import decide, result_config
 from fxquant.pipeline import Context
-from fxquant.prepared.operators import QuantizedOperator, Quantizers, link_owners, quantized_operators
+from fxquant.prepared.operators import QuantizedOperator, Quantizers, link, quantized_operators
 from fxquant.prepared.stage import is_integer, is_plain
 from fxquant.quantization.learning import METHODS
 from fxquant.quantization.quantizer import Quantizer
@@ -82,7 +82,7 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
         attach(gm, target, module)
         node.op, node.target = "call_module", target
         changes += 1
-    link_owners(gm, gm.graph)
+    link(gm, gm.graph)
     kept = {resolve(gm, path) for path in gm.meta.get(KEPT_IN_EVAL, ())}
     owners = {owner for operator in quantized_operators(gm).values() for owner in operator.owners if owner is not None}
     for owner in owners - kept:  # in the model's own mode: those of the float model were traced in eval mode

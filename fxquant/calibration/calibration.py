@@ -20,7 +20,7 @@ from fxquant.ops import Trait
 from fxquant.ops.core.boundary import QUANTIZE
 from fxquant.options import Options
 from fxquant.prepared.batches import first_batches, length, model_inputs, no_batches
-from fxquant.prepared.operators import QuantizedOperator, quantized_operators
+from fxquant.prepared.operators import QuantizedOperator, operand_quantizers, quantized_operators
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.observers.histogram import HistogramObserver
 from fxquant.quantization.quantizer import Quantizer
@@ -329,12 +329,6 @@ def _decide_anew(prepared: nn.Module, _: Any) -> None:
     """Decide again after a state was loaded in TRAIN."""
     if any(operator.state is State.TRAIN for operator in quantized_operators(prepared).values()):
         keep_statistics(prepared)
-
-
-def operand_quantizers(operator: QuantizedOperator) -> Iterator[Quantizer]:
-    """Yield the quantizers of its operands."""
-    for quantizers in operator.inputs.values():
-        yield from (each for each in (quantizers if isinstance(quantizers, list) else [quantizers]) if each is not None)
 
 
 @torch.no_grad()

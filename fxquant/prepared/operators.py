@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxquant.errors import CalibrationError
 from fxquant.ir.functional import stopped
-from fxquant.ir.graph import batch_norm_path, module_path, noise
+from fxquant.ir.graph import batch_norm_path, is_parameter, module_path, noise, parameter_value
 from fxquant.ir.model import no_program_of_prepared
 from fxquant.lowering.eager import EagerLowering, FusedLowering, Mode
 from fxquant.lowering.lowering import Quantized, cannot_be_integers, first_not_finite, limited, named_parameters, plainly
@@ -303,21 +303,38 @@ def quantized_operators(model: nn.Module) -> dict[str, QuantizedOperator]:
     return {module.name: module for module in model.modules() if isinstance(module, QuantizedOperator)}
 
 
-# ---- Which of the user's modules each operator of a prepared model obeys, and which draws its noise ------------------
+# ---- What operators of a prepared model refer to: the user's modules that they obey, and the functions that read them ----
 #
 # `module.eval()` holds for what was computed in that module.
 
 
-def link_owners(prepared: nn.Module, graph: fx.Graph) -> None:
-    """Set for every operator the modules whose `training` flag it obeys (its own, its batch norm) and the module that draws its noise."""
-    modules = dict(prepared.named_modules(remove_duplicate=False))
+def link(prepared: nn.Module, graph: fx.Graph) -> None:
+    """Set for every operator the modules whose `training` flag it obeys (its own, its batch norm) and the module that draws its noise.
+
+    Set for every quantizer what reads its tensor, `Quantizer.read`; empty if a reader does not compute a function of one element.
+    """
+    modules, read = dict(prepared.named_modules(remove_duplicate=False)), dict[Quantizer, list[Any]]()
     for node in graph.find_nodes(op="call_module"):
         operator = modules.get(str(node.target))
         if isinstance(operator, QuantizedOperator):
-            batch_norm = operator.operator.arguments(node).get("batch_norm")
+            arguments = operator.operator.arguments(node)
+            batch_norm = arguments.get("batch_norm")
             path = str(batch_norm.target) if isinstance(batch_norm, fx.Node) else batch_norm_path(node)
             operator.owners = _owner(modules, module_path(node)), _owner(modules, path)
             operator.noise = (_owner(modules, noise(node) or ""),)
+            known = fx.map_arg(arguments, lambda value: parameter_value(prepared, value) if is_parameter(value) else value)
+            function = None if operator.plain else operator.operator.of_element(known)
+            for quantizer in operand_quantizers(operator):
+                if quantizer is not operator._shared[0]:
+                    read.setdefault(quantizer, []).append(function)
+    for quantizer, functions in read.items():
+        quantizer.read = () if quantizer.is_output or None in functions else tuple(functions)
+
+
+def operand_quantizers(operator: QuantizedOperator) -> Iterator[Quantizer]:
+    """Yield the quantizers of its operands."""
+    for quantizers in operator.inputs.values():
+        yield from (each for each in (quantizers if isinstance(quantizers, list) else [quantizers]) if each is not None)
 
 
 def _owner(modules: dict[str, nn.Module], path: str) -> nn.Module | None:

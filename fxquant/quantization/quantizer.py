@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -76,6 +76,7 @@ class Quantizer(TrainableScale):
     headroom     the factor of an observed scale of a symmetric dtype, for values beyond the observed ones
     items        whether dimension 0 of the observed tensor is the batch dimension; observers may then distinguish samples by their norms
     is_output    whether the tensor is an output of the model, or read by a float operator
+    read         the functions of one element that read the tensor, on tensors; empty where anything else does. See `Observer.read_by`
     range        the range of the batches, which "statistics" follow; None where the scale is fixed
     others       further observers, by class, that observe in calibration, so that its observations serve any of fxquant's observers: see
                  `observations`. They do not affect the scale
@@ -114,6 +115,7 @@ class Quantizer(TrainableScale):
         self.power_of_two = power_of_two or (method is not None and method.power_of_two)
         self.headroom = headroom
         self.items, self.is_output = items, is_output
+        self.read: tuple[Callable[[Tensor], Tensor], ...] = ()
         self.range = None if observer is None else observer.range_observer()
         self.others = nn.ModuleDict({} if observer is None else beside(observer))
         self.paused = False  # whether batches pass by unobserved
@@ -235,8 +237,9 @@ class Quantizer(TrainableScale):
             self.batches_used.copy_(self.range.count)
 
     def chooser(self, observer: Observer) -> Observer:
-        """Return an observer in the form that chooses a scale: for an output of the model, for balanced samples, or unchanged."""
-        return observer.of_output() if self.is_output else observer.per_sample() if self.balanced else observer
+        """Return an observer in the form that chooses a scale: for an output of the model, for balanced samples, for what reads it."""
+        chosen = observer.of_output() if self.is_output else observer.per_sample() if self.balanced else observer
+        return chosen.read_by(self.read) if self.read else chosen
 
     def _choose(self) -> None:
         assert self.observer is not None
@@ -286,7 +289,7 @@ class Quantizer(TrainableScale):
     def covered(self) -> tuple[Tensor, Tensor]:
         """The range that calibration has found, of what was observed, whatever the scale has become since."""
         assert self.observer is not None
-        observer = self.observer.per_sample() if self.balanced else self.observer
+        observer = self.chooser(self.observer)
         if self.dtype.affine:
             return observer.interval(self.dtype)
         threshold = self._rounded(self.scale_by(observer, self.dtype)) * self.dtype.high

@@ -26,7 +26,7 @@ from fxquant.ir.integer import Constant, Operation, QParams, Reference, operatio
 from fxquant.ir.model import CALLS, CARRIED, Model, replace_graph
 from fxquant.ops import MODULES, Fixed, Own, Same
 from fxquant.prepared.hooks import are_calls, restore_hooks
-from fxquant.prepared.operators import QuantizedOperator, link_owners, quantized_operators
+from fxquant.prepared.operators import QuantizedOperator, link, quantized_operators
 from fxquant.prepared.stage import Stage, violations
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.observers.histogram import Gathering, gathering
@@ -215,7 +215,7 @@ def read_model(document: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
     attach_call_hooks(model)
     if CARRIED in meta:
         meta[CARRIED].dress(model)
-    link_owners(model, model.graph)
+    link(model, model.graph)
     if meta.get("stage") == Stage.PREPARED.name:
         restore_hooks(model)
     model.recompile()

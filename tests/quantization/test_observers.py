@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 import fxquant as fxq
-from fxquant.numerics.grids import INT4, INT8, INT16, UINT8, IntType, grid_from_range, round_up_to_power_of_two
+from fxquant.numerics.grids import INT4, INT8, INT16, UINT8, IntType, grid_from_range, round_up_to_power_of_two, scale_from_range
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.observers import (
     ClipObserver,
@@ -150,6 +151,126 @@ def test_the_smallest_error_of_a_power_is_found(observer: HistogramObserver, p: 
 
     assert error(threshold) < error(40.0) or threshold == 40.0
     assert error(threshold) <= 1.05 * min(error(40.0 * i / 400) for i in range(10, 401))
+
+
+def slope(x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.leaky_relu(x, 0.1)
+
+
+@pytest.mark.parametrize("read", [(slope,), (nn.functional.silu,), (slope, torch.tanh)], ids=["leaky_relu", "silu", "two"])
+@pytest.mark.parametrize("dtype", [INT4, INT8, UINT8], ids=str)
+def test_of_what_functions_read_the_range_has_the_smallest_error_after_them(read: tuple[Any, ...], dtype: IntType) -> None:
+    """Against an exhaustive search of both ends, within the range of the values' own smallest error."""
+    torch.manual_seed(0)
+    values = torch.cat((2 * torch.randn(3000) - 2, -8 * torch.rand(300)))
+    observer = observed(MSEObserver(), values)
+    assert isinstance(observer, MSEObserver)
+
+    def ends(observer: HistogramObserver) -> tuple[torch.Tensor, torch.Tensor]:
+        threshold = observer.scale(dtype) * dtype.divisor
+        return observer.interval(dtype) if dtype.affine else (-threshold, threshold)
+
+    def error(low: torch.Tensor, high: torch.Tensor) -> float:
+        scale, zero = grid_from_range(low, high, dtype) if dtype.affine else (scale_from_range(low, high, dtype), torch.tensor(0))
+        quantized = ((values / scale).round().clamp(dtype.low - zero, dtype.high - zero)) * scale
+        return sum(float((f(quantized) - f(values)).square().mean()) for f in read)
+
+    low, high = ends(observer)
+    shares = torch.arange(1, 65) / 64
+    tried = [(low * a, high * b) for a in shares for b in (shares if dtype.affine else [a])]
+    least = min(error(*each) for each in tried)
+    chosen = ends(observer.read_by(read))
+    assert low <= chosen[0] <= chosen[1] <= high
+    assert error(*chosen) <= 1.1 * least
+    assert error(*chosen) < 0.9 * error(low, high)
+
+
+@pytest.mark.parametrize(
+    "observer", [PercentileObserver, KLObserver, MixObserver, ClipStdObserver, MinMaxObserver], ids=lambda o: o.__name__
+)
+def test_an_observer_that_weighs_no_errors_does_not_ask_what_reads_the_tensor(observer: type[Observer]) -> None:
+    made = observed(observer(), 2 * torch.randn(3000) - 2)
+    assert torch.equal(made.read_by((slope,)).scale(INT8), made.scale(INT8))
+
+
+@pytest.mark.parametrize("dtype", [INT8, UINT8], ids=str)
+def test_the_noise_of_samples_is_weighed_after_the_functions_too(dtype: IntType) -> None:
+    """Half of the samples are large below zero, where the function is nearly flat: the range is that of the other half."""
+    torch.manual_seed(0)
+    quantizers = [Quantizer(dtype, HistogramObserver(), items=True) for _ in range(2)]
+    values = torch.randn(8, 1000)
+    values[:4] = -30 * values[:4].abs()
+    for quantizer, read in zip(quantizers, ((), (nn.functional.elu,)), strict=True):
+        quantizer.read, quantizer.balanced = read, True
+        quantizer.observe(values)
+        quantizer.update_scale()
+    plain, weighed = (float(each.scale) for each in quantizers)
+    assert weighed < 0.5 * plain
+
+
+class Reads(nn.Module):
+    """A convolution whose result one function reads, or also others."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.conv, self.function = nn.Conv2d(4, 8, 3), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.conv(x)).mean((2, 3))
+
+
+def sloped() -> nn.PReLU:
+    made = nn.PReLU(8)
+    made.weight.data.copy_(torch.linspace(-0.2, 0.2, 8))
+    return made
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "x86"])
+def test_the_operand_of_a_prelu_is_covered_for_what_is_left_of_it(target: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, batches = Reads(sloped()).eval(), [torch.randn(8, 4, 8, 8) for _ in range(2)]
+    assert model.conv.bias is not None
+    model.conv.bias.data.fill_(-2.0)
+    model.conv.weight.data.mul_(2)
+    prepared = fxq.calibrate(fxq.prepare(model, batches[0], target), batches, show_progress=False)
+    quantizer = quantized_operators(prepared)["conv"].output
+    (function,) = quantizer.read
+    x = torch.linspace(-3, 3, 7)
+    assert torch.allclose(function(x), nn.functional.leaky_relu(x, float(torch.linspace(-0.2, 0.2, 8).square().mean().sqrt())))
+    with torch.no_grad():
+        values = model.conv(torch.cat(batches))
+        wanted = model.function(values)
+
+    @torch.no_grad()
+    def error() -> float:
+        grid = quantizer.grid
+        return float((model.function(grid.dequantize(grid.quantize(values))) - wanted).square().mean())
+
+    weighed = error()
+    fxq.save(prepared, tmp_path / "prepared.fxq")
+    (loaded,) = quantized_operators(fxq.load(tmp_path / "prepared.fxq"))["conv"].output.read
+    (pickled,) = pickle.loads(pickle.dumps(prepared)).get_submodule("quantized.conv").output.read
+    assert torch.equal(loaded(x), function(x))
+    assert torch.equal(pickled(x), function(x))
+    quantizer.read = ()
+    quantizer._choose()
+    assert weighed < 0.97 * error()
+
+
+@pytest.mark.parametrize(
+    ("function", "reads"),
+    [
+        (nn.functional.silu, True),
+        (lambda x: nn.functional.silu(x) + torch.sigmoid(x), True),
+        (lambda x: torch.where(x > 0, x * 2, x * 0.1), True),
+        (lambda x: nn.functional.silu(x) * x, False),  # the product reads the values themselves
+        (lambda x: x.clamp(min=1e-3).log(), False),  # there is no finite slope at 0
+    ],
+    ids=["one", "two", "curve", "a product", "a pole"],
+)
+def test_only_functions_of_one_element_weigh(function: Callable[[torch.Tensor], torch.Tensor], reads: bool) -> None:
+    prepared = fxq.prepare(Reads(function).eval(), torch.randn(2, 4, 8, 8), "x86")
+    assert bool(quantized_operators(prepared)["conv"].output.read) is reads
 
 
 def test_the_default_loses_less_on_what_comes_later_than_what_is_best_or_whole_on_the_sample() -> None:

@@ -12,8 +12,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from fxquant.ir.graph import TensorFact, fact, is_parameter, stated_demand
@@ -218,6 +220,7 @@ class Operator:
     normalize  brings the arguments of a node to their simplest form, or says why they have none
     parameters the canonical parameters with their defaults, where `function` is PyTorch's own; else read off its signature
     refuses    says why a particular node must stay in float, or None
+    element    its float meaning on elements without their channels, of an operator of one tensor whose channels differ but in a parameter
     idle       whether a particular node whose result has its operand's shape and dtype is its operand's value, too, in every state
     layer      its weight, its channels, its products and its table, where it has such
     onnx       its float meaning in standard operators of ONNX: onnx(call) -> the name of the result's value. None: its primitives,
@@ -242,6 +245,7 @@ class Operator:
     modules: Mapping[type, Callable[[Any], dict[str, Any] | str | Instead]] = field(default_factory=dict)
     absorbs: frozenset[str] = frozenset()
     refuses: Callable[[fx.Node, dict[str, Any]], str | None] = lambda node, arguments: None
+    element: Callable[..., Tensor] | None = None
     idle: Callable[[dict[str, Any]], bool] = lambda arguments: False
     read_off: frozenset[str] = frozenset()
     normalize: Callable[[fx.Node, dict[str, Any]], dict[str, Any] | str] = lambda node, arguments: arguments
@@ -273,6 +277,18 @@ class Operator:
                 raise TypeError(f"{self.name} is missing its argument {name!r}")
         return bound
 
+    def of_element(self, arguments: Mapping[str, Any]) -> Callable[[Tensor], Tensor] | None:
+        """Return the function of one element, on tensors, that a call with these arguments is; None where it is none, or has poles."""
+        others = {name: value for name, value in arguments.items() if name not in self.operands}
+        if (self.element is None and Trait.ELEMENTWISE not in self.traits) or any(isinstance(value, fx.Node) for value in others.values()):
+            return None
+        made = partial(self._on_elements, **others)
+        return None if has_poles(made) else made
+
+    def _on_elements(self, input: Tensor, **others: Any) -> Tensor:
+        result: Tensor = (self.element or self.function)(input, **others)
+        return result
+
     @property
     def parameter_names(self) -> tuple[str, ...]:
         """The canonical parameters, in order, without the keywords of `function` that say what is fused."""
@@ -285,6 +301,15 @@ class Operator:
     def bind_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return by name the arguments of a call to `function` that a canonical node makes; keywords that were not given are absent."""
         return {**dict(zip(_SIGNATURES[self.function], args, strict=False)), **kwargs}
+
+
+def has_poles(function: Callable[[Tensor], Tensor]) -> bool:
+    """Return whether a function has no finite slope where elementwise functions have their poles."""
+    x = torch.tensor([-1.0, 0.0, 1.0], device="cpu", requires_grad=True, dtype=torch.float32)
+    with torch.enable_grad():
+        value = function(x)
+        slope = torch.autograd.grad(value.sum(), x)[0] if value.requires_grad else torch.zeros(3, dtype=torch.float32, device="cpu")
+    return not bool(torch.isfinite(slope).all())
 
 
 def operator_named(name: str) -> Operator:

@@ -65,6 +65,7 @@ register(
         curve,
         ("input",),
         lambda lowering, input, steps: by_table(lowering, input, "curve", steps=written(steps)),
+        element=curve,
         samples=samples.written("torch.where(x > 0, x.sqrt(), x)", within=samples.LIMITED),
     )
 )

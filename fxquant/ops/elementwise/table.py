@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import EVERYTHING, Grid, Interval, IntType, table
 from fxquant.ops.core.declare import module_of, settings_of, spelled
 from fxquant.ops.core.operators import OPERATORS, Adapt, Call, Instead, Operator, Own, Trait, clamped, operator_of, register
-from fxquant.ops.core.record import BY_NAME, OnIntegers
+from fxquant.ops.core.record import BY_NAME, OnIntegers, has_poles
 from fxquant.ops.core.samples import LIMITED, POSITIVE, Sample, sample, written
 
 UNARY: dict[str, tuple[Callable[..., Tensor], Callable[..., float]]] = {}  # on tensors, and on one Python float
@@ -166,7 +166,7 @@ def unary(
     UNARY[name] = function, exact
     if exact in _FOR_POSITIVE:
         WITHOUT_NEGATIVE.add(name)
-    if _has_poles(function, settings):
+    if has_poles(partial(function, **{key: 0.5 if isinstance(value, float) else value for key, value in settings.items()})):
         SINGULAR.add(name)
     others = adapted or {}
     found = [form for form in (*forms, *spelled(name, *(f for f in forms if isinstance(f, str)))) if form not in others]
@@ -234,16 +234,6 @@ def tabled(
         return function
 
     return declared
-
-
-def _has_poles(function: Callable[..., Tensor], settings: Mapping[str, Any]) -> bool:
-    """Return whether the function has no finite slope where such functions have their poles; of a power, at any exponent."""
-    x = torch.tensor([-1.0, 0.0, 1.0], device="cpu", requires_grad=True, dtype=torch.float32)
-    given = {key: 0.5 if isinstance(value, float) else value for key, value in settings.items()}
-    with torch.enable_grad():
-        value = function(x, **given)
-        slope = torch.autograd.grad(value.sum(), x)[0] if value.requires_grad else torch.zeros(3, dtype=torch.float32, device="cpu")
-    return not bool(torch.isfinite(slope).all())
 
 
 def steep(name: str, arguments: Mapping[str, Any]) -> bool:

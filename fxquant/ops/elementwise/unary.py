@@ -279,6 +279,7 @@ def _onnx_prelu(c: Call) -> str:
 
 @lowered(
     function=lambda input, weight, *, clamp=None: limited(F.prelu(input, weight), clamp),
+    element=lambda input, weight, *, clamp=None: limited(F.prelu(input, weight.square().mean().sqrt().reshape(1).to(input)), clamp),
     traits=frozenset({Trait.HOMOGENEOUS}),
     absorbs=frozenset({"clamp"}),
     refuses=_refuses_prelu,

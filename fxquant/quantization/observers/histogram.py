@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import cast
 
@@ -86,19 +86,33 @@ def merged(states: Sequence[Mapping[str, Tensor]], name: str, reach: Tensor) -> 
     return found
 
 
+Functions = tuple[Callable[[Tensor], Tensor], ...]  # of one element each, on tensors
+
+
+@torch.no_grad()
+def distance(functions: Functions, value: Tensor, other: Tensor) -> Tensor:
+    """Return |value - other|, float64; with functions, the root mean square over them of f(value) - f(other)."""
+    if not functions:
+        return (value - other).abs()
+    return sum(((f(value) - f(other)).double().square() for f in functions), torch.zeros_like(value)).div(len(functions)).sqrt()
+
+
 class Items:
     """The norms of the samples that a histogram has counted.
 
     apart  octaves between the samples with the largest and the smallest norm, from which on they differ
     worth  dB by which the average noise of a sample has to fall for another grid to be taken
+    read   the functions that read the tensor: see `distance`
     """
 
-    def __init__(self, counts: Tensor, reach: float, apart: int = APART, worth: float = WORTH) -> None:
+    def __init__(self, counts: Tensor, reach: float, apart: int = APART, worth: float = WORTH, read: Functions = ()) -> None:
         there = torch.nonzero(counts.sum((0, 2))).flatten()
         self.counts = counts[:, there]
         tops = reach * torch.exp2(-there.double())
         self.magnitudes = (torch.arange(BINS, device=counts.device, dtype=torch.float64) + 0.5) * (tops / BINS).unsqueeze(1)
-        self.power = (self.counts * self.magnitudes.square()).sum((0, 2))
+        self.read = read
+        values = torch.stack((self.magnitudes, -self.magnitudes))
+        self.power = (self.counts * distance(read, values, torch.zeros_like(values)).square()).sum((0, 2))
         self.differ = len(there) > 1 and int(there[-1] - there[0]) >= apart and bool((self.power > 0).sum() > 1)
         self.worth = worth
 
@@ -113,9 +127,9 @@ class Items:
         if not self.differ:
             return usual
         noise = torch.zeros(len(self.power), len(steps), dtype=torch.float64, device=steps.device)
-        for sign, limit, further in ((0, high, beyond[1]), (1, low, beyond[0])):
-            for factor in (1.0, further):
-                noise += self._noise(self.counts[sign], factor, steps, limit)
+        for counts, sign, limit, further in ((self.counts[0], 1.0, high, beyond[1]), (self.counts[1], -1.0, low, beyond[0])):
+            for factor in (sign, sign * further):
+                noise += self._noise(counts, factor, steps, sign * limit)
         live = self.power > 0
         share = self.counts.sum((0, 2))[live]
         decibels = 10 * torch.log10(noise[live] / (2 * self.power[live]).unsqueeze(1) + ENOUGH)
@@ -126,8 +140,10 @@ class Items:
     def _noise(self, counts: Tensor, factor: float, steps: Tensor, limit: Tensor) -> Tensor:
         """Return the squared error of each octave on each grid, of shape (octaves, grids)."""
         values = (self.magnitudes * factor).unsqueeze(2)
-        inside = torch.minimum(values.square(), steps.square() / 12)
-        return (torch.where(values > limit, (values - limit).square(), inside) * counts.unsqueeze(2)).sum(1)
+        rounded = distance(self.read, values + steps / 2, values - steps / 2).square() / 12
+        inside = torch.minimum(distance(self.read, values, torch.zeros_like(values)).square(), rounded)
+        beyond = distance(self.read, values, limit).square()
+        return (torch.where(values.abs() > limit.abs(), beyond, inside) * counts.unsqueeze(2)).sum(1)
 
 
 class HistogramObserver(Observer, names="histogram"):
@@ -143,6 +159,9 @@ class HistogramObserver(Observer, names="histogram"):
     is 8 times that of the smallest ones, or more, another range is considered. It is taken if it halves the average noise of a sample, in
     dB; it may clip values of a few outlier samples (`Items`). An output of the model is exempt.
 
+    Where only functions of one element read the tensor, such as a SiLU or a PReLU, the range is narrowed to the part with the smallest
+    error after these functions.
+
     Magnitudes are counted in bins over [0, reach]. A larger value doubles the reach, as often as needed, by
     merging neighbouring bins, so counts stay exact and memory constant for any number of batches. Of a tensor of
     twice `sample` elements or more, that many are counted (see `sampled`); its largest magnitude is always that of all its elements.
@@ -156,6 +175,7 @@ class HistogramObserver(Observer, names="histogram"):
     items: Tensor
     ahead = 1.1  # how much larger later values are taken to be; 1 where the observed values count alone
     each = True  # whether every sample of a batch counts alike, whatever its norm
+    read: Functions = ()  # see `read_by`
     apart, worth = APART, WORTH  # octaves between items, and dB that another range gains, for it to be taken
 
     @checked()
@@ -212,6 +232,8 @@ class HistogramObserver(Observer, names="histogram"):
         if not self.tells(dtype):
             return largest * ahead
         candidates = _fractions(ahead, largest.device) * largest
+        if self.read:
+            candidates = candidates[candidates <= self.read_by(()).threshold(dtype)]
         return candidates[self._best(candidates / dtype.divisor, dtype)]
 
     def tells(self, dtype: IntType) -> bool:
@@ -227,7 +249,8 @@ class HistogramObserver(Observer, names="histogram"):
         scale = self.scale(dtype)
         if float(self.largest) == 0 or not self.tells(dtype):
             return scale
-        widest = round_up_to_power_of_two(scale_from_range(-self.largest, self.largest * self._ahead(self.counts), dtype)).double()
+        whole = scale_from_range(-self.largest, self.largest * self._ahead(self.counts), dtype)
+        widest = round_up_to_power_of_two(self.read_by(()).scale_before_rounding(dtype) if self.read else whole).double()
         steps = widest * 2.0 ** -torch.arange(8, device=widest.device, dtype=torch.float64)
         return (0.75 * steps[self._best(steps, dtype)]).float().clamp_min(SMALLEST_SCALE)
 
@@ -240,14 +263,15 @@ class HistogramObserver(Observer, names="histogram"):
         if float(self.largest) == 0:
             return ends[0], ends[1]
         seen, counts = self.points()
-        whole, beyond = tuple(ends), (self._ahead(self.negative), self._ahead(self._positive()))
+        whole, widest = tuple(ends), self.read_by(()).interval(dtype) if self.read else (-math.inf, math.inf)
+        beyond = (self._ahead(self.negative), self._ahead(self._positive()))
         points = torch.cat((seen, torch.where(seen < 0, beyond[0] * seen, beyond[1] * seen)))
         counts, items = torch.cat((counts, counts)), self._items()
 
         def best(low: Tensor, high: Tensor) -> int:
             scale, zero = (part.double().unsqueeze(1) for part in grid_from_range(low, high, dtype))
             quantized = torch.clamp(torch.round(points / scale), dtype.low - zero, dtype.high - zero) * scale
-            pooled, step = (self.loss((points - quantized).abs()) * counts).sum(1), scale.squeeze(1)
+            pooled, step = (self.loss(distance(self.read, points, quantized)) * counts).sum(1), scale.squeeze(1)
             below, above = ((limit * scale).abs().squeeze(1) for limit in (dtype.low - zero, dtype.high - zero))
             return items.better(pooled, step, below, above, beyond) if items else int(pooled.argmin())
 
@@ -260,6 +284,7 @@ class HistogramObserver(Observer, names="histogram"):
             if float(whole[end]) == 0:
                 continue
             candidates = (_fractions(beyond[end], points.device) * whole[end].double()).float()
+            candidates = candidates[(candidates >= widest[0]) & (candidates <= widest[1])]
             ends[end] = candidates[best(candidates, ends[1]) if end == 0 else best(ends[0], candidates)]
         return ends[0], ends[1]
 
@@ -267,6 +292,15 @@ class HistogramObserver(Observer, names="histogram"):
         """Return a copy without the norms of samples: the error of an output of the model counts as it is."""
         found = copy.copy(self)
         found.each = False
+        return found
+
+    def read_by(self, functions: Functions) -> HistogramObserver:
+        """Return a copy for which an error is how far it moves the values of these functions, root mean square over them.
+
+        Its range is a part of this observer's, which is already wide: it allows for later values.
+        """
+        found = copy.copy(self)
+        found.read = functions
         return found
 
     def per_sample(self) -> HistogramObserver:
@@ -284,7 +318,7 @@ class HistogramObserver(Observer, names="histogram"):
         return items is not None and items.differ
 
     def _items(self) -> Items | None:
-        return Items(self.items, float(self.reach), self.apart, self.worth) if self.each else None
+        return Items(self.items, float(self.reach), self.apart, self.worth, self.read) if self.each else None
 
     def _best(self, steps: Tensor, dtype: IntType) -> int:
         pooled, items, ahead = self._lost(steps, dtype), self._items(), self._ahead(self.counts)
@@ -294,10 +328,10 @@ class HistogramObserver(Observer, names="histogram"):
     def _lost(self, steps: Tensor, dtype: IntType) -> Tensor:
         """Return the loss with each of these steps of a symmetric dtype, float64."""
         there = self.counts > 0
-        centres, counts = self._middles()[there], self.counts[there]
-        magnitudes, steps = torch.cat((centres, centres * self._ahead(self.counts))), steps.unsqueeze(1)
-        quantized = torch.round(magnitudes / steps).clamp_max(dtype.high) * steps
-        return (self.loss((magnitudes - quantized).abs()) * torch.cat((counts, counts))).sum(1)
+        centres, counts = self.points() if self.read else (self._middles()[there], self.counts[there])
+        points, steps = torch.cat((centres, centres * self._ahead(self.counts))), steps.unsqueeze(1)
+        quantized = torch.round(points / steps).clamp(dtype.low, dtype.high) * steps
+        return (self.loss(distance(self.read, points, quantized)) * torch.cat((counts, counts))).sum(1)
 
     def _ahead(self, counts: Tensor) -> float:
         """Return `ahead`, or what covers values within 1 up to 1; 1 where the last of these counts is of many values."""
@@ -471,6 +505,9 @@ class ThresholdObserver(HistogramObserver):
 
     def threshold(self, dtype: IntType) -> Tensor:
         raise NotImplementedError
+
+    def read_by(self, functions: Functions) -> HistogramObserver:
+        return self
 
     def interval(self, dtype: IntType) -> tuple[Tensor, Tensor]:
         threshold = self.threshold(dtype).float() if float(self.largest) > 0 else self.largest

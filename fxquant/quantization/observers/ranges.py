@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -173,6 +173,10 @@ class Observer(nn.Module):
 
     def of_output(self) -> Observer:
         """Return the observer that chooses the scale where the tensor is an output of the model. By default: this observer."""
+        return self
+
+    def read_by(self, functions: tuple[Callable[[Tensor], Tensor], ...]) -> Observer:
+        """Return the observer that chooses the scale of a tensor that these functions of one element alone read. By default: this one."""
         return self
 
     def per_sample(self) -> Observer:
