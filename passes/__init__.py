@@ -41,7 +41,7 @@ PIPELINE = (
     Pass(stubs.settle, Stage.CANONICAL),  # after the rules, which are about stubs as well; before fusions, which read past the others
     Pass(parts.pick, Stage.CANONICAL),  # after the rules, which may name a concatenation; before what reads a part is rewritten
     Pass(masks.recognise, Stage.CANONICAL),  # after the rules, which are about what was written; before a softmax is its parts
-    Pass(pointwise.join, Stage.CANONICAL),  # after masks, which are not functions of scores; before passes about single operators
+    Pass(pointwise.join, Stage.CANONICAL),  # after masks, which are not functions of scores; before what widens single operators
     Pass(precision.widen, Stage.CANONICAL),  # after masks, which are not scores; a composite's last part is as wide as the whole
     Pass(composite.expand, Stage.CANONICAL),  # after the rules, which are about the whole operator; before fusions, which meet its parts
     Pass(dynamic.choose, Stage.CANONICAL),  # after the parts of recurrent layers; before fusions, which fuse nothing with these

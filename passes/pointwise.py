@@ -1,47 +1,52 @@
-"""A choice between functions of one tensor is one function of it, by one table.
+"""A function of one tensor that is written in several operators is one operator: one range, one table, one rounding.
 
-%a = le(%x, 0.0031308)
-%b = mul(12.92, %x)                  →    %y = curve(%x, ("where", ("le", "input", 0.0031308), …))
-%c = pow(%x, 0.4166666666666667)
-%y = where(%a, %b, %c)
+%a = sigmoid(%x)                     →    %y = curve(%x, ("mul", "input", ("sigmoid", "input")))
+%y = mul(%x, %a)
 
-As several operators, each side has a grid of its own, which is about values that are not chosen: they may be large where the other side
-is chosen, as 1 / x near 0 is, or be none at all, as the root of a negative number.
+As several operators, each intermediate tensor has a grid of its own, whose rounding adds to the result's; the range of %x does not end
+where the whole function saturates; and the sides of a choice have grids about values that are not chosen: they may be large where the
+other side is chosen, as 1 / x near 0 is, or be none at all, as the root of a negative number.
+
+Operators become one where they read a tensor several times, or where one table follows another. A single table with sums or products in
+front of it stays as it is, and a clamp that is fused into the layer before it stays there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.graph import TensorFact, absorb, fact, is_parameter, refusal, resolve
-from fxquant.ops import Trait, operator_of
-from fxquant.ops.elementwise.curve import INPUT, Steps, curve, is_pointwise, written
-from fxquant.ops.elementwise.table import steep
+from fxquant.ir.graph import TensorFact, absorb, detached_arguments, fact, gradient_changes, is_detached, is_parameter, refusal, resolve
+from fxquant.ops import Trait, calls, operator_of, traits_of
+from fxquant.ops.elementwise.activation import clamp
+from fxquant.ops.elementwise.curve import INPUT, Steps, curve, is_pointwise, same_as, settings_of
+from fxquant.ops.elementwise.table import hashable, is_table, steep
 from fxquant.passes.rewriting import apart, decide, eliminate_dead
 from fxquant.pipeline import Context
+from fxquant.target import Target
 
 MOST = 64  # parts of a function
 
 
 def join(gm: fx.GraphModule, context: Context) -> int:
-    """Replace every integer choice between functions of one and the same tensor by a `curve` of that tensor."""
+    """Replace operators that together compute a function of one tensor by a `curve` of that tensor, the longest such functions first."""
     changes, places = 0, {node: place for place, node in enumerate(gm.graph.nodes)}
-    for node in reversed(list(gm.graph.nodes)):  # the last choice first: those before it are parts of it
-        record = None if node._erased else operator_of(node)
-        if record is None or Trait.CHOOSES not in record.traits:
+    for node in reversed(list(gm.graph.nodes)):
+        region = None if node._erased else _region(gm, node, places, context.target)
+        if region is None:
             continue
-        found = _source(gm, node, places)
-        if found is None:
-            continue
-        source, inner = found
-        steps = _steps(gm, node, source)
-        context.say(f"%{node.name} is a function of %{source.name}, with {', '.join(f'%{each.name}' for each in inner)}")
-        for each in inner:
-            absorb(node, each)
+        source, inner, steps = region
+        context.say(f"%{node.name} is a function of %{source.name}, with {', '.join(f'%{each.name}' for each in reversed(inner[1:]))}")
+        gone = {node}
+        for each in inner[1:]:  # readers first
+            if gone.issuperset(each.users):
+                gone.add(each)
+        for each in reversed(inner[1:]):
+            if each in gone:
+                absorb(node, each)
         before = node.all_input_nodes
         node.target, node.args = curve, (source, steps)
         eliminate_dead(before, lambda each: each.op != "get_attr")
@@ -49,44 +54,91 @@ def join(gm: fx.GraphModule, context: Context) -> int:
     return changes
 
 
-def _source(gm: fx.GraphModule, choice: fx.Node, places: Mapping[fx.Node, int]) -> tuple[fx.Node, list[fx.Node]] | None:
-    """Return the nearest tensor that determines a choice element by element, and the nodes between, in order; None if there is none."""
-    open_, inner = {choice}, list[fx.Node]()
-    while True:
+def _region(
+    gm: fx.GraphModule, root: fx.Node, places: Mapping[fx.Node, int], target: Target
+) -> tuple[fx.Node, list[fx.Node], Steps] | None:
+    """Return the furthest tensor of which a node is a function, the operators from the node back to it, and the function; None: no join."""
+    open_, inner, region = {root}, list[fx.Node](), None
+    while open_ and len(inner) < MOST:
         last = max(open_, key=places.__getitem__)
-        record = operator_of(last)
-        has_poles = record is not None and steep(record.name, record.arguments(last))  # a choice may be there to hide a pole
-        if last is not choice and len(open_) == 1 and not (has_poles and _fits(last, choice)):
+        if len(open_) == 1 and last is not root:
+            if _may_read(inner, last) and _is_worth(inner) and _size(inner) <= MOST:
+                steps = _steps(gm, root, last)
+                region = (last, list(inner), steps) if _has_table(target, inner, steps) else region
+            if not _goes_on(root, last, inner):
+                break
+        if not _fits(last, root):
             break
-        if not _fits(last, choice) or len(inner) == MOST:
-            return None
         open_.remove(last)
         inner.append(last)
-        for operand in last.all_input_nodes:
-            if not is_parameter(operand):
-                open_.add(operand)
-            elif _number(gm, operand) is None:
-                return None
-        if not open_:
-            return None
-    (source,) = open_
-    known = fact(source)
-    same = isinstance(known, TensorFact) and known.dtype == torch.float32 and known.shape == fact(choice).shape
-    inner.reverse()
-    sizes = {source: 1}
-    for node in inner:
+        constants = [operand for operand in last.all_input_nodes if is_parameter(operand)]
+        if any(_number(gm, constant) is None for constant in constants):
+            break
+        open_.update(operand for operand in last.all_input_nodes if operand not in constants)
+    return region
+
+
+def _may_read(inner: Sequence[fx.Node], source: fx.Node) -> bool:
+    """Return whether operators may be a function of a node: float32 tensors of one shape, and no clamp that is fused into the node."""
+    known, result, layer = fact(source), fact(inner[0]), operator_of(source)
+    fuses = calls(inner[-1], clamp) and layer is not None and "clamp" in layer.absorbs and len(source.users) == 1
+    return isinstance(known, TensorFact) and known.dtype == torch.float32 == result.dtype and known.shape == result.shape and not fuses
+
+
+def _has_table(target: Target, inner: Sequence[fx.Node], steps: Steps) -> bool:
+    """Return whether the target's compiler has a table for the function: some know PyTorch's, by default, and run others on the processor.
+
+    A choice is one operator all the same: its sides may have no grid.
+    """
+    if not target.arithmetic.float32_tables or any(Trait.CHOOSES in traits_of(node) for node in inner):
+        return True
+    same = same_as(steps)
+    if same is None or same[1] != settings_of(same[0]):
+        return False
+    return not any(limit.measure is None and same[0] in limit.operators for limit in target.limits)
+
+
+def _is_worth(inner: Sequence[fx.Node]) -> bool:
+    """Return whether operators are better as one: several read a tensor, or there are two tables, or a clamp and a table."""
+    reads = [operand for node in inner for operand in node.all_input_nodes if not is_parameter(operand)]
+    tables = sum(is_table(node) or _is_squared(node) or Trait.CHOOSES in traits_of(node) for node in inner)
+    return len(inner) > 1 and (len(set(reads)) < len(reads) or tables + (tables and sum(calls(node, clamp) for node in inner)) > 1)
+
+
+def _is_squared(node: fx.Node) -> bool:
+    return len(node.args) > 1 and node.args[0] is node.args[1]
+
+
+def _goes_on(root: fx.Node, last: fx.Node, inner: Sequence[fx.Node]) -> bool:
+    """Return whether the function may include the operator that computes the only tensor which the operators so far read.
+
+    Where others read the tensor, it is computed anyway, unless a choice is there to hide its pole.
+    """
+    record = operator_of(last)
+    if record is None or not _fits(last, root):
+        return False
+    hides = any(Trait.CHOOSES in traits_of(node) for node in inner) and steep(record.name, record.arguments(last))
+    return hides or set(inner).issuperset(last.users)
+
+
+def _size(inner: Sequence[fx.Node]) -> int:
+    """Return the number of parts of the nest that the operators are, the last of them first."""
+    sizes: dict[fx.Node, int] = {}
+    for node in reversed(inner):
         sizes[node] = 1 + sum(sizes.get(argument, 1) for argument in node.args if isinstance(argument, fx.Node))
-    return (source, inner[:-1]) if same and len(inner) > 1 and sizes[choice] <= MOST else None
+    return sizes[inner[0]]
 
 
-def _fits(node: fx.Node, choice: fx.Node) -> bool:
-    """Whether an operator may be a part of the function that ends with this choice."""
+def _fits(node: fx.Node, root: fx.Node) -> bool:
+    """Return whether an operator may be a part of the function that ends with the root."""
     record, known = operator_of(node), fact(node)
-    if record is None or not is_pointwise(record.name) or refusal(node) is not None or node.kwargs:
+    if record is None or not is_pointwise(record.name) or refusal(node) is not None or node.kwargs or detached_arguments(node):
         return False
-    if not isinstance(known, TensorFact) or known.shape != fact(choice).shape or decide(node).config is None:
+    if not isinstance(known, TensorFact) or known.shape != fact(root).shape or decide(node).config is None:
         return False
-    return known.dtype in (torch.float32, torch.bool) and (node is choice or apart(node, choice) is None)
+    if node is not root and (is_detached(node) != is_detached(root) or gradient_changes(node) or apart(node, root) is not None):
+        return False
+    return known.dtype in (torch.float32, torch.bool)
 
 
 def _number(gm: fx.GraphModule, node: fx.Node) -> float | None:
@@ -101,7 +153,7 @@ def _number(gm: fx.GraphModule, node: fx.Node) -> float | None:
 def _steps(gm: fx.GraphModule, node: Any, source: fx.Node) -> Steps:
     """Return a node as a function of the source."""
     if not isinstance(node, fx.Node):
-        return written(node)
+        return hashable(node)
     if node is source:
         return INPUT
     if is_parameter(node):

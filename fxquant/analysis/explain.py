@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.markup import escape
@@ -21,7 +21,9 @@ from fxquant.frontend import assumptions, moved_by_forward
 from fxquant.ir.graph import annotation, is_on_host, model_meta
 from fxquant.ir.integer import QParams, operation
 from fxquant.numerics.grids import ACTIVATION_TYPES
-from fxquant.ops import operator_of
+from fxquant.ops import BY_NAME, operator_of
+from fxquant.ops.elementwise.curve import curve, same_as
+from fxquant.ops.elementwise.table import hashable
 from fxquant.prepared.stage import record_of
 from fxquant.support.arguments import checked
 from fxquant.target import Limit, Target
@@ -130,6 +132,9 @@ class Limits:
 
     def broken(self, site: Site) -> list[Breach]:
         """Return the limits that the operator breaks; if the target does not have the operator, only that is reported."""
+        same = same_as(hashable(site.arguments["steps"])) if site.operator.function is curve else None
+        if same is not None:
+            site = replace(site, operator=BY_NAME[same[0]], arguments={"input": site.arguments["input"], **same[1]})
         mine = self.special.get(site.operator.name, [])
         absent = [limit for limit in mine if limit.measure is None]
         if absent:

@@ -311,7 +311,7 @@ def bias_integers(bias: Tensor, input_scale: Tensor, scale: Tensor) -> Tensor:
 
 
 def table(
-    function: Callable[[float], float],
+    function: Callable[[float], float] | None,
     input: Grid,
     output: Grid,
     on_tensors: Callable[[Tensor], Tensor] | None = None,
@@ -327,7 +327,7 @@ def table(
     Python's `math`; the result is stored and never computed again. A value that is not finite saturates; NaN becomes 0.
 
     `on_tensors` is the same function on float64 tensors, good to 2^-32. It saves time: `function` then decides
-    only the entries that lie within 2^-30 of a tie or are not finite.
+    only the entries that lie within 2^-30 of a tie or are not finite; where it is None, `on_tensors` decides all.
     """
     input_scale, output_scale = float(input.scale), float(output.scale)
     storage = torch.int16 if output.type.affine else output.type.storage
@@ -346,7 +346,7 @@ def table(
     doubtful = ~torch.isfinite(value) | ((value - torch.round(value)).abs() <= value.abs().clamp_min(1) * 2.0**-30)
     result = torch.nan_to_num(torch.floor(value)).clamp(output.low, output.high).to(storage)
     saturated = torch.isfinite(value) & (value.abs() > 2 * output.magnitude)
-    asked = doubtful & ~saturated
+    asked = doubtful & ~saturated & (function is not None)
     if has_none is not None:
         without = has_none(x)
         result[without] = 0
@@ -358,10 +358,11 @@ def table(
     return result
 
 
-def _values(function: Callable[[float], float], x: Tensor, on_tensors: Callable[[Tensor], Tensor] | None) -> Tensor:
+def _values(function: Callable[[float], float] | None, x: Tensor, on_tensors: Callable[[Tensor], Tensor] | None) -> Tensor:
     """Return a function's values in float64, by Python's `math` where few are asked for."""
-    if on_tensors is not None and x.numel() > 2**10:
+    if on_tensors is not None and (function is None or x.numel() > 2**10):
         return on_tensors(x)
+    assert function is not None
     found = []
     for number in x.tolist():
         try:
@@ -371,7 +372,8 @@ def _values(function: Callable[[float], float], x: Tensor, on_tensors: Callable[
     return torch.tensor(found, dtype=torch.float64, device="cpu")
 
 
-def _table_entry(function: Callable[[float], float], x: float, output_scale: float, output: Grid) -> int:
+def _table_entry(function: Callable[[float], float] | None, x: float, output_scale: float, output: Grid) -> int:
+    assert function is not None
     try:
         value = function(x) / output_scale
     except OverflowError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -218,3 +219,20 @@ def test_what_stays_in_float_runs_on_the_processor(tmp_path: Path) -> None:
     report = result.verify(fxq.compile_horizon(fxq.export_horizon(result.integer, tmp_path / "net")), batches()[:1])
     assert report, str(report)
     assert report.tensors == 2
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: x * torch.sigmoid(x), lambda x: x * 0.5 * (1 + torch.erf(x / 2**0.5)), lambda x: x * torch.relu(x + 3).clamp(max=6) / 6],
+    ids=["silu", "gelu", "hard swish"],
+)
+def test_a_function_by_hand_is_one_table_of_one_program(function: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
+    class ByHand(Two):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return self.b(function(self.a(x)))
+
+    integer = converted(ByHand())
+    binary = fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net"))
+    report = fxq.verify(integer, binary, batches())
+    assert report, str(report)
+    assert len(fxq.estimate(integer, compiled=binary).compiled) == 1

@@ -1,17 +1,20 @@
-"""Choices between functions of one tensor, which become one table."""
+"""Functions of one tensor that are written in several operators, which become one table."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.ops import operator_of
-from fxquant.ops.elementwise.curve import curve
+from fxquant.numerics.grids import EVERYTHING
+from fxquant.ops import BY_NAME, operator_of
+from fxquant.ops.elementwise.curve import curve, same_as
 
 
 class Net(nn.Module):
@@ -76,6 +79,95 @@ def test_a_choice_is_one_table_with_equal_bits(name: str, target: str, tmp_path:
     with torch.no_grad():
         assert torch.equal(integer(batches[0]), prepared(batches[0]))
     assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), batches[:1], show_progress=False)
+
+
+WRITTEN: dict[str, tuple[Callable[[Tensor], Tensor], str | None]] = {  # a function, and the operator that computes the same
+    "silu": (lambda x: x * torch.sigmoid(x), "silu"),
+    "silu as a quotient": (lambda x: x / (1 + torch.exp(-x)), "silu"),
+    "hard swish": (lambda x: x * F.relu6(x + 3) / 6, "hardswish"),
+    "mish": (lambda x: x * torch.tanh(F.softplus(x)), "mish"),
+    "softplus": (lambda x: torch.log(1 + torch.exp(x)), "softplus"),
+    "softsign": (lambda x: x / (1 + x.abs()), "softsign"),
+    "gelu": (lambda x: x * 0.5 * (1 + torch.erf(x / 1.4142135381698608)), "gelu"),
+    "gelu by tanh": (lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))), "gelu"),
+    "gelu by tanh, x*x*x": (lambda x: 0.5 * x * (1 + torch.tanh(0.7978845608 * (x + 0.044715 * x * x * x))), "gelu"),
+    "quick gelu": (lambda x: x * torch.sigmoid(1.702 * x), None),
+    "squared relu": (lambda x: F.relu(x + x.neg() * 0.5) ** 2, None),
+    "two tables": (lambda x: torch.tanh(torch.exp(x)), None),
+    "masked": (lambda x: x * (x > 0).float(), None),
+}
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "bernoulli2", "nash-e", "x86"])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_operators_that_read_one_tensor_are_one_table(name: str, target: str, tmp_path: Path) -> None:
+    function, same = WRITTEN[name]
+    model, batches = seeded(function)
+    prepared = fxq.prepare(model, batches[0], target=target)
+    fxq.set_state(prepared, "float")
+    x, y = (batches[0].clone().requires_grad_() for _ in range(2))
+    real, expected = prepared(x), model(y)
+    assert torch.equal(real, expected)
+    assert torch.equal(*(torch.autograd.grad(value.square().sum(), at)[0] for value, at in ((real, x), (expected, y))))
+    curves = [node for node in fxq.prepare(model, batches[0], until="pointwise.join", target=target).graph.nodes if node.target is curve]
+    known = same is not None and (target != "bernoulli2" or same in ("silu", "gelu")) and "tanh" not in name
+    assert len(curves) == int(known or name == "masked" or target in ("nash-e", "x86"))
+    if curves:
+        found = same_as(curves[0].args[1])
+        assert (found if found is None else found[0]) == same
+    fxq.set_state(prepared, "calibrate")
+    fxq.calibrate(prepared, batches, show_progress=False)
+    integer = fxq.load(fxq.save(fxq.convert(prepared), tmp_path / "model.fxq"))
+    fxq.set_state(prepared, "validate")
+    with torch.no_grad():
+        assert torch.equal(integer(batches[0]), prepared(batches[0]))
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), batches[:1], show_progress=False)
+
+
+def test_the_range_ends_where_the_whole_function_saturates() -> None:
+    model, batches = seeded(lambda x: torch.exp(-0.5 * x * x))
+    batches = [20 * batch for batch in batches]
+    assert float(model.conv(batches[0]).detach().abs().max()) > 15
+    values = next(fxq.record(fxq.quantize(model, batches, "nash-e").integer, batches[:1], real=True))
+    assert max(float(value.abs().max()) for key, value in values.items() if key.startswith("conv")) < 4.1
+    keeps = BY_NAME["curve"].keeps
+    assert keeps is not None
+    silu = ("mul", "input", ("sigmoid", "input"))
+    assert keeps({"steps": silu}, EVERYTHING, 8) == (-9.5, math.inf)
+    assert keeps({"steps": ("mul", silu, 0.001)}, EVERYTHING, 8) == (-9.5, math.inf)
+    assert keeps({"steps": ("where", ("gt", "input", 200.0), "input", 0.0)}, EVERYTHING, 8) == EVERYTHING
+
+
+STAY: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
+    "one table": (torch.sigmoid, ["conv2d", "sigmoid"]),
+    "a product and a table": (lambda x: torch.sigmoid(2 * x), ["conv2d", "mul", "sigmoid"]),
+    "a clamp of the layer": (lambda x: F.relu(x) ** 2, ["conv2d", "clamp", "pow"]),
+    "a clamp of a sum": (lambda x: F.relu(x + x.flip(1)) ** 2, ["conv2d", "flip", "add", "clamp", "pow"]),
+    "a gate": (lambda x: x * F.hardsigmoid(x.mean((2, 3), keepdim=True)), ["conv2d", "mean", "hardsigmoid", "mul"]),
+    "a square": (lambda x: (x * x).sum(1), ["conv2d", "mul", "sum"]),
+    "a read tensor": (lambda x: (y := torch.exp(x), torch.tanh(y) + y.flip(1))[1], ["conv2d", "exp", "tanh", "flip", "add"]),
+}
+
+
+@pytest.mark.parametrize("name", STAY)
+def test_what_gains_nothing_stays_as_it_is(name: str) -> None:
+    function, names = STAY[name]
+    model, batches = seeded(function)
+    assert names_of(model, batches[0]) == names
+
+
+def test_a_part_that_others_read_is_computed_for_them() -> None:
+    def shared(x: Tensor) -> Tensor:
+        y = torch.sigmoid(x)
+        return x * y + y.flip(1)
+
+    model, batches = seeded(shared)
+    assert names_of(model, batches[0]) == ["conv2d", "sigmoid", "curve", "flip", "add"]
+
+
+def test_a_part_without_gradients_is_not_taken_in() -> None:
+    model, batches = seeded(lambda x: x * torch.sigmoid(x).detach())
+    assert "curve" not in names_of(model, batches[0])
 
 
 def test_the_table_holds_the_function_at_every_point_of_the_grid(tmp_path: Path) -> None:

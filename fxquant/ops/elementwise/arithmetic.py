@@ -220,7 +220,7 @@ mul = lowered(
 @lowered(
     *("negative", operator.neg, "__neg__"),
     function=torch.neg,
-    traits=frozenset({Trait.HOMOGENEOUS, Trait.KEEPS_INTEGERS}),
+    traits=frozenset({Trait.HOMOGENEOUS, Trait.KEEPS_INTEGERS, Trait.POINTWISE}),
     integers=lambda arguments, operand: (WHOLE["sub"], {"input": 0, "other": arguments["input"], "alpha": 1}),
     onnx=lambda c: c.do("Mul", c.input, c.number(-1)) if c.by_layers else c.do("Neg", c.input),
     samples=(sample(input=(3, 6)),),

@@ -24,6 +24,9 @@ UNARY: dict[str, tuple[Callable[..., Tensor], Callable[..., float]]] = {}  # on 
 WITHOUT_NEGATIVE: set[str] = set()  # those of them that have no value below 0
 POLE = frozenset({Trait.SINGULAR_AT_ZERO})
 SINGULAR: set[str] = set()  # those of them that have poles, or slopes without a bound
+ON_TENSORS: set[str] = set()  # those of them whose table is made by the function on tensors alone
+MAPPING = "mapping"  # ("mapping", ((name, value), …)) stands for a dict among the arguments
+STEEP = 2.0**7  # a slope at which one step of an 8-bit operand of ±1 is the whole of a result of 1
 
 
 def by_table(lowering: Lowering, input: Quantized, name: str, factor: float = 1.0, offset: float = 0.0, **settings: Any) -> Quantized:
@@ -38,6 +41,13 @@ def by_table(lowering: Lowering, input: Quantized, name: str, factor: float = 1.
         return shifted(x, name, factor, offset, settings)
 
     return lowering.look_up(input, entries, function, lambda x: _tamed(function, x, name))
+
+
+def hashable(value: Any) -> Any:
+    """Return an argument of a call that is not a tensor as a nest of tuples, which is hashable."""
+    if isinstance(value, dict):
+        return (MAPPING, tuple((name, hashable(item)) for name, item in value.items()))
+    return tuple(hashable(item) for item in value) if isinstance(value, list | tuple) else value
 
 
 def _tamed(function: Callable[[Tensor], Tensor], x: Tensor, name: str) -> Tensor:
@@ -102,7 +112,7 @@ def _made(
         return below
 
     undefined = has_none if name in WITHOUT_NEGATIVE else None
-    return table(on_numbers, _grid(*input), _grid(*output), on_tensors, undefined, points, in_float32)
+    return table(None if name in ON_TENSORS else on_numbers, _grid(*input), _grid(*output), on_tensors, undefined, points, in_float32)
 
 
 # Callers must not write into what is held: 64 MiB of int16 tables. While scales do not change, the same ones are requested at every step.
@@ -240,8 +250,21 @@ def steep(name: str, arguments: Mapping[str, Any]) -> bool:
     """Return whether the operator of this name, with these arguments, is a unary function with poles, or with slopes without a bound."""
     if name == "shifted":
         return steep(arguments["function"], arguments["settings"])
+    if name in ON_TENSORS:
+        return _has_steep_slopes(name, hashable([item for item in arguments.items() if item[0] != "input"]))
     exponent = arguments.get("exponent")
     return name in SINGULAR and not (name == "pow" and isinstance(exponent, int | float) and exponent >= 1)
+
+
+@lru_cache(maxsize=256)
+def _has_steep_slopes(name: str, settings: Settings) -> bool:
+    """Return whether a slope within ±1 is larger than `STEEP`, or not finite, at 0, ±1, ±1/2, ±1/4, …."""
+    ends = 2.0 ** torch.arange(-20, 1, dtype=torch.float64, device="cpu")
+    x = torch.cat([-ends, torch.zeros(1, dtype=torch.float64, device="cpu"), ends]).requires_grad_()
+    with torch.enable_grad():
+        value = UNARY[name][0](x, **dict(settings))
+        slope = torch.autograd.grad(value.sum(), x)[0] if value.requires_grad else torch.zeros_like(x)
+    return not bool((slope.abs() <= STEEP).all())
 
 
 def exact(name: str, arguments: Mapping[str, Any]) -> Callable[[float], float] | None:
@@ -261,6 +284,8 @@ def has_pole(name: str, arguments: Mapping[str, Any]) -> bool:
         return has_pole(arguments["function"], arguments["settings"])
     exponent = arguments.get("exponent")
     operator = BY_NAME.get(name)
+    if name in ON_TENSORS:
+        return math.isinf(UNARY[name][1](0.0, **{key: value for key, value in arguments.items() if key != "input"}))
     of_any = operator is not None and Trait.SINGULAR_AT_ZERO in operator.traits
     return of_any or (name == "pow" and isinstance(exponent, int | float) and exponent < 0)
 
@@ -300,6 +325,12 @@ SHIFTED = register(
         samples=written("torch.rsqrt(x + 1e-6)", "torch.sigmoid(torch.sub(0.5, x, alpha=2.0))", over=POSITIVE, within=LIMITED),
     )
 )
+
+
+def is_table(node: fx.Node) -> bool:
+    """Return whether a canonical node is a unary function that is looked up in a table."""
+    operator = operator_of(node)
+    return operator is not None and (operator.name in UNARY or operator is SHIFTED)
 
 
 def of_inverse(input: Any) -> dict[str, Any] | Instead:
