@@ -21,6 +21,7 @@ import torch
 from onnx import helper, numpy_helper
 from torch import Tensor, fx
 
+from fxquant.backends.onnx.images import write_images
 from fxquant.backends.onnx.qdq import QdqWriter
 from fxquant.errors import ExportError
 from fxquant.ir.integer import QParams
@@ -32,6 +33,7 @@ from fxquant.primitives import PRIMITIVES
 
 DOMAIN = "horizon"
 OPSET = 11
+IMAGES_ALONE = ("bernoulli2",)  # marches whose programs hold images alone; the processor computes what has another rank
 BITS = {torch.int8: 8, torch.int16: 16}
 
 
@@ -46,6 +48,11 @@ class HorizonCall(Call):
     def stays(self, role: str) -> bool:
         """Return whether a weight needs no nodes that round it, because the tool derives its scales."""
         return _derived(*self._per_channel(role))
+
+    @property
+    def images_alone(self) -> bool:
+        graph = self.node.graph.owning_module
+        return graph is not None and graph.meta["target"].name in IMAGES_ALONE
 
     def on_grid(self, value: str, scale: Tensor, storage: torch.dtype, axis: int | None) -> str:
         """Write the nodes that round a float value, and return its float value on the grid."""
@@ -71,7 +78,7 @@ class HorizonCall(Call):
 
         The tool crashes on a Gemm whose weight has a pair, and runs such a MatMul, and every one-dimensional Conv, on the processor.
         """
-        return BY_NAME[self.name].function is conv1d or not _derived(*self._per_channel("weight"))
+        return BY_NAME[self.name].function is conv1d or self.images_alone or not _derived(*self._per_channel("weight"))
 
     def operand(self, role: str) -> str:
         if isinstance(self.arguments.get(role), str) or role not in self.constants:
@@ -177,6 +184,9 @@ class HorizonWriter(QdqWriter):
     def write(self, input_names: Sequence[str] | None, output_names: Sequence[str] | None) -> onnx.ModelProto:
         model = super().write(input_names, output_names)
         model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
+        if self.integer.meta["target"].name in IMAGES_ALONE:
+            inputs = [*model.graph.input, *model.graph.value_info]
+            write_images(model.graph, {info.name: tuple(fixed_shape(info)) for info in inputs})
         join_layers(model.graph)
         for info in (*model.graph.input, *model.graph.output, *model.graph.value_info):
             for dim, size in zip(info.type.tensor_type.shape.dim, fixed_shape(info), strict=True):

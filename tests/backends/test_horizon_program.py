@@ -187,7 +187,19 @@ def test_the_mean_of_an_image_is_several_on_bernoulli2(how: str, size: int, kern
     assert [next(list(entry.ints) for entry in node.attribute if entry.name == "kernel_shape") for node in means] == [
         [k, k] for k in kernels
     ]
-    assert [b.op_type for a, b in itertools.pairwise(nodes) if a.op_type in ("Reshape", "Flatten")] == ["Gemm"]
+    assert [b.op_type for a, b in itertools.pairwise(nodes) if a.op_type in ("Reshape", "Flatten")] == ["Identity"]
+
+
+def test_layers_of_vectors_are_convolutions_of_images_on_bernoulli2(tmp_path: Path) -> None:
+    model = Network(lambda s, x: s.b(s.a(x.squeeze(1))[0][:, -1]), a=nn.LSTM(6, 4, batch_first=True), b=nn.Linear(4, 3)).eval()
+    integer = fxq.quantize(model, [torch.randn(2, 1, 3, 6)], "bernoulli2", show_progress=False).integer
+    nodes = onnx.load(fxq.export_horizon(integer, tmp_path) / "model.onnx").graph.node
+    used = [node.op_type for node in nodes]
+    assert not {"Gemm", "MatMul", "ToImage", "FromImage"} & set(used)
+    assert used.count("Add") == 4  # two of each step but the first, which adds nothing to the input's part
+    quantized = [at for at, name in enumerate(used) if name == "QuantizeLinear"]
+    inside = used[quantized[1] : quantized[-1]]
+    assert not {"Reshape", "Transpose"} & set(inside)
 
 
 def averaged(how: str, size: int) -> fx.GraphModule:

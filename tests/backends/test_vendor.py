@@ -106,6 +106,28 @@ def test_uneven_margins_of_zeros_cost_no_layer(target: str, tmp_path: Path) -> N
     assert [len(cost.layers) for cost in fxq.estimate(integer, compiled=binary).compiled] == [3]
 
 
+class Recurrent(nn.Module):
+    """An LSTM over the rows of an image, and a hard swish between vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.a, self.b = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(nn.functional.hardswish(self.a(self.rows(x.squeeze(1))[0][:, -1])))
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "bernoulli2"])
+def test_an_lstm_and_layers_of_vectors_are_one_program(target: str, tmp_path: Path) -> None:
+    model, rows = Recurrent().eval(), [torch.randn(2, 1, 3, 8) for _ in range(2)]
+    qconfig = fxq.QConfig(fxq.ActivationConfig("int8"))
+    integer = fxq.quantize(model, rows, target, qconfig, show_progress=False).integer
+    binary = fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net"))
+    report = fxq.verify(integer, binary, rows)
+    assert report, str(report)
+    assert len(fxq.estimate(integer, compiled=binary).compiled) == 1
+
+
 class Summed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.cumsum(x, 1)

@@ -124,11 +124,13 @@ def test_a_long_sequence_is_told_once_and_its_constants_are_held_once(tmp_path: 
     for short, long in zip(few, many, strict=True):
         assert len(fxq.explain(short).splitlines()) == len(fxq.explain(long).splitlines())
         assert len(fxq.explain(long, steps=True).splitlines()) > 2 * len(fxq.explain(long).splitlines())
-        assert len(fxq.text(short).splitlines()) == len(fxq.text(long).splitlines())
+        shown = ([line for line in fxq.text(graph).splitlines() if " = [" not in line] for graph in (short, long))
+        assert len({len(lines) for lines in shown}) == 1  # constants aside: those of equal value are one
         assert f"steps 2 to {STEPS - 2}" in fxq.text(long)
         assert len(fxq.text(long, steps=True).splitlines()) == len(long.graph.nodes) + 1
     assert f"at {STEPS} steps" in fxq.explain(many[0])
-    assert {name: buffer.shape for name, buffer in few[1].named_buffers()} == {name: b.shape for name, b in many[1].named_buffers()}
+    held = [{name: buffer.shape for name, buffer in forms[1].named_buffers() if buffer.dim()} for forms in (few, many)]
+    assert held[0] == held[1]
     files = [onnx.load(fxq.export_onnx(forms[1], tmp_path / f"{index}.onnx")) for index, forms in enumerate((few, many))]
     assert len(files[0].functions) == len(files[1].functions)
 

@@ -178,6 +178,8 @@ class _Sequence:
         """Return one direction of one layer: its outputs at all steps, in the order of the input, and its state after the last step."""
         build, (step, gates, _) = self.build, STEPS[self.kind]
         bias_ih, bias_hh = weights[2:4] if biases else (None, None)
+        if biases and self.kind != "gru":  # where both are added to the same sum, the first step has nothing else to add
+            bias_ih, bias_hh = build.host(torch.add, bias_ih, bias_hh), None
         projection = weights[-1] if len(weights) in (3, 5) else None
         limit = None if self.kind == "relu" or projection is not None or state[0] is not None else _limit(build, weights[1], bias_hh)
         given = build(linear, input, weights[0], bias_ih, demand=replace(INNER, limit=limit))
