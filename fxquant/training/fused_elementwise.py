@@ -113,7 +113,7 @@ def _form(value: Tensor | Deferred) -> Join | None:
         return Join(a, b, None, product=True, wide=wide) if isinstance(a, Tensor) and isinstance(b, Tensor) else None
     if role_of(primitive) is Role.CHANNEL_SCALING:
         a, weight, bias, trailing = arguments
-        fits = isinstance(a, Tensor) and a.dim() > 0 and trailing == 0 and weight.numel() == a.shape[-1]
+        fits = isinstance(a, Tensor) and a.dim() > 0 and trailing == 0 and weight.numel() == a.shape[-1] > 1
         if not fits:
             return None
         c = torch.zeros(a.shape[-1], dtype=torch.float64, device=a.device) if bias is None else bias.double()

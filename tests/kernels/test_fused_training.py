@@ -279,3 +279,23 @@ def test_nothing_is_counted_of_what_is_not_finite(number: float, word: str) -> N
     value[2, 500] = number
     with pytest.raises(ValueError, match=word):
         observe_together([HistogramObserver()], value, items=True)
+
+
+def test_a_product_with_one_number_of_tensors_with_one_column() -> None:
+    """Their last dimension has one element, as the number has; kernels for a number in each column must not read more than one."""
+    scaled = nn.Sequential(nn.Conv2d(8, 1024, 1), Times(0.167), nn.Conv2d(1024, 4, 1))
+    x = torch.randn(4, 8, 1, 1, generator=torch.Generator().manual_seed(0))
+    prepared, integer = compiled(scaled.eval(), [x], "bayes-e")
+    with fused_layers.unfused():
+        wanted = prepared(x)
+    assert torch.equal(prepared(x), wanted)
+    assert torch.equal(integer(x), wanted)
+
+
+class Times(nn.Module):
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.number
