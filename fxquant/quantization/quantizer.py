@@ -236,8 +236,7 @@ class Quantizer(TrainableScale):
 
     def chooser(self, observer: Observer) -> Observer:
         """Return an observer in the form that chooses a scale: for an output of the model, or by the method of calibration."""
-        samples = self.chosen_by in (Method.ERROR, Method.EACH)
-        return observer.of_output() if self.is_output and samples else observer.by(self.chosen_by)
+        return observer.of_output() if self.is_output else observer.by(self.chosen_by)
 
     def _choose(self) -> None:
         assert self.observer is not None
