@@ -62,9 +62,8 @@ class Options:
                      (`fxq.tuning.round_weights`). None: those of less than 8 bits; True: all, each kept if the outputs gain 0.2 dB
     correct_bias     whether biases compensate the mean shift of outputs by rounding (`fxq.tuning.correct_bias`); None: from 64 samples on
     choose_ranges    whether ranges are chosen by the method with which the outputs have the least noise: the squared error of all samples,
-                     the noise of each, the smallest and the largest value, the 99.99th or 99.995th percentile, or the Kullback-Leibler
-                     divergence. None: from 64 samples on. Unless it is False, the range of an input many of whose values round to 0 is
-                     divided by a power of two, if the outputs are nearer to float with it
+                     the noise of each, or the smallest and the largest value. None: from 64 samples on. Unless it is False, the range
+                     of an input many of whose values round to 0 is divided by a power of two, if the outputs are nearer to float with it
 
     Of what takes batches, of `fxq.tuning` and of the searches.
 

@@ -270,8 +270,8 @@ def _restoring(prepared: fx.GraphModule, always: bool = False) -> Iterator[None]
 # *All tensors but outputs, by one method* (`Method`). The squared error of all samples together is that of the samples with the largest
 # values. Where a third of the images holds values ten times the usual, that error keeps these and gives the other images a coarse step. The
 # noise of a sample in decibels, on average over samples, clips more of the largest values. Rare large values may carry what a network
-# finds, as those of a detector do, which the smallest and the largest value keep; or nothing, so that a percentile cuts them off. No method
-# is better for every network. Outputs of the model keep the range of the squared error.
+# finds, as those of a detector do, which the smallest and the largest value keep. No method is better for every network. Outputs of the
+# model keep the range of the squared error. Percentiles are no candidates: they cut off what other samples than these have.
 #
 # *An input many of whose values round to 0, divided by a power of two.* A few large values set the scale of such an input: a power
 # spectrogram, say. The squared error of the input is that of these values, so no observer cuts them off. What they do to the outputs is

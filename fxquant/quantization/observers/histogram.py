@@ -277,8 +277,7 @@ class HistogramObserver(Observer, names="histogram"):
             found = copy.copy(self)
             found.apart, found.worth = 1, 0.0
             return found
-        percentile = _PERCENTILES.get(method)
-        chooser = KLObserver(self.bins, self.sample) if percentile is None else PercentileObserver(percentile, self.bins, self.sample)
+        chooser = PercentileObserver(100.0, self.bins, self.sample)
         chooser._buffers = self._buffers
         return chooser
 
@@ -466,7 +465,6 @@ _GATHERING: Mapping[type[Observer], tuple[str, ...]] = {
 
 
 USUAL_PERCENTILE = 99.99
-_PERCENTILES = {Method.MIN_MAX: 100.0, Method.PERCENTILE: USUAL_PERCENTILE, Method.HIGHER_PERCENTILE: 99.995}
 
 
 class ThresholdObserver(HistogramObserver):

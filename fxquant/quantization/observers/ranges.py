@@ -117,9 +117,6 @@ class Method(Enum):
     ERROR = "the squared error of all samples"
     EACH = "the noise of each sample"
     MIN_MAX = "the smallest and the largest value"
-    PERCENTILE = "the 99.99th percentile"
-    HIGHER_PERCENTILE = "the 99.995th percentile"
-    KL = "the Kullback-Leibler divergence"
 
 
 class Observer(nn.Module):
