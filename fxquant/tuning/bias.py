@@ -199,7 +199,7 @@ def _correction(lesson: Lesson, operator: QuantizedOperator, way: str) -> Tensor
             wanted.append(real[:, ::apart])
             found.append((real - difference)[:, ::apart])
     mean = total / max(count, 1)
-    return (mean if not wanted or not count else _behind(clamp, torch.cat(wanted, 1), torch.cat(found, 1), mean)).float()
+    return (mean if clamp is None or not wanted else _behind(clamp, torch.cat(wanted, 1), torch.cat(found, 1), mean)).float()
 
 
 def _behind(clamp: Clamp, wanted: Tensor, found: Tensor, start: Tensor) -> Tensor:

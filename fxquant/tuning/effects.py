@@ -182,7 +182,7 @@ def _reduced(label: Tensor) -> Tensor:
 
 
 def _split(value: Tensor, label: Tensor) -> list[tuple[int, Tensor]]:
-    numbers = label.unique().tolist()
+    numbers = sorted(set(label.flatten().tolist()))
     fits = label.dim() == value.dim() and all(one in (1, size) for one, size in zip(label.shape, value.shape, strict=True))
     if not fits or not 1 < len(numbers) <= MOST:
         return [(0, value)]

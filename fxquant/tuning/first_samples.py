@@ -271,7 +271,7 @@ def _restoring(prepared: fx.GraphModule, always: bool = False) -> Iterator[None]
 # values. Where a third of the images holds values ten times the usual, that error keeps these and gives the other images a coarse step. The
 # noise of a sample in decibels, on average over samples, clips more of the largest values. Rare large values may carry what a network
 # finds, as those of a detector do, which the smallest and the largest value keep. No method is better for every network. Outputs of the
-# model keep the range of the squared error. Percentiles are no candidates: they cut off what other samples than these have.
+# model keep the range of the squared error. Percentiles are not candidates: they cut off values of other samples.
 #
 # *An input many of whose values round to 0, divided by a power of two.* A few large values set the scale of such an input: a power
 # spectrogram, say. The squared error of the input is that of these values, so no observer cuts them off. What they do to the outputs is
