@@ -195,9 +195,11 @@ class FloatOutputs:
     def __init__(self, prepared: fx.GraphModule, chunks: Sequence[Sequence[Any]]) -> None:
         self.prepared, self.chunks = prepared, chunks
         self.parts = Parts(prepared, chunks[0], State.FLOAT) if chunks else None
-        self.wanted = [self._parts_of(self.float_form(chunk)) for chunk in chunks]
+        with torch.no_grad():
+            self.wanted = [self.apart(self.float_form(chunk)) for chunk in chunks]
 
-    def _parts_of(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+    def apart(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the parts of floating-point outputs."""
         return [] if self.parts is None else [part for parts in self.parts.of(outputs) for _, part in parts]
 
     @property
@@ -208,7 +210,7 @@ class FloatOutputs:
     def noise(self, run: Run, chunks: Sequence[Sequence[Any]] | None = None) -> Noise:
         """Return the noise of the outputs of `run`, for the same inputs or those of `chunks`, one chunk at a time."""
         with torch.no_grad():
-            return Noise.of(self.wanted, (self._parts_of(run(chunk)) for chunk in (self.chunks if chunks is None else chunks)))
+            return Noise.of(self.wanted, (self.apart(run(chunk)) for chunk in (self.chunks if chunks is None else chunks)))
 
     def float_form(self, inputs: Sequence[Any]) -> list[Tensor]:
         """Return the outputs in float, with the changes that hooks on operators make (see `simulation`)."""

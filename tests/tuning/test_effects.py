@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fxquant as fxq
 from fxquant.reporting.effects import noise
 from fxquant.tuning.effects import FloatOutputs, Noise, best_of, is_lower
 from tests.shared import contract
@@ -91,3 +92,10 @@ def test_noise_is_pooled_over_samples() -> None:
     """A sample without a signal does not decide."""
     wanted, found = ([[torch.tensor([value])] for value in values] for values in ((10.0, 0.01), (11.0, 0.02)))
     assert abs(Noise.of(wanted, found).pooled - 1 / 100) < 1e-4
+
+
+def test_sensitivity_estimates_by_parts() -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(4, 3, 8, 8)
+    found = fxq.sensitivity(Detector().eval(), [inputs], "bayes-e", options=fxq.Options(measured=False), show_progress=False)
+    assert {"boxes.weight", "scores.weight"} <= {tensor.name for tensor in found.tensors}
