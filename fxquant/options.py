@@ -61,9 +61,9 @@ class Options:
     round_weights    whether weights are rounded so that their errors cancel on the first 64 samples and in the model's outputs
                      (`fxq.tuning.round_weights`). None: those of less than 8 bits; True: all, each kept if the outputs gain 0.2 dB
     correct_bias     whether biases compensate the mean shift of outputs by rounding (`fxq.tuning.correct_bias`); None: from 64 samples on
-    balance_samples  whether ranges minimize the noise of each sample in decibels, instead of the squared error of all. None: with 64
-                     samples or more, if that lowers the noise of the outputs. Unless it is False, the range of an input many of whose
-                     values round to 0 is divided by a power of two, if the outputs are nearer to float with it
+    choose_ranges    whether ranges are chosen by the method with which the outputs have the least noise: the squared error of all samples,
+                     the noise of each, or the smallest and the largest value. None: from 64 samples on. Unless it is False, the range
+                     of an input many of whose values round to 0 is divided by a power of two, if the outputs are nearer to float with it
 
     Of what takes batches, of `fxq.tuning` and of the searches.
 
@@ -89,7 +89,7 @@ class Options:
     equalize: bool = True
     round_weights: bool | None = None
     correct_bias: bool | None = None
-    balance_samples: bool | None = None
+    choose_ranges: bool | None = None
     batch_fn: Callable[[Any], Any] | None = None
     batch_size: int = 16
     seed: int = 0

@@ -22,7 +22,7 @@ from fxquant.numerics.grids import (
 )
 from fxquant.quantization.learning import LSQ, LSQ_PLUS, METHODS, Remembered, TrainableScale, method_of
 from fxquant.quantization.observers.histogram import HistogramObserver, beside, many_at_ends, observe_together, on_step
-from fxquant.quantization.observers.ranges import MinMaxObserver, MovingAverageMinMaxObserver, Observer, averaged, in_numbers
+from fxquant.quantization.observers.ranges import Method, MinMaxObserver, MovingAverageMinMaxObserver, Observer, averaged, in_numbers
 from fxquant.quantization.spec import FROZEN, STATISTICS
 
 FAR = 2.0  # times as far as a threshold
@@ -119,7 +119,7 @@ class Quantizer(TrainableScale):
         self.range = None if observer is None else observer.range_observer()
         self.others = nn.ModuleDict({} if observer is None else beside(observer))
         self.paused = False  # whether batches pass by unobserved
-        self.balanced = False  # whether the range is chosen by the noise of each sample, not by the squared error of all
+        self.chosen_by = Method.ERROR  # how the range is chosen from what was observed
         self.unseen = False  # whether it follows its batches, being too small for a sum that reads it
         self._was_zero, self._many = Remembered(False), Remembered((False, False))
         self.name, self.source, self.module_path = name, source, module
@@ -237,8 +237,8 @@ class Quantizer(TrainableScale):
             self.batches_used.copy_(self.range.count)
 
     def chooser(self, observer: Observer) -> Observer:
-        """Return an observer in the form that chooses a scale: for an output of the model, for balanced samples, for what reads it."""
-        chosen = observer.of_output() if self.is_output else observer.per_sample() if self.balanced else observer
+        """Return an observer in the form that chooses a scale: for an output of the model, or by calibration's method, for what reads it."""
+        chosen = observer.of_output() if self.is_output else observer.by(self.chosen_by)
         return chosen.read_by(self.read) if self.read else chosen
 
     def _choose(self) -> None:
@@ -250,22 +250,16 @@ class Quantizer(TrainableScale):
             self.assign(self.scale_by(observer, self.dtype))
 
     @property
-    def can_balance_samples(self) -> bool:
-        """Whether `balance_samples` can change the scale: it is observed by samples, and the tensor is not an output of the model."""
-        found = self.observer
-        return found is not None and found.observed and not self.frozen and not self.is_output and found.per_sample() is not found
+    def can_choose(self) -> bool:
+        """Whether calibration may choose another range than that of the least error: the default observer has found it."""
+        return type(self.observer) is HistogramObserver and self.observer.observed and not self.frozen
 
     @torch.no_grad()
-    def balance_samples(self, balanced: bool) -> None:
-        """Choose the scale from the observations by the noise of each sample, or by the pooled squared error, if it was the other one."""
-        if balanced != self.balanced:
-            self.balanced = balanced
+    def choose_by(self, method: Method) -> None:
+        """Choose the scale from the observations by this method, if it was another one."""
+        if method is not self.chosen_by:
+            self.chosen_by = method
             self._choose()
-
-    @property
-    def can_narrow(self) -> bool:
-        """Whether calibration may choose a narrower range than that of the least error: the default observer has found it."""
-        return type(self.observer) is HistogramObserver and self.observer.observed and not self.frozen
 
     @torch.no_grad()
     def narrow(self, factor: float) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.table import Table
-from torch import fx
+from torch import Tensor, fx
 
 from fxquant.analysis.fused import alike, recurrent_parts
 from fxquant.analysis.layers import GRAPH, layers
@@ -19,7 +19,7 @@ from fxquant.errors import Interrupted
 from fxquant.ir.graph import stage_of
 from fxquant.numerics.grids import EVERYTHING
 from fxquant.options import DEFAULTS, Options
-from fxquant.prepared.batches import as_batches, first_batches, length, no_batches
+from fxquant.prepared.batches import as_batches, first_batches, length, model_inputs, no_batches
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.spec import State
 from fxquant.reporting.advice import Advice, advise, grid_text, held_together, of_parts, quiet_channels
@@ -31,6 +31,7 @@ from fxquant.reporting.tensor_rules import Cures, Judged
 from fxquant.reporting.verdict import Verdict, causes_of, verdict_on
 from fxquant.support.arguments import COUNT, FLAG, POSITIVE, Kind, checked, such
 from fxquant.support.progress import in_one_piece, progress
+from fxquant.tuning.effects import Parts, is_real
 
 
 class Pairing:
@@ -44,7 +45,9 @@ class Pairing:
     limits       the interval of a tensor beyond which values make no difference to what reads it
     factors      for every name the exponents that its reference is multiplied by 2 to; None without any
     firsts       for a tensor of a later step of a recurrence, the name of the first one that is like it
-    seen         what was kept of each pair by the right form's name, and of each output
+    seen         what was kept of each pair by the right form's name, of each output, and of each part of one
+    whole        the graph from which parts of outputs are read; None where there is none
+    outputs      these parts, from the first batch on
     """
 
     def __init__(self, left: Form, right: Form, prepared: fx.GraphModule | None) -> None:
@@ -57,6 +60,7 @@ class Pairing:
         self.parts: frozenset[str] = frozenset()
         self.limits: dict[str, tuple[float, float]] = {}
         self.seen: dict[str, TensorStatistics] = {}
+        self.outputs: Parts | None = None
         model = right.model if isinstance(right, GraphForm) else None
         if model is not None:
             known = layers(model)
@@ -65,6 +69,7 @@ class Pairing:
             prepared = model if stage_of(model) == "PREPARED" else prepared
             if self.parts and prepared is not None and left.real:
                 self._compare_parts(prepared)
+        self.whole = prepared or model
         for name, operator in ({} if prepared is None else quantized_operators(prepared)).items():
             if operator.observed != EVERYTHING and self.factors.get(name, 0) is None:
                 self.limits[name] = operator.observed
@@ -104,7 +109,26 @@ class Pairing:
                     axis = None if reference.dim() < 2 else 1 if reference.dim() > 3 else -1  # of channels: after the batch in maps
                     self.seen[first] = TensorStatistics(None if known is None else known.grid, axis)
                 self.seen[first].add(shifted(reference, self.factors.get(name)), value)
+            for name, reference, value in self._parts(batch, index, mine, theirs):
+                self.seen.setdefault(name, TensorStatistics(None, None)).add(reference, value)
         return inputs, theirs
+
+    def _parts(self, batch: Any, index: int, mine: Values, theirs: Values) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield the name, the reference and the value of each part of a concatenated output."""
+        if self.whole is None:
+            return
+        if self.outputs is None:
+            state = State.FLOAT if stage_of(self.whole) == "PREPARED" else None
+            self.outputs = Parts(self.whole, model_inputs(self.whole, batch, index), state)
+        names = [name for name, value in theirs.items() if name.startswith("output ") and is_real(value) and is_real(mine.get(name))]
+        same = all(mine[name].shape == theirs[name].shape for name in names)
+        if not same or len(names) != len(self.outputs.labels):
+            return
+        both = [self.outputs.of([side[name] for name in names]) for side in (mine, theirs)]
+        for name, references, values in zip(names, *both, strict=True):
+            for (number, reference), (_, value) in zip(references, values, strict=True) if len(references) > 1 else ():
+                source = self.outputs.names.get(number, "constant").removesuffix("_dequantize")
+                yield f"{name} (%{source})", reference, value
 
     def effects(self, inputs: list[Any], values: Values) -> Effects:
         """Return the effects of errors of single tensors on the outputs, on one batch."""
@@ -115,7 +139,7 @@ class Pairing:
         }
         results = {int(name.removeprefix("output ")): value for name, value in values.items() if name.startswith("output ")}
         assert isinstance(self.left, GraphForm)
-        return Effects(self.left, inputs, others, results)
+        return Effects(self.left, inputs, others, results, self.outputs)
 
     def judged(self) -> list[Judged]:
         """Return the pairs in the order of the right form, one for tensors of a recurrence that are alike."""

@@ -1,6 +1,6 @@
 """The effect of one tensor alone on the outputs: one batch is run through the float model with that tensor changed.
 
-effect = mean over outputs of Σ(y' - y)² / Σy²
+effect = mean over parts of the outputs of Σ(y' - y)² / Σy²
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fxquant.analysis.recording import GraphForm, Seen, outputs, still
 from fxquant.ir.graph import is_parameter, resolve
 from fxquant.reporting.model_forms import shifted
 from fxquant.reporting.statistics import Steps
-from fxquant.tuning.effects import Noise, is_real
+from fxquant.tuning.effects import Noise, Parts, is_real
 
 Change = Callable[[str, Any, tuple[Any, ...]], Any]  # of a tensor's name, its value and what its node read
 
@@ -42,15 +42,29 @@ class Effects:
     """The float side and one batch; each question is one run.
 
     others   the other form's tensors on this side's scale, by this side's names
+    parts    of the outputs, which count alike
     outputs  what the float side returns; noise is how far `results`, what the other form returns by its place, are from it
     """
 
-    def __init__(self, form: GraphForm, inputs: Sequence[Any], others: Mapping[str, Tensor], results: Mapping[int, Tensor]) -> None:
+    def __init__(
+        self, form: GraphForm, inputs: Sequence[Any], others: Mapping[str, Tensor], results: Mapping[int, Tensor], parts: Parts | None
+    ) -> None:
         self.model, self.nodes, self.inputs, self.others = form.model, form.nodes, list(inputs), others
-        self.state = form.state
+        self.state, self.parts = form.state, parts
         self.outputs = self._run((), lambda name, value, read: value)
         there = [place for place in results if place < len(self.outputs)]
-        self.noise = noise([self.outputs[place] for place in there], [results[place].to(self.outputs[place].device) for place in there])
+        changed = [results[place].to(self.outputs[place].device) for place in there]
+        self.noise = self.distance(changed, [self.outputs[place] for place in there])
+
+    def distance(self, found: Sequence[Tensor], wanted: Sequence[Tensor] | None = None) -> float:
+        """Return the mean noise of the parts of these outputs, given those that are wanted, by default the float side's."""
+        return noise(*(self._apart(side) for side in (self.outputs if wanted is None else wanted, found)))
+
+    def _apart(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        real = [value for value in outputs if is_real(value)]
+        if self.parts is None or len(real) != len(self.parts.labels):
+            return outputs
+        return [part for parts in self.parts.of(real) for _, part in parts]
 
     def of_grids(self, grids: Mapping[str, tuple[Steps, Tensor | None]]) -> float:
         """That of rounding several tensors at once, each into its grid, which it is multiplied by 2 to the exponents for."""
@@ -156,7 +170,7 @@ class Effects:
     def of_batch_statistics(self, name: str, mended: Sequence[str] = ()) -> float:
         """That of the batch's own mean and variance in place of the running ones of a batch norm, where others have theirs already."""
         wanted = self._run(mended, self._with_own) if mended else self.outputs
-        return noise(wanted, self._run((*mended, name), self._with_own))
+        return self.distance(self._run((*mended, name), self._with_own), wanted)
 
     def _with_own(self, name: str, value: Any, read: tuple[Any, ...]) -> Tensor:
         norm = resolve(self.model, str(self.nodes[name].target))
@@ -189,7 +203,7 @@ class Effects:
         return list(outputs(result).values())
 
     def _effect(self, names: Collection[str], change: Change) -> float:
-        return noise(self.outputs, self._run(names, change))
+        return self.distance(self._run(names, change))
 
 
 def _rounded(value: Any, steps: Steps, exponents: Tensor | None) -> Any:

@@ -22,7 +22,7 @@ from fxquant.numerics.rounding import AdaptiveRounding, Nearest
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.spec import State
 from fxquant.reporting.advice import WORTH
-from fxquant.reporting.effects import Effects, noise
+from fxquant.reporting.effects import Effects
 from fxquant.reporting.statistics import LayerComparison, Steps, ratio, sqnr_of
 from fxquant.reporting.tensor_rules import Judged
 from fxquant.support.progress import progress
@@ -46,10 +46,10 @@ OF_WEIGHTS = ("rounding of weights", "AdaRound")
 
 @dataclass(frozen=True)
 class Verdict:
-    """The quality of the outputs, given by the worst floating-point output.
+    """The quality of the outputs, given by the worst floating-point output, or part of one.
 
     grade   "good", "visible" or "poor", by the thresholds GOOD and VISIBLE
-    output  the name of the worst output
+    output  the name of the worst output, or of the part of one: "output 0 (%sigmoid)"
     sqnr    its signal-to-noise ratio in dB
     causes  what its noise consists of, where it is not good and no single layer stands out
     tries   names of the parts of `fxq.tune` to try first by these causes
@@ -218,7 +218,7 @@ def _corrections(prepared: fx.GraphModule, batch: Any, effects: Effects) -> Iter
     inputs = form.inputs(batch, 0)
 
     def measured() -> float:
-        return noise(effects.outputs, list(form.run(inputs, Wanted.of("outputs", real=True)).values()))
+        return effects.distance(list(form.run(inputs, Wanted.of("outputs", real=True)).values()))
 
     with_all = measured()
     for name, (setting, has) in kinds.items():

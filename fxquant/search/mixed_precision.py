@@ -24,7 +24,7 @@ from fxquant.target import Target
 from fxquant.tuning.checkpoint import Checkpoint, model_digest
 from fxquant.tuning.choices import ACTIVATION, WEIGHT, Choices, bits
 from fxquant.tuning.effects import decibels, outputs_of
-from fxquant.tuning.first_samples import FirstSamples, is_balanced
+from fxquant.tuning.first_samples import FirstSamples, method_of
 from fxquant.tuning.walk import inputs_of
 
 _NONE = NUMBER.or_none("no limit")
@@ -361,8 +361,7 @@ class Work:
         for operator in quantized_operators(found).values():
             if not operator.plain:
                 operator.output.require()
-        balanced = replace(options, balance_samples=is_balanced(self.prepared))
-        first = FirstSamples(found, balanced, observed=True)  # as calibration does
+        first = FirstSamples(found, options, observed=True, method=method_of(self.prepared))  # as calibration does
         for inputs in self.samples:
             first.take(inputs)
         first.use(False, False)

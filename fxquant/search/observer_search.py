@@ -22,7 +22,7 @@ from fxquant.support.progress import progress
 from fxquant.target import Target
 from fxquant.tuning.checkpoint import Checkpoint, call_of
 from fxquant.tuning.choices import ACTIVATION, Choice, Choices
-from fxquant.tuning.effects import FloatOutputs, best_of, decibels, outputs_of
+from fxquant.tuning.effects import FloatOutputs, Noise, best_of, decibels, outputs_of
 from fxquant.tuning.simulation import grid_for, rounded, taking_over
 from fxquant.tuning.walk import Samples
 
@@ -179,12 +179,12 @@ def _trial(reference: FloatOutputs, choice: Choice, observers: Mapping[str, Any]
     """Measure the noise of each observer for one tensor; observers with the same grid are measured once."""
     quantizer = choice.operators[0].output
     before = label(quantizer.observer)
-    seen: dict[tuple[float, int], float] = {}
+    seen: dict[tuple[float, int], Noise] = {}
     noise = {}
 
-    def measured(grid: Grid) -> float:
+    def measured(grid: Grid) -> Noise:
         with rounded({choice.name: choice}, {choice.name: grid}):
-            return reference.noise(reference.float_form).pooled
+            return reference.noise(reference.float_form)
 
     for name, observer in observers.items():
         grid = grid_for(quantizer, choice.dtype, ActivationConfig(observer=observer))
@@ -194,7 +194,7 @@ def _trial(reference: FloatOutputs, choice: Choice, observers: Mapping[str, Any]
         noise[name] = seen[key]
     if before not in noise:
         noise[before] = measured(quantizer.grid)
-    return ObserverTrial(choice.name, noise, before, best_of(noise, before))
+    return ObserverTrial(choice.name, {name: each.pooled for name, each in noise.items()}, before, best_of(noise, before))
 
 
 _TELLING: Mapping[Any, str] = {kinds.PercentileObserver: "percentile", kinds.LpObserver: "p", kinds.ClipStdObserver: "deviations"}

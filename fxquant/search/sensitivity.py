@@ -285,7 +285,7 @@ def _estimated(reference: FloatOutputs, wanted: Sequence[Choice], seed: int) -> 
         for inputs in reference.chunks:
             seen.clear()
             with torch.enable_grad(), torch.inference_mode(False):
-                probe = _probe(reference.float_form(inputs), power, generator)
+                probe = _probe(reference.apart(reference.float_form(inputs)), power, generator)
                 known = [value for _, value, _ in seen]
                 gradients = torch.autograd.grad(probe, known, allow_unused=True) if known and probe.requires_grad else [None] * len(known)
             for (choice, value, arguments), gradient in zip(seen, gradients, strict=True):

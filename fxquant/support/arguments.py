@@ -325,7 +325,7 @@ KINDS: dict[str, Kind] = {
     "real": FLAG,
     "round_weights": FLAG.or_none("those of less than 8 bits are"),
     "correct_bias": FLAG.or_none("biases are, by 64 samples or more"),
-    "balance_samples": FLAG.or_none("ranges are, by 64 samples or more, where the outputs have less noise with it"),
+    "choose_ranges": FLAG.or_none("ranges are, by 64 samples or more"),
     "runtime": choice("onnxruntime", "onnxruntime, 2 threads", "onnxruntime, no optimisation", "reference").or_none("onnxruntime"),
     "sample": POSITIVE,
     "scale": NUMBER.or_none("it is observed"),

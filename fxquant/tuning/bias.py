@@ -11,14 +11,15 @@ Where limits are fused into the operator, as of a ReLU6, means are matched after
 A rectifier turns noise of mean zero into noise with a positive mean. So matching means before the limits leaves a shift after them, which
 the next layers accumulate. The left side grows with c, and Newton's method finds c for each channel.
 
-Layers are corrected one after the other. Then all corrections are judged together by the outputs of the model on held-out samples
-(`effects`): corrections that do not lower the noise are halved, and dropped if that does not lower it either.
+Layers are corrected one after the other. Where limits are fused this is done a second time, with means that are matched before them. Then
+the corrections of each way, all of them or half of each, are judged by the outputs of the model on held-out samples (`effects`): the best
+are kept, and none where none of the four clearly lowers the noise.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -47,13 +48,17 @@ from fxquant.tuning.walk import (
     arguments_of,
     bound_arguments,
     by_channel,
+    constant_arguments,
     layer_units,
     real_result,
     taken,
     weight_of,
 )
 
-SHARES = (1.0, 0.5)  # of the corrections, which the outputs judge in this order
+WAYS = AFTER, BEFORE = "after", "before"  # the fused limits, where means are matched
+SHARES = (1.0, 0.5)  # of the corrections
+
+_Way = tuple[list[TunedLayer], dict[str, list[float]]]  # a row for each layer, and the corrections of those that are better with it
 NEWTON = 6  # steps: the mean behind limits is nearly linear in what is added
 FEWEST = 0.05  # of a channel's values that are taken to lie within the limits, at least: what is always cut off has no slope
 PLACES = 2**15  # of a channel, about, by which means behind limits are matched
@@ -118,43 +123,48 @@ def _correct(
 ) -> TuningResult:
     outputs, operators = FloatOutputs(prepared, judging), tuned.operators
     before, previous = outputs.measure(), {name: operator.weight_quantizer.correction for name, operator in operators.items()}
-    exact, real = Walk(prepared, samples.chunks, exact=True), Walk(prepared, samples.chunks, exact=False)
-    units = layer_units(prepared)
-    found, skipped = [], []
-    for unit in progress(units, len(units), "correcting biases", show_progress):
-        operator = operators[unit.weighted[0].name]
-        known = checkpoint.at(unit.name, partial(_found, unit, samples, exact, real, operator))
-        if known is None:
-            skipped.append((unit.name, "its channels are not those of its weight"))
-            continue
-        row = TunedLayer(**{**known["row"], "layers": tuple(known["row"]["layers"])})
-        if row.kept:
-            _put(operator, known["value"])
-        found.append(row)
-    shares = _shares(operators, {row.layers[0]: previous[row.layers[0]] for row in found if row.kept})
-    rows = judged(outputs, before, found, tuned.undo, ("biases", "corrected"), shares)
-    result = TuningResult("correct_bias", rows, tuple(skipped), exact.largest + real.largest)
+    units, ways, skipped, memory = layer_units(prepared), dict[str, _Way](), dict[str, str](), 0
+
+    def put(way: str, share: float) -> list[TunedLayer]:
+        rows, values = ways[way]
+        for name, had in previous.items():
+            operators[name].weight_quantizer.correct(had)
+            if name in values:
+                start = torch.zeros(()) if had is None else had.value.cpu()
+                _put(operators[name], start + share * (torch.tensor(values[name], dtype=torch.float32, device="cpu") - start))
+        return rows
+
+    limited = any(constant_arguments(prepared, unit.weighted[0], operators[unit.weighted[0].name]).get("clamp") for unit in units)
+    used = WAYS if limited else WAYS[:1]  # without limits both are the same
+    for way in progress(used, len(used), "correcting biases", show_progress):
+        exact, real = Walk(prepared, samples.chunks, exact=True), Walk(prepared, samples.chunks, exact=False)
+        ways[way] = [], {}
+        put(way, 0.0)
+        for unit in units:
+            operator = operators[unit.weighted[0].name]
+            known = checkpoint.at(f"{way} {unit.name}", partial(_found, unit, samples, exact, real, operator, way))
+            if known is None:
+                skipped[unit.name] = "its channels are not those of its weight"
+                continue
+            row = TunedLayer(**{**known["row"], "layers": tuple(known["row"]["layers"])})
+            ways[way][0].append(row)
+            if row.kept:
+                _put(operator, known["value"])
+                ways[way][1][operator.name] = known["value"]
+        memory = max(memory, exact.largest + real.largest)
+    attempts = {f"{way} their limits{' by half' * (share < 1)}": partial(put, way, share) for way in used for share in SHARES}
+    rows = max((rows for rows, _ in ways.values()), key=lambda rows: sum(row.kept for row in rows))
+    result = TuningResult(
+        "correct_bias", judged(outputs, before, rows, tuned.undo, ("biases", "corrected"), attempts), tuple(skipped.items()), memory
+    )
     logger.debug("%s", result)
     return result
 
 
-def _shares(operators: Mapping[str, QuantizedOperator], previous: Mapping[str, BiasCorrection | None]) -> list[Callable[[], None]]:
-    """Return functions that put all corrections, or half of each, into layers that had `previous` ones."""
-    tuned = {name: correction.value.clone() for name in previous if (correction := operators[name].weight_quantizer.correction) is not None}
-
-    def put(share: float) -> None:
-        for name, value in tuned.items():
-            had = previous[name]
-            start = torch.zeros_like(value) if had is None else had.value
-            _put(operators[name], start + share * (value - start))
-
-    return [partial(put, share) for share in SHARES]
-
-
-def _found(unit: Unit, samples: Samples, exact: Walk, real: Walk, operator: QuantizedOperator) -> dict[str, Any] | None:
+def _found(unit: Unit, samples: Samples, exact: Walk, real: Walk, operator: QuantizedOperator, way: str) -> dict[str, Any] | None:
     """Return the outcome for one layer, as a file holds it: its row, and what is added to its bias if that is better."""
     lesson = Lesson(unit, samples, exact, real)
-    correction = _correction(lesson, operator)
+    correction = _correction(lesson, operator, way)
     if correction is None:
         return None
     row = _tried(lesson, operator, correction)
@@ -169,8 +179,8 @@ def _put(operator: QuantizedOperator, value: list[float] | Tensor) -> None:
 
 
 @torch.no_grad()
-def _correction(lesson: Lesson, operator: QuantizedOperator) -> Tensor | None:
-    """Return what is to be added, shape (C,): with it means over what is learned from are those of float, behind the fused limits."""
+def _correction(lesson: Lesson, operator: QuantizedOperator, way: str) -> Tensor | None:
+    """Return the bias correction (C,) that matches means of the learning samples after the fused limits, or before them."""
     node, learning = lesson.unit.weighted[0], lesson.samples.learning
     total, count = torch.zeros((), device="cpu", dtype=torch.float32), 0
     wanted, found, clamp = [], [], None
@@ -184,12 +194,12 @@ def _correction(lesson: Lesson, operator: QuantizedOperator) -> Tensor | None:
             return None
         difference = _without_outliers(real - integer)
         total, count = total + difference.sum(1), count + difference.shape[1]
-        if clamp is not None:
+        if clamp is not None and way == AFTER:
             apart = max(1, real.shape[1] * len(learning) // PLACES) | 1  # odd: it meets every column of an image
             wanted.append(real[:, ::apart])
             found.append((real - difference)[:, ::apart])
     mean = total / max(count, 1)
-    return (mean if clamp is None or not count else _behind(clamp, torch.cat(wanted, 1), torch.cat(found, 1), mean)).float()
+    return (mean if clamp is None or not wanted else _behind(clamp, torch.cat(wanted, 1), torch.cat(found, 1), mean)).float()
 
 
 def _behind(clamp: Clamp, wanted: Tensor, found: Tensor, start: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import networkx
@@ -17,7 +18,7 @@ from fxquant.support.arguments import POSITIVE, checked
 from fxquant.support.progress import progress
 from fxquant.tuning.checkpoint import LayerCheckpoint, call_of
 from fxquant.tuning.choices import tuning
-from fxquant.tuning.effects import FloatOutputs, is_lower, judged
+from fxquant.tuning.effects import FloatOutputs, Noise, is_lost, judged
 from fxquant.tuning.learning import Settings, Student
 from fxquant.tuning.result import TunedLayer, TuningResult
 from fxquant.tuning.walk import Lesson, Unit, Walk, layer_units, shared_weights, taken, weighted_nodes
@@ -63,7 +64,7 @@ def learn(
                     continue
                 if row.kept:
                     known.learned(row).put(prepared, unit)
-                    noise = min(noise, outputs.measure())
+                    noise = max(noise, outputs.measure(), key=attrgetter("level"))
                 for _ in range(settings.steps):
                     yield
 
@@ -74,19 +75,19 @@ def learn(
 
 
 def _taught(
-    lesson: Lesson, settings: Settings, seed: int, known: LayerCheckpoint, outputs: FloatOutputs, noise: float
-) -> Generator[None, None, float]:
+    lesson: Lesson, settings: Settings, seed: int, known: LayerCheckpoint, outputs: FloatOutputs, noise: Noise
+) -> Generator[None, None, Noise]:
     """Train one unit, and keep what it learned if its error falls and the outputs are not clearly noisier; return their least noise."""
     before, student = lesson.error(), Student(lesson, settings, seed)
     yield from student.study()
     learned, after = student.settled(lesson.error)
     learned_noise = outputs.measure()
-    kept = after < before and not is_lower(noise, learned_noise)
+    kept = after < before and not is_lost(learned_noise, noise)
     if not kept:
         student.undo()
     names = tuple(node.name for node in lesson.unit.weighted)
     known.add(TunedLayer(lesson.unit.name, names, before, after, kept, lesson.signal()), learned if kept else None)
-    return min(noise, learned_noise) if kept else noise
+    return max(noise, learned_noise, key=attrgetter("level")) if kept else noise
 
 
 def left_out(prepared: fx.GraphModule) -> dict[str, str]:

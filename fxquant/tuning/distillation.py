@@ -86,7 +86,7 @@ def distill(
             pass
         after, names = outputs.measure(), tuple(node.name for node in nodes)
         pupil.settle()  # after weights have seen what they are in steps of the last gains
-        row = TunedLayer(prepared.graph.output_node().name, names, before, after, True, 1.0)
+        row = TunedLayer(prepared.graph.output_node().name, names, before.pooled, after.pooled, True, 1.0)
         rows = judged(outputs, before, [row], tuned.undo, ("weights", "learned by distillation"))
         return TuningResult("distill", rows, tuple(skipped.items()), losses=tuple(pupil.losses))
 

@@ -1,6 +1,8 @@
 """The effect of a change on a model's outputs: how far they are from what they were.
 
-    noise of an output    Σ(y' - y)² / Σy²,   y' with the change
+    noise of a part    Σ(y' - y)² / Σy² over all samples,   y' with the change
+
+A part is an output, or one of the tensors that an output concatenates: boxes and scores, say, each of which has its own scale.
 
 A change is anything that makes outputs differ: integers in place of floats, one tensor or weight that is rounded, a range, a bias. Advice,
 the searches, and all that calibration and tuning choose by the outputs measure it here, on samples that nothing was learned from.
@@ -18,28 +20,39 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from fxquant.analysis.recording import still
-from fxquant.ir.graph import by_name
+from fxquant.analysis.recording import Seen, still
+from fxquant.ir.graph import by_name, reads_shape_only
 from fxquant.ir.model import autocast_off
+from fxquant.ops import carried
+from fxquant.ops.core.boundary import DEQUANTIZE, QUANTIZE
+from fxquant.prepared.stage import record_of
 from fxquant.quantization.spec import State
 from fxquant.support import logger
 from fxquant.tuning.result import TunedLayer
+from fxquant.tuning.walk import Values, run
 
 GAIN = 0.2228  # dB at the outputs, 5 % of the noise: what a range, an observer or a tuning has to gain; a few samples tell it from chance
+QUIET = 1e-8  # noise of a part that counts as none
+MOST = 16  # parts of an output: one of more is a stack of tensors that are alike, and judged as a whole
 
 Candidate = TypeVar("Candidate")
 Run = Callable[[Sequence[Any]], list[Tensor]]  # from a model's inputs to its floating-point outputs
 
 
-def is_lower(after: float, before: float) -> bool:
-    """Return whether noise is lower than before by more than `GAIN` dB."""
-    return after < before * 10 ** (-GAIN / 10)
+def is_lower(after: Noise, before: Noise) -> bool:
+    """Return whether the parts gain more than `GAIN` dB on average, and none of them loses as much."""
+    return after.level - before.level > GAIN and not is_lost(after, before)
 
 
-def best_of(noise: Mapping[Candidate, float], usual: Candidate) -> Candidate:
-    """Return the candidate with the least noise if that is clearly lower than the usual one's, else the usual one."""
-    best = min(noise, key=noise.__getitem__)
-    return best if is_lower(noise[best], noise[usual]) else usual
+def is_lost(after: Noise, before: Noise) -> bool:
+    """Return whether any part loses more than `GAIN` dB."""
+    return any(one > other * 10 ** (GAIN / 10) for one, other in zip(after.floored, before.floored, strict=True))
+
+
+def best_of(noise: Mapping[Candidate, Noise], usual: Candidate) -> Candidate:
+    """Return the candidate with the least noise on average, of those with which no part loses, if that is clearly lower; else the usual."""
+    lower = [each for each in noise if each != usual and is_lower(noise[each], noise[usual])]
+    return max(lower, key=lambda each: noise[each].level, default=usual)
 
 
 def decibels(noise: float) -> float:
@@ -65,36 +78,42 @@ def outputs_of(prepared: fx.GraphModule, inputs: Sequence[Any], state: State | N
 
 @dataclass(frozen=True)
 class Noise:
-    """The squared errors Σ(y' - y)² and the powers Σy² of each output in each chunk of samples, where y is finite.
+    """The squared errors Σ(y' - y)² and the powers Σy² of the parts of the outputs over all samples, where y is finite.
 
-    Where only y' is not finite, the error is infinite. An output whose power is 0 has its squared error in place of a ratio.
+    Where only y' is not finite, the error is infinite. A part whose power is 0 has its squared error in place of a ratio.
     """
 
-    errors: tuple[tuple[float, ...], ...]
-    powers: tuple[tuple[float, ...], ...]
+    errors: tuple[float, ...]
+    powers: tuple[float, ...]
 
     @staticmethod
     def of(wanted: Iterable[Sequence[Tensor]], found: Iterable[Sequence[Tensor]]) -> Noise:
-        """Return the noise of outputs, for each chunk those that are wanted and those that were found."""
+        """Return the noise of parts, given those that are wanted and those that were found for each chunk of samples."""
         chunks = [[_error_and_power(*pair) for pair in zip(*both, strict=True)] for both in zip(wanted, found, strict=True)]
-        return Noise(*(tuple(tuple(pair[part] for pair in chunk) for chunk in chunks) for part in (0, 1)))
+        sums = [tuple(map(sum, zip(*part, strict=True))) for part in zip(*chunks, strict=True)]
+        return Noise(tuple(error for error, _ in sums), tuple(power for _, power in sums))
 
     @property
-    def outputs(self) -> tuple[float, ...]:
-        """The noise to signal ratio of each output over all chunks, without outputs that are 0 and remain so."""
-        sums = zip(map(sum, zip(*self.errors, strict=True)), map(sum, zip(*self.powers, strict=True)), strict=True)
-        return tuple(error / (power or 1.0) for error, power in sums if error or power)
+    def parts(self) -> tuple[float, ...]:
+        """The noise to signal ratio of each part."""
+        return tuple(error / (power or 1.0) for error, power in zip(self.errors, self.powers, strict=True))
+
+    @property
+    def floored(self) -> tuple[float, ...]:
+        """The noise to signal ratio of each part, at least `QUIET`."""
+        return tuple(max(part, QUIET) for part in self.parts)
 
     @property
     def pooled(self) -> float:
-        """The mean of `outputs`; 0 without any."""
-        return sum(self.outputs) / len(self.outputs) if self.outputs else 0.0
+        """The mean over parts, without parts that are 0 and remain so; 0 without any."""
+        there = [part for part, error, power in zip(self.parts, self.errors, self.powers, strict=True) if error or power]
+        return sum(there) / len(there) if there else 0.0
 
     @property
-    def mean(self) -> float:
-        """The mean over chunks and outputs, so that a chunk counts the same, however large its values are; 0 without any."""
-        pairs = [pair for both in zip(self.errors, self.powers, strict=True) for pair in zip(*both, strict=True)]
-        return sum(error / (power or 1.0) for error, power in pairs) / len(pairs) if pairs else 0.0
+    def level(self) -> float:
+        """The mean signal to noise ratio of the parts that are not 0, in dB; infinite without noise."""
+        there = [part for part, error, power in zip(self.floored, self.errors, self.powers, strict=True) if error or power]
+        return sum(map(decibels, there)) / len(there) if any(self.errors) else math.inf
 
 
 def _error_and_power(wanted: Tensor, changed: Tensor) -> tuple[float, float]:
@@ -106,13 +125,82 @@ def _error_and_power(wanted: Tensor, changed: Tensor) -> tuple[float, float]:
     return (math.inf if math.isnan(error) else error), float(reference.square().sum())
 
 
-class Outputs:
-    """The floating-point outputs of a model for some chunks of inputs, from which those of a changed model are so far."""
+# ---- Parts of outputs: a fact of the graph -------------------------------------------------------------------------------
 
-    def __init__(self, run: Run, chunks: Sequence[Sequence[Any]]) -> None:
-        self.chunks = chunks
+
+class Parts:
+    """The parts of a model's outputs, of a prepared model or a traced graph.
+
+    Numbers in place of the tensors that only copying operators read, such as concatenations and reshapes, arrive where their elements are.
+
+    labels  for each floating-point output the number of each element's part; of size 1 in dimensions along which that is the same
+    names   by number, the node of the tensor that is the part
+    """
+
+    def __init__(self, model: fx.GraphModule, inputs: Sequence[Any], state: State | None = None) -> None:
+        copied, values, numbers = _copied(model), Values(), dict[fx.Node, int]()
+
+        def see(node: fx.Node, value: Any, read: tuple[Any, ...]) -> Any:
+            if node in copied:
+                values[node] = run(model, node, values, exact=False)
+            elif any(user in copied or user.op == "output" for user in node.users):
+                values[node] = torch.full_like(value, numbers.setdefault(node, len(numbers) + 1)) if is_real(value) else value
+            return value
+
+        with torch.no_grad(), still(model, state), autocast_off():
+            Seen(model, see).run(*inputs)
+        (output,) = model.graph.find_nodes(op="output")
+        self.labels = [_reduced(value) for value in real_outputs(fx.map_arg(output.args, values.get))]
+        self.names = {number: node.name for node, number in numbers.items()}
+
+    def of(self, outputs: Sequence[Tensor]) -> list[list[tuple[int, Tensor]]]:
+        """Return the parts of each floating-point output with their numbers; an output without parts is its only one."""
+        return [_split(value, label) for value, label in zip(outputs, self.labels, strict=True)]
+
+
+def _copied(model: fx.GraphModule) -> set[fx.Node]:
+    """Return the nodes that only copy elements, which only leave the model."""
+    ends: set[fx.Node] = set()
+    found: set[fx.Node] = set()
+    for node in reversed(model.graph.nodes):
+        operator = record_of(model, node)
+        copies = operator is not None and (bool(carried(operator)) or operator in (QUANTIZE, DEQUANTIZE))
+        if node.op == "output" or reads_shape_only(node):
+            ends.add(node)
+        elif copies and node.users and ends.issuperset(node.users):
+            ends.add(node)
+            found.add(node)
+    return found
+
+
+def _reduced(label: Tensor) -> Tensor:
+    """Return the label with one element for each dimension along which it is the same."""
+    for dim in range(label.dim()):
+        first = label.narrow(dim, 0, min(1, label.shape[dim]))
+        label = first if bool((label == first).all()) else label
+    return label
+
+
+def _split(value: Tensor, label: Tensor) -> list[tuple[int, Tensor]]:
+    numbers = sorted(set(label.flatten().tolist()))
+    fits = label.dim() == value.dim() and all(one in (1, size) for one, size in zip(label.shape, value.shape, strict=True))
+    if not fits or not 1 < len(numbers) <= MOST:
+        return [(0, value)]
+    return [(int(number), value[(label == number).to(value.device).expand_as(value)]) for number in numbers]
+
+
+class FloatOutputs:
+    """The floating-point outputs of a prepared model in its float form for some chunks of inputs, from which others are so far."""
+
+    def __init__(self, prepared: fx.GraphModule, chunks: Sequence[Sequence[Any]]) -> None:
+        self.prepared, self.chunks = prepared, chunks
+        self.parts = Parts(prepared, chunks[0], State.FLOAT) if chunks else None
         with torch.no_grad():
-            self.wanted = [run(chunk) for chunk in chunks]
+            self.wanted = [self.apart(self.float_form(chunk)) for chunk in chunks]
+
+    def apart(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the parts of floating-point outputs."""
+        return [] if self.parts is None else [part for parts in self.parts.of(outputs) for _, part in parts]
 
     @property
     def there(self) -> bool:
@@ -122,54 +210,48 @@ class Outputs:
     def noise(self, run: Run, chunks: Sequence[Sequence[Any]] | None = None) -> Noise:
         """Return the noise of the outputs of `run`, for the same inputs or those of `chunks`, one chunk at a time."""
         with torch.no_grad():
-            return Noise.of(self.wanted, (run(chunk) for chunk in (self.chunks if chunks is None else chunks)))
-
-
-class FloatOutputs(Outputs):
-    """The outputs of a prepared model in its float form."""
-
-    def __init__(self, prepared: fx.GraphModule, chunks: Sequence[Sequence[Any]]) -> None:
-        self.prepared = prepared
-        super().__init__(self.float_form, chunks)
+            return Noise.of(self.wanted, (self.apart(run(chunk)) for chunk in (self.chunks if chunks is None else chunks)))
 
     def float_form(self, inputs: Sequence[Any]) -> list[Tensor]:
         """Return the outputs in float, with the changes that hooks on operators make (see `simulation`)."""
         return outputs_of(self.prepared, inputs, State.FLOAT)
 
-    def measure(self) -> float:
-        """Return the mean noise of the model in its present state, with what it has been given by now."""
-        return self.noise(partial(outputs_of, self.prepared)).mean
+    def measure(self) -> Noise:
+        """Return the noise of the model in its present state, with what it has been given by now."""
+        return self.noise(partial(outputs_of, self.prepared))
 
 
 def judged(
     outputs: FloatOutputs,
-    before: float,
+    before: Noise,
     rows: Sequence[TunedLayer],
     undo: Callable[[], None],
     what: tuple[str, str],
-    attempts: Sequence[Callable[[], None]] = (lambda: None,),
+    attempts: Mapping[str, Callable[[], Sequence[TunedLayer]]] | None = None,
 ) -> tuple[TunedLayer, ...]:
     """Return the rows of a tuning method if it makes the outputs clearly better; else call `undo`, and return rows that are not kept.
 
     `before` is the noise of the outputs without it; `what` is the subject and the participle of the log line. Of several `attempts`, which
-    each put something else into the model, the first that is clearly better stays. If the model has no floating point outputs to judge by,
-    the first stays.
+    each put something else into the model and return its rows, the best stays; its name says how. If the model has no floating-point
+    outputs to judge by, the first stays.
     """
-    kept = sum(row.kept for row in rows)
-    if not kept:
+    if not any(row.kept for row in rows):
         return tuple(rows)
-    for attempt in attempts:
+    attempts, noise, usual = attempts or {"as found": lambda: rows}, {"": before}, ""
+    for name, attempt in attempts.items():
         attempt()
-        after = outputs.measure()
-        if is_lower(after, before) or not outputs.there:
-            logger.info(
-                "%s are %s in %d of %d layers%s: on held-out samples the outputs have %.1f dB, and had %.1f dB",
-                *what, kept, len(rows), "" if attempt is attempts[0] else " by half", decibels(after), decibels(before),
-            )  # fmt: skip
-            return tuple(rows)
+        noise[name] = outputs.measure()
+    best = best_of(noise, usual) if outputs.there else next(iter(attempts))
+    if best != usual:
+        result = tuple(attempts[best]())
+        logger.info(
+            "%s are %s in %d of %d layers, %s: on held-out samples the outputs have %.1f dB, and had %.1f dB",
+            *what, sum(row.kept for row in result), len(rows), best, noise[best].level, before.level,
+        )  # fmt: skip
+        return result
     undo()
     logger.info(
         "%s are not %s: on held-out samples the outputs have %.1f dB, and %.1f dB with it",
-        *what, decibels(before), decibels(after),
+        *what, before.level, max(noise[name].level for name in attempts),
     )  # fmt: skip
     return tuple(replace(row, kept=False) for row in rows)

@@ -1,7 +1,7 @@
 """The first samples of a calibration, by which ranges are judged, weights are rounded and biases are corrected after it.
 
-Ranges are chosen by the squared error of all samples, or by the noise of each, whichever leaves less noise in the outputs
-(below), if there are samples enough to judge by.
+Ranges are chosen by one of several methods, whichever leaves the least noise in the outputs (below), if there are samples enough to judge
+by.
 Weights of few bits are rounded by them (`second_moment`).
 
 Biases are corrected (`bias`) if there are samples enough for a mean. They take back the mean of three errors: the remainder of the errors
@@ -29,13 +29,14 @@ from fxquant.ir.model import SAMPLES, repeatable
 from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.observers import Observer
+from fxquant.quantization.observers.ranges import Method
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import Parts
 from fxquant.support import logger
 from fxquant.support.progress import progress
 from fxquant.tuning import bias, second_moment
 from fxquant.tuning.choices import tuning
-from fxquant.tuning.effects import FloatOutputs, best_of, decibels
+from fxquant.tuning.effects import FloatOutputs, Noise, best_of
 from fxquant.tuning.walk import HELD_OUT_OF, Samples, batch_axes, count_of, cut, weighted_nodes
 
 ENOUGH = 64  # samples: so many are kept, of the first batches, and biases are corrected if there are so many
@@ -74,15 +75,15 @@ class FirstSamples:
     """Collects them; none are kept where nothing is to be done by them.
 
     The options say what is done; where they leave it open, it is if at least `ENOUGH` samples go by, in all ranks together. What was
-    `observed` before counts as observed of these samples.
+    `observed` before counts as observed of these samples. With a `method` ranges are chosen by it.
 
     A calibration that goes on begins with what the one before has kept on the model, and does what that did to weights and biases again.
     Where batches were observed whose samples are not there (`lost`), what was done by them stays.
     """
 
-    def __init__(self, prepared: fx.GraphModule, options: Options = DEFAULTS, observed: bool = False) -> None:
-        self.prepared = prepared
-        self.balances, self.observed_before = options.balance_samples, {} if observed else counts(prepared)
+    def __init__(self, prepared: fx.GraphModule, options: Options = DEFAULTS, observed: bool = False, method: Method | None = None) -> None:
+        self.prepared, self.method = prepared, method
+        self.chooses, self.observed_before = options.choose_ranges, {} if observed else counts(prepared)
         counted, known = _counts(prepared), prepared.__dict__.get(SAMPLES)
         self.kept: Kept = known if known is not None and known.counts == counted else Kept(counts=counted)
         self.lost = counted > 0 and self.kept is not known
@@ -105,7 +106,7 @@ class FirstSamples:
         else:  # every size is fixed: the first dimension is the batch, as a rule
             count = len(tensors[0]) if tensors and tensors[0].dim() else len(tensors[:1])
         kept.seen += count
-        if (self.rounds or self.corrects or self.balances is None) and kept.samples < ENOUGH and kept.elements < LARGEST and tensors:
+        if (self.rounds or self.corrects or self.chooses is not False) and kept.samples < ENOUGH and kept.elements < LARGEST and tensors:
             kept.inputs = [_beside(inputs, each) for each in kept.inputs]
             kept.inputs.append([value.clone() if isinstance(value, Tensor) else value for value in inputs])  # a loader may reuse its memory
             kept.samples += count
@@ -143,18 +144,18 @@ class FirstSamples:
             self.kept.roundings, self.kept.corrections = roundings, corrections
 
     def _choose_ranges(self, seen: int, distributed: bool, show_progress: bool | None) -> None:
-        """Choose ranges by the noise of each sample, and narrow those of lost inputs, where that is asked for or better for the outputs."""
+        """Choose ranges by the method that is best for the outputs, and narrow those of lost inputs, where that is better for them."""
         prepared, observed = self.prepared, observed_since(self.prepared, self.observed_before)
-        free = [quantizer for quantizer in observed.values() if quantizer.can_balance_samples]
-        balanced = self.balances
-        if balanced is None:
+        free = [quantizer for quantizer in observed.values() if quantizer.can_choose]
+        method = self.method or Method.ERROR
+        if free and self.method is None and (self.chooses or (self.chooses is None and seen >= ENOUGH)):
 
-            def better() -> bool:
-                return balances_better(prepared, free, self._few()[0].chunks, show_progress)
+            def best() -> Method:
+                return best_method(prepared, free, self._few()[0].chunks, show_progress)
 
-            balanced = bool(free) and seen >= ENOUGH and self._of_first_rank(distributed, better, False)
-        balance(free, balanced)
-        if self.balances is not False:
+            method = self._of_first_rank(distributed, best, method)
+        choose(free, method)
+        if self.chooses is not False:
 
             def factors() -> dict[str, float]:
                 return narrower(prepared, observed, self._few()[0].chunks, show_progress)
@@ -266,17 +267,17 @@ def _restoring(prepared: fx.GraphModule, always: bool = False) -> Iterator[None]
 # Another one than the usual is taken where the outputs gain clearly by it: a choice of a few hardly adapts to the samples that it was made
 # by. There are two choices.
 #
-# *All tensors but outputs, by the noise of each sample.* The squared error of all samples together is that of the samples with the largest
+# *All tensors but outputs, by one method* (`Method`). The squared error of all samples together is that of the samples with the largest
 # values. Where a third of the images holds values ten times the usual, that error keeps these and gives the other images a coarse step. The
-# alternative minimizes the noise of a sample in decibels, on average over samples (`HistogramObserver.per_sample`), and clips more of the
-# largest values. Neither is better for every network.
+# noise of a sample in decibels, on average over samples, clips more of the largest values. Rare large values may carry what a network
+# finds, as those of a detector do, which the smallest and the largest value keep. No method is better for every network. Outputs of the
+# model keep the range of the squared error. Percentiles are not candidates: they cut off values of other samples.
 #
 # *An input many of whose values round to 0, divided by a power of two.* A few large values set the scale of such an input: a power
 # spectrogram, say. The squared error of the input is that of these values, so no observer cuts them off. What they do to the outputs is
 # often the same at half their size, as behind a sigmoid.
 
 
-POOLED, EACH = "the squared error of all samples", "the noise of each sample"
 MANY = 0.2  # of an input's values that are not 0, and become 0
 FACTORS = (1.0, 0.5, 0.25, 0.125, 0.0625)
 
@@ -294,21 +295,21 @@ def observed_since(prepared: fx.GraphModule, before: Mapping[str, int]) -> dict[
     return {name: quantizers[name] for name, count in counts(prepared).items() if count > before.get(name, 0)}
 
 
-def is_balanced(prepared: fx.GraphModule) -> bool:
-    """Return whether calibration has chosen ranges by the noise of each sample."""
-    return any(quantizer.balanced for quantizer in _quantizers(prepared).values())
+def method_of(prepared: fx.GraphModule) -> Method:
+    """Return the method by which calibration has chosen ranges."""
+    return next((each.chosen_by for each in _quantizers(prepared).values() if each.chosen_by is not Method.ERROR), Method.ERROR)
 
 
-def balance(quantizers: Sequence[Quantizer], balanced: bool) -> None:
-    """Choose the scales of these quantizers anew, by the noise of each sample or not."""
+def choose(quantizers: Sequence[Quantizer], method: Method) -> None:
+    """Choose the scales of these quantizers anew by this method."""
     for quantizer in quantizers:
-        quantizer.balance_samples(balanced)
+        quantizer.choose_by(method)
 
 
-def balances_better(prepared: fx.GraphModule, quantizers: Sequence[Quantizer], judging: Chunks, show_progress: bool | None) -> bool:
-    """Return whether ranges by the noise of each sample are clearly better for the outputs; the scales stay what they were."""
-    candidates = {POOLED: partial(balance, quantizers, False), EACH: partial(balance, quantizers, True)}
-    return _chosen(prepared, candidates, judging, "ranges are chosen by", show_progress) == EACH
+def best_method(prepared: fx.GraphModule, quantizers: Sequence[Quantizer], judging: Chunks, show_progress: bool | None) -> Method:
+    """Return the method whose ranges are clearly best for the outputs; the scales stay what they were."""
+    candidates = {method.value: partial(choose, quantizers, method) for method in Method}
+    return Method(_chosen(prepared, candidates, judging, "ranges are chosen by", show_progress))
 
 
 def narrower(prepared: fx.GraphModule, observed: Mapping[str, Quantizer], judging: Chunks, show_progress: bool | None) -> dict[str, float]:
@@ -322,7 +323,7 @@ def narrower(prepared: fx.GraphModule, observed: Mapping[str, Quantizer], judgin
         tensors = [value.flatten() for value in values if isinstance(value, Tensor)]
         seen[name] = torch.cat(tensors) if len(tensors) == len(values) else values[0]
     for node, operator, _ in lost(prepared, seen, MANY):
-        if f"{node.name}.0" in observed and operator.output.can_narrow:
+        if f"{node.name}.0" in observed and operator.output.can_choose:
             factors = {f"{factor:g}": partial(narrow, prepared, {node.name: factor} if factor < 1 else {}) for factor in FACTORS}
             what = f"the range of input {node.all_input_nodes[0].name} is multiplied by"
             found[node.name] = float(_chosen(prepared, factors, judging, what, show_progress))
@@ -339,7 +340,7 @@ def narrow(prepared: fx.GraphModule, factors: Mapping[str, float]) -> None:
 def _chosen(prepared: fx.GraphModule, candidates: Mapping[str, Callable[[], None]], judging: Chunks, what: str, show: bool | None) -> str:
     """Return the candidate that is clearly best for the outputs, or the first, the usual one, which the model has again afterwards."""
     usual, *others = candidates
-    noise: dict[str, float] = {}
+    noise: dict[str, Noise] = {}
     with tuning(prepared) as tuned, repeatable():
         outputs = FloatOutputs(prepared, judging)
         try:
@@ -352,8 +353,8 @@ def _chosen(prepared: fx.GraphModule, candidates: Mapping[str, Callable[[], None
     if not noise:
         return usual
     best = best_of(noise, usual)
-    other = min(others, key=noise.__getitem__) if best == usual else usual
-    logger.info("%s %s: the outputs have %.1f dB, and %.1f dB with %s", what, best, decibels(noise[best]), decibels(noise[other]), other)
+    other = max(others, key=lambda name: noise[name].level) if best == usual else usual
+    logger.info("%s %s: the outputs have %.1f dB, and %.1f dB with %s", what, best, noise[best].level, noise[other].level, other)
     return best
 
 

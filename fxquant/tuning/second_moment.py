@@ -48,7 +48,7 @@ from fxquant.support.arguments import checked
 from fxquant.support.progress import progress
 from fxquant.tuning.checkpoint import LayerCheckpoint, call_of
 from fxquant.tuning.choices import tuning
-from fxquant.tuning.effects import FloatOutputs, judged, real_outputs
+from fxquant.tuning.effects import FloatOutputs, Noise, judged, real_outputs
 from fxquant.tuning.learning import Learned, Settled, put, settled
 from fxquant.tuning.moments import Moment, flipped, flipped_together, joint_noise
 from fxquant.tuning.result import TunedLayer, TuningResult
@@ -213,11 +213,18 @@ def _judged(
     undo()
     for few, what in ((True, "weights of few bits"), (False, "8-bit weights")):
         group = [row for row in rows if _has_few_bits(operators[row.name]) is few]
-        attempt = partial(settle, prepared, {row.name: decided[row.name] for row in group if row.kept})
-        before = outputs.measure() if any(row.kept for row in group) else 0.0
-        found.update({row.name: row for row in judged(outputs, before, group, put_back, (what, "rounded by samples"), [attempt])})
+        attempt = partial(_attempt, prepared, group, {row.name: decided[row.name] for row in group if row.kept})
+        before = outputs.measure() if any(row.kept for row in group) else Noise((), ())
+        found.update(
+            {row.name: row for row in judged(outputs, before, group, put_back, (what, "rounded by samples"), {"as found": attempt})}
+        )
         kept = {name: decided[name] for name, row in found.items() if few and row.kept and _has_few_bits(operators[name])}
     return tuple(found.values())
+
+
+def _attempt(prepared: fx.GraphModule, rows: Sequence[TunedLayer], rounded: Rounded) -> Sequence[TunedLayer]:
+    settle(prepared, rounded)
+    return rows
 
 
 def _level(node: fx.Node, operator: QuantizedOperator, values: Sequence[Values], integers: Tensor) -> None:

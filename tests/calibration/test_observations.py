@@ -147,7 +147,7 @@ def test_a_tensor_before_a_function_that_saturates_has_a_scale_in_another_dtype(
     observed = fxq.observations(calibrated(model, given, target, fxq.QConfig(ACT(before))))
     qconfig = fxq.QConfig(ACT(after))
     prepared = fxq.prepare(model, given[0], target, qconfig, observations=observed)
-    assert_same_state(prepared, calibrated(model, given, target, qconfig, balance_samples=False))  # samples would narrow an input
+    assert_same_state(prepared, calibrated(model, given, target, qconfig, choose_ranges=False))  # samples would narrow an input
     fxq.convert(prepared)
 
 

@@ -102,7 +102,7 @@ OPERATOR_NAMES = [5, "", b"wave", ["wave"], True, nn.Conv2d, "relu", "two words"
 # What is wrong for an argument of this name in any function. To a list, None is added where it is not the default.
 WRONG: dict[str, Sequence[Any]] = {
     **dict.fromkeys(("a", "b"), FORMS),
-    **dict.fromkeys(("adapt", "advice", "balance_samples", "check", "correct_bias", "distributed", "equalize", "external_data"), FLAGS),
+    **dict.fromkeys(("adapt", "advice", "choose_ranges", "check", "correct_bias", "distributed", "equalize", "external_data"), FLAGS),
     **dict.fromkeys(("machine", "measured", "only_missing", "power_of_two", "real", "round_weights", "show_progress"), FLAGS),
     "training_branch": FLAGS,
     **dict.fromkeys(("batch_fn", "expand", "fake", "function", "lower", "number"), CALLABLES),
@@ -193,7 +193,7 @@ def spread(function: Callable[..., Any], options: str) -> Callable[..., Any]:
 
 TRACING = "dynamic_shapes leaf preserve training_branch"
 PREPARING = f"{TRACING} batch_norm adapt passes debug dump"
-CALIBRATING = "batch_fn distributed equalize round_weights correct_bias balance_samples"
+CALIBRATING = "batch_fn distributed equalize round_weights correct_bias choose_ranges"
 PASSES = [5, "rules.match", [], {5: None}, {"rules.match": 5}, {"rules.match": [5]}, {"": len}, {"nonsense": len}]
 TUNING: tuple[Callable[..., Any], ...] = (
     *(fxq.tuning.correct_bias, fxq.tuning.reestimate_batch_norm, fxq.tuning.round_weights),

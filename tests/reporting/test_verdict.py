@@ -16,6 +16,7 @@ from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.weights import BiasCorrection
 from fxquant.reporting.verdict import GOOD, VISIBLE
 from tests.analysis.test_comparison import batches, compiled, network, quantized
+from tests.shared import contract
 from tests.shared.written import written
 
 POOR = fxq.QConfig(fxq.ActivationConfig("int4"), fxq.WeightConfig("int4"))
@@ -114,3 +115,23 @@ def test_the_page_of_a_recurrent_layer_has_a_node_for_each_operator_of_the_cell(
     assert any("at 8 steps" in node.get("why", "") for node in data["nodes"])
     assert data["verdict"]["lines"][0].startswith("the outputs are ")
     assert len(data["nodes"]) < 60
+
+
+def test_a_part_of_an_output_is_named_whatever_the_whole_says() -> None:
+    class Detector(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.boxes, self.scores = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([self.boxes(x) * 100, self.scores(x)], 1).flatten(2)
+
+    torch.manual_seed(0)
+    model, inputs = Detector().eval(), torch.randn(8, 3, 8, 8)
+    prepared = contract.calibrated(model, [inputs])
+    fxq.set_qparams(prepared, {"scores": 1.0})
+    result = fxq.compare(model, fxq.convert(prepared), [inputs])
+    assert result["output 0"].sqnr > 30
+    assert result.verdict is not None
+    assert result.verdict.output == "output 0 (%scores)"
+    assert result.verdict.grade == "poor"

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import fxquant as fxq
 from fxquant.reporting.effects import noise
-from fxquant.tuning.effects import Noise, best_of, is_lower
+from fxquant.tuning.effects import FloatOutputs, Noise, best_of, is_lower
+from tests.shared import contract
 
+HALF = Noise((0.5,), (1.0,))
 WANTED = torch.tensor([3.0, 4.0, 0.0])
 
 
@@ -20,25 +25,77 @@ def noise_of(changed: Tensor, wanted: Tensor = WANTED) -> Noise:
 
 def test_noise_is_the_squared_error_over_the_power() -> None:
     measured = noise_of(torch.tensor([3.0, 4.0, 1.0]))
-    assert measured.pooled == measured.mean == 1 / 25
-    assert measured.outputs == (1 / 25,)
-    assert noise_of(WANTED).mean == 0
+    assert measured.pooled == 1 / 25
+    assert measured.parts == (1 / 25,)
+    assert noise_of(WANTED).pooled == 0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_an_output_that_is_no_longer_finite_is_the_worst_and_is_never_chosen(value: float) -> None:
     for changed in (torch.tensor([3.0, 4.0, value]), torch.full((3,), value)):
         measured = noise_of(changed)
-        assert measured.pooled == measured.mean == math.inf
-        assert not is_lower(measured.mean, 0.5)
-        assert best_of({"usual": 0.5, "broken": measured.mean}, "usual") == "usual"
+        assert measured.pooled == math.inf
+        assert not is_lower(measured, HALF)
+        assert best_of({"usual": HALF, "broken": measured}, "usual") == "usual"
 
 
 def test_values_that_are_not_finite_in_the_reference_count_in_nothing() -> None:
     wanted = torch.tensor([3.0, math.inf, math.nan, 4.0])
-    assert noise_of(torch.tensor([3.0, math.inf, 7.0, 5.0]), wanted).mean == 1 / 25
+    assert noise_of(torch.tensor([3.0, math.inf, 7.0, 5.0]), wanted).pooled == 1 / 25
 
 
 def test_advice_leaves_out_what_is_not_finite_in_either_form_and_outputs_of_zero() -> None:
     wanted = [torch.tensor([3.0, 4.0, 1.0]), torch.zeros(2), torch.tensor([1, 2])]
     assert noise(wanted, [torch.tensor([3.0, 5.0, math.nan]), torch.ones(2), torch.tensor([1, 3])]) == 1 / 25
+
+
+# ---- outputs and their parts -----------------------------------------------------------------------------------------------
+
+
+class Detector(nn.Module):
+    """Boxes in pixels and scores below 1, concatenated and moved, beside another output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.boxes, self.scores = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 6, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        found = torch.cat([self.boxes(x) * 100, self.scores(x).sigmoid()], 1)
+        return found.flatten(2).permute(0, 2, 1), x.argmax(1), self.boxes(x).relu().flatten(1)
+
+
+@pytest.mark.parametrize("target", ["x86", "bayes-e"])
+def test_parts_of_a_concatenated_output_are_judged_apart(target: str) -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(4, 3, 8, 8)
+    prepared = contract.calibrated(Detector().eval(), [inputs], target)
+    outputs = FloatOutputs(prepared, [[inputs], [inputs[:2]]])
+    assert outputs.parts is not None
+    assert [label.shape for label in outputs.parts.labels] == [(1, 1, 10), (1, 1)]
+    assert len(outputs.parts.names) == 3
+
+    def without_scores(chunk: Sequence[Any]) -> list[Tensor]:
+        found, *rest = outputs.float_form(chunk)
+        return [torch.cat([found[..., :4], torch.zeros_like(found[..., 4:])], -1), *rest]
+
+    assert outputs.noise(without_scores).parts == (0.0, 1.0, 0.0)
+
+
+def test_a_step_with_which_one_part_loses_is_not_taken() -> None:
+    usual, better, mixed = (Noise(errors, (1.0, 1.0)) for errors in ((0.1, 0.001), (0.08, 0.001), (0.001, 0.0011)))
+    assert is_lower(better, usual)
+    assert mixed.level > better.level
+    assert best_of({"usual": usual, "mixed": mixed, "better": better}, "usual") == "better"
+
+
+def test_noise_is_pooled_over_samples() -> None:
+    """A sample without a signal does not decide."""
+    wanted, found = ([[torch.tensor([value])] for value in values] for values in ((10.0, 0.01), (11.0, 0.02)))
+    assert abs(Noise.of(wanted, found).pooled - 1 / 100) < 1e-4
+
+
+def test_sensitivity_estimates_by_parts() -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(4, 3, 8, 8)
+    found = fxq.sensitivity(Detector().eval(), [inputs], "bayes-e", options=fxq.Options(measured=False), show_progress=False)
+    assert {"boxes.weight", "scores.weight"} <= {tensor.name for tensor in found.tensors}

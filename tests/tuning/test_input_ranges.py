@@ -46,7 +46,7 @@ def range_of(prepared: fx.GraphModule) -> float:
 def test_a_range_is_narrowed_where_large_values_saturate(target: str, caplog: pytest.LogCaptureFixture) -> None:
     model, inputs = network(bounded=True), powers(1)
     with caplog.at_level("INFO", "fxquant"), torch.no_grad():
-        usual, narrow = calibrated(model, target, balance_samples=False), calibrated(model, target)
+        usual, narrow = calibrated(model, target, choose_ranges=False), calibrated(model, target)
         assert range_of(narrow) <= range_of(usual) / 4
         assert sqnr(model(inputs), narrow(inputs)) > sqnr(model(inputs), usual(inputs)) + 6
     assert sum("the range of input x is multiplied by" in message for message in caplog.messages) == 1
@@ -54,7 +54,7 @@ def test_a_range_is_narrowed_where_large_values_saturate(target: str, caplog: py
 
 
 def test_it_stays_where_they_count() -> None:
-    assert range_of(calibrated(network(bounded=False))) == range_of(calibrated(network(bounded=False), balance_samples=False))
+    assert range_of(calibrated(network(bounded=False))) > 0.75 * range_of(calibrated(network(bounded=False), choose_ranges=False))
 
 
 def test_it_stays_where_the_user_chose_the_range() -> None:
@@ -84,6 +84,6 @@ def test_samples_may_lie_along_another_dimension_in_batches_of_any_size() -> Non
     batches = [powers(0).unsqueeze(0).repeat(3, 1, 1)[:, :size] for size in (24, 24, 16, 9)]
     traced = fxq.prepare(model, batches[0], "bayes-e", options=fxq.Options(dynamic_shapes={"x": {1: "batch"}}))
     usual, narrow = (copy.deepcopy(traced) for _ in range(2))
-    fxq.calibrate(usual, batches, options=fxq.Options(balance_samples=False), show_progress=False)
+    fxq.calibrate(usual, batches, options=fxq.Options(choose_ranges=False), show_progress=False)
     fxq.calibrate(narrow, batches, show_progress=False)
     assert range_of(narrow) <= range_of(usual) / 4

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.demo.run import load_digits_dataset
 from fxquant.prepared.operators import quantized_operators
-from fxquant.tuning import second_moment, walk
+from fxquant.tuning import effects, second_moment, walk
 from fxquant.tuning.moments import flipped, flipped_together, joint_noise
 from fxquant.tuning.second_moment import ALONE, FLOOR, WINDOW, _Layer, output_effects
 from fxquant.tuning.walk import Samples, Walk, bound_arguments, real_result, weight_of, weighted_nodes
@@ -261,7 +261,7 @@ def test_with_8_bits_only_where_asked_for() -> None:
 def test_8_bits_are_judged_by_the_outputs(worse: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     prepared = contract.calibrated(network(), BATCHES, correct_bias=False)
     noise = iter([1.0, 2.0] if worse else [2.0, 1.0])  # without the new roundings, and with them
-    monkeypatch.setattr("fxquant.tuning.effects.FloatOutputs.measure", lambda self: next(noise))
+    monkeypatch.setattr("fxquant.tuning.effects.FloatOutputs.measure", lambda self: effects.Noise((next(noise),), (1.0,)))
     with caplog.at_level("INFO", "fxquant"):
         result = fxq.tuning.round_weights(prepared, BATCHES, show_progress=False)
     found = {type(operator.weight_quantizer.rounding) for operator in quantized_operators(prepared).values()}

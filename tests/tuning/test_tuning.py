@@ -156,7 +156,7 @@ def test_a_method_that_makes_the_outputs_worse_is_undone(
     fxq.calibrate(prepared, LEARNED, options=fxq.Options(round_weights=False, correct_bias=False), show_progress=False)
     prepared(LEARNED[0])  # sets the learned scales of weights
     before, noise = bits(prepared), itertools.count(1)
-    monkeypatch.setattr(effects.FloatOutputs, "measure", lambda self: next(noise))
+    monkeypatch.setattr(effects.FloatOutputs, "measure", lambda self: effects.Noise((next(noise),), (1.0,)))
     result = JUDGED[name](prepared)
     assert len(result)
     assert not result.kept
@@ -169,7 +169,7 @@ def test_the_scales_of_a_calibration_stay_if_a_method_is_undone(network: nn.Modu
     prepared, noise = fxq.prepare(network, LEARNED[0], "bayes-e"), itertools.count(1)
     fxq.set_state(prepared, fxq.State.CALIBRATE)
     prepared(LEARNED[0])
-    monkeypatch.setattr(effects.FloatOutputs, "measure", lambda self: next(noise))
+    monkeypatch.setattr(effects.FloatOutputs, "measure", lambda self: effects.Noise((next(noise),), (1.0,)))
     assert not fxq.tuning.adaround(prepared, LEARNED, **SHORT).kept
     fxq.convert(prepared)
 
@@ -224,7 +224,7 @@ def test_a_call_that_was_killed_continues_and_ends_with_the_same_bits(
     path, losses = str(tmp_path / "checkpoint"), []
     if not undoes:  # so few steps are undone for their small gain
         monkeypatch.setattr(course, "judged", lambda outputs, before, rows, *_: tuple(rows))
-        monkeypatch.setattr(course, "is_lower", lambda after, before: False)
+        monkeypatch.setattr(course, "is_lost", lambda after, before: False)
 
     def tune(prepared: fx.GraphModule, path: str | None = None, seed: int = 7) -> fx.GraphModule:
         result = method(prepared, LEARNED, steps=steps, options=fxq.Options(batch_size=8, seed=seed, checkpoint=path))

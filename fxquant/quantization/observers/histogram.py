@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fxquant.numerics.grids import SMALLEST_SCALE, IntType, end_on_step, grid_from_range, round_up_to_power_of_two, scale_from_range
 from fxquant.quantization.observers import ranges
-from fxquant.quantization.observers.ranges import MinMaxObserver, MovingAverageMinMaxObserver, Observer, finite_range, finite_ranges
+from fxquant.quantization.observers.ranges import Method, MinMaxObserver, MovingAverageMinMaxObserver, Observer, finite_range, finite_ranges
 from fxquant.quantization.observers.ranges import sampled as sampled
 from fxquant.support.arguments import checked
 
@@ -303,13 +303,17 @@ class HistogramObserver(Observer, names="histogram"):
         found.read = functions
         return found
 
-    def per_sample(self) -> HistogramObserver:
-        """Return a copy that chooses the grid with the least average noise of a sample, in dB, however small the gain."""
-        if not self.each or not bool(self.items.any()):
+    def by(self, method: Method) -> HistogramObserver:
+        """Return an observer with the same counts that chooses in this way; by `EACH`, however small the gain."""
+        if not self.each or method is Method.ERROR:
             return self
-        found = copy.copy(self)
-        found.apart, found.worth = 1, 0.0
-        return found
+        if method is Method.EACH:
+            found = copy.copy(self)
+            found.apart, found.worth = 1, 0.0
+            return found
+        chooser = PercentileObserver(100.0, self.bins, self.sample)
+        chooser._buffers = self._buffers
+        return chooser
 
     @property
     def has_outliers(self) -> bool:

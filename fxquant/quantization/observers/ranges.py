@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -110,6 +111,14 @@ def _within(count: int) -> Tensor:
 # ---- observers -------------------------------------------------------------------------------------------------------
 
 
+class Method(Enum):
+    """The way in which calibration chooses the ranges of the default observer; `ERROR` is the usual one."""
+
+    ERROR = "the squared error of all samples"
+    EACH = "the noise of each sample"
+    MIN_MAX = "the smallest and the largest value"
+
+
 class Observer(nn.Module):
     """The base class of observers. `observed` is False until the first batch.
 
@@ -179,8 +188,8 @@ class Observer(nn.Module):
         """Return the observer that chooses the scale of a tensor that these functions of one element alone read. By default: this one."""
         return self
 
-    def per_sample(self) -> Observer:
-        """Return the observer that chooses the scale by the noise of each sample, in dB, not the pooled error. By default: this one."""
+    def by(self, method: Method) -> Observer:
+        """Return the observer that chooses the scale in this way, from the same observations. By default: this one."""
         return self
 
     def reset(self) -> None:
