@@ -237,7 +237,7 @@ class Quantizer(TrainableScale):
             self.batches_used.copy_(self.range.count)
 
     def chooser(self, observer: Observer) -> Observer:
-        """Return an observer in the form that chooses a scale: for an output of the model, or by calibration's method, for what reads it."""
+        """Return an observer in the form that chooses a scale: for an output, by the method of calibration, or for what reads it."""
         chosen = observer.of_output() if self.is_output else observer.by(self.chosen_by)
         return chosen.read_by(self.read) if self.read else chosen
 
