@@ -47,16 +47,19 @@ def chain(site: Site) -> Built:
         registers[read] = writer.operand(read)
 
     def value(node: fx.Node) -> Any:
-        return registers[node] if node in registers else site.constant(node)
+        if node.op == "get_attr":
+            return site.constant(node)
+        if node not in registers:
+            steps, (args, kwargs) = PRIMITIVES[node.target].steps, fx.map_arg((node.args, node.kwargs), value)  # type: ignore[index]
+            written = None if steps is None else steps(writer, *args, **kwargs)
+            if written is None:
+                raise NotApplicable(f"{node.target.__name__} has no elementwise steps for its arguments")  # type: ignore[union-attr]
+            registers[node] = written
+        return registers[node]
 
-    for node in site.match.covers:
-        steps, (args, kwargs) = PRIMITIVES[node.target].steps, fx.map_arg((node.args, node.kwargs), value)  # type: ignore[index]
-        written = None if steps is None else steps(writer, *args, **kwargs)
-        if written is None:
-            raise NotApplicable(f"{node.target.__name__} has no elementwise steps for its arguments")  # type: ignore[union-attr]
-        registers[node] = written
-    wide = writer.wide or any(node.meta["fact"].dtype == torch.int64 for node in (*site.match.reads, *site.match.covers))
-    steps, operands, result, used = packed(writer, registers[site.match.root])
+    result = value(site.match.root)
+    wide = writer.wide or any(node.meta["fact"].dtype == torch.int64 for node in registers)
+    steps, operands, result, used = packed(writer, result)
     if used > MOST_REGISTERS:
         raise NotApplicable(f"it needs {used} registers, of {MOST_REGISTERS}")
     constants = [_constant(value, torch.int64 if wide else torch.int32) for _, value in operands]

@@ -274,6 +274,11 @@ ROWS = (
         options=[fxq.Options()],
     ),
     row(
+        fxq.board_kit,
+        lambda w: {"folder": w.directory / "board", "integer": w.integer, "compiled": w.directory / "none.bin", "batches": [batch()]},
+        compiled=[*PATHS, "nowhere.bin"],
+    ),
+    row(
         fxq.HorizonOptions,
         lambda w: {},
         optimize_level=["O4", 2, "", "o2", []],

@@ -292,7 +292,7 @@ def assert_become_their_operators(samples: list[Sample], prepared: fx.GraphModul
         inside = [node for node in prepared.graph.nodes if graph.module_path(node).split(".")[:2] == ["models", str(index)]]
         wholes = {str(part.composite) for node in inside if (part := part_of(node)) is not None}
         operators = {resolve(prepared, str(node.target)).operator.name for node in inside if node.op == "call_module"}
-        assert sample.operator in wholes | operators, sample
+        assert sample.operator in wholes | operators or "curve" in operators, sample  # several functions of one tensor are one
 
 
 def assert_float_function_within_bound(
