@@ -28,6 +28,7 @@ from fxquant.conformance.rows import ROWS, SIZE, Row
 from fxquant.errors import CompilationError, ConfigurationError, ExportError
 from fxquant.ir.graph import resolve
 from fxquant.options import Options
+from fxquant.prepared.stage import require_integer
 from fxquant.primitives.quantization import dequantize
 from fxquant.quantization.spec import ActivationConfig, QConfig, QConfigMapping, WeightConfig
 from fxquant.serialization import save_model
@@ -176,6 +177,7 @@ def board_kit(folder: str | os.PathLike[str], integer: fx.GraphModule, compiled:
 
     Raises ConfigurationError if `compiled` is not the program of `integer`; CalibrationError for a batch that it cannot take.
     """
+    require_integer(integer)
     program, form, ends = Path(compiled), GraphForm(integer), returned(integer)
     layers = program.parent.parent / LAYERS
     about = json.loads(layers.read_text(encoding="utf-8")) if program.is_file() and layers.is_file() else {}
