@@ -124,7 +124,11 @@ def ranges(gm: fx.GraphModule) -> dict[fx.Node, Value]:
 
 def _bounds(node: fx.Node, values: Mapping[fx.Node, Value]) -> Range:
     record = PRIMITIVES[node.target]  # type: ignore[index]
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: values.get(operand, _given(operand)))
+
+    def value_of(operand: fx.Node) -> Any:
+        return values.get(operand, _given(operand))
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
     assert record.bounds is not None
     return record.bounds(**record.signature.bind(*args, **kwargs).arguments)
 

@@ -50,10 +50,10 @@ def test_faces_are_decoded_from_integers() -> None:
         integers |= {f"classes{stride}": np.full((1, side, side, 18), -500), f"boxes{stride}": np.zeros((1, side, side, 64), np.int64)}
         outputs |= {f"classes{stride}": {"scale": [0.01] * 18}, f"boxes{stride}": {"scale": 0.5}}
     for cell, label, logit in (((4, 5), 1, 300), ((4, 6), 1, 200), ((9, 9), 3, 300), ((12, 2), 12, -1)):
-        integers["classes16"][(0, *cell, label)] = logit
+        integers["classes16"][0][cell][label] = logit
     for cell, (left, right) in (((4, 5), (2, 3)), ((4, 6), (3, 2))):
         for place, distance in enumerate((left, 1, right, 4)):
-            integers["boxes16"][(0, *cell, 16 * place + distance)] = 100
+            integers["boxes16"][0][cell][16 * place + distance] = 100
     integers["classes32"][0, 8, 1, 12] = 100
     first, second = example["decoded"](integers, outputs)
     assert (first[0], round(first[1], 3)) == (1, 0.953)
