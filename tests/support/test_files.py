@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 # ---- one module writes ---------------------------------------------------------------------------------------------------
 
 WRITES = frozenset(("write_text", "write_bytes", "savefig", "save_file", "tofile", "to_csv", "mkstemp", "NamedTemporaryFile"))
-SAVES = frozenset(("save", "save_model", "savez", "savefig", "write_html", "write_image"))
+SAVES = frozenset(("save", "save_model", "savez", "savez_compressed", "savefig", "write_html", "write_image"))
 OURS = ("safetensors.torch.save", "save_model", "fxq.save")  # the first returns bytes
 MEMORY = ("archive", "picture", "buffer")  # names of buffers in memory, which may be given to these
 CACHE = "fxquant.backends.cpu.native"
@@ -67,7 +67,7 @@ def test_one_module_opens_files_for_writing() -> None:
     assert others == {"fxquant.support.files": ["path.open('xb')"]}
     assert sorted(found[CACHE]) == LIBRARIES
     assert all("work / " in call for call in found[PROGRAM])
-    assert found[BOARD] == ["open(partial, 'wb')"]
+    assert found[BOARD] == ["np.savez_compressed(str(partial), **arrays)"]
 
 
 @pytest.mark.parametrize(
