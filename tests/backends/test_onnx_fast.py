@@ -37,6 +37,8 @@ from tests.shared.onnx_files import (
     run,
 )  # fmt: skip
 
+pytestmark = pytest.mark.usefixtures("default_outputs")
+
 REAL_TARGETS = ("nash-e", "nash-m", "x86", "qnnpack")
 KERNELS = {  # that style "fast" makes of each
     "convolution": {"QLinearConv": 1}, "depthwise": {"QLinearConv": 2}, "grouped": {"QLinearConv": 2}, "linear": {"MatMulInteger": 2},

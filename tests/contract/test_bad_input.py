@@ -21,6 +21,8 @@ from fxquant.backends.onnx.runtime import OnnxModel
 from tests.conftest import Golden
 from tests.shared.contract import Compiled, assert_validate_is_integer, compiled, graph_values
 
+pytestmark = pytest.mark.usefixtures("default_outputs")
+
 SHAPE = (2, 6, 6)
 
 

@@ -244,7 +244,7 @@ def test_nothing_becomes_infinite_that_is_finite_in_float(name: str, target: str
     assert sqnr(model(ordinary).detach(), compiled(model, [ordinary], target).integer(ordinary)) > 14
 
 
-@pytest.mark.parametrize("target", ["bernoulli2", "x86"])
+@pytest.mark.parametrize("target", ["bernoulli2"])  # on x86 it is one table
 def test_without_16_bits_what_leads_to_a_pole_alone_stays_in_float(target: str) -> None:
     model, x = normed(SMALL["one divided"]), torch.randn(64, WIDTH)
     prepared, integer = compiled(model, [x], target)
