@@ -19,13 +19,16 @@ from torch import Tensor, fx
 from fxquant.analysis.layers import layers
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import Interpreter, TensorFact, computes_tensor, fact, is_deployed, nodes_in, stage_of
-from fxquant.ir.integer import QParams, channel_exponents, zero_point
+from fxquant.ir.integer import QParams, channel_exponents, kernel, zero_point
+from fxquant.ir.model import RUNNER
+from fxquant.kernels.runner import Runner, runs_here
 from fxquant.numerics.grids import PLAIN_TYPES
 from fxquant.ops import Trait
 from fxquant.prepared.batches import model_inputs
 from fxquant.prepared.channels import tensor_exponents
 from fxquant.prepared.operators import quantized_operators
 from fxquant.prepared.stage import grid_of, is_dequantize, is_dynamic, is_quantize, primitive_of, quantized_operator
+from fxquant.primitives import PRIMITIVES
 from fxquant.quantization.spec import State
 
 QUANTIZED, DYNAMIC, ACCUMULATORS, FLOAT, OUTPUTS = "quantized", "dynamic", "accumulators", "float", "outputs"
@@ -200,6 +203,38 @@ class GraphForm(Form):
         if module.plain:
             return value.to(torch.int64)
         return torch.round(value.double() / module.output.scale.double()).to(torch.int64)
+
+
+class KernelForm(GraphForm):
+    """An integer model with kernels. It shows the tensors that kernels are for, and what the model returns."""
+
+    def __init__(self, model: fx.GraphModule, runner: Runner) -> None:
+        super().__init__(model)
+        self.runner, self.label = runner, "kernels"
+        made = (node for node in model.graph.nodes if kernel(node) is not None)
+        self.tensors = {node.name: PRIMITIVE_KINDS[PRIMITIVES[node.target].kind] for node in made}
+
+    def run(self, inputs: Sequence[Any], wanted: Wanted) -> Values:
+        if not runs_here(inputs):
+            return Values()
+        with torch.no_grad():
+            with same_draws():
+                program = self.runner.program(self.model, inputs)
+            with same_draws():
+                found, result = program.values(inputs)
+        values = {name: found[name] for name in wanted.among(self.tensors) if name in found}
+        return values | (outputs(result) if OUTPUTS in wanted.kinds else {})
+
+
+def runner_of(model: Any) -> Runner | None:
+    """Return the runner of a model; None if the graph itself is run."""
+    found = getattr(model, "__dict__", {}).get(RUNNER)
+    return found if isinstance(found, Runner) else None
+
+
+def kernel_forms(*models: Any) -> list[KernelForm]:
+    """Return the forms of those of the models that run with kernels."""
+    return [KernelForm(model, runner) for model in models if (runner := runner_of(model)) is not None]
 
 
 class Seen(Interpreter):

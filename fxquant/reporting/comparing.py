@@ -12,8 +12,7 @@ from typing import Any
 from rich.table import Table
 from torch import Tensor, fx
 
-from fxquant.analysis.fused import alike, recurrent_parts
-from fxquant.analysis.layers import GRAPH, layers
+from fxquant.analysis.layers import GRAPH, alike, layers, recurrent_parts
 from fxquant.analysis.recording import Facts, Form, GraphForm, Values
 from fxquant.errors import Interrupted
 from fxquant.ir.graph import stage_of

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.analysis.fused import kernel_forms
 from fxquant.analysis.layers import layers
 from fxquant.analysis.recording import (
     ACCUMULATORS,
@@ -24,6 +23,7 @@ from fxquant.analysis.recording import (
     Wanted,
     crossings,
     float_outputs,
+    kernel_forms,
     returned,
 )
 from fxquant.analysis.report import Deviation, DeviationReport, Difference, FloatDifference, Report, different, differing
