@@ -55,7 +55,6 @@ class Facts:
     fused: tuple[str, ...] = ()
     reads: str = ""
     because: str = ""
-    macs: int = 0
     parts: tuple[tuple[str, float], ...] = ()
 
 
@@ -147,7 +146,7 @@ class GraphForm(Form):
             if layer.name in self.tensors and not is_dequantize(self.model, node):
                 reads = node.all_input_nodes[0].name if is_quantize(self.model, node) else ""
                 because = layer.reason or "; ".join(layer.notes)
-                found[layer.name] = Facts(layer.operator, layer.source, layer.grid, layer.fused, reads, because, layer.macs, layer.parts)
+                found[layer.name] = Facts(layer.operator, layer.source, layer.grid, layer.fused, reads, because, layer.parts)
         return found
 
     @cached_property

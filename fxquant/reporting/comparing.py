@@ -22,8 +22,8 @@ from fxquant.prepared.batches import as_batches, first_batches, length, model_in
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.spec import State
 from fxquant.reporting.advice import Advice, advise, grid_text, held_together, of_parts, quiet_channels
-from fxquant.reporting.effects import Effects
-from fxquant.reporting.model_forms import form_of, pairs, shift, shifted
+from fxquant.reporting.effects import Effects, shifted
+from fxquant.reporting.forms import form_of
 from fxquant.reporting.rows import as_html, as_text
 from fxquant.reporting.statistics import LayerComparison, Steps, TensorStatistics, drawn, in_decibels, row
 from fxquant.reporting.tensor_rules import Cures, Judged
@@ -31,6 +31,34 @@ from fxquant.reporting.verdict import Verdict, causes_of, verdict_on
 from fxquant.support.arguments import COUNT, FLAG, POSITIVE, Kind, checked, such
 from fxquant.support.progress import in_one_piece, progress
 from fxquant.tuning.effects import Parts, is_real
+
+
+def pairs(a: Form, b: Form) -> dict[str, str]:
+    """For every tensor of `b` that `a` has: the name that it has there, in the order of `b`.
+
+    In a graph that was not prepared it is the last of the nodes that became the one; of several that one became a part of, the last has it.
+    """
+    order = {name: index for index, name in enumerate([*a.input_names, *a.tensors])}
+    holders = {other: name for name, known in b.facts.items() for other in known.fused}
+    found = {}
+    for name, known in b.facts.items():
+        if name in a.facts and a.facts[name].fused == known.fused:
+            found[name] = name
+            continue
+        there = [each for each in (name, *known.fused, known.reads) if each in order]
+        last = max(there, key=order.__getitem__, default=None)
+        if last is not None and holders.get(last, name) == name:
+            found[name] = last
+    return found
+
+
+def shift(a: Form, b: Form, name: str, reference: str) -> Tensor | None:
+    """Return the exponents by which `a`'s tensor is to be multiplied to be on the scale of `b`'s; None where they are on the same."""
+    mine, theirs = a.exponents.get(reference), b.exponents.get(name)
+    if mine is None or theirs is None:
+        return theirs if mine is None else -mine
+    found = theirs - mine
+    return found if bool(found.any()) else None
 
 
 class Pairing:
@@ -146,7 +174,7 @@ class Pairing:
         for name, reference in self.found.items():
             members.setdefault(self.firsts.get(name, name), []).append(reference)
         return [
-            Judged(name, self.right.facts[name], self.seen[name], first, first in self.left.input_names, tuple(later))
+            Judged(name, self.right.facts[name], self.seen[name], first, first in self.left.input_names, self.factors[name], tuple(later))
             for name, (first, *later) in members.items()
             if name in self.seen
         ]
@@ -346,7 +374,7 @@ def compare(
         if effects is not None and verdict is not None and verdict.grade != "good" and not result.advice:
             tuned = b if isinstance(b, fx.GraphModule) and stage_of(b) == "PREPARED" else prepared
             shown = [tensor for tensor in pairing.judged() if tensor.name not in pairing.inside]
-            causes, tries = causes_of(shown, pairing.factors, effects, tuned, first, show_progress)
+            causes, tries = causes_of(shown, effects, tuned, first, show_progress)
             result = replace(result, verdict=replace(verdict, causes=causes, tries=tries))
         return result
     except KeyboardInterrupt:
@@ -356,28 +384,14 @@ def compare(
 
 def _compared(pairing: Pairing, effects: Effects | None, count: int, prepared: fx.GraphModule | None = None) -> Comparison:
     """Return the whole comparison, with advice where effects can be measured."""
-    tensors, factors = pairing.judged(), pairing.factors
+    tensors, advice = pairing.judged(), tuple[Advice, ...]()
     outputs = {name: statistics for name, statistics in pairing.seen.items() if name not in pairing.found}
-    measured: dict[str, float] = {}
-
-    def on_grid(tensor: Judged, steps: Steps) -> float:
-        assert effects is not None
-        return effects.of_grids({reference: (steps, factors[tensor.name]) for reference in tensor.references})
-
-    def effect_of(tensor: Judged) -> float:
-        steps = Steps.of(tensor.facts.grid)
-        assert steps is not None
-        if tensor.name not in measured:
-            measured[tensor.name] = on_grid(tensor, steps)
-        return measured[tensor.name]
-
-    advice: tuple[Advice, ...] = ()
     if effects is not None:
-        total = effects.noise
         cures = Cures(pairing.left, pairing.right, prepared)
         asked = [tensor for tensor in tensors if tensor.name not in pairing.inside]
-        advice = (*held_together(asked, on_grid, total, cures), *advise(asked, effects, effect_of, total, cures))
-        advice += tuple(quiet_channels(asked, factors, effects, cures, [each.layer for each in advice]))
+        advice = (*held_together(asked, effects, cures), *advise(asked, effects, cures))
+        advice += tuple(quiet_channels(asked, effects, cures, [each.layer for each in advice]))
+    measured = {} if effects is None else effects.measured
     rows = tuple(
         row(each.name, each.reference, each.facts, each.statistics, measured.get(each.name, math.nan), len(each.references))
         for each in tensors

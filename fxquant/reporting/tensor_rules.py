@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from fxquant.analysis.recording import Facts, Form, GraphForm
 from fxquant.calibration.calibration import LOST
@@ -129,6 +129,7 @@ class Judged:
     statistics  of it and its reference
     reference   the name of that in the first form
     is_input    whether that is an input of the model
+    factors     the exponents that the reference is multiplied by 2 to; None without any
     later       of a tensor inside of a recurrence, the references at later steps
     """
 
@@ -137,12 +138,18 @@ class Judged:
     statistics: TensorStatistics
     reference: str
     is_input: bool
+    factors: Tensor | None = None
     later: tuple[str, ...] = ()
 
     @property
     def references(self) -> tuple[str, ...]:
         """Those of all steps."""
         return (self.reference, *self.later)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes of the first form that became the tensor: its reference, then what has its name, or was fused into it."""
+        return (self.reference, self.name, *self.facts.fused)
 
 
 @dataclass(frozen=True)

@@ -147,26 +147,21 @@ def sensitivity(
     Raises NotCalibrated for a prepared model without scales, ConfigurationError for one with a qconfig beside it, and what `prepare`
     and `calibrate` raise.
     """
-    if isinstance(model, fx.GraphModule) and stage_of(model) == "PREPARED":
-        prepared = _checked(model, qconfig)
-    else:
+    if not isinstance(model, fx.GraphModule) or stage_of(model) != "PREPARED":
         prepared, _ = calibrated(model, batches, target, qconfig, num_batches, options, show_progress)
-    samples = inputs_of(prepared, batches, num_batches, options)
-    return find(prepared, samples, options, show_progress, metric)
-
-
-def _checked(model: fx.GraphModule, qconfig: QConfig | QConfigMapping | None) -> fx.GraphModule:
-    """Return a prepared model. Raises ConfigurationError if there is a qconfig beside it, and NotCalibrated where a scale is missing."""
-    if qconfig is not None:
+    elif qconfig is None:
+        prepared = model
+        for operator in quantized_operators(prepared).values():
+            if not operator.plain:
+                operator.output.require()
+    else:
         raise ConfigurationError(
             "a prepared model has a qconfig already",
             because="the loss is measured with the qconfig that it was prepared with, so that this one would have no effect",
             remedy="leave qconfig out, or pass the float model",
         )
-    for operator in quantized_operators(model).values():
-        if not operator.plain:
-            operator.output.require()
-    return model
+    samples = inputs_of(prepared, batches, num_batches, options)
+    return find(prepared, samples, options, show_progress, metric)
 
 
 def calibrated(
