@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,19 +132,11 @@ def layers(model: fx.GraphModule) -> tuple[Layer, ...]:
     An operator that has no counterpart in integers (an identity, a dropout) is not a layer of the integer model; all others have the
     same names in both. Linear in the nodes. Raises ConfigurationError for a model that is not a graph.
     """
-    return tuple(_layers(model))
-
-
-def left_in_float(known: tuple[Layer, ...]) -> list[Layer]:
-    """Return the layers of which it is decided that they stay in float; the boundary is not among them, nor is what is integer inside."""
-    return [layer for layer in known if not layer.integer and layer.reason and not layer.boundary and not layer.dynamic]
-
-
-def _layers(model: fx.GraphModule) -> Iterator[Layer]:
     target = model_meta(model).get("target")
     device = HOST if target is None else target.name
     nodes = {node.name: node for node in model.graph.nodes}
     inside: dict[str, list[Intermediate]] = {}
+    found = []
     for node in model.graph.nodes:
         primitive = primitive_of(node)
         if primitive is not None and is_inner(node):
@@ -152,7 +144,13 @@ def _layers(model: fx.GraphModule) -> Iterator[Layer]:
             if grid is not None:
                 inside.setdefault(origin(node), []).append(Intermediate(node.name, primitive.name, grid))
         elif annotation(node) is not None or computes_tensor(node):
-            yield _layer(model, node, nodes, device, tuple(inside.pop(node.name, ())))
+            found.append(_layer(model, node, nodes, device, tuple(inside.pop(node.name, ()))))
+    return tuple(found)
+
+
+def left_in_float(known: tuple[Layer, ...]) -> list[Layer]:
+    """Return the layers of which it is decided that they stay in float; the boundary is not among them, nor is what is integer inside."""
+    return [layer for layer in known if not layer.integer and layer.reason and not layer.boundary and not layer.dynamic]
 
 
 def _layer(

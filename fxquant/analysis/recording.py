@@ -36,7 +36,6 @@ KINDS = (QUANTIZED, DYNAMIC, ACCUMULATORS, FLOAT, OUTPUTS)
 Values = dict[str, Tensor]  # by name, in the order they are computed; the outputs, "output 0", …, come last
 
 # What a state is recorded as: the same numbers, and nothing observes, and no statistics move.
-STATES_OF_FLOAT = (State.FLOAT, State.CALIBRATE)
 STILL = {State.CALIBRATE: State.FLOAT, State.TRAIN: State.VALIDATE}
 PRIMITIVE_KINDS = {"quantized": QUANTIZED, "plain": QUANTIZED, "accumulator": ACCUMULATORS, "float": FLOAT, "dynamic": DYNAMIC}
 
@@ -162,7 +161,7 @@ class GraphForm(Form):
     def real(self) -> bool:
         """Whether it is a traced graph, or a prepared model in a state that computes in float."""
         state = self.state or next((operator.state for operator in quantized_operators(self.model).values()), State.VALIDATE)
-        return not is_deployed(self.model) and (stage_of(self.model) != "PREPARED" or state in STATES_OF_FLOAT)
+        return not is_deployed(self.model) and (stage_of(self.model) != "PREPARED" or STILL.get(state, state) is State.FLOAT)
 
     def _kind(self, node: fx.Node) -> str | None:
         """Return the kind of a node's tensor; None for an input, a parameter, or a value that is not a tensor."""

@@ -184,7 +184,9 @@ class Effects:
             found[name] = MovedStatistics.of(resolve(self.model, str(self.nodes[name].target)), read[0])
             return self._with_own(name, value, read) if name in mended else value
 
-        norms = [node.name for node in self.model.graph.nodes if _is_batch_norm(self.model, node)]
+        modules = {name: resolve(self.model, str(node.target)) for name, node in self.nodes.items() if node.op == "call_module"}
+        kind = nn.modules.batchnorm._BatchNorm
+        norms = [name for name, module in modules.items() if isinstance(module, kind) and isinstance(module.running_mean, Tensor)]
         if norms:
             self._run(norms, see)
         return found
@@ -246,8 +248,3 @@ class MovedStatistics:
         shift = (mean - kept_mean) / (kept_variance + norm.eps).sqrt()
         ratio = (variance + norm.eps) / (kept_variance + norm.eps)
         return MovedStatistics(initial, float(shift.square().mean().sqrt()), float(ratio.log().mean().exp()))
-
-
-def _is_batch_norm(model: fx.GraphModule, node: fx.Node) -> bool:
-    module = resolve(model, str(node.target)) if node.op == "call_module" else None
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) and isinstance(module.running_mean, Tensor)

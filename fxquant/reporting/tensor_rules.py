@@ -127,24 +127,22 @@ class Judged:
     name        in the second form
     facts       of it there
     statistics  of it and its reference
-    reference   the name of that in the first form
+    references  the names of that in the first form: of a tensor inside of a recurrence at each step, else one
     is_input    whether that is an input of the model
     factors     the exponents that the reference is multiplied by 2 to; None without any
-    later       of a tensor inside of a recurrence, the references at later steps
     """
 
     name: str
     facts: Facts
     statistics: TensorStatistics
-    reference: str
+    references: tuple[str, ...]
     is_input: bool
-    factors: Tensor | None = None
-    later: tuple[str, ...] = ()
+    factors: Tensor | None
 
     @property
-    def references(self) -> tuple[str, ...]:
-        """Those of all steps."""
-        return (self.reference, *self.later)
+    def reference(self) -> str:
+        """The first of them."""
+        return self.references[0]
 
     @property
     def nodes(self) -> tuple[str, ...]:

@@ -91,11 +91,11 @@ class Sensitivity(Mapping[str, TensorSensitivity]):
     def ranked(self, width: int | None = None) -> tuple[TensorSensitivity, ...]:
         """The tensors that lose most at the outputs first: as they are now, or with so many bits, among those that can have them."""
 
-        def loss(tensor: TensorSensitivity) -> float:
-            return max((tensor.loss[dtype] for dtype in tensor.loss if _is_asked(tensor, dtype, width)), default=-math.inf)
+        def losses(tensor: TensorSensitivity) -> list[float]:
+            return [loss for dtype, loss in tensor.loss.items() if (dtype == tensor.dtype if width is None else bits(dtype) == width)]
 
-        known = [tensor for tensor in self.tensors if any(_is_asked(tensor, dtype, width) for dtype in tensor.loss)]
-        return tuple(sorted(known, key=loss, reverse=True))
+        known = [tensor for tensor in self.tensors if losses(tensor)]
+        return tuple(sorted(known, key=lambda tensor: max(losses(tensor)), reverse=True))
 
     def __str__(self) -> str:
         """The table: signal to noise at the outputs in dB for each dtype, and shares of multiply-accumulates and of bytes as they are."""
@@ -112,10 +112,6 @@ class Sensitivity(Mapping[str, TensorSensitivity]):
         head = [f"{dtype} dB" for dtype in dtypes] + [f"{dtype} drop" for dtype in dtypes if self.score is not None]
         told = f"SQNR at the outputs with one tensor alone quantized, {'measured' if measured else 'estimated to second order'}"
         return f"{told}\n{table(('tensor', 'now', *head, 'MACs', 'bytes'), rows, left=2)}"
-
-
-def _is_asked(tensor: TensorSensitivity, dtype: str, width: int | None) -> bool:
-    return dtype == tensor.dtype if width is None else bits(dtype) == width
 
 
 def _bytes(tensor: TensorSensitivity) -> float:
