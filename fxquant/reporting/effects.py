@@ -68,8 +68,9 @@ class Effects:
         return [part for parts in self.parts.of(real) for _, part in parts]
 
     def of_grids(self, tensors: Iterable[Judged], steps: Steps | None = None) -> float:
-        """That of rounding tensors that have a grid, all at once: each to its own, or to these steps."""
-        grids = {reference: (steps or each.statistics.steps, each.factors) for each in tensors for reference in each.references}
+        """That of rounding tensors all at once, each to its own grid, if it has one, or to these steps."""
+        known = [(each, grid) for each in tensors if (grid := steps or each.statistics.steps) is not None]
+        grids = {reference: (grid, each.factors) for each, grid in known for reference in each.references}
         return self.distance(self._run(grids, lambda name, value, read: _rounded(value, *grids[name])))
 
     def of(self, tensor: Judged) -> float:

@@ -111,9 +111,8 @@ def causes_of(
 
 def _kinds(tensors: Sequence[Judged], effects: Effects, total: float) -> _Share:
     """Return whether activations make most of the noise, or weights."""
-    quantized = [each for each in tensors if each.statistics.steps is not None]
-    share = min(ratio(effects.of_grids(quantized), total), 1.0)
-    count = len({reference for each in quantized for reference in each.references})
+    share = min(ratio(effects.of_grids(tensors), total), 1.0)
+    count = len({reference for each in tensors if each.statistics.steps is not None for reference in each.references})
     made = f"the noise is spread over {count} tensors: rounding activations makes about {100 * share:.0f} % of it"
     rest = f"weights, biases and tensors inside operators {100 * (1 - share):.0f} %"
     return f"{made}, {rest}", OF_ACTIVATIONS if share >= 0.5 else OF_WEIGHTS
