@@ -30,7 +30,7 @@ import fxquant as fxq
 from benchmarks.zoo.efficientnet import EfficientNetB0
 from benchmarks.zoo.mobilenet import MobileNetV2, MobileNetV3Small
 from benchmarks.zoo.resnet import ResNet18, ResNet50
-from fxquant.analysis.fused import operator_runs
+from fxquant.analysis.explain import operator_runs
 from fxquant.backends.cpu import native
 from fxquant.support.progress import progress
 

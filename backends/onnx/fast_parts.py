@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.analysis.fused import PRODUCTS
+from fxquant.analysis.explain import PRODUCTS
 from fxquant.backends.onnx.writer import Emitter
 from fxquant.ir.graph import TensorFact, fact, resolve
 from fxquant.ir.integer import Operation, QParams, operation, qparams, zero_point

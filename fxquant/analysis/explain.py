@@ -1,33 +1,37 @@
-"""Explain a model on a target: why every node is integer or float, with which dtype and scale; and which limits it breaks, where."""
+"""Explain a model on a target: why nodes are integer or float, with which dtype and scale, by which kernels; and which limits it breaks."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from rich.markup import escape
 from rich.table import Table
-from torch import fx
+from torch import Tensor, fx
 
-from fxquant.analysis import fused
-from fxquant.analysis.fused import alike
-from fxquant.analysis.layers import HOST, Layer, description, layers, left_in_float
+from fxquant.analysis.layers import HOST, Layer, alike, description, layers, left_in_float
 from fxquant.analysis.measures import MEASURES, Site, lowered_from
+from fxquant.analysis.recording import runner_of
 from fxquant.analysis.text import aligned
 from fxquant.frontend import assumptions, moved_by_forward
-from fxquant.ir.graph import annotation, is_on_host, model_meta
-from fxquant.ir.integer import QParams, operation
+from fxquant.ir.graph import TensorFact, annotation, fact, is_on_host, model_meta
+from fxquant.ir.integer import QParams, operation, origin
+from fxquant.kernels.program import Choice
+from fxquant.kernels.runner import Runner
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops import BY_NAME, operator_of
 from fxquant.ops.elementwise.curve import curve, same_as
 from fxquant.ops.elementwise.table import hashable
-from fxquant.prepared.stage import record_of
+from fxquant.prepared.stage import primitive_of, record_of
+from fxquant.primitives import Role, role_of
 from fxquant.support.arguments import checked
 from fxquant.target import Limit, Target
 
+PRODUCTS = frozenset({Role.CONVOLUTION, Role.LINEAR, Role.MATRIX_PRODUCT})  # roles of multiply-accumulates
 SHOWN_REASONS = 4  # in the line of the summary; the table has them all
 
 
@@ -51,7 +55,7 @@ def explain(model: fx.GraphModule, *, steps: bool = False, machine: bool = False
             fixed.append(f"{name} is changed by forward in train mode, and not here" + f" ({line})" * bool(line))
     lines.extend(f"fixed by the model's Python: {text}" for text in fixed)
     lines.extend(model_meta(model).get("not_done", ()))
-    lines.extend(fused.description(model, machine, steps))
+    lines.extend(_on_this_machine(model, machine, steps))
     return "\n".join(lines) + "\n"
 
 
@@ -104,6 +108,117 @@ def summary(known: tuple[Layer, ...]) -> str:
     others = len(left) - sum(count for _, count in told)
     listed += [f"{others} for other reasons"] if others else []
     return f"{counted}, {len(left)} {'is' if len(left) == 1 else 'are'} left in float: {'; '.join(listed)}"
+
+
+# ---- how each operator of an integer model is computed on this machine ----------------------------------------------
+
+
+@dataclass(frozen=True)
+class OperatorRun:
+    """How one operator of an integer model is computed on this machine: by kernels, or by its primitives, and why.
+
+    layer       the operator, with its name and its multiply-accumulates
+    kernels     the choice at each of its nodes with a kernel, by name
+    primitives  its other nodes that compute, by name, each with the reason why no kernel serves it; "" for a primitive without a kernel
+    moves       whether it only moves memory: its result holds the elements of its operands
+    because     why nodes of it run without a kernel; "" where all have one
+    macs        its multiply-accumulates, if kernels compute them; else 0
+    """
+
+    layer: Layer
+    kernels: Mapping[str, Choice]
+    primitives: Mapping[str, str]
+    moves: bool
+    because: str
+    macs: int
+
+    @property
+    def fast(self) -> bool:
+        """Whether kernels compute all of it."""
+        return not self.because
+
+    @property
+    def disagrees(self) -> tuple[str, ...]:
+        """The implementations that are not used because they computed other bits; others were not applicable."""
+        return tuple(name for choice in self.kernels.values() for name in choice.disagrees)
+
+
+def operator_runs(model: fx.GraphModule) -> tuple[OperatorRun, ...]:
+    """Return how each operator of an integer model is computed for inputs of the sizes that came last.
+
+    A model that has not run yet is run once, on zeros. A model without kernels, or on another device than the CPU, runs its primitives.
+    """
+    runner = runner_of(model)
+    choices = {} if runner is None else runner.choices(model, prove=True) or _run_once(model, runner)
+    at: dict[str, dict[fx.Node, Choice]] = {}
+    for node, choice in choices.items():
+        at.setdefault(origin(node), {})[node] = choice
+    without = "" if choices else "it runs the primitives without kernels" if runner is None else "kernels are for the CPU"
+    return tuple(_operator_run(layer, at.get(layer.name, {}), without) for layer in layers(model))
+
+
+def _operator_run(layer: Layer, choices: Mapping[fx.Node, Choice], without: str) -> OperatorRun:
+    kernels = {node.name: choice for node, choice in choices.items() if choice.kernel}
+    alone = {node: choice.because for node, choice in choices.items() if not choice.kernel}
+    unused = [f"the kernel for a {each.kernel} is not used ({each.because})" for each in kernels.values() if each.implementation is None]
+    names = dict.fromkeys(record.name for node in alone if (record := primitive_of(node)) is not None)
+    if not layer.integer and not layer.dynamic and not layer.boundary:
+        reasons = ["it stays in float"]
+    elif without:
+        reasons = [without]
+    else:
+        inner = [because for because in alone.values() if because] or [f"no kernel computes {', '.join(names)}"] * bool(alone)
+        own = [because for node, because in alone.items() if node.name == layer.name and because]
+        reasons = unused + (own or inner)
+    roles = {role_of(node.target) for node in alone}
+    moves = roles == {Role.MOVEMENT} and not kernels
+    in_kernels = not reasons or (bool(kernels) and not unused and not without and PRODUCTS.isdisjoint(roles))
+    primitives = {node.name: because for node, because in alone.items()}
+    return OperatorRun(layer, kernels, primitives, moves, "; ".join(dict.fromkeys(reasons)), layer.macs * in_kernels)
+
+
+def _on_this_machine(model: fx.GraphModule, machine: bool, steps: bool) -> Iterator[str]:
+    """Sentences about operators whose kernels are not used on this machine; with `machine`, about every operator.
+
+    With `machine` the model is run once, on zeros, if it has not run yet. Without `steps`, operators of a recurrence that are computed
+    alike at each of its steps have one sentence.
+    """
+    runner = runner_of(model)
+    if not machine and (runner is None or not runner.choices(model)):
+        return
+    runs = {run.layer.name: run for run in operator_runs(model)}
+    known = tuple(run.layer for run in runs.values())
+    for layer, again in ((layer, []) for layer in known) if steps else alike(known):
+        told: dict[str, list[str]] = {}
+        for each in (layer, *again):
+            run = runs[each.name]
+            if machine or any(choice.implementation is None for choice in run.kernels.values()):
+                told.setdefault(_sentence(run), []).append(each.name)
+        for sentence, (first, *others) in told.items():
+            yield f"%{first} {sentence}" + (f"; at {len(others) + 1} steps, up to %{others[-1]}" if others else "")
+
+
+def _sentence(run: OperatorRun) -> str:
+    ran = [choice for choice in run.kernels.values() if choice.implementation is not None]
+    used = [f"the kernel for a {each.kernel}: {each.implementation}" + (f" ({each.because})" if each.refused else "") for each in ran]
+    if run.moves:
+        return "only moves memory, without a kernel"
+    if not used and not run.because:
+        return "is computed by the kernel of an operator that reads it"
+    if not used:
+        return f"runs its primitives: {run.because}"
+    return f"runs {', '.join(used)}" + (f"; the rest by its primitives: {run.because}" if run.because else "")
+
+
+def _run_once(model: fx.GraphModule, runner: Runner) -> dict[fx.Node, Choice]:
+    inputs: list[Tensor] = []
+    for node in model.graph.find_nodes(op="placeholder"):
+        known = fact(node)
+        assert isinstance(known, TensorFact)
+        inputs.append(torch.zeros(known.at(1), dtype=known.dtype, device="cpu"))
+    if all(tensor.device.type == "cpu" for tensor in model.buffers()):
+        runner.program(model, inputs)
+    return runner.choices(model)
 
 
 # ---- the limits of a target: every one that is broken, where, and what to do about it --------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,19 +132,11 @@ def layers(model: fx.GraphModule) -> tuple[Layer, ...]:
     An operator that has no counterpart in integers (an identity, a dropout) is not a layer of the integer model; all others have the
     same names in both. Linear in the nodes. Raises ConfigurationError for a model that is not a graph.
     """
-    return tuple(_layers(model))
-
-
-def left_in_float(known: tuple[Layer, ...]) -> list[Layer]:
-    """Return the layers of which it is decided that they stay in float; the boundary is not among them, nor is what is integer inside."""
-    return [layer for layer in known if not layer.integer and layer.reason and not layer.boundary and not layer.dynamic]
-
-
-def _layers(model: fx.GraphModule) -> Iterator[Layer]:
     target = model_meta(model).get("target")
     device = HOST if target is None else target.name
     nodes = {node.name: node for node in model.graph.nodes}
     inside: dict[str, list[Intermediate]] = {}
+    found = []
     for node in model.graph.nodes:
         primitive = primitive_of(node)
         if primitive is not None and is_inner(node):
@@ -152,7 +144,13 @@ def _layers(model: fx.GraphModule) -> Iterator[Layer]:
             if grid is not None:
                 inside.setdefault(origin(node), []).append(Intermediate(node.name, primitive.name, grid))
         elif annotation(node) is not None or computes_tensor(node):
-            yield _layer(model, node, nodes, device, tuple(inside.pop(node.name, ())))
+            found.append(_layer(model, node, nodes, device, tuple(inside.pop(node.name, ()))))
+    return tuple(found)
+
+
+def left_in_float(known: tuple[Layer, ...]) -> list[Layer]:
+    """Return the layers of which it is decided that they stay in float; the boundary is not among them, nor is what is integer inside."""
+    return [layer for layer in known if not layer.integer and layer.reason and not layer.boundary and not layer.dynamic]
 
 
 def _layer(
@@ -233,3 +231,38 @@ def description(parts: tuple[tuple[str, float], ...]) -> str:
 
 def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
+
+
+# ---- the operations of a recurrence that are alike at each of its steps ----------------------------------------------
+
+
+def alike(known: tuple[Layer, ...]) -> list[tuple[Layer, list[Layer]]]:
+    """Return pairs of a layer and its repetitions: in a recurrence, a layer of the first step and its counterparts at later steps."""
+    grouped: list[tuple[Layer, list[Layer]]] = []
+    there: dict[Any, list[Layer]] = {}
+    at: dict[Any, int] = {}  # how many of a kind there were at the current step
+    number, before = 0, -1
+    for layer in known:
+        if layer.step is None:
+            grouped.append((layer, []))
+            continue
+        if layer.step != before:
+            number, before, at = number + (layer.step < before), layer.step, {}
+        kind = number, layer.part, layer.reason, layer.notes, layer.grid, layer.dtype
+        at[kind] = at.get(kind, 0) + 1
+        if (kind, at[kind]) in there:
+            there[kind, at[kind]].append(layer)
+        else:
+            there[kind, at[kind]] = []
+            grouped.append((layer, there[kind, at[kind]]))
+    return grouped
+
+
+def recurrent_parts(known: tuple[Layer, ...]) -> frozenset[str]:
+    """Return the names of all layers of recurrent composites, also of layers that are computed once for all steps."""
+    composites = {_composite(layer) for layer in known if layer.step is not None}
+    return frozenset(layer.name for layer in known if layer.part and _composite(layer) in composites)
+
+
+def _composite(layer: Layer) -> tuple[str, str]:
+    return layer.part.split(":", 1)[0], layer.module

@@ -46,7 +46,15 @@ def segments(model: fx.GraphModule, cut: Sequence[str | Sequence[str]] = ()) -> 
     has, is on its near side, everything else beyond. A path of the user's module means its last tensor. Several names
     in a list of their own are one cut. Raises ConfigurationError for a model at another stage, and for a name that no tensor has.
     """
-    return tuple(_segment(nodes, device) for device, nodes in grouped(model, cut))
+    groups = grouped(model, cut)
+    place = {node: number for number, (_, nodes) in enumerate(groups) for node in nodes}
+    readers = [node for node in model.graph.nodes if _works(node) or node.op == "output"]
+    left = {read for node in readers for read in _reads(node) if place.get(read) != place.get(node)}
+    found = []
+    for number, (device, nodes) in enumerate(groups):
+        taken = dict.fromkeys(read for node in nodes for read in _reads(node) if place.get(read) != number)
+        found.append(Segment(device, _names(nodes), _names(taken), _names(node for node in nodes if node in left)))
+    return tuple(found)
 
 
 def grouped(model: fx.GraphModule, cut: Sequence[str | Sequence[str]]) -> list[tuple[str, list[fx.Node]]]:
@@ -132,26 +140,6 @@ def _named(model: fx.GraphModule, working: list[fx.Node], name: str) -> fx.Node:
         because="a cut is named after a tensor that the model computes, or the path of a module in the user's model",
         remedy=f"did you mean {near[0]!r}?" if near else "fxq.layers and fxq.text list the names",
     )
-
-
-def _segment(nodes: list[fx.Node], device: str) -> Segment:
-    inside = set(nodes)
-    read = dict.fromkeys(operand for node in nodes for operand in _reads(node) if operand not in inside)
-    kept = [node for node in nodes if _leaves(node, inside)]
-    return Segment(device, _names(nodes), _names(read), _names(kept))
-
-
-def _leaves(node: fx.Node, inside: set[fx.Node]) -> bool:
-    """Return whether something outside reads a node, or the model returns it."""
-    seen, waiting = set[fx.Node](), list(node.users)
-    while waiting:
-        user = waiting.pop()
-        if user.op == "output" or (_works(user) and user not in inside):
-            return True
-        if not _works(user) and user not in seen:
-            seen.add(user)
-            waiting.extend(user.users)
-    return False
 
 
 def _names(nodes: Iterable[fx.Node]) -> tuple[str, ...]:

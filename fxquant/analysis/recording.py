@@ -19,13 +19,16 @@ from torch import Tensor, fx
 from fxquant.analysis.layers import layers
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import Interpreter, TensorFact, computes_tensor, fact, is_deployed, nodes_in, stage_of
-from fxquant.ir.integer import QParams, channel_exponents, zero_point
+from fxquant.ir.integer import QParams, channel_exponents, kernel, zero_point
+from fxquant.ir.model import RUNNER
+from fxquant.kernels.runner import Runner, runs_here
 from fxquant.numerics.grids import PLAIN_TYPES
 from fxquant.ops import Trait
 from fxquant.prepared.batches import model_inputs
 from fxquant.prepared.channels import tensor_exponents
 from fxquant.prepared.operators import quantized_operators
 from fxquant.prepared.stage import grid_of, is_dequantize, is_dynamic, is_quantize, primitive_of, quantized_operator
+from fxquant.primitives import PRIMITIVES
 from fxquant.quantization.spec import State
 
 QUANTIZED, DYNAMIC, ACCUMULATORS, FLOAT, OUTPUTS = "quantized", "dynamic", "accumulators", "float", "outputs"
@@ -33,7 +36,6 @@ KINDS = (QUANTIZED, DYNAMIC, ACCUMULATORS, FLOAT, OUTPUTS)
 Values = dict[str, Tensor]  # by name, in the order they are computed; the outputs, "output 0", …, come last
 
 # What a state is recorded as: the same numbers, and nothing observes, and no statistics move.
-STATES_OF_FLOAT = (State.FLOAT, State.CALIBRATE)
 STILL = {State.CALIBRATE: State.FLOAT, State.TRAIN: State.VALIDATE}
 PRIMITIVE_KINDS = {"quantized": QUANTIZED, "plain": QUANTIZED, "accumulator": ACCUMULATORS, "float": FLOAT, "dynamic": DYNAMIC}
 
@@ -52,7 +54,6 @@ class Facts:
     fused: tuple[str, ...] = ()
     reads: str = ""
     because: str = ""
-    macs: int = 0
     parts: tuple[tuple[str, float], ...] = ()
 
 
@@ -144,7 +145,7 @@ class GraphForm(Form):
             if layer.name in self.tensors and not is_dequantize(self.model, node):
                 reads = node.all_input_nodes[0].name if is_quantize(self.model, node) else ""
                 because = layer.reason or "; ".join(layer.notes)
-                found[layer.name] = Facts(layer.operator, layer.source, layer.grid, layer.fused, reads, because, layer.macs, layer.parts)
+                found[layer.name] = Facts(layer.operator, layer.source, layer.grid, layer.fused, reads, because, layer.parts)
         return found
 
     @cached_property
@@ -160,7 +161,7 @@ class GraphForm(Form):
     def real(self) -> bool:
         """Whether it is a traced graph, or a prepared model in a state that computes in float."""
         state = self.state or next((operator.state for operator in quantized_operators(self.model).values()), State.VALIDATE)
-        return not is_deployed(self.model) and (stage_of(self.model) != "PREPARED" or state in STATES_OF_FLOAT)
+        return not is_deployed(self.model) and (stage_of(self.model) != "PREPARED" or STILL.get(state, state) is State.FLOAT)
 
     def _kind(self, node: fx.Node) -> str | None:
         """Return the kind of a node's tensor; None for an input, a parameter, or a value that is not a tensor."""
@@ -200,6 +201,38 @@ class GraphForm(Form):
         if module.plain:
             return value.to(torch.int64)
         return torch.round(value.double() / module.output.scale.double()).to(torch.int64)
+
+
+class KernelForm(GraphForm):
+    """An integer model with kernels. It shows the tensors that kernels are for, and what the model returns."""
+
+    def __init__(self, model: fx.GraphModule, runner: Runner) -> None:
+        super().__init__(model)
+        self.runner, self.label = runner, "kernels"
+        made = (node for node in model.graph.nodes if kernel(node) is not None)
+        self.tensors = {node.name: PRIMITIVE_KINDS[PRIMITIVES[node.target].kind] for node in made}
+
+    def run(self, inputs: Sequence[Any], wanted: Wanted) -> Values:
+        if not runs_here(inputs):
+            return Values()
+        with torch.no_grad():
+            with same_draws():
+                program = self.runner.program(self.model, inputs)
+            with same_draws():
+                found, result = program.values(inputs)
+        values = {name: found[name] for name in wanted.among(self.tensors) if name in found}
+        return values | (outputs(result) if OUTPUTS in wanted.kinds else {})
+
+
+def runner_of(model: Any) -> Runner | None:
+    """Return the runner of a model; None if the graph itself is run."""
+    found = getattr(model, "__dict__", {}).get(RUNNER)
+    return found if isinstance(found, Runner) else None
+
+
+def kernel_forms(*models: Any) -> list[KernelForm]:
+    """Return the forms of those of the models that run with kernels."""
+    return [KernelForm(model, runner) for model in models if (runner := runner_of(model)) is not None]
 
 
 class Seen(Interpreter):

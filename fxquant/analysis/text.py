@@ -64,24 +64,19 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> 
 def _alike(gm: fx.GraphModule) -> dict[fx.Node, str]:
     """Return the nodes of all steps of recurrences but the first two and the last: a line for the first of them, nothing for the others."""
     names = {node.name: step_of(node) for node in gm.graph.nodes}
-    found: dict[fx.Node, str] = {}
-    run: list[tuple[fx.Node, int]] = []  # the steps of one recurrence, as they follow each other
-
-    def finish() -> None:
-        last = run[-1][1] if run else 0
-        middle = [node for node, step in run if 1 < step < last]
-        if middle:
-            found.update(dict.fromkeys(middle, ""))
-            found[middle[0]] = f"…   # steps 2 to {last - 1}: {len(middle)} lines like those of step 1"
-        run.clear()
-
+    runs: list[list[tuple[fx.Node, int]]] = [[]]  # the steps of each recurrence, as they follow each other
     for node in gm.graph.nodes:
         step = names.get(origin(node))
-        if step is None or (run and step < run[-1][1]):
-            finish()
+        if step is None or (runs[-1] and step < runs[-1][-1][1]):
+            runs.append([])
         if step is not None:
-            run.append((node, step))
-    finish()
+            runs[-1].append((node, step))
+    found: dict[fx.Node, str] = {}
+    for run in runs:
+        middle = [node for node, step in run if 1 < step < run[-1][1]]
+        if middle:
+            found |= dict.fromkeys(middle, "")
+            found[middle[0]] = f"…   # steps 2 to {run[-1][1] - 1}: {len(middle)} lines like those of step 1"
     return found
 
 

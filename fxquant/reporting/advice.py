@@ -11,9 +11,8 @@ Advice that gains less than `WORTH` dB, or concerns noise too small to matter at
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,14 +68,10 @@ class Advice:
         return f"%{self.layer}: {self.cause}{gained}\n    {self.cure}" + (f"\n    [{self.source}]" if self.source else "")
 
 
-def advise(
-    tensors: Sequence[Judged], effects: Effects, effect_of: Callable[[Judged], float], noise: float, cures: Cures
-) -> tuple[Advice, ...]:
+def advise(tensors: Sequence[Judged], effects: Effects, cures: Cures) -> tuple[Advice, ...]:
     """Return the advice, ordered by its gain at the outputs; inputs come before everything that is computed from them.
 
     Scales that are wrong come first: the statistics of a batch norm, which the float model has as well, explain no difference to it.
-
-    `effect_of` measures the noise that rounding a tensor adds to the outputs; `noise` is the noise of all tensors together.
     """
     found = list(_no_numbers(tensors))
     first: dict[str, tuple[Judged, str, Found]] = {}
@@ -86,9 +81,9 @@ def advise(
                 first[tensor.name] = tensor, rule.__name__, proposal
     wrong_input = any(name == "input_range" for _, name, _ in first.values())
     asked = sorted(first.values(), key=lambda each: -own_error(each[0]))[:MEASURED]
-    measured = [(tensor, name, proposal, effect_of(tensor)) for tensor, name, proposal in asked]
+    measured = [(tensor, name, proposal, effects.of(tensor)) for tensor, name, proposal in asked]
     measured = _with_followers(measured, effects)
-    total = max([noise, *(effect for *_, effect in measured)])
+    total = max([effects.noise, *(effect for *_, effect in measured)])
     follow = [effect * (1 - proposal.left) for _, name, proposal, effect in measured if wrong_input and name in SCALES]
     for tensor, name, proposal, effect in measured:
         if wrong_input and name in SCALES:
@@ -103,8 +98,8 @@ def advise(
             found.append(Advice(tensor.name, name, proposal.cause, proposal.cure, effect, gain, tensor.facts.source))
     found += _batch_norms(effects, wrong_input)
     found += _inside(tensors, effects, total, cures)
-    if not found and noise > 10 ** (-POOR / 10):
-        found += _coarse(tensors, effect_of, noise, cures)
+    if not found and effects.noise > 10 ** (-POOR / 10):
+        found += _coarse(tensors, effects, cures)
     return tuple(sorted(found, key=_order))
 
 
@@ -116,13 +111,13 @@ def _with_followers(measured: Sequence[Measured], effects: Effects) -> list[Meas
     outliers = {each[0].reference: each for each in measured if each[1] == outlier_channel.__name__}
     sources: dict[str, list[str]] = {}
     for name, (tensor, *_) in outliers.items():
-        waiting: list[tuple[str, Sequence[str]]] = [(name, (tensor.name, *tensor.facts.fused))]
+        waiting: list[Sequence[str]] = [tensor.nodes]
         seen = {name}
         while waiting:
-            for read in effects.operands(*waiting.pop()) or ():
+            for read in effects.operands(waiting.pop()) or ():
                 if read not in seen:
                     seen.add(read)
-                    waiting.append((read, ()))
+                    waiting.append((read,))
         sources[name] = [each for each in outliers if each in seen]
     counted: list[Measured] = []
     for name in sorted(outliers, key=lambda each: len(sources[each])):
@@ -199,14 +194,14 @@ def _inside(tensors: Sequence[Judged], effects: Effects, total: float, cures: Cu
     shares = {tensor.reference: ratio(tensor.statistics.noise, tensor.statistics.signal) for tensor in tensors}
     asked = []
     for tensor in tensors:
-        read = effects.operands(tensor.reference, (tensor.name, *tensor.facts.fused))
+        read = effects.operands(tensor.nodes)
         before = sum(shares.get(name, 0.0) for name in read or ())
         if read is not None and shares[tensor.reference] > 4 * (before + own_error(tensor)) and tensor.facts.grid is not None:
             asked.append((shares[tensor.reference], tensor))
     for _, tensor in sorted(asked, key=lambda each: -each[0])[:MEASURED]:
-        inside = effects.inside(tensor.reference, (tensor.name, *tensor.facts.fused))
+        inside = effects.inside(tensor.nodes)
         own = own_error(tensor)
-        hidden = effects.hidden(tensor.reference, (tensor.name, *tensor.facts.fused))
+        hidden = effects.hidden(tensor.nodes)
         if inside is None or inside.noise <= 10 * (1 + len(hidden)) * own * inside.signal or inside.effect < AUDIBLE:
             continue
         gain = gain_of(max(total, inside.effect), inside.effect, min(own * inside.signal / inside.noise, 1.0))
@@ -243,11 +238,11 @@ def of_parts(given: Sequence[Advice], parts: Sequence[Advice]) -> Iterator[Advic
         yield from inner if inner and each.rule == "inside" else [alone]
 
 
-def _coarse(tensors: Sequence[Judged], effect_of: Callable[[Judged], float], noise: float, cures: Cures) -> Iterator[Advice]:
+def _coarse(tensors: Sequence[Judged], effects: Effects, cures: Cures) -> Iterator[Advice]:
     for tensor in sorted(tensors, key=own_error, reverse=True)[:MEASURED]:
         proposal = coarse(tensor, cures)
-        if proposal is not None and (effect := effect_of(tensor)) > 10 ** (-POOR / 10):
-            gain = gain_of(max(noise, effect), effect, proposal.left)
+        if proposal is not None and (effect := effects.of(tensor)) > 10 ** (-POOR / 10):
+            gain = gain_of(max(effects.noise, effect), effect, proposal.left)
             if gain >= WORTH:
                 yield Advice(tensor.name, "coarse", proposal.cause, proposal.cure, effect, gain, tensor.facts.source)
 
@@ -266,25 +261,22 @@ FEW_STEPS = 4.0  # that a channel reaches, with less than about 15 dB
 ASKED = 8  # tensors whose channels are looked at, at most
 
 
-def held_together(tensors: Sequence[Judged], effect_of: Callable[[Judged, Steps], float], total: float, cures: Cures) -> Iterator[Advice]:
-    """Yield advice on tensors that hold others: one loses clearly by the common grid, and the outputs show it or its SQNR is poor.
-
-    `effect_of` measures what rounding a tensor to these steps loses at the outputs; `total` is what the whole loses there.
-    """
+def held_together(tensors: Sequence[Judged], effects: Effects, cures: Cures) -> Iterator[Advice]:
+    """Yield advice on tensors that hold others: one loses clearly by the common grid, and the outputs show it or its SQNR is poor."""
     known = {tensor.name: tensor for tensor in tensors}
     for whole in tensors:
-        steps = Steps.of(whole.facts.grid)
+        steps = whole.statistics.steps
         losing = [(known[name], loss) for name, loss in whole.facts.parts if loss >= CLEARLY and name in known]
         if steps is None or not losing:
             continue
         worst, loss = max(losing, key=lambda each: each[1])
         seen = worst.statistics
         left = sqnr_of(seen.signal, seen.noise_at(steps.scale / seen.steps.scale)) if seen.steps is not None else 0.0
-        effect = effect_of(worst, steps)
+        effect = effects.of_grids([worst], steps)
         if left >= POOR and effect < AUDIBLE:
             continue
         share = ratio(seen.noise_at(1.0), seen.signal)
-        gain = gain_of(max(total, effect), effect, min(share / max(10 ** (-left / 10), 1e-12), 1.0))
+        gain = gain_of(max(effects.noise, effect), effect, min(share / max(10 ** (-left / 10), 1e-12), 1.0))
         cause = (
             f"it holds tensors of different ranges on one scale, {steps.scale:.4g}: %{worst.name} loses {loss:.0f} dB by it, and "
             f"{left:.1f} dB are left"
@@ -294,9 +286,7 @@ def held_together(tensors: Sequence[Judged], effect_of: Callable[[Judged, Steps]
         yield Advice(whole.name, "held_together", cause, cure, effect, gain, whole.facts.source)
 
 
-def quiet_channels(
-    tensors: Sequence[Judged], factors: Mapping[str, Any], effects: Effects, cures: Cures, told: Iterable[str]
-) -> Iterator[Advice]:
+def quiet_channels(tensors: Sequence[Judged], effects: Effects, cures: Cures, told: Iterable[str]) -> Iterator[Advice]:
     """Yield advice on tensors that an output returns, some of whose channels are so much smaller that they are lost by the common scale.
 
     In the noise of a whole output these channels do not count, so it is measured in the elements that they change. Tensors with other
@@ -306,7 +296,7 @@ def quiet_channels(
     followed = {tensor.reference for tensor in tensors if tensor.name in names}
     for tensor in tensors:
         seen = tensor.statistics
-        if followed & {tensor.reference, *(effects.operands(tensor.reference, (tensor.name, *tensor.facts.fused)) or ())}:
+        if followed & {tensor.reference, *(effects.operands(tensor.nodes) or ())}:
             followed.add(tensor.reference)
         elif left and not tensor.is_input and seen.steps is not None and seen.axis is not None and seen.channels is not None:
             steps, channels, largest = seen.steps, seen.channels, float(seen.channels.max())
@@ -314,7 +304,7 @@ def quiet_channels(
             if not bool(quiet.any()):
                 continue
             left -= 1
-            noise = effects.of_channels(tensor.reference, steps, factors[tensor.name], seen.axis, quiet)
+            noise = effects.of_channels(tensor.reference, steps, tensor.factors, seen.axis, quiet)
             if sqnr_of(1.0, noise) < POOR:
                 followed.add(tensor.reference)
                 yield _quiet(tensor, steps, channels, quiet, noise, cures)

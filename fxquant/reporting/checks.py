@@ -24,8 +24,8 @@ from fxquant.prepared.batches import as_batches, first_batches, length, no_batch
 from fxquant.prepared.stage import quantized_operator
 from fxquant.quantization.spec import WeightConfig
 from fxquant.reporting.advice import grid_text
-from fxquant.reporting.model_forms import form_of
-from fxquant.reporting.page import weights_of
+from fxquant.reporting.forms import form_of
+from fxquant.reporting.page import operator_graph, weights_of
 from fxquant.reporting.rows import Rows
 from fxquant.reporting.statistics import Steps, TensorStatistics, sqnr_of
 from fxquant.support.arguments import NUMBER, checked, instance, such
@@ -217,23 +217,15 @@ def shared_scales(model: fx.GraphModule) -> Rows[Shared]:
 @checked(model=GRAPH)
 def memory(model: fx.GraphModule) -> Rows[Memory]:
     """Return the memory of every operator for one item: weights, result, and all results that are still to be read after it has run."""
-    known = {layer.name: layer for layer in layers(model)}
-    last: dict[str, int] = {}
-    order = {node: index for index, node in enumerate(model.graph.nodes)}
-    made: dict[fx.Node, frozenset[str]] = {}
-    for node in model.graph.nodes:
-        read = frozenset[str]().union(*(made.get(each, frozenset()) for each in node.all_input_nodes))
-        for name in read:
-            last[name] = order[node]
-        made[node] = frozenset([node.name]) if node.name in known else read
+    every = layers(model)
+    graph = operator_graph(model, every)
+    order = {node.name: index for index, node in enumerate(model.graph.nodes)}
+    last = {name: max(map(order.__getitem__, graph.successors(name)), default=-1) for name in graph}
     rows, alive = [], dict[str, int]()
-    for node in model.graph.nodes:
-        layer = known.get(node.name)
-        if layer is None:
-            continue
-        alive[node.name] = layer.activation_bytes
+    for layer in every:
+        alive[layer.name] = layer.activation_bytes
         rows.append(Memory(layer.name, layer.operator, layer.dtype, layer.weight_bytes, layer.activation_bytes, sum(alive.values())))
-        alive = {name: size for name, size in alive.items() if last.get(name, -1) > order[node]}
+        alive = {name: size for name, size in alive.items() if last[name] > order[layer.name]}
     return Rows("memory of one item", tuple(rows))
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import html
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 from torch import Tensor, fx
 
-from fxquant.analysis.fused import alike, recurrent_parts
-from fxquant.analysis.layers import GRAPH, layers
+from fxquant.analysis.layers import GRAPH, alike, layers, recurrent_parts
 from fxquant.analysis.recording import Facts, Form, GraphForm, Values
 from fxquant.errors import Interrupted
 from fxquant.ir.graph import stage_of
@@ -23,8 +22,8 @@ from fxquant.prepared.batches import as_batches, first_batches, length, model_in
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.spec import State
 from fxquant.reporting.advice import Advice, advise, grid_text, held_together, of_parts, quiet_channels
-from fxquant.reporting.effects import Effects
-from fxquant.reporting.model_forms import form_of, pairs, shift, shifted
+from fxquant.reporting.effects import Effects, shifted
+from fxquant.reporting.forms import form_of
 from fxquant.reporting.rows import as_html, as_text
 from fxquant.reporting.statistics import LayerComparison, Steps, TensorStatistics, drawn, in_decibels, row
 from fxquant.reporting.tensor_rules import Cures, Judged
@@ -34,16 +33,50 @@ from fxquant.support.progress import in_one_piece, progress
 from fxquant.tuning.effects import Parts, is_real
 
 
+def pairs(a: Form, b: Form) -> dict[str, str]:
+    """For every tensor of `b` that `a` has: the name that it has there, in the order of `b`.
+
+    In a graph that was not prepared it is the last of the nodes that became the one; of several that one became a part of, the last has it.
+    """
+    order = {name: index for index, name in enumerate([*a.input_names, *a.tensors])}
+    holders = {other: name for name, known in b.facts.items() for other in known.fused}
+    found = {}
+    for name, known in b.facts.items():
+        if name in a.facts and a.facts[name].fused == known.fused:
+            found[name] = name
+            continue
+        there = [each for each in (name, *known.fused, known.reads) if each in order]
+        last = max(there, key=order.__getitem__, default=None)
+        if last is not None and holders.get(last, name) == name:
+            found[name] = last
+    return found
+
+
+def shift(a: Form, b: Form, name: str, reference: str) -> Tensor | None:
+    """Return the exponents by which `a`'s tensor is to be multiplied to be on the scale of `b`'s; None where they are on the same."""
+    mine, theirs = a.exponents.get(reference), b.exponents.get(name)
+    if mine is None or theirs is None:
+        return theirs if mine is None else -mine
+    found = theirs - mine
+    return found if bool(found.any()) else None
+
+
+class Reference(NamedTuple):
+    """A tensor that another is compared with: the form that has it, its name there, and the exponents that it is multiplied by 2 to."""
+
+    form: Form
+    name: str
+    factors: Tensor | None = None
+
+
 class Pairing:
     """Two forms, and the pairs of their tensors.
 
     left, right  the forms; the left one is the reference
-    inner        the prepared model in float, that parts of recurrences are compared with; None where there is none, or no need
-    found        for every name of the right form that of its reference
-    inside       the names of `found` whose reference is of `inner`
+    forms        the forms that have references: the left one, and the prepared model in float for parts of recurrences, where it is given
+    pairs        for every name of the right form its reference
     parts        the names of parts of recurrences that the left form does not have
     limits       the interval of a tensor beyond which values make no difference to what reads it
-    factors      for every name the exponents that its reference is multiplied by 2 to; None without any
     firsts       for a tensor of a later step of a recurrence, the name of the first one that is like it
     seen         what was kept of each pair by the right form's name, of each output, and of each part of one
     whole        the graph from which parts of outputs are read; None where there is none
@@ -51,12 +84,9 @@ class Pairing:
     """
 
     def __init__(self, left: Form, right: Form, prepared: fx.GraphModule | None) -> None:
-        self.left, self.right = left, right
-        self.found = pairs(left, right)
-        self.factors: dict[str, Any] = {name: shift(left, right, name, reference) for name, reference in self.found.items()}
+        self.left, self.right, self.forms = left, right, [left]
+        found = {name: Reference(left, other, shift(left, right, name, other)) for name, other in pairs(left, right).items()}
         self.firsts: dict[str, str] = {}
-        self.inner: GraphForm | None = None
-        self.inside: frozenset[str] = frozenset()
         self.parts: frozenset[str] = frozenset()
         self.limits: dict[str, tuple[float, float]] = {}
         self.seen: dict[str, TensorStatistics] = {}
@@ -65,40 +95,34 @@ class Pairing:
         if model is not None:
             known = layers(model)
             self.firsts = {other.name: layer.name for layer, others in alike(known) for other in others}
-            self.parts = recurrent_parts(known) & right.facts.keys() - self.found.keys()
+            self.parts = recurrent_parts(known) & right.facts.keys() - found.keys()
             prepared = model if stage_of(model) == "PREPARED" else prepared
-            if self.parts and prepared is not None and left.real:
-                self._compare_parts(prepared)
         self.whole = prepared or model
-        for name, operator in ({} if prepared is None else quantized_operators(prepared)).items():
-            if operator.observed != EVERYTHING and self.factors.get(name, 0) is None:
+        operators = {} if prepared is None else quantized_operators(prepared)
+        if self.parts and prepared is not None and left.real:
+            inner = GraphForm(prepared, State.FLOAT)
+            self.forms.append(inner)
+            for name in self.parts & inner.facts.keys():
+                found[name] = Reference(inner, name, shift(inner, right, name, name))
+                steps = Steps.of(right.facts[name].grid)
+                if steps is not None and operators[name].output.observer is None:
+                    self.limits[name] = steps.low * steps.scale, steps.high * steps.scale
+        self.pairs = {name: found[name] for name in right.facts if name in found}
+        for name, operator in operators.items():
+            if operator.observed != EVERYTHING and name in found and found[name].factors is None:
                 self.limits[name] = operator.observed
-
-    def _compare_parts(self, prepared: fx.GraphModule) -> None:
-        self.inner = GraphForm(prepared, State.FLOAT)
-        self.inside = self.parts & self.inner.facts.keys()
-        operators = quantized_operators(prepared)
-        for name in self.inside:
-            steps = Steps.of(self.right.facts[name].grid)
-            if steps is not None and operators[name].output.observer is None:
-                self.limits[name] = steps.low * steps.scale, steps.high * steps.scale
-        order = {name: index for index, name in enumerate(self.right.facts)}
-        for name in self.inside:
-            self.found[name] = name
-            self.factors[name] = shift(self.inner, self.right, name, name)
-        self.found = dict(sorted(self.found.items(), key=lambda pair: order[pair[0]]))
 
     def add(self, batch: Any, index: int) -> tuple[list[Any], Values]:
         """Take one batch into account; returns the inputs of the left form, and the values of the right one."""
-        inputs = self.left.inputs(batch, index)
-        mine = self.left.values(inputs, [self.found[name] for name in self.found if name not in self.inside])
-        inner: Values = {}
-        if self.inner is not None:
-            inner = self.inner.values(self.inner.inputs(batch, index), list(self.inside))
-        theirs = self.right.values(self.right.inputs(batch, index), list(self.found))
+        inputs, mine = list[Any](), dict[Form, Values]()
+        for form in reversed(self.forms):
+            inputs = form.inputs(batch, index)
+            mine[form] = form.values(inputs, [pair.name for pair in self.pairs.values() if pair.form is form])
+        theirs = self.right.values(self.right.inputs(batch, index), list(self.pairs))
         with in_one_piece():
             for name, value in theirs.items():
-                reference = inner.get(name) if name in self.inside else mine.get(self.found.get(name, name))
+                pair = self.pairs.get(name, Reference(self.left, name))
+                reference = mine[pair.form].get(pair.name)
                 if reference is None or reference.shape != value.shape or reference.is_complex():
                     continue
                 if name in self.limits:
@@ -108,8 +132,8 @@ class Pairing:
                     known = self.right.facts.get(first)
                     axis = None if reference.dim() < 2 else 1 if reference.dim() > 3 else -1  # of channels: after the batch in maps
                     self.seen[first] = TensorStatistics(None if known is None else known.grid, axis)
-                self.seen[first].add(shifted(reference, self.factors.get(name)), value)
-            for name, reference, value in self._parts(batch, index, mine, theirs):
+                self.seen[first].add(shifted(reference, pair.factors), value)
+            for name, reference, value in self._parts(batch, index, mine[self.left], theirs):
                 self.seen.setdefault(name, TensorStatistics(None, None)).add(reference, value)
         return inputs, theirs
 
@@ -133,9 +157,9 @@ class Pairing:
     def effects(self, inputs: list[Any], values: Values) -> Effects:
         """Return the effects of errors of single tensors on the outputs, on one batch."""
         others = {
-            self.found[name]: shifted(value, None if (exponents := self.factors[name]) is None else -exponents)
+            pair.name: shifted(value, None if pair.factors is None else -pair.factors)
             for name, value in values.items()
-            if name in self.found and name not in self.inside
+            if (pair := self.pairs.get(name)) is not None and pair.form is self.left
         }
         results = {int(name.removeprefix("output ")): value for name, value in values.items() if name.startswith("output ")}
         assert isinstance(self.left, GraphForm)
@@ -143,18 +167,20 @@ class Pairing:
 
     def judged(self) -> list[Judged]:
         """Return the pairs in the order of the right form, one for tensors of a recurrence that are alike."""
-        members: dict[str, list[str]] = {}
-        for name, reference in self.found.items():
-            members.setdefault(self.firsts.get(name, name), []).append(reference)
-        return [
-            Judged(name, self.right.facts[name], self.seen[name], first, first in self.left.input_names, tuple(later))
-            for name, (first, *later) in members.items()
-            if name in self.seen
-        ]
+        members: dict[str, list[Reference]] = {}
+        for name, pair in self.pairs.items():
+            members.setdefault(self.firsts.get(name, name), []).append(pair)
+        found = []
+        for name, (first, *later) in members.items():
+            if name in self.seen:
+                references = (first.name, *(each.name for each in later))
+                is_input = first.name in self.left.input_names
+                found.append(Judged(name, self.right.facts[name], self.seen[name], references, is_input, self.pairs[name].factors))
+        return found
 
-    def unmatched(self) -> tuple[str, ...]:
-        """Tensors of the right form that have no reference."""
-        return tuple(name for name in self.right.facts if self.firsts.get(name, name) not in self.seen)
+    def of_left(self, tensors: Iterable[Judged]) -> list[Judged]:
+        """Return those of the tensors whose reference the left form has."""
+        return [tensor for tensor in tensors if self.pairs[tensor.name].form is self.left]
 
 
 WRITER = such(
@@ -346,8 +372,7 @@ def compare(
         verdict = result.verdict
         if effects is not None and verdict is not None and verdict.grade != "good" and not result.advice:
             tuned = b if isinstance(b, fx.GraphModule) and stage_of(b) == "PREPARED" else prepared
-            shown = [tensor for tensor in pairing.judged() if tensor.name not in pairing.inside]
-            causes, tries = causes_of(shown, pairing.factors, effects, tuned, first, show_progress)
+            causes, tries = causes_of(pairing.of_left(pairing.judged()), effects, tuned, first, show_progress)
             result = replace(result, verdict=replace(verdict, causes=causes, tries=tries))
         return result
     except KeyboardInterrupt:
@@ -357,28 +382,14 @@ def compare(
 
 def _compared(pairing: Pairing, effects: Effects | None, count: int, prepared: fx.GraphModule | None = None) -> Comparison:
     """Return the whole comparison, with advice where effects can be measured."""
-    tensors, factors = pairing.judged(), pairing.factors
-    outputs = {name: statistics for name, statistics in pairing.seen.items() if name not in pairing.found}
-    measured: dict[str, float] = {}
-
-    def on_grid(tensor: Judged, steps: Steps) -> float:
-        assert effects is not None
-        return effects.of_grids({reference: (steps, factors[tensor.name]) for reference in tensor.references})
-
-    def effect_of(tensor: Judged) -> float:
-        steps = Steps.of(tensor.facts.grid)
-        assert steps is not None
-        if tensor.name not in measured:
-            measured[tensor.name] = on_grid(tensor, steps)
-        return measured[tensor.name]
-
-    advice: tuple[Advice, ...] = ()
+    tensors, advice = pairing.judged(), tuple[Advice, ...]()
+    outputs = {name: statistics for name, statistics in pairing.seen.items() if name not in pairing.pairs}
     if effects is not None:
-        total = effects.noise
         cures = Cures(pairing.left, pairing.right, prepared)
-        asked = [tensor for tensor in tensors if tensor.name not in pairing.inside]
-        advice = (*held_together(asked, on_grid, total, cures), *advise(asked, effects, effect_of, total, cures))
-        advice += tuple(quiet_channels(asked, factors, effects, cures, [each.layer for each in advice]))
+        asked = pairing.of_left(tensors)
+        advice = (*held_together(asked, effects, cures), *advise(asked, effects, cures))
+        advice += tuple(quiet_channels(asked, effects, cures, [each.layer for each in advice]))
+    measured = {} if effects is None else effects.measured
     rows = tuple(
         row(each.name, each.reference, each.facts, each.statistics, measured.get(each.name, math.nan), len(each.references))
         for each in tensors
@@ -386,5 +397,6 @@ def _compared(pairing: Pairing, effects: Effects | None, count: int, prepared: f
     ends = tuple(row(name, name, Facts("output"), statistics) for name, statistics in outputs.items())
     verdict = verdict_on([end for end in ends if outputs[end.name].real])
     labels = (pairing.left.label, pairing.right.label)
-    hidden = 0 if pairing.inner is not None else len(pairing.parts)
-    return Comparison(labels, rows, ends, advice, pairing.unmatched(), count, pairing.seen, verdict, hidden)
+    hidden = 0 if len(pairing.forms) > 1 else len(pairing.parts)
+    unmatched = tuple(name for name in pairing.right.facts if pairing.firsts.get(name, name) not in pairing.seen)
+    return Comparison(labels, rows, ends, advice, unmatched, count, pairing.seen, verdict, hidden)

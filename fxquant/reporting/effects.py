@@ -5,7 +5,7 @@ effect = mean over parts of the outputs of Σ(y' - y)² / Σy²
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from fxquant.analysis.recording import GraphForm, Seen, outputs, still
 from fxquant.ir.graph import is_parameter, resolve
-from fxquant.reporting.model_forms import shifted
 from fxquant.reporting.statistics import Steps
+from fxquant.reporting.tensor_rules import Judged
 from fxquant.tuning.effects import Noise, Parts, is_real
 
 Change = Callable[[str, Any, tuple[Any, ...]], Any]  # of a tensor's name, its value and what its node read
@@ -44,13 +44,14 @@ class Effects:
     others   the other form's tensors on this side's scale, by this side's names
     parts    of the outputs, which count alike
     outputs  what the float side returns; noise is how far `results`, what the other form returns by its place, are from it
+    measured  the effect of each tensor alone, by name, that was asked for
     """
 
     def __init__(
         self, form: GraphForm, inputs: Sequence[Any], others: Mapping[str, Tensor], results: Mapping[int, Tensor], parts: Parts | None
     ) -> None:
         self.model, self.nodes, self.inputs, self.others = form.model, form.nodes, list(inputs), others
-        self.state, self.parts = form.state, parts
+        self.state, self.parts, self.measured = form.state, parts, dict[str, float]()
         self.outputs = self._run((), lambda name, value, read: value)
         there = [place for place in results if place < len(self.outputs)]
         changed = [results[place].to(self.outputs[place].device) for place in there]
@@ -66,9 +67,17 @@ class Effects:
             return outputs
         return [part for parts in self.parts.of(real) for _, part in parts]
 
-    def of_grids(self, grids: Mapping[str, tuple[Steps, Tensor | None]]) -> float:
-        """That of rounding several tensors at once, each into its grid, which it is multiplied by 2 to the exponents for."""
-        return self._effect(grids, lambda name, value, read: _rounded(value, *grids[name]))
+    def of_grids(self, tensors: Iterable[Judged], steps: Steps | None = None) -> float:
+        """That of rounding tensors all at once, each to its own grid, if it has one, or to these steps."""
+        known = [(each, grid) for each in tensors if (grid := steps or each.statistics.steps) is not None]
+        grids = {reference: (grid, each.factors) for each, grid in known for reference in each.references}
+        return self.distance(self._run(grids, lambda name, value, read: _rounded(value, *grids[name])))
+
+    def of(self, tensor: Judged) -> float:
+        """That of rounding one tensor to its own grid, which is measured once."""
+        if tensor.name not in self.measured:
+            self.measured[tensor.name] = self.of_grids([tensor])
+        return self.measured[tensor.name]
 
     def of_channels(self, reference: str, steps: Steps, exponents: Tensor | None, axis: int, chosen: Tensor) -> float:
         """Return the share of noise in the output elements that change if only `chosen`, bool (channels,) along `axis`, is rounded."""
@@ -97,27 +106,24 @@ class Effects:
 
     def of_errors(self, errors: Mapping[str, Tensor]) -> float:
         """That of adding these to tensors of the float model."""
-        return self._effect(errors, lambda name, value, read: (value.double() + errors[name]).to(value.dtype))
+        return self.distance(self._run(errors, lambda name, value, read: (value.double() + errors[name]).to(value.dtype)))
 
-    def operands(self, reference: str, names: Sequence[str]) -> list[str] | None:
-        """Return the tensors read by the nodes of these names, which became the one, and by those that the other form does not show."""
-        _, read = self._region(reference, names)
+    def operands(self, names: Sequence[str]) -> list[str] | None:
+        """Return the tensors read by the nodes of these names, which became one tensor, and by those that the other form does not show."""
+        _, read = self._region(names)
         return [each.name for each in read] or None
 
-    def hidden(self, reference: str, names: Sequence[str]) -> list[str]:
+    def hidden(self, names: Sequence[str]) -> list[str]:
         """Return the nodes between the operands and these nodes, which the other form splits; modules with parameters first."""
 
         def holds(node: fx.Node) -> bool:
             module = resolve(self.model, str(node.target)) if node.op == "call_module" else None
             return isinstance(module, nn.Module) and next(module.parameters(), None) is not None
 
-        return [node.name for node in sorted(self._region(reference, names)[0], key=lambda node: not holds(node))]
+        return [node.name for node in sorted(self._region(names)[0], key=lambda node: not holds(node))]
 
-    def _group(self, reference: str, names: Sequence[str]) -> list[fx.Node]:
-        return [self.nodes[name] for name in dict.fromkeys((reference, *names)) if name in self.nodes]
-
-    def _region(self, reference: str, names: Sequence[str]) -> tuple[list[fx.Node], list[fx.Node]]:
-        group = [node for node in self._group(reference, names) if node.op != "placeholder"]
+    def _region(self, names: Sequence[str]) -> tuple[list[fx.Node], list[fx.Node]]:
+        group = [self.nodes[name] for name in names if name in self.nodes and self.nodes[name].op != "placeholder"]
         hidden: dict[fx.Node, None] = {}
         read: dict[fx.Node, None] = {}
         waiting = [each for node in group for each in node.all_input_nodes]
@@ -132,9 +138,9 @@ class Effects:
                 waiting += node.all_input_nodes
         return list(hidden), list(read)
 
-    def inside(self, reference: str, names: Sequence[str]) -> Inside | None:
-        """Return the error that the operator at these nodes makes; None if its operands are not known."""
-        read = self.operands(reference, names)
+    def inside(self, names: Sequence[str]) -> Inside | None:
+        """Return the error that the operator at these nodes, of which the first has the result, makes; None without known operands."""
+        read, reference = self.operands(names), names[0]
         if read is None:
             return None
         kept: list[Tensor] = []
@@ -149,23 +155,15 @@ class Effects:
         error = torch.nan_to_num(self.others[reference].double() - kept[0].double(), nan=0.0, posinf=0.0, neginf=0.0)
         signal = torch.nan_to_num(kept[0].double(), nan=0.0, posinf=0.0, neginf=0.0)
         effect = self.of_errors({reference: error})
-        return Inside(float(error.square().sum()), float(signal.square().sum()), effect, self._constants(reference, names))
+        return Inside(float(error.square().sum()), float(signal.square().sum()), effect, self._constants(names))
 
-    def _constants(self, reference: str, names: Sequence[str]) -> dict[str, Tensor]:
-        paths = [
-            str(each.target)
-            for node in self._group(reference, names)
-            for each in (node, *node.all_input_nodes)
-            if each.op in ("get_attr", "call_module")
-        ]
-        found: dict[str, Tensor] = {}
-        for path in dict.fromkeys(paths):
+    def _constants(self, names: Sequence[str]) -> dict[str, Tensor]:
+        found: dict[str, Any] = {}
+        nodes = [each for name in names if name in self.nodes for each in (self.nodes[name], *self.nodes[name].all_input_nodes)]
+        for path in [str(node.target) for node in nodes if node.op in ("get_attr", "call_module")]:
             value = resolve(self.model, path)
-            held = (
-                {path: value} if isinstance(value, Tensor) else dict(value.named_parameters(path)) if isinstance(value, nn.Module) else {}
-            )
-            found.update({name: each for name, each in held.items() if each.is_floating_point()})
-        return found
+            found |= dict(value.named_parameters(path)) if isinstance(value, nn.Module) else {path: value}
+        return {name: value for name, value in found.items() if is_real(value)}
 
     def of_batch_statistics(self, name: str, mended: Sequence[str] = ()) -> float:
         """That of the batch's own mean and variance in place of the running ones of a batch norm, where others have theirs already."""
@@ -187,7 +185,9 @@ class Effects:
             found[name] = MovedStatistics.of(resolve(self.model, str(self.nodes[name].target)), read[0])
             return self._with_own(name, value, read) if name in mended else value
 
-        norms = [node.name for node in self.model.graph.nodes if _is_batch_norm(self.model, node)]
+        modules = {name: resolve(self.model, str(node.target)) for name, node in self.nodes.items() if node.op == "call_module"}
+        kind = nn.modules.batchnorm._BatchNorm
+        norms = [name for name, module in modules.items() if isinstance(module, kind) and isinstance(module.running_mean, Tensor)]
         if norms:
             self._run(norms, see)
         return found
@@ -202,8 +202,10 @@ class Effects:
             result = Seen(self.model, see).run(*[value.clone() if isinstance(value, Tensor) else value for value in self.inputs])
         return list(outputs(result).values())
 
-    def _effect(self, names: Collection[str], change: Change) -> float:
-        return self.distance(self._run(names, change))
+
+def shifted(value: Tensor, exponents: Tensor | None) -> Tensor:
+    """Return a tensor times 2 to these, which are of its shape without the batch."""
+    return value if exponents is None else torch.ldexp(value.double(), exponents.unsqueeze(0).to(value.device))
 
 
 def _rounded(value: Any, steps: Steps, exponents: Tensor | None) -> Any:
@@ -247,8 +249,3 @@ class MovedStatistics:
         shift = (mean - kept_mean) / (kept_variance + norm.eps).sqrt()
         ratio = (variance + norm.eps) / (kept_variance + norm.eps)
         return MovedStatistics(initial, float(shift.square().mean().sqrt()), float(ratio.log().mean().exp()))
-
-
-def _is_batch_norm(model: fx.GraphModule, node: fx.Node) -> bool:
-    module = resolve(model, str(node.target)) if node.op == "call_module" else None
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) and isinstance(module.running_mean, Tensor)

@@ -205,24 +205,19 @@ def estimate(
     shown = operator_graph(integer, every)
     nodes = {node.name: node for node in integer.graph.nodes}
     known = {layer.name: layer for layer in every}
-
-    def read(name: str) -> int:
-        return sum(known[each].activation_bytes if each in known else bytes_of(fact(nodes[each])) for each in shown.predecessors(name))
-
-    rows = tuple(_row(layer, nodes, known, list(shown.predecessors(layer.name)), read(layer.name), rates) for layer in known.values())
-    return Estimate(rows, rates, chosen.name, () if compiled is None else tuple(Binary(Path(compiled)).costs()))
-
-
-def _row(
-    layer: Layer, nodes: Mapping[str, fx.Node], known: Mapping[str, Layer], operands: list[str], read: int, rates: Roofline
-) -> LayerEstimate:
-    moved = layer.weight_bytes + read + layer.activation_bytes
-    if not layer.integer and not layer.boundary and not layer.dynamic:
-        return LayerEstimate(layer.name, layer.operator, layer.dtype, layer.macs, moved, math.nan, math.nan, math.nan, HOST)
-    compute = layer.macs * _slowness(nodes[layer.name], nodes, known, operands) / rates.macs_per_second * MILLION
-    memory = moved / rates.bytes_per_second * MILLION
-    bound = "compute" if compute > memory else "memory"
-    return LayerEstimate(layer.name, layer.operator, layer.dtype, layer.macs, moved, compute, memory, max(compute, memory), bound)
+    rows = []
+    for layer in every:
+        operands = list(shown.predecessors(layer.name))
+        read = sum(known[each].activation_bytes if each in known else bytes_of(fact(nodes[each])) for each in operands)
+        moved = layer.weight_bytes + read + layer.activation_bytes
+        compute, memory, bound = math.nan, math.nan, HOST
+        if layer.integer or layer.boundary or layer.dynamic:
+            compute = layer.macs * _slowness(nodes[layer.name], nodes, known, operands) / rates.macs_per_second * MILLION
+            memory = moved / rates.bytes_per_second * MILLION
+            bound = "compute" if compute > memory else "memory"
+        figures = layer.macs, moved, compute, memory, max(compute, memory)
+        rows.append(LayerEstimate(layer.name, layer.operator, layer.dtype, *figures, bound))
+    return Estimate(tuple(rows), rates, chosen.name, () if compiled is None else tuple(Binary(Path(compiled)).costs()))
 
 
 def _slowness(node: fx.Node, nodes: Mapping[str, fx.Node], known: Mapping[str, Layer], operands: list[str]) -> float:

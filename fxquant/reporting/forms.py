@@ -1,41 +1,228 @@
-"""The public functions that look at models beside each other: `verify` compares their bits, `record` gives their values."""
+"""The public functions that look at models beside each other: `verify` compares their bits, `record` gives their values.
+
+`form_of` opens whatever people pass: a float model, a graph at any stage, the path of an ONNX file.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
-from fxquant.analysis.fused import kernel_forms
 from fxquant.analysis.layers import layers
 from fxquant.analysis.recording import (
     ACCUMULATORS,
     DYNAMIC,
+    FLOAT,
     OUTPUTS,
+    PRIMITIVE_KINDS,
     QUANTIZED,
+    Facts,
     Form,
     GraphForm,
     Values,
     Wanted,
     crossings,
     float_outputs,
+    kernel_forms,
+    real_values,
     returned,
 )
 from fxquant.analysis.report import Deviation, DeviationReport, Difference, FloatDifference, Report, different, differing
 from fxquant.errors import ConfigurationError, ExportError, Interrupted
-from fxquant.ir.graph import is_deployed, source, stage_of
-from fxquant.prepared.batches import as_batches, length
+from fxquant.frontend import trace
+from fxquant.ir.graph import TensorFact, argument_name, fact, is_deployed, source, stage_of
+from fxquant.ir.integer import QParams
+from fxquant.options import Options
+from fxquant.prepared.batches import as_batches, bad_batch, example_inputs, length
 from fxquant.prepared.operators import quantized_operators
 from fxquant.prepared.stage import called
 from fxquant.quantization.spec import State
-from fxquant.reporting.model_forms import OnnxForm, refuse
 from fxquant.support.arguments import PATH, accepted, checked
 from fxquant.support.progress import progress
+
+
+class OnnxForm(Form):
+    """An exported file in one runtime; `feed` names values that are given to it, in `given`, instead of being computed."""
+
+    def __init__(self, onnx_model: Any, runtime: str, feed: Sequence[str] = ()) -> None:
+        self.onnx, self.runtime, self.feed = onnx_model, runtime, feed
+        self.label, self.input_names = runtime, list(onnx_model.input_names)
+        graph = onnx_model.model.graph
+        shown = {info.name for info in (*graph.value_info, *graph.output)}
+        kinds = {name: PRIMITIVE_KINDS[entry["kind"]] for name, entry in onnx_model.tensors.items()}
+        self.tensors = {name: kind for name, kind in kinds.items() if onnx_model.value(name) in shown}
+        self.runners: dict[tuple[str, ...], Any] = {}
+        self.given: Values = {}
+
+    @cached_property
+    def facts(self) -> Mapping[str, Facts]:
+        from fxquant.backends.onnx import reading
+
+        made_of = {entry["tensor"]: entry["name"] for entry in self.onnx.metadata["inputs"] if entry.get("tensor")}
+        operators, provenance = reading.operators(self.onnx), self.onnx.metadata.get("provenance", {})
+        facts = {}
+        for name, kind in self.tensors.items():
+            entry = self.onnx.tensors[name]
+            if kind == QUANTIZED and "scale" in entry:
+                operator = "quantize" if name in made_of else operators.get(self.onnx.value(name), "")
+                grid = described_grid(entry, self._zero_point(name) if entry.get("storage") == entry["dtype"] else 0)
+                fused = tuple(provenance.get(name, {}).get("fused", ()))
+                facts[name] = Facts(operator, grid=grid, fused=fused, reads=made_of.get(name, ""))
+        return facts
+
+    @cached_property
+    def exponents(self) -> Mapping[str, Tensor]:
+        known = {name: entry.get("exponents") for name, entry in self.onnx.metadata.get("provenance", {}).items()}
+        return {name: torch.tensor(value, device="cpu", dtype=torch.int64) for name, value in known.items() if value}
+
+    def inputs(self, batch: Any, index: int) -> list[Any]:
+        """Return the leading tensors of a batch, or those of the inputs' names."""
+        names = self.input_names
+        found = [batch.get(name) for name in names] if isinstance(batch, Mapping) else pytree.tree_leaves(batch)[: len(names)]
+        if len(found) < len(names) or not all(isinstance(value, Tensor) for value in found):
+            raise bad_batch(
+                index, f"the inputs of {self.onnx.path} are {', '.join(names)}", "yield a tensor for each, in this order or by name"
+            )
+        return found
+
+    def run(self, inputs: Sequence[Any], wanted: Wanted) -> Values:
+        names = wanted.among(self.tensors)
+        feeds = dict(zip(self.input_names, inputs, strict=True))
+        feeds.update({self.onnx.value(name): self._stored(name) for name in self.feed})
+        found = self._runner(names)(feeds) if names else {}
+        values = {name: self._shown(name, found[value], wanted.real) for name in names if (value := self.onnx.value(name)) in found}
+        if OUTPUTS not in wanted.kinds:
+            return values
+        # Exposing inner values keeps the runtime from some fusions, so the outputs come from the file as it is.
+        plain = self._runner([])(feeds)
+        return values | {f"output {index}": plain[name] for index, name in enumerate(self.onnx.output_names) if name in plain}
+
+    def _shown(self, name: str, value: Tensor, real: bool) -> Tensor:
+        entry = self.onnx.tensors[name]
+        if self.tensors[name] in (FLOAT, DYNAMIC):
+            return value
+        integers = value.to(torch.int64) - self._zero_point(name)
+        if not real or "scale" not in entry:
+            return integers
+        return real_values(integers, described_grid(entry, 0))
+
+    def step(self, name: str | None) -> Tensor | None:
+        """Return the float value of one step of a tensor, shaped to broadcast; None where it has no scale."""
+        entry = self.onnx.tensors.get(name, {})
+        return real_values(torch.ones((), device="cpu"), described_grid(entry, 0)) if "scale" in entry else None
+
+    def _zero_point(self, name: str) -> int:
+        return int(self.onnx.tensors[name].get("zero_point", 0))
+
+    def _stored(self, name: str) -> Tensor:
+        """Return a given value as the file stores it; booleans and integers of float operators are unchanged."""
+        if "storage" not in self.onnx.tensors.get(name, {}):
+            return self.given[name]
+        return (self.given[name] + self._zero_point(name)).to(_STORAGE[self.onnx.tensors[name]["storage"]])
+
+    def _runner(self, expose: Sequence[str]) -> Any:
+        key = tuple(expose)
+        if key not in self.runners:
+            self.runners[key] = self.onnx.runner(self.runtime, [*map(self.onnx.value, expose)], [*map(self.onnx.value, self.feed)])
+        return self.runners[key]
+
+
+_STORAGE = {"int8": torch.int8, "uint8": torch.uint8, "int16": torch.int16, "int32": torch.int32}
+
+
+def described_grid(entry: Mapping[str, Any], zero_point: int) -> QParams:
+    """Return the grid of a tensor that the metadata of an ONNX file describes."""
+    scale = entry["scale"]
+    return QParams(tuple(scale) if isinstance(scale, list) else scale, entry["dtype"], entry.get("axis"), zero_point)
+
+
+def form_of(model: Any, batch: Any, state: State | str | None, beside: Any = None) -> Form:
+    """Return the form of a float model, a graph at any stage, or the path of an ONNX file. Raises ConfigurationError for anything else.
+
+    `beside` is what it is compared with: where that is a graph, a float model's batch is in the dimensions that it has there.
+    """
+    if isinstance(model, str | os.PathLike):
+        form = _file_form(model, state, None)
+        if form.onnx.io != "float":
+            raise ConfigurationError(
+                f"{form.onnx.path} cannot be compared",
+                because=f"it was exported with io={form.onnx.io!r}, and takes integers where other forms take float tensors",
+                remedy="export with io='float'",
+            )
+        return form
+    if not isinstance(model, nn.Module | torch.export.ExportedProgram):
+        raise ConfigurationError(
+            f"a {type(model).__name__} cannot be compared",
+            because="it is neither a model, nor a graph of one, nor the path of an ONNX file",
+            remedy="pass a float model, the result of fxq.trace, fxq.prepare or fxq.convert, or a path",
+        )
+    graph = model
+    if not (isinstance(model, fx.GraphModule) and (stage_of(model) == "PREPARED" or is_deployed(model))):
+        inputs = list(beside.graph.find_nodes(op="placeholder")) if isinstance(beside, fx.GraphModule) else []
+        example = _example(model, batch, len(inputs)) if isinstance(model, nn.Module) else batch
+        graph = trace(model, example, options=Options(dynamic_shapes=_dynamic_shapes(example, inputs)))
+    assert isinstance(graph, fx.GraphModule)
+    return _graph_form(graph, state)
+
+
+def _file_form(path: str | os.PathLike[str], state: State | str | None, runtime: str | None) -> OnnxForm:
+    from fxquant.backends.onnx.runtime import RUNTIME_NAMES, OnnxModel
+
+    _refuse("state", state, "an ONNX file has no states")
+    return OnnxForm(OnnxModel(path), runtime or RUNTIME_NAMES[0])
+
+
+def _graph_form(graph: fx.GraphModule, state: State | str | None) -> GraphForm:
+    if stage_of(graph) != "PREPARED":
+        _refuse("state", state, "only prepared models have states")
+    return GraphForm(graph, None if state is None else State(state))
+
+
+def _refuse(name: str, value: Any, because: str) -> None:
+    """Raise ConfigurationError for an argument that has no meaning, unless it is None."""
+    if value is not None:
+        raise ConfigurationError(f"{name}={value!r} means nothing here", because=because, remedy=f"leave {name} out, or pass None")
+
+
+def _tensors(nest: Any) -> int:
+    return sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(nest))
+
+
+def _example(model: nn.Module, batch: Any, count: int) -> Any:
+    """Return a float model's arguments out of a batch: those that forward requires, and others up to so many tensors."""
+    example = example_inputs(model, batch)
+    if isinstance(example, tuple) and isinstance(batch, list | tuple) and _tensors(example) < count:
+        longer = (tuple(batch[:number]) for number in range(len(example) + 1, len(batch) + 1))
+        return next((arguments for arguments in longer if _tensors(arguments) == count), example)
+    return example
+
+
+def _dynamic_shapes(example: Any, inputs: Sequence[fx.Node]) -> Any:
+    """Return the dimension of the batch in example inputs, as in a graph of the same model; None if it is 0, or not known."""
+    axes = {argument_name(node): known.batch_axis if isinstance(known := fact(node), TensorFact) else None for node in inputs}
+    arguments = (example,) if isinstance(example, Tensor) else example
+    if not any(axes.values()) or _tensors(arguments) != len(axes):
+        return None
+    named = isinstance(arguments, Mapping) and axes.keys() == arguments.keys()
+    order = iter(axes[str(name)] for name in arguments) if named else iter(axes.values())
+
+    def said(leaf: Any) -> Any:
+        axis = next(order) if isinstance(leaf, Tensor) else None
+        return None if axis is None else {axis: "batch"}
+
+    return pytree.tree_map(said, arguments)
+
+
+# ---- The bits of two forms ------------------------------------------------------------------------------------------------
+
 
 COMPARED = Wanted.of(QUANTIZED, DYNAMIC, OUTPUTS)
 IN_DEPTH = Wanted.of(QUANTIZED, DYNAMIC, ACCUMULATORS, OUTPUTS)
@@ -108,11 +295,14 @@ def compare(
     floats, handed = float_outputs(a.model), crossings(a.model)
     for inputs, values, b, right in walk(a, others, batches, handed):
         measured = floats if isinstance(b, OnnxForm) else set()
+        shared = [name for name in values if name in right]
+        report.names.update(shared)
+        report.elements += sum(values[name].numel() for name in shared)
         for name in sorted(measured):
-            report.names.add(name)
-            report.elements += values[name].numel()
-            report.floats.setdefault(name, FloatDifference(name)).add(values[name], right.pop(name))
-        if _count(values, right, report) and report.first is None:
+            report.floats.setdefault(name, FloatDifference(name)).add(values[name], right[name])
+        apart = sum(differing(values[name], right[name]) for name in shared if name not in measured)
+        report.mismatches += apart
+        if apart and report.first is None:
             exact = {name: value for name, value in a.run(inputs, IN_DEPTH).items() if name not in measured}
             report.first = _locate(exact, b.run(inputs, IN_DEPTH), (a.label, b.label), integer)
         yield
@@ -128,7 +318,7 @@ def measure(a: Form, others: Sequence[OnnxForm], batches: Iterable[list[Tensor]]
         if b.label not in report.outputs:
             report.pairs.append(f"{a.label} ≈ {b.label}")
             entries = b.onnx.metadata["outputs"]
-            report.outputs[b.label] = [Deviation(entry["name"], _step(b.onnx.tensors.get(entry.get("tensor")))) for entry in entries]
+            report.outputs[b.label] = [Deviation(entry["name"], b.step(entry.get("tensor"))) for entry in entries]
         for index, output in enumerate(report.outputs[b.label]):
             output.add(wanted[f"output {index}"], found[f"output {index}"])
         outputs = [output for runtime in report.outputs.values() for output in runtime]
@@ -137,44 +327,21 @@ def measure(a: Form, others: Sequence[OnnxForm], batches: Iterable[list[Tensor]]
         yield
 
 
-def _step(entry: dict[str, Any] | None) -> Tensor | None:
-    """Return the scale of a described tensor, shaped to broadcast."""
-    if entry is None or "scale" not in entry:
-        return None
-    scale = torch.tensor(entry["scale"], dtype=torch.float32, device="cpu")
-    return scale.reshape(-1, *[1] * (-entry["axis"] - 1)) if "axis" in entry else scale
-
-
-def _count(left: Values, right: Values, report: Report) -> int:
-    apart = 0
-    for name in left:
-        if name in right:
-            report.names.add(name)
-            report.elements += left[name].numel()
-            apart += differing(left[name], right[name])
-    report.mismatches += apart
-    return apart
-
-
 def _locate(left: Values, right: Values, labels: tuple[str, str], integer: fx.GraphModule | None) -> Difference | None:
     nodes = {node.name: node for node in integer.graph.nodes} if integer is not None else {}
-    equal: set[str] = set()
-    for name in left:
-        if name not in right:
-            continue
-        count = differing(left[name], right[name])
-        if count == 0:
-            equal.add(name)
-            continue
-        node = nodes.get(name)
-        operands = tuple(_compared_operands(node, left.keys() & right.keys())) if node is not None else ()
-        comparable = left[name].shape == right[name].shape and left[name].dtype == right[name].dtype and not left[name].is_complex()
-        index = tuple(int(i) for i in torch.nonzero(different(left[name], right[name]))[0]) if comparable else ()
-        values = (float(left[name][index]), float(right[name][index])) if comparable else (float("nan"), float("nan"))
-        operator, line = ("value", "") if node is None or integer is None else (called(integer, node), source(node))
-        inputs_equal = all(o in equal or (o in nodes and nodes[o].op == "placeholder") for o in operands)
-        return Difference(name, operator, line, operands, index, values, labels, count, inputs_equal)
-    return None
+    shared = [name for name in left if name in right]
+    name = next((name for name in shared if differing(left[name], right[name])), None)
+    if name is None:
+        return None
+    one, other, node = left[name], right[name], nodes.get(name)
+    apart, equal = different(one, other), shared[: shared.index(name)]
+    comparable = one.shape == other.shape and one.dtype == other.dtype and not one.is_complex()
+    index = tuple(torch.nonzero(apart)[0].tolist()) if comparable else ()
+    values = (float(one[index]), float(other[index])) if comparable else (float("nan"), float("nan"))
+    operands = tuple(_compared_operands(node, set(shared))) if node is not None else ()
+    operator, line = ("value", "") if node is None or integer is None else (called(integer, node), source(node))
+    inputs_equal = all(each in equal or (each in nodes and nodes[each].op == "placeholder") for each in operands)
+    return Difference(name, operator, line, operands, index, values, labels, int(apart.sum()), inputs_equal)
 
 
 def _compared_operands(node: fx.Node, compared: Set[str]) -> Iterator[str]:
@@ -299,25 +466,18 @@ def record(
     Raises ConfigurationError for a name that no tensor has, and while iterating CalibrationError for a batch that does not fit.
     """
     wanted = Wanted.of(*kinds, real=real)
-    form, taken = _recorded(model, state, runtime), as_batches(batches)
-    wanted.check(form)
-    return (form.run(form.inputs(batch, index), wanted) for index, batch in enumerate(taken))
-
-
-def _recorded(model: Any, state: State | str | None, runtime: str | None) -> Form:
-    """Return the form of a graph or a file whose tensors are recorded. Raises ConfigurationError for anything else."""
+    form: Form
     if isinstance(model, str | os.PathLike):
-        from fxquant.backends.onnx.runtime import RUNTIME_NAMES, OnnxModel
-
-        refuse("state", state, "an ONNX file has no states")
-        return OnnxForm(OnnxModel(accepted("record", "path", model, PATH)), runtime or RUNTIME_NAMES[0])
-    if not isinstance(model, fx.GraphModule):
+        form = _file_form(accepted("record", "path", model, PATH), state, runtime)
+    elif isinstance(model, fx.GraphModule):
+        _refuse("runtime", runtime, "this model is run by PyTorch")
+        form = _graph_form(model, state)
+    else:
         raise ConfigurationError(
             f"the tensors of a {type(model).__name__} cannot be recorded",
             because="only traced, prepared and integer models, and ONNX files, name them",
             remedy="pass fxq.trace(model, example_inputs)",
         )
-    refuse("runtime", runtime, "this model is run by PyTorch")
-    if stage_of(model) != "PREPARED":
-        refuse("state", state, "only prepared models have states")
-    return GraphForm(model, None if state is None else State(state))
+    taken = as_batches(batches)
+    wanted.check(form)
+    return (form.run(form.inputs(batch, index), wanted) for index, batch in enumerate(taken))

@@ -27,25 +27,35 @@ from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.prepared.stage import called
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.quantizer import Quantizer
+from fxquant.reporting.forms import described_grid
 from fxquant.serialization import load_file
 from fxquant.support.arguments import checked
 
 
 @dataclass(frozen=True)
 class Row:
-    """A quantized tensor.
-
-    scale       one number; one for each channel of a 32-bit output; none where `unknown` says why
-    zero_point  the integer that stands for 0; None where the dtype is symmetric
-    """
+    """A quantized tensor: its name, the operator that computes it, its grid, and its shape as text."""
 
     name: str
     operator: str
-    dtype: str
-    scale: tuple[float, ...]
+    grid: QParams
     shape: str
-    unknown: str = ""
-    zero_point: int | None = None
+
+    @property
+    def scale(self) -> tuple[float, ...]:
+        """One number; one for each channel of a 32-bit output; none where `unknown` says why."""
+        scales = self.grid.scale if isinstance(self.grid.scale, tuple) else (self.grid.scale,)
+        return tuple(scale for scale in scales if math.isfinite(scale))
+
+    @property
+    def unknown(self) -> str:
+        """Why there is no scale."""
+        return "its sum's" if isinstance(self.grid.scale, tuple) else "not calibrated"
+
+    @property
+    def zero_point(self) -> int | None:
+        """The integer that stands for 0; None where the dtype is symmetric, or the scale is not known."""
+        return self.grid.zero_point if self.scale and ACTIVATION_TYPES[self.grid.dtype].affine else None
 
 
 @dataclass(frozen=True)
@@ -104,10 +114,8 @@ def _of_onnx(opened: OnnxModel) -> Contents:
         Row(
             name,
             operators.get(opened.value(name), "input"),
-            entry["dtype"],
-            _numbers(entry["scale"]),
+            described_grid(entry, entry.get("zero_point", 0)),
             reading.shape(opened, opened.value(name)),
-            zero_point=_zero_point(entry["dtype"], entry.get("zero_point", 0)),
         )
         for name, entry in opened.tensors.items()
         if "scale" in entry  # what is quantized on the way to a result has none of its own
@@ -141,7 +149,7 @@ def of_model(path: Path, model: fx.GraphModule) -> Contents:
         tuple(f"{node.target} {_shape(node)}" for node in model.graph.nodes if node.op == "placeholder"),
         tuple(f"{node.name} {_shape(node)}" for node in nodes_in(output.args)),
         Counter(called(model, node) for node in model.graph.nodes if node.op not in ("placeholder", "get_attr", "output")),
-        tuple(_row(name, operator, grid, _shape(nodes[name])) for name, operator, grid in quantized),
+        tuple(Row(name, operator, grid, _shape(nodes[name])) for name, operator, grid in quantized),
         tuple(f"%{layer.name}: {layer.reason}" + (f"   [{layer.source}]" if layer.source else "") for layer in left_in_float(known)),
         _tensors(model),
         text(model, kernels="reference"),
@@ -152,20 +160,6 @@ def _quantized(layer: Layer) -> list[tuple[str, str, QParams]]:
     """Return the quantized tensors of a layer: name, what computes it, and grid. Those inside of it come first."""
     inside = [(each.name, each.primitive, each.grid) for each in layer.intermediates]
     return inside if layer.grid is None else [*inside, (layer.name, layer.operator, layer.grid)]
-
-
-def _row(name: str, operator: str, grid: QParams, shape: str) -> Row:
-    unknown = "not calibrated" if isinstance(grid.scale, float) else "its sum's"
-    scales = tuple(scale for scale in _numbers(grid.scale) if math.isfinite(scale))
-    return Row(name, operator, grid.dtype, scales, shape, unknown, _zero_point(grid.dtype, grid.zero_point) if scales else None)
-
-
-def _zero_point(dtype: str, zero_point: int) -> int | None:
-    return zero_point if ACTIVATION_TYPES[dtype].affine else None
-
-
-def _numbers(scale: float | Sequence[float]) -> tuple[float, ...]:
-    return (float(scale),) if isinstance(scale, int | float) else tuple(map(float, scale))
 
 
 def _shape(node: fx.Node) -> str:
@@ -187,7 +181,7 @@ def describe(contents: Contents) -> str:
     for tensor in contents.tensors.values():
         sizes[DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))] += tensor.numel() * tensor.element_size()
     operators = Counter(contents.nodes).most_common()
-    dtypes = Counter(row.dtype for row in contents.rows)
+    dtypes = Counter(row.grid.dtype for row in contents.rows)
     floats = f"{len(contents.floats)} operator{'' if len(contents.floats) == 1 else 's'}" if contents.floats else "none"
     facts = [
         ("inputs", ", ".join(contents.inputs)),
@@ -205,7 +199,7 @@ def describe(contents: Contents) -> str:
     lines.extend(f"            {line}" for line in contents.floats)
     if contents.rows:
         cells = [("tensor", "operator", "dtype", "scale", "shape")]
-        cells += [(f"%{row.name}", row.operator, row.dtype, _grid(row) or row.unknown, row.shape) for row in contents.rows]
+        cells += [(f"%{row.name}", row.operator, row.grid.dtype, _grid(row) or row.unknown, row.shape) for row in contents.rows]
         lines += ["", *("  " + line for line in aligned(cells))]
     return "\n".join(lines)
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.analysis.explain import findings
-from fxquant.analysis.fused import alike
-from fxquant.analysis.layers import Layer, layers, left_in_float
+from fxquant.analysis.layers import Layer, alike, layers, left_in_float
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import fused, made_by, model_meta, resolve, stage_of
 from fxquant.ir.integer import operation

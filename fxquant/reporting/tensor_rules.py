@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from fxquant.analysis.recording import Facts, Form, GraphForm
 from fxquant.calibration.calibration import LOST
@@ -127,22 +127,27 @@ class Judged:
     name        in the second form
     facts       of it there
     statistics  of it and its reference
-    reference   the name of that in the first form
+    references  the names of that in the first form: of a tensor inside of a recurrence at each step, else one
     is_input    whether that is an input of the model
-    later       of a tensor inside of a recurrence, the references at later steps
+    factors     the exponents that the reference is multiplied by 2 to; None without any
     """
 
     name: str
     facts: Facts
     statistics: TensorStatistics
-    reference: str
+    references: tuple[str, ...]
     is_input: bool
-    later: tuple[str, ...] = ()
+    factors: Tensor | None
 
     @property
-    def references(self) -> tuple[str, ...]:
-        """Those of all steps."""
-        return (self.reference, *self.later)
+    def reference(self) -> str:
+        """The first of them."""
+        return self.references[0]
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes of the first form that became the tensor: its reference, then what has its name, or was fused into it."""
+        return (self.reference, self.name, *self.facts.fused)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.spec import State
 from fxquant.reporting.advice import WORTH
 from fxquant.reporting.effects import Effects
-from fxquant.reporting.statistics import LayerComparison, Steps, ratio, sqnr_of
+from fxquant.reporting.statistics import LayerComparison, ratio, sqnr_of
 from fxquant.reporting.tensor_rules import Judged
 from fxquant.support.progress import progress
 
@@ -90,12 +90,7 @@ _Share = tuple[str, tuple[str, ...]]  # a part of the noise in words, and what o
 
 
 def causes_of(
-    tensors: Sequence[Judged],
-    factors: Mapping[str, Any],
-    effects: Effects,
-    prepared: fx.GraphModule | None,
-    batch: Any,
-    show_progress: bool | None,
+    tensors: Sequence[Judged], effects: Effects, prepared: fx.GraphModule | None, batch: Any, show_progress: bool | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the causes of noise that no single layer explains, in words, and which parts of `fxq.tune` to try first.
 
@@ -106,7 +101,7 @@ def causes_of(
     total = effects.of_errors(errors)
     if total <= 0:
         return (), ()
-    found = [_kinds(tensors, factors, effects, total)]
+    found = [_kinds(tensors, effects, total)]
     found += _range(tensors, errors, effects, show_progress)
     found += _offsets(errors, effects, total)
     if prepared is not None:
@@ -114,16 +109,11 @@ def causes_of(
     return tuple(text for text, _ in found), tuple(dict.fromkeys(name for _, tries in found for name in tries))
 
 
-def _kinds(tensors: Sequence[Judged], factors: Mapping[str, Any], effects: Effects, total: float) -> _Share:
+def _kinds(tensors: Sequence[Judged], effects: Effects, total: float) -> _Share:
     """Return whether activations make most of the noise, or weights."""
-    grids = {
-        reference: (steps, factors[each.name])
-        for each in tensors
-        if (steps := Steps.of(each.facts.grid)) is not None
-        for reference in each.references
-    }
-    share = min(ratio(effects.of_grids(grids), total), 1.0)
-    made = f"the noise is spread over {len(grids)} tensors: rounding activations makes about {100 * share:.0f} % of it"
+    share = min(ratio(effects.of_grids(tensors), total), 1.0)
+    count = len({reference for each in tensors if each.statistics.steps is not None for reference in each.references})
+    made = f"the noise is spread over {count} tensors: rounding activations makes about {100 * share:.0f} % of it"
     rest = f"weights, biases and tensors inside operators {100 * (1 - share):.0f} %"
     return f"{made}, {rest}", OF_ACTIVATIONS if share >= 0.5 else OF_WEIGHTS
 

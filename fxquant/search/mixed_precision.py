@@ -196,16 +196,12 @@ def optimum(choices: Choices, losses: Mapping[str, Mapping[str, float]], budget:
                 row[place] = row.get(place, 0.0) + cost / most
         rows.append((row, -np.inf, 1 - constant / most))
     for left, right in {(left, right): None for left, _, right, _ in pairs}:
-        for own in (0, 2):
+        both = {key: index for key, index in pairs.items() if (key[0], key[2]) == (left, right)}
+        for own, chosen in ((1, left), (3, right)):
             for name, dtype in keys:
-                if name != (left, right)[own // 2]:
-                    continue
-                summed = {
-                    index: 1.0
-                    for key, index in pairs.items()
-                    if (key[0], key[2]) == (left, right) and (key[own], key[own + 1]) == (name, dtype)
-                }
-                rows.append(({**summed, column[name, dtype]: -1.0}, 0.0, 0.0))
+                if name == chosen:
+                    summed = {index: 1.0 for key, index in both.items() if key[own] == dtype}
+                    rows.append(({**summed, column[name, dtype]: -1.0}, 0.0, 0.0))
     objective += [0.0] * len(pairs)
     unit = max(map(abs, objective), default=0.0) or 1.0
     shape = len(rows), len(objective)

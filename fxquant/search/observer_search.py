@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from torch import fx, nn
@@ -155,14 +155,14 @@ def search(work: Work, observers: Sequence[Any], metric: Metric | None) -> Obser
     if configs:
         mappings["the best for each"] = choices.mapping(work.base, {}, configs)
     mappings |= {f"{name} for all": with_observer(work.base, observer) for name, observer in served.items()}
-    found: dict[str, fx.GraphModule] = {}
     measured, scores = {}, {}
 
+    @cache
     def together(name: str) -> fx.GraphModule:
         return work.prepared if name == "as given" else work.with_mapping(mappings[name])
 
     def judged(name: str) -> tuple[float, float | None]:
-        made = found[name] = together(name)
+        made = together(name)
         return reference.noise(partial(outputs_of, made)).pooled, None if metric is None else score_of(metric, made)
 
     for name in progress(mappings, len(mappings), "observers together", work.show):
@@ -171,8 +171,7 @@ def search(work: Work, observers: Sequence[Any], metric: Metric | None) -> Obser
             scores[name] = score
     chosen = max(mappings, key=lambda name: (scores.get(name, 0.0), -measured[name]))
     left_out = tuple(name for name in named if name not in served)
-    best = found[chosen] if chosen in found else together(chosen)
-    return ObserverSearch(mappings[chosen], best, tuple(trials), measured, scores, chosen, left_out)
+    return ObserverSearch(mappings[chosen], together(chosen), tuple(trials), measured, scores, chosen, left_out)
 
 
 def _trial(reference: FloatOutputs, choice: Choice, observers: Mapping[str, Any]) -> ObserverTrial:

@@ -91,11 +91,11 @@ class Sensitivity(Mapping[str, TensorSensitivity]):
     def ranked(self, width: int | None = None) -> tuple[TensorSensitivity, ...]:
         """The tensors that lose most at the outputs first: as they are now, or with so many bits, among those that can have them."""
 
-        def loss(tensor: TensorSensitivity) -> float:
-            return max((tensor.loss[dtype] for dtype in tensor.loss if _is_asked(tensor, dtype, width)), default=-math.inf)
+        def losses(tensor: TensorSensitivity) -> list[float]:
+            return [loss for dtype, loss in tensor.loss.items() if (dtype == tensor.dtype if width is None else bits(dtype) == width)]
 
-        known = [tensor for tensor in self.tensors if any(_is_asked(tensor, dtype, width) for dtype in tensor.loss)]
-        return tuple(sorted(known, key=loss, reverse=True))
+        known = [tensor for tensor in self.tensors if losses(tensor)]
+        return tuple(sorted(known, key=lambda tensor: max(losses(tensor)), reverse=True))
 
     def __str__(self) -> str:
         """The table: signal to noise at the outputs in dB for each dtype, and shares of multiply-accumulates and of bytes as they are."""
@@ -112,10 +112,6 @@ class Sensitivity(Mapping[str, TensorSensitivity]):
         head = [f"{dtype} dB" for dtype in dtypes] + [f"{dtype} drop" for dtype in dtypes if self.score is not None]
         told = f"SQNR at the outputs with one tensor alone quantized, {'measured' if measured else 'estimated to second order'}"
         return f"{told}\n{table(('tensor', 'now', *head, 'MACs', 'bytes'), rows, left=2)}"
-
-
-def _is_asked(tensor: TensorSensitivity, dtype: str, width: int | None) -> bool:
-    return dtype == tensor.dtype if width is None else bits(dtype) == width
 
 
 def _bytes(tensor: TensorSensitivity) -> float:
@@ -147,26 +143,21 @@ def sensitivity(
     Raises NotCalibrated for a prepared model without scales, ConfigurationError for one with a qconfig beside it, and what `prepare`
     and `calibrate` raise.
     """
-    if isinstance(model, fx.GraphModule) and stage_of(model) == "PREPARED":
-        prepared = _checked(model, qconfig)
-    else:
+    if not isinstance(model, fx.GraphModule) or stage_of(model) != "PREPARED":
         prepared, _ = calibrated(model, batches, target, qconfig, num_batches, options, show_progress)
-    samples = inputs_of(prepared, batches, num_batches, options)
-    return find(prepared, samples, options, show_progress, metric)
-
-
-def _checked(model: fx.GraphModule, qconfig: QConfig | QConfigMapping | None) -> fx.GraphModule:
-    """Return a prepared model. Raises ConfigurationError if there is a qconfig beside it, and NotCalibrated where a scale is missing."""
-    if qconfig is not None:
+    elif qconfig is None:
+        prepared = model
+        for operator in quantized_operators(prepared).values():
+            if not operator.plain:
+                operator.output.require()
+    else:
         raise ConfigurationError(
             "a prepared model has a qconfig already",
             because="the loss is measured with the qconfig that it was prepared with, so that this one would have no effect",
             remedy="leave qconfig out, or pass the float model",
         )
-    for operator in quantized_operators(model).values():
-        if not operator.plain:
-            operator.output.require()
-    return model
+    samples = inputs_of(prepared, batches, num_batches, options)
+    return find(prepared, samples, options, show_progress, metric)
 
 
 def calibrated(

@@ -75,20 +75,10 @@ class State:
         return replace(self.work, prepared=prepared, base=mapping, seen=seen, options=options)
 
 
+# Recipes to judge, with what each is in words, one after the other until the drop is within the tolerance; none where there is nothing to
+# try.
 Proposals = Iterator[tuple[str, Recipe]]
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """One way to lose less.
-
-    name     as the report calls it
-    propose  recipes to judge, with what each is in words, one after the other until the drop is within the tolerance; nothing where
-             there is nothing to try
-    """
-
-    name: str
-    propose: Callable[[State], Proposals]
+Remedy = Callable[[State], Proposals]  # one way to lose less
 
 
 def _observers(state: State) -> Proposals:
@@ -169,14 +159,11 @@ METHODS: dict[str, Tuner] = {
 }
 
 
-def _method(name: str) -> Remedy:
-    def propose(state: State) -> Proposals:
-        yield f"{state.steps} steps", replace(state.recipe, methods=(*state.recipe.methods, name))
-
-    return Remedy(name, propose)
+def _tuning(name: str, state: State) -> Proposals:
+    yield f"{state.steps} steps", replace(state.recipe, methods=(*state.recipe.methods, name))
 
 
-_PROPOSALS: dict[str, Callable[[State], Proposals]] = {
+_PROPOSALS: dict[str, Remedy] = {
     "observers": _observers,
     "bias correction": _bias_correction,
     "rounding of weights": _rounding,
@@ -184,8 +171,8 @@ _PROPOSALS: dict[str, Callable[[State], Proposals]] = {
     "16 bits": _sixteen,
     "mixed precision": _within_budget,
 }
-REMEDIES: tuple[Remedy, ...] = tuple(Remedy(name, _PROPOSALS[name]) if name in _PROPOSALS else _method(name) for name in TRIED)
-WITHIN_BUDGET = REMEDIES[TRIED.index("mixed precision")]
+REMEDIES: dict[str, Remedy] = {name: _PROPOSALS.get(name) or partial(_tuning, name) for name in TRIED}
+WITHIN_BUDGET = "mixed precision"
 
 
 # ---- the search ------------------------------------------------------------------------------------------------------
@@ -333,11 +320,10 @@ class _Session:
         enough = tolerance if tolerance is not None else WITHIN * (abs(reference) if self.metric is not None else 100.0)
         choices = Choices(self.work.prepared)
         too_large = self.budget is not None and not fits(costs(choices, choices.dtypes(), self.budget.speed), self.budget)
-        self._try(CALIBRATION, reference - enough, refused=too_large)
-        rest = [WITHIN_BUDGET, *(remedy for remedy in REMEDIES if remedy is not WITHIN_BUDGET)] if too_large else REMEDIES
-        for remedy in rest:
+        self._try("calibration", lambda state: iter([("as the qconfig says", state.recipe)]), reference - enough, refused=too_large)
+        for name in sorted(REMEDIES, key=lambda name: name != WITHIN_BUDGET) if too_large else REMEDIES:
             if self.best is None or self.best.score < reference - enough:
-                self._try(remedy, reference - enough)
+                self._try(name, REMEDIES[name], reference - enough)
         assert self.best is not None
         made = self._built(self.recipe)
         best = self.recipe
@@ -347,14 +333,14 @@ class _Session:
         with still(self.work.prepared, OperatorState.FLOAT):
             return 0.0 if self.metric is None else score_of(self.metric, self.work.prepared)
 
-    def _try(self, remedy: Remedy, enough: float, refused: bool = False) -> None:
+    def _try(self, name: str, remedy: Remedy, enough: float, refused: bool = False) -> None:
         """Judge what a remedy proposes, and keep the best of it."""
-        known = self.journal.at(remedy.name, lambda: {"tried": [], "done": False})
+        known = self.journal.at(name, lambda: {"tried": [], "done": False})
         state = State(self.work, self.recipe, self.budget, self.steps)
         for entry in known["tried"]:
             self._take(TuneStep(**entry["step"]), Recipe.of(entry["recipe"]), None)
         if not known["done"]:
-            for index, (told, recipe) in enumerate(remedy.propose(state)):
+            for index, (told, recipe) in enumerate(remedy(state)):
                 if index < len(known["tried"]):
                     continue
                 made = self._built(recipe)
@@ -362,7 +348,7 @@ class _Session:
                 score = -100 * noise**0.5 if self.metric is None else score_of(self.metric, made)
                 gain = 0.0 if self.best is None else score - self.best.score
                 better = self.best is None or (score, -noise) > (self.best.score, -self.best.noise)
-                step = TuneStep(remedy.name, told, score, noise, gain, better and not refused)
+                step = TuneStep(name, told, score, noise, gain, better and not refused)
                 self._take(step, recipe, made)
                 if self.journal.path is not None:
                     known["tried"].append({"step": asdict(step), "recipe": recipe.document()})
@@ -404,6 +390,3 @@ class _Session:
             return None
         text = torch.frombuffer(bytearray(repr(recipe.document()).encode()), dtype=torch.uint8)
         return f"{self.journal.path}.{digest([text])}"
-
-
-CALIBRATION = Remedy("calibration", lambda state: iter([("as the qconfig says", state.recipe)]))

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, fx
 
 import fxquant as fxq
-from fxquant.analysis.fused import operator_runs, runner_of
+from fxquant.analysis.explain import operator_runs
 from fxquant.analysis.layers import HOST
+from fxquant.analysis.recording import runner_of
 from fxquant.backends.cpu import native
 from fxquant.backends.cpu.training import SMALLEST
 from fxquant.backends.horizon.export import FORMATS, refusals

@@ -29,7 +29,7 @@ from benchmarks.zoo.efficientnet import EfficientNetB0
 from benchmarks.zoo.mobilenet import MobileNetV2, MobileNetV3Small
 from benchmarks.zoo.resnet import ResNet18
 from fxquant import backends
-from fxquant.analysis.fused import OperatorRun, operator_runs
+from fxquant.analysis.explain import OperatorRun, operator_runs
 from fxquant.backends.cpu import compiled as in_c
 from fxquant.backends.cpu import native, tensors, training
 from fxquant.ir.graph import resolve

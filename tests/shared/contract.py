@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxquant as fxq
-from fxquant.analysis.fused import kernel_forms
 from fxquant.analysis.layers import left_in_float
+from fxquant.analysis.recording import kernel_forms
 from fxquant.backends.onnx.runtime import RUNTIME_NAMES
 from fxquant.ir import graph
 from fxquant.ir.integer import qparams
