@@ -47,7 +47,7 @@ def files(package: str) -> Path:
 def network() -> tuple[fx.GraphModule, list[str]]:
     """YOLOv8n up to the six convolutions of its head, and their names: classes and boxes of each stride."""
     files("onnx2torch")
-    from onnx2torch import convert
+    from onnx2torch import convert  # type: ignore[import-not-found]
 
     model: fx.GraphModule = convert(onnx.load(files("nudenet") / "320n.onnx")).eval()
     nodes = {str(node.target): node for node in model.graph.nodes}

@@ -45,7 +45,7 @@ def widen(gm: fx.GraphModule, context: Context) -> int:
             if dtype == SUM:
                 keep_in_float(node, f"it only passes on the 32-bit sum of %{moved.name}", context)
             elif dtype is not None:
-                annotate(node, replace(annotation(node), dtype=dtype))  # type: ignore[type-var]
+                annotate(node, replace(annotation(node), dtype=dtype))  # type: ignore[arg-type, type-var]
         if dtype is not None:
             wide[node] = dtype
     return len(wide)

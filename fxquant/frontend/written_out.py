@@ -164,7 +164,7 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "feature_dropout": _dropout("dropout2d"),
     "native_dropout": lambda input, p, train: (F.dropout(input, p, bool(train)), None),
     "slice": _slice,
-    "select": lambda input, dim, index: input[(*[slice(None)] * (dim % input.dim()), index)],
+    "select": lambda input, dim, index: input[(slice(None),) * (dim % input.dim()) + (index,)],
     "index": _index,
     "index_put": _put_at_indices,
     "_to_copy": lambda input, *, dtype=None, **_: input if dtype is None else input.to(dtype),

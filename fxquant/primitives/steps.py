@@ -64,9 +64,9 @@ class Writer:
         self.operands.append((self._register(), value))
         return self.operands[-1][0]
 
-    def write(self, op: Op, a: int, b: Any = 0, low: int = 0, high: int = 0, table: Tensor | None = None) -> int:
-        """Write a step and return the register of its result; `b` is a register, or a constant where it is a tensor."""
-        b = self.operand(b) if isinstance(b, Tensor) else b
+    def write(self, op: Op, a: Any, b: Any = 0, low: int = 0, high: int = 0, table: Tensor | None = None) -> int:
+        """Write a step and return the register of its result; `a` and `b` are registers, or constants where they are tensors."""
+        a, b = (self.operand(each) if isinstance(each, Tensor) else each for each in (a, b))
         self.steps.append(Step(op, self._register(), a, b, low, high, table))
         return self.steps[-1].to
 

@@ -186,6 +186,7 @@ def test_frozen_batch_norm_never_moves() -> None:
     assert all_equal(running_statistics(prepared), before)
 
 
+@pytest.mark.usefixtures("default_outputs")
 def test_gradients_stop_where_a_value_saturates() -> None:
     prepared = contract.compiled(nn.Sequential(nn.Conv2d(1, 1, 1)), [torch.randn(4, 1, 2, 2)]).prepared
     fxq.set_qparams(prepared, {"input_1_quantize": 0.01, "_0": 1.0})
@@ -378,6 +379,7 @@ def test_the_noted_bits_hold_every_sum_of_a_layer() -> None:
     assert 2**23 < largest < 2 ** (notes(holder)["accumulator_bits"] - 1)
 
 
+@pytest.mark.usefixtures("default_outputs")
 def test_a_bias_beyond_the_accumulator_raises_the_scale_of_its_channel_alone() -> None:
     model = nn.Sequential(nn.Linear(4, 3))
     with torch.no_grad():
@@ -417,7 +419,7 @@ def test_every_onnx_value_is_a_whole_number_of_its_declared_type(name: str, targ
     types = {info.name: info.type.tensor_type.elem_type for info in (*inferred.graph.value_info, *inferred.graph.output)}
     for value, entry_ in model.tensors.items():
         if entry_["kind"] == "quantized":
-            assert types[value] == TensorProto.INT8, value
+            assert types[value] == (TensorProto.INT32 if entry_["dtype"] == "int32" else TensorProto.INT8), value
     whole = model.names(("quantized", "accumulator"))
     found = model.runner("onnxruntime", whole)({model.input_names[0]: images(name, 1)})
     for value in whole:
@@ -564,6 +566,7 @@ def test_a_constant_of_the_integer_graph_that_is_off_by_one_is_located(target: s
     assert_located(fxq.verify(prepared, integer, batches, show_progress=False), result.name, before.name)
 
 
+@pytest.mark.usefixtures("default_outputs")
 def test_the_report_reads_as_a_place(golden: Callable[[str, str], None]) -> None:
     torch.manual_seed(0)
     prepared, integer = contract.compiled(nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, 1)), [torch.randn(4, 1, 5, 5)])
@@ -572,6 +575,7 @@ def test_the_report_reads_as_a_place(golden: Callable[[str, str], None]) -> None
     golden(f"{sound}\n\n{fxq.verify(prepared, integer, [torch.randn(4, 1, 5, 5)], show_progress=False)}\n", "report.txt")
 
 
+@pytest.mark.usefixtures("default_outputs")
 def test_verifying_leaves_a_prepared_model_as_it_was() -> None:
     """The modes of its modules, each its own; and a batch norm that is left in float is not moved by the batches."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sigmoid(), nn.BatchNorm2d(4, track_running_stats=True), nn.Conv2d(4, 2, 1))

@@ -230,6 +230,7 @@ def test_what_has_no_integer_form_stays_in_float_and_says_why(name: str) -> None
     assert all_equal(prepared(*batches()[0]), integer(*batches()[0]))
 
 
+@pytest.mark.usefixtures("default_outputs")
 def test_infinity_pads_with_the_largest_integer() -> None:
     _, integer = compiled(network(lambda x: F.pad(x, (1, 1), value=-math.inf)), batches())
     source, padded = integer(*batches()[0])

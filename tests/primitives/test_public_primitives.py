@@ -38,7 +38,7 @@ def test_a_layer_made_of_primitives_is_the_layer_of_a_model() -> None:
     """Quantize, multiply and requantize by hand, with the scales of a model: its own integers come out."""
     torch.manual_seed(0)
     model, x = torch.nn.Linear(6, 4), torch.randn(8, 6)
-    result = fxq.quantize(model, [x], target="nash-e")
+    result = fxq.quantize(model, [x], target="nash-e", qconfig=fxq.QConfig(fxq.ActivationConfig("int8")))
     scales = fxq.qparams(result.prepared)
     s_x, s_y = (torch.tensor(scale) for scale in scales.values())  # of the quantized input, and of the output
     s_w = (model.weight.abs().amax(1) / 127).detach()
