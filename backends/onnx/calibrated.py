@@ -20,19 +20,6 @@ from fxquant.numerics.grids import ACTIVATION_TYPES
 OPSET = 19  # the largest that hb_compile's documents name
 
 
-class CalibratedCall(HorizonCall):
-    """One operator, whose constants are rounded by HzCalibration nodes."""
-
-    uncarried = "an HzCalibration node has one scale for each index of one dimension, and this weight has more"
-    remedy = "quantize this layer with one scale per output channel, or without groups"
-
-    def stays(self, role: str) -> bool:
-        return False
-
-    def on_grid(self, value: str, scale: Tensor, storage: torch.dtype, axis: int | None) -> str:
-        return calibration(self.e, value, scale, storage, axis)
-
-
 def calibration(e: Any, value: str, scale: Tensor, storage: torch.dtype, axis: int | None = None) -> str:
     """Write the node that rounds a float32 value to int8 or int16 on a scale, or on one for each index of `axis`; return its result."""
     bits, scales = BITS[storage], scale.reshape(-1).float()
@@ -51,6 +38,17 @@ def calibration(e: Any, value: str, scale: Tensor, storage: torch.dtype, axis: i
     )
     e.types[result] = torch.float32
     return result
+
+
+class CalibratedCall(HorizonCall):
+    """One operator, whose constants are rounded by HzCalibration nodes."""
+
+    on_grid = staticmethod(calibration)
+    uncarried = "an HzCalibration node has one scale for each index of one dimension, and this weight has more"
+    remedy = "quantize this layer with one scale per output channel, or without groups"
+
+    def stays(self, role: str) -> bool:
+        return False
 
 
 class CalibratedWriter(HorizonWriter):

@@ -37,10 +37,23 @@ IMAGES_ALONE = ("bernoulli2",)  # marches whose programs hold images alone; the 
 BITS = {torch.int8: 8, torch.int16: 16}
 
 
+def pair(e: Any, value: str, scale: Tensor, storage: torch.dtype, axis: int | None = None) -> str:
+    """Write the pair that rounds a float value to integers on a scale, or on one for each index of `axis`; return its float value."""
+    scales = scale.reshape(-1).float()
+    zeros = torch.zeros(scales.shape, dtype=storage, device="cpu")
+    place = {} if axis is None else {"axis": axis}
+    quantized = e.node("HzQuantize", value, e.constant(scales), e.constant(zeros), domain=DOMAIN, bits=BITS[storage], **place)
+    e.types[quantized] = storage
+    result: str = e.node("HzDequantize", quantized, e.constant(scales), e.constant(zeros), domain=DOMAIN, **place)
+    e.types[result] = torch.float32
+    return result
+
+
 class HorizonCall(Call):
     """One operator in the form that the tool reads."""
 
     by_layers = True  # GlobalAveragePool and AveragePool round twice in the tool
+    on_grid = staticmethod(pair)  # writes the nodes that round a float value
 
     uncarried = "a transposed convolution of groups has several scales for an index of its weight, which the file cannot say"
     remedy = "quantize its weight by statistics, which the compiler computes again: fxq.WeightConfig()"
@@ -53,10 +66,6 @@ class HorizonCall(Call):
     def images_alone(self) -> bool:
         graph = self.node.graph.owning_module
         return graph is not None and graph.meta["target"].name in IMAGES_ALONE
-
-    def on_grid(self, value: str, scale: Tensor, storage: torch.dtype, axis: int | None) -> str:
-        """Write the nodes that round a float value, and return its float value on the grid."""
-        return pair(self.e, value, scale, storage, axis)
 
     def weight(self, arrange: Any = lambda weight: weight, role: str = "weight") -> str:
         """Return a weight's float values on their grid, rounded by nodes of the tool's own unless it `stays`."""
@@ -71,7 +80,7 @@ class HorizonCall(Call):
                 because=self.uncarried,
                 remedy=self.remedy,
             )
-        return self.on_grid(value, scale, integers.dtype, None if axis is None else channel_axis(integers, scale, axis, arrange))
+        return self.on_grid(self.e, value, scale, integers.dtype, None if axis is None else channel_axis(integers, scale, axis, arrange))
 
     def as_convolution(self) -> bool:
         """Return whether to write a convolution: if the weight needs a pair, or it is one-dimensional.
@@ -87,7 +96,7 @@ class HorizonCall(Call):
         value = self.e.constant(self.real(role))
         if scale.numel() == 0 or integers.dtype not in BITS or self.stays(role):
             return value
-        return self.on_grid(value, scale, integers.dtype, None if axis is None else integers.dim() + axis)
+        return self.on_grid(self.e, value, scale, integers.dtype, None if axis is None else integers.dim() + axis)
 
     def _per_channel(self, role: str) -> tuple[Tensor, Tensor, int | None]:
         """Return a weight's integers and scales; the tool takes one scale for each output channel."""
@@ -106,18 +115,6 @@ def _derived(integers: Tensor, scale: Tensor, axis: int | None) -> bool:
     parts = integers.reshape(groups, -1, *integers.shape[1:]).movedim(axis, 1).reshape(groups * channels, -1)
     largest = parts.abs().amax(1).float() * scale
     return torch.equal(scale_from_range(-largest, largest, WEIGHT_INT8), scale)
-
-
-def pair(e: Any, value: str, scale: Tensor, storage: torch.dtype, axis: int | None = None) -> str:
-    """Write the pair that rounds a float value to integers on a scale, or on one for each index of `axis`; return its float value."""
-    scales = scale.reshape(-1).float()
-    zeros = torch.zeros(scales.shape, dtype=storage, device="cpu")
-    place = {} if axis is None else {"axis": axis}
-    quantized = e.node("HzQuantize", value, e.constant(scales), e.constant(zeros), domain=DOMAIN, bits=BITS[storage], **place)
-    e.types[quantized] = storage
-    result: str = e.node("HzDequantize", quantized, e.constant(scales), e.constant(zeros), domain=DOMAIN, **place)
-    e.types[result] = torch.float32
-    return result
 
 
 def float_nodes(integer: fx.GraphModule, model: onnx.ModelProto) -> list[str]:
