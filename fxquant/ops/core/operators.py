@@ -21,6 +21,7 @@ from fxquant.ops.core.declare import (
     known_sizes,
     listed,
     lowered,
+    needs,
     nodes,
     numbers,
     on_the_output,
@@ -73,7 +74,7 @@ __all__ = [
     "OPERATORS", "POSITIVE", "ROUNDED", "SAMPLED", "WIDE", "Adapt", "BatchDim", "Builder", "Call", "Clamp", "Demand", "Fixed",
     "Guard", "Instead", "Layer", "Lowering", "Operator", "Own", "Parameter", "Plain", "Quantized", "Ratio", "Same", "Sample", "Size",
     "TensorFact", "Trait", "are_fixed", "bound", "clamped", "composite", "fact", "fixed", "fixed_along", "fixed_sizes",
-    "function_and_method", "is_parameter", "is_tensor", "known_size", "known_sizes", "listed", "lowered", "nodes", "numbers",
+    "function_and_method", "is_parameter", "is_tensor", "known_size", "known_sizes", "listed", "lowered", "needs", "nodes", "numbers",
     "on_the_output", "one_of", "operator_named", "operator_of", "register", "sample", "sampled", "selected", "settings_of",
     "shape_of", "spelled", "taking", "written",
 ]  # fmt: skip

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import fx
-
 from fxquant.ops.core.declare import function_and_method, listed, lowered
-from fxquant.ops.core.operators import Lowering, Quantized, Same, are_fixed, fixed_along, known_size, sample, sampled, selected
+from fxquant.ops.core.operators import Lowering, Quantized, Same, fixed_along, known_size, numbers, sample, sampled, selected
 from fxquant.ops.movement.shape import rank_of, with_dims
 from fxquant.primitives import shape
 
@@ -38,14 +36,10 @@ def _rolled(input: Any, shifts: Any, dims: Any = None) -> dict[str, Any] | str:
     return {"input": input, "shifts": [shifts] if isinstance(shifts, int) else list(shifts), "dims": [d % rank_of(input) for d in rolled]}
 
 
-def _refuses_shifts(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    return None if are_fixed(arguments["shifts"]) else "its shifts are computed"
-
-
 @lowered(
     adapt=_rolled,
     moves=True,
-    refuses=(_refuses_shifts, fixed_along("dims", "it rolls along the batch")),
+    refuses=(numbers("shifts", because="its shifts are computed"), fixed_along("dims", "it rolls along the batch")),
     demand=Same(),
     samples=(sample(input=(3, 6, 6), shifts=[1, -2], dims=[2, 3]),),
 )

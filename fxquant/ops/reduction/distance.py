@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ops.core.operators import INNER, WIDE, Builder, Size, composite, fact, nodes, one_of
+from fxquant.ops.core.operators import INNER, WIDE, Builder, Size, are_fixed, composite, fact, needs, nodes, one_of
 from fxquant.ops.core.samples import COMPOSED, NORMED, POSITIVE, sample, sampled
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.division import true_divide
@@ -134,12 +134,13 @@ def cosine_similarity(build: Builder, x1: fx.Node, x2: fx.Node, dim: int = 1, ep
     return product
 
 
-def _channels(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    shape = Builder.fact(arguments["input"]).shape
-    return None if len(shape) > 2 and isinstance(shape[1], int) else "its operand has no channels of a fixed number"
-
-
-@composite(refuses=_channels, samples=(sample(input=(4, 5, 5), size=3, alpha=0.5), sample(input=(4, 5, 5), size=2)))
+@composite(
+    refuses=needs(
+        "its operand has no channels of a fixed number",
+        lambda arguments: len(fact(arguments["input"]).shape) > 2 and are_fixed(fact(arguments["input"]).shape[1:2]),
+    ),
+    samples=(sample(input=(4, 5, 5), size=3, alpha=0.5), sample(input=(4, 5, 5), size=2)),
+)
 def local_response_norm(build: Builder, input: fx.Node, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Any:
     """Compute input / (k + alpha · the mean of the squares of `size` neighbouring channels) ** beta."""
     shape = build.fact(input).shape
