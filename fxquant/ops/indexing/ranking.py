@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from fxquant.ir.graph import fact, shape_of
 from fxquant.ops.core.declare import Guard, are_fixed, composite, first_reason, fixed, function_and_method, has_dimensions, lowered
@@ -55,12 +55,8 @@ def argmin(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool 
     return lowering.call(selection.arg_extremum, input.value, dim, keepdim, False)
 
 
-def _ranked(input: Tensor, dim: int, count: int, largest: bool) -> Tensor:
-    return torch.argsort(input, dim=dim, descending=largest, stable=True).narrow(dim, 0, count)
-
-
 @lowered(
-    function=_ranked,
+    function=lambda input, dim, count, largest: torch.argsort(input, dim=dim, descending=largest, stable=True).narrow(dim, 0, count),
     moves=True,
     refuses=_RANKS,
     onnx=lambda c: c.do("TopK", c.input, c.integers([c["count"]]), axis=c["dim"], largest=int(c["largest"]), sorted=1),
@@ -165,11 +161,12 @@ def kthvalue(build: Builder, input: fx.Node, k: int, dim: int = -1, keepdim: boo
     return _kthvalue(build, input, k, dim, keepdim)
 
 
-def _median(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
-    return torch.median(input) if dim is None else torch.median(input, dim, keepdim)
-
-
-@composite("nanmedian", function=_median, moves=True, refuses=_RANKS)
+@composite(
+    "nanmedian",
+    function=lambda input, dim=None, keepdim=False: torch.median(input) if dim is None else torch.median(input, dim, keepdim),
+    moves=True,
+    refuses=_RANKS,
+)
 @sampled("median(x, 2)[0]", "nanmedian(x, 1)[0]", within=EXACT)
 def median(build: Builder, input: fx.Node, dim: Any = None, keepdim: bool = False) -> Any:
     """Return the lower median along a dimension, and where it is."""
