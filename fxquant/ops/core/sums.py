@@ -158,7 +158,7 @@ def _lower_narrow_sum(lowering: Lowering, terms: dict[str, tuple[Quantized, floa
         return found
 
     largest = sum(LARGEST_NARROW_MULTIPLIER * operand.grid.magnitude for operand, _ in terms.values())
-    lowering.prove(torch.tensor(float(largest), dtype=torch.float64, device="cpu"), "the sum")
+    lowering.prove(largest, "the sum")
     return lowering.requantize_in_steps(total, real, clamp, [operand.scale for operand, _ in terms.values()])
 
 

@@ -15,9 +15,8 @@ from fxquant.ops.core.declare import Guard, are_fixed, composite, first_reason, 
 from fxquant.ops.core.operators import Builder, Lowering, Operator, Plain, Quantized, Same, TensorFact, register
 from fxquant.ops.core.samples import EXACT, sampled, written
 from fxquant.ops.elementwise.whole import alike
-from fxquant.ops.indexing.index import getitem
 from fxquant.ops.reduction.extremum import amax, amin, largest_along, smallest_along
-from fxquant.ops.reduction.progression import length_of
+from fxquant.ops.reduction.progression import along, length_of
 from fxquant.primitives import selection
 
 PLACES = Plain("int64")
@@ -121,14 +120,9 @@ _extreme("min_along", smallest_along, amin, argmin)
 
 
 def _kthvalue(build: Builder, input: fx.Node, k: int, dim: int, keepdim: bool) -> Any:
-    index: list[Any] = [slice(None)] * len(build.fact(input).shape)
-    index[dim] = slice(k - 1, k)
-    places = build(getitem, build(ranked, input, dim, k, False), index)
+    places = along(build, build(ranked, input, dim, k, False), dim, slice(k - 1, k))
     values = build(gather, input, dim, places)
-    if keepdim:
-        return values, places
-    index[dim] = 0
-    return build(getitem, values, index), build(getitem, places, index)
+    return (values, places) if keepdim else (along(build, values, dim, 0), along(build, places, dim, 0))
 
 
 def _with_places(build: Builder, input: fx.Node, dim: int, count: int, largest: bool) -> Any:

@@ -124,7 +124,7 @@ def _summed(c: Call, places: str) -> str:
 def sum_at(lowering: Lowering, src: Quantized, dim: int, index: Any, size: int) -> Quantized:
     """Compute Σ of the elements of `src` that have each place, 0 to size - 1, along a dimension; `index` has the shape of `src`."""
     terms = known_size(src.shape[dim])
-    largest = lowering.prove(torch.tensor(float(terms * src.grid.magnitude), dtype=torch.float64, device="cpu"), "the sum")
+    largest = lowering.prove(terms * src.grid.magnitude, "the sum")
     places = lowering.given("index", index, torch.int64)
     total = lowering.call(primitives.sum_along, src.value, dim, places, size, largest >= FLOAT32_EXACT)
     return lowering.requantize(total, Ratio((src.scale,)))

@@ -37,7 +37,7 @@ def lower_uneven(lowering: Lowering, input: Quantized, total: Any, largest: floa
     device = input.scale.device
     scale = (1 / divisor.to(device) / WEIGHT_INT8.high).clamp_min(SMALLEST_SCALE)
     steps = lowering.arithmetic.step(input.scale, scale)
-    wide = lowering.prove(torch.tensor(largest * WEIGHT_INT8.high, dtype=torch.float64, device="cpu"), "the sum") >= FLOAT32_EXACT
+    wide = lowering.prove(largest * WEIGHT_INT8.high, "the sum") >= FLOAT32_EXACT
     weight = lowering.constant("weight", torch.tensor(float(WEIGHT_INT8.high), device=device), torch.int32)
     scaled = lowering.call(elementwise.multiply, total, weight, wide)
 
@@ -340,7 +340,7 @@ def _avg_pool(rank: int) -> Callable[..., Tensor]:
         if layers and within and divisor.dim() == 0 and isinstance(channels, int):
             form = Product(accumulate.convolution, accumulate.convolution_wide, (steps, begin, [1, 1], channels), 2, in_parts=True)
             return lower_uniform(lowering, form, input, (channels, 1, *kernel), 1 / float(divisor), clamp)
-        terms = torch.tensor(float(math.prod(kernel)), dtype=torch.float64, device="cpu")
+        terms = math.prod(kernel)
         largest = lowering.prove(terms * input.grid.magnitude, "the sum")
         lowering.prove(terms * 2.0**7, "the sum over 8 of the operand's bits", POOLED_EXACT - 1)
         total = lowering.call(pool.sum_pool, input.value, kernel, steps, begin, end, largest >= POOLED_EXACT)

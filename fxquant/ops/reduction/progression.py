@@ -98,7 +98,7 @@ def cumprod(build: Builder, input: fx.Node, dim: int) -> Any:
 def sums_along(lowering: Lowering, input: Quantized, dim: int, matrix: Tensor, role: str) -> Quantized:
     """Return the product with a matrix [sums, size] of zeros and ones, a constant of this role, along a dimension."""
     terms = float(matrix.sum(1).max())
-    largest = lowering.prove(torch.tensor(terms * input.grid.magnitude, dtype=torch.float64, device="cpu"), "the sum")
+    largest = lowering.prove(terms * input.grid.magnitude, "the sum")
     dims = range(len(input.shape))
     order = [d for d in dims if d != dim] + [dim]
     value = lowering.call(shape.permute, input.value, order)

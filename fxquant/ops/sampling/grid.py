@@ -245,7 +245,7 @@ def affine_grid(lowering: Lowering, theta: Quantized, size: list[int], align_cor
     turned = lowering.call(shape.permute, theta.value, [0, 2, 1])
     largest = float((len(size) + 1) * 2**BASE_BITS * theta.grid.magnitude)
     wide = largest >= FLOAT32_EXACT
-    lowering.prove(torch.tensor(largest, dtype=torch.float64, device="cpu"), "the grid", 2**47 - 1)
+    lowering.prove(largest, "the grid", 2**47 - 1)
     total = lowering.call(product.matrix_product_wide if wide else product.matrix_product, base, turned)
     step = torch.tensor(2.0**-BASE_BITS, dtype=torch.float64, device=theta.scale.device)
     grid = lowering.requantize(total, Ratio((theta.scale, step)), bound=largest)
