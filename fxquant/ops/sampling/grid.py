@@ -120,10 +120,6 @@ def _onnx_read(c: Call, grid: str, align_corners: bool) -> str:
     return c.do("GridSample", c.operand("input"), grid, mode=mode, padding_mode=c["padding_mode"], align_corners=int(align_corners))
 
 
-def _onnx_grid_sample(c: Call) -> str:
-    return c.exported() if c.e.opset < GRID_SAMPLE_OPSET else _onnx_read(c, c.operand("grid"), bool(c["align_corners"]))
-
-
 @lowered(
     operands=("input", "grid"),
     function=lambda input, grid, mode="bilinear", padding_mode="zeros", align_corners=None: F.grid_sample(
@@ -133,7 +129,7 @@ def _onnx_grid_sample(c: Call) -> str:
     dtypes={"grid": "int16"},
     keeps=lambda arguments, after, bits: EVERYTHING,  # what limits the image does not limit the positions
     refuses=_refuses_image,
-    onnx=_onnx_grid_sample,
+    onnx=lambda c: c.exported() if c.e.opset < GRID_SAMPLE_OPSET else _onnx_read(c, c.operand("grid"), bool(c["align_corners"])),
     demand=Same(("input",)),
 )
 @sampled("F.grid_sample(x, y / 2, align_corners=False)", within=SAMPLED, x=(3, 6, 6), y=(4, 5, 2))
