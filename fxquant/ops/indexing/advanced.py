@@ -14,7 +14,8 @@ from torch import Tensor, fx
 
 from fxquant.ir.graph import fact, shape_of
 from fxquant.ops.core import places
-from fxquant.ops.core.operators import Builder, Instead, Same, TensorFact, are_fixed, composite, fixed, fixed_sizes, function_and_method
+from fxquant.ops.core.declare import fixed, fixed_sizes, function_and_method
+from fxquant.ops.core.operators import Builder, Instead, Same, TensorFact, are_fixed, composite
 from fxquant.ops.core.samples import ALIGNED, sample, sampled
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.indexing.index import WHOLE, getitem, pick

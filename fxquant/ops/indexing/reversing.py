@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fxquant.ops.core.declare import function_and_method, listed, lowered
-from fxquant.ops.core.operators import Lowering, Quantized, Same, fixed_along, known_size, numbers, sample, sampled, selected
+from fxquant.ops.core.declare import fixed_along, function_and_method, listed, lowered
+from fxquant.ops.core.operators import Lowering, Quantized, Same, known_size, numbers, sample, sampled, selected
 from fxquant.ops.movement.shape import rank_of, with_dims
 from fxquant.primitives import shape
 

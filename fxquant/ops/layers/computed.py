@@ -17,20 +17,9 @@ from torch import Tensor, fx
 
 from fxquant.ir.graph import fact, is_parameter, shape_of
 from fxquant.ops.core import matrix
+from fxquant.ops.core.declare import Guard, known_sizes, needs
 from fxquant.ops.core.matrix import is_computed
-from fxquant.ops.core.operators import (
-    ROUNDED,
-    BatchDim,
-    Builder,
-    Guard,
-    are_fixed,
-    composite,
-    known_size,
-    known_sizes,
-    needs,
-    sampled,
-    written,
-)
+from fxquant.ops.core.operators import ROUNDED, BatchDim, Builder, are_fixed, composite, known_size, sampled, written
 from fxquant.ops.core.record import Instead, Layer, Shape, operator_named
 from fxquant.ops.core.weighted import sizes
 from fxquant.ops.elementwise.arithmetic import add

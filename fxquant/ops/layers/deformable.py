@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fxquant.numerics.grids import EVERYTHING
-from fxquant.ops.core.declare import are_fixed, fixed_sizes, known_sizes, needs
-from fxquant.ops.core.operators import SAMPLED, Builder, Call, Guard, Lowering, Quantized, Same, composite, fact, lowered, sampled, selected
+from fxquant.ops.core.declare import Guard, are_fixed, fixed_sizes, known_sizes, needs
+from fxquant.ops.core.operators import SAMPLED, Builder, Call, Lowering, Quantized, Same, composite, fact, lowered, sampled, selected
 from fxquant.ops.core.weighted import shape_of, sizes
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.layers.convolution import conv2d

@@ -10,8 +10,8 @@ from torch import Tensor, fx
 
 from fxquant.ir.graph import shape_of
 from fxquant.numerics.grids import INT32
-from fxquant.ops.core.declare import NO_DIMENSIONS, are_fixed, known_sizes
-from fxquant.ops.core.operators import FLOAT32_EXACT, Call, Clamp, Guard, Lowering, Quantized, Ratio, TensorFact, Trait, lowered
+from fxquant.ops.core.declare import NO_DIMENSIONS, Guard, are_fixed, known_sizes
+from fxquant.ops.core.operators import FLOAT32_EXACT, Call, Clamp, Lowering, Quantized, Ratio, TensorFact, Trait, lowered
 from fxquant.ops.core.samples import IMAGES, sample, sampled
 from fxquant.ops.core.weighted import Product, lower_uniform
 from fxquant.ops.elementwise.whole import WHOLE

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ops.core.operators import INNER, WIDE, Builder, Fixed, Size, are_fixed, composite, fact, fixed, needs, nodes, one_of
+from fxquant.ops.core.declare import fixed, needs, nodes, one_of
+from fxquant.ops.core.operators import INNER, WIDE, Builder, Fixed, Size, are_fixed, composite, fact
 from fxquant.ops.core.samples import COMPOSED, NORMED, POSITIVE, sample, sampled
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.division import true_divide

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.ops.core.declare import settings_of, taking
-from fxquant.ops.core.operators import COMPUTED, NO_DIMENSIONS, WIDE, Builder, Trait, composite, fact, shape_of
+from fxquant.ops.core.declare import COMPUTED, NO_DIMENSIONS, settings_of, shape_of, taking
+from fxquant.ops.core.operators import WIDE, Builder, Trait, composite, fact
 from fxquant.ops.core.operators import numbers as numeric
 from fxquant.ops.core.samples import IMAGES, NORMED, sample, sampled, written
 from fxquant.ops.elementwise.arithmetic import mul, sub
