@@ -119,7 +119,9 @@ _extreme("max_along", largest_along, amax, argmax)
 _extreme("min_along", smallest_along, amin, argmin)
 
 
-def _kthvalue(build: Builder, input: fx.Node, k: int, dim: int, keepdim: bool) -> Any:
+@sampled("kthvalue(x, 2, 1, True)[0]", within=EXACT)
+def _expand_kthvalue(build: Builder, input: fx.Node, k: int, dim: int = -1, keepdim: bool = False) -> Any:
+    """Return the k-th smallest element along a dimension, and where it is."""
     places = along(build, build(ranked, input, dim, k, False), dim, slice(k - 1, k))
     values = build(gather, input, dim, places)
     return (values, places) if keepdim else (along(build, values, dim, 0), along(build, places, dim, 0))
@@ -148,11 +150,7 @@ def sort(build: Builder, input: fx.Node, dim: int = -1, descending: bool = False
     return _with_places(build, input, dim, length_of(input, dim), descending)
 
 
-@composite(moves=True, refuses=_RANKS)
-@sampled("kthvalue(x, 2, 1, True)[0]", within=EXACT)
-def kthvalue(build: Builder, input: fx.Node, k: int, dim: int = -1, keepdim: bool = False) -> Any:
-    """Return the k-th smallest element along a dimension, and where it is."""
-    return _kthvalue(build, input, k, dim, keepdim)
+kthvalue = composite(name="kthvalue", moves=True, refuses=_RANKS)(_expand_kthvalue)
 
 
 @composite(
@@ -164,7 +162,7 @@ def kthvalue(build: Builder, input: fx.Node, k: int, dim: int = -1, keepdim: boo
 @sampled("median(x, 2)[0]", "nanmedian(x, 1)[0]", within=EXACT)
 def median(build: Builder, input: fx.Node, dim: Any = None, keepdim: bool = False) -> Any:
     """Return the lower median along a dimension, and where it is."""
-    return _kthvalue(build, input, (length_of(input, dim) + 1) // 2, dim, keepdim)
+    return _expand_kthvalue(build, input, (length_of(input, dim) + 1) // 2, dim, keepdim)
 
 
 @composite(adapt=_sorted, moves=True, demand=PLACES, refuses=_RANKS)

@@ -128,27 +128,26 @@ def _refuses_group_norm(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if all(isinstance(size, int) for size in shape[1:]) else MANY_SIZES
 
 
-@composite(
-    *(F.group_norm, torch.group_norm, nn.GroupNorm),
-    by_name=False,
-    takes="input num_groups weight bias eps cudnn_enabled",
-    refuses=_refuses_group_norm,
-)
 @sampled("F.group_norm(x, 3, eps=0.1)", "torch.group_norm(x, 1)", "nn.GroupNorm(1, 3)", "nn.GroupNorm(3, 3, affine=False)", within=NORMED)
-def group_norm(
+def _in_groups(
     build: Builder, input: fx.Node, num_groups: int, weight: fx.Node | None = None, bias: fx.Node | None = None, eps: float = 1e-5
 ) -> Any:
     """Normalize each group of channels to mean 0 and variance 1, then multiply by weight and add bias, per channel."""
-    return _in_groups(build, input, num_groups, weight, bias, eps)
-
-
-def _in_groups(build: Builder, input: fx.Node, num_groups: int, weight: fx.Node | None, bias: fx.Node | None, eps: float) -> Any:
     shape = numbers(fact(input).shape)
     grouped = build(reshape, input, [shape[0], num_groups, math.prod(shape[1:]) // num_groups])
     unit, inverse = unit_and_inverse(build, centre(build, grouped, [2]), lambda: extent_of(build, grouped, [2]), [2], float(eps))
     if weight is None and bias is None:
         return build(reshape, build(mul, unit, inverse), shape)
     return scaled(build, build(reshape, build(mul, unit, inverse, demand=WIDE), shape), weight, bias)
+
+
+group_norm = composite(
+    *(F.group_norm, torch.group_norm, nn.GroupNorm),
+    name="group_norm",
+    by_name=False,
+    takes="input num_groups weight bias eps cudnn_enabled",
+    refuses=_refuses_group_norm,
+)(_in_groups)
 
 
 RUNNING = ("running_mean", "running_var")
