@@ -83,7 +83,7 @@ class QdqWriter(Writer):
         operator = BY_NAME[known.name]
         if operator.onnx is None and all(role_of(other.target) is Role.MOVEMENT for other in self.lowered[origin(node)]):
             value = record.onnx(self.emitter, *fx.node.map_aggregate(node.args, self._moved))
-            if operation(node) is None and any(other.target in (shape.concatenate, shape.tile) for other in self.lowered[origin(node)]):
+            if operation(node) is None and any(map(_repeats, self.lowered[origin(node)])):
                 # onnxruntime cannot move QuantizeLinear of opset 21 past concatenations or repetitions: they are on the result's scale.
                 value = self._rounding(self.nodes[origin(node)])(value)
             self.reals[node.name] = value
@@ -214,3 +214,7 @@ class QdqWriter(Writer):
         elif constant.zero_point:
             integers = integers.to(torch.int32) - constant.zero_point
         return integers, torch.tensor(constant.scale, dtype=torch.float32, device="cpu"), constant.axis
+
+
+def _repeats(node: fx.Node) -> bool:
+    return node.target is shape.concatenate or node.target is shape.tile
