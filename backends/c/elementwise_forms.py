@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -41,12 +40,6 @@ def around(shape: Sequence[int], dim: int) -> tuple[int, int, int]:
     """Return the products of the sizes before, at and after a dimension."""
     dim %= len(shape)
     return math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :])
-
-
-def broadcast(*shapes: Sequence[int]) -> list[int]:
-    """Return the shape that these shapes broadcast to."""
-    turned = [tuple(reversed(shape)) for shape in shapes]
-    return [max(sizes) if 0 not in sizes else 0 for sizes in itertools.zip_longest(*turned, fillvalue=1)][::-1]
 
 
 ROUNDINGS = {"floor": 0, "half_up": 1, quantization.HALF_STEP: 2, quantization.NEAREST_HALF_STEP: 3}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from fxquant.backends.c.elementwise_forms import around, joined, steps, strides_of, sum_types
 from fxquant.backends.c.program import Call, Value, Window, form
@@ -26,33 +26,21 @@ def _planes(input: Value, rank: int) -> int:
     return math.prod(input.shape[: len(input.shape) - rank])
 
 
-class Convolution(NamedTuple):
-    """The settings of a convolution, in the order in which its primitive takes them."""
-
-    stride: list[int]
-    padding: list[int]
-    dilation: list[int]
-    groups: int
-    cut: list[int] | None = None  # a method of the float kernels, not another sum
-
-
 @form(accumulate.convolution, accumulate.convolution_wide)
 def _convolution(call: Call, input: Value, weight: Value, bias: Value | None, *settings: Any) -> None:
-    layer = Convolution(*settings)
+    stride, padding, dilation, groups, *_ = settings  # the cut is a method of the float kernels, not another sum
     kernel = list(weight.shape[2:])
-    window = _window(call, input, kernel, layer.stride, layer.padding, layer.dilation)
-    batch = _planes(input, len(kernel) + 1)
-    sizes = batch, input.shape[-len(kernel) - 1], weight.shape[0], layer.groups
+    window = _window(call, input, kernel, stride, padding, dilation)
+    sizes = _planes(input, len(kernel) + 1), input.shape[-len(kernel) - 1], weight.shape[0], groups
     call.emit("convolution", sum_types(call, input, weight, bias), *sizes, window, input, weight, bias)
 
 
 @form(transposed.transposed_convolution, transposed.transposed_convolution_wide)
 def _transposed_convolution(call: Call, input: Value, weight: Value, bias: Value | None, *settings: Any) -> None:
-    stride, padding, _, *rest = settings  # the output's own padding is in its shape
-    layer = Convolution(stride, padding, *rest)
+    stride, padding, _, dilation, groups, *_ = settings  # the output's own padding is in its shape
     kernel = list(weight.shape[2:])
-    window = _window(call, input, kernel, stride, padding, layer.dilation)
-    sizes = _planes(input, len(kernel) + 1), weight.shape[0], weight.shape[1] * layer.groups, layer.groups
+    window = _window(call, input, kernel, stride, padding, dilation)
+    sizes = _planes(input, len(kernel) + 1), weight.shape[0], weight.shape[1] * groups, groups
     call.emit("transposed_convolution", sum_types(call, input, weight, bias), *sizes, window, input, weight, bias)
 
 

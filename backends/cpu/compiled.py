@@ -243,18 +243,13 @@ def quantize(site: Site) -> Built:
     loaded, root, result = loaded_library(), site.match.root, site.result()
     made = _move(result, result, low=root.args[2], high=root.args[3], zero=result.zero)  # type: ignore[arg-type]
     made.scale = float(site.constant(root.args[1]))
-    return _Contiguous(Call(loaded.fxq_quantize, made, ("input",), batch=result.grid[0] // result.sizes[0]))
+    call = Call(loaded.fxq_quantize, made, ("input",), batch=result.grid[0] // result.sizes[0])
 
-
-@dataclass(frozen=True)
-class _Contiguous:
-    """A call whose operand is made contiguous first."""
-
-    call: Call
-
-    def bind(self) -> Bound:
-        bound = self.call.bind()
+    def bind() -> Bound:
+        bound = call.bind()
         return lambda inputs, output: bound([inputs[0].contiguous()], output)
+
+    return _Fresh(bind)
 
 
 @implementation("native maximum")
@@ -364,28 +359,22 @@ def native_dynamic(site: Site) -> Built:
     made.sum.channels, made.sum.out_channels, made.sum.out_pixel = pixel, outputs, outputs
     weight = kept.pop("weight")
     made.sum.weight = address(weight)
-    return _Native(loaded.fxq_dynamic, made, (weight, *point(made, kept.items())), inputs)
+    keeps = weight, *point(made, kept.items())
 
+    def bind() -> Bound:
+        own = native.Dynamic.from_buffer_copy(made)
+        place, sums = ctypes.addressof(own), own.sum
 
-@dataclass(frozen=True)
-class _Native:
-    function: Any
-    structure: native.Dynamic
-    keeps: tuple[Tensor, ...]
-    inputs: int
-
-    def bind(self) -> Bound:
-        own = native.Dynamic.from_buffer_copy(self.structure)
-        function, inputs, place, sums = self.function, self.inputs, ctypes.addressof(own), own.sum
-
-        def bound(given: Sequence[Tensor], output: Tensor, _keeps: Any = (own, self.keeps)) -> None:
+        def bound(given: Sequence[Tensor], output: Tensor, _keeps: Any = (own, keeps)) -> None:
             (operand,) = point(own, [("input", given[0].contiguous())])
             own.output = address(output)
             sums.batch = operand.numel() // inputs
             sums.threads = torch.get_num_threads()
-            function(place)
+            loaded.fxq_dynamic(place)
 
         return bound
+
+    return _Fresh(bind)
 
 
 class NativeWatch:

@@ -16,10 +16,8 @@ from torch import Tensor, fx
 
 from fxquant.analysis.explain import refused
 from fxquant.analysis.recording import returned
-from fxquant.backends.onnx.calibrated import OPSET as CALIBRATED_OPSET
-from fxquant.backends.onnx.calibrated import CalibratedWriter
 from fxquant.backends.onnx.export import check_arguments, save_models
-from fxquant.backends.onnx.horizon import OPSET, HorizonWriter, fixed_shape, float_nodes, turn_outputs
+from fxquant.backends.onnx.horizon import CALIBRATED_OPSET, OPSET, CalibratedWriter, HorizonWriter, fixed_shape, float_nodes, turn_outputs
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.graph import TensorFact, fact, source
 from fxquant.ir.integer import QParams, operation, qparams

@@ -20,7 +20,7 @@ from fxquant.ops import OPERATORS
 from fxquant.ops.attention import attention, softmax
 from fxquant.ops.core.form import WHOLE_OPSET, Call
 from fxquant.ops.elementwise import arithmetic, division, unary
-from fxquant.ops.indexing import index, reversing
+from fxquant.ops.indexing import index
 from fxquant.ops.layers import linear
 from fxquant.ops.movement import repeating, shape
 from fxquant.ops.normalization import layer_norm
@@ -184,7 +184,7 @@ def _expand(node: fx.Node, input: fx.Node, sizes: list[Any]) -> Plan | None:
     return write
 
 
-@form(reversing.roll)
+@form(shape.roll)
 def _roll(node: fx.Node, input: fx.Node, shifts: list[int], dims: list[int]) -> Plan | None:
     sizes = [size for dim in dims if isinstance(size := _sizes(input)[dim], int)]
     if not dims or len(sizes) < len(dims):

@@ -37,10 +37,23 @@ IMAGES_ALONE = ("bernoulli2",)  # marches whose programs hold images alone; the 
 BITS = {torch.int8: 8, torch.int16: 16}
 
 
+def pair(e: Any, value: str, scale: Tensor, storage: torch.dtype, axis: int | None = None) -> str:
+    """Write the pair that rounds a float value to integers on a scale, or on one for each index of `axis`; return its float value."""
+    scales = scale.reshape(-1).float()
+    zeros = torch.zeros(scales.shape, dtype=storage, device="cpu")
+    place = {} if axis is None else {"axis": axis}
+    quantized = e.node("HzQuantize", value, e.constant(scales), e.constant(zeros), domain=DOMAIN, bits=BITS[storage], **place)
+    e.types[quantized] = storage
+    result: str = e.node("HzDequantize", quantized, e.constant(scales), e.constant(zeros), domain=DOMAIN, **place)
+    e.types[result] = torch.float32
+    return result
+
+
 class HorizonCall(Call):
     """One operator in the form that the tool reads."""
 
     by_layers = True  # GlobalAveragePool and AveragePool round twice in the tool
+    on_grid = staticmethod(pair)  # writes the nodes that round a float value
 
     uncarried = "a transposed convolution of groups has several scales for an index of its weight, which the file cannot say"
     remedy = "quantize its weight by statistics, which the compiler computes again: fxq.WeightConfig()"
@@ -53,10 +66,6 @@ class HorizonCall(Call):
     def images_alone(self) -> bool:
         graph = self.node.graph.owning_module
         return graph is not None and graph.meta["target"].name in IMAGES_ALONE
-
-    def on_grid(self, value: str, scale: Tensor, storage: torch.dtype, axis: int | None) -> str:
-        """Write the nodes that round a float value, and return its float value on the grid."""
-        return pair(self.e, value, scale, storage, axis)
 
     def weight(self, arrange: Any = lambda weight: weight, role: str = "weight") -> str:
         """Return a weight's float values on their grid, rounded by nodes of the tool's own unless it `stays`."""
@@ -71,7 +80,7 @@ class HorizonCall(Call):
                 because=self.uncarried,
                 remedy=self.remedy,
             )
-        return self.on_grid(value, scale, integers.dtype, None if axis is None else channel_axis(integers, scale, axis, arrange))
+        return self.on_grid(self.e, value, scale, integers.dtype, None if axis is None else channel_axis(integers, scale, axis, arrange))
 
     def as_convolution(self) -> bool:
         """Return whether to write a convolution: if the weight needs a pair, or it is one-dimensional.
@@ -87,7 +96,7 @@ class HorizonCall(Call):
         value = self.e.constant(self.real(role))
         if scale.numel() == 0 or integers.dtype not in BITS or self.stays(role):
             return value
-        return self.on_grid(value, scale, integers.dtype, None if axis is None else integers.dim() + axis)
+        return self.on_grid(self.e, value, scale, integers.dtype, None if axis is None else integers.dim() + axis)
 
     def _per_channel(self, role: str) -> tuple[Tensor, Tensor, int | None]:
         """Return a weight's integers and scales; the tool takes one scale for each output channel."""
@@ -106,18 +115,6 @@ def _derived(integers: Tensor, scale: Tensor, axis: int | None) -> bool:
     parts = integers.reshape(groups, -1, *integers.shape[1:]).movedim(axis, 1).reshape(groups * channels, -1)
     largest = parts.abs().amax(1).float() * scale
     return torch.equal(scale_from_range(-largest, largest, WEIGHT_INT8), scale)
-
-
-def pair(e: Any, value: str, scale: Tensor, storage: torch.dtype, axis: int | None = None) -> str:
-    """Write the pair that rounds a float value to integers on a scale, or on one for each index of `axis`; return its float value."""
-    scales = scale.reshape(-1).float()
-    zeros = torch.zeros(scales.shape, dtype=storage, device="cpu")
-    place = {} if axis is None else {"axis": axis}
-    quantized = e.node("HzQuantize", value, e.constant(scales), e.constant(zeros), domain=DOMAIN, bits=BITS[storage], **place)
-    e.types[quantized] = storage
-    result: str = e.node("HzDequantize", quantized, e.constant(scales), e.constant(zeros), domain=DOMAIN, **place)
-    e.types[result] = torch.float32
-    return result
 
 
 def float_nodes(integer: fx.GraphModule, model: onnx.ModelProto) -> list[str]:
@@ -344,3 +341,54 @@ def _turns(node: onnx.NodeProto) -> bool:
     """Return whether a node transposes to channels last or back."""
     orders = [helper.get_attribute_value(entry) for entry in node.attribute if entry.name == "perm"]
     return node.op_type == "Transpose" and list(orders[0]) in ([0, 2, 3, 1], [0, 3, 1, 2])
+
+
+# ---- Files for the vendor's compiler of the nash marches, at opset 19 with `horizon::HzCalibration` nodes ------------------
+#
+#     %y = conv2d(%x, …)     →     y = HzCalibration(Conv(HzCalibration(x), HzCalibration(weight), bias))
+#
+# A node rounds a float tensor to integers on a scale, or on one for each index of `axis`, and returns their float values. Its name and
+# attributes are those of the `*_calibrated_model.onnx` that hb_mapper 1.24 writes for bayes-e. Whether hb_compile reads them is untested.
+
+CALIBRATED_OPSET = 19  # the largest that hb_compile's documents name
+
+
+def calibration(e: Any, value: str, scale: Tensor, storage: torch.dtype, axis: int | None = None) -> str:
+    """Write the node that rounds a float32 value to int8 or int16 on a scale, or on one for each index of `axis`; return its result."""
+    bits, scales = BITS[storage], scale.reshape(-1).float()
+    largest = 2 ** (bits - 1) - 1
+    place = {} if axis is None else {"axis": axis}
+    result: str = e.node(
+        "HzCalibration",
+        value,
+        domain=DOMAIN,
+        qtype=f"int{bits}",
+        scales=scales.tolist(),
+        thresholds=(scales * largest).tolist(),
+        constant=1,
+        switch="ON",
+        **place,
+    )
+    e.types[result] = torch.float32
+    return result
+
+
+class CalibratedCall(HorizonCall):
+    """One operator, whose constants are rounded by HzCalibration nodes."""
+
+    on_grid = staticmethod(calibration)
+    uncarried = "an HzCalibration node has one scale for each index of one dimension, and this weight has more"
+    remedy = "quantize this layer with one scale per output channel, or without groups"
+
+    def stays(self, role: str) -> bool:
+        return False
+
+
+class CalibratedWriter(HorizonWriter):
+    """Writes an integer graph of a nash target in one traversal. A quantized tensor is represented by its float value."""
+
+    calls = CalibratedCall
+
+    def _quantized(self, value: str, described: QParams, limited: bool = False) -> str:
+        scale = torch.tensor(described.scale, dtype=torch.float32, device="cpu")
+        return calibration(self.emitter, value, scale, ACTIVATION_TYPES[described.dtype].storage)

@@ -426,11 +426,12 @@ class Lowering:
         scale = self.constant("scale", grid.scale, torch.float32)
         return self.result(lambda: self.call(quantize, input, scale, *grid.bounds, grid.type.storage, *self.offset(grid)), lambda: input)
 
-    def prove(self, bound: Tensor, what: str, limit: int = INT32_MAX) -> float:
-        """Return the largest element of a bound on |accumulator|, and note its bits.
+    def prove(self, bound: Tensor | float, what: str, limit: int = INT32_MAX) -> float:
+        """Return the largest element of a bound on |accumulator|, one for each output channel or one number, and note its bits.
 
         Raises AccumulatorOverflow beyond the limit, and NotFinite if it is NaN or infinite.
         """
+        bound = bound if isinstance(bound, Tensor) else torch.tensor(float(bound), dtype=torch.float64, device="cpu")
         largest = float(bound.max())
         if not math.isfinite(largest):
             raise self.not_finite()

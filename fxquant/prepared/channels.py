@@ -21,8 +21,7 @@ from fxquant.ops.indexing.index import getitem
 from fxquant.ops.layers.linear import matmul
 from fxquant.ops.movement.join import cat
 from fxquant.ops.movement.pad import elements, margins_of, pad
-from fxquant.ops.movement.pixels import channel_shuffle
-from fxquant.ops.movement.shape import numbers, permute, reshape
+from fxquant.ops.movement.shape import channel_shuffle, numbers, permute, reshape
 from fxquant.prepared.operators import QuantizedOperator
 from fxquant.prepared.stage import quantized_operator
 from fxquant.quantization.weights import ChannelFactors

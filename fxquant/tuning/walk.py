@@ -230,7 +230,7 @@ class RealLowering(EagerLowering):
     It is differentiable, also with respect to the rounding of the weight.
     """
 
-    def prove(self, bound: Tensor, what: str, limit: int = INT32_MAX) -> float:
+    def prove(self, bound: Tensor | float, what: str, limit: int = INT32_MAX) -> float:
         """Return 0: values that are not integers are not split into parts, so every sum is formed in one."""
         return 0.0
 

@@ -30,6 +30,7 @@ from fxquant.ops.layers.linear import linear, matmul
 from fxquant.ops.movement.pad import pad
 from fxquant.ops.movement.shape import MANY_SIZES, numbers, permute, reshape
 from fxquant.ops.pooling.totals import mean
+from fxquant.ops.reduction.progression import along
 
 # ---- what is hidden -------------------------------------------------------------------------------------------------
 
@@ -131,11 +132,9 @@ def attend(
 
 def _repeated(build: Builder, operand: fx.Node, heads: int) -> Any:
     """Repeat each head as often as there are query heads for it."""
-    shape = fact(operand).shape
-    times = heads // shape[-3]
-    index: list[Any] = [WHOLE] * len(shape)
-    index[-3] = [head for head in range(shape[-3]) for _ in range(times)]
-    return operand if times == 1 else build(getitem, operand, index)
+    own = fact(operand).shape[-3]
+    times = heads // own
+    return operand if times == 1 else along(build, operand, -3, [head for head in range(own) for _ in range(times)])
 
 
 _TAKES = "query key value attn_mask dropout_p is_causal scale enable_gqa"
@@ -364,8 +363,7 @@ def multi_head_attention(
     def third(parameter: fx.Node | None, number: int) -> Any:
         if parameter is None:
             return None
-        rows: Any = slice(number * width, (number + 1) * width)
-        return build(getitem, parameter, [rows, *[WHOLE] * (len(fact(parameter).shape) - 1)])
+        return along(build, parameter, 0, slice(number * width, (number + 1) * width))
 
     def heads(operand: fx.Node, number: int) -> Any:
         """Project an operand, and return it as samples, heads, positions, features."""

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from fxquant.ir import functional
 from fxquant.ir.graph import TensorFact, fact, is_parameter, parameter_value, refusal
 from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.ops.core.declare import lowered
+from fxquant.ops.core.declare import lowered, one_of
 from fxquant.ops.core.record import OPERATORS, Instead, Operator, Plain, Same, Trait, operand_nodes, operator_of
 from fxquant.ops.core.samples import NORMED, ROUNDED, sampled
 from fxquant.ops.elementwise.selection import where
@@ -47,12 +47,12 @@ def in_dtype(lowering: Lowering, input: Quantized, dtype: torch.dtype = torch.fl
 IN_DTYPE = OPERATORS[in_dtype]
 
 
-def _refuses_dtype(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    dtype = arguments["dtype"]
-    return None if dtype in primitives.DTYPES else f"it converts integers to {str(dtype).removeprefix('torch.')}"
-
-
-@lowered(function=lambda input, dtype=torch.int64: input.to(dtype), demand=WHOLE_NUMBERS, reads=("input",), refuses=_refuses_dtype)
+@lowered(
+    function=lambda input, dtype=torch.int64: input.to(dtype),
+    demand=WHOLE_NUMBERS,
+    reads=("input",),
+    refuses=one_of("dtype", *DTYPES, because=lambda dtype: f"it converts integers to {str(dtype).removeprefix('torch.')}"),
+)
 @sampled("(x > 0).long()")
 def to_integer(lowering: Lowering, input: Any, dtype: torch.dtype = torch.int64) -> Any:
     """Return booleans or integers in an integer dtype."""

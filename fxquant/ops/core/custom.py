@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_unary
 
 from fxquant.errors import ConfigurationError
 from fxquant.ops.core.declare import spelled
 from fxquant.ops.core.record import BY_NAME, Operator, register
+from fxquant.ops.elementwise.functions import by_torch
 from fxquant.ops.elementwise.table import unary as declare
 from fxquant.support.arguments import CALLABLE, NAMES, checked, instance, such
 
@@ -40,12 +40,9 @@ def unary(name: str, function: Callable[[Tensor], Tensor], number: Callable[[flo
             return traced
         return function(input)
 
-    def on_number(x: float) -> float:
-        return float(function(torch.tensor(x, dtype=torch.float64, device="cpu")))
-
     _give_name(called, name)
     called.__signature__ = inspect.Signature([inspect.Parameter("input", inspect.Parameter.POSITIONAL_OR_KEYWORD)])  # type: ignore[attr-defined]
-    declare(name, called, number or on_number)
+    declare(name, called, number or by_torch(function))
     return called
 
 

@@ -249,6 +249,16 @@ def numbers(*names: str, because: str = COMPUTED, finite: bool = False, none: bo
     return lambda node, arguments: None if all(fits(arguments[name]) for name in names) else because
 
 
+def needs(because: str, holds: Callable[[dict[str, Any]], bool]) -> Guard:
+    """Refuse arguments that do not meet a condition."""
+    return lambda node, arguments: None if holds(arguments) else because
+
+
+def with_batch(spatial: int) -> Guard:
+    """Refuse an operand whose dimensions are not a batch, channels, and so many others."""
+    return needs("its input has no batch dimension", lambda arguments: len(fact(arguments["input"]).shape) == spatial + 2)
+
+
 def one_of(name: str, *values: Any, because: Callable[[Any], str]) -> Guard:
     """Refuse other values of a setting, with a reason that is made of the value."""
     return lambda node, arguments: None if arguments[name] in values else because(arguments[name])

@@ -46,7 +46,7 @@ def weighted_sums(
         largest *= float(matrix.abs().sum(1).max())
         stored = lowering.constant(f"matrix{-dim}", matrix.float().to(input.scale.device), torch.int32)
         value = lowering.call(transform, value, stored, dim, rank, largest >= FLOAT32_EXACT)
-    lowering.prove(torch.tensor(largest, dtype=torch.float64, device="cpu"), "the weighted sum", INT48_MAX)
+    lowering.prove(largest, "the weighted sum", INT48_MAX)
     if all(matrix is None for matrix in matrices):
         value = lowering.call(elementwise.widen, value)
     return lowering.requantize(value, steps, clamp, bound=largest)

@@ -32,15 +32,17 @@ def lower_sub(lowering: Lowering, input: Operand, other: Operand, alpha: float =
 def _lower_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], clamp: Clamp | None) -> Quantized:
     """Add the activations on a common scale, and a constant in whole steps of it, and requantize once."""
     tensors = {role: (operand, factor) for role, (operand, factor) in terms.items() if isinstance(operand, Quantized)}
-    if len(tensors) == len(terms) and _in_output_steps(lowering, tensors):
+    wide = any(operand.dtype.bits > 8 for operand, _ in tensors.values())
+    narrow = not wide and lowering.output.dtype.bits <= 8
+    if len(tensors) == len(terms) and narrow and lowering.arithmetic.adds_in_output_steps:
         return _lower_narrow_sum(lowering, tensors, clamp)
     constants = {role: (operand, factor) for role, (operand, factor) in terms.items() if not isinstance(operand, Quantized)}
     plain = {role: (operand, factor) for role, (operand, factor) in terms.items() if not isinstance(operand, Tensor)}
-    if lowering.arithmetic.shifted_sums is not None and len(plain) == 2 and all(_counts(*term) for term in plain.values()):
+    counting = all(isinstance(operand, Quantized) or operand * factor != 0 for operand, factor in plain.values())
+    if lowering.arithmetic.shifted_sums is not None and len(plain) == 2 and counting:
         return _lower_shifted_sum(lowering, plain, lowering.arithmetic.shifted_sums, clamp)
     steps = {role: _step(operand, factor) for role, (operand, factor) in tensors.items()}
     larger = max(steps.values(), key=lambda ratio: float(ratio.approximate()))
-    wide = any(operand.dtype.bits > 8 for operand, _ in tensors.values())
     lowering.parameters |= {f"its constant {role!r}": operand for role, (operand, _) in constants.items() if isinstance(operand, Tensor)}
     magnitude = max((_magnitude(operand) * abs(factor) for operand, factor in constants.values()), default=0.0)
     if not math.isfinite(magnitude):
@@ -125,16 +127,6 @@ def _lower_shifted_sum(
     return lowering.requantize(total, unit, clamp, lift=lift, kind=SUM)
 
 
-def _counts(operand: Quantized | float, factor: float) -> bool:
-    """Return whether a term is an activation, or a number other than 0."""
-    return isinstance(operand, Quantized) or operand * factor != 0
-
-
-def _in_output_steps(lowering: Lowering, tensors: dict[str, tuple[Quantized, float]]) -> bool:
-    narrow = all(operand.dtype.bits <= 8 for operand, _ in tensors.values()) and lowering.output.dtype.bits <= 8
-    return lowering.arithmetic.adds_in_output_steps and narrow
-
-
 def _lower_narrow_sum(lowering: Lowering, terms: dict[str, tuple[Quantized, float]], clamp: Clamp | None) -> Quantized:
     """Add the terms as integers in units of 2^-n of a step of the result, with 15-bit multipliers.
 
@@ -158,7 +150,7 @@ def _lower_narrow_sum(lowering: Lowering, terms: dict[str, tuple[Quantized, floa
         return found
 
     largest = sum(LARGEST_NARROW_MULTIPLIER * operand.grid.magnitude for operand, _ in terms.values())
-    lowering.prove(torch.tensor(float(largest), dtype=torch.float64, device="cpu"), "the sum")
+    lowering.prove(largest, "the sum")
     return lowering.requantize_in_steps(total, real, clamp, [operand.scale for operand, _ in terms.values()])
 
 

@@ -174,9 +174,7 @@ def _lower_mul(lowering: Lowering, input: Operand, other: Operand, *, clamp: Cla
     """
     left, right = constant_operand(lowering, input, "input"), constant_operand(lowering, other, "other")
     if isinstance(left, Quantized) and isinstance(right, Quantized):
-        largest = lowering.prove(
-            torch.tensor(float(left.grid.magnitude * right.grid.magnitude), dtype=torch.float64, device="cpu"), "the product"
-        )
+        largest = lowering.prove(left.grid.magnitude * right.grid.magnitude, "the product")
         multiplied = lowering.call(elementwise.multiply, left.value, right.value, largest >= FLOAT32_EXACT)
         steps = Ratio(lowering.arithmetic.step(left.scale, right.scale))
         return lowering.requantize(multiplied, steps, clamp, kind=PRODUCT)

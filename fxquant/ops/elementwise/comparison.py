@@ -194,22 +194,24 @@ def _refuses_truth(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if dim is not None and builtins.all(isinstance(known.shape[d], int) for d in reduced) else "it reduces the batch"
 
 
-def _truth(lowering: Lowering, input: Any, dim: Any, keepdim: bool, every: bool) -> Any:
-    return lowering.call(selection.truth, input, list(dim) if isinstance(dim, list | tuple) else [dim], keepdim, every)
+def _truth(every: bool, *texts: str) -> Callable[..., Tensor]:
+    @lowered(
+        name="all" if every else "any",
+        demand=Plain("bool"),
+        reads=("input",),
+        refuses=_refuses_truth,
+        traits=frozenset({Trait.COMPARES_WITH_ZERO}),
+        samples=written(*texts),
+    )
+    def truth(lowering: Lowering, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
+        """Return whether any of the booleans along dimensions is true, or all of them are."""
+        return lowering.call(selection.truth, input, list(dim) if isinstance(dim, list | tuple) else [dim], keepdim, every)
+
+    return truth
 
 
-@lowered(demand=Plain("bool"), reads=("input",), refuses=_refuses_truth, traits=frozenset({Trait.COMPARES_WITH_ZERO}))
-@sampled("any((x > 0) & (y > 0.5), 1)", "any(x > 1, (2, 3), True)")
-def any(lowering: Lowering, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
-    """Return whether any of the booleans along dimensions is true."""
-    return _truth(lowering, input, dim, keepdim, False)
-
-
-@lowered(demand=Plain("bool"), reads=("input",), refuses=_refuses_truth, traits=frozenset({Trait.COMPARES_WITH_ZERO}))
-@sampled("all((x > -1) | (y > 0.5), 2, keepdim=True)")
-def all(lowering: Lowering, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
-    """Return whether all booleans along dimensions are true."""
-    return _truth(lowering, input, dim, keepdim, True)
+any = _truth(False, "any((x > 0) & (y > 0.5), 1)", "any(x > 1, (2, 3), True)")
+all = _truth(True, "all((x > -1) | (y > 0.5), 2, keepdim=True)")
 
 
 @lowered(demand=Same(), traits=frozenset({Trait.CHOOSES, Trait.POINTWISE}))

@@ -18,6 +18,7 @@ from fxquant.numerics.grids import Interval
 from fxquant.ops.core import samples
 from fxquant.ops.core.operators import Call, Lowering, Quantized
 from fxquant.ops.core.record import BY_NAME, Operator, Trait, register
+from fxquant.ops.elementwise.functions import by_torch
 from fxquant.ops.elementwise.table import FARTHEST, MAPPING, ON_TENSORS, SINGULAR, UNARY, by_table, hashable
 
 INPUT = "input"
@@ -51,11 +52,6 @@ def _value(steps: Steps, input: Tensor, values: dict[Steps, Any]) -> Any:
     if key not in values:
         values[key] = BY_NAME[name].function(*(_value(argument, input, values) for argument in arguments))
     return values[key]
-
-
-def _on_number(x: float, steps: Steps) -> float:
-    with torch.no_grad():
-        return float(curve(torch.tensor(x, dtype=torch.float64, device="cpu"), steps))
 
 
 # ---- the interval in which it changes, and the operator of PyTorch that computes the same ---------------------------
@@ -116,7 +112,7 @@ def _onnx(c: Call) -> str:
     return record.onnx(replace(c, name=record.name, arguments={"input": c.input, **same[1]}))
 
 
-UNARY["curve"] = curve, _on_number
+UNARY["curve"] = curve, by_torch(curve)
 SINGULAR.add("curve")  # some have poles, or slopes without a bound
 ON_TENSORS.add("curve")
 register(

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from fxquant.ir.graph import TensorFact, fact, is_parameter
 from fxquant.ops.core.casting import to_real
 from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.declare import composite, numbers
+from fxquant.ops.core.declare import composite, needs, numbers
 from fxquant.ops.core.places import constant_value
 from fxquant.ops.core.record import INNER, WIDE, Operator, Plain, Trait, register
 from fxquant.ops.core.samples import COMPOSED, JUMPS, NORMED, POSITIVE, sampled, written
@@ -52,11 +52,6 @@ def _values(exponent: fx.Node) -> tuple[list[float], Tensor] | None:
     return (values, constant.detach().float()) if 0 < len(values) <= FEW and all(map(math.isfinite, values)) else None
 
 
-def _refuses_power(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    base = constant_value(arguments["input"])
-    return None if base is None or bool((base > 0).all()) else "its base, a constant, is not positive"
-
-
 @tabled(lambda x: math.log(x or SMALLEST) if x >= 0 else math.nan)
 @sampled("x ** y", over=POSITIVE, within=JUMPS)
 def log_of_base(input: Tensor) -> Tensor:
@@ -84,7 +79,10 @@ register(
         power,
         ("input", "exponent"),
         expand=_expand_power,
-        refuses=_refuses_power,
+        refuses=needs(
+            "its base, a constant, is not positive",
+            lambda arguments: (base := constant_value(arguments["input"])) is None or bool((base > 0).all()),
+        ),
         samples=(*written("y**x", over=POSITIVE, within=JUMPS), *written("x ** torch.tensor([1.0, 2, 3, 2, 1, 2])", within=NORMED)),
     )
 )

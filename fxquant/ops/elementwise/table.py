@@ -298,13 +298,6 @@ def shifted(input: Tensor, function: str, factor: float, offset: float, settings
     return UNARY[function][0](_moved(input, factor, offset), **settings)
 
 
-def _lower_shifted(
-    lowering: Lowering, input: Quantized, function: str, factor: float, offset: float, settings: dict[str, Any]
-) -> Quantized:
-    """Lower to one table on the operand's own grid: a number far below a step of the sum, the ε under a square root, is not lost."""
-    return by_table(lowering, input, function, factor, offset, **settings)
-
-
 def _onnx_shifted(c: Call) -> str:
     function = OPERATORS[UNARY[c["function"]][0]]
     if function.onnx is None:
@@ -319,7 +312,8 @@ SHIFTED = register(
         "shifted",
         shifted,
         ("input",),
-        _lower_shifted,
+        # By one table on the operand's own grid: a number far below a step of the sum, the ε under a square root, is not lost.
+        lambda lowering, input, function, factor, offset, settings: by_table(lowering, input, function, factor, offset, **settings),
         onnx=_onnx_shifted,
         traits=frozenset({Trait.ELEMENTWISE, Trait.POINTWISE}),
         samples=written("torch.rsqrt(x + 1e-6)", "torch.sigmoid(torch.sub(0.5, x, alpha=2.0))", over=POSITIVE, within=LIMITED),

@@ -42,12 +42,6 @@ def _gelu(x: float, approximate: str = "none") -> float:
     return 0.5 * x * (1 + math.erf(x / math.sqrt(2)))
 
 
-@tabled(_gelu, saturates=True, tried={"approximate": "tanh"}, onnx=lambda c: _onnx_gelu(c))
-def gelu(input: Tensor, approximate: str = "none") -> Tensor:
-    """PyTorch's gelu, whose setting is a keyword."""
-    return F.gelu(input, approximate=approximate)
-
-
 def _elu(x: float, alpha: float = 1.0) -> float:
     return x if x > 0 else alpha * math.expm1(x)
 
@@ -79,10 +73,6 @@ def _onnx_hardsigmoid(c: Call) -> str:
     return c.do("HardSigmoid", c.input, alpha=1 / 6, beta=0.5)
 
 
-def _onnx_hardswish(c: Call) -> str:
-    return c.do("HardSwish", c.input) if c.whole else c.do("Mul", c.input, _onnx_hardsigmoid(c))
-
-
 def _onnx_softplus(c: Call) -> str:
     """Compute log(1 + exp(beta · x)) / beta, and x itself where beta · x is above the threshold."""
     x, beta, threshold = c.input, c["beta"], c["threshold"]
@@ -107,12 +97,24 @@ def _onnx_gelu(c: Call) -> str:
     return c.do("Mul", c.do("Mul", x, c.do("Add", bent, c.number(1))), c.number(0.5))
 
 
+@tabled(_gelu, saturates=True, tried={"approximate": "tanh"}, onnx=_onnx_gelu)
+def gelu(input: Tensor, approximate: str = "none") -> Tensor:
+    """PyTorch's gelu, whose setting is a keyword."""
+    return F.gelu(input, approximate=approximate)
+
+
 # ---- one line each --------------------------------------------------------------------------------------------------
 
 unary("sigmoid", torch.sigmoid, _sigmoid, "expit", saturates=True, onnx="Sigmoid")
 unary("tanh", torch.tanh, math.tanh, saturates=True, onnx="Tanh")
 unary("silu", F.silu, lambda x: x * _sigmoid(x), saturates=True, onnx=lambda c: c.do("Mul", c.input, c.do("Sigmoid", c.input)))
-unary("hardswish", F.hardswish, lambda x: x * _hardsigmoid(x), varies=(-3.0, math.inf), onnx=_onnx_hardswish)
+unary(
+    "hardswish",
+    F.hardswish,
+    lambda x: x * _hardsigmoid(x),
+    varies=(-3.0, math.inf),
+    onnx=lambda c: c.do("HardSwish", c.input) if c.whole else c.do("Mul", c.input, _onnx_hardsigmoid(c)),
+)
 unary("hardsigmoid", F.hardsigmoid, _hardsigmoid, varies=(-3.0, 3.0), onnx=_onnx_hardsigmoid)
 unary(
     "mish",

@@ -102,18 +102,8 @@ def _scaled(steps: Steps, other: Value, alpha: int) -> Value:
     return other if alpha == 1 else steps("multiply", other, alpha)
 
 
-def _or(steps: Steps, input: Value, other: Value) -> Any:
-    """a + b - (a and b)."""
-    return steps("subtract", steps("add", input, other), steps("and", input, other))
-
-
-def _magnitude(steps: Steps, value: Value) -> Any:
-    return steps("larger", value, steps("subtract", 0, value))
-
-
-def _xor(steps: Steps, input: Value, other: Value) -> Any:
-    """a + b - 2 · (a and b)."""
-    return steps("subtract", steps("add", input, other), steps("multiply", steps("and", input, other), 2))
+def _magnitude(steps: Steps, input: Value) -> Any:
+    return steps("larger", input, steps("subtract", 0, input))
 
 
 def _truncated_quotient(steps: Steps, input: Value, other: Value) -> Any:
@@ -260,18 +250,20 @@ WHOLE: dict[str, Callable[..., Any]] = {
         _pairs("maximum", torch.maximum, "larger"),
         _pairs("minimum", torch.minimum, "smaller"),
         _pairs("and", torch.bitwise_and, "and"),
-        _pairs("or", torch.bitwise_or, _or),
-        _pairs("xor", torch.bitwise_xor, _xor),
+        *(  # a + b - (a and b), once and twice
+            _pairs(
+                function.__name__.removeprefix("bitwise_"),
+                function,
+                lambda steps, input, other, times=times: steps(
+                    "subtract", steps("add", input, other), _scaled(steps, steps("and", input, other), times)
+                ),
+            )
+            for function, times in ((torch.bitwise_or, 1), (torch.bitwise_xor, 2))
+        ),
         *map(_compared, comparison.RELATIONS),
         _shifts("lshift", torch.bitwise_left_shift, "multiply"),
         _shifts("rshift", torch.bitwise_right_shift, "quotient"),
-        _whole(
-            "abs",
-            lambda input: torch.abs(input),
-            lambda steps, input: _magnitude(steps, input),
-            "(x.argmax(3) - 3).abs()",
-            reads=("input",),
-        ),
+        _whole("abs", lambda input: torch.abs(input), _magnitude, "(x.argmax(3) - 3).abs()", reads=("input",)),
         _whole(
             "clamp",
             _clamp_number,

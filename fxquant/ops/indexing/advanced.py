@@ -14,7 +14,8 @@ from torch import Tensor, fx
 
 from fxquant.ir.graph import fact, shape_of
 from fxquant.ops.core import places
-from fxquant.ops.core.operators import Builder, Instead, Same, TensorFact, are_fixed, composite, fixed_sizes, function_and_method
+from fxquant.ops.core.declare import fixed, fixed_sizes, function_and_method
+from fxquant.ops.core.operators import Builder, Instead, Same, TensorFact, are_fixed, composite
 from fxquant.ops.core.samples import ALIGNED, sample, sampled
 from fxquant.ops.elementwise.selection import where
 from fxquant.ops.indexing.index import WHOLE, getitem, pick
@@ -193,12 +194,11 @@ def _diag(input: Any, diagonal: int = 0) -> dict[str, Any] | Instead:
     return Instead(diag_embed, given) if len(shape_of(input)) == 1 else given
 
 
-def _of_last_dimensions(A: Any, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> dict[str, Any]:
-    return {"input": A, "offset": offset, "dim1": dim1, "dim2": dim2}
-
-
 @composite(
-    calls={torch.linalg.diagonal: _of_last_dimensions, **function_and_method(_diag, "diag")},
+    calls={
+        torch.linalg.diagonal: lambda A, *, offset=0, dim1=-2, dim2=-1: {"input": A, "offset": offset, "dim1": dim1, "dim2": dim2},
+        **function_and_method(_diag, "diag"),
+    },
     demand=Same(),
     moves=True,
     refuses=(_refuses_diagonal, one_varying),
@@ -216,14 +216,9 @@ def diagonal(build: Builder, input: fx.Node, offset: int = 0, dim1: int = 0, dim
     return build(getitem, value, [*[WHOLE] * len(others), chosen])
 
 
-def _refuses_diag_embed(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    sizes = shape_of(arguments["input"])
-    return None if sizes and isinstance(sizes[-1], int) else "the size of its matrices is not fixed"
-
-
 @composite(
     demand=Same(),
-    refuses=(_refuses_diag_embed, one_varying),
+    refuses=(fixed(-1, because="the size of its matrices is not fixed"), one_varying),
     samples=(sample(input=(4, 6), offset=1, dim1=1, dim2=-1), sample(input=(4, 6))),
 )
 @sampled("x[0, 1, 2].diag(-1)")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.nn import functional as F
 
 from fxquant.ir.graph import TensorFact, fact, shape_of
 from fxquant.lowering.lowering import Lowering
 from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.declare import are_fixed, bound, composite, listed, lowered, settings_of
+from fxquant.ops.core.declare import bound, composite, fixed_along, has_dimensions, listed, lowered, needs, settings_of
 from fxquant.ops.core.record import Instead, Plain, operator_named
 from fxquant.ops.core.samples import NORMED, sampled
 from fxquant.ops.elementwise.arithmetic import mul
@@ -22,20 +22,16 @@ from fxquant.ops.reduction.extremum import amax
 from fxquant.primitives import scatter, shape
 
 
-def _refuses_real(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    known = fact(arguments["input"])
-    return None if isinstance(known, TensorFact) and known.dtype == torch.int64 else "its operand is not an integer tensor"
-
-
-def _refuses_one_hot(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    count = arguments["num_classes"]
-    return None if isinstance(count, int) and count > 0 else "the size of its result depends on the data"
-
-
 @lowered(
     adapt=lambda tensor, num_classes=-1: {"input": tensor, "num_classes": num_classes},
     reads=("input",),
-    refuses=(_refuses_real, _refuses_one_hot),
+    refuses=(
+        needs("its operand is not an integer tensor", lambda arguments: getattr(fact(arguments["input"]), "dtype", None) == torch.int64),
+        needs(
+            "the size of its result depends on the data",
+            lambda arguments: isinstance(arguments["num_classes"], int) and arguments["num_classes"] > 0,
+        ),
+    ),
     demand=Plain("int64"),
 )
 @sampled("one_hot(x.argmax(3), 6)")
@@ -55,26 +51,17 @@ def _counted_along(input: Any, dim: Any = None) -> dict[str, Any] | str:
     return {"input": input, "dim": [d % rank for d in (range(rank) if dim is None else listed([dim]))]}
 
 
-def _refuses_count(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    sizes = shape_of(arguments["input"])
-    return None if sizes and are_fixed(sizes[d] for d in arguments["dim"]) else "it counts over the batch, whose size is not fixed"
-
-
 @lowered(
     adapt=_counted_along,
     reads=("input",),
     onnx=lambda c: c.reduced("ReduceSum", c.do("Cast", c.operand("input"), to=torch.int64), list(c["dim"]), False),
-    refuses=_refuses_count,
+    refuses=(has_dimensions(), fixed_along("dim", "it counts over the batch, whose size is not fixed")),
     demand=Plain("int64"),
 )
 @sampled("torch.count_nonzero(x > 0.2, (1, 2))", "(x > 0.2).count_nonzero(1)")
 def count_nonzero(lowering: Lowering, input: Any, dim: list[int]) -> Any:
     """Count how many of the booleans along dimensions are true: int64."""
     return lowering.call(scatter.count, lowering.given("input", input, torch.bool), list(dim), False)
-
-
-def _embedding_bag(input: Tensor, offsets: Any = None, per_sample_weights: Any = None, weight: Any = None, mode: str = "mean") -> Tensor:
-    return F.embedding_bag(input, weight, offsets, mode=mode, per_sample_weights=per_sample_weights)
 
 
 OFFSETS = "its bags begin at offsets: give bags of one size, [bags, size]"
@@ -108,7 +95,9 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 @composite(
     operands=("per_sample_weights",),
-    function=_embedding_bag,
+    function=lambda input, offsets=None, per_sample_weights=None, weight=None, mode="mean": F.embedding_bag(
+        input, weight, offsets, mode=mode, per_sample_weights=per_sample_weights
+    ),
     by_name=False,
     calls={F.embedding_bag: _function},
     modules={nn.EmbeddingBag: _module},

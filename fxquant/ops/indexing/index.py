@@ -22,8 +22,7 @@ from fxquant.ops.core.form import Call
 from fxquant.ops.core.places import constant_value, counts_the_batch, is_list, pick_each, plain_entries
 from fxquant.ops.core.record import Instead, Layer, Own, Same, Trait
 from fxquant.ops.core.samples import ROUNDED, sampled
-from fxquant.ops.movement.batch import interleave, piece, pieces_of
-from fxquant.ops.movement.shape import MANY_SIZES, many_sizes, rank_of
+from fxquant.ops.movement.shape import MANY_SIZES, interleave, many_sizes, piece, pieces_of, rank_of
 from fxquant.primitives import selection, shape
 
 # ---- Rows of a table, chosen by integers -----------------------------------------------------------------------------

@@ -8,16 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from fxquant.ir.graph import fact, shape_of
 from fxquant.ops.core.declare import Guard, are_fixed, composite, first_reason, fixed, function_and_method, has_dimensions, lowered
 from fxquant.ops.core.operators import Builder, Lowering, Operator, Plain, Quantized, Same, TensorFact, register
 from fxquant.ops.core.samples import EXACT, sampled, written
 from fxquant.ops.elementwise.whole import alike
-from fxquant.ops.indexing.index import getitem
 from fxquant.ops.reduction.extremum import amax, amin, largest_along, smallest_along
-from fxquant.ops.reduction.progression import length_of
+from fxquant.ops.reduction.progression import along, length_of
 from fxquant.primitives import selection
 
 PLACES = Plain("int64")
@@ -55,12 +54,8 @@ def argmin(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool 
     return lowering.call(selection.arg_extremum, input.value, dim, keepdim, False)
 
 
-def _ranked(input: Tensor, dim: int, count: int, largest: bool) -> Tensor:
-    return torch.argsort(input, dim=dim, descending=largest, stable=True).narrow(dim, 0, count)
-
-
 @lowered(
-    function=_ranked,
+    function=lambda input, dim, count, largest: torch.argsort(input, dim=dim, descending=largest, stable=True).narrow(dim, 0, count),
     moves=True,
     refuses=_RANKS,
     onnx=lambda c: c.do("TopK", c.input, c.integers([c["count"]]), axis=c["dim"], largest=int(c["largest"]), sorted=1),
@@ -124,15 +119,12 @@ _extreme("max_along", largest_along, amax, argmax)
 _extreme("min_along", smallest_along, amin, argmin)
 
 
-def _kthvalue(build: Builder, input: fx.Node, k: int, dim: int, keepdim: bool) -> Any:
-    index: list[Any] = [slice(None)] * len(build.fact(input).shape)
-    index[dim] = slice(k - 1, k)
-    places = build(getitem, build(ranked, input, dim, k, False), index)
+@sampled("kthvalue(x, 2, 1, True)[0]", within=EXACT)
+def _expand_kthvalue(build: Builder, input: fx.Node, k: int, dim: int = -1, keepdim: bool = False) -> Any:
+    """Return the k-th smallest element along a dimension, and where it is."""
+    places = along(build, build(ranked, input, dim, k, False), dim, slice(k - 1, k))
     values = build(gather, input, dim, places)
-    if keepdim:
-        return values, places
-    index[dim] = 0
-    return build(getitem, values, index), build(getitem, places, index)
+    return (values, places) if keepdim else (along(build, values, dim, 0), along(build, places, dim, 0))
 
 
 def _with_places(build: Builder, input: fx.Node, dim: int, count: int, largest: bool) -> Any:
@@ -158,22 +150,19 @@ def sort(build: Builder, input: fx.Node, dim: int = -1, descending: bool = False
     return _with_places(build, input, dim, length_of(input, dim), descending)
 
 
-@composite(moves=True, refuses=_RANKS)
-@sampled("kthvalue(x, 2, 1, True)[0]", within=EXACT)
-def kthvalue(build: Builder, input: fx.Node, k: int, dim: int = -1, keepdim: bool = False) -> Any:
-    """Return the k-th smallest element along a dimension, and where it is."""
-    return _kthvalue(build, input, k, dim, keepdim)
+kthvalue = composite(name="kthvalue", moves=True, refuses=_RANKS)(_expand_kthvalue)
 
 
-def _median(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
-    return torch.median(input) if dim is None else torch.median(input, dim, keepdim)
-
-
-@composite("nanmedian", function=_median, moves=True, refuses=_RANKS)
+@composite(
+    "nanmedian",
+    function=lambda input, dim=None, keepdim=False: torch.median(input) if dim is None else torch.median(input, dim, keepdim),
+    moves=True,
+    refuses=_RANKS,
+)
 @sampled("median(x, 2)[0]", "nanmedian(x, 1)[0]", within=EXACT)
 def median(build: Builder, input: fx.Node, dim: Any = None, keepdim: bool = False) -> Any:
     """Return the lower median along a dimension, and where it is."""
-    return _kthvalue(build, input, (length_of(input, dim) + 1) // 2, dim, keepdim)
+    return _expand_kthvalue(build, input, (length_of(input, dim) + 1) // 2, dim, keepdim)
 
 
 @composite(adapt=_sorted, moves=True, demand=PLACES, refuses=_RANKS)

@@ -27,8 +27,8 @@ from fxquant.ops.indexing.index import WHOLE, getitem, places_of
 from fxquant.ops.indexing.ranking import refuses_index
 from fxquant.ops.movement.shape import rank_of
 from fxquant.ops.pooling.pool import too_many
-from fxquant.ops.reduction.progression import length_of
-from fxquant.primitives import PRIMITIVES, accumulate, selection, shape
+from fxquant.ops.reduction.progression import length_of, sums_along
+from fxquant.primitives import PRIMITIVES, selection
 from fxquant.primitives import scatter as primitives
 
 SUMMING_OPSET = 16  # the first whose ScatterElements adds
@@ -110,10 +110,6 @@ def _refuses_sum_at(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return too_many([terms], 2**31) if isinstance(terms, int) else "it adds up the batch, whose size is not fixed"
 
 
-def _onnx_sum_at(c: Call) -> str:
-    return c.exported() if c.e.opset < SUMMING_OPSET else _summed(c, places_of(c))
-
-
 def _summed(c: Call, places: str) -> str:
     return PRIMITIVES[primitives.sum_along].onnx(c.e, c.operand("src"), c["dim"], places, c["size"], False)
 
@@ -122,13 +118,13 @@ def _summed(c: Call, places: str) -> str:
     function=lambda src, dim, index, size: _zeros(src, dim, size).scatter_add(dim, index, src),
     reads=("index",),
     refuses=_refuses_sum_at,
-    onnx=_onnx_sum_at,
+    onnx=lambda c: c.exported() if c.e.opset < SUMMING_OPSET else _summed(c, places_of(c)),
 )
 @sampled("torch.zeros_like(x).scatter_add(1, torch.tensor([2, 0, 0]).view(1, 3, 1, 1).expand_as(x), y)")
 def sum_at(lowering: Lowering, src: Quantized, dim: int, index: Any, size: int) -> Quantized:
     """Compute Σ of the elements of `src` that have each place, 0 to size - 1, along a dimension; `index` has the shape of `src`."""
     terms = known_size(src.shape[dim])
-    largest = lowering.prove(torch.tensor(float(terms * src.grid.magnitude), dtype=torch.float64, device="cpu"), "the sum")
+    largest = lowering.prove(terms * src.grid.magnitude, "the sum")
     places = lowering.given("index", index, torch.int64)
     total = lowering.call(primitives.sum_along, src.value, dim, places, size, largest >= FLOAT32_EXACT)
     return lowering.requantize(total, Ratio((src.scale,)))
@@ -152,17 +148,9 @@ def index_sum(lowering: Lowering, src: Quantized, dim: int, index: Tensor, size:
 
     Return the product with a matrix of zeros and ones, along the last dimension.
     """
-    rank = len(src.shape)
     matrix = torch.nn.functional.one_hot(index.flatten() % size, size).t().to(torch.float32)
-    terms = float(matrix.sum(1).max())
-    largest = lowering.prove(torch.tensor(terms * src.grid.magnitude, dtype=torch.float64, device="cpu"), "the sum")
-    order = [d for d in range(rank) if d != dim] + [dim]
-    value = lowering.call(shape.permute, src.value, order)
     lowering.describe("places", torch.empty(0, device="cpu", dtype=torch.float32))
-    summing = accumulate.linear if largest < FLOAT32_EXACT else accumulate.linear_wide
-    total = lowering.call(summing, value, lowering.constant("places", matrix, torch.int8), None)
-    result = lowering.requantize(total, Ratio((src.scale,)))
-    return result.with_value(lowering.call(shape.permute, result.value, [order.index(d) for d in range(rank)]))
+    return sums_along(lowering, src, dim, matrix, "places")
 
 
 def _refuses_source(node: fx.Node, arguments: dict[str, Any]) -> str | None:

@@ -17,8 +17,9 @@ from torch import Tensor, fx
 
 from fxquant.ir.graph import fact, is_parameter, shape_of
 from fxquant.ops.core import matrix
+from fxquant.ops.core.declare import Guard, known_sizes, needs
 from fxquant.ops.core.matrix import is_computed
-from fxquant.ops.core.operators import ROUNDED, BatchDim, Builder, Guard, are_fixed, composite, known_size, known_sizes, sampled, written
+from fxquant.ops.core.operators import ROUNDED, BatchDim, Builder, are_fixed, composite, known_size, sampled, written
 from fxquant.ops.core.record import Instead, Layer, Shape, operator_named
 from fxquant.ops.core.weighted import sizes
 from fxquant.ops.elementwise.arithmetic import add
@@ -149,11 +150,12 @@ computed_conv1d, computed_conv2d = _computed(1), _computed(2)
 COMPUTED = (1, 2)  # the ranks of convolutions with a computed weight
 
 
-def _refuses_linear(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    return None if len(shape_of(arguments["weight"])) == 2 else "its weight is computed and is not a matrix"
-
-
-@composite(function=matrix.computed_linear, operands=("input", "weight", "bias"), refuses=_refuses_linear, layer=Layer(macs=_products))
+@composite(
+    function=matrix.computed_linear,
+    operands=("input", "weight", "bias"),
+    refuses=needs("its weight is computed and is not a matrix", lambda arguments: len(shape_of(arguments["weight"])) == 2),
+    layer=Layer(macs=_products),
+)
 @sampled("F.linear(x, y[0, 0, :5])", within=ROUNDED)
 def computed_linear(build: Builder, input: fx.Node, weight: fx.Node, bias: Any = None) -> Any:
     """Compute x · wᵀ + b with a weight that the model computes."""

@@ -16,9 +16,9 @@ import torch
 from torch import fx
 
 from fxquant.ops.core import matrix
-from fxquant.ops.core.declare import composite, function_and_method, listed
+from fxquant.ops.core.declare import composite, function_and_method, listed, nodes
 from fxquant.ops.core.matrix import spelled
-from fxquant.ops.core.operators import HEADS, NORMED, ROUNDED, Builder, TensorFact, Trait, are_fixed, fact, is_parameter, nodes, sampled
+from fxquant.ops.core.operators import HEADS, NORMED, ROUNDED, Builder, TensorFact, Trait, are_fixed, fact, is_parameter, sampled
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.indexing.advanced import diagonal
 from fxquant.ops.layers.linear import matmul

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx
 
 from fxquant.ir.graph import fact, resolve
-from fxquant.ops.core.declare import Guard, lowered, module_of, settings_of
+from fxquant.ops.core.declare import lowered, module_of, settings_of, with_batch
 from fxquant.ops.core.operators import FOLDED, IMAGES, Call, Clamp, Layer, Lowering, Quantized, TensorFact, Trait, written
 from fxquant.ops.core.weighted import ABSORBED, Product, absorbing, lower_weighted, refuses_weighted, rescaled, shape_of, sizes
 from fxquant.ops.layers.computed import COMPUTED, convolved
@@ -160,10 +160,6 @@ def _output_padding(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
     return {**arguments, "output_padding": extra}
 
 
-def _refuses_batch(rank: int) -> Guard:
-    return lambda node, arguments: None if len(fact(arguments["input"]).shape) == rank + 2 else "its input has no batch dimension"
-
-
 # ---- as operators of ONNX -------------------------------------------------------------------------------------------
 
 
@@ -228,7 +224,7 @@ def _declare(
         modules=dict.fromkeys(module_of(name), extract),
         traits=frozenset({Trait.SUMS, Trait.OUTPUTS_FIRST} if kind is PLAIN else {Trait.SUMS}),
         absorbs=ABSORBED,
-        refuses=(_refuses_batch(rank), refuses_weighted),
+        refuses=(with_batch(rank), refuses_weighted),
         read_off=frozenset({"output_size"} if kind is REVERSED else ()),
         normalize=normalize,
         layer=Layer(

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fxquant.numerics.grids import EVERYTHING
-from fxquant.ops.core.declare import are_fixed, fixed_sizes, known_sizes
-from fxquant.ops.core.operators import SAMPLED, Builder, Call, Guard, Lowering, Quantized, Same, composite, fact, lowered, sampled, selected
+from fxquant.ops.core.declare import Guard, are_fixed, fixed_sizes, known_sizes, needs
+from fxquant.ops.core.operators import SAMPLED, Builder, Call, Lowering, Quantized, Same, composite, fact, lowered, sampled, selected
 from fxquant.ops.core.weighted import shape_of, sizes
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.layers.convolution import conv2d
@@ -142,13 +142,15 @@ def _spread_mask(mask: Tensor, taps: Tensor, kernel: list[int]) -> Tensor:
     return spread.reshape(-1, channels, height * rows, width * columns)
 
 
-def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    if shape_of(arguments["weight"]) is None:
-        return "its weight is not a tensor of known shape"
-    return None if are_fixed((shape_of(arguments["mask"]) or ())[1:]) else "the size of its mask is not known"
-
-
-@composite(operands=("input", "offset", "mask"), function=_deform_conv2d, refuses=(_refuses, *_REFUSES_TAPS))
+@composite(
+    operands=("input", "offset", "mask"),
+    function=_deform_conv2d,
+    refuses=(
+        needs("its weight is not a tensor of known shape", lambda arguments: shape_of(arguments["weight"]) is not None),
+        needs("the size of its mask is not known", lambda arguments: are_fixed((shape_of(arguments["mask"]) or ())[1:])),
+        *_REFUSES_TAPS,
+    ),
+)
 @sampled("{fxq.nn.DeformConv2d(3, 4, 3, padding=1)}(x, y)", within=SAMPLED, x=(3, 6, 6), y=(18, 6, 6))
 def deform_conv2d(
     build: Builder,

@@ -160,10 +160,9 @@ def matmul(
         other = lowering.quantize_constant(other, "other")
     if isinstance(input, Tensor):
         input = lowering.quantize_constant(input, "input")
-    terms = float(input.shape[-1])  # type: ignore[arg-type]
     long = min(input.dtype.bits, other.dtype.bits) > 8  # two int16 operands have accumulators of 48 bits
-    product_bound = torch.tensor(terms * input.grid.magnitude * other.grid.magnitude, dtype=torch.float64, device="cpu")
-    largest = lowering.prove(product_bound, "the sum", INT48_MAX if long else INT32_MAX)
+    bound = float(input.shape[-1]) * input.grid.magnitude * other.grid.magnitude  # type: ignore[arg-type]
+    largest = lowering.prove(bound, "the sum", INT48_MAX if long else INT32_MAX)
     if largest >= FLOAT32_EXACT:
         lowering.note("wide", f"a sum can reach {largest:.0f}, beyond 2^24, so it is formed in float64")
     multiply = product.matrix_product if largest < FLOAT32_EXACT else product.matrix_product_wide

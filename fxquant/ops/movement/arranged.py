@@ -9,21 +9,12 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.graph import fact, shape_of
-from fxquant.ops.core.declare import composite, function_and_method, listed
+from fxquant.ops.core.declare import composite, function_and_method, listed, needs
 from fxquant.ops.core.operators import EXACT, Builder, are_fixed, sampled
 from fxquant.ops.indexing.index import getitem
 from fxquant.ops.movement.repeating import repeated, why_not_repeated
 from fxquant.ops.movement.shape import numbers, reshape
 from fxquant.ops.reduction.progression import along
-
-
-def _refuses_broadcast(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    return why_not_repeated([shape_of(tensor) for tensor in arguments["tensors"]], fact(node)[0].shape)
-
-
-def _refuses_meshgrid(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    fixed = all(are_fixed(shape_of(tensor)) for tensor in arguments["tensors"])
-    return None if fixed else "one of its dimensions is the batch, whose size is not fixed"
 
 
 def _listed(*tensors: Any, **named: Any) -> dict[str, Any]:
@@ -35,7 +26,7 @@ def _listed(*tensors: Any, **named: Any) -> dict[str, Any]:
     operands=("tensors",),
     function=lambda tensors: tuple(torch.broadcast_tensors(*tensors)),  # type: ignore[no-untyped-call]
     adapt=_listed,
-    refuses=_refuses_broadcast,
+    refuses=lambda node, arguments: why_not_repeated([shape_of(tensor) for tensor in arguments["tensors"]], fact(node)[0].shape),
 )
 @sampled("broadcast_tensors(x, y[:, :1])[1]", within=EXACT)
 def broadcast_tensors(build: Builder, tensors: list[fx.Node]) -> Any:
@@ -48,7 +39,10 @@ def broadcast_tensors(build: Builder, tensors: list[fx.Node]) -> Any:
     operands=("tensors",),
     function=lambda tensors, indexing="ij": tuple(torch.meshgrid(*tensors, indexing=indexing)),
     adapt=_listed,
-    refuses=_refuses_meshgrid,
+    refuses=needs(
+        "one of its dimensions is the batch, whose size is not fixed",
+        lambda arguments: all(are_fixed(shape_of(tensor)) for tensor in arguments["tensors"]),
+    ),
 )
 @sampled("torch.meshgrid(x.flatten()[:2], y.flatten()[:3], indexing='xy')[0]", within=EXACT)
 def meshgrid(build: Builder, tensors: list[fx.Node], indexing: str = "ij") -> Any:

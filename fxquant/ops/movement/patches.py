@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fxquant.ir.graph import shape_of
+from fxquant.ops.core.declare import fixed, fixed_sizes, with_batch
 from fxquant.ops.core.matrix import onnx_matrices, weighted_sums
-from fxquant.ops.core.operators import Call, Lowering, Own, Quantized, Ratio, Same, fixed_sizes, known_size, lowered, sample, selected
+from fxquant.ops.core.operators import Call, Lowering, Own, Quantized, Ratio, Same, known_size, lowered, sample, selected
 from fxquant.ops.core.weighted import sizes
 from fxquant.ops.movement.shape import numbers, rank_of, result_varying
 from fxquant.ops.pooling.pool import needs_batch
@@ -52,18 +52,13 @@ def _onnx_unfold(c: Call) -> str:
     return c.do("Reshape", value, c.integers([0, channels * parts[0] * parts[2], parts[1] * parts[3]]))
 
 
-def _refuses_unfold(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    shape = shape_of(arguments["input"])
-    return "the number of its channels depends on the batch size" if len(shape) == 4 and not isinstance(shape[1], int) else None
-
-
 @lowered(
     nn.Unfold,
     by_name=False,
     calls={F.unfold: None},
     settings=WINDOW,
     carries=("input",),
-    refuses=(_refuses_unfold, needs_batch(2)),
+    refuses=(needs_batch(2), fixed(1, because="the number of its channels depends on the batch size")),
     onnx=_onnx_unfold,
     demand=Same(),
     samples=(
@@ -127,10 +122,6 @@ def _parts(shape: Any, arguments: dict[str, Any]) -> tuple[int, list[int]]:
     return shape[1] // (parts[0] * parts[2]), parts
 
 
-def _refuses_fold(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    return None if len(shape_of(arguments["input"])) == 3 else "its input has no batch dimension"
-
-
 COL2IM_OPSET = 18  # the first that has it
 
 
@@ -149,7 +140,7 @@ def _onnx_fold(c: Call) -> str:
 
 @lowered(
     settings=WINDOW,
-    refuses=(_refuses_fold, fixed_sizes("its windows would run along the batch", start=1)),
+    refuses=(with_batch(1), fixed_sizes("its windows would run along the batch", start=1)),
     onnx=_onnx_fold,
     demand=lambda node, arguments: Same() if _moves_only(arguments) else Own(),
     samples=(
@@ -183,15 +174,10 @@ def _windows_of(input: Any, dimension: int, size: Any, step: Any) -> dict[str, A
     return {"input": input, "dimension": dimension % rank_of(input), "size": size, "step": step}
 
 
-def _refuses_unfold_dimension(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    size = shape_of(arguments["input"])[arguments["dimension"]]
-    return None if isinstance(size, int) else "its windows would run along the batch"
-
-
 @lowered(
     function=lambda input, dimension, size, step: input.unfold(dimension, size, step),
     calls={"unfold": _windows_of},
-    refuses=(_refuses_unfold_dimension, result_varying),
+    refuses=(fixed("dimension", because="its windows would run along the batch"), result_varying),
     demand=Same(),
     samples=(sample(input=(3, 6, 6), dimension=3, size=3, step=2), sample(input=(3, 6, 6), dimension=1, size=2, step=1)),
 )

@@ -11,7 +11,8 @@ from torch import Tensor, fx
 from fxquant.ir import functional
 from fxquant.ir.graph import fact, inherit, is_parameter, set_fact, shape_of
 from fxquant.numerics.grids import PLAIN_TYPES
-from fxquant.ops.core.operators import Builder, Call, Lowering, Quantized, Size, TensorFact, Trait, listed, lowered, on_the_output
+from fxquant.ops.core.declare import listed, needs, on_the_output
+from fxquant.ops.core.operators import Builder, Call, Lowering, Quantized, Size, TensorFact, Trait, lowered
 from fxquant.ops.core.record import Demand, Own, Plain, Same
 from fxquant.ops.core.samples import ALIGNED, EXACT, sampled
 from fxquant.ops.movement.shape import numbers, one_varying, rank_of
@@ -134,10 +135,6 @@ def _onnx_repeat(c: Call) -> str:
     return c.do("Tile", value, _repeats_of(c, "repeats"))
 
 
-def _refuses_empty(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    return None if all(isinstance(count, fx.Node) or count > 0 for count in arguments["repeats"]) else "its result is empty"
-
-
 def _refuses_new(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return one_varying(node, arguments) if len(arguments["repeats"]) > rank_of(arguments["input"]) else None
 
@@ -151,7 +148,10 @@ def _refuses_new(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     moves=True,
     reads=("repeats",),
     idle=lambda arguments: True,
-    refuses=(_refuses_empty, _refuses_parameter, _refuses_new),
+    refuses=(
+        needs("its result is empty", lambda arguments: all(isinstance(count, fx.Node) or count > 0 for count in arguments["repeats"])),
+        *(_refuses_parameter, _refuses_new),
+    ),
     onnx=_onnx_repeat,
     demand=_demanded_by,
 )

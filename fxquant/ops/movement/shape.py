@@ -1,4 +1,4 @@
-"""Operators that give the same elements another shape or order, or pass them on as they are."""
+"""Operators that give the same elements another shape or order, split or repeat the batch, or pass elements on as they are."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import builtins
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from torch import fx, nn
 
 from fxquant.ir.graph import fact, shape_of
 from fxquant.ops.core.casting import CASTS, asked_dtype, changed, in_dtype
-from fxquant.ops.core.operators import Instead, Lowering, Quantized, Same, Size, TensorFact, Trait, function_and_method, listed, lowered
-from fxquant.ops.core.samples import sampled
+from fxquant.ops.core.declare import Guard, fixed_along, fixed_sizes, function_and_method, known_sizes, listed, lowered
+from fxquant.ops.core.declare import numbers as numeric
+from fxquant.ops.core.operators import BatchDim, Instead, Lowering, Quantized, Same, Size, TensorFact, Trait, known_size, selected
+from fxquant.ops.core.samples import LIMITED, sample, sampled
 from fxquant.ops.elementwise.unary import raised
 from fxquant.primitives import shape
 
@@ -211,3 +214,144 @@ def _property(input: Any, name: str) -> dict[str, Any] | str:
 def permute(lowering: Lowering, input: Quantized, dims: list[int]) -> Quantized:
     """Return the elements with dimensions in another order."""
     return input.with_value(lowering.call(shape.permute, input.value, dims))
+
+
+# ---- Dimensions reversed and rotated ----------------------------------------------------------------------------------
+
+
+@lowered(
+    adapt=with_dims,
+    calls={
+        **function_and_method(lambda input: {"input": input, "dims": [1]}, "fliplr"),
+        **function_and_method(lambda input: {"input": input, "dims": [0]}, "flipud"),
+    },
+    moves=True,
+    refuses=fixed_along("dims", "it reverses the batch"),
+    demand=Same(),
+)
+@sampled("flip(x, [1, -1])", "x.flip(2)", "fliplr(x)", "flipud(x.transpose(0, 1))")
+def flip(lowering: Lowering, input: Quantized, dims: list[int]) -> Quantized:
+    """Return the elements in reverse order along `dims`."""
+    value = input.value
+    for dim in dims:
+        value = selected(lowering, value, dim, reversed(range(known_size(input.shape[dim]))), f"indices{dim}")
+    return input.with_value(value)
+
+
+def _rolled(input: Any, shifts: Any, dims: Any = None) -> dict[str, Any] | str:
+    rolled = listed([() if dims is None else dims])
+    if not rolled:
+        return "it rolls the flattened tensor"
+    return {"input": input, "shifts": [shifts] if isinstance(shifts, int) else list(shifts), "dims": [d % rank_of(input) for d in rolled]}
+
+
+@lowered(
+    adapt=_rolled,
+    moves=True,
+    refuses=(numeric("shifts", because="its shifts are computed"), fixed_along("dims", "it rolls along the batch")),
+    demand=Same(),
+    samples=(sample(input=(3, 6, 6), shifts=[1, -2], dims=[2, 3]),),
+)
+def roll(lowering: Lowering, input: Quantized, shifts: list[int], dims: list[int]) -> Quantized:
+    """Return the elements moved on by `shifts` along `dims`; what leaves at the end comes in at the start.
+
+    Crop the two parts of each dimension, and concatenate them in the other order.
+    """
+    value = input.value
+    for shift, dim in zip(shifts, dims, strict=True):
+        size = known_size(input.shape[dim])
+        if size and shift % size:
+            cut = size - shift % size
+            ends = [lowering.call(shape.crop, value, [dim], [a], [b], [1]) for a, b in ((cut, size), (0, cut))]
+            value = lowering.call(shape.concatenate, ends, dim)
+    return input.with_value(value)
+
+
+# ---- Elements moved between channels and pixels ----------------------------------------------------------------------
+
+
+def _rearrange(lowering: Lowering, input: Quantized, trailing: int, split: list[int], order: list[int], joined: list[int]) -> Quantized:
+    """Split the last `trailing` dimensions into `split`, permute these by `order`, and merge them to the sizes `joined`.
+
+    The dimensions before them are flattened into one, so that no more than one size depends on the batch.
+    """
+    value = lowering.call(shape.reshape, input.value, [-1, *split])
+    value = lowering.call(shape.permute, value, [0, *(position + 1 for position in order)])
+    return input.with_value(lowering.call(shape.reshape, value, [*numbers(input.shape[: len(input.shape) - trailing]), *joined]))
+
+
+def _refuses(start: int) -> tuple[Guard, Guard]:
+    """Refuse an operator that rearranges a dimension, from the dimension `start` on, whose size depends on the batch."""
+    return fixed_sizes("it rearranges the batch", start=start), result_varying
+
+
+@lowered(demand=Same(), carries=("input",), refuses=_refuses(-3), samples=(sample(input=(8, 2, 3), upscale_factor=2),))
+def pixel_shuffle(lowering: Lowering, input: Quantized, upscale_factor: int) -> Quantized:
+    """Channels moved into blocks of `upscale_factor`² pixels."""
+    factor = upscale_factor
+    channels, height, width = known_sizes(input.shape[-3:])
+    channels //= factor * factor
+    joined = [channels, height * factor, width * factor]
+    return _rearrange(lowering, input, 3, [channels, factor, factor, height, width], [0, 3, 1, 4, 2], joined)
+
+
+@lowered(demand=Same(), carries=("input",), refuses=_refuses(-3), samples=(sample(input=(3, 6, 6), downscale_factor=3),))
+def pixel_unshuffle(lowering: Lowering, input: Quantized, downscale_factor: int) -> Quantized:
+    """Blocks of `downscale_factor`² pixels moved into channels."""
+    factor = downscale_factor
+    channels, height, width = known_sizes(input.shape[-3:])
+    height, width = height // factor, width // factor
+    joined = [channels * factor * factor, height, width]
+    return _rearrange(lowering, input, 3, [channels, height, factor, width, factor], [0, 2, 4, 1, 3], joined)
+
+
+@lowered("native_channel_shuffle", demand=Same(), carries=("input",), refuses=_refuses(1), samples=(sample(input=(6, 2, 2), groups=2),))
+def channel_shuffle(lowering: Lowering, input: Quantized, groups: int) -> Quantized:
+    """Return the channels of `groups` groups in turn."""
+    channels, *spatial = known_sizes(input.shape[1:])
+    order = [1, 0, *range(2, 2 + len(spatial))]
+    split = [groups, channels // groups, *spatial]
+    return _rearrange(lowering, input, len(input.shape) - 1, split, order, [channels, *spatial])
+
+
+# ---- Pieces of the batch and repetitions of its items: several images of one sample, stacked along the batch ---------
+
+
+def pieces_of(whole: Size, start: Size, size: Size) -> tuple[int, int] | None:
+    """Return the number of pieces of this size at every batch size, and which of them begins there; None where they do not fit."""
+    if not isinstance(whole, BatchDim) or not isinstance(size, BatchDim) or size.coefficient < 1 or size.coefficient.denominator != 1:
+        return None
+    begin = start if isinstance(start, BatchDim) else BatchDim(Fraction(0), Fraction(start))
+    count, number = whole.coefficient / size.coefficient, begin.coefficient / size.coefficient
+    exact = whole.offset == begin.offset == size.offset == 0 and count.denominator == number.denominator == 1
+    return (int(count), int(number)) if exact and number < count else None
+
+
+@lowered(
+    function=lambda input, dim, count, number: torch.unflatten(input, dim, (count, -1)).select(dim, number),
+    moves=True,
+    refuses=(one_varying, result_varying),
+    demand=Same(),
+)
+@sampled("torch.cat((x, x.relu())).chunk(2)[1]", within=LIMITED)
+def piece(lowering: Lowering, input: Quantized, dim: int, count: int, number: int) -> Quantized:
+    """Return one of `count` pieces of equal size along a dimension."""
+    before, behind = input.shape[:dim], input.shape[dim + 1 :]
+    value = lowering.call(shape.reshape, input.value, [*before, count, -1, *behind])
+    value = lowering.call(shape.crop, value, [dim], [number], [number + 1], [1])
+    return input.with_value(lowering.call(shape.reshape, value, [*before, -1, *behind]))
+
+
+@lowered(
+    function=lambda input, dim, repeats: input.repeat_interleave(repeats, dim),
+    moves=True,
+    refuses=(one_varying, result_varying),
+    demand=Same(),
+)
+@sampled("x.repeat_interleave(2, 0)")
+def interleave(lowering: Lowering, input: Quantized, dim: int, repeats: int) -> Quantized:
+    """Repeat each item along a dimension this many times, one after another."""
+    before, behind = input.shape[:dim], input.shape[dim + 1 :]
+    value = lowering.call(shape.reshape, input.value, [*before, -1, 1, *behind])
+    value = lowering.call(shape.tile, value, [*[1] * (dim + 1), repeats, *[1] * len(behind)])
+    return input.with_value(lowering.call(shape.reshape, value, [*before, -1, *behind]))

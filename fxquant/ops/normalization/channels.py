@@ -52,10 +52,18 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return f"its statistics are computed by %{computed[0]}: neither stored nor computed from stored values" if computed else None
 
 
-def _onnx_batch_norm(c: Call) -> str:
-    trailing = [1] * (len(c.operand_shape) - 2)
-    weight, bias = (c.e.constant(c.real(role).reshape(-1, *trailing)) for role in ("weight", "bias"))
-    return c.epilogue(c.do("Add", c.do("Mul", c.input, weight), bias))
+def _shaped(channels: Tensor, trailing: int) -> Tensor:
+    return channels.reshape(-1, *[1] * trailing)
+
+
+def _onnx_scaled(c: Call, trailing: int) -> str:
+    weight, *bias = (c.e.constant(_shaped(c.real(role), trailing)) for role in ("weight", "bias") if role in c.constants)
+    scaled = c.do("Mul", c.input, weight)
+    return c.epilogue(c.do("Add", scaled, *bias) if bias else scaled)
+
+
+def _form(trailing: int) -> Product:
+    return Product(product.scale_channels, product.scale_channels_wide, (trailing,), trailing, layout=torch.flatten, channels=1)
 
 
 @lowered(
@@ -73,7 +81,7 @@ def _onnx_batch_norm(c: Call) -> str:
         # What it reads is never multiplied: its statistics are of that.
         rescaled=lambda arguments, inputs, outputs: {"batch_norm": multiplied(arguments["batch_norm"], outputs)},
     ),
-    onnx=_onnx_batch_norm,
+    onnx=lambda c: _onnx_scaled(c, len(c.operand_shape) - 2),
 )
 @sampled("F.batch_norm(x, {B(torch.randn(3))}, {B(torch.rand(3) + 0.5)}, {P(3)}, {P(3)})", "{nn.BatchNorm2d(3)}(x.relu())")
 @sampled("torch.batch_norm(x, {P(3)}, {P(3)}, {B(torch.randn(3))}, {B(torch.rand(3) + 0.5)}, False, 0.1, 1e-5, True)")
@@ -86,8 +94,7 @@ def batch_norm(lowering: Lowering, input: Quantized, batch_norm: BatchNorm, *, c
     """
     mean = batch_norm.running_mean
     assert mean is not None
-    trailing = len(input.shape) - 2
-    form = Product(product.scale_channels, product.scale_channels_wide, (trailing,), trailing, layout=torch.flatten, channels=1)
+    form = _form(len(input.shape) - 2)
     return lower_weighted(lowering, form, input, torch.ones_like(mean).unsqueeze(1), None, clamp=clamp, batch_norm=batch_norm)
 
 
@@ -99,22 +106,9 @@ def _scale_channels(input: Tensor, weight: Tensor, bias: Tensor | None = None, t
     return epilogue(value if bias is None else value + _shaped(bias, trailing), None, clamp, None)
 
 
-def _shaped(channels: Tensor, trailing: int) -> Tensor:
-    return channels.reshape(-1, *[1] * trailing)
-
-
 def _rescaled_channels(arguments: dict[str, Any], inputs: Tensor, outputs: Tensor) -> dict[str, Any]:
     weight, bias = arguments["weight"] * (outputs / inputs), arguments.get("bias")
     return {"weight": weight} if bias is None else {"weight": weight, "bias": bias * outputs}
-
-
-def _onnx_scale_channels(c: Call) -> str:
-    weight, bias = (
-        c.e.constant(_shaped(c.real(role), c.arguments.get("trailing", 0))) if role in c.constants else None for role in ("weight", "bias")
-    )
-    assert weight is not None
-    scaled = c.do("Mul", c.input, weight)
-    return c.epilogue(scaled if bias is None else c.do("Add", scaled, bias))
 
 
 @lowered(
@@ -126,12 +120,11 @@ def _onnx_scale_channels(c: Call) -> str:
         channels=lambda arguments: -1 - arguments.get("trailing", 0),
         rescaled=_rescaled_channels,
     ),
-    onnx=_onnx_scale_channels,
+    onnx=lambda c: _onnx_scaled(c, c.arguments.get("trailing", 0)),
 )
 @sampled("F.layer_norm(x, (8,), {P(8)}, {P(8)})", within=NORMED, x=(8,))
 def scale_channels(
     lowering: Lowering, input: Quantized, weight: Tensor, bias: Tensor | None = None, trailing: int = 0, *, clamp: Clamp | None = None
 ) -> Quantized:
     """Compute x · weight + bias for each index of the dimension behind which `trailing` others follow, and a fused clamp."""
-    form = Product(product.scale_channels, product.scale_channels_wide, (trailing,), trailing, layout=torch.flatten, channels=1)
-    return lower_weighted(lowering, form, input, weight.unsqueeze(1), bias, clamp=clamp)
+    return lower_weighted(lowering, _form(trailing), input, weight.unsqueeze(1), bias, clamp=clamp)

@@ -67,12 +67,12 @@ def of_one_magnitude(lowering: Lowering, input: Quantized, extent: Quantized, le
 
     Multiply by a table of the extent on int16, with as many steps as it has left at the largest extent.
     """
-    largest = min(1 / least, 1 / (COARSE * float(extent.scale)))
-    grid = Grid(INT16, torch.tensor(largest / INT16.high, dtype=torch.float32, device=extent.scale.device))
+    top = min(1 / least, 1 / (COARSE * float(extent.scale)))
+    grid = Grid(INT16, torch.tensor(top / INT16.high, dtype=torch.float32, device=extent.scale.device))
     entries = _factors(float(extent.scale), least, float(grid.scale), extent.grid.bounds).to(extent.scale.device)
     factor = lowering.holds(lowering.call(elementwise.lookup, extent.value, lowering.constant("table", entries, torch.int16)), grid)
-    bound = torch.tensor(float(input.grid.magnitude * grid.magnitude), dtype=torch.float64, device="cpu")
-    product = lowering.call(elementwise.multiply, input.value, factor, lowering.prove(bound, "the product") >= FLOAT32_EXACT)
+    largest = lowering.prove(input.grid.magnitude * grid.magnitude, "the product")
+    product = lowering.call(elementwise.multiply, input.value, factor, largest >= FLOAT32_EXACT)
     return lowering.requantize(product, Ratio(lowering.arithmetic.step(input.scale, grid.scale)), kind=PRODUCT)
 
 

@@ -16,7 +16,7 @@ from fxquant.lowering.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics.grids import FLOAT32_EXACT, INT8, SMALLEST_SCALE, WEIGHT_INT8, Ratio
 from fxquant.numerics.rounding import clamped
 from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.declare import Guard, are_fixed, composite, first_reason, known_sizes, lowered, module_of
+from fxquant.ops.core.declare import Guard, composite, first_reason, fixed_sizes, known_sizes, lowered, module_of, with_batch
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.record import WIDE, Instead, Layer, Same, Trait, operator_named
 from fxquant.ops.core.samples import IMAGES, NORMED, POSITIVE, sample
@@ -37,7 +37,7 @@ def lower_uneven(lowering: Lowering, input: Quantized, total: Any, largest: floa
     device = input.scale.device
     scale = (1 / divisor.to(device) / WEIGHT_INT8.high).clamp_min(SMALLEST_SCALE)
     steps = lowering.arithmetic.step(input.scale, scale)
-    wide = lowering.prove(torch.tensor(largest * WEIGHT_INT8.high, dtype=torch.float64, device="cpu"), "the sum") >= FLOAT32_EXACT
+    wide = lowering.prove(largest * WEIGHT_INT8.high, "the sum") >= FLOAT32_EXACT
     weight = lowering.constant("weight", torch.tensor(float(WEIGHT_INT8.high), device=device), torch.int32)
     scaled = lowering.call(elementwise.multiply, total, weight, wide)
 
@@ -109,14 +109,7 @@ def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, c
 
 def needs_batch(rank: int) -> Guard:
     """Refuse an operand without a batch dimension, or whose windows would run along it."""
-
-    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-        shape = shape_of(arguments["input"])
-        if len(shape) != rank + 2:
-            return "its input has no batch dimension"
-        return None if are_fixed(shape[-rank:]) else "its windows would run along the batch"
-
-    return refuses
+    return first_reason(with_batch(rank), fixed_sizes("its windows would run along the batch", start=-rank))
 
 
 def kernel_and_steps(kernel_size: Any, stride: Any, rank: int) -> tuple[list[int], list[int]]:
@@ -230,10 +223,6 @@ def _refuses_divisor(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return f"divisor_override={divisor} is not positive" if divisor is not None and divisor <= 0 else None
 
 
-def _refuses_terms(rank: int) -> Guard:
-    return lambda node, arguments: too_many(sizes(arguments["kernel_size"], rank), POOLED_EXACT)
-
-
 def _within(rank: int) -> Callable[[fx.Node, dict[str, Any]], dict[str, Any]]:
     """A single window that reaches behind the end, as `ceil_mode` lets it, ends there: its divisor counts no more than that."""
 
@@ -316,7 +305,10 @@ def _avg_pool(rank: int) -> Callable[..., Tensor]:
         normalize=_within(rank),
         idle=lambda arguments: set(sizes(arguments["kernel_size"], 1)) == {1} and arguments["divisor_override"] in (None, 1),
         absorbs=frozenset({"clamp"}),
-        refuses=(_refuses_divisor, needs_batch(rank), _refuses_terms(rank)),
+        refuses=(
+            *(_refuses_divisor, needs_batch(rank)),
+            lambda node, arguments: too_many(sizes(arguments["kernel_size"], rank), POOLED_EXACT),
+        ),
         traits=frozenset({Trait.SPATIAL, Trait.HOMOGENEOUS}),
         onnx=onnx_average_pool,
         samples=(
@@ -348,7 +340,7 @@ def _avg_pool(rank: int) -> Callable[..., Tensor]:
         if layers and within and divisor.dim() == 0 and isinstance(channels, int):
             form = Product(accumulate.convolution, accumulate.convolution_wide, (steps, begin, [1, 1], channels), 2, in_parts=True)
             return lower_uniform(lowering, form, input, (channels, 1, *kernel), 1 / float(divisor), clamp)
-        terms = torch.tensor(float(math.prod(kernel)), dtype=torch.float64, device="cpu")
+        terms = math.prod(kernel)
         largest = lowering.prove(terms * input.grid.magnitude, "the sum")
         lowering.prove(terms * 2.0**7, "the sum over 8 of the operand's bits", POOLED_EXACT - 1)
         total = lowering.call(pool.sum_pool, input.value, kernel, steps, begin, end, largest >= POOLED_EXACT)

@@ -10,8 +10,8 @@ from torch import Tensor, fx
 
 from fxquant.ir.graph import shape_of
 from fxquant.numerics.grids import INT32
-from fxquant.ops.core.declare import NO_DIMENSIONS, are_fixed, known_sizes
-from fxquant.ops.core.operators import FLOAT32_EXACT, Call, Clamp, Guard, Lowering, Quantized, Ratio, TensorFact, Trait, lowered
+from fxquant.ops.core.declare import NO_DIMENSIONS, Guard, are_fixed, known_sizes
+from fxquant.ops.core.operators import FLOAT32_EXACT, Call, Clamp, Lowering, Quantized, Ratio, TensorFact, Trait, lowered
 from fxquant.ops.core.samples import IMAGES, sample, sampled
 from fxquant.ops.core.weighted import Product, lower_uniform
 from fxquant.ops.elementwise.whole import WHOLE
@@ -34,7 +34,7 @@ def lower_total(lowering: Lowering, input: Quantized, dims: list[int], keepdim: 
         form = Product(accumulate.convolution, accumulate.convolution_wide, attributes, 2, in_parts=True)
         averaged = lower_uniform(lowering, form, input, (channels, 1, *size), 1 / terms, clamp)
         return averaged if keepdim else averaged.with_value(lowering.call(shape.reshape, averaged.value, [-1, channels]))
-    largest = lowering.prove(torch.tensor(float(terms * input.grid.magnitude), dtype=torch.float64, device="cpu"), "the sum")
+    largest = lowering.prove(terms * input.grid.magnitude, "the sum")
     total = lowering.call(pool.sum, input.value, dims, keepdim, largest >= FLOAT32_EXACT)
     ratio = Ratio((input.scale,), (torch.tensor(float(divisor), dtype=torch.float32, device=input.scale.device),))
     if not (lowering.arithmetic.rounds_image_means and images and divisor == terms) or lowering.output.dtype == INT32:

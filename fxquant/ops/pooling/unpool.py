@@ -11,8 +11,8 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from fxquant.ir.graph import shape_of
-from fxquant.ops.core.declare import Guard, composite, lowered, module_of
-from fxquant.ops.core.operators import FLOAT32_EXACT, Builder, Call, Lowering, Plain, Quantized, Same, known_sizes, operator_named, sampled
+from fxquant.ops.core.declare import Guard, composite, known_sizes, lowered, module_of, with_batch
+from fxquant.ops.core.operators import FLOAT32_EXACT, Builder, Call, Lowering, Plain, Quantized, Same, operator_named, sampled
 from fxquant.ops.core.samples import EXACT, IMAGES, written
 from fxquant.ops.pooling.adaptive import lower_windows, refuses_adaptive, window_counts
 from fxquant.ops.pooling.pool import WINDOW, kernel_and_steps, refuses_max_pool, window_padding
@@ -107,8 +107,6 @@ def _unpool(input: Tensor, indices: Tensor, size: list[int]) -> Tensor:
 
 def _refuses_unpool(rank: int) -> Guard:
     def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-        if len(shape_of(arguments["input"])) != rank + 2:
-            return "its input has no batch dimension"
         if not arguments["disjoint"]:
             return "its windows overlap, so that two elements may share an index"
         given = arguments["indices"]
@@ -142,7 +140,7 @@ def _max_unpool(rank: int) -> Callable[..., Tensor]:
         reads=("indices",),
         read_off=frozenset({"output_size"}),
         normalize=_planes,
-        refuses=_refuses_unpool(rank),
+        refuses=(with_batch(rank), _refuses_unpool(rank)),
         onnx=_onnx_unpool,
         samples=written(
             f"F.{name}(*F.max_pool{rank}d(x, 3, return_indices=True), 3, output_size=x.shape).relu()",

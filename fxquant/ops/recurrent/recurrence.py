@@ -12,8 +12,8 @@ from torch import fx
 
 from fxquant.ir.graph import parameter_value
 from fxquant.ops.core.boundary import requantize
-from fxquant.ops.core.operators import INNER, Builder, Demand, Fixed, Own, Same, Trait, is_parameter
-from fxquant.ops.core.record import traits_of
+from fxquant.ops.core.operators import INNER, Builder, Fixed, Own, Same, Trait, is_parameter
+from fxquant.ops.core.record import Demand, traits_of
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.elementwise.dropout import dropout

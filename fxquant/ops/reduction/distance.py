@@ -1,4 +1,4 @@
-"""Composites of sums, products and quotients: fused arithmetic, distances, similarity, angles. They are 16 bits wide inside.
+"""Composites of sums, products and quotients: fused arithmetic, distances, similarity, angles, gates. They are 16 bits wide inside.
 
 Where an inner tensor is a sum of squares or of products, 8 bits will do on a target that has no more.
 """
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ops.core.operators import INNER, WIDE, Builder, Size, composite, fact, nodes, one_of
+from fxquant.ops.core.declare import fixed, needs, nodes, one_of
+from fxquant.ops.core.operators import INNER, WIDE, Builder, Fixed, Size, are_fixed, composite, fact
 from fxquant.ops.core.samples import COMPOSED, NORMED, POSITIVE, sample, sampled
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.division import true_divide
@@ -23,6 +24,7 @@ from fxquant.ops.movement.pad import pad
 from fxquant.ops.movement.repeating import repeated, why_not_repeated
 from fxquant.ops.pooling.totals import sum
 from fxquant.ops.reduction.extremum import maximum
+from fxquant.ops.reduction.progression import along, length_of
 
 
 @composite(samples=(sample(input=(3, 6), tensor1=(3, 6), tensor2=(3, 6), value=-0.7),))
@@ -134,21 +136,33 @@ def cosine_similarity(build: Builder, x1: fx.Node, x2: fx.Node, dim: int = 1, ep
     return product
 
 
-def _channels(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    shape = Builder.fact(arguments["input"]).shape
-    return None if len(shape) > 2 and isinstance(shape[1], int) else "its operand has no channels of a fixed number"
-
-
-@composite(refuses=_channels, samples=(sample(input=(4, 5, 5), size=3, alpha=0.5), sample(input=(4, 5, 5), size=2)))
+@composite(
+    refuses=needs(
+        "its operand has no channels of a fixed number",
+        lambda arguments: len(fact(arguments["input"]).shape) > 2 and are_fixed(fact(arguments["input"]).shape[1:2]),
+    ),
+    samples=(sample(input=(4, 5, 5), size=3, alpha=0.5), sample(input=(4, 5, 5), size=2)),
+)
 def local_response_norm(build: Builder, input: fx.Node, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Any:
     """Compute input / (k + alpha · the mean of the squares of `size` neighbouring channels) ** beta."""
-    shape = build.fact(input).shape
+    channels = length_of(input, 1)
     squares = build(torch.square, input, demand=WIDE)
-    around = [0, 0] * (len(shape) - 2) + [size // 2, (size - 1) // 2]
+    around = [0, 0] * (len(build.fact(input).shape) - 2) + [size // 2, (size - 1) // 2]
     padded = build(pad, squares, around, "constant", 0.0)
     total: Any = None
     for first in range(size):
-        window = build(getitem, padded, [slice(None), slice(first, first + shape[1]), *[slice(None)] * (len(shape) - 2)])  # type: ignore[operator]
+        window = along(build, padded, 1, slice(first, first + channels))
         total = window if total is None else build(add, total, window, demand=WIDE)
     factor = build(SHIFTED.function, total, "pow", float(alpha) / size, float(k), {"exponent": -float(beta)}, demand=WIDE)
     return build(mul, input, factor)
+
+
+GATE = Fixed(2.0**-15, "int16", otherwise=Fixed(2.0**-7, "int8"))  # from 0 to 1
+
+
+@composite(refuses=fixed(because="it splits the batch, whose size is not fixed"), samples=(sample(within=NORMED, input=(3, 6, 6), dim=-2),))
+def glu(build: Builder, input: fx.Node, dim: int = -1) -> Any:
+    """Return the first half along a dimension times the sigmoid of the second."""
+    half = length_of(input, dim) // 2
+    first, second = (along(build, input, dim, slice(start, start + half)) for start in (0, half))
+    return build(mul, first, build(torch.sigmoid, second, demand=GATE))

@@ -76,22 +76,6 @@ def amin(lowering: Lowering, input: Quantized, dim: Any = (), keepdim: bool = Fa
     return input.with_value(lowering.call(selection.least, input.value, _reduced(len(input.shape), dim), keepdim))
 
 
-def _lower_extremum(
-    lowering: Lowering, input: Branch, other: Branch, function: Callable[..., Tensor], primitive: Callable[..., Tensor]
-) -> Quantized:
-    """Bring each operand to the output's scale, then compare."""
-    for operand, role in ((input, "input"), (other, "other")):  # before its values are observed
-        refuse_nan(lowering, operand, role)
-
-    def compared() -> Any:
-        whole = isinstance(input, Quantized) and isinstance(other, Quantized)
-        if whole and primitive is product.minimum and lowering.arithmetic.smallest_at_larger_scale:
-            return _at_larger_scale(lowering, primitive, input, other)  # type: ignore[arg-type]
-        return lowering.call(primitive, on_the_output(lowering, input, "input"), on_the_output(lowering, other, "other"))
-
-    return lowering.result(compared, lambda: function(real(input), real(other)))
-
-
 def _at_larger_scale(lowering: Lowering, primitive: Callable[..., Tensor], input: Quantized, other: Quantized) -> Any:
     """Bring the operand of the smaller scale to the larger one, compare, and bring the result to the output's scale."""
     grid = max(input.grid, other.grid, key=lambda each: float(each.scale))
@@ -138,34 +122,41 @@ def _one_or_two(over_all: Callable[..., Any], along: Callable[..., Any]) -> Adap
     return adapt
 
 
-@lowered(
-    "fmax",
-    operands=("input", "other"),
-    calls=dict.fromkeys((torch.max, "max"), _one_or_two(amax, largest_along)),
-    refuses=_refuses_extremum,
-    traits=frozenset({Trait.HOMOGENEOUS, Trait.EXTREMUM, Trait.BOUNDED_BELOW, Trait.POINTWISE, Trait.DISJUNCTION}),
-    integers=alike("maximum"),
-    onnx=lambda c: c.do("Max", c.operand("input"), c.operand("other")),
-    samples=(sample(input=(3, 6), other=(3, 6)),),
-)
-def maximum(lowering: Lowering, input: Branch, other: Branch) -> Quantized:
-    """Return the larger of two tensors, element by element."""
-    return _lower_extremum(lowering, input, other, torch.maximum, product.maximum)
+def _extremum(primitive: Callable[..., Tensor], name: str, over_all: Any, along: Any, onnx: str, *traits: Trait) -> Callable[..., Tensor]:
+    short, function = name[:3], getattr(torch, name)
+
+    @lowered(
+        f"f{short}",
+        name=name,
+        operands=("input", "other"),
+        calls=dict.fromkeys((getattr(torch, short), short), _one_or_two(over_all, along)),
+        refuses=_refuses_extremum,
+        traits=frozenset({Trait.HOMOGENEOUS, Trait.EXTREMUM, Trait.POINTWISE, *traits}),
+        integers=alike(name),
+        onnx=lambda c: c.do(onnx, c.operand("input"), c.operand("other")),
+        samples=(sample(input=(3, 6), other=(3, 6)),),
+    )
+    def extremum(lowering: Lowering, input: Branch, other: Branch) -> Quantized:
+        """Return the larger, or the smaller, of two tensors, element by element.
+
+        Bring each operand to the output's scale, then compare.
+        """
+        for operand, role in ((input, "input"), (other, "other")):  # before its values are observed
+            refuse_nan(lowering, operand, role)
+
+        def compared() -> Any:
+            whole = isinstance(input, Quantized) and isinstance(other, Quantized)
+            if whole and primitive is product.minimum and lowering.arithmetic.smallest_at_larger_scale:
+                return _at_larger_scale(lowering, primitive, input, other)  # type: ignore[arg-type]
+            return lowering.call(primitive, on_the_output(lowering, input, "input"), on_the_output(lowering, other, "other"))
+
+        return lowering.result(compared, lambda: function(real(input), real(other)))
+
+    return extremum
 
 
-@lowered(
-    "fmin",
-    operands=("input", "other"),
-    calls=dict.fromkeys((torch.min, "min"), _one_or_two(amin, smallest_along)),
-    refuses=_refuses_extremum,
-    traits=frozenset({Trait.HOMOGENEOUS, Trait.EXTREMUM, Trait.POINTWISE, Trait.CONJUNCTION}),
-    integers=alike("minimum"),
-    onnx=lambda c: c.do("Min", c.operand("input"), c.operand("other")),
-    samples=(sample(input=(3, 6), other=(3, 6)),),
-)
-def minimum(lowering: Lowering, input: Branch, other: Branch) -> Quantized:
-    """Return the smaller of two tensors, element by element."""
-    return _lower_extremum(lowering, input, other, torch.minimum, product.minimum)
+maximum = _extremum(product.maximum, "maximum", amax, largest_along, "Max", Trait.BOUNDED_BELOW, Trait.DISJUNCTION)
+minimum = _extremum(product.minimum, "minimum", amin, smallest_along, "Min", Trait.CONJUNCTION)
 
 
 def _expand_clamp_between(build: Builder, input: fx.Node, min: Any, max: Any) -> Any:

@@ -8,17 +8,17 @@ Norms bring their items to one magnitude first, as layer norms do.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.ops.core.declare import settings_of, taking
-from fxquant.ops.core.operators import COMPUTED, NO_DIMENSIONS, WIDE, Builder, Trait, composite, fact, shape_of
+from fxquant.ops.core.declare import COMPUTED, NO_DIMENSIONS, settings_of, shape_of, taking
+from fxquant.ops.core.operators import WIDE, Builder, Trait, composite, fact
 from fxquant.ops.core.operators import numbers as numeric
-from fxquant.ops.core.samples import IMAGES, NORMED, sample, sampled
+from fxquant.ops.core.samples import IMAGES, NORMED, sample, sampled, written
 from fxquant.ops.elementwise.arithmetic import mul, sub
 from fxquant.ops.elementwise.division import div
 from fxquant.ops.elementwise.table import shifted
@@ -33,13 +33,6 @@ from fxquant.ops.pooling.totals import mean, sum
 def centre(build: Builder, input: fx.Node, dims: Sequence[int]) -> Any:
     """Subtract a tensor's mean from it."""
     return build(sub, input, build(mean, input, list(dims), True, demand=WIDE), demand=WIDE)
-
-
-def _squares(build: Builder, input: fx.Node, dims: list[int], keepdim: bool) -> tuple[fx.Node, float]:
-    """Return the sum of the squares of what is left without the mean, and of how many elements."""
-    centred = centre(build, input, dims)
-    count = math.prod(_sizes(input, dims))
-    return build(sum, build(mul, centred, centred, demand=WIDE), dims, keepdim, demand=WIDE), count
 
 
 def _sizes(input: fx.Node, dims: list[int]) -> list[Any]:
@@ -90,43 +83,28 @@ def refuses_reduction(input: Any, dims: list[int]) -> str | None:
     return None if all(isinstance(sizes[d], int) for d in dims) else "it reduces the batch, whose size is not fixed"
 
 
-def _var(build: Builder, input: fx.Node, dim: list[int], correction: float, keepdim: bool) -> Any:
-    total, count = _squares(build, input, dim, keepdim)
-    return build(div, total, float(count - correction))
+def _spread(name: str, dims: str, root: bool) -> Iterator[Callable[..., Tensor]]:
+    """Declare the variance, or its root, by itself and with the mean; `dims` are those of a sample."""
+
+    def spread(build: Builder, input: fx.Node, dim: list[int], correction: float = 1, keepdim: bool = False) -> Any:
+        """Return the variance over dimensions, of whose n elements n - correction are free, or its root."""
+        centred, free = centre(build, input, dim), math.prod(_sizes(input, dim)) - correction
+        total = build(sum, build(mul, centred, centred, demand=WIDE), dim, keepdim, demand=WIDE)
+        return build(shifted, total, "sqrt", 1 / free, 0.0, {}) if root else build(div, total, float(free))
+
+    def with_mean(build: Builder, input: fx.Node, dim: list[int], correction: float = 1, keepdim: bool = False) -> Any:
+        """Return the variance over dimensions, or its root, and the mean."""
+        return spread(build, input, dim, correction, keepdim), build(mean, input, dim, keepdim)
+
+    text = f"torch.{name}_mean(x, {dims})[0] + torch.{name}_mean(x, {dims})[1]"
+    samples = (sample(within=NORMED, input=(3, 6), dim=[1, 2], correction=0), sample(within=NORMED, input=(3, 6), dim=[2], keepdim=True))
+    fields: dict[str, Any] = {"adapt": _statistics, "refuses": _refuses_statistics}
+    yield composite(name=name, traits=frozenset({Trait.STATISTIC}), samples=samples, **fields)(spread)
+    yield composite(name=f"{name}_mean", samples=written(text, within=NORMED), **fields)(with_mean)
 
 
-def _std(build: Builder, input: fx.Node, dim: list[int], correction: float, keepdim: bool) -> Any:
-    total, count = _squares(build, input, dim, keepdim)
-    return build(shifted, total, "sqrt", 1 / (count - correction), 0.0, {})
-
-
-SPREADS = (sample(within=NORMED, input=(3, 6), dim=[1, 2], correction=0), sample(within=NORMED, input=(3, 6), dim=[2], keepdim=True))
-
-
-@composite(adapt=_statistics, refuses=_refuses_statistics, traits=frozenset({Trait.STATISTIC}), samples=SPREADS)
-def var(build: Builder, input: fx.Node, dim: list[int], correction: float = 1, keepdim: bool = False) -> Any:
-    """Return the variance over dimensions, of whose n elements n - correction are free."""
-    return _var(build, input, dim, correction, keepdim)
-
-
-@composite(adapt=_statistics, refuses=_refuses_statistics, traits=frozenset({Trait.STATISTIC}), samples=SPREADS)
-def std(build: Builder, input: fx.Node, dim: list[int], correction: float = 1, keepdim: bool = False) -> Any:
-    """Return the root of the variance."""
-    return _std(build, input, dim, correction, keepdim)
-
-
-@composite(adapt=_statistics, refuses=_refuses_statistics)
-@sampled("torch.var_mean(x, 1)[0] + torch.var_mean(x, 1)[1]", within=NORMED)
-def var_mean(build: Builder, input: fx.Node, dim: list[int], correction: float = 1, keepdim: bool = False) -> Any:
-    """Return the variance and the mean."""
-    return _var(build, input, dim, correction, keepdim), build(mean, input, dim, keepdim)
-
-
-@composite(adapt=_statistics, refuses=_refuses_statistics)
-@sampled("torch.std_mean(x, (2, 3))[0] + torch.std_mean(x, (2, 3))[1]", within=NORMED)
-def std_mean(build: Builder, input: fx.Node, dim: list[int], correction: float = 1, keepdim: bool = False) -> Any:
-    """Return the deviation and the mean."""
-    return _std(build, input, dim, correction, keepdim), build(mean, input, dim, keepdim)
+var, var_mean = _spread("var", "1", root=False)
+std, std_mean = _spread("std", "(2, 3)", root=True)
 
 
 # ---- normalisation of groups, of instances, by the root of the mean square ------------------------------------------
@@ -150,27 +128,26 @@ def _refuses_group_norm(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if all(isinstance(size, int) for size in shape[1:]) else MANY_SIZES
 
 
-@composite(
-    *(F.group_norm, torch.group_norm, nn.GroupNorm),
-    by_name=False,
-    takes="input num_groups weight bias eps cudnn_enabled",
-    refuses=_refuses_group_norm,
-)
 @sampled("F.group_norm(x, 3, eps=0.1)", "torch.group_norm(x, 1)", "nn.GroupNorm(1, 3)", "nn.GroupNorm(3, 3, affine=False)", within=NORMED)
-def group_norm(
+def _in_groups(
     build: Builder, input: fx.Node, num_groups: int, weight: fx.Node | None = None, bias: fx.Node | None = None, eps: float = 1e-5
 ) -> Any:
     """Normalize each group of channels to mean 0 and variance 1, then multiply by weight and add bias, per channel."""
-    return _in_groups(build, input, num_groups, weight, bias, eps)
-
-
-def _in_groups(build: Builder, input: fx.Node, num_groups: int, weight: fx.Node | None, bias: fx.Node | None, eps: float) -> Any:
     shape = numbers(fact(input).shape)
     grouped = build(reshape, input, [shape[0], num_groups, math.prod(shape[1:]) // num_groups])
     unit, inverse = unit_and_inverse(build, centre(build, grouped, [2]), lambda: extent_of(build, grouped, [2]), [2], float(eps))
     if weight is None and bias is None:
         return build(reshape, build(mul, unit, inverse), shape)
     return scaled(build, build(reshape, build(mul, unit, inverse, demand=WIDE), shape), weight, bias)
+
+
+group_norm = composite(
+    *(F.group_norm, torch.group_norm, nn.GroupNorm),
+    name="group_norm",
+    by_name=False,
+    takes="input num_groups weight bias eps cudnn_enabled",
+    refuses=_refuses_group_norm,
+)(_in_groups)
 
 
 RUNNING = ("running_mean", "running_var")

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.graph import TensorFact, fact
+from fxquant.ir.graph import fact
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import FLOAT32_EXACT, Ratio
 from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.declare import composite, fixed, lowered
+from fxquant.ops.core.declare import are_fixed, composite, fixed, known_size, known_sizes, lowered, needs
 from fxquant.ops.core.record import WIDE, Same
 from fxquant.ops.core.samples import sample
 from fxquant.ops.elementwise.arithmetic import mul
@@ -95,6 +95,19 @@ def cumprod(build: Builder, input: fx.Node, dim: int) -> Any:
     return input
 
 
+def sums_along(lowering: Lowering, input: Quantized, dim: int, matrix: Tensor, role: str) -> Quantized:
+    """Return the product with a matrix [sums, size] of zeros and ones, a constant of this role, along a dimension."""
+    terms = float(matrix.sum(1).max())
+    largest = lowering.prove(terms * input.grid.magnitude, "the sum")
+    dims = range(len(input.shape))
+    order = [d for d in dims if d != dim] + [dim]
+    value = lowering.call(shape.permute, input.value, order)
+    summing = accumulate.linear if largest < FLOAT32_EXACT else accumulate.linear_wide
+    total = lowering.call(summing, value, lowering.constant(role, matrix, torch.int8), None)
+    result = lowering.requantize(total, Ratio((input.scale,)))
+    return result.with_value(lowering.call(shape.permute, result.value, [order.index(d) for d in dims]))
+
+
 @lowered(
     takes="input dim dtype",
     refuses=fixed(because="it sums over the batch, whose size is not fixed"),
@@ -106,43 +119,32 @@ def cumsum(lowering: Lowering, input: Quantized, dim: int) -> Quantized:
 
     Return the product with a triangle of ones, along the last dimension.
     """
-    rank, size = len(input.shape), input.shape[dim]
-    assert isinstance(size, int)
-    largest = lowering.prove(torch.tensor(float(size * input.grid.magnitude), dtype=torch.float64, device="cpu"), "the sum")
-    order = [d for d in range(rank) if d != dim % rank] + [dim % rank]
+    size = known_size(input.shape[dim])
     triangle = torch.ones(size, size, dtype=torch.float32, device=input.scale.device).tril()
-    value = lowering.call(shape.permute, input.value, order)
-    summing = accumulate.linear if largest < FLOAT32_EXACT else accumulate.linear_wide
-    total = lowering.call(summing, value, lowering.constant("ones", triangle, torch.int8), None)
-    result = lowering.requantize(total, Ratio((input.scale,)))
-    return result.with_value(lowering.call(shape.permute, result.value, [order.index(d) for d in range(rank)]))
+    return sums_along(lowering, input, dim % len(input.shape), triangle, "ones")
 
 
-def _refuses_triangle(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    known = fact(arguments["input"])
-    fixed = isinstance(known, TensorFact) and all(isinstance(size, int) for size in known.shape[-2:])
-    return None if fixed and isinstance(arguments["diagonal"], int) else "the size of its matrices is not fixed"
+def _triangle(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @lowered(
+        name=function.__name__,
+        demand=Same(),
+        refuses=needs(
+            "the size of its matrices is not fixed",
+            lambda arguments: are_fixed(fact(arguments["input"]).shape[-2:]) and isinstance(arguments["diagonal"], int),
+        ),
+        samples=(sample(input=(4, 5)), sample(input=(4, 5), diagonal=-1)),
+    )
+    def triangle(lowering: Lowering, input: Quantized, diagonal: int = 0) -> Quantized:
+        """Return the elements on a diagonal and below it, or above it; zeros on the other side.
+
+        Choose them, else 0, which is on every grid.
+        """
+        kept = function(torch.ones(known_sizes(input.shape[-2:]), dtype=torch.bool, device=input.scale.device), diagonal)
+        zero = lowering.stored(torch.zeros((), dtype=torch.float32, device=input.scale.device), input.grid)
+        zeros = lowering.constant("zero", zero, input.dtype.storage)
+        return input.with_value(lowering.call(comparison.choose, input.value, zeros, lowering.given("kept", kept, torch.bool)))
+
+    return triangle
 
 
-def _triangle(lowering: Lowering, input: Quantized, diagonal: int, function: Callable[..., Tensor]) -> Quantized:
-    """Choose elements of a triangle, else 0, which is on every grid."""
-    sizes = [size for size in input.shape[-2:] if isinstance(size, int)]
-    kept = function(torch.ones(sizes, dtype=torch.bool, device=input.scale.device), diagonal)
-    zero = lowering.stored(torch.zeros((), dtype=torch.float32, device=input.scale.device), input.grid)
-    zeros = lowering.constant("zero", zero, input.dtype.storage)
-    return input.with_value(lowering.call(comparison.choose, input.value, zeros, lowering.given("kept", kept, torch.bool)))
-
-
-TRIANGLES = (sample(input=(4, 5)), sample(input=(4, 5), diagonal=-1))
-
-
-@lowered(demand=Same(), refuses=_refuses_triangle, samples=TRIANGLES)
-def tril(lowering: Lowering, input: Quantized, diagonal: int = 0) -> Quantized:
-    """Return the elements on and below a diagonal; zeros above."""
-    return _triangle(lowering, input, diagonal, torch.tril)
-
-
-@lowered(demand=Same(), refuses=_refuses_triangle, samples=TRIANGLES)
-def triu(lowering: Lowering, input: Quantized, diagonal: int = 0) -> Quantized:
-    """Return the elements on and above a diagonal; zeros below."""
-    return _triangle(lowering, input, diagonal, torch.triu)
+tril, triu = map(_triangle, (torch.tril, torch.triu))

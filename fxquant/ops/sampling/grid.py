@@ -16,8 +16,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from fxquant.ir.graph import fact, shape_of
 from fxquant.numerics.grids import EVERYTHING, FLOAT32_EXACT, INT16, Grid
-from fxquant.ops.core.declare import real
-from fxquant.ops.core.operators import Call, Lowering, Quantized, Ratio, Same, are_fixed, fixed_sizes, known_sizes, lowered
+from fxquant.ops.core.declare import fixed_sizes, known_sizes, real
+from fxquant.ops.core.operators import Call, Lowering, Quantized, Ratio, Same, are_fixed, lowered
 from fxquant.ops.core.samples import IMAGES, SAMPLED, sampled
 from fxquant.primitives import elementwise, product, shape
 from fxquant.primitives.sampling import sample
@@ -120,10 +120,6 @@ def _onnx_read(c: Call, grid: str, align_corners: bool) -> str:
     return c.do("GridSample", c.operand("input"), grid, mode=mode, padding_mode=c["padding_mode"], align_corners=int(align_corners))
 
 
-def _onnx_grid_sample(c: Call) -> str:
-    return c.exported() if c.e.opset < GRID_SAMPLE_OPSET else _onnx_read(c, c.operand("grid"), bool(c["align_corners"]))
-
-
 @lowered(
     operands=("input", "grid"),
     function=lambda input, grid, mode="bilinear", padding_mode="zeros", align_corners=None: F.grid_sample(
@@ -133,7 +129,7 @@ def _onnx_grid_sample(c: Call) -> str:
     dtypes={"grid": "int16"},
     keeps=lambda arguments, after, bits: EVERYTHING,  # what limits the image does not limit the positions
     refuses=_refuses_image,
-    onnx=_onnx_grid_sample,
+    onnx=lambda c: c.exported() if c.e.opset < GRID_SAMPLE_OPSET else _onnx_read(c, c.operand("grid"), bool(c["align_corners"])),
     demand=Same(("input",)),
 )
 @sampled("F.grid_sample(x, y / 2, align_corners=False)", within=SAMPLED, x=(3, 6, 6), y=(4, 5, 2))
@@ -245,7 +241,7 @@ def affine_grid(lowering: Lowering, theta: Quantized, size: list[int], align_cor
     turned = lowering.call(shape.permute, theta.value, [0, 2, 1])
     largest = float((len(size) + 1) * 2**BASE_BITS * theta.grid.magnitude)
     wide = largest >= FLOAT32_EXACT
-    lowering.prove(torch.tensor(largest, dtype=torch.float64, device="cpu"), "the grid", 2**47 - 1)
+    lowering.prove(largest, "the grid", 2**47 - 1)
     total = lowering.call(product.matrix_product_wide if wide else product.matrix_product, base, turned)
     step = torch.tensor(2.0**-BASE_BITS, dtype=torch.float64, device=theta.scale.device)
     grid = lowering.requantize(total, Ratio((theta.scale, step)), bound=largest)

@@ -125,11 +125,7 @@ def _lower_linear(lowering: Lowering, input: Quantized, axes: list[Axis], align_
         matrices.append(None if weights is None else lowering.constant(role, weights, torch.int32))
     largest = float(input.grid.magnitude * 2 ** (bits * (len(matrices) - matrices.count(None))))
     wide = largest >= FLOAT32_EXACT
-    lowering.prove(
-        torch.tensor(largest, dtype=torch.float64, device="cpu"),
-        "the interpolated sum",
-        limit=(FLOAT64_EXACT if wide else FLOAT32_EXACT) - 1,
-    )
+    lowering.prove(largest, "the interpolated sum", limit=(FLOAT64_EXACT if wide else FLOAT32_EXACT) - 1)
     columns, rows = [*matrices, None][:2]
     if columns is None and rows is None:
         return input
