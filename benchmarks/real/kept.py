@@ -72,7 +72,8 @@ class Measured(NamedTuple):
 def read(path: Path) -> list[Row]:
     """Return the rows of a table; none where there is no file."""
     lines = path.read_text(encoding="utf-8").splitlines()[1:] if path.exists() else []
-    return [Row(*cells, float(value)) for *cells, value in (line.split("\t") for line in lines)]
+    cells = (line.split("\t") for line in lines)
+    return [Row(network, target, samples, figure, float(value)) for network, target, samples, figure, value in cells]
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:

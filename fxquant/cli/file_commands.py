@@ -191,7 +191,7 @@ def _export(options: argparse.Namespace) -> int:
         print(writers[name](integer, path))
     if options.to is not None:
         model = fxq.with_camera(integer, **colours) if colours else integer
-        fields = {name: int(value) if value.isdecimal() else value for name, value in options.option or ()}
+        fields: dict[str, Any] = {name: int(value) if value.isdecimal() else value for name, value in options.option or ()}
         made = fxq.export_horizon(model, options.out, camera=options.camera, options=fxq.HorizonOptions(**fields))
         if colours:
             print(fxq.save(model, made / "camera.fxq"))

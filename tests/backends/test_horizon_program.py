@@ -61,7 +61,7 @@ def program(integer: fx.GraphModule, tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def integer() -> fx.GraphModule:
     torch.manual_seed(0)
-    return converted(small())
+    return converted(small(), qconfig=fxq.QConfig(fxq.ActivationConfig("int8")))  # the last layer's output as well
 
 
 @pytest.fixture
@@ -434,6 +434,7 @@ def test_the_command_line_exports_compiles_and_verifies(
     assert main(["export", str(saved), "--compile"]) == 2
 
 
+@pytest.mark.usefixtures("default_outputs")
 def test_horizons_names_compile_what_is_prepared(
     tool: FakeTool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -179,6 +179,6 @@ def test_a_figure_that_fell_and_a_network_that_fails_set_the_exit_status(
     monkeypatch.setattr(kept, "NETWORKS", {"small": replace(small(), new=broken)})
     assert kept.main(["--targets", "x86"]) == 1
     assert "small, x86: ValueError: no such operator" in capsys.readouterr().out
-    monkeypatch.setattr(kept, "NETWORKS", {"small": replace(small(), new=lambda: wheels.folder("absent_package", "absent"))})
+    monkeypatch.setattr(kept, "NETWORKS", {"small": replace(small(), new=lambda: wheels.folder("absent_package", "absent"))})  # type: ignore[arg-type, return-value]
     assert kept.main(["--targets", "x86"]) == 0
     assert "small: pip install --no-deps absent" in capsys.readouterr().out

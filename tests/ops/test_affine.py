@@ -32,6 +32,8 @@ from fxquant.target import Target
 from tests.shared import contract, oracle
 from tests.shared.contract import compiled, graph_values
 
+pytestmark = pytest.mark.usefixtures("default_outputs")
+
 EXACT = settings(deadline=None, derandomize=True, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 REAL = RealArithmetic("real")
 EVERY = torch.arange(256).to(torch.uint8)

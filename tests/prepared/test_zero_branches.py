@@ -17,6 +17,8 @@ from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.training import fused_layers
 
+pytestmark = pytest.mark.usefixtures("default_outputs")
+
 IMAGES = [torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 ROWS = [torch.randn(16, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 
