@@ -213,7 +213,8 @@ def batch(count: int = 4, seed: int = 0) -> Tensor:
 @pytest.fixture(scope="module")
 def network() -> contract.Compiled:
     torch.manual_seed(0)
-    return compiled(Network().eval(), [(batch(seed=seed),) for seed in range(3)], "x86")
+    affine = fxq.QConfig(fxq.ActivationConfig("uint8"))  # also of last layers
+    return compiled(Network().eval(), [(batch(seed=seed),) for seed in range(3)], "x86", affine)
 
 
 def test_a_network_holds_the_contract(network: contract.Compiled, tmp_path: Path) -> None:
