@@ -198,8 +198,8 @@ def prove(site: Site, implementation: Implementation, built: Built) -> None:
 
 
 def _compare(site: Site, implementation: Implementation, built: Built, given: dict[fx.Node, Tensor]) -> None:
-    wanted = evaluate(site.model, site.match, given)
     try:
+        wanted = evaluate(site.model, site.match, given)
         found = run(site, implementation, built, given | {site.match.root: wanted})
     except RuntimeError as error:
         raise NotApplicable(f"it does not run here: {str(error).splitlines()[0]}") from error

@@ -18,7 +18,6 @@ from fxquant.kernels.constants import Constants
 from fxquant.kernels.kernel import Disagrees, Kernel, Match, NotApplicable, Site
 from fxquant.kernels.patterns import forms_of
 from fxquant.kernels.program import Choice, Chosen, Layout, Program
-from fxquant.primitives import Role, role_of
 from fxquant.support import logger
 from fxquant.support.files import free_in_child
 from fxquant.support.offers import disagreed
@@ -159,18 +158,18 @@ class Runner:
                     refused = {"": "its pattern is not there any more"}
                     self.chosen[key] = Chosen(Match(node, (node,), ()), Choice(name, None, refused))
                 else:
-                    self.chosen[key] = _choose(found, Site(model, match, _few(match, sizes), forms))
+                    self.chosen[key] = _choose(found, Site(model, match, _few(found, match, sizes), forms))
                 while len(self.chosen) > MOST_PROGRAMS * len(fused):
                     self.chosen.popitem(last=False)
             chosen[node] = self.chosen[key]
         return Program(model, layouts, forms, chosen)
 
 
-def _few(match: Match, sizes: Mapping[fx.Node, tuple[int, ...]]) -> dict[fx.Node, tuple[int, ...]]:
+def _few(kernel: Kernel, match: Match, sizes: Mapping[fx.Node, tuple[int, ...]]) -> dict[fx.Node, tuple[int, ...]]:
     """Return the sizes of what a kernel reads and writes, with `PROVED` images at most in tensors whose first dimension is the batch."""
     nodes = (*match.reads, match.root)
     varying = {node for node in nodes if sizes[node] and isinstance(fact(node).shape[0], BatchDim)}
-    if not varying and role_of(match.root.target) is not Role.MATRIX_PRODUCT:  # the batch has a fixed size
+    if not varying and not kernel.implementations[0].strided:  # a batch of a fixed size; constants of strided ones may have that size, too
         varying = {node for node in nodes if sizes[node][:1] == sizes[match.root][:1] and len(sizes[node]) == len(sizes[match.root])}
     return {node: (min(sizes[node][0], PROVED), *sizes[node][1:]) if node in varying else sizes[node] for node in nodes}
 
