@@ -25,9 +25,6 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapt", action="store_true", help="rewrite operators that exceed a limit of the target")
 
 
-# ---- quantize -----------------------------------------------------------------------------------------------------------
-
-
 def add_quantize(commands: Any) -> None:
     """Add the command `quantize`."""
     quantize = command(
@@ -55,9 +52,6 @@ def _quantize(options: argparse.Namespace) -> int:
     from fxquant.cli.quantizing import run
 
     return run(options)
-
-
-# ---- check --------------------------------------------------------------------------------------------------------------
 
 
 def add_check(commands: Any) -> None:
@@ -90,9 +84,6 @@ def _check(options: argparse.Namespace) -> int:
     return 0 if found else 1
 
 
-# ---- demo ---------------------------------------------------------------------------------------------------------------
-
-
 def add_demo(commands: Any) -> None:
     """Add the command `demo`."""
     demo = commands.add_parser("demo", help="train a small network on real digits, quantize it, export it, and prove the bits equal")
@@ -107,9 +98,6 @@ def _demo(options: argparse.Namespace) -> int:
 
     outcome = run_demo(options.target, options.out, adapt=options.adapt)
     return 0 if outcome.report and outcome.float_nodes == 0 else 1
-
-
-# ---- conformance -----------------------------------------------------------------------------------------------------
 
 
 def add_conformance(commands: Any) -> None:

@@ -11,7 +11,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -76,12 +76,7 @@ def settings_of(config: Any) -> dict[str, Any]:
     """Return the non-empty settings of a custom config, PyTorch's object or its dict form, by name."""
     if config is None:
         return {}
-    if isinstance(config, Mapping):
-        held = dict(config)
-    elif is_dataclass(config) and not isinstance(config, type):
-        held = {f.name: getattr(config, f.name) for f in fields(config)}
-    else:
-        held = dict(vars(config))
+    held = config if isinstance(config, Mapping) else vars(config)
     return {name: value for name, value in held.items() if not isinstance(value, Iterable) or list(value)}
 
 

@@ -76,15 +76,10 @@ def _keep_parameters(model: nn.Module, prepared: nn.Module) -> None:
             prepared.get_submodule(where)._parameters[name] = own[path]
 
 
-class _Shapes:
+def _record_shapes(shapes: Any, module: nn.Module, state_dict: Any, prefix: str, metadata: Any) -> None:
     """A hook that records the shapes of a model's inputs in every state_dict."""
-
-    def __init__(self, shapes: Any) -> None:
-        self.shapes = shapes
-
-    def __call__(self, module: nn.Module, state_dict: Any, prefix: str, metadata: Any) -> None:
-        if not prefix and hasattr(state_dict, "_metadata"):
-            state_dict._metadata.setdefault("", {})[SHAPES] = self.shapes
+    if not prefix and hasattr(state_dict, "_metadata"):
+        state_dict._metadata.setdefault("", {})[SHAPES] = shapes
 
 
 def keep_shapes(prepared: nn.Module, example_inputs: Any) -> None:
@@ -92,7 +87,7 @@ def keep_shapes(prepared: nn.Module, example_inputs: Any) -> None:
     shapes = pytree.tree_map(
         lambda value: ("tensor", tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value, example_inputs
     )
-    prepared.register_state_dict_post_hook(_Shapes(shapes))  # type: ignore[no-untyped-call]
+    prepared.register_state_dict_post_hook(functools.partial(_record_shapes, shapes))  # type: ignore[no-untyped-call]
 
 
 def shapes_of(state_dict: Any) -> Any:
@@ -251,12 +246,8 @@ def _called(module: nn.Module) -> list[tuple[fx.Node, QuantizedOperator]]:
 
 
 def _norms(module: nn.Module) -> dict[str, str]:
-    found = {}
-    for node, operator in _called(module):
-        for operand in node.all_input_nodes:
-            if operand.op == "get_attr" and isinstance(resolve(module, str(operand.target)), nn.modules.batchnorm._BatchNorm):
-                found[operator.path] = str(operand.target)
-    return found
+    read = [(operator.path, str(o.target)) for node, operator in _called(module) for o in node.all_input_nodes if o.op == "get_attr"]
+    return {layer: path for layer, path in read if isinstance(resolve(module, path), nn.modules.batchnorm._BatchNorm)}
 
 
 def _numbered(module: nn.Module, foreign: dict[str, Any]) -> list[QuantizedOperator]:
@@ -288,18 +279,15 @@ def _take_scales(module: nn.Module, incompatible: Any) -> None:
     lowest = -128 if min(zeros.values(), default=0) < 0 else 0
     zeros = {key: value - lowest for key, value in zeros.items()}
     for key, value in foreign.items():
-        match = NUMBERED.fullmatch(key)
-        if match is not None:
-            if match[2] == "scale" and numbered:
-                taken |= _assign(numbered[int(match[1])], value, zeros.get(key.removesuffix("scale")))
-            elif match[2] == "scale":
-                unused.append(key)
-            continue
-        path, _, kind = key.rpartition(f".{ACTIVATION}.") if f".{ACTIVATION}." in key else key.rpartition(f".{WEIGHT}.")
+        match, zero_point = NUMBERED.fullmatch(key), zeros.get(key.removesuffix("scale"))
+        place = ACTIVATION if f".{ACTIVATION}." in key else WEIGHT
+        path, kind = match.groups() if match else key.rpartition(f".{place}.")[::2]
         if kind != "scale":
             continue
-        zero_point = zeros.get(key.removesuffix("scale"))
-        used = _activation(operators, path, value, zero_point) if f".{ACTIVATION}." in key else _weight(operators, path, value)
+        if match:
+            used = _assign(numbered[int(path)], value, zero_point) if numbered else None
+        else:
+            used = _activation(operators, path, value, zero_point) if place == ACTIVATION else _weight(operators, path, value)
         taken |= used or set()
         if used is None:
             unused.append(key)
@@ -344,10 +332,8 @@ def _assign(operator: QuantizedOperator, scale: Tensor, zero_point: int | None) 
 def _weight(operators: dict[str, QuantizedOperator], path: str, scale: Tensor) -> set[str] | None:
     """Set the weight scale of a module's layer if it is learned; return None if the module does not exist."""
     found = [operator for operator in operators.values() if operator.path == path and operator.operator is not QUANTIZE]
-    if not found:
-        return None
     for operator in found:
         learned = operator.weight_quantizer.learned
         if learned is not None and learned.base_scale.numel() == scale.numel():
             learned.assign(scale.reshape(learned.base_scale.shape).float())
-    return set()
+    return set() if found else None

@@ -140,21 +140,17 @@ def on_processor(compiled: Compiled) -> list[list[str]]:
     """Return, for each output of a compiled model, the nodes before it that compute on the processor, as "name (type)"."""
     graph = onnx.load(str(compiled.quantized)).graph
     makers = {output: node for node in graph.node for output in node.output}
-    return [_behind(output.name, makers, compiled) for output in graph.output]
-
-
-def _behind(name: str, makers: dict[str, onnx.NodeProto], compiled: Compiled) -> list[str]:
-    found: dict[str, None] = {}
-    waiting, seen = [name], set()
-    while waiting:
-        node = makers.get(waiting.pop())
-        if node is None or node.output[0] in seen:
-            continue
-        seen.add(node.output[0])
-        if compiled.runs_on.get(node.name) == "CPU" and node.op_type not in MOVING:
-            found[f"{node.name} ({node.op_type})"] = None
-        waiting += node.input
-    return list(found)
+    found = []
+    for output in graph.output:
+        waiting, before = [output.name], dict[str, onnx.NodeProto]()  # by their first output
+        while waiting:
+            node = makers.get(waiting.pop())
+            if node is not None and node.output[0] not in before:
+                before[node.output[0]] = node
+                waiting += node.input
+        computing = [node for node in before.values() if compiled.runs_on.get(node.name) == "CPU" and node.op_type not in MOVING]
+        found.append(list(dict.fromkeys(f"{node.name} ({node.op_type})" for node in computing)))
+    return found
 
 
 # ---- a user's own model ----------------------------------------------------------------------------------------------
@@ -227,11 +223,10 @@ DTYPES = ("int8", "int16")
 
 @dataclass(frozen=True)
 class Made:
-    """A program before it is written: its files by their paths in the kit, its prepared model, its expected integers and steps."""
+    """A program that is written: the digests of its files by their paths in the kit, and its expected integers and steps."""
 
     program: ProbeProgram
-    prepared: fx.GraphModule
-    files: dict[str, bytes]
+    files: dict[str, str]
     arrays: dict[str, manifest.Array]
 
 
@@ -287,13 +282,13 @@ def _write(place: Path, rows: Sequence[Row], march: str, dtypes: Sequence[str], 
     files: dict[str, str] = {}
     arrays: dict[str, manifest.Array] = {}
     for group, dtype, how in progress(plan, len(plan), f"compiling probes for {march}", show):
-        for made in _made(group, march, dtype, how, len(programs)):
+        for made in _made(place, group, march, dtype, how, len(programs)):
             if isinstance(made, Refusal):
                 refused.append(made)
                 continue
             programs.append(made.program)
             arrays.update(made.arrays)
-            files.update(_written(place, made))
+            files.update(made.files)
     if not programs:
         raise ConfigurationError(
             f"no program is left for {march}", because="\n".join(each.because for each in refused), remedy="choose other operators"
@@ -333,7 +328,7 @@ def _chosen(march: str, dtypes: Sequence[str], operators: Sequence[str] | None, 
     return [ROWS[name] for name in names]
 
 
-def _made(rows: Sequence[Row], march: str, dtype: str, how: str, number: int) -> Iterator[Made | Refusal]:
+def _made(place: Path, rows: Sequence[Row], march: str, dtype: str, how: str, number: int) -> Iterator[Made | Refusal]:
     """Yield programs of rows, numbered from this number on: one, or several if the compiler refuses a part of the rows."""
     prepared, integer = converted(rows, march, dtype, how)
     reasons: dict[int, str] = {}
@@ -343,18 +338,18 @@ def _made(rows: Sequence[Row], march: str, dtype: str, how: str, number: int) ->
         yield from (Refusal(rows[index].name, dtype, how, reason) for index, reason in sorted(reasons.items()))
         left = [row for index, row in enumerate(rows) if index not in reasons]
         if left:
-            yield from _made(left, march, dtype, how, number)
+            yield from _made(place, left, march, dtype, how, number)
         return
     try:
-        yield _compiled(rows, prepared, integer, f"{dtype}-{number}", dtype, how)
+        yield _compiled(place, rows, prepared, integer, f"{dtype}-{number}", dtype, how)
     except (CompilationError, ExportError) as error:
         if len(rows) == 1:
             yield Refusal(rows[0].name, dtype, how, error.because)
             return
         middle = len(rows) // 2
-        first = list(_made(rows[:middle], march, dtype, how, number))
+        first = list(_made(place, rows[:middle], march, dtype, how, number))
         yield from first
-        yield from _made(rows[middle:], march, dtype, how, number + sum(isinstance(made, Made) for made in first))
+        yield from _made(place, rows[middle:], march, dtype, how, number + sum(isinstance(made, Made) for made in first))
 
 
 def _row_of(error: ExportError, rows: Sequence[Row]) -> int:
@@ -365,12 +360,13 @@ def _row_of(error: ExportError, rows: Sequence[Row]) -> int:
     return int(words[1])
 
 
-def _compiled(rows: Sequence[Row], prepared: fx.GraphModule, integer: fx.GraphModule, name: str, dtype: str, how: str) -> Made:
+def _compiled(place: Path, rows: Sequence[Row], prepared: fx.GraphModule, integer: fx.GraphModule, name: str, dtype: str, how: str) -> Made:
+    """Compile a program of rows, and write its files and its prepared model into the kit."""
     with tempfile.TemporaryDirectory(prefix="fxquant-") as folder:
         compiled = compile_model(integer, Path(folder), name)
         processor = on_processor(compiled)
         graph = onnx.load(str(compiled.quantized)).graph
-        files = {f"{manifest.BOARD}/{path.name}": path.read_bytes() for path in (compiled.binary, compiled.quantized)}
+        content = {path.name: path.read_bytes() for path in (compiled.binary, compiled.quantized)}
     steps = output_steps(integer)
     cases = [
         Case(row.name, manifest.FLOAT if step is None else manifest.PROCESSOR if nodes else manifest.BPU, ", ".join(nodes))
@@ -384,16 +380,11 @@ def _compiled(rows: Sequence[Row], prepared: fx.GraphModule, integer: fx.GraphMo
         if step is not None:
             arrays[f"{name}/{index}"] = torch.cat([(result[index].double() / step).round().to(torch.int64) for result in results]).numpy()
             arrays[f"{name}/{index}/step"] = step.numpy()
-    return Made(program, prepared, files, arrays)
-
-
-def _written(place: Path, made: Made) -> dict[str, str]:
-    """Write the files of a program; return their digests by path."""
-    write_files(place / manifest.BOARD, {Path(name).name: content for name, content in made.files.items()})
-    model = f"{manifest.MODELS}/{made.program.name}.fxq"
+    write_files(place / manifest.BOARD, content)
     (place / manifest.MODELS).mkdir(exist_ok=True)
-    path = save_model(made.prepared, place / model, backends.get)
-    return {**{name: digest(content) for name, content in made.files.items()}, model: digest(path.read_bytes())}
+    model = save_model(prepared, place / manifest.MODELS / f"{name}.fxq", backends.get)
+    files = {f"{manifest.BOARD}/{path}": digest(held) for path, held in content.items()}
+    return Made(program, {**files, f"{manifest.MODELS}/{name}.fxq": digest(model.read_bytes())}, arrays)
 
 
 def _shared(inputs: Mapping[str, manifest.Array]) -> dict[str, bytes]:

@@ -83,12 +83,7 @@ class Kit:
         return digest(json.dumps(self._content(), sort_keys=True).encode())[:16]
 
     def _content(self) -> dict[str, Any]:
-        return {
-            "target": self.target,
-            "programs": [asdict(program) for program in self.programs],
-            "refusals": [asdict(refusal) for refusal in self.refusals],
-            "files": dict(self.files),
-        }
+        return {name: value for name, value in asdict(self).items() if name != "folder"}
 
     def as_json(self) -> str:
         """Return the manifest's text."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections import Counter
@@ -36,8 +37,7 @@ from fxquant.target import Target
 
 def model_of(kit: Kit, program: ProbeProgram) -> fx.GraphModule:
     """Return the prepared model of a program. Raises ExportError if the kit is damaged."""
-    found: fx.GraphModule = load(kit.file(f"{manifest.MODELS}/{program.name}.fxq"))
-    return found
+    return load(kit.file(f"{manifest.MODELS}/{program.name}.fxq"))  # type: ignore[no-any-return]
 
 
 def kit_images(kit: Kit) -> list[Tensor]:
@@ -87,6 +87,7 @@ class ProbeResult(NamedTuple):
     note: str = ""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Conformance(Rows[ProbeResult]):
     """Compared results of a board: a row for each operator and dtype. True if every operator on the BPU was run and is equal.
 
@@ -98,11 +99,6 @@ class Conformance(Rows[ProbeResult]):
     target: str
     kit: str
     runtime: str
-
-    def __init__(self, items: tuple[ProbeResult, ...], target: str, kit: str, runtime: str) -> None:
-        super().__init__(f"{target} on {runtime}, kit {kit}", items)
-        for name, value in (("target", target), ("kit", kit), ("runtime", runtime)):
-            object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
         return f"<Conformance of {self.title}: {self.summary.splitlines()[0]}>"
@@ -205,7 +201,9 @@ def check_conformance(folder: str | os.PathLike[str], results: str | os.PathLike
             remedy=f"copy {kit.folder / manifest.BOARD} to the board, run `python3 run.py` there, and pass the folder that it fills",
         )
     _find_fits(kit, list(ran.values()), show_progress)
-    return Conformance(tuple(_rows(kit, ran, notes)), kit.target, kit.identity, ", ".join(runtimes))
+    runtime = ", ".join(runtimes)
+    title = f"{kit.target} on {runtime}, kit {kit.identity}"
+    return Conformance(title, tuple(_rows(kit, ran, notes)), target=kit.target, kit=kit.identity, runtime=runtime)
 
 
 def _of_kit(kit: Kit, path: Path) -> dict[str, Array]:
@@ -271,14 +269,11 @@ def _try(kit: Kit, ran: Sequence[Ran], operators: set[tuple[str, str]], variants
     target, images = backends.get(kit.target), kit_images(kit)
     failed: dict[str, str] = {}
     plan = [(program, variant) for program in programs.values() for variant in variants]
-    prepared, held = None, ""
+    model = functools.lru_cache(1)(functools.partial(model_of, kit))
     for program, variant in progress(plan, len(plan), "trying variants", show):
-        if held != program.name:
-            prepared, held = model_of(kit, program), program.name
-        assert prepared is not None
         chosen = {each.index: each for each in ran if each.program.name == program.name and _operator(each) in operators}
         try:
-            found = computed(prepared, variant.of(target), images, {index: each.steps for index, each in chosen.items()})
+            found = computed(model(program), variant.of(target), images, {index: each.steps for index, each in chosen.items()})
         except FxQuantError as error:
             failed[variant.name] = error.because
             continue
@@ -297,7 +292,7 @@ def _rows(kit: Kit, ran: Mapping[tuple[str, int], Ran], notes: Mapping[str, str]
             cases.setdefault((case.operator, program.dtype), []).append((program, index))
     for refusal in kit.refusals:
         cases.setdefault((refusal.operator, refusal.dtype), [])
-    return [_row(operator, dtype, found, kit, ran, notes) for (operator, dtype), found in cases.items()]
+    return [_row(*key, found, kit, ran, notes) for key, found in cases.items()]
 
 
 def _row(

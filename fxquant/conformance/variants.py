@@ -61,9 +61,7 @@ FIELDS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
 class PlainFloor(FixedArithmetic):
     """Layers are rounded down, without half a step in the bias."""
 
-    @property
-    def half_step_in_bias(self) -> bool:
-        return False
+    half_step_in_bias = False
 
 
 @dataclass(frozen=True)
@@ -125,11 +123,11 @@ def _widths() -> Iterator[Variant]:
 
 
 def _width(old: FixedArithmetic, changed: Mapping[str, int]) -> Arithmetic:
-    def narrowed(widths: FixedWidths) -> FixedWidths:
-        held: dict[str, Any] = {name: value for name, value in changed.items() if hasattr(widths, name)}
-        return replace(widths, **held)
-
-    return replace(old, widths={dtype: narrowed(widths) for dtype, widths in old.widths.items()})
+    widths = {}
+    for dtype, each in old.widths.items():
+        held: dict[str, Any] = {name: value for name, value in changed.items() if hasattr(each, name)}
+        widths[dtype] = replace(each, **held)
+    return replace(old, widths=widths)
 
 
 def _smallest_first_shift(old: FixedArithmetic) -> Arithmetic:

@@ -21,7 +21,7 @@ from fxquant.backends.onnx.runtime import RUNTIME_NAMES, OnnxModel
 from fxquant.errors import ConfigurationError
 from fxquant.support.arguments import FOLDER, checked
 from fxquant.support.files import write_file
-from fxquant.support.progress import bar, progress, shown
+from fxquant.support.progress import progress
 from fxquant.support.seeding import seeded
 from fxquant.target import Target
 
@@ -32,9 +32,6 @@ LEARNING_RATE = 0.01  # of the float network
 QUANTIZED_LEARNING_RATE = LEARNING_RATE / 20  # of a prepared network, which was trained before
 _WEIGHT_DECAY = 1e-2
 _LABEL_SMOOTHING = 0.1
-
-OnBatch = Callable[[int, int, float], None]
-"""Called after each batch with the number of batches done, their total and the loss of this batch."""
 
 
 def accuracy(model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, batch_size: int = 256) -> float:
@@ -53,12 +50,7 @@ def accuracy(model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, 
 
 
 def train(
-    network: nn.Module,
-    dataset: DigitsDataset,
-    epochs: int,
-    seed: int,
-    learning_rate: float = LEARNING_RATE,
-    on_batch: OnBatch | None = None,
+    network: nn.Module, dataset: DigitsDataset, epochs: int, seed: int, learning_rate: float = LEARNING_RATE, description: str = "training"
 ) -> None:
     """Train in place from the current weights of a float or prepared network, which is left in eval mode.
 
@@ -71,14 +63,12 @@ def train(
     shuffled = (chosen for _ in range(epochs) for chosen in torch.split(torch.randperm(len(labels)), BATCH_SIZE))
     network.train()
     with seeded(seed):
-        for done, chosen in enumerate(shuffled, start=1):
+        for chosen in progress(shuffled, total, description):
             loss = F.cross_entropy(network(images[chosen]), labels[chosen], label_smoothing=_LABEL_SMOOTHING)
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             schedule.step()
-            if on_batch is not None:
-                on_batch(done, total, loss.item())
     network.eval()
 
 
@@ -144,8 +134,7 @@ class DemoNetwork(nn.Module):
         x = self.block3(self.block2(x))
         x = self.block5(self.block4(x))
         x = torch.flatten(self.pool(x), 1)
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)  # type: ignore[no-any-return]
 
 
 def build_demo_network(seed: int) -> DemoNetwork:
@@ -226,26 +215,32 @@ class Outcome:
     seconds: float
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let PyTorch use one thread inside: sums then have one order, and the accuracies in the table are reproducible."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 @checked(out=FOLDER)
+@one_thread()
 def run_demo(target: str | Target = "bayes-e", out: str | Path = "fxquant-demo", adapt: bool = False) -> Outcome:
     """Train, quantize, export and verify; the table is printed and the files are in `out`. `adapt` is that of `prepare`.
 
     Writes model.onnx, explain.txt and passes/ (the graph after each pass). Raises UnknownTarget before any work.
     """
-    chosen = backends.get(target)
-    with one_thread():
-        return _run(chosen, Path(out), adapt)
-
-
-def _run(chosen: Target, directory: Path, adapt: bool) -> Outcome:
+    chosen, directory = backends.get(target), Path(out)
     console = Console()
     start = time.perf_counter()
     dataset = load_digits_dataset()
     counts = f"{len(dataset.train_labels)} handwritten digits to train on, {len(dataset.test_labels)} to test on"
     console.print(f"{counts}; target {chosen.name}: {chosen.description}", soft_wrap=True)
     network = build_demo_network(SEED)
-    with _batches("training the float network") as step:
-        train(network, dataset, FLOAT_EPOCHS, SEED, on_batch=step)
+    train(network, dataset, FLOAT_EPOCHS, SEED, description="training the float network")
 
     options = fxq.Options(adapt=adapt, dump=directory / "passes")
     prepared = fxq.prepare(network, (dataset.train_images[:1],), target=chosen, options=options)
@@ -253,8 +248,7 @@ def _run(chosen: Target, directory: Path, adapt: bool) -> Outcome:
     fxq.calibrate(prepared, calibration)
     calibrated = accuracy(prepared, dataset.test_images, dataset.test_labels)
     fxq.set_state(prepared, fxq.State.TRAIN)
-    with _batches("training it quantization-aware") as step:
-        train(prepared, dataset, QUANTIZED_EPOCHS, SEED, QUANTIZED_LEARNING_RATE, step)
+    train(prepared, dataset, QUANTIZED_EPOCHS, SEED, QUANTIZED_LEARNING_RATE, "training it quantization-aware")
     fxq.set_state(prepared, fxq.State.VALIDATE)
 
     integer = fxq.convert(prepared, options=options)
@@ -273,27 +267,6 @@ def _run(chosen: Target, directory: Path, adapt: bool) -> Outcome:
     return outcome
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Let PyTorch use one thread inside: sums then have one order, and the accuracies in the table are reproducible."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@contextmanager
-def _batches(description: str) -> Iterator[OnBatch]:
-    if not shown(None):
-        yield lambda done, total, loss: None
-        return
-    with bar() as display:
-        task = display.add_task(description, total=None)
-        yield lambda done, total, loss: display.update(task, completed=done, total=total)
-
-
 def _accuracies(
     dataset: DigitsDataset, network: nn.Module, calibrated: float, prepared: fx.GraphModule, integer: fx.GraphModule, path: Path
 ) -> dict[str, float]:
@@ -307,7 +280,7 @@ def _accuracies(
     forms: list[tuple[str, Callable[[Tensor], Tensor]]] = [
         ("float", network), ("prepared (VALIDATE)", prepared), ("integer", integer), ("ONNX (onnxruntime)", onnx),
     ]  # fmt: skip
-    measured = {name: accuracy(form, images, labels) for name, form in progress(forms, len(forms), "evaluating", None)}
+    measured = {name: accuracy(form, images, labels) for name, form in progress(forms, len(forms), "evaluating")}
     return {"float": measured.pop("float"), "calibrated, not yet trained": calibrated, **measured}
 
 
@@ -317,25 +290,26 @@ def _weight_bytes(integer: fx.GraphModule) -> int:
 
 
 def count_float_nodes(integer: fx.GraphModule) -> int:
-    """Count the operators of an integer model that compute floating-point values, except those of its boundary."""
+    """Count the operators of an integer model that compute in float, except those of its boundary."""
     return sum(not layer.integer and not layer.boundary for layer in fxq.layers(integer))
 
 
 def _print(outcome: Outcome, console: Console) -> None:
     table = Table(title=f"fxquant demo, target {outcome.target}", title_justify="left", show_header=False)
-    table.add_column("")
-    table.add_column("", justify="right")
-    for name, value in outcome.accuracies.items():
-        table.add_row(f"accuracy, {name}", f"{100 * value:.2f} %")
-    table.add_section()
+    table.add_column()
+    table.add_column(justify="right")
     before, after = outcome.weight_bytes
-    table.add_row("bytes of the weights, float", f"{before:,}")
-    table.add_row("bytes of the weights, integer", f"{after:,}")
-    table.add_section()
-    table.add_row("quantized tensors compared", f"{outcome.report.tensors}")
-    table.add_row("elements compared, over all runtimes", f"{outcome.report.elements:,}")
-    table.add_row("mismatching elements", f"{outcome.report.mismatches}")
-    table.add_row("float nodes between the boundary nodes", f"{outcome.float_nodes}")
+    rows = {
+        **{f"accuracy, {name}": f"{100 * value:.2f} %" for name, value in outcome.accuracies.items()},
+        "bytes of the weights, float": f"{before:,}",
+        "bytes of the weights, integer": f"{after:,}",
+        "quantized tensors compared": f"{outcome.report.tensors}",
+        "elements compared, over all runtimes": f"{outcome.report.elements:,}",
+        "mismatching elements": f"{outcome.report.mismatches}",
+        "float nodes between the boundary nodes": f"{outcome.float_nodes}",
+    }
+    for row in rows.items():
+        table.add_row(*row)
     console.print(table)
     if outcome.report.first is not None:
         console.print(str(outcome.report.first))

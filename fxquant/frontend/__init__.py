@@ -1,14 +1,5 @@
 """The front end: a model's Python becomes an FX graph whose nodes know shapes, types and source lines.
 
-trace(model, example_inputs)   the graph
-assumptions(traced)            what was fixed while tracing
-attach_call_hooks(graph)       let a graph be called like the float model, and check its inputs by an InputCheck
-is_traced(module)              whether `trace` made it
-moved_by_forward(traced)       the tensors that forward moves in train mode, and no graph does
-float_model(model)             the float model that is meant, or an error that says what it is instead
-default_leaf(module, path)     which modules stay whole
-wrap(function)                 keep a function out of graphs
-
 Python that stays Python (`opaque`) is one node. What it returns is learned by running it on made-up numbers; where these runs disagree,
 its `fact` is None. What forward computes in train mode alone (`result.Branch`) is a second trace, in a module next to the graph. What
 forward moves in train mode is found by calling it once on copies (`state`).
@@ -121,22 +112,18 @@ def _traced(model: nn.Module, inputs: ExampleInputs, trace_at: _TraceAt, check: 
         recording = trace_at(inputs, qconfigs=qconfigs, modes=modes)
     if inputs.batch is not None:
         note_batch_limits(recording.graph, inputs.batch)
-    branch = _branch(inputs, trace_at, check, recording) if options.training_branch else None
-    traced = build(model, recording, inputs.signature, options.preserve, branch)
+    branch = None
+    if options.training_branch:
+        training = trace_at(inputs, training=True)
+        if check and inputs.batch is not None:
+            compare_recordings(training, trace_at(inputs, again=True, training=True))
+        branch = Branch(recording, training)
+    traced = build(model, recording, inputs.signature, options.preserve, branch if branch is not None and branch.differs else None)
     if lost_gradients(model):
         traced.meta[LOST_GRADIENTS] = lost_gradients(model)
     if qconfigs:
         traced.meta["qconfigs"] = list(qconfigs)  # the paths of their modules
     return traced, recording
-
-
-def _branch(inputs: ExampleInputs, trace_at: _TraceAt, check: bool, recording: Handler) -> Branch | None:
-    """Return what a trace in train mode has besides; None if it has nothing."""
-    training = trace_at(inputs, training=True)
-    if check and inputs.batch is not None:
-        compare_recordings(training, trace_at(inputs, again=True, training=True))
-    branch = Branch(recording, training)
-    return branch if branch.differs else None
 
 
 def _modes_in_training(inputs: ExampleInputs, trace_at: _TraceAt, recording: Handler) -> dict[str, bool]:

@@ -88,8 +88,7 @@ class Memory:
     def _as(self, dtype: torch.dtype, result: TracedTensor) -> TracedTensor:
         if result.dtype == dtype:
             return result
-        converted: TracedTensor = self._record("call_method", "to", torch.Tensor.to, (result, dtype), {})
-        return converted
+        return self._record("call_method", "to", torch.Tensor.to, (result, dtype), {})  # type: ignore[no-any-return]
 
     def refresh(self, tensor: TracedTensor) -> None:
         """Let a tensor whose memory was changed through another one stand for the changed value."""
@@ -118,8 +117,7 @@ class Memory:
         view: Any = TracedTensor(aliases.whole.node, aliases.whole.value)
         for step in way:
             view = step.again(view) if step.item is None else step.again(view)[step.item]
-        found: TracedTensor = view
-        return found
+        return view  # type: ignore[no-any-return]
 
     def _written(self, whole: TracedTensor, change: Change) -> TracedTensor:
         """Return the whole memory once a place of it holds something else."""
@@ -134,8 +132,7 @@ class Memory:
         args: tuple[Any, ...] = (whole, change.result, tuple(steps))
         if [name for name, *_ in steps] == ["__getitem__"]:
             function, args = functional.setitem, (whole, steps[0][1][0], change.result)
-        written: TracedTensor = self._record("call_function", function, function, args, {})
-        return written
+        return self._record("call_function", function, function, args, {})  # type: ignore[no-any-return]
 
 
 def share_memory(base: TracedTensor, result: Any, same_place: bool, step: View | None) -> None:

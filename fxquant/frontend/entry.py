@@ -254,17 +254,17 @@ def _at(path: str) -> str:
 
 
 def _refuse_stage(path: str, stage: str, target: Any) -> NoReturn:
-    kinds = {"PREPARED": "a prepared model", "INTEGER": "an integer model"}
-    stage = "INTEGER" if stage == "FUSED" else stage
-    march = f" for {target.name}" if target is not None else ""
-    going_on = {
-        "PREPARED": "; continue this one with fxq.calibrate, fxq.set_state and fxq.convert",
-        "INTEGER": "; this one is finished: call it, fxq.export_onnx or fxq.save it",
+    integer = "an integer model", "; this one is finished: call it, fxq.export_onnx or fxq.save it"
+    kinds = {
+        "PREPARED": ("a prepared model", "; continue this one with fxq.calibrate, fxq.set_state and fxq.convert"),
+        **dict.fromkeys(("INTEGER", "FUSED"), integer),
     }
+    kind, going_on = kinds.get(stage, (f"a graph that was stopped at stage {stage}", ""))
+    march = f" for {target.name}" if target is not None else ""
     raise ConfigurationError(
-        f"{_at(path)} is not a float model, but {kinds.get(stage, f'a graph that was stopped at stage {stage}')}",
+        f"{_at(path)} is not a float model, but {kind}",
         because=f"it was compiled{march} already, and quantizing it twice would mix two arithmetics",
-        remedy="pass the float nn.Module it was made from, also for another target" + going_on.get(stage, ""),
+        remedy="pass the float nn.Module it was made from, also for another target" + going_on,
     )
 
 
@@ -290,6 +290,14 @@ class BatchLimits:
     at_smallest: fx.Node | None = None
     at_largest: fx.Node | None = None
 
+    def beyond(self, batch: int) -> tuple[str, str, fx.Node | None] | None:
+        """Return what a batch size beyond these limits is, "small" or "large", those within in words, and the node; None for one within."""
+        if batch < self.smallest:
+            return "small", f"from a batch of {self.smallest} on", self.at_smallest
+        if self.largest is not None and batch > self.largest:
+            return "large", f"up to a batch of {self.largest}", self.at_largest
+        return None
+
     def another(self, batch: int) -> int | None:
         """Return a batch size beside this one, small and within the limits; None where there is none."""
         sizes = (2, 4, self.smallest, self.smallest + 1)
@@ -299,10 +307,14 @@ class BatchLimits:
 def note_batch_limits(traced: fx.Graph, batch: int) -> None:
     """Note the limits of a traced graph on its inputs. Raises TraceError where the example's own batch size is beyond them."""
     limits = batch_limits(traced)
-    if batch < limits.smallest:
-        _refuse(limits.at_smallest, f"the batch size of the example, {batch}, is too small", f"from a batch of {limits.smallest} on")
-    if limits.largest is not None and batch > limits.largest:
-        _refuse(limits.at_largest, f"the batch size of the example, {batch}, is too large", f"up to a batch of {limits.largest}")
+    beyond = limits.beyond(batch)
+    if beyond is not None:
+        raise TraceError(
+            f"the batch size of the example, {batch}, is too {beyond[0]}",
+            node=beyond[2],
+            because=f"the size of what this line computes follows the batch evenly only {beyond[1]}",
+            remedy="trace with an example of such a size, or with dynamic_shapes={} to fix the batch size",
+        )
     for node in traced.find_nodes(op="placeholder"):
         if limits.smallest > 1:
             notes(node)[SMALLEST] = limits.smallest
@@ -315,15 +327,6 @@ def noted_limits(made: fx.Graph) -> BatchLimits:
     for node in made.find_nodes(op="placeholder"):
         return BatchLimits(noted(node, SMALLEST) or 1, noted(node, LARGEST))
     return BatchLimits()
-
-
-def _refuse(node: fx.Node | None, what: str, where: str) -> None:
-    raise TraceError(
-        what,
-        node=node,
-        because=f"the size of what this line computes follows the batch evenly only {where}",
-        remedy="trace with an example of such a size, or with dynamic_shapes={} to fix the batch size",
-    )
 
 
 def batch_limits(traced: fx.Graph) -> BatchLimits:
@@ -360,9 +363,7 @@ def _may_cut(node: fx.Node) -> bool:
 
 
 def _plain(shape: tuple[Any, ...]) -> bool:
-    return not any(isinstance(size, BatchDim) for size in shape[1:]) and all(
-        size == BatchDim() for size in shape[:1] if isinstance(size, BatchDim)
-    )
+    return all(dim == 0 and size == BatchDim() for dim, size in enumerate(shape) if isinstance(size, BatchDim))
 
 
 def _varies(known: Any) -> bool:
@@ -379,15 +380,12 @@ def _key(node: fx.Node) -> Any:
     return node.target, repr(fx.map_arg((node.args, node.kwargs), described))
 
 
-def _size(size: int | BatchDim, batch: int) -> int:
+def _size(known: BatchDim | TensorFact, batch: int) -> Any:
+    """Return a size, or the sizes of a tensor, at a batch size."""
     try:
-        return size if isinstance(size, int) else size.at(batch)
+        return known.at(batch)
     except ValueError:
         raise _Uneven from None
-
-
-def _shape(known: TensorFact, batch: int) -> tuple[int, ...]:
-    return tuple(_size(size, batch) for size in known.shape)
 
 
 class _Uneven(Exception):
@@ -404,7 +402,7 @@ class _Runner:
         """Return whether the node's result at a batch size is what its fact says; `failed` where PyTorch raises an error."""
         try:
             result, said = self._run(node, batch), fact(node)
-            return tuple(result.shape) == _shape(said, batch) and result.dtype == said.dtype
+            return tuple(result.shape) == _size(said, batch) and result.dtype == said.dtype
         except _Uneven:
             return True
         except Exception:  # whatever PyTorch raises
@@ -420,7 +418,7 @@ class _Runner:
             if isinstance(known, BatchDim):
                 return _size(known, batch)
             if isinstance(known, TensorFact):
-                return torch.empty(_shape(known, batch), dtype=known.dtype, device="cpu")
+                return torch.empty(_size(known, batch), dtype=known.dtype, device="cpu")
             return known if isinstance(known, int | float) else self._run(operand, batch)  # several results
 
         with self.mode:

@@ -39,9 +39,6 @@ from fxquant.support.files import free_in_child
 
 _LIBRARIES = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
 
-_foreign: dict[CodeType, bool] = {}
-_texts: dict[tuple[CodeType, int], str] = {}
-
 
 def frames() -> Iterator[FrameType]:
     """Yield the frames that are being executed, the innermost first."""
@@ -57,14 +54,10 @@ def user_source(root: CodeType) -> str:
     The search ends at a frame of `root`. Without user code inside it, the result is an empty string.
     """
     for frame in frames():
-        code = frame.f_code
-        if code is root:
+        if frame.f_code is root:
             break
-        foreign = _foreign.get(code)
-        if foreign is None:
-            foreign = _foreign[code] = is_library(code.co_filename)
-        if not foreign:
-            return _text(code, frame.f_lineno)
+        if not is_library(frame.f_code.co_filename):
+            return _text(frame.f_code, frame.f_lineno)
     return ""
 
 
@@ -78,18 +71,17 @@ def raised_in(error: BaseException, folder: str) -> bool:
     return any(folder in entry.f_code.co_filename.replace(os.sep, "/") for entry, _ in traceback.walk_tb(error.__traceback__))
 
 
+@functools.cache
 def is_library(filename: str) -> bool:
     """Return whether a file belongs to torch, to fxquant or to Python's import machinery."""
     return filename.startswith(_LIBRARIES) or filename.startswith("<frozen")
 
 
+@functools.cache
 def _text(code: CodeType, line: int) -> str:
-    text = _texts.get((code, line))
-    if text is None:
-        statement = linecache.getline(code.co_filename, line).strip()
-        text = f"{os.path.basename(code.co_filename)}:{line} in {code.co_name}"
-        text = _texts[code, line] = f"{text}:  {statement}" if statement else text
-    return text
+    statement = linecache.getline(code.co_filename, line).strip()
+    text = f"{os.path.basename(code.co_filename)}:{line} in {code.co_name}"
+    return f"{text}:  {statement}" if statement else text
 
 
 def source_of_error(error: BaseException, root: CodeType) -> str | None:
@@ -435,11 +427,7 @@ _STANDARD_LIBRARY = contextlib.__file__.removesuffix("contextlib.py")
 # change: its attributes, its lists and dicts, and the plain tensors in them. What forward leaves behind, it leaves on the shell.
 
 
-_HOOKS = frozenset((
-    "_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-))  # fmt: skip
+_HOOKS = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")  # a trace has no backward, and a graph does not call the modules
 _CONTAINERS = (dict, list, tuple, set, collections.OrderedDict, collections.defaultdict)
 
@@ -542,8 +530,7 @@ class Snapshot:
         if id(tensor) in self.tensors:
             return tensor
         if id(tensor) in self._copies:
-            copy: torch.Tensor = self._copies[id(tensor)]
-            return copy
+            return self._copies[id(tensor)]  # type: ignore[no-any-return]
         copy = tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
         self._copies[id(tensor)] = copy
         self.attributes[id(copy)] = where

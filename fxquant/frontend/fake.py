@@ -156,10 +156,6 @@ class Evaluator:
 Content = Callable[[torch.Tensor], torch.Tensor]  # what stands for a fake tensor of unknown content
 
 
-def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 class _Filling:
     """Makes tensors of one number, 0 or 1, or of numbers drawn from another seed."""
 
@@ -262,7 +258,7 @@ def _run(evaluator: Evaluator, name: str, function: Callable[..., Any], args: An
     if known is not None:
         return Outcome(known, None, same_place=False)
     try:
-        return evaluator.run(function, args, kwargs, None if fake else _unchanged, arguments.substitutes)
+        return evaluator.run(function, args, kwargs, None if fake else lambda tensor: tensor, arguments.substitutes)
     except FxQuantError:
         raise
     except Exception as error:

@@ -8,6 +8,7 @@ return self.b(y)                           %detach = call_method detach(%a)
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, MethodType
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import fx, nn
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 from fxquant.frontend.arguments import ATOMS, is_tracked
 from fxquant.frontend.values import BatchNumber, TracedTensor, Value, active, is_tracing, refuse
@@ -44,7 +46,7 @@ class Gradients:
         self._taken = taken
         self._without: set[fx.Node] = set()
         self._asked: set[fx.Node] = set()  # of which forward demands a gradient, by `requires_grad_`
-        self._hooks: list[_Handle] = []
+        self._hooks = OrderedDict[int, tuple[fx.Node, Callable[..., Any]]]()  # by the number of its handle
 
     def describe(self, node: fx.Node) -> None:
         """Note in which gradient mode a new node is computed."""
@@ -74,10 +76,11 @@ class Gradients:
             found.update(each.all_input_nodes)
         return False
 
-    def hook(self, node: fx.Node, hook: Callable[..., Any]) -> _Handle:
+    def hook(self, node: fx.Node, hook: Callable[..., Any]) -> RemovableHandle:
         """Register a hook on the gradient of a node's tensor."""
-        self._hooks.append(_Handle(node, hook))
-        return self._hooks[-1]
+        handle = RemovableHandle(self._hooks)
+        self._hooks[handle.id] = node, hook
+        return handle
 
     def add(self, rule: GradientRule, name: str) -> str:
         """Return the path at which the graph calls a rule."""
@@ -92,14 +95,14 @@ class Gradients:
     def finish(self, recorded: fx.Graph) -> None:
         """Write hooks, and the ends of regions without gradients, into the graph."""
         self.lines = self.lines if self.switched else {}
-        for node in dict.fromkeys(handle.node for handle in self._hooks if handle.kept):
+        for node in dict.fromkeys(node for node, _ in self._hooks.values()):
             self._insert_hooks(recorded, node)
         for node in list(recorded.nodes):
             if node in self._without and not is_stop(node):
                 self._end(recorded, node)
 
     def _insert_hooks(self, recorded: fx.Graph, node: fx.Node) -> None:
-        rule = GradientHooks([handle.hook for handle in self._hooks if handle.kept and handle.node is node])
+        rule = GradientHooks([hook for hooked, hook in self._hooks.values() if hooked is node])
         with recorded.inserting_after(node):
             called = recorded.create_node("call_module", self.add(rule, "hook"), (node,))
         _take_facts(called, node)
@@ -118,10 +121,8 @@ class Gradients:
         if not outside or all(graph.reads_shape_only(user) for user in outside):
             return
         with recorded.inserting_after(node):
-            if isinstance(known, TensorFact):
-                made = recorded.create_node("call_method", "detach", (node,))
-            else:
-                made = recorded.create_node("call_function", stopped, (node,))
+            written: tuple[str, Any] = ("call_method", "detach") if isinstance(known, TensorFact) else ("call_function", stopped)
+            made = recorded.create_node(*written, (node,))
         _take_facts(made, node)
         for user in outside:
             user.replace_input_with(node, made)
@@ -129,23 +130,6 @@ class Gradients:
     def _reroutes(self, user: fx.Node, node: fx.Node) -> bool:
         """Return whether a node reads another for its value alone, and passes no gradient to it."""
         return user.op == "call_module" and str(user.target) in self.rules and len(user.args) > 1 and node not in user.args[1:]
-
-
-class _Handle:
-    """The handle that `register_hook` returns: `remove` removes the hook."""
-
-    def __init__(self, node: fx.Node, hook: Callable[..., Any]) -> None:
-        self.node, self.hook, self.kept = node, hook, True
-
-    def remove(self) -> None:
-        """Take the hook away."""
-        self.kept = False
-
-    def __enter__(self) -> _Handle:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
 
 def is_stop(node: fx.Node) -> bool:
@@ -307,9 +291,8 @@ def _reads_no_values(handler: Any, cls: Any, arguments: tuple[Any, ...], operand
     """Return whether the function saves no tensor, so that its backward is a function of the gradient alone."""
     if not isinstance(operands[0], TracedTensor):
         return False
-    paused, handler.paused = handler.paused, True
     try:
-        with torch._C.DisableTorchFunctionSubclass(), handler.evaluator.mode, torch.enable_grad():
+        with handler.pausing(), handler.evaluator.mode, torch.enable_grad():
             fake = torch.empty_like(operands[0].value.abstract.a).requires_grad_().clone()
             found = cls.apply(*(tree_map(lambda arg: fake if isinstance(arg, Slot) else arg, arg) for arg in arguments))
             results = [each for each in tree_leaves(found) if isinstance(each, torch.Tensor) and each.grad_fn is not None]
@@ -319,8 +302,6 @@ def _reads_no_values(handler: Any, cls: Any, arguments: tuple[Any, ...], operand
         )
     except Exception:  # it computes what fake tensors cannot; then it is given the values
         return False
-    finally:
-        handler.paused = paused
 
 
 def _rerouted(

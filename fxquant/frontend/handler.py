@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
@@ -212,35 +213,38 @@ class Handler:
         self, op: str, target: Any, function: Callable[..., Any], args: Any, kwargs: Any, content: bool = True, key: Any = None
     ) -> Any:
         """Evaluate an operation and, unless its result is plain Python, add its node."""
+        with self.pausing():
+            arguments = Arguments(function if key is None else key, self.memory, self.attribute)
+            node_args = tuple([arguments.convert(arg) for arg in args])
+            node_kwargs = {name: arguments.convert(arg) for name, arg in kwargs.items()} if kwargs else {}
+            if kwargs:
+                arguments.key.append(tuple(kwargs))
+            arguments.fake |= not content  # then constants stand for their shapes and dtypes alone
+            name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+            outcome = evaluate(self.evaluator, name, function, args, kwargs, arguments)
+            if name in READS_CONTENT:
+                self.note(f"the content of a constant was read by {name}")
+            if not outcome.recorded:
+                return _plain(outcome.template)
+            node = self.graph.create_node(op, target, node_args, node_kwargs)
+            self.describe(node, outcome.template)
+            result = self.wrap(node, outcome.template)
+            if target == "detach" and isinstance(result, TracedTensor):
+                result.stopped = True
+            if outcome.alias is not None:
+                step = view_step(self.record, op, target, function, args, kwargs) if outcome.alias == 0 else None
+                share_memory(arguments.traced[outcome.alias], result, outcome.same_place, step)
+            return result
+
+    @contextlib.contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Inside, what is computed is not recorded."""
         paused, self.paused = self.paused, True
         try:
             with torch._C.DisableTorchFunctionSubclass():  # modes stay: attention layers ask for them
-                return self._record(op, target, function, args, kwargs, content, key)
+                yield
         finally:
             self.paused = paused
-
-    def _record(self, op: str, target: Any, function: Callable[..., Any], args: Any, kwargs: Any, content: bool, key: Any) -> Any:
-        arguments = Arguments(function if key is None else key, self.memory, self.attribute)
-        node_args = tuple([arguments.convert(arg) for arg in args])
-        node_kwargs = {name: arguments.convert(arg) for name, arg in kwargs.items()} if kwargs else {}
-        if kwargs:
-            arguments.key.append(tuple(kwargs))
-        arguments.fake |= not content  # then constants stand for their shapes and dtypes alone
-        name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-        outcome = evaluate(self.evaluator, name, function, args, kwargs, arguments)
-        if name in READS_CONTENT:
-            self.note(f"the content of a constant was read by {name}")
-        if not outcome.recorded:
-            return _plain(outcome.template)
-        node = self.graph.create_node(op, target, node_args, node_kwargs)
-        self._describe(node, _fact(outcome.template))
-        result = self.wrap(node, outcome.template)
-        if target == "detach" and isinstance(result, TracedTensor):
-            result.stopped = True
-        if outcome.alias is not None:
-            step = view_step(self.record, op, target, function, args, kwargs) if outcome.alias == 0 else None
-            share_memory(arguments.traced[outcome.alias], result, outcome.same_place, step)
-        return result
 
     def _describe(self, node: fx.Node, fact: Any, path: str | None = None) -> None:
         if torch._C._is_any_autocast_enabled():
@@ -337,14 +341,12 @@ class Handler:
         """Return the `get_attr` node and the value of a parameter, a buffer or a constant."""
         found = self._attributes.get(id(tensor))
         if found is not None and found[2] == tensor._version:
-            return found[0], found[1]
+            return found[:2]
         name = self.snapshot.tensors.get(id(tensor))
         if name is None:
             name, value = self._constant(tensor), self.evaluator.known(tensor.detach().clone())
-        elif isinstance(tensor, nn.Parameter):
-            value = self.evaluator.intern(tensor, tensor)
         else:
-            value = self.evaluator.known(tensor)
+            value = self.evaluator.intern(tensor, tensor) if isinstance(tensor, nn.Parameter) else self.evaluator.known(tensor)
         node = self.graph.create_node("get_attr", name)
         self._describe(node, value.fact)
         self._attributes[id(tensor)] = (node, value, tensor._version, tensor)  # the tensor is kept, so that its id stays taken
@@ -435,8 +437,7 @@ def leaf_rule(leaf: Leaves, model: nn.Module) -> LeafRule:
     if leaf is None:
         return default_leaf
     if callable(leaf) and not isinstance(leaf, type):
-        rule: LeafRule = leaf
-        return rule
+        return leaf  # type: ignore[no-any-return]
     wanted = [leaf] if isinstance(leaf, type | str) else list(leaf)
     modules = dict(model.named_modules(remove_duplicate=False))
     first = {id(module): path for path, module in model.named_modules()}
@@ -483,22 +484,18 @@ class ModuleCalls:
         around = handler.qconfig
         if path in self._qconfigs:
             handler.qconfig = ((path, self._qconfigs[path]), *around)
-        if stub is not None:
-            try:
+        try:
+            if stub is not None:
                 function: Any = stub[0]
                 placed = handler.record("call_function", function, function, (args[0], *stub[1:]), {})
                 spell(placed.node, type(module))
                 return placed
-            finally:
-                handler.path, handler.qconfig = previous, around
-        entry, read = self._entries, (self._nest(args), self._nest(kwargs)) if path else ((), {})
-        self._entries += 1
-        try:
+            entry, read = self._entries, (self._nest(args), self._nest(kwargs)) if path else ((), {})
+            self._entries += 1
             noisy = path in handler.random.noise and not default_leaf(module, path)
             result = (self._noise if noisy else self._called)(original, module, path, args, kwargs)
         finally:
-            handler.path = previous
-            handler.qconfig = around
+            handler.path, handler.qconfig = previous, around
         if path:
             handler.calls.append((path, entry, *read, self._nest(result)))
         return result

@@ -593,18 +593,12 @@ class InputCheck:
                         self._refuse(expected, f"dimension {dim} has size {size}", f"{self._made_with(expected)}, and {fixed}")
                 elif batch is None:
                     first, batch = expected.name, size
-                    self._check_batch(expected, size)
+                    beyond = self.batches.beyond(size)
+                    if size > 0 and beyond is not None:
+                        because = f"the model slices its batch at a fixed index, and its shapes are valid {beyond[1]}"
+                        self._refuse(expected, f"its batch is {size}", because)
                 elif batch != size:
                     self._refuse(expected, f"its batch is {size}", f"input {first} has a batch of {batch}, and all inputs share one")
-
-    def _check_batch(self, expected: Input, size: int) -> None:
-        if 0 < size < self.batches.smallest:
-            where = f"from a batch of {self.batches.smallest} on"
-        elif self.batches.largest is not None and size > self.batches.largest:
-            where = f"up to a batch of {self.batches.largest}"
-        else:
-            return
-        self._refuse(expected, f"its batch is {size}", f"the model slices its batch at a fixed index, and its shapes are valid {where}")
 
     def _check_number(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = [expected.name for expected in self.inputs]

@@ -40,9 +40,7 @@ FUNCTION = such(
 
 
 @overload
-def wrap(function: Callable[..., Any], *, fake: Callable[..., Any] | None = None) -> Callable[..., Any]: ...
-@overload
-def wrap(function: str, *, fake: Callable[..., Any] | None = None) -> Callable[..., Any]: ...
+def wrap(function: Callable[..., Any] | str, *, fake: Callable[..., Any] | None = None) -> Callable[..., Any]: ...
 @overload
 def wrap(function: None = None, *, fake: Callable[..., Any] | None = None) -> Callable[..., Callable[..., Any]]: ...
 @checked(function=FUNCTION.or_none("fxq.wrap returns a decorator"), fake=CALLABLE.or_none("the function itself is called"))
@@ -154,21 +152,17 @@ class Method(Holder):
 
 def record(handler: Any, op: str, target: Any, function: Any, args: Any, kwargs: Any, fake: Callable[..., Any] | None, because: str) -> Any:
     """Add the node of a call that is not looked into; returns what stands for its result."""
-    paused, handler.paused = handler.paused, True
-    try:
-        with torch._C.DisableTorchFunctionSubclass():
-            arguments = Arguments(function, handler.memory, handler.attribute)
-            node_args = tuple(arguments.convert(arg) for arg in args)
-            node_kwargs = {name: arguments.convert(arg) for name, arg in kwargs.items()}
-            name = target if isinstance(target, str) else target.__name__
-            guessed = arguments.unknown and fake is None
-            template = UNKNOWN if guessed else _template(handler.evaluator, fake or function, args, kwargs, arguments, name)
-            node = handler.graph.create_node(op, target, node_args, node_kwargs)
-            handler.describe(node, template)
-            graph.refuse(node, because, python=True)
-            return handler.wrap(node, template)
-    finally:
-        handler.paused = paused
+    with handler.pausing():
+        arguments = Arguments(function, handler.memory, handler.attribute)
+        node_args = tuple(arguments.convert(arg) for arg in args)
+        node_kwargs = {name: arguments.convert(arg) for name, arg in kwargs.items()}
+        name = target if isinstance(target, str) else target.__name__
+        guessed = arguments.unknown and fake is None
+        template = UNKNOWN if guessed else _template(handler.evaluator, fake or function, args, kwargs, arguments, name)
+        node = handler.graph.create_node(op, target, node_args, node_kwargs)
+        handler.describe(node, template)
+        graph.refuse(node, because, python=True)
+        return handler.wrap(node, template)
 
 
 def _template(evaluator: Evaluator, function: Any, args: Any, kwargs: Any, arguments: Arguments, name: str) -> Any:

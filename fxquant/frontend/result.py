@@ -148,21 +148,14 @@ def _matched(first: Handler, second: Handler) -> dict[str, str]:
     """Return the names of the second trace's constants: those of equal ones of the first, or free names, under which they are added."""
     found: dict[str, str] = {}
     for name, constant in second.constants.items():
-        same = next((known for known, other in first.constants.items() if same_tensor(constant, other)), None)
-        if same is None:
-            same = f"_training{name}"
-            first.constants[same] = constant
-        found[name] = same
+        found[name] = next((known for known, other in first.constants.items() if same_tensor(constant, other)), f"_training{name}")
+        first.constants.setdefault(found[name], constant)
     return found
 
 
 def _key(node: fx.Node, name: Callable[[fx.Node], str], constants: dict[str, str]) -> Any:
     """Return a key that is equal for two nodes that call the same on the same operands."""
-
-    def named(operand: fx.Node) -> Any:
-        return Reference(name(operand))
-
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), named)
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda operand: Reference(name(operand)))
     target = constants.get(str(node.target), node.target) if node.op in ("get_attr", "call_module") else node.target
     if graph.target_name(node) in _DROPS:  # whose training= says what the mode is
         args, kwargs = args[:2], {key: value for key, value in kwargs.items() if key != "training"}
@@ -344,12 +337,9 @@ def _turned_to_eval(model: nn.Module, called: set[Any]) -> list[str]:
 def _unused(module: fx.GraphModule, beside: set[Any]) -> list[str]:
     used = beside | {node.target for node in module.graph.nodes if node.op == "get_attr"}
     owners = beside | {node.target for node in module.graph.nodes if node.op == "call_module"}
-    names = []
-    for name, _ in module.named_parameters():
-        parts = name.split(".")
-        if name not in used and not any(".".join(parts[:end]) in owners for end in range(1, len(parts))):
-            names.append(f"parameter {name} is not used by the graph")
-    return names
+    inside = tuple(f"{owner}." for owner in owners)
+    names = [name for name, _ in module.named_parameters() if name not in used and not name.startswith(inside)]
+    return [f"parameter {name} is not used by the graph" for name in names]
 
 
 # ---- what is noted on a traced model ---------------------------------------------------------------------------------
@@ -362,8 +352,7 @@ _UNTRAINED = "fxquant.untrained_here"
 
 def assumptions(module: fx.GraphModule) -> list[str]:
     """Return what was fixed while tracing, one sentence each."""
-    found: list[str] = model_meta(module).get(_ASSUMPTIONS, [])
-    return found
+    return model_meta(module).get(_ASSUMPTIONS, [])  # type: ignore[no-any-return]
 
 
 def moved_by_forward(module: fx.GraphModule) -> dict[str, str]:
@@ -384,8 +373,7 @@ def random_by_forward(module: fx.GraphModule) -> list[Place]:
 
 def untrained_here(module: fx.GraphModule) -> list[str]:
     """Return parameters that train in the float model alone, each with the first line of the user's code that reads it."""
-    found: list[str] = model_meta(module).get(_UNTRAINED, [])
-    return found
+    return model_meta(module).get(_UNTRAINED, [])  # type: ignore[no-any-return]
 
 
 def note_state(module: fx.GraphModule, state: MovedState, recording: Handler, untrained: list[str]) -> None:

@@ -203,9 +203,7 @@ class TracedTensor(torch.Tensor, fx.Proxy):  # type: ignore[misc]
     def dim(self) -> int:
         return len(self.value.shapes[0])
 
-    @property
-    def ndim(self) -> int:  # type: ignore[override]
-        return len(self.value.shapes[0])
+    ndim = property(dim)  # type: ignore[assignment]
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
@@ -261,24 +259,19 @@ for _function in ON_TENSORS:
 class BatchNumber:
     """The part that `BatchInt` and `BatchFloat` share: arithmetic that is recorded.
 
-    values   what the number is at the two batch sizes of the trace, and what it will be at two others
+    values   what the number is at the two batch sizes of the trace, a and b, and what it will be at two others
     """
 
     values: tuple[Any, ...]
+    a: Any
+    b: Any
     node: fx.Node
 
     def __new__(cls, values: tuple[Any, ...], node: fx.Node) -> Any:
         number = super().__new__(cls, values[0])  # type: ignore[call-arg]
         number.values, number.node = values, node
+        number.a, number.b, *_ = values
         return number
-
-    @property
-    def a(self) -> Any:
-        return self.values[0]
-
-    @property
-    def b(self) -> Any:
-        return self.values[1]
 
     # A cache keyed by a batch number must always miss: entries of other traces, or of eager calls, would be wrong here.
     def __hash__(self) -> int:

@@ -204,13 +204,8 @@ def written_out(function: Any, args: Any, kwargs: Any) -> Any:
         return form(*args, **kwargs)
     try:
         written = WRITTEN.get(function)
-    except TypeError:  # it cannot be hashed
-        return NotImplemented
-    if written is None:
-        return NotImplemented
-    try:
-        return written(*args, **kwargs)
-    except TypeError:  # an overload with other arguments
+        return NotImplemented if written is None else written(*args, **kwargs)
+    except TypeError:  # it cannot be hashed, or this is an overload with other arguments
         return NotImplemented
 
 
@@ -584,8 +579,7 @@ def property_name(func: Any) -> str | None:
     if getattr(func, "__name__", None) != "__get__":
         return None
     owner = func.__self__
-    name: str = owner.fget.__name__ if isinstance(owner, property) and owner.fget is not None else owner.__name__
-    return name
+    return owner.fget.__name__ if isinstance(owner, property) and owner.fget is not None else owner.__name__
 
 
 @functools.cache

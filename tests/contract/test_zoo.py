@@ -115,19 +115,6 @@ def test_training_is_deterministic_and_leaves_the_global_generator_alone(digits:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_training_reports_each_batch(digits: DigitsDataset) -> None:
-    seen: list[tuple[int, int]] = []
-    losses: list[float] = []
-
-    def on_batch(done: int, total: int, loss: float) -> None:
-        seen.append((done, total))
-        losses.append(loss)
-
-    train(build_demo_network(seed=0), few(digits), epochs=2, seed=0, learning_rate=QUANTIZED_LEARNING_RATE, on_batch=on_batch)
-    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
-    assert all(loss > 0 for loss in losses)
-
-
 def test_demo_network_learns_the_digits_in_five_epochs(digits: DigitsDataset) -> None:
     assert accuracy(build("demo network").model, digits.test_images, digits.test_labels) >= 0.97
 

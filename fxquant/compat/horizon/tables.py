@@ -261,7 +261,6 @@ MODULES: dict[str, list[Row]] = {
     "fx.jit_scheme": WRAP,
     "jit": JIT,
     "memory_opt": refuse("MemoryOptManager MemoryOptSwitch", "PyTorch saves memory itself", "use torch.utils.checkpoint"),
-    "utils": [],
     "utils.onnx_helper": ONNX,
     "utils.quant_profiler": DEBUG,
     "utils.fx_helper": WRAP,
@@ -272,12 +271,9 @@ MODULES: dict[str, list[Row]] = {
     "utils.checkpoint": refuse("checkpoint CheckpointState", "PyTorch saves memory itself", "use torch.utils.checkpoint"),
     "utils.load_state_dict_helper": refuse("get_version replace_mod_name", "checkpoints are read by load_state_dict", "leave it out"),
     "profiler": DEBUG,
-    "profiler.utils": [],
     "profiler.utils.typeguard": CHECKED,
     "profiler.utils.model_helper": MODEL_HELPER,
-    "profiler.bc_editor": [],
     "profiler.bc_editor.bc_editor": _named(DEBUG, "QatBcEditor"),
-    "hbdk4": [],
     "hbdk4.compiler": HBDK4_COMPILER,
     "hbdk4.compiler.hbm": refuse(
         "Hbm Hbo", "the compiler's files and runtime are closed", "run fxq.export_onnx's file with onnxruntime", "2.0"

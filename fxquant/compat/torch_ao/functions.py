@@ -187,13 +187,9 @@ def quantize_dynamic(
     An LSTM is unrolled to its steps: every input must have the sequence length of the example.
     """
     rules = dynamic_mapping(model, qconfig_spec, dtype)
-
-    def converted_at_once(*args: Any, **how: Any) -> fx.GraphModule:
-        return converted(_prepared(*args, **how))
-
     return prepared_in_place(  # type: ignore[no-any-return]
-        model, inplace, example_inputs, converted_at_once, "quantize_dynamic", keeps=False, qconfigs=rules, target=target,
-        dynamic_shapes=dynamic_shapes,
+        model, inplace, example_inputs, lambda *args, **how: converted(_prepared(*args, **how)), "quantize_dynamic", keeps=False,
+        qconfigs=rules, target=target, dynamic_shapes=dynamic_shapes,
     )  # fmt: skip
 
 
@@ -222,7 +218,8 @@ def _prepared(
     leaf = (lambda module, path: path in names or isinstance(module, kinds) or default_leaf(module, path)) if names or kinds else None
     with reading_attributes(model, own_qconfig):
         graph = traced(called, model, example_inputs, dynamic_shapes, training_branch, leaf)
-    prepared = fxq.prepare(graph, example_inputs, target or engine_target(), mapping_of(qconfigs, graph))
+    engine = "qnnpack" if torch.backends.quantized.engine == "qnnpack" else "x86"  # PyTorch's global setting
+    prepared = fxq.prepare(graph, example_inputs, target or engine, mapping_of(qconfigs, graph))
     keep_shapes(prepared, example_inputs)
     take_checkpoints(prepared)
     if train:
@@ -332,8 +329,3 @@ def get_observer_dict(mod: nn.Module, target_dict: dict[str, nn.Module], prefix:
     for name, operator in quantized_operators(mod).items():
         if not operator.plain and operator.owns_output and operator.output.observer is not None:
             target_dict[f"{prefix}.{name}.activation_post_process".lstrip(".")] = operator.output.observer
-
-
-def engine_target() -> str:
-    """Return the target of PyTorch's global setting: "qnnpack" for that engine, and "x86" for any other."""
-    return "qnnpack" if torch.backends.quantized.engine == "qnnpack" else "x86"

@@ -39,8 +39,6 @@ MODULES: dict[str, list[Row]] = {
     "quantizer.quantizer": QUANTIZERS,
     "quantizer.x86_inductor_quantizer": X86,
     "quantizer.xnnpack_quantizer": XNNPACK,
-    "torchao": [],
-    "torchao.quantization": [],
     "torchao.quantization.pt2e": [*PT2E, *X86, *XNNPACK],
     "torchao.quantization.pt2e.quantize_pt2e": PT2E,
     "torchao.quantization.pt2e.quantizer": [*X86, *QUANTIZERS],

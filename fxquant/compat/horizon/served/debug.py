@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import io
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -119,22 +121,16 @@ def check_deploy_device(model: fx.GraphModule) -> dict[str, str]:
 @checked()
 def get_module_called_count(model: nn.Module, example_inputs: Any, check_leaf_module: Any = None) -> dict[str, int]:
     """Count the calls of each module without children, or that `check_leaf_module(module)` selects: 0 unused, above 1 shared."""
-    counts: dict[str, int] = {}
-    hooks = []
-    for name, module in model.named_modules():
-        if check_leaf_module(module) if check_leaf_module is not None else not list(module.children()):
-            counts[name] = 0
+    chosen = check_leaf_module or (lambda module: not list(module.children()))
+    counts = {name: 0 for name, module in model.named_modules() if chosen(module)}
 
-            def count(*_: Any, name: str = name) -> None:
-                counts[name] += 1
+    def count(name: str, *_: Any) -> None:
+        counts[name] += 1
 
-            hooks.append(module.register_forward_hook(count))
-    try:
-        with torch.no_grad():
-            model(*example_inputs) if isinstance(example_inputs, tuple | list) else model(example_inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with contextlib.ExitStack() as hooks, torch.no_grad():
+        for name in counts:
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(functools.partial(count, name)))
+        model(*example_inputs) if isinstance(example_inputs, tuple | list) else model(example_inputs)
     return counts
 
 
@@ -240,8 +236,8 @@ class QuantAnalysis:
             because = "outputs are compared as the models return them"
             raise unserved("QuantAnalysis", "post_process", because, "leave it out, or make it part of the model")
         _left_out("", {"device_ids": device_ids})
-        self.baseline = getattr(baseline_model, "model", baseline_model) if not isinstance(baseline_model, nn.Module) else baseline_model
-        self.analysis = getattr(analysis_model, "model", analysis_model) if not isinstance(analysis_model, nn.Module) else analysis_model
+        models: tuple[Any, Any] = baseline_model, analysis_model
+        self.baseline, self.analysis = (each if isinstance(each, nn.Module) else getattr(each, "model", each) for each in models)
         self.out_dir = Path(accepted("QuantAnalysis", "out_dir", out_dir or "./horizon_quant_analysis", FOLDER))
         self.case: Any = None
         self._comparison: Any = None

@@ -92,18 +92,12 @@ def nms_of_scores(
 
     Of the boxes (N, 4) whose score (N,) is not below the threshold, the best `pre_nms_top_n` are used. None sets no limit.
     """
-    return _suppressed(boxes, scores, category_idxs, iou_threshold, score_threshold, pre_nms_top_n, output_num)
-
-
-def _suppressed(
-    boxes: Tensor, scores: Tensor, labels: Tensor, iou: float, threshold: float | None, before: int | None, after: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
     taken = scores.argsort(descending=True, stable=True)
-    if threshold is not None:
-        taken = taken[scores[taken] >= threshold]
-    taken = taken[:before]
-    taken = taken[_kept(boxes[taken], scores[taken], iou, labels[taken])][:after]
-    return boxes[taken], scores[taken], labels[taken]
+    if score_threshold is not None:
+        taken = taken[scores[taken] >= score_threshold]
+    taken = taken[:pre_nms_top_n]
+    taken = taken[_kept(boxes[taken], scores[taken], iou_threshold, category_idxs[taken])][:output_num]
+    return boxes[taken], scores[taken], category_idxs[taken]
 
 
 # ---- outputs of detectors -----------------------------------------------------------------------------------------------
@@ -137,7 +131,7 @@ def _rows(given: Tensor, count: int, batch: int) -> Tensor:
 def _detect(
     boxes: list[Tensor], scores: list[Tensor], regressions: list[Tensor], image_shapes: Tensor | None, settings: dict[str, Any]
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
-    yolo, batch, each = settings["mode"] == YOLO, len(scores[0]), settings["nms_on_each_level"]
+    batch, each = len(scores[0]), settings["nms_on_each_level"]
     found = []
     for item in range(batch):
         size = settings["image_size"] if image_shapes is None else image_shapes[item]
@@ -147,17 +141,16 @@ def _detect(
             classes = score.shape[1] // count if count else score.shape[-1]
             coded = delta.shape[1] // count if count else delta.shape[-1]
             parts = [_rows(given, width, batch)[item] for given, width in ((anchors, 4), (score, classes), (delta, coded))]
-            level = _of_level(parts[0], parts[1], parts[2], size, settings, yolo)
+            level = _of_level(parts[0], parts[1], parts[2], size, settings)
             levels.append(_best(level, settings) if each else level)
         boxes_, best, labels = (torch.cat(parts) for parts in zip(*levels, strict=True))
         found.append((boxes_, best, labels) if each else _best((boxes_, best, labels), settings))
     return tuple(zip(*found, strict=True))  # type: ignore[return-value]
 
 
-def _of_level(
-    anchors: Tensor, scores: Tensor, deltas: Tensor, size: Any, settings: dict[str, Any], yolo: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _of_level(anchors: Tensor, scores: Tensor, deltas: Tensor, size: Any, settings: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """Return the boxes, scores and labels of a level: one box for each anchor and class."""
+    yolo = settings["mode"] == YOLO
     strength = scores[:, 0] if yolo else scores.amax(1)
     taken = (strength >= settings["score_threshold"]).nonzero()[:, 0]
     if settings["pre_decode_top_n"]:
@@ -189,7 +182,8 @@ def _best(made: tuple[Tensor, Tensor, Tensor], settings: dict[str, Any]) -> tupl
     if settings["iou_threshold"] is None:
         return made
     least = None if settings["mode"] == YOLO else settings["score_threshold"]
-    return _suppressed(*made, settings["iou_threshold"], least, settings["pre_nms_top_n"], settings["post_nms_top_n"])
+    limits = settings["iou_threshold"], least, settings["pre_nms_top_n"], settings["post_nms_top_n"]
+    return nms_of_scores(*made, *limits)  # type: ignore[no-any-return]
 
 
 class DetectionPostProcess(nn.Module):
@@ -328,8 +322,7 @@ def _lists(boxes: Any) -> list[Tensor]:
 def _batched(features: Sequence[Tensor], boxes: list[Tensor], align: Any) -> Tensor:
     """Apply `align` to features and boxes (N, K, 4), as (N · K, C, h, w); item by item if the items' numbers of boxes differ."""
     if len({len(each) for each in boxes}) == 1:
-        found: Tensor = align(features, torch.stack(boxes)).flatten(0, 1)
-        return found
+        return align(features, torch.stack(boxes)).flatten(0, 1)  # type: ignore[no-any-return]
     parts = [align([level[item : item + 1] for level in features], each[None]).flatten(0, 1) for item, each in enumerate(boxes)]
     return torch.cat(parts)
 
@@ -345,8 +338,7 @@ class _Level(nn.Module):
         if not self.aligned:  # compensates the half-pixel offset
             start = boxes[..., :2] + self.pixel / 2
             boxes = torch.cat((start, start + (boxes[..., 2:] - boxes[..., :2]).clamp(min=self.pixel)), -1)
-        found: Tensor = self.align(features, boxes)
-        return found
+        return self.align(features, boxes)  # type: ignore[no-any-return]
 
 
 class RoIAlign(nn.Module):

@@ -37,16 +37,21 @@ OPT = Kind(
 HBM = Kind("the path of a .hbm or .bin file to write", FILE.take)
 
 
+def require_march(model: fx.GraphModule, march: str | None, called: str) -> None:
+    """Raise ConfigurationError for a march other than the model's; None is any."""
+    own = model.meta["target"]
+    if march is not None and backends.get(march).march != own.march:
+        raise ConfigurationError(
+            f"{called} cannot take this model for {march}",
+            because=f"it was prepared for {own.name}, whose arithmetic is another",
+            remedy=f"prepare it after set_march({march!r}), or leave march out",
+        )
+
+
 def _folder(module: Any, folder: Path, march: str | None, name: str | None, opt: str, called: str) -> tuple[fx.GraphModule, Path]:
     """Return the integer model, and its folder for the compiler. Raises ConfigurationError for a march other than the model's."""
     integer = integer_of(module, called)
-    wanted, own = march or get_march(), integer.meta["target"]
-    if wanted is not None and backends.get(wanted).march != own.march:
-        raise ConfigurationError(
-            f"{called} cannot compile this model for {wanted}",
-            because=f"it was prepared for {own.name}, whose arithmetic is another",
-            remedy=f"prepare it after set_march({wanted!r}), or leave march out",
-        )
+    require_march(integer, march or get_march(), called)
     options = fxq.HorizonOptions(optimize_level=LEVELS.get(opt, opt), compile_mode=OPTIMIZE.get(opt, "latency"))
     return integer, fxq.export_horizon(integer, folder, name or "model", options=options)
 

@@ -14,9 +14,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import fxquant as fxq
-from fxquant import backends
 from fxquant.calibration.calibration import require_prepared
-from fxquant.compat.horizon.served.exporting import compile_model, perf_model
+from fxquant.compat.horizon.served.exporting import compile_model, perf_model, require_march
 from fxquant.compat.horizon.served.flow import integer_of
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import fact, is_deployed
@@ -141,18 +140,12 @@ def pre_export(model: fx.GraphModule, inplace: bool = False) -> fx.GraphModule:
 def convert(m: Any, march: Any = None, advice: Any = None, **options: Any) -> Module:
     """Return a module of integers. Raises ConfigurationError for another march than the one that the model was prepared for."""
     made = _module(m, "convert")
-    own = made.model.meta["target"]
-    if march is not None and backends.get(_march(march)).march != own.march:
-        raise ConfigurationError(
-            f"the model cannot be converted for {march}",
-            because=f"it was prepared for {own.name}, whose arithmetic is another",
-            remedy=f"prepare it after set_march({str(march)!r})",
-        )
+    require_march(made.model, _march(march), "convert")
     return Module(integer_of(made.model, "convert"), made.name, made.io)
 
 
-def _march(march: Any) -> str:
-    return str(getattr(march, "value", march)).rpartition(".")[2].replace("_", "-")
+def _march(march: Any) -> str | None:
+    return None if march is None else str(getattr(march, "value", march)).rpartition(".")[2].replace("_", "-")
 
 
 def _module(given: Any, called: str) -> Module:
@@ -207,9 +200,7 @@ def compile(m: Any, path: Any, march: Any = None, opt: int = 2, jobs: int = 4, p
     made = _module(m, "compile")
     if made.io == INTEGER:
         logger.warning("compile: the program takes and returns float tensors; visualize writes an ONNX file of integers at both ends")
-    return compile_model(
-        made.model, None, os.fspath(path), _march(march) if march else None, opt=f"O{min(opt, 3)}", progressbar=progress_bar
-    )
+    return compile_model(made.model, None, os.fspath(path), _march(march), opt=f"O{min(opt, 3)}", progressbar=progress_bar)
 
 
 @checked()

@@ -24,12 +24,7 @@ def _to_yuv(kind: Callable[..., nn.Module], centred: bool) -> Callable[..., Tens
 
     swing   "studio" (Y in 16…235) or "full"
     """
-
-    def convert(input: Tensor, swing: str = STUDIO) -> Tensor:
-        converted: Tensor = kind(swing, centred=centred).to(input.device)(input.float())
-        return converted
-
-    return convert
+    return lambda input, swing=STUDIO: kind(swing, centred=centred).to(input.device)(input.float())
 
 
 def _to_gray(kind: Callable[..., nn.Module], centre: int) -> Callable[[Tensor], Tensor]:
@@ -70,8 +65,7 @@ def _colours(kind: Any, input: Tensor, swing: str, mean: Any, std: Any) -> Tenso
         )
     each = [list(torch.as_tensor(value, dtype=torch.float32).flatten().tolist()) for value in (mean, std)]
     means, stds = (values * 3 if len(values) == 1 else values for values in each)
-    converted: Tensor = kind(swing, centred=True, mean=means, std=stds).to(input.device)(input)
-    return converted
+    return kind(swing, centred=True, mean=means, std=stds).to(input.device)(input)  # type: ignore[no-any-return]
 
 
 def centered_yuv2rgb(input: Tensor, swing: str = STUDIO, mean: Any = (128.0,), std: Any = (128.0,), q_scale: Any = 1 / 128) -> Tensor:
@@ -96,16 +90,13 @@ def sort(input: Tensor, dim: int = -1, descending: bool = False, stable: bool = 
 stable_sort = sort
 
 
-def argmax(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """Compute `torch.argmax`."""
-    return torch.argmax(input, dim, keepdim)
+argmax = torch.argmax
 
 
 def point_pillars_scatter(voxel_features: Tensor, coords: Tensor, output_shape: Any) -> Tensor:
     """Scatter features of pillars (P, C) at coordinates (P, 4), batch, z, y, x, to maps of this shape (N, C, H, W)."""
     batch, _, height, width = (int(size) for size in output_shape)
-    found: Tensor = fxq.nn.PointPillarsScatter((height, width), batch)(voxel_features.flatten(1), coords)
-    return found
+    return fxq.nn.PointPillarsScatter((height, width), batch)(voxel_features.flatten(1), coords)  # type: ignore[no-any-return]
 
 
 def filter(*inputs: Tensor, threshold: float, idx_range: tuple[int, int] | None = None) -> list[list[Tensor]]:
@@ -218,8 +209,7 @@ class Interpolate(nn.Module):
                         "recompute_scale_factor": recompute_scale_factor}  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = F.interpolate(x, **self.options)
-        return found
+        return F.interpolate(x, **self.options)
 
 
 class GridSample(fxq.nn.Warp):
@@ -256,8 +246,7 @@ class BgrToYuv444(nn.Module):
         self.convert = fxq.nn.RgbToYuv444() if channel_reversal else fxq.nn.BgrToYuv444()
 
     def forward(self, input: Tensor) -> Tensor:
-        converted: Tensor = self.convert(input)
-        return converted
+        return self.convert(input)  # type: ignore[no-any-return]
 
 
 class Correlation(nn.Module):
@@ -369,8 +358,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         if self.dim is None or self.dim in (-1, input.dim() - 1):
-            found: Tensor = self.norm(input)
-            return found
+            return self.norm(input)  # type: ignore[no-any-return]
         return self.norm(input.transpose(self.dim, -1)).transpose(self.dim, -1)  # type: ignore[no-any-return]
 
 
@@ -389,8 +377,7 @@ class Norm(nn.Module):
         self.p, self.dim, self.keepdim = p, dim, keepdim
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        found: Tensor = torch.linalg.vector_norm(input, self.p, self.dim, self.keepdim)
-        return found
+        return torch.linalg.vector_norm(input, self.p, self.dim, self.keepdim)  # type: ignore[no-any-return]
 
 
 class SetItem(nn.Module):

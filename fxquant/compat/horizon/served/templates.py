@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,10 +73,6 @@ class Asked:
     @staticmethod
     def of(qconfig: fxq.QConfig) -> Asked:
         return Asked(qconfig.output, qconfig.weight, qconfig.input)
-
-    @property
-    def has_floats(self) -> bool:
-        return self.output is FLOAT or self.input is FLOAT
 
     def qconfig(self, place: Place) -> Chosen:
         """Return its fxq.QConfig. A layer with integer operands and a float output returns its accumulator, which is dequantized."""
@@ -283,11 +279,6 @@ class QconfigSetter:
     save_dir: str | Path | None = None
     custom_qconfig_mapping: Mapping[str, Any] | None = None
 
-    @property
-    def high_precision_outputs(self) -> bool:
-        """Return whether the template for high-precision outputs is among its own."""
-        return any(isinstance(template, HighPrecisionOutputTemplate) for template in self.templates)
-
     def of(self, place: Place) -> Any:
         """Return the request for an operator."""
         own = _nearest(self.custom_qconfig_mapping or {}, place)
@@ -366,14 +357,11 @@ gemm_int8_qat_qconfig_setter = _ready("default_qat_8bit_weight_16bit_act_fake_qu
 all_fp16_qconfig_setter = QconfigSetter(templates=(ModuleNameTemplate({"": torch.float16}),))
 
 
-def _sensitive(qconfig: str) -> Callable[..., SensitiveQconfigSetter]:
-    """Return a function of (table, topk=None, ratio=None): the setter of a qconfig for the most sensitive operators of a table."""
-    return functools.partial(SensitiveQconfigSetter, NAMED[qconfig])
-
-
-sensitive_op_calibration_8bit_weight_16bit_act_qconfig_setter = _sensitive("default_calib_8bit_weight_16bit_act_fake_quant_qconfig")
-sensitive_op_qat_8bit_weight_16bit_act_qconfig_setter = _sensitive("default_qat_8bit_weight_16bit_act_fake_quant_qconfig")
-sensitive_op_qat_8bit_weight_16bit_fixed_act_qconfig_setter = _sensitive("default_qat_8bit_weight_16bit_fixed_act_fake_quant_qconfig")
+# Functions of (table, topk=None, ratio=None).
+_sensitive = {name: functools.partial(SensitiveQconfigSetter, qconfig) for name, qconfig in NAMED.items()}
+sensitive_op_calibration_8bit_weight_16bit_act_qconfig_setter = _sensitive["default_calib_8bit_weight_16bit_act_fake_quant_qconfig"]
+sensitive_op_qat_8bit_weight_16bit_act_qconfig_setter = _sensitive["default_qat_8bit_weight_16bit_act_fake_quant_qconfig"]
+sensitive_op_qat_8bit_weight_16bit_fixed_act_qconfig_setter = _sensitive["default_qat_8bit_weight_16bit_fixed_act_fake_quant_qconfig"]
 
 
 def get_sensitive_op_qconfig_setter(
@@ -438,14 +426,14 @@ def of_setters(setters: Any, traced: fx.GraphModule, march: str) -> fxq.QConfigM
     several = list(setters) if isinstance(setters, tuple | list) else [setters]
     if len(several) == 1 and not hasattr(several[0], "of"):
         return of_dict(several[0])
-    is_open = any(getattr(setter, "high_precision_outputs", False) for setter in several)
+    is_open = any(isinstance(each, HighPrecisionOutputTemplate) for setter in several for each in getattr(setter, "templates", ()))
 
     def chosen(place: Place) -> Chosen:
         for setter in several:
             asked = setter.of(place) if hasattr(setter, "of") else _of_mapping(of_dict(setter), place)
             if asked is not UNSAID:
                 made: Chosen = asked.qconfig(place) if isinstance(asked, Asked) else asked
-                if isinstance(asked, Asked) and asked.has_floats and not backends.get(march).float16:
+                if isinstance(asked, Asked) and FLOAT in (asked.output, asked.input) and not backends.get(march).float16:
                     raise REFUSED["float"].error(f"a float dtype of {place.path or 'all operators'} cannot be used on {march}")
                 if is_open and made is not None and made.output.dtype == "int8":
                     return replace(made, output=replace(made.output, dtype=None))
