@@ -170,7 +170,7 @@ def _few(match: Match, sizes: Mapping[fx.Node, tuple[int, ...]]) -> dict[fx.Node
     """Return the sizes of what a kernel reads and writes, with `PROVED` images at most in tensors whose first dimension is the batch."""
     nodes = (*match.reads, match.root)
     varying = {node for node in nodes if sizes[node] and isinstance(fact(node).shape[0], BatchDim)}
-    if not varying and role_of(match.root.target) is not Role.MATRIX_PRODUCT:  # the batch has a fixed size
+    if not varying and role_of(match.root.target) is not Role.MATRIX_PRODUCT and len(sizes[match.root]) > 1:  # the batch has a fixed size
         varying = {node for node in nodes if sizes[node][:1] == sizes[match.root][:1] and len(sizes[node]) == len(sizes[match.root])}
     return {node: (min(sizes[node][0], PROVED), *sizes[node][1:]) if node in varying else sizes[node] for node in nodes}
 
