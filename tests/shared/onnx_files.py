@@ -44,7 +44,9 @@ def integer_of(model: nn.Module, given: Any = None, target: str = "nash-e", qcon
 def linear_of(function: Callable[..., Any]) -> fx.GraphModule:
     """A function of rows, by a linear layer `l` and a buffer of integers `i`."""
     torch.manual_seed(0)
-    return integer_of(Network(function, l=nn.Linear(8, 4), i=nn.Buffer(torch.arange(3))), rows(), qconfig=fxq.QConfig(fxq.ActivationConfig("int8")))
+    return integer_of(
+        Network(function, l=nn.Linear(8, 4), i=nn.Buffer(torch.arange(3))), rows(), qconfig=fxq.QConfig(fxq.ActivationConfig("int8"))
+    )
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
