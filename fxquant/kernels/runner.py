@@ -169,7 +169,8 @@ def _few(kernel: Kernel, match: Match, sizes: Mapping[fx.Node, tuple[int, ...]])
     """Return the sizes of what a kernel reads and writes, with `PROVED` images at most in tensors whose first dimension is the batch."""
     nodes = (*match.reads, match.root)
     varying = {node for node in nodes if sizes[node] and isinstance(fact(node).shape[0], BatchDim)}
-    if not varying and not kernel.implementations[0].strided:  # a batch of a fixed size; constants of strided ones may have that size, too
+    # A batch of a fixed size: constants of strided implementations may have that size, too, and a vector has no batch.
+    if not varying and not kernel.implementations[0].strided and len(sizes[match.root]) > 1:
         varying = {node for node in nodes if sizes[node][:1] == sizes[match.root][:1] and len(sizes[node]) == len(sizes[match.root])}
     return {node: (min(sizes[node][0], PROVED), *sizes[node][1:]) if node in varying else sizes[node] for node in nodes}
 

@@ -158,7 +158,7 @@ class _Walk:
         if not operands or any(operand not in self.labels or shape_of(operand)[:1] != known.shape[:1] for operand in operands):
             return None
         if module.factors is not None:
-            return self._layer(node, module, arguments)
+            return self._layer(node, module, arguments) if len(known.shape) > 1 else None
         if not homogeneous(*(arguments.get("clamp") or (None, None))) or not homogeneous(*module.observed):
             return None
         rule = _rule(module.operator)

@@ -178,6 +178,8 @@ class QuantizedOperator(nn.Module):
                 low, high = (-math.inf, math.inf) if seen is not None else _limits(kwargs.get("clamp"))
                 within = self.observed[0] <= low and high <= self.observed[1]
                 self.output.observe(value if within else limited(value if seen is None else seen, self.observed))
+                if self.output.follows_sum and not self.output.paused:  # without observers, nothing says so later
+                    self.weight_quantizer.forget_learned()
         except CalibrationError as error:
             because = first_not_finite(self._parameters_of(self.operator.bind_call(args, kwargs)))
             if because is None:

@@ -224,8 +224,8 @@ class Quantizer(TrainableScale):
         return [child for child in (self.observer, self.range, *self.others.values()) if isinstance(child, Observer)]
 
     def observe(self, value: Tensor) -> None:
-        """Let the observers take in a float tensor. Raises CalibrationError if any value is NaN or infinite."""
-        if self.observer is None or self.frozen or self.paused:
+        """Let the observers take in a float tensor; a sum has none. Raises CalibrationError if any value is NaN or infinite."""
+        if self.given or self.frozen or self.paused:
             return
         self._take(self.observers, value, self.items)
 

@@ -117,7 +117,7 @@ class OnnxForm(Form):
     def step(self, name: str | None) -> Tensor | None:
         """Return the float value of one step of a tensor, shaped to broadcast; None where it has no scale."""
         entry = self.onnx.tensors.get(name, {})
-        return real_values(torch.ones((), device="cpu"), described_grid(entry, 0)) if "scale" in entry else None
+        return real_values(torch.ones((), dtype=torch.float32, device="cpu"), described_grid(entry, 0)) if "scale" in entry else None
 
     def _zero_point(self, name: str) -> int:
         return int(self.onnx.tensors[name].get("zero_point", 0))

@@ -130,8 +130,9 @@ def _correct(
         for name, had in previous.items():
             operators[name].weight_quantizer.correct(had)
             if name in values:
-                start = torch.zeros(()) if had is None else had.value.cpu()
-                _put(operators[name], start + share * (torch.tensor(values[name], dtype=torch.float32, device="cpu") - start))
+                value = torch.tensor(values[name], dtype=torch.float32, device="cpu")
+                start = torch.zeros_like(value) if had is None else had.value.cpu()
+                _put(operators[name], start + share * (value - start))
         return rows
 
     limited = any(constant_arguments(prepared, unit.weighted[0], operators[unit.weighted[0].name]).get("clamp") for unit in units)

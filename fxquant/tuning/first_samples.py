@@ -126,17 +126,15 @@ class FirstSamples:
             self.prepared.__dict__[SAMPLES] = self.kept
 
     def use(self, distributed: bool, show_progress: bool | None) -> None:
-        """Round and correct by them; where ranks calibrate together, by those of the first."""
+        """Choose ranges, round and correct by them; where ranks calibrate together, by those of the first."""
         seen = sum(ranks.gathered(self.kept.seen)) if distributed and ranks.count() > 1 else self.kept.seen  # by all ranks
         corrects = self.corrects and seen >= self.enough
-        self._choose_ranges(seen, distributed, show_progress)
-        if not self.rounds and not corrects:
-            return
         with _restoring(self.prepared):
             if self.rounds:
                 _undo(self.prepared, self.kept.roundings)
             if corrects:
                 _undo(self.prepared, self.kept.corrections)
+            self._choose_ranges(seen, distributed, show_progress)  # of layers that are as they were before these samples
             roundings = self._again(self.kept.roundings, self._round, distributed, show_progress) if self.rounds else self.kept.roundings
             corrections = (
                 self._again(self.kept.corrections, self._correct, distributed, show_progress) if corrects else self.kept.corrections

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,9 +71,15 @@ def restored(seen: fxq.Observations, qconfig: Any = None, target: str = "nash-e"
     return fxq.prepare(network(), batches()[0], target, qconfig, observations=seen, **options)
 
 
-@pytest.fixture(scope="module")
-def seen() -> fxq.Observations:
+@functools.cache
+def gathered() -> fxq.Observations:
     return fxq.observations(fresh())
+
+
+@pytest.fixture
+def seen(default_outputs: None) -> fxq.Observations:
+    """What the default configuration observes, the output too."""
+    return gathered()
 
 
 def assert_same_state(one: fx.GraphModule, other: fx.GraphModule) -> None:

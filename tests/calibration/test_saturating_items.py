@@ -52,7 +52,7 @@ def trained_statistics(outliers: bool, observer: str | None = None) -> tuple[nn.
                 model(batch)
     model.eval()
     qconfig = None if observer is None else fxq.QConfig(fxq.ActivationConfig(observer=observer))
-    prepared = calibrated(model, batches, "bayes-e", qconfig)
+    prepared = calibrated(model, batches, "bayes-e", qconfig, choose_ranges=False)  # the outputs would keep the outliers
     fxq.set_state(prepared, fxq.State.TRAIN)
     live = lives(prepared)
     prepared.train()

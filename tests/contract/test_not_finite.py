@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.numerics.grids import Ratio, real_multiplier
 from fxquant.ops.sampling.resize import _nearest, _neighbours
-from tests.shared.contract import assert_train_is_validate, assert_validate_is_integer, compiled
+from tests.shared.contract import assert_train_is_validate, assert_validate_is_integer, compiled, same_state
 from tests.shared.networks import Network
 
 
@@ -195,10 +195,10 @@ def test_a_live_batch_norm_needs_two_values(count: int, what: str) -> None:
     fxq.calibrate(model, [torch.randn(8, 4)], show_progress=False)
     fxq.set_state(model, fxq.State.TRAIN)
     model.train()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = copy.deepcopy(model.state_dict())
     with pytest.raises(fxq.ConfigurationError, match=what):
         model(torch.randn(count, 4))
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert same_state(model, before)
     fxq.freeze(model, scales=False)
     if count:
         model(torch.randn(count, 4))

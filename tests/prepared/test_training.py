@@ -511,7 +511,7 @@ def normalised() -> nn.Module:
 def test_a_live_batch_norm_normalises_what_the_quantized_weights_compute(weights: str) -> None:
     """TRAIN is PyTorch's batch norm behind a convolution with the deployed integer weights, in values and gradients."""
     model, batch = normalised(), torch.randn(6, 2, 9, 9)
-    qconfig = fxq.QConfig(fxq.ActivationConfig(training="frozen"), fxq.WeightConfig(training=weights))
+    qconfig = fxq.QConfig(fxq.ActivationConfig("int8", training="frozen"), fxq.WeightConfig(training=weights))
     prepared = fxq.calibrate(fxq.prepare(model, batch, qconfig=qconfig), [batch], show_progress=False)
     fxq.set_qparams(prepared, {"x_quantize": 1 / 32, "conv": 1 / 32})
     fxq.set_state(prepared, fxq.State.TRAIN)
@@ -553,6 +553,9 @@ def test_a_live_batch_norm_normalises_what_the_quantized_weights_compute(weights
 # ---- what stands still stays so ---------------------------------------------------------------------------------------
 
 
+ON_SCALES = fxq.QConfig(fxq.ActivationConfig("int8"))  # the output too
+
+
 class Skips(nn.Module):
     """A residual that is too fine to be added in the accumulator."""
 
@@ -567,12 +570,12 @@ class Skips(nn.Module):
 
 
 @functools.cache
-def skipping(qconfig: fxq.QConfig | None) -> fx.GraphModule:
+def skipping(qconfig: fxq.QConfig) -> fx.GraphModule:
     torch.manual_seed(0)
     return contract.calibrated(Skips(), [images()], "nash-e", qconfig)
 
 
-def skips(qconfig: fxq.QConfig | None = None) -> fx.GraphModule:
+def skips(qconfig: fxq.QConfig = ON_SCALES) -> fx.GraphModule:
     return copy.deepcopy(skipping(qconfig))
 
 
@@ -589,9 +592,8 @@ def train_on(prepared: fx.GraphModule, value: torch.Tensor, steps: int = 3) -> N
 
 @pytest.mark.parametrize("stop", ["set", "freeze", "learned", "given"])
 def test_scales_that_stand_still_do_so_through_a_checkpoint(stop: str) -> None:
-    learned = fxq.QConfig(fxq.ActivationConfig(training="learned"), fxq.WeightConfig(training="learned"))
     given = fxq.QConfig(fxq.ActivationConfig(scale=0.03))
-    qconfig = {"learned": learned, "given": given}.get(stop)
+    qconfig = {"learned": config("learned", "learned"), "given": given}.get(stop, ON_SCALES)
     prepared = skips(qconfig=qconfig)
     train_on(prepared, images(2.0), 1)
     if stop == "set":
@@ -669,7 +671,7 @@ def test_setting_what_a_residual_is_added_to_leaves_the_output_alone() -> None:
 
 def test_scales_that_are_read_and_set_again_give_the_same_bits_with_a_residual_too() -> None:
     prepared = skips()
-    fresh = fxq.prepare(Skips(), images()[:1], "nash-e")
+    fresh = fxq.prepare(Skips(), images()[:1], "nash-e", ON_SCALES)
     with torch.no_grad():
         for mine, theirs in zip(fresh.parameters(), prepared.parameters(), strict=True):
             mine.copy_(theirs)

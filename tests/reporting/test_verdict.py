@@ -54,6 +54,8 @@ def test_noise_that_no_layer_explains_is_traced_to_activations_and_to_what_tune_
 
 def test_a_correction_that_costs_is_named_with_what_is_without_it() -> None:
     result = quantized(network(), target="bayes-e")
+    for operator in quantized_operators(result.prepared).values():
+        operator.weight_quantizer.correct(None)
     before = fxq.compare(result.float, result.prepared, batches()).outputs[0].sqnr
     operators = [each for each in quantized_operators(result.prepared).values() if each.operator.name == "conv2d"]
     assert len(operators) == 3

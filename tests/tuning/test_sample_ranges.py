@@ -72,6 +72,7 @@ def test_samples_whose_largest_values_decide_keep_them(target: str, caplog: pyte
     assert first_samples.method_of(chosen) is not Method.EACH
 
 
+@pytest.mark.usefixtures("default_outputs")
 def test_fewer_samples_choose_nothing_unless_asked() -> None:
     few = list(images(LOUD)[:32].split(16))
     with torch.no_grad():
