@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxquant.calibration.distributed as ranks
-from fxquant.errors import ConfigurationError, FxQuantError
+from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import argument_name, by_name, source, stage_of
 from fxquant.ir.model import repeatable
 from fxquant.numerics.grids import is_scale
@@ -55,10 +55,8 @@ def set_state(prepared: nn.Module, state: State | str, modules: str | Iterable[s
     that clips most of a few outlier samples are no longer live, which a warning says. Raises ConfigurationError if a name matches nothing.
     """
     require_prepared(prepared)
-    state = State(state)
     operators = quantized_operators(prepared)
-    chosen = operators.values() if modules is None else select(operators, list(modules))
-    enter(prepared, chosen, state)
+    enter(prepared, operators.values() if modules is None else select(operators, list(modules)), State(state))
 
 
 def enter(model: nn.Module, chosen: Iterable[QuantizedOperator], state: State) -> None:
@@ -221,26 +219,21 @@ def calibrate(
 def _on_all_ranks(prepared: nn.Module, observe: Callable[[], int]) -> int:
     """Observe, and merge the observations of all ranks; earlier observations count once, as rank 0 has them."""
     observers = {path: module for path, module in prepared.named_modules() if isinstance(module, Observer)}
-    before = ranks.copy_of(observers)
-    if ranks.index() > 0:
-        for observer in observers.values():
-            observer.reset()
-    try:
-        seen = observe()
-    except Exception:
-        ranks.restore(observers, before)
-        ranks.merge(observers, None)
-        raise
-    try:
+    with _all_or_nothing(prepared):
+        if ranks.index() > 0:
+            for observer in observers.values():
+                observer.reset()
+        try:
+            seen = observe()
+        except Exception:
+            ranks.merge(observers, None)
+            raise
         return ranks.merge(observers, seen)
-    except FxQuantError:
-        ranks.restore(observers, before)
-        raise
 
 
 @contextmanager
 def _all_or_nothing(prepared: nn.Module) -> Iterator[None]:
-    """Inside, an exception restores the buffers of all observers, so that a batch that fails half-way is not observed."""
+    """Inside, an exception restores the buffers of all observers, so that what fails half-way is not observed."""
     buffers = [buffer for module in prepared.modules() if isinstance(module, Observer) for buffer in module.buffers()]
     before = [buffer.clone() for buffer in buffers]
     try:
@@ -275,24 +268,25 @@ def having(objects: Iterable[Any], **values: Any) -> Iterator[None]:
 
 # ---- Tensors whose calibrated range clips a few outlier samples, and the batch norms behind them ---------------------
 #
-# Where a few samples of a batch have a far larger norm than all others, a calibrated range may leave them out (`observers.histogram`).
-# Most of the float model's variance comes from these samples, but not that of the quantized model. A batch norm that took the
-# statistics of batches would multiply every other sample by the missing part. Behind such a tensor batch norms therefore keep their
-# running statistics.
+# Where a few samples of a batch have a far larger norm than all others, a calibrated range may leave them out (`observers.histogram`). They
+# make up most of the float model's variance. A batch norm with the statistics of quantized batches, without that part, would multiply every
+# other sample by it. Behind such a tensor batch norms therefore keep their running statistics.
 
 
 KEPT = 0.75  # of the power of what was observed: a deviation that is a seventh smaller
 
 
-def keep_statistics(prepared: nn.Module) -> None:
+def keep_statistics(prepared: nn.Module, _: Any = None) -> None:
     """Freeze the statistics of batch norms behind tensors that clip much of the observed power; a warning names these tensors.
 
     The observations of calibration decide, not the scales that training has changed, so that resumed training decides the same. A state
     that is loaded later decides again.
     """
-    if _decide_anew not in prepared._load_state_dict_post_hooks.values():
-        prepared.register_load_state_dict_post_hook(_decide_anew)  # type: ignore[no-untyped-call]
+    if keep_statistics not in prepared._load_state_dict_post_hooks.values():
+        prepared.register_load_state_dict_post_hook(keep_statistics)  # type: ignore[no-untyped-call]
     operators = quantized_operators(prepared)
+    if not any(operator.state is State.TRAIN for operator in operators.values()):
+        return
     if not any(operator.live_batch_norm for operator in operators.values()):
         return
     graphs = [module.graph for module in prepared.modules() if isinstance(module, fx.GraphModule)]
@@ -325,12 +319,6 @@ def keep_statistics(prepared: nn.Module) -> None:
         )
 
 
-def _decide_anew(prepared: nn.Module, _: Any) -> None:
-    """Decide again after a state was loaded in TRAIN."""
-    if any(operator.state is State.TRAIN for operator in quantized_operators(prepared).values()):
-        keep_statistics(prepared)
-
-
 @torch.no_grad()
 def _cuts(quantizer: Quantizer) -> bool:
     """Return whether the calibrated range leaves out more than a quarter of the observed power."""
@@ -346,9 +334,8 @@ def _cuts(quantizer: Quantizer) -> bool:
 
 # ---- Tensors that are too small for what they are added to: layer scales of 1e-6, gates next to 0 --------------------
 #
-# In calibration they do not change the sum, and their own scales do not fit the values that training gives them. A scale that is learned
-# from there would clip them, without a gradient, for many steps. Such tensors follow the batches in TRAIN, as tensors that were 0 do.
-# The scales of the weights that they are computed from follow these weights.
+# Their calibrated scales do not fit the values that training gives them: a scale that is learned from there would clip them, without a
+# gradient, for many steps. They follow the batches in TRAIN, as tensors that were 0 do, and the scales of their weights these weights.
 
 
 SHOWN = 8  # tensors that a warning names
@@ -370,11 +357,10 @@ def follow_unseen(prepared: nn.Module, _: Any = None) -> None:
     for operator in reversed(operators):
         for quantizer, limit in _unseen_read(operator, limits):
             limits[quantizer] = min(limits.get(quantizer, math.inf), limit)
-    found = []
-    for quantizer in dict.fromkeys(each for operator in operators for each in (operator.output, operator.intermediate) if each is not None):
+    tensors = dict.fromkeys(each for operator in operators for each in (operator.output, operator.intermediate) if each is not None)
+    for quantizer in tensors:
         quantizer.unseen = _limit(quantizer, limits) > 0
-        if quantizer.unseen and not quantizer.was_zero:
-            found.append(quantizer)
+    found = [quantizer for quantizer in tensors if quantizer.unseen and not quantizer.was_zero]
     for operator in operators:
         learned = operator.weight_quantizer.learned
         if operator.unseen and learned is not None and learned.method is not None:
@@ -460,9 +446,8 @@ def _scale(value: Any) -> tuple[float, int | None]:
 def qparams(prepared: nn.Module) -> dict[str, float | tuple[float, int]]:
     """Return the scale of every operator's output by node name, NaN where it is not known yet; a 32-bit sum has none of its own.
 
-    For a uint8 output this is a pair: the scale and the zero point.
-    Where a residual is fused into an operator, the tensor that it is added to has a scale too, "name.intermediate", for when it cannot
-    be added in the accumulator.
+    For a uint8 output this is a pair: the scale and the zero point. Where a residual is fused into an operator, the tensor that it is
+    added to has a scale too, "name.intermediate", for when it cannot be added in the accumulator.
     """
     require_prepared(prepared)
     grids = {name: quantizer.grid for name, quantizer in _by_name(quantized_operators(prepared)).items()}
@@ -505,16 +490,14 @@ def set_qparams(prepared: nn.Module, scales: Mapping[str, float | tuple[float, i
             chosen.append((name, named[name], (scale, zero_point)))
             continue
         for operator in select(operators, [name]):
+            what = f"the scale of {name!r} cannot be set"
             if operator.plain:
                 kind = "float" if Trait.DYNAMIC in operator.operator.traits else "boolean or integer"
                 because = f"the result of %{operator.name} is {kind}, which has no scale"
-                raise ConfigurationError(f"the scale of {name!r} cannot be set", because=because, remedy="leave it out")
+                raise ConfigurationError(what, because=because, remedy="leave it out")
             if operator.output.follows_sum:
-                raise ConfigurationError(
-                    f"the scale of {name!r} cannot be set",
-                    because=f"%{operator.name} has a 32-bit output, whose scale is that of its weight and its input",
-                    remedy="give it an int8 or int16 output, or leave it out",
-                )
+                because = f"%{operator.name} has a 32-bit output, whose scale is that of its weight and its input"
+                raise ConfigurationError(what, because=because, remedy="give it an int8 or int16 output, or leave it out")
             chosen.append((name, operator.output, (scale, zero_point)))
     for name, quantizer, (_, zero_point) in chosen:
         dtype = quantizer.dtype

@@ -1,8 +1,7 @@
 """Calibration on several ranks: every rank observes its shard, and at the end the observations of all ranks are merged.
 
-There is one collective operation, when a calibration ends, so ranks may have different numbers of batches. While
-training nothing is added to what DistributedDataParallel does: gradients are averaged, and its `broadcast_buffers`
-gives every rank the scales and statistics of rank 0 before each forward pass.
+There is one collective operation, when a calibration ends, so ranks may have different numbers of batches. In training,
+DistributedDataParallel's `broadcast_buffers` gives every rank the scales and statistics of rank 0 before each forward pass.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -37,27 +35,14 @@ def gathered(value: Any) -> list[Any]:
     return found
 
 
-def copy_of(observers: Mapping[str, Observer]) -> Seen:
-    """Return a copy of the buffers of every observer."""
-    return {path: {name: buffer.detach().clone() for name, buffer in observer.named_buffers()} for path, observer in observers.items()}
-
-
-def restore(observers: Mapping[str, Observer], state: Seen) -> None:
-    """Restore the buffers that `copy_of` copied."""
-    for path, observer in observers.items():
-        for name, buffer in observer.named_buffers():
-            buffer.copy_(state[path][name])
-
-
 def merge(observers: Mapping[str, Observer], seen: int | None) -> int:
     """Merge the observations of all ranks into every observer, and return the number of batches of all ranks.
 
     Every rank calls this once. `seen` is this rank's number of batches, None if its calibration failed: the other
     ranks then raise CalibrationError instead of waiting for it.
     """
-    own = {} if seen is None else copy_of(observers)
-    on_cpu = {path: {name: value.cpu() for name, value in buffers.items()} for path, buffers in own.items()}
-    every: list[tuple[int | None, Seen]] = gathered((seen, on_cpu))
+    own = {path: {name: buffer.detach().cpu() for name, buffer in observer.named_buffers()} for path, observer in observers.items()}
+    every: list[tuple[int | None, Seen]] = gathered((seen, own))
     if seen is None:
         return 0
     failed = [rank for rank, (number, _) in enumerate(every) if number is None]
@@ -70,18 +55,13 @@ def merge(observers: Mapping[str, Observer], seen: int | None) -> int:
     for path, observer in observers.items():
         device = next(observer.buffers()).device
         states = [{name: value.to(device) for name, value in state[path].items()} for _, state in every if int(state[path]["count"])]
-        if states:
-            _merge(observer, states)
+        try:
+            if states:
+                observer.merge(states)
+        except NotImplementedError:
+            raise ConfigurationError(
+                f"the statistics of several {type(observer).__name__} cannot be merged",
+                because="it has no method `merge`, which calibration with torch.distributed needs",
+                remedy="define it, use an observer of fxquant, or calibrate with distributed=False",
+            ) from None
     return sum(number for number, _ in every if number is not None)
-
-
-def _merge(observer: Observer, states: list[dict[str, Tensor]]) -> None:
-    try:
-        with torch.no_grad():
-            observer.merge(states)
-    except NotImplementedError:
-        raise ConfigurationError(
-            f"the statistics of several {type(observer).__name__} cannot be merged",
-            because="it has no method `merge`, which calibration with torch.distributed needs",
-            remedy="define it, use an observer of fxquant, or calibrate with distributed=False",
-        ) from None

@@ -1,8 +1,7 @@
 """Observations of a calibration, apart from the model: they can give scales to another dtype, observer, mapping or target.
 
-Observed values are those of the float model, so they do not depend on integer dtypes. A tensor is identified by its name and by all
-that decides which of its values were observed. These are the nodes fused into it, its shape, the interval that its readers
-distinguish, and the tensors whose scale it shares. The parameters of the model are not compared.
+Observed values are those of the float model, so they do not depend on integer dtypes. A tensor is identified by its name, the nodes fused
+into it, its shape, the interval that its readers distinguish, and the tensors whose scale it shares. Parameters are not compared.
 """
 
 from __future__ import annotations
@@ -88,8 +87,6 @@ class Observed:
             for way, buffers in self.gathered.items()
         )
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __repr__(self) -> str:
         return f"Observed({', '.join(place.name for place in self.places)}: {self.low:g} to {self.high:g} in {self.count})"
 
@@ -123,8 +120,7 @@ class Observations(Mapping[str, Observed]):
     def at(self, places: Places) -> Observed | None:
         """Return the observations in these places; None if there are none.
 
-        The interval that readers distinguish depends on the dtype: of int16 it is wider than of int8. As long as no observed value reached
-        an end of either interval, the observations are the same with both.
+        The interval that readers distinguish depends on the dtype, but not what is observed while no value reaches an end of it.
         """
         exact = self._by_places.get(places)
         if exact is not None:

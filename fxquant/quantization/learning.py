@@ -119,14 +119,10 @@ class _LSQ(Method):
     It is positive whatever an optimizer does, and has no unit: scales of 0.001 and of 10 train alike. Its gradient is s · ∂L/∂s, of a
     weight multiplied by `Step.proportion`; weight decay pulls it to what calibration found.
 
-    The paper trains s itself, and multiplies its gradient by 1 / sqrt(n · high), so that the steps of scales and of weights are in
-    proportion to them in layers of few bits. `Step.proportion` keeps to that aim where the factor does not:
-
-    - A step of s in the tensor's unit is, in proportion to s, of any size: in a U-Net of 4 bits, activations' scales moved ten thousand
-      times less than its weights did, and an int16 scale grew fivefold in four steps.
-    - At 8 bits a clipped weight's share is high = 127 times a step, and a layer of few weights has a scale that moves some hundred times
-      faster than they do.
-    - n counts the batch, so that gradients accumulated over parts of a batch, or over processes, were not those of the whole.
+    The paper trains s itself, and multiplies its gradient by 1 / sqrt(n · high), so that scales and weights move in proportion. But with
+    that factor the scales of a 4-bit U-Net moved ten thousand times less than its weights did, an int16 scale grew fivefold in four steps,
+    and a layer of few 8-bit weights has a scale that moves a hundred times faster than they do, since a clipped one counts for high = 127
+    steps. And n counts the batch, so that gradients accumulated over parts of a batch, or over processes, were not those of the whole.
     """
 
     name = "learned"

@@ -67,11 +67,10 @@ def follow_in_numbers(value: Tensor, range: MinMaxObserver, scale: Tensor, batch
 class Quantizer(TrainableScale):
     """The grid of one quantized tensor: dtype, scale, and of an affine dtype the zero point.
 
-    `scale` is a float32 scalar, NaN until it is known. With an observer, calibration finds it; without one it is
-    fixed. `training` says what it does in state TRAIN (see ActivationConfig); `frozen` ends that. A zero point is found with
-    the scale, and follows "statistics" and "lsq+" with it; any other learned scale has the zero point that calibration found.
-    A tensor that `was_zero` in calibration, or is `unseen`, follows its batches in TRAIN, whatever `training` says, until it is
-    calibrated again.
+    `scale` is a float32 scalar, NaN until it is known. With an observer, calibration finds it; without one it is fixed. `training` says
+    what it does in state TRAIN (see ActivationConfig); `frozen` ends that. A zero point is found with the scale, and follows "statistics"
+    and "lsq+" with it; any other learned scale has the zero point that calibration found. A tensor that `was_zero` in calibration, or is
+    `unseen`, follows its batches in TRAIN, whatever `training` says, until it is calibrated again.
 
     headroom     the factor of an observed scale of a symmetric dtype, for values beyond the observed ones
     items        whether dimension 0 of the observed tensor is the batch dimension; observers may then distinguish samples by their norms
@@ -306,9 +305,8 @@ class Quantizer(TrainableScale):
     def follow(self, value: Tensor) -> None:
         """Take in one batch, a float tensor, in state TRAIN. Raises CalibrationError if any value is NaN or infinite.
 
-        "statistics" multiply the scale by the factor by which the largest magnitude of the range changes. So the
-        first batch continues where calibration ended, and a threshold keeps its ratio to the largest value. On an
-        affine grid each end of the interval is multiplied by the factor of that end of the range. A scale that no
+        "statistics" multiply the scale by the factor by which the largest magnitude of the range changes, so that a threshold keeps its
+        ratio to the largest value; on an affine grid each end of the interval, by the factor of that end of the range. A scale that no
         calibration has set is set by this batch.
         """
         if self.range is None or not self.follows_training:

@@ -237,9 +237,8 @@ class WeightConfig:
                                  a matrix parameter; it starts where the squared error is least
                    "tqt"         the same with a power of two, and the logarithm of a threshold as its parameter: TQT
     power_of_two   round it up to a power of two, as some targets do for all scales
-    p              the scale has the least Σ |error|^p for the weight at hand, for each output channel, or for all of them where they have
-                   one: with p = 2 the squared error, with a larger one large errors count for more. It cuts off the largest weights.
-                   None: it covers them
+    p              the scale has the least Σ |error|^p for the weight at hand, and cuts off the largest weights: the larger p, the more
+                   large errors count. None: it covers them
     rounding       how such a layer's weight, in steps of its scale, becomes integers: a class of roundings, of which every layer
                    has its own; what it learns trains with the model. What else is constant is rounded to the nearest
     """
@@ -291,9 +290,8 @@ OUTPUT = instance("an ActivationConfig, as in QConfig(output=ActivationConfig('i
 class QConfig:
     """How an operator is quantized: its output, its weight, and its input where that is a float tensor.
 
-    dynamic  linear and recurrent layers are quantized at run time, on targets that support it: the input of each is quantized to uint8,
-             on a grid from its own range, and the result is a float tensor. Only `weight` has an effect then; nothing is calibrated, and
-             all other operators stay in float
+    dynamic  linear and recurrent layers are quantized at run time, on targets that support it: the input of each to uint8, on a grid from
+             its own range, with a float result. Only `weight` has an effect then, and all other operators stay in float
     """
 
     output: ActivationConfig = field(default_factory=ActivationConfig)
@@ -449,13 +447,12 @@ SPELLING = Kind("a module's class, a function like F.relu, or the name of a tens
 class QConfigMapping:
     """Which QConfig applies where: global < operator or module type < name pattern < name < one call of a type < attribute `qconfig`.
 
-    Names are dotted module paths ("layer1.0.conv1") or node names; a name also covers everything below it, and so does
-    whatever a pattern matches from the start of a path on. A QConfig of None keeps what it applies to in float. Of an
-    operator that several of the model's are fused into, each has its say: see the guide.
+    Names are dotted module paths ("layer1.0.conv1") or node names; a name also covers everything below it, and so does whatever a pattern
+    matches from the start of a path on; of patterns the first that matches counts. A QConfig of None keeps what it applies to in float.
+    Of an operator that several of the model's are fused into, each has its say: see the guide.
 
-    A mapping is a value: it never changes, is equal to another that says the same, and serves any number of models. The setters,
-    which have PyTorch's names, change nothing, unlike PyTorch's: each returns a mapping with one rule more, so calls chain.
-    Of patterns the first that matches counts, so their order is part of the value.
+    A mapping is a value: it never changes, and is equal to another that says the same. The setters have PyTorch's names, but each returns
+    a mapping with one rule more, so calls chain.
     """
 
     default: Chosen = field(default_factory=QConfig)
@@ -486,8 +483,7 @@ class QConfigMapping:
     def set_host(self, *where: Any) -> QConfigMapping:
         """Return this mapping with rules that keep these in float, on the host: types and functions, module paths and node names.
 
-        What is called `hybrid_dict` elsewhere. A rule with a QConfig for the same place is the other way about: it keeps integers where
-        the compiler would leave a few operators between float ones to the host.
+        Elsewhere this is a `hybrid_dict`. A rule with a QConfig does the opposite: it keeps integers between operators on the host.
         """
         mapping = self
         for one in where:

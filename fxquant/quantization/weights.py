@@ -35,10 +35,9 @@ class WeightScale(TrainableScale):
     """The learned scale of a layer's weight: one number for each of `channels`, or a single one.
 
     It starts at the scale with the least error, squared unless the config has another p, for the weight of the first batch that passes
-    in TRAIN or VALIDATE. Before, and as long as a weight is 0, its `base_scale` is NaN, and it starts from the weight of every call.
-    So a forward pass, `convert`, and a copy that has other parameters by now compute alike, whether or not the start is kept.
-    Where there is one for each channel, it is the scale of the weight without its batch norm: what that multiplies a channel by,
-    it multiplies its scale by. Without a method it is what another model has learned: it stays.
+    in TRAIN or VALIDATE. Before, and as long as a weight is 0, its `base_scale` is NaN, and it starts from the weight of every call, so
+    that a forward pass, `convert` and a copy with other parameters compute alike. Where there is one for each channel, it is the scale of
+    the weight without its batch norm, which multiplies both. Without a method it is what another model has learned: it stays.
     """
 
     def __init__(self, channels: int, method: Method | None = LSQ) -> None:
@@ -382,8 +381,7 @@ def correct_batch(
 
         (z - mean(z)) · c + β  =  (z + β/c - mean(z)) · c,    c = sqrt((running_var + ε) / (var(z)/g² + ε)),   g = γ / sqrt(running_var + ε)
 
-    The statistics are therefore those of the quantized weights. A channel that is not `usable`, or whose γ is 0,
-    shows nothing of them: it keeps the running ones.
+    So the statistics are those of the quantized weights. A channel that is not `usable`, or whose γ is 0, keeps the running ones.
     """
     assert batch_norm.running_mean is not None
     assert batch_norm.running_var is not None
@@ -427,8 +425,7 @@ class ChannelFactors(nn.Module):
 
     W'[o, i] = W[o, i] · 2^(outputs[o] - inputs[i]),   b'[o] = b[o] · 2^outputs[o]
 
-    The parameters themselves stay those of the float model. Products with powers of two are exact: as long as nothing leaves the range of
-    float32, the float function keeps its bits.
+    The parameters stay those of the float model, whose function keeps its bits as long as nothing leaves the range of float32.
 
     inputs   int8 buffer of shape (channels read,): its operand is the float model's times 2^inputs
     outputs  int8 buffer of shape (channels given,): its result is the float model's times 2^outputs

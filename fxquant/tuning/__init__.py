@@ -2,12 +2,11 @@
 
 A method runs its samples through the graph once, node by node, in float and in integers (`walk`), and compares both at each layer or
 block. What is learned passes through the layer's own `lower`, by a lowering that leaves accumulators differentiable (`walk.RealLowering`).
+The outputs on held-out samples judge what each method did, and undo it without a clear gain (`effects`).
 
-`round_weights` needs no walk in integers. The terms of an output come from the layer's float function of an identity in place of the
-weight (`second_moment`). Gradients of the float model give the effect of output errors (`output_effects`). `calibrate` runs it after the
-observers, and then `correct_bias`, on the first samples (`first_samples`). The outputs on held-out samples judge what
-each method did, and undo it without a clear gain (`effects`); `equalize` runs before there are scales, and
-an estimate judges it. `distill` runs the whole graph in every step, in integers with gradients and in float.
+`round_weights` needs no walk in integers (`second_moment`). `calibrate` runs it after the observers, and then `correct_bias`, on the first
+samples (`first_samples`). `equalize` runs before there are scales, and an estimate judges it. `distill` runs the whole graph in every
+step, in integers with gradients and in float.
 
 The result is an `AdaptiveRounding`, a scale, a `Coverage` of a weight's scale or a `BiasCorrection`. `lower` reads it in every
 state, so that training, validation and deployment still agree.

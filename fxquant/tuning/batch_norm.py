@@ -20,7 +20,7 @@ from fxquant.quantization.spec import FROZEN, State
 from fxquant.support.arguments import checked
 from fxquant.support.progress import progress
 from fxquant.tuning.choices import tuning
-from fxquant.tuning.result import as_text
+from fxquant.tuning.result import LayerTable
 from fxquant.tuning.walk import constant_arguments, operator_at
 
 
@@ -39,7 +39,7 @@ class MovedStatistics:
 
 
 @dataclass(frozen=True)
-class BatchNormResult:
+class BatchNormResult(LayerTable[MovedStatistics]):
     """The result of `reestimate_batch_norm`: a row for each batch norm; iterates over them, and prints as a table.
 
     skipped  those that it cannot re-estimate, each with the reason
@@ -50,12 +50,6 @@ class BatchNormResult:
     skipped: tuple[tuple[str, str], ...]
     batches: int
 
-    def __iter__(self) -> Iterator[MovedStatistics]:
-        return iter(self.layers)
-
-    def __len__(self) -> int:
-        return len(self.layers)
-
     def __rich__(self) -> Table:
         title = f"reestimate_batch_norm: {len(self.layers)} batch norms, {self.batches} batches"
         table = Table("layer", "mean moved by", "variance times", "", title=title, title_justify="left")
@@ -64,9 +58,6 @@ class BatchNormResult:
         for name, because in self.skipped:
             table.add_row(name, "", "", because)
         return table
-
-    def __str__(self) -> str:
-        return as_text(self.__rich__())
 
 
 @checked()
@@ -81,10 +72,8 @@ def reestimate_batch_norm(
     """Set the running statistics of every batch norm to their mean over the batches, after quantized weights; the state is VALIDATE.
 
     All that moves are means, variances and their counts, of batch norms that are modules and keep such, frozen ones included; scales and
-    parameters stay, and dropout is off. Batches are seen as in training, each with its own statistics, so they should be of training's
-    size. A bias correction is dropped where the statistics take its place. Nothing is kept of a batch that has passed.
-
-    Nothing judges the outputs: the statistics belong to the float model, too, so that it changes with them.
+    parameters stay, and dropout is off. Each batch has its own statistics, so it should be of training's size. A bias correction is
+    dropped where the statistics take its place. Nothing judges the outputs: the float model changes with its statistics, too.
 
     Raises NotCalibrated before calibration and CalibrationError for batches that do not fit, and then changes nothing.
     """

@@ -8,12 +8,10 @@ Where limits are fused into the operator, as of a ReLU6, means are matched after
 
     mean clamp(ŷ + c) = mean clamp(y)
 
-A rectifier turns noise of mean zero into noise with a positive mean. So matching means before the limits leaves a shift after them, which
-the next layers accumulate. The left side grows with c, and Newton's method finds c for each channel.
-
-Layers are corrected one after the other. Where limits are fused this is done a second time, with means that are matched before them. Then
-the corrections of each way, all of them or half of each, are judged by the outputs of the model on held-out samples (`effects`): the best
-are kept, and none where none of the four clearly lowers the noise.
+A rectifier turns noise of mean zero into noise with a positive mean, so matching means before the limits leaves a shift after them. The
+left side grows with c, and Newton's method finds c for each channel. Where limits are fused, layers are corrected a second time, with
+means matched before the limits. Then the corrections of each way, all of them or half of each, are judged by the outputs of the model on
+held-out samples (`effects`): the best are kept, and none where none of the four clearly lowers the noise.
 """
 
 from __future__ import annotations
@@ -147,7 +145,7 @@ def _correct(
             if known is None:
                 skipped[unit.name] = "its channels are not those of its weight"
                 continue
-            row = TunedLayer(**{**known["row"], "layers": tuple(known["row"]["layers"])})
+            row = TunedLayer.of(known["row"])
             ways[way][0].append(row)
             if row.kept:
                 _put(operator, known["value"])

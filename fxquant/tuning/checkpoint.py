@@ -20,8 +20,6 @@ from fxquant.tuning.learning import Learned
 from fxquant.tuning.result import TunedLayer
 from fxquant.tuning.walk import Samples
 
-_OFFSET, _SCALE, _SHARE = "offset/", "scale/", "share/"
-
 
 def call_of(prepared: fx.GraphModule, samples: Samples, **arguments: Any) -> dict[str, Any]:
     """Return the description of a call that a checkpoint belongs to: its arguments, with the digests of the model and of the samples."""
@@ -92,23 +90,17 @@ class LayerCheckpoint(Checkpoint):
 
     def __init__(self, path: str | None, call: Mapping[str, Any]) -> None:
         super().__init__(path, call)
-        self.rows = {name: TunedLayer(**{**row, "layers": tuple(row["layers"])}) for name, row in self.document.items()}
+        self.rows = {name: TunedLayer.of(row) for name, row in self.document.items()}
 
     def learned(self, row: TunedLayer) -> Learned:
         """Return what was learned for a row that is finished."""
+        start = f"{row.name}/"
+        return {name.removeprefix(start): value for name, value in self.tensors.items() if name.startswith(start)}
 
-        def of(prefix: str) -> dict[str, Tensor]:
-            start = f"{row.name}/{prefix}"
-            return {name.removeprefix(start): value for name, value in self.tensors.items() if name.startswith(start)}
-
-        return Learned(of(_OFFSET), of(_SCALE), of(_SHARE))
-
-    def add(self, row: TunedLayer, learned: Learned | None) -> None:
+    def add(self, row: TunedLayer, learned: Learned) -> None:
         """Add a finished row, and what was learned if the model keeps it; write the file."""
         self.rows[row.name], self.document[row.name] = row, asdict(row)
-        if learned is not None:
-            for prefix, values in ((_OFFSET, learned.offsets), (_SCALE, learned.scales), (_SHARE, learned.shares)):
-                self.tensors.update({f"{row.name}/{prefix}{name}": value.detach().clone() for name, value in values.items()})
+        self.tensors.update({f"{row.name}/{name}": value.detach().clone() for name, value in learned.items()})
         self.write()
 
 

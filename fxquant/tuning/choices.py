@@ -163,34 +163,26 @@ class Choices(Mapping[str, Choice]):
         self, base: QConfigMapping, dtypes: Mapping[str, str], configs: Mapping[str, ActivationConfig] | None = None
     ) -> QConfigMapping:
         """Return the base with a rule for each node whose tensor or weight gets another dtype, or config, by the names of choices."""
+        configs = configs or {}
+        operators = {name: operator for name, operator in quantized_operators(self.prepared).items() if not operator.plain}
         wanted: dict[str, QConfig] = {}
-        for name, node in self.nodes.items():
-            operator = quantized_operator(self.prepared, node)
-            if operator is None or operator.plain or operator.operator is QUANTIZE or is_inner_part(node):
-                continue
-            rule = self._rule(operator, dtypes, configs or {})
-            if rule is not None:
-                wanted[name] = rule
+        for name, operator in operators.items():
+            read = [self._of.get(id(q)) for q in self._quantized_for(operator)]
+            own = [self._of.get(id(operator.output)), self._by_name.get(f"{name}.weight"), *read]
+            moved = any(c is not None and (dtypes.get(c.name, c.dtype) != c.dtype or c.name in configs) for c in own)
+            ruled = operator.operator is not QUANTIZE and not is_inner_part(self.nodes[name])
+            if moved and ruled and (operator.owns_output or decide(self.nodes[name]).asked):
+                wanted[name] = self._config_of(operator, dtypes, configs)
         # A rule for a module's first call covers its other calls, too: these say what they have.
-        for name, node in self.nodes.items():
-            operator = quantized_operator(self.prepared, node)
-            if name not in wanted and operator is not None and not operator.plain and wanted.keys() & set(prefixes(module_path(node))):
-                wanted[name] = self._config_of(operator, dtypes, configs or {})
+        for name, operator in operators.items():
+            if name not in wanted and wanted.keys() & set(prefixes(module_path(self.nodes[name]))):
+                wanted[name] = self._config_of(operator, dtypes, configs)
         for name, config in wanted.items():
             base = base.set_module_name(name, config)
         return base
 
-    def _rule(self, operator: QuantizedOperator, dtypes: Mapping[str, str], configs: Mapping[str, ActivationConfig]) -> QConfig | None:
-        """Return the operator's config with the choices for its result, its weight and the float values that it reads; None: no change."""
-        read = [self._of.get(id(q)) for q in self._quantized_for(operator)]
-        own = [self._of.get(id(operator.output)), self._by_name.get(f"{operator.name}.weight"), *read]
-        moved = [c for c in own if c is not None and (dtypes.get(c.name, c.dtype) != c.dtype or c.name in configs)]
-        asked = decide(self.nodes[operator.name]).asked
-        if not moved or (not operator.owns_output and not asked):
-            return None
-        return self._config_of(operator, dtypes, configs)
-
     def _config_of(self, operator: QuantizedOperator, dtypes: Mapping[str, str], configs: Mapping[str, ActivationConfig]) -> QConfig:
+        """Return the operator's config with the choices for its result, its weight and the float values that it reads."""
         spec = annotation(self.nodes[operator.name])
         assert spec is not None
         config: QConfig = spec.config

@@ -19,7 +19,7 @@ from fxquant.support.progress import progress
 from fxquant.tuning.checkpoint import LayerCheckpoint, call_of
 from fxquant.tuning.choices import tuning
 from fxquant.tuning.effects import FloatOutputs, Noise, is_lost, judged
-from fxquant.tuning.learning import Settings, Student
+from fxquant.tuning.learning import Settings, Student, put_unit
 from fxquant.tuning.result import TunedLayer, TuningResult
 from fxquant.tuning.walk import Lesson, Unit, Walk, layer_units, shared_weights, taken, weighted_nodes
 
@@ -63,7 +63,7 @@ def learn(
                     noise = yield from _taught(lesson, settings, seed, known, outputs, noise)
                     continue
                 if row.kept:
-                    known.learned(row).put(prepared, unit)
+                    put_unit(prepared, unit, known.learned(row))
                     noise = max(noise, outputs.measure(), key=attrgetter("level"))
                 for _ in range(settings.steps):
                     yield
@@ -86,7 +86,7 @@ def _taught(
     if not kept:
         student.undo()
     names = tuple(node.name for node in lesson.unit.weighted)
-    known.add(TunedLayer(lesson.unit.name, names, before, after, kept, lesson.signal()), learned if kept else None)
+    known.add(TunedLayer(lesson.unit.name, names, before, after, kept, lesson.signal()), learned if kept else {})
     return max(noise, learned_noise, key=attrgetter("level")) if kept else noise
 
 
@@ -160,16 +160,13 @@ def reconstruct(
 
 # ---- Blocks of a graph: stretches with one entry and one exit, between which nothing passes them by ------------------
 #
-# Li, Gong, Tan, Yang, Hu, Zhang, Yu, Wang, Gu: BRECQ, ICLR 2021, section 3.2: what is reconstructed together are layers that depend on each
-# other, those of a residual block. Here a block is what lies between two nodes that every path through the graph passes; where these
-# follow each other directly, up to `LAYERS_IN_A_ROW` layers; and where more than `LAYERS_TOGETHER` lie between two, as inside of a
-# skip connection around a whole network, the blocks of what lies there.
+# Li, Gong, Tan, Yang, Hu, Zhang, Yu, Wang, Gu: BRECQ, ICLR 2021, section 3.2, has residual blocks. Here a block is what lies between two
+# nodes that every path through the graph passes; where these follow each other directly, up to `LAYERS_IN_A_ROW` layers; and where more
+# than `LAYERS_TOGETHER` lie between two, as inside of a skip connection around a whole network, the blocks of what lies there.
 
 
 LAYERS_IN_A_ROW = 3
 LAYERS_TOGETHER = 6
-
-Nodes = tuple[fx.Node, ...]
 
 
 def block_units(prepared: fx.GraphModule) -> list[Unit]:
@@ -193,10 +190,10 @@ def block_units(prepared: fx.GraphModule) -> list[Unit]:
 def _blocks(flow: networkx.DiGraph, layers: set[fx.Node]) -> Iterator[set[fx.Node]]:
     """Yield the blocks of a part of the graph."""
     for part in networkx.weakly_connected_components(flow):
-        yield from _of_part(flow.subgraph(part), layers)
+        yield from _of_connected(flow.subgraph(part), layers)
 
 
-def _of_part(flow: networkx.DiGraph, layers: set[fx.Node]) -> Iterator[set[fx.Node]]:
+def _of_connected(flow: networkx.DiGraph, layers: set[fx.Node]) -> Iterator[set[fx.Node]]:
     whole = networkx.DiGraph(flow)
     whole.add_edges_from(("in", node) for node, degree in flow.in_degree() if not degree)
     whole.add_edges_from((node, "out") for node, degree in flow.out_degree() if not degree)
@@ -231,12 +228,12 @@ def _passed_by_all(whole: networkx.DiGraph) -> list[object]:
 
 def _rows(row: Sequence[set[fx.Node]], layers: set[fx.Node]) -> Iterator[set[fx.Node]]:
     """Nodes that follow each other directly, in stretches of about as many layers each."""
-    count = sum(len(region & layers) for region in row)
+    count = max(sum(len(region & layers) for region in row), 1)
     pieces = -(-count // LAYERS_IN_A_ROW)
     found: set[fx.Node] = set()
     taken = 0
     for region in row:
-        if found and len(region & layers) and taken * pieces // max(count, 1) != (taken - 1) * pieces // max(count, 1) and taken:
+        if region & layers and taken and taken * pieces // count != (taken - 1) * pieces // count:
             yield found
             found = set()
         taken += len(region & layers)

@@ -1,8 +1,8 @@
 """Distillation: learn the integers of all weights together, with the float model as the teacher; no labels are needed.
 
 Finkelstein, Fuchs, Tal, Grobman, Vosco, Meller: QFT: Post-training quantization via fast joint finetuning of all degrees of freedom, 2022.
-After calibration a model is trained for a short while as it is deployed, so that all layers compensate for the errors of one. No method
-does that which looks at one layer or block at a time. The parameters stay as they are; what is learned is:
+After calibration a model is trained for a short while as it is deployed, so that all layers compensate for the errors of one. The
+parameters stay as they are; what is learned is:
 
     w_q = round(w / s + v)      v of each weight, in steps, with the gradient straight through
     s · g, b + c                a gain and a shift of each channel, where its scale is not learned or a power of two
@@ -11,9 +11,8 @@ by Adam, whose steps become shorter in a cosine, with the loss
 
     mean over outputs of Σ (y - y')² / Σ y²  +  FEATURES · the same over the results of all layers with weights
 
-A few samples have more layers and channels than there are equations in their outputs. The results of layers are in the loss so that the
-outputs are not fitted alone. For the same reason samples are mixed, x' = (1 - λ) x_i + λ x_j, and the teacher gives their targets. Images
-are also shifted by up to an eighth of their size, reflected at the edges, each by its own shift.
+The outputs of a few samples determine less than all layers have to learn. So the results of layers are in the loss, too. Samples are mixed,
+x' = (1 - λ) x_i + λ x_j, with targets of the teacher, and images are shifted by up to an eighth of their size, reflected at the edges.
 """
 
 from __future__ import annotations
@@ -62,9 +61,8 @@ def distill(
     """Learn the integers of all weights together, so that the model returns what it does in float; it is left in VALIDATE.
 
     A step takes `batch_size` samples, mixed with others where they are finite floats, and moved by up to an eighth of their size
-    where they are images: real, of four or five dimensions, the batch first, and no element beyond 65535, as those of an attention's mask
-    are. A quarter of the samples is held out, and judges, each with copies that are moved: unless the outputs gain 0.2 dB there, the
-    model stays as it was.
+    where they are images: real, of four or five dimensions, the batch first, and no element beyond 65535, unlike an attention's mask. A
+    quarter of the samples is held out, with copies that are moved: unless the outputs gain 0.2 dB there, the model stays as it was.
     The model's parameters stay as they are: what was learned is an `AdaptiveRounding`, a `Coverage` and a `BiasCorrection` of each layer,
     which `convert`, `save` and `state_dict` know of, and state FLOAT is still the teacher. Layers with a rounding of the user's own, or a
     weight that others read, too, are left out. A step takes about four times as long as the float model takes for the samples and back.
@@ -81,11 +79,11 @@ def distill(
         if not nodes or not outputs.there:
             return TuningResult("distill", (), tuple(skipped.items()))
         before = outputs.measure()
-        course = pupil.learn(steps, kept)
-        for _ in progress(course, steps, "distilling", show_progress):
+        for _ in progress(pupil.learn(steps, kept), steps, "distilling", show_progress):
             pass
         after, names = outputs.measure(), tuple(node.name for node in nodes)
-        pupil.settle()  # after weights have seen what they are in steps of the last gains
+        for weight in pupil.weights:  # after they have seen what they are in steps of the last gains
+            weight.settle()
         row = TunedLayer(prepared.graph.output_node().name, names, before.pooled, after.pooled, True, 1.0)
         rows = judged(outputs, before, [row], tuned.undo, ("weights", "learned by distillation"))
         return TuningResult("distill", rows, tuple(skipped.items()), losses=tuple(pupil.losses))
@@ -101,12 +99,12 @@ class _Weight:
 
     def __init__(self, weight: Tensor, quantizer: WeightQuantizer, result: Tensor) -> None:
         self.quantizer = quantizer
-        rounding, coverage, correction = self.quantizer.rounding, self.quantizer.coverage, self.quantizer.correction
+        rounding, coverage, correction = quantizer.parts
         zeros = torch.zeros_like(weight, dtype=torch.float32).detach()
         self.moved = nn.Parameter(rounding.offset.clone() if isinstance(rounding, AdaptiveRounding) else zeros.clone())
         self.real = zeros
-        channels = len(weight) if self.quantizer.per_channel else 1
-        free = self.quantizer.learned is None and not self.quantizer.power_of_two
+        channels = len(weight) if quantizer.per_channel else 1
+        free = quantizer.learned is None and not quantizer.power_of_two
         self.gain = nn.Parameter(zeros.new_ones(channels)) if free else None
         self.share = zeros.new_ones(channels) if coverage is None else coverage.share.clone()
         has_channels = by_channel(result, len(weight), weight.dim()) is not None
@@ -147,10 +145,6 @@ class _Weight:
     @torch.no_grad()
     def settle(self) -> None:
         """Keep what was learned, as integers."""
-        if self.quantizer.coverage is not None:
-            self.quantizer.coverage.share = self.quantizer.coverage.share.detach().clone()
-        if self.quantizer.correction is not None:
-            self.quantizer.correction.value = self.quantizer.correction.value.detach().clone()
         rounding = self.quantizer.rounding
         assert isinstance(rounding, AdaptiveRounding)
         low, high = self.quantizer.dtype.low, self.quantizer.dtype.high
@@ -181,7 +175,7 @@ class _Pupil:
             weights = {node: constant_weight(prepared, node, operator) for node, operator in nodes.items()}
             self.weights = [_Weight(weights[node], operator.weight_quantizer, first[node]) for node, operator in nodes.items()]
             self.judging = [moved for index in samples.judging for moved in self._copies(samples.chunks[index])]
-        self.items = list(self._alike())
+        self.items = self._alike()
 
     def _run(self, inputs: Sequence[Any], *, exact: bool) -> tuple[list[Tensor], Values]:
         """Return the floating-point outputs, and the results of layers with weights."""
@@ -201,8 +195,8 @@ class _Pupil:
                     del values[operand]
         raise AssertionError("a graph ends with its output")
 
-    def _alike(self) -> Iterator[list[list[Any]]]:
-        """For each sample that is learned from, those of its size, itself among them."""
+    def _alike(self) -> list[list[list[Any]]]:
+        """Return for each sample that is learned from those of its size, itself among them."""
         groups: dict[Any, list[list[Any]]] = {}
         found = []
         for index in self.samples.learning or self.samples.judging:
@@ -210,7 +204,7 @@ class _Pupil:
                 alike = groups.setdefault(tuple(getattr(value, "shape", None) for value in item), [])
                 alike.append(item)
                 found.append(alike)
-        yield from found
+        return found
 
     def learn(self, steps: int, checkpoint: Checkpoint) -> Iterator[None]:
         """Learn, one step at a time, from where the checkpoint stands."""
@@ -305,11 +299,6 @@ class _Pupil:
             for weight in self.weights:
                 weight.place()
         return int(checkpoint.document["done"])
-
-    def settle(self) -> None:
-        """Put what was learned into the model, as integers."""
-        for weight in self.weights:
-            weight.settle()
 
 
 def _largest(value: Any) -> float:

@@ -232,8 +232,7 @@ def judged(
     """Return the rows of a tuning method if it makes the outputs clearly better; else call `undo`, and return rows that are not kept.
 
     `before` is the noise of the outputs without it; `what` is the subject and the participle of the log line. Of several `attempts`, which
-    each put something else into the model and return its rows, the best stays; its name says how. If the model has no floating-point
-    outputs to judge by, the first stays.
+    each put something else into the model and return its rows, the best stays, and the first without floating-point outputs to judge by.
     """
     if not any(row.kept for row in rows):
         return tuple(rows)

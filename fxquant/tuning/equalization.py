@@ -2,18 +2,15 @@
 
 Nagel, van Baalen, Blankevoort, Welling: Data-Free Quantization Through Weight Equalization and Bias Correction, ICCV 2019, section 4.1,
 moves a factor for each channel from one layer's weight to the next one's, so that the ranges of both weights are alike. Weights with one
-scale for all outputs need that. Where every output has its own scale, the activations need it: they have one scale for a whole tensor,
-which the largest channel determines. So several choices of factors are compared by the error that they leave (`LayerNoise`). One is taken
-only if it leaves clearly less than no factors.
+scale for all outputs need that. Where every output has its own scale, the activations need it: their one scale follows from the largest
+channel. So several choices of factors are compared by the error that they leave (`LayerNoise`), and one must leave clearly less than none.
 
 Xiao, Lin, Seznec, Wu, Demouth, Han: SmoothQuant, ICML 2023, section 4, has max |x_c|^α / max |w_c|^(1-α) for transformers, where a few
 channels of every token are far larger than all others. Some of the choices start there, with several α.
 
-A few items do not show everything that is to come: a channel that just fills the range on them is clipped where it reaches further. So
-factors must also lower the error if every channel reaches half as far again.
-
-The factors are powers of two, kept next to the parameters (`ChannelFactors`). The float function keeps its bits, except for numbers beyond
-the range of float32, and parameters keep their meaning.
+Later items may reach further than those seen, and would be clipped: factors must also lower the error if every channel reaches half as far
+again. They are powers of two, kept next to the parameters (`ChannelFactors`). The float function keeps its bits, except for numbers
+beyond the range of float32, and parameters keep their meaning.
 """
 
 from __future__ import annotations
@@ -97,7 +94,7 @@ class LayerNoise:
             torch.mul(torch.minimum(rounding, squares), share, out=cost)
         return float(costs.sum())
 
-    def error(self, factors: Tensor, rising: Tensor | None = None, falling: Tensor | None = None) -> float:
+    def error(self, factors: Tensor, rising: Tensor, falling: Tensor) -> float:
         """Compute the cost of rounding the weight.
 
         `rising` accumulates, by label, the part of the error that grows with f² of a channel; `falling` the part that grows with 1/f². Both
@@ -105,22 +102,15 @@ class LayerNoise:
         """
         read = factors[self.labels].unsqueeze(1)
         steps = self._steps(factors, read).unsqueeze(1)
-        costs = torch.empty_like(self.share)
-        parts = None if rising is None else torch.empty_like(self.share)
-        blocks = zip(
-            self._blocks(self.squares, self.share, costs, *(() if parts is None else (parts,))),
-            self._blocks(steps, by_group=read),
-            strict=True,
-        )
-        for (squares, share, cost, *part), (step, met) in blocks:
+        costs, parts = torch.empty_like(self.share), torch.empty_like(self.share)
+        blocks = zip(self._blocks(self.squares, self.share, costs, parts), self._blocks(steps, by_group=read), strict=True)
+        for (squares, share, cost, part), (step, met) in blocks:
             rounding = (step * met).square_().mul_(self.taps / 12)
             torch.mul(torch.minimum(rounding, squares), share, out=cost)
-            if part:
-                torch.mul(rounding, share, out=part[0])
-        if parts is not None and rising is not None and falling is not None:
-            rising.index_add_(0, self.read.flatten(), parts.flatten())
-            if not self.per_channel:
-                falling.index_add_(0, self.given, parts.sum(1))
+            torch.mul(rounding, share, out=part)
+        rising.index_add_(0, self.read.flatten(), parts.flatten())
+        if not self.per_channel:
+            falling.index_add_(0, self.given, parts.sum(1))
         return float(costs.sum())
 
     def _steps(self, factors: Tensor, read: Tensor) -> Tensor:
@@ -155,11 +145,10 @@ class LayerNoise:
 class TensorNoise:
     """The tensors of one grid. Tensors are float64, and labels int64.
 
-    labels        (n,): those of its channels, each once
-    largest       (n,): the largest magnitude
-    power         (n,): the mean square
-    gain          (n,): what an error of mean square one costs
-    divisor       half the number of steps of the grid's dtype
+    labels            (n,): those of its channels, each once
+    largest, power    (n,): the largest magnitude and the mean square
+    gain              (n,): what an error of mean square one costs
+    divisor           half the number of steps of the grid's dtype
     """
 
     labels: Tensor
@@ -167,11 +156,6 @@ class TensorNoise:
     power: Tensor
     gain: Tensor
     divisor: float
-
-    def steps(self, factors: Tensor) -> Tensor:
-        """Return the scale, in numbers of the float model, for each channel."""
-        own = factors[self.labels]
-        return (self.largest * own).amax() / self.divisor / own
 
     def ahead(self, times: float) -> TensorNoise:
         """Return the noise if every channel may reach so many times as far, but none beyond the largest."""
@@ -186,7 +170,8 @@ class TensorNoise:
 
         `falling` accumulates, by label, the part of the error that grows with 1/f² of a channel, as long as the scale stays.
         """
-        rounding = self.steps(factors).square() / 12
+        own = factors[self.labels]
+        rounding = ((self.largest * own).amax() / self.divisor / own).square() / 12
         if falling is not None:
             falling.index_add_(0, self.labels, rounding * self.gain)
         return float((torch.minimum(rounding, self.power) * self.gain).sum())
@@ -220,10 +205,9 @@ def equalize(
 
     `calibrate` does so by its first batch; this takes all of them, and is called before it. What a layer gives is multiplied, as it
     passes through whatever is positively homogeneous (relu, poolings, additions, concatenations, reshapes, a product with a gate), and
-    every layer that reads it undoes it in its weight: convolutions, transposed and grouped ones, linear layers, the affine part of a
-    norm. Nothing is multiplied where a limit other than 0 (relu6), another function, an output, a scale that is given or a float
-    operator meets it. Parameters are left as they are, and so is the float function, bit for bit, as long as no number leaves
-    the range of float32.
+    every layer that reads it undoes it in its weight: convolutions, linear layers, the affine part of a norm. Nothing is multiplied where
+    a limit other than 0 (relu6), another function, an output, a scale that is given or a float operator meets it. Parameters are left as
+    they are, and so is the float function, bit for bit, as long as no number leaves the range of float32.
 
     The arguments are those of `calibrate`. Raises what that raises, and ConfigurationError if anything was observed already.
     """
@@ -350,9 +334,9 @@ def _layer(prepared: fx.GraphModule, known: Channels, node: fx.Node, seen: Stati
     if values.get("batch_norm") is not None:
         assert operator.layer.folded is not None
         values["weight"], values["bias"] = operator.layer.folded(**values)
-    rows = operator.layer.weight(**values)
-    assert rows is not None
-    rows = rows.detach().double().cpu().flatten(2) if rows.dim() > 2 else rows.detach().double().cpu().unsqueeze(2)
+    weight = operator.layer.weight(**values)
+    assert weight is not None
+    rows = weight.detach().double().cpu().unsqueeze(2).flatten(2)
     outputs, inputs, taps = rows.shape
     groups = max(len(read) // inputs, 1)
     _, power, count = seen[arguments["input"].name]
@@ -382,8 +366,7 @@ def _layer(prepared: fx.GraphModule, known: Channels, node: fx.Node, seen: Stati
 
 def _by_output(channels: Tensor, outputs: int, groups: int) -> Tensor:
     """Expand values of the channels that a layer reads to those of each output's group: (outputs, inputs of a group)."""
-    rows = channels.reshape(groups, 1, -1)
-    return rows.expand(groups, outputs // groups, rows.shape[2]).reshape(outputs, -1)
+    return channels.reshape(groups, 1, -1).expand(groups, outputs // groups, -1).flatten(0, 1)
 
 
 def _grids(prepared: fx.GraphModule, known: Channels, seen: Statistics, gain: Tensor) -> list[TensorNoise]:
@@ -422,7 +405,7 @@ def _chosen(prepared: fx.GraphModule, known: Channels, seen: Statistics) -> Tens
         costs = _Costs(group, terms)
         least = before = costs.of(exponents).error
         best, most = exponents, WORTH * costs.of(exponents).doubtful()
-        for offered in _candidates(group, terms, problem) if _worth(sum(term.least_error() for term in terms), before) else ():
+        for offered in _candidates(group, terms, problem) if sum(term.least_error() for term in terms) <= WORTH * before else ():
             candidate = exponents.clone()
             candidate[group] = offered
             for _ in range(ROUNDS):
@@ -430,7 +413,7 @@ def _chosen(prepared: fx.GraphModule, known: Channels, seen: Statistics) -> Tens
                 if cost.error < least and cost.doubtful() <= most:
                     least, best = cost.error, candidate
                 candidate = cost.balanced
-        if not _worth(least, before):
+        if not least <= WORTH * before:
             return exponents
         lowest = best.clone()
         lowest[group] -= best[group].min()  # a factor that all have in common changes nothing, where none of them is held
@@ -447,33 +430,27 @@ def _chosen(prepared: fx.GraphModule, known: Channels, seen: Statistics) -> Tens
     return exponents
 
 
-def _worth(after: float, before: float) -> bool:
-    return after <= WORTH * before
-
-
 def _candidates(group: Tensor, terms: list[LayerNoise | TensorNoise], problem: _Problem) -> Iterator[Tensor]:
     """Exponents for the labels of a group."""
-    nearest = torch.zeros(problem.number, dtype=torch.float64, device="cpu")
+    nearest, rows, made, read = (torch.zeros(problem.number, dtype=torch.float64, device="cpu") for _ in range(4))
+    layers = [term for term in terms if isinstance(term, LayerNoise)]
     for term in terms:
         if isinstance(term, TensorNoise):
             nearest[term.labels] = torch.maximum(nearest[term.labels], term.largest / term.largest.max().clamp_min(1e-300))
     short = torch.where(nearest > 0, -torch.log2(nearest.clamp_min(2.0**-60)), 0)[group]  # bits to the range of the largest channel
     for share in SHARES:
         yield torch.minimum(torch.round(short * share), torch.floor(short)).clamp(-LARGEST, LARGEST).long()
-    rows = torch.zeros(problem.number, dtype=torch.float64, device="cpu")
-    for term in terms:
-        if isinstance(term, LayerNoise):
-            rows.scatter_reduce_(0, term.read.flatten(), term.largest.flatten(), "amax")
+    for layer in layers:
+        rows.scatter_reduce_(0, layer.read.flatten(), layer.largest.flatten(), "amax")
     light = torch.where(rows > 0, torch.log2(rows.clamp_min(2.0**-60)), 0)[group]
     for strength in MIGRATION:
         yield torch.round(strength * short + (1 - strength) * (light - light.max())).clamp(-LARGEST, LARGEST).long()
-    if all(term.per_channel for term in terms if isinstance(term, LayerNoise)):
+    if all(layer.per_channel for layer in layers):
         return
-    made, read = (torch.zeros(problem.number, dtype=torch.float64, device="cpu") for _ in range(2))
-    for term in terms:
-        if isinstance(term, LayerNoise):
-            made.scatter_reduce_(0, term.given, term.largest.amax(1) / term.largest.max().clamp_min(1e-300), "amax")
-            read.scatter_reduce_(0, term.read.flatten(), (term.largest / term.largest.max().clamp_min(1e-300)).flatten(), "amax")
+    for layer in layers:
+        shares = layer.largest / layer.largest.max().clamp_min(1e-300)
+        made.scatter_reduce_(0, layer.given, shares.amax(1), "amax")
+        read.scatter_reduce_(0, layer.read.flatten(), shares.flatten(), "amax")
     both = (made > 0) & (read > 0)
     weights = torch.where(both, torch.log2(read.clamp_min(1e-300) / made.clamp_min(1e-300)) / 2, 0)[group]
     for share in (0.0, 0.5):
@@ -503,11 +480,8 @@ class _Costs:
 
     def of(self, exponents: Tensor) -> _Cost:
         key = exponents[self.group].numpy().tobytes()
-        if key not in self.known:
-            self.known[key] = self._found(exponents)
-        return self.known[key]
-
-    def _found(self, exponents: Tensor) -> _Cost:
+        if key in self.known:
+            return self.known[key]
         factors = torch.exp2(exponents.double())
         rising, falling = torch.zeros_like(factors), torch.zeros_like(factors)
         errors = [term.error(factors, rising, falling) for term in self.terms]
@@ -519,13 +493,13 @@ class _Costs:
         moved = torch.where(both, torch.log2(falling.clamp_min(1e-300) / rising.clamp_min(1e-300)) / 4, 0)
         found = exponents.clone()
         found[self.group] = torch.round(exponents + moved)[self.group].clamp(-LARGEST, LARGEST).long()
-        return _Cost(sum(errors), doubtful, found)
+        self.known[key] = _Cost(sum(errors), doubtful, found)
+        return self.known[key]
 
 
 # ---- Statistics of the channels of tensors in the float model: the largest magnitude and the mean square of each -----
 #
-# A few items of a batch may be outliers (`observers.histogram`), whose channels have other proportions. Factors that suit them may spread
-# the channels of all other items, and a scale may clip the outliers anyway. So they are left out.
+# Outliers among the items (`observers.histogram`) are left out: their channels have other proportions, and a scale may clip them anyway.
 
 
 @torch.no_grad()
@@ -561,9 +535,8 @@ def statistics(prepared: fx.GraphModule, watched: Mapping[str, Tensor], batches:
 def together(gathered: Sequence[Statistics]) -> Statistics:
     """Combine the statistics of all ranks."""
     found: Statistics = {}
-    for one in gathered:
-        for name, seen in one.items():
-            _add(found, name, seen)
+    for name, seen in (entry for one in gathered for entry in one.items()):
+        _add(found, name, seen)
     return found
 
 

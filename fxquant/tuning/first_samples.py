@@ -1,15 +1,11 @@
 """The first samples of a calibration, by which ranges are judged, weights are rounded and biases are corrected after it.
 
-Ranges are chosen by one of several methods, whichever leaves the least noise in the outputs (below), if there are samples enough to judge
-by.
-Weights of few bits are rounded by them (`second_moment`).
+Ranges are chosen by the method that leaves the least noise in the outputs (below), if there are samples enough to judge by. Weights of few
+bits are rounded by them (`second_moment`).
 
 Biases are corrected (`bias`) if there are samples enough for a mean. They take back the mean of three errors: the remainder of the errors
-of rounded weights, the errors of 8-bit weights at an operand whose mean is not 0, and the shift of clipped operands.
-
-Some arithmetics only floor a sum to which half a step was added: every number in the middle between two integers is rounded up. Biases
-correct for that, too. Sums of many products are hardly ever there. The mean of four numbers is in one case of four, so every pixel of
-a pooled image is an eighth of a step too large on average.
+of rounded weights, the errors of 8-bit weights at an operand whose mean is not 0, and the shift of clipped operands. And where an
+arithmetic rounds the middle between two integers up, every pixel that is the mean of four is an eighth of a step too large on average.
 """
 
 from __future__ import annotations
@@ -127,61 +123,51 @@ class FirstSamples:
 
     def use(self, distributed: bool, show_progress: bool | None) -> None:
         """Choose ranges, round and correct by them; where ranks calibrate together, by those of the first."""
-        seen = sum(ranks.gathered(self.kept.seen)) if distributed and ranks.count() > 1 else self.kept.seen  # by all ranks
+        prepared, kept, several = self.prepared, self.kept, distributed and ranks.count() > 1
+        seen = sum(ranks.gathered(kept.seen)) if several else kept.seen  # by all ranks
         corrects = self.corrects and seen >= self.enough
-        with _restoring(self.prepared):
-            if self.rounds:
-                _undo(self.prepared, self.kept.roundings)
-            if corrects:
-                _undo(self.prepared, self.kept.corrections)
-            self._choose_ranges(seen, distributed, show_progress)  # of layers that are as they were before these samples
-            roundings = self._again(self.kept.roundings, self._round, distributed, show_progress) if self.rounds else self.kept.roundings
-            corrections = (
-                self._again(self.kept.corrections, self._correct, distributed, show_progress) if corrects else self.kept.corrections
-            )
-            self.kept.roundings, self.kept.corrections = roundings, corrections
 
-    def _choose_ranges(self, seen: int, distributed: bool, show_progress: bool | None) -> None:
+        def rounded() -> second_moment.Rounded:
+            return second_moment.rounded(prepared, cut(prepared, kept.inputs, 4), self.bits, show_progress)
+
+        def corrected() -> dict[str, list[float]]:
+            return bias.corrections(prepared, *self._few(), show_progress)
+
+        with _restoring(prepared):
+            roundings, corrections = kept.roundings, kept.corrections
+            if self.rounds:
+                _undo(prepared, roundings)
+            if corrects:
+                _undo(prepared, corrections)
+            self._choose_ranges(seen, several, show_progress)  # of layers that are as they were before these samples
+            if self.rounds:
+                roundings = self._again(roundings, lambda: second_moment.settle(prepared, self._of_first_rank(several, rounded, {})))
+            if corrects:
+                corrections = self._again(corrections, lambda: bias.settle(prepared, self._of_first_rank(several, corrected, {})))
+            kept.roundings, kept.corrections = roundings, corrections
+
+    def _choose_ranges(self, seen: int, several: bool, show_progress: bool | None) -> None:
         """Choose ranges by the method that is best for the outputs, and narrow those of lost inputs, where that is better for them."""
         prepared, observed = self.prepared, observed_since(self.prepared, self.observed_before)
         free = [quantizer for quantizer in observed.values() if quantizer.can_choose]
         method = self.method or Method.ERROR
         if free and self.method is None and (self.chooses or (self.chooses is None and seen >= ENOUGH)):
-
-            def best() -> Method:
-                return best_method(prepared, free, self._few()[0].chunks, show_progress)
-
-            method = self._of_first_rank(distributed, best, method)
+            method = self._of_first_rank(several, lambda: best_method(prepared, free, self._few()[0].chunks, show_progress), method)
         choose(free, method)
         if self.chooses is not False:
+            factors = self._of_first_rank(several, lambda: narrower(prepared, observed, self._few()[0].chunks, show_progress), {})
+            narrow(prepared, factors)
 
-            def factors() -> dict[str, float]:
-                return narrower(prepared, observed, self._few()[0].chunks, show_progress)
-
-            narrow(prepared, self._of_first_rank(distributed, factors, {}))
-
-    def _again(self, known: Given, method: Callable[[bool, bool | None], None], distributed: bool, show_progress: bool | None) -> Given:
+    def _again(self, known: Given, method: Callable[[], None]) -> Given:
         """Run a method again and return what it gives layers; those that are left out keep what is known."""
         before, operators = _parts(self.prepared), quantized_operators(self.prepared)
-        method(distributed, show_progress)
+        method()
         now = _parts(self.prepared)
         given = {name: (now[name], had) for name, had in before.items() if any(a is not b for a, b in zip(now[name], had, strict=True))}
         return {name: pair for name, pair in known.items() if operators[name].left_out} | given
 
-    def _round(self, distributed: bool, show_progress: bool | None) -> None:
-        def rounded() -> second_moment.Rounded:
-            return second_moment.rounded(self.prepared, cut(self.prepared, self.kept.inputs, 4), self.bits, show_progress)
-
-        second_moment.settle(self.prepared, self._of_first_rank(distributed, rounded, {}))
-
-    def _correct(self, distributed: bool, show_progress: bool | None) -> None:
-        def corrected() -> dict[str, list[float]]:
-            return bias.corrections(self.prepared, *self._few(), show_progress)
-
-        bias.settle(self.prepared, self._of_first_rank(distributed, corrected, {}))
-
-    def _of_first_rank(self, distributed: bool, find: Callable[[], Found], nothing: Found) -> Found:
-        if not distributed or ranks.count() == 1:
+    def _of_first_rank(self, several: bool, find: Callable[[], Found], nothing: Found) -> Found:
+        if not several:
             return find() if self.kept.inputs else nothing
         found = nothing
         try:
@@ -262,18 +248,15 @@ def _restoring(prepared: fx.GraphModule, always: bool = False) -> Iterator[None]
 # ---- Ranges that calibration chooses by the outputs of the model, after observers have chosen each by the error of its own tensor
 #
 # A choice has candidates, the usual one first. Each is put into the model, whose outputs are then measured on a few samples (`effects`).
-# Another one than the usual is taken where the outputs gain clearly by it: a choice of a few hardly adapts to the samples that it was made
-# by. There are two choices.
+# Another one than the usual is taken where the outputs clearly gain by it. There are two choices.
 #
 # *All tensors but outputs, by one method* (`Method`). The squared error of all samples together is that of the samples with the largest
-# values. Where a third of the images holds values ten times the usual, that error keeps these and gives the other images a coarse step. The
-# noise of a sample in decibels, on average over samples, clips more of the largest values. Rare large values may carry what a network
-# finds, as those of a detector do, which the smallest and the largest value keep. No method is better for every network. Outputs of the
-# model keep the range of the squared error. Percentiles are not candidates: they cut off values of other samples.
+# values: it keeps these, and gives all others a coarse step. The noise of a sample in decibels, on average over samples, clips more of the
+# largest values. The smallest and the largest value keep rare values, which may carry what a detector finds. No method is better for every
+# network. Percentiles are not candidates: they cut off values of other samples.
 #
-# *An input many of whose values round to 0, divided by a power of two.* A few large values set the scale of such an input: a power
-# spectrogram, say. The squared error of the input is that of these values, so no observer cuts them off. What they do to the outputs is
-# often the same at half their size, as behind a sigmoid.
+# *An input many of whose values round to 0, divided by a power of two.* A few large values set the scale of a power spectrogram, say. They
+# make up its squared error, so no observer cuts them off, but often they do the same to the outputs at half their size.
 
 
 MANY = 0.2  # of an input's values that are not 0, and become 0

@@ -9,11 +9,8 @@ starting where h(v) is the fraction of w / s. β falls from 20 to 2 in a cosine 
 At the end w_q is the integer that h(v) is nearer to. The loss is the squared error of the results, relative to the error with weights
 rounded to the nearest, plus the mean penalty times `PENALTY`. So nothing depends on the unit of the results or on the number of weights.
 
-The scale of a weight covers only a part of its range where that is better (`search`). It is found first, and the roundings are
-learned with it.
-
-Activations inside of a unit are rounded as in Wei, Gong, Li, Liu, Yu: QDrop, ICLR 2022, section 4. Each element is rounded with probability
-one half, else it keeps its float value. The same holds for what a unit reads. Their scales have LSQ's gradient.
+First the part of its range is found that the scale of a weight covers (`search`). Activations inside of a unit, and what it reads, are
+rounded as in Wei, Gong, Li, Liu, Yu: QDrop, ICLR 2022, section 4: each element with probability one half. Scales have LSQ's gradient.
 """
 
 from __future__ import annotations
@@ -53,6 +50,10 @@ LARGEST_STEP = 0.1
 WITHOUT_PENALTY = 0.2  # of the steps
 SHARPEST, SOFTEST = 20.0, 2.0
 _LOW, _HIGH = -0.1, 1.1  # what the sigmoid is stretched to before it is cut off at 0 and 1
+
+
+# Learned values, as a checkpoint holds them: "offset/NODE" of a rounding, "share/NODE" that a weight's scale covers, "scale/QUANTIZER".
+Learned = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -139,8 +140,7 @@ class Student:
         size = sum(value.numel() for value in values)
         if unit <= 0 or not size:
             return
-        learned = [*values, *self.growth.values()]
-        steps = self.settings.steps
+        learned, steps = [*values, *self.growth.values()], self.settings.steps
         optimizer = torch.optim.Adam([{"params": values, "lr": min(REACH / steps, LARGEST_STEP)}])
         if self.growth:
             optimizer.add_param_group({"params": list(self.growth.values())})
@@ -163,26 +163,23 @@ class Student:
         values, targets = self._operands(index), self.lesson.targets[index]
         for node in self.unit.nodes:
             operator = self.operators.get(node)
-            arguments = {} if operator is None or operator.plain else bound_arguments(node, operator, values)
-            if operator is not None and arguments and is_weighted(operator, arguments):
-                values[node] = real_result(operator, arguments)
-            else:
+            if operator is None or operator.plain:
                 values[node] = run(self.prepared, node, values, exact=False)
-            if operator is not None and not operator.plain and self.settings.rounded is not None:
-                values[node] = self._partly(values[node], self._rounded(values[node], operator.output))
+                continue
+            arguments = bound_arguments(node, operator, values)
+            weighted = is_weighted(operator, arguments)
+            real = real_result(operator, arguments) if weighted else run(self.prepared, node, values, exact=False)
+            values[node] = real if self.settings.rounded is None else self._partly(real, self._rounded(real, operator.output))
         errors = [(values[node] - targets[node]).square().mean() for node in self.unit.exits]
         return torch.stack(errors).sum()
 
     def _operands(self, index: int) -> Values:
-        rounded, real = self.lesson.operands[index], self.lesson.float_operands[index]
-        if self.settings.rounded is None:
-            return dict(rounded)
-        return {node: self._partly(real[node], value) if is_real(value) else value for node, value in rounded.items()}
+        real = self.lesson.float_operands[index]
+        return {node: self._partly(real[node], value) if is_real(value) else value for node, value in self.lesson.operands[index].items()}
 
     def _partly(self, real: Tensor, rounded: Tensor) -> Tensor:
-        """Each element rounded or real."""
-        assert self.settings.rounded is not None
-        if real is rounded:
+        """Return each element rounded or real, by chance; all of them rounded where the settings name no probability."""
+        if real is rounded or self.settings.rounded is None:
             return rounded
         chosen = torch.rand(rounded.shape, generator=self.generator, device="cpu", dtype=torch.float32) < self.settings.rounded
         return torch.where(chosen.to(rounded.device), rounded, real)
@@ -206,20 +203,20 @@ class Student:
         Candidates are the learned roundings, the scales of weights with which they were learned, and the scales of activations. The
         combination with the least error is taken.
         """
-        offsets = {node.name: choice.decided().offset for node, choice in self.choices.items()}
-        shares = {node.name: share for node, share in self.shares.items()}
-        scales = {quantizer.name: self._scale(quantizer).detach() for quantizer in self.growth}
-        candidates = [Learned(offsets, {}, shares), Learned({}, {}, shares)]
+        offsets = {f"offset/{node.name}": choice.decided().offset for node, choice in self.choices.items()}
+        shares = {f"share/{node.name}": share for node, share in self.shares.items()}
+        scales = {f"scale/{quantizer.name}": self._scale(quantizer).detach() for quantizer in self.growth}
+        candidates = [offsets | shares, shares]
         if scales:
-            candidates += [Learned(offsets, scales, shares), Learned({}, scales, {})]
+            candidates += [offsets | shares | scales, scales]
         errors = []
         for candidate in candidates:
             self.undo()
-            candidate.put(self.prepared, self.unit)
+            put_unit(self.prepared, self.unit, candidate)
             errors.append(error())
         best = errors.index(min(errors))
         self.undo()
-        candidates[best].put(self.prepared, self.unit)
+        put_unit(self.prepared, self.unit, candidates[best])
         return candidates[best], errors[best]
 
     @torch.no_grad()
@@ -231,24 +228,16 @@ class Student:
             number.copy_(before)
 
 
-@dataclass(frozen=True)
-class Learned:
-    """The learned values of a unit: offsets of roundings by node, scales by quantizer, and covered shares of weights by node."""
-
-    offsets: Mapping[str, Tensor]
-    scales: Mapping[str, Tensor]
-    shares: Mapping[str, Tensor]
-
-    @torch.no_grad()
-    def put(self, prepared: fx.GraphModule, unit: Unit) -> None:
-        """Put the learned values into the model."""
-        for node in unit.nodes:
-            operator = operator_at(prepared, node)
-            if operator is None:
-                continue
-            put(operator, Settled(self.offsets.get(node.name), self.shares.get(node.name)))
-            if not operator.plain and operator.owns_output and operator.output.name in self.scales:
-                _move(operator.output, self.scales[operator.output.name])
+@torch.no_grad()
+def put_unit(prepared: fx.GraphModule, unit: Unit, learned: Learned) -> None:
+    """Put the learned values of a unit into the model."""
+    for node in unit.nodes:
+        operator = operator_at(prepared, node)
+        if operator is None:
+            continue
+        put(operator, Settled(learned.get(f"offset/{node.name}"), learned.get(f"share/{node.name}")))
+        if not operator.plain and operator.owns_output and f"scale/{operator.output.name}" in learned:
+            _move(operator.output, learned[f"scale/{operator.output.name}"])
 
 
 def _movable(prepared: fx.GraphModule, operators: Iterable[QuantizedOperator]) -> list[Quantizer]:
@@ -334,8 +323,8 @@ def put(operator: QuantizedOperator, decided: Settled) -> None:
 #
 #     share_c = argmin over SHARES of Σ (y_c - ŷ_c)²,   ŷ with the weight rounded to the nearest on share_c · max |w_c| / divisor
 #
-# over the samples that are learned from, behind the fused limits, with operands that are integers already. Errors of 4 bits are large, so
-# that a smaller step pays for a few weights that are cut off; which those are is not in the weight, but in what it is multiplied by.
+# over the samples that are learned from, behind the fused limits, with operands that are integers already. With 4 bits a smaller step pays
+# for a few weights that are cut off; which those are depends on what the weight is multiplied by.
 
 
 SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)

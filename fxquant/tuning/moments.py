@@ -60,9 +60,7 @@ class Moment:
         variance = (square - mean.square()).clamp_min(0)
         means = mean.repeat_interleave(taps, 1)
         smooth = means.unsqueeze(2) * means.unsqueeze(1)
-        kernel = ALIKE * torch.ones(taps, taps, device=mean.device, dtype=torch.float32) + (1 - ALIKE) * torch.eye(
-            taps, device=mean.device, dtype=torch.float32
-        )
+        kernel = torch.full((taps, taps), ALIKE, device=mean.device, dtype=torch.float32).fill_diagonal_(1.0)
         channel = torch.arange(size // taps, device=mean.device)
         smooth.view(groups, -1, taps, size // taps, taps)[:, channel, :, channel, :] += variance.t().reshape(-1, groups, 1, 1) * kernel
         return smooth
@@ -94,7 +92,7 @@ def flipped(real: Tensor, moment: Tensor, low: int, high: int) -> Tensor:
     at, row, pruned = at.flatten(0, 1), torch.arange(len(result), device=real.device), (real == 0).flatten(0, 1)
     group = row // outputs
     diagonal = torch.diagonal(moment, dim1=1, dim2=2)[group]
-    enough = -1e-6 * diagonal.amax(1, keepdim=True)  # what float32 tells
+    enough = -ENOUGH * diagonal.amax(1, keepdim=True)
     starts = torch.arange(parts, device=real.device) * ((columns + margin) // parts)
     for _ in range(SWEEPS):
         step = -torch.sign(gradient)

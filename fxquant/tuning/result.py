@@ -6,9 +6,33 @@ import io
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from rich.console import Console
 from rich.table import Table
+
+Row = TypeVar("Row")
+
+
+class LayerTable(Generic[Row]):
+    """A row for each layer: iterates over them, and prints as the table that a subclass makes of them."""
+
+    layers: tuple[Row, ...]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __rich__(self) -> Table:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        """Return the table without colours, as wide as it needs to be."""
+        written = io.StringIO()
+        Console(file=written, width=160, color_system=None).print(self.__rich__())
+        return "\n".join(line.rstrip() for line in written.getvalue().splitlines())
 
 
 @dataclass(frozen=True)
@@ -30,6 +54,11 @@ class TunedLayer:
     kept: bool
     signal: float
 
+    @staticmethod
+    def of(document: dict[str, Any]) -> TunedLayer:
+        """Return the outcome that a checkpoint holds as a JSON object."""
+        return TunedLayer(**{**document, "layers": tuple(document["layers"])})
+
     @property
     def gain(self) -> float:
         """By how many dB what was tuned is better than what was there."""
@@ -37,7 +66,7 @@ class TunedLayer:
 
 
 @dataclass(frozen=True)
-class TuningResult:
+class TuningResult(LayerTable[TunedLayer]):
     """The tuned layers in the order they run; iterates over them, and prints as a table.
 
     method   the function that tuned
@@ -52,12 +81,6 @@ class TuningResult:
     skipped: tuple[tuple[str, str], ...] = ()
     memory: int = 0
     losses: tuple[float, ...] = ()
-
-    def __iter__(self) -> Iterator[TunedLayer]:
-        return iter(self.layers)
-
-    def __len__(self) -> int:
-        return len(self.layers)
 
     @property
     def kept(self) -> tuple[TunedLayer, ...]:
@@ -85,18 +108,6 @@ class TuningResult:
         for name, because in self.skipped:
             table.add_row(name, "", "", "", "", because)
         return table
-
-    def __str__(self) -> str:
-        """Return the table as plain text: signal-to-noise ratios of each layer's result, on samples that were held out."""
-        return as_text(self.__rich__())
-
-
-def as_text(table: Table) -> str:
-    """Return a table without colours, as wide as it needs to be."""
-    console = Console(file=io.StringIO(), width=160, color_system=None)
-    console.print(table)
-    written: io.StringIO = console.file  # type: ignore[assignment]
-    return "\n".join(line.rstrip() for line in written.getvalue().splitlines())
 
 
 def _decibels(signal: float, noise: float) -> float:

@@ -20,10 +20,9 @@ mixed from it and from one of SQuant's form,
 
 with the mean m and the variance v of each input channel and ρ = 0.9 for a kernel's taps; held-out samples choose.
 
-J weighs every output of a layer alike, but their effects on the model's outputs differ. So the search goes on with outputs rounded
-together, weighted by these effects (`output_effects`, `moments`). At last each channel's scale is multiplied so that its result, after what
-is fused, is neither larger nor smaller than in float on average over the samples: Σ y y' / Σ y². In one layer a channel that is one
-hundredth too small is within the noise; over twenty layers in a row it adds up to a fifth.
+J weighs every output of a layer alike. So the search goes on with outputs rounded together, weighted by their effects on the model's
+outputs (`output_effects`, `moments`). At last each channel's scale is multiplied so that its result, after what is fused, is as large as in
+float on average over the samples: Σ y y' / Σ y². One hundredth too little adds up to a fifth over twenty layers in a row.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ from fxquant.support.progress import progress
 from fxquant.tuning.checkpoint import LayerCheckpoint, call_of
 from fxquant.tuning.choices import tuning
 from fxquant.tuning.effects import FloatOutputs, Noise, judged, real_outputs
-from fxquant.tuning.learning import Learned, Settled, put, settled
+from fxquant.tuning.learning import Settled, put, settled
 from fxquant.tuning.moments import Moment, flipped, flipped_together, joint_noise
 from fxquant.tuning.result import TunedLayer, TuningResult
 from fxquant.tuning.walk import (
@@ -89,13 +88,12 @@ def round_weights(
     """Round weights up or down so that their errors cancel in what the layers read; the model is left in VALIDATE.
 
     `calibrate` does so for weights of less than 8 bits by its first samples; this takes those of any dtype, rounded before or not, and all
-    samples. What counts is the share of noise in a layer's sums, as far as it comes from its weight alone:
-    by its effect on the outputs of the model, or, where these are not floating-point, on average over the layer's. A quarter of the samples
-    is held out, and judges: a layer whose noise there does not fall keeps the rounding it had. So do all layers of less than 8 bits, and
-    all others, unless the outputs of the model gain 0.2 dB by them. What was decided is an `AdaptiveRounding` and a `Coverage`, in the file
-    of `save` and in `state_dict`; the first stays while weights move by less than half a step. Of a weight whose scale is learned it is
-    an `AdaptiveRounding` and the scale that training starts from. Layers with a rounding of the user's own, or a weight that others read
-    as well, are left out.
+    samples. What counts is the share of noise in a layer's sums that its weight alone causes, by its effect on the outputs of the model,
+    or, where these are not floating-point, on average over the layer's. A quarter of the samples is held out, and judges: a layer whose
+    noise there does not fall keeps the rounding it had. So do all layers of less than 8 bits, and all others, unless the outputs of the
+    model gain 0.2 dB by them. What was decided is an `AdaptiveRounding`, which stays while weights move by less than half a step, and a
+    `Coverage`, or the scale that training starts from where it is learned; all are in the file of `save` and in `state_dict`. Layers with a
+    rounding of the user's own, or a weight that others read as well, are left out.
 
     The bits do not depend on the number of threads. Batches and errors are as in `adaround`.
     """
@@ -162,7 +160,7 @@ def _round(
             row = known.rows[node.name]
             if row.kept:
                 learned = known.learned(row)
-                put(operator, Settled(*(of.get(node.name) for of in (learned.offsets, learned.shares, learned.scales))))
+                put(operator, Settled(*(learned.get(f"{part}/{node.name}") for part in Settled._fields)))
             found.append(row)
             continue
         values = walk.at((*node.all_input_nodes, node))
@@ -180,18 +178,13 @@ def _round(
             put(operator, Settled(integers - layer.clipped))
             if few:
                 _level(node, operator, [values[index] for index in samples.learning or samples.judging], integers)
-        known.add(row, _learned(node.name, settled(operator.weight_quantizer)) if row.kept else None)
+        decided = settled(operator.weight_quantizer)._asdict() if row.kept else {}
+        known.add(row, {f"{part}/{node.name}": value for part, value in decided.items() if value is not None})
         found.append(row)
     rows = _judged(prepared, found, FloatOutputs(prepared, [samples.chunks[index] for index in samples.judging]), undo)
     result = TuningResult("round_weights", rows, tuple(skipped), walk.largest)
     logger.debug("%s", result)
     return result
-
-
-def _learned(name: str, decided: Settled) -> Learned:
-    """Return the decisions of a layer in the form that a checkpoint holds."""
-    offsets, shares, scales = ({} if each is None else {name: each} for each in decided)
-    return Learned(offsets, scales, shares)
 
 
 def _has_few_bits(operator: QuantizedOperator) -> bool:
@@ -328,15 +321,10 @@ class _Layer(NamedTuple):
 
         They are computed by the layer's own function, with an identity in place of its weight.
         """
-        given, shape, size = dict(self.operands[index]), self.real.shape, self.columns
-        if given.get("bias") is not None:
-            given["bias"] = None
+        given = {name: None if name == "bias" else value for name, value in self.operands[index].items()}
+        shape, size = self.real.shape, self.columns
         name = "weight" if "weight" in given else "other"
-        one = (
-            torch.eye(size, device=self.real.device, dtype=torch.float32)
-            .reshape(size, *shape[1:])
-            .repeat(self.groups, *[1] * (len(shape) - 1))
-        )
+        one = torch.eye(size, device=self.real.device, dtype=torch.float32).repeat(self.groups, 1).reshape(-1, *shape[1:])
         given[name] = self.operator.operator.layer.weight(**{**given, name: one})  # what arranges a weight undoes itself
         result: Tensor = self.operator.operator.function(*_few(given, index, shape[2:], wanted).values())
         axis = result.dim() - 1 - max(len(shape) - 2, 0)
@@ -374,19 +362,16 @@ class _Layer(NamedTuple):
             return joint_noise(list(zip(parts, judges, strict=True)), effect)
 
         signal = max(noise(real), 1e-30)
-        chosen, before, after = rounded, noise(rounded - real) / signal, noise(rounded - real) / signal
-        candidates = [start]
+        candidates = [rounded, start]
         for share in TOGETHER:
             blocks = [
                 flipped_together(start[:, first:last], part[0], moment[0], effect, *self.limits)
                 for (part, moment), (first, last) in zip(learned.parts(real, share), learned.bounds, strict=True)
             ]
             candidates.append(torch.cat(blocks, 1))
-        for candidate in candidates:
-            found = noise(candidate - real) / signal
-            if found < after:
-                chosen, after = candidate, found
-        return chosen, before, after
+        noises = [noise(candidate - real) / signal for candidate in candidates]
+        after = min(noises)
+        return candidates[noises.index(after)], noises[0], after
 
 
 def _few(given: dict[str, Any], index: int, kernel: Sequence[int], wanted: int) -> dict[str, Any]:
@@ -407,9 +392,8 @@ def _few(given: dict[str, Any], index: int, kernel: Sequence[int], wanted: int) 
 #
 # z are the sums of a layer at one place, with bias and what is fused into the layer but before its limits. y are the outputs of the
 # model, and the mean is over places, samples and u. To first order E[Σ (Δy)²] is Σ Δzᵀ B Δz over places, if these are independent of each
-# other. Outputs of the layer that nothing reads count nothing, and errors of two may cancel after it. Together with M = E[x xᵀ] it is the
-# approximation of Martens, Grosse: Optimizing Neural Networks with Kronecker-factored Approximate Curvature, ICML 2015. Rounding by it is
-# in Tseng, Sun, Hou, De Sa: Model-Preserving Adaptive Rounding, 2025.
+# other. Together with M = E[x xᵀ] it is the approximation of Martens, Grosse: Optimizing Neural Networks with Kronecker-factored
+# Approximate Curvature, ICML 2015. Rounding by it is in Tseng, Sun, Hou, De Sa: Model-Preserving Adaptive Rounding, 2025.
 
 
 DRAWN = 4  # u of each chunk

@@ -17,14 +17,12 @@ from fxquant.quantization.observers import Observer
 from fxquant.quantization.observers.histogram import gathering
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.spec import ActivationConfig
-from fxquant.quantization.weights import WeightQuantizer, running_gain
+from fxquant.quantization.weights import running_gain
 from fxquant.tuning.choices import WEIGHT, Choice
 from fxquant.tuning.effects import is_real
 from fxquant.tuning.walk import weight_of
 
 Way = str | Grid  # in which a choice is rounded: to a dtype with its observer's scale, or a tensor to this grid
-
-
 Result = Callable[[Choice, Tensor], Any]  # what a tensor becomes
 Weight = Callable[[Choice, QuantizedOperator, dict[str, Any]], Tensor]  # what a weight becomes, given the arguments of the call
 
@@ -129,7 +127,7 @@ def rounded_weight(operator: QuantizedOperator, arguments: Mapping[str, Any], dt
 
 def _rounded(operator: QuantizedOperator, arguments: Mapping[str, Any], name: str, dtype: str) -> Tensor:
     """Round and dequantize a weight to which its factors are applied."""
-    weight = arguments[name]
+    weight: Tensor = arguments[name]
     places = torch.arange(weight.numel(), device=weight.device).reshape(weight.shape)
     arranged, where = weight_of(operator, arguments), weight_of(operator, {**arguments, name: places})
     assert arranged is not None
@@ -138,8 +136,10 @@ def _rounded(operator: QuantizedOperator, arguments: Mapping[str, Any], name: st
     gain = None if batch_norm is None else running_gain(batch_norm)
     shape = (-1, *[1] * (arranged.dim() - 1))
     folded = arranged if gain is None else arranged * gain.reshape(shape)
-    own = operator.weight_quantizer
-    quantizer = own if dtype == own.dtype.name else _of_dtype(own, dtype)
+    quantizer = operator.weight_quantizer
+    if dtype != quantizer.dtype.name:  # a copy, without what was learned
+        quantizer = copy.deepcopy(quantizer)
+        quantizer.dtype, quantizer.learned, quantizer.rounding = WEIGHT_TYPES[dtype], None, Nearest()
     found = quantizer.integers(folded, gain)
     real: Tensor = found.integers * found.scale.reshape(shape)
     if gain is not None:
@@ -147,12 +147,4 @@ def _rounded(operator: QuantizedOperator, arguments: Mapping[str, Any], name: st
         real = torch.where(gain.reshape(shape) == 0, arranged, real / safe)
     result: Tensor = weight.detach().flatten().clone()
     result[where.flatten()] = real.flatten()
-    shaped: Tensor = result.reshape(weight.shape)
-    return shaped
-
-
-def _of_dtype(own: WeightQuantizer, dtype: str) -> WeightQuantizer:
-    """Return a copy of a weight quantizer for another dtype, without what was learned."""
-    found = copy.deepcopy(own)
-    found.dtype, found.learned, found.rounding = WEIGHT_TYPES[dtype], None, Nearest()
-    return found
+    return result.reshape(weight.shape)

@@ -1,11 +1,12 @@
 """Run samples through a prepared model node by node, as the float model has them and as the integers have them.
 
-The result of a node is kept for every sample until all its readers have run, so every node runs once for the whole of a method. Memory is
-that of the widest cut through the graph, twice, for all samples; no gradient is kept.
+The result of a node is kept for every sample until all its readers have run, so every node runs once. Memory is that of the widest cut
+through the graph, twice, for all samples; no gradient is kept.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,9 +43,7 @@ class Samples:
 
     def __init__(self, chunks: list[list[Any]]) -> None:
         self.chunks = chunks
-        self.judging = (
-            range(HELD_OUT_OF - 1, len(chunks), HELD_OUT_OF) if len(chunks) >= HELD_OUT_OF else range(len(chunks) - 1, len(chunks))
-        )
+        self.judging = range(min(HELD_OUT_OF, len(chunks)) - 1, len(chunks), HELD_OUT_OF)
         self.learning = [index for index in range(len(chunks)) if index not in self.judging]
 
     @property
@@ -155,9 +154,8 @@ class Walk:
         self._values: list[Values] = [dict(zip(inputs, chunk, strict=True)) for chunk in chunks]
         self._done: set[fx.Node] = set(inputs)
         self._kept = Kept()
-        for values in self._values:
-            for value in values.values():
-                self._kept.add(value)
+        for value in itertools.chain.from_iterable(chunks):
+            self._kept.add(value)
 
     @property
     def largest(self) -> int:
@@ -186,10 +184,9 @@ class Walk:
 
     def _drop(self, node: fx.Node) -> None:
         for values in self._values:
-            if node in values:
-                value = values.pop(node)
-                if node.op != "get_attr":
-                    self._kept.drop(value)
+            value = values.pop(node, None)
+            if node.op != "get_attr":
+                self._kept.drop(value)
 
     def _needed(self, wanted: Sequence[fx.Node]) -> list[fx.Node]:
         """Return the nodes that have to run for these nodes, in the order of the graph."""

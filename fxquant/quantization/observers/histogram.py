@@ -149,23 +149,19 @@ class Items:
 class HistogramObserver(Observer, names="histogram"):
     """Covers the range with the smallest mean squared error of the observed values and of the same values a tenth larger.
 
-    Calibration is a sample, and later values exceed it. The range with the least error on the sample alone clips the largest of the later
-    values, which does more harm than a slightly wider step. So every value counts twice, as it is and `ahead` times as large, and the
-    range may reach that far beyond the observed one. A few values far from all others are clipped nevertheless where they would make
-    the range wide, as with few bits. An end of the range at which many values lie, as after a clamp or in an image, is taken as the limit
-    of all values, and lies on a step of the grid. `python -m benchmarks.observers` compares this observer with the others.
+    Later values exceed those of calibration, and clipping them does more harm than a slightly wider step. So every value counts twice, as
+    it is and `ahead` times as large, and the range may reach that far beyond the observed one. A few values far from all others are clipped
+    nevertheless where they would make the range wide, as with few bits. An end of the range at which many values lie, as after a clamp or
+    in an image, is taken as the limit of all values, and lies on a step of the grid. `python -m benchmarks.observers` compares observers.
 
-    The squared error is dominated by the samples of a batch with the largest norms. Where the largest magnitude of these outlier samples
-    is 8 times that of the smallest ones, or more, another range is considered. It is taken if it halves the average noise of a sample, in
-    dB; it may clip values of a few outlier samples (`Items`). An output of the model is exempt.
+    The samples of a batch with the largest norms dominate the squared error. Where their largest magnitude is 8 times that of the smallest
+    ones, or more, another range is considered. It is taken if it halves the average noise of a sample, in dB; it may clip values of a few
+    outlier samples (`Items`). An output of the model is exempt. Where only functions of one element read the tensor, such as a SiLU or a
+    PReLU, the range is narrowed to the part with the smallest error after these functions.
 
-    Where only functions of one element read the tensor, such as a SiLU or a PReLU, the range is narrowed to the part with the smallest
-    error after these functions.
-
-    Magnitudes are counted in bins over [0, reach]. A larger value doubles the reach, as often as needed, by
-    merging neighbouring bins, so counts stay exact and memory constant for any number of batches. Of a tensor of
-    twice `sample` elements or more, that many are counted (see `sampled`); its largest magnitude is always that of all its elements.
-    Magnitudes of negative values are counted a second time, on their own, for dtypes whose grid depends on the sign.
+    Magnitudes are counted in bins over [0, reach], those of negative values a second time on their own. A larger value doubles the reach
+    by merging neighbouring bins, so counts stay exact and memory constant for any number of batches. Of a tensor of twice `sample`
+    elements or more, that many are counted (see `sampled`); its largest magnitude is always that of all its elements.
     """
 
     largest: Tensor
@@ -393,9 +389,6 @@ class HistogramObserver(Observer, names="histogram"):
         self.largest.copy_(torch.stack([state["largest"] for state in states]).max())
         self.count.copy_(torch.stack([state["count"] for state in states]).sum())
 
-    def extra_repr(self) -> str:
-        return f"bins={self.bins}"
-
 
 class LpObserver(HistogramObserver, names="lp"):
     """Covers the range with the smallest mean |error|^p of the observed values. The larger p, the more clipping errors count."""
@@ -410,9 +403,6 @@ class LpObserver(HistogramObserver, names="lp"):
 
     def loss(self, error: Tensor) -> Tensor:
         return error.pow(self.p)
-
-    def extra_repr(self) -> str:
-        return f"p={self.p}, bins={self.bins}"
 
 
 class MSEObserver(HistogramObserver, names="mse"):
@@ -507,9 +497,6 @@ class ThresholdObserver(HistogramObserver):
     ahead = 1.0
     each = False
 
-    def threshold(self, dtype: IntType) -> Tensor:
-        raise NotImplementedError
-
     def read_by(self, functions: Functions) -> HistogramObserver:
         return self
 
@@ -531,9 +518,6 @@ class PercentileObserver(ThresholdObserver, names="percentile"):
 
     def threshold(self, dtype: IntType) -> Tensor:
         return percentile_threshold(self, self.percentile)
-
-    def extra_repr(self) -> str:
-        return f"percentile={self.percentile}, bins={self.bins}"
 
 
 class ClipStdObserver(ThresholdObserver, names="clip_std"):
@@ -557,9 +541,6 @@ class ClipStdObserver(ThresholdObserver, names="clip_std"):
         away = self.deviations * ((points - mean).square() * counts).sum().div(counts.sum()).sqrt()
         zero = torch.zeros_like(low)
         return torch.clamp((mean - away).float(), low, zero), torch.clamp((mean + away).float(), zero, high)
-
-    def extra_repr(self) -> str:
-        return f"deviations={self.deviations}, bins={self.bins}"
 
 
 class KLObserver(ThresholdObserver, names="kl entropy"):

@@ -85,10 +85,9 @@ def signed(rows: Tensor, chosen: Sequence[int] | None, apart: int, bins: int, to
 def sampled(value: Tensor, count: int) -> Tensor:
     """Return `count` of a tensor's elements, one-dimensional; all of them if there are fewer than twice as many.
 
-    The tensor, read in the order of its dimensions, is cut into `count` sections of equal length, and one element is
-    taken at a random index of each. So every element is equally likely, whatever period the values have. The indices
-    depend on the two sizes alone, and neither on the memory layout nor on any generator of random numbers. So the
-    same values give the same sample on every thread and rank.
+    The tensor, read in the order of its dimensions, is cut into `count` sections of equal length, and one element is taken at a random
+    index of each, so that every element is equally likely, whatever period the values have. The indices depend on the two sizes alone:
+    the same values give the same sample on every thread and rank.
     """
     if value.numel() < 2 * count:
         return value.flatten()
@@ -205,6 +204,9 @@ class Observer(nn.Module):
         """
         raise NotImplementedError
 
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={getattr(self, name)}" for name in SETTINGS.get(type(self), ()))
+
 
 # The observers that are declared with names: by each name, by that of their class, and the arguments of their constructors.
 NAMED: dict[str, type[Observer]] = {}
@@ -278,8 +280,8 @@ class MinMaxObserver(Observer, names="min_max minmax"):
 class MovingAverageMinMaxObserver(MinMaxObserver, names="moving_average"):
     """Covers the average of the batches' ranges.
 
-    The first 1/averaging_constant batches count equally; later ones enter with weight `averaging_constant`. PyTorch's observer of this
-    name gives that weight to the second batch already, so that the first one counts most: of few batches it finds another range.
+    The first 1/averaging_constant batches count equally; later ones enter with weight `averaging_constant`, as the second one does already
+    in PyTorch's observer of this name.
     """
 
     @checked()
@@ -311,9 +313,6 @@ class MovingAverageMinMaxObserver(MinMaxObserver, names="moving_average"):
 
     def range_observer(self) -> MinMaxObserver:
         return MovingAverageMinMaxObserver(self.averaging_constant)
-
-    def extra_repr(self) -> str:
-        return f"averaging_constant={self.averaging_constant}"
 
 
 class ClipObserver(MinMaxObserver, names=""):
@@ -347,15 +346,9 @@ class ClipObserver(MinMaxObserver, names=""):
     def range_observer(self) -> MinMaxObserver:
         return ClipObserver(self.lowest, self.highest)
 
-    def extra_repr(self) -> str:
-        return f"lowest={self.lowest}, highest={self.highest}"
-
 
 class FixedScaleObserver(Observer):
-    """A given scale in the form of an observer; it is converted to `ActivationConfig(scale=…)` or `(threshold=…)`.
-
-    It exists for configs that are written in this way.
-    """
+    """A given scale in the form of an observer, for configs written so: it becomes `ActivationConfig(scale=…)` or `(threshold=…)`."""
 
     @checked()
     def __init__(self, scale: float | None = None, threshold: float | None = None) -> None:
