@@ -288,10 +288,11 @@ def _channels_first(model: fx.GraphModule) -> frozenset[fx.Node]:
     alike: dict[fx.Node, set[fx.Node]] = {node: set() for node in tensors if len(_sizes(node)) == 3}
     waiting = []
     for node in alike:
-        role = role_of(node.target)
-        if role is Role.CONVOLUTION or node.target in (pool.sum_pool, pool.max_pool):
+        record, role = PRIMITIVES.get(node.target), role_of(node.target)  # type: ignore[arg-type]
+        layout = "" if record is None else record.layout
+        if role is Role.CONVOLUTION or layout == "windows":
             waiting.append(node)
-        elif role not in POINTWISE | {Role.RESIDUAL} and node.target not in (elementwise.centre, accumulator_output, shape.concatenate):
+        elif role not in POINTWISE | {Role.RESIDUAL} and layout != "same":
             continue
         for operand in node.all_input_nodes:
             if operand in alike and operand.op != "get_attr":

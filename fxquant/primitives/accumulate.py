@@ -73,7 +73,7 @@ def onnx_split(e: Emitter, value: str, parts: int, bits: int) -> list[str]:
 
 
 def sum_parts(input: Tensor, weight: Tensor, bias: Tensor | None, cut: Split, kernel: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Σ kernel(x_i, w_j) · 2^(i·bits + j·weight_bits) + bias in float64; the bias is shaped to broadcast."""
+    """Σ kernel(x_i, w_j) · 2^(i·bits + j·weight_bits) + bias in float64; the bias has one element per output channel."""
     total: Tensor | None = None
     weights = split(weight.float(), cut.weight_parts, cut.weight_bits)
     for i, part in enumerate(split(input.float(), cut.parts, cut.bits)):
@@ -81,7 +81,7 @@ def sum_parts(input: Tensor, weight: Tensor, bias: Tensor | None, cut: Split, ke
             term = kernel(part, factor).double().mul_(2.0 ** (i * cut.bits + j * cut.weight_bits))
             total = term if total is None else total.add_(term)
     assert total is not None
-    return total if bias is None else total.add_(bias.double())
+    return total if bias is None else total.add_(per_channel(bias.double(), weight.dim() - 2))
 
 
 def onnx_sum_parts(e: Emitter, x: str, w: str, bias: tuple[str, ...], cut: Split, kernel: Callable[[str, str], str]) -> str:
@@ -106,9 +106,9 @@ def accumulated(total: Tensor, input: Tensor, weight: Tensor) -> Tensor:
     return total if input.is_floating_point() else total.to(torch.int64 if weight.dtype == torch.int16 else torch.int32)
 
 
-def per_channel(bias: Tensor | None, trailing: int) -> Tensor | None:
-    """Return a bias, reshaped to broadcast against a result with `trailing` dimensions after its channels."""
-    return None if bias is None else bias.reshape(-1, *[1] * trailing)
+def per_channel(values: Tensor, trailing: int) -> Tensor:
+    """Return values per channel, reshaped to broadcast against a tensor with `trailing` dimensions after its channels."""
+    return values.reshape(-1, *[1] * trailing)
 
 
 def attributes_of(weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int) -> dict[str, object]:
@@ -225,10 +225,10 @@ def _onnx_convolution_wide(
             return _onnx_sum_blocks(e, x, w, bias, blocks, attributes)
         return onnx_sum_parts(e, x, w, bias, Split(*cut), lambda part, factor: e.node("Conv", part, factor, **attributes))
 
-    values = (*attributes.values(), list(cut if blocks is None else blocks), bias is not None, str(e.dtype(input)).removeprefix("torch."))
+    values = (*attributes.values(), list(cut if blocks is None else blocks), bias is not None, str(kept).removeprefix("torch."))
     name = "convolution_wide_" + "_".join(str(v).strip("[]").replace(", ", "x") for v in values)
-    shaped = per_channel(bias, weight.dim() - 2)
-    return e.call(name, body, input, e.constant(weight), *([] if shaped is None else [e.constant(shaped.double())]))
+    added = [] if bias is None else [e.constant(per_channel(bias.double(), weight.dim() - 2))]
+    return e.call(name, body, input, e.constant(weight), *added)
 
 
 @primitive(
@@ -260,7 +260,7 @@ def convolution_wide(
         return CONVOLUTIONS[weight.dim() - 2](part, factor, None, stride, padding, dilation, groups)
 
     with full_precision(input):
-        total = sum_parts(input, weight, per_channel(bias, weight.dim() - 2), Split(*cut), kernel)
+        total = sum_parts(input, weight, bias, Split(*cut), kernel)
     return accumulated(total, input, weight)
 
 

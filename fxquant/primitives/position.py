@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxquant.primitives.pool import MAX_POOLS
+from fxquant.primitives.pool import MAX_POOLS, need_elements, window_padding
 from fxquant.primitives.record import Emitter, Range, Value, ZeroPoint, constant_of, exact_below, need, primitive
 
 # An element and its position are one number, q · count + (count - 1 - position): the largest of a window is its largest element, and
@@ -46,8 +46,7 @@ def _onnx_pool_indices(
 def _bounds_pool_indices(input: Value, sizes: list[int], wide: bool, places: Value | None = None, **window: list[int]) -> Range:
     need(list(input.fact.shape[2:]) == list(sizes), "its operand and its annotation differ in size")
     need((input.largest + 1) * math.prod(sizes) < exact_below(wide), "an element and its position do not fit in one number")
-    for taps, before, behind, spread in zip(*(window[name] for name in ("kernel", "begin", "end", "dilation")), strict=True):
-        need(0 <= before <= spread * (taps - 1) and 0 <= behind <= spread * (taps - 1), "one of its windows covers padding only")
+    need_elements(*(window[name] for name in ("kernel", "begin", "end", "dilation")))
     if places is None:
         return Range(0.0, float(math.prod(sizes) - 1))
     known = constant_of(places, "places")
@@ -74,7 +73,7 @@ def pool_indices(
     width, count = torch.float64 if wide else torch.float32, math.prod(sizes)
     key = input.detach().to(width) * count + _positions(sizes, width, input.device)
     if any(begin) or any(end):
-        key = F.pad(key, [p for pair in reversed(list(zip(begin, end, strict=True))) for p in pair], value=-torch.inf)
+        key = F.pad(key, window_padding(begin, end), value=-torch.inf)
     largest = MAX_POOLS[len(kernel)](key, kernel, stride, 0, dilation).to(torch.int64)
     found = count - 1 - largest % count
     return found if places is None else places[found]
@@ -82,12 +81,8 @@ def pool_indices(
 
 def _onnx_unpool(e: Emitter, input: str, indices: str, sizes: list[int], outside: int) -> str:
     planes = e.node("Slice", e.node("Shape", input), e.constant([0]), e.constant([2]))
-    count = math.prod(sizes)
-    empty = e.node(
-        "Expand",
-        e.constant(torch.full((1, 1, 1), outside, dtype=e.dtype(input), device="cpu")),
-        e.node("Concat", planes, e.constant([count]), axis=0),
-    )
+    filling = e.constant(torch.full((1, 1, 1), outside, dtype=e.dtype(input), device="cpu"))
+    empty = e.node("Expand", filling, e.node("Concat", planes, e.constant([math.prod(sizes)]), axis=0))
     flat = e.constant([0, 0, -1])
     placed = e.node("ScatterElements", empty, e.node("Reshape", indices, flat), e.node("Reshape", input, flat), axis=2)
     return e.node("Reshape", placed, e.constant([0, 0, *sizes]))

@@ -30,6 +30,7 @@ from fxquant.primitives.record import (
     stored_limits,
     within,
 )
+from fxquant.primitives.shape import one_node
 from fxquant.primitives.steps import Op, Writer
 
 
@@ -524,15 +525,7 @@ def requantize_real(accumulator: Tensor, multiplier: Tensor, low: int, high: int
     return stored(value.add_(zero_point) if zero_point else value, accumulator, dtype)
 
 
-def _onnx_accumulator_output(e: Emitter, accumulator: str) -> str:
-    return e.node("Cast", accumulator, to=torch.int32)
-
-
-def _bounds_accumulator_output(accumulator: Value) -> Range:
-    return within(accumulator.magnitude, FLOAT64_EXACT)
-
-
-@primitive(_onnx_accumulator_output, bounds=_bounds_accumulator_output)
+@primitive(one_node("Cast", to=torch.int32), bounds=lambda accumulator: within(accumulator.magnitude, FLOAT64_EXACT), layout="same")
 def accumulator_output(accumulator: Tensor) -> Tensor:
     """Return the accumulator itself as a quantized tensor, int32: the output of a last layer."""
     return stored(accumulator, accumulator, torch.int32)

@@ -83,6 +83,9 @@ class Range:
     exact: int = FLOAT32_EXACT
 
 
+BOOLEAN = Range(0.0, 1.0)
+
+
 def refuse(because: str) -> NoReturn:
     """Raise Unproved."""
     raise Unproved(because)
@@ -135,6 +138,11 @@ def multipliers(value: Value) -> Tensor:
     factors = constant_of(value, "multiplier")
     need(factors.dtype == torch.float32 and torch.isfinite(factors).all() and (factors >= 0).all(), "its multiplier is out of range")
     return factors.double()
+
+
+def union(*values: Value) -> Range:
+    """Return the range of a result whose elements are those of its operands."""
+    return Range(torch.stack([value.low.min() for value in values]).min(), torch.stack([value.high.max() for value in values]).max())
 
 
 def stored_limits(low: int, high: int, zero_point: int) -> Range:
@@ -219,6 +227,8 @@ class Primitive:
     view       whether PyTorch's result shares the operand's memory, element for element
     casts      whether its ONNX form begins with a cast of its quantized operands to float32, so that a writer may give it floats
     zero_point how the result depends on a zero point that its operands are stored with
+    layout     "windows" if it slides windows over the dimensions after the channels, which are dimension 1; "same" if the dimensions of its
+               result are those of its operands; "" for any other, and where its role says this
     steps      writes it as elementwise steps (see `primitives.steps`); None where it is not elementwise, returns None for arguments
                that have no such form
     shifted    the parameters that are also integers on the operands' grid: where the operands are z larger, so are these
@@ -237,6 +247,7 @@ class Primitive:
     casts: bool = False
     zero_point: ZeroPoint = ZeroPoint.CENTRED
     shifted: tuple[str, ...] = ()
+    layout: str = ""
     steps: Steps | None = None
 
     @cached_property
