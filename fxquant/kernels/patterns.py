@@ -237,7 +237,7 @@ def elementwise_chain(root: fx.Node) -> Matched:
 
 def _is_step(node: fx.Node) -> bool:
     """Return whether a node is an elementwise primitive that has steps."""
-    record = PRIMITIVES.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
+    record = PRIMITIVES.get(node.target)  # type: ignore[arg-type]
     return record is not None and record.steps is not None and known_tensor(node, *INTEGERS, torch.float32, ranks=range(9))
 
 
@@ -310,7 +310,7 @@ def _without_negatives(model: fx.GraphModule) -> frozenset[fx.Node]:
     """Return the quantized tensors that never hold negative centred integers."""
     found: set[fx.Node] = set()
     for node in model.graph.nodes:
-        record = PRIMITIVES.get(node.target) if node.op == "call_function" else None
+        record = PRIMITIVES.get(node.target)
         if record is None:
             continue
         low = record.signature.bind(*node.args, **node.kwargs).arguments.get("low")

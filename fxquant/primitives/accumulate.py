@@ -22,7 +22,6 @@ from fxquant.primitives.record import (
     Range,
     Role,
     Value,
-    bias_of,
     constant_of,
     exact_below,
     full_precision,
@@ -122,13 +121,9 @@ def attributes_of(weight: Tensor, stride: list[int], padding: list[int], dilatio
     }
 
 
-def _onnx_convolution(
-    e: Emitter, input: str, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int
-) -> str:
-    inputs = [e.node("Cast", input, to=torch.float32), e.node("Cast", e.constant(weight), to=torch.float32)]
-    if bias is not None:
-        inputs.append(e.node("Cast", e.constant(bias), to=torch.float32))
-    return e.node("Conv", *inputs, **attributes_of(weight, stride, padding, dilation, groups))
+def _onnx_convolution(e: Emitter, input: str, weight: Tensor, bias: Tensor | None, *window: Any) -> str:
+    operands = [input, *(e.constant(value) for value in (weight, bias) if value is not None)]
+    return e.node("Conv", *(e.node("Cast", operand, to=torch.float32) for operand in operands), **attributes_of(weight, *window))
 
 
 def check_cut(x: Value, weight: Tensor, cut: list[int]) -> None:
@@ -149,7 +144,7 @@ def _bounds_convolution(input: Value, weight: Value, bias: Value | None, groups:
     tensor = constant_of(weight, "weight")
     if cut is not None:
         check_cut(input, tensor, cut)
-    return sum_of_products(input, tensor, bias_of(bias), tensor.dim() - 2, exact_below(cut is not None))
+    return sum_of_products(input, tensor, bias, tensor.dim() - 2, exact_below(cut is not None))
 
 
 @primitive(_onnx_convolution, bounds=_bounds_convolution, kind="accumulator", role=Role.CONVOLUTION, casts=True)
@@ -157,16 +152,13 @@ def convolution(
     input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int
 ) -> Tensor:
     """Compute Σ x·w + bias with zero padding, as int32; |result| < 2^24 for every input of its dtype."""
-    with full_precision(input):
-        result = CONVOLUTIONS[weight.dim() - 2](
-            input.float(), weight.float(), None if bias is None else bias.float(), stride, padding, dilation, groups
-        )
-    return stored(result, input, torch.int32)
+    return stored(_convolution_real(input.float(), weight.float(), bias, stride, padding, dilation, groups), input, torch.int32)
 
 
-def _convolution_real(input: Tensor, weight: Tensor, bias: Tensor | None, *attributes_and_cut: Any) -> Tensor:
+def _convolution_real(input: Tensor, weight: Tensor, bias: Tensor | None, *window_and_cut: Any) -> Tensor:
     with full_precision(input):
-        return CONVOLUTIONS[weight.dim() - 2](input, weight, None if bias is None else bias.float(), *attributes_and_cut[:-1])
+        result: Tensor = CONVOLUTIONS[weight.dim() - 2](input, weight, None if bias is None else bias.float(), *window_and_cut[:4])
+    return result
 
 
 def _blocks(weight: Tensor, largest: int) -> list[int] | None:
@@ -204,21 +196,12 @@ def _onnx_sum_blocks(e: Emitter, x: str, w: str, bias: tuple[str, ...], blocks: 
     return total
 
 
-def _onnx_convolution_wide(
-    e: Emitter,
-    input: str,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    cut: list[int],
-) -> str:
-    attributes = attributes_of(weight, stride, padding, dilation, groups)
+def _onnx_convolution_wide(e: Emitter, input: str, weight: Tensor, bias: Tensor | None, *window_and_cut: Any) -> str:
+    *window, cut = window_and_cut
+    attributes = attributes_of(weight, *window)
     held = 2 ** (cut[0] * cut[1] - 1)
     kept = e.dtype(input)
-    blocks = _blocks(weight, held if kept.is_floating_point else min(held, -torch.iinfo(kept).min or 255)) if groups == 1 else None
+    blocks = _blocks(weight, held if kept.is_floating_point else min(held, -torch.iinfo(kept).min or 255)) if window[-1] == 1 else None
 
     def body(e: Emitter, x: str, w: str, *bias: str) -> str:
         if blocks is not None:
@@ -257,11 +240,9 @@ def convolution_wide(
     """
 
     def kernel(part: Tensor, factor: Tensor) -> Tensor:
-        return CONVOLUTIONS[weight.dim() - 2](part, factor, None, stride, padding, dilation, groups)
+        return _convolution_real(part, factor, None, stride, padding, dilation, groups)
 
-    with full_precision(input):
-        total = sum_parts(input, weight, bias, Split(*cut), kernel)
-    return accumulated(total, input, weight)
+    return accumulated(sum_parts(input, weight, bias, Split(*cut), kernel), input, weight)
 
 
 def _onnx_linear(e: Emitter, input: str, weight: Tensor, bias: Tensor | None) -> str:
@@ -271,15 +252,13 @@ def _onnx_linear(e: Emitter, input: str, weight: Tensor, bias: Tensor | None) ->
 
 
 def _bounds_linear(input: Value, weight: Value, bias: Value | None) -> Range:
-    return sum_of_products(input, constant_of(weight, "weight"), bias_of(bias), 0, FLOAT32_EXACT)
+    return sum_of_products(input, constant_of(weight, "weight"), bias, 0, FLOAT32_EXACT)
 
 
 @primitive(_onnx_linear, bounds=_bounds_linear, kind="accumulator", role=Role.LINEAR, casts=True)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute x · wᵀ + bias over the last dimension, as int32; |result| < 2^24 for every input of its dtype."""
-    with full_precision(input):
-        result = F.linear(input.float(), weight.float(), None if bias is None else bias.float())
-    return stored(result, input, torch.int32)
+    return stored(_linear_real(input.float(), weight.float(), bias), input, torch.int32)
 
 
 def _linear_real(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -303,7 +282,7 @@ def _onnx_linear_wide(e: Emitter, input: str, weight: Tensor, bias: Tensor | Non
 
 
 def _bounds_linear_wide(input: Value, weight: Value, bias: Value | None) -> Range:
-    return sum_of_products(input, constant_of(weight, "weight"), bias_of(bias), 0, FLOAT64_EXACT)
+    return sum_of_products(input, constant_of(weight, "weight"), bias, 0, FLOAT64_EXACT)
 
 
 @primitive(

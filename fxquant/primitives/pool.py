@@ -27,17 +27,13 @@ def need_elements(kernel: list[int], begin: list[int], end: list[int], dilation:
         need(0 <= before <= spread * (taps - 1) and 0 <= behind <= spread * (taps - 1), "one of its windows covers padding only")
 
 
-def _onnx_max_pool(
-    e: Emitter, input: str, kernel: list[int], stride: list[int], begin: list[int], end: list[int], dilation: list[int]
-) -> str:
-    pooled = e.node(
-        "MaxPool",
-        e.node("Cast", input, to=torch.float32),
-        kernel_shape=list(kernel),
-        strides=list(stride),
-        pads=[*begin, *end],
-        dilations=list(dilation),
-    )
+def attributes_of(kernel: list[int], stride: list[int], begin: list[int], end: list[int], dilation: list[int]) -> dict[str, object]:
+    """Return the attributes of an ONNX max pool."""
+    return {"kernel_shape": list(kernel), "strides": list(stride), "pads": [*begin, *end], "dilations": list(dilation)}
+
+
+def _onnx_max_pool(e: Emitter, input: str, *window: list[int]) -> str:
+    pooled = e.node("MaxPool", e.node("Cast", input, to=torch.float32), **attributes_of(*window))
     return e.node("Cast", pooled, to=e.dtype(input))
 
 

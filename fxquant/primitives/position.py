@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxquant.primitives.pool import MAX_POOLS, need_elements, window_padding
+from fxquant.primitives.pool import MAX_POOLS, attributes_of, need_elements, window_padding
 from fxquant.primitives.record import Emitter, Range, Value, ZeroPoint, constant_of, exact_below, need, primitive
 
 # An element and its position are one number, q · count + (count - 1 - position): the largest of a window is its largest element, and
@@ -36,8 +36,7 @@ def _onnx_pool_indices(
     whole = e.constant(float(count), width)
     key = e.node("Mul", e.node("Cast", input, to=width), whole)
     key = e.node("Add", key, e.constant(_positions(sizes, width, torch.device("cpu"))))
-    attributes = {"kernel_shape": list(kernel), "strides": list(stride), "pads": [*begin, *end], "dilations": list(dilation)}
-    largest = e.node("MaxPool", key, **attributes)
+    largest = e.node("MaxPool", key, **attributes_of(kernel, stride, begin, end, dilation))
     rest = e.node("Sub", largest, e.node("Mul", e.node("Floor", e.node("Div", largest, whole)), whole))
     found = e.node("Cast", e.node("Sub", e.constant(count - 1.0, width), rest), to=torch.int64)
     return found if places is None else e.node("Gather", e.constant(places), found, axis=0)

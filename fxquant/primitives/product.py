@@ -17,7 +17,6 @@ from fxquant.primitives.record import (
     Role,
     Value,
     ZeroPoint,
-    bias_of,
     constant_of,
     exact_below,
     full_precision,
@@ -81,7 +80,7 @@ def _scaled(input: Tensor, weight: Tensor, bias: Tensor | None, trailing: int) -
 
 
 def _bounds_scale_channels(exact: int, input: Value, weight: Value, bias: Value | None, trailing: int) -> Range:
-    return sum_of_products(input, constant_of(weight, "weight").reshape(-1, 1), bias_of(bias), trailing, exact)
+    return sum_of_products(input, constant_of(weight, "weight").reshape(-1, 1), bias, trailing, exact)
 
 
 def _steps_scale_channels(w: Writer, input: int, weight: Tensor, bias: Tensor | None, trailing: int) -> int:

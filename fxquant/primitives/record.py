@@ -120,17 +120,13 @@ def constant_of(value: Value | None, what: str) -> Tensor:
     return value.constant
 
 
-def bias_of(value: Value | None) -> Tensor | None:
-    """Return the tensor of a bias; None where there is none."""
-    return None if value is None else constant_of(value, "bias")
-
-
-def sum_of_products(x: Value, weight: Tensor, bias: Tensor | None, trailing: int, exact: int) -> Range:
-    """Return the range of a sum of products with a weight, and a bias.
+def sum_of_products(x: Value, weight: Tensor, bias: Value | None, trailing: int, exact: int) -> Range:
+    """Return the range of a sum of products with a weight, and a constant bias.
 
     Output channels are the weight's dimension 0; in the result `trailing` dimensions follow them.
     """
-    return within(accumulator_bound(weight, bias, 0, x.largest).reshape(-1, *[1] * trailing), exact)
+    added = None if bias is None else constant_of(bias, "bias")
+    return within(accumulator_bound(weight, added, 0, x.largest).reshape(-1, *[1] * trailing), exact)
 
 
 def multipliers(value: Value) -> Tensor:
@@ -238,8 +234,8 @@ class Primitive:
     function: Callable[..., Tensor]
     onnx: Callable[..., str]
     bounds: Callable[..., Range] | None
-    surrogate: Callable[..., Tensor] | None
-    kind: str
+    surrogate: Callable[..., Tensor] | None = None
+    kind: str = "quantized"
     chip_bits: int = 16
     role: Role | None = None
     wide: bool = False
@@ -279,18 +275,11 @@ def role_of(target: Any) -> Role | None:
 Function = TypeVar("Function", bound=Callable[..., Tensor])
 
 
-def primitive(
-    onnx: Callable[..., str],
-    *,
-    bounds: Callable[..., Range] | None,
-    surrogate: Callable[..., Tensor] | None = None,
-    kind: str = "quantized",
-    **facts: Any,
-) -> Callable[[Function], Function]:
+def primitive(onnx: Callable[..., str], *, bounds: Callable[..., Range] | None, **facts: Any) -> Callable[[Function], Function]:
     """Return a decorator that declares a function an integer primitive; `facts` are the other fields of its record."""
 
     def declare(function: Function) -> Function:
-        record = Primitive(function.__name__, function, onnx, bounds, surrogate, kind, **facts)
+        record = Primitive(function.__name__, function, onnx, bounds, **facts)
         PRIMITIVES[function] = BY_NAME[record.name] = record
         return function
 

@@ -12,18 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fxquant.primitives.accumulate import Split, accumulated, check_cut, onnx_sum_parts, per_channel, sum_parts
-from fxquant.primitives.record import (
-    Emitter,
-    Range,
-    Value,
-    bias_of,
-    constant_of,
-    exact_below,
-    full_precision,
-    primitive,
-    stored,
-    sum_of_products,
-)
+from fxquant.primitives.record import Emitter, Range, Value, constant_of, exact_below, full_precision, primitive, stored, sum_of_products
 
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
@@ -55,16 +44,8 @@ class _Form:
         attributes = {"kernel_shape": self.kernel, "dilations": list(self.dilation), "group": self.groups}
         if self.spreads:
             return e.node("Conv", self._spread(e, x), *weight_and_bias, **attributes)
-        pads = list(self.padding) * 2
-        return e.node(
-            "ConvTranspose",
-            x,
-            *weight_and_bias,
-            strides=list(self.stride),
-            pads=pads,
-            output_padding=list(self.output_padding),
-            **attributes,
-        )
+        attributes |= {"strides": list(self.stride), "pads": list(self.padding) * 2, "output_padding": list(self.output_padding)}
+        return e.node("ConvTranspose", x, *weight_and_bias, **attributes)
 
     def _spread(self, e: Emitter, x: str) -> str:
         """Emit the input with stride - 1 zeros after every element, and the padding that the windows read beyond the edges."""
@@ -101,7 +82,7 @@ def _bounds_transposed_convolution(
     tensor = swap_channels(constant_of(weight, "weight"), groups)
     if cut is not None:
         check_cut(input, tensor, cut)
-    return sum_of_products(input, tensor, bias_of(bias), tensor.dim() - 2, exact_below(cut is not None))
+    return sum_of_products(input, tensor, bias, tensor.dim() - 2, exact_below(cut is not None))
 
 
 @primitive(_onnx_transposed_convolution, bounds=_bounds_transposed_convolution, kind="accumulator", chip_bits=8, casts=True)
