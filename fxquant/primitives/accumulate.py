@@ -238,11 +238,9 @@ def convolution_wide(
     The operand and the weight are cut into parts by `cut`, the fields of a `Split`. The float32 sum of each pair of parts stays below
     2^24, and the sums are added in float64. The result is int32, or int64 for int16 weights.
     """
-
-    def kernel(part: Tensor, factor: Tensor) -> Tensor:
-        return _convolution_real(part, factor, None, stride, padding, dilation, groups)
-
-    return accumulated(sum_parts(input, weight, bias, Split(*cut), kernel), input, weight)
+    window = stride, padding, dilation, groups
+    total = sum_parts(input, weight, bias, Split(*cut), lambda part, factor: _convolution_real(part, factor, None, *window))
+    return accumulated(total, input, weight)
 
 
 def _onnx_linear(e: Emitter, input: str, weight: Tensor, bias: Tensor | None) -> str:

@@ -258,8 +258,7 @@ def _onnx_lookup(e: Emitter, input: str, table: Tensor, first: int | None = None
     lowest = _first(table, first)
 
     def body(e: Emitter, x: str, table: str) -> str:
-        offset = e.constant(-lowest, torch.int64)
-        return e.node("Gather", table, e.node("Add", e.node("Cast", x, to=torch.int64), offset))
+        return e.node("Gather", table, e.node("Add", e.node("Cast", x, to=torch.int64), e.constant(-lowest, torch.int64)))
 
     return e.call(f"lookup_{table.numel()}" + ("" if first is None else f"_{-first}"), body, input, e.constant(table))
 

@@ -165,8 +165,7 @@ def _proved(node: fx.Node, values: Mapping[fx.Node, Value], arithmetic: Arithmet
     because = arithmetic.refuses(record.function, held, known.dtype)
     if because is not None:
         refuse(because)
-    low, high = (as_double(end) for end in (found.low, found.high))
-    value = Value(low, high, known, found.exact)
+    value = Value(as_double(found.low), as_double(found.high), known, found.exact)
     _check_range(value, "plain" if known.dtype in PLAIN_TYPES.values() and record.kind == "quantized" else record.kind, described)
     _check_zero_points(node, described)
     return value

@@ -61,10 +61,9 @@ def _onnx_bits(e: Emitter, left: str, right: str) -> str:
     """
     powers = e.constant([2**bit for bit in range(63)])
     zero, two = e.constant(0, torch.int64), e.constant(2, torch.int64)
-    axis = e.constant([-1])
 
     def bits(value: str) -> str:
-        tall = e.node("Unsqueeze", value, axis)
+        tall = e.node("Unsqueeze", value, e.constant([-1]))
         return e.node("Mod", e.node("Div", e.node("Sub", tall, e.node("Mod", tall, powers)), powers), two)
 
     def sign(value: str) -> str:
