@@ -45,6 +45,7 @@ from fxquant.ops.core.boundary import DEQUANTIZE
 from fxquant.passes.rewriting import eliminate_dead, substitute
 from fxquant.pipeline import Context
 from fxquant.prepared.operators import QuantizedOperator
+from fxquant.prepared.stage import quantized_operator
 from fxquant.primitives import PRIMITIVES, ZeroPoint, elementwise
 from fxquant.primitives.arithmetic import Arithmetic
 from fxquant.primitives.proof import Shapes
@@ -235,32 +236,27 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
         for node in gm.graph.nodes:
             if trains_only(node):
                 continue
-            module = resolve(gm, str(node.target)) if node.op == "call_module" else None
-            if isinstance(module, QuantizedOperator):
-                output = None if module.plain else module.output
-                if output is not None:
-                    output.require()
-                    outputs[node] = output
-                lowering = GraphLowering(writing, node, module, output)
-                arguments = module.operator.bind_call(node.args, node.kwargs)
-                lowering.held = writing.held if _repeats(node) else None
-            elif operator_of(node) is DEQUANTIZE:
-                lowering = GraphLowering(writing, node, None, outputs[node.args[0]])
-                arguments = DEQUANTIZE.bind_call(node.args, node.kwargs)
-            else:
+            module = quantized_operator(gm, node)
+            if module is None and operator_of(node) is not DEQUANTIZE:
                 if not is_parameter(node):  # most parameters become constants and are read no more
                     environment[node] = graph.node_copy(node, environment.__getitem__)
                 continue
-            operator = module.operator if isinstance(module, QuantizedOperator) else DEQUANTIZE
+            operator = DEQUANTIZE if module is None else module.operator
+            if module is not None and not module.plain:
+                module.output.require()
+                outputs[node] = module.output
+            lowering = GraphLowering(writing, node, module, outputs.get(node.args[0] if module is None else node))
+            lowering.held = writing.held if module is not None and _repeats(node) else None
+            arguments = operator.bind_call(node.args, node.kwargs)
             concrete = _concrete(gm, operator, arguments, environment, results)
-            if isinstance(module, QuantizedOperator) and module.factors is not None:
+            if module is not None and module.factors is not None:
                 concrete = module.factors.of(operator, concrete)
                 if module.factors.description:
                     lowering.note("equalized", module.factors.description)
-            if isinstance(module, QuantizedOperator) and module.weight_quantizer.description:
+            if module is not None and module.weight_quantizer.description:
                 lowering.note("tuned", module.weight_quantizer.description)
             result = operator.lower(lowering, **concrete)
-            if isinstance(result, Quantized) and isinstance(module, QuantizedOperator) and module.plain:
+            if isinstance(result, Quantized) and module is not None and module.plain:
                 result = result.value
             made = lowering.finish(result, lowering.operation(operator.name, _referring(arguments, environment)))
             if isinstance(made, Quantized):

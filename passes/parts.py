@@ -90,23 +90,19 @@ def _part(value: fx.Node, dim: int, start: int, stop: int, reader: fx.Node) -> f
     operand: Any = arguments.get("input")
     if operator.function in (setitem, write):
         return _part_beside(value, arguments, dim, (start, stop), reader)
+    shape = _cut(value, dim, stop - start)
+    place: int | None = None  # the dimension of the operand
     if operator.function is getitem:
-        index = arguments["index"]
-        if not all(isinstance(entry, slice) for entry in index) or index[dim] != WHOLE:
-            return None
-        inner = _part(operand, dim, start, stop, reader)
-        return None if inner is None else _made(value, getitem, (inner, index), _cut(value, dim, stop - start), reader)
-    if operator.function is permute:
-        inner = _part(operand, arguments["dims"][dim] % rank, start, stop, reader)
-        return None if inner is None else _made(value, permute, (inner, arguments["dims"]), _cut(value, dim, stop - start), reader)
-    if operator.function is reshape:
+        moved = arguments["index"]
+        place = dim if all(isinstance(entry, slice) for entry in moved) and moved[dim] == WHOLE else None
+    elif operator.function is permute:
+        moved = arguments["dims"]
+        place = moved[dim] % rank
+    elif operator.function is reshape:
+        moved = [size if isinstance(size, int) else -1 for size in shape]
         place = _kept(shape_of(operand), shape_of(value), dim)
-        inner = None if place is None else _part(operand, place, start, stop, reader)
-        if inner is None:
-            return None
-        shape = _cut(value, dim, stop - start)
-        return _made(value, reshape, (inner, [size if isinstance(size, int) else -1 for size in shape]), shape, reader)
-    return None
+    inner = None if place is None else _part(operand, place, start, stop, reader)
+    return None if inner is None else _made(value, operator.function, (inner, moved), shape, reader)
 
 
 def _part_of_cat(

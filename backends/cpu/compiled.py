@@ -17,7 +17,7 @@ from fxquant.ir.integer import qparams
 from fxquant.kernels import constants
 from fxquant.kernels.admission import Layer, enumerated
 from fxquant.kernels.constants import Span
-from fxquant.kernels.kernel import ALIGNMENT, BIASED, Bound, Built, Held, NotApplicable, Site, Stateless, implementation
+from fxquant.kernels.kernel import ALIGNMENT, BIASED, Binding, Bound, Built, Held, NotApplicable, Site, implementation
 from fxquant.numerics.grids import INT32_MAX, LARGEST_DYNAMIC, SMALLEST_DYNAMIC
 from fxquant.primitives import Role, role_of
 from fxquant.primitives.quantization import HALF_STEPS, TIES, accumulator_output, half_step, requantize_real
@@ -52,15 +52,14 @@ class Call:
 
     def bind(self) -> Bound:
         own = type(self.structure).from_buffer_copy(self.structure)
-        function, names, place, keeps = self.function, self.names, ctypes.addressof(own), self.keeps
-        rows, batch = self.rows, self.batch
+        place = ctypes.addressof(own)
 
-        def bound(inputs: Sequence[Tensor], output: Tensor, _keeps: Any = (own, keeps)) -> None:
-            held = point(own, zip(names, inputs, strict=True))
+        def bound(inputs: Sequence[Tensor], output: Tensor, _keeps: Any = (own, self.keeps)) -> None:
+            held = point(own, zip(self.names, inputs, strict=True))
             own.output = address(output)
-            own.batch = inputs[0].shape[0] * batch // rows
+            own.batch = inputs[0].shape[0] * self.batch // self.rows
             own.threads = torch.get_num_threads()
-            function(place)
+            self.function(place)
             del held
 
         return bound
@@ -249,7 +248,7 @@ def quantize(site: Site) -> Built:
         bound = call.bind()
         return lambda inputs, output: bound([inputs[0].contiguous()], output)
 
-    return _Fresh(bind)
+    return Binding(bind)
 
 
 @implementation("native maximum")
@@ -299,17 +298,17 @@ def join(site: Site) -> Built:
             part.copy_(bytes_ if form.zero == result.zero else bytes_ ^ BIASED)
             first += form.channels
 
-    return Stateless(bound)
+    return Binding(lambda: bound)
 
 
 @implementation("native product", strided=True)
 def product(site: Site) -> Built:
     """Build the product of two activations of bytes over their last two dimensions, an int32 accumulator."""
-    loaded, made = loaded_library(dot_products=True), native.Product()
+    loaded = loaded_library(dot_products=True)
     zeros = [site.held(read).zero for read in site.match.reads]  # of bytes, also where they are those of a uint8 tensor
 
     def bind() -> Bound:
-        own = native.Product.from_buffer_copy(made)
+        own = native.Product()
         place = ctypes.addressof(own)
 
         def bound(inputs: Sequence[Tensor], output: Tensor) -> None:
@@ -329,14 +328,7 @@ def product(site: Site) -> Built:
 
         return bound
 
-    return _Fresh(bind)
-
-
-@dataclass(frozen=True)
-class _Fresh:
-    """An implementation that binds by a function."""
-
-    bind: Callable[[], Bound]
+    return Binding(bind)
 
 
 @implementation("native dynamic layer", reads_held=False)
@@ -346,8 +338,8 @@ def native_dynamic(site: Site) -> Built:
     weight, scale, bias = site.tensor("weight"), site.tensor("scale"), site.constant(site.match.parts["bias"])
     outputs, inputs = weight.shape
     pixel = -(-inputs // ALIGNMENT) * ALIGNMENT
+    summed = packed(weight[..., None, None], 1, pixel)
     kept = {
-        "weight": packed(weight[..., None, None], 1, pixel),
         "totals": weight.to(torch.int32).sum(1, dtype=torch.int32),
         "scale": scale.expand(outputs).contiguous(),
         **({} if bias is None else {"bias": bias.contiguous()}),
@@ -357,9 +349,8 @@ def native_dynamic(site: Site) -> Built:
     for name in (*window, "dilation_height", "dilation_width", "groups"):
         setattr(made.sum, name, 1)
     made.sum.channels, made.sum.out_channels, made.sum.out_pixel = pixel, outputs, outputs
-    weight = kept.pop("weight")
-    made.sum.weight = address(weight)
-    keeps = weight, *point(made, kept.items())
+    made.sum.weight = address(summed)
+    keeps = summed, *point(made, kept.items())
 
     def bind() -> Bound:
         own = native.Dynamic.from_buffer_copy(made)
@@ -374,7 +365,7 @@ def native_dynamic(site: Site) -> Built:
 
         return bound
 
-    return _Fresh(bind)
+    return Binding(bind)
 
 
 class NativeWatch:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fxquant.kernels.admission import Layer, enumerated, prove, residual_factor
-from fxquant.kernels.kernel import Bound, Built, Disagrees, Held, Implementation, NotApplicable, Site, Stateless, implementation
+from fxquant.kernels.kernel import Binding, Bound, Built, Disagrees, Held, Implementation, NotApplicable, Site, implementation
 from fxquant.numerics.grids import FLOAT32_EXACT, accumulator_bound, power_of_two
 from fxquant.primitives import quantization
 from fxquant.primitives.runtime_scales import MAGNITUDE, centred
@@ -214,7 +214,7 @@ def tensor_pool(site: Site) -> Built:
             value = functools.reduce(torch.maximum, strided)
         output.view(value.shape).copy_(value)
 
-    return Stateless(bound)
+    return Binding(lambda: bound)
 
 
 @implementation("PyTorch's table")
@@ -231,7 +231,7 @@ def tensor_table(site: Site) -> Built:
             index = index.mul_(256).add_(inputs[1])
         torch.index_select(table, 0, index.flatten(), out=output.view(-1))
 
-    return Stateless(bound)
+    return Binding(lambda: bound)
 
 
 @implementation("oneDNN linear layer", reads_held=False)
@@ -257,4 +257,4 @@ def onednn_dynamic(site: Site) -> Built:
         if bias is not None:
             output.add_(bias)
 
-    return unless_saturated(site, onednn_dynamic, Stateless(bound))
+    return unless_saturated(site, onednn_dynamic, Binding(lambda: bound))

@@ -108,6 +108,12 @@ class Held:
                 return
         pixels.copy_(value)
 
+    def holding(self, value: Tensor) -> Tensor:
+        """Return new memory that holds a tensor."""
+        memory = self.memory()
+        self.hold(value, memory)
+        return memory
+
     def plain(self, held: Tensor, dtype: torch.dtype, strides: SIZES) -> Tensor:
         """Return a tensor in the form of primitives, with these strides."""
         value = self.view(held)
@@ -204,13 +210,10 @@ class Built(Protocol):
 
 
 @dataclass(frozen=True)
-class Stateless:
-    """An implementation at one place whose function serves several threads at once."""
+class Binding:
+    """An implementation at one place that binds by a function."""
 
-    bound: Bound
-
-    def bind(self) -> Bound:
-        return self.bound
+    bind: Callable[[], Bound]
 
 
 @dataclass

@@ -237,7 +237,7 @@ def elementwise_chain(root: fx.Node) -> Matched:
 
 def _is_step(node: fx.Node) -> bool:
     """Return whether a node is an elementwise primitive that has steps."""
-    record = PRIMITIVES.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
+    record = PRIMITIVES.get(node.target)  # type: ignore[arg-type]
     return record is not None and record.steps is not None and known_tensor(node, *INTEGERS, torch.float32, ranks=range(9))
 
 
@@ -288,10 +288,11 @@ def _channels_first(model: fx.GraphModule) -> frozenset[fx.Node]:
     alike: dict[fx.Node, set[fx.Node]] = {node: set() for node in tensors if len(_sizes(node)) == 3}
     waiting = []
     for node in alike:
-        role = role_of(node.target)
-        if role is Role.CONVOLUTION or node.target in (pool.sum_pool, pool.max_pool):
+        record, role = PRIMITIVES.get(node.target), role_of(node.target)  # type: ignore[arg-type]
+        layout = "" if record is None else record.layout
+        if role is Role.CONVOLUTION or layout == "windows":
             waiting.append(node)
-        elif role not in POINTWISE | {Role.RESIDUAL} and node.target not in (elementwise.centre, accumulator_output, shape.concatenate):
+        elif role not in POINTWISE | {Role.RESIDUAL} and layout != "same":
             continue
         for operand in node.all_input_nodes:
             if operand in alike and operand.op != "get_attr":
@@ -309,7 +310,7 @@ def _without_negatives(model: fx.GraphModule) -> frozenset[fx.Node]:
     """Return the quantized tensors that never hold negative centred integers."""
     found: set[fx.Node] = set()
     for node in model.graph.nodes:
-        record = PRIMITIVES.get(node.target) if node.op == "call_function" else None
+        record = PRIMITIVES.get(node.target)
         if record is None:
             continue
         low = record.signature.bind(*node.args, **node.kwargs).arguments.get("low")

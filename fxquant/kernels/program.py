@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from fxquant.ir.graph import computed, is_python, nodes_in, own, resolve
 from fxquant.kernels.admission import is_primitive
-from fxquant.kernels.kernel import SLACK, Bound, Built, Forms, Held, Implementation, Match
+from fxquant.kernels.kernel import SLACK, Binding, Bound, Built, Forms, Held, Implementation, Match
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # sizes, strides
 Step = Callable[[list[Any]], None]  # on the values, by their places
@@ -128,7 +128,7 @@ class Program:
         reads = [self._held(read) if reads_held and not self._is_real(read) else self._plain(read) for read in chosen.match.reads]
         place = self._place(node, True)
         self.buffers[place] = self.held(node)
-        self.steps.append((partial(_kernel, chosen.built), reads, place))  # type: ignore[arg-type]
+        self.steps.append((partial(_into, chosen.built), reads, place))  # type: ignore[arg-type]
 
     def _is_real(self, node: fx.Node) -> bool:
         return self.layouts[node][2].is_floating_point
@@ -144,8 +144,9 @@ class Program:
         """Return the place of a value as kernels hold it."""
         if (node, True) not in self.places:
             place = self._place(node, True)
-            self.buffers[place] = self.held(node)
-            self.steps.append((partial(_hold, self.buffers[place]), [self._plain(node)], place))
+            form = self.buffers[place] = self.held(node)
+            built = Binding(lambda: lambda given, held: form.hold(given[0], held))
+            self.steps.append((partial(_into, built), [self._plain(node)], place))
         return self.places[node, True]
 
     def _share(self) -> tuple[list[int], dict[int, int]]:
@@ -232,17 +233,10 @@ class _Instance:
         return own(program.result, lambda at: values[at.place], _At)
 
 
-def _kernel(built: Built, reads: list[int], writes: int, buffer: Tensor | None) -> Step:
-    return _into(built.bind(), reads, writes, buffer)
-
-
-def _hold(form: Held, reads: list[int], writes: int, buffer: Tensor | None) -> Step:
-    return _into(lambda given, held: form.hold(given[0], held), reads, writes, buffer)
-
-
-def _into(bound: Bound, reads: list[int], writes: int, buffer: Tensor | None) -> Step:
+def _into(built: Built, reads: list[int], writes: int, buffer: Tensor | None) -> Step:
     """Return the step that computes a value in memory of the instance's own."""
     assert buffer is not None
+    bound = built.bind()
 
     def run(values: list[Any]) -> None:
         bound([values[place] for place in reads], buffer)

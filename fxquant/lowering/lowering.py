@@ -257,8 +257,7 @@ class Lowering:
 
         def exact() -> Any:
             limits = self.bounds(end.clamp, target, end.kind)
-            lifts = end.lift is not None and self.lifts_late
-            lifted = accumulator.double() + end.lift(target.scale) if end.lift is not None and lifts else accumulator
+            lifted = accumulator.double() + end.lift(target.scale) if end.lift is not None and self.lifts_late else accumulator
             ratio, bits = end.ratio.over(target.scale), end.accumulator_bits
             value = self.arithmetic.requantize(self, lifted, ratio, *limits, target.grid, end.role, bits, end.kind)
             return self.holds(value, target.grid)
@@ -326,15 +325,11 @@ class Lowering:
             scale = straight_through(real.float(), scale)
         value = self.call(accumulator_output, accumulator)
         if clamp is not None and clamp != (None, None):
-            limits = [
-                torch.tensor(
-                    [clamp_bound(bound, float(s), default, INT32) for s in scale.flatten()], dtype=torch.float64, device="cpu"
-                ).reshape(scale.shape)
-                for bound, default in zip(clamp, (INT32.low, INT32.high), strict=True)
-            ]
-            constants = [
-                self.constant(role, limit.to(scale.device), torch.int32) for role, limit in zip(("low", "high"), limits, strict=True)
-            ]
+            constants = []
+            for role, limit, default in zip(("low", "high"), clamp, (INT32.low, INT32.high), strict=True):
+                limits = [clamp_bound(limit, float(s), default, INT32) for s in scale.flatten()]
+                ends = torch.tensor(limits, dtype=torch.float64, device=scale.device).reshape(scale.shape)
+                constants.append(self.constant(role, ends, torch.int32))
             value = self.call(clamp_accumulator, value, *constants)
         return Quantized(value, Grid(INT32, scale), ())
 

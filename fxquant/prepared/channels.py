@@ -250,8 +250,7 @@ def _reducing(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor |
 
 
 def _added(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
-    pair = [walk.labels.get(arguments[name]) if isinstance(arguments[name], fx.Node) else None for name in ("input", "other")]
-    one, other = pair
+    one, other = (walk.labels.get(arguments[name]) if isinstance(arguments[name], fx.Node) else None for name in ("input", "other"))
     if one is None or other is None or one.dim() != other.dim():
         return None
     return walk.joined(one, other)
@@ -261,13 +260,13 @@ def _multiplied(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor
     """Pass on the factors of one operand; the other has none, unless it is a constant."""
     both = [arguments[name] for name in ("input", "other")]
     read = [value for value in both if isinstance(value, fx.Node) and value in walk.labels]
-    if any(shape_of(value)[1:] == shape_of(node)[1:] for value in read):
-        passing = next(value for value in read if shape_of(value)[1:] == shape_of(node)[1:])
-        for value in read:
-            if value is not passing or both[0] is both[1]:
-                walk.pin(walk.labels[value])
-        return walk.labels[passing]
-    return None
+    passing = next((value for value in read if shape_of(value)[1:] == shape_of(node)[1:]), None)
+    if passing is None:
+        return None
+    for value in read:
+        if value is not passing or both[0] is both[1]:
+            walk.pin(walk.labels[value])
+    return walk.labels[passing]
 
 
 def _product(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:

@@ -78,13 +78,11 @@ def steps_of(node: fx.Node, parameter: Callable[[fx.Node], Tensor | None]) -> St
     if not all(isinstance(known, int | BatchDim) or (isinstance(known, TensorFact) and known.dtype in KINDS) for known in facts.values()):
         return None
 
-    def operand(name: str, value: fx.Node) -> Any:
-        found = parameter(value)
-        return plainly(value, facts[value].shape) if found is None else found
+    def operand(_: str, value: fx.Node) -> Any:
+        return plainly(value, facts[value].shape) if value in facts else parameter(value)
 
     def other(value: fx.Node) -> Any:
-        found = parameter(value)
-        return value if found is None else found
+        return value if value in facts else parameter(value)
 
     taken = map_operands(operator, arguments, operand)
     rest = {name: fx.map_arg(value, other) for name, value in arguments.items() if name not in operator.operands}

@@ -122,7 +122,7 @@ def prepared_operators(gm: fx.GraphModule) -> Iterator[Violation]:
     for node in gm.graph.nodes:
         if is_integer(node) and operator_of(node) is not None:  # a stop between two operators is annotated, and is none
             yield Violation(node, "it is annotated as integer but has no quantizer")
-        if node.op == "call_module" and isinstance(module := resolve(gm, str(node.target)), QuantizedOperator):
+        if (module := quantized_operator(gm, node)) is not None:
             output = None if module.plain else module.output
             for trained in (output, module.intermediate, module.weight_quantizer.learned):
                 scales = [] if trained is None else trained.base_scale.flatten().tolist()
@@ -137,9 +137,9 @@ def prepared_operators(gm: fx.GraphModule) -> Iterator[Violation]:
 def only_primitives(gm: fx.GraphModule) -> Iterator[Violation]:
     """Require integer primitives on integers between quantize and dequantize, and floats only outside."""
     for node in gm.graph.nodes:
-        if node.op == "call_module" and isinstance(resolve(gm, str(node.target)), QuantizedOperator):
+        if quantized_operator(gm, node) is not None:
             yield Violation(node, "it was not lowered")
-        record = PRIMITIVES.get(node.target) if node.op == "call_function" else None
+        record = primitive_of(node)
         if record is None:
             continue
         result = fact(node)
@@ -149,13 +149,8 @@ def only_primitives(gm: fx.GraphModule) -> Iterator[Violation]:
             yield Violation(node, f"its kind is {record.kind} but its dtype is {result.dtype}")
         for operand in node.all_input_nodes:
             value = fact(operand)
-            if (
-                record.function is not quantize
-                and record.kind != "dynamic"
-                and operand.op != "get_attr"
-                and isinstance(value, TensorFact)
-                and value.dtype.is_floating_point
-            ):
+            is_real = operand.op != "get_attr" and isinstance(value, TensorFact) and value.dtype.is_floating_point
+            if is_real and record.function is not quantize and record.kind != "dynamic":
                 yield Violation(node, f"it reads the float %{operand.name}")
 
 

@@ -22,7 +22,6 @@ from fxquant.primitives.record import (
     Range,
     Role,
     Value,
-    bias_of,
     constant_of,
     exact_below,
     full_precision,
@@ -73,7 +72,7 @@ def onnx_split(e: Emitter, value: str, parts: int, bits: int) -> list[str]:
 
 
 def sum_parts(input: Tensor, weight: Tensor, bias: Tensor | None, cut: Split, kernel: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Σ kernel(x_i, w_j) · 2^(i·bits + j·weight_bits) + bias in float64; the bias is shaped to broadcast."""
+    """Σ kernel(x_i, w_j) · 2^(i·bits + j·weight_bits) + bias in float64; the bias has one element per output channel."""
     total: Tensor | None = None
     weights = split(weight.float(), cut.weight_parts, cut.weight_bits)
     for i, part in enumerate(split(input.float(), cut.parts, cut.bits)):
@@ -81,7 +80,7 @@ def sum_parts(input: Tensor, weight: Tensor, bias: Tensor | None, cut: Split, ke
             term = kernel(part, factor).double().mul_(2.0 ** (i * cut.bits + j * cut.weight_bits))
             total = term if total is None else total.add_(term)
     assert total is not None
-    return total if bias is None else total.add_(bias.double())
+    return total if bias is None else total.add_(per_channel(bias.double(), weight.dim() - 2))
 
 
 def onnx_sum_parts(e: Emitter, x: str, w: str, bias: tuple[str, ...], cut: Split, kernel: Callable[[str, str], str]) -> str:
@@ -106,9 +105,9 @@ def accumulated(total: Tensor, input: Tensor, weight: Tensor) -> Tensor:
     return total if input.is_floating_point() else total.to(torch.int64 if weight.dtype == torch.int16 else torch.int32)
 
 
-def per_channel(bias: Tensor | None, trailing: int) -> Tensor | None:
-    """Return a bias, reshaped to broadcast against a result with `trailing` dimensions after its channels."""
-    return None if bias is None else bias.reshape(-1, *[1] * trailing)
+def per_channel(values: Tensor, trailing: int) -> Tensor:
+    """Return values per channel, reshaped to broadcast against a tensor with `trailing` dimensions after its channels."""
+    return values.reshape(-1, *[1] * trailing)
 
 
 def attributes_of(weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int) -> dict[str, object]:
@@ -122,13 +121,9 @@ def attributes_of(weight: Tensor, stride: list[int], padding: list[int], dilatio
     }
 
 
-def _onnx_convolution(
-    e: Emitter, input: str, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int
-) -> str:
-    inputs = [e.node("Cast", input, to=torch.float32), e.node("Cast", e.constant(weight), to=torch.float32)]
-    if bias is not None:
-        inputs.append(e.node("Cast", e.constant(bias), to=torch.float32))
-    return e.node("Conv", *inputs, **attributes_of(weight, stride, padding, dilation, groups))
+def _onnx_convolution(e: Emitter, input: str, weight: Tensor, bias: Tensor | None, *window: Any) -> str:
+    operands = [input, *(e.constant(value) for value in (weight, bias) if value is not None)]
+    return e.node("Conv", *(e.node("Cast", operand, to=torch.float32) for operand in operands), **attributes_of(weight, *window))
 
 
 def check_cut(x: Value, weight: Tensor, cut: list[int]) -> None:
@@ -149,7 +144,7 @@ def _bounds_convolution(input: Value, weight: Value, bias: Value | None, groups:
     tensor = constant_of(weight, "weight")
     if cut is not None:
         check_cut(input, tensor, cut)
-    return sum_of_products(input, tensor, bias_of(bias), tensor.dim() - 2, exact_below(cut is not None))
+    return sum_of_products(input, tensor, bias, tensor.dim() - 2, exact_below(cut is not None))
 
 
 @primitive(_onnx_convolution, bounds=_bounds_convolution, kind="accumulator", role=Role.CONVOLUTION, casts=True)
@@ -157,16 +152,13 @@ def convolution(
     input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int
 ) -> Tensor:
     """Compute Σ x·w + bias with zero padding, as int32; |result| < 2^24 for every input of its dtype."""
-    with full_precision(input):
-        result = CONVOLUTIONS[weight.dim() - 2](
-            input.float(), weight.float(), None if bias is None else bias.float(), stride, padding, dilation, groups
-        )
-    return stored(result, input, torch.int32)
+    return stored(_convolution_real(input.float(), weight.float(), bias, stride, padding, dilation, groups), input, torch.int32)
 
 
-def _convolution_real(input: Tensor, weight: Tensor, bias: Tensor | None, *attributes_and_cut: Any) -> Tensor:
+def _convolution_real(input: Tensor, weight: Tensor, bias: Tensor | None, *window_and_cut: Any) -> Tensor:
     with full_precision(input):
-        return CONVOLUTIONS[weight.dim() - 2](input, weight, None if bias is None else bias.float(), *attributes_and_cut[:-1])
+        result: Tensor = CONVOLUTIONS[weight.dim() - 2](input, weight, None if bias is None else bias.float(), *window_and_cut[:4])
+    return result
 
 
 def _blocks(weight: Tensor, largest: int) -> list[int] | None:
@@ -204,31 +196,22 @@ def _onnx_sum_blocks(e: Emitter, x: str, w: str, bias: tuple[str, ...], blocks: 
     return total
 
 
-def _onnx_convolution_wide(
-    e: Emitter,
-    input: str,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    cut: list[int],
-) -> str:
-    attributes = attributes_of(weight, stride, padding, dilation, groups)
+def _onnx_convolution_wide(e: Emitter, input: str, weight: Tensor, bias: Tensor | None, *window_and_cut: Any) -> str:
+    *window, cut = window_and_cut
+    attributes = attributes_of(weight, *window)
     held = 2 ** (cut[0] * cut[1] - 1)
     kept = e.dtype(input)
-    blocks = _blocks(weight, held if kept.is_floating_point else min(held, -torch.iinfo(kept).min or 255)) if groups == 1 else None
+    blocks = _blocks(weight, held if kept.is_floating_point else min(held, -torch.iinfo(kept).min or 255)) if window[-1] == 1 else None
 
     def body(e: Emitter, x: str, w: str, *bias: str) -> str:
         if blocks is not None:
             return _onnx_sum_blocks(e, x, w, bias, blocks, attributes)
         return onnx_sum_parts(e, x, w, bias, Split(*cut), lambda part, factor: e.node("Conv", part, factor, **attributes))
 
-    values = (*attributes.values(), list(cut if blocks is None else blocks), bias is not None, str(e.dtype(input)).removeprefix("torch."))
+    values = (*attributes.values(), list(cut if blocks is None else blocks), bias is not None, str(kept).removeprefix("torch."))
     name = "convolution_wide_" + "_".join(str(v).strip("[]").replace(", ", "x") for v in values)
-    shaped = per_channel(bias, weight.dim() - 2)
-    return e.call(name, body, input, e.constant(weight), *([] if shaped is None else [e.constant(shaped.double())]))
+    added = [] if bias is None else [e.constant(per_channel(bias.double(), weight.dim() - 2))]
+    return e.call(name, body, input, e.constant(weight), *added)
 
 
 @primitive(
@@ -255,12 +238,8 @@ def convolution_wide(
     The operand and the weight are cut into parts by `cut`, the fields of a `Split`. The float32 sum of each pair of parts stays below
     2^24, and the sums are added in float64. The result is int32, or int64 for int16 weights.
     """
-
-    def kernel(part: Tensor, factor: Tensor) -> Tensor:
-        return CONVOLUTIONS[weight.dim() - 2](part, factor, None, stride, padding, dilation, groups)
-
-    with full_precision(input):
-        total = sum_parts(input, weight, per_channel(bias, weight.dim() - 2), Split(*cut), kernel)
+    window = stride, padding, dilation, groups
+    total = sum_parts(input, weight, bias, Split(*cut), lambda part, factor: _convolution_real(part, factor, None, *window))
     return accumulated(total, input, weight)
 
 
@@ -271,15 +250,13 @@ def _onnx_linear(e: Emitter, input: str, weight: Tensor, bias: Tensor | None) ->
 
 
 def _bounds_linear(input: Value, weight: Value, bias: Value | None) -> Range:
-    return sum_of_products(input, constant_of(weight, "weight"), bias_of(bias), 0, FLOAT32_EXACT)
+    return sum_of_products(input, constant_of(weight, "weight"), bias, 0, FLOAT32_EXACT)
 
 
 @primitive(_onnx_linear, bounds=_bounds_linear, kind="accumulator", role=Role.LINEAR, casts=True)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute x · wᵀ + bias over the last dimension, as int32; |result| < 2^24 for every input of its dtype."""
-    with full_precision(input):
-        result = F.linear(input.float(), weight.float(), None if bias is None else bias.float())
-    return stored(result, input, torch.int32)
+    return stored(_linear_real(input.float(), weight.float(), bias), input, torch.int32)
 
 
 def _linear_real(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -303,7 +280,7 @@ def _onnx_linear_wide(e: Emitter, input: str, weight: Tensor, bias: Tensor | Non
 
 
 def _bounds_linear_wide(input: Value, weight: Value, bias: Value | None) -> Range:
-    return sum_of_products(input, constant_of(weight, "weight"), bias_of(bias), 0, FLOAT64_EXACT)
+    return sum_of_products(input, constant_of(weight, "weight"), bias, 0, FLOAT64_EXACT)
 
 
 @primitive(

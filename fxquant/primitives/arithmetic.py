@@ -150,15 +150,9 @@ class Arithmetic:
         return None
 
 
-def _rescaling() -> set[Function]:
+def _rescaling(kind: type[Arithmetic] = Arithmetic) -> set[Function]:
     """Return the primitives that belong to some arithmetic; every target may use all others."""
-    found: set[Function] = set()
-    kinds = [Arithmetic]
-    while kinds:
-        kind = kinds.pop()
-        found |= kind.primitives
-        kinds += kind.__subclasses__()
-    return found
+    return set(kind.primitives).union(*map(_rescaling, kind.__subclasses__()))
 
 
 def _without_last_bits(value: Tensor, bits: int) -> Tensor:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fxquant.primitives.record import Emitter, Range, Value, ZeroPoint, need, primitive
-from fxquant.primitives.shape import named
+from fxquant.primitives.record import BOOLEAN, Emitter, Range, Value, ZeroPoint, need, primitive, union
+from fxquant.primitives.shape import named, one_node
 
 
 class Relation(NamedTuple):
@@ -48,7 +48,7 @@ def _onnx_compare(e: Emitter, input: str | Tensor, other: str | Tensor, relation
 
 def _bounds_compare(input: Value, other: Value, relation: str) -> Range:
     need(relation in RELATIONS, f"its relation is {relation!r}")
-    return Range(0.0, 1.0)
+    return BOOLEAN
 
 
 @primitive(_onnx_compare, bounds=_bounds_compare, kind="plain")
@@ -67,7 +67,7 @@ def _onnx_logic(e: Emitter, input: str | Tensor, other: str | Tensor, operation:
 
 def _bounds_logic(input: Value | None, other: Value | None, operation: str) -> Range:
     need(operation in LOGIC, f"its operation is {operation!r}")
-    return Range(0.0, 1.0)
+    return BOOLEAN
 
 
 @primitive(_onnx_logic, bounds=_bounds_logic, kind="plain")
@@ -76,15 +76,7 @@ def logic(input: Tensor, other: Tensor, operation: str) -> Tensor:
     return LOGIC[operation](input, other)
 
 
-def _onnx_opposite(e: Emitter, input: str) -> str:
-    return e.node("Not", input)
-
-
-def _bounds_opposite(input: Value | None) -> Range:
-    return Range(0.0, 1.0)
-
-
-@primitive(_onnx_opposite, bounds=_bounds_opposite, kind="plain")
+@primitive(one_node("Not"), bounds=lambda input: BOOLEAN, kind="plain")
 def opposite(input: Tensor) -> Tensor:
     """Negate a bool tensor element by element."""
     return torch.logical_not(input)
@@ -100,11 +92,7 @@ def _onnx_choose(e: Emitter, input: str | Tensor, other: str | Tensor, condition
     return e.node("Cast", chosen, to=dtype)
 
 
-def _bounds_choose(input: Value, other: Value, condition: Value | None) -> Range:
-    return Range(torch.minimum(input.low.min(), other.low.min()), torch.maximum(input.high.max(), other.high.max()))
-
-
-@primitive(_onnx_choose, bounds=_bounds_choose, zero_point=ZeroPoint.EQUIVARIANT)
+@primitive(_onnx_choose, bounds=lambda input, other, condition: union(input, other), zero_point=ZeroPoint.EQUIVARIANT)
 def choose(input: Tensor, other: Tensor, condition: Tensor) -> Tensor:
     """Return the element of `input` where the condition (bool) holds, else that of `other`; both are integers on one grid."""
     return torch.where(condition, input, other)

@@ -8,6 +8,7 @@ from torch import Tensor
 from fxquant.numerics.grids import FLOAT32_EXACT, power_of_two
 from fxquant.numerics.rounding import clamped
 from fxquant.primitives.record import Emitter, Range, Role, Value, ZeroPoint, constant_of, exact_below, multipliers, need, primitive, within
+from fxquant.primitives.shape import named, one_node
 from fxquant.primitives.steps import MOST_REAL, Op, Writer, binary
 
 
@@ -22,14 +23,6 @@ def _steps_negate(w: Writer, input: int) -> int:
 def _steps_align_fixed(w: Writer, input: int, multiplier: Tensor, right_shift: Tensor, wide: bool = False) -> int:
     w.wide |= wide
     return w.write(Op.SHIFT, w.write(Op.MULTIPLY, input, multiplier), right_shift)
-
-
-def _steps_align_real(w: Writer, input: int, multiplier: Tensor, wide: bool = False) -> int:
-    return w.write(Op.ROUND, input, multiplier, -MOST_REAL, MOST_REAL)
-
-
-def _steps_multiply(w: Writer, input: int, other: int, wide: bool = False) -> int:
-    return w.write(Op.MULTIPLY, input, other)
 
 
 def _steps_shift_right(w: Writer, input: int, bits: int) -> int:
@@ -53,7 +46,7 @@ def _onnx_align_fixed(e: Emitter, input: str | Tensor, multiplier: Tensor, right
         return e.node("Floor", e.node("Mul", e.node("Cast", x, to=width), factor))
 
     name = f"align_fixed_{str(width).removeprefix('torch.')}"
-    return e.call(name, body, _named(e, input), e.constant(multiplier.double() * power_of_two(-right_shift), width))
+    return e.call(name, body, named(e, input), e.constant(multiplier.double() * power_of_two(-right_shift), width))
 
 
 def _align_fixed_real(input: Tensor, multiplier: Tensor, right_shift: Tensor, wide: bool = False) -> Tensor:
@@ -87,7 +80,7 @@ def _onnx_align_real(e: Emitter, input: str | Tensor, multiplier: Tensor, wide: 
         aligned = e.node("Round", e.node("Mul", e.node("Cast", x, to=torch.float32), multiplier))
         return e.node("Cast", aligned, to=torch.float64) if wide else aligned
 
-    return e.call("align_real_wide" if wide else "align_real", body, _named(e, input), e.constant(multiplier))
+    return e.call("align_real_wide" if wide else "align_real", body, named(e, input), e.constant(multiplier))
 
 
 def _align_real_real(input: Tensor, multiplier: Tensor, wide: bool = False) -> Tensor:
@@ -105,7 +98,7 @@ def _bounds_align_real(input: Value, multiplier: Value, wide: bool = False) -> R
     kind="accumulator",
     role=Role.ALIGNMENT,
     casts=True,
-    steps=_steps_align_real,
+    steps=lambda w, input, multiplier, *_: w.write(Op.ROUND, input, multiplier, -MOST_REAL, MOST_REAL),
 )
 def align_real(input: Tensor, multiplier: Tensor, wide: bool = False) -> Tensor:
     """Compute round_half_even(float32(q) · multiplier) as int32: an operand on a finer common scale. Below 2^24 unless `wide`."""
@@ -113,31 +106,18 @@ def align_real(input: Tensor, multiplier: Tensor, wide: bool = False) -> Tensor:
     return aligned.to(_width(wide)) if input.is_floating_point() else aligned.to(torch.int32)
 
 
-def _named(e: Emitter, value: str | Tensor) -> str:
-    """Return the name of an operand that may be a constant."""
-    return value if isinstance(value, str) else e.constant(value)
-
-
-def _onnx_add(e: Emitter, input: str, other: str) -> str:
-    return e.node("Add", input, other)
-
-
 def _bounds_add(input: Value, other: Value) -> Range:
     need(input.exact == other.exact, "its operands have different widths")
     return within(input.magnitude + other.magnitude, input.exact)
 
 
-@primitive(_onnx_add, bounds=_bounds_add, kind="accumulator", role=Role.ADDITION, steps=binary(Op.ADD))
+@primitive(one_node("Add"), bounds=_bounds_add, kind="accumulator", role=Role.ADDITION, steps=binary(Op.ADD))
 def add(input: Tensor, other: Tensor) -> Tensor:
     """Add two accumulators on one scale."""
     return input + other
 
 
-def _onnx_subtract(e: Emitter, input: str, other: str) -> str:
-    return e.node("Sub", input, other)
-
-
-@primitive(_onnx_subtract, bounds=_bounds_add, kind="accumulator", role=Role.ADDITION, steps=binary(Op.SUBTRACT))
+@primitive(one_node("Sub"), bounds=_bounds_add, kind="accumulator", role=Role.ADDITION, steps=binary(Op.SUBTRACT))
 def subtract(input: Tensor, other: Tensor) -> Tensor:
     """Subtract `other` from `input`, two accumulators on one scale."""
     return input - other
@@ -158,7 +138,7 @@ def add_constant(input: Tensor, constant: Tensor) -> Tensor:
 
 
 def _onnx_multiply(e: Emitter, input: str | Tensor, other: str | Tensor, wide: bool = False) -> str:
-    operands = [e.node("Cast", _named(e, operand), to=_width(wide)) for operand in (input, other)]
+    operands = [e.node("Cast", named(e, operand), to=_width(wide)) for operand in (input, other)]
     # Round is a barrier: without it the runtime may fuse a constant operand with the multiplier that follows.
     return e.node("Round", e.node("Mul", *operands))
 
@@ -167,7 +147,7 @@ def _bounds_multiply(input: Value, other: Value, wide: bool = False) -> Range:
     return within(input.largest * other.largest, exact_below(wide))
 
 
-@primitive(_onnx_multiply, bounds=_bounds_multiply, kind="accumulator", role=Role.MULTIPLICATION, casts=True, steps=_steps_multiply)
+@primitive(_onnx_multiply, bounds=_bounds_multiply, kind="accumulator", role=Role.MULTIPLICATION, casts=True, steps=binary(Op.MULTIPLY))
 def multiply(input: Tensor, other: Tensor, wide: bool = False) -> Tensor:
     """Multiply two quantized tensors, as int32; below 2^24 in magnitude unless `wide`."""
     if input.is_floating_point() or other.is_floating_point():
@@ -226,10 +206,6 @@ def _onnx_shift_right(e: Emitter, input: str, bits: int) -> str:
     return e.call(f"shift_right_{str(dtype).removeprefix('torch.')}", body, input, e.constant(2.0**-bits, width))
 
 
-def _shift_right_real(input: Tensor, bits: int) -> Tensor:
-    return input * 2.0**-bits
-
-
 def _bounds_shift_right(input: Value, bits: int) -> Range:
     need(0 < bits < 64, f"it shifts by {bits} bits")
     low, high = (torch.floor(end * 2.0**-bits + 0.5) for end in (input.low, input.high))
@@ -239,7 +215,7 @@ def _bounds_shift_right(input: Value, bits: int) -> Range:
 @primitive(
     _onnx_shift_right,
     bounds=_bounds_shift_right,
-    surrogate=_shift_right_real,
+    surrogate=lambda input, bits: input * 2.0**-bits,
     kind="accumulator",
     role=Role.POINTWISE,
     steps=_steps_shift_right,
@@ -282,8 +258,7 @@ def _onnx_lookup(e: Emitter, input: str, table: Tensor, first: int | None = None
     lowest = _first(table, first)
 
     def body(e: Emitter, x: str, table: str) -> str:
-        offset = e.constant(-lowest, torch.int64)
-        return e.node("Gather", table, e.node("Add", e.node("Cast", x, to=torch.int64), offset))
+        return e.node("Gather", table, e.node("Add", e.node("Cast", x, to=torch.int64), e.constant(-lowest, torch.int64)))
 
     return e.call(f"lookup_{table.numel()}" + ("" if first is None else f"_{-first}"), body, input, e.constant(table))
 
@@ -295,7 +270,7 @@ def _first(table: Tensor, first: int | None) -> int:
 def _bounds_lookup(input: Value, table: Value, first: int | None = None) -> Range:
     entries = constant_of(table, "table")
     need(entries.dim() == 1 and (first is not None or entries.numel() % 2 == 0), f"its table has {entries.numel()} entries")
-    lowest = -(entries.numel() // 2) if first is None else first
+    lowest = _first(entries, first)
     covers = lowest <= int(input.low.min()) and int(input.high.max()) < lowest + entries.numel()
     need(covers, f"its table of {entries.numel()} entries does not cover its operand")
     return Range(table.low, table.high)

@@ -26,11 +26,8 @@ def _onnx_transform(e: Emitter, input: str, matrix: Tensor, dim: int, rank: int,
     return e.node("Transpose", turned, perm=order)
 
 
-def _transform_real(input: Tensor, matrix: Tensor, dim: int, rank: int, wide: bool) -> Tensor:
-    return _along(input, matrix, dim, torch.float64 if wide else torch.float32)
-
-
-def _along(input: Tensor, matrix: Tensor, dim: int, width: torch.dtype) -> Tensor:
+def _along(input: Tensor, matrix: Tensor, dim: int, rank: int, wide: bool) -> Tensor:
+    width = torch.float64 if wide else torch.float32
     with full_precision(input):
         value, factors = input.to(width), matrix.to(width)
         if dim == -2:
@@ -46,11 +43,11 @@ def _bounds_transform(input: Value, matrix: Value, dim: int, rank: int, wide: bo
     return within(reach * input.largest, exact_below(wide))
 
 
-@primitive(_onnx_transform, bounds=_bounds_transform, surrogate=_transform_real, kind="accumulator")
+@primitive(_onnx_transform, bounds=_bounds_transform, surrogate=_along, kind="accumulator")
 def transform(input: Tensor, matrix: Tensor, dim: int, rank: int, wide: bool) -> Tensor:
     """Compute the accumulator Σ_j matrix[i, j] · x_j along dimension `dim`, which is negative, of a tensor of `rank` dimensions.
 
     The result is int32, below 2^24 in magnitude, or, if `wide`, int64, below 2^53.
     """
-    total = _along(input, matrix, dim, torch.float64 if wide else torch.float32)
+    total = _along(input, matrix, dim, rank, wide)
     return total if input.is_floating_point() else total.to(torch.int64 if wide else torch.int32)

@@ -16,32 +16,33 @@ HALF_BITS = 8  # where a wide sum over windows cuts its operand
 MAX_POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 
 
-def _window_padding(begin: list[int], end: list[int]) -> list[int]:
+def window_padding(begin: list[int], end: list[int]) -> list[int]:
     """Return PyTorch's padding list: last dimension first, begin before end."""
     return [p for pair in reversed(list(zip(begin, end, strict=True))) for p in pair]
 
 
-def _onnx_max_pool(
-    e: Emitter, input: str, kernel: list[int], stride: list[int], begin: list[int], end: list[int], dilation: list[int]
-) -> str:
-    pooled = e.node(
-        "MaxPool",
-        e.node("Cast", input, to=torch.float32),
-        kernel_shape=list(kernel),
-        strides=list(stride),
-        pads=[*begin, *end],
-        dilations=list(dilation),
-    )
+def need_elements(kernel: list[int], begin: list[int], end: list[int], dilation: list[int]) -> None:
+    """Raise Unproved if a window may cover padding only."""
+    for taps, before, behind, spread in zip(kernel, begin, end, dilation, strict=True):
+        need(0 <= before <= spread * (taps - 1) and 0 <= behind <= spread * (taps - 1), "one of its windows covers padding only")
+
+
+def attributes_of(kernel: list[int], stride: list[int], begin: list[int], end: list[int], dilation: list[int]) -> dict[str, object]:
+    """Return the attributes of an ONNX max pool."""
+    return {"kernel_shape": list(kernel), "strides": list(stride), "pads": [*begin, *end], "dilations": list(dilation)}
+
+
+def _onnx_max_pool(e: Emitter, input: str, *window: list[int]) -> str:
+    pooled = e.node("MaxPool", e.node("Cast", input, to=torch.float32), **attributes_of(*window))
     return e.node("Cast", pooled, to=e.dtype(input))
 
 
 def _bounds_max_pool(input: Value, kernel: list[int], stride: list[int], begin: list[int], end: list[int], dilation: list[int]) -> Range:
-    for taps, before, behind, spread in zip(kernel, begin, end, dilation, strict=True):
-        need(0 <= before <= spread * (taps - 1) and 0 <= behind <= spread * (taps - 1), "one of its windows covers padding only")
+    need_elements(kernel, begin, end, dilation)
     return Range(input.low, input.high)
 
 
-@primitive(_onnx_max_pool, bounds=_bounds_max_pool, zero_point=ZeroPoint.EQUIVARIANT)
+@primitive(_onnx_max_pool, bounds=_bounds_max_pool, zero_point=ZeroPoint.EQUIVARIANT, layout="windows")
 def max_pool(input: Tensor, kernel: list[int], stride: list[int], begin: list[int], end: list[int], dilation: list[int]) -> Tensor:
     """Compute the maximum over each window, without its padding."""
     if list(kernel) == [input.shape[-1]] and not any(begin) and not any(end) and list(dilation) == [1]:  # one window
@@ -51,7 +52,7 @@ def max_pool(input: Tensor, kernel: list[int], stride: list[int], begin: list[in
             return input.float().max(-1, keepdim=True).values  # also which of equal ones has the gradient; but it keeps the places alone
     value, padding = input.float(), 0 if not any(begin) else list(begin)
     if begin != end or any(2 * before > taps for before, taps in zip(begin, kernel, strict=True)):  # more than PyTorch pads by itself
-        value, padding = F.pad(value, _window_padding(begin, end), value=-torch.inf), 0
+        value, padding = F.pad(value, window_padding(begin, end), value=-torch.inf), 0
     return stored(MAX_POOLS[len(kernel)](value, kernel, stride, padding, dilation), input, input.dtype)
 
 
@@ -64,9 +65,7 @@ def _onnx_sum_pool(
         pads = [*begin, *end]
         if len(set(pads)) > 1:
             # onnxruntime 1.21 to 1.23 counts uneven padding wrongly, from opset 19 on. Round is a barrier against fusing the two again.
-            value = e.node(
-                "Round", e.node("Pad", value, e.constant(torch.tensor([0, 0, *begin, 0, 0, *end], dtype=torch.int64, device="cpu")))
-            )
+            value = e.node("Round", e.node("Pad", value, e.constant([0, 0, *begin, 0, 0, *end])))
             pads = [0] * len(pads)
         mean = e.node("AveragePool", value, kernel_shape=list(kernel), strides=list(stride), pads=pads, count_include_pad=1)
         # The mean times its count is within half of the whole sum, so Round recovers it exactly.
@@ -85,12 +84,12 @@ def _bounds_sum_pool(input: Value, kernel: list[int], stride: list[int], begin: 
     return within(terms * input.largest, FLOAT64_EXACT if wide else POOLED_EXACT)
 
 
-@primitive(_onnx_sum_pool, bounds=_bounds_sum_pool, kind="accumulator", chip_bits=8, role=Role.SUM, casts=True)
+@primitive(_onnx_sum_pool, bounds=_bounds_sum_pool, kind="accumulator", chip_bits=8, role=Role.SUM, casts=True, layout="windows")
 def sum_pool(input: Tensor, kernel: list[int], stride: list[int], begin: list[int], end: list[int], wide: bool = False) -> Tensor:
     """Sum each window of the zero-padded input, as int32; below 2^22 in magnitude, or, if `wide`, below 2^30."""
     value = input.to(torch.float64 if wide else torch.float32)
     if any(begin) or any(end):
-        value = F.pad(value, _window_padding(begin, end))
+        value = F.pad(value, window_padding(begin, end))
     if len(kernel) == 1:
         total = F.avg_pool2d(value.unsqueeze(-2), [1, *kernel], [1, *stride], divisor_override=1).squeeze(-2)
     elif len(kernel) == 2:
@@ -101,7 +100,7 @@ def sum_pool(input: Tensor, kernel: list[int], stride: list[int], begin: list[in
 
 
 def _onnx_sum(e: Emitter, input: str, dim: list[int], keepdim: bool, wide: bool = False) -> str:
-    axes = e.constant(torch.tensor(list(dim), dtype=torch.int64, device="cpu"))
+    axes = e.constant(list(dim), torch.int64)
     return e.node("ReduceSum", e.node("Cast", input, to=torch.float64 if wide else torch.float32), axes, keepdims=int(keepdim))
 
 

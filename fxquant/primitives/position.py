@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxquant.primitives.pool import MAX_POOLS
+from fxquant.primitives.pool import MAX_POOLS, attributes_of, need_elements, window_padding
 from fxquant.primitives.record import Emitter, Range, Value, ZeroPoint, constant_of, exact_below, need, primitive
 
 # An element and its position are one number, q · count + (count - 1 - position): the largest of a window is its largest element, and
@@ -36,8 +36,7 @@ def _onnx_pool_indices(
     whole = e.constant(float(count), width)
     key = e.node("Mul", e.node("Cast", input, to=width), whole)
     key = e.node("Add", key, e.constant(_positions(sizes, width, torch.device("cpu"))))
-    attributes = {"kernel_shape": list(kernel), "strides": list(stride), "pads": [*begin, *end], "dilations": list(dilation)}
-    largest = e.node("MaxPool", key, **attributes)
+    largest = e.node("MaxPool", key, **attributes_of(kernel, stride, begin, end, dilation))
     rest = e.node("Sub", largest, e.node("Mul", e.node("Floor", e.node("Div", largest, whole)), whole))
     found = e.node("Cast", e.node("Sub", e.constant(count - 1.0, width), rest), to=torch.int64)
     return found if places is None else e.node("Gather", e.constant(places), found, axis=0)
@@ -46,8 +45,7 @@ def _onnx_pool_indices(
 def _bounds_pool_indices(input: Value, sizes: list[int], wide: bool, places: Value | None = None, **window: list[int]) -> Range:
     need(list(input.fact.shape[2:]) == list(sizes), "its operand and its annotation differ in size")
     need((input.largest + 1) * math.prod(sizes) < exact_below(wide), "an element and its position do not fit in one number")
-    for taps, before, behind, spread in zip(*(window[name] for name in ("kernel", "begin", "end", "dilation")), strict=True):
-        need(0 <= before <= spread * (taps - 1) and 0 <= behind <= spread * (taps - 1), "one of its windows covers padding only")
+    need_elements(*(window[name] for name in ("kernel", "begin", "end", "dilation")))
     if places is None:
         return Range(0.0, float(math.prod(sizes) - 1))
     known = constant_of(places, "places")
@@ -74,7 +72,7 @@ def pool_indices(
     width, count = torch.float64 if wide else torch.float32, math.prod(sizes)
     key = input.detach().to(width) * count + _positions(sizes, width, input.device)
     if any(begin) or any(end):
-        key = F.pad(key, [p for pair in reversed(list(zip(begin, end, strict=True))) for p in pair], value=-torch.inf)
+        key = F.pad(key, window_padding(begin, end), value=-torch.inf)
     largest = MAX_POOLS[len(kernel)](key, kernel, stride, 0, dilation).to(torch.int64)
     found = count - 1 - largest % count
     return found if places is None else places[found]
@@ -82,12 +80,8 @@ def pool_indices(
 
 def _onnx_unpool(e: Emitter, input: str, indices: str, sizes: list[int], outside: int) -> str:
     planes = e.node("Slice", e.node("Shape", input), e.constant([0]), e.constant([2]))
-    count = math.prod(sizes)
-    empty = e.node(
-        "Expand",
-        e.constant(torch.full((1, 1, 1), outside, dtype=e.dtype(input), device="cpu")),
-        e.node("Concat", planes, e.constant([count]), axis=0),
-    )
+    filling = e.constant(torch.full((1, 1, 1), outside, dtype=e.dtype(input), device="cpu"))
+    empty = e.node("Expand", filling, e.node("Concat", planes, e.constant([math.prod(sizes)]), axis=0))
     flat = e.constant([0, 0, -1])
     placed = e.node("ScatterElements", empty, e.node("Reshape", indices, flat), e.node("Reshape", input, flat), axis=2)
     return e.node("Reshape", placed, e.constant([0, 0, *sizes]))

@@ -19,7 +19,7 @@ from fxquant.ir.integer import QParams, noted, origin, qparams, zero_point
 from fxquant.numerics.grids import ACTIVATION_TYPES, INT32_MAX, INT48_MAX, PLAIN_TYPES, bits_of
 from fxquant.primitives import PRIMITIVES, Role, elementwise, quantization, role_of
 from fxquant.primitives.arithmetic import Arithmetic
-from fxquant.primitives.record import Range, Value, as_double, constant_of, need, refuse
+from fxquant.primitives.record import Value, as_double, constant_of, need, refuse
 
 
 class Shapes:
@@ -115,22 +115,21 @@ def ranges(gm: fx.GraphModule) -> dict[fx.Node, Value]:
     for node in gm.graph.nodes:
         value = _constant(gm, node) if node.op == "get_attr" else None
         if node.op == "call_function" and node.target in PRIMITIVES and PRIMITIVES[node.target].bounds is not None:
-            bounds = _bounds(node, values)
+            bounds = PRIMITIVES[node.target].bounds(**_arguments(node, values))  # type: ignore[misc]
             value = Value(as_double(bounds.low), as_double(bounds.high), fact(node), bounds.exact)
         if value is not None:
             values[node] = value
     return values
 
 
-def _bounds(node: fx.Node, values: Mapping[fx.Node, Value]) -> Range:
-    record = PRIMITIVES[node.target]  # type: ignore[index]
+def _arguments(node: fx.Node, values: Mapping[fx.Node, Value]) -> dict[str, Any]:
+    """Return the arguments of a primitive's call by name, with the range of each tensor in its place; None where it has none."""
 
     def value_of(operand: fx.Node) -> Any:
         return values.get(operand, _given(operand))
 
     args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
-    assert record.bounds is not None
-    return record.bounds(**record.signature.bind(*args, **kwargs).arguments)
+    return PRIMITIVES[node.target].signature.bind(*args, **kwargs).arguments  # type: ignore[index]
 
 
 def _constant(gm: fx.GraphModule, node: fx.Node) -> Value | None:
@@ -155,12 +154,7 @@ def _proved(node: fx.Node, values: Mapping[fx.Node, Value], arithmetic: Arithmet
         return None
     if record.bounds is None:
         refuse(f"the range is not known of {record.name}")
-
-    def value_of(operand: fx.Node) -> Any:
-        return values.get(operand, _given(operand))
-
-    args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
-    arguments = record.signature.bind(*args, **kwargs).arguments
+    arguments = _arguments(node, values)
     real = node.target is quantization.quantize or record.kind == "dynamic"
     if not real and any(value is None for name, value in arguments.items() if name in _ACTIVATIONS):
         refuse("it reads a value that is not an integer tensor of this graph")
@@ -171,8 +165,7 @@ def _proved(node: fx.Node, values: Mapping[fx.Node, Value], arithmetic: Arithmet
     because = arithmetic.refuses(record.function, held, known.dtype)
     if because is not None:
         refuse(because)
-    low, high = (as_double(end) for end in (found.low, found.high))
-    value = Value(low, high, known, found.exact)
+    value = Value(as_double(found.low), as_double(found.high), known, found.exact)
     _check_range(value, "plain" if known.dtype in PLAIN_TYPES.values() and record.kind == "quantized" else record.kind, described)
     _check_zero_points(node, described)
     return value

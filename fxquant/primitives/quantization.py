@@ -30,6 +30,7 @@ from fxquant.primitives.record import (
     stored_limits,
     within,
 )
+from fxquant.primitives.shape import one_node
 from fxquant.primitives.steps import Op, Writer
 
 
@@ -267,28 +268,20 @@ def _as_float(e: Emitter, value: str) -> str:
     return value if e.dtype(value).is_floating_point else e.node("Cast", value, to=torch.float32)
 
 
-def _rounded_fixed(multiplier: Tensor, right_shift: Tensor, limit: int, low: int, high: int) -> Rounded | None:
-    """Return what follows the first shift as one rounded operation; None where it is not proved to be equal."""
-    steps = steps_of_fixed(multiplier, right_shift, low, high)
-    whole = multiplier != 0
+def _rounded_fixed(multiplier: Tensor, right_shift: Tensor, limit: int, low: int, high: int, lowered: bool) -> Rounded | None:
+    """Return what follows the first shift as one rounded operation, after a sum if it rounds down; None where it is not proved equal."""
+    whole, none = multiplier != 0, torch.zeros_like(multiplier)
+    if lowered:
+        steps = steps_of_half_step(none, multiplier, right_shift, none, low, high)
+    else:
+        steps = steps_of_fixed(multiplier, right_shift, low, high)
     held = steps[whole.flatten()]
     if held.numel() and not -limit < int(held.min()) <= int(held.max()) < limit:
         return None  # where the intermediate saturates
     size = torch.where(whole, power_of_two(right_shift) / multiplier.double(), 2.0 * FLOAT32_EXACT)
-    return rounded(steps, size, low, high)
-
-
-def _rounded_floor(multiplier: Tensor, right_shift: Tensor, limit: int, low: int, high: int) -> Rounded | None:
-    """Return what follows the first shift, rounded down, as one rounded operation after a sum; None where it is not proved equal."""
-    whole = multiplier != 0
-    steps = steps_of_half_step(torch.zeros_like(multiplier), multiplier, right_shift, torch.zeros_like(multiplier), low, high)
-    held = steps[whole.flatten()]
-    if held.numel() and not -limit < int(held.min()) <= int(held.max()) < limit:
-        return None  # where the intermediate saturates
-    size = torch.where(whole, power_of_two(right_shift) / multiplier.double().clamp_min(1), 2.0 * FLOAT32_EXACT)
-    if float(size.max()) > limit:
+    if lowered and float(size.max()) > limit:
         return None
-    return rounded(steps, size, low, high, lowered=True)
+    return rounded(steps, size, low, high, lowered=lowered)
 
 
 def _rounded_half_step(
@@ -368,10 +361,8 @@ def _onnx_requantize_fixed(
     width = torch.float64 if e.dtype(accumulator) == torch.float64 else torch.float32
     limit = 2 ** (intermediate_bits - 1)
     how = None
-    if dtype.itemsize == 1 and rounding == "half_up":
-        how = _rounded_fixed(multiplier, right_shift, limit, low, high)
-    elif dtype.itemsize == 1 and rounding == "floor":
-        how = _rounded_floor(multiplier, right_shift, limit, low, high)
+    if dtype.itemsize == 1 and rounding in ("half_up", "floor"):
+        how = _rounded_fixed(multiplier, right_shift, limit, low, high, rounding == "floor")
     elif dtype.itemsize == 1 and rounding in HALF_STEPS and width == torch.float32:
         how = _rounded_half_step(shift, multiplier, right_shift, limit, low, high, rounding)
     if how is not None:
@@ -524,15 +515,7 @@ def requantize_real(accumulator: Tensor, multiplier: Tensor, low: int, high: int
     return stored(value.add_(zero_point) if zero_point else value, accumulator, dtype)
 
 
-def _onnx_accumulator_output(e: Emitter, accumulator: str) -> str:
-    return e.node("Cast", accumulator, to=torch.int32)
-
-
-def _bounds_accumulator_output(accumulator: Value) -> Range:
-    return within(accumulator.magnitude, FLOAT64_EXACT)
-
-
-@primitive(_onnx_accumulator_output, bounds=_bounds_accumulator_output)
+@primitive(one_node("Cast", to=torch.int32), bounds=lambda accumulator: within(accumulator.magnitude, FLOAT64_EXACT), layout="same")
 def accumulator_output(accumulator: Tensor) -> Tensor:
     """Return the accumulator itself as a quantized tensor, int32: the output of a last layer."""
     return stored(accumulator, accumulator, torch.int32)

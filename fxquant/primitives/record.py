@@ -83,6 +83,9 @@ class Range:
     exact: int = FLOAT32_EXACT
 
 
+BOOLEAN = Range(0.0, 1.0)
+
+
 def refuse(because: str) -> NoReturn:
     """Raise Unproved."""
     raise Unproved(because)
@@ -117,17 +120,13 @@ def constant_of(value: Value | None, what: str) -> Tensor:
     return value.constant
 
 
-def bias_of(value: Value | None) -> Tensor | None:
-    """Return the tensor of a bias; None where there is none."""
-    return None if value is None else constant_of(value, "bias")
-
-
-def sum_of_products(x: Value, weight: Tensor, bias: Tensor | None, trailing: int, exact: int) -> Range:
-    """Return the range of a sum of products with a weight, and a bias.
+def sum_of_products(x: Value, weight: Tensor, bias: Value | None, trailing: int, exact: int) -> Range:
+    """Return the range of a sum of products with a weight, and a constant bias.
 
     Output channels are the weight's dimension 0; in the result `trailing` dimensions follow them.
     """
-    return within(accumulator_bound(weight, bias, 0, x.largest).reshape(-1, *[1] * trailing), exact)
+    added = None if bias is None else constant_of(bias, "bias")
+    return within(accumulator_bound(weight, added, 0, x.largest).reshape(-1, *[1] * trailing), exact)
 
 
 def multipliers(value: Value) -> Tensor:
@@ -135,6 +134,11 @@ def multipliers(value: Value) -> Tensor:
     factors = constant_of(value, "multiplier")
     need(factors.dtype == torch.float32 and torch.isfinite(factors).all() and (factors >= 0).all(), "its multiplier is out of range")
     return factors.double()
+
+
+def union(*values: Value) -> Range:
+    """Return the range of a result whose elements are those of its operands."""
+    return Range(torch.stack([value.low.min() for value in values]).min(), torch.stack([value.high.max() for value in values]).max())
 
 
 def stored_limits(low: int, high: int, zero_point: int) -> Range:
@@ -219,6 +223,8 @@ class Primitive:
     view       whether PyTorch's result shares the operand's memory, element for element
     casts      whether its ONNX form begins with a cast of its quantized operands to float32, so that a writer may give it floats
     zero_point how the result depends on a zero point that its operands are stored with
+    layout     "windows" if it slides windows over the dimensions after the channels, which are dimension 1; "same" if the dimensions of its
+               result are those of its operands; "" for any other, and where its role says this
     steps      writes it as elementwise steps (see `primitives.steps`); None where it is not elementwise, returns None for arguments
                that have no such form
     shifted    the parameters that are also integers on the operands' grid: where the operands are z larger, so are these
@@ -228,8 +234,8 @@ class Primitive:
     function: Callable[..., Tensor]
     onnx: Callable[..., str]
     bounds: Callable[..., Range] | None
-    surrogate: Callable[..., Tensor] | None
-    kind: str
+    surrogate: Callable[..., Tensor] | None = None
+    kind: str = "quantized"
     chip_bits: int = 16
     role: Role | None = None
     wide: bool = False
@@ -237,6 +243,7 @@ class Primitive:
     casts: bool = False
     zero_point: ZeroPoint = ZeroPoint.CENTRED
     shifted: tuple[str, ...] = ()
+    layout: str = ""
     steps: Steps | None = None
 
     @cached_property
@@ -268,18 +275,11 @@ def role_of(target: Any) -> Role | None:
 Function = TypeVar("Function", bound=Callable[..., Tensor])
 
 
-def primitive(
-    onnx: Callable[..., str],
-    *,
-    bounds: Callable[..., Range] | None,
-    surrogate: Callable[..., Tensor] | None = None,
-    kind: str = "quantized",
-    **facts: Any,
-) -> Callable[[Function], Function]:
+def primitive(onnx: Callable[..., str], *, bounds: Callable[..., Range] | None, **facts: Any) -> Callable[[Function], Function]:
     """Return a decorator that declares a function an integer primitive; `facts` are the other fields of its record."""
 
     def declare(function: Function) -> Function:
-        record = Primitive(function.__name__, function, onnx, bounds, surrogate, kind, **facts)
+        record = Primitive(function.__name__, function, onnx, bounds, **facts)
         PRIMITIVES[function] = BY_NAME[record.name] = record
         return function
 

@@ -50,11 +50,7 @@ def centred(input: Tensor) -> Centred:
     return Centred(integers, scale, zero_point)
 
 
-def _onnx_dynamic_linear(e: Emitter, input: str, weight: Tensor, scale: Tensor, bias: Tensor | None) -> str:
-    return emit(e, input, weight, scale, bias, signed=False)
-
-
-def emit(e: Emitter, input: str, weight: Tensor, scale: Tensor, bias: Tensor | None, *, signed: bool) -> str:
+def emit(e: Emitter, input: str, weight: Tensor, scale: Tensor, bias: Tensor | None, *, signed: bool = False) -> str:
     """Emit the layer in standard operators and return the name of its float32 result.
 
     `signed` keeps the weight int8, for kernels that are twice as fast on most x86 processors. On those without VNNI they add pairs of
@@ -101,7 +97,7 @@ def _surrogate_dynamic_linear(input: Tensor, weight: Tensor, scale: Tensor, bias
     return F.linear(input.float() + error, weight * scale.reshape(-1, 1), bias)
 
 
-@primitive(_onnx_dynamic_linear, bounds=_bounds_dynamic_linear, surrogate=_surrogate_dynamic_linear, kind="dynamic")
+@primitive(emit, bounds=_bounds_dynamic_linear, surrogate=_surrogate_dynamic_linear, kind="dynamic")
 def dynamic_linear(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """Compute float32(Σ (q - zero_point) · w) · (s_x · scale) + bias, each operation rounded to float32.
 

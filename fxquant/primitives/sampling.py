@@ -10,8 +10,6 @@ from torch import Tensor
 
 from fxquant.primitives.record import Emitter, Range, Value, ZeroPoint, exact_below, need, primitive, stored
 
-# (index along an axis, weight in steps of 2^-bits) of the one or two neighbours of a position.
-
 
 def onnx_brought_inside(e: Emitter, position: str, size: int, bits: int, padding: str, corners: bool) -> str:
     """Emit the positions moved inside the image, as `padding` specifies, in float32, which is exact for them."""
@@ -99,6 +97,8 @@ def brought_inside(position: Tensor, size: int, bits: int, padding: str, corners
 
 
 def _neighbours(position: Tensor, size: int, bits: int, mode: str, padding: str) -> list[tuple[Tensor, Tensor | None]]:
+    """Return the index along an axis, and the weight in steps of 2^-bits, of the one or two neighbours of each position."""
+
     def index(value: Tensor) -> Tensor:
         return (value + 1).clamp(0, size + 1) if padding == "zeros" else value.clamp(0, size - 1)
 

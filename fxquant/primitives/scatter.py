@@ -5,10 +5,12 @@ A source and its index have equal shapes, so no place gets more elements than th
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from fxquant.primitives.record import Emitter, Range, Value, ZeroPoint, exact_below, need, primitive, within
+from fxquant.primitives.record import Emitter, Range, Value, ZeroPoint, exact_below, need, primitive, union, within
 from fxquant.primitives.shape import named
 
 LEAST_OPSET = 18  # whose ScatterElements keeps the larger or the smaller of several elements
@@ -61,7 +63,7 @@ def _onnx_extremum_along(
 
 def _bounds_extremum_along(input: Value, source: Value, dim: int, index: Value | None, terms: int, largest: bool) -> Range:
     need(source.size(dim) == terms, "its source and its annotation differ in size")
-    return Range(torch.minimum(input.low.min(), source.low.min()), torch.maximum(input.high.max(), source.high.max()))
+    return union(input, source)
 
 
 @primitive(_onnx_extremum_along, bounds=_bounds_extremum_along, casts=True, zero_point=ZeroPoint.EQUIVARIANT)
@@ -78,10 +80,7 @@ def _onnx_count(e: Emitter, input: str, dim: list[int], keepdim: bool) -> str:
 
 
 def _bounds_count(input: Value, dim: list[int], keepdim: bool) -> Range:
-    terms = 1
-    for reduced in dim:
-        terms *= input.size(reduced)
-    return Range(0.0, float(terms))
+    return Range(0.0, float(math.prod(map(input.size, dim))))
 
 
 @primitive(_onnx_count, bounds=_bounds_count, kind="plain")

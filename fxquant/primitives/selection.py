@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant.primitives.record import Emitter, Range, Role, Value, ZeroPoint, need, primitive
+from fxquant.primitives.record import BOOLEAN, Emitter, Range, Role, Value, ZeroPoint, need, primitive, union
 from fxquant.primitives.shape import named
 
 
@@ -34,8 +34,7 @@ def arg_extremum(input: Tensor, dim: int, keepdim: bool, largest: bool) -> Tenso
 
 
 def _onnx_ranking(e: Emitter, input: str, dim: int, count: int, largest: bool) -> str:
-    k = e.constant(torch.tensor([count], dtype=torch.int64, device="cpu"))
-    return e.node("TopK", _real(e, input), k, axis=dim, largest=int(largest), sorted=1)
+    return e.node("TopK", _real(e, input), e.constant([count]), axis=dim, largest=int(largest), sorted=1)
 
 
 def _bounds_ranking(input: Value, dim: int, count: int, largest: bool) -> Range:
@@ -61,11 +60,7 @@ def _onnx_take_along(e: Emitter, input: str | Tensor, dim: int, index: str | Ten
     return e.node("Cast", taken, to=dtype)
 
 
-def _bounds_picked(input: Value, dim: int, index: Value | None) -> Range:
-    return Range(input.low.min(), input.high.max())
-
-
-@primitive(_onnx_take_along, bounds=_bounds_picked, role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT)
+@primitive(_onnx_take_along, bounds=lambda input, dim, index: union(input), role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT)
 def take_along(input: Tensor, dim: int, index: Tensor) -> Tensor:
     """Gather the elements at these indices, int64, along `dim`: result[…, i, …] = input[…, index[…, i, …], …]."""
     return torch.gather(input, dim, index)
@@ -75,7 +70,7 @@ def _onnx_pick(e: Emitter, input: str | Tensor, dim: int, index: str | Tensor) -
     return e.node("Gather", named(e, input), named(e, index), axis=dim)
 
 
-@primitive(_onnx_pick, bounds=_bounds_picked, role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT)
+@primitive(_onnx_pick, bounds=lambda input, dim, index: union(input), role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT)
 def pick(input: Tensor, dim: int, index: Tensor) -> Tensor:
     """Return the slices along `dim` at these indices, int64; the dimensions of `index` replace `dim`.
 
@@ -97,7 +92,7 @@ def _onnx_put_along(e: Emitter, input: str | Tensor, source: str | Tensor, dim: 
 
 def _bounds_put_along(input: Value, source: Value, dim: int, index: Value | None, number: bool = False) -> Range:
     need(not number or not source.fact.shape, "the value it scatters is not a number")
-    return Range(torch.minimum(input.low.min(), source.low.min()), torch.maximum(input.high.max(), source.high.max()))
+    return union(input, source)
 
 
 @primitive(_onnx_put_along, bounds=_bounds_put_along, zero_point=ZeroPoint.EQUIVARIANT)
@@ -109,19 +104,22 @@ def put_along(input: Tensor, source: Tensor, dim: int, index: Tensor, number: bo
     return torch.scatter(input, dim, index, source.to(input.dtype).expand(index.shape) if number else source)
 
 
-def _onnx_least(e: Emitter, input: str, dim: list[int], keepdim: bool) -> str:
-    dtype, value = e.dtype(input), e.node("Cast", input, to=torch.float32)
+def onnx_reduced(e: Emitter, operator: str, value: str, dim: list[int], keepdim: bool) -> str:
+    """Emit ReduceMax or ReduceMin of a float tensor; before opset 18 its axes are an attribute."""
     if e.opset < 18:
-        least = e.node("ReduceMin", value, axes=list(dim), keepdims=int(keepdim))
-    else:
-        least = e.node("ReduceMin", value, e.constant(torch.tensor(list(dim), dtype=torch.int64, device="cpu")), keepdims=int(keepdim))
-    return e.node("Cast", least, to=dtype)
+        return e.node(operator, value, axes=list(dim), keepdims=int(keepdim))
+    return e.node(operator, value, e.constant(list(dim), torch.int64), keepdims=int(keepdim))
+
+
+def _onnx_least(e: Emitter, input: str, dim: list[int], keepdim: bool) -> str:
+    least = onnx_reduced(e, "ReduceMin", e.node("Cast", input, to=torch.float32), dim, keepdim)
+    return e.node("Cast", least, to=e.dtype(input))
 
 
 def _bounds_least(input: Value, dim: list[int], keepdim: bool) -> Range:
     for reduced in dim:
         input.size(reduced)
-    return Range(input.low.min(), input.high.max())
+    return union(input)
 
 
 @primitive(_onnx_least, bounds=_bounds_least, zero_point=ZeroPoint.EQUIVARIANT)
@@ -131,19 +129,11 @@ def least(input: Tensor, dim: list[int], keepdim: bool) -> Tensor:
 
 
 def _onnx_truth(e: Emitter, input: str, dim: list[int], keepdim: bool, every: bool) -> str:
-    operator, value = "ReduceMin" if every else "ReduceMax", e.node("Cast", input, to=torch.float32)
-    if e.opset < 18:
-        reduced = e.node(operator, value, axes=list(dim), keepdims=int(keepdim))
-    else:
-        reduced = e.node(operator, value, e.constant(torch.tensor(list(dim), dtype=torch.int64, device="cpu")), keepdims=int(keepdim))
+    reduced = onnx_reduced(e, "ReduceMin" if every else "ReduceMax", e.node("Cast", input, to=torch.float32), dim, keepdim)
     return e.node("Cast", reduced, to=torch.bool)
 
 
-def _bounds_truth(input: Value | None, dim: list[int], keepdim: bool, every: bool) -> Range:
-    return Range(0.0, 1.0)
-
-
-@primitive(_onnx_truth, bounds=_bounds_truth, kind="plain")
+@primitive(_onnx_truth, bounds=lambda **_: BOOLEAN, kind="plain")
 def truth(input: Tensor, dim: list[int], keepdim: bool, every: bool) -> Tensor:
     """Reduce a bool tensor along dimensions: whether every element is true, or, unless `every`, whether any is."""
     for reduced in sorted((d % input.dim() for d in dim), reverse=True):

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxquant.primitives.record import Emitter, Range, Role, Value, ZeroPoint, constant_of, need, primitive
+from fxquant.primitives.record import Emitter, Range, Role, Value, ZeroPoint, constant_of, need, primitive, union
+
+
+def named(e: Emitter, value: str | Tensor) -> str:
+    """Return the name of an operand that may be a constant."""
+    return value if isinstance(value, str) else e.constant(value)
+
+
+def one_node(operator: str, **attributes: Any) -> Callable[..., str]:
+    """Return the ONNX form that is one standard operator of all operands."""
+    return lambda e, *operands: e.node(operator, *(named(e, operand) for operand in operands), **attributes)
 
 
 def _sizes(e: Emitter, sizes: list[int | str]) -> str:
     """Return the name of an int64 tensor of these sizes; a computed one, which depends on the batch, is a name itself."""
     if all(isinstance(size, int) for size in sizes):
-        return _vector(e, sizes)  # type: ignore[arg-type]
-    one = _vector(e, [1])
-    return e.node("Concat", *(e.node("Reshape", size, one) if isinstance(size, str) else _vector(e, [size]) for size in sizes), axis=0)
+        return e.constant(list(sizes), torch.int64)  # type: ignore[arg-type]
+    one = e.constant([1])
+    return e.node("Concat", *(e.node("Reshape", size, one) if isinstance(size, str) else e.constant([size]) for size in sizes), axis=0)
 
 
 def _onnx_reshape(e: Emitter, input: str | Tensor, shape: list[int | str]) -> str:
@@ -43,20 +54,13 @@ def permute(input: Tensor, dims: list[int]) -> Tensor:
     return input.permute(dims)
 
 
-def named(e: Emitter, value: str | Tensor) -> str:
-    """Return the name of an operand that may be a constant."""
-    return value if isinstance(value, str) else e.constant(value)
-
-
 def _onnx_concatenate(e: Emitter, tensors: list[str | Tensor], dim: int) -> str:
     return e.node("Concat", *(named(e, tensor) for tensor in tensors), axis=dim)
 
 
-def _bounds_concatenate(tensors: list[Value], dim: int) -> Range:
-    return Range(torch.stack([t.low.min() for t in tensors]).min(), torch.stack([t.high.max() for t in tensors]).max())
-
-
-@primitive(_onnx_concatenate, bounds=_bounds_concatenate, role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT)
+@primitive(
+    _onnx_concatenate, bounds=lambda tensors, dim: union(*tensors), role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT, layout="same"
+)
 def concatenate(tensors: list[Tensor], dim: int) -> Tensor:
     """Concatenate the tensors along `dim`."""
     return torch.cat(tensors, dim)
@@ -65,12 +69,8 @@ def concatenate(tensors: list[Tensor], dim: int) -> Tensor:
 UNBOUNDED = 2**63 - 1  # a stop beyond every size
 
 
-def _vector(e: Emitter, values: list[int]) -> str:
-    return e.constant(torch.tensor(list(values), dtype=torch.int64, device="cpu"))
-
-
 def _onnx_crop(e: Emitter, input: str, dims: list[int], starts: list[int], stops: list[int], steps: list[int]) -> str:
-    return e.node("Slice", input, *(_vector(e, values) for values in (starts, stops, dims, steps)))
+    return e.node("Slice", input, *(e.constant(list(values), torch.int64) for values in (starts, stops, dims, steps)))
 
 
 @primitive(_onnx_crop, bounds=_bounds_moved, role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT)
@@ -92,7 +92,7 @@ def _onnx_select(e: Emitter, input: str, dim: int, indices: Tensor) -> str:
 def _bounds_select(input: Value, dim: int, indices: Value) -> Range:
     chosen = constant_of(indices, "indices")
     need((chosen >= 0).all() and (chosen < input.size(dim)).all(), "it indexes elements that do not exist")
-    return Range(input.low.min(), input.high.max())
+    return union(input)
 
 
 @primitive(_onnx_select, bounds=_bounds_select, role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT)
@@ -101,15 +101,7 @@ def select(input: Tensor, dim: int, indices: Tensor) -> Tensor:
     return input.index_select(dim, indices)
 
 
-def _onnx_rows(e: Emitter, table: str | Tensor, indices: str | Tensor) -> str:
-    return e.node("Gather", named(e, table), named(e, indices), axis=0)
-
-
-def _bounds_rows(table: Value, indices: Value | None) -> Range:
-    return Range(table.low.min(), table.high.max())
-
-
-@primitive(_onnx_rows, bounds=_bounds_rows, zero_point=ZeroPoint.EQUIVARIANT)
+@primitive(one_node("Gather", axis=0), bounds=lambda table, indices: union(table), zero_point=ZeroPoint.EQUIVARIANT)
 def rows(table: Tensor, indices: Tensor) -> Tensor:
     """Return the rows of the table at the indices, integers from 0 in a tensor of any shape."""
     return F.embedding(indices, table)
@@ -137,7 +129,7 @@ def tile(input: Tensor, repeats: list[int]) -> Tensor:
 
 def _onnx_pad(e: Emitter, input: str, begin: list[int], end: list[int], value: int) -> str:
     dtype = e.dtype(input)
-    pads = _vector(e, [*begin, *end])
+    pads = e.constant([*begin, *end], torch.int64)
     if dtype in (torch.int8, torch.uint8):
         return e.node("Pad", input, pads, e.constant(value, dtype))
     # onnxruntime pads no int16.

@@ -6,7 +6,8 @@ a function `steps` that writes it. The integers have 32 bits, or 64 where a prim
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -49,30 +50,27 @@ class Step(NamedTuple):
 class Writer:
     """The steps of a chain of primitives, its operands, and whether it needs 64 bits.
 
-    operands  the register of each tensor that is read: an activation by its key, or a constant
+    operands   the register of each tensor that is read: an activation by its key, or a constant
+    registers  those that are free
     """
 
     steps: list[Step] = field(default_factory=list)
     operands: list[tuple[int, Any]] = field(default_factory=list)
-    registers: int = 0
+    registers: Iterator[int] = field(default_factory=itertools.count)
     wide: bool = False
 
     def operand(self, value: Any) -> int:
         """Return the register of an activation's key, or of a constant tensor or number, which broadcasts against the result."""
         if isinstance(value, int | float):
             value = torch.tensor(value, dtype=torch.float32 if isinstance(value, float) else torch.int64, device="cpu")
-        self.operands.append((self._register(), value))
+        self.operands.append((next(self.registers), value))
         return self.operands[-1][0]
 
     def write(self, op: Op, a: Any, b: Any = 0, low: int = 0, high: int = 0, table: Tensor | None = None) -> int:
         """Write a step and return the register of its result; `a` and `b` are registers, or constants where they are tensors."""
         a, b = (self.operand(each) if isinstance(each, Tensor) else each for each in (a, b))
-        self.steps.append(Step(op, self._register(), a, b, low, high, table))
+        self.steps.append(Step(op, next(self.registers), a, b, low, high, table))
         return self.steps[-1].to
-
-    def _register(self) -> int:
-        self.registers += 1
-        return self.registers - 1
 
 
 Steps = Callable[..., int | None]  # from a writer and a call's arguments, registers in place of activations, to the register of the result

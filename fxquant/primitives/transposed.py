@@ -12,18 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fxquant.primitives.accumulate import Split, accumulated, check_cut, onnx_sum_parts, per_channel, sum_parts
-from fxquant.primitives.record import (
-    Emitter,
-    Range,
-    Value,
-    bias_of,
-    constant_of,
-    exact_below,
-    full_precision,
-    primitive,
-    stored,
-    sum_of_products,
-)
+from fxquant.primitives.record import Emitter, Range, Value, constant_of, exact_below, full_precision, primitive, stored, sum_of_products
 
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
@@ -55,16 +44,8 @@ class _Form:
         attributes = {"kernel_shape": self.kernel, "dilations": list(self.dilation), "group": self.groups}
         if self.spreads:
             return e.node("Conv", self._spread(e, x), *weight_and_bias, **attributes)
-        pads = list(self.padding) * 2
-        return e.node(
-            "ConvTranspose",
-            x,
-            *weight_and_bias,
-            strides=list(self.stride),
-            pads=pads,
-            output_padding=list(self.output_padding),
-            **attributes,
-        )
+        attributes |= {"strides": list(self.stride), "pads": list(self.padding) * 2, "output_padding": list(self.output_padding)}
+        return e.node("ConvTranspose", x, *weight_and_bias, **attributes)
 
     def _spread(self, e: Emitter, x: str) -> str:
         """Emit the input with stride - 1 zeros after every element, and the padding that the windows read beyond the edges."""
@@ -74,31 +55,25 @@ class _Form:
             x = self._spread_along(e, x, i + 2, self.stride[i])
             reach = self.dilation[i] * (self.kernel[i] - 1) - self.padding[i]
             begin[i + 2], end[i + 2] = reach, reach + self.output_padding[i] - (self.stride[i] - 1)
-        x = e.node("Pad", x, _indices(e, [max(p, 0) for p in begin + end]))
+        x = e.node("Pad", x, e.constant([max(p, 0) for p in begin + end]))
         starts, stops = [max(-p, 0) for p in begin], [min(p, 0) or 2**31 - 1 for p in end]
-        return e.node("Slice", x, _indices(e, starts), _indices(e, stops)) if min(begin + end) < 0 else x
+        return e.node("Slice", x, e.constant(starts), e.constant(stops)) if min(begin + end) < 0 else x
 
     def _spread_along(self, e: Emitter, x: str, axis: int, stride: int) -> str:
         if stride == 1:
             return x
         rank = len(self.kernel) + 2
         order = [*(d for d in range(rank) if d != axis), axis]
-        x = e.node("Unsqueeze", e.node("Transpose", x, perm=order), _indices(e, [rank]))
-        x = e.node("Pad", x, _indices(e, [0] * (2 * rank + 1) + [stride - 1]))
-        x = e.node("Reshape", x, _indices(e, [0] * (rank - 1) + [-1]))
+        x = e.node("Unsqueeze", e.node("Transpose", x, perm=order), e.constant([rank]))
+        x = e.node("Pad", x, e.constant([0] * (2 * rank + 1) + [stride - 1]))
+        x = e.node("Reshape", x, e.constant([0] * (rank - 1) + [-1]))
         return e.node("Transpose", x, perm=[order.index(d) for d in range(rank)])
-
-
-def _indices(e: Emitter, values: list[int]) -> str:
-    return e.constant(torch.tensor(values, dtype=torch.int64, device="cpu"))
 
 
 def _onnx_transposed_convolution(e: Emitter, input: str, weight: Tensor, bias: Tensor | None, *attributes: Any) -> str:
     form = _Form(weight, *attributes)
-    constants = [form.weight] if bias is None else [form.weight, bias]
-    return form.emit(
-        e, e.node("Cast", input, to=torch.float32), *(e.node("Cast", e.constant(value), to=torch.float32) for value in constants)
-    )
+    operands = [input, *(e.constant(value) for value in (form.weight, bias) if value is not None)]
+    return form.emit(e, *(e.node("Cast", operand, to=torch.float32) for operand in operands))
 
 
 def _bounds_transposed_convolution(
@@ -107,7 +82,7 @@ def _bounds_transposed_convolution(
     tensor = swap_channels(constant_of(weight, "weight"), groups)
     if cut is not None:
         check_cut(input, tensor, cut)
-    return sum_of_products(input, tensor, bias_of(bias), tensor.dim() - 2, exact_below(cut is not None))
+    return sum_of_products(input, tensor, bias, tensor.dim() - 2, exact_below(cut is not None))
 
 
 @primitive(_onnx_transposed_convolution, bounds=_bounds_transposed_convolution, kind="accumulator", chip_bits=8, casts=True)
@@ -122,13 +97,16 @@ def transposed_convolution(
     groups: int,
 ) -> Tensor:
     """Compute the sums x·w + bias of a transposed convolution, as int32; |result| < 2^24 for every input of its dtype."""
-    result = _kernel(input.float(), weight, bias, stride, padding, output_padding, groups, dilation)
+    result = _kernel(input.float(), weight, bias, stride, padding, output_padding, dilation, groups)
     return stored(result, input, torch.int32)
 
 
-def _kernel(input: Tensor, weight: Tensor, bias: Tensor | None, *attributes: Any) -> Tensor:
+def _kernel(
+    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, output_padding: Any, dilation: Any, groups: int, *_: Any
+) -> Tensor:
+    real = None if bias is None else bias.float()
     with full_precision(input):
-        result: Tensor = TRANSPOSED[weight.dim() - 2](input, weight.float(), None if bias is None else bias.float(), *attributes)
+        result: Tensor = TRANSPOSED[weight.dim() - 2](input, weight.float(), real, stride, padding, output_padding, groups, dilation)
     return result
 
 
@@ -139,24 +117,12 @@ def _onnx_transposed_convolution_wide(e: Emitter, input: str, weight: Tensor, bi
     def body(e: Emitter, x: str, w: str, *bias: str) -> str:
         return onnx_sum_parts(e, x, w, bias, Split(*cut), lambda part, factor: form.emit(e, part, factor))
 
-    shaped = per_channel(bias, weight.dim() - 2)
+    added = [] if bias is None else [e.constant(per_channel(bias.double(), weight.dim() - 2))]
     name = f"transposed_convolution_wide_{form.name}_{'x'.join(map(str, cut))}_{bias is not None}"
-    return e.call(name, body, input, e.constant(form.weight), *([] if shaped is None else [e.constant(shaped.double())]))
+    return e.call(name, body, input, e.constant(form.weight), *added)
 
 
-def _transposed_convolution_real(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, output_padding: Any, dilation: Any, groups: int, *_: Any
-) -> Tensor:
-    return _kernel(input, weight, bias, stride, padding, output_padding, groups, dilation)
-
-
-@primitive(
-    _onnx_transposed_convolution_wide,
-    bounds=_bounds_transposed_convolution,
-    surrogate=_transposed_convolution_real,
-    kind="accumulator",
-    chip_bits=8,
-)
+@primitive(_onnx_transposed_convolution_wide, bounds=_bounds_transposed_convolution, surrogate=_kernel, kind="accumulator", chip_bits=8)
 def transposed_convolution_wide(
     input: Tensor,
     weight: Tensor,
@@ -173,8 +139,6 @@ def transposed_convolution_wide(
     The operand and the weight are cut into parts by `cut`, the fields of a `Split`. The float32 sum of each pair of parts stays below
     2^24, and the sums are added in float64. The result is int32, or int64 for int16 weights.
     """
-
-    def kernel(part: Tensor, factor: Tensor) -> Tensor:
-        return _kernel(part, factor, None, stride, padding, output_padding, groups, dilation)
-
-    return accumulated(sum_parts(input, weight, per_channel(bias, weight.dim() - 2), Split(*cut), kernel), input, weight)
+    window = stride, padding, output_padding, dilation, groups
+    total = sum_parts(input, weight, bias, Split(*cut), lambda part, factor: _kernel(part, factor, None, *window))
+    return accumulated(total, input, weight)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fxquant.primitives.record import Emitter, Range, Value, need, primitive
+from fxquant.primitives.selection import onnx_reduced
 from fxquant.primitives.shape import named
 
 ANY = Range(-(2.0**63), 2.0**63)
@@ -58,12 +59,11 @@ def _onnx_bits(e: Emitter, left: str, right: str) -> str:
 
     The bits of both get a dimension of their own; their products are weighted by powers of two and summed.
     """
-    powers = e.constant(torch.tensor([2**bit for bit in range(63)], dtype=torch.int64, device="cpu"))
+    powers = e.constant([2**bit for bit in range(63)])
     zero, two = e.constant(0, torch.int64), e.constant(2, torch.int64)
-    axis = e.constant([-1])
 
     def bits(value: str) -> str:
-        tall = e.node("Unsqueeze", value, axis)
+        tall = e.node("Unsqueeze", value, e.constant([-1]))
         return e.node("Mod", e.node("Div", e.node("Sub", tall, e.node("Mod", tall, powers)), powers), two)
 
     def sign(value: str) -> str:
@@ -108,16 +108,12 @@ def joined(input: Tensor, other: Tensor, operation: str) -> Tensor:
     return JOINED[operation][0](input, other)
 
 
-def _onnx_converted(e: Emitter, input: str, dtype: torch.dtype) -> str:
-    return e.node("Cast", input, to=dtype)
-
-
 def _bounds_converted(input: Value | None, dtype: torch.dtype) -> Range:
     need(dtype in DTYPES, f"it is to be {dtype}")  # an integer graph holds no float tensors
     return ANY
 
 
-@primitive(_onnx_converted, bounds=_bounds_converted, kind="plain")
+@primitive(lambda e, input, dtype: e.node("Cast", input, to=dtype), bounds=_bounds_converted, kind="plain")
 def converted(input: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast a bool tensor, as 0 and 1, or an integer tensor to an integer dtype; values beyond its range wrap around."""
     return input.to(dtype)
@@ -149,11 +145,7 @@ def _onnx_chosen(e: Emitter, input: str | Tensor, other: str | Tensor, condition
     return e.node("Where", named(e, condition), _whole(e, input), _whole(e, other))
 
 
-def _bounds_chosen(input: Value | None, other: Value | None, condition: Value | None) -> Range:
-    return ANY
-
-
-@primitive(_onnx_chosen, bounds=_bounds_chosen, kind="plain")
+@primitive(_onnx_chosen, bounds=lambda **_: ANY, kind="plain")
 def chosen(input: Tensor, other: Tensor, condition: Tensor) -> Tensor:
     """Return the integer of `input` where the condition (bool) holds, else that of `other`: int64."""
     return torch.where(condition, input, other)
@@ -166,18 +158,15 @@ def _onnx_reduced(e: Emitter, input: str, dim: list[int], keepdim: bool, operati
     if operation == "sum":
         return _onnx_sum(e, input, dim, keepdim)
 
-    def largest(value: str, keepdims: int) -> str:
+    def largest(value: str, keeps: bool) -> str:
         """Emit the largest of integers below 2^53, found in float64."""
-        real = e.node("Cast", value, to=torch.float64)
-        by = {} if e.opset >= 18 else {"axes": list(dim)}
-        axes = (e.constant(list(dim)),) if e.opset >= 18 else ()
-        return e.node("Cast", e.node("ReduceMax", real, *axes, keepdims=keepdims, **by), to=torch.int64)
+        return e.node("Cast", onnx_reduced(e, "ReduceMax", e.node("Cast", value, to=torch.float64), dim, keeps), to=torch.int64)
 
     # The largest upper half, and the largest lower half of the elements that have it.
     half, (upper, lower) = e.constant(HALF, torch.int64), _halves(e, input)
-    first = e.node("Equal", upper, largest(upper, 1))
+    first = e.node("Equal", upper, largest(upper, True))
     below = e.constant(-1, torch.int64)
-    return e.node("Add", e.node("Mul", largest(upper, int(keepdim)), half), largest(e.node("Where", first, lower, below), int(keepdim)))
+    return e.node("Add", e.node("Mul", largest(upper, keepdim), half), largest(e.node("Where", first, lower, below), keepdim))
 
 
 def _bounds_reduced(input: Value | None, dim: list[int], keepdim: bool, operation: str) -> Range:
@@ -191,15 +180,7 @@ def reduced(input: Tensor, dim: list[int], keepdim: bool, operation: str) -> Ten
     return REDUCED[operation](input, dim, keepdim=keepdim)
 
 
-def _onnx_running(e: Emitter, input: str, dim: int) -> str:
-    return e.node("CumSum", input, e.constant(dim, torch.int64))
-
-
-def _bounds_running(input: Value | None, dim: int) -> Range:
-    return ANY
-
-
-@primitive(_onnx_running, bounds=_bounds_running, kind="plain")
+@primitive(lambda e, input, dim: e.node("CumSum", input, e.constant(dim, torch.int64)), bounds=lambda **_: ANY, kind="plain")
 def running(input: Tensor, dim: int) -> Tensor:
     """Compute the cumulative sum of the integers along a dimension: int64."""
     return torch.cumsum(input, dim)
