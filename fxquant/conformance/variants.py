@@ -28,13 +28,10 @@ ROUNDINGS = {
 }
 # For an arithmetic with these attributes; a missing attribute, or one with this value already, does not make a variant.
 WIDTHS: tuple[tuple[str, Mapping[str, int]], ...] = (
-    ("multipliers of 13 bits", {"multiplier_bits": 13}),
-    ("multipliers of 14 bits", {"multiplier_bits": 14}),
+    *((f"multipliers of {bits} bits", {"multiplier_bits": bits}) for bits in (13, 14)),
     ("32 bits after the first shift", {"intermediate_bits": 32}),
     ("32 bits after the first shift, multipliers of 21 bits", {"intermediate_bits": 32, "multiplier_bits": 21}),
-    ("last shifts of at most 21 bits", {"largest_shift": 21, "layer_shift": 21}),
-    ("last shifts of at most 22 bits", {"largest_shift": 22, "layer_shift": 22}),
-    ("last shifts of at most 23 bits", {"largest_shift": 23, "layer_shift": 23}),
+    *((f"last shifts of at most {bits} bits", {"largest_shift": bits, "layer_shift": bits}) for bits in (21, 22, 23)),
 )
 FIELDS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("multiplies_by_layers", "average pools and products with a number are {}layers", (False, True)),

@@ -4,13 +4,12 @@ Python that stays Python (`opaque`) is one node. What it returns is learned by r
 its `fact` is None. What forward computes in train mode alone (`result.Branch`) is a second trace, in a module next to the graph. What
 forward moves in train mode is found by calling it once on copies (`state`).
 
-Gradient rules are in the graph. The tracer writes a `detach` where something reads the result of a region without gradients. It writes a
-module (`numerics.gradient`) for a hook, a custom `torch.autograd.Function` or an in-place change without gradients. `gradients.mark` makes
-a detach a fact: a node is detached where everything that reads it is, and is computed under `torch.no_grad()`. No detach then keeps
-operators from fusing, and bits do not change. A fused operator that was detached in part detaches those arguments. Where readers of one
-tensor differ, an identity stays on its grid. The other modules are identities until `gradients.attach` restores them between the
-operators of the prepared model, on dequantized tensors. The value is that of the integer path; a custom function runs once more in
-float, and its own backward gets the context that it expects. `integer.lower` drops all of them.
+Gradient rules are in the graph. The tracer writes a `detach` where something reads the result of a region without gradients, and a module
+(`numerics.gradient`) for a hook, a custom `torch.autograd.Function` or an in-place change without gradients. `gradients.mark` makes
+detaches facts, which keep no operators from fusing and change no bits: a node that all its readers detach is computed under
+`torch.no_grad()`, and a fused operator detaches some of its arguments. Where readers of one tensor differ, an identity stays on its grid.
+The other modules are identities until `gradients.attach` restores them between the operators of the prepared model, on dequantized
+tensors: a custom function runs once more in float, for the context of its own backward. `integer.lower` drops all of them.
 """
 
 from __future__ import annotations

@@ -237,8 +237,7 @@ class Arguments:
         return self._other(arg)
 
     def _traced(self, tensor: TracedTensor) -> Any:
-        if tensor.aliases is not None:
-            self.memory.refresh(tensor)
+        self.memory.refresh(tensor)
         self._see(tensor.value)
         self.traced.append(tensor)
         return tensor.node

@@ -402,7 +402,7 @@ class _Runner:
         """Return whether the node's result at a batch size is what its fact says; `failed` where PyTorch raises an error."""
         try:
             result, said = self._run(node, batch), fact(node)
-            return tuple(result.shape) == _size(said, batch) and result.dtype == said.dtype
+            return bool(tuple(result.shape) == _size(said, batch) and result.dtype == said.dtype)
         except _Uneven:
             return True
         except Exception:  # whatever PyTorch raises

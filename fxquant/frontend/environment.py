@@ -120,10 +120,8 @@ class _AnswersLike(type):
 
 class _Int(_AnswersLike):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and isinstance(args[0], BatchInt) and is_tracing():
-            return args[0]
-        if len(args) == 1 and isinstance(args[0], BatchFloat) and is_tracing():
-            return active().arithmetic(builtins.int, args)
+        if len(args) == 1 and isinstance(args[0], BatchNumber) and is_tracing():
+            return args[0] if isinstance(args[0], BatchInt) else active().arithmetic(builtins.int, args)
         return builtins.int(*args, **kwargs)
 
 
@@ -145,18 +143,6 @@ class _Range(_AnswersLike):
         return builtins.range(*args)
 
 
-class _IntStandIn(builtins.int, metaclass=_Int):
-    stands_for = builtins.int
-
-
-class _FloatStandIn(builtins.float, metaclass=_Float):
-    stands_for = builtins.float
-
-
-class _RangeStandIn(metaclass=_Range):
-    stands_for = builtins.range
-
-
 def _len(sized: Any) -> Any:
     return sized.size(0) if isinstance(sized, TracedTensor) and is_tracing() else builtins.len(sized)
 
@@ -174,7 +160,12 @@ _MATH_STAND_INS = {function: _math_stand_in(function) for function in _MATH}
 _MATH_MODULE = ModuleType("math")  # what `math` is for the modules of a model that is traced
 _MATH_MODULE.__dict__.update(math.__dict__)
 _MATH_MODULE.__dict__.update((function.__name__, stand_in) for function, stand_in in _MATH_STAND_INS.items())
-_BUILTIN_STAND_INS = {"int": _IntStandIn, "float": _FloatStandIn, "range": _RangeStandIn, "len": _len}
+_BUILTIN_STAND_INS: dict[str, Any] = {
+    "int": _Int("_IntStandIn", (builtins.int,), {"stands_for": builtins.int}),
+    "float": _Float("_FloatStandIn", (builtins.float,), {"stands_for": builtins.float}),
+    "range": _Range("_RangeStandIn", (), {"stands_for": builtins.range}),
+    "len": _len,
+}
 
 
 def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -343,8 +334,8 @@ class OwnRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        switches = _switches(func) if _draws(func) else ()
-        if not _draws(func) or not all(args[at] if at < len(args) else kwargs.get(name, usual) for at, name, usual in switches):
+        switches = _switches(func)
+        if switches is None or not all(args[at] if at < len(args) else kwargs.get(name, usual) for at, name, usual in switches):
             return func(*args, **kwargs)
         self.drawn = True
         self.noticed()
@@ -374,14 +365,10 @@ free_in_child(OwnRandomNumbers, "_lock", threading.RLock)
 
 
 @functools.cache
-def _draws(func: Any) -> bool:
-    """Return whether an operator draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-
-
-@functools.cache
-def _switches(func: Any) -> tuple[tuple[int, str, Any], ...]:
-    """Return the place, the name and the default of an operator's arguments without which it draws nothing, as rrelu and attention have."""
+def _switches(func: Any) -> tuple[tuple[int, str, Any], ...] | None:
+    """Return place, name and default of the arguments without which an operator draws no random numbers; None if it never draws."""
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        return None
     named = enumerate(func._schema.arguments)
     return tuple((at, each.name, each.default_value) for at, each in named if each.name in ("training", "train", "dropout_p"))
 
@@ -501,13 +488,8 @@ class Snapshot:
         for name, value in original.__dict__.items():
             if name in state or name == "_compiled_call_impl":  # which `module.compile()` leaves
                 continue
-            kind = type(value)
-            if kind in ATOMS or (kind is tuple and ATOMS.issuperset(map(type, value))):
-                state[name] = value
-            elif name in _BACKWARD_HOOKS or (name in _HOOKS and not value):
-                state[name] = kind()
-            else:
-                state[name] = self._attribute(value, name, path)
+            empty = name in _BACKWARD_HOOKS or (name in _HOOKS and not value)
+            state[name] = type(value)() if empty else self._attribute(value, name, path)
 
     def _attribute(self, value: Any, name: str, path: str) -> Any:
         kind = type(value)

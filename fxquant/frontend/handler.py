@@ -139,8 +139,7 @@ class Handler:
 
     def sizes(self, tensor: TracedTensor) -> tuple[Any, ...]:
         """Return the shape, with batch numbers for the sizes that depend on the batch."""
-        if tensor.aliases is not None:
-            self.memory.refresh(tensor)
+        self.memory.refresh(tensor)
         shape_a, shape_b = tensor.value.shapes
         if shape_a == shape_b:
             return tuple(shape_a)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import inspect
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -101,12 +101,6 @@ class CallSignature:
     names: tuple[str, ...]
     placed: tuple[str, ...]
 
-    @staticmethod
-    def of(parameters: Sequence[list[Any]], names: Sequence[str]) -> CallSignature:
-        """That of a graph with these inputs."""
-        placed = [form[1] for _, kind, _, form in parameters if form[0] == "tensor" and kind != inspect.Parameter.KEYWORD_ONLY]
-        return CallSignature(tuple(parameters), tuple(names), tuple(placed))
-
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         names = self.names
         if not kwargs and self.placed == names and len(args) == len(names) == len(self.parameters):
@@ -129,7 +123,9 @@ def call_signature(module: fx.GraphModule) -> CallSignature | None:
     if _SIGNATURE not in module.meta:
         return None
     names = [str(node.target) for node in module.graph.find_nodes(op="placeholder")]
-    return CallSignature.of(module.meta[_SIGNATURE]["parameters"], names)
+    parameters = module.meta[_SIGNATURE]["parameters"]
+    placed = [form[1] for _, kind, _, form in parameters if form[0] == "tensor" and kind != inspect.Parameter.KEYWORD_ONLY]
+    return CallSignature(tuple(parameters), tuple(names), tuple(placed))
 
 
 def _bind(signature: list[list[Any]], args: tuple[Any, ...], kwargs: dict[str, Any], inputs: dict[str, Any]) -> None:
@@ -319,9 +315,7 @@ def _of_tensor(path: str, tensor: Tensor, said: Any) -> _Varying | None:
 
 def _varies(path: str, dim: int, size: int, entry: Any) -> tuple[bool, str | None]:
     """Return whether a dimension varies that is marked so, and the name that it is given."""
-    if entry is None or (isinstance(entry, _HINT) and entry.type.name == "STATIC"):
-        return False, None
-    if type(entry) is int and entry == size:
+    if entry is None or (isinstance(entry, _HINT) and entry.type.name == "STATIC") or (type(entry) is int and entry == size):
         return False, None
     if isinstance(entry, str):
         return True, entry

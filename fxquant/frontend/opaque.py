@@ -91,10 +91,8 @@ class Wrapped:
         WRAPPED[key] = self  # the last of a name, as where a notebook's cell runs again
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not is_tracing():
-            return self.function(*args, **kwargs)
-        handler = active()
-        if handler.paused or not (is_tracked(args, handler.known) or is_tracked(kwargs.values(), handler.known)):
+        handler = active() if is_tracing() else None
+        if handler is None or handler.paused or not is_tracked((args, kwargs), handler.known):
             return self.function(*args, **kwargs)
         if args and isinstance(args[0], nn.Module):
             module = handler.snapshot.shell(args[0])

@@ -155,7 +155,11 @@ def _matched(first: Handler, second: Handler) -> dict[str, str]:
 
 def _key(node: fx.Node, name: Callable[[fx.Node], str], constants: dict[str, str]) -> Any:
     """Return a key that is equal for two nodes that call the same on the same operands."""
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda operand: Reference(name(operand)))
+
+    def named(operand: fx.Node) -> Any:
+        return Reference(name(operand))
+
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), named)
     target = constants.get(str(node.target), node.target) if node.op in ("get_attr", "call_module") else node.target
     if graph.target_name(node) in _DROPS:  # whose training= says what the mode is
         args, kwargs = args[:2], {key: value for key, value in kwargs.items() if key != "training"}

@@ -98,17 +98,14 @@ def _everywhere(function: Callable[..., Any], name: str, args: tuple[Any, ...], 
     """Apply an elementwise function to selected elements and numbers. In place it changes the elements, never the tensor they are from."""
     of = [each for each in (*args, *kwargs.values()) if isinstance(each, Selected)]
     others = [each for each in (*args, *kwargs.values()) if not isinstance(each, Selected)]
+    written = name.removesuffix("_")
     divided = "div" in name and (not isinstance(args[0], Selected) or len(of) > 1 or "rounding_mode" in kwargs)
     plain = all(each is None or (isinstance(each, int | float) and math.isfinite(each)) for each in others)
-    if (
-        name.removesuffix("_") not in _ELEMENTWISE
-        or divided
-        or not plain
-        or not all(_same(each._mask.node, of[0]._mask.node) for each in of)
-    ):
+    together = all(_same(each._mask.node, of[0]._mask.node) for each in of)
+    if written not in _ELEMENTWISE or divided or not plain or not together:
         _refuse()
-    if name.endswith("_") and hasattr(torch.Tensor, name.removesuffix("_")) and function is getattr(torch.Tensor, name, None):
-        function = getattr(torch.Tensor, name.removesuffix("_"))
+    if name.endswith("_") and hasattr(torch.Tensor, written) and function is getattr(torch.Tensor, name, None):
+        function = getattr(torch.Tensor, written)
     wholes = [each._whole if isinstance(each, Selected) else each for each in args]
     result = of[0]._with(function(*wholes, **{key: each._whole if isinstance(each, Selected) else each for key, each in kwargs.items()}))
     return _into(of[0], result) if name.endswith("_") else result

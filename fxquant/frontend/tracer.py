@@ -315,16 +315,9 @@ def _placeholder(handler: Handler, name: str, example: torch.Tensor, axis: int |
     """Return an input at two batch sizes; where none of its dimensions is the batch, `axis` is None, and both have the example's shape."""
     last = example.dim() == 4 and not example.is_contiguous() and example.is_contiguous(memory_format=torch.channels_last)
     layout = torch.channels_last if last else torch.contiguous_format
+    shapes = ([batch if dim == axis else size for dim, size in enumerate(example.shape)] for batch in handler.batches[:2])
     with handler.evaluator.mode:
-        a, b = (
-            torch.empty(
-                [batch if dim == axis else size for dim, size in enumerate(example.shape)],
-                dtype=example.dtype,
-                device=example.device,
-                memory_format=layout,
-            )
-            for batch in handler.batches[:2]
-        )
+        a, b = (torch.empty(shape, dtype=example.dtype, device=example.device, memory_format=layout) for shape in shapes)
     value = handler.evaluator.intern(a, b)
     node = handler.graph.placeholder(name)
     graph.describe(node, value.fact, "", "")
@@ -350,12 +343,9 @@ def compare_recordings(first: Handler, second: Handler) -> None:
         if node.op != other.op or (node.target is not other.target and node.target != other.target):
             _refuse(node, f"it calls {graph.target_name(node)} at one batch size and {graph.target_name(other)} at another")
         counterpart[node] = other
-        for mine, theirs in ((node.args, other.args), (node.kwargs, other.kwargs)):
-            difference = _difference(mine, theirs, counterpart)
-            if difference is not None:
-                _refuse(
-                    node, f"an argument of {graph.target_name(node)} is {difference[0]} at one batch size and {difference[1]} at another"
-                )
+        difference = _difference((node.args, node.kwargs), (other.args, other.kwargs), counterpart)
+        if difference is not None:
+            _refuse(node, f"an argument of {graph.target_name(node)} is {difference[0]} at one batch size and {difference[1]} at another")
         _compare_facts(node, other)
     extra = next(second_nodes, None)
     if extra is not None:

@@ -203,7 +203,7 @@ class TracedTensor(torch.Tensor, fx.Proxy):  # type: ignore[misc]
     def dim(self) -> int:
         return len(self.value.shapes[0])
 
-    ndim = property(dim)  # type: ignore[assignment]
+    ndim = property(dim)
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]

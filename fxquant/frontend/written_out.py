@@ -524,10 +524,9 @@ def _dunder(func: Any, name: str) -> Spelling:
         return Spelling("call_function", functional.setitem, functional.setitem, mutates=True)
     if name in _DUNDERS:
         return Spelling("call_function", _DUNDERS[name], _DUNDERS[name])
-    if name[0] == "r" and name[1:] in _DUNDERS:
-        return Spelling("call_function", _DUNDERS[name[1:]], _DUNDERS[name[1:]], swapped=True)
-    if name[0] == "i" and name[1:] in _DUNDERS:
-        return Spelling("call_function", _DUNDERS[name[1:]], _DUNDERS[name[1:]], mutates=True)
+    if name[0] in "ri" and name[1:] in _DUNDERS:
+        function = _DUNDERS[name[1:]]
+        return Spelling("call_function", function, function, swapped=name[0] == "r", mutates=name[0] == "i")
     return Spelling("call_method", f"__{name}__", func)
 
 

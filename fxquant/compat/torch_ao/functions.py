@@ -24,11 +24,12 @@ from fxquant.support.arguments import FLAG, checked
 ATTRIBUTES_ALONE = fxq.QConfigMapping(default=None)  # rules for a model whose attributes `qconfig` say what is quantized
 ARGUMENTS = {
     **refusals("equalization is a separate step", "leave it out", "_equalization_config"),
+    **refusals("quantized custom modules have no integer graph", "leave it out", "convert_custom_config_dict"),
     **refusals("the qconfig determines what is quantized", "set qconfig = None on the modules that stay in float", "allow_list"),
     **refusals("the target determines the arithmetic", "pass target='x86' or 'qnnpack', or the name of another", "backend_config"),
     "convert_custom_config": Refusal("quantized custom modules have no integer graph", "leave it out", keeps_attributes),
     "fuse_custom_config": Refusal(*FUSED, lambda config: not settings_of(config)),
-    **refusals(*FUSED, "additional_fuser_method_mapping", "fuser_func"),
+    **refusals(*FUSED, "additional_fuser_method_mapping", "fuser_func", "fuse_custom_config_dict"),
     **refusals("modules are traced, not replaced", "leave it out", "float_to_observed_custom_module_class", "float_to_observed_mapping",
                "mapping"),
     **refusals("inputs of graphs are float; those of files may be integers", "write the file with fxq.export_onnx(…, io='integer')",
@@ -151,8 +152,6 @@ def convert(
     convert_custom_config_dict: Any = None, use_precomputed_fake_quant: bool = False,
 ) -> fx.GraphModule:  # fmt: skip
     """Return the integer graph of a model that `prepare` or `prepare_qat` returned; with `inplace` the caller's object becomes it."""
-    if convert_custom_config_dict is not None:
-        raise ARGUMENTS["convert_custom_config"].error("convert(convert_custom_config=…) cannot be done")
     return converted(module, inplace)
 
 
@@ -162,8 +161,6 @@ def fuse_modules(
     model: nn.Module, modules_to_fuse: Any, inplace: bool = False, fuser_func: Any = None, fuse_custom_config_dict: Any = None
 ) -> nn.Module:
     """Return the model unchanged: operators are fused when it is prepared, whether they are listed or not."""
-    if fuse_custom_config_dict is not None:
-        raise ARGUMENTS["fuse_custom_config"].error("fuse_modules(fuse_custom_config=…) cannot be done")
     return model
 
 

@@ -74,13 +74,11 @@ def compile_model(
     input_source: Any = "ddr", input_layout: str | None = None, output_layout: str = "NCHW", opt: str = "O2", balance_factor: int = 2,
     progressbar: bool = True, jobs: int = 16, debug: bool = True, extra_args: Any = None,
 ) -> int:  # fmt: skip
-    """Compile a prepared or integer model with the vendor's hb_mapper; return 0 on success.
+    """Compile a prepared or integer model, or a trace of one of convert_fx, with the vendor's hb_mapper; return 0 on success.
 
     hbm   the file to write: a .bin, for the board and for fxq.verify; if its name ends in .hbm, the BPU programs alone, with the
           .bin next to it. The compiler's working folder is next to it, under its name without the ending
     opt   "O0" to "O3"; "fast" is O3, "ddr" optimizes for bandwidth, "balance" is O2
-
-    module    a prepared or integer model, or a trace of one that convert_fx returned
 
     Inputs are in memory ("ddr"), float32, in PyTorch's order; a line of the log reports a request for another source or layout.
     The other arguments have no effect. For nash the folder that hb_compile takes is written, and compile.sh in it has to be run elsewhere.

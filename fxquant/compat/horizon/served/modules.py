@@ -155,19 +155,10 @@ def window_reverse(windows: Tensor, window_size: int, H: int, W: int) -> Tensor:
 # ---- modules ---------------------------------------------------------------------------------------------------------
 
 
-class Function(nn.Module):
-    """A module that is one function of tensors."""
-
-    function: Callable[..., Tensor]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return type(self).function(*args, **kwargs)
-
-
-def _module(name: str, function: Callable[..., Any]) -> type[Function]:
-    made = type(name, (Function,), {"function": staticmethod(function), "__module__": __name__, "__qualname__": name})
-    made.__doc__ = f"{getattr(function, '__name__', name)} as a module."
-    return made
+def _module(name: str, function: Callable[..., Any]) -> type[nn.Module]:
+    """Return a class of modules that are one function of tensors."""
+    members = {"__doc__": f"{getattr(function, '__name__', name)} as a module.", "__module__": __name__, "__qualname__": name}
+    return type(name, (nn.Module,), {**members, "forward": lambda self, *args, **kwargs: function(*args, **kwargs)})
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {

@@ -107,16 +107,7 @@ class Asked:
 
 def _by_operand(value: Any, what: str) -> dict[str, Any]:
     """Return a value for the output, or a dict of values, by operand."""
-    if not isinstance(value, Mapping):
-        return {"output": value}
-    for name in value:
-        if name not in OPERANDS:
-            raise ConfigurationError(
-                f"{name!r} is not an operand of a template's {what}",
-                because=f"operands are {', '.join(OPERANDS)}",
-                remedy="name one of these",
-            )
-    return dict(value)
+    return dict(_only(value, OPERANDS, f"template's {what}")) if isinstance(value, Mapping) else {"output": value}
 
 
 class Template:
@@ -149,11 +140,7 @@ class ModuleNameTemplate(Template):
                 asked = Asked.of(value)
                 continue
             parts = value if isinstance(value, Mapping) and value.keys() & {"dtype", "threshold"} else {"dtype": value}
-            for key in parts:
-                if key not in ("dtype", "threshold"):
-                    raise ConfigurationError(
-                        f"{key!r} is not a key of a template's value", because="they are 'dtype' and 'threshold'", remedy="use one of these"
-                    )
+            _only(parts, ("dtype", "threshold"), "template's value")
             for operand, dtype in _by_operand(parts.get("dtype", {}), "dtype").items():
                 asked = asked.with_dtype(operand, dtype)
             for operand, threshold in _by_operand(parts.get("threshold", {}), "threshold").items():
@@ -387,9 +374,7 @@ def _only(given: Any, known: tuple[str, ...], what: str) -> Mapping[str, Any]:
     for key in given:
         if key not in known:
             raise ConfigurationError(
-                f"{key!r} is not a key of a {what}",
-                because=f"its keys are {', '.join(map(repr, known))}",
-                remedy="name rules by one of these",
+                f"{key!r} is not a key of a {what}", because=f"its keys are {', '.join(map(repr, known))}", remedy="use one of these"
             )
     return given
 
