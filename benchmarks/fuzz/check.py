@@ -384,9 +384,21 @@ def becomes_integer(case: Case) -> set[str]:
     return _integer_operators(scope["prepared"])
 
 
+def _in_curve(node: fx.Node) -> Iterator[str]:
+    """The names in the nest of a curve: operators that are one table with others."""
+    waiting: list[Any] = list(node.args[1:])
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, tuple | list):
+            waiting += each
+        elif isinstance(each, str):
+            yield each
+
+
 def _integer_operators(prepared: fx.GraphModule) -> set[str]:
     operators = {operator.operator.name for operator in quantized_operators(prepared).values()}
     operators |= {str(node.args[1]) for node in prepared.graph.nodes if _is_shifted(prepared, node)}  # a function with a number before it
+    operators |= {name for node in prepared.graph.nodes for name in _in_curve(node)}
     return operators | {found.composite for node in prepared.graph.nodes if (found := part(node)) is not None}
 
 

@@ -188,7 +188,7 @@ def test_a_file_that_differs_is_status_1(monkeypatch: pytest.MonkeyPatch, capsys
     export = fxq.Result.export
 
     def other(self: fxq.Result, path: Any, **options: Any) -> Path:
-        fxq.set_qparams(self.prepared, {"head": 1.0})
+        fxq.set_qparams(self.prepared, {"conv": 1.0})
         return export(fxq.Result(self.float, self.prepared, fxq.convert(self.prepared)), path, **options)
 
     monkeypatch.setattr(fxq.Result, "export", other)

@@ -267,6 +267,7 @@ def test_the_path_between_the_two_is_the_explanation(golden: Golden) -> None:
     golden(conflict_text(Ladder(), mapping), "conflict-chain.txt")
 
 
+@pytest.mark.usefixtures("default_outputs")
 def test_a_fixed_scale_on_one_member_is_that_of_its_group() -> None:
     mapping = QConfigMapping().set_module_name("pool", fixed(0.5))
     scales = fxq.qparams(compiled(Net(), [image()], qconfig=mapping).prepared)
