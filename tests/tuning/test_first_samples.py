@@ -124,10 +124,15 @@ def test_large_images_are_corrected_by_as_well(monkeypatch: pytest.MonkeyPatch) 
     assert corrected(contract.calibrated(network(), batches(), "bernoulli"))
 
 
-@pytest.mark.parametrize("features", [4, 6])
-def test_a_vector_without_a_batch_is_tuned(features: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_vector_without_a_batch_is_calibrated() -> None:
+    vector, fixed = torch.randn(6), fxq.Options(dynamic_shapes={})
+    prepared = fxq.calibrate(fxq.prepare(nn.Linear(6, 6).eval(), vector, options=fixed), [vector], show_progress=False)
+    contract.assert_validate_is_integer(prepared, fxq.convert(prepared), vector)
+
+
+def test_a_vector_without_a_batch_is_tuned(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
-    model, square = Network(lambda s, x: s.last(x.mean(0)), last=nn.Linear(6, features)).eval(), torch.randn(6, 6)
+    model, square = Network(lambda s, x: s.last(x.mean(0)), last=nn.Linear(6, 4)).eval(), torch.randn(6, 6)
     turned = [square, square.flip(0), square.flip(1), square.T]
     with caplog.at_level(logging.INFO, "fxquant"):
         prepared = contract.calibrated(model, turned, qconfig=FOUR_BITS, correct_bias=True)
