@@ -129,7 +129,7 @@ def failed(rank: int) -> Any:
         fxq.calibrate(prepared, batches)
     except fxq.CalibrationError as error:
         after = observations(prepared)
-        return str(error), all(torch.equal(before[name], after[name]) for name in before)
+        return str(error), equal(before, {name: after[name] for name in before})
     return "no error", False
 
 
