@@ -126,7 +126,7 @@ class _Built:
                 known[key] = self.plan(tensors, output)
             own.kinds, own.offsets, own.sizes, own.strides = map(address, known[key])
             for index, tensor in enumerate((*tensors, output)):
-                data[index] = tensor.data_ptr()
+                data[index] = address(tensor)
             own.threads = torch.get_num_threads()
             self.function(place)
 
