@@ -169,9 +169,11 @@ def _few(kernel: Kernel, match: Match, sizes: Mapping[fx.Node, tuple[int, ...]])
     """Return the sizes of what a kernel reads and writes, with `PROVED` images at most in tensors whose first dimension is the batch."""
     nodes = (*match.reads, match.root)
     varying = {node for node in nodes if sizes[node] and isinstance(fact(node).shape[0], BatchDim)}
-    # A batch of a fixed size: constants of strided implementations may have that size, too, and a vector has no batch.
+    same = {node for node in nodes if sizes[node][:1] == sizes[match.root][:1]}
     if not varying and not kernel.implementations[0].strided and len(sizes[match.root]) > 1:
-        varying = {node for node in nodes if sizes[node][:1] == sizes[match.root][:1] and len(sizes[node]) == len(sizes[match.root])}
+        varying = same  # a batch of a fixed size; constants of strided implementations may have that size, too, and a vector has no batch
+    if any(node not in varying and len(sizes[node]) == len(sizes[match.root]) for node in same):
+        varying = set()
     return {node: (min(sizes[node][0], PROVED), *sizes[node][1:]) if node in varying else sizes[node] for node in nodes}
 
 

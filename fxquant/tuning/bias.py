@@ -135,11 +135,11 @@ def _correct(
 
     limited = any(constant_arguments(prepared, unit.weighted[0], operators[unit.weighted[0].name]).get("clamp") for unit in units)
     used = WAYS if limited else WAYS[:1]  # without limits both are the same
-    for way in progress(used, len(used), "correcting biases", show_progress):
+    for way in used:
         exact, real = Walk(prepared, samples.chunks, exact=True), Walk(prepared, samples.chunks, exact=False)
         ways[way] = [], {}
         put(way, 0.0)
-        for unit in units:
+        for unit in progress(units, len(units), f"correcting biases {way} their limits", show_progress):
             operator = operators[unit.weighted[0].name]
             known = checkpoint.at(f"{way} {unit.name}", partial(_found, unit, samples, exact, real, operator, way))
             if known is None:

@@ -151,6 +151,7 @@ def _classifier(classes: int, target: str) -> Any:
     return fxq.calibrate(fxq.prepare(model.eval(), X, target=target, qconfig=learned), [X])
 
 
+@pytest.mark.usefixtures("default_outputs")
 @pytest.mark.parametrize(("source", "target", "classes"), [("bayes-e", "bayes-e", 7), ("bayes-e", "x86", 5), ("x86", "bayes-e", 5)])
 def test_scales_of_other_channels_and_grids_are_named_and_left_out_of_a_checkpoint(
     source: str, target: str, classes: int, caplog: pytest.LogCaptureFixture
