@@ -55,6 +55,7 @@ def test_every_form_of_a_layer_holds_half_a_step(target: str, qconfig: fxq.QConf
     contract.assert_train_is_validate(prepared, batch)
 
 
+@pytest.mark.usefixtures("default_outputs")
 @every_target
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("per_channel", [True, False])
