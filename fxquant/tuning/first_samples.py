@@ -155,8 +155,8 @@ class FirstSamples:
             method = self._of_first_rank(several, lambda: best_method(prepared, free, self._few()[0].chunks, show_progress), method)
         choose(free, method)
         if self.chooses is not False:
-            factors = self._of_first_rank(several, lambda: narrower(prepared, observed, self._few()[0].chunks, show_progress), {})
-            narrow(prepared, factors)
+            none: dict[str, float] = {}
+            narrow(prepared, self._of_first_rank(several, lambda: narrower(prepared, observed, self._few()[0].chunks, show_progress), none))
 
     def _again(self, known: Given, method: Callable[[], None]) -> Given:
         """Run a method again and return what it gives layers; those that are left out keep what is known."""

@@ -20,7 +20,7 @@ from fxquant.primitives.quantization import (
     HALF_STEPS,
     NEAREST_HALF_STEP,
     Rounded,
-    _rounded_floor,
+    _rounded_fixed,
     _rounded_half_step,
     half_step,
     requantize_fixed,
@@ -123,7 +123,7 @@ def test_steps_beyond_23_bits_leave_no_room_for_a_half() -> None:
 def test_what_is_rounded_down_is_a_division_wherever_one_is_found(numbers: list[int], right_shift: int, limits: tuple[int, int]) -> None:
     multiplier = torch.tensor(numbers, dtype=torch.int32)[:, None, None]
     shift = torch.full_like(multiplier, right_shift)
-    how = _rounded_floor(multiplier, shift, 2**15, *limits)
+    how = _rounded_fixed(multiplier, shift, 2**15, *limits, lowered=True)
     reached = steps_of_half_step(torch.zeros_like(shift), multiplier, shift, torch.zeros_like(shift), *limits)
     if right_shift in (21, 22) and bool((reached.abs() < 2**15).all()):
         assert how is not None
@@ -138,7 +138,7 @@ def test_what_is_rounded_down_is_a_division_wherever_one_is_found(numbers: list[
 def test_what_saturates_before_its_last_shift_is_no_division() -> None:
     for multiplier, found in ((32639, True), (32513, True), (32512, False)):  # 32767 · M / 2^23 reaches 127 from 32513 on
         constants = torch.full((1, 1, 1), multiplier, dtype=torch.int32), torch.full((1, 1, 1), 23, dtype=torch.int32)
-        how = _rounded_floor(*constants, 2**15, 0, 127)
+        how = _rounded_fixed(*constants, 2**15, 0, 127, lowered=True)
         assert (how is not None) == found
         if how is not None:
             wanted = by_definition(SIXTEEN_BITS, 0, constants[0][:, 0], 23, "floor", 0, 127)
