@@ -166,6 +166,7 @@ def operators(model: onnx.ModelProto) -> list[str]:
     return [kind for node in model.graph.node for kind in bodies.get(node.op_type, [node.op_type])]
 
 
+@pytest.mark.usefixtures("default_outputs")
 @pytest.mark.parametrize("target", ["bernoulli", "bernoulli2", "bayes-e", "nash-e", "nash-e/requantize", "x86", "qnnpack"])
 def test_files_of_style_exact_round_by_quantize_linear(target: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
