@@ -278,12 +278,14 @@ class Operator:
         return bound
 
     def of_element(self, arguments: Mapping[str, Any]) -> Callable[[Tensor], Tensor] | None:
-        """Return the function of one element, on tensors, that a call with these arguments is; None where it is none, or has poles."""
+        """Return the function of one element, on tensors, that a call with these arguments is; None where it is none, or steep near 0."""
         others = {name: value for name, value in arguments.items() if name not in self.operands}
         if (self.element is None and Trait.ELEMENTWISE not in self.traits) or any(isinstance(value, fx.Node) for value in others.values()):
             return None
         made = partial(self._on_elements, **others)
-        return None if has_poles(made) else made
+        near = 2.0 ** -torch.arange(0, 12, dtype=torch.float32, device="cpu")
+        slopes = _slopes(made, torch.cat([-near, near]))
+        return None if has_poles(made) or bool((slopes.abs() > STEEPEST).any()) else made
 
     def _on_elements(self, input: Tensor, **others: Any) -> Tensor:
         result: Tensor = (self.element or self.function)(input, **others)
@@ -303,13 +305,19 @@ class Operator:
         return {**dict(zip(_SIGNATURES[self.function], args, strict=False)), **kwargs}
 
 
+STEEPEST = 8.0  # the slope near 0 of a function after which an error is judged: a logarithm makes only the smallest values count
+
+
 def has_poles(function: Callable[[Tensor], Tensor]) -> bool:
     """Return whether a function has no finite slope where elementwise functions have their poles."""
-    x = torch.tensor([-1.0, 0.0, 1.0], device="cpu", requires_grad=True, dtype=torch.float32)
+    return not bool(torch.isfinite(_slopes(function, torch.tensor([-1.0, 0.0, 1.0], device="cpu", dtype=torch.float32))).all())
+
+
+def _slopes(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    x.requires_grad_()
     with torch.enable_grad():
         value = function(x)
-        slope = torch.autograd.grad(value.sum(), x)[0] if value.requires_grad else torch.zeros(3, dtype=torch.float32, device="cpu")
-    return not bool(torch.isfinite(slope).all())
+        return torch.autograd.grad(value.sum(), x)[0] if value.requires_grad else torch.zeros_like(x)
 
 
 def operator_named(name: str) -> Operator:
