@@ -34,5 +34,5 @@ KERNELS = (
     Kernel("dynamic layer", patterns.dynamic_layer, (compiled.native_dynamic, tensors.onednn_dynamic)),
     Kernel("concatenation", patterns.joined, (compiled.join,)),
     Kernel("product", patterns.product, (compiled.product,)),
-    Kernel("elementwise chain", patterns.elementwise_chain, (chains.chain,)),
+    Kernel("chain", patterns.elementwise_chain, (chains.chain,)),
 )

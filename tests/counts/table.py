@@ -133,7 +133,7 @@ NO_DOT_PRODUCTS = ("-mno-avx512vnni", "-mno-avxvnni")
 @contextmanager
 def no_compiler() -> Iterator[None]:
     """Leave out the kernels in C, inside."""
-    libraries = ("library", "training_library", "joining_library")
+    libraries = ("library", "chains_library", "training_library", "joining_library")
     with mock.patch.multiple(native, **dict.fromkeys(libraries, lambda: "a C compiler was not found")):
         yield
 
