@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import fxquant as fxq
+from benchmarks.silicon.networks import live
+from benchmarks.zoo import MobileNetV2, ResNet18
 from fxquant.backends.horizon.tool import Tool
 from fxquant.compat import horizon
 from fxquant.compat.horizon.served import march
@@ -258,3 +260,25 @@ def test_a_function_by_hand_is_one_table_of_one_program(function: Callable[[Tens
     report = fxq.verify(integer, binary, batches())
     assert report, str(report)
     assert len(fxq.estimate(integer, compiled=binary).compiled) == 1
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "bernoulli2"])
+@pytest.mark.parametrize("network", [ResNet18, MobileNetV2])
+def test_a_network_that_was_trained_with_learned_scales_is_compiled(
+    network: Callable[[int], nn.Module], target: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    images = [torch.randn(4, 3, 32, 32) for _ in range(2)]
+    learned = fxq.QConfig(fxq.ActivationConfig(training="learned"), fxq.WeightConfig(training="learned"))
+    model, _ = live(lambda: network(10), 3, 32)()  # with statistics of its own activations
+    prepared = fxq.prepare(model, images[0], target, learned)
+    fxq.calibrate(prepared, images, show_progress=False)
+    fxq.set_state(prepared, "train")
+    optimizer = torch.optim.SGD(prepared.train().parameters(), 1e-3)
+    for batch in images * 2:
+        optimizer.zero_grad()
+        prepared(batch).square().mean().backward()
+        optimizer.step()
+    integer = fxq.convert(prepared.eval())
+    binary = fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net", options=fxq.HorizonOptions(optimize_level="O0")))
+    assert fxq.verify(integer, binary, [images[0][:1]])
