@@ -72,7 +72,7 @@ def crops(count: int, seed: int = 0) -> Tensor:
 
 
 def decoded(integers: dict[str, Any], outputs: dict[str, Any]) -> list[Box]:
-    """The faces in integer maps (1, H, W, C), the likeliest of those that overlap; `outputs` has the scales of each map."""
+    """Return the faces in integer maps (1, H, W, C), after non-maximum suppression; `outputs` has the scales of each map."""
     found: list[Box] = []
     for stride in STRIDES:
         classes, boxes = (integers[f"{kind}{stride}"][0] for kind in ("classes", "boxes"))

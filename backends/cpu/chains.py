@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.backends.cpu import native
-from fxquant.kernels.kernel import Bound, Built, NotApplicable, Site, implementation
+from fxquant.kernels.kernel import Bound, Built, NotApplicable, Site, implementation, in_order
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.steps import Step, Writer
 from fxquant.support.files import address
@@ -38,28 +38,22 @@ class _Chain(ctypes.Structure):
 
 @implementation("native elementwise chain", strided=True)
 def chain(site: Site) -> Built:
-    """Build the elementwise primitives of a place, which read tensors of any strides, as they are or as kernels hold them."""
+    """Build the chain of elementwise primitives at a site, which reads integer tensors of any strides and writes one."""
     library = native.chains_library()
     if isinstance(library, str):
         raise NotApplicable(library)
-    writer, registers = Writer(), dict[fx.Node, int]()
-    for read in site.match.reads:
-        registers[read] = writer.operand(read)
-
-    def value(node: fx.Node) -> Any:
+    writer = Writer()
+    registers: dict[fx.Node, Any] = {read: writer.operand(read) for read in site.match.reads}  # or the constants themselves
+    for node in in_order(site.match.root, registers):
         if node.op == "get_attr":
-            return site.constant(node)
-        if node not in registers:
-            steps, (args, kwargs) = PRIMITIVES[node.target].steps, fx.map_arg((node.args, node.kwargs), value)  # type: ignore[index]
-            written = None if steps is None else steps(writer, *args, **kwargs)
-            if written is None:
-                raise NotApplicable(f"{node.target.__name__} has no elementwise steps for its arguments")  # type: ignore[union-attr]
-            registers[node] = written
-        return registers[node]
-
-    result = value(site.match.root)
-    wide = writer.wide or any(node.meta["fact"].dtype == torch.int64 for node in registers)
-    steps, operands, result, used = packed(writer, result)
+            registers[node] = site.constant(node)
+            continue
+        write, (args, kwargs) = PRIMITIVES[node.target].steps, fx.map_arg((node.args, node.kwargs), registers.__getitem__)  # type: ignore[index]
+        registers[node] = None if write is None else write(writer, *args, **kwargs)
+        if registers[node] is None:
+            raise NotApplicable(f"{node.target.__name__} has no elementwise steps for its arguments")  # type: ignore[union-attr]
+    wide = writer.wide or any(node.op != "get_attr" and node.meta["fact"].dtype == torch.int64 for node in registers)
+    steps, operands, result, used = packed(writer, registers[site.match.root])
     if used > MOST_REGISTERS:
         raise NotApplicable(f"it needs {used} registers, of {MOST_REGISTERS}")
     constants = [_constant(value, torch.int64 if wide else torch.int32) for _, value in operands]

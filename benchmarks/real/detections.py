@@ -1,4 +1,4 @@
-"""What a detector finds: boxes of its output, without those that overlap a better one, and the F1 score of two such lists."""
+"""Decode the boxes of a detector, suppress overlapping ones, and score them against other boxes by F1."""
 
 from __future__ import annotations
 

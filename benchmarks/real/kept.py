@@ -54,7 +54,7 @@ class Row(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Lines that name the figures that fell, those that rose, and those that have none to be compared with."""
+    """The lines of a comparison: figures that fell, figures that rose, and figures without a kept one."""
 
     fell: list[str]
     rose: list[str]
@@ -82,7 +82,7 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 
 def compared(kept: Sequence[Row], measured: Sequence[Row]) -> Comparison:
-    """Compare the rows that were measured with those of the same network, target, samples and figure that were kept."""
+    """Compare measured rows with kept rows of the same network, target, samples and figure."""
     before, found = {row.key: row.value for row in kept}, Comparison([], [], [])
     for row in measured:
         if row.key not in before:
@@ -126,7 +126,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the figures as they are measured and then the comparison; return the exit status."""
+    """Measure every network, print its figures and the comparison, and return the exit status."""
     options, kept = parser().parse_args(arguments), read(TABLE)
     with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
         jobs = [pool.submit(measure, name, target) for name in options.networks for target in options.targets]

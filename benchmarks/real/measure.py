@@ -26,7 +26,7 @@ LAYERS = nn.Conv1d | nn.Conv2d | nn.Linear
 
 @dataclass(frozen=True)
 class Cell:
-    """What was measured: dB, percent, seconds, and dB of each part of the output; or the reason why there is nothing."""
+    """The figures of one network: dB, percent, seconds, and dB of each part of the output; or the reason why there are none."""
 
     sqnr: float = 0.0
     agreement: float = 0.0

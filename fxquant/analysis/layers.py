@@ -149,7 +149,7 @@ def layers(model: fx.GraphModule) -> tuple[Layer, ...]:
 
 
 def left_in_float(known: tuple[Layer, ...]) -> list[Layer]:
-    """Return the layers of which it is decided that they stay in float; the boundary is not among them, nor is what is integer inside."""
+    """Return the layers that the compiler left in float, without boundary nodes and without layers that are integer inside."""
     return [layer for layer in known if not layer.integer and layer.reason and not layer.boundary and not layer.dynamic]
 
 

@@ -231,7 +231,7 @@ def runner_of(model: Any) -> Runner | None:
 
 
 def kernel_forms(*models: Any) -> list[KernelForm]:
-    """Return the forms of those of the models that run with kernels."""
+    """Return a `KernelForm` for each model that runs with kernels."""
     return [KernelForm(model, runner) for model in models if (runner := runner_of(model)) is not None]
 
 

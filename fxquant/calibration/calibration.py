@@ -444,7 +444,7 @@ def _scale(value: Any) -> tuple[float, int | None]:
 
 @checked()
 def qparams(prepared: nn.Module) -> dict[str, float | tuple[float, int]]:
-    """Return the scale of every operator's output by node name, NaN where it is not known yet; a 32-bit sum has none of its own.
+    """Return the scale of every operator's output by node name: NaN before calibration, and no entry for a 32-bit sum.
 
     For a uint8 output this is a pair: the scale and the zero point. Where a residual is fused into an operator, the tensor that it is
     added to has a scale too, "name.intermediate", for when it cannot be added in the accumulator.

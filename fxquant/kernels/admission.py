@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from fxquant.ir.graph import fact, resolve
 from fxquant.ir.integer import qparams
-from fxquant.kernels.kernel import Built, Disagrees, Held, Implementation, Match, NotApplicable, Site, grid
+from fxquant.kernels.kernel import Built, Disagrees, Held, Implementation, Match, NotApplicable, Site, grid, in_order
 from fxquant.numerics.grids import ACTIVATION_TYPES, INT32_MAX, UINT8, IntType, accumulator_bound, power_of_two
 from fxquant.primitives import PRIMITIVES, Role, quantization, role_of
 from fxquant.primitives.runtime_scales import dynamic_linear
@@ -62,17 +62,13 @@ def _random_bits(dtype: torch.dtype, sizes: Sequence[int], generator: torch.Gene
 
 def evaluate(model: fx.GraphModule, match: Match, given: dict[fx.Node, Tensor]) -> Tensor:
     """Return the reference result: that of the primitives that a kernel replaces, on these operands."""
-    known: dict[fx.Node, Any] = dict(given)
-
-    def value(node: fx.Node) -> Any:
-        if node not in known:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), value)
-            known[node] = resolve(model, str(node.target)) if node.op == "get_attr" else node.target(*args, **kwargs)  # type: ignore[operator]
-        return known[node]
-
+    values: dict[fx.Node, Any] = dict(given)
     with torch.no_grad():
-        found: Tensor = value(match.root)
-    return found
+        for node in in_order(match.root, values):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = resolve(model, str(node.target)) if node.op == "get_attr" else node.target(*args, **kwargs)  # type: ignore[operator]
+    result: Tensor = values[match.root]
+    return result
 
 
 def draws(site: Site, generator: torch.Generator) -> Iterator[dict[fx.Node, Tensor]]:

@@ -6,7 +6,7 @@ The package's docstring says how tensors are held between kernels; `Held` descri
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -40,6 +40,18 @@ class Match:
     covers: tuple[fx.Node, ...]
     reads: tuple[fx.Node, ...]
     parts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def in_order(root: fx.Node, known: Iterable[fx.Node]) -> list[fx.Node]:
+    """Return the nodes that compute the root from the known ones, constants included, each after its operands."""
+    done = dict.fromkeys(known)
+    given, waiting = len(done), [root]
+    while waiting:
+        missing = [operand for operand in waiting[-1].all_input_nodes if operand not in done]
+        waiting += missing
+        if not missing:
+            done[waiting.pop()] = None
+    return list(done)[given:]
 
 
 Matched = Match | str | None

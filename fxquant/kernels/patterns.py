@@ -19,6 +19,7 @@ BYTES = (torch.int8, torch.uint8)
 INTEGERS = (*BYTES, torch.int16, torch.int32, torch.int64)
 SUMS = frozenset({Role.CONVOLUTION, Role.LINEAR, Role.SUM})
 RANKS = (2, 3, 4)
+LONGEST = 8  # quantized tensors in a chain: its constants and intermediate results have to stay in the cache
 WINDOW = {
     "kernel": 1,
     "stride": 1,
@@ -216,23 +217,22 @@ def _apart(node: fx.Node, covers: list[fx.Node], reads: list[fx.Node]) -> str | 
 
 
 def elementwise_chain(root: fx.Node) -> Matched:
-    """Match the end of a chain of elementwise primitives on tensors of one size."""
-    ends: dict[fx.Node, fx.Node] = {}
-    if not _is_step(root) or _end(root, ends) is not root:
+    """Match the last of elementwise primitives on tensors of one size, each but the last read by the next alone."""
+    if not _is_step(root) or _is_passed_on(root):
         return None
-    covers, reads, waiting = {root}, dict[fx.Node, None](), [root]
+    covers, reads, waiting = [root], dict[fx.Node, None](), [root]
     while waiting:
         for operand in waiting.pop().all_input_nodes:
-            if operand.op == "get_attr" or operand in covers:
+            if operand.op == "get_attr":
                 continue
-            if _is_step(operand) and _end(operand, ends) is root:
-                covers.add(operand)
+            if _is_step(operand) and _is_passed_on(operand):
+                covers.append(operand)
                 waiting.append(operand)
             elif known_tensor(operand, *INTEGERS, ranks=range(9)):
                 reads[operand] = None
             else:
                 return _lacking("read", operand)
-    return Match(root, tuple(node for node in root.graph.nodes if node in covers), tuple(reads))
+    return Match(root, tuple(reversed(covers)), tuple(reads))
 
 
 def _is_step(node: fx.Node) -> bool:
@@ -241,15 +241,25 @@ def _is_step(node: fx.Node) -> bool:
     return record is not None and record.steps is not None and known_tensor(node, *INTEGERS, torch.float32, ranks=range(9))
 
 
-def _end(node: fx.Node, ends: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Return the last node of a node's chain, which all its readers lead to; tables of bytes begin new chains."""
-    if node not in ends:
-        ends[node] = node
-        alike = all(_is_step(user) and _sizes(user) == _sizes(node) for user in node.users)
-        if node.users and alike and not (known_tensor(node, *BYTES, ranks=range(9)) and qparams(node) is not None):
-            after = {_end(user, ends) for user in node.users}
-            ends[node] = after.pop() if len(after) == 1 else node
-    return ends[node]
+def _is_passed_on(node: fx.Node) -> bool:
+    """Return whether the kernel of its only reader computes a node: it does not after `LONGEST` quantized tensors, counted from the end."""
+    if not _has_next(node):
+        return False
+    if qparams(node) is None:
+        return True
+    count, last = 1, next(iter(node.users))
+    while _has_next(last):
+        count += qparams(last) is not None
+        last = next(iter(last.users))
+    return count % LONGEST != 0
+
+
+def _has_next(node: fx.Node) -> bool:
+    """Return whether one step on tensors of the same size alone reads a node that is not quantized bytes, which tables read."""
+    (user, *others) = node.users or (None,)
+    if user is None or others or not _is_step(user) or _sizes(user) != _sizes(node):
+        return False
+    return not known_tensor(node, *BYTES, ranks=range(9)) or qparams(node) is None
 
 
 def joined(root: fx.Node) -> Matched:

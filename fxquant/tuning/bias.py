@@ -104,8 +104,8 @@ def corrections(
     return {name: each.value.tolist() for name, each in added.items() if each is not None}
 
 
-def settle(prepared: fx.GraphModule, found: Mapping[str, list[float]]) -> None:
-    """Layers have these corrections."""
+def apply(prepared: fx.GraphModule, found: Mapping[str, list[float]]) -> None:
+    """Set the bias corrections (C,) of layers, by the layer's name."""
     operators = quantized_operators(prepared)
     for name, value in found.items():
         _put(operators[name], value)

@@ -141,9 +141,9 @@ class FirstSamples:
                 _undo(prepared, corrections)
             self._choose_ranges(seen, several, show_progress)  # of layers that are as they were before these samples
             if self.rounds:
-                roundings = self._again(roundings, lambda: second_moment.settle(prepared, self._of_first_rank(several, rounded, {})))
+                roundings = self._again(roundings, lambda: second_moment.apply(prepared, self._of_first_rank(several, rounded, {})))
             if corrects:
-                corrections = self._again(corrections, lambda: bias.settle(prepared, self._of_first_rank(several, corrected, {})))
+                corrections = self._again(corrections, lambda: bias.apply(prepared, self._of_first_rank(several, corrected, {})))
             kept.roundings, kept.corrections = roundings, corrections
 
     def _choose_ranges(self, seen: int, several: bool, show_progress: bool | None) -> None:

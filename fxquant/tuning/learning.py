@@ -235,7 +235,7 @@ def put_unit(prepared: fx.GraphModule, unit: Unit, learned: Learned) -> None:
         operator = operator_at(prepared, node)
         if operator is None:
             continue
-        put(operator, Settled(learned.get(f"offset/{node.name}"), learned.get(f"share/{node.name}")))
+        put(operator, LearnedRounding(learned.get(f"offset/{node.name}"), learned.get(f"share/{node.name}")))
         if not operator.plain and operator.owns_output and f"scale/{operator.output.name}" in learned:
             _move(operator.output, learned[f"scale/{operator.output.name}"])
 
@@ -275,7 +275,7 @@ def _sharpness(done: float) -> float | None:
     return SOFTEST + (SHARPEST - SOFTEST) * left / 2
 
 
-class Settled(NamedTuple):
+class LearnedRounding(NamedTuple):
     """The rounding decision of one layer.
 
     offset  of its roundings, in steps, shape of the weight; None: its rounding stays
@@ -287,20 +287,20 @@ class Settled(NamedTuple):
     share: Tensor | None = None
     scale: Tensor | None = None
 
-    def cpu(self) -> Settled:
+    def cpu(self) -> LearnedRounding:
         """Return the same numbers in the memory of the host."""
-        return Settled(*(None if each is None else each.cpu() for each in self))
+        return LearnedRounding(*(None if each is None else each.cpu() for each in self))
 
 
-def settled(quantizer: WeightQuantizer) -> Settled:
-    """Return the decisions that a weight rounded by samples has."""
+def learned_rounding(quantizer: WeightQuantizer) -> LearnedRounding:
+    """Return the offset, the share and the scale of a weight that samples rounded."""
     assert isinstance(quantizer.rounding, AdaptiveRounding)
     learned = quantizer.learned if quantizer.learned is not None and quantizer.learned.method is LSQ else None
     share = None if quantizer.coverage is None else quantizer.coverage.share
-    return Settled(quantizer.rounding.offset, share, None if learned is None else learned.current())
+    return LearnedRounding(quantizer.rounding.offset, share, None if learned is None else learned.current())
 
 
-def put(operator: QuantizedOperator, decided: Settled) -> None:
+def put(operator: QuantizedOperator, decided: LearnedRounding) -> None:
     """Give the operator this rounding, this coverage and this learned scale, those of them that are not None."""
     offset, share, scale = decided
     present = [each for each in decided if each is not None]

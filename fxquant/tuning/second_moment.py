@@ -48,7 +48,7 @@ from fxquant.support.progress import progress
 from fxquant.tuning.checkpoint import LayerCheckpoint, call_of
 from fxquant.tuning.choices import tuning
 from fxquant.tuning.effects import FloatOutputs, Noise, judged, real_outputs
-from fxquant.tuning.learning import Settled, put, settled
+from fxquant.tuning.learning import LearnedRounding, learned_rounding, put
 from fxquant.tuning.moments import Moment, flipped, flipped_together, joint_noise
 from fxquant.tuning.result import TunedLayer, TuningResult
 from fxquant.tuning.walk import (
@@ -105,7 +105,7 @@ def round_weights(
             return _round(prepared, samples, nodes, show_progress, LayerCheckpoint(options.checkpoint, call), tuned.undo)
 
 
-Rounded = dict[str, Settled]  # by layer
+Rounded = dict[str, LearnedRounding]  # by layer
 
 
 def is_wanted(prepared: fx.GraphModule, bits: int) -> bool:
@@ -118,11 +118,11 @@ def rounded(prepared: fx.GraphModule, samples: Samples, bits: int, show_progress
     with tuning(prepared) as tuned, repeatable():
         result = _round(prepared, samples, _open(prepared, bits, (Nearest,)), show_progress, LayerCheckpoint(None, {}), tuned.undo)
     quantizers = {name: tuned.operators[name].weight_quantizer for layer in result.kept for name in layer.layers}
-    return {name: settled(each).cpu() for name, each in quantizers.items() if isinstance(each.rounding, AdaptiveRounding)}
+    return {name: learned_rounding(each).cpu() for name, each in quantizers.items() if isinstance(each.rounding, AdaptiveRounding)}
 
 
-def settle(prepared: fx.GraphModule, found: Rounded) -> None:
-    """Layers have these roundings."""
+def apply(prepared: fx.GraphModule, found: Rounded) -> None:
+    """Set the learned roundings of layers, by the layer's name."""
     operators = quantized_operators(prepared)
     for name, each in found.items():
         put(operators[name], each)
@@ -160,7 +160,7 @@ def _round(
             row = known.rows[node.name]
             if row.kept:
                 learned = known.learned(row)
-                put(operator, Settled(*(learned.get(f"{part}/{node.name}") for part in Settled._fields)))
+                put(operator, LearnedRounding(*(learned.get(f"{part}/{node.name}") for part in LearnedRounding._fields)))
             found.append(row)
             continue
         values = walk.at((*node.all_input_nodes, node))
@@ -175,10 +175,10 @@ def _round(
         integers, before, after = layer.best(*moments, shares, effects.get(node))
         row = TunedLayer(node.name, (node.name,), before, after, after < before, 1.0)
         if row.kept:
-            put(operator, Settled(integers - layer.clipped))
+            put(operator, LearnedRounding(integers - layer.clipped))
             if few:
                 _level(node, operator, [values[index] for index in samples.learning or samples.judging], integers)
-        decided = settled(operator.weight_quantizer)._asdict() if row.kept else {}
+        decided = learned_rounding(operator.weight_quantizer)._asdict() if row.kept else {}
         known.add(row, {f"{part}/{node.name}": value for part, value in decided.items() if value is not None})
         found.append(row)
     rows = _judged(prepared, found, FloatOutputs(prepared, [samples.chunks[index] for index in samples.judging]), undo)
@@ -200,9 +200,9 @@ def _judged(
 
     def put_back() -> None:
         undo()
-        settle(prepared, kept)
+        apply(prepared, kept)
 
-    decided = {row.name: settled(operators[row.name].weight_quantizer) for row in rows if row.kept}
+    decided = {row.name: learned_rounding(operators[row.name].weight_quantizer) for row in rows if row.kept}
     undo()
     for few, what in ((True, "weights of few bits"), (False, "8-bit weights")):
         group = [row for row in rows if _has_few_bits(operators[row.name]) is few]
@@ -216,7 +216,7 @@ def _judged(
 
 
 def _attempt(prepared: fx.GraphModule, rows: Sequence[TunedLayer], rounded: Rounded) -> Sequence[TunedLayer]:
-    settle(prepared, rounded)
+    apply(prepared, rounded)
     return rows
 
 
@@ -238,10 +238,10 @@ def _level(node: fx.Node, operator: QuantizedOperator, values: Sequence[Values],
     else:
         scale = learned.current() / gain
     assert isinstance(quantizer.rounding, AdaptiveRounding)
-    put(operator, Settled(quantizer.rounding.offset, share, scale))
+    put(operator, LearnedRounding(quantizer.rounding.offset, share, scale))
     layer = _Layer.of(node, operator, values)  # in steps of the new scale, which a bias may keep from being smaller
     assert layer is not None
-    put(operator, Settled(integers - layer.clipped, share, scale))
+    put(operator, LearnedRounding(integers - layer.clipped, share, scale))
 
 
 class _Seen(Rounding):

@@ -344,6 +344,20 @@ def test_a_block_of_a_transformer_has_the_bits_of_its_primitives(target: str, in
         assert None not in used
 
 
+def test_a_long_chain_is_matched_without_recursion() -> None:
+    """As many elementwise primitives of 16 bits, each after the other, as a recurrence of some hundred steps has."""
+
+    def repeated(_: Any, x: Tensor) -> Tensor:
+        y = x
+        for _ in range(400):
+            y = y * 0.9 + x
+        return y
+
+    integer, reference = both(Network(repeated), "bayes-e", ordinary(2, 8), qconfig=fxq.QConfig(fxq.ActivationConfig("int16")))
+    assert_same(integer, reference, images(2, 8).nan_to_num(0, 3, -3), runs=1)
+    assert {choice.implementation for choice in choices(integer).values() if choice.kernel == "chain"} == {"native elementwise chain"}
+
+
 def test_integers_of_other_signs_are_multiplied() -> None:
     """Operands that hold the ends of their dtypes, of which one is not negative, and products over more than one block of channels."""
     for target in ("bayes-e", "x86"):

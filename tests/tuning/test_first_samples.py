@@ -183,11 +183,11 @@ def test_a_layer_is_corrected_behind_its_limits() -> None:
     prepared = unchanged(model, [inputs])
     found = bias.corrections(prepared, cut(prepared, [[inputs]], 16), [[inputs]], False)
     assert found
-    bias.settle(prepared, found)
+    bias.apply(prepared, found)
     learned = torch.cat([chunk for index, chunk in enumerate(inputs.split(16)) if index % 4 != 3])
     with torch.no_grad():
         corrected_shift = (prepared(learned) - model(learned)).mean(0).abs().mean()
-        bias.settle(prepared, {name: [0.0] * len(value) for name, value in found.items()})
+        bias.apply(prepared, {name: [0.0] * len(value) for name, value in found.items()})
         plain_shift = (prepared(learned) - model(learned)).mean(0).abs().mean()
     assert corrected_shift < 0.2 * plain_shift
 

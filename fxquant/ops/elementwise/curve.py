@@ -57,7 +57,8 @@ def _value(steps: Steps, input: Tensor, values: dict[Steps, Any]) -> Any:
 # ---- the interval in which it changes, and the operator of PyTorch that computes the same ---------------------------
 
 _SIDE = torch.cat([torch.arange(2 * FARTHEST + 1, device="cpu") / 2, torch.tensor([96, 128, 192, 256, 384, 512], device="cpu")]).double()
-_EVERYWHERE = torch.linspace(-37.3, 41.9, 1001, dtype=torch.float64, device="cpu")
+_SMALL = 2.0 ** -torch.arange(-5, 20, dtype=torch.float64, device="cpu")  # functions may differ close to 0 alone
+_EVERYWHERE = torch.cat([torch.linspace(-37.3, 41.9, 1001, dtype=torch.float64, device="cpu"), -_SMALL, _SMALL])
 _SAME = 2.0**-23  # how far two ways to write one function may be apart, which round numbers like √2 to float32
 
 

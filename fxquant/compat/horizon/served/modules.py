@@ -1,4 +1,4 @@
-"""Horizon's functions and modules, over PyTorch's and `fxquant.nn`. Float models use them as they are.
+"""Horizon's functions and modules, built on PyTorch's and on `fxquant.nn`; float models call them unchanged.
 
 Colours are those of ITU-R BT.601. Other functions are PyTorch's under other names; the modules have their own signatures.
 """
