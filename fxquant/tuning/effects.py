@@ -244,13 +244,13 @@ def judged(
     if best != usual:
         result = tuple(attempts[best]())
         logger.info(
-            "%s are %s in %d of %d layers, %s: on held-out samples the outputs have %.1f dB, and had %.1f dB",
+            "%s are %s in %d of %d layers, %s: the outputs have %.1f dB, and had %.1f dB",
             *what, sum(row.kept for row in result), len(rows), best, noise[best].level, before.level,
         )  # fmt: skip
         return result
     undo()
     logger.info(
-        "%s are not %s: on held-out samples the outputs have %.1f dB, and %.1f dB with it",
+        "%s are not %s: the outputs have %.1f dB, and %.1f dB with it",
         *what, before.level, max(noise[name].level for name in attempts),
     )  # fmt: skip
     return tuple(replace(row, kept=False) for row in rows)

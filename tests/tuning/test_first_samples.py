@@ -205,7 +205,7 @@ def test_the_outputs_judge_all_corrections_together(caplog: pytest.LogCaptureFix
         assert "biases are not corrected" in caplog.text
         found = bias.corrections(prepared, samples, [[alike]], False)
     assert list(found) == corrected(prepared) != []
-    assert "biases are corrected in 1 of 1 layers, after their limits: on held-out samples the outputs have" in caplog.text
+    assert "biases are corrected in 1 of 1 layers, after their limits: the outputs have" in caplog.text
     assert caplog.text.count("correct_bias: 1 of 1 tuned") == 1  # the table of the layers
 
 

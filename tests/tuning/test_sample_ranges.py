@@ -65,11 +65,13 @@ def test_two_populations_are_served_alike(target: str, caplog: pytest.LogCapture
 
 @pytest.mark.parametrize("target", ["bayes-e", "x86"])
 def test_samples_whose_largest_values_decide_keep_them(target: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Clipping more of them would be worse, so that ranges by the noise of each sample are not taken."""
+    """Clipping would be worse, so that every scale is the one of the squared error."""
     batches = list(images(LOUD).split(16))
     with caplog.at_level("INFO", "fxquant"), torch.no_grad():
-        chosen = calibrated(batches, target, None, bounded=False)
-    assert first_samples.method_of(chosen) is not Method.EACH
+        usual, chosen = (calibrated(batches, target, balance, bounded=False) for balance in (False, None))
+    assert first_samples.method_of(chosen) is Method.ERROR
+    assert fxq.qparams(chosen) == fxq.qparams(usual)
+    assert any("ranges are chosen by the squared error of all samples" in line for line in caplog.messages)
 
 
 @pytest.mark.usefixtures("default_outputs")

@@ -193,7 +193,7 @@ class Residuals(nn.Module):
 @pytest.mark.parametrize("method", [fxq.tuning.adaround, fxq.tuning.reconstruct, fxq.tuning.distill, fxq.tuning.round_weights])
 def test_no_method_loses_what_calibration_has_gained(method: Method) -> None:
     torch.manual_seed(0)
-    model, batches, unseen = Residuals().eval(), [torch.randn(16, 3, 8, 8) for _ in range(8)], torch.randn(512, 3, 8, 8)
+    model, batches, unseen = Residuals().eval(), [torch.randn(16, 3, 8, 8) for _ in range(8)], torch.randn(64, 3, 8, 8)
     prepared = fxq.calibrate(fxq.prepare(model, batches[0], "bayes-e", FOUR_BITS), batches, show_progress=False)
 
     def noise() -> float:
@@ -202,7 +202,7 @@ def test_no_method_loses_what_calibration_has_gained(method: Method) -> None:
 
     before = noise()
     method(prepared, batches, **({} if method is fxq.tuning.round_weights else {"steps": 100}))
-    assert noise() <= before * 10 ** (effects.GAIN / 10), "more than samples tell from chance"
+    assert noise() <= before
 
 
 # ---- repeatable, resumable, all or nothing ------------------------------------------------------------------------------------
