@@ -67,7 +67,7 @@ def peak_of_calibration(observer: str, count: int) -> int:
     torch.set_num_threads(1)
     model = ResNet18(100)
     initialise(model, 0)
-    config = fxq.QConfig(fxq.ActivationConfig(observer=getattr(fxq, observer)))
+    config = fxq.QConfig(fxq.ActivationConfig(observer=getattr(fxq.observers, observer)))
     prepared = fxq.prepare(model, (photographs(1, IMAGE_SIZE),), qconfig=config)
     if count:
         fxq.calibrate(prepared, batches(), show_progress=False)

@@ -159,7 +159,7 @@ def measure(name: str, entry: ZooEntry, target: str, dtype: str, theirs: dict[st
         e1 = fxq.verify(integer, path, small, show_progress=False)
         qdq = fxq.export_onnx(integer, Path(directory) / "qdq.onnx", style="qdq", opset=21)
         report = fxq.verify(integer, qdq, large, show_progress=False)
-        assert isinstance(report, fxq.DeviationReport)
+        assert isinstance(report, fxq.results.DeviationReport)
         deviations = report.outputs["onnxruntime"]
     return Row(
         name,
@@ -172,7 +172,7 @@ def measure(name: str, entry: ZooEntry, target: str, dtype: str, theirs: dict[st
         sqnr=sqnr(entry.model, prepared, entry.test_batches),
         e3=train_mismatches(prepared, large),  # last, for it freezes the model
         tensors=e1.tensors,
-        accumulator_bits=max(layer.accumulator_bits for layer in fxq.layers(integer)),
+        accumulator_bits=max(layer.accumulator_bits for layer in fxq.inspect.layers(integer)),
         float_nodes=count_float_nodes(integer),
         weight=weight,
         qdq_share=sum(d.differing for d in deviations) / sum(d.elements for d in deviations),
@@ -204,10 +204,10 @@ def train_mismatches(prepared: fx.GraphModule, batches: Sequence[Tensor]) -> int
 
 def overflows(integer: fx.GraphModule, batches: Sequence[Tensor]) -> int:
     """Accumulators that held a value beyond the bits proved for their operator."""
-    proved = {layer.name: layer.accumulator_bits for layer in fxq.layers(integer)}
+    proved = {layer.name: layer.accumulator_bits for layer in fxq.inspect.layers(integer)}
     of = {node.name: proved.get(origin(node)) for node in integer.graph.nodes}
     beyond: set[str] = set()
-    for sums in fxq.record(integer, batches, "accumulators"):
+    for sums in fxq.inspect.record(integer, batches, "accumulators"):
         beyond |= {name for name, value in sums.items() if (bits := of[name]) and int(value.abs().max()) >= 2 ** (bits - 1)}
     return len(beyond)
 

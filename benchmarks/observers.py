@@ -1,8 +1,8 @@
 """Which observer loses least?   python -m benchmarks.observers
 
 Every observer that can be given for activations, on checkpoints of `benchmarks.accuracy`, calibrated with 64 training inputs, each
-draw with others: the same batches for all, since one calibration serves them all (`fxq.observations`). What is compared is the output
-of the prepared model, whose bits are those that are deployed, with that of the float model, on test inputs: SQNR in dB.
+draw with others: the same batches for all, since one calibration serves them all (`fxq.observers.observations`). What is compared is the
+output of the prepared model, whose bits are those that are deployed, with that of the float model, on test inputs: SQNR in dB.
 
 The observers, the settings and what decides (the mean of SQNR over draws, row by row) were fixed before the default was chosen; the default
 was chosen on other networks and data. `--page` writes the tables to benchmarks/results/observers.md, rows that the default loses
@@ -29,15 +29,15 @@ from benchmarks.accuracy.tasks import CALIBRATION_BATCH, CALIBRATION_SAMPLES
 from fxquant.support.progress import progress
 
 OBSERVERS: Mapping[str, object] = {
-    "default": fxq.HistogramObserver,
-    "min-max": fxq.MinMaxObserver,
-    "average": fxq.MovingAverageMinMaxObserver,
-    "99.99 %": fxq.PercentileObserver,
-    "MSE": fxq.MSEObserver,
-    "p = 2.4": functools.partial(fxq.LpObserver, 2.4),
-    "p = 3": fxq.LpObserver,
-    "p = 4": functools.partial(fxq.LpObserver, 4.0),
-    "6 std": functools.partial(fxq.ClipStdObserver, 6.0),
+    "default": fxq.observers.HistogramObserver,
+    "min-max": fxq.observers.MinMaxObserver,
+    "average": fxq.observers.MovingAverageMinMaxObserver,
+    "99.99 %": fxq.observers.PercentileObserver,
+    "MSE": fxq.observers.MSEObserver,
+    "p = 2.4": functools.partial(fxq.observers.LpObserver, 2.4),
+    "p = 3": fxq.observers.LpObserver,
+    "p = 4": functools.partial(fxq.observers.LpObserver, 4.0),
+    "6 std": functools.partial(fxq.observers.ClipStdObserver, 6.0),
 }
 NETWORKS = ("denoising-edsr", "denoising-unet", "digits-resnet", "digits-mobilenetv2")
 COMPARED = ("W8A8", "W8A8-affine", "power-of-two", "W4A4")
@@ -102,14 +102,14 @@ def measured(name: str, found: Checkpoint, setting: Setting, draws: list[int], i
         chosen = torch.randperm(len(data.train_inputs), generator=torch.Generator().manual_seed(draw))[:CALIBRATION_SAMPLES]
         batches = list(torch.split(data.train_inputs[chosen], CALIBRATION_BATCH))
         first = fxq.calibrate(fxq.prepare(network, batches[0], setting.target, mapping(network, setting)), batches, show_progress=False)
-        seen = fxq.observations(first)
+        seen = fxq.observers.observations(first)
         for key, observer in OBSERVERS.items():
             prepared = fxq.prepare(network, batches[0], setting.target, mapping(network, setting, observer), observations=seen)
             row.sqnr[key].append(sqnr(wanted, outputs_of(prepared, inputs)))
     return row
 
 
-def mapping(network: torch.nn.Module, setting: Setting, observer: object = fxq.HistogramObserver) -> fxq.QConfigMapping:
+def mapping(network: torch.nn.Module, setting: Setting, observer: object = fxq.observers.HistogramObserver) -> fxq.QConfigMapping:
     """The setting's bits, 8 for the first and the last layer, activations observed in this way."""
 
     def qconfig(weights: int, activations: int) -> fxq.QConfig:

@@ -109,8 +109,8 @@ def measure(model: nn.Module, batches: list[Tensor], target: str, runs: int) -> 
         times = medians({style: _session(path) for style, path in files.items()}, input, runs)
         mismatches = [str(result.verify(files[style], [input]).mismatches) for style in STYLES if style != "qdq"]
         deviation = result.verify(files["qdq"], [input])
-        kernels = fxq.onnx_metadata(files["fast"])["kernels"]["integer"]
-    assert isinstance(deviation, fxq.DeviationReport)
+        kernels = fxq.export.onnx_metadata(files["fast"])["kernels"]["integer"]
+    assert isinstance(deviation, fxq.results.DeviationReport)
     return [
         f"{1000 * times['float']:.2f} ms",
         *(f"{times['float'] / times[style]:.2f} ×" for style in (*STYLES, "own")),
@@ -132,7 +132,7 @@ def _session(path: Path) -> onnxruntime.InferenceSession:
     options.intra_op_num_threads = 1
     options.log_severity_level = 3
     if path.stem in STYLES:
-        for name, value in fxq.onnx_metadata(path)["session_options"].items():
+        for name, value in fxq.export.onnx_metadata(path)["session_options"].items():
             options.add_session_config_entry(name, value)
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 

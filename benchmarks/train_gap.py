@@ -27,8 +27,8 @@ import fxquant as fxq
 from benchmarks.accuracy.networks import Block
 from fxquant.demo.run import load_digits_dataset
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
+from fxquant.support import seeded
 from fxquant.support.progress import progress
-from fxquant.support.seeding import seeded
 
 BATCH = 16
 MEASURED = (0, 1, 4, 16)  # steps behind which the gap is measured

@@ -7,6 +7,8 @@ become pages. The reference is made from docstrings, by mkdocstrings. mkdocs run
 from __future__ import annotations
 
 import base64
+import importlib
+import inspect
 import json
 import os
 import re
@@ -23,65 +25,8 @@ CHAPTERS = (  # of the navigation: a title, and pages in their order; a page wit
     ("Operators", ("docs/OPERATORS.md", "docs/COVERAGE.md", "docs/horizon-names.md")),
     ("Inside", ("ARCHITECTURE.md", "backends/bpu/ARITHMETIC.md", "backends/bpu/CHIP.md", "CONTRIBUTING.md", "CHANGELOG.md")),
 )  # fmt: skip
-REFERENCE = {
-    "From a float model to a file": (
-        "trace",
-        "prepare",
-        "calibrate",
-        "convert",
-        "quantize",
-        "Result",
-        "verify",
-        "Report",
-        "Interrupted",
-        "record",
-    ),
-    "What is said": (
-        "QConfig",
-        "ActivationConfig",
-        "WeightConfig",
-        "QConfigMapping",
-        "Options",
-        "State",
-        "set_state",
-        "freeze",
-        "qparams",
-        "set_qparams",
-        "wrap",
-        "unary",
-        "operator",
-    ),
-    "Ways out": (
-        "export_onnx",
-        "onnx_metadata",
-        "export_segments",
-        "run_segments",
-        "export_pt2",
-        "export_torchscript",
-        "export_c",
-        "with_camera",
-        "export_horizon",
-        "HorizonOptions",
-        "compile_horizon",
-        "board_kit",
-        "conformance_kit",
-        "check_conformance",
-        "simulate_conformance",
-        "save",
-        "load",
-    ),
-    "Seeing inside": ("explain", "text", "layers", "Layer", "check", "segments", "compare", "Comparison", "report", "diff", "estimate"),
-    "Making it more exact": ("equalize", "observations", "sensitivity", "mixed_precision", "search_observers", "tune"),
-    "Observers": (
-        "HistogramObserver",
-        "MSEObserver",
-        "MinMaxObserver",
-        "MovingAverageMinMaxObserver",
-        "PercentileObserver",
-        "KLObserver",
-        "Observer",
-    ),
-}
+MODULES = ("board", "errors", "export", "extend", "inspect", "nn", "observers", "primitives", "results", "search", "tuning")
+sys.path.insert(0, str(ROOT))  # the names of this checkout
 QUIET = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
 HEADER = """site_name: fxquant
 docs_dir: pages
@@ -150,7 +95,7 @@ def navigation() -> str:
         lines += [f"  - {name}:"] if entries else []
         lines += [f"    - {page}" if page in notebooks() else f'    - "{title(page)}": {page}' for page in entries]
         if name == "Notebooks":
-            lines.append("  - Reference: api.md")
+            lines += ["  - Reference:", "    - fxquant: api/fxquant.md", *(f"    - fxquant.{name}: api/{name}.md" for name in MODULES)]
     return "\n".join(lines) + "\n"
 
 
@@ -188,6 +133,22 @@ def notebook(path: Path, folder: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def public() -> dict[str, list[str]]:
+    """Return the names in `__all__` of the package and of each of its public modules, without those of modules, by the page's name."""
+    package = importlib.import_module("fxquant")
+    found = {"fxquant": package, **{name: getattr(package, name) for name in MODULES}}
+    names = {name: [each for each in module.__all__ if not each.startswith("__") and each not in MODULES] for name, module in found.items()}
+    primitives = package.primitives.PRIMITIVES  # the functions, by their modules
+    return {**names, "primitives": sorted(f"{each.__module__.rpartition('.')[2]}.{each.__name__}" for each in primitives)}
+
+
+def reference(name: str, names: list[str]) -> str:
+    """Return the page of a module: its docstring, and those of its names."""
+    module = "fxquant" if name == "fxquant" else f"fxquant.{name}"
+    head = f"# {module}\n\n{inspect.getdoc(importlib.import_module(module)) or ''}\n\n" if name != "fxquant" else "# fxquant\n\n"
+    return head + "\n".join(f"::: {module}.{each}\n" for each in names)
+
+
 def gather() -> None:
     """Write the pages and the settings of the site."""
     shutil.rmtree(OUT, ignore_errors=True)
@@ -204,8 +165,9 @@ def gather() -> None:
     for page in notebooks():
         text = notebook((ROOT / page).with_suffix(".ipynb"), (OUT / "pages" / page).parent)
         (OUT / "pages" / page).write_text(linked(text, page), encoding="utf-8")
-    reference = [f"## {title}\n\n" + "\n".join(f"::: fxquant.{name}\n" for name in names) for title, names in REFERENCE.items()]
-    (OUT / "pages" / "api.md").write_text("# Reference\n\n" + "\n".join(reference), encoding="utf-8")
+    (OUT / "pages" / "api").mkdir()
+    for name, names in public().items():
+        (OUT / "pages" / "api" / f"{name}.md").write_text(reference(name, names), encoding="utf-8")
     (OUT / "pages" / "wide.css").write_text(".md-grid { max-width: 88rem; }\n", encoding="utf-8")  # lines of code have up to 140 columns
     (OUT / "mkdocs.yml").write_text(HEADER % (package.parent, ROOT / "docs" / "arguments.py") + navigation(), encoding="utf-8")
 

@@ -107,22 +107,22 @@ def main(count: int = 40, out: Path = Path("find_faces"), optimize_level: str = 
     result = fxq.quantize(model, crops(count).split(8), "bayes-e", mapping)
     print("dB of the maps to those of the float network:", *(f"{output.sqnr:.1f}" for output in result.compare([crops(8, seed=1)]).outputs))
 
-    camera = fxq.with_camera(result.integer, "rgb", std=(255, 255, 255))
-    options = fxq.HorizonOptions(outputs="integer", layout="NHWC", optimize_level=optimize_level)
-    folder = fxq.export_horizon(camera, out / "compiler", camera="nv12", output_names=NAMES, options=options)
+    camera = fxq.board.with_camera(result.integer, "rgb", std=(255, 255, 255))
+    options = fxq.board.HorizonOptions(outputs="integer", layout="NHWC", optimize_level=optimize_level)
+    folder = fxq.board.export_horizon(camera, out / "compiler", camera="nv12", output_names=NAMES, options=options)
 
     photograph = Image.open(files("skimage") / "data" / "astronaut.png").convert("RGB")
     pixels = torch.from_numpy(np.array(photograph.resize((SIDE, SIDE)))).permute(2, 0, 1)[None]
     image = fxq.nn.Nv12ToYuv444(centred=True)(*fxq.nn.rgb_to_nv12(pixels))  # YUV less 128, as a camera gives it
     try:
-        program = fxq.compile_horizon(folder)
+        program = fxq.board.compile_horizon(folder)
         print(fxq.verify(camera, program, [image]))
-        print(fxq.board_kit(out / "board", camera, program, [image]))
-    except fxq.ConfigurationError as error:
+        print(fxq.board.board_kit(out / "board", camera, program, [image]))
+    except fxq.errors.ConfigurationError as error:
         print(f"not compiled: {error}")
 
     outputs = json.loads((folder / "layers.json").read_text())["outputs"]
-    tensors = next(fxq.record(camera, [image], ["quantized", "accumulators"]))
+    tensors = next(fxq.inspect.record(camera, [image], ["quantized", "accumulators"]))
     integers = {name: tensors[head.replace("/", "_").lower()].permute(0, 2, 3, 1).numpy() for name, head in zip(NAMES, heads, strict=True)}
     found = decoded(integers, outputs)
     draw, ratio = ImageDraw.Draw(photograph), photograph.width / SIDE

@@ -8,6 +8,22 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+__all__ = [
+    "AccumulatorOverflow",
+    "CalibrationError",
+    "CompilationError",
+    "ConfigurationError",
+    "ExportError",
+    "Interrupted",
+    "NotCalibrated",
+    "NotFinite",
+    "ScaleConflict",
+    "StageViolation",
+    "TraceError",
+    "UnknownTarget",
+    "UnsupportedOperator",
+]
+
 
 class Located(Protocol):
     """An object with a source location; an `fx.Node` has it in its `meta`."""

@@ -168,5 +168,5 @@ def check_until(until: str | Stage | None, passes: Sequence[Pass]) -> None:
         raise ConfigurationError(
             f"until={shown(until)} names no pass",
             because=f"the passes are {', '.join(names)}, and the stages they reach {', '.join(stage.name for stage in stages)}",
-            remedy="pass the name of a pass, or a fxq.Stage that is reached",
+            remedy="pass the name of a pass, or a fxq.results.Stage that is reached",
         )

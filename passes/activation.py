@@ -9,8 +9,7 @@ from torch import fx
 
 from fxquant.ir.graph import absorb
 from fxquant.ops import calls, operator_of
-from fxquant.ops.elementwise.activation import both, clamp
-from fxquant.ops.elementwise.dropout import SCALING, dropout
+from fxquant.ops.elementwise.activation import SCALING, both, clamp, dropout
 from fxquant.passes.rewriting import Fusion
 from fxquant.pipeline import Context
 

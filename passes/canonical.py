@@ -39,7 +39,7 @@ from fxquant.ops.core.casting import MADE, filled, is_broadcast, is_joined, made
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.places import is_arange
 from fxquant.ops.core.promotion import fold_sizes, give_batch, promoted
-from fxquant.ops.elementwise.dropout import OF_MODULE, dropout
+from fxquant.ops.elementwise.activation import OF_MODULE, dropout
 from fxquant.ops.elementwise.table import SHIFTED, with_offset
 from fxquant.ops.movement.repeating import expand
 from fxquant.ops.movement.shape import is_cast, is_power

@@ -24,8 +24,8 @@ from fxquant.ops.attention.softmax import softmax
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.floating import given
 from fxquant.ops.elementwise.arithmetic import add, sub
+from fxquant.ops.elementwise.comparison import where
 from fxquant.ops.elementwise.division import div
-from fxquant.ops.elementwise.selection import where
 from fxquant.ops.movement.shape import identity, permute
 from fxquant.passes.rewriting import decide, eliminate_dead
 from fxquant.pipeline import Context

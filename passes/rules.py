@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import computes_tensor, matched_rules, module_path, refuse, resolve, set_matched_rules, spelling
-from fxquant.ops.core.spellings import is_meant
+from fxquant.ops.core.record import is_meant
 from fxquant.ops.layers.dynamic import NOT_DYNAMIC, may_be_dynamic
 from fxquant.passes.rewriting import attributes, covering
 from fxquant.pipeline import Context

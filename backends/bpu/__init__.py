@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from fxquant.backends.bpu.limits import limited
-from fxquant.backends.bpu.rooflines import FLOAT16, with_rooflines
+from fxquant.backends.bpu.limits import FLOAT16, limited, with_rooflines
 from fxquant.numerics.grids import FixedWidths, MeasuredWidths
 from fxquant.primitives.arithmetic import LAYER, PRODUCT, READ_ONCE, SUM, FixedArithmetic, RealArithmetic, ShiftedSums
 from fxquant.target import Target

@@ -1,4 +1,4 @@
-"""The limits of each march on an operator's parameters, as far as Horizon's public documents state them.
+"""The limits of each march on an operator's parameters, as far as Horizon's public documents state them, and its chip's peak rates.
 
 Sources: the operator lists of the RDK X3 (Bernoulli2) and RDK Ultra (Bayes) user guides, and those of the conversion tool for the same
 chips where they state more. For Nash: the constraints that its export publishes. Where the documents give two different values, the
@@ -13,11 +13,12 @@ apart from those of Bayes, which are applied to it. For Nash the published table
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from fxquant.target import Limit, Target
+from fxquant.target import Limit, Roofline, Target
 
 CONVOLUTION = "conv2d"
 TRANSPOSED = "conv_transpose2d"
@@ -194,3 +195,65 @@ LIMITS = {"bernoulli2": BERNOULLI2, "bayes": BAYES, "bayes-e": BAYES, "nash": NA
 def limited(*targets: Target) -> tuple[Target, ...]:
     """Return the targets, each with its known limits."""
     return tuple(replace(target, limits=LIMITS.get("nash" if target.name.startswith("nash") else target.name, ())) for target in targets)
+
+
+# ---- the peak rates of the chips
+#
+# Published TOPS count a multiply-accumulate of int8 numbers as two operations. Memory is published as its width and its speed: bits / 8
+# times transfers per second. Where only its kind is published, the width is assumed from chips of the same class, and the row says so.
+# No source says what fraction of the peak a program reaches.
+
+
+def _peak(tops: float, bits: int, megatransfers: int, source: str, assumed: bool = True) -> Roofline:
+    return Roofline(tops * 1e12 / 2, bits / 8 * megatransfers * 1e6, source, assumed)
+
+
+# By march name or prefix: the longest key that the target's name begins with is used.
+ROOFLINES: Mapping[str, Roofline] = {
+    "bernoulli": _peak(4, 32, 2400, "Journey 2: 4 TOPS (the vendor's announcement, 2019); memory assumed, 32 bits of LPDDR4-2400"),
+    "bernoulli2": _peak(
+        5, 32, 3200, "Journey 3: 5 TOPS, 32 bits of memory at 3200 MT/s (eet-china.com/mp/a330998.html); X3 is the same", assumed=False
+    ),
+    "bayes": _peak(
+        128, 128, 3200, "Journey 5: 128 TOPS (42how.com, 2021-07-31), RDK Ultra 96; memory assumed, 128 bits of LPDDR4 at 3200 MT/s"
+    ),
+    "bayes-e": _peak(10, 32, 4266, "RDK X5: 10 TOPS (the vendor's announcement); memory assumed, 32 bits of LPDDR4-4266"),
+    "nash-e": _peak(
+        80, 96, 6400, "Journey 6E, RDK S100: 80 TOPS (the vendor's announcement, 2024); memory assumed, 96 bits of LPDDR5-6400"
+    ),
+    "nash-m": _peak(128, 96, 6400, "Journey 6M, RDK S100P: 128 TOPS (the same); memory assumed, 96 bits of LPDDR5-6400"),
+    "nash-b": _peak(18, 32, 4266, "Journey 6B: 18 TOPS (the same); memory assumed, 32 bits of LPDDR4X-4266"),
+    "nash-p": _peak(560, 256, 6400, "Journey 6P: 560 TOPS (chinaevtimes.com, 2025-07-22); memory assumed, 256 bits of LPDDR5-6400"),
+    "nash-h": _peak(420, 192, 6400, "Journey 6H: 420 TOPS (the vendor's announcement, 2024); memory assumed, 192 bits of LPDDR5-6400"),
+}
+
+
+def with_rooflines(targets: tuple[Target, ...]) -> tuple[Target, ...]:
+    """Return the targets, each with the peak rates of its chip where they are known."""
+    return tuple(replace(target, roofline=_of(target.name)) for target in targets)
+
+
+def _of(target: str) -> Roofline | None:
+    return ROOFLINES.get(max((name for name in ROOFLINES if target.startswith(name)), key=len, default=""))
+
+
+# ---- The float16 operators of Nash-p and Nash-h: every operator of their export that has no integer form, except sums of products
+#
+# Source: the table of operators that Horizon's export for Nash publishes, and its advice for these marches: sums of products in integers,
+# all else in float16. Such an operator runs on the march, so no tensor is transferred to the host for it. Its values are not covered by the
+# integer contract: PyTorch and ONNX compute it in float32 here.
+
+
+_NAMES = """
+abs absolute acos arccos acosh arccosh asin arcsin asinh arcsinh atan arctan atanh arctanh ceil cos cosh erf exp floor log maximum minimum
+neg negative reciprocal rsqrt sigmoid sign sin sinh sqrt tan tanh pow add sub subtract rsub mul multiply div divide true_divide truediv
+remainder fmod eq ne lt le gt ge greater greater_equal less less_equal logical_and logical_or logical_not zeros_like ones_like full_like
+relu relu6 hardtanh hardsigmoid elu gelu leaky_relu prelu silu softplus softmax log_softmax clamp clip clamp_min clamp_max
+batch_norm batch_norm1d batch_norm2d batch_norm3d layer_norm instance_norm instance_norm1d instance_norm2d instance_norm3d normalize norm
+scale_channels avg_pool2d max_pool1d max_pool2d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_max_pool1d adaptive_max_pool2d interpolate
+upsample grid_sample affine_grid pad pixel_shuffle pixel_unshuffle all argmax argmin max min amax amin mean sum cumsum topk sort argsort
+cat concat concatenate stack split chunk unbind reshape view flatten squeeze unsqueeze permute transpose t expand expand_as repeat tile flip
+roll gather index_select getitem setitem slice_scatter scatter scatter_add scatter_reduce masked_fill where tril triu dropout identity
+embedding contiguous clone detach to float
+"""
+FLOAT16 = frozenset(_NAMES.split())

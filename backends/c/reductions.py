@@ -8,7 +8,7 @@ from typing import Any
 
 from fxquant.backends.c.elementwise_forms import around, joined, steps, strides_of, sum_types
 from fxquant.backends.c.program import Call, Value, Window, form
-from fxquant.primitives import accumulate, matrix, pool, position, product, resize, runtime_scales, scatter, selection, transposed, whole
+from fxquant.primitives import accumulate, pool, position, product, resize, runtime_scales, scatter, selection, transposed, whole
 
 
 def _window(call: Call, input: Value, kernel: list[int], stride: list[int], before: list[int], dilation: list[int] | None = None) -> Window:
@@ -66,7 +66,7 @@ def _matrix_product(call: Call, input: Value, other: Value) -> None:
     call.emit("matrix_product", [input.dtype, other.dtype, call.dtype], *numbers, input, other)
 
 
-@form(matrix.transform)
+@form(resize.transform)
 def _transform(call: Call, input: Value, matrix: Value, dim: int, rank: int, wide: bool) -> None:
     outer, terms, inner = around(input.shape, dim)
     call.emit("transform", [input.dtype, matrix.dtype, call.dtype], outer, terms, matrix.shape[0], inner, input, matrix)

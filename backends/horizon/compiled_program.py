@@ -113,7 +113,9 @@ class Binary:
     def __init__(self, path: Path) -> None:
         self.path, self.tool = path.absolute(), Tool.find("hbdk-sim")
         if not self.path.is_file():
-            raise CompilationError(f"{path} is missing", because="the file does not exist", remedy="pass what fxq.compile_horizon returns")
+            raise CompilationError(
+                f"{path} is missing", because="the file does not exist", remedy="pass what fxq.board.compile_horizon returns"
+            )
         self._folder = tempfile.TemporaryDirectory(prefix="fxquant-")
         work = Path(self._folder.name)
         # The .hbm is named after the model, not after the file.

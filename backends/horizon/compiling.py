@@ -69,7 +69,7 @@ def _known(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(
             f"{directory} cannot be compiled",
-            because=f"it is not a folder that fxq.export_horizon wrote: {LAYERS} or what it names is missing or damaged",
-            remedy="pass what fxq.export_horizon(integer, folder) returns",
+            because=f"it is not a folder that fxq.board.export_horizon wrote: {LAYERS} or what it names is missing or damaged",
+            remedy="pass what fxq.board.export_horizon(integer, folder) returns",
         ) from error
     return dict(known)

@@ -175,5 +175,5 @@ def _require(holds: bool, path: Path, because: str) -> None:
         raise ExportError(
             f"{path} is the program of another model",
             because=because,
-            remedy="pass the .bin that fxq.compile_horizon made of this model's folder",
+            remedy="pass the .bin that fxq.board.compile_horizon made of this model's folder",
         )

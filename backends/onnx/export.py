@@ -136,7 +136,7 @@ def build(integer: fx.GraphModule, style: str, io: str, opset: int, names: Names
     if isinstance(writer, QdqWriter) and writer.in_floats:
         logger.warning(
             "int16 tensors that opset %d has no integers for: %d, %s; they are rounded by Div, Round, Clip and Mul,"
-            " which compilers for chips drop or keep in float: pass opset=21, or use fxq.export_horizon for Horizon's compiler",
+            " which compilers for chips drop or keep in float: pass opset=21, or use fxq.board.export_horizon for Horizon's compiler",
             opset,
             len(writer.in_floats),
             ", ".join(f"%{node.name}" for node in writer.in_floats[:4]),

@@ -290,7 +290,7 @@ class Connections:
             raise ExportError(
                 f"{path} cannot be read",
                 because="the names of a program's tensors are in the quantized model that the compiler writes into the same folder",
-                remedy="keep the folder that fxq.compile_horizon fills together",
+                remedy="keep the folder that fxq.board.compile_horizon fills together",
             ) from error
         self.values, self.last = values, last
         self.outputs = [output.name for output in model.graph.output]

@@ -213,7 +213,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _unusable_manifest(path: Path, because: str) -> ExportError:
-    return ExportError(f"{path} is not a usable manifest", because=because, remedy="export the segments again: fxq.export_segments")
+    return ExportError(f"{path} is not a usable manifest", because=because, remedy="export the segments again: fxq.export.export_segments")
 
 
 def _unusable(manifest: dict[str, Any]) -> str | None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks.accuracy.networks import NETWORKS, Network
 from benchmarks.accuracy.tasks import TASKS, Data, Task, data_of
-from fxquant.support.seeding import seeded
+from fxquant.support import seeded
 
 CACHE = Path(__file__).parents[1] / ".cache"
 WEIGHT_DECAY = 0.01

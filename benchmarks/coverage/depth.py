@@ -33,7 +33,7 @@ def pyramid(here: Here) -> State:
     prepared = fxq.prepare(model.eval(), images[0], "bayes-e")
     fxq.calibrate(prepared, images, show_progress=False)
     fxq.set_qparams(prepared, {next(iter(fxq.qparams(prepared))): 1.0})
-    folder = fxq.export_horizon(fxq.convert(prepared), here.folder / "camera", camera="nv12")
+    folder = fxq.board.export_horizon(fxq.convert(prepared), here.folder / "camera", camera="nv12")
     sure("input_type_rt: 'nv12'" in (folder / "model.yaml").read_text())
     return part("NV12 of the pyramid and YUV444 from memory, for bernoulli2, bayes and bayes-e; crops of a resizer are no input")
 
@@ -49,8 +49,8 @@ def normalised(here: Here) -> None:
 
 
 def in_segments(here: Here) -> None:
-    fxq.export_segments(here.result.integer, here.folder / "parts", cut=["deep"])
-    (found,) = fxq.run_segments(here.folder / "parts", here.x)
+    fxq.export.export_segments(here.result.integer, here.folder / "parts", cut=["deep"])
+    (found,) = fxq.export.run_segments(here.folder / "parts", here.x)
     sure(torch.equal(found, here.result.integer(here.x)))
 
 
@@ -59,7 +59,7 @@ def patterns(here: Here) -> None:
         for function in (lambda x: F.relu6(x + 1), lambda x: torch.relu(x)):
             names = [
                 one.operator
-                for one in fxq.layers(here.quantized(nn.Sequential(layer, nn.BatchNorm2d(3), Function(function, False))).prepared)
+                for one in fxq.inspect.layers(here.quantized(nn.Sequential(layer, nn.BatchNorm2d(3), Function(function, False))).prepared)
             ]
             sure("batch_norm" not in names, str(names))
 
@@ -88,7 +88,7 @@ def own_pass(here: Here) -> None:
 
 def own_operator(here: Here) -> None:
     name = "coverage_mean_of_two"
-    mean = fxq.operator(name, lambda a, b: (a + b) / 2, ["a", "b"], expand=lambda build, a, b: build(mul, build(add, a, b), 0.5))
+    mean = fxq.extend.operator(name, lambda a, b: (a + b) / 2, ["a", "b"], expand=lambda build, a, b: build(mul, build(add, a, b), 0.5))
 
     class Custom(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -111,12 +111,12 @@ def engine(here: Here) -> None:
 def observer_dict(here: Here) -> State:
     found: dict[str, Any] = {}
     torch_ao.get_observer_dict(here.result.prepared, found)
-    sure(len(found) > 3 and next(fxq.record(here.result.integer, [here.x])))
-    return part("a RecordingObserver is refused: fxq.record gives the values, without keeping them")
+    sure(len(found) > 3 and next(fxq.inspect.record(here.result.integer, [here.x])))
+    return part("a RecordingObserver is refused: fxq.inspect.record gives the values, without keeping them")
 
 
 def command_c(here: Here) -> None:
-    source = fxq.export_c(here.result.integer, here.folder / "model.c", batch_size=1)
+    source = fxq.export.export_c(here.result.integer, here.folder / "model.c", batch_size=1)
     sure(source.exists() and (shutil.which("cc") is None or source.stat().st_size > 1000))
 
 
@@ -242,7 +242,7 @@ def stubs(here: Here) -> None:
     sure(1 / 64 in scales.values(), str(scales))
     for scale in (None, 1 / 4096):
         prepared = here.quantized(Stubbed(scale), qconfig=M().set_module_name("quant", Q(A("int16")))).prepared
-        found = [layer.dtype for layer in fxq.layers(prepared)]
+        found = [layer.dtype for layer in fxq.inspect.layers(prepared)]
         sure((found[0], found[1]) == ("int16", "int8"), str(found))
         here.exact(prepared)
 
@@ -455,7 +455,7 @@ chapter(
     "PyTorch",
     (
         "a quantized tensor: scale, zero point, integers",
-        lambda h: sure(next(fxq.record(h.result.integer, [h.x]))) or part("functions and records; no tensor class"),
+        lambda h: sure(next(fxq.inspect.record(h.result.integer, [h.x]))) or part("functions and records; no tensor class"),
     ),
     ("affine, per tensor", affine),
     ("zero is exact", lambda h: h.exact(h.prepared("x86"))),
@@ -469,7 +469,7 @@ chapter(
     ("intrinsic patterns", patterns),
     ("layers of torch.ao.nn.qat", lambda h: h.quantized(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)))),
     ("functions on integers", lambda h: sure(len(fxq.primitives.PRIMITIVES) > 40)),
-    ("operators of one's own", lambda h: h.integer(fxq.unary("coverage_wave", lambda x: torch.sin(x) * x))),
+    ("operators of one's own", lambda h: h.integer(fxq.extend.unary("coverage_wave", lambda x: torch.sin(x) * x))),
     ("custom modules", own_operator),
     (
         "a backend as data",

@@ -133,22 +133,22 @@ class Here:
         return model.eval()
 
     @cached_property
-    def result(self) -> fxq.Result:
+    def result(self) -> fxq.results.Result:
         return self.quantized(self.model)
 
-    def quantized(self, model: nn.Module, target: str = "nash-e", **options: Any) -> fxq.Result:
+    def quantized(self, model: nn.Module, target: str = "nash-e", **options: Any) -> fxq.results.Result:
         return fxq.quantize(model.eval(), self.batches, target=target, show_progress=False, **options)
 
     def prepared(self, target: str = "nash-e", qconfig: Any = None, **options: Any) -> Any:
         prepared = fxq.prepare(self.model, self.x, target, qconfig, **options)
         return fxq.calibrate(prepared, self.batches, show_progress=False)
 
-    def exact(self, prepared: Any) -> fxq.Report:
+    def exact(self, prepared: Any) -> fxq.results.Report:
         report = fxq.verify(prepared, fxq.convert(prepared), self.batches[:1], show_progress=False)
         sure(report, str(report))
         return report
 
-    def equal(self, result: fxq.Result, **options: Any) -> None:
+    def equal(self, result: fxq.results.Result, **options: Any) -> None:
         """Assert that prepared, integer and ONNX give the same bits."""
         report = result.verify(result.export(self.folder / "row.onnx", style="exact", **options), self.batches[:1])
         sure(report, str(report))
@@ -162,6 +162,6 @@ class Here:
             torch.manual_seed(0)
             result = self.quantized(Function(function, behind), target, qconfig=qconfig)
             self.exact(result.prepared)
-            if any(not layer.integer and not layer.boundary for layer in fxq.layers(result.integer)):
-                left.append(left_in_float(fxq.layers(result.prepared))[0].reason.rpartition(": ")[2])
+            if any(not layer.integer and not layer.boundary for layer in fxq.inspect.layers(result.integer)):
+                left.append(left_in_float(fxq.inspect.layers(result.prepared))[0].reason.rpartition(": ")[2])
         return part(f"{len(left)} of {total} stay in float: {'; '.join(dict.fromkeys(left))}") if left else None

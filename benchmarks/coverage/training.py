@@ -137,7 +137,7 @@ def on_the_host(here: Here) -> Any:
 
 
 def forced(here: Here) -> None:
-    names = {layer.name for layer in fxq.layers(on_the_host(here).integer) if layer.device == "host" and not layer.boundary}
+    names = {layer.name for layer in fxq.inspect.layers(on_the_host(here).integer) if layer.device == "host" and not layer.boundary}
     sure("deep" in names and "fft_rfft" in names, str(names))
 
 
@@ -151,7 +151,7 @@ def through_the_host(here: Here) -> None:
 def old_opset(here: Here) -> None:
     result = here.quantized(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Softmax(1)), "bernoulli2")
     report = result.verify(result.export(here.folder / "old.onnx", style="qdq", opset=11), here.batches[:1])
-    assert isinstance(report, fxq.DeviationReport)
+    assert isinstance(report, fxq.results.DeviationReport)
     # Fused, onnxruntime rounds to the nearest where bernoulli2 rounds down.
     sure(min(output.sqnr for output in report.outputs["onnxruntime"]) > 30)
 
@@ -165,9 +165,9 @@ chapter(
     ("export at opset 11, float parts too", old_opset),
     ("proof of the file, segment by segment", lambda h: h.equal(on_the_host(h))),
     ("accuracy of the whole in PyTorch", lambda h: on_the_host(h).integer(h.x)),
-    ("few, convex segments", lambda h: sure(len(fxq.segments(on_the_host(h).integer)) <= 5)),
+    ("few, convex segments", lambda h: sure(len(fxq.inspect.segments(on_the_host(h).integer)) <= 5)),
     ("casts that change nothing cost nothing", lambda h: sure("none is left in float" in fxq.explain(h.quantized(Plain()).prepared))),
-    ("which operator runs where", lambda h: fxq.checks.devices(on_the_host(h).integer)),
+    ("which operator runs where", lambda h: fxq.inspect.devices(on_the_host(h).integer)),
 )
 
 
@@ -212,9 +212,9 @@ def located(here: Here) -> None:
 chapter(
     "Accuracy tools",
     ("one page about a model", html),
-    ("unfused patterns, and why", lambda h: fxq.checks.not_fused(h.result.prepared)),
-    ("how often modules are called", lambda h: sure(fxq.checks.call_counts(h.model, h.x))),
-    ("a check of the settings", lambda h: fxq.checks.suspicious_settings(h.result.prepared)),
+    ("unfused patterns, and why", lambda h: fxq.inspect.not_fused(h.result.prepared)),
+    ("how often modules are called", lambda h: sure(fxq.inspect.call_counts(h.model, h.x))),
+    ("a check of the settings", lambda h: fxq.inspect.suspicious_settings(h.result.prepared)),
     (
         "export for a viewer: float, prepared and integer models",
         lambda h: [
@@ -225,22 +225,22 @@ chapter(
     ),
     ("similarity of tensors between stages", lambda h: sure(len(fxq.compare(h.model, h.result.integer, h.batches)) > 3)),
     ("statistics, histograms, TensorBoard", dumped),
-    ("weights compared", lambda h: sure(fxq.checks.compare_weights(h.result.prepared, h.result.integer))),
+    ("weights compared", lambda h: sure(fxq.inspect.compare_weights(h.result.prepared, h.result.integer))),
     ("step by step: a part in float", lambda h: fxq.set_state(copy.deepcopy(h.result.prepared), "float", "stem")),
-    ("two compiled models compared", lambda h: sure(fxq.diff(h.result.integer, h.quantized(Network()).integer))),
-    ("memory, layer by layer", lambda h: fxq.checks.memory(h.result.integer)),
-    ("wide ranges and NaN found", lambda h: fxq.checks.value_ranges(h.result.prepared, h.batches)),
-    ("scales that are shared", lambda h: fxq.checks.shared_scales(h.result.prepared)),
+    ("two compiled models compared", lambda h: sure(fxq.inspect.diff(h.result.integer, h.quantized(Network()).integer))),
+    ("memory, layer by layer", lambda h: fxq.inspect.memory(h.result.integer)),
+    ("wide ranges and NaN found", lambda h: fxq.inspect.value_ranges(h.result.prepared, h.batches)),
+    ("scales that are shared", lambda h: fxq.inspect.shared_scales(h.result.prepared)),
     (
         "sensitivity, tensor by tensor",
-        lambda h: sure(fxq.sensitivity(h.model, h.batches, "nash-e", options=fxq.Options(measured=False), show_progress=False)),
+        lambda h: sure(fxq.search.sensitivity(h.model, h.batches, "nash-e", options=fxq.Options(measured=False), show_progress=False)),
     ),
     ("advice that names the layer and the cure", wrong_scale),
     ("the first difference located", located),
     (
         "mixed precision within a budget",
-        lambda h: fxq.mixed_precision(
-            h.model, h.batches, "nash-e", budget=fxq.Budget(weight_bits=6), options=fxq.Options(measured=False), show_progress=False
+        lambda h: fxq.search.mixed_precision(
+            h.model, h.batches, "nash-e", budget=fxq.search.Budget(weight_bits=6), options=fxq.Options(measured=False), show_progress=False
         ),
     ),
     ("which tool when: a page", lambda h: sure((DOCS / "guide" / "lost-decibel.md").exists())),

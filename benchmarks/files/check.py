@@ -50,7 +50,7 @@ class Network(nn.Module):
 
 
 @functools.cache
-def compiled() -> tuple[fxq.Result, Tensor]:
+def compiled() -> tuple[fxq.results.Result, Tensor]:
     """A small model, and a batch for it."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -64,14 +64,14 @@ def original(kind: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"original{KINDS[kind][0]}"
         if kind == "qconfig":
-            wide = fxq.QConfig(fxq.ActivationConfig("int16", observer=fxq.PercentileObserver), fxq.WeightConfig("int4"))
+            wide = fxq.QConfig(fxq.ActivationConfig("int16", observer=fxq.observers.PercentileObserver), fxq.WeightConfig("int4"))
             mapping = fxq.QConfigMapping().set_module_name("head", wide).set_object_type(nn.Conv2d, None)
             return fxq.save_qconfig(
                 mapping.set_module_name_regex("he.*", fxq.QConfig()).set_module_name_object_type_order("", F.silu, 0, None), path
             ).read_bytes()
         result, _ = compiled()
         if kind == "manifest":
-            return fxq.export_segments(result.integer, Path(folder)).read_bytes()
+            return fxq.export.export_segments(result.integer, Path(folder)).read_bytes()
         if kind in RESUMED:
             RESUMED[kind](path)
             return path.read_bytes()
@@ -83,19 +83,19 @@ def original(kind: str) -> bytes:
             return fxq.save(fxq.trace(Network().eval(), compiled()[1]), path).read_bytes()
         if kind.startswith("onnx"):
             return result.export(path, style="fast" if kind == "onnx-fast" else "exact").read_bytes()
-        saved = {"prepared": result.prepared, "integer": result.integer, "observations": fxq.observations(result.prepared)}
+        saved = {"prepared": result.prepared, "integer": result.integer, "observations": fxq.observers.observations(result.prepared)}
         return fxq.save(saved[kind], path).read_bytes()
 
 
 def _read_model(path: Path) -> None:
     loaded = fxq.load(path)
-    if not isinstance(loaded, fxq.Observations):
+    if not isinstance(loaded, fxq.observers.Observations):
         fxq.explain(loaded)
         fxq.text(loaded)
 
 
 def _read_onnx(path: Path) -> None:
-    fxq.onnx_metadata(path)
+    fxq.export.onnx_metadata(path)
     describe(read(path))
     result, batch = compiled()
     fxq.verify(result.integer, path, [batch], show_progress=False)
@@ -106,17 +106,17 @@ def _segments() -> Path:
     """A folder with the files that a manifest names."""
     folder = Path(tempfile.mkdtemp(prefix="segments-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return fxq.export_segments(compiled()[0].integer, folder).parent
+    return fxq.export.export_segments(compiled()[0].integer, folder).parent
 
 
 def _run_segments(path: Path) -> None:
     shutil.copy(path, _segments() / "manifest.json")
-    fxq.run_segments(_segments(), compiled()[1])
+    fxq.export.run_segments(_segments(), compiled()[1])
 
 
 def _search(path: Path) -> None:
     result, batch = compiled()
-    fxq.sensitivity(result.prepared, [batch], options=fxq.Options(widths=(8,), checkpoint=path), show_progress=False)
+    fxq.search.sensitivity(result.prepared, [batch], options=fxq.Options(widths=(8,), checkpoint=path), show_progress=False)
 
 
 def _learn(path: Path) -> None:

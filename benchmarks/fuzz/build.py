@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from benchmarks.fuzz.generate import Case, Config, Input, Settings, Step
-from fxquant.support.seeding import seeded
+from fxquant.support import seeded
 
 NAMESPACE = {"torch": torch, "nn": nn, "F": F, "fxq": fxq}
 

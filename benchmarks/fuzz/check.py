@@ -56,7 +56,7 @@ def answer(model, batch):
 
 def integers_of(integer, batch):
     """The integers of every quantized tensor of the integer graph, by the name of its node."""
-    return next(fxq.record(integer, [batch]))
+    return next(fxq.inspect.record(integer, [batch]))
 
 
 def is_float_function(node):
@@ -89,10 +89,10 @@ def wild_inputs(model, prepared, integer, batches):
 
 def accumulators_fit(model, prepared, integer, batches):
     """E4: no accumulator holds a value beyond the bits that were proved for its operator."""
-    proved = {layer.name: layer.accumulator_bits for layer in fxq.layers(integer)}
+    proved = {layer.name: layer.accumulator_bits for layer in fxq.inspect.layers(integer)}
     # What `centre` gives is an operand's integers, and no sum.
     allowed = {node.name: proved.get(origin(node)) for node in integer.graph.nodes if getattr(node.target, "__name__", "") != "centre"}
-    for values in fxq.record(integer, batches, "accumulators"):
+    for values in fxq.inspect.record(integer, batches, "accumulators"):
         for name, value in values.items():
             largest, held = int(value.abs().max()), allowed.get(name)
             assert not held or largest < 2 ** (held - 1), f"%{name} holds {largest}, and {held} bits were proved"
@@ -132,7 +132,7 @@ def integers_in_and_out(model, prepared, integer, batches, style="exact"):
     """The file with io="integer" takes and returns the integers that its metadata says."""
     with tempfile.TemporaryDirectory() as folder:
         path = fxq.export_onnx(integer, Path(folder) / "model.onnx", io="integer", style=style)
-        file, facts = OnnxModel(path), fxq.onnx_metadata(path)
+        file, facts = OnnxModel(path), fxq.export.onnx_metadata(path)
         run = file.runner("onnxruntime", [])
         for batch in batches:
             values = integers_of(integer, batch)

@@ -53,7 +53,7 @@ def try_import(line: str) -> str:
     try:
         exec(line, {})
     except ImportError as error:
-        if not isinstance(error, fxq.ConfigurationError) or not error.remedy:
+        if not isinstance(error, fxq.errors.ConfigurationError) or not error.remedy:
             raise
         return "refused"
     return "served"
@@ -106,15 +106,15 @@ def is_installed() -> bool:
     """Whether the vendor's compiler is."""
     try:
         Tool.find()
-    except fxq.ConfigurationError:
+    except fxq.errors.ConfigurationError:
         return False
     return True
 
 
 def _wrong_file(integer: fx.GraphModule, path: Path, batch: torch.Tensor) -> Iterator[str]:
     """What is wrong with an ONNX file or a compiled program; one that takes integers is given those of the model's input."""
-    if path.suffix == ".onnx" and fxq.onnx_metadata(path)["io"] == "integer":
-        (given, *_) = next(fxq.record(integer, [batch])).values()
+    if path.suffix == ".onnx" and fxq.export.onnx_metadata(path)["io"] == "integer":
+        (given, *_) = next(fxq.inspect.record(integer, [batch])).values()
         if not torch.equal(computed(path, given.to(torch.int8)), Module(integer, io="integer")(given.to(torch.int8))):
             yield "the file computes other integers"
     elif not (report := fxq.verify(integer, path, [batch], show_progress=False)):
@@ -153,7 +153,7 @@ def _differences(found: dict[str, Any], expected: Expected) -> Iterator[str]:
         if expected.file:
             yield from _wrong_file(integer, Path(expected.file), batch)
     else:
-        yield from _wrong_layers({layer.name: layer.dtype for layer in fxq.layers(model)})
+        yield from _wrong_layers({layer.name: layer.dtype for layer in fxq.inspect.layers(model)})
 
 
 def _wrong_layers(found: dict[str, str]) -> Iterator[str]:
@@ -193,7 +193,7 @@ def _wrong(model: nn.Module, operators: dict[str, QuantizedOperator], expected: 
         has = [float(operator.output.scale.detach()) for operator in mine]
         if not any(abs(one - scale) <= 1e-6 * scale for one in has):
             yield f"the scale of {path} is {has} in place of {scale:g}"
-    layers = {layer.name: layer for layer in fxq.layers(model)}  # type: ignore[arg-type]
+    layers = {layer.name: layer for layer in fxq.inspect.layers(model)}  # type: ignore[arg-type]
     for path in expected.floats:
         if path not in layers or layers[path].integer:
             yield f"{path} is not in float"

@@ -122,7 +122,7 @@ def _measure(spelling: Spelling, target: str, dtype: str, onnx: str, place: list
     prepared = fxq.prepare(
         model, batches[0], target, qconfig_of(target, dtype), options=fxq.Options(dynamic_shapes={} if spelling.fixed else None)
     )
-    known = fxq.layers(prepared)
+    known = fxq.inspect.layers(prepared)
     operators = [layer for layer in known if not layer.boundary]
     floats = left_in_float(known)
     used = sorted({name for layer in operators if layer.integer for name in (layer.operator, layer.part.partition(":")[0]) if name})

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from benchmarks.operators import codebase
 from fxquant.ops import FUNCTIONS, METHODS
-from fxquant.support.seeding import seeded
+from fxquant.support import seeded
 
 # ---- inputs -----------------------------------------------------------------------------------------------------------
 

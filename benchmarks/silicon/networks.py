@@ -18,7 +18,7 @@ from benchmarks.silicon.operators import Result, compared
 from benchmarks.zoo import MobileNetV2, MobileNetV3Small, ResNet18, initialise, make_alive, photographs
 from fxquant.conformance.kit import compile_model, on_processor, output_steps, probe_target
 from fxquant.demo.run import build_demo_network
-from fxquant.support.seeding import seeded
+from fxquant.support import seeded
 
 SIZE = 128
 SCALES = ("statistics", "learned")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from benchmarks.zoo.life import cumulative
-from fxquant.support.seeding import seeded
+from fxquant.support import seeded
 
 _SMALL = 0.1  # a constant below this stands for "nothing yet": the scale of a new layer's branch
 _LINEAR = 1.0  # standard deviations that a batch norm lifts its results by

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.zoo.life import initialise_with_current_seed, make_alive
-from fxquant.support.seeding import seeded
+from fxquant.support import seeded
 
 
 class ChainBlock(nn.Module):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.zoo.photographs import photographs, signals
-from fxquant.support.seeding import seeded
+from fxquant.support import seeded
 
 Inputs = dict[str, Tensor]
 LABELS = 32  # of a classifier: the noise of two numbers says little

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxquant.support.seeding import seeded
+from fxquant.support import seeded
 
 
 def initialise(model: nn.Module, seed: int) -> None:

@@ -126,7 +126,7 @@ def count_operators(row: Row, prepared: fx.GraphModule) -> None:
 
     What computes truth values and whole numbers is exact wherever it runs, and counts as integer.
     """
-    known = fxq.layers(prepared)
+    known = fxq.inspect.layers(prepared)
     whole = [layer for layer in left_in_float(known) if layer.dtype in WHOLE]
     row.integer = sum(layer.integer and not layer.inner and not layer.boundary for layer in known) + len(whole)
     for layer in left_in_float(known):

@@ -138,7 +138,7 @@ def _named(model: fx.GraphModule, working: list[fx.Node], name: str) -> fx.Node:
     raise ConfigurationError(
         f"the model has no tensor {name!r} to cut after",
         because="a cut is named after a tensor that the model computes, or the path of a module in the user's model",
-        remedy=f"did you mean {near[0]!r}?" if near else "fxq.layers and fxq.text list the names",
+        remedy=f"did you mean {near[0]!r}?" if near else "fxq.inspect.layers and fxq.text list the names",
     )
 
 

@@ -122,7 +122,7 @@ class Wanted:
             raise ConfigurationError(
                 f"the model has no tensor {name!r} to record",
                 because=f"kinds are {', '.join(map(repr, KINDS))}, and the names of tensors that the model computes",
-                remedy=f"did you mean {near[0]!r}?" if near else "fxq.layers and fxq.text list the names",
+                remedy=f"did you mean {near[0]!r}?" if near else "fxq.inspect.layers and fxq.text list the names",
             )
 
 

@@ -268,9 +268,9 @@ def having(objects: Iterable[Any], **values: Any) -> Iterator[None]:
 
 # ---- Tensors whose calibrated range clips a few outlier samples, and the batch norms behind them ---------------------
 #
-# Where a few samples of a batch have a far larger norm than all others, a calibrated range may leave them out (`observers.histogram`). They
-# make up most of the float model's variance. A batch norm with the statistics of quantized batches, without that part, would multiply every
-# other sample by it. Behind such a tensor batch norms therefore keep their running statistics.
+# Where a few samples of a batch have a far larger norm than all others, a calibrated range may leave them out
+# (`quantization.observers.histogram`). They make up most of the float model's variance. A batch norm with the statistics of quantized
+# batches, without that part, would multiply every other sample by it. After such a tensor batch norms keep their running statistics.
 
 
 KEPT = 0.75  # of the power of what was observed: a deviation that is a seventh smaller

@@ -179,7 +179,7 @@ def restore(prepared: fx.GraphModule, observed: Observations) -> dict[str, str]:
         raise ConfigurationError(
             "the observations are of another model",
             because="; ".join(f"%{name}: {because}" for name, because in list(missing.items())[:4]),
-            remedy="pass what fxq.observations returned for this model, or calibrate it",
+            remedy="pass what fxq.observers.observations returned for this model, or calibrate it",
         )
     for quantizer, places, because in found:
         if because is not None:

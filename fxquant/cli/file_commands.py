@@ -105,7 +105,7 @@ def add_segments(commands: Any) -> None:
         commands,
         "segments",
         "write an integer model as one ONNX file for each stretch of the target's integers or the host's float operators",
-        "A manifest connects the files: fxq.run_segments runs the folder and returns the bits of the entire model.",
+        "A manifest connects the files: fxq.export.run_segments runs the folder and returns the bits of the entire model.",
     )
     segments.add_argument("file", type=path, metavar="FILE", help="an integer model that fxq.save wrote (.fxq)")
     segments.add_argument("folder", type=path, metavar="FOLDER", help="where manifest.json and the files are written")
@@ -120,8 +120,8 @@ def _segments(options: argparse.Namespace) -> int:
     from fxquant.reporting.inspection import saved_model
 
     integer = saved_model(options.file)
-    manifest = fxq.export_segments(integer, options.folder, cut=options.cut)
-    for index, segment in enumerate(fxq.segments(integer, cut=options.cut)):
+    manifest = fxq.export.export_segments(integer, options.folder, cut=options.cut)
+    for index, segment in enumerate(fxq.inspect.segments(integer, cut=options.cut)):
         print(f"{index}  {segment.device:10} {len(segment.nodes):5} nodes  {', '.join(segment.inputs)}  ->  {', '.join(segment.outputs)}")
     print(manifest)
     return 0
@@ -151,7 +151,9 @@ def add_export(commands: Any) -> None:
         "--to", choices=("horizon",), help="what the vendor's compiler for bernoulli2, bayes and bayes-e takes: a folder (see --out)"
     )
     fields = "optimize_level O2, outputs integer, layout NHWC, core_num 2, jobs 4, …; may be given several times"
-    export.add_argument("--option", action="append", nargs=2, metavar=("NAME", "VALUE"), help=f"a field of fxq.HorizonOptions: {fields}")
+    export.add_argument(
+        "--option", action="append", nargs=2, metavar=("NAME", "VALUE"), help=f"a field of fxq.board.HorizonOptions: {fields}"
+    )
     export.add_argument("--camera", choices=("nv12", "yuv444"), help="let the program of --to take images of a camera")
     export.add_argument("--train-type", metavar="ORDER", help="rgb or bgr: the model's channels, to which camera.fxq converts")
     export.add_argument("--mean", nargs=3, type=float, metavar=("R", "G", "B"), help="its mean of images of 0 to 255 (default: 0 0 0)")
@@ -169,9 +171,9 @@ def _export(options: argparse.Namespace) -> int:
 
     writers: dict[str, Callable[..., Path]] = {
         "onnx": functools.partial(fxq.export_onnx, batch_size=options.batch_size, style=options.style, opset=options.opset),
-        "c": functools.partial(fxq.export_c, batch_size=options.batch_size or 1),
-        "pt2": fxq.export_pt2,
-        "torchscript": fxq.export_torchscript,
+        "c": functools.partial(fxq.export.export_c, batch_size=options.batch_size or 1),
+        "pt2": fxq.export.export_pt2,
+        "torchscript": fxq.export.export_torchscript,
     }
     asked = {name: path for name in writers if (path := getattr(options, name)) is not None}
     if not asked and options.to is None:
@@ -180,7 +182,7 @@ def _export(options: argparse.Namespace) -> int:
             because="a form is asked for by its option",
             remedy=f"give one of --{', --'.join(writers)} or --to horizon",
         )
-    _, *keywords = inspect.signature(fxq.with_camera).parameters
+    _, *keywords = inspect.signature(fxq.board.with_camera).parameters
     colours = {name: value for name in keywords if (value := getattr(options, name)) is not None}
     unused = [name for name in (*colours, "option", "camera", "compile", "board") if getattr(options, name)]
     if unused and options.to is None:
@@ -190,16 +192,16 @@ def _export(options: argparse.Namespace) -> int:
     for name, path in asked.items():
         print(writers[name](integer, path))
     if options.to is not None:
-        model = fxq.with_camera(integer, **colours) if colours else integer
+        model = fxq.board.with_camera(integer, **colours) if colours else integer
         fields: dict[str, Any] = {name: int(value) if value.isdecimal() else value for name, value in options.option or ()}
-        made = fxq.export_horizon(model, options.out, camera=options.camera, options=fxq.HorizonOptions(**fields))
+        made = fxq.board.export_horizon(model, options.out, camera=options.camera, options=fxq.board.HorizonOptions(**fields))
         if colours:
             print(fxq.save(model, made / "camera.fxq"))
         if options.compile or options.board:
-            made = fxq.compile_horizon(made)
+            made = fxq.board.compile_horizon(made)
         print(made)
         if options.board:
-            print(fxq.board_kit(options.board, model, made, _batches(options, model)))
+            print(fxq.board.board_kit(options.board, model, made, _batches(options, model)))
     return 0
 
 

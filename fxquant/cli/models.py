@@ -143,10 +143,10 @@ def _conformance(options: argparse.Namespace) -> int:
             raise ConfigurationError(
                 f"--{unused[0]} means nothing here", because="the kit was written for its operators and dtypes", remedy="leave it out"
             )
-        folder = options.results if options.simulate is None else fxq.simulate_conformance(options.kit, options.simulate)
-        found = fxq.check_conformance(options.kit, folder)
+        folder = options.results if options.simulate is None else fxq.board.simulate_conformance(options.kit, options.simulate)
+        found = fxq.board.check_conformance(options.kit, folder)
         print(found)
         print(found.to_json(folder / "conformance.json"))
         return 0 if found else 1
-    print(fxq.conformance_kit(options.kit, options.target, dtypes=options.dtype or ["int8"], operators=options.operators))
+    print(fxq.board.conformance_kit(options.kit, options.target, dtypes=options.dtype or ["int8"], operators=options.operators))
     return 0

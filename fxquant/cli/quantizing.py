@@ -46,9 +46,9 @@ class Outcome:
     model: str
     calibrated: int
     held: int
-    verified: fxq.Report
-    compared: fxq.Comparison
-    findings: fxq.Findings
+    verified: fxq.results.Report
+    compared: fxq.results.Comparison
+    findings: fxq.results.Findings
     operators: int
     files: Mapping[str, int]
 
@@ -161,10 +161,10 @@ def _batches(samples: Samples, size: int) -> list[dict[str, Tensor]]:
     return [dict(zip(samples, batch, strict=True)) for batch in zip(*pieces, strict=True)]
 
 
-def _written(result: fxq.Result, folder: Path, held: Samples, calibrated: int, options: argparse.Namespace) -> Outcome:
+def _written(result: fxq.results.Result, folder: Path, held: Samples, calibrated: int, options: argparse.Namespace) -> Outcome:
     """Write the files of a result into a folder, and return what was found about them."""
     if options.horizon:
-        fxq.export_horizon(result.integer, folder / HORIZON)
+        fxq.board.export_horizon(result.integer, folder / HORIZON)
     path = result.export(folder / MODEL, style=options.style, opset=options.opset, batch_size=options.fixed_batch)
     fxq.save(result.integer, folder / INTEGER)
     verified = result.verify(path, _batches(held, options.fixed_batch or options.batch_size))
@@ -172,7 +172,7 @@ def _written(result: fxq.Result, folder: Path, held: Samples, calibrated: int, o
     compared = result.compare(batches)
     if options.report:
         fxq.report(result.integer, folder / REPORT, batches, prepared=result.prepared, comparison=compared, title=options.model)
-    operators = sum(layer.integer and not layer.boundary for layer in fxq.layers(result.prepared))
+    operators = sum(layer.integer and not layer.boundary for layer in fxq.inspect.layers(result.prepared))
     files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
     return Outcome(options.model, calibrated, _count(held), verified, compared, fxq.check(result.prepared), operators, files)
 

@@ -125,12 +125,12 @@ def traced(
         options = fxq.Options(dynamic_shapes=dynamic_shapes, leaf=leaf, training_branch=branch)
         try:
             return fxq.trace(model, example_inputs, options=options)
-        except fxq.TraceError as error:
+        except fxq.errors.TraceError as error:
             if dynamic_shapes is not None:
                 raise
             try:
                 fixed = fxq.trace(model, example_inputs, options=replace(options, dynamic_shapes={}))
-            except fxq.TraceError:
+            except fxq.errors.TraceError:
                 raise error from None
             logger.warning("%s: the batch size is fixed to the example's, since forward cannot be traced at another\n%s", called, error)
             return fixed
@@ -139,7 +139,7 @@ def traced(
         return trace(False)
     try:
         return trace(True)
-    except fxq.TraceError as error:
+    except fxq.errors.TraceError as error:
         if training_branch:
             raise
         without = trace(False)

@@ -32,11 +32,10 @@ from fxquant.prepared.stage import require_integer
 from fxquant.primitives.quantization import dequantize
 from fxquant.quantization.spec import ActivationConfig, QConfig, QConfigMapping, WeightConfig
 from fxquant.serialization import save_model
-from fxquant.support import log_levels
+from fxquant.support import log_levels, seeded
 from fxquant.support.arguments import FOLDER, PATH, Kind, checked, words
 from fxquant.support.files import check_place, place_files, write_file, write_files
 from fxquant.support.progress import progress, working
-from fxquant.support.seeding import seeded
 from fxquant.target import Target
 
 # ---- operators as networks that are compiled together, and the images that they are compared on ----------------------
@@ -182,7 +181,7 @@ def board_kit(folder: str | os.PathLike[str], integer: fx.GraphModule, compiled:
         raise ConfigurationError(
             f"{program} is not the program of this model",
             because=f"it or {layers} is missing, or has other inputs or outputs",
-            remedy="pass the model that fxq.export_horizon wrote, and what fxq.compile_horizon returned",
+            remedy="pass the model that fxq.board.export_horizon wrote, and what fxq.board.compile_horizon returned",
         )
     steps = output_steps(integer)
     names = [f"output {index}" if step is None else ends[index].all_input_nodes[0].name for index, step in enumerate(steps)]

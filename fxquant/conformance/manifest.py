@@ -136,7 +136,7 @@ def read_kit(folder: Path) -> Kit:
         raise ConfigurationError(
             f"{folder} is not a conformance kit",
             because=f"{MANIFEST} cannot be read: {error.strerror}",
-            remedy="pass what fxq.conformance_kit returns",
+            remedy="pass what fxq.board.conformance_kit returns",
         ) from error
     try:
         about = json.loads(text)

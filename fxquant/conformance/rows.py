@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fxquant.support.seeding import seeded
+from fxquant.support import seeded
 
 CHANNELS, SIZE = 8, 16
 Function = Callable[[Any, Tensor, Tensor], Any]

@@ -19,10 +19,10 @@ import fxquant as fxq
 from fxquant import backends
 from fxquant.backends.onnx.runtime import RUNTIME_NAMES, OnnxModel
 from fxquant.errors import ConfigurationError
+from fxquant.support import seeded
 from fxquant.support.arguments import FOLDER, checked
 from fxquant.support.files import write_file
 from fxquant.support.progress import progress
-from fxquant.support.seeding import seeded
 from fxquant.target import Target
 
 # ---- A minimal training loop, for the float network and for the prepared one -----------------------------------------
@@ -209,7 +209,7 @@ class Outcome:
     target: str
     accuracies: dict[str, float]
     weight_bytes: tuple[int, int]
-    report: fxq.Report
+    report: fxq.results.Report
     float_nodes: int
     directory: Path
     seconds: float
@@ -291,7 +291,7 @@ def _weight_bytes(integer: fx.GraphModule) -> int:
 
 def count_float_nodes(integer: fx.GraphModule) -> int:
     """Count the operators of an integer model that compute in float, except those of its boundary."""
-    return sum(not layer.integer and not layer.boundary for layer in fxq.layers(integer))
+    return sum(not layer.integer and not layer.boundary for layer in fxq.inspect.layers(integer))
 
 
 def _print(outcome: Outcome, console: Console) -> None:

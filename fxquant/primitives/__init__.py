@@ -36,7 +36,6 @@ from fxquant.primitives import (
     accumulate,
     comparison,
     elementwise,
-    matrix,
     pool,
     position,
     product,
@@ -54,7 +53,7 @@ from fxquant.primitives.record import BY_NAME, POINTWISE, PRIMITIVES, Emitter, P
 
 __all__ = [
     "BY_NAME", "POINTWISE", "PRIMITIVES", "Emitter", "Primitive", "Role", "ZeroPoint", "accumulate", "comparison",
-    "elementwise", "matrix", "pool", "position", "primitive", "product", "quantization", "requantize", "resize", "role_of",
+    "elementwise", "pool", "position", "primitive", "product", "quantization", "resize", "role_of",
     "runtime_scales", "sampling", "scatter", "selection", "shape", "transposed", "whole",
 ]  # fmt: skip
 

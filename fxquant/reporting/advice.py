@@ -47,7 +47,7 @@ MOVED = 0.01  # the noise to signal ratio that another batch's statistics, which
 class Advice:
     """The advice on one layer.
 
-    layer   its name, as fxq.layers and fxq.record have it
+    layer   its name, as fxq.inspect.layers and fxq.inspect.record have it
     rule    which rule found it
     cause   what is wrong, with the numbers that show it
     effect  Σ(y' - y)² / Σy² at the outputs of what is wrong with this layer alone; of quiet channels, in the elements that these change
@@ -155,7 +155,7 @@ def _no_numbers(tensors: Iterable[Judged]) -> Iterator[Advice]:
         count = tensor.statistics.not_a_number
         if count:
             cause = f"{count} of its {tensor.statistics.elements} values are NaN, in the reference itself"
-            cure = "inspect the operands of this layer (of its division, logarithm or root): fxq.record(model, batches, [name])"
+            cure = "inspect the operands of this layer (of its division, logarithm or root): fxq.inspect.record(model, batches, [name])"
             yield Advice(tensor.name, "no_numbers", cause, cure, math.inf, math.inf, tensor.facts.source)
             return
 
@@ -222,7 +222,7 @@ def _of_constants(tensor: Judged, inside: Inside, holder: str, cures: Cures) -> 
             return "masked", cause, mask_cure(reaches)
     far = sqnr_of(inside.signal, inside.noise)
     cause = f"given the same operands it is {far:.1f} dB from float, more than its grid explains: by its weight or its inner tensors"
-    cure = f"{_LOOK_INSIDE}fxq.checks.compare_weights(model, integer) says how far its weight is off; {cures.weight(holder)}"
+    cure = f"{_LOOK_INSIDE}fxq.inspect.compare_weights(model, integer) says how far its weight is off; {cures.weight(holder)}"
     return "inside", cause, cure
 
 

@@ -157,7 +157,7 @@ def suspicious_settings(prepared: fx.GraphModule) -> Rows[Setting]:
         if joins and not layer.inner and read and max(read) > COMMON_RANGES * min(read):
             because = f"it concatenates ranges that are {max(read) / min(read):.0f} times apart: of the smaller values hardly a bit is left"
             found.append(
-                Setting(layer.name, "ranges", because, "fxq.equalize, or int16 for this layer and the operand of the larger range")
+                Setting(layer.name, "ranges", because, "fxq.tuning.equalize, or int16 for this layer and the operand of the larger range")
             )
     found += [Setting("", "qconfig", sentence, "change the rule, or leave it out") for sentence in prepared.meta.get("not_done", ())]
     return Rows("suspicious settings", tuple(found))

@@ -28,7 +28,7 @@ from fxquant.target import Roofline, Target
 ITEMSIZES = {"int16": 2, "int32": 4, "int64": 8, "float32": 4}  # bytes; of other dtypes 1
 MILLION = 1e6  # microseconds in a second
 PATH_OF_PROGRAM = PATH.or_none("the vendor's figures are left out")
-ROOFLINE = instance("a fxq.Roofline", Roofline).or_none("that of the target")
+ROOFLINE = instance("a fxq.extend.Roofline", Roofline).or_none("that of the target")
 
 
 class LayerEstimate(NamedTuple):
@@ -177,7 +177,7 @@ def estimate(
     """Estimate the cost of an integer model on a chip: products, moved bytes, and the time of each at peak rates, by operator.
 
     The rates are those of `target`, the one that the model was converted for unless another is named, or a `roofline` of your own:
-    fxq.Roofline(macs_per_second, bytes_per_second). An operator takes the longer of its two times (Williams, Waterman and
+    fxq.extend.Roofline(macs_per_second, bytes_per_second). An operator takes the longer of its two times (Williams, Waterman and
     Patterson 2009, "Roofline"), as if products and transfers overlapped within it, and each operator read from memory and wrote to
     it. Costs are of one item, or of the batch that the model is fixed to.
 
@@ -199,7 +199,7 @@ def estimate(
         raise ConfigurationError(
             f"the peak rates are not known of {chosen.name}",
             because="they are those of the machine that the model runs on",
-            remedy="pass roofline=fxq.Roofline(macs_per_second=1e11, bytes_per_second=2e10), with the numbers of your machine",
+            remedy="pass roofline=fxq.extend.Roofline(macs_per_second=1e11, bytes_per_second=2e10), with the numbers of your machine",
         )
     every = layers(integer)
     shown = operator_graph(integer, every)

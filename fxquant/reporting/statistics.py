@@ -284,5 +284,5 @@ def _try(error: str, seen: TensorStatistics) -> str:
         return "a larger scale: more calibration data, or an observer that clips less (MinMaxObserver)"
     if error == "rounding":
         small = seen.reach < 0.5
-        return "a smaller scale: the grid reaches further than the values" if small else "more bits (int16), or fxq.equalize"
+        return "a smaller scale: the grid reaches further than the values" if small else "more bits (int16), or fxq.tuning.equalize"
     return ""

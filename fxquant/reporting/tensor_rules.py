@@ -236,7 +236,7 @@ def outlier_channel(tensor: Judged, cures: Cures) -> Found | None:
         f"and sets one scale for all; {many} of {len(seen.channels)} channels reach {OUTLIER:.0f} times as far or more"
     )
     cure = (
-        "fxq.equalize(prepared, batches), where calibrate was called with equalize=False; otherwise "
+        "fxq.tuning.equalize(prepared, batches), where calibrate was called with equalize=False; otherwise "
         f"{cures.wider(tensor.name, tensor.reference)}"
     )
     return Found(cause, cure, _left(tensor, left))
@@ -283,7 +283,7 @@ def scale_too_large(tensor: Judged, cures: Cures) -> Found | None:
     )
     cure = (
         "calibrate again with batches like these; if rare, large values set the scale, take an observer that leaves them out: "
-        f"{_observed(tensor, cures, 'MSEObserver')}, or fxq.search_observers"
+        f"{_observed(tensor, cures, 'MSEObserver')}, or fxq.search.search_observers"
     )
     return Found(cause, cure, _left(tensor, seen.noise_at(factor)))
 

@@ -4,3 +4,9 @@ A search asks `tuning.choices` which tensors and weights of a prepared model a r
 changes them. `tuning.simulation` rounds some of them in the float model, by hooks, so that a trial prepares nothing, and `tuning.effects`
 measures the outputs. The chosen mapping is prepared with `observations` and measured in integers. `tune` tries a table of remedies.
 """
+
+from fxquant.search.mixed_precision import Budget, Speed, mixed_precision
+from fxquant.search.observer_search import search_observers
+from fxquant.search.sensitivity import sensitivity
+
+__all__ = ["Budget", "Speed", "mixed_precision", "search_observers", "sensitivity"]

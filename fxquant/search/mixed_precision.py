@@ -244,7 +244,7 @@ def _beyond(choices: Choices, losses: Mapping[str, Any], budget: Budget, message
     )
 
 
-BUDGET: Kind = instance("a fxq.Budget, as in Budget(weight_bits=5)", Budget)
+BUDGET: Kind = instance("a fxq.search.Budget, as in Budget(weight_bits=5)", Budget)
 
 
 @dataclass(frozen=True)

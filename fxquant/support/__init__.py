@@ -1,8 +1,10 @@
-"""Support for every package: the log, checks of arguments, atomic files, locks across forks, progress bars, registries and seeds."""
+"""Support for every package: the log, checks of arguments, atomic files, locks across forks, progress bars and seeds."""
 
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+
+import torch
 
 logger = logging.getLogger("fxquant")
 
@@ -19,3 +21,11 @@ def log_levels(levels: Mapping[str, int]) -> Iterator[None]:
     finally:
         for each, level in before.items():
             each.setLevel(level)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside, PyTorch's global CPU generator starts from `seed`; afterwards it has its former state."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield

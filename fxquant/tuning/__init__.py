@@ -12,17 +12,18 @@ The result is an `AdaptiveRounding`, a scale, a `Coverage` of a weight's scale o
 state, so that training, validation and deployment still agree.
 """
 
+from fxquant.numerics.rounding import AdaptiveRounding, Nearest, Rounding
 from fxquant.tuning.batch_norm import reestimate_batch_norm
 from fxquant.tuning.bias import correct_bias
 from fxquant.tuning.course import adaround, reconstruct
 from fxquant.tuning.distillation import distill
 from fxquant.tuning.equalization import equalize
-from fxquant.tuning.result import TunedLayer, TuningResult
 from fxquant.tuning.second_moment import round_weights
 
 __all__ = [
-    "TunedLayer",
-    "TuningResult",
+    "AdaptiveRounding",
+    "Nearest",
+    "Rounding",
     "adaround",
     "correct_bias",
     "distill",

@@ -216,7 +216,7 @@ def equalize(
         raise ConfigurationError(
             "the channels of this model cannot be equalized any more",
             because="scales were observed, and they fit the channels without equalization",
-            remedy="call fxq.equalize before fxq.calibrate, on a model that fxq.prepare has just returned",
+            remedy="call fxq.tuning.equalize before fxq.calibrate, on a model that fxq.prepare has just returned",
         )
     taken = first_batches(as_batches(batches), num_batches)
     seen = 0
@@ -499,7 +499,8 @@ class _Costs:
 
 # ---- Statistics of the channels of tensors in the float model: the largest magnitude and the mean square of each -----
 #
-# Outliers among the items (`observers.histogram`) are left out: their channels have other proportions, and a scale may clip them anyway.
+# Outliers among the items (`quantization.observers.histogram`) are left out: their channels have other proportions, and a scale may clip
+# them anyway.
 
 
 @torch.no_grad()

@@ -285,7 +285,7 @@ UNTRIED = {
 }
 
 
-def check(one: Built, target: str, qconfig: Any = None) -> fxq.Findings:
+def check(one: Built, target: str, qconfig: Any = None) -> fxq.results.Findings:
     """What a target has against a model, with the batch of these shapes; large tensors have no content."""
     large = max(torch.Size(shape).numel() for shape in one.shapes) > 2**24
     inputs = tuple(torch.empty(shape, device="meta" if large else "cpu") for shape in one.shapes)
@@ -293,7 +293,7 @@ def check(one: Built, target: str, qconfig: Any = None) -> fxq.Findings:
     return fxq.check(traced, inputs, target, qconfig)
 
 
-def broken(found: fxq.Findings, operator: str, measure: str) -> bool:
+def broken(found: fxq.results.Findings, operator: str, measure: str) -> bool:
     return any(f.limit.startswith(f"its {measure} is ") and operator in ("", f.operator) for f in found if f.kind == "limit")
 
 
@@ -471,5 +471,5 @@ def test_checking_changes_nothing() -> None:
 
 
 def test_a_wrong_target() -> None:
-    with pytest.raises(fxq.UnknownTarget):
+    with pytest.raises(fxq.errors.UnknownTarget):
         fxq.check(Network(), torch.randn(2, 2, 20, 20), "x4")

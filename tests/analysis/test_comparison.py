@@ -117,11 +117,11 @@ def network(kind: Callable[[], nn.Module] = Digits) -> nn.Module:
 
 
 @functools.cache
-def compiled(kind: Callable[[], nn.Module] = Digits, target: str = "nash-e") -> fxq.Result:
+def compiled(kind: Callable[[], nn.Module] = Digits, target: str = "nash-e") -> fxq.results.Result:
     return quantized(network(kind), target=target)
 
 
-def quantized(model: nn.Module, **options: Any) -> fxq.Result:
+def quantized(model: nn.Module, **options: Any) -> fxq.results.Result:
     """The model in every form, of which the float one is traced already."""
     return fxq.quantize(fxq.trace(model, batches(1)[0], check=False), batches(), **{"target": "nash-e", **options})
 
@@ -134,7 +134,7 @@ def broken(change: Callable[[Any], None]) -> nn.Module:
     return model
 
 
-def first(found: fxq.Comparison) -> fxq.Advice:
+def first(found: fxq.results.Comparison) -> fxq.results.Advice:
     assert found.advice, str(found)
     return found.advice[0]
 
@@ -146,8 +146,8 @@ def test_figures_are_those_of_the_tensors_recorded_in_both_forms(tmp_path: Path)
     """Against the definitions, from the tensors of all batches at once."""
     result, several = compiled(), batches(3)
     found = fxq.compare(result.prepared, result.export(tmp_path / "model.onnx"), several, states=("float", None))
-    left = list(fxq.record(result.prepared, several, "quantized", real=True, state="float"))
-    right = list(fxq.record(tmp_path / "model.onnx", several, "quantized", real=True))
+    left = list(fxq.inspect.record(result.prepared, several, "quantized", real=True, state="float"))
+    right = list(fxq.inspect.record(tmp_path / "model.onnx", several, "quantized", real=True))
     assert set(found) == set(left[0])
     assert found.batches == 3
     for name, layer in found.items():
@@ -274,7 +274,7 @@ def test_an_outlier_channel_is_named() -> None:
     found = quantized(model, options=fxq.Options(equalize=False)).compare(batches())
     assert (first(found).layer, first(found).rule) == ("down_0", "outlier_channel")
     assert "channel 3 " in first(found).cause
-    assert "fxq.equalize" in first(found).cure
+    assert "fxq.tuning.equalize" in first(found).cure
     assert not quantized(model).compare(batches()).advice  # the cure helps
 
 
@@ -296,7 +296,7 @@ def test_the_one_of_two_inputs_that_is_not_like_calibrations_is_named(wrong: int
 
 
 @functools.cache
-def two() -> tuple[fxq.Result, list[tuple[Tensor, Tensor]]]:
+def two() -> tuple[fxq.results.Result, list[tuple[Tensor, Tensor]]]:
     torch.manual_seed(0)
     pairs = [(batch, torch.randn(32, 5)) for batch in batches()]
     model = Two()

@@ -46,11 +46,11 @@ def test_products_and_bytes_are_those_of_the_layers() -> None:
 
 def test_an_operator_takes_the_longer_of_its_times() -> None:
     integer = integer_of()
-    slow = fxq.estimate(integer, roofline=fxq.Roofline(1e6, 1e12))
+    slow = fxq.estimate(integer, roofline=fxq.extend.Roofline(1e6, 1e12))
     rows = {row.layer: row for row in slow}
     assert rows["conv"].bound == "compute"
     assert rows["conv"].microseconds == pytest.approx(rows["conv"].macs)  # one product a microsecond; float sums, a few roundings
-    narrow = {row.layer: row for row in fxq.estimate(integer, roofline=fxq.Roofline(1e12, 1e6))}
+    narrow = {row.layer: row for row in fxq.estimate(integer, roofline=fxq.extend.Roofline(1e12, 1e6))}
     assert narrow["conv"].bound == "memory"
     assert narrow["conv"].microseconds == pytest.approx(narrow["conv"].bytes)
     assert slow.seconds == pytest.approx(sum(row.microseconds for row in slow if row.bound != "host") / 1e6)
@@ -59,7 +59,7 @@ def test_an_operator_takes_the_longer_of_its_times() -> None:
 
 
 def test_sixteen_bits_take_their_time() -> None:
-    roofline = fxq.Roofline(1e6, 1e12)
+    roofline = fxq.extend.Roofline(1e6, 1e12)
     narrow, wide = ({row.layer: row for row in fxq.estimate(integer_of(dtype), roofline=roofline)} for dtype in ("int8", "int16"))
     assert wide["matmul"].microseconds == 4 * narrow["matmul"].microseconds  # both factors are twice as wide
     assert wide["head"].microseconds == 2 * narrow["head"].microseconds  # one of them is
@@ -90,5 +90,5 @@ def test_a_latency_is_estimated_by_the_targets_rates() -> None:
     assert nash.roofline is not None
     assert (budget.speed.macs_per_second, budget.speed.bytes_per_second) == (nash.roofline.macs_per_second, nash.roofline.bytes_per_second)
     assert Budget(weight_bits=5).on(nash).speed is None
-    with pytest.raises(fxq.ConfigurationError, match="a latency on x86"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="a latency on x86"):
         Budget(latency=1e-6).on(backends.get("x86"))

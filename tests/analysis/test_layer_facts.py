@@ -45,8 +45,8 @@ def example(batch: int = 2) -> Tensor:
     return torch.randn(batch, 3, 10, 9)
 
 
-def by_name(model: Any) -> dict[str, fxq.Layer]:
-    return {layer.name: layer for layer in fxq.layers(model)}
+def by_name(model: Any) -> dict[str, fxq.results.Layer]:
+    return {layer.name: layer for layer in fxq.inspect.layers(model)}
 
 
 # 10 × 9 pictures: plain gives 5 × 5 of 8 channels, grouped 3 × 5 of 12, up 6 × 10 of 6, and 60 rows of 6 features.
@@ -107,7 +107,7 @@ def test_prepared_and_integer_have_the_same_facts(dtype: str) -> None:
     one, other = by_name(prepared), by_name(integer)
     assert list(one) == list(other)
     differing = {"reason", "notes", "accumulator_bits", "intermediates"}
-    same = [field.name for field in fields(fxq.Layer) if field.name not in differing]
+    same = [field.name for field in fields(fxq.results.Layer) if field.name not in differing]
     for name, layer in one.items():
         assert {key: getattr(layer, key) for key in same} == {key: getattr(other[name], key) for key in same}
     assert one["plain"].reason
@@ -123,7 +123,7 @@ def test_bytes_are_those_of_the_tensors(dtype: str) -> None:
     def held(constant: Constant) -> int:
         return integer.get_buffer(str(nodes[constant.node].target)).nbytes
 
-    for layer in fxq.layers(integer):
+    for layer in fxq.inspect.layers(integer):
         assert layer.activation_bytes == values[layer.name].nbytes, layer.name
         assert layer.shape[1:] == tuple(values[layer.name].shape[1:])
         lowered = operation(nodes[layer.name])
@@ -149,7 +149,7 @@ def test_a_float_model_costs_what_its_layers_do() -> None:
 def test_a_convolution_whose_weight_is_computed_is_compared_and_costs_what_it_does() -> None:
     """The call is another operator's: a sum of products of two tensors."""
     model = written(lambda m, x: F.conv2d(x, torch.sign(m.c.weight)), c=nn.Conv2d(3, 4, 3)).eval()
-    assert {layer.macs for layer in fxq.layers(fxq.trace(model, example())) if layer.name == "conv2d"} == {4 * 8 * 7 * 27}
+    assert {layer.macs for layer in fxq.inspect.layers(fxq.trace(model, example())) if layer.name == "conv2d"} == {4 * 8 * 7 * 27}
     prepared, _ = compiled(model, [example()], "bayes-e")
     assert "conv2d" in fxq.compare(model, prepared, [example()], show_progress=False)
 
@@ -186,7 +186,7 @@ def test_what_leaves_nothing_behind_is_no_layer_of_the_integer_model() -> None:
 
 def test_a_model_that_was_saved_has_the_same_layers(tmp_path: Path) -> None:
     for form in compiled(Known().eval(), [example()], "nash-e"):
-        assert fxq.layers(fxq.load(fxq.save(form, tmp_path / "model.fxq"))) == fxq.layers(form)
+        assert fxq.inspect.layers(fxq.load(fxq.save(form, tmp_path / "model.fxq"))) == fxq.inspect.layers(form)
 
 
 def test_tensors_inside_of_a_layer() -> None:
@@ -204,7 +204,7 @@ def test_tensors_inside_of_a_layer() -> None:
 def test_every_report_reads_the_layers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
 
     model, x = written(lambda m, x: m.conv(x).logcumsumexp(1), conv=nn.Conv2d(3, 4, 1)), torch.randn(2, 3, 4, 4)
-    changed = lambda gm: tuple(replace(layer, reason="the moon says so") for layer in fxq.layers(gm))  # noqa: E731
+    changed = lambda gm: tuple(replace(layer, reason="the moon says so") for layer in fxq.inspect.layers(gm))  # noqa: E731
     for module in (preparing, explain):
         monkeypatch.setattr(module, "layers", changed)
     with caplog.at_level("INFO", "fxquant"):

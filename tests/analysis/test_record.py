@@ -60,8 +60,10 @@ def test_one_name_and_the_same_numbers_in_every_form(target: str, tmp_path: Path
     path = fxq.export_onnx(integer, tmp_path / "model.onnx", style="exact")
     for real in (False, True):
         kinds = ["quantized", "outputs"]
-        recorded = [list(fxq.record(form, found, kinds, real=real)) for form in (prepared, integer, path)]
-        runtimes = [list(fxq.record(path, found, kinds, real=real, runtime=name)) for name in ("reference", "onnxruntime, 2 threads")]
+        recorded = [list(fxq.inspect.record(form, found, kinds, real=real)) for form in (prepared, integer, path)]
+        runtimes = [
+            list(fxq.inspect.record(path, found, kinds, real=real, runtime=name)) for name in ("reference", "onnxruntime, 2 threads")
+        ]
         for others in (*recorded[1:], *runtimes):
             assert len(others) == len(found)
             for one, other in zip(recorded[0], others, strict=True):
@@ -69,7 +71,7 @@ def test_one_name_and_the_same_numbers_in_every_form(target: str, tmp_path: Path
                 assert all(torch.equal(one[name], other[name]) for name in one)
         assert [*recorded[0][0]] == ["x_quantize", "conv", "silu", "mean", "head", "output 0"]
         assert {values["conv"].dtype for values, *_ in recorded} == {torch.float32 if real else torch.int64}
-    for one, other in zip(fxq.record(integer, found, "accumulators"), fxq.record(path, found, "accumulators"), strict=True):
+    for one, other in zip(fxq.inspect.record(integer, found, "accumulators"), fxq.inspect.record(path, found, "accumulators"), strict=True):
         assert all_equal(one, other)
         assert "head_linear" in one
 
@@ -78,7 +80,9 @@ def test_values_are_those_of_hooks_and_of_a_plain_interpreter(forms: Any) -> Non
     prepared, integer, _, found = forms
     fxq.set_state(prepared, fxq.State.VALIDATE)
     everything = ["quantized", "accumulators", "float"]
-    for x, recorded, real in zip(found, fxq.record(integer, found, everything), fxq.record(prepared, found, real=True), strict=True):
+    for x, recorded, real in zip(
+        found, fxq.inspect.record(integer, found, everything), fxq.inspect.record(prepared, found, real=True), strict=True
+    ):
         values = graph_values(integer, x)
         wanted = [node.name for node in integer.graph.nodes if node.op.startswith("call_") and node.name in values]
         assert list(recorded) == wanted
@@ -94,17 +98,19 @@ def test_values_are_those_of_hooks_and_of_a_plain_interpreter(forms: Any) -> Non
 def test_float_values_of_any_form(forms: Any) -> None:
     prepared, integer, _, found = forms
     traced = fxq.trace(Mixed().eval(), found[0])
-    whole = next(fxq.record(traced, found[:1], ["float", "outputs"]))
+    whole = next(fxq.inspect.record(traced, found[:1], ["float", "outputs"]))
     assert {"conv", "bn", "relu", "logsumexp", "output 0", "output 1"} <= whole.keys()
     assert torch.equal(whole["output 1"], whole["relu"])
-    for one, other in zip(fxq.record(prepared, found, "float", state="validate"), fxq.record(integer, found, "float"), strict=True):
+    for one, other in zip(
+        fxq.inspect.record(prepared, found, "float", state="validate"), fxq.inspect.record(integer, found, "float"), strict=True
+    ):
         assert one.keys() == other.keys()
         assert all_equal(one, other)
 
 
 def test_the_ends_of_segments_of_a_file_with_float_operators(forms: Any) -> None:
     _, integer, path, found = forms
-    for one, other in zip(fxq.record(integer, found), fxq.record(path, found), strict=True):
+    for one, other in zip(fxq.inspect.record(integer, found), fxq.inspect.record(path, found), strict=True):
         first = [name for name in other if not name.startswith(("head", "cut"))]  # behind them values may be flipped
         assert set(first) == {name for name in quantized_names(integer) if not name.startswith(("head", "cut"))}
         assert all(torch.equal(one[name], other[name]) for name in first)
@@ -122,7 +128,7 @@ def test_one_batch_at_a_time(forms: Any) -> None:
 
     for form in forms[:3]:
         taken.clear()
-        recorded = fxq.record(form, stream(), ["quantized", "float"])
+        recorded = fxq.inspect.record(form, stream(), ["quantized", "float"])
         assert not taken
         kept: list[weakref.ref[Tensor]] = []
         for index in range(8):
@@ -141,20 +147,20 @@ def test_nothing_is_changed(state: fxq.State) -> None:
     prepared.train()
     before = {name: value.clone() for name, value in prepared.state_dict().items()}
     modes = {name: module.training for name, module in prepared.named_modules()}
-    for values in fxq.record(prepared, [10 * x for x in found], ["quantized", "float", "outputs"]):
+    for values in fxq.inspect.record(prepared, [10 * x for x in found], ["quantized", "float", "outputs"]):
         assert ("conv" in values) == (state in (fxq.State.TRAIN, fxq.State.VALIDATE))
     assert prepared.state_dict().keys() == before.keys()
     assert all(torch.equal(value.nan_to_num(-1), before[name].nan_to_num(-1)) for name, value in prepared.state_dict().items())
     assert {name: module.training for name, module in prepared.named_modules()} == modes
     assert {operator.state for operator in quantized_operators(prepared).values()} == {state}
-    for one, other in zip(fxq.record(prepared, found, state=fxq.State.TRAIN), fxq.record(integer, found), strict=True):
+    for one, other in zip(fxq.inspect.record(prepared, found, state=fxq.State.TRAIN), fxq.inspect.record(integer, found), strict=True):
         assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 def test_a_model_that_fails_leaves_its_state_behind_as_it_was(forms: Any) -> None:
     fresh = fxq.prepare(Mixed().eval(), forms[3][0])
-    with pytest.raises(fxq.NotCalibrated) as caught:
-        next(fxq.record(fresh, forms[3], state="validate"))
+    with pytest.raises(fxq.errors.NotCalibrated) as caught:
+        next(fxq.inspect.record(fresh, forms[3], state="validate"))
     assert "While executing" not in str(caught.value)
     assert {operator.state for operator in quantized_operators(fresh).values()} == {fxq.State.CALIBRATE}
 
@@ -162,7 +168,7 @@ def test_a_model_that_fails_leaves_its_state_behind_as_it_was(forms: Any) -> Non
 def test_state_float_gives_the_float_model(forms: Any) -> None:
     prepared, _, _, found = forms
     model = prepared
-    real = next(fxq.record(model, found[:1], ["quantized", "float", "outputs"], real=True, state="float"))
+    real = next(fxq.inspect.record(model, found[:1], ["quantized", "float", "outputs"], real=True, state="float"))
     fxq.set_state(model, fxq.State.FLOAT)
     try:
         with torch.no_grad():
@@ -170,17 +176,17 @@ def test_state_float_gives_the_float_model(forms: Any) -> None:
     finally:
         fxq.set_state(model, fxq.State.VALIDATE)
     assert "conv" in real
-    assert "conv" not in next(fxq.record(model, found[:1], state="float"))
+    assert "conv" not in next(fxq.inspect.record(model, found[:1], state="float"))
 
 
 def test_names_and_kinds(forms: Any) -> None:
     prepared, integer, path, found = forms
     for form in (prepared, integer, path):
-        assert list(next(fxq.record(form, found, ["conv", "outputs"]))) == ["conv", "output 0", "output 1"]
-        with pytest.raises(fxq.ConfigurationError, match="did you mean 'conv'"):
-            fxq.record(form, found, "covn")
+        assert list(next(fxq.inspect.record(form, found, ["conv", "outputs"]))) == ["conv", "output 0", "output 1"]
+        with pytest.raises(fxq.errors.ConfigurationError, match="did you mean 'conv'"):
+            fxq.inspect.record(form, found, "covn")
     accumulators = [n.name for n in integer.graph.nodes if n.target in PRIMITIVES and PRIMITIVES[n.target].kind == "accumulator"]
-    assert list(next(fxq.record(integer, found, "accumulators"))) == accumulators
+    assert list(next(fxq.inspect.record(integer, found, "accumulators"))) == accumulators
     assert len(accumulators) >= 3
 
 
@@ -189,22 +195,22 @@ def test_the_real_numbers_of_scales_along_channels() -> None:
     x = torch.randn(3, 4)
     prepared, integer = compiled(nn.Linear(4, 5), [x], "nash-e", config)
     one, other = (
-        next(fxq.record(prepared, [x], ["quantized", "outputs"], real=True)),
-        next(fxq.record(integer, [x], ["quantized", "outputs"], real=True)),
+        next(fxq.inspect.record(prepared, [x], ["quantized", "outputs"], real=True)),
+        next(fxq.inspect.record(integer, [x], ["quantized", "outputs"], real=True)),
     )
     assert all_equal(one, other)
     assert len(other) == 3
-    assert len(next(fxq.record(prepared, [x]))) == 1  # of a sum, only the integer model has integers
+    assert len(next(fxq.inspect.record(prepared, [x]))) == 1  # of a sum, only the integer model has integers
 
 
 def test_batches_that_do_not_fit(forms: Any) -> None:
     prepared, integer, path, found = forms
     for form in (prepared, integer, path):
-        recorded = fxq.record(form, [found[0], []])
+        recorded = fxq.inspect.record(form, [found[0], []])
         next(recorded)
-        with pytest.raises(fxq.CalibrationError, match="batch 1"):
+        with pytest.raises(fxq.errors.CalibrationError, match="batch 1"):
             next(recorded)
-    assert all_equal(next(fxq.record(path, [{"x": found[0]}])), next(fxq.record(path, [(found[0], torch.zeros(1))])))
+    assert all_equal(next(fxq.inspect.record(path, [{"x": found[0]}])), next(fxq.inspect.record(path, [(found[0], torch.zeros(1))])))
 
 
 class Drawing(nn.Module):

@@ -99,7 +99,7 @@ def test_a_network_behind_a_camera_is_integer_from_the_bytes_on(target: str, tmp
     y, uv = CAMERA.rgb_to_nv12(torch.cat([photograph(), photograph().flip(3)]))
     model = Behind().eval()
     prepared, integer = contract.compiled(model, [(y, uv)], target)
-    assert all(layer.dtype is not None for layer in fxq.layers(integer) if "Conv" in (layer.operator or ""))
+    assert all(layer.dtype is not None for layer in fxq.inspect.layers(integer) if "Conv" in (layer.operator or ""))
     contract.assert_validate_is_integer(prepared, integer, y, uv)
     contract.assert_integer_is_onnx(integer, tmp_path / "camera.onnx", [(y, uv), (y[:1], uv[:1])])
     wanted = model(y, uv)

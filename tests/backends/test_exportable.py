@@ -52,7 +52,7 @@ def test_it_is_exported_between_integer_layers(name: str, tmp_path: Path) -> Non
     for kind in (torch.cdist, "hypot", torch.copysign, torch.cumprod):
         mapping = mapping.set_object_type(kind, None)
     result = fxq.quantize(Beside(FUNCTIONS[name]).eval(), batches, "nash-e", mapping, show_progress=False)
-    assert sum(not layer.integer and not layer.boundary for layer in fxq.layers(result.integer)) == 1
+    assert sum(not layer.integer and not layer.boundary for layer in fxq.inspect.layers(result.integer)) == 1
     report = result.verify(result.export(tmp_path / "m.onnx", style="exact"), batches)
     assert report
     assert (report.tensors >= 5, report.flips) == (True, 0)
@@ -82,7 +82,7 @@ def test_a_reduction_over_everything_is_exported(name: str, tmp_path: Path) -> N
 def test_of_a_float_model(tmp_path: Path) -> None:
     model, given = Beside(FUNCTIONS["hypot, a method"]).eval(), (torch.randn(3, 4, 4), torch.randn(3, 4, 4))
     path = fxq.export_onnx(model, tmp_path / "m.onnx", example_inputs=given)
-    found = next(iter(fxq.record(path, [given], "outputs")))["output 0"]
+    found = next(iter(fxq.inspect.record(path, [given], "outputs")))["output 0"]
     assert (found - model(*given)).abs().max() < 1e-5
 
 
@@ -215,7 +215,7 @@ def test_joins_by_their_other_names_are_integer() -> None:
 
 def test_a_float_operator_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     integer = integer_of(between(torch.special.bessel_j0), batch(2))
-    with pytest.raises(fxq.ExportError, match="bessel_j0") as caught:
+    with pytest.raises(fxq.errors.ExportError, match="bessel_j0") as caught:
         fxq.export_onnx(integer, tmp_path / "model.onnx")
     text = str(caught.value)
     assert "test_exportable.py" in text
@@ -242,7 +242,7 @@ def test_all_float_parts_are_written_by_one_call_of_the_exporter(tmp_path: Path,
 
 
 def test_of_several_float_parts_the_one_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(fxq.ExportError, match="bessel_j0"):
+    with pytest.raises(fxq.errors.ExportError, match="bessel_j0"):
         fxq.export_onnx(islands(torch.special.bessel_j0), tmp_path / "model.onnx")
 
 

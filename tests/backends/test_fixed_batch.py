@@ -67,13 +67,13 @@ def unfixed(path: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def result() -> fxq.Result:
+def result() -> fxq.results.Result:
     torch.manual_seed(0)
     return fxq.quantize(Sizes().eval(), [images(2), images(2)], "nash-e", show_progress=False)
 
 
 @pytest.mark.parametrize(("style", "batch"), [("exact", 1), ("fast", 3), ("qdq", 1)])
-def test_every_size_is_a_number_and_the_bits_are_the_models(style: str, batch: int, result: fxq.Result, tmp_path: Path) -> None:
+def test_every_size_is_a_number_and_the_bits_are_the_models(style: str, batch: int, result: fxq.results.Result, tmp_path: Path) -> None:
     options: dict[str, Any] = {"style": style, "opset": 21}
     dynamic = fxq.export_onnx(result.integer, tmp_path / "dynamic.onnx", **options)
     fixed = result.export(tmp_path / "fixed.onnx", batch_size=batch, **options)
@@ -86,10 +86,10 @@ def test_every_size_is_a_number_and_the_bits_are_the_models(style: str, batch: i
     else:
         assert report
         assert report.tensors > 10
-    ours, theirs = (next(iter(fxq.record(path, batches[:1], ["quantized", "outputs"]))) for path in (dynamic, fixed))
+    ours, theirs = (next(iter(fxq.inspect.record(path, batches[:1], ["quantized", "outputs"]))) for path in (dynamic, fixed))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert [entry["shape"][0] for entry in fxq.onnx_metadata(fixed)["inputs"]] == [batch]
+    assert [entry["shape"][0] for entry in fxq.export.onnx_metadata(fixed)["inputs"]] == [batch]
 
 
 @pytest.mark.parametrize("target", ["bayes-e", "x86"])
@@ -102,13 +102,13 @@ def test_on_other_targets(target: str, tmp_path: Path) -> None:
     assert unfixed(integers) == []
 
 
-def test_of_prepared_and_float_models(result: fxq.Result, tmp_path: Path) -> None:
+def test_of_prepared_and_float_models(result: fxq.results.Result, tmp_path: Path) -> None:
     path = fxq.export_onnx(result.prepared, tmp_path / "prepared.onnx", batch_size=1)
     assert unfixed(path) == []
-    assert fxq.onnx_metadata(path)["style"] == "qdq"
+    assert fxq.export.onnx_metadata(path)["style"] == "qdq"
     path = fxq.export_onnx(Sizes().eval(), tmp_path / "float.onnx", example_inputs=images(2), batch_size=3)
     assert unfixed(path) == []
-    assert next(iter(fxq.record(path, [images(3)], "outputs")))["output 0"].shape == (3, 4)
+    assert next(iter(fxq.inspect.record(path, [images(3)], "outputs")))["output 0"].shape == (3, 4)
 
 
 def test_a_batch_of_one_may_be_flipped(tmp_path: Path) -> None:
@@ -121,24 +121,24 @@ def test_a_batch_of_one_may_be_flipped(tmp_path: Path) -> None:
     assert result.verify(path, [torch.randn(1, 4)])
 
 
-def test_the_model_keeps_its_dynamic_batch(result: fxq.Result, tmp_path: Path) -> None:
+def test_the_model_keeps_its_dynamic_batch(result: fxq.results.Result, tmp_path: Path) -> None:
     before = fxq.text(result.integer)
     result.export(tmp_path / "m.onnx", batch_size=1)
     assert fxq.text(result.integer) == before
     assert result.integer(images(5))[0].shape == (5, 4)
 
 
-def test_batches_of_another_size_are_refused_by_name(result: fxq.Result, tmp_path: Path) -> None:
+def test_batches_of_another_size_are_refused_by_name(result: fxq.results.Result, tmp_path: Path) -> None:
     path = result.export(tmp_path / "m.onnx", batch_size=1, style="exact")
-    for run in (lambda: fxq.verify(result.integer, path, [images(2)]), lambda: next(iter(fxq.record(path, [images(2)])))):
-        with pytest.raises(fxq.ExportError, match=r"input 'image' has the sizes \[1, 3, 8, 8\], and this one \[2, 3, 8, 8\]"):
+    for run in (lambda: fxq.verify(result.integer, path, [images(2)]), lambda: next(iter(fxq.inspect.record(path, [images(2)])))):
+        with pytest.raises(fxq.errors.ExportError, match=r"input 'image' has the sizes \[1, 3, 8, 8\], and this one \[2, 3, 8, 8\]"):
             run()
 
 
 def test_a_batch_size_that_the_graph_does_not_hold_for(tmp_path: Path) -> None:
     only_even = Network(lambda s, image: s.conv(image).view(image.shape[0] // 2, 2, 4, 8, 8).sum(1), conv=nn.Conv2d(3, 4, 1))
     halves = fxq.quantize(only_even.eval(), [images(4)], show_progress=False)
-    with pytest.raises(fxq.ConfigurationError, match=r"batch_size=1 cannot be used[\s\S]*because[\s\S]*remedy"):
+    with pytest.raises(fxq.errors.ConfigurationError, match=r"batch_size=1 cannot be used[\s\S]*because[\s\S]*remedy"):
         halves.export(tmp_path / "m.onnx", batch_size=1)
     assert halves.verify(halves.export(tmp_path / "m.onnx", batch_size=2), [images(2)])
 
@@ -146,11 +146,11 @@ def test_a_batch_size_that_the_graph_does_not_hold_for(tmp_path: Path) -> None:
 def test_a_model_that_was_traced_with_a_fixed_batch(tmp_path: Path) -> None:
     static = fxq.quantize(nn.Conv2d(3, 4, 1).eval(), [images(2)], options=fxq.Options(dynamic_shapes={}), show_progress=False)
     assert static.export(tmp_path / "a.onnx", batch_size=2).read_bytes() == static.export(tmp_path / "b.onnx").read_bytes()
-    with pytest.raises(fxq.ConfigurationError, match="traced with fixed sizes, and a batch of 2"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="traced with fixed sizes, and a batch of 2"):
         static.export(tmp_path / "m.onnx", batch_size=1)
 
 
-def test_the_command_line_fixes_it_as_well(result: fxq.Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_fixes_it_as_well(result: fxq.results.Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = fxq.save(result.integer, tmp_path / "m.fxq")
     assert main(["export", str(saved), "--onnx", str(tmp_path / "fixed.onnx"), "--batch-size", "2"]) == 0
     assert main(["export", str(saved), "--onnx", str(tmp_path / "dynamic.onnx")]) == 0
@@ -161,7 +161,7 @@ def test_the_command_line_fixes_it_as_well(result: fxq.Result, tmp_path: Path, c
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "1"])
-def test_a_batch_size_is_a_positive_whole_number(value: Any, result: fxq.Result, tmp_path: Path) -> None:
+def test_a_batch_size_is_a_positive_whole_number(value: Any, result: fxq.results.Result, tmp_path: Path) -> None:
     write: Callable[..., Any] = fxq.export_onnx
-    with pytest.raises(fxq.ConfigurationError, match=r"batch_size=.* is not usable"):
+    with pytest.raises(fxq.errors.ConfigurationError, match=r"batch_size=.* is not usable"):
         write(result.integer, tmp_path / "m.onnx", batch_size=value)

@@ -51,31 +51,31 @@ def of_rgb(target: str = "bayes-e", train_type: str = "rgb") -> tuple[fx.GraphMo
 def test_a_model_of_normalized_images_takes_yuv_after_its_calibration(train_type: str, tmp_path: Path) -> None:
     integer, yuv, images = of_rgb(train_type=train_type)
     before = integer(images)
-    model = fxq.with_camera(integer, train_type, mean=MEAN, std=STD)
+    model = fxq.board.with_camera(integer, train_type, mean=MEAN, std=STD)
     assert torch.equal(integer(images), before)
     name = "input_1_quantize"  # the image on the model's own grid
-    grid, converted = (next(fxq.record(each, [batch], [name]))[name] for each, batch in ((integer, images), (model, yuv)))
+    grid, converted = (next(fxq.inspect.record(each, [batch], [name]))[name] for each, batch in ((integer, images), (model, yuv)))
     assert (grid - converted).abs().max() <= 2  # steps: of weights and of the image, that are rounded
     assert (model(yuv) - before).norm() < 0.05 * before.norm()
     assert model.state_dict().keys() > integer.state_dict().keys() - {"integer.input_1_quantize.scale"}
     loaded = fxq.load(fxq.save(model, tmp_path / "camera.fxq"))
     assert torch.equal(loaded(yuv), model(yuv))
-    fxq.export_horizon(loaded, tmp_path / "net", camera="nv12")
-    again = fxq.export_horizon(fxq.with_camera(integer, train_type, mean=MEAN, std=STD), tmp_path / "again", camera="nv12")
+    fxq.board.export_horizon(loaded, tmp_path / "net", camera="nv12")
+    again = fxq.board.export_horizon(fxq.board.with_camera(integer, train_type, mean=MEAN, std=STD), tmp_path / "again", camera="nv12")
     for path in again.iterdir():
         assert path.read_bytes() == (tmp_path / "net" / path.name).read_bytes()
 
 
 def test_what_has_no_image_to_convert_is_refused() -> None:
     for model in (gray(), two(), of_rgb("x86")[0]):
-        with pytest.raises(fxq.ConfigurationError, match="cannot take its image from a camera") as refused:
-            fxq.with_camera(model)
+        with pytest.raises(fxq.errors.ConfigurationError, match="cannot take its image from a camera") as refused:
+            fxq.board.with_camera(model)
         assert "fxq.nn.YuvToRgb(centred=True" in refused.value.remedy
 
 
 @pytest.mark.parametrize("camera", ["nv12", "yuv444"])
 def test_the_configuration_asks_for_bytes_less_128(camera: str, tmp_path: Path) -> None:
-    folder = fxq.export_horizon(converted(), tmp_path / "net", camera=camera)
+    folder = fxq.board.export_horizon(converted(), tmp_path / "net", camera=camera)
     text = (folder / "model.yaml").read_text(encoding="utf-8")
     for line in (
         f"input_type_rt: '{camera}'",
@@ -84,7 +84,7 @@ def test_the_configuration_asks_for_bytes_less_128(camera: str, tmp_path: Path) 
         "norm_type: 'data_mean'\n  mean_value: '128 128 128'",
     ):
         assert line in text
-    plain = fxq.export_horizon(converted(), tmp_path / "plain")
+    plain = fxq.board.export_horizon(converted(), tmp_path / "plain")
     assert "mean_value" not in (plain / "model.yaml").read_text(encoding="utf-8")
     assert (plain / "model.onnx").read_bytes() == (folder / "model.onnx").read_bytes()
 
@@ -115,10 +115,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_image_of_a_camera_is_refused(name: str, tmp_path: Path) -> None:
     make, because = REFUSED[name]
-    with pytest.raises(fxq.ConfigurationError, match="cannot take nv12 from a camera") as refused:
-        fxq.export_horizon(make(), tmp_path / "net", camera="nv12")
+    with pytest.raises(fxq.errors.ConfigurationError, match="cannot take nv12 from a camera") as refused:
+        fxq.board.export_horizon(make(), tmp_path / "net", camera="nv12")
     assert because in refused.value.because
-    assert "fxq.with_camera(integer, 'rgb'" in refused.value.remedy
+    assert "fxq.board.with_camera(integer, 'rgb'" in refused.value.remedy
     assert not (tmp_path / "net").exists()
 
 
@@ -127,5 +127,5 @@ def test_the_bytes_of_nv12_are_those_of_the_image() -> None:
     image = fxq.nn.Nv12ToYuv444(centred=True)(y, uv).permute(0, 2, 3, 1).to(torch.int64)
     assert torch.equal(nv12_of(image), torch.cat([y.reshape(4, 6), uv.reshape(2, 6)]))
     image[0, 0, 0, 1] += 1
-    with pytest.raises(fxq.ConfigurationError, match="not an NV12 image"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="not an NV12 image"):
         nv12_of(image)

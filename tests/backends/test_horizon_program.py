@@ -55,7 +55,7 @@ def in_powers_of_two(model: nn.Module) -> fx.GraphModule:
 
 def program(integer: fx.GraphModule, tmp_path: Path) -> Path:
     """The file that the tool makes of a model."""
-    return fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net"))
+    return fxq.board.compile_horizon(fxq.board.export_horizon(integer, tmp_path / "net"))
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +88,14 @@ def test_the_installer_tries_every_program_and_leaves_no_log(tool: FakeTool) -> 
 
 
 def test_equal_models_are_written_with_equal_bytes(integer: fx.GraphModule, tmp_path: Path) -> None:
-    folders = [fxq.export_horizon(integer, tmp_path / name) for name in ("one", "two")]
+    folders = [fxq.board.export_horizon(integer, tmp_path / name) for name in ("one", "two")]
     files = [sorted(file.name for file in folder.iterdir()) for folder in folders]
     assert files == [["compile.sh", "layers.json", "model.onnx", "model.yaml"]] * 2
     assert all((folders[0] / name).read_bytes() == (folders[1] / name).read_bytes() for name in files[0])
 
 
 def test_a_file_has_opset_11_and_a_batch_of_one(integer: fx.GraphModule, tmp_path: Path) -> None:
-    folder = fxq.export_horizon(integer, tmp_path, "net", options=fxq.HorizonOptions(optimize_level="O1"))
+    folder = fxq.board.export_horizon(integer, tmp_path, "net", options=fxq.board.HorizonOptions(optimize_level="O1"))
     model = onnx.load(folder / "net.onnx")
     assert {entry.domain: entry.version for entry in model.opset_import} == {"": 11, "horizon": 1}
     assert [fixed_shape(info) for info in (*model.graph.input, *model.graph.output)] == [[1, 3, 6, 6], [1, 4, 4, 4]]
@@ -103,12 +103,14 @@ def test_a_file_has_opset_11_and_a_batch_of_one(integer: fx.GraphModule, tmp_pat
     written = (folder / "net.yaml").read_text()
     assert re.search(r"march: 'bayes-e'\n[\s\S]*input_shape: '1x3x6x6'\n[\s\S]*optimize_level: 'O1'", written)
     assert "--config net.yaml" in (folder / "compile.sh").read_text()
-    assert fxq.onnx_metadata(folder / "net.onnx")["style"] == "horizon"
+    assert fxq.export.onnx_metadata(folder / "net.onnx")["style"] == "horizon"
 
 
 def test_outputs_can_be_integers_with_channels_last(tmp_path: Path) -> None:
     integer = converted(small())
-    folder = fxq.export_horizon(integer, tmp_path, output_names=["y"], options=fxq.HorizonOptions(outputs="integer", layout="NHWC", jobs=4))
+    folder = fxq.board.export_horizon(
+        integer, tmp_path, output_names=["y"], options=fxq.board.HorizonOptions(outputs="integer", layout="NHWC", jobs=4)
+    )
     text = (folder / "model.yaml").read_text()
     assert "remove_node_type: 'Dequantize'" in text
     assert "optimize_level: 'O3'\n  debug: True\n  core_num: 1\n  jobs: 4\n" in text
@@ -122,12 +124,12 @@ def test_outputs_can_be_integers_with_channels_last(tmp_path: Path) -> None:
 
 def test_an_output_in_float_is_not_an_integer(tmp_path: Path) -> None:
     for model, target in ((nn.Sequential(small(), nn.Softmax(1)), "bernoulli2"), (small(), "nash-e")):
-        with pytest.raises(fxq.ConfigurationError, match="cannot be an integer"):
-            fxq.export_horizon(converted(model, target), tmp_path / "net", options=fxq.HorizonOptions(outputs="integer"))
+        with pytest.raises(fxq.errors.ConfigurationError, match="cannot be an integer"):
+            fxq.board.export_horizon(converted(model, target), tmp_path / "net", options=fxq.board.HorizonOptions(outputs="integer"))
 
 
 def test_every_pair_stands_together(integer: fx.GraphModule, tmp_path: Path) -> None:
-    nodes = onnx.load(fxq.export_horizon(integer, tmp_path) / "model.onnx").graph.node
+    nodes = onnx.load(fxq.board.export_horizon(integer, tmp_path) / "model.onnx").graph.node
     pairs = [(node, behind) for node, behind in itertools.pairwise(nodes) if node.op_type == "QuantizeLinear"]
     assert len(pairs) == 3
     assert all(behind.op_type == "DequantizeLinear" and behind.input[0] == node.output[0] for node, behind in pairs)
@@ -147,7 +149,7 @@ HEADS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_a_layer_whose_weight_is_behind_a_pair_is_a_convolution(kind: str, tmp_path: Path) -> None:
-    nodes = onnx.load(fxq.export_horizon(in_powers_of_two(HEADS[kind]()), tmp_path) / "model.onnx").graph.node
+    nodes = onnx.load(fxq.board.export_horizon(in_powers_of_two(HEADS[kind]()), tmp_path) / "model.onnx").graph.node
     operators = {node.op_type for node in nodes}
     assert {"HzQuantize", "Conv"} <= operators
     assert not operators & {"Gemm", "MatMul"}  # the compiler dies of the first, and leaves the second to the processor
@@ -171,7 +173,7 @@ def padded(s: Network, x: Tensor) -> Tensor:
 )
 def test_zeros_around_what_convolutions_read_are_their_padding(z: nn.Module, a: nn.Module, pads: list[int] | None, tmp_path: Path) -> None:
     integer = converted(Network(padded, c=nn.Conv2d(3, 4, 1), z=z, a=a, b=nn.Conv2d(4, 4, 1)))
-    nodes = onnx.load(fxq.export_horizon(integer, tmp_path) / "model.onnx").graph.node
+    nodes = onnx.load(fxq.board.export_horizon(integer, tmp_path) / "model.onnx").graph.node
     assert ("Pad" in {node.op_type for node in nodes}) == (pads is None)
     if pads is not None:
         (layer,) = (node for node in nodes if node.name.startswith("a/Conv"))
@@ -182,7 +184,7 @@ def test_zeros_around_what_convolutions_read_are_their_padding(z: nn.Module, a: 
 @pytest.mark.parametrize("how", ["mean", "keepdim", "pool", "window"])
 def test_the_mean_of_an_image_is_several_on_bernoulli2(how: str, size: int, kernels: list[int], tmp_path: Path) -> None:
     integer = averaged(how, size)
-    nodes = onnx.load(fxq.export_horizon(integer, tmp_path) / "model.onnx").graph.node
+    nodes = onnx.load(fxq.board.export_horizon(integer, tmp_path) / "model.onnx").graph.node
     means = [node for node in nodes if node.op_type == "Conv" and next(entry.i for entry in node.attribute if entry.name == "group") == 4]
     assert [next(list(entry.ints) for entry in node.attribute if entry.name == "kernel_shape") for node in means] == [
         [k, k] for k in kernels
@@ -193,7 +195,7 @@ def test_the_mean_of_an_image_is_several_on_bernoulli2(how: str, size: int, kern
 def test_layers_of_vectors_are_convolutions_of_images_on_bernoulli2(tmp_path: Path) -> None:
     model = Network(lambda s, x: s.b(s.a(x.squeeze(1))[0][:, -1]), a=nn.LSTM(6, 4, batch_first=True), b=nn.Linear(4, 3)).eval()
     integer = fxq.quantize(model, [torch.randn(2, 1, 3, 6)], "bernoulli2", show_progress=False).integer
-    nodes = onnx.load(fxq.export_horizon(integer, tmp_path) / "model.onnx").graph.node
+    nodes = onnx.load(fxq.board.export_horizon(integer, tmp_path) / "model.onnx").graph.node
     used = [node.op_type for node in nodes]
     assert not {"Gemm", "MatMul", "ToImage", "FromImage"} & set(used)
     assert used.count("Add") == 4  # two of each step but the first, which adds nothing to the input's part
@@ -216,8 +218,8 @@ def averaged(how: str, size: int) -> fx.GraphModule:
 @pytest.mark.parametrize("how", ["mean", "keepdim", "pool", "window"])
 def test_the_mean_of_an_image_of_prime_sides_is_refused(how: str, tmp_path: Path) -> None:
     integer = averaged(how, 22)
-    with pytest.raises(fxq.ExportError, match="cannot be compiled for the chip") as refused:
-        fxq.export_horizon(integer, tmp_path / "out")
+    with pytest.raises(fxq.errors.ExportError, match="cannot be compiled for the chip") as refused:
+        fxq.board.export_horizon(integer, tmp_path / "out")
     assert "is 11; bernoulli2 allows" in refused.value.because or "is 22; bernoulli2 allows" in refused.value.because
     assert "test_horizon_program.py" in str(refused.value.at)
     assert str(refused.value) in map(str, refusals(integer))
@@ -238,10 +240,10 @@ def test_a_clamp_that_the_compiler_drops_is_refused(low: float, high: float, lon
     names = {"a": high / 50, **({"max_pool2d": high / 50, "clamp": high / 50} if lone else {})}
     integer = limited(low, high, lone, **names)
     if which is None:
-        assert fxq.export_horizon(integer, tmp_path / "out").is_dir()
+        assert fxq.board.export_horizon(integer, tmp_path / "out").is_dir()
         return
-    with pytest.raises(fxq.ExportError, match=f"the {which} clamp of") as refused:
-        fxq.export_horizon(integer, tmp_path / "out")
+    with pytest.raises(fxq.errors.ExportError, match=f"the {which} clamp of") as refused:
+        fxq.board.export_horizon(integer, tmp_path / "out")
     assert "test_horizon_program.py" in str(refused.value.at)
     assert "set_qparams" in str(refused.value)
     assert not (tmp_path / "out").exists()
@@ -269,31 +271,31 @@ def test_what_the_compiler_brings_from_16_bits_to_8_is_refused(kind: str, tmp_pa
         network = Network(lambda s, x: function(s, s.a(x)), a=nn.Conv2d(3, 4, 3), **modules)
         return converted(network, qconfig=fxq.QConfig(fxq.ActivationConfig(dtype)))
 
-    with pytest.raises(fxq.ExportError, match=r"16") as refused:
-        fxq.export_horizon(made("int16"), tmp_path)
+    with pytest.raises(fxq.errors.ExportError, match=r"16") as refused:
+        fxq.board.export_horizon(made("int16"), tmp_path)
     assert "test_horizon_program.py" in str(refused.value)
     assert "int8" in refused.value.remedy
     assert not list(tmp_path.iterdir())
-    fxq.export_horizon(made("int8"), tmp_path / "narrow")
+    fxq.board.export_horizon(made("int8"), tmp_path / "narrow")
 
 
 def test_a_clamp_at_the_end_of_the_range_is_carried(tmp_path: Path) -> None:
-    assert fxq.export_horizon(limited(0.0, 6.0, a=6 / 127.5), tmp_path).is_dir()
+    assert fxq.board.export_horizon(limited(0.0, 6.0, a=6 / 127.5), tmp_path).is_dir()
 
 
 def test_another_target_and_another_stage_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(fxq.ConfigurationError, match="bernoulli cannot") as refused:
-        fxq.export_horizon(converted(small(), "bernoulli"), tmp_path / "out")
+    with pytest.raises(fxq.errors.ConfigurationError, match="bernoulli cannot") as refused:
+        fxq.board.export_horizon(converted(small(), "bernoulli"), tmp_path / "out")
     assert "bernoulli2, bayes, bayes-e" in str(refused.value)
-    with pytest.raises(fxq.ConfigurationError, match=r"fxq\.convert"):
-        fxq.export_horizon(fxq.prepare(small(), batches()[0]), tmp_path / "out")
+    with pytest.raises(fxq.errors.ConfigurationError, match=r"fxq\.convert"):
+        fxq.board.export_horizon(fxq.prepare(small(), batches()[0]), tmp_path / "out")
 
 
 def test_scales_that_have_no_place_are_refused(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ConvTranspose2d(8, 4, 3, 2, groups=2))
-    assert fxq.export_horizon(converted(model), tmp_path / "statistics").is_dir()
-    with pytest.raises(fxq.ExportError, match="weight scales"):
-        fxq.export_horizon(in_powers_of_two(model), tmp_path / "out")
+    assert fxq.board.export_horizon(converted(model), tmp_path / "statistics").is_dir()
+    with pytest.raises(fxq.errors.ExportError, match="weight scales"):
+        fxq.board.export_horizon(in_powers_of_two(model), tmp_path / "out")
 
 
 # ---- compiling ----------------------------------------------------------------------------------------------------------
@@ -305,7 +307,7 @@ def test_an_absent_tool_is_an_error_that_says_how_to_get_it(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("FXQUANT_HORIZON", named) if named else monkeypatch.delenv("FXQUANT_HORIZON", raising=False)
-    with pytest.raises(fxq.ConfigurationError, match="not installed") as absent:
+    with pytest.raises(fxq.errors.ConfigurationError, match="not installed") as absent:
         program(integer, tmp_path)
     assert "make vendor" in str(absent.value)
     assert (named or "not set") in str(absent.value)
@@ -322,8 +324,8 @@ def test_a_folder_is_compiled_with_progress(
 
     monkeypatch.setattr(compiling, "progress", watched)
     tool.tell(log=[f"{DATE} \x1b[92mINFO\x1b[0m {step}." for step in STEPS])
-    folder = fxq.export_horizon(integer, tmp_path / "net")
-    assert fxq.compile_horizon(folder, show_progress=True) == folder / "model_output" / "model.bin"
+    folder = fxq.board.export_horizon(integer, tmp_path / "net")
+    assert fxq.board.compile_horizon(folder, show_progress=True) == folder / "model_output" / "model.bin"
     assert tool.calls == ["hb_mapper makertbin --model-type onnx -c model.yaml"]
     assert shown == [(list(range(len(STEPS))), len(STEPS), "compiling for bayes-e", True)]
     assert (folder / "hb_mapper.log").read_text().count("INFO Start to") == 5
@@ -338,7 +340,7 @@ def test_the_tool_is_found_in_path(integer: fx.GraphModule, tool: FakeTool, tmp_
 def test_a_refusal_names_the_layer_and_its_source_line(integer: fx.GraphModule, tool: FakeTool, tmp_path: Path) -> None:
     message = "error message: unsupported model: layer b/Conv_1 does not support kernels of 99"
     tool.tell(log=[f"{DATE} \x1b[91mERROR\x1b[0m *** ERROR-OCCUR-DURING {{x}} ***, {message}", f"{DATE} INFO End"], makes=False, code=255)
-    with pytest.raises(fxq.CompilationError, match="hb_mapper failed at layer %b") as failed:
+    with pytest.raises(fxq.errors.CompilationError, match="hb_mapper failed at layer %b") as failed:
         program(integer, tmp_path)
     assert "s.b(torch.relu(s.a(x)))" in str(failed.value.at)
     assert failed.value.because == message.removeprefix("error message: ")
@@ -347,23 +349,23 @@ def test_a_refusal_names_the_layer_and_its_source_line(integer: fx.GraphModule, 
 
 
 def test_a_death_is_told_with_the_step_and_leaves_no_file(integer: fx.GraphModule, tool: FakeTool, tmp_path: Path) -> None:
-    folder = fxq.export_horizon(integer, tmp_path / "net")
-    assert fxq.compile_horizon(folder).is_file()
+    folder = fxq.board.export_horizon(integer, tmp_path / "net")
+    assert fxq.board.compile_horizon(folder).is_file()
     tool.tell(log=[f"{DATE} INFO {STEPS[3]}."], signal=int(signal.SIGFPE))
-    with pytest.raises(fxq.CompilationError, match="SIGFPE behind 'Start to quantize the model'"):
-        fxq.compile_horizon(folder)
+    with pytest.raises(fxq.errors.CompilationError, match="SIGFPE behind 'Start to quantize the model'"):
+        fxq.board.compile_horizon(folder)
     assert not (folder / "model_output" / "model.bin").exists()
 
 
 def test_success_without_a_file_is_a_failure(integer: fx.GraphModule, tool: FakeTool, tmp_path: Path) -> None:
     tool.tell(log=["the end"], makes=False)
-    with pytest.raises(fxq.CompilationError, match="because  the end"):
+    with pytest.raises(fxq.errors.CompilationError, match="because  the end"):
         program(integer, tmp_path)
 
 
 def test_any_other_folder_is_refused(tool: FakeTool, tmp_path: Path) -> None:
-    with pytest.raises(fxq.ConfigurationError, match="export_horizon"):
-        fxq.compile_horizon(tmp_path)
+    with pytest.raises(fxq.errors.ConfigurationError, match="export_horizon"):
+        fxq.board.compile_horizon(tmp_path)
 
 
 # ---- verifying ----------------------------------------------------------------------------------------------------------
@@ -399,9 +401,9 @@ def test_a_difference_is_named_with_both_values(integer: fx.GraphModule, tool: F
 def test_the_program_of_another_model_is_refused(integer: fx.GraphModule, tool: FakeTool, tmp_path: Path) -> None:
     tool.computes(integer, "other", integers(integer, "b", X))
     binary = program(integer, tmp_path)
-    with pytest.raises(fxq.ExportError, match="program of another model"):
+    with pytest.raises(fxq.errors.ExportError, match="program of another model"):
         fxq.verify(integer, binary, batches())
-    with pytest.raises(fxq.ConfigurationError, match="prepared model"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="prepared model"):
         fxq.verify(fxq.prepare(small(), batches()[0]), binary, batches())
 
 
@@ -450,5 +452,5 @@ def test_horizons_names_compile_what_is_prepared(
     tool.tell(makes=False, code=1, log=["unsupported model"])
     assert horizon.check_model(integer, [X]) == 1
     assert "unsupported model" in capsys.readouterr().out
-    with pytest.raises(fxq.ConfigurationError, match="bernoulli2"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="bernoulli2"):
         horizon.compile_model(integer, [X], hbm=tmp_path / "net.hbm", march="bernoulli2")

@@ -103,7 +103,7 @@ def test_what_there_is_no_form_for_is_left_to_the_exporter(name: str, tmp_path: 
     assert result.verify(path, batches)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.onnx, "export", refuse)
-        with pytest.raises(fxq.ExportError, match="PyTorch's exporter was called"):
+        with pytest.raises(fxq.errors.ExportError, match="PyTorch's exporter was called"):
             exported(LEFT[name], tmp_path)
 
 
@@ -193,8 +193,8 @@ def test_a_file_that_onnxruntime_cannot_open_is_refused(tmp_path: Path, monkeypa
     before = path.read_bytes()
     with monkeypatch.context() as patched:
         patched.setattr(onnxruntime, "InferenceSession", fail)
-        for write in (lambda: result.export(path, style="exact"), lambda: fxq.export_segments(result.integer, tmp_path / "parts")):
-            with pytest.raises(fxq.ExportError, match=r"could not open the file[\s\S]*'a_dequantize' is not[\s\S]*remedy"):
+        for write in (lambda: result.export(path, style="exact"), lambda: fxq.export.export_segments(result.integer, tmp_path / "parts")):
+            with pytest.raises(fxq.errors.ExportError, match=r"could not open the file[\s\S]*'a_dequantize' is not[\s\S]*remedy"):
                 write()
     assert path.read_bytes() == before
     assert not list(tmp_path.glob("**/parts/*"))

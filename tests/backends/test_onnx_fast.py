@@ -51,7 +51,7 @@ KERNELS = {  # that style "fast" makes of each
 
 def computed(path: Path) -> int:
     """How many tables of a file are computed by operators."""
-    return len(fxq.onnx_metadata(path)["kernels"]["computed"])
+    return len(fxq.export.onnx_metadata(path)["kernels"]["computed"])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -122,7 +122,7 @@ def test_a_table_that_is_not_of_its_function_is_looked_up() -> None:
 def test_a_computed_table_that_differs_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(fast_parts, "compute", lambda e, node, stored, zero: e.node("Identity", stored))
     path = exported(known("silu"), tmp_path / "model.onnx", style="fast")
-    kernels = fxq.onnx_metadata(path)["kernels"]
+    kernels = fxq.export.onnx_metadata(path)["kernels"]
     assert (kernels["computed"], len(kernels["refused"])) == ([], 2)
 
 
@@ -162,21 +162,21 @@ def test_wider_integers_are_as_in_style_exact(activation: str, weight: str, tmp_
 @pytest.mark.parametrize(("activation", "weight"), [("int4", "int4"), ("int8", "int4")])
 def test_narrower_integers_are_stored_as_int8_are(activation: str, weight: str, name: str, tmp_path: Path) -> None:
     path = exported(known(name, "nash-e", activation, weight), tmp_path / "model.onnx", style="fast")
-    assert fxq.onnx_metadata(path)["tensors"]["x_quantize"]["dtype"] == activation
+    assert fxq.export.onnx_metadata(path)["tensors"]["x_quantize"]["dtype"] == activation
     assert kernels_of(path)[0] >= 1
 
 
 def test_a_mixture_of_widths_crosses_between_the_storages(tmp_path: Path) -> None:
     wide = fxq.QConfigMapping().set_module_name("a", fxq.QConfig(fxq.ActivationConfig("int16")))
     path = exported(integer_of(MODELS["silu"](), qconfig=wide), tmp_path / "model.onnx", style="fast")
-    storages = {entry["storage"] for entry in fxq.onnx_metadata(path)["tensors"].values() if entry["kind"] == "quantized"}
+    storages = {entry["storage"] for entry in fxq.export.onnx_metadata(path)["tensors"].values() if entry["kind"] == "quantized"}
     assert {"uint8", "int16"} <= storages
 
 
 @pytest.mark.parametrize("name", ["silu", "linear", "products"])
 def test_the_session_options_for_processors_without_vnni_change_no_bit(name: str, tmp_path: Path) -> None:
     path, options = fxq.export_onnx(known(name), tmp_path / "model.onnx", style="fast"), onnxruntime.SessionOptions()
-    for key, value in fxq.onnx_metadata(path)["session_options_without_vnni"].items():
+    for key, value in fxq.export.onnx_metadata(path)["session_options_without_vnni"].items():
         options.add_session_config_entry(key, value)
     assert torch.equal(run(path, batch(), options=options)[0], known(name)(batch()))
 
@@ -205,8 +205,8 @@ def test_a_kernel_that_is_not_exact_here_is_written_as_in_style_exact(
     monkeypatch.setattr(fast, "_kernel_is_exact", lambda integer, node, *rest: node.name != "b" and honest(integer, node, *rest))
     with caplog.at_level(logging.WARNING, "fxquant"):
         path = exported(known("silu"), tmp_path / "model.onnx", style="fast")
-    assert fxq.onnx_metadata(path)["kernels"] == {"integer": ["a"], "computed": ["silu", "silu_1"], "refused": ["b"]}
-    assert fxq.onnx_metadata(path)["session_options"] == PRECISE
+    assert fxq.export.onnx_metadata(path)["kernels"] == {"integer": ["a"], "computed": ["silu", "silu_1"], "refused": ["b"]}
+    assert fxq.export.onnx_metadata(path)["session_options"] == PRECISE
     assert "onnxruntime's kernel is not used for %b, because it differs from the integer graph for 1 of 2 operators" in caplog.text
     assert operators(path).count("QLinearConv") == 1
 
@@ -225,7 +225,7 @@ def test_a_file_that_is_wrong_as_a_whole_is_not_written(tmp_path: Path, monkeypa
         return writer.emitter.node("Identity", writer.shifted(node.args[0]))
 
     monkeypatch.setitem(fast_kernels.FORMS, elementwise.lookup, wrong)
-    with pytest.raises(fxq.ExportError, match="does not give the integer model's numbers"):
+    with pytest.raises(fxq.errors.ExportError, match="does not give the integer model's numbers"):
         fxq.export_onnx(known("silu"), tmp_path / "model.onnx", style="fast")
     assert list(tmp_path.iterdir()) == []
 

@@ -231,7 +231,7 @@ REFUSED_OUTPUTS: dict[str, tuple[Callable[..., Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED_OUTPUTS)
 def test_a_file_cannot_return(name: str, tmp_path: Path) -> None:
     function, text = REFUSED_OUTPUTS[name]
-    with pytest.raises(fxq.ExportError, match=text):
+    with pytest.raises(fxq.errors.ExportError, match=text):
         fxq.export_onnx(linear_of(function), tmp_path / "model.onnx")
     assert list(tmp_path.iterdir()) == []
 
@@ -259,7 +259,7 @@ def pair() -> fx.GraphModule:
 @pytest.mark.parametrize("name", BAD_NAMES)
 def test_names_that_cannot_be_had(name: str, style: str, pair: fx.GraphModule, tmp_path: Path) -> None:
     options, text = BAD_NAMES[name]
-    with pytest.raises(fxq.ConfigurationError, match=text):
+    with pytest.raises(fxq.errors.ConfigurationError, match=text):
         fxq.export_onnx(pair, tmp_path / "model.onnx", style=style, **options)
     assert list(tmp_path.iterdir()) == []
 
@@ -292,8 +292,8 @@ def test_the_names_that_a_user_gives_win(name: str, style: str, pair: fx.GraphMo
 
 
 def test_an_inner_tensor_keeps_its_name_where_the_compiler_needs_it(pair: fx.GraphModule, tmp_path: Path) -> None:
-    with pytest.raises(fxq.ConfigurationError, match=r"'l' in output_names is taken[\s\S]*compiled program"):
-        fxq.export_horizon(pair, tmp_path, output_names=["l", "y"])
+    with pytest.raises(fxq.errors.ConfigurationError, match=r"'l' in output_names is taken[\s\S]*compiled program"):
+        fxq.board.export_horizon(pair, tmp_path, output_names=["l", "y"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
@@ -303,9 +303,9 @@ def test_constants_whose_dtype_was_changed(dtype: torch.dtype, tmp_path: Path) -
         if value.is_floating_point():
             *parents, last = name.split(".")
             setattr(integer.get_submodule(".".join(parents)), last, value.to(dtype))
-    for write in (fxq.export_onnx, fxq.export_c, fxq.export_pt2, fxq.export_torchscript):
+    for write in (fxq.export_onnx, fxq.export.export_c, fxq.export.export_pt2, fxq.export.export_torchscript):
         with pytest.raises(
-            fxq.ExportError, match=r"it is f(16|64)\[\], and declared as f32\[\][\s\S]*remedy[\s\S]*fxq.convert\(prepared\) again"
+            fxq.errors.ExportError, match=r"it is f(16|64)\[\], and declared as f32\[\][\s\S]*remedy[\s\S]*fxq.convert\(prepared\) again"
         ):
             write(integer, tmp_path / "model.c")
 

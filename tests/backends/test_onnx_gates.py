@@ -84,4 +84,4 @@ def test_gates_are_one_kernel_and_exact(target: str, tmp_path: Path) -> None:
     path = fxq.export_onnx(integer, tmp_path / "gated.onnx", style="fast")
     assert fxq.verify(integer, path, batches, show_progress=False)
     gated = {node.name for node in integer.graph.nodes if qparams(node) is not None and node.name.startswith("mul")}
-    assert gated & set(fxq.onnx_metadata(path)["kernels"]["integer"])
+    assert gated & set(fxq.export.onnx_metadata(path)["kernels"]["integer"])

@@ -41,8 +41,8 @@ def test_a_file_of_integers_takes_every_input_in_the_order_of_the_model(style: s
     path = fxq.export_onnx(result.integer, tmp_path / "model.onnx", style=style, io="integer")
     session = onnxruntime.InferenceSession(path)
     assert [entry.name for entry in session.get_inputs()] == ["unused", "mask", "x", "y"]
-    assert [entry["dtype"] for entry in fxq.onnx_metadata(path)["inputs"]] == ["float", "bool", "int8", "int8"]
-    values = next(fxq.record(result.integer, [batch]))
+    assert [entry["dtype"] for entry in fxq.export.onnx_metadata(path)["inputs"]] == ["float", "bool", "int8", "int8"]
+    values = next(fxq.inspect.record(result.integer, [batch]))
     integers = {name: values[f"{name}_quantize"].to(torch.int8) for name in ("x", "y")}
     feeds = {"unused": batch[0], "mask": batch[1], **integers}
     found = session.run(None, {name: value.numpy() for name, value in feeds.items()})[0]
@@ -62,7 +62,7 @@ def test_metadata_is_true_of_what_a_file_takes_and_returns(style: str, io: str, 
         Network(lambda s, x: (s.b(F.relu(s.a(x))), F.relu(s.a(x))), a=nn.Linear(8, 8), b=nn.Linear(8, 3)), rows(), "nash-e", last
     )
     path = fxq.export_onnx(integer, tmp_path / "model.onnx", style=style, io=io, opset=21, output_names=["scores", "features"])
-    said = fxq.onnx_metadata(path)
+    said = fxq.export.onnx_metadata(path)
     session = onnxruntime.InferenceSession(str(path))
     (taken,) = said["inputs"]
     scale = said["tensors"][taken["tensor"]]["scale"]
@@ -166,8 +166,8 @@ def test_tampered_metadata(name: str, written: tuple[fx.GraphModule, Path], tmp_
     integer, path = written
     change, text = TAMPERED[name]
     copy = tamper(path, tmp_path / "model.onnx", change)
-    for use in (lambda: fxq.verify(integer, copy, [rows()], show_progress=False), lambda: fxq.onnx_metadata(copy)):
-        with pytest.raises(fxq.ExportError) as caught:
+    for use in (lambda: fxq.verify(integer, copy, [rows()], show_progress=False), lambda: fxq.export.onnx_metadata(copy)):
+        with pytest.raises(fxq.errors.ExportError) as caught:
             use()
         assert text in str(caught.value)
         assert "fxq.export_onnx" in str(caught.value)
@@ -177,8 +177,8 @@ def test_the_file_of_another_version_is_read_or_its_version_is_told(written: tup
     integer, path = written
     newer = tamper(path, tmp_path / "newer.onnx", put("version", "99.0"))
     assert fxq.verify(integer, newer, [rows()], show_progress=False)
-    with pytest.raises(fxq.ExportError, match=r"written by fxquant 99\.0"):
-        fxq.onnx_metadata(tamper(newer, newer, put("style", "newest")))
+    with pytest.raises(fxq.errors.ExportError, match=r"written by fxquant 99\.0"):
+        fxq.export.onnx_metadata(tamper(newer, newer, put("style", "newest")))
 
 
 def test_a_known_session_option_is_taken(written: tuple[fx.GraphModule, Path], tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_a_known_session_option_is_taken(written: tuple[fx.GraphModule, Path], t
 
 def test_a_file_of_other_inputs_is_another_models(written: tuple[fx.GraphModule, Path]) -> None:
     other = integer_of(Network(lambda s, x: (s.l(x), x), l=nn.Linear(8, 4)), rows())
-    with pytest.raises(fxq.ExportError, match="it has 1 inputs and 1 outputs, and this model has 1 and 2"):
+    with pytest.raises(fxq.errors.ExportError, match="it has 1 inputs and 1 outputs, and this model has 1 and 2"):
         fxq.verify(other, written[1], [rows()], show_progress=False)
 
 
@@ -196,5 +196,5 @@ def test_a_graph_that_cannot_be_run_is_an_error_of_ours(written: tuple[fx.GraphM
     model = onnx.load(written[1])
     model.graph.node[0].domain = "nobody"
     onnx.save(model, tmp_path / "model.onnx")
-    with pytest.raises(fxq.ExportError, match="cannot be run"):
+    with pytest.raises(fxq.errors.ExportError, match="cannot be run"):
         fxq.verify(written[0], tmp_path / "model.onnx", [rows()], show_progress=False)

@@ -26,22 +26,22 @@ from tests.shared.onnx_files import MODELS, batch, conv, integer_of, known, oper
 OPSETS = (11, 13, 17, 21)
 
 
-def measured(integer: fx.GraphModule, path: Path, inputs: Any = None) -> fxq.DeviationReport:
+def measured(integer: fx.GraphModule, path: Path, inputs: Any = None) -> fxq.results.DeviationReport:
     report = fxq.verify(integer, path, [batch(3, seed=3) if inputs is None else inputs], show_progress=False)
-    assert isinstance(report, fxq.DeviationReport)
+    assert isinstance(report, fxq.results.DeviationReport)
     assert not report
     assert set(report.outputs) == set(MEASURED_RUNTIMES)
     return report
 
 
-def near(integer: fx.GraphModule, path: Path, steps: float, inputs: Any = None, **options: Any) -> fxq.DeviationReport:
+def near(integer: fx.GraphModule, path: Path, steps: float, inputs: Any = None, **options: Any) -> fxq.results.DeviationReport:
     """The report of a file that is within some steps of the model."""
     report = measured(integer, fxq.export_onnx(integer, path, style="qdq", **options), inputs)
     assert max(output.largest for outputs in report.outputs.values() for output in outputs) <= steps, str(report)
     return report
 
 
-def least_sqnr(report: fxq.DeviationReport) -> float:
+def least_sqnr(report: fxq.results.DeviationReport) -> float:
     return min(output.sqnr for outputs in report.outputs.values() for output in outputs)
 
 
@@ -109,7 +109,7 @@ def test_every_operator_has_a_qdq_form(samples: list[Sample], opset: int, tmp_pa
 
 @pytest.mark.parametrize("operator", sorted(WITHOUT_A_FORM))
 def test_what_has_no_qdq_form_is_refused(operator: str, tmp_path: Path) -> None:
-    with pytest.raises(fxq.ExportError):
+    with pytest.raises(fxq.errors.ExportError):
         written_as_qdq([BY_OPERATOR[operator]], 21, tmp_path)
 
 
@@ -132,7 +132,7 @@ def test_an_operator_without_a_form_is_written_by_its_float_function(
     for table, key in ((OPERATORS, record.function), (BY_NAME, operator)):
         monkeypatch.setitem(table, key, replace(record, onnx=None))
     if written is None:
-        with pytest.raises(fxq.ExportError, match="cannot be written in style 'qdq'") as caught:
+        with pytest.raises(fxq.errors.ExportError, match="cannot be written in style 'qdq'") as caught:
             fxq.export_onnx(integer, path, style="qdq")
         assert "test_onnx_qdq.py" in str(caught.value)  # the user's line
         assert list(tmp_path.iterdir()) == []
@@ -151,7 +151,7 @@ def test_int16_is_rounded_by_float_operators_before_opset_21(opset: int, tmp_pat
     assert least_sqnr(measured(integer, path)) > 80, str(measured(integer, path))
     assert ("QuantizeLinear" in operators(path)) == (opset == 21)
     if opset == 20:
-        with pytest.raises(fxq.ConfigurationError, match="export with opset=21"):
+        with pytest.raises(fxq.errors.ConfigurationError, match="export with opset=21"):
             fxq.export_onnx(integer, path, style="qdq", opset=20, io="integer")
 
 
@@ -163,7 +163,7 @@ def test_a_sum_of_32_bits_stays_a_float(tmp_path: Path) -> None:
     (output,) = measured(integer, path).outputs["onnxruntime"]
     assert output.scale is None
     assert output.sqnr > 40
-    with pytest.raises(fxq.ExportError, match="its 32-bit output is a float"):
+    with pytest.raises(fxq.errors.ExportError, match="its 32-bit output is a float"):
         fxq.export_onnx(integer, path, style="qdq", io="integer")
 
 
@@ -203,7 +203,7 @@ def test_the_report_counts_in_steps(tmp_path: Path) -> None:
     integer = known("convolution")
     path = fxq.export_onnx(integer, tmp_path / "model.onnx", style="qdq")
     model = onnx.load(str(path))
-    scale = fxq.onnx_metadata(path)["tensors"]["a"]["scale"]
+    scale = fxq.export.onnx_metadata(path)["tensors"]["a"]["scale"]
     last = next(node for node in model.graph.node if node.op_type == "DequantizeLinear" and node.output[0] == model.graph.output[0].name)
     shifted = helper.make_node("Add", ["moved", "two_steps"], list(last.output))
     last.output[0] = "moved"
@@ -223,5 +223,5 @@ def test_float_operators_mean_the_same_in_an_old_opset_or_are_refused(tmp_path: 
     path = fxq.export_onnx(integer, tmp_path / "model.onnx", style="qdq", opset=11)
     assert least_sqnr(measured(integer, path)) > 40
     integer = integer_of(Network(lambda s, x: torch.fft.rfft(s.a(x)).real, a=conv(3, 4)))
-    with pytest.raises(fxq.ExportError, match="cannot be exported with opset=11"):
+    with pytest.raises(fxq.errors.ExportError, match="cannot be exported with opset=11"):
         fxq.export_onnx(integer, path, style="qdq", opset=11)

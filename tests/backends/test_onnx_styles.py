@@ -49,7 +49,7 @@ def test_weights_beside_the_file(style: str, tmp_path: Path) -> None:
     assert torch.equal(run(path, batch())[0], run(plain, batch())[0])
     if style == "qdq":
         report = fxq.verify(integer, path, [batch(3, seed=3)], show_progress=False)
-        assert isinstance(report, fxq.DeviationReport)
+        assert isinstance(report, fxq.results.DeviationReport)
         assert max(output.largest for outputs in report.outputs.values() for output in outputs) <= 3
     else:
         assert len(assert_verified(integer, path).pairs) == 5
@@ -68,7 +68,7 @@ def test_a_model_that_is_too_large_for_one_file_gets_two(tmp_path: Path, monkeyp
     monkeypatch.setattr(export, "LARGEST_FILE", 3000)
     exported(known("linear"), tmp_path / "model.onnx")
     assert (tmp_path / "model.onnx.data").exists()
-    with pytest.raises(fxq.ExportError, match="cannot be one file"):
+    with pytest.raises(fxq.errors.ExportError, match="cannot be one file"):
         fxq.export_onnx(known("linear"), tmp_path / "one.onnx", external_data=False)
     assert not list(tmp_path.glob("one.onnx*"))
     monkeypatch.undo()
@@ -90,7 +90,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.
         raise onnx.checker.ValidationError("no")
 
     monkeypatch.setattr(onnx.checker, "check_model", fails)
-    with pytest.raises(fxq.ExportError, match="would not be valid"):
+    with pytest.raises(fxq.errors.ExportError, match="would not be valid"):
         fxq.export_onnx(known("silu"), path, external_data=True)
     assert contents(tmp_path) == before
 
@@ -101,7 +101,9 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.
 @every_style
 def test_what_a_file_says_about_itself(style: str, tmp_path: Path) -> None:
     integer = known("silu")
-    found = fxq.onnx_metadata(fxq.export_onnx(integer, tmp_path / "model.onnx", style=style, input_names=["image"], output_names=["y"]))
+    found = fxq.export.onnx_metadata(
+        fxq.export_onnx(integer, tmp_path / "model.onnx", style=style, input_names=["image"], output_names=["y"])
+    )
     assert (found["version"], found["style"], found["io"], found["target"]) == (fxq.__version__, style, "float", "nash-e")
     assert found["inputs"] == [{"name": "image", "dtype": "float", "shape": ["batch", 3, 8, 8], "tensor": "x_quantize"}]
     assert found["outputs"] == [{"name": "y", "dtype": "float", "shape": ["batch", 8, 8, 8], "tensor": "silu_1"}]
@@ -116,13 +118,13 @@ def test_metadata_of_another_file_is_an_error(tmp_path: Path) -> None:
     value, result = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy")
     onnx.save(helper.make_model(helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "foreign", [value], [result])), str(path))
     for file, text in ((path, "was not written by fxquant"), (tmp_path / "missing.onnx", "cannot be read as ONNX")):
-        with pytest.raises(fxq.ExportError, match=text):
-            fxq.onnx_metadata(file)
+        with pytest.raises(fxq.errors.ExportError, match=text):
+            fxq.export.onnx_metadata(file)
 
 
 @pytest.mark.parametrize(("style", "opset"), [("exact", 16), ("fast", 13), ("qdq", 10), ("qdq", 0)])
 def test_an_opset_is_refused_by_the_style(style: str, opset: int, tmp_path: Path) -> None:
-    with pytest.raises(fxq.ConfigurationError, match=f"opset={opset} is unknown"):
+    with pytest.raises(fxq.errors.ConfigurationError, match=f"opset={opset} is unknown"):
         fxq.export_onnx(known("convolution"), tmp_path / "model.onnx", style=style, opset=opset)
 
 

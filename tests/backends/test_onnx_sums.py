@@ -92,7 +92,7 @@ def test_sums_of_bytes_give_the_integer_models_bits(name: str, target: str, tmp_
     convolutions, linears = (operators(path).count(kind) for kind in ("ConvInteger", "MatMulInteger"))
     kernels, refused = kernels_of(path)
     assert kernels + refused == convolutions + linears + refused == MODELS[name][1]
-    metadata = fxq.onnx_metadata(path)
+    metadata = fxq.export.onnx_metadata(path)
     assert metadata["relies_on_vnni"] is bool(convolutions)
     assert metadata["session_options_without_vnni"] == PRECISE
 
@@ -136,7 +136,7 @@ def saturating(found: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def lacking(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    raise fxq.ExportError("the model cannot be run", because="there is no ConvInteger", remedy="none")
+    raise fxq.errors.ExportError("the model cannot be run", because="there is no ConvInteger", remedy="none")
 
 
 def run_otherwise(monkeypatch: pytest.MonkeyPatch, change: Changed, of_the_whole: bool = False) -> None:
@@ -158,14 +158,14 @@ def test_a_sum_that_the_runtime_does_not_compute_is_written_as_in_style_exact(
     with caplog.at_level(logging.WARNING, "fxquant"):
         path = exported(known("residual"), tmp_path / "model.onnx", style="fast")
     assert "for 2 of 2 operators" in caplog.text or "for 2 of 2 layers" in caplog.text
-    metadata = fxq.onnx_metadata(path)
+    metadata = fxq.export.onnx_metadata(path)
     assert (metadata["relies_on_vnni"], len(metadata["kernels"]["refused"]), operators(path).count("ConvInteger")) == (False, 2, 0)
 
 
 def test_a_wrong_sum_is_found_in_the_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(fast, "_sum_is_exact", lambda *_: True)
     run_otherwise(monkeypatch, lambda found: {name: value + 1 for name, value in found.items()}, of_the_whole=True)
-    with pytest.raises(fxq.ExportError, match="does not give the integer model's numbers"):
+    with pytest.raises(fxq.errors.ExportError, match="does not give the integer model's numbers"):
         fxq.export_onnx(known("plain"), tmp_path / "model.onnx", style="fast")
     assert list(tmp_path.iterdir()) == []
 
@@ -178,4 +178,4 @@ def test_the_file_is_told_to_rely_on_the_processor(tmp_path: Path, caplog: pytes
 
 
 def test_auto_stays_exact_where_numbers_would_rely_on_the_processor(tmp_path: Path) -> None:
-    assert fxq.onnx_metadata(fxq.export_onnx(known("plain"), tmp_path / "model.onnx"))["style"] == "exact"
+    assert fxq.export.onnx_metadata(fxq.export_onnx(known("plain"), tmp_path / "model.onnx"))["style"] == "exact"

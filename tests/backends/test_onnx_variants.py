@@ -51,7 +51,7 @@ def test_a_float_model_is_a_file_of_any_batch_size(model: nn.Module, batch: tupl
     few = [value[:3] for value in batch]
     assert (run(path, *few)[0] - model(*few)).abs().max() < 1e-6  # scores up to 1, whose sums are rounded in another order
     assert onnx.load(str(path)).opset_import[0].version == opset
-    described = fxq.onnx_metadata(path)
+    described = fxq.export.onnx_metadata(path)
     assert (described["style"], [one["name"] for one in described["outputs"]]) == ("float", ["scores"])
     if opset == 18:
         again = fxq.export_onnx(fxq.trace(model, batch), tmp_path / "again.onnx", output_names=["scores"])
@@ -62,7 +62,7 @@ def test_a_float_file_that_computes_something_else_is_not_written(
     model: nn.Module, batch: tuple[Tensor, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fxquant.backends.onnx.export.apart", lambda found, wanted: 0.5)
-    with pytest.raises(fxq.ExportError, match="of its largest number away"):
+    with pytest.raises(fxq.errors.ExportError, match="of its largest number away"):
         fxq.export_onnx(model, tmp_path / "float.onnx", example_inputs=batch)
     assert not list(tmp_path.iterdir())
 
@@ -71,14 +71,14 @@ def test_a_float_file_that_computes_something_else_is_not_written(
 def test_a_prepared_model_is_a_file_with_its_grids(both: Compiled, batch: tuple[Tensor, Tensor], tmp_path: Path) -> None:
     prepared, integer = both
     path = fxq.export_onnx(prepared, tmp_path / "prepared.onnx", opset=21)
-    assert fxq.onnx_metadata(path)["style"] == "qdq"
+    assert fxq.export.onnx_metadata(path)["style"] == "qdq"
     assert path.read_bytes() == fxq.export_onnx(integer, tmp_path / "integer.onnx", "qdq", opset=21).read_bytes()
-    scales = {name: entry["scale"] for name, entry in fxq.onnx_metadata(path)["tensors"].items() if "scale" in entry}
+    scales = {name: entry["scale"] for name, entry in fxq.export.onnx_metadata(path)["tensors"].items() if "scale" in entry}
     known = fxq.qparams(prepared)
     assert scales
     assert all(known[name] == pytest.approx(scale) for name, scale in scales.items() if name in known)  # printed as float64
     report = fxq.verify(prepared, path, [batch], show_progress=False)
-    assert isinstance(report, fxq.DeviationReport)
+    assert isinstance(report, fxq.results.DeviationReport)
     (output,) = report.outputs["onnxruntime"]
     assert output.largest <= 1
     assert fxq.verify(prepared, fxq.export_onnx(prepared, tmp_path / "exact.onnx", "exact"), [batch], show_progress=False)
@@ -92,13 +92,13 @@ def test_an_input_may_have_its_channels_last(style: str, batch: tuple[Tensor, Te
     plain = fxq.export_onnx(integer, tmp_path / "plain.onnx", style, opset=21)
     image, gain = batch
     assert torch.equal(run(path, image.permute(0, 2, 3, 1).contiguous(), gain)[0], run(plain, image, gain)[0])
-    (described, other) = fxq.onnx_metadata(path)["inputs"]
+    (described, other) = fxq.export.onnx_metadata(path)["inputs"]
     assert (described["layout"], described["shape"]) == ("NHWC", ["batch", 8, 8, 3])
     assert "layout" not in other
     if style != "qdq":
         assert fxq.verify(integer, path, [batch], show_progress=False)  # given in PyTorch's layout
         path = fxq.export_onnx(integer, tmp_path / "integers.onnx", style, io="integer", **options)
-        assert fxq.onnx_metadata(path)["inputs"][0]["shape"] == ["batch", 8, 8, 3]
+        assert fxq.export.onnx_metadata(path)["inputs"][0]["shape"] == ["batch", 8, 8, 3]
         assert fxq.verify(integer, plain, [batch], show_progress=False)
 
 
@@ -135,7 +135,7 @@ def test_openvino_reads_qdq_and_gives_onnxruntimes_numbers(
     path = fxq.export_onnx(integer, tmp_path / "model.onnx", "qdq", opset=opset)
     read = openvino.Core().compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     found, wanted = read([value.numpy() for value in batch])[0], run(path, *batch)[0].numpy()
-    step = next(layer.grid.scale for layer in reversed(fxq.layers(integer)) if layer.grid)
+    step = next(layer.grid.scale for layer in reversed(fxq.inspect.layers(integer)) if layer.grid)
     assert np.abs(found - wanted).max() <= 1.01 * step  # a float sum next to a tie may be rounded to either side
 
 
@@ -148,6 +148,6 @@ def test_what_is_no_model_to_be_written(model: nn.Module, both: Compiled, batch:
         (lambda: fxq.export_onnx(integer, path, layouts={"imgae": "NHWC"}), "not an input of the file"),
         (lambda: fxq.export_onnx(integer, path, layouts={"image": "NWC"}), "it has 4 dimensions"),
     ):
-        with pytest.raises(fxq.ConfigurationError, match=because):
+        with pytest.raises(fxq.errors.ConfigurationError, match=because):
             call()
     assert not list(tmp_path.iterdir())

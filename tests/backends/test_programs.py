@@ -18,7 +18,7 @@ from fxquant.backends.aten import programs
 from tests.shared.contract import all_equal, compiled
 from tests.shared.networks import Network
 
-WRITERS = {"pt2": fxq.export_pt2, "torchscript": fxq.export_torchscript}
+WRITERS = {"pt2": fxq.export.export_pt2, "torchscript": fxq.export.export_torchscript}
 ALONE = """
 import sys
 class Refuse:
@@ -70,7 +70,10 @@ def test_they_are_the_integer_models_bits(target: str, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(32, 5))
     image = torch.randn(5, 3, 6, 6)
     integer = integer_of(model, image, target)
-    for write, load in ((fxq.export_pt2, lambda path: torch.export.load(path).module()), (fxq.export_torchscript, torch.jit.load)):
+    for write, load in (
+        (fxq.export.export_pt2, lambda path: torch.export.load(path).module()),
+        (fxq.export.export_torchscript, torch.jit.load),
+    ):
         program = load(str(write(integer, tmp_path / "program.pt2")))
         for size in (5, 1):
             assert all_equal(program(image[:size]), integer(image[:size]))
@@ -89,7 +92,7 @@ def test_a_program_of_other_bits_is_not_written(write: Callable[..., Path], tmp_
         return original(self, *inputs) + (1e-3 if len(calls) == 1 else 0)  # while it is written, and not afterwards
 
     monkeypatch.setattr(programs.Program, "forward", forward)
-    with pytest.raises(fxq.ExportError, match="not equal to the integer model"):
+    with pytest.raises(fxq.errors.ExportError, match="not equal to the integer model"):
         write(integer, place)
     assert place.read_text() == "what was there"
     assert [path.name for path in tmp_path.iterdir()] == ["kept.pt2"]
@@ -100,14 +103,14 @@ def found(scores: Tensor) -> list[list[int]]:
     return [torch.nonzero(row).flatten().tolist() for row in scores]
 
 
-@pytest.mark.parametrize("write", [fxq.export_pt2, fxq.export_torchscript, fxq.export_onnx])
+@pytest.mark.parametrize("write", [fxq.export.export_pt2, fxq.export.export_torchscript, fxq.export_onnx])
 def test_what_stays_python_and_cannot_be_written_is_an_error_and_no_print(
     write: Callable[..., Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     finds = Network(lambda s, x: (y := s.conv(x), found(y.mean((2, 3)))), conv=nn.Conv2d(3, 4, 1))
     integer = fxq.quantize(finds.eval(), [torch.randn(4, 3, 4, 4)]).integer
     capfd.readouterr()
-    with pytest.raises(fxq.ExportError, match="found"):
+    with pytest.raises(fxq.errors.ExportError, match="found"):
         write(integer, tmp_path / "model")
     printed = capfd.readouterr()
     assert not printed.out

@@ -14,7 +14,7 @@ from benchmarks.accuracy.peers import PEERS, Peer
 from benchmarks.accuracy.rows import OURS, Result, Row
 from benchmarks.accuracy.settings import CALIBRATION, MODES, SETTINGS, TRAINING, TUNING, Setting
 from benchmarks.accuracy.tasks import TASKS, Data, Task, data_of
-from fxquant.support.seeding import seeded
+from fxquant.support import seeded
 
 EDSR_ROW = Row(CALIBRATION, "W8A8", "tiny", "edsr")
 

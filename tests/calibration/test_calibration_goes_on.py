@@ -131,7 +131,7 @@ def test_what_was_tuned_meanwhile_stays() -> None:
     """A method of tuning gives a layer a rounding that is not calibration's."""
     prepared = copy.deepcopy(begun("int4", 7))
     weights = [operator.weight_quantizer for operator in quantized_operators(prepared).values()]
-    rounded = [weight for weight in weights if isinstance(weight.rounding, fxq.AdaptiveRounding)]
+    rounded = [weight for weight in weights if isinstance(weight.rounding, fxq.tuning.AdaptiveRounding)]
     assert len(rounded) > 1
     rounded[0].rounding = tuned = copy.deepcopy(rounded[0].rounding)
     calibrations = rounded[1].rounding

@@ -69,14 +69,14 @@ def searched(method: Callable[..., Any], **options: Any) -> Callable[[], str]:
 
 ALIKE_IN_THREADS: dict[str, Callable[[], Any]] = {
     "calibrate": lambda: state(calibrated()),
-    "equalize": lambda: state(fxq.equalize(prepared(), BATCHES[:2], show_progress=False)),
+    "equalize": lambda: state(fxq.tuning.equalize(prepared(), BATCHES[:2], show_progress=False)),
     "round_weights": behind(fxq.tuning.round_weights),
     "correct_bias": behind(fxq.tuning.correct_bias),
 }
 LEARNED = {name: behind(getattr(fxq.tuning, name), steps=3) for name in ("adaround", "reconstruct", "distill")}
 SEARCHED = {
-    "sensitivity": searched(fxq.sensitivity),
-    "mixed_precision": searched(fxq.mixed_precision, budget=fxq.Budget(weight_bytes=700)),
+    "sensitivity": searched(fxq.search.sensitivity),
+    "mixed_precision": searched(fxq.search.mixed_precision, budget=fxq.search.Budget(weight_bytes=700)),
     "tune": searched(fxq.tune, steps=2),
 }
 

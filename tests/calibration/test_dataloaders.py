@@ -274,7 +274,7 @@ BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
 def test_a_batch_that_cannot_be_used(name: str) -> None:
     batches, because, remedy = BAD[name]
     prepared = of_one()
-    with pytest.raises(fxq.CalibrationError) as caught:
+    with pytest.raises(fxq.errors.CalibrationError) as caught:
         fxq.calibrate(prepared, batches(), show_progress=False)
     assert "batch 0 does not fit the model" in str(caught.value)
     assert because in str(caught.value)
@@ -283,13 +283,13 @@ def test_a_batch_that_cannot_be_used(name: str) -> None:
 
 def test_a_late_batch_is_named() -> None:
     prepared = of_one()
-    with pytest.raises(fxq.CalibrationError, match="batch 2 does not fit the model"):
+    with pytest.raises(fxq.errors.CalibrationError, match="batch 2 does not fit the model"):
         fxq.calibrate(prepared, [images(4), images(4), images(4).numpy()])
 
 
 @pytest.mark.parametrize("batch", [np.zeros((4, 2, 6, 6), np.float32), (np.zeros((4, 2, 6, 6), np.float32), 1)])
 def test_quantize_refuses_arrays(batch: Any) -> None:
-    with pytest.raises(fxq.CalibrationError, match=r"numpy\.ndarray") as caught:
+    with pytest.raises(fxq.errors.CalibrationError, match=r"numpy\.ndarray") as caught:
         fxq.quantize(One(), [batch])
     assert "torch.from_numpy" in caught.value.remedy
 
@@ -300,7 +300,7 @@ def test_quantize_refuses_arrays(batch: Any) -> None:
 )
 def test_what_yields_no_batches(batches: Any, number: int | None, text: str) -> None:
     for use in (lambda: fxq.calibrate(of_one(), batches, number), lambda: fxq.quantize(One(), batches, num_batches=number)):
-        with pytest.raises(fxq.ConfigurationError, match=text):
+        with pytest.raises(fxq.errors.ConfigurationError, match=text):
             use()
 
 

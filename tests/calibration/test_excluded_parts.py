@@ -76,7 +76,7 @@ METHODS: dict[str, Callable[[fx.GraphModule], Any]] = {
     "calibrate": calibrate,
     "all weights": lambda p: calibrate(p, round_weights=True, correct_bias=True),
     "twice": lambda p: calibrate(calibrate(p)),
-    "equalize first": lambda p: calibrate(fxq.equalize(p, BATCHES, show_progress=False)),
+    "equalize first": lambda p: calibrate(fxq.tuning.equalize(p, BATCHES, show_progress=False)),
     "round_weights": lambda p: fxq.tuning.round_weights(calibrate(p), BATCHES, show_progress=False),
     "correct_bias": lambda p: fxq.tuning.correct_bias(calibrate(p), BATCHES, show_progress=False),
     "adaround": lambda p: fxq.tuning.adaround(calibrate(p), BATCHES, steps=20, show_progress=False),

@@ -66,18 +66,18 @@ def fresh(qconfig: Any = None, target: str = "nash-e", **options: Any) -> fx.Gra
     return calibrated(network(), batches(), target, qconfig, **options)
 
 
-def restored(seen: fxq.Observations, qconfig: Any = None, target: str = "nash-e", **options: Any) -> fx.GraphModule:
+def restored(seen: fxq.observers.Observations, qconfig: Any = None, target: str = "nash-e", **options: Any) -> fx.GraphModule:
     """Prepared, with scales from what was observed."""
     return fxq.prepare(network(), batches()[0], target, qconfig, observations=seen, **options)
 
 
 @functools.cache
-def gathered() -> fxq.Observations:
-    return fxq.observations(fresh())
+def gathered() -> fxq.observers.Observations:
+    return fxq.observers.observations(fresh())
 
 
 @pytest.fixture
-def seen(default_outputs: None) -> fxq.Observations:
+def seen(default_outputs: None) -> fxq.observers.Observations:
     """What the default configuration observes, the output too."""
     return gathered()
 
@@ -89,7 +89,7 @@ def assert_same_state(one: fx.GraphModule, other: fx.GraphModule) -> None:
     assert next(states) == next(states)
 
 
-class Halved(fxq.MinMaxObserver):
+class Halved(fxq.observers.MinMaxObserver):
     """Another choice of a scale, from what fxquant's observer gathers."""
 
     def scale(self, dtype: Any) -> Tensor:
@@ -101,17 +101,17 @@ class Halved(fxq.MinMaxObserver):
 OTHERS: dict[str, tuple[Any, str]] = {
     "int16": (fxq.QConfig(ACT("int16"), fxq.WeightConfig("int16")), "nash-e"),
     "int4": (fxq.QConfig(ACT("int4")), "nash-e"),
-    "a percentile": (fxq.QConfig(ACT(observer=fxq.PercentileObserver(99.0))), "nash-e"),
+    "a percentile": (fxq.QConfig(ACT(observer=fxq.observers.PercentileObserver(99.0))), "nash-e"),
     "the least divergence, by name": (fxq.QConfig(ACT("int4", observer="kl")), "nash-e"),
-    "a power of the error": (fxq.QConfig(ACT(observer=fxq.LpObserver(2.4), power_of_two=True), fxq.WeightConfig(p=3)), "nash-e"),
-    "smallest and largest": (fxq.QConfig(ACT(observer=fxq.MinMaxObserver)), "nash-e"),
-    "the average range": (fxq.QConfig(ACT("int16", observer=fxq.MovingAverageMinMaxObserver)), "nash-e"),
+    "a power of the error": (fxq.QConfig(ACT(observer=fxq.observers.LpObserver(2.4), power_of_two=True), fxq.WeightConfig(p=3)), "nash-e"),
+    "smallest and largest": (fxq.QConfig(ACT(observer=fxq.observers.MinMaxObserver)), "nash-e"),
+    "the average range": (fxq.QConfig(ACT("int16", observer=fxq.observers.MovingAverageMinMaxObserver)), "nash-e"),
     "a scale of a user's choice": (fxq.QConfig(ACT(observer=Halved)), "nash-e"),
     "learned": (fxq.QConfig(ACT(training="learned"), fxq.WeightConfig(training="learned")), "nash-e"),
     "powers of two": (fxq.QConfig(ACT(power_of_two=True)), "nash-e"),
     "another arithmetic": (None, "nash-e/requantize"),
     "with a zero point": (fxq.QConfig(ACT("uint8")), "x86"),
-    "with a zero point that covers everything": (fxq.QConfig(ACT("uint8", observer=fxq.MinMaxObserver)), "x86"),
+    "with a zero point that covers everything": (fxq.QConfig(ACT("uint8", observer=fxq.observers.MinMaxObserver)), "x86"),
     "layers of different dtypes": (Mapping(fxq.QConfig(ACT("int16"))).set_module_name("block", fxq.QConfig(ACT("int4"))), "nash-e"),
     "layers in float": (Mapping().set_module_name("block", None).set_module_name("head", None), "nash-e"),
     "a function in float": (Mapping().set_object_type(F.silu, None), "nash-e"),
@@ -121,7 +121,7 @@ OTHERS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize(("qconfig", "target"), OTHERS.values(), ids=OTHERS)
-def test_what_one_calibration_has_seen_gives_what_another_would(qconfig: Any, target: str, seen: fxq.Observations) -> None:
+def test_what_one_calibration_has_seen_gives_what_another_would(qconfig: Any, target: str, seen: fxq.observers.Observations) -> None:
     assert_same_state(restored(seen, qconfig, target), fresh(qconfig, target))
 
 
@@ -151,7 +151,7 @@ def test_a_tensor_before_a_function_that_saturates_has_a_scale_in_another_dtype(
     function: str, target: str, before: str, after: str
 ) -> None:
     model, given = before_a_function(SATURATING[function]), [x / 4 for x in batches()]
-    observed = fxq.observations(calibrated(model, given, target, fxq.QConfig(ACT(before))))
+    observed = fxq.observers.observations(calibrated(model, given, target, fxq.QConfig(ACT(before))))
     qconfig = fxq.QConfig(ACT(after))
     prepared = fxq.prepare(model, given[0], target, qconfig, observations=observed)
     assert_same_state(prepared, calibrated(model, given, target, qconfig, choose_ranges=False))  # samples would narrow an input
@@ -160,7 +160,7 @@ def test_a_tensor_before_a_function_that_saturates_has_a_scale_in_another_dtype(
 
 def test_a_tensor_whose_values_reached_where_a_function_saturates_is_named(caplog: pytest.LogCaptureFixture) -> None:
     model, qconfig = before_a_function(F.silu, 40.0), fxq.QConfig(ACT("int16"))
-    observed = fxq.observations(calibrated(model, batches(), "nash-e"))
+    observed = fxq.observers.observations(calibrated(model, batches(), "nash-e"))
     with caplog.at_level(logging.WARNING, "fxquant"):
         prepared = fxq.prepare(model, batches()[0], "nash-e", qconfig, observations=observed)
     assert "%first: it was observed from -9.5 to inf, and counts from -15.5 to inf now, and values reached an end" in caplog.text
@@ -169,7 +169,7 @@ def test_a_tensor_whose_values_reached_where_a_function_saturates_is_named(caplo
     fxq.convert(prepared)
 
 
-def test_weights_of_few_bits_that_no_samples_round_are_told_of(seen: fxq.Observations, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_of_few_bits_that_no_samples_round_are_told_of(seen: fxq.observers.Observations, caplog: pytest.LogCaptureFixture) -> None:
     qconfig = fxq.QConfig(weight=fxq.WeightConfig("int4"))
     with caplog.at_level(logging.WARNING, "fxquant"):
         prepared = restored(seen, qconfig)
@@ -182,9 +182,9 @@ def test_weights_of_few_bits_that_no_samples_round_are_told_of(seen: fxq.Observa
 
 
 OBSERVERS: dict[str, Any] = {
-    "smallest and largest": fxq.MinMaxObserver,
-    "the average range": fxq.MovingAverageMinMaxObserver(0.5),
-    "a percentile of few bins": fxq.PercentileObserver(90.0, bins=16),
+    "smallest and largest": fxq.observers.MinMaxObserver,
+    "the average range": fxq.observers.MovingAverageMinMaxObserver(0.5),
+    "a percentile of few bins": fxq.observers.PercentileObserver(90.0, bins=16),
     "a user's choice": Halved,
 }
 
@@ -192,11 +192,11 @@ OBSERVERS: dict[str, Any] = {
 @pytest.mark.parametrize("observer", OBSERVERS.values(), ids=OBSERVERS)
 def test_whichever_observer_was_asked_for_the_others_are_served(observer: Any) -> None:
     before = fresh(fxq.QConfig(ACT(observer=observer)))
-    assert_same_state(restored(fxq.observations(before)), fresh())
-    assert_same_state(restored(fxq.observations(before), fxq.QConfig(ACT(observer=observer))), before)
+    assert_same_state(restored(fxq.observers.observations(before)), fresh())
+    assert_same_state(restored(fxq.observers.observations(before), fxq.QConfig(ACT(observer=observer))), before)
 
 
-def test_a_restored_model_holds_the_contract_and_goes_on(seen: fxq.Observations) -> None:
+def test_a_restored_model_holds_the_contract_and_goes_on(seen: fxq.observers.Observations) -> None:
     models = restored(seen, OTHERS["layers of different dtypes"][0]), fresh(OTHERS["layers of different dtypes"][0])
     assert_validate_is_integer(models[0], fxq.convert(models[0]), batches()[1])
     for model in models:
@@ -210,7 +210,7 @@ def test_a_restored_model_holds_the_contract_and_goes_on(seen: fxq.Observations)
     assert_train_is_validate(models[0], batches()[0])
 
 
-def test_what_was_seen_is_what_the_float_model_computes(seen: fxq.Observations) -> None:
+def test_what_was_seen_is_what_the_float_model_computes(seen: fxq.observers.Observations) -> None:
     with torch.no_grad():
         values = [network().stem(x) for x in batches()]
     stem = seen["stem"]
@@ -220,22 +220,22 @@ def test_what_was_seen_is_what_the_float_model_computes(seen: fxq.Observations) 
 
 def test_observations_do_not_change() -> None:
     prepared = fresh()
-    seen, again = fxq.observations(prepared), fxq.observations(prepared)
+    seen, again = fxq.observers.observations(prepared), fxq.observers.observations(prepared)
     assert seen == again
     fxq.set_state(prepared, fxq.State.TRAIN)
     prepared.train()
     prepared(batches()[0] * 9)
-    assert fxq.observations(prepared) == seen  # what training moves is no part of them
+    assert fxq.observers.observations(prepared) == seen  # what training moves is no part of them
     fxq.calibrate(prepared, [batches()[0] * 9], show_progress=False)
     assert seen == again
-    assert fxq.observations(prepared) != seen
+    assert fxq.observers.observations(prepared) != seen
     assert_same_state(restored(seen), fresh())
 
 
 # ---- what cannot be given ------------------------------------------------------------------------------------------------------
 
 
-def test_only_what_is_missing_is_observed(seen: fxq.Observations, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_what_is_missing_is_observed(seen: fxq.observers.Observations, caplog: pytest.LogCaptureFixture) -> None:
     qconfig = Mapping().set_module_name("block.relu", None)
     with caplog.at_level(logging.WARNING, "fxquant"):
         prepared = restored(seen, qconfig)
@@ -245,13 +245,13 @@ def test_only_what_is_missing_is_observed(seen: fxq.Observations, caplog: pytest
         "  %block_conv.intermediate: it was observed with block_bn, add, block_relu fused into it, and has block_bn, add now",
         "  %block_relu: it was not observed",
     ]
-    with pytest.raises(fxq.NotCalibrated, match="block_conv"):
+    with pytest.raises(fxq.errors.NotCalibrated, match="block_conv"):
         fxq.convert(prepared)
     fxq.calibrate(prepared, batches(), only_missing=True, show_progress=False)
     assert_same_state(prepared, fresh(qconfig))
 
 
-def test_where_nothing_is_missing_no_batch_is_taken(seen: fxq.Observations) -> None:
+def test_where_nothing_is_missing_no_batch_is_taken(seen: fxq.observers.Observations) -> None:
     def no_more() -> Iterator[Tensor]:
         yield batches()[0]
         pytest.fail("a second batch was taken")
@@ -261,20 +261,20 @@ def test_where_nothing_is_missing_no_batch_is_taken(seen: fxq.Observations) -> N
     fxq.calibrate(result.prepared, no_more(), only_missing=True)
 
 
-def test_quantize_observes_what_is_missing(seen: fxq.Observations) -> None:
+def test_quantize_observes_what_is_missing(seen: fxq.observers.Observations) -> None:
     qconfig = Mapping().set_module_name("block.relu", None)
     result = fxq.quantize(network(), batches(), "nash-e", qconfig, observations=seen, show_progress=False)
     assert_same_state(result.prepared, fresh(qconfig))
 
 
-def test_values_that_another_reader_tells_apart_are_not_known(seen: fxq.Observations, caplog: pytest.LogCaptureFixture) -> None:
+def test_values_that_another_reader_tells_apart_are_not_known(seen: fxq.observers.Observations, caplog: pytest.LogCaptureFixture) -> None:
     """In float the clamp shows everything it reads; as an integer operator it lets nothing beyond its limits be seen."""
     torch.manual_seed(0)
     layers = {"conv": nn.Conv2d(2, 4, 1), "head": nn.Conv2d(4, 2, 1), "limit": nn.Hardtanh(-0.25, 0.5)}
     model, default = Network(lambda s, x: s.head(s.limit(F.max_pool2d(s.conv(x), 2))), **layers), fxq.QConfig()
     before = fxq.calibrate(fxq.prepare(model, batches()[0], qconfig=default), batches(), show_progress=False)
     qconfig = Mapping().set_module_name("limit", None)
-    prepared = fxq.prepare(model, batches()[0], qconfig=qconfig, observations=fxq.observations(before))
+    prepared = fxq.prepare(model, batches()[0], qconfig=qconfig, observations=fxq.observers.observations(before))
     assert "%conv: it was observed from -0.25 to 0.5, and counts everywhere now" in caplog.text
     fxq.calibrate(prepared, batches(), only_missing=True, show_progress=False)
     expected = fxq.calibrate(fxq.prepare(model, batches()[0], qconfig=qconfig), batches(), show_progress=False)
@@ -282,19 +282,19 @@ def test_values_that_another_reader_tells_apart_are_not_known(seen: fxq.Observat
     assert fxq.qparams(prepared)["conv"] > fxq.qparams(before)["conv"]
 
 
-def test_tensors_that_come_to_share_a_scale_are_observed_anew(seen: fxq.Observations, caplog: pytest.LogCaptureFixture) -> None:
+def test_tensors_that_come_to_share_a_scale_are_observed_anew(seen: fxq.observers.Observations, caplog: pytest.LogCaptureFixture) -> None:
     """On bernoulli a concatenation and its operands have one scale."""
     prepared = restored(seen, target="bernoulli")
     assert "%stem, block_conv, silu, cat: it shares its scale with other tensors" in caplog.text
     fxq.calibrate(prepared, batches(), only_missing=True, show_progress=False)
     assert_same_state(prepared, fresh(target="bernoulli"))
-    together = fxq.observations(prepared)
+    together = fxq.observers.observations(prepared)
     assert_same_state(
         restored(together, OTHERS["smallest and largest"][0], "bernoulli"), fresh(OTHERS["smallest and largest"][0], "bernoulli")
     )
 
 
-class Own(fxq.Observer):
+class Own(fxq.observers.Observer):
     """An observer that gathers what fxquant's do not."""
 
     total: Tensor
@@ -312,26 +312,26 @@ class Own(fxq.Observer):
 
 
 def test_an_observer_that_gathers_by_itself_serves_others_and_is_not_served(
-    seen: fxq.Observations, caplog: pytest.LogCaptureFixture
+    seen: fxq.observers.Observations, caplog: pytest.LogCaptureFixture
 ) -> None:
     own = fxq.QConfig(ACT(observer=Own))
     before = fresh(own)
-    assert_same_state(restored(fxq.observations(before)), fresh())
+    assert_same_state(restored(fxq.observers.observations(before)), fresh())
     prepared = restored(seen, own)
     assert "%stem: its observer Own collects statistics that no other observer collects" in caplog.text
     fxq.calibrate(prepared, batches(), only_missing=True, show_progress=False)
     assert_same_state(prepared, before)
 
 
-def test_settings_that_nothing_was_gathered_with(seen: fxq.Observations, caplog: pytest.LogCaptureFixture) -> None:
-    restored(seen, fxq.QConfig(ACT(observer=fxq.HistogramObserver(bins=64, sample=512))))
+def test_settings_that_nothing_was_gathered_with(seen: fxq.observers.Observations, caplog: pytest.LogCaptureFixture) -> None:
+    restored(seen, fxq.QConfig(ACT(observer=fxq.observers.HistogramObserver(bins=64, sample=512))))
     assert (
         "%stem: what HistogramObserver(bins=64, sample=512) collects was not collected, since no observer had these settings" in caplog.text
     )
 
 
-def test_sizes_that_differ_are_told(seen: fxq.Observations, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(fxq.ConfigurationError, match=r"f32.B,2,8,8., and is f32.B,2,16,16. now"):
+def test_sizes_that_differ_are_told(seen: fxq.observers.Observations, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(fxq.errors.ConfigurationError, match=r"f32.B,2,8,8., and is f32.B,2,16,16. now"):
         fxq.prepare(network(), torch.randn(4, 2, 16, 16), "nash-e", observations=seen)
 
 
@@ -340,14 +340,14 @@ def test_of_a_value_that_is_quantized_twice_both_are_known() -> None:
     model, wide = fork, Mapping().set_module_name("left", fxq.QConfig(input=ACT("int16")))
     one, two = (calibrated(model, batches(), "nash-e", qconfig) for qconfig in (None, wide))
     assert len(fxq.qparams(two)) == len(fxq.qparams(one)) + 1
-    assert fxq.observations(one) == fxq.observations(two)
-    assert_same_state(fxq.prepare(model, batches()[0], "nash-e", wide, observations=fxq.observations(one)), two)
+    assert fxq.observers.observations(one) == fxq.observers.observations(two)
+    assert_same_state(fxq.prepare(model, batches()[0], "nash-e", wide, observations=fxq.observers.observations(one)), two)
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------------------
 
 
-def test_observations_are_kept_in_a_file(seen: fxq.Observations, tmp_path: Path) -> None:
+def test_observations_are_kept_in_a_file(seen: fxq.observers.Observations, tmp_path: Path) -> None:
     path = fxq.save(seen, tmp_path / "seen.fxq")
     loaded = fxq.load(path)
     assert loaded == seen
@@ -355,8 +355,8 @@ def test_observations_are_kept_in_a_file(seen: fxq.Observations, tmp_path: Path)
     assert_same_state(restored(loaded), fresh())
 
 
-def test_a_model_from_a_file_has_seen_the_same(seen: fxq.Observations, tmp_path: Path) -> None:
-    assert fxq.observations(fxq.load(fxq.save(fresh(), tmp_path / "model.fxq"))) == seen
+def test_a_model_from_a_file_has_seen_the_same(seen: fxq.observers.Observations, tmp_path: Path) -> None:
+    assert fxq.observers.observations(fxq.load(fxq.save(fresh(), tmp_path / "model.fxq"))) == seen
 
 
 DAMAGE: dict[str, tuple[Any, ...]] = {  # where in the document, and what stands there then
@@ -374,7 +374,7 @@ DAMAGE: dict[str, tuple[Any, ...]] = {  # where in the document, and what stands
 
 
 @pytest.mark.parametrize("change", DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_file_is_refused(change: tuple[Any, ...], seen: fxq.Observations, tmp_path: Path) -> None:
+def test_a_damaged_file_is_refused(change: tuple[Any, ...], seen: fxq.observers.Observations, tmp_path: Path) -> None:
     path = fxq.save(seen, tmp_path / "seen.fxq")
     document, tensors = unpack(path.read_bytes())
     *way, last, value = change
@@ -384,5 +384,5 @@ def test_a_damaged_file_is_refused(change: tuple[Any, ...], seen: fxq.Observatio
     assert place[last] != value
     place[last] = value
     path.write_bytes(pack(document, tensors))
-    with pytest.raises(fxq.ExportError, match="can be loaded"):
+    with pytest.raises(fxq.errors.ExportError, match="can be loaded"):
         fxq.load(path)

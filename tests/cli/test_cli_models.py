@@ -108,7 +108,7 @@ def files_of(folder: str) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in Path(folder).rglob("*") if path.is_file())
 
 
-def by_hand(target: str = "bayes-e", qconfig: Any = None) -> fxq.Result:
+def by_hand(target: str = "bayes-e", qconfig: Any = None) -> fxq.results.Result:
     """What Python's functions make of the same samples: the last fifth is held back."""
     batches = [{"image": rows} for rows in images()[: -(ROWS // 5)].split(8)]
     return fxq.quantize(network_of("Network"), batches, target, qconfig, show_progress=False)
@@ -174,7 +174,7 @@ def test_rules_of_a_file_are_those_of_the_mapping(capsys: pytest.CaptureFixture[
 def test_the_form_of_the_file_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     given = ("--data", "images.npy", "--out", "out", "--no-report", "--style", "exact", "--opset", 17, "--fixed-batch", 3, "--horizon")
     assert called(capsys, "quantize", "networks:Network", *given)[0] == 0
-    metadata = fxq.onnx_metadata("out/model.onnx")
+    metadata = fxq.export.onnx_metadata("out/model.onnx")
     assert metadata["style"] == "exact"
     assert "image f32[3,2,8,8]" in called(capsys, "inspect", "out/model.onnx")[1]
     summary = json.loads(Path("out/summary.json").read_text(encoding="utf-8"))
@@ -185,13 +185,13 @@ def test_the_form_of_the_file_is_chosen(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_file_that_differs_is_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    export = fxq.Result.export
+    export = fxq.results.Result.export
 
-    def other(self: fxq.Result, path: Any, **options: Any) -> Path:
+    def other(self: fxq.results.Result, path: Any, **options: Any) -> Path:
         fxq.set_qparams(self.prepared, {"conv": 1.0})
-        return export(fxq.Result(self.float, self.prepared, fxq.convert(self.prepared)), path, **options)
+        return export(fxq.results.Result(self.float, self.prepared, fxq.convert(self.prepared)), path, **options)
 
-    monkeypatch.setattr(fxq.Result, "export", other)
+    monkeypatch.setattr(fxq.results.Result, "export", other)
     status, shown, _ = called(capsys, "quantize", "networks:Network", "--data", "images.npy", "--out", "out", "--no-report")
     assert status == 1
     assert "NOT equal" in shown
@@ -206,7 +206,7 @@ def test_files_of_before_are_replaced_and_others_stay(capsys: pytest.CaptureFixt
     Path("out/model.onnx").write_text("old")
     assert called(capsys, "quantize", "networks:Network", "--data", "images.npy", "--out", "out", "--no-report")[0] == 0
     assert Path("out/notes.txt").read_text() == "kept"
-    assert fxq.onnx_metadata("out/model.onnx")["target"] == "bayes-e"
+    assert fxq.export.onnx_metadata("out/model.onnx")["target"] == "bayes-e"
 
 
 # ---- data ---------------------------------------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ def test_ctrl_c_leaves_no_folder_and_no_traceback(monkeypatch: pytest.MonkeyPatc
     def interrupt(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fxq.Result, "compare", interrupt)
+    monkeypatch.setattr(fxq.results.Result, "compare", interrupt)
     given = ("quantize", "networks:Network", "--data", "images.npy", "--out", "out", "--no-report")
     assert called(capsys, *given) == (130, "", "fxquant: interrupted\n")
     assert not Path("out").exists()

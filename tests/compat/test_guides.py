@@ -80,7 +80,7 @@ def test_the_program_of_horizon_runs_with_its_names(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(march, "_march", [])
     (program,) = programs("from-horizon.md")
     found = run(program["new"], "new", tmp_path)
-    assert fxq.layers(found["quantized"])
+    assert fxq.inspect.layers(found["quantized"])
     names = imported(program["old"])
     assert len(names) >= 11
     for name in names:

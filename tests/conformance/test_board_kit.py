@@ -79,12 +79,12 @@ def two(**options: Any) -> tuple[fx.GraphModule, list[Tensor], Any]:
     batch = [torch.randn(3, 3, 8, 8), torch.rand(3, 1, 6, 6)]
     mapping = fxq.QConfigMapping().set_module_name("b", fxq.QConfig(fxq.ActivationConfig("int32")))
     result = fxq.quantize(Two().eval(), [batch], "bayes-e", mapping, show_progress=False)
-    return result.integer, batch, {"output_names": ["y", "z"], "options": fxq.HorizonOptions(**options)}
+    return result.integer, batch, {"output_names": ["y", "z"], "options": fxq.board.HorizonOptions(**options)}
 
 
 def program_of(integer: fx.GraphModule, folder: Path, **arguments: Any) -> Path:
     """The folder for the compiler, with a stand-in for what that makes."""
-    exported = fxq.export_horizon(integer, folder, **arguments)
+    exported = fxq.board.export_horizon(integer, folder, **arguments)
     (exported / "model_output").mkdir()
     (exported / "model_output" / "model.bin").write_bytes(b"a program")
     return exported / "model_output" / "model.bin"
@@ -107,11 +107,11 @@ def run(kit: Path, *options: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("options", [{}, {"outputs": "integer"}, {"layout": "NHWC"}, {"outputs": "integer", "layout": "NHWC"}])
 def test_a_board_that_computes_the_integer_model_is_equal(options: dict[str, str], runtime: str, tmp_path: Path) -> None:
     integer, batch, names = two(**options)
-    kit = fxq.board_kit(tmp_path / "kit", integer, program_of(integer, tmp_path / "net", **names), [batch])
+    kit = fxq.board.board_kit(tmp_path / "kit", integer, program_of(integer, tmp_path / "net", **names), [batch])
     assert sorted(path.name for path in kit.iterdir()) == ["expected.npz", "inputs.npz", "model.bin", "programs.json", "run.py"]
     answers = dict(zip(("y", "z"), integer(*batch), strict=True))
     if "outputs" in options:
-        recorded = next(fxq.record(integer, [batch], ["quantized", "accumulators"]))
+        recorded = next(fxq.inspect.record(integer, [batch], ["quantized", "accumulators"]))
         answers = {"y": recorded["mul"].to(torch.int8), "z": recorded["b"].to(torch.int32)}
     shown = {name: value.permute(0, 2, 3, 1) if "layout" in options else value for name, value in answers.items()}
     install(kit, runtime, {name: value.numpy() for name, value in shown.items()})
@@ -125,7 +125,7 @@ def test_a_board_that_computes_the_integer_model_is_equal(options: dict[str, str
 
 def test_the_first_integer_that_differs_is_named(tmp_path: Path) -> None:
     integer, batch, names = two()
-    kit = fxq.board_kit(tmp_path / "kit", integer, program_of(integer, tmp_path / "net", **names), [batch])
+    kit = fxq.board.board_kit(tmp_path / "kit", integer, program_of(integer, tmp_path / "net", **names), [batch])
     y, z = (value.numpy().copy() for value in integer(*batch))
     step = read_arrays(kit / "expected.npz")["z/step"].reshape(-1)
     z[1, 1, 2, 3] += 2 * step[-1]
@@ -141,8 +141,8 @@ def test_the_first_integer_that_differs_is_named(tmp_path: Path) -> None:
 def test_other_inputs_are_compared_with_what_is_given(tmp_path: Path) -> None:
     integer, batch, names = two()
     program = program_of(integer, tmp_path / "net", **names)
-    kit = fxq.board_kit(tmp_path / "kit", integer, program, [batch])
-    other = fxq.board_kit(tmp_path / "other", integer, program, [[-batch[0][:2], batch[1][:2]]])
+    kit = fxq.board.board_kit(tmp_path / "kit", integer, program, [batch])
+    other = fxq.board.board_kit(tmp_path / "other", integer, program, [[-batch[0][:2], batch[1][:2]]])
     answers = dict(zip(("y", "z"), (value.numpy() for value in integer(-batch[0][:2], batch[1][:2])), strict=True))
     install(kit, "bpu_infer_lib", answers)
     done = run(kit, "--inputs", str(other / "inputs.npz"), "--expected", str(other / "expected.npz"), "--results", "out")
@@ -171,8 +171,8 @@ def test_a_program_that_reads_a_camera_is_given_its_bytes(camera: str, tmp_path:
     pictures = torch.randint(0, 256, (2, 3, 8, 12), dtype=torch.uint8)
     model, planes = nn.Conv2d(3, 4, 3).eval(), fxq.nn.rgb_to_nv12(pictures)
     yuv = fxq.nn.Nv12ToYuv444(centred=True)(*planes)
-    integer = fxq.with_camera(fxq.quantize(model, [pictures.float()], "bayes-e", show_progress=False).integer)
-    kit = fxq.board_kit(tmp_path / "kit", integer, program_of(integer, tmp_path / "net", camera=camera, output_names=["y"]), [yuv])
+    integer = fxq.board.with_camera(fxq.quantize(model, [pictures.float()], "bayes-e", show_progress=False).integer)
+    kit = fxq.board.board_kit(tmp_path / "kit", integer, program_of(integer, tmp_path / "net", camera=camera, output_names=["y"]), [yuv])
     install(kit, "hobot_dnn", {"y": integer(yuv).numpy()})
     assert run(kit).returncode == 0
     given = read_arrays(kit / "inputs.npz")
@@ -212,7 +212,7 @@ def test_an_output_in_float_is_shown_and_not_compared(tmp_path: Path) -> None:
     model, batch = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Tanh()).eval(), torch.randn(2, 3, 4, 4)
     mapping = fxq.QConfigMapping().set_object_type(nn.Tanh, None)
     integer = fxq.quantize(model, [batch], "bayes-e", mapping, show_progress=False).integer
-    kit = fxq.board_kit(tmp_path / "kit", integer, program_of(integer, tmp_path / "net", output_names=["y"]), [batch])
+    kit = fxq.board.board_kit(tmp_path / "kit", integer, program_of(integer, tmp_path / "net", output_names=["y"]), [batch])
     install(kit, "hobot_dnn", {"y": integer(batch).numpy() + np.float32(0.25)})
     done = run(kit)
     assert (done.returncode, "y: computed in float, at most 0.25 off" in done.stdout) == (0, True), done.stdout + done.stderr
@@ -223,10 +223,10 @@ def test_another_program_is_refused(tmp_path: Path) -> None:
     program = program_of(integer, tmp_path / "net", **names)
     other = fxq.quantize(nn.Conv2d(3, 4, 1).eval(), batch[:1], "bayes-e", show_progress=False).integer
     for model, path in ((other, program), (integer, tmp_path / "none.bin"), (integer, tmp_path / "net" / "model.onnx")):
-        with pytest.raises(fxq.ConfigurationError, match="is not the program of this model"):
-            fxq.board_kit(tmp_path / "kit", model, path, [batch])
-    with pytest.raises(fxq.ConfigurationError, match="there is nothing to run"):
-        fxq.board_kit(tmp_path / "kit", integer, program, [])
+        with pytest.raises(fxq.errors.ConfigurationError, match="is not the program of this model"):
+            fxq.board.board_kit(tmp_path / "kit", model, path, [batch])
+    with pytest.raises(fxq.errors.ConfigurationError, match="there is nothing to run"):
+        fxq.board.board_kit(tmp_path / "kit", integer, program, [])
     assert not (tmp_path / "kit").exists()
 
 
@@ -255,7 +255,7 @@ def test_the_command_line_has_the_options_and_writes_the_folder(
     assert capsys.readouterr().out.split() == ["net/camera.fxq", "net/model_output/model.bin", "kit"]
     written = Path("net/model.yaml").read_text()
     assert all(line in written for line in ("optimize_level: 'O2'", "jobs: 3", "remove_node_type: 'Dequantize'", "input_type_rt: 'nv12'"))
-    camera = fxq.with_camera(integer, "bgr", mean=(123.7, 116.3, 103.5), std=(58.4, 57.1, 57.4))
+    camera = fxq.board.with_camera(integer, "bgr", mean=(123.7, 116.3, 103.5), std=(58.4, 57.1, 57.4))
     assert torch.equal(fxq.load("net/camera.fxq")(yuv), camera(yuv))
     step = next(node for node in integer.graph.nodes if node.op == "output").args[0].args[1].target
     expected = read_arrays(Path("kit/expected.npz"))

@@ -78,7 +78,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Kit:
         patched.setattr(kit_module, "compile_model", stand_in)
         patched.setattr(Tool, "find", lambda: None)
         folder = tmp_path_factory.mktemp("kits") / "kit"
-        return read_kit(fxq.conformance_kit(folder, "x5", operators=OPERATORS, show_progress=False))
+        return read_kit(fxq.board.conformance_kit(folder, "x5", operators=OPERATORS, show_progress=False))
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def few_variants(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fxquant.conformance.results.variants_of", chosen)
 
 
-def rows(found: fxq.Conformance) -> dict[str, fxq.ProbeResult]:
+def rows(found: fxq.results.Conformance) -> dict[str, fxq.results.ProbeResult]:
     return {row.operator: row for row in found}
 
 
@@ -155,7 +155,7 @@ def test_a_kit_holds_what_a_board_and_a_comparison_need(made: Kit) -> None:
 
 def test_a_board_that_computes_what_is_expected_is_equal(kit: Kit, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_results(kit, tmp_path / "results")
-    found = fxq.check_conformance(kit.folder, folder)
+    found = fxq.board.check_conformance(kit.folder, folder)
     assert found
     assert {row.result for row in found if row.operator != "conv, clamp"} == {"equal"}
     assert rows(found)["conv, clamp"].result == "refused"
@@ -172,7 +172,7 @@ def test_each_planted_variant_is_named(kit: Kit, tmp_path: Path) -> None:
     target = backends.get(kit.target)
     named = {variant.name: variant.of(target) for variant in variants_of(target)}
     folder = planted(kit, tmp_path / "results", {operator: named[name] for operator, name in PLANTED.items()})
-    found = fxq.check_conformance(kit.folder, folder)
+    found = fxq.board.check_conformance(kit.folder, folder)
     assert not found
     table = rows(found)
     for operator, name in PLANTED.items():
@@ -192,7 +192,7 @@ def test_two_changes_together_are_named(kit: Kit, tmp_path: Path) -> None:
     layers = named[LAYERS]
     everywhere = dict.fromkeys(("conv 3x3", "conv 1x1", "avg pool 2x2"), layers.of(target))
     both = layers.and_also(named[PLANTED["mul"]])
-    found = rows(fxq.check_conformance(kit.folder, planted(kit, tmp_path / "results", {**everywhere, "mul": both.of(target)})))
+    found = rows(fxq.board.check_conformance(kit.folder, planted(kit, tmp_path / "results", {**everywhere, "mul": both.of(target)})))
     assert layers.name in found["conv 3x3"].fits
     assert both.name in found["mul"].fits
     assert not [name for name in found["mul"].fits if " + " not in name]
@@ -207,7 +207,7 @@ def test_what_no_variant_gives_is_counted_and_unexplained(kit: Kit, tmp_path: Pa
         return arrays
 
     folder = write_results(kit, tmp_path / "results", change)
-    found = fxq.check_conformance(kit.folder, folder)
+    found = fxq.board.check_conformance(kit.folder, folder)
     table = rows(found)
     assert (table["add"].result, table["add"].differing, table["add"].fits) == ("differs", 2, ())
     assert table["add"].largest_steps >= 127
@@ -217,7 +217,7 @@ def test_what_no_variant_gives_is_counted_and_unexplained(kit: Kit, tmp_path: Pa
     assert main(["conformance", str(kit.folder), "--results", str(folder)]) == 1
     # What differs in the simulator, too, is a known difference.
     write_results(kit, kit.folder / manifest.SIMULATED, change)
-    assert SIMULATOR in rows(fxq.check_conformance(kit.folder, folder))["add"].fits
+    assert SIMULATOR in rows(fxq.board.check_conformance(kit.folder, folder))["add"].fits
 
 
 def test_integers_and_shapes_with_ones_are_taken(kit: Kit, tmp_path: Path) -> None:
@@ -227,19 +227,19 @@ def test_integers_and_shapes_with_ones_are_taken(kit: Kit, tmp_path: Path) -> No
         return {**arrays, "0": expected["int8-0/0"].astype(np.int32)[..., None]} if SCALES[0] in scales.pop(0) else arrays
 
     scales = [program.scales for program in kit.programs]
-    assert fxq.check_conformance(kit.folder, write_results(kit, tmp_path / "results", change))
+    assert fxq.board.check_conformance(kit.folder, write_results(kit, tmp_path / "results", change))
 
 
 def test_what_was_not_run_is_reported(kit: Kit, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_results(kit, tmp_path / "part", only=1)
-    found = fxq.check_conformance(kit.folder, folder)
+    found = fxq.board.check_conformance(kit.folder, folder)
     assert not found
     assert {row.result for row in found} == {"not run", "refused"}
     assert rows(found)["add"].note == "int8-1: there is no int8-1.npz"
     assert main(["conformance", str(kit.folder), "--results", str(folder)]) == 1
     assert "8 not run" in capsys.readouterr().out
     failed = write_results(kit, tmp_path / "failed", lambda arrays: {"kit": arrays["kit"], "error": np.array("RuntimeError: no BPU")})
-    assert rows(fxq.check_conformance(kit.folder, failed))["add"].note == "int8-0: RuntimeError: no BPU; int8-1: RuntimeError: no BPU"
+    assert rows(fxq.board.check_conformance(kit.folder, failed))["add"].note == "int8-0: RuntimeError: no BPU; int8-1: RuntimeError: no BPU"
 
 
 # ---- misuse ---------------------------------------------------------------------------------------------------------------
@@ -255,8 +255,8 @@ def test_what_was_not_run_is_reported(kit: Kit, tmp_path: Path, capsys: pytest.C
     ],
 )
 def test_results_that_do_not_fit_are_refused(change: Change, said: str, kit: Kit, tmp_path: Path) -> None:
-    with pytest.raises(fxq.ExportError, match=said):
-        fxq.check_conformance(kit.folder, write_results(kit, tmp_path / "results", change))
+    with pytest.raises(fxq.errors.ExportError, match=said):
+        fxq.board.check_conformance(kit.folder, write_results(kit, tmp_path / "results", change))
 
 
 def test_a_truncated_result_is_refused(kit: Kit, tmp_path: Path) -> None:
@@ -264,15 +264,15 @@ def test_a_truncated_result_is_refused(kit: Kit, tmp_path: Path) -> None:
     whole = (folder / "int8-1.npz").read_bytes()
     for size in (0, 10, len(whole) // 2, len(whole) - 1):
         (folder / "int8-1.npz").write_bytes(whole[:size])
-        with pytest.raises(fxq.ExportError, match="holds no arrays"):
-            fxq.check_conformance(kit.folder, folder)
+        with pytest.raises(fxq.errors.ExportError, match="holds no arrays"):
+            fxq.board.check_conformance(kit.folder, folder)
 
 
 def test_no_kit_and_no_results_are_misuse(kit: Kit, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(fxq.ConfigurationError, match="is not a conformance kit"):
-        fxq.check_conformance(tmp_path, tmp_path)
-    with pytest.raises(fxq.ConfigurationError, match="holds no results"):
-        fxq.check_conformance(kit.folder, tmp_path)
+    with pytest.raises(fxq.errors.ConfigurationError, match="is not a conformance kit"):
+        fxq.board.check_conformance(tmp_path, tmp_path)
+    with pytest.raises(fxq.errors.ConfigurationError, match="holds no results"):
+        fxq.board.check_conformance(kit.folder, tmp_path)
     for options in (
         [], ["--target", "bayes-e", "--results", "x"], ["--results", str(tmp_path)], ["--results", "x", "--dtype", "int8"],
         ["--target", "nash-e"], ["--target", "bayes-f"], ["--target", "bayes-e", "--operators", "conv 3x4"],
@@ -287,15 +287,15 @@ def test_a_damaged_kit_is_refused(kit: Kit, tmp_path: Path) -> None:
     text = (kit.folder / manifest.MANIFEST).read_text(encoding="utf-8")
     for damage in (text[:-20], text.replace('"format": 3', '"format": 2'), text.replace(kit.identity, "0" * 16), "[]"):
         (kit.folder / manifest.MANIFEST).write_text(damage, encoding="utf-8")
-        with pytest.raises(fxq.ExportError, match="is damaged"):
-            fxq.check_conformance(kit.folder, folder)
+        with pytest.raises(fxq.errors.ExportError, match="is damaged"):
+            fxq.board.check_conformance(kit.folder, folder)
     (kit.folder / manifest.MANIFEST).write_text(text, encoding="utf-8")
     (kit.folder / manifest.EXPECTED).write_bytes(packed({}))
-    with pytest.raises(fxq.ExportError, match=r"expected\.npz is damaged"):
-        fxq.check_conformance(kit.folder, folder)
+    with pytest.raises(fxq.errors.ExportError, match=r"expected\.npz is damaged"):
+        fxq.board.check_conformance(kit.folder, folder)
     (kit.folder / manifest.EXPECTED).unlink()
-    with pytest.raises(fxq.ExportError, match=r"expected\.npz is damaged"):
-        fxq.check_conformance(kit.folder, folder)
+    with pytest.raises(fxq.errors.ExportError, match=r"expected\.npz is damaged"):
+        fxq.board.check_conformance(kit.folder, folder)
 
 
 def _encrypted(content: bytes) -> bytes:
@@ -353,8 +353,8 @@ def test_a_damaged_result_is_refused(damage: str, kit: Kit, tmp_path: Path) -> N
     folder = write_results(kit, tmp_path / "results")
     path = folder / "int8-0.npz"
     path.write_bytes(DAMAGE[damage](path.read_bytes()))
-    with pytest.raises(fxq.ExportError, match=r"int8-0\.npz holds no arrays that can be read[\s\S]*because[\s\S]*remedy"):
-        fxq.check_conformance(kit.folder, folder)
+    with pytest.raises(fxq.errors.ExportError, match=r"int8-0\.npz holds no arrays that can be read[\s\S]*because[\s\S]*remedy"):
+        fxq.board.check_conformance(kit.folder, folder)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -365,8 +365,8 @@ def test_flipped_bytes_of_a_result_are_refused_or_compared(seed: int, kit: Kit, 
     for _ in range((1, 3, 40)[seed % 3]):
         changed[draw.randrange(len(changed))] = draw.randrange(256)
     path.write_bytes(changed)
-    with suppress(fxq.ExportError):
-        assert isinstance(fxq.check_conformance(kit.folder, folder), fxq.Conformance)
+    with suppress(fxq.errors.ExportError):
+        assert isinstance(fxq.board.check_conformance(kit.folder, folder), fxq.results.Conformance)
 
 
 def _cases(about: Any) -> list[dict[str, Any]]:
@@ -396,27 +396,27 @@ def test_a_manifest_that_was_edited_is_refused(edit: str, kit: Kit, tmp_path: Pa
     about = json.loads(path.read_text(encoding="utf-8"))
     EDITS[edit](about)
     path.write_text(json.dumps(about), encoding="utf-8")
-    with pytest.raises(fxq.ExportError, match=r"manifest.json is damaged[\s\S]*were changed after it was written"):
-        fxq.check_conformance(kit.folder, folder)
+    with pytest.raises(fxq.errors.ExportError, match=r"manifest.json is damaged[\s\S]*were changed after it was written"):
+        fxq.board.check_conformance(kit.folder, folder)
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe{", b"[" * 100_000, b"[]", b"5", b"", b"null"])
 def test_a_manifest_that_is_none_is_refused(content: bytes, kit: Kit, tmp_path: Path) -> None:
     (kit.folder / manifest.MANIFEST).write_bytes(content)
-    with pytest.raises(fxq.ExportError, match=r"manifest.json is damaged[\s\S]*because[\s\S]*remedy"):
-        fxq.check_conformance(kit.folder, write_results(kit, tmp_path / "results"))
+    with pytest.raises(fxq.errors.ExportError, match=r"manifest.json is damaged[\s\S]*because[\s\S]*remedy"):
+        fxq.board.check_conformance(kit.folder, write_results(kit, tmp_path / "results"))
 
 
 def test_without_the_tool_a_kit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXQUANT_HORIZON", str(tmp_path))
-    with pytest.raises(fxq.ConfigurationError, match="not installed"):
-        fxq.conformance_kit(tmp_path / "kit", "bayes-e")
+    with pytest.raises(fxq.errors.ConfigurationError, match="not installed"):
+        fxq.board.conformance_kit(tmp_path / "kit", "bayes-e")
     assert not (tmp_path / "kit").exists()
 
 
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, fxq.CompilationError("no", because="it crashed", remedy="none")])
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, fxq.errors.CompilationError("no", because="it crashed", remedy="none")])
 def test_a_kit_that_is_not_finished_leaves_the_one_before(
     stop: type[BaseException] | BaseException, kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -425,26 +425,26 @@ def test_a_kit_that_is_not_finished_leaves_the_one_before(
 
     monkeypatch.setattr(kit_module, "compile_model", refuse)
     with pytest.raises((KeyboardInterrupt, fxq.FxQuantError)):
-        fxq.conformance_kit(kit.folder, "x5", operators=("relu", "add"), show_progress=False)
-    assert fxq.check_conformance(kit.folder, write_results(kit, tmp_path / "results"))
+        fxq.board.conformance_kit(kit.folder, "x5", operators=("relu", "add"), show_progress=False)
+    assert fxq.board.check_conformance(kit.folder, write_results(kit, tmp_path / "results"))
 
 
 @pytest.mark.usefixtures("compiler")
 def test_what_the_compiler_refuses_is_reported_and_the_rest_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(integer: fx.GraphModule, to: Path, name: str = "model") -> Compiled:
         if any("sigmoid" in node.name for node in integer.graph.nodes):
-            raise fxq.CompilationError("hb_mapper failed", because="there is a sigmoid", remedy="none")
+            raise fxq.errors.CompilationError("hb_mapper failed", because="there is a sigmoid", remedy="none")
         return stand_in(integer, to, name)
 
     monkeypatch.setattr(kit_module, "compile_model", refuses)
     names = ["conv 1x1", "sigmoid", "relu"]
-    kit = read_kit(fxq.conformance_kit(tmp_path / "kit", "bayes-e", operators=names, scales=SCALES[:1], show_progress=False))
+    kit = read_kit(fxq.board.conformance_kit(tmp_path / "kit", "bayes-e", operators=names, scales=SCALES[:1], show_progress=False))
     assert [[case.operator for case in program.cases] for program in kit.programs] == [["conv 1x1"], ["relu"]]
     assert [(refusal.operator, refusal.because) for refusal in kit.refusals] == [("sigmoid", "there is a sigmoid")]
-    found = rows(fxq.check_conformance(kit.folder, write_results(kit, tmp_path / "results")))
+    found = rows(fxq.board.check_conformance(kit.folder, write_results(kit, tmp_path / "results")))
     assert [found[name].result for name in names] == ["equal", "refused", "equal"]
-    with pytest.raises(fxq.ConfigurationError, match="no program is left for bayes-e"):
-        fxq.conformance_kit(tmp_path / "none", "bayes-e", operators=["sigmoid"], show_progress=False)
+    with pytest.raises(fxq.errors.ConfigurationError, match="no program is left for bayes-e"):
+        fxq.board.conformance_kit(tmp_path / "none", "bayes-e", operators=["sigmoid"], show_progress=False)
 
 
 def test_variants_differ_from_the_target_and_each_other() -> None:
@@ -531,7 +531,7 @@ def test_the_script_runs_the_programs_by_the_runtime_of_a_board(place: str, modu
     file.write_text(RUNTIME + module, encoding="utf-8")
     done = run_on_board(kit, "--results", "out")
     assert done.returncode == 0, done.stderr
-    found = fxq.check_conformance(kit.folder, kit.folder / manifest.BOARD / "out")
+    found = fxq.board.check_conformance(kit.folder, kit.folder / manifest.BOARD / "out")
     assert found, str(found)
     assert found.runtime == runtime
     assert [path.suffix for path in (kit.folder / manifest.BOARD / "out").iterdir()] == [".npz"] * len(kit.programs)
@@ -543,7 +543,7 @@ def test_a_program_that_a_board_refuses_is_reported(kit: Kit) -> None:
     done = run_on_board(kit)
     assert done.returncode == 1
     assert "failed: wrong march" in done.stderr
-    found = fxq.check_conformance(kit.folder, kit.folder / manifest.BOARD / "results")
+    found = fxq.board.check_conformance(kit.folder, kit.folder / manifest.BOARD / "results")
     assert rows(found)["add"].note == "int8-0: OSError: wrong march; int8-1: OSError: wrong march"
 
 

@@ -120,7 +120,9 @@ def test_a_bad_batch_is_refused_and_earlier_ones_are_kept(prepared: fx.GraphModu
     good, reference = batch(), copy.deepcopy(prepared)
     fxq.calibrate(reference, [good], show_progress=False)
     bad = OVERFLOWS if name == "overflow" else BAD_BATCHES[name]()
-    golden(error_text(lambda: fxq.calibrate(prepared, [good, bad], show_progress=False), fxq.CalibrationError), f"calibrate-{name}.txt")
+    golden(
+        error_text(lambda: fxq.calibrate(prepared, [good, bad], show_progress=False), fxq.errors.CalibrationError), f"calibrate-{name}.txt"
+    )
     expected = observations(reference)
     assert all(torch.equal(value, expected[key]) for key, value in observations(prepared).items())
     assert states(prepared) == {fxq.State.CALIBRATE}
@@ -140,7 +142,7 @@ def used_up() -> Iterator[Tensor]:
 )
 def test_no_batches(calibrated: fx.GraphModule, name: str, arguments: tuple[Any, ...], golden: Golden) -> None:
     scales = fxq.qparams(calibrated)
-    golden(error_text(lambda: fxq.calibrate(calibrated, *arguments), fxq.CalibrationError), f"no-batches-{name}.txt")
+    golden(error_text(lambda: fxq.calibrate(calibrated, *arguments), fxq.errors.CalibrationError), f"no-batches-{name}.txt")
     assert fxq.qparams(calibrated) == scales
     assert_still_usable(calibrated)
 
@@ -165,7 +167,7 @@ def validated(prepared: fx.GraphModule) -> None:
 
 @pytest.mark.parametrize(("name", "use"), [("convert", fxq.convert), ("validate", validated)])
 def test_using_a_model_before_calibrating(name: str, use: Callable[[Any], object], prepared: fx.GraphModule, golden: Golden) -> None:
-    golden(error_text(lambda: use(prepared), fxq.NotCalibrated), f"{name}-before-calibrate.txt")
+    golden(error_text(lambda: use(prepared), fxq.errors.NotCalibrated), f"{name}-before-calibrate.txt")
     assert_still_usable(prepared)
 
 
@@ -184,7 +186,7 @@ def test_a_model_that_is_not_prepared(name: str, golden: Golden, integer: fx.Gra
     before, image = {key: value.clone() for key, value in integer.state_dict().items()}, batch()
     expected = integer(image)
     for model in (integer, Small(), fxq.prepare(Small(), image, until="batchnorm.fold")):
-        text = error_text(lambda model=model: WRONG_MODELS[name](model), fxq.ConfigurationError)
+        text = error_text(lambda model=model: WRONG_MODELS[name](model), fxq.errors.ConfigurationError)
         golden(re.sub(r"^\w+", "Model", text), "not-prepared.txt")
     assert torch.equal(integer(image), expected)
     assert all(torch.equal(value, before[key]) for key, value in integer.state_dict().items())
@@ -235,18 +237,18 @@ ERRORS: dict[str, Callable[[], object]] = {
     "model-nothing": lambda: fxq.prepare(Small(), None),
 }
 OTHER_ERRORS: dict[str, tuple[type[fxq.FxQuantError], Callable[[], object]]] = {
-    "argument-target": (fxq.UnknownTarget, lambda: fxq.prepare(Small(), batch(), "byes-e")),
-    "argument-target-far-off": (fxq.UnknownTarget, lambda: fxq.prepare(Small(), batch(), "toaster")),
-    "control-flow": (fxq.TraceError, lambda: fxq.prepare(Branches(), torch.randn(2, 3))),
-    "quantize-no-batches": (fxq.CalibrationError, lambda: fxq.quantize(Small(), [])),
-    "accumulator-overflow": (fxq.AccumulatorOverflow, lambda: fxq.convert(with_sums_that_cannot_fit())),
+    "argument-target": (fxq.errors.UnknownTarget, lambda: fxq.prepare(Small(), batch(), "byes-e")),
+    "argument-target-far-off": (fxq.errors.UnknownTarget, lambda: fxq.prepare(Small(), batch(), "toaster")),
+    "control-flow": (fxq.errors.TraceError, lambda: fxq.prepare(Branches(), torch.randn(2, 3))),
+    "quantize-no-batches": (fxq.errors.CalibrationError, lambda: fxq.quantize(Small(), [])),
+    "accumulator-overflow": (fxq.errors.AccumulatorOverflow, lambda: fxq.convert(with_sums_that_cannot_fit())),
 }
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [*ERRORS, *OTHER_ERRORS])
 def test_an_error_says_what_where_why_and_what_to_do(name: str, golden: Golden) -> None:
-    kind, action = OTHER_ERRORS[name] if name in OTHER_ERRORS else (fxq.ConfigurationError, ERRORS[name])
+    kind, action = OTHER_ERRORS[name] if name in OTHER_ERRORS else (fxq.errors.ConfigurationError, ERRORS[name])
     golden(error_text(action, kind), f"{name}.txt")
 
 
@@ -274,12 +276,12 @@ def test_complex_numbers_stay_in_float_and_say_so() -> None:
 )
 def test_a_scale_that_is_no_scale(calibrated: fx.GraphModule, name: str, scales: dict[str, float], golden: Golden) -> None:
     before = fxq.qparams(calibrated)
-    golden(error_text(lambda: fxq.set_qparams(calibrated, {"head": 0.5, **scales}), fxq.ConfigurationError), f"scale-{name}.txt")
+    golden(error_text(lambda: fxq.set_qparams(calibrated, {"head": 0.5, **scales}), fxq.errors.ConfigurationError), f"scale-{name}.txt")
     assert fxq.qparams(calibrated) == before
 
 
 def test_the_state_of_an_unknown_module(calibrated: fx.GraphModule, golden: Golden) -> None:
-    action = error_text(lambda: fxq.set_state(calibrated, fxq.State.TRAIN, ["conv", "cnv"]), fxq.ConfigurationError)
+    action = error_text(lambda: fxq.set_state(calibrated, fxq.State.TRAIN, ["conv", "cnv"]), fxq.errors.ConfigurationError)
     golden(action, "state-unknown.txt")
     assert states(calibrated) == {fxq.State.VALIDATE}
 
@@ -298,14 +300,14 @@ BAD_EXPORTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", BAD_EXPORTS)
 def test_a_bad_argument_of_export_writes_no_file(integer: fx.GraphModule, name: str, tmp_path: Path, golden: Golden) -> None:
     path = tmp_path / "model.onnx"
-    golden(error_text(lambda: fxq.export_onnx(integer, path, **BAD_EXPORTS[name]), fxq.ConfigurationError), f"export-{name}.txt")
+    golden(error_text(lambda: fxq.export_onnx(integer, path, **BAD_EXPORTS[name]), fxq.errors.ConfigurationError), f"export-{name}.txt")
     assert not path.exists()
     assert fxq.verify(integer, fxq.export_onnx(integer, path), [batch()], show_progress=False)
 
 
 @pytest.mark.parametrize(
     ("name", "make", "error"),
-    [("prepared", lambda: fxq.prepare(Small(), batch()), fxq.NotCalibrated), ("float", Small, fxq.ConfigurationError)],
+    [("prepared", lambda: fxq.prepare(Small(), batch()), fxq.errors.NotCalibrated), ("float", Small, fxq.errors.ConfigurationError)],
 )
 def test_exporting_what_cannot_be_exported_yet(
     name: str, make: Callable[[], nn.Module], error: type[fxq.FxQuantError], tmp_path: Path, golden: Golden
@@ -319,7 +321,7 @@ def test_exporting_what_cannot_be_exported_yet(
 def test_a_truncated_file(integer: fx.GraphModule, exported: Path, kept: float, tmp_path: Path) -> None:
     content = exported.read_bytes()
     exported.write_bytes(content[: int(len(content) * kept)])
-    text = error_text(lambda: fxq.verify(integer, exported, [batch()]), fxq.ExportError, tmp_path)
+    text = error_text(lambda: fxq.verify(integer, exported, [batch()]), fxq.errors.ExportError, tmp_path)
     assert text.startswith("…/model.onnx cannot be read as ONNX\n  because  ")
     assert text.endswith("  remedy   pass a file written by fxq.export_onnx\n")
 
@@ -354,23 +356,23 @@ def test_a_file_that_is_not_the_export_of_the_model(
 ) -> None:
     path = tmp_path / "model.onnx"
     BAD_FILES[name](path)
-    text = error_text(lambda: fxq.verify(integer, path, [batch()]), fxq.ExportError, tmp_path)
+    text = error_text(lambda: fxq.verify(integer, path, [batch()]), fxq.errors.ExportError, tmp_path)
     golden(re.sub("(?<=Error parsing message).*", " …", text), f"file-{name}.txt")  # some versions of protobuf say more
-    error_text(lambda: fxq.verify(path, calibrated, [batch()]), fxq.ExportError, tmp_path)
+    error_text(lambda: fxq.verify(path, calibrated, [batch()]), fxq.errors.ExportError, tmp_path)
 
 
 def test_verifying_a_float_model(exported: Path, golden: Golden) -> None:
-    golden(error_text(lambda: fxq.verify(Small(), exported, [batch()]), fxq.ConfigurationError), "verify-float.txt")
+    golden(error_text(lambda: fxq.verify(Small(), exported, [batch()]), fxq.errors.ConfigurationError), "verify-float.txt")
 
 
 def test_verifying_two_files(exported: Path, golden: Golden, tmp_path: Path) -> None:
-    text = error_text(lambda: fxq.verify(exported, exported, [batch()]), fxq.ConfigurationError)
+    text = error_text(lambda: fxq.verify(exported, exported, [batch()]), fxq.errors.ConfigurationError)
     golden(text.replace(type(exported).__name__, "Path"), "verify-files.txt")
 
 
 @pytest.mark.parametrize("name", BAD_BATCHES)
 def test_verifying_with_a_bad_batch(integer: fx.GraphModule, exported: Path, name: str) -> None:
-    error_text(lambda: fxq.verify(integer, exported, [batch(), BAD_BATCHES[name]()], show_progress=False), fxq.CalibrationError)
+    error_text(lambda: fxq.verify(integer, exported, [batch(), BAD_BATCHES[name]()], show_progress=False), fxq.errors.CalibrationError)
 
 
 # ---- an operator that no record takes ---------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ def test_the_c_program_has_its_batch_there(tmp_path: Path) -> None:
 
 def test_an_exported_program_has_its_batch_there(tmp_path: Path) -> None:
     integer = compiled("attention").integer
-    program = torch.export.load(fxq.export_pt2(integer, tmp_path / "attention.pt2")).module()
+    program = torch.export.load(fxq.export.export_pt2(integer, tmp_path / "attention.pt2")).module()
     assert contract.all_equal(program(*inputs("attention", 7, 9)), integer(*inputs("attention", 7, 9)))
 
 
@@ -140,7 +140,7 @@ def test_a_float_model_is_compared_with_its_batch_where_the_other_form_has_it() 
 def test_a_traced_model_brings_its_batch_along_to_a_search() -> None:
     batches = [inputs("attention", 8, seed) for seed in range(4)]
     traced = fxq.trace(made("attention"), batches[0], options=fxq.Options(dynamic_shapes=SHAPES["attention"]))
-    found = fxq.sensitivity(traced, batches, "bayes-e", options=fxq.Options(measured=False), show_progress=False)
+    found = fxq.search.sensitivity(traced, batches, "bayes-e", options=fxq.Options(measured=False), show_progress=False)
     assert "project" in str(found)
 
 

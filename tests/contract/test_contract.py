@@ -333,7 +333,7 @@ def test_a_wide_convolution_is_exact(target: str, tmp_path: Path) -> None:
 @every_target
 def test_a_sum_that_may_not_fit_is_refused(target: str) -> None:
     features = 140_000
-    with pytest.raises(fxq.AccumulatorOverflow, match="the accumulator of %_0 cannot be proved to fit"):
+    with pytest.raises(fxq.errors.AccumulatorOverflow, match="the accumulator of %_0 cannot be proved to fit"):
         contract.compiled(nn.Sequential(large_weights(nn.Linear(features, 3))), [torch.rand(2, features)], target)
 
 
@@ -497,7 +497,7 @@ def layer_nodes(integer: fx.GraphModule) -> tuple[fx.Node, fx.Node, fx.Node]:
     return accumulator.args[0], accumulator, result
 
 
-def assert_located(report: fxq.Report, name: str, *inputs: str) -> None:
+def assert_located(report: fxq.results.Report, name: str, *inputs: str) -> None:
     """The report names this node first, with its inputs, which were equal, and two values one step apart."""
     assert not report
     assert report.mismatches > 0

@@ -127,7 +127,7 @@ def failed(rank: int) -> Any:
     batches = shard(rank) if rank == 0 else [shard(rank)[0], shard(rank)[1] * float("nan")]
     try:
         fxq.calibrate(prepared, batches)
-    except fxq.CalibrationError as error:
+    except fxq.errors.CalibrationError as error:
         after = observations(prepared)
         return str(error), equal(before, {name: after[name] for name in before})
     return "no error", False
@@ -148,7 +148,7 @@ def without_relu() -> fx.GraphModule:
 
 def missing(rank: int) -> Any:
     """Most scales come from what every rank was given, the others from all shards."""
-    seen = fxq.observations(fxq.calibrate(without_relu(), shards(), options=fxq.Options(distributed=False)))
+    seen = fxq.observers.observations(fxq.calibrate(without_relu(), shards(), options=fxq.Options(distributed=False)))
     prepared = prepare(MinMaxObserver, observations=seen)
     known = {name for name, scale in fxq.qparams(prepared).items() if scale == scale}
     fxq.calibrate(prepared, shard(rank), only_missing=True)
@@ -385,7 +385,7 @@ def test_an_observer_that_cannot_be_joined_says_so(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(distributed, "count", lambda: 2)
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
-    with pytest.raises(fxq.ConfigurationError, match="cannot be merged") as caught:
+    with pytest.raises(fxq.errors.ConfigurationError, match="cannot be merged") as caught:
         distributed.merge({"own": own}, 1)
     assert "distributed=False" in caught.value.remedy
 
@@ -396,7 +396,7 @@ def test_a_wrapped_model_is_not_the_model() -> None:
             super().__init__()
             self.module = module
 
-    with pytest.raises(fxq.ConfigurationError, match="is not a prepared model") as caught:
+    with pytest.raises(fxq.errors.ConfigurationError, match="is not a prepared model") as caught:
         fxq.set_state(Wrapper(prepare()), fxq.State.TRAIN)
     assert "its attribute `module`" in caught.value.remedy
 

@@ -45,7 +45,7 @@ def images(batch: int = 4, seed: int = 0) -> Tensor:
 
 
 @functools.cache
-def result() -> fxq.Result:
+def result() -> fxq.results.Result:
     torch.manual_seed(0)
     return fxq.quantize(Pair(nn.CELU()).eval(), [(images(), images(seed=1))], show_progress=False)
 
@@ -161,7 +161,7 @@ def test_an_input_in_float_is_computed_as_by_the_float_model(name: str, kind: st
     x = ACCEPTED[kind]()
     y = images(len(x), seed=2)
     if name == "calibrate" and (len(x) == 0 or kind == "huge"):
-        with pytest.raises(fxq.CalibrationError):
+        with pytest.raises(fxq.errors.CalibrationError):
             FORMS[name]()(x, y)
         return
     for found, expected in zip(flat(form(name)(x, y)), flat(result().float(x, y)), strict=True):
@@ -175,7 +175,7 @@ def test_what_observes_refuses_what_is_not_finite_or_empty(state: fxq.State, kin
     fxq.set_state(prepared, state)
     x = {**NOT_FINITE, **ACCEPTED}[kind]()
     statistics = prepared.get_submodule("left.1").running_mean.clone()
-    with pytest.raises(fxq.CalibrationError):
+    with pytest.raises(fxq.errors.CalibrationError):
         prepared(x, images(len(x)))
     assert torch.equal(prepared.get_submodule("left.1").running_mean, statistics)
 
@@ -224,7 +224,7 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
 def test_an_input_is_refused(kind: str) -> None:
     make, text = REFUSED[kind]
     for name in FORMS:
-        with pytest.raises(fxq.ConfigurationError) as caught:
+        with pytest.raises(fxq.errors.ConfigurationError) as caught:
             form(name)(*make())
         assert text in str(caught.value), name
         assert caught.value.because
@@ -238,12 +238,12 @@ def test_inputs_by_name(name: str) -> None:
     assert all_equal(model(y=y, x=x), model(x, y))
     wrong = (({"z": x}, "missing a required argument"), ({"x": x, "y": y}, "multiple values for argument 'x'"))
     for arguments, text in wrong:
-        with pytest.raises(fxq.ConfigurationError, match=text):
+        with pytest.raises(fxq.errors.ConfigurationError, match=text):
             model(x, **arguments)
 
 
 def test_an_error_says_which_sizes_are_fixed_and_what_to_do() -> None:
-    with pytest.raises(fxq.ConfigurationError) as caught:
+    with pytest.raises(fxq.errors.ConfigurationError) as caught:
         form("integer")(images()[:, :, :4], images())
     assert str(caught.value) == (
         "input x does not fit the graph: dimension 2 has size 4\n"
@@ -251,7 +251,7 @@ def test_an_error_says_which_sizes_are_fixed_and_what_to_do() -> None:
         "  remedy   pass an input of that form, or prepare the model again with an example of the new one"
     )
     fixed = fxq.prepare(nn.Conv2d(3, 4, 3), images(), options=fxq.Options(dynamic_shapes={}))
-    with pytest.raises(fxq.ConfigurationError, match="prepared with f32\\[4,3,6,8\\], and every size of this input is fixed"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="prepared with f32\\[4,3,6,8\\], and every size of this input is fixed"):
         fixed(images(2))
 
 
@@ -260,7 +260,7 @@ def test_an_input_on_another_device_is_refused() -> None:
     """There is one device here, so the model is put on the one without values."""
     for name in ("validate", "integer", "traced"):
         moved = copy.deepcopy(form(name)).to("meta")
-        with pytest.raises(fxq.ConfigurationError, match="it is on cpu") as caught:
+        with pytest.raises(fxq.errors.ConfigurationError, match="it is on cpu") as caught:
             moved(images(), images())
         assert caught.value.remedy == "move one to the other: x.to('meta'), or model.to('cpu')"
 
@@ -284,7 +284,7 @@ def test_a_compiled_model_checks_its_inputs() -> None:
     integer = fxq.quantize(nn.Linear(6, 3), [x], "nash-e", show_progress=False).integer
     with torch.no_grad():
         assert torch.equal(torch.compile(integer, backend="eager", fullgraph=True)(x), integer(x))
-        with pytest.raises(fxq.ConfigurationError, match="dimension 1 has size 5"):
+        with pytest.raises(fxq.errors.ConfigurationError, match="dimension 1 has size 5"):
             torch.compile(integer, backend="eager")(x[:, :5])
     torch._dynamo.reset()
 
@@ -377,15 +377,15 @@ def test_a_batch_that_is_cut_off_is_computed_where_its_shapes_hold_and_refused_e
             assert found.numel() == 0 or float((found - expected).abs().max()) < 0.2
         else:
             for form in (outcome.prepared, outcome.integer, copy.deepcopy(outcome.integer)):
-                with pytest.raises(fxq.ConfigurationError, match="its batch is"):
+                with pytest.raises(fxq.errors.ConfigurationError, match="its batch is"):
                     form(x)
 
 
 def test_an_example_beyond_what_the_shapes_allow_is_refused_with_its_line() -> None:
-    with pytest.raises(fxq.TraceError, match="too small") as error:
+    with pytest.raises(fxq.errors.TraceError, match="too small") as error:
         fxq.trace(Network(lambda _, x: x[:2].relu()), torch.randn(1, 6))
     assert "x[:2]" in str(error.value)
-    with pytest.raises(fxq.TraceError, match="too large"):
+    with pytest.raises(fxq.errors.TraceError, match="too large"):
         fxq.trace(Network(lambda _, x: x[:20].relu()), torch.randn(30, 6))
     fxq.trace(Network(lambda _, x: x[:2].relu()), torch.randn(1, 6), options=fxq.Options(dynamic_shapes={}))
 
@@ -395,7 +395,7 @@ def test_limits_of_the_batch_are_saved_and_the_file_cuts_off_like_the_model(tmp_
     model = Network(lambda m, x: m.layer(x)[-20:].relu(), layer=nn.Linear(6, 6)).eval()
     outcome = fxq.quantize(model, [torch.randn(8, 6)], "nash-e", show_progress=False)
     fxq.save(outcome.integer, tmp_path / "model.fxq")
-    with pytest.raises(fxq.ConfigurationError, match="up to a batch of 20"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="up to a batch of 20"):
         fxq.load(tmp_path / "model.fxq")(torch.randn(21, 6))
     fxq.export_onnx(outcome.integer, tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx")

@@ -91,7 +91,7 @@ def inputs_of(count: int, large: bool = False) -> tuple[Tensor, ...]:
 def test_arithmetic_on_whole_numbers_is_pytorchs_in_every_form(tmp_path: Path) -> None:
     model, batches = exact(), [inputs_of(4), inputs_of(2), inputs_of(3, large=True)]
     prepared, integer = compiled(model, batches[:1])
-    assert not [layer.name for layer in fxq.layers(prepared) if not layer.integer]
+    assert not [layer.name for layer in fxq.inspect.layers(prepared) if not layer.integer]
     for batch in batches:
         wanted = model(*batch)
         for form in (prepared, integer):
@@ -121,7 +121,7 @@ def casts(_: Any, x: Tensor, image: Tensor) -> Any:
 def integer_contract(model: nn.Module, batches: list[tuple[Tensor, ...]], path: Path, target: str = "bayes-e", qconfig: Any = None) -> Any:
     """Hold a model to the contract, all of it in integers; returns the float results and the integer model's of the second batch."""
     prepared, integer = held(model, batches, path, target, qconfig)
-    assert not [layer.name for layer in fxq.layers(prepared) if not layer.integer and not layer.boundary]
+    assert not [layer.name for layer in fxq.inspect.layers(prepared) if not layer.integer and not layer.boundary]
     return zip(model(*batches[1]), integer(*batches[1]), strict=True)
 
 

@@ -49,7 +49,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def result() -> fxq.Result:
+def result() -> fxq.results.Result:
     return fxq.quantize(FLOAT, BATCHES, "nash-e", show_progress=False)
 
 
@@ -90,30 +90,30 @@ def test_calibration_that_stops_inside_a_batch_has_not_seen_it(monkeypatch: pyte
     assert same(bits(prepared), bits(few))
 
 
-def test_a_comparison_has_the_batches_before(result: fxq.Result) -> None:
-    with pytest.raises(fxq.Interrupted, match="compare was interrupted after 2 batches") as stop:
+def test_a_comparison_has_the_batches_before(result: fxq.results.Result) -> None:
+    with pytest.raises(fxq.errors.Interrupted, match="compare was interrupted after 2 batches") as stop:
         fxq.compare(FLOAT, result.integer, cut_short(BATCHES))
     found, wanted = stop.value.result, fxq.compare(FLOAT, result.integer, BATCHES[:STEP], advice=False)
     assert (found.batches, found.layers, found.outputs) == (STEP, wanted.layers, wanted.outputs)
     assert not found.advice
 
 
-def test_a_report_that_is_interrupted_is_no_file_and_hands_over_the_comparison(result: fxq.Result, tmp_path: Path) -> None:
+def test_a_report_that_is_interrupted_is_no_file_and_hands_over_the_comparison(result: fxq.results.Result, tmp_path: Path) -> None:
     class Loader:
         def __iter__(self) -> Iterator[Tensor]:
             return cut_short(BATCHES)
 
-    with pytest.raises(fxq.Interrupted) as stop:
+    with pytest.raises(fxq.errors.Interrupted) as stop:
         result.report(tmp_path / "report.html", Loader())
     assert not list(tmp_path.iterdir())
     page = result.report(tmp_path / "report.html", comparison=stop.value.result)
     assert "</html>" in page.read_text(encoding="utf-8")
 
 
-def test_verify_reports_what_it_has_compared(result: fxq.Result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_verify_reports_what_it_has_compared(result: fxq.results.Result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = result.export(tmp_path / "model.onnx")
     monkeypatch.setattr("fxquant.reporting.forms.progress", lambda items, *_: cut_short(items, 5))
-    with pytest.raises(fxq.Interrupted, match="after 5 of") as stop:
+    with pytest.raises(fxq.errors.Interrupted, match="after 5 of") as stop:
         fxq.verify(result.integer, path, BATCHES)
     assert stop.value.result.mismatches == 0
     monkeypatch.undo()
@@ -127,7 +127,7 @@ def test_a_loader_that_is_interrupted_leaves_the_report_of_the_batches_before(fo
     made = fxq.quantize(model, BATCHES, "nash-e", show_progress=False)
     style = {"exact": "exact", "flips": "exact", "qdq": "qdq"}.get(form)
     second = {"prepared": made.prepared, "kernels": made.integer}.get(form) or made.export(tmp_path / "model.onnx", style=style)
-    with pytest.raises(fxq.Interrupted, match=r"verify was interrupted after \d+ comparisons") as stop:
+    with pytest.raises(fxq.errors.Interrupted, match=r"verify was interrupted after \d+ comparisons") as stop:
         fxq.verify(made.integer, second, cut_short(BATCHES))
     wanted = fxq.verify(made.integer, second, iter(BATCHES[:STEP]))
     assert wanted.elements > 0
@@ -135,7 +135,7 @@ def test_a_loader_that_is_interrupted_leaves_the_report_of_the_batches_before(fo
 
 
 def test_value_ranges_has_the_batches_before() -> None:
-    with pytest.raises(fxq.Interrupted, match="value_ranges was interrupted after 2 batches") as stop:
+    with pytest.raises(fxq.errors.Interrupted, match="value_ranges was interrupted after 2 batches") as stop:
         value_ranges(FLOAT, cut_short(BATCHES))
     assert stop.value.result.items == value_ranges(FLOAT, BATCHES[:STEP]).items
 
@@ -173,40 +173,40 @@ def test_a_method_leaves_the_model_as_it_was_and_continues(
     asked.clear()
     method(fresh := calibrated(), BATCHES)
     assert 0 < done < len(asked)
-    with pytest.raises(fxq.ConfigurationError, match="of another call"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="of another call"):
         method(fresh, BATCHES, options=fxq.Options(batch_size=1, checkpoint=tmp_path / "done"))
 
 
 def test_a_search_over_observers_continues(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"target": "nash-e", "observers": [fxq.MinMaxObserver, fxq.PercentileObserver(80.0)]}
-    whole = fxq.search_observers(FLOAT, BATCHES, **given)
+    given: dict[str, Any] = {"target": "nash-e", "observers": [fxq.observers.MinMaxObserver, fxq.observers.PercentileObserver(80.0)]}
+    whole = fxq.search.search_observers(FLOAT, BATCHES, **given)
     with monkeypatch.context() as patch:
         interrupted(patch, observer_search)
         with pytest.raises(KeyboardInterrupt):
-            fxq.search_observers(FLOAT, BATCHES, options=fxq.Options(checkpoint=tmp_path / "search"), **given)
+            fxq.search.search_observers(FLOAT, BATCHES, options=fxq.Options(checkpoint=tmp_path / "search"), **given)
     tried: list[str] = []
     original = observer_search._trial
     monkeypatch.setattr(observer_search, "_trial", lambda *each: tried.append(each[1].name) or original(*each))
-    resumed = fxq.search_observers(FLOAT, BATCHES, options=fxq.Options(checkpoint=tmp_path / "search"), **given)
+    resumed = fxq.search.search_observers(FLOAT, BATCHES, options=fxq.Options(checkpoint=tmp_path / "search"), **given)
     assert tried == [trial.name for trial in whole.tensors][STEP:]
     assert (resumed.tensors, resumed.measured, resumed.chosen) == (whole.tensors, whole.measured, whole.chosen)
     tried.clear()
-    again = fxq.search_observers(FLOAT, BATCHES, options=fxq.Options(checkpoint=tmp_path / "search"), **given)
+    again = fxq.search.search_observers(FLOAT, BATCHES, options=fxq.Options(checkpoint=tmp_path / "search"), **given)
     assert not tried
     assert same(bits(again.prepared), bits(whole.prepared))
 
 
 def test_mixed_precision_continues(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"budget": fxq.Budget(weight_bits=8), "target": "nash-e"}
-    whole = fxq.mixed_precision(FLOAT, BATCHES, options=fxq.Options(measured=False), **given)
+    given: dict[str, Any] = {"budget": fxq.search.Budget(weight_bits=8), "target": "nash-e"}
+    whole = fxq.search.mixed_precision(FLOAT, BATCHES, options=fxq.Options(measured=False), **given)
     with monkeypatch.context() as patch:
         interrupted(patch, mixed_precision)
         with pytest.raises(KeyboardInterrupt):
-            fxq.mixed_precision(FLOAT, BATCHES, options=fxq.Options(measured=False, checkpoint=tmp_path / "dtypes"), **given)
+            fxq.search.mixed_precision(FLOAT, BATCHES, options=fxq.Options(measured=False, checkpoint=tmp_path / "dtypes"), **given)
     ran: list[int] = []
     original = effects.outputs_of
     monkeypatch.setattr(mixed_precision, "outputs_of", lambda *each: ran.append(0) or original(*each))
-    resumed = fxq.mixed_precision(FLOAT, BATCHES, options=fxq.Options(measured=False, checkpoint=tmp_path / "dtypes"), **given)
+    resumed = fxq.search.mixed_precision(FLOAT, BATCHES, options=fxq.Options(measured=False, checkpoint=tmp_path / "dtypes"), **given)
     assert len(ran) == len(BATCHES) * (len(whole.candidates) + 1 - STEP)
     assert (resumed.chosen, resumed.candidates) == (whole.chosen, whole.candidates)
 
@@ -236,9 +236,11 @@ def test_an_interrupted_trace_leaves_the_model_as_it_was(monkeypatch: pytest.Mon
     assert fxq.prepare(model, BATCHES[0])
 
 
-@pytest.mark.parametrize("method", [fxq.tuning.reestimate_batch_norm, fxq.equalize])
-def test_a_method_without_a_checkpoint_changes_nothing_when_it_is_interrupted(method: Callable[..., Any], result: fxq.Result) -> None:
-    prepared = fxq.prepare(FLOAT, BATCHES[0], "nash-e") if method is fxq.equalize else copy.deepcopy(result.prepared)
+@pytest.mark.parametrize("method", [fxq.tuning.reestimate_batch_norm, fxq.tuning.equalize])
+def test_a_method_without_a_checkpoint_changes_nothing_when_it_is_interrupted(
+    method: Callable[..., Any], result: fxq.results.Result
+) -> None:
+    prepared = fxq.prepare(FLOAT, BATCHES[0], "nash-e") if method is fxq.tuning.equalize else copy.deepcopy(result.prepared)
     before = bits(prepared)
     with pytest.raises(KeyboardInterrupt):
         method(prepared, cut_short(BATCHES))
@@ -250,13 +252,15 @@ def test_a_method_without_a_checkpoint_changes_nothing_when_it_is_interrupted(me
     ("place", "write"),
     [
         ("onnx.checker.check_model", lambda result, path: result.export(path)),
-        ("torch.export.save", lambda result, path: fxq.export_pt2(result.integer, path)),
-        ("torch.jit.trace", lambda result, path: fxq.export_torchscript(result.integer, path)),
-        ("fxquant.backends.c.export_c._source", lambda result, path: fxq.export_c(result.integer, path)),
+        ("torch.export.save", lambda result, path: fxq.export.export_pt2(result.integer, path)),
+        ("torch.jit.trace", lambda result, path: fxq.export.export_torchscript(result.integer, path)),
+        ("fxquant.backends.c.export_c._source", lambda result, path: fxq.export.export_c(result.integer, path)),
         ("fxquant.serialization.safetensors.torch.save", lambda result, path: fxq.save(result.prepared, path)),
     ],
 )
-def test_a_file_is_whole_or_as_it_was(place: str, write: Any, result: fxq.Result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_file_is_whole_or_as_it_was(
+    place: str, write: Any, result: fxq.results.Result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     path = tmp_path / "model.c"
     path.write_bytes(b"before")
 
@@ -313,16 +317,16 @@ def test_what_begins_inside_is_a_line_of_the_same_display(monkeypatch: pytest.Mo
         lambda result, folder: fxq.prepare(FLOAT, BATCHES[0]),
         lambda result, folder: fxq.convert(result.prepared),
         lambda result, folder: result.export(folder / "model.onnx"),
-        lambda result, folder: fxq.export_c(result.integer, folder / "model.c"),
-        lambda result, folder: fxq.export_pt2(result.integer, folder / "model.pt2"),
-        lambda result, folder: fxq.export_segments(result.integer, folder),
+        lambda result, folder: fxq.export.export_c(result.integer, folder / "model.c"),
+        lambda result, folder: fxq.export.export_pt2(result.integer, folder / "model.pt2"),
+        lambda result, folder: fxq.export.export_segments(result.integer, folder),
         lambda result, folder: result.report(folder / "report.html"),
         lambda result, folder: fxq.estimate(result.integer),
         lambda result, folder: fxq.save(result.integer, folder / "model.fxq"),
     ],
 )
 def test_functions_without_batches_show_that_they_work(
-    call: Any, result: fxq.Result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    call: Any, result: fxq.results.Result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
     told: list[str] = []

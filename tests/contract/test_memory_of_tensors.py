@@ -208,12 +208,12 @@ def test_batches_without_dense_values_are_refused_by_every_form(kind: str) -> No
     x, (prepared, integer) = shared("nash-e")
     batch = SPARSE[kind](x)
     for form in (prepared, integer):
-        with pytest.raises(fxq.ConfigurationError, match=f"it is a {kind} tensor"):
+        with pytest.raises(fxq.errors.ConfigurationError, match=f"it is a {kind} tensor"):
             form(batch)
     for call in (lambda: fxq.calibrate(prepared, [batch], show_progress=False), lambda: fxq.verify(prepared, integer, [batch])):
-        with pytest.raises(fxq.CalibrationError, match=f"is a {kind} tensor"):
+        with pytest.raises(fxq.errors.CalibrationError, match=f"is a {kind} tensor"):
             call()
-    with pytest.raises(fxq.CalibrationError, match=f"is a {kind} tensor"):
+    with pytest.raises(fxq.errors.CalibrationError, match=f"is a {kind} tensor"):
         fxq.quantize(network(), [x, batch])
 
 

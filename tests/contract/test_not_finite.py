@@ -104,10 +104,10 @@ def _expect(todo: dict[str, Callable[[], object]], node: str, module: str | None
         with pytest.raises(fxq.FxQuantError) as caught:
             action()
         error = caught.value
-        if name == "calibrate" and not isinstance(error, fxq.NotFinite):  # seen behind another operator first
-            assert isinstance(error, fxq.CalibrationError)
+        if name == "calibrate" and not isinstance(error, fxq.errors.NotFinite):  # seen behind another operator first
+            assert isinstance(error, fxq.errors.CalibrationError)
             continue
-        assert isinstance(error, fxq.NotFinite), name
+        assert isinstance(error, fxq.errors.NotFinite), name
         assert f"the parameters of %{node} cannot become integers" in error.what, name
         assert (error.at or "").startswith("test_not_finite.py:"), name
         assert module is None or error.module == module
@@ -122,14 +122,14 @@ def test_prepare_refuses_parameters_that_are_not_finite(place: str, batch_norm: 
     model = Layers().eval()
     with torch.no_grad():
         dict((*model.named_parameters(), *model.named_buffers()))[place].view(-1)[1] = math.nan
-    with pytest.raises(fxq.NotFinite, match=f"the parameters of %{PLACES[place][0]} cannot become integers"):
+    with pytest.raises(fxq.errors.NotFinite, match=f"the parameters of %{PLACES[place][0]} cannot become integers"):
         fxq.prepare(model, batch(), options=fxq.Options(batch_norm=batch_norm))
 
 
 def test_a_batch_norm_that_gives_nothing_finite() -> None:
     model = prepared()
     model.norm.running_var[0] = -1.0
-    with pytest.raises(fxq.NotFinite, match="are finite, but their product"):
+    with pytest.raises(fxq.errors.NotFinite, match="are finite, but their product"):
         fxq.convert(model)
 
 
@@ -147,7 +147,7 @@ def test_a_learned_scale_that_is_not_finite() -> None:
             scale_change.view(-1)[0] = math.nan
         for name, action in actions(model).items():
             if name != "calibrate":
-                with pytest.raises(fxq.NotFinite, match=what):
+                with pytest.raises(fxq.errors.NotFinite, match=what):
                     action()
         with torch.no_grad():
             scale_change.copy_(kept)
@@ -162,11 +162,11 @@ def test_a_learned_scale_that_is_not_finite() -> None:
 def test_a_scale_is_a_float32_number(scale: float) -> None:
     model = prepared()
     before = fxq.qparams(model)
-    with pytest.raises(fxq.ConfigurationError, match="is not usable"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="is not usable"):
         fxq.set_qparams(model, {"conv": scale})
     assert fxq.qparams(model) == before
     for name, value in (("scale", scale), ("threshold", scale * 128)):
-        with pytest.raises(fxq.ConfigurationError, match=f"{name}=.* is not usable"):
+        with pytest.raises(fxq.errors.ConfigurationError, match=f"{name}=.* is not usable"):
             fxq.ActivationConfig(**{name: value})
 
 
@@ -196,7 +196,7 @@ def test_a_live_batch_norm_needs_two_values(count: int, what: str) -> None:
     fxq.set_state(model, fxq.State.TRAIN)
     model.train()
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(fxq.ConfigurationError, match=what):
+    with pytest.raises(fxq.errors.ConfigurationError, match=what):
         model(torch.randn(count, 4))
     assert same_state(model, before)
     fxq.freeze(model, scales=False)
@@ -296,5 +296,5 @@ def test_a_weight_that_passes_over_memory_make_integers_of_is_named_as_well(valu
         model.get_parameter("0.weight")[3, 5] = value
     fxq.set_state(model, fxq.State.VALIDATE)
     for action in (lambda: model.eval()(x), lambda: fxq.convert(model)):
-        with pytest.raises(fxq.NotFinite, match="its weight holds"):
+        with pytest.raises(fxq.errors.NotFinite, match="its weight holds"):
             action()

@@ -45,7 +45,7 @@ def batch(seed: int = 0) -> Tensor:
 
 
 @functools.cache
-def made() -> fxq.Result:
+def made() -> fxq.results.Result:
     torch.manual_seed(0)
     kept = fxq.QConfigMapping().set_object_type(torch.cumsum, None)
     for name in ("norm", "again", "encoder", "recurrent"):
@@ -53,10 +53,10 @@ def made() -> fxq.Result:
     return fxq.quantize(Mixed().eval(), [batch()], "nash-e", kept, show_progress=False)
 
 
-def result() -> fxq.Result:
+def result() -> fxq.results.Result:
     """The float model and the prepared one, copied for whoever changes them, and a new integer one."""
     prepared = copy.deepcopy(made().prepared)
-    return fxq.Result(copy.deepcopy(made().float), prepared, fxq.convert(prepared))
+    return fxq.results.Result(copy.deepcopy(made().float), prepared, fxq.convert(prepared))
 
 
 def tensors(model: nn.Module) -> set[int]:
@@ -224,7 +224,7 @@ def test_another_dtype_is_refused_and_nothing_is_changed(conversion: str) -> Non
     found = result()
     expected, before = found.integer(batch()), {name: value.dtype for name, value in found.prepared.state_dict().items()}
     for model in (found.prepared, found.integer):
-        with pytest.raises(fxq.ConfigurationError, match="the model cannot be converted to torch"):
+        with pytest.raises(fxq.errors.ConfigurationError, match="the model cannot be converted to torch"):
             CONVERSIONS[conversion](model)
     assert {name: value.dtype for name, value in found.prepared.state_dict().items()} == before
     assert torch.equal(found.integer(batch()), expected)
@@ -251,7 +251,7 @@ def test_a_model_in_half_precision_is_refused_with_the_remedy(dtype: torch.dtype
     name = str(dtype).removeprefix("torch.")
     model, x = nn.Sequential(nn.Linear(8, 4), nn.ReLU()).to(dtype), torch.randn(2, 8, dtype=dtype)
     for action in (lambda: fxq.prepare(model, x), lambda: fxq.quantize(model, [x]), lambda: fxq.check(model, x)):
-        with pytest.raises(fxq.ConfigurationError, match=f"a {name} model cannot be prepared") as caught:
+        with pytest.raises(fxq.errors.ConfigurationError, match=f"a {name} model cannot be prepared") as caught:
             action()
         assert "model.float() and x.float()" in caught.value.remedy
     fxq.prepare(model.float(), x.float())
@@ -263,5 +263,5 @@ def test_what_is_not_float32_inside_of_a_model_stays_in_float_and_says_why() -> 
     found = fxq.quantize(model, [x], show_progress=False)
     assert "its result is float16, and only float32 tensors are quantized" in fxq.explain(found.prepared)
     assert torch.equal(found.prepared(x), found.integer(x))
-    with pytest.raises(fxq.ConfigurationError, match="a float64 model cannot be prepared"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="a float64 model cannot be prepared"):
         fxq.quantize(nn.Sequential(nn.Linear(8, 4)).double(), [x.double()], show_progress=False)

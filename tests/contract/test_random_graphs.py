@@ -153,9 +153,9 @@ def test_an_error_of_ours_refuses_and_any_other_fails(monkeypatch: pytest.Monkey
 
         return convert
 
-    monkeypatch.setattr(fxq, "convert", raising(fxq.ScaleConflict("two scales", because="so", remedy="do")))
+    monkeypatch.setattr(fxq, "convert", raising(fxq.errors.ScaleConflict("two scales", because="so", remedy="do")))
     assert (run(case).kind, run(case).like) == (REFUSED, ("convert", "ScaleConflict"))
-    monkeypatch.setattr(fxq, "convert", raising(fxq.StageViolation("a defect of a pass", because="so", remedy="none")))
+    monkeypatch.setattr(fxq, "convert", raising(fxq.errors.StageViolation("a defect of a pass", because="so", remedy="none")))
     assert run(case).kind == FAILED
     monkeypatch.setattr(fxq, "convert", raising(KeyError("a name")))
     assert (run(case).kind, run(case).like) == (FAILED, ("convert", "KeyError"))

@@ -111,7 +111,7 @@ def test_uneven_padding_is_never_counted_by_the_runtime(pool: Any, opset: int, d
                 found = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
                 assert len(set(found["pads"])) == 1 or not found["count_include_pad"], style
         report = fxq.verify(integer, path, [batch(), batch(1)], show_progress=False)
-        if isinstance(report, fxq.DeviationReport):
+        if isinstance(report, fxq.results.DeviationReport):
             assert max(output.largest for outputs in report.outputs.values() for output in outputs) <= 1
         else:
             assert report, str(report)

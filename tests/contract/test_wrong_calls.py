@@ -60,11 +60,11 @@ class World:
         self.prepared, self.integer = self.result.prepared, self.result.integer
         self.onnx, self.file = fxq.export_onnx(self.integer, directory / "model.onnx"), fxq.save(self.integer, directory / "model.fxq")
         self.rules = fxq.save_qconfig(RULES, directory / "rules.json")
-        self.segments = fxq.export_segments(self.integer, directory / "segments").parent
+        self.segments = fxq.export.export_segments(self.integer, directory / "segments").parent
         self.text = directory / "text.txt"
         self.text.write_text("no model", encoding="utf-8")
         self.uncalibrated = fxq.prepare(self.model, batch(), "nash-e")
-        self.observations = fxq.observations(self.prepared)
+        self.observations = fxq.observers.observations(self.prepared)
         self.comparison = self.result.compare([batch()], advice=False)
 
 
@@ -114,7 +114,7 @@ WRONG: dict[str, Sequence[Any]] = {
     "batch_norm": ["", "dead", "lively", True, 5, [], ["live"]],
     "batches": [*WRONG_BATCHES, *NO_BATCHES],
     "bins": [0, 1, 3, -2, "2048", 2048.0, True, []],
-    "budget": [5, 5.0, {}, {"weight_bits": 5}, fxq.Budget],
+    "budget": [5, 5.0, {}, {"weight_bits": 5}, fxq.search.Budget],
     "cut": [5, True, 1.5, "cnv", "conv", [5], [None], [[5]], ["cnv"], [["conv", "cnv"]], [""], Colour.RED],
     "debug": [True, -1, 4, "1", "abc", 1.5, [], ""],
     "dump": [5, 1.5, "", b"dump", [], True, "a\0b"],
@@ -126,7 +126,7 @@ WRONG: dict[str, Sequence[Any]] = {
     "leaf": [*CALLABLES, [5], ["conv", "cnv"], nn.LSTM, [nn.LSTM], "model"],
     "metric": METRICS,
     "model": MODELS,
-    "observations": ["seen", 5, {}, [], True, {"conv": (0.0, 1.0)}, fxq.Observations, Path("seen.fxq")],
+    "observations": ["seen", 5, {}, [], True, {"conv": (0.0, 1.0)}, fxq.observers.Observations, Path("seen.fxq")],
     "options": [5, {}, [], "leaf", True, fxq.Options, {"adapt": True}],
     "opset": [True, 9, 22, -1, "17", 17.0, [], 1.5, ""],
     "output_names": NAMES,
@@ -141,16 +141,16 @@ WRONG: dict[str, Sequence[Any]] = {
 }
 
 
-@functools.wraps(fxq.record)
+@functools.wraps(fxq.inspect.record)
 def recorded(*args: Any, **kwargs: Any) -> list[dict[str, Tensor]]:
     """All that is recorded: a batch that does not fit is met when its turn comes."""
-    return list(fxq.record(*args, **kwargs))
+    return list(fxq.inspect.record(*args, **kwargs))
 
 
-@functools.wraps(fxq.run_segments)
+@functools.wraps(fxq.export.run_segments)
 def segments_run(*args: Any, inputs: Sequence[Any] = (), **kwargs: Any) -> tuple[Tensor, ...]:
     """What takes its inputs by position alone, by name like everything else that is called here."""
-    return fxq.run_segments(*(args if not inputs else (kwargs.pop("folder"), *inputs)), **kwargs)
+    return fxq.export.run_segments(*(args if not inputs else (kwargs.pop("folder"), *inputs)), **kwargs)
 
 
 @dataclass(frozen=True)
@@ -199,11 +199,12 @@ TUNING: tuple[Callable[..., Any], ...] = (
     *(fxq.tuning.correct_bias, fxq.tuning.reestimate_batch_norm, fxq.tuning.round_weights),
     *(fxq.tuning.adaround, fxq.tuning.reconstruct, fxq.tuning.distill),
 )
+MODULES = ("board", "errors", "export", "extend", "inspect", "nn", "observers", "primitives", "results", "search", "tuning")
 PASSIVE = {  # public names that nobody calls with arguments of his own
     "Finding", "Findings", "Observer", "MinMaxObserver", "Observations", "Rounding", "Nearest", "AdaptiveRounding", "Stage", "Target",
     "Intermediate", "Layer", "Segment", "Sensitivity", "TensorSensitivity", "MixedPrecision", "ObserverSearch", "ObserverTrial", "Tuned",
     "TuneStep", "Result", "Advice", "Estimate", "LayerEstimate", "CompiledCost", "Conformance", "ProbeResult", "Comparison",
-    "GraphDifference", "LayerComparison", "Report", "DeviationReport", "__version__", "primitives", "checks", "nn", "tuning",
+    "GraphDifference", "LayerComparison", "Report", "DeviationReport", "__version__", *MODULES,
 }  # fmt: skip
 ROWS = (
     row(spread(fxq.trace, TRACING), lambda w: {"model": w.model, "example_inputs": batch()}),
@@ -211,7 +212,7 @@ ROWS = (
         spread(fxq.prepare, PREPARING),
         lambda w: {"model": w.model, "example_inputs": batch()},
         passes=PASSES,
-        until=[*UNTIL, "integer.lower", fxq.Stage.INTEGER],
+        until=[*UNTIL, "integer.lower", fxq.results.Stage.INTEGER],
     ),
     row(
         spread(fxq.check, "dynamic_shapes adapt leaf"),
@@ -221,11 +222,11 @@ ROWS = (
     row(
         spread(fxq.convert, "debug dump"),
         lambda w: {"prepared": w.prepared},
-        until=[*UNTIL, "rules.match", fxq.Stage.PREPARED, fxq.Stage.TRACED],
+        until=[*UNTIL, "rules.match", fxq.results.Stage.PREPARED, fxq.results.Stage.TRACED],
     ),
     row(fxq.wrap, lambda w: {"function": len}, function=[5, "", "no such", "nothing_here", [], 1.5, True, nn.Linear, nn.Linear(1, 1)]),
     row(spread(fxq.calibrate, CALIBRATING), lambda w: {"prepared": w.uncalibrated, "batches": [batch()]}),
-    row(spread(fxq.equalize, "batch_fn distributed"), lambda w: {"prepared": w.uncalibrated, "batches": [batch()]}),
+    row(spread(fxq.tuning.equalize, "batch_fn distributed"), lambda w: {"prepared": w.uncalibrated, "batches": [batch()]}),
     row(spread(fxq.quantize, f"{PREPARING} {CALIBRATING}"), lambda w: {"model": w.model, "batches": [batch()]}, passes=PASSES),
     row(fxq.Options, lambda w: {}, leaf=[*CALLABLES[:1], [5], [None], [""]], preserve=NAMES, passes=PASSES[:-1], dynamic_shapes=[]),
     row(
@@ -241,17 +242,17 @@ ROWS = (
         model=[*GRAPHS, "", "none.onnx"],
         batches=WRONG_BATCHES,
         kinds=[*NAMES, "covn", ["quantized", "covn"], {"quantized"}],
-        state=[5, "", "TRAN", [], True, Colour.RED, fxq.Stage.PREPARED],
+        state=[5, "", "TRAN", [], True, Colour.RED, fxq.results.Stage.PREPARED],
         runtime=["", 5, "onnx", [], True, "onnxruntime"],
     ),
     row(
         fxq.set_state,
         lambda w: {"prepared": w.prepared, "state": fxq.State.VALIDATE},
-        state=[5, "", "TRAN", "validated", [], True, Colour.RED, fxq.Stage.PREPARED],
+        state=[5, "", "TRAN", "validated", [], True, Colour.RED, fxq.results.Stage.PREPARED],
         modules=[*NAMES, "cnv", ["conv", "cnv"]],
     ),
     row(fxq.freeze, lambda w: {"prepared": w.prepared}, scales=FLAGS, batch_norm=[*FLAGS, "live"]),
-    row(fxq.observations, lambda w: {"prepared": w.prepared}),
+    row(fxq.observers.observations, lambda w: {"prepared": w.prepared}),
     row(fxq.qparams, lambda w: {"prepared": w.prepared}),
     row(
         fxq.set_qparams,
@@ -261,25 +262,25 @@ ROWS = (
             *({"conv": number} for number in [*NUMBERS, None]),
         ],
     ),
-    row(fxq.layers, lambda w: {"model": w.integer}, model=GRAPHS),
+    row(fxq.inspect.layers, lambda w: {"model": w.integer}, model=GRAPHS),
     row(fxq.explain, lambda w: {"model": w.integer}, model=GRAPHS, steps=FLAGS),
     row(fxq.text, lambda w: {"gm": w.integer}, steps=FLAGS),
-    row(fxq.segments, lambda w: {"model": w.integer}, model=GRAPHS),
-    row(fxq.export_segments, lambda w: {"integer": w.integer, "folder": w.directory / "cut"}),
+    row(fxq.inspect.segments, lambda w: {"model": w.integer}, model=GRAPHS),
+    row(fxq.export.export_segments, lambda w: {"integer": w.integer, "folder": w.directory / "cut"}),
     row(
-        fxq.export_horizon,
+        fxq.board.export_horizon,
         lambda w: {"integer": w.integer, "folder": w.directory / "horizon"},
         name=[5, "", "a/b", "it's", b"net", []],
         camera=["rgb", 1, "", []],
         options=[fxq.Options()],
     ),
     row(
-        fxq.board_kit,
+        fxq.board.board_kit,
         lambda w: {"folder": w.directory / "board", "integer": w.integer, "compiled": w.directory / "none.bin", "batches": [batch()]},
         compiled=[*PATHS, "nowhere.bin"],
     ),
     row(
-        fxq.HorizonOptions,
+        fxq.board.HorizonOptions,
         lambda w: {},
         optimize_level=["O4", 2, "", "o2", []],
         compile_mode=["fast", 1, "", []],
@@ -289,26 +290,26 @@ ROWS = (
         layout=["NCHW", 1, "", []],
     ),
     row(
-        fxq.with_camera,
+        fxq.board.with_camera,
         lambda w: {"integer": w.integer},
         train_type=["yuv", "RGB", 1, "", []],
         mean=[5, "", (1, 2), ("a", 1, 2), (float("nan"), 1, 2)],
         std=[5, "", (1, 2), ("a", 1, 2), (0, 1, 1), (-1, 1, 1)],
     ),
-    row(fxq.compile_horizon, lambda w: {"folder": w.directory}, folder=[*PATHS, "nowhere"]),
+    row(fxq.board.compile_horizon, lambda w: {"folder": w.directory}, folder=[*PATHS, "nowhere"]),
     row(
-        fxq.conformance_kit,
+        fxq.board.conformance_kit,
         lambda w: {"folder": w.directory / "kit", "target": "bayes-e"},
         target=[*TARGETS, "nash-e"],
         dtypes=[5, [], ["int4"], [8]],
         operators=[5, [], ["conv 3x4"], [3]],
         scales=[5, [], ["other"]],
     ),
-    row(fxq.check_conformance, lambda w: {"folder": w.directory, "results": w.directory}, folder=[*PATHS, "nowhere"], results=PATHS),
-    row(fxq.simulate_conformance, lambda w: {"folder": w.directory}, folder=[*PATHS, "nowhere"], results=PATHS),
-    row(fxq.export_pt2, lambda w: {"integer": w.integer, "path": w.directory / "exported.pt2"}),
-    row(fxq.export_torchscript, lambda w: {"integer": w.integer, "path": w.directory / "exported.torchscript"}),
-    row(fxq.export_c, lambda w: {"integer": w.integer, "path": w.directory / "net.c"}, path=[*PATHS, "net.onnx", "net"]),
+    row(fxq.board.check_conformance, lambda w: {"folder": w.directory, "results": w.directory}, folder=[*PATHS, "nowhere"], results=PATHS),
+    row(fxq.board.simulate_conformance, lambda w: {"folder": w.directory}, folder=[*PATHS, "nowhere"], results=PATHS),
+    row(fxq.export.export_pt2, lambda w: {"integer": w.integer, "path": w.directory / "exported.pt2"}),
+    row(fxq.export.export_torchscript, lambda w: {"integer": w.integer, "path": w.directory / "exported.torchscript"}),
+    row(fxq.export.export_c, lambda w: {"integer": w.integer, "path": w.directory / "net.c"}, path=[*PATHS, "net.onnx", "net"]),
     row(
         segments_run,
         lambda w: {"folder": w.segments, "inputs": (batch(),)},
@@ -317,9 +318,9 @@ ROWS = (
         runtime=["", 5, "onnx", [], True],
         python=[5, "", [], {"a": 1}, {1: len}, True],
     ),
-    row(fxq.unary, lambda w: {"name": "never_declared", "function": torch.exp}, name=OPERATOR_NAMES),
+    row(fxq.extend.unary, lambda w: {"name": "never_declared", "function": torch.exp}, name=OPERATOR_NAMES),
     row(
-        fxq.operator,
+        fxq.extend.operator,
         lambda w: {"name": "never_declared", "function": lambda a, b: a + b, "operands": [], "expand": None},
         name=OPERATOR_NAMES,
         operands=NAMES,
@@ -327,7 +328,7 @@ ROWS = (
     row(fxq.dump, lambda w: {"model": w.integer, "path": w.directory / "dump"}, model=GRAPHS),
     row(fxq.save, lambda w: {"model": w.integer, "path": w.directory / "saved.fxq"}, model=GRAPHS),
     row(fxq.load, lambda w: {"path": w.file}, path=[*PATHS, "none.fxq"]),
-    row(fxq.onnx_metadata, lambda w: {"path": w.onnx}, path=[*PATHS, "none.onnx"]),
+    row(fxq.export.onnx_metadata, lambda w: {"path": w.onnx}, path=[*PATHS, "none.onnx"]),
     row(
         fxq.export_onnx,
         lambda w: {"model": w.integer, "path": w.directory / "exported.onnx"},
@@ -338,13 +339,13 @@ ROWS = (
         example_inputs=[*EXAMPLES, batch()],
     ),
     row(
-        fxq.Result.export,
+        fxq.results.Result.export,
         lambda w: {"self": w.result, "path": w.directory / "exported.onnx"},
         style=(None, *WRONG["style"]),
         opset=["17", True],
     ),
     row(
-        fxq.Result.verify,
+        fxq.results.Result.verify,
         lambda w: {"self": w.result, "path": w.onnx, "batches": [batch()]},
         path=[*PATHS, "none.onnx"],
         batches=WRONG_BATCHES,
@@ -364,27 +365,41 @@ ROWS = (
         comparison=[5, "found", [], True],
         num_batches=[True, -1, 1.5, "3", [], Colour.RED],
     ),
-    row(fxq.diff, lambda w: {"a": w.integer, "b": w.integer}, a=[*GRAPHS, "", "none.fxq"], b=[*GRAPHS, "", "none.fxq"]),
-    *(row(check, lambda w: {"prepared": w.prepared}) for check in (fxq.checks.not_fused, fxq.checks.suspicious_settings)),
+    row(fxq.inspect.diff, lambda w: {"a": w.integer, "b": w.integer}, a=[*GRAPHS, "", "none.fxq"], b=[*GRAPHS, "", "none.fxq"]),
+    *(row(check, lambda w: {"prepared": w.prepared}) for check in (fxq.inspect.not_fused, fxq.inspect.suspicious_settings)),
     *(
         row(check, lambda w: {"model": w.integer}, model=GRAPHS)
-        for check in (fxq.checks.shared_scales, fxq.checks.memory, fxq.checks.devices)
+        for check in (fxq.inspect.shared_scales, fxq.inspect.memory, fxq.inspect.devices)
     ),
-    row(fxq.checks.compare_weights, lambda w: {"a": w.prepared, "b": w.integer}, a=GRAPHS, b=GRAPHS),
-    row(fxq.checks.call_counts, lambda w: {"model": w.model, "example_inputs": batch()}),
-    row(spread(fxq.checks.value_ranges, "batch_fn"), lambda w: {"model": w.prepared, "batches": [batch()]}, model=FORMS, spread=NUMBERS),
-    row(fxq.Result.compare, lambda w: {"self": w.result, "batches": [batch()]}),
-    row(fxq.Result.report, lambda w: {"self": w.result, "path": w.directory / "report.html", "batches": [batch()]}, title=(None, "", 5)),
-    row(fxq.Comparison.worst, lambda w: {"self": w.comparison}),
-    row(fxq.Comparison.write_tensorboard, lambda w: {"self": w.comparison, "writer": Writer()}, writer=[5, "folder", [], nn.Linear(2, 2)]),
-    row(fxq.Report.merge, lambda w: {"self": fxq.Report(), "other": fxq.Report()}, other=[5, "report", [], True]),
+    row(fxq.inspect.compare_weights, lambda w: {"a": w.prepared, "b": w.integer}, a=GRAPHS, b=GRAPHS),
+    row(fxq.inspect.call_counts, lambda w: {"model": w.model, "example_inputs": batch()}),
+    row(spread(fxq.inspect.value_ranges, "batch_fn"), lambda w: {"model": w.prepared, "batches": [batch()]}, model=FORMS, spread=NUMBERS),
+    row(fxq.results.Result.compare, lambda w: {"self": w.result, "batches": [batch()]}),
+    row(
+        fxq.results.Result.report,
+        lambda w: {"self": w.result, "path": w.directory / "report.html", "batches": [batch()]},
+        title=(None, "", 5),
+    ),
+    row(fxq.results.Comparison.worst, lambda w: {"self": w.comparison}),
+    row(
+        fxq.results.Comparison.write_tensorboard,
+        lambda w: {"self": w.comparison, "writer": Writer()},
+        writer=[5, "folder", [], nn.Linear(2, 2)],
+    ),
+    row(fxq.results.Report.merge, lambda w: {"self": fxq.results.Report(), "other": fxq.results.Report()}, other=[5, "report", [], True]),
     row(
         fxq.ActivationConfig,
         lambda w: {},
         dtype=["", "int7", "INT8", "quint8", 8, [], True, torch.float32, int, Colour.RED],
         observer=[
-            *(5, "max", "", [], int, nn.Linear, nn.Identity(), fxq.Observer, fxq.Observer(), lambda x: x, lambda: 5),
-            *(functools.partial(fxq.PercentileObserver, 101), "Mse", "clip", fxq.ClipObserver, fxq.FixedScaleObserver),
+            *(5, "max", "", [], int, nn.Linear, nn.Identity(), fxq.observers.Observer, fxq.observers.Observer(), lambda x: x, lambda: 5),
+            *(
+                functools.partial(fxq.observers.PercentileObserver, 101),
+                "Mse",
+                "clip",
+                fxq.observers.ClipObserver,
+                fxq.observers.FixedScaleObserver,
+            ),
         ],
         zero_point=["", "3", 1.5, True, [], -1, 256],
     ),
@@ -395,7 +410,7 @@ ROWS = (
         per_channel=FLAGS,
         training=["", "frozen", True, 5, []],
         p=["", "2", 0, 0.5, -1, 17, True, [], float("nan"), float("inf")],
-        rounding=["nearest", 5, [], torch.round, nn.Identity, fxq.MinMaxObserver, fxq.Rounding, fxq.Nearest()],
+        rounding=["nearest", 5, [], torch.round, nn.Identity, fxq.observers.MinMaxObserver, fxq.tuning.Rounding, fxq.tuning.Nearest()],
     ),
     row(
         fxq.QConfig,
@@ -442,18 +457,18 @@ ROWS = (
         pattern=[5, "", b"conv", ["conv"], True, "(", "*conv", "[a"],
     ),
     row(
-        spread(fxq.sensitivity, f"widths measured seed checkpoint {PREPARING} {CALIBRATING}"),
+        spread(fxq.search.sensitivity, f"widths measured seed checkpoint {PREPARING} {CALIBRATING}"),
         lambda w: {"model": w.model, "batches": [batch()], "widths": 8, "measured": False},
         passes=PASSES,
     ),
     row(
-        spread(fxq.mixed_precision, "widths measured batch_fn seed checkpoint"),
-        lambda w: {"model": w.model, "batches": [batch()], "budget": fxq.Budget(weight_bits=8), "widths": 8, "measured": False},
+        spread(fxq.search.mixed_precision, "widths measured batch_fn seed checkpoint"),
+        lambda w: {"model": w.model, "batches": [batch()], "budget": fxq.search.Budget(weight_bits=8), "widths": 8, "measured": False},
     ),
     row(
-        spread(fxq.search_observers, "batch_fn checkpoint"),
+        spread(fxq.search.search_observers, "batch_fn checkpoint"),
         lambda w: {"model": w.model, "batches": [batch()]},
-        observers=[5, "min-max", [], [5], [None], [nn.Identity], [fxq.Observer]],
+        observers=[5, "min-max", [], [5], [None], [nn.Identity], [fxq.observers.Observer]],
         metric=CALLABLES,
     ),
     row(
@@ -463,40 +478,53 @@ ROWS = (
         tolerance=[-1, -0.5, float("nan"), float("inf"), "1", True, [], 1j],
         steps=COUNTS,
     ),
-    row(fxq.Budget, lambda w: {"weight_bits": 5}, weight_bits=(*NUMBERS, None), speed=[5, "fast", {}, fxq.Speed, fxq.Speed(1, 1)]),
-    row(fxq.Speed, lambda w: {"macs_per_second": 1e9, "bytes_per_second": 1e9}),
-    row(fxq.Roofline, lambda w: {"macs_per_second": 1e9, "bytes_per_second": 1e9}, source=[5, "", [], True, UNPRINTABLE], assumed=FLAGS),
+    row(
+        fxq.search.Budget,
+        lambda w: {"weight_bits": 5},
+        weight_bits=(*NUMBERS, None),
+        speed=[5, "fast", {}, fxq.search.Speed, fxq.search.Speed(1, 1)],
+    ),
+    row(fxq.search.Speed, lambda w: {"macs_per_second": 1e9, "bytes_per_second": 1e9}),
+    row(
+        fxq.extend.Roofline,
+        lambda w: {"macs_per_second": 1e9, "bytes_per_second": 1e9},
+        source=[5, "", [], True, UNPRINTABLE],
+        assumed=FLAGS,
+    ),
     row(
         fxq.estimate,
         lambda w: {"integer": w.integer},
         target=[*TARGETS, "x86"],
-        roofline=[5, 1e9, "fast", {}, fxq.Roofline, fxq.Speed(1, 1)],
+        roofline=[5, 1e9, "fast", {}, fxq.extend.Roofline, fxq.search.Speed(1, 1)],
         compiled=[*PATHS, "nowhere.bin"],
     ),
-    row(fxq.Estimate.to_html, lambda w: {"self": fxq.estimate(w.integer), "path": w.directory / "estimate.html"}),
+    row(fxq.results.Estimate.to_html, lambda w: {"self": fxq.estimate(w.integer), "path": w.directory / "estimate.html"}),
     row(
         fxq.save_qconfig,
         lambda w: {"mapping": fxq.QConfigMapping(), "path": w.directory / "mapping.json"},
         mapping=["int8", 5, {}, [], fxq.QConfig, fxq.ActivationConfig()],
     ),
     row(fxq.load_qconfig, lambda w: {"path": w.rules}, path=[*PATHS, "none.json"]),
-    *(row(observer, lambda w: {}) for observer in (fxq.HistogramObserver, fxq.MSEObserver, fxq.KLObserver, fxq.MixObserver)),
-    row(fxq.PercentileObserver, lambda w: {}, percentile=[0, -1, 101, "99", True, float("nan"), []]),
-    row(fxq.LpObserver, lambda w: {}, p=[0, 0.9, 17, "2", True, float("nan"), []]),
-    row(fxq.ClipStdObserver, lambda w: {}, deviations=[0, -1, "3", True, float("inf"), []]),
+    *(
+        row(observer, lambda w: {})
+        for observer in (fxq.observers.HistogramObserver, fxq.observers.MSEObserver, fxq.observers.KLObserver, fxq.observers.MixObserver)
+    ),
+    row(fxq.observers.PercentileObserver, lambda w: {}, percentile=[0, -1, 101, "99", True, float("nan"), []]),
+    row(fxq.observers.LpObserver, lambda w: {}, p=[0, 0.9, 17, "2", True, float("nan"), []]),
+    row(fxq.observers.ClipStdObserver, lambda w: {}, deviations=[0, -1, "3", True, float("inf"), []]),
     row(
-        fxq.ClipObserver,
+        fxq.observers.ClipObserver,
         lambda w: {"lowest": -1.0, "highest": 1.0},
         lowest=[1.5, "0", True, float("-inf"), []],
         highest=[-2.0, "0", True, float("nan"), []],
     ),
     row(
-        fxq.FixedScaleObserver,
+        fxq.observers.FixedScaleObserver,
         lambda w: {"scale": 0.5},
         scale=(None, 0, -1.0, "1", True, float("inf"), []),
         threshold=[1.0, 0, "1", True, float("nan")],
     ),
-    row(fxq.MovingAverageMinMaxObserver, lambda w: {}, averaging_constant=[0, -1, 1.5, "1", True, float("nan"), []]),
+    row(fxq.observers.MovingAverageMinMaxObserver, lambda w: {}, averaging_constant=[0, -1, 1.5, "1", True, float("nan"), []]),
     *(
         row(spread(method, "batch_fn batch_size seed checkpoint"), lambda w: {"prepared": w.prepared, "batches": [batch()]})
         for method in TUNING
@@ -558,16 +586,16 @@ def test_a_wrong_argument(name: str, argument: str, world: World) -> None:
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in ("State", "Result.export")])
 def test_an_argument_that_there_is_not_and_one_that_is_missing(name: str, world: World) -> None:
     call, right = CALLS[name].call(world)
-    with pytest.raises(fxq.ConfigurationError, match="nonsense") as caught:
+    with pytest.raises(fxq.errors.ConfigurationError, match="nonsense") as caught:
         call(**right, nonsense=1)
     assert_ours(caught.value)
     parameters = inspect.signature(call).parameters.values()
     if all(p.kind is not p.VAR_POSITIONAL for p in parameters):
-        with pytest.raises(fxq.ConfigurationError, match="too many positional") as caught:
+        with pytest.raises(fxq.errors.ConfigurationError, match="too many positional") as caught:
             call(*range(20))
         assert_ours(caught.value)
     if any(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in parameters):
-        with pytest.raises(fxq.ConfigurationError, match="missing"):
+        with pytest.raises(fxq.errors.ConfigurationError, match="missing"):
             call()
 
 
@@ -579,8 +607,9 @@ def test_every_argument_is_in_the_table(name: str, world: World) -> None:
 
 
 def test_every_public_name_is_in_the_table() -> None:
-    errors = {name for name in fxq.__all__ if isinstance(getattr(fxq, name), type) and issubclass(getattr(fxq, name), BaseException)}
-    assert set(fxq.__all__) - errors - PASSIVE <= set(CALLS)
+    modules = [getattr(fxq, name) for name in MODULES if name not in ("errors", "nn", "primitives", "results")]
+    names = {"FxQuantError", *(name for module in (fxq, *modules) for name in module.__all__)}
+    assert names - {"FxQuantError"} - PASSIVE <= set(CALLS)
 
 
 # ---- what is accepted, and what it means -----------------------------------------------------------------------------------------
@@ -594,7 +623,7 @@ ACCEPTED: dict[str, Callable[[World], Any]] = {
     "a target in another spelling": lambda w: fxq.prepare(w.model, batch(), "Bayes_E"),
     "a chip": lambda w: fxq.check(w.model, batch(), "x5"),
     "a pathlib.Path as dump": lambda w: fxq.prepare(w.model, batch(), options=fxq.Options(dump=w.directory / "graphs")),
-    "until: a stage": lambda w: fxq.prepare(w.model, batch(), until=fxq.Stage.CANONICAL),
+    "until: a stage": lambda w: fxq.prepare(w.model, batch(), until=fxq.results.Stage.CANONICAL),
     "num_batches: numpy's": lambda w: fxq.calibrate(fxq.prepare(w.model, batch()), [batch()], np.int64(1), show_progress=False),
     "num_batches: more than there are": lambda w: fxq.calibrate(fxq.prepare(w.model, batch()), [batch()], 9, show_progress=False),
     "show_progress: numpy's": lambda w: fxq.verify(w.prepared, w.integer, [batch()], show_progress=np.bool_(False)),
@@ -616,10 +645,10 @@ ACCEPTED: dict[str, Callable[[World], Any]] = {
     "an observer by class, instance, partial, function": lambda w: [
         fxq.ActivationConfig(observer=made)
         for made in (
-            fxq.MinMaxObserver,
-            fxq.MinMaxObserver(),
-            functools.partial(fxq.PercentileObserver, 99.0),
-            lambda: fxq.MinMaxObserver(),
+            fxq.observers.MinMaxObserver,
+            fxq.observers.MinMaxObserver(),
+            functools.partial(fxq.observers.PercentileObserver, 99.0),
+            lambda: fxq.observers.MinMaxObserver(),
         )
     ],
 }
@@ -646,17 +675,17 @@ def test_a_state_by_name_is_that_state(world: World) -> None:
 TOGETHER: dict[str, Callable[[World], Any]] = {
     "load: a text": lambda w: fxq.load(w.text),
     "load: an ONNX file": lambda w: fxq.load(w.onnx),
-    "metadata: a text": lambda w: fxq.onnx_metadata(w.text),
+    "metadata: a text": lambda w: fxq.export.onnx_metadata(w.text),
     "verify: a saved model": lambda w: fxq.verify(w.integer, w.file, [batch()]),
     "verify: two files": lambda w: fxq.verify(w.onnx, w.onnx, [batch()]),
     "observations of another model": lambda w: fxq.prepare(nn.Linear(6, 2), batch(), observations=w.observations),
     "observations and until": lambda w: fxq.prepare(w.model, batch(), observations=w.observations, until="rules.match"),
-    "observations of nothing": lambda w: fxq.observations(w.uncalibrated),
+    "observations of nothing": lambda w: fxq.observers.observations(w.uncalibrated),
     "a file of observations as a model": lambda w: saved_model(fxq.save(w.observations, w.directory / "seen.fxq")),
-    "record: a state of an integer model": lambda w: fxq.record(w.integer, [batch()], state="validate"),
-    "record: a state of a file": lambda w: fxq.record(w.onnx, [batch()], state="validate"),
-    "record: a runtime of PyTorch's": lambda w: fxq.record(w.integer, [batch()], runtime="reference"),
-    "no batches for a prepared model": lambda w: fxq.sensitivity(w.prepared, [], options=fxq.Options(widths=(8,), measured=False)),
+    "record: a state of an integer model": lambda w: fxq.inspect.record(w.integer, [batch()], state="validate"),
+    "record: a state of a file": lambda w: fxq.inspect.record(w.onnx, [batch()], state="validate"),
+    "record: a runtime of PyTorch's": lambda w: fxq.inspect.record(w.integer, [batch()], runtime="reference"),
+    "no batches for a prepared model": lambda w: fxq.search.sensitivity(w.prepared, [], options=fxq.Options(widths=(8,), measured=False)),
     "scale and threshold": lambda w: fxq.ActivationConfig(scale=1.0, threshold=1.0),
     "a scale for a sum": lambda w: fxq.ActivationConfig("int32", scale=1.0),
     "a threshold for a sum": lambda w: fxq.ActivationConfig("int32", threshold=1.0),
@@ -673,7 +702,7 @@ def test_what_does_not_fit_together(call: Callable[[World], Any], world: World) 
 @pytest.mark.parametrize("level", ["abc", "-1", "4", "1.5", "True", " "])
 def test_the_environment(level: str, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXQUANT_DEBUG", level)
-    with pytest.raises(fxq.ConfigurationError, match="FXQUANT_DEBUG") as caught:
+    with pytest.raises(fxq.errors.ConfigurationError, match="FXQUANT_DEBUG") as caught:
         fxq.prepare(world.model, batch())
     assert_ours(caught.value)
     fxq.prepare(world.model, batch(), options=fxq.Options(debug=0))  # the option takes precedence over the environment
@@ -681,5 +710,5 @@ def test_the_environment(level: str, world: World, monkeypatch: pytest.MonkeyPat
 
 def test_a_dump_by_the_environment_that_is_a_file(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXQUANT_DUMP", str(world.text))
-    with pytest.raises(fxq.ConfigurationError, match="FXQUANT_DUMP"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="FXQUANT_DUMP"):
         fxq.prepare(world.model, batch())

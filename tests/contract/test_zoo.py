@@ -32,7 +32,7 @@ from fxquant.demo.run import (
 from fxquant.errors import ConfigurationError
 from fxquant.ir.integer import notes
 from fxquant.prepared.operators import quantized_operators
-from fxquant.support.seeding import seeded
+from fxquant.support import seeded
 from tests.shared.networks import Network
 
 NAMES = tuple(zoo.zoo())
@@ -274,7 +274,7 @@ def test_exactness_sees_an_accumulator_that_does_not_fit() -> None:
 def test_exactness_sees_a_fault_that_is_not_located(monkeypatch: pytest.MonkeyPatch) -> None:
     integer, batch = integer_signal_network(), build("signal network (1-d)").test_batches[0]
     assert exactness.faults_not_located(integer, batch) == 0
-    monkeypatch.setattr(exactness.fxq, "verify", lambda *_, **__: fxq.Report())
+    monkeypatch.setattr(exactness.fxq, "verify", lambda *_, **__: fxq.results.Report())
     assert exactness.faults_not_located(integer, batch) == 1
 
 
@@ -305,8 +305,16 @@ def test_peers_that_cannot_do_a_model_say_why() -> None:
 # -------------------------------------------------------------------------------------------- calibration's memory
 
 
-@pytest.mark.parametrize("observer", [fxq.MovingAverageMinMaxObserver, fxq.MinMaxObserver, fxq.HistogramObserver, fxq.PercentileObserver])
-def test_calibration_keeps_no_batch(observer: type[fxq.Observer]) -> None:
+@pytest.mark.parametrize(
+    "observer",
+    [
+        fxq.observers.MovingAverageMinMaxObserver,
+        fxq.observers.MinMaxObserver,
+        fxq.observers.HistogramObserver,
+        fxq.observers.PercentileObserver,
+    ],
+)
+def test_calibration_keeps_no_batch(observer: type[fxq.observers.Observer]) -> None:
     """A generator's batches, and whatever was computed of them, are gone when the next one is asked for."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)).eval()
     prepared = fxq.prepare(model, (torch.randn(1, 3, 8, 8),), qconfig=fxq.QConfig(fxq.ActivationConfig(observer=observer)))

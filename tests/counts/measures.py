@@ -159,7 +159,7 @@ def passes(network: str, target: str) -> dict[str, Count]:
     """Count what the passes fuse, and what they insert."""
     made, found = compiled(network, target), {}
     for what in ("requantize", "quantize", "dequantize"):
-        names = [layer.name for layer in fxq.layers(made.prepared) if layer.operator == what]
+        names = [layer.name for layer in fxq.inspect.layers(made.prepared) if layer.operator == what]
         found[f"{what} nodes"] = counted(None, ((what, name) for name in names))
     return {**made.fused, **found}
 
@@ -302,7 +302,7 @@ def onnx_files(network: str, target: str) -> dict[str, Count]:
         options = onnxruntime.SessionOptions()
         options.optimized_model_filepath = str(Path(folder) / "optimized.onnx")
         options.log_severity_level = 4
-        for name, value in fxq.onnx_metadata(path).get("session_options", {}).items():
+        for name, value in fxq.export.onnx_metadata(path).get("session_options", {}).items():
             options.add_session_config_entry(name, value)
         onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         fast = _nodes(onnx.load(options.optimized_model_filepath))
@@ -332,8 +332,8 @@ def _nodes(model: onnx.ModelProto) -> list[tuple[str, str]]:
 def devices(network: str, target: str) -> dict[str, Count]:
     """Count what runs on the target and what beside it; for a board also what the vendor's compiler would compute differently."""
     integer = compiled(network, target).integer
-    layers = [layer for layer in fxq.layers(integer) if not layer.boundary]
-    segments = fxq.segments(integer)
+    layers = [layer for layer in fxq.inspect.layers(integer) if not layer.boundary]
+    segments = fxq.inspect.segments(integer)
     found = {
         "operators on the target": counted(len(layers), ((layer.operator, layer.name) for layer in layers if layer.device == HOST)),
         "segments": counted(None, ((segment.device, segment.nodes[0]) for segment in segments)),

@@ -15,7 +15,7 @@ from benchmarks.training_speed import ViT
 from benchmarks.zoo import MobileNetV2, MobileNetV3Small, SignalNetwork, UNet
 from benchmarks.zoo.life import initialise, make_alive
 from benchmarks.zoo.resnet import BasicBlock, ResNet
-from fxquant.support.seeding import seeded
+from fxquant.support import seeded
 
 
 class Network(NamedTuple):

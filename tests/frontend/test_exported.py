@@ -58,10 +58,10 @@ def test_a_program_gives_the_bits_of_its_module(case: str, tmp_path: Path) -> No
     results = [fxq.quantize(source, batches, show_progress=False) for source in (model, program)]
     mine, theirs = (result.integer for result in results)
     assert all(torch.equal(a, b) for a, b in zip(bits(mine(batches[0])), bits(theirs(batches[0])), strict=True))
-    kinds = [{layer.operator for layer in fxq.layers(result.prepared)} for result in results]
+    kinds = [{layer.operator for layer in fxq.inspect.layers(result.prepared)} for result in results]
     assert kinds[0] == kinds[1]
-    assert all(layer.integer or layer.boundary for layer in fxq.layers(results[1].prepared))
-    lines = {layer.source.partition(" ")[0].partition(":")[0] for layer in fxq.layers(results[1].prepared)}
+    assert all(layer.integer or layer.boundary for layer in fxq.inspect.layers(results[1].prepared))
+    lines = {layer.source.partition(" ")[0].partition(":")[0] for layer in fxq.inspect.layers(results[1].prepared)}
     assert lines - {""} == {"test_exported.py"}  # an input has no line
     parameters = dict(model.named_parameters())
     assert parameters.keys() == dict(results[1].prepared.named_parameters()).keys() & parameters.keys()

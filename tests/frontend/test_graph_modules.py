@@ -73,7 +73,7 @@ def test_a_graph_module_without_meta_is_quantized(make: Callable[[], nn.Module],
     assert result.verify(result.export(tmp_path / "m.onnx"), [image()])
     assert fxq.verify(result.prepared, result.integer, [image()], show_progress=False)
     assert result.compare([image()])
-    assert all(layer.integer for layer in fxq.layers(result.integer) if layer.operator == "conv2d")
+    assert all(layer.integer for layer in fxq.inspect.layers(result.integer) if layer.operator == "conv2d")
 
 
 def test_functions_that_show_graphs_take_it(tmp_path: Path) -> None:
@@ -81,10 +81,10 @@ def test_functions_that_show_graphs_take_it(tmp_path: Path) -> None:
     assert not hasattr(model, "meta")
     assert fxq.text(model).startswith("graph   # traced")
     assert fxq.check(model, image()) is not None
-    fxq.explain(model), fxq.layers(model), fxq.diff(model, model), fxq.dump(model, tmp_path)
-    for call in (fxq.convert, fxq.observations, fxq.segments, fxq.estimate, fxq.export_pt2):
+    fxq.explain(model), fxq.inspect.layers(model), fxq.inspect.diff(model, model), fxq.dump(model, tmp_path)
+    for call in (fxq.convert, fxq.observers.observations, fxq.inspect.segments, fxq.estimate, fxq.export.export_pt2):
         with pytest.raises(fxq.FxQuantError, match=r"because[\s\S]*remedy"):
-            call(*((model,) if call is not fxq.export_pt2 else (model, tmp_path / "m")))
+            call(*((model,) if call is not fxq.export.export_pt2 else (model, tmp_path / "m")))
 
 
 def exported(dynamic: bool = False) -> torch.export.ExportedProgram:
@@ -107,7 +107,7 @@ def loaded() -> nn.Module:
 def test_the_module_of_a_program_says_to_pass_the_program(make: Callable[[], nn.Module]) -> None:
     model = make()
     for call in (fxq.prepare, fxq.trace, fxq.check, lambda model, example: fxq.quantize(model, [example])):
-        with pytest.raises(fxq.ConfigurationError, match="pass the ExportedProgram itself"):
+        with pytest.raises(fxq.errors.ConfigurationError, match="pass the ExportedProgram itself"):
             call(model, image())
 
 

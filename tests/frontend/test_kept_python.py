@@ -88,13 +88,13 @@ def image() -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def kept(image: Tensor) -> fxq.Result:
+def kept(image: Tensor) -> fxq.results.Result:
     torch.manual_seed(0)
     return fxq.quantize(Kept().eval(), [image, image[:2]], options=fxq.Options(leaf=Rescale), show_progress=False)
 
 
-def test_what_is_kept_is_one_call_and_runs_at_every_stage(kept: fxq.Result, image: Tensor) -> None:
-    names = [layer.name for layer in fxq.layers(kept.integer) if "kept" in layer.reason]
+def test_what_is_kept_is_one_call_and_runs_at_every_stage(kept: fxq.results.Result, image: Tensor) -> None:
+    names = [layer.name for layer in fxq.inspect.layers(kept.integer) if "kept" in layer.reason]
     assert names == ["ranked", "signed", "choose", "rescale", "above", "joined", "picked"]
     assert fxq.verify(kept.prepared, kept.integer, [image, image[:1]])
     traced = fxq.trace(kept.float, image, options=fxq.Options(leaf="rescale"))
@@ -116,7 +116,7 @@ def test_what_is_kept_is_one_call_and_runs_at_every_stage(kept: fxq.Result, imag
             assert torch.equal(pair, two)
 
 
-def test_gradients_pass_through_and_parameters_of_leaves_train(kept: fxq.Result, image: Tensor) -> None:
+def test_gradients_pass_through_and_parameters_of_leaves_train(kept: fxq.results.Result, image: Tensor) -> None:
 
     x = torch.randn(8, 6)
     prepared = fxq.prepare(
@@ -138,7 +138,7 @@ def test_a_file_names_wrapped_functions_and_imports_nothing(image: Tensor, tmp_p
     path = fxq.save(result.integer, tmp_path / "ranked.fxq")
     assert all(map(torch.equal, fxq.load(path)(x)[0], result.integer(x)[0]))
     monkeypatch.delitem(WRAPPED, f"{__name__}:ranked")
-    with pytest.raises(fxq.ExportError, match="ranked, which nothing in this process has wrapped"):
+    with pytest.raises(fxq.errors.ExportError, match="ranked, which nothing in this process has wrapped"):
         fxq.load(path)
 
 
@@ -148,22 +148,22 @@ def test_segments_have_files_but_for_what_is_python(image: Tensor, tmp_path) -> 
         written(lambda m, x: above(m.head(ranked(m.conv(x).mean((2, 3)))), 0.1), conv=nn.Conv2d(3, 8, 3), head=nn.Linear(8, 4)).eval(),
         [image],
     ).integer
-    with pytest.raises(fxq.ExportError, match="outside of forward"):
+    with pytest.raises(fxq.errors.ExportError, match="outside of forward"):
         fxq.export_onnx(integer, tmp_path / "whole.onnx", style="exact")
-    fxq.export_segments(integer, tmp_path / "parts")
+    fxq.export.export_segments(integer, tmp_path / "parts")
     functions = {"ranked": ranked, "above": functools.partial(above, limit=0.1)}
-    (found,) = fxq.run_segments(tmp_path / "parts", image, python=functions)
+    (found,) = fxq.export.run_segments(tmp_path / "parts", image, python=functions)
     assert all(map(torch.equal, found[0], integer(image)[0]))
-    with pytest.raises(fxq.ConfigurationError, match="'ranked' cannot be run"):
-        fxq.run_segments(tmp_path / "parts", image)
-    with pytest.raises(fxq.ConfigurationError, match=r"segments pass tensors alone, here .*limit"):
-        fxq.run_segments(tmp_path / "parts", image, python=functions | {"above": above})
+    with pytest.raises(fxq.errors.ConfigurationError, match="'ranked' cannot be run"):
+        fxq.export.run_segments(tmp_path / "parts", image)
+    with pytest.raises(fxq.errors.ConfigurationError, match=r"segments pass tensors alone, here .*limit"):
+        fxq.export.run_segments(tmp_path / "parts", image, python=functions | {"above": above})
 
 
 def test_a_function_of_a_segment_returns_all_of_its_outputs() -> None:
     entry = {"inputs": ["x"], "outputs": ["a", "b"], "python": ["f"]}
     assert _called(entry, {"a": lambda x: (x, x + 1)}, [torch.zeros(2)])["b"].tolist() == [1, 1]
-    with pytest.raises(fxq.ConfigurationError, match="has 2 outputs, a, b, and it returned Tensor"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="has 2 outputs, a, b, and it returned Tensor"):
         _called(entry, {"a": lambda x: x}, [torch.zeros(2)])
 
 
@@ -174,18 +174,18 @@ class Branching(nn.Module):
 
 
 def test_what_nothing_is_known_of_cannot_be_computed_with(image: Tensor) -> None:
-    with pytest.raises(fxq.TraceError, match="kept as Python is used by Python"):
+    with pytest.raises(fxq.errors.TraceError, match="kept as Python is used by Python"):
         fxq.prepare(Branching(), torch.randn(4, 3))
 
     @fxq.wrap
     def strict(x: Tensor) -> Tensor:
         raise RuntimeError("not these numbers")
 
-    with pytest.raises(fxq.TraceError, match=r"(?s)the result of strict cannot be determined.*not these numbers.*fake="):
+    with pytest.raises(fxq.errors.TraceError, match=r"(?s)the result of strict cannot be determined.*not these numbers.*fake="):
         fxq.prepare(written(lambda m, x: strict(x)), torch.randn(4, 3))
-    with pytest.raises(fxq.ConfigurationError, match="function 'nothing' to wrap was not found"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="function 'nothing' to wrap was not found"):
         fxq.wrap("nothing")
-    with pytest.raises(fxq.ConfigurationError, match="did you mean 'rescale'"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="did you mean 'rescale'"):
         fxq.prepare(Kept(), image, options=fxq.Options(leaf="rescaled"))
 
 
@@ -250,7 +250,7 @@ def test_what_is_preserved_is_at_every_stage_and_values_in_files(image: Tensor, 
     ("name", "because"), [("naems", "did you mean 'names'"), ("head.stride", "'head.strides'"), ("hed.x", "no attribute `hed`")]
 )
 def test_a_name_that_there_is_not_is_an_error(name: str, because: str, image: Tensor) -> None:
-    with pytest.raises(fxq.ConfigurationError, match=because):
+    with pytest.raises(fxq.errors.ConfigurationError, match=because):
         fxq.prepare(preserving(), image, options=fxq.Options(preserve=[name]))
 
 
@@ -297,7 +297,7 @@ def test_a_training_branch_trains_and_is_gone_from_the_integer_model(image: Tens
     assert fxq.verify(prepared, integer, [image])
     assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [image])
     assert not any("aux" in name or "training" in name for name in (*integer.state_dict(), *(node.name for node in integer.graph.nodes)))
-    with pytest.raises(fxq.ExportError, match="training branch"):
+    with pytest.raises(fxq.errors.ExportError, match="training branch"):
         fxq.save(prepared, tmp_path / "model.fxq")
 
 
@@ -313,7 +313,7 @@ class Same(WithBranch):
 
 
 def test_a_branch_that_changes_the_rest_is_refused_and_one_that_is_none_is_nothing(image: Tensor) -> None:
-    with pytest.raises(fxq.TraceError, match="same layers in another way in train mode"):
+    with pytest.raises(fxq.errors.TraceError, match="same layers in another way in train mode"):
         fxq.prepare(Stochastic(), image, options=fxq.Options(training_branch=True))
     prepared = fxq.prepare(Same(), image, options=fxq.Options(training_branch=True))
     assert isinstance(prepared.train()(image), Tensor)
@@ -332,7 +332,7 @@ def test_a_prepared_model_with_a_branch_is_kept_as_its_error_says(tmp_path: Path
     model, batch = Headed().eval(), torch.randn(4, 3, 5, 5)
     prepared, again = (fxq.prepare(model, batch, options=fxq.Options(training_branch=True)) for _ in range(2))
     fxq.calibrate(prepared, [batch])
-    with pytest.raises(fxq.ExportError, match=r"keep prepared\.state_dict\(\)"):
+    with pytest.raises(fxq.errors.ExportError, match=r"keep prepared\.state_dict\(\)"):
         fxq.save(prepared, tmp_path / "prepared.fxq")
     torch.save(prepared.state_dict(), tmp_path / "prepared.pt")
     again.load_state_dict(torch.load(tmp_path / "prepared.pt"))

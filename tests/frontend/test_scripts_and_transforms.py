@@ -123,7 +123,7 @@ def test_a_scripted_function_is_what_it_was_behind_a_trace() -> None:
 
 
 def test_a_branch_in_a_scripted_helper_is_refused_at_its_line() -> None:
-    with pytest.raises(fxq.TraceError, match=r"depends on the content[\s\S]*in branching:  if bool\(x.sum\(\) > 0\):"):
+    with pytest.raises(fxq.errors.TraceError, match=r"depends on the content[\s\S]*in branching:  if bool\(x.sum\(\) > 0\):"):
         fxq.prepare(Written(branching).eval(), rows())
 
 
@@ -145,7 +145,7 @@ TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_a_transform_of_torch_func_is_refused_with_a_remedy(name: str) -> None:
     model = Written(TRANSFORMS[name]).eval()
     model(rows())
-    with pytest.raises(fxq.TraceError) as raised:
+    with pytest.raises(fxq.errors.TraceError) as raised:
         fxq.prepare(model, rows())
     said = str(raised.value)
     assert "test_scripts_and_transforms.py" in said
@@ -178,7 +178,7 @@ DISTRIBUTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_a_distribution_that_checks_its_arguments_says_how_not_to(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributions.Distribution, "_validate_args", True)  # PyTorch's default, which others turn off for a process
-    with pytest.raises(fxq.TraceError, match=r"test_scripts_and_transforms\.py[\s\S]*pass validate_args=False"):
+    with pytest.raises(fxq.errors.TraceError, match=r"test_scripts_and_transforms\.py[\s\S]*pass validate_args=False"):
         fxq.prepare(Written(DISTRIBUTIONS[name]).eval(), rows())
 
 
@@ -232,7 +232,7 @@ def test_an_assertion_about_content_is_left_out_and_noted(name: str) -> None:
 
 
 def test_an_assertion_that_fails_by_shape_is_the_models_error() -> None:
-    with pytest.raises(fxq.TraceError, match="wrong size"):
+    with pytest.raises(fxq.errors.TraceError, match="wrong size"):
         fxq.prepare(Written(checked(lambda y: torch._assert(y.shape[1] == 9, "wrong size"))).eval(), rows())
 
 

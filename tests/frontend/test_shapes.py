@@ -53,5 +53,5 @@ def test_it_is_what_running_the_norm_gives(dim: int, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("layer", [nn.BatchNorm2d(5), nn.BatchNorm1d(6), nn.Linear(5, 2), nn.LayerNorm((6, 4))])
 def test_a_layer_of_another_size_is_refused_as_before(layer: nn.Module) -> None:
-    with pytest.raises((fxq.TraceError, RuntimeError, ValueError)):
+    with pytest.raises((fxq.errors.TraceError, RuntimeError, ValueError)):
         fxq.trace(nn.Sequential(layer).eval(), torch.randn(2, 6, 4, 4))

@@ -165,5 +165,5 @@ def test_a_forward_pre_hook_of_the_user_runs_on_a_prepared_model():
 def test_a_file_whose_signature_is_damaged_is_refused(tmp_path):
     integer = fxq.quantize(Mask(), [A], show_progress=False).integer
     integer.meta["fxquant.signature"] = {"parameters": [["x", 1, False, ["tensor", "y"]]]}
-    with pytest.raises(fxq.ExportError, match="how its inputs are given"):
+    with pytest.raises(fxq.errors.ExportError, match="how its inputs are given"):
         fxq.load(fxq.save(integer, tmp_path / "model.fxq"))

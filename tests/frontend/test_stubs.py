@@ -53,7 +53,7 @@ def test_stubs_mark_the_boundary(kind: str, tmp_path: Path) -> None:
     loaded = fxq.load(fxq.save(fxq.trace(model, (x,)), tmp_path / "traced.fxq"))
     prepared = fxq.calibrate(fxq.prepare(loaded, (x,)), [x], show_progress=False)
     integer = fxq.convert(prepared)
-    known = {layer.name: layer for layer in fxq.layers(prepared)}
+    known = {layer.name: layer for layer in fxq.inspect.layers(prepared)}
     floats = {name for name, layer in known.items() if not layer.integer and not layer.boundary}
     assert floats == {"relu", "mean", *(["before"] if kind != "none" else [])}
     assert {known[name].reason for name in floats} == {"it lies outside of QuantStub and DeQuantStub"}
@@ -69,4 +69,4 @@ def test_a_class_of_that_name_elsewhere_is_what_it_computes() -> None:
 
     x = torch.randn(2, 3, 8, 8)
     prepared = fxq.prepare(Net(None, written(lambda m, x: x * 2)).eval(), (x,))
-    assert all(layer.integer or layer.boundary for layer in fxq.layers(prepared))
+    assert all(layer.integer or layer.boundary for layer in fxq.inspect.layers(prepared))

@@ -73,7 +73,7 @@ def test_many_rounds_of_preparing_calibrating_converting_and_running_in_three_th
     x = torch.randn(5, 6)
     shared = Sized(3)
     own = [Sized(width).eval() for width in (2, 4, 5)]
-    qconfig = fxq.QConfig(fxq.ActivationConfig(observer=fxq.MinMaxObserver))
+    qconfig = fxq.QConfig(fxq.ActivationConfig(observer=fxq.observers.MinMaxObserver))
 
     def compiled(model: nn.Module) -> torch.Tensor:
         prepared = fxq.calibrate(fxq.prepare(model, x, qconfig=qconfig), [x], show_progress=False)

@@ -76,13 +76,13 @@ def test_a_function_of_several_is_one_table_and_one_operator() -> None:
     one, other = fxq.nn.SegmentLUT(_bent, name="bent_by_a_module"), fxq.nn.SegmentLUT(_bent)
     model = nn.Sequential(one, other, fxq.nn.SegmentLUT(torch.sin))
     prepared, integer = compiled(model, [(images(2, 3, 8, 9),)])
-    operators = [layer.operator for layer in fxq.layers(integer) if not layer.boundary]
+    operators = [layer.operator for layer in fxq.inspect.layers(integer) if not layer.boundary]
     assert operators == ["bent_by_a_module", "bent_by_a_module", "sin"]
     contract.assert_validate_is_integer(prepared, integer, images(2, 3, 8, 9))
-    with pytest.raises(fxq.ConfigurationError, match="bent_by_a_module"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="bent_by_a_module"):
         fxq.nn.SegmentLUT(lambda x: x * 2, name="bent_by_a_module")
     for nameless in (lambda x: x * 2 + 1, functools.partial(torch.clamp, min=0.5), nn.Tanh()):
-        with pytest.raises(fxq.ConfigurationError, match=r"without a name[\s\S]*SegmentLUT\(function, name="):
+        with pytest.raises(fxq.errors.ConfigurationError, match=r"without a name[\s\S]*SegmentLUT\(function, name="):
             fxq.nn.SegmentLUT(nameless)
     function = BY_NAME.pop("bent_by_a_module").function
     for table in (OPERATORS, FUNCTIONS):
@@ -184,8 +184,8 @@ def test_they_become_integers_by_the_contract(tmp_path: Path) -> None:
 
 def test_positions_are_16_bits_wide_unless_a_rule_says_otherwise() -> None:
     model, inputs = Vision().eval(), (images(2, 3, 8, 9) * 60 + 128, torch.rand(2, 3, 4) * 8)
-    dtypes = {layer.name: layer.dtype for layer in fxq.layers(fxq.prepare(model, inputs))}
+    dtypes = {layer.name: layer.dtype for layer in fxq.inspect.layers(fxq.prepare(model, inputs))}
     assert dtypes["flow"] == dtypes["offset"] == "int16"
     assert dtypes["warp"] == "int8"
     asked = fxq.QConfigMapping().set_module_name("flow", fxq.QConfig(fxq.ActivationConfig("int8")))
-    assert {layer.name: layer.dtype for layer in fxq.layers(fxq.prepare(model, inputs, qconfig=asked))}["flow"] == "int8"
+    assert {layer.name: layer.dtype for layer in fxq.inspect.layers(fxq.prepare(model, inputs, qconfig=asked))}["flow"] == "int8"

@@ -49,7 +49,7 @@ def test_limits_that_cross_leave_the_upper_one(target: str, form: str, tmp_path:
     assert (wanted - model(x)).abs().max() <= 0.05 * model(x).abs().max() + 128 * 2.0**-23  # the scale of what is 0 everywhere
     if target == "bayes-e" or form == "function":
         assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [x], show_progress=False)
-        assert fxq.export_c(integer, tmp_path / "model.c").exists()
+        assert fxq.export.export_c(integer, tmp_path / "model.c").exists()
 
 
 @pytest.mark.parametrize("name", ["min", "max"])
@@ -67,7 +67,7 @@ def test_infinite_bounds_on_the_wrong_side(bounds: tuple[float | None, float | N
     if bounds == (math.inf, 1.0):  # they cross, and leave 1
         assert (compiled(model, [x]).integer(x) - 1.0).abs().max() < 0.01
         return
-    with pytest.raises(fxq.CalibrationError, match="infinite values"):
+    with pytest.raises(fxq.errors.CalibrationError, match="infinite values"):
         compiled(model, [x])
 
 

@@ -21,7 +21,7 @@ from fxquant.quantization.weights import WeightQuantizer, WeightScale
 from tests.shared import contract, oracle
 
 
-class Adaptive(fxq.Rounding):
+class Adaptive(fxq.tuning.Rounding):
     """Down or up, as a learned number for each weight says: the shape of AdaRound."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
@@ -174,7 +174,7 @@ def test_each_layer_has_a_rounding_in_the_shape_of_its_weight() -> None:
     keys = set(prepared.state_dict()) - set(Net().state_dict())
     assert set(offsets(prepared)) <= keys
     rest = [o for name, o in quantized_operators(prepared).items() if name not in LAYERS]
-    assert all(type(operator.weight_quantizer.rounding) is fxq.Nearest for operator in rest)
+    assert all(type(operator.weight_quantizer.rounding) is fxq.tuning.Nearest for operator in rest)
 
 
 @pytest.mark.parametrize("target", ["bayes-e", "nash-e", "bernoulli"])
@@ -226,7 +226,7 @@ def test_a_rounding_that_is_not_finite_is_an_error() -> None:
     prepared = adaptive()
     with torch.no_grad():
         offsets(prepared)["quantized.conv.weight_quantizer.rounding.offset"].fill_(float("nan"))
-    with pytest.raises(fxq.NotFinite, match="conv") as caught:
+    with pytest.raises(fxq.errors.NotFinite, match="conv") as caught:
         fxq.convert(prepared)
     assert "rounding holds NaN" in str(caught.value)
 
@@ -237,11 +237,11 @@ def test_roundings_load_from_a_state_dict_and_not_from_a_file(tmp_path: Path) ->
     other = adaptive("learned")
     assert other.load_state_dict(prepared.state_dict()) == ([], [])
     assert fxq.text(fxq.convert(other)) == fxq.text(fxq.convert(prepared)) != fxq.text(fxq.convert(adaptive("learned")))
-    with pytest.raises(fxq.ExportError, match="its class Adaptive is not one of those a file can name"):
+    with pytest.raises(fxq.errors.ExportError, match="its class Adaptive is not one of those a file can name"):
         fxq.save(prepared, tmp_path / "model.fxq")
     qconfig = fxq.QConfig(weight=fxq.WeightConfig(rounding=Adaptive))
     annotated = fxq.prepare(Net(), batches()[0], qconfig=qconfig, until="specs.annotate")
-    with pytest.raises(fxq.ExportError, match="the rounding Adaptive cannot be saved"):
+    with pytest.raises(fxq.errors.ExportError, match="the rounding Adaptive cannot be saved"):
         fxq.save(annotated, tmp_path / "model.fxq")
     integer = fxq.convert(prepared)  # its constants are rounded
     assert torch.equal(fxq.load(fxq.save(integer, tmp_path / "integer.fxq"))(batches()[0]), integer(batches()[0]))

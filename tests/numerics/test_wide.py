@@ -175,7 +175,7 @@ def test_a_product_of_int16_activations_has_48_bits(target: str, tmp_path: Path)
 
 @pytest.mark.parametrize("target", ["bernoulli", "bernoulli2", "x86", "qnnpack"])
 def test_a_target_without_int16_says_so(target: str) -> None:
-    with pytest.raises(fxq.ConfigurationError, match=f"{target} has no int16 activations"):
+    with pytest.raises(fxq.errors.ConfigurationError, match=f"{target} has no int16 activations"):
         fxq.prepare(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), target, wide_config("int8"))
 
 
@@ -239,7 +239,7 @@ def test_a_32_bit_output_of_more_bits_leaves_out_the_last(sign: int, tmp_path: P
 def test_a_32_bit_output_has_no_scale_to_set() -> None:
     prepared, _ = compiled(HEADS["linear"](), [torch.randn(4, 3, 8, 8)], "bayes-e", with_last("int8"))
     before = fxq.qparams(prepared)
-    with pytest.raises(fxq.ConfigurationError, match="%last has a 32-bit output"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="%last has a 32-bit output"):
         fxq.set_qparams(prepared, {"first": 0.5, "last": 0.5})
     assert fxq.qparams(prepared)["first"] == before["first"]
     assert "last" not in before
@@ -298,5 +298,5 @@ def test_a_slope_so_steep_that_products_reach_2_23_is_exact(target: str, tmp_pat
     contract.assert_validate_is_integer(prepared, integer, x)
     contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(x,)])
     layer.weight.data.fill_(1e8)
-    with pytest.raises(fxq.AccumulatorOverflow, match="the product of output channel 0"):
+    with pytest.raises(fxq.errors.AccumulatorOverflow, match="the product of output channel 0"):
         compiled(layer, [x], target)

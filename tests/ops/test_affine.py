@@ -233,7 +233,7 @@ def test_a_network_holds_the_contract(network: contract.Compiled, tmp_path: Path
         path = fxq.export_onnx(integer, tmp_path / f"{style}.onnx", style=style)
         report = fxq.verify(integer, path, [batch()], show_progress=False)
         assert report or style == "qdq", str(report)
-    kernels = fxq.onnx_metadata(tmp_path / "fast.onnx")["kernels"]
+    kernels = fxq.export.onnx_metadata(tmp_path / "fast.onnx")["kernels"]
     assert len(kernels["integer"]) + len(kernels["refused"]) == 6
     assert kernels["refused"] == [] or not contract.VNNI
     contract.assert_train_is_validate(again, batch())
@@ -265,7 +265,7 @@ def test_what_a_model_says_of_its_zero_points(network: contract.Compiled, tmp_pa
     assert f"{scale:.6g}, zero point {zero_point}" in fxq.explain(network.integer)
     assert f"z={zero_point}" in fxq.text(network.prepared)
     for style in ("exact", "fast", "qdq"):
-        entry = fxq.onnx_metadata(fxq.export_onnx(network.integer, tmp_path / f"{style}.onnx", style=style))["tensors"]["head"]
+        entry = fxq.export.onnx_metadata(fxq.export_onnx(network.integer, tmp_path / f"{style}.onnx", style=style))["tensors"]["head"]
         assert (entry["dtype"], entry["storage"], entry["scale"], entry["zero_point"]) == ("uint8", "uint8", scale, zero_point)
 
 
@@ -274,7 +274,7 @@ def test_integers_in_and_out(network: contract.Compiled, tmp_path: Path) -> None
     for style in ("exact", "fast"):
         path = fxq.export_onnx(network.integer, tmp_path / f"{style}.onnx", style=style, io="integer")
         options = onnxruntime.SessionOptions()
-        for key, value in fxq.onnx_metadata(path).get("session_options", {}).items():
+        for key, value in fxq.export.onnx_metadata(path).get("session_options", {}).items():
             options.add_session_config_entry(key, value)
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         found = session.run(None, {session.get_inputs()[0].name: values["x_quantize"].numpy()})
@@ -298,7 +298,7 @@ def test_a_file_with_another_zero_point_is_refused(
     named = (entry for entry in document["nodes"] if entry["target"] == f"primitive:{primitive}")
     next(entry for entry in named if len(entry["args"]) > position)["args"][position] = 99
     path.write_bytes(pack(document, tensors))
-    with pytest.raises(fxq.ExportError, match=because):
+    with pytest.raises(fxq.errors.ExportError, match=because):
         fxq.load(path)
 
 
@@ -308,7 +308,7 @@ def test_a_prepared_model_with_a_zero_point_beyond_its_dtype_is_refused(network:
     name = next(name for name in tensors if name.endswith("head.output.zero_point"))
     tensors[name] = tensors[name] + 256
     path.write_bytes(pack(document, tensors))
-    with pytest.raises(fxq.ExportError, match="its zero point is"):
+    with pytest.raises(fxq.errors.ExportError, match="its zero point is"):
         fxq.load(path)
 
 
@@ -319,7 +319,7 @@ def test_sums_are_proved_for_the_whole_grid() -> None:
     config = fxq.QConfig(
         fxq.ActivationConfig("uint8", scale=0.5, zero_point=0), input=fxq.ActivationConfig("uint8", scale=0.5, zero_point=0)
     )
-    with pytest.raises(fxq.AccumulatorOverflow, match="is exact up to 2147483647"):
+    with pytest.raises(fxq.errors.AccumulatorOverflow, match="is exact up to 2147483647"):
         compiled(layer, [torch.ones(1, 66_400)], "x86", config)
 
 
@@ -342,7 +342,9 @@ def observed(made: Observer, *batches: Tensor) -> Observer:
     return made
 
 
-@pytest.mark.parametrize("made", [fxq.MinMaxObserver, fxq.MovingAverageMinMaxObserver], ids=["min max", "moving average"])
+@pytest.mark.parametrize(
+    "made", [fxq.observers.MinMaxObserver, fxq.observers.MovingAverageMinMaxObserver], ids=["min max", "moving average"]
+)
 def test_a_range_is_the_interval(made: Callable[[], Observer]) -> None:
     values = skewed()
     low, high = observed(made(), values).interval(UINT8)
@@ -353,7 +355,7 @@ def test_a_range_is_the_interval(made: Callable[[], Observer]) -> None:
 
 def test_the_histogram_finds_the_interval_of_least_error() -> None:
     values = skewed()
-    low, high = observed(fxq.MSEObserver(), *values.split(3000)).interval(UINT8)
+    low, high = observed(fxq.observers.MSEObserver(), *values.split(3000)).interval(UINT8)
     best = error(values, low, high)
     assert best <= error(values, values.min(), values.max())
     assert best < 0.5 * error(values, *(torch.tensor(sign) * values.abs().max() for sign in (-1.0, 1.0)))
@@ -363,17 +365,17 @@ def test_the_histogram_finds_the_interval_of_least_error() -> None:
 
 def test_observers_on_several_ranks_find_one_interval() -> None:
     values = skewed()
-    parts = [observed(fxq.HistogramObserver(), part) for part in (values[:7000], values[7000:])]
-    merged = fxq.HistogramObserver()
+    parts = [observed(fxq.observers.HistogramObserver(), part) for part in (values[:7000], values[7000:])]
+    merged = fxq.observers.HistogramObserver()
     merged.merge([dict(part.named_buffers()) for part in parts])
-    whole = observed(fxq.HistogramObserver(), values)
+    whole = observed(fxq.observers.HistogramObserver(), values)
     assert float(merged.negative.sum()) == float((values < 0).sum())
     assert error(values, *merged.interval(UINT8)) <= 1.02 * error(values, *whole.interval(UINT8))
 
 
 def test_a_percentile_covers_its_share() -> None:
     values = skewed()
-    low, high = observed(fxq.PercentileObserver(99.0), values).interval(UINT8)
+    low, high = observed(fxq.observers.PercentileObserver(99.0), values).interval(UINT8)
     assert 0.985 < float(((values >= low) & (values <= high)).float().mean()) <= 0.995
     assert float(low) == pytest.approx(float(values.min()), abs=0.05)
 
@@ -406,7 +408,7 @@ def layers(**settings: Any) -> Any:
 
 
 def test_statistics_move_the_scale_and_the_zero_point() -> None:
-    prepared = layers(observer=fxq.MinMaxObserver)
+    prepared = layers(observer=fxq.observers.MinMaxObserver)
     before = fxq.qparams(prepared)["input_1_quantize"]
     prepared(batch() * 2 + 6)
     scale, zero_point = fxq.qparams(prepared)["input_1_quantize"]
@@ -416,7 +418,7 @@ def test_statistics_move_the_scale_and_the_zero_point() -> None:
 
 
 def test_a_zero_point_does_not_drift_while_the_range_stays() -> None:
-    prepared = layers(observer=fxq.MinMaxObserver)
+    prepared = layers(observer=fxq.observers.MinMaxObserver)
     before = fxq.qparams(prepared)["input_1_quantize"]
     for _ in range(5):
         prepared(batch())
@@ -463,13 +465,13 @@ def test_a_state_dict_holds_zero_points(training: str) -> None:
 
 
 def test_qparams_are_what_set_qparams_takes() -> None:
-    prepared, other = layers(), layers(observer=fxq.MinMaxObserver)
+    prepared, other = layers(), layers(observer=fxq.observers.MinMaxObserver)
     fxq.set_qparams(other, fxq.qparams(prepared))
     assert fxq.qparams(other) == fxq.qparams(prepared)
     fxq.set_qparams(other, {"_2": 0.5})
     assert fxq.qparams(other)["_2"] == (0.5, fxq.qparams(prepared)["_2"][1])  # a scale alone leaves the zero point
     for wrong in (256, -1):
-        with pytest.raises(fxq.ConfigurationError, match="zero point"):
+        with pytest.raises(fxq.errors.ConfigurationError, match="zero point"):
             fxq.set_qparams(other, {"_2": (0.5, wrong)})
 
 
@@ -508,13 +510,13 @@ def test_int8_is_still_symmetric_there() -> None:
     ],
 )
 def test_zero_points_that_make_no_sense(settings: dict[str, Any], reason: str) -> None:
-    with pytest.raises(fxq.ConfigurationError, match=reason):
+    with pytest.raises(fxq.errors.ConfigurationError, match=reason):
         fxq.ActivationConfig(**settings)
 
 
 @pytest.mark.parametrize("target", ["bernoulli", "bayes-e", "nash-e"])
 def test_targets_that_are_symmetric_say_so(target: str) -> None:
-    with pytest.raises(fxq.ConfigurationError, match="x86, qnnpack"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="x86, qnnpack"):
         fxq.prepare(nn.Linear(4, 4), torch.zeros(2, 4), target, fxq.QConfig(AFFINE))
 
 
@@ -528,5 +530,5 @@ def test_two_fixed_zero_points_on_one_grid_are_a_conflict() -> None:
     mapping = fxq.QConfigMapping()
     for name, zero_point in (("0", 3), ("1", 4)):
         mapping = mapping.set_module_name(name, fxq.QConfig(fxq.ActivationConfig("uint8", scale=0.5, zero_point=zero_point)))
-    with pytest.raises(fxq.ScaleConflict, match=r"scale 0\.5 and zero point 4"):
+    with pytest.raises(fxq.errors.ScaleConflict, match=r"scale 0\.5 and zero point 4"):
         fxq.prepare(nn.Sequential(nn.Conv2d(3, 3, 1), nn.MaxPool2d(2)), batch(), "x86", mapping)

@@ -88,7 +88,7 @@ def test_every_style_writes_them(style: str, tmp_path: Path) -> None:
     report = fxq.verify(integer, path, [rows()])
     assert style == "qdq" or bool(report), str(report)
     if style == "qdq":
-        assert isinstance(report, fxq.DeviationReport)
+        assert isinstance(report, fxq.results.DeviationReport)
         assert all(output.sqnr > 20 for outputs in report.outputs.values() for output in outputs), str(report)
 
 
@@ -339,7 +339,7 @@ def test_what_leads_to_a_pole_is_wide_where_it_is_made_and_where_it_is_moved(tmp
 
     x = torch.randn(4, 4, 6)
     prepared, integer = compiled(Model(), [x], "bayes-e")
-    dtypes = {layer.name: layer.dtype for layer in fxq.layers(prepared)}
+    dtypes = {layer.name: layer.dtype for layer in fxq.inspect.layers(prepared)}
     assert dtypes["flatten"] == dtypes["mul"] == "int16"
     contract.assert_validate_is_integer(prepared, integer, x)
     contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(x,)])

@@ -145,7 +145,7 @@ def test_a_list_of_entries_is_the_index_that_pytorch_takes_it_for(name: str, tmp
     model = Model(lambda x: (x[index], assigned(x, index))).eval()
     prepared, integer = compiled(model, batches())
     contract.assert_contract(prepared, tmp_path / "model.onnx", batches()[0], integer=integer)
-    assert next(layer.dtype for layer in fxq.layers(prepared) if layer.name == "getitem") == "int8"
+    assert next(layer.dtype for layer in fxq.inspect.layers(prepared) if layer.name == "getitem") == "int8"
     for wanted, found in zip(model(batches()[1]), integer(batches()[1]), strict=True):
         assert wanted.shape == found.shape
         assert sqnr(wanted, found) > 20

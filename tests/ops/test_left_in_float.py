@@ -76,7 +76,7 @@ def test_they_are_right_and_named_and_stand_in_files(tmp_path: Path) -> None:
     torch.manual_seed(0)
     batch = torch.randn(4, 3, 6, 6)
     prepared, integer = compiled(Model(), [batch])
-    left = {layer.operator: layer.reason for layer in fxq.layers(prepared) if not layer.integer and not layer.boundary}
+    left = {layer.operator: layer.reason for layer in fxq.inspect.layers(prepared) if not layer.integer and not layer.boundary}
     assert all(left[name] for name in FUNCTIONS)
     assert all(f"no registered operator matches {name}" in fxq.explain(prepared) for name in FUNCTIONS if name != "grid_sample")
     one, other, *results = integer(batch)
@@ -90,7 +90,7 @@ def test_integers_that_no_operator_takes_are_computed_on_the_host_exactly(tmp_pa
     model = Network(lambda _, n: [function(n) for function in OF_INTEGERS.values()]).eval()
     batches = [(torch.randint(-(2**40), 2**40, (count, 3, 4)),) for count in (4, 2)]
     prepared, integer = compiled(model, batches[:1])
-    left = {layer.operator: layer.reason for layer in fxq.layers(prepared) if not layer.integer}
+    left = {layer.operator: layer.reason for layer in fxq.inspect.layers(prepared) if not layer.integer}
     assert all("int64, and only float32 tensors are quantized" in left[name] for name in OF_INTEGERS)
     loaded = fxq.load(fxq.save(integer, tmp_path / "model.fxq"))
     for batch in batches:

@@ -128,7 +128,7 @@ def test_the_range_ends_where_the_whole_function_saturates() -> None:
     model, batches = seeded(lambda x: torch.exp(-0.5 * x * x))
     batches = [20 * batch for batch in batches]
     assert float(model.conv(batches[0]).detach().abs().max()) > 15
-    values = next(fxq.record(fxq.quantize(model, batches, "nash-e").integer, batches[:1], real=True))
+    values = next(fxq.inspect.record(fxq.quantize(model, batches, "nash-e").integer, batches[:1], real=True))
     assert max(float(value.abs().max()) for key, value in values.items() if key.startswith("conv")) < 4.1
     keeps = BY_NAME["curve"].keeps
     assert keeps is not None
@@ -173,7 +173,7 @@ def test_a_part_without_gradients_is_not_taken_in() -> None:
 def test_the_table_holds_the_function_at_every_point_of_the_grid(tmp_path: Path) -> None:
     model, batches = seeded(gamma)
     result = fxq.quantize(model, batches, target="bayes-e")
-    values = next(fxq.record(result.integer, batches[:1], real=True))
+    values = next(fxq.inspect.record(result.integer, batches[:1], real=True))
     x, found = (next(value for key, value in values.items() if key.startswith(name)) for name in ("conv", "where"))
     step = float(torch.diff(torch.unique(found)).min())
     assert len(torch.unique(found)) > 50

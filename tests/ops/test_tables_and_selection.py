@@ -22,7 +22,7 @@ def batches() -> list[Tensor]:
 
 
 def test_a_function_of_ones_own_is_one_table(tmp_path: Path) -> None:
-    bent = fxq.unary("bent_by_a_test", lambda x: x * torch.sigmoid(1.5 * x) + torch.sin(x))
+    bent = fxq.extend.unary("bent_by_a_test", lambda x: x * torch.sigmoid(1.5 * x) + torch.sin(x))
 
     class Bent(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -30,12 +30,12 @@ def test_a_function_of_ones_own_is_one_table(tmp_path: Path) -> None:
 
     images = batches()
     prepared, integer = compiled(Bent(), images)
-    assert [layer.operator for layer in fxq.layers(integer)] == ["quantize", "bent_by_a_test", "dequantize"]
+    assert [layer.operator for layer in fxq.inspect.layers(integer)] == ["quantize", "bent_by_a_test", "dequantize"]
     contract.assert_validate_is_integer(prepared, integer, images[0])
     contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(images[1],)])
     assert float((integer(images[0]) - bent(images[0])).abs().max()) < 0.05
-    with pytest.raises(fxq.ConfigurationError, match="bent_by_a_test"):
-        fxq.unary("bent_by_a_test", torch.sin)
+    with pytest.raises(fxq.errors.ConfigurationError, match="bent_by_a_test"):
+        fxq.extend.unary("bent_by_a_test", torch.sin)
     function = BY_NAME.pop("bent_by_a_test").function
     for table in (OPERATORS, FUNCTIONS):
         del table[function]

@@ -39,6 +39,7 @@ def test_every_public_name_is_where_the_type_checker_is_told() -> None:
     known = {alias.name: node.module for node in typed.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert {name: module for name, module in known.items() if module != "fxquant"} == fxq._WHERE  # type: ignore[attr-defined]
     assert {*known, "__version__"} == set(fxq.__all__)
+    assert len(fxq.__all__) <= 45
     for name, module in known.items():
         holder = importlib.import_module(str(module))
         assert getattr(fxq, name) is getattr(holder, name)

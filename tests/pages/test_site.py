@@ -40,9 +40,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_site_has_every_page_the_reference_and_every_picture(made: ModuleType, site: Path) -> None:
-    shown = {page.relative_to(site).as_posix() for page in site.rglob("*.html")} - {"404.html", "api.html"}
+    shown = {page.relative_to(site).as_posix() for page in site.rglob("*.html")} - {
+        "404.html",
+        *(f"api/{name}.html" for name in made.public()),
+    }
     assert shown == {re.sub(r"README$", "index", page.removesuffix(".md")) + ".html" for page in [*made.pages(), *made.notebooks()]}
-    reference = (site / "api.html").read_text(encoding="utf-8")
+    reference = (site / "api" / "fxquant.html").read_text(encoding="utf-8")
     assert 'id="fxquant.prepare"' in reference
     assert "Observe the batches, set every scale" in reference  # a docstring
     assert (site / "docs" / "report.png").stat().st_size == (ROOT / "docs" / "report.png").stat().st_size
@@ -87,7 +90,9 @@ def test_no_page_scrolls_sideways_on_a_desk_or_a_telephone(site: Path, tmp_path:
 
 def test_every_page_is_in_the_navigation(made: ModuleType) -> None:
     listed = re.findall(r": (\S+\.md)$|- (\S+\.md)$", made.navigation(), re.MULTILINE)
-    assert sorted(one or other for one, other in listed) == sorted([*made.pages(), *made.notebooks(), "api.md"])
+    assert sorted(one or other for one, other in listed) == sorted(
+        [*made.pages(), *made.notebooks(), *(f"api/{name}.md" for name in made.public())]
+    )
 
 
 def test_links_to_files_that_are_not_pages_are_words(made: ModuleType) -> None:

@@ -36,7 +36,7 @@ def test_every_remedy_is_about_what_exists() -> None:
     assert len(MENDED) > 40
 
 
-def adapted(row: Row) -> fxq.Findings:
+def adapted(row: Row) -> fxq.results.Findings:
     target, one = FAMILIES[row.family][0], row.model(row.outside)
     large = max(torch.Size(shape).numel() for shape in one.shapes) > 2**24
     inputs = tuple(torch.empty(shape, device="meta" if large else "cpu") for shape in one.shapes)
@@ -150,7 +150,7 @@ def test_an_adapted_model_is_held_to_the_contract(target: str, tmp_path: Path) -
 )
 def test_what_is_only_moved_or_summed_alike_has_the_bits_of_the_whole(target: str, model: nn.Module, shape: tuple[int, ...]) -> None:
     chained = nn.Sequential(model, nn.Sigmoid()).eval()
-    x, observed = torch.randn(shape), fxq.QConfig(fxq.ActivationConfig(observer=fxq.MinMaxObserver))
+    x, observed = torch.randn(shape), fxq.QConfig(fxq.ActivationConfig(observer=fxq.observers.MinMaxObserver))
     whole, parts = (compiled(chained, [x], target, observed, adapt=adapt) for adapt in (False, True))
     assert not fxq.check(whole.prepared)
     assert fxq.check(parts.prepared)

@@ -52,9 +52,11 @@ def model() -> Branches:
 def test_layers_with_factors_hold_the_contract(target: str, dtype: str, tmp_path: Path) -> None:
     given = model()
     prepared, integer = compiled(given, batches(), target, fxq.QConfig(fxq.ActivationConfig(dtype)))
-    products = [layer.name for layer in fxq.layers(prepared) if layer.operator == "mul"]
+    products = [layer.name for layer in fxq.inspect.layers(prepared) if layer.operator == "mul"]
     assert len(products) == 3, "behind a batch norm, of a layer with two users, and of columns"
-    assert {"conv", "down"} <= {layer.name for layer in fxq.layers(prepared) if len(layer.fused) == 2}, "the factors and the addition"
+    assert {"conv", "down"} <= {layer.name for layer in fxq.inspect.layers(prepared) if len(layer.fused) == 2}, (
+        "the factors and the addition"
+    )
     assert prepared.state_dict().keys() >= given.state_dict().keys()
     contract.assert_validate_is_integer(prepared, integer, batches()[0])
     contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batches()[1],)])
@@ -72,7 +74,7 @@ def test_in_float_it_is_the_model_and_layers_are_compared_with_their_products() 
     assert found["conv"].reference == "add"
     assert found["conv"].sqnr > 30
     assert found["down"].sqnr > 30
-    (moved,) = [layer.name for layer in fxq.layers(prepared) if layer.operator == "permute" and layer.fused]
+    (moved,) = [layer.name for layer in fxq.inspect.layers(prepared) if layer.operator == "permute" and layer.fused]
     assert found[moved].sqnr > 30
     assert "last" in found.unmatched, "behind a permutation the factors have been multiplied in already"
 

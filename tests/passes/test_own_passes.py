@@ -36,7 +36,7 @@ def to_silu(gm: fx.GraphModule, context: Any) -> int:
 
 
 def operators(model: fx.GraphModule) -> list[str]:
-    return [layer.operator for layer in fxq.layers(model) if not layer.boundary]
+    return [layer.operator for layer in fxq.inspect.layers(model) if not layer.boundary]
 
 
 def test_a_pass_runs_behind_the_one_it_is_named_after_and_the_whole_contract_holds(tmp_path: Path) -> None:
@@ -64,16 +64,16 @@ def test_what_a_pass_leaves_is_held_against_the_stage_even_if_it_says_that_it_ch
         next(node for node in gm.graph.nodes if operator_of(node) is not None).meta.pop("fact")
         return 0
 
-    with pytest.raises(fxq.StageViolation, match="breaks"):
+    with pytest.raises(fxq.errors.StageViolation, match="breaks"):
         fxq.prepare(gated().eval(), BATCH, options=fxq.Options(passes={"canonical.rewrite": breaks}))
 
 
 def test_a_pass_that_counts_nothing_and_a_name_of_no_pass_are_told() -> None:
     def to_nothing(gm: fx.GraphModule, context: Any) -> None: ...
 
-    with pytest.raises(fxq.ConfigurationError, match=r"to_nothing returned None[\s\S]*return an integer"):
+    with pytest.raises(fxq.errors.ConfigurationError, match=r"to_nothing returned None[\s\S]*return an integer"):
         fxq.prepare(gated().eval(), BATCH, options=fxq.Options(passes={"rules.match": to_nothing}))
-    with pytest.raises(fxq.ConfigurationError, match=r"names no pass[\s\S]*canonical.rewrite, gradients.move, rules.match"):
+    with pytest.raises(fxq.errors.ConfigurationError, match=r"names no pass[\s\S]*canonical.rewrite, gradients.move, rules.match"):
         fxq.prepare(gated().eval(), BATCH, options=fxq.Options(passes={"rules.macht": to_silu}))
 
 
@@ -94,7 +94,7 @@ def expanded(build: Any, first: Any, second: Any, weight: Any, gain: float) -> A
 def fade() -> Iterator[Callable[..., Tensor]]:
     """The operator, declared for this file alone: other files hold the whole table against theirs."""
     before = [dict(table) for table in TABLES]
-    yield fxq.operator("fade", faded, ["first", "second"], expand=expanded)
+    yield fxq.extend.operator("fade", faded, ["first", "second"], expand=expanded)
     for table, known in zip(TABLES, before, strict=True):
         table.clear()
         table.update(known)
@@ -115,7 +115,7 @@ def test_an_operator_of_several_tensors_is_integer_on_every_target(target: str, 
     model = Fade(fade).eval()
     assert torch.equal(model(BATCH), faded(model.left(BATCH), model.right(BATCH), model.weight, 0.5))
     result = fxq.quantize(model, [BATCH], target)
-    assert all(layer.integer for layer in fxq.layers(result.integer) if not layer.boundary)
+    assert all(layer.integer for layer in fxq.inspect.layers(result.integer) if not layer.boundary)
     assert "fade: mul" in fxq.explain(result.integer)
     assert fxq.verify(result.prepared, result.integer, [BATCH])
     assert result.verify(result.export(tmp_path / "fade.onnx"), [BATCH])
@@ -140,8 +140,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_an_operator_that_cannot_be_declared_says_why(case: str) -> None:
     given, told = WRONG[case]
-    with pytest.raises(fxq.ConfigurationError, match=told):
-        fxq.operator(**{"name": "fades", "function": faded, "operands": ["first", "second"], **given})
+    with pytest.raises(fxq.errors.ConfigurationError, match=told):
+        fxq.extend.operator(**{"name": "fades", "function": faded, "operands": ["first", "second"], **given})
 
 
 def by_content(first: Tensor, second: Tensor) -> Tensor:
@@ -151,9 +151,9 @@ def by_content(first: Tensor, second: Tensor) -> Tensor:
 def test_an_operator_that_branches_on_what_a_tensor_holds_is_named() -> None:
     model = written(lambda m, x: chosen(torch.relu(x), x))
 
-    chosen = fxq.operator(
+    chosen = fxq.extend.operator(
         "chosen_by_content", by_content, ["first", "second"], expand=lambda build, first, second: build(add, first, second)
     )
     assert torch.equal(model(BATCH), by_content(torch.relu(BATCH), BATCH))
-    with pytest.raises(fxq.TraceError, match=r"test_own_passes.py[\s\S]*chosen_by_content needs numbers[\s\S]*use torch.where"):
+    with pytest.raises(fxq.errors.TraceError, match=r"test_own_passes.py[\s\S]*chosen_by_content needs numbers[\s\S]*use torch.where"):
         fxq.prepare(model.eval(), BATCH, "nash-e")

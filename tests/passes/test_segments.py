@@ -46,7 +46,7 @@ def mixed() -> fx.GraphModule:
     return compiled(Mixed().eval(), [torch.randn(4, 3, 8, 8)]).integer
 
 
-def assert_convex(model: fx.GraphModule, parts: tuple[fxq.Segment, ...]) -> None:
+def assert_convex(model: fx.GraphModule, parts: tuple[fxq.results.Segment, ...]) -> None:
     """Every operator is in one segment, and reads what that one or an earlier one has, or an input."""
     place = {name: index for index, part in enumerate(parts) for name in part.nodes}
     assert len(place) == sum(len(part.nodes) for part in parts)
@@ -65,7 +65,7 @@ def assert_convex(model: fx.GraphModule, parts: tuple[fxq.Segment, ...]) -> None
         given.update(part.outputs)
 
 
-def changes(model: fx.GraphModule, parts: tuple[fxq.Segment, ...]) -> int:
+def changes(model: fx.GraphModule, parts: tuple[fxq.results.Segment, ...]) -> int:
     """How often the device changes on the path where it does so most often: no order of segments has fewer."""
     device = {name: part.device for part in parts for name in part.nodes}
     most: dict[Any, int] = {}
@@ -79,12 +79,12 @@ def changes(model: fx.GraphModule, parts: tuple[fxq.Segment, ...]) -> int:
 
 
 def test_segments_are_few_and_convex(mixed: fx.GraphModule) -> None:
-    parts = fxq.segments(mixed)
+    parts = fxq.inspect.segments(mixed)
     assert [part.device for part in parts] == ["bayes-e", "host", "bayes-e"]
     assert_convex(mixed, parts)
     assert len(parts) == changes(mixed, parts) + 1
-    assert {name for part in parts for name in part.nodes} >= {layer.name for layer in fxq.layers(mixed)}
-    for layer in fxq.layers(mixed):
+    assert {name for part in parts for name in part.nodes} >= {layer.name for layer in fxq.inspect.layers(mixed)}
+    for layer in fxq.inspect.layers(mixed):
         (own,) = (part for part in parts if layer.name in part.nodes)
         assert own.device == ("bayes-e" if layer.integer or layer.boundary else "host")
 
@@ -94,17 +94,17 @@ CUTS: list[tuple[Any, int]] = [(("left", "block.1"), 6), (("stem", ["left", "rig
 
 @pytest.mark.parametrize(("cut", "count"), CUTS, ids=lambda value: str(value) if isinstance(value, tuple) else "")
 def test_joined_they_are_the_whole(cut: Any, count: int, mixed: fx.GraphModule, tmp_path: Path) -> None:
-    parts = fxq.segments(mixed, cut)
+    parts = fxq.inspect.segments(mixed, cut)
     assert_convex(mixed, parts)
     assert len(parts) == count
-    manifest = json.loads(fxq.export_segments(mixed, tmp_path / "parts", cut).read_text())
+    manifest = json.loads(fxq.export.export_segments(mixed, tmp_path / "parts", cut).read_text())
     assert [entry["device"] for entry in manifest["segments"]] == [part.device for part in parts]
     assert len(list((tmp_path / "parts").iterdir())) == count + 1
     whole = fxq.export_onnx(mixed, tmp_path / "whole.onnx")
     for seed in (1, 2):
         x = torch.randn(seed + 2, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
-        joined = fxq.run_segments(tmp_path / "parts", x)
-        assert contract.all_equal(joined, list(next(fxq.record(whole, [x], ["outputs"])).values()))
+        joined = fxq.export.run_segments(tmp_path / "parts", x)
+        assert contract.all_equal(joined, list(next(fxq.inspect.record(whole, [x], ["outputs"])).values()))
 
 
 def test_an_integer_model_cut_passes_integers(tmp_path: Path) -> None:
@@ -113,14 +113,14 @@ def test_an_integer_model_cut_passes_integers(tmp_path: Path) -> None:
     x = torch.randn(3, 3, 8, 8)
     for target in ("nash-e", "x86"):
         integer = compiled(model, [x], target).integer
-        manifest = json.loads(fxq.export_segments(integer, tmp_path / target, ["_0", "2"]).read_text())
+        manifest = json.loads(fxq.export.export_segments(integer, tmp_path / target, ["_0", "2"]).read_text())
         assert len(manifest["segments"]) == 3
-        layer = next(layer for layer in fxq.layers(integer) if layer.name == "_0")
+        layer = next(layer for layer in fxq.inspect.layers(integer) if layer.name == "_0")
         passed = manifest["tensors"]["_0"]
         assert (passed["scale"], passed["zero_point"], passed["range"]) == (layer.grid.scale, layer.grid.zero_point, layer.dtype)
-        assert contract.all_equal(fxq.run_segments(tmp_path / target, x), integer(x))
+        assert contract.all_equal(fxq.export.run_segments(tmp_path / target, x), integer(x))
         for runtime in ("reference", "onnxruntime, no optimisation"):
-            assert contract.all_equal(fxq.run_segments(tmp_path / target, x, runtime=runtime), integer(x))
+            assert contract.all_equal(fxq.export.run_segments(tmp_path / target, x, runtime=runtime), integer(x))
 
 
 def test_the_command_line(mixed: fx.GraphModule, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,15 +135,15 @@ def test_the_command_line(mixed: fx.GraphModule, tmp_path: Path, capsys: pytest.
 
 
 def test_what_cannot_be_cut_or_run_is_said(mixed: fx.GraphModule, tmp_path: Path) -> None:
-    with pytest.raises(fxq.ConfigurationError, match="no tensor 'nowhere' to cut after"):
-        fxq.segments(mixed, ["nowhere"])
-    with pytest.raises(fxq.ConfigurationError, match="segments takes a prepared or integer model"):
-        fxq.segments(fxq.trace(Mixed(), torch.randn(4, 3, 8, 8)))
-    with pytest.raises(fxq.ExportError, match="not a usable manifest"):
-        fxq.run_segments(tmp_path, torch.zeros(1))
-    path = fxq.export_segments(mixed, tmp_path)
-    with pytest.raises(fxq.ConfigurationError, match="cannot be run with 2 inputs"):
-        fxq.run_segments(tmp_path, torch.zeros(1), torch.zeros(1))
+    with pytest.raises(fxq.errors.ConfigurationError, match="no tensor 'nowhere' to cut after"):
+        fxq.inspect.segments(mixed, ["nowhere"])
+    with pytest.raises(fxq.errors.ConfigurationError, match="segments takes a prepared or integer model"):
+        fxq.inspect.segments(fxq.trace(Mixed(), torch.randn(4, 3, 8, 8)))
+    with pytest.raises(fxq.errors.ExportError, match="not a usable manifest"):
+        fxq.export.run_segments(tmp_path, torch.zeros(1))
+    path = fxq.export.export_segments(mixed, tmp_path)
+    with pytest.raises(fxq.errors.ConfigurationError, match="cannot be run with 2 inputs"):
+        fxq.export.run_segments(tmp_path, torch.zeros(1), torch.zeros(1))
     manifest = json.loads(path.read_text())
     for wrong, because in (
         ({"format": 2}, "its format is 2"),
@@ -153,8 +153,8 @@ def test_what_cannot_be_cut_or_run_is_said(mixed: fx.GraphModule, tmp_path: Path
         ({"segments": 3}, "not of the form"),
     ):
         path.write_text(json.dumps({**manifest, **wrong}))
-        with pytest.raises(fxq.ExportError, match=because):
-            fxq.run_segments(tmp_path, torch.randn(1, 3, 8, 8))
+        with pytest.raises(fxq.errors.ExportError, match=because):
+            fxq.export.run_segments(tmp_path, torch.randn(1, 3, 8, 8))
 
 
 # ---- what is not worth a crossing -------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def floats(function: Any, qconfig: Any = None) -> dict[str, str]:
             return function(x)
 
     prepared = fxq.prepare(Called(), torch.randn(4, 2, 4, 4), qconfig=qconfig)
-    return {layer.operator: layer.reason for layer in fxq.layers(prepared) if not layer.integer and not layer.boundary}
+    return {layer.operator: layer.reason for layer in fxq.inspect.layers(prepared) if not layer.integer and not layer.boundary}
 
 
 def test_integers_between_float_operators_stay_in_float() -> None:
@@ -194,8 +194,10 @@ def test_what_a_march_computes_in_float16_is_named_and_crosses_nothing() -> None
     x, hosted = torch.randn(5, 6), fxq.QConfigMapping().set_host(nn.LayerNorm)
     half, plain = (compiled(model, [x], target, hosted) for target in ("j6p", "j6e"))
     told = "the qconfig keeps it in float; nash-p computes it in float16, outside the integer contract"
-    assert [(layer.device, layer.reason) for layer in fxq.layers(half.prepared) if layer.operator == "layer_norm"] == [("nash-p", told)]
-    assert [len(fxq.segments(form.integer)) for form in (half, plain)] == [1, 3]
+    assert [(layer.device, layer.reason) for layer in fxq.inspect.layers(half.prepared) if layer.operator == "layer_norm"] == [
+        ("nash-p", told)
+    ]
+    assert [len(fxq.inspect.segments(form.integer)) for form in (half, plain)] == [1, 3]
     assert torch.equal(half.integer(x), plain.integer(x))
 
 

@@ -173,7 +173,7 @@ def test_a_broken_graph_is_found_and_its_node_named(stage: Stage, damage: Break,
     gm = graph_at(stage)
     assert violations(gm, stage) == []
     damage(gm)
-    with pytest.raises(fxq.StageViolation) as caught:
+    with pytest.raises(fxq.errors.StageViolation) as caught:
         verify_stage(gm, stage, "some.pass")
     golden(re.sub(r"\.py:\d+", ".py:N", str(caught.value)) + "\n", f"{stage.name.lower()}-{damage.__name__}.txt")
 
@@ -200,7 +200,7 @@ def test_the_pipeline_stops_behind_the_pass_that_broke_the_graph(golden: Golden)
     gm = fxq.prepare(Net(), image(), until="canonical.rewrite")
     later: list[int] = []
     passes = (Pass(spoil, Stage.CANONICAL), Pass(lambda gm, context: later.append(1) or 0, Stage.CANONICAL))
-    with pytest.raises(fxq.StageViolation) as caught:
+    with pytest.raises(fxq.errors.StageViolation) as caught:
         run(gm, passes, Context(get_target("bayes-e"), QConfigMapping()), Dial(0, None))
     golden(re.sub(r"\.py:\d+", ".py:N", str(caught.value)) + "\n", "pipeline.txt")
     assert later == []
@@ -210,13 +210,13 @@ def test_many_violations_are_counted_not_listed() -> None:
     gm = fxq.prepare(nn.Sequential(*(nn.Linear(2, 2) for _ in range(25))), torch.randn(2, 2), until="canonical.rewrite")
     for each in gm.graph.nodes:
         set_fact(each, None)
-    with pytest.raises(fxq.StageViolation, match="and 5 more"):
+    with pytest.raises(fxq.errors.StageViolation, match="and 5 more"):
         verify_stage(gm, Stage.CANONICAL, "some.pass")
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes since Python 3.11")
 def test_an_error_inside_a_pass_says_which_one() -> None:
-    with pytest.raises(fxq.ScaleConflict) as caught:
+    with pytest.raises(fxq.errors.ScaleConflict) as caught:
         fxq.prepare(Net(), image(), qconfig=conflicting())
     assert caught.value.__notes__ == ["raised by pass scales.share"]  # type: ignore[attr-defined]
 
@@ -253,7 +253,7 @@ class Ladder(nn.Module):
 
 
 def conflict_text(model: nn.Module, mapping: QConfigMapping) -> str:
-    with pytest.raises(fxq.ScaleConflict) as caught:
+    with pytest.raises(fxq.errors.ScaleConflict) as caught:
         fxq.prepare(model, image(), qconfig=mapping)
     return re.sub(r"\.py:\d+", ".py:N", str(caught.value)) + "\n"
 

@@ -367,7 +367,7 @@ def test_stops_survive_files_copies_and_pickles(form: str, tmp_path: Path) -> No
 def test_a_file_names_the_python_that_it_cannot_hold(tmp_path: Path) -> None:
     for form, name in (("gradient reversal", "Reversal.backward"), ("hook", r"register_hook\(hooked")):
         prepared = calibrated(Net(FORMS[form]))
-        with pytest.raises(fxq.ExportError, match=rf"it calls {name}[\s\S]*keep prepared\.state_dict\(\)"):
+        with pytest.raises(fxq.errors.ExportError, match=rf"it calls {name}[\s\S]*keep prepared\.state_dict\(\)"):
             fxq.save(prepared, tmp_path / "prepared.fxq")
         fxq.save(fxq.convert(prepared), tmp_path / "integer.fxq")
     prepared = calibrated(Net(FORMS["gradient reversal"]).train())
@@ -436,9 +436,9 @@ def test_what_cannot_be_kept_is_refused_or_told(caplog: pytest.LogCaptureFixture
         y.retain_grad()
         return y
 
-    with pytest.raises(fxq.TraceError, match="registers a hook on a parameter"):
+    with pytest.raises(fxq.errors.TraceError, match="registers a hook on a parameter"):
         fxq.prepare(Net(on_a_parameter), BATCHES[0])
-    with pytest.raises(fxq.TraceError, match="reads a tensor that forward computes"):
+    with pytest.raises(fxq.errors.TraceError, match="reads a tensor that forward computes"):
         fxq.prepare(Net(reads_a_tensor), BATCHES[0])
     model = Net(lambda net, x: net.b(net.a(x)))
     model.a.register_full_backward_hook(lambda *_: None)

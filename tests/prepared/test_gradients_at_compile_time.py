@@ -105,7 +105,7 @@ def declared() -> Iterator[list[Callable[..., Tensor]]]:
 
 @pytest.mark.parametrize("function", [torch.tanh, F.mish, nn.Tanh(), nn.Softplus(2.0)], ids=["torch", "functional", "module", "settings"])
 def test_a_function_of_pytorchs_may_be_a_table_of_another_name(function: Any, declared: list[Any]) -> None:
-    table = fxq.unary("bent_elsewhere", function)
+    table = fxq.extend.unary("bent_elsewhere", function)
     declared.append(table)
     batches = [torch.randn(8, 8) for _ in range(2)]
     prepared, integer = compiled(Raises(lambda m, y: table(y)).eval(), batches)

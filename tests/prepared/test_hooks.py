@@ -105,7 +105,7 @@ PATHS = [path for path, module in Net().named_modules() if path and not isinstan
 @pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
 def test_a_hook_is_given_what_the_module_reads_and_returns_or_cannot_be_registered(net: fx.GraphModule, path: str, kind: str) -> None:
     if path in (FUSED if kind == "register_forward_hook" else NO_INPUT):
-        with pytest.raises(fxq.ConfigurationError, match=f"on {path} would never fire\n.*inside of a fused operator"):
+        with pytest.raises(fxq.errors.ConfigurationError, match=f"on {path} would never fire\n.*inside of a fused operator"):
             hooked(net, path, kind)
         return
     expected, found = hooked(float_net(), path, kind), hooked(net, path, kind)
@@ -160,13 +160,13 @@ def test_a_forward_hook_can_replace_an_output_and_a_pre_hook_cannot(net: fx.Grap
     assert torch.equal(found["b"], expected["b"])
     handle.remove()
     prepared.get_submodule("heads.a").register_forward_pre_hook(lambda module, args: args)
-    with pytest.raises(fxq.ConfigurationError, match=r"pre-hook on heads\.a returned something"):
+    with pytest.raises(fxq.errors.ConfigurationError, match=r"pre-hook on heads\.a returned something"):
         prepared(batch())
 
 
 @pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
 def test_backward_hooks_are_refused_with_what_does_it(net: fx.GraphModule, kind: str) -> None:
-    with pytest.raises(fxq.ConfigurationError, match=r"on heads\.a would never fire[\s\S]*output\.register_hook"):
+    with pytest.raises(fxq.errors.ConfigurationError, match=r"on heads\.a would never fire[\s\S]*output\.register_hook"):
         getattr(net.get_submodule("heads.a"), kind)(lambda *given: None)
 
 
@@ -195,22 +195,22 @@ def test_copies_and_files_keep_what_can_be_hooked(net: fx.GraphModule, name: str
     (given,) = hooked(prepared, "heads.a", "register_forward_hook")
     assert torch.equal(given[1], net(batch())["a"])
     assert len(prepared.get_submodule("stem")) == 4
-    with pytest.raises(fxq.ConfigurationError, match="would never fire"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="would never fire"):
         hooked(prepared, "stem.0", "register_forward_hook")
-    with pytest.raises(fxq.ConfigurationError, match="cannot be called directly"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="cannot be called directly"):
         prepared.get_submodule("twice")(torch.zeros(1, 4))
 
 
 @pytest.mark.parametrize("path", ["stem", "twice", "blocks.0"])
 def test_a_part_cannot_be_called_by_itself(net: fx.GraphModule, path: str) -> None:
-    with pytest.raises(fxq.ConfigurationError, match=rf"{path} cannot be called directly\n  at       test_hooks\.py"):
+    with pytest.raises(fxq.errors.ConfigurationError, match=rf"{path} cannot be called directly\n  at       test_hooks\.py"):
         net.get_submodule(path)(batch())
 
 
 def test_methods_that_call_modules_are_refused_at_the_line_that_does(net: fx.GraphModule) -> None:
     integer: Any = fxq.convert(net)
     for model in (net, integer):
-        with pytest.raises(fxq.ConfigurationError, match=r"at       test_hooks\.py:\d+ in features:  return self\.stem\(x\)"):
+        with pytest.raises(fxq.errors.ConfigurationError, match=r"at       test_hooks\.py:\d+ in features:  return self\.stem\(x\)"):
             model.features(batch())
     assert not hasattr(integer, "stem")
     with pytest.raises(AttributeError, match="has no module heads"):

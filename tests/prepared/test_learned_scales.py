@@ -46,7 +46,7 @@ def calibrated(target: str, qconfig: fxq.QConfig) -> fx.GraphModule:
 
 def stepped(dtype: IntType, training: str, value: Tensor, incoming: Tensor) -> Quantizer:
     """A quantizer that has had the gradient `incoming` of the real numbers that the integers of `value` stand for."""
-    quantizer = Quantizer(dtype, fxq.MinMaxObserver(), training=training)
+    quantizer = Quantizer(dtype, fxq.observers.MinMaxObserver(), training=training)
     quantizer.observe(value / 4)  # so that much lies beyond the grid
     quantizer.update_scale()
     grid = quantizer.grid
@@ -138,7 +138,7 @@ def test_alpha_is_the_largest_number_and_decays_to_zero() -> None:
 
 
 def test_a_threshold_that_is_learned_is_rounded_up_to_a_power_of_two() -> None:
-    quantizer = Quantizer(INT4, fxq.MinMaxObserver(), training="tqt")
+    quantizer = Quantizer(INT4, fxq.observers.MinMaxObserver(), training="tqt")
     quantizer.observe(torch.tensor([-0.75, 0.75]))
     quantizer.update_scale()
     assert quantizer.scale == 0.125  # 0.75 / 7.5 = 0.1, rounded up
@@ -151,13 +151,13 @@ def test_a_threshold_that_is_learned_is_rounded_up_to_a_power_of_two() -> None:
         quantizer.log2_change.data.fill_(change)
         assert quantizer.scale == 2.0 ** math.copysign(48, change)
     quantizer.log2_change.data.fill_(math.nan)
-    with pytest.raises(fxq.NotFinite):
+    with pytest.raises(fxq.errors.NotFinite):
         quantizer.require()
 
 
 def test_an_offset_that_is_learned_moves_the_zero_point() -> None:
     """Towards an interval that calibration has not seen."""
-    quantizer = Quantizer(UINT8, fxq.MinMaxObserver(), training="lsq+")
+    quantizer = Quantizer(UINT8, fxq.observers.MinMaxObserver(), training="lsq+")
     quantizer.observe(torch.tensor([-1.0, 1.0]))
     quantizer.update_scale()
     value = torch.linspace(-1.5, 0.5, 200)
@@ -221,7 +221,7 @@ def test_scales_load_however_either_model_learns_them(saved: str, loaded: str) -
     """Whatever training moved: a scale, a zero point, a clipping value."""
 
     def moved(training: str, by: float) -> Quantizer:
-        quantizer = Quantizer(UINT8, fxq.MinMaxObserver(), training=training)
+        quantizer = Quantizer(UINT8, fxq.observers.MinMaxObserver(), training=training)
         quantizer.observe(by * torch.tensor([-1.0, 3.0]))
         quantizer.update_scale()
         with torch.no_grad():

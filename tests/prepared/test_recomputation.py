@@ -96,7 +96,7 @@ def test_a_pass_that_repeats_none_is_refused_unless_nothing_moves() -> None:
 
     before = copy.deepcopy(model.state_dict())
     x = torch.ones(2, requires_grad=True)
-    with pytest.raises(fxq.ConfigurationError, match="called inside of backward, on inputs that it was not called on before"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="called inside of backward, on inputs that it was not called on before"):
         Inside.apply(x).sum().backward()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items() if not value.isnan().any())
     fxq.freeze(model)
@@ -134,7 +134,7 @@ def transforms(model: nn.Module, x: Tensor) -> dict[str, Callable[[], Any]]:
 def test_a_transform_works_once_everything_is_frozen_or_is_refused(setting: str, name: str) -> None:
     model, x = prepared(setting), batches()[0]
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(fxq.ConfigurationError, match=r"torch\.func cannot transform this pass[\s\S]*fxq\.freeze"):
+    with pytest.raises(fxq.errors.ConfigurationError, match=r"torch\.func cannot transform this pass[\s\S]*fxq\.freeze"):
         transforms(model, x)[name]()
     assert all(torch.equal(value.nan_to_num(), before[key].nan_to_num()) for key, value in model.state_dict().items())
     fxq.freeze(model)
@@ -143,5 +143,5 @@ def test_a_transform_works_once_everything_is_frozen_or_is_refused(setting: str,
     if name != "ensemble":
         transforms(model, x)[name]()
         return
-    with pytest.raises(fxq.ConfigurationError, match="take vmap over inputs, not over parameters"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="take vmap over inputs, not over parameters"):
         transforms(model, x)[name]()

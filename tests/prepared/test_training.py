@@ -327,7 +327,7 @@ def test_training_without_calibration_starts_from_the_first_batch_unless_scales_
     prepared = fxq.prepare(Net(), batches()[0], qconfig=config(mode, "learned" if mode == "learned" else "statistics"))
     to_train(prepared)
     if mode == "frozen":
-        with pytest.raises(fxq.NotCalibrated):
+        with pytest.raises(fxq.errors.NotCalibrated):
             prepared(batches()[0])
         return
     prepared(batches()[0])
@@ -339,7 +339,7 @@ def test_training_without_calibration_starts_from_the_first_batch_unless_scales_
 def test_a_batch_that_is_not_finite_moves_nothing() -> None:
     prepared = to_train(calibrated(config()))
     before = {name: value.clone() for name, value in prepared.state_dict().items() if "x_quantize" in name}
-    with pytest.raises(fxq.CalibrationError, match="%x_quantize cannot be observed"):
+    with pytest.raises(fxq.errors.CalibrationError, match="%x_quantize cannot be observed"):
         prepared(torch.full((8, 2, 6, 6), float("nan")))
     assert all(torch.equal(prepared.state_dict()[name], value) for name, value in before.items())
 
@@ -366,7 +366,7 @@ def test_power_of_two_scales_stay_powers_of_two_through_training(mode: str, tmp_
 
 
 def test_a_power_of_two_that_is_learned_moves_when_enough_steps_add_up() -> None:
-    quantizer = Quantizer(INT8, fxq.MinMaxObserver(), training="learned", power_of_two=True)
+    quantizer = Quantizer(INT8, fxq.observers.MinMaxObserver(), training="learned", power_of_two=True)
     quantizer.observe(torch.tensor([-12.0, 12.0]))
     quantizer.update_scale()
     assert quantizer.scale == 0.125  # 12 / 127.5 = 0.094, rounded up
@@ -427,9 +427,9 @@ def test_scales_of_one_model_set_in_another_give_the_same_bits() -> None:
 @pytest.mark.parametrize("wrong", ["ema", "", "Learned"])
 def test_an_unknown_way_to_train_is_an_error(wrong: str) -> None:
     for kind in (fxq.ActivationConfig, fxq.WeightConfig):
-        with pytest.raises(fxq.ConfigurationError, match="training="):
+        with pytest.raises(fxq.errors.ConfigurationError, match="training="):
             kind(training=wrong)
-    with pytest.raises(fxq.ConfigurationError, match="a weight's scale"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="a weight's scale"):
         fxq.WeightConfig(training="frozen")
 
 
@@ -677,7 +677,7 @@ def test_scales_that_are_read_and_set_again_give_the_same_bits_with_a_residual_t
             mine.copy_(theirs)
     scales = fxq.qparams(prepared)
     fxq.set_qparams(fresh, {name: scale for name, scale in scales.items() if name != "second.intermediate"})
-    with pytest.raises(fxq.NotCalibrated, match=r"%second\.intermediate has no scale yet"):
+    with pytest.raises(fxq.errors.NotCalibrated, match=r"%second\.intermediate has no scale yet"):
         fxq.convert(fresh)
     fxq.set_qparams(fresh, scales)
     assert torch.equal(to_validate(fresh)(images()), prepared(images()))

@@ -158,7 +158,7 @@ def test_every_form_in_pytorch_has_the_same_bits(name: str) -> None:
     made, example, count = MODELS[name]
     model = live(made())
     prepared, integer = converted(model, example)
-    assert sum(layer.dynamic for layer in fxq.layers(integer)) == count
+    assert sum(layer.dynamic for layer in fxq.inspect.layers(integer)) == count
     assert_validate_is_integer(prepared, integer, example)
     assert_validate_is_integer(prepared, integer, drawn(*(3, *example.shape[1:]), seed=5) * 4)
     assert_train_is_validate(prepared, example)
@@ -218,7 +218,7 @@ def test_beside_layers_that_are_calibrated() -> None:
     layers = {"conv": nn.Conv1d(3, 6, 1), "dynamic": nn.Linear(6, 5), "static": nn.Linear(5, 4)}
     model = live(written(lambda m, x: m.static(torch.relu(m.dynamic(m.conv(x).mean(2)))), **layers))
     result = fxq.quantize(model, [drawn(8, 3, 4)], target="x86", qconfig=rules, show_progress=False)
-    known = {layer.name: layer for layer in fxq.layers(result.integer)}
+    known = {layer.name: layer for layer in fxq.inspect.layers(result.integer)}
     assert [known[name].dynamic for name in ("conv", "dynamic", "static")] == [False, True, False]
     assert (known["dynamic"].integer, known["dynamic"].device, known["dynamic"].weight_bytes) == (False, "x86", 6 * 5 + 5 * 4)
     assert fxq.verify(result.prepared, result.integer, [drawn(4, 3, 4, seed=2)])
@@ -228,13 +228,13 @@ def test_beside_layers_that_are_calibrated() -> None:
 def test_searches_leave_dynamic_layers_as_they_are() -> None:
     model = live(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5)))
     rules = fxq.QConfigMapping().set_module_name("2", DYNAMIC)
-    assert with_observer(rules, fxq.MinMaxObserver).names["2"] == DYNAMIC
+    assert with_observer(rules, fxq.observers.MinMaxObserver).names["2"] == DYNAMIC
     prepared = fxq.calibrate(fxq.prepare(model, (drawn(4, 6),), "x86", rules), [drawn(4, 6)], show_progress=False)
     choices = Choices(prepared, (4, 8))
     assert "_2.weight" not in choices
     assert [product.width for product in choices.products if product.layer == "_2"] == [(8, 8)]
     again = fxq.prepare(model, (drawn(4, 6),), "x86", choices.mapping(rules, {"_0.weight": "int4"}))
-    assert [layer.name for layer in fxq.layers(again) if layer.dynamic] == ["_2"]
+    assert [layer.name for layer in fxq.inspect.layers(again) if layer.dynamic] == ["_2"]
 
 
 def test_many_steps_stay_readable() -> None:
@@ -263,7 +263,7 @@ def test_a_march_has_none(target: str, where: str) -> None:
         model.second.qconfig = DYNAMIC
     else:
         rules = rules.set_global(DYNAMIC) if where == "everywhere" else rules.set_module_name("first", DYNAMIC)
-    with pytest.raises(fxq.ConfigurationError, match=f"{target} has no dynamic quantization") as caught:
+    with pytest.raises(fxq.errors.ConfigurationError, match=f"{target} has no dynamic quantization") as caught:
         fxq.prepare(model, (drawn(4, 6),), target, rules)
     assert "calibrate" in caught.value.remedy
 
@@ -272,7 +272,7 @@ def test_a_march_has_none(target: str, where: str) -> None:
     "given", [{"output": fxq.ActivationConfig("int8")}, {"input": fxq.ActivationConfig()}, {"weight": fxq.WeightConfig("int16")}]
 )
 def test_what_a_dynamic_qconfig_has_no_use_for(given: dict[str, Any]) -> None:
-    with pytest.raises(fxq.ConfigurationError, match="a dynamic QConfig"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="a dynamic QConfig"):
         fxq.QConfig(**given, dynamic=True)
 
 
@@ -286,11 +286,11 @@ def test_weights_that_are_no_numbers() -> None:
     model = live(Product())
     with torch.no_grad():
         model.first.weight[0, 0] = torch.nan  # type: ignore[union-attr, operator, index]
-    with pytest.raises(fxq.NotFinite, match="%first"):
+    with pytest.raises(fxq.errors.NotFinite, match="%first"):
         fxq.prepare(model, (drawn(4, 6),), "x86", DYNAMIC)
 
 
 def test_a_target_s_scale_cannot_be_set() -> None:
     prepared = fxq.prepare(live(Product()), (drawn(4, 6),), "x86", DYNAMIC)
-    with pytest.raises(fxq.ConfigurationError, match="cannot be set"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="cannot be set"):
         fxq.set_qparams(prepared, {"first": 0.5})

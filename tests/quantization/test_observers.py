@@ -519,10 +519,12 @@ def test_a_name_is_the_class(name: str) -> None:
 
 
 def test_a_fixed_scale_is_the_scale_of_the_config() -> None:
-    assert fxq.ActivationConfig(observer=fxq.FixedScaleObserver(scale=0.5)) == fxq.ActivationConfig(scale=0.5)
-    assert fxq.ActivationConfig("int16", observer=fxq.FixedScaleObserver(threshold=4.0)) == fxq.ActivationConfig("int16", threshold=4.0)
-    with pytest.raises(fxq.ConfigurationError, match="are both given"):
-        fxq.ActivationConfig(scale=1.0, observer=fxq.FixedScaleObserver(scale=0.5))
+    assert fxq.ActivationConfig(observer=fxq.observers.FixedScaleObserver(scale=0.5)) == fxq.ActivationConfig(scale=0.5)
+    assert fxq.ActivationConfig("int16", observer=fxq.observers.FixedScaleObserver(threshold=4.0)) == fxq.ActivationConfig(
+        "int16", threshold=4.0
+    )
+    with pytest.raises(fxq.errors.ConfigurationError, match="are both given"):
+        fxq.ActivationConfig(scale=1.0, observer=fxq.observers.FixedScaleObserver(scale=0.5))
 
 
 @pytest.mark.parametrize("observer", EVERY)
@@ -584,7 +586,7 @@ def test_a_moving_average_differs_from_pytorchs_in_its_first_batches_alone() -> 
     from torch.ao.quantization import MovingAverageMinMaxObserver as PyTorchs
 
     batches = [torch.tensor([-float(size), float(size)]) for size in (4, 3, 2)]
-    ours, theirs = fxq.MovingAverageMinMaxObserver(0.25), PyTorchs(averaging_constant=0.25)
+    ours, theirs = fxq.observers.MovingAverageMinMaxObserver(0.25), PyTorchs(averaging_constant=0.25)
     for batch in batches:
         ours.observe(batch)
         theirs(batch)
@@ -629,7 +631,7 @@ def test_an_observer_of_the_users_with_a_name_is_given_by_it_and_is_in_files(tmp
 @pytest.mark.usefixtures("_own_observers")
 def test_an_observer_takes_no_name_of_another_one_and_may_be_declared_again() -> None:
     for kind, names in (("Own", "mse"), ("MSEObserver", "own")):
-        with pytest.raises(fxq.ConfigurationError, match=r"histogram\.MSEObserver has that name"):
+        with pytest.raises(fxq.errors.ConfigurationError, match=r"histogram\.MSEObserver has that name"):
             type(kind, (MinMaxObserver,), {}, names=names)
     assert ranges.NAMED["mse"] is MSEObserver
     again = [type("Own", (MinMaxObserver,), {}, names="own") for _ in range(2)]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.ops.core.spellings import is_meant
+from fxquant.ops.core.record import is_meant
 
 ONE_FUNCTION: dict[str, list[Any]] = {
     "softmax": [torch.softmax, F.softmax, torch.Tensor.softmax, "softmax", torch.special.softmax, torch.ops.aten.softmax],

@@ -262,7 +262,7 @@ def test_an_operator_that_moves_values_is_given_another_dtype_by_a_requantizatio
         assert not fxq.verify(result.integer, path, [data], show_progress=False).mismatches
         path = fxq.export_onnx(result.integer, tmp_path / "qdq.onnx", style="qdq", opset=21)
         report = fxq.verify(result.integer, path, [data], show_progress=False)
-        assert isinstance(report, fxq.DeviationReport)
+        assert isinstance(report, fxq.results.DeviationReport)
         assert not VNNI or max(output.largest for outputs in report.outputs.values() for output in outputs) <= 1  # ties are rounded to even
 
 
@@ -323,21 +323,21 @@ def test_an_input_of_the_default_is_for_every_reader() -> None:
 # ---- observers: whatever makes one ---------------------------------------------------------------------------------------------------
 
 MAKERS: dict[str, Any] = {
-    "a class": fxq.PercentileObserver,
-    "an instance": fxq.PercentileObserver(99.5, bins=64),
-    "a partial": functools.partial(fxq.PercentileObserver, percentile=99.0),
-    "a function": lambda: fxq.PercentileObserver(98.0),
+    "a class": fxq.observers.PercentileObserver,
+    "an instance": fxq.observers.PercentileObserver(99.5, bins=64),
+    "a partial": functools.partial(fxq.observers.PercentileObserver, percentile=99.0),
+    "a function": lambda: fxq.observers.PercentileObserver(98.0),
 }
 
 
-def observers(model: nn.Module) -> list[fxq.PercentileObserver]:
-    return [module for module in model.modules() if isinstance(module, fxq.PercentileObserver)]
+def observers(model: nn.Module) -> list[fxq.observers.PercentileObserver]:
+    return [module for module in model.modules() if isinstance(module, fxq.observers.PercentileObserver)]
 
 
 @pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
 def test_every_tensor_has_an_observer_of_its_own(maker: Any) -> None:
     prepared = compiled(network(), [batch()], qconfig=fxq.QConfig(ACT(observer=maker))).prepared
-    made = maker if isinstance(maker, fxq.Observer) else maker()
+    made = maker if isinstance(maker, fxq.observers.Observer) else maker()
     found = observers(prepared)
     assert len(found) >= 4
     assert len({id(observer) for observer in found}) == len(found)
@@ -354,12 +354,12 @@ def test_observers_are_kept_in_a_file(maker: str, tmp_path: Path) -> None:
 
 
 def test_an_observer_of_the_users() -> None:
-    class Halved(fxq.MinMaxObserver):
+    class Halved(fxq.observers.MinMaxObserver):
         def scale(self, dtype: Any) -> Tensor:
             return super().scale(dtype) / 2
 
     data, model = batch(), nn.Conv2d(2, 2, 1)
-    whole = fxq.qparams(compiled(model, [data], qconfig=fxq.QConfig(ACT(observer=fxq.MinMaxObserver))).prepared)
+    whole = fxq.qparams(compiled(model, [data], qconfig=fxq.QConfig(ACT(observer=fxq.observers.MinMaxObserver))).prepared)
     for maker in (Halved, Halved()):
         halved = fxq.qparams(compiled(model, [data], qconfig=fxq.QConfig(ACT(observer=maker))).prepared)
         assert halved == {name: scale / 2 for name, scale in whole.items()}

@@ -33,7 +33,7 @@ def prepared_of(model: nn.Module, qconfig: Any, target: str = "bayes-e") -> Any:
 
 def input_of(prepared: Any) -> tuple[str, float]:
     """Dtype and scale of the model's input."""
-    first = fxq.layers(prepared)[0]
+    first = fxq.inspect.layers(prepared)[0]
     scale = fxq.qparams(prepared)[first.name]
     assert isinstance(scale, float)
     return first.dtype, scale
@@ -70,7 +70,7 @@ def test_the_qconfig_on_a_stub_is_its_own() -> None:
     model.quant.qconfig = WIDE
     prepared = prepared_of(model, None)
     assert input_of(prepared)[0] == "int16"
-    assert [layer.dtype for layer in fxq.layers(prepared) if layer.macs] == ["int8"]
+    assert [layer.dtype for layer in fxq.inspect.layers(prepared) if layer.macs] == ["int8"]
     narrow = prepared_of(Stubbed(), None)
     errors = [float((one(BATCHES[0]) - Stubbed().eval()(BATCHES[0])).detach().square().mean()) for one in (prepared, narrow)]
     assert errors[0] < 0.7 * errors[1]  # the input's rounding is gone, that of the convolution's output is left
@@ -92,7 +92,7 @@ def test_operators_read_the_dtype_that_their_rule_asks_for(tmp_path: Path) -> No
     narrow = Q(A("int16"), W("int8"), A("int8"))
     rules = M(WIDE).set_object_type(nn.Conv2d, narrow).set_object_type(torch.matmul, narrow)
     prepared = prepared_of(Chain(), rules, "nash-e")
-    found = {layer.name: layer.dtype for layer in fxq.layers(prepared)}
+    found = {layer.name: layer.dtype for layer in fxq.inspect.layers(prepared)}
     assert {name: dtype for name, dtype in found.items() if dtype == "int8"} == dict.fromkeys(
         ("x_quantize", "conv_requantize", "other_requantize"), "int8"
     )

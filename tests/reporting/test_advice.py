@@ -60,14 +60,14 @@ def spectrum() -> nn.Module:
     return model
 
 
-def rules(advice: fxq.Advice) -> list[QConfigMapping]:
+def rules(advice: fxq.results.Advice) -> list[QConfigMapping]:
     return [eval(text, dict(NAMES)) for text in RULE.findall(advice.cure)]
 
 
 def signature(prepared: Any) -> dict[str, tuple[Any, ...]]:
     """Of each operator its dtype, its observer, and the dtype of its weight."""
     found: dict[str, tuple[Any, ...]] = {}
-    for layer in fxq.layers(prepared):
+    for layer in fxq.inspect.layers(prepared):
         module = quantized_operators(prepared).get(layer.name)
         output = getattr(module, "output", None)
         weight = getattr(getattr(module, "weight_quantizer", None), "dtype", None)
@@ -94,8 +94,8 @@ def outlying() -> nn.Module:
     return broken(stretch)
 
 
-def rescaled(layer: str, factor: float) -> Callable[[str], tuple[nn.Module, list[Any], fxq.Comparison]]:
-    def found(target: str) -> tuple[nn.Module, list[Any], fxq.Comparison]:
+def rescaled(layer: str, factor: float) -> Callable[[str], tuple[nn.Module, list[Any], fxq.results.Comparison]]:
+    def found(target: str) -> tuple[nn.Module, list[Any], fxq.results.Comparison]:
         result = quantized(network(), target=target)
         prepared = copy.deepcopy(result.prepared)
         fxq.set_qparams(prepared, {layer: fxq.qparams(prepared)[layer] * factor})
@@ -105,7 +105,7 @@ def rescaled(layer: str, factor: float) -> Callable[[str], tuple[nn.Module, list
 
 
 def compared(make: Callable[[], nn.Module], batches: Callable[[], list[Any]], **options: Any) -> Callable[[str], Any]:
-    def found(target: str) -> tuple[nn.Module, list[Any], fxq.Comparison]:
+    def found(target: str) -> tuple[nn.Module, list[Any], fxq.results.Comparison]:
         model, given = make(), batches()
         result = fxq.quantize(model, given, target, show_progress=False, **options)
         return model, given, result.compare(given, show_progress=False)

@@ -37,6 +37,6 @@ def test_a_browser_shows_every_layer_of_the_report(tmp_path: Path) -> None:
     compared = result.compare(batches)
     assert plot.count('class="point"') == sum(math.isfinite(layer.sqnr) + math.isfinite(layer.own) for layer in compared.layers)
     assert re.findall(r'class="ytick"[^/]*<text[^>]*>([^<]*)<', plot) == list(compared)
-    for layer in fxq.layers(result.integer):
+    for layer in fxq.inspect.layers(result.integer):
         if layer.macs:
             assert f">{layer.name}<" in body

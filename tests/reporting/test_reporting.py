@@ -62,7 +62,7 @@ def test_the_page_holds_what_is_known_of_the_model(compiled: Compiled, tmp_path:
     page = result.report(tmp_path / "folder" / "report.html", compiled.batches, title="a </script> title").read_text(encoding="utf-8")
     data, found = shown(page), result.compare(compiled.batches)
     assert data["title"] == "a </script> title"
-    known = {layer.name: layer for layer in fxq.layers(result.integer)}
+    known = {layer.name: layer for layer in fxq.inspect.layers(result.integer)}
     nodes = {node["name"]: node for node in data["nodes"]}
     assert set(nodes) == {*known, "image", "output"}
     for name, layer in found.items():
@@ -117,9 +117,9 @@ def test_a_drawing_has_every_operator_and_every_value_once(compiled: Compiled) -
 def test_graphs_and_files_are_compared_as_text(compiled: Compiled, tmp_path: Path) -> None:
     prepared, integer = compiled.result.prepared, compiled.result.integer
     file = fxq.save(integer, tmp_path / "model.fxq")
-    assert fxq.diff(integer, file).equal
-    assert str(fxq.diff(file, file)) == "equal: the same graph, scales and tensors"
-    found = fxq.diff(prepared, integer)
+    assert fxq.inspect.diff(integer, file).equal
+    assert str(fxq.inspect.diff(file, file)) == "equal: the same graph, scales and tensors"
+    found = fxq.inspect.diff(prepared, integer)
     assert not found.equal
     assert "stage: prepared | integer" in str(found)
     assert "background:#dafbe1" in found._repr_html_()
@@ -129,30 +129,30 @@ def test_graphs_and_files_are_compared_as_text(compiled: Compiled, tmp_path: Pat
 
 
 def test_what_is_not_fused_says_why(compiled: Compiled, tmp_path: Path) -> None:
-    found = {row.layer: row for row in fxq.checks.not_fused(compiled.result.prepared)}
+    found = {row.layer: row for row in fxq.inspect.not_fused(compiled.result.prepared)}
     assert found["norm"].because == "%conv has 2 users"
     assert "has other users" in found["add"].because
     loaded = fxq.load(fxq.save(compiled.result.prepared, tmp_path / "model.fxq"))
-    assert fxq.checks.not_fused(loaded) == fxq.checks.not_fused(compiled.result.prepared)
-    assert "not fused" in str(fxq.checks.not_fused(loaded))
-    assert "<pre" in fxq.checks.not_fused(loaded)._repr_html_()
+    assert fxq.inspect.not_fused(loaded) == fxq.inspect.not_fused(compiled.result.prepared)
+    assert "not fused" in str(fxq.inspect.not_fused(loaded))
+    assert "<pre" in fxq.inspect.not_fused(loaded)._repr_html_()
 
 
 def test_modules_are_counted(compiled: Compiled) -> None:
-    counts = {row.module: row.times for row in fxq.checks.call_counts(compiled.model, compiled.batches[0])}
+    counts = {row.module: row.times for row in fxq.inspect.call_counts(compiled.model, compiled.batches[0])}
     assert counts == {"conv": 1, "norm": 1, "again": 2, "unused": 0}
 
 
 def test_weights_of_the_integer_model_are_near_those_that_were_rounded(compiled: Compiled) -> None:
-    rows = {row.layer: row for row in fxq.checks.compare_weights(compiled.result.prepared, compiled.result.integer)}
+    rows = {row.layer: row for row in fxq.inspect.compare_weights(compiled.result.prepared, compiled.result.integer)}
     assert set(rows) >= {"conv", "again", "again_1"}
     assert all(30 < row.channel_sqnr <= row.sqnr + 1e-6 or row.channel_sqnr < row.sqnr for row in rows.values())
-    same = fxq.checks.compare_weights(compiled.result.integer, compiled.result.integer)
+    same = fxq.inspect.compare_weights(compiled.result.integer, compiled.result.integer)
     assert all(row.largest == 0 for row in same)
 
 
 def test_memory_counts_what_is_still_to_be_read(compiled: Compiled) -> None:
-    rows = {row.layer: row for row in fxq.checks.memory(compiled.result.integer)}
+    rows = {row.layer: row for row in fxq.inspect.memory(compiled.result.integer)}
     size = 6 * 6 * 6
     assert (rows["conv"].activation, rows["conv"].alive) == (size, size + 3 * 8 * 8)
     assert rows["norm"].alive == 2 * size  # its result, and the convolution's, which the addition reads
@@ -161,21 +161,23 @@ def test_memory_counts_what_is_still_to_be_read(compiled: Compiled) -> None:
 
 def test_shared_scales_devices_and_ranges(compiled: Compiled) -> None:
     prepared = compiled.result.prepared
-    for row in fxq.checks.shared_scales(prepared):
+    for row in fxq.inspect.shared_scales(prepared):
         assert len({fxq.qparams(prepared)[name] for name in row.tensors if name in fxq.qparams(prepared)}) <= 1
-    assert {row.layer: row.device for row in fxq.checks.devices(prepared)} == {each.name: each.device for each in fxq.layers(prepared)}
+    assert {row.layer: row.device for row in fxq.inspect.devices(prepared)} == {
+        each.name: each.device for each in fxq.inspect.layers(prepared)
+    }
     image = compiled.batches[0].clone()
     image[0, 0, 0, 0] = 1e9
-    rows = {row.tensor: row for row in fxq.checks.value_ranges(compiled.model, [*compiled.batches, image], spread=20)}
+    rows = {row.tensor: row for row in fxq.inspect.value_ranges(compiled.model, [*compiled.batches, image], spread=20)}
     assert rows["conv"].remarks == "wide range"
-    assert {row.remarks for row in fxq.checks.value_ranges(compiled.model, compiled.batches)} == {""}
+    assert {row.remarks for row in fxq.inspect.value_ranges(compiled.model, compiled.batches)} == {""}
 
 
 def test_suspicious_settings_are_named() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1))
     mapping = fxq.QConfigMapping().set_global(fxq.QConfig(weight=fxq.WeightConfig(per_channel=False)))
     mapping = mapping.set_module_name("2", fxq.QConfig(fxq.ActivationConfig(scale=0.5))).set_module_name("nowhere", fxq.QConfig())
-    rows = fxq.checks.suspicious_settings(fxq.prepare(model, torch.randn(2, 3, 4, 4), "nash-e", mapping))
+    rows = fxq.inspect.suspicious_settings(fxq.prepare(model, torch.randn(2, 3, 4, 4), "nash-e", mapping))
     assert {(row.layer, row.setting) for row in rows} == {("_2", "given scale"), ("_0", "weight per tensor"), ("", "qconfig")}
 
 
@@ -209,7 +211,7 @@ def test_horizons_profiling_tools_are_these(compiled: Compiled, tmp_path: Path, 
     prepared, integer = compiled.result.prepared, compiled.result.integer
     page = horizon.model_profiler(compiled.model, integer, compiled.batches[0], out_dir=tmp_path)
     assert shown(page.read_text(encoding="utf-8"))["compared"]
-    assert horizon.check_unfused_operations(prepared, None) == fxq.checks.not_fused(prepared)
+    assert horizon.check_unfused_operations(prepared, None) == fxq.inspect.not_fused(prepared)
     assert "%conv has 2 users" in capsys.readouterr().out
     rows = horizon.compare_weights(prepared, integer, out_dir=tmp_path)
     assert (tmp_path / "weight_comparison.txt").read_text(encoding="utf-8") == f"{rows}\n"
@@ -229,8 +231,8 @@ def test_a_file_whose_provenance_is_damaged_is_refused(tmp_path: Path) -> None:
     for entry in DAMAGED:
         onnx.helper.set_model_props(model, said | {"fxquant.provenance": entry})
         onnx.save(model, str(path))
-        with pytest.raises(fxq.ExportError, match=r"fxquant\.provenance"):
-            fxq.onnx_metadata(path)
+        with pytest.raises(fxq.errors.ExportError, match=r"fxquant\.provenance"):
+            fxq.export.onnx_metadata(path)
 
 
 def test_edges_that_pass_rows_lie_beside_each_other() -> None:

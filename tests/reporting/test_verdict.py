@@ -76,7 +76,7 @@ def test_a_correction_that_costs_is_named_with_what_is_without_it() -> None:
 
 
 @pytest.fixture(scope="module")
-def recurrent() -> fxq.Result:
+def recurrent() -> fxq.results.Result:
     torch.manual_seed(0)
     return quantized(
         written(
@@ -86,16 +86,16 @@ def recurrent() -> fxq.Result:
     )
 
 
-def test_inside_of_a_recurrent_layer_there_is_a_row_for_each_operator_of_the_cell(recurrent: fxq.Result) -> None:
+def test_inside_of_a_recurrent_layer_there_is_a_row_for_each_operator_of_the_cell(recurrent: fxq.results.Result) -> None:
     found = recurrent.compare(batches())
     inside = {name: row for name, row in found.items() if name.startswith("rnn_")}
-    steps = [layer for layer in fxq.layers(recurrent.integer) if layer.name.startswith("rnn_")]
+    steps = [layer for layer in fxq.inspect.layers(recurrent.integer) if layer.name.startswith("rnn_")]
     assert sum(row.times for row in inside.values()) == len(steps) > 100
     assert len(inside) < 40
     assert found.hidden == 0
     linear = inside["rnn_linear"]
-    want = next(iter(fxq.record(recurrent.prepared, batches(1), ["rnn_linear"], real=True, state="float")))["rnn_linear"].double()
-    have = next(iter(fxq.record(recurrent.integer, batches(1), ["rnn_linear"], real=True)))["rnn_linear"].double()
+    want = next(iter(fxq.inspect.record(recurrent.prepared, batches(1), ["rnn_linear"], real=True, state="float")))["rnn_linear"].double()
+    have = next(iter(fxq.inspect.record(recurrent.integer, batches(1), ["rnn_linear"], real=True)))["rnn_linear"].double()
     one = recurrent.compare(batches(1))["rnn_linear"]
     assert one.sqnr == pytest.approx(10 * math.log10(float(want.square().sum() / (want - have).square().sum())))
     assert linear.times == 1
@@ -107,7 +107,7 @@ def test_inside_of_a_recurrent_layer_there_is_a_row_for_each_operator_of_the_cel
     assert "pass prepared=" in str(alone)
 
 
-def test_the_page_of_a_recurrent_layer_has_a_node_for_each_operator_of_the_cell(recurrent: fxq.Result, tmp_path: Path) -> None:
+def test_the_page_of_a_recurrent_layer_has_a_node_for_each_operator_of_the_cell(recurrent: fxq.results.Result, tmp_path: Path) -> None:
     page = recurrent.report(tmp_path / "page.html", batches(), show_progress=False).read_text(encoding="utf-8")
     text = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert text is not None

@@ -76,8 +76,8 @@ def prepared(model: nn.Module, batches: list[Tensor]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def found(prepared: Any, batches: list[Tensor]) -> fxq.Sensitivity:
-    return fxq.sensitivity(prepared, batches)
+def found(prepared: Any, batches: list[Tensor]) -> fxq.results.Sensitivity:
+    return fxq.search.sensitivity(prepared, batches)
 
 
 def noise(wanted: list[Tensor], given: list[Tensor]) -> float:
@@ -89,12 +89,12 @@ def noise(wanted: list[Tensor], given: list[Tensor]) -> float:
 
 
 def test_a_qconfig_beside_a_prepared_model_is_refused(prepared: Any, batches: list[Tensor]) -> None:
-    with pytest.raises(fxq.ConfigurationError, match="a prepared model has a qconfig already"):
-        fxq.sensitivity(prepared, batches, qconfig=fxq.QConfig())
+    with pytest.raises(fxq.errors.ConfigurationError, match="a prepared model has a qconfig already"):
+        fxq.search.sensitivity(prepared, batches, qconfig=fxq.QConfig())
 
 
 def test_the_noise_of_one_tensor_is_that_of_rounding_it_by_hand(
-    model: nn.Module, prepared: Any, batches: list[Tensor], found: fxq.Sensitivity
+    model: nn.Module, prepared: Any, batches: list[Tensor], found: fxq.results.Sensitivity
 ) -> None:
     wanted = [model(x) for x in batches]
     scale = fxq.qparams(prepared)["x_quantize"]
@@ -118,7 +118,7 @@ def test_the_noise_of_one_tensor_is_that_of_rounding_it_by_hand(
     assert found["stem_0.weight"].noise["int4"] == pytest.approx(noise_of_four_bits("stem.0", gain), rel=1e-3)
 
 
-def test_more_bits_lose_less_and_the_estimate_is_of_that_size(found: fxq.Sensitivity) -> None:
+def test_more_bits_lose_less_and_the_estimate_is_of_that_size(found: fxq.results.Sensitivity) -> None:
     for tensor in found.values():
         losses = [tensor.noise[dtype] for dtype in ("int4", "int8", "int16")]
         assert losses == sorted(losses, reverse=True), tensor
@@ -131,7 +131,7 @@ def test_more_bits_lose_less_and_the_estimate_is_of_that_size(found: fxq.Sensiti
 
 
 def test_a_sensitivity_leaves_the_model_and_the_generators_as_they_were_and_goes_on_after_a_kill(
-    prepared: Any, batches: list[Tensor], found: fxq.Sensitivity, tmp_path: Path
+    prepared: Any, batches: list[Tensor], found: fxq.results.Sensitivity, tmp_path: Path
 ) -> None:
     before, generator = copy.deepcopy(prepared.state_dict()), torch.get_rng_state()
     calls = 0
@@ -145,15 +145,15 @@ def test_a_sensitivity_leaves_the_model_and_the_generators_as_they_were_and_goes
 
     arguments: dict[str, Any] = {"metric": metric, "options": fxq.Options(widths=(8,), checkpoint=tmp_path / "sensitivity.json")}
     with pytest.raises(KeyboardInterrupt):
-        fxq.sensitivity(prepared, batches, **arguments)
-    resumed = fxq.sensitivity(prepared, batches, **arguments)
+        fxq.search.sensitivity(prepared, batches, **arguments)
+    resumed = fxq.search.sensitivity(prepared, batches, **arguments)
     assert calls == 1 + len(resumed) + 1  # the float model, each tensor, and the one that was killed
     assert {name: tensor.noise["int8"] for name, tensor in resumed.items()} == {n: t.noise["int8"] for n, t in found.items()}
     assert same_state(prepared, before)
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(parameter.grad is None for parameter in prepared.parameters())
-    with pytest.raises(fxq.ConfigurationError, match="of another call"):
-        fxq.sensitivity(prepared, batches, **{**arguments, "options": replace(arguments["options"], widths=(4,))})
+    with pytest.raises(fxq.errors.ConfigurationError, match="of another call"):
+        fxq.search.sensitivity(prepared, batches, **{**arguments, "options": replace(arguments["options"], widths=(4,))})
 
 
 def test_what_no_rule_of_a_mapping_decides_is_left_out(batches: list[Tensor]) -> None:
@@ -169,14 +169,14 @@ def test_what_no_rule_of_a_mapping_decides_is_left_out(batches: list[Tensor]) ->
 @pytest.mark.parametrize(
     "budget",
     [
-        fxq.Budget(weight_bits=6.1),
-        fxq.Budget(bit_operations=1.7e6),
-        fxq.Budget(latency=0.8, speed=fxq.Speed(1e5, 1e4)),
-        fxq.Budget(weight_bytes=1000, bit_operations=2e6),
+        fxq.search.Budget(weight_bits=6.1),
+        fxq.search.Budget(bit_operations=1.7e6),
+        fxq.search.Budget(latency=0.8, speed=fxq.search.Speed(1e5, 1e4)),
+        fxq.search.Budget(weight_bytes=1000, bit_operations=2e6),
     ],
     ids=lambda budget: "+".join(budget.limits),
 )
-def test_the_optimum_is_that_of_all_choices(prepared: Any, budget: fxq.Budget) -> None:
+def test_the_optimum_is_that_of_all_choices(prepared: Any, budget: fxq.search.Budget) -> None:
     choices, draw = Choices(prepared), random.Random(len(budget.limits))
     names = [name for name in choices if name not in ("x_quantize", "cat", "mean", "head")]
     losses = {name: {dtype: draw.random() / 4**index for index, dtype in enumerate(choices[name].dtypes)} for name in names}
@@ -194,8 +194,8 @@ def test_the_optimum_is_that_of_all_choices(prepared: Any, budget: fxq.Budget) -
 
 def test_costs_are_what_the_layers_cost(prepared: Any) -> None:
     choices = Choices(prepared)
-    layers = {layer.name: layer for layer in fxq.layers(prepared)}
-    now = costs(choices, choices.dtypes(), fxq.Speed(1e6, 1e4))
+    layers = {layer.name: layer for layer in fxq.inspect.layers(prepared)}
+    now = costs(choices, choices.dtypes(), fxq.search.Speed(1e6, 1e4))
     assert now["bit_operations"] == 64 * sum(layer.macs for layer in layers.values())
     assert now["weight_bits"] == 8
     weights = [parameter.numel() for name, parameter in prepared.named_parameters() if name.endswith("weight") and parameter.dim() > 1]
@@ -206,11 +206,11 @@ def test_costs_are_what_the_layers_cost(prepared: Any) -> None:
 def test_a_budget_that_nothing_keeps_and_a_missing_solver_are_refused(prepared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     choices = Choices(prepared)
     losses = {name: dict.fromkeys(choice.dtypes, 1.0) for name, choice in choices.items()}
-    with pytest.raises(fxq.ConfigurationError, match="weight_bits is 4 at least, and 3 is allowed"):
-        optimum(choices, losses, fxq.Budget(weight_bits=3))
+    with pytest.raises(fxq.errors.ConfigurationError, match="weight_bits is 4 at least, and 3 is allowed"):
+        optimum(choices, losses, fxq.search.Budget(weight_bits=3))
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    with pytest.raises(fxq.ConfigurationError, match="needs SciPy"):
-        optimum(choices, losses, fxq.Budget(weight_bits=5))
+    with pytest.raises(fxq.errors.ConfigurationError, match="needs SciPy"):
+        optimum(choices, losses, fxq.search.Budget(weight_bits=5))
 
 
 # ---- mappings ------------------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def test_a_layer_that_is_called_twice_has_a_rule_for_each_call(batches: list[Ten
     prepared = fxq.calibrate(fxq.prepare(model, batches[0], "nash-e"), batches)
     choices = Choices(prepared)
     mapping = choices.mapping(fxq.QConfigMapping(), {"conv": "int16", "conv.weight": "int4"})
-    made = fxq.prepare(model, batches[0], "nash-e", mapping, observations=fxq.observations(prepared))
+    made = fxq.prepare(model, batches[0], "nash-e", mapping, observations=fxq.observers.observations(prepared))
     assert Choices(made).dtypes() == {**choices.dtypes(), "conv": "int16", "conv.weight": "int4"}
 
 
@@ -233,13 +233,13 @@ def test_a_mapping_gives_every_tensor_the_dtype_that_was_chosen(
     choices, draw = Choices(prepared), random.Random(5)
     wanted = {name: draw.choice(choice.dtypes) for name, choice in choices.items()}
     mapping = choices.mapping(fxq.QConfigMapping(), wanted)
-    made = fxq.prepare(model, batches[0], target, mapping, observations=fxq.observations(prepared))
+    made = fxq.prepare(model, batches[0], target, mapping, observations=fxq.observers.observations(prepared))
     assert Choices(made).dtypes() == wanted
     assert fxq.load_qconfig(fxq.save_qconfig(mapping, tmp_path / "mapping.json")) == mapping
 
 
 def test_a_mapping_in_a_file_is_read_and_edited(tmp_path: Path) -> None:
-    observer = fxq.PercentileObserver(99.9)
+    observer = fxq.observers.PercentileObserver(99.9)
     mapping = (
         fxq.QConfigMapping()
         .set_global(fxq.QConfig(weight=fxq.WeightConfig("int4")))
@@ -257,7 +257,7 @@ def test_a_mapping_in_a_file_is_read_and_edited(tmp_path: Path) -> None:
     path.write_text(path.read_text(encoding="utf-8").replace("99.9", "99.5"), encoding="utf-8")
     edited = fxq.load_qconfig(path).types[F.relu]
     assert edited is not None
-    assert edited.output == fxq.ActivationConfig("int16", observer=fxq.PercentileObserver(99.5))
+    assert edited.output == fxq.ActivationConfig("int16", observer=fxq.observers.PercentileObserver(99.5))
 
 
 @pytest.mark.parametrize(
@@ -277,20 +277,20 @@ def test_a_mapping_in_a_file_is_read_and_edited(tmp_path: Path) -> None:
 def test_a_file_that_is_no_mapping_says_why(text: str, because: str, tmp_path: Path) -> None:
     path = tmp_path / "mapping.json"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(fxq.ExportError, match="is not a qconfig") as caught:
+    with pytest.raises(fxq.errors.ExportError, match="is not a qconfig") as caught:
         fxq.load_qconfig(path)
     assert because in str(caught.value)
 
 
 def test_what_a_file_cannot_name_is_not_written(tmp_path: Path) -> None:
-    class Own(fxq.MinMaxObserver):
+    class Own(fxq.observers.MinMaxObserver):
         pass
 
     for mapping in (
         fxq.QConfigMapping().set_module_name("a", fxq.QConfig(fxq.ActivationConfig(observer=Own))),
         fxq.QConfigMapping().set_object_type(Network, None),
     ):
-        with pytest.raises(fxq.ExportError, match="cannot be written"):
+        with pytest.raises(fxq.errors.ExportError, match="cannot be written"):
             fxq.save_qconfig(mapping, tmp_path / "mapping.json")
 
 
@@ -300,7 +300,9 @@ def test_what_a_file_cannot_name_is_not_written(tmp_path: Path) -> None:
 def test_mixed_precision_keeps_the_budget_the_contract_and_beats_uniform_dtypes(
     model: nn.Module, batches: list[Tensor], tmp_path: Path
 ) -> None:
-    result = fxq.mixed_precision(model, batches, "bayes-e", budget=fxq.Budget(weight_bits=5), options=fxq.Options(measured=False))
+    result = fxq.search.mixed_precision(
+        model, batches, "bayes-e", budget=fxq.search.Budget(weight_bits=5), options=fxq.Options(measured=False)
+    )
     assert result.chosen.costs["weight_bits"] <= 5
     assert set(result.chosen.dtypes.values()) == {"int4", "int8"}
     four = next(candidate for candidate in result.candidates if candidate.name == "4-bit weights")
@@ -308,7 +310,7 @@ def test_mixed_precision_keeps_the_budget_the_contract_and_beats_uniform_dtypes(
     assert four.noise is not None
     assert result.before.noise is not None
     assert result.before.noise < result.chosen.noise < four.noise
-    again = fxq.prepare(model, batches[0], "bayes-e", result.qconfig, observations=fxq.observations(result.prepared))
+    again = fxq.prepare(model, batches[0], "bayes-e", result.qconfig, observations=fxq.observers.observations(result.prepared))
     integer = fxq.convert(result.prepared)
     assert fxq.qparams(again) == fxq.qparams(result.prepared)
     again.load_state_dict(result.prepared.state_dict())  # how weights of four bits are rounded is no part of observations
@@ -318,21 +320,23 @@ def test_mixed_precision_keeps_the_budget_the_contract_and_beats_uniform_dtypes(
 
 
 def test_a_search_over_observers_mends_a_bad_one(small: nn.Module, batches: list[Tensor]) -> None:
-    bad = fxq.QConfig(fxq.ActivationConfig(observer=fxq.PercentileObserver(80.0)))
-    result = fxq.search_observers(small, batches, "nash-e", bad, observers=[fxq.MinMaxObserver, fxq.PercentileObserver(80.0)])
+    bad = fxq.QConfig(fxq.ActivationConfig(observer=fxq.observers.PercentileObserver(80.0)))
+    result = fxq.search.search_observers(
+        small, batches, "nash-e", bad, observers=[fxq.observers.MinMaxObserver, fxq.observers.PercentileObserver(80.0)]
+    )
     assert result.measured[result.chosen] < 0.1 * result.measured["as given"]
     assert {trial.chosen for trial in result.tensors} == {"MinMax"}
     assert fxq.verify(result.prepared, fxq.convert(result.prepared), batches[:1])
-    own = type("Own", (fxq.MinMaxObserver,), {"observe": lambda self, value: fxq.MinMaxObserver.observe(self, value)})
-    assert fxq.search_observers(small, batches, "nash-e", observers=[own, fxq.MinMaxObserver]).left_out == ("Own",)
+    own = type("Own", (fxq.observers.MinMaxObserver,), {"observe": lambda self, value: fxq.observers.MinMaxObserver.observe(self, value)})
+    assert fxq.search.search_observers(small, batches, "nash-e", observers=[own, fxq.observers.MinMaxObserver]).left_out == ("Own",)
 
 
 def test_tune_keeps_what_gains_and_goes_on_after_a_kill(
     small: nn.Module, batches: list[Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bad = fxq.QConfig(fxq.ActivationConfig(observer=fxq.PercentileObserver(90.0)))
+    bad = fxq.QConfig(fxq.ActivationConfig(observer=fxq.observers.PercentileObserver(90.0)))
     arguments: dict[str, Any] = {"tolerance": 0, "steps": 4, "target": "nash-e", "qconfig": bad}
-    monkeypatch.setattr(observer_search, "OBSERVERS", (fxq.MinMaxObserver, fxq.PercentileObserver(90.0)))
+    monkeypatch.setattr(observer_search, "OBSERVERS", (fxq.observers.MinMaxObserver, fxq.observers.PercentileObserver(90.0)))
     generator = torch.get_rng_state()
     whole = fxq.tune(small, batches, **arguments)
     assert torch.equal(torch.get_rng_state(), generator)
@@ -367,12 +371,12 @@ def test_tune_stops_within_the_tolerance_and_keeps_a_budget(small: nn.Module, ba
     assert [step.remedy for step in done.steps] == ["calibration"]
     assert done.reached
     within = fxq.tune(
-        small, batches, "nash-e", budget=fxq.Budget(weight_bits=5), tolerance=9, metric=lambda m: -float(m(batches[0]).isnan().sum())
+        small, batches, "nash-e", budget=fxq.search.Budget(weight_bits=5), tolerance=9, metric=lambda m: -float(m(batches[0]).isnan().sum())
     )
     assert [(step.remedy, step.kept) for step in within.steps] == [("calibration", False), ("mixed precision", True)]
     choices = Choices(within.prepared)
     assert costs(choices, choices.dtypes())["weight_bits"] <= 5
-    with pytest.raises(fxq.CalibrationError, match="too little"):
+    with pytest.raises(fxq.errors.CalibrationError, match="too little"):
         fxq.tune(small, batches[:1], "nash-e")
 
 

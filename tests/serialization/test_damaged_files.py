@@ -18,7 +18,7 @@ def test_an_operator_that_nobody_knows_is_told_without_its_cost(tmp_path: Path) 
     loaded = fxq.load(fxq.save(compiled()[0].integer, tmp_path / "integer.fxq"))
     head = next(node for node in loaded.graph.nodes if (found := operation(node)) is not None and found.name == "linear")
     set_operation(head, replace(operation(head), name="undeclared"))
-    layer = next(layer for layer in fxq.layers(loaded) if layer.name == head.name)
+    layer = next(layer for layer in fxq.inspect.layers(loaded) if layer.name == head.name)
     assert (layer.operator, layer.macs) == ("undeclared", 0)
 
 

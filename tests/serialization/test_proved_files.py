@@ -62,7 +62,7 @@ def test_a_model_that_reads_the_batch_size_is_loaded_as_it_was_saved(name: str, 
 # ---- what is put in place ------------------------------------------------------------------------------------------------
 
 
-def small(target: str = "nash-e") -> fxq.Result:
+def small(target: str = "nash-e") -> fxq.results.Result:
     return fxq.quantize(nn.Sequential(nn.Linear(8, 4), nn.ReLU()).eval(), [torch.randn(4, 8)], target, show_progress=False)
 
 
@@ -91,7 +91,7 @@ def test_a_file_that_would_not_give_the_model_back_is_not_put_in_place(
     fault: Callable[..., None], stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = small()
-    saved: Any = fxq.observations(result.prepared) if stage == "observations" else getattr(result, stage)
+    saved: Any = fxq.observers.observations(result.prepared) if stage == "observations" else getattr(result, stage)
     if stage == "observations" and fault is not _lost_tensor:
         fault = _other_bit
 
@@ -103,7 +103,7 @@ def test_a_file_that_would_not_give_the_model_back_is_not_put_in_place(
     path = fxq.save(saved, tmp_path / "model.fxq")
     before = path.read_bytes()
     monkeypatch.setattr(serialization, "pack", faulty)
-    with pytest.raises(fxq.ExportError, match=r"cannot be saved[\s\S]*because[\s\S]*the previous file is kept[\s\S]*remedy"):
+    with pytest.raises(fxq.errors.ExportError, match=r"cannot be saved[\s\S]*because[\s\S]*the previous file is kept[\s\S]*remedy"):
         fxq.save(saved, path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
@@ -139,7 +139,7 @@ def test_a_line_break_in_a_name_is_refused_by_save_alone(tmp_path: Path) -> None
     result = fxq.quantize(Named().eval(), [x], show_progress=False)
     assert fxq.verify(result.prepared, result.integer, [x], show_progress=False)
     assert torch.equal(fxq.load(fxq.save(result.integer, tmp_path / "model.fxq"))(x), result.integer(x))
-    with pytest.raises(fxq.ExportError, match=r"the path 'parts.a\\nb.weight' cannot be saved[\s\S]*remedy"):
+    with pytest.raises(fxq.errors.ExportError, match=r"the path 'parts.a\\nb.weight' cannot be saved[\s\S]*remedy"):
         fxq.save(result.prepared, tmp_path / "prepared.fxq")
 
 
@@ -177,7 +177,7 @@ def test_what_is_not_proved_is_neither_converted_nor_saved_nor_loaded_nor_export
     x = torch.randn(2, 3, 6, 6)
     prepared = fxq.calibrate(fxq.prepare(Joined().eval(), x, "bernoulli2"), [x], show_progress=False)
     monkeypatch.setattr(lowering, "scale_channels_wide", product.scale_channels)
-    with pytest.raises(fxq.StageViolation, match=r"its sum can reach \d+, and is exact below 16777216"):
+    with pytest.raises(fxq.errors.StageViolation, match=r"its sum can reach \d+, and is exact below 16777216"):
         fxq.convert(prepared)
     monkeypatch.undo()
     integer = fxq.convert(prepared)
@@ -186,15 +186,15 @@ def test_what_is_not_proved_is_neither_converted_nor_saved_nor_loaded_nor_export
             node.target = product.scale_channels
     said = r"%\w+: its sum can reach \d+, and is exact below 16777216"
     writers: dict[str, Callable[[fx.GraphModule, Path], Any]] = {
-        "model.fxq": fxq.save, "model.onnx": fxq.export_onnx, "model.c": fxq.export_c, "model.pt2": fxq.export_pt2,
-        "model.pt": fxq.export_torchscript,
+        "model.fxq": fxq.save, "model.onnx": fxq.export_onnx, "model.c": fxq.export.export_c, "model.pt2": fxq.export.export_pt2,
+        "model.pt": fxq.export.export_torchscript,
     }  # fmt: skip
     for name, write in writers.items():
-        with pytest.raises(fxq.ExportError, match=said):
+        with pytest.raises(fxq.errors.ExportError, match=said):
             write(integer, tmp_path / name)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "model.fxq").write_bytes(pack(*write_model(integer, backends.get)))
-    with pytest.raises(fxq.ExportError, match=said):
+    with pytest.raises(fxq.errors.ExportError, match=said):
         fxq.load(tmp_path / "model.fxq")
 
 
@@ -202,7 +202,7 @@ def test_an_edited_graph_is_refused_with_its_node(tmp_path: Path) -> None:
     integer = small().integer
     node = next(node for node in integer.graph.nodes if node.target is accumulate.linear)
     node.args = (node.args[0], node.args[2], node.args[2])
-    with pytest.raises(fxq.ExportError, match=rf"cannot be exported[\s\S]*%{node.name}: [\s\S]*remedy"):
+    with pytest.raises(fxq.errors.ExportError, match=rf"cannot be exported[\s\S]*%{node.name}: [\s\S]*remedy"):
         fxq.export_onnx(integer, tmp_path / "model.onnx")
 
 

@@ -264,7 +264,7 @@ def test_a_slope_other_than_the_default_is_kept(save: Save) -> None:
 VALUES = [
     None, True, -3, 0.1, -0.0, float("inf"), float("-inf"), "é\n'\"", [1, [2.5]], (1, (None,)), {"a": 1, 2: (3,)}, slice(1, None, 2), ...,
     torch.float16, torch.device("cpu"), torch.channels_last, torch.strided, 1 + 2j, fxq.QConfig(),
-    fxq.QConfig(fxq.ActivationConfig("int16", functools.partial(fxq.MovingAverageMinMaxObserver, averaging_constant=0.5))),
+    fxq.QConfig(fxq.ActivationConfig("int16", functools.partial(fxq.observers.MovingAverageMinMaxObserver, averaging_constant=0.5))),
 ]  # fmt: skip
 
 
@@ -291,7 +291,7 @@ def test_every_operator_and_primitive_has_a_name_of_its_own() -> None:
 # ---- what is refused --------------------------------------------------------------------------------------------------
 
 
-class OwnObserver(fxq.MinMaxObserver):
+class OwnObserver(fxq.observers.MinMaxObserver):
     pass
 
 
@@ -331,7 +331,7 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(case: str, t
     make, words = REFUSED[case]
     path = tmp_path / "model.fxq"
     path.write_bytes(b"before")
-    with pytest.raises(fxq.ExportError, match=words) as raised:
+    with pytest.raises(fxq.errors.ExportError, match=words) as raised:
         fxq.save(make(), path)
     assert raised.value.remedy
     assert path.read_bytes() == b"before"
@@ -340,10 +340,10 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(case: str, t
 
 def test_paths_that_cannot_be_used(tmp_path: Path) -> None:
     assert fxq.save(traced(), tmp_path / "missing" / "model.fxq").is_file()  # a folder that is missing is made
-    with pytest.raises(fxq.ExportError, match="cannot be written"):
+    with pytest.raises(fxq.errors.ExportError, match="cannot be written"):
         fxq.save(traced(), tmp_path / f"{'long' * 100}.fxq")
     for path in (tmp_path, tmp_path / "missing.fxq"):
-        with pytest.raises(fxq.ExportError, match="cannot be read"):
+        with pytest.raises(fxq.errors.ExportError, match="cannot be read"):
             fxq.load(path)
 
 
@@ -365,7 +365,7 @@ def test_a_damaged_file_is_an_error_and_nothing_else(stage: str, save: Save, tmp
         start = time.perf_counter()
         try:
             loaded = fxq.load(path)
-        except fxq.ExportError:
+        except fxq.errors.ExportError:
             refused += 1
         else:
             document, tensors = unpack(changed)
@@ -391,7 +391,7 @@ def test_code_in_names_is_never_run(save: Save, tmp_path: Path) -> None:
     ):  # fmt: skip
         kept, holder[key] = holder[key], value
         path.write_bytes(pack(document, tensors))
-        with pytest.raises(fxq.ExportError):
+        with pytest.raises(fxq.errors.ExportError):
             fxq.load(path)
         holder[key] = kept
     assert not (tmp_path / "evil").exists()
@@ -568,7 +568,7 @@ def test_a_file_that_claims_what_is_not_so_is_refused(claim: str, tmp_path: Path
     document, tensors = unpack(content(target))
     tamper(document, tensors)
     (tmp_path / "model.fxq").write_bytes(pack(document, tensors))
-    with pytest.raises(fxq.ExportError, match=because) as caught:
+    with pytest.raises(fxq.errors.ExportError, match=because) as caught:
         fxq.load(tmp_path / "model.fxq")
     assert "holds no model that can be loaded" in caught.value.what
 
@@ -577,7 +577,7 @@ def test_a_layer_that_was_cut_is_not_saved(tmp_path: Path) -> None:
     model = fxq.prepare(Leaves().eval(), torch.randn(4, 3, 6))
     with torch.no_grad():
         model.norm.weight = nn.Parameter(model.norm.weight[:4])
-    with pytest.raises(fxq.ExportError, match=r"its weight is of shape \[4\], and of \[16\] in a RMSNorm"):
+    with pytest.raises(fxq.errors.ExportError, match=r"its weight is of shape \[4\], and of \[16\] in a RMSNorm"):
         fxq.save(model, tmp_path / "model.fxq")
 
 

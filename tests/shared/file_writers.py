@@ -91,17 +91,17 @@ Writer = Callable[[World, Path], Any]
 WRITERS: dict[str, Writer] = {
     "save": lambda world, folder: fxq.save(world.integer, folder / "m.fxq"),
     "save prepared": lambda world, folder: fxq.save(world.prepared, folder / "m.fxq"),
-    "save observations": lambda world, folder: fxq.save(fxq.observations(world.prepared), folder / "o.fxq"),
+    "save observations": lambda world, folder: fxq.save(fxq.observers.observations(world.prepared), folder / "o.fxq"),
     "save_qconfig": lambda world, folder: fxq.save_qconfig(world.mapping, folder / "q.json"),
     "export_onnx": lambda world, folder: fxq.export_onnx(world.integer, folder / "m.onnx", style="exact"),
     "export_onnx external": lambda world, folder: fxq.export_onnx(world.integer, folder / "m.onnx", style="exact", external_data=True),
     "export_onnx qdq": lambda world, folder: fxq.export_onnx(world.prepared, folder / "m.onnx"),
     "export_onnx float": lambda world, folder: fxq.export_onnx(world.float, folder / "m.onnx", example_inputs=world.batches[0]),
-    "export_c": lambda world, folder: fxq.export_c(world.integer, folder / "m.c"),
-    "export_c external": lambda world, folder: fxq.export_c(world.integer, folder / "m.c", external_data=True),
-    "export_pt2": lambda world, folder: fxq.export_pt2(world.integer, folder / "m.pt2"),
-    "export_torchscript": lambda world, folder: fxq.export_torchscript(world.integer, folder / "m.pt"),
-    "export_segments": lambda world, folder: fxq.export_segments(world.integer, folder),
+    "export_c": lambda world, folder: fxq.export.export_c(world.integer, folder / "m.c"),
+    "export_c external": lambda world, folder: fxq.export.export_c(world.integer, folder / "m.c", external_data=True),
+    "export_pt2": lambda world, folder: fxq.export.export_pt2(world.integer, folder / "m.pt2"),
+    "export_torchscript": lambda world, folder: fxq.export.export_torchscript(world.integer, folder / "m.pt"),
+    "export_segments": lambda world, folder: fxq.export.export_segments(world.integer, folder),
     "report": lambda world, folder: fxq.report(world.integer, folder / "r.html"),
     "estimate.to_html": lambda world, folder: fxq.estimate(world.integer).to_html(folder / "e.html"),
     "quantize": quantized,
@@ -121,7 +121,7 @@ BEGINNINGS: dict[str, Writer] = {
     "distill": lambda world, folder: fxq.tuning.distill(
         world.prepared, world.batches * 4, steps=10, options=fxq.Options(checkpoint=str(folder / "d"))
     ),
-    "sensitivity": lambda world, folder: fxq.sensitivity(
+    "sensitivity": lambda world, folder: fxq.search.sensitivity(
         world.float, world.batches, "nash-e", options=fxq.Options(checkpoint=str(folder / "s"))
     ),
     "tune": lambda world, folder: fxq.tune(

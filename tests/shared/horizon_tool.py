@@ -113,6 +113,6 @@ def _quantized(name: str, shape: list[int], channels_last: bool) -> onnx.ModelPr
 def integers(integer: fx.GraphModule, name: str, x: Tensor) -> Tensor:
     """The integers of a tensor of an integer model."""
     assert qparams(next(node for node in integer.graph.nodes if node.name == name)) is not None
-    found: Tensor = next(iter(fxq.record(integer, [x], [name])))[name]
+    found: Tensor = next(iter(fxq.inspect.record(integer, [x], [name])))[name]
     assert found.dtype == torch.int64
     return found

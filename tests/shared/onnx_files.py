@@ -95,7 +95,7 @@ def run(path: Path, *inputs: Tensor, options: Any = None) -> list[Tensor]:
     return [torch.from_numpy(value) for value in session.run(None, feeds)]
 
 
-def assert_verified(integer: fx.GraphModule, path: Path, batches: Sequence[Any] | None = None) -> fxq.Report:
+def assert_verified(integer: fx.GraphModule, path: Path, batches: Sequence[Any] | None = None) -> fxq.results.Report:
     """Every runtime gives the bits of the integer model; without batches on two sizes, of which much of the second saturates."""
     given = [batch(3, seed=3), 40 * batch(1, seed=2)] if batches is None else batches
     report = fxq.verify(integer, path, given, show_progress=False)
@@ -112,14 +112,14 @@ def exported(integer: fx.GraphModule, path: Path, batches: Sequence[Any] | None 
 
 def kernels_of(path: Path) -> tuple[int, int]:
     """How many kernels a file of style "fast" has, and how many were refused: none with VNNI."""
-    kernels = fxq.onnx_metadata(path)["kernels"]
+    kernels = fxq.export.onnx_metadata(path)["kernels"]
     assert not kernels["refused"] or not VNNI
     return len(kernels["integer"]), len(kernels["refused"])
 
 
 def assert_takes_integers(integer: fx.GraphModule, path: Path) -> None:
     """A file that takes and returns int8 gives the integers of the model."""
-    taken, returned = (fxq.onnx_metadata(path)[side][0] for side in ("inputs", "outputs"))
+    taken, returned = (fxq.export.onnx_metadata(path)[side][0] for side in ("inputs", "outputs"))
     assert (taken["dtype"], returned["dtype"]) == ("int8", "int8")
     values = graph_values(integer, batch())
     assert torch.equal(run(path, values["x_quantize"])[0], values[returned["tensor"].removesuffix("_output")])

@@ -146,9 +146,9 @@ def test_nothing_is_put_in_place_if_the_check_refuses(tmp_path: Path) -> None:
 
     def check(folder: Path) -> None:
         seen.append({path.name: path.read_bytes() for path in folder.iterdir()})
-        raise fxq.ExportError("no", because="of the test", remedy="none")
+        raise fxq.errors.ExportError("no", because="of the test", remedy="none")
 
-    with pytest.raises(fxq.ExportError, match="no"):
+    with pytest.raises(fxq.errors.ExportError, match="no"):
         write_files(tmp_path / "new", {"a": "ä", "b": [b"1", memoryview(b"2")]}, check)
     assert seen == [{"a": "ä".encode(), "b": b"12"}]
     assert list((tmp_path / "new").iterdir()) == []
@@ -170,24 +170,24 @@ def test_a_link_is_replaced_and_what_it_leads_to_is_unchanged(tmp_path: Path) ->
 
 
 def test_a_device_is_not_replaced_by_a_file() -> None:
-    with pytest.raises(fxq.ExportError, match="device or a pipe"):
+    with pytest.raises(fxq.errors.ExportError, match="device or a pipe"):
         write_file("/dev/null", "text")
     assert not Path("/dev/null").is_file()
 
 
 @pytest.fixture(scope="module")
-def result() -> fxq.Result:
+def result() -> fxq.results.Result:
     torch.manual_seed(0)
     return fxq.quantize(nn.Conv2d(3, 8, 3).eval(), [torch.randn(2, 3, 8, 8)], show_progress=False)
 
 
-def test_what_a_killed_process_of_the_same_id_left_is_in_nobodys_way(result: fxq.Result, tmp_path: Path) -> None:
+def test_what_a_killed_process_of_the_same_id_left_is_in_nobodys_way(result: fxq.results.Result, tmp_path: Path) -> None:
     for name in (f".m.fxq.{os.getpid()}", "m.fxq.part"):
         (tmp_path / name).write_text("left")
     assert fxq.save(result.integer, tmp_path / "m.fxq").read_bytes()[:2] == b"PK"
 
 
-def test_threads_may_write_to_one_path(result: fxq.Result, tmp_path: Path) -> None:
+def test_threads_may_write_to_one_path(result: fxq.results.Result, tmp_path: Path) -> None:
     errors: list[BaseException] = []
 
     def work() -> None:
@@ -208,10 +208,10 @@ def test_threads_may_write_to_one_path(result: fxq.Result, tmp_path: Path) -> No
 
 
 def test_a_model_that_one_file_cannot_hold_is_refused_before_it_is_written(
-    result: fxq.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    result: fxq.results.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(onnx_files, "LARGEST_FILE", 100)
-    with pytest.raises(fxq.ExportError, match="cannot be one file"):
+    with pytest.raises(fxq.errors.ExportError, match="cannot be one file"):
         fxq.export_onnx(result.integer, tmp_path / "m.onnx", external_data=False)
     assert list(tmp_path.iterdir()) == []
 
@@ -231,13 +231,13 @@ def test_external_data_holds_the_tensors_that_are_taken_out_of_the_model(tmp_pat
 
 IMAGES = torch.zeros(2, 3, 8, 8)
 
-WRITE: Mapping[str, Callable[[fxq.Result, Any], object]] = {
+WRITE: Mapping[str, Callable[[fxq.results.Result, Any], object]] = {
     "save": lambda result, path: fxq.save(result.integer, path),
     "save_qconfig": lambda result, path: fxq.save_qconfig(fxq.QConfigMapping(), path),
     "export_onnx": lambda result, path: fxq.export_onnx(result.integer, path),
-    "export_c": lambda result, path: fxq.export_c(result.integer, path),
-    "export_pt2": lambda result, path: fxq.export_pt2(result.integer, path),
-    "export_torchscript": lambda result, path: fxq.export_torchscript(result.integer, path),
+    "export_c": lambda result, path: fxq.export.export_c(result.integer, path),
+    "export_pt2": lambda result, path: fxq.export.export_pt2(result.integer, path),
+    "export_torchscript": lambda result, path: fxq.export.export_torchscript(result.integer, path),
     "report": lambda result, path: fxq.report(result.integer, path),
     "to_html": lambda result, path: fxq.estimate(result.integer).to_html(path),
     "checkpoint": lambda result, path: fxq.tuning.distill(
@@ -245,8 +245,8 @@ WRITE: Mapping[str, Callable[[fxq.Result, Any], object]] = {
     ),
     "export": lambda result, path: result.export(path),
 }
-INTO: Mapping[str, Callable[[fxq.Result, Any], object]] = {
-    "export_segments": lambda result, path: fxq.export_segments(result.integer, path),
+INTO: Mapping[str, Callable[[fxq.results.Result, Any], object]] = {
+    "export_segments": lambda result, path: fxq.export.export_segments(result.integer, path),
     "dump": lambda result, path: fxq.dump(result.integer, path),
     "prepare": lambda result, path: fxq.prepare(result.float, torch.randn(2, 3, 8, 8), options=fxq.Options(dump=path)),
     "convert": lambda result, path: fxq.convert(result.prepared, options=fxq.Options(dump=path)),
@@ -254,12 +254,12 @@ INTO: Mapping[str, Callable[[fxq.Result, Any], object]] = {
     "similarity": lambda result, path: horizon.featuremap_similarity(result.prepared, result.integer, IMAGES, out_dir=path),
     "compare_weights": lambda result, path: horizon.compare_weights(result.prepared, result.integer, out_dir=path),
 }
-READ: Mapping[str, Callable[[fxq.Result, Any], object]] = {
+READ: Mapping[str, Callable[[fxq.results.Result, Any], object]] = {
     "load": lambda result, path: fxq.load(path),
     "load_qconfig": lambda result, path: fxq.load_qconfig(path),
-    "onnx_metadata": lambda result, path: fxq.onnx_metadata(path),
+    "onnx_metadata": lambda result, path: fxq.export.onnx_metadata(path),
     "verify": lambda result, path: fxq.verify(result.integer, path, [torch.randn(2, 3, 8, 8)]),
-    "run_segments": lambda result, path: fxq.run_segments(path, torch.randn(2, 3, 8, 8)),
+    "run_segments": lambda result, path: fxq.export.run_segments(path, torch.randn(2, 3, 8, 8)),
 }
 
 
@@ -276,7 +276,7 @@ WITHOUT_A_PATH = ("checkpoint",)  # nothing is written
 
 
 @pytest.mark.parametrize("name", [*WRITE, *INTO])
-def test_a_path_that_nothing_can_be_written_to_is_an_error_that_says_why(name: str, result: fxq.Result, tmp_path: Path) -> None:
+def test_a_path_that_nothing_can_be_written_to_is_an_error_that_says_why(name: str, result: fxq.results.Result, tmp_path: Path) -> None:
     ending = ENDINGS.get(name, "")
     (tmp_path / "file").write_text("kept")
     bad: list[Any] = [
@@ -294,18 +294,20 @@ def test_a_path_that_nothing_can_be_written_to_is_an_error_that_says_why(name: s
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "file"]
 
 
-LONG: Mapping[str, Callable[[fxq.Result, Any, Any], object]] = {
+LONG: Mapping[str, Callable[[fxq.results.Result, Any, Any], object]] = {
     "report": lambda result, batches, path: result.report(path, batches),
     "distill": lambda result, batches, path: fxq.tuning.distill(result.prepared, batches, steps=2, options=fxq.Options(checkpoint=path)),
     "round_weights": lambda result, batches, path: fxq.tuning.round_weights(result.prepared, batches, options=fxq.Options(checkpoint=path)),
-    "sensitivity": lambda result, batches, path: fxq.sensitivity(result.float, batches, options=fxq.Options(checkpoint=path)),
-    "search_observers": lambda result, batches, path: fxq.search_observers(result.float, batches, options=fxq.Options(checkpoint=path)),
+    "sensitivity": lambda result, batches, path: fxq.search.sensitivity(result.float, batches, options=fxq.Options(checkpoint=path)),
+    "search_observers": lambda result, batches, path: fxq.search.search_observers(
+        result.float, batches, options=fxq.Options(checkpoint=path)
+    ),
 }
 
 
 @pytest.mark.parametrize("name", LONG)
 def test_a_place_that_cannot_be_written_is_found_before_a_model_is_run(
-    name: str, result: fxq.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, result: fxq.results.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(*_: Any, **__: Any) -> None:
         raise AssertionError("the model was run before the error")
@@ -319,14 +321,14 @@ def test_a_place_that_cannot_be_written_is_found_before_a_model_is_run(
 
 
 @pytest.mark.parametrize("name", ["save", "export_onnx", "dump"])
-def test_any_path_like_object_is_a_path(name: str, result: fxq.Result, tmp_path: Path) -> None:
+def test_any_path_like_object_is_a_path(name: str, result: fxq.results.Result, tmp_path: Path) -> None:
     {**WRITE, **INTO}[name](result, Named(tmp_path / "new" / "there"))
     assert (tmp_path / "new" / "there").exists()
 
 
 @pytest.mark.parametrize("name", [*WRITE, *INTO])
 def test_a_tilde_is_the_home_folder_of_what_is_written(
-    name: str, result: fxq.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, result: fxq.results.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -337,7 +339,7 @@ def test_a_tilde_is_the_home_folder_of_what_is_written(
     assert list((tmp_path / "here").iterdir()) == []
 
 
-def test_a_tilde_is_the_home_folder_of_what_is_read(result: fxq.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_is_the_home_folder_of_what_is_read(result: fxq.results.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     x = torch.randn(2, 3, 8, 8)
     fxq.save(result.integer, "~/model.fxq")
@@ -345,27 +347,27 @@ def test_a_tilde_is_the_home_folder_of_what_is_read(result: fxq.Result, tmp_path
     fxq.save_qconfig(fxq.QConfigMapping(), "~/rules.json")
     assert not fxq.load_qconfig("~/rules.json").rules()
     fxq.export_onnx(result.integer, "~/model.onnx")
-    assert fxq.onnx_metadata("~/model.onnx")["inputs"]
+    assert fxq.export.onnx_metadata("~/model.onnx")["inputs"]
     assert fxq.verify(result.integer, "~/model.onnx", [x], show_progress=False)
-    fxq.export_segments(result.integer, "~/segments")
-    assert torch.equal(fxq.run_segments("~/segments", x)[0], result.integer(x))
+    fxq.export.export_segments(result.integer, "~/segments")
+    assert torch.equal(fxq.export.run_segments("~/segments", x)[0], result.integer(x))
 
 
 @pytest.mark.parametrize("name", READ)
-def test_a_path_that_nothing_can_be_read_from_is_an_error_that_says_why(name: str, result: fxq.Result, tmp_path: Path) -> None:
+def test_a_path_that_nothing_can_be_read_from_is_an_error_that_says_why(name: str, result: fxq.results.Result, tmp_path: Path) -> None:
     for path in ("", "a\0b", "\ud800", b"bytes", 3, tmp_path / "none", tmp_path, tmp_path / ("long" * 100)):
         with pytest.raises(fxq.FxQuantError, match=r"because[\s\S]*remedy"):
             READ[name](result, path)
 
 
 @pytest.mark.parametrize("value", ["/dev/null", "/proc/none/here", "a" * 5000, "/dev/null/below"])
-def test_a_folder_of_the_environment_that_cannot_be_used(value: str, result: fxq.Result, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_the_environment_that_cannot_be_used(value: str, result: fxq.results.Result, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXQUANT_DUMP", value)
     with pytest.raises(fxq.FxQuantError, match=r"because[\s\S]*remedy"):
         fxq.prepare(result.float, torch.randn(2, 3, 8, 8))
 
 
-def test_a_working_directory_that_is_gone(result: fxq.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_working_directory_that_is_gone(result: fxq.results.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
@@ -379,5 +381,5 @@ def test_a_working_directory_that_is_gone(result: fxq.Result, tmp_path: Path, mo
 )
 def test_a_qconfig_that_is_nested_too_deeply_is_none(text: str, tmp_path: Path) -> None:
     (tmp_path / "q.json").write_bytes(text.encode("utf-8", "surrogatepass"))
-    with pytest.raises(fxq.ExportError, match=r"is not a qconfig[\s\S]*because[\s\S]*remedy"):
+    with pytest.raises(fxq.errors.ExportError, match=r"is not a qconfig[\s\S]*because[\s\S]*remedy"):
         fxq.load_qconfig(tmp_path / "q.json")

@@ -97,5 +97,5 @@ def test_noise_is_pooled_over_samples() -> None:
 def test_sensitivity_estimates_by_parts() -> None:
     torch.manual_seed(0)
     inputs = torch.randn(4, 3, 8, 8)
-    found = fxq.sensitivity(Detector().eval(), [inputs], "bayes-e", options=fxq.Options(measured=False), show_progress=False)
+    found = fxq.search.sensitivity(Detector().eval(), [inputs], "bayes-e", options=fxq.Options(measured=False), show_progress=False)
     assert {"boxes.weight", "scores.weight"} <= {tensor.name for tensor in found.tensors}

@@ -133,7 +133,7 @@ def test_a_scale_that_is_given_is_of_the_channels_as_they_are() -> None:
     assert not channels(prepared).given[_first(prepared)].any()
     prepared = made(PASSES["relu"][0])
     fxq.set_qparams(prepared, {"first": 0.05})
-    fxq.equalize(prepared, [image()])
+    fxq.tuning.equalize(prepared, [image()])
     assert not quantized_operators(prepared)["first"].factors.active  # type: ignore[union-attr]
 
 
@@ -218,7 +218,7 @@ def test_factors_are_worth_it_for_channels_that_reach_further_too(reach: float, 
     prepared = fxq.prepare(nn.Sequential(first, nn.ReLU(), last).eval(), image())
     drawn = torch.rand(8, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     drawn[0, :, 0, 0] = 1
-    fxq.equalize(prepared, [drawn], show_progress=False)
+    fxq.tuning.equalize(prepared, [drawn], show_progress=False)
     outputs = quantized_operators(prepared)["_0"].factors.outputs  # type: ignore[union-attr]
     assert (int(outputs[2] - outputs[0]) > 0) == multiplied
 
@@ -229,8 +229,8 @@ def test_a_few_loud_items_do_not_say_how_far_apart_channels_are(bits: int) -> No
     one, other = (fxq.prepare(model, image()) for _ in range(2))
     loud = quiet.clone()
     loud[3] *= torch.tensor([64.0, 1.0, 1.0]).reshape(3, 1, 1)  # one input channel alone, which the others follow in their shares
-    fxq.equalize(one, [loud], show_progress=False)
-    fxq.equalize(other, [torch.cat((quiet[:3], quiet[4:]))], show_progress=False)
+    fxq.tuning.equalize(one, [loud], show_progress=False)
+    fxq.tuning.equalize(other, [torch.cat((quiet[:3], quiet[4:]))], show_progress=False)
     for name, operator in quantized_operators(one).items():
         factors, wanted = operator.factors, quantized_operators(other)[name].factors
         assert (factors is None) == (wanted is None)
@@ -276,14 +276,14 @@ def test_training_moves_the_users_parameters_and_statistics() -> None:
 
 def test_observations_bring_their_factors_along(tmp_path: Path) -> None:
     model, first = rescaled(), equalized()
-    seen = fxq.load(fxq.save(fxq.observations(first), tmp_path / "seen.fxq"))
-    assert seen == fxq.observations(first)
+    seen = fxq.load(fxq.save(fxq.observers.observations(first), tmp_path / "seen.fxq"))
+    assert seen == fxq.observers.observations(first)
     again = fxq.prepare(model, image(), observations=seen)
     assert fxq.verify(first, fxq.convert(again), [image(7)])
     wide = fxq.prepare(model, image(), "nash-e", fxq.QConfig(fxq.ActivationConfig("int16"), fxq.WeightConfig("int16")), observations=seen)
     assert sqnr(model, wide) > sqnr(model, first) + 3
     apart = fxq.prepare(model, image(), qconfig=fxq.QConfigMapping().set_module_name("filter", None), observations=seen)
-    with pytest.raises(fxq.NotCalibrated):
+    with pytest.raises(fxq.errors.NotCalibrated):
         fxq.convert(apart)
     fxq.calibrate(apart, [image()], only_missing=True, show_progress=False)
     assert sqnr(model, apart) > 6
@@ -291,15 +291,15 @@ def test_observations_bring_their_factors_along(tmp_path: Path) -> None:
 
 def test_all_batches_may_decide_and_only_before_calibration() -> None:
     model = rescaled()
-    prepared = fxq.equalize(fxq.prepare(model, image()), [image(seed) for seed in range(3)], show_progress=False)
+    prepared = fxq.tuning.equalize(fxq.prepare(model, image()), [image(seed) for seed in range(3)], show_progress=False)
     factors = quantized_operators(prepared)["widen"].factors
     assert factors is not None
     assert factors.active
     before = factors.outputs.clone()
     fxq.calibrate(prepared, [image(seed) for seed in range(3)], show_progress=False)
     assert torch.equal(factors.outputs, before)
-    with pytest.raises(fxq.ConfigurationError, match="any more"):
-        fxq.equalize(prepared, [image()])
+    with pytest.raises(fxq.errors.ConfigurationError, match="any more"):
+        fxq.tuning.equalize(prepared, [image()])
 
 
 def test_a_choice_of_factors_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,6 +317,6 @@ def test_a_choice_of_factors_is_computed_once(monkeypatch: pytest.MonkeyPatch) -
     with torch.no_grad():
         model[0].weight.mul_(torch.exp2(torch.arange(16.0) % 7 - 3).unsqueeze(1))  # type: ignore[operator,union-attr]
     rows = torch.randn(8, 12)
-    fxq.equalize(fxq.prepare(model, rows, "nash-e"), [rows], show_progress=False)
+    fxq.tuning.equalize(fxq.prepare(model, rows, "nash-e"), [rows], show_progress=False)
     assert len(seen) > 1
     assert len(set(seen)) == len(seen)

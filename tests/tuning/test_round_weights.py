@@ -253,8 +253,8 @@ def test_with_8_bits_only_where_asked_for() -> None:
     for asked in (None, True, False):
         prepared = contract.calibrated(network(), BATCHES, round_weights=asked)
         found[asked] = {type(operator.weight_quantizer.rounding) for operator in quantized_operators(prepared).values()}
-    assert found[None] == found[False] == {fxq.Nearest}
-    assert fxq.AdaptiveRounding in found[True]
+    assert found[None] == found[False] == {fxq.tuning.Nearest}
+    assert fxq.tuning.AdaptiveRounding in found[True]
 
 
 @pytest.mark.parametrize("worse", [False, True])
@@ -265,7 +265,7 @@ def test_8_bits_are_judged_by_the_outputs(worse: bool, monkeypatch: pytest.Monke
     with caplog.at_level("INFO", "fxquant"):
         result = fxq.tuning.round_weights(prepared, BATCHES, show_progress=False)
     found = {type(operator.weight_quantizer.rounding) for operator in quantized_operators(prepared).values()}
-    assert (fxq.AdaptiveRounding in found) == bool(result.kept) == (not worse)
+    assert (fxq.tuning.AdaptiveRounding in found) == bool(result.kept) == (not worse)
     assert any(
         ("8-bit weights are not rounded by samples" if worse else "8-bit weights are rounded by samples") in m for m in caplog.messages
     )

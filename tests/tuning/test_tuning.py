@@ -75,13 +75,13 @@ def network() -> nn.Module:
 
 
 @functools.cache
-def _calibrated(network: nn.Module, target: str, activation: str | None, rounding: type[fxq.Rounding]) -> fx.GraphModule:
+def _calibrated(network: nn.Module, target: str, activation: str | None, rounding: type[fxq.tuning.Rounding]) -> fx.GraphModule:
     qconfig = fxq.QConfig(fxq.ActivationConfig(activation), fxq.WeightConfig("int4", rounding=rounding))
     return compiled(network, LEARNED, target, qconfig).prepared
 
 
 def calibrated(
-    network: nn.Module, target: str = "bayes-e", activation: str | None = "int8", rounding: type[fxq.Rounding] = fxq.Nearest
+    network: nn.Module, target: str = "bayes-e", activation: str | None = "int8", rounding: type[fxq.tuning.Rounding] = fxq.tuning.Nearest
 ) -> fx.GraphModule:
     return copy.deepcopy(_calibrated(network, target, activation, rounding))
 
@@ -131,7 +131,7 @@ def test_nearer_to_the_float_model_and_equal_in_every_form(name: str, network: n
     contract.assert_validate_is_integer(prepared, integer, SEEN_BY_NOBODY)
     for style in ("exact", "fast", "qdq") if target == "x86" else ():
         report = fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx", style=style), few, show_progress=False)
-        if isinstance(report, fxq.DeviationReport):
+        if isinstance(report, fxq.results.DeviationReport):
             assert not contract.VNNI or max(output.largest for outputs in report.outputs.values() for output in outputs) <= 4  # steps
         assert bool(report) == (style != "qdq")
     contract.assert_train_is_validate(prepared, SEEN_BY_NOBODY)
@@ -261,10 +261,10 @@ def test_a_call_that_was_killed_continues_and_ends_with_the_same_bits(
     assert same_state(tune(again, path), whole)
     assert not calls
 
-    with pytest.raises(fxq.ConfigurationError, match="seed is 7, and 9 here"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="seed is 7, and 9 here"):
         tune(calibrated(network), path, seed=9)
     Path(path).write_bytes(b"no checkpoint")
-    with pytest.raises(fxq.ConfigurationError, match="is not a checkpoint"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="is not a checkpoint"):
         tune(again, path)
     assert same_state(again, whole)
 
@@ -358,9 +358,9 @@ def test_what_raises_changes_nothing(method: Method, network: nn.Module) -> None
     fxq.set_state(prepared, fxq.State.TRAIN)
     prepared.train()
     before, states = bits(prepared), {name: o.state for name, o in quantized_operators(prepared).items()}
-    with pytest.raises(fxq.CalibrationError, match="batch 1"):
+    with pytest.raises(fxq.errors.CalibrationError, match="batch 1"):
         method(prepared, [LEARNED[0], LEARNED[1][:, :, :5]])
-    with pytest.raises(fxq.NotCalibrated):
+    with pytest.raises(fxq.errors.NotCalibrated):
         method(fxq.prepare(network, LEARNED[0]), LEARNED)
     assert same_state(prepared, before)
     assert {name: o.state for name, o in quantized_operators(prepared).items()} == states
@@ -393,7 +393,7 @@ def test_what_was_tuned_is_saved_and_loaded(network: nn.Module, tmp_path: Path) 
 
 def test_offsets_move_along_with_weights(network: nn.Module) -> None:
     """Training after AdaRound starts from what it decided, and a weight that moves by a step moves its integer by one."""
-    rounding = fxq.AdaptiveRounding((3,))
+    rounding = fxq.tuning.AdaptiveRounding((3,))
     real = torch.tensor([0.4, 1.5, -2.2], requires_grad=True)
     rounding.settle(real.detach(), torch.tensor([1.0, 1.0, -3.0]))
     assert rounding.integers(real, -8, 7).tolist() == [1, 1, -3]
@@ -409,7 +409,7 @@ def test_offsets_move_along_with_weights(network: nn.Module) -> None:
 
 
 def test_a_rounding_of_the_users_own_is_left_out(network: nn.Module) -> None:
-    class Down(fxq.Rounding):
+    class Down(fxq.tuning.Rounding):
         def integers(self, real: Tensor, low: int, high: int) -> Tensor:
             return torch.floor(real).clamp(low, high)
 
@@ -417,7 +417,7 @@ def test_a_rounding_of_the_users_own_is_left_out(network: nn.Module) -> None:
     result = fxq.tuning.adaround(prepared, LEARNED, steps=2)
     assert not result.layers
     assert {name for name, _ in result.skipped} == {"stem", "block_a", "block_b", "up", "matmul", "head"}
-    assert all(type(o.weight_quantizer.rounding) in (Down, fxq.Nearest) for o in quantized_operators(prepared).values())
+    assert all(type(o.weight_quantizer.rounding) in (Down, fxq.tuning.Nearest) for o in quantized_operators(prepared).values())
 
 
 @pytest.mark.parametrize("per_channel", [True, False], ids=["per channel", "per tensor"])

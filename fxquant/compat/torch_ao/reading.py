@@ -45,7 +45,7 @@ NOT_READ = {
                "float16", "bfloat16"),
     **refusals("weights alone cannot be integers here", "give the place None, which keeps it in float32, or quantize activations too",
                "float32", "Identity"),
-    **refusals("it keeps every value and finds no scale", "read values with fxq.record(model, batches)", "RecordingObserver"),
+    **refusals("it keeps every value and finds no scale", "read values with fxq.inspect.record(model, batches)", "RecordingObserver"),
     **refusals("what is quantized at run time is uint8, per tensor and affine", "pass default_dynamic_qconfig, or one of this kind",
                "dynamic"),
     **refusals("it finds no scale", "name an observer that does, like HistogramObserver", "PlaceholderObserver", "NoopObserver"),
@@ -60,7 +60,7 @@ NOT_READ = {
     **refusals("a weight has a scale for each output channel, on whatever axis those are", "leave ch_axis at 0", "ch_axis"),
     **refusals("the scale of a weight is its largest magnitude, or learned", "name MinMaxObserver or PerChannelMinMaxObserver, or pass a"
                " fxq.QConfig with WeightConfig(training='learned')", "weight observer"),
-    **refusals("only observers of torch.ao and of fxquant are known", "derive yours from fxq.Observer, and pass a fxq.QConfig with it",
+    **refusals("only observers of torch.ao and of fxquant are known", "derive yours from fxq.observers.Observer, for a fxq.QConfig",
                "own"),
 }  # fmt: skip
 

@@ -22,9 +22,9 @@ from fxquant.ops.attention.masking import added, is_scores, kept, may_hide, part
 from fxquant.ops.core.operators import OPERATORS, WIDE, Builder, Parameter, TensorFact, composite, fact, is_parameter, taking
 from fxquant.ops.core.record import calls
 from fxquant.ops.core.samples import ATTENDED, HEADS, sampled
+from fxquant.ops.elementwise.activation import dropout
 from fxquant.ops.elementwise.arithmetic import add, mul
-from fxquant.ops.elementwise.dropout import dropout
-from fxquant.ops.elementwise.selection import where
+from fxquant.ops.elementwise.comparison import where
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.layers.linear import linear, matmul
 from fxquant.ops.movement.pad import pad

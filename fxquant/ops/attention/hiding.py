@@ -22,7 +22,7 @@ from fxquant.ops.core.places import constant_value
 from fxquant.ops.core.record import calls
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.comparison import any as any_of
-from fxquant.ops.elementwise.selection import where
+from fxquant.ops.elementwise.comparison import where
 from fxquant.ops.elementwise.whole import WHOLE
 from fxquant.ops.movement.shape import identity, permute
 from fxquant.ops.reduction.extremum import amax, amin, minimum

@@ -26,7 +26,7 @@ from fxquant.ops.core.samples import NORMED, sampled, written
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.comparison import any as any_of
-from fxquant.ops.elementwise.selection import where
+from fxquant.ops.elementwise.comparison import where
 from fxquant.ops.elementwise.table import by_table
 from fxquant.ops.pooling.totals import sum
 from fxquant.ops.reduction.extremum import amax

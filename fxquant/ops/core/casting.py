@@ -19,7 +19,7 @@ from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core.declare import lowered, one_of
 from fxquant.ops.core.record import OPERATORS, Instead, Operator, Plain, Same, Trait, operand_nodes, operator_of
 from fxquant.ops.core.samples import NORMED, ROUNDED, sampled
-from fxquant.ops.elementwise.selection import where
+from fxquant.ops.elementwise.comparison import where
 from fxquant.primitives import whole as primitives
 from fxquant.primitives.whole import DTYPES
 

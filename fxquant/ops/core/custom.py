@@ -85,7 +85,7 @@ def operator(
         raise ConfigurationError(
             f"the operator {name!r} has {'no integer form' if expand is None else 'two integer forms'}",
             because="it is defined either by other operators (expand=) or by primitives (lower=)",
-            remedy="pass one of the two; an elementwise function of one tensor needs neither: declare it by fxq.unary",
+            remedy="pass one of the two; an elementwise function of one tensor needs neither: declare it by fxq.extend.unary",
         )
 
     @functools.wraps(function)

@@ -18,7 +18,7 @@ from fxquant.numerics.grids import FLOAT32_EXACT, INT48_MAX, Ratio
 from fxquant.ops.core.form import Call
 from fxquant.ops.core.record import Instead
 from fxquant.primitives import elementwise
-from fxquant.primitives.matrix import transform
+from fxquant.primitives.resize import transform
 
 HALF = Fraction(1, 2)
 CUBIC = Fraction(-3, 4)  # the coefficient of PyTorch's bicubic interpolation,

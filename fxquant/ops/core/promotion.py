@@ -21,7 +21,7 @@ from fxquant.ir.graph import TensorFact, fact, inherit, is_parameter, parameter_
 from fxquant.ops.core.casting import to_integer, to_real, truncated
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.record import FUNCTIONS, METHODS, MODULES, OPERATORS, Operator, Trait, operator_of
-from fxquant.ops.elementwise.selection import where
+from fxquant.ops.elementwise.comparison import where
 from fxquant.ops.elementwise.whole import WHOLE
 from fxquant.ops.movement.join import cat, stack
 from fxquant.ops.movement.shape import identity, numbers, reshape

@@ -21,7 +21,7 @@ from fxquant.ops.core.samples import ALIGNED, sample, sampled
 from fxquant.ops.core.sums import Operand, lower_add, lower_sub
 from fxquant.ops.core.weighted import Product, lower_uniform
 from fxquant.ops.elementwise.activation import clamp
-from fxquant.ops.elementwise.selection import where
+from fxquant.ops.elementwise.comparison import where
 from fxquant.ops.elementwise.whole import WHOLE, alike
 from fxquant.primitives import elementwise, product
 from fxquant.primitives.arithmetic import PRODUCT

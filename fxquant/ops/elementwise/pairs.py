@@ -24,9 +24,9 @@ from fxquant.ops.core.places import constant_value
 from fxquant.ops.core.record import INNER, WIDE, Operator, Plain, Trait, register
 from fxquant.ops.core.samples import COMPOSED, JUMPS, NORMED, POSITIVE, sampled, written
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
+from fxquant.ops.elementwise.comparison import where
 from fxquant.ops.elementwise.division import true_divide
 from fxquant.ops.elementwise.functions import floor_quotient, floor_remainder, quotient_of, trunc_quotient, trunc_remainder
-from fxquant.ops.elementwise.selection import where
 from fxquant.ops.elementwise.table import tabled
 from fxquant.ops.elementwise.unary import power
 from fxquant.ops.elementwise.whole import WHOLE, alike

@@ -17,7 +17,7 @@ from fxquant.ops.core import places
 from fxquant.ops.core.declare import fixed, fixed_sizes, function_and_method
 from fxquant.ops.core.operators import Builder, Instead, Same, TensorFact, are_fixed, composite
 from fxquant.ops.core.samples import ALIGNED, sample, sampled
-from fxquant.ops.elementwise.selection import where
+from fxquant.ops.elementwise.comparison import where
 from fxquant.ops.indexing.index import WHOLE, getitem, pick
 from fxquant.ops.indexing.ranking import gather
 from fxquant.ops.movement.repeating import expand

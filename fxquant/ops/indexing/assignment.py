@@ -15,7 +15,7 @@ from fxquant.ir.graph import fact, is_parameter, resolve, shape_of
 from fxquant.ops.core.declare import Branch, function_and_method, lowered, on_the_output, real, selected, spelled
 from fxquant.ops.core.operators import NORMED, Call, Instead, Lowering, Quantized, Size, TensorFact, Trait, known_size, sampled
 from fxquant.ops.core.places import index_put, is_list
-from fxquant.ops.elementwise.selection import where
+from fxquant.ops.elementwise.comparison import where
 from fxquant.ops.indexing.index import WHOLE, along_dimension, entries_of, whole_index
 from fxquant.ops.movement.shape import one_varying
 from fxquant.primitives import comparison, shape

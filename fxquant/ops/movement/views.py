@@ -15,7 +15,7 @@ from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import are_fixed, composite, function_and_method
 from fxquant.ops.core.record import Trait
 from fxquant.ops.core.samples import ALIGNED, ROUNDED, sampled
-from fxquant.ops.elementwise.selection import where
+from fxquant.ops.elementwise.comparison import where
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.movement.shape import reshape
 

@@ -17,8 +17,8 @@ from fxquant.ops.core.operators import FLOAT32_EXACT, IMAGES, Call, Clamp, Ratio
 from fxquant.ops.pooling.pool import needs_batch, onnx_average_pool, too_many, with_places_too
 from fxquant.ops.pooling.totals import lower_total
 from fxquant.primitives import pool
-from fxquant.primitives.matrix import transform
 from fxquant.primitives.pool import POOLED_EXACT
+from fxquant.primitives.resize import transform
 
 
 def window_counts(shape: tuple[Any, ...], output_size: Any, rank: int) -> list[int]:

@@ -14,9 +14,8 @@ from fxquant.ir.graph import parameter_value
 from fxquant.ops.core.boundary import requantize
 from fxquant.ops.core.operators import INNER, Builder, Fixed, Own, Same, Trait, is_parameter
 from fxquant.ops.core.record import Demand, traits_of
-from fxquant.ops.elementwise.activation import clamp
+from fxquant.ops.elementwise.activation import clamp, dropout
 from fxquant.ops.elementwise.arithmetic import add, mul
-from fxquant.ops.elementwise.dropout import dropout
 from fxquant.ops.elementwise.table import shifted
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.layers.linear import linear

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from fxquant.ir.graph import shape_of
 from fxquant.ops.core.operators import NORMED, POSITIVE, WIDE, Builder, Instead, Trait, composite, sample, sampled
 from fxquant.ops.elementwise.arithmetic import mul
-from fxquant.ops.elementwise.selection import where
+from fxquant.ops.elementwise.comparison import where
 from fxquant.ops.elementwise.table import tabled
 from fxquant.ops.normalization.layer_norm import NOT_ZERO, magnitude_of, of_one_magnitude
 from fxquant.ops.pooling.totals import sum

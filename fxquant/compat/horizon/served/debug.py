@@ -50,13 +50,13 @@ def _values(model: Any, inputs: Any, other: Any) -> dict[str, Tensor]:
     if not isinstance(model, fx.GraphModule) or stage_of(model) is None:
         target = getattr(other, "meta", {}).get("target")
         model, state = fxq.prepare(model, inputs, required("featuremap_similarity") if target is None else target), fxq.State.FLOAT
-    return next(iter(fxq.record(model, [inputs], ["quantized", "outputs"], real=True, state=state)))
+    return next(iter(fxq.inspect.record(model, [inputs], ["quantized", "outputs"], real=True, state=state)))
 
 
 def _scales(model: Any) -> dict[str, float]:
     if not isinstance(model, fx.GraphModule) or stage_of(model) is None:
         return {}
-    scales = {layer.name: layer.grid.scale for layer in fxq.layers(model) if layer.grid is not None}
+    scales = {layer.name: layer.grid.scale for layer in fxq.inspect.layers(model) if layer.grid is not None}
     return {name: scale for name, scale in scales.items() if isinstance(scale, float)}
 
 
@@ -115,7 +115,7 @@ def check_qconfig(model: fx.GraphModule, example_inputs: Any = None, *, out_dir:
 @checked()
 def check_deploy_device(model: fx.GraphModule) -> dict[str, str]:
     """Return where every operator of a prepared or integer model runs: the march, or "host"."""
-    return {layer.name: layer.device for layer in fxq.layers(model)}
+    return {layer.name: layer.device for layer in fxq.inspect.layers(model)}
 
 
 @checked()
@@ -151,8 +151,8 @@ def check_model(
     if isinstance(module, fx.GraphModule) and is_deployed(module):
         with tempfile.TemporaryDirectory() as folder:
             try:
-                fxq.compile_horizon(fxq.export_horizon(module, folder), show_progress=False)
-            except (fxq.ExportError, fxq.CompilationError) as error:
+                fxq.board.compile_horizon(fxq.board.export_horizon(module, folder), show_progress=False)
+            except (fxq.errors.ExportError, fxq.errors.CompilationError) as error:
                 print(error)
                 return 1
         return 0
@@ -173,7 +173,7 @@ def check_unfused_operations(model: nn.Module, example_inputs: Any, print_tabula
     A float model is prepared for the march that was set. The rows are printed unless `print_tabulate` is False.
     """
     prepared = isinstance(model, fx.GraphModule) and stage_of(model) == "PREPARED"
-    rows = fxq.checks.not_fused(model if prepared else fxq.prepare(model, example_inputs, required("check_unfused_operations")))  # type: ignore[arg-type]
+    rows = fxq.inspect.not_fused(model if prepared else fxq.prepare(model, example_inputs, required("check_unfused_operations")))  # type: ignore[arg-type]
     if print_tabulate:
         print(rows)
     return rows
@@ -185,7 +185,7 @@ def compare_weights(float_model: fx.GraphModule, qat_quantized_model: fx.GraphMo
 
     out_dir   a folder for weight_comparison.txt
     """
-    rows = fxq.checks.compare_weights(float_model, qat_quantized_model)
+    rows = fxq.inspect.compare_weights(float_model, qat_quantized_model)
     _write(out_dir, "weight_comparison.txt", f"{rows}\n")
     return rows
 
@@ -301,7 +301,7 @@ class QuantAnalysis:
                 because="its scales are constants",
                 remedy="pass the prepared model it was made of",
             )
-        found = fxq.sensitivity(self.analysis, [self._case()], options=fxq.Options(widths=(8,)), show_progress=False)
+        found = fxq.search.sensitivity(self.analysis, [self._case()], options=fxq.Options(widths=(8,)), show_progress=False)
         rows = [(tensor.name.removesuffix(".weight"), tensor.kind, max(tensor.noise.values(), default=0.0)) for tensor in found.ranked()]
         write_file(self.out_dir / "output_sensitive_ops.txt", f"{found}\n")
         return rows

@@ -96,7 +96,7 @@ def _on_integers(model: fx.GraphModule, args: tuple[Any, ...]) -> Any:
     """Return the integers of an integer model's outputs, given those of its inputs; values that stay in float are unchanged."""
     inputs = model.graph.find_nodes(op="placeholder")
     given = [_real(node, value) for node, value in zip(inputs, args, strict=True)]
-    (held,) = fxq.record(model, [given], ("quantized", "accumulators"))
+    (held,) = fxq.inspect.record(model, [given], ("quantized", "accumulators"))
     (output,) = model.graph.find_nodes(op="output")
     nodes, _ = pytree.tree_flatten(output.args[0])
     values, form = pytree.tree_flatten(model(*given))
@@ -182,7 +182,7 @@ def load(path: Any) -> Module:
 def statistics(m: Any) -> dict[str, dict[str, int]]:
     """Count the operators on the march by name, and those on the host ("hbtl"); the counts are also printed."""
     counts: dict[str, Counter[str]] = {"bpu": Counter(), "hbtl": Counter()}
-    for layer in fxq.layers(_module(m, "statistics").model):
+    for layer in fxq.inspect.layers(_module(m, "statistics").model):
         if not layer.boundary:
             counts["hbtl" if layer.device == "host" else "bpu"][layer.operator] += 1
     found = {place: dict(each) for place, each in counts.items() if each}

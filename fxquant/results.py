@@ -1,0 +1,50 @@
+"""Classes of the values that public functions return, for annotations. No program constructs them."""
+
+from fxquant.analysis.explain import Finding, Findings
+from fxquant.analysis.layers import Intermediate, Layer
+from fxquant.analysis.partition import Segment
+from fxquant.analysis.report import DeviationReport, Report
+from fxquant.api import Result
+from fxquant.backends.horizon.compiled_program import CompiledCost
+from fxquant.conformance.results import Conformance, ProbeResult
+from fxquant.prepared.stage import Stage
+from fxquant.reporting.advice import Advice
+from fxquant.reporting.comparing import Comparison
+from fxquant.reporting.estimate import Estimate, LayerEstimate
+from fxquant.reporting.inspection import GraphDifference
+from fxquant.reporting.statistics import LayerComparison
+from fxquant.search.mixed_precision import MixedPrecision
+from fxquant.search.observer_search import ObserverSearch, ObserverTrial
+from fxquant.search.sensitivity import Sensitivity, TensorSensitivity
+from fxquant.search.tune import Tuned, TuneStep
+from fxquant.tuning.result import TunedLayer, TuningResult
+
+__all__ = [
+    "Advice",
+    "Comparison",
+    "CompiledCost",
+    "Conformance",
+    "DeviationReport",
+    "Estimate",
+    "Finding",
+    "Findings",
+    "GraphDifference",
+    "Intermediate",
+    "Layer",
+    "LayerComparison",
+    "LayerEstimate",
+    "MixedPrecision",
+    "ObserverSearch",
+    "ObserverTrial",
+    "ProbeResult",
+    "Report",
+    "Result",
+    "Segment",
+    "Sensitivity",
+    "Stage",
+    "TensorSensitivity",
+    "TuneStep",
+    "Tuned",
+    "TunedLayer",
+    "TuningResult",
+]
