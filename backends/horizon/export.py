@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -180,6 +180,7 @@ class HorizonOptions:
     layout          "NHWC": outputs (N, C, H, W) are returned as (N, H, W, C)
     """
 
+    PUBLIC: ClassVar[str] = "fxq.board.HorizonOptions"
     optimize_level: str = "O3"
     compile_mode: str = "latency"
     core_num: int = 1

@@ -247,7 +247,7 @@ def _activation(lot: random.Random, dtypes: Sequence[str], default: str) -> Sett
         found["dtype"] = repr(dtype)
     if lot.random() < 0.4:
         observers = ("MinMaxObserver", "MovingAverageMinMaxObserver", "PercentileObserver")
-        found["observer"] = f"fxq.{lot.choice(observers)}"
+        found["observer"] = f"fxq.observers.{lot.choice(observers)}"
     if lot.random() < 0.15:
         found[lot.choice(("scale", "threshold"))] = lot.choice(("0.05", "1.0", "0.001", "4.0", "1e-06"))
         if dtype == "uint8" and "scale" in found:

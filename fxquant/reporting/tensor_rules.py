@@ -243,7 +243,7 @@ def outlier_channel(tensor: Judged, cures: Cures) -> Found | None:
 
 
 def _observed(tensor: Judged, cures: Cures, observer: str) -> str:
-    config = f"ActivationConfig(observer=fxq.{observer}())"
+    config = f"ActivationConfig(observer=fxq.observers.{observer}())"
     return cures.activation(tensor.name, tensor.reference, config) or f"QConfig({config}) for the operator that it is inside of"
 
 

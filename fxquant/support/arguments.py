@@ -54,7 +54,7 @@ def checked(**special: Kind) -> Callable[[Callable[P, R]], Callable[P, R]]:
         signature = inspect.signature(function)
         kinds = {name: kind for name in signature.parameters if (kind := special.get(name, KINDS.get(name))) is not None}
         records = {name: type(each.default) for name, each in signature.parameters.items() if is_dataclass(each.default)}
-        kinds |= {name: instance(f"fxq.{record.__name__}(…)", record) for name, record in records.items()}
+        kinds |= {name: instance(f"{_public(record)}(…)", record) for name, record in records.items()}
         called = function.__qualname__.removesuffix(".__init__")
         # What a call that gives nothing to check gives by position: `self`, or nothing, as long as nothing else is required.
         required = [name for name, parameter in signature.parameters.items() if parameter.default is inspect.Parameter.empty]
@@ -102,11 +102,16 @@ def accepted(called: str, name: str, value: Any, kind: Kind) -> Any:
         ) from error.__cause__
 
 
+def _public(record: type) -> str:
+    """Return the name by which users have a record of options; its PUBLIC where that is not at the top of the package."""
+    return str(getattr(record, "PUBLIC", f"fxq.{record.__name__}"))
+
+
 def _wrong_call(called: str, signature: inspect.Signature, given: Mapping[str, Any], error: TypeError) -> ConfigurationError:
     known = [name for name in signature.parameters if name != "self"]
     unknown = [name for name in given if name not in known]
     inside = {
-        field.name: f"{name}=fxq.{type(each.default).__name__}({field.name}=…)"
+        field.name: f"{name}={_public(type(each.default))}({field.name}=…)"
         for name, each in signature.parameters.items()
         if is_dataclass(each.default)
         for field in fields(each.default)

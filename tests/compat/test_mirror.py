@@ -164,7 +164,7 @@ else:
 # The rest of PyTorch in an installed process.
 OWN_PROGRAM = """
 import importlib.util, pickle, sys
-from fxquant import ConfigurationError
+from fxquant.errors import ConfigurationError
 import torch
 from torch import nn
 import torch.ao.quantization as mirror

@@ -18,8 +18,6 @@ pytestmark = pytest.mark.quick
 APART = "fxquant.compat"  # tables of other libraries' names
 # Words of another vocabulary, which are names of operators or primitives, too: a module, and the first word of a collection in it.
 WORDS = {
-    # what a package offers
-    ("fxquant.primitives", "BY_NAME"),
     # methods of tensors and functions of PyTorch, in graphs that are not canonical yet
     ("fxquant.frontend.selected", "add"),
     ("fxquant.frontend.selected", "lt"),
