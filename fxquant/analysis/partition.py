@@ -74,7 +74,7 @@ def grouped(model: fx.GraphModule, cut: Sequence[str | Sequence[str]]) -> list[t
 
 
 def _works(node: fx.Node) -> bool:
-    """Return whether a node is an operator; sizes and what is computed from parameters alone are found anew wherever they are read."""
+    """Return whether a node is an operator. Sizes and functions of parameters are none: every segment that reads one computes it again."""
     return node.op not in ("placeholder", "get_attr", "output") and not is_parameter(node) and computes_tensor(node)
 
 

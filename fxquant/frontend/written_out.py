@@ -194,7 +194,7 @@ WRITTEN: dict[Callable[..., Any], Callable[..., Any]] = {torch.Tensor.__getitem_
 
 
 def written_out(function: Any, args: Any, kwargs: Any) -> Any:
-    """Return the result of the calls that a call of this function is; NotImplemented where it is none of others."""
+    """Return the result of the function's decomposition into other calls, or NotImplemented if it has none."""
     if isinstance(function, torch._ops.OpOverloadPacket):
         function = getattr(function, function.overloads()[0])  # type: ignore[no-untyped-call]  # all of them have one Python form
     if isinstance(function, torch._ops.OpOverload):

@@ -213,7 +213,7 @@ def no_program_of_prepared(by: str) -> ExportError:
 
 
 def look_at_constants(model: Any) -> None:
-    """Have what runs an integer model look at all of its constants, so that it computes what is about to be written."""
+    """Let the runner of an integer model read all constants again, so that it computes what the exported file will."""
     runner = getattr(model, "__dict__", {}).get(RUNNER)
     if runner is not None:
         runner.follow(model)

@@ -59,7 +59,7 @@ Matched = Match | str | None
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor as kernels hold it: `rows` pixels of `pixel` elements, of which the first `channels` count.
+    """The layout of a kernel's tensor: `rows` pixels of `pixel` elements, whose first `channels` are valid.
 
     zero            the byte that stands for the centred integer 0
     dtype           uint8, or int32 for accumulators, which have no zero

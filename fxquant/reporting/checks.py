@@ -64,7 +64,7 @@ class Setting(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """How far the weight of a layer is apart in two models; `channel` is that with the largest error, relative to its own size."""
+    """The difference of one layer's weight in two models; `channel` is the channel with the largest relative error."""
 
     layer: str
     cosine: float

@@ -221,7 +221,7 @@ def estimate(
 
 
 def _slowness(node: fx.Node, nodes: Mapping[str, fx.Node], known: Mapping[str, Layer], operands: list[str]) -> float:
-    """Return how many times as long as of two int8 numbers its products take: by the widths of their factors as they are stored."""
+    """Return the cost of one product relative to int8 times int8: the product of the operands' stored widths in bits, divided by 64."""
     lowered = operation(node)
     held = None if lowered is None else lowered.constants.get("weight")
     widths = [8 * ITEMSIZES.get(known[name].dtype, 1) for name in operands if name in known][:2]

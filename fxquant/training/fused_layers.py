@@ -531,7 +531,7 @@ MASKS = Offers[Marks]()
 
 
 def kept_mask(inside: Tensor, without: int) -> Tensor | None:
-    """Return a mask, of which `without` bytes are 0, as it is saved: None if none are, int32 indices in memory order if few are."""
+    """Compress a mask for the backward pass: None if it has no zeros, int32 indices (`without`,) of its zeros if they are few, else itself."""
     if not without:
         return None
     if without * FEW > inside.numel() or inside.numel() >= 2**31:

@@ -130,7 +130,7 @@ class _Weight:
         return straight_through(smooth, whole)
 
     def place(self) -> None:
-        """Gain and shift, as they are now, are what the operator has."""
+        """Write the current gain and shift into the operator's quantizer."""
         if self.gain is not None and self.quantizer.coverage is not None:
             self.quantizer.coverage.share = (self.share * self.gain.detach()).clamp_min(1e-3)
         if self.shift is not None and self.quantizer.correction is not None:

@@ -159,7 +159,7 @@ class FirstSamples:
             narrow(prepared, self._of_first_rank(several, lambda: narrower(prepared, observed, self._few()[0].chunks, show_progress), none))
 
     def _again(self, known: Given, method: Callable[[], None]) -> Given:
-        """Run a method again and return what it gives layers; those that are left out keep what is known."""
+        """Run a method again and return the new and former parts of each layer that it changed; excluded layers keep their `known` ones."""
         before, operators = _parts(self.prepared), quantized_operators(self.prepared)
         method()
         now = _parts(self.prepared)

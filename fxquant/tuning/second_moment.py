@@ -375,7 +375,7 @@ class _Layer(NamedTuple):
 
 
 def _few(given: dict[str, Any], index: int, kernel: Sequence[int], wanted: int) -> dict[str, Any]:
-    """Return the operands with a part of the input: a window of a larger image, elsewhere for each chunk, and items for so many places."""
+    """Return the operands with the input cropped, and its items cut to about `wanted` output places; the crop moves with `index`."""
     value, rank = given.get("input"), len(kernel)
     if not isinstance(value, Tensor) or value.dim() < rank + 2 or sum(isinstance(each, Tensor) for each in given.values()) > 2:
         return given  # another operand, which goes with it place by place

@@ -188,7 +188,7 @@ def shares(
 
 
 def with_empty_rows(build: Builder, keep: fx.Node, dim: int, otherwise: fx.Node | None) -> fx.Node:
-    """Return what is kept, and in rows of which nothing is kept everything, or what `otherwise` keeps; `dim` is counted from the end."""
+    """Return the mask `keep` with rows along the negative `dim` that are all False replaced: by `otherwise`, or by True if that is None."""
     value = constant_value(keep)
     if value is not None and value.dim() >= -dim and bool(value.any(dim).all()):
         return keep

@@ -177,7 +177,7 @@ def first_reason(*guards: Guard) -> Guard:
 
 
 def _where_known(operands: Iterable[str], guard: Guard) -> Guard:
-    """Return the guard for nodes whose operands are tensors of known shape; of any other, what is not a tensor is the reason."""
+    """Return a guard that calls `guard` if all operands are tensors of known shape, and refuses nothing else by itself."""
 
     def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         read: list[fx.Node] = []
