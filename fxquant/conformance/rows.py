@@ -18,7 +18,7 @@ Function = Callable[[Any, Tensor, Tensor], Any]
 
 @dataclass(frozen=True)
 class Row:
-    """A probe of an operator: `apply(layers, x, y)` of two tensors [B, 8, 16, 16]. y is about `ratio` times x; `layers` makes the modules."""
+    """A probe of an operator: `apply(layers, x, y)` of two tensors [B, 8, 16, 16], y about `ratio` times x; `layers` makes the modules."""
 
     name: str
     apply: Function

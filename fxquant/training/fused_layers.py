@@ -531,7 +531,7 @@ MASKS = Offers[Marks]()
 
 
 def kept_mask(inside: Tensor, without: int) -> Tensor | None:
-    """Compress a mask for the backward pass: None if it has no zeros, int32 indices (`without`,) of its zeros if they are few, else itself."""
+    """Compress a mask for backward: None if it has no zeros, int32 indices (`without`,) of its zeros if they are few, else itself."""
     if not without:
         return None
     if without * FEW > inside.numel() or inside.numel() >= 2**31:

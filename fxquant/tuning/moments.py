@@ -126,7 +126,7 @@ def joint_noise(parts: list[tuple[Tensor, Tensor]], effect: Tensor) -> float:
 
 
 def _one_after_another(gain: Tensor, beside: Tensor, enough: float) -> Tensor:
-    """Choose steps greedily: return a mask (steps,) of those that change J by less than `enough`. `beside` holds half of each pair's term."""
+    """Return a mask (steps,) of greedily chosen steps that change J by less than `enough`. `beside` holds half of each pair's term."""
     found, pairs = gain.cpu().numpy().copy(), (2 * beside).cpu().numpy()  # numpy: a tensor's call costs more than a short row's sum
     chosen = []
     for index in range(len(found)):
