@@ -107,7 +107,7 @@ def _weights(neighbours: tuple[tuple[int, int], ...], length: int, bits: int, de
 
 
 def _second_weight(share: Fraction, bits: int) -> int:
-    """Return `share` in units of 2^-bits. It and 1 - share are rounded half up; the larger of the two is corrected so that botsum is 1."""
+    """Return `share` in units of 2^-bits. It and 1 - share are rounded half up; the larger of the two is corrected so that the sum is 1."""
     if share <= HALF:
         return int((share * 2**bits + HALF) // 1)
     return int(2**bits - ((1 - share) * 2**bits + HALF) // 1)
