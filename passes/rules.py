@@ -5,6 +5,7 @@ A rule is about the model as it was written: a ReLU that becomes the limits of a
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter
 from typing import Any
 
@@ -60,11 +61,14 @@ def match(gm: fx.GraphModule, context: Context) -> int:
             set_matched_rules(node, tuple(chosen))
             changes += 1
     matched = {rule for node in gm.graph.nodes for rules in matched_rules(node) for rule, _ in rules}
+    paths = {module_path(node) for node in gm.graph.nodes}
     attributes = dict.fromkeys((*gm.meta.get("qconfigs", ()), *context.attached))
     asked = [*(rule for rule, _ in context.qconfig.rules()), *(Rule("attribute", path) for path in attributes)]
     for rule in asked:
         if rule not in matched:
-            context.not_done(gm, f"this rule of the qconfig matched nothing: {rule}")
+            near = difflib.get_close_matches(rule.key, paths, n=1) if rule.kind == "name" else []
+            hint = "".join(f"; did you mean {name!r}?" for name in near)
+            context.not_done(gm, f"this rule of the qconfig matched nothing: {rule}{hint}")
     return changes
 
 

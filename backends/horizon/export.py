@@ -338,7 +338,7 @@ def check_march(name: str) -> None:
         raise ConfigurationError(
             f"an integer model of {name} cannot be written for the vendor's compilers",
             because=f"they compile for {', '.join(FORMATS)}, and their programs compute other integers than {name}",
-            remedy=f"prepare the model for {' or '.join(HB_MAPPER.marches)}, or write it with fxq.export_onnx(style='qdq')",
+            remedy="prepare the model for one of them, or write it with fxq.export_onnx(style='qdq')",
         )
 
 

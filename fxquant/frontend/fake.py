@@ -323,7 +323,9 @@ def refuse_data(name: str) -> NoReturn:
     sized = overloads is not None and any(torch.Tag.dynamic_output_shape in getattr(overloads, o).tags for o in overloads.overloads())
     refuse(
         "the model's Python depends on the content of a tensor",
-        because=f"{name} needs numbers that are known only when the graph runs",
+        because="`if`, `while`, `and`, `or`, `not` and `assert` need the value of a tensor, which exists only when the graph runs"
+        if name == "__bool__"
+        else f"{name} needs numbers that are known only when the graph runs",
         remedy="return what it reads from forward, and call it on the outputs of the model; torch.topk returns a fixed number of items"
         if sized
         else "use torch.where or a mask instead of a branch or an index, or move the decision out of forward",

@@ -108,6 +108,8 @@ def _read(document: dict[str, Any], tensors: dict[str, Tensor], target_of: Targe
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, zipfile.BadZipFile):
+        return "it is no zip archive, and fxq.save writes one"
     return f"{error.what}: {error.because}" if isinstance(error, FxQuantError) else str(error) or type(error).__name__
 
 

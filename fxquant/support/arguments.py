@@ -107,6 +107,9 @@ def _public(record: type) -> str:
     return str(getattr(record, "PUBLIC", f"fxq.{record.__name__}"))
 
 
+OF_OTHERS = {"backend": "target", "march": "target", "quantizer": "qconfig", "qconfig_dict": "qconfig"}  # arguments of other toolkits
+
+
 def _wrong_call(called: str, signature: inspect.Signature, given: Mapping[str, Any], error: TypeError) -> ConfigurationError:
     known = [name for name in signature.parameters if name != "self"]
     unknown = [name for name in given if name not in known]
@@ -116,7 +119,8 @@ def _wrong_call(called: str, signature: inspect.Signature, given: Mapping[str, A
         if is_dataclass(each.default)
         for field in fields(each.default)
     }
-    near = difflib.get_close_matches(unknown[0], [*known, *inside], n=1) if unknown else []
+    asked = unknown and OF_OTHERS.get(unknown[0])
+    near = [asked] if asked in known else difflib.get_close_matches(unknown[0], [*known, *inside], n=1) if unknown else []
     return ConfigurationError(
         f"{called} cannot be called like this: {error}",
         because=f"its arguments are {', '.join(known) or 'none'}",

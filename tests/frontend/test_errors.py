@@ -31,7 +31,7 @@ def test_branch_on_data():
     assert refusal(forward) == (
         "the model's Python depends on the content of a tensor\n"
         "  at       test_errors.py:N in forward:  if x.sum() > 0:\n"
-        "  because  __bool__ needs numbers that are known only when the graph runs\n"
+        "  because  `if`, `while`, `and`, `or`, `not` and `assert` need the value of a tensor, which exists only when the graph runs\n"
         "  remedy   use torch.where or a mask instead of a branch or an index, or move the decision out of forward"
     )
 
