@@ -109,7 +109,7 @@ def _read(document: dict[str, Any], tensors: dict[str, Tensor], target_of: Targe
 
 def _reason(error: Exception) -> str:
     if isinstance(error, zipfile.BadZipFile):
-        return "it is no zip archive, and fxq.save writes one"
+        return "it is not a zip archive, and fxq.save writes one"
     return f"{error.what}: {error.because}" if isinstance(error, FxQuantError) else str(error) or type(error).__name__
 
 
