@@ -39,51 +39,11 @@ if TYPE_CHECKING:
     from fxquant.target import Target
 
 __all__ = [
-    "ActivationConfig",
-    "FxQuantError",
-    "Options",
-    "QConfig",
-    "QConfigMapping",
-    "State",
-    "Target",
-    "WeightConfig",
-    "__version__",
-    "board",
-    "calibrate",
-    "check",
-    "compare",
-    "convert",
-    "dump",
-    "errors",
-    "estimate",
-    "explain",
-    "export",
-    "export_onnx",
-    "extend",
-    "freeze",
-    "inspect",
-    "load",
-    "load_qconfig",
-    "nn",
-    "observers",
-    "prepare",
-    "primitives",
-    "qparams",
-    "quantize",
-    "report",
-    "results",
-    "save",
-    "save_qconfig",
-    "search",
-    "set_qparams",
-    "set_state",
-    "text",
-    "trace",
-    "tune",
-    "tuning",
-    "verify",
-    "wrap",
-]
+    "ActivationConfig", "FxQuantError", "Options", "QConfig", "QConfigMapping", "State", "Target", "WeightConfig", "__version__", "board",
+    "calibrate", "check", "compare", "convert", "dump", "errors", "estimate", "explain", "export", "export_onnx", "extend", "freeze",
+    "inspect", "load", "load_qconfig", "nn", "observers", "prepare", "primitives", "qparams", "quantize", "report", "results", "save",
+    "save_qconfig", "search", "set_qparams", "set_state", "text", "trace", "tune", "tuning", "verify", "wrap",
+]  # fmt: skip
 
 # The module of each public name; a module is imported when its first name is used.
 _FROM = {
@@ -110,8 +70,7 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> object:
         """Import and return a public name, or a module of this package."""
         if name in _WHERE:
-            module = import_module(_WHERE[name])
-            found = vars(module)[name] if name in vars(module) else import_module(f"{_WHERE[name]}.{name}")
+            found = getattr(import_module(_WHERE[name]), name)
         elif name.startswith("__") or find_spec(f"{__name__}.{name}") is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         else:

@@ -11,12 +11,6 @@ from fxquant.conformance.results import check_conformance, simulate_conformance
 from fxquant.nn.camera import with_camera
 
 __all__ = [
-    "HorizonOptions",
-    "board_kit",
-    "check_conformance",
-    "compile_horizon",
-    "conformance_kit",
-    "export_horizon",
-    "simulate_conformance",
+    "HorizonOptions", "board_kit", "check_conformance", "compile_horizon", "conformance_kit", "export_horizon", "simulate_conformance",
     "with_camera",
-]
+]  # fmt: skip

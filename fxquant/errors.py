@@ -9,20 +9,9 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 __all__ = [
-    "AccumulatorOverflow",
-    "CalibrationError",
-    "CompilationError",
-    "ConfigurationError",
-    "ExportError",
-    "Interrupted",
-    "NotCalibrated",
-    "NotFinite",
-    "ScaleConflict",
-    "StageViolation",
-    "TraceError",
-    "UnknownTarget",
-    "UnsupportedOperator",
-]
+    "AccumulatorOverflow", "CalibrationError", "CompilationError", "ConfigurationError", "ExportError", "Interrupted", "NotCalibrated",
+    "NotFinite", "ScaleConflict", "StageViolation", "TraceError", "UnknownTarget", "UnsupportedOperator",
+]  # fmt: skip
 
 
 class Located(Protocol):

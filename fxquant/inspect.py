@@ -16,16 +16,6 @@ from fxquant.reporting.forms import record
 from fxquant.reporting.inspection import diff
 
 __all__ = [
-    "call_counts",
-    "compare_weights",
-    "devices",
-    "diff",
-    "layers",
-    "memory",
-    "not_fused",
-    "record",
-    "segments",
-    "shared_scales",
-    "suspicious_settings",
-    "value_ranges",
-]
+    "call_counts", "compare_weights", "devices", "diff", "layers", "memory", "not_fused", "record", "segments", "shared_scales",
+    "suspicious_settings", "value_ranges",
+]  # fmt: skip

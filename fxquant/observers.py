@@ -17,18 +17,6 @@ from fxquant.quantization.observers import (
 )
 
 __all__ = [
-    "ClipObserver",
-    "ClipStdObserver",
-    "FixedScaleObserver",
-    "HistogramObserver",
-    "KLObserver",
-    "LpObserver",
-    "MSEObserver",
-    "MinMaxObserver",
-    "MixObserver",
-    "MovingAverageMinMaxObserver",
-    "Observations",
-    "Observer",
-    "PercentileObserver",
-    "observations",
-]
+    "ClipObserver", "ClipStdObserver", "FixedScaleObserver", "HistogramObserver", "KLObserver", "LpObserver", "MSEObserver",
+    "MinMaxObserver", "MixObserver", "MovingAverageMinMaxObserver", "Observations", "Observer", "PercentileObserver", "observations",
+]  # fmt: skip

@@ -50,18 +50,9 @@ from fxquant.support.progress import working
 _TraceAt = Callable[..., Handler]  # `record` of one model: inputs and settings
 
 __all__ = [
-    "InputCheck",
-    "assumptions",
-    "attach_call_hooks",
-    "default_leaf",
-    "float_model",
-    "is_traced",
-    "moved_by_forward",
-    "random_by_forward",
-    "trace",
-    "untrained_here",
-    "wrap",
-]
+    "InputCheck", "assumptions", "attach_call_hooks", "default_leaf", "float_model", "is_traced", "moved_by_forward", "random_by_forward",
+    "trace", "untrained_here", "wrap",
+]  # fmt: skip
 
 
 @checked()

@@ -21,14 +21,6 @@ from fxquant.tuning.equalization import equalize
 from fxquant.tuning.second_moment import round_weights
 
 __all__ = [
-    "AdaptiveRounding",
-    "Nearest",
-    "Rounding",
-    "adaround",
-    "correct_bias",
-    "distill",
-    "equalize",
-    "reconstruct",
-    "reestimate_batch_norm",
+    "AdaptiveRounding", "Nearest", "Rounding", "adaround", "correct_bias", "distill", "equalize", "reconstruct", "reestimate_batch_norm",
     "round_weights",
-]
+]  # fmt: skip

@@ -12,16 +12,6 @@ from fxquant.quantization.observers.histogram import (
 from fxquant.quantization.observers.ranges import ClipObserver, FixedScaleObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer
 
 __all__ = [
-    "ClipObserver",
-    "ClipStdObserver",
-    "FixedScaleObserver",
-    "HistogramObserver",
-    "KLObserver",
-    "LpObserver",
-    "MSEObserver",
-    "MinMaxObserver",
-    "MixObserver",
-    "MovingAverageMinMaxObserver",
-    "Observer",
-    "PercentileObserver",
-]
+    "ClipObserver", "ClipStdObserver", "FixedScaleObserver", "HistogramObserver", "KLObserver", "LpObserver", "MSEObserver",
+    "MinMaxObserver", "MixObserver", "MovingAverageMinMaxObserver", "Observer", "PercentileObserver",
+]  # fmt: skip
