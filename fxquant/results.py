@@ -13,7 +13,7 @@ from fxquant.reporting.comparing import Comparison
 from fxquant.reporting.estimate import Estimate, LayerEstimate
 from fxquant.reporting.inspection import GraphDifference
 from fxquant.reporting.statistics import LayerComparison
-from fxquant.search.mixed_precision import MixedPrecision
+from fxquant.search.bit_widths import MixedPrecision
 from fxquant.search.observer_search import ObserverSearch, ObserverTrial
 from fxquant.search.sensitivity import Sensitivity, TensorSensitivity
 from fxquant.search.tune import Tuned, TuneStep

@@ -15,10 +15,9 @@ from fxquant.numerics.grids import Grid
 from fxquant.options import DEFAULTS, Options
 from fxquant.quantization import observers as kinds
 from fxquant.quantization.spec import OBSERVER, ActivationConfig, Chosen, QConfig, QConfigMapping
-from fxquant.search.mixed_precision import Work, work_of
+from fxquant.search.bit_widths import Work, work_of
 from fxquant.search.sensitivity import METRIC, Metric, reference_of, score_of
 from fxquant.support.arguments import Kind, checked
-from fxquant.support.progress import progress
 from fxquant.target import Target
 from fxquant.tuning.checkpoint import Checkpoint, call_of
 from fxquant.tuning.choices import ACTIVATION, Choice, Choices
@@ -142,14 +141,14 @@ def search(work: Work, observers: Sequence[Any], metric: Metric | None) -> Obser
         if taking_over(tensors[0].operators[0].output, ActivationConfig(observer=observer)) is not None
     }
     call = {"function": "search_observers", "observers": tuple(named), "metric": metric is not None}
-    journal = Checkpoint(work.options.checkpoint, call_of(work.prepared, Samples(work.samples), **call))
-    reference, trials = reference_of(work.prepared, work.samples), []
+    journal = Checkpoint(work.options.checkpoint, call_of(work.prepared, Samples(work.samples), **call), work.options.distributed)
+    reference = reference_of(work.prepared, work.samples)
 
     def tried(choice: Choice) -> dict[str, Any]:
         return asdict(_trial(reference, choice, served))
 
-    for choice in progress(tensors, len(tensors), "observers", work.show):
-        trials.append(ObserverTrial(**journal.at(choice.name, partial(tried, choice))))
+    results = journal.gather({choice.name: partial(tried, choice) for choice in tensors}, "observers", work.show)
+    trials = [ObserverTrial(**results[choice.name]) for choice in tensors]
     configs = {trial.name: ActivationConfig(observer=served[trial.chosen]) for trial in trials if trial.chosen != trial.before}
     mappings = {"as given": work.base}
     if configs:
@@ -165,8 +164,9 @@ def search(work: Work, observers: Sequence[Any], metric: Metric | None) -> Obser
         made = together(name)
         return reference.noise(partial(outputs_of, made)).pooled, None if metric is None else score_of(metric, made)
 
-    for name in progress(mappings, len(mappings), "observers together", work.show):
-        measured[name], score = journal.at(f"together: {name}", partial(judged, name))
+    judgements = journal.gather({f"together: {name}": partial(judged, name) for name in mappings}, "observers together", work.show)
+    for name in mappings:
+        measured[name], score = judgements[f"together: {name}"]
         if score is not None:
             scores[name] = score
     chosen = max(mappings, key=lambda name: (scores.get(name, 0.0), -measured[name]))

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ from fxquant.prepared.batches import as_batches, example_inputs, no_batches
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.spec import QConfig, QConfigMapping, State
 from fxquant.support.arguments import CALLABLE, Kind, checked
-from fxquant.support.progress import progress
 from fxquant.target import Target
 from fxquant.tuning.checkpoint import Checkpoint, call_of
 from fxquant.tuning.choices import ACTIVATION, WEIGHT, Choice, Choices, bits
@@ -188,7 +188,8 @@ def calibrated(
         raise no_batches(num_batches)
     example = example_inputs(as_written, options.inputs(first))
     prepared = prepare(as_written, example, target, qconfig, options=options)
-    return calibrate(prepared, source, num_batches, options=options, show_progress=show_progress), example
+    alone = replace(options, distributed=False)  # ranks divide trials, and have the same batches
+    return calibrate(prepared, source, num_batches, options=alone, show_progress=show_progress), example
 
 
 def find(
@@ -203,24 +204,26 @@ def find(
     choices = Choices(prepared, options.widths)
     wanted = [choice for choice in choices.values() if choice.kind in kinds]
     call = {"function": "sensitivity", "widths": options.widths, "kinds": tuple(kinds), "seed": options.seed}
-    journal = Checkpoint(options.checkpoint, call_of(prepared, Samples(samples), **call, metric=metric is not None))
+    journal = Checkpoint(options.checkpoint, call_of(prepared, Samples(samples), **call, metric=metric is not None), options.distributed)
     reference = reference_of(prepared, samples)
     with still(prepared, State.FLOAT), autocast_off():
         estimates = journal.at("estimate", lambda: _estimated(reference, wanted, options.seed))
-        trials = [(choice, dtype) for choice in wanted for dtype in choice.dtypes] if options.measured or metric is not None else []
         score = None if metric is None else journal.at("score", lambda: score_of(metric, prepared))
-        noise: dict[str, dict[str, float]] = {choice.name: {} for choice in wanted}
-        drop: dict[str, dict[str, float]] = {choice.name: {} for choice in wanted}
-        for choice, dtype in progress(trials, len(trials), "sensitivity", show_progress):
+
+        def trial(choice: Choice, dtype: str) -> list[float | None]:
             with rounded(choices, {choice.name: dtype}):
-                if options.measured:
-                    noise[choice.name][dtype] = journal.at(f"{choice.name} {dtype}", lambda: reference.noise(reference.float_form).pooled)
-                if metric is not None and score is not None:
-                    found = journal.at(f"metric {choice.name} {dtype}", lambda: score_of(metric, prepared))
-                    drop[choice.name][dtype] = score - found
+                noise = reference.noise(reference.float_form).pooled if options.measured else None
+                return [noise, None if metric is None else score_of(metric, prepared)]
+
+        trials = [(choice, dtype) for choice in wanted for dtype in choice.dtypes] if options.measured or metric is not None else []
+        tasks = {f"{choice.name} {dtype}": partial(trial, choice, dtype) for choice, dtype in trials}
+        results = journal.gather(tasks, "sensitivity", show_progress)
     tensors = []
     for choice in wanted:
-        losses = noise[choice.name], estimates[choice.name], drop[choice.name]
+        measured = {dtype: results[f"{choice.name} {dtype}"] for dtype in choice.dtypes if results}
+        noise = {dtype: noise for dtype, (noise, _) in measured.items() if noise is not None}
+        drop = {dtype: score - result for dtype, (_, result) in measured.items() if score is not None}
+        losses = noise, estimates[choice.name], drop
         tensors.append(TensorSensitivity(choice.name, choice.kind, choice.dtype, *losses, choice.macs, choice.elements))
     return Sensitivity(tuple(tensors), score)
 

@@ -26,8 +26,8 @@ from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.spec import QConfig, QConfigMapping
 from fxquant.quantization.spec import State as OperatorState
 from fxquant.reporting.verdict import TRIED
-from fxquant.search import mixed_precision, observer_search
-from fxquant.search.mixed_precision import BUDGET, Budget, Work, costs, fits, work_of
+from fxquant.search import bit_widths, observer_search
+from fxquant.search.bit_widths import BUDGET, Budget, Work, costs, fits, work_of
 from fxquant.search.sensitivity import METRIC, Metric, find, reference_of, score_of
 from fxquant.serialization.qconfig import read, written
 from fxquant.support import logger
@@ -111,7 +111,7 @@ def _sixteen(state: State) -> Proposals:
 def _within_budget(state: State) -> Proposals:
     """The dtypes that are best within the budget."""
     if state.budget is not None:
-        found = mixed_precision.search(state.untuned(), state.budget, None)
+        found = bit_widths.search(state.untuned(), state.budget, None)
         yield found.chosen.name, replace(state.recipe, mapping=found.qconfig)
 
 
@@ -296,7 +296,9 @@ def tune(
     work = work_of(model, learning, target, qconfig, replace(options, checkpoint=None), show_progress)
     judging = inputs_of(work.prepared, judged, None, options)
     call = {"function": "tune", "steps": steps, "seed": options.seed, "metric": metric is not None, "budget": budget}
-    journal = Checkpoint(options.checkpoint, call_of(work.prepared, Samples([*work.samples, *judging]), **call, widths=options.widths))
+    journal = Checkpoint(
+        options.checkpoint, call_of(work.prepared, Samples([*work.samples, *judging]), **call, widths=options.widths), options.distributed
+    )
     budget = None if budget is None else budget.on(work.prepared.meta["target"])
     return _Session(work, judging, journal, steps, budget, metric).run(tolerance)
 

@@ -1,7 +1,12 @@
-"""Checkpoints of long calls: after a kill the same call continues from its file, and returns the same bits."""
+"""Checkpoints of long calls: after a kill the same call continues from its file, and returns the same bits.
+
+A search's trials are independent of each other, so the ranks of torch.distributed share them: each computes a part, and all gather the
+results, which are a few numbers for each trial.
+"""
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
@@ -14,8 +19,10 @@ import safetensors.torch
 import torch
 from torch import Tensor, fx
 
+import fxquant.calibration.distributed as ranks
 from fxquant.errors import ConfigurationError
 from fxquant.support.files import check_place, write_file
+from fxquant.support.progress import progress
 from fxquant.tuning.learning import Learned
 from fxquant.tuning.result import TunedLayer
 from fxquant.tuning.walk import Samples
@@ -31,25 +38,30 @@ class Checkpoint:
 
     `write` replaces the file, whole or not at all; without a path, nothing is kept. `call` identifies the call: the function with its
     arguments, the model and the samples. Raises ConfigurationError for the file of another call, and for any other file.
+
+    In a `shared` call the ranks of torch.distributed divide the tasks of `gather`. Rank 0 writes to `path`, rank N to `path`.rank-N, and a
+    repeated call, by any number of ranks, reads all of these files.
     """
 
-    def __init__(self, path: str | None, call: Mapping[str, Any]) -> None:
-        self.path, self.call = path, {name: str(value) for name, value in call.items()}
+    def __init__(self, path: str | None, call: Mapping[str, Any], shared: bool = False) -> None:
+        self.call, self.shared = {name: str(value) for name, value in call.items()}, shared and ranks.count() > 1
+        self.path = f"{path}.rank-{ranks.index()}" if path is not None and self.shared and ranks.index() else path
         self.document: dict[str, Any] = {}
         self.tensors: dict[str, Tensor] = {}
-        if path is not None and os.path.exists(path):
-            self._read(path)
-        elif path is not None:
-            check_place(path)
+        for file in [] if path is None else [path, *sorted(glob.glob(f"{glob.escape(path)}.rank-*"))]:
+            if os.path.exists(file):
+                self._read(file)
+            else:
+                check_place(file)
 
     def _read(self, path: str) -> None:
         try:
             with safetensors.safe_open(path, "pt") as opened:
                 metadata = opened.metadata() or {}
                 names = opened.keys()
-                self.tensors = {name: opened.get_tensor(name) for name in names}
-            there, self.document = dict(json.loads(metadata["call"])), dict(json.loads(metadata["document"]))
-            if metadata["digest"] != _digest_of(there, self.document, self.tensors):
+                tensors = {name: opened.get_tensor(name) for name in names}
+            there, document = dict(json.loads(metadata["call"])), dict(json.loads(metadata["document"]))
+            if metadata["digest"] != _digest_of(there, document, tensors):
                 raise ValueError("it was changed, or damaged, since it was written")
         except (safetensors.SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigurationError(
@@ -65,13 +77,48 @@ class Checkpoint:
                 because=f"there {differences}",
                 remedy="repeat the call that it is of, with the same model and batches, or pass another path",
             )
+        self.document |= document
+        self.tensors |= tensors
 
     def at(self, name: str, find: Callable[[], Any]) -> Any:
         """Return the value of this name in the document; without one, call `find`, write its result to the file, and return it."""
-        if name not in self.document:
-            self.document[name] = find()
-            self.write()
-        return self.document[name]
+        return self.gather({name: find})[name]
+
+    def gather(self, tasks: Mapping[str, Callable[[], Any]], title: str = "", show_progress: bool | None = False) -> dict[str, Any]:
+        """Return the value of each task by its name: from the document, or computed now and written to the file.
+
+        In a shared call each rank computes a part of the tasks, and every rank returns the values of all. Raises ConfigurationError if
+        the ranks' models, samples or arguments differ, and on the other ranks if a task of one rank raises.
+        """
+        self._exchange()
+        missing = [name for name in tasks if name not in self.document]
+        own = missing[ranks.index() :: ranks.count()] if self.shared else missing
+        try:
+            for name in progress(own, len(own), title, show_progress):
+                self.document[name] = tasks[name]()
+                self.write()
+        finally:
+            self._exchange()  # also where a task raises: the other ranks wait
+        if lost := [name for name in missing if name not in self.document]:
+            raise ConfigurationError(
+                f"{len(lost)} of {len(missing)} trials of this search failed on another rank",
+                because=f"{lost[0]} has no result",
+                remedy="see the error of that rank; with a checkpoint the same call continues from the finished trials",
+            )
+        return {name: self.document[name] for name in tasks}
+
+    def _exchange(self) -> None:
+        """Gather the documents of all ranks in every rank's."""
+        if not self.shared:
+            return
+        for call, document in ranks.gathered((self.call, self.document)):
+            if differences := [name for name in self.call if call.get(name) != self.call[name]]:
+                raise ConfigurationError(
+                    f"the ranks search with different {' and '.join(differences)}",
+                    because="they divide the trials of one search, whose results must not depend on the rank",
+                    remedy="pass every rank the same model, batches and arguments, or options=fxq.Options(distributed=False)",
+                )
+            self.document |= document
 
     def write(self) -> None:
         """Replace the file by one with the present document and tensors."""

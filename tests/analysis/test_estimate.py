@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 import fxquant as fxq
 from fxquant import backends
-from fxquant.search.mixed_precision import Budget
+from fxquant.search.bit_widths import Budget
 
 
 class Mixed(nn.Module):

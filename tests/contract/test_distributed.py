@@ -84,6 +84,9 @@ def work(rank: int, directory: str, pickled: fx.GraphModule) -> None:
             "frozen": frozen(rank),
             "learned": learned(rank, "DistributedDataParallel"),
             "sharded": learned(rank, "FullyShardedDataParallel"),
+            "searched": searched(),
+            "lost": lost(rank, directory),
+            "other batches": other_batches(rank),
         }
         torch.save(found, f"{directory}/{rank}.pt")
         dist.barrier()
@@ -229,6 +232,58 @@ def learned(rank: int, wrapper: str) -> Any:
         return {name: value.detach().clone() for name, value in prepared.named_parameters()}
 
 
+class Metric:
+    """The loss of a model with its sign changed; `calls` counts the evaluations, and from `last` on they raise."""
+
+    def __init__(self, last: int = 10**9) -> None:
+        self.calls, self.last = 0, last
+
+    def __call__(self, model: nn.Module) -> float:
+        self.calls += 1
+        if self.calls > self.last:
+            raise RuntimeError("this rank is lost")
+        return -float(loss_of(model, shards()[1]))
+
+
+def searches(metric: Metric) -> dict[str, Any]:
+    """The result of each search and how often this process evaluated the metric."""
+    model, batches = network(), shards()[:2]
+    budget, observers = fxq.search.Budget(weight_bits=6), [MinMaxObserver, PercentileObserver]
+    calls: dict[str, Any] = {
+        "sensitivity": lambda: fxq.search.sensitivity(model, batches, metric=metric).tensors,
+        "mixed_precision": lambda: fxq.search.mixed_precision(model, batches, budget=budget, metric=metric).candidates,
+        "search_observers": lambda: fxq.search.search_observers(model, batches, observers=observers, metric=metric).tensors,
+        "tune": lambda: [step.score for step in fxq.tune(model, batches, metric=metric, steps=2, tolerance=0.0).steps],
+    }
+    found = {}
+    for name, call in calls.items():
+        before = metric.calls
+        found[name] = repr(call()), metric.calls - before
+    return found
+
+
+def searched() -> Any:
+    return searches(Metric())
+
+
+def lost(rank: int, directory: str) -> Any:
+    """A rank raises in the middle of a search: the other one says so, and both have written what they have."""
+    options = fxq.Options(checkpoint=f"{directory}/search")
+    try:
+        fxq.search.sensitivity(network(), shards()[:2], metric=Metric(3 if rank else 10**9), options=options)
+    except (fxq.errors.ConfigurationError, RuntimeError) as error:
+        return str(error)
+    return "no error"
+
+
+def other_batches(rank: int) -> str:
+    try:
+        fxq.search.sensitivity(network(), shard(rank))
+    except fxq.errors.ConfigurationError as error:
+        return str(error)
+    return "no error"
+
+
 def calibrated_alone() -> fx.GraphModule:
     prepared = prepare()
     fxq.calibrate(prepared, shards(), options=fxq.Options(distributed=False))
@@ -236,8 +291,12 @@ def calibrated_alone() -> fx.GraphModule:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    directory = tmp_path_factory.mktemp("ranks")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def found(directory: Path) -> list[dict[str, Any]]:
     mp.spawn(work, (str(directory), calibrated_alone()), RANKS)  # type: ignore[no-untyped-call,attr-defined]
     return [torch.load(directory / f"{rank}.pt") for rank in range(RANKS)]
 
@@ -355,6 +414,33 @@ def test_scales_are_learned_as_by_one_process(found: list[dict[str, Any]], wrapp
     for name, value in single.named_parameters():
         torch.testing.assert_close(one[name], value, rtol=1e-4, atol=1e-6)
         assert not name.endswith("_change") or not torch.equal(value, torch.zeros_like(value)), name
+
+
+# ---- searches -----------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_share_the_trials_of_a_search_and_have_the_results_of_one_process(found: list[Any]) -> None:
+    alone, one, other = searches(Metric()), found[0]["searched"], found[1]["searched"]
+    for name, (result, calls) in alone.items():
+        assert one[name][0] == other[name][0] == result, name
+        if name != "tune":  # its remedies are tried in turn, and only the searches among them are shared
+            assert max(one[name][1], other[name][1]) < 0.7 * calls, name
+            assert one[name][1] + other[name][1] == calls, name
+
+
+def test_one_process_goes_on_after_a_rank_was_lost(found: list[Any], directory: Path) -> None:
+    assert "failed on another rank" in found[0]["lost"]
+    assert "this rank is lost" in found[1]["lost"]
+    metric, (whole, calls) = Metric(), found[0]["searched"]["sensitivity"]
+    resumed = fxq.search.sensitivity(network(), shards()[:2], metric=metric, options=fxq.Options(checkpoint=directory / "search"))
+    assert repr(resumed.tensors) == whole
+    assert 0 < metric.calls < calls, "the files of both ranks are read"
+
+
+def test_ranks_with_other_batches_are_refused(found: list[Any]) -> None:
+    for rank in found:
+        assert "the ranks search with different" in rank["other batches"]
+        assert "samples" in rank["other batches"]
 
 
 # ---- merging, without any process -------------------------------------------------------------------------------------

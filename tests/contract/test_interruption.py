@@ -19,9 +19,9 @@ from torch import Tensor, fx, nn
 import fxquant as fxq
 from fxquant.prepared.operators import quantized_operators
 from fxquant.reporting.checks import value_ranges
-from fxquant.search import mixed_precision, observer_search
+from fxquant.search import bit_widths, observer_search
 from fxquant.support import progress as shown
-from fxquant.tuning import bias, effects, second_moment
+from fxquant.tuning import bias, checkpoint, effects, second_moment
 from tests.shared.networks import Network
 
 
@@ -181,7 +181,7 @@ def test_a_search_over_observers_continues(monkeypatch: pytest.MonkeyPatch, tmp_
     given: dict[str, Any] = {"target": "nash-e", "observers": [fxq.observers.MinMaxObserver, fxq.observers.PercentileObserver(80.0)]}
     whole = fxq.search.search_observers(FLOAT, BATCHES, **given)
     with monkeypatch.context() as patch:
-        interrupted(patch, observer_search)
+        interrupted(patch, checkpoint)
         with pytest.raises(KeyboardInterrupt):
             fxq.search.search_observers(FLOAT, BATCHES, options=fxq.Options(checkpoint=tmp_path / "search"), **given)
     tried: list[str] = []
@@ -200,12 +200,12 @@ def test_mixed_precision_continues(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     given: dict[str, Any] = {"budget": fxq.search.Budget(weight_bits=8), "target": "nash-e"}
     whole = fxq.search.mixed_precision(FLOAT, BATCHES, options=fxq.Options(measured=False), **given)
     with monkeypatch.context() as patch:
-        interrupted(patch, mixed_precision)
+        interrupted(patch, checkpoint)
         with pytest.raises(KeyboardInterrupt):
             fxq.search.mixed_precision(FLOAT, BATCHES, options=fxq.Options(measured=False, checkpoint=tmp_path / "dtypes"), **given)
     ran: list[int] = []
     original = effects.outputs_of
-    monkeypatch.setattr(mixed_precision, "outputs_of", lambda *each: ran.append(0) or original(*each))
+    monkeypatch.setattr(bit_widths, "outputs_of", lambda *each: ran.append(0) or original(*each))
     resumed = fxq.search.mixed_precision(FLOAT, BATCHES, options=fxq.Options(measured=False, checkpoint=tmp_path / "dtypes"), **given)
     assert len(ran) == len(BATCHES) * (len(whole.candidates) + 1 - STEP)
     assert (resumed.chosen, resumed.candidates) == (whole.chosen, whole.candidates)

@@ -72,7 +72,7 @@ ONNX_WRITERS = {
 }  # fmt: skip
 # Packages from outside that only these modules may import, if any.
 CONFINED: dict[str, set[str]] = {
-    "scipy": {"fxquant.search.mixed_precision"},
+    "scipy": {"fxquant.search.bit_widths"},
     "matplotlib": set(),
     "plotly": {"fxquant.reporting.page", "fxquant.reporting.estimate"},
     "onnx": {"fxquant.conformance.kit"} | {f"fxquant.backends.onnx.{name}" for name in ONNX_WRITERS},

@@ -21,7 +21,7 @@ import fxquant as fxq
 from fxquant.reporting.verdict import OF_ACTIVATIONS, OF_WEIGHTS, TRIED
 from fxquant.search import observer_search
 from fxquant.search import tune as tuner
-from fxquant.search.mixed_precision import costs, fits, optimum, work_of
+from fxquant.search.bit_widths import costs, fits, optimum, work_of
 from fxquant.search.tune import REMEDIES, Recipe, State
 from fxquant.serialization.qconfig import written
 from fxquant.tuning import effects

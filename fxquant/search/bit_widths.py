@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.spec import QConfig, QConfigMapping, as_mapping
 from fxquant.search.sensitivity import METRIC, Metric, Sensitivity, calibrated, find, reference_of, score_of
 from fxquant.support.arguments import NUMBER, Kind, checked, checked_class, instance
-from fxquant.support.progress import progress
 from fxquant.target import Target
 from fxquant.tuning.checkpoint import Checkpoint, model_digest
 from fxquant.tuning.choices import ACTIVATION, WEIGHT, Choices, bits
@@ -370,7 +369,8 @@ class Work:
     @cached_property
     def seen_otherwise(self) -> Observations:
         """The observations of a calibration with equalization where the work has none, and without where it has it."""
-        options = replace(self.options, equalize=not self.options.equalize, round_weights=False, correct_bias=False)
+        changes = {"equalize": not self.options.equalize, "round_weights": False, "correct_bias": False, "distributed": False}
+        options = replace(self.options, **changes)
         found = prepare(self.model, self.example, self.prepared.meta["target"], self.base, options=options)
         return observations(calibrate(found, self.samples, options=options, show_progress=False))
 
@@ -407,22 +407,27 @@ def search(work: Work, budget: Budget, metric: Metric | None) -> MixedPrecision:
     tried += [uniform for dtypes in _uniform(choices, widths, budget) if fits((uniform := candidate(*dtypes)).costs, budget)]
     reference = reference_of(work.prepared, work.samples)
 
-    def judged(made: fx.GraphModule) -> tuple[float, float | None]:
-        noise = reference.noise(partial(outputs_of, made)).pooled
-        return noise, None if metric is None else score_of(metric, made)
+    tried_by_name = {one.name: one for one in (before, *tried)}
+
+    @cache
+    def built(name: str) -> fx.GraphModule:
+        return work.prepared if name == before.name else work.with_mapping(choices.mapping(work.base, tried_by_name[name].dtypes))
+
+    def judged(name: str) -> list[Any]:
+        model = built(name)
+        noise = reference.noise(partial(outputs_of, model)).pooled
+        return [Choices(model, widths).dtypes(), noise, None if metric is None else score_of(metric, model)]
 
     call = {"function": "mixed_precision", "budget": budget, "widths": widths, "measured": work.options.measured}
     call |= {"model": model_digest(work.prepared), "metric": metric is not None}
-    journal = Checkpoint(None if checkpoint is None else f"{checkpoint}.candidates", call)
-    results: list[tuple[Candidate, fx.GraphModule]] = []
-    for one in progress([before, *tried], len(tried) + 1, "mixed precision", work.show):
-        made = work.prepared if one is before else work.with_mapping(choices.mapping(work.base, one.dtypes))
-        noise, score = journal.at(one.name, partial(judged, made))
-        results.append((Candidate(one.name, Choices(made, widths).dtypes(), one.costs, one.expected, noise, score), made))
-    (before, _), *rest = results
-    chosen, best = max(rest, key=lambda result: result[0].rank)
-    mapping = choices.mapping(work.base, chosen.dtypes)
-    return MixedPrecision(mapping, best, chosen, tuple(one for one, _ in rest), before, known, budget)
+    journal = Checkpoint(None if checkpoint is None else f"{checkpoint}.candidates", call, work.options.distributed)
+    results = journal.gather({name: partial(judged, name) for name in tried_by_name}, "mixed precision", work.show)
+    before, *rest = (
+        Candidate(name, dtypes, tried_by_name[name].costs, tried_by_name[name].expected, noise, score)
+        for name, (dtypes, noise, score) in results.items()
+    )
+    chosen = max(rest, key=lambda candidate: candidate.rank)
+    return MixedPrecision(choices.mapping(work.base, chosen.dtypes), built(chosen.name), chosen, tuple(rest), before, known, budget)
 
 
 def _uniform(choices: Choices, widths: Sequence[int], budget: Budget) -> list[tuple[str, dict[str, str]]]:
