@@ -16,7 +16,7 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY)  ## train, quantize, export and verify a small network (TARGET=bayes-e OUT=fxquant-demo)
-	$(BIN)/fxquant demo --target $(TARGET) --out $(OUT)
+	$(BIN)/python examples/demo.py --target $(TARGET) --out $(OUT)
 
 # A file's tests stay in one process, where they share the models that they compile.
 test: $(READY)  ## run the whole test suite

@@ -42,8 +42,8 @@ from torch import Tensor, fx, nn
 
 import fxquant as fxq
 from benchmarks.zoo import ZooEntry, zoo
+from examples.demo import count_float_nodes
 from fxquant import backends
-from fxquant.demo.run import count_float_nodes
 from fxquant.ir.integer import origin
 
 TARGETS = ("bernoulli", "bernoulli2", "bayes", "bayes-e", "nash-e", "nash-m", "x86", "qnnpack")

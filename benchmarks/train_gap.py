@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from benchmarks.accuracy.networks import Block
-from fxquant.demo.run import load_digits_dataset
+from examples.demo import load_digits_dataset
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.support import seeded
 from fxquant.support.progress import progress

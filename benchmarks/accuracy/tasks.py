@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxquant.demo.run import load_digits_dataset, split_by_class
+from examples.demo import load_digits_dataset, split_by_class
 from fxquant.errors import ConfigurationError
 
 CALIBRATION_SAMPLES = 64

@@ -16,8 +16,8 @@ import fxquant as fxq
 from benchmarks.silicon import tool
 from benchmarks.silicon.operators import Result, compared
 from benchmarks.zoo import MobileNetV2, MobileNetV3Small, ResNet18, initialise, make_alive, photographs
+from examples.demo import build_demo_network
 from fxquant.conformance.kit import compile_model, on_processor, output_steps, probe_target
-from fxquant.demo.run import build_demo_network
 from fxquant.support import seeded
 
 SIZE = 128

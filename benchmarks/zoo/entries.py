@@ -19,7 +19,7 @@ from benchmarks.zoo.sequence import SignalNetwork
 from benchmarks.zoo.shufflenet import ShuffleNetV2
 from benchmarks.zoo.unet import UNet
 from benchmarks.zoo.volume import VolumeNetwork
-from fxquant.demo.run import build_demo_network, load_digits_dataset, train
+from examples.demo import build_demo_network, load_digits_dataset, train
 from fxquant.support import seeded
 
 Batches = list[Tensor]

@@ -1,6 +1,6 @@
 """The command line: the options of a command are next to the function that runs it.
 
-models         quantize, check, demo and conformance
+models         quantize, check and conformance
 file_commands  inspect, diff, report, segments, export and verify: of files that are there
 factories      the model that a command names, and options that commands share
 quantizing     the run of `quantize`, its table and its JSON summary
@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from fxquant.cli.file_commands import add_diff, add_export, add_inspect, add_report, add_segments, add_verify
-from fxquant.cli.models import add_check, add_conformance, add_demo, add_quantize
+from fxquant.cli.models import add_check, add_conformance, add_quantize
 from fxquant.errors import FxQuantError
 from fxquant.support.arguments import Kind, checked, words
 
 COMMANDS = (
-    add_quantize, add_check, add_demo, add_inspect, add_diff, add_report, add_segments, add_export, add_conformance, add_verify
+    add_quantize, add_check, add_inspect, add_diff, add_report, add_segments, add_export, add_conformance, add_verify
 )  # fmt: skip
 
 INTERRUPTED, NOT_READ = 130, 141  # the exit statuses that shells know for Ctrl-C, and for output that nobody reads any more

@@ -1,4 +1,4 @@
-"""The commands that take a model from Python to files, quantize, check and demo, and the one that checks a board: conformance."""
+"""The commands that take a model from Python to files, quantize and check, and the one that checks a board: conformance."""
 
 from __future__ import annotations
 
@@ -82,22 +82,6 @@ def _check(options: argparse.Namespace) -> int:
     found = fxq.check(model, example, options.target, mapping, options=fxq.Options(adapt=options.adapt))
     print(found)
     return 0 if found else 1
-
-
-def add_demo(commands: Any) -> None:
-    """Add the command `demo`."""
-    demo = commands.add_parser("demo", help="train a small network on real digits, quantize it, export it, and prove the bits equal")
-    demo.add_argument("--target", default="bayes-e", help="target to compile for: a march, a chip, x86 or qnnpack (default: bayes-e)")
-    demo.add_argument("--out", default="fxquant-demo", help="directory for model.onnx and the graphs (default: fxquant-demo)")
-    demo.add_argument("--adapt", action="store_true", help="rewrite operators that exceed a limit of the target")
-    demo.set_defaults(run=_demo)
-
-
-def _demo(options: argparse.Namespace) -> int:
-    from fxquant.demo.run import run_demo
-
-    outcome = run_demo(options.target, options.out, adapt=options.adapt)
-    return 0 if outcome.report and outcome.float_nodes == 0 else 1
 
 
 def add_conformance(commands: Any) -> None:

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from benchmarks import zoo
+from examples.demo import build_demo_network, load_digits_dataset
 from fxquant.backends.onnx.runtime import OnnxModel
-from fxquant.demo.run import build_demo_network, load_digits_dataset
 from fxquant.ir.graph import resolve
 from fxquant.ir.integer import notes
 from fxquant.primitives import PRIMITIVES, accumulate

@@ -20,15 +20,7 @@ from torch import Tensor, fx, nn
 
 import fxquant as fxq
 from benchmarks import calibration_memory, exactness, zoo
-from fxquant.demo.run import (
-    QUANTIZED_LEARNING_RATE,
-    DigitsDataset,
-    accuracy,
-    build_demo_network,
-    load_digits_dataset,
-    split_by_class,
-    train,
-)
+from examples.demo import QUANTIZED_LEARNING_RATE, DigitsDataset, accuracy, build_demo_network, load_digits_dataset, split_by_class, train
 from fxquant.errors import ConfigurationError
 from fxquant.ir.integer import notes
 from fxquant.prepared.operators import quantized_operators

@@ -38,7 +38,7 @@ def test_the_first_steps_are_those_of_the_readme() -> None:
 
 
 def test_every_example_is_run() -> None:
-    assert {file.stem for file in EXAMPLES.glob("*.py")} == {*WRITTEN, "first_steps", "find_faces"}
+    assert {file.stem for file in EXAMPLES.glob("*.py")} == {*WRITTEN, "first_steps", "find_faces", "demo"}
 
 
 def test_faces_are_decoded_from_integers() -> None:

@@ -47,7 +47,6 @@ PACKAGES = (
     "search",  # methods that prepare models
     "conformance",
     "",
-    "demo",
     "compat",
     "cli",
 )
@@ -78,7 +77,7 @@ CONFINED: dict[str, set[str]] = {
     "onnx": {"fxquant.conformance.kit"} | {f"fxquant.backends.onnx.{name}" for name in ONNX_WRITERS},
     "onnxruntime": {"fxquant.backends.onnx.runtime"},
     "onnxscript": {"fxquant.backends.onnx.float_export"},
-    "sklearn": {"fxquant.demo.run"},
+    "sklearn": set(),
     "torch.ao": {"fxquant.compat.torch_ao"},  # PyTorch's own objects by name, where this PyTorch has them
     "torch.quantization": set(),
 }

@@ -143,7 +143,7 @@ import sys
 sys.path.insert(0, {str(tmp_path)!r})
 optional = ("sklearn", "scipy", "plotly", "matplotlib", "PIL", "pytest", "hypothesis")
 sys.modules.update(dict.fromkeys(optional))  # as if they were not installed
-import fxquant, fxquant.passes, fxquant.backends, fxquant.cli, fxquant.demo
+import fxquant, fxquant.passes, fxquant.backends, fxquant.cli
 from importlib.metadata import version
 assert version("fxquant") == fxquant.__version__, version("fxquant")
 missing = [name for name in fxquant.__all__ if not hasattr(fxquant, name)]

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.demo.run import load_digits_dataset
+from examples.demo import load_digits_dataset
 from fxquant.prepared.operators import quantized_operators
 from fxquant.tuning import effects, second_moment, walk
 from fxquant.tuning.moments import flipped, flipped_together, joint_noise

@@ -1,7 +1,9 @@
-"""The demonstration `fxquant demo`, from the data to the table."""
+"""Train, quantize, export and verify a small network on real digits: `make demo`, or python examples/demo.py --target bayes-e."""
 
 from __future__ import annotations
 
+import argparse
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,9 +20,8 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant import backends
 from fxquant.backends.onnx.runtime import RUNTIME_NAMES, OnnxModel
-from fxquant.errors import ConfigurationError
+from fxquant.errors import ConfigurationError, FxQuantError
 from fxquant.support import seeded
-from fxquant.support.arguments import FOLDER, checked
 from fxquant.support.files import write_file
 from fxquant.support.progress import progress
 from fxquant.target import Target
@@ -226,7 +227,6 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-@checked(out=FOLDER)
 @one_thread()
 def run_demo(target: str | Target = "bayes-e", out: str | Path = "fxquant-demo", adapt: bool = False) -> Outcome:
     """Train, quantize, export and verify; the table is printed and the files are in `out`. `adapt` is that of `prepare`.
@@ -295,7 +295,7 @@ def count_float_nodes(integer: fx.GraphModule) -> int:
 
 
 def _print(outcome: Outcome, console: Console) -> None:
-    table = Table(title=f"fxquant demo, target {outcome.target}", title_justify="left", show_header=False)
+    table = Table(title=f"demonstration, target {outcome.target}", title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")
     before, after = outcome.weight_bytes
@@ -317,3 +317,22 @@ def _print(outcome: Outcome, console: Console) -> None:
     console.print(f"the graph after each pass {outcome.directory / 'passes'}/")
     console.print(f"why every node is integer {outcome.directory / 'explain.txt'}")
     console.print(f"{outcome.seconds:.0f} seconds")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the demonstration with the options of a command line; return 0 if every bit is equal and no operator is left in float."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", default="bayes-e", help="target to compile for: a march, a chip, x86 or qnnpack (default: bayes-e)")
+    parser.add_argument("--out", type=Path, default=Path("fxquant-demo"), help="folder of the results (default: fxquant-demo)")
+    parser.add_argument("--adapt", action="store_true", help="rewrite operators that exceed a limit of the target")
+    options = parser.parse_args(arguments)
+    try:
+        outcome = run_demo(options.target, options.out, adapt=options.adapt)
+    except FxQuantError as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 2
+    return 0 if outcome.report and outcome.float_nodes == 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
