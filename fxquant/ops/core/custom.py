@@ -1,4 +1,4 @@
-"""A user's own function: of one tensor, as one table, or of several, as an operator with a record of its own."""
+"""Users' own functions: a function of one tensor as a lookup table, a function of several tensors as an operator with a new record."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def operator(
 
 
 def _give_name(called: Callable[..., Any], name: str) -> None:
-    """Give a function that was made from another one a name of its own."""
+    """Rename a wrapper: set its `__name__` and drop `__wrapped__`, so that generated code does not call the wrapped function."""
     called.__name__ = called.__qualname__ = name
     called.__dict__.pop("__wrapped__", None)
     if (called.__module__ or "").partition(".")[0] == "torch":  # generated code would look for it there

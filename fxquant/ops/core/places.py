@@ -51,7 +51,7 @@ _index = index
 
 
 def pick_each(input: Tensor, dim: int, places: Tensor) -> Tensor:
-    """Of each item of the batch what is at its own places, [batch, …], along a dimension: [batch, …, the other dimensions]."""
+    """Index `input` along `dim` with a different list `places` [batch, …] for each item: [batch, …, the other dimensions]."""
     order = [0, dim, *(d for d in range(1, input.dim()) if d != dim)]
     items = torch.arange(input.shape[0], device=input.device).reshape(-1, *[1] * (places.dim() - 1))
     return input.permute(order)[items, places]

@@ -56,9 +56,9 @@ def sample(over: Interval | None = None, within: float | None = None, share: flo
 def written(
     *texts: str, over: Interval | None = None, within: float | None = None, share: float = 0.0, **shapes: tuple[int, ...]
 ) -> tuple[Sample, ...]:
-    """Return samples that are written as in a model.
+    """Return one sample for each text, a call written as in a model.
 
-    A text is an expression of x, y and z, or the constructor of a module. What stands in braces is made once: {P(3, 1)} is a parameter.
+    A text is an expression of x, y and z, or the constructor of a module. Braces are evaluated once: {P(3, 1)} is a parameter.
     A call of a bare name, "relu(x)", stands for the functions and methods of PyTorch of that name. Operands are images, unless `shapes`
     has other ones; the last shape serves for the operands that follow as well.
     """
@@ -68,7 +68,7 @@ def written(
 def sampled(
     *texts: str, over: Interval | None = None, within: float | None = None, share: float = 0.0, **shapes: tuple[int, ...]
 ) -> Callable[[Meaning], Meaning]:
-    """Give the function that declares an operator samples, as `written` returns them: they come behind those of its declaration."""
+    """Return a decorator that adds samples, see `written`, to an operator's declaration, after those that it lists itself."""
 
     def decorate(meaning: Meaning) -> Meaning:
         further = getattr(meaning, "samples", ())

@@ -47,7 +47,7 @@ def _elu(x: float, alpha: float = 1.0) -> float:
 
 
 def _lower_leaky_relu(lowering: Lowering, input: Quantized, negative_slope: float) -> Quantized:
-    """A table, or a whole slope on the operand's grid where the target multiplies by such."""
+    """Lower to a table, or to a product with an integer slope if the target has these (`Arithmetic.slope_bits`)."""
     if not lowering.arithmetic.slope_bits or input.dtype.bits > 8:
         return by_table(lowering, input, "leaky_relu", negative_slope=negative_slope)
     slope = torch.tensor(float(negative_slope), device=input.scale.device)

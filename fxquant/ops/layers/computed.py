@@ -29,7 +29,7 @@ from fxquant.ops.movement.shape import permute, reshape
 
 
 def convolved(rank: int) -> Callable[..., dict[str, Any] | Instead]:
-    """Return the adapter of a convolution: one whose weight the model computes is an operator of its own."""
+    """Return the adapter of a convolution's call forms, which maps one with a computed weight to the operator computed_conv{rank}d."""
 
     def adapt(*args: Any, **kwargs: Any) -> dict[str, Any] | Instead:
         computed = operator_named(f"computed_conv{rank}d")
@@ -51,7 +51,7 @@ def _number_of(groups: Any) -> Any:
 
 
 def _margins(padding: Any, kernel: list[int], dilation: list[int]) -> list[int]:
-    """Return the rows and columns of zeros before an image, and as many behind it."""
+    """Return the symmetric zero padding of a convolution as one number per spatial dimension; "same" is resolved."""
     if padding == "same":
         return [apart * (taps - 1) // 2 for apart, taps in zip(dilation, kernel, strict=True)]
     return sizes(0 if padding == "valid" else padding, len(kernel))
@@ -111,7 +111,7 @@ def _products(shapes: Mapping[str, Shape], result: Shape) -> int | Fraction:
     return math.prod(result) * math.prod(shapes["weight"][1:])
 
 
-OWN_KERNELS = {  # each item of the batch with kernels of its own: all items are the channels of one
+OWN_KERNELS = {  # different kernels for each item of the batch: all items become the channels of one
     1: "k = y[:, :2, :3, :2]; o = F.conv1d(x.reshape(1, -1, 36), k.flatten(0, 1), padding=1, dilation=2, groups=x.shape[0]);"
     " return o.view(x.shape[0], 2, -1)",
     2: "k = y.unflatten(1, (1, 3))[..., :3, :2]; o = F.conv2d(x.reshape(1, -1, 6, 6), k.flatten(0, 1), padding=1, dilation=2,"

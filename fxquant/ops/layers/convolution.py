@@ -112,7 +112,7 @@ class Margin(NamedTuple):
 
 
 def _numbers(padding: Any, kernel: list[int], dilation: Any, mode: str = "zeros") -> Any:
-    """Padding as numbers, or as a margin where it has another mode, or "same" needs one more behind."""
+    """Return padding as one number per spatial dimension, or as a `Margin` if its mode is not zeros, or "same" is asymmetric."""
     rank = len(kernel)
     if padding == "same":
         totals = [taps * (size - 1) for taps, size in zip(sizes(dilation, rank), kernel, strict=True)]

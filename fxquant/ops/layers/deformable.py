@@ -72,7 +72,7 @@ def _deformed_taps(input: Tensor, offset: Tensor, kernel_size: Any, stride: Any 
 
 
 def _onnx_taps(c: Call) -> str:
-    """GridSample of the taps' positions; the offsets are scaled first, since onnxruntime cannot move a DequantizeLinear behind Reshape."""
+    """Write a GridSample at the taps' positions; the offsets are scaled first: onnxruntime cannot move a DequantizeLinear after Reshape."""
     node: Any = c.primitive(sample)
     height, width = spatial_of(c)
     channels, rows, columns = (int(size) for size in fact(c.node).shape[1:])

@@ -18,7 +18,7 @@ DEMAND = Own(shared_where="share_concat")
 
 
 def _concatenated(lowering: Lowering, tensors: list[Branch], dim: int, shaped: Callable[[Any], Any], function: Any) -> Any:
-    """Return the parts, each of them shaped, one after another: booleans or integers as they are, other parts on the output's scale."""
+    """Concatenate the tensors along `dim`, after `shaped`; bool and integer tensors unchanged, others requantized to the output's scale."""
 
     def placed(role: str, tensor: Any) -> Any:
         if not lowering.plain:
@@ -92,7 +92,7 @@ def cat(lowering: Lowering, tensors: list[Branch], dim: int = 0) -> Any:
 
 def _onnx_stack(c: Call) -> str:
     axis = c["dim"] % len(fact(c.node).shape)
-    # Each part is on the result's scale already: onnxruntime cannot move QuantizeLinear of opset 21 behind Unsqueeze by itself.
+    # Each part is on the result's scale already: onnxruntime cannot move QuantizeLinear of opset 21 after Unsqueeze by itself.
     return c.do("Concat", *(c.rounded(c.unsqueezed(tensor, axis)) for tensor in _joined(c)), axis=axis)
 
 

@@ -149,9 +149,9 @@ def _onnx_fold(c: Call) -> str:
     ),
 )
 def fold(lowering: Lowering, input: Quantized, output_size: Any, **window: Any) -> Quantized:
-    """(N, C · taps, windows) as (N, C, H, W): the sum of all windows, each where it lies in the image.
+    """Sum windows (N, C · taps, windows) into an image (N, C, H, W), each window at its position, as F.fold.
 
-    The columns as an image of all taps of all windows, of which each pixel takes those that lie on it.
+    The columns are arranged as an image of all taps of all windows; each result pixel is the sum of the taps that cover it.
     """
     given = {"output_size": output_size, **window}
     channels, (rows, down, columns, across) = _parts(input.shape, given)

@@ -20,7 +20,7 @@ from fxquant.primitives import shape
 
 
 def _of(lowering: Lowering, input: Quantized | Tensor, repeated: Callable[[Any], Any], real: Callable[[], Tensor]) -> Any:
-    """Return an activation repeated on its grid; a parameter, such as a class token, on a grid of its own, or without one."""
+    """Repeat an activation on its scale, or a parameter (a class token) quantized on the output's scale, bool and integers without one."""
     if isinstance(input, Quantized):
         return input.with_value(repeated(input.value))
     if input.dtype in PLAIN_TYPES.values():

@@ -1,4 +1,4 @@
-"""Operators that give the same elements another shape or order, split or repeat the batch, or pass elements on as they are."""
+"""Operators that change the shape or order of a tensor's elements, split or repeat the batch, or return their operand unchanged."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def varying_sizes(sizes: Sequence[Size]) -> int:
 
 
 def one_varying(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    """Refuse an operand of which more than one size depends on the batch size."""
+    """Refuse an operand with more than one size that depends on the batch size."""
     return MANY_SIZES if varying_sizes(shape_of(arguments["input"])) > 1 else None
 
 
 def result_varying(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    """Refuse a result of which more than one size depends on the batch size."""
+    """Refuse a result with more than one size that depends on the batch size."""
     return MANY_SIZES if many_sizes(node) else None
 
 

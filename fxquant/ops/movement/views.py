@@ -37,7 +37,7 @@ def _places(shape: tuple[Size, ...], way: Any) -> Tensor | None:
 
 
 def reach(shape: tuple[Size, ...], way: Any, dim: int) -> tuple[int, int] | None:
-    """Return the first index along a dimension at which a view has elements, and the one behind the last; None where that is not known."""
+    """Return the range (start, stop) of indices along `dim` of the base tensor that a view reads; None if it depends on the batch size."""
     nodes: list[fx.Node] = []
     fx.map_arg(way, nodes.append)
     places, size = None if nodes else _places(shape, way), shape[dim]

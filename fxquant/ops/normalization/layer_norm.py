@@ -39,7 +39,7 @@ from fxquant.primitives.arithmetic import PRODUCT
 # the integers of the operand, so it is exactly 0 where an item is constant. The rounding of the mean is all that such an item has beside
 # 0, and f is 0 there.
 #
-# Without `Target.normalizes_items`, elements stay as they are, and the inverse deviation is one table of the variance, with ε in it.
+# Without `Target.normalizes_items`, elements are not scaled, and the inverse deviation is one table of the variance, with ε in it.
 
 
 COARSE = 32  # steps of f at the largest extent of its grid: items are brought to one magnitude to 3 percent, if not 1000 times smaller

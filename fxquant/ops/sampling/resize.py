@@ -1,6 +1,6 @@
 """Resizing: nearest neighbours as selections, interpolation as products with fixed-point weights, areas as means of windows.
 
-What one or two linear interpolations give lies between the operand's values, and is on its grid; any other mode has a grid of its own.
+The result of one or two linear interpolations lies between the operand's values and shares its scale; other modes have a separate scale.
 """
 
 from __future__ import annotations
