@@ -19,7 +19,7 @@ MAGNITUDE = UINT8.high  # of the operand's centred integers: 255 where the zero 
 
 
 class Centred(NamedTuple):
-    """A float tensor quantized to a grid of its own.
+    """A float tensor quantized dynamically, with a scale and zero point from its own range.
 
     integers    q - zero_point, integers in float32, of the tensor's shape
     scale       float32, shape ()

@@ -197,10 +197,10 @@ class Observer(nn.Module):
             buffer.zero_()
 
     def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Become the observer that has seen what several have: `states` are their buffers by name, this one's among them.
+        """Set the statistics to those of several observers together: `states` are their buffers by name, this one's among them.
 
-        Called with the same states in the same order on every rank, so that all ranks agree bit for bit. An observer
-        that has seen nothing is left out beforehand. Needed only to calibrate with torch.distributed.
+        Called with the same states in the same order on every rank, so that all ranks agree bit for bit. Observers
+        without observations are left out by the caller. Needed only to calibrate with torch.distributed.
         """
         raise NotImplementedError
 
@@ -348,7 +348,7 @@ class ClipObserver(MinMaxObserver, names=""):
 
 
 class FixedScaleObserver(Observer):
-    """A given scale in the form of an observer, for configs written so: it becomes `ActivationConfig(scale=…)` or `(threshold=…)`."""
+    """A constant scale in the form of an observer, converted to `ActivationConfig(scale=…)` or `ActivationConfig(threshold=…)`."""
 
     @checked()
     def __init__(self, scale: float | None = None, threshold: float | None = None) -> None:
