@@ -1,4 +1,4 @@
-"""A search over observers, from one calibration: what the vendor calls auto calibration."""
+"""A search over observers, from one calibration; the vendor's tool has it as auto calibration."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ class ObserverSearch:
     qconfig   the mapping with the observers that are best together
     prepared  the model prepared with it, in VALIDATE
     tensors   the noise of each observer, tensor by tensor
-    measured  the noise at the outputs in integers: as given, with the best observer for each tensor, and with one for all
+    measured  the noise at the integer model's outputs: with the original qconfig, the best observer per tensor, and each for all tensors
     scores    the metric of each of these; empty without a metric
-    chosen    the name of the one that was chosen
-    left_out  observers for which calibration had not gathered what they need
+    chosen    the name of the chosen one
+    left_out  observers without the calibration statistics that they need
     """
 
     qconfig: QConfigMapping

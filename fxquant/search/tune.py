@@ -49,7 +49,7 @@ class Recipe:
     corrections: Mapping[str, Any] = field(default_factory=dict)
 
     def document(self) -> dict[str, Any]:
-        """As JSON holds it. Raises ExportError for what a file cannot name."""
+        """Return the recipe as values for JSON. Raises ExportError for classes and functions that a file cannot name."""
         return {"mapping": written(self.mapping), "methods": list(self.methods), "corrections": dict(self.corrections)}
 
     @staticmethod
@@ -61,7 +61,7 @@ class Recipe:
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """The state that a remedy starts from: the float model, calibrated as it was given, the best recipe so far, and arguments of `tune`."""
+    """The state that a remedy starts from: the calibrated float model, the best recipe so far, and arguments of `tune`."""
 
     work: Work
     recipe: Recipe
@@ -189,14 +189,14 @@ def _tolerance(value: Any) -> float:
 
 @dataclass(frozen=True)
 class TuneStep:
-    """One thing that was tried.
+    """One trial of `tune`.
 
-    remedy  its name
-    tried   what it was in words
-    score   what the metric gave
-    noise   the noise to signal ratio of the outputs on what is held out
-    gain    by how much the score is better than the best until then
-    kept    whether it is in the model: where the score is better, or the same with less noise
+    remedy  the name of the remedy
+    tried   a description of the trial
+    score   the metric
+    noise   the noise-to-signal ratio of the outputs on held-out batches
+    gain    the score minus the best one before
+    kept    whether the model keeps it: if the score is better, or the same with less noise
     """
 
     remedy: str
@@ -214,10 +214,10 @@ class Tuned:
     prepared   the best model, in state VALIDATE
     qconfig    the mapping that it was prepared with
     methods    the methods that tuned it then, in order
-    corrections  what calibration corrected: fields of `fxq.Options` that are not what they were
+    corrections  the changed fields of `fxq.Options` for calibration
     steps      the steps that were tried, in order
     reference  the float model's score
-    score      that of the best model
+    score      the best model's score
     tolerance  the largest acceptable drop
     """
 
@@ -302,7 +302,7 @@ def tune(
 
 
 class _Session:
-    """One search: the best so far, and what was tried."""
+    """One search: the best recipe so far, and the trials."""
 
     def __init__(
         self, work: Work, judging: list[list[Any]], journal: Checkpoint, steps: int, budget: Budget | None, metric: Metric | None
@@ -334,7 +334,7 @@ class _Session:
             return 0.0 if self.metric is None else score_of(self.metric, self.work.prepared)
 
     def _try(self, name: str, remedy: Remedy, enough: float, refused: bool = False) -> None:
-        """Judge what a remedy proposes, and keep the best of it."""
+        """Evaluate the recipes that a remedy proposes, and keep the best one."""
         known = self.journal.at(name, lambda: {"tried": [], "done": False})
         state = State(self.work, self.recipe, self.budget, self.steps)
         for entry in known["tried"]:
@@ -385,7 +385,7 @@ class _Session:
         return made
 
     def _file(self, recipe: Recipe) -> str | None:
-        """Where the last method of a recipe keeps what it has learned until it is done."""
+        """Return the path of the checkpoint of a recipe's last method; None without a checkpoint."""
         if self.journal.path is None:
             return None
         text = torch.frombuffer(bytearray(repr(recipe.document()).encode()), dtype=torch.uint8)

@@ -1,6 +1,6 @@
 """The closed tables: every function, method and class a model file can name.
 
-A name in a file is looked up here and nowhere else; what is not listed can neither be saved nor loaded.
+Names in a file are looked up here and nowhere else; a function or class that is not listed can neither be saved nor loaded.
 """
 
 from __future__ import annotations

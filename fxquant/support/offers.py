@@ -1,4 +1,4 @@
-"""Registries: of implementations that backends offer in place of PyTorch's, with those whose results differ, and of forms by key.
+"""Registries of implementations that backends offer in place of PyTorch's, of those whose results differ, and of forms by key.
 
 An implementation that is compared with its reference at run time, and computes other bits, is not used. `disagreed` records where:
 with a warning for each place and an entry of `fxq.report`. In the test suite every entry is an error.
