@@ -87,7 +87,7 @@ def _why_whole(node: fx.Node, composite: Operator, arguments: dict[str, Any]) ->
 
 
 def _leave_in_float(made: fx.Node) -> None:
-    """Keep a part in float that is not a layer, in a composite that is quantized at run time; a layer gets no grid of its own."""
+    """Keep a part of a dynamically quantized composite in float if it is not a layer; a layer's result is not quantized."""
     state_demand(made, None)
     if not may_be_dynamic(made):
         set_matched_rules(made, *(tuple((rule, None) for rule, _ in rules) for rules in matched_rules(made)))

@@ -1,4 +1,4 @@
-"""Operators become integer primitives, with the weights and scales of this moment as constants.
+"""Lower operators to integer primitives, with the current weights and scales as constants.
 
     %y = quantized.y(%x, %w)     →     %y_convolution = convolution(%x, [integer.y.weight], [integer.y.bias], …)
                                        %y = requantize_fixed(%y_convolution, [integer.y.multiplier], …)
@@ -75,7 +75,7 @@ class Writing:
 class GraphLowering(Lowering):
     """Writes the primitives of one operator into a graph; the last one takes the operator's name.
 
-    Tensors hold their integers as they are stored. A primitive that computes with them takes centred ones, which `call` provides.
+    Tensors hold stored integers, with the zero point. `call` inserts `centre` for primitives that compute on centred integers.
     """
 
     def __init__(self, writing: Writing, node: fx.Node, module: QuantizedOperator | None, output: Quantizer | None) -> None:
@@ -225,7 +225,7 @@ class Environment(dict[fx.Node, fx.Node]):
 
 
 def lower(gm: fx.GraphModule, context: Context) -> int:
-    """Replace every quantized operator by its primitives, and remove what nothing uses any more."""
+    """Replace every quantized operator by its primitives, and remove nodes, modules and parameters that are no longer used."""
     graph = fx.Graph()
     environment = Environment(graph)
     results: dict[fx.Node, Quantized] = {}  # of the nodes that hold quantized tensors
@@ -321,7 +321,7 @@ def _referring(arguments: dict[str, Any], environment: dict[fx.Node, fx.Node]) -
 
 
 def _drop_unused(gm: fx.GraphModule, container: str) -> None:
-    """Keep of the float model only what the graph reads, as copies; the constants, made just now, are all read."""
+    """Keep copies of only those modules and tensors of the float model that the graph reads, and the new constants in `container`."""
     paths = {str(node.target) for node in gm.graph.nodes if node.op in ("get_attr", "call_module")}
     paths.update(gm.meta[CARRIED].modules() if CARRIED in gm.meta else ())
     kept = own_copies({path: resolve(gm, path) for path in sorted(paths) if not path.startswith(container + ".")})

@@ -53,14 +53,14 @@ class Search:
         self.build = Builder(masked_softmax.__name__, softmax, activations)
         self.dim: int = softmax.args[1] % max(len(fact(softmax).shape), 1)  # type: ignore[operator, assignment]
         self.keeps: list[fx.Node] = []
-        self.empty: set[str] = set()  # what becomes of rows of which each mask keeps nothing
+        self.empty: set[str] = set()  # treatment of rows that a mask hides completely, of each mask
         self.otherwise: fx.Node | None = None  # what counts in such a row, where there is one mask
         self.levels: list[float | None] = []  # what each mask adds where it hides
         self.moves: list[fx.Node] = []  # the operators after the masks that change the shape, the last one first
         self.seen: list[fx.Node] = []
 
     def run(self) -> str | None:
-        """Let the softmax read what it reads without masks, and the masks; says which these were, or None where there is none."""
+        """Make the softmax read its scores without masks, and the boolean masks; return a text about them, or None without masks."""
         node = self.softmax
         scores = node.args[0]
         assert isinstance(scores, fx.Node)
@@ -83,7 +83,7 @@ class Search:
         return names
 
     def _empty(self) -> tuple[str, fx.Node | None]:
-        """Return how rows without any kept element are computed: as zeros where PyTorch gives NaN, or where it is not known."""
+        """Return `empty` and `otherwise` of `masked_softmax`; "zeros" if a completely hidden row is NaN in PyTorch."""
         if len(self.keeps) == 2 and self.levels[0] == self.levels[1] and (self.levels[0] or 0.0) <= ABSORBING:
             return "equal", self.build.host(torch.logical_or, *self.keeps)
         kind = next((kind for kind in ("zeros", "equal", "whole") if kind in self.empty), "zeros")
@@ -114,7 +114,7 @@ class Search:
         return None if method is None else method(node, record.arguments(node))
 
     def _method(self, record: Operator) -> Callable[[fx.Node, dict[str, Any]], fx.Node | None] | None:
-        """Return the method that removes masks from the operands of such an operator; None where there is none."""
+        """Return the method that removes masks from the operands of this operator; None if there is none."""
         if record.function is where:
             return self._chosen
         if record.function is identity:
@@ -189,7 +189,7 @@ class Search:
         return len(known.shape) < -dim or known.shape[dim] == 1
 
     def _chosen(self, node: fx.Node, arguments: dict[str, Any]) -> fx.Node | None:
-        """Scores of which some are replaced by a number far below."""
+        """Return the scores of a `where` that replaces some by a number far below, and record the mask; None for another `where`."""
         condition, input, other = (arguments[name] for name in ("condition", "input", "other"))
         if not isinstance(condition, fx.Node) or fact(condition).dtype != torch.bool:
             return None

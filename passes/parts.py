@@ -45,7 +45,7 @@ def pick(gm: fx.GraphModule, context: Context) -> int:
 
 
 def _replaced(node: fx.Node) -> fx.Node | None:
-    """Return a node with the elements of a slice, without the other parts of a concatenation; None if none can be found."""
+    """Return an existing or new node with the elements of a slice that does not read the other parts of a concatenation; None if none."""
     value, index = node.args
     assert isinstance(value, fx.Node)
     assert isinstance(index, list)
@@ -67,7 +67,7 @@ def _replaced(node: fx.Node) -> fx.Node | None:
 
 
 def _bounds(entry: Any, size: Size) -> tuple[int, int] | None:
-    """Return the bounds of the elements that an entry picks; None where it picks all, or not all of those between."""
+    """Return (start, stop) of the elements that an index entry picks; None if it picks all, or skips elements between."""
     if not isinstance(size, int) or not isinstance(entry, int | slice):
         return None
     if isinstance(entry, int):

@@ -28,7 +28,7 @@ from fxquant.pipeline import Context
 
 
 def widen(gm: fx.GraphModule, context: Context) -> int:
-    """Widen nodes to 16 bits: those between squares and a factor or divisor, and those that lead only to a softmax or to poles."""
+    """Widen nodes to 16 bits: nodes between squares and a factor or divisor, and nodes that lead only to a softmax or to poles."""
     if "int16" not in context.target.activations:
         return 0
     changes = 0

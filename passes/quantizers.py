@@ -113,7 +113,7 @@ def _require_finite(gm: fx.GraphModule, node: fx.Node, operator: Operator, argum
 
 
 def _quantizers(gm: fx.GraphModule, context: Context) -> dict[int, Quantizer]:
-    """One quantizer per group, configured by its first member that has a scale of its own, or a fixed one."""
+    """Return the quantizer of each group, configured by its first member that does not share its operands' scale, or has a constant one."""
     chosen: dict[int, tuple[fx.Node, ActivationConfig]] = {}
     members: dict[int, list[fx.Node]] = {}
     for node in gm.graph.nodes:
@@ -130,10 +130,10 @@ def _quantizers(gm: fx.GraphModule, context: Context) -> dict[int, Quantizer]:
 
 
 def _intermediate(node: fx.Node, arguments: dict[str, Any], spec: Annotation, context: Context) -> Quantizer:
-    """The quantizer of what is computed before the residual is added: the output's dtype, or, where that is 32 bits, the residual's.
+    """Return the quantizer of a layer's result before the residual is added: with the output's dtype, or the residual's for int32.
 
     Never int4, which is stored as int8 anyway: a sum that is rounded to 16 values before and after the residual loses twice.
-    It has statistics of its own, so setting the output's scale leaves it as it is; `freeze` stops both.
+    It has separate statistics, so setting the output's scale does not change it; `freeze` stops both.
     """
     config: ActivationConfig = result_config(node)
     if config.dtype == "int32":

@@ -9,7 +9,7 @@ Gradient rules are in the graph. The tracer inserts a `detach` between a region 
 detaches into annotations, which prevent no fusion and change no bits: a node that all its readers detach is computed under
 `torch.no_grad()`, and a fused operator detaches some of its arguments. If only some readers detach a tensor, an identity with its scale
 stays. The modules are identities until `gradients.attach` restores them between the operators of the prepared model, on dequantized
-tensors: a custom function runs once more in float, for the context of its own backward. `integer.lower` drops all of them.
+tensors: a custom function runs once more in float, for the context that its backward needs. `integer.lower` drops all of them.
 """
 
 from __future__ import annotations

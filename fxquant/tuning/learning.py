@@ -300,7 +300,7 @@ def learned_rounding(quantizer: WeightQuantizer) -> LearnedRounding:
 
 
 def put(operator: QuantizedOperator, decided: LearnedRounding) -> None:
-    """Set the rounding, the coverage and the learned scale of the operator's weight, as far as they are not None."""
+    """Set the rounding, the coverage and the learned scale of the operator's weight to the parts of `decided` that are not None."""
     offset, share, scale = decided
     present = [each for each in decided if each is not None]
     if not present:
