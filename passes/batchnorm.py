@@ -102,7 +102,7 @@ def _evaluate(gm: fx.GraphModule, layers: list[fx.Node]) -> None:
 
 
 def _folded(gm: fx.GraphModule, layer: fx.Node) -> dict[str, torch.Tensor]:
-    """The folded weight and bias by the paths they are to have."""
+    """Return the folded weight and bias, by the paths at which they are registered."""
     operator = operator_of(layer)
     assert operator is not None
     assert operator.layer.folded is not None

@@ -189,7 +189,7 @@ def _of_other_numbers(node: fx.Node, operator: Operator) -> str | None:
 
 
 def _without_elements(node: fx.Node, arguments: dict[str, Any] | str) -> str | None:
-    """Why nothing is to be computed in integers: a tensor without elements has no range, and no sum or largest element."""
+    """Return a reason to stay in float if a tensor has no elements: it has no range, sum or largest element."""
     read = [node, *nodes_in(arguments if isinstance(arguments, dict) else {})]
     empty = next((value for value in read if isinstance(of := fact(value), TensorFact) and 0 in of.shape), None)
     return None if empty is None else f"%{empty.name} has no elements"
@@ -247,7 +247,7 @@ def _pass_by(node: fx.Node, context: Context) -> None:
 
 
 def _shift(node: fx.Node, context: Context) -> None:
-    """A unary function of a sum with a number is one table, so that a number below a step of the sum is not lost."""
+    """Fuse the addition of a number into the unary function that reads it, so that a number below a step of the sum is not lost."""
     operator = operator_of(node)
     addition = node.args[0] if node.args else None
     if operator is None or not isinstance(addition, fx.Node) or operator.refuses(node, operator.arguments(node)) is not None:
@@ -343,7 +343,7 @@ def _bind(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _attribute(gm: fx.GraphModule, node: fx.Node, target: str, value: Any, attributes: dict[str, fx.Node]) -> Any:
-    """A module's own parameter, as the get_attr node that reads it, also in a list of them; other values unchanged.
+    """Replace a `Parameter` of a module, also in a list, by the get_attr node that reads it; return other values unchanged.
 
     One node per parameter: it stands before its first use, and so before every other.
     """

@@ -71,7 +71,7 @@ def expand(gm: fx.GraphModule, context: Context) -> int:
 
 
 def _why_whole(node: fx.Node, composite: Operator, arguments: dict[str, Any]) -> str | None:
-    """Why the operator cannot be integer, before its parts are looked at."""
+    """Return why a composite cannot be integer as a whole; None if its parts decide."""
     because = reads_no_activation(composite, arguments) or composite.refuses(node, arguments)
     if because is not None:
         return because
@@ -95,7 +95,7 @@ def _leave_in_float(made: fx.Node) -> None:
 
 
 def _why_float(made: fx.Node, context: Context) -> str | None:
-    """Why a part cannot be integer on the target."""
+    """Return why a part cannot be integer on the target, or None."""
     if is_parameter(made):
         return None
     record, demanded, known = operator_of(made), demand(made), part(made)

@@ -138,7 +138,7 @@ class Search:
         return scores if clean is None else clean
 
     def _sum(self, node: fx.Node, arguments: dict[str, Any]) -> fx.Node | None:
-        """Scores and a mask, or scores with masks and something else."""
+        """Return the scores of a sum of scores and a mask, or a sum without the masks of its terms."""
         left, right = arguments["input"], arguments["other"]
         if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
             return self._with(node, left if isinstance(left, fx.Node) else right)
@@ -182,7 +182,7 @@ class Search:
         return self._call(node, add, clean, self.build.host(added, mask, dim), 1) if adds else clean
 
     def _shifts(self, node: fx.Node, scores: fx.Node, other: fx.Node) -> bool:
-        """Whether one number is added to each row of scores: it makes no difference, and may be the maximum of masked ones."""
+        """Return whether the sum adds one number to each row of scores: it does not change the softmax (a subtracted maximum)."""
         known, dim = fact(other), self.dim - len(fact(node).shape)
         if other in self.plain or not isinstance(known, TensorFact) or fact(scores).shape != fact(node).shape:
             return False
@@ -215,7 +215,7 @@ class Search:
         return self._with(node, operand)
 
     def _limited(self, node: fx.Node, arguments: dict[str, Any]) -> fx.Node | None:
-        """A limit far below, which keeps sums of masks finite."""
+        """Return the scores of a maximum with a number far below, which keeps sums of masks finite."""
         scores, limit = arguments["input"], arguments.get("other", arguments.get("min"))
         if far_below(scores):
             scores, limit = limit, scores
@@ -253,7 +253,7 @@ class Search:
         return self._call(node, node.target, *(found if value is operand else value for value in node.args))
 
     def _call(self, node: fx.Node, function: Any, *arguments: Any) -> fx.Node:
-        """An operator of the user's on other operands: it has the node's place, and the rules that cover that."""
+        """Call a function on other operands, in place of a node, with the node's source line, module and rules."""
         made = self.build.host(function, *arguments)
         for key in ("source", "module", "qconfig", "matched_rules", "spelling"):
             if key in node.meta:

@@ -60,7 +60,7 @@ def _leaving(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _why(gm: fx.GraphModule, node: fx.Node, operator: Operator) -> str | None:
-    """Why a node that leads to outputs alone stays in float; None where one grid suits all that it copies."""
+    """Return why a node whose result only outputs read stays in float; None if one scale suits all its operands."""
     if shares(node):
         return None
     if not operator.operands:

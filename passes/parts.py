@@ -181,7 +181,7 @@ def _cut(value: fx.Node, dim: int, size: int) -> tuple[Size, ...]:
 
 
 def _made(like: fx.Node, function: Any, arguments: tuple[Any, ...], shape: Sequence[Size], reader: fx.Node) -> fx.Node:
-    """A node in front of the reader that stands in place of another one, for a part of its value."""
+    """Insert a call before the reader, which replaces node `like` for a part of its value."""
     with reader.graph.inserting_before(reader):
         made = reader.graph.create_node("call_function", function, arguments, name=f"{like.name}_part")
     set_fact(made, replace(fact(like), shape=tuple(shape)))

@@ -91,7 +91,7 @@ def _squares(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 def _follows(node: fx.Node) -> bool:
-    """Whether a node is a function of one tensor: a table, or a sum, a product or a quotient with a number."""
+    """Return whether a node is a function of one tensor: a table, a reshape, or a sum, product or quotient with a number."""
     arguments, traits = _arguments(node), traits_of(node)
     if Trait.AFFINE in traits:
         return any(isinstance(arguments[name], int | float) for name in ("input", "other"))

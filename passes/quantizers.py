@@ -91,7 +91,7 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
 
 
 def _detached(node: fx.Node, operator: Operator) -> bool | tuple[str, ...]:
-    """Whether an operator is computed without gradients, or else the names of arguments that have none."""
+    """Return True if an operator is computed without gradients, else the names of its arguments that have none."""
     if is_detached(node) or (node.all_input_nodes and all(map(is_detached, node.all_input_nodes))):
         return True
     return tuple(operator.parameter_names[each] if isinstance(each, int) else each for each in detached_arguments(node))
@@ -149,7 +149,7 @@ def _intermediate(node: fx.Node, arguments: dict[str, Any], spec: Annotation, co
 def _weight_quantizer(
     gm: fx.GraphModule, operator: Operator, arguments: dict[str, Any], config: WeightConfig, context: Context
 ) -> WeightQuantizer:
-    """The operator's own, with one scale for each layer or powers of two where the target has no other; only a weight's can learn."""
+    """Return the weight quantizer, with scales per layer or powers of two if the target requires these; only a layer's scale is learned."""
     weight = operator.layer.weight(
         **fx.map_arg(arguments, lambda operand: parameter_value(gm, operand) if is_parameter(operand) else operand)
     )
@@ -166,7 +166,7 @@ def _weight_quantizer(
 
 
 def _factors(node: fx.Node, operator: Operator, arguments: dict[str, Any]) -> ChannelFactors | None:
-    """One factor for each channel that the operator reads, and each it gives; None where it has no channels of a fixed number."""
+    """Return factors of 1 for the operator's input and output channels; None if their numbers are not fixed."""
     if operator.layer.channels is None:
         return None
     dim = operator.layer.channels(arguments)

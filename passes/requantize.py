@@ -73,7 +73,7 @@ def _read_as_asked(gm: fx.GraphModule, context: Context) -> int:
 
 
 def _is_on(operand: fx.Node, asked: ActivationConfig) -> bool:
-    """Whether an operand is on the grid that is asked for; always, where it has no scale, as an int64 tensor."""
+    """Return whether an operand has the dtype and scale that `asked` requires; True for an operand without a scale."""
     known = annotation(operand)
     if known is None or known.dtype is None or known.dtype in PLAIN_TYPES or known.dtype == "int32":
         return True

@@ -38,12 +38,12 @@ def covering(
 
 
 def is_overridden(rule: Rule, others: tuple[MatchedRules, ...]) -> bool:
-    """Whether another rule is the own one of an operator that this one covers as well."""
+    """Return whether a more specific rule takes the place of `rule` for one of the operators that it covers."""
     return any(rules[0][0] != rule and any(rule == covers for covers, _ in rules) for rules in others)
 
 
 def apart(layer: fx.Node, part: fx.Node) -> str | None:
-    """Why the rules keep a node from being fused into the one before it: one is to be integer, and the other not."""
+    """Return why the rules prevent fusing `part` into `layer`, or None: they keep one of them in float, and not the other."""
     first, other = matched_rules(layer)[0], matched_rules(part)[0]
     (_, chosen), (rule, wanted) = first[0], other[0]
     if (chosen is None) == (wanted is None) or is_overridden(rule, (first,)):
@@ -71,7 +71,7 @@ class Decision:
 
 
 def is_named(node: fx.Node) -> bool:
-    """Whether a rule names this operator itself: its function, its call or its node, rather than a module around it."""
+    """Return whether a rule names this operator itself, by its function, call or node, rather than a module around it."""
     own = [rules[0][0] for rules in matched_rules(node)]
     around = prefixes(module_path(node))
     return any(rule.kind in ("type", "call") or (rule.kind == "name" and rule.key not in around) for rule in own)
@@ -104,7 +104,7 @@ def result_config(node: fx.Node) -> ActivationConfig:
 
 
 def attributes(gm: fx.GraphModule, attached: Mapping[str, Chosen]) -> list[tuple[Rule, Chosen]]:
-    """The QConfigs that stand on modules as an attribute, as far as a traced graph has calls inside of them."""
+    """Return the rules of QConfigs attached to modules, for modules with calls in the graph, and of `attached`."""
     around = {path: chosen for node in gm.graph.nodes for path, chosen in attached_qconfigs(node)}
     return [(Rule("attribute", path), chosen) for path, chosen in {**around, **attached}.items()]
 

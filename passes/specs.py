@@ -73,7 +73,7 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
 def _why_float(
     gm: fx.GraphModule, node: fx.Node, operator: Operator | None, qconfig: QConfig | None, needed: dict[fx.Node, str]
 ) -> str | None:
-    """Why the node must stay in float; None if it becomes integer."""
+    """Return why the node must stay in float; None if it becomes integer."""
     because = refusal(node)
     if because is not None:
         return because

@@ -116,7 +116,7 @@ def _ranks(site: Site) -> list[Any]:
 
 
 def _aligned(site: Site) -> list[Any]:
-    """For each item, in the tighter of the two layouts: channels in fours and columns in eights, or channels in thirty-twos."""
+    """Return the padded elements per item, in the smaller of two layouts: channels to 4 and columns to 8, or channels to 32."""
     if len(site.result) != 4:
         return []
     channels, rows, columns = (size if isinstance(size, int) else 1 for size in site.result[1:])

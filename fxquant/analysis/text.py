@@ -99,7 +99,7 @@ def _call(gm: fx.GraphModule, node: fx.Node) -> str:
 
 
 def _arguments(record: Operator | Primitive | None, node: fx.Node) -> str:
-    """Return the arguments, by name after the first, without those at their defaults."""
+    """Return the arguments as text, by name after the first, without arguments that equal their default."""
     parameters = _parameters(record)
     shown = []
     for index, value in enumerate(node.args):

@@ -39,7 +39,7 @@ class Result:
 
     @checked()
     def export(self, path: str | os.PathLike[str], **options: Any) -> Path:
-        """Write the integer model as ONNX; options are those of `export_onnx`."""
+        """Write the integer model as ONNX; options are as in `export_onnx`."""
         return export_onnx(self.integer, path, **options)
 
     @checked(path=PATH)

@@ -152,7 +152,7 @@ def _recorded(inputs: ExampleInputs, trace_at: _TraceAt, qconfigs: Mapping[str, 
 
 
 def _runs_at_one_size(inputs: ExampleInputs, trace_at: _TraceAt) -> bool:
-    """Whether a model that cannot be traced at any batch size can be at the example's."""
+    """Return whether a model that cannot be traced with a dynamic batch can be traced at the example's sizes."""
     try:
         trace_at(inputs.fixed(), again=True)
     except FxQuantError:

@@ -261,7 +261,7 @@ class Draws(OwnRandomNumbers):  # type: ignore[no-untyped-call]
                     set_(before)
 
     def returned(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-        """A forward hook: compare the shape of a result with that of the only argument."""
+        """Record, as a forward hook, whether a module's result always has the shape of its only argument."""
         fits = len(args) == 1 and isinstance(args[0], Tensor) and isinstance(result, Tensor) and result.shape == args[0].shape
         path = self._paths[id(module)]
         self._fitting[path] = fits and self._fitting.get(path, True)

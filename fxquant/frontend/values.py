@@ -232,7 +232,7 @@ def python_name(function: Callable[..., Any]) -> str:
 
 
 def _recorded(function: Callable[..., Any], how: str, reflected: bool = False) -> Callable[..., Any]:
-    """Return a Python operator as a method of tensors, or of batch numbers, that the trace records by `how`, a method of its handler."""
+    """Return a Python operator as a method of traced tensors or batch numbers; it calls the handler's method named `how` to record it."""
 
     def apply(self: Any, *others: Any) -> Any:
         if isinstance(self, BatchNumber) and not all(isinstance(other, (int, float)) for other in others):

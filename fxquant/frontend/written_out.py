@@ -271,7 +271,7 @@ for _name in (
 
 @_stands_for(Tensor.new_tensor)
 def _new_tensor(input: Tensor, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> Any:
-    """Numbers that the model's Python holds are a constant."""
+    """Return a constant tensor for `new_tensor` of Python numbers; NotImplemented for tensors among them."""
     if isinstance(data, Tensor) or not _of_numbers(data):
         return NotImplemented
     return torch.tensor(data, dtype=dtype or input.dtype, device=device or input.device)

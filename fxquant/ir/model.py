@@ -466,7 +466,7 @@ class _Collection:
 
     @classmethod
     def keep_own(cls) -> None:
-        """In a forked child, forget the compilations of other threads, which do not continue there."""
+        """Forget the compilations of other threads, in a forked child, where these threads do not exist."""
         for thread in [thread for thread in cls.paused_by if thread != threading.get_ident()]:
             cls.resume(thread)
 

@@ -214,7 +214,7 @@ class Lowering:
         return value
 
     def note(self, key: str, value: object) -> None:
-        """Record a fact about how this operator was lowered."""
+        """Record a fact about the lowering of this operator."""
 
     def result(self, exact: Callable[[], Any], real: Callable[[], Tensor], to: Quantizer | None = None) -> Quantized:
         """Return the operator's output: `exact()` returns its integers, `real()` its float values before quantization.

@@ -155,7 +155,7 @@ def _tell(model: fx.GraphModule, message: str, *arguments: Any) -> None:
 
 
 def check_kind(index: int, name: str, value: Any) -> None:
-    """Raise CalibrationError for an array of another library, and say how it becomes a tensor."""
+    """Raise CalibrationError for a NumPy array, with the conversion to a tensor as remedy."""
     if type(value).__module__.partition(".")[0] == "numpy":
         what = f"its value for {name!r}" if name else "it"
         remedy = "convert it: torch.from_numpy(array), here or in batch_fn; a DataLoader does"

@@ -360,7 +360,7 @@ class TrainableScale(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _reach_in(self, state_dict: Mapping[str, Any], prefix: str) -> float:
-        """The reach that a state_dict says."""
+        """Return the `reach` of the quantizer whose state_dict this is; here the module's."""
         return self.reach
 
 
@@ -371,7 +371,7 @@ def method_of(state_dict: Mapping[str, Any], prefix: str) -> Method | None:
 
 
 def _popped(state_dict: dict[str, Any], prefix: str, method: Method | None) -> Parameters:
-    """The parameters of a method, which the state_dict then has no more."""
+    """Remove the parameters of a method from a state_dict, and return them."""
     return () if method is None else tuple(state_dict.pop(prefix + name) for name in method.parameters)
 
 

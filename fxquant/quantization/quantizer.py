@@ -280,7 +280,7 @@ class Quantizer(TrainableScale):
         return grid_from_range(low, high, dtype, self._many.get(lambda: many_at_ends(self.observers, dtype), *seen))
 
     def covered(self) -> tuple[Tensor, Tensor]:
-        """The calibrated range (low, high) from the observations, regardless of later changes of the scale."""
+        """Return the calibrated range (low, high) from the observations, regardless of later changes of the scale."""
         assert self.observer is not None
         observer = self.chooser(self.observer)
         if self.dtype.affine:

@@ -391,7 +391,7 @@ class Rule:
 
 
 def is_dynamic(chosen: Chosen) -> bool:
-    """Whether a rule asks for layers that are quantized at run time."""
+    """Return whether a QConfig asks for dynamic quantization."""
     return chosen is not None and chosen.dynamic
 
 
@@ -546,7 +546,7 @@ class QConfigMapping:
         return [(Rule(kind, key), chosen) for kind, rules in kinds for key, chosen in rules.items()]
 
     def covering(self, node_name: str, path: str, kinds: tuple[Any, ...], places: Sequence[Call] = ()) -> MatchedRules:
-        """The rules that cover the node with this name, from this module path, spelled by one of these types, which are these calls."""
+        """Return the rules, nearest first, that cover a node with this name, module path, types (its call forms) and calls."""
         calls = [(Rule("call", call), self.calls[call]) for call in places if call in self.calls]
         names = [(Rule("name", name), self.names[name]) for name in dict.fromkeys((node_name, *prefixes(path))) if name in self.names]
         patterns = [(Rule("pattern", pattern), chosen) for pattern, chosen in self.patterns.items() if path and re.match(pattern, path)]
@@ -555,13 +555,13 @@ class QConfigMapping:
 
 
 def prefixes(path: str) -> list[str]:
-    """The path, then every path above it, nearest first."""
+    """Return a module path and the paths of its parents, nearest first."""
     parts = path.split(".")
     return [".".join(parts[:end]) for end in range(len(parts), 0, -1)] if path else []
 
 
 def attached_qconfigs(model: nn.Module) -> dict[str, Chosen]:
-    """The QConfigs that stand on a model's modules as their attribute `qconfig`, by module path; None keeps a module in float.
+    """Return the attributes `qconfig` of a model's modules, by module path; None keeps a module in float.
 
     Objects of another library under that name are left out, with one log line; a None beside them is that library's, too.
     """

@@ -266,7 +266,7 @@ class WeightQuantizer(torch.nn.Module):
     def folded(
         self, weight: Tensor, gain: Tensor | None, least: Tensor | None = None, by_threshold: bool = False
     ) -> QuantizedWeight | None:
-        """`integers` of a weight times the gain, which it has not been multiplied by yet; None where that takes more than two passes."""
+        """Return the `integers` of weight · gain by two fused kernels; None if the weight quantizer needs more than those."""
         simple = self.learned is None and self.p is None and self.coverage is None and type(self.rounding) is Nearest
         if not simple or not fused_layers.admitted(weight, gain) or weight.numel() == 0:
             return None
@@ -340,7 +340,7 @@ BatchNorm = torch.nn.modules.batchnorm._BatchNorm | BatchNormTensors
 
 
 def multiplied(batch_norm: BatchNorm, factors: Tensor) -> BatchNorm:
-    """The batch norm whose result is multiplied by one factor for each channel; its statistics are the same tensors, which move alike."""
+    """Return a batch norm whose result is multiplied by `factors`, one per channel; it has the same tensors as running statistics."""
     bn = BatchNormTensors(*(getattr(batch_norm, name) for name in BatchNormTensors._fields))
     weight = factors if bn.weight is None else bn.weight * factors
     bias = None if bn.bias is None else bn.bias * factors

@@ -108,7 +108,7 @@ Measured = tuple[Judged, str, Found, float]
 
 
 def _with_followers(measured: Sequence[Measured], effects: Effects) -> list[Measured]:
-    """Reorder the tensors with an outlying channel: one comes before those whose outlier follows from it, and has their largest effect."""
+    """Reorder tensors with an outlier channel: the source of an outlier comes before tensors that inherit it, with their largest effect."""
     outliers = {each[0].reference: each for each in measured if each[1] == outlier_channel.__name__}
     sources: dict[str, list[str]] = {}
     for name, (tensor, *_) in outliers.items():
@@ -130,7 +130,7 @@ def _with_followers(measured: Sequence[Measured], effects: Effects) -> list[Meas
 
 
 def _owners(tensors: Sequence[Judged]) -> Iterator[Judged]:
-    """Yield the tensors, without those that share the grid of one before them and so do not decide its scale."""
+    """Yield the tensors, without the ones that share the scale of an earlier tensor."""
     there: set[object] = set()
     for tensor in tensors:
         grid = tensor.facts.grid

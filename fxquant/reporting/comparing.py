@@ -34,7 +34,7 @@ from fxquant.tuning.effects import Parts, is_real
 
 
 def pairs(a: Form, b: Form) -> dict[str, str]:
-    """For every tensor of `b` that `a` has: the name that it has there, in the order of `b`.
+    """Map the name of every tensor of `b` that `a` has to its name in `a`, in the order of `b`.
 
     In a graph that was not prepared it is the last of the nodes that became the one; of several that one became a part of, the last has it.
     """

@@ -68,13 +68,13 @@ class Effects:
         return [part for parts in self.parts.of(real) for _, part in parts]
 
     def of_grids(self, tensors: Iterable[Judged], steps: Steps | None = None) -> float:
-        """That of rounding tensors all at once, each to its own grid, if it has one, or to these steps."""
+        """Return the effect of quantizing these tensors together, each with its own scale, or all with `steps`."""
         known = [(each, grid) for each in tensors if (grid := steps or each.statistics.steps) is not None]
         grids = {reference: (grid, each.factors) for each, grid in known for reference in each.references}
         return self.distance(self._run(grids, lambda name, value, read: _rounded(value, *grids[name])))
 
     def of(self, tensor: Judged) -> float:
-        """That of rounding one tensor to its own grid, which is measured once."""
+        """Return the effect of quantizing one tensor with its scale; it is measured once."""
         if tensor.name not in self.measured:
             self.measured[tensor.name] = self.of_grids([tensor])
         return self.measured[tensor.name]
@@ -105,7 +105,7 @@ class Effects:
         return found
 
     def of_errors(self, errors: Mapping[str, Tensor]) -> float:
-        """That of adding these to tensors of the float model."""
+        """Return the effect of adding these errors to tensors of the float model."""
         return self.distance(self._run(errors, lambda name, value, read: (value.double() + errors[name]).to(value.dtype)))
 
     def operands(self, names: Sequence[str]) -> list[str] | None:
@@ -166,7 +166,7 @@ class Effects:
         return {name: value for name, value in found.items() if is_real(value)}
 
     def of_batch_statistics(self, name: str, mended: Sequence[str] = ()) -> float:
-        """That of the batch's own mean and variance in place of the running ones of a batch norm, where others have theirs already."""
+        """Return the effect of normalizing one batch norm with the batch's statistics, in addition to the `mended` ones."""
         wanted = self._run(mended, self._with_own) if mended else self.outputs
         return self.distance(self._run((*mended, name), self._with_own), wanted)
 

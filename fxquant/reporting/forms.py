@@ -84,7 +84,7 @@ class OnnxForm(Form):
         return {name: torch.tensor(value, device="cpu", dtype=torch.int64) for name, value in known.items() if value}
 
     def inputs(self, batch: Any, index: int) -> list[Any]:
-        """Return the leading tensors of a batch, or those of the inputs' names."""
+        """Return the inputs of a batch: the first tensors, or a dict's tensors of the inputs' names."""
         names = self.input_names
         found = [batch.get(name) for name in names] if isinstance(batch, Mapping) else pytree.tree_leaves(batch)[: len(names)]
         if len(found) < len(names) or not all(isinstance(value, Tensor) for value in found):

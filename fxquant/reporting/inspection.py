@@ -221,7 +221,7 @@ def _grid(row: Row) -> str:
 
 
 def difference(a: Contents, b: Contents) -> str:
-    """Return how two files differ: graphs, scales, tensors; empty if they do not. Raises ConfigurationError for files of two kinds."""
+    """Return the differences of two files (graphs, scales, tensors) as text, or "". Raises ConfigurationError for files of two kinds."""
     if a.kind != b.kind:
         raise ConfigurationError(
             f"{a.path} and {b.path} cannot be compared as text",

@@ -45,7 +45,7 @@ CHANNELS = 256  # of a tensor or a weight that are drawn; of more, the largest o
 def contents(
     model: fx.GraphModule, comparison: Comparison | None, forms: Mapping[str, Comparison], findings: Sequence[Any], title: str
 ) -> dict[str, Any]:
-    """Everything that the page shows; numbers that are infinite or no numbers are null."""
+    """Return the data of the page as values for JSON; infinite numbers and NaN are null."""
     known = layers(model)
     target = model_meta(model).get("target")
     shown = drawing(model)

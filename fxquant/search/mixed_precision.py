@@ -79,7 +79,7 @@ class Budget:
             )
 
     def on(self, target: Target) -> Budget:
-        """The budget with the peak rates of the target's chip, where it limits seconds and has no speed. Raises ConfigurationError."""
+        """Return the budget with the target's peak rates as `speed`, if it needs one. Raises ConfigurationError if these are unknown."""
         if self.latency is None or self.speed is not None:
             return self
         if target.roofline is None:
@@ -147,7 +147,7 @@ def costs(choices: Choices, dtypes: Mapping[str, str], speed: Speed | None = Non
 
 
 def fits(found: Mapping[str, float], budget: Budget) -> bool:
-    """Whether costs are within the budget, but for a rounding error."""
+    """Return whether costs are within the budget, up to a rounding error."""
     return all(found[name] <= limit * (1 + 1e-9) for name, limit in budget.limits.items())
 
 
@@ -220,7 +220,7 @@ def optimum(choices: Choices, losses: Mapping[str, Mapping[str, float]], budget:
 
 
 def _column(key: tuple[str, ...], column: Mapping[tuple[str, str], int], pairs: dict[Any, int]) -> int | None:
-    """The variable that a cost is multiplied by; None where it is a constant, or one of a dtype that is not chosen."""
+    """Return the column of the variable that a cost is multiplied by; None for a dtype that cannot be chosen."""
     left, left_dtype, right, right_dtype = key
     if not right:
         return column.get((left, left_dtype))
@@ -347,7 +347,7 @@ class Work:
     show: bool | None
 
     def with_mapping(self, mapping: QConfigMapping, options: Options | None = None) -> fx.GraphModule:
-        """The model prepared with a mapping, in VALIDATE, with the corrections of these options, or of the work's own.
+        """Return the model prepared with a mapping, in VALIDATE, with the corrections of `options`, by default the work's.
 
         Raises NotCalibrated where the observations leave a scale open.
         """
@@ -391,7 +391,7 @@ def work_of(
 
 
 def search(work: Work, budget: Budget, metric: Metric | None) -> MixedPrecision:
-    """The best dtypes for a model that is prepared and calibrated."""
+    """Return the best dtypes for a prepared and calibrated model."""
     widths, checkpoint = work.options.widths, work.options.checkpoint
     budget = budget.on(work.prepared.meta["target"])
     known = find(work.prepared, work.samples, work.options, work.show, kinds=budget.kinds)
@@ -426,7 +426,7 @@ def search(work: Work, budget: Budget, metric: Metric | None) -> MixedPrecision:
 
 
 def _uniform(choices: Choices, widths: Sequence[int], budget: Budget) -> list[tuple[str, dict[str, str]]]:
-    """Every choice of one width for all weights and one for all tensors, as far as these can have it."""
+    """Return (name, dtypes) for every pair of one width for all weights and one for all tensors; a choice without it keeps its dtype."""
     found: dict[tuple[tuple[str, str], ...], tuple[str, dict[str, str]]] = {}
     for weights in widths:
         for tensors in widths if len(budget.kinds) > 1 else [0]:

@@ -301,7 +301,7 @@ def _estimated(reference: FloatOutputs, wanted: Sequence[Choice], seed: int) -> 
 
 
 def _probe(outputs: Sequence[Tensor], powers: Sequence[float], generator: torch.Generator) -> Tensor:
-    """The outputs with random signs, summed, so that the expected square of a change of it is the noise of that change."""
+    """Return the normalized sum of the outputs times random signs: the expected square of its change is their relative noise."""
     total = torch.zeros((), device="cpu", dtype=torch.float32)
     for output, power in zip(outputs, powers, strict=True):
         signs = torch.randint(0, 2, output.shape, generator=generator, device="cpu").to(output) * 2 - 1

@@ -54,7 +54,7 @@ class Recipe:
 
     @staticmethod
     def of(document: dict[str, Any]) -> Recipe:
-        """The recipe of a document."""
+        """Return the recipe of a document."""
         mapping = read(document["mapping"], "the checkpoint's mapping")
         return Recipe(mapping, tuple(document["methods"]), document["corrections"])
 
@@ -82,7 +82,7 @@ Remedy = Callable[[State], Proposals]  # one way to lose less
 
 
 def _observers(state: State) -> Proposals:
-    """The observer that is best for each tensor, and the best one for all."""
+    """Propose the result of `search_observers`, unless no observer is better."""
     found = observer_search.search(state.untuned(), observer_search.OBSERVERS, None)
     if found.chosen != "as given":
         yield found.chosen, replace(state.recipe, mapping=found.qconfig)
@@ -109,7 +109,7 @@ def _sixteen(state: State) -> Proposals:
 
 
 def _within_budget(state: State) -> Proposals:
-    """The dtypes that are best within the budget."""
+    """Propose the best dtypes within the budget."""
     if state.budget is not None:
         found = mixed_precision.search(state.untuned(), state.budget, None)
         yield found.chosen.name, replace(state.recipe, mapping=found.qconfig)
@@ -365,7 +365,7 @@ class _Session:
             self.best, self.recipe, self.made = step, recipe, made
 
     def _built(self, recipe: Recipe) -> fx.GraphModule:
-        """The model of a recipe; from the best so far where that is its beginning."""
+        """Return the model of a recipe, built on the best model so far if the recipe only appends methods to it."""
         if self.made is None and recipe != self.recipe:
             self.made = self._built(self.recipe)
         if self.made is not None and recipe == self.recipe:

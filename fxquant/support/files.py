@@ -160,7 +160,7 @@ def in_child(owner: Any, function: Callable[[Any], None]) -> None:
 
 
 def free_in_child(owner: Any, name: str, make: Callable[[], Any], interrupted: Callable[[Any], None] | None = None) -> None:
-    """In a forked child, replace the owner's lock of that name by a new one where another thread of the parent held it.
+    """Replace a lock, the owner's attribute `name`, by a new one in a forked child, if another thread of the parent held it.
 
     `interrupted` is then called with the owner, whose state that thread may have left between two changes.
     """

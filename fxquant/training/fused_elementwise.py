@@ -236,7 +236,7 @@ class Joining(Protocol):
         """Return the least and the largest accumulator: float64, of shape (2, columns) where constants are per column, else (2, 1)."""
 
     def forward(self, join: Join, how: Rounded, ratio: Tensor, marks: bool) -> tuple[Tensor, Tensor, Tensor | None, int]:
-        """Return the integers, the dequantized tensor, a saturation mask, and how many elements have no gradient.
+        """Return the integers, the dequantized tensor, a saturation mask, and the number of elements without gradient.
 
         The dequantized tensor is never -0.0. The mask is computed if `marks`: bytes that are 1 where an element has a gradient.
         """

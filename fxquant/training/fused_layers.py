@@ -175,7 +175,7 @@ class Passes:
         return value, (value * how.scale).add_(0.0)
 
     def mark(self, accumulator: Accumulator, ratio: Tensor, how: Rounded) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Return the results of `finish`, a saturation mask, uint8 with the strides of the sums, and how many elements have no gradient."""
+        """Return the results of `finish`, a saturation mask, uint8 with the sums' strides, and the number of elements without gradient."""
         real = accumulator.value() * ratio.reshape(accumulator.form.shape)
         inside = how.inside(real)
         return *self.finish(accumulator, how), inside.to(torch.uint8), int(inside.numel() - inside.sum())

@@ -257,7 +257,7 @@ class _Pupil:
             yield from (self._moved(inputs) for _ in range(COPIES))
 
     def _moved(self, inputs: list[Any]) -> list[Any]:
-        """Each image moved by its own way; of one sample, all inputs alike."""
+        """Shift each sample's images by a random distance, the same for all inputs of a sample."""
         images = [value for value, moves in zip(inputs, self.moves, strict=True) if moves]
         if not images:
             return inputs

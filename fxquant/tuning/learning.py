@@ -220,7 +220,7 @@ class Student:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Everything is as it was."""
+        """Restore the rounding, coverage and scales from before learning."""
         for node, parts in self.before.items():
             self.operators[node].weight_quantizer.put(parts)
         for number, before in self.numbers:

@@ -356,7 +356,7 @@ def multi_head_attention(
     add_zero_attn: bool = False,
     dropout_p: float = 0.0,
 ) -> Any:
-    """PyTorch's nn.MultiheadAttention: the attention, and its weights, or None; `parameters` are those of `HELD`."""
+    """Compute nn.MultiheadAttention: return (attention, weights or None); `parameters` are the module's, in the order of `HELD`."""
     rank, width = len(fact(query).shape), fact(query).shape[-1]
     joint, *separate, bias, out_weight, out_bias, bias_k, bias_v = parameters
 

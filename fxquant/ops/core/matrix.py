@@ -94,7 +94,7 @@ def box(length: int, count: int) -> Tensor | None:
 
 
 def window_sizes(lengths: Sequence[int], counts: Sequence[int]) -> Tensor:
-    """Return how many elements each window has, in all dimensions together: float32, one number if all agree."""
+    """Return the number of elements of each window, over all dimensions together: float32, a scalar if all are equal."""
     sizes = torch.ones((), device="cpu", dtype=torch.float32)
     for length, count in zip(lengths, counts, strict=True):
         along = torch.tensor([float(stop - start) for start, stop in uneven_windows(length, count)], device="cpu", dtype=torch.float32)
@@ -126,7 +126,7 @@ def cubic_weight(distance: Fraction, a: Fraction) -> Fraction:
 
 @functools.cache
 def cubic_rows(length: int, count: int, factor: float | None, align_corners: bool) -> tuple[Row, ...]:
-    """PyTorch's bicubic interpolation along one dimension: four neighbours, the first and the last element repeated outside."""
+    """Return the weights of PyTorch's bicubic interpolation along one dimension: four neighbours per output, edges repeated."""
     step, rows = _step(length, count, factor, align_corners), []
     for output in range(count):
         source = output * step if align_corners else (output + HALF) * step - HALF
@@ -153,7 +153,7 @@ def linear_rows(length: int, count: int, factor: float | None, align_corners: bo
 
 @functools.cache
 def antialiased_rows(length: int, count: int, factor: float | None, align_corners: bool, cubic: bool) -> tuple[Row, ...]:
-    """PyTorch's interpolation with antialias=True: where it shrinks, the filter is as much wider."""
+    """Return the weights of PyTorch's interpolation with antialias=True: for downsampling, the filter is wider by the factor."""
     step, rows = _step(length, count, factor, align_corners), []
     wider = max(step, Fraction(1))
     support = (2 if cubic else 1) * wider
@@ -212,7 +212,7 @@ def added_product(input: Tensor, one: Tensor, other: Tensor, equation: str, beta
 
 
 def computed_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A linear layer with a weight that the model computes."""
+    """Compute F.linear with a weight that the model computes."""
     return torch.nn.functional.linear(input, weight, bias)
 
 

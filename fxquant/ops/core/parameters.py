@@ -39,7 +39,7 @@ def spread(weight: Tensor, dilation: list[int]) -> Tensor:
 
 
 def channel_weight(like: Tensor, factor: float) -> Tensor:
-    """`factor` for each of as many channels as the tensor has elements: the weight of a depthwise 1×1 convolution."""
+    """Return the weight (C, 1, 1, 1) of a depthwise 1×1 convolution, all `factor`, with C elements of `like`."""
     return torch.full((like.numel(), 1, 1, 1), factor, dtype=like.dtype, device=like.device)
 
 

@@ -366,7 +366,7 @@ def lower_uniform(
 
 
 def _lift(layer: LayerSum, bias: Tensor | None, steps: tuple[Tensor, ...], to: Quantizer | None) -> Lift | None:
-    """Return by how much the bias's integers grow, as a function of an output's scale; None where the accumulator is rounded otherwise."""
+    """Return a function of the output's scale: the increase of the bias's integers by half a step of the output; or None."""
     arithmetic, trailing = layer.lowering.arithmetic, layer.product.trailing
     if not arithmetic.half_step_in_bias or to is None or (to.dtype == INT32 and bias is None):
         return None
@@ -545,7 +545,7 @@ LARGEST_DIFFERENCE = 127  # of one and a slope, in its steps, where what is adde
 
 
 def shifts_of(slopes: Tensor, bits: int, added: bool) -> tuple[Tensor, Tensor]:
-    """(A, n) of slopes, int64: A = round_half_even(slope · 2^n), with n = `bits`, or less by one where 2^n - A is `added` and no byte."""
+    """Return (A, n), int64: A = round_half_even(slope · 2^n), with n = `bits`, or bits - 1 if `added` and 2^n - A does not fit a byte."""
     shift = torch.full_like(slopes, bits, dtype=torch.int64)
     if added:
         shift = torch.where(2.0**bits - torch.round(slopes.double() * 2.0**bits) > LARGEST_DIFFERENCE, bits - 1, shift)

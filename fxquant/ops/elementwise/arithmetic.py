@@ -85,7 +85,7 @@ def _term(c: Call) -> str:
 
 
 def _onnx_number_layer(c: Call, alpha: float) -> str:
-    """A number, added as the bias of a layer whose weight is the tensor's factor."""
+    """Write the sum of a tensor and a number as a depthwise Conv, with the tensor's factor as weight and the number as bias."""
     first = isinstance(c["input"], str)
     tensor, number = (c["input"], c["other"]) if first else (c["other"], c["input"])
     weight = torch.full((int(c.operand_shape[1]), 1, 1, 1), 1.0 if first else float(alpha), dtype=torch.float32, device="cpu")  # type: ignore[arg-type]

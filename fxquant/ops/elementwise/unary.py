@@ -99,7 +99,7 @@ def _onnx_gelu(c: Call) -> str:
 
 @tabled(_gelu, saturates=True, tried={"approximate": "tanh"}, onnx=_onnx_gelu)
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
-    """PyTorch's gelu, whose setting is a keyword."""
+    """Compute F.gelu with `approximate` as a keyword."""
     return F.gelu(input, approximate=approximate)
 
 
@@ -202,7 +202,7 @@ def power(input: Tensor, exponent: Tensor) -> Tensor:
 
 
 def raised(input: Any, exponent: Any) -> dict[str, Any] | Instead:
-    """A number to the power of a tensor is a function of the tensor, and a tensor to the power of another a composite."""
+    """Adapt torch.pow: number ** tensor to `power_of`, tensor ** tensor to the composite `power`; else return the arguments."""
     if not isinstance(input, fx.Node):
         return Instead(power_of, {"input": exponent, "base": input})
     given = {"input": input, "exponent": exponent}

@@ -189,7 +189,7 @@ def _refuses_diagonal(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def _diag(input: Any, diagonal: int = 0) -> dict[str, Any] | Instead:
-    """Of a matrix its diagonal, of a row a matrix."""
+    """Adapt torch.diag: return the arguments of diagonal for a matrix, and `diag_embed` for a vector."""
     given = {"input": input, "offset": diagonal}
     return Instead(diag_embed, given) if len(shape_of(input)) == 1 else given
 

@@ -66,7 +66,7 @@ def refuses_embedding(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 @sampled("torch.embedding({P(6, 5)}, x.argmax(-1))", "F.embedding(x.argmax(-1), {P(6, 5)}, padding_idx=2)")
 @sampled("{nn.Embedding(6, 5)}(x.argmin(-1))")
 def embedding(lowering: Lowering, input: Any, weight: Tensor) -> Quantized:
-    """For each index in `input`, int64 or int32 of any shape, the row of `weight` [rows, features] there.
+    """Look up rows of `weight` [rows, features] at the indices `input`, int64 or int32 of any shape.
 
     Take rows of the table, which is on the output's grid.
     """
@@ -212,7 +212,7 @@ def _of_each_item(input: fx.Node, entries: list[Any], computed: list[int]) -> bo
 
 
 def dimensions(entry: Any) -> int:
-    """Over how many dimensions an entry of an index reaches."""
+    """Return the number of dimensions that an entry of an index consumes."""
     known = fact(entry) if isinstance(entry, fx.Node) else None
     if isinstance(known, TensorFact) and known.dtype == torch.bool:
         return len(known.shape)

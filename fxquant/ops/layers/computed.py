@@ -40,7 +40,7 @@ def convolved(rank: int) -> Callable[..., dict[str, Any] | Instead]:
 
 
 def _each(size: Any, groups: Any) -> int:
-    """Return how many there are of a size for each group, or, where groups are items, for each item."""
+    """Return the size per group: the coefficient of the batch size if both depend on the batch, else the size if it is fixed, else 0."""
     if isinstance(size, BatchDim) and isinstance(groups, BatchDim):
         return int(size.coefficient)
     return int(size) if isinstance(size, int) else 0
@@ -107,7 +107,7 @@ def _refuses(rank: int) -> Guard:
 
 
 def _products(shapes: Mapping[str, Shape], result: Shape) -> int | Fraction:
-    """Return the products of a layer, from the shapes of its arguments and of its result: for each result, those of a row of its weight."""
+    """Return the number of multiply-accumulates of a layer: elements of the result times elements of a row of the weight."""
     return math.prod(result) * math.prod(shapes["weight"][1:])
 
 

@@ -84,7 +84,7 @@ def _outer(build: Builder, first: tuple[str, fx.Node], second: tuple[str, fx.Nod
 
 
 def _length(letters: str, sizes: dict[str, int]) -> int:
-    """Return how many elements dimensions have together; -1 where that depends on the batch."""
+    """Return the product of the sizes of these dimensions; -1 if it depends on the batch."""
     lengths = [sizes[letter] for letter in letters]
     return -1 if -1 in lengths else math.prod(lengths)
 

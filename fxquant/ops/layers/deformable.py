@@ -112,7 +112,7 @@ _REFUSES_TAPS: tuple[Guard, Guard] = (
 def deformed_taps(
     lowering: Lowering, input: Quantized, offset: Quantized, kernel_size: Any, stride: Any = 1, padding: Any = 0, dilation: Any = 1
 ) -> Quantized:
-    """(N, C, H'·kh, W'·kw): what each tap of each output reads, block by block."""
+    """Return (N, C, H'·kh, W'·kw): the sampled input of each tap of each output, in blocks of kh by kw."""
     (rows, columns), (moves, height, width) = sizes(kernel_size, 2), known_sizes(offset.shape[1:])
     channels, *spatial = known_sizes(input.shape[1:])
     groups = moves // (2 * rows * columns)

@@ -18,7 +18,7 @@ from fxquant.ops.reduction.progression import along
 
 
 def _listed(*tensors: Any, **named: Any) -> dict[str, Any]:
-    """Tensors by position, or one list of them."""
+    """Return the canonical arguments for tensors passed by position, or as one list."""
     return {"tensors": listed(tensors), **{name: value for name, value in named.items() if value is not None}}
 
 

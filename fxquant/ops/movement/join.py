@@ -53,13 +53,13 @@ def _along(dim: int, rank: int) -> Callable[..., dict[str, Any] | str]:
 
 
 def _without_nothing(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Leave out tensors without elements where others have any; PyTorch ignores those of one dimension, as a cache begins with."""
+    """Drop empty tensors from a concatenation, unless all are empty; PyTorch ignores an empty 1-d tensor, the initial value of a cache."""
     kept = [tensor for tensor in arguments["tensors"] if not isinstance(fact(tensor), TensorFact) or 0 not in fact(tensor).shape]
     return {**arguments, "tensors": kept or arguments["tensors"]}
 
 
 def _joined(c: Call) -> list[str]:
-    """Return the float values of what is concatenated; a parameter has none among the arguments."""
+    """Return the names of the concatenated float values; parameters are written as constants."""
     return [c.operand(f"operand{index}") if value is None else value for index, value in enumerate(c["tensors"])]
 
 

@@ -67,7 +67,7 @@ def _onnx_unfold(c: Call) -> str:
     ),
 )
 def unfold(lowering: Lowering, input: Quantized, **settings: Any) -> Quantized:
-    """(N, C, H, W) as (N, C · taps, windows): every window of an image as a column.
+    """Return every window of images (N, C, H, W) as a column: (N, C · taps, windows), as F.unfold.
 
     Pad with zeros, order rows and columns by taps and windows, and put both kinds of taps before the windows.
     """

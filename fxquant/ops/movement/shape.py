@@ -43,7 +43,7 @@ def many_sizes(node: fx.Node) -> bool:
 
 
 def varying_sizes(sizes: Sequence[Size]) -> int:
-    """Return how many sizes depend on the batch."""
+    """Return the number of sizes that depend on the batch size."""
     return len(sizes) - sum(isinstance(size, int) for size in sizes)
 
 

@@ -21,7 +21,7 @@ from fxquant.ops.movement.shape import reshape
 
 
 def _places(shape: tuple[Size, ...], way: Any) -> Tensor | None:
-    """Where the elements of the view lie, in all of a tensor, or in each item of a batch of any size; None where that is not the same.
+    """Return the flat indices, int64, of a view's elements in the base tensor, or in each item of the batch; None if items differ.
 
     They are in the shape of the view, which, of a batch, has a first dimension of 1.
     """

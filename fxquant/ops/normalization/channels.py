@@ -88,7 +88,7 @@ def _form(trailing: int) -> Product:
 @sampled("nn.BatchNorm1d(8)", x=(8,))
 @sampled("nn.BatchNorm3d(3)", x=IMAGES[3])
 def batch_norm(lowering: Lowering, input: Quantized, batch_norm: BatchNorm, *, clamp: Clamp | None = None) -> Quantized:
-    """Batch normalisation with running statistics, and a fused clamp.
+    """Normalize channels with running statistics, and apply a fused clamp.
 
     Fold it into a layer that multiplies every channel by one; a channel's only weight is then ±127 steps.
     """

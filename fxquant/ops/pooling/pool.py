@@ -74,7 +74,7 @@ def runs(size: int, taps: int, step: int, padding: int, windows: int, counts_pad
 
 
 def onnx_uneven(c: Call, along: list[list[Run]], stride: list[int], channels: int) -> str:
-    """A convolution for each pair of runs, on the scale of the result, side by side."""
+    """Write an average pooling as a depthwise Conv for each pair of runs, requantized to the result's scale and concatenated."""
     rows = []
     for high in along[0]:
         row = []
@@ -129,7 +129,7 @@ def window_padding(
 
 
 def refuses_max_pool(rank: int) -> Guard:
-    """Refuse what `needs_batch` does, and windows that meet no element."""
+    """Refuse operands that `needs_batch` refuses, and windows that lie completely in the padding."""
 
     def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         lengths = known_sizes(shape_of(arguments["input"])[-rank:])
@@ -167,7 +167,7 @@ def with_places_too(name: str) -> dict[str, Any]:
 
 
 def _window(rank: int) -> Callable[[dict[str, Any]], list[int]]:
-    """How far the windows reach; 0, which is none, where a dilated one could lie wholly in a margin."""
+    """Return a function of the arguments that returns the window sizes; 0 for a dilated window, which could lie in the padding."""
 
     def window(arguments: dict[str, Any]) -> list[int]:
         kernel, dilation = sizes(arguments["kernel_size"], rank), sizes(arguments["dilation"], rank)
@@ -271,7 +271,7 @@ def onnx_layer(c: Call) -> str | None:
 
 
 def onnx_average_pool(c: Call) -> str:
-    """AveragePool, and what makes of its divisor another one."""
+    """Write an average pooling as AveragePool and a Mul that corrects its divisor, or as a reduction or Conv."""
     node = c.primitive(pool.sum_pool)
     layer = onnx_layer(c)
     if layer is not None:

@@ -33,7 +33,7 @@ def inverse_root(input: Tensor, root: float = 2.0) -> Tensor:
 
 
 def _powers(build: Builder, input: fx.Node, p: float, dims: list[int], keepdim: bool, last: dict[str, Any]) -> tuple[fx.Node, float]:
-    """Return the tensor that the norm is a root of, and the degree; `last` says how its grid is found where it is the norm itself."""
+    """Return (tensor, degree): the norm is the degree-th root of the tensor. `last` is the demand for a tensor that is the norm."""
     if p == 2:
         return build(sum, build(mul, input, input, demand=WIDE), dims, keepdim, demand=WIDE), 2.0
     if p == 0:

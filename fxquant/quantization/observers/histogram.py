@@ -233,7 +233,7 @@ class HistogramObserver(Observer, names="histogram"):
         return candidates[self._best(candidates / dtype.divisor, dtype)]
 
     def tells(self, dtype: IntType) -> bool:
-        """Whether bins are as fine as the steps of a dtype that covers them all. Where they are not, everything is covered."""
+        """Return whether bins are finer than the steps of a dtype over the full range; if they are not, the full range is covered."""
         return dtype.high < self.bins
 
     def scale(self, dtype: IntType) -> Tensor:
@@ -366,7 +366,7 @@ class HistogramObserver(Observer, names="histogram"):
         return points[counts > 0], counts[counts > 0]
 
     def ends(self) -> tuple[Tensor, Tensor]:
-        """The smallest and the largest value, as far as bins tell, float32; 0 is between them."""
+        """Return the smallest (at most 0) and the largest (at least 0) observed value, to within a bin, float32."""
         edges = torch.arange(1, self.bins + 1, device=self.counts.device, dtype=torch.float64) * (self.reach.double() / self.bins)
         low, high = ((edges * (counts > 0)).max().float().clamp_max(self.largest) for counts in (self.negative, self._positive()))
         return -low, high
@@ -573,7 +573,7 @@ class MixObserver(ThresholdObserver, names="mix"):
 
 
 def within(histogram: HistogramObserver, threshold: Tensor) -> tuple[Tensor, Tensor]:
-    """The range as far as a threshold reaches to either side, so that the same values are covered."""
+    """Return the observed range, clamped to ±threshold: it covers the same values as the threshold does."""
     low, high = histogram.ends()
     return torch.maximum(low, -threshold), torch.minimum(high, threshold)
 
@@ -586,7 +586,7 @@ def percentile_threshold(histogram: HistogramObserver, percentile: float) -> Ten
 
 
 def kl_threshold(histogram: HistogramObserver, dtype: IntType) -> Tensor:
-    """The upper edge of bins, float64, with the smallest divergence; the largest magnitude where there are no more bins than steps."""
+    """Return the threshold, float64, with the least Kullback-Leibler divergence; the largest magnitude if there are too few bins."""
     levels = dtype.high + 1 if dtype.low < 0 or not bool((histogram.negative > 0).any()) else (dtype.high + 1) // 2
     counts, largest = histogram.counts.clone(), histogram.largest.double()
     counts[0] = counts[1]

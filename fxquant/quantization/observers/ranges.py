@@ -32,7 +32,7 @@ class Counting(Protocol):
     """The kernels that a backend may offer; each returns the results of the function of that name in this module."""
 
     def takes(self, value: Tensor) -> bool:
-        """Whether the kernels support this tensor."""
+        """Return whether the kernels support this tensor."""
 
     def ends(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Compute `ends`."""
@@ -304,7 +304,7 @@ class MovingAverageMinMaxObserver(MinMaxObserver, names="moving_average"):
         self.high.add_((high - self.high) * weight)
 
     def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Every range counts as many times as there were batches."""
+        """Average the ranges of several observers, weighted by their numbers of batches."""
         counts = torch.stack([state["count"] for state in states])
         for name in ("low", "high"):
             values = torch.stack([state[name] for state in states]).double()
@@ -393,7 +393,7 @@ def averaged(end: float, found: float, count: int, averaging_constant: float) ->
 
 
 def in_numbers(*scalars: Tensor) -> bool:
-    """Whether scalars may be computed as Python numbers, which takes a tenth of the time and gives the same bits."""
+    """Return whether scalars may be computed as Python numbers: in a tenth of the time, with the same bits."""
     plain = all(type(each) in _PLAIN and each.device.type == "cpu" for each in scalars)
     return plain and not torch._C._are_functorch_transforms_active()
 
@@ -409,7 +409,7 @@ def finite_range(value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def finite_ranges(value: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """`finite_range`, and the same of each item, which dimension 0 counts."""
+    """Return the range (low, high) of a tensor as `finite_range`, and the ranges of its items along dimension 0, each (items,)."""
     if value.numel() == 0:
         raise ValueError("the tensor is empty")
     low, high = ends(value.detach().flatten(1))
