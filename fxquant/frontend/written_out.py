@@ -329,7 +329,7 @@ def _put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False)
 
 @_stands_for(*_methods("index_put"))
 def _index_put(input: Tensor, indices: Sequence[Tensor], values: Tensor, accumulate: bool = False) -> Any:
-    """Accumulate at places of the first dimensions by an index_add along these dimensions flattened to one."""
+    """Return index_put with accumulate=True as an index_add along the indexed dimensions, flattened to one; else NotImplemented."""
     given = list(indices)
     sizes = input.shape[: len(given)]
     if not accumulate or not _fixed(input) or any(each.is_floating_point() or each.dtype == torch.bool for each in given):

@@ -161,7 +161,7 @@ class FusedLowering(EagerLowering):
         return super()._with_slope(exact, value, slope)
 
     def computed(self, value: Any) -> Any:
-        """Compute a deferred call; return anything else as it is."""
+        """Compute a deferred call; return any other value unchanged."""
         if not isinstance(value, fused_elementwise.Deferred):
             return value
         arguments = [self.computed(argument) for argument in value.arguments]

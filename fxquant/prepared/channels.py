@@ -221,7 +221,10 @@ def _spatial(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | 
 
 
 def _padded(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
-    """Move labels with the elements; zeros padded along the channels have no factor, elsewhere they have that of their neighbours."""
+    """Return the labels of a padded tensor: padded zero channels get the label 0, other margins the labels of the elements they copy.
+
+    Return None for a constant other than 0, and for padding of the batch.
+    """
     labels, shape = walk.labels[arguments["input"]], numbers(shape_of(arguments["input"])[1:])
     margins = margins_of(list(arguments["padding"]), len(shape) + 1)
     if arguments.get("value") or margins[0] != (0, 0):

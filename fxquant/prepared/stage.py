@@ -174,7 +174,7 @@ def kernels_of_their_own(gm: fx.GraphModule) -> Iterator[Violation]:
 
 
 def consistent(gm: fx.GraphModule) -> Iterator[Violation]:
-    """Require that targets exist, and that every value is defined before it is used."""
+    """Require that targets exist, every value is defined before it is used, and computed parameters read parameters only."""
     seen: set[fx.Node] = set()
     for node in gm.graph.nodes:
         for operand in node.all_input_nodes:

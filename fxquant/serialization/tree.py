@@ -212,7 +212,7 @@ def _argument(module: nn.Module, name: str) -> Any:
 
 
 def _check_twin(module: nn.Module, arguments: Mapping[str, Any], path: str) -> None:
-    """Refuse a module that its constructor would not make again: an attribute was changed afterwards."""
+    """Raise ExportError if the module's constructor does not reproduce its attributes and shapes: one was changed after construction."""
     twin = construct(type(module), arguments)
     for name, value in twin.__dict__.items():
         if name[0] != "_" and name != "training" and isinstance(value, bool | int | float | str | tuple) and module.__dict__[name] != value:

@@ -207,7 +207,7 @@ class _Pupil:
         return found
 
     def learn(self, steps: int, checkpoint: Checkpoint) -> Iterator[None]:
-        """Learn, one step at a time, from where the checkpoint stands."""
+        """Train from the checkpoint's step on; yield after each step."""
         with torch.no_grad():
             for weight in self.weights:
                 weight.begin()

@@ -125,7 +125,7 @@ class Student:
         self.growth = {quantizer: nn.Parameter(torch.zeros_like(start)) for quantizer, start in self.starts.items()}
 
     def study(self) -> Iterator[None]:
-        """Learn, one step at a time."""
+        """Search the shares of weight scales, then train roundings and activation scales with Adam; yield after each step."""
         with torch.no_grad():
             unit = max(self._loss(index).item() for index in self.lesson.samples.learning[:4])
             for node in self.unit.weighted:

@@ -218,7 +218,7 @@ class Hiding:
 
 
 def _numbers(value: Any) -> set[float]:
-    """Return the numbers that a number or a constant holds."""
+    """Return the set of distinct numbers in a constant, or of a number itself."""
     number = _everywhere(value)
     if number is not None:
         return {number}

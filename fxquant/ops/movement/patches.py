@@ -86,7 +86,7 @@ def unfold(lowering: Lowering, input: Quantized, **settings: Any) -> Quantized:
 
 
 def _places(length: int, window: Window) -> list[list[int]]:
-    """Return which of the elements, in the order of taps and windows, lie at each position of the image."""
+    """Return for each position of an image dimension the flat indices (tap, window) of the column elements that lie there."""
     found: list[list[int]] = [[] for _ in range(length)]
     for element, place in enumerate(itertools.chain(*_taps(length, window))):
         if 0 <= place - window[2] < length:

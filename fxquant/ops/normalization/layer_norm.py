@@ -90,7 +90,7 @@ def magnitude_of(build: Builder, input: fx.Node, dims: Sequence[int]) -> Any:
 def unit_and_inverse(
     build: Builder, input: fx.Node, extent: Callable[[], fx.Node], dims: Sequence[int], eps: float
 ) -> tuple[fx.Node, fx.Node]:
-    """Return the factors of x / sqrt(mean x² + ε): the elements over the extents of their items, and the inverse root of these."""
+    """Return the two factors of x / sqrt(mean x² + ε): u = x / extent of its item, or x itself, and 1 / sqrt(mean u² + ε / extent²)."""
     if not build.normalizes_items:
         return input, build(shifted, _power(build, input, dims), "rsqrt", 1.0, eps, {}, demand=WIDE)
     least, extents = math.sqrt(eps) or NOT_ZERO, extent()
