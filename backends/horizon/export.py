@@ -169,7 +169,7 @@ NAME = such("a name of letters, digits, _, . and -", TEXT.take, lambda name: boo
 )
 @dataclass(frozen=True, kw_only=True)
 class HorizonOptions:
-    """Options of `export_horizon`: four keys of the compiler's configuration, and what its program returns.
+    """Options of `export_horizon`: four keys of the compiler's configuration, and the form of the program's outputs.
 
     optimize_level  "O0" to "O3"; hb_compile's highest level is O2, which it gets for O3
     compile_mode    the goal of the optimization: "latency" or "bandwidth"

@@ -209,7 +209,7 @@ def check(
 
     The result is true if nothing was found; it iterates over the findings, and prints as a table of layer, operator,
     limit, source line and remedy. The model is not changed. A batch size that is not fixed is not
-    checked; `dynamic_shapes={}` in the options checks the example's. With `adapt=True` what `prepare` would replace is left out.
+    checked; `dynamic_shapes={}` in the options checks the example's. With `adapt=True` operators that `prepare` replaces are left out.
 
     A prepared model is checked against the target it was prepared for; all other arguments are ignored.
 

@@ -146,7 +146,7 @@ class EagerLowering(Lowering):
 
 
 class FusedLowering(EagerLowering):
-    """Computes what `EagerLowering` does, with the same bits, by fused kernels of training wherever one is admitted."""
+    """An `EagerLowering` that uses the fused kernels of training wherever one is admitted, with the same bits."""
 
     def call(self, primitive: Callable[..., Tensor], *arguments: Any) -> Any:
         if fused_elementwise.defers(primitive, arguments):

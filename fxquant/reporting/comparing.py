@@ -73,13 +73,13 @@ class Pairing:
     """Two forms, and the pairs of their tensors.
 
     left, right  the forms; the left one is the reference
-    forms        the forms that have references: the left one, and the prepared model in float for parts of recurrences, where it is given
+    forms        the forms with references: the left one, and, if there is one, the prepared model in float, for parts of recurrences
     pairs        for every name of the right form its reference
     parts        the names of parts of recurrences that the left form does not have
-    limits       the interval of a tensor beyond which values make no difference to what reads it
-    firsts       for a tensor of a later step of a recurrence, the name of the first one that is like it
-    seen         what was kept of each pair by the right form's name, of each output, and of each part of one
-    whole        the graph from which parts of outputs are read; None where there is none
+    limits       the interval of a tensor's values that its readers distinguish
+    firsts       for a tensor of a later step of a recurrence, the name of the corresponding one of the first step
+    seen         the statistics of each pair by the right form's name, of each output, and of each part of an output
+    whole        the graph from which parts of outputs are read, or None
     outputs      these parts, from the first batch on
     """
 

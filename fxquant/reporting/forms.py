@@ -455,7 +455,7 @@ def record(
         "quantized"     the integers of quantized tensors, as int64
         "accumulators"  the sums between them, as int64; of an integer model or a file
         "float"         the results of float operators
-        "outputs"       what the model returns, flattened: "output 0", "output 1", …
+        "outputs"       the model's outputs, flattened: "output 0", "output 1", …
 
     Tensors are in the order they are computed, outputs last, and have one name in all forms (see `layers`). `real` gives quantized tensors
     as the float32 numbers they stand for. A prepared model is run in `state`, or in the state its operators are in, and is

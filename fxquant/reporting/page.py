@@ -298,8 +298,8 @@ class Drawing:
     graph   an edge for every value that one operator reads of another; nodes are names
     layers  the facts of each operator, by name; inputs and the output have none
     places  x and y of each; rows are one apart, and the first is at y = 0, the next at -1
-    times   of what a recurrence does alike at several steps, where only the first is drawn: at how many
-    lanes   of each edge that passes rows: the x at which it passes them, beside every box in them
+    times   for an operation of a recurrence, of which only the first step is drawn: the number of steps
+    lanes   for each edge that passes rows: the x at which it passes between their boxes
     """
 
     graph: networkx.DiGraph
@@ -323,7 +323,7 @@ class Drawing:
 def drawing(model: fx.GraphModule) -> Drawing:
     """Return the operators of a graph at any stage, with the inputs and the output. Linear in nodes, edges and the rows that these pass.
 
-    What a recurrence does alike at several steps is one node, and what a step reads of the one before has no edge.
+    The corresponding operations of a recurrence's steps are one node, and there are no edges from one step to the next.
     """
     every = layers(model)
     groups = [(layer, others) for layer, others in alike(every) if others]

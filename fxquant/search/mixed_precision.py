@@ -328,7 +328,7 @@ def mixed_precision(
     with the scales of the one calibration, and measured; so is every uniform choice within the budget. The best of all is chosen by
     `metric`, and then by the error of the outputs. Rules that the qconfig has already stay, as far as no dtype changes.
 
-    Raises ConfigurationError if nothing is within the budget or SciPy is missing, and what `sensitivity` raises.
+    Raises ConfigurationError if nothing is within the budget or SciPy is missing, and the errors of `sensitivity`.
     """
     return search(work_of(model, batches, target, qconfig, options, show_progress), budget, metric)
 

@@ -116,13 +116,13 @@ def search_observers(
     options: Options = DEFAULTS,
     show_progress: bool | None = None,
 ) -> ObserverSearch:
-    """Find the observer of every tensor that leaves the least error at the outputs, from one calibration.
+    """Choose for every tensor the observer with the least error at the outputs, from one calibration.
 
-    Each tensor alone is quantized by each observer. The best of each together, and each observer for the whole model, are then prepared
-    and measured in integers, and the best of these is chosen: by `metric`, and then by the error of the outputs; what is given stays if
-    nothing is better. Scales that were given stay.
+    Each tensor alone is quantized by each observer. The model with the best observer of each tensor, and models with one observer for all
+    tensors, are then prepared and measured in integers, and the best of these is chosen: by `metric`, and then by the error of the
+    outputs; the original qconfig is kept if none is better. Constant scales are not changed.
 
-    Raises what `prepare` and `calibrate` raise, and ConfigurationError for a checkpoint that is of another call.
+    Raises the errors of `prepare` and `calibrate`, and ConfigurationError for the checkpoint of another call.
     """
     return search(work_of(model, batches, target, qconfig, options, show_progress), observers, metric)
 

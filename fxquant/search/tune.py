@@ -271,18 +271,18 @@ def tune(
 ) -> Tuned:
     """Quantize a model so that it loses no more than the tolerance, trying one remedy after the other, the cheapest first.
 
-    Three of four batches calibrate and teach; every fourth is held out, and judges, beside `metric`: an accuracy on a validation set,
-    say. Without one the score is minus the relative error of the outputs in percent, root mean square, and 0 for the float model. What
-    a remedy finds is kept if the score is higher, or the same with less error on what is held
-    out; so nothing that lowers it is kept. The search ends once the score is at most `tolerance` below the float model's.
+    Three of four batches are for calibration and training; every fourth is held out. The score is `metric`, for instance the accuracy on a
+    validation set; by default it is minus the relative root mean square error of the outputs in percent, 0 for the float model. A recipe
+    of a remedy is kept if its score is higher, or equal with less error on the held-out batches. The search ends when the score is at
+    most `tolerance` below the float model's.
 
-    Tried are, in this order: calibration as the qconfig says; with a `budget` that this exceeds, the best dtypes within it; 32-bit
-    outputs of the layers whose sums the model returns; other observers; what calibration corrects, off and on: biases, the rounding of
-    weights by samples, and equalization; int16 for the most sensitive tensors, or, with a budget, which leaves out both of these (32-bit
-    outputs and int16), the best dtypes within it; distillation, in `steps` for the model; AdaRound and block
-    reconstruction, in `steps` for each layer or block.
+    The remedies are, in this order: calibration with the qconfig; if that exceeds a `budget`, the best dtypes within it; 32-bit
+    outputs of the layers whose sums the model returns; other observers; the corrections of calibration, off and on: biases, the rounding
+    of weights by samples, and equalization; int16 for the most sensitive tensors, or, with a budget, which leaves out 32-bit outputs and
+    int16, the best dtypes within it; distillation, in `steps` for the model; AdaRound and block reconstruction, in `steps` for each layer
+    or block.
 
-    Raises CalibrationError for fewer than two batches, and what `prepare`, `calibrate` and, with a budget, `mixed_precision` raise.
+    Raises CalibrationError for fewer than two batches, and the errors of `prepare`, `calibrate` and, with a budget, `mixed_precision`.
     """
     every = list(as_batches(batches))
     if len(every) < 2:

@@ -33,7 +33,7 @@ class Call:
 
     arguments   its canonical arguments, with the names of float values for activations
     constants   its parameters by role: integers, scales, and the axis these run along
-    between     quantizes and dequantizes what a residual is added to, where the integer graph does
+    between     quantizes and dequantizes the value that a residual is added to, or None if the integer graph does not
     rounded     quantizes and dequantizes a value on the scale of the result
     node        the node of the integer graph that is its result
     primitives  the nodes it was lowered to

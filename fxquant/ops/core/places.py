@@ -1,7 +1,7 @@
-"""Indexing several dimensions at once: its float functions, and how its entries are read off a model.
+"""Indexing several dimensions at once: its float functions, and the conversion of a model's index entries.
 
-PyTorch takes entries that are numbers, slices and None first; the lists that are left are broadcast with each other, and what they
-pick takes the place of the first of them, or, where something is between them, comes before everything.
+PyTorch applies numbers, slices and None first; the remaining lists are broadcast with each other, and the dimensions of the picked
+elements take the place of the first list, or come first if the lists are not adjacent.
 """
 
 from __future__ import annotations

@@ -510,7 +510,7 @@ def map_operands(operator: Operator, arguments: Mapping[str, Any], function: Cal
 
 
 class _Entry(NamedTuple):
-    """An entry of the operator table: the record, what makes its arguments canonical, and the name without the marks of a call form."""
+    """An entry of the operator table: the record, the conversion of arguments to canonical ones, and the name without call form marks."""
 
     operator: Operator
     adapt: Any

@@ -36,8 +36,8 @@ class Sample:
                value itself. A parameter that is absent has its default. Of a text: the shapes of its operands, by name
     over       the interval in which activations are uniform; None: they are normal
     within     the largest distance of the integer result from the float function, in steps of the result's scale, for int8 activations
-               that lie on their grid; None: what its kind of operator allows. A result without a grid has to be equal
-    share      the share of elements that may be farther off, where a function jumps, or an order changes, by what is rounded
+               that lie on their grid; None: the limit of its kind of operator. A result without a grid has to be equal
+    share      the share of elements that may be farther off, where rounding crosses a jump of the function, or changes an order
     text       the call as it is written in a model; "": it has the canonical arguments, in each call form
     """
 

@@ -1,8 +1,8 @@
-"""Contractions: einsum and what it expresses, as a matrix product between permutations and reshapes. Composites.
+"""Contractions: einsum and functions expressed by it, as a matrix product between permutations and reshapes. Composites.
 
     Σ_k a[b, i, k] · c[b, k, j]      b in both and in the result, k in both alone, i and j in one and in the result
 
-Dimensions of one kind become one, unless there is one of them; what stands in one operand alone, and not in the result, is summed first.
+All dimensions of one kind are flattened to one; a dimension that only one operand has, and the result does not, is summed first.
 """
 
 from __future__ import annotations

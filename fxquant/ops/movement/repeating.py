@@ -1,4 +1,4 @@
-"""Repeating a tensor along dimensions: expand, repeat, and what broadcasting repeats."""
+"""Repeating a tensor along dimensions: expand, repeat, and broadcasting."""
 
 from __future__ import annotations
 

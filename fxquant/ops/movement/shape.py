@@ -253,7 +253,7 @@ def _rolled(input: Any, shifts: Any, dims: Any = None) -> dict[str, Any] | str:
     samples=(sample(input=(3, 6, 6), shifts=[1, -2], dims=[2, 3]),),
 )
 def roll(lowering: Lowering, input: Quantized, shifts: list[int], dims: list[int]) -> Quantized:
-    """Return the elements moved on by `shifts` along `dims`; what leaves at the end comes in at the start.
+    """Shift the elements by `shifts` along `dims`, cyclically, as torch.roll.
 
     Crop the two parts of each dimension, and concatenate them in the other order.
     """

@@ -1,4 +1,4 @@
-"""One factor and one bias per channel: batch normalisation that is not folded into the layer before it, and what layer norms end with."""
+"""One factor and one bias per channel: batch normalization that is not folded into a layer, and the affine part of layer norms."""
 
 from __future__ import annotations
 

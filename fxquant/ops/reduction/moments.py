@@ -1,4 +1,4 @@
-"""Statistics of a tensor and what is normalised by them: composites, 16 bits wide inside.
+"""Statistics of a tensor, and normalization by them: composites with 16-bit inner tensors.
 
     var(x) = Σ c² / (n - correction),  c = x - mean x        std(x) = sqrt(var x)
 

@@ -1,9 +1,9 @@
-"""Norms of vectors and of matrices, and what is divided by them: composites, 16 bits wide inside.
+"""Norms of vectors and of matrices, and division by norms: composites with 16-bit inner tensors.
 
     norm(x) = (Σ |x|^p)^(1/p)
 
-What is divided by is one table, s^(-1/p), which is 0 where s is: a row of zeros stays one. Rows that are divided by their norms are brought
-to one magnitude first, as the items of a layer norm are.
+The inverse of a norm is one table, s^(-1/p), with 0 at s = 0: a row of zeros stays a row of zeros. Rows that are divided by their norms are
+brought to one magnitude first, as the items of a layer norm are.
 """
 
 from __future__ import annotations
