@@ -139,7 +139,7 @@ class Effects:
         return list(hidden), list(read)
 
     def inside(self, names: Sequence[str]) -> Inside | None:
-        """Return the error inside of the operator at these nodes, the first of which is its result; None without known operands."""
+        """Return the error that the operator at these nodes makes, the first node being its result; None without known operands."""
         read, reference = self.operands(names), names[0]
         if read is None:
             return None

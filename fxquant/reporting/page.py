@@ -298,7 +298,7 @@ class Drawing:
     graph   an edge for every value that one operator reads of another; nodes are names
     layers  the facts of each operator, by name; inputs and the output have none
     places  x and y of each; rows are one apart, and the first is at y = 0, the next at -1
-    times   for an operation of a recurrence, of which only the first step is drawn: the number of steps
+    times   the number of steps for an operation of a recurrence, where only the first step is drawn
     lanes   for each edge that passes rows: the x at which it passes between their boxes
     """
 
