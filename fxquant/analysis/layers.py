@@ -91,7 +91,7 @@ class Layer:
     inner             whether only other parts of its composite read it
     step              the step of a recurrence at which it is computed, from 0; None for all others
     intermediates     the quantized tensors inside of it, in an integer model
-    parts             for a tensor composed of several with one scale: their names, and the SQNR in dB that each loses by it
+    parts             for a tensor composed of several with one scale: their names, and each one's loss in dB against its own scale
 
     `macs` and `activation_bytes` are those of one item, or of the whole batch where the model is fixed to a batch size.
     """

@@ -32,7 +32,7 @@ def _has_passes(arithmetic: Arithmetic) -> bool:
 class Mode(NamedTuple):
     """The mode of an operator.
 
-    training         whether dropout is active, and functions are computed with gradients
+    training         whether dropout is active, and large tables are computed only at the integers that occur
     observing        whether scales follow the batch
     live_batch_norm  whether batch norms use the batch's statistics, and update the running ones
     """

@@ -378,7 +378,7 @@ class Quantizer(TrainableScale):
             self.stop()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Load a state_dict; with a constant scale this quantizer keeps its observations, and a learned zero point loads as a fixed one."""
+        """Load a state_dict: convert a learned zero point for another method, and keep observations if its scale is stopped."""
         saved, stopped = method_of(state_dict, prefix), bool(state_dict.get(prefix + "stopped", False))
         if self.dtype.affine and saved is not None and saved.moves_end and self.method != saved and not stopped:
             base, values = state_dict[prefix + "base_scale"], tuple(state_dict[prefix + name] for name in saved.parameters)

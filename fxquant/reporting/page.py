@@ -203,7 +203,7 @@ def _prepared_weight(model: fx.GraphModule, node: fx.Node, module: QuantizedOper
 
 
 def _passes(model: fx.GraphModule) -> dict[str, Any]:
-    """Return the number of nodes that each pass made, the fused nodes with their parts, and the refused fusions, for the page."""
+    """Return the number of nodes that each pass made, the fused nodes with their parts, and requests that were not met, for the page."""
     made = Counter(made_by(node) for node in model.graph.nodes if node.op not in ("placeholder", "output", "get_attr"))
     merged = [[node.name, ", ".join(fused(node))] for node in model.graph.nodes if fused(node)]
     return {

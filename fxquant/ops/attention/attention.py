@@ -173,7 +173,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """PyTorch's; weights drop while training, with the probability of the call in train mode."""
+    """Compute F.scaled_dot_product_attention; in training, attention weights have the dropout of the call in train mode."""
     positions, features = fact(query).shape[-2:]
     mask = Mask(build)
     if is_causal:
