@@ -33,8 +33,8 @@ class Options:
 
     dynamic_shapes   the dimension of each input that is the batch. None: dimension 0; {} or False: every size is the example's; otherwise
                      as `torch.export` takes it: ({1: Dim("batch")},) or {"x": {1: Dim("batch")}}. One size can vary, which all inputs share
-    leaf             modules that stay whole, besides PyTorch's own layers, and run as Python, in float: a class, the path of one, several
-                     of these, or a function of a module and its path that decides for every module. Functions are kept by `fxq.wrap`
+    leaf             modules that are not traced into, besides PyTorch's layers, and run as Python, in float: a class, a module's path, a
+                     list of these, or a function of a module and its path that decides for every module. For functions see `fxq.wrap`
     preserve         attributes, methods and modules ("head.strides", "head.decode") that the prepared and the integer model must have
                      under the same names. Values are also in files that `save` writes; a method is not, since files hold no code. A module
                      named here stays unchanged, in float, next to the graph
@@ -42,7 +42,7 @@ class Options:
                      (auxiliary heads, raw outputs for a loss) is computed in float, from the quantized tensors that it reads, and trains.
                      Elsewhere it is absent. A layer may not be called on other tensors in train mode than in eval mode (TraceError). Such a
                      prepared model cannot be saved as a file, but its `state_dict` can
-    batch_norm       what batch norms do while training. "live": they use and update batch statistics. "frozen": they keep their running
+    batch_norm       the mode of batch norms in training. "live": they use and update batch statistics. "frozen": they keep their running
                      statistics; their weight and bias are trained. "folded": those after a layer are multiplied into its weight and bias
                      once, and others are frozen. The layer's parameters keep their names in `state_dict`, a bias that was missing is new,
                      and the batch norm's are removed. A layer called several times has parameters for each call (`conv.weight_conv_1`)
@@ -59,15 +59,15 @@ class Options:
     equalize         whether channels whose ranges in the first batch differ much are multiplied by powers of two before observation, if
                      that clearly reduces the error of weights and activations (`fxq.tuning.equalize`)
     round_weights    whether weights are rounded so that their errors cancel on the first 64 samples and in the model's outputs
-                     (`fxq.tuning.round_weights`). None: those of less than 8 bits; True: all, each kept if the outputs gain 0.2 dB
+                     (`fxq.tuning.round_weights`). None: weights of less than 8 bits; True: all, each kept if the outputs gain 0.2 dB
     correct_bias     whether biases compensate the mean shift of outputs by rounding (`fxq.tuning.correct_bias`); None: from 64 samples on
     choose_ranges    whether ranges are chosen by the method with which the outputs have the least noise: the squared error of all samples,
                      the noise of each, or the smallest and the largest value. None: from 64 samples on. Unless it is False, the range
-                     of an input many of whose values round to 0 is divided by a power of two, if the outputs are nearer to float with it
+                     of an input many of whose values round to 0 is divided by a power of two, if that lowers the error of the outputs
 
-    Of what takes batches, of `fxq.tuning` and of the searches.
+    Of functions that take batches, of `fxq.tuning` and of the searches.
 
-    batch_fn         a function from a batch to the model's inputs; None: batches are taken as they are
+    batch_fn         a function from a batch to the model's inputs; None: a batch holds the inputs
     batch_size       samples in a step of `fxq.tuning`
     seed             of random choices; no global generator is used. The same seed, model and batches give the same bits, on one machine
                      with one number of threads
@@ -103,7 +103,7 @@ class Options:
         return f"Options({', '.join(chosen)})"
 
     def inputs(self, batch: Any) -> Any:
-        """Return what `batch_fn` makes of a batch."""
+        """Return the model's inputs of a batch: `batch_fn(batch)`, or the batch itself."""
         return batch if self.batch_fn is None else self.batch_fn(batch)
 
 

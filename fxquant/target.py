@@ -25,7 +25,7 @@ class Limit:
     among      the allowed values, if they are not a range; None otherwise
     remedy     what the user can do
     allows     the allowed values in words, if the numbers alone would not be clear
-    always     whether the vendor's compiler refuses what breaks it: its remedy needs no `adapt`, and `export_horizon` refuses what is left
+    always     whether the vendor's compiler refuses violations: its remedy needs no `adapt`; `export_horizon` refuses the others
     """
 
     operators: tuple[str, ...]

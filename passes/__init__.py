@@ -48,11 +48,11 @@ PIPELINE = (
     Pass(batchnorm.fold, Stage.CANONICAL),  # before the fusions: conv-bn-add-relu must become conv-add-relu
     Pass(layerscale.fold, Stage.CANONICAL),  # after batch norms, which a layer absorbs alone; before residuals, which are added later
     Pass(residual.fuse, Stage.CANONICAL),  # before clamps: a relu after the addition belongs to the fused layer
-    Pass(activation.fuse, Stage.CANONICAL),  # a fused clamp needs no scale of its own
+    Pass(activation.fuse, Stage.CANONICAL),  # a fused clamp needs no separate scale
     Pass(specs.annotate, Stage.ANNOTATED),  # on what is left after fusion: one decision per operator
     Pass(adapt.apply, Stage.ANNOTATED),  # limits are about what runs, fused and of known dtype; before the boundary, which the host moves
     Pass(islands.sink, Stage.ANNOTATED),  # when all that is in float is known, what the host takes of a target's work among it
-    Pass(outputs.separate, Stage.ANNOTATED),  # after islands, of which it creates none; before the boundary, which it moves
+    Pass(outputs.separate, Stage.ANNOTATED),  # after islands, since it creates none; before the boundary, which it moves
     Pass(sums.widen, Stage.ANNOTATED),  # after outputs, which says what the host concatenates; before the boundary, which it moves
     Pass(boundary.insert, Stage.BOUNDED),  # where a decision changes, values cross between float and integer
     Pass(requantize.insert, Stage.BOUNDED),  # after the boundary, which says what integers read; before scales are shared
@@ -60,7 +60,7 @@ PIPELINE = (
     Pass(quantizers.insert, Stage.PREPARED),  # here the prepared model is calibrated and trained
     Pass(gradients.attach, Stage.PREPARED),  # between operators that train; integers have no gradients
     Pass(integer.lower, Stage.INTEGER),  # operators become integer primitives with the weights of this moment
-    Pass(kernels.fuse, Stage.FUSED),  # on primitives, which are what a kernel means; they stay as they are
+    Pass(kernels.fuse, Stage.FUSED),  # on primitives, which define a kernel's result; they are not changed
 )
 
 PREPARE = tuple(step for step in PIPELINE if step.reaches <= Stage.PREPARED)

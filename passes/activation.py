@@ -15,7 +15,7 @@ from fxquant.pipeline import Context
 
 
 def fuse(gm: fx.GraphModule, context: Context) -> int:
-    """Fuse every clamp into the operator before it, where that can absorb it: a fused clamp needs no scale and no step of its own."""
+    """Fuse every clamp into the operator before it, if that can absorb it: a fused clamp needs no separate scale and rounding."""
     return Clamp(gm, context).run()
 
 

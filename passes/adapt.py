@@ -1,12 +1,12 @@
-"""Operators that break a limit of the target become others that mean the same and keep it.
+"""Replace operators that break a limit of the target by equivalent ones within the limit.
 
 %y = conv2d(%x, %w)          →    %y_getitem = getitem(%x, [:, 0:5000])
                                   %y_conv2d = conv2d(%y_getitem, %y_narrow)
                                   %y_getitem_1 = getitem(%x, [:, 5000:10000])
                                   %y = conv2d(%y_getitem_1, %y_narrow_1, residual=%y_conv2d)
 
-Runs where it is asked for, and always where the vendor's compiler refuses the operator. Where it is asked for, what no remedy mends
-stays in float, on the host.
+Runs with `Options(adapt=True)`, and always for operators that the vendor's compiler refuses. With `adapt`, operators without a remedy
+stay in float, on the host.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def _evaluate(gm: fx.GraphModule, layers: list[fx.Node]) -> None:
 
 
 def _folded(gm: fx.GraphModule, layer: fx.Node) -> dict[str, torch.Tensor]:
-    """The folded weight and bias by the paths they are to have."""
+    """Return the folded weight and bias, by the paths at which they are registered."""
     operator = operator_of(layer)
     assert operator is not None
     assert operator.layer.folded is not None
@@ -126,7 +126,7 @@ def _made_of(gm: fx.GraphModule, node: fx.Node) -> list[torch.Tensor]:
 
 
 def _paths(gm: fx.GraphModule, layer: fx.Node, weight: fx.Node, bias: fx.Node | None) -> list[str]:
-    """Where the folded parameters stand: in the place of the layer's own, or beside them where others read those as well."""
+    """Return the paths of the folded weight and bias: those of the layer's parameters, or new ones if other nodes read these as well."""
     if weight.op != "get_attr" or (bias is not None and bias.op != "get_attr"):
         return [free_name(gm, f"{layer.name}_{role}") for role in ("weight", "bias")]
     path = str(weight.target)

@@ -52,8 +52,8 @@ PURE = ("math", "_operator", "builtins")  # modules whose functions do nothing b
 def rewrite(gm: fx.GraphModule, context: Context) -> int:
     """Rewrite every node that an operator of the table recognises as a call of the operator's function, arguments in order.
 
-    What is computed from parameters alone (`self.weight * self.gain`, `.t()`) is marked, and is a parameter from here on.
-    What passes on an operator's result as it is (nn.Identity, `contiguous()`, `+ 0`, `.view` to the same shape) is gone.
+    Nodes computed from parameters alone (`self.weight * self.gain`, `.t()`) are marked, and are parameters from here on.
+    Nodes that return their operand unchanged (nn.Identity, `contiguous()`, `+ 0`, `.view` to the same shape) are removed.
     """
     attributes: dict[str, fx.Node] = {str(node.target): node for node in gm.graph.nodes if node.op == "get_attr"}
     modules = dict(gm.named_modules(remove_duplicate=False))
@@ -189,7 +189,7 @@ def _of_other_numbers(node: fx.Node, operator: Operator) -> str | None:
 
 
 def _without_elements(node: fx.Node, arguments: dict[str, Any] | str) -> str | None:
-    """Why nothing is to be computed in integers: a tensor without elements has no range, and no sum or largest element."""
+    """Return a reason to stay in float if a tensor has no elements: it has no range, sum or largest element."""
     read = [node, *nodes_in(arguments if isinstance(arguments, dict) else {})]
     empty = next((value for value in read if isinstance(of := fact(value), TensorFact) and 0 in of.shape), None)
     return None if empty is None else f"%{empty.name} has no elements"
@@ -211,7 +211,7 @@ def _replace_stub(node: fx.Node, context: Context) -> None:
 
 
 def _of_sizes(node: fx.Node) -> bool:
-    """Whether a node computes a number that is not a multiple of the batch size, such as 1 / x.shape[0]."""
+    """Return whether a node computes a number that is not a multiple of the batch size, such as 1 / x.shape[0]."""
     read = [fact(operand) for operand in node.all_input_nodes]
     return (
         fact(node) is None
@@ -222,7 +222,7 @@ def _of_sizes(node: fx.Node) -> bool:
 
 
 def _computes_parameter(node: fx.Node) -> bool:
-    """Whether a node computes something from parameters alone that is the same every time; it then stays as the user wrote it."""
+    """Return whether a node is computed from parameters alone, without random numbers; it is then not rewritten."""
     if node.op == "call_module":
         return is_parameter(node)  # a custom function of a weight
     if node.op not in ("call_function", "call_method") or not node.all_input_nodes or not all(map(is_parameter, node.all_input_nodes)):
@@ -247,7 +247,7 @@ def _pass_by(node: fx.Node, context: Context) -> None:
 
 
 def _shift(node: fx.Node, context: Context) -> None:
-    """A unary function of a sum with a number is one table, so that a number below a step of the sum is not lost."""
+    """Fuse the addition of a number into the unary function that reads it, so that a number below a step of the sum is not lost."""
     operator = operator_of(node)
     addition = node.args[0] if node.args else None
     if operator is None or not isinstance(addition, fx.Node) or operator.refuses(node, operator.arguments(node)) is not None:
@@ -260,7 +260,7 @@ def _shift(node: fx.Node, context: Context) -> None:
 
 
 def _is_unused(node: fx.Node) -> bool:
-    """Whether only another call form read it, such as sizes of a reshape that now has a fixed shape, or a weight's transpose."""
+    """Return whether an unread node is removed: only a replaced call form read it, such as sizes of a reshape, or a weight's transpose."""
     known, called, operands = fact(node), node.op in ("call_method", "call_function"), node.all_input_nodes
     number = not isinstance(known, TensorFact)
     if known is None:  # as Python's quotient of sizes, which is not an integer
@@ -280,7 +280,7 @@ def _is_unused(node: fx.Node) -> bool:
 def _with_batch(
     node: fx.Node, modules: dict[str, nn.Module], context: Context
 ) -> tuple[Operator, dict[str, Any] | str, tuple[Any, ...]] | None:
-    """Return what `_recognise` finds, after an unbatched operand was given a batch dimension; a dropout for a module that draws noise."""
+    """Return the result of `_recognise`, after adding a missing batch dimension to the operand; a dropout for a module that draws noise."""
     if node.op == "call_module" and noise(node) is not None:
         return OPERATORS[dropout], {"input": node.args[0], "p": 0.5, "kind": OF_MODULE}, (type(modules[str(node.target)]),)
     if give_batch(node, modules):
@@ -289,7 +289,7 @@ def _with_batch(
 
 
 def _recognise(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[Operator, dict[str, Any] | str, tuple[Any, ...]] | None:
-    """The operator a node spells, its canonical arguments (or why there are none), and what the user wrote."""
+    """Return the operator that a node calls, its canonical arguments (or a reason against it), and the user's call form, for rules."""
     args, kwargs = node.args, node.kwargs
     if node.op == "call_module":
         module = modules[str(node.target)]
@@ -327,7 +327,7 @@ def _recognise(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[Operator, 
 
 
 def _bind_module(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], taken: dict[str, Any]) -> dict[str, Any] | str:
-    """Return the arguments of a module's call, and those `taken` from the module itself, without keywords that are read off the result."""
+    """Return the arguments of a module's call and the ones `taken` from the module, without the keywords in `Operator.read_off`."""
     given = {name: value for name, value in kwargs.items() if name not in operator.read_off}
     twice = [place for place, name in enumerate(operator.parameter_names[: len(args)]) if name in taken]
     if twice and not operator.read_off:
@@ -343,7 +343,7 @@ def _bind(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _attribute(gm: fx.GraphModule, node: fx.Node, target: str, value: Any, attributes: dict[str, fx.Node]) -> Any:
-    """A module's own parameter, as the get_attr node that reads it, also in a list of them; other values unchanged.
+    """Replace a `Parameter` of a module, also in a list, by the get_attr node that reads it; return other values unchanged.
 
     One node per parameter: it stands before its first use, and so before every other.
     """

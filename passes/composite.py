@@ -71,7 +71,7 @@ def expand(gm: fx.GraphModule, context: Context) -> int:
 
 
 def _why_whole(node: fx.Node, composite: Operator, arguments: dict[str, Any]) -> str | None:
-    """Why the operator cannot be integer, before its parts are looked at."""
+    """Return why a composite cannot be integer as a whole; None if its parts decide."""
     because = reads_no_activation(composite, arguments) or composite.refuses(node, arguments)
     if because is not None:
         return because
@@ -87,7 +87,7 @@ def _why_whole(node: fx.Node, composite: Operator, arguments: dict[str, Any]) ->
 
 
 def _leave_in_float(made: fx.Node) -> None:
-    """Keep a part in float that is not a layer, in a composite that is quantized at run time; a layer gets no grid of its own."""
+    """Keep a part of a dynamically quantized composite in float if it is not a layer; a layer's result is not quantized."""
     state_demand(made, None)
     if not may_be_dynamic(made):
         set_matched_rules(made, *(tuple((rule, None) for rule, _ in rules) for rules in matched_rules(made)))
@@ -95,7 +95,7 @@ def _leave_in_float(made: fx.Node) -> None:
 
 
 def _why_float(made: fx.Node, context: Context) -> str | None:
-    """Why a part cannot be integer on the target."""
+    """Return why a part cannot be integer on the target, or None."""
     if is_parameter(made):
         return None
     record, demanded, known = operator_of(made), demand(made), part(made)

@@ -96,7 +96,7 @@ def _mark_parameters(node: fx.Node) -> None:
 
 
 def _reads_detached_alone(gm: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether no operand of a node has a gradient, and at least one is detached."""
+    """Return whether no operand of a node has a gradient, and at least one is detached."""
     found = False
     for operand in node.all_input_nodes:
         known = fact(operand)

@@ -1,4 +1,4 @@
-"""Operators become integer primitives, with the weights and scales of this moment as constants.
+"""Lower operators to integer primitives, with the current weights and scales as constants.
 
     %y = quantized.y(%x, %w)     →     %y_convolution = convolution(%x, [integer.y.weight], [integer.y.bias], …)
                                        %y = requantize_fixed(%y_convolution, [integer.y.multiplier], …)
@@ -75,7 +75,7 @@ class Writing:
 class GraphLowering(Lowering):
     """Writes the primitives of one operator into a graph; the last one takes the operator's name.
 
-    Tensors hold their integers as they are stored. A primitive that computes with them takes centred ones, which `call` provides.
+    Tensors hold stored integers, with the zero point. `call` inserts `centre` for primitives that compute on centred integers.
     """
 
     def __init__(self, writing: Writing, node: fx.Node, module: QuantizedOperator | None, output: Quantizer | None) -> None:
@@ -179,7 +179,7 @@ class GraphLowering(Lowering):
         self.facts[key] = value
 
     def finish(self, result: Any, operation: Operation) -> Any:
-        """The result, on a node that takes the operator's name and facts; a plain one is that node itself."""
+        """Give the operator's name and notes to the result's node, if it is new; return the `Quantized`, or the node of a plain result."""
         node: fx.Node = result.value if isinstance(result, Quantized) else result
         if node in self.made:
             if isinstance(result, Quantized) and PRIMITIVES[node.target].kind == "quantized":  # type: ignore[index]
@@ -204,7 +204,7 @@ def _described(grid: Grid) -> QParams:
 
 
 def _inherit_grid(node: fx.Node) -> None:
-    """A primitive that only moves or limits integers leaves them on the grid they are on."""
+    """Set the scale of the operand as the node's, if the primitive only moves or clamps integers."""
     operand = node.args[0][0] if isinstance(node.args[0], list | tuple) else node.args[0]
     known = qparams(operand) if isinstance(operand, fx.Node) else None
     stays = PRIMITIVES[node.target].zero_point is ZeroPoint.EQUIVARIANT  # type: ignore[index]
@@ -225,7 +225,7 @@ class Environment(dict[fx.Node, fx.Node]):
 
 
 def lower(gm: fx.GraphModule, context: Context) -> int:
-    """Replace every quantized operator by its primitives, and remove what nothing uses any more."""
+    """Replace every quantized operator by its primitives, and remove nodes, modules and parameters that are no longer used."""
     graph = fx.Graph()
     environment = Environment(graph)
     results: dict[fx.Node, Quantized] = {}  # of the nodes that hold quantized tensors
@@ -281,14 +281,14 @@ def _forget_gradients(gm: fx.GraphModule) -> int:
 
 
 def _repeats(node: fx.Node) -> bool:
-    """Whether other operators may read the same constants: it reads a parameter that others read, or is a step of a recurrence."""
+    """Return whether other operators may read the same constants: it reads a shared parameter, or is a step of a recurrence."""
     return step_of(node) is not None or any(len(read.users) > 1 for read in node.all_input_nodes if is_parameter(read))
 
 
 def _concrete(
     gm: fx.GraphModule, operator: Any, arguments: dict[str, Any], environment: dict[fx.Node, fx.Node], results: dict[fx.Node, Quantized]
 ) -> dict[str, Any]:
-    """The arguments with activations as quantized nodes, parameters as tensors, and other nodes as new nodes."""
+    """Return the arguments with activations as quantized nodes, parameters as tensors, and other nodes as new nodes."""
 
     def operand(_: str, value: fx.Node) -> Any:
         if is_parameter(value):
@@ -305,7 +305,7 @@ def _concrete(
 
 
 def _referring(arguments: dict[str, Any], environment: dict[fx.Node, fx.Node]) -> dict[str, Any]:
-    """The arguments with references to the new nodes; parameters, which have become constants, are left out, and None in a list."""
+    """Return the arguments with references to the new nodes; parameters, now constants, are left out, or None in a list."""
     plain: dict[str, Any] = {}
 
     def refer(value: Any) -> Any:
@@ -321,7 +321,7 @@ def _referring(arguments: dict[str, Any], environment: dict[fx.Node, fx.Node]) -
 
 
 def _drop_unused(gm: fx.GraphModule, container: str) -> None:
-    """Keep of the float model only what the graph reads, as copies; the constants, made just now, are all read."""
+    """Keep copies of only those modules and tensors of the float model that the graph reads, and the new constants in `container`."""
     paths = {str(node.target) for node in gm.graph.nodes if node.op in ("get_attr", "call_module")}
     paths.update(gm.meta[CARRIED].modules() if CARRIED in gm.meta else ())
     kept = own_copies({path: resolve(gm, path) for path in sorted(paths) if not path.startswith(container + ".")})

@@ -40,7 +40,7 @@ def sink(gm: fx.GraphModule, context: Context) -> int:
 
 
 def _why(island: set[fx.Node]) -> str | None:
-    """Why an island stays in float; None if it is worth its crossings."""
+    """Return why an island stays in float; None if it is worth its quantize and dequantize."""
     if any(has_weights(node) or decide(node).asked for node in island):
         return None
     readers = {user for node in island for user in node.users if user not in island and not reads_shape_only(user)}

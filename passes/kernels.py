@@ -1,9 +1,9 @@
-"""Record on each result node which kernel may compute it, together with which primitives; the graph is not changed.
+"""Record on each result node the kernel that may compute it, and the primitives that it covers; the graph is not changed.
 
     %y_convolution = convolution(%x, …)
     %y = requantize_real(%y_convolution, …)     →     %y is computed by the kernel "sum of products", with %y_convolution
 
-What runs of it is decided where the model runs: see `fxquant.kernels.runner`.
+The kernels that are used are chosen on the machine that runs the model: see `fxquant.kernels.runner`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A factor for each channel, as that of a transformer's branch, becomes part of the layer before it.
+"""Fold a factor per channel, such as LayerScale of a transformer's branch, into the layer before it.
 
-A permutation may stand between the two: the channels are those of the layer. The parameters are not touched: the products are computed
-from them in every state, and all of them are trained. The result is rounded once instead of twice, and an addition behind it can be done
+A permutation may stand between the two: the channels are those of the layer. The parameters are not changed: the products are computed
+from them in every state, and all of them are trained. The result is rounded once instead of twice, and an addition after it can be done
 in the accumulator.
 """
 

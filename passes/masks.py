@@ -53,14 +53,14 @@ class Search:
         self.build = Builder(masked_softmax.__name__, softmax, activations)
         self.dim: int = softmax.args[1] % max(len(fact(softmax).shape), 1)  # type: ignore[operator, assignment]
         self.keeps: list[fx.Node] = []
-        self.empty: set[str] = set()  # what becomes of rows of which each mask keeps nothing
+        self.empty: set[str] = set()  # treatment of rows that a mask hides completely, of each mask
         self.otherwise: fx.Node | None = None  # what counts in such a row, where there is one mask
         self.levels: list[float | None] = []  # what each mask adds where it hides
         self.moves: list[fx.Node] = []  # the operators after the masks that change the shape, the last one first
         self.seen: list[fx.Node] = []
 
     def run(self) -> str | None:
-        """Let the softmax read what it reads without masks, and the masks; says which these were, or None where there is none."""
+        """Make the softmax read its scores without masks, and the boolean masks; return a text about them, or None without masks."""
         node = self.softmax
         scores = node.args[0]
         assert isinstance(scores, fx.Node)
@@ -83,7 +83,7 @@ class Search:
         return names
 
     def _empty(self) -> tuple[str, fx.Node | None]:
-        """Return how rows without any kept element are computed: as zeros where PyTorch gives NaN, or where it is not known."""
+        """Return `empty` and `otherwise` of `masked_softmax`; "zeros" if a completely hidden row is NaN in PyTorch."""
         if len(self.keeps) == 2 and self.levels[0] == self.levels[1] and (self.levels[0] or 0.0) <= ABSORBING:
             return "equal", self.build.host(torch.logical_or, *self.keeps)
         kind = next((kind for kind in ("zeros", "equal", "whole") if kind in self.empty), "zeros")
@@ -114,7 +114,7 @@ class Search:
         return None if method is None else method(node, record.arguments(node))
 
     def _method(self, record: Operator) -> Callable[[fx.Node, dict[str, Any]], fx.Node | None] | None:
-        """Return the method that removes masks from the operands of such an operator; None where there is none."""
+        """Return the method that removes masks from the operands of this operator; None if there is none."""
         if record.function is where:
             return self._chosen
         if record.function is identity:
@@ -138,7 +138,7 @@ class Search:
         return scores if clean is None else clean
 
     def _sum(self, node: fx.Node, arguments: dict[str, Any]) -> fx.Node | None:
-        """Scores and a mask, or scores with masks and something else."""
+        """Return the scores of a sum of scores and a mask, or a sum without the masks of its terms."""
         left, right = arguments["input"], arguments["other"]
         if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
             return self._with(node, left if isinstance(left, fx.Node) else right)
@@ -182,14 +182,14 @@ class Search:
         return self._call(node, add, clean, self.build.host(added, mask, dim), 1) if adds else clean
 
     def _shifts(self, node: fx.Node, scores: fx.Node, other: fx.Node) -> bool:
-        """Whether one number is added to each row of scores: it makes no difference, and may be the maximum of masked ones."""
+        """Return whether the sum adds one number to each row of scores: it does not change the softmax (a subtracted maximum)."""
         known, dim = fact(other), self.dim - len(fact(node).shape)
         if other in self.plain or not isinstance(known, TensorFact) or fact(scores).shape != fact(node).shape:
             return False
         return len(known.shape) < -dim or known.shape[dim] == 1
 
     def _chosen(self, node: fx.Node, arguments: dict[str, Any]) -> fx.Node | None:
-        """Scores of which some are replaced by a number far below."""
+        """Return the scores of a `where` that replaces some by a number far below, and record the mask; None for another `where`."""
         condition, input, other = (arguments[name] for name in ("condition", "input", "other"))
         if not isinstance(condition, fx.Node) or fact(condition).dtype != torch.bool:
             return None
@@ -215,7 +215,7 @@ class Search:
         return self._with(node, operand)
 
     def _limited(self, node: fx.Node, arguments: dict[str, Any]) -> fx.Node | None:
-        """A limit far below, which keeps sums of masks finite."""
+        """Return the scores of a maximum with a number far below, which keeps sums of masks finite."""
         scores, limit = arguments["input"], arguments.get("other", arguments.get("min"))
         if far_below(scores):
             scores, limit = limit, scores
@@ -253,7 +253,7 @@ class Search:
         return self._call(node, node.target, *(found if value is operand else value for value in node.args))
 
     def _call(self, node: fx.Node, function: Any, *arguments: Any) -> fx.Node:
-        """An operator of the user's on other operands: it has the node's place, and the rules that cover that."""
+        """Call a function on other operands, in place of a node, with the node's source line, module and rules."""
         made = self.build.host(function, *arguments)
         for key in ("source", "module", "qconfig", "matched_rules", "spelling"):
             if key in node.meta:

@@ -1,13 +1,13 @@
-"""Parts of an output that are only concatenated keep a grid each: the dequantized tensors are concatenated, on the host.
+"""Give the concatenated parts of an output separate scales: concatenate the dequantized tensors, on the host.
 
 %y = cat([%boxes, %scores], 1)         →    %y = cat([%boxes_dequantize, %scores_dequantize], 1)      in float
 return %y                                   return %y
 
-On one grid for boxes in pixels and scores below 1, all scores are rounded to 0. Operators that copy elements, and that lead to outputs
-by such operators alone, are exact in float. Operators that copy elements of a single tensor stay integer, since one grid suits them.
-So do those that a rule of the qconfig names.
+With one scale for boxes in pixels and scores below 1, all scores are rounded to 0. Operators that copy elements, and whose results only
+such operators and outputs read, are exact in float. Operators that copy elements of a single tensor stay integer, since one scale suits
+them. So do operators named by a rule of the qconfig.
 
-Integers that leave the model only as float tensors need no grid either.
+Integers that leave the model only as float tensors need no scale either.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _leaving(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _why(gm: fx.GraphModule, node: fx.Node, operator: Operator) -> str | None:
-    """Why a node that leads to outputs alone stays in float; None where one grid suits all that it copies."""
+    """Return why a node whose result only outputs read stays in float; None if one scale suits all its operands."""
     if shares(node):
         return None
     if not operator.operands:
@@ -89,7 +89,7 @@ def _ranges(gm: fx.GraphModule, node: fx.Node) -> Iterator[object]:
 
 
 def _origins(gm: fx.GraphModule, node: fx.Node) -> Iterator[object]:
-    """Yield the sources from which the grid of a node is found."""
+    """Yield the sources of a node's scale: nodes whose range determines it, names of ties, or a constant scale."""
     demanded = demand(node)
     if copies(node) and is_quantized(node):
         yield from _ranges(gm, node)

@@ -45,7 +45,7 @@ def pick(gm: fx.GraphModule, context: Context) -> int:
 
 
 def _replaced(node: fx.Node) -> fx.Node | None:
-    """Return a node with the elements of a slice, without the other parts of a concatenation; None if none can be found."""
+    """Return an existing or new node with the elements of a slice that does not read the other parts of a concatenation; None if none."""
     value, index = node.args
     assert isinstance(value, fx.Node)
     assert isinstance(index, list)
@@ -67,7 +67,7 @@ def _replaced(node: fx.Node) -> fx.Node | None:
 
 
 def _bounds(entry: Any, size: Size) -> tuple[int, int] | None:
-    """Return the bounds of the elements that an entry picks; None where it picks all, or not all of those between."""
+    """Return (start, stop) of the elements that an index entry picks; None if it picks all, or skips elements between."""
     if not isinstance(size, int) or not isinstance(entry, int | slice):
         return None
     if isinstance(entry, int):
@@ -181,7 +181,7 @@ def _cut(value: fx.Node, dim: int, size: int) -> tuple[Size, ...]:
 
 
 def _made(like: fx.Node, function: Any, arguments: tuple[Any, ...], shape: Sequence[Size], reader: fx.Node) -> fx.Node:
-    """A node in front of the reader that stands in place of another one, for a part of its value."""
+    """Insert a call before the reader, which replaces node `like` for a part of its value."""
     with reader.graph.inserting_before(reader):
         made = reader.graph.create_node("call_function", function, arguments, name=f"{like.name}_part")
     set_fact(made, replace(fact(like), shape=tuple(shape)))

@@ -1,14 +1,14 @@
-"""A function of one tensor that is written in several operators is one operator: one range, one table, one rounding.
+"""Fuse operators that together compute a function of one tensor into one operator: one range, one table, one rounding.
 
 %a = sigmoid(%x)                     →    %y = curve(%x, ("mul", "input", ("sigmoid", "input")))
 %y = mul(%x, %a)
 
-As several operators, each intermediate tensor has a grid of its own, whose rounding adds to the result's; the range of %x does not end
-where the whole function saturates; and the sides of a choice have grids about values that are not chosen: they may be large where the
-other side is chosen, as 1 / x near 0 is, or be none at all, as the root of a negative number.
+As several operators, each intermediate tensor has a separate scale, whose rounding adds to the result's; the range of %x does not end
+where the whole function saturates; and the ranges of both operands of a `where` include values that are not chosen: these may be large,
+as 1 / x near 0, or NaN, as the root of a negative number.
 
-Operators become one where they read a tensor several times, or where one table follows another. A single table with sums or products in
-front of it stays as it is, and a clamp that is fused into the layer before it stays there.
+Operators are fused if they read a tensor several times, or if one table follows another. A single table after sums or products is left
+unchanged, and a clamp that is fused into the layer before it stays there.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def join(gm: fx.GraphModule, context: Context) -> int:
 def _region(
     gm: fx.GraphModule, root: fx.Node, places: Mapping[fx.Node, int], target: Target
 ) -> tuple[fx.Node, list[fx.Node], Steps] | None:
-    """Return the furthest tensor of which a node is a function, the operators from the node back to it, and the function; None: no join."""
+    """Return (source, inner nodes, function): the earliest single tensor that determines `root`, and the nodes between; None if none."""
     open_, inner, region = {root}, list[fx.Node](), None
     while open_ and len(inner) < MOST:
         last = max(open_, key=places.__getitem__)

@@ -28,7 +28,7 @@ from fxquant.pipeline import Context
 
 
 def widen(gm: fx.GraphModule, context: Context) -> int:
-    """Widen nodes to 16 bits: those between squares and a factor or divisor, and those that lead only to a softmax or to poles."""
+    """Widen nodes to 16 bits: nodes between squares and a factor or divisor, and nodes that lead only to a softmax or to poles."""
     if "int16" not in context.target.activations:
         return 0
     changes = 0
@@ -91,7 +91,7 @@ def _squares(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 def _follows(node: fx.Node) -> bool:
-    """Whether a node is a function of one tensor: a table, or a sum, a product or a quotient with a number."""
+    """Return whether a node is a function of one tensor: a table, a reshape, or a sum, product or quotient with a number."""
     arguments, traits = _arguments(node), traits_of(node)
     if Trait.AFFINE in traits:
         return any(isinstance(arguments[name], int | float) for name in ("input", "other"))

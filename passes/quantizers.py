@@ -91,7 +91,7 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
 
 
 def _detached(node: fx.Node, operator: Operator) -> bool | tuple[str, ...]:
-    """Whether an operator is computed without gradients, or else the names of arguments that have none."""
+    """Return True if an operator is computed without gradients, else the names of its arguments that have none."""
     if is_detached(node) or (node.all_input_nodes and all(map(is_detached, node.all_input_nodes))):
         return True
     return tuple(operator.parameter_names[each] if isinstance(each, int) else each for each in detached_arguments(node))
@@ -113,7 +113,7 @@ def _require_finite(gm: fx.GraphModule, node: fx.Node, operator: Operator, argum
 
 
 def _quantizers(gm: fx.GraphModule, context: Context) -> dict[int, Quantizer]:
-    """One quantizer per group, configured by its first member that has a scale of its own, or a fixed one."""
+    """Return the quantizer of each group, configured by its first member that does not share its operands' scale, or has a constant one."""
     chosen: dict[int, tuple[fx.Node, ActivationConfig]] = {}
     members: dict[int, list[fx.Node]] = {}
     for node in gm.graph.nodes:
@@ -130,10 +130,10 @@ def _quantizers(gm: fx.GraphModule, context: Context) -> dict[int, Quantizer]:
 
 
 def _intermediate(node: fx.Node, arguments: dict[str, Any], spec: Annotation, context: Context) -> Quantizer:
-    """The quantizer of what is computed before the residual is added: the output's dtype, or, where that is 32 bits, the residual's.
+    """Return the quantizer of a layer's result before the residual is added: with the output's dtype, or the residual's for int32.
 
     Never int4, which is stored as int8 anyway: a sum that is rounded to 16 values before and after the residual loses twice.
-    It has statistics of its own, so setting the output's scale leaves it as it is; `freeze` stops both.
+    It has separate statistics, so setting the output's scale does not change it; `freeze` stops both.
     """
     config: ActivationConfig = result_config(node)
     if config.dtype == "int32":
@@ -149,7 +149,7 @@ def _intermediate(node: fx.Node, arguments: dict[str, Any], spec: Annotation, co
 def _weight_quantizer(
     gm: fx.GraphModule, operator: Operator, arguments: dict[str, Any], config: WeightConfig, context: Context
 ) -> WeightQuantizer:
-    """The operator's own, with one scale for each layer or powers of two where the target has no other; only a weight's can learn."""
+    """Return the weight quantizer, with scales per layer or powers of two if the target requires these; only a layer's scale is learned."""
     weight = operator.layer.weight(
         **fx.map_arg(arguments, lambda operand: parameter_value(gm, operand) if is_parameter(operand) else operand)
     )
@@ -166,7 +166,7 @@ def _weight_quantizer(
 
 
 def _factors(node: fx.Node, operator: Operator, arguments: dict[str, Any]) -> ChannelFactors | None:
-    """One factor for each channel that the operator reads, and each it gives; None where it has no channels of a fixed number."""
+    """Return factors of 1 for the operator's input and output channels; None if their numbers are not fixed."""
     if operator.layer.channels is None:
         return None
     dim = operator.layer.channels(arguments)

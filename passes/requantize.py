@@ -44,7 +44,7 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
 
 
 def _read_as_asked(gm: fx.GraphModule, context: Context) -> int:
-    """Every operator reads its operands on the grids that the `input` of its rule asks for, as far as it has a grid of its own."""
+    """Requantize operands to the config `input` of an operator's rule, for operators that do not share their operands' scale."""
     made: dict[tuple[fx.Node, ActivationConfig], fx.Node] = {}
     unused: dict[Rule, list[str]] = {}
     for node in list(gm.graph.nodes):
@@ -73,7 +73,7 @@ def _read_as_asked(gm: fx.GraphModule, context: Context) -> int:
 
 
 def _is_on(operand: fx.Node, asked: ActivationConfig) -> bool:
-    """Whether an operand is on the grid that is asked for; always, where it has no scale, as an int64 tensor."""
+    """Return whether an operand has the dtype and scale that `asked` requires; True for an operand without a scale."""
     known = annotation(operand)
     if known is None or known.dtype is None or known.dtype in PLAIN_TYPES or known.dtype == "int32":
         return True
@@ -83,7 +83,7 @@ def _is_on(operand: fx.Node, asked: ActivationConfig) -> bool:
 
 
 def _made(node: fx.Node, operand: fx.Node, spec: Annotation) -> fx.Node:
-    """A requantization of the operand, named after a node: in front of the one that reads it, or behind the operand itself."""
+    """Insert a requantization of the operand, named after `node`: before `node`, its reader, or after it if `node` is the operand."""
     with node.graph.inserting_after(node) if node is operand else node.graph.inserting_before(node):
         name = f"{node.name}_{REQUANTIZE.name}"
         made = inherit(node.graph.create_node("call_function", REQUANTIZE.function, (operand,), {}, name=name), node, "requantize.insert")

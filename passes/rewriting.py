@@ -1,4 +1,4 @@
-"""How passes change a graph: by making a node part of one before it, and by erasing what nothing reads any more."""
+"""Changes of a graph by passes: fuse a node into an earlier one, erase nodes that are no longer read, and query the matched rules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fxquant.quantization.spec import DEFAULT, ActivationConfig, Call, Chosen, M
 
 # ---- Resolution of the user's rules where several operators of the model were fused into one -------------------------
 #
-# Each of the user's operators is covered by rules, the nearest of which is its own: an attribute of a module, a name, a pattern,
+# Each of the user's operators is covered by rules; the nearest one applies: an attribute of a module, a name, a pattern,
 # a type, or the default. The rules of a fused operator are compared by this alone:
 #
 #     a rule gives way to another that is the own rule of some part it covers as well
@@ -38,12 +38,12 @@ def covering(
 
 
 def is_overridden(rule: Rule, others: tuple[MatchedRules, ...]) -> bool:
-    """Whether another rule is the own one of an operator that this one covers as well."""
+    """Return whether a more specific rule takes the place of `rule` for one of the operators that it covers."""
     return any(rules[0][0] != rule and any(rule == covers for covers, _ in rules) for rules in others)
 
 
 def apart(layer: fx.Node, part: fx.Node) -> str | None:
-    """Why the rules keep a node from being fused into the one before it: one is to be integer, and the other not."""
+    """Return why the rules prevent fusing `part` into `layer`, or None: they keep one of them in float, and not the other."""
     first, other = matched_rules(layer)[0], matched_rules(part)[0]
     (_, chosen), (rule, wanted) = first[0], other[0]
     if (chosen is None) == (wanted is None) or is_overridden(rule, (first,)):
@@ -71,7 +71,7 @@ class Decision:
 
 
 def is_named(node: fx.Node) -> bool:
-    """Whether a rule names this operator itself: its function, its call or its node, rather than a module around it."""
+    """Return whether a rule names this operator itself, by its function, call or node, rather than a module around it."""
     own = [rules[0][0] for rules in matched_rules(node)]
     around = prefixes(module_path(node))
     return any(rule.kind in ("type", "call") or (rule.kind == "name" and rule.key not in around) for rule in own)
@@ -88,9 +88,9 @@ def decide(node: fx.Node) -> Decision:
 
 
 def result_config(node: fx.Node) -> ActivationConfig:
-    """How the grid of an integer node's result is found: as the qconfig says, as far as nothing is demanded of it.
+    """Return the config of an integer node's result: the qconfig's, except for a dtype or scale that the operator demands.
 
-    What is fixed for the result of an operator says nothing about the inner tensors of a composite.
+    A constant scale for the result of a composite does not apply to its inner tensors.
     """
     spec, demanded = annotation(node), demand(node)
     assert spec is not None
@@ -104,7 +104,7 @@ def result_config(node: fx.Node) -> ActivationConfig:
 
 
 def attributes(gm: fx.GraphModule, attached: Mapping[str, Chosen]) -> list[tuple[Rule, Chosen]]:
-    """The QConfigs that stand on modules as an attribute, as far as a traced graph has calls inside of them."""
+    """Return the rules of QConfigs attached to modules, for modules with calls in the graph, and of `attached`."""
     around = {path: chosen for node in gm.graph.nodes for path, chosen in attached_qconfigs(node)}
     return [(Rule("attribute", path), chosen) for path, chosen in {**around, **attached}.items()]
 
@@ -151,10 +151,10 @@ def keep_in_float(node: fx.Node, because: str, context: Context, **changes: Any)
 
 
 class Fusion:
-    """A rewrite that makes a node part of one before it.
+    """A rewrite that fuses a node into an earlier one.
 
     before, after  a graph that it rewrites, and the result; a test runs these
-    verb           what is said of a node that was taken in
+    verb           the verb for the node in messages: "fused", …
     """
 
     before = after = ""
@@ -172,7 +172,7 @@ class Fusion:
         raise NotImplementedError
 
     def merge(self, layer: fx.Node, node: fx.Node) -> fx.Node:
-        """Let the layer take the node in, and absorb it; return what the node's readers read from now on."""
+        """Fuse the node into the layer; return the node that replaces it for its readers."""
         raise NotImplementedError
 
     def run(self) -> int:

@@ -21,7 +21,7 @@ from fxquant.quantization.spec import DEFAULT, Call, Chosen, Rule, is_dynamic
 
 
 def _check_target(gm: fx.GraphModule, context: Context) -> None:
-    """Raise ConfigurationError where something is to be quantized at run time, and the target has no such operators."""
+    """Raise ConfigurationError if the qconfig asks for dynamic quantization, and the target does not have it."""
     if context.target.dynamic:
         return
     asked = [*(pair for pair in context.qconfig.rules()), *attributes(gm, context.attached), (DEFAULT, context.qconfig.default)]
@@ -35,7 +35,7 @@ def _check_target(gm: fx.GraphModule, context: Context) -> None:
 
 
 def match(gm: fx.GraphModule, context: Context) -> int:
-    """Record at every node that computes a tensor the rules that cover it, and at the model those that cover none."""
+    """Record at every node that computes a tensor the rules that cover it, and at the model the rules without any node."""
     changes, default = 0, context.target.default_activation
     _check_target(gm, context)
     resolved: dict[int, Chosen] = {}  # by identity: the user gives a few configs, which are those of many nodes

@@ -61,7 +61,7 @@ def _read_once(node: fx.Node, arithmetic: Arithmetic) -> list[fx.Node]:
 
 
 def _is_free(node: fx.Node, config: ActivationConfig) -> bool:
-    """Return whether a node of this config has a grid of its own, or that of operands that nothing else reads, and no fixed one."""
+    """Return whether a node with this config has a separate calibrated scale, or shares it only with operands that no other node reads."""
     if not is_quantized(node) or ties(node) or result_config(node) != config or config.fixed_grid is not None:
         return False
     if shares(node):
@@ -95,7 +95,7 @@ def _observe(gm: fx.GraphModule, context: Context) -> None:
 
 
 def _wanted(reader: fx.Node, bits: int | None, context: Context) -> Interval:
-    """Return which values of its operands, of so many bits, affect a node."""
+    """Return the interval of values of its operands, of `bits` bits, that affect a node's result."""
     if not is_integer(reader):
         return EVERYTHING
     return matters(reader, observed(reader) or EVERYTHING, bool(sharing_operands(reader, context.target.arithmetic)), bits)
@@ -108,7 +108,7 @@ def _check(group: list[fx.Node], demands: nx.Graph) -> None:
         spec = annotation(node)
         if spec is None or spec.dtype is None or operator_of(node) is None:
             continue
-        # An operator that shares its operand's scale asks for a grid of its own only where a rule names it.
+        # An operator that shares its operand's scale gets a separate scale only if a rule names it.
         asks = not shares(node) or decide(node).asked
         asked[node] = (spec.dtype, result_config(node).fixed_grid if asks else None)
     first: fx.Node | None = None

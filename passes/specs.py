@@ -37,7 +37,7 @@ AT_RUN_TIME = "its input is quantized at run time, its weight is integers, and i
 
 
 def annotate(gm: fx.GraphModule, context: Context) -> int:
-    """Annotate every node that computes a tensor; those that stay in float with the reason."""
+    """Annotate every node that computes a tensor with its dtype, or with the reason why it stays in float."""
     changes = 0
     effective: set[Rule] = set()
     needed = needed_in_float(gm, context.target.activations)
@@ -73,7 +73,7 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
 def _why_float(
     gm: fx.GraphModule, node: fx.Node, operator: Operator | None, qconfig: QConfig | None, needed: dict[fx.Node, str]
 ) -> str | None:
-    """Why the node must stay in float; None if it becomes integer."""
+    """Return why the node must stay in float; None if it becomes integer."""
     because = refusal(node)
     if because is not None:
         return because
@@ -125,7 +125,7 @@ def _why_beside_float(node: fx.Node, operands: list[fx.Node]) -> str | None:
 
 
 def _of_another_dtype(node: fx.Node) -> str | None:
-    """Why a node's result cannot be quantized: a wider or a complex constant has made it such."""
+    """Return why a node's result cannot be quantized: it is not float32, because of a float64 or complex constant; None if it can."""
     known = fact(node)
     if operator_of(node) is IN_DTYPE:
         return None

@@ -1,6 +1,6 @@
-"""A QuantStub is quantized as the rules say of it; one that says nothing by itself leaves its place to what reads it.
+"""Quantize a QuantStub by its rules, or remove it if it has neither a scale nor a rule: its readers then quantize their operand.
 
-%q = quantize(%x)  (a stub)          →    %y = conv2d(%x, %w)          without a scale or a rule of its own
+%q = quantize(%x)  (a stub)          →    %y = conv2d(%x, %w)          without a scale or a rule for the stub
 %y = conv2d(%q, %w)
 
 %q = quantize(%x)  (a stub)          →    %q = quantize(%x)            with its scale, in the dtype that the rules give it

@@ -123,7 +123,7 @@ def _export(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress PyTorch's prints and its log below errors, because it shows whole graphs of what it cannot export."""
+    """Suppress PyTorch's prints and its log below errors, since it prints the whole graph of a model that it cannot export."""
     names = ["torch", *(name for name in logging.root.manager.loggerDict if name.startswith("torch."))]
     levels = {name: max(logging.getLogger(name).level, logging.ERROR) for name in names}
     with log_levels(levels), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):

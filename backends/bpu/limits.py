@@ -1,14 +1,14 @@
 """The limits of each march on an operator's parameters, as far as Horizon's public documents state them, and its chip's peak rates.
 
-Sources: the operator lists of the RDK X3 (Bernoulli2) and RDK Ultra (Bayes) user guides, and those of the conversion tool for the same
+Sources: the operator lists of the RDK X3 (Bernoulli2) and RDK Ultra (Bayes) user guides, and the lists of the conversion tool for the same
 chips where they state more. For Nash: the constraints that its export publishes. Where the documents give two different values, the
 looser one is used here, and a comment gives the other.
 
-A composite is held to the limits of the operators that it is made of, not to those that are published for the composite as a whole.
+A composite is checked against the limits of its parts, not against limits published for the composite as a whole.
 A softmax, for example, accepts any rank and axis that its parts accept.
 
-A limit that is missing here is not known. For Bernoulli no limits are published. For Bayes-e none are published
-apart from those of Bayes, which are applied to it. For Nash the published tables give dtypes rather than sizes.
+A limit that is missing here is unknown. For Bernoulli no limits are published. For Bayes-e the limits of Bayes are used, since no others
+are published. For Nash the published tables give dtypes rather than sizes.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def _rows(call: Call, table: Value, indices: Value) -> None:
 
 
 def _along(shape: Sequence[int], index: Value, dim: int, *others: Value) -> tuple[Any, ...]:
-    """Return how an index is traversed, and what it addresses in a tensor of this shape apart from one dimension.
+    """Return the loop sizes and strides of an index tensor, and the strides with which it addresses the other dimensions of `shape`.
 
     These are count, rank, sizes and strides; then the size of the dimension, and its stride.
     """

@@ -5,12 +5,12 @@ without it PATH is searched.
 
     tool              find and start the programs
     export            write the folder that a compiler takes, by its record in `formats`; refuse what it would compute differently
-    camera            let a program take images of a camera
-    log               make an error of the tool's log, with the layer and the user's line
-    compiled_program  list, simulate and price the BPU programs of a .bin
-    simulated         make these programs one more form for `verify`: each gets the integer graph's integers as its inputs
+    camera            replace a program's input by the images of a camera
+    log               convert the tool's log to an error, with the layer and the user's line
+    compiled_program  list and simulate the BPU programs of a .bin, and estimate their time
+    simulated         a form of these programs for `verify`: each gets the integer graph's integers as its inputs
 
-Which tensor of the graph an input or output is, `backends.onnx.horizon` reads off the quantized model that the compiler leaves next to
-the .bin. At a difference the tool's own runtime of that model shows the tensors inside a program. The tests use stand-ins for the programs
+`backends.onnx.horizon` maps inputs and outputs of programs to tensors of the graph, by the quantized model that the compiler writes next to
+the .bin. At a difference the tool's runtime of that model shows the tensors inside a program. The tests use stand-ins for the programs
 (tests/shared/horizon_tool.py); `make test-vendor` uses the real ones.
 """

@@ -46,11 +46,11 @@ class Format:
 
     compiler       its command
     marches        the targets that it compiles for
-    writer, opset  how the ONNX file is written
+    writer, opset  the class that writes the ONNX file, and its opset
     highest        the highest level of its optimization
     commands       the script, with names in braces
     unknown        keys of the configuration that it does not have
-    untried        what the README says of files that were not tried with a compiler; None if they were
+    untried        the README's note on files that were not tried with a compiler; None if they were
     """
 
     compiler: str
@@ -169,10 +169,10 @@ NAME = such("a name of letters, digits, _, . and -", TEXT.take, lambda name: boo
 )
 @dataclass(frozen=True, kw_only=True)
 class HorizonOptions:
-    """Options of `export_horizon`: four keys of the compiler's configuration, and what its program returns.
+    """Options of `export_horizon`: four keys of the compiler's configuration, and the form of the program's outputs.
 
     optimize_level  "O0" to "O3"; hb_compile's highest level is O2, which it gets for O3
-    compile_mode    what is optimized for: "latency" or "bandwidth"
+    compile_mode    the goal of the optimization: "latency" or "bandwidth"
     core_num        the number of the BPU's cores that one run uses: 1 or 2
     jobs            processes of the compiler
     outputs         "float32", or "integer": int8, int16 or int32 without the dequantization on the processor. layers.json then has the
@@ -208,10 +208,10 @@ def export_horizon(
     Equal models give equal bytes. Unless asked otherwise, the program takes and returns float32, in the model's order of dimensions.
 
     The program that the compiler makes computes the integers of `integer`: `verify(integer, "model.bin", batches)` proves it on batches.
-    Operators that stay in float are written as they are, and run on the processor.
+    Operators that stay in float are written as float operators, and run on the processor.
 
-    camera     what the program takes in place of float32: "nv12" from the camera's pyramid, or "yuv444" from memory, each channel in 0…255.
-               `integer` is then what `with_camera` returns: its only input is YUV minus 128, int8 on the scale 1
+    camera     the program's input in place of float32: "nv12" from the camera's pyramid, or "yuv444" from memory, each channel in 0…255.
+               `integer` must then be the result of `with_camera`: its only input is YUV minus 128, int8 with the scale 1
     input_names, output_names  names in the file; by default those of the graph
 
     For nash targets the file has opset 19 and `HzCalibration` nodes, and compile.sh calls hb_compile. These files follow public documents,
@@ -326,7 +326,7 @@ def _outputs(integer: fx.GraphModule, model: Any, options: HorizonOptions) -> di
 
 
 def _layers(integer: fx.GraphModule, name: str, march: str) -> dict[str, Any]:
-    """Return what `compile_horizon` reads of the model: its name, its march, and the source line of each layer."""
+    """Return the content of layers.json for `compile_horizon`: the model's name, its march, and the source line of each layer."""
     made = [node for node in integer.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
     sources = {node.name: source(node) for node in made if node.target not in PRIMITIVES or operation(node) is not None}
     return {"name": name, "march": march, "layers": sources}

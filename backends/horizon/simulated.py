@@ -87,7 +87,7 @@ class SimulatedForm(Form):
 
     @property
     def fed(self) -> list[str]:
-        """Return the names of the tensors that programs are given and none computes."""
+        """Return the names of the tensors that are inputs of programs, and that no program computes."""
         return sorted({place.node for place in self.given.values()} - self.tensors.keys())
 
     # ---- running --------------------------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ class Tool:
         return Running(process)
 
     def run(self, program: str, *arguments: str, cwd: Path) -> Running:
-        """Run a program of the tool to its end. Raises what `start` does."""
+        """Run a program of the tool to its end. Raises the errors of `start`."""
         return self.start(program, *arguments, cwd=cwd).finish()
 
 

@@ -10,11 +10,11 @@ fast    for targets with float32 requantization: int8 is stored as uint8 with ze
         PyTorch while the file is written, then the whole model. A table becomes its function (`fast_parts`) where float32 rounds every
         entry alike; a gate becomes a QLinearMul. Where the target shifts, the accumulator alone is an integer kernel:
         ConvInteger of int8 and uint8, the order of factors that onnxruntime is fast for, or MatMulInteger.
-qdq     for other compilers: the operator that a node is the result of, in float, between QuantizeLinear and DequantizeLinear. It is
-        the `onnx` form of the operator's record, or its primitives where these only move elements, or PyTorch's export of its
-        function. This style is not exact; `verify` measures it and never calls it equal.
+qdq     for other compilers: each operator in float, between QuantizeLinear and DequantizeLinear. It is written as
+        the `onnx` form of the operator's record, or as its primitives if these only move elements, or as PyTorch's export of its
+        function. This style is not exact; `verify` measures its error and never reports it as equal.
 
-What stays in float is written by PyTorch's exporter (`float_export`), all of a model in one call. Norms, attentions, simple functions and
-movements are written by `direct`, since the exporter takes seconds for each call. `segments` writes each segment of a model as an
-integer model of its own. `metadata` documents what a file says about itself.
+Float operators are written by PyTorch's exporter (`float_export`), all of a model in one call. Norms, attentions, simple functions and
+movements are written by `direct`, since the exporter takes seconds for each call. `segments` writes each segment of a model as a
+separate file. `metadata` documents a file's metadata.
 """

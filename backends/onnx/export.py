@@ -30,7 +30,7 @@ SMALLEST_EXTERNAL = 1024  # bytes; smaller tensors stay in the model itself
 
 @dataclass(frozen=True)
 class FileOptions:
-    """The arguments of `fxq.export_onnx` that say how a file is written, whatever the model."""
+    """The arguments of `fxq.export_onnx` that do not depend on the kind of model."""
 
     opset: int | None = None
     input_names: Sequence[str] | None = None
@@ -113,7 +113,7 @@ STYLES = {**dict.fromkeys(("auto", "exact", "fast"), (range(17, 22), 21)), "qdq"
 
 
 def export_integer(integer: fx.GraphModule, path: str | os.PathLike[str], style: str, io: str, options: FileOptions) -> Path:
-    """Write an integer model, and return the path; style and io are those of `fxq.export_onnx`."""
+    """Write an integer model, and return the path; `style` and `io` are as in `fxq.export_onnx`."""
     check_arguments(integer, style, io, options.opset)
     version = STYLES[style][1] if options.opset is None else options.opset
     model = build(integer, style, io, version, (options.input_names, options.output_names))

@@ -84,7 +84,7 @@ def copysign(input: Tensor, other: Tensor | float) -> Tensor:
 
 
 def running(combined: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, int], Tensor]:
-    """Return a running product or extremum along a dimension of fixed size, of each element with those 1, 2, 4, … before."""
+    """Return a cumulative function (product, maximum) along a dimension of fixed size, in log2 n steps at distances 1, 2, 4, …"""
 
     def function(input: Tensor, dim: int) -> Tensor:
         size, reach = input.shape[dim], 1

@@ -66,7 +66,7 @@ class FloatRegions:
         self.plans = self._plans()
 
     def _plans(self) -> dict[fx.Node, list[tuple[fx.Node, Plan]] | None]:
-        """Return, by each region's first node, how it is written without the exporter, if it can be and none of its sizes is used."""
+        """Return, by each region's first node, the plan to write it without the exporter; None if it needs the exporter."""
         found = {first: self.direct.plans(region.nodes, region.outputs) for first, region in self.regions.items()}
         planned = {node for first, region in self.regions.items() if found[first] is not None for node in region.nodes}
         for first, region in reversed(self.regions.items()):
@@ -196,7 +196,7 @@ class FloatRegions:
             )
 
     def _part(self, graph: fx.Graph) -> fx.GraphModule:
-        """Return a model of this graph, which holds only what the graph reads."""
+        """Return a model of this graph, with only the modules and tensors that the graph reads."""
         root = torch.nn.Module()
         for node in graph.nodes:
             if node.op in ("call_module", "get_attr"):
@@ -277,7 +277,7 @@ class FloatRegions:
         return model
 
     def _append(self, model: onnx.ModelProto, emitter: Any, inputs: list[str], outputs: dict[str, Any], node: fx.Node) -> None:
-        """Add a model's nodes under these names of its inputs and outputs; the facts of the outputs are given."""
+        """Add a model's nodes with these names of its inputs and outputs; `outputs` maps names to facts."""
         renamed = dict(zip((i.name for i in model.graph.input), inputs, strict=True))
         renamed.update({o.name: output for o, output in zip(model.graph.output, outputs, strict=True)})
 
@@ -350,7 +350,7 @@ class Region(NamedTuple):
 
 
 def region_of(integer: fx.GraphModule, nodes: list[fx.Node]) -> Region:
-    """Return a region of these nodes, with what it reads and what others read of it."""
+    """Return the region of these nodes, with its inputs (nodes outside that it reads) and outputs (nodes that others read)."""
     inside = set(nodes)
     inputs = list(dict.fromkeys(o for n in nodes for o in n.all_input_nodes if o not in inside and o.op != "get_attr"))
     outputs = [n for n in nodes if any(user not in inside for user in n.users)]
@@ -514,7 +514,7 @@ def apart(found: Tensor, wanted: Tensor) -> float:
 
 
 def agrees(model: onnx.ModelProto, part: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-    """Return whether onnxruntime computes what a module of tensors does, on random inputs of these facts, up to rounding."""
+    """Return whether onnxruntime and a module agree up to rounding on random inputs with these shapes and dtypes."""
     generator = torch.Generator().manual_seed(0)
     given = [random_value(known, generator) for known in inputs]
     copied = onnx.ModelProto()

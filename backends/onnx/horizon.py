@@ -107,7 +107,7 @@ class HorizonCall(Call):
 
 
 def _derived(integers: Tensor, scale: Tensor, axis: int | None) -> bool:
-    """Return whether the scales of a weight are those that the tool derives: the largest magnitude of each channel over 127."""
+    """Return whether the scales of a weight equal the tool's: the largest magnitude of each channel over 127."""
     if integers.dtype != torch.int8 or axis is None:
         return False
     channels = integers.shape[axis]
@@ -195,7 +195,7 @@ class HorizonWriter(QdqWriter):
 
 
 def join_layers(graph: onnx.GraphProto) -> None:
-    """Let layers read past what the chip need not compute by itself before them, where they alone read it and its scale is its operand's.
+    """Fuse a Pad, or remove the pair after a Flatten or Reshape, before a layer that alone reads it, if it shares its operand's scale.
 
     Pad → QuantizeLinear → DequantizeLinear → Conv         →     Conv, with the margins of zeros in its `pads`
     Flatten → QuantizeLinear → DequantizeLinear → Gemm     →     Flatten → Gemm: with the pair, bernoulli2 flattens means on the processor
@@ -267,7 +267,7 @@ class Place:
 
 
 def named_values(model: onnx.ModelProto) -> dict[str, str]:
-    """Return the integer graph's node for values of a file of style "horizon": those on both sides of a pair, and copies of them."""
+    """Map values of a file of style "horizon" to nodes of the integer graph: the values before and after a pair, and their copies."""
     produced = {node.output[0]: node for node in model.graph.node}
     found = {}
     for node in model.graph.node:

@@ -48,7 +48,7 @@ class Images:
     """A file that is being rewritten.
 
     image  the name of a tensor's image and the tensor's shape, by the tensor's name
-    alias  the image that is read in place of what ToImage returned
+    alias  the image that is read in place of a ToImage's result
     """
 
     def __init__(self, graph: onnx.GraphProto, sizes: dict[str, Shape]) -> None:

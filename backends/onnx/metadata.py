@@ -2,7 +2,7 @@
 
     fxquant.version          the fxquant that wrote it
     fxquant.style            "exact", "fast", "qdq" or "horizon", or "float" of a model that is not quantized
-    fxquant.io               "float" or "integer": what the file takes and returns
+    fxquant.io               "float" or "integer": the kind of the file's inputs and outputs
     fxquant.target           the target it was compiled for
     fxquant.inputs           JSON: for each input, in order, its name, dtype (the ONNX element type, as "float") and shape, and the
                              name of the quantized tensor it is or is made into, "tensor", where there is one; "layout", as "NHWC",
@@ -17,20 +17,20 @@
                                dtype       its range: "int8", "uint8", "int16", …
                                storage     the element type it is stored with: "int8", or "uint8" in style "fast" and of an affine tensor
                                zero_point  the stored value of 0: real = (stored - zero_point) · scale
-                               value       its name in the graph, where an input or output that the user named has its own
-    fxquant.provenance       JSON: of values that are not the float model's of that name, by name: "fused", the nodes that were fused into
-                             it, of which the last one's result it is, and "exponents": it is that times 2 to these, nested lists of its
-                             shape without the batch, where a list of one stands for a whole dimension
+                               value       its name in the graph, if the user gave another name to it as an input or output
+    fxquant.provenance       JSON: for values that differ from the float model's of the same name, by name: "fused", the nodes that were
+                             fused into it, the last one's result being its value, and "exponents", the powers of two by which its
+                             channels are multiplied: nested lists of its shape without the batch, of size 1 to broadcast
     fxquant.float            JSON: why operators are outside of the integer part, by name
     fxquant.session_options  JSON: session options of onnxruntime, by name, that the file's numbers rely on where it was written
     fxquant.session_options_without_vnni
                              JSON, style "fast": those they rely on where an x86 processor lacks VNNI; elsewhere they cost speed
     fxquant.relies_on_vnni   JSON, style "fast": whether its numbers differ on x86 processors without VNNI, whatever the options
     fxquant.kernels          JSON, style "fast": "integer", the operators that became integer kernels, "computed", those whose tables
-                             are computed in float32, and "refused", those of both that were not exact where it was written, which are
-                             as in style "exact"
+                             are computed in float32, and "refused", operators of both kinds that were not exact where the file was
+                             written, and that have the form of style "exact"
 
-The names are stable: later additions get names of their own.
+The names are stable: later additions get new names.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _check_tensor(name: str, entry: object) -> None:
 
 
 def check_session_options(options: object, what: str) -> None:
-    """Raise Unusable for options that fxquant never writes: a file must not choose how onnxruntime behaves beyond what exactness needs."""
+    """Raise Unusable for session options that fxquant never writes: a file may only set those that exactness needs."""
     _require(isinstance(options, dict), f"{what} is not an object")
     assert isinstance(options, dict)
     for name, value in options.items():

@@ -5,7 +5,7 @@
 It is written from the operators that an integer graph's nodes are the results of, with the graph's own integers as
 weights: by the form in an operator's record or, without one, by its float function (`Operator.onnx`). Quantized
 tensors keep their names. The results differ from those of the integer graph: float sums are rounded, and other compilers
-choose kernels of their own. Below opset 21, whose QuantizeLinear is the first with int16, such tensors are integers in float32.
+choose other kernels. Below opset 21, whose QuantizeLinear is the first with int16, int16 tensors are integers in float32.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class QdqWriter(Writer):
         return call
 
     def _exported(self, known: Operation, operator: Operator, node: fx.Node, call: Call) -> str:
-        """Return the float value of a node: its operator's float function by PyTorch's exporter, and what is fused after it."""
+        """Write a node's operator with PyTorch's exporter, and its fused residual and clamp; return the name of the float value."""
         rest = {name: value for name, value in known.arguments.items() if name not in ("residual", "clamp")}
 
         def referred(value: Any) -> Any:

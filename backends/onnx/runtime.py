@@ -164,7 +164,7 @@ class OnnxModel:
 class Runner:
     """One runtime with one model; `folder` holds its external data, `settings` are options of onnxruntime.
 
-    Inputs are given in PyTorch's layout; `layouts` are the orders of dimensions in which the file takes some of them.
+    Inputs have PyTorch's layout; `layouts` are the orders of dimensions of inputs for which the file has another layout.
 
     Raises ExportError, which contains `name`, if the model cannot be loaded or run.
     """
@@ -217,7 +217,7 @@ class Runner:
         }
 
     def _check_sizes(self, given: Mapping[str, Tensor]) -> None:
-        """Raise ExportError for a tensor whose sizes differ from those that are fixed in the file."""
+        """Raise ExportError for a tensor whose sizes differ from the fixed sizes in the file."""
         for name, value in given.items():
             wanted, found = self.sizes[name], list(value.shape)
             if len(wanted) != len(found) or any(size not in (None, own) for size, own in zip(wanted, found, strict=True)):

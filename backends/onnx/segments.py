@@ -54,9 +54,9 @@ FUNCTIONS = Kind("a dict of functions by names of tensors", _functions)
 def export_segments(
     integer: fx.GraphModule, folder: str | os.PathLike[str], cut: Sequence[str | Sequence[str]] = (), opset: int | None = None
 ) -> Path:
-    """Write every segment of the integer model as an ONNX file of its own, and the manifest that connects them; return its path.
+    """Write every segment of the integer model as a separate ONNX file, and the manifest that connects them; return its path.
 
-    The segments are those that `segments(integer, cut)` lists: one for each stretch of the target's integers and of the host's float
+    The segments are those of `segments(integer, cut)`: one for each run of the target's integer operators and of the host's float
     operators, and cut after the tensors that `cut` names. Run in sequence, they give the bits of the whole model. Between integer segments
     a tensor is passed as its integers. The files are in style "exact"; `run_segments` runs them. A host segment with Python in
     it (`wrap`, `leaf=`) that no ONNX operators can express has no file: the manifest names its inputs and outputs for the user's Python.

@@ -196,7 +196,7 @@ def value_info(name: str, dtype: torch.dtype, shape: Sequence[Size]) -> onnx.Val
     return helper.make_tensor_value_info(name, TYPES[dtype], dims)
 
 
-IR_VERSION_OF_FUNCTIONS = 8  # the first in which a model can have functions of its own
+IR_VERSION_OF_FUNCTIONS = 8  # the first version in which a model can hold functions
 
 
 class Writer:
@@ -289,7 +289,7 @@ class Writer:
             self.sources[name] = name
 
     def _integers(self, node: fx.Node) -> Any:
-        """Return the fact of the integers that a float input is given as; ExportError if they are not one tensor."""
+        """Return the shape and dtype of the integers that replace a float input (io="integer"); ExportError if they are not one tensor."""
         others = [user.name for user in node.users if user.target is not quantize]
         if others:
             raise ExportError(
@@ -388,7 +388,7 @@ class Writer:
         return zero_point(node)
 
     def _graph(self, inputs: dict[str, str], output_names: Sequence[str] | None) -> onnx.GraphProto:
-        """Return the graph, whose inputs and outputs have the names that the user gave; `inputs` has those of all inputs."""
+        """Return the ONNX graph with the user's names of outputs, and `inputs`, the names of all inputs by their names in the model."""
         results = returned(self.integer)
         if not results:
             raise ExportError(
@@ -427,9 +427,9 @@ class Writer:
         return graph
 
     def _renamed(self, inputs: dict[str, str], outputs: dict[str, str]) -> dict[str, str]:
-        """Return the names in the file of values whose names here are others: inputs, and inner values whose names the user gives away.
+        """Map values to other names in the file: inputs the user named, and inner values whose names the user gave to others.
 
-        `outputs` has the value of each output that the user names. The metadata of an inner value says what it is called.
+        `outputs` maps the user's names of outputs to values. The metadata of a renamed inner value holds its new name.
         """
         inner = {name for node in self.emitter.nodes for name in node.output} | {tensor.name for tensor in self.emitter.initializers}
         renamed = {value: name for value, name in inputs.items() if value != name}

@@ -37,14 +37,14 @@ SHOWN_REASONS = 4  # in the line of the summary; the table has them all
 
 @checked()
 def explain(model: fx.GraphModule, *, steps: bool = False, machine: bool = False) -> str:
-    """Return a table of all operators: integer or float, dtype, scale, and the reason; then what is fixed, and which requests were not met.
+    """Return a table of all operators (integer or float, dtype, scale, reason), values fixed while tracing, and requests that were not met.
 
-    Operations of a recurrence that are alike at each of its steps have one row, under the name of the first; with `steps`, one for each.
+    The corresponding operations of a recurrence's steps have one row, under the name of the first; with `steps`, a row for each.
 
     For an integer model that has run, kernels that are not used on this machine follow, with the reason. With `machine` a line for every
-    operator says which kernels compute it, or why its primitives do; a model that has not run yet is run once.
+    operator names the kernels that compute it, or the reason why its primitives do; a model that has not run yet is run once.
 
-    For a prepared or an integer model, and any graph between. Raises ConfigurationError for a model that is not a graph.
+    `model` is a prepared or an integer model, or any graph between. Raises ConfigurationError for a model that is not a graph.
     """
     known = layers(model)
     rows = [row for layer, again in (((layer, ()) for layer in known) if steps else alike(known)) for row in _rows(layer, again)]
@@ -93,7 +93,7 @@ def _where(layer: Layer, reason: str) -> str:
 
 
 def summary(known: tuple[Layer, ...]) -> str:
-    """Return one line: how many layers are integer or float, and why; a composite counts as one, a boundary not at all."""
+    """Return one line with the numbers of integer and float layers, and reasons; a composite counts as one, a boundary not at all."""
     integer = sum(layer.integer and not layer.inner and not layer.boundary for layer in known)
     dynamic = sum(layer.dynamic for layer in known)
     left = left_in_float(known)
@@ -115,13 +115,13 @@ def summary(known: tuple[Layer, ...]) -> str:
 
 @dataclass(frozen=True)
 class OperatorRun:
-    """How one operator of an integer model is computed on this machine: by kernels, or by its primitives, and why.
+    """The computation of one operator of an integer model on this machine: by kernels, or by its primitives, and why.
 
     layer       the operator, with its name and its multiply-accumulates
     kernels     the choice at each of its nodes with a kernel, by name
-    primitives  its other nodes that compute, by name, each with the reason why no kernel serves it; "" for a primitive without a kernel
+    primitives  its primitives that run without a kernel, by node name, with the reason; "" if no kernel exists
     moves       whether it only moves memory: its result holds the elements of its operands
-    because     why nodes of it run without a kernel; "" where all have one
+    because     why nodes of it run without a kernel; "" if all have one
     macs        its multiply-accumulates, if kernels compute them; else 0
     """
 
@@ -144,7 +144,7 @@ class OperatorRun:
 
 
 def operator_runs(model: fx.GraphModule) -> tuple[OperatorRun, ...]:
-    """Return how each operator of an integer model is computed for inputs of the sizes that came last.
+    """Return the kernels and primitives that compute each operator of an integer model, for inputs of the last call's sizes.
 
     A model that has not run yet is run once, on zeros. A model without kernels, or on another device than the CPU, runs its primitives.
     """
@@ -234,7 +234,7 @@ class Breach:
 
 
 class Limits:
-    """A target's limits, by the operators they are about; with `always`, those alone that the vendor's compiler enforces."""
+    """A target's limits by operator; with `always`, only the limits that the vendor's compiler enforces."""
 
     def __init__(self, target: Target, always: bool = False) -> None:
         self.target = target
@@ -274,11 +274,11 @@ class Finding:
     layer     the path of the user's module, or the node's name where it belongs to the model itself
     node      the name of the graph's node
     operator  the operator's name
-    limit     what the value is and what the target allows; or why the operator stays in float
+    limit     the value and the limit, in words; or why the operator stays in float
     source    the user's line
-    remedy    what the user can do
-    kind      "limit"; "float" for an operator that has no integer form on this target; "host" for one that breaks a limit, and that
-              `adapt` has moved to the host: nothing is left to do
+    remedy    a remedy
+    kind      "limit"; "float" for an operator without an integer form on this target; "host" for an operator that breaks a limit and
+              that `adapt` moved to the host, so that nothing is left to do
     """
 
     layer: str
@@ -316,7 +316,7 @@ class Findings:
 
     @property
     def summary(self) -> str:
-        """One line: how many limits are broken, and how many operators stay in float."""
+        """Return one line with the numbers of broken limits and of operators that stay in float."""
         kinds = [finding.kind for finding in self.items]
         floats, broken, moved = (kinds.count(kind) for kind in ("float", "limit", "host"))
         parts = [f"{broken} limit{'' if broken == 1 else 's'} of {self.target} {'is' if broken == 1 else 'are'} broken"] if broken else []
@@ -344,7 +344,7 @@ class Findings:
 
 
 def findings(gm: fx.GraphModule, target: Target) -> Findings:
-    """Everything in an annotated or prepared graph that the target does not allow, and what stays in float; linear in its nodes."""
+    """Return the broken limits of the target, and the operators that stay in float, of an annotated or prepared graph; linear in nodes."""
     known = layers(gm)
     nodes = {node.name: node for node in gm.graph.nodes}
     found = [*broken_limits(gm, known, target), *(_in_float(nodes[layer.name], layer) for layer in left_in_float(known))]
@@ -353,7 +353,7 @@ def findings(gm: fx.GraphModule, target: Target) -> Findings:
 
 
 def broken_limits(gm: fx.GraphModule, known: tuple[Layer, ...], target: Target) -> Iterator[Finding]:
-    """Yield the limits that integer operators of an annotated or prepared graph, whose layers are known, break."""
+    """Yield the limits that integer operators of an annotated or prepared graph break; `known` are its layers."""
     if not target.limits:
         return
     limits = Limits(target)

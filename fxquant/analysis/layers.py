@@ -47,9 +47,9 @@ NOTES |= dict.fromkeys(("wide", "narrowed", "equalized", "tuned"), "{}")
 
 @dataclass(frozen=True)
 class Intermediate:
-    """A quantized tensor inside of what an operator was lowered to.
+    """A quantized tensor between the primitives of one operator.
 
-    name       of its node
+    name       its node's name
     primitive  the name of the primitive that computes it
     grid       its scale and dtype
     """
@@ -63,35 +63,35 @@ class Intermediate:
 class Layer:
     """One operator of a model, with everything that was fused into it.
 
-    name              of its node: the same in the prepared model, the integer model and the ONNX file
-    operator          PyTorch's name of what it computes ("conv2d"); in a traced graph as it was written ("Conv2d")
-    integer           whether it is computed on integers: its result is a quantized tensor, or booleans or integers computed from such
+    name              its node's name: the same in the prepared model, the integer model and the ONNX file
+    operator          PyTorch's name of the operator ("conv2d"); in a traced graph the user's call ("Conv2d")
+    integer           whether its result is a quantized tensor, or a bool or int64 tensor computed from quantized ones
     dynamic           whether it is a linear layer whose operand is quantized at run time, and whose result is dequantized
-    boundary          whether it quantizes float values, or dequantizes
-    dtype             of its result: "int8", … of a quantized tensor, else PyTorch's ("float32", "bool"); "" if it is not a tensor
-    grid              the scale and dtype of its quantized result: one scale, NaN until it is known, or several along an axis; none, (), in
+    boundary          whether it is a quantize or a dequantize
+    dtype             the dtype of its result: "int8", … of a quantized tensor, else PyTorch's ("float32", "bool"); "" if it is not a tensor
+    grid              the scale and dtype of its quantized result: one scale, NaN before calibration, or several along an axis; none, (), in
                       a prepared model whose 32-bit output has the scale of its sum. None for a float operator, and before there
                       are quantizers
-    shape             of its result: integers, and sizes that depend on the batch as text ("B"); () if it is not one tensor
+    shape             the shape of its result, with sizes that depend on the batch as text ("B"); () if it is not one tensor
     source            the user's line
     module            the dotted path of the user's module; "" for the model itself
-    device            where it runs: the target's name ("bayes-e") if it is integer, or a float operator that the target computes in
+    device            the device it runs on: the target's name ("bayes-e") if it is integer, or a float operator that the target computes in
                       float16; else "host"
-    reason            why it is integer or float; "" before that is decided, and of integer operators in an integer model, whose `notes` say
-                      more
-    notes             of an integer model: the proved accumulator, the path a residual took, how a long sum is formed
-    accumulator_bits  the width proved for its sums in an integer model; 0 where there are none
-    macs              multiply-accumulates, of convolutions, linear layers and matrix products; 0 of others
-    weight_bytes      its weight and bias as the integer model holds them: int4 and int8 in one byte, int16 in two; a bias in four, beside
-                      an int16 weight in eight; 0 where there are none. Of a float operator, its parameters and buffers
-    activation_bytes  its result: int4 and int8 in one byte for each element, int16 in two, int32 in four; a float result as PyTorch
-                      holds it
+    reason            why it is integer or float; "" before that is decided, and for integer operators in an integer model, which have
+                      `notes`
+    notes             for an integer model: the proved accumulator, the path of a residual, the decomposition of a long sum
+    accumulator_bits  the proved width of its accumulators in an integer model; 0 without sums
+    macs              multiply-accumulates of convolutions, linear layers and matrix products; 0 for others
+    weight_bytes      bytes of its weight and bias in the integer model: int4 and int8 in one byte, int16 in two; a bias in four, with an
+                      int16 weight in eight; 0 without a weight. For a float operator, bytes of its parameters and buffers
+    activation_bytes  bytes of its result: int4 and int8 in one byte for each element, int16 in two, int32 in four; a float result as
+                      PyTorch holds it
     fused             the names of the nodes that were fused into it
-    part              which part of a composite operator it is ("softmax: exp"); "" if it is none
+    part              its name as a part of a composite operator ("softmax: exp"); "" if it is not a part
     inner             whether only other parts of its composite read it
-    step              of a part of a recurrence: at which of its steps it is computed, counted from 0; None of all others
+    step              the step of a recurrence at which it is computed, from 0; None for all others
     intermediates     the quantized tensors inside of it, in an integer model
-    parts             of what holds several tensors on one grid: their names, and by how many dB this is coarser than their own
+    parts             for a tensor composed of several with one scale: their names, and each one's loss in dB against its own scale
 
     `macs` and `activation_bytes` are those of one item, or of the whole batch where the model is fixed to a batch size.
     """
@@ -204,7 +204,7 @@ CLEARLY = 6.0  # dB: half of the steps
 
 
 def coarser(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node]) -> tuple[tuple[str, float], ...]:
-    """Return the tensors that a node holds on one grid, with the loss of each in dB; () for one tensor, or a grid that is not known."""
+    """Return the tensors that share a node's scale by concatenation, with each one's loss in dB; () for one tensor, or an unknown scale."""
     module, lowered, grid = quantized_operator(model, node), operation(node), grid_of(model, node)
     if grid is None or not isinstance(grid.scale, float) or math.isnan(grid.scale):
         return ()

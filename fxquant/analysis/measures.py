@@ -1,7 +1,7 @@
-"""Measures of an operator at its place in a graph: the quantities that a target's limits are about.
+"""Measures of an operator at its place in a graph: the quantities that a target limits.
 
-A measure is a function of a `Site` that returns values, each of which a limit holds for. It returns none where it does not apply: to
-another operator, or to a size that depends on the batch.
+A measure is a function of a `Site` that returns values, and a limit must hold for each value. It returns none where it does not apply:
+for another operator, or for a size that depends on the batch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Site:
 
     @property
     def rank(self) -> int:
-        """How many spatial dimensions it has: 2 for conv2d."""
+        """The number of spatial dimensions: 2 for conv2d."""
         return len(self.shape()) - 2
 
     def spatial(self, name: str) -> list[int]:
@@ -95,7 +95,7 @@ def _dilated(site: Site) -> bool:
 
 
 def _beyond(values: list[int], limits: Sequence[int | Fraction]) -> list[int]:
-    """Return by how much values exceed their limits, rounded up."""
+    """Return the excess of values over their limits, rounded up; 0 within the limit."""
     return [max(math.ceil(value - limit), 0) for value, limit in zip(values, limits, strict=True)]
 
 
@@ -116,7 +116,7 @@ def _ranks(site: Site) -> list[Any]:
 
 
 def _aligned(site: Site) -> list[Any]:
-    """For each item, in the tighter of the two layouts: channels in fours and columns in eights, or channels in thirty-twos."""
+    """Return the padded elements per item, in the smaller of two layouts: channels to 4 and columns to 8, or channels to 32."""
     if len(site.result) != 4:
         return []
     channels, rows, columns = (size if isinstance(size, int) else 1 for size in site.result[1:])
@@ -135,7 +135,7 @@ def _reduced(site: Site) -> list[Any]:
 
 
 def _pattern(shape: tuple[Size, ...], result: tuple[Size, ...]) -> str:
-    """Return how an operand's shape is to the result's: "equal", "NC11", "1111", "other"."""
+    """Classify how an operand's shape broadcasts to the result's: "equal", "NC11", "1111", "other"."""
     if shape == result:
         return "equal"
     if len(shape) == len(result) == 4 and shape[2:] == (1, 1) and shape[:2] in (result[:2], (1, 1)):
@@ -292,7 +292,7 @@ def _macs(operator: Operator | None, values: Mapping[str, Any], result: Any) -> 
 
 
 def _written(model: fx.GraphModule, node: fx.Node) -> tuple[Operator | None, dict[str, Any]]:
-    """Return the operator at a node and its arguments by name; of one that is not canonical yet, only if it forms sums of products."""
+    """Return the operator at a node and its arguments by name; (None, {}) for a node that is neither canonical nor a weighted layer."""
     operator = record_of(model, node)
     if operator is not None:
         return operator, operator.arguments(node)
@@ -324,7 +324,7 @@ def _shape(value: Any) -> tuple[Size, ...] | None:
 
 
 def _at_one(shape: tuple[Size, ...]) -> tuple[int | Fraction, ...]:
-    """Return the sizes at batch size 1, where one that is B/2 is not an integer. Others are ints: fractions take ten times as long."""
+    """Return the sizes at batch size 1: integers, or a Fraction for a size such as B/2. Fractions are ten times as slow as integers."""
     at_one = [size if isinstance(size, int) else size.coefficient + size.offset for size in shape]
     return tuple([size.numerator if size.denominator == 1 else size for size in at_one])
 

@@ -1,7 +1,7 @@
-"""A model in segments, one after another, each of which runs on one device: the target for integers, or the host for float operators.
+"""Partition of a model into segments, run one after another, each on one device: the target for integers, or the host for float.
 
 Segments are convex: data that leaves one does not come back into it. There are as few as possible, in either order of the devices: every
-operator is in the first segment of its device before which all its operands are computed.
+operator is in the first segment of its device at which all its operands are available.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Segment:
 def segments(model: fx.GraphModule, cut: Sequence[str | Sequence[str]] = ()) -> tuple[Segment, ...]:
     """Return the segments of a prepared or an integer model, in the order they run.
 
-    `cut` names tensors, in order, behind which it is cut as well: everything that such a tensor is computed from, and that no earlier cut
-    has, is on its near side, everything else beyond. A path of the user's module means its last tensor. Several names
-    in a list of their own are one cut. Raises ConfigurationError for a model at another stage, and for a name that no tensor has.
+    `cut` names tensors, in order, after which the model is cut as well: the operators that such a tensor depends on, without those of an
+    earlier cut, are before the cut, all others after it. A path of the user's module means its last tensor. A nested list of
+    names is one cut. Raises ConfigurationError for a model at another stage, and for a name that no tensor has.
     """
     groups = grouped(model, cut)
     place = {node: number for number, (_, nodes) in enumerate(groups) for node in nodes}
@@ -84,7 +84,7 @@ def _device(model: fx.GraphModule, node: fx.Node) -> str:
 
 
 def _levels(nodes: list[fx.Node], device: Mapping[fx.Node, str], first: str) -> dict[fx.Node, int]:
-    """Return the segment number of every node, if the first is on device `first`; what an operator was lowered to stays together."""
+    """Return the segment number of every node, with segment 0 on device `first`; the primitives of an operator stay together."""
     levels: dict[fx.Node, int] = {}
     for _, together in itertools.groupby(nodes, origin):
         operator = list(together)
@@ -95,7 +95,7 @@ def _levels(nodes: list[fx.Node], device: Mapping[fx.Node, str], first: str) -> 
 
 
 def _reads(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the operators and inputs that a node reads; of a number or a parameter, those that it is computed from."""
+    """Yield the operators and inputs that a node reads, also through numbers and computed parameters."""
     for operand in node.all_input_nodes:
         if _works(operand) or operand.op == "placeholder":
             yield operand

@@ -1,6 +1,6 @@
-"""The values of tensors inside of a model, batch by batch, in whatever form the model is.
+"""The values of tensors inside of a model, batch by batch: of a float model, a graph at any stage, or an exported file.
 
-A form runs one batch and shows what it was asked for; nothing of a batch is kept when the next one comes.
+A form runs one batch and returns the requested tensors; nothing of a batch is kept when the next one comes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Facts:
 class Form(ABC):
     """One form of a model.
 
-    label        what reports call it
+    label        its name in reports
     tensors      the kind of every tensor it can show, by name, in the order they are computed
     input_names  the names of the model's inputs
     """
@@ -93,7 +93,7 @@ class Form(ABC):
         """Return the wanted tensors of one batch."""
 
     def values(self, inputs: Sequence[Any], names: Sequence[str]) -> Values:
-        """Return these tensors of a batch as floats; inputs of the model are as they were given. "output 0", … are the outputs."""
+        """Return the named tensors of a batch as floats; inputs of the model are returned unchanged. "output 0", … are the outputs."""
         wanted = Wanted(frozenset([OUTPUTS]), frozenset(names) - frozenset(self.input_names), real=True)
         given = {name: value for name, value in zip(self.input_names, inputs, strict=True) if name in names}
         return self.run(inputs, wanted) | given
@@ -204,7 +204,7 @@ class GraphForm(Form):
 
 
 class KernelForm(GraphForm):
-    """An integer model with kernels. It shows the tensors that kernels are for, and what the model returns."""
+    """An integer model run with kernels. It returns the results of kernels, and the model's outputs."""
 
     def __init__(self, model: fx.GraphModule, runner: Runner) -> None:
         super().__init__(model)
@@ -236,9 +236,9 @@ def kernel_forms(*models: Any) -> list[KernelForm]:
 
 
 class Seen(Interpreter):
-    """Calls `see` with every node, its value and what it read, and goes on with the value that `see` returns.
+    """Calls `see` with every node, its value and its arguments, and continues with the value that `see` returns.
 
-    Nothing refers back to it, so that what it holds of a batch is gone when it has run.
+    There are no reference cycles, so that the values of a batch are freed after the run.
     """
 
     def __init__(self, model: fx.GraphModule, see: Callable[[fx.Node, Any, tuple[Any, ...]], Any]) -> None:

@@ -45,11 +45,11 @@ class Report:
     flips       elements that differ because a float operator before them rounds differently, when the file runs on its own: at a boundary
                 after float operators, and in outputs that float operators compute. They are outside of the contract and not counted as
                 mismatches
-    floats      how far the outputs that float operators compute are apart, by name, where the integers before them are equal
-    first       where the first difference is; None if there is none
-    targets     what the two forms were compiled for, where these are two
-    given       of a BPU program: the tensors that it was given from the integer model, which it does not compute itself
-    unseen      of a BPU program: its outputs that are not tensors of the integer model, with the reason
+    floats      the error of outputs that float operators compute, by name, where the integers before them are equal
+    first       the place of the first difference; None if there is none
+    targets     the targets of the two forms, if they differ
+    given       for a BPU program: the names of its inputs, whose integers were taken from the integer model
+    unseen      for a BPU program: its outputs that are not tensors of the integer model, with the reason
     """
 
     pairs: list[str] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Report:
 
     @checked(other=such("a Report", lambda other: other, lambda other: isinstance(other, Report)))
     def merge(self, other: Report) -> None:
-        """Add what another verification found."""
+        """Add the findings of another verification."""
         self.pairs += other.pairs
         self.names |= other.names
         self.mismatches += other.mismatches
@@ -134,7 +134,7 @@ class FloatDifference:
         self._raise(float(distance.max()) if distance.numel() else 0.0, ulps)
 
     def merge(self, other: FloatDifference) -> None:
-        """Add what was found elsewhere."""
+        """Add the counts and maxima of another comparison."""
         self.elements += other.elements
         self.differing += other.differing
         self._raise(other.largest, other.ulps)
@@ -235,5 +235,5 @@ def _steps(values: Tensor) -> list[int]:
 
 
 def differing(one: Tensor, other: Tensor) -> int:
-    """Return how many elements that are."""
+    """Return the number of elements that differ (see `different`)."""
     return int(different(one, other).sum())

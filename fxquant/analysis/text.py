@@ -99,7 +99,7 @@ def _call(gm: fx.GraphModule, node: fx.Node) -> str:
 
 
 def _arguments(record: Operator | Primitive | None, node: fx.Node) -> str:
-    """Return the arguments, by name after the first, without those at their defaults."""
+    """Return the arguments as text, by name after the first, without arguments that equal their default."""
     parameters = _parameters(record)
     shown = []
     for index, value in enumerate(node.args):
@@ -113,7 +113,7 @@ def _arguments(record: Operator | Primitive | None, node: fx.Node) -> str:
 
 
 def _parameters(record: Operator | Primitive | None) -> list[tuple[str, Any]]:
-    """Return the names and defaults of positional arguments: those that the record declares, or else its function's."""
+    """Return the names and defaults of positional arguments, from the record's `parameters` or its function's signature."""
     if isinstance(record, Operator) and record.parameters:
         return list(record.parameters.items())
     try:

@@ -1,7 +1,7 @@
 """The public functions: the only package that uses front end, passes and backends together.
 
 preparing     `prepare` and `check`: trace a float model, and run the passes up to PREPARED
-calibrating   `calibrate`: the calibration loop with what corrects weights, biases and ranges around it
+calibrating   `calibrate`: the calibration loop, and corrections of weights, biases and ranges
 converting    `convert`: run the passes from PREPARED on
 files         `export_onnx`, `save`, `load` and `dump`
 quantizing    `quantize`: all of these in one call

@@ -58,7 +58,7 @@ def export_onnx(
            "qdq": float operators between QuantizeLinear and DequantizeLinear, for other compilers. Its bits
            differ: `verify` measures the difference. Below opset 13 weights are floats on their quantized grid, and below 21 tensors of
            int16 are rounded by Div, Round, Clip and Mul.
-    io     "float" takes and returns what the float model does; "integer" takes and returns the integers.
+    io     "float": inputs and outputs are those of the float model; "integer": they are the quantized integers.
     opset  17 to 21, by default 21; in style "qdq" 11 to 21, by default 17; for a float model 11 to 21, by default 18.
            Float operators of PyTorch's exporters below opset 18 are compared in onnxruntime first.
     input_names, output_names  names in the file, by default those of the graph. An inner tensor of such a name gets another name in the
@@ -130,7 +130,7 @@ def save(model: fx.GraphModule | Observations, path: str | os.PathLike[str]) -> 
 @checked(path=PATH)
 @working("loading")
 def load(path: str | os.PathLike[str], *, kernels: str = "auto") -> Any:
-    """Load what `save` wrote: a GraphModule, on the CPU, or Observations. No name in a file is imported.
+    """Load a file of `save`: a GraphModule, on the CPU, or Observations. No name in a file is imported.
 
     An integer model runs with the kernels of this machine; kernels="reference" disables them, as for `convert`.
 

@@ -205,11 +205,11 @@ def check(
     *,
     options: Options = DEFAULTS,
 ) -> Findings:
-    """Find what of the model a target does not support, before calibration: broken limits, and operators left in float.
+    """Return the parts of a model that a target does not support, before calibration: broken limits, and operators left in float.
 
     The result is true if nothing was found; it iterates over the findings, and prints as a table of layer, operator,
     limit, source line and remedy. The model is not changed. A batch size that is not fixed is not
-    checked; `dynamic_shapes={}` in the options checks the example's. With `adapt=True` what `prepare` would replace is left out.
+    checked; `dynamic_shapes={}` in the options checks the example's. With `adapt=True` operators that `prepare` replaces are left out.
 
     A prepared model is checked against the target it was prepared for; all other arguments are ignored.
 
@@ -301,7 +301,7 @@ def convert(
 ) -> fx.GraphModule:
     """Return the integer model: a graph of integer primitives with the current weights and scales.
 
-    It takes and returns what the float model does. The prepared model is not changed.
+    Its inputs and outputs are those of the float model. The prepared model is not changed.
 
     Unless kernels="reference", it uses fast kernels on a processor from the second call with inputs of the same sizes on. They store 8-bit
     tensors as bytes and sum products of bytes. Each is proved equal to the primitives of the graph on this machine; `explain` lists which

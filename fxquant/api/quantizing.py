@@ -39,7 +39,7 @@ class Result:
 
     @checked()
     def export(self, path: str | os.PathLike[str], **options: Any) -> Path:
-        """Write the integer model as ONNX; options are those of `export_onnx`."""
+        """Write the integer model as ONNX; options are as in `export_onnx`."""
         return export_onnx(self.integer, path, **options)
 
     @checked(path=PATH)
@@ -79,7 +79,7 @@ def quantize(
 
     The arguments are those of `prepare` and `calibrate`; with the option `dynamic_shapes={}` every batch must have the size of the first.
     With `observations`, batches are observed only for the scales that these cannot give.
-    Raises what `prepare`, `calibrate` and `convert` raise.
+    Raises the errors of `prepare`, `calibrate` and `convert`.
     """
     as_written = float_model(model)
     backends.get(target), as_mapping(qconfig)  # before a batch is taken

@@ -49,10 +49,10 @@ def require_prepared(model: nn.Module) -> None:
 
 @checked()
 def set_state(prepared: nn.Module, state: State | str, modules: str | Iterable[str] | None = None) -> None:
-    """Put all operators, or those of the named modules or nodes and everything below them, into a state, given as such or by its name.
+    """Set the state, a `State` or its name, of all operators, or of the named modules or nodes and everything below them.
 
     An empty list of modules names none. Leaving CALIBRATE sets the scales from the observed values. In TRAIN, batch norms after a tensor
-    that clips most of a few outlier samples are no longer live, which a warning says. Raises ConfigurationError if a name matches nothing.
+    whose range clips most of a few outlier samples are frozen, with a warning. Raises ConfigurationError if a name matches nothing.
     """
     require_prepared(prepared)
     operators = quantized_operators(prepared)
@@ -84,8 +84,8 @@ def enter(model: nn.Module, chosen: Iterable[QuantizedOperator], state: State) -
 def out_of_calibration(model: nn.Module) -> list[QuantizedOperator]:
     """Return the operators that `set_state` has taken out of calibration.
 
-    If some are in state CALIBRATE, these are all others; of those in TRAIN and VALIDATE, only the ones whose scales are known, since
-    they compute with them. If none is in CALIBRATE, these are the operators in FLOAT, unless all are.
+    If some are in state CALIBRATE, these are the operators in FLOAT, and the calibrated ones in TRAIN and VALIDATE. If none is in
+    CALIBRATE, these are the operators in FLOAT, unless all are.
     """
     operators = list(quantized_operators(model).values())
     states = {operator.state for operator in operators}
@@ -101,9 +101,9 @@ def _is_calibrated(operator: QuantizedOperator) -> bool:
 
 @contextmanager
 def _computing(model: nn.Module, others: Iterable[QuantizedOperator]) -> Iterator[None]:
-    """Inside, operators that are left out compute what they do in their state, and nothing of them moves.
+    """Inside, operators with `left_out` compute as in their state, but their scales and statistics do not change.
 
-    An operator in state FLOAT whose result the others read as integers observes it for them: its grid is that of their operand.
+    An operator in state FLOAT whose result `others` read as integers observes it, since they need the scale of their operand.
     """
     out = [operator for operator in quantized_operators(model).values() if operator.left_out]
     needed = {id(quantizer) for operator in others for quantizer in _read(operator)}
@@ -122,7 +122,7 @@ def _computing(model: nn.Module, others: Iterable[QuantizedOperator]) -> Iterato
 
 
 def _read(operator: QuantizedOperator) -> Iterator[Quantizer]:
-    """Yield the quantizers of an operator's integer operands, and of its own result."""
+    """Yield the quantizers of an operator's quantized operands, and of its result."""
     yield from operand_quantizers(operator)
     if not operator.plain:
         yield operator.output
@@ -233,7 +233,7 @@ def _on_all_ranks(prepared: nn.Module, observe: Callable[[], int]) -> int:
 
 @contextmanager
 def _all_or_nothing(prepared: nn.Module) -> Iterator[None]:
-    """Inside, an exception restores the buffers of all observers, so that what fails half-way is not observed."""
+    """Inside, an exception restores the buffers of all observers, so that a failed batch is not observed in part."""
     buffers = [buffer for module in prepared.modules() if isinstance(module, Observer) for buffer in module.buffers()]
     before = [buffer.clone() for buffer in buffers]
     try:
@@ -266,7 +266,7 @@ def having(objects: Iterable[Any], **values: Any) -> Iterator[None]:
                 setattr(each, name, value)
 
 
-# ---- Tensors whose calibrated range clips a few outlier samples, and the batch norms behind them ---------------------
+# ---- Tensors whose calibrated range clips a few outlier samples, and the batch norms after them ----------------------
 #
 # Where a few samples of a batch have a far larger norm than all others, a calibrated range may leave them out
 # (`quantization.observers.histogram`). They make up most of the float model's variance. A batch norm with the statistics of quantized
@@ -277,10 +277,10 @@ KEPT = 0.75  # of the power of what was observed: a deviation that is a seventh 
 
 
 def keep_statistics(prepared: nn.Module, _: Any = None) -> None:
-    """Freeze the statistics of batch norms behind tensors that clip much of the observed power; a warning names these tensors.
+    """Freeze the statistics of batch norms after tensors whose range clips much of the observed power; a warning names these tensors.
 
-    The observations of calibration decide, not the scales that training has changed, so that resumed training decides the same. A state
-    that is loaded later decides again.
+    The decision depends on the observations of calibration, not on scales changed by training, so that it is the same when training
+    resumes. It is made again when a state_dict is loaded.
     """
     if keep_statistics not in prepared._load_state_dict_post_hooks.values():
         prepared.register_load_state_dict_post_hook(keep_statistics)  # type: ignore[no-untyped-call]
@@ -413,7 +413,7 @@ def _observed(quantizer: Quantizer) -> bool:
 
 
 def _half_step(quantizer: Quantizer) -> float:
-    """Return half a step of the range that calibration found for a tensor; 0 where it found none."""
+    """Return half a step of a tensor's calibrated range; 0 if it was not observed."""
     if not _observed(quantizer):
         return 0.0
     low, high = quantizer.covered()
@@ -427,7 +427,7 @@ INTERMEDIATE = ".intermediate"  # after an operator's name: the tensor that its 
 
 
 def _scales(value: Any) -> dict[str, tuple[float, int | None]]:
-    """Return names with scales, and with zero points where they are given; whether the values are valid is checked later, by name."""
+    """Convert a mapping of names to scales, or to (scale, zero point); the values are validated later, by name."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) and name for name in value):
         raise TypeError
     return {name: _scale(scale) for name, scale in value.items()}
@@ -513,7 +513,7 @@ def set_qparams(prepared: nn.Module, scales: Mapping[str, float | tuple[float, i
 
 @checked(scales=FLAG, batch_norm=FLAG)
 def freeze(prepared: nn.Module, *, scales: bool = True, batch_norm: bool = True) -> None:
-    """Freeze scales, followed or learned, and running statistics, which besides the model's parameters change in training.
+    """Freeze scales, followed or learned, and running statistics of batch norms; in training only the model's parameters then change.
 
     Afterwards TRAIN in train mode computes exactly what VALIDATE does, dropout aside. Scales that are frozen stay so through
     `state_dict`; which statistics are frozen is not a part of it.

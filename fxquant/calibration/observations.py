@@ -30,14 +30,14 @@ _EXTREMES = gathering(MinMaxObserver())
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor of the float model, and which of its values are observed there.
+    """A tensor of the float model that is observed.
 
-    name    the node's; for a quantize, that of the node that computes the float value; with ".intermediate" appended for the tensor
+    name    its node's name; for a quantize, that of the node that computes the float value; with ".intermediate" appended for the tensor
             that a residual is added to
     fused   the nodes that are fused into it
     shape   shape and dtype, as in f32[B,8,16,16]
-    within  beyond this interval its values are observed as the nearer end
-    exponents  its channels were those of the float model times two to these powers (`ChannelFactors`); () where they were those themselves
+    within  the interval to which its values are clamped before they are observed
+    exponents  the powers of two by which its channels were multiplied (`ChannelFactors`); () without equalization
     """
 
     name: str
@@ -52,7 +52,7 @@ Places = tuple[Place, ...]  # of one tensor, or of several that share a scale, i
 
 @dataclass(frozen=True, eq=False)
 class Observed:
-    """The observations in the places of one scale: the buffers of observers, by how these gather."""
+    """The observations of the tensors of one scale: the buffers of observers, by `gathering` key."""
 
     places: Places
     gathered: Mapping[Gathering, Mapping[str, Tensor]]
@@ -69,7 +69,7 @@ class Observed:
 
     @property
     def count(self) -> int:
-        """How many tensors were seen: one for each batch and place."""
+        """The number of observed tensors: one for each batch and place."""
         return int(self._extremes["count"])
 
     @property
@@ -120,7 +120,7 @@ class Observations(Mapping[str, Observed]):
     def at(self, places: Places) -> Observed | None:
         """Return the observations in these places; None if there are none.
 
-        The interval that readers distinguish depends on the dtype, but not what is observed while no value reaches an end of it.
+        The interval `within` depends on the dtype; observations with another interval are equal if no value reaches an end of either.
         """
         exact = self._by_places.get(places)
         if exact is not None:
@@ -257,7 +257,7 @@ def _missing(quantizer: Quantizer, places: Places, observed: Observations) -> st
 
 
 def _why_elsewhere(places: Places, observed: Observations) -> str:
-    """Return how a tensor differs from the one observed under its name."""
+    """Return, in words, how a tensor differs from the one observed under its name."""
     for place in places:
         others = list(observed.named(place.name))
         if not others:

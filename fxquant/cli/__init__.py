@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _discard_output() -> None:
-    """Discard what Python still holds of the output, which it would write once more when it ends."""
+    """Discard Python's buffered output, which it would otherwise try to write again at exit."""
     with suppress(OSError):  # where the output is not a file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -88,7 +88,7 @@ def _required(factory: Any) -> list[str]:
 
 @contextmanager
 def _of_user(what: str, remedy: str) -> Iterator[None]:
-    """Within, what the user's code raises becomes a ConfigurationError with the line that raised it."""
+    """Within, an error of the user's code becomes a ConfigurationError with the line that raised it."""
     try:
         yield
     except (Exception, SystemExit) as error:

@@ -12,7 +12,7 @@ MODEL = "the model: a class, a function without arguments or a module in a Pytho
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the model and how it is quantized."""
+    """Add the arguments for the model and its quantization."""
     parser.add_argument("model", metavar="MODULE:FACTORY", help=MODEL)
     parser.add_argument(
         "--target",

@@ -26,7 +26,7 @@ from fxquant.reporting.statistics import in_decibels
 from fxquant.support.arguments import FOLDER, accepted
 from fxquant.support.files import check_place, place_files, write_file
 
-EVERY, MOST = 5, 32  # one sample of so many is held back to verify, and so many at most
+EVERY, MOST = 5, 32  # one sample of EVERY, at most MOST, is held back to verify
 HORIZON = "horizon"
 Samples = Mapping[str, Tensor]
 
@@ -38,8 +38,8 @@ class Outcome:
     calibrated, held  numbers of samples
     verified          the ONNX file against the integer model, on the samples that were held back
     compared          the integer model against the float one, on the same
-    findings          limits of the target that are broken, and what stays in float
-    operators         how many operators are integer
+    findings          broken limits of the target, and operators that stay in float
+    operators         the number of integer operators
     files             the size of each, in bytes, by its path in the folder
     """
 
@@ -97,7 +97,7 @@ KINDS = {"float": "operators in float", "limit": "broken limits", "host": "opera
 
 
 def run(options: argparse.Namespace) -> int:
-    """Quantize the model that the options name; print what was found and return the exit status."""
+    """Quantize the model that the options name; print the outcome and return the exit status."""
     out = _folder(options)
     if options.horizon:
         check_horizon(options.target)
@@ -162,7 +162,7 @@ def _batches(samples: Samples, size: int) -> list[dict[str, Tensor]]:
 
 
 def _written(result: fxq.results.Result, folder: Path, held: Samples, calibrated: int, options: argparse.Namespace) -> Outcome:
-    """Write the files of a result into a folder, and return what was found about them."""
+    """Write the files of a result into a folder, verify them, and return the outcome."""
     if options.horizon:
         fxq.board.export_horizon(result.integer, folder / HORIZON)
     path = result.export(folder / MODEL, style=options.style, opset=options.opset, batch_size=options.fixed_batch)

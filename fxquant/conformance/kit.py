@@ -128,7 +128,7 @@ class Compiled:
 
 
 def compile_model(integer: fx.GraphModule, to: Path, name: str = "model") -> Compiled:
-    """Compile an integer model without optimization into a folder. Raises what `export_horizon` and `compile_horizon` raise."""
+    """Compile an integer model without optimization into a folder. Raises the errors of `export_horizon` and `compile_horizon`."""
     folder = export_horizon(integer, to, name, options=HorizonOptions(optimize_level="O0"))
     binary = compile_horizon(folder, show_progress=False)
     rows = (line.split() for line in (folder / LOG).read_text(encoding="utf-8").splitlines())

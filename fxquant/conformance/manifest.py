@@ -42,7 +42,7 @@ class ProbeProgram:
     """A compiled program; each of its outputs is one operator.
 
     name     of its files: board/NAME.bin, models/NAME.fxq
-    scales   how its scales were found: one of `kit.SCALES`
+    scales   the kind of its scales: one of `kit.SCALES`
     outputs  their names in the program, one for each of `cases`
     """
 

@@ -128,7 +128,7 @@ class Conformance(Rows[ProbeResult]):
 
     @checked()
     def to_json(self, path: str | os.PathLike[str]) -> Path:
-        """Write the rows, and what they belong to, as JSON; return the path."""
+        """Write the rows, with target, kit and runtime, as JSON; return the path."""
         about = {"target": self.target, "kit": self.kit, "runtime": self.runtime, "equal": bool(self)}
         rows = [{**row._asdict(), "fits": list(row.fits)} for row in self.items]
         return write_file(path, json.dumps({**about, "operators": rows}, indent=1, ensure_ascii=False) + "\n")
@@ -162,7 +162,7 @@ class Ran:
 
 @checked(folder=FOLDER, results=FOLDER)
 def check_conformance(folder: str | os.PathLike[str], results: str | os.PathLike[str], *, show_progress: bool | None = None) -> Conformance:
-    """Compare the results of a board with what a kit expects, integer by integer.
+    """Compare the results of a board with the expected integers of a kit.
 
     `folder` is the kit that `conformance_kit` wrote, `results` the folder that its run.py filled on the board. If elements of an
     operator differ, the integer model is computed again by known variants of the target's arithmetic: other roundings, other widths, the

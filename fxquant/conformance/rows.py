@@ -25,7 +25,7 @@ class Row:
     layers: Callable[[], dict[str, nn.Module]] = field(default=dict)
     ratio: float = 0.3
     int32: bool = False  # whether its output is an int32 accumulator
-    alone: bool = False  # whether some march refuses it, so that it has a file of its own
+    alone: bool = False  # whether some march refuses it, so that it needs a separate file
 
     def build(self) -> nn.Module:
         """Return the network, seeded by its name; its parameters are float16 values, which files hold in few bytes."""

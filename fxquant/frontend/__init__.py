@@ -1,15 +1,15 @@
 """The front end: a model's Python becomes an FX graph whose nodes know shapes, types and source lines.
 
-Python that stays Python (`opaque`) is one node. What it returns is learned by running it on made-up numbers; where these runs disagree,
-its `fact` is None. What forward computes in train mode alone (`result.Branch`) is a second trace, in a module next to the graph. What
-forward moves in train mode is found by calling it once on copies (`state`).
+Opaque Python functions and modules (`opaque`) are one node each. Their results' shapes and dtypes are inferred by running them on sample
+numbers; if these runs disagree, the node's `fact` is None. Operations that forward runs only in train mode (`result.Branch`) are a second
+trace, in a module next to the graph. Tensors that forward changes in train mode are detected by calling it once on copies (`state`).
 
-Gradient rules are in the graph. The tracer writes a `detach` where something reads the result of a region without gradients, and a module
-(`numerics.gradient`) for a hook, a custom `torch.autograd.Function` or an in-place change without gradients. `gradients.mark` makes
-detaches facts, which keep no operators from fusing and change no bits: a node that all its readers detach is computed under
-`torch.no_grad()`, and a fused operator detaches some of its arguments. Where readers of one tensor differ, an identity stays on its grid.
-The other modules are identities until `gradients.attach` restores them between the operators of the prepared model, on dequantized
-tensors: a custom function runs once more in float, for the context of its own backward. `integer.lower` drops all of them.
+Gradient rules are in the graph. The tracer inserts a `detach` between a region without gradients and its readers, and a module
+(`numerics.gradient`) for a hook, a custom `torch.autograd.Function` or an in-place change without gradients. `gradients.mark` turns
+detaches into annotations, which prevent no fusion and change no bits: a node that all its readers detach is computed under
+`torch.no_grad()`, and a fused operator detaches some of its arguments. If only some readers detach a tensor, an identity with its scale
+stays. The modules are identities until `gradients.attach` restores them between the operators of the prepared model, on dequantized
+tensors: a custom function runs once more in float, for the context that its backward needs. `integer.lower` drops all of them.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ __all__ = [
 def trace(
     model: nn.Module | torch.export.ExportedProgram, example_inputs: Any, *, options: Options = DEFAULTS, check: bool = True
 ) -> fx.GraphModule:
-    """The graph of a model in eval mode; the model itself is not changed. A graph this has made is returned as it is.
+    """Return the graph of a model in eval mode; the model itself is not changed. A graph that `trace` returned is returned unchanged.
 
-    Every node knows the QConfigs that stand on its module and on those around the call, as the attribute `qconfig`.
+    Every node records the QConfigs that are set as the attribute `qconfig` on its module and on the enclosing modules.
 
     example_inputs  a tuple of forward's arguments, a dict of keyword arguments, or one tensor
     check           trace again at other batch sizes and compare; run both on the example and compare
@@ -143,7 +143,7 @@ def _recorded(inputs: ExampleInputs, trace_at: _TraceAt, qconfigs: Mapping[str, 
 
 
 def _runs_at_one_size(inputs: ExampleInputs, trace_at: _TraceAt) -> bool:
-    """Whether a model that cannot be traced at any batch size can be at the example's."""
+    """Return whether a model that cannot be traced with a dynamic batch can be traced at the example's sizes."""
     try:
         trace_at(inputs.fixed(), again=True)
     except FxQuantError:

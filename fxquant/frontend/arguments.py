@@ -18,7 +18,7 @@ from fxquant.ir import functional
 Record = Callable[[str, Any, Callable[..., Any], Any, Any], Any]  # records an operation: op, target, function, args, kwargs -> its result
 
 
-# what a tensor is after a change without gradients, and its node before -> what it is with the gradient it had
+# (tensor after a change without gradients, its node before) -> the tensor with its gradient from before the change
 Overwritten = Callable[[TracedTensor, fx.Node], TracedTensor]
 
 
@@ -136,7 +136,7 @@ class Memory:
 
 
 def share_memory(base: TracedTensor, result: Any, same_place: bool, step: View | None) -> None:
-    """Note that `result` (a tensor or a sequence of them) is a view of `base`; `step` is how it was made, None if that is not known."""
+    """Record that `result` (a tensor or a sequence of them) is a view of `base`, made by `step`; None if the operation is unknown."""
     if base.aliases is None:
         base.aliases, base.place, base.version = Aliases(TracedTensor(base.node, base.value)), object(), 0
         base.way = ()
@@ -154,7 +154,7 @@ def share_memory(base: TracedTensor, result: Any, same_place: bool, step: View |
 
 
 def view_step(record: Record, op: str, target: Any, function: Any, args: Any, kwargs: Any) -> View | None:
-    """Return how the result of an operation that was recorded is seen in its first argument; None if that cannot be said."""
+    """Return the `View` by which a recorded operation's result is a view of its first argument; None if it is not a known view."""
     name = target if op == "call_method" else getattr(target, "__name__", "")
     name = {"getitem": "__getitem__"}.get(name, name)
     if op == "call_module" or name not in functional.VIEWS or not args or not isinstance(args[0], TracedTensor):
@@ -192,13 +192,13 @@ ATOMS = frozenset((
 class Arguments:
     """Converts the arguments of one call to `function`.
 
-    `memory` says what was changed in place; `attribute` gives the node and the value of a tensor that is not traced.
+    `memory` holds the in-place changes of the trace; `attribute` returns the node and the value of a tensor that is not traced.
 
-    key      what the shapes and types of the result depend on
-    fake     whether the content of any of the tensors is unknown while tracing
-    known    whether the content of any of the tensors is known while tracing
+    key      everything that the shapes and dtypes of the result depend on, as a cache key
+    fake     whether a tensor's content is unknown while tracing
+    known    whether a tensor's content is known while tracing
     traced   the traced tensors among the arguments, in order
-    unknown  whether there is something of which nothing is known
+    unknown  whether an argument is an `Unknown`, without shape and dtype
     """
 
     __slots__ = ("attribute", "fake", "key", "known", "memory", "substitutes", "traced", "unknown")

@@ -39,7 +39,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)\n\s*([^\n]*)')
 
 
 def module_of(program: torch.export.ExportedProgram) -> nn.Module:
-    """Return a module with the program's parameters under their names, which computes what the program does and checks nothing.
+    """Return a module that computes the program's function with its parameters under their names, and does not check its inputs.
 
     While it is traced, operators get the source lines and the modules that they had in the exported model. Batch norms and dropouts that
     were exported in train mode follow the mode of the module: in eval mode they use running statistics, and drop nothing.
@@ -57,7 +57,7 @@ def module_of(program: torch.export.ExportedProgram) -> nn.Module:
 
 
 def _in_python(module: Any) -> list[str]:
-    """Spell the operators of a graph, and of those that it calls, as PyTorch's functions; returns what of their gradients is lost."""
+    """Replace ATen operators of a graph, and of graphs that it calls, by PyTorch's functions; return notes on lost gradient rules."""
     lost: list[str] = []
     graph: fx.Graph = module.graph
     for node in list(graph.nodes):
@@ -79,9 +79,9 @@ def _in_python(module: Any) -> list[str]:
 
 
 def _follow_mode(program: Any) -> list[str]:
-    """Make operators that were exported in train mode read the mode of their module, and remove counters of batches; return what is lost.
+    """Make operators exported in train mode read their module's mode, and remove batch counters; return notes on lost gradient rules.
 
-    Norms without running statistics stay as they are. Logs a warning if dropouts are all that was exported in train mode.
+    Norms without running statistics do not change. Logs a warning if only dropouts were exported in train mode.
     """
     followed = set()
     inside = []
@@ -270,7 +270,7 @@ def _refuse_stage(path: str, stage: str, target: Any) -> NoReturn:
 
 # ---- the batch sizes between which the facts of a traced graph hold --------------------------------------------------
 #
-# Facts are found at four batch sizes, of which the smallest is 4. What cuts off can be something else at others: `x[:2]` has one row of
+# Facts are inferred at four batch sizes, 4 and larger. A slice can have another size at other batch sizes: `x[:2]` has one row of
 # a batch of one, `x[-20:]` has no more than 20 of a large one. Such operators are run again, without data, until the limits are found.
 
 
@@ -291,7 +291,7 @@ class BatchLimits:
     at_largest: fx.Node | None = None
 
     def beyond(self, batch: int) -> tuple[str, str, fx.Node | None] | None:
-        """Return what a batch size beyond these limits is, "small" or "large", those within in words, and the node; None for one within."""
+        """Return ("small" or "large", the allowed batch sizes in words, the node) for a batch size beyond the limits; None within them."""
         if batch < self.smallest:
             return "small", f"from a batch of {self.smallest} on", self.at_smallest
         if self.largest is not None and batch > self.largest:
@@ -399,7 +399,7 @@ class _Runner:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def holds(self, node: fx.Node, batch: int, *, failed: bool = False) -> bool:
-        """Return whether the node's result at a batch size is what its fact says; `failed` where PyTorch raises an error."""
+        """Return whether the node's result at a batch size has the shape and dtype of its fact; `failed` if PyTorch raises an error."""
         try:
             result, said = self._run(node, batch), fact(node)
             return bool(tuple(result.shape) == _size(said, batch) and result.dtype == said.dtype)

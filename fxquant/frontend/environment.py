@@ -101,7 +101,7 @@ _MATH = (
 
 
 class _AnswersLike(type):
-    """A class that stands in for a built-in one: it is asked about instances of that class, and constructs those."""
+    """The metaclass of a stand-in for a built-in class: `isinstance` and `issubclass` check against the class `stands_for`."""
 
     stands_for: type
 
@@ -197,7 +197,7 @@ _FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 def _keeps_to_itself(record: logging.LogRecord) -> Any:
-    """Stands in for the filter of a log in which PyTorch reports, with a traceback, an error that a trace turns into one of its own."""
+    """Drop records of PyTorch's fake tensor log while this thread traces: the trace converts the errors logged there to a TraceError."""
     return False if is_tracing() else logging.Logger.filter(_FAKE_LOG, record)
 
 
@@ -218,7 +218,7 @@ class _Replacement:
 class _Replacements:
     """Attributes of Python modules and classes that have a stand-in while at least one trace, in any thread, needs it.
 
-    All threads see them, so every stand-in does, in a thread that traces nothing, what it stands in for.
+    All threads see them, so every stand-in behaves like the original in a thread that does not trace.
     """
 
     def __init__(self) -> None:
@@ -232,7 +232,7 @@ class _Replacements:
 
     @contextlib.contextmanager
     def installed(self, wanted: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-        """Inside, `name` of each `holder` is its `stand_in`; once no trace needs it any more, it is what it was."""
+        """Inside, `name` of each `holder` is its `stand_in`; the original value is restored when the last trace ends."""
         with contextlib.ExitStack() as undo:
             for holder, name, stand_in in wanted:
                 undo.callback(self._release, holder, name, stand_in)
@@ -266,10 +266,9 @@ _replacements = _Replacements()
 
 @contextlib.contextmanager
 def prepared_environment(model: nn.Module, numbers: OwnRandomNumbers) -> Iterator[None]:
-    """Inside, this thread calls modules through the `call_module` of its trace, and Python keeps batch numbers as they are.
+    """Inside, this thread calls modules through the `call_module` of its trace, and Python functions keep batch numbers symbolic.
 
-    `numbers` says afterwards whether anything drew random numbers. Other threads may trace at the same time, or run models: they
-    notice nothing.
+    `numbers` records whether random numbers were drawn. Other threads may trace or run models at the same time, unaffected.
     """
     wanted: list[tuple[Any, str, Any]] = [
         (nn.Module, "__call__", _call_module),
@@ -302,10 +301,10 @@ def _stand_ins(module: ModuleType) -> Iterator[tuple[ModuleType, str, Any]]:
 
 @contextlib.contextmanager
 def undisturbed(numbers: OwnRandomNumbers | None = None) -> Iterator[None]:
-    """Inside, this thread draws its own random numbers without autocast, and attention layers compute what their code says.
+    """Inside, this thread has its own random numbers, no autocast, and attention layers run their Python code, not the fast path.
 
-    The numbers, which may be the caller's, are the same every time. Nothing of that is seen by another thread, and no generator has moved
-    afterwards.
+    The random numbers, or the caller's `numbers`, are the same every time. Other threads are unaffected, and afterwards all generators
+    have their state from before.
     """
     with autocast_off(), _SlowAttention(), numbers or OwnRandomNumbers():
         yield
@@ -386,7 +385,7 @@ def _generator_of(device: torch.device) -> torch.Generator:
 
 
 def _python_modules(model: nn.Module) -> list[ModuleType]:
-    """Return the Python modules that define the model's classes, and those whose functions and classes these use."""
+    """Return the Python modules that define the model's classes, and the modules from which these import functions and classes."""
     classes = {base for kind in {type(module) for module in model.modules()} for base in kind.__mro__}
     direct = {kind.__module__ for kind in classes}
     used = set(direct)
@@ -411,7 +410,7 @@ _STANDARD_LIBRARY = contextlib.__file__.removesuffix("contextlib.py")
 # ---- shallow copies of a module tree: the trace runs on one, and the graph is built on another -----------------------
 #
 # A shell shares its parameters with the module it was made from, is in eval mode, and owns everything that forward may
-# change: its attributes, its lists and dicts, and the plain tensors in them. What forward leaves behind, it leaves on the shell.
+# change: its attributes, its lists and dicts, and the plain tensors in them. Attributes that forward sets are set on the shell.
 
 
 _HOOKS = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
@@ -425,7 +424,7 @@ class Snapshot:
     root         the shell of the model itself
     paths        the first dotted path of every shell, by identity
     tensors      the first dotted name of every parameter and buffer, by identity
-    attributes   where every tensor was found that is neither, by identity
+    attributes   the dotted name of every other tensor, by identity
     names        the names taken by parameters, buffers and the model's children
     """
 

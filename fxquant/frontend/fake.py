@@ -21,10 +21,10 @@ from fxquant.ir.graph import own
 class Outcome:
     """The result of an operator.
 
-    template   a `Value`, a `Number`, a `Sequenced` of such, or a plain Python value
-    alias      which of the traced arguments the first tensor result shares its memory with, or None
-    same_place whether it is also the same elements in the same order
-    recorded   whether anything in it can only be computed by a node
+    template   a `Value`, a `Number`, a `Sequenced` of these, or a plain Python value
+    alias      the index of the traced argument that the first tensor result shares memory with, or None
+    same_place whether it has the same elements in the same order as that argument
+    recorded   whether a part of it has to be computed by a node
     from_content   whether it depends on the content of arguments, not only on their shapes
     """
 
@@ -84,8 +84,8 @@ class Evaluator:
     ) -> Outcome:
         """Return the outcome of `function` at both batch sizes.
 
-        `content` is None where the content of the arguments must not be read; else what stands for tensors of unknown content, or what
-        fills them: 0, 1, or numbers drawn from another seed. `substitutes` are the values of plain tensors, by identity.
+        `content` is None if the content of the arguments must not be read; else a function that replaces tensors of unknown content, or a
+        sample that fills them: 0, 1, or the seed of random numbers. `substitutes` are the values of plain tensors, by identity.
         """
         first = _Side("a", content, substitutes)
         a = self._run_side(function, args, kwargs, first)
@@ -93,9 +93,9 @@ class Evaluator:
         return Outcome(self._merge(a, b), *_alias(a, first.traced))
 
     def run_on_content(self, function: Callable[..., Any], args: Any, kwargs: Any, substitutes: dict[int, Value]) -> Outcome | None:
-        """Run a function, as `run` does, whose shapes follow from the content of arguments that is known while tracing.
+        """Return the outcome, as `run` does, of a function whose result shapes depend on content that is known while tracing.
 
-        None if they depend on unknown content as well.
+        Return None if they depend on unknown content as well.
         """
         zeros, ones = (self.run(function, args, kwargs, sample, substitutes) for sample in (0, 1))
         zeros.template, ones.template = _without_content(zeros.template), _without_content(ones.template)
@@ -171,10 +171,10 @@ class _Filling:
 
 
 class _Side:
-    """The arguments of a call as they are at one batch size.
+    """The arguments of a call at one batch size.
 
-    content      None where known content must not be read, else what stands for tensors of unknown content, or the sample that fills them
-    traced       the tensors that stand for traced ones, in order
+    content      fills tensors of unknown content: a function, or a sample number; None: content must not be read
+    traced       the tensors that replace traced ones, in order
     """
 
     __slots__ = ("content", "name", "substitutes", "traced")
@@ -185,7 +185,7 @@ class _Side:
         self.traced: list[torch.Tensor] = []
 
     def arguments(self, arg: Any) -> Any:
-        """Return one argument, or a nest of them."""
+        """Return an argument, possibly nested, with real or fake tensors in place of traced ones."""
         return own(arg, self._leaf, (torch.Tensor, BatchNumber))
 
     def _leaf(self, arg: Any) -> Any:
@@ -237,7 +237,7 @@ READS_CONTENT = frozenset((
 
 
 def evaluate(evaluator: Evaluator, name: str, function: Callable[..., Any], args: Any, kwargs: Any, arguments: Arguments) -> Outcome:
-    """Return what an operation returns. Raises TraceError if that depends on data, and what the function raises."""
+    """Return the outcome of an operation. Raises TraceError if it depends on data, and the errors of the function."""
     key: Any = tuple(arguments.key) if arguments.fake else None
     try:
         outcome = evaluator.cache.get(key)
@@ -285,7 +285,7 @@ def known_result(function: Callable[..., Any], args: Any, kwargs: Any) -> Value 
 
 
 def _is_normalized_by(module: _BatchNorm, input: torch.Tensor) -> bool:
-    """Return whether the running statistics of a batch norm are those of an input's channels, and all is in float32 and contiguous."""
+    """Return whether a batch norm's running statistics fit the input's channels, and all tensors are float32 and contiguous."""
     if input.dtype != torch.float32 or input.stride() != _strides(tuple(input.shape)):
         return False
     tensors = [tensor for tensor in (*module._parameters.values(), module.running_mean, module.running_var) if tensor is not None]

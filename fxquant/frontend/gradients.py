@@ -45,7 +45,7 @@ class Gradients:
         self.switched = False
         self._taken = taken
         self._without: set[fx.Node] = set()
-        self._asked: set[fx.Node] = set()  # of which forward demands a gradient, by `requires_grad_`
+        self._asked: set[fx.Node] = set()  # nodes on which forward called `requires_grad_`
         self._hooks = OrderedDict[int, tuple[fx.Node, Callable[..., Any]]]()  # by the number of its handle
 
     def describe(self, node: fx.Node) -> None:
@@ -111,7 +111,7 @@ class Gradients:
         node.replace_all_uses_with(called, delete_user_cb=lambda user: user is not called)
 
     def _end(self, recorded: fx.Graph, node: fx.Node) -> None:
-        """Detach what a region without gradients has computed where something outside of it reads it."""
+        """Insert a detach between a node of a region without gradients and its readers outside of the region."""
         known = graph.fact(node)
         if isinstance(known, TensorFact) and not known.dtype.is_floating_point and not known.dtype.is_complex:
             return
@@ -229,7 +229,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _without_recomputing(function: Any, *_: Any, **__: Any) -> Iterator[None]:
-    """Stands in for what surrounds a checkpointed function that is not reentrant: a graph keeps or recomputes nothing."""
+    """Replace the context of a non-reentrant `torch.utils.checkpoint` while tracing: a graph saves and recomputes no activations."""
     if is_tracing():
         yield
         return

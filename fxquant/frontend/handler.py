@@ -43,24 +43,24 @@ from fxquant.support import logger
 class Handler:
     """Records one trace at one pair of batch sizes.
 
-    batches    the two batch sizes of this trace, and two others at which numbers are foreseen
+    batches    the two batch sizes of this trace, and two others at which numbers are computed as well
     path       dotted path of the module whose forward is executing
-    line       where what is executing was written, of a program that knows it; "" of one that is Python
-    memory     what in-place operations have changed
-    known      what is to be recorded when it is an argument, by identity: parameters, buffers, constants changed in place
-    notes      what was fixed while tracing, in order
-    locate     whether nodes know their source lines: true of one trace of a model, and false of those that are compared with it
+    line       the source line of the executing operator of an exported program; "" for a Python model
+    memory     the in-place changes
+    known      values to record when they occur as arguments, by identity: parameters, buffers, constants changed in place
+    notes      sentences about values fixed while tracing, in order
+    locate     whether nodes get their source lines: true of the first trace of a model, false of the ones that are compared with it
     read       names of tensors that became constants
-    calls      what calls of modules read and returned: `hooks.Call`
-    settings   what forward read of the attributes of modules, by the module's path and the attribute's name
-    gradients  what forward says about gradients
-    random     the `MovedState` that says what is random in train mode
-    paused     true while an operation is being recorded: what is computed for that is not recorded itself
-    call_module   what a call of a module does: given the usual `nn.Module.__call__`, the module, and its arguments
+    calls      the calls of modules, with operands and results: `hooks.Call`
+    settings   the module attributes that forward read, by the module's path and the attribute's name
+    gradients  the gradient rules of forward
+    random     a `MovedState`: the modules and calls that are random in train mode
+    paused     true while an operation is being recorded: operations that run for that are not recorded
+    call_module   replaces `nn.Module.__call__`: called with the original, the module, and its arguments
     constants  tensors that are neither parameters nor buffers, by target
-    methods    what is called at such a path: a method, kept as Python, of a shell
-    form       of what forward returned
-    draws      the places where random numbers are drawn: the path of the module, and the line of the user's code
+    methods    methods of shells that stay Python, by the path at which the graph calls them
+    form       the nested structure of forward's result
+    draws      the calls that draw random numbers: the path of the module, and the line of the user's code
     """
 
     call_module: Callable[..., Any]
@@ -156,7 +156,7 @@ class Handler:
         return BatchInt(self._foreseen(a, b), size)
 
     def arithmetic(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Compute a function of numbers, some of which depend on the batch; record it if its result does, too."""
+        """Compute a function of numbers at all batch sizes; return a plain number if these agree, else a recorded batch number."""
         values = self._everywhere(function, args)
         if all(value == values[0] or value != value for value in values):
             return values[0]
@@ -237,7 +237,7 @@ class Handler:
 
     @contextlib.contextmanager
     def pausing(self) -> Iterator[None]:
-        """Inside, what is computed is not recorded."""
+        """Inside, operations are not recorded."""
         paused, self.paused = self.paused, True
         try:
             with torch._C.DisableTorchFunctionSubclass():  # modes stay: attention layers ask for them
@@ -260,7 +260,7 @@ class Handler:
             graph.attach_qconfigs(node, self.qconfig)
 
     def describe(self, node: fx.Node, template: Any) -> None:
-        """Tell a node what is known of its result, and where it was written."""
+        """Set a node's fact (shape, dtype or number) from a template, and its source line."""
         self._describe(node, _fact(template))
 
     def wrap(self, node: fx.Node, template: Any) -> Any:
@@ -276,7 +276,7 @@ class Handler:
         return Unknown(node) if template is UNKNOWN else template
 
     def unknown_item(self, unknown: Unknown, index: Any) -> Unknown:
-        """Return an item, by a number or a name, of something of which nothing is known."""
+        """Record a getitem, by number or name, of an `Unknown` value, and return its `Unknown` result."""
         node = self.graph.create_node("call_function", operator.getitem, (unknown.node, index))
         self._describe(node, None)
         return Unknown(node)
@@ -429,7 +429,7 @@ Leaves = Any  # a LeafRule, a class of modules, the path of one, or several of t
 
 
 def leaf_rule(leaf: Leaves, model: nn.Module) -> LeafRule:
-    """Return the rule that is meant: besides PyTorch's layers, modules of these classes, and those at these paths, stay whole.
+    """Return the leaf rule: besides PyTorch's layers, modules of these classes, and the modules at these paths, are not traced into.
 
     Raises ConfigurationError for a class or a path that no module of the model has.
     """
@@ -527,7 +527,7 @@ class ModuleCalls:
             del module.__dict__["forward"]
 
     def _nest(self, value: Any) -> Any:
-        """Return a nested value with a `Reference` in place of each tensor; None in place of what a file cannot hold."""
+        """Return a nested value with a `Reference` in place of each tensor, and None in place of values that a file cannot hold."""
         if isinstance(value, torch.Tensor):
             value = self._handler.memory.current(value)
             return Reference(value.node.name) if isinstance(value, TracedTensor) else None
@@ -558,7 +558,7 @@ class ModuleCalls:
 
 
 def _say_padding(handler: Handler, module: nn.TransformerEncoder, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note what padded positions hold, where PyTorch's path for inference would leave them out of a nested tensor."""
+    """Add a note that padded positions are computed by the layers, if PyTorch's inference fast path would write 0 there."""
     given = {**dict(zip(("src", "mask", "src_key_padding_mask"), args, strict=False)), **kwargs}
     if given.get("src_key_padding_mask") is None or given.get("mask") is not None or not getattr(module, "use_nested_tensor", False):
         return

@@ -1,4 +1,4 @@
-"""Describe the inputs of a model: how it is called, and which tensors become placeholders, with which names and batch; check later ones."""
+"""The inputs of a model: its call signature, the placeholders with their names and batch dimensions, and the check of later calls."""
 
 from __future__ import annotations
 
@@ -87,14 +87,14 @@ def _form(value: Any, names: Iterator[str | None]) -> Form:
 
 @dataclass(frozen=True)
 class CallSignature:
-    """A forward pre-hook that finds the inputs of the graph in the arguments of a call.
+    """A forward pre-hook that converts the arguments of forward to the inputs of the graph.
 
-    They may also be given as the graph takes them: by the inputs' names, or, where arguments hold several, one after the other.
-    Raises ConfigurationError if they are not what forward takes, or if an argument that is not a tensor has changed.
+    The graph's own form is accepted as well: inputs by name, or, if an argument holds several, one after the other.
+    Raises ConfigurationError if the arguments do not fit forward, or if an argument that is not a tensor has changed.
 
-    parameters  those of forward, as `signature_of` gives them
+    parameters  the parameters of forward, from `signature_of`
     names       the inputs of the graph
-    placed      those of them that are an argument each, and can be given by their places
+    placed      the inputs that are one argument each, and can be passed by position
     """
 
     parameters: tuple[list[Any], ...]
@@ -202,7 +202,7 @@ def set_signature(module: fx.GraphModule, signature: list[list[Any]]) -> None:
 
 
 def is_signature(meta: dict[str, Any], inputs: list[str]) -> bool:
-    """Return whether what `meta` of a loaded model holds is a signature whose tensors are the inputs; none at all counts as well."""
+    """Return whether `meta` of a loaded model holds no call signature, or a valid one whose tensors are the inputs."""
     if _SIGNATURE not in meta:
         return True
     try:
@@ -249,12 +249,12 @@ class _Varying:
 
 
 def batch_dimensions(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic_shapes: Any) -> tuple[int | None, ...]:
-    """For each leaf of the arguments, flat, the dimension that is the batch; None for an input whose sizes are all fixed.
+    """Return the batch dimension of each leaf of the flattened arguments; None for an input whose sizes are all fixed.
 
     With dynamic_shapes=None it is dimension 0 of every tensor whose size there is that of the first tensor. Otherwise it is
-    the one dimension that `dynamic_shapes` marks: by a Dim, a name, Dim.AUTO or Dim.DYNAMIC; what is not mentioned is fixed.
+    the one dimension that `dynamic_shapes` marks: by a Dim, a name, Dim.AUTO or Dim.DYNAMIC; other dimensions are fixed.
 
-    Raises ConfigurationError for what has none of these forms, and where more than one size would vary.
+    Raises ConfigurationError for `dynamic_shapes` of another form, and if more than one size would vary.
     """
     leaves = pytree.tree_leaves((list(args), dict(kwargs)))
     if dynamic_shapes is None or dynamic_shapes is True:
@@ -314,7 +314,7 @@ def _of_tensor(path: str, tensor: Tensor, said: Any) -> _Varying | None:
 
 
 def _varies(path: str, dim: int, size: int, entry: Any) -> tuple[bool, str | None]:
-    """Return whether a dimension varies that is marked so, and the name that it is given."""
+    """Return whether an entry of `dynamic_shapes` marks its dimension as varying, and the entry's name for it or None."""
     if entry is None or (isinstance(entry, _HINT) and entry.type.name == "STATIC") or (type(entry) is int and entry == size):
         return False, None
     if isinstance(entry, str):
@@ -357,12 +357,12 @@ def _refuse(because: str) -> NoReturn:
 class ExampleInputs:
     """The arguments of one forward call.
 
-    leaves     everything in the arguments, flattened
+    leaves     the arguments, flattened
     names      the placeholder's name for every leaf that is a tensor, else None
-    spec       how to rebuild (args, kwargs) from leaves
-    axes       of every leaf the dimension that is the batch; None if no size of it is to vary
-    signature  how forward was called
-    renamed    what the user calls the inputs whose names generated code cannot use, by placeholder name
+    spec       the pytree spec that rebuilds (args, kwargs) from leaves
+    axes       the batch dimension of every leaf; None if its sizes are fixed
+    signature  the call signature of forward
+    renamed    the user's names of inputs whose names generated code cannot use, by placeholder name
     """
 
     leaves: tuple[Any, ...]
@@ -548,9 +548,9 @@ def require_values(model: nn.Module, inputs: Iterable[tuple[str | None, Any]], c
 class Input:
     """The requirements on one input.
 
-    sizes      of its dimensions; None for the batch
-    form       the whole of it as text; None where nothing is known of it
-    optional   whether it may be left out
+    sizes      the size of each dimension; None for the batch
+    form       shape and dtype as text; None if they are unknown
+    optional   whether it may be absent
     """
 
     name: str
@@ -562,10 +562,10 @@ class Input:
 
 @dataclass(frozen=True)
 class InputCheck:
-    """A forward pre-hook: ConfigurationError unless a graph module is given its inputs, flat, as they were traced, with any batch size.
+    """A forward pre-hook that raises ConfigurationError unless the flat inputs have the traced shapes and dtypes, for any batch size.
 
-    made      what was done with the model to get the graph: "traced" or "prepared"
-    batches   between which batch sizes the graph's shapes hold
+    made      the model's last step, for error messages: "traced" or "prepared"
+    batches   the range of batch sizes for which the graph's shapes hold
     """
 
     inputs: tuple[Input, ...]

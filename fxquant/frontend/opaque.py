@@ -1,11 +1,11 @@
-"""Python that stays Python: functions and modules that are one call in the graph, whatever they are made of.
+"""Opaque functions and modules: one call in the graph, run as Python.
 
     @fxq.wrap
     def boxes(scores, deltas): ...            %boxes = call_function boxes(%scores, %deltas)
 
-What such a call returns is learned by running it: on fake tensors, which have shapes and no content, or, where it asks for content
-(numpy, a branch, a non-maximum suppression), on tensors of zeros, of ones and of arbitrary numbers. Where these agree on a shape it is
-known; where they do not, the result is `Unknown`: it can be handed on to other wrapped functions, and be returned.
+The shapes and dtypes of the result are inferred by running the call: on fake tensors, which have no content, or, if it reads content
+(numpy, a branch, a non-maximum suppression), on tensors of zeros, of ones and of random numbers. If these runs disagree on a shape,
+the result is `Unknown`: it can be passed to other wrapped functions, and be returned.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ def wrap(function: Callable[..., Any] | str, *, fake: Callable[..., Any] | None 
 def wrap(function: None = None, *, fake: Callable[..., Any] | None = None) -> Callable[..., Callable[..., Any]]: ...
 @checked(function=FUNCTION.or_none("fxq.wrap returns a decorator"), fake=CALLABLE.or_none("the function itself is called"))
 def wrap(function: Any = None, *, fake: Callable[..., Any] | None = None) -> Any:
-    """Keep a function of the user's out of the graph: each call of it on tensors of a traced model is one call, in float, run as Python.
+    """Keep a user's function out of the graph: each call of it in a traced model is one node, which runs the function in float as Python.
 
-    As a decorator of a function or of a method of a module; called with a function, of a library for example; or, in a module, with the
-    name of one of its globals, which is replaced: `fxq.wrap("decode")`. Where nothing is traced the function is what it was.
+    Use it as a decorator of a function or of a method of a module; call it with a function, of a library for example; or, in a module,
+    with the name of one of its globals, which is replaced: `fxq.wrap("decode")`. Outside of tracing the function is unchanged.
 
-    Its arguments may be tensors, numbers, strings and nests of them; it may return such, and tensors whose sizes depend on content.
-    `fake`, called with the same arguments where the model is traced, returns tensors of the same shapes and dtypes without computing
-    anything; it is wanted where the function cannot run on arbitrary numbers. Gradients pass through what is made of PyTorch's
-    functions. A file that `save` wrote can be loaded where the function has been wrapped.
+    Its arguments and results may be tensors, numbers, strings and nests of them; sizes of results may depend on content.
+    `fake`, called with the same arguments while the model is traced, returns tensors of the same shapes and dtypes without computing
+    anything; it is needed if the function cannot run on arbitrary numbers. Gradients pass through PyTorch's functions inside.
+    A file that `save` wrote can be loaded where the function has been wrapped.
 
     Raises ConfigurationError for an argument that is not a function, and for a name that the calling module does not have.
     """
@@ -78,11 +78,11 @@ def wrap(function: Any = None, *, fake: Callable[..., Any] | None = None) -> Any
 
 
 class Wrapped:
-    """A function that is one call in a graph. It is called, and bound to an object, as the function is.
+    """A function that is one call in a graph; outside of tracing it calls the function, and binds to objects like it.
 
-    function   what it computes
-    fake       what tells the form of its result; None: it does itself
-    key        its name, by which files and other processes find it
+    function   the wrapped function
+    fake       a function that returns tensors of its result's shapes and dtypes; None: the function itself
+    key        its name "module:qualname", by which files and other processes look it up
     """
 
     def __init__(self, function: Callable[..., Any], fake: Callable[..., Any] | None, key: str) -> None:
@@ -109,7 +109,7 @@ class Wrapped:
 
 
 def _found(key: str) -> Wrapped:
-    """Return the wrapped function of that name, of whose module the import may have to come first."""
+    """Return the wrapped function of that name; import its module if necessary."""
     if key not in WRAPPED:
         importlib.import_module(key.partition(":")[0])
     return WRAPPED[key]
@@ -139,7 +139,7 @@ class Method(Holder):
         return self.function(self.held[0], *args, **kwargs)
 
     def train(self, mode: bool = True) -> Method:
-        """Set the mode, as any module does; the owner follows it, for what the method does in train mode alone."""
+        """Set the mode of this module and of the method's owner, whose code may depend on it."""
         super().train(mode)
         self.held[0].train(mode)
         return self
@@ -149,7 +149,7 @@ class Method(Holder):
 
 
 def record(handler: Any, op: str, target: Any, function: Any, args: Any, kwargs: Any, fake: Callable[..., Any] | None, because: str) -> Any:
-    """Add the node of a call that is not looked into; returns what stands for its result."""
+    """Add the node of an opaque call; return the traced tensors, numbers or `Unknown` of its result."""
     with handler.pausing():
         arguments = Arguments(function, handler.memory, handler.attribute)
         node_args = tuple(arguments.convert(arg) for arg in args)
@@ -164,7 +164,7 @@ def record(handler: Any, op: str, target: Any, function: Any, args: Any, kwargs:
 
 
 def _template(evaluator: Evaluator, function: Any, args: Any, kwargs: Any, arguments: Arguments, name: str) -> Any:
-    """Return the known facts of the result."""
+    """Return the template of the result (shapes and dtypes) from runs on fake tensors, or else on the sample numbers."""
     try:
         return evaluator.run(function, args, kwargs, None, arguments.substitutes).template
     except Exception:  # whatever it does with a tensor that has no content
@@ -188,7 +188,7 @@ def _template(evaluator: Evaluator, function: Any, args: Any, kwargs: Any, argum
 
 
 def _without_numbers(template: Any) -> Any:
-    """Return the result of a run on certain numbers, without what may follow from them."""
+    """Return the template of a run on sample numbers without its content: shapes and dtypes only."""
     if isinstance(template, Sequenced):
         return Sequenced(template.kind, [_without_numbers(item) for item in template.items], template.keys)
     if isinstance(template, Value):

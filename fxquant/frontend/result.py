@@ -60,7 +60,7 @@ class TrainingBranch(Holder):
 
 
 class ReturnInTraining:
-    """A forward hook: in train mode, what the training branch has computed; else what the graph has."""
+    """A forward hook that returns the result of the training branch in train mode, and that of the graph in eval mode."""
 
     def __call__(self, module: Any, args: Any, result: Any) -> Any:
         branch = next(child for child in module.children() if isinstance(child, TrainingBranch))
@@ -91,15 +91,15 @@ def reads(steps: fx.Graph) -> set[str]:
 
 
 class Branch:
-    """The part of a trace in train mode that the trace in eval mode does not have.
+    """The part of the trace in train mode that the trace in eval mode does not have.
 
-    steps    a graph of it, which returns what forward returned
+    steps    its graph, which returns the result of forward
     inputs   the nodes of the first trace that it reads, in the order of its placeholders
-    form     that of what forward returned
-    snapshot, methods  of methods that are kept as Python and that it calls, as in a `Handler`
-    rules    what it calls that changes gradients, by path
+    form     the nested structure of forward's result
+    snapshot, methods  the shells, and the Python methods that it calls, as in a `Handler`
+    rules    the gradient rules that it calls, by path
 
-    Raises TraceError if a layer of the first trace is called on something else in the second.
+    Raises TraceError if a layer of the first trace is called on another operand in the second.
     """
 
     def __init__(self, first: Handler, second: Handler) -> None:
@@ -133,7 +133,7 @@ class Branch:
         self.differs = len(own) > 1 or [common.get(node) for node in own[0].all_input_nodes] != first.graph.output_node().all_input_nodes
 
     def attach(self, module: fx.GraphModule, root: nn.Module) -> None:
-        """Call the branch at the end of the module's graph; `root` holds what it calls."""
+        """Call the branch at the end of the module's graph; `root` holds the modules and tensors that it uses."""
         name = free_name(module, NAME)
         module._modules[name] = TrainingBranch(root, self.steps, self.form).eval()
         output = module.graph.output_node()
@@ -145,7 +145,7 @@ class Branch:
 
 
 def _matched(first: Handler, second: Handler) -> dict[str, str]:
-    """Return the names of the second trace's constants: those of equal ones of the first, or free names, under which they are added."""
+    """Map the second trace's constants to names in the first trace: of an equal constant, or a free name under which each is added."""
     found: dict[str, str] = {}
     for name, constant in second.constants.items():
         found[name] = next((known for known, other in first.constants.items() if same_tensor(constant, other)), f"_training{name}")
@@ -200,7 +200,7 @@ def build(
 ) -> fx.GraphModule:
     """Return a GraphModule with the model's own parameter names, and parameters shared with the model; `preserve` as `trace` means it.
 
-    `branch` is what forward computes in train mode only.
+    `branch` holds the operations that forward runs only in train mode.
     """
     carried = Carried.of(model, _preservable(model, preserve))
     snapshot = Snapshot(model, own_buffers=True)
@@ -245,7 +245,7 @@ def build(
 
 
 def attach_call_hooks(module: fx.GraphModule) -> None:
-    """Let a graph be called like the float model, check its inputs, and return what that does, in train mode by a training branch.
+    """Register hooks with which a graph takes the float model's arguments, checks them, and returns the float model's structure.
 
     Calling this again replaces the hooks; copies of the model keep them.
     """
@@ -264,7 +264,7 @@ def attach_call_hooks(module: fx.GraphModule) -> None:
 
 
 def _preservable(model: nn.Module, preserve: Sequence[str]) -> Sequence[str]:
-    """Return the names as they are. Raises ConfigurationError for one that the model does not have, or that a GraphModule means itself."""
+    """Return the names unchanged. Raises ConfigurationError for a name that the model lacks, or that is an attribute of GraphModule."""
     for name in preserve:
         *parents, last = name.split(".")
         try:
@@ -290,14 +290,14 @@ def _preservable(model: nn.Module, preserve: Sequence[str]) -> Sequence[str]:
 
 
 class _PlainTree:
-    """Builds the tree of a graph: what is called (or is inside of what is called) stays, anything else becomes a plain `nn.Module`."""
+    """Builds the module tree of a graph: modules that the graph calls, and their children, stay; others become plain `nn.Module`s."""
 
     def __init__(self, snapshot: Snapshot, called: set[Any]) -> None:
         self._called = {identity for identity, path in snapshot.paths.items() if path in called}
         self._built: dict[tuple[int, bool], nn.Module] = {}
 
     def build(self, module: nn.Module, whole: bool = False) -> nn.Module:
-        """Return the counterpart of a shell; `whole` says that it is inside of what is called."""
+        """Return the counterpart of a shell; `whole` says that it is inside of a module that the graph calls."""
         called = id(module) in self._called
         whole = whole or called
         known = self._built.get((id(module), whole))
@@ -355,14 +355,14 @@ _UNTRAINED = "fxquant.untrained_here"
 
 
 def assumptions(module: fx.GraphModule) -> list[str]:
-    """Return what was fixed while tracing, one sentence each."""
+    """Return sentences about the values that were fixed while tracing."""
     return model_meta(module).get(_ASSUMPTIONS, [])  # type: ignore[no-any-return]
 
 
 def moved_by_forward(module: fx.GraphModule) -> dict[str, str]:
-    """Return the tensors that forward moves in train mode, and the graph never, each with the line of the user's code or "".
+    """Return the names of tensors that forward changes in train mode but the graph does not, each with the user's source line or "".
 
-    Those of modules that the graph calls as they are, in float, do move.
+    Tensors of modules that the graph calls in float do change, and are absent.
     """
     called = [str(node.target) for node in module.graph.find_nodes(op="call_module")]
     called += [path.rpartition(".")[0] for path in called if isinstance(graph.resolve(module, path), Method)]
@@ -381,7 +381,7 @@ def untrained_here(module: fx.GraphModule) -> list[str]:
 
 
 def note_state(module: fx.GraphModule, state: MovedState, recording: Handler, untrained: list[str]) -> None:
-    """Write on a traced model what forward changes in train mode, where that mode alone is random, and what only the float model trains."""
+    """Store in a traced model's `meta` the tensors that forward changes and the calls that are random in train mode, and `untrained`."""
     module.meta[_ASSUMPTIONS] = [*assumptions(module), *state.notes()]
     named = (*module.named_buffers(remove_duplicate=False), *module.named_parameters(remove_duplicate=False))
     held = {*recording.read, *(name for name, _ in named)}

@@ -1,8 +1,8 @@
-"""Elements that a mask selects: how many there are is known only when the graph runs, so nothing but elementwise functions reads them.
+"""Elements selected by a mask: their number is unknown while tracing, so only elementwise functions may read them.
 
     x[x < 0] *= 0.1   →   x = where(x < 0, x * 0.1, x)
 
-Until they are assigned to the places that they were selected from, they are computed everywhere.
+The functions are computed on all elements; the assignment back to the selected positions becomes a `where`.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def select(input: Any, index: Any) -> Any:
 
 
 def assign(input: Any, index: Any, value: Any) -> Any:
-    """`input[index] = value`, where the value is what the mask selected; NotImplemented otherwise."""
+    """Record `input[index] = value` as a `where` if `value` was selected with the same mask; return NotImplemented for other values."""
     if not isinstance(value, Selected):
         return NotImplemented
     if not isinstance(index, TracedTensor) or not _same(_as_it_is(index).node, value._mask.node):

@@ -64,7 +64,7 @@ class MovedState:
     failed: str = ""
 
     def notes(self) -> list[str]:
-        """Sentences for `explain`, but for what is moved."""
+        """Return sentences for `explain` on changed attributes and a failed call; changed tensors are reported elsewhere."""
         found = [f"attribute {name} is changed by forward in train mode: here it keeps its value of the trace" for name in self.numbers]
         unknown = f"whether forward moves buffers or draws random numbers in train mode is not known: {self.failed}"
         return [*found, unknown] if self.failed else found
@@ -74,9 +74,9 @@ NOTHING_MOVED = MovedState()
 
 
 def state_moved_by_forward(model: nn.Module, inputs: ExampleInputs) -> MovedState:
-    """Call forward once in train mode, on copies of all it could change, and see what has changed, and where numbers are drawn.
+    """Call forward once in train mode, on copies of the model's state, and return the tensors that it changed and its random calls.
 
-    Batch norms and dropouts of PyTorch's stay in eval mode: these move in a prepared model as they do in the float one.
+    PyTorch's batch norms and dropouts stay in eval mode: a prepared model implements their train mode.
     """
     with torch.inference_mode(False):
         snapshot = Snapshot(model, own_buffers=True)
@@ -130,7 +130,7 @@ def overrides_train(module: nn.Module) -> bool:
 
 
 def with_gradient(result: Any) -> list[Tensor]:
-    """Return the leaves, such as parameters, to which a backward pass from the tensors of a nest comes."""
+    """Return the leaf tensors, such as parameters, that get gradients in a backward pass from the tensors of a nested result."""
     waiting = [value.grad_fn for value in tree_leaves(result) if isinstance(value, Tensor)]
     seen, leaves = set[Any](), list[Tensor]()
     while waiting:
@@ -167,11 +167,11 @@ class _Registry(dict[str, Any]):
 
 
 class _Watch(TorchFunctionMode):
-    """Sees which of the tensors of a model functions change, and how batch norms are called.
+    """Observes which tensors of a model functions change, and how batch norms are called.
 
     frozen   names of running means that were read with training=False
-    live     names of those that were read with training=True: these move in a prepared model as well
-    dropped  the places of calls of attention that drop elements, with the probability
+    live     names of running means that were read with training=True: a prepared model updates them as well
+    dropped  the places of attention calls with dropout, with the probability
     read     names of parameters, with the first line that reads each
     """
 
@@ -261,7 +261,7 @@ class Draws(OwnRandomNumbers):  # type: ignore[no-untyped-call]
                     set_(before)
 
     def returned(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-        """A forward hook: compare the shape of a result with that of the only argument."""
+        """Record, as a forward hook, whether a module's result always has the shape of its only argument."""
         fits = len(args) == 1 and isinstance(args[0], Tensor) and isinstance(result, Tensor) and result.shape == args[0].shape
         path = self._paths[id(module)]
         self._fitting[path] = fits and self._fitting.get(path, True)

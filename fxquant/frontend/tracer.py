@@ -1,4 +1,4 @@
-"""Trace a model once, at one pair of batch sizes, with the result that it returns; and check that traces mean what the model means."""
+"""Trace a model once, at one pair of batch sizes, with the structure of its result; compare traces with each other and with the model."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ Form = Any
 
 
 class Returned:
-    """The result of forward, as the nest that a graph returns.
+    """Converts the result of forward to nested lists, tuples and dicts of nodes, which a graph can return.
 
-    leaf   makes the entry of the nest for a tensor: its node
-    note   records what was fixed
+    leaf   returns the node of a tensor
+    note   records a sentence about a value that was fixed
     """
 
     def __init__(self, leaf: Callable[[torch.Tensor], Any], note: Callable[[str], None]) -> None:
         self._leaf, self._note = leaf, note
 
     def convert(self, output: Any) -> tuple[Any, Form]:
-        """Return the nest, and its form."""
+        """Return the nested nodes, and the form from which `rebuilt` restores the classes."""
         if isinstance(output, torch.Tensor):
             return self._leaf(output), None
         if isinstance(output, Selected):
@@ -98,7 +98,7 @@ class Returned:
         return nest, ["class", name, context, forms]
 
     def _dataclass(self, output: Any) -> tuple[Any, Form] | None:
-        """Return the fields as a dict; None where they are not all of what a graph returns, or not what the class is made of."""
+        """Return the fields as a dict, and its form; None if a graph cannot return a field, or the class cannot be rebuilt from them."""
         own = fields(output)
         if not all(each.init for each in own) or self._attributes(output, _DEEPEST) is None:
             return None
@@ -151,7 +151,7 @@ def _is_plain(context: Any) -> bool:
 
 @dataclass(frozen=True)
 class ReturnForm:
-    """A forward hook: what forward returned, out of the nest that the graph does."""
+    """A forward hook that rebuilds the classes of forward's result from the graph's plain containers."""
 
     form: Form
 
@@ -166,13 +166,13 @@ def return_form(module: fx.GraphModule) -> ReturnForm | None:
 
 
 def set_form(module: fx.GraphModule, form: Form) -> None:
-    """Write the form on a traced module, if any class is to be made again; what is made from it inherits it with `meta`."""
+    """Store the form in a traced module's `meta` if it holds classes to be rebuilt; models made from it inherit `meta`."""
     if next(_classes(form), None) is not None:
         module.meta[_RETURNED] = {"form": form}
 
 
 def is_form(meta: dict[str, Any]) -> bool:
-    """Return whether what `meta` of a loaded model holds is a form; none at all counts as well."""
+    """Return whether `meta` of a loaded model holds no form, or a valid one."""
     try:
         return _RETURNED not in meta or all(isinstance(name, str) for name in _classes(meta[_RETURNED]["form"]))
     except (IndexError, KeyError, TypeError, ValueError):
@@ -252,10 +252,10 @@ def record(
 ) -> Handler:
     """Trace a model in eval mode, or with its own Python in train mode; return the handler, with its graph. The model is not changed.
 
-    qconfigs  the QConfigs that the nodes of calls inside of a module get, by the module's path
-    again     trace at two other batch sizes, to compare with, and without source lines
-    modes     source lines, and whether they have gradients whatever the mode is
-    random    what is random in train mode: modules that are noise, and calls of attention that drop
+    qconfigs  the QConfigs of the nodes of calls inside of a module, by the module's path
+    again     trace at two other batch sizes, for comparison, and without source lines
+    modes     source line -> whether its operations have gradients in train mode, if eval mode differs
+    random    what is random in train mode: noise modules, and attention calls with dropout
     """
     snapshot = Snapshot(model, training=training)
     batches = (*RETRACE_SIZES, *BATCH_SIZES) if again else (*BATCH_SIZES, *RETRACE_SIZES)
@@ -374,7 +374,7 @@ def _difference(mine: Any, theirs: Any, counterpart: dict[fx.Node, fx.Node]) -> 
 
 
 def _compare_facts(node: fx.Node, other: fx.Node) -> None:
-    """Compare the facts of two traces: those of the second are exact at its batch sizes, and the first trace's formula gives them, too."""
+    """Check that a size of the first trace, a formula of the batch size, gives that of the second trace at its batch sizes."""
     mine, theirs = graph.fact(node), graph.fact(other)
     if mine is theirs or not isinstance(mine, (TensorFact, BatchDim)):
         return

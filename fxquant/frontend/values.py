@@ -64,9 +64,9 @@ class View:
 
 @dataclass(frozen=True)
 class Change:
-    """An in-place operation: the place that was changed, the way there from the whole memory, and what it holds since then.
+    """An in-place operation: the changed place, the views that lead to it from the whole memory, and its new value.
 
-    stopped   whether no gradient knows of it: it was made through a detached tensor, or where none is recorded
+    stopped   whether it is invisible to autograd: it changed a detached tensor, or ran without gradients
     """
 
     place: object
@@ -106,7 +106,7 @@ _traces = _Traces()
 
 @contextlib.contextmanager
 def tracing(handler: Any) -> Iterator[None]:
-    """Inside, what this thread does with tensors of the model is recorded by `handler`."""
+    """Inside, this thread's operations on tensors of the model are recorded by `handler`."""
     _traces.handlers.append(handler)
     try:
         yield
@@ -232,7 +232,7 @@ def python_name(function: Callable[..., Any]) -> str:
 
 
 def _recorded(function: Callable[..., Any], how: str, reflected: bool = False) -> Callable[..., Any]:
-    """Return a Python operator as a method of tensors, or of batch numbers, that the trace records by `how`, a method of its handler."""
+    """Return a Python operator as a method of traced tensors or batch numbers; it calls the handler's method named `how` to record it."""
 
     def apply(self: Any, *others: Any) -> Any:
         if isinstance(self, BatchNumber) and not all(isinstance(other, (int, float)) for other in others):
@@ -257,9 +257,9 @@ for _function in ON_TENSORS:
 
 
 class BatchNumber:
-    """The part that `BatchInt` and `BatchFloat` share: arithmetic that is recorded.
+    """The base class of `BatchInt` and `BatchFloat`: numbers that depend on the batch size, whose arithmetic is recorded.
 
-    values   what the number is at the two batch sizes of the trace, a and b, and what it will be at two others
+    values   the number at the two batch sizes of the trace, a and b, and at two others
     """
 
     values: tuple[Any, ...]
@@ -345,7 +345,7 @@ UNKNOWN = object()  # the template of such a result
 
 
 class Unknown:
-    """The result of a function kept as Python whose sizes, or even whether it is a tensor, are known only when the graph runs."""
+    """The result of an opaque function whose type or sizes are known only when the graph runs."""
 
     def __init__(self, node: fx.Node) -> None:
         object.__setattr__(self, "node", node)

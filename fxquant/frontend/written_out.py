@@ -6,7 +6,7 @@
 
 Exported programs speak ATen (`python_form`). The moves, copies and concatenations of a function that only calls others are recorded as
 those others (`written_out`): each form has the arguments of the function that it replaces and gives the same numbers. If one returns
-NotImplemented, the function is recorded as it is with these arguments. `spelling_of` gives the call form of anything else.
+NotImplemented, the function itself is recorded with these arguments. `spelling_of` gives the call form of anything else.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ NUMPY = {
     "x1": "input",
     "a": "input",
     "x2": "other",
-}  # what PyTorch takes as well, in place of its own
+}  # keywords that PyTorch accepts as well -> its own
 WRITTEN: dict[Callable[..., Any], Callable[..., Any]] = {torch.Tensor.__getitem__: select, torch.Tensor.__setitem__: assign}
 
 
@@ -210,7 +210,7 @@ def written_out(function: Any, args: Any, kwargs: Any) -> Any:
 
 
 def by_own_names(function: Any, kwargs: Any) -> Any:
-    """Keyword arguments by PyTorch's names where they are given by NumPy's: `axis` and `keepdims`."""
+    """Rename keywords that PyTorch accepts as aliases, such as `axis` and `keepdims`, to its own; return the keyword arguments."""
     if not kwargs or NUMPY.keys().isdisjoint(kwargs) or inspect.isfunction(function):
         return kwargs
     return {NUMPY.get(name, name): value for name, value in kwargs.items()}
@@ -271,7 +271,7 @@ for _name in (
 
 @_stands_for(Tensor.new_tensor)
 def _new_tensor(input: Tensor, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> Any:
-    """Numbers that the model's Python holds are a constant."""
+    """Return a constant tensor for `new_tensor` of Python numbers; NotImplemented for tensors among them."""
     if isinstance(data, Tensor) or not _of_numbers(data):
         return NotImplemented
     return torch.tensor(data, dtype=dtype or input.dtype, device=device or input.device)
@@ -329,7 +329,7 @@ def _put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False)
 
 @_stands_for(*_methods("index_put"))
 def _index_put(input: Tensor, indices: Sequence[Tensor], values: Tensor, accumulate: bool = False) -> Any:
-    """Accumulate at places of the first dimensions by an index_add along these dimensions flattened to one."""
+    """Return index_put with accumulate=True as an index_add along the indexed dimensions, flattened to one; else NotImplemented."""
     given = list(indices)
     sizes = input.shape[: len(given)]
     if not accumulate or not _fixed(input) or any(each.is_floating_point() or each.dtype == torch.bool for each in given):
@@ -441,9 +441,9 @@ class Spelling:
     """One entry of the graph's vocabulary.
 
     op, target   as in an `fx.Node`
-    function     what is run to learn the shape of the result
-    swapped      the two arguments change places
-    mutates      the original changes its first argument; `target` does not
+    function     the function that is run to infer the shape of the result
+    swapped      whether the two arguments change places
+    mutates      whether the original changes its first argument; `target` does not
     content      whether the result's content follows from the arguments
     flag         position of an argument named `inplace`, or None
     """
@@ -583,7 +583,7 @@ def property_name(func: Any) -> str | None:
 
 @functools.cache
 def property_spelling(name: str) -> Spelling | None:
-    """Return how reading a property is recorded; None if it is answered while tracing."""
+    """Return the call form with which reading a property is recorded; None if its value is known while tracing."""
     if name in _NODE_PROPERTIES:
         return Spelling("call_function", builtins.getattr, lambda tensor, _: getattr(tensor, name))
     return Spelling("call_method", "detach", torch.Tensor.detach) if name == "data" else None

@@ -35,12 +35,12 @@ class Method:
 class Carried:
     """The attributes of a float model, and its class, for the models made from it.
 
-    kind         its class; None where it is not known, as in another process
-    attributes   its own, as they were; containers and tensors are copies, anything else is shared. What holds a module is left out:
-                 it belongs to forward, which is a graph now.
-    preserved    what the user has asked for by name, "head.stride": the value; a `Method`; None for a module, which is registered under
-                 that name
-    left         names of modules, and of attributes that hold such, which belong to forward
+    kind         its class; None if it is unknown, as in another process
+    attributes   its instance attributes; containers and tensors are copies, other objects are shared. Attributes that hold modules are
+                 left out: they belong to forward, which is a graph now.
+    preserved    attributes that the user asked for by name, "head.stride": the value; a `Method`; None for a module, which is registered
+                 under that name
+    left         names of modules, and of attributes that hold modules, which belong to forward
     """
 
     def __init__(

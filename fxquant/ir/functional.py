@@ -81,7 +81,7 @@ _HOMES = ("torch.ao.quantization", "torch.quantization", "torch.ao.nn.quantized"
 
 
 def quant_stub(input: Tensor, scale: float | None = None) -> Tensor:
-    """Return the input itself; the integer part begins here, on this scale if one is given."""
+    """Return a view of the input, and mark where the integer part begins, with a constant scale if `scale` is not None."""
     return input.view_as(input)
 
 
@@ -93,7 +93,7 @@ def dequant_stub(input: Tensor) -> Tensor:
 STUBS = (quant_stub, dequant_stub)
 
 
-# Whether the node is a user's QuantStub, which is an operator of its own for the rules.
+# Whether the node is a user's QuantStub, which rules match as a separate operator.
 is_stub, mark_stub = reads("quant_stub", False), marks("quant_stub")
 
 

@@ -106,7 +106,7 @@ DTYPE_NAMES = {
 
 
 def unusual_kind(tensor: torch.Tensor) -> tuple[str, str] | None:
-    """Return the kind of a tensor that has no values in dense memory, and how to convert it; None for a dense tensor with values."""
+    """Return the kind of a tensor that is not a dense strided one, and the remedy as text; None for a dense tensor."""
     if tensor.is_nested:
         return "nested", "pad it to one size with .to_padded_tensor(0.0)"
     if getattr(tensor, "is_quantized", False):  # PyTorch is removing them
@@ -132,7 +132,7 @@ def argument_name(node: fx.Node) -> str:
 
 
 def by_name(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, Any]:
-    """Return the inputs of a graph, given in its order, as keyword arguments by the names of its placeholders."""
+    """Return inputs in the graph's order as a dict of keyword arguments, by the names of its placeholders."""
     return dict(zip((str(node.target) for node in module.graph.find_nodes(op="placeholder")), inputs, strict=True))
 
 
@@ -172,9 +172,9 @@ class Part:
     """The operator of the model that a node is a part of.
 
     composite  the operator's name
-    role       the part's
-    inner      whether its value is read by other parts alone; the last one's is the operator's result
-    step       of a recurrence: at which of its steps it is computed, counted from 0; None of what is computed once
+    role       the part's name
+    inner      whether only other parts read its value; the last part's is the operator's result
+    step       the step of a recurrence at which it is computed, from 0; None if it is computed once
     """
 
     composite: str
@@ -210,7 +210,7 @@ def step_of(node: fx.Node) -> int | None:
 
 
 def tie(node: fx.Node, name: str) -> None:
-    """Add a name to those with which the node's tensor shares its grid."""
+    """Add a name to the node's ties: all nodes with a common name share one scale."""
     node.meta["ties"] = (*ties(node), name)
 
 
@@ -259,7 +259,7 @@ WRAPPED, LEAF = "it is kept as Python, by fxq.wrap", "it is kept as one module, 
 
 
 def is_parameter(node: fx.Node) -> bool:
-    """Return whether the node's value follows from parameters, buffers and constants alone: it is one, or is computed from such."""
+    """Return whether the node is a parameter, buffer or constant, or is computed from these alone."""
     return node.op == "get_attr" or bool(node.meta.get("parameter"))
 
 
@@ -272,7 +272,7 @@ def computes_tensor(node: fx.Node) -> bool:
 
 
 def is_detached(node: fx.Node) -> bool:
-    """Return whether the node is computed without gradients while the prepared model trains. A parameter says so by a detach of its own."""
+    """Return whether the node is computed without gradients while the prepared model trains; False for a parameter, detached by a node."""
     return bool(node.meta.get("detached")) and not is_parameter(node)
 
 
@@ -314,7 +314,7 @@ def spell(node: fx.Node, *written: Any) -> None:
 def absorb(node: fx.Node, other: fx.Node) -> None:
     """Record that `other` is now part of `node`.
 
-    If `node` has no gradients and `other` has some, by operands of its own, the arguments of `node` are marked as without gradients.
+    If `node` is detached and `other` is not, the arguments of `node` that do not come from operands of `other` are marked as detached.
     """
     if is_detached(node) and not is_detached(other):
         brought = {operand for operand in other.all_input_nodes if operand is not node}
@@ -409,7 +409,7 @@ def inherit(node: fx.Node, parent: fx.Node, made_by: str) -> fx.Node:
 
 
 def resolve(root: torch.nn.Module, path: str) -> Any:
-    """Return what is registered at a dotted path, or else the attribute there. Raises AttributeError if there is none."""
+    """Return the module, parameter or buffer at a dotted path, or else the attribute. Raises AttributeError if there is none."""
     return registered(root, path)
 
 
@@ -433,7 +433,7 @@ def attach(root: torch.nn.Module, path: str, value: torch.nn.Module | torch.Tens
 
 
 def describe(node: fx.Node, fact: Any, source: str, module: str, made_by: str = "trace") -> None:
-    """Write everything that is known about a new node."""
+    """Set a new node's fact, source line, module path and the pass that made it."""
     meta = node.meta
     meta["fact"], meta["source"], meta["module"], meta["made_by"] = fact, source, module, made_by
 
@@ -466,13 +466,13 @@ def _member(holder: Any, name: str) -> Any:
 
 @functools.cache
 def own_names() -> frozenset[str]:
-    """Return the names of a GraphModule's own attributes: a module or tensor registered under one is not found as an attribute."""
+    """Return the names of a GraphModule's attributes, which hide modules and tensors registered under the same names."""
     return frozenset((*dir(fx.GraphModule), *vars(fx.GraphModule(nn.Module(), fx.Graph()))))
 
 
 @functools.cache
 def _is_plain(path: str) -> bool:
-    """Return whether `self.` and the path is an expression that reads what is registered there."""
+    """Return whether the expression `self.{path}` reads the module or tensor registered at the path."""
     first, *others = path.split(".")
     return not (
         first in own_names()
@@ -545,7 +545,7 @@ def arguments_of(node: fx.Node, value: Callable[[fx.Node], Any]) -> tuple[tuple[
 
 
 def own(argument: Any, value: Callable[[Any], Any], leaf: type | tuple[type, ...] = fx.Node) -> Any:
-    """Return an argument, or the output, of a graph in plain containers of its own, with `value` applied to nodes, or to another `leaf`."""
+    """Copy a nested argument into new plain containers, with `value` applied to each node (or instance of `leaf`)."""
     if isinstance(argument, leaf):
         return value(argument)
     if isinstance(argument, dict):
@@ -578,7 +578,7 @@ class Interpreter(fx.Interpreter):
 
 
 def copy_parameters(module: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy of the module tree with tensors and containers of its own; other objects are shared. Its root has no hooks.
+    """Copy a module tree: modules, tensors and containers are copied, other objects are shared. The copy's root has no hooks.
 
     A tensor or module that is used in several places is one tensor or module in the copy as well.
     """
@@ -603,7 +603,7 @@ _SHARED = frozenset((type(None), bool, int, float, str, torch.Size, torch.dtype,
 
 
 class _Copier:
-    """Copies modules, tensors and the containers that hold them, everything once; what else there is stays what it is."""
+    """Copies modules, tensors and the containers that hold them, each once; other objects are shared."""
 
     def __init__(self) -> None:
         self._known: dict[int, Any] = {}

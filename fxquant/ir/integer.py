@@ -101,11 +101,11 @@ class Reference:
 
 @dataclass(frozen=True)
 class Constant:
-    """A parameter as integers: the node that holds them, and what one unit stands for.
+    """A quantized parameter: the node that holds its integers, its scale and its zero point.
 
-    With several scales, they run along dimension `axis`, counted from the end. Those of a transposed convolution's
-    weight are the output channels', group after group. `zero_point` is the integer that stands for 0, or one for each index of
-    `axis`: that of a bias that holds half a step of the output. Without a scale, (), they stand for themselves: a mask, an index.
+    Several scales run along dimension `axis`, counted from the end. For a transposed convolution's weight they are
+    those of the output channels, group after group. `zero_point` is one integer, or one for each index of
+    `axis`: for a bias that includes half a step of the output. The scale () marks unscaled integers: a mask, an index.
     """
 
     node: str
@@ -116,12 +116,12 @@ class Constant:
 
 @dataclass(frozen=True)
 class Operation:
-    """The operator of the table that the primitives behind a quantized tensor compute together.
+    """The operator that was lowered to the primitives that compute a quantized tensor.
 
     name          the operator's name
     arguments     its canonical arguments, with a `Reference` for every value of the graph; parameters are absent
     constants     its parameters, by role ("weight", "bias")
-    intermediate  the scale and dtype of what a residual is added to, where it is not added in the accumulator
+    intermediate  the scale and dtype of the value that a residual is added to; None if it is added in the accumulator
     """
 
     name: str

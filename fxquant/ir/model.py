@@ -49,7 +49,7 @@ class Model(fx.GraphModule):
 
     The user's modules and parameters may have any names, also those of a GraphModule's own attributes ("graph", "meta", "code").
     Its numbers are integers in float32 tensors and scales that are float32, so it moves between devices but not to another
-    float dtype. As an integer model it is what is deployed: always in eval mode, and without gradients.
+    float dtype. An integer model is always in eval mode, and without gradients.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -62,7 +62,7 @@ class Model(fx.GraphModule):
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what is registered under that name, or else what the float model carried; it hides no attribute of this model."""
+        """Return the module, parameter or buffer of that name, or else the float model's carried attribute."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -79,7 +79,7 @@ class Model(fx.GraphModule):
     def recompile(self) -> PythonCode:
         self._graph.set_codegen(Code())
         code = super().recompile()
-        if is_deployed(self):  # a class of its own has the code of every GraphModule
+        if is_deployed(self):  # every GraphModule has its own class, which holds its code
             type(self).forward = torch.no_grad()(_run_by(type(self).forward))
         elif self.__dict__.get("meta", {}).get("stage") == "PREPARED":
             type(self).forward = _with_hooks(type(self).forward)
@@ -135,7 +135,7 @@ class Model(fx.GraphModule):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Load a state_dict, without the constants that only an earlier one holds, and without scales that are those of another grid."""
+        """Load a state_dict, ignoring constants that are no longer saved, and scales of operators with other dtypes or shapes."""
         for name in self._non_persistent_buffers_set:
             state_dict.pop(prefix + name, None)
         others = _of_other_grids(self, state_dict, prefix)
@@ -189,7 +189,7 @@ class Model(fx.GraphModule):
 
 
 def _of_other_grids(model: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> tuple[str, ...]:
-    """Return the prefixes of the operators of which a state_dict has tensors of other shapes, or zero points where these have none."""
+    """Return the state_dict prefixes of operators whose tensors in `state_dict` have other shapes, or that differ in having zero points."""
     operators = model._modules.get(OPERATORS)
     found = []
     for name, operator in operators._modules.items() if operators is not None else ():
@@ -213,7 +213,7 @@ def no_program_of_prepared(by: str) -> ExportError:
 
 
 def look_at_constants(model: Any) -> None:
-    """Let the runner of an integer model read all constants again, so that it computes what the exported file will."""
+    """Make the runner of an integer model read all constants again, so that its results equal those of an exported file."""
     runner = getattr(model, "__dict__", {}).get(RUNNER)
     if runner is not None:
         runner.follow(model)
@@ -281,14 +281,14 @@ def _entry(node: fx.Node) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class _Function:
-    """A reference to a function that pickle cannot find by its qualified name, as those of `torch.nn.functional` that dispatch."""
+    """A pickled reference, by module and name, to a function with a local qualified name, such as some of `torch.nn.functional`."""
 
     module: str
     name: str
 
 
 def _by_name(value: Any) -> Any:
-    """Return a `_Function` for such a function; anything else as it is."""
+    """Return a `_Function` for a module's function with a local qualified name; any other value unchanged."""
     if not isinstance(value, FunctionType) or "<locals>" not in value.__qualname__:
         return value
     found: Any = getattr(sys.modules.get(value.__module__), value.__name__, None)
@@ -301,7 +301,7 @@ def _found(value: Any) -> Any:
 
 
 def _nested(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a value of `meta` with the function applied to what is in plain containers."""
+    """Apply the function to the leaves of nested plain tuples, lists and dicts; return the new nest."""
     if type(value) in (tuple, list):
         return type(value)(_nested(item, function) for item in value)
     if type(value) is dict:
@@ -313,7 +313,7 @@ def _nested(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def free_name(gm: torch.nn.Module, name: str) -> str:
-    """Return the name, with underscores appended while something is registered under it or a GraphModule has such an attribute."""
+    """Return the name with underscores appended until no module, parameter or buffer and no attribute of GraphModule has it."""
     while name in own_names() or any(name in registry for registry in (gm._modules, gm._parameters, gm._buffers)):
         name += "_"
     return name
@@ -326,7 +326,7 @@ def replace_graph(gm: fx.GraphModule, graph: fx.Graph) -> None:
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """Return a copy of a graph with nodes of its own, their names and facts unchanged."""
+    """Return a deep copy of a graph; the new nodes have the old names and facts."""
     copied: fx.Graph = copy.deepcopy(graph)
     return copied
 
@@ -466,7 +466,7 @@ class _Collection:
 
     @classmethod
     def keep_own(cls) -> None:
-        """In a forked child, forget the compilations of other threads, which do not continue there."""
+        """Forget the compilations of other threads, in a forked child, where these threads do not exist."""
         for thread in [thread for thread in cls.paused_by if thread != threading.get_ident()]:
             cls.resume(thread)
 
@@ -484,10 +484,10 @@ in_child(_Collection, lambda collection: collection.keep_own())
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Inside, nothing is garbage collected.
+    """Inside, garbage collection is off.
 
-    Almost all that compiling makes is kept, and looking through it takes half the time. The last compilation to end restores
-    the setting that the first one found.
+    Compiling creates almost no garbage, and scanning its objects takes half the time. The last of several concurrent compilations
+    restores the setting from before the first.
     """
     with _Collection.lock:
         if not _Collection.paused_by:
@@ -506,7 +506,7 @@ _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", "maia")
 
 @contextmanager
 def autocast_off() -> Iterator[None]:
-    """Inside, autocast is off for every device, in this thread: what is compiled does not depend on where the compiler was called."""
+    """Inside, autocast is off for every device in this thread, so that compilation does not depend on the caller's autocast."""
     with ExitStack() as stack:
         for device in _AUTOCAST_DEVICES:
             if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):

@@ -30,11 +30,11 @@ def _has_passes(arithmetic: Arithmetic) -> bool:
 
 
 class Mode(NamedTuple):
-    """The mode of an operator: it does in training alone what these say.
+    """The mode of an operator.
 
-    training         whether dropout drops, and functions may be computed for training
+    training         whether dropout is active, and large tables are computed only at the integers that occur
     observing        whether scales follow the batch
-    live_batch_norm  whether batch norms use, and move, statistics
+    live_batch_norm  whether batch norms use the batch's statistics, and update the running ones
     """
 
     training: bool = False
@@ -45,7 +45,7 @@ class Mode(NamedTuple):
 class EagerLowering(Lowering):
     """Calls the primitives on integer-valued float tensors, with straight-through gradients.
 
-    If it is `observing`, the scales that follow training are updated: the output's, and the intermediate's by statistics of its own.
+    If it is `observing`, scales that follow the batches are updated: those of the output and of the intermediate, each with its range.
     """
 
     keeps_start = True
@@ -125,7 +125,7 @@ class EagerLowering(Lowering):
         return self._on(grid, integers)
 
     def _on(self, grid: Grid, integers: Tensor, real: Tensor | None = None) -> Quantized:
-        """Return these integers on a grid, with their dequantized tensor where it is known."""
+        """Return a `Quantized` of these integers, with their dequantized tensor if it has been computed."""
         self.whole = integers
         return Quantized(integers, grid, tuple(integers.shape), real)
 
@@ -134,7 +134,7 @@ class EagerLowering(Lowering):
         return self.observing and to.follows_training and not (self.followed and to is self._output)
 
     def _set(self, to: Quantizer, observed: Callable[[], Tensor]) -> None:
-        """Let a scale that follows the value computed now take in what is observed of it; require any other intermediate scale."""
+        """Update a scale that follows the batches from the observed value; require any other intermediate to be calibrated."""
         if self._follows(to):
             with torch.no_grad():
                 to.follow(limited(observed(), self.observed) if to is self.output else observed())
@@ -146,7 +146,7 @@ class EagerLowering(Lowering):
 
 
 class FusedLowering(EagerLowering):
-    """Computes what `EagerLowering` does, with the same bits, by fused kernels of training wherever one is admitted."""
+    """An `EagerLowering` that uses the fused kernels of training wherever one is admitted, with the same bits."""
 
     def call(self, primitive: Callable[..., Tensor], *arguments: Any) -> Any:
         if fused_elementwise.defers(primitive, arguments):
@@ -161,7 +161,7 @@ class FusedLowering(EagerLowering):
         return super()._with_slope(exact, value, slope)
 
     def computed(self, value: Any) -> Any:
-        """Compute a deferred call; return anything else as it is."""
+        """Compute a deferred call; return any other value unchanged."""
         if not isinstance(value, fused_elementwise.Deferred):
             return value
         arguments = [self.computed(argument) for argument in value.arguments]

@@ -70,13 +70,13 @@ class ResidualFactor(NamedTuple):
 
 @dataclass(frozen=True)
 class Epilogue:
-    """How an accumulator becomes a quantized tensor.
+    """The requantization of an accumulator.
 
-    ratio  the step of the accumulator
-    clamp  the float interval that limits the result; None for none
-    bound  the largest magnitude of the accumulator, where it may exceed 32 bits
-    lift   what the bias of a layer holds of a step of the output; None for an accumulator without
-    kind   what was accumulated
+    ratio  the scale of the accumulator
+    clamp  the fused clamp, as a float interval, or None
+    bound  the largest magnitude of the accumulator, if it may exceed 32 bits
+    lift   the half step of the output that a layer's bias includes for rounding, as a function of the output's scale, or None
+    kind   the kind of the accumulator: VALUE, LAYER, …
     to     the quantizer of the result; None for the operator's output
     role   the beginning of the names of its constants
     """
@@ -107,7 +107,7 @@ class Place(TypedDict):
 
 @dataclass(frozen=True)
 class Quantized:
-    """A quantized tensor during lowering: its integers, their grid, its shape, and its dequantized tensor where that is known already.
+    """A quantized tensor during lowering: its integers, their grid, its shape, and its dequantized tensor if it has been computed.
 
     The integers are a tensor of centred ones, or the node of a graph that holds the stored ones; `Lowering.call` converts them to
     the form that a primitive takes.
@@ -141,7 +141,7 @@ def plainly(value: Any, shape: tuple[Size, ...]) -> Quantized:
 
 
 class Lowering:
-    """The composition of primitives for one operator. Subclasses say what `call` and `constant` do."""
+    """The composition of primitives for one operator. Subclasses implement `call` and `constant`."""
 
     def __init__(
         self, name: str, arithmetic: Arithmetic, output: Quantizer | None, intermediate: Quantizer | None, weight: WeightQuantizer
@@ -166,7 +166,7 @@ class Lowering:
 
     @property
     def output(self) -> Quantizer:
-        """The quantizer of the result, which every operator has but those whose result is plain."""
+        """The quantizer of the result; an operator with a plain result (bool, int64) has none."""
         assert self._output is not None, f"the result of %{self.name} has no grid"
         return self._output
 
@@ -186,7 +186,7 @@ class Lowering:
         raise NotImplementedError
 
     def computed(self, value: Any) -> Any:
-        """Return the value of what `call` returned, where calls are deferred until they are read. Here: as it is."""
+        """Return the tensor of a result of `call`, which a subclass may defer until it is read. Here: the value itself."""
         return value
 
     def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> Any:
@@ -194,7 +194,7 @@ class Lowering:
         raise NotImplementedError
 
     def stored(self, value: Tensor, grid: Grid) -> Tensor:
-        """Return centred integers as this lowering holds them in tensors on a grid. Here: as they are."""
+        """Convert centred integers to the form in which this lowering stores tensors on a grid. Here: no conversion."""
         return value
 
     def offset(self, grid: Grid) -> tuple[int, ...]:
@@ -214,7 +214,7 @@ class Lowering:
         return value
 
     def note(self, key: str, value: object) -> None:
-        """Record a fact about how this operator was lowered."""
+        """Record a fact about the lowering of this operator."""
 
     def result(self, exact: Callable[[], Any], real: Callable[[], Tensor], to: Quantizer | None = None) -> Quantized:
         """Return the operator's output: `exact()` returns its integers, `real()` its float values before quantization.
@@ -243,10 +243,9 @@ class Lowering:
     def requantize(
         self, accumulator: Any, ratio: Ratio, clamp: Clamp | None = None, *, bound: float = 0, lift: Lift | None = None, kind: str = VALUE
     ) -> Quantized:
-        """Requantize the accumulator, whose step is `ratio`, to the output's grid, limited to the float interval `clamp`.
+        """Requantize the accumulator, whose scale is `ratio`, to the output's scale, with the fused `clamp`, a float interval.
 
-        Where the output is int32, the accumulator itself is the output, and its step the scale. `bound` is the
-        accumulator's where it may exceed 32 bits. `kind` is what was accumulated; a layer whose bias holds half a step has a `lift`.
+        If the output is int32, the accumulator itself is the output, with scale `ratio`. For `bound`, `kind` and `lift` see `Epilogue`.
         """
         return self.requantize_by(accumulator, Epilogue(ratio, clamp, bound, lift, kind))
 
@@ -270,10 +269,10 @@ class Lowering:
     def requantize_in_steps(
         self, total: Callable[[], tuple[Any, Tensor]], real: Callable[[], Tensor], clamp: Clamp | None, scales: Sequence[Tensor]
     ) -> Quantized:
-        """Requantize an accumulator, whose step is the output's times a power of two, by one float32 product on every target.
+        """Requantize an accumulator, whose scale is the output's times a power of two, by one float32 product on every target.
 
-        `total` returns the accumulator and that power, once the output's scale is known. `real` returns the accumulator's float value,
-        and `scales` are the scales of the tensors in it.
+        `total` returns the accumulator and that power; it is called when the output's scale is known. `real` returns the accumulator's
+        float value, and `scales` are the scales of its operands.
         """
 
         def exact() -> Any:
@@ -288,9 +287,9 @@ class Lowering:
         self, accumulator: Any, end: Epilogue, bias: Tensor | None = None, residual: Quantized | None = None,
         multiplier: ResidualFactor | None = None, statistics: fused_layers.Collected | None = None,
     ) -> Quantized:  # fmt: skip
-        """Requantize the accumulator of channels, plus its bias and the residual times its multiplier.
+        """Requantize a layer's accumulator, plus its bias and the residual times its multiplier.
 
-        Bias and multiplier are shaped to broadcast. `statistics` are those of the accumulator, where they are known.
+        Bias and multiplier are shaped to broadcast. `statistics` are those of the accumulator, if they have been computed.
         """
         accumulator = wide_enough(accumulator, end.bound)
         if bias is not None:
@@ -302,9 +301,9 @@ class Lowering:
         return self.requantize_by(accumulator, end)
 
     def parts(self, input: Any, weight: Tensor, bias: Tensor | None) -> int:
-        """Return into how many parts the input channels are split for all partial sums of the operand at hand to stay below 2^24.
+        """Return the number of parts of the input channels with which all partial sums of the current operand stay below 2^24.
 
-        For other operands they may exceed it. Return 0 where no operand is known, or too many parts would be needed.
+        Other operands may exceed it. Return 0 if there is no operand (a graph), or too many parts would be needed.
         """
         return 0
 
@@ -336,9 +335,9 @@ class Lowering:
     def look_up(
         self, input: Quantized, entries: Callable[..., Tensor], function: Callable[[Tensor], Tensor], tamed: Callable[[Tensor], Tensor]
     ) -> Quantized:
-        """Compute a function of one tensor by the table of its grid.
+        """Compute a function of one tensor with a lookup table over its integers.
 
-        `entries` returns the table's centred integers for the output's present grid: all of them, or those at float64 centred integers.
+        `entries` returns the table's centred integers for the output's current grid, or only those at float64 centred integers.
         `function` is the float function, `tamed` the same without infinite values and slopes.
         """
 
@@ -350,9 +349,9 @@ class Lowering:
         return self.result(exact, lambda: tamed(input.real()))
 
     def bounds(self, clamp: Clamp | None, to: Quantizer, kind: str = VALUE) -> tuple[int, int]:
-        """Return the centred integers that limit the output: the grid's, narrowed by a float interval: ⌊bound/scale + ½⌋.
+        """Return the centred integers (low, high) that limit the output: the dtype's, narrowed by a float clamp: ⌊bound/scale + ½⌋.
 
-        `kind` is what was accumulated. Where the target leaves out clamps, a layer whose clamp begins at 0 has only the grid's upper limit.
+        `kind` is the kind of the accumulator. If the target leaves out clamps, a layer whose clamp begins at 0 has only the upper limit.
         """
         grid = to.grid
         if clamp is None or clamp == (None, None):
@@ -450,7 +449,7 @@ def wide_enough(accumulator: Any, bound: float) -> Any:
 
 
 def limited(value: Tensor, interval: Interval) -> Tensor:
-    """Return the values, with those beyond the interval replaced by its nearer end."""
+    """Clamp the values to the interval."""
     return value if interval == EVERYTHING else value.clamp(*interval)
 
 

@@ -100,9 +100,9 @@ class RoIAlign(nn.Module):
 class MultiScaleRoIAlign(nn.Module):
     """RoIAlign of each box on the feature map of a pyramid that fits its size: forward(features, boxes), (N, K, C, h, w).
 
-    features is a list of maps, level l of which has `spatial_scales`[l] of the image's size, the finest first; boxes are those of RoIAlign.
+    features is a list of maps, the finest first; map l has `spatial_scales[l]` times the image's size. boxes are as in RoIAlign.
     A box of canonical_scale² pixels is read from the level of scale 2^-canonical_level, one of twice the side from the next coarser one,
-    as Lin et al., Feature Pyramid Networks, 2017, assign them. Boxes are read from every level, and one result is chosen.
+    as in Lin et al., Feature Pyramid Networks, 2017. Boxes are read from every level, and one result is chosen.
     """
 
     def __init__(

@@ -19,13 +19,13 @@ from fxquant.numerics.rounding import straight_through
 class GradientRule(nn.Module):
     """Returns its first operand, with another gradient.
 
-    label  what it is, in the user's words, as messages name it
+    label  its name in messages
     """
 
     label: str
 
     def same(self, other: GradientRule) -> bool:
-        """Return whether two traces of one model made both for the same place."""
+        """Return whether `other`, of another trace of the model, is the rule of the same call."""
         return type(self) is type(other) and self.label == other.label
 
     def extra_repr(self) -> str:
@@ -59,13 +59,14 @@ class Slot:
 class CustomBackward(GradientRule):
     """Returns its first operand, with the gradient that a custom `torch.autograd.Function` passes on.
 
-    The function runs in float on the other operands, which are dequantized, so that its backward finds the context it expects.
-    Without other operands it runs on the first: of a function that returns its argument and whose backward reads no values.
-    Of several results, each has a call of this; the backward is then called once for each, with zeros for the others.
+    The function runs in float on the other operands, dequantized, to save the context that its backward needs.
+    Without other operands it runs on the first one: its backward reads no values, and it returns its argument.
+    A function with several results has one `CustomBackward` per result; its backward is then called once for each, with zeros for the
+    others.
 
     function   the user's class
-    arguments  what it is applied to; tensors are a `Slot`
-    index      which of its results the first operand is; None where it returns one tensor
+    arguments  the arguments of `apply`, with a `Slot` for each tensor
+    index      the index of the first operand among the function's results; None if it returns one tensor
     """
 
     def __init__(self, function: type[torch.autograd.Function], arguments: tuple[Any, ...], index: int | None) -> None:

@@ -91,12 +91,12 @@ def float32(value: float) -> float:
 class Grid:
     """The grid of a tensor's integers: their type, scale and zero point.
 
-    type         the range of the integers q as they are stored
-    scale        float32, a scalar; of a 32-bit output one number per channel, shaped to broadcast
-    zero_point   the integer that stands for 0; it is 0 unless the type is affine
+    type         the range of the stored integers q
+    scale        float32, a scalar; for a 32-bit output one number per channel, shaped to broadcast
+    zero_point   the integer q of 0.0; it is 0 unless the type is affine
 
-    q stands for (q - zero_point) · scale. Arithmetic is done on the *centred* integers c = q - zero_point, whose 0 stands for 0.0;
-    `low`, `high` and `magnitude` are theirs.
+    The value of q is (q - zero_point) · scale. Arithmetic uses the *centred* integers c = q - zero_point; `low`, `high` and `magnitude`
+    are the limits of c.
     """
 
     type: IntType
@@ -565,7 +565,7 @@ class FixedWidths:
         return self.largest_shift
 
     def constants(self, ratio: Ratio, output: IntType, accumulator_bits: int, layer: bool, wide: bool = False) -> FixedRequantization:
-        """Return the integers that multiply an accumulator of so many bits by `ratio`, the same whether or not it is a layer's."""
+        """Return the shifts and the multiplier that multiply an accumulator of `accumulator_bits` bits by `ratio`, layer or not."""
         return fixed_requantization(ratio, self, output, accumulator_bits)
 
     def aligning(self, ratio: Ratio) -> tuple[Tensor, Tensor]:
@@ -592,11 +592,11 @@ class MeasuredWidths(FixedWidths):
         return 31
 
     def constants(self, ratio: Ratio, output: IntType, accumulator_bits: int, layer: bool, wide: bool = False) -> FixedRequantization:
-        """Return the integers that multiply an accumulator of so many bits by `ratio`.
+        """Return the shifts and the multiplier that multiply an accumulator of `accumulator_bits` bits by `ratio`.
 
-        A `layer` with weights may have `layer_shift`; that of a `wide` operand, of 16 bits, has at least `wide_first_shift`.
+        A `layer` with weights may have `layer_shift`; one with a `wide` operand, int16, has at least `wide_first_shift`.
         """
-        if accumulator_bits <= 16:  # a quantized tensor is multiplied as it is
+        if accumulator_bits <= 16:  # a quantized tensor is multiplied without a first shift
             multiplier, k = ratio.mantissa(self.multiplier_bits, largest_exponent=31, carries=False)
             return self._limited(torch.zeros_like(k), multiplier, k)
         first = max(self.largest_first_shift, accumulator_bits - 17)
@@ -627,7 +627,7 @@ class FixedRequantization:
 
 
 def fixed_requantization(ratio: Ratio, widths: FixedWidths, output: IntType, accumulator_bits: int = 32) -> FixedRequantization:
-    """Return the integers of *fixed* for multiplying an accumulator of so many bits by `ratio` into `output`.
+    """Return the shifts and the multiplier of *fixed* that requantize an accumulator of `accumulator_bits` bits by `ratio` to `output`.
 
     The multiplier is the nearest M · 2^-k with M of `multiplier_bits` bits. The first shift a is the smallest
     one for which the intermediate, times M · 2^(a-k), still covers the output's limit and a half; the last

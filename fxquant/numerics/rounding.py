@@ -28,7 +28,7 @@ def _beyond(limit: float, to: float, dtype: torch.dtype) -> float:
 
 
 def _of_value(gradient: Tensor, value: Tensor, low: Limit, high: Limit) -> Tensor:
-    """Return the gradient of the value, given that of the result."""
+    """Return the gradient of a clamp's operand from that of its result: `gradient` inside of the bounds, 0 outside."""
     if isinstance(low, Tensor) or isinstance(high, Tensor):
         inside = torch.ones_like(value, dtype=torch.bool)
         inside = inside if low is None else inside & (value >= low)
@@ -92,7 +92,7 @@ def clamped(value: Tensor, low: Limit = None, high: Limit = None) -> Tensor:
 
 
 class Rounding(nn.Module):
-    """The rounding of a weight to integers. A subclass rounds in another way; what it learns are its parameters, trained with the model's.
+    """The rounding of a weight to integers. Subclasses round in other ways; their parameters train with those of the model.
 
     It is constructed with the shape of the weight that it rounds, output channels first, and lives as long as the prepared model.
     """

@@ -1,4 +1,4 @@
-"""The prepared model: the module that stands for one operator, its stages, channel labels, hooks, and what is copied in.
+"""The prepared model: the module of one operator, the stages of a graph, channel labels, hooks, and batches.
 
 The user's modules stay in the tree of a prepared model, with their parameters and without their computation; parameters keep their names.
 An operator obeys the `training` flag of the module of its call, and of its batch norm. Hooks on modules run from a

@@ -27,7 +27,7 @@ def no_batches(num_batches: int | None) -> CalibrationError:
 
 
 def as_batches(batches: Any) -> Iterable[Any]:
-    """Return an iterable of batches: one tensor or one dict is a batch by itself. Raises ConfigurationError for what is not iterable."""
+    """Return an iterable of batches; a tensor or a dict is one batch. Raises ConfigurationError for a value that is not iterable."""
     if isinstance(batches, torch.Tensor | Mapping):
         return [batches]
     try:
@@ -60,8 +60,8 @@ def length(batches: Iterable[Any], count: int | None) -> int | None:
 def example_inputs(model: nn.Module, batch: Any) -> Any:
     """Return the part of a batch that forward requires, as a tuple or a dict of forward's arguments.
 
-    Of a dict, that is the items that forward has a parameter for. Of a tuple or list, it is the leading items, as many as forward has
-    required parameters; or its first item, where that alone is a tuple of so many (or a dict), as in ((image, mask), target).
+    Of a dict these are the items with the names of forward's parameters. Of a tuple or list these are the first n items, for n required
+    parameters; or the first item, if it is a tuple of n items or a dict, as in ((image, mask), target).
     """
     parameters = inspect.signature(model.forward).parameters
     if isinstance(batch, Mapping):
@@ -137,7 +137,7 @@ def _check_agreement(index: int, placeholders: list[fx.Node], values: list[Any])
 
 
 def _by_name(batch: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the items of a dict by the names of the model's inputs: those of a list called "images" are images_0, images_1, …"""
+    """Flatten a dict to the names of the model's inputs: the items of a list "images" become images_0, images_1, …"""
     found: dict[str, Any] = {}
     for key, value in batch.items():
         if isinstance(value, list | tuple | Mapping):
@@ -155,7 +155,7 @@ def _tell(model: fx.GraphModule, message: str, *arguments: Any) -> None:
 
 
 def check_kind(index: int, name: str, value: Any) -> None:
-    """Raise CalibrationError for an array of another library, and say how it becomes a tensor."""
+    """Raise CalibrationError for a NumPy array, with the conversion to a tensor as remedy."""
     if type(value).__module__.partition(".")[0] == "numpy":
         what = f"its value for {name!r}" if name else "it"
         remedy = "convert it: torch.from_numpy(array), here or in batch_fn; a DataLoader does"

@@ -29,13 +29,13 @@ from fxquant.quantization.weights import ChannelFactors
 
 @dataclass(frozen=True)
 class Channels:
-    """The labels of a prepared model's channels.
+    """The labels of a prepared model's channels, int64: channels that must have the same factor have the same label.
 
-    tensors  of every node that is a tensor behind a batch dimension: int64, of its shape without the batch, where 1 stands for every
-             dimension along which labels are the same
-    read     of every operator that has `ChannelFactors`: those of the channels it reads, a label for each
-    given    and those of the channels it gives
-    number   how many labels there are, 0 among them
+    tensors  the labels of every tensor with a batch dimension, of its shape without the batch, and of size 1 along dimensions in which
+             labels do not differ
+    read     the labels of the input channels of every operator with `ChannelFactors`, (input channels,)
+    given    the labels of its output channels, (output channels,)
+    number   the number of labels, including 0, the label of channels whose factor must be 1
     """
 
     tensors: dict[fx.Node, Tensor]
@@ -47,7 +47,7 @@ class Channels:
 def channels(prepared: fx.GraphModule, *, open_alone: bool = False) -> Channels:
     """Return the labels of all channels; linear in their number.
 
-    With `open_alone`, those of tensors whose scale is known already are 0, and those that an operator reads or gives that is left out.
+    With `open_alone`, labels of tensors that have a scale are 0, as are those of operands and results of operators with `left_out`.
     """
     walk = _Walk()
     for node in prepared.graph.nodes:
@@ -109,7 +109,7 @@ def homogeneous(low: Any, high: Any) -> bool:
 
 
 class _Walk:
-    """Labels as they are found, and which of them turn out to be the same."""
+    """The labels of a walk through the graph, and the pairs of labels that turn out to be equal."""
 
     def __init__(self) -> None:
         self.labels: dict[fx.Node, Tensor] = {}
@@ -133,7 +133,7 @@ class _Walk:
             self.same(labels, torch.zeros_like(labels))
 
     def joined(self, one: Tensor, other: Tensor) -> Tensor:
-        """Return the labels of a result that has those of both."""
+        """Make the labels of two broadcast operands equal, and return them as the labels of the result."""
         both = torch.broadcast_tensors(one, other)  # type: ignore[no-untyped-call]
         self.same(*both)
         first: Tensor = both[0]
@@ -213,7 +213,7 @@ def _elementwise(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tenso
 
 
 def _spatial(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
-    """Pass labels on where they are the same along the dimensions behind the channels, which are the only ones that are mixed."""
+    """Return the labels of a pooling's operand if they do not differ along its spatial dimensions, which the pooling mixes; else None."""
     labels = walk.labels[arguments["input"]]
     if arguments.get("divisor_override"):
         return None
@@ -221,7 +221,10 @@ def _spatial(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | 
 
 
 def _padded(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
-    """Move labels with the elements; zeros padded along the channels have no factor, elsewhere they have that of their neighbours."""
+    """Return the labels of a padded tensor: padded zero channels get the label 0, other margins the labels of the elements they copy.
+
+    Return None for a constant other than 0, and for padding of the batch.
+    """
     labels, shape = walk.labels[arguments["input"]], numbers(shape_of(arguments["input"])[1:])
     margins = margins_of(list(arguments["padding"]), len(shape) + 1)
     if arguments.get("value") or margins[0] != (0, 0):

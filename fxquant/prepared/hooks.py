@@ -33,9 +33,9 @@ NOWHERE = ""  # the name of a tensor that a prepared model does not compute
 class Call:
     """One call of a module.
 
-    path             that of the module
-    entry            where it began among all calls; calls are recorded in the order in which they ended
-    args, kwargs, result   nests of what it read and returned, with a `Reference` for each tensor: to a node of the trace, and behind
+    path             the module's path
+    entry            its index in the order in which calls began; calls are recorded in the order in which they ended
+    args, kwargs, result   its nested arguments and result, with a `Reference` for each tensor: to a node of the trace, and after
                      `attach_hooks` to a node of the prepared graph, or to NOWHERE
     """
 
@@ -54,10 +54,10 @@ class Call:
 class Registry(OrderedDict[int, Any]):
     """The hooks of a module: a registration that can never fire raises ConfigurationError.
 
-    what     what is registered, as an error says it
-    because  why it cannot fire; empty where it can
-    remedy   what the user can do instead
-    caution  what a hook that can fire is not given; logged when one is registered, empty where it is given everything
+    what     the kind of hook, for the error text
+    because  the reason why it cannot fire; "" if it can
+    remedy   the remedy, for the error text
+    caution  a warning, logged at registration, about tensors that the hook does not get; "" if it gets all
     """
 
     used = False  # whether anything was ever registered, in this process: until then no model looks for hooks
@@ -103,7 +103,7 @@ def attach_hooks(prepared: fx.GraphModule, traced: fx.Graph) -> None:
 
 
 def restore_hooks(prepared: fx.GraphModule) -> None:
-    """Make hooks fire as `attach_hooks` does, for a model whose calls are recorded by the names of its own nodes."""
+    """Make hooks fire as `attach_hooks` does, in a copied or loaded model, whose `meta` records calls by the names of its nodes."""
     others = _others(prepared)
     own = {path: module for path, module in prepared.named_modules() if path and not _is_below(path, others)}
     calls = [call for call in itertools.starmap(Call, prepared.meta.get(CALLS, ())) if call.path in own]
@@ -119,7 +119,7 @@ def restore_hooks(prepared: fx.GraphModule) -> None:
 
 
 def are_calls(value: Any, graph: fx.Graph | None) -> bool:
-    """Return whether a value in `meta` of a loaded model is the calls of modules, by names of the graph if that is given."""
+    """Return whether a value in `meta` of a loaded model is a valid list of calls; with `graph`, its names must be nodes of the graph."""
     names = None if graph is None else {node.name for node in graph.nodes} | {NOWHERE}
     try:
         calls = [Call(*entry) for entry in value]
@@ -146,7 +146,7 @@ def _is_below(path: str, others: set[str]) -> bool:
 
 
 def _others(prepared: fx.GraphModule) -> set[str]:
-    """Return the modules whose hooks PyTorch calls, since they are called as they are, in float; and those that hold the operators."""
+    """Return the paths of modules whose hooks PyTorch calls: modules that the graph calls in float, and the holders of operators."""
     found = {str(node.target) for node in prepared.graph.find_nodes(op="call_module")}
     found |= set(prepared.meta[CARRIED].modules()) if CARRIED in prepared.meta else set()
     for module in prepared.children():
@@ -156,10 +156,10 @@ def _others(prepared: fx.GraphModule) -> set[str]:
 
 
 def _values(graph: fx.Graph, traced: fx.Graph) -> dict[str, fx.Node]:
-    """Return the nodes of a prepared graph by the names of the trace's nodes with their values; those inside of fused operators are absent.
+    """Map names of the trace's nodes to the prepared graph's nodes with their values; inner nodes of fused operators are absent.
 
-    A node has the value of the last one that became a part of it. It has the value of its operand where that is later, as of a dropout
-    that a relu was moved before. Of several nodes with one value, the last is returned.
+    A prepared node has the value of the last node that was fused into it, or that of its operand if that was traced later (a dropout that
+    a relu was moved before). If several prepared nodes have one value, the last is returned.
     """
     order = {node.name: index for index, node in enumerate(traced.nodes)}
     facts = {node.name: fact(node) for node in traced.nodes}
@@ -215,7 +215,7 @@ def _names(nest: Any) -> list[str]:
 
 
 def _registries(path: str, calls: list[Call], near: str, known: bool) -> dict[str, Registry]:
-    """Return the registries of the hooks of a module; `near` is one that can be hooked, `known` whether calls were recorded."""
+    """Return the hook registries of a module, by attribute; `near` names a module that can be hooked, `known` is False without records."""
     reads = NOWHERE in [name for call in calls for name in _names(call.read)]
     missing = [[name == NOWHERE for name in _names(call.result)] for call in calls]
     returns = any(each and all(each) for each in missing)

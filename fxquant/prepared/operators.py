@@ -58,20 +58,19 @@ class QuantizedOperator(nn.Module):
     so neighbours may be in different states.
 
     output        the quantizer of its result, shared with the operators that must share its scale
-    plain         whether its result is booleans or integers, which have no quantizer; they are the same in every state but
-                  for the integers that they are computed from
-    intermediate  the quantizer of what is computed before a fused residual is added, for when it cannot be
-                  added in the accumulator
+    plain         whether its result is a bool or int64 tensor, without a quantizer; it differs between states only if it is computed
+                  from quantized operands
+    intermediate  the quantizer of the layer's result before a fused residual is added, for targets that cannot add it in the accumulator
     weight_quantizer  computes the integers of its weight, and of its constants
-    factors       the factors of its channels; None where it has no channels of its own
-    left_out      whether calibration or a method of tuning that runs now leaves this operator as it is
-    detached      whether it is computed without gradients; or the names of its arguments that have none
-    observed      beyond this interval, values of its result are observed as its nearer end: their readers do not distinguish them
-    inputs        the quantizers of its operands, by parameter name. They belong to the operators that made the
-                  operands, so they are referred to without being registered here.
-    owners        the user's modules whose `training` flag it obeys besides its own, referred to without being registered here: that
-                  of its call, and that of its batch norm; None for the model itself
-    noise         the user's module that draws noise for its result in train mode, referred to in the same way; None if there is none
+    factors       the powers of two of its channels, from equalization; None if its record has no `layer`
+    left_out      whether the current calibration or tuning method must not change this operator
+    detached      whether it is computed without gradients, or the names of its arguments that have none
+    observed      an interval to which results are clamped before they are observed: readers do not distinguish values beyond it
+    inputs        the quantizers of its operands, by parameter name. They are registered at the operators that compute the
+                  operands, and only referred to here.
+    owners        the user's modules whose `training` flag it obeys, besides its own flag, not registered here: the called module, and
+                  the batch norm; None for the model itself
+    noise         the user's module that draws noise for its result in train mode, not registered here; None if there is none
     """
 
     owners: tuple[nn.Module | None, nn.Module | None] = (None, None)
@@ -109,7 +108,7 @@ class QuantizedOperator(nn.Module):
         _leave_to_eager()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Load a state_dict. One that holds this operator also says what was learned of its weight, or that nothing was."""
+        """Load a state_dict; if it holds this operator, the weight quantizer's learned modules become those of the state_dict."""
         if prefix + "quantizer.base_scale" in state_dict:
             self.weight_quantizer.expect_learned(state_dict, prefix + "weight_quantizer.")
         super()._load_from_state_dict(state_dict, prefix, *rest)
@@ -128,7 +127,7 @@ class QuantizedOperator(nn.Module):
 
     @property
     def unseen(self) -> bool:
-        """Whether what it computes was too small for the sums that read it: its weight's learned scale then starts at every call."""
+        """Whether a quantizer of its operands or sums is `unseen`, so that its weight's learned scale is initialized at every call."""
         return any(quantizer is not None and quantizer.unseen for quantizer in (*self._shared, self.intermediate))
 
     @property
@@ -265,9 +264,9 @@ def _carrying(result: Quantized, whole: bool) -> Tensor:
 
 
 def take_integers(value: Tensor, quantizer: Quantizer) -> Quantized:
-    """Return the integers of a float tensor on a quantizer's grid, exact where the tensor is integers times that scale.
+    """Quantize a float tensor with a quantizer's scale; exact if the tensor is integers times that scale.
 
-    They are those that its operator has kept for it, as long as nothing has written to it.
+    If its operator kept the integers of this tensor, and the tensor was not written to since, these are returned.
     """
     quantizer.require()
     grid = quantizer.grid
@@ -313,7 +312,7 @@ def quantized_operators(model: nn.Module) -> dict[str, QuantizedOperator]:
 def link(prepared: nn.Module, graph: fx.Graph) -> None:
     """Set for every operator the modules whose `training` flag it obeys (its own, its batch norm) and the module that draws its noise.
 
-    Set for every quantizer what reads its tensor, `Quantizer.read`; empty if a reader does not compute a function of one element.
+    Set for every quantizer `Quantizer.read`, the elementwise functions that read its tensor; () if any reader is not elementwise.
     """
     modules, read = dict(prepared.named_modules(remove_duplicate=False)), dict[Quantizer, list[Any]]()
     for node in graph.find_nodes(op="call_module"):

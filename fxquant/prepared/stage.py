@@ -25,7 +25,7 @@ from fxquant.primitives.record import Primitive
 
 
 class Stage(enum.IntEnum):
-    """How far the graph has come."""
+    """The stage of a graph between trace and conversion."""
 
     TRACED = 0  # the model as it was written
     CANONICAL = 1  # one call form per operator
@@ -161,7 +161,7 @@ def proved(gm: fx.GraphModule) -> Iterator[Violation]:
 
 
 def kernels_of_their_own(gm: fx.GraphModule) -> Iterator[Violation]:
-    """Require that a kernel covers primitives of the graph, of which only its result is read outside of it."""
+    """Require that a kernel covers primitives of the graph, and that only the last one's result is read outside of the kernel."""
     nodes = {node.name: node for node in gm.graph.nodes}
     for node in gm.graph.nodes:
         _, covers = kernel(node) or ("", ())
@@ -174,7 +174,7 @@ def kernels_of_their_own(gm: fx.GraphModule) -> Iterator[Violation]:
 
 
 def consistent(gm: fx.GraphModule) -> Iterator[Violation]:
-    """Require that targets exist, and that every value is defined before it is used."""
+    """Require that targets exist, every value is defined before it is used, and computed parameters read parameters only."""
     seen: set[fx.Node] = set()
     for node in gm.graph.nodes:
         for operand in node.all_input_nodes:
@@ -231,7 +231,7 @@ def require_integer(model: Any) -> None:
 
 
 def verify_stage(gm: fx.GraphModule, stage: Stage, made_by: str) -> None:
-    """Raise StageViolation, naming every offender, if the graph holds what its stage does not allow."""
+    """Raise StageViolation, with every offending node, if the graph breaks a rule of its stage."""
     found = violations(gm, stage)
     if found:
         lines = "\n".join(f"%{violation.node.name}: {violation.because}" for violation in found[:20])
@@ -303,7 +303,7 @@ def is_dequantize(model: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def is_dynamic(model: fx.GraphModule, node: fx.Node) -> bool:
-    """Return whether a node computes floats from floats by integers whose grid is found at run time, at any stage."""
+    """Return whether a node, at any stage, is a dynamically quantized layer: float operand and result, scale computed at run time."""
     primitive, operator = primitive_of(node), record_of(model, node)
     return (primitive is not None and primitive.kind == "dynamic") or (operator is not None and Trait.DYNAMIC in operator.traits)
 

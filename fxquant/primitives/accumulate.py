@@ -39,7 +39,7 @@ CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
 class Split(NamedTuple):
-    """How a wide sum cuts its operand and its weight: into how many parts, of how many bits each."""
+    """The decomposition of a wide sum: the number of parts of the operand and of the weight, and the bits of a part."""
 
     parts: int
     bits: int
@@ -98,7 +98,7 @@ def onnx_sum_parts(e: Emitter, x: str, w: str, bias: tuple[str, ...], cut: Split
 
 
 def accumulated(total: Tensor, input: Tensor, weight: Tensor) -> Tensor:
-    """Return a float64 sum as an accumulator: int32, or int64 (of which 48 bits are used) for int16 weights.
+    """Convert a float64 sum to an accumulator: int32, or int64 (48 bits are used) for int16 weights.
 
     A sum of a floating-point operand is returned unchanged.
     """

@@ -52,7 +52,7 @@ class ShiftedSums:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How one family of targets computes. Its values are data: a difference from hardware changes a row, not the code."""
+    """The integer arithmetic of a family of targets, as data: a difference found on hardware changes a field, not the code."""
 
     name: str
     power_of_two_scales: bool = False  # of activations
@@ -60,7 +60,7 @@ class Arithmetic:
     share_concat: bool | str = False  # concat's operands share its scale, instead of being requantized: all, or those of READ_ONCE
     add_fraction_bits: int = 14  # the common scale of an addition is 2^-14 of the larger one
     resize_fraction_bits: int = 16
-    resize_positions: bool = False  # whether linear resizing steps through positions of so many fractional bits, of which 8 weigh
+    resize_positions: bool = False  # whether linear resizing steps through positions with that many fractional bits; weights have 8
     resize_floors: bool = False  # whether it rounds down along each dimension, the last one first, instead of once to the nearest
     residual: str = "accumulator"  # what is added to a layer: to its sum of products, or, "requantize", to its requantized 8 bits
     residual_bits: int = 0  # of the multiplier of a residual in the accumulator, before a right shift; 0: an integer multiplier, no shift

@@ -65,9 +65,9 @@ def pool_indices(
     wide: bool,
     places: Tensor | None = None,
 ) -> Tensor:
-    """Return the position of each window's largest element in its plane of this size, row by row: int64; of equal ones the first.
+    """Return the flat index, int64, of each window's largest element in a plane of `sizes`; the first of equal elements.
 
-    `places` says what is given in place of a position.
+    `places`, if it is not None, maps each index to the number that is returned in its place.
     """
     width, count = torch.float64 if wide else torch.float32, math.prod(sizes)
     key = input.detach().to(width) * count + _positions(sizes, width, input.device)

@@ -23,7 +23,7 @@ from fxquant.primitives.record import Value, as_double, constant_of, need, refus
 
 
 class Shapes:
-    """Shapes and dtypes of primitives, found by running them on meta tensors; equal calls are run once."""
+    """Shapes and dtypes of primitives' results, inferred by running them on meta tensors; equal calls are run once."""
 
     def __init__(self) -> None:
         self.known: dict[Any, Any] = {}
@@ -43,9 +43,9 @@ class Shapes:
 
 
 def _requantized(node: fx.Node) -> TensorFact | None:
-    """Return the result of a requantization whose parameters broadcast to its operand; None for any other call.
+    """Return the shape and dtype of a requantization whose parameters broadcast to its operand; None for any other call.
 
-    Most requantizations are such, and PyTorch takes long to infer their shapes.
+    Most requantizations are of this form, and running them on meta tensors is slow.
     """
     if (role_of(node.target) is not Role.REQUANTIZATION and node.target is not quantization.quantize) or node.kwargs:
         return None

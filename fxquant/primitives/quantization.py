@@ -131,7 +131,7 @@ def dequantize(input: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32,
 
 
 FRACTIONS = (0.0, 2.0**-9, -(2.0**-9), 2.0**-8, -(2.0**-8), 2.0**-7)  # of a step; their sums with integers below 2^15 are exact
-LOWERED_FRACTIONS = (0.0, *(2.0**-n for n in range(11, 2, -1)))  # the sums with half a result less are rounded, as they are tried
+LOWERED_FRACTIONS = (0.0, *(2.0**-n for n in range(11, 2, -1)))  # sums of rounded-down results, in the order in which they are tried
 NEIGHBOURS = (0, 1, -1, 2, -2, 3, -3)  # float32 numbers from the nearest one, in the order in which they are tried
 QUOTIENT_LIMIT = 2**30  # reference implementations round larger quotients wrongly
 
@@ -174,13 +174,14 @@ class Rounded(NamedTuple):
 
 
 def rounded(steps: Tensor, size: Tensor, low: int, high: int, add: Tensor | None = None, lowered: bool = False) -> Rounded | None:
-    """Find the operation that steps to each result at these integers, for all integers below 2^24 in magnitude; None if none is found.
+    """Return one float operation (product or quotient, rounded) that changes its result exactly at `steps`; None if there is none.
 
-    `steps` is int64 of shape (channels, results). `size`, float64, is about the size of a result in steps of the integers, and `add`,
-    float32, is added to them first; both are shaped to broadcast against them. Without `add`, a fraction of a step is added where a
-    divisor alone does not suffice: it moves ties away from the middle between two results. Results that are `lowered` are rounded down,
-    which is rounding to the nearest after half a result is subtracted. Runtimes divide quickly by a number per channel only where the
-    elements of a channel are contiguous, so factors are used where channels are the last dimension.
+    It equals the integer function for all integers below 2^24 in magnitude. `steps`, int64 (channels, results), are the integers at which
+    each result begins. `size`, float64, is about the number of integers per result, and `add`, float32, is added to the integers first;
+    both are shaped to broadcast against them. Without `add`, a fraction of an integer is added if a divisor alone does not suffice: it
+    moves ties away from the middle between two results. `lowered` rounds down, as rounding to the nearest after subtracting half a result.
+    Runtimes divide quickly by a number per channel only if the elements of a channel are contiguous, so factors are used if channels are
+    the last dimension.
     """
     axes = [dim - size.dim() for dim, count in enumerate(size.shape) if count > 1]
     if len(axes) > 1:
@@ -269,7 +270,7 @@ def _as_float(e: Emitter, value: str) -> str:
 
 
 def _rounded_fixed(multiplier: Tensor, right_shift: Tensor, limit: int, low: int, high: int, lowered: bool) -> Rounded | None:
-    """Return what follows the first shift as one rounded operation, after a sum if it rounds down; None where it is not proved equal."""
+    """Return the multiplication and last shift of *fixed* as one rounded float operation; None if it is not proved equal."""
     whole, none = multiplier != 0, torch.zeros_like(multiplier)
     if lowered:
         steps = steps_of_half_step(none, multiplier, right_shift, none, low, high)

@@ -195,7 +195,7 @@ POINTWISE = frozenset({Role.ALIGNMENT, Role.ADDITION, Role.MULTIPLICATION, Role.
 
 
 class ZeroPoint(Enum):
-    """How a primitive f treats integers as they are stored, q + z, in place of centred ones, q."""
+    """The behaviour of a primitive f on stored integers q + z in place of centred ones q, with the zero point z."""
 
     CENTRED = "It reads centred integers only."
     EQUIVARIANT = "f(q + z) = f(q) + z."
@@ -223,11 +223,11 @@ class Primitive:
     view       whether PyTorch's result shares the operand's memory, element for element
     casts      whether its ONNX form begins with a cast of its quantized operands to float32, so that a writer may give it floats
     zero_point how the result depends on a zero point that its operands are stored with
-    layout     "windows" if it slides windows over the dimensions after the channels, which are dimension 1; "same" if the dimensions of its
-               result are those of its operands; "" for any other, and where its role says this
-    steps      writes it as elementwise steps (see `primitives.steps`); None where it is not elementwise, returns None for arguments
-               that have no such form
-    shifted    the parameters that are also integers on the operands' grid: where the operands are z larger, so are these
+    layout     "windows" if it slides windows over the dimensions after dimension 1, the channels; "same" if its result has the dimensions
+               of its operands; "" for any other, or if its role determines the layout
+    steps      writes it as elementwise steps (see `primitives.steps`), or returns None for arguments without such a form; None if it is
+               not elementwise
+    shifted    the parameters that are integers on the operands' scale, such as bounds: the zero point is added to these as well
     """
 
     name: str
@@ -252,7 +252,7 @@ class Primitive:
         return inspect.signature(self.function)
 
     def stored_arguments(self, arguments: tuple[Any, ...], zero: int) -> tuple[Any, ...]:
-        """Return the arguments for operands that are stored with the zero point `zero`, given those for centred operands."""
+        """Convert arguments for centred operands to those for operands stored with the zero point `zero`."""
         if not self.shifted:
             return arguments
         bound = self.signature.bind(*arguments)
@@ -329,10 +329,10 @@ class Switch(NamedTuple):
 
 
 class Switches(AbstractContextManager[None]):
-    """The settings that let float32 kernels of one kind of device round more coarsely; all are exact while any thread is inside.
+    """A context that sets all precision settings of one kind of device (TF32, …) to exact float32 while any thread is inside.
 
-    `deciding` are read to find whether anything has to be changed. `switches` are set, those that others inherit from first: a setting
-    without a value of its own reads as the value that it inherits.
+    `deciding` are read to decide whether a change is needed. `switches` are set, parents first: a setting that is not set itself
+    reads as its parent's value.
     """
 
     def __init__(self, deciding: Sequence[Switch], switches: Sequence[Switch]) -> None:

@@ -45,7 +45,7 @@ def _onnx_resize_linear(
 
 
 def _step(rows: Tensor | None, columns: Tensor | None, bits: int) -> float:
-    """The value of one step of the sum."""
+    """Return the scale of the sum's integers relative to the operand's."""
     return 2.0 ** (-bits * ((rows is not None) + (columns is not None)))
 
 

@@ -19,7 +19,7 @@ MAGNITUDE = UINT8.high  # of the operand's centred integers: 255 where the zero 
 
 
 class Centred(NamedTuple):
-    """A float tensor quantized to a grid of its own.
+    """A float tensor quantized dynamically, with a scale and zero point from its own range.
 
     integers    q - zero_point, integers in float32, of the tensor's shape
     scale       float32, shape ()
@@ -32,9 +32,9 @@ class Centred(NamedTuple):
 
 
 def centred(input: Tensor) -> Centred:
-    """Quantize a float tensor to the centred integers of its own uint8 grid, as DynamicQuantizeLinear does; ARITHMETIC.md has the formula.
+    """Quantize a float tensor dynamically to centred uint8 integers, as DynamicQuantizeLinear; ARITHMETIC.md has the formula.
 
-    NaN, and values below 2^-110 in magnitude, count as 0; magnitudes above 2^126 are clipped to it. So the range is finite, and no
+    NaN, and values below 2^-110 in magnitude, count as 0; magnitudes above 2^126 are clamped to it. So the range is finite, and no
     scale is subnormal. An empty tensor, and one that is 0 everywhere, has the scale 1 and the zero point 0.
     """
     input = input.float()  # autocast may give less

@@ -53,7 +53,7 @@ def _onnx_extremum_along(
     if e.opset >= LEAST_OPSET:
         found = e.node("ScatterElements", total, places, values, axis=dim, reduction="max" if largest else "min")
         return e.node("Cast", found, to=dtype)
-    for term in range(terms):  # one after another, of which no two have one place
+    for term in range(terms):  # one after another: indices of one term are distinct
         bounds = (e.constant([term]), e.constant([term + 1]), e.constant([dim]))
         at, value = (e.node("Slice", each, *bounds) for each in (places, values))
         kept = e.node("Max" if largest else "Min", e.node("GatherElements", total, at, axis=dim), value)
@@ -68,9 +68,9 @@ def _bounds_extremum_along(input: Value, source: Value, dim: int, index: Value |
 
 @primitive(_onnx_extremum_along, bounds=_bounds_extremum_along, casts=True, zero_point=ZeroPoint.EQUIVARIANT)
 def extremum_along(input: Tensor, source: Tensor, dim: int, index: Tensor, terms: int, largest: bool) -> Tensor:
-    """Return the largest, or smallest, of each element of `input` and those of `source` that `index` places there along `dim`.
+    """Scatter `source` into `input` along `dim` at `index`, int64, with maximum or minimum, as torch.scatter_reduce.
 
-    Both are integers on one grid; `index` is int64. `terms` is the size of `source` along `dim`.
+    Both are integers on one scale. `terms` is the size of `source` along `dim`.
     """
     return torch.scatter_reduce(input, dim, index, source, "amax" if largest else "amin")
 

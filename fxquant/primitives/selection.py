@@ -97,7 +97,7 @@ def _bounds_put_along(input: Value, source: Value, dim: int, index: Value | None
 
 @primitive(_onnx_put_along, bounds=_bounds_put_along, zero_point=ZeroPoint.EQUIVARIANT)
 def put_along(input: Tensor, source: Tensor, dim: int, index: Tensor, number: bool = False) -> Tensor:
-    """Replace the elements of `input` at these indices, int64, along `dim` with those of `source`; both are on one grid.
+    """Replace the elements of `input` at `index`, int64, along `dim` with the elements of `source`; both have one scale.
 
     No index occurs twice. If `number` is true, `source` has no dimensions and its one value replaces all of them.
     """

@@ -31,7 +31,7 @@ class Op(IntEnum):
     SCALE = 9  # float32(a) · b; b and the result are float32
 
 
-MOST_REAL = 2**30  # in magnitude, of a result of ROUND that has no limits of its own; proofs keep it below
+MOST_REAL = 2**30  # largest magnitude of a ROUND result without bounds; proofs keep it below
 
 
 class Step(NamedTuple):
@@ -50,8 +50,8 @@ class Step(NamedTuple):
 class Writer:
     """The steps of a chain of primitives, its operands, and whether it needs 64 bits.
 
-    operands   the register of each tensor that is read: an activation by its key, or a constant
-    registers  those that are free
+    operands   the register of each tensor that is read, with the key of an activation, or a constant
+    registers  the numbers of free registers
     """
 
     steps: list[Step] = field(default_factory=list)

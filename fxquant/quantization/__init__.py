@@ -1,7 +1,8 @@
-"""How tensors are quantized: what is asked for, and how scales are chosen and learned.
+"""Quantization of tensors: configs, observers that choose scales, and methods that learn them.
 
-A `quantizer.Quantizer` holds the grid of one tensor, or of the group that shares it, and its observer. A `weights.WeightQuantizer` makes
-the integers of a weight, and holds what is learned of its scale and rounding, and what is added to the bias. A method that learns a scale
-is a class of `learning`: its parameters, the scale they give, their gradients. `weights.ChannelFactors` hold the powers of two
-that `equalize` chose for channels; an operator applies them to its parameters at every call, by `layer.rescaled` of its record.
+A `quantizer.Quantizer` holds the scale, zero point and dtype of one tensor, or of a group that shares them, and its observer. A
+`weights.WeightQuantizer` computes the integers of a weight, and holds its learned scale, its rounding and the bias correction. A method
+that learns a scale is a class of `learning`: its parameters, the scale as a function of them, and their gradients.
+`weights.ChannelFactors` hold the powers of two that `equalize` chose for channels; an operator multiplies its parameters by them at every
+call, with `layer.rescaled` of its record.
 """

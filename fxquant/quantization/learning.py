@@ -17,15 +17,15 @@ Parameters = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Step:
-    """The values that gradients are computed from, where values v on a scale s were quantized to integers q.
+    """The operands of the backward pass of quantization: values v with scale s were rounded to integers q.
 
-    gradient   that of the dequantized values, of v's shape
+    gradient   the gradient of the dequantized values, of v's shape
     real       v / s
     integers   q; centred on an affine grid
     inside     the inverse saturation mask, bool of v's shape: true where v is inside the grid
     scale      s, which broadcasts against v
     base       the scale that training started from, of the shape of the trained parameters
-    factor     of a weight: what the trained scale was multiplied by, of that shape; 0 where it was replaced by another
+    factor     the ratio of a weight's scale to the trained scale, of the shape of the trained parameters; 0 where the scale was replaced
     low, high  the limits of q
     """
 
@@ -117,7 +117,7 @@ class _LSQ(Method):
         scale = base · (1 + scale_change) where scale_change ≥ 0,   base / (1 - scale_change) where scale_change < 0
 
     It is positive whatever an optimizer does, and has no unit: scales of 0.001 and of 10 train alike. Its gradient is s · ∂L/∂s, of a
-    weight multiplied by `Step.proportion`; weight decay pulls it to what calibration found.
+    weight multiplied by `Step.proportion`; weight decay pulls it to the calibrated scale.
 
     The paper trains s itself, and multiplies its gradient by 1 / sqrt(n · high), so that scales and weights move in proportion. But with
     that factor the scales of a 4-bit U-Net moved ten thousand times less than its weights did, an int16 scale grew fivefold in four steps,
@@ -260,10 +260,10 @@ class Remembered(Generic[Fact]):
 class TrainableScale(nn.Module):
     """A scale that may be learned.
 
-    base_scale   float32 buffer of shape () or (C,); the scale that training starts from, NaN until it is known
-    stopped      int8 buffer, 0 or 1: whether nothing moves it any more, since it is `frozen` or was `given`. A copy that takes over the
-                 buffers of another model is as frozen as that; int8, since averages of models subtract buffers, and bool has no difference
-    method       how it is learned; None: it is not. The method's parameters are this module's, under the names the method gives them
+    base_scale   float32 buffer of shape () or (C,); the scale that training starts from, NaN before calibration
+    stopped      int8 buffer, 0 or 1: whether the scale is constant, `frozen` or `given`. As a buffer it is copied with a model's
+                 state; int8, since averages of models subtract buffers, which bool does not support
+    method       the method that learns it; None: it is not learned. The method's parameters are registered at this module
     """
 
     base_scale: Tensor
@@ -308,7 +308,7 @@ class TrainableScale(nn.Module):
         return self.method is not None and not self.frozen and any(parameter.requires_grad for parameter in self.trained.values())
 
     def current(self, base: Tensor | None = None) -> Tensor:
-        """Return the current scale, detached: that which training has made of `base`, or of `base_scale` where it is not given."""
+        """Return the current scale, detached: the method's scale from the trained parameters and `base`, by default `base_scale`."""
         base = self.base_scale if base is None else base
         return base if self.method is None or self.frozen else self.method.scale(base, self._values(), self.reach)
 
@@ -324,7 +324,7 @@ class TrainableScale(nn.Module):
                 parameter.copy_(value)
 
     def stop(self) -> None:
-        """The scale stays what it is, also for an optimizer that holds its parameter."""
+        """Freeze the scale at its current value, also for an optimizer that holds its parameters."""
         self.assign(self.current())
         self.frozen = True
         for parameter in self.trained.values():
@@ -360,18 +360,18 @@ class TrainableScale(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _reach_in(self, state_dict: Mapping[str, Any], prefix: str) -> float:
-        """The reach that a state_dict says."""
+        """Return the `reach` of the quantizer whose state_dict this is; here the module's."""
         return self.reach
 
 
 def method_of(state_dict: Mapping[str, Any], prefix: str) -> Method | None:
-    """How the scale was learned that a state_dict holds under a prefix."""
+    """Return the learning method of the scale under a prefix of a state_dict, by its parameters' names; None if it is not learned."""
     known = (LSQ_PLUS, LSQ, PACT, TQT)  # one that has the parameters of another, and more, goes first
     return next((method for method in known if all(prefix + name in state_dict for name in method.parameters)), None)
 
 
 def _popped(state_dict: dict[str, Any], prefix: str, method: Method | None) -> Parameters:
-    """The parameters of a method, which the state_dict then has no more."""
+    """Remove the parameters of a method from a state_dict, and return them."""
     return () if method is None else tuple(state_dict.pop(prefix + name) for name in method.parameters)
 
 
@@ -416,11 +416,11 @@ class _TransformedLearnedStep(torch.autograd.Function):
 def learned_step(
     value: Tensor, exact: Tensor, scale: Tensor, trained: TrainableScale, limits: IntType | Grid, factor: Tensor | None = None
 ) -> Tensor:
-    """`exact`, the integers of `value` on `scale`, bit for bit, with the method's gradients to `value` and to what is trained of the scale.
+    """Return `exact`, the integers of `value` / `scale`, with the method's gradients to `value` and to the trained parameters.
 
-    `scale` broadcasts against `value` and holds as many numbers as the trained one: that times `factor`. A factor
-    of 0 marks a scale that another took the place of; the trained one then has no gradient.
-    If `exact` requires a gradient, of what else decides on it, it has that of the result.
+    `scale` broadcasts against `value` and equals the trained scale times `factor`, element by element. Where `factor` is 0 the scale was
+    replaced, and the trained one has no gradient.
+    If `exact` requires a gradient itself, for instance for a learned rounding, it gets the gradient of the result.
     """
     function = _TransformedLearnedStep if torch._C._are_functorch_transforms_active() else _LearnedStep
     result: Tensor = function.apply(  # type: ignore[no-untyped-call]

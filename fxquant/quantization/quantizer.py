@@ -1,4 +1,4 @@
-"""A quantizer: the grid of one tensor (or of a group that shares it), and how it is found."""
+"""A quantizer: the dtype, scale and zero point of one tensor (or of a group that shares them), and the observer that chooses them."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def stays(threshold: Tensor, before: Tensor, after: Tensor) -> Tensor:
 
 
 def follow_in_numbers(value: Tensor, range: MinMaxObserver, scale: Tensor, batches_used: Tensor, high: int) -> bool:
-    """Follow a batch with Python numbers, each result rounded to float32 as in a tensor, which is faster for scalars.
+    """Update range and scale from a batch in Python numbers, rounded to float32 like tensors, which is faster for scalars.
 
-    `range` and `scale` are those of a tensor of a symmetric dtype, whose highest integer is `high`. The range, the scale and the number
-    of batches are changed in place. Return whether that was possible; if not, nothing is changed.
+    The dtype is symmetric with the largest integer `high`. The range, the scale and the number of batches are changed in place. Return
+    whether the observer and the devices allow this; if not, nothing is changed.
     """
     if type(range) not in (MinMaxObserver, MovingAverageMinMaxObserver) or not value.numel():
         return False
@@ -65,24 +65,24 @@ def follow_in_numbers(value: Tensor, range: MinMaxObserver, scale: Tensor, batch
 
 
 class Quantizer(TrainableScale):
-    """The grid of one quantized tensor: dtype, scale, and of an affine dtype the zero point.
+    """The dtype and scale of one quantized tensor, and the zero point of an affine dtype.
 
-    `scale` is a float32 scalar, NaN until it is known. With an observer, calibration finds it; without one it is fixed. `training` says
-    what it does in state TRAIN (see ActivationConfig); `frozen` ends that. A zero point is found with the scale, and follows "statistics"
-    and "lsq+" with it; any other learned scale has the zero point that calibration found. A tensor that `was_zero` in calibration, or is
-    `unseen`, follows its batches in TRAIN, whatever `training` says, until it is calibrated again.
+    `scale` is a float32 scalar, NaN before calibration. With an observer, calibration chooses it; without one it is constant. `training`
+    determines how it changes in state TRAIN (see ActivationConfig), unless it is `frozen`. "statistics" and "lsq+" change the zero point
+    with the scale; other learned scales keep the calibrated zero point. A tensor that `was_zero` in calibration, or is `unseen`, follows
+    the range of its batches in TRAIN, whatever `training` is, until it is calibrated again.
 
     headroom     the factor of an observed scale of a symmetric dtype, for values beyond the observed ones
     items        whether dimension 0 of the observed tensor is the batch dimension; observers may then distinguish samples by their norms
     is_output    whether the tensor is an output of the model, or read by a float operator
-    read         the functions of one element that read the tensor, on tensors; empty where anything else does. See `Observer.read_by`
-    range        the range of the batches, which "statistics" follow; None where the scale is fixed
-    others       further observers, by class, that observe in calibration, so that its observations serve any of fxquant's observers: see
-                 `observations`. They do not affect the scale
-    batches_used int64 scalar: how many batches the scale was computed from; `range` may have observed more
-    zero_point   int64 scalar, of affine dtypes: the integer that stands for 0, before "lsq+" changes it
-    ends         float32 of shape (2,), of affine dtypes: the interval of float values that scale and zero point were computed for, NaN
-                 where they were given. "statistics" move this interval, and not the rounded one of scale and zero point
+    read         the elementwise functions that read the tensor; () if another operator reads it, too. See `Observer.read_by`
+    range        the range of the batches, which "statistics" follow; None if the scale is constant
+    others       further observers, by class, that observe in calibration, so that its statistics suffice for any of fxquant's observers:
+                 see `observations`. They do not affect the scale
+    batches_used int64 scalar: the number of batches that the scale was computed from; `range` may have observed more
+    zero_point   int64 scalar, of affine dtypes: the integer of 0.0, before "lsq+" changes it
+    ends         float32 of shape (2,), of affine dtypes: the interval of float values from which scale and zero point were computed, NaN
+                 if they are constant. "statistics" move this interval, not the rounded one of scale and zero point
     """
 
     batches_used: Tensor
@@ -166,14 +166,14 @@ class Quantizer(TrainableScale):
 
     @property
     def scale(self) -> Tensor:
-        """The scale of this moment; one that was not given is a power of two where the target or the config wants it."""
+        """The current scale; a calibrated or learned one is rounded up to a power of two if the target or the config requires it."""
         scale = self.current()
         if torch.is_grad_enabled() and scale is self.base_scale:
             scale = scale.clone()  # where operators share it, one of them moves it after another has kept it for its gradient
         return scale if self.frozen else self._rounded(scale)
 
     def _rounded(self, scale: Tensor) -> Tensor:
-        """A scale that was not given as the target or the config wants it."""
+        """Round a calibrated scale up to a power of two if the target or the config requires it; return other scales unchanged."""
         return round_up_to_power_of_two(scale) if self.power_of_two and self.observer is not None else scale
 
     @property
@@ -199,7 +199,7 @@ class Quantizer(TrainableScale):
 
     @property
     def _starts_anew(self) -> bool:
-        """Whether what calibration has found is nothing to learn from."""
+        """Whether TRAIN ignores the calibrated range: the tensor was 0, or `unseen`, and the scale is not frozen."""
         return not self.frozen and (self.unseen or self.was_zero)
 
     @property
@@ -214,7 +214,7 @@ class Quantizer(TrainableScale):
 
     @property
     def given(self) -> bool:  # type: ignore[override]
-        """Whether the scale was given rather than observed."""
+        """Whether the scale is constant, from the config or the operator, rather than observed."""
         return self.observer is None and not self.follows_sum
 
     @property
@@ -229,14 +229,14 @@ class Quantizer(TrainableScale):
         self._take(self.observers, value, self.items)
 
     def update_scale(self) -> None:
-        """Set the scale from what was observed since it was set last; unchanged if nothing was, or if it is fixed or frozen."""
+        """Set the scale from new observations; it is unchanged if there are none, or if it is constant or frozen."""
         if self.observer is not None and self.observer.observed and not self.frozen and (self.pending or not self.calibrated):
             self._choose()
         if self.range is not None:
             self.batches_used.copy_(self.range.count)
 
     def chooser(self, observer: Observer) -> Observer:
-        """Return an observer in the form that chooses a scale: for an output, by the method of calibration, or for what reads it."""
+        """Return an observer configured for this tensor: as a model output, by the calibration method, and with the functions in `read`."""
         chosen = observer.of_output() if self.is_output else observer.by(self.chosen_by)
         return chosen.read_by(self.read) if self.read else chosen
 
@@ -250,7 +250,7 @@ class Quantizer(TrainableScale):
 
     @property
     def can_choose(self) -> bool:
-        """Whether calibration may choose another range than that of the least error: the default observer has found it."""
+        """Whether calibration may replace the range with the least error: the observer is the default one, and the scale is not frozen."""
         return type(self.observer) is HistogramObserver and self.observer.observed and not self.frozen
 
     @torch.no_grad()
@@ -262,7 +262,7 @@ class Quantizer(TrainableScale):
 
     @torch.no_grad()
     def narrow(self, factor: float) -> None:
-        """Multiply the range that calibration has found; the next calibration finds it anew."""
+        """Multiply the calibrated range by a factor, until the next calibration."""
         if self.dtype.affine:
             self._cover(*(self.ends * factor))
         else:
@@ -280,7 +280,7 @@ class Quantizer(TrainableScale):
         return grid_from_range(low, high, dtype, self._many.get(lambda: many_at_ends(self.observers, dtype), *seen))
 
     def covered(self) -> tuple[Tensor, Tensor]:
-        """The range that calibration has found, of what was observed, whatever the scale has become since."""
+        """Return the calibrated range (low, high) from the observations, regardless of later changes of the scale."""
         assert self.observer is not None
         observer = self.chooser(self.observer)
         if self.dtype.affine:
@@ -378,7 +378,7 @@ class Quantizer(TrainableScale):
             self.stop()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """A scale that was given has no observations; those that are here then stay. A zero point that was learned loads where none is."""
+        """Load a state_dict: convert a learned zero point for another method, and keep observations if its scale is stopped."""
         saved, stopped = method_of(state_dict, prefix), bool(state_dict.get(prefix + "stopped", False))
         if self.dtype.affine and saved is not None and saved.moves_end and self.method != saved and not stopped:
             base, values = state_dict[prefix + "base_scale"], tuple(state_dict[prefix + name] for name in saved.parameters)

@@ -76,28 +76,27 @@ OBSERVER = Kind(
 @checked_class(dtype=ACTIVATION_DTYPE, observer=OBSERVER)
 @dataclass(frozen=True)
 class ActivationConfig:
-    """How an activation is quantized: dtype, and a scale that is observed, or fixed (directly or by a threshold).
+    """The quantization of an activation: its dtype, and a scale that is observed, or constant (directly or by a threshold).
 
-    dtype          "int8", "int4", "int16" are symmetric: 0 stands for 0. "uint8" is affine: an integer q stands for
-                   (q - zero_point) · scale, and the zero point is found with the scale. "int32" is the accumulator of a last
+    dtype          "int8", "int4", "int16" are symmetric: the value of q is q · scale. "uint8" is affine: it is
+                   (q - zero_point) · scale, and the zero point is calibrated with the scale. "int32" is the accumulator of a last
                    layer. None is the target's default: "uint8" for x86 and qnnpack, "int8" for any other
-    zero_point     the zero point of "uint8", given with a scale; 128 if only a scale or a threshold is given
-    observer       the observer that finds the scale; each tensor has its own. A class of observers, the name of one, as "mse", an
-                   observer whose settings all of them have, as PercentileObserver(99.9), or any function without arguments that
-                   returns one. A FixedScaleObserver becomes the scale or the threshold that it gives
-    training       what an observed scale does in state TRAIN, from the calibrated one on:
+    zero_point     the zero point of "uint8" with a constant scale; by default 128
+    observer       the observer that chooses the scale; each tensor has its own. An observer class, its name, as "mse", an instance whose
+                   settings are copied, as PercentileObserver(99.9), or a function without arguments that returns an observer. A
+                   FixedScaleObserver sets the constant scale or threshold
+    training       how a calibrated scale changes in state TRAIN:
                    "statistics"  it grows and shrinks with the range of the batches: a moving average, or the range of all
                                  observed values with MinMaxObserver
                    "learned"     it is a parameter with the gradient of LSQ
-                   "lsq+"        the zero point is learned, too: LSQ+. For a symmetric dtype, which has none, it equals "learned"
-                   "pact"        where the tensor is clipped is a parameter in its own unit, `alpha`, which weight decay pulls to 0: PACT
+                   "lsq+"        the zero point is learned, too: LSQ+. For a symmetric dtype it equals "learned"
+                   "pact"        the clipping threshold is a parameter `alpha`, in the tensor's unit, which weight decay pulls to 0: PACT
                    "tqt"         the logarithm of a threshold is a parameter, and the scale the next power of two: TQT
-                   "frozen"      it stays
-                   That of a tensor that was 0 in calibration, or too small for the sum that reads it, follows the batches in any case
+                   "frozen"      it does not change
+                   The scale of a tensor that was 0 in calibration, or too small for the sum that reads it, always follows the batches
     power_of_two   round an observed or learned scale up to a power of two, as some targets do for all scales
 
-    Immutable. Two are equal if they ask for the same: their observers are compared by class and settings, however they are made,
-    and an observer that is given is copied.
+    Immutable. Configs are equal if their settings are: observers are compared by class and settings, and an instance is copied.
     """
 
     dtype: str | None = None
@@ -135,7 +134,7 @@ class ActivationConfig:
                 )
 
     def _take_fixed_scale(self) -> None:
-        """Take over the scale or the threshold of a FixedScaleObserver; raise ConfigurationError if one is given otherwise, too."""
+        """Set the scale or the threshold from a FixedScaleObserver; raise ConfigurationError if the config has another one as well."""
         made = self.observer if isinstance(self.observer, Observer | type) else self.observer()
         if not isinstance(made, FixedScaleObserver):
             return
@@ -174,7 +173,7 @@ class ActivationConfig:
         return ACTIVATION_TYPES[self.dtype or "int8"]
 
     def resolved(self, default: str) -> ActivationConfig:
-        """Return this config, with the dtype `default` where none is given."""
+        """Return this config, with the dtype `default` if it has none."""
         return self if self.dtype is not None else replace(self, dtype=default)
 
     def of(self, dtype: str) -> ActivationConfig:
@@ -213,7 +212,7 @@ class ActivationConfig:
 
     @property
     def fixed_zero_point(self) -> int:
-        """The zero point beside a fixed scale: what was asked for, or the one that covers what int8 does."""
+        """The zero point of a constant scale: `zero_point`, or by default 128 for an affine dtype, the range of int8, else 0."""
         return (128 if self.type.affine else 0) if self.zero_point is None else self.zero_point
 
     @property
@@ -229,18 +228,18 @@ class ActivationConfig:
 )
 @dataclass(frozen=True)
 class WeightConfig:
-    """How a weight is quantized: dtype, and a scale for each output channel or one for all.
+    """The quantization of a weight: its dtype, and a scale per output channel or per tensor.
 
-    training       where the scale comes from, in every state:
-                   "statistics"  the largest magnitude of the weight at hand
+    training       the source of the scale, in every state:
+                   "statistics"  the largest magnitude of the current weight
                    "learned"     it is a parameter with the gradient of LSQ, of convolutions, linear layers and products with
                                  a matrix parameter; it starts where the squared error is least
                    "tqt"         the same with a power of two, and the logarithm of a threshold as its parameter: TQT
     power_of_two   round it up to a power of two, as some targets do for all scales
-    p              the scale has the least Σ |error|^p for the weight at hand, and cuts off the largest weights: the larger p, the more
-                   large errors count. None: it covers them
-    rounding       how such a layer's weight, in steps of its scale, becomes integers: a class of roundings, of which every layer
-                   has its own; what it learns trains with the model. What else is constant is rounded to the nearest
+    p              the scale has the least Σ |error|^p for the current weight, and clips the largest weights: the larger p, the more
+                   large errors count. None: the scale covers all weights
+    rounding       the class that rounds a layer's weight in units of its scale; every layer has an instance, whose parameters train with
+                   the model. Other constants are rounded to the nearest
     """
 
     dtype: str = "int8"
@@ -288,10 +287,10 @@ OUTPUT = instance("an ActivationConfig, as in QConfig(output=ActivationConfig('i
 )
 @dataclass(frozen=True)
 class QConfig:
-    """How an operator is quantized: its output, its weight, and its input where that is a float tensor.
+    """The quantization of an operator: its output, its weight, and its input if that is a float tensor.
 
-    dynamic  linear and recurrent layers are quantized at run time, on targets that support it: the input of each to uint8, on a grid from
-             its own range, with a float result. Only `weight` has an effect then, and all other operators stay in float
+    dynamic  quantize linear and recurrent layers dynamically, on targets that support it: the input of each to uint8 with a scale from
+             its range at run time, and a float result. Only `weight` has an effect then, and all other operators stay in float
     """
 
     output: ActivationConfig = field(default_factory=ActivationConfig)
@@ -316,7 +315,7 @@ class QConfig:
             )
 
     def resolved(self, default: str) -> QConfig:
-        """Return this config, with the dtype `default` for activations that are given none."""
+        """Return this config, with the dtype `default` for activations without a dtype."""
         if self.dynamic:
             return self
         if self.output.dtype is not None and (self.input is None or self.input.dtype is not None):
@@ -357,11 +356,11 @@ Chosen = QConfig | None  # None keeps the operator in float
 
 @dataclass(frozen=True)
 class Call:
-    """One of the calls of a type in a module's forward.
+    """One call in a module's forward, for a rule.
 
     module  the module's path; "" is the model itself
     kind    a layer's class, a function, or the name of a tensor's method
-    index   how many of them run before it there
+    index   its index among the calls of this kind in that forward
     """
 
     module: str
@@ -392,7 +391,7 @@ class Rule:
 
 
 def is_dynamic(chosen: Chosen) -> bool:
-    """Whether a rule asks for layers that are quantized at run time."""
+    """Return whether a QConfig asks for dynamic quantization."""
     return chosen is not None and chosen.dynamic
 
 
@@ -445,14 +444,14 @@ SPELLING = Kind("a module's class, a function like F.relu, or the name of a tens
 )
 @dataclass(frozen=True, eq=False)
 class QConfigMapping:
-    """Which QConfig applies where: global < operator or module type < name pattern < name < one call of a type < attribute `qconfig`.
+    """The QConfigs of a model: global < operator or module type < name pattern < name < one call of a type < attribute `qconfig`.
 
-    Names are dotted module paths ("layer1.0.conv1") or node names; a name also covers everything below it, and so does whatever a pattern
-    matches from the start of a path on; of patterns the first that matches counts. A QConfig of None keeps what it applies to in float.
-    Of an operator that several of the model's are fused into, each has its say: see the guide.
+    Names are dotted module paths ("layer1.0.conv1") or node names. A name also covers everything below it. A pattern matches from the
+    start of a path, and covers everything below the match; the first matching pattern counts. A QConfig of None keeps operators in float.
+    For a fused operator the rules of all its parts count: see the guide.
 
-    A mapping is a value: it never changes, and is equal to another that says the same. The setters have PyTorch's names, but each returns
-    a mapping with one rule more, so calls chain.
+    A mapping is immutable, and equal to another with the same rules. The setters have PyTorch's names, but each returns a new mapping with
+    one more rule, so calls chain.
     """
 
     default: Chosen = field(default_factory=QConfig)
@@ -518,7 +517,7 @@ class QConfigMapping:
 
     @property
     def lost_rules(self) -> bool:
-        """Whether this mapping has no rules, and those that its setters returned are gone: PyTorch's setters change the mapping itself."""
+        """Whether this mapping has no rules, and a mapping that a setter returned was dropped, as code for PyTorch's setters would do."""
         last = self.__dict__.get("_last_successors")
         return not self.rules() and last is not None and last() is None
 
@@ -542,12 +541,12 @@ class QConfigMapping:
         return f"QConfigMapping({', '.join([f'default={self.default!r}', *(f'{name}={held!r}' for name, held in rules.items() if held)])})"
 
     def rules(self) -> list[tuple[Rule, Chosen]]:
-        """Every rule but the default, with what it chooses."""
+        """Return every rule but the default, with its QConfig."""
         kinds = (("call", self.calls), ("name", self.names), ("pattern", self.patterns), ("type", self.types))
         return [(Rule(kind, key), chosen) for kind, rules in kinds for key, chosen in rules.items()]
 
     def covering(self, node_name: str, path: str, kinds: tuple[Any, ...], places: Sequence[Call] = ()) -> MatchedRules:
-        """The rules that cover the node with this name, from this module path, spelled by one of these types, which are these calls."""
+        """Return the rules, nearest first, that cover a node with this name, module path, types (its call forms) and calls."""
         calls = [(Rule("call", call), self.calls[call]) for call in places if call in self.calls]
         names = [(Rule("name", name), self.names[name]) for name in dict.fromkeys((node_name, *prefixes(path))) if name in self.names]
         patterns = [(Rule("pattern", pattern), chosen) for pattern, chosen in self.patterns.items() if path and re.match(pattern, path)]
@@ -556,13 +555,13 @@ class QConfigMapping:
 
 
 def prefixes(path: str) -> list[str]:
-    """The path, then every path above it, nearest first."""
+    """Return a module path and the paths of its parents, nearest first."""
     parts = path.split(".")
     return [".".join(parts[:end]) for end in range(len(parts), 0, -1)] if path else []
 
 
 def attached_qconfigs(model: nn.Module) -> dict[str, Chosen]:
-    """The QConfigs that stand on a model's modules as their attribute `qconfig`, by module path; None keeps a module in float.
+    """Return the attributes `qconfig` of a model's modules, by module path; None keeps a module in float.
 
     Objects of another library under that name are left out, with one log line; a None beside them is that library's, too.
     """

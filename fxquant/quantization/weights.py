@@ -1,8 +1,8 @@
-"""A weight quantizer: the dtype, the scale and the rounding of one weight, and what of them is learned.
+"""A weight quantizer: the dtype, the scale and the rounding of one weight, and the learned parts of them.
 
-    s = max |w| / divisor, or that with the least Σ |error|^p, or learned      per output channel, or one for all
-    s = s · share, where tuning has chosen to cover less
-    s = max(s, what bias and residual need), rounded up to a power of two if scales have to be one
+    s = max |w| / divisor, or the one with the least Σ |error|^p, or learned   per output channel, or per tensor
+    s = s · share, where tuning has chosen to clip the largest weights
+    s = max(s, the least scale for bias and residual), rounded up to a power of two if required
     w_q = round(w / s)
 
 An operator has one weight quantizer. A constant operand is quantized in the same way, with a single scale.
@@ -34,10 +34,10 @@ from fxquant.training import fused_layers
 class WeightScale(TrainableScale):
     """The learned scale of a layer's weight: one number for each of `channels`, or a single one.
 
-    It starts at the scale with the least error, squared unless the config has another p, for the weight of the first batch that passes
-    in TRAIN or VALIDATE. Before, and as long as a weight is 0, its `base_scale` is NaN, and it starts from the weight of every call, so
-    that a forward pass, `convert` and a copy with other parameters compute alike. Where there is one for each channel, it is the scale of
-    the weight without its batch norm, which multiplies both. Without a method it is what another model has learned: it stays.
+    It is initialized to the scale with the least error, squared unless the config has another p, for the weight at the first batch in
+    TRAIN or VALIDATE. Until then, and as long as a weight is 0, its `base_scale` is NaN, and it is computed from the weight at every call,
+    so that a forward pass, `convert` and a copy with other parameters agree. A scale per channel is that of the weight without its batch
+    norm, which multiplies both. Without a method it is a constant, learned by another model.
     """
 
     def __init__(self, channels: int, method: Method | None = LSQ) -> None:
@@ -136,9 +136,9 @@ class WeightQuantizer(torch.nn.Module):
     """Quantizes the weight of one operator, in training and deployment alike.
 
     dtype         the integers
-    per_channel   whether each output channel has a scale of its own
+    per_channel   whether scales are per output channel
     power_of_two  whether scales are rounded up to powers of two
-    learned       the learned scale; None: the scale follows from the largest magnitude of the weight at hand
+    learned       the learned scale; None: the scale follows from the largest magnitude of the current weight
     rounding      how the weight is rounded to integers
     p             the scale has the least Σ |error|^p for the current weight, and a learned one starts there; None: it covers the
                   weight, and a learned one starts at the least squared error
@@ -168,7 +168,7 @@ class WeightQuantizer(torch.nn.Module):
 
     @property
     def description(self) -> str:
-        """A description of what was tuned with samples; empty if nothing was."""
+        """A description of the tuned parts; "" if nothing was tuned."""
         done = {"weight rounded by samples": isinstance(self.rounding, AdaptiveRounding), "bias corrected": self.correction is not None}
         return ", ".join(text for text, is_done in done.items() if is_done)
 
@@ -254,8 +254,8 @@ class WeightQuantizer(torch.nn.Module):
     ) -> QuantizedWeight:
         """Return the integers of a float weight, whose channels are its dimension 0.
 
-        gain          what a batch norm has multiplied the channels by, shape (C,)
-        least         what the scales must not fall below, shape (C,) or (): see `numerics.grids.least_scale_for_bias`
+        gain          the factor of a folded batch norm, shape (C,)
+        least         the lower bound of the scales, shape (C,) or (): see `numerics.grids.least_scale_for_bias`
         keep          whether a learned scale that has not started yet starts from this weight
         by_threshold  whether scales are a float32 threshold over 127: see `Arithmetic.float32_steps`
         """
@@ -266,7 +266,7 @@ class WeightQuantizer(torch.nn.Module):
     def folded(
         self, weight: Tensor, gain: Tensor | None, least: Tensor | None = None, by_threshold: bool = False
     ) -> QuantizedWeight | None:
-        """`integers` of a weight times the gain, which it has not been multiplied by yet; None where that takes more than two passes."""
+        """Return the `integers` of weight · gain by two fused kernels; None if the weight quantizer needs more than those."""
         simple = self.learned is None and self.p is None and self.coverage is None and type(self.rounding) is Nearest
         if not simple or not fused_layers.admitted(weight, gain) or weight.numel() == 0:
             return None
@@ -340,7 +340,7 @@ BatchNorm = torch.nn.modules.batchnorm._BatchNorm | BatchNormTensors
 
 
 def multiplied(batch_norm: BatchNorm, factors: Tensor) -> BatchNorm:
-    """The batch norm whose result is multiplied by one factor for each channel; its statistics are the same tensors, which move alike."""
+    """Return a batch norm whose result is multiplied by `factors`, one per channel; it has the same tensors as running statistics."""
     bn = BatchNormTensors(*(getattr(batch_norm, name) for name in BatchNormTensors._fields))
     weight = factors if bn.weight is None else bn.weight * factors
     bias = None if bn.bias is None else bn.bias * factors
@@ -374,10 +374,10 @@ def fold_bias(bias: Tensor | None, batch_norm: BatchNorm) -> Tensor:
 def correct_batch(
     batch_norm: BatchNorm, weight_bias: Tensor | None, mean: Tensor, variance: Tensor, count: int, step: Tensor, usable: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(c, b) with which (z + b) · c has the statistics of this batch instead of the running ones, which move on; differentiable.
+    """Return (c, b), per channel, so that (z + b) · c is normalized by this batch's statistics; update the running ones; differentiable.
 
-    z is the layer with the running statistics folded in, without its bias; in steps of `step`, one number for each channel or a
-    scalar, it has this mean and this variance over `count` values of each channel, float32:
+    z is the layer's result with the running statistics folded in, without its bias. `mean` and `variance`, float32, are those of z in
+    units of `step`, a scalar or one number per channel, over `count` values of each channel:
 
         (z - mean(z)) · c + β  =  (z + β/c - mean(z)) · c,    c = sqrt((running_var + ε) / (var(z)/g² + ε)),   g = γ / sqrt(running_var + ε)
 
@@ -421,14 +421,14 @@ LARGEST_EXPONENT = 16  # of either sign
 
 
 class ChannelFactors(nn.Module):
-    """The factors of one operator: of the channels it reads, and of those it gives.
+    """The powers of two by which one operator's input and output channels are multiplied.
 
     W'[o, i] = W[o, i] · 2^(outputs[o] - inputs[i]),   b'[o] = b[o] · 2^outputs[o]
 
-    The parameters stay those of the float model, whose function keeps its bits as long as nothing leaves the range of float32.
+    The parameters stay those of the float model, whose function keeps its bits unless a number leaves the range of float32.
 
-    inputs   int8 buffer of shape (channels read,): its operand is the float model's times 2^inputs
-    outputs  int8 buffer of shape (channels given,): its result is the float model's times 2^outputs
+    inputs   int8 buffer of shape (input channels,): the operand is the float model's times 2^inputs
+    outputs  int8 buffer of shape (output channels,): the result is the float model's times 2^outputs
     """
 
     inputs: Tensor
@@ -447,7 +447,7 @@ class ChannelFactors(nn.Module):
 
     @property
     def description(self) -> str:
-        """Which of the channels that it gives are multiplied by what, in words; empty where none is."""
+        """The number of multiplied output channels and the range of factors, in words; "" if there are none."""
         if not self.active or not (count := int(self.outputs.count_nonzero())):
             return ""
         return f"equalized: {count} of {len(self.outputs)} channels times 2^{int(self.outputs.min())} to 2^{int(self.outputs.max())}"
@@ -459,7 +459,7 @@ class ChannelFactors(nn.Module):
         self.outputs.copy_(outputs)
 
     def of(self, operator: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call of the operator, given by its record, with its parameters multiplied by the factors."""
+        """Return the arguments of a call of an operator (its record), with its parameters multiplied by the factors."""
         if not self.active:
             return arguments
         inputs, outputs = (power_of_two(exponents.to(torch.int64)).float() for exponents in (self.inputs, self.outputs))

@@ -1,4 +1,4 @@
-"""Rewrite operators that break a limit of the target into operators that keep it and mean the same.
+"""Rewrite operators that break a limit of the target into equivalent operators within the limit.
 
 A remedy is a function of a `Rewriting`, registered for operators and measures of limits. The pass `adapt.apply` asks for it.
 

@@ -89,7 +89,7 @@ def average_in_steps(b: Rewriting) -> fx.Node | None:
 
 
 def _whole_in_parts(b: Rewriting) -> fx.Node:
-    """Return the mean of the whole image, from those of two halves."""
+    """Return the mean of the whole image as the weighted sum of the means of two halves."""
     dim = 2 if b.shape[2] > b.shape[3] else 3  # type: ignore[operator]
     size = b.shape[dim]
     assert isinstance(size, int)

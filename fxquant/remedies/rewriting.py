@@ -63,7 +63,7 @@ class Rewriting(Builder):
     arguments  its canonical arguments, by name
     limit      the limit it breaks; `value` is the largest number that breaks it, if these are numbers
     because    the broken limit, in words
-    adapts     whether the option `adapt` is on: without it, only what hardly loses accuracy may replace the operator
+    adapts     whether the option `adapt` is on: without it, only replacements with nearly the same accuracy are allowed
     """
 
     def __init__(

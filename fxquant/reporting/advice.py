@@ -1,4 +1,4 @@
-"""Advice on a model's tensors: what is wrong and what to do, ordered by the gain.
+"""Advice on a model's tensors: cause and cure, ordered by the gain.
 
 A rule of the table (`tensor_rules`) proposes a cure, with the remaining share of the tensor's own error. The noise that rounding this
 tensor alone adds to the outputs is measured, so the gain there follows:
@@ -38,7 +38,7 @@ from fxquant.reporting.tensor_rules import (
 
 WORTH = 1.0  # dB at the outputs that a cure must gain
 AUDIBLE = 1e-4  # an effect below this noise to signal ratio of the outputs, 40 dB, is not reported
-MEASURED = 32  # tensors of which the effect is measured, those with the largest error of their own first
+MEASURED = 32  # tensors whose effect is measured, the ones with the largest local error first
 CLIPPED = 0.05  # the share of an input's values that no observer leaves out
 MOVED = 0.01  # the noise to signal ratio that another batch's statistics, which are never quite the same, must make
 
@@ -47,11 +47,12 @@ MOVED = 0.01  # the noise to signal ratio that another batch's statistics, which
 class Advice:
     """The advice on one layer.
 
-    layer   its name, as fxq.inspect.layers and fxq.inspect.record have it
-    rule    which rule found it
-    cause   what is wrong, with the numbers that show it
-    effect  Σ(y' - y)² / Σy² at the outputs of what is wrong with this layer alone; of quiet channels, in the elements that these change
-    gain    by how many dB the outputs would be nearer to the float model's; infinite where that model itself is wrong
+    layer   its name, as in fxq.inspect.layers and fxq.inspect.record
+    rule    the name of the rule
+    cause   the cause, with the numbers that show it
+    effect  the noise-to-signal ratio Σ(y' - y)² / Σy² at the outputs from this layer's error alone; for quiet channels, in the elements
+            that these change
+    gain    the gain of the outputs' SQNR in dB by the cure; infinite if the float model itself is wrong
     source  the user's line
     """
 
@@ -92,7 +93,7 @@ def advise(tensors: Sequence[Judged], effects: Effects, cures: Cures) -> tuple[A
         # An input that differs from calibration's: no observer clips as much, or leaves as much of a grid unused.
         certain = name == "input_range" and (seen.reach <= 1 / UNUSED or seen.clipped > CLIPPED * seen.elements)
         if name == "input_range":
-            effect = max([effect, *follow])  # what is behind an input is calibrated for it
+            effect = max([effect, *follow])  # layers after an input are calibrated for it
         gain = gain_of(total, effect, proposal.left)
         if effect >= AUDIBLE and (gain >= WORTH or certain):
             found.append(Advice(tensor.name, name, proposal.cause, proposal.cure, effect, gain, tensor.facts.source))
@@ -107,7 +108,7 @@ Measured = tuple[Judged, str, Found, float]
 
 
 def _with_followers(measured: Sequence[Measured], effects: Effects) -> list[Measured]:
-    """Reorder the tensors with an outlying channel: one comes before those whose outlier follows from it, and has their largest effect."""
+    """Reorder tensors with an outlier channel: the source of an outlier comes before tensors that inherit it, with their largest effect."""
     outliers = {each[0].reference: each for each in measured if each[1] == outlier_channel.__name__}
     sources: dict[str, list[str]] = {}
     for name, (tensor, *_) in outliers.items():
@@ -129,7 +130,7 @@ def _with_followers(measured: Sequence[Measured], effects: Effects) -> list[Meas
 
 
 def _owners(tensors: Sequence[Judged]) -> Iterator[Judged]:
-    """Yield the tensors, without those that share the grid of one before them and so do not decide its scale."""
+    """Yield the tensors, without the ones that share the scale of an earlier tensor."""
     there: set[object] = set()
     for tensor in tensors:
         grid = tensor.facts.grid
@@ -161,7 +162,7 @@ def _no_numbers(tensors: Iterable[Judged]) -> Iterator[Advice]:
 
 
 def _batch_norms(effects: Effects, wrong_input: bool) -> Iterator[Advice]:
-    """Batch norms whose statistics are not those of the data, where that changes the outputs; not those that are off by one before them."""
+    """Yield advice on batch norms whose statistics differ from the data's and change the outputs, not merely through an earlier one."""
     mended: list[str] = []
     while len(mended) < MEASURED:
         suspects = {
@@ -190,7 +191,7 @@ def _batch_norms(effects: Effects, wrong_input: bool) -> Iterator[Advice]:
 
 
 def _inside(tensors: Sequence[Judged], effects: Effects, total: float, cures: Cures) -> Iterator[Advice]:
-    """Operators whose result is further off than what they read and their grid explain: by a constant, a weight, an inner tensor."""
+    """Yield advice on operators whose error exceeds that of operands and result scale: it comes from a constant, weight or inner tensor."""
     shares = {tensor.reference: ratio(tensor.statistics.noise, tensor.statistics.signal) for tensor in tensors}
     asked = []
     for tensor in tensors:
@@ -213,7 +214,7 @@ def _inside(tensors: Sequence[Judged], effects: Effects, total: float, cures: Cu
 
 
 def _of_constants(tensor: Judged, inside: Inside, holder: str, cures: Cures) -> tuple[str, str, str]:
-    """Return what is wrong inside of an operator, by what it reads besides activations."""
+    """Return (rule, cause, cure) of an error inside of an operator, judged by its constants."""
     reaches = max(abs(tensor.statistics.low), abs(tensor.statistics.high))
     for name, value in inside.constants.items():
         largest = float(torch.nan_to_num(value.detach().abs(), posinf=torch.finfo(torch.float32).max).max()) if value.numel() else 0.0

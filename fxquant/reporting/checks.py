@@ -33,11 +33,11 @@ from fxquant.support.progress import in_one_piece, progress
 
 PREPARED = such("a prepared model", GRAPH.take, lambda model: stage_of(model) == "PREPARED")
 WIDE = 2.0**15  # the largest magnitude over the mean one, beyond which 16 bits hardly hold both
-COMMON_RANGES = 32.0  # times that the range of what is added may be that of what it is added to
+COMMON_RANGES = 32.0  # the largest ratio of the ranges of two terms of a sum
 
 
 class Unfused(NamedTuple):
-    """An operator that could have become part of what it reads, and did not."""
+    """An operator that could have been fused into its operand, and was not."""
 
     layer: str
     operator: str
@@ -46,7 +46,7 @@ class Unfused(NamedTuple):
 
 
 class Called(NamedTuple):
-    """How often a module is called; 0 for one that is never."""
+    """The number of calls of a module; 0 if it is never called."""
 
     module: str
     kind: str
@@ -129,7 +129,7 @@ def not_fused(prepared: fx.GraphModule) -> Rows[Unfused]:
 
 @checked(model=instance("an nn.Module", nn.Module))
 def call_counts(model: nn.Module, example_inputs: Any) -> Rows[Called]:
-    """Return how often each module without children is called: 0 is unused, above 1 has one weight and scales of several calls."""
+    """Return the number of calls of each module without children: 0 is unused, above 1 shares a weight, with separate activation scales."""
     traced = trace(model, example_inputs)
     calls: dict[str, list[str]] = {}
     for node in traced.graph.nodes:
@@ -142,7 +142,7 @@ def call_counts(model: nn.Module, example_inputs: Any) -> Rows[Called]:
 
 @checked(prepared=PREPARED)
 def suspicious_settings(prepared: fx.GraphModule) -> Rows[Setting]:
-    """Settings of a prepared model that are allowed and hardly meant, and what was asked for and is not done."""
+    """Return settings of a prepared model that are allowed but probably unintended, and requested settings that have no effect."""
     found: list[Setting] = []
     nodes = {node.name: node for node in prepared.graph.nodes}
     ends: dict[str, float] = {}  # of the grids
@@ -183,7 +183,7 @@ def _of_layer(prepared: fx.GraphModule, node: fx.Node, name: str) -> list[Settin
 
 @checked(a=QUANTIZED, b=QUANTIZED)
 def compare_weights(a: Any, b: Any) -> Rows[Weight]:
-    """Return the weights of the layers of two prepared or integer models, worst first; an integer model's are those it computes with."""
+    """Compare the layers' weights of two prepared or integer models, worst first; an integer model's weights are dequantized."""
     one, other = weights_of(a), weights_of(b)
     found = []
     for name, weight in one.items():
@@ -241,8 +241,8 @@ def value_ranges(
 ) -> Rows[Values]:
     """Return the values of every tensor of a model over all batches, with notes on those that are not finite, or too far apart for 16 bits.
 
-    `spread` is the largest magnitude over the mean one from which on a tensor has a note. A KeyboardInterrupt is raised as `Interrupted`,
-    whose `result` is what the batches before had.
+    A tensor has a note if its largest magnitude is at least `spread` times the mean one. A KeyboardInterrupt is raised as `Interrupted`,
+    whose `result` holds the rows of the finished batches.
     """
     source = as_batches(batches)
     form: Form | None = None

@@ -1,4 +1,4 @@
-"""Two forms of a model compared tensor by tensor: how far they are apart, why, and what to do about it."""
+"""Comparison of two forms of a model tensor by tensor: errors, causes, and advice."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from fxquant.tuning.effects import Parts, is_real
 
 
 def pairs(a: Form, b: Form) -> dict[str, str]:
-    """For every tensor of `b` that `a` has: the name that it has there, in the order of `b`.
+    """Map the name of every tensor of `b` that `a` has to its name in `a`, in the order of `b`.
 
     In a graph that was not prepared it is the last of the nodes that became the one; of several that one became a part of, the last has it.
     """
@@ -73,13 +73,13 @@ class Pairing:
     """Two forms, and the pairs of their tensors.
 
     left, right  the forms; the left one is the reference
-    forms        the forms that have references: the left one, and the prepared model in float for parts of recurrences, where it is given
+    forms        the forms with references: the left one, and, if there is one, the prepared model in float, for parts of recurrences
     pairs        for every name of the right form its reference
     parts        the names of parts of recurrences that the left form does not have
-    limits       the interval of a tensor beyond which values make no difference to what reads it
-    firsts       for a tensor of a later step of a recurrence, the name of the first one that is like it
-    seen         what was kept of each pair by the right form's name, of each output, and of each part of one
-    whole        the graph from which parts of outputs are read; None where there is none
+    limits       the interval of a tensor's values that its readers distinguish
+    firsts       for a tensor of a later step of a recurrence, the name of the corresponding one of the first step
+    seen         the statistics of each pair by the right form's name, of each output, and of each part of an output
+    whole        the graph from which parts of outputs are read, or None
     outputs      these parts, from the first batch on
     """
 
@@ -179,7 +179,7 @@ class Pairing:
         return found
 
     def of_left(self, tensors: Iterable[Judged]) -> list[Judged]:
-        """Return those of the tensors whose reference the left form has."""
+        """Return the tensors whose reference is in the left form."""
         return [tensor for tensor in tensors if self.pairs[tensor.name].form is self.left]
 
 
@@ -196,14 +196,14 @@ NO_ADVICE = "no advice about a single layer: none stands out"
 class Comparison(Mapping[str, LayerComparison]):
     """The result of `compare`: a layer by its name, in the order they run; prints as a table of the worst, and the advice.
 
-    labels      what the two forms are
-    layers      a row for each tensor that both forms have; of a recurrence one for what is alike at each of its steps
-    outputs     the same for what the models return
-    verdict     how good the outputs are, and what their noise consists of where no single layer stands out; None if the models return
+    labels      names of the two forms
+    layers      a row for each tensor that both forms have; one row for the corresponding tensors of a recurrence's steps
+    outputs     a row for each output
+    verdict     the grade of the outputs, and the composition of their noise if no single layer dominates; None if the models return
                 no floating-point tensors
     unmatched   tensors of the second form that the first does not have: the inner parts of composite operators
-    batches     how many batches were taken
-    statistics  what was kept of each, for histograms
+    batches     the number of batches
+    statistics  the statistics of each tensor, for histograms
     hidden      tensors inside of recurrent layers that are not compared, since no prepared model was given
     """
 
@@ -228,7 +228,7 @@ class Comparison(Mapping[str, LayerComparison]):
 
     @checked(n=POSITIVE)
     def worst(self, n: int = 10) -> tuple[LayerComparison, ...]:
-        """Return the layers with the largest measured effect on the outputs, then those with the largest error of their own."""
+        """Return the n worst layers: by measured effect on the outputs, then by local error."""
         return tuple(sorted(self.layers, key=_badness)[:n])
 
     def __rich__(self) -> Table:
@@ -330,7 +330,7 @@ def compare(
     options: Options = DEFAULTS,
     show_progress: bool | None = None,
 ) -> Comparison:
-    """Compute how far every tensor of `b` is from the one of `a`, which is taken as right, and what to do about it.
+    """Compute the error of every tensor of `b` against that of `a`, the reference, and give advice.
 
     Both are any form of one model: a float model or its traced graph, a prepared model, an integer model, or the path of an ONNX file,
     which onnxruntime runs. Tensors are matched by where they came from: a convolution with the batch norm and the relu that were fused

@@ -39,12 +39,12 @@ class Inside:
 
 
 class Effects:
-    """The float side and one batch; each question is one run.
+    """Measures the effects of errors on the outputs of the float model, on one batch; each measurement is one run.
 
-    others   the other form's tensors on this side's scale, by this side's names
-    parts    of the outputs, which count alike
-    outputs  what the float side returns; noise is how far `results`, what the other form returns by its place, are from it
-    measured  the effect of each tensor alone, by name, that was asked for
+    others   the other form's tensors, with the float model's channel factors, by the float model's names
+    parts    the parts of outputs, which have equal weight
+    outputs  the float model's outputs; noise is the error of `results`, the other form's outputs by index, against them
+    measured  the measured effects of single tensors, by name
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Effects:
         self.noise = self.distance(changed, [self.outputs[place] for place in there])
 
     def distance(self, found: Sequence[Tensor], wanted: Sequence[Tensor] | None = None) -> float:
-        """Return the mean noise of the parts of these outputs, given those that are wanted, by default the float side's."""
+        """Return the mean noise of the parts of the outputs `found` against `wanted`, by default the float model's outputs."""
         return noise(*(self._apart(side) for side in (self.outputs if wanted is None else wanted, found)))
 
     def _apart(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -68,13 +68,13 @@ class Effects:
         return [part for parts in self.parts.of(real) for _, part in parts]
 
     def of_grids(self, tensors: Iterable[Judged], steps: Steps | None = None) -> float:
-        """That of rounding tensors all at once, each to its own grid, if it has one, or to these steps."""
+        """Return the effect of quantizing these tensors together, each with its own scale, or all with `steps`."""
         known = [(each, grid) for each in tensors if (grid := steps or each.statistics.steps) is not None]
         grids = {reference: (grid, each.factors) for each, grid in known for reference in each.references}
         return self.distance(self._run(grids, lambda name, value, read: _rounded(value, *grids[name])))
 
     def of(self, tensor: Judged) -> float:
-        """That of rounding one tensor to its own grid, which is measured once."""
+        """Return the effect of quantizing one tensor with its scale; it is measured once."""
         if tensor.name not in self.measured:
             self.measured[tensor.name] = self.of_grids([tensor])
         return self.measured[tensor.name]
@@ -105,11 +105,11 @@ class Effects:
         return found
 
     def of_errors(self, errors: Mapping[str, Tensor]) -> float:
-        """That of adding these to tensors of the float model."""
+        """Return the effect of adding these errors to tensors of the float model."""
         return self.distance(self._run(errors, lambda name, value, read: (value.double() + errors[name]).to(value.dtype)))
 
     def operands(self, names: Sequence[str]) -> list[str] | None:
-        """Return the tensors read by the nodes of these names, which became one tensor, and by those that the other form does not show."""
+        """Return the operands of the nodes of these names, which became one tensor of the other form; None if there are none."""
         _, read = self._region(names)
         return [each.name for each in read] or None
 
@@ -139,7 +139,7 @@ class Effects:
         return list(hidden), list(read)
 
     def inside(self, names: Sequence[str]) -> Inside | None:
-        """Return the error that the operator at these nodes, of which the first has the result, makes; None without known operands."""
+        """Return the error that the operator at these nodes makes, the first node being its result; None without known operands."""
         read, reference = self.operands(names), names[0]
         if read is None:
             return None
@@ -166,7 +166,7 @@ class Effects:
         return {name: value for name, value in found.items() if is_real(value)}
 
     def of_batch_statistics(self, name: str, mended: Sequence[str] = ()) -> float:
-        """That of the batch's own mean and variance in place of the running ones of a batch norm, where others have theirs already."""
+        """Return the effect of normalizing one batch norm with the batch's statistics, in addition to the `mended` ones."""
         wanted = self._run(mended, self._with_own) if mended else self.outputs
         return self.distance(self._run((*mended, name), self._with_own), wanted)
 
@@ -175,9 +175,9 @@ class Effects:
         return F.batch_norm(read[0], None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
 
     def moved_statistics(self, mended: Sequence[str] = ()) -> dict[str, MovedStatistics]:
-        """Return how far the statistics of this batch are from those that batch norms keep, by node, in the order they run.
+        """Return the difference of this batch's statistics from the running ones of every batch norm, by node, in the order they run.
 
-        Those that are `mended` normalize with the batch's own, so what they did to the batch norms behind them is not seen.
+        The `mended` batch norms normalize with the batch's statistics, so that they do not disturb later batch norms.
         """
         found: dict[str, MovedStatistics] = {}
 
@@ -193,7 +193,7 @@ class Effects:
         return found
 
     def _run(self, names: Collection[str], change: Change) -> list[Tensor]:
-        """Return the outputs with the tensors of these names changed as they are computed."""
+        """Run the model and return its outputs, with `change` applied to the tensors of these names."""
 
         def see(node: fx.Node, value: Any, read: tuple[Any, ...]) -> Any:
             return change(node.name, value, read) if node.name in names else value
@@ -226,11 +226,11 @@ def noise(wanted: Sequence[Tensor], found: Sequence[Tensor]) -> float:
 
 @dataclass(frozen=True)
 class MovedStatistics:
-    """How far the statistics of a batch are from those of a batch norm.
+    """The difference between a batch's statistics and the running statistics of a batch norm.
 
-    initial   which of these are what a new batch norm has: "means of 0", "variances of 1", both, or none
-    mean      the root mean square over channels of the difference of means, in standard deviations that the batch norm has
-    variance  by how much the batch's variance is larger: the geometric mean over channels
+    initial   the running statistics that still have their initial value: "means of 0", "variances of 1", both, or none
+    mean      the root mean square over channels of the difference of means, in running standard deviations
+    variance  the batch's variance over the running one: the geometric mean over channels
     """
 
     initial: tuple[str, ...]
@@ -239,7 +239,7 @@ class MovedStatistics:
 
     @staticmethod
     def of(norm: Any, value: Tensor) -> MovedStatistics:
-        """Return those of what a batch norm reads."""
+        """Return the difference for a batch norm with this operand."""
         dims = [dim for dim in range(value.dim()) if dim != 1]
         real = value.double()
         mean, variance = real.mean(dims), real.var(dims, correction=0)

@@ -35,14 +35,14 @@ class LayerEstimate(NamedTuple):
     """The cost of one operator, for one item.
 
     layer            its name
-    operator         PyTorch's name of what it computes
-    dtype            of its result
+    operator         PyTorch's name of the operator
+    dtype            the dtype of its result
     macs             multiply-accumulates
-    bytes            of its weights, of the tensors that it reads, and of its result
-    compute_us       microseconds of its products at the peak rate; those of a and b bits take a·b/64 times as long as those of int8
+    bytes            bytes of its weights, operands and result
+    compute_us       microseconds of its products at the peak rate; products of a and b bits take a·b/64 times as long as those of int8
     memory_us        microseconds of its bytes at the peak rate
     microseconds     the larger of the two
-    bound            which of them that is: "compute" or "memory"; "host" for an operator that runs there, whose time is not known
+    bound            "compute" or "memory", whichever is larger; "host" for an operator that runs there, whose time is unknown
     """
 
     layer: str
@@ -85,7 +85,7 @@ class Estimate(Rows[LayerEstimate]):
 
     @property
     def seconds(self) -> float:
-        """The sum of all operators' times, of those on the target: no program is faster that moves these bytes."""
+        """The sum of the times of all operators on the target: a lower bound for a program that moves these bytes."""
         return sum(row.microseconds for row in self.items if not math.isnan(row.microseconds)) / MILLION
 
     @property
@@ -95,7 +95,7 @@ class Estimate(Rows[LayerEstimate]):
 
     @property
     def summary(self) -> str:
-        """Totals, what they rest on, and how far they can be trusted, in lines."""
+        """The totals, the rates that they are computed with, and their uncertainty, as lines of text."""
         bound = [sum(row.microseconds for row in self.items if row.bound == name) for name in ("compute", "memory")]
         rates = f"{self.roofline.macs_per_second:.4g} multiply-accumulates and {self.roofline.bytes_per_second:.4g} bytes a second"
         lines = [

@@ -50,7 +50,7 @@ from fxquant.support.progress import progress
 
 
 class OnnxForm(Form):
-    """An exported file in one runtime; `feed` names values that are given to it, in `given`, instead of being computed."""
+    """An exported file in one runtime; the values named in `feed` are taken from `given` instead of being computed."""
 
     def __init__(self, onnx_model: Any, runtime: str, feed: Sequence[str] = ()) -> None:
         self.onnx, self.runtime, self.feed = onnx_model, runtime, feed
@@ -84,7 +84,7 @@ class OnnxForm(Form):
         return {name: torch.tensor(value, device="cpu", dtype=torch.int64) for name, value in known.items() if value}
 
     def inputs(self, batch: Any, index: int) -> list[Any]:
-        """Return the leading tensors of a batch, or those of the inputs' names."""
+        """Return the inputs of a batch: the first tensors, or a dict's tensors of the inputs' names."""
         names = self.input_names
         found = [batch.get(name) for name in names] if isinstance(batch, Mapping) else pytree.tree_leaves(batch)[: len(names)]
         if len(found) < len(names) or not all(isinstance(value, Tensor) for value in found):
@@ -147,7 +147,7 @@ def described_grid(entry: Mapping[str, Any], zero_point: int) -> QParams:
 def form_of(model: Any, batch: Any, state: State | str | None, beside: Any = None) -> Form:
     """Return the form of a float model, a graph at any stage, or the path of an ONNX file. Raises ConfigurationError for anything else.
 
-    `beside` is what it is compared with: where that is a graph, a float model's batch is in the dimensions that it has there.
+    `beside` is the other form of a comparison: if it is a graph, a float model is traced with its batch dimensions.
     """
     if isinstance(model, str | os.PathLike):
         form = _file_form(model, state, None)
@@ -197,7 +197,7 @@ def _tensors(nest: Any) -> int:
 
 
 def _example(model: nn.Module, batch: Any, count: int) -> Any:
-    """Return a float model's arguments out of a batch: those that forward requires, and others up to so many tensors."""
+    """Return a float model's arguments from a batch: the required ones, and optional ones until they hold `count` tensors."""
     example = example_inputs(model, batch)
     if isinstance(example, tuple) and isinstance(batch, list | tuple) and _tensors(example) < count:
         longer = (tuple(batch[:number]) for number in range(len(example) + 1, len(batch) + 1))
@@ -206,7 +206,7 @@ def _example(model: nn.Module, batch: Any, count: int) -> Any:
 
 
 def _dynamic_shapes(example: Any, inputs: Sequence[fx.Node]) -> Any:
-    """Return the dimension of the batch in example inputs, as in a graph of the same model; None if it is 0, or not known."""
+    """Return `dynamic_shapes` for example inputs with the batch dimensions of a graph's inputs; None if all are 0, or unknown."""
     axes = {argument_name(node): known.batch_axis if isinstance(known := fact(node), TensorFact) else None for node in inputs}
     arguments = (example,) if isinstance(example, Tensor) else example
     if not any(axes.values()) or _tensors(arguments) != len(axes):
@@ -362,17 +362,17 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
     """Compare two forms of a model bit for bit: prepared, integer, or the path of an exported ONNX file or BPU program.
 
     An ONNX file is run with all optimisations, with none, with one thread and two, and by the reference
-    evaluator. An integer model is compared as its primitives and as its kernels compute it.
-    Every quantized tensor is compared, not only the outputs, byte for byte: 0.0 is not -0.0. Where float
-    operators stand between integer segments, each segment is fed from PyTorch and must be equal; what the float operators
-    flipped, there or in outputs of their own, is counted apart, as `flips`, and `floats` says how far such outputs are apart.
+    evaluator. An integer model is run with its primitives and with its kernels.
+    Every quantized tensor is compared, not only the outputs, byte for byte: 0.0 is not -0.0. If float
+    operators lie between integer segments, each segment is fed from PyTorch and must be equal; elements that differ because of
+    float operators, in later segments or in float outputs, are counted in `flips`, and `floats` holds the error of such outputs.
 
     The report is true if something was compared and nothing differed, so never for no batches; `mismatches` counts
     differing elements; `first` locates the first.
     A .bin that `compile_horizon` made is run in the vendor's simulator, a row of a batch at a time: every BPU program in it is given the
-    integers that the integer model has at its inputs, and the integers at its outputs are compared. What the processor computes before,
-    between and behind the programs is not; the report's `given` and `unseen` name it. The first difference is located inside of the
-    programs, too. Raises ConfigurationError where the tool is not installed, and CompilationError where it fails.
+    integers that the integer model has at its inputs, and the integers at its outputs are compared. Operators that run on the CPU before,
+    between and after the programs are not compared; the report's `given` and `unseen` name them. The first difference is located inside
+    of the programs, too. Raises ConfigurationError if the tool is not installed, and CompilationError if it fails.
 
     A file in style "qdq" is not exact by nature: its outputs are measured, and the `DeviationReport` is never true.
 
@@ -411,7 +411,7 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
 
 
 def _simulated(left: GraphForm, path: Path, report: Report) -> Form:
-    """Return the program of an integer model in the vendor's simulator; the report names what of it cannot be compared."""
+    """Return the form of a .bin in the vendor's simulator, for an integer model; list in the report the tensors it cannot compare."""
     if not is_deployed(left.model):
         raise ConfigurationError(
             "a prepared model cannot be verified against a BPU program",
@@ -455,7 +455,7 @@ def record(
         "quantized"     the integers of quantized tensors, as int64
         "accumulators"  the sums between them, as int64; of an integer model or a file
         "float"         the results of float operators
-        "outputs"       what the model returns, flattened: "output 0", "output 1", …
+        "outputs"       the model's outputs, flattened: "output 0", "output 1", …
 
     Tensors are in the order they are computed, outputs last, and have one name in all forms (see `layers`). `real` gives quantized tensors
     as the float32 numbers they stand for. A prepared model is run in `state`, or in the state its operators are in, and is

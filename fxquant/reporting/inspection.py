@@ -54,7 +54,7 @@ class Row:
 
     @property
     def zero_point(self) -> int | None:
-        """The integer that stands for 0; None where the dtype is symmetric, or the scale is not known."""
+        """The integer of 0.0; None if the dtype is symmetric, or there is no scale."""
         return self.grid.zero_point if self.scale and ACTIVATION_TYPES[self.grid.dtype].affine else None
 
 
@@ -65,7 +65,7 @@ class Contents:
     kind      "saved model" or "ONNX file"
     stage     "traced", …, "prepared", "integer"; "exported" for an ONNX file
     inputs    the inputs and outputs, one line each
-    nodes     how many nodes there are, by operator
+    nodes     the number of nodes, by operator
     rows      the quantized tensors, in the order they are computed
     floats    the operators that run in float, and why
     tensors   weights, tables and constants by name; neither scales nor statistics
@@ -118,7 +118,7 @@ def _of_onnx(opened: OnnxModel) -> Contents:
             reading.shape(opened, opened.value(name)),
         )
         for name, entry in opened.tensors.items()
-        if "scale" in entry  # what is quantized on the way to a result has none of its own
+        if "scale" in entry  # tensors quantized inside of an operator have no entry
     ]
     return Contents(
         opened.path,
@@ -157,7 +157,7 @@ def of_model(path: Path, model: fx.GraphModule) -> Contents:
 
 
 def _quantized(layer: Layer) -> list[tuple[str, str, QParams]]:
-    """Return the quantized tensors of a layer: name, what computes it, and grid. Those inside of it come first."""
+    """Return the quantized tensors of a layer as (name, operator or primitive, scale and dtype), its inner tensors first."""
     inside = [(each.name, each.primitive, each.grid) for each in layer.intermediates]
     return inside if layer.grid is None else [*inside, (layer.name, layer.operator, layer.grid)]
 
@@ -174,7 +174,7 @@ def _tensors(model: fx.GraphModule) -> dict[str, Tensor]:
 
 
 def describe(contents: Contents) -> str:
-    """Return the file in a few lines, then a table of its quantized tensors, then what is left in float."""
+    """Return a text about a file: a few lines, a table of its quantized tensors, and the operators that stay in float."""
     where = f" for {contents.target}" if contents.target else ""
     lines = [f"{contents.path}: {contents.kind}, {contents.stage}{where}, {contents.path.stat().st_size:,} bytes"]
     sizes: Counter[str] = Counter()
@@ -221,7 +221,7 @@ def _grid(row: Row) -> str:
 
 
 def difference(a: Contents, b: Contents) -> str:
-    """Return how two files differ: graphs, scales, tensors; empty if they do not. Raises ConfigurationError for files of two kinds."""
+    """Return the differences of two files (graphs, scales, tensors) as text, or "". Raises ConfigurationError for files of two kinds."""
     if a.kind != b.kind:
         raise ConfigurationError(
             f"{a.path} and {b.path} cannot be compared as text",

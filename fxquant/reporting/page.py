@@ -45,7 +45,7 @@ CHANNELS = 256  # of a tensor or a weight that are drawn; of more, the largest o
 def contents(
     model: fx.GraphModule, comparison: Comparison | None, forms: Mapping[str, Comparison], findings: Sequence[Any], title: str
 ) -> dict[str, Any]:
-    """Everything that the page shows; numbers that are infinite or no numbers are null."""
+    """Return the data of the page as values for JSON; infinite numbers and NaN are null."""
     known = layers(model)
     target = model_meta(model).get("target")
     shown = drawing(model)
@@ -158,7 +158,7 @@ def _fewer(values: Tensor) -> list[float]:
 
 
 def weights_of(model: fx.GraphModule) -> dict[str, Tensor]:
-    """Return the weights of layers by name, of one dimension or more: those that the graph holds, as float tensors."""
+    """Return the layers' weights in the graph as float tensors with at least one dimension, by layer name."""
     nodes = {node.name: node for node in model.graph.nodes}
     return {name: weight for name, node in nodes.items() if (weight := _weight_of(model, node, nodes)) is not None and weight.dim()}
 
@@ -203,7 +203,7 @@ def _prepared_weight(model: fx.GraphModule, node: fx.Node, module: QuantizedOper
 
 
 def _passes(model: fx.GraphModule) -> dict[str, Any]:
-    """Return how many nodes each pass made, and what was fused into what."""
+    """Return the number of nodes that each pass made, the fused nodes with their parts, and requests that were not met, for the page."""
     made = Counter(made_by(node) for node in model.graph.nodes if node.op not in ("placeholder", "output", "get_attr"))
     merged = [[node.name, ", ".join(fused(node))] for node in model.graph.nodes if fused(node)]
     return {
@@ -236,18 +236,18 @@ def report(
     options: Options = DEFAULTS,
     show_progress: bool | None = None,
 ) -> Path:
-    """Write what is known of a model as one HTML file, which opens without network; returns its path.
+    """Write a report on a model as one HTML file, which opens without network; return its path.
 
-    It has a summary, how near the forms are to each other, advice, the graph with zoom and search, coloured by error, dtype or device,
-    a table of layers that sorts and filters, of each tensor the histogram with the range of its grid and the channels, of each weight its
-    channels, what is left in float and why, limits that are broken, and what the passes did.
+    It has a summary, the comparison of the forms, advice, the graph with zoom and search, coloured by error, dtype or device,
+    a table of layers that sorts and filters, the histogram of each tensor with its quantization range and channels, the channels of each
+    weight, the operators in float with reasons, broken limits of the target, and the fusions and rewrites of the passes.
 
     reference   the form that `model` is compared with on the batches: the float model
-    prepared    the prepared model beside an integer one: held against the target's limits, and compared with `model`
-    comparison  what `compare` found already; then no batches are needed
+    prepared    the prepared model of an integer one: checked for the target's limits, and compared with `model`
+    comparison  a result of `compare`; then no batches are needed
 
-    Needs plotly, of the extra "report". Raises ConfigurationError without it, and for a reference without batches or batches without
-    a form to compare with, and what `compare` raises.
+    Needs plotly, of the extra "report". Raises ConfigurationError without it, for a reference without batches or batches without
+    a form to compare with, and the errors of `compare`.
     """
     if reference is not None and batches is None and comparison is None:
         raise ConfigurationError("a reference needs batches", because="both models are run on them", remedy="pass batches, or leave it out")
@@ -298,8 +298,8 @@ class Drawing:
     graph   an edge for every value that one operator reads of another; nodes are names
     layers  the facts of each operator, by name; inputs and the output have none
     places  x and y of each; rows are one apart, and the first is at y = 0, the next at -1
-    times   of what a recurrence does alike at several steps, where only the first is drawn: at how many
-    lanes   of each edge that passes rows: the x at which it passes them, beside every box in them
+    times   the number of steps for an operation of a recurrence, where only the first step is drawn
+    lanes   for each edge that passes rows: the x at which it passes between their boxes
     """
 
     graph: networkx.DiGraph
@@ -309,7 +309,7 @@ class Drawing:
     times: Mapping[str, int]
 
     def path(self, one: str, other: str) -> list[tuple[float, float]]:
-        """Return the points of an edge: straight to the next row, to the side around what stands between."""
+        """Return the points of an edge: straight to the next row, or through a lane around the boxes of the rows between."""
         (x, y), (to_x, to_y) = self.places[one], self.places[other]
         side = self.lanes.get((one, other))
         if side is None:
@@ -323,7 +323,7 @@ class Drawing:
 def drawing(model: fx.GraphModule) -> Drawing:
     """Return the operators of a graph at any stage, with the inputs and the output. Linear in nodes, edges and the rows that these pass.
 
-    What a recurrence does alike at several steps is one node, and what a step reads of the one before has no edge.
+    The corresponding operations of a recurrence's steps are one node, and there are no edges from one step to the next.
     """
     every = layers(model)
     groups = [(layer, others) for layer, others in alike(every) if others]

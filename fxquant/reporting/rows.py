@@ -19,7 +19,7 @@ Row = TypeVar("Row", bound=NamedTuple)
 class Rows(Sequence[Row], Generic[Row]):
     """Findings, a named tuple each, in the order of the graph.
 
-    title   what the rows are
+    title   the heading of the table
     items   the rows
     none    the text if there are none
     """

@@ -35,7 +35,7 @@ class Steps:
 
     @staticmethod
     def of(grid: QParams | None) -> Steps | None:
-        """That of a quantized tensor; None where it has none, or several, or it is not known."""
+        """Return the steps of a tensor with one known scale; None without a scale, with one per channel, or if it is not calibrated."""
         if grid is None or not isinstance(grid.scale, float) or not math.isfinite(grid.scale):
             return None
         kind = ACTIVATION_TYPES[grid.dtype]
@@ -50,14 +50,14 @@ class TensorStatistics:
     """The statistics of one tensor: the reference in one form, and the value in the other, both as floats on one scale.
 
     real                               whether the reference is floating-point
-    elements, not_a_number, infinite   how many there were; those that are not finite count in nothing else
+    elements, not_a_number, infinite   counts of elements; elements that are not finite are in no other figure
     signal, noise, product, power      Σ r², Σ (r - v)², Σ r·v, Σ v²
     largest                            max |r - v|
     low, high                          the ends of the reference
     clipped, zeroed, nonzero           of the reference's elements: beyond the grid's ends; rounded to 0 though they are not; not 0
-    truncation, rounding               Σ of the squared error that the grid alone adds to the reference, beyond its ends and between them
-    octaves                            int64 (2, bins): how many of either sign have which magnitude, in steps
-    columns                            int64 (COLUMNS + 2,): the histogram over DRAWN ranges of the grid, and what is beyond, at both ends
+    truncation, rounding               Σ of the squared error of quantizing the reference: of clipped elements, and of all others
+    octaves                            int64 (2, bins): histogram of log magnitudes, in units of the scale, for either sign
+    columns                            int64 (COLUMNS + 2,): histogram over DRAWN times the quantization range; both ends count beyond
     channels                           float64: the largest magnitude of each channel
     """
 
@@ -148,7 +148,7 @@ class TensorStatistics:
         return 2 ** ((int(there[at]) + 1) / FINENESS + LOWEST), 2 ** (int(there[at + 1]) / FINENESS + LOWEST)
 
     def above(self, magnitude: float) -> tuple[int, float]:
-        """Return how many values are of this magnitude, in steps, or more; and by which factor these differ among each other."""
+        """Return the number of values of at least this magnitude, in units of the scale, and the ratio of the largest to the smallest."""
         first = max(math.floor((math.log2(magnitude) - LOWEST) * FINENESS + 0.5), 0)
         counts = self.octaves.sum(0)[first:]
         there = torch.nonzero(counts).flatten()
@@ -185,7 +185,7 @@ def ratio(part: float, whole: float) -> float:
 
 
 def json_ready(value: Any) -> Any:
-    """Numbers as JSON has them: none that is infinite or not a number."""
+    """Return a nested value with None in place of infinite floats and NaN, which JSON lacks."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -195,30 +195,30 @@ def json_ready(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class LayerComparison:
-    """How far one tensor is apart in the two forms, in units of the second form.
+    """The error of one tensor between two forms, in units of the second form.
 
-    name        of the layer, in the second form; "output 0", … of what the models return
-    reference   of the tensor of the first form that it is compared with
-    operator    what computes it
-    dtype       of the second form's tensor; "float" where it has no grid
-    grid        its scale and dtype, None without
+    name        the layer's name in the second form; "output 0", … for the models' outputs
+    reference   the name of the tensor of the first form that it is compared with
+    operator    the operator that computes it
+    dtype       the dtype of the second form's tensor; "float" if it is not quantized
+    grid        its scale and dtype, or None
     source      the user's line
     because     why it is integer or float
-    elements    how many numbers were compared
+    elements    the number of compared elements
     cosine      Σ r·v / √(Σ r² · Σ v²), of the reference r and the value v
-    sqnr        10·log10(Σ r² / Σ (r - v)²) in dB: with all errors that came from the layers before
+    sqnr        10·log10(Σ r² / Σ (r - v)²) in dB, including all errors from earlier layers
     mse         Σ (r - v)² / elements
     largest     max |r - v|
-    steps       the same in steps of the grid; NaN without one
-    own         the same ratio as sqnr, in dB, of what this grid alone makes of the reference: without errors from before
-    clipped     share of the reference beyond the grid's ends
-    zeroed      share of the reference's numbers that are not 0 and become 0
-    reach       the end of the reference over the end of the grid: 1 where it just fits
-    error       which part of its own error is larger: "truncation", "rounding", or "none" where there is none
-    effect      the noise to signal ratio at the outputs, where it was measured: of this grid alone; NaN elsewhere
-    try_this    what to try if this layer is to be better; "" where its own error is none
+    steps       max |r - v| in units of the scale; NaN without one
+    own         the SQNR in dB of quantizing the reference with this scale, without errors from earlier layers
+    clipped     share of the reference's elements that are clipped
+    zeroed      share of the reference's nonzero elements that become 0
+    reach       the largest magnitude of the reference over that of the quantization range: 1 if it just fits
+    error       the larger part of the quantization error `own`: "truncation", "rounding", or "none"
+    effect      the noise-to-signal ratio at the outputs from quantizing this tensor alone, if it was measured; else NaN
+    try_this    advice to improve this layer; "" if it has no quantization error
     low, high   the ends of the reference
-    times       how many tensors it stands for: those of a recurrence that are alike at its time steps
+    times       the number of tensors in this row: the corresponding ones of a recurrence's steps
     """
 
     name: str

@@ -40,7 +40,7 @@ class Cures:
 
     @property
     def has_wide(self) -> bool:
-        """Whether the target computes with int16 activations, as far as it is known."""
+        """Whether the target has int16 activations; True for an unknown target."""
         return self.target is None or WIDE in self.target.activations
 
     def wider(self, name: str, reference: str) -> str:
@@ -53,7 +53,7 @@ class Cures:
         return f"{WIDE} for it: {rule}" if rule else "no rule changes this inner tensor alone: leave the operator that has it in float"
 
     def apart(self, what: str, name: str, reference: str) -> str:
-        """Return a cure of tensors, or channels, on one grid: what to change in the model, or more bits, or float."""
+        """Return a cure for tensors or channels with one scale: the change `what` of the model, or more bits, or float."""
         floats = self.in_float(name, reference)
         return f"{what}; or {self.wider(name, reference)}" + (f"; or leave it in float, {floats}" if floats and self.has_wide else "")
 
@@ -74,7 +74,7 @@ class Cures:
         return f"{self.target.name} has no {WIDE} weights: fxq.tuning.adaround(prepared, batches), or leave it in float, {kept}"
 
     def in_float(self, name: str, reference: str) -> str:
-        """Return the rule that leaves in float what computes a tensor, or what reads an input; "" where there is none."""
+        """Return the code that keeps a tensor's operator, or an input's readers, in float; "" if there are none."""
         names = self._readers(reference) if self._is_input(reference) else [name] * (name in self.nodes)
         return _mapping(dict.fromkeys(names, "None"))
 
@@ -146,7 +146,7 @@ class Judged:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The nodes of the first form that became the tensor: its reference, then what has its name, or was fused into it."""
+        """The names of the first form's nodes that became the tensor: its reference, its own name, and the nodes fused into it."""
         return (self.reference, self.name, *self.facts.fused)
 
 
@@ -268,7 +268,7 @@ def scale_too_small(tensor: Judged, cures: Cures) -> Found | None:
 
 
 def scale_too_large(tensor: Judged, cures: Cures) -> Found | None:
-    """Detect a grid that reaches far beyond what the values need."""
+    """Detect a quantization range that reaches far beyond the values."""
     seen = tensor.statistics
     if seen.steps is None or seen.truncation > 3 * seen.rounding:
         return None

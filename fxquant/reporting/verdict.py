@@ -1,4 +1,4 @@
-"""The quality of the outputs, and what their noise consists of where no single layer explains it.
+"""The quality of the outputs, and the composition of their noise if no single layer explains it.
 
     local error of a tensor     e = v' - f(w'), of the operator f in float, with the operands w' and the result v' of the other form
 
@@ -46,12 +46,12 @@ OF_WEIGHTS = ("rounding of weights", "AdaRound")
 
 @dataclass(frozen=True)
 class Verdict:
-    """The quality of the outputs, given by the worst floating-point output, or part of one.
+    """The quality of the outputs, that of the worst floating-point output, or part of one.
 
     grade   "good", "visible" or "poor", by the thresholds GOOD and VISIBLE
-    output  the name of the worst output, or of the part of one: "output 0 (%sigmoid)"
+    output  the name of the worst output, or of a part of it: "output 0 (%sigmoid)"
     sqnr    its signal-to-noise ratio in dB
-    causes  what its noise consists of, where it is not good and no single layer stands out
+    causes  the composition of its noise, if it is not good and no single layer dominates
     tries   names of the parts of `fxq.tune` to try first by these causes
     """
 
@@ -63,7 +63,7 @@ class Verdict:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The grade with its thresholds, the causes, and what to do."""
+        """The grade with its thresholds, the causes, and the parts of `fxq.tune` to try, as lines of text."""
         reached = "equal to the float model's" if self.sqnr == math.inf else f"{self.sqnr:.1f} dB"
         thresholds = f"good from {GOOD:.0f} dB on, visible from {VISIBLE:.0f} dB on, poor below"
         lines = [f"the outputs are {self.grade}: {self.output} is {reached} ({thresholds})", *self.causes]
@@ -141,7 +141,7 @@ def _range(tensors: Sequence[Judged], errors: Mapping[str, Tensor], effects: Eff
 
 
 def _cause(inside: Sequence[Judged], others: Sequence[Judged], errors: Mapping[str, Tensor]) -> tuple[str, tuple[str, ...]]:
-    """Return what the tensors of a range have in common."""
+    """Return the common cause of these tensors' errors, in words, and the parts of `tune` that reduce it."""
     own = sum(ratio(each.statistics.truncation + each.statistics.rounding, each.statistics.signal) for each in inside)
     local = sum(ratio(float(errors[each.reference].square().mean()), _power(each)) for each in inside)
     if own < local / 2:

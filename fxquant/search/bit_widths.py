@@ -32,10 +32,10 @@ _NONE = NUMBER.or_none("no limit")
 @checked_class(macs_per_second=NUMBER, bytes_per_second=NUMBER)
 @dataclass(frozen=True)
 class Speed:
-    """How fast a device is, for an estimate: a layer takes the time of its products and that of its bytes, one after the other.
+    """The speed of a device, for an estimate: a layer takes the sum of the times of its products and of its bytes.
 
-    macs_per_second   multiply-accumulates of two int8 numbers; those of a and b bits take a·b/64 times as long
-    bytes_per_second  of weights and tensors that are read, and of results that are written; an int4 is half a byte
+    macs_per_second   multiply-accumulates of two int8 numbers; products of a and b bits take a·b/64 times as long
+    bytes_per_second  bytes of weights and operands that are read, and of results that are written; an int4 is half a byte
     """
 
     macs_per_second: float
@@ -48,13 +48,13 @@ SPEED: Kind = instance("a Speed", Speed).or_none("that of the target's chip")
 @checked_class(weight_bytes=_NONE, weight_bits=_NONE, bit_operations=_NONE, latency=_NONE, speed=SPEED)
 @dataclass(frozen=True)
 class Budget:
-    """Upper limits of a model; those that are None do not count.
+    """Upper limits of a model; None: no limit.
 
     weight_bytes    the bytes of weights, two int4 in a byte; biases, and weights that no rule of a mapping can reach, are not counted
     weight_bits     the same as the average over all weights, in bits for each
     bit_operations  of one item: multiply-accumulates, each times the bits of both its factors
-    latency         seconds for one item, as `speed` estimates it
-    speed           None: the peak rates of the target, as those of `fxq.estimate`
+    latency         seconds for one item, estimated with `speed`
+    speed           None: the peak rates of the target, as in `fxq.estimate`
     """
 
     weight_bytes: float | None = None
@@ -78,7 +78,7 @@ class Budget:
             )
 
     def on(self, target: Target) -> Budget:
-        """The budget with the peak rates of the target's chip, where it limits seconds and has no speed. Raises ConfigurationError."""
+        """Return the budget with the target's peak rates as `speed`, if it needs one. Raises ConfigurationError if these are unknown."""
         if self.latency is None or self.speed is not None:
             return self
         if target.roofline is None:
@@ -91,7 +91,7 @@ class Budget:
 
     @property
     def limits(self) -> dict[str, float]:
-        """Those that are given, by name."""
+        """Return the limits that are not None, by name."""
         return {name: value for name in LIMITS if (value := getattr(self, name)) is not None}
 
     @property
@@ -146,7 +146,7 @@ def costs(choices: Choices, dtypes: Mapping[str, str], speed: Speed | None = Non
 
 
 def fits(found: Mapping[str, float], budget: Budget) -> bool:
-    """Whether costs are within the budget, but for a rounding error."""
+    """Return whether costs are within the budget, up to a rounding error."""
     return all(found[name] <= limit * (1 + 1e-9) for name, limit in budget.limits.items())
 
 
@@ -164,7 +164,7 @@ RESOLUTION = 1e6  # the largest loss in units of the solver, whose absolute tole
 
 
 def optimum(choices: Choices, losses: Mapping[str, Mapping[str, float]], budget: Budget) -> dict[str, str]:
-    """The dtype of every choice: the least sum of losses within the budget; what has no losses keeps its dtype.
+    """Return the dtype of every choice with the least sum of losses within the budget; a choice without losses keeps its dtype.
 
     Raises ConfigurationError if nothing is within the budget, or SciPy, which solves it (with HiGHS), is missing.
     """
@@ -219,7 +219,7 @@ def optimum(choices: Choices, losses: Mapping[str, Mapping[str, float]], budget:
 
 
 def _column(key: tuple[str, ...], column: Mapping[tuple[str, str], int], pairs: dict[Any, int]) -> int | None:
-    """The variable that a cost is multiplied by; None where it is a constant, or one of a dtype that is not chosen."""
+    """Return the column of the variable that a cost is multiplied by; None for a dtype that cannot be chosen."""
     left, left_dtype, right, right_dtype = key
     if not right:
         return column.get((left, left_dtype))
@@ -276,13 +276,13 @@ class Candidate:
 class MixedPrecision:
     """The result of `mixed_precision`; prints as a table.
 
-    qconfig      the mapping: give it to `prepare`, or to `save_qconfig` to edit it
+    qconfig      the mapping, for `prepare`, or for `save_qconfig` to edit it
     prepared     the model prepared with it, calibrated, in state VALIDATE
     chosen       the best of the candidates, by the metric and then by the measured noise
-    candidates   the optimum, and the uniform dtypes that are within the budget, which it is measured against
-    before       the candidate of the model as it was given
+    candidates   the optimum, and every uniform choice of dtypes within the budget
+    before       the candidate with the original qconfig
     sensitivity  the sensitivity of every tensor
-    budget       the budget that was to be kept
+    budget       the budget
     """
 
     qconfig: QConfigMapping
@@ -321,20 +321,20 @@ def mixed_precision(
     options: Options = DEFAULTS,
     show_progress: bool | None = None,
 ) -> MixedPrecision:
-    """Choose int4, int8 or int16 for every weight, and every tensor where the budget is about more than weights, as the target has them.
+    """Choose int4, int8 or int16, as the target has them, for every weight, and for every tensor unless the budget limits weights only.
 
     The dtypes are the exact optimum of the sum of the sensitivities within the budget, found by integer programming. They are prepared
     with the scales of the one calibration, and measured; so is every uniform choice within the budget. The best of all is chosen by
     `metric`, and then by the error of the outputs. Rules that the qconfig has already stay, as far as no dtype changes.
 
-    Raises ConfigurationError if nothing is within the budget or SciPy is missing, and what `sensitivity` raises.
+    Raises ConfigurationError if nothing is within the budget or SciPy is missing, and the errors of `sensitivity`.
     """
     return search(work_of(model, batches, target, qconfig, options, show_progress), budget, metric)
 
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """A float model with what prepares it anew without another calibration."""
+    """A float model with the data to prepare it again, with other dtypes, without another calibration."""
 
     model: nn.Module
     example: Any
@@ -346,7 +346,7 @@ class Work:
     show: bool | None
 
     def with_mapping(self, mapping: QConfigMapping, options: Options | None = None) -> fx.GraphModule:
-        """The model prepared with a mapping, in VALIDATE, with the corrections of these options, or of the work's own.
+        """Return the model prepared with a mapping, in VALIDATE, with the corrections of `options`, by default the work's.
 
         Raises NotCalibrated where the observations leave a scale open.
         """
@@ -383,7 +383,7 @@ def work_of(
     options: Options,
     show_progress: bool | None,
 ) -> Work:
-    """A float model prepared and calibrated, with what prepares it anew."""
+    """Prepare and calibrate a float model; return it with the data to prepare it again."""
     prepared, example = calibrated(model, batches, target, qconfig, None, options, show_progress)
     samples = inputs_of(prepared, batches, None, options)
     own = replace(options, batch_fn=None)
@@ -391,7 +391,7 @@ def work_of(
 
 
 def search(work: Work, budget: Budget, metric: Metric | None) -> MixedPrecision:
-    """The best dtypes for a model that is prepared and calibrated."""
+    """Return the best dtypes for a prepared and calibrated model."""
     widths, checkpoint = work.options.widths, work.options.checkpoint
     budget = budget.on(work.prepared.meta["target"])
     known = find(work.prepared, work.samples, work.options, work.show, kinds=budget.kinds)
@@ -431,7 +431,7 @@ def search(work: Work, budget: Budget, metric: Metric | None) -> MixedPrecision:
 
 
 def _uniform(choices: Choices, widths: Sequence[int], budget: Budget) -> list[tuple[str, dict[str, str]]]:
-    """Every choice of one width for all weights and one for all tensors, as far as these can have it."""
+    """Return (name, dtypes) for every pair of one width for all weights and one for all tensors; a choice without it keeps its dtype."""
     found: dict[tuple[tuple[str, str], ...], tuple[str, dict[str, str]]] = {}
     for weights in widths:
         for tensors in widths if len(budget.kinds) > 1 else [0]:

@@ -1,4 +1,4 @@
-"""A search over observers, from one calibration: what the vendor calls auto calibration."""
+"""A search over observers, from one calibration; the vendor's tool has it as auto calibration."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ class ObserverSearch:
     qconfig   the mapping with the observers that are best together
     prepared  the model prepared with it, in VALIDATE
     tensors   the noise of each observer, tensor by tensor
-    measured  the noise at the outputs in integers: as given, with the best observer for each tensor, and with one for all
+    measured  the noise at the integer model's outputs: with the original qconfig, the best observer per tensor, and each for all tensors
     scores    the metric of each of these; empty without a metric
-    chosen    the name of the one that was chosen
-    left_out  observers for which calibration had not gathered what they need
+    chosen    the name of the chosen one
+    left_out  observers without the calibration statistics that they need
     """
 
     qconfig: QConfigMapping
@@ -115,13 +115,13 @@ def search_observers(
     options: Options = DEFAULTS,
     show_progress: bool | None = None,
 ) -> ObserverSearch:
-    """Find the observer of every tensor that leaves the least error at the outputs, from one calibration.
+    """Choose for every tensor the observer with the least error at the outputs, from one calibration.
 
-    Each tensor alone is quantized by each observer. The best of each together, and each observer for the whole model, are then prepared
-    and measured in integers, and the best of these is chosen: by `metric`, and then by the error of the outputs; what is given stays if
-    nothing is better. Scales that were given stay.
+    Each tensor alone is quantized by each observer. The model with the best observer of each tensor, and models with one observer for all
+    tensors, are then prepared and measured in integers, and the best of these is chosen: by `metric`, and then by the error of the
+    outputs; the original qconfig is kept if none is better. Constant scales are not changed.
 
-    Raises what `prepare` and `calibrate` raise, and ConfigurationError for a checkpoint that is of another call.
+    Raises the errors of `prepare` and `calibrate`, and ConfigurationError for the checkpoint of another call.
     """
     return search(work_of(model, batches, target, qconfig, options, show_progress), observers, metric)
 

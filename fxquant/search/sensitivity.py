@@ -1,6 +1,6 @@
-"""Sensitivity: what is lost at the model's outputs if one tensor, or one weight, alone is quantized to so many bits.
+"""Sensitivity: the error of the model's outputs if only one tensor, or one weight, is quantized, for each dtype.
 
-measured     Σ(y' - y)² / Σy², where y' are the outputs with that one rounded and everything else in float
+measured     Σ(y' - y)² / Σy², where y' are the outputs with that tensor quantized and everything else in float
 estimated    E_v Σᵢ (∂(v·y)/∂xᵢ)² (x'ᵢ - xᵢ)² / Σy²,  v = ±1 at random: the same to second order, if rounding errors are
              independent. (∂/∂x)² is the diagonal of the Fisher information of a Gaussian around the outputs (Dong et al. 2019,
              HAWQ, and Choi et al. 2017 use the curvature in this way); one pass backward serves all tensors and all dtypes
@@ -36,7 +36,7 @@ from fxquant.tuning.effects import FloatOutputs, decibels, is_real
 from fxquant.tuning.simulation import changed, grid_for, rounded, rounded_weight, weight_name
 from fxquant.tuning.walk import Samples, inputs_of
 
-Metric = Callable[[Any], float]  # a function of a model, of which more is better
+Metric = Callable[[Any], float]  # a function of a model; more is better
 METRIC: Kind = CALLABLE.or_none("the error of the outputs alone")
 
 
@@ -46,10 +46,10 @@ class TensorSensitivity:
 
     name       the node whose result it is; for a weight its layer's name with ".weight"
     kind       "activation" or "weight"
-    dtype      its present dtype
-    noise      by dtype: the noise to signal ratio of the outputs with this one alone rounded to it; empty if it was not measured
+    dtype      its current dtype
+    noise      by dtype: the noise-to-signal ratio of the outputs if only this tensor is quantized; empty if it was not measured
     estimate   by dtype: the second-order estimate of that ratio
-    drop       by dtype: by how much the metric falls; empty without one
+    drop       by dtype: the drop of the metric; empty without a metric
     macs       the multiply-accumulates that read it, for one sample
     elements   its number of elements, for one sample
     """
@@ -73,7 +73,7 @@ class TensorSensitivity:
 class Sensitivity(Mapping[str, TensorSensitivity]):
     """The sensitivities of a model's tensors and weights by name, in the order they run; prints as a table, the most sensitive first.
 
-    score    what the metric gives for the float model; None without one
+    score    the metric of the float model; None without a metric
     """
 
     tensors: tuple[TensorSensitivity, ...]
@@ -89,7 +89,7 @@ class Sensitivity(Mapping[str, TensorSensitivity]):
         return len(self.tensors)
 
     def ranked(self, width: int | None = None) -> tuple[TensorSensitivity, ...]:
-        """The tensors that lose most at the outputs first: as they are now, or with so many bits, among those that can have them."""
+        """Return the tensors, the most sensitive first: at their current dtype, or at `width` bits, without tensors that cannot have it."""
 
         def losses(tensor: TensorSensitivity) -> list[float]:
             return [loss for dtype, loss in tensor.loss.items() if (dtype == tensor.dtype if width is None else bits(dtype) == width)]
@@ -98,7 +98,7 @@ class Sensitivity(Mapping[str, TensorSensitivity]):
         return tuple(sorted(known, key=lambda tensor: max(losses(tensor)), reverse=True))
 
     def __str__(self) -> str:
-        """The table: signal to noise at the outputs in dB for each dtype, and shares of multiply-accumulates and of bytes as they are."""
+        """Return the table: SQNR at the outputs in dB for each dtype, and the shares of multiply-accumulates and of current bytes."""
         dtypes = sorted({dtype for tensor in self.tensors for dtype in tensor.loss}, key=lambda dtype: (bits(dtype), dtype))
         macs = sum(tensor.macs for tensor in self.tensors if tensor.kind == WEIGHT) or 1
         sizes = {kind: sum(_bytes(tensor) for tensor in self.tensors if tensor.kind == kind) or 1 for kind in (ACTIVATION, WEIGHT)}
@@ -135,13 +135,13 @@ def sensitivity(
     `model` is a float model, which is prepared and calibrated with the batches, or a calibrated prepared model, whose own target and
     qconfig are used. Each dtype's scale is that of the tensor's observer, so one calibration serves all dtypes. The loss is measured
     in one run over the batches per tensor and dtype, and also estimated to second order for all of them at once.
-    Tensors whose dtype an operator demands, whose scale was given or frozen, and modules with a QConfig of their own are left out.
+    Tensors whose dtype an operator demands, whose scale is constant or frozen, and modules with an attribute `qconfig` are left out.
     The outputs of the float model are kept for all batches. The model is left unchanged.
 
-    With a `metric`, a function of a model, of which more is better, that is evaluated for each tensor and dtype as well.
+    A `metric`, a function of a model where more is better, is evaluated for each tensor and dtype as well.
 
-    Raises NotCalibrated for a prepared model without scales, ConfigurationError for one with a qconfig beside it, and what `prepare`
-    and `calibrate` raise.
+    Raises NotCalibrated for a prepared model without scales, ConfigurationError for a prepared model and a `qconfig`, and the errors of
+    `prepare` and `calibrate`.
     """
     if not isinstance(model, fx.GraphModule) or stage_of(model) != "PREPARED":
         prepared, _ = calibrated(model, batches, target, qconfig, num_batches, options, show_progress)
@@ -304,7 +304,7 @@ def _estimated(reference: FloatOutputs, wanted: Sequence[Choice], seed: int) -> 
 
 
 def _probe(outputs: Sequence[Tensor], powers: Sequence[float], generator: torch.Generator) -> Tensor:
-    """The outputs with random signs, summed, so that the expected square of a change of it is the noise of that change."""
+    """Return the normalized sum of the outputs times random signs: the expected square of its change is their relative noise."""
     total = torch.zeros((), device="cpu", dtype=torch.float32)
     for output, power in zip(outputs, powers, strict=True):
         signs = torch.randint(0, 2, output.shape, generator=generator, device="cpu").to(output) * 2 - 1

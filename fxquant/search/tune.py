@@ -49,19 +49,19 @@ class Recipe:
     corrections: Mapping[str, Any] = field(default_factory=dict)
 
     def document(self) -> dict[str, Any]:
-        """As JSON holds it. Raises ExportError for what a file cannot name."""
+        """Return the recipe as values for JSON. Raises ExportError for classes and functions that a file cannot name."""
         return {"mapping": written(self.mapping), "methods": list(self.methods), "corrections": dict(self.corrections)}
 
     @staticmethod
     def of(document: dict[str, Any]) -> Recipe:
-        """The recipe of a document."""
+        """Return the recipe of a document."""
         mapping = read(document["mapping"], "the checkpoint's mapping")
         return Recipe(mapping, tuple(document["methods"]), document["corrections"])
 
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """The state that a remedy starts from: the float model, calibrated as it was given, the best recipe so far, and arguments of `tune`."""
+    """The state that a remedy starts from: the calibrated float model, the best recipe so far, and arguments of `tune`."""
 
     work: Work
     recipe: Recipe
@@ -82,7 +82,7 @@ Remedy = Callable[[State], Proposals]  # one way to lose less
 
 
 def _observers(state: State) -> Proposals:
-    """The observer that is best for each tensor, and the best one for all."""
+    """Propose the result of `search_observers`, unless no observer is better."""
     found = observer_search.search(state.untuned(), observer_search.OBSERVERS, None)
     if found.chosen != "as given":
         yield found.chosen, replace(state.recipe, mapping=found.qconfig)
@@ -109,7 +109,7 @@ def _sixteen(state: State) -> Proposals:
 
 
 def _within_budget(state: State) -> Proposals:
-    """The dtypes that are best within the budget."""
+    """Propose the best dtypes within the budget."""
     if state.budget is not None:
         found = bit_widths.search(state.untuned(), state.budget, None)
         yield found.chosen.name, replace(state.recipe, mapping=found.qconfig)
@@ -189,14 +189,14 @@ def _tolerance(value: Any) -> float:
 
 @dataclass(frozen=True)
 class TuneStep:
-    """One thing that was tried.
+    """One trial of `tune`.
 
-    remedy  its name
-    tried   what it was in words
-    score   what the metric gave
-    noise   the noise to signal ratio of the outputs on what is held out
-    gain    by how much the score is better than the best until then
-    kept    whether it is in the model: where the score is better, or the same with less noise
+    remedy  the name of the remedy
+    tried   a description of the trial
+    score   the metric
+    noise   the noise-to-signal ratio of the outputs on held-out batches
+    gain    the score minus the best one before
+    kept    whether the model keeps it: if the score is better, or the same with less noise
     """
 
     remedy: str
@@ -214,10 +214,10 @@ class Tuned:
     prepared   the best model, in state VALIDATE
     qconfig    the mapping that it was prepared with
     methods    the methods that tuned it then, in order
-    corrections  what calibration corrected: fields of `fxq.Options` that are not what they were
+    corrections  the changed fields of `fxq.Options` for calibration
     steps      the steps that were tried, in order
     reference  the float model's score
-    score      that of the best model
+    score      the best model's score
     tolerance  the largest acceptable drop
     """
 
@@ -271,18 +271,18 @@ def tune(
 ) -> Tuned:
     """Quantize a model so that it loses no more than the tolerance, trying one remedy after the other, the cheapest first.
 
-    Three of four batches calibrate and teach; every fourth is held out, and judges, beside `metric`: an accuracy on a validation set,
-    say. Without one the score is minus the relative error of the outputs in percent, root mean square, and 0 for the float model. What
-    a remedy finds is kept if the score is higher, or the same with less error on what is held
-    out; so nothing that lowers it is kept. The search ends once the score is at most `tolerance` below the float model's.
+    Three of four batches are for calibration and training; every fourth is held out. The score is `metric`, for instance the accuracy on a
+    validation set; by default it is minus the relative root mean square error of the outputs in percent, 0 for the float model. A recipe
+    of a remedy is kept if its score is higher, or equal with less error on the held-out batches. The search ends when the score is at
+    most `tolerance` below the float model's.
 
-    Tried are, in this order: calibration as the qconfig says; with a `budget` that this exceeds, the best dtypes within it; 32-bit
-    outputs of the layers whose sums the model returns; other observers; what calibration corrects, off and on: biases, the rounding of
-    weights by samples, and equalization; int16 for the most sensitive tensors, or, with a budget, which leaves out both of these (32-bit
-    outputs and int16), the best dtypes within it; distillation, in `steps` for the model; AdaRound and block
-    reconstruction, in `steps` for each layer or block.
+    The remedies are, in this order: calibration with the qconfig; if that exceeds a `budget`, the best dtypes within it; 32-bit
+    outputs of the layers whose sums the model returns; other observers; the corrections of calibration, off and on: biases, the rounding
+    of weights by samples, and equalization; int16 for the most sensitive tensors, or, with a budget, which leaves out 32-bit outputs and
+    int16, the best dtypes within it; distillation, in `steps` for the model; AdaRound and block reconstruction, in `steps` for each layer
+    or block.
 
-    Raises CalibrationError for fewer than two batches, and what `prepare`, `calibrate` and, with a budget, `mixed_precision` raise.
+    Raises CalibrationError for fewer than two batches, and the errors of `prepare`, `calibrate` and, with a budget, `mixed_precision`.
     """
     every = list(as_batches(batches))
     if len(every) < 2:
@@ -304,7 +304,7 @@ def tune(
 
 
 class _Session:
-    """One search: the best so far, and what was tried."""
+    """One search: the best recipe so far, and the trials."""
 
     def __init__(
         self, work: Work, judging: list[list[Any]], journal: Checkpoint, steps: int, budget: Budget | None, metric: Metric | None
@@ -336,7 +336,7 @@ class _Session:
             return 0.0 if self.metric is None else score_of(self.metric, self.work.prepared)
 
     def _try(self, name: str, remedy: Remedy, enough: float, refused: bool = False) -> None:
-        """Judge what a remedy proposes, and keep the best of it."""
+        """Evaluate the recipes that a remedy proposes, and keep the best one."""
         known = self.journal.at(name, lambda: {"tried": [], "done": False})
         state = State(self.work, self.recipe, self.budget, self.steps)
         for entry in known["tried"]:
@@ -367,7 +367,7 @@ class _Session:
             self.best, self.recipe, self.made = step, recipe, made
 
     def _built(self, recipe: Recipe) -> fx.GraphModule:
-        """The model of a recipe; from the best so far where that is its beginning."""
+        """Return the model of a recipe, built on the best model so far if the recipe only appends methods to it."""
         if self.made is None and recipe != self.recipe:
             self.made = self._built(self.recipe)
         if self.made is not None and recipe == self.recipe:
@@ -387,7 +387,7 @@ class _Session:
         return made
 
     def _file(self, recipe: Recipe) -> str | None:
-        """Where the last method of a recipe keeps what it has learned until it is done."""
+        """Return the path of the checkpoint of a recipe's last method; None without a checkpoint."""
         if self.journal.path is None:
             return None
         text = torch.frombuffer(bytearray(repr(recipe.document()).encode()), dtype=torch.uint8)

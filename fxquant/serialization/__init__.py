@@ -134,7 +134,7 @@ def pack(document: Mapping[str, Any], tensors: dict[str, Tensor]) -> bytes:
 def unpack(content: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the document and the tensors of a file. Nothing larger than the file itself is allocated for it.
 
-    Raises Malformed, or what the readers of zip, JSON and safetensors raise.
+    Raises Malformed, or errors of the readers of zip, JSON and safetensors.
     """
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         entries = archive.infolist()
@@ -151,7 +151,7 @@ def unpack(content: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def as_text(document: Mapping[str, Any]) -> str:
-    """Return a document as JSON, with every item of its lists and objects on a line of its own."""
+    """Return a document as JSON text, with one line for every item of its lists and objects."""
     return "{\n" + ",\n".join(f"{json.dumps(key)}: {_section(value)}" for key, value in document.items()) + "\n}\n"
 
 

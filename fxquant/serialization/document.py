@@ -60,7 +60,7 @@ _PATH = re.compile(r"[^.\n]+(\.[^.\n]+)*")  # a line break in it could stand for
 
 
 def write_model(model: Any, target_of: TargetOf) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the document and the tensors of a model. Raises ExportError, naming what it is, if anything of it has no form there."""
+    """Return the document and the tensors of a model. Raises ExportError, with the name of the part, if a file cannot hold a part of it."""
     if not isinstance(model, fx.GraphModule) or not (is_traced(model) or stage_of(model) is not None):
         cannot_save(f"a {type(model).__name__}", "it is not a model of fxquant", "save what trace, prepare or convert returned")
     if any(isinstance(hook, ReturnInTraining) for hook in model._forward_hooks.values()):
@@ -96,14 +96,14 @@ def write_model(model: Any, target_of: TargetOf) -> tuple[dict[str, Any], dict[s
 
 
 def _kept_of_model(name: str, value: Any) -> Any:
-    """Return a target by its name, and of an integer model the primitives alone: kernels are those of the machine that loads it."""
+    """Return a target's name, and the stage INTEGER in place of FUSED: kernels depend on the machine that loads the file."""
     if name == "target":
         return value.name
     return Stage.INTEGER.name if name == "stage" and value == Stage.FUSED.name else value
 
 
 def _preserved(model: fx.GraphModule) -> dict[str, Any]:
-    """Return the values among the preserved attributes of the float model; a warning lists those that no file can hold."""
+    """Return the preserved attributes of the float model, encoded; a warning lists the ones that a file cannot hold."""
     kept, left = {}, []
     for name, value in model.meta[CARRIED].preserved.items() if CARRIED in model.meta else ():
         try:
@@ -190,9 +190,9 @@ def _noise(model: nn.Module) -> frozenset[int]:
 
 
 def read_model(document: Mapping[str, Any], tensors: Mapping[str, Tensor], target_of: TargetOf) -> fx.GraphModule:
-    """Return the model a document describes; it is compiled only if writing it again gives this document.
+    """Return the model of a document; it is compiled only if writing it again gives the same document.
 
-    Raises Malformed, FxQuantError, or what making modules and nodes raises, if it describes none.
+    Raises Malformed, FxQuantError, or errors of the constructors of modules and nodes, for an invalid document.
     """
     _check_head(document, _SECTIONS, FORMAT, VERSION, "it is not a model that fxquant saved")
     meta = _model_meta(expect(document["meta"], dict))
@@ -270,7 +270,7 @@ def _contradictions(model: Model, stage: Stage) -> Iterator[tuple[fx.Node, str]]
 
 
 def _computed(model: Model, node: fx.Node, module: QuantizedOperator) -> TensorFact:
-    """Return the shape and dtype of what an operator computes from its operands and parameters; raises what its float function raises."""
+    """Return the shape and dtype of an operator's result, inferred with its float function on meta tensors; raises its errors."""
 
     def example(operand: fx.Node, batch: int) -> Any:
         if operand.op == "get_attr":
@@ -391,7 +391,7 @@ def write_observations(observations: Observations) -> tuple[dict[str, Any], dict
 
 
 def read_observations(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Observations:
-    """Return the observations that a document describes. Raises Malformed, or what making observers raises, if it describes none."""
+    """Return the observations of a document. Raises Malformed, or errors of the observers' constructors, for an invalid document."""
     _check_head(document, ["format", "version", "observed"], OBSERVATIONS, 1, "it holds no observations that fxquant saved")
     left = dict(tensors)
     found = [_observed(expect(entry, dict), index, left) for index, entry in enumerate(expect(document["observed"], list))]

@@ -1,6 +1,6 @@
 """The closed tables: every function, method and class a model file can name.
 
-A name in a file is looked up here and nowhere else; what is not listed can neither be saved nor loaded.
+Names in a file are looked up here and nowhere else; a function or class that is not listed can neither be saved nor loaded.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _listed(space: str, home: Any, names: str) -> Iterator[tuple[str, Callable[.
 
 
 def _spelling(space: str, home: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield the functions of a module that spell operators, but for those that write on their operand."""
+    """Yield the functions of a module that are call forms of operators, except in-place ones."""
     for function in FUNCTIONS:
         name = getattr(function, "__name__", "").removeprefix(f"{space}_")
         if name and not name.endswith("_") and getattr(home, name, None) is function:

@@ -1,4 +1,4 @@
-"""A QConfigMapping as a text that a person can read and edit: JSON, a line for each rule, of which only what is not the default is written.
+"""A QConfigMapping as editable text: JSON with a line for each rule, without settings that have their default.
 
 {"format": "fxquant qconfig", "version": 1,
  "default": {},
@@ -86,7 +86,7 @@ def written(rules: QConfigMapping) -> str:
 
 
 def read(text: str, path: Any) -> QConfigMapping:
-    """Return the mapping that a text describes; `path` is what an error names."""
+    """Return the mapping of a text; `path` is named in errors."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -114,7 +114,7 @@ def _unreadable(path: Any, because: str) -> ExportError:
 
 
 def _written(chosen: Chosen, rule: str) -> Any:
-    """Return a QConfig by what of it is not the default."""
+    """Return a QConfig as a dict of the settings that differ from the default."""
     if chosen is None:
         return None
     parts = {name: _part(getattr(chosen, name), rule) for name in PARTS if getattr(chosen, name) is not None}

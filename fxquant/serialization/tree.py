@@ -196,7 +196,7 @@ def _layout(tensor: Tensor) -> str:
 
 
 def _plain(tensor: Tensor, layout: str) -> Tensor:
-    """Return a contiguous tensor of its own memory; tensors may share memory, and safetensors refuses that."""
+    """Return a contiguous copy of a tensor on the CPU; safetensors refuses tensors that share memory."""
     plain = tensor.detach().cpu()
     plain = plain if layout == "contiguous" else plain.movedim(1, -1)
     return plain.clone(memory_format=torch.contiguous_format)
@@ -212,7 +212,7 @@ def _argument(module: nn.Module, name: str) -> Any:
 
 
 def _check_twin(module: nn.Module, arguments: Mapping[str, Any], path: str) -> None:
-    """Refuse a module that its constructor would not make again: an attribute was changed afterwards."""
+    """Raise ExportError if the module's constructor does not reproduce its attributes and shapes: one was changed after construction."""
     twin = construct(type(module), arguments)
     for name, value in twin.__dict__.items():
         if name[0] != "_" and name != "training" and isinstance(value, bool | int | float | str | tuple) and module.__dict__[name] != value:
@@ -259,7 +259,7 @@ def _detached(content: Any, operator: Operator) -> bool | tuple[str, ...]:
 
 
 class TreeReader:
-    """Makes the modules of a file. Raises Malformed, or what the constructors raise, if they cannot be made."""
+    """Constructs the modules of a file. Raises Malformed, or errors of the constructors."""
 
     def __init__(self, roles: Any, tensors: Mapping[str, Tensor], arithmetic: Arithmetic | None) -> None:
         if set(expect(roles, dict)) != set(tensors):

@@ -84,7 +84,7 @@ _RECORDS_BY_NAME = {kind.__name__: kind for kind in RECORDS}
 
 
 class Malformed(ValueError):
-    """A file does not say what a model file says."""
+    """Raised for a file that is not a valid model file."""
 
 
 def cannot_save(what: str, because: str, remedy: str, node: Located | None = None) -> NoReturn:
@@ -184,7 +184,7 @@ def _known_name(kind: Any, table: Mapping[str, Any], what: str, remedy: str) -> 
 
 
 def decode(value: Any, nodes: Mapping[str, fx.Node] | None = None, depth: int = 0) -> Any:
-    """Return the value that was encoded; `nodes` are those it can refer to. Raises Malformed if it is none."""
+    """Decode a value of `encode`; `nodes` are the nodes that it may refer to, by name. Raises Malformed for other values."""
     if depth > DEPTH:
         raise Malformed(f"values are nested more than {DEPTH} deep")
     if isinstance(value, list):

@@ -31,8 +31,8 @@ T = TypeVar("T")
 class Kind:
     """The values that an argument may have.
 
-    right  in words
-    take   returns the value as the function is to see it; raises TypeError or ValueError for one that is not right
+    right  a description of the allowed values, for errors
+    take   converts a value for the function; raises TypeError or ValueError for a value that is not allowed
     """
 
     right: str
@@ -139,7 +139,7 @@ def shown(value: Any) -> str:
 
 
 def instance(right: str, *kinds: type) -> Kind:
-    """Return the kind of objects of these classes, taken as they are."""
+    """Return the kind of instances of these classes; they are not converted."""
 
     def take(value: Any) -> Any:
         if not isinstance(value, kinds):
@@ -150,7 +150,7 @@ def instance(right: str, *kinds: type) -> Kind:
 
 
 def such(right: str, take: Callable[[Any], Any], holds: Callable[[Any], bool]) -> Kind:
-    """Return a kind that takes what `take` returns, if `holds` is true of it."""
+    """Return a kind of values that `take` converts to a value for which `holds` is true."""
 
     def narrowed(value: Any) -> Any:
         accepted = take(value)

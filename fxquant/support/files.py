@@ -33,7 +33,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_file(path: str | os.PathLike[str], content: Content, check: Callable[[Path], None] | None = None) -> Path:
-    """Write one file, in a folder that is made if it is missing; returns its path. `check` and errors are those of `write_files`."""
+    """Write one file, and its folder if it is missing; return its path. `check` and errors are as in `write_files`."""
     place = Path(path)
     write_files(place.parent, {place.name: content}, check)
     return place
@@ -160,7 +160,7 @@ def in_child(owner: Any, function: Callable[[Any], None]) -> None:
 
 
 def free_in_child(owner: Any, name: str, make: Callable[[], Any], interrupted: Callable[[Any], None] | None = None) -> None:
-    """In a forked child, replace the owner's lock of that name by a new one where another thread of the parent held it.
+    """Replace a lock, the owner's attribute `name`, by a new one in a forked child, if another thread of the parent held it.
 
     `interrupted` is then called with the owner, whose state that thread may have left between two changes.
     """
@@ -223,8 +223,8 @@ def start(tensor: Tensor) -> int | None:
 def point(structure: ctypes.Structure, tensors: Iterable[tuple[str, Tensor | None]]) -> list[Tensor]:
     """Set fields of a structure to the addresses of tensors, and leave a field as it is where the tensor is None.
 
-    The result owns the memory: keep it until the function in C has returned. What C writes to has to be a new tensor, which
-    has no mark.
+    The result owns the memory: keep it until the function in C has returned. A tensor that C writes to has to be new:
+    it then has no lazy negation or conjugation.
     """
     held = [(name, readable(tensor)) for name, tensor in tensors if tensor is not None]
     for name, tensor in held:

@@ -1,4 +1,4 @@
-"""Registries: of implementations that backends offer in place of PyTorch's, with those whose results differ, and of forms by key.
+"""Registries of implementations that backends offer in place of PyTorch's, of those whose results differ, and of forms by key.
 
 An implementation that is compared with its reference at run time, and computes other bits, is not used. `disagreed` records where:
 with a warning for each place and an entry of `fxq.report`. In the test suite every entry is an error.
@@ -61,7 +61,7 @@ RECORDED: list[tuple[weakref.ref[Any] | None, Disagreement]] = []  # each with i
 def disagreed(model: Any, implementation: str, places: Sequence[str], because: str, instead: str) -> None:
     """Record that an implementation computed other bits than its reference; log a warning for places that are not recorded yet.
 
-    The model is the one in which the places are; None for what is proved once for all models. `instead` says what is used instead.
+    `model` is the model with these places, or None for a proof that concerns all models. `instead` names the replacement, for the log.
     """
     known = {(each.implementation, each.place) for each in disagreements(model)}
     new = [place for place in places if (implementation, place) not in known]

@@ -26,9 +26,9 @@ from fxquant.training.fused_layers import Gradients, Rounded
 
 @dataclass(frozen=True)
 class Deferred:
-    """A call of a primitive, whose arguments may be such calls.
+    """A deferred call of a primitive, whose arguments may be deferred calls as well.
 
-    `slope` is the gradient of the result to the first argument, where it is not that of the primitive: see `Lowering.multiplied`.
+    `slope` is the gradient of the result to the first argument, if it is not that of the primitive: see `Lowering.multiplied`.
     """
 
     primitive: Callable[..., Tensor]
@@ -40,7 +40,7 @@ _MADE = frozenset({Role.ALIGNMENT, Role.ADDITION, Role.CHANNEL_SCALING, Role.MUL
 
 
 def defers(primitive: Callable[..., Tensor], arguments: Sequence[Any]) -> bool:
-    """Return whether a call may be deferred: it is of such a primitive, on a tensor that a backend offers kernels for."""
+    """Return whether a call may be deferred: the primitive's role is in `_MADE`, and an operand is deferred, or large with kernels."""
     if role_of(primitive) not in _MADE:
         return False
     return any(isinstance(a, Deferred) or (isinstance(a, Tensor) and a.numel() >= SMALLEST and offered(a) is not None) for a in arguments)
@@ -86,7 +86,7 @@ class Join:
 
     @property
     def rows(self) -> int:
-        """How many rows of columns there are."""
+        """The number of rows."""
         return self.a.numel() // self.columns
 
     @property
@@ -202,9 +202,10 @@ def _within(own: torch.Size, shape: torch.Size) -> bool:
 
 
 def _layout(own: Sequence[int], shape: Sequence[int], trailing: int, columns: int) -> Layout | None:
-    """Return the layout of an operand; None where it has none.
+    """Return the layout with which an operand of sizes `own` broadcasts to `shape`; None if no kernel has it.
 
-    Its last dimensions are all those of the shape, or all 1. The dimensions before, without leading ones of size 1, are those of the shape.
+    The last `trailing` dimensions must all equal those of `shape`, or all be 1. The earlier ones, without leading 1s, must equal those of
+    `shape`.
     """
     own = [*[1] * (len(shape) - len(own)), *own]
     split = len(shape) - trailing
@@ -235,7 +236,7 @@ class Joining(Protocol):
         """Return the least and the largest accumulator: float64, of shape (2, columns) where constants are per column, else (2, 1)."""
 
     def forward(self, join: Join, how: Rounded, ratio: Tensor, marks: bool) -> tuple[Tensor, Tensor, Tensor | None, int]:
-        """Return the integers, the dequantized tensor, a saturation mask, and how many elements have no gradient.
+        """Return the integers, the dequantized tensor, a saturation mask, and the number of elements without gradient.
 
         The dequantized tensor is never -0.0. The mask is computed if `marks`: bytes that are 1 where an element has a gradient.
         """
@@ -381,7 +382,7 @@ FEW = 2**8  # integers of a grid: all of them are in its tables
 
 
 class Curve(NamedTuple):
-    """A function at every number of a grid from `low` on: its values, and how much they rise there, float32."""
+    """A function at all integers of a grid from `low` on: its values and slopes, float32."""
 
     values: Tensor
     slopes: Tensor | None
@@ -408,7 +409,7 @@ def tabulated(value: Tensor, grid: Grid) -> bool:
 
 
 def integers_of(value: Tensor, grid: Grid) -> Tensor:
-    """Return all integers of a small grid, as float64; of a larger grid those from the least to the largest that a tensor holds."""
+    """Return all integers of a small grid, as float64; for a larger grid the integers from the tensor's minimum to its maximum."""
     low, high = grid.bounds
     if high - low >= FEW:
         low, high = map(int, ends_of(value))
@@ -470,7 +471,7 @@ def kept_narrow(primitive: Any, arguments: tuple[Any, ...]) -> Any:
 
 
 def _narrow(value: Tensor) -> Tensor:
-    """Return integers in the first of `_DTYPES` that holds them all, with their strides; small or other tensors as they are."""
+    """Convert float32 integers to the first of `_DTYPES` that holds them all, with the same strides; small or other tensors unchanged."""
     if value.dtype != torch.float32 or value.numel() < SAVED_FROM:
         return value
     flat = torch.empty_like(value, dtype=torch.int8, device="meta").stride() == value.stride()

@@ -1,12 +1,12 @@
-"""Autograd functions for large tensors in training, of as few kernels as they need and with a backward of their own.
+"""Autograd functions for large tensors in training, with few kernels and a custom backward.
 
     collected    the mean and the variance of each channel of sums, and their least and largest
     finished     accumulators to integers and the dequantized tensor
     whole        a weight, times the gain of a batch norm, to integers
 
-Each has the bits of the composition of primitives that it stands for. That composition computes whatever is not admitted here; inside
-`unfused` it computes everything, so that the two can be compared. The kernels are those of `Passes`: in PyTorch on every device, and
-in C where a backend offers them (`OFFERS`) for this processor.
+Each has the bits of the composition of primitives that it replaces. Operands that are not admitted here use the composition; inside
+`unfused` all do, so that the two can be compared. The kernels are the methods of `Passes`: in PyTorch on every device, and
+in C if a backend offers them (`OFFERS`) for this processor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fxquant.support.offers import Offers
 
 
 class Form(NamedTuple):
-    """A tensor as (outer, channels, inner) in the order of memory; `shape` is that of what broadcasts along its channels."""
+    """A tensor's sizes as (outer, channels, inner) in memory order; `shape` is the shape of per-channel constants that broadcast to it."""
 
     outer: int
     channels: int
@@ -60,10 +60,10 @@ def form_of(value: Tensor, trailing: int) -> Form | None:
 
 
 class Accumulator(NamedTuple):
-    """Sums, float32, and what is added to them.
+    """Sums, float32, with a bias and a residual to be added.
 
-    bias      of shape (C,); None for none
-    residual  of the shape of the sums, and `factor` of shape (C,), which it is multiplied by; None for none
+    bias      of shape (C,), or None
+    residual  of the shape of the sums, or None; it is multiplied by `factor`, of shape (C,)
     """
 
     sums: Tensor
@@ -86,9 +86,9 @@ class Rounded:
     """The constants of a requantization, one for each channel or scalars.
 
     factors     of `requantize_real`: the multiplier; of `requantize_fixed`: half, 2^-shift, the product, all float64
-    limit, add  of `requantize_fixed`: of the intermediate, and what is added before the last rounding down
+    limit, add  of `requantize_fixed`: the limit of the intermediate, and the rounding constant of the last shift
     low, high   limits of the integers, the fused clamp included
-    bounds      limits of the grid, beyond which the gradient is 0
+    bounds      limits of the dtype, beyond which the gradient is 0
     clamp       the fused clamp, as float values
     scale       float32: the value of one step
     """
@@ -103,7 +103,7 @@ class Rounded:
     scale: Tensor
 
     def inside(self, real: Tensor) -> Tensor:
-        """Return which float values have a gradient: those within the fused clamp and the limits of the grid."""
+        """Return a bool mask of the float values with a gradient: within the fused clamp and the limits of the dtype."""
         steps = real.clamp(*self.clamp) / self.scale
         return (steps >= self.bounds[0]) & (steps <= self.bounds[1]) & (real >= self.clamp[0]) & (real <= self.clamp[1])
 
@@ -175,7 +175,7 @@ class Passes:
         return value, (value * how.scale).add_(0.0)
 
     def mark(self, accumulator: Accumulator, ratio: Tensor, how: Rounded) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Return the results of `finish`, a saturation mask, uint8 with the strides of the sums, and how many elements have no gradient."""
+        """Return the results of `finish`, a saturation mask, uint8 with the sums' strides, and the number of elements without gradient."""
         real = accumulator.value() * ratio.reshape(accumulator.form.shape)
         inside = how.inside(real)
         return *self.finish(accumulator, how), inside.to(torch.uint8), int(inside.numel() - inside.sum())
@@ -241,7 +241,7 @@ _SWITCH = _Switch()
 
 @contextlib.contextmanager
 def unfused() -> Iterator[None]:
-    """Inside, and in this thread, everything is composed of primitives, each of them a call of its own."""
+    """Inside, in this thread, fused kernels are off: operators call one primitive after the other."""
     before, _SWITCH.on = _SWITCH.on, False
     try:
         yield
@@ -255,7 +255,7 @@ def admitted(*tensors: Tensor | None) -> bool:
 
 
 def plain(*tensors: Tensor | None, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> bool:
-    """Return whether these are tensors of such a dtype and of no class of their own, outside of torch.func's transforms."""
+    """Return whether these are plain tensors, no subclasses, of one of these dtypes, outside of torch.func's transforms."""
     given = all(type(t) in _PLAIN and t.dtype in dtypes for t in tensors if t is not None)
     return given and not torch._C._are_functorch_transforms_active()
 
@@ -301,7 +301,7 @@ class _Collected(torch.autograd.Function):
 
 
 class Collected(NamedTuple):
-    """Sums whose statistics are known: `ends` are the least and the largest of each channel."""
+    """Sums with their statistics per channel; `ends` are the minimum and the maximum."""
 
     sums: Tensor
     mean: Tensor
@@ -462,7 +462,7 @@ class _OnGrid(torch.autograd.Function):
 
 
 def _within_grid(value: Tensor, scale: Tensor, bounds: tuple[float, float]) -> tuple[Tensor | None, int]:
-    """Return which elements are within the grid, as bytes in the order of the shape, and how many are not; None where all are."""
+    """Return the mask of elements within `bounds` in units of the scale, uint8, or None if all are, and the number of others."""
     low, high = bounds
     if scale.numel() == 1 and value.numel():
         least, most = (torch.stack(torch.aminmax(value)) / scale.flatten()).tolist()  # a quotient rises with its dividend, rounded too

@@ -1,12 +1,12 @@
 """Methods that make a calibrated model more exact.
 
 A method runs its samples through the graph once, node by node, in float and in integers (`walk`), and compares both at each layer or
-block. What is learned passes through the layer's own `lower`, by a lowering that leaves accumulators differentiable (`walk.RealLowering`).
-The outputs on held-out samples judge what each method did, and undo it without a clear gain (`effects`).
+block. Learned parameters pass through the layer's own `lower`, with a lowering whose accumulators are differentiable (`walk.RealLowering`).
+At the end the outputs on held-out samples are compared, and a method without a clear gain is undone (`effects`).
 
 `round_weights` needs no walk in integers (`second_moment`). `calibrate` runs it after the observers, and then `correct_bias`, on the first
-samples (`first_samples`). `equalize` runs before there are scales, and an estimate judges it. `distill` runs the whole graph in every
-step, in integers with gradients and in float.
+samples (`first_samples`). `equalize` runs before there are scales, and compares estimates of the error. `distill` runs the whole graph in
+every step, in integers with gradients and in float.
 
 The result is an `AdaptiveRounding`, a scale, a `Coverage` of a weight's scale or a `BiasCorrection`. `lower` reads it in every
 state, so that training, validation and deployment still agree.

@@ -29,8 +29,8 @@ class MovedStatistics:
     """The change of the running statistics of one batch norm.
 
     name      the node of the operator that it belongs to
-    mean      by how much a channel's mean moved, in standard deviations that it had: the root mean square over channels
-    variance  by what a channel's variance was multiplied: the geometric mean over channels
+    mean      the change of the mean in units of the old standard deviation: root mean square over channels
+    variance  the new variance divided by the old one: geometric mean over channels
     """
 
     name: str
@@ -42,8 +42,8 @@ class MovedStatistics:
 class BatchNormResult(LayerTable[MovedStatistics]):
     """The result of `reestimate_batch_norm`: a row for each batch norm; iterates over them, and prints as a table.
 
-    skipped  those that it cannot re-estimate, each with the reason
-    batches  how many it took
+    skipped  the batch norms that were not re-estimated, each with the reason
+    batches  the number of batches that were read
     """
 
     layers: tuple[MovedStatistics, ...]
@@ -71,9 +71,9 @@ def reestimate_batch_norm(
 ) -> BatchNormResult:
     """Set the running statistics of every batch norm to their mean over the batches, after quantized weights; the state is VALIDATE.
 
-    All that moves are means, variances and their counts, of batch norms that are modules and keep such, frozen ones included; scales and
-    parameters stay, and dropout is off. Each batch has its own statistics, so it should be of training's size. A bias correction is
-    dropped where the statistics take its place. Nothing judges the outputs: the float model changes with its statistics, too.
+    Only running means, variances and their counts change, of all batch norm modules that have them, frozen ones included; scales and
+    parameters stay, and dropout is off. Statistics are computed per batch, so a batch should be as large as in training. A bias correction
+    of such a layer is dropped, since the new means contain it. The outputs are not checked: the float model changes with its statistics.
 
     Raises NotCalibrated before calibration and CalibrationError for batches that do not fit, and then changes nothing.
     """
@@ -92,7 +92,7 @@ def reestimate_batch_norm(
 
 
 def _batch_norms(prepared: fx.GraphModule) -> tuple[list[tuple[str, QuantizedOperator, Any]], list[tuple[str, str]]]:
-    """Return the batch norms with the operator that each is a part of; and those that cannot be re-estimated."""
+    """Return the batch norms as (name, operator, module), and the ones that cannot be re-estimated as (name, reason)."""
     found: list[tuple[str, QuantizedOperator, Any]] = []
     skipped = []
     for node in prepared.graph.nodes:

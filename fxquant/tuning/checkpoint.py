@@ -140,12 +140,12 @@ class LayerCheckpoint(Checkpoint):
         self.rows = {name: TunedLayer.of(row) for name, row in self.document.items()}
 
     def learned(self, row: TunedLayer) -> Learned:
-        """Return what was learned for a row that is finished."""
+        """Return the learned tensors of a finished row, by name."""
         start = f"{row.name}/"
         return {name.removeprefix(start): value for name, value in self.tensors.items() if name.startswith(start)}
 
     def add(self, row: TunedLayer, learned: Learned) -> None:
-        """Add a finished row, and what was learned if the model keeps it; write the file."""
+        """Add a finished row and its learned tensors, empty if the model does not keep them; write the file."""
         self.rows[row.name], self.document[row.name] = row, asdict(row)
         self.tensors.update({f"{row.name}/{name}": value.detach().clone() for name, value in learned.items()})
         self.write()

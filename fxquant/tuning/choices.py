@@ -1,6 +1,6 @@
 """The quantization choices of a prepared model: its tensors and weights, and the mapping that sets how each is quantized.
 
-A *choice* is a quantized tensor, or a group of them that shares a scale, whose dtype nothing demands; or the weight of a layer.
+A *choice* is the weight of a layer, or a quantized tensor, or a group of tensors with one scale, whose operator demands no dtype.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ ACTIVATION, WEIGHT = "activation", "weight"
 class Choice:
     """A tensor, or a weight, that can have one of several dtypes.
 
-    name       of the node whose result it is, the first where several share a scale; of a weight its layer's with ".weight"
+    name       the node whose result it is, the first one of a shared scale; of a weight the layer's name with ".weight"
     kind       "activation" or "weight"
-    dtype      what it has
-    dtypes     what it can have, the narrowest first
-    operators  those that compute the tensor; the one that has the weight
-    elements   how many numbers: of a weight, or, of one item, of the tensors
-    macs       the multiply-accumulates, of one item, that read it
-    passes     how many times it is read or written: a weight once, a tensor once by what makes it and once by each that reads it
+    dtype      the current dtype
+    dtypes     the possible dtypes, the narrowest first
+    operators  the operators that compute the tensors, or the one that holds the weight
+    elements   the number of elements: of the weight, or of the tensors for one item of the batch
+    macs       the multiply-accumulates, for one item, that read it
+    passes     the number of reads and writes: 1 for a weight; for a tensor 1 write and one read per reader
     """
 
     name: str
@@ -222,7 +222,7 @@ def bits(dtype: str) -> int:
 
 
 def _of_widths(known: Mapping[str, Any], offered: Sequence[str], widths: Sequence[int], dtype: str) -> tuple[str, ...]:
-    """Return the dtypes of these widths that are offered, one of each, and the one that is there."""
+    """Return the current dtype and one offered dtype of each other width in `widths` (bits), the narrowest first."""
     found = {known[dtype].bits: dtype}
     for name in offered:
         if name != "int32" and known[name].bits in widths:
@@ -261,7 +261,7 @@ def _operands(operator: QuantizedOperator | None) -> list[Quantizer]:
 
 
 class Tuned(NamedTuple):
-    """A prepared model that is tuned, its operators by name, and a function that undoes what was tuned so far."""
+    """A prepared model that is being tuned, its operators by name, and a function that undoes all changes."""
 
     model: fx.GraphModule
     operators: dict[str, QuantizedOperator]
@@ -307,7 +307,7 @@ def tuning(prepared: fx.GraphModule) -> Iterator[Tuned]:
 
 
 def _numbers(prepared: fx.GraphModule, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies of all parameters and buffers by name; those that equal a known copy are that copy."""
+    """Return copies of all parameters and buffers by name; reuse the copies in `known` that are still equal."""
     state = prepared.state_dict(keep_vars=True)
     same = {name for name, value in state.items() if name in known and torch.equal(known[name], value)}
     return {name: known[name] if name in same else value.detach().clone() for name, value in state.items()}

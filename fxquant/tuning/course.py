@@ -1,4 +1,4 @@
-"""Let units learn in turn, each with those before it finished and kept in a checkpoint: `adaround` by layers, `reconstruct` by blocks."""
+"""Tune units one after the other, with a checkpoint after each: `adaround` layer by layer, `reconstruct` block by block."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def learn(
     options: Options,
     show_progress: bool | None,
 ) -> TuningResult:
-    """Let units learn, one after the other; a unit keeps what it learned if its error falls, and that of the outputs does not clearly rise.
+    """Train units one after the other; keep a unit's parameters if its error falls and the error of the outputs does not clearly rise.
 
-    All of it is undone if the outputs of the model have no clear gain in the end.
+    Everything is undone if the outputs of the model have no clear gain in the end.
     """
     with tuning(prepared) as tuned:
         samples = taken(prepared, batches, num_batches, options, show_progress)
@@ -80,7 +80,7 @@ def learn(
 def _taught(
     lesson: Lesson, settings: Settings, seed: int, known: LayerCheckpoint, outputs: FloatOutputs, noise: Noise
 ) -> Generator[None, None, Noise]:
-    """Train one unit, and keep what it learned if its error falls and the outputs are not clearly noisier; return their least noise."""
+    """Train one unit; keep its parameters if its error falls and the outputs are not clearly noisier; return the outputs' least noise."""
     before, student = lesson.error(), Student(lesson, settings, seed)
     yield from student.study()
     learned, after = student.settled(lesson.error)
@@ -94,7 +94,7 @@ def _taught(
 
 
 def left_out(prepared: fx.GraphModule) -> dict[str, str]:
-    """Return the weighted nodes whose rounding is not to be changed, by name, and why."""
+    """Return the names of the nodes whose rounding must not be tuned, each with the reason."""
     shared = shared_weights(prepared)
     found = {}
     for node, operator in weighted_nodes(prepared).items():
@@ -107,7 +107,7 @@ def left_out(prepared: fx.GraphModule) -> dict[str, str]:
 
 
 def _seed(seed: int, name: str) -> int:
-    """Return one for each unit, so that none depends on those before it."""
+    """Return a seed derived from the unit's name, so that its random numbers do not depend on the units before it."""
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
 
 
@@ -123,18 +123,17 @@ def adaround(
 ) -> TuningResult:
     """Learn whether each weight is rounded up or down, so that layers return their float results; the model is left in VALIDATE.
 
-    Nagel et al. 2020, in the order that layers run: each sees operands that are integers already, and learns its float result, behind its
-    fused limits and a function that alone reads it, in so many `steps`. `batches` are as in `calibrate`. A quarter
-    of the samples is held out, and judges, also of one batch: a layer whose mean squared error there does not fall, or with which the
-    outputs of the model lose more than 0.2 dB, is left as it was, and so are all layers unless the outputs gain 0.2 dB. Layers with a
-    rounding of the user's own are left out. What was decided is an `AdaptiveRounding` in place of `Nearest`, in the file of `save` and in
-    `state_dict`.
+    Nagel et al. 2020, layer by layer in the order they run: a layer reads quantized operands and learns, in `steps` steps, its float
+    result, compared after its fused clamp and after an activation function that is its only reader. `batches` are as in `calibrate`. A
+    quarter of the samples, also of a single batch, is held out: a layer is undone if its mean squared error there does not fall, or if the
+    outputs of the model lose more than 0.2 dB, and all layers are undone unless the outputs gain 0.2 dB. Layers whose rounding the user
+    set are left out. The decisions are an `AdaptiveRounding` in place of `Nearest`, in the file of `save` and in `state_dict`.
 
-    With a checkpoint the same call continues after the last layer that was finished. The inputs are kept, and of what is between the
-    layers two values, float and integer, for each that is still to be read.
+    With a checkpoint the same call continues after the last finished layer. Memory holds the inputs and, for every tensor between layers
+    that is still to be read, its float and its integer value.
 
-    Raises NotCalibrated before calibration, CalibrationError for batches that do not fit, and ConfigurationError for a checkpoint that is
-    of another call; if anything is raised, the model is what it was.
+    Raises NotCalibrated before calibration, CalibrationError for batches that do not fit, and ConfigurationError for the checkpoint of
+    another call; on any error the model is unchanged.
     """
     return learn("adaround", Settings(steps), layer_units, prepared, batches, num_batches, options, show_progress)
 
@@ -152,10 +151,9 @@ def reconstruct(
     """Learn the roundings of weights and the scales of activations of each block, so that it returns its float result.
 
     BRECQ (Li et al. 2021) with QDrop (Wei et al. 2022): a block is a residual block, or a few layers in a row. While it learns, each
-    element of an activation is rounded with probability one half. Scales that are given, frozen, powers of two, or shared with an operator
-    outside of the block stay. Held-out samples judge each block, whether it takes both the learned roundings and the learned
-    scales, and the outputs of the model.
-    Memory, errors and everything else are as in `adaround`.
+    element of an activation is rounded with probability one half. Scales that are constant, frozen, powers of two, or shared with an
+    operator outside of the block stay. On held-out samples it is decided whether a block keeps its roundings, its scales, or both, and
+    whether the model keeps anything. Memory, errors and everything else are as in `adaround`.
     """
     settings = Settings(steps, rounded=ROUNDED, scales=True)
     return learn("reconstruct", settings, block_units, prepared, batches, num_batches, options, show_progress)
@@ -173,7 +171,7 @@ LAYERS_TOGETHER = 6
 
 
 def block_units(prepared: fx.GraphModule) -> list[Unit]:
-    """Units that together hold every weighted node, in an order in which each reads nothing of one behind it."""
+    """Partition the nodes with weights into units, residual blocks or single layers, in topological order."""
     order = {node: index for index, node in enumerate(prepared.graph.nodes)}
     layers = {unit.weighted[0]: unit for unit in layer_units(prepared)}
     flow = networkx.DiGraph()

@@ -1,8 +1,8 @@
 """Distillation: learn the integers of all weights together, with the float model as the teacher; no labels are needed.
 
 Finkelstein, Fuchs, Tal, Grobman, Vosco, Meller: QFT: Post-training quantization via fast joint finetuning of all degrees of freedom, 2022.
-After calibration a model is trained for a short while as it is deployed, so that all layers compensate for the errors of one. The
-parameters stay as they are; what is learned is:
+After calibration the integer model is trained for a short while, so that all layers compensate for the errors of one. The
+parameters do not change; learned are:
 
     w_q = round(w / s + v)      v of each weight, in steps, with the gradient straight through
     s · g, b + c                a gain and a shift of each channel, where its scale is not learned or a power of two
@@ -42,7 +42,7 @@ MIXED = 0.5  # the largest λ
 RATE = 0.005  # of Adam, in parts of what a weight is on average
 SLOW_RATE = 0.004  # of gains, and of shifts in parts of a standard deviation of the result
 BETAS = (0.9, 0.99)  # of Adam: a few hundred steps are too short for more
-MOVED = 8  # the largest way of an image, in parts of its size: one of so many
+MOVED = 8  # images are shifted by at most 1 / MOVED of their size
 LOUDEST = 65535.0  # of an image
 KEPT = 10  # how often the state is kept in a checkpoint
 COPIES = 3  # of what is held out, each moved: a few samples are a poor judge
@@ -58,14 +58,14 @@ def distill(
     options: Options = DEFAULTS,
     show_progress: bool | None = None,
 ) -> TuningResult:
-    """Learn the integers of all weights together, so that the model returns what it does in float; it is left in VALIDATE.
+    """Learn the integers of all weights together, so that the model returns its float outputs; it is left in VALIDATE.
 
-    A step takes `batch_size` samples, mixed with others where they are finite floats, and moved by up to an eighth of their size
-    where they are images: real, of four or five dimensions, the batch first, and no element beyond 65535, unlike an attention's mask. A
-    quarter of the samples is held out, with copies that are moved: unless the outputs gain 0.2 dB there, the model stays as it was.
-    The model's parameters stay as they are: what was learned is an `AdaptiveRounding`, a `Coverage` and a `BiasCorrection` of each layer,
-    which `convert`, `save` and `state_dict` know of, and state FLOAT is still the teacher. Layers with a rounding of the user's own, or a
-    weight that others read, too, are left out. A step takes about four times as long as the float model takes for the samples and back.
+    A step takes `batch_size` samples: finite floats are mixed with those of other samples, and images are shifted by up to an eighth of
+    their size. An image is a float tensor of four or five dimensions, batch first, without an element beyond 65535 (an attention mask). A
+    quarter of the samples, and shifted copies, are held out: unless the outputs gain 0.2 dB there, the model is unchanged.
+    The model's parameters do not change: an `AdaptiveRounding`, a `Coverage` and a `BiasCorrection` of each layer hold what it learned,
+    for `convert`, `save` and `state_dict`, and state FLOAT is still the teacher. Layers whose rounding the user set, or whose weight other
+    layers read, too, are left out. A step takes about four times as long as forward and backward of the float model.
 
     `batches` and errors are as in `adaround`; with a checkpoint a repeated call continues after the last finished tenth of its steps.
     """
@@ -94,7 +94,7 @@ class _Weight:
 
     moved  v, of the weight's shape
     gain   g, of shape (C,), or None where the scale is not to be changed
-    shift  c, of shape (C,) in standard deviations of the result, or None where the result has no such channels
+    shift  c, of shape (C,) in standard deviations of the result, or None if the result does not have the weight's channels
     """
 
     def __init__(self, weight: Tensor, quantizer: WeightQuantizer, result: Tensor) -> None:
@@ -113,7 +113,7 @@ class _Weight:
         self.corrected = zeros.new_zeros(len(weight)) if correction is None else correction.value.clone()
 
     def begin(self) -> None:
-        """Replace the operator's rounding, scale and bias by those that are learned."""
+        """Replace the operator's rounding, weight scale and bias by the learned parameters."""
         rounding = AdaptiveRounding(tuple(self.moved.shape)).to(self.moved.device)
         rounding.soft = self._integers
         self.quantizer.rounding = rounding
@@ -144,7 +144,7 @@ class _Weight:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Keep what was learned, as integers."""
+        """Round the learned v to integers, and keep them in the operator's `AdaptiveRounding`."""
         rounding = self.quantizer.rounding
         assert isinstance(rounding, AdaptiveRounding)
         low, high = self.quantizer.dtype.low, self.quantizer.dtype.high
@@ -153,10 +153,10 @@ class _Weight:
 
 
 class _Pupil:
-    """A prepared model while it learns from itself in float.
+    """A prepared model that is trained with its float form as the teacher.
 
-    judging  what is held out, in chunks, each with its copies
-    losses   the loss of each step that is done
+    judging  the held-out samples, in chunks, each with its shifted copies
+    losses   the loss of each finished step
     """
 
     def __init__(self, prepared: fx.GraphModule, nodes: dict[fx.Node, QuantizedOperator], samples: Samples, size: int, seed: int) -> None:
@@ -196,7 +196,7 @@ class _Pupil:
         raise AssertionError("a graph ends with its output")
 
     def _alike(self) -> list[list[list[Any]]]:
-        """Return for each sample that is learned from those of its size, itself among them."""
+        """Return for each training sample the list of training samples of the same shapes, itself included."""
         groups: dict[Any, list[list[Any]]] = {}
         found = []
         for index in self.samples.learning or self.samples.judging:
@@ -207,7 +207,7 @@ class _Pupil:
         return found
 
     def learn(self, steps: int, checkpoint: Checkpoint) -> Iterator[None]:
-        """Learn, one step at a time, from where the checkpoint stands."""
+        """Train from the checkpoint's step on; yield after each step."""
         with torch.no_grad():
             for weight in self.weights:
                 weight.begin()
@@ -230,7 +230,7 @@ class _Pupil:
         with torch.no_grad():
             wanted, features = self._run(inputs, exact=False)
         for weight in self.weights:
-            weight.place()  # a shift has a graph of its own for each step
+            weight.place()  # each step needs a new autograd graph of the shift
         found, results = self._run(inputs, exact=True)
         outputs = [_share(y, right) for y, right in zip(found, wanted, strict=True)]
         layers = [_share(results[node], features[node]) for node in self.nodes]
@@ -244,7 +244,7 @@ class _Pupil:
                 weight.place()
 
     def _drawn(self) -> list[Any]:
-        """Return some samples to learn from, all of one size; their floating-point tensors are mixed with those of other samples."""
+        """Draw a batch of training samples of one size; their float tensors are mixed with those of other samples, and images shifted."""
         alike = self.items[int(torch.randint(len(self.items), (), generator=self.generator, device="cpu"))]
         order, other = (torch.randperm(len(alike), generator=self.generator, device="cpu")[: self.size] for _ in range(2))
         shares = MIXED * torch.rand(len(order), generator=self.generator, device="cpu", dtype=torch.float32)
@@ -257,7 +257,7 @@ class _Pupil:
             yield from (self._moved(inputs) for _ in range(COPIES))
 
     def _moved(self, inputs: list[Any]) -> list[Any]:
-        """Each image moved by its own way; of one sample, all inputs alike."""
+        """Shift each sample's images by a random distance, the same for all inputs of a sample."""
         images = [value for value, moves in zip(inputs, self.moves, strict=True) if moves]
         if not images:
             return inputs

@@ -58,17 +58,17 @@ IN_CACHE = 2**15  # float64 numbers of each of a few tensors
 
 @dataclass(frozen=True)
 class LayerNoise:
-    """A layer's weight. Tensors are float64, and labels int64.
+    """The rounding error of a layer's weight. Tensors are float64, labels int64; channels that share a factor have one label.
 
-    read          (out, in): the labels of the channels that each weight meets; those of all outputs of a group are the same
-    groups        how many groups there are
-    given         (out,): those of the channels of its result
+    read          (out, in): labels of the input channels; equal for all outputs of a group
+    groups        the number of groups
+    given         (out,): labels of the output channels
     squares       (out, in): Σ w² over a kernel's taps
-    largest       (out, in): max |w| over them
-    share         (out, in): what an error of mean square one of a weight costs, p_i · g_o
-    taps          how many there are
+    largest       (out, in): max |w| over a kernel's taps
+    share         (out, in): cost p_i · g_o of an error of mean square one in a weight
+    taps          the number of a kernel's taps
     divisor       half the number of steps of the weight's dtype
-    per_channel   whether every output has a scale of its own
+    per_channel   whether scales are per channel
     """
 
     read: Tensor
@@ -83,11 +83,11 @@ class LayerNoise:
 
     @property
     def labels(self) -> Tensor:
-        """The labels that each group meets, (groups, in)."""
+        """The labels of the input channels of each group, (groups, in)."""
         return self.read[:: len(self.read) // self.groups]
 
     def least_error(self) -> float:
-        """Compute a lower bound of the error over all factors: each step is at least the step of every weight by itself."""
+        """Compute a lower bound of the error over all factors: the error if every kernel had its own scale."""
         costs = torch.empty_like(self.share)
         for largest, squares, share, cost in self._blocks(self.largest, self.squares, self.share, costs):
             rounding = (largest / self.divisor).square_().mul_(self.taps / 12)
@@ -127,9 +127,9 @@ class LayerNoise:
         return (steps * given).amax() / given
 
     def _blocks(self, *tensors: Tensor, by_group: Tensor | None = None) -> Iterator[tuple[Tensor, ...]]:
-        """Tensors of a row for each output, (groups, outputs of a group, …), in pieces that a processor's cache holds.
+        """Yield tensors with a row for each output, as (groups, outputs of a group, …), in pieces that fit in a processor's cache.
 
-        `by_group` has one row for each group, and is given beside them.
+        `by_group`, with a row for each group, is cut likewise and appended.
         """
         shaped = [tensor.view(self.groups, -1, tensor.shape[1]) for tensor in tensors]
         dim = 1 if self.groups == 1 else 0
@@ -143,11 +143,11 @@ class LayerNoise:
 
 @dataclass(frozen=True)
 class TensorNoise:
-    """The tensors of one grid. Tensors are float64, and labels int64.
+    """The rounding error of the activations that share one scale. Tensors are float64, labels int64.
 
-    labels            (n,): those of its channels, each once
+    labels            (n,): labels of the channels, each once
     largest, power    (n,): the largest magnitude and the mean square
-    gain              (n,): what an error of mean square one costs
+    gain              (n,): cost of an error of mean square one
     divisor           half the number of steps of the grid's dtype
     """
 
@@ -158,11 +158,11 @@ class TensorNoise:
     divisor: float
 
     def ahead(self, times: float) -> TensorNoise:
-        """Return the noise if every channel may reach so many times as far, but none beyond the largest."""
+        """Return a copy in which every channel's largest magnitude is multiplied by `times`, up to the largest of all channels."""
         return replace(self, largest=torch.minimum(self.largest * times, self.largest.max()))
 
     def least_error(self) -> float:
-        """Compute a lower bound of the error: every channel has the whole grid for itself."""
+        """Compute a lower bound of the error: the error if every channel had its own scale."""
         return float((torch.minimum((self.largest / self.divisor).square() / 12, self.power) * self.gain).sum())
 
     def error(self, factors: Tensor, rising: Tensor | None = None, falling: Tensor | None = None) -> float:
@@ -185,7 +185,7 @@ WORTH = 0.5  # factors are kept where they leave at most so much of the error
 SWEEPS = 3  # over all groups, where weights have one scale for all outputs
 ROUNDS = 4  # how often each choice is balanced anew
 LARGEST = 10  # the largest exponent
-LOUD = 4.0  # items with more than so many times the median magnitude are outliers, and do not show how far apart channels are
+LOUD = 4.0  # items with more than 4 times the median magnitude are outliers, and do not show how far apart channels are
 AHEAD = 1.5  # times as far as a few items show: a channel may turn out to reach so far
 
 Seen = tuple[Tensor, Tensor, int]  # max |x| and Σ x̄² for each label of a tensor, and how many tensors were seen
@@ -203,13 +203,13 @@ def equalize(
 ) -> fx.GraphModule:
     """Multiply channels whose ranges are far apart by powers of two, as these batches show them in the float model; returns it.
 
-    `calibrate` does so by its first batch; this takes all of them, and is called before it. What a layer gives is multiplied, as it
-    passes through whatever is positively homogeneous (relu, poolings, additions, concatenations, reshapes, a product with a gate), and
-    every layer that reads it undoes it in its weight: convolutions, linear layers, the affine part of a norm. Nothing is multiplied where
-    a limit other than 0 (relu6), another function, an output, a scale that is given or a float operator meets it. Parameters are left as
-    they are, and so is the float function, bit for bit, as long as no number leaves the range of float32.
+    `calibrate` does so with its first batch; this takes all batches, and is called before it. The output channels of a layer are
+    multiplied, the factors pass through positively homogeneous operators (relu, poolings, additions, concatenations, reshapes, a product
+    with a gate), and every layer that reads them divides its weight by them: convolutions, linear layers, the affine part of a norm. A
+    channel keeps the factor 1 if it reaches a clamp at another bound than 0 (relu6), another function, an output, a constant scale or a
+    float operator. Parameters do not change, nor does the float function, bit for bit, unless a number leaves the range of float32.
 
-    The arguments are those of `calibrate`. Raises what that raises, and ConfigurationError if anything was observed already.
+    The arguments and errors are those of `calibrate`, and ConfigurationError if the model has been observed already.
     """
     require_prepared(prepared)
     if _begun(prepared):
@@ -260,7 +260,7 @@ def _begun(prepared: fx.GraphModule) -> bool:
 def _equalize(
     prepared: fx.GraphModule, batches: Iterable[Sequence[Any]], join: Callable[[Sequence[Any]], Statistics] | None, settled: bool = False
 ) -> None:
-    """Choose factors and set them, by what `join` makes of what all ranks have seen; a model that is `settled` keeps what it has."""
+    """Choose and set the factors from statistics, which `join` combines over all ranks; a `settled` model keeps its factors."""
     joined = join is not None and ranks.count() > 1
     if settled:
         if joined:
@@ -290,7 +290,7 @@ class _Problem:
     def __init__(self, prepared: fx.GraphModule, known: Channels, seen: Statistics) -> None:
         self.number = known.number
         gain = torch.zeros(known.number, dtype=torch.float64, device="cpu")
-        # What is computed last comes first: what an error does in a layer depends on what it does behind it.
+        # Last layers first: the cost of an error in a layer depends on its cost in the layers after it.
         self.layers = [layer for node in reversed(known.read) if (layer := _layer(prepared, known, node, seen, gain)) is not None]
         self.tensors = _grids(prepared, known, seen, gain)
 
@@ -316,9 +316,9 @@ class _Problem:
 
 
 def _layer(prepared: fx.GraphModule, known: Channels, node: fx.Node, seen: Statistics, gain: Tensor) -> LayerNoise | None:
-    """Return the weight of a layer with its batch norm multiplied in; None where what it reads was not seen.
+    """Return the weight of a layer with its batch norm folded in; None if there are no statistics of its operand.
 
-    `gain` holds what an error of mean square one in a channel costs, by label; what it costs in this layer is added.
+    `gain` holds the cost of an error of mean square one in a channel, by label; the cost in this layer is added to it.
     """
     module = quantized_operator(prepared, node)
     assert module is not None
@@ -365,12 +365,12 @@ def _layer(prepared: fx.GraphModule, known: Channels, node: fx.Node, seen: Stati
 
 
 def _by_output(channels: Tensor, outputs: int, groups: int) -> Tensor:
-    """Expand values of the channels that a layer reads to those of each output's group: (outputs, inputs of a group)."""
+    """Expand a tensor (input channels,) of a layer to (outputs, inputs of a group): each output's row is that of its group."""
     return channels.reshape(groups, 1, -1).expand(groups, outputs // groups, -1).flatten(0, 1)
 
 
 def _grids(prepared: fx.GraphModule, known: Channels, seen: Statistics, gain: Tensor) -> list[TensorNoise]:
-    """Return the tensors that are quantized, those of one grid together."""
+    """Return the quantized tensors that have statistics, grouped by shared scale."""
     held: dict[int, tuple[Any, list[str]]] = {}
     nodes = {node.name: node for node in known.tensors}
     for name, operator in quantized_operators(prepared).items():
@@ -401,7 +401,7 @@ def _chosen(prepared: fx.GraphModule, known: Channels, seen: Statistics) -> Tens
     exponents = torch.zeros(known.number, dtype=torch.int64, device="cpu")
 
     def better(group: Tensor, terms: list[LayerNoise | TensorNoise]) -> Tensor:
-        """Return the exponents with those of a group changed, if that is worth it."""
+        """Return the exponents, changed for this group of labels if that lowers the error enough."""
         costs = _Costs(group, terms)
         least = before = costs.of(exponents).error
         best, most = exponents, WORTH * costs.of(exponents).doubtful()
@@ -460,9 +460,9 @@ def _candidates(group: Tensor, terms: list[LayerNoise | TensorNoise], problem: _
 class _Cost(NamedTuple):
     """The cost of some exponents.
 
-    error     the error that they leave
-    doubtful  the same where channels reach further than was seen
-    balanced  the exponents where what grows with a factor would be as much as what shrinks with it, if no scale changed by that
+    error     the error with these exponents
+    doubtful  computes the error if channels had larger magnitudes than in the samples
+    balanced  the exponents at which the terms that grow with a factor equal those that shrink with it, all scales kept
     """
 
     error: float
@@ -505,7 +505,7 @@ class _Costs:
 
 @torch.no_grad()
 def statistics(prepared: fx.GraphModule, watched: Mapping[str, Tensor], batches: Iterable[Sequence[Any]]) -> Statistics:
-    """Return the statistics, over these batches, of the tensors whose labels are given."""
+    """Return the statistics, over these batches, of the watched tensors: node name -> labels."""
     found: Statistics = {}
 
     def watch(module: QuantizedOperator, _: Any, result: Tensor) -> None:

@@ -9,7 +9,7 @@ starting where h(v) is the fraction of w / s. β falls from 20 to 2 in a cosine 
 At the end w_q is the integer that h(v) is nearer to. The loss is the squared error of the results, relative to the error with weights
 rounded to the nearest, plus the mean penalty times `PENALTY`. So nothing depends on the unit of the results or on the number of weights.
 
-First the part of its range is found that the scale of a weight covers (`search`). Activations inside of a unit, and what it reads, are
+Before that, `search` chooses the share of a weight's range that its scale covers. Activations inside of a unit, and its operands, are
 rounded as in Wei, Gong, Li, Liu, Yu: QDrop, ICLR 2022, section 4: each element with probability one half. Scales have LSQ's gradient.
 """
 
@@ -58,12 +58,12 @@ Learned = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Settings:
-    """How a unit learns.
+    """The settings with which a unit learns.
 
-    steps     of Adam, with one chunk of samples each
-    rounded   the probability with which an element that a unit reads or computes inside is rounded; None: what it reads always is, and
-              what it computes never
-    scales    whether the scales of what it computes are learned
+    steps     the number of Adam steps, each with one chunk of samples
+    rounded   the probability with which an element of an operand or an inner tensor is rounded; None: operands are always rounded, inner
+              tensors never
+    scales    whether the scales of inner tensors are learned
     """
 
     steps: int
@@ -125,7 +125,7 @@ class Student:
         self.growth = {quantizer: nn.Parameter(torch.zeros_like(start)) for quantizer, start in self.starts.items()}
 
     def study(self) -> Iterator[None]:
-        """Learn, one step at a time."""
+        """Search the shares of weight scales, then train roundings and activation scales with Adam; yield after each step."""
         with torch.no_grad():
             unit = max(self._loss(index).item() for index in self.lesson.samples.learning[:4])
             for node in self.unit.weighted:
@@ -159,7 +159,7 @@ class Student:
             yield
 
     def _loss(self, index: int) -> Tensor:
-        """Return the mean squared error of its results for one chunk, with what is learned as it is."""
+        """Return the mean squared error of the unit's results for one chunk, with the current parameters."""
         values, targets = self._operands(index), self.lesson.targets[index]
         for node in self.unit.nodes:
             operator = self.operators.get(node)
@@ -198,10 +198,9 @@ class Student:
 
     @torch.no_grad()
     def settled(self, error: Callable[[], float]) -> tuple[Learned, float]:
-        """Put what was learned into the model, as integers have it, and return it with the error that the model then has.
+        """Apply the learned parameters to the model, rounded to integers; return them and the unit's error.
 
-        Candidates are the learned roundings, the scales of weights with which they were learned, and the scales of activations. The
-        combination with the least error is taken.
+        Of the learned roundings, the shares of weight scales and the scales of activations, the combination with the least error is taken.
         """
         offsets = {f"offset/{node.name}": choice.decided().offset for node, choice in self.choices.items()}
         shares = {f"share/{node.name}": share for node, share in self.shares.items()}
@@ -221,7 +220,7 @@ class Student:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Everything is as it was."""
+        """Restore the rounding, coverage and scales from before learning."""
         for node, parts in self.before.items():
             self.operators[node].weight_quantizer.put(parts)
         for number, before in self.numbers:
@@ -241,7 +240,7 @@ def put_unit(prepared: fx.GraphModule, unit: Unit, learned: Learned) -> None:
 
 
 def _movable(prepared: fx.GraphModule, operators: Iterable[QuantizedOperator]) -> list[Quantizer]:
-    """Return the quantizers whose scale can be learned: found by calibration, no power of two, and of no operator outside."""
+    """Return the quantizers whose scale can be learned: calibrated, not a power of two, and not shared with an operator outside."""
     inside = {operator.name for operator in operators}
     shared = {id(o.output) for name, o in quantized_operators(prepared).items() if name not in inside and not o.plain}
     found = {id(o.output): o.output for o in operators if not o.plain}
@@ -301,7 +300,7 @@ def learned_rounding(quantizer: WeightQuantizer) -> LearnedRounding:
 
 
 def put(operator: QuantizedOperator, decided: LearnedRounding) -> None:
-    """Give the operator this rounding, this coverage and this learned scale, those of them that are not None."""
+    """Set the rounding, the coverage and the learned scale of the operator's weight to the parts of `decided` that are not None."""
     offset, share, scale = decided
     present = [each for each in decided if each is not None]
     if not present:
@@ -319,12 +318,12 @@ def put(operator: QuantizedOperator, decided: LearnedRounding) -> None:
         quantizer.learned.assign(scale.to(device))
 
 
-# ---- How much of a weight's largest magnitude its scale covers: what leaves its layer nearest to the float model's, channel by channel
+# ---- The share of a weight's largest magnitude that its scale covers, per channel: the one with the least error of the layer's result
 #
 #     share_c = argmin over SHARES of Σ (y_c - ŷ_c)²,   ŷ with the weight rounded to the nearest on share_c · max |w_c| / divisor
 #
-# over the samples that are learned from, behind the fused limits, with operands that are integers already. With 4 bits a smaller step pays
-# for a few weights that are cut off; which those are depends on what the weight is multiplied by.
+# over training samples, after the fused clamp, with quantized operands. With 4 bits a smaller scale makes up for a few clipped weights;
+# how many depends on the activations that they are multiplied by.
 
 
 SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
@@ -334,7 +333,7 @@ CHUNKS = 4  # of the samples that are learned from, at most
 
 @torch.no_grad()
 def search(lesson: Lesson, operators: Mapping[fx.Node, QuantizedOperator]) -> dict[fx.Node, Tensor]:
-    """Return the shares of the weights of a unit, whose nodes see what those before them give with theirs; the model is left with them."""
+    """Choose and apply the shares of a unit's weights, node by node with the shares of earlier nodes applied; return them by node."""
     chunks = lesson.samples.learning[:CHUNKS]
     rounded = [dict(lesson.operands[index]) for index in chunks]
     real = [dict(lesson.float_operands[index]) for index in chunks]
@@ -353,7 +352,7 @@ def search(lesson: Lesson, operators: Mapping[fx.Node, QuantizedOperator]) -> di
 
 
 def _best(node: fx.Node, operator: QuantizedOperator, rounded: list[Values], real: list[Values]) -> Tensor | None:
-    """Return the shares of one weight, float32 of shape (C,) or (1,), and apply them; None if its channels are not those of its result."""
+    """Choose, apply and return the shares of one weight, float32 (C,) or (1,); None if the result does not have the weight's channels."""
     quantizer, previous = operator.weight_quantizer, operator.weight_quantizer.coverage
     arguments = [bound_arguments(node, operator, values) for values in rounded]
     weight = weight_of(operator, arguments[0])

@@ -1,9 +1,9 @@
-"""Second moments of what a layer's outputs are sums of, and weights that are rounded by them.
+"""Second moments M of a layer's inputs, and rounding of its weights that minimizes J.
 
     J(q) = Σ_op B_op d_oᵀ M d_p,   d_o = q_o - w_o / s_o
 
-with what `output_effects` returns for B, in squares of the layer's steps; where that is not known B is the identity, and every output is
-rounded by itself.
+B is the result of `output_effects`, in squares of the layer's steps, or, if there is none, the identity, so that every output is rounded
+by itself.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-COLUMNS = 2048  # weights of an output that are rounded together; of more, so many at a time
+COLUMNS = 2048  # the most weights of an output that are rounded together
 ALIKE = 0.9  # ρ
 PARTS, FEWEST = 8, 256  # in how many parts of a row weights move at once, and how many columns a part has at least
 SWEEPS = 64  # at most: the first take most of J away
-JOINT_SWEEPS = 256  # the same where outputs are rounded together, of which a quarter moves in each
+JOINT_SWEEPS = 256  # at most, where outputs are rounded together: each sweep moves a quarter of them
 ENOUGH = 1e-6  # of the largest change: what float32 tells
 
 
@@ -66,7 +66,7 @@ class Moment:
         return smooth
 
     def noise(self, integers: Tensor, real: Tensor) -> float:
-        """Return the share of noise in the sums of an output, on average over all."""
+        """Return the noise-to-signal ratio of an output's sums, at most 1, averaged over outputs."""
         total, signal = (torch.zeros(len(real), dtype=torch.float64, device=real.device) for _ in range(2))
         for into, value in ((total, integers - real), (signal, real)):
             grouped = value.view(len(self.sums), -1, value.shape[1])
@@ -77,9 +77,9 @@ class Moment:
 
 
 def flipped(real: Tensor, moment: Tensor, low: int, high: int) -> Tensor:
-    """From the nearest integers on, those that lower J most in their row, or a part of it, move by a step `SWEEPS` times at most.
+    """Return rounded weights (groups, outputs, columns): from the nearest integers, at most `SWEEPS` steps per part of a row that lower J.
 
-    Weights that are exactly 0 stay 0.
+    Each step moves the weight that lowers J most by one. Weights that are exactly 0 stay 0.
 
     real    weights in steps, (groups, outputs, columns)
     moment  M, (groups, columns, columns)
@@ -139,7 +139,9 @@ def _one_after_another(gain: Tensor, beside: Tensor, enough: float) -> Tensor:
 
 
 def flipped_together(start: Tensor, real: Tensor, moment: Tensor, effect: Tensor, low: int, high: int) -> Tensor:
-    """From some integers on, those that lower J most move by a step, in a quarter of the outputs at once; weights that are 0 stay 0.
+    """Return rounded weights (outputs, columns): from `start`, steps of one that lower J most, in a quarter of the outputs at once.
+
+    Weights that are exactly 0 stay 0.
 
     start, real  integers and weights in steps, (outputs, columns)
     moment       M, (columns, columns)

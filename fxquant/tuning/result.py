@@ -39,11 +39,11 @@ class LayerTable(Generic[Row]):
 class TunedLayer:
     """The outcome for one layer, or one block of layers.
 
-    name     the last node with a weight in it; the results of the last nodes of all are compared, after their fused limits
-    layers   the nodes with weights in it
-    before   the mean squared error of its result against the float model's, on samples that were held out
-    after    the same with what was tuned
-    kept     whether what was tuned is in the model: it is where the error fell, and the outputs of the model gained 0.2 dB
+    name     the last node with a weight; the block's result is compared after its last nodes and their fused clamps
+    layers   the nodes with weights
+    before   the mean squared error of its result against the float model's, on held-out samples
+    after    the same after tuning
+    kept     whether the model keeps the tuned parameters: if the error fell, and the outputs of the model gained 0.2 dB
     signal   the mean square of the float model's result
     """
 
@@ -61,7 +61,7 @@ class TunedLayer:
 
     @property
     def gain(self) -> float:
-        """By how many dB what was tuned is better than what was there."""
+        """The reduction of the mean squared error by tuning, in dB."""
         return _decibels(self.before, self.after)
 
 
@@ -84,7 +84,7 @@ class TuningResult(LayerTable[TunedLayer]):
 
     @property
     def kept(self) -> tuple[TunedLayer, ...]:
-        """The layers that have what was tuned."""
+        """The layers whose tuned parameters the model keeps."""
         return tuple(layer for layer in self.layers if layer.kept)
 
     @property

@@ -8,7 +8,7 @@ errors of weights combine. Where their inputs are correlated, as neighbours of a
 grows with the input. No bias can correct that. With 8 bits this is small; with 4 it is most of the error.
 
 The search starts from the nearest integers. In each output, the weight whose step lowers J most moves by one step (of many weights, one in
-each part of them). It ends when no step lowers J, or each weight has moved so many times:
+each part of them). It ends when no step lowers J, or after `SWEEPS` steps:
 
     ΔJ = 2 δ (M d)_j + M_jj,   δ = ±1
 
@@ -21,8 +21,8 @@ mixed from it and from one of SQuant's form,
 with the mean m and the variance v of each input channel and ρ = 0.9 for a kernel's taps; held-out samples choose.
 
 J weighs every output of a layer alike. So the search goes on with outputs rounded together, weighted by their effects on the model's
-outputs (`output_effects`, `moments`). At last each channel's scale is multiplied so that its result, after what is fused, is as large as in
-float on average over the samples: Σ y y' / Σ y². One hundredth too little adds up to a fifth over twenty layers in a row.
+outputs (`output_effects`, `moments`). At last each channel's scale is multiplied so that its result, after fused operations, is as large
+as in float on average over the samples: Σ y y' / Σ y². One hundredth too little adds up to a fifth over twenty layers in a row.
 """
 
 from __future__ import annotations
@@ -85,15 +85,15 @@ def round_weights(
     options: Options = DEFAULTS,
     show_progress: bool | None = None,
 ) -> TuningResult:
-    """Round weights up or down so that their errors cancel in what the layers read; the model is left in VALIDATE.
+    """Round weights up or down so that their errors cancel in the layers' sums; the model is left in VALIDATE.
 
-    `calibrate` does so for weights of less than 8 bits by its first samples; this takes those of any dtype, rounded before or not, and all
-    samples. What counts is the share of noise in a layer's sums that its weight alone causes, by its effect on the outputs of the model,
-    or, where these are not floating-point, on average over the layer's. A quarter of the samples is held out, and judges: a layer whose
-    noise there does not fall keeps the rounding it had. So do all layers of less than 8 bits, and all others, unless the outputs of the
-    model gain 0.2 dB by them. What was decided is an `AdaptiveRounding`, which stays while weights move by less than half a step, and a
-    `Coverage`, or the scale that training starts from where it is learned; all are in the file of `save` and in `state_dict`. Layers with a
-    rounding of the user's own, or a weight that others read as well, are left out.
+    `calibrate` does so for weights of less than 8 bits with its first samples; this takes weights of any dtype, rounded before or not, and
+    all samples. It minimizes the noise-to-signal ratio in a layer's sums that the weight alone causes, weighted by its effect on the
+    outputs of the model, or, if these are not floating-point, averaged over the layer's outputs. A quarter of the samples is held out: a
+    layer whose noise there does not fall keeps its rounding. All layers of less than 8 bits, and all of 8 bits, are undone unless the
+    outputs of the model gain 0.2 dB by them. The decisions are an `AdaptiveRounding`, which stays while weights move by less than half a
+    step, and a `Coverage`, or for a learned scale the value that training starts from; all are in the file of `save` and in `state_dict`.
+    Layers whose rounding the user set, or whose weight other layers read as well, are left out.
 
     The bits do not depend on the number of threads. Batches and errors are as in `adaround`.
     """
@@ -109,7 +109,7 @@ Rounded = dict[str, LearnedRounding]  # by layer
 
 
 def is_wanted(prepared: fx.GraphModule, bits: int) -> bool:
-    """Return whether a weight of at most so many bits is rounded to the nearest."""
+    """Return whether the model has a weight of at most `bits` bits that is rounded to the nearest."""
     return any(_is_open(operator, bits, (Nearest,)) for operator in quantized_operators(prepared).values())
 
 
@@ -132,7 +132,7 @@ Roundings = tuple[type[Rounding], ...]
 
 
 def _is_open(operator: QuantizedOperator, bits: int, roundings: Roundings) -> bool:
-    """Return whether it has a weight of at most so many bits with one of these roundings."""
+    """Return whether an operator has a weight of at most `bits` bits with one of these roundings, and is not left out."""
     quantizer = operator.weight_quantizer
     return not operator.left_out and quantizer.dtype.bits <= bits and type(quantizer.rounding) in roundings
 
@@ -194,7 +194,7 @@ def _has_few_bits(operator: QuantizedOperator) -> bool:
 def _judged(
     prepared: fx.GraphModule, rows: Sequence[TunedLayer], outputs: FloatOutputs, undo: Callable[[], None]
 ) -> tuple[TunedLayer, ...]:
-    """Return the rows, judged by the outputs: the layers of few bits together, and after them those of 8 bits, which gain less."""
+    """Return the rows with `kept` set by the outputs' gain: of layers below 8 bits together, then of 8-bit layers, which gain less."""
     operators, found = quantized_operators(prepared), {row.name: row for row in rows}
     kept: Rounded = {}
 
@@ -221,9 +221,10 @@ def _attempt(prepared: fx.GraphModule, rows: Sequence[TunedLayer], rounded: Roun
 
 
 def _level(node: fx.Node, operator: QuantizedOperator, values: Sequence[Values], integers: Tensor) -> None:
-    """With the integers as they are, scales give results that are as large as in float, as far as the samples tell them from noise.
+    """Multiply a weight's scales, its integers kept, so that the result of each channel is as large as in float on average.
 
-    A learned scale starts there; one that is frozen, or a power of two, stays.
+    The correction is applied as far as it exceeds the samples' noise. A learned scale is set to the product; a scale that is frozen or a
+    power of two stays.
     """
     quantizer, learned = operator.weight_quantizer, operator.weight_quantizer.learned
     if quantizer.power_of_two or (learned is not None and (learned.method is not LSQ or learned.frozen)):
@@ -245,7 +246,7 @@ def _level(node: fx.Node, operator: QuantizedOperator, values: Sequence[Values],
 
 
 class _Seen(Rounding):
-    """Rounds to the nearest, and remembers what."""
+    """Rounds to the nearest, and keeps its operand and the integer limits."""
 
     real: Tensor
     limits: tuple[int, int]
@@ -256,15 +257,15 @@ class _Seen(Rounding):
 
 
 class _Layer(NamedTuple):
-    """A layer's weight in steps, and the operands of every chunk of samples.
+    """A layer's weight in units of its scale, and the operands of every chunk of samples.
 
-    real      (out, in/groups, …), float32
-    clipped   what is rounded, of the same shape: within the limits where the scale does not cover all of the weight
-    rounded   its integers so far
+    real      the weight, float32 (out, in/groups, …)
+    clipped   the weight clamped to `limits`, of the same shape: its scale may not cover all of it
+    rounded   the current integers, of the same shape
     limits    the smallest and the largest integer
-    groups    of its inputs, each of which is met by as many outputs
-    operands  the positional arguments of the operator by name, for each chunk
-    scale     of each output, float32
+    groups    the number of groups of the layer
+    operands  the arguments of the operator by name, for each chunk
+    scale     the scale of each output, float32
     """
 
     real: Tensor
@@ -304,7 +305,7 @@ class _Layer(NamedTuple):
         return self.real[0].numel()
 
     def moments(self, samples: Samples, places: int) -> tuple[Moment, Moment] | None:
-        """Return M of the samples that are learned from, and of those that judge, each at about so many `places` of the layer's result."""
+        """Return M of the training and of the held-out samples, each from about `places` positions of the layer's result."""
         found = []
         for chosen in (samples.learning or samples.judging, samples.judging):
             moment = Moment(self.groups, self.columns, self.real[0, 0].numel() if self.real.dim() > 2 else 1, self.real.device)
@@ -317,7 +318,7 @@ class _Layer(NamedTuple):
         return found[0], found[1]
 
     def _rows(self, index: int, wanted: int) -> Tensor | None:
-        """Return the inputs of the sums of a chunk, (groups, places, columns), at about so many places.
+        """Return the inputs of a layer's sums for a chunk, (groups, positions, columns), at about `wanted` positions; None if unknown.
 
         They are computed by the layer's own function, with an identity in place of its weight.
         """
@@ -334,9 +335,9 @@ class _Layer(NamedTuple):
         return rows[:, :: rows.shape[1] // wanted | 1]  # odd: it meets every column of an image whose width is a power of two
 
     def best(self, learned: Moment, judging: Moment, shares: Sequence[float], effect: Tensor | None) -> tuple[Tensor, float, float]:
-        """Return the integers that leave least noise in the samples that judge, what those so far leave, and what these do.
+        """Return the integers with the least noise on held-out samples, the noise of the current integers, and that of the returned ones.
 
-        Without an effect on what the model returns, noise is its share in the sums of an output, on average over all.
+        Without `effect`, noise is the noise-to-signal ratio of a layer's sums, averaged over outputs.
         """
         real, chosen = self.real.flatten(1), self.rounded.flatten(1)
         before = after = judging.noise(chosen, real)
@@ -351,7 +352,7 @@ class _Layer(NamedTuple):
         return chosen.reshape(self.real.shape), before, after
 
     def _best_together(self, start: Tensor, learned: Moment, judging: Moment, effect: Tensor) -> tuple[Tensor, float, float]:
-        """From the integers on that are best for each output: those with the least effect on what the model returns."""
+        """Return as `best` does, rounding outputs together: from `start`, the integers with the least weighted error by `effect`."""
         scale = self.scale / self.scale.max()
         effect = effect * scale.unsqueeze(1) * scale.unsqueeze(0)
         real, rounded = self.real.flatten(1), self.rounded.flatten(1)
@@ -403,9 +404,9 @@ FLOOR = 0.02  # of the mean effect, that an output has at least: one that is cut
 
 
 def output_effects(prepared: fx.GraphModule, chunks: Sequence[Sequence[object]], nodes: Sequence[fx.Node]) -> dict[fx.Node, Tensor]:
-    """B of nodes with weights, (outputs, outputs), with a mean diagonal of 1; of those alone on which the model's real outputs depend.
+    """Return B of nodes with weights, (outputs, outputs), with a mean diagonal of 1; a node that no float output depends on is absent.
 
-    The model is run in its float form, with gradients.
+    The float model is run with gradients.
     """
     generator = torch.Generator().manual_seed(0)
     found: dict[fx.Node, Tensor] = {}
@@ -487,7 +488,7 @@ def _held(prepared: fx.GraphModule, node: fx.Node, values: Values) -> tuple[Tens
 
 
 def gain_of(node: fx.Node, operator: QuantizedOperator, values: Sequence[Values], channels: int, rank: int) -> Tensor | None:
-    """Return by how much results are too large, of shape (C,), or (1,) for one scale; None where channels are not known."""
+    """Return the ratio of integer to float results, (C,), or (1,) for one scale; None if the result does not have the weight's channels."""
     product, power, noise, places = (torch.zeros(channels, dtype=torch.float64, device="cpu") for _ in range(4))
     for each in values:
         result = real_result(operator, bound_arguments(node, operator, each))

@@ -29,7 +29,7 @@ Weight = Callable[[Choice, QuantizedOperator, dict[str, Any]], Tensor]  # what a
 
 @contextmanager
 def changed(choices: Iterable[Choice], result: Result, weight: Weight) -> Iterator[None]:
-    """Inside, the operators of these choices return what `result` makes of theirs, and read what `weight` makes of their weights."""
+    """Apply `result` to the results and `weight` to the weights of the operators of these choices, inside the context."""
 
     def of_weight(choice: Choice) -> Any:
         def hook(module: QuantizedOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -57,9 +57,9 @@ def changed(choices: Iterable[Choice], result: Result, weight: Weight) -> Iterat
 
 
 def rounded(choices: Mapping[str, Choice], ways: Mapping[str, Way]) -> AbstractContextManager[None]:
-    """Return a context in which the choices of these names are rounded, each in its way; in float, nothing else is.
+    """Return a context in which only the choices of these names are rounded (quantized and dequantized), in float.
 
-    What else the integer model does is left out: sums are those of floats, and what only moves or joins values rounds none of them.
+    Other roundings of the integer model are left out: sums are float, and operators that only move values do not requantize.
     """
     grids = {
         name: grid_for(choices[name].operators[0].output, way) if isinstance(way, str) else way
@@ -80,7 +80,7 @@ def rounded(choices: Mapping[str, Choice], ways: Mapping[str, Way]) -> AbstractC
 
 
 def grid_for(quantizer: Quantizer, dtype: str, config: ActivationConfig | None = None) -> Grid:
-    """Return the grid that a calibrated quantizer would have in a dtype, and with a config's observer in place of its own."""
+    """Return the grid (dtype, scale, zero point) of a calibrated quantizer in another dtype, or with a config's observer."""
     kind = ACTIVATION_TYPES[dtype]
     if config is None and kind == quantizer.dtype:
         return quantizer.grid
@@ -95,7 +95,7 @@ def grid_for(quantizer: Quantizer, dtype: str, config: ActivationConfig | None =
 
 
 def taking_over(quantizer: Quantizer, config: ActivationConfig) -> Observer | None:
-    """Return a config's observer with what calibration has gathered in the quantizer; None where nothing gathered in its way."""
+    """Return a config's observer with the quantizer's calibration statistics; None if the quantizer has no statistics of that kind."""
     observer = config.new_observer()
     way = gathering(observer)
     for known in quantizer.observers:

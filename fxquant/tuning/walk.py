@@ -34,11 +34,11 @@ HELD_OUT_OF = 4  # every fourth chunk of samples is held out
 
 
 class Samples:
-    """The inputs of a model in chunks of some samples each, of which every fourth judges what the others have taught.
+    """The inputs of a model in chunks of samples; every fourth chunk is held out.
 
     chunks    for each, the values of the model's inputs, in the graph's order
-    learning  the positions of those that are learned from
-    judging   the positions of those that are held out
+    learning  the indices of the training chunks
+    judging   the indices of the held-out chunks
     """
 
     def __init__(self, chunks: list[list[Any]]) -> None:
@@ -48,7 +48,7 @@ class Samples:
 
     @property
     def tensors(self) -> Iterable[Tensor]:
-        """All of their tensors."""
+        """The tensors of all chunks."""
         return (value for chunk in self.chunks for value in chunk if isinstance(value, Tensor))
 
 
@@ -103,7 +103,7 @@ def single(inputs: Sequence[Any], axes: Sequence[int | None]) -> Iterable[list[A
 
 
 def count_of(inputs: Sequence[Any], axes: Sequence[int | None]) -> int:
-    """Return how many samples the inputs of a model hold, of which at least one has a batch."""
+    """Return the number of samples in the inputs of a model; at least one input must have a batch axis."""
     return next(int(value.shape[axis]) for value, axis in zip(inputs, axes, strict=True) if axis is not None)
 
 
@@ -164,7 +164,7 @@ class Walk:
 
     @torch.no_grad()
     def at(self, nodes: Iterable[fx.Node]) -> list[Values]:
-        """Return the values of these nodes for every chunk; what they are computed from, and was not computed yet, is computed now."""
+        """Return the values of these nodes for every chunk, computing the nodes that they depend on as needed."""
         wanted = list(nodes)
         for node in self._needed(wanted):
             for values in self._values:
@@ -217,7 +217,7 @@ def run(prepared: fx.GraphModule, node: fx.Node, values: Values, *, exact: bool)
 
 
 def arguments_of(node: fx.Node, values: Values) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a node with the values of what it reads."""
+    """Return the args and kwargs of a node, with the values of its operands in place of nodes."""
     return own_arguments(node, values.__getitem__)
 
 
@@ -238,7 +238,7 @@ class RealLowering(EagerLowering):
 
 
 def is_weighted(operator: QuantizedOperator, arguments: dict[str, Any]) -> bool:
-    """Return whether an operator, given its arguments with their values, forms sums of products with a weight of its own."""
+    """Return whether an operator with these argument values is a layer with a constant weight."""
     return Trait.SUMS in operator.operator.traits and weight_of(operator, arguments) is not None
 
 
@@ -269,7 +269,7 @@ def real_result(operator: QuantizedOperator, arguments: dict[str, Any], *, whole
 
 
 def by_channel(result: Tensor, channels: int, rank: int) -> Tensor | None:
-    """Return the result of a layer, shape (C, places); None if its channels are not those of the weight, which has so many dimensions."""
+    """Return a layer's result as (C, positions); None if it does not have `channels` channels. `rank` is that of the weight."""
     axis = result.dim() - 1 - max(rank - 2, 0)
     if axis < 0 or result.shape[axis] != channels:
         return None
@@ -283,9 +283,9 @@ def by_channel(result: Tensor, channels: int, rank: int) -> Tensor | None:
 class Unit:
     """Nodes of a prepared model, in the order they run, and their roles.
 
-    weighted  those whose rounded weight is tuned
-    exits     where it is compared with the float model: the floating-point tensors that are read from outside, else the last of `weighted`
-    inputs    what they read from outside, parameters included
+    weighted  the nodes whose weight's rounding is tuned
+    exits     the nodes compared with the float model: float tensors that are read outside of the unit, else the last of `weighted`
+    inputs    the nodes outside of the unit that it reads, parameters included
     """
 
     nodes: tuple[fx.Node, ...]
@@ -293,7 +293,7 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """That of the last node with a weight."""
+        """The name of the last node with a weight."""
         return self.weighted[-1].name
 
     @property
@@ -319,7 +319,7 @@ def operator_at(prepared: fx.GraphModule, node: fx.Node) -> QuantizedOperator | 
 
 
 def weighted_nodes(prepared: fx.GraphModule) -> dict[fx.Node, QuantizedOperator]:
-    """Return the nodes whose weight is rounded on its own with their operators, in the order they run, without those left out."""
+    """Return the nodes with a constant weight, and their operators, in the order they run, except operators with `left_out` set."""
     found = {}
     for node in prepared.graph.nodes:
         operator = operator_at(prepared, node)
@@ -382,12 +382,12 @@ class Lesson:
         self.targets = real.at(unit.exits)
 
     def signal(self) -> float:
-        """Return the mean square of the results it is to have, over what is held out."""
+        """Return the mean square of the unit's target results on held-out samples."""
         return self._mean(lambda index, node: self.targets[index][node].double().square())
 
     @torch.no_grad()
     def error(self) -> float:
-        """Return the mean squared error of the results it has in integers as it is now, over what is held out."""
+        """Return the mean squared error of the unit's current integer results on held-out samples."""
         found: dict[int, Values] = {index: self.results(index) for index in self.samples.judging}
         return self._mean(lambda index, node: (found[index][node] - self.targets[index][node]).double().square())
 
@@ -404,5 +404,5 @@ class Lesson:
 
 
 def bound_arguments(node: fx.Node, operator: QuantizedOperator, values: Values) -> dict[str, Any]:
-    """Return the arguments of a node by name, with the values of what it reads, parameters as they act."""
+    """Return the arguments of a node by name, with the values of its operands; parameters are multiplied by their channel factors."""
     return operator.operator.bind_call(*operator.multiplied(*arguments_of(node, values)))

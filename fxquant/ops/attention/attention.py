@@ -1,8 +1,8 @@
 """Attention: composites of matrix products and a softmax, 16 bits wide between them.
 
-    attention(q, k, v) = softmax(scale · q kᵀ, of what a mask keeps) v
+    attention(q, k, v) = softmax(scale · q kᵀ, over the unmasked positions) v
 
-The scale is part of the table of the exponential, unless a mask adds something to what it keeps.
+The scale is part of the table of the exponential, unless a mask adds a bias to the scores that it keeps.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from fxquant.ops.reduction.progression import along
 
 
 class Mask:
-    """Several masks combined: what all of them keep, and what they add to it. Each broadcasts against the scores.
+    """Attention masks combined into one boolean mask and one bias. Each tensor broadcasts against the scores.
 
-    keep    booleans; None: everything is kept
-    bias    the sum of what they add; None: nothing
-    empty   how rows of which nothing is kept are treated, as `masked_softmax` takes it
-    scores  what is computed by layers, as the scores are, and added to these
-    rows    how many samples in a row have masks of their own, where all of these are constants that repeat then; else 1
+    keep    bool mask, the conjunction of all masks: False hides a score; None: nothing is hidden
+    bias    float, the sum of the added masks where they do not hide; None: 0
+    empty   the treatment of rows that are hidden completely: `empty` of `masked_softmax`
+    scores  added tensors that layers compute, such as relative position scores: they hide nothing
+    rows    period of a constant mask along the batch: samples 0 … rows - 1 have different masks, and sample `rows` that of 0; else 1
     """
 
     def __init__(self, build: Builder) -> None:
@@ -54,7 +54,7 @@ class Mask:
         self.rows = 1
 
     def hide(self, keep: fx.Node) -> None:
-        """Hide what these booleans do not keep, in addition."""
+        """Hide in addition the scores where `keep` is False."""
         self.keep = keep if self.keep is None else self.build.host(torch.logical_and, self.keep, keep)
 
     def add(self, mask: fx.Node, dim: int = -1) -> None:
@@ -99,7 +99,7 @@ class Mask:
         return True
 
     def causal(self, rows: int, columns: int) -> None:
-        """Keep in every row what is not after its own position."""
+        """Hide in every row the positions after its own: keep the lower triangle."""
         self.hide(self.build.constant(torch.ones(rows, columns, dtype=torch.bool, device="cpu").tril()))
 
 
@@ -173,7 +173,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """PyTorch's; weights drop while training, with the probability of the call in train mode."""
+    """Compute F.scaled_dot_product_attention; in training, attention weights have the dropout of the call in train mode."""
     positions, features = fact(query).shape[-2:]
     mask = Mask(build)
     if is_causal:
@@ -356,7 +356,7 @@ def multi_head_attention(
     add_zero_attn: bool = False,
     dropout_p: float = 0.0,
 ) -> Any:
-    """PyTorch's nn.MultiheadAttention: the attention, and its weights, or None; `parameters` are those of `HELD`."""
+    """Compute nn.MultiheadAttention: return (attention, weights or None); `parameters` are the module's, in the order of `HELD`."""
     rank, width = len(fact(query).shape), fact(query).shape[-1]
     joint, *separate, bias, out_weight, out_bias, bias_k, bias_v = parameters
 

@@ -1,4 +1,4 @@
-"""Booleans that an added mask is computed from: which elements it adds nothing to, and what it adds to the others.
+"""Recovery of the boolean mask that an added float mask is computed from, and of the number that it adds where it hides.
 
     (1 - mask) * -1e9              mask                   of booleans, or of 0 and 1, as integers or floats
     where(mask, 0, -inf)           mask
@@ -46,10 +46,11 @@ def far_below(value: Any) -> bool:
 
 
 class Hiding:
-    """Elements that an added mask hides.
+    """The boolean form of an added mask.
 
-    adds       what it adds to the elements that it hides; None where that is several numbers
-    otherwise  the elements with equal weights in rows of which nothing is kept: of a sum of two masks, what one of them keeps; None: all
+    adds       the number that it adds to hidden elements; None if there are several
+    otherwise  bool mask of the elements with equal weights in a row that is hidden completely: in a sum of two masks, the elements that
+               at least one of them keeps; None: all
     """
 
     def __init__(self, build: Builder, mask: fx.Node) -> None:
@@ -64,15 +65,15 @@ class Hiding:
 
     @property
     def empty(self) -> str:
-        """Treatment of a row of which nothing is kept, as `masked_softmax` takes it."""
+        """The treatment of rows that are hidden completely: `empty` of `masked_softmax`."""
         if self.adds is None or self.adds == -math.inf:
             return "zeros"
         return "equal" if self.adds <= ABSORBING else "whole"
 
     def kept(self, mask: Any, dim: int | None) -> fx.Node | None:
-        """Return the elements that a mask adds nothing to, as booleans; None where it is not computed from booleans alone.
+        """Return a bool node, True where the added mask is 0; None if the mask is not computed from booleans alone.
 
-        `dim`, counted from the end, is the dimension that the rows run along; None where that is not known.
+        `dim`, counted from the end, is the dimension of the softmax; None if it is unknown.
         """
         if not isinstance(mask, fx.Node):
             return None
@@ -101,7 +102,7 @@ class Hiding:
         return self._multiple(**arguments, dim=dim) if function is mul else None
 
     def _multiple(self, input: Any, other: Any, dim: int | None, sign: int = 1) -> fx.Node | None:
-        """Return what a multiple of booleans, as 0 and 1, keeps, or a multiple of these less 1."""
+        """Return the bool node kept by number · b or number · (b - 1), with b a boolean as 0 and 1; None for any other product."""
         for factor, value in ((other, input), (input, other)):
             number = _everywhere(factor)
             number = None if number is None else sign * number
@@ -172,9 +173,9 @@ class Hiding:
         return None
 
     def _sum(self, left: fx.Node | None, right: fx.Node | None, dim: int | None, node: fx.Node) -> fx.Node | None:
-        """Return what both masks keep.
+        """Return the bool node that a sum of two masks keeps: their conjunction.
 
-        In a row of which they keep nothing together, return what one of them keeps: the other adds as much to all of it.
+        In a row where the conjunction is empty, keep the disjunction: there exactly one mask adds its number to every element.
         """
         if left is None or right is None or dim is None or self.adds is None:
             return None
@@ -217,7 +218,7 @@ class Hiding:
 
 
 def _numbers(value: Any) -> set[float]:
-    """Return the numbers that a number or a constant holds."""
+    """Return the set of distinct numbers in a constant, or of a number itself."""
     number = _everywhere(value)
     if number is not None:
         return {number}
@@ -227,13 +228,13 @@ def _numbers(value: Any) -> set[float]:
 
 
 def level_of(constant: fx.Node) -> float | None:
-    """Return what a constant mask adds where it hides; None where that is several numbers."""
+    """Return the only nonzero number of a constant mask; None if there are several or none."""
     found = {number for number in _numbers(constant) if number != 0}
     return next(iter(found)) if len(found) == 1 else None
 
 
 def _dim_before(node: fx.Node, dim: int | None) -> int | None:
-    """Return the dimension of a node's operand that becomes this dimension of its result; None where it is not known."""
+    """Return the dimension of a node's operand that becomes dimension `dim` of its result: -1, or None if it is another one."""
     before, after, record = fact(node.args[0]).shape, fact(node).shape, operator_of(node)  # type: ignore[arg-type]
     if record is None or dim != -1 or not before or before[-1] != after[-1]:
         return None
@@ -241,9 +242,9 @@ def _dim_before(node: fx.Node, dim: int | None) -> int | None:
 
 
 def finely(input: Tensor) -> Tensor:
-    """Return a mask that is given in float values.
+    """Return a float mask unchanged, to be quantized in the widest dtype of the target.
 
-    Its grid has as many bits as the target has, so that the largest of a row is distinguished from the others.
+    The largest element of a row has to be distinguished from the others.
     """
     return input
 

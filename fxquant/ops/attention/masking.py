@@ -1,10 +1,10 @@
-"""Softmax under a mask, which hides elements by booleans: a composite, 16 bits wide inside.
+"""Softmax with a boolean mask: a composite with 16-bit inner tensors.
 
     y = e / max(Σ e, 1),   e = exp(factor · (x - max x)) of the elements that are kept, and 0 of the others
 
-The largest element of a row is one that is kept, so that Σ e is 1 at least. A row of which nothing is kept becomes zeros.
-An added mask (of -10000, -inf, …) is split into booleans and what it adds to the elements that it keeps. Where it is computed from
-booleans, these are found in the graph (`fxquant.ops.attention.hiding`). Otherwise both are computed in float; for a constant, once.
+The maximum is taken over the kept elements, so that Σ e ≥ 1. A row that is hidden completely becomes zeros.
+An added mask (of -10000, -inf, …) is split into a boolean mask and a bias of the kept elements. Where the mask is computed from
+booleans, `fxquant.ops.attention.hiding` recovers these from the graph. Otherwise both are computed in float; for a constant, once.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ SMALLEST = -12.0  # exp of it is less than half a step of 2^-15
 
 
 def kept(mask: Tensor, dim: int) -> Tensor:
-    """Return the elements that an added mask keeps, as booleans: those not far below the largest of their row, which runs along `dim`."""
+    """Return the bool mask of an added mask: True where an element is not far below the largest along `dim`."""
     value = mask.float()
     return value > value.amax(dim, keepdim=True) + HIDDEN
 
 
 def added(mask: Tensor, dim: int) -> Tensor:
-    """Return what a mask adds to the elements that it keeps, less the largest of each row; 0 for the others.
+    """Return the bias of an added mask: mask - its maximum along `dim` for kept elements, 0 for hidden ones.
 
-    A softmax does not change when the largest is subtracted.
+    A softmax does not change when the maximum is subtracted.
     """
     value = mask.float()
     largest = value.amax(dim, keepdim=True)
@@ -63,9 +63,9 @@ def parts_of(mask: fx.Node, dim: int) -> tuple[bool, bool]:
 
 
 def may_hide(mask: fx.Node) -> bool:
-    """Return whether what is added to scores may hide any of them; a constant whose elements lie close together, a position bias, does not.
+    """Return whether an added mask may hide scores; a constant position bias, whose elements lie close together, does not.
 
-    Nor does such a constant in another shape, or repeated for the batch.
+    Views and repetitions of such a constant do not either.
     """
     record = operator_of(mask)
     if not is_parameter(mask) and record is not None and only_views(record):
@@ -79,7 +79,7 @@ def may_hide(mask: fx.Node) -> bool:
 
 
 def is_scores(mask: fx.Node) -> bool:
-    """Return whether what is added to scores is computed by layers, not a constant or an input: then it hides nothing."""
+    """Return whether an added mask depends on a layer with weights, so that it is a bias and hides nothing."""
     seen, open_ = {mask}, [mask]
     while open_:
         node = open_.pop()
@@ -172,7 +172,7 @@ def shares(
     empty: str = "zeros",
     otherwise: fx.Node | None = None,
 ) -> Any:
-    """Return the softmax of factor · input along a dimension, of what is kept; `empty` and `otherwise` are `masked_softmax`'s."""
+    """Return the softmax of factor · input along a dimension, over the kept elements; `empty` and `otherwise` as in `masked_softmax`."""
     counted = keep
     if keep is not None:
         counted = keep if empty == "zeros" else with_empty_rows(build, keep, dim - len(fact(input).shape) if dim >= 0 else dim, otherwise)
@@ -200,10 +200,9 @@ def with_empty_rows(build: Builder, keep: fx.Node, dim: int, otherwise: fx.Node 
 @composite(operands=("input",), function=_masked_softmax, reads=("keep", "otherwise"), traits=frozenset({Trait.SOFTMAX}))
 @sampled("torch.softmax(x.masked_fill({B(torch.eye(6).bool())}, -math.inf), -1)", within=NORMED)
 def masked_softmax(build: Builder, input: fx.Node, keep: fx.Node, dim: int, empty: str = "zeros", otherwise: fx.Node | None = None) -> Any:
-    """Compute exp(x) / Σ exp(x) along one dimension, over the elements that are kept; 0 of the others.
+    """Compute the softmax along one dimension over the elements where `keep` is True; hidden elements become 0.
 
-    `empty` says what a row is of which nothing is kept: "zeros", "equal" shares, as a softmax of equal numbers has, or "whole", the
-    softmax of it without a mask, as where a mask adds the same number to all of it. Where there is `otherwise`, such a row consists of
-    what this keeps.
+    `empty` is the result for a row that is hidden completely: "zeros"; "equal", the softmax of equal numbers; or "whole", the softmax
+    without a mask. With `otherwise`, a bool mask, such a row keeps the elements where `otherwise` is True.
     """
     return shares(build, input, keep, dim, empty=empty, otherwise=otherwise)

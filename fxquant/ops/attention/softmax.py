@@ -2,7 +2,7 @@
 
     softmax(x) = e / Σ e,   log_softmax(x) = d - log Σ e,   logsumexp(x) = max x + log Σ e,   with d = x - max x, e = exp(d)
 
-No e is larger than 1, so its grid is given: 2^-15. A difference d, a sum and its reciprocal have grids of their own.
+No e is larger than 1, so its scale is constant: 2^-15. The scales of the differences d, the sum and its reciprocal are calibrated.
 """
 
 from __future__ import annotations

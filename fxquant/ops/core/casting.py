@@ -1,6 +1,6 @@
 """Casts: between float dtypes, from float values to integers, and from integers to float values.
 
-A quantized tensor that is cast to another float dtype stays what it is, and the host casts it where it is dequantized.
+A cast of a quantized tensor to another float dtype leaves its integers and scale unchanged; the host casts the dequantized values.
 A cast to float16 and back rounds to 11 bits, and one to bfloat16 to 8: an int8 grid has no more. On a wider grid the
 rounding is left out, as it is for every operator between two grids.
 """
@@ -74,17 +74,14 @@ def truncated(lowering: Lowering, input: Quantized, whole: bool = False) -> Any:
 @lowered(function=lambda input: input.to(torch.float32), carries=("input",), reads=("input",), traits=frozenset({Trait.INTEGERS}))
 @sampled("x.argmax(1).float() * 0.3", within=NORMED)
 def to_real(lowering: Lowering, input: Any) -> Any:
-    """Return booleans or integers as float values, on a grid.
-
-    Put the integers on a grid, or, where the result has none, return them as they are.
-    """
+    """Convert a bool or integer tensor to float: quantized on the output's scale, or a float32 tensor if the result is not quantized."""
     if lowering.plain:
         return lowering.call(primitives.converted, input, torch.float32)
     return lowering.quantize(input.float() if isinstance(input, Tensor) else input)
 
 
 def _has_no_fraction(value: Any) -> bool:
-    """Return whether a number, or the float values of a node or of each of several, are integers, judged by what they are computed from."""
+    """Return whether a number, a node's float values or all items of a list are integers, judged by the operators that compute them."""
     if isinstance(value, list | tuple):
         return all(map(_has_no_fraction, value))
     if not isinstance(value, fx.Node):

@@ -1,4 +1,4 @@
-"""Expansion of composite operators into others: the builder that `expand` is given."""
+"""Expansion of composite operators into others: `Builder`, the first argument of `expand`."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class Builder:
         return made
 
     def discard(self, *kept: fx.Node) -> None:
-        """Erase the nodes that were made and that nothing reads, except those in `kept`."""
+        """Erase the nodes that this builder inserted and no node reads, except the nodes in `kept`."""
         for made in reversed(self._made):
             if made in kept or made.users:
                 continue
@@ -154,7 +154,7 @@ class Builder:
         return result
 
     def tie(self, *nodes: fx.Node) -> None:
-        """Give parts one grid, found for all of them together: the state of a recurrence, over all of its steps."""
+        """Share one scale, calibrated over all of them, among these parts: the state of a recurrence at all of its steps."""
         self._ties += 1
         for node in nodes:
             tie(node, f"{self.node.name}.{self._ties}")
@@ -183,14 +183,14 @@ def _on_meta(node: fx.Node, batch: int) -> Tensor:
 
 
 def carried(operator: Operator) -> tuple[str, ...]:
-    """Return the parameters whose elements an operator's result holds as they are; none where it computes."""
+    """Return the names of the parameters whose elements the operator copies to its result unchanged; () for one that computes."""
     return operator.carries or (operator.operands if operator.moves else ())
 
 
 def copies(node: fx.Node) -> bool:
-    """Return whether a canonical node's result holds elements of what it reads, and no others, whatever grids these are on.
+    """Return whether a canonical node only copies elements of its operands, whose scales may differ from that of the result.
 
-    Of a part of a composite this is so where the whole only copies as well: what computes has its grids as it demands them.
+    A part of a composite copies only if the whole composite does: a composite that computes sets the scales of its parts itself.
     """
     operator, whole = operator_of(node), part(node)
     if operator is None or not carried(operator) or not isinstance(demand(node), Own | Same):

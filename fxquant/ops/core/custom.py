@@ -1,4 +1,4 @@
-"""A user's own function: of one tensor, as one table, or of several, as an operator with a record of its own."""
+"""Users' own functions: a function of one tensor as a lookup table, a function of several tensors as an operator with a new record."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ NAME = such("a valid Python identifier", instance("", str).take, str.isidentifie
 
 @checked(name=NAME, function=CALLABLE, number=CALLABLE.or_none("the function in float64"))
 def unary(name: str, function: Callable[[Tensor], Tensor], number: Callable[[float], float] | None = None) -> Callable[[Tensor], Tensor]:
-    """Declare a function of one tensor, element by element, that is one table in integers, and one operator, `name`, in every graph.
+    """Declare an elementwise function of one tensor as an operator, `name`, which lowers to one lookup table; return it.
 
-    `function` is its float meaning, differentiable; `number` the same for one Python float, which decides the entries of the table that
-    lie near a tie, and is `function` in float64 where it is None. What is returned is called in a model's forward in place of `function`.
+    `function` computes it on float tensors, differentiably; `number` on one Python float, for table entries near a tie, by default
+    `function` in float64. Call the returned function in a model's forward in place of `function`.
     A file that `save` wrote of such a model can be loaded where the function has been declared. Raise ConfigurationError if the name is
     taken, by an operator or by PyTorch.
     """
@@ -56,19 +56,19 @@ def operator(
     lower: Callable[..., Any] | None = None,
     **fields: Any,
 ) -> Callable[..., Tensor]:
-    """Declare a function of several tensors that is one operator, `name`, in every graph, and has the integer meaning that you give it.
+    """Declare a function of several tensors as an operator, `name`, with an integer form in operators or primitives; return it.
 
-    function  its float meaning, differentiable, made of functions of PyTorch; what it does inside is not looked into
-    operands  the parameters of it that take activations
-    expand    its meaning in other operators: expand(build, **arguments) calls them, `build(F.relu, x)`, and returns what the last gives
-    lower     or its meaning in primitives: lower(lowering, **arguments)
-    fields    whatever else `fxquant.ops.core.record.Operator` has: `demand`, `refuses`, `onnx`, …
+    function  the float function, differentiable, made of functions of PyTorch; it is not traced into
+    operands  its parameters that take activations
+    expand    its form in other operators: expand(build, **arguments) calls them, `build(F.relu, x)`, and returns the last one's result
+    lower     or its form in primitives: lower(lowering, **arguments)
+    fields    other fields of `fxquant.ops.core.record.Operator`: `demand`, `refuses`, `onnx`, …
 
-    What is returned is called in a model's forward in place of `function`. While a model is traced, `function` is run on tensors that have
-    shapes and dtypes and no values, to learn those of its result; so it may branch on shapes and on its other arguments, and a branch on
-    what a tensor holds (`if x.sum() > 0`, `float(x.max())`, `.numpy()`) is a TraceError there: torch.where takes its place. A file that
-    `save` wrote of such a model can be loaded where the operator has been declared. Raise ConfigurationError if the name is taken, for a
-    parameter that there is not, and where neither meaning is given, or both.
+    Call the returned function in a model's forward in place of `function`. While a model is traced, `function` is run on tensors that have
+    shapes and dtypes and no values, to infer those of its result; so it may branch on shapes and on its other arguments, and a branch on
+    a tensor's values (`if x.sum() > 0`, `float(x.max())`, `.numpy()`) is a TraceError there: use torch.where. A file that
+    `save` wrote of such a model can be loaded where the operator has been declared. Raise ConfigurationError if the name is taken, for an
+    unknown parameter, and unless exactly one of `expand` and `lower` is passed.
     """
     _require_free(name)
     try:
@@ -104,7 +104,7 @@ def operator(
 
 
 def _give_name(called: Callable[..., Any], name: str) -> None:
-    """Give a function that was made from another one a name of its own."""
+    """Rename a wrapper: set its `__name__` and drop `__wrapped__`, so that generated code does not call the wrapped function."""
     called.__name__ = called.__qualname__ = name
     called.__dict__.pop("__wrapped__", None)
     if (called.__module__ or "").partition(".")[0] == "torch":  # generated code would look for it there

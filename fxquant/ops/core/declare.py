@@ -5,9 +5,9 @@
         \"\"\"Compute Σ x1·x2 / (‖x1‖ ‖x2‖) along a dimension.\"\"\"
         ...
 
-The function's name is the operator's, and its parameters behind the first are the canonical ones, with their defaults. Those that are
-annotated `fx.Node`, or `Quantized`, take activations. What is declared takes the function's place: under its name the module holds the
-float function, which other composites call.
+The function's name is the operator's, and its parameters after the first are the canonical ones, with their defaults. Parameters
+annotated `fx.Node` or `Quantized` take activations. The decorator returns the float function, which takes the decorated function's
+name in its module, for other composites to call.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def composite(*forms: Any, **declared: Any) -> Callable[[Function], Callable[...
 
 
 def lowered(*forms: Any, **declared: Any) -> Callable[[Function], Callable[..., Tensor]]:
-    """Declare an operator with primitives of its own: the decorated function is `lower(lowering, **arguments)`. See `declare`."""
+    """Declare an operator that lowers to primitives directly: the decorated function is `lower(lowering, **arguments)`. See `declare`."""
     return lambda lower: declare(lower, *forms, lower=lower, **declared)
 
 
@@ -59,18 +59,18 @@ def declare(
 ) -> Callable[..., Tensor]:
     """Register an operator and return its float function.
 
-    meaning   a function of a builder, or of a lowering, and of the canonical arguments
-    forms     further call forms: functions, names (see `spelled`), and module classes that hold arguments under their canonical names
-    name      its name, where the decorated function is one of several by rank
-    function  its float meaning; PyTorch's function of that name, called with keywords, where it is not given
-    operands  the parameters that take activations, where their annotations do not say it
-    adapt     how the arguments of its call forms become canonical ones; None: by name
-    takes     the parameters of its call forms in order, where these have more than the canonical ones; see `taking`
-    by_name   whether what PyTorch has of the operator's name calls it
-    calls     call forms whose arguments become canonical in another way: functions and names of methods, with how
-    modules   classes whose modules hold their arguments under other names: module -> arguments
-    refuses   guards: the first that gives a reason keeps the node in float; asked where operands are tensors of known shape
-    settings  canonical parameters behind those of `meaning`, with their defaults, which it takes as keywords, **
+    meaning   `expand` or `lower`: a function of a builder, or of a lowering, and of the canonical arguments
+    forms     further call forms: functions, names (see `spelled`), and module classes whose attributes have the canonical names
+    name      the operator's name, if it is not that of the decorated function
+    function  the float function; by default PyTorch's function of that name, called with keywords
+    operands  the parameters that take activations, if their annotations do not say it
+    adapt     converts the arguments of a call form to canonical ones; None: they have the canonical names
+    takes     the parameters of the call forms in order, if they have more than the canonical ones; see `taking`
+    by_name   whether PyTorch's functions, methods and modules of the operator's name are call forms
+    calls     functions and names of methods that need another conversion of their arguments, with that conversion
+    modules   module classes whose attributes have other names: module -> arguments
+    refuses   guards: the first that returns a reason keeps the node in float; called only if all operands are tensors of known shape
+    settings  further canonical parameters, after those of `meaning`, with their defaults; `meaning` takes them as **keywords
     fields    other fields of the record (`Operator`)
     """
     name = name or meaning.__name__
@@ -118,7 +118,7 @@ def spelled(*names: str) -> list[Any]:
 
 
 def function_and_method(how: Any, *names: str) -> dict[Any, Any]:
-    """Return the functions of torch and the methods of tensors of these names, with how their arguments become canonical ones."""
+    """Map the functions of torch and the tensor methods of these names to `how`, the conversion of their arguments to canonical ones."""
     return {form: how for name in names for form in (getattr(torch, name), name)}
 
 
@@ -130,7 +130,7 @@ def bound(function: Function, *args: Any, **kwargs: Any) -> dict[str, Any]:
 
 
 def listed(values: Sequence[Any]) -> list[Any]:
-    """Return what PyTorch takes one by one, as x.permute(0, 2, 1), or as one list, as x.permute((0, 2, 1))."""
+    """Return variadic arguments as a list: both of x.permute(0, 2, 1) and x.permute((0, 2, 1)) give [0, 2, 1]."""
     return list(values[0] if len(values) == 1 and isinstance(values[0], list | tuple) else values)
 
 
@@ -140,7 +140,7 @@ def module_of(name: str) -> list[type]:
 
 
 def settings_of(names: Iterable[str], lists: Collection[str] = ()) -> Callable[[Any], dict[str, Any] | str | Instead]:
-    """Return what reads arguments of these names off a module; a tensor is the module's parameter or buffer, and `lists` are lists."""
+    """Return a function that reads the attributes of these names off a module as arguments, a tensor as a `Parameter`, `lists` as lists."""
     wanted = tuple(names)
 
     def read(module: Any) -> dict[str, Any]:
@@ -152,9 +152,9 @@ def settings_of(names: Iterable[str], lists: Collection[str] = ()) -> Callable[[
 
 
 def taking(takes: str, canonical: Collection[str]) -> Adapt:
-    """Return what makes arguments of the parameters `takes`, in order, canonical ones.
+    """Return a function that converts arguments of the parameters `takes`, in order, to canonical ones.
 
-    Of the others a dtype must be float32, if it is given; the rest, such as `inplace`, says nothing of the value.
+    A `dtype` that is not canonical must be float32 or absent; others, such as `inplace`, do not affect the value and are dropped.
     """
     names = takes.split()
 
@@ -188,9 +188,9 @@ def _where_known(operands: Iterable[str], guard: Guard) -> Guard:
 
 
 def _float_function(function: Function, name: str, meaning: Function, canonical: Mapping[str, Any]) -> Function:
-    """Return PyTorch's function with canonical arguments: all behind the first are keywords, as some of PyTorch's have to be.
+    """Wrap PyTorch's function in one with the canonical signature, which passes all arguments but the first as keywords.
 
-    A `clamp` is of an operator that absorbs one.
+    The keyword `clamp`, of an operator that absorbs one, clamps the result.
     """
     names = tuple(canonical)
     defaults = {name: value for name, value in canonical.items() if value is not inspect.Parameter.empty}
@@ -223,7 +223,7 @@ COMPUTED = "one of its settings is computed, not a number"
 
 
 def shape_of(value: Any) -> tuple[Any, ...] | None:
-    """Return the shape of a node's tensor; None for what is not a node with a tensor."""
+    """Return the shape of a node's tensor; None for any other value."""
     known = fact(value) if isinstance(value, fx.Node) else None
     return known.shape if isinstance(known, TensorFact) else None
 
@@ -239,7 +239,7 @@ def nodes(*names: str, because: str = "one of its operands is a number") -> Guar
 
 
 def numbers(*names: str, because: str = COMPUTED, finite: bool = False, none: bool = False) -> Guard:
-    """Refuse settings that are computed: neither numbers, nor lists of such, nor None, where that is allowed."""
+    """Refuse settings that are computed: anything but numbers and lists of numbers, or None if `none` allows it."""
 
     def fits(value: Any) -> bool:
         if isinstance(value, list | tuple):
@@ -255,7 +255,7 @@ def needs(because: str, holds: Callable[[dict[str, Any]], bool]) -> Guard:
 
 
 def with_batch(spatial: int) -> Guard:
-    """Refuse an operand whose dimensions are not a batch, channels, and so many others."""
+    """Refuse an operand that does not have `spatial` + 2 dimensions: batch, channels and the spatial ones."""
     return needs("its input has no batch dimension", lambda arguments: len(fact(arguments["input"]).shape) == spatial + 2)
 
 
@@ -283,12 +283,12 @@ def fixed(dim: str | int = "dim", name: str = "input", because: str = "it runs a
 
 
 def fixed_sizes(because: str, name: str = "input", start: int | None = None) -> Guard:
-    """Refuse an operand of whose sizes, from the dimension `start` on, some are not fixed."""
+    """Refuse an operand that has a size that depends on the batch size, at dimension `start` or later."""
     return lambda node, arguments: None if are_fixed(fact(arguments[name]).shape[start:]) else because
 
 
 def fixed_along(dims: str, because: str, name: str = "input") -> Guard:
-    """Refuse a list of dimensions of which some have a size that is not fixed."""
+    """Refuse a node if the operand's size along one of the dimensions `dims` depends on the batch size."""
     return lambda node, arguments: None if are_fixed(fact(arguments[name]).shape[dim] for dim in arguments[dims]) else because
 
 
@@ -304,7 +304,7 @@ def known_size(size: Any) -> int:
 
 
 def known_sizes(sizes: Iterable[Any]) -> list[int]:
-    """Return sizes of which none depends on the batch size."""
+    """Return the sizes as integers; assert that none depends on the batch size."""
     return list(map(known_size, sizes))
 
 

@@ -92,7 +92,7 @@ def _ranked_in_float(gm: fx.GraphModule, leading: set[fx.Node], masked: set[fx.N
         operator = operator_of(node)
         refused = refusal(node) is not None or (operator is not None and operator.refuses(node, operator.arguments(node)) is not None)
         whole = node.all_input_nodes[0] if node.target is getitem else None
-        if whole is not None and isinstance(fact(whole), tuple):  # of which the node is an item
+        if whole is not None and isinstance(fact(whole), tuple):  # the node is an item of that tuple
             if whole in after:
                 after[node] = after[whole]
         elif computes_tensor(node) and (operator is None or refused):
@@ -179,7 +179,7 @@ def _is_real(node: fx.Node) -> bool:
 
 
 def given(gm: fx.GraphModule) -> set[fx.Node]:
-    """Return constants, inputs, sizes, and what is computed from these by operators without weights."""
+    """Return the constants, inputs and sizes of a graph, and the nodes computed from them by operators without weights."""
     plain: set[fx.Node] = set()
     for node in gm.graph.nodes:
         inputs = node.all_input_nodes
@@ -210,7 +210,7 @@ def _around_poles(gm: fx.GraphModule) -> dict[fx.Node, str]:
 
 
 def _makes_smaller(node: fx.Node) -> bool:
-    """Return whether small operand values of a node may become smaller than a step of its result, on a grid of its own."""
+    """Return whether a node may round small operand values to 0: its result has its own scale, and it is not affine in one operand."""
     operator = operator_of(node)
     assert operator is not None
     keeps_steps = bool(operator.traits & {Trait.AFFINE, Trait.KEEPS_INTEGERS}) and len(node.all_input_nodes) == 1
@@ -233,7 +233,7 @@ def _leading(gm: fx.GraphModule, ends: Ends) -> set[fx.Node]:
 
 
 def _is_ranking(operator: Operator) -> bool:
-    """Return whether an operator is a softmax, or its logarithm, that has no mask of its own."""
+    """Return whether an operator is a softmax or log-softmax without a mask argument."""
     return Trait.SOFTMAX in operator.traits and not operator.reads
 
 

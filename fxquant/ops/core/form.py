@@ -33,7 +33,7 @@ class Call:
 
     arguments   its canonical arguments, with the names of float values for activations
     constants   its parameters by role: integers, scales, and the axis these run along
-    between     quantizes and dequantizes what a residual is added to, where the integer graph does
+    between     quantizes and dequantizes the value that a residual is added to, or None if the integer graph does not
     rounded     quantizes and dequantizes a value on the scale of the result
     node        the node of the integer graph that is its result
     primitives  the nodes it was lowered to
@@ -125,7 +125,7 @@ class Call:
         return next((node for node in self.primitives if node.target is target), None)
 
     def epilogue(self, value: str) -> str:
-        """Write what is fused after a value: a residual, then a clamp."""
+        """Write the fused residual and clamp after a value; return the result's name."""
         if self.arguments.get("residual") is not None:
             value = value if self.between is None else self.between(value)
             value = self.do("Add", value, self.arguments["residual"])
@@ -156,7 +156,7 @@ class Call:
 
     @property
     def operand_shape(self) -> tuple[Size, ...]:
-        """The shape of what its first primitive reads."""
+        """The shape of the first primitive's operand."""
         node = self.primitives[0].args[0]
         assert isinstance(node, fx.Node)
         known: tuple[Size, ...] = fact(node).shape

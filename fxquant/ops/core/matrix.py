@@ -84,7 +84,7 @@ def uneven_windows(length: int, count: int) -> list[tuple[int, int]]:
 
 
 def box(length: int, count: int) -> Tensor | None:
-    """Return 1 where an element belongs to a window; None where each is a window of its own."""
+    """Return a float32 matrix [count, length] that is 1 where an element is in an adaptive pooling window; None if count == length."""
     if length == count:
         return None
     matrix = torch.zeros(count, length, device="cpu", dtype=torch.float32)
@@ -94,7 +94,7 @@ def box(length: int, count: int) -> Tensor | None:
 
 
 def window_sizes(lengths: Sequence[int], counts: Sequence[int]) -> Tensor:
-    """Return how many elements each window has, in all dimensions together: float32, one number if all agree."""
+    """Return the number of elements of each window, over all dimensions together: float32, a scalar if all are equal."""
     sizes = torch.ones((), device="cpu", dtype=torch.float32)
     for length, count in zip(lengths, counts, strict=True):
         along = torch.tensor([float(stop - start) for start, stop in uneven_windows(length, count)], device="cpu", dtype=torch.float32)
@@ -126,7 +126,7 @@ def cubic_weight(distance: Fraction, a: Fraction) -> Fraction:
 
 @functools.cache
 def cubic_rows(length: int, count: int, factor: float | None, align_corners: bool) -> tuple[Row, ...]:
-    """PyTorch's bicubic interpolation along one dimension: four neighbours, the first and the last element repeated outside."""
+    """Return the weights of PyTorch's bicubic interpolation along one dimension: four neighbours per output, edges repeated."""
     step, rows = _step(length, count, factor, align_corners), []
     for output in range(count):
         source = output * step if align_corners else (output + HALF) * step - HALF
@@ -153,7 +153,7 @@ def linear_rows(length: int, count: int, factor: float | None, align_corners: bo
 
 @functools.cache
 def antialiased_rows(length: int, count: int, factor: float | None, align_corners: bool, cubic: bool) -> tuple[Row, ...]:
-    """PyTorch's interpolation with antialias=True: where it shrinks, the filter is as much wider."""
+    """Return the weights of PyTorch's interpolation with antialias=True: for downsampling, the filter is wider by the factor."""
     step, rows = _step(length, count, factor, align_corners), []
     wider = max(step, Fraction(1))
     support = (2 if cubic else 1) * wider
@@ -176,9 +176,9 @@ def is_unchanged(rows: Sequence[Row], length: int) -> bool:
 
 
 def fixed_point(rows: Sequence[Row], length: int, bits: int) -> Tensor | None:
-    """The weights in steps of 2^-bits, rounded half up, the largest of a row taking what their sum is off by: float64 [outputs, length].
+    """Return the weights as integers in units of 2^-bits, float64 [outputs, length], or None if every output copies its own element.
 
-    None where every output is its own element.
+    Weights are rounded half up; the largest of each row absorbs the rounding error, so that a row sums to 2^bits.
     """
     if is_unchanged(rows, length):
         return None
@@ -206,13 +206,13 @@ def einsum(equation: str, operands: Sequence[Tensor]) -> Tensor:
 
 
 def added_product(input: Tensor, one: Tensor, other: Tensor, equation: str, beta: float = 1, alpha: float = 1) -> Tensor:
-    """Compute beta · input + alpha · the contraction of two operands; what is multiplied by 0 is not read."""
+    """Compute beta · input + alpha · einsum(equation, one, other); if beta is 0, `input` is not read, and may hold NaN."""
     product = alpha * torch.einsum(equation, one, other)
     return product if beta == 0 else beta * input + product
 
 
 def computed_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A linear layer with a weight that the model computes."""
+    """Compute F.linear with a weight that the model computes."""
     return torch.nn.functional.linear(input, weight, bias)
 
 
@@ -244,7 +244,7 @@ def spelled(equation: str, *operands: Any) -> dict[str, Any] | str:
 
 
 def with_vectors(input: Any, other: Any) -> dict[str, Any] | str | Instead:
-    """torch.matmul, of which an operand may be a vector."""
+    """Adapt torch.matmul: return an einsum if one operand is a vector, else the arguments unchanged."""
     left, right = (fact(operand) if isinstance(operand, fx.Node) else None for operand in (input, other))
     if not isinstance(left, TensorFact) or not isinstance(right, TensorFact) or min(len(left.shape), len(right.shape)) != 1:
         return {"input": input, "other": other}

@@ -1,4 +1,4 @@
-"""Gather what many files of operators are written with, so that they import it in one line."""
+"""Re-export the names that most operator files use, so that they import them in one statement."""
 
 from fxquant.ir.graph import BatchDim, Size, TensorFact, fact, is_parameter
 from fxquant.lowering.lowering import Clamp, Lowering, Quantized

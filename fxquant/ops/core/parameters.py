@@ -30,7 +30,7 @@ def multiplied_bias(bias: Tensor, factors: Tensor) -> Tensor:
 
 
 def spread(weight: Tensor, dilation: list[int]) -> Tensor:
-    """Return a kernel with zeros between its taps, which computes without dilation what this one computes with it."""
+    """Return a kernel with zeros between its taps, whose convolution without dilation equals that of `weight` with `dilation`."""
     sizes = [(taps - 1) * step + 1 for taps, step in zip(weight.shape[2:], dilation, strict=True)]
     result = weight.new_zeros((*weight.shape[:2], *sizes))
     places = (slice(None), slice(None), *(slice(None, None, step) for step in dilation))
@@ -39,7 +39,7 @@ def spread(weight: Tensor, dilation: list[int]) -> Tensor:
 
 
 def channel_weight(like: Tensor, factor: float) -> Tensor:
-    """`factor` for each of as many channels as the tensor has elements: the weight of a depthwise 1×1 convolution."""
+    """Return the weight (C, 1, 1, 1) of a depthwise 1×1 convolution, all `factor`, with C elements of `like`."""
     return torch.full((like.numel(), 1, 1, 1), factor, dtype=like.dtype, device=like.device)
 
 

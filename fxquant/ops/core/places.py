@@ -1,7 +1,7 @@
-"""Indexing several dimensions at once: its float functions, and how its entries are read off a model.
+"""Indexing several dimensions at once: its float functions, and the conversion of a model's index entries.
 
-PyTorch takes entries that are numbers, slices and None first; the lists that are left are broadcast with each other, and what they
-pick takes the place of the first of them, or, where something is between them, comes before everything.
+PyTorch applies numbers, slices and None first; the remaining lists are broadcast with each other, and the dimensions of the picked
+elements take the place of the first list, or come first if the lists are not adjacent.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _index = index
 
 
 def pick_each(input: Tensor, dim: int, places: Tensor) -> Tensor:
-    """Of each item of the batch what is at its own places, [batch, …], along a dimension: [batch, …, the other dimensions]."""
+    """Index `input` along `dim` with a different list `places` [batch, …] for each item: [batch, …, the other dimensions]."""
     order = [0, dim, *(d for d in range(1, input.dim()) if d != dim)]
     items = torch.arange(input.shape[0], device=input.device).reshape(-1, *[1] * (places.dim() - 1))
     return input.permute(order)[items, places]

@@ -1,9 +1,9 @@
-"""Change calls that operators do not take as they are: integers and booleans are promoted, and a sample becomes a batch of one.
+"""Promote operands that an operator does not take: integers and booleans to float, and a single sample to a batch of one.
 
 A call that reads integers or booleans is promoted as by PyTorch:
 
-tokens + 1, places // 2, mask & other      arithmetic on integers, as they are: `fxquant.ops.elementwise.whole`
-scores * places, bytes / 255               integers as float values, on a grid of their own: `to_real`
+tokens + 1, places // 2, mask & other      int64 arithmetic, without a scale: `fxquant.ops.elementwise.whole`
+scores * places, bytes / 255               integers converted to float and quantized: `to_real`
 logical_and(scores, mask)                  whether a number is not 0, then on booleans
 """
 
@@ -33,7 +33,7 @@ NEVER = 2**62  # stands for a number that no integer is equal to
 
 
 def promoted(node: fx.Node, operator: Operator, arguments: dict[str, Any] | str, build: Builder) -> Call | str | None:
-    """Return the call that a node is promoted to, parts of which may be made with `build`; None where it needs none, or a reason."""
+    """Return the call with promoted operands, which `build` converts; None if no promotion is needed, or a reason against it."""
     result = fact(node)
     if not isinstance(result, TensorFact) or isinstance(arguments, str):
         return None

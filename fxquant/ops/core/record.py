@@ -31,14 +31,13 @@ from fxquant.primitives.arithmetic import READ_ONCE, Arithmetic
 
 @dataclass(frozen=True)
 class Own:
-    """A grid of its own: of this dtype, or, where that is None, of the one that the qconfig asks for.
+    """A demand for a separate, calibrated scale, with this dtype, or with that of the qconfig if `dtype` is None.
 
-    A target that has no activations of the dtype refuses the operator, which then stays in float, unless `otherwise` names another.
-    shared_where   a field of `Arithmetic`: where it is true, all operands share the grid, and where it is READ_ONCE, those that nothing
-                   else reads do
-    otherwise      the dtype on a target that has no activations of the first: `Own("int16", otherwise="int8")`
-    headroom       what the scale that calibration finds is multiplied by, so that larger values than it has seen do not saturate; only for
-                   that dtype
+    A target that has no activations of the dtype refuses the operator, which then stays in float, unless `otherwise` names another dtype.
+    shared_where   a field of `Arithmetic`: if it is true, all operands share the scale of the result; if it is READ_ONCE, only operands
+                   that no other node reads share it
+    otherwise      the dtype on a target without activations of the first: `Own("int16", otherwise="int8")`
+    headroom       a factor of the calibrated scale, so that values above the calibrated range do not saturate; only for `dtype`
     """
 
     dtype: str | None = None
@@ -65,10 +64,10 @@ class Same:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A grid that is given, whatever the values: this scale and this dtype.
+    """A demand for a constant scale and dtype, which need no calibration.
 
-    zero_point  of an affine dtype; None: the one that covers what a symmetric dtype does
-    otherwise   what is demanded on a target that has no activations of the dtype; None: it refuses the operator
+    zero_point  of an affine dtype; None: the zero point whose range is that of a symmetric dtype
+    otherwise   the demand on a target without activations of the dtype; None: it refuses the operator
     """
 
     scale: float
@@ -79,7 +78,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Plain:
-    """No grid: the result is booleans or integers ("bool", "int64"), which are read as they are. It has no gradient."""
+    """A demand for no quantization: the result is a bool or int64 tensor ("bool", "int64"), without scale or gradient."""
 
     dtype: str
 
@@ -168,17 +167,17 @@ def _never_lowered(*_: Any, **__: Any) -> Quantized:
 
 @dataclass(frozen=True)
 class Layer:
-    """State the weight, channels, products and windows of an operator; None: it has no such.
+    """Functions of an operator's arguments that state its weight, channels, MACs and windows; None: the operator has none.
 
-    weight     its arguments by name -> its weight: a tensor whose dimension 0 is the output channels, as `lower` rounds it. What is learned
-               of scales and roundings is of its shape
-    folded     weight, bias, batch norm and the other arguments -> weight and bias with the batch norm multiplied in
-    channels   its arguments -> the dimension of its operand, and of its result, whose indices are channels
-    rescaled   its arguments by name, the factors of the channels it reads, and of those it returns -> the arguments that change, so that
-               its result is multiplied by the second, channel by channel, for an operand that is multiplied by the first
-    macs       the shapes of its arguments by name, and that of its result -> how many products its sums have together
-    window     its arguments -> how far the windows reach along the last dimensions of which its result holds the largest elements
-    table      its arguments -> the tensor of which its result holds elements, and batches show but some: its scale is that of the whole
+    weight     arguments by name -> the weight that `lower` quantizes, output channels first; learned scales and roundings have its shape
+    folded     weight, bias, batch norm and the other arguments -> weight and bias with the batch norm folded in
+    channels   arguments -> the channel dimension of the operand and of the result
+    rescaled   arguments by name, factors of the input channels, factors of the output channels -> the changed arguments, with which an
+               operand multiplied by the first gives the result multiplied by the second
+    macs       shapes of the arguments by name, and shape of the result -> number of multiply-accumulates
+    window     arguments -> the window sizes of a maximum pooling along the last dimensions
+    table      arguments -> the table that the result's rows are copied from (an embedding); its scale covers the whole table, since a batch
+               shows only some rows
     """
 
     weight: Callable[..., Tensor | None] = lambda **arguments: None
@@ -197,37 +196,37 @@ class Operator:
     name       its name, PyTorch's
     function   its float meaning, differentiable; the target of its canonical node; its signature is the canonical one
     operands   the parameters that take activations (a tensor, or a list of them)
-    moves      whether its result is elements of its operands, in whatever place, or their places: it moves booleans and integers as well,
-               and then demands no grid; `lower` has them as a `Quantized` without one
-    carries    the parameters whose elements its result holds as they are: tensors, constants, numbers. Its grid is there for what reads it,
-               and float values are copied as exactly. Of an operator that `moves` these are its operands, which need not be given
-    reads      the parameters that take booleans or integers as they are: a mask, an index
-    dtypes     the dtype that operands of these parameters should have, where the target has it and no rule asks for another
-    demand     what it demands of its result's grid; a function of a node and its arguments where that depends on these
-    keeps      its arguments, the interval of its result's values that matter, and the bits of its operand, None where these are not
-               known -> the interval of its operand's values that its result distinguishes, to within a quarter of a step of 2^-bits.
-               No scale has to cover more. None: all values, or, on its operand's scale, those that matter of its result
-    lower      its integer meaning: lower(lowering, **arguments) -> Quantized, or, where it demands no grid (`Plain`), the value itself;
-               every operator has it but a composite. An argument that is not an operand, a mask or an index, comes as it is: a value of
-               the lowering, or, where it is a constant, a tensor (`Lowering.given`)
-    integers   what it is of booleans and integers: its arguments by name, as int64, and the fact of `input` -> another operator's function
-               and arguments, or why or that (None) there is none
-    expand     a composite's meaning in other operators: expand(build, **arguments) -> the node of its result, or a nest of them;
+    moves      whether its result holds elements of its operands in another order, or their indices: it then takes bool and integer tensors
+               as well, without a scale, which `lower` gets as a `Quantized` without a grid
+    carries    the parameters (tensors, constants, numbers) whose elements it copies to its result unchanged, so that float values would be
+               copied exactly too. By default the operands of an operator that `moves`
+    reads      the parameters that take bool or integer tensors without a scale: a mask, an index
+    dtypes     the preferred dtype of an operand, by parameter, if the target has it and no rule asks for another
+    demand     the scale and dtype of the result, or a function of a node and its arguments that returns them
+    keeps      its arguments, the interval of result values that later operators distinguish, and the bits of its operand or None ->
+               the interval of operand values that the result distinguishes, to within a quarter of a step of 2^-bits. A scale need not
+               cover more. None: all values; if operand and result share a scale, the interval of the result
+    lower      its integer form: lower(lowering, **arguments) -> Quantized, or a tensor if its demand is `Plain`. Every operator has one
+               but a composite. An argument that is not an operand, a mask or an index is passed unchanged: a value of the lowering, or
+               a tensor if it is a constant (`Lowering.given`)
+    integers   its form on bool and integer tensors: arguments by name, as int64, and the fact of `input` -> another operator's function
+               and arguments, a reason against it, or None if there is no such form
+    expand     a composite's form in other operators: expand(build, **arguments) -> the node of its result, or a nest of nodes;
                `build` is a `composite.Builder`
     calls      its functions in PyTorch, and names of Tensor methods, each with how its arguments become canonical ones (None: by name)
     modules    the same for modules, by exact class: module -> arguments
-    absorbs    what may be fused into it: "batch_norm", "residual", "clamp"; each is a keyword of `function`
+    absorbs    operations that may be fused into it: "batch_norm", "residual", "clamp"; each is a keyword of `function`
     read_off   keywords of a module's call that `normalize` reads off the size of its result: "output_size"
     normalize  brings the arguments of a node to their simplest form, or says why they have none
     parameters the canonical parameters with their defaults, where `function` is PyTorch's own; else read off its signature
     refuses    says why a particular node must stay in float, or None
     element    its float meaning on elements without their channels, of an operator of one tensor whose channels differ but in a parameter
-    idle       whether a particular node whose result has its operand's shape and dtype is its operand's value, too, in every state
-    layer      its weight, its channels, its products and its table, where it has such
+    idle       whether a node whose result has its operand's shape and dtype also has its operand's values, in every state
+    layer      its weight, channels, MACs and table (`Layer`)
     onnx       its float meaning in standard operators of ONNX: onnx(call) -> the name of the result's value. None: its primitives,
                where these only move elements, or else `function` as PyTorch's exporter writes it
     traits     the criteria that it meets, by which passes and backends distinguish operators
-    samples    small calls of it, of which tests and benchmarks make their inputs, for each of its call forms
+    samples    small calls of it, from which tests and benchmarks make inputs for each of its call forms
     """
 
     name: str
@@ -294,7 +293,7 @@ class Operator:
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
-        """The canonical parameters, in order, without the keywords of `function` that say what is fused."""
+        """The names of the canonical parameters, in order, without the keywords of `function` for fused operations."""
         return tuple(_SIGNATURES[self.function])
 
     def arguments(self, node: fx.Node) -> dict[str, Any]:
@@ -380,7 +379,7 @@ def has_weights(node: fx.Node) -> bool:
 
 
 def demand(node: fx.Node) -> Demand | None:
-    """Return what a canonical node demands of its result's grid; None if the node is not a known operator.
+    """Return the demand (scale and dtype) of a canonical node's result; None if the node is not an operator of the table.
 
     A part of a composite takes its demand from the composite, any other node from its operator.
     """
@@ -431,9 +430,9 @@ def preferred_dtypes(graph: fx.Graph, offered: Collection[str]) -> dict[fx.Node,
 
 
 def preferred_by(reader: fx.Node, operand: fx.Node, preferred: Mapping[fx.Node, str]) -> str | None:
-    """Return the dtype that a canonical node would have this operand in, given those that nodes should have themselves; None: any.
+    """Return the dtype that a canonical node prefers for this operand, or None; `preferred` holds the dtypes preferred for results.
 
-    Where what an operator without weights reads is coarse, so is its result: it passes on what is preferred of it.
+    An operator without weights passes the preference for its result on to its operands, since a coarse operand makes its result coarse.
     """
     operator = operator_of(reader)
     if operator is None:
@@ -449,10 +448,10 @@ def preferred_by(reader: fx.Node, operand: fx.Node, preferred: Mapping[fx.Node, 
 
 
 def matters(node: fx.Node, after: Interval, shares: bool, bits: int | None = None) -> Interval:
-    """Return which values of its operands matter to a canonical node of whose result those in `after` do.
+    """Return the interval of operand values that a node's result distinguishes, if later operators distinguish its values in `after`.
 
-    `shares` says whether operands and result have one scale. Of operands of so many `bits`, values at which the function saturates do not
-    matter either.
+    `shares` says whether operands and result share one scale. With `bits`, the operands' width, values at which the function is flat to
+    within a quarter of a step are left out as well.
     """
     operator = operator_of(node)
     kept = None if operator is None or operator.keeps is None else operator.keeps(operator.arguments(node), after, bits)
@@ -476,7 +475,7 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
 
 
 def read_nodes(operator: Operator, arguments: Mapping[str, Any]) -> list[fx.Node]:
-    """Return the nodes of the booleans and integers that an operator reads as they are, in order, without parameters."""
+    """Return the nodes whose bool or integer tensors an operator reads without a scale, in order, without parameters."""
     found: list[fx.Node] = []
     fx.map_arg([arguments.get(name) for name in operator.reads], found.append)
     return [*moved_plain(operator, arguments), *(value for value in found if not is_parameter(value))]
@@ -511,7 +510,7 @@ def map_operands(operator: Operator, arguments: Mapping[str, Any], function: Cal
 
 
 class _Entry(NamedTuple):
-    """An entry of the operator table: the record, what makes its arguments canonical, and the name without the marks of a call form."""
+    """An entry of the operator table: the record, the conversion of arguments to canonical ones, and the name without call form marks."""
 
     operator: Operator
     adapt: Any
@@ -565,7 +564,7 @@ def _bare(name: str) -> str:
 
 
 def _names(operator: Operator) -> frozenset[str]:
-    """Return one name for each function that is a call form of an operator: of those whose arguments the same code reads, the first."""
+    """Return the names of an operator's call forms, one (the first) for each way of converting their arguments."""
     first: dict[Any, str] = {}
     for function, (owner, adapt) in FUNCTIONS.items():
         if owner is operator and function is not operator.function:

@@ -36,8 +36,8 @@ class Sample:
                value itself. A parameter that is absent has its default. Of a text: the shapes of its operands, by name
     over       the interval in which activations are uniform; None: they are normal
     within     the largest distance of the integer result from the float function, in steps of the result's scale, for int8 activations
-               that lie on their grid; None: what its kind of operator allows. A result without a grid has to be equal
-    share      the share of elements that may be farther off, where a function jumps, or an order changes, by what is rounded
+               that lie on their grid; None: the limit of its kind of operator. A result without a grid has to be equal
+    share      the share of elements that may be farther off, where rounding crosses a jump of the function, or changes an order
     text       the call as it is written in a model; "": it has the canonical arguments, in each call form
     """
 
@@ -56,9 +56,9 @@ def sample(over: Interval | None = None, within: float | None = None, share: flo
 def written(
     *texts: str, over: Interval | None = None, within: float | None = None, share: float = 0.0, **shapes: tuple[int, ...]
 ) -> tuple[Sample, ...]:
-    """Return samples that are written as in a model.
+    """Return one sample for each text, a call written as in a model.
 
-    A text is an expression of x, y and z, or the constructor of a module. What stands in braces is made once: {P(3, 1)} is a parameter.
+    A text is an expression of x, y and z, or the constructor of a module. Braces are evaluated once: {P(3, 1)} is a parameter.
     A call of a bare name, "relu(x)", stands for the functions and methods of PyTorch of that name. Operands are images, unless `shapes`
     has other ones; the last shape serves for the operands that follow as well.
     """
@@ -68,7 +68,7 @@ def written(
 def sampled(
     *texts: str, over: Interval | None = None, within: float | None = None, share: float = 0.0, **shapes: tuple[int, ...]
 ) -> Callable[[Meaning], Meaning]:
-    """Give the function that declares an operator samples, as `written` returns them: they come behind those of its declaration."""
+    """Return a decorator that adds samples, see `written`, to an operator's declaration, after those that it lists itself."""
 
     def decorate(meaning: Meaning) -> Meaning:
         further = getattr(meaning, "samples", ())

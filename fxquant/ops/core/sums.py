@@ -1,4 +1,4 @@
-"""Lowering of sums of two operands, of which one may be a constant."""
+"""Lowering of sums of two operands, one of them possibly a constant."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _lower_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], clam
 
 
 def _added(lowering: Lowering, total: Any, term: Any, factor: float) -> Any:
-    """Add a term to what there is of the sum, or subtract it, by the sign of its factor."""
+    """Return total + term, or total - term if `factor` is negative; a `total` of None is an empty sum."""
     if total is None:
         return term if factor > 0 else lowering.call(elementwise.negate, term)
     return lowering.call(elementwise.add if factor > 0 else elementwise.subtract, total, term)

@@ -60,14 +60,14 @@ IN_PARTS: dict[Role | None, int] = {Role.CONVOLUTION: 1, Role.LINEAR: -1}
 
 @dataclass(frozen=True)
 class Product:
-    """How primitives form a sum of products.
+    """The primitives of a weighted layer, and the form of the weight that they take.
 
-    narrow      the primitive whose sums stay below 2^24
-    wide        the one for larger ones
-    attributes  what both take behind input, weight and bias
-    trailing    how many dimensions follow the channels in the output
-    layout      brings the weight, whose output channels are dimension 0, into the form that both take
-    channels    the dimension where that has its output channels
+    narrow      the primitive for accumulators below 2^24
+    wide        the primitive for larger accumulators
+    attributes  the arguments of both after input, weight and bias
+    trailing    the number of dimensions after the channels in the output
+    layout      permutes a weight whose dimension 0 is the output channels into the form that both take
+    channels    the dimension of the output channels in that form
     transposed  whether it is a transposed convolution, whose biases may have fewer bits
     in_parts    whether `wide` takes a `Split` that keeps the sums of parts below 2^24; else it sums in float64
     """
@@ -84,7 +84,7 @@ class Product:
 
 @dataclass(frozen=True)
 class LayerSum:
-    """A sum of products from where its weight's integers are known: its operand, of this magnitude at most, and its weight."""
+    """A weighted layer with its quantized weight: the primitives, the operand, whose integers are at most `magnitude`, and the weight."""
 
     lowering: Lowering
     product: Product
@@ -113,7 +113,7 @@ class LayerSum:
         return bound if bias is None else bound + bias.detach().double().abs()
 
     def end(self, steps: tuple[Tensor, ...], clamp: Clamp | None, bound: float, lift: Lift | None) -> Epilogue:
-        """Return how the accumulator, of this step, becomes the output."""
+        """Return the epilogue that requantizes the accumulator, of scale `steps`, to the output."""
         ratio = Ratio(tuple(per_channel(factor, self.product.trailing) for factor in steps))
         return Epilogue(ratio, clamp, bound, lift, self.kind)
 
@@ -193,7 +193,7 @@ def residual_factor(layer: LayerSum, residual: Quantized, steps: tuple[Tensor, .
 
 
 def scaled_residual(layer: LayerSum, residual: Quantized, ratio: Ratio, steps: tuple[Tensor, ...]) -> tuple[ResidualFactor, Tensor]:
-    """Return the factor that brings a residual to steps of the sum, and how much the residual can add to an accumulator."""
+    """Return the factor that requantizes a residual to the accumulator's scale, and the largest value it can add to an accumulator."""
     bits, right_shift = layer.lowering.arithmetic.residual_bits, None
     if bits:
         mantissa, exponent = ratio.mantissa(bits, largest_exponent=31, carries=False)
@@ -220,7 +220,7 @@ def _not_in_accumulator(layer: LayerSum, residual: Quantized, factor: Tensor, la
 
 
 def requantizes_residuals(lowering: Lowering) -> bool:
-    """Return whether what is added to a layer is added to its output's 8 bits; an output of more bits is the sum with it."""
+    """Return whether a residual is added to the layer's requantized 8-bit output; a wider output includes it in the accumulator."""
     return lowering.arithmetic.residual == "requantize" and lowering.output.dtype.bits <= 8
 
 
@@ -234,7 +234,7 @@ BeforeResidual = Callable[[Tensor], None]
 
 
 def epilogue(value: Tensor, residual: Tensor | None, clamp: Clamp | None, before_residual: BeforeResidual | None) -> Tensor:
-    """Apply what is fused after the sum: residual, then clamp. `before_residual` is called with the value before the residual."""
+    """Add the fused residual, then apply the fused clamp. `before_residual` is called with the value before the residual."""
     if residual is not None:
         if before_residual is not None:
             before_residual(value)
@@ -277,7 +277,7 @@ def lower_weighted(
     clamp: Clamp | None = None,
     batch_norm: BatchNorm | None = None,
 ) -> Quantized:
-    """Lower a sum of products, and what is fused into it; output channels are the weight's dimension 0.
+    """Lower a weighted layer with its fused batch norm, residual and clamp; output channels are the weight's dimension 0.
 
     A batch norm is folded in with its running statistics, in every state, so that the integers of the weight are those
     that are deployed. Where it is live, the sums then have the statistics of the batch: another bias and another step.
@@ -337,9 +337,9 @@ def lower_uniform(
     bias: float = 0.0,
     residual: Quantized | None = None,
 ) -> Quantized:
-    """Lower a layer whose weight, of this shape, is one number: its integers are ±127 on the number's own scale, with one bias.
+    """Lower a layer whose weight has this shape and one value: all its integers are ±127, with the scale |value| / 127, and one bias.
 
-    What is added to it is added in the accumulator, which it has to fit.
+    A residual is added in the accumulator, and must fit in it.
     """
     device = input.scale.device
     scale = (torch.tensor(abs(value), dtype=torch.float32, device=device) / WEIGHT_INT8.high).clamp_min(SMALLEST_SCALE).reshape(1)
@@ -366,7 +366,7 @@ def lower_uniform(
 
 
 def _lift(layer: LayerSum, bias: Tensor | None, steps: tuple[Tensor, ...], to: Quantizer | None) -> Lift | None:
-    """Return by how much the bias's integers grow, as a function of an output's scale; None where the accumulator is rounded otherwise."""
+    """Return a function of the output's scale: the increase of the bias's integers by half a step of the output; or None."""
     arithmetic, trailing = layer.lowering.arithmetic, layer.product.trailing
     if not arithmetic.half_step_in_bias or to is None or (to.dtype == INT32 and bias is None):
         return None
@@ -418,9 +418,9 @@ class _Live(NamedTuple):
 
 
 def _live(layer: LayerSum, batch_norm: BatchNorm, bias: Tensor | None) -> _Live:
-    """Return the sums without a bias, and what applies the statistics of this batch: another factor of their step, and the bias.
+    """Return the sums without a bias, and the statistics of this batch as a factor of the sums' scale and a bias.
 
-    `bias` is the layer's own. A channel without weights, or whose scale was raised, does not depend on the statistics.
+    `bias` is the layer's. A channel whose weights are all 0, or whose scale was raised, does not depend on the statistics.
     """
     lowering, weight = layer.lowering, layer.weight
     if not bool(torch.isfinite(weight.scale).all()):  # before any statistics move
@@ -545,7 +545,7 @@ LARGEST_DIFFERENCE = 127  # of one and a slope, in its steps, where what is adde
 
 
 def shifts_of(slopes: Tensor, bits: int, added: bool) -> tuple[Tensor, Tensor]:
-    """(A, n) of slopes, int64: A = round_half_even(slope · 2^n), with n = `bits`, or less by one where 2^n - A is `added` and no byte."""
+    """Return (A, n), int64: A = round_half_even(slope · 2^n), with n = `bits`, or bits - 1 if `added` and 2^n - A does not fit a byte."""
     shift = torch.full_like(slopes, bits, dtype=torch.int64)
     if added:
         shift = torch.where(2.0**bits - torch.round(slopes.double() * 2.0**bits) > LARGEST_DIFFERENCE, bits - 1, shift)

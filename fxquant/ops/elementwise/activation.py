@@ -58,7 +58,7 @@ def both(first: Sequence[float | None], second: Sequence[float | None]) -> tuple
 
 
 def interval(low: Any, high: Any) -> Interval:
-    """Return the limits of a clamp as numbers, infinite where there is none, or one that is a tensor."""
+    """Return the bounds of a clamp as floats; a bound that is absent or a tensor is infinite."""
     return float(low) if isinstance(low, int | float) else -math.inf, float(high) if isinstance(high, int | float) else math.inf
 
 
@@ -69,7 +69,7 @@ def _moves(node: fx.Node, arguments: dict[str, Any]) -> bool:
 
 
 def clamp_between(input: Tensor, min: Tensor | float | None = None, max: Tensor | float | None = None) -> Tensor:
-    """Return the values, limited to bounds of which one or both are tensors."""
+    """Clamp a tensor to [min, max], where at least one bound is a tensor."""
     return torch.clamp(input, min, max)  # type: ignore[arg-type]
 
 
@@ -120,9 +120,9 @@ _ADAPTED: dict[str, Any] = {
 @sampled("clamp(x, -0.5, 0.7)", "clamp(x, max=0.3)", "clip(x, min=-1)", "clamp_min(x, -0.4)", "clamp_max(x, 0.4)", within=LIMITED)
 @sampled("relu6(x)", "hardtanh(x)", "hardtanh(x, -2, 0.25)", "nn.ReLU6()", "nn.Hardtanh(-0.5, 1.5)", within=LIMITED)
 def clamp(lowering: Lowering, input: Quantized, min: float | None = None, max: float | None = None) -> Quantized:
-    """Limit the values to [min, max]; None means no limit. relu is clamp(0, None), relu6 is clamp(0, 6).
+    """Clamp the values to [min, max]; None means no bound. relu is clamp(0, None), relu6 is clamp(0, 6).
 
-    The integers limited to ⌊bound/scale + ½⌋, on the operand's own scale; requantized where the limits lie beyond what that covers.
+    The integers are clamped at ⌊bound/scale + ½⌋ if the result shares the operand's scale; else they are requantized and clamped.
     """
     if not lowering.shares and lowering.arithmetic.float32_tables and input.dtype.bits <= 8:
         return by_table(lowering, input, "limited", min=min, max=max)

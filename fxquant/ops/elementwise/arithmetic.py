@@ -1,8 +1,8 @@
 """Addition, subtraction and multiplication: of activations, of constants, of numbers.
 
-Sums are formed on a common scale, 2^-14 of the largest term's, and requantized once; a number or a constant tensor
-is added in whole steps of that scale, which is coarser where it is much larger than the terms. Products are formed as they are: a
-constant tensor is quantized like a weight, a number is an exact factor.
+The terms of a sum are brought to a common scale, 2^-14 of the largest term's, added, and requantized once; a number or a constant
+tensor is rounded to that scale, which is coarser where the constant is much larger than the terms. Products are formed from the
+operands' integers directly: a constant tensor is quantized like a weight, a number is an exact factor.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def limited(value: Tensor, clamp: Clamp | None) -> Tensor:
 
 
 def needs_activation(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    """Return why the node must stay in float: one operand has to be an activation, and what is not must be a constant."""
+    """Return why a node must stay in float, or None: one operand must be an activation, the other an activation or a constant."""
     operands = [arguments["input"], arguments["other"]]
     if not any(isinstance(o, fx.Node) and not is_parameter(o) and isinstance(fact(o), TensorFact) for o in operands):
         return "none of its operands is an activation"
@@ -46,7 +46,7 @@ def needs_activation(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def constant_operand(lowering: Lowering, operand: Operand, role: str) -> Quantized | float:
-    """Return a constant tensor as integers with one scale; activations and numbers as they are."""
+    """Quantize a constant tensor with one scale; return activations and numbers unchanged."""
     return lowering.quantize_constant(operand, role) if isinstance(operand, Tensor) else operand
 
 
@@ -85,7 +85,7 @@ def _term(c: Call) -> str:
 
 
 def _onnx_number_layer(c: Call, alpha: float) -> str:
-    """A number, added as the bias of a layer whose weight is the tensor's factor."""
+    """Write the sum of a tensor and a number as a depthwise Conv, with the tensor's factor as weight and the number as bias."""
     first = isinstance(c["input"], str)
     tensor, number = (c["input"], c["other"]) if first else (c["other"], c["input"])
     weight = torch.full((int(c.operand_shape[1]), 1, 1, 1), 1.0 if first else float(alpha), dtype=torch.float32, device="cpu")  # type: ignore[arg-type]

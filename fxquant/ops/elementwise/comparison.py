@@ -175,7 +175,7 @@ _combines("xor", operator.xor)
 )
 @sampled("logical_not(x > 0)", "bitwise_not(x > 0)", "~(x > 0)", "(x > 0).__invert__()")
 def logical_not(lowering: Lowering, input: Any) -> Any:
-    """PyTorch's logical_not."""
+    """Compute torch.logical_not."""
     return lowering.call(comparison.opposite, lowering.given("input", input, torch.bool))
 
 
@@ -183,7 +183,7 @@ def _of_finite_numbers(name: str, relation: str, *traits: Trait) -> None:
     """Register a test that all elements of a quantized tensor pass, or none."""
 
     def lower(lowering: Lowering, input: Quantized) -> Any:
-        """Integers stand for finite numbers alone: what is said of each of them is said of it and itself."""
+        """Compare the integers with themselves: they are finite, so all elements pass `relation`, or none."""
         return lowering.call(comparison.compare, input.value, input.value, relation)
 
     lowered(name=name, function=getattr(torch, name), demand=Plain("bool"), traits=frozenset(traits), samples=written(f"{name}(x)"))(lower)

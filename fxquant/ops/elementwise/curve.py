@@ -38,7 +38,7 @@ def curve(input: Tensor, steps: Steps) -> Tensor:
 
 
 def _value(steps: Steps, input: Tensor, values: dict[Steps, Any]) -> Any:
-    """Return the value of a nest; `values` holds those of the parts so far, since a tensor that is read twice is computed once."""
+    """Evaluate nested calls on `input`; `values` caches the parts already evaluated, so that each is computed once."""
     if steps == INPUT:
         return input
     if not isinstance(steps, list | tuple):
@@ -79,7 +79,7 @@ def _keeps(steps: Steps, bits: int) -> Interval:
 
 
 def settings_of(name: str, **given: Any) -> dict[str, Any]:
-    """Return all settings of the unary operator of this name, by default or as they are given."""
+    """Return all settings of the unary operator of this name: `given`, and the defaults of the others."""
     return {key: value for key, value in BY_NAME[name].bind((None,), given).items() if key != "input"}
 
 

@@ -62,7 +62,7 @@ unary("rad2deg", torch.rad2deg, math.degrees)
     traits=frozenset({Trait.INTEGERS, Trait.LEAVES_INTEGERS}),
 )
 def _rounded(input: Tensor, decimals: int = 0) -> Tensor:
-    """PyTorch's round, whose setting is a keyword."""
+    """Compute torch.round with `decimals` as a keyword."""
     return torch.round(input, decimals=decimals)
 
 
@@ -86,7 +86,7 @@ def _logit_number(x: float, eps: float | None = None) -> float:
 
 @tabled(_logit_number, name="logit", over=SHARES)
 def _logit(input: Tensor, eps: float | None = None) -> Tensor:
-    """PyTorch's logit."""
+    """Compute torch.logit."""
     return torch.logit(input, eps)
 
 
@@ -116,7 +116,7 @@ unary("log_ndtr", torch.special.log_ndtr, by_torch(torch.special.log_ndtr))
 
 
 def _threshold(input: Tensor, threshold: float, value: float) -> Tensor:
-    """PyTorch's threshold."""
+    """Compute F.threshold."""
     return F.threshold(input, threshold, value)
 
 

@@ -32,11 +32,11 @@ from fxquant.ops.elementwise.unary import power
 from fxquant.ops.elementwise.whole import WHOLE, alike
 
 SMALLEST = 2.0**-20  # stands for 0 as a base, whose logarithm is not finite
-FEW = 8  # values of a constant exponent, each of which is a table
+FEW = 8  # largest number of distinct values of a constant exponent: each value needs a table
 
 
 def _whole_power(build: Builder, input: fx.Node, exponent: fx.Node) -> Any:
-    """Of what is below 0 as well: the sign is that of the input, where the exponent, an int64 tensor in front of its grid, is odd."""
+    """Compute input ** exponent for an integer exponent, an int64 tensor before quantization: exp(exponent · log|input|), signed if odd."""
     logarithm = build(log_of_base, build(torch.abs, input), demand=WIDE)
     magnitude = build(torch.exp, build(mul, logarithm, exponent, demand=WIDE))
     odd = build(WHOLE["ne"], build(WHOLE["remainder"], exponent.args[0], 2), 0)
@@ -44,7 +44,7 @@ def _whole_power(build: Builder, input: fx.Node, exponent: fx.Node) -> Any:
 
 
 def _values(exponent: fx.Node) -> tuple[list[float], Tensor] | None:
-    """Return the values of an exponent that is a constant of few, and the constant; None of any other, and of one that is trained."""
+    """Return the distinct values of a constant exponent, and the constant; None if they are too many, or the exponent is trained."""
     constant = constant_value(exponent) if exponent.op == "get_attr" else None
     if constant is None or (isinstance(constant, nn.Parameter) and constant.requires_grad):
         return None
@@ -101,7 +101,7 @@ def _rounded_remainder(build: Builder, input: Any, other: fx.Node, rounding: Cal
 def _rounded(
     function: Callable[..., Tensor], expand: Callable[..., Any], rounding: Callable[..., Tensor], *texts: str, **fields: Any
 ) -> None:
-    """Register what a quotient or remainder by a tensor is; by a number it is a table of `functions`."""
+    """Register a rounded quotient or a remainder by a tensor; the one by a number is a table of `functions`."""
     register(
         Operator(
             function.__name__,

@@ -159,15 +159,15 @@ def unary(
 ) -> Operator:
     """Declare a unary function.
 
-    `function` is its float meaning on tensors, `exact` the one on a Python float that the table is made of: NaN where it has no value.
-    What PyTorch has of `name` calls it: functions of torch, torch.special and torch.nn.functional, methods, in place or not, and the
+    `function` computes it on tensors, `exact` on a Python float for the table's entries: NaN where the function is undefined.
+    PyTorch's call forms of `name` call it: functions of torch, torch.special and torch.nn.functional, methods, in place or not, and the
     class of torch.nn. `forms` are further functions and names. `adapted` holds call forms, and `module` a class, that take more than the
-    settings, or other operands. `settings` are the function's own parameters with their defaults, which `exact` takes as well and a module
-    holds under the same names. Outside of `varies` the function is constant; one that `saturates` tends to a constant on one side of 0 or
-    on both. `onnx` is the operator of ONNX that computes it, or writes it in several; see `Operator.onnx`. `demand` and `integers` are the
-    record's. `lowered` is its integer meaning where that is not always a table. `traits` are those it has besides that of every such
-    function. Its sample is a tensor of normal elements, or of elements `over` an interval, with the defaults of its settings, unless it
-    has `samples`; `tried` are settings of another such sample.
+    settings, or other operands. `settings` are the parameters of `function` and `exact` after the first, with their defaults; a module
+    has attributes of these names. Outside of `varies` the function is constant; one that `saturates` tends to a constant on one side of 0
+    or on both. `onnx` names the ONNX operator that computes it, or writes several; see `Operator.onnx`. `demand` and `integers` are
+    fields of the record. `lowered` replaces the lowering to a table. `traits` are added to that of all unary functions. By default its
+    sample is a tensor of normal elements, or of elements uniform `over` an interval, with the default settings; `samples` replaces it,
+    and `tried` adds one with these settings.
     """
 
     def lower(lowering: Lowering, input: Quantized, **chosen: Any) -> Quantized:
@@ -236,7 +236,7 @@ def _changing(name: str, settings: Settings, bits: int) -> Interval:
 def tabled(
     exact: Callable[..., float], *forms: Any, name: str | None = None, **fields: Any
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """Declare the decorated function as a unary one, under its name; its settings are its parameters behind the first. See `unary`."""
+    """Declare the decorated function as a unary operator; the parameters after the first are its settings. See `unary`."""
 
     def declared(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         settings = {p.name: p.default for p in list(inspect.signature(function).parameters.values())[1:]}

@@ -47,7 +47,7 @@ def _elu(x: float, alpha: float = 1.0) -> float:
 
 
 def _lower_leaky_relu(lowering: Lowering, input: Quantized, negative_slope: float) -> Quantized:
-    """A table, or a whole slope on the operand's grid where the target multiplies by such."""
+    """Lower to a table, or to a product with an integer slope if the target has these (`Arithmetic.slope_bits`)."""
     if not lowering.arithmetic.slope_bits or input.dtype.bits > 8:
         return by_table(lowering, input, "leaky_relu", negative_slope=negative_slope)
     slope = torch.tensor(float(negative_slope), device=input.scale.device)
@@ -99,7 +99,7 @@ def _onnx_gelu(c: Call) -> str:
 
 @tabled(_gelu, saturates=True, tried={"approximate": "tanh"}, onnx=_onnx_gelu)
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
-    """PyTorch's gelu, whose setting is a keyword."""
+    """Compute F.gelu with `approximate` as a keyword."""
     return F.gelu(input, approximate=approximate)
 
 
@@ -202,7 +202,7 @@ def power(input: Tensor, exponent: Tensor) -> Tensor:
 
 
 def raised(input: Any, exponent: Any) -> dict[str, Any] | Instead:
-    """A number to the power of a tensor is a function of the tensor, and a tensor to the power of another a composite."""
+    """Adapt torch.pow: number ** tensor to `power_of`, tensor ** tensor to the composite `power`; else return the arguments."""
     if not isinstance(input, fx.Node):
         return Instead(power_of, {"input": exponent, "base": input})
     given = {"input": input, "exponent": exponent}

@@ -1,8 +1,8 @@
-"""Arithmetic on integers and booleans that do not belong to a quantized tensor: tokens, places, counts, masks that are given.
+"""Arithmetic on integer and boolean tensors without a scale: tokens, positions, counts, masks that the model takes as inputs.
 
-All of them are int64 in the graph, and exact: sums and products wrap around beyond 64 bits, as PyTorch's do. Numbers of a narrower
-dtype are made int64 first, and a result of one is brought back to it, so that they wrap around where that dtype does.
-`fxquant.ops.core.promotion` says which calls become these; what is not among them, such as a largest integer, is computed on the host.
+All of them are int64 in the graph, and exact: sums and products wrap around beyond 64 bits, as PyTorch's do. Operands of a narrower
+dtype are converted to int64 first, and the result back to that dtype, so that it wraps around at the same values.
+`fxquant.ops.core.promotion` converts calls to these operators; any other call, such as a maximum of integers, runs on the host.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Refuses = Callable[[fx.Node, dict[str, Any]], str | None]
 
 
 def _needs_numbers(*names: str) -> Refuses:
-    """Return a check that these arguments are tensors or known integers."""
+    """Return a check that these arguments are tensors or integers that do not depend on the batch size."""
 
     def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         for name in names:
@@ -213,7 +213,7 @@ def _cat(steps: Steps, tensors: list[Any], dim: int) -> Any:
 
 
 def _argmax(steps: Steps, input: Value, dim: int, keepdim: bool) -> Any:
-    """The first of those that are equal to the largest."""
+    """Return the int64 index of the first element along `dim` that equals the largest."""
     largest = steps.call(primitives.reduced, input, [dim], True, "largest")
     equal = steps.call(primitives.converted, steps.call(comparison.compare, input, largest, "eq"), torch.int64)
     return steps.call(selection.arg_extremum, equal, dim, keepdim, True)

@@ -1,6 +1,6 @@
-"""Indexing several dimensions by lists, taking from everything, diagonals: composites of permutations, reshapes and one list.
+"""Indexing several dimensions by lists, torch.take, diagonals: composites of permutations, reshapes and an index of one dimension.
 
-x[:, [0, 1], [2, 3]]   of [B, C, H, W]   →   x as [B, C·H, W], of which elements 0·H + 2 and 1·H + 3 of dimension 1 are taken
+x[:, [0, 1], [2, 3]]   of [B, C, H, W]   →   x.reshape(B, C·H, W)[:, [0·H + 2, 1·H + 3]]
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fxquant.ops.reduction.progression import tril, triu
 
 
 def _joined_places(lists: Sequence[Any], sizes: Sequence[int]) -> Tensor:
-    """Lists of places along dimensions of these sizes as places in what they are together, row by row."""
+    """Return the flat indices, row-major, of index lists along dimensions of these sizes, broadcast with each other."""
     found = torch.broadcast_tensors(*places.tensors(lists))  # type: ignore[no-untyped-call]
     joined = torch.zeros_like(found[0])
     for place, size in zip(found, sizes, strict=True):
@@ -116,7 +116,7 @@ def _refuses_pick_each(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 @composite(function=places.pick_each, operands=("input",), demand=Same(), moves=True, reads=("places",), refuses=_refuses_pick_each)
 @sampled("x[torch.arange(x.shape[0]), :, y[:, 0, 0].argmax(1)]")
 def pick_each(build: Builder, input: fx.Node, dim: int, places: fx.Node) -> Any:
-    """Of each item of the batch what is at its own places, [batch, …], along a dimension: [batch, …, the other dimensions]."""
+    """Index `input` along `dim` with a different list `places` [batch, …] for each item: [batch, …, the other dimensions]."""
     shape = list(build.fact(input).shape)
     others = [d for d in range(1, len(shape)) if d != dim]
     value = input if dim == 1 else build(permute, input, [0, dim, *others])
@@ -189,7 +189,7 @@ def _refuses_diagonal(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def _diag(input: Any, diagonal: int = 0) -> dict[str, Any] | Instead:
-    """Of a matrix its diagonal, of a row a matrix."""
+    """Adapt torch.diag: return the arguments of diagonal for a matrix, and `diag_embed` for a vector."""
     given = {"input": input, "offset": diagonal}
     return Instead(diag_embed, given) if len(shape_of(input)) == 1 else given
 
@@ -223,9 +223,9 @@ def diagonal(build: Builder, input: fx.Node, offset: int = 0, dim1: int = 0, dim
 )
 @sampled("x[0, 1, 2].diag(-1)")
 def diag_embed(build: Builder, input: fx.Node, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
-    """Matrices, in two new dimensions, with the elements of the last dimension on a diagonal, and zeros elsewhere.
+    """Return matrices, in two new dimensions, with the elements of the last dimension on a diagonal, and zeros elsewhere.
 
-    Write every row of a matrix as all elements, moved by the offset, and keep what lies on the diagonal.
+    Every row of a matrix holds all elements, shifted by the offset; triu and tril then keep the diagonal.
     """
     sizes = numbers(build.fact(input).shape)
     length, size = sizes[-1], sizes[-1] + abs(offset)

@@ -35,7 +35,7 @@ def _sizes(value: Branch) -> tuple[Size, ...]:
 
 
 def _aligned(index: Sequence[Any], sizes: tuple[Size, ...]) -> list[Size]:
-    """Return the shape of a written value with a size for every dimension of the tensor: 1 for those that a number picks from."""
+    """Return the shape of a written value with a size for every dimension of the tensor: 1 for dimensions indexed by a number."""
     left = list(sizes)
     return [1 if isinstance(entry, int) or not left else left.pop() for entry in reversed(index)][::-1]
 
@@ -149,7 +149,7 @@ def setitem(lowering: Lowering, input: Branch, index: list[Any], value: Branch) 
     sizes = _aligned(index, _sizes(value))
 
     def source(dim: int) -> Tensor:
-        """Return which of the value's elements each position takes; one that is not written to takes any."""
+        """Return the index of the value's element that each position of `dim` takes, int64; 0 for a position that is not written."""
         found = torch.zeros(known_size(whole[dim]), dtype=torch.int64, device=device)
         found[written[dim]] = torch.arange(len(written[dim]), device=device)
         return found

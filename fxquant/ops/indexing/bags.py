@@ -111,7 +111,7 @@ def embedding_bag(
 ) -> Any:
     """Return the "sum", "mean" or "max" of the rows of `weight` that each bag names, [bags, features].
 
-    The bags are the rows of `input`, int64 [bags, size]; `offsets`, which are those of bags of other sizes, have no integer form. In a
+    The bags are the rows of `input`, int64 [bags, size]; `offsets`, for bags of different sizes, have no integer form. In a
     sum each row may have a factor, `per_sample_weights`, of the shape of `input`.
     """
     taken = build(embedding, input, weight)

@@ -66,7 +66,7 @@ def refuses_embedding(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 @sampled("torch.embedding({P(6, 5)}, x.argmax(-1))", "F.embedding(x.argmax(-1), {P(6, 5)}, padding_idx=2)")
 @sampled("{nn.Embedding(6, 5)}(x.argmin(-1))")
 def embedding(lowering: Lowering, input: Any, weight: Tensor) -> Quantized:
-    """For each index in `input`, int64 or int32 of any shape, the row of `weight` [rows, features] there.
+    """Look up rows of `weight` [rows, features] at the indices `input`, int64 or int32 of any shape.
 
     Take rows of the table, which is on the output's grid.
     """
@@ -80,7 +80,7 @@ WHOLE = builtins.slice(None)
 
 
 def _bounds(entry: int | builtins.slice, size: Size) -> tuple[int, int, int]:
-    """Return (start, stop, step) of an entry; counted from the start where the size is known."""
+    """Return (start, stop, step) of an index entry; nonnegative if `size` does not depend on the batch size."""
     if isinstance(entry, int):
         entry = builtins.slice(entry, None if entry == -1 else entry + 1)
     if isinstance(size, int):
@@ -133,7 +133,7 @@ def _computed(entry: Any) -> bool:
 )
 @sampled("torch.linspace(-1, 1, 6)[x.argmax(3)]", within=ROUNDED)
 def pick(lowering: Lowering, input: Quantized | Tensor, dim: int, index: Any) -> Quantized:
-    """Return the slices along a dimension at the places of a tensor that is computed or given, whose dimensions take that one's place."""
+    """Index `input` along `dim` with a computed or constant int64 tensor, whose dimensions replace `dim` in the result."""
     at = lowering.given("index", index, torch.int64)
     if isinstance(input, Quantized):
         return input.with_value(lowering.call(selection.pick, input.value, dim, at))
@@ -172,7 +172,7 @@ def _indexed(input: Any, index: Any) -> dict[str, Any] | str | Instead:
 
 
 def entries_of(index: Any) -> list[Any]:
-    """Return the entries of an index: those of a tuple, or of a list that has more than numbers, which PyTorch takes for a tuple."""
+    """Return the entries of an index; a list that holds more than numbers counts as a tuple, as in PyTorch."""
     if isinstance(index, list):
         kinds: Any = (list, tuple, range, builtins.slice, EllipsisType, type(None))
         if any(isinstance(entry, kinds) or (isinstance(entry, fx.Node) and isinstance(fact(entry), TensorFact)) for entry in index):
@@ -204,7 +204,7 @@ def _of_the_batch(shape: tuple[Size, ...], entries: list[Any]) -> dict[str, int]
 
 
 def _of_each_item(input: fx.Node, entries: list[Any], computed: list[int]) -> bool:
-    """Return whether an index picks places of its own from each item of the batch: x[torch.arange(len(x)), places]."""
+    """Return whether an index picks from each item of the batch at different places: x[torch.arange(len(x)), places]."""
     others = sum(entry == WHOLE for entry in entries if not isinstance(entry, fx.Node))
     if not computed or computed[-1] == 0 or others != len(entries) - 2 or not isinstance(entries[0], fx.Node):
         return False
@@ -212,7 +212,7 @@ def _of_each_item(input: fx.Node, entries: list[Any], computed: list[int]) -> bo
 
 
 def dimensions(entry: Any) -> int:
-    """Over how many dimensions an entry of an index reaches."""
+    """Return the number of dimensions that an entry of an index consumes."""
     known = fact(entry) if isinstance(entry, fx.Node) else None
     if isinstance(known, TensorFact) and known.dtype == torch.bool:
         return len(known.shape)

@@ -1,4 +1,4 @@
-"""Where the largest and smallest elements are, in what order elements are, and the elements that indices pick.
+"""argmax and argmin, sort, argsort and top-k, and gathering elements by indices.
 
 Indices are integers without a scale (`Plain`). Of equal elements the first counts.
 """

@@ -183,7 +183,7 @@ def _refuses_index_add(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def scatter_added(input: Any, dim: int, index: Any, src: Any) -> dict[str, Any]:
-    """Return the arguments of what adds at places, by name."""
+    """Return the canonical arguments of `scatter_add`, with a nonnegative `dim`."""
     return {"input": input, "dim": dim % max(rank_of(input), 1), "index": index, "src": src}
 
 
@@ -254,7 +254,7 @@ def _scatter_reduced(
 def scatter_extremum(
     lowering: Lowering, input: Branch, dim: int, index: Any, src: Quantized, largest: bool, include_self: bool = True
 ) -> Quantized:
-    """Return the largest, or smallest, of an element and those of `src` that have its place; `include_self` is about named places.
+    """Scatter `src` into `input` with maximum or minimum; without `include_self` the old elements at `index` are ignored.
 
     Without the elements themselves: these are as small, or as large, as can be, where a place is named.
     """

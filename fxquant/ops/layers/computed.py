@@ -29,7 +29,7 @@ from fxquant.ops.movement.shape import permute, reshape
 
 
 def convolved(rank: int) -> Callable[..., dict[str, Any] | Instead]:
-    """Return the adapter of a convolution: one whose weight the model computes is an operator of its own."""
+    """Return the adapter of a convolution's call forms, which maps one with a computed weight to the operator computed_conv{rank}d."""
 
     def adapt(*args: Any, **kwargs: Any) -> dict[str, Any] | Instead:
         computed = operator_named(f"computed_conv{rank}d")
@@ -40,7 +40,7 @@ def convolved(rank: int) -> Callable[..., dict[str, Any] | Instead]:
 
 
 def _each(size: Any, groups: Any) -> int:
-    """Return how many there are of a size for each group, or, where groups are items, for each item."""
+    """Return the size per group: the coefficient of the batch size if both depend on the batch, else the size if it is fixed, else 0."""
     if isinstance(size, BatchDim) and isinstance(groups, BatchDim):
         return int(size.coefficient)
     return int(size) if isinstance(size, int) else 0
@@ -51,7 +51,7 @@ def _number_of(groups: Any) -> Any:
 
 
 def _margins(padding: Any, kernel: list[int], dilation: list[int]) -> list[int]:
-    """Return the rows and columns of zeros before an image, and as many behind it."""
+    """Return the symmetric zero padding of a convolution as one number per spatial dimension; "same" is resolved."""
     if padding == "same":
         return [apart * (taps - 1) // 2 for apart, taps in zip(dilation, kernel, strict=True)]
     return sizes(0 if padding == "valid" else padding, len(kernel))
@@ -107,11 +107,11 @@ def _refuses(rank: int) -> Guard:
 
 
 def _products(shapes: Mapping[str, Shape], result: Shape) -> int | Fraction:
-    """Return the products of a layer, from the shapes of its arguments and of its result: for each result, those of a row of its weight."""
+    """Return the number of multiply-accumulates of a layer: elements of the result times elements of a row of the weight."""
     return math.prod(result) * math.prod(shapes["weight"][1:])
 
 
-OWN_KERNELS = {  # each item of the batch with kernels of its own: all items are the channels of one
+OWN_KERNELS = {  # different kernels for each item of the batch: all items become the channels of one
     1: "k = y[:, :2, :3, :2]; o = F.conv1d(x.reshape(1, -1, 36), k.flatten(0, 1), padding=1, dilation=2, groups=x.shape[0]);"
     " return o.view(x.shape[0], 2, -1)",
     2: "k = y.unflatten(1, (1, 3))[..., :3, :2]; o = F.conv2d(x.reshape(1, -1, 6, 6), k.flatten(0, 1), padding=1, dilation=2,"

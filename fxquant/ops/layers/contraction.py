@@ -1,8 +1,8 @@
-"""Contractions: einsum and what it expresses, as a matrix product between permutations and reshapes. Composites.
+"""Contractions: einsum and functions expressed by it, as a matrix product between permutations and reshapes. Composites.
 
     Σ_k a[b, i, k] · c[b, k, j]      b in both and in the result, k in both alone, i and j in one and in the result
 
-Dimensions of one kind become one, unless there is one of them; what stands in one operand alone, and not in the result, is summed first.
+All dimensions of one kind are flattened to one; a dimension that only one operand has, and the result does not, is summed first.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _outer(build: Builder, first: tuple[str, fx.Node], second: tuple[str, fx.Nod
 
 
 def _length(letters: str, sizes: dict[str, int]) -> int:
-    """Return how many elements dimensions have together; -1 where that depends on the batch."""
+    """Return the product of the sizes of these dimensions; -1 if it depends on the batch."""
     lengths = [sizes[letter] for letter in letters]
     return -1 if -1 in lengths else math.prod(lengths)
 

@@ -27,13 +27,13 @@ class Kind:
     """Properties in which the kinds of convolution differ.
 
     kernels     the float functions by rank
-    attributes  what follows weight and bias, with defaults, in PyTorch's order
-    order       the attributes as the primitives take them
-    arrange     weight and groups -> the weight as (out, in/groups, …); it undoes itself. Folded and quantized like that, it has one
-                scale per output channel
-    channels    where the weight as it is has its output channels
+    attributes  the parameters after weight and bias, with defaults, in PyTorch's order
+    order       the attributes in the primitives' order
+    arrange     weight and groups -> the weight as (out, in/groups, …); it is its own inverse. Folded and quantized in this form, the
+                weight has one scale per output channel
+    channels    the dimension of the output channels in PyTorch's form of the weight
     narrow      the primitive for sums below 2^24, wide the other one
-    spread      which tensor each of whose elements meets a kernel of one channel group: the result, or the input
+    spread      the tensor whose elements each meet a whole kernel of one channel group, for counting MACs: the result, or the input
     """
 
     name: str
@@ -105,14 +105,14 @@ def _lower(kind: Kind, rank: int) -> Callable[..., Quantized]:
 
 
 class Margin(NamedTuple):
-    """Padding that the convolution's own zeros cannot be: `around` and `mode` are what F.pad takes."""
+    """Padding that is not symmetric zeros, done by a separate pad: `around` and `mode` are arguments of F.pad."""
 
     around: list[int]
     mode: str
 
 
 def _numbers(padding: Any, kernel: list[int], dilation: Any, mode: str = "zeros") -> Any:
-    """Padding as numbers, or as a margin where it has another mode, or "same" needs one more behind."""
+    """Return padding as one number per spatial dimension, or as a `Margin` if its mode is not zeros, or "same" is asymmetric."""
     rank = len(kernel)
     if padding == "same":
         totals = [taps * (size - 1) for taps, size in zip(sizes(dilation, rank), kernel, strict=True)]

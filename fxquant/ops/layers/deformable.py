@@ -72,7 +72,7 @@ def _deformed_taps(input: Tensor, offset: Tensor, kernel_size: Any, stride: Any 
 
 
 def _onnx_taps(c: Call) -> str:
-    """GridSample of the taps' positions; the offsets are scaled first, since onnxruntime cannot move a DequantizeLinear behind Reshape."""
+    """Write a GridSample at the taps' positions; the offsets are scaled first: onnxruntime cannot move a DequantizeLinear after Reshape."""
     node: Any = c.primitive(sample)
     height, width = spatial_of(c)
     channels, rows, columns = (int(size) for size in fact(c.node).shape[1:])
@@ -112,7 +112,7 @@ _REFUSES_TAPS: tuple[Guard, Guard] = (
 def deformed_taps(
     lowering: Lowering, input: Quantized, offset: Quantized, kernel_size: Any, stride: Any = 1, padding: Any = 0, dilation: Any = 1
 ) -> Quantized:
-    """(N, C, H'·kh, W'·kw): what each tap of each output reads, block by block."""
+    """Return (N, C, H'·kh, W'·kw): the sampled input of each tap of each output, in blocks of kh by kw."""
     (rows, columns), (moves, height, width) = sizes(kernel_size, 2), known_sizes(offset.shape[1:])
     channels, *spatial = known_sizes(input.shape[1:])
     groups = moves // (2 * rows * columns)

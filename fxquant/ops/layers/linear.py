@@ -117,7 +117,7 @@ def _refuses_matmul(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> dict[str, Any] | str | Instead:
-    """A layer with a bias; or, where something else is added, its sum with a product."""
+    """Adapt torch.addmm: to a linear layer with a bias if `input` and `mat2` are parameters, else to a contraction and a sum."""
     if not all(isinstance(number, int | float) for number in (beta, alpha)):
         return "beta or alpha is computed"
     columns = isinstance(mat2, fx.Node) and is_parameter(mat2) and isinstance(input, fx.Node) and is_parameter(input)

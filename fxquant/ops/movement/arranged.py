@@ -18,7 +18,7 @@ from fxquant.ops.reduction.progression import along
 
 
 def _listed(*tensors: Any, **named: Any) -> dict[str, Any]:
-    """Tensors by position, or one list of them."""
+    """Return the canonical arguments for tensors passed by position, or as one list."""
     return {"tensors": listed(tensors), **{name: value for name, value in named.items() if value is not None}}
 
 
@@ -46,7 +46,7 @@ def broadcast_tensors(build: Builder, tensors: list[fx.Node]) -> Any:
 )
 @sampled("torch.meshgrid(x.flatten()[:2], y.flatten()[:3], indexing='xy')[0]", within=EXACT)
 def meshgrid(build: Builder, tensors: list[fx.Node], indexing: str = "ij") -> Any:
-    """Return each line along a dimension of its own, repeated along the others."""
+    """Return each 1-d tensor laid along a different dimension of the result and repeated along the others, as torch.meshgrid."""
     places = list(range(len(tensors)))
     if indexing == "xy" and len(tensors) > 1:
         places[:2] = [1, 0]

@@ -18,7 +18,7 @@ DEMAND = Own(shared_where="share_concat")
 
 
 def _concatenated(lowering: Lowering, tensors: list[Branch], dim: int, shaped: Callable[[Any], Any], function: Any) -> Any:
-    """Return the parts, each of them shaped, one after another: booleans or integers as they are, other parts on the output's scale."""
+    """Concatenate the tensors along `dim`, after `shaped`; bool and integer tensors unchanged, others requantized to the output's scale."""
 
     def placed(role: str, tensor: Any) -> Any:
         if not lowering.plain:
@@ -53,13 +53,13 @@ def _along(dim: int, rank: int) -> Callable[..., dict[str, Any] | str]:
 
 
 def _without_nothing(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Leave out tensors without elements where others have any; PyTorch ignores those of one dimension, as a cache begins with."""
+    """Drop empty tensors from a concatenation, unless all are empty; PyTorch ignores an empty 1-d tensor, the initial value of a cache."""
     kept = [tensor for tensor in arguments["tensors"] if not isinstance(fact(tensor), TensorFact) or 0 not in fact(tensor).shape]
     return {**arguments, "tensors": kept or arguments["tensors"]}
 
 
 def _joined(c: Call) -> list[str]:
-    """Return the float values of what is concatenated; a parameter has none among the arguments."""
+    """Return the names of the concatenated float values; parameters are written as constants."""
     return [c.operand(f"operand{index}") if value is None else value for index, value in enumerate(c["tensors"])]
 
 
@@ -92,7 +92,7 @@ def cat(lowering: Lowering, tensors: list[Branch], dim: int = 0) -> Any:
 
 def _onnx_stack(c: Call) -> str:
     axis = c["dim"] % len(fact(c.node).shape)
-    # Each part is on the result's scale already: onnxruntime cannot move QuantizeLinear of opset 21 behind Unsqueeze by itself.
+    # Each part is on the result's scale already: onnxruntime cannot move QuantizeLinear of opset 21 after Unsqueeze by itself.
     return c.do("Concat", *(c.rounded(c.unsqueezed(tensor, axis)) for tensor in _joined(c)), axis=axis)
 
 

@@ -27,7 +27,7 @@ OUTSIDE: dict[str, Callable[[int, int], int]] = {
 
 
 def margins_of(padding: list[int], rank: int) -> list[tuple[int, int]]:
-    """Return (before, behind) of every dimension, first to last."""
+    """Return the padding (before, after) of every dimension, first to last; `padding` has PyTorch's order, last dimension first."""
     pairs = list(zip(padding[::2], padding[1::2], strict=True))
     return [(0, 0)] * (rank - len(pairs)) + pairs[::-1]
 
@@ -151,9 +151,9 @@ def _onnx_pad(c: Call) -> str:
 @sampled("nn.ConstantPad1d(1, -0.5)", within=LIMITED, x=IMAGES[1])
 @sampled("nn.ConstantPad3d(1, -0.5)", within=LIMITED, x=IMAGES[3])
 def pad(lowering: Lowering, input: Quantized, padding: list[int], mode: str = "constant", value: float = 0.0) -> Quantized:
-    """Return the tensor with something around it; `padding` is (before, behind) of the last dimension, then of the one before it, …
+    """Pad a tensor as F.pad; `padding` is before and after the last dimension, then the one before it, …
 
-    Pad with a constant as its integer ⌊value/scale + ½⌋; any other margin is a selection of the tensor's elements.
+    A constant is padded as its integer ⌊value/scale + ½⌋; any other mode selects elements of the tensor.
     """
     margins = margins_of(padding, len(input.shape))
     if mode == "constant":

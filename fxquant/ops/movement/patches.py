@@ -67,7 +67,7 @@ def _onnx_unfold(c: Call) -> str:
     ),
 )
 def unfold(lowering: Lowering, input: Quantized, **settings: Any) -> Quantized:
-    """(N, C, H, W) as (N, C · taps, windows): every window of an image as a column.
+    """Return every window of images (N, C, H, W) as a column: (N, C · taps, windows), as F.unfold.
 
     Pad with zeros, order rows and columns by taps and windows, and put both kinds of taps before the windows.
     """
@@ -86,7 +86,7 @@ def unfold(lowering: Lowering, input: Quantized, **settings: Any) -> Quantized:
 
 
 def _places(length: int, window: Window) -> list[list[int]]:
-    """Return which of the elements, in the order of taps and windows, lie at each position of the image."""
+    """Return for each position of an image dimension the flat indices (tap, window) of the column elements that lie there."""
     found: list[list[int]] = [[] for _ in range(length)]
     for element, place in enumerate(itertools.chain(*_taps(length, window))):
         if 0 <= place - window[2] < length:
@@ -149,9 +149,9 @@ def _onnx_fold(c: Call) -> str:
     ),
 )
 def fold(lowering: Lowering, input: Quantized, output_size: Any, **window: Any) -> Quantized:
-    """(N, C · taps, windows) as (N, C, H, W): the sum of all windows, each where it lies in the image.
+    """Sum windows (N, C · taps, windows) into an image (N, C, H, W), each window at its position, as F.fold.
 
-    The columns as an image of all taps of all windows, of which each pixel takes those that lie on it.
+    The columns are arranged as an image of all taps of all windows; each result pixel is the sum of the taps that cover it.
     """
     given = {"output_size": output_size, **window}
     channels, (rows, down, columns, across) = _parts(input.shape, given)

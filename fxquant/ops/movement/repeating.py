@@ -1,4 +1,4 @@
-"""Repeating a tensor along dimensions: expand, repeat, and what broadcasting repeats."""
+"""Repeating a tensor along dimensions: expand, repeat, and broadcasting."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fxquant.primitives import shape
 
 
 def _of(lowering: Lowering, input: Quantized | Tensor, repeated: Callable[[Any], Any], real: Callable[[], Tensor]) -> Any:
-    """Return an activation repeated on its grid; a parameter, such as a class token, on a grid of its own, or without one."""
+    """Repeat an activation on its scale, or a parameter (a class token) quantized on the output's scale, bool and integers without one."""
     if isinstance(input, Quantized):
         return input.with_value(repeated(input.value))
     if input.dtype in PLAIN_TYPES.values():
@@ -29,7 +29,7 @@ def _of(lowering: Lowering, input: Quantized | Tensor, repeated: Callable[[Any],
 
 
 def _repeats_of(c: Call, role: str) -> str:
-    """Return how often dimensions are repeated, or their sizes, as a tensor; one that depends on the batch is the name of a value."""
+    """Write a list of sizes or repeat counts as one int64 tensor; batch-dependent ones are names of values. Return its name."""
     parts = [c.do("Reshape", size, c.integers([1])) if isinstance(size, str) else c.integers([max(size, 1)]) for size in c[role]]
     return c.do("Concat", *parts, axis=0)
 
@@ -43,7 +43,7 @@ def _demanded_by(node: fx.Node, arguments: dict[str, Any]) -> Demand:
 
 
 def _refuses_parameter(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    """A parameter is repeated as integers where the batch says how often; any other repetition of it is a parameter itself."""
+    """Refuse to repeat a parameter for the batch if its dtype is neither float32 nor an unquantized one (bool, int64)."""
     input = arguments["input"]
     dtype = fact(input).dtype if isinstance(input, fx.Node) and is_parameter(input) else torch.float32
     if dtype not in (torch.float32, *PLAIN_TYPES.values()):
@@ -52,7 +52,7 @@ def _refuses_parameter(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def _expanded(input: Any, *sizes: Any, **keywords: Any) -> dict[str, Any] | str:
-    """Return the wanted sizes, given as numbers or as those of another tensor; -1 where a size stays as it is."""
+    """Adapt `expand` and `expand_as`: return sizes as numbers or nodes, -1 for an unchanged size; or a reason against it."""
     wanted = listed([keywords.get("size", keywords.get("other", listed(sizes)))])
     if len(wanted) == 1 and isinstance(wanted[0], fx.Node) and isinstance(fact(wanted[0]), TensorFact):
         (other,) = wanted
@@ -79,7 +79,7 @@ def _computed_size(tensor: fx.Node, dim: int) -> fx.Node:
 
 
 def _size_of(wanted: Any, present: Size) -> Any:
-    """A size to expand to: a number, -1 where the batch stays as it is, or the node of one that depends on the batch; None otherwise."""
+    """Return the size to expand to: a number, -1 if the dimension is unchanged, or the node of a batch-dependent size; else None."""
     if isinstance(wanted, int):
         return wanted
     if present != 1:

@@ -1,4 +1,4 @@
-"""Operators that give the same elements another shape or order, split or repeat the batch, or pass elements on as they are."""
+"""Operators that change the shape or order of a tensor's elements, split or repeat the batch, or return their operand unchanged."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ def many_sizes(node: fx.Node) -> bool:
 
 
 def varying_sizes(sizes: Sequence[Size]) -> int:
-    """Return how many sizes depend on the batch."""
+    """Return the number of sizes that depend on the batch size."""
     return len(sizes) - sum(isinstance(size, int) for size in sizes)
 
 
 def one_varying(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    """Refuse an operand of which more than one size depends on the batch size."""
+    """Refuse an operand with more than one size that depends on the batch size."""
     return MANY_SIZES if varying_sizes(shape_of(arguments["input"])) > 1 else None
 
 
 def result_varying(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    """Refuse a result of which more than one size depends on the batch size."""
+    """Refuse a result with more than one size that depends on the batch size."""
     return MANY_SIZES if many_sizes(node) else None
 
 
@@ -253,7 +253,7 @@ def _rolled(input: Any, shifts: Any, dims: Any = None) -> dict[str, Any] | str:
     samples=(sample(input=(3, 6, 6), shifts=[1, -2], dims=[2, 3]),),
 )
 def roll(lowering: Lowering, input: Quantized, shifts: list[int], dims: list[int]) -> Quantized:
-    """Return the elements moved on by `shifts` along `dims`; what leaves at the end comes in at the start.
+    """Shift the elements by `shifts` along `dims`, cyclically, as torch.roll.
 
     Crop the two parts of each dimension, and concatenate them in the other order.
     """

@@ -21,7 +21,7 @@ from fxquant.ops.movement.shape import reshape
 
 
 def _places(shape: tuple[Size, ...], way: Any) -> Tensor | None:
-    """Where the elements of the view lie, in all of a tensor, or in each item of a batch of any size; None where that is not the same.
+    """Return the flat indices, int64, of a view's elements in the base tensor, or in each item of the batch; None if items differ.
 
     They are in the shape of the view, which, of a batch, has a first dimension of 1.
     """
@@ -37,7 +37,7 @@ def _places(shape: tuple[Size, ...], way: Any) -> Tensor | None:
 
 
 def reach(shape: tuple[Size, ...], way: Any, dim: int) -> tuple[int, int] | None:
-    """Return the first index along a dimension at which a view has elements, and the one behind the last; None where that is not known."""
+    """Return the range (start, stop) of indices along `dim` of the base tensor that a view reads; None if it depends on the batch size."""
     nodes: list[fx.Node] = []
     fx.map_arg(way, nodes.append)
     places, size = None if nodes else _places(shape, way), shape[dim]

@@ -1,4 +1,4 @@
-"""One factor and one bias per channel: batch normalisation that is not folded into the layer before it, and what layer norms end with."""
+"""One factor and one bias per channel: batch normalization that is not folded into a layer, and the affine part of layer norms."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _form(trailing: int) -> Product:
 @sampled("nn.BatchNorm1d(8)", x=(8,))
 @sampled("nn.BatchNorm3d(3)", x=IMAGES[3])
 def batch_norm(lowering: Lowering, input: Quantized, batch_norm: BatchNorm, *, clamp: Clamp | None = None) -> Quantized:
-    """Batch normalisation with running statistics, and a fused clamp.
+    """Normalize channels with running statistics, and apply a fused clamp.
 
     Fold it into a layer that multiplies every channel by one; a channel's only weight is then ±127 steps.
     """
@@ -98,7 +98,7 @@ def batch_norm(lowering: Lowering, input: Quantized, batch_norm: BatchNorm, *, c
     return lower_weighted(lowering, form, input, torch.ones_like(mean).unsqueeze(1), None, clamp=clamp, batch_norm=batch_norm)
 
 
-# ---- one dimension's channels, behind which so many others follow -----------------------------------------------------
+# ---- channels of one dimension, before `trailing` others ---------------------------------------------------------------
 
 
 def _scale_channels(input: Tensor, weight: Tensor, bias: Tensor | None = None, trailing: int = 0, *, clamp: Clamp | None = None) -> Tensor:
@@ -126,5 +126,5 @@ def _rescaled_channels(arguments: dict[str, Any], inputs: Tensor, outputs: Tenso
 def scale_channels(
     lowering: Lowering, input: Quantized, weight: Tensor, bias: Tensor | None = None, trailing: int = 0, *, clamp: Clamp | None = None
 ) -> Quantized:
-    """Compute x · weight + bias for each index of the dimension behind which `trailing` others follow, and a fused clamp."""
+    """Compute x · weight + bias per channel, and a fused clamp; `trailing` dimensions follow the channels."""
     return lower_weighted(lowering, _form(trailing), input, weight.unsqueeze(1), bias, clamp=clamp)

@@ -39,7 +39,7 @@ from fxquant.primitives.arithmetic import PRODUCT
 # the integers of the operand, so it is exactly 0 where an item is constant. The rounding of the mean is all that such an item has beside
 # 0, and f is 0 there.
 #
-# Without `Target.normalizes_items`, elements stay as they are, and the inverse deviation is one table of the variance, with ε in it.
+# Without `Target.normalizes_items`, elements are not scaled, and the inverse deviation is one table of the variance, with ε in it.
 
 
 COARSE = 32  # steps of f at the largest extent of its grid: items are brought to one magnitude to 3 percent, if not 1000 times smaller
@@ -90,7 +90,7 @@ def magnitude_of(build: Builder, input: fx.Node, dims: Sequence[int]) -> Any:
 def unit_and_inverse(
     build: Builder, input: fx.Node, extent: Callable[[], fx.Node], dims: Sequence[int], eps: float
 ) -> tuple[fx.Node, fx.Node]:
-    """Return the factors of x / sqrt(mean x² + ε): the elements over the extents of their items, and the inverse root of these."""
+    """Return the two factors of x / sqrt(mean x² + ε): u = x / extent of its item, or x itself, and 1 / sqrt(mean u² + ε / extent²)."""
     if not build.normalizes_items:
         return input, build(shifted, _power(build, input, dims), "rsqrt", 1.0, eps, {}, demand=WIDE)
     least, extents = math.sqrt(eps) or NOT_ZERO, extent()

@@ -22,7 +22,7 @@ from fxquant.primitives.resize import transform
 
 
 def window_counts(shape: tuple[Any, ...], output_size: Any, rank: int) -> list[int]:
-    """Return how many windows there are along each of the last dimensions; None wants as many as there are elements."""
+    """Return the number of windows along each of the last `rank` dimensions; None in `output_size` keeps the operand's size."""
     wanted = list(output_size) if isinstance(output_size, list | tuple) else [output_size] * rank
     return [size if count is None else count for count, size in zip(wanted * (rank if len(wanted) == 1 else 1), shape[-rank:], strict=True)]
 
@@ -96,7 +96,7 @@ def _adaptive_avg_pool(rank: int) -> Callable[..., Tensor]:
 
 
 def lower_windows(lowering: Lowering, input: Quantized, counts: list[int]) -> tuple[Any, list[int], list[list[int]]]:
-    """The integers with the elements of windows one window after the other, these windows' size, and which elements of each dimension.
+    """Return the operand with its windows laid out one after another, the windows' sizes, and the selected indices of each dimension.
 
     Where windows differ, a smaller one holds its last element again.
     """

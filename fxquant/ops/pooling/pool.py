@@ -27,13 +27,13 @@ from fxquant.primitives import accumulate, elementwise, pool
 from fxquant.primitives.arithmetic import LAYER
 from fxquant.primitives.pool import POOLED_EXACT
 
-# ---- Means over windows of which some reach over an edge, for targets whose average pooling is a layer ---------------
+# ---- Average pooling with windows that reach over an edge, for targets whose average pooling is a layer ---------------
 #
-# The windows that are alike are one layer each, with the weight of their mean; side by side they are the result.
+# Windows of one size and divisor become one layer, whose weight is 1 / divisor; the layers' results are concatenated.
 
 
 def lower_uneven(lowering: Lowering, input: Quantized, total: Any, largest: float, divisor: Tensor, clamp: Clamp | None) -> Quantized:
-    """Return the sums of windows, which stay below `largest`, times 127, by the constants of the layer that divides each by its divisor."""
+    """Requantize window sums, at most `largest`, as a layer does: times the integer weight 127 of the scale 1 / (127 · divisor)."""
     device = input.scale.device
     scale = (1 / divisor.to(device) / WEIGHT_INT8.high).clamp_min(SMALLEST_SCALE)
     steps = lowering.arithmetic.step(input.scale, scale)
@@ -51,7 +51,7 @@ def lower_uneven(lowering: Lowering, input: Quantized, total: Any, largest: floa
 
 
 class Run(NamedTuple):
-    """Windows along one dimension that are alike: the elements that they begin at and meet, and by what their sums are divided."""
+    """Consecutive windows along one dimension with one length and divisor; `start` is the first element of the first window."""
 
     start: int
     length: int
@@ -60,7 +60,7 @@ class Run(NamedTuple):
 
 
 def runs(size: int, taps: int, step: int, padding: int, windows: int, counts_padding: bool) -> list[Run]:
-    """Return the windows along one dimension, those that are alike together."""
+    """Return the windows along one dimension, grouped into runs of one length and divisor."""
     found: list[Run] = []
     for start in range(-padding, -padding + windows * step, step):
         low, high = max(start, 0), min(start + taps, size)
@@ -74,7 +74,7 @@ def runs(size: int, taps: int, step: int, padding: int, windows: int, counts_pad
 
 
 def onnx_uneven(c: Call, along: list[list[Run]], stride: list[int], channels: int) -> str:
-    """A convolution for each pair of runs, on the scale of the result, side by side."""
+    """Write an average pooling as a depthwise Conv for each pair of runs, requantized to the result's scale and concatenated."""
     rows = []
     for high in along[0]:
         row = []
@@ -120,7 +120,7 @@ def kernel_and_steps(kernel_size: Any, stride: Any, rank: int) -> tuple[list[int
 def window_padding(
     lengths: list[int], kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
 ) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
-    """Return kernel, stride, padding before and behind, and dilation of each dimension of these lengths."""
+    """Return kernel, stride, padding before, padding after and dilation, each with one number per dimension of these lengths."""
     rank = len(lengths)
     kernel, steps = kernel_and_steps(kernel_size, stride, rank)
     begin, spread = sizes(padding, rank), sizes(dilation, rank)
@@ -129,7 +129,7 @@ def window_padding(
 
 
 def refuses_max_pool(rank: int) -> Guard:
-    """Refuse what `needs_batch` does, and windows that meet no element."""
+    """Refuse operands that `needs_batch` refuses, and windows that lie completely in the padding."""
 
     def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         lengths = known_sizes(shape_of(arguments["input"])[-rank:])
@@ -149,7 +149,7 @@ def _sees_only_padding(size: int, kernel: int, stride: int, padding: int, dilati
 
 
 def with_places_too(name: str) -> dict[str, Any]:
-    """Return how a maximum pooling is called; one that returns where its maxima are as well is an operator of its own."""
+    """Return the call forms of a maximum pooling; with `return_indices` they call the operator {name}_with_indices."""
 
     def chosen(given: dict[str, Any], return_indices: bool) -> dict[str, Any] | Instead:
         return Instead(operator_named(f"{name}_with_indices").function, given) if return_indices else given
@@ -167,7 +167,7 @@ def with_places_too(name: str) -> dict[str, Any]:
 
 
 def _window(rank: int) -> Callable[[dict[str, Any]], list[int]]:
-    """How far the windows reach; 0, which is none, where a dilated one could lie wholly in a margin."""
+    """Return a function of the arguments that returns the window sizes; 0 for a dilated window, which could lie in the padding."""
 
     def window(arguments: dict[str, Any]) -> list[int]:
         kernel, dilation = sizes(arguments["kernel_size"], rank), sizes(arguments["dilation"], rank)
@@ -224,7 +224,7 @@ def _refuses_divisor(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def _within(rank: int) -> Callable[[fx.Node, dict[str, Any]], dict[str, Any]]:
-    """A single window that reaches behind the end, as `ceil_mode` lets it, ends there: its divisor counts no more than that."""
+    """Return a normalization of average pooling: a single window larger than the input (`ceil_mode`) is cut to it, as its divisor is."""
 
     def normalize(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
         known = fact(arguments["input"])
@@ -271,7 +271,7 @@ def onnx_layer(c: Call) -> str | None:
 
 
 def onnx_average_pool(c: Call) -> str:
-    """AveragePool, and what makes of its divisor another one."""
+    """Write an average pooling as AveragePool and a Mul that corrects its divisor, or as a reduction or Conv."""
     node = c.primitive(pool.sum_pool)
     layer = onnx_layer(c)
     if layer is not None:

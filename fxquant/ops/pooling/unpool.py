@@ -35,7 +35,7 @@ def _values(name: str) -> Callable[..., dict[str, Any]]:
 
 
 def _with_places(rank: int) -> tuple[Callable[..., Tensor], ...]:
-    """Declare poolings of this rank that return values and places, and those that return the places alone."""
+    """Declare maximum poolings of this rank that return values and indices, and others that return the indices alone."""
     name, adaptive = f"max_pool{rank}d", f"adaptive_max_pool{rank}d"
 
     @lowered(

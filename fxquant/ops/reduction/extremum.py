@@ -109,7 +109,7 @@ def smallest_along(input: Tensor, dim: int, keepdim: bool = False) -> Any:
 
 
 def _one_or_two(over_all: Callable[..., Any], along: Callable[..., Any]) -> Adapt:
-    """max and min are three operators: of two tensors, of all elements, and of those along a dimension, with their places."""
+    """Adapt torch.max and torch.min, which are three operators: of two tensors, over all elements, and along a dimension with indices."""
 
     def adapt(input: Any, dim: Any = None, keepdim: bool = False, *, other: Any = None) -> dict[str, Any] | Instead:
         other = dim if isinstance(dim, fx.Node) else other

@@ -1,4 +1,4 @@
-"""Statistics of a tensor and what is normalised by them: composites, 16 bits wide inside.
+"""Statistics of a tensor, and normalization by them: composites with 16-bit inner tensors.
 
     var(x) = Σ c² / (n - correction),  c = x - mean x        std(x) = sqrt(var x)
 
@@ -84,10 +84,10 @@ def refuses_reduction(input: Any, dims: list[int]) -> str | None:
 
 
 def _spread(name: str, dims: str, root: bool) -> Iterator[Callable[..., Tensor]]:
-    """Declare the variance, or its root, by itself and with the mean; `dims` are those of a sample."""
+    """Declare the variance or standard deviation, alone and together with the mean; `dims` is the argument in samples."""
 
     def spread(build: Builder, input: fx.Node, dim: list[int], correction: float = 1, keepdim: bool = False) -> Any:
-        """Return the variance over dimensions, of whose n elements n - correction are free, or its root."""
+        """Compute the variance over dimensions, Σ (x - mean)² / (n - correction), or its square root."""
         centred, free = centre(build, input, dim), math.prod(_sizes(input, dim)) - correction
         total = build(sum, build(mul, centred, centred, demand=WIDE), dim, keepdim, demand=WIDE)
         return build(shifted, total, "sqrt", 1 / free, 0.0, {}) if root else build(div, total, float(free))

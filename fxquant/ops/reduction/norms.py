@@ -1,9 +1,9 @@
-"""Norms of vectors and of matrices, and what is divided by them: composites, 16 bits wide inside.
+"""Norms of vectors and of matrices, and division by norms: composites with 16-bit inner tensors.
 
     norm(x) = (Σ |x|^p)^(1/p)
 
-What is divided by is one table, s^(-1/p), which is 0 where s is: a row of zeros stays one. Rows that are divided by their norms are brought
-to one magnitude first, as the items of a layer norm are.
+The inverse of a norm is one table, s^(-1/p), with 0 at s = 0: a row of zeros stays a row of zeros. Rows that are divided by their norms are
+brought to one magnitude first, as the items of a layer norm are.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def inverse_root(input: Tensor, root: float = 2.0) -> Tensor:
 
 
 def _powers(build: Builder, input: fx.Node, p: float, dims: list[int], keepdim: bool, last: dict[str, Any]) -> tuple[fx.Node, float]:
-    """Return the tensor that the norm is a root of, and the degree; `last` says how its grid is found where it is the norm itself."""
+    """Return (tensor, degree): the norm is the degree-th root of the tensor. `last` is the demand for a tensor that is the norm."""
     if p == 2:
         return build(sum, build(mul, input, input, demand=WIDE), dims, keepdim, demand=WIDE), 2.0
     if p == 0:

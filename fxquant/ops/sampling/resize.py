@@ -1,6 +1,6 @@
 """Resizing: nearest neighbours as selections, interpolation as products with fixed-point weights, areas as means of windows.
 
-What one or two linear interpolations give lies between the operand's values, and is on its grid; any other mode has a grid of its own.
+The result of one or two linear interpolations lies between the operand's values and shares its scale; other modes have a separate scale.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Axis = tuple[int, int | None, float | None]  # the length, the wanted one, or th
 
 
 def _count(length: int, size: int | None, factor: float | None) -> int:
-    """Return how many outputs there are along one dimension."""
+    """Return the output size along one dimension, from `size` or `factor`."""
     return size if size is not None else math.floor(length * (factor or 1))
 
 
@@ -74,7 +74,7 @@ def _lower_nearest(lowering: Lowering, input: Quantized, axes: list[Axis], mode:
 
 @functools.cache
 def _neighbours(length: int, size: int | None, factor: float | None, align_corners: bool, bits: int) -> tuple[tuple[int, int], ...]:
-    """For every output the first of its two neighbours, and the weight of the second in steps of 2^-bits; both weights sum to 2^bits.
+    """Return for every output (index of its first neighbour, weight of the second in units of 2^-bits); both weights sum to 2^bits.
 
     The source of output i lies at (i + ½)/factor - ½, or, with `align_corners`, such that both ends coincide;
     its two neighbours have the weights of linear interpolation, rounded half up. At the end the only neighbour has all the weight.
@@ -85,7 +85,7 @@ def _neighbours(length: int, size: int | None, factor: float | None, align_corne
 
 @functools.lru_cache(maxsize=256)
 def _stepped_neighbours(length: int, size: int | None, factor: float | None, align_corners: bool, bits: int) -> tuple[tuple[int, int], ...]:
-    """`_neighbours` by positions in steps of 2^-bits, rounded down; the upper 8 bits of a position's fraction are its second weight."""
+    """Return `_neighbours` with positions rounded down to 2^-bits; the upper 8 bits of a position's fraction are the second weight."""
     size = _count(length, size, factor)
     ratio = Fraction(length, size) if factor is None else 1 / Fraction(factor)
     step = ((length - 1) << bits) // max(size - 1, 1) if align_corners else math.floor(ratio * 2**bits)

@@ -1,4 +1,4 @@
-"""Observers that count magnitudes in bins, and choose a threshold by what quantization loses."""
+"""Observers that count magnitudes in bins, and choose the threshold with the least quantization error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fxquant.support.arguments import checked
 
 
 OCTAVES, BINS = 8, 256
-SAMPLE = 2**15  # about so many elements of a batch are counted
+SAMPLE = 2**15  # about this number of elements of a batch is counted
 FEWEST = 32  # elements that a sample has at least: the norm of fewer is part of what they mean
 APART = 3  # octaves between the outlier samples and those of the smallest norm; with fewer, all samples count alike
 ENOUGH = 10**-3.5  # of a sample's power: an error below it does no harm
@@ -43,7 +43,7 @@ def empty() -> Tensor:
 
 
 def count(counts: Tensor, value: Tensor, low: Tensor, high: Tensor, reach: float) -> None:
-    """Add the items of a batch, along dimension 0, with ranges `low` to `high`; of a large batch every so many elements count."""
+    """Add the histograms of a batch's items (dimension 0), with ranges `low` to `high`, to `counts`; large batches are subsampled."""
     items = value.detach().flatten(1).float()
     octaves = [_octave(largest, reach) for largest in torch.maximum(-low, high).tolist()]
     apart = max(1, items.numel() // SAMPLE) | 1  # odd: it meets every column of an image whose width is a power of two
@@ -57,7 +57,7 @@ def count(counts: Tensor, value: Tensor, low: Tensor, high: Tensor, reach: float
 
 
 def _octave(largest: float, reach: float) -> int:
-    """Return how many times the reach has to be halved to a magnitude."""
+    """Return the number of times that `reach` can be halved and still cover this magnitude, at most OCTAVES - 1."""
     ratio = reach / max(largest, reach * 2.0**-OCTAVES)
     return min(max(math.frexp(ratio)[1] - 1, 0), OCTAVES - 1)
 
@@ -149,8 +149,8 @@ class Items:
 class HistogramObserver(Observer, names="histogram"):
     """Covers the range with the smallest mean squared error of the observed values and of the same values a tenth larger.
 
-    Later values exceed those of calibration, and clipping them does more harm than a slightly wider step. So every value counts twice, as
-    it is and `ahead` times as large, and the range may reach that far beyond the observed one. A few values far from all others are clipped
+    Later values exceed those of calibration, and clipping them does more harm than a slightly larger scale. So every value counts twice,
+    itself and `ahead` times as large, and the range may reach that far beyond the observed one. Far outliers are clipped
     nevertheless where they would make the range wide, as with few bits. An end of the range at which many values lie, as after a clamp or
     in an image, is taken as the limit of all values, and lies on a step of the grid. `python -m benchmarks.observers` compares observers.
 
@@ -192,7 +192,7 @@ class HistogramObserver(Observer, names="histogram"):
         self.take(value, *finite_range(value))
 
     def take(self, value: Tensor, low: Tensor, high: Tensor, items: tuple[Tensor, Tensor] | None = None) -> None:
-        """Take in a batch whose range is known, and, where dimension 0 is that of its items, the range of each of them."""
+        """Observe a batch with range `low` to `high`; `items` holds the ranges of its items if dimension 0 is the batch dimension."""
         largest = max(abs(float(low)), abs(float(high)))
         self._grow(largest)
         reach = float(self.reach)
@@ -233,7 +233,7 @@ class HistogramObserver(Observer, names="histogram"):
         return candidates[self._best(candidates / dtype.divisor, dtype)]
 
     def tells(self, dtype: IntType) -> bool:
-        """Whether bins are as fine as the steps of a dtype that covers them all. Where they are not, everything is covered."""
+        """Return whether bins are finer than the steps of a dtype over the full range; if they are not, the full range is covered."""
         return dtype.high < self.bins
 
     def scale(self, dtype: IntType) -> Tensor:
@@ -241,7 +241,7 @@ class HistogramObserver(Observer, names="histogram"):
         return scale_from_range(-threshold, threshold, dtype)
 
     def scale_before_rounding(self, dtype: IntType) -> Tensor:
-        """In the middle of those that are rounded up to the power of two that loses least, so that training does not move it at once."""
+        """Return 0.75 times the power-of-two scale with the least error: in the middle of the scales that are rounded up to it."""
         scale = self.scale(dtype)
         if float(self.largest) == 0 or not self.tells(dtype):
             return scale
@@ -291,7 +291,7 @@ class HistogramObserver(Observer, names="histogram"):
         return found
 
     def read_by(self, functions: Functions) -> HistogramObserver:
-        """Return a copy for which an error is how far it moves the values of these functions, root mean square over them.
+        """Return a copy that measures errors after these functions, root mean square over the functions.
 
         Its range is a part of this observer's, which is already wide: it allows for later values.
         """
@@ -334,7 +334,7 @@ class HistogramObserver(Observer, names="histogram"):
         return (self.loss(distance(self.read, points, quantized)) * torch.cat((counts, counts))).sum(1)
 
     def _ahead(self, counts: Tensor) -> float:
-        """Return `ahead`, or what covers values within 1 up to 1; 1 where the last of these counts is of many values."""
+        """Return `ahead`, or less so that a range within 1 is extended to 1 at most; 1 if many values lie in the last bin of `counts`."""
         if self.ahead == 1:
             return 1.0
         largest = float(self.largest)
@@ -342,16 +342,16 @@ class HistogramObserver(Observer, names="histogram"):
         return 1.0 if not bool(counts.any()) or self._crowded(counts, 1 / 1024) else ahead
 
     def crowded(self, dtype: IntType) -> tuple[bool, bool]:
-        """Return whether many values lie at the smallest and at the largest value; of a symmetric one, at the largest magnitude.
+        """Return whether many values lie at the smallest, and at the largest value; for a symmetric dtype, at the largest magnitude.
 
-        They are many if their squared error, of half a step, exceeds what all values lose if the range is half a step longer.
+        They are many if their squared error of half a step exceeds the error of all values if the range is half a step longer.
         """
         sides = (self.negative, self._positive()) if dtype.affine else (self.counts, self.counts)
         low, high = (self._crowded(counts, 1 / (3 * dtype.divisor)) for counts in sides)
         return low, high
 
     def _crowded(self, counts: Tensor, share: float) -> bool:
-        """Return whether the last bin has this share of all values or more, and eight times what one of the 16 bins before it has."""
+        """Return whether the last bin has more than this share of all values, and than eight times the mean of the 16 bins before it."""
         there = torch.nonzero(counts)
         last = int(there[-1]) if len(there) else 0
         before = counts[max(0, last - 16) : last]
@@ -366,7 +366,7 @@ class HistogramObserver(Observer, names="histogram"):
         return points[counts > 0], counts[counts > 0]
 
     def ends(self) -> tuple[Tensor, Tensor]:
-        """The smallest and the largest value, as far as bins tell, float32; 0 is between them."""
+        """Return the smallest (at most 0) and the largest (at least 0) observed value, to within a bin, float32."""
         edges = torch.arange(1, self.bins + 1, device=self.counts.device, dtype=torch.float64) * (self.reach.double() / self.bins)
         low, high = ((edges * (counts > 0)).max().float().clamp_max(self.largest) for counts in (self.negative, self._positive()))
         return -low, high
@@ -422,7 +422,7 @@ def _fractions(ahead: float, device: torch.device) -> Tensor:
 
 @lru_cache
 def standard() -> dict[type[Observer], Gathering | None]:
-    """Observers that gather, between them, what each of fxquant's needs with its usual settings, and how each of them gathers."""
+    """Return the observer classes whose statistics suffice for all of fxquant's observers with default settings, with their `gathering`."""
     return {kind: gathering(kind()) for kind in (MinMaxObserver, MovingAverageMinMaxObserver, HistogramObserver)}
 
 
@@ -467,9 +467,9 @@ def on_step(scale: Tensor, dtype: IntType, observers: Sequence[Observer]) -> Ten
 
 
 def gathering(observer: Observer) -> Gathering | None:
-    """How an observer gathers, so that observers of one way, which differ in how they choose a scale, can take over from each other.
+    """Return a key of the statistics that an observer collects: observers with equal keys can use each other's statistics.
 
-    None if its class has a method `observe` of its own, whose statistics mean something to that class alone.
+    Return None if its class overrides `observe`, so that only that class can use them.
     """
     for kind, names in _GATHERING.items():
         if type(observer).observe is kind.observe:
@@ -557,7 +557,7 @@ class KLObserver(ThresholdObserver, names="kl entropy"):
 
 
 class MixObserver(ThresholdObserver, names="mix"):
-    """Covers the one of four ranges whose quantized values are most alike to what was seen, by their cosine.
+    """Covers the one of four ranges whose quantized values have the largest cosine similarity with the observed ones.
 
     The four are everything, the 99.99th percentile, the least squared error, and the least Kullback-Leibler divergence.
     """
@@ -573,7 +573,7 @@ class MixObserver(ThresholdObserver, names="mix"):
 
 
 def within(histogram: HistogramObserver, threshold: Tensor) -> tuple[Tensor, Tensor]:
-    """The range as far as a threshold reaches to either side, so that the same values are covered."""
+    """Return the observed range, clamped to ±threshold: it covers the same values as the threshold does."""
     low, high = histogram.ends()
     return torch.maximum(low, -threshold), torch.minimum(high, threshold)
 
@@ -586,7 +586,7 @@ def percentile_threshold(histogram: HistogramObserver, percentile: float) -> Ten
 
 
 def kl_threshold(histogram: HistogramObserver, dtype: IntType) -> Tensor:
-    """The upper edge of bins, float64, with the smallest divergence; the largest magnitude where there are no more bins than steps."""
+    """Return the threshold, float64, with the least Kullback-Leibler divergence; the largest magnitude if there are too few bins."""
     levels = dtype.high + 1 if dtype.low < 0 or not bool((histogram.negative > 0).any()) else (dtype.high + 1) // 2
     counts, largest = histogram.counts.clone(), histogram.largest.double()
     counts[0] = counts[1]
@@ -597,11 +597,11 @@ def kl_threshold(histogram: HistogramObserver, dtype: IntType) -> Tensor:
     return torch.minimum(ends[best] * (histogram.reach.double() / histogram.bins), largest)
 
 
-_ENDS = 64  # about so many thresholds are tried
+_ENDS = 64  # about this number of thresholds is tried
 
 
 def _divergences(counts: Tensor, ends: Tensor, levels: int) -> Tensor:
-    """For each end, of the bins before it, those beyond added to the last, from the same made equal within each of `levels` steps."""
+    """Return the Kullback-Leibler divergence for each end: counts clipped at it, against these averaged within each of `levels` steps."""
     position, end = torch.arange(len(counts), device=counts.device), ends.unsqueeze(1)
     within_end = position < end
     inside = torch.where(within_end, counts, 0)

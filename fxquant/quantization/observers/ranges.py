@@ -32,7 +32,7 @@ class Counting(Protocol):
     """The kernels that a backend may offer; each returns the results of the function of that name in this module."""
 
     def takes(self, value: Tensor) -> bool:
-        """Whether the kernels support this tensor."""
+        """Return whether the kernels support this tensor."""
 
     def ends(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Compute `ends`."""
@@ -197,10 +197,10 @@ class Observer(nn.Module):
             buffer.zero_()
 
     def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Become the observer that has seen what several have: `states` are their buffers by name, this one's among them.
+        """Set the statistics to those of several observers together: `states` are their buffers by name, this one's among them.
 
-        Called with the same states in the same order on every rank, so that all ranks agree bit for bit. An observer
-        that has seen nothing is left out beforehand. Needed only to calibrate with torch.distributed.
+        Called with the same states in the same order on every rank, so that all ranks agree bit for bit. Observers
+        without observations are left out by the caller. Needed only to calibrate with torch.distributed.
         """
         raise NotImplementedError
 
@@ -304,7 +304,7 @@ class MovingAverageMinMaxObserver(MinMaxObserver, names="moving_average"):
         self.high.add_((high - self.high) * weight)
 
     def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Every range counts as many times as there were batches."""
+        """Average the ranges of several observers, weighted by their numbers of batches."""
         counts = torch.stack([state["count"] for state in states])
         for name in ("low", "high"):
             values = torch.stack([state[name] for state in states]).double()
@@ -348,7 +348,7 @@ class ClipObserver(MinMaxObserver, names=""):
 
 
 class FixedScaleObserver(Observer):
-    """A given scale in the form of an observer, for configs written so: it becomes `ActivationConfig(scale=…)` or `(threshold=…)`."""
+    """A constant scale in the form of an observer, converted to `ActivationConfig(scale=…)` or `ActivationConfig(threshold=…)`."""
 
     @checked()
     def __init__(self, scale: float | None = None, threshold: float | None = None) -> None:
@@ -393,7 +393,7 @@ def averaged(end: float, found: float, count: int, averaging_constant: float) ->
 
 
 def in_numbers(*scalars: Tensor) -> bool:
-    """Whether scalars may be computed as Python numbers, which takes a tenth of the time and gives the same bits."""
+    """Return whether scalars may be computed as Python numbers: in a tenth of the time, with the same bits."""
     plain = all(type(each) in _PLAIN and each.device.type == "cpu" for each in scalars)
     return plain and not torch._C._are_functorch_transforms_active()
 
@@ -409,7 +409,7 @@ def finite_range(value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def finite_ranges(value: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """`finite_range`, and the same of each item, which dimension 0 counts."""
+    """Return the range (low, high) of a tensor as `finite_range`, and the ranges of its items along dimension 0, each (items,)."""
     if value.numel() == 0:
         raise ValueError("the tensor is empty")
     low, high = ends(value.detach().flatten(1))
