@@ -240,7 +240,7 @@ def compiled(folder: Path, **options: Any) -> Path:
 def test_the_command_line_has_the_options_and_writes_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(fxq, "compile_horizon", compiled)
+    monkeypatch.setattr(fxq.board, "compile_horizon", compiled)
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     images = torch.randn(2, 3, 8, 12)
