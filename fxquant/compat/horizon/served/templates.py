@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,11 +39,12 @@ FLOAT: Any = object()  # an operand in float
 
 
 class Place(NamedTuple):
-    """An operator of a traced model: its node's name, its module's path, and its class or function."""
+    """An operator of a traced model: its node's name, its module's path, its class or function, and whether only outputs read it."""
 
     name: str
     path: str
     kind: Any
+    is_last: bool = False
 
     @property
     def is_layer(self) -> bool:
@@ -248,7 +249,10 @@ GEMMToGridSampleGridInt16Template = ConstTensorQuantTemplate = DefaultTemplate =
 
 
 class HighPrecisionOutputTemplate(Automatic):
-    """Layers whose sums the model returns return them, as `fxquant.prepare` chooses: rules that say int8 leave the dtype open."""
+    """Layers that the model returns have 32-bit outputs. Rules for others that say int8 leave the dtype to `fxquant.prepare`."""
+
+    def apply(self, place: Place, asked: Asked) -> Asked:
+        return asked._with("output", fxq.ActivationConfig("int32")) if place.is_last else asked
 
 
 @dataclass(frozen=True)
@@ -451,12 +455,22 @@ def _by_name(traced: fx.GraphModule, places: Mapping[Place, Chosen], default: Ch
     return names
 
 
-def places_of(traced: fx.GraphModule) -> Iterator[Place]:
-    """Yield the operators of a traced model: name, module path, and class or function of each."""
-    for node in traced.graph.nodes:
-        if computes_tensor(node) and node.target is not dequant_stub:
-            kind = type(resolve(traced, str(node.target))) if node.op == "call_module" else node.target
-            yield Place(node.name, module_path(node), kind)
+def places_of(traced: fx.GraphModule) -> list[Place]:
+    """Return the operators of a traced model, in the order they are computed."""
+    places = {
+        node: Place(node.name, module_path(node), type(resolve(traced, str(node.target))) if node.op == "call_module" else node.target)
+        for node in traced.graph.nodes
+        if computes_tensor(node) and node.target is not dequant_stub
+    }
+    ends: set[fx.Node] = set()  # outputs, stubs, and the batch norms of layers that only these read
+    for node in reversed(traced.graph.nodes):
+        place, ended = places.get(node), all(user in ends for user in node.users)
+        norm = place is not None and place.is_batch_norm and any(places[it].is_layer for it in node.all_input_nodes if it in places)
+        if place is not None and ended and (norm or place.is_layer):
+            places[node] = place._replace(is_last=True)
+        if node.op == "output" or (ended and (norm or node.target is dequant_stub)):
+            ends.add(node)
+    return list(places.values())
 
 
 def _of_mapping(mapping: fxq.QConfigMapping, place: Place) -> Any:
