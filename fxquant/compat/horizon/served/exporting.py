@@ -48,12 +48,14 @@ def require_march(model: fx.GraphModule, march: str | None, called: str) -> None
         )
 
 
-def _folder(module: Any, folder: Path, march: str | None, name: str | None, opt: str, called: str) -> tuple[fx.GraphModule, Path]:
+def _folder(
+    module: Any, folder: Path, march: str | None, name: str | None, opt: str, called: str, camera: str | None = None
+) -> tuple[fx.GraphModule, Path]:  # fmt: skip
     """Return the integer model, and its folder for the compiler. Raises ConfigurationError for a march other than the model's."""
     integer = integer_of(module, called)
     require_march(integer, march or get_march(), called)
     options = fxq.HorizonOptions(optimize_level=LEVELS.get(opt, opt), compile_mode=OPTIMIZE.get(opt, "latency"))
-    return integer, fxq.export_horizon(integer, folder, name or "model", options=options)
+    return integer, fxq.export_horizon(integer, folder, name or "model", camera=camera, options=options)
 
 
 def _say_inputs(called: str, source: Any, input_layout: Any, output_layout: Any) -> None:
@@ -85,9 +87,16 @@ def compile_model(
     Raises ConfigurationError for nash, and if the tool is not installed; ExportError; and CompilationError with the layer and its
     source line.
     """
-    path = Path(hbm)
     _say_inputs("compile_model", input_source, input_layout, output_layout)
-    _, folder = _folder(module, path.with_suffix(""), march, name, opt, "compile_model")
+    return compiled(module, hbm, march, name, opt, progressbar)
+
+
+def compiled(
+    module: Any, hbm: str | os.PathLike[str], march: str | None, name: str | None, opt: str, progressbar: bool, camera: str | None = None
+) -> int:  # fmt: skip
+    """Compile as `compile_model`; `camera` is that of `fxquant.export_horizon`."""
+    path = Path(hbm)
+    _, folder = _folder(module, path.with_suffix(""), march, name, opt, "compile_model", camera)
     made = fxq.compile_horizon(folder, show_progress=None if progressbar else False)
     shutil.copyfile(made, path.with_suffix(".bin"))
     if path.suffix == ".hbm":
