@@ -317,6 +317,10 @@ MEANINGS = {
         Q(A("int8", fxq.MovingAverageMinMaxObserver(0.5))),
     ),
     "no averaging": (lambda: horizon.get_default_qconfig(activation_qkwargs={"averaging_constant": 0}).output.training, "frozen"),
+    "an observer among the settings": (
+        lambda: horizon.get_default_qconfig(activation_qkwargs={"observer": horizon.MinMaxObserver, "averaging_constant": 0.5}),
+        Q(A("int8", fxq.MovingAverageMinMaxObserver(0.5))),
+    ),
     "fixed": (
         lambda: horizon.get_default_qconfig(activation_observer="fixed_scale", activation_qkwargs={"scale": 0.5}),
         Q(A("int8", scale=0.5)),
@@ -462,11 +466,26 @@ def test_similarity_of_float_prepared_and_integer_models(tmp_path: Path) -> None
     assert (tmp_path / "qconfig_info.txt").read_text() == fxq.explain(prepared)
 
 
-def test_how_often_modules_are_called() -> None:
+def test_how_often_modules_are_called(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = written(lambda m, x: m.twice(torch.relu(m.twice(x))), twice=nn.Linear(4, 4), never=nn.Linear(4, 4)).eval()
+    inputs = (torch.randn(2, 4),)
+    assert horizon.get_module_called_count(model, inputs, None, True) == {"twice": 2, "never": 0}
+    assert capsys.readouterr().out.split() == ["twice", "2", "never", "0"]
+    prepared = horizon.prepare_qat_fx(model, {"": horizon.default_qat_8bit_fake_quant_qconfig}, example_inputs=inputs)
+    text = horizon.check_qat_model(prepared, inputs, save_results=True, out_dir=str(tmp_path))
+    assert (tmp_path / "model_check_result.txt").read_text() == text
+    assert "  twice 2" in text
+    assert fxq.explain(prepared) in text
 
-    assert horizon.get_module_called_count(
-        written(lambda m, x: m.twice(m.twice(x)), twice=nn.Linear(4, 4), never=nn.Linear(4, 4)), (torch.randn(2, 4),)
-    ) == {"twice": 2, "never": 0}
+
+def test_tools_have_the_plugin_s_signatures(tmp_path: Path) -> None:
+    model = Net().eval()
+    prepared = calibrated(prepared_as(horizon.default_calib_8bit_fake_quant_qconfig, model))
+    rows = horizon.compare_weights(model, prepared, "Cosine", False, None, str(tmp_path))
+    assert {row.layer for row in rows} == {"conv", "skip", "head"}
+    assert "skip" in (tmp_path / "weight_comparison.txt").read_text()
+    text = horizon.check_qconfig(prepared, BATCHES[0], ("head",), (), None, str(tmp_path))
+    assert {line.split()[0] for line in text.splitlines()} == {"%head", "%head_dequantize"}
 
 
 def test_a_model_is_checked_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -538,6 +557,8 @@ CALLS = {
     ),
     "an option that there is not": lambda: horizon.export_to_onnx(calibrated(prepared_as(Q())), BATCHES[0], "x.onnx", **{"nonsense": 1}),
     "a measure": lambda: horizon.featuremap_similarity(Net(), Net(), BATCHES[0], "nonsense"),
+    "an option of a table": lambda: horizon.compare_weights(Net(), Net(), with_tensorboard=True),
+    "types of modules": lambda: horizon.check_qconfig(Net(), types=(nn.Conv2d,)),
     "a setting of reconstruction": lambda: horizon.weight_reconstruction(Net(), BATCHES, None, {"b_range": [20, 2]}),
     "a folder as a file": lambda: horizon.export_quantized_onnx(Net(), BATCHES[0], "/"),
 }

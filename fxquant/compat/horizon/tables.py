@@ -94,6 +94,8 @@ SETTERS = [
     *serve("templates", "ModuleNameTemplate ConvDtypeTemplate MatmulDtypeTemplate SensitivityTemplate", "3.0",
            "rules of a `fxq.QConfigMapping`, `fxq.QConfig(output, weight, input)`"),
     *refuse("SetDynamicQuantTemplate", "no march finds scales at run time", "leave it out, and calibrate", "3.0"),
+    *refuse("ConstDtypeTemplate", "a constant has the dtype in which its reader reads it",
+            'pass ModuleNameTemplate({"name.of.the.reader": {"dtype": {"input": qint16}}})', "3.0"),
     *refuse("LoadFromFileTemplate", "the file holds the plugin's objects", "pass fxq.load_qconfig(path) as the setter", "3.0"),
 ]  # fmt: skip
 CONSISTENCY = refuse("ConsistencyStrategy", "a consistency level is part of the march", "set_march('nash-e-level1'), or level2", "3.0")
@@ -111,6 +113,7 @@ OTHERS = [
 DEBUG = [
     *serve("debug", "featuremap_similarity", native="`fxq.compare`, `fxq.record`", note="rows, and similarity.txt"),
     *serve("debug", "check_qconfig", native="`fxq.explain`", note="the text of `fxq.explain`, and qconfig_info.txt"),
+    *serve("debug", "check_qat_model", "2.0", "`fxq.checks`", "a text, and model_check_result.txt with save_results"),
     *serve("debug", "check_deploy_device", native="`fxq.layers`"),
     *serve("debug", "get_module_called_count", native="`fxq.checks.call_counts`"),
     *serve("debug", "model_profiler compare_weights check_unfused_operations", native="`fxq.report`, `fxq.checks`",
@@ -187,7 +190,7 @@ HBDK4_COMPILER = [
     *refuse("leap link Hbm", "the compiler's own language and runtime are closed",
             "write fxq.export_onnx, and run it with onnxruntime", "2.0"),
 ]  # fmt: skip
-QTENSOR = refuse("QTensor", "integers of a graph are tensors of integer dtypes", "read them with fxq.record(model, batches)")
+QTENSOR = refuse("QTensor HorizonTensor", "integers of a graph are tensors of integer dtypes", "read them with fxq.record(model, batches)")
 VERSION = [Row("__version__", ":__version__", "1.0", "", "the release whose names are served")]
 SERIALIZATION = refuse("save_with_version get_version_from_scriptmodule", NO_SCRIPT, "use horizon.jit.save, or fxq.save")
 
@@ -258,6 +261,7 @@ MODULES: dict[str, list[Row]] = {
     "jit": JIT,
     "memory_opt": refuse("MemoryOptManager MemoryOptSwitch", "PyTorch saves memory itself", "use torch.utils.checkpoint"),
     "utils.onnx_helper": ONNX,
+    "utils.check_model": [row for row in DEBUG if row.name == "check_qat_model"],
     "utils.quant_profiler": DEBUG,
     **dict.fromkeys(("utils.typeguard", "profiler.utils.typeguard"), CHECKED),
     "utils.quant_switch": _named(FAKE, "GlobalFakeQuantSwitch"),
@@ -268,6 +272,10 @@ MODULES: dict[str, list[Row]] = {
     "profiler": DEBUG,
     "profiler.bc_editor.bc_editor": _named(DEBUG, "QatBcEditor"),
     "hbdk4.compiler": HBDK4_COMPILER,
+    "hbdk4.compiler.overlay": [row for row in HBDK4_COMPILER if row.name == "Module"],
+    "hbdk4.compiler.onnx": refuse(
+        "export statistics", "modules are made of PyTorch models", "call quantization.hbdk4.export of one", "2.0"
+    ),
     "hbdk4.compiler.hbm": refuse(
         "Hbm Hbo", "the compiler's files and runtime are closed", "run fxq.export_onnx's file with onnxruntime", "2.0"
     ),

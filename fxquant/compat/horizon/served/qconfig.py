@@ -347,7 +347,7 @@ def get_default_qconfig(
             raise unknown(name, kind, "'fake_quant', 'lsq', 'pact' or None")
     parts = ((activation_fake_quant, activation_observer, activation_qkwargs), (weight_fake_quant, weight_observer, weight_qkwargs))
     made = [
-        None if kind is None else KINDS[kind].with_args(**({} if observer is None else {"observer": observer}), **(more or {}))
+        None if kind is None else KINDS[kind].with_args(**({} if observer is None else {"observer": observer}) | dict(more or {}))
         for kind, observer, more in parts
     ]
     return fxq.QConfig(activation(made[0]), weight(made[1]))
