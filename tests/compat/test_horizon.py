@@ -163,6 +163,16 @@ def test_a_stub_is_an_operator_for_the_rules() -> None:
         assert (next(iter(found.values())), found["skip"]) == ("int16", "int8")
 
 
+def test_a_functional_is_an_operator_for_the_rules() -> None:
+    wide = horizon.default_qat_8bit_weight_16bit_act_fake_quant_qconfig
+    rules = {"": horizon.default_qat_8bit_fake_quant_qconfig, "module_name": {"sum": wide}}
+    for sums in (horizon.FloatFunctional(), horizon.FloatFunctional(qconfig=wide)):
+        model = Net().eval()
+        model.sum = sums
+        found = dtypes(horizon.prepare_qat_fx(model, {"": rules[""]} if hasattr(sums, "qconfig") else rules, example_inputs=BATCHES[0]))
+        assert (found["skip"], found["conv"], found["head"]) == ("int16", "int8", "int8"), found  # the sum is fused into skip
+
+
 def test_a_model_is_prepared_by_its_first_batch() -> None:
     model = horizon.prepare_qat_fx(Net().eval(), {"": horizon.default_calib_8bit_fake_quant_qconfig})
     horizon.set_fake_quantize(model, STATE.CALIBRATION)
