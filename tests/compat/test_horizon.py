@@ -299,6 +299,48 @@ def test_a_checkpoint_of_the_plugin_loads(caplog: pytest.LogCaptureFixture) -> N
     assert str(fxq.qparams(again)) == str(found)  # NaN, of what the checkpoint says nothing of, included
 
 
+def test_a_checkpoint_of_a_wrapped_model_and_of_another_head_loads(caplog: pytest.LogCaptureFixture) -> None:
+    calib = calibrated(prepared_as(horizon.default_calib_8bit_fake_quant_qconfig))
+    wrapped = {f"module.{name}": value for name, value in calib.state_dict().items()}
+    again = prepared_as(horizon.default_qat_8bit_fake_quant_qconfig)
+    again.load_state_dict(wrapped)
+    assert fxq.qparams(again) == fxq.qparams(calib)
+    other = Net().eval()
+    other.head = nn.Conv2d(8, 7, 1)
+    tuned = prepared_as(horizon.default_qat_8bit_fake_quant_qconfig, other)
+    before = tuned.head.weight.clone()
+    with caplog.at_level("WARNING", "fxquant"):
+        left = tuned.load_state_dict(wrapped, strict=False)
+    assert {"head.weight", "head.bias"} <= set(left.missing_keys)
+    assert left.unexpected_keys == ["head.weight (5, 8, 1, 1) in place of (7, 8, 1, 1)", "head.bias (5,) in place of (7,)"]
+    assert any("head.weight (5, 8, 1, 1) in place of (7, 8, 1, 1)" in record.getMessage() for record in caplog.records)
+    assert torch.equal(tuned.head.weight, before)
+    assert torch.equal(tuned.conv.weight, calib.conv.weight)
+    assert {name: scale for name, scale in fxq.qparams(tuned).items() if name != "head"} == {
+        name: scale for name, scale in fxq.qparams(calib).items() if name != "head"
+    }
+    with pytest.raises(RuntimeError, match=r"head\.weight \(5, 8, 1, 1\) in place of \(7, 8, 1, 1\)"):
+        tuned.load_state_dict(wrapped)
+
+
+def test_batch_norms_of_a_checkpoint_are_not_left_out_of_folded_weights() -> None:
+    floats = Net().train()
+    floats(BATCHES[0])
+    checkpoint = floats.state_dict()
+    fused = {name.replace("bn.", "conv.bn."): value for name, value in checkpoint.items()}  # as PyTorch's fused layers name them
+    for held in (checkpoint, {**fused, "conv.weight_fake_quant.scale": torch.ones(8)}):
+        with pytest.raises(fxq.ConfigurationError, match="WithBN"):
+            prepared_as(horizon.default_qat_8bit_fake_quant_qconfig).load_state_dict(held, strict=False)
+        horizon.set_qat_mode(horizon.QATMode.WithBN)
+        live = prepared_as(horizon.default_qat_8bit_fake_quant_qconfig)
+        horizon.set_qat_mode(horizon.QATMode.FuseBN)
+        assert not live.load_state_dict(held, strict=False).unexpected_keys
+        assert torch.equal(live.bn.running_mean, floats.bn.running_mean)
+    part = prepared_as(horizon.default_qat_8bit_fake_quant_qconfig)
+    left = part.load_state_dict({**part.state_dict(), "auxiliary.bn.running_mean": torch.zeros(3)}, strict=False)
+    assert left.unexpected_keys == ["auxiliary.bn.running_mean"]
+
+
 # ---- what is quantized how ------------------------------------------------------------------------------------------------
 
 A, W, Q = fxq.ActivationConfig, fxq.WeightConfig, fxq.QConfig
