@@ -252,10 +252,9 @@ def _folded(module: nn.Module, statistics: list[str]) -> list[str]:
     """Return the paths of batch norms in a checkpoint that this model has folded into the layers before them."""
     nodes = {name.lstrip("_") for layer in fxq.layers(module) for name in layer.fused} if statistics else set()  # type: ignore[arg-type]
     layers = {f"{operator.path}{FUSED}" for operator in quantized_operators(module).values()}
-    paths = {key.removesuffix("running_mean") for key in statistics} - {
-        key.removesuffix("running_mean") for key, _ in module.named_buffers()
-    }
-    return sorted(path[:-1] for path in paths if path in layers or path[:-1].replace(".", "_").lstrip("_") in nodes)
+    own = dict(module.named_buffers())
+    paths = [key.removesuffix("running_mean") for key in statistics if key not in own]
+    return [path[:-1] for path in paths if path in layers or path[:-1].replace(".", "_").lstrip("_") in nodes]
 
 
 def _is_foreign(key: str) -> bool:
