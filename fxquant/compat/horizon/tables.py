@@ -54,7 +54,7 @@ QCONFIG = [
 ]
 FAKE = [
     *serve("qconfig", "FakeQuantize CalibFakeQuantize _LearnableFakeQuantize PACTFakeQuantize",
-           native="`fxq.ActivationConfig(training=…)`", note="a description of what a quantizer is made from; called, a module"),
+           native="`fxq.ActivationConfig(training=…)`", note="a description of what a quantizer is made from"),
     *serve("qconfig", "FakeCast", "2.0", "`None` in a `fxq.QConfigMapping`", "keeps an operator in float"),
     *serve("qconfig", """default_8bit_fake_quant default_4bit_fake_quant default_16bit_fake_quant default_calib_fake_quant
            default_8bit_fixed_act_fake_quant default_16bit_fixed_act_fake_quant default_8bit_lsq_quant default_4bit_lsq_quant
@@ -132,7 +132,7 @@ ONNX = serve("exporting", "export_to_onnx export_quantized_onnx", native="`fxq.e
              note="*qdq* for a prepared model; *exact*, which runs, for an integer one")  # fmt: skip
 JIT = [
     *serve("exporting", "save load", native="`fxq.save`, `fxq.load`", note="the integer graph is saved with the program"),
-    *serve("exporting", "to_device", note="refused with the remedy"),
+    *refuse("to_device", "a program's graph names the device that it was traced on", "trace the model on the other device"),
 ]
 COLOURS = serve("modules", """rgb2yuv bgr2yuv rgb2centered_yuv bgr2centered_yuv rgb2gray bgr2gray rgb2centered_gray bgr2centered_gray
                 rgb2bgr bgr2rgb centered_yuv2rgb centered_yuv2bgr""", native="modules of `fxq.nn`")  # fmt: skip

@@ -186,6 +186,13 @@ def _best(made: tuple[Tensor, Tensor, Tensor], settings: dict[str, Any]) -> tupl
     return nms_of_scores(*made, *limits)  # type: ignore[no-any-return]
 
 
+def _settings(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a constructor that a graph can hold: numbers, strings, None and lists of numbers."""
+    given = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in arguments.items()}
+    kinds = (bool, int, float, str, list, tuple, type(None))
+    return {name: list(v) if isinstance(v, list | tuple) else v for name, v in given.items() if isinstance(v, kinds)}
+
+
 class DetectionPostProcess(nn.Module):
     """Post-processing of a detector's outputs to (boxes, scores, labels), each a tuple of one tensor (M, 4) or (M,) per item; int64 labels.
 
@@ -215,13 +222,7 @@ class DetectionPostProcess(nn.Module):
         super().__init__()
         if mode not in ("normal", YOLO):
             raise unknown("mode", mode, "'normal' or 'yolo'")
-        self.settings = {
-            "score_threshold": score_threshold, "background_class_idx": background_class_idx, "size_threshold": size_threshold,
-            "regression_scale": None if regression_scale is None else [float(factor) for factor in regression_scale],
-            "image_size": None if image_size is None else [int(length) for length in image_size], "iou_threshold": iou_threshold,
-            "pre_decode_top_n": pre_decode_top_n, "post_decode_top_n": post_decode_top_n, "pre_nms_top_n": pre_nms_top_n,
-            "post_nms_top_n": post_nms_top_n, "nms_on_each_level": bool(nms_on_each_level), "mode": mode,
-        }  # fmt: skip
+        self.settings = _settings(locals())
 
     def forward(self, boxes: Any, scores: Any, regressions: Any, image_shapes: Tensor | None = None) -> Any:
         lists = [list(given) if isinstance(given, list | tuple) else [given] for given in (boxes, scores, regressions)]
@@ -296,12 +297,7 @@ class DetectionPostProcessV1(nn.Module):
         if nms_padding_mode not in PADDING:
             raise unknown("nms_padding_mode", nms_padding_mode, "None, 'pad_zero' or 'rollover'")
         self.exp = None if exp_overwrite is torch.exp else exp_overwrite
-        self.settings = {
-            "num_classes": num_classes, "box_filter_threshold": box_filter_threshold, "class_offsets": list(class_offsets),
-            "use_clippings": bool(use_clippings), "image_size": None if image_size is None else list(image_size),
-            "nms_threshold": nms_threshold, "pre_nms_top_k": pre_nms_top_k, "post_nms_top_k": post_nms_top_k,
-            "nms_padding_mode": nms_padding_mode, "nms_margin": nms_margin, "bbox_min_hw": list(bbox_min_hw),
-        }  # fmt: skip
+        self.settings = _settings(locals())
 
     def forward(self, data: Any, anchors: Any, image_sizes: Any = None) -> Any:
         return _choose(list(data), list(anchors), image_sizes, self.settings, self.exp)

@@ -8,6 +8,7 @@ import inspect
 import itertools
 import weakref
 from collections.abc import Mapping
+from operator import not_
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ ARGUMENTS = {
     **refusals("modules are traced, not replaced", "leave it out", "mapping"),
     **refusals("operands of a concatenation have the scales that the march demands", "leave it out", "optimize_kwargs"),
     "convert_custom_config_dict": Refusal("custom modules have no integer graph", "leave it out", keeps_attributes),
-    **refusals(*FUSED, "fuse_custom_config_dict"),
+    "fuse_custom_config_dict": Refusal(*FUSED, keeps_attributes),
+    "additional_fuser_method_mapping": Refusal(*FUSED, not_),
     "fuser_func": Refusal(*FUSED, lambda function: function is fuse_known_modules),
 }
 
@@ -253,10 +255,9 @@ def convert(
 
 
 @checked()
+@refuses(ARGUMENTS)
 def fuse_fx(model: nn.Module, fuse_custom_config_dict: Any = None) -> nn.Module:
     """Return the model unchanged: operators are fused when it is prepared."""
-    if not keeps_attributes(fuse_custom_config_dict):
-        raise ARGUMENTS["fuse_custom_config_dict"].error("fuse_fx(fuse_custom_config_dict=…) cannot be done")
     return model
 
 
@@ -265,14 +266,13 @@ def fuse_fx(model: nn.Module, fuse_custom_config_dict: Any = None) -> nn.Module:
 def fuse_modules(
     model: nn.Module, modules_to_fuse: Any, inplace: bool = False, fuser_func: Any = None, fuse_custom_config_dict: Any = None
 ) -> nn.Module:
-    """Return the model unchanged: operators are fused when it is prepared, whether they are listed or not."""
+    """Return the model unchanged, as `fuse_fx`, whether operators are listed or not."""
     return model
 
 
+@refuses(ARGUMENTS)
 def fuse_known_modules(mod_list: Any, is_qat: bool = False, additional_fuser_method_mapping: Any = None) -> Any:
-    """Return the modules unchanged: operators are fused when the model is prepared."""
-    if additional_fuser_method_mapping:
-        raise ARGUMENTS["fuser_func"].error("fuse_known_modules(fuser_func=…) cannot be done")
+    """Return the modules unchanged, as `fuse_fx`."""
     return mod_list
 
 
