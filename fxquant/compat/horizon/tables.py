@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from fxquant.compat.mirror import Row, Tables, refuse, serve
 
 ALIASES = {"horizon_plugin_pytorch": "", "horizon_plugin_profiler": "profiler", "hbdk4": "hbdk4"}
@@ -37,20 +39,17 @@ COMPILING = [
     *serve("exporting", "visualize_model", native="`fxq.report`", note="a page of fxquant's own"),
 ]  # fmt: skip
 
-NAMED_QCONFIGS = """
-default_qat_8bit_fake_quant_qconfig default_calib_8bit_fake_quant_qconfig default_qat_8bit_weight_16bit_act_fake_quant_qconfig
-default_calib_8bit_weight_16bit_act_fake_quant_qconfig default_qat_8bit_weight_32bit_out_fake_quant_qconfig
-default_calib_8bit_weight_32bit_out_fake_quant_qconfig default_qat_8bit_fixed_act_fake_quant_qconfig
-default_qat_8bit_weight_16bit_fixed_act_fake_quant_qconfig default_qat_8bit_lsq_quant_qconfig default_qat_16bit_lsq_quant_qconfig
-default_qat_8bit_pact_quant_qconfig default_qat_16bit_pact_quant_qconfig per_channel_qat_8bit_qconfig
-default_qat_out_8bit_fake_quant_qconfig default_calib_out_8bit_fake_quant_qconfig default_qat_16bit_fake_quant_qconfig
-default_calib_16bit_fake_quant_qconfig
-"""
+_ACTS = ("8bit", "8bit_weight_16bit_act", "8bit_weight_32bit_out", "16bit", "out_8bit")
+NAMED_QCONFIGS = [f"default_{use}_{act}_fake_quant_qconfig" for use in ("qat", "calib") for act in _ACTS]
+NAMED_QCONFIGS += [f"default_qat_{bits}bit_{how}_quant_qconfig" for bits in (8, 16) for how in ("lsq", "pact")]
+NAMED_QCONFIGS += [f"default_qat_8bit_{act}fixed_act_fake_quant_qconfig" for act in ("", "weight_16bit_")] + [
+    "per_channel_qat_8bit_qconfig"
+]
 QCONFIG = [
     *serve("qconfig", "QConfig get_default_qconfig replace_qconfig_dtype", native="`fxq.QConfig`"),
     *serve("qconfig", "get_qconfig", "3.0", "`fxq.QConfig`"),
     *serve("qconfig", "get_default_qat_qconfig get_default_calib_qconfig get_default_qat_out_qconfig", "0.9", "`fxq.QConfig`"),
-    *[Row(name, f"qconfig:{name}", "1.0", "`fxq.QConfig`") for name in NAMED_QCONFIGS.split()],
+    *serve("qconfig", " ".join(["per_channel_qat_8bit_qconfig", *NAMED_QCONFIGS]), native="`fxq.QConfig`"),
 ]
 FAKE = [
     *serve("qconfig", "FakeQuantize CalibFakeQuantize _LearnableFakeQuantize PACTFakeQuantize",
@@ -146,7 +145,8 @@ NN_FUNCTIONAL = [
 FUNCTIONAL = [
     *COLOURS,
     *serve("modules", "sort stable_sort argmax", native="functions of `torch`"),
-    *serve("detection", "nms batched_nms batched_nms_with_padding", note=HOST),
+    *serve("detection", "nms batched_nms", note=HOST),
+    *refuse("batched_nms_with_padding", "padding is a part of the module", "call horizon.nn.DetectionPostProcessV1(nms_padding_mode=…)"),
     *refuse("nms_rotated", "overlaps of turned boxes are not computed here", "wrap a function that does: fxq.wrap(function)"),
 ]
 FUNCTIONAL_IMPL = [Row("_voxelization", "detection:voxelization", "1.0", "", HOST)]
@@ -228,6 +228,7 @@ MODULES: dict[str, list[Row]] = {
     "quantization.auto_calibration": AUTO,
     "quantization.weight_reconstruction": _named(FLOW, "weight_reconstruction"),
     "quantization.hbdk4": HBDK4_EXPORT,
+    **{"nn." + re.sub("(?<=[a-z0-9])(?=[A-Z])", "_", row.name).lower(): [row] for row in NN if row.name[0].isupper()},
     "nn": NN,
     "nn.functional": NN_FUNCTIONAL,
     "nn.quantized": [
@@ -245,17 +246,11 @@ MODULES: dict[str, list[Row]] = {
         *refuse("Conv2d ConvBN2d ConvReLU2d Linear", "modules are traced, not replaced", "name PyTorch's class: torch.nn.Conv2d"),
     ],
     "nn.intrinsic": refuse("ConvReLU2d ConvAdd2d ConvAddReLU2d", "operators are fused in the graph", "leave it out"),
-    "nn.layer_norm": _named(NN, "LayerNorm"),
     "nn.quantized.functional_impl": FUNCTIONAL_IMPL,
     "nn.quantized.functional": _named(NN_FUNCTIONAL, "point_pillars_scatter", "point_pillars_preprocess"),
     "nn.linear": _named(NN, "Identity"),
-    "nn.segment_lut": _named(NN, "SegmentLUT"),
     "nn.multi_scale_roi_align": [Row("bbox_clip_with_qtensor", "detection:bbox_clip"), *_named(NN, "MultiScaleRoIAlign")],
-    "nn.detection_post_process": _named(NN, "DetectionPostProcess"),
-    "nn.detection_post_process_v1": _named(NN, "DetectionPostProcessV1"),
-    "nn.bgr_to_yuv444": _named(NN, "BgrToYuv444"),
     "nn.grid_sample": _named(NN, "GridSample", "warp"),
-    "nn.interpolate": _named(NN, "Interpolate"),
     "functional": FUNCTIONAL,
     **dict.fromkeys(("fx", "fx.fx_helper", "fx.jit_scheme", "utils.fx_helper"), WRAP),
     "jit": JIT,

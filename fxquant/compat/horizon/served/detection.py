@@ -21,20 +21,20 @@ YOLO = "yolo"
 PADDING = (None, "pad_zero", "rollover")
 
 
-def _overlaps(boxes: Tensor, border: float) -> Tensor:
-    """Return the intersection over union of every two boxes (N, 4); `border` is added to widths and heights."""
+def _overlaps(boxes: Tensor) -> Tensor:
+    """Return the intersection over union of every two boxes (N, 4)."""
     left, right = torch.maximum(boxes[:, None, :2], boxes[None, :, :2]), torch.minimum(boxes[:, None, 2:], boxes[None, :, 2:])
-    common = (right - left + border).clamp(min=0).prod(-1)
-    area = (boxes[:, 2:] - boxes[:, :2] + border).clamp(min=0).prod(-1)
+    common = (right - left).clamp(min=0).prod(-1)
+    area = (boxes[:, 2:] - boxes[:, :2]).clamp(min=0).prod(-1)
     union = area[:, None] + area[None, :] - common
     return torch.where(union > 0, common / union, torch.zeros_like(common))
 
 
-def _kept(boxes: Tensor, scores: Tensor, threshold: float, labels: Tensor | None, border: float = 0.0, margin: float = 0.0) -> Tensor:
+def _kept(boxes: Tensor, scores: Tensor, threshold: float, labels: Tensor | None, margin: float = 0.0) -> Tensor:
     """Return which boxes stay, the best first: those that no better one of their label overlaps by more than the threshold."""
     order = scores.argsort(descending=True, stable=True)
     boxes, ranked = boxes[order], scores[order]
-    beats = _overlaps(boxes, border) > threshold
+    beats = _overlaps(boxes) > threshold
     if labels is not None:
         beats &= labels[order][:, None] == labels[order][None, :]
     if margin > 0:
@@ -56,31 +56,6 @@ def nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
 def batched_nms(boxes: Tensor, scores: Tensor, idxs: Tensor, iou_threshold: float) -> Tensor:
     """Compute `nms` separately for the boxes of each category, `idxs` (N,)."""
     return _kept(boxes, scores, iou_threshold, idxs)
-
-
-@fxq.wrap
-def batched_nms_with_padding(
-    boxes: Tensor, scores: Tensor, class_idxs: Tensor | None, iou_threshold: float, pre_top_n: int, post_top_n: int, legacy_bbox: bool,
-    pad_mode: str = "pad_zero",
-) -> Tensor:  # fmt: skip
-    """Compute `nms` for each item of boxes (N, B, 4) and scores (N, B), among the best `pre_top_n`: (N, post_top_n) int64 indices.
-
-    legacy_bbox  widths and heights are one pixel more
-    pad_mode     "pad_zero": unused positions hold -1; "rollover": they repeat the indices
-
-    Raises ConfigurationError for another pad_mode.
-    """
-    if pad_mode not in PADDING[1:]:
-        raise unknown("pad_mode", pad_mode, "'pad_zero' or 'rollover'")
-    found = torch.full((len(boxes), post_top_n), -1, dtype=torch.int64, device=boxes.device)
-    for item in range(len(boxes)):
-        best = scores[item].argsort(descending=True, stable=True)[:pre_top_n]
-        labels = None if class_idxs is None else class_idxs[item][best]
-        kept = best[_kept(boxes[item][best], scores[item][best], iou_threshold, labels, float(legacy_bbox))][:post_top_n]
-        if pad_mode == "rollover" and len(kept):
-            kept = kept.repeat(-(-post_top_n // len(kept)))[:post_top_n]
-        found[item, : len(kept)] = kept
-    return found
 
 
 @fxq.wrap

@@ -17,6 +17,7 @@ import fxquant as fxq
 from fxquant.calibration.calibration import require_prepared
 from fxquant.compat.horizon.served.exporting import HB_MAPPER, compiled, perf_model, require_march
 from fxquant.compat.horizon.served.flow import integer_of
+from fxquant.compat.horizon.served.march import NAMES
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import fact, is_deployed
 from fxquant.ir.integer import qparams
@@ -330,4 +331,4 @@ def get_hbir_output_unflattener(m: Any) -> Any:
     return lambda outputs: pytree.tree_unflatten(pytree.tree_leaves(outputs), pytree.tree_structure(output.args[0]))
 
 
-March = type("March", (), {name.replace("-", "_"): name for name in ("bayes", "nash-b", "nash-e", "nash-m", "nash-p", "nash-h")})
+March = type("March", (), {name.replace("-", "_"): name for name in NAMES})

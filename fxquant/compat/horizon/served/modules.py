@@ -5,6 +5,7 @@ Colours are those of ITU-R BT.601. Other functions are PyTorch's under other nam
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -155,52 +156,35 @@ def window_reverse(windows: Tensor, window_size: int, H: int, W: int) -> Tensor:
 # ---- modules ---------------------------------------------------------------------------------------------------------
 
 
-def _module(name: str, function: Callable[..., Any]) -> type[nn.Module]:
-    """Return a class of modules that are one function of tensors."""
+def _module(name: str, function: Callable[..., Any], **defaults: Any) -> type[nn.Module]:
+    """Return a class of modules that are one function; its constructor takes the arguments of these names, and so does a call."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature([inspect.Parameter(each, kind, default=value) for each, value in defaults.items()])
+
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        nn.Module.__init__(self)
+        self.options = {**defaults, **signature.bind(*args, **kwargs).arguments}
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        own = args[1:] if defaults else ()
+        return function(*(args[:1] if defaults else args), **{**self.options, **dict(zip(defaults, own, strict=False)), **kwargs})
+
     members = {"__doc__": f"{getattr(function, '__name__', name)} as a module.", "__module__": __name__, "__qualname__": name}
-    return type(name, (nn.Module,), {**members, "forward": lambda self, *args, **kwargs: function(*args, **kwargs)})
+    return type(name, (nn.Module,), {**members, "__init__": initialize, "forward": forward})
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "Abs": torch.abs, "Acos": torch.acos, "Acosh": torch.acosh, "Asin": torch.asin, "Asinh": torch.asinh, "Atan": torch.atan,
-    "Atanh": torch.atanh, "Ceil": torch.ceil, "Cos": torch.cos, "Cosh": torch.cosh, "Div": torch.div, "Erf": torch.erf, "Exp": torch.exp,
-    "Floor": torch.floor, "HardLog": torch.log, "Log": torch.log, "Reciprocal": torch.reciprocal, "Remainder": torch.remainder,
-    "Rsqrt": torch.rsqrt, "Selu": F.selu, "Sin": torch.sin, "Sinh": torch.sinh, "Sqrt": torch.sqrt, "Tan": torch.tan, "Where": torch.where,
-    "Topk": torch.topk, "Sign": torch.sign, "Matmul": torch.matmul,
-}  # fmt: skip
+FUNCTIONS = """Abs Acos Acosh Asin Asinh Atan Atanh Ceil Cos Cosh Div Erf Exp Floor Log Matmul Reciprocal Remainder Rsqrt Selu Sign Sin Sinh
+Sqrt Tan Topk Where"""  # functions that PyTorch has under these names, in lower case
 OF_TORCH = """
 GELU GRU LSTM ChannelShuffle GroupNorm GRUCell Identity LSTMCell MultiheadAttention RMSNorm Softmax TransformerDecoder
 TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer
 """  # modules that PyTorch has under the same names
-globals().update({name: _module(name, function) for name, function in FUNCTIONS.items()})
+globals().update({name: _module(name, getattr(torch, name.lower())) for name in FUNCTIONS.split()})
 globals().update({name: getattr(nn, name) for name in OF_TORCH.split()})
-
-
-class Pow(nn.Module):
-    """x ** exponent, given to the module or to the call."""
-
-    def __init__(self, exponent: float | None = None) -> None:
-        super().__init__()
-        self.exponent = exponent
-
-    def forward(self, input: Tensor, exponent: Any = None) -> Tensor:
-        by: Any = self.exponent if exponent is None else exponent
-        return torch.pow(input, by)
-
-
-class Interpolate(nn.Module):
-    """`torch.nn.functional.interpolate` as a module."""
-
-    def __init__(
-        self, size: Any = None, scale_factor: Any = None, mode: str = "bilinear", align_corners: bool | None = None,
-        recompute_scale_factor: bool | None = None, antialias: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.options = {"size": size, "scale_factor": scale_factor, "mode": mode, "align_corners": align_corners, "antialias": antialias,
-                        "recompute_scale_factor": recompute_scale_factor}  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.interpolate(x, **self.options)
+HardLog, Pow = _module("HardLog", torch.log), _module("Pow", torch.pow, exponent=None)
+Norm = _module("Norm", lambda x, p, **options: torch.linalg.vector_norm(x, p, **options), p=2, dim=None, keepdim=False)
+SIZES = {"size": None, "scale_factor": None, "mode": "bilinear", "align_corners": None, "recompute_scale_factor": None, "antialias": False}
+Interpolate = _module("Interpolate", F.interpolate, **SIZES)
 
 
 class GridSample(fxq.nn.Warp):
@@ -314,11 +298,7 @@ class PointPillarsScatter(nn.Module):
         return point_pillars_scatter(voxel_features, coords, shape)
 
 
-class LookUpTable(fxq.nn.SegmentLUT):
-    """A function of one tensor as one table."""
-
-    def __init__(self, func: Callable[[Tensor], Tensor], name: str | None = None) -> None:
-        super().__init__(func, name)
+LookUpTable = fxq.nn.SegmentLUT
 
 
 class SegmentLUT(fxq.nn.SegmentLUT):
@@ -358,17 +338,6 @@ class LayerNorm2d(LayerNorm):
 
     def __init__(self, num_channels: int, eps: float = 1e-5, **options: Any) -> None:
         super().__init__([num_channels], eps, dim=1, **options)
-
-
-class Norm(nn.Module):
-    """The 2-norm over dimensions."""
-
-    def __init__(self, p: Any = 2, dim: Any = None, keepdim: bool = False) -> None:
-        super().__init__()
-        self.p, self.dim, self.keepdim = p, dim, keepdim
-
-    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return torch.linalg.vector_norm(input, self.p, self.dim, self.keepdim)  # type: ignore[no-any-return]
 
 
 class SetItem(nn.Module):

@@ -313,21 +313,11 @@ class TemplateQconfigSetter(QconfigSetter):
         return []
 
 
-@dataclass(frozen=True)
-class SensitiveQconfigSetter:
-    """A qconfig for the most sensitive operators of a table, and no rule for the others."""
-
-    qconfig: fxq.QConfig
-    table: Any
-    topk: int | None = None
-    ratio: float | None = None
-
-    def names(self) -> list[str]:
-        rows = list(dict.fromkeys(row if isinstance(row, str) else str(row[0]) for row in self.table))
-        return rows[: self.topk if self.topk is not None else round(len(rows) * self.ratio) if self.ratio is not None else len(rows)]
-
-    def of(self, place: Place) -> Any:
-        return self.qconfig if any(name and place.below(name) for name in self.names()) else UNSAID
+def _sensitive(qconfig: Any, table: Any, topk: int | None = None, ratio: float | None = None) -> ModuleNameQconfigSetter:
+    """Return a setter of a qconfig for the most sensitive operators of a table."""
+    rows = list(dict.fromkeys(row if isinstance(row, str) else str(row[0]) for row in table))
+    count = topk if topk is not None else round(len(rows) * ratio) if ratio is not None else len(rows)
+    return ModuleNameQconfigSetter(dict.fromkeys(filter(None, rows[:count]), qconfig))
 
 
 # ---- predefined setters ------------------------------------------------------------------------------------------------
@@ -349,18 +339,18 @@ all_fp16_qconfig_setter = QconfigSetter(templates=(ModuleNameTemplate({"": torch
 
 
 # Functions of (table, topk=None, ratio=None).
-_sensitive = {name: functools.partial(SensitiveQconfigSetter, qconfig) for name, qconfig in NAMED.items()}
-sensitive_op_calibration_8bit_weight_16bit_act_qconfig_setter = _sensitive["default_calib_8bit_weight_16bit_act_fake_quant_qconfig"]
-sensitive_op_qat_8bit_weight_16bit_act_qconfig_setter = _sensitive["default_qat_8bit_weight_16bit_act_fake_quant_qconfig"]
-sensitive_op_qat_8bit_weight_16bit_fixed_act_qconfig_setter = _sensitive["default_qat_8bit_weight_16bit_fixed_act_fake_quant_qconfig"]
+_by_name_of = {name: functools.partial(_sensitive, qconfig) for name, qconfig in NAMED.items()}
+sensitive_op_calibration_8bit_weight_16bit_act_qconfig_setter = _by_name_of["default_calib_8bit_weight_16bit_act_fake_quant_qconfig"]
+sensitive_op_qat_8bit_weight_16bit_act_qconfig_setter = _by_name_of["default_qat_8bit_weight_16bit_act_fake_quant_qconfig"]
+sensitive_op_qat_8bit_weight_16bit_fixed_act_qconfig_setter = _by_name_of["default_qat_8bit_weight_16bit_fixed_act_fake_quant_qconfig"]
 
 
 def get_sensitive_op_qconfig_setter(
     sensitive_type: str, origin_dtype: Any, qconfig: Any, table: Any, topk: int | None = None, ratio: float | None = None
-) -> SensitiveQconfigSetter:
+) -> ModuleNameQconfigSetter:
     """Return a setter of a qconfig for the operators whose rows of the table are of a type: "activation" or "weight"."""
     rows = [row for row in table if isinstance(row, str) or len(row) < 2 or row[1] == sensitive_type]
-    return SensitiveQconfigSetter(as_qconfig(qconfig) or fxq.QConfig(activation(None)), rows, topk, ratio)
+    return _sensitive(as_qconfig(qconfig) or fxq.QConfig(activation(None)), rows, topk, ratio)
 
 
 # ---- dicts and setters as mappings -------------------------------------------------------------------------------------
