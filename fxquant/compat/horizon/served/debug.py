@@ -105,7 +105,7 @@ def _write(folder: str | None, name: str, text: str) -> None:
 ARGUMENTS = {
     **refusals("rows have the cosine, the noise and the largest difference", "leave it out", "similarity_func"),
     **refusals("rows are values, and a page shows them", "leave it out, and call fxq.report", "with_tensorboard", "tensorboard_dir"),
-    **refusals("operators are fused, and are no modules", "leave it out, and call fxq.checks.suspicious_settings(model)", "types",
+    **refusals("fused operators are not modules", "leave it out, and call fxq.checks.suspicious_settings(model)", "types",
                "custom_check_func"),
 }  # fmt: skip
 ARGUMENTS["similarity_func"] = ARGUMENTS["similarity_func"]._replace(harmless=lambda measure: measure in ("Cosine", "SQNR"))
