@@ -166,7 +166,7 @@ def test_a_stub_is_an_operator_for_the_rules() -> None:
 def test_a_functional_is_an_operator_for_the_rules() -> None:
     wide = horizon.default_qat_8bit_weight_16bit_act_fake_quant_qconfig
     rules = {"": horizon.default_qat_8bit_fake_quant_qconfig, "module_name": {"sum": wide}}
-    for sums in (horizon.FloatFunctional(), horizon.FloatFunctional(qconfig=wide)):
+    for sums in (horizon.FloatFunctional(), torch.ao.nn.quantized.FloatFunctional(), horizon.FloatFunctional(qconfig=wide)):
         model = Net().eval()
         model.sum = sums
         found = dtypes(horizon.prepare_qat_fx(model, {"": rules[""]} if hasattr(sums, "qconfig") else rules, example_inputs=BATCHES[0]))

@@ -282,6 +282,9 @@ class QuantAnalysis:
     ConfigurationError for another type, and for post_process.
     """
 
+    case: Any
+    _comparison: Any
+
     def __init__(
         self, baseline_model: nn.Module, analysis_model: Any, analysis_model_type: str, device_ids: Any = None, post_process: Any = None,
         out_dir: str | Path | None = None,

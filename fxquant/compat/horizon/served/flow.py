@@ -20,7 +20,7 @@ from fxquant.calibration.calibration import enter, owned_quantizers, require_pre
 from fxquant.compat.common import BRANCH, FUSED, Refusal, keeps_attributes, reading_attributes, refusals, refuses, traced, unknown, unserved
 from fxquant.compat.deferred import Deferred, converted, keep_shapes, prepared_in_place, set_observed_scales, take_checkpoints
 from fxquant.compat.horizon.served.march import get_qat_mode, required
-from fxquant.compat.horizon.served.markers import leaves, scale_of_stubs
+from fxquant.compat.horizon.served.markers import leaves, scale_of_stubs, with_paths
 from fxquant.compat.horizon.served.qconfig import as_qconfig
 from fxquant.compat.horizon.served.templates import of_dict, of_setters, on_host
 from fxquant.errors import ConfigurationError
@@ -40,7 +40,7 @@ ARGUMENTS = {
     "convert_custom_config_dict": Refusal("custom modules have no integer graph", "leave it out", keeps_attributes),
     "fuse_custom_config_dict": Refusal(*FUSED, keeps_attributes),
     "additional_fuser_method_mapping": Refusal(*FUSED, not_),
-    "fuser_func": Refusal(*FUSED, lambda function: function is fuse_known_modules),
+    "fuser_func": Refusal(*FUSED, lambda function: getattr(function, "__name__", "") == "fuse_known_modules"),
 }
 
 
@@ -140,7 +140,7 @@ def _prepare(
     scale, why = None, f"{called} for {march} observes what is given no scale"
     if old and not backends.get(march).name.startswith("nash"):
         scale, why = OLD_SCALE, f"the default of {called} for {march}; QuantStub(scale=None) observes it"
-    with scale_of_stubs(model, scale, why), reading_attributes(model, as_qconfig):
+    with scale_of_stubs(model, scale, why), reading_attributes(model, as_qconfig), with_paths(model):
         if isinstance(model, fx.GraphModule) and stage_of(model) is not None:
             graph = fxq.trace(model, inputs)
         else:

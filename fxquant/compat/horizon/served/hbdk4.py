@@ -14,8 +14,9 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import fxquant as fxq
+from fxquant.backends.horizon.export import HB_MAPPER
 from fxquant.calibration.calibration import require_prepared
-from fxquant.compat.horizon.served.exporting import HB_MAPPER, compiled, perf_model, require_march
+from fxquant.compat.horizon.served.exporting import compiled, perf_model, require_march
 from fxquant.compat.horizon.served.flow import integer_of
 from fxquant.compat.horizon.served.march import NAMES
 from fxquant.errors import ConfigurationError

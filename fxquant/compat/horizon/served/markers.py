@@ -115,6 +115,19 @@ class FloatFunctional(nn.Module):
         raise ConfigurationError("a FloatFunctional was called", because="it stands for several functions", remedy="call one: f.add(x, y)")
 
 
+@contextmanager
+def with_paths(model: nn.Module) -> Iterator[None]:
+    """Make PyTorch's FloatFunctionals of a model those of this module within the context, so that their operators have paths."""
+    functionals = [module for module in model.modules() if type(module) is torch.ao.nn.quantized.FloatFunctional]
+    for module in functionals:
+        object.__setattr__(module, "__class__", FloatFunctional)
+    try:
+        yield
+    finally:
+        for module in functionals:
+            object.__setattr__(module, "__class__", torch.ao.nn.quantized.FloatFunctional)
+
+
 # ---- markers of code ---------------------------------------------------------------------------------------------------
 
 
