@@ -229,5 +229,10 @@ def test_options_without_effect_are_named(tmp_path: Path, caplog: pytest.LogCapt
         analysis.run(device_id=0)
         analysis.compare_per_layer(prefixes=("conv",))
         assert [row[0] for row in analysis.sensitivity(metric="L1")]
+    with pytest.raises(fxq.ConfigurationError, match="plot_opinfo"):
+        analysis.plot_opinfo("conv")
+    analysis.clean()
+    with pytest.raises(fxq.ConfigurationError, match="a bad case was not set"):
+        analysis.run()
     lines = [record.getMessage().split(": ")[-1] for record in caplog.records if "without effect here" in record.getMessage()]
     assert lines == ["device_ids", "topk", "device_id", "prefixes", "metric"]

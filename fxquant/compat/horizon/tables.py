@@ -104,6 +104,7 @@ OLD_CALIBRATION = refuse("prepare_calibration prepare_calibration_fx", "the plug
 OTHERS = [
     *AUTO,
     *OLD_CALIBRATION,
+    *refuse("FuseMode", "operators are fused in the graph", "leave it out, and fuse_mode of prepare"),
     *refuse("fuse_conv_shared_modules", "a layer that is called several times is fused at each call", "leave it out"),
     *refuse("split_compilable_model", "a compiled model is cut where devices change", "call fxq.export_segments"),
     *refuse("get_default_qat_qconfig_dict", "it is a dict with one qconfig", 'pass {"": get_default_qat_qconfig()}', "0.9"),

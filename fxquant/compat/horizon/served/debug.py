@@ -335,6 +335,12 @@ class QuantAnalysis:
             )
         return self.case
 
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith(("plot_", "tune_")):
+            raise AttributeError(name)
+        because, remedy = "a page has what is drawn, and widths are searched in the float model", "call fxq.report, or fxq.mixed_precision"
+        raise ConfigurationError(f"QuantAnalysis has no {name}", because=because, remedy=remedy)
+
     def clean(self) -> None:
         """Forget the selected batch and its comparison."""
         self.case = self._comparison = None

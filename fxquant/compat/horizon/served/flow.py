@@ -44,15 +44,8 @@ ARGUMENTS = {
 }
 
 
-class PrepareMethod(enum.Enum):
-    """The methods of Horizon's `prepare`; here all of these trace the model."""
-
-    EAGER = "eager"
-    SYMBOLIC = "symbolic"
-    JIT = "jit"
-    JIT_STRIP = "jit-strip"
-
-
+METHODS = {"EAGER": "eager", "SYMBOLIC": "symbolic", "JIT": "jit", "JIT_STRIP": "jit-strip"}  # all of these trace the model
+PrepareMethod = enum.Enum("PrepareMethod", METHODS)  # type: ignore[misc]
 PREPARED: weakref.WeakSet[fx.GraphModule] = weakref.WeakSet()  # the models that these functions created, for parts of them
 OLD_SCALE = 1.0 / 128.0
 
@@ -101,7 +94,7 @@ def prepare_qat(
 
 @checked(training_branch=BRANCH)
 def prepare(
-    model: nn.Module, example_inputs: Any = None, qconfig_setter: Any = None, method: PrepareMethod | str = PrepareMethod.JIT_STRIP,
+    model: nn.Module, example_inputs: Any = None, qconfig_setter: Any = None, method: Any = "jit-strip",
     example_kw_inputs: Any = None, fuse_mode: Any = None, *, dynamic_shapes: Any = None, training_branch: bool | None = None,
 ) -> fx.GraphModule:  # fmt: skip
     """Prepare the model by a setter, or by several, of which the first with a rule for an operator decides; None: attributes `qconfig`.

@@ -96,6 +96,8 @@ argmax = torch.argmax
 
 def point_pillars_scatter(voxel_features: Tensor, coords: Tensor, output_shape: Any) -> Tensor:
     """Scatter features of pillars (P, C) at coordinates (P, 4), batch, z, y, x, to maps of this shape (N, C, H, W)."""
+    if output_shape is None:
+        raise unserved("PointPillarsScatter", "output_shape", "the size of the maps is not in the coordinates", "pass (N, C, H, W)")
     batch, _, height, width = (int(size) for size in output_shape)
     return fxq.nn.PointPillarsScatter((height, width), batch)(voxel_features.flatten(1), coords)  # type: ignore[no-any-return]
 
@@ -156,8 +158,8 @@ def window_reverse(windows: Tensor, window_size: int, H: int, W: int) -> Tensor:
 # ---- modules ---------------------------------------------------------------------------------------------------------
 
 
-def _module(name: str, function: Callable[..., Any], **defaults: Any) -> type[nn.Module]:
-    """Return a class of modules that are one function; its constructor takes the arguments of these names, and so does a call."""
+def _module(name: str, function: Callable[..., Any], operands: int = 1, **defaults: Any) -> type[nn.Module]:
+    """Return a class of modules that are one function; its constructor takes the arguments `defaults`, and a call too, after operands."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     signature = inspect.Signature([inspect.Parameter(each, kind, default=value) for each, value in defaults.items()])
 
@@ -166,8 +168,8 @@ def _module(name: str, function: Callable[..., Any], **defaults: Any) -> type[nn
         self.options = {**defaults, **signature.bind(*args, **kwargs).arguments}
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own = args[1:] if defaults else ()
-        return function(*(args[:1] if defaults else args), **{**self.options, **dict(zip(defaults, own, strict=False)), **kwargs})
+        count = operands if defaults else len(args)
+        return function(*args[:count], **{**self.options, **dict(zip(defaults, args[count:], strict=False)), **kwargs})
 
     members = {"__doc__": f"{getattr(function, '__name__', name)} as a module.", "__module__": __name__, "__qualname__": name}
     return type(name, (nn.Module,), {**members, "__init__": initialize, "forward": forward})
@@ -182,6 +184,8 @@ TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer
 globals().update({name: _module(name, getattr(torch, name.lower())) for name in FUNCTIONS.split()})
 globals().update({name: getattr(nn, name) for name in OF_TORCH.split()})
 HardLog, Pow = _module("HardLog", torch.log), _module("Pow", torch.pow, exponent=None)
+PointPillarsScatter = _module("PointPillarsScatter", point_pillars_scatter, 2, output_shape=None)
+BgrToYuv444 = _module("BgrToYuv444", bgr_to_yuv444, channel_reversal=False)
 Norm = _module("Norm", lambda x, p, **options: torch.linalg.vector_norm(x, p, **options), p=2, dim=None, keepdim=False)
 SIZES = {"size": None, "scale_factor": None, "mode": "bilinear", "align_corners": None, "recompute_scale_factor": None, "antialias": False}
 Interpolate = _module("Interpolate", F.interpolate, **SIZES)
@@ -211,17 +215,6 @@ class BaseGridGenerator(nn.Module):
 
     def forward(self) -> Tensor:
         return self.grid
-
-
-class BgrToYuv444(nn.Module):
-    """Conversion of images of 0…255 to Y, U, V: blue first, or red with `channel_reversal`."""
-
-    def __init__(self, channel_reversal: bool = False) -> None:
-        super().__init__()
-        self.convert = fxq.nn.RgbToYuv444() if channel_reversal else fxq.nn.BgrToYuv444()
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.convert(input)  # type: ignore[no-any-return]
 
 
 class Correlation(nn.Module):
@@ -282,20 +275,6 @@ class AnchorGenerator(fxq.nn.AnchorGenerator):
             flat = boxes.reshape(height, width, self.anchors * 4).permute(2, 0, 1)
             found.append(flat.unsqueeze(0).expand(feature.shape[0], -1, -1, -1))
         return found
-
-
-class PointPillarsScatter(nn.Module):
-    """Scatters features of pillars (P, C) at coordinates (P, 4) to maps; output_shape (N, C, H, W), given here or to the call."""
-
-    def __init__(self, output_shape: Any = None) -> None:
-        super().__init__()
-        self.output_shape = output_shape
-
-    def forward(self, voxel_features: Tensor, coords: Tensor, output_shape: Any = None) -> Tensor:
-        shape = self.output_shape if output_shape is None else output_shape
-        if shape is None:
-            raise unserved("PointPillarsScatter", "output_shape", "the size of the maps is not in the coordinates", "pass (N, C, H, W)")
-        return point_pillars_scatter(voxel_features, coords, shape)
 
 
 LookUpTable = fxq.nn.SegmentLUT
