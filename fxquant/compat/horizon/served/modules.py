@@ -187,8 +187,8 @@ HardLog, Pow = _module("HardLog", torch.log), _module("Pow", torch.pow, exponent
 PointPillarsScatter = _module("PointPillarsScatter", point_pillars_scatter, 2, output_shape=None)
 BgrToYuv444 = _module("BgrToYuv444", bgr_to_yuv444, channel_reversal=False)
 Norm = _module("Norm", lambda x, p, **options: torch.linalg.vector_norm(x, p, **options), p=2, dim=None, keepdim=False)
-SIZES = {"size": None, "scale_factor": None, "mode": "bilinear", "align_corners": None, "recompute_scale_factor": None, "antialias": False}
-Interpolate = _module("Interpolate", F.interpolate, **SIZES)
+Interpolate = _module("Interpolate", F.interpolate, size=None, scale_factor=None, mode="bilinear", align_corners=None,
+                      recompute_scale_factor=None, antialias=False)  # fmt: skip
 
 
 class GridSample(fxq.nn.Warp):
