@@ -119,7 +119,8 @@ class Function:
     flatten_inputs = inputs
 
     def __call__(self, *inputs: Any) -> list[Any]:
-        return pytree.tree_leaves(self._module(*(each if isinstance(each, Tensor) else torch.as_tensor(each) for each in inputs)))
+        given = (torch.as_tensor(each) if hasattr(each, "__array__") else each for each in inputs)  # arrays of numpy
+        return pytree.tree_leaves(self._module(*given))
 
     def remove_io_op(self, op_types: Any = None, op_names: Any = None) -> None:
         """Make the module, and its files, take and return integers: the quantize of inputs and the dequantize of outputs are removed.
