@@ -117,15 +117,16 @@ class FloatFunctional(nn.Module):
 
 @contextmanager
 def with_paths(model: nn.Module) -> Iterator[None]:
-    """Make PyTorch's FloatFunctionals of a model those of this module within the context, so that their operators have paths."""
-    functionals = [module for module in model.modules() if type(module) is torch.ao.nn.quantized.FloatFunctional]
+    """Make the FloatFunctionals of a model, PyTorch's too, those of this module within the context: their operators then have paths."""
+    kinds = {module: type(module) for module in model.modules()}
+    functionals = {module: kind for module, kind in kinds.items() if f"{kind.__module__[:6]}{kind.__name__}" == "torch.FloatFunctional"}
     for module in functionals:
         object.__setattr__(module, "__class__", FloatFunctional)
     try:
         yield
     finally:
-        for module in functionals:
-            object.__setattr__(module, "__class__", torch.ao.nn.quantized.FloatFunctional)
+        for module, kind in functionals.items():
+            object.__setattr__(module, "__class__", kind)
 
 
 # ---- markers of code ---------------------------------------------------------------------------------------------------
