@@ -23,7 +23,7 @@ def dtypes(here: Here, target: str, activation: str | None = None, weight: str |
     config = Q(A(activation) if activation else A(), weight=W(weight) if weight else W())
     prepared = here.prepared(target, config)
     here.exact(prepared)
-    return {layer.dtype for layer in fxq.layers(prepared) if layer.macs}
+    return {layer.dtype for layer in fxq.inspect.layers(prepared) if layer.macs}
 
 
 def marked_float16(here: Here) -> State:
@@ -37,17 +37,17 @@ def marked_float16(here: Here) -> State:
 def output_sums(here: Here) -> None:
     prepared = here.prepared(qconfig=M().set_module_name("head", Q(A("int32"))))
     here.exact(prepared)
-    sure(next(layer.dtype for layer in fxq.layers(prepared) if layer.name == "head") == "int32")
+    sure(next(layer.dtype for layer in fxq.inspect.layers(prepared) if layer.name == "head") == "int32")
 
 
 def nearest(here: Here) -> None:
     mapping = M().set_object_type(nn.Conv2d, Q(A("int16"))).set_module_name("deep", Q(A("int8")))
-    found = {layer.name: layer.dtype for layer in fxq.layers(here.prepared(qconfig=mapping))}
+    found = {layer.name: layer.dtype for layer in fxq.inspect.layers(here.prepared(qconfig=mapping))}
     sure((found["stem_0"], found["deep"]) == ("int16", "int8"), str(found))
 
 
 def of_fused(here: Here) -> None:
-    found = {layer.name: layer.dtype for layer in fxq.layers(here.prepared(qconfig=M().set_module_name("stem.2", Q(A("int16")))))}
+    found = {layer.name: layer.dtype for layer in fxq.inspect.layers(here.prepared(qconfig=M().set_module_name("stem.2", Q(A("int16")))))}
     sure(found["stem_0"] == "int16", str(found))
 
 
@@ -56,17 +56,17 @@ def as_dict(here: Here) -> None:
     prepared = horizon.prepare_qat_fx(
         here.model, {"": horizon.default_qat_8bit_fake_quant_qconfig, "module_name": [("head", None)]}, example_inputs=(here.x,)
     )
-    sure(any(layer.name == "head" and not layer.integer for layer in fxq.layers(prepared)))
+    sure(any(layer.name == "head" and not layer.integer for layer in fxq.inspect.layers(prepared)))
 
 
 def setters(here: Here) -> None:
     horizon.set_march("nash-e")
     chosen = horizon.QconfigSetter(horizon.get_qconfig(), [horizon.ModuleNameTemplate({"stem": torch.int16})])
-    found = {layer.name: layer.dtype for layer in fxq.layers(horizon.prepare(here.model, (here.x,), chosen))}
+    found = {layer.name: layer.dtype for layer in fxq.inspect.layers(horizon.prepare(here.model, (here.x,), chosen))}
     sure((found["stem_0"], found["deep"]) == ("int16", "int8"), str(found))
 
 
-class Own(fxq.Observer):
+class Own(fxq.observers.Observer):
     """An observer of a user's: twice the largest magnitude."""
 
     largest: Tensor
@@ -83,7 +83,7 @@ class Own(fxq.Observer):
         return 2 * self.largest / dtype.high
 
 
-class Down(fxq.Rounding):
+class Down(fxq.tuning.Rounding):
     """A rounding of a user's."""
 
     def integers(self, real: Tensor, low: int, high: int) -> Tensor:
@@ -98,7 +98,7 @@ def observer(here: Here, chosen: Any, **options: Any) -> None:
 def input_of_an_inner_operator(here: Here) -> None:
     prepared = here.prepared(qconfig=M().set_module_name("deep", Q(input=A("int16"))))
     here.exact(prepared)
-    found = {layer.name: layer.dtype for layer in fxq.layers(prepared)}
+    found = {layer.name: layer.dtype for layer in fxq.inspect.layers(prepared)}
     sure(found["stem_0_requantize"] == "int16", str(found))
 
 
@@ -106,7 +106,7 @@ def by_order(here: Here) -> None:
     mapping = torch.ao.quantization.QConfigMapping().set_global(torch.ao.quantization.default_qconfig)
     mapping.set_module_name_object_type_order("", nn.Conv2d, 0, None)
     prepared = torch_ao.prepare_fx(here.model, mapping, (here.x,))
-    sure([layer.name for layer in fxq.layers(prepared) if layer.operator == "conv2d" and not layer.integer] == ["deep"])
+    sure([layer.name for layer in fxq.inspect.layers(prepared) if layer.operator == "conv2d" and not layer.integer] == ["deep"])
     rules = fxq.QConfigMapping().set_module_name_object_type_order("", nn.Conv2d, 0, fxq.QConfig(fxq.ActivationConfig("int16")))
     here.exact(here.prepared(qconfig=rules))
 
@@ -114,7 +114,7 @@ def by_order(here: Here) -> None:
 def operands(here: Here) -> None:
     mapping = M(Q(A("int16"))).set_object_type(nn.Conv2d, Q(A("int16"), W("int8"), A("int8")))
     prepared = here.prepared(qconfig=mapping)
-    found = {layer.name: layer.dtype for layer in fxq.layers(prepared)}
+    found = {layer.name: layer.dtype for layer in fxq.inspect.layers(prepared)}
     sure(
         (found["x_quantize"], found["stem_0"], found["stem_0_requantize"], found["deep"]) == ("int8", "int16", "int8", "int16"), str(found)
     )
@@ -131,7 +131,7 @@ chapter(
     ("uint8, with a zero point", lambda h: sure(dtypes(h, "x86") == {"uint8"})),
     ("what stays in float is marked float16 on the marches that have it", marked_float16),
     ("a 32-bit output of the last layer", output_sums),
-    ("a given scale or threshold", lambda h: observer(h, fxq.MinMaxObserver, scale=0.05)),
+    ("a given scale or threshold", lambda h: observer(h, fxq.observers.MinMaxObserver, scale=0.05)),
     ("global, type, name, pattern, attribute: the nearest goes first", nearest),
     ("rules for parts that are fused", of_fused),
     ("the form of a dict, as Horizon has it", as_dict),
@@ -141,7 +141,10 @@ chapter(
     (
         "a part in float",
         lambda h: sure(
-            any(layer.name == "deep" and not layer.integer for layer in fxq.layers(h.prepared(qconfig=M().set_module_name("deep", None))))
+            any(
+                layer.name == "deep" and not layer.integer
+                for layer in fxq.inspect.layers(h.prepared(qconfig=M().set_module_name("deep", None)))
+            )
         ),
     ),
     ("weights per tensor or per channel", lambda h: [h.exact(h.prepared(qconfig=Q(weight=W(per_channel=c)))) for c in (True, False)]),
@@ -149,7 +152,8 @@ chapter(
     (
         "observers with arguments, as instance, partial or name",
         lambda h: [
-            observer(h, chosen) for chosen in (fxq.PercentileObserver(99.9), functools.partial(fxq.PercentileObserver, 99.9), "percentile")
+            observer(h, chosen)
+            for chosen in (fxq.observers.PercentileObserver(99.9), functools.partial(fxq.observers.PercentileObserver, 99.9), "percentile")
         ],
     ),
     ("an observer of one's own", lambda h: observer(h, Own)),
@@ -157,7 +161,7 @@ chapter(
     ("templates and setters of the plugin", setters),
     ("dtypes of output, weight and input, each by itself", operands),
     ("what was set, and what became of it", lambda h: sure("int8" in fxq.explain(h.prepared()))),
-    ("suspicious settings listed", lambda h: fxq.checks.suspicious_settings(h.prepared(qconfig=Q(A(scale=10.0))))),
+    ("suspicious settings listed", lambda h: fxq.inspect.suspicious_settings(h.prepared(qconfig=Q(A(scale=10.0))))),
     (
         "a file of settings, to be edited",
         lambda h: sure(
@@ -182,9 +186,9 @@ class Masked(Network):
 def another_without_batches(here: Here) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.SiLU(), nn.Conv2d(8, 8, 1), nn.Sigmoid()).eval()  # functions, whose inputs have scales too
     for first, second in (("int8", "int16"), ("int16", "int8")):
-        seen = fxq.observations(here.quantized(model, qconfig=Q(A(first))).prepared)
+        seen = fxq.observers.observations(here.quantized(model, qconfig=Q(A(first))).prepared)
         again = fxq.prepare(model, here.x, "nash-e", Q(A(second, observer="percentile")), observations=seen)
-        sure(second in {layer.dtype for layer in fxq.layers(again)})
+        sure(second in {layer.dtype for layer in fxq.inspect.layers(again)})
         here.exact(again)
 
 
@@ -220,7 +224,7 @@ def distributed(here: Here) -> None:
 
 def per_channel_activations(here: Here) -> State:
     refused(lambda: A(**{"per_channel": True}), "per_channel")
-    sure(fxq.equalize(fxq.prepare(here.model, here.x, "nash-e"), here.batches, show_progress=False) is not None)
+    sure(fxq.tuning.equalize(fxq.prepare(here.model, here.x, "nash-e"), here.batches, show_progress=False) is not None)
     return part("one scale for a tensor; channels get powers of two by equalization instead, and sums of 32 bits a scale each")
 
 
@@ -231,7 +235,10 @@ chapter(
         (f"{name}", lambda h, name=name: observer(h, name))
         for name in ("min_max", "moving_average", "percentile", "mse", "kl", "mix", "clip_std", "lp")
     ),
-    ("bounds, and a fixed threshold", lambda h: (observer(h, fxq.ClipObserver(-2, 2)), observer(h, fxq.FixedScaleObserver(threshold=4.0)))),
+    (
+        "bounds, and a fixed threshold",
+        lambda h: (observer(h, fxq.observers.ClipObserver(-2, 2)), observer(h, fxq.observers.FixedScaleObserver(threshold=4.0))),
+    ),
     ("scales for each channel of an activation", per_channel_activations),
     ("calibration on several devices: shards, one result", distributed),
     ("another observer or dtype without new batches", another_without_batches),
@@ -242,5 +249,5 @@ chapter(
         lambda h: sure(float((h.quantized(Masked()).integer(h.x) - Masked().eval()(h.x)).abs().mean()) < 1),
     ),
     ("advice on batches, methods, observers: a page", lambda h: sure((DOCS / "guide" / "calibrate.md").exists())),
-    ("a search over observers", lambda h: fxq.search_observers(h.model, h.batches, "nash-e", show_progress=False)),
+    ("a search over observers", lambda h: fxq.search.search_observers(h.model, h.batches, "nash-e", show_progress=False)),
 )

@@ -28,7 +28,7 @@ def smaller(here: Here) -> None:
 
 def faster(here: Here) -> State:
     """Kernels are used where they are proved to be exact, which is the processor's affair."""
-    kernels = fxq.onnx_metadata(here.result.export(here.folder / "fast.onnx", style="fast"))["kernels"]
+    kernels = fxq.export.onnx_metadata(here.result.export(here.folder / "fast.onnx", style="fast"))["kernels"]
     sure(set(kernels["integer"]) | set(kernels["refused"]) == {"stem_0", "deep", "head"}, str(kernels))
     sure("the kernel for" in fxq.explain(here.result.integer, machine=True))
     return part("on x86 processors without VNNI kernels of sums are refused where they are not exact, and primitives run")
@@ -47,7 +47,7 @@ def trains(here: Here) -> None:
 def to_the_vendors_tools(here: Here) -> State:
     """The folder that each of the vendor's compilers takes."""
     for target, command in (("bernoulli2", "hb_mapper"), ("nash-e", "hb_compile")):
-        folder = fxq.export_horizon(here.quantized(Network(), target).integer, here.folder / command)
+        folder = fxq.board.export_horizon(here.quantized(Network(), target).integer, here.folder / command)
         sure(command in (folder / "compile.sh").read_text() and (folder / "model.onnx").exists())
     return part("for nash by public documents alone: no compiler has tried these files")
 
@@ -55,11 +55,11 @@ def to_the_vendors_tools(here: Here) -> State:
 def compiles(here: Here) -> State:
     """With the tool, the program it makes is simulated; without it, the error says how to get it."""
     integer = here.quantized(Network(), "bayes-e").integer
-    folder = fxq.export_horizon(integer, here.folder / "compiled")
+    folder = fxq.board.export_horizon(integer, here.folder / "compiled")
     if is_installed():
-        sure(fxq.verify(integer, fxq.compile_horizon(folder, show_progress=False), [here.x[:1]], show_progress=False))
+        sure(fxq.verify(integer, fxq.board.compile_horizon(folder, show_progress=False), [here.x[:1]], show_progress=False))
     else:
-        refused(lambda: fxq.compile_horizon(folder), "not installed")
+        refused(lambda: fxq.board.compile_horizon(folder), "not installed")
     return part("by the vendor's compiler, for bernoulli2, bayes and bayes-e, where it is installed; that of nash is closed")
 
 
@@ -76,12 +76,12 @@ def march(here: Here) -> None:
 
 
 def torchscript(here: Here) -> None:
-    program = torch.jit.load(str(fxq.export_torchscript(here.result.integer, here.folder / "model.pt")))
+    program = torch.jit.load(str(fxq.export.export_torchscript(here.result.integer, here.folder / "model.pt")))
     sure(torch.equal(program(here.x), here.result.integer(here.x)))
 
 
 def exported_program(here: Here) -> None:
-    program = torch.export.load(fxq.export_pt2(here.result.integer, here.folder / "model.pt2")).module()
+    program = torch.export.load(fxq.export.export_pt2(here.result.integer, here.folder / "model.pt2")).module()
     sure(torch.equal(program(here.x[:3]), here.result.integer(here.x[:3])))
 
 

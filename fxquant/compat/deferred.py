@@ -250,7 +250,7 @@ def _take_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
 
 def _folded(module: nn.Module, statistics: list[str]) -> list[str]:
     """Return the paths of batch norms in a checkpoint that this model has folded into the layers before them."""
-    nodes = {name.lstrip("_") for layer in fxq.layers(module) for name in layer.fused} if statistics else set()  # type: ignore[arg-type]
+    nodes = {name.lstrip("_") for layer in fxq.inspect.layers(module) for name in layer.fused} if statistics else set()  # type: ignore[arg-type]
     layers = {f"{operator.path}{FUSED}" for operator in quantized_operators(module).values()}
     own = dict(module.named_buffers())
     paths = [key.removesuffix("running_mean") for key in statistics if key not in own]

@@ -167,7 +167,7 @@ class Model(fx.GraphModule):
         raise ExportError(
             "torch.jit.script cannot make a program of this model",
             because="it checks its inputs in Python",
-            remedy="use torch.jit.trace or torch.export.export; fxq.export_torchscript and fxq.export_pt2 also compare the bits",
+            remedy="use torch.jit.trace or torch.export.export; fxq.export.export_torchscript and fxq.export.export_pt2 also compare the bits",
         )
 
     def __copy__(self) -> Model:
@@ -214,7 +214,7 @@ def no_program_of_prepared(by: str) -> ExportError:
     return ExportError(
         f"{by} cannot make a program of a prepared model",
         because="it observes, trains and proves its integers in Python",
-        remedy="export what fxq.convert(prepared) returns: by fxq.export_torchscript, fxq.export_pt2 or fxq.export_onnx",
+        remedy="export what fxq.convert(prepared) returns: by fxq.export.export_torchscript, fxq.export.export_pt2 or fxq.export_onnx",
     )
 
 

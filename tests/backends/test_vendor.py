@@ -49,7 +49,7 @@ def converted(model: nn.Module, target: str = "bayes-e", qconfig: fxq.QConfig | 
 @pytest.mark.parametrize("target", ["bayes-e", "bayes", "bernoulli2"])
 def test_the_program_of_two_layers_computes_the_integer_graph(target: str, tmp_path: Path) -> None:
     integer = converted(Two(), target)
-    binary = fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net"))
+    binary = fxq.board.compile_horizon(fxq.board.export_horizon(integer, tmp_path / "net"))
     report = fxq.verify(integer, binary, batches())
     assert report, str(report)
     assert report.names >= {"a", "b", "fc"}
@@ -62,7 +62,7 @@ def test_the_program_of_two_layers_computes_the_integer_graph(target: str, tmp_p
 @pytest.mark.parametrize("weight", [fxq.WeightConfig(training="tqt"), fxq.WeightConfig(training="learned"), fxq.WeightConfig("int4")])
 def test_scales_that_the_compiler_does_not_find_are_carried(weight: fxq.WeightConfig, tmp_path: Path) -> None:
     integer = converted(Two(), qconfig=fxq.QConfig(weight=weight))
-    report = fxq.verify(integer, fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net")), batches())
+    report = fxq.verify(integer, fxq.board.compile_horizon(fxq.board.export_horizon(integer, tmp_path / "net")), batches())
     assert report, str(report)
 
 
@@ -72,7 +72,7 @@ def test_a_planted_difference_is_located_inside_of_the_program(tmp_path: Path) -
             return self.b(torch.relu(self.b(torch.relu(self.a(x)))))
 
     integer = converted(Deep())
-    binary = fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net"))
+    binary = fxq.board.compile_horizon(fxq.board.export_horizon(integer, tmp_path / "net"))
     for name, value in integer.state_dict().items():
         if name.endswith("a.multiplier"):
             value += 200
@@ -86,9 +86,9 @@ def test_a_planted_difference_is_located_inside_of_the_program(tmp_path: Path) -
 def test_the_upper_limit_that_the_compiler_drops_is_dropped(tmp_path: Path) -> None:
     prepared = fxq.prepare(nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU6()).eval(), batches()[0], "bayes-e")
     fxq.calibrate(prepared, batches(), show_progress=False)
-    fxq.set_qparams(prepared, {next(layer.name for layer in fxq.layers(prepared) if layer.integer and layer.macs): 0.06})
+    fxq.set_qparams(prepared, {next(layer.name for layer in fxq.inspect.layers(prepared) if layer.integer and layer.macs): 0.06})
     integer = fxq.convert(prepared)
-    binary = fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net"))
+    binary = fxq.board.compile_horizon(fxq.board.export_horizon(integer, tmp_path / "net"))
     assert fxq.verify(integer, binary, [20 * batch for batch in batches()]).mismatches == 0
 
 
@@ -103,7 +103,7 @@ def test_uneven_margins_of_zeros_cost_no_layer(target: str, tmp_path: Path) -> N
         nn.Conv2d(8, 8, 2, padding="same"),
     )
     integer = converted(nn.Sequential(*layers), target)
-    binary = fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net"))
+    binary = fxq.board.compile_horizon(fxq.board.export_horizon(integer, tmp_path / "net"))
     assert fxq.verify(integer, binary, batches())
     assert [len(cost.layers) for cost in fxq.estimate(integer, compiled=binary).compiled] == [3]
 
@@ -124,7 +124,7 @@ def test_an_lstm_and_layers_of_vectors_are_one_program(target: str, tmp_path: Pa
     model, rows = Recurrent().eval(), [torch.randn(2, 1, 3, 8) for _ in range(2)]
     qconfig = fxq.QConfig(fxq.ActivationConfig("int8"))
     integer = fxq.quantize(model, rows, target, qconfig, show_progress=False).integer
-    binary = fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net"))
+    binary = fxq.board.compile_horizon(fxq.board.export_horizon(integer, tmp_path / "net"))
     report = fxq.verify(integer, binary, rows)
     assert report, str(report)
     assert len(fxq.estimate(integer, compiled=binary).compiled) == 1
@@ -140,15 +140,15 @@ def test_a_mean_over_an_image_is_computed_in_steps_on_bernoulli2(size: int, tmp_
     images = [torch.randn(2, 8, size, size) for _ in range(2)]
     layers = nn.Conv2d(8, 8, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)
     integer = fxq.quantize(nn.Sequential(*layers).eval(), images, "bernoulli2", show_progress=False).integer
-    binary = fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net"))
+    binary = fxq.board.compile_horizon(fxq.board.export_horizon(integer, tmp_path / "net"))
     assert fxq.verify(integer, binary, images)
     assert [len(cost.layers) for cost in fxq.estimate(integer, compiled=binary).compiled] == [4]  # the processor takes no part
 
 
 def test_a_refusal_of_the_compiler_is_an_error_of_ours(tmp_path: Path) -> None:
-    folder = fxq.export_horizon(converted(Summed(), "bayes-e"), tmp_path / "net")
-    with pytest.raises(fxq.CompilationError, match="hb_mapper failed") as refused:
-        fxq.compile_horizon(folder)
+    folder = fxq.board.export_horizon(converted(Summed(), "bayes-e"), tmp_path / "net")
+    with pytest.raises(fxq.errors.CompilationError, match="hb_mapper failed") as refused:
+        fxq.board.compile_horizon(folder)
     assert "on BPU" in refused.value.because
     assert "hb_mapper.log" in refused.value.remedy
 
@@ -172,15 +172,15 @@ def test_horizons_names_end_in_a_file_that_is_verified(tmp_path: Path, monkeypat
 
 
 def test_a_conformance_kit_of_two_operators_is_equal_in_the_simulator_and_in_the_tools_runtime(tmp_path: Path) -> None:
-    kit = fxq.conformance_kit(tmp_path / "kit", "bayes-e", operators=["conv 3x3", "add"], scales=["observed"], show_progress=False)
-    found = fxq.check_conformance(kit, fxq.simulate_conformance(kit, show_progress=False))
+    kit = fxq.board.conformance_kit(tmp_path / "kit", "bayes-e", operators=["conv 3x3", "add"], scales=["observed"], show_progress=False)
+    found = fxq.board.check_conformance(kit, fxq.board.simulate_conformance(kit, show_progress=False))
     assert found, str(found)
     assert [(row.operator, row.result, row.differing) for row in found] == [("conv 3x3", "equal", 0), ("add", "equal", 0)]
     python = Tool.find().folder / "python"
     command = [str(python), "run.py", "--runtime", "HB_ONNXRuntime", "--results", str(tmp_path / "results")]
     done = subprocess.run(command, cwd=kit / "board", capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found = fxq.check_conformance(kit, tmp_path / "results")
+    found = fxq.board.check_conformance(kit, tmp_path / "results")
     assert found, str(found)
     assert found.runtime == "HB_ONNXRuntime"
 
@@ -189,7 +189,9 @@ def test_a_sum_of_32_bits_that_leaves_the_model_is_compared(tmp_path: Path) -> N
     qconfig = fxq.QConfig(fxq.ActivationConfig("int32"))
     prepared = fxq.prepare(nn.Conv2d(8, 6, 3).eval(), batches()[0], "bayes-e", fxq.QConfigMapping().set_object_type(nn.Conv2d, qconfig))
     fxq.calibrate(prepared, batches(), show_progress=False)
-    report = fxq.verify(integer := fxq.convert(prepared), fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net")), batches())
+    report = fxq.verify(
+        integer := fxq.convert(prepared), fxq.board.compile_horizon(fxq.board.export_horizon(integer, tmp_path / "net")), batches()
+    )
     assert report, str(report)
     assert report.unseen == {}
 
@@ -198,7 +200,7 @@ def test_a_sum_of_32_bits_that_leaves_the_model_is_compared(tmp_path: Path) -> N
 @pytest.mark.parametrize("camera", ["nv12", "yuv444"])
 def test_a_program_that_reads_a_camera_computes_the_integer_graph(camera: str, target: str, tmp_path: Path) -> None:
     integer = with_camera(target, size=(32, 32))
-    path = fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net", camera=camera), show_progress=False)
+    path = fxq.board.compile_horizon(fxq.board.export_horizon(integer, tmp_path / "net", camera=camera), show_progress=False)
     luma, chroma = torch.randint(0, 256, (2, 32, 32, 1), dtype=torch.uint8), torch.randint(0, 256, (2, 16, 16, 2), dtype=torch.uint8)
     report = fxq.verify(integer, path, [fxq.nn.Nv12ToYuv444(centred=True)(luma, chroma)], show_progress=False)
     assert report, str(report)
@@ -208,8 +210,8 @@ def test_a_program_that_reads_a_camera_computes_the_integer_graph(camera: str, t
 @pytest.mark.parametrize("target", ["bayes-e", "bernoulli2"])
 def test_a_model_of_normalized_images_reads_a_camera(target: str, tmp_path: Path) -> None:
     integer, yuv, _ = of_rgb(target)
-    model = fxq.with_camera(integer, mean=MEAN, std=STD)
-    path = fxq.compile_horizon(fxq.export_horizon(model, tmp_path / "net", camera="nv12"), show_progress=False)
+    model = fxq.board.with_camera(integer, mean=MEAN, std=STD)
+    path = fxq.board.compile_horizon(fxq.board.export_horizon(model, tmp_path / "net", camera="nv12"), show_progress=False)
     report = fxq.verify(model, path, [yuv], show_progress=False)
     assert report, str(report)
     assert report.elements > 0
@@ -234,9 +236,9 @@ def test_a_program_that_returns_integers_channels_last_is_compared(target: str, 
             return y, self.b(y)
 
     integer = converted(Heads(), target)
-    options = fxq.HorizonOptions(outputs="integer", layout="NHWC", jobs=2)
-    folder = fxq.export_horizon(integer, tmp_path / "net", output_names=["low", "high"], options=options)
-    report = fxq.verify(integer, fxq.compile_horizon(folder), batches())
+    options = fxq.board.HorizonOptions(outputs="integer", layout="NHWC", jobs=2)
+    folder = fxq.board.export_horizon(integer, tmp_path / "net", output_names=["low", "high"], options=options)
+    report = fxq.verify(integer, fxq.board.compile_horizon(folder), batches())
     assert report, str(report)
     assert report.names >= {"a", "b"}
     assert (folder / "hb_mapper.log").read_text().count("_HzDequantize' is removed") == 2
@@ -251,7 +253,7 @@ def test_what_stays_in_float_runs_on_the_processor(tmp_path: Path) -> None:
         Beside().eval(), batches(), "bayes-e", fxq.QConfigMapping().set_module_name("b", None).set_object_type(torch.tanh, None),
         show_progress=False,
     )  # fmt: skip
-    report = result.verify(fxq.compile_horizon(fxq.export_horizon(result.integer, tmp_path / "net")), batches()[:1])
+    report = result.verify(fxq.board.compile_horizon(fxq.board.export_horizon(result.integer, tmp_path / "net")), batches()[:1])
     assert report, str(report)
     assert report.tensors == 2
 
@@ -267,7 +269,7 @@ def test_a_function_by_hand_is_one_table_of_one_program(function: Callable[[Tens
             return self.b(function(self.a(x)))
 
     integer = converted(ByHand())
-    binary = fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net"))
+    binary = fxq.board.compile_horizon(fxq.board.export_horizon(integer, tmp_path / "net"))
     report = fxq.verify(integer, binary, batches())
     assert report, str(report)
     assert len(fxq.estimate(integer, compiled=binary).compiled) == 1
@@ -291,5 +293,7 @@ def test_a_network_that_was_trained_with_learned_scales_is_compiled(
         prepared(batch).square().mean().backward()
         optimizer.step()
     integer = fxq.convert(prepared.eval())
-    binary = fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net", options=fxq.HorizonOptions(optimize_level="O0")))
+    binary = fxq.board.compile_horizon(
+        fxq.board.export_horizon(integer, tmp_path / "net", options=fxq.board.HorizonOptions(optimize_level="O0"))
+    )
     assert fxq.verify(integer, binary, [images[0][:1]])

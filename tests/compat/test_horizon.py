@@ -99,7 +99,7 @@ def test_a_model_whose_scales_are_learned_takes_over_those_of_calibration() -> N
     moving.train()(BATCHES[0])  # what training follows was taken over with the scale: one batch among four
     assert all(0.9 < scale / fxq.qparams(calib)[name] < 1.1 for name, scale in fxq.qparams(moving).items())
     wide = prepared_as(horizon.default_qat_8bit_weight_16bit_act_fake_quant_qconfig)
-    with pytest.raises(fxq.ConfigurationError, match="cannot be copied"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="cannot be copied"):
         horizon.load_observer_params(calib, wide)
 
 
@@ -230,7 +230,7 @@ def test_inplace_makes_the_object_itself_the_prepared_and_the_integer_model() ->
     expected = prepared(BATCHES[0])
     assert horizon.convert(model, inplace=True) is model
     assert torch.equal(model(BATCHES[0]), expected)
-    assert fxq.layers(model)
+    assert fxq.inspect.layers(model)
 
 
 def test_scales_of_a_model_in_calibration_are_taken_over() -> None:
@@ -329,7 +329,7 @@ def test_batch_norms_of_a_checkpoint_are_not_left_out_of_folded_weights() -> Non
     checkpoint = floats.state_dict()
     fused = {name.replace("bn.", "conv.bn."): value for name, value in checkpoint.items()}  # as PyTorch's fused layers name them
     for held in (checkpoint, {**fused, "conv.weight_fake_quant.scale": torch.ones(8)}):
-        with pytest.raises(fxq.ConfigurationError, match="WithBN"):
+        with pytest.raises(fxq.errors.ConfigurationError, match="WithBN"):
             prepared_as(horizon.default_qat_8bit_fake_quant_qconfig).load_state_dict(held, strict=False)
         horizon.set_qat_mode(horizon.QATMode.WithBN)
         live = prepared_as(horizon.default_qat_8bit_fake_quant_qconfig)
@@ -344,7 +344,7 @@ def test_batch_norms_of_a_checkpoint_are_not_left_out_of_folded_weights() -> Non
 # ---- what is quantized how ------------------------------------------------------------------------------------------------
 
 A, W, Q = fxq.ActivationConfig, fxq.WeightConfig, fxq.QConfig
-MOVING = fxq.MovingAverageMinMaxObserver(0.01)
+MOVING = fxq.observers.MovingAverageMinMaxObserver(0.01)
 FAKE = horizon.FakeQuantize
 
 
@@ -362,16 +362,16 @@ MEANINGS = {
     "not a fake quantize": (lambda: horizon.get_default_qconfig(None), Q(A("int32"))),
     "percentile": (
         lambda: horizon.get_default_qconfig(activation_observer="percentile", activation_qkwargs={"percentile": 99.9, "dtype": "qint16"}),
-        Q(A("int16", fxq.PercentileObserver(99.9))),
+        Q(A("int16", fxq.observers.PercentileObserver(99.9))),
     ),
     "averaging": (
         lambda: horizon.get_default_qconfig(activation_qkwargs={"averaging_constant": 0.5}),
-        Q(A("int8", fxq.MovingAverageMinMaxObserver(0.5))),
+        Q(A("int8", fxq.observers.MovingAverageMinMaxObserver(0.5))),
     ),
     "no averaging": (lambda: horizon.get_default_qconfig(activation_qkwargs={"averaging_constant": 0}).output.training, "frozen"),
     "an observer among the settings": (
         lambda: horizon.get_default_qconfig(activation_qkwargs={"observer": horizon.MinMaxObserver, "averaging_constant": 0.5}),
-        Q(A("int8", fxq.MovingAverageMinMaxObserver(0.5))),
+        Q(A("int8", fxq.observers.MovingAverageMinMaxObserver(0.5))),
     ),
     "fixed": (
         lambda: horizon.get_default_qconfig(activation_observer="fixed_scale", activation_qkwargs={"scale": 0.5}),
@@ -396,7 +396,10 @@ MEANINGS = {
         ),
         Q(A("int16"), W("int4")),
     ),
-    "an observer of ours": (lambda: horizon.QConfig(FAKE.with_args(observer=fxq.MinMaxObserver)), Q(A("int8", fxq.MinMaxObserver))),
+    "an observer of ours": (
+        lambda: horizon.QConfig(FAKE.with_args(observer=fxq.observers.MinMaxObserver)),
+        Q(A("int8", fxq.observers.MinMaxObserver)),
+    ),
 }
 
 
@@ -407,7 +410,7 @@ def test_a_qconfig_means(name: str) -> None:
 
 
 def dtypes(prepared: nn.Module) -> dict[str, str]:
-    return {layer.name: layer.dtype for layer in fxq.layers(prepared)}
+    return {layer.name: layer.dtype for layer in fxq.inspect.layers(prepared)}
 
 
 def test_rules_of_a_dict_and_what_stays_on_the_host() -> None:
@@ -479,12 +482,12 @@ def test_floats_are_the_host_s_but_for_marches_that_have_them() -> None:
     templates = [horizon.ModuleNameTemplate({"": torch.float16}), horizon.ConvDtypeTemplate("qint8", "qint8")]
     horizon.set_march("nash-p")
     prepared = horizon.prepare(Net().eval(), BATCHES[0], horizon.QconfigSetter(templates=templates))
-    found = {layer.name: layer for layer in fxq.layers(prepared)}
+    found = {layer.name: layer for layer in fxq.inspect.layers(prepared)}
     assert {found[name].dtype for name in ("conv", "skip", "head")} == {"int32"}
     assert all(not layer.integer for name, layer in found.items() if layer.operator in ("add", "relu"))
     assert fxq.verify(calibrated(prepared), horizon.convert_fx(prepared), BATCHES[:1])
     horizon.set_march("nash-e")
-    with pytest.raises(fxq.ConfigurationError, match="float"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="float"):
         horizon.prepare(Net().eval(), BATCHES[0], horizon.QconfigSetter(templates=templates))
 
 
@@ -549,7 +552,7 @@ def test_a_model_is_checked_and_written(tmp_path: Path, capsys: pytest.CaptureFi
     path = horizon.export_quantized_onnx(integer, (BATCHES[0],), tmp_path / "model.onnx")
     assert fxq.verify(integer, path, BATCHES[:1])
     horizon.export_to_onnx(prepared, (BATCHES[0],), tmp_path / "view.onnx", input_names=["image"])
-    assert [one["name"] for one in fxq.onnx_metadata(tmp_path / "view.onnx")["inputs"]] == ["image"]
+    assert [one["name"] for one in fxq.export.onnx_metadata(tmp_path / "view.onnx")["inputs"]] == ["image"]
 
 
 # ---- what is refused --------------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def test_a_module_whose_ends_were_left_out_takes_and_returns_integers(setter: An
     compiler.save(made, tmp_path / "quantized.bc")
     again = compiler.load(tmp_path / "quantized.bc")
     assert (again.name, again.io) == ("net", "integer")
-    held = next(fxq.record(made.model, [BATCHES[0]], ("quantized", "accumulators")))
+    held = next(fxq.inspect.record(made.model, [BATCHES[0]], ("quantized", "accumulators")))
     names = list(held)
     given = held[names[0]].to(torch.int8)
     file = compiler.visualize(again, tmp_path / "quantized.onnx")
@@ -129,7 +129,7 @@ WRONG_ENDS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", WRONG_ENDS)
 def test_ends_that_cannot_be_changed(name: str) -> None:
     made = compiler.convert(calibrated(), "nash-e")
-    with pytest.raises(fxq.ConfigurationError) as caught:
+    with pytest.raises(fxq.errors.ConfigurationError) as caught:
         WRONG_ENDS[name](made)
     assert caught.value.remedy
     assert made.io == "float"
@@ -137,7 +137,7 @@ def test_ends_that_cannot_be_changed(name: str) -> None:
 
 def test_the_folder_for_hb_compile_is_left_where_its_compiler_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     integer = horizon.convert_fx(calibrated())
-    with caplog.at_level("INFO", "fxquant"), pytest.raises(fxq.ConfigurationError, match="cannot be compiled here") as refused:
+    with caplog.at_level("INFO", "fxquant"), pytest.raises(fxq.errors.ConfigurationError, match="cannot be compiled here") as refused:
         horizon.compile_model(integer, [BATCHES[0]], hbm=tmp_path / "model.hbm", opt="O3")
     assert "hb_compile" in refused.value.remedy
     assert any("O3 is replaced by O2" in record.getMessage() for record in caplog.records)
@@ -145,7 +145,7 @@ def test_the_folder_for_hb_compile_is_left_where_its_compiler_is_not(tmp_path: P
     assert torch.equal(computed(tmp_path / "model" / "model.onnx", BATCHES[0][:1]), integer(BATCHES[0][:1]))
     made = compiler.convert(calibrated(), "nash-e")
     made[0].remove_io_op()
-    with caplog.at_level("WARNING", "fxquant"), pytest.raises(fxq.ConfigurationError, match="cannot be compiled here"):
+    with caplog.at_level("WARNING", "fxquant"), pytest.raises(fxq.errors.ConfigurationError, match="cannot be compiled here"):
         compiler.compile(made, tmp_path / "other.hbm", "nash-e")
     assert any("float tensors" in record.getMessage() for record in caplog.records)
 
@@ -154,14 +154,14 @@ def test_what_stays_in_float_is_named_for_the_processor(tmp_path: Path) -> None:
     horizon.set_march("bayes-e")
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Tanh(), nn.Conv2d(8, 4, 1)).eval()
     prepared = calibrated(model, horizon.QconfigSetter(templates=[horizon.ModuleNameTemplate({"": "qint8"})]))
-    folder = fxq.export_horizon(horizon.convert_fx(prepared), tmp_path / "whole")
+    folder = fxq.board.export_horizon(horizon.convert_fx(prepared), tmp_path / "whole")
     assert "run_on_cpu" not in (folder / "model.yaml").read_text()
     hybrid = horizon.prepare_qat_fx(
         model, {"": horizon.default_calib_8bit_fake_quant_qconfig}, hybrid=True, hybrid_dict={"module_name": ["1", "2"]},
         example_inputs=BATCHES[0],
     )  # fmt: skip
     fxq.calibrate(hybrid, BATCHES, show_progress=False)
-    folder = fxq.export_horizon(fxq.convert(hybrid), tmp_path / "hybrid")
+    folder = fxq.board.export_horizon(fxq.convert(hybrid), tmp_path / "hybrid")
     (line,) = [line for line in (folder / "model.yaml").read_text().splitlines() if "run_on_cpu" in line]
     named = line.split("'")[1].split(";")
     assert [name.rpartition("/")[2] for name in named] == ["Conv", "Tanh"]
@@ -209,12 +209,12 @@ class Marked(nn.Module):
 
 def test_what_is_wrapped_is_traced_unless_it_is_not_to_be_compiled() -> None:
     prepared = calibrated(Marked().eval())
-    layers = {layer.name: layer.integer for layer in fxq.layers(prepared) if not layer.boundary}
+    layers = {layer.name: layer.integer for layer in fxq.inspect.layers(prepared) if not layer.boundary}
     assert layers == {"first": True, "read_conv": True, "ranked": False, "whole": False}
     integer = horizon.convert_fx(prepared)
-    held = next(fxq.record(integer, [BATCHES[0]], real=True))
+    held = next(fxq.inspect.record(integer, [BATCHES[0]], real=True))
     assert torch.equal(integer(BATCHES[0]), Whole()(ranked(held["read_conv"])))
-    with pytest.raises(fxq.ConfigurationError, match="cannot be wrapped"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="cannot be wrapped"):
         fx_helper.wrap()(5)
 
 
@@ -229,10 +229,10 @@ def test_options_without_effect_are_named(tmp_path: Path, caplog: pytest.LogCapt
         analysis.run(device_id=0)
         analysis.compare_per_layer(prefixes=("conv",))
         assert [row[0] for row in analysis.sensitivity(metric="L1")]
-    with pytest.raises(fxq.ConfigurationError, match="plot_opinfo"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="plot_opinfo"):
         analysis.plot_opinfo("conv")
     analysis.clean()
-    with pytest.raises(fxq.ConfigurationError, match="a bad case was not set"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="a bad case was not set"):
         analysis.run()
     lines = [record.getMessage().split(": ")[-1] for record in caplog.records if "without effect here" in record.getMessage()]
     assert lines == ["device_ids", "topk", "device_id", "prefixes", "metric"]

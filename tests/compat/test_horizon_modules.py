@@ -153,7 +153,7 @@ def test_levels_have_their_best_boxes() -> None:
     each = hnn.DetectionPostProcess(iou_threshold=0.0, nms_on_each_level=True, post_nms_top_n=1)(boxes, scores, deltas)
     assert [len(kept) for kept in each[1]] == [2, 2]
     assert [float(kept[0]) for kept in each[1]] == [float(scores[0][item].max()) for item in range(2)]
-    with pytest.raises(fxq.ConfigurationError, match="mode"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="mode"):
         hnn.DetectionPostProcess(mode="ssd")
 
 
@@ -191,7 +191,7 @@ def test_a_margin_lets_boxes_of_like_scores_stay() -> None:
         assert len(process([data], [anchors])[0][0]) == kept
     shrunk = hnn.DetectionPostProcessV1(1, 0, [0], False, None, 0.9, 9, 9, exp_overwrite=lambda x: x + 0.5)
     assert shrunk([data], [anchors])[0][0].tolist() == [[2, 2, 6, 6], [3, 2, 7, 6]]
-    with pytest.raises(fxq.ConfigurationError, match="nms_padding_mode"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="nms_padding_mode"):
         hnn.DetectionPostProcessV1(1, 0, [0], False, None, 0.5, 9, 9, "zero")
 
 
@@ -220,8 +220,8 @@ def test_a_detector_with_its_boxes_becomes_integers_up_to_them() -> None:
     prepared(batch)
     horizon.set_fake_quantize(prepared, horizon.FakeQuantState.VALIDATION)
     integer = horizon.convert_fx(prepared)
-    assert {layer.name for layer in fxq.layers(integer) if layer.integer} >= {"conv", "scores", "deltas"}
-    held = next(fxq.record(integer, [batch], real=True))
+    assert {layer.name for layer in fxq.inspect.layers(integer) if layer.integer} >= {"conv", "scores", "deltas"}
+    held = next(fxq.inspect.record(integer, [batch], real=True))
     process = Detector().process
     maps = Detector().anchors([torch.zeros(2, 8, 8, 8)])
     expected = process(maps, [held["scores"]], [held["deltas"]])
@@ -347,7 +347,7 @@ def test_pixels_are_summed_in_the_cells_they_fall_into() -> None:
     for shape in ((2, 3, 4), (2, 2, 3, 4, 5)):
         assert torch.equal(hnn.BevPoolV2(shape)(*arguments), expected)
         assert torch.equal(hnn.BevPoolV2()(*arguments, bev_feat_shape=shape), expected)
-    with pytest.raises(fxq.ConfigurationError, match="bev_feat_shape"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="bev_feat_shape"):
         hnn.BevPoolV2()(*arguments)
 
 
@@ -460,7 +460,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("argument", REFUSED)
 def test_an_argument_that_cannot_be_served_is_refused(argument: str) -> None:
-    with pytest.raises(fxq.ConfigurationError, match=argument) as caught:
+    with pytest.raises(fxq.errors.ConfigurationError, match=argument) as caught:
         REFUSED[argument]()
     assert caught.value.because
     assert caught.value.remedy

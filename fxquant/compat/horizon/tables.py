@@ -25,7 +25,7 @@ FLOW = [
     *serve("flow", "FakeQuantState set_fake_quantize", native="`fxq.set_state(prepared, state, \"module.path\")`"),
     *serve("flow", "convert convert_fx", native="`fxq.convert`", note="the prepared model stays usable; fast_mode has no effect"),
     *serve("flow", "fuse_fx fuse_modules fuse_known_modules", native="none is needed", note="return the model, which `prepare` fuses"),
-    *serve("flow", "load_observer_params", native="`fxq.observations`"),
+    *serve("flow", "load_observer_params", native="`fxq.observers.observations`"),
     *serve("flow", "weight_reconstruction", native="`fxq.tuning.adaround`",
            note="keeps what lowers a layer's error on samples held out, if the outputs gain"),
 ]  # fmt: skip
@@ -33,7 +33,7 @@ STUBS = serve("markers", "QuantStub DeQuantStub", native="none is needed", note=
 FUNCTIONAL_MODULES = serve("markers", "FloatFunctional", note="one instance may be called several times")
 COMPILING = [
     *serve("debug", "check_model", native="`fxq.check`", note="limits of the march, and what stays in float"),
-    *serve("exporting", "compile_model export_hbir", native="`fxq.export_horizon`, `fxq.compile_horizon`, `fxq.verify`",
+    *serve("exporting", "compile_model export_hbir", native="`fxq.board.export_horizon`, `fxq.board.compile_horizon`, `fxq.verify`",
            note="runs the vendor's installed hb_mapper; inputs are float32 in memory"),
     *serve("exporting", "perf_model", native="`fxq.estimate(compiled=)`", note="for nash, fxquant's own bounds alone"),
     *serve("exporting", "visualize_model", native="`fxq.report`", note="a page of fxquant's own"),
@@ -62,7 +62,7 @@ FAKE = [
            default_weight_4bit_lsq_quant default_weight_16bit_lsq_quant per_channel_8bit_fake_quant""",
            native="`fxq.ActivationConfig`, `fxq.WeightConfig`"),
     *refuse("default_uint4_fake_quant", "the marches' integers are symmetric", "use default_4bit_fake_quant"),
-    *refuse("AdaRoundFakeQuantize", "rounding belongs to the weight", "pass fxq.WeightConfig(rounding=…), a class of fxq.Rounding"),
+    *refuse("AdaRoundFakeQuantize", "rounding belongs to the weight", "pass fxq.WeightConfig(rounding=…), a class of fxq.tuning.Rounding"),
     *refuse("DynamicFakeQuantize", "scales are those of calibration or training", "use FakeQuantize", "3.0"),
     *refuse("GlobalFakeQuantSwitch", "states are set from outside", "call fxq.set_state(prepared, 'float', 'module.path')"),
 ]  # fmt: skip
@@ -70,9 +70,9 @@ OBSERVERS = [
     *serve("qconfig", """MinMaxObserver MovingAverageMinMaxObserver PerChannelMinMaxObserver MovingAveragePerChannelMinMaxObserver
            FixedScaleObserver ClipObserver PercentileObserver KLObserver MixObserver ClipStdObserver CalibObserver""",
            native="observers of `fxq`, by class", note="names with settings"),
-    *serve("qconfig", "MSEObserver HistogramObserver", native="`fxq.HistogramObserver`", note="both have the least squared error"),
+    *serve("qconfig", "MSEObserver HistogramObserver", native="`fxq.observers.HistogramObserver`", note="both have the least squared error"),
     *serve("qconfig", "min_max fixed_scale clip percentile mse clip_std kl mix", native="observers of `fxq`, by class"),
-    *refuse("ObserverBase", OWN, "subclass fxq.Observer"),
+    *refuse("ObserverBase", OWN, "subclass fxq.observers.Observer"),
 ]  # fmt: skip
 TEMPLATES = [
     *serve("templates", "ModuleNameQconfigSetter TemplateQconfigSetter", "2.0", "`fxq.QConfigMapping`"),
@@ -98,7 +98,7 @@ SETTERS = [
     *refuse("LoadFromFileTemplate", "the file holds the plugin's objects", "pass fxq.load_qconfig(path) as the setter", "3.0"),
 ]  # fmt: skip
 CONSISTENCY = refuse("ConsistencyStrategy", "a consistency level is part of the march", "set_march('nash-e-level1'), or level2", "3.0")
-AUTO = refuse("auto_calibrate", "the search starts from the float model", "call fxq.search_observers(model, batches, target)")
+AUTO = refuse("auto_calibrate", "the search starts from the float model", "call fxq.search.search_observers(model, batches, target)")
 OLD_CALIBRATION = refuse("prepare_calibration prepare_calibration_fx", "the plugin gave it up",
                          "prepare_qat_fx, and set_fake_quantize(model, FakeQuantState.CALIBRATION)", "0.9")  # fmt: skip
 OTHERS = [
@@ -106,21 +106,21 @@ OTHERS = [
     *OLD_CALIBRATION,
     *refuse("FuseMode", "operators are fused in the graph", "leave it out, and fuse_mode of prepare"),
     *refuse("fuse_conv_shared_modules", "a layer that is called several times is fused at each call", "leave it out"),
-    *refuse("split_compilable_model", "a compiled model is cut where devices change", "call fxq.export_segments"),
+    *refuse("split_compilable_model", "a compiled model is cut where devices change", "call fxq.export.export_segments"),
     *refuse("get_default_qat_qconfig_dict", "it is a dict with one qconfig", 'pass {"": get_default_qat_qconfig()}', "0.9"),
 ]
 
 DEBUG = [
-    *serve("debug", "featuremap_similarity", native="`fxq.compare`, `fxq.record`", note="rows, and similarity.txt"),
+    *serve("debug", "featuremap_similarity", native="`fxq.compare`, `fxq.inspect.record`", note="rows, and similarity.txt"),
     *serve("debug", "check_qconfig", native="`fxq.explain`", note="the text of `fxq.explain`, and qconfig_info.txt"),
     *serve("debug", "check_qat_model", "2.0", "`fxq.checks`", "a text, and model_check_result.txt with save_results"),
-    *serve("debug", "check_deploy_device", native="`fxq.layers`"),
-    *serve("debug", "get_module_called_count", native="`fxq.checks.call_counts`"),
+    *serve("debug", "check_deploy_device", native="`fxq.inspect.layers`"),
+    *serve("debug", "get_module_called_count", native="`fxq.inspect.call_counts`"),
     *serve("debug", "model_profiler compare_weights check_unfused_operations", native="`fxq.report`, `fxq.checks`",
            note="a page, and rows"),
-    *serve("debug", "QuantAnalysis", "2.0", "`fxq.compare`, `fxq.sensitivity`"),
-    *refuse("get_raw_features", "values are read batch by batch", "call fxq.record(model, batches)"),
-    *refuse("profile_featuremap", "values are read batch by batch", "call fxq.record(model, batches, real=True)"),
+    *serve("debug", "QuantAnalysis", "2.0", "`fxq.compare`, `fxq.search.sensitivity`"),
+    *refuse("get_raw_features", "values are read batch by batch", "call fxq.inspect.record(model, batches)"),
+    *refuse("profile_featuremap", "values are read batch by batch", "call fxq.inspect.record(model, batches, real=True)"),
     *refuse("profile_module_constraints", "limits are checked on the whole graph", "call check_model, or fxq.check"),
     *refuse("script_profile compare_script_models", NO_SCRIPT, "compare two forms bit for bit with fxq.verify"),
     *refuse("set_preserve_qat_mode", "an integer graph is integer", "keep an operator in float with None in the qconfig_dict"),
@@ -191,7 +191,9 @@ HBDK4_COMPILER = [
     *refuse("leap link Hbm", "the compiler's own language and runtime are closed",
             "write fxq.export_onnx, and run it with onnxruntime", "2.0"),
 ]  # fmt: skip
-QTENSOR = refuse("QTensor HorizonTensor", "integers of a graph are tensors of integer dtypes", "read them with fxq.record(model, batches)")
+QTENSOR = refuse(
+    "QTensor HorizonTensor", "integers of a graph are tensors of integer dtypes", "read them with fxq.inspect.record(model, batches)"
+)
 VERSION = [Row("__version__", ":__version__", "1.0", "", "the release whose names are served")]
 SERIALIZATION = refuse("save_with_version get_version_from_scriptmodule", NO_SCRIPT, "use horizon.jit.save, or fxq.save")
 

@@ -51,13 +51,13 @@ def _values(model: Any, inputs: Any, other: Any) -> dict[str, Tensor]:
     if not isinstance(model, fx.GraphModule) or stage_of(model) is None:
         target = getattr(other, "meta", {}).get("target")
         model, state = fxq.prepare(model, inputs, required("featuremap_similarity") if target is None else target), fxq.State.FLOAT
-    return next(iter(fxq.record(model, [inputs], ["quantized", "outputs"], real=True, state=state)))
+    return next(iter(fxq.inspect.record(model, [inputs], ["quantized", "outputs"], real=True, state=state)))
 
 
 def _scales(model: Any) -> dict[str, float]:
     if not isinstance(model, fx.GraphModule) or stage_of(model) is None:
         return {}
-    scales = {layer.name: layer.grid.scale for layer in fxq.layers(model) if layer.grid is not None}
+    scales = {layer.name: layer.grid.scale for layer in fxq.inspect.layers(model) if layer.grid is not None}
     return {name: scale for name, scale in scales.items() if isinstance(scale, float)}
 
 
@@ -105,7 +105,7 @@ def _write(folder: str | None, name: str, text: str) -> None:
 ARGUMENTS = {
     **refusals("rows have the cosine, the noise and the largest difference", "leave it out", "similarity_func"),
     **refusals("rows are values, and a page shows them", "leave it out, and call fxq.report", "with_tensorboard", "tensorboard_dir"),
-    **refusals("fused operators are not modules", "leave it out, and call fxq.checks.suspicious_settings(model)", "types",
+    **refusals("fused operators are not modules", "leave it out, and call fxq.inspect.suspicious_settings(model)", "types",
                "custom_check_func"),
 }  # fmt: skip
 ARGUMENTS["similarity_func"] = ARGUMENTS["similarity_func"]._replace(harmless=lambda measure: measure in ("Cosine", "SQNR"))
@@ -124,7 +124,7 @@ def check_qconfig(
     """
     text = fxq.explain(model)
     if chosen := (prefixes,) if isinstance(prefixes, str) else tuple(prefixes):
-        places = {layer.name: layer.module or "" for layer in fxq.layers(model)}
+        places = {layer.name: layer.module or "" for layer in fxq.inspect.layers(model)}
         names = [name for name, path in places.items() if any(f"{path}.".startswith(f"{prefix}.") for prefix in chosen)]
         text = "".join(line + "\n" for line in text.splitlines() if line.split(" ")[0].removeprefix("%") in names)
     _write(out_dir, "qconfig_info.txt", text)
@@ -139,12 +139,12 @@ def check_qat_model(
 
     save_results  whether to write model_check_result.txt into out_dir, by default the working directory
     """
-    calls = Counter(layer.module for layer in fxq.layers(model) if layer.weight_bytes)
+    calls = Counter(layer.module for layer in fxq.inspect.layers(model) if layer.weight_bytes)
     shared = "".join(f"  {path} {count}\n" for path, count in calls.items() if count > 1) or "  none\n"
     parts = (
-        fxq.checks.not_fused(model),
+        fxq.inspect.not_fused(model),
         f"layers called several times:\n{shared}",
-        fxq.checks.suspicious_settings(model),
+        fxq.inspect.suspicious_settings(model),
         fxq.explain(model),
     )
     text = "\n".join(map(str, parts))
@@ -156,7 +156,7 @@ def check_qat_model(
 @checked()
 def check_deploy_device(model: fx.GraphModule) -> dict[str, str]:
     """Return where every operator of a prepared or integer model runs: the march, or "host"."""
-    return {layer.name: layer.device for layer in fxq.layers(model)}
+    return {layer.name: layer.device for layer in fxq.inspect.layers(model)}
 
 
 @checked(print_tabulate=FLAG)
@@ -199,8 +199,8 @@ def check_model(
     if isinstance(module, fx.GraphModule) and is_deployed(module):
         with tempfile.TemporaryDirectory() as folder:
             try:
-                fxq.compile_horizon(fxq.export_horizon(module, folder), show_progress=False)
-            except (fxq.ExportError, fxq.CompilationError) as error:
+                fxq.board.compile_horizon(fxq.board.export_horizon(module, folder), show_progress=False)
+            except (fxq.errors.ExportError, fxq.errors.CompilationError) as error:
                 print(error)
                 return 1
         return 0
@@ -221,7 +221,7 @@ def check_unfused_operations(model: nn.Module, example_inputs: Any, print_tabula
     A float model is prepared for the march that was set. The rows are printed unless `print_tabulate` is False.
     """
     prepared = isinstance(model, fx.GraphModule) and stage_of(model) == "PREPARED"
-    rows = fxq.checks.not_fused(model if prepared else fxq.prepare(model, example_inputs, required("check_unfused_operations")))  # type: ignore[arg-type]
+    rows = fxq.inspect.not_fused(model if prepared else fxq.prepare(model, example_inputs, required("check_unfused_operations")))  # type: ignore[arg-type]
     if print_tabulate:
         print(rows)
     return rows
@@ -241,7 +241,7 @@ def compare_weights(
     if target is not None and (not isinstance(float_model, fx.GraphModule) or stage_of(float_model) is None):
         inputs = tuple(torch.zeros(fact(node).at(2)) for node in qat_quantized_model.graph.find_nodes(op="placeholder"))
         float_model = fxq.prepare(float_model, inputs, target)
-    rows = fxq.checks.compare_weights(float_model, qat_quantized_model)
+    rows = fxq.inspect.compare_weights(float_model, qat_quantized_model)
     _write(out_dir, "weight_comparison.txt", f"{rows}\n")
     return rows
 
@@ -338,7 +338,10 @@ class QuantAnalysis:
     def __getattr__(self, name: str) -> Any:
         if not name.startswith(("plot_", "tune_")):
             raise AttributeError(name)
-        because, remedy = "a page has what is drawn, and widths are searched in the float model", "call fxq.report, or fxq.mixed_precision"
+        because, remedy = (
+            "a page has what is drawn, and widths are searched in the float model",
+            "call fxq.report, or fxq.search.mixed_precision",
+        )
         raise ConfigurationError(f"QuantAnalysis has no {name}", because=because, remedy=remedy)
 
     def clean(self) -> None:
@@ -369,7 +372,7 @@ class QuantAnalysis:
                 because="its scales are constants",
                 remedy="pass the prepared model it was made of",
             )
-        found = fxq.sensitivity(self.analysis, [self._case()], options=fxq.Options(widths=(8,)), show_progress=False)
+        found = fxq.search.sensitivity(self.analysis, [self._case()], options=fxq.Options(widths=(8,)), show_progress=False)
         rows = [(tensor.name.removesuffix(".weight"), tensor.kind, max(tensor.noise.values(), default=0.0)) for tensor in found.ranked()]
         write_file(self.out_dir / "output_sensitive_ops.txt", f"{found}\n")
         return rows

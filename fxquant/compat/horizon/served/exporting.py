@@ -55,8 +55,8 @@ def _folder(
     """Return the integer model, and its folder for the compiler. Raises ConfigurationError for a march other than the model's."""
     integer = integer_of(module, called)
     require_march(integer, march or get_march(), called)
-    options = fxq.HorizonOptions(optimize_level=LEVELS.get(opt, opt), compile_mode=OPTIMIZE.get(opt, "latency"))
-    return integer, fxq.export_horizon(integer, folder, name or "model", camera=camera, options=options)
+    options = fxq.board.HorizonOptions(optimize_level=LEVELS.get(opt, opt), compile_mode=OPTIMIZE.get(opt, "latency"))
+    return integer, fxq.board.export_horizon(integer, folder, name or "model", camera=camera, options=options)
 
 
 def _say_inputs(called: str, source: Any, input_layout: Any, output_layout: Any) -> None:
@@ -98,7 +98,7 @@ def compiled(
     """Compile as `compile_model`; `camera` is that of `fxquant.export_horizon`."""
     path = Path(hbm)
     _, folder = _folder(module, path.with_suffix(""), march, name, opt, "compile_model", camera)
-    made = fxq.compile_horizon(folder, show_progress=None if progressbar else False)
+    made = fxq.board.compile_horizon(folder, show_progress=None if progressbar else False)
     shutil.copyfile(made, path.with_suffix(".bin"))
     if path.suffix == ".hbm":
         opened = Binary(made)  # the extracted files exist as long as this object
@@ -113,7 +113,7 @@ def perf_model(
     module: Any, example_inputs: Any, march: str | None = None, out_dir: str | os.PathLike[str] = ".", name: str | None = None,
     hbm: str | os.PathLike[str] | None = None, input_source: Any = "ddr", input_layout: str | None = None, output_layout: str = "NCHW",
     opt: str = "O3", balance_factor: int = 2, progressbar: bool = True, jobs: int = 16, layer_details: bool = False, extra_args: Any = None,
-) -> fxq.Estimate:  # fmt: skip
+) -> fxq.results.Estimate:  # fmt: skip
     """Compile a model into a folder, and return the vendor compiler's estimates together with fxquant's own bounds.
 
     For a march that hb_mapper does not compile for, such as nash, the result has fxquant's own bounds alone, and its first line says so.
@@ -129,7 +129,7 @@ def perf_model(
         binary = Path(hbm).with_suffix(".bin")
     elif integer.meta["target"].name in HB_MAPPER.marches:
         integer, folder = _folder(integer, directory, march, name, opt, "perf_model")
-        binary = fxq.compile_horizon(folder, show_progress=None if progressbar else False)
+        binary = fxq.board.compile_horizon(folder, show_progress=None if progressbar else False)
     found = fxq.estimate(integer, compiled=binary)
     details = [" ".join(map(str, row)) for cost in found.compiled for row in cost.layers] if layer_details else []
     directory.mkdir(parents=True, exist_ok=True)
@@ -161,7 +161,7 @@ def export_hbir(module: Any, example_inputs: Any, hbir: str | os.PathLike[str], 
     """
     path = Path(hbir)
     _, folder = _folder(module, path.with_suffix(""), march, path.stem, "O2", "export_hbir")
-    told = fxq.onnx_metadata(folder / f"{path.stem}.onnx")
+    told = fxq.export.onnx_metadata(folder / f"{path.stem}.onnx")
     return [entry["name"] for entry in told["inputs"]], [entry["name"] for entry in told["outputs"]]
 
 

@@ -317,7 +317,7 @@ def _matching(
                 raise ConfigurationError(
                     f"the scale of %{name} cannot be copied",
                     because=f"it is that of {theirs.dtype} there, and of {mine.dtype} here",
-                    remedy="calibrate this model itself, or prepare it with fxq.prepare(…, observations=fxq.observations(from_model))",
+                    remedy="calibrate this model itself, or prepare it with fxq.prepare(…, observations=fxq.observers.observations(from_model))",
                 )
             chosen.append((mine, theirs))
     return chosen, left

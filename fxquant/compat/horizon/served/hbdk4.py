@@ -82,7 +82,7 @@ class Input:
         model = self._module.model
         if mode is not None:
             step = -1 if ORDERS[mode] == "bgr" else 1
-            model = fxq.with_camera(integer_of(model, "insert_image_preprocess"), ORDERS[mode], mean=means[::step], std=stds[::step])
+            model = fxq.board.with_camera(integer_of(model, "insert_image_preprocess"), ORDERS[mode], mean=means[::step], std=stds[::step])
         self._to("insert_image_preprocess", NHWC, "insert_transpose([0, 3, 1, 2])", YUV)
         self._module.model, self._module.unit = model, 1.0 if mode else 1 / stds[0]
         return self
@@ -188,7 +188,7 @@ def _on_integers(model: fx.GraphModule, args: tuple[Any, ...]) -> Any:
     """Return the integers of an integer model's outputs, given those of its inputs; values that stay in float are unchanged."""
     inputs = model.graph.find_nodes(op="placeholder")
     given = [_real(node, value) for node, value in zip(inputs, args, strict=True)]
-    (held,) = fxq.record(model, [given], ("quantized", "accumulators"))
+    (held,) = fxq.inspect.record(model, [given], ("quantized", "accumulators"))
     (output,) = model.graph.find_nodes(op="output")
     nodes, _ = pytree.tree_flatten(output.args[0])
     values, form = pytree.tree_flatten(model(*given))
@@ -275,7 +275,7 @@ def load(path: Any) -> Module:
 def statistics(m: Any) -> dict[str, dict[str, int]]:
     """Count the operators on the march by name, and those on the host ("hbtl"); the counts are also printed."""
     counts: dict[str, Counter[str]] = {"bpu": Counter(), "hbtl": Counter()}
-    for layer in fxq.layers(_module(m, "statistics").model):
+    for layer in fxq.inspect.layers(_module(m, "statistics").model):
         if not layer.boundary:
             counts["hbtl" if layer.device == "host" else "bpu"][layer.operator] += 1
     found = {place: dict(each) for place, each in counts.items() if each}

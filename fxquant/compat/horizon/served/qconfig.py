@@ -52,7 +52,7 @@ class NamedObserver(str):
         if method not in ("mse", "percentile"):
             raise unknown("method", method, "'mse' or 'percentile'")
         share = float((method_kwargs or {}).get("percentile", 0.9999))
-        chosen = fxq.PercentileObserver(100 * share) if method == "percentile" else fxq.HistogramObserver()
+        chosen = fxq.observers.PercentileObserver(100 * share) if method == "percentile" else fxq.observers.HistogramObserver()
         wanted = None if dtype is None else str(dtype).removeprefix("torch.").removeprefix("q")
         count = 0
         for operator in quantized_operators(model).values():
@@ -67,7 +67,7 @@ class NamedObserver(str):
         return count
 
 
-def _reset(quantizer: Quantizer, chosen: fxq.Observer) -> bool:
+def _reset(quantizer: Quantizer, chosen: fxq.observers.Observer) -> bool:
     """Set a scale as another observer with the same statistics would; return whether there is one."""
     made = taking_over(quantizer, fxq.ActivationConfig(observer=chosen))
     if made is None or not made.observed:
@@ -127,12 +127,14 @@ class qinfo:
 
 # Factories of observers by name; each takes the averaging constant and further settings, and removes the settings that it knows.
 OBSERVERS: dict[str, Callable[[float, dict[str, Any]], Any]] = {
-    min_max: lambda constant, _: fxq.MovingAverageMinMaxObserver(constant) if constant > 0 else fxq.MovingAverageMinMaxObserver,
-    percentile: lambda _, given: fxq.PercentileObserver(float(given.pop("percentile", 99.99)), int(given.pop("bins", 2048))),
-    mse: lambda *_: fxq.HistogramObserver,  # the squared error, also of later values; one observer for calibration and training
-    clip_std: lambda _, given: fxq.ClipStdObserver(float(given.pop("std_scale", 3.0))),
-    kl: lambda *_: fxq.KLObserver,
-    mix: lambda *_: fxq.MixObserver,
+    min_max: lambda constant, _: (
+        fxq.observers.MovingAverageMinMaxObserver(constant) if constant > 0 else fxq.observers.MovingAverageMinMaxObserver
+    ),
+    percentile: lambda _, given: fxq.observers.PercentileObserver(float(given.pop("percentile", 99.99)), int(given.pop("bins", 2048))),
+    mse: lambda *_: fxq.observers.HistogramObserver,  # the squared error, also of later values; one observer for calibration and training
+    clip_std: lambda _, given: fxq.observers.ClipStdObserver(float(given.pop("std_scale", 3.0))),
+    kl: lambda *_: fxq.observers.KLObserver,
+    mix: lambda *_: fxq.observers.MixObserver,
 }
 WEIGHT_OBSERVERS = (None, min_max)
 
@@ -216,7 +218,7 @@ def _observer(name: Any, constant: float, settings: dict[str, Any]) -> Any:
     if name not in OBSERVERS:
         raise ConfigurationError(
             f"the observer {name!r} is not supported",
-            because=f"observers are {', '.join(OBSERVERS)}, fixed_scale and clip, and classes of fxq.Observer",
+            because=f"observers are {', '.join(OBSERVERS)}, fixed_scale and clip, and classes of fxq.observers.Observer",
             remedy="use 'mse', which loses least, or name another of these",
         )
     return OBSERVERS[name](constant, settings)
