@@ -26,6 +26,14 @@ def dtypes(here: Here, target: str, activation: str | None = None, weight: str |
     return {layer.dtype for layer in fxq.inspect.layers(prepared) if layer.macs}
 
 
+def marked_float16(here: Here) -> State:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.LayerNorm(6)).eval()
+    result = here.quantized(model, "nash-p", qconfig=M().set_host(nn.LayerNorm))
+    sure("in float16" in fxq.explain(result.prepared) and "in float16" not in fxq.explain(fxq.prepare(model, here.x, "nash-e")))
+    sure(result.integer(here.x).dtype is torch.float32)
+    return part("a mark for the vendor's compiler: the values are computed in float32")
+
+
 def output_sums(here: Here) -> None:
     prepared = here.prepared(qconfig=M().set_module_name("head", Q(A("int32"))))
     here.exact(prepared)
@@ -121,13 +129,7 @@ chapter(
     ("int16 weights", lambda h: sure(dtypes(h, "nash-e", "int16", "int16") == {"int16"})),
     ("int4 activations and weights", lambda h: sure(dtypes(h, "bernoulli2", "int4", "int4") == {"int4"})),
     ("uint8, with a zero point", lambda h: sure(dtypes(h, "x86") == {"uint8"})),
-    (
-        "float16 on the marches that have it",
-        lambda h: sure(
-            "in float16"
-            in fxq.explain(fxq.prepare(nn.Sequential(nn.Conv2d(3, 4, 3), nn.LayerNorm(6)), h.x, "nash-p", M().set_host(nn.LayerNorm)))
-        ),
-    ),
+    ("what stays in float is marked float16 on the marches that have it", marked_float16),
     ("a 32-bit output of the last layer", output_sums),
     ("a given scale or threshold", lambda h: observer(h, fxq.observers.MinMaxObserver, scale=0.05)),
     ("global, type, name, pattern, attribute: the nearest goes first", nearest),
@@ -182,9 +184,12 @@ class Masked(Network):
 
 
 def another_without_batches(here: Here) -> None:
-    seen = fxq.observers.observations(here.prepared())
-    again = fxq.prepare(here.model, here.x, "nash-e", Q(A("int16", observer="percentile")), observations=seen)
-    sure(fxq.convert(again)(here.x).shape == (8, 5))
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.SiLU(), nn.Conv2d(8, 8, 1), nn.Sigmoid()).eval()  # functions, whose inputs have scales too
+    for first, second in (("int8", "int16"), ("int16", "int8")):
+        seen = fxq.observers.observations(here.quantized(model, qconfig=Q(A(first))).prepared)
+        again = fxq.prepare(model, here.x, "nash-e", Q(A(second, observer="percentile")), observations=seen)
+        sure(second in {layer.dtype for layer in fxq.inspect.layers(again)})
+        here.exact(again)
 
 
 def left_out(here: Here) -> None:

@@ -85,6 +85,13 @@ def exported_program(here: Here) -> None:
     sure(torch.equal(program(here.x[:3]), here.result.integer(here.x[:3])))
 
 
+def names_of_torch(here: Here) -> None:
+    prepared = torch_ao.prepare_fx(here.model, torch.ao.quantization.get_default_qconfig_mapping("x86"), (here.x,))
+    prepared(here.x)
+    integer = torch_ao.convert_fx(prepared)
+    sure(integer.meta["target"].name == "x86" and torch.equal(fxq.set_state(prepared, "validate") or prepared(here.x), integer(here.x)))
+
+
 def stepwise(here: Here) -> None:
     prepared = here.prepared()
     fxq.set_state(prepared, "train")
@@ -112,10 +119,7 @@ chapter(
     ("a form the BPU's own tools take", to_the_vendors_tools),
     ("the plugin's names, for a program that imports them: served, or refused with a remedy", import_of),
     ("unedited programs for the plugin", lambda h: sure(judge("v3_order", h.folder) == "", judge("v3_order", h.folder))),
-    (
-        "PyTorch's names, for a program that imports them",
-        lambda h: sure(torch_ao.prepare_fx(h.model, torch.ao.quantization.get_default_qconfig_mapping("x86"), (h.x,))),
-    ),
+    ("prepare_fx and convert_fx of PyTorch's names, with a mapping of PyTorch's: equal bits", names_of_torch),
 )
 
 chapter(

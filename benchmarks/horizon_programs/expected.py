@@ -66,6 +66,18 @@ EXPECTED: dict[str, Expected] = {
     "v1_old_qconfigs": Expected({"stem.0": NARROW, "deep": NARROW, "head": SUM}),
     "v1_lambda_qconfig_of_torch": Expected({"stem.0": NARROW, "deep": ("int16", "int8", None), "head": ("int8", "int8", None)}),
     "v1_camera": Expected(all_layers(NARROW), {"quant": 1 / 128}),
+    "v1_classifier": Expected({"stem.0": NARROW, "layers.0.conv1": NARROW, "layers.1.conv2": NARROW, "head": NARROW}),
+    "v1_detector": Expected({"c3.0": NARROW, "tower.0": NARROW, "cls": SUM, "reg": SUM}),
+    "v1_functional_rule": Expected(
+        {"stem": NARROW, "gate.conv": NARROW, "gate.skip": ("int16", None, None), "head": ("int8", "int8", "int16")}
+    ),
+    "v1_distributed": Expected(all_layers(NARROW)),
+    "v1_another_head": Expected(all_layers(NARROW)),
+    "v1_tools": Expected(all_layers(NARROW)),
+    "v2_bad_case": Expected({"stem.0": ("int16", "int8", None), "deep": ("int16", "int8", None), "head": SUM}, sqnr=30),
+    "v3_mixed": Expected({"stem.0": ("int16", "int8", "int8"), "deep": NARROW, "head": ("int16", "int8", "int16")}, {"head": 8 / 32768}),
+    "v3_camera": Expected(refused="hb_compile", file="model"),
+    "v3_onnx_front": Expected(refused="quantization.hbdk4.export"),
     "eager_quick_start": Expected({"conv1": NARROW, "conv2": NARROW, "head": NARROW}, {"quant": 1 / 128}, sqnr=3),
     "eager_inplace": Expected({"conv1": NARROW, "conv2": NARROW, "head": NARROW}),
     "eager_attributes": Expected({"conv1": NARROW, "conv2": (None, "int8", None)}, floats=("head",)),

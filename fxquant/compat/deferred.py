@@ -199,6 +199,7 @@ def converted(prepared: fx.GraphModule, inplace: bool = False) -> fx.GraphModule
 # activation_post_process_3.scale              of PyTorch's graphs: that of their fourth tensor, in the order they are computed; if the
 #                                              numbers of tensors differ, as where a residual is fused here, none is taken
 # conv.bn.weight, …                            of a fused layer: those of the batch norm after module `conv`
+# head.weight of another shape                 none: it is missing, and unexpected with both shapes
 #
 # Zero points of signed integers, some of which are negative, count from -128, so 128 is added to all of them. Other state of a fake
 # quantize or an observer (counters, ranges, switches) has no meaning here, and is ignored. `strict` is PyTorch's: keys that
@@ -217,7 +218,10 @@ def take_checkpoints(prepared: fx.GraphModule) -> None:
 
 
 def _take_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Remove the state of fake quantizes from a checkpoint; leave one that this model, or one like it, has saved."""
+    """Remove the state of fake quantizes, and values of other shapes, from a checkpoint; leave one that a model like this has saved.
+
+    Raises ConfigurationError for the statistics of batch norms that are folded into this model's weights.
+    """
     foreign = {key: value for key, value in state_dict.items() if _is_foreign(key.removeprefix(prefix))}
     for key in foreign:
         del state_dict[key]
@@ -226,8 +230,31 @@ def _take_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
         layer, rest = key.removeprefix(prefix).split(FUSED, 1)
         if layer in norms:
             state_dict[f"{prefix}{norms[layer]}.{rest}"] = state_dict.pop(key)
-    if foreign:
-        module.__dict__["_fxquant_foreign"] = {key.removeprefix(prefix): value for key, value in foreign.items()}
+    folded = _folded(module, [key.removeprefix(prefix) for key in state_dict if key.endswith(".running_mean")])
+    if folded:
+        raise ConfigurationError(
+            f"the checkpoint has statistics of batch norms that this model does not have: {', '.join(folded[:8])}",
+            because="they are folded into the model's weights, and those of the checkpoint are not",
+            remedy="load the checkpoint into the float model before it is prepared, or prepare it with live batch norms:"
+            " fxq.Options(batch_norm='live'), or set_qat_mode(QATMode.WithBN) of Horizon's names",
+        )
+    own = dict(module.named_parameters())
+    unlike = {key: own[key.removeprefix(prefix)].shape for key in state_dict if key.removeprefix(prefix) in own}
+    unlike = {key: shape for key, shape in unlike.items() if state_dict[key].shape != shape}
+    listed = [f"{key} {tuple(state_dict.pop(key).shape)} in place of {tuple(shape)}" for key, shape in unlike.items()]
+    if listed:
+        logger.warning("parameters of other shapes are not taken, and strict=False is needed: %s", ", ".join(listed))
+    if foreign or listed:
+        module.__dict__["_fxquant_foreign"] = {key.removeprefix(prefix): value for key, value in foreign.items()}, listed
+
+
+def _folded(module: nn.Module, statistics: list[str]) -> list[str]:
+    """Return the paths of batch norms in a checkpoint that this model has folded into the layers before them."""
+    nodes = {name.lstrip("_") for layer in fxq.inspect.layers(module) for name in layer.fused} if statistics else set()  # type: ignore[arg-type]
+    layers = {f"{operator.path}{FUSED}" for operator in quantized_operators(module).values()}
+    own = dict(module.named_buffers())
+    paths = [key.removesuffix("running_mean") for key in statistics if key not in own]
+    return [path[:-1] for path in paths if path in layers or path[:-1].replace(".", "_").lstrip("_") in nodes]
 
 
 def _is_foreign(key: str) -> bool:
@@ -268,8 +295,9 @@ def _numbered(module: nn.Module, foreign: dict[str, Any]) -> list[QuantizedOpera
 
 @torch.no_grad()
 def _take_scales(module: nn.Module, incompatible: Any) -> None:
-    foreign = module.__dict__.pop("_fxquant_foreign", None)
-    if foreign is None:
+    foreign, listed = module.__dict__.pop("_fxquant_foreign", ({}, []))
+    incompatible.unexpected_keys.extend(listed)
+    if not foreign:
         return
     operators = quantized_operators(module)
     taken: set[str] = set()

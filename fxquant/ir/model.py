@@ -135,7 +135,13 @@ class Model(fx.GraphModule):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Load a state_dict, ignoring constants that are no longer saved, and scales of operators with other dtypes or shapes."""
+        """Load a state_dict, without the constants that only an earlier one holds, and without scales that are those of another grid.
+
+        Names that all begin with `module.`, as those of DataParallel and DistributedDataParallel do, lose this prefix.
+        """
+        if state_dict and not hasattr(self, "module") and all(key.startswith(f"{prefix}module.") for key in state_dict):
+            for key in list(state_dict):
+                state_dict[prefix + key.removeprefix(f"{prefix}module.")] = state_dict.pop(key)
         for name in self._non_persistent_buffers_set:
             state_dict.pop(prefix + name, None)
         others = _of_other_grids(self, state_dict, prefix)

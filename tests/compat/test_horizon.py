@@ -163,6 +163,16 @@ def test_a_stub_is_an_operator_for_the_rules() -> None:
         assert (next(iter(found.values())), found["skip"]) == ("int16", "int8")
 
 
+def test_a_functional_is_an_operator_for_the_rules() -> None:
+    wide = horizon.default_qat_8bit_weight_16bit_act_fake_quant_qconfig
+    rules = {"": horizon.default_qat_8bit_fake_quant_qconfig, "module_name": {"sum": wide}}
+    for sums in (horizon.FloatFunctional(), torch.ao.nn.quantized.FloatFunctional(), horizon.FloatFunctional(qconfig=wide)):
+        model = Net().eval()
+        model.sum = sums
+        found = dtypes(horizon.prepare_qat_fx(model, {"": rules[""]} if hasattr(sums, "qconfig") else rules, example_inputs=BATCHES[0]))
+        assert (found["skip"], found["conv"], found["head"]) == ("int16", "int8", "int8"), found  # the sum is fused into skip
+
+
 def test_a_model_is_prepared_by_its_first_batch() -> None:
     model = horizon.prepare_qat_fx(Net().eval(), {"": horizon.default_calib_8bit_fake_quant_qconfig})
     horizon.set_fake_quantize(model, STATE.CALIBRATION)
@@ -289,6 +299,48 @@ def test_a_checkpoint_of_the_plugin_loads(caplog: pytest.LogCaptureFixture) -> N
     assert str(fxq.qparams(again)) == str(found)  # NaN, of what the checkpoint says nothing of, included
 
 
+def test_a_checkpoint_of_a_wrapped_model_and_of_another_head_loads(caplog: pytest.LogCaptureFixture) -> None:
+    calib = calibrated(prepared_as(horizon.default_calib_8bit_fake_quant_qconfig))
+    wrapped = {f"module.{name}": value for name, value in calib.state_dict().items()}
+    again = prepared_as(horizon.default_qat_8bit_fake_quant_qconfig)
+    again.load_state_dict(wrapped)
+    assert fxq.qparams(again) == fxq.qparams(calib)
+    other = Net().eval()
+    other.head = nn.Conv2d(8, 7, 1)
+    tuned = prepared_as(horizon.default_qat_8bit_fake_quant_qconfig, other)
+    before = tuned.head.weight.clone()
+    with caplog.at_level("WARNING", "fxquant"):
+        left = tuned.load_state_dict(wrapped, strict=False)
+    assert {"head.weight", "head.bias"} <= set(left.missing_keys)
+    assert left.unexpected_keys == ["head.weight (5, 8, 1, 1) in place of (7, 8, 1, 1)", "head.bias (5,) in place of (7,)"]
+    assert any("head.weight (5, 8, 1, 1) in place of (7, 8, 1, 1)" in record.getMessage() for record in caplog.records)
+    assert torch.equal(tuned.head.weight, before)
+    assert torch.equal(tuned.conv.weight, calib.conv.weight)
+    assert {name: scale for name, scale in fxq.qparams(tuned).items() if name != "head"} == {
+        name: scale for name, scale in fxq.qparams(calib).items() if name != "head"
+    }
+    with pytest.raises(RuntimeError, match=r"head\.weight \(5, 8, 1, 1\) in place of \(7, 8, 1, 1\)"):
+        tuned.load_state_dict(wrapped)
+
+
+def test_batch_norms_of_a_checkpoint_are_not_left_out_of_folded_weights() -> None:
+    floats = Net().train()
+    floats(BATCHES[0])
+    checkpoint = floats.state_dict()
+    fused = {name.replace("bn.", "conv.bn."): value for name, value in checkpoint.items()}  # as PyTorch's fused layers name them
+    for held in (checkpoint, {**fused, "conv.weight_fake_quant.scale": torch.ones(8)}):
+        with pytest.raises(fxq.errors.ConfigurationError, match="WithBN"):
+            prepared_as(horizon.default_qat_8bit_fake_quant_qconfig).load_state_dict(held, strict=False)
+        horizon.set_qat_mode(horizon.QATMode.WithBN)
+        live = prepared_as(horizon.default_qat_8bit_fake_quant_qconfig)
+        horizon.set_qat_mode(horizon.QATMode.FuseBN)
+        assert not live.load_state_dict(held, strict=False).unexpected_keys
+        assert torch.equal(live.bn.running_mean, floats.bn.running_mean)
+    part = prepared_as(horizon.default_qat_8bit_fake_quant_qconfig)
+    left = part.load_state_dict({**part.state_dict(), "auxiliary.bn.running_mean": torch.zeros(3)}, strict=False)
+    assert left.unexpected_keys == ["auxiliary.bn.running_mean"]
+
+
 # ---- what is quantized how ------------------------------------------------------------------------------------------------
 
 A, W, Q = fxq.ActivationConfig, fxq.WeightConfig, fxq.QConfig
@@ -317,6 +369,10 @@ MEANINGS = {
         Q(A("int8", fxq.observers.MovingAverageMinMaxObserver(0.5))),
     ),
     "no averaging": (lambda: horizon.get_default_qconfig(activation_qkwargs={"averaging_constant": 0}).output.training, "frozen"),
+    "an observer among the settings": (
+        lambda: horizon.get_default_qconfig(activation_qkwargs={"observer": horizon.MinMaxObserver, "averaging_constant": 0.5}),
+        Q(A("int8", fxq.observers.MovingAverageMinMaxObserver(0.5))),
+    ),
     "fixed": (
         lambda: horizon.get_default_qconfig(activation_observer="fixed_scale", activation_qkwargs={"scale": 0.5}),
         Q(A("int8", scale=0.5)),
@@ -419,7 +475,7 @@ def test_of_several_setters_the_first_that_speaks_of_a_place_decides() -> None:
     assert (found["head"], found["skip"]) == ("int16", "int8")
     sensitive = horizon.sensitive_op_qat_8bit_weight_16bit_act_qconfig_setter([["skip", "activation"], ["conv", "weight"]], topk=1)
     found = dtypes(horizon.prepare(Net().eval(), BATCHES[0], (sensitive, horizon.default_qat_qconfig_setter)))
-    assert (found["skip"], found["conv"], found["head"]) == ("int16", "int8", "int16")  # more elements than the inputs
+    assert (found["skip"], found["conv"], found["head"]) == ("int16", "int8", "int32")
 
 
 def test_floats_are_the_host_s_but_for_marches_that_have_them() -> None:
@@ -439,7 +495,7 @@ def test_the_template_for_high_precision_outputs_finds_the_last_layer() -> None:
     template = horizon.HighPrecisionOutputTemplate()
     for setter in (horizon.QconfigSetter(templates=[template]), (horizon.TemplateQconfigSetter(Q(A("int8")), [template]),)):
         prepared = horizon.prepare(Net().eval(), BATCHES[0], setter)
-        assert dtypes(prepared)["head"] == "int16"  # it has more elements than the inputs
+        assert dtypes(prepared)["head"] == "int32"
         assert {dtypes(prepared)[name] for name in ("conv", "skip")} == {"int8"}
         assert fxq.verify(calibrated(prepared), horizon.convert_fx(prepared), BATCHES[:1])
 
@@ -465,11 +521,26 @@ def test_similarity_of_float_prepared_and_integer_models(tmp_path: Path) -> None
     assert (tmp_path / "qconfig_info.txt").read_text() == fxq.explain(prepared)
 
 
-def test_how_often_modules_are_called() -> None:
+def test_how_often_modules_are_called(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = written(lambda m, x: m.twice(torch.relu(m.twice(x))), twice=nn.Linear(4, 4), never=nn.Linear(4, 4)).eval()
+    inputs = (torch.randn(2, 4),)
+    assert horizon.get_module_called_count(model, inputs, None, True) == {"twice": 2, "never": 0}
+    assert capsys.readouterr().out.split() == ["twice", "2", "never", "0"]
+    prepared = horizon.prepare_qat_fx(model, {"": horizon.default_qat_8bit_fake_quant_qconfig}, example_inputs=inputs)
+    text = horizon.check_qat_model(prepared, inputs, save_results=True, out_dir=str(tmp_path))
+    assert (tmp_path / "model_check_result.txt").read_text() == text
+    assert "  twice 2" in text
+    assert fxq.explain(prepared) in text
 
-    assert horizon.get_module_called_count(
-        written(lambda m, x: m.twice(m.twice(x)), twice=nn.Linear(4, 4), never=nn.Linear(4, 4)), (torch.randn(2, 4),)
-    ) == {"twice": 2, "never": 0}
+
+def test_tools_have_the_plugin_s_signatures(tmp_path: Path) -> None:
+    model = Net().eval()
+    prepared = calibrated(prepared_as(horizon.default_calib_8bit_fake_quant_qconfig, model))
+    rows = horizon.compare_weights(model, prepared, "Cosine", False, None, str(tmp_path))
+    assert {row.layer for row in rows} == {"conv", "skip", "head"}
+    assert "skip" in (tmp_path / "weight_comparison.txt").read_text()
+    text = horizon.check_qconfig(prepared, BATCHES[0], ("head",), (), None, str(tmp_path))
+    assert {line.split()[0] for line in text.splitlines()} == {"%head", "%head_dequantize"}
 
 
 def test_a_model_is_checked_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -541,6 +612,8 @@ CALLS = {
     ),
     "an option that there is not": lambda: horizon.export_to_onnx(calibrated(prepared_as(Q())), BATCHES[0], "x.onnx", **{"nonsense": 1}),
     "a measure": lambda: horizon.featuremap_similarity(Net(), Net(), BATCHES[0], "nonsense"),
+    "an option of a table": lambda: horizon.compare_weights(Net(), Net(), with_tensorboard=True),
+    "types of modules": lambda: horizon.check_qconfig(Net(), types=(nn.Conv2d,)),
     "a setting of reconstruction": lambda: horizon.weight_reconstruction(Net(), BATCHES, None, {"b_range": [20, 2]}),
     "a folder as a file": lambda: horizon.export_quantized_onnx(Net(), BATCHES[0], "/"),
 }

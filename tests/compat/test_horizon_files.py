@@ -76,12 +76,53 @@ def test_a_module_whose_ends_were_left_out_takes_and_returns_integers(setter: An
         assert torch.equal(found.long(), held[names[-1]])
 
 
+@pytest.mark.parametrize("order", ["rgb", "bgr"])
+def test_a_module_takes_the_image_of_a_camera(order: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    step = 1 if order == "rgb" else -1
+    mean, std = (0.5, 0.4, 0.3), (0.2, 0.3, 0.25)
+    colours = {"rgb": fxq.nn.YuvToRgb, "bgr": fxq.nn.YuvToBgr}[order](mean=[255 * m for m in mean], std=[255 * s for s in std])
+    planes = fxq.nn.rgb_to_nv12(torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)))
+    yuv = fxq.nn.Nv12ToYuv444()(*planes)
+    prepared = horizon.prepare(Net().eval(), colours(yuv), NARROW)
+    fxq.calibrate(prepared, [colours(yuv)], show_progress=False)
+    made = compiler.convert(hbdk4.export(prepared, colours(yuv)), "nash-e")
+    (expected,) = made.functions[0](colours(yuv).numpy())
+    taken = made.graphs[0].flatten_inputs[0].insert_transpose([0, 3, 1, 2])
+    assert torch.equal(made[0](colours(yuv).permute(0, 2, 3, 1))[0], expected)
+    taken = taken.insert_image_preprocess(f"yuvbt601full2{order}", 255, mean[::step], std[::step])
+    (of_bytes,) = made[0](yuv.permute(0, 2, 3, 1).to(torch.uint8))
+    assert [one.name for one in taken.insert_image_convert("nv12")] == [one.name for one in made[0].inputs] == ["x_y", "x_uv"]
+    compiler.save(made, tmp_path / "nv12.bc")
+    (found,) = compiler.load(tmp_path / "nv12.bc")[0](*planes)
+    assert torch.equal(found, of_bytes)
+    assert torch.equal(hbdk4.get_hbir_output_unflattener(made)(made[0](*planes)), found)
+    assert (found - expected).norm() < 0.1 * expected.norm()
+    with caplog.at_level("WARNING", "fxquant"):
+        file = compiler.visualize(made, tmp_path / "nv12.onnx")
+    assert torch.equal(computed(file, yuv - 128), found)
+    assert any("Y, U and V minus 128, times 1; calls of the module take nv12" in record.getMessage() for record in caplog.records)
+
+
+def test_a_model_of_yuv_takes_the_bytes_that_it_was_trained_with() -> None:
+    planes = fxq.nn.rgb_to_nv12(torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)))
+    image = fxq.nn.Nv12ToYuv444(centred=True)(*planes) / 128
+    made = compiler.convert(calibrated(), "nash-e")
+    expected = made(image)
+    made[0].inputs[0].insert_transpose([0, 3, 1, 2]).insert_image_preprocess(None, 1, [128] * 3, [128] * 3).insert_image_convert()
+    assert torch.equal(made(*planes), expected)
+
+
 WRONG_ENDS: dict[str, Callable[[Any], Any]] = {
     "one of two": lambda made: made[0].remove_io_op(op_types=["Dequantize"]),
     "another operator": lambda made: made[0].remove_io_op(op_types=["Quantize", "Dequantize", "Softmax"]),
     "a name": lambda made: made[0].remove_io_op(op_names=["conv"]),
     "real numbers inside": lambda made: compiler.Module(calibrated())[0].remove_io_op(),
-    "an image in front": lambda made: made[0].insert_image_convert("nv12"),
+    "an image before its steps": lambda made: made[0].inputs[0].insert_image_convert("nv12"),
+    "another order": lambda made: made[0].inputs[0].insert_transpose([0, 2, 3, 1]),
+    "another conversion": lambda made: made[0].inputs[0].insert_transpose([0, 3, 1, 2]).insert_image_preprocess("yuvbt601video2rgb"),
+    "a mean of its own": lambda made: made[0].inputs[0].insert_transpose([0, 3, 1, 2]).insert_image_preprocess(None, 255, [0.5] * 3),
+    "another edit": lambda made: made[0].inputs[0].insert_split(0),
+    "an image of a function": lambda made: made[0].insert_image_convert("nv12"),
 }
 
 
@@ -188,5 +229,10 @@ def test_options_without_effect_are_named(tmp_path: Path, caplog: pytest.LogCapt
         analysis.run(device_id=0)
         analysis.compare_per_layer(prefixes=("conv",))
         assert [row[0] for row in analysis.sensitivity(metric="L1")]
+    with pytest.raises(fxq.errors.ConfigurationError, match="plot_opinfo"):
+        analysis.plot_opinfo("conv")
+    analysis.clean()
+    with pytest.raises(fxq.errors.ConfigurationError, match="a bad case was not set"):
+        analysis.run()
     lines = [record.getMessage().split(": ")[-1] for record in caplog.records if "without effect here" in record.getMessage()]
     assert lines == ["device_ids", "topk", "device_id", "prefixes", "metric"]

@@ -39,19 +39,19 @@ def boxes_of(count: int, side: int = 32) -> Tensor:
 # ---- suppression --------------------------------------------------------------------------------------------------------
 
 
-def overlap(a: list[float], b: list[float], border: float = 0.0) -> float:
-    width = max(0.0, min(a[2], b[2]) - max(a[0], b[0]) + border)
-    height = max(0.0, min(a[3], b[3]) - max(a[1], b[1]) + border)
-    area = [(each[2] - each[0] + border) * (each[3] - each[1] + border) for each in (a, b)]
+def overlap(a: list[float], b: list[float]) -> float:
+    width = max(0.0, min(a[2], b[2]) - max(a[0], b[0]))
+    height = max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
+    area = [(each[2] - each[0]) * (each[3] - each[1]) for each in (a, b)]
     return width * height / (sum(area) - width * height)
 
 
-def greedy(boxes: Tensor, scores: Tensor, limit: float, labels: Tensor | None = None, border: float = 0.0) -> list[int]:
+def greedy(boxes: Tensor, scores: Tensor, limit: float, labels: Tensor | None = None) -> list[int]:
     """Indices of the boxes that stay, one after the other."""
     kept: list[int] = []
     for index in sorted(range(len(boxes)), key=lambda index: -float(scores[index])):
         alike = [other for other in kept if labels is None or labels[other] == labels[index]]
-        if all(overlap(boxes[other].tolist(), boxes[index].tolist(), border) <= limit for other in alike):
+        if all(overlap(boxes[other].tolist(), boxes[index].tolist()) <= limit for other in alike):
             kept.append(index)
     return kept
 
@@ -65,20 +65,6 @@ def test_of_boxes_that_overlap_the_better_stays(seed: int) -> None:
     expected = [index for index in greedy(boxes, scores, 0.3, labels) if scores[index] >= 0.25][:7]
     found = hF.nms(boxes, scores, labels, 0.3, score_threshold=0.25, pre_nms_top_n=40, output_num=7)
     assert all(torch.equal(part, given[expected]) for part, given in zip(found, (boxes, scores, labels), strict=True))
-
-
-def test_indices_of_a_batch_are_filled_up() -> None:
-    boxes = torch.tensor([[[0.0, 0, 9, 9], [1, 1, 10, 10], [20, 20, 29, 29]], [[0, 0, 3, 3], [2, 0, 5, 3], [50, 50, 59, 59]]])
-    scores = torch.tensor([[0.5, 0.75, 0.25], [0.5, 0.25, 0.75]])
-    kept = functional.batched_nms_with_padding(boxes, scores, None, 0.3, 3, 4, True)
-    assert kept.tolist() == [[1, 2, -1, -1], [2, 0, -1, -1]]  # [1, 2] of the second: (1+1)·4 / (16+16-8) is 1/3
-    assert functional.batched_nms_with_padding(boxes, scores, None, 0.3, 3, 4, False).tolist()[1] == [2, 0, 1, -1]  # 3 / 15
-    again = functional.batched_nms_with_padding(boxes, scores, None, 0.3, 3, 5, True, "rollover")
-    assert again.tolist() == [[1, 2, 1, 2, 1], [2, 0, 2, 0, 2]]
-    classes = torch.tensor([[0, 1, 0], [0, 0, 0]])
-    assert functional.batched_nms_with_padding(boxes, scores, classes, 0.3, 2, 3, True).tolist() == [[1, 0, -1], [2, 0, -1]]
-    with pytest.raises(fxq.errors.ConfigurationError, match="pad_mode"):
-        functional.batched_nms_with_padding(boxes, scores, None, 0.3, 3, 4, True, "zero")
 
 
 # ---- detectors ----------------------------------------------------------------------------------------------------------

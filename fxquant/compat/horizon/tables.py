@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from fxquant.compat.mirror import Row, Tables, refuse, serve
 
 ALIASES = {"horizon_plugin_pytorch": "", "horizon_plugin_profiler": "profiler", "hbdk4": "hbdk4"}
@@ -37,24 +39,21 @@ COMPILING = [
     *serve("exporting", "visualize_model", native="`fxq.report`", note="a page of fxquant's own"),
 ]  # fmt: skip
 
-NAMED_QCONFIGS = """
-default_qat_8bit_fake_quant_qconfig default_calib_8bit_fake_quant_qconfig default_qat_8bit_weight_16bit_act_fake_quant_qconfig
-default_calib_8bit_weight_16bit_act_fake_quant_qconfig default_qat_8bit_weight_32bit_out_fake_quant_qconfig
-default_calib_8bit_weight_32bit_out_fake_quant_qconfig default_qat_8bit_fixed_act_fake_quant_qconfig
-default_qat_8bit_weight_16bit_fixed_act_fake_quant_qconfig default_qat_8bit_lsq_quant_qconfig default_qat_16bit_lsq_quant_qconfig
-default_qat_8bit_pact_quant_qconfig default_qat_16bit_pact_quant_qconfig per_channel_qat_8bit_qconfig
-default_qat_out_8bit_fake_quant_qconfig default_calib_out_8bit_fake_quant_qconfig default_qat_16bit_fake_quant_qconfig
-default_calib_16bit_fake_quant_qconfig
-"""
+_ACTS = ("8bit", "8bit_weight_16bit_act", "8bit_weight_32bit_out", "16bit", "out_8bit")
+NAMED_QCONFIGS = [f"default_{use}_{act}_fake_quant_qconfig" for use in ("qat", "calib") for act in _ACTS]
+NAMED_QCONFIGS += [f"default_qat_{bits}bit_{how}_quant_qconfig" for bits in (8, 16) for how in ("lsq", "pact")]
+NAMED_QCONFIGS += [f"default_qat_8bit_{act}fixed_act_fake_quant_qconfig" for act in ("", "weight_16bit_")] + [
+    "per_channel_qat_8bit_qconfig"
+]
 QCONFIG = [
     *serve("qconfig", "QConfig get_default_qconfig replace_qconfig_dtype", native="`fxq.QConfig`"),
     *serve("qconfig", "get_qconfig", "3.0", "`fxq.QConfig`"),
     *serve("qconfig", "get_default_qat_qconfig get_default_calib_qconfig get_default_qat_out_qconfig", "0.9", "`fxq.QConfig`"),
-    *[Row(name, f"qconfig:{name}", "1.0", "`fxq.QConfig`") for name in NAMED_QCONFIGS.split()],
+    *serve("qconfig", " ".join(["per_channel_qat_8bit_qconfig", *NAMED_QCONFIGS]), native="`fxq.QConfig`"),
 ]
 FAKE = [
     *serve("qconfig", "FakeQuantize CalibFakeQuantize _LearnableFakeQuantize PACTFakeQuantize",
-           native="`fxq.ActivationConfig(training=…)`", note="a description of what a quantizer is made from; called, a module"),
+           native="`fxq.ActivationConfig(training=…)`", note="a description of what a quantizer is made from"),
     *serve("qconfig", "FakeCast", "2.0", "`None` in a `fxq.QConfigMapping`", "keeps an operator in float"),
     *serve("qconfig", """default_8bit_fake_quant default_4bit_fake_quant default_16bit_fake_quant default_calib_fake_quant
            default_8bit_fixed_act_fake_quant default_16bit_fixed_act_fake_quant default_8bit_lsq_quant default_4bit_lsq_quant
@@ -94,6 +93,8 @@ SETTERS = [
     *serve("templates", "ModuleNameTemplate ConvDtypeTemplate MatmulDtypeTemplate SensitivityTemplate", "3.0",
            "rules of a `fxq.QConfigMapping`, `fxq.QConfig(output, weight, input)`"),
     *refuse("SetDynamicQuantTemplate", "no march finds scales at run time", "leave it out, and calibrate", "3.0"),
+    *refuse("ConstDtypeTemplate", "a constant has the dtype in which its reader reads it",
+            'pass ModuleNameTemplate({"name.of.the.reader": {"dtype": {"input": qint16}}})', "3.0"),
     *refuse("LoadFromFileTemplate", "the file holds the plugin's objects", "pass fxq.load_qconfig(path) as the setter", "3.0"),
 ]  # fmt: skip
 CONSISTENCY = refuse("ConsistencyStrategy", "a consistency level is part of the march", "set_march('nash-e-level1'), or level2", "3.0")
@@ -103,6 +104,7 @@ OLD_CALIBRATION = refuse("prepare_calibration prepare_calibration_fx", "the plug
 OTHERS = [
     *AUTO,
     *OLD_CALIBRATION,
+    *refuse("FuseMode", "operators are fused in the graph", "leave it out, and fuse_mode of prepare"),
     *refuse("fuse_conv_shared_modules", "a layer that is called several times is fused at each call", "leave it out"),
     *refuse("split_compilable_model", "a compiled model is cut where devices change", "call fxq.export.export_segments"),
     *refuse("get_default_qat_qconfig_dict", "it is a dict with one qconfig", 'pass {"": get_default_qat_qconfig()}', "0.9"),
@@ -111,9 +113,10 @@ OTHERS = [
 DEBUG = [
     *serve("debug", "featuremap_similarity", native="`fxq.compare`, `fxq.inspect.record`", note="rows, and similarity.txt"),
     *serve("debug", "check_qconfig", native="`fxq.explain`", note="the text of `fxq.explain`, and qconfig_info.txt"),
+    *serve("debug", "check_qat_model", "2.0", "`fxq.inspect`", "a text, and model_check_result.txt with save_results"),
     *serve("debug", "check_deploy_device", native="`fxq.inspect.layers`"),
     *serve("debug", "get_module_called_count", native="`fxq.inspect.call_counts`"),
-    *serve("debug", "model_profiler compare_weights check_unfused_operations", native="`fxq.report`, `fxq.checks`",
+    *serve("debug", "model_profiler compare_weights check_unfused_operations", native="`fxq.report`, `fxq.inspect`",
            note="a page, and rows"),
     *serve("debug", "QuantAnalysis", "2.0", "`fxq.compare`, `fxq.search.sensitivity`"),
     *refuse("get_raw_features", "values are read batch by batch", "call fxq.inspect.record(model, batches)"),
@@ -129,7 +132,7 @@ ONNX = serve("exporting", "export_to_onnx export_quantized_onnx", native="`fxq.e
              note="*qdq* for a prepared model; *exact*, which runs, for an integer one")  # fmt: skip
 JIT = [
     *serve("exporting", "save load", native="`fxq.save`, `fxq.load`", note="the integer graph is saved with the program"),
-    *serve("exporting", "to_device", note="refused with the remedy"),
+    *refuse("to_device", "a program's graph names the device that it was traced on", "trace the model on the other device"),
 ]
 COLOURS = serve("modules", """rgb2yuv bgr2yuv rgb2centered_yuv bgr2centered_yuv rgb2gray bgr2gray rgb2centered_gray bgr2centered_gray
                 rgb2bgr bgr2rgb centered_yuv2rgb centered_yuv2bgr""", native="modules of `fxq.nn`")  # fmt: skip
@@ -143,7 +146,8 @@ NN_FUNCTIONAL = [
 FUNCTIONAL = [
     *COLOURS,
     *serve("modules", "sort stable_sort argmax", native="functions of `torch`"),
-    *serve("detection", "nms batched_nms batched_nms_with_padding", note=HOST),
+    *serve("detection", "nms batched_nms", note=HOST),
+    *refuse("batched_nms_with_padding", "padding is a part of the module", "call horizon.nn.DetectionPostProcessV1(nms_padding_mode=…)"),
     *refuse("nms_rotated", "overlaps of turned boxes are not computed here", "wrap a function that does: fxq.wrap(function)"),
 ]
 FUNCTIONAL_IMPL = [Row("_voxelization", "detection:voxelization", "1.0", "", HOST)]
@@ -187,7 +191,9 @@ HBDK4_COMPILER = [
     *refuse("leap link Hbm", "the compiler's own language and runtime are closed",
             "write fxq.export_onnx, and run it with onnxruntime", "2.0"),
 ]  # fmt: skip
-QTENSOR = refuse("QTensor", "integers of a graph are tensors of integer dtypes", "read them with fxq.inspect.record(model, batches)")
+QTENSOR = refuse(
+    "QTensor HorizonTensor", "integers of a graph are tensors of integer dtypes", "read them with fxq.inspect.record(model, batches)"
+)
 VERSION = [Row("__version__", ":__version__", "1.0", "", "the release whose names are served")]
 SERIALIZATION = refuse("save_with_version get_version_from_scriptmodule", NO_SCRIPT, "use horizon.jit.save, or fxq.save")
 
@@ -225,6 +231,7 @@ MODULES: dict[str, list[Row]] = {
     "quantization.auto_calibration": AUTO,
     "quantization.weight_reconstruction": _named(FLOW, "weight_reconstruction"),
     "quantization.hbdk4": HBDK4_EXPORT,
+    **{"nn." + re.sub("(?<=[a-z0-9])(?=[A-Z])", "_", row.name).lower(): [row] for row in NN if row.name[0].isupper()},
     "nn": NN,
     "nn.functional": NN_FUNCTIONAL,
     "nn.quantized": [
@@ -242,22 +249,17 @@ MODULES: dict[str, list[Row]] = {
         *refuse("Conv2d ConvBN2d ConvReLU2d Linear", "modules are traced, not replaced", "name PyTorch's class: torch.nn.Conv2d"),
     ],
     "nn.intrinsic": refuse("ConvReLU2d ConvAdd2d ConvAddReLU2d", "operators are fused in the graph", "leave it out"),
-    "nn.layer_norm": _named(NN, "LayerNorm"),
     "nn.quantized.functional_impl": FUNCTIONAL_IMPL,
     "nn.quantized.functional": _named(NN_FUNCTIONAL, "point_pillars_scatter", "point_pillars_preprocess"),
     "nn.linear": _named(NN, "Identity"),
-    "nn.segment_lut": _named(NN, "SegmentLUT"),
     "nn.multi_scale_roi_align": [Row("bbox_clip_with_qtensor", "detection:bbox_clip"), *_named(NN, "MultiScaleRoIAlign")],
-    "nn.detection_post_process": _named(NN, "DetectionPostProcess"),
-    "nn.detection_post_process_v1": _named(NN, "DetectionPostProcessV1"),
-    "nn.bgr_to_yuv444": _named(NN, "BgrToYuv444"),
     "nn.grid_sample": _named(NN, "GridSample", "warp"),
-    "nn.interpolate": _named(NN, "Interpolate"),
     "functional": FUNCTIONAL,
     **dict.fromkeys(("fx", "fx.fx_helper", "fx.jit_scheme", "utils.fx_helper"), WRAP),
     "jit": JIT,
     "memory_opt": refuse("MemoryOptManager MemoryOptSwitch", "PyTorch saves memory itself", "use torch.utils.checkpoint"),
     "utils.onnx_helper": ONNX,
+    "utils.check_model": [row for row in DEBUG if row.name == "check_qat_model"],
     "utils.quant_profiler": DEBUG,
     **dict.fromkeys(("utils.typeguard", "profiler.utils.typeguard"), CHECKED),
     "utils.quant_switch": _named(FAKE, "GlobalFakeQuantSwitch"),
@@ -268,6 +270,10 @@ MODULES: dict[str, list[Row]] = {
     "profiler": DEBUG,
     "profiler.bc_editor.bc_editor": _named(DEBUG, "QatBcEditor"),
     "hbdk4.compiler": HBDK4_COMPILER,
+    "hbdk4.compiler.overlay": [row for row in HBDK4_COMPILER if row.name == "Module"],
+    "hbdk4.compiler.onnx": refuse(
+        "export statistics", "modules are made of PyTorch models", "call quantization.hbdk4.export of one", "2.0"
+    ),
     "hbdk4.compiler.hbm": refuse(
         "Hbm Hbo", "the compiler's files and runtime are closed", "run fxq.export_onnx's file with onnxruntime", "2.0"
     ),

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import io
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,11 +16,11 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.compat.common import unknown, unserved
+from fxquant.compat.common import refusals, refuses, unknown, unserved
 from fxquant.compat.horizon.served.flow import integer_of
 from fxquant.compat.horizon.served.march import required
 from fxquant.errors import ConfigurationError
-from fxquant.ir.graph import is_deployed, stage_of
+from fxquant.ir.graph import fact, is_deployed, stage_of
 from fxquant.prepared.batches import first_batches
 from fxquant.reporting.statistics import sqnr_of
 from fxquant.support import logger
@@ -101,14 +102,54 @@ def _write(folder: str | None, name: str, text: str) -> None:
         write_file(Path(folder) / name, text)
 
 
-@checked()
-def check_qconfig(model: fx.GraphModule, example_inputs: Any = None, *, out_dir: str | None = None) -> str:
-    """Return how every operator of a prepared or integer model is quantized, and which requests were not met; `fxquant.explain`.
+ARGUMENTS = {
+    **refusals("rows have the cosine, the noise and the largest difference", "leave it out", "similarity_func"),
+    **refusals("rows are values, and a page shows them", "leave it out, and call fxq.report", "with_tensorboard", "tensorboard_dir"),
+    **refusals("fused operators are not modules", "leave it out, and call fxq.inspect.suspicious_settings(model)", "types",
+               "custom_check_func"),
+}  # fmt: skip
+ARGUMENTS["similarity_func"] = ARGUMENTS["similarity_func"]._replace(harmless=lambda measure: measure in ("Cosine", "SQNR"))
 
+
+@checked()
+@refuses(ARGUMENTS)
+def check_qconfig(
+    model: fx.GraphModule, example_inputs: Any = None, prefixes: Any = (), types: Any = (), custom_check_func: Any = None,
+    out_dir: str | None = None,
+) -> str:  # fmt: skip
+    """Return how the operators of a prepared or integer model are quantized, and which requests were not met; `fxquant.explain`.
+
+    prefixes  only operators of modules whose paths begin with one of these
     out_dir   a folder for qconfig_info.txt
     """
     text = fxq.explain(model)
+    if chosen := (prefixes,) if isinstance(prefixes, str) else tuple(prefixes):
+        places = {layer.name: layer.module or "" for layer in fxq.inspect.layers(model)}
+        names = [name for name, path in places.items() if any(f"{path}.".startswith(f"{prefix}.") for prefix in chosen)]
+        text = "".join(line + "\n" for line in text.splitlines() if line.split(" ")[0].removeprefix("%") in names)
     _write(out_dir, "qconfig_info.txt", text)
+    return text
+
+
+@checked(save_results=FLAG)
+def check_qat_model(
+    model: fx.GraphModule, example_inputs: Any = None, example_kw_inputs: Any = None, save_results: bool = False, out_dir: str | None = None
+) -> str:
+    """Return what is unusual about a prepared model: what is not fused, layers called several times, settings; then every operator.
+
+    save_results  whether to write model_check_result.txt into out_dir, by default the working directory
+    """
+    calls = Counter(layer.module for layer in fxq.inspect.layers(model) if layer.weight_bytes)
+    shared = "".join(f"  {path} {count}\n" for path, count in calls.items() if count > 1) or "  none\n"
+    parts = (
+        fxq.inspect.not_fused(model),
+        f"layers called several times:\n{shared}",
+        fxq.inspect.suspicious_settings(model),
+        fxq.explain(model),
+    )
+    text = "\n".join(map(str, parts))
+    if save_results or out_dir is not None:
+        _write(out_dir or ".", "model_check_result.txt", text)
     return text
 
 
@@ -118,9 +159,14 @@ def check_deploy_device(model: fx.GraphModule) -> dict[str, str]:
     return {layer.name: layer.device for layer in fxq.inspect.layers(model)}
 
 
-@checked()
-def get_module_called_count(model: nn.Module, example_inputs: Any, check_leaf_module: Any = None) -> dict[str, int]:
-    """Count the calls of each module without children, or that `check_leaf_module(module)` selects: 0 unused, above 1 shared."""
+@checked(print_tabulate=FLAG)
+def get_module_called_count(
+    model: nn.Module, example_inputs: Any, check_leaf_module: Any = None, print_tabulate: bool = True
+) -> dict[str, int]:
+    """Count the calls of each module without children, or that `check_leaf_module(module)` selects: 0 unused, above 1 shared.
+
+    The counts are printed unless `print_tabulate` is False.
+    """
     chosen = check_leaf_module or (lambda module: not list(module.children()))
     counts = {name: 0 for name, module in model.named_modules() if chosen(module)}
 
@@ -131,6 +177,8 @@ def get_module_called_count(model: nn.Module, example_inputs: Any, check_leaf_mo
         for name in counts:
             hooks.enter_context(model.get_submodule(name).register_forward_hook(functools.partial(count, name)))
         model(*example_inputs) if isinstance(example_inputs, tuple | list) else model(example_inputs)
+    if print_tabulate:
+        print("\n".join(f"{name:40} {count}" for name, count in counts.items()))
     return counts
 
 
@@ -180,11 +228,19 @@ def check_unfused_operations(model: nn.Module, example_inputs: Any, print_tabula
 
 
 @checked()
-def compare_weights(float_model: fx.GraphModule, qat_quantized_model: fx.GraphModule, *, out_dir: str | None = None) -> Any:
-    """Return the difference of the weights of two prepared or integer models, a row each, worst first.
+@refuses(ARGUMENTS)
+def compare_weights(
+    float_model: nn.Module, qat_quantized_model: fx.GraphModule, similarity_func: Any = "Cosine", with_tensorboard: bool = False,
+    tensorboard_dir: Any = None, out_dir: str | None = None,
+) -> Any:  # fmt: skip
+    """Return the difference of the weights of two forms of a model, float, prepared or integer, a row each, worst first.
 
     out_dir   a folder for weight_comparison.txt
     """
+    target = getattr(qat_quantized_model, "meta", {}).get("target")
+    if target is not None and (not isinstance(float_model, fx.GraphModule) or stage_of(float_model) is None):
+        inputs = tuple(torch.zeros(fact(node).at(2)) for node in qat_quantized_model.graph.find_nodes(op="placeholder"))
+        float_model = fxq.prepare(float_model, inputs, target)
     rows = fxq.inspect.compare_weights(float_model, qat_quantized_model)
     _write(out_dir, "weight_comparison.txt", f"{rows}\n")
     return rows
@@ -226,6 +282,9 @@ class QuantAnalysis:
     ConfigurationError for another type, and for post_process.
     """
 
+    case: Any
+    _comparison: Any
+
     def __init__(
         self, baseline_model: nn.Module, analysis_model: Any, analysis_model_type: str, device_ids: Any = None, post_process: Any = None,
         out_dir: str | Path | None = None,
@@ -239,8 +298,7 @@ class QuantAnalysis:
         models: tuple[Any, Any] = baseline_model, analysis_model
         self.baseline, self.analysis = (each if isinstance(each, nn.Module) else getattr(each, "model", each) for each in models)
         self.out_dir = Path(accepted("QuantAnalysis", "out_dir", out_dir or "./horizon_quant_analysis", FOLDER))
-        self.case: Any = None
-        self._comparison: Any = None
+        self.clean()
 
     def auto_find_bad_case(self, dataloader: Iterable[Any], num_steps: int | None = None, **options: Any) -> int:
         """Select the batch on which the outputs differ most, by the mean of squares; return its index."""
@@ -276,6 +334,19 @@ class QuantAnalysis:
                 remedy="call auto_find_bad_case(dataloader) or set_bad_case(batch)",
             )
         return self.case
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith(("plot_", "tune_")):
+            raise AttributeError(name)
+        because, remedy = (
+            "a page has what is drawn, and widths are searched in the float model",
+            "call fxq.report, or fxq.search.mixed_precision",
+        )
+        raise ConfigurationError(f"QuantAnalysis has no {name}", because=because, remedy=remedy)
+
+    def clean(self) -> None:
+        """Forget the selected batch and its comparison."""
+        self.case = self._comparison = None
 
     def run(self, device_id: Any = None, **options: Any) -> None:
         _left_out(".run", {"device_id": device_id, **options})

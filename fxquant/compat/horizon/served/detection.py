@@ -21,20 +21,20 @@ YOLO = "yolo"
 PADDING = (None, "pad_zero", "rollover")
 
 
-def _overlaps(boxes: Tensor, border: float) -> Tensor:
-    """Return the intersection over union of every two boxes (N, 4); `border` is added to widths and heights."""
+def _overlaps(boxes: Tensor) -> Tensor:
+    """Return the intersection over union of every two boxes (N, 4)."""
     left, right = torch.maximum(boxes[:, None, :2], boxes[None, :, :2]), torch.minimum(boxes[:, None, 2:], boxes[None, :, 2:])
-    common = (right - left + border).clamp(min=0).prod(-1)
-    area = (boxes[:, 2:] - boxes[:, :2] + border).clamp(min=0).prod(-1)
+    common = (right - left).clamp(min=0).prod(-1)
+    area = (boxes[:, 2:] - boxes[:, :2]).clamp(min=0).prod(-1)
     union = area[:, None] + area[None, :] - common
     return torch.where(union > 0, common / union, torch.zeros_like(common))
 
 
-def _kept(boxes: Tensor, scores: Tensor, threshold: float, labels: Tensor | None, border: float = 0.0, margin: float = 0.0) -> Tensor:
+def _kept(boxes: Tensor, scores: Tensor, threshold: float, labels: Tensor | None, margin: float = 0.0) -> Tensor:
     """Return which boxes stay, the best first: those that no better one of their label overlaps by more than the threshold."""
     order = scores.argsort(descending=True, stable=True)
     boxes, ranked = boxes[order], scores[order]
-    beats = _overlaps(boxes, border) > threshold
+    beats = _overlaps(boxes) > threshold
     if labels is not None:
         beats &= labels[order][:, None] == labels[order][None, :]
     if margin > 0:
@@ -56,31 +56,6 @@ def nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
 def batched_nms(boxes: Tensor, scores: Tensor, idxs: Tensor, iou_threshold: float) -> Tensor:
     """Compute `nms` separately for the boxes of each category, `idxs` (N,)."""
     return _kept(boxes, scores, iou_threshold, idxs)
-
-
-@fxq.wrap
-def batched_nms_with_padding(
-    boxes: Tensor, scores: Tensor, class_idxs: Tensor | None, iou_threshold: float, pre_top_n: int, post_top_n: int, legacy_bbox: bool,
-    pad_mode: str = "pad_zero",
-) -> Tensor:  # fmt: skip
-    """Compute `nms` for each item of boxes (N, B, 4) and scores (N, B), among the best `pre_top_n`: (N, post_top_n) int64 indices.
-
-    legacy_bbox  widths and heights are one pixel more
-    pad_mode     "pad_zero": unused positions hold -1; "rollover": they repeat the indices
-
-    Raises ConfigurationError for another pad_mode.
-    """
-    if pad_mode not in PADDING[1:]:
-        raise unknown("pad_mode", pad_mode, "'pad_zero' or 'rollover'")
-    found = torch.full((len(boxes), post_top_n), -1, dtype=torch.int64, device=boxes.device)
-    for item in range(len(boxes)):
-        best = scores[item].argsort(descending=True, stable=True)[:pre_top_n]
-        labels = None if class_idxs is None else class_idxs[item][best]
-        kept = best[_kept(boxes[item][best], scores[item][best], iou_threshold, labels, float(legacy_bbox))][:post_top_n]
-        if pad_mode == "rollover" and len(kept):
-            kept = kept.repeat(-(-post_top_n // len(kept)))[:post_top_n]
-        found[item, : len(kept)] = kept
-    return found
 
 
 @fxq.wrap
@@ -186,6 +161,13 @@ def _best(made: tuple[Tensor, Tensor, Tensor], settings: dict[str, Any]) -> tupl
     return nms_of_scores(*made, *limits)  # type: ignore[no-any-return]
 
 
+def _settings(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a constructor that a graph can hold: numbers, strings, None and lists of numbers."""
+    given = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in arguments.items()}
+    kinds = (bool, int, float, str, list, tuple, type(None))
+    return {name: list(v) if isinstance(v, list | tuple) else v for name, v in given.items() if isinstance(v, kinds)}
+
+
 class DetectionPostProcess(nn.Module):
     """Post-processing of a detector's outputs to (boxes, scores, labels), each a tuple of one tensor (M, 4) or (M,) per item; int64 labels.
 
@@ -215,13 +197,7 @@ class DetectionPostProcess(nn.Module):
         super().__init__()
         if mode not in ("normal", YOLO):
             raise unknown("mode", mode, "'normal' or 'yolo'")
-        self.settings = {
-            "score_threshold": score_threshold, "background_class_idx": background_class_idx, "size_threshold": size_threshold,
-            "regression_scale": None if regression_scale is None else [float(factor) for factor in regression_scale],
-            "image_size": None if image_size is None else [int(length) for length in image_size], "iou_threshold": iou_threshold,
-            "pre_decode_top_n": pre_decode_top_n, "post_decode_top_n": post_decode_top_n, "pre_nms_top_n": pre_nms_top_n,
-            "post_nms_top_n": post_nms_top_n, "nms_on_each_level": bool(nms_on_each_level), "mode": mode,
-        }  # fmt: skip
+        self.settings = _settings(locals())
 
     def forward(self, boxes: Any, scores: Any, regressions: Any, image_shapes: Tensor | None = None) -> Any:
         lists = [list(given) if isinstance(given, list | tuple) else [given] for given in (boxes, scores, regressions)]
@@ -296,12 +272,7 @@ class DetectionPostProcessV1(nn.Module):
         if nms_padding_mode not in PADDING:
             raise unknown("nms_padding_mode", nms_padding_mode, "None, 'pad_zero' or 'rollover'")
         self.exp = None if exp_overwrite is torch.exp else exp_overwrite
-        self.settings = {
-            "num_classes": num_classes, "box_filter_threshold": box_filter_threshold, "class_offsets": list(class_offsets),
-            "use_clippings": bool(use_clippings), "image_size": None if image_size is None else list(image_size),
-            "nms_threshold": nms_threshold, "pre_nms_top_k": pre_nms_top_k, "post_nms_top_k": post_nms_top_k,
-            "nms_padding_mode": nms_padding_mode, "nms_margin": nms_margin, "bbox_min_hw": list(bbox_min_hw),
-        }  # fmt: skip
+        self.settings = _settings(locals())
 
     def forward(self, data: Any, anchors: Any, image_sizes: Any = None) -> Any:
         return _choose(list(data), list(anchors), image_sizes, self.settings, self.exp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import operator
 import os
@@ -48,12 +49,14 @@ def require_march(model: fx.GraphModule, march: str | None, called: str) -> None
         )
 
 
-def _folder(module: Any, folder: Path, march: str | None, name: str | None, opt: str, called: str) -> tuple[fx.GraphModule, Path]:
+def _folder(
+    module: Any, folder: Path, march: str | None, name: str | None, opt: str, called: str, camera: str | None = None
+) -> tuple[fx.GraphModule, Path]:  # fmt: skip
     """Return the integer model, and its folder for the compiler. Raises ConfigurationError for a march other than the model's."""
     integer = integer_of(module, called)
     require_march(integer, march or get_march(), called)
     options = fxq.board.HorizonOptions(optimize_level=LEVELS.get(opt, opt), compile_mode=OPTIMIZE.get(opt, "latency"))
-    return integer, fxq.board.export_horizon(integer, folder, name or "model", options=options)
+    return integer, fxq.board.export_horizon(integer, folder, name or "model", camera=camera, options=options)
 
 
 def _say_inputs(called: str, source: Any, input_layout: Any, output_layout: Any) -> None:
@@ -85,9 +88,16 @@ def compile_model(
     Raises ConfigurationError for nash, and if the tool is not installed; ExportError; and CompilationError with the layer and its
     source line.
     """
-    path = Path(hbm)
     _say_inputs("compile_model", input_source, input_layout, output_layout)
-    _, folder = _folder(module, path.with_suffix(""), march, name, opt, "compile_model")
+    return compiled(module, hbm, march, name, opt, progressbar)
+
+
+def compiled(
+    module: Any, hbm: str | os.PathLike[str], march: str | None, name: str | None, opt: str, progressbar: bool, camera: str | None = None
+) -> int:  # fmt: skip
+    """Compile as `compile_model`; `camera` is that of `fxquant.export_horizon`."""
+    path = Path(hbm)
+    _, folder = _folder(module, path.with_suffix(""), march, name, opt, "compile_model", camera)
     made = fxq.board.compile_horizon(folder, show_progress=None if progressbar else False)
     shutil.copyfile(made, path.with_suffix(".bin"))
     if path.suffix == ".hbm":
@@ -133,17 +143,10 @@ def perf_model(
 @checked(save_path=FILE.or_none("model.html"), show=FLAG)
 def visualize_model(
     module: Any, example_inputs: Any = None, march: str | None = None, save_path: str | os.PathLike[str] | None = None, show: bool = False,
-    **options: Any,
+    input_source: Any = "ddr", input_layout: str | None = None, output_layout: str = "NCHW", opt: Any = "O2", balance_factor: int = 2,
+    progressbar: bool = True, jobs: int = 16, extra_args: Any = None,
 ) -> Path:  # fmt: skip
-    """Write a page of the model's graph and layers, and open it in a browser with `show`; return its path. `march` has no effect.
-
-    Raises ConfigurationError for an option that Horizon's function does not have.
-    """
-    for option in options:
-        if option not in ("input_source", "input_layout", "output_layout", "opt", "balance_factor", "progressbar", "jobs", "extra_args"):
-            raise ConfigurationError(
-                f"visualize_model has no option {option!r}", because="it draws a model, and compiles nothing", remedy="leave it out"
-            )
+    """Write a page of the model's graph and layers, and open it in a browser with `show`; return its path. Nothing is compiled."""
     made = fxq.report(integer_of(module, "visualize_model"), save_path or "model.html")
     if show:
         webbrowser.open_new_tab(made.resolve().as_uri())
@@ -183,35 +186,26 @@ OPTIONS = {
 @refuses(OPTIONS)
 def export_to_onnx(
     model: Any, args: Any, f: Any, export_params: bool = True, verbose: bool = False, training: Any = None,
-    input_names: list[str] | None = None, output_names: list[str] | None = None, operator_export_type: Any = None, opset_version: int = 11,
-    do_constant_folding: bool = True, dynamic_axes: Any = None, keep_initializers_as_inputs: Any = None, custom_opsets: Any = None,
+    input_names: list[str] | None = None, output_names: list[str] | None = None, operator_export_type: Any = None,
+    opset_version: int | None = 11, do_constant_folding: bool = True, dynamic_axes: Any = None, keep_initializers_as_inputs: Any = None,
+    custom_opsets: Any = None, *, _exact: bool = False,
 ) -> Path:  # fmt: skip
     """Write a float model, or a prepared one with quantize and dequantize around float operators: for viewing, and other compilers.
 
-    It does not have the bits of the integer model, which `export_quantized_onnx` writes. Operators are ONNX's own, whatever
-    `operator_export_type` is. Return the path. Raises ConfigurationError for an unsupported option that would change the file.
+    It does not have the bits of the integer model, which `export_quantized_onnx` writes, as standard operators on integers. Operators are
+    ONNX's own, whatever `operator_export_type` is. Opset 11, the plugin's, means the style's default where that opset lacks operators.
+    Return the path. Raises ConfigurationError for an unsupported option that would change the file.
     """
     names: Any = {"input_names": input_names, "output_names": output_names}
+    opset = None if opset_version == 11 else opset_version
+    if _exact:
+        return fxq.export_onnx(integer_of(model, "export_quantized_onnx"), f, opset=opset, **names)
     if not isinstance(model, fx.GraphModule) or stage_of(model) is None:
-        inputs = tuple(args) if isinstance(args, list) else args
-        return fxq.export_onnx(model, f, example_inputs=inputs, opset=None if opset_version == 11 else opset_version, **names)
+        return fxq.export_onnx(model, f, example_inputs=tuple(args) if isinstance(args, list) else args, opset=opset, **names)
     return fxq.export_onnx(integer_of(model, "export_to_onnx"), f, style="qdq", opset=opset_version, **names)
 
 
-@checked(f=FILE)
-@refuses(OPTIONS)
-def export_quantized_onnx(
-    model: Any, args: Any, f: Any, export_params: bool = True, verbose: bool = False, training: Any = None,
-    input_names: list[str] | None = None, output_names: list[str] | None = None, operator_export_type: Any = None,
-    opset_version: int | None = None, do_constant_folding: bool = True, dynamic_axes: Any = None, keep_initializers_as_inputs: Any = None,
-    custom_opsets: Any = None,
-) -> Path:  # fmt: skip
-    """Write an integer model as standard operators on integers: it runs everywhere, with equal bits. Return the path.
-
-    opset_version   11, the plugin's, means the style's default, because that opset lacks integer operators
-    """
-    opset = None if opset_version == 11 else opset_version
-    return fxq.export_onnx(integer_of(model, "export_quantized_onnx"), f, opset=opset, input_names=input_names, output_names=output_names)
+export_quantized_onnx = functools.partial(export_to_onnx, _exact=True)
 
 
 # ---- TorchScript -------------------------------------------------------------------------------------------------------
@@ -248,12 +242,3 @@ def load(f: Any, map_location: Any = None, _extra_files: dict[str, Any] | None =
             write_file(kept, held if isinstance(held, bytes) else held.encode("latin-1"))
             object.__setattr__(program, "fxquant_integer", fxq.load(kept))
     return program  # type: ignore[no-any-return]
-
-
-def to_device(model: Any, device: Any) -> Any:
-    """Raise ConfigurationError: a program has the device that it was traced on."""
-    raise ConfigurationError(
-        "a TorchScript program cannot be moved",
-        because="its graph names the device it was traced on",
-        remedy="trace the model on that device",
-    )

@@ -8,6 +8,7 @@ import inspect
 import itertools
 import weakref
 from collections.abc import Mapping
+from operator import not_
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from fxquant.calibration.calibration import enter, owned_quantizers, require_pre
 from fxquant.compat.common import BRANCH, FUSED, Refusal, keeps_attributes, reading_attributes, refusals, refuses, traced, unknown, unserved
 from fxquant.compat.deferred import Deferred, converted, keep_shapes, prepared_in_place, set_observed_scales, take_checkpoints
 from fxquant.compat.horizon.served.march import get_qat_mode, required
-from fxquant.compat.horizon.served.markers import leaves, scale_of_stubs
+from fxquant.compat.horizon.served.markers import leaves, scale_of_stubs, with_paths
 from fxquant.compat.horizon.served.qconfig import as_qconfig
 from fxquant.compat.horizon.served.templates import of_dict, of_setters, on_host
 from fxquant.errors import ConfigurationError
@@ -37,20 +38,14 @@ ARGUMENTS = {
     **refusals("modules are traced, not replaced", "leave it out", "mapping"),
     **refusals("operands of a concatenation have the scales that the march demands", "leave it out", "optimize_kwargs"),
     "convert_custom_config_dict": Refusal("custom modules have no integer graph", "leave it out", keeps_attributes),
-    **refusals(*FUSED, "fuse_custom_config_dict"),
-    "fuser_func": Refusal(*FUSED, lambda function: function is fuse_known_modules),
+    "fuse_custom_config_dict": Refusal(*FUSED, keeps_attributes),
+    "additional_fuser_method_mapping": Refusal(*FUSED, not_),
+    "fuser_func": Refusal(*FUSED, lambda function: getattr(function, "__name__", "") == "fuse_known_modules"),
 }
 
 
-class PrepareMethod(enum.Enum):
-    """The methods of Horizon's `prepare`; here all of these trace the model."""
-
-    EAGER = "eager"
-    SYMBOLIC = "symbolic"
-    JIT = "jit"
-    JIT_STRIP = "jit-strip"
-
-
+METHODS = {"EAGER": "eager", "SYMBOLIC": "symbolic", "JIT": "jit", "JIT_STRIP": "jit-strip"}  # all of these trace the model
+PrepareMethod = enum.Enum("PrepareMethod", METHODS)  # type: ignore[misc]
 PREPARED: weakref.WeakSet[fx.GraphModule] = weakref.WeakSet()  # the models that these functions created, for parts of them
 OLD_SCALE = 1.0 / 128.0
 
@@ -99,7 +94,7 @@ def prepare_qat(
 
 @checked(training_branch=BRANCH)
 def prepare(
-    model: nn.Module, example_inputs: Any = None, qconfig_setter: Any = None, method: PrepareMethod | str = PrepareMethod.JIT_STRIP,
+    model: nn.Module, example_inputs: Any = None, qconfig_setter: Any = None, method: Any = "jit-strip",
     example_kw_inputs: Any = None, fuse_mode: Any = None, *, dynamic_shapes: Any = None, training_branch: bool | None = None,
 ) -> fx.GraphModule:  # fmt: skip
     """Prepare the model by a setter, or by several, of which the first with a rule for an operator decides; None: attributes `qconfig`.
@@ -138,7 +133,7 @@ def _prepare(
     scale, why = None, f"{called} for {march} observes what is given no scale"
     if old and not backends.get(march).name.startswith("nash"):
         scale, why = OLD_SCALE, f"the default of {called} for {march}; QuantStub(scale=None) observes it"
-    with scale_of_stubs(model, scale, why), reading_attributes(model, as_qconfig):
+    with scale_of_stubs(model, scale, why), reading_attributes(model, as_qconfig), with_paths(model):
         if isinstance(model, fx.GraphModule) and stage_of(model) is not None:
             graph = fxq.trace(model, inputs)
         else:
@@ -253,10 +248,9 @@ def convert(
 
 
 @checked()
+@refuses(ARGUMENTS)
 def fuse_fx(model: nn.Module, fuse_custom_config_dict: Any = None) -> nn.Module:
     """Return the model unchanged: operators are fused when it is prepared."""
-    if not keeps_attributes(fuse_custom_config_dict):
-        raise ARGUMENTS["fuse_custom_config_dict"].error("fuse_fx(fuse_custom_config_dict=…) cannot be done")
     return model
 
 
@@ -265,14 +259,13 @@ def fuse_fx(model: nn.Module, fuse_custom_config_dict: Any = None) -> nn.Module:
 def fuse_modules(
     model: nn.Module, modules_to_fuse: Any, inplace: bool = False, fuser_func: Any = None, fuse_custom_config_dict: Any = None
 ) -> nn.Module:
-    """Return the model unchanged: operators are fused when it is prepared, whether they are listed or not."""
+    """Return the model unchanged, as `fuse_fx`, whether operators are listed or not."""
     return model
 
 
+@refuses(ARGUMENTS)
 def fuse_known_modules(mod_list: Any, is_qat: bool = False, additional_fuser_method_mapping: Any = None) -> Any:
-    """Return the modules unchanged: operators are fused when the model is prepared."""
-    if additional_fuser_method_mapping:
-        raise ARGUMENTS["fuser_func"].error("fuse_known_modules(fuser_func=…) cannot be done")
+    """Return the modules unchanged, as `fuse_fx`."""
     return mod_list
 
 

@@ -5,18 +5,20 @@ A module is a prepared model ("qat.bc") or an integer one ("quantized.bc"). File
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import fxquant as fxq
+from fxquant.backends.horizon.export import HB_MAPPER
 from fxquant.calibration.calibration import require_prepared
-from fxquant.compat.horizon.served.exporting import compile_model, perf_model, require_march
+from fxquant.compat.horizon.served.exporting import compiled, perf_model, require_march
 from fxquant.compat.horizon.served.flow import integer_of
+from fxquant.compat.horizon.served.march import NAMES
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import fact, is_deployed
 from fxquant.ir.integer import qparams
@@ -24,20 +26,101 @@ from fxquant.support import logger
 from fxquant.support.arguments import FILE, PATH, checked
 
 FLOAT, INTEGER = "float", "integer"  # what a module takes and returns, as `io` of `fxquant.export_onnx`
-NAME, IO = "hbdk4.name", "hbdk4.io"  # in the file of a module
+META = "hbdk4"  # in the file of a module: its name, `io`, `image` and `unit`
 IO_OPS = frozenset({"quantize", "dequantize", "cast", "transpose", "reshape"})  # that may be named
+NHWC, YUV, NV12 = "NHWC", "yuv444", "nv12"  # formats of a module's image
+ORDERS = {None: "", "yuvbt601full2rgb": "rgb", "yuvbt601full2bgr": "bgr"}  # modes of a preprocessing, and the model's order of channels
+CENTRE = 128.0  # of a byte, whose int8 is the byte minus this
+
+
+def _refuse(what: str, because: str, remedy: str) -> NoReturn:
+    raise ConfigurationError(f"{what} cannot be done", because=because, remedy=remedy)
+
+
+class Input:
+    """An input of a module, which can take the image of a camera instead of (N, 3, H, W). Methods return the input that replaces it."""
+
+    def __init__(self, module: Module, name: str) -> None:
+        self._module, self.name = module, name
+
+    def _to(self, called: str, before: str | None, step: str, image: str) -> Input:
+        """Set the module's format of images. Raises ConfigurationError unless it was `before`, which `step` sets."""
+        if self._module.image != before:
+            remedy = f"call {step} first" if self._module.image is None else "export the model again, and insert each step once"
+            _refuse(called, "steps before an image are inserted from the model outwards, each once", remedy)
+        if len(self._module.model.graph.find_nodes(op="placeholder")) != 1:
+            _refuse(called, "the model has several inputs", "convert the image outside of the model, with fxq.nn.Nv12ToYuv444")
+        self._module.image = image
+        return self
+
+    def insert_transpose(self, permutes: Any) -> Input:
+        """Make the module take images (N, H, W, 3), which is a step to those of a camera. Raises ConfigurationError for other orders."""
+        if list(permutes) != [0, 3, 1, 2]:
+            _refuse(f"insert_transpose({permutes})", "images of a camera are (N, H, W, 3)", "pass [0, 3, 1, 2], or permute in forward")
+        return self._to("insert_transpose", None, "insert_transpose", NHWC)
+
+    def insert_image_preprocess(
+        self, mode: str | None = None, divisor: float = 1, mean: Any = (0.0, 0.0, 0.0), std: Any = (1.0, 1.0, 1.0), is_signed: bool = True
+    ) -> Input:
+        """Make the module take bytes of Y, U and V (N, H, W, 3), each in 0…255, by `fxquant.with_camera`.
+
+        mode       "yuvbt601full2rgb" or "yuvbt601full2bgr": the model takes these colours as (colour / divisor - mean) / std. None: the
+                   model takes Y, U and V as (value / divisor - mean) / std, where mean is 128 / divisor
+        mean, std  a number for each channel, in the model's order
+        is_signed  has no effect
+
+        Raises ConfigurationError for another mode, and for a model that `with_camera` does not take.
+        """
+        if mode not in ORDERS:
+            _refuse(f"insert_image_preprocess(mode={mode!r})", f"modes are {', '.join(map(repr, ORDERS))}", "pass one of these")
+        means, stds = ([float(value) * divisor for value in values] for values in (mean, std))
+        if mode is None and not (set(means) == {CENTRE} and len(set(stds)) == 1):
+            _refuse(
+                "insert_image_preprocess(mode=None)", "the bytes of a camera are read minus 128, with one scale",
+                "pass mean=[128, 128, 128] and one std, or put fxq.nn.YuvToRgb(centred=True, mean=…, std=…) in front of the model",
+            )  # fmt: skip
+        model = self._module.model
+        if mode is not None:
+            step = -1 if ORDERS[mode] == "bgr" else 1
+            model = fxq.board.with_camera(integer_of(model, "insert_image_preprocess"), ORDERS[mode], mean=means[::step], std=stds[::step])
+        self._to("insert_image_preprocess", NHWC, "insert_transpose([0, 3, 1, 2])", YUV)
+        self._module.model, self._module.unit = model, 1.0 if mode else 1 / stds[0]
+        return self
+
+    def insert_image_convert(self, mode: str = NV12) -> tuple[Input, Input]:
+        """Make the module take Y (N, H, W, 1) and UV (N, H/2, W/2, 2) of NV12, uint8. Raises ConfigurationError for another mode."""
+        if mode != NV12:
+            _refuse(f"insert_image_convert({mode!r})", "cameras have NV12", "pass 'nv12', or leave it out for Y, U and V of every pixel")
+        self._to("insert_image_convert", YUV, "insert_image_preprocess(mode, divisor, mean, std)", NV12)
+        return Input(self._module, f"{self.name}_y"), Input(self._module, f"{self.name}_uv")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        _refuse(
+            f"{name} of an input", "graphs are not edited but for the images of a camera, and the ends as a whole",
+            "change the model's forward before it is prepared, or call remove_io_op() of the function",
+        )  # fmt: skip
 
 
 class Function:
-    """The one function of a module: its model, and the names of its inputs and outputs."""
+    """The one function of a module: its model, and its inputs. A call returns a list of the outputs' tensors."""
 
     def __init__(self, module: Module) -> None:
         self._module = module
         self.name = module.name
 
     @property
-    def inputs(self) -> list[str]:
-        return [str(node.target) for node in self._module.model.graph.nodes if node.op == "placeholder"]
+    def inputs(self) -> list[Input]:
+        names = [str(node.target) for node in self._module.model.graph.nodes if node.op == "placeholder"]
+        planes = [f"{names[0]}_y", f"{names[0]}_uv"] if self._module.image == NV12 else names
+        return [Input(self._module, name) for name in planes]
+
+    flatten_inputs = inputs
+
+    def __call__(self, *inputs: Any) -> list[Any]:
+        given = (torch.as_tensor(each) if hasattr(each, "__array__") else each for each in inputs)  # arrays of numpy
+        return pytree.tree_leaves(self._module(*given))
 
     def remove_io_op(self, op_types: Any = None, op_names: Any = None) -> None:
         """Make the module, and its files, take and return integers: the quantize of inputs and the dequantize of outputs are removed.
@@ -49,47 +132,56 @@ class Function:
         """
         named = {str(name).lower() for name in op_types or ("quantize", "dequantize")}
         if op_names or not named >= {"quantize", "dequantize"} or named - IO_OPS:
-            raise ConfigurationError(
-                f"remove_io_op({'op_names=…' if op_names else f'op_types={op_types!r}'}) cannot be done",
-                because="a file has float tensors at both ends, or integers at both",
-                remedy="pass op_types=['Quantize', 'Dequantize'], or leave it out",
-            )
+            _refuse(
+                f"remove_io_op({'op_names=…' if op_names else f'op_types={op_types!r}'})",
+                "a file has float tensors at both ends, or integers at both", "pass op_types=['Quantize', 'Dequantize'], or leave it out",
+            )  # fmt: skip
         if not is_deployed(self._module.model):
-            raise ConfigurationError(
-                "the ends of a prepared model cannot be left out",
-                because="it computes in float, on the grids of the integers",
-                remedy="call convert(module, march) first",
-            )
+            _refuse("remove_io_op of a prepared model", "it computes in float, on grids", "call convert(module, march) first")
         self._module.io = INTEGER
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith(("insert_", "register_")):
-            raise ConfigurationError(
-                f"{name} cannot be done",
-                because="graphs are not edited after they were made",
-                remedy="insert fxq.nn.Nv12ToYuv444, fxq.nn.YuvToRgb or a permutation before the model, and prepare both together",
-            )
+        if name.startswith(("insert_", "register_", "feed")):
+            _refuse(
+                f"{name} of a function", "a function is called with tensors, and images are inserted at its inputs",
+                "call functions[0](*inputs) to compute, and functions[0].inputs[0].insert_image_convert('nv12') for a camera",
+            )  # fmt: skip
         raise AttributeError(name)
 
 
 class Module:
     """A model between two steps of the compiler: prepared, or integer. A call computes the model.
 
-    io   "float", or "integer" after `remove_io_op`: calls and files then take and return integers
+    io     "float", or "integer" after `remove_io_op`: calls and files then take and return integers
+    image  the format of the input after steps of a camera: "NHWC", "yuv444" or "nv12"; None: the model's own
+    unit   the size of a step of bytes in the model's input
     """
 
-    def __init__(self, model: fx.GraphModule, name: str = "forward", io: str = FLOAT) -> None:
-        self.model, self.name, self.io = model, name, io
+    def __init__(self, model: fx.GraphModule, name: str = "forward", io: str = FLOAT, image: str | None = None, unit: float = 1.0) -> None:
+        self.model, self.name, self.io, self.image, self.unit = model, name, io, image, unit
 
     @property
     def functions(self) -> list[Function]:
         return [Function(self)]
 
+    graphs = functions
+
     def __getitem__(self, index: int) -> Function:
         return self.functions[index]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.image == NV12:
+            args = (fxq.nn.Nv12ToYuv444(centred=True)(*args) * self.unit,)
+        elif self.image is not None:
+            (image,) = (each.permute(0, 3, 1, 2) for each in args)
+            args = (image if self.image == NHWC else (image.float() - CENTRE) * self.unit,)
         return self.model(*args, **kwargs) if self.io == FLOAT else _on_integers(self.model, args)
+
+    def report(self, called: str) -> None:
+        """Log what the files of a module with an image take, which is not what its calls take."""
+        if self.image is not None:
+            values = "" if self.image == NHWC else f" of Y, U and V minus 128, times {self.unit:g}"
+            logger.warning("%s: the file takes float32 (N, 3, H, W)%s; calls of the module take %s", called, values, self.image)
 
 
 def _on_integers(model: fx.GraphModule, args: tuple[Any, ...]) -> Any:
@@ -141,7 +233,7 @@ def convert(m: Any, march: Any = None, advice: Any = None, **options: Any) -> Mo
     """Return a module of integers. Raises ConfigurationError for another march than the one that the model was prepared for."""
     made = _module(m, "convert")
     require_march(made.model, _march(march), "convert")
-    return Module(integer_of(made.model, "convert"), made.name, made.io)
+    return Module(integer_of(made.model, "convert"), made.name, made.io, made.image, made.unit)
 
 
 def _march(march: Any) -> str | None:
@@ -162,21 +254,22 @@ def _module(given: Any, called: str) -> Module:
 
 @checked(path=FILE)
 def save(m: Any, path: Any) -> None:
-    """Write a module with its name and its `io`, whatever the ending: a file that `load` and `fxq.load` read."""
+    """Write a module with its name and its ends, whatever the ending: a file that `load` and `fxq.load` read."""
     made = _module(m, "save")
     meta = made.model.meta
-    meta.update({NAME: made.name, IO: made.io})
+    meta[META] = [made.name, made.io, made.image or "", str(made.unit)]
     try:
         fxq.save(made.model, path)
     finally:
-        del meta[NAME], meta[IO]
+        del meta[META]
 
 
 @checked(path=PATH)
 def load(path: Any) -> Module:
     """Load a module that `save` wrote."""
     model = fxq.load(path)
-    return Module(model, model.meta.pop(NAME, "forward"), model.meta.pop(IO, FLOAT))
+    name, io, image, unit = model.meta.pop(META, ("forward", FLOAT, "", "1"))
+    return Module(model, name, io, image or None, float(unit))
 
 
 def statistics(m: Any) -> dict[str, dict[str, int]]:
@@ -200,7 +293,10 @@ def compile(m: Any, path: Any, march: Any = None, opt: int = 2, jobs: int = 4, p
     made = _module(m, "compile")
     if made.io == INTEGER:
         logger.warning("compile: the program takes and returns float tensors; visualize writes an ONNX file of integers at both ends")
-    return compile_model(made.model, None, os.fspath(path), _march(march), opt=f"O{min(opt, 3)}", progressbar=progress_bar)
+    camera = made.image if made.image in (YUV, NV12) and made.model.meta["target"].name in HB_MAPPER.marches else None
+    if camera is None:
+        made.report("compile")
+    return compiled(made.model, path, _march(march), None, f"O{min(opt, 3)}", progress_bar, camera)
 
 
 @checked()
@@ -222,6 +318,7 @@ def visualize(m: Any, onnx_file: Any = None, use_netron: bool = False) -> Path:
     After `remove_io_op` the file takes and returns integers.
     """
     made = _module(m, "visualize")
+    made.report("visualize")
     return fxq.export_onnx(integer_of(made.model, "visualize"), onnx_file or "model.onnx", io=made.io)
 
 
@@ -231,11 +328,9 @@ def get_hbir_input_flattener(m: Any) -> Any:
 
 
 def get_hbir_output_unflattener(m: Any) -> Any:
-    """Return the identity function: a model's outputs are nested as forward returns them."""
-    return lambda outputs: outputs
+    """Return a function that nests a list of output tensors as forward returns them."""
+    (output,) = _module(m, "get_hbir_output_unflattener").model.graph.find_nodes(op="output")
+    return lambda outputs: pytree.tree_unflatten(pytree.tree_leaves(outputs), pytree.tree_structure(output.args[0]))
 
 
-class March:
-    """The marches by the compiler package's names."""
-
-    bayes, nash_b, nash_e, nash_m, nash_p, nash_h = "bayes", "nash-b", "nash-e", "nash-m", "nash-p", "nash-h"
+March = type("March", (), {name.replace("-", "_"): name for name in NAMES})

@@ -17,21 +17,8 @@ UNKNOWN = {
 }
 
 
-class March:
-    """The marches by Horizon's names; each is the name of a target."""
-
-    BERNOULLI = "bernoulli"
-    BERNOULLI2 = "bernoulli2"
-    BAYES = "bayes"
-    BAYES_E = "bayes-e"
-    BAYES_A825_03 = "bayes-a825-03"
-    NASH = "nash"
-    NASH_B = "nash-b"
-    NASH_E = "nash-e"
-    NASH_H = "nash-h"
-    NASH_M = "nash-m"
-    NASH_P = "nash-p"
-    META = "meta"
+NAMES = ["bernoulli", "bernoulli2", "bayes", "bayes-e", "bayes-a825-03", "nash", "nash-b", "nash-e", "nash-h", "nash-m", "nash-p", "meta"]
+March = type("March", (), {name.upper().replace("-", "_"): name for name in NAMES})  # the marches by Horizon's names
 
 
 _march: list[str] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -82,6 +83,11 @@ class DeQuantStub(nn.Module):
         return input
 
 
+def _matmul(x: Tensor, y: Tensor, x_trans: bool = False, y_trans: bool = False) -> Tensor:
+    """Compute the matrix product, with operands transposed first if requested."""
+    return torch.matmul(x.transpose(-2, -1) if x_trans else x, y.transpose(-2, -1) if y_trans else y)
+
+
 class FloatFunctional(nn.Module):
     """Arithmetic on tensors and numbers, as methods of a module."""
 
@@ -94,22 +100,33 @@ class FloatFunctional(nn.Module):
         "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "add_scalar": torch.add, "mul_scalar": torch.mul,
         "cat": torch.cat, "stack": torch.stack, "sum": torch.sum, "mean": torch.mean, "exp": torch.exp, "log": torch.log,
         "sqrt": torch.sqrt, "pow": torch.pow, "sin": torch.sin, "cos": torch.cos, "maximum": torch.maximum, "minimum": torch.minimum,
-        "reciprocal": torch.reciprocal, "add_relu": lambda input, other: torch.relu(torch.add(input, other)),
+        "reciprocal": torch.reciprocal, "add_relu": lambda input, other: torch.relu(torch.add(input, other)), "matmul": _matmul,
         "cap": torch.cat,  # the name of `cat` in older releases
     }  # fmt: skip
 
     def __getattr__(self, name: str) -> Any:
-        """Return one of these functions, or the module's attribute of that name."""
-        return self.FUNCTIONS[name] if name in self.FUNCTIONS else super().__getattr__(name)
+        """Return one of these functions as a call of the module, whose path its operators then have; or the module's attribute."""
+        return functools.partial(self, name) if name in self.FUNCTIONS else super().__getattr__(name)
 
-    @staticmethod
-    def matmul(x: Tensor, y: Tensor, x_trans: bool = False, y_trans: bool = False) -> Tensor:
-        """Compute the matrix product, with operands transposed first if requested."""
-        return torch.matmul(x.transpose(-2, -1) if x_trans else x, y.transpose(-2, -1) if y_trans else y)
-
-    def forward(self, *_: Any) -> Tensor:
-        """Raise ConfigurationError: its methods must be called instead."""
+    def forward(self, name: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the function of this name. Raises ConfigurationError for a call of the module without one."""
+        if isinstance(name, str):
+            return self.FUNCTIONS[name](*args, **kwargs)
         raise ConfigurationError("a FloatFunctional was called", because="it stands for several functions", remedy="call one: f.add(x, y)")
+
+
+@contextmanager
+def with_paths(model: nn.Module) -> Iterator[None]:
+    """Make the FloatFunctionals of a model, PyTorch's too, those of this module within the context: their operators then have paths."""
+    kinds = {module: type(module) for module in model.modules()}
+    functionals = {module: kind for module, kind in kinds.items() if f"{kind.__module__[:6]}{kind.__name__}" == "torch.FloatFunctional"}
+    for module in functionals:
+        object.__setattr__(module, "__class__", FloatFunctional)
+    try:
+        yield
+    finally:
+        for module, kind in functionals.items():
+            object.__setattr__(module, "__class__", kind)
 
 
 # ---- markers of code ---------------------------------------------------------------------------------------------------

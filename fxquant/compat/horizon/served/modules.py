@@ -5,6 +5,7 @@ Colours are those of ITU-R BT.601. Other functions are PyTorch's under other nam
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -95,6 +96,8 @@ argmax = torch.argmax
 
 def point_pillars_scatter(voxel_features: Tensor, coords: Tensor, output_shape: Any) -> Tensor:
     """Scatter features of pillars (P, C) at coordinates (P, 4), batch, z, y, x, to maps of this shape (N, C, H, W)."""
+    if output_shape is None:
+        raise unserved("PointPillarsScatter", "output_shape", "the size of the maps is not in the coordinates", "pass (N, C, H, W)")
     batch, _, height, width = (int(size) for size in output_shape)
     return fxq.nn.PointPillarsScatter((height, width), batch)(voxel_features.flatten(1), coords)  # type: ignore[no-any-return]
 
@@ -155,52 +158,37 @@ def window_reverse(windows: Tensor, window_size: int, H: int, W: int) -> Tensor:
 # ---- modules ---------------------------------------------------------------------------------------------------------
 
 
-def _module(name: str, function: Callable[..., Any]) -> type[nn.Module]:
-    """Return a class of modules that are one function of tensors."""
+def _module(name: str, function: Callable[..., Any], operands: int = 1, **defaults: Any) -> type[nn.Module]:
+    """Return a class of modules that are one function; its constructor takes the arguments `defaults`, and a call too, after operands."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature([inspect.Parameter(each, kind, default=value) for each, value in defaults.items()])
+
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        nn.Module.__init__(self)
+        self.options = {**defaults, **signature.bind(*args, **kwargs).arguments}
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        count = operands if defaults else len(args)
+        return function(*args[:count], **{**self.options, **dict(zip(defaults, args[count:], strict=False)), **kwargs})
+
     members = {"__doc__": f"{getattr(function, '__name__', name)} as a module.", "__module__": __name__, "__qualname__": name}
-    return type(name, (nn.Module,), {**members, "forward": lambda self, *args, **kwargs: function(*args, **kwargs)})
+    return type(name, (nn.Module,), {**members, "__init__": initialize, "forward": forward})
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "Abs": torch.abs, "Acos": torch.acos, "Acosh": torch.acosh, "Asin": torch.asin, "Asinh": torch.asinh, "Atan": torch.atan,
-    "Atanh": torch.atanh, "Ceil": torch.ceil, "Cos": torch.cos, "Cosh": torch.cosh, "Div": torch.div, "Erf": torch.erf, "Exp": torch.exp,
-    "Floor": torch.floor, "HardLog": torch.log, "Log": torch.log, "Reciprocal": torch.reciprocal, "Remainder": torch.remainder,
-    "Rsqrt": torch.rsqrt, "Selu": F.selu, "Sin": torch.sin, "Sinh": torch.sinh, "Sqrt": torch.sqrt, "Tan": torch.tan, "Where": torch.where,
-    "Topk": torch.topk, "Sign": torch.sign, "Matmul": torch.matmul,
-}  # fmt: skip
+FUNCTIONS = """Abs Acos Acosh Asin Asinh Atan Atanh Ceil Cos Cosh Div Erf Exp Floor Log Matmul Reciprocal Remainder Rsqrt Selu Sign Sin Sinh
+Sqrt Tan Topk Where"""  # functions that PyTorch has under these names, in lower case
 OF_TORCH = """
 GELU GRU LSTM ChannelShuffle GroupNorm GRUCell Identity LSTMCell MultiheadAttention RMSNorm Softmax TransformerDecoder
 TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer
 """  # modules that PyTorch has under the same names
-globals().update({name: _module(name, function) for name, function in FUNCTIONS.items()})
+globals().update({name: _module(name, getattr(torch, name.lower())) for name in FUNCTIONS.split()})
 globals().update({name: getattr(nn, name) for name in OF_TORCH.split()})
-
-
-class Pow(nn.Module):
-    """x ** exponent, given to the module or to the call."""
-
-    def __init__(self, exponent: float | None = None) -> None:
-        super().__init__()
-        self.exponent = exponent
-
-    def forward(self, input: Tensor, exponent: Any = None) -> Tensor:
-        by: Any = self.exponent if exponent is None else exponent
-        return torch.pow(input, by)
-
-
-class Interpolate(nn.Module):
-    """`torch.nn.functional.interpolate` as a module."""
-
-    def __init__(
-        self, size: Any = None, scale_factor: Any = None, mode: str = "bilinear", align_corners: bool | None = None,
-        recompute_scale_factor: bool | None = None, antialias: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.options = {"size": size, "scale_factor": scale_factor, "mode": mode, "align_corners": align_corners, "antialias": antialias,
-                        "recompute_scale_factor": recompute_scale_factor}  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.interpolate(x, **self.options)
+HardLog, Pow = _module("HardLog", torch.log), _module("Pow", torch.pow, exponent=None)
+PointPillarsScatter = _module("PointPillarsScatter", point_pillars_scatter, 2, output_shape=None)
+BgrToYuv444 = _module("BgrToYuv444", bgr_to_yuv444, channel_reversal=False)
+Norm = _module("Norm", lambda x, p, **options: torch.linalg.vector_norm(x, p, **options), p=2, dim=None, keepdim=False)
+Interpolate = _module("Interpolate", F.interpolate, size=None, scale_factor=None, mode="bilinear", align_corners=None,
+                      recompute_scale_factor=None, antialias=False)  # fmt: skip
 
 
 class GridSample(fxq.nn.Warp):
@@ -227,17 +215,6 @@ class BaseGridGenerator(nn.Module):
 
     def forward(self) -> Tensor:
         return self.grid
-
-
-class BgrToYuv444(nn.Module):
-    """Conversion of images of 0…255 to Y, U, V: blue first, or red with `channel_reversal`."""
-
-    def __init__(self, channel_reversal: bool = False) -> None:
-        super().__init__()
-        self.convert = fxq.nn.RgbToYuv444() if channel_reversal else fxq.nn.BgrToYuv444()
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.convert(input)  # type: ignore[no-any-return]
 
 
 class Correlation(nn.Module):
@@ -300,25 +277,7 @@ class AnchorGenerator(fxq.nn.AnchorGenerator):
         return found
 
 
-class PointPillarsScatter(nn.Module):
-    """Scatters features of pillars (P, C) at coordinates (P, 4) to maps; output_shape (N, C, H, W), given here or to the call."""
-
-    def __init__(self, output_shape: Any = None) -> None:
-        super().__init__()
-        self.output_shape = output_shape
-
-    def forward(self, voxel_features: Tensor, coords: Tensor, output_shape: Any = None) -> Tensor:
-        shape = self.output_shape if output_shape is None else output_shape
-        if shape is None:
-            raise unserved("PointPillarsScatter", "output_shape", "the size of the maps is not in the coordinates", "pass (N, C, H, W)")
-        return point_pillars_scatter(voxel_features, coords, shape)
-
-
-class LookUpTable(fxq.nn.SegmentLUT):
-    """A function of one tensor as one table."""
-
-    def __init__(self, func: Callable[[Tensor], Tensor], name: str | None = None) -> None:
-        super().__init__(func, name)
+LookUpTable = fxq.nn.SegmentLUT
 
 
 class SegmentLUT(fxq.nn.SegmentLUT):
@@ -358,17 +317,6 @@ class LayerNorm2d(LayerNorm):
 
     def __init__(self, num_channels: int, eps: float = 1e-5, **options: Any) -> None:
         super().__init__([num_channels], eps, dim=1, **options)
-
-
-class Norm(nn.Module):
-    """The 2-norm over dimensions."""
-
-    def __init__(self, p: Any = 2, dim: Any = None, keepdim: bool = False) -> None:
-        super().__init__()
-        self.p, self.dim, self.keepdim = p, dim, keepdim
-
-    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return torch.linalg.vector_norm(input, self.p, self.dim, self.keepdim)  # type: ignore[no-any-return]
 
 
 class SetItem(nn.Module):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partialmethod
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fxquant as fxq
 from fxquant.calibration.calibration import owned_quantizers, require_prepared
@@ -89,7 +87,7 @@ HistogramObserver = mse  # both minimize the squared error
 
 @dataclass(frozen=True)
 class FakeQuant:
-    """A description of a fake quantize: how its scale is found, and its other arguments. A call returns it as a module."""
+    """A description of a fake quantize: how its scale is found, and its other arguments. Its instances are a model's quantizers."""
 
     training: str
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -97,62 +95,13 @@ class FakeQuant:
     def with_args(self, **settings: Any) -> FakeQuant:
         return replace(self, settings={**self.settings, **settings})
 
-    def __call__(self, observer: Any = None, **settings: Any) -> FakeQuantizer:
-        """Return a module that observes and rounds its input."""
-        given = settings if observer is None else {"observer": observer, **settings}
-        return FakeQuantizer(activation(self.with_args(**given)))
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        """Raise ConfigurationError: quantizers are parts of prepared models."""
+        remedy = "describe it by FakeQuantize.with_args(observer=…, dtype=…) in a QConfig, and prepare a model with that"
+        raise ConfigurationError("a fake quantize cannot be called", because="prepared models have quantizers of their own", remedy=remedy)
 
     def __instancecheck__(self, instance: Any) -> bool:
-        return isinstance(instance, FakeQuantizer)
-
-
-class FakeQuantizer(nn.Module):
-    """A fake quantize of a tensor: observes in train mode, and rounds to a grid: clip(round(x / scale)) · scale, straight through."""
-
-    def __init__(self, config: fxq.ActivationConfig) -> None:
-        super().__init__()
-        observer = None if config.fixed_scale is not None else config.new_observer()
-        self.quantizer = Quantizer(config.type, observer, scale=config.fixed_scale, zero_point=config.fixed_zero_point)
-        self.observes, self.rounds = True, True
-
-    @property
-    def scale(self) -> Tensor:
-        return self.quantizer.scale
-
-    @property
-    def zero_point(self) -> Tensor:
-        return torch.tensor(self.quantizer.grid.zero_point, dtype=torch.int64, device="cpu")
-
-    def set_qparams(self, scale: Any, zero_point: Any = None) -> None:
-        """Set a fixed scale, which later batches do not change."""
-        self.quantizer.assign(torch.as_tensor(scale, dtype=torch.float32), None if zero_point is None else int(zero_point))
-        self.quantizer.freeze()
-
-    def enable_fake_quant(self, enabled: bool = True) -> None:
-        """Enable rounding; False passes values through unchanged."""
-        self.rounds = enabled
-
-    def enable_observer(self, enabled: bool = True) -> None:
-        """Enable observation in train mode, or disable it."""
-        self.observes = enabled
-
-    disable_fake_quant, disable_observer = partialmethod(enable_fake_quant, False), partialmethod(enable_observer, False)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the nearest values of the grid. Raises NotCalibrated without a scale."""
-        if self.training and self.observes:
-            self.quantizer.observe(input.detach())
-            self.quantizer.update_scale()
-        if not self.rounds:
-            return input
-        self.quantizer.require()
-        grid = self.quantizer.grid
-        low, high = grid.bounds
-        scale = grid.scale.detach()
-        with torch.no_grad():
-            rounded = grid.quantize(input) * scale
-        inside = input.clamp(float(low * scale), float(high * scale))
-        return inside + (rounded - inside.detach())
+        return isinstance(instance, Quantizer)
 
 
 FakeQuantize = CalibFakeQuantize = FakeQuant(STATISTICS)
@@ -349,7 +298,7 @@ def get_default_qconfig(
             raise unknown(name, kind, "'fake_quant', 'lsq', 'pact' or None")
     parts = ((activation_fake_quant, activation_observer, activation_qkwargs), (weight_fake_quant, weight_observer, weight_qkwargs))
     made = [
-        None if kind is None else KINDS[kind].with_args(**({} if observer is None else {"observer": observer}), **(more or {}))
+        None if kind is None else KINDS[kind].with_args(**({} if observer is None else {"observer": observer}) | dict(more or {}))
         for kind, observer, more in parts
     ]
     return fxq.QConfig(activation(made[0]), weight(made[1]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,11 +39,12 @@ FLOAT: Any = object()  # an operand in float
 
 
 class Place(NamedTuple):
-    """An operator of a traced model: its node's name, its module's path, and its class or function."""
+    """An operator of a traced model: its node's name, its module's path, its class or function, and whether only outputs read it."""
 
     name: str
     path: str
     kind: Any
+    is_last: bool = False
 
     @property
     def is_layer(self) -> bool:
@@ -248,7 +249,10 @@ GEMMToGridSampleGridInt16Template = ConstTensorQuantTemplate = DefaultTemplate =
 
 
 class HighPrecisionOutputTemplate(Automatic):
-    """Layers whose sums the model returns return them, as `fxquant.prepare` chooses: rules that say int8 leave the dtype open."""
+    """Layers that the model returns have 32-bit outputs. Rules for others that say int8 leave the dtype to `fxquant.prepare`."""
+
+    def apply(self, place: Place, asked: Asked) -> Asked:
+        return asked._with("output", fxq.ActivationConfig("int32")) if place.is_last else asked
 
 
 @dataclass(frozen=True)
@@ -309,21 +313,11 @@ class TemplateQconfigSetter(QconfigSetter):
         return []
 
 
-@dataclass(frozen=True)
-class SensitiveQconfigSetter:
-    """A qconfig for the most sensitive operators of a table, and no rule for the others."""
-
-    qconfig: fxq.QConfig
-    table: Any
-    topk: int | None = None
-    ratio: float | None = None
-
-    def names(self) -> list[str]:
-        rows = list(dict.fromkeys(row if isinstance(row, str) else str(row[0]) for row in self.table))
-        return rows[: self.topk if self.topk is not None else round(len(rows) * self.ratio) if self.ratio is not None else len(rows)]
-
-    def of(self, place: Place) -> Any:
-        return self.qconfig if any(name and place.below(name) for name in self.names()) else UNSAID
+def _sensitive(qconfig: Any, table: Any, topk: int | None = None, ratio: float | None = None) -> ModuleNameQconfigSetter:
+    """Return a setter of a qconfig for the most sensitive operators of a table."""
+    rows = list(dict.fromkeys(row if isinstance(row, str) else str(row[0]) for row in table))
+    count = topk if topk is not None else round(len(rows) * ratio) if ratio is not None else len(rows)
+    return ModuleNameQconfigSetter(dict.fromkeys(filter(None, rows[:count]), qconfig))
 
 
 # ---- predefined setters ------------------------------------------------------------------------------------------------
@@ -345,18 +339,18 @@ all_fp16_qconfig_setter = QconfigSetter(templates=(ModuleNameTemplate({"": torch
 
 
 # Functions of (table, topk=None, ratio=None).
-_sensitive = {name: functools.partial(SensitiveQconfigSetter, qconfig) for name, qconfig in NAMED.items()}
-sensitive_op_calibration_8bit_weight_16bit_act_qconfig_setter = _sensitive["default_calib_8bit_weight_16bit_act_fake_quant_qconfig"]
-sensitive_op_qat_8bit_weight_16bit_act_qconfig_setter = _sensitive["default_qat_8bit_weight_16bit_act_fake_quant_qconfig"]
-sensitive_op_qat_8bit_weight_16bit_fixed_act_qconfig_setter = _sensitive["default_qat_8bit_weight_16bit_fixed_act_fake_quant_qconfig"]
+_by_name_of = {name: functools.partial(_sensitive, qconfig) for name, qconfig in NAMED.items()}
+sensitive_op_calibration_8bit_weight_16bit_act_qconfig_setter = _by_name_of["default_calib_8bit_weight_16bit_act_fake_quant_qconfig"]
+sensitive_op_qat_8bit_weight_16bit_act_qconfig_setter = _by_name_of["default_qat_8bit_weight_16bit_act_fake_quant_qconfig"]
+sensitive_op_qat_8bit_weight_16bit_fixed_act_qconfig_setter = _by_name_of["default_qat_8bit_weight_16bit_fixed_act_fake_quant_qconfig"]
 
 
 def get_sensitive_op_qconfig_setter(
     sensitive_type: str, origin_dtype: Any, qconfig: Any, table: Any, topk: int | None = None, ratio: float | None = None
-) -> SensitiveQconfigSetter:
+) -> ModuleNameQconfigSetter:
     """Return a setter of a qconfig for the operators whose rows of the table are of a type: "activation" or "weight"."""
     rows = [row for row in table if isinstance(row, str) or len(row) < 2 or row[1] == sensitive_type]
-    return SensitiveQconfigSetter(as_qconfig(qconfig) or fxq.QConfig(activation(None)), rows, topk, ratio)
+    return _sensitive(as_qconfig(qconfig) or fxq.QConfig(activation(None)), rows, topk, ratio)
 
 
 # ---- dicts and setters as mappings -------------------------------------------------------------------------------------
@@ -451,12 +445,22 @@ def _by_name(traced: fx.GraphModule, places: Mapping[Place, Chosen], default: Ch
     return names
 
 
-def places_of(traced: fx.GraphModule) -> Iterator[Place]:
-    """Yield the operators of a traced model: name, module path, and class or function of each."""
-    for node in traced.graph.nodes:
-        if computes_tensor(node) and node.target is not dequant_stub:
-            kind = type(resolve(traced, str(node.target))) if node.op == "call_module" else node.target
-            yield Place(node.name, module_path(node), kind)
+def places_of(traced: fx.GraphModule) -> list[Place]:
+    """Return the operators of a traced model, in the order they are computed."""
+    places = {
+        node: Place(node.name, module_path(node), type(resolve(traced, str(node.target))) if node.op == "call_module" else node.target)
+        for node in traced.graph.nodes
+        if computes_tensor(node) and node.target is not dequant_stub
+    }
+    ends: set[fx.Node] = set()  # outputs, stubs, and the batch norms of layers that only these read
+    for node in reversed(traced.graph.nodes):
+        place, ended = places.get(node), all(user in ends for user in node.users)
+        norm = place is not None and place.is_batch_norm and any(places[it].is_layer for it in node.all_input_nodes if it in places)
+        if place is not None and ended and (norm or place.is_layer):
+            places[node] = place._replace(is_last=True)
+        if node.op == "output" or (ended and (norm or node.target is dequant_stub)):
+            ends.add(node)
+    return list(places.values())
 
 
 def _of_mapping(mapping: fxq.QConfigMapping, place: Place) -> Any:
