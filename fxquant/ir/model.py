@@ -219,11 +219,22 @@ def look_at_constants(model: Any) -> None:
         runner.follow(model)
 
 
+def _refuse_proxies(inputs: tuple[Any, ...]) -> None:
+    """Raise ExportError if torch.fx traces the model: its proxies are no tensors."""
+    if any(isinstance(value, fx.Proxy) for value in inputs):
+        raise ExportError(
+            "torch.fx cannot trace a prepared or an integer model",
+            because="it computes with the values of its inputs, in Python",
+            remedy="trace the float model; fxq.compare compares a model with it, and fxq.record reads tensors",
+        )
+
+
 def _run_by(reference: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward that the model's runner computes, where it has one; `reference` is the one that runs the graph as it is."""
 
     @functools.wraps(reference)
     def forward(self: Model, *inputs: Any, **named: Any) -> Any:
+        _refuse_proxies(inputs)
         runner = self.__dict__.get(RUNNER)
         return reference(self, *inputs, **named) if runner is None or named else runner(self, reference, inputs)
 
@@ -235,6 +246,7 @@ def _with_hooks(reference: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(reference)
     def forward(self: Model, *inputs: Any, **named: Any) -> Any:
+        _refuse_proxies(inputs)
         hooks = None if torch.compiler.is_compiling() else self.__dict__.get(HOOKS)
         if hooks is None:
             return reference(self, *inputs, **named)
