@@ -220,7 +220,7 @@ def look_at_constants(model: Any) -> None:
 
 
 def _refuse_proxies(inputs: tuple[Any, ...]) -> None:
-    """Raise ExportError if torch.fx traces the model: its proxies are no tensors."""
+    """Raise ExportError if torch.fx traces the model: it computes with proxies of tensors."""
     if any(isinstance(value, fx.Proxy) for value in inputs):
         raise ExportError(
             "torch.fx cannot trace a prepared or an integer model",

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from fxquant.compat.common import Refusal
 from fxquant.compat.mirror import Row, Tables, refuse, serve
 
@@ -71,6 +73,8 @@ TABLES = Tables("fxquant.compat.torch_ao", "fxquant.compat.torch_ao", MODULES, A
 
 __all__ = [*TABLES.names(""), "install"]  # made from the table
 
+PROGRAM = "_fxquant_program"  # an attribute on the module of an exported program, set once `install` has run
+
 TABLES.activate()
 
 
@@ -79,10 +83,23 @@ def install(replace: bool = True) -> None:
 
     replace   whether to replace installed packages; if False, an installed one raises ConfigurationError
     """
-    from fxquant.compat.torch_ao.exported import remember_programs
-
-    remember_programs()
+    _remember_programs()
     TABLES.install(replace)
+
+
+def _remember_programs() -> None:
+    """Make modules of exported programs refer to their program, because `prepare_pt2e` is given the module."""
+    made = torch.export.ExportedProgram.module
+    if getattr(made, "remembers", False):
+        return
+
+    def module(self: torch.export.ExportedProgram, *args: Any, **kwargs: Any) -> Any:
+        found = made(self, *args, **kwargs)
+        found.__dict__[PROGRAM] = self
+        return found
+
+    module.remembers = True  # type: ignore[attr-defined]
+    torch.export.ExportedProgram.module = module  # type: ignore[method-assign]
 
 
 def __getattr__(name: str) -> Any:

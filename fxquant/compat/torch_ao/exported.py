@@ -11,7 +11,7 @@ import fxquant as fxq
 from fxquant import backends
 from fxquant.compat.common import Refusal, refuses, unknown
 from fxquant.compat.deferred import converted
-from fxquant.compat.torch_ao import TABLES
+from fxquant.compat.torch_ao import PROGRAM, TABLES
 from fxquant.compat.torch_ao.functions import engine
 from fxquant.compat.torch_ao.specifications import annotate_decisions, annotations_mapping
 from fxquant.errors import ConfigurationError
@@ -19,7 +19,6 @@ from fxquant.frontend.entry import is_unpacked
 from fxquant.quantization.spec import State
 from fxquant.support.arguments import FLAG, checked
 
-PROGRAM = "_fxquant_program"  # an attribute on the module of an exported program, set once `install` has run
 ARGUMENTS = {
     "use_reference_representation": Refusal(
         "the integer graph is the only form", "write quantize and dequantize with fxq.export_onnx(…, style='qdq')"
@@ -124,21 +123,6 @@ def get_symmetric_quantization_config(
 ) -> fxq.QConfig:  # fmt: skip
     """Return 8-bit activations, and symmetric int8 weights. The ranges are those of the dtypes."""
     return fxq.QConfig(weight=fxq.WeightConfig(per_channel=is_per_channel), dynamic=is_dynamic)
-
-
-def remember_programs() -> None:
-    """Make modules of exported programs refer to their program, because `prepare_pt2e` is given the module."""
-    made = torch.export.ExportedProgram.module
-    if getattr(made, "remembers", False):
-        return
-
-    def module(self: torch.export.ExportedProgram, *args: Any, **kwargs: Any) -> Any:
-        found = made(self, *args, **kwargs)
-        found.__dict__[PROGRAM] = self
-        return found
-
-    module.remembers = True  # type: ignore[attr-defined]
-    torch.export.ExportedProgram.module = module  # type: ignore[method-assign]
 
 
 def _prepared(called: str, model: Any, quantizer: Any, target: str | None, train: bool) -> fx.GraphModule:
