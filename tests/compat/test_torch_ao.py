@@ -565,10 +565,10 @@ class Mine(ao.ObserverBase):
     def __init__(self, dtype: torch.dtype = torch.qint8, **settings: Any) -> None:
         super().__init__(dtype)
         self.qscheme = torch.per_tensor_symmetric
-        self.register_buffer("most", torch.zeros(()))
+        self.most = torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
-        self.most.copy_(torch.maximum(self.most, x.abs().max()))
+        self.most = torch.maximum(self.most, x.abs().max())
         return x
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:

@@ -126,7 +126,7 @@ def get_symmetric_quantization_config(
 
 
 def _prepared(called: str, model: Any, quantizer: Any, target: str | None, train: bool) -> fx.GraphModule:
-    program = getattr(model, "__dict__", {}).get(PROGRAM, model)
+    program: Any = getattr(model, "__dict__", {}).get(PROGRAM, model)
     if not isinstance(program, torch.export.ExportedProgram):
         raise ConfigurationError(
             f"{called} was given a {type(model).__name__}",

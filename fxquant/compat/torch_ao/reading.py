@@ -1,19 +1,4 @@
-"""Conversion of PyTorch's QConfigs to fxquant's, from an instance of each observer and fake quantize.
-
-torch.ao                                                  fxquant
-quint8 or qint8, per_tensor_affine                        ActivationConfig("uint8"): an equal set of 256 float values
-qint8 or quint8, per_tensor_symmetric                     ActivationConfig("int8")
-16 integers, symmetric                                    "int4"
-int16, symmetric                                          "int16"
-reduce_range=True: half of the integers                   all of them; accumulators are proved to fit
-MinMaxObserver, MovingAverageMinMaxObserver,              those of the same names
-  HistogramObserver
-FixedQParamsObserver, FixedQParamsFakeQuantize            scale=, zero_point=
-is_dynamic=True, of quint8                                QConfig(dynamic=True)
-FakeQuantize, FusedMovingAvgObsFakeQuantize               training="statistics"
-_LearnableFakeQuantize                                    training="learned"
-per_channel_symmetric                                     WeightConfig(per_channel=True)
-"""
+"""Conversion of PyTorch's QConfigs to fxquant's, from an instance of each observer and fake quantize: docs/guide/from-torch-ao.md."""
 
 from __future__ import annotations
 
@@ -177,7 +162,7 @@ class TheirObserver(Observer):
         self.count.add_(1)
 
     def interval(self, dtype: IntType) -> tuple[Tensor, Tensor]:
-        scale, zero_point = (part.reshape(()).float() for part in self.theirs.calculate_qparams()[:2])
+        scale, zero_point = (torch.as_tensor(part).reshape(()).float() for part in self.theirs.calculate_qparams()[:2])
         own = Asked("", (), self.theirs, learned=False)
         lowest = getattr(self.theirs, "quant_min", None)
         lowest = lowest if lowest is not None else 0 if own.dtype.startswith("u") else -(2 ** ((own.bits or 8) - 1))
@@ -186,7 +171,7 @@ class TheirObserver(Observer):
     def scale(self, dtype: IntType) -> Tensor:
         own, low, high = Asked("", (), self.theirs, learned=False), *self.interval(dtype)
         if own.scheme.endswith("symmetric") and own.bits == dtype.bits:
-            return self.theirs.calculate_qparams()[0].reshape(()).float()
+            return torch.as_tensor(self.theirs.calculate_qparams()[0]).reshape(()).float()
         return scale_from_range(low, high, dtype)
 
 
@@ -271,30 +256,22 @@ def mapping_of(given: Any, traced: fx.GraphModule) -> QConfigMapping:
         return given
     if given is None or isinstance(given, QConfig) or is_foreign(given):
         return QConfigMapping(default=read(given))
-    known: dict[tuple[int, bool], Chosen] = {}
-
-    def once(qconfig: Any, alone: bool = False) -> Chosen:
-        key = (id(qconfig), alone)
-        if key not in known:
-            known[key] = read(qconfig, activation_alone=alone)
-        return known[key]
-
     parts = _parts(given)
-    default = once(given.get("") if isinstance(given, Mapping) else given.global_qconfig)
+    default = read(given.get("") if isinstance(given, Mapping) else given.global_qconfig)
     written = _written(traced)
     types = {}
     for kind, qconfig in parts["object_type"]:
         plain = _plain(kind)
         if _reuses_input(qconfig) or (plain in PRESET and kind not in written):
             continue
-        chosen = once(qconfig, plain == "prelu")
+        chosen = read(qconfig, activation_alone=plain == "prelu")
         if chosen != default:
             types[kind] = chosen
-    patterns = {pattern: once(qconfig) for pattern, qconfig in parts["module_name_regex"]}
-    names = {name: once(qconfig) for name, qconfig in parts["module_name"]}
+    patterns = {pattern: read(qconfig) for pattern, qconfig in parts["module_name_regex"]}
+    names = {name: read(qconfig) for name, qconfig in parts["module_name"]}
     if "" in names:
         default = names.pop("")
-    calls = {Call(*where): once(qconfig) for *where, qconfig in parts["module_name_object_type_order"]}
+    calls = {Call(*where): read(qconfig) for *where, qconfig in parts["module_name_object_type_order"]}
     return QConfigMapping(default, types, patterns, names, calls)
 
 
@@ -362,40 +339,23 @@ def dynamic_mapping(model: nn.Module, specification: Any, dtype: Any) -> QConfig
         raise Refusal("weights become integers of 8 or 4 bits", "leave dtype out, or leave the model in float16 yourself").error(
             f"dtype={dtype} cannot be read"
         )
-    rules = QConfigMapping(default=None)
-    for where, qconfig in _rules(model, specification).items():
-        if not isinstance(where, str) and not (isinstance(where, type) and issubclass(where, nn.Module)):
-            raise ConfigurationError(
-                f"{where!r} is not a module or type of a model",
-                because="qconfig_spec names modules by their path or by their class",
-                remedy="pass a set like {nn.Linear, 'encoder.lstm'}, or a dict from these to QConfigs",
-            )
-        chosen = _dynamic(where, qconfig)
-        rules = rules.set_module_name(where, chosen) if isinstance(where, str) else rules.set_object_type(where, chosen)
-    return rules
-
-
-def _rules(model: nn.Module, specification: Any) -> Mapping[Any, Any]:
-    if specification is None:
-        there = {type(module) for module in model.modules()}
-        return {kind: USUAL for kind in LAYERS if kind in there}
-    if isinstance(specification, Mapping):
-        return specification
-    if isinstance(specification, str) or not isinstance(specification, Iterable):
+    there = {type(module) for module in model.modules()}
+    rows: Any = [kind for kind in LAYERS if kind in there] if specification is None else specification
+    usable = isinstance(rows, Iterable) and not isinstance(rows, str)
+    if not usable or not all(isinstance(row, str) or (isinstance(row, type) and issubclass(row, nn.Module)) for row in rows):
         raise ConfigurationError(
             f"qconfig_spec={specification!r} cannot be read",
             because="it is a set of module classes and names, or a dict from these to QConfigs",
-            remedy="pass one of these, or None for linear and recurrent layers",
+            remedy="pass one like {nn.Linear, 'encoder.lstm'}, or None for linear and recurrent layers",
         )
-    return dict.fromkeys(specification, USUAL)
-
-
-def _dynamic(where: Any, qconfig: Any) -> Chosen:
-    chosen = read(qconfig)
-    if chosen is not None and not chosen.dynamic:
-        raise ConfigurationError(
-            f"the QConfig for {where if isinstance(where, str) else where.__name__} is static",
-            because="quantize_dynamic calibrates nothing",
-            remedy="pass a dynamic one, like default_dynamic_qconfig, or use prepare_fx",
-        )
-    return chosen
+    rules = QConfigMapping(default=None)
+    for where in rows:
+        chosen = read(rows[where]) if isinstance(rows, Mapping) else USUAL
+        if chosen is not None and not chosen.dynamic:
+            raise ConfigurationError(
+                f"the QConfig for {where if isinstance(where, str) else where.__name__} is static",
+                because="quantize_dynamic calibrates nothing",
+                remedy="pass a dynamic one, like default_dynamic_qconfig, or use prepare_fx",
+            )
+        rules.set_module_name(where, chosen) if isinstance(where, str) else rules.set_object_type(where, chosen)
+    return rules

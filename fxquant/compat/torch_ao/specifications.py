@@ -1,16 +1,7 @@
 """Rules by node for the annotations that a Quantizer of PyTorch's, or of a user's own, writes on an exported program.
 
-annotation                                       QConfig of the node
-output_qspec; else what its readers annotate     output
-input_qspec_map, of the argument `weight`        weight
-input_qspec_map, of another tensor               input, where that differs from the tensor's own grid; is_dynamic: dynamic
-input_qspec_map, of the argument `bias`          nothing: a bias is rounded on the grid of its sums
-SharedQuantizationSpec                           that of the edge or node that it names
-FixedQParamsQuantizationSpec                     scale=, zero_point=
-DerivedQuantizationSpec                          refused, except of a bias
-none, beside `_annotated`                        the target's usual one: the node is a part of a pattern
-
-A node without an annotation stays in float; a batch norm that follows an annotated layer is a part of it.
+docs/guide/from-torch-ao.md has the table. A node that is annotated and has no specification is a part of a pattern: its rule is the
+target's usual config, and that of the pattern's last part counts.
 """
 
 from __future__ import annotations
@@ -80,7 +71,7 @@ def _spec(where: Any, marks: dict[fx.Node, Any]) -> Any:
     for _ in range(2 * len(marks) + 1):
         mark = marks.get(where[1] if isinstance(where, tuple) else where)
         spec = None if mark is None else mark.input_qspec_map.get(where[0]) if isinstance(where, tuple) else mark.output_qspec
-        if not hasattr(spec, "edge_or_node"):
+        if spec is None or not hasattr(spec, "edge_or_node"):
             return spec
         where = spec.edge_or_node
     return None
@@ -162,7 +153,7 @@ def annotate_decisions(model: Any, target: str, mapping: QConfigMapping) -> None
 
     values = [node.meta["val"] for node in model.graph.find_nodes(op="placeholder")]
     inputs = tuple(torch.zeros([int(size) for size in value.shape], dtype=value.dtype, device="cpu") for value in values)
-    program = torch.export.export(copy.deepcopy(model), inputs)
+    program: Any = torch.export.export(copy.deepcopy(model), inputs)
     prepared = fxq.prepare(program, inputs, target, mapping, options=fxq.Options(dynamic_shapes={}))
     calls = _calls(model)
     named = dict(zip([node.name for node in _calls(program)], calls, strict=True))
