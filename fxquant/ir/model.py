@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.carried import SETTINGS, refuse_changes
-from fxquant.ir.graph import Code, is_deployed, own_names
+from fxquant.ir.graph import BATCH_SIZES, Code, TensorFact, fact, is_deployed, own_names
 from fxquant.ir.integer import Reference
 from fxquant.support import logger
 from fxquant.support.files import free_in_child, in_child
@@ -155,14 +155,21 @@ class Model(fx.GraphModule):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __prepare_scriptable__(self) -> Any:
-        """Refuse to be compiled by `torch.jit.script`, which asks here for the module to compile."""
+        """Return the module that `torch.jit.script` compiles for an integer model: a call of the program that `torch.jit.trace` records."""
         if self.__dict__.get("meta", {}).get("stage") == "PREPARED":
             raise no_program_of_prepared("torch.jit.script")
-        raise ExportError(
-            "torch.jit.script cannot make a program of this model",
-            because="it checks its inputs in Python",
-            remedy="use torch.jit.trace or torch.export.export; fxq.export_torchscript and fxq.export_pt2 also compare the bits",
-        )
+        inputs = self.graph.find_nodes(op="placeholder")
+        known = [value for value in map(fact, inputs) if isinstance(value, TensorFact)]
+        if not is_deployed(self) or len(known) < len(inputs):
+            raise ExportError(
+                "torch.jit.script cannot make a program of this model",
+                because="it checks its inputs in Python",
+                remedy="use torch.jit.trace or torch.export.export; fxq.export_torchscript and fxq.export_pt2 also compare the bits",
+            )
+        zeros = tuple(torch.zeros(value.at(BATCH_SIZES[0]), dtype=value.dtype, device="cpu") for value in known)
+        program, graph = nn.ModuleDict({"program": torch.jit.trace(self, zeros, strict=False, check_trace=False)}), fx.Graph()
+        graph.output(graph.call_module("program", tuple(graph.placeholder(node.name) for node in inputs)))
+        return fx.GraphModule(program, graph)
 
     def __copy__(self) -> Model:
         # The copy that GraphModule makes, and DataParallel runs, would have neither hooks nor unused parameters.

@@ -217,6 +217,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "an affine weight": (Mine({ATEN.conv2d.default: layer(weight=ACT)}), "the weight of %conv2d"),
     "a graph that is changed": (Transforming({}), "transform_for_annotation"),
     "no quantizer": (7, "quantizer"),
+    "a method that rules have not": (lambda: torch_ao.XNNPACKQuantizer().set_filter_function(None), "set_filter_function"),
+    "ranges": (lambda: torch_ao.get_symmetric_quantization_config(weight_qmin=0, weight_qmax=62), "4 or 8 bits"),
 }  # fmt: skip
 
 
@@ -224,9 +226,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def test_what_cannot_be_read_is_refused_by_name(name: str) -> None:
     quantizer, words = REFUSED[name]
     with pytest.raises(fxq.FxQuantError, match=words) as caught:
-        torch_ao.prepare_pt2e(program(), quantizer, target="bayes-e")
+        torch_ao.prepare_pt2e(program(), quantizer() if callable(quantizer) else quantizer, target="bayes-e")
     assert caught.value.because
     assert caught.value.remedy
+
+
+def test_ranges_of_weights_are_read() -> None:
+    config = torch_ao.get_symmetric_quantization_config(is_per_channel=True, weight_qmin=-8, weight_qmax=7)
+    assert config == fxq.QConfig(weight=fxq.WeightConfig("int4"))
 
 
 # ---- a target as a quantizer --------------------------------------------------------------------------------------------

@@ -9,10 +9,12 @@ from torch import fx, nn
 
 import fxquant as fxq
 from fxquant import backends
-from fxquant.compat.common import Refusal, refuses, unknown
+from fxquant.compat.common import Refusal, refuses, unknown, unserved
 from fxquant.compat.deferred import converted
+from fxquant.compat.mirror import MissingName
 from fxquant.compat.torch_ao import PROGRAM, TABLES
 from fxquant.compat.torch_ao.functions import engine
+from fxquant.compat.torch_ao.reading import BITS
 from fxquant.compat.torch_ao.specifications import annotate_decisions, annotations_mapping
 from fxquant.errors import ConfigurationError
 from fxquant.frontend.entry import is_unpacked
@@ -28,6 +30,9 @@ ARGUMENTS = {
 
 class Quantizer:
     """Rules for the operators of an exported program: a global config, and configs by type of module or function and by module name.
+
+    torchao's own `prepare_pt2e` takes it as well: it then annotates the operators that are integer on the target. What torchao makes of
+    them rounds a float model; the integers of the target are those of `fxquant.convert`.
 
     target   the target of the integers
     """
@@ -61,6 +66,30 @@ class Quantizer:
         self.mapping.set_object_type(function_type, quantization_config)
         return self
 
+    def transform_for_annotation(self, model: Any) -> Any:
+        """Return the graph of a program unchanged."""
+        return model
+
+    def annotate(self, model: Any) -> Any:
+        """Annotate the graph of a program in place, and return it: inputs, weights and results of integer operators."""
+        annotate_decisions(model, self.target, self.mapping)
+        return model
+
+    def validate(self, model: Any) -> None:
+        """Accept every graph."""
+
+    def prepare_obs_or_fq_callback(self, model: Any, edge_or_node_to_obs_or_fq: Any) -> None:
+        """Change no observer."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise MissingName(
+            f"{type(self).__name__} has no {name}",
+            because="it holds rules for a target, which finds the patterns of operators itself",
+            remedy="call set_global, set_module_name, set_module_type or set_function_type, or pass torchao's own quantizer",
+        )
+
     set_module_name_qconfig = set_module_name
     set_module_type_qconfig = set_module_type
     set_function_type_qconfig = set_operator_type = set_object_type = set_function_type
@@ -87,29 +116,11 @@ class XNNPACKQuantizer(Quantizer):
 class BpuQuantizer(Quantizer):
     """Rules for a march of a BPU: every operator has the target's usual dtypes, except where a rule says otherwise.
 
-    torchao's own `prepare_pt2e` takes it as well: it then annotates the operators that are integer on the march. What torchao makes of them
-    rounds a float model; the integers of the march are those of `fxquant.convert`.
-
     target   the march, as "bayes-e"
     """
 
     def __init__(self, target: str = "bayes-e") -> None:
         self.target, self.mapping = backends.get(target).name, fxq.QConfigMapping()
-
-    def transform_for_annotation(self, model: Any) -> Any:
-        """Return the graph of a program unchanged."""
-        return model
-
-    def annotate(self, model: Any) -> Any:
-        """Annotate the graph of a program in place, and return it: inputs, weights and results of integer operators."""
-        annotate_decisions(model, self.target, self.mapping)
-        return model
-
-    def validate(self, model: Any) -> None:
-        """Accept every graph."""
-
-    def prepare_obs_or_fq_callback(self, model: Any, edge_or_node_to_obs_or_fq: Any) -> None:
-        """Change no observer."""
 
 
 def get_default_x86_inductor_quantization_config(is_qat: bool = False, is_dynamic: bool = False, reduce_range: bool = False) -> fxq.QConfig:
@@ -121,8 +132,12 @@ def get_symmetric_quantization_config(
     is_per_channel: bool = False, is_qat: bool = False, is_dynamic: bool = False, act_qmin: int = -128, act_qmax: int = 127,
     weight_qmin: int = -127, weight_qmax: int = 127,
 ) -> fxq.QConfig:  # fmt: skip
-    """Return 8-bit activations, and symmetric int8 weights. The ranges are those of the dtypes."""
-    return fxq.QConfig(weight=fxq.WeightConfig(per_channel=is_per_channel), dynamic=is_dynamic)
+    """Return activations and symmetric weights of 8 or 4 bits, whichever the ranges have. Raises ConfigurationError for other ranges."""
+    activation, weight = BITS.get(act_qmax - act_qmin + 1), BITS.get(weight_qmax - weight_qmin + 1)
+    if activation not in (4, 8) or weight not in (4, 8):
+        raise unserved("get_symmetric_quantization_config", "weight_qmax", "integers have 4 or 8 bits, whole", "leave the ranges out")
+    config = fxq.ActivationConfig("int4") if activation == 4 else fxq.ActivationConfig()
+    return fxq.QConfig(config, fxq.WeightConfig(f"int{weight}", per_channel=is_per_channel), dynamic=is_dynamic)
 
 
 def _prepared(called: str, model: Any, quantizer: Any, target: str | None, train: bool) -> fx.GraphModule:
@@ -130,8 +145,8 @@ def _prepared(called: str, model: Any, quantizer: Any, target: str | None, train
     if not isinstance(program, torch.export.ExportedProgram):
         raise ConfigurationError(
             f"{called} was given a {type(model).__name__}",
-            because="the module of a program does not say which program it is of",
-            remedy="pass the program itself, what torch.export.export returns, or call fxquant.compat.torch_ao.install() first",
+            because="it prepares a program of torch.export, or its module where fxquant.compat.torch_ao.install() came before the export",
+            remedy="pass torch.export.export(model, example_inputs), the program itself",
         )
     if isinstance(quantizer, Quantizer):
         target, mapping = target or quantizer.target, quantizer.mapping

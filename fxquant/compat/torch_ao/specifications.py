@@ -148,7 +148,7 @@ def annotate_decisions(model: Any, target: str, mapping: QConfigMapping) -> None
     quantizer, observers = (importlib.import_module(f"torchao.quantization.pt2e{part}") for part in (".quantizer", ""))
 
     def spec(dtype: IntType, observer: Any, **arguments: Any) -> Any:
-        kind = {4: torch.int8, 8: torch.int8, 16: torch.int16}.get(dtype.bits, torch.int32)
+        kind = torch.uint8 if dtype.affine else {4: torch.int8, 8: torch.int8, 16: torch.int16}.get(dtype.bits, torch.int32)
         return quantizer.QuantizationSpec(kind, observer, dtype.low, dtype.high, **arguments)
 
     values = [node.meta["val"] for node in model.graph.find_nodes(op="placeholder")]
@@ -162,7 +162,8 @@ def annotate_decisions(model: Any, target: str, mapping: QConfigMapping) -> None
         nodes = [named[each] for each in (name, *fused(decided[name])) if each in named]
         if not nodes or operator.plain:
             continue
-        grid = spec(operator.output.dtype, observers.HistogramObserver, qscheme=torch.per_tensor_symmetric)
+        scheme = torch.per_tensor_affine if operator.output.dtype.affine else torch.per_tensor_symmetric
+        grid = spec(operator.output.dtype, observers.HistogramObserver, qscheme=scheme)
         first, last = min(nodes, key=calls.index), max(nodes, key=calls.index)
         arguments = _arguments(first)
         read = {source: grid for source in first.all_input_nodes if source not in (arguments.get("weight"), arguments.get("bias"))}
