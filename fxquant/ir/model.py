@@ -167,7 +167,8 @@ class Model(fx.GraphModule):
                 remedy="use torch.jit.trace or torch.export.export; fxq.export_torchscript and fxq.export_pt2 also compare the bits",
             )
         zeros = tuple(torch.zeros(value.at(BATCH_SIZES[0]), dtype=value.dtype, device="cpu") for value in known)
-        program, graph = nn.ModuleDict({"program": torch.jit.trace(self, zeros, strict=False, check_trace=False)}), fx.Graph()
+        traced: Any = torch.jit.trace(self, zeros, strict=False, check_trace=False)  # type: ignore[no-untyped-call]
+        program, graph = nn.ModuleDict({"program": traced}), fx.Graph()
         graph.output(graph.call_module("program", tuple(graph.placeholder(node.name) for node in inputs)))
         return fx.GraphModule(program, graph)
 

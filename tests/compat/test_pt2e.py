@@ -178,6 +178,18 @@ def test_what_is_not_annotated_is_float_and_what_readers_ask_for_is_the_output()
     assert found(torch_ao.prepare_pt2e(program(), Mine(wide), target="nash-e"))["conv2d_2"] == "int32"  # the sum, which is dequantized
 
 
+class Own(ao.MinMaxObserver):
+    """An observer of a user's own."""
+
+
+def test_an_observer_of_the_user_s_own_is_one_grid_for_writers_and_readers() -> None:
+    own = QuantizationSpec(torch.int8, Own, -128, 127, torch.per_tensor_symmetric)
+    rules = {ATEN.conv2d.default: layer(own, WEIGHT, own), ATEN.sigmoid.default: all_inputs(own, own)}
+    prepared = calibrated(torch_ao.prepare_pt2e(program(), Mine(rules), target="nash-e"))
+    assert [str(node.target) for node in prepared.graph.nodes if "requantize" in str(node.target)] == []
+    assert fxq.verify(prepared, torch_ao.convert_pt2e(prepared), BATCHES[:1])
+
+
 def test_a_program_is_trained_by_annotations() -> None:
     rules = {ATEN.conv2d.default: layer()}
     prepared = torch_ao.prepare_qat_pt2e(program(Net().train()), Mine(rules), target="x86")
@@ -261,4 +273,5 @@ def test_a_target_is_a_quantizer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first["x"].qscheme == torch.per_tensor_symmetric
     assert (first["conv_weight"].qscheme, first["conv_weight"].ch_axis) == (torch.per_channel_symmetric, 0)
     assert marks["conv2d"].output_qspec is None
+    assert {spec.quant_max for spec in marks["conv2d_2"].input_qspec_map.values()} == {127}  # its own result is a sum of 32 bits
     assert (marks["relu"].output_qspec.quant_min, marks["relu"].output_qspec.quant_max) == (-128, 127)

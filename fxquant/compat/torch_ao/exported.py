@@ -142,7 +142,7 @@ def get_symmetric_quantization_config(
 
 def _prepared(called: str, model: Any, quantizer: Any, target: str | None, train: bool) -> fx.GraphModule:
     program: Any = getattr(model, "__dict__", {}).get(PROGRAM, model)
-    if not isinstance(program, torch.export.ExportedProgram):
+    if type(program) is not torch.export.ExportedProgram:
         raise ConfigurationError(
             f"{called} was given a {type(model).__name__}",
             because="it prepares a program of torch.export, or its module where fxquant.compat.torch_ao.install() came before the export",

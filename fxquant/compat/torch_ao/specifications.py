@@ -7,6 +7,7 @@ target's usual config, and that of the pattern's last part counts.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 from dataclasses import fields
 from typing import Any
@@ -15,10 +16,11 @@ import torch
 from torch import fx
 
 import fxquant as fxq
-from fxquant.compat.torch_ao.reading import Asked, activation, is_dynamic, weight
+from fxquant.compat.torch_ao.reading import Asked, activation, is_dynamic
+from fxquant.compat.torch_ao.reading import weight as weight_config
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import fused
-from fxquant.numerics.grids import IntType
+from fxquant.numerics.grids import ACTIVATION_TYPES, IntType
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.spec import ActivationConfig, QConfig, QConfigMapping, WeightConfig
 
@@ -94,29 +96,28 @@ def _grid(node: fx.Node, marks: dict[fx.Node, Any], where: Any) -> ActivationCon
     return activation(_factory(spec), what)
 
 
+@functools.lru_cache(maxsize=64)  # equal specifications are equal configs, with observers of a user's own, too
 def _factory(spec: Any) -> Any:
     """Return the factory of a QuantizationSpec's observer or fake quantize, with the settings of the specification."""
     given = {field.name: getattr(spec, field.name) for field in fields(spec) if getattr(spec, field.name) is not None}
     made = given.pop("observer_or_fake_quant_ctr")
     if "PerChannel" not in repr(made):
         given.pop("ch_axis", None)
-    return made.with_args(**given)
+    return functools.partial(made, **given)
 
 
 def _config(node: fx.Node, marks: dict[fx.Node, Any]) -> QConfig | None:
     arguments, mark = _arguments(node), marks[node]
-    sides = {arguments.get("weight"), arguments.get("bias")} - {None} if "weight" in arguments else set()
-    by_node = mark.input_qspec_map
-    weighted = by_node.get(arguments.get("weight")) if "weight" in arguments else None
-    config = WeightConfig()
+    sides = {arguments.get("weight"), arguments.get("bias")} if "weight" in arguments else set()
+    by_node, config = mark.input_qspec_map, WeightConfig()
+    weighted = by_node.get(arguments.get("weight")) if sides else None
     if weighted is not None:
         factory = _factory(weighted)
         if "PerChannel" in repr(factory) and "transpose" in str(node.target) and weighted.ch_axis == 1:  # its output channels
-            factory = factory.with_args(ch_axis=0)
-        config = weight(factory, f"the weight of %{node.name}")
-    edges = [source for source in by_node if source not in sides and _spec((source, node), marks) is not None]
-    moving = [_spec((source, node), marks) for source in edges]
-    if any(getattr(spec, "is_dynamic", False) and is_dynamic(_factory(spec)) for spec in moving):
+            factory = functools.partial(factory, ch_axis=0)
+        config = weight_config(factory, f"the weight of %{node.name}")
+    edges = {source: _spec((source, node), marks) for source in by_node if source not in sides}
+    if any(getattr(spec, "is_dynamic", False) and is_dynamic(_factory(spec)) for spec in edges.values()):
         return QConfig(weight=config, dynamic=True)
     read = {source: _grid(node, marks, (source, node)) for source in edges}
     if not any(read.values()) and weighted is None and mark.output_qspec is None and not mark._annotated:
@@ -147,9 +148,12 @@ def annotate_decisions(model: Any, target: str, mapping: QConfigMapping) -> None
     """Annotate the operators of a program's graph that are integer on a target, with its dtypes, for the functions of torchao."""
     quantizer, observers = (importlib.import_module(f"torchao.quantization.pt2e{part}") for part in (".quantizer", ""))
 
-    def spec(dtype: IntType, observer: Any, **arguments: Any) -> Any:
-        kind = torch.uint8 if dtype.affine else {4: torch.int8, 8: torch.int8, 16: torch.int16}.get(dtype.bits, torch.int32)
-        return quantizer.QuantizationSpec(kind, observer, dtype.low, dtype.high, **arguments)
+    def spec(dtype: IntType, observer: Any, scheme: Any, **axis: int) -> Any:
+        kind = torch.uint8 if dtype.affine else torch.int16 if dtype.bits == 16 else torch.int8
+        return quantizer.QuantizationSpec(kind, observer, dtype.low, dtype.high, scheme, **axis)
+
+    def grid(dtype: IntType) -> Any:
+        return spec(dtype, observers.HistogramObserver, torch.per_tensor_affine if dtype.affine else torch.per_tensor_symmetric)
 
     values = [node.meta["val"] for node in model.graph.find_nodes(op="placeholder")]
     inputs = tuple(torch.zeros([int(size) for size in value.shape], dtype=value.dtype, device="cpu") for value in values)
@@ -158,20 +162,21 @@ def annotate_decisions(model: Any, target: str, mapping: QConfigMapping) -> None
     calls = _calls(model)
     named = dict(zip([node.name for node in _calls(program)], calls, strict=True))
     decided = {node.name: node for node in prepared.graph.nodes}
+    grids: dict[fx.Node, Any] = {}
+    usual = grid(ACTIVATION_TYPES[prepared.meta["target"].default_activation])
     for name, operator in quantized_operators(prepared).items():
-        nodes = [named[each] for each in (name, *fused(decided[name])) if each in named]
+        nodes = sorted((named[each] for each in (name, *fused(decided[name])) if each in named), key=calls.index)
         if not nodes or operator.plain:
             continue
-        scheme = torch.per_tensor_affine if operator.output.dtype.affine else torch.per_tensor_symmetric
-        grid = spec(operator.output.dtype, observers.HistogramObserver, qscheme=scheme)
-        first, last = min(nodes, key=calls.index), max(nodes, key=calls.index)
-        arguments = _arguments(first)
-        read = {source: grid for source in first.all_input_nodes if source not in (arguments.get("weight"), arguments.get("bias"))}
-        if isinstance(arguments.get("weight"), fx.Node):
-            axis, dtype = int("transpose" in str(first.target)), operator.weight_quantizer.dtype
-            read[arguments["weight"]] = spec(dtype, observers.PerChannelMinMaxObserver, qscheme=torch.per_channel_symmetric, ch_axis=axis)
+        arguments = _arguments(nodes[0])
+        weight = arguments.get("weight")
+        read = {node: grids.get(node, usual) for node in nodes[0].all_input_nodes if node not in (weight, arguments.get("bias"))}
+        if isinstance(weight, fx.Node):
+            dtype, axis = operator.weight_quantizer.dtype, int("transpose" in str(nodes[0].target))
+            read[weight] = spec(dtype, observers.PerChannelMinMaxObserver, torch.per_channel_symmetric, ch_axis=axis)
         for node in nodes:
-            node.meta[KEY] = quantizer.QuantizationAnnotation(
-                read if node is first else {}, grid if node is last and operator.owns_output and operator.output.dtype.bits <= 16 else None,
-                _annotated=True,
-            )  # fmt: skip
+            node.meta[KEY] = quantizer.QuantizationAnnotation(read if node is nodes[0] else {}, _annotated=True)
+        if operator.owns_output and operator.output.dtype.bits <= 16:
+            nodes[-1].meta[KEY].output_qspec = grids[nodes[-1]] = grid(operator.output.dtype)
+        elif not operator.owns_output and read:  # it passes values on
+            grids[nodes[-1]] = next(iter(read.values()))
