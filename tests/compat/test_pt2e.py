@@ -210,6 +210,13 @@ def test_a_layer_is_dynamic() -> None:
     assert [each.name for each in fxq.layers(torch_ao.convert_pt2e(prepared)) if each.dynamic] == ["linear"]
 
 
+def test_a_class_is_the_function_that_its_modules_call() -> None:
+    quantizer = torch_ao.X86InductorQuantizer().set_global(fxq.QConfig()).set_module_type(nn.Sigmoid, None).set_module_type(nn.Conv2d, None)
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sigmoid(), nn.Flatten(), nn.Linear(256, 2)).eval()
+    dtypes = found(torch_ao.prepare_pt2e(program(model), quantizer))
+    assert (dtypes["conv2d"], dtypes["sigmoid"], dtypes["linear"]) == ("float32", "float32", "int32")
+
+
 class Transforming(Mine):
     def transform_for_annotation(self, model: fx.GraphModule) -> fx.GraphModule:
         (output,) = model.graph.find_nodes(op="output")

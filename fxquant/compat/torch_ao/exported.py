@@ -57,9 +57,8 @@ class Quantizer:
 
         A program has operators and no classes: a class is translated to PyTorch's functions that its modules call.
         """
-        for function in _FUNCTIONS.get(module_type, (module_type,)):
-            self.mapping.set_object_type(function, quantization_config)
-        return self
+        function = getattr(nn.functional, getattr(module_type, "__name__", "").lower(), module_type)
+        return self.set_function_type(function, quantization_config)
 
     def set_function_type(self, function_type: Any, quantization_config: fxq.QConfig | None) -> Quantizer:
         """Set how calls of a function, or of an ATen operator, are quantized; None keeps them in float."""
@@ -93,14 +92,6 @@ class Quantizer:
     set_module_name_qconfig = set_module_name
     set_module_type_qconfig = set_module_type
     set_function_type_qconfig = set_operator_type = set_object_type = set_function_type
-
-
-_FUNCTIONS: dict[Any, tuple[Any, ...]] = {
-    nn.Linear: (nn.functional.linear,),
-    nn.Conv1d: (torch.conv1d,),
-    nn.Conv2d: (torch.conv2d,),
-    nn.Conv3d: (torch.conv3d,),
-}
 
 
 class X86InductorQuantizer(Quantizer):
