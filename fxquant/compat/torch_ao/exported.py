@@ -149,7 +149,8 @@ def _prepared(called: str, model: Any, quantizer: Any, target: str | None, train
     inputs = dict(kwargs) if kwargs and not args else tuple(args)
     values = [node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")]
     fixed = all(isinstance(size, int) for value in values if isinstance(value, torch.Tensor) for size in value.shape)
-    return fxq.prepare(program, inputs, target or engine(), mapping, options=fxq.Options(dynamic_shapes={} if fixed else None))
+    options = fxq.Options(dynamic_shapes={} if fixed else None)
+    return fxq.prepare(program, inputs, target or engine(), mapping, options=options)  # type: ignore[arg-type]
 
 
 @checked()
