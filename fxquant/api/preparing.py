@@ -22,7 +22,7 @@ from fxquant.ir.graph import TensorFact, copy_parameters, fact, module_path, noi
 from fxquant.ir.integer import set_channel_exponents
 from fxquant.ir.model import CALLS, RUNNER, Model, autocast_off, collection_paused, copy_graph, dress_carried
 from fxquant.kernels.runner import Runner
-from fxquant.ops.elementwise.dropout import dropout
+from fxquant.ops.elementwise.activation import dropout
 from fxquant.options import DEFAULTS, Options
 from fxquant.passes import CONVERT, PREPARE
 from fxquant.passes.rewriting import attributes
@@ -41,7 +41,7 @@ from fxquant.tuning.equalization import by_first_batch
 from fxquant.tuning.first_samples import FirstSamples
 
 SHOWN_MISSING = 12  # tensors without a scale that are logged, a line each
-OBSERVATIONS = instance("what fxq.observations returned", Observations).or_none("calibration observes")
+OBSERVATIONS = instance("what fxq.observers.observations returned", Observations).or_none("calibration observes")
 
 
 @checked(observations=OBSERVATIONS)
@@ -63,7 +63,7 @@ def prepare(
     except those whose names a GraphModule has; methods are bound to the result. `until` stops after a pass ("activation.fuse")
     or stage and returns the graph of that moment.
 
-    `observations`, from fxq.observations of a model prepared from the same float model, give the scales that calibration with the same
+    `observations`, from fxq.observers.observations of a model prepared from the same float model, give the scales that calibration with the same
     batches would: for any dtypes, observers, mapping and target. If they give all, the result is in state VALIDATE. Those that they
     cannot give are logged with the reason, and fxq.calibrate(prepared, batches, only_missing=True) finds them. They hold no samples:
     weights of less than 8 bits are rounded to the nearest, and a line of the log says how to round them as `calibrate` does.

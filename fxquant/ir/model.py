@@ -164,7 +164,7 @@ class Model(fx.GraphModule):
             raise ExportError(
                 "torch.jit.script cannot make a program of this model",
                 because="it checks its inputs in Python",
-                remedy="use torch.jit.trace or torch.export.export; fxq.export_torchscript and fxq.export_pt2 also compare the bits",
+                remedy="use torch.jit.trace or torch.export.export; fxq.export.export_torchscript and fxq.export.export_pt2 also compare the bits",
             )
         zeros = tuple(torch.zeros(value.at(BATCH_SIZES[0]), dtype=value.dtype, device="cpu") for value in known)
         traced: Any = torch.jit.trace(self, zeros, strict=False, check_trace=False)  # type: ignore[no-untyped-call]
@@ -216,7 +216,7 @@ def no_program_of_prepared(by: str) -> ExportError:
     return ExportError(
         f"{by} cannot make a program of a prepared model",
         because="it observes, trains and proves its integers in Python",
-        remedy="export what fxq.convert(prepared) returns: by fxq.export_torchscript, fxq.export_pt2 or fxq.export_onnx",
+        remedy="export what fxq.convert(prepared) returns: by fxq.export.export_torchscript, fxq.export.export_pt2 or fxq.export_onnx",
     )
 
 
@@ -233,7 +233,7 @@ def _refuse_proxies(inputs: tuple[Any, ...]) -> None:
         raise ExportError(
             "torch.fx cannot trace a prepared or an integer model",
             because="it computes with the values of its inputs, in Python",
-            remedy="trace the float model; fxq.compare compares a model with it, and fxq.record reads tensors",
+            remedy="trace the float model; fxq.compare compares a model with it, and fxq.inspect.record reads tensors",
         )
 
 

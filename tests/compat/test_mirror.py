@@ -46,7 +46,7 @@ def test_every_name_of_the_tables_is_served_or_refused_with_a_remedy() -> None:
             assert not hasattr(module, row.name), (path, row.name)
             with pytest.raises(ImportError, match=row.name) as caught:
                 exec(f"from {module.__name__} import {row.name}", {})
-            assert isinstance(caught.value, fxq.ConfigurationError)
+            assert isinstance(caught.value, fxq.errors.ConfigurationError)
             assert caught.value.remedy == row.served.remedy
             assert row.served.because
     assert refused > 40
@@ -73,7 +73,7 @@ def test_one_module_has_all_its_names(installed: None) -> None:
 
 def test_an_installed_package_is_not_hidden_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "horizon_plugin_pytorch", ModuleType("horizon_plugin_pytorch"))
-    with pytest.raises(fxq.ConfigurationError, match="is there already"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="is there already"):
         horizon.install()
 
 
@@ -266,5 +266,5 @@ def test_the_rows_of_torch_ao_are_served() -> None:
         for name in TORCH_AO.names(path):
             assert callable(getattr(module, name)), (path, name)
     assert not hasattr(torch_ao, "convert_to_reference_fx")
-    with pytest.raises(fxq.ConfigurationError, match="export_onnx"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="export_onnx"):
         torch_ao.convert_to_reference_fx  # noqa: B018

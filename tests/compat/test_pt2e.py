@@ -129,7 +129,7 @@ def program(model: nn.Module | None = None, example: Tensor = BATCHES[0]) -> Any
 
 
 def found(prepared: nn.Module) -> dict[str, str]:
-    return {each.name: each.dtype for each in fxq.layers(prepared)}
+    return {each.name: each.dtype for each in fxq.inspect.layers(prepared)}
 
 
 def calibrated(prepared: Any) -> Any:
@@ -203,11 +203,11 @@ def test_a_program_is_trained_by_annotations() -> None:
 def test_a_layer_is_dynamic() -> None:
     rules = {ATEN.linear.default: lambda node: QuantizationAnnotation({node.args[0]: DYNAMIC, node.args[1]: WEIGHT})}
     prepared = torch_ao.prepare_pt2e(program(nn.Sequential(nn.Linear(8, 4), nn.Tanh()).eval()), Mine(rules), target="x86")
-    assert [each.name for each in fxq.layers(torch_ao.convert_pt2e(prepared)) if each.dynamic] == ["linear"]
+    assert [each.name for each in fxq.inspect.layers(torch_ao.convert_pt2e(prepared)) if each.dynamic] == ["linear"]
     config = torch_ao.get_symmetric_quantization_config(is_per_channel=True, is_dynamic=True)
     rules_of_ours = torch_ao.XNNPACKQuantizer().set_module_type(nn.Linear, config)
     prepared = torch_ao.prepare_pt2e(program(nn.Sequential(nn.Linear(8, 4), nn.Tanh()).eval()), rules_of_ours)
-    assert [each.name for each in fxq.layers(torch_ao.convert_pt2e(prepared)) if each.dynamic] == ["linear"]
+    assert [each.name for each in fxq.inspect.layers(torch_ao.convert_pt2e(prepared)) if each.dynamic] == ["linear"]
 
 
 def test_a_class_is_the_function_that_its_modules_call() -> None:
@@ -262,7 +262,7 @@ def test_a_target_is_a_quantizer(monkeypatch: pytest.MonkeyPatch) -> None:
     quantizer = torch_ao.BpuQuantizer("x5")
     prepared = calibrated(torch_ao.prepare_pt2e(program(), quantizer))
     assert prepared.meta["target"].name == "bayes-e"
-    assert {each.dtype for each in fxq.layers(prepared) if each.integer} == {"int8"}
+    assert {each.dtype for each in fxq.inspect.layers(prepared) if each.integer} == {"int8"}
     assert found(prepared)["sigmoid"] == "int8"
     assert fxq.verify(prepared, torch_ao.convert_pt2e(prepared), BATCHES[:1])
     # torchao calls its methods with the module of a program.

@@ -117,7 +117,7 @@ def test_a_model_is_trained_and_its_observers_are_switched_off() -> None:
     assert torch.equal(prepared.state_dict()["bn.running_mean"], mean)
     prepared.eval()
     assert torch.equal(torch_ao.convert_fx(prepared)(BATCHES[0] * 3), trained)
-    with pytest.raises(fxq.ConfigurationError, match="cannot follow"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="cannot follow"):
         prepared.apply(torch_ao.enable_observer)
 
 
@@ -156,9 +156,9 @@ def test_observers_are_found_under_their_names() -> None:
     for name, observer in empty.items():
         assert observer is found[f"backbone.{name}"]
         assert observer.observed
-    values = torch.cat([record["fc"] for record in fxq.record(prepared, BATCHES, ["fc"], real=True, state="float")])
+    values = torch.cat([record["fc"] for record in fxq.inspect.record(prepared, BATCHES, ["fc"], real=True, state="float")])
     assert float(empty["fc.activation_post_process"].largest) == float(values.abs().max())
-    with pytest.raises(fxq.ConfigurationError, match="prepared"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="prepared"):
         torch_ao.get_observer_dict(nn.Linear(2, 2), {})
 
 
@@ -180,7 +180,7 @@ def test_an_eager_model_has_integers_between_its_stubs(fused: bool) -> None:
     model.qconfig = ao.get_default_qconfig("x86")
     prepared = torch_ao.prepare(torch_ao.fuse_modules(model, [["conv", "bn", "relu"]]), example_inputs=(BATCHES[0],))
     integer = torch_ao.convert(calibrated(prepared))
-    devices = {layer.name: layer.device for layer in fxq.layers(integer)}
+    devices = {layer.name: layer.device for layer in fxq.inspect.layers(integer)}
     assert (devices["conv_0" if fused else "conv"], devices["skip"], devices["head"]) == ("x86", "x86", "host")
     assert fxq.verify(prepared, integer, BATCHES[:1])
     assert signal(integer, model) > 25
@@ -266,7 +266,7 @@ def test_a_model_is_dynamic_from_its_first_batch_on(inplace: bool) -> None:
     quantized = torch_ao.quantize_dynamic(model, {nn.Linear}, inplace=inplace)
     assert (quantized is model) == inplace
     assert torch.equal(quantized(x), expected(x))
-    assert fxq.layers(quantized)
+    assert fxq.inspect.layers(quantized)
 
 
 class Squeezed(nn.Module):
@@ -413,7 +413,7 @@ def test_sizes_are_those_that_are_asked_for() -> None:
 # ---- what PyTorch's objects mean ----------------------------------------------------------------------------------------
 
 A, W = fxq.ActivationConfig, fxq.WeightConfig
-HIST = fxq.HistogramObserver
+HIST = fxq.observers.HistogramObserver
 WEIGHT = ao.default_weight_observer
 
 
@@ -424,25 +424,31 @@ def activation(observer: Any, **arguments: Any) -> ao.QConfig:
 MEANINGS = {
     "affine": (activation(ao.HistogramObserver), A("uint8", HIST)),
     "affine and signed": (activation(ao.HistogramObserver, dtype=torch.qint8), A("uint8", HIST)),
-    "symmetric": (activation(ao.MinMaxObserver, dtype=torch.qint8, qscheme=torch.per_tensor_symmetric), A("int8", fxq.MinMaxObserver)),
-    "symmetric and unsigned": (activation(ao.MinMaxObserver, qscheme=torch.per_tensor_symmetric), A("int8", fxq.MinMaxObserver)),
-    "reduced": (activation(ao.MinMaxObserver, reduce_range=True), A("uint8", fxq.MinMaxObserver)),
-    "moving": (activation(ao.MovingAverageMinMaxObserver, averaging_constant=0.25), A("uint8", fxq.MovingAverageMinMaxObserver(0.25))),
-    "bins": (activation(ao.HistogramObserver, bins=512), A("uint8", fxq.HistogramObserver(512))),
+    "symmetric": (
+        activation(ao.MinMaxObserver, dtype=torch.qint8, qscheme=torch.per_tensor_symmetric),
+        A("int8", fxq.observers.MinMaxObserver),
+    ),
+    "symmetric and unsigned": (activation(ao.MinMaxObserver, qscheme=torch.per_tensor_symmetric), A("int8", fxq.observers.MinMaxObserver)),
+    "reduced": (activation(ao.MinMaxObserver, reduce_range=True), A("uint8", fxq.observers.MinMaxObserver)),
+    "moving": (
+        activation(ao.MovingAverageMinMaxObserver, averaging_constant=0.25),
+        A("uint8", fxq.observers.MovingAverageMinMaxObserver(0.25)),
+    ),
+    "bins": (activation(ao.HistogramObserver, bins=512), A("uint8", fxq.observers.HistogramObserver(512))),
     "four bits": (
         activation(ao.MinMaxObserver, dtype=torch.qint8, qscheme=torch.per_tensor_symmetric, quant_min=-8, quant_max=7),
-        A("int4", fxq.MinMaxObserver),
+        A("int4", fxq.observers.MinMaxObserver),
     ),
     "sixteen bits": (
         activation(ao.MinMaxObserver, dtype=torch.int16, qscheme=torch.per_tensor_symmetric, quant_min=-(2**15), quant_max=2**15 - 1),
-        A("int16", fxq.MinMaxObserver),
+        A("int16", fxq.observers.MinMaxObserver),
     ),
     "fixed": (
         activation(ao.FixedQParamsObserver, scale=2 / 256, zero_point=128, dtype=torch.quint8, quant_min=0, quant_max=255),
         A("uint8", scale=2 / 256, zero_point=128),
     ),
-    "fake quantize": (ao.default_qat_qconfig, A("uint8", fxq.MovingAverageMinMaxObserver(0.01))),
-    "ours inside": (ao.QConfig(fxq.PercentileObserver, WEIGHT), A(observer=fxq.PercentileObserver)),
+    "fake quantize": (ao.default_qat_qconfig, A("uint8", fxq.observers.MovingAverageMinMaxObserver(0.01))),
+    "ours inside": (ao.QConfig(fxq.observers.PercentileObserver, WEIGHT), A(observer=fxq.observers.PercentileObserver)),
 }
 
 
@@ -517,7 +523,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_qconfig_that_has_no_equal_is_refused(name: str) -> None:
     qconfig, expected = REFUSED[name]
-    with pytest.raises(fxq.ConfigurationError, match=expected) as caught:
+    with pytest.raises(fxq.errors.ConfigurationError, match=expected) as caught:
         read(qconfig)
     assert caught.value.because
     assert caught.value.remedy
@@ -547,7 +553,7 @@ def test_quantize_dynamic(name: str, caplog: pytest.LogCaptureFixture) -> None:
     x = torch.randn(16, 6)
     ours = torch_ao.quantize_dynamic(model, specification, example_inputs=(x,))
     assert not caplog.records, "no rule is about what the model has not"
-    assert [layer.name for layer in fxq.layers(ours) if layer.dynamic] == expected
+    assert [layer.name for layer in fxq.inspect.layers(ours) if layer.dynamic] == expected
     with torch.no_grad():
         wanted, theirs = model(x), ao.quantize_dynamic(model, specification)(x)
     assert float((ours(x) - wanted).square().mean()) < float((theirs - wanted).square().mean())  # theirs have seven bits
@@ -596,7 +602,7 @@ def test_functions_that_quantize_whole() -> None:
     model.qconfig = ao.get_default_qat_qconfig("x86")
     trained = torch_ao.quantize_qat(model, lambda m, data: [m(batch).sum().backward() for batch in data], [BATCHES], inplace=True)
     assert trained is model
-    assert fxq.layers(trained)
+    assert fxq.inspect.layers(trained)
 
 
 def test_a_graph_is_prepared_by_its_first_batch() -> None:
@@ -610,7 +616,7 @@ def test_a_rule_for_a_function_of_a_float_functional() -> None:
     model = nn.Sequential(Eager()).eval()
     rules = ao.QConfigMapping().set_global(ao.get_default_qconfig("x86")).set_object_type(torch.add, None)
     rules.set_object_type(torch.ao.nn.quantized.FloatFunctional, None)
-    found = {layer.name: layer.integer for layer in fxq.layers(torch_ao.prepare_fx(model, rules, (BATCHES[0],)))}
+    found = {layer.name: layer.integer for layer in fxq.inspect.layers(torch_ao.prepare_fx(model, rules, (BATCHES[0],)))}
     assert not found["add"]
     assert found["_0_conv"]
 
@@ -618,7 +624,7 @@ def test_a_rule_for_a_function_of_a_float_functional() -> None:
 def test_a_model_that_is_prepared_is_not_traced_again() -> None:
     prepared = torch_ao.prepare_fx(small(), ao.get_default_qconfig("x86"), (BATCHES[0],))
     for model in (prepared, torch_ao.convert_fx(calibrated(prepared))):
-        with pytest.raises(fxq.ExportError, match="cannot trace"):
+        with pytest.raises(fxq.errors.ExportError, match="cannot trace"):
             torch.fx.symbolic_trace(model)
 
 
@@ -628,7 +634,7 @@ SYMMETRIC = activation(ao.MinMaxObserver, dtype=torch.qint8, qscheme=torch.per_t
 
 
 def dtypes(prepared: nn.Module) -> dict[str, str]:
-    return {layer.name: layer.dtype for layer in fxq.layers(prepared)}
+    return {layer.name: layer.dtype for layer in fxq.inspect.layers(prepared)}
 
 
 @pytest.mark.parametrize("form", ["mapping", "dict", "fxq"])
@@ -672,7 +678,7 @@ def test_a_module_that_is_not_traced_stays_whole() -> None:
 def test_a_rule_for_one_call_of_a_type_is_read() -> None:
     rules = ao.QConfigMapping().set_global(SYMMETRIC).set_module_name_object_type_order("", nn.Conv2d, 0, None)
     prepared = torch_ao.prepare_fx(nn.Sequential(nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)).eval(), rules, (torch.randn(1, 3, 4, 4),))
-    assert {layer.module: layer.integer for layer in fxq.layers(prepared) if layer.macs} == {"0": False, "1": True}
+    assert {layer.module: layer.integer for layer in fxq.inspect.layers(prepared) if layer.macs} == {"0": False, "1": True}
     written = {"": SYMMETRIC, "module_name_object_type_order": [("", nn.Conv2d, 0, None)]}
     again = torch_ao.prepare_fx(nn.Sequential(nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)).eval(), written, (torch.randn(1, 3, 4, 4),))
     assert fxq.text(again) == fxq.text(prepared)
@@ -738,7 +744,7 @@ def test_a_pytorch_without_torch_ao(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch.ao", None)
     monkeypatch.setitem(sys.modules, "torch.quantization", None)
-    with pytest.raises(fxq.ConfigurationError, match="get_default_qconfig_mapping is not supported") as caught:
+    with pytest.raises(fxq.errors.ConfigurationError, match="get_default_qconfig_mapping is not supported") as caught:
         _ = torch_ao.get_default_qconfig_mapping
     assert "this PyTorch does not have it" in caught.value.because
     assert "fxq.QConfig" in caught.value.remedy

@@ -59,7 +59,7 @@ def test_a_program_of_pytorch_has_the_bits_of_its_model_or_is_refused(stage: str
         assert torch.equal(PROGRAMS[name](model)(X), model(X))
         return
     said = rf"{name.split(',')[0]} cannot make a program of [\s\S]*because[\s\S]*remedy[\s\S]*fxq\.export_torchscript"
-    with pytest.raises(fxq.ExportError, match=said):
+    with pytest.raises(fxq.errors.ExportError, match=said):
         PROGRAMS[name](model)
 
 

@@ -73,8 +73,8 @@ def test_a_mapping_that_changes_after_the_call_changes_nothing_that_was_prepared
     mapping.set_module_name("0", WIDE)  # as PyTorch's pages write it
     prepared = fxq.prepare(model, x, "nash-e", mapping)
     mapping.set_module_name("0", None)
-    assert {layer.name: layer.dtype for layer in fxq.layers(prepared)}["_0"] == "int16"
-    assert {layer.name: layer.dtype for layer in fxq.layers(fxq.prepare(model, x, "nash-e", mapping))}["_0"] == "float32"
+    assert {layer.name: layer.dtype for layer in fxq.inspect.layers(prepared)}["_0"] == "int16"
+    assert {layer.name: layer.dtype for layer in fxq.inspect.layers(fxq.prepare(model, x, "nash-e", mapping))}["_0"] == "float32"
     copied = copy.copy(mapping).set_module_name("0", NARROW)
     assert mapping.names == {"0": None}
     assert copied.names == {"0": NARROW}
@@ -105,14 +105,25 @@ def pickled(made: Any) -> Any:
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickled])
 def test_copies_are_equal(copied: Callable[[Any], Any]) -> None:
-    made = full().set_global(fxq.QConfig(ACT(observer=fxq.PercentileObserver(99.0))))
+    made = full().set_global(fxq.QConfig(ACT(observer=fxq.observers.PercentileObserver(99.0))))
     assert copied(made) == made
     assert copied(made).set_global(None) != made
 
 
 def test_a_mapping_is_shown_as_it_is_made() -> None:
-    made = fxq.QConfigMapping(fxq.QConfig(ACT(observer=fxq.MinMaxObserver, scale=0.5)), {nn.Linear: WIDE}, {"stem": None}, {"head": None})
-    classes = (nn.Linear, type(made), fxq.QConfig, ACT, fxq.WeightConfig, fxq.MinMaxObserver, fxq.HistogramObserver, WIDE.weight.rounding)
+    made = fxq.QConfigMapping(
+        fxq.QConfig(ACT(observer=fxq.observers.MinMaxObserver, scale=0.5)), {nn.Linear: WIDE}, {"stem": None}, {"head": None}
+    )
+    classes = (
+        nn.Linear,
+        type(made),
+        fxq.QConfig,
+        ACT,
+        fxq.WeightConfig,
+        fxq.observers.MinMaxObserver,
+        fxq.observers.HistogramObserver,
+        WIDE.weight.rounding,
+    )
     written = re.sub(r"<class '[\w.]*\.(\w+)'>", r"\1", repr(made))
     assert eval(written, {kind.__name__: kind for kind in classes}) == made
 
@@ -141,7 +152,7 @@ def test_a_mapping_used_again_tells_again_what_matched_nothing(caplog: pytest.Lo
 # ---- observers in a config ------------------------------------------------------------------------------------------------------
 
 
-class Halved(fxq.MinMaxObserver):
+class Halved(fxq.observers.MinMaxObserver):
     """An observer of a user's, with settings of its own, one of which is a tensor."""
 
     def __init__(self, factor: float = 0.5, steps: tuple[float, ...] = (1.0, 2.0)) -> None:
@@ -153,14 +164,19 @@ class Halved(fxq.MinMaxObserver):
 
 
 SAME: list[list[Any]] = [  # observers that are equal among themselves, and to none of another list
-    [fxq.HistogramObserver, fxq.HistogramObserver(), functools.partial(fxq.HistogramObserver, bins=2048), lambda: fxq.HistogramObserver()],
-    [fxq.HistogramObserver(bins=64), functools.partial(fxq.HistogramObserver, 64)],
-    [fxq.HistogramObserver(sample=64)],
-    [fxq.PercentileObserver, fxq.PercentileObserver(99.99)],
-    [fxq.PercentileObserver(99.9), lambda: fxq.PercentileObserver(99.9)],
-    [fxq.MinMaxObserver, fxq.MinMaxObserver()],
-    [fxq.MovingAverageMinMaxObserver, fxq.MovingAverageMinMaxObserver(0.01)],
-    [fxq.MovingAverageMinMaxObserver(0.1)],
+    [
+        fxq.observers.HistogramObserver,
+        fxq.observers.HistogramObserver(),
+        functools.partial(fxq.observers.HistogramObserver, bins=2048),
+        lambda: fxq.observers.HistogramObserver(),
+    ],
+    [fxq.observers.HistogramObserver(bins=64), functools.partial(fxq.observers.HistogramObserver, 64)],
+    [fxq.observers.HistogramObserver(sample=64)],
+    [fxq.observers.PercentileObserver, fxq.observers.PercentileObserver(99.99)],
+    [fxq.observers.PercentileObserver(99.9), lambda: fxq.observers.PercentileObserver(99.9)],
+    [fxq.observers.MinMaxObserver, fxq.observers.MinMaxObserver()],
+    [fxq.observers.MovingAverageMinMaxObserver, fxq.observers.MovingAverageMinMaxObserver(0.01)],
+    [fxq.observers.MovingAverageMinMaxObserver(0.1)],
     [Halved, Halved(0.5)],
     [Halved(0.25)],
     [Halved(steps=(1.0, 3.0)), functools.partial(Halved, steps=(1.0, 3.0))],
@@ -174,16 +190,16 @@ def test_observers_are_compared_by_class_and_settings() -> None:
             assert {one == two for one in group for two in others} == {index == other}
         assert len({hash(config) for config in group}) == 1
     assert len({config for group in configs for config in group}) == len(SAME)
-    assert ACT(observer=fxq.MinMaxObserver) != ACT("int16", observer=fxq.MinMaxObserver)
+    assert ACT(observer=fxq.observers.MinMaxObserver) != ACT("int16", observer=fxq.observers.MinMaxObserver)
     assert ACT() != "int8"
 
 
 def test_an_observer_that_is_given_is_copied() -> None:
-    template: Any = fxq.PercentileObserver(99.0)
+    template: Any = fxq.observers.PercentileObserver(99.0)
     config = ACT(observer=template)
     template.observe(torch.randn(64))
     template.percentile = 50.0
-    assert config == ACT(observer=fxq.PercentileObserver(99.0))
+    assert config == ACT(observer=fxq.observers.PercentileObserver(99.0))
     assert not config.new_observer().observed
 
 
@@ -192,13 +208,13 @@ def test_a_qconfig_that_equals_the_default_is_a_rule() -> None:
     model, example = nn.Sequential(nn.Conv2d(2, 2, 1), nn.MaxPool2d(2)), torch.randn(2, 2, 4, 4)
 
     def half() -> fxq.QConfig:
-        return fxq.QConfig(ACT(observer=fxq.MinMaxObserver(), scale=0.5))
+        return fxq.QConfig(ACT(observer=fxq.observers.MinMaxObserver(), scale=0.5))
 
     default = half()
     for same in (default, half()):
         mapping = fxq.QConfigMapping(default).set_module_name("0", fxq.QConfig(ACT(scale=0.25)))
         assert fxq.qparams(fxq.prepare(model, example, qconfig=mapping))["_1"] == 0.25
-        with pytest.raises(fxq.ScaleConflict):
+        with pytest.raises(fxq.errors.ScaleConflict):
             fxq.prepare(model, example, qconfig=mapping.set_module_name("1", same))
 
 
@@ -236,7 +252,7 @@ def test_a_rule_for_a_call_is_about_that_call_alone(call: Any, node: str | None)
         .set_module_name_object_type_order(module, kind, index, WIDE)
     )
     prepared = fxq.prepare(blocks().eval(), torch.randn(2, 2, 4, 4), "bayes-e", mapping)
-    wide = {layer.name for layer in fxq.layers(prepared) if layer.dtype == "int16" and not layer.boundary}
+    wide = {layer.name for layer in fxq.inspect.layers(prepared) if layer.dtype == "int16" and not layer.boundary}
     assert wide == ({node} if node else set())
     told = f"this rule of the qconfig matched nothing: call {index} of "
     assert (told in fxq.explain(prepared)) == (node is None)
@@ -260,7 +276,7 @@ def test_calls_are_counted_as_pytorch_counts_them() -> None:
                 }
                 ours = fxq.QConfigMapping(default=None).set_module_name_object_type_order(module, kind, index, fxq.QConfig())
                 prepared = fxq.prepare(model, example, "bayes-e", ours)
-                integer = [layer for layer in fxq.layers(prepared) if layer.integer and not layer.boundary]
+                integer = [layer for layer in fxq.inspect.layers(prepared) if layer.integer and not layer.boundary]
                 mine = {layer.module if kind is nn.Conv2d else layer.name for layer in integer}
                 assert bool(mine) == bool(observed), (module, kind, index)
                 assert mine <= observed

@@ -32,7 +32,7 @@ NOT_READ = {
                "float16", "bfloat16"),
     **refusals("weights alone cannot be integers here", "give the place None, which keeps it in float32, or quantize activations too",
                "float32", "Identity"),
-    **refusals("it keeps every value and finds no scale", "read values with fxq.record(model, batches)", "RecordingObserver"),
+    **refusals("it keeps every value and finds no scale", "read values with fxq.inspect.record(model, batches)", "RecordingObserver"),
     **refusals("what is quantized at run time has 8 bits, per tensor and affine", "pass default_dynamic_qconfig, or one of this kind",
                "dynamic"),
     **refusals("it finds no scale", "name an observer that does, like HistogramObserver", "PlaceholderObserver", "NoopObserver"),
