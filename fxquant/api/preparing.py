@@ -110,16 +110,11 @@ def _restore(prepared: fx.GraphModule, observations: Observations) -> None:
 
 
 def _rules(qconfig: QConfig | QConfigMapping | None) -> QConfigMapping:
-    """Return the mapping a user means. Warns of one whose setter was called, and whose result was dropped."""
+    """Return the mapping for an argument `qconfig`, and log its rules."""
     mapping = as_mapping(qconfig)
     rules = ", ".join(str(rule) for rule, _ in mapping.rules())
     if rules:
         logger.info("rules of the qconfig: %s", rules)
-    elif mapping.lost_rules:
-        logger.warning(
-            "the QConfigMapping has no rules, only a default, and the mapping that a setter returned was not used: setters return a new"
-            " mapping, as in mapping = mapping.set_module_name(...)"
-        )
     return mapping
 
 

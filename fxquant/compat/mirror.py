@@ -118,12 +118,19 @@ class Tables:
             modules = [self.own[alias] for alias in self.aliased(path) if alias in self.own]
         else:
             modules = self.own_modules(path)
-            if self.partly and not modules and not self.own_modules(""):
-                raise MissingName(f"{name} is not supported", because=self.partly.because, remedy=self.partly.remedy)
+            if not modules and (absent := self.absent(path)):
+                raise MissingName(f"{name} is not supported", because=absent.because, remedy=absent.remedy)
         for module in modules:
             if hasattr(module, name):
                 return getattr(module, name)
         raise AttributeError(f"module {self.shown(path)!r} has no attribute {name!r}")
+
+    def absent(self, path: str) -> Refusal | None:
+        """Return why the toolkit's own names of a module without an own module cannot be used; None if the tables have all names."""
+        top = self.shown(path).partition(".")[0]
+        if self.partly is None or self.own_module(top) is not None:
+            return self.partly
+        return Refusal(f"it is a name of {top}, which is not installed", f"install it: pip install {top}")
 
     def own_modules(self, path: str) -> list[ModuleType]:
         """Return the toolkit's own modules of this path: at most one for each alias."""
@@ -145,6 +152,8 @@ class Tables:
         row = self.modules.get(path, {}).get(name)
         if row is not None and isinstance(row.served, Refusal):
             return MissingImport(f"{self.shown(path)} has no {name}", because=row.served.because, remedy=row.served.remedy)
+        if absent := self.absent(path):
+            return MissingImport(f"{self.shown(path)} has no {name}", because=absent.because, remedy=absent.remedy)
         return MissingImport(
             f"{self.shown(path)} has no {name}",
             because=f"the tables of {self.package} have no such name",

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.carried import SETTINGS, refuse_changes
-from fxquant.ir.graph import Code, is_deployed, own_names
+from fxquant.ir.graph import BATCH_SIZES, Code, TensorFact, fact, is_deployed, own_names
 from fxquant.ir.integer import Reference
 from fxquant.support import logger
 from fxquant.support.files import free_in_child, in_child
@@ -161,14 +161,22 @@ class Model(fx.GraphModule):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __prepare_scriptable__(self) -> Any:
-        """Refuse to be compiled by `torch.jit.script`, which asks here for the module to compile."""
+        """Return the module that `torch.jit.script` compiles for an integer model: a call of the program that `torch.jit.trace` records."""
         if self.__dict__.get("meta", {}).get("stage") == "PREPARED":
             raise no_program_of_prepared("torch.jit.script")
-        raise ExportError(
-            "torch.jit.script cannot make a program of this model",
-            because="it checks its inputs in Python",
-            remedy="use torch.jit.trace or torch.export.export; export_torchscript and export_pt2 of fxq.export also compare the bits",
-        )
+        inputs = self.graph.find_nodes(op="placeholder")
+        known = [value for value in map(fact, inputs) if isinstance(value, TensorFact)]
+        if not is_deployed(self) or len(known) < len(inputs):
+            raise ExportError(
+                "torch.jit.script cannot make a program of this model",
+                because="it checks its inputs in Python",
+                remedy="use torch.jit.trace or torch.export.export; export_torchscript and export_pt2 of fxq.export also compare the bits",
+            )
+        zeros = tuple(torch.zeros(value.at(BATCH_SIZES[0]), dtype=value.dtype, device="cpu") for value in known)
+        traced: Any = torch.jit.trace(self, zeros, strict=False, check_trace=False)  # type: ignore[no-untyped-call]
+        program, graph = nn.ModuleDict({"program": traced}), fx.Graph()
+        graph.output(graph.call_module("program", tuple(graph.placeholder(node.name) for node in inputs)))
+        return fx.GraphModule(program, graph)
 
     def __copy__(self) -> Model:
         # The copy that GraphModule makes, and DataParallel runs, would have neither hooks nor unused parameters.
@@ -225,11 +233,22 @@ def look_at_constants(model: Any) -> None:
         runner.follow(model)
 
 
+def _refuse_proxies(inputs: tuple[Any, ...]) -> None:
+    """Raise ExportError if torch.fx traces the model: it computes with proxies of tensors."""
+    if any(isinstance(value, fx.Proxy) for value in inputs):
+        raise ExportError(
+            "torch.fx cannot trace a prepared or an integer model",
+            because="it computes with the values of its inputs, in Python",
+            remedy="trace the float model; fxq.compare compares a model with it, and fxq.inspect.record reads tensors",
+        )
+
+
 def _run_by(reference: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward that the model's runner computes, where it has one; `reference` is the one that runs the graph as it is."""
 
     @functools.wraps(reference)
     def forward(self: Model, *inputs: Any, **named: Any) -> Any:
+        _refuse_proxies(inputs)
         runner = self.__dict__.get(RUNNER)
         return reference(self, *inputs, **named) if runner is None or named else runner(self, reference, inputs)
 
@@ -241,6 +260,7 @@ def _with_hooks(reference: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(reference)
     def forward(self: Model, *inputs: Any, **named: Any) -> Any:
+        _refuse_proxies(inputs)
         hooks = None if torch.compiler.is_compiling() else self.__dict__.get(HOOKS)
         if hooks is None:
             return reference(self, *inputs, **named)

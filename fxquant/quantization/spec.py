@@ -8,10 +8,8 @@ from __future__ import annotations
 import copy
 import enum
 import re
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -430,10 +428,6 @@ def _call(value: Any) -> Call:
     return Call(_module(module), _spelling(kind), KINDS["seed"].take(index))
 
 
-class _Successors:
-    """Alive as long as a mapping with rules is that was made from one without any."""
-
-
 _HELD = ("types", "patterns", "names", "calls")  # the fields of a mapping that hold rules
 MODULE = Kind('the path of a module, "" for the model itself', _module)
 SPELLING = Kind("a module's class, a function like F.relu, or the name of a tensor's method", _spelling)
@@ -442,7 +436,7 @@ SPELLING = Kind("a module's class, a function like F.relu, or the name of a tens
 @checked_class(
     default=CHOSEN, types=_rules(_spelling), patterns=_rules(KINDS["pattern"].take), names=_rules(KINDS["name"].take), calls=_rules(_call)
 )
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class QConfigMapping:
     """The QConfigs of a model: global < operator or module type < name pattern < name < one call of a type < attribute `qconfig`.
 
@@ -450,76 +444,62 @@ class QConfigMapping:
     start of a path, and covers everything below the match; the first matching pattern counts. A QConfig of None keeps operators in float.
     For a fused operator the rules of all its parts count: see the guide.
 
-    A mapping is immutable, and equal to another with the same rules. The setters have PyTorch's names, but each returns a new mapping with
-    one more rule, so calls chain.
+    The setters are PyTorch's: each changes the mapping and returns it, so that calls chain. `copy.copy` returns a mapping that changes
+    apart. Functions that take a mapping use its rules at the time of the call. Two mappings are equal if they say the same.
     """
 
     default: Chosen = field(default_factory=QConfig)
-    types: Mapping[Any, Chosen] = field(default_factory=dict)
-    patterns: Mapping[str, Chosen] = field(default_factory=dict)
-    names: Mapping[str, Chosen] = field(default_factory=dict)
-    calls: Mapping[Call, Chosen] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name in _HELD:
-            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+    types: dict[Any, Chosen] = field(default_factory=dict)
+    patterns: dict[str, Chosen] = field(default_factory=dict)
+    names: dict[str, Chosen] = field(default_factory=dict)
+    calls: dict[Call, Chosen] = field(default_factory=dict)
 
     @checked(qconfig=CHOSEN)
     def set_global(self, qconfig: Chosen) -> QConfigMapping:
-        """Return this mapping with another default."""
-        return self._with_rules(default=qconfig) if self.rules() else replace(self, default=qconfig)
+        """Set the default, and return this mapping."""
+        self.default = qconfig
+        return self
 
     @checked(kind=SPELLING, qconfig=CHOSEN)
     def set_object_type(self, kind: Any, qconfig: Chosen) -> QConfigMapping:
-        """Return this mapping with a rule for a module's class, a function, or a tensor's method by name.
+        """Add a rule for a module's class, a function, or a tensor's method by name; return this mapping.
 
         A class means its modules alone. A function or a method means that function in every call form: torch.softmax is F.softmax,
         x.softmax() and nn.Softmax; torch.add is + and +=. A rule for the call form that the model uses has precedence over others.
         """
-        return self._with_rules(types={**self.types, kind: qconfig})
+        self.types[kind] = qconfig
+        return self
 
     @checked()
     def set_host(self, *where: Any) -> QConfigMapping:
-        """Return this mapping with rules that keep these in float, on the host: types and functions, module paths and node names.
+        """Add rules that keep these in float, on the host: types and functions, module paths and node names. Return this mapping.
 
         Elsewhere this is a `hybrid_dict`. A rule with a QConfig does the opposite: it keeps integers between operators on the host.
         """
-        mapping = self
         for one in where:
-            mapping = mapping.set_module_name(one, None) if isinstance(one, str) else mapping.set_object_type(one, None)
-        return mapping
+            self.set_module_name(one, None) if isinstance(one, str) else self.set_object_type(one, None)
+        return self
 
     @checked(qconfig=CHOSEN)
     def set_module_name_regex(self, pattern: str, qconfig: Chosen) -> QConfigMapping:
-        """Return this mapping with a rule for module paths that a regular expression matches; an existing one keeps its place."""
-        return self._with_rules(patterns={**self.patterns, pattern: qconfig})
+        """Add a rule for module paths that a regular expression matches, and return this mapping; an existing rule keeps its place."""
+        self.patterns[pattern] = qconfig
+        return self
 
     @checked(qconfig=CHOSEN)
     def set_module_name(self, name: str, qconfig: Chosen) -> QConfigMapping:
-        """Return this mapping with a rule for a module's path or a node's name."""
-        return self._with_rules(names={**self.names, name: qconfig})
+        """Add a rule for a module's path or a node's name, and return this mapping."""
+        self.names[name] = qconfig
+        return self
 
     @checked(module_name=MODULE, object_type=SPELLING, index=KINDS["seed"], qconfig=CHOSEN)
     def set_module_name_object_type_order(self, module_name: str, object_type: Any, index: int, qconfig: Chosen) -> QConfigMapping:
-        """Return this mapping with a rule for one call: the one with this index, from 0, among a type's calls in a module's forward.
+        """Add a rule for one call: the one with this index, from 0, among a type's calls in a module's forward. Return this mapping.
 
         `module_name` is the path of the module whose forward has the call, "" for the model's own; a layer's calls are its parent's.
         """
-        return self._with_rules(calls={**self.calls, Call(module_name, object_type, index): qconfig})
-
-    def _with_rules(self, **rules: Any) -> QConfigMapping:
-        made = replace(self, **rules)
-        successors = self.__dict__.get("_successors") if self.rules() else _Successors()
-        if not self.rules():
-            object.__setattr__(self, "_last_successors", weakref.ref(successors))
-        object.__setattr__(made, "_successors", successors)
-        return made
-
-    @property
-    def lost_rules(self) -> bool:
-        """Whether this mapping has no rules, and a mapping that a setter returned was dropped, as code for PyTorch's setters would do."""
-        last = self.__dict__.get("_last_successors")
-        return not self.rules() and last is not None and last() is None
+        self.calls[Call(module_name, object_type, index)] = qconfig
+        return self
 
     @property
     def _value(self) -> tuple[Any, ...]:
@@ -529,11 +509,7 @@ class QConfigMapping:
     def __eq__(self, other: object) -> bool:
         return self._value == other._value if isinstance(other, QConfigMapping) else NotImplemented
 
-    def __hash__(self) -> int:
-        return hash(self._value)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Copied and pickled as it was made: what makes its dicts read-only can be neither.
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy has dicts of its own
         return type(self), (self.default, *(dict(getattr(self, name)) for name in _HELD))
 
     def __repr__(self) -> str:
@@ -575,9 +551,9 @@ def attached_qconfigs(model: nn.Module) -> dict[str, Chosen]:
 
 
 def as_mapping(qconfig: QConfig | QConfigMapping | None) -> QConfigMapping:
-    """Return the mapping that a mapping, one QConfig for everything, or None stands for."""
+    """Return a new mapping for a mapping, one QConfig for everything, or None."""
     if isinstance(qconfig, QConfigMapping):
-        return qconfig
+        return copy.copy(qconfig)
     if qconfig is not None and not isinstance(qconfig, QConfig):
         raise ConfigurationError(
             f"a {type(qconfig).__name__} is not a qconfig",

@@ -5,6 +5,7 @@ A *choice* is the weight of a layer, or a quantized tensor, or a group of tensor
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -162,7 +163,7 @@ class Choices(Mapping[str, Choice]):
     def mapping(
         self, base: QConfigMapping, dtypes: Mapping[str, str], configs: Mapping[str, ActivationConfig] | None = None
     ) -> QConfigMapping:
-        """Return the base with a rule for each node whose tensor or weight gets another dtype, or config, by the names of choices."""
+        """Return a copy of the base, with a rule for each node whose tensor or weight gets another dtype or config, by names of choices."""
         configs = configs or {}
         operators = {name: operator for name, operator in quantized_operators(self.prepared).items() if not operator.plain}
         wanted: dict[str, QConfig] = {}
@@ -177,9 +178,10 @@ class Choices(Mapping[str, Choice]):
         for name, operator in operators.items():
             if name not in wanted and wanted.keys() & set(prefixes(module_path(self.nodes[name]))):
                 wanted[name] = self._config_of(operator, dtypes, configs)
+        mapping = copy.copy(base)
         for name, config in wanted.items():
-            base = base.set_module_name(name, config)
-        return base
+            mapping.set_module_name(name, config)
+        return mapping
 
     def _config_of(self, operator: QuantizedOperator, dtypes: Mapping[str, str], configs: Mapping[str, ActivationConfig]) -> QConfig:
         """Return the operator's config with the choices for its result, its weight and the float values that it reads."""

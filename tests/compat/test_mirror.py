@@ -19,7 +19,7 @@ from fxquant.compat import horizon, torch_ao
 from fxquant.compat.common import Refusal
 from fxquant.compat.horizon.tables import MODULES, TABLES
 from fxquant.compat.mirror import Row, Tables
-from fxquant.compat.torch_ao.tables import TABLES as TORCH_AO
+from fxquant.compat.torch_ao import TABLES as TORCH_AO
 
 ROOT = Path(__file__).parents[2]
 
@@ -153,11 +153,11 @@ for made in (first, second):
     noise = (made(x) - model(x)).square().sum() / model(x).square().sum()
     assert noise < 0.01, noise
 try:
-    from torch.ao.quantization import quantize_qat
+    from torch.ao.quantization.quantize_fx import convert_to_reference_fx
 except ImportError as error:
-    assert "prepare_qat" in str(error)
+    assert "export_onnx" in str(error)
 else:
-    raise AssertionError("quantize_qat is served")
+    raise AssertionError("convert_to_reference_fx is served")
 """
 
 
@@ -265,6 +265,6 @@ def test_the_rows_of_torch_ao_are_served() -> None:
         module = importlib.import_module(".".join(filter(None, ("fxquant.compat.torch_ao", path))))
         for name in TORCH_AO.names(path):
             assert callable(getattr(module, name)), (path, name)
-    assert not hasattr(torch_ao, "quantize_qat")
-    with pytest.raises(fxq.errors.ConfigurationError, match="prepare_qat"):
-        torch_ao.quantize_qat  # noqa: B018
+    assert not hasattr(torch_ao, "convert_to_reference_fx")
+    with pytest.raises(fxq.errors.ConfigurationError, match="export_onnx"):
+        torch_ao.convert_to_reference_fx  # noqa: B018

@@ -513,7 +513,8 @@ REFUSED = {
     "histogram of a weight": (
         ao.QConfig(ao.default_observer, ao.HistogramObserver.with_args(dtype=torch.qint8, qscheme=torch.per_tensor_symmetric)), "weight",
     ),
-    "an observer of one's own": (ao.QConfig(type("Mine", (ao.MinMaxObserver,), {}), WEIGHT), "Mine"),
+    "an observer without scales": (ao.QConfig(type("Mine", (nn.Module,), {}), WEIGHT), "Mine"),
+    "channels of one's own": (activation(type("Mine", (ao.PerChannelMinMaxObserver,), {})), "Mine"),
     "none": ("int8", "qconfig"),
     "broken": (ao.QConfig(lambda: 1 / 0, WEIGHT), "activation"),
 }  # fmt: skip
@@ -562,6 +563,69 @@ def test_a_dynamic_mapping_needs_no_batches() -> None:
     mapping = ao.QConfigMapping().set_global(ao.default_dynamic_qconfig)
     prepared = torch_ao.prepare_fx(nn.Linear(6, 4).eval(), mapping, (torch.randn(2, 6),))
     assert fxq.verify(prepared, torch_ao.convert_fx(prepared), [torch.randn(3, 6)])
+
+
+class Mine(ao.ObserverBase):
+    """An observer of a user's own, which covers 3/4 of the largest magnitude."""
+
+    def __init__(self, dtype: torch.dtype = torch.qint8, **settings: Any) -> None:
+        super().__init__(dtype)
+        self.qscheme = torch.per_tensor_symmetric
+        self.most = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.most = torch.maximum(self.most, x.abs().max())
+        return x
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        return self.most * 0.75 / 128, torch.zeros((), dtype=torch.int64)
+
+
+@pytest.mark.parametrize("derived", [Mine, type("Narrow", (ao.MinMaxObserver,), {})])
+def test_an_observer_of_the_user_s_own_gives_the_scale(derived: Any) -> None:
+    prepared = torch_ao.prepare_fx(small(), ao.QConfig(derived, WEIGHT), (BATCHES[0],))
+    assert fxq.verify(calibrated(prepared), torch_ao.convert_fx(prepared), BATCHES[:1])
+    theirs = derived()
+    for batch in BATCHES:
+        theirs(batch)
+    (found, *_) = fxq.qparams(prepared).values()
+    scale, zero_point = found if isinstance(found, tuple) else (found, 0)
+    assert scale == pytest.approx(float(theirs.calculate_qparams()[0]), rel=1e-6)
+    assert zero_point == int(theirs.calculate_qparams()[1])
+
+
+def test_functions_that_quantize_whole() -> None:
+    model = Eager().eval()
+    model.qconfig = ao.get_default_qconfig("x86")
+    integer = torch_ao.quantize(model, lambda m, data: [m(batch) for batch in data], [BATCHES])
+    assert signal(integer, model) > 25
+    model.qconfig = ao.get_default_qat_qconfig("x86")
+    trained = torch_ao.quantize_qat(model, lambda m, data: [m(batch).sum().backward() for batch in data], [BATCHES], inplace=True)
+    assert trained is model
+    assert fxq.inspect.layers(trained)
+
+
+def test_a_graph_is_prepared_by_its_first_batch() -> None:
+    mapping = ao.get_default_qconfig_mapping("x86")
+    prepared = torch_ao.prepare_fx(Net().eval(), mapping)
+    expected = torch_ao.prepare_fx(Net().eval(), mapping, (BATCHES[0],), backend_config=ao.backend_config.BackendConfig("native"))
+    assert torch.equal(torch_ao.convert_fx(calibrated(prepared))(BATCHES[0]), torch_ao.convert_fx(calibrated(expected))(BATCHES[0]))
+
+
+def test_a_rule_for_a_function_of_a_float_functional() -> None:
+    model = nn.Sequential(Eager()).eval()
+    rules = ao.QConfigMapping().set_global(ao.get_default_qconfig("x86")).set_object_type(torch.add, None)
+    rules.set_object_type(torch.ao.nn.quantized.FloatFunctional, None)
+    found = {layer.name: layer.integer for layer in fxq.inspect.layers(torch_ao.prepare_fx(model, rules, (BATCHES[0],)))}
+    assert not found["add"]
+    assert found["_0_conv"]
+
+
+def test_a_model_that_is_prepared_is_not_traced_again() -> None:
+    prepared = torch_ao.prepare_fx(small(), ao.get_default_qconfig("x86"), (BATCHES[0],))
+    for model in (prepared, torch_ao.convert_fx(calibrated(prepared))):
+        with pytest.raises(fxq.errors.ExportError, match="cannot trace"):
+            torch.fx.symbolic_trace(model)
 
 
 # ---- mappings -------------------------------------------------------------------------------------------------------------
@@ -624,7 +688,7 @@ def test_a_rule_for_one_call_of_a_type_is_read() -> None:
 
 
 CALLS = {
-    "backend_config": lambda m: torch_ao.prepare_fx(m, None, (BATCHES[0],), backend_config={}),
+    "backend_config": lambda m: torch_ao.prepare_fx(m, None, (BATCHES[0],), backend_config=ao.backend_config.BackendConfig("mine")),
     "equalization": lambda m: torch_ao.prepare_fx(m, None, (BATCHES[0],), _equalization_config={}),
     "standalone": lambda m: torch_ao.prepare_fx(m, None, (BATCHES[0],), {"standalone_module_names": ["conv"]}),
     "quantized inputs": lambda m: torch_ao.prepare_fx(m, None, (BATCHES[0],), {"input_quantized_indexes": [0]}),
@@ -634,7 +698,8 @@ CALLS = {
     "unknown argument": lambda m: torch_ao.prepare_fx(m, None, (BATCHES[0],), **{"nonsense": 1}),
     "unknown target": lambda m: torch_ao.prepare_fx(m, None, (BATCHES[0],), target="x87"),
     "a dtype that the target has not": lambda m: torch_ao.prepare_fx(m, ao.get_default_qconfig("x86"), (BATCHES[0],), target="bayes-e"),
-    "no example": lambda m: torch_ao.prepare_fx(m, ao.get_default_qconfig("x86"), None),
+    "no batch": lambda m: torch_ao.convert_fx(torch_ao.prepare_fx(m, ao.get_default_qconfig("x86"))),
+    "quantize without a batch": lambda m: torch_ao.quantize(m, lambda m, data: None, [()]),
     "integers before the first batch": lambda m: torch_ao.convert(torch_ao.prepare(m)),
     "a state_dict before the first batch": lambda m: torch_ao.prepare(m).state_dict(),
     "a flag that is none": lambda m: torch_ao.prepare(m, "yes", example_inputs=(BATCHES[0],)),
@@ -681,7 +746,7 @@ def test_a_pytorch_without_torch_ao(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.quantization", None)
     with pytest.raises(fxq.errors.ConfigurationError, match="get_default_qconfig_mapping is not supported") as caught:
         _ = torch_ao.get_default_qconfig_mapping
-    assert "torch.ao" in caught.value.because
+    assert "this PyTorch does not have it" in caught.value.because
     assert "fxq.QConfig" in caught.value.remedy
     prepared = torch_ao.prepare_fx(small(), fxq.QConfig(), (BATCHES[0],))
     assert fxq.verify(calibrated(prepared), torch_ao.convert_fx(prepared), BATCHES[:1])

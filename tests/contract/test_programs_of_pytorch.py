@@ -43,7 +43,7 @@ def stages() -> dict[str, fx.GraphModule]:
 
 PROGRAMS: dict[str, Callable[[nn.Module], Any]] = {
     "torch.jit.script": torch.jit.script,
-    "torch.jit.script, inside": lambda model: torch.jit.script(nn.Sequential(model, nn.ReLU())),
+    "torch.jit.script, inside": lambda model: torch.jit.script(nn.Sequential(model, nn.Identity())),
     "torch.jit.trace": lambda model: torch.jit.trace(model, X),
     "torch.jit.trace, inside": lambda model: torch.jit.trace(nn.Sequential(model, nn.Identity()), X),
     "torch.export": lambda model: torch.export.export(model, (X,)).module(),
@@ -55,7 +55,7 @@ PROGRAMS: dict[str, Callable[[nn.Module], Any]] = {
 @pytest.mark.parametrize("stage", ["traced", "fresh", "prepared", "training", "integer"])
 def test_a_program_of_pytorch_has_the_bits_of_its_model_or_is_refused(stage: str, name: str) -> None:
     model = stages()[stage]
-    if stage in ("traced", "integer") and "script" not in name:
+    if stage == "integer" or (stage == "traced" and "script" not in name):
         assert torch.equal(PROGRAMS[name](model)(X), model(X))
         return
     said = rf"{name.split(',')[0]} cannot make a program of [\s\S]*because[\s\S]*remedy[\s\S]*fxq\.export_torchscript"

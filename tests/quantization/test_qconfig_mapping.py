@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import logging
 import pickle
@@ -48,37 +47,37 @@ def setter(mapping: fxq.QConfigMapping, name: str) -> Callable[[Any, Any], fxq.Q
 
 
 @pytest.mark.parametrize("name", SETTERS)
-def test_a_setter_returns_a_mapping_with_one_rule_more_and_changes_none(name: str) -> None:
-    before, kept = full(), full()
+def test_a_setter_changes_the_mapping_and_returns_it(name: str) -> None:
+    before, mapping = full(), full()
     key, other = SETTERS[name]
-    more = setter(before, name)(other, None)
-    changed = setter(before, name)(key, NARROW)
-    assert before == kept
-    assert len({before, more, changed}) == 3
-    assert [rule for rule in more.rules() if rule not in before.rules()] == [
-        rule for rule in more.rules() if rule[0].key == (Call(*other) if isinstance(other, tuple) else other) and rule[1] is None
-    ]
-    assert len(more.rules()) == len(before.rules()) + 1
-    assert [rule for rule, _ in changed.rules()] == [rule for rule, _ in before.rules()]
+    assert setter(mapping, name)(other, None) is mapping
+    rule = Call(*other) if isinstance(other, tuple) else other
+    assert [(each.key, chosen) for each, chosen in mapping.rules() if (each, chosen) not in before.rules()] == [(rule, None)]
+    assert len(mapping.rules()) == len(before.rules()) + 1
+    mapping = full()
+    setter(mapping, name)(key, NARROW)
+    assert mapping != before
+    assert [rule for rule, _ in mapping.rules()] == [rule for rule, _ in before.rules()]
 
 
-def test_the_default_is_set_in_a_mapping_of_its_own() -> None:
-    before = full()
-    assert (before.set_global(None).default, before.default) == (None, NARROW)
-    assert before.set_global(None).rules() == before.rules()
+def test_the_default_is_set_in_place() -> None:
+    mapping = full()
+    assert mapping.set_global(None) is mapping
+    assert mapping.default is None
+    assert mapping.rules() == full().rules()
 
 
-def test_nothing_of_a_mapping_can_be_assigned() -> None:
-    made: Any = full()
-    for name in ("default", "types", "patterns", "names"):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(made, name, {})
-    for rules in (made.types, made.patterns, made.names):
-        with pytest.raises(TypeError):
-            rules["stem"] = None
-        with pytest.raises(AttributeError):
-            rules.clear()
-    assert made == full()
+def test_a_mapping_that_changes_after_the_call_changes_nothing_that_was_prepared() -> None:
+    model, x = nn.Sequential(nn.Conv2d(2, 2, 1)), torch.randn(2, 2, 4, 4)
+    mapping = fxq.QConfigMapping()
+    mapping.set_module_name("0", WIDE)  # as PyTorch's pages write it
+    prepared = fxq.prepare(model, x, "nash-e", mapping)
+    mapping.set_module_name("0", None)
+    assert {layer.name: layer.dtype for layer in fxq.inspect.layers(prepared)}["_0"] == "int16"
+    assert {layer.name: layer.dtype for layer in fxq.inspect.layers(fxq.prepare(model, x, "nash-e", mapping))}["_0"] == "float32"
+    copied = copy.copy(mapping).set_module_name("0", NARROW)
+    assert mapping.names == {"0": None}
+    assert copied.names == {"0": NARROW}
 
 
 def test_the_callers_dicts_are_copied() -> None:
@@ -93,8 +92,7 @@ def test_the_callers_dicts_are_copied() -> None:
 def test_equal_mappings_are_those_that_say_the_same() -> None:
     head = fxq.QConfigMapping().set_module_name("head", WIDE).set_module_name("stem", NARROW)
     assert head == fxq.QConfigMapping().set_module_name("stem", NARROW).set_module_name("head", fxq.QConfig(ACT("int16")))
-    assert hash(head) == hash(fxq.QConfigMapping(names={"stem": NARROW, "head": WIDE}))
-    assert head != head.set_module_name("head", NARROW)
+    assert head != copy.copy(head).set_module_name("head", NARROW)
     assert head != head.names
     # Of two patterns that match the first one counts.
     one, other = (("stem", WIDE), ("stem.0", NARROW)), (("stem.0", NARROW), ("stem", WIDE))
@@ -109,7 +107,7 @@ def pickled(made: Any) -> Any:
 def test_copies_are_equal(copied: Callable[[Any], Any]) -> None:
     made = full().set_global(fxq.QConfig(ACT(observer=fxq.observers.PercentileObserver(99.0))))
     assert copied(made) == made
-    assert hash(copied(made)) == hash(made)
+    assert copied(made).set_global(None) != made
 
 
 def test_a_mapping_is_shown_as_it_is_made() -> None:
@@ -135,28 +133,6 @@ def told(caplog: pytest.LogCaptureFixture, qconfig: Any) -> list[str]:
     with caplog.at_level(logging.WARNING, "fxquant"):
         fxq.prepare(nn.Sequential(nn.Conv2d(2, 2, 1)), torch.randn(2, 2, 4, 4), qconfig=qconfig, until="rules.match")
     return [record.getMessage() for record in caplog.records]
-
-
-def test_a_mapping_whose_setters_results_were_dropped_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    mapping = fxq.QConfigMapping()
-    mapping.set_module_name("0", WIDE)  # as with PyTorch's, which changes
-    (line,) = told(caplog, mapping)
-    assert "has no rules" in line
-    assert "mapping = mapping.set_module_name(...)" in line
-    assert told(caplog, None) == told(caplog, fxq.QConfig()) == told(caplog, mapping.set_module_name("0", WIDE)) == []
-    assert [told(caplog, copied(mapping)) for copied in (copy.copy, copy.deepcopy, pickled)] == [[], [], []]
-
-
-def test_a_mapping_with_nothing_but_a_default_is_used_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    for deliberate in (fxq.QConfigMapping(), fxq.QConfigMapping(NARROW), fxq.QConfigMapping().set_global(NARROW)):
-        assert told(caplog, deliberate) == []
-    base = fxq.QConfigMapping(NARROW)
-    other = base.set_module_name("0", WIDE).set_object_type(nn.Conv2d, WIDE).set_global(WIDE)
-    assert told(caplog, base) == []  # the first result is gone, and what was made of it is not
-    assert not any("has no rules" in line for line in told(caplog, other))
-    del other
-    (line,) = told(caplog, base)
-    assert "mapping = mapping.set_module_name(...)" in line
 
 
 def test_the_rules_in_effect_are_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,25 +8,31 @@ import torch
 from torch import fx, nn
 
 import fxquant as fxq
-from fxquant.compat.common import Refusal, refuses
+from fxquant import backends
+from fxquant.compat.common import Refusal, refuses, unknown, unserved
 from fxquant.compat.deferred import converted
-from fxquant.compat.torch_ao.tables import TABLES
+from fxquant.compat.mirror import MissingName
+from fxquant.compat.torch_ao import PROGRAM, TABLES
+from fxquant.compat.torch_ao.functions import engine
+from fxquant.compat.torch_ao.reading import BITS
+from fxquant.compat.torch_ao.specifications import annotate_decisions, annotations_mapping
 from fxquant.errors import ConfigurationError
 from fxquant.frontend.entry import is_unpacked
 from fxquant.quantization.spec import State
 from fxquant.support.arguments import FLAG, checked
 
-PROGRAM = "_fxquant_program"  # an attribute on the module of an exported program, set once `install` has run
 ARGUMENTS = {
     "use_reference_representation": Refusal(
         "the integer graph is the only form", "write quantize and dequantize with fxq.export_onnx(…, style='qdq')"
-    ),
-    "is_dynamic": Refusal("layers that find scales at run time are chosen by a mapping", "pass fxq.QConfig(dynamic=True) to prepare_fx"),
+    )
 }
 
 
 class Quantizer:
     """Rules for the operators of an exported program: a global config, and configs by type of module or function and by module name.
+
+    torchao's own `prepare_pt2e` takes it as well: it then annotates the operators that are integer on the target. What torchao makes of
+    them rounds a float model; the integers of the target are those of `fxquant.convert`.
 
     target   the target of the integers
     """
@@ -38,12 +44,12 @@ class Quantizer:
 
     def set_global(self, quantization_config: fxq.QConfig | None) -> Quantizer:
         """Set how operators are quantized that no other rule covers."""
-        self.mapping = self.mapping.set_global(quantization_config)
+        self.mapping.set_global(quantization_config)
         return self
 
     def set_module_name(self, module_name: str, quantization_config: fxq.QConfig | None) -> Quantizer:
         """Set how a module is quantized; None keeps it in float."""
-        self.mapping = self.mapping.set_module_name(module_name, quantization_config)
+        self.mapping.set_module_name(module_name, quantization_config)
         return self
 
     def set_module_type(self, module_type: Any, quantization_config: fxq.QConfig | None) -> Quantizer:
@@ -51,26 +57,41 @@ class Quantizer:
 
         A program has operators and no classes: a class is translated to PyTorch's functions that its modules call.
         """
-        for function in _FUNCTIONS.get(module_type, (module_type,)):
-            self.mapping = self.mapping.set_object_type(function, quantization_config)
-        return self
+        function = getattr(nn.functional, getattr(module_type, "__name__", "").lower(), module_type)
+        return self.set_function_type(function, quantization_config)
 
     def set_function_type(self, function_type: Any, quantization_config: fxq.QConfig | None) -> Quantizer:
         """Set how calls of a function, or of an ATen operator, are quantized; None keeps them in float."""
-        self.mapping = self.mapping.set_object_type(function_type, quantization_config)
+        self.mapping.set_object_type(function_type, quantization_config)
         return self
+
+    def transform_for_annotation(self, model: Any) -> Any:
+        """Return the graph of a program unchanged."""
+        return model
+
+    def annotate(self, model: Any) -> Any:
+        """Annotate the graph of a program in place, and return it: inputs, weights and results of integer operators."""
+        annotate_decisions(model, self.target, self.mapping)
+        return model
+
+    def validate(self, model: Any) -> None:
+        """Accept every graph."""
+
+    def prepare_obs_or_fq_callback(self, model: Any, edge_or_node_to_obs_or_fq: Any) -> None:
+        """Change no observer."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise MissingName(
+            f"{type(self).__name__} has no {name}",
+            because="it holds rules for a target, which finds the patterns of operators itself",
+            remedy="call set_global, set_module_name, set_module_type or set_function_type, or pass torchao's own quantizer",
+        )
 
     set_module_name_qconfig = set_module_name
     set_module_type_qconfig = set_module_type
     set_function_type_qconfig = set_operator_type = set_object_type = set_function_type
-
-
-_FUNCTIONS: dict[Any, tuple[Any, ...]] = {
-    nn.Linear: (nn.functional.linear,),
-    nn.Conv1d: (torch.conv1d,),
-    nn.Conv2d: (torch.conv2d,),
-    nn.Conv3d: (torch.conv3d,),
-}
 
 
 class X86InductorQuantizer(Quantizer):
@@ -83,68 +104,69 @@ class XNNPACKQuantizer(Quantizer):
     target = "qnnpack"
 
 
-@refuses(ARGUMENTS)
+class BpuQuantizer(Quantizer):
+    """Rules for a march of a BPU: every operator has the target's usual dtypes, except where a rule says otherwise.
+
+    target   the march, as "bayes-e"
+    """
+
+    def __init__(self, target: str = "bayes-e") -> None:
+        self.target, self.mapping = backends.get(target).name, fxq.QConfigMapping()
+
+
 def get_default_x86_inductor_quantization_config(is_qat: bool = False, is_dynamic: bool = False, reduce_range: bool = False) -> fxq.QConfig:
     """Return uint8 activations and per-channel int8 weights. `reduce_range` has no effect: accumulators are proved to fit."""
-    return fxq.QConfig()
+    return fxq.QConfig(dynamic=is_dynamic)
 
 
-@refuses(ARGUMENTS)
 def get_symmetric_quantization_config(
     is_per_channel: bool = False, is_qat: bool = False, is_dynamic: bool = False, act_qmin: int = -128, act_qmax: int = 127,
     weight_qmin: int = -127, weight_qmax: int = 127,
 ) -> fxq.QConfig:  # fmt: skip
-    """Return 8-bit activations, and symmetric int8 weights. The ranges are those of the dtypes."""
-    return fxq.QConfig(weight=fxq.WeightConfig(per_channel=is_per_channel))
+    """Return activations and symmetric weights of 8 or 4 bits, whichever the ranges have. Raises ConfigurationError for other ranges."""
+    activation, weight = BITS.get(act_qmax - act_qmin + 1), BITS.get(weight_qmax - weight_qmin + 1)
+    if activation not in (4, 8) or weight not in (4, 8):
+        raise unserved("get_symmetric_quantization_config", "weight_qmax", "integers have 4 or 8 bits, whole", "leave the ranges out")
+    config = fxq.ActivationConfig("int4") if activation == 4 else fxq.ActivationConfig()
+    return fxq.QConfig(config, fxq.WeightConfig(f"int{weight}", per_channel=is_per_channel), dynamic=is_dynamic)
 
 
-def remember_programs() -> None:
-    """Make modules of exported programs refer to their program, because `prepare_pt2e` is given the module."""
-    made = torch.export.ExportedProgram.module
-    if getattr(made, "remembers", False):
-        return
-
-    def module(self: torch.export.ExportedProgram, *args: Any, **kwargs: Any) -> Any:
-        found = made(self, *args, **kwargs)
-        found.__dict__[PROGRAM] = self
-        return found
-
-    module.remembers = True  # type: ignore[attr-defined]
-    torch.export.ExportedProgram.module = module  # type: ignore[method-assign]
-
-
-def _prepared(called: str, model: Any, quantizer: Any) -> fx.GraphModule:
-    program = getattr(model, "__dict__", {}).get(PROGRAM, model)
-    if not isinstance(program, torch.export.ExportedProgram):
+def _prepared(called: str, model: Any, quantizer: Any, target: str | None, train: bool) -> fx.GraphModule:
+    program: Any = getattr(model, "__dict__", {}).get(PROGRAM, model)
+    if type(program) is not torch.export.ExportedProgram:
         raise ConfigurationError(
             f"{called} was given a {type(model).__name__}",
-            because="the module of a program does not say which program it is of",
-            remedy="pass the program itself, what torch.export.export returns, or call fxquant.compat.torch_ao.install() first",
+            because="it prepares a program of torch.export, or its module where fxquant.compat.torch_ao.install() came before the export",
+            remedy="pass torch.export.export(model, example_inputs), the program itself",
         )
-    if not isinstance(quantizer, Quantizer):
-        raise ConfigurationError(
-            f"the quantizer {type(quantizer).__name__} cannot be read",
-            because="a quantizer of PyTorch's annotates its own graph; here rules take its place",
-            remedy="pass X86InductorQuantizer, XNNPACKQuantizer, or rules of a fxq.QConfigMapping to prepare_fx",
-        )
+    if isinstance(quantizer, Quantizer):
+        target, mapping = target or quantizer.target, quantizer.mapping
+    elif hasattr(quantizer, "annotate"):
+        mapping = annotations_mapping(quantizer, program, train)
+    else:
+        raise unknown("quantizer", quantizer, "X86InductorQuantizer, XNNPACKQuantizer, BpuQuantizer, or an object with `annotate`")
     args, kwargs = program.example_inputs if program.example_inputs is not None else ((), {})
     inputs = dict(kwargs) if kwargs and not args else tuple(args)
     values = [node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")]
     fixed = all(isinstance(size, int) for value in values if isinstance(value, torch.Tensor) for size in value.shape)
-    mapping: Any = quantizer.mapping
-    return fxq.prepare(program, inputs, quantizer.target, mapping, options=fxq.Options(dynamic_shapes={} if fixed else None))  # type: ignore[arg-type]
+    options = fxq.Options(dynamic_shapes={} if fixed else None)
+    return fxq.prepare(program, inputs, target or engine(), mapping, options=options)  # type: ignore[arg-type]
 
 
 @checked()
-def prepare_pt2e(model: Any, quantizer: Any) -> fx.GraphModule:
-    """Prepare an exported program for calibration, in state CALIBRATE. See `fxquant.prepare`."""
-    return _prepared("prepare_pt2e", model, quantizer)
+def prepare_pt2e(model: Any, quantizer: Any, *, target: str | None = None) -> fx.GraphModule:
+    """Prepare an exported program for calibration, in state CALIBRATE. See `fxquant.prepare`.
+
+    quantizer   one of this module, or one with a method `annotate`, whose annotations are read
+    target      what to compile for; None: what the quantizer is for, or torch.backends.quantized.engine
+    """
+    return _prepared("prepare_pt2e", model, quantizer, target, train=False)
 
 
 @checked()
-def prepare_qat_pt2e(model: Any, quantizer: Any) -> fx.GraphModule:
-    """Prepare an exported program for training, in state TRAIN and in train mode."""
-    prepared = _prepared("prepare_qat_pt2e", model, quantizer)
+def prepare_qat_pt2e(model: Any, quantizer: Any, *, target: str | None = None) -> fx.GraphModule:
+    """Prepare an exported program for training, in state TRAIN and in train mode. The arguments are those of `prepare_pt2e`."""
+    prepared = _prepared("prepare_qat_pt2e", model, quantizer, target, train=True)
     fxq.set_state(prepared, State.TRAIN)
     return prepared.train()
 

@@ -26,7 +26,8 @@ ARGUMENTS = {
     **refusals("equalization is a separate step", "leave it out", "_equalization_config"),
     **refusals("quantized custom modules have no integer graph", "leave it out", "convert_custom_config_dict"),
     **refusals("the qconfig determines what is quantized", "set qconfig = None on the modules that stay in float", "allow_list"),
-    **refusals("the target determines the arithmetic", "pass target='x86' or 'qnnpack', or the name of another", "backend_config"),
+    "backend_config": Refusal("the target determines the arithmetic", "leave it out, and pass target='x86' or the name of another",
+                              lambda config: getattr(config, "name", "") in ("native", "fbgemm", "x86", "qnnpack", "onednn")),
     "convert_custom_config": Refusal("quantized custom modules have no integer graph", "leave it out", keeps_attributes),
     "fuse_custom_config": Refusal(*FUSED, lambda config: not settings_of(config)),
     **refusals(*FUSED, "additional_fuser_method_mapping", "fuser_func", "fuse_custom_config_dict"),
@@ -51,28 +52,29 @@ ARGUMENTS = {
 @checked(training_branch=BRANCH)
 @refuses(ARGUMENTS)
 def prepare_fx(
-    model: nn.Module, qconfig_mapping: Any, example_inputs: Any, prepare_custom_config: Any = None, _equalization_config: Any = None,
+    model: nn.Module, qconfig_mapping: Any, example_inputs: Any = None, prepare_custom_config: Any = None, _equalization_config: Any = None,
     backend_config: Any = None, *, target: str | None = None, dynamic_shapes: Any = None, training_branch: bool | None = False,
 ) -> fx.GraphModule:  # fmt: skip
     """Prepare a model for calibration, in state CALIBRATE: it observes every batch. See `fxquant.prepare`.
 
     qconfig_mapping         PyTorch's QConfigMapping, its dict form, a QConfig for everything, or a fxq.QConfigMapping
+    example_inputs          the inputs for the trace; None: the model is prepared by its first batch
     prepare_custom_config   PyTorch's; its modules that are not traced stay whole, and in float
     dynamic_shapes          as `fxquant.prepare` takes it
     training_branch         whether to keep what forward computes only in train mode; None: if it can be traced
     target                  what to compile for: "x86", "qnnpack", or a march that supports the mapping's dtypes; None: that of
                             torch.backends.quantized.engine
     """
-    return _prepared(
-        model, example_inputs, "prepare_fx", qconfig_mapping, prepare_custom_config, target=target, dynamic_shapes=dynamic_shapes,
-        training_branch=training_branch,
+    return prepared_in_place(  # type: ignore[no-any-return]
+        model, False, example_inputs, _prepared, "prepare_fx", keeps=True, qconfigs=qconfig_mapping, custom=prepare_custom_config,
+        target=target, dynamic_shapes=dynamic_shapes, training_branch=training_branch,
     )  # fmt: skip
 
 
 @checked(training_branch=BRANCH)
 @refuses(ARGUMENTS)
 def prepare_qat_fx(
-    model: nn.Module, qconfig_mapping: Any, example_inputs: Any, prepare_custom_config: Any = None, backend_config: Any = None, *,
+    model: nn.Module, qconfig_mapping: Any, example_inputs: Any = None, prepare_custom_config: Any = None, backend_config: Any = None, *,
     target: str | None = None, dynamic_shapes: Any = None, training_branch: bool | None = None,
 ) -> fx.GraphModule:  # fmt: skip
     """Prepare a model for training, in state TRAIN and in train mode: scales are set by the first batch and follow the rest.
@@ -80,9 +82,9 @@ def prepare_qat_fx(
     Batch norms use and update the statistics of batches until `freeze_bn_stats`. The arguments are those of `prepare_fx`, except that what
     forward computes only in train mode is kept if it can be traced; otherwise a warning says so.
     """
-    return _prepared(
-        model, example_inputs, "prepare_qat_fx", qconfig_mapping, prepare_custom_config, train=True, target=target,
-        dynamic_shapes=dynamic_shapes, training_branch=training_branch,
+    return prepared_in_place(  # type: ignore[no-any-return]
+        model, False, example_inputs, _prepared, "prepare_qat_fx", keeps=True, qconfigs=qconfig_mapping, custom=prepare_custom_config,
+        train=True, target=target, dynamic_shapes=dynamic_shapes, training_branch=training_branch,
     )  # fmt: skip
 
 
@@ -157,6 +159,23 @@ def convert(
 
 @checked(inplace=FLAG)
 @refuses(ARGUMENTS)
+def quantize(model: nn.Module, run_fn: Callable[..., Any], run_args: Any, mapping: Any = None, inplace: bool = False) -> fx.GraphModule:
+    """Prepare a model, call run_fn(model, *run_args), which calibrates it, and return its integer graph."""
+    prepared = prepare(model, inplace)
+    run_fn(prepared, *run_args)
+    return convert(prepared, inplace=True)
+
+
+@checked(inplace=FLAG)
+def quantize_qat(model: nn.Module, run_fn: Callable[..., Any], run_args: Any, inplace: bool = False) -> fx.GraphModule:
+    """Prepare a model for training, call run_fn(model, *run_args), which trains it, and return its integer graph."""
+    prepared = prepare_qat(model.train(), inplace=inplace)
+    run_fn(prepared, *run_args)
+    return convert(prepared, inplace=True)
+
+
+@checked(inplace=FLAG)
+@refuses(ARGUMENTS)
 def fuse_modules(
     model: nn.Module, modules_to_fuse: Any, inplace: bool = False, fuser_func: Any = None, fuse_custom_config_dict: Any = None
 ) -> nn.Module:
@@ -190,6 +209,11 @@ def quantize_dynamic(
     )  # fmt: skip
 
 
+def engine() -> str:
+    """Return the target that PyTorch's global setting names: "qnnpack" or "x86"."""
+    return "qnnpack" if torch.backends.quantized.engine == "qnnpack" else "x86"
+
+
 # ---- shared helpers -----------------------------------------------------------------------------------------------------
 
 
@@ -198,12 +222,6 @@ def _prepared(
     target: str | None, dynamic_shapes: Any, training_branch: bool | None = False,
 ) -> fx.GraphModule:  # fmt: skip
     """Return the prepared model, in state CALIBRATE, or with `train` in state TRAIN and in train mode."""
-    if example_inputs is None:
-        raise ConfigurationError(
-            f"{called} needs example_inputs",
-            because="the model is traced with them, for its shapes",
-            remedy=f"pass one batch of its inputs: {called}(…, example_inputs=(x,))",
-        )
     settings = settings_of(custom)
     names = {path for key in ("names", "name") for path in settings.pop(f"non_traceable_module_{key}", ())}
     kinds = tuple(kind for key in ("classes", "class") for kind in settings.pop(f"non_traceable_module_{key}", ()))
@@ -215,8 +233,7 @@ def _prepared(
     leaf = (lambda module, path: path in names or isinstance(module, kinds) or default_leaf(module, path)) if names or kinds else None
     with reading_attributes(model, own_qconfig):
         graph = traced(called, model, example_inputs, dynamic_shapes, training_branch, leaf)
-    engine = "qnnpack" if torch.backends.quantized.engine == "qnnpack" else "x86"  # PyTorch's global setting
-    prepared = fxq.prepare(graph, example_inputs, target or engine, mapping_of(qconfigs, graph))
+    prepared = fxq.prepare(graph, example_inputs, target or engine(), mapping_of(qconfigs, graph))
     keep_shapes(prepared, example_inputs)
     take_checkpoints(prepared)
     if train:

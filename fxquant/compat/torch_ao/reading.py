@@ -1,19 +1,4 @@
-"""Conversion of PyTorch's QConfigs to fxquant's, from an instance of each observer and fake quantize.
-
-torch.ao                                                  fxquant
-quint8 or qint8, per_tensor_affine                        ActivationConfig("uint8"): an equal set of 256 float values
-qint8 or quint8, per_tensor_symmetric                     ActivationConfig("int8")
-16 integers, symmetric                                    "int4"
-int16, symmetric                                          "int16"
-reduce_range=True: half of the integers                   all of them; accumulators are proved to fit
-MinMaxObserver, MovingAverageMinMaxObserver,              those of the same names
-  HistogramObserver
-FixedQParamsObserver, FixedQParamsFakeQuantize            scale=, zero_point=
-is_dynamic=True, of quint8                                QConfig(dynamic=True)
-FakeQuantize, FusedMovingAvgObsFakeQuantize               training="statistics"
-_LearnableFakeQuantize                                    training="learned"
-per_channel_symmetric                                     WeightConfig(per_channel=True)
-"""
+"""Conversion of PyTorch's QConfigs to fxquant's, from an instance of each observer and fake quantize: docs/guide/from-torch-ao.md."""
 
 from __future__ import annotations
 
@@ -21,15 +6,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 
 from fxquant.compat.common import Refusal, refusals
 from fxquant.errors import ConfigurationError
-from fxquant.numerics.grids import ACTIVATION_TYPES
+from fxquant.numerics.grids import ACTIVATION_TYPES, IntType, scale_from_range
 from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer
+from fxquant.quantization.observers.ranges import finite_range
 from fxquant.quantization.spec import LEARNED, STATISTICS, ActivationConfig, Call, Chosen, QConfig, QConfigMapping, WeightConfig
 
-HOMES = ("torch.ao.", "torch.quantization")
+HOMES = ("torch.ao.", "torch.quantization", "torchao.quantization.pt2e")
 BITS = {15: 4, 16: 4, 127: 8, 128: 8, 255: 8, 256: 8, 65535: 16, 65536: 16}  # by the number of integers; half of them: reduce_range
 
 # Observers of activations, by PyTorch's names.
@@ -46,7 +33,7 @@ NOT_READ = {
     **refusals("weights alone cannot be integers here", "give the place None, which keeps it in float32, or quantize activations too",
                "float32", "Identity"),
     **refusals("it keeps every value and finds no scale", "read values with fxq.inspect.record(model, batches)", "RecordingObserver"),
-    **refusals("what is quantized at run time is uint8, per tensor and affine", "pass default_dynamic_qconfig, or one of this kind",
+    **refusals("what is quantized at run time has 8 bits, per tensor and affine", "pass default_dynamic_qconfig, or one of this kind",
                "dynamic"),
     **refusals("it finds no scale", "name an observer that does, like HistogramObserver", "PlaceholderObserver", "NoopObserver"),
     **refusals("operators that only move values have the scale of their operand, without a rule", "leave the rule out",
@@ -60,7 +47,7 @@ NOT_READ = {
     **refusals("a weight has a scale for each output channel, on whatever axis those are", "leave ch_axis at 0", "ch_axis"),
     **refusals("the scale of a weight is its largest magnitude, or learned", "name MinMaxObserver or PerChannelMinMaxObserver, or pass a"
                " fxq.QConfig with WeightConfig(training='learned')", "weight observer"),
-    **refusals("only observers of torch.ao and of fxquant are known", "derive yours from fxq.observers.Observer, for a fxq.QConfig",
+    **refusals("observers are fxquant's, or have calculate_qparams", "derive yours from one of them",
                "own"),
 }  # fmt: skip
 
@@ -87,7 +74,7 @@ class Asked:
 
     @property
     def scheme(self) -> str:
-        return str(getattr(self.observer, "qscheme", "torch.per_tensor_affine")).removeprefix("torch.")
+        return str(getattr(self.observer, "qscheme", None) or torch.per_tensor_affine).removeprefix("torch.")
 
     @property
     def bits(self) -> int | None:
@@ -103,6 +90,8 @@ class Asked:
 
 def asked(factory: Any, what: str) -> Asked:
     """Return the settings of the observer or fake quantize that a factory creates. Raises ConfigurationError if it creates neither."""
+    if isinstance(factory, Asked):
+        return factory
     try:
         made = factory()
     except Exception as error:
@@ -114,22 +103,26 @@ def asked(factory: Any, what: str) -> Asked:
     observer = getattr(made, "activation_post_process", made)
     kinds = [kind for kind in type(observer).__mro__ if kind.__module__.startswith(HOMES)]
     written = type(made).__name__
-    if not isinstance(observer, nn.Identity) and (not kinds or kinds[0] is not type(observer)):
+    if not isinstance(observer, nn.Identity) and not (kinds and hasattr(observer, "calculate_qparams")):
         raise NOT_READ["own"].error(f"{what} {written} cannot be read")
     names = tuple(kind.__name__ for kind in kinds)
+    if kinds and kinds[0] is not type(observer):
+        names = (type(observer).__name__, "ObserverBase")  # of the user's own, whatever it is derived from
     return Asked(written, names or ("Identity",), observer, learned="Learnable" in written)
 
 
-def activation(factory: Any) -> ActivationConfig:
+def activation(factory: Any, what: str = "the activation") -> ActivationConfig:
     """Return the ActivationConfig equivalent to an observer or fake quantize of an activation."""
     if isinstance(factory, ActivationConfig):
         return factory
     if isinstance(factory, type) and issubclass(factory, Observer):
         return ActivationConfig(observer=factory)
-    one, what = asked(factory, "the activation"), "the activation"
+    one = asked(factory, what)
     for key in (one.dtype, one.names[0], "PerChannelMinMaxObserver"):
         if key in NOT_READ and (key in one.names or key == one.dtype):
             raise one.refused(key, what)
+    if "channel" in one.scheme:
+        raise one.refused("PerChannelMinMaxObserver", what)
     if one.bits is None:
         raise one.refused("range", what)
     affine = one.scheme.endswith("affine")
@@ -141,17 +134,52 @@ def activation(factory: Any) -> ActivationConfig:
         scale, zero_point = float(one.observer.scale), int(one.observer.zero_point)
         moved = zero_point + (128 if one.dtype == "int8" else 0)  # equal float values, with integers counted from 0
         return ActivationConfig(dtype, scale=scale, zero_point=moved if affine else None)
-    found = next((OBSERVERS[name] for name in one.names if name in OBSERVERS), None)
-    if found is None:
-        raise one.refused("own", what)
-    return ActivationConfig(dtype, observer=found(one.observer), training=training)
+    found = next((OBSERVERS[name](one.observer) for name in one.names if name in OBSERVERS), None)
+    return ActivationConfig(dtype, observer=found or TheirObserver(factory), training=training)
 
 
-def weight(factory: Any) -> WeightConfig:
+class TheirObserver(Observer):
+    """An observer of a user's own, for torch.ao: its `calculate_qparams` says which float values the integers cover.
+
+    factory   makes the observer, or a fake quantize that has one
+
+    Where a model trains, the scale follows a moving average of ranges.
+    """
+
+    def __init__(self, factory: Callable[[], Any]) -> None:
+        super().__init__()
+        self.factory = factory
+        self.reset()
+
+    def reset(self) -> None:
+        made = self.factory()
+        self.theirs = getattr(made, "activation_post_process", made)
+        self.count.zero_()
+
+    def observe(self, value: Tensor) -> None:
+        finite_range(value)
+        self.theirs.to(value.device)(value.detach())
+        self.count.add_(1)
+
+    def interval(self, dtype: IntType) -> tuple[Tensor, Tensor]:
+        scale, zero_point = (torch.as_tensor(part).reshape(()).float() for part in self.theirs.calculate_qparams()[:2])
+        own = Asked("", (), self.theirs, learned=False)
+        lowest = getattr(self.theirs, "quant_min", None)
+        lowest = lowest if lowest is not None else 0 if own.dtype.startswith("u") else -(2 ** ((own.bits or 8) - 1))
+        return (lowest - zero_point) * scale, (lowest + 2 ** (own.bits or 8) - 1 - zero_point) * scale
+
+    def scale(self, dtype: IntType) -> Tensor:
+        own, low, high = Asked("", (), self.theirs, learned=False), *self.interval(dtype)
+        if own.scheme.endswith("symmetric") and own.bits == dtype.bits:
+            return torch.as_tensor(self.theirs.calculate_qparams()[0]).reshape(()).float()
+        return scale_from_range(low, high, dtype)
+
+
+def weight(factory: Any, what: str = "the weight") -> WeightConfig:
     """Return the WeightConfig equivalent to an observer or fake quantize of a weight."""
     if isinstance(factory, WeightConfig):
         return factory
-    one, what = asked(factory, "the weight"), "the weight"
+    one = asked(factory, what)
     if "PlaceholderObserver" in one.names and one.dtype == "float32":
         return WeightConfig()  # PyTorch's convention for a layer norm: only its activation is quantized
     reasons = {
@@ -167,14 +195,14 @@ def weight(factory: Any) -> WeightConfig:
     return WeightConfig(f"int{one.bits}", per_channel="channel" in one.scheme, training=LEARNED if one.learned else STATISTICS)
 
 
-def _is_dynamic(factory: Any) -> bool:
-    """Return whether activations are quantized at run time to uint8, with a grid per batch. Raises ConfigurationError for another dtype."""
+def is_dynamic(factory: Any) -> bool:
+    """Return whether activations are quantized at run time, to 8 bits with a grid per batch; raises ConfigurationError for others."""
     if isinstance(factory, ActivationConfig) or (isinstance(factory, type) and issubclass(factory, Observer)):
         return False
     one = asked(factory, "the activation")
     if not getattr(one.observer, "is_dynamic", False):
         return False
-    if one.dtype != "uint8" or one.bits != 8 or not one.scheme.endswith("affine"):
+    if one.dtype not in ("uint8", "int8") or one.bits != 8 or not one.scheme.endswith("affine"):
         raise NOT_READ["dynamic"].error(f"the dynamic activation {one.written} of {one.dtype} cannot be read")
     return True
 
@@ -197,7 +225,7 @@ def read(qconfig: Any, *, activation_alone: bool = False) -> Chosen:
             because="a qconfig is a QConfig of torch.ao.quantization, a fxq.QConfig, or None: it stays in float",
             remedy="pass one of these",
         )
-    if _is_dynamic(qconfig.activation):
+    if is_dynamic(qconfig.activation):
         return QConfig(weight=weight(qconfig.weight), dynamic=True)
     output = activation(qconfig.activation)
     return QConfig(output, WeightConfig() if activation_alone else weight(qconfig.weight))
@@ -228,30 +256,22 @@ def mapping_of(given: Any, traced: fx.GraphModule) -> QConfigMapping:
         return given
     if given is None or isinstance(given, QConfig) or is_foreign(given):
         return QConfigMapping(default=read(given))
-    known: dict[tuple[int, bool], Chosen] = {}
-
-    def once(qconfig: Any, alone: bool = False) -> Chosen:
-        key = (id(qconfig), alone)
-        if key not in known:
-            known[key] = read(qconfig, activation_alone=alone)
-        return known[key]
-
     parts = _parts(given)
-    default = once(given.get("") if isinstance(given, Mapping) else given.global_qconfig)
+    default = read(given.get("") if isinstance(given, Mapping) else given.global_qconfig)
     written = _written(traced)
     types = {}
     for kind, qconfig in parts["object_type"]:
         plain = _plain(kind)
         if _reuses_input(qconfig) or (plain in PRESET and kind not in written):
             continue
-        chosen = once(qconfig, plain == "prelu")
+        chosen = read(qconfig, activation_alone=plain == "prelu")
         if chosen != default:
             types[kind] = chosen
-    patterns = {pattern: once(qconfig) for pattern, qconfig in parts["module_name_regex"]}
-    names = {name: once(qconfig) for name, qconfig in parts["module_name"]}
+    patterns = {pattern: read(qconfig) for pattern, qconfig in parts["module_name_regex"]}
+    names = {name: read(qconfig) for name, qconfig in parts["module_name"]}
     if "" in names:
         default = names.pop("")
-    calls = {Call(*where): once(qconfig) for *where, qconfig in parts["module_name_object_type_order"]}
+    calls = {Call(*where): read(qconfig) for *where, qconfig in parts["module_name_object_type_order"]}
     return QConfigMapping(default, types, patterns, names, calls)
 
 
@@ -319,40 +339,23 @@ def dynamic_mapping(model: nn.Module, specification: Any, dtype: Any) -> QConfig
         raise Refusal("weights become integers of 8 or 4 bits", "leave dtype out, or leave the model in float16 yourself").error(
             f"dtype={dtype} cannot be read"
         )
-    rules = QConfigMapping(default=None)
-    for where, qconfig in _rules(model, specification).items():
-        if not isinstance(where, str) and not (isinstance(where, type) and issubclass(where, nn.Module)):
-            raise ConfigurationError(
-                f"{where!r} is not a module or type of a model",
-                because="qconfig_spec names modules by their path or by their class",
-                remedy="pass a set like {nn.Linear, 'encoder.lstm'}, or a dict from these to QConfigs",
-            )
-        chosen = _dynamic(where, qconfig)
-        rules = rules.set_module_name(where, chosen) if isinstance(where, str) else rules.set_object_type(where, chosen)
-    return rules
-
-
-def _rules(model: nn.Module, specification: Any) -> Mapping[Any, Any]:
-    if specification is None:
-        there = {type(module) for module in model.modules()}
-        return {kind: USUAL for kind in LAYERS if kind in there}
-    if isinstance(specification, Mapping):
-        return specification
-    if isinstance(specification, str) or not isinstance(specification, Iterable):
+    there = {type(module) for module in model.modules()}
+    rows: Any = [kind for kind in LAYERS if kind in there] if specification is None else specification
+    usable = isinstance(rows, Iterable) and not isinstance(rows, str)
+    if not usable or not all(isinstance(row, str) or (isinstance(row, type) and issubclass(row, nn.Module)) for row in rows):
         raise ConfigurationError(
             f"qconfig_spec={specification!r} cannot be read",
             because="it is a set of module classes and names, or a dict from these to QConfigs",
-            remedy="pass one of these, or None for linear and recurrent layers",
+            remedy="pass one like {nn.Linear, 'encoder.lstm'}, or None for linear and recurrent layers",
         )
-    return dict.fromkeys(specification, USUAL)
-
-
-def _dynamic(where: Any, qconfig: Any) -> Chosen:
-    chosen = read(qconfig)
-    if chosen is not None and not chosen.dynamic:
-        raise ConfigurationError(
-            f"the QConfig for {where if isinstance(where, str) else where.__name__} is static",
-            because="quantize_dynamic calibrates nothing",
-            remedy="pass a dynamic one, like default_dynamic_qconfig, or use prepare_fx",
-        )
-    return chosen
+    rules = QConfigMapping(default=None)
+    for where in rows:
+        chosen = read(rows[where]) if isinstance(rows, Mapping) else USUAL
+        if chosen is not None and not chosen.dynamic:
+            raise ConfigurationError(
+                f"the QConfig for {where if isinstance(where, str) else where.__name__} is static",
+                because="quantize_dynamic calibrates nothing",
+                remedy="pass a dynamic one, like default_dynamic_qconfig, or use prepare_fx",
+            )
+        rules.set_module_name(where, chosen) if isinstance(where, str) else rules.set_object_type(where, chosen)
+    return rules

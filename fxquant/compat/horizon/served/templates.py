@@ -6,6 +6,7 @@ and input. A later template of a list overrides an earlier one in the operands t
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 from collections.abc import Mapping, Sequence
@@ -388,7 +389,7 @@ def of_dict(qconfig_dict: Any) -> fxq.QConfigMapping:
 def on_host(mapping: fxq.QConfigMapping, hybrid_dict: Any) -> fxq.QConfigMapping:
     """Return the mapping with what hybrid_dict names on the host: {"module_type": [type], "module_name": [name]}."""
     parts = _only(hybrid_dict, ("module_type", "module_name"), "hybrid_dict")
-    return mapping.set_host(*parts.get("module_type", ()), *parts.get("module_name", ()))
+    return copy.copy(mapping).set_host(*parts.get("module_type", ()), *parts.get("module_name", ()))
 
 
 # ---- setters --------------------------------------------------------------------------------------------------------------
