@@ -13,10 +13,12 @@ import contextlib
 import importlib
 import importlib.machinery
 import importlib.util
+import itertools
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.abc import Loader, MetaPathFinder
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -48,14 +50,22 @@ class Row(NamedTuple):
     note: str = ""
 
 
-def serve(home: str, names: str, since: str = "1.0", native: str = "", note: str = "") -> list[Row]:
-    """Return rows for names that one module implements under the same names."""
-    return [Row(name, f"{home}:{name}", since, native, note) for name in names.split()]
+def read_rows(file: Path) -> dict[str, list[Row]]:
+    """Return the rows of each module, by its dotted path, from a file with tabs: names, modules, home, since, instead, note.
 
-
-def refuse(names: str, because: str, remedy: str, since: str = "1.0") -> list[Row]:
-    """Return rows for names that are unsupported for one reason."""
-    return [Row(name, Refusal(because, remedy), since) for name in names.split()]
+    Names and modules are separated by spaces; "." is the package itself. A home is a module that implements names, or "module:name".
+    A home "-" stands for names that are not supported; then `instead` is the remedy, and `note` the reason.
+    """
+    rows: dict[str, list[Row]] = {}
+    for line in file.read_text(encoding="utf-8").splitlines()[1:]:
+        names, modules, home, since, instead, note = line.split("\t")
+        for path, name in itertools.product(modules.split(), names.split()):
+            if home == "-":
+                row = Row(name, Refusal(note, instead), since)
+            else:
+                row = Row(name, home if ":" in home else f"{home}:{name}", since, instead, note)
+            rows.setdefault("" if path == "." else path, []).append(row)
+    return rows
 
 
 class Tables:
@@ -63,15 +73,14 @@ class Tables:
 
     package   the package whose modules are mirrored: "fxquant.compat.horizon"
     homes     the package of the implementations: "fxquant.compat.horizon.served"
+    file      the file of the rows: see `read_rows`
     aliases   names of packages that `install` puts into sys.modules, each with its module
     partly    why a name of the toolkit itself cannot be used, if the toolkit is not installed; None if the tables have all its names
     """
 
-    def __init__(
-        self, package: str, homes: str, rows: Mapping[str, Sequence[Row]], aliases: Mapping[str, str], partly: Refusal | None = None
-    ) -> None:
+    def __init__(self, package: str, homes: str, file: Path, aliases: Mapping[str, str], partly: Refusal | None = None) -> None:
         self.package, self.homes, self.aliases, self.partly = package, homes, dict(aliases), partly
-        self.modules = {path: {row.name: row for row in listed} for path, listed in rows.items()}
+        self.modules = {path: {row.name: row for row in listed} for path, listed in read_rows(file).items()}
         for path in list(self.modules):  # the parents of a module are modules as well
             parts = path.split(".")
             for end in range(1, len(parts)):

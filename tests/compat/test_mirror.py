@@ -17,7 +17,7 @@ from benchmarks.horizon_programs.__main__ import PROGRAMS, import_lines, judge, 
 from benchmarks.horizon_programs.expected import EXPECTED
 from fxquant.compat import horizon, torch_ao
 from fxquant.compat.common import Refusal
-from fxquant.compat.horizon.tables import MODULES, TABLES
+from fxquant.compat.horizon import TABLES
 from fxquant.compat.mirror import Row, Tables
 from fxquant.compat.torch_ao import TABLES as TORCH_AO
 
@@ -36,9 +36,9 @@ def installed() -> Iterator[None]:
 
 def test_every_name_of_the_tables_is_served_or_refused_with_a_remedy() -> None:
     refused = 0
-    for path, rows in MODULES.items():
+    for path, rows in TABLES.modules.items():
         module = importlib.import_module(".".join(filter(None, ("fxquant.compat.horizon", path))))
-        for row in rows:
+        for row in rows.values():
             if not isinstance(row.served, Refusal):
                 assert getattr(module, row.name) is not None, (path, row.name)
                 continue

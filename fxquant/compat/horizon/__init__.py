@@ -12,9 +12,13 @@ program with it. Functions return fxquant's graphs and values: prepared models a
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from fxquant.compat.horizon.tables import TABLES
+from fxquant.compat.mirror import Tables
+
+ALIASES = {"horizon_plugin_pytorch": "", "horizon_plugin_profiler": "profiler", "hbdk4": "hbdk4"}
+TABLES = Tables("fxquant.compat.horizon", "fxquant.compat.horizon.served", Path(__file__).with_name("names.tsv"), ALIASES)
 
 __all__ = [*(name for name in TABLES.names("") if not name.startswith("__")), "install"]  # made from the table
 

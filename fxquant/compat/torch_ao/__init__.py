@@ -15,47 +15,14 @@ not serve stay PyTorch's own, also for PyTorch itself. `python -m fxquant.compat
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from fxquant.compat.common import Refusal
-from fxquant.compat.mirror import Row, Tables, refuse, serve
+from fxquant.compat.mirror import Tables
 
-# Names with their implementations, by module; names without a row are PyTorch's own.
-FX = serve("functions", "prepare_fx prepare_qat_fx convert_fx fuse_fx", native="`fxq.prepare`, `fxq.convert`")
-EAGER = serve("functions", "prepare prepare_qat convert quantize quantize_qat quantize_dynamic", native="`fxq.prepare`, `fxq.convert`")
-FUSE = serve("functions", "fuse_modules fuse_modules_qat", native="none is needed", note="return the model")
-SWITCHES = serve(
-    "functions",
-    "disable_fake_quant disable_observer enable_fake_quant enable_observer freeze_bn_stats update_bn_stats get_observer_dict",
-    native="`fxq.set_state`, `fxq.freeze`",
-)
-REFUSED = refuse("convert_to_reference_fx", "the integer graph is the only form",
-                 "write quantize and dequantize with fxq.export_onnx(…, style='qdq')")  # fmt: skip
-MODES = serve("exported", "move_exported_model_to_eval move_exported_model_to_train allow_exported_model_train_eval", "2.3")
-PT2E = [*serve("exported", "prepare_pt2e prepare_qat_pt2e convert_pt2e", "2.1", "`fxq.prepare`, `fxq.convert`"), *MODES]
-X86 = serve("exported", "X86InductorQuantizer get_default_x86_inductor_quantization_config", "2.2", '`target="x86"`')
-XNNPACK = serve("exported", "XNNPACKQuantizer get_symmetric_quantization_config", "2.1", '`target="qnnpack"`')
-BPU = serve("exported", "BpuQuantizer", "2.1", '`target="bayes-e"`')
-
-MODULES: dict[str, list[Row]] = {
-    "": [*FX, *EAGER, *FUSE, *SWITCHES, *PT2E, *X86, *XNNPACK, *BPU, *REFUSED],
-    "quantize_fx": [*FX, *REFUSED],
-    "quantize": EAGER,
-    "fuse_modules": FUSE,
-    "fake_quantize": SWITCHES[:4],
-    "intrinsic_qat": [row for row in SWITCHES if row.name.endswith("_bn_stats")],
-    "quantize_pt2e": PT2E,
-    "quantizer": [*X86, *XNNPACK],
-    "quantizer.x86_inductor_quantizer": X86,
-    "quantizer.xnnpack_quantizer": XNNPACK,
-    "torchao.quantization.pt2e": [*PT2E, *X86, *XNNPACK],
-    "torchao.quantization.pt2e.quantize_pt2e": PT2E,
-    "torchao.quantization.pt2e.quantizer": X86,
-    "torchao.quantization.pt2e.quantizer.x86_inductor_quantizer": X86,
-    "executorch.backends.xnnpack.quantizer.xnnpack_quantizer": XNNPACK,
-}
 ALIASES = {
     "torch.ao.quantization": "",
     "torch.quantization": "",
@@ -69,7 +36,7 @@ ABSENT = Refusal(
     "import it from torchao.quantization.pt2e, or write the same rules with fxq.QConfig and fxq.QConfigMapping, which prepare_fx takes",
 )
 
-TABLES = Tables("fxquant.compat.torch_ao", "fxquant.compat.torch_ao", MODULES, ALIASES, ABSENT)
+TABLES = Tables("fxquant.compat.torch_ao", "fxquant.compat.torch_ao", Path(__file__).with_name("names.tsv"), ALIASES, ABSENT)
 
 __all__ = [*TABLES.names(""), "install"]  # made from the table
 
