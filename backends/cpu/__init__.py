@@ -6,7 +6,7 @@ where there is a compiler. `tensors` needs none: it computes by oneDNN's product
 `torch.histc` does on this machine.
 """
 
-from fxquant.backends.cpu import chains, compiled, joining, rows, tensors, training  # noqa: F401  # they register their kernels
+from fxquant.backends.cpu import chains, compiled, joining, tensors, training  # noqa: F401  # they register their kernels
 from fxquant.kernels import patterns
 from fxquant.kernels.kernel import Kernel
 from fxquant.primitives.arithmetic import RealArithmetic
@@ -27,7 +27,7 @@ TARGETS = (
 )
 
 KERNELS = (
-    Kernel("recurrence", patterns.recurrence, (rows.program,)),
+    Kernel("recurrence", patterns.recurrence, (chains.program,)),
     Kernel("sum of products", patterns.sum_of_products, (compiled.depthwise, compiled.convolution, tensors.onednn)),
     Kernel("quantization", patterns.quantization, (compiled.quantize,)),
     Kernel("maximum", patterns.maximum, (compiled.max_pool, tensors.tensor_pool)),
@@ -35,6 +35,5 @@ KERNELS = (
     Kernel("dynamic layer", patterns.dynamic_layer, (compiled.native_dynamic, tensors.onednn_dynamic)),
     Kernel("concatenation", patterns.joined, (compiled.join,)),
     Kernel("product", patterns.product, (compiled.product,)),
-    Kernel("wide layer", patterns.wide_layer, (rows.program,)),
     Kernel("chain", patterns.elementwise_chain, (chains.chain,)),
 )

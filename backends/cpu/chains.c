@@ -10,6 +10,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#if defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
+#pragma GCC target("prefer-vector-width=512")
+#endif
+
 enum { BLOCK = 512, DIMS = 8 };
 enum { ADD, SUBTRACT, MULTIPLY, SHIFT, LEAST, LARGEST, CLIP, LOOK_UP, ROUND, SCALE, READ, WRITE, PART, SUM };
 enum { BYTE, INT8, INT16, INT32, INT64, FLOAT };

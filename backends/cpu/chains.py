@@ -1,11 +1,15 @@
-"""The kernel of elementwise chains in `chains.c`: it reads and writes tensors of any dtype and strides."""
+"""The kernels of `chains.c`, which read and write tensors of any dtype and strides: elementwise chains, and programs of recurrences.
+
+In a program a register holds the last dimension of a node for some rows of its other dimensions, and no row depends on another one.
+Beside elementwise steps there are sums of products, parts of a register's columns, and moves from and to memory.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +20,7 @@ from fxquant.backends.cpu import native
 from fxquant.ir.graph import fact
 from fxquant.kernels.kernel import Bound, Built, NotApplicable, Site, implementation, in_order
 from fxquant.numerics.grids import accumulator_bound
-from fxquant.primitives import PRIMITIVES
+from fxquant.primitives import PRIMITIVES, Role, role_of, shape
 from fxquant.primitives.steps import Op, Step, Writer
 from fxquant.support.files import address
 
@@ -25,6 +29,8 @@ BLOCK = 512  # elements that a chain's step computes at once
 MOST_REGISTERS = 64
 READ, WRITE, PART, SUM = range(len(Op), len(Op) + 4)  # steps of a program: moves of memory, columns of a register, sums of products
 TOGETHER = 64  # columns of sums that are computed together
+MOST_ROWS, MOST_LANES = 16, 4096  # that a step computes at once
+View = Callable[[Tensor], Tensor]
 WHOLE: dict[int, Callable[[int, int], int]] = {  # the operations of two integers
     Op.ADD: operator.add,
     Op.SUBTRACT: operator.sub,
@@ -67,14 +73,14 @@ def chain(site: Site) -> Built:
         registers[node] = None if write is None else write(writer, *args, **kwargs)
         if registers[node] is None:
             raise NotApplicable(f"{node.target.__name__} has no elementwise steps for its arguments")  # type: ignore[union-attr]
-    wide = is_wide(site, writer, registers)
+    wide = _is_wide(site, writer, registers)
     steps, places, used = packed(writer.steps, [register for register, _ in writer.operands], lambda _: BLOCK, registers[site.match.root])
     if used > MOST_REGISTERS * BLOCK:
         raise NotApplicable(f"it needs {used // BLOCK} registers, of {MOST_REGISTERS}")
     values = [value for _, value in writer.operands]
-    constants = [constant(value, torch.int64 if wide else torch.int32) for value in values]
-    zeros = [zero(site, value) if isinstance(value, fx.Node) else 0 for value in values]
-    rows, tables = structures(steps, [0] * len(steps))
+    constants = [_constant(value, torch.int64 if wide else torch.int32) for value in values]
+    zeros = [_zero(site, value) if isinstance(value, fx.Node) else 0 for value in values]
+    rows, tables = _structures(steps, [0] * len(steps))
     made = _Chain(operands=len(values), count=len(steps), used=used, wide=wide)
     made.steps = ctypes.addressof(rows)
     registers_of = [*(register for register, _ in writer.operands), registers[site.match.root]]
@@ -83,29 +89,30 @@ def chain(site: Site) -> Built:
     return _Built(library.fxq_chain, made, constants, zeros, (rows, tables, held))
 
 
-def constant(value: Any, whole: torch.dtype) -> Tensor | None:
+def _constant(value: Any, whole: torch.dtype) -> Tensor | None:
     """Return a constant as a chain reads it; None for an activation."""
     return value.detach().to(torch.float32 if value.is_floating_point() else whole) if isinstance(value, Tensor) else None
 
 
-def zero(site: Site, read: fx.Node) -> int:
+def _zero(site: Site, read: fx.Node) -> int:
     """Return what is subtracted from bytes that stand for int8."""
     return site.held(read).zero if fact(read).dtype == torch.int8 else 0
 
 
-def structures(steps: Sequence[Step], columns: Sequence[int]) -> tuple[Any, list[Tensor]]:
+def _structures(steps: Sequence[Step], columns: Sequence[int]) -> tuple[Any, list[Tensor]]:
     """Return the steps as chains.c reads them, and the tables that they point to."""
     tables: dict[int, Tensor] = {}
     for step in steps:
         if step.table is not None and id(step.table) not in tables:
             table = step.table.detach()
             tables[id(step.table)] = _pairs(table) if step.op == SUM else table.to(torch.int32).contiguous()
-    rows = (_Step(*step[:6], size, address(tables[id(step.table)]) if id(step.table) in tables else 0) for step, size in zip(steps, columns, strict=True))
+    places = {key: address(table) for key, table in tables.items()}
+    rows = (_Step(*step[:6], size, places.get(id(step.table), 0)) for step, size in zip(steps, columns, strict=True))
     return (_Step * len(steps))(*rows), list(tables.values())
 
 
 def _pairs(weight: Tensor) -> Tensor:
-    """Return a weight (columns, depth) as sums read it, int8 of shape (columns / TOGETHER, depth / 2, TOGETHER, 2), with zeros around it."""
+    """Return a weight (columns, depth) as sums read it, int8 (columns / TOGETHER, depth / 2, TOGETHER, 2), with zeros around it."""
     columns, depth = weight.shape
     whole = F.pad(weight, (0, depth % 2, 0, -columns % TOGETHER))
     return whole.reshape(-1, TOGETHER, whole.shape[1] // 2, 2).transpose(1, 2).contiguous()
@@ -139,19 +146,13 @@ def packed(
     return made, places, used
 
 
-def is_wide(site: Site, writer: Writer, nodes: Iterable[fx.Node]) -> bool:
+def _is_wide(site: Site, writer: Writer, nodes: Iterable[fx.Node]) -> bool:
     """Return whether steps need 64 bits: the primitives do, or say so, and the ranges of the operands allow numbers beyond int32."""
-    if not writer.wide and all(node.op == "get_attr" or fact(node).dtype != torch.int64 for node in nodes):
-        return False
-    return any(known is not None and (known[0] < -(2**31) or known[1] >= 2**31) for known in ranges(site, writer).values())
-
-
-def ranges(site: Site, writer: Writer) -> dict[int, tuple[int, int] | None]:
-    """Return the smallest and the largest integer that each register can hold; None for floats."""
-    found = {register: _range(site, value) for register, value in writer.operands}
+    ranges = {register: _range(site, value) for register, value in writer.operands}
     for step in writer.steps:
-        found[step.to] = _reached(site, step, found.get(step.a), found.get(step.b))
-    return found
+        ranges[step.to] = _reached(site, step, ranges.get(step.a), ranges.get(step.b))
+    says = writer.wide or any(node.op != "get_attr" and fact(node).dtype == torch.int64 for node in nodes)
+    return says and any(known is not None and (known[0] < -(2**31) or known[1] >= 2**31) for known in ranges.values())
 
 
 def _range(site: Site, value: Any) -> tuple[int, int] | None:
@@ -169,6 +170,8 @@ def _reached(site: Site, step: Step, a: Any, b: Any) -> tuple[int, int] | None:
     if step.op == READ:
         return _range(site, site.match.reads[step.high])
     if step.op == SUM:
+        if a[0] < -(2**15) or a[1] >= 2**15:
+            raise NotApplicable("it multiplies integers of more than 16 bits")
         bound = int(accumulator_bound(step.table, None, 0, max(map(abs, a))).max())
         return b[0] - bound, b[1] + bound
     if step.op == Op.LOOK_UP:
@@ -236,3 +239,179 @@ class _Built:
         strides_of = [[strides[index] for _, strides in dims] for index in range(len(every))]
         return [torch.tensor(each, dtype=torch.int64, device="cpu") for each in (kinds, offsets, [size for size, _ in dims], strides_of)]
 
+
+# ---- Programs on rows ---------------------------------------------------------------------------------------------------
+
+
+class _Program(ctypes.Structure):
+    """The arguments of a program: the structure of chains.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("steps", "moves", "places", "data", "constants")),
+        *((name, ctypes.c_int64) for name in ("rows", "most", "fixed", "used", "depth", "count", "wide", "threads")),
+    ]
+
+
+@implementation("native program on rows", strided=True)
+def program(site: Site) -> Built:
+    """Build the program of the nodes at a site, which reads and writes tensors of any strides."""
+    library = native.chains_library()
+    if isinstance(library, str):
+        raise NotApplicable(library)
+    rows = _Rows(site)
+    for node in site.match.parts["nodes"]:
+        rows.add(node)
+    return rows.built(library.fxq_program)
+
+
+@dataclass
+class _Rows:
+    """A program while it is being written.
+
+    columns    of each register
+    registers  of the nodes; constants are tensors
+    moves      what is read and written: the place of a tensor among those read and the results, and the part of it
+    """
+
+    site: Site
+    writer: Writer = field(default_factory=Writer)
+    columns: dict[int, int] = field(default_factory=dict)
+    registers: dict[fx.Node, Any] = field(default_factory=dict)
+    moves: list[tuple[int, View]] = field(default_factory=list)
+
+    def add(self, node: fx.Node) -> None:
+        """Write the steps of a node, and its result where others read that."""
+        match, arguments = self.site.match, tuple(node.args)
+        results = (match.root, *match.results)
+        place = len(match.reads) + results.index(node) if node in results else None
+        if node.target is shape.concatenate:
+            tensors, dim = arguments
+            begin = 0
+            for operand in tensors:  # type: ignore[union-attr]
+                size: Any = fact(operand).shape[dim]
+                self.write(place, operand, lambda whole, begin=begin, size=size: whole.narrow(dim, begin, size))
+                begin += size
+            return
+        self.registers[node] = self.computed(node, fact(node).shape[-1], arguments)  # type: ignore[arg-type]
+        if place is not None:
+            self.write(place, node, lambda whole: whole)
+
+    def computed(self, node: fx.Node, width: int, arguments: tuple[Any, ...]) -> int:
+        """Write the steps of a node with so many columns and return its register."""
+        before = len(self.writer.operands), len(self.writer.steps)
+        if node.target is shape.crop:
+            operand, _, starts, stops, _ = arguments
+            if operand in self.site.match.reads:
+                return self.read(operand, width, lambda whole: shape.crop(whole, *arguments[1:]))
+            whole: Any = fact(operand).shape[-1]
+            return self.step(PART, width, self.value(operand), None, range(whole)[slice(starts[0], stops[0])].start, whole)
+        if node.target is shape.reshape:
+            return self.value(arguments[0])  # type: ignore[no-any-return]
+        if role_of(node.target) is Role.LINEAR:
+            operand, weight, bias = map(self.value, arguments[:3])
+            bias = torch.zeros((), dtype=torch.int32, device="cpu") if bias is None else bias
+            made = self.step(SUM, width, operand, bias, 0, weight.shape[1], weight)
+        else:
+            args, kwargs = fx.map_arg((arguments, node.kwargs), self.value)
+            made = PRIMITIVES[node.target].steps(self.writer, *args, **kwargs)  # type: ignore[index, misc]
+            if made is None:
+                raise NotApplicable(f"{node.target.__name__} has no elementwise steps for its arguments")  # type: ignore[union-attr]
+        for register, _ in self.writer.operands[before[0] :]:
+            self.columns[register] = width
+        for step in self.writer.steps[before[1] :]:
+            self.columns.setdefault(step.to, width)  # what is read has its own
+        return made
+
+    def value(self, node: Any) -> Any:
+        """Return the register of a node, which may be one that is read, or the tensor of a constant."""
+        if isinstance(node, fx.Node) and node not in self.registers:
+            is_constant = node.op == "get_attr"
+            self.registers[node] = self.site.constant(node) if is_constant else self.read(node, fact(node).shape[-1], lambda whole: whole)
+        return self.registers[node] if isinstance(node, fx.Node) else node
+
+    def step(self, op: int, width: int, *arguments: Any) -> int:
+        made = self.writer.write(op, *arguments)  # type: ignore[arg-type]
+        self.columns[made] = width
+        return made
+
+    def read(self, node: fx.Node, width: int, view: View) -> int:
+        place = self.site.match.reads.index(node)
+        self.moves.append((place, view))
+        return self.step(READ, width, -1, -1, len(self.moves) - 1, place)
+
+    def write(self, place: int | None, node: fx.Node, view: View) -> None:
+        assert place is not None
+        self.moves.append((place, view))
+        self.step(WRITE, 0, self.value(node), None, len(self.moves) - 1)
+
+    def built(self, function: Any) -> Built:
+        wide = _is_wide(self.site, self.writer, self.registers)
+        same: dict[Any, int] = {}  # a constant has one register, however often it is read
+        names: dict[int, int] = {}
+        values: list[Tensor] = []
+        for register, value in self.writer.operands:
+            width = self.columns[register]
+            known = _constant(value, torch.int64 if wide else torch.int32)
+            if known is None or known.numel() not in (1, known.shape[-1] if known.dim() else 1):
+                raise NotApplicable("its constants differ between rows")
+            if wide and known.is_floating_point():
+                raise NotApplicable("it needs integers of 64 bits and floats")
+            row = known.flatten().expand(width).contiguous()
+            key = row.dtype, row.numpy().tobytes()
+            names[register] = same.setdefault(key, register)
+            if names[register] == register:
+                values.append(row.view(torch.int32) if row.is_floating_point() else row)
+        steps = [step._replace(a=names.get(step.a, step.a), b=names.get(step.b, step.b)) for step in self.writer.steps]
+        widths = [self.columns[step.a if step.op == WRITE else step.to] for step in steps]
+        written, _, used = packed(steps, list(same.values()), self.columns.__getitem__)
+        structures_of, tables = _structures(written, widths)
+        constants = torch.cat(values) if values else torch.zeros(1, dtype=torch.int32, device="cpu")
+        fixed, most = sum(map(len, values)), max(1, min(MOST_ROWS, MOST_LANES // max(widths)))
+        depth = max(((step.high + 1) // 2 for step in steps if step.op == SUM), default=1)
+        made = _Program(most=most, fixed=fixed, used=used - fixed, depth=depth, count=len(steps), wide=wide)
+        made.steps, made.constants = ctypes.addressof(structures_of), address(constants)
+        zeros = [_zero(self.site, read) for read in self.site.match.reads]
+        return _BuiltProgram(function, made, self.moves, zeros, (structures_of, tables, constants))
+
+
+@dataclass(frozen=True)
+class _BuiltProgram:
+    """A program at one place."""
+
+    function: Any
+    structure: _Program
+    moves: Sequence[tuple[int, View]]
+    zeros: Sequence[int]  # of bytes that stand for int8
+    keeps: Any
+
+    def bind(self) -> Bound:
+        own = _Program.from_buffer_copy(self.structure)
+        known: dict[Any, tuple[Tensor, Tensor]] = {}
+
+        def bound(inputs: Sequence[Tensor], output: Any, _keeps: Any = self.keeps) -> None:
+            tensors = [*inputs, *(output if isinstance(output, list) else [output])]
+            key = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
+            if key not in known:
+                known.clear()
+                known[key] = self.plan(tensors)
+                own.rows = known[key][1].shape[1]
+                own.moves, own.places = map(address, known[key])
+            data = (ctypes.c_void_p * len(tensors))(*map(address, tensors))
+            own.data, own.threads = ctypes.addressof(data), torch.get_num_threads()
+            self.function(ctypes.addressof(own))
+
+        return bound
+
+    def plan(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return for each move its tensor, dtype, stride of columns and what is subtracted, and where every row begins: int64."""
+        moves, places = [], []
+        for place, view in self.moves:
+            whole = tensors[place]
+            part = view(whole)
+            first = torch.full((), part.storage_offset() - whole.storage_offset(), device="cpu")
+            for size, stride in zip(part.shape[:-1], part.stride()[:-1], strict=True):
+                first = first[..., None] + torch.arange(size, device="cpu") * stride
+            places.append(first.flatten())
+            subtracted = self.zeros[place] if place < len(self.zeros) and whole.dtype == torch.uint8 else 0
+            moves.append((place, KINDS[whole.dtype], part.stride(-1), subtracted))
+        return torch.tensor(moves, dtype=torch.int64, device="cpu"), torch.stack(places)

@@ -257,7 +257,7 @@ class Layer:
         Both never fall as the sum grows, so they are equal everywhere if they are equal on both sides of every step of the result.
         """
         root = site.match.root
-        if root.target is quantization.accumulator_output:
+        if role_of(root.target) is not Role.REQUANTIZATION:
             return
         sums = self._steps(site)
         is_linear = role_of(site.match.parts["sum"].target) is Role.LINEAR

@@ -17,6 +17,7 @@ from fxquant.primitives.quantization import accumulator_output, quantize
 
 BYTES = (torch.int8, torch.uint8)
 INTEGERS = (*BYTES, torch.int16, torch.int32, torch.int64)
+PRODUCTS = frozenset({Role.CONVOLUTION, Role.LINEAR})
 SUMS = frozenset({Role.CONVOLUTION, Role.LINEAR, Role.SUM})
 RANKS = (2, 3, 4)
 LONGEST = 8  # quantized tensors in a chain: its constants and intermediate results have to stay in the cache
@@ -65,13 +66,14 @@ def _dimensions(count: int) -> str:
 def sum_of_products(root: fx.Node) -> Matched:
     """Match a convolution of one or two dimensions, a linear layer or a sum over windows, on bytes, with what follows it.
 
-    That is the residual added to it, and the requantization to bytes; or the sum of products itself where it is the output of a last
-    layer. A sum over windows, or over height and width, is a depthwise convolution whose weight is 1: its part "weight" is None.
+    That is the residual added to it, and the requantization to bytes. The sum itself is the result where it is the output of a last
+    layer, or of another one where it becomes integers of more bits. A sum over windows, or over height and width, is a depthwise
+    convolution whose weight is 1: its part "weight" is None.
     """
-    requantized = role_of(root.target) is Role.REQUANTIZATION
-    if not requantized and root.target is not accumulator_output:
+    requantized, alone = role_of(root.target) is Role.REQUANTIZATION, role_of(root.target) in PRODUCTS
+    if not requantized and root.target is not accumulator_output and not (alone and _stays_wide(root)):
         return None
-    covers, total = [root], root.args[0]
+    covers, total = ([], root) if alone else ([root], root.args[0])
     residual, factor, factor_shift = None, None, None
     if isinstance(total, fx.Node) and role_of(total.target) is Role.RESIDUAL:
         covers.append(total)
@@ -95,6 +97,14 @@ def sum_of_products(root: fx.Node) -> Matched:
     assert input is not None
     parts = {"factor": factor, "factor_shift": factor_shift, "sum": total, **window}
     return Match(root, tuple(reversed(covers)), (input,) if residual is None else (input, residual), parts)
+
+
+def _stays_wide(total: fx.Node) -> bool:
+    """Return whether sums of 32 bits are requantized to integers of more than 8 bits."""
+    (user, *_) = total.users or (None,)
+    if user is not None and role_of(user.target) is Role.RESIDUAL:
+        (user, *_) = user.users or (None,)
+    return known_tensor(total, torch.int32) and known_tensor(user, torch.int16, torch.int32) and role_of(user.target) is Role.REQUANTIZATION
 
 
 def _summed(total: fx.Node) -> dict[str, Any] | str:
@@ -262,16 +272,6 @@ def _has_next(node: fx.Node) -> bool:
     return not known_tensor(node, *BYTES, ranks=range(9)) or qparams(node) is None
 
 
-def wide_layer(root: fx.Node) -> Matched:
-    """Match a linear layer with the requantization of its sums to integers of more than 8 bits."""
-    total = root.args[0] if root.args else None
-    if role_of(root.target) is not Role.REQUANTIZATION or not isinstance(total, fx.Node) or not _is_product(total):
-        return None
-    if len(total.users) != 1 or not known_tensor(root, torch.int16, ranks=RANKS):
-        return None
-    return Match(root, (total, root), (total.args[0],), {"nodes": (total, root)})  # type: ignore[arg-type]
-
-
 def _is_product(node: fx.Node) -> bool:
     """Return whether a node is a linear layer with a constant weight of 8 bits, whose sums have 32 bits."""
     return role_of(node.target) is Role.LINEAR and known_tensor(node.args[1], torch.int8, ranks=(2,)) and known_tensor(node, torch.int32)
@@ -298,7 +298,9 @@ def recurrence(root: fx.Node) -> Matched:
     if root is not min(ends, key=lambda node: (-len(node.all_input_nodes) * bool(owners), order[node])) or not _repeats(nodes, order):
         return None
     nodes.add(root)
-    reads = dict.fromkeys(operand for node in nodes for operand in node.all_input_nodes if operand not in nodes and operand.op != "get_attr")
+    reads = dict.fromkeys(
+        operand for node in nodes for operand in node.all_input_nodes if operand not in nodes and operand.op != "get_attr"
+    )
     unfit = next((read for read in reads if not known_tensor(read, *INTEGERS, ranks=range(1, 9))), None)
     if unfit is not None:
         return _lacking("read", unfit)
@@ -331,13 +333,14 @@ def _repeats(nodes: set[fx.Node], order: Mapping[fx.Node, int]) -> bool:
 
 
 def _is_row_step(node: Any) -> bool:
-    """Return whether a node computes each row of its last dimension from rows of its operands: one step of a recurrence, or a part of it."""
+    """Return whether a node computes each row of its last dimension from a row of each of its operands."""
     if not isinstance(node, fx.Node) or not known_tensor(node, *INTEGERS, torch.float32, ranks=range(1, 9)) or not node.all_input_nodes:
         return False
     if role_of(node.target) is Role.LINEAR:
         return _is_product(node) and len(node.args[1].users) > 1  # type: ignore[union-attr]
-    if node.target is shape.crop:
-        return set(node.args[4]) == {1}  # type: ignore[arg-type]
+    if node.target is shape.crop:  # of columns, or of what has other rows
+        within = node.args[1] in ([-1], [len(_sizes(node)) - 1])
+        return set(node.args[4]) == {1} and (within or _rows(node.args[0]) != _rows(node))  # type: ignore[arg-type]
     operands = [operand for operand in node.all_input_nodes if operand.op != "get_attr"]
     record = PRIMITIVES.get(node.target)  # type: ignore[arg-type]
     is_step = node.target is shape.reshape or (record is not None and record.steps is not None)
@@ -351,9 +354,7 @@ def _rows(node: fx.Node) -> tuple[Any, ...]:
 
 def _connects(node: fx.Node, user: fx.Node) -> bool:
     """Return whether a value of `_is_row_step` is read by another one, on the same rows."""
-    if not _is_row_step(node) or not _is_row_step(user) or _rows(node) != _rows(user):
-        return False
-    return user.target is not shape.crop or user.args[1] in ([-1], [len(_sizes(user)) - 1])
+    return _is_row_step(node) and _is_row_step(user) and _rows(node) == _rows(user)
 
 
 def joined(root: fx.Node) -> Matched:
