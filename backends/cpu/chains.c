@@ -153,7 +153,6 @@ static void NAMED(store)(const LANE *restrict r, void *data, int64_t kind, int64
 
 static void NAMED(step)(const Step *s, LANE *y, const LANE *a, const LANE *b, int64_t n) {
     const float *f = (const float *)b;
-    const int32_t *table = s->table;
     LANE low = (LANE)s->low, high = (LANE)s->high;
     switch (s->op) {
         case ADD: EACH(a[i] + b[i]); break;
@@ -168,7 +167,10 @@ static void NAMED(step)(const Step *s, LANE *y, const LANE *a, const LANE *b, in
                 y[i] = v > high ? high : v;
             }
             break;
-        case LOOK_UP: EACH(table[a[i] - low]); break;
+        case LOOK_UP: /* high: whether the table is int16, which takes less of the cache, or int32 */
+            if (s->high) EACH(((const int16_t *)s->table)[a[i] - low]);
+            else EACH(((const int32_t *)s->table)[a[i] - low]);
+            break;
         case ROUND:
             for (int64_t i = 0; i < n; i++) {
                 float v = nearest_even((float)a[i] * f[i]);

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from fxquant.backends.cpu import native
 from fxquant.ir.graph import fact
-from fxquant.kernels.kernel import Bound, Built, NotApplicable, Site, implementation, in_order
+from fxquant.kernels.kernel import Binding, Bound, Built, NotApplicable, Site, implementation, in_order
 from fxquant.numerics.grids import accumulator_bound
 from fxquant.primitives import PRIMITIVES, Role, role_of, shape
 from fxquant.primitives.steps import Op, Step, Writer
@@ -105,8 +105,11 @@ def _structures(steps: Sequence[Step], columns: Sequence[int]) -> tuple[Any, lis
     for step in steps:
         if step.table is not None and id(step.table) not in tables:
             table = step.table.detach()
-            tables[id(step.table)] = _pairs(table) if step.op == SUM else table.to(torch.int32).contiguous()
+            narrow = torch.int16 if table.dtype.itemsize <= 2 else torch.int32
+            tables[id(step.table)] = _pairs(table) if step.op == SUM else table.to(narrow).contiguous()
     places = {key: address(table) for key, table in tables.items()}
+    is_narrow = {key for key, table in tables.items() if table.dtype == torch.int16}
+    steps = [step._replace(high=int(id(step.table) in is_narrow)) if step.op == Op.LOOK_UP else step for step in steps]
     rows = (_Step(*step[:6], size, places.get(id(step.table), 0)) for step, size in zip(steps, columns, strict=True))
     return (_Step * len(steps))(*rows), list(tables.values())
 
@@ -298,7 +301,7 @@ class _Rows:
 
     def computed(self, node: fx.Node, width: int, arguments: tuple[Any, ...]) -> int:
         """Write the steps of a node with so many columns and return its register."""
-        before = len(self.writer.operands), len(self.writer.steps)
+        before = max(self.columns, default=-1) + 1
         if node.target is shape.crop:
             operand, _, starts, stops, _ = arguments
             if operand in self.site.match.reads:
@@ -316,10 +319,8 @@ class _Rows:
             made = PRIMITIVES[node.target].steps(self.writer, *args, **kwargs)  # type: ignore[index, misc]
             if made is None:
                 raise NotApplicable(f"{node.target.__name__} has no elementwise steps for its arguments")  # type: ignore[union-attr]
-        for register, _ in self.writer.operands[before[0] :]:
-            self.columns[register] = width
-        for step in self.writer.steps[before[1] :]:
-            self.columns.setdefault(step.to, width)  # what is read has its own
+        for register in range(before, made + 1):
+            self.columns.setdefault(register, width)  # what is read has its own
         return made
 
     def value(self, node: Any) -> Any:
@@ -370,48 +371,36 @@ class _Rows:
         depth = max(((step.high + 1) // 2 for step in steps if step.op == SUM), default=1)
         made = _Program(most=most, fixed=fixed, used=used - fixed, depth=depth, count=len(steps), wide=wide)
         made.steps, made.constants = ctypes.addressof(structures_of), address(constants)
-        zeros = [_zero(self.site, read) for read in self.site.match.reads]
-        return _BuiltProgram(function, made, self.moves, zeros, (structures_of, tables, constants))
+        keeps = structures_of, tables, constants
 
+        def bind() -> Bound:
+            own, known = _Program.from_buffer_copy(made), dict[Any, tuple[Tensor, Tensor]]()
 
-@dataclass(frozen=True)
-class _BuiltProgram:
-    """A program at one place."""
+            def bound(inputs: Sequence[Tensor], output: Any, _keeps: Any = keeps) -> None:
+                tensors = [*inputs, *(output if isinstance(output, list) else [output])]
+                key = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
+                if key not in known:
+                    known.clear()
+                    known[key] = self.plan(tensors)
+                    own.rows = known[key][1].shape[1]
+                    own.moves, own.places = map(address, known[key])
+                data = (ctypes.c_void_p * len(tensors))(*map(address, tensors))
+                own.data, own.threads = ctypes.addressof(data), torch.get_num_threads()
+                function(ctypes.addressof(own))
 
-    function: Any
-    structure: _Program
-    moves: Sequence[tuple[int, View]]
-    zeros: Sequence[int]  # of bytes that stand for int8
-    keeps: Any
+            return bound
 
-    def bind(self) -> Bound:
-        own = _Program.from_buffer_copy(self.structure)
-        known: dict[Any, tuple[Tensor, Tensor]] = {}
-
-        def bound(inputs: Sequence[Tensor], output: Any, _keeps: Any = self.keeps) -> None:
-            tensors = [*inputs, *(output if isinstance(output, list) else [output])]
-            key = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
-            if key not in known:
-                known.clear()
-                known[key] = self.plan(tensors)
-                own.rows = known[key][1].shape[1]
-                own.moves, own.places = map(address, known[key])
-            data = (ctypes.c_void_p * len(tensors))(*map(address, tensors))
-            own.data, own.threads = ctypes.addressof(data), torch.get_num_threads()
-            self.function(ctypes.addressof(own))
-
-        return bound
+        return Binding(bind)
 
     def plan(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return for each move its tensor, dtype, stride of columns and what is subtracted, and where every row begins: int64."""
-        moves, places = [], []
+        moves, places, reads = [], [], self.site.match.reads
         for place, view in self.moves:
-            whole = tensors[place]
-            part = view(whole)
+            whole, part = tensors[place], view(tensors[place])
             first = torch.full((), part.storage_offset() - whole.storage_offset(), device="cpu")
             for size, stride in zip(part.shape[:-1], part.stride()[:-1], strict=True):
                 first = first[..., None] + torch.arange(size, device="cpu") * stride
             places.append(first.flatten())
-            subtracted = self.zeros[place] if place < len(self.zeros) and whole.dtype == torch.uint8 else 0
+            subtracted = _zero(self.site, reads[place]) if place < len(reads) and whole.dtype == torch.uint8 else 0
             moves.append((place, KINDS[whole.dtype], part.stride(-1), subtracted))
         return torch.tensor(moves, dtype=torch.int64, device="cpu"), torch.stack(places)
