@@ -10,7 +10,8 @@ import ctypes
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -175,6 +176,7 @@ def _reached(site: Site, step: Step, a: Any, b: Any) -> tuple[int, int] | None:
     if step.op == SUM:
         if a[0] < -(2**15) or a[1] >= 2**15:
             raise NotApplicable("it multiplies integers of more than 16 bits")
+        assert step.table is not None
         bound = int(accumulator_bound(step.table, None, 0, max(map(abs, a))).max())
         return b[0] - bound, b[1] + bound
     if step.op == Op.LOOK_UP:
@@ -284,23 +286,23 @@ class _Rows:
 
     def add(self, node: fx.Node) -> None:
         """Write the steps of a node, and its result where others read that."""
-        match, arguments = self.site.match, tuple(node.args)
+        match, arguments, begin = self.site.match, cast(tuple[Any, ...], node.args), 0
         results = (match.root, *match.results)
         place = len(match.reads) + results.index(node) if node in results else None
         if node.target is shape.concatenate:
-            tensors, dim = arguments
-            begin = 0
-            for operand in tensors:  # type: ignore[union-attr]
-                size: Any = fact(operand).shape[dim]
-                self.write(place, operand, lambda whole, begin=begin, size=size: whole.narrow(dim, begin, size))
+            for operand in arguments[0]:
+                size: Any = fact(operand).shape[arguments[1]]
+                self.write(place, operand, partial(torch.narrow, dim=arguments[1], start=begin, length=size))
                 begin += size
             return
-        self.registers[node] = self.computed(node, fact(node).shape[-1], arguments)  # type: ignore[arg-type]
+        width: Any = fact(node).shape[-1]
+        self.registers[node] = self.computed(node, width, arguments)
         if place is not None:
             self.write(place, node, lambda whole: whole)
 
     def computed(self, node: fx.Node, width: int, arguments: tuple[Any, ...]) -> int:
         """Write the steps of a node with so many columns and return its register."""
+        made: Any
         before = max(self.columns, default=-1) + 1
         if node.target is shape.crop:
             operand, _, starts, stops, _ = arguments
@@ -318,10 +320,10 @@ class _Rows:
             args, kwargs = fx.map_arg((arguments, node.kwargs), self.value)
             made = PRIMITIVES[node.target].steps(self.writer, *args, **kwargs)  # type: ignore[index, misc]
             if made is None:
-                raise NotApplicable(f"{node.target.__name__} has no elementwise steps for its arguments")  # type: ignore[union-attr]
+                raise NotApplicable(f"{PRIMITIVES[node.target].name} has no elementwise steps for its arguments")  # type: ignore[index]
         for register in range(before, made + 1):
             self.columns.setdefault(register, width)  # what is read has its own
-        return made
+        return made  # type: ignore[no-any-return]
 
     def value(self, node: Any) -> Any:
         """Return the register of a node, which may be one that is read, or the tensor of a constant."""
@@ -397,7 +399,7 @@ class _Rows:
         moves, places, reads = [], [], self.site.match.reads
         for place, view in self.moves:
             whole, part = tensors[place], view(tensors[place])
-            first = torch.full((), part.storage_offset() - whole.storage_offset(), device="cpu")
+            first = torch.full((), int(part.storage_offset() - whole.storage_offset()), device="cpu")
             for size, stride in zip(part.shape[:-1], part.stride()[:-1], strict=True):
                 first = first[..., None] + torch.arange(size, device="cpu") * stride
             places.append(first.flatten())

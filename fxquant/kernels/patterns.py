@@ -104,7 +104,9 @@ def _stays_wide(total: fx.Node) -> bool:
     (user, *_) = total.users or (None,)
     if user is not None and role_of(user.target) is Role.RESIDUAL:
         (user, *_) = user.users or (None,)
-    return known_tensor(total, torch.int32) and known_tensor(user, torch.int16, torch.int32) and role_of(user.target) is Role.REQUANTIZATION
+    if user is None or role_of(user.target) is not Role.REQUANTIZATION:
+        return False
+    return known_tensor(total, torch.int32) and known_tensor(user, torch.int16, torch.int32)
 
 
 def _summed(total: fx.Node) -> dict[str, Any] | str:
@@ -292,15 +294,17 @@ def recurrence(root: fx.Node) -> Matched:
         near = {*(each for each in node.all_input_nodes if _connects(each, node)), *(each for each in node.users if _connects(node, each))}
         waiting += near - nodes
         nodes |= near
+    if not any(map(_is_product, nodes)):
+        return None
     order = {node: index for index, node in enumerate(root.graph.nodes)}
-    owners = {user for node in nodes for user in node.users if _joins(user) and nodes.issuperset(user.args[0])}  # type: ignore[arg-type]
+    owners = {user for node in nodes for user in node.users if _joins(user) and nodes.issuperset(user.args[0])}
     ends = owners or {node for node in nodes if nodes.isdisjoint(node.users)}
     if root is not min(ends, key=lambda node: (-len(node.all_input_nodes) * bool(owners), order[node])) or not _repeats(nodes, order):
         return None
     nodes.add(root)
-    reads = dict.fromkeys(
-        operand for node in nodes for operand in node.all_input_nodes if operand not in nodes and operand.op != "get_attr"
-    )
+    ordered = tuple(sorted(nodes, key=order.__getitem__))
+    operands = dict.fromkeys(operand for node in ordered for operand in node.all_input_nodes)
+    reads = tuple(operand for operand in operands if operand not in nodes and operand.op != "get_attr")
     unfit = next((read for read in reads if not known_tensor(read, *INTEGERS, ranks=range(1, 9))), None)
     if unfit is not None:
         return _lacking("read", unfit)
@@ -309,9 +313,8 @@ def recurrence(root: fx.Node) -> Matched:
         outside[node] += [user for centred in node.users if centred.target is elementwise.centre for user in outside.get(centred, ())]
     if any(order[root] < order[read] for read in reads) or any(order[user] < order[root] for node in nodes for user in outside[node]):
         return "what lies between its steps is read elsewhere, or computed elsewhere"
-    ordered = tuple(sorted(nodes, key=order.__getitem__))
     results = tuple(node for node in ordered if outside[node] and node is not root)
-    return Match(root, ordered, tuple(reads), {"nodes": ordered}, results)
+    return Match(root, ordered, reads, {"nodes": ordered}, results)
 
 
 def _joins(node: fx.Node) -> bool:
