@@ -89,7 +89,7 @@ def measure(network: str, target: str, options: argparse.Namespace) -> list[tupl
     torch.manual_seed(0)
     model = NETWORKS[network]()
     sizes = getattr(model, "sizes", (3, options.size, options.size))
-    live(model, sizes)
+    model = model.eval() if hasattr(model, "sizes") else live(model, options.size)
     generator = torch.Generator().manual_seed(1)
     result = fxq.quantize(model, [torch.randn(4, *sizes, generator=generator)], target=target, show_progress=False)
     reference, fused = fxq.convert(result.prepared, kernels="reference"), result.integer
@@ -117,14 +117,14 @@ def measure(network: str, target: str, options: argparse.Namespace) -> list[tupl
     return rows
 
 
-def live(model: nn.Module, sizes: tuple[int, ...]) -> nn.Module:
+def live(model: nn.Module, size: int) -> nn.Module:
     """The network with statistics of its own activations in its batch norms, so that these are live through all layers."""
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     for norm in norms:
         norm.momentum = None  # the mean of what it sees
     with torch.no_grad():
         model.train()
-        model(torch.randn(4, *sizes, generator=torch.Generator().manual_seed(2)))
+        model(torch.randn(4, 3, size, size, generator=torch.Generator().manual_seed(2)))
     return model.eval()
 
 
