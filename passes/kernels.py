@@ -23,8 +23,9 @@ def fuse(gm: fx.GraphModule, context: Context) -> int:
         for kernel in context.kernels:
             match = kernel.match(node)
             if match is not None and not isinstance(match, str):
-                set_kernel(node, kernel.name, tuple(covered.name for covered in match.covers))
-                context.say(f"%{node.name}: {kernel.name} of {', '.join(covered.name for covered in match.covers)}")
+                covers, results = (tuple(each.name for each in nodes) for nodes in (match.covers, match.results))
+                set_kernel(node, kernel.name, covers, results)
+                context.say(f"%{node.name}: {kernel.name} of {', '.join(covers)}")
                 changes += 1
                 break
     return changes

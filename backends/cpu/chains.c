@@ -1,19 +1,26 @@
 /* Chains of elementwise primitives in one pass over memory: steps on registers, as fxquant/primitives/steps.py describes them. A register
    holds a lane of each of BLOCK elements, which lie side by side in the result. Lanes are int32, or int64 where a chain needs them; this
-   file includes itself for both. Registers of float32 numbers have the same memory. */
+   file includes itself for both. Registers of float32 numbers have the same memory. Steps name registers by the place of their first lane.
+
+   Recurrences, as straight programs of the same steps and four more, on registers that hold some columns of each of a few rows: no row
+   of a batch depends on another one. */
 
 #ifndef LANE
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
+#if defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
+#pragma GCC target("prefer-vector-width=512")
+#endif
+
 enum { BLOCK = 512, DIMS = 8 };
-enum { ADD, SUBTRACT, MULTIPLY, SHIFT, LEAST, LARGEST, CLIP, LOOK_UP, ROUND, SCALE };
+enum { ADD, SUBTRACT, MULTIPLY, SHIFT, LEAST, LARGEST, CLIP, LOOK_UP, ROUND, SCALE, READ, WRITE, PART, SUM };
 enum { BYTE, INT8, INT16, INT32, INT64, FLOAT };
 
 typedef struct {
-    int64_t op, to, a, b, low, high;
-    const int32_t *table;
+    int64_t op, to, a, b, low, high, columns; /* columns: of the result's rows */
+    const void *table;
 } Step;
 
 typedef struct {
@@ -23,6 +30,63 @@ typedef struct {
     void *const *data;                          /* of operands and of the result, in this order */
     int64_t operands, count, used, wide, threads;
 } Chain;
+
+typedef struct {
+    const Step *steps;
+    const int64_t *moves;  /* of each READ and WRITE, MOVE numbers: the tensor, its dtype, the stride of columns, what is subtracted */
+    const int64_t *places; /* of each READ and WRITE, the first element of every row */
+    void *const *data;     /* of tensors */
+    const void *constants; /* the registers before `fixed`: one row, which all rows read */
+    int64_t rows, most, fixed, used, depth, count, wide, threads; /* most: rows at once; used: columns of all other registers; depth: of sums */
+} Program;
+
+enum { MOVE = 4, WIDE = 4 }; /* WIDE: rows whose sums are computed together */
+
+/* Sums of products of int16 pairs with int8 weights, of LANES columns. */
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#include <immintrin.h>
+enum { LANES = 16 };
+typedef __m512i Sums;
+static inline Sums weights(const int8_t *w) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)w)); }
+static inline Sums add_products(Sums s, Sums w, int32_t pair) { return _mm512_dpwssd_epi32(s, w, _mm512_set1_epi32(pair)); }
+#elif defined(__AVX2__)
+#include <immintrin.h>
+enum { LANES = 8 };
+typedef __m256i Sums;
+static inline Sums weights(const int8_t *w) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)w)); }
+static inline Sums add_products(Sums s, Sums w, int32_t pair) {
+    return _mm256_add_epi32(s, _mm256_madd_epi16(w, _mm256_set1_epi32(pair)));
+}
+#else
+enum { LANES = 8 };
+typedef struct { int32_t of[LANES]; } Sums;
+typedef struct { int16_t of[2 * LANES]; } Weights;
+static inline Weights weights(const int8_t *w) {
+    Weights v;
+    for (int i = 0; i < 2 * LANES; i++) v.of[i] = w[i];
+    return v;
+}
+static inline Sums add_products(Sums s, Weights w, int32_t pair) {
+    int16_t x[2];
+    memcpy(x, &pair, sizeof x);
+    for (int i = 0; i < LANES; i++) s.of[i] += w.of[2 * i] * x[0] + w.of[2 * i + 1] * x[1];
+    return s;
+}
+#endif
+enum { COLUMNS = 64, VECTORS = COLUMNS / LANES }; /* computed together; weights: (columns / COLUMNS, depth, COLUMNS, 2), depth in pairs */
+
+static inline __attribute__((always_inline)) void sum_tile(const int rows, const int32_t *x, const int8_t *w, int64_t depth, int32_t *y) {
+    Sums s[WIDE][VECTORS];
+    memset(s, 0, sizeof s);
+    for (int64_t k = 0; k < depth; k++, w += 2 * COLUMNS)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) {
+            const __auto_type factor = weights(w + 2 * LANES * v);
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++) s[r][v] = add_products(s[r][v], factor, x[r * depth + k]);
+        }
+    memcpy(y, s, (size_t)rows * COLUMNS * sizeof *y);
+}
 
 static inline float nearest_even(float value) { return __builtin_rintf(value); }
 
@@ -36,6 +100,7 @@ static inline float nearest_even(float value) { return __builtin_rintf(value); }
 #include __FILE__
 
 void fxq_chain(const Chain *c) { c->wide ? run_64(c) : run_32(c); }
+void fxq_program(const Program *p) { p->wide ? program_64(p) : program_32(p); }
 
 #else
 
@@ -86,9 +151,7 @@ static void NAMED(store)(const LANE *restrict r, void *data, int64_t kind, int64
 
 #define EACH(EXPRESSION) for (int64_t i = 0; i < n; i++) y[i] = EXPRESSION
 
-static void NAMED(step)(const Step *s, LANE (*r)[BLOCK], int64_t n) {
-    LANE *y = r[s->to];
-    const LANE *a = r[s->a], *b = r[s->b];
+static void NAMED(step)(const Step *s, LANE *y, const LANE *a, const LANE *b, int64_t n) {
     const float *f = (const float *)b;
     LANE low = (LANE)s->low, high = (LANE)s->high;
     switch (s->op) {
@@ -104,7 +167,10 @@ static void NAMED(step)(const Step *s, LANE (*r)[BLOCK], int64_t n) {
                 y[i] = v > high ? high : v;
             }
             break;
-        case LOOK_UP: EACH(s->table[a[i] - low]); break;
+        case LOOK_UP: /* high: whether the table is int16, which takes less of the cache, or int32 */
+            if (s->high) EACH(((const int16_t *)s->table)[a[i] - low]);
+            else EACH(((const int32_t *)s->table)[a[i] - low]);
+            break;
         case ROUND:
             for (int64_t i = 0; i < n; i++) {
                 float v = nearest_even((float)a[i] * f[i]);
@@ -125,11 +191,11 @@ static void NAMED(run)(const Chain *c) {
     int64_t parts = (inner + BLOCK - 1) / BLOCK, jobs = rows * parts;
 #pragma omp parallel num_threads(c->threads) if (c->threads > 1 && jobs > 8)
     {
-        LANE(*r)[BLOCK] = aligned_alloc(64, (size_t)c->used * BLOCK * sizeof(LANE));
+        LANE *r = aligned_alloc(64, (size_t)c->used * sizeof(LANE));
         for (int64_t k = 0; k < c->operands; k++) {
             int64_t moves = 0;
             for (int d = 0; d < DIMS; d++) moves |= c->strides[k * DIMS + d];
-            if (!moves) NAMED(load)(r[c->registers[k]], c->data[k], c->kinds[k], 0, 0, BLOCK, (LANE)c->offsets[k]);
+            if (!moves) NAMED(load)(r + c->registers[k], c->data[k], c->kinds[k], 0, 0, BLOCK, (LANE)c->offsets[k]);
         }
 #pragma omp for
         for (int64_t job = 0; job < jobs; job++) {
@@ -141,14 +207,68 @@ static void NAMED(run)(const Chain *c) {
                 int64_t at = 0, moves = 0;
                 for (int d = 0; d < DIMS; d++) at += index[d] * strides[d], moves |= strides[d];
                 if (k < c->operands) {
-                    if (moves) NAMED(load)(r[c->registers[k]], c->data[k], c->kinds[k], at, strides[DIMS - 1], n, (LANE)c->offsets[k]);
+                    if (moves) NAMED(load)(r + c->registers[k], c->data[k], c->kinds[k], at, strides[DIMS - 1], n, (LANE)c->offsets[k]);
                     continue;
                 }
-                for (int64_t s = 0; s < c->count; s++) NAMED(step)(c->steps + s, r, n);
-                NAMED(store)(r[c->registers[k]], c->data[k], c->kinds[k], at, strides[DIMS - 1], n);
+                for (const Step *s = c->steps; s < c->steps + c->count; s++) NAMED(step)(s, r + s->to, r + s->a, r + s->b, n);
+                NAMED(store)(r + c->registers[k], c->data[k], c->kinds[k], at, strides[DIMS - 1], n);
             }
         }
         free(r);
+    }
+}
+
+/* y (rows, columns) = bias + x (rows, `s->high`) · weight. */
+static void NAMED(sum)(const Step *s, LANE *y, const LANE *x, const LANE *bias, int64_t rows, int32_t *pairs) {
+    int64_t depth = (s->high + 1) / 2;
+    int16_t *narrow = (int16_t *)pairs;
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t i = 0; i < s->high; i++) narrow[2 * depth * r + i] = (int16_t)x[r * s->high + i];
+        if (s->high % 2) narrow[2 * depth * r + s->high] = 0;
+    }
+    for (int64_t first = 0; first < s->columns; first += COLUMNS) {
+        int32_t part[WIDE * COLUMNS];
+        const int8_t *w = (const int8_t *)s->table + first * depth * 2;
+        int64_t n = s->columns - first < COLUMNS ? s->columns - first : COLUMNS;
+        for (int64_t r = 0, more; r < rows; r += more) {
+            more = rows - r >= WIDE ? WIDE : 1;
+            more == WIDE ? sum_tile(WIDE, pairs + r * depth, w, depth, part) : sum_tile(1, pairs + r * depth, w, depth, part);
+            for (int64_t j = 0; j < more; j++)
+                for (int64_t i = 0; i < n; i++) y[(r + j) * s->columns + first + i] = part[j * COLUMNS + i] + bias[first + i];
+        }
+    }
+}
+
+static void NAMED(program)(const Program *p) {
+    const LANE *constants = p->constants;
+    int64_t jobs = (p->rows + p->most - 1) / p->most;
+#pragma omp parallel num_threads(p->threads) if (p->threads > 1 && jobs > 1)
+    {
+        LANE *own = aligned_alloc(64, (size_t)(p->used * p->most * (int64_t)sizeof(LANE) / 64 + 1) * 64);
+        int32_t *pairs = aligned_alloc(64, (size_t)(p->depth * p->most / 16 + 1) * 64);
+#pragma omp for
+        for (int64_t job = 0; job < jobs; job++) {
+            int64_t first = job * p->most, rows = p->rows - first < p->most ? p->rows - first : p->most;
+            for (const Step *s = p->steps; s < p->steps + p->count; s++) {
+                const int a_fixed = s->a < p->fixed, b_fixed = s->b < p->fixed;
+                LANE *y = own + (s->to - p->fixed) * p->most;
+                const LANE *a = a_fixed ? constants + s->a : own + (s->a - p->fixed) * p->most;
+                const LANE *b = b_fixed ? constants + s->b : own + (s->b - p->fixed) * p->most;
+                const int moves = s->op == READ || s->op == WRITE;
+                const int64_t *m = p->moves + (moves ? MOVE * s->low : 0), *places = p->places + (moves ? p->rows * s->low : 0) + first;
+                if (s->op == SUM) NAMED(sum)(s, y, a, b, rows, pairs);
+                else if (s->op < READ && !a_fixed && !b_fixed) NAMED(step)(s, y, a, b, rows * s->columns);
+                else for (int64_t r = 0; r < rows; r++) {
+                    int64_t at = r * s->columns;
+                    if (s->op == READ) NAMED(load)(y + at, p->data[m[0]], m[1], places[r], m[2], s->columns, (LANE)m[3]);
+                    else if (s->op == WRITE) NAMED(store)(a + at, p->data[m[0]], m[1], places[r], m[2], s->columns);
+                    else if (s->op == PART) memcpy(y + at, a + r * s->high + s->low, (size_t)s->columns * sizeof(LANE));
+                    else NAMED(step)(s, y + at, a_fixed ? a : a + at, b_fixed ? b : b + at, s->columns);
+                }
+            }
+        }
+        free(own);
+        free(pairs);
     }
 }
 

@@ -1,30 +1,52 @@
-"""The kernel of elementwise chains in `chains.c`: it reads and writes tensors of any dtype and strides."""
+"""The kernels of `chains.c`, which read and write tensors of any dtype and strides: elementwise chains, and programs of recurrences.
+
+In a program a register holds the last dimension of a node for some rows of its other dimensions, and no row depends on another one.
+Beside elementwise steps there are sums of products, parts of a register's columns, and moves from and to memory.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+from torch.nn import functional as F
 
 from fxquant.backends.cpu import native
-from fxquant.kernels.kernel import Bound, Built, NotApplicable, Site, implementation, in_order
-from fxquant.primitives import PRIMITIVES
-from fxquant.primitives.steps import Step, Writer
+from fxquant.ir.graph import fact
+from fxquant.kernels.kernel import Binding, Bound, Built, NotApplicable, Site, implementation, in_order
+from fxquant.numerics.grids import accumulator_bound
+from fxquant.primitives import PRIMITIVES, Role, role_of, shape
+from fxquant.primitives.steps import Op, Step, Writer
 from fxquant.support.files import address
 
 DIMENSIONS = 8  # of a tensor, at most
+BLOCK = 512  # elements that a chain's step computes at once
 MOST_REGISTERS = 64
+READ, WRITE, PART, SUM = range(len(Op), len(Op) + 4)  # steps of a program: moves of memory, columns of a register, sums of products
+TOGETHER = 64  # columns of sums that are computed together
+MOST_ROWS, MOST_LANES = 16, 4096  # that a step computes at once
+View = Callable[[Tensor], Tensor]
+WHOLE: dict[int, Callable[[int, int], int]] = {  # the operations of two integers
+    Op.ADD: operator.add,
+    Op.SUBTRACT: operator.sub,
+    Op.MULTIPLY: operator.mul,
+    Op.SHIFT: operator.rshift,
+    Op.LEAST: min,
+    Op.LARGEST: max,
+}
 KINDS = {dtype: kind for kind, dtype in enumerate((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32))}
 
 
 class _Step(ctypes.Structure):
     """One step: the structure of chains.c."""
 
-    _fields_ = [*((name, ctypes.c_int64) for name in ("op", "to", "a", "b", "low", "high")), ("table", ctypes.c_void_p)]
+    _fields_ = [*((name, ctypes.c_int64) for name in ("op", "to", "a", "b", "low", "high", "columns")), ("table", ctypes.c_void_p)]
 
 
 class _Chain(ctypes.Structure):
@@ -44,7 +66,7 @@ def chain(site: Site) -> Built:
         raise NotApplicable(library)
     writer = Writer()
     registers: dict[fx.Node, Any] = {read: writer.operand(read) for read in site.match.reads}  # or the constants themselves
-    for node in in_order(site.match.root, registers):
+    for node in in_order(registers, site.match.root):
         if node.op == "get_attr":
             registers[node] = site.constant(node)
             continue
@@ -52,21 +74,20 @@ def chain(site: Site) -> Built:
         registers[node] = None if write is None else write(writer, *args, **kwargs)
         if registers[node] is None:
             raise NotApplicable(f"{node.target.__name__} has no elementwise steps for its arguments")  # type: ignore[union-attr]
-    wide = writer.wide or any(node.op != "get_attr" and node.meta["fact"].dtype == torch.int64 for node in registers)
-    steps, operands, result, used = packed(writer, registers[site.match.root])
-    if used > MOST_REGISTERS:
-        raise NotApplicable(f"it needs {used} registers, of {MOST_REGISTERS}")
-    constants = [_constant(value, torch.int64 if wide else torch.int32) for _, value in operands]
-    zeros = [site.held(value).zero if isinstance(value, fx.Node) and value.meta["fact"].dtype == torch.int8 else 0 for _, value in operands]
-    tables = [None if step.table is None else step.table.detach().to(torch.int32).contiguous() for step in steps]
-    rows = (_Step * len(steps))(
-        *(_Step(*step[:6], 0 if table is None else address(table)) for step, table in zip(steps, tables, strict=True))
-    )
-    made = _Chain(operands=len(operands), count=len(steps), used=used, wide=wide)
+    wide = _is_wide(site, writer, registers)
+    steps, places, used = packed(writer.steps, [register for register, _ in writer.operands], lambda _: BLOCK, registers[site.match.root])
+    if used > MOST_REGISTERS * BLOCK:
+        raise NotApplicable(f"it needs {used // BLOCK} registers, of {MOST_REGISTERS}")
+    values = [value for _, value in writer.operands]
+    constants = [_constant(value, torch.int64 if wide else torch.int32) for value in values]
+    zeros = [_zero(site, value) if isinstance(value, fx.Node) else 0 for value in values]
+    rows, tables = _structures(steps, [0] * len(steps))
+    made = _Chain(operands=len(values), count=len(steps), used=used, wide=wide)
     made.steps = ctypes.addressof(rows)
-    places = torch.tensor([register for register, _ in operands] + [result], dtype=torch.int64, device="cpu")
-    made.registers = address(places)
-    return _Built(library.fxq_chain, made, constants, zeros, (rows, tables, places))
+    registers_of = [*(register for register, _ in writer.operands), registers[site.match.root]]
+    held = torch.tensor([places[register] for register in registers_of], dtype=torch.int64, device="cpu")
+    made.registers = address(held)
+    return _Built(library.fxq_chain, made, constants, zeros, (rows, tables, held))
 
 
 def _constant(value: Any, whole: torch.dtype) -> Tensor | None:
@@ -74,24 +95,100 @@ def _constant(value: Any, whole: torch.dtype) -> Tensor | None:
     return value.detach().to(torch.float32 if value.is_floating_point() else whole) if isinstance(value, Tensor) else None
 
 
-def packed(writer: Writer, result: int) -> tuple[list[Step], list[tuple[int, Any]], int, int]:
-    """Return steps, operands and the result with registers that are used again after their last read, and the number of registers.
+def _zero(site: Site, read: fx.Node) -> int:
+    """Return what is subtracted from bytes that stand for int8."""
+    return site.held(read).zero if fact(read).dtype == torch.int8 else 0
 
-    Operands keep their registers: one that does not vary is read once, for all blocks.
+
+def _structures(steps: Sequence[Step], columns: Sequence[int]) -> tuple[Any, list[Tensor]]:
+    """Return the steps as chains.c reads them, and the tables that they point to."""
+    tables: dict[int, Tensor] = {}
+    for step in steps:
+        if step.table is not None and id(step.table) not in tables:
+            table = step.table.detach()
+            narrow = torch.int16 if table.dtype.itemsize <= 2 else torch.int32
+            tables[id(step.table)] = _pairs(table) if step.op == SUM else table.to(narrow).contiguous()
+    places = {key: address(table) for key, table in tables.items()}
+    is_narrow = {key for key, table in tables.items() if table.dtype == torch.int16}
+    steps = [step._replace(high=int(id(step.table) in is_narrow)) if step.op == Op.LOOK_UP else step for step in steps]
+    rows = (_Step(*step[:6], size, places.get(id(step.table), 0)) for step, size in zip(steps, columns, strict=True))
+    return (_Step * len(steps))(*rows), list(tables.values())
+
+
+def _pairs(weight: Tensor) -> Tensor:
+    """Return a weight (columns, depth) as sums read it, int8 (columns / TOGETHER, depth / 2, TOGETHER, 2), with zeros around it."""
+    columns, depth = weight.shape
+    whole = F.pad(weight, (0, depth % 2, 0, -columns % TOGETHER))
+    return whole.reshape(-1, TOGETHER, whole.shape[1] // 2, 2).transpose(1, 2).contiguous()
+
+
+def packed(
+    steps: Sequence[Step], operands: Sequence[int], size: Callable[[int], int], result: int | None = None
+) -> tuple[list[Step], dict[int, int], int]:
+    """Return steps on the first lanes of registers, these places, and the number of lanes; what was read last makes room for others.
+
+    Operands keep their lanes: one that does not vary is read once, for all blocks.
     """
-    last = {register: index for index, step in enumerate(writer.steps) for register in (step.a, step.b)}
-    last[result] = len(writer.steps)
-    names = {register: index for index, (register, _) in enumerate(writer.operands)}
-    kept, free, used, steps = len(names), list[int](), len(names), list[Step]()
-    for index, step in enumerate(writer.steps):
-        a, b = names[step.a], names.get(step.b, 0)
-        if not free:
-            free.append(used)
-            used += 1
-        names[step.to] = free.pop()
-        steps.append(step._replace(to=names[step.to], a=a, b=b))
-        free += {names[each] for each in (step.a, step.b) if last.get(each) == index and names.get(each, 0) >= kept}
-    return steps, [(names[register], value) for register, value in writer.operands], names[result], used
+    last = {register: index for index, step in enumerate(steps) for register in (step.a, step.b)}
+    if result is not None:
+        last[result] = len(steps)
+    places, used = dict[int, int](), 0
+    for register in operands:
+        places[register] = used
+        used += size(register)
+    kept, free, made = used, dict[int, list[int]](), list[Step]()
+    for index, step in enumerate(steps):
+        a, b = places.get(step.a, 0), places.get(step.b, 0)
+        if not free.setdefault(size(step.to), []):
+            free[size(step.to)].append(used)
+            used += size(step.to)
+        places[step.to] = free[size(step.to)].pop()
+        made.append(step._replace(to=places[step.to], a=a, b=b))
+        for register in {step.a, step.b}:
+            if last.get(register) == index and places.get(register, 0) >= kept:
+                free.setdefault(size(register), []).append(places[register])
+    return made, places, used
+
+
+def _is_wide(site: Site, writer: Writer, nodes: Iterable[fx.Node]) -> bool:
+    """Return whether steps need 64 bits: the primitives do, or say so, and the ranges of the operands allow numbers beyond int32."""
+    ranges = {register: _range(site, value) for register, value in writer.operands}
+    for step in writer.steps:
+        ranges[step.to] = _reached(site, step, ranges.get(step.a), ranges.get(step.b))
+    says = writer.wide or any(node.op != "get_attr" and fact(node).dtype == torch.int64 for node in nodes)
+    return says and any(known is not None and (known[0] < -(2**31) or known[1] >= 2**31) for known in ranges.values())
+
+
+def _range(site: Site, value: Any) -> tuple[int, int] | None:
+    """Return the smallest and the largest integer of an operand; None for one of floats."""
+    if isinstance(value, Tensor):
+        return None if value.is_floating_point() else (int(value.min()), int(value.max()))
+    if fact(value).dtype.itemsize <= 2:
+        return torch.iinfo(fact(value).dtype).min, torch.iinfo(fact(value).dtype).max
+    known = site.forms.ranges[value]
+    return int(known.low.min()), int(known.high.max())
+
+
+def _reached(site: Site, step: Step, a: Any, b: Any) -> tuple[int, int] | None:
+    """Return the smallest and the largest integer that a step can have as its result, from those of its operands; None for floats."""
+    if step.op == READ:
+        return _range(site, site.match.reads[step.high])
+    if step.op == SUM:
+        if a[0] < -(2**15) or a[1] >= 2**15:
+            raise NotApplicable("it multiplies integers of more than 16 bits")
+        assert step.table is not None
+        bound = int(accumulator_bound(step.table, None, 0, max(map(abs, a))).max())
+        return b[0] - bound, b[1] + bound
+    if step.op == Op.LOOK_UP:
+        return _range(site, step.table)
+    if step.op in (Op.CLIP, Op.ROUND):
+        return step.low, step.high
+    if step.op in (WRITE, Op.SCALE):
+        return None
+    if step.op == PART:
+        return a  # type: ignore[no-any-return]
+    ends = [WHOLE[step.op](x, y) for x in a for y in b]
+    return min(ends), max(ends)
 
 
 @dataclass(frozen=True)
@@ -146,3 +243,166 @@ class _Built:
         offsets = [zero if tensor.dtype == torch.uint8 else 0 for tensor, zero in zip(tensors, self.zeros, strict=True)]
         strides_of = [[strides[index] for _, strides in dims] for index in range(len(every))]
         return [torch.tensor(each, dtype=torch.int64, device="cpu") for each in (kinds, offsets, [size for size, _ in dims], strides_of)]
+
+
+# ---- Programs on rows ---------------------------------------------------------------------------------------------------
+
+
+class _Program(ctypes.Structure):
+    """The arguments of a program: the structure of chains.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("steps", "moves", "places", "data", "constants")),
+        *((name, ctypes.c_int64) for name in ("rows", "most", "fixed", "used", "depth", "count", "wide", "threads")),
+    ]
+
+
+@implementation("native program on rows", strided=True)
+def program(site: Site) -> Built:
+    """Build the program of the nodes at a site, which reads and writes tensors of any strides."""
+    library = native.chains_library()
+    if isinstance(library, str):
+        raise NotApplicable(library)
+    rows = _Rows(site)
+    for node in site.match.parts["nodes"]:
+        rows.add(node)
+    return rows.built(library.fxq_program)
+
+
+@dataclass
+class _Rows:
+    """A program while it is being written.
+
+    columns    of each register
+    registers  of the nodes; constants are tensors
+    moves      what is read and written: the place of a tensor among those read and the results, and the part of it
+    """
+
+    site: Site
+    writer: Writer = field(default_factory=Writer)
+    columns: dict[int, int] = field(default_factory=dict)
+    registers: dict[fx.Node, Any] = field(default_factory=dict)
+    moves: list[tuple[int, View]] = field(default_factory=list)
+
+    def add(self, node: fx.Node) -> None:
+        """Write the steps of a node, and its result where others read that."""
+        match, arguments, begin = self.site.match, cast(tuple[Any, ...], node.args), 0
+        results = (match.root, *match.results)
+        place = len(match.reads) + results.index(node) if node in results else None
+        if node.target is shape.concatenate:
+            for operand in arguments[0]:
+                size: Any = fact(operand).shape[arguments[1]]
+                self.write(place, operand, partial(torch.narrow, dim=arguments[1], start=begin, length=size))
+                begin += size
+            return
+        width: Any = fact(node).shape[-1]
+        self.registers[node] = self.computed(node, width, arguments)
+        if place is not None:
+            self.write(place, node, lambda whole: whole)
+
+    def computed(self, node: fx.Node, width: int, arguments: tuple[Any, ...]) -> int:
+        """Write the steps of a node with so many columns and return its register."""
+        made: Any
+        before = max(self.columns, default=-1) + 1
+        if node.target is shape.crop:
+            operand, _, starts, stops, _ = arguments
+            if operand in self.site.match.reads:
+                return self.read(operand, width, lambda whole: shape.crop(whole, *arguments[1:]))
+            whole: Any = fact(operand).shape[-1]
+            return self.step(PART, width, self.value(operand), None, range(whole)[slice(starts[0], stops[0])].start, whole)
+        if node.target is shape.reshape:
+            return self.value(arguments[0])  # type: ignore[no-any-return]
+        if role_of(node.target) is Role.LINEAR:
+            operand, weight, bias = map(self.value, arguments[:3])
+            bias = torch.zeros((), dtype=torch.int32, device="cpu") if bias is None else bias
+            made = self.step(SUM, width, operand, bias, 0, weight.shape[1], weight)
+        else:
+            args, kwargs = fx.map_arg((arguments, node.kwargs), self.value)
+            made = PRIMITIVES[node.target].steps(self.writer, *args, **kwargs)  # type: ignore[index, misc]
+            if made is None:
+                raise NotApplicable(f"{PRIMITIVES[node.target].name} has no elementwise steps for its arguments")  # type: ignore[index]
+        for register in range(before, made + 1):
+            self.columns.setdefault(register, width)  # what is read has its own
+        return made  # type: ignore[no-any-return]
+
+    def value(self, node: Any) -> Any:
+        """Return the register of a node, which may be one that is read, or the tensor of a constant."""
+        if isinstance(node, fx.Node) and node not in self.registers:
+            is_constant = node.op == "get_attr"
+            self.registers[node] = self.site.constant(node) if is_constant else self.read(node, fact(node).shape[-1], lambda whole: whole)
+        return self.registers[node] if isinstance(node, fx.Node) else node
+
+    def step(self, op: int, width: int, *arguments: Any) -> int:
+        made = self.writer.write(op, *arguments)  # type: ignore[arg-type]
+        self.columns[made] = width
+        return made
+
+    def read(self, node: fx.Node, width: int, view: View) -> int:
+        place = self.site.match.reads.index(node)
+        self.moves.append((place, view))
+        return self.step(READ, width, -1, -1, len(self.moves) - 1, place)
+
+    def write(self, place: int | None, node: fx.Node, view: View) -> None:
+        assert place is not None
+        self.moves.append((place, view))
+        self.step(WRITE, 0, self.value(node), None, len(self.moves) - 1)
+
+    def built(self, function: Any) -> Built:
+        wide = _is_wide(self.site, self.writer, self.registers)
+        same: dict[Any, int] = {}  # a constant has one register, however often it is read
+        names: dict[int, int] = {}
+        values: list[Tensor] = []
+        for register, value in self.writer.operands:
+            width = self.columns[register]
+            known = _constant(value, torch.int64 if wide else torch.int32)
+            if known is None or known.numel() not in (1, known.shape[-1] if known.dim() else 1):
+                raise NotApplicable("its constants differ between rows")
+            if wide and known.is_floating_point():
+                raise NotApplicable("it needs integers of 64 bits and floats")
+            row = known.flatten().expand(width).contiguous()
+            key = row.dtype, row.numpy().tobytes()
+            names[register] = same.setdefault(key, register)
+            if names[register] == register:
+                values.append(row.view(torch.int32) if row.is_floating_point() else row)
+        steps = [step._replace(a=names.get(step.a, step.a), b=names.get(step.b, step.b)) for step in self.writer.steps]
+        widths = [self.columns[step.a if step.op == WRITE else step.to] for step in steps]
+        written, _, used = packed(steps, list(same.values()), self.columns.__getitem__)
+        structures_of, tables = _structures(written, widths)
+        constants = torch.cat(values) if values else torch.zeros(1, dtype=torch.int32, device="cpu")
+        fixed, most = sum(map(len, values)), max(1, min(MOST_ROWS, MOST_LANES // max(widths)))
+        depth = max(((step.high + 1) // 2 for step in steps if step.op == SUM), default=1)
+        made = _Program(most=most, fixed=fixed, used=used - fixed, depth=depth, count=len(steps), wide=wide)
+        made.steps, made.constants = ctypes.addressof(structures_of), address(constants)
+        keeps = structures_of, tables, constants
+
+        def bind() -> Bound:
+            own, known = _Program.from_buffer_copy(made), dict[Any, tuple[Tensor, Tensor]]()
+
+            def bound(inputs: Sequence[Tensor], output: Any, _keeps: Any = keeps) -> None:
+                tensors = [*inputs, *(output if isinstance(output, list) else [output])]
+                key = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
+                if key not in known:
+                    known.clear()
+                    known[key] = self.plan(tensors)
+                    own.rows = known[key][1].shape[1]
+                    own.moves, own.places = map(address, known[key])
+                data = (ctypes.c_void_p * len(tensors))(*map(address, tensors))
+                own.data, own.threads = ctypes.addressof(data), torch.get_num_threads()
+                function(ctypes.addressof(own))
+
+            return bound
+
+        return Binding(bind)
+
+    def plan(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return for each move its tensor, dtype, stride of columns and what is subtracted, and where every row begins: int64."""
+        moves, places, reads = [], [], self.site.match.reads
+        for place, view in self.moves:
+            whole, part = tensors[place], view(tensors[place])
+            first = torch.full((), int(part.storage_offset() - whole.storage_offset()), device="cpu")
+            for size, stride in zip(part.shape[:-1], part.stride()[:-1], strict=True):
+                first = first[..., None] + torch.arange(size, device="cpu") * stride
+            places.append(first.flatten())
+            subtracted = _zero(self.site, reads[place]) if place < len(reads) and whole.dtype == torch.uint8 else 0
+            moves.append((place, KINDS[whole.dtype], part.stride(-1), subtracted))
+        return torch.tensor(moves, dtype=torch.int64, device="cpu"), torch.stack(places)

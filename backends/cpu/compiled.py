@@ -20,7 +20,7 @@ from fxquant.kernels.constants import Span
 from fxquant.kernels.kernel import ALIGNMENT, BIASED, Binding, Bound, Built, Held, NotApplicable, Site, implementation
 from fxquant.numerics.grids import INT32_MAX, LARGEST_DYNAMIC, SMALLEST_DYNAMIC
 from fxquant.primitives import Role, role_of
-from fxquant.primitives.quantization import HALF_STEPS, TIES, accumulator_output, half_step, requantize_real
+from fxquant.primitives.quantization import HALF_STEPS, TIES, half_step, requantize_real
 from fxquant.support.files import address, point
 
 LANES = 16  # output channels that are summed side by side
@@ -90,7 +90,7 @@ class Requantization:
             raise NotApplicable("its sums have more than 32 bits")
         constants: dict[str, Tensor] = {}
         zero_point = 0
-        if root.target is accumulator_output:
+        if role_of(root.target) is not Role.REQUANTIZATION:
             epilogue.mode = SUM
         elif root.target is requantize_real:
             _, factor, epilogue.low, epilogue.high, _, *rest = root.args

@@ -168,8 +168,8 @@ def joining_library() -> Any:
 
 @functools.cache
 def chains_library() -> Any:
-    """Return the compiled function of elementwise chains, or a sentence that says why there is none."""
-    return _loaded(CHAINS, ("chain",))
+    """Return the compiled functions of elementwise chains and of programs, or a sentence that says why there are none."""
+    return _loaded(CHAINS, ("chain", "program"))
 
 
 def _loaded(source: Path, functions: tuple[str, ...]) -> Any:

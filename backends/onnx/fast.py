@@ -170,7 +170,7 @@ def _is_exact(writer: Writer, node: fx.Node, parts: Sequence[fx.Node], draw: Dra
     own = [helper.make_opsetid(DOMAIN, 1)] if e.functions else []
     opsets = [helper.make_opsetid("", writer.opset), *own]
     model = helper.make_model(graph, opset_imports=opsets, functions=list(e.functions.values()), ir_version=10)
-    wanted = writer.stored(node, evaluate(writer.integer, Match(node, (node,), ()), {**constants, **drawn})).to(e.dtype(result))
+    wanted = writer.stored(node, evaluate(writer.integer, Match(node, (node,), ()), {**constants, **drawn})[0]).to(e.dtype(result))
     # Without VNNI it may be that only one of the runtimes saturates.
     return all(torch.equal(_run(model, fed, settings, runtime)[result], wanted) for runtime in MEASURED_RUNTIMES)
 

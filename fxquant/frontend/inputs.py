@@ -623,7 +623,7 @@ class InputCheck:
             self._refuse(expected, f"it has {given.dim()} dimensions", self._made_with(expected))
         if given.dtype != expected.dtype:
             self._refuse(expected, f"its type is {given.dtype}", self._made_with(expected), f"convert it with .to({expected.dtype})")
-        tensors = itertools.chain(module.parameters(), module.buffers())
+        tensors = itertools.chain(module.buffers(), module.parameters())
         home = next(tensors, given).device
         if given.device != home and all(tensor.device != given.device for tensor in tensors):
             remedy = f"move one to the other: x.to({str(home)!r}), or model.to({str(given.device)!r})"

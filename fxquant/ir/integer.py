@@ -142,9 +142,12 @@ set_qparams, set_operation = writes("qparams", QParams), writes("operation", Ope
 kernel: Reads[tuple[str, tuple[str, ...]] | None] = reads("kernel", None)  # its name, and those of the nodes computed with it
 
 
-def set_kernel(node: fx.Node, name: str, covers: tuple[str, ...]) -> None:
-    """Write which kernel computes the node, and which nodes with it."""
-    node.meta["kernel"] = name, covers
+kernel_results: Reads[tuple[str, ...]] = reads("kernel_results", ())  # the names of those of them that others read
+
+
+def set_kernel(node: fx.Node, name: str, covers: tuple[str, ...], results: tuple[str, ...] = ()) -> None:
+    """Write which kernel computes the node, which nodes with it, and which of these others read."""
+    node.meta["kernel"], node.meta["kernel_results"] = (name, covers), results
 
 
 def origin(node: fx.Node) -> str:

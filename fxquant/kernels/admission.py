@@ -60,15 +60,14 @@ def _random_bits(dtype: torch.dtype, sizes: Sequence[int], generator: torch.Gene
     return words.view(dtype)[:count].reshape(sizes)
 
 
-def evaluate(model: fx.GraphModule, match: Match, given: dict[fx.Node, Tensor]) -> Tensor:
-    """Return the reference result: that of the primitives that a kernel replaces, on these operands."""
+def evaluate(model: fx.GraphModule, match: Match, given: dict[fx.Node, Tensor]) -> list[Tensor]:
+    """Return the reference results: of the primitives that a kernel replaces, on these operands; the root's, then others that are read."""
     values: dict[fx.Node, Any] = dict(given)
     with torch.no_grad():
-        for node in in_order(match.root, values):
+        for node in in_order(values, match.root, *match.results):
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = resolve(model, str(node.target)) if node.op == "get_attr" else node.target(*args, **kwargs)  # type: ignore[operator]
-    result: Tensor = values[match.root]
-    return result
+    return [values[node] for node in (match.root, *match.results)]
 
 
 def draws(site: Site, generator: torch.Generator) -> Iterator[dict[fx.Node, Tensor]]:
@@ -146,17 +145,17 @@ def of_any_range(sizes: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.where(choice == 2, value + between, value).clamp_(SMALLEST_REAL, LARGEST_REAL)
 
 
-def run(site: Site, implementation: Implementation, built: Built, given: dict[fx.Node, Tensor]) -> Tensor:
-    """Return the result of an implementation for these operands, as kernels hold it, or, of a strided one, as primitives do.
+def run(site: Site, implementation: Implementation, built: Built, given: dict[fx.Node, Tensor], like: list[Tensor]) -> list[Tensor]:
+    """Return the results of an implementation for these operands, as kernels hold them, or, of a strided one, as primitives do: `like`.
 
     Raises Disagrees where a strided one gives different results for the two forms of its operands.
     """
     if implementation.strided:
         forms = [[given[node] for node in site.match.reads], [_viewed(site, node, given[node]) for node in site.match.reads]]
-        plain, held = (torch.empty_like(given[site.match.root]) for _ in forms)
-        for inputs, output in zip(forms, (plain, held), strict=True):
-            built.bind()(inputs, output)
-        if not torch.equal(plain, held):
+        plain, held = ([torch.empty_like(each) for each in like] for _ in forms)
+        for inputs, outputs in zip(forms, (plain, held), strict=True):
+            built.bind()(inputs, outputs if site.match.results else outputs[0])
+        if not all(map(torch.equal, plain, held)):
             raise Disagrees("it differs between the two forms of its operands on this machine")
         return plain
     are_held = [implementation.reads_held and not fact(node).dtype.is_floating_point for node in site.match.reads]
@@ -164,7 +163,7 @@ def run(site: Site, implementation: Implementation, built: Built, given: dict[fx
     is_real = fact(site.match.root).dtype.is_floating_point
     output = torch.empty(site.sizes[site.match.root], dtype=torch.float32, device="cpu") if is_real else site.result().memory()
     built.bind()(inputs, output)
-    return output
+    return [output]
 
 
 def _viewed(site: Site, node: fx.Node, value: Tensor) -> Tensor:
@@ -184,14 +183,14 @@ def prove(site: Site, implementation: Implementation, built: Built) -> None:
 def _compare(site: Site, implementation: Implementation, built: Built, given: dict[fx.Node, Tensor]) -> None:
     try:
         wanted = evaluate(site.model, site.match, given)
-        found = run(site, implementation, built, given | {site.match.root: wanted})
+        found = run(site, implementation, built, given, wanted)
     except RuntimeError as error:
         raise NotApplicable(f"it does not run here: {str(error).splitlines()[0]}") from error
-    if wanted.is_floating_point() or implementation.strided:
-        apart = found != wanted
+    if wanted[0].is_floating_point() or implementation.strided:
+        apart = torch.cat([(one != other).flatten() for one, other in zip(found, wanted, strict=True)])
     else:
         zero = grid(site.match.root).zero_point if site.result().dtype == torch.uint8 else 0
-        apart = site.result().centred(found) != wanted.to(torch.int64) - zero
+        apart = site.result().centred(found[0]) != wanted[0].to(torch.int64) - zero
     if bool(apart.any()):
         raise Disagrees(f"it differs from the primitives in {int(apart.sum())} of {apart.numel()} elements on this machine")
 
@@ -258,7 +257,7 @@ class Layer:
         Both never fall as the sum grows, so they are equal everywhere if they are equal on both sides of every step of the result.
         """
         root = site.match.root
-        if root.target is quantization.accumulator_output:
+        if role_of(root.target) is not Role.REQUANTIZATION:
             return
         sums = self._steps(site)
         is_linear = role_of(site.match.parts["sum"].target) is Role.LINEAR
@@ -317,5 +316,5 @@ def enumerated(site: Site, forms: Sequence[Held], result: Held) -> Tensor:
         shape = [256 if axis == index else 1 for index in range(len(forms))]
         valid = valid & ((stored >= dtype.low) & (stored <= dtype.high)).reshape(shape)
         given[read] = stored.clamp(dtype.low, dtype.high).to(dtype.storage).reshape(shape).expand(size).reshape(*size, *ones)
-    found = evaluate(site.model, site.match, given).to(torch.int64) - grid(site.match.root).zero_point + result.zero
+    found = evaluate(site.model, site.match, given)[0].to(torch.int64) - grid(site.match.root).zero_point + result.zero
     return torch.where(valid, found.reshape(size), 0).to(torch.uint8).flatten().contiguous()

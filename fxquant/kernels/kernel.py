@@ -30,22 +30,24 @@ SLACK = 64  # bytes behind a held tensor that vector instructions may read
 class Match:
     """A place in a graph where a pattern was found.
 
-    root    the node whose value the kernel computes
-    covers  the primitives that are computed with it, the root last
-    reads   the quantized tensors, or float ones, that it reads
-    parts   the rest, by name: nodes of constants, numbers, primitives
+    root     the node whose value the kernel computes
+    covers   the primitives that are computed with it, the root last
+    reads    the quantized tensors, or float ones, that it reads
+    parts    the rest, by name: nodes of constants, numbers, primitives
+    results  those of them beside the root that others read
     """
 
     root: fx.Node
     covers: tuple[fx.Node, ...]
     reads: tuple[fx.Node, ...]
     parts: Mapping[str, Any] = field(default_factory=dict)
+    results: tuple[fx.Node, ...] = ()
 
 
-def in_order(root: fx.Node, known: Iterable[fx.Node]) -> list[fx.Node]:
-    """Return the nodes that compute the root from the known ones, constants included, each after its operands."""
+def in_order(known: Iterable[fx.Node], *roots: fx.Node) -> list[fx.Node]:
+    """Return the nodes that compute the roots from the known ones, constants included, each after its operands."""
     done = dict.fromkeys(known)
-    given, waiting = len(done), [root]
+    given, waiting = len(done), [*roots]
     while waiting:
         missing = [operand for operand in waiting[-1].all_input_nodes if operand not in done]
         waiting += missing
@@ -211,7 +213,7 @@ def grid(node: fx.Node) -> QParams:
     return known
 
 
-Bound = Callable[[Sequence[Tensor], Tensor], None]  # from what is read, as it is held, into the result
+Bound = Callable[[Sequence[Tensor], Any], None]  # from what is read, as it is held, into the result; into a list with more `results`
 
 
 class Built(Protocol):

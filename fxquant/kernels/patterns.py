@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from fxquant.primitives.quantization import accumulator_output, quantize
 
 BYTES = (torch.int8, torch.uint8)
 INTEGERS = (*BYTES, torch.int16, torch.int32, torch.int64)
+PRODUCTS = frozenset({Role.CONVOLUTION, Role.LINEAR})
 SUMS = frozenset({Role.CONVOLUTION, Role.LINEAR, Role.SUM})
 RANKS = (2, 3, 4)
 LONGEST = 8  # quantized tensors in a chain: its constants and intermediate results have to stay in the cache
@@ -65,13 +66,14 @@ def _dimensions(count: int) -> str:
 def sum_of_products(root: fx.Node) -> Matched:
     """Match a convolution of one or two dimensions, a linear layer or a sum over windows, on bytes, with what follows it.
 
-    That is the residual added to it, and the requantization to bytes; or the sum of products itself where it is the output of a last
-    layer. A sum over windows, or over height and width, is a depthwise convolution whose weight is 1: its part "weight" is None.
+    That is the residual added to it, and the requantization to bytes. The sum itself is the result where it is the output of a last
+    layer, or of another one where it becomes integers of more bits. A sum over windows, or over height and width, is a depthwise
+    convolution whose weight is 1: its part "weight" is None.
     """
-    requantized = role_of(root.target) is Role.REQUANTIZATION
-    if not requantized and root.target is not accumulator_output:
+    requantized, alone = role_of(root.target) is Role.REQUANTIZATION, role_of(root.target) in PRODUCTS
+    if not requantized and root.target is not accumulator_output and not (alone and _stays_wide(root)):
         return None
-    covers, total = [root], root.args[0]
+    covers, total = ([], root) if alone else ([root], root.args[0])
     residual, factor, factor_shift = None, None, None
     if isinstance(total, fx.Node) and role_of(total.target) is Role.RESIDUAL:
         covers.append(total)
@@ -95,6 +97,16 @@ def sum_of_products(root: fx.Node) -> Matched:
     assert input is not None
     parts = {"factor": factor, "factor_shift": factor_shift, "sum": total, **window}
     return Match(root, tuple(reversed(covers)), (input,) if residual is None else (input, residual), parts)
+
+
+def _stays_wide(total: fx.Node) -> bool:
+    """Return whether sums of 32 bits are requantized to integers of more than 8 bits."""
+    (user, *_) = total.users or (None,)
+    if user is not None and role_of(user.target) is Role.RESIDUAL:
+        (user, *_) = user.users or (None,)
+    if user is None or role_of(user.target) is not Role.REQUANTIZATION:
+        return False
+    return known_tensor(total, torch.int32) and known_tensor(user, torch.int16, torch.int32)
 
 
 def _summed(total: fx.Node) -> dict[str, Any] | str:
@@ -260,6 +272,92 @@ def _has_next(node: fx.Node) -> bool:
     if user is None or others or not _is_step(user) or _sizes(user) != _sizes(node):
         return False
     return not known_tensor(node, *BYTES, ranks=range(9)) or qparams(node) is None
+
+
+def _is_product(node: fx.Node) -> bool:
+    """Return whether a node is a linear layer with a constant weight of 8 bits, whose sums have 32 bits."""
+    return role_of(node.target) is Role.LINEAR and known_tensor(node.args[1], torch.int8, ranks=(2,)) and known_tensor(node, torch.int32)
+
+
+def recurrence(root: fx.Node) -> Matched:
+    """Match linear layers of which one reads what another with its weight computed, with all that connects them row by row.
+
+    The root is what concatenates the states of all steps, or the first of the last nodes. Others that are read elsewhere are results.
+    """
+    joins = _joins(root)
+    first: Any = root.args[0][0] if joins else root  # type: ignore[index]
+    if not _is_row_step(first) or (not joins and any(_connects(root, user) for user in root.users)):
+        return None
+    nodes, waiting = {first}, [first]
+    while waiting:
+        node = waiting.pop()
+        near = {*(each for each in node.all_input_nodes if _connects(each, node)), *(each for each in node.users if _connects(node, each))}
+        waiting += near - nodes
+        nodes |= near
+    if not any(map(_is_product, nodes)):
+        return None
+    order = {node: index for index, node in enumerate(root.graph.nodes)}
+    owners = {user for node in nodes for user in node.users if _joins(user) and nodes.issuperset(user.args[0])}
+    ends = owners or {node for node in nodes if nodes.isdisjoint(node.users)}
+    if root is not min(ends, key=lambda node: (-len(node.all_input_nodes) * bool(owners), order[node])) or not _repeats(nodes, order):
+        return None
+    nodes.add(root)
+    ordered = tuple(sorted(nodes, key=order.__getitem__))
+    operands = dict.fromkeys(operand for node in ordered for operand in node.all_input_nodes)
+    reads = tuple(operand for operand in operands if operand not in nodes and operand.op != "get_attr")
+    unfit = next((read for read in reads if not known_tensor(read, *INTEGERS, ranks=range(1, 9))), None)
+    if unfit is not None:
+        return _lacking("read", unfit)
+    outside = {node: [user for user in node.users if user not in nodes] for node in nodes}
+    for node in nodes:  # kernels read the operand of a centring
+        outside[node] += [user for centred in node.users if centred.target is elementwise.centre for user in outside.get(centred, ())]
+    if any(order[root] < order[read] for read in reads) or any(order[user] < order[root] for node in nodes for user in outside[node]):
+        return "what lies between its steps is read elsewhere, or computed elsewhere"
+    results = tuple(node for node in ordered if outside[node] and node is not root)
+    return Match(root, ordered, reads, {"nodes": ordered}, results)
+
+
+def _joins(node: fx.Node) -> bool:
+    """Return whether a node concatenates tensors along another dimension than the last."""
+    return node.target is shape.concatenate and len(node.args[0]) > 1 and node.args[1] not in (-1, len(_sizes(node)) - 1)  # type: ignore[arg-type]
+
+
+def _repeats(nodes: set[fx.Node], order: Mapping[fx.Node, int]) -> bool:
+    """Return whether the last linear layer among these nodes reads what another one with its weight computed."""
+    last = max(nodes, key=lambda node: (_is_product(node), order[node]))
+    waiting, done = [last], {last}
+    while waiting:
+        near = (nodes & set(waiting.pop().all_input_nodes)) - done
+        if any(_is_product(node) and node.args[1] is last.args[1] for node in near):
+            return _is_product(last)
+        waiting += near
+        done |= near
+    return False
+
+
+def _is_row_step(node: Any) -> bool:
+    """Return whether a node computes each row of its last dimension from a row of each of its operands."""
+    if not isinstance(node, fx.Node) or not known_tensor(node, *INTEGERS, torch.float32, ranks=range(1, 9)) or not node.all_input_nodes:
+        return False
+    if role_of(node.target) is Role.LINEAR:
+        return _is_product(node) and len(node.args[1].users) > 1  # type: ignore[union-attr]
+    if node.target is shape.crop:  # of columns, or of what has other rows
+        within = node.args[1] in ([-1], [len(_sizes(node)) - 1])
+        return set(node.args[4]) == {1} and (within or _rows(node.args[0]) != _rows(node))  # type: ignore[arg-type]
+    operands = [operand for operand in node.all_input_nodes if operand.op != "get_attr"]
+    record = PRIMITIVES.get(node.target)  # type: ignore[arg-type]
+    is_step = node.target is shape.reshape or (record is not None and record.steps is not None)
+    return is_step and all(_rows(operand) == _rows(node) and _sizes(operand)[-1:] == _sizes(node)[-1:] for operand in operands)
+
+
+def _rows(node: fx.Node) -> tuple[Any, ...]:
+    """Return the sizes before the last dimension, but for 1."""
+    return tuple(size for size in _sizes(node)[:-1] if size != 1)
+
+
+def _connects(node: fx.Node, user: fx.Node) -> bool:
+    """Return whether a value of `_is_row_step` is read by another one, on the same rows."""
+    return _is_row_step(node) and _is_row_step(user) and _rows(node) == _rows(user)
 
 
 def joined(root: fx.Node) -> Matched:

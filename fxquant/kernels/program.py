@@ -66,6 +66,7 @@ class Program:
         self.buffers: dict[int, Held] = {}  # values in memory of the instance's own
         self.inputs: list[int] = []
         self.result: Any = None
+        self.later = {other for each in chosen.values() if each.built is not None for other in each.match.results}  # results beside a root
         self.helps = any(each.built is not None for each in chosen.values())
         self._write()
         self.slots, self.slot_of = self._share()
@@ -86,7 +87,7 @@ class Program:
                 self.inputs.append(self._place(node, False))
             elif node.op == "output":
                 self.result = own(node.args[0], self._output)
-            elif node not in needed or node.op == "get_attr":
+            elif node not in needed or node in self.later or node.op == "get_attr":
                 continue
             elif node in self.chosen and self.chosen[node].built is not None:
                 self._write_kernel(node, self.chosen[node])
@@ -107,9 +108,10 @@ class Program:
         """Return the nodes to compute: all but the primitives that nothing reads any more."""
         needed: set[fx.Node] = set()
         for node in reversed(self.model.graph.nodes):
-            if node in needed or not is_primitive(node):
+            chosen = self.chosen.get(node)
+            has_others = chosen is not None and chosen.built is not None and bool(chosen.match.results)
+            if node not in self.later and (node in needed or has_others or not is_primitive(node)):
                 needed.add(node)
-                chosen = self.chosen.get(node)
                 needed.update(node.all_input_nodes if chosen is None or chosen.built is None else chosen.match.reads)
         return needed
 
@@ -118,7 +120,9 @@ class Program:
         if chosen.implementation.strided:
             forms = [self.held(read) if (read, True) in self.places else None for read in chosen.match.reads]
             reads = [self._place(read, form is not None) for read, form in zip(chosen.match.reads, forms, strict=True)]
-            self.steps.append((partial(_strided_kernel, chosen.built, self.layouts[node], forms), reads, self._place(node, False)))  # type: ignore[arg-type]
+            others = [(self._place(other, False), self.layouts[other]) for other in chosen.match.results]
+            maker = partial(_strided_kernel, chosen.built, self.layouts[node], forms, others)  # type: ignore[arg-type]
+            self.steps.append((maker, reads, self._place(node, False)))
             return
         if self._is_real(node):
             reads = [self._plain(read) for read in chosen.match.reads]
@@ -261,16 +265,22 @@ def _real_kernel(built: Built, layout: Layout, reads: list[int], writes: int, bu
 
 
 def _strided_kernel(
-    built: Built, layout: Layout, forms: Sequence[Held | None], reads: list[int], writes: int, buffer: Tensor | None
+    built: Built,
+    layout: Layout,
+    forms: Sequence[Held | None],
+    others: Sequence[tuple[int, Layout]],
+    reads: list[int],
+    writes: int,
+    buffer: Tensor | None,
 ) -> Step:
-    """Return the step of a kernel that reads tensors in either form, and writes one as the primitives would."""
+    """Return the step of a kernel that reads tensors in either form, and writes one, and others, as the primitives would."""
     bound: Bound = built.bind()
-    sizes, strides, dtype = layout
 
     def run(values: list[Any]) -> None:
         inputs = [values[place] if form is None else form.view(values[place]) for place, form in zip(reads, forms, strict=True)]
-        values[writes] = torch.empty_strided(sizes, strides, dtype=dtype, device="cpu")
-        bound(inputs, values[writes])
+        for place, (sizes, strides, dtype) in ((writes, layout), *others):
+            values[place] = torch.empty_strided(sizes, strides, dtype=dtype, device="cpu")
+        bound(inputs, [values[writes], *(values[place] for place, _ in others)] if others else values[writes])
 
     return run
 

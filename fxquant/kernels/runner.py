@@ -148,7 +148,11 @@ class Runner:
         forms = forms_of(model)
         chosen: dict[fx.Node, Chosen] = {}
         fused = [(node, known[0]) for node in model.graph.nodes if (known := kernel(node)) is not None]
-        for node, name in progress(fused, len(fused), "proving kernels"):
+        within: set[fx.Node] = set()  # what kernels that were proved compute: those of the most nodes come first
+        largest = sorted(fused, key=lambda each: -len(kernel(each[0])[1]))  # type: ignore[index]
+        for node, name in progress(largest, len(fused), "proving kernels"):
+            if node in within:
+                continue
             found = next((each for each in self.source() if each.name == name), None)
             matched = None if found is None else found.match(node)
             match = matched if isinstance(matched, Match) else None
@@ -162,7 +166,9 @@ class Runner:
                 while len(self.chosen) > MOST_PROGRAMS * len(fused):
                     self.chosen.popitem(last=False)
             chosen[node] = self.chosen[key]
-        return Program(model, layouts, forms, chosen)
+            if chosen[node].built is not None:
+                within.update(chosen[node].match.covers)
+        return Program(model, layouts, forms, {node: chosen[node] for node, _ in fused if node in chosen})
 
 
 def _few(kernel: Kernel, match: Match, sizes: Mapping[fx.Node, tuple[int, ...]]) -> dict[fx.Node, tuple[int, ...]]:

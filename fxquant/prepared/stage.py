@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from fxquant.errors import ConfigurationError, ExportError, StageViolation
 from fxquant.ir.graph import TensorFact, annotation, fact, is_deployed, is_parameter, model_meta, reads_shape_only, resolve, target_name
-from fxquant.ir.integer import QParams, kernel, qparams
+from fxquant.ir.integer import QParams, kernel, kernel_results, qparams
 from fxquant.numerics.grids import PLAIN_TYPES, is_scale
 from fxquant.ops import Operator, Trait, on_grid_of, operator_of
 from fxquant.ops.core.boundary import DEQUANTIZE, QUANTIZE
@@ -161,7 +161,7 @@ def proved(gm: fx.GraphModule) -> Iterator[Violation]:
 
 
 def kernels_of_their_own(gm: fx.GraphModule) -> Iterator[Violation]:
-    """Require that a kernel covers primitives of the graph, and that only the last one's result is read outside of the kernel."""
+    """Require that a kernel covers primitives of the graph, and that nodes outside of the kernel read its results alone."""
     nodes = {node.name: node for node in gm.graph.nodes}
     for node in gm.graph.nodes:
         _, covers = kernel(node) or ("", ())
@@ -169,7 +169,7 @@ def kernels_of_their_own(gm: fx.GraphModule) -> Iterator[Violation]:
             covered = nodes.get(name)
             if covered is None or covered.target not in PRIMITIVES:
                 yield Violation(node, f"its kernel covers %{name}, which is not a primitive of this graph")
-            elif covered is not node and any(user.name not in covers for user in covered.users):
+            elif name not in (node.name, *kernel_results(node)) and any(user.name not in covers for user in covered.users):
                 yield Violation(node, f"its kernel covers %{name}, which other nodes read")
 
 

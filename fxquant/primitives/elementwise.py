@@ -247,7 +247,7 @@ def _bounds_clamp(input: Value, low: int, high: int) -> Range:
     role=Role.POINTWISE,
     zero_point=ZeroPoint.EQUIVARIANT,
     shifted=("low", "high"),
-    steps=lambda w, input, low, high: w.write(Op.CLIP, input, 0, low, high),
+    steps=lambda w, input, low, high: w.write(Op.CLIP, input, None, low, high),
 )
 def clamp(input: Tensor, low: int, high: int) -> Tensor:
     """Limit the integers to [low, high]."""

@@ -408,11 +408,11 @@ def _steps_requantize_fixed(
     w.wide |= bits > 16 or rounding in HALF_STEPS
     if rounding in HALF_STEPS:
         input = w.write(Op.ADD, input, half_step(shift, multiplier, right_shift, rounding).to(torch.int64))
-    narrowed = w.write(Op.CLIP, w.write(Op.SHIFT, input, shift), 0, -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    narrowed = w.write(Op.CLIP, w.write(Op.SHIFT, input, shift), None, -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
     product = w.write(Op.MULTIPLY, narrowed, multiplier)
     if rounding == "half_up":
         product = w.write(Op.ADD, product, torch.ones_like(right_shift, dtype=torch.int64) << (right_shift.long() - 1))
-    return w.write(Op.CLIP, w.write(Op.SHIFT, product, right_shift), 0, low, high)
+    return w.write(Op.CLIP, w.write(Op.SHIFT, product, right_shift), None, low, high)
 
 
 def _steps_requantize_real(w: Writer, input: int, multiplier: Tensor, low: int, high: int, _: Any, zero_point: int = 0) -> int:

@@ -66,9 +66,9 @@ class Writer:
         self.operands.append((next(self.registers), value))
         return self.operands[-1][0]
 
-    def write(self, op: Op, a: Any, b: Any = 0, low: int = 0, high: int = 0, table: Tensor | None = None) -> int:
-        """Write a step and return the register of its result; `a` and `b` are registers, or constants where they are tensors."""
-        a, b = (self.operand(each) if isinstance(each, Tensor) else each for each in (a, b))
+    def write(self, op: Op, a: Any, b: Any = None, low: int = 0, high: int = 0, table: Tensor | None = None) -> int:
+        """Write a step and return the register of its result; `a` and `b`, `a` if None, are registers, or tensors of constants."""
+        a, b = (self.operand(each) if isinstance(each, Tensor) else each for each in (a, a if b is None else b))
         self.steps.append(Step(op, next(self.registers), a, b, low, high, table))
         return self.steps[-1].to
 

@@ -295,7 +295,7 @@ def test_a_network_of_sequences_has_the_bits_of_its_primitives(target: str) -> N
         assert_same(integer, reference, images(batch, 3, 90, seed=batch))
     assert_same(integer, reference, images(90, 3, 2).permute(2, 1, 0))
     kernels = {kernel for choice in choices(integer).values() if choice.implementation is not None and (kernel := choice.kernel)}
-    assert kernels == {each.name for each in backends.kernels()} - {"dynamic layer", "product"}
+    assert kernels == {each.name for each in backends.kernels()} - {"dynamic layer", "product", "recurrence"}
     assert [name for name, choice in choices(integer).items() if choice.disagrees] == []
 
 
@@ -721,7 +721,7 @@ def test_the_stage_and_the_reference_graph() -> None:
     assert Stage.FUSED > Stage.INTEGER
     assert [node.format_node() for node in fused.graph.nodes] == [node.format_node() for node in reference.graph.nodes]
     assert all(kernel(node) is None for node in reference.graph.nodes)
-    kernels = {each.name for each in backends.kernels()} - {"dynamic layer", "product"}  # which others hold
+    kernels = {each.name for each in backends.kernels()} - {"dynamic layer", "product", "recurrence"}  # which others hold
     assert {name for node in fused.graph.nodes if (name := (kernel(node) or ("",))[0])} == kernels
     assert "# kernel: sum of products" in fxq.text(fused)
 
