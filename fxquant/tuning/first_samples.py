@@ -307,14 +307,17 @@ def narrower(prepared: fx.GraphModule, observed: Mapping[str, Quantizer], judgin
     Inputs and tensors of 16 bits that the default observer has `observed` have other candidates: each input, and all others together.
     """
     nonzero, kept = Counter[str](), Counter[str]()
+    owned = [(name.removesuffix(".0"), quantizer) for name, quantizer in observed.items() if name.endswith(".0")]
+    owners = {id(quantizer): name for name, quantizer in reversed(owned)}  # the first of those that share it
     quantizes = {name for name, operator in quantized_operators(prepared).items() if operator.operator is QUANTIZE}
     sources = {node.name: node.all_input_nodes[0].name for node in prepared.graph.nodes if node.name in quantizes}
 
     def see(node: fx.Node, value: Any, read: tuple[Any, ...]) -> Any:
         quantizer = observed.get(f"{node.name}.0") if is_real(value) else None
         if quantizer is not None and quantizer.can_choose and (quantizer.dtype.name == WIDE or node.name in sources):
-            nonzero[node.name] += int((value != 0).sum())
-            kept[node.name] += int((torch.round(value / quantizer.scale.to(value.device)) != 0).sum())
+            name = owners[id(quantizer)]
+            nonzero[name] += int((value != 0).sum())
+            kept[name] += int((torch.round(value / quantizer.scale.to(value.device)) != 0).sum())
         return value
 
     with torch.no_grad(), repeatable(), still(prepared, State.FLOAT), autocast_off():
