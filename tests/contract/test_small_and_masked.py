@@ -263,7 +263,7 @@ def test_a_rule_keeps_what_leads_to_a_pole_narrow() -> None:
     dtypes = []
     for qconfig in (None, rule):
         prepared = compiled(normed(lambda y: 1 / (torch.square(y) + 1e-3)), [x], "bayes-e", qconfig).prepared
-        dtypes.append({layer.name: layer.dtype for layer in fxq.layers(prepared)})
+        dtypes.append({layer.name: layer.dtype for layer in fxq.inspect.layers(prepared)})
     assert (dtypes[0]["square"], dtypes[1]["square"]) == ("int16", "int8")
     assert dtypes[0]["truediv"] == "int8"  # the result is as the qconfig says
 

@@ -143,7 +143,7 @@ def test_a_vector_without_a_batch_is_tuned(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_observations_have_no_samples_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
-    seen = fxq.observations(calibrated("bernoulli"))
+    seen = fxq.observers.observations(calibrated("bernoulli"))
     with caplog.at_level(logging.INFO, "fxquant"):
         prepared = fxq.prepare(network(), batches()[0], "bernoulli", observations=seen)
     assert not corrected(prepared)
