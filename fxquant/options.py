@@ -63,7 +63,8 @@ class Options:
     correct_bias     whether biases compensate the mean shift of outputs by rounding (`fxq.tuning.correct_bias`); None: from 64 samples on
     choose_ranges    whether ranges are chosen by the method with which the outputs have the least noise: the squared error of all samples,
                      the noise of each, or the smallest and the largest value. None: from 64 samples on. Unless it is False, the range
-                     of an input many of whose values round to 0 is divided by a power of two, if that lowers the error of the outputs
+                     of an input, or of tensors of 16 bits, many of whose values round to 0 is divided by a power of two, if the outputs
+                     are nearer to float with it
 
     Of functions that take batches, of `fxq.tuning` and of the searches.
 

@@ -85,6 +85,7 @@ class Target:
     model. float16 names the operators, and PyTorch's functions, that it computes itself, in float16, if they are not integer
     operators; consistency is which scales are powers of two: 0 none, 1 those of activations, 2 those of weights as well.
     dynamic is whether it quantizes the operands of linear layers at run time.
+    recurrent names the dtypes that the tensors inside of its recurrences may have besides.
     normalizes_items is whether norms first bring the items of a batch to one magnitude, by operators that it runs on 16 bits.
     roofline holds the peak rates of its chip, for `fxq.estimate`; None if they are those of the machine.
     """
@@ -103,6 +104,7 @@ class Target:
     roofline: Roofline | None = None
     dynamic: bool = False
     normalizes_items: bool = True
+    recurrent: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.arithmetic.adds_zero_points and any(ACTIVATION_TYPES[name].affine for name in self.activations):

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
@@ -39,9 +40,8 @@ def expand(gm: fx.GraphModule, context: Context) -> int:
         arguments = composite.arguments(node)
         because = _why_whole(node, composite, arguments) or (None if config.dynamic else needed.get(node))
         if not because:
-            build = Builder(
-                composite.name, node, context.target.activations, real=config.dynamic, normalizes_items=context.target.normalizes_items
-            )
+            activations = (*context.target.activations, *(context.target.recurrent if composite.recurs else ()))
+            build = Builder(composite.name, node, activations, real=config.dynamic, normalizes_items=context.target.normalizes_items)
             result: Any = None
             because = None
             try:
@@ -52,10 +52,12 @@ def expand(gm: fx.GraphModule, context: Context) -> int:
                 wanted = demand(made)
                 if config.dynamic:
                     _leave_in_float(made)
-                elif wanted is not None and supported_demand(wanted, context.target.activations) != wanted:
-                    state_demand(made, supported_demand(wanted, context.target.activations))
+                elif wanted is not None and supported_demand(wanted, activations) != wanted:
+                    state_demand(made, supported_demand(wanted, activations))
             if not config.dynamic:
-                because = because or next((found for made in build.parts if (found := _why_float(made, context)) is not None), None)
+                because = because or next(
+                    (found for made in build.parts if (found := _why_float(made, context.target.name, activations)) is not None), None
+                )
             if because is None:
                 read = node.all_input_nodes
                 _replace(node, result)
@@ -94,8 +96,8 @@ def _leave_in_float(made: fx.Node) -> None:
         refuse(made, f"a part of {part(made).composite}, between layers that are quantized at run time")  # type: ignore[union-attr]
 
 
-def _why_float(made: fx.Node, context: Context) -> str | None:
-    """Return why a part cannot be integer on the target, or None."""
+def _why_float(made: fx.Node, target: str, activations: Sequence[str]) -> str | None:
+    """Return why a part cannot be integer on the target, whose activations in the composite these are, or None."""
     if is_parameter(made):
         return None
     record, demanded, known = operator_of(made), demand(made), part(made)
@@ -104,8 +106,8 @@ def _why_float(made: fx.Node, context: Context) -> str | None:
     if because is not None:
         return f"{known}: {because}"
     dtype = demanded.dtype if isinstance(demanded, Own | Fixed) else None
-    if dtype is not None and dtype not in context.target.activations:
-        return f"{known}: {context.target.name} computes with {', '.join(context.target.activations)} activations, and it needs {dtype}"
+    if dtype is not None and dtype not in activations:
+        return f"{known}: {target} computes with {', '.join(activations)} activations, and it needs {dtype}"
     return None
 
 

@@ -6,6 +6,8 @@ where there is a compiler. `tensors` needs none: it computes by oneDNN's product
 `torch.histc` does on this machine.
 """
 
+from functools import partial
+
 from fxquant.backends.cpu import chains, compiled, joining, tensors, training  # noqa: F401  # they register their kernels
 from fxquant.kernels import patterns
 from fxquant.kernels.kernel import Kernel
@@ -21,9 +23,10 @@ WEIGHTS = ("int4", "int8")
 X86 = "x86 processors: a weight scale for each output channel"
 ARM = "ARM processors: one weight scale for each layer"
 
+_processor = partial(Target, default_activation="uint8", dynamic=True, recurrent=("int16",))
 TARGETS = (
-    Target("x86", X86, REAL, ACTIVATIONS, WEIGHTS, default_activation="uint8", dynamic=True),
-    Target("qnnpack", ARM, REAL, ACTIVATIONS, WEIGHTS, per_channel_weights=False, default_activation="uint8", dynamic=True),
+    _processor("x86", X86, REAL, ACTIVATIONS, WEIGHTS),
+    _processor("qnnpack", ARM, REAL, ACTIVATIONS, WEIGHTS, per_channel_weights=False),
 )
 
 KERNELS = (

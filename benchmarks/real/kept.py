@@ -29,7 +29,7 @@ from benchmarks.real.networks import NETWORKS
 from benchmarks.real.wheels import AbsentWheel
 
 TABLE = Path(__file__).with_suffix(".tsv")
-TARGETS, SAMPLES, PROCESSES = ("bayes-e", "x86"), 40, 2
+TARGETS, PROCESSES = ("bayes-e", "x86"), 2
 AGREEMENT = "agreement"
 ALLOWED = {AGREEMENT: 1.0}  # by how much a figure may fall: points
 DECIBELS = 0.5  # that any other figure may
@@ -105,14 +105,14 @@ def merged(kept: Sequence[Row], measured: Sequence[Row]) -> list[Row]:
 def measure(name: str, target: str) -> Measured:
     """Calibrate a network for a target, and return its figures. An error is text: not every one of them crosses processes."""
     torch.set_num_threads(1)
-    network = replace(NETWORKS[name], tested=SAMPLES)
+    network = replace(NETWORKS[name], tested=NETWORKS[name].kept)
     try:
         cell = ours(network, outputs_of(network.load(), network.data.test_inputs), target, SETTINGS["W8A8"])
     except AbsentWheel as error:
         return Measured([], absent=f"{name}: {error.remedy}")
     except Exception as error:  # a refusal, or a bit that differs, is a step back too
         return Measured([], failed=f"{name}, {target}: {type(error).__name__}: {error}")
-    samples = f"{SAMPLES} of {network.source()}"
+    samples = f"{network.kept} of {network.source()}"
     figures = {**{f"dB of {part}": value for part, value in cell.parts.items()}, AGREEMENT: cell.agreement}
     return Measured([Row(name, target, samples, figure, round(value, 2)) for figure, value in figures.items()])
 

@@ -21,6 +21,7 @@ from benchmarks.zoo.mobilenet import MobileNetV2
 from benchmarks.zoo.photographs import IMAGENET_MEAN, IMAGENET_STD
 
 CALIBRATED, TESTED, BATCH = 64, 108, 16  # samples; four crops of each photograph judge
+KEPT, FEWER = 40, 16
 HALF, ZERO, ONE = ((each, each, each) for each in (0.5, 0.0, 1.0))
 WHOLE = {"output": slice(None)}
 BOXES = {"boxes": slice(0, 4), "scores": slice(4, None)}
@@ -45,6 +46,7 @@ class Network:
     parts   the channels of each part of the output that is judged apart
     source  says what the samples are of
     tested  how many samples judge
+    kept    how many judge where figures are kept; fewer of networks that take long
     """
 
     name: str
@@ -54,6 +56,7 @@ class Network:
     parts: Mapping[str, slice] = field(default_factory=lambda: WHOLE)
     source: Callable[[], str] = lambda: "photographs"
     tested: int = TESTED
+    kept: int = KEPT
 
     def load(self) -> nn.Module:
         """Return the network, new at each call, in eval mode."""
@@ -192,13 +195,13 @@ NETWORKS = {
     for network in (
         Network("EfficientNet-Lite0", _lite0, _crops(224, (0.498, 0.498, 0.498), (0.502, 0.502, 0.502)), same_class),
         Network("MobileNetV2", _mobilenet, _crops(224, IMAGENET_MEAN, IMAGENET_STD), same_class),
-        Network("YOLOv8n", _nudenet, _people, f1, BOXES, lambda: "photographs of people"),
+        Network("YOLOv8n", _nudenet, _people, f1, BOXES, lambda: "photographs of people", kept=FEWER),
         Network("MTCNN P-Net", lambda: _face(Proposal(), "pnet.pt"), _crops(64, HALF, HALF), same_face, BOXES),
         Network("MTCNN R-Net", lambda: _face(Refinement(), "rnet.pt"), _crops(24, HALF, HALF), same_face, BOXES),
         Network("CREPE", _crepe, _frames, same_pitch, source=voices.source),
         Network("PESTO", _pesto, _frames_of_bins, same_pitch, source=voices.source),
         Network("silero", _silero, lambda count, seed: voices.windows(count, 576, seed), same_voice, source=voices.source),
-        Network("Resemblyzer", _resemblyzer, _mels, cosine, source=voices.source),
+        Network("Resemblyzer", _resemblyzer, _mels, cosine, source=voices.source, kept=FEWER),
         Network("Magika", files.magika, files.heads_and_tails, same_class, source=lambda: "files"),
     )
 }

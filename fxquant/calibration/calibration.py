@@ -563,8 +563,8 @@ def _finer(operator: QuantizedOperator, target: Target) -> str:
     return f"where it is read, QConfig(input=ActivationConfig({WIDE!r})) rounds it more finely"
 
 
-def lost(prepared: fx.GraphModule, inputs: Mapping[str, object], least: float = LOST) -> Iterator[tuple[fx.Node, QuantizedOperator, float]]:
-    """Yield the nodes and operators that quantize inputs, with the share of values lost there, where that is at least so large."""
+def lost(prepared: fx.GraphModule, inputs: Mapping[str, object]) -> Iterator[tuple[fx.Node, QuantizedOperator, float]]:
+    """Yield the nodes and operators that quantize inputs, with the share of values lost there, where that is at least `LOST`."""
     operators = quantized_operators(prepared)
     for node in prepared.graph.nodes:
         operator = operators.get(node.name) if node.op == "call_module" else None
@@ -576,5 +576,5 @@ def lost(prepared: fx.GraphModule, inputs: Mapping[str, object], least: float = 
             continue
         real = value.detach()
         nonzero = int((real != 0).sum())
-        if nonzero > 1 and (share := int((real != 0).sum() - (torch.round(real / scale.to(real.device)) != 0).sum()) / nonzero) >= least:
+        if nonzero > 1 and (share := int((real != 0).sum() - (torch.round(real / scale.to(real.device)) != 0).sum()) / nonzero) >= LOST:
             yield node, operator, share

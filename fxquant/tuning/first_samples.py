@@ -10,6 +10,7 @@ arithmetic rounds the middle between two integers up, every pixel that is the me
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,19 +21,22 @@ import torch
 from torch import Tensor, fx
 
 import fxquant.calibration.distributed as ranks
-from fxquant.calibration.calibration import lost, owned_quantizers
-from fxquant.ir.model import SAMPLES, repeatable
+from fxquant.analysis.recording import Seen, still
+from fxquant.calibration.calibration import WIDE, owned_quantizers
+from fxquant.ir.model import SAMPLES, autocast_off, repeatable
+from fxquant.ops.core.boundary import QUANTIZE
 from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.observers.ranges import Method
 from fxquant.quantization.quantizer import Quantizer
+from fxquant.quantization.spec import State
 from fxquant.quantization.weights import Parts
 from fxquant.support import logger
 from fxquant.support.progress import progress
 from fxquant.tuning import bias, second_moment
 from fxquant.tuning.choices import tuning
-from fxquant.tuning.effects import FloatOutputs, Noise, best_of
+from fxquant.tuning.effects import FloatOutputs, Noise, best_of, is_real
 from fxquant.tuning.walk import HELD_OUT_OF, Samples, batch_axes, count_of, cut, weighted_nodes
 
 ENOUGH = 64  # samples: so many are kept, of the first batches, and biases are corrected if there are so many
@@ -178,9 +182,10 @@ class FirstSamples:
         return every[0]
 
     def _few(self) -> tuple[Samples, list[list[Any]]]:
-        """Return as many samples as a mean needs, from all that are kept, and about as many others, which judge the outputs.
+        """Return as many samples as a mean needs, from all that are kept, and the samples that judge the outputs by it.
 
-        There are at least so many chunks that some can be held out; where no others are left, these judge the outputs as well.
+        These are the same and about as many others: a mean of `ENOUGH` samples learns little of each, and few samples judge by chance. Of
+        fewer samples others judge, or those that are held out, where no others are left.
         """
         each = max(self.kept.elements // max(self.kept.samples, 1), 1)
         size = max(1, min(CHUNK, LARGEST_FOR_BIAS // (HELD_OUT_OF * each)))
@@ -188,8 +193,10 @@ class FirstSamples:
         wanted = max(HELD_OUT_OF, LARGEST_FOR_BIAS // (size * each))
         few = Samples(_spread(chunks, wanted))
         chosen = {id(chunk) for chunk in few.chunks}
-        others = [chunk for chunk in chunks if id(chunk) not in chosen]
-        return few, _spread(others, wanted) or [few.chunks[index] for index in few.judging]
+        others = _spread([chunk for chunk in chunks if id(chunk) not in chosen], wanted)
+        if self.kept.samples >= ENOUGH:
+            return few, few.chunks + others
+        return few, others or [few.chunks[index] for index in few.judging]
 
 
 def _spread(chunks: list[list[Any]], count: int) -> list[list[Any]]:
@@ -256,7 +263,8 @@ def _restoring(prepared: fx.GraphModule, always: bool = False) -> Iterator[None]
 # network. Percentiles are not candidates: they cut off values of other samples.
 #
 # *An input many of whose values round to 0, divided by a power of two.* A few large values set the scale of a power spectrogram, say. They
-# make up its squared error, so no observer cuts them off, but often they do the same to the outputs at half their size.
+# make up its squared error, so no observer cuts them off, but often they do the same to the outputs at half their size. So are tensors of
+# 16 bits, all of them together: the squares whose root is a spectrogram.
 
 
 MANY = 0.2  # of an input's values that are not 0, and become 0
@@ -294,21 +302,36 @@ def best_method(prepared: fx.GraphModule, quantizers: Sequence[Quantizer], judgi
 
 
 def narrower(prepared: fx.GraphModule, observed: Mapping[str, Quantizer], judging: Chunks, show_progress: bool | None) -> dict[str, float]:
-    """Return the factors below 1 of the ranges of lost inputs with which the outputs are best, by quantize node; the ranges stay.
+    """Return the factors below 1 of the ranges of lost tensors with which the outputs are best, by node; the ranges stay.
 
-    Only inputs that the default observer has `observed` have other candidates.
+    Inputs and tensors of 16 bits that the default observer has `observed` have other candidates: each input, and all others together.
     """
-    placeholders = [node.name for node in prepared.graph.find_nodes(op="placeholder")]
-    found, seen = {}, {}
-    for name, values in zip(placeholders, zip(*judging, strict=True), strict=True):  # of a tensor, whichever dimension is the batch
-        tensors = [value.flatten() for value in values if isinstance(value, Tensor)]
-        seen[name] = torch.cat(tensors) if len(tensors) == len(values) else values[0]
-    for node, operator, _ in lost(prepared, seen, MANY):
-        if f"{node.name}.0" in observed and operator.output.can_choose:
-            factors = {f"{factor:g}": partial(narrow, prepared, {node.name: factor} if factor < 1 else {}) for factor in FACTORS}
-            what = f"the range of input {node.all_input_nodes[0].name} is multiplied by"
-            found[node.name] = float(_chosen(prepared, factors, judging, what, show_progress))
-    return {name: factor for name, factor in found.items() if factor < 1}
+    nonzero, kept = Counter[str](), Counter[str]()
+    owned = [(name.removesuffix(".0"), quantizer) for name, quantizer in observed.items() if name.endswith(".0")]
+    owners = {id(quantizer): name for name, quantizer in reversed(owned)}  # the first of those that share it
+    quantizes = {name for name, operator in quantized_operators(prepared).items() if operator.operator is QUANTIZE}
+    sources = {node.name: node.all_input_nodes[0].name for node in prepared.graph.nodes if node.name in quantizes}
+
+    def see(node: fx.Node, value: Any, read: tuple[Any, ...]) -> Any:
+        quantizer = observed.get(f"{node.name}.0") if is_real(value) else None
+        if quantizer is not None and quantizer.can_choose and (quantizer.dtype.name == WIDE or node.name in sources):
+            name = owners[id(quantizer)]
+            nonzero[name] += int((value != 0).sum())
+            kept[name] += int((torch.round(value / quantizer.scale.to(value.device)) != 0).sum())
+        return value
+
+    with torch.no_grad(), repeatable(), still(prepared, State.FLOAT), autocast_off():
+        for chunk in judging:
+            Seen(prepared, see).run(*chunk)
+    groups, found = dict[str, list[str]](), dict[str, float]()
+    for name in (name for name, count in nonzero.items() if count - kept[name] >= max(MANY * count, 1)):
+        what = f"the range of input {sources[name]} is" if name in sources else "the ranges of tensors of 16 bits are"
+        groups.setdefault(what, []).append(name)
+    for what, names in groups.items():
+        factors = {f"{factor:g}": partial(narrow, prepared, dict.fromkeys(names, factor) if factor < 1 else {}) for factor in FACTORS}
+        factor = float(_chosen(prepared, factors, judging, f"{what} multiplied by", show_progress))
+        found.update(dict.fromkeys(names, factor) if factor < 1 else {})
+    return found
 
 
 def narrow(prepared: fx.GraphModule, factors: Mapping[str, float]) -> None:

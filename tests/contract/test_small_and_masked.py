@@ -249,7 +249,7 @@ def test_without_16_bits_what_leads_to_a_pole_alone_stays_in_float(target: str) 
     model, x = normed(SMALL["one divided"]), torch.randn(64, WIDTH)
     prepared, integer = compiled(model, [x], target)
     explained = fxq.explain(prepared)
-    assert "its result is read by a divisor or a logarithm and must not be rounded to 0: the target has no 16-bit dtype" in explained
+    assert "a divisor, a logarithm or a root reads its result, which must not be rounded to 0: the target has no 16-bit dtype" in explained
     assert "near its pole it needs %square in more than 8 bits" in explained
     assert sqnr(model(x).detach(), integer(x)) > 14
     contract.assert_validate_is_integer(prepared, integer, x)

@@ -1,4 +1,4 @@
-"""Ranges of inputs that a few large values make too coarse: narrowed where the outputs are better for it, and only there."""
+"""Ranges that a few large values make too coarse: narrowed where the outputs are better for it, and only there."""
 
 from __future__ import annotations
 
@@ -54,6 +54,23 @@ def test_a_range_is_narrowed_where_large_values_saturate(target: str, caplog: py
         assert sqnr(model(inputs), narrow(inputs)) > sqnr(model(inputs), usual(inputs)) + 6
     assert sum("the range of input x is multiplied by" in message for message in caplog.messages) == 1
     assert torch.equal(fxq.convert(narrow)(inputs), narrow(inputs))
+
+
+def magnitudes(x: Tensor) -> Tensor:
+    return (x[:, :16].square() + x[:, 16:].square()).sqrt()
+
+
+@pytest.mark.parametrize(("target", "least"), [("bayes-e", 11), ("x86", 30)])
+def test_magnitudes_keep_small_values(target: str, least: float) -> None:
+    """Squares of 16 bits are narrowed; where there are none, the root of a sum of squares stays in float."""
+    first, last = (nn.Linear(16, size, bias=False) for size in (32, 8))
+    first.weight.data[::16] *= 100  # the channels that set the scale do the same at a tenth of their size
+    model = Network(lambda s, x: s.last(torch.tanh(magnitudes(s.first(x)))), first=first, last=last).eval()
+    batches, inputs = (torch.randn(64, 16, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    prepared = contract.calibrated(model, list(batches.split(16)), target)
+    with torch.no_grad():
+        assert sqnr(model(inputs), prepared(inputs)) > least
+        assert torch.equal(fxq.convert(prepared)(inputs), prepared(inputs))
 
 
 def test_it_stays_where_they_count() -> None:

@@ -22,7 +22,7 @@ from fxquant.ops.core.boundary import QUANTIZE
 from fxquant.ops.core.casting import IN_DTYPE, truncated
 from fxquant.ops.core.record import Operator, Own, Plain, Trait, calls, demand, has_weights, operand_nodes, operator_of, read_nodes
 from fxquant.ops.elementwise.division import true_divide
-from fxquant.ops.elementwise.table import has_pole
+from fxquant.ops.elementwise.table import STEEP, has_pole, steep
 
 RANKING = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d)
 RANKING_FUNCTIONS = frozenset((
@@ -195,7 +195,7 @@ def divisors(gm: fx.GraphModule) -> set[fx.Node]:
 
 
 def _around_poles(gm: fx.GraphModule) -> dict[fx.Node, str]:
-    """Return the tables of functions with a pole at 0 whose operands are computed for them alone, and these operands, from layers on.
+    """Return the tables of functions that are steepest at 0 whose operands are computed for them alone, and these operands, from layers on.
 
     A small square has hardly any of its 8 bits left, and the function is largest there.
     """
@@ -203,7 +203,9 @@ def _around_poles(gm: fx.GraphModule) -> dict[fx.Node, str]:
     for node in gm.graph.nodes:
         after = next((operand for operand in node.all_input_nodes if operand in found and operand in leading), None)
         if node in leading and part(node) is None and (after is not None or _makes_smaller(node)):
-            found[node] = "its result is read by a divisor or a logarithm and must not be rounded to 0: the target has no 16-bit dtype"
+            found[node] = (
+                "a divisor, a logarithm or a root reads its result, which must not be rounded to 0: the target has no 16-bit dtype"
+            )
         elif after is not None and _is_pole(node):
             found[node] = f"near its pole it needs %{after.name} in more than 8 bits, and the target has no 16-bit dtype"
     return found
@@ -218,8 +220,13 @@ def _makes_smaller(node: fx.Node) -> bool:
 
 
 def _is_pole(node: fx.Node) -> bool:
+    """Return whether a node is a function that is infinite at 0, or, as a root, has a slope there without a bound."""
     operator = operator_of(node)
-    return operator is not None and part(node) is None and has_pole(operator.name, operator.arguments(node))
+    if operator is None or part(node) is not None:
+        return False
+    arguments = operator.arguments(node)
+    starts_steep = steep(operator.name, arguments) and abs(arguments.get("offset", 0.0)) < 1 / STEEP
+    return starts_steep or has_pole(operator.name, arguments)
 
 
 def _leading(gm: fx.GraphModule, ends: Ends) -> set[fx.Node]:

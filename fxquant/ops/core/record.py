@@ -227,6 +227,7 @@ class Operator:
                where these only move elements, or else `function` as PyTorch's exporter writes it
     traits     the criteria that it meets, by which passes and backends distinguish operators
     samples    small calls of it, from which tests and benchmarks make inputs for each of its call forms
+    recurs     whether it is a recurrence, whose inner tensors may have other dtypes: see `Target.recurrent`
     """
 
     name: str
@@ -254,6 +255,7 @@ class Operator:
     onnx: Callable[[Call], str] | None = None
     traits: frozenset[Trait] = frozenset()
     samples: tuple[Sample, ...] = ()
+    recurs: bool = False
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         # Copied and pickled by name: its functions are code.

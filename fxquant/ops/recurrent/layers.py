@@ -229,7 +229,7 @@ def _declare(
     *texts: str,
     **shapes: Any,
 ) -> None:
-    settings: dict[str, Any] = {"modules": modules, "calls": functions, "normalize": _plain, "refuses": _refuses}
+    settings: dict[str, Any] = {"modules": modules, "calls": functions, "normalize": _plain, "refuses": _refuses, "recurs": True}
     settings["samples"] = written(*texts, within=RECURRENT, **shapes)
     register(Operator(function.__name__, function, ("input", "hx"), expand=expand, **settings))
 
