@@ -40,7 +40,7 @@ def keep(gm: fx.GraphModule, context: Context) -> int:
     """Keep functions that saturate in float where they read last layers and lead to outputs, with the functions that follow them."""
     leaving = set[fx.Node]()
     for node in reversed(gm.graph.nodes if not context.options.integer_tail else ()):
-        passes = operator_of(node) is None or copies(node) or _is_function(node, context)
+        passes = copies(node) or _is_function(node, context)
         if node.op == "output" or reads_shape_only(node) or (passes and leaving.issuperset(node.users)):
             leaving.add(node)
     sums, kept = set[fx.Node](), set[fx.Node]()
