@@ -59,7 +59,7 @@ class Options:
 
     distributed      False: this rank calibrates alone, although torch.distributed is in use
     equalize         whether channels whose ranges in the first batch differ much are multiplied by powers of two before observation, if
-                     that clearly reduces the error of weights and activations (`fxq.equalize`)
+                     that clearly reduces the error of weights and activations (`fxq.tuning.equalize`)
     round_weights    whether weights are rounded so that their errors cancel on the first 64 samples and in the model's outputs
                      (`fxq.tuning.round_weights`). None: those of less than 8 bits; True: all, each kept if the outputs gain 0.2 dB
     correct_bias     whether biases compensate the mean shift of outputs by rounding (`fxq.tuning.correct_bias`); None: from 64 samples on

@@ -133,7 +133,7 @@ def check_camera(integer: fx.GraphModule, camera: str) -> None:
         raise ConfigurationError(
             f"the model cannot take {camera} from a camera",
             because=because,
-            remedy="pass fxq.with_camera(integer, 'rgb', mean=…, std=…), which takes YUV less 128; or leave out camera=",
+            remedy="pass fxq.board.with_camera(integer, 'rgb', mean=…, std=…), which takes YUV less 128; or leave out camera=",
         )
 
 

@@ -61,7 +61,7 @@ def returned(integer: fx.GraphModule, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 def assert_equal(integer: fx.GraphModule, inputs: Sequence[Tensor], source: Path, batch_size: int, **options: Any) -> None:
     """The program gives the bits of the integer model, for several batches one after another."""
-    source = fxq.export_c(integer, source, batch_size=batch_size, **options)
+    source = fxq.export.export_c(integer, source, batch_size=batch_size, **options)
     program = build(source, options=SANITIZED if integer.meta["target"].name == "bayes-e" else ["-O1"])  # compiling those takes a second
     likes = returned(integer, inputs)
     for found, wanted in zip(run(program, inputs, likes), likes, strict=True):
@@ -97,7 +97,7 @@ def test_every_primitive_has_its_numbers(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("fxquant.backends.c.export_c.require_integer", lambda model: None)  # drawn calls have no proof of a lowered model
     drawn = cases(0)
     assert {case.primitive for case in drawn} == set(PRIMITIVES) == set(FORMS)
-    program = build(fxq.export_c(graph_of(drawn), tmp_path / "primitives.c"))
+    program = build(fxq.export.export_c(graph_of(drawn), tmp_path / "primitives.c"))
     wanted = [case.primitive(*case.arguments) for case in drawn]
     for case, found, result in zip(drawn, run(program, [], wanted), wanted, strict=True):
         assert same_bytes(found, result), case
@@ -167,7 +167,7 @@ def test_tokens_are_looked_up_and_refused_where_there_are_none(tmp_path: Path) -
 def test_another_compiler_gives_the_same_bits(tmp_path: Path) -> None:
     tokens = torch.randint(0, 20, (4, 2))
     integer = integer_of(Sequences(), tokens, "nash-e")
-    program = build(fxq.export_c(integer, tmp_path / "sequences.c", batch_size=2), COMPILERS[1], ["-O3"])
+    program = build(fxq.export.export_c(integer, tmp_path / "sequences.c", batch_size=2), COMPILERS[1], ["-O3"])
     wanted = returned(integer, [tokens])
     assert all(same_bytes(a, b) for a, b in zip(run(program, [tokens], wanted), wanted, strict=True))
 
@@ -177,8 +177,8 @@ def test_another_compiler_gives_the_same_bits(tmp_path: Path) -> None:
 
 def test_float_operators_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     integer = integer_of(Network(lambda s, x: torch.fft.rfft(s.layer(x)).abs(), layer=nn.Linear(8, 8)), torch.randn(4, 8), "bayes-e")
-    with pytest.raises(fxq.ExportError, match="in float") as caught:
-        fxq.export_c(integer, tmp_path / "made" / "spectrum.c")
+    with pytest.raises(fxq.errors.ExportError, match="in float") as caught:
+        fxq.export.export_c(integer, tmp_path / "made" / "spectrum.c")
     assert caught.value.at is not None
     assert "torch.fft.rfft" in caught.value.at
     assert not list(tmp_path.iterdir())
@@ -186,15 +186,15 @@ def test_float_operators_are_refused_before_anything_is_written(tmp_path: Path) 
 
 def test_a_batch_size_beyond_the_models_is_refused(tmp_path: Path) -> None:
     integer = integer_of(Network(lambda s, x: x[-3:].relu()), torch.randn(6, 4), "bayes-e")
-    with pytest.raises(fxq.ConfigurationError, match="batch_size=2"):
-        fxq.export_c(integer, tmp_path / "last.c", batch_size=2)
+    with pytest.raises(fxq.errors.ConfigurationError, match="batch_size=2"):
+        fxq.export.export_c(integer, tmp_path / "last.c", batch_size=2)
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_a_build_whose_float_operations_are_not_ieees_does_not_compile(compiler: str, tmp_path: Path) -> None:
     x = torch.randn(1, 3, 4, 4)
     integer = fxq.quantize(nn.Conv2d(3, 2, 1).eval(), [x], target="bayes-e").integer
-    source = fxq.export_c(integer, tmp_path / "net.c")
+    source = fxq.export.export_c(integer, tmp_path / "net.c")
     for flag in ("-ffast-math", "-Ofast", "-ffinite-math-only"):
         done = subprocess.run([compiler, *STRICT, flag, "-c", source.name], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode != 0, flag

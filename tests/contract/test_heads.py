@@ -252,7 +252,7 @@ def test_a_rule_that_names_a_concatenation_keeps_one_grid() -> None:
     config = fxq.QConfig(fxq.ActivationConfig("int16"))
     for mapping in (fxq.QConfigMapping().set_object_type(torch.cat, config), fxq.QConfigMapping().set_module_name("cat", config)):
         prepared = compiled(pair(TOGETHER["cat"]), [image()], qconfig=mapping).prepared
-        assert next(layer for layer in fxq.layers(prepared) if layer.name == "cat").dtype == "int16"
+        assert next(layer for layer in fxq.inspect.layers(prepared) if layer.name == "cat").dtype == "int16"
 
 
 def test_parts_of_one_tensor_stay_integer() -> None:
@@ -293,7 +293,7 @@ def test_c_puts_the_same_parts_together(tmp_path: Path) -> None:
         return [*(put(box, score) for put in together), torch.cat((score, label, score.new_full((score.shape[0], 1, 8, 8), 9.0)), 1)]
 
     integer = compiled(pair(every), [x]).integer
-    fxq.export_c(integer, tmp_path / "head.c", batch_size=2)
+    fxq.export.export_c(integer, tmp_path / "head.c", batch_size=2)
     subprocess.run(["cc", "-std=c99", "-O1", "-ffp-contract=off", "head.c", "head_main.c", "-o", "head"], cwd=tmp_path, check=True)
     x.numpy().tofile(tmp_path / "x.raw")
     wanted = integer(x)

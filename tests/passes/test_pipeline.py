@@ -564,7 +564,7 @@ def test_a_dtype_the_target_lacks_is_an_error_that_names_those_that_have_it(
     target: str, qconfig: Any, kind: str, asker: str, able: str
 ) -> None:
     for action in (fxq.prepare, fxq.check):
-        with pytest.raises(fxq.ConfigurationError, match=f"^{target} has no {kind}") as caught:
+        with pytest.raises(fxq.errors.ConfigurationError, match=f"^{target} has no {kind}") as caught:
             action(tiny(), batch(), target, qconfig)
         assert f"({asker})" in caught.value.because
         assert caught.value.remedy.endswith(f"{kind}: {able}")
@@ -573,7 +573,7 @@ def test_a_dtype_the_target_lacks_is_an_error_that_names_those_that_have_it(
 def test_an_attribute_that_asks_for_a_dtype_the_target_lacks() -> None:
     model = tiny()
     model.head.qconfig = INT16  # type: ignore[assignment]
-    with pytest.raises(fxq.ConfigurationError, match=r"bernoulli has no int16 activations[\s\S]*\(attribute head\)"):
+    with pytest.raises(fxq.errors.ConfigurationError, match=r"bernoulli has no int16 activations[\s\S]*\(attribute head\)"):
         fxq.prepare(model, batch(), "bernoulli")
 
 
@@ -786,7 +786,7 @@ def test_inner_tensors_say_which_scale_they_are_on(target: str, tmp_path: Path) 
     assert fxq.explain(integer).count("operators are integer") == 1
     assert f"{len(fxq.qparams(prepared)) - 2} operators are integer" in fxq.explain(integer)
     path = fxq.export_onnx(integer, tmp_path / "model.onnx")
-    entry = fxq.onnx_metadata(path)["tensors"][between.name]
+    entry = fxq.export.onnx_metadata(path)["tensors"][between.name]
     assert (entry["kind"], entry["dtype"], entry["scale"]) == ("quantized", "int8", qparams(between).scale)
     report = fxq.verify(integer, path, [x], show_progress=False)
     assert report
@@ -804,5 +804,5 @@ def test_two_constants_of_one_role_are_a_defect_of_the_operator(monkeypatch: pyt
     prepared, _ = compiled(nn.Sequential(nn.Linear(4, 8), nn.MaxPool1d(2)), [torch.randn(4, 8, 4)])
     pool = next(operator for operator in operators(prepared).values() if operator.operator.name == "max_pool1d")
     monkeypatch.setattr(pool, "operator", dataclasses.replace(pool.operator, lower=lower))
-    with pytest.raises(fxq.StageViolation, match="two constants of one operator have the role 'indices'"):
+    with pytest.raises(fxq.errors.StageViolation, match="two constants of one operator have the role 'indices'"):
         fxq.convert(prepared)

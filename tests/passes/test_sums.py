@@ -47,7 +47,7 @@ def batches() -> list[Tensor]:
 
 
 def dtypes(prepared: nn.Module) -> dict[str, str]:
-    return {layer.name: layer.dtype for layer in fxq.layers(prepared)}
+    return {layer.name: layer.dtype for layer in fxq.inspect.layers(prepared)}
 
 
 def calibrated(model: nn.Module, target: str, qconfig: fxq.QConfig | None = None) -> torch.fx.GraphModule:

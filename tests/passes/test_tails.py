@@ -60,14 +60,14 @@ def calibrated(target: str, qconfig: fxq.QConfig | fxq.QConfigMapping | None = N
 
 
 def in_float(prepared: torch.fx.GraphModule) -> set[str]:
-    return {layer.name for layer in fxq.layers(prepared) if layer.operator in FUNCTIONS and not layer.integer}
+    return {layer.name for layer in fxq.inspect.layers(prepared) if layer.operator in FUNCTIONS and not layer.integer}
 
 
 @pytest.mark.parametrize("target", ["bayes-e", "bernoulli2", "x86"])
 def test_functions_of_last_layers_are_in_float(target: str, tmp_path: Path) -> None:
     prepared = calibrated(target)
     assert in_float(prepared) - {"softmax"} == {*IN_FLOAT.values(), "tanh", "mul_1"}  # x86 has no integers for the other softmax
-    assert {layer.name for layer in fxq.layers(prepared) if layer.dtype == "int32"} >= {"heads_0", "heads_1", "classes_1", "angle"}
+    assert {layer.name for layer in fxq.inspect.layers(prepared) if layer.dtype == "int32"} >= {"heads_0", "heads_1", "classes_1", "angle"}
     integer = fxq.convert(prepared)
     assert fxq.verify(prepared, integer, batches())
     report = fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), batches())
@@ -100,4 +100,4 @@ def test_a_rule_about_the_result_keeps_a_function_integer() -> None:
 def test_a_large_map_stays_integer_on_a_chip(target: str, integer: bool) -> None:
     network = nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), nn.Sigmoid()).eval()
     prepared = fxq.prepare(network, torch.randn(1, 3, 192, 192), target)
-    assert [layer.integer for layer in fxq.layers(prepared) if layer.operator == "sigmoid"] == [integer]
+    assert [layer.integer for layer in fxq.inspect.layers(prepared) if layer.operator == "sigmoid"] == [integer]

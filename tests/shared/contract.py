@@ -222,7 +222,7 @@ LEAVING = (
 
 def assert_all_is_integer(prepared: fx.GraphModule) -> None:
     """No operator stays in float but those that only copy elements for the outputs."""
-    left = left_in_float(fxq.layers(prepared))
+    left = left_in_float(fxq.inspect.layers(prepared))
     assert all(layer.reason.startswith(LEAVING) for layer in left), fxq.explain(prepared)
 
 
