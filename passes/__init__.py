@@ -43,6 +43,7 @@ PIPELINE = (
     Pass(masks.recognise, Stage.CANONICAL),  # after the rules, which are about what was written; before a softmax is its parts
     Pass(pointwise.join, Stage.CANONICAL),  # after masks, which are not functions of scores; before what widens single operators
     Pass(precision.widen, Stage.CANONICAL),  # after masks, which are not scores; a composite's last part is as wide as the whole
+    Pass(sums.keep, Stage.CANONICAL),  # after functions of one tensor are one, one of which may saturate; before a softmax is its parts
     Pass(composite.expand, Stage.CANONICAL),  # after the rules, which are about the whole operator; before fusions, which meet its parts
     Pass(dynamic.choose, Stage.CANONICAL),  # after the parts of recurrent layers; before fusions, which fuse nothing with these
     Pass(batchnorm.fold, Stage.CANONICAL),  # before the fusions: conv-bn-add-relu must become conv-add-relu

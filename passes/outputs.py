@@ -35,7 +35,7 @@ def separate(gm: fx.GraphModule, context: Context) -> int:
         before = [operand for operand in operands_of(node) if operand in separated]
         because = f"it only passes on the values of %{before[0].name}, which is in float" if before else _why(gm, node, operator)
         if because is not None:
-            keep_in_float(node, because, context)
+            keep_in_float(node, because, context, on_host=True)
             separated.add(node)
     return len(separated)
 

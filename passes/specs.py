@@ -12,6 +12,7 @@ from fxquant.ir.graph import (
     computes_tensor,
     fact,
     is_inner_part,
+    is_on_host,
     is_parameter,
     matched_rules,
     nodes_in,
@@ -52,7 +53,7 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
         dynamic = operator is not None and Trait.DYNAMIC in operator.traits
         reason = AT_RUN_TIME if dynamic else _why_float(gm, node, operator, qconfig, needed)
         if reason is not None:
-            set_annotation(node, Annotation(None, reason, qconfig))
+            set_annotation(node, Annotation(None, reason, qconfig, on_host=is_on_host(node)))
             context.say(f"%{node.name} stays in float: {reason}")
             continue
         assert operator is not None

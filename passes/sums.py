@@ -3,10 +3,12 @@
 %x_quantize = quantize(%x)                     %x_quantize = quantize(%x)
 %y = conv2d(%x_quantize, %w)   (int8)    →     %y = conv2d(%x_quantize, %w)   (int32)
 %y_dequantize = dequantize(%y)                 %y_dequantize = dequantize(%y)
+%z = softmax(%y)               (int8)          %z = softmax(%y_dequantize)    in float
 
-Operators that move the elements on to outputs stay in float. On a chip, where bytes cost time, a result of more elements than the model's
-inputs has 16 bits instead, if the chip has them. A layer with a fused clamp, and one whose dtype or scale a rule of the qconfig gives,
-keep their grids.
+Operators that move the elements on to outputs stay in float. So do a softmax and a function that saturates, whose operand and result
+would have 8 bits for an output alone, and functions of one tensor after them. On a chip, where bytes cost time, a result of more elements
+than the model's inputs has 16 bits instead, if the chip has them, and functions of many elements stay integer. A layer with a fused clamp,
+and one whose dtype or scale a rule of the qconfig gives, keep their grids.
 """
 
 from __future__ import annotations
@@ -14,18 +16,44 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import torch
 from torch import fx
 
 from fxquant.analysis.explain import Limits
 from fxquant.analysis.measures import Site
-from fxquant.ir.graph import TensorFact, annotate, annotation, fact, part, ties
-from fxquant.ops import Own, Trait, copies, demand, operands_of, operator_of, shares, traits_of
+from fxquant.ir.graph import TensorFact, annotate, annotation, fact, part, reads_shape_only, refusal, refuse, ties
+from fxquant.numerics.grids import EVERYTHING
+from fxquant.ops import Own, Trait, calls, copies, demand, matters, operands_of, operator_of, shares, traits_of
+from fxquant.ops.elementwise.activation import clamp
+from fxquant.ops.normalization.channels import batch_norm
 from fxquant.passes.rewriting import decide, is_named, keep_in_float
 from fxquant.pipeline import Context
 from fxquant.prepared.stage import is_integer, is_quantized
 
 SUM, LARGE = "int32", "int16"
 READ_ONCE = "only a dequantization reads it"
+MOST = 2**16  # elements for each item of a batch; the processor beside a chip takes about a millisecond for functions of so many
+IN_FLOAT = "only outputs read it, so it is a float function of a last layer's sum; integer_tail=True keeps it integer"
+
+
+def keep(gm: fx.GraphModule, context: Context) -> int:
+    """Keep functions that saturate in float where they read last layers and lead to outputs, with the functions that follow them."""
+    leaving = set[fx.Node]()
+    for node in reversed(gm.graph.nodes if not context.options.integer_tail else ()):
+        passes = copies(node) or _is_function(node, context)
+        if node.op == "output" or reads_shape_only(node) or (passes and leaving.issuperset(node.users)):
+            leaving.add(node)
+    sums, kept = set[fx.Node](), set[fx.Node]()
+    for node in gm.graph.nodes if leaving else ():
+        read = set(operands_of(node))
+        if _is_sum_of(node, read, sums, context):
+            sums.add(node)
+        if node in leaving and not (kept | sums if _saturates(node) else kept).isdisjoint(read):
+            kept.add(node)
+            if not copies(node):
+                refuse(node, IN_FLOAT, on_host=True)
+                context.say(f"%{node.name} stays in float: {IN_FLOAT}")
+    return len(kept)
 
 
 def widen(gm: fx.GraphModule, context: Context) -> int:
@@ -43,7 +71,7 @@ def widen(gm: fx.GraphModule, context: Context) -> int:
             moved = operands_of(node)[0]
             dtype = wide.get(moved)
             if dtype == SUM:
-                keep_in_float(node, f"it only passes on the 32-bit sum of %{moved.name}", context)
+                keep_in_float(node, f"it only passes on the 32-bit sum of %{moved.name}", context, on_host=True)
             elif dtype is not None:
                 annotate(node, replace(annotation(node), dtype=dtype))  # type: ignore[arg-type, type-var]
         if dtype is not None:
@@ -94,3 +122,27 @@ def _elements(node: fx.Node) -> int:
     """Return the number of elements of a tensor for each item of a batch, as far as its sizes are numbers; 0 without a tensor."""
     known = fact(node)
     return math.prod(size for size in known.shape if isinstance(size, int)) if isinstance(known, TensorFact) else 0
+
+
+def _is_function(node: fx.Node, context: Context) -> bool:
+    """Return whether a node is a function of one tensor, without a rule that gives it a grid, and small enough for the host."""
+    known = fact(node)
+    if refusal(node) is not None or not isinstance(known, TensorFact) or known.dtype != torch.float32 or len(operands_of(node)) != 1:
+        return False
+    if traits_of(node).isdisjoint({Trait.ELEMENTWISE, Trait.SOFTMAX, Trait.AFFINE}) or decide(node).output not in context.open:
+        return False
+    return context.target.roofline is None or _elements(node) <= MOST
+
+
+def _saturates(node: fx.Node) -> bool:
+    """Return whether a node is a softmax, or a function, other than a clamp, with a limit at both ends."""
+    return Trait.SOFTMAX in traits_of(node) or (not calls(node, clamp) and all(map(math.isfinite, matters(node, EVERYTHING, False, 8))))
+
+
+def _is_sum_of(node: fx.Node, read: set[fx.Node], sums: set[fx.Node], context: Context) -> bool:
+    """Return whether a node is a layer, moves the sums of layers, or becomes a part of one: a batch norm, an addition."""
+    if copies(node):
+        return bool(read) and sums.issuperset(read)
+    if Trait.SUMS in traits_of(node):
+        return decide(node).output in context.open
+    return (calls(node, batch_norm) or Trait.ADDS in traits_of(node)) and not sums.isdisjoint(read)

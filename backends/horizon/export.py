@@ -319,7 +319,8 @@ def _outputs(integer: fx.GraphModule, model: Any, options: HorizonOptions) -> di
                 raise ConfigurationError(
                     f"the output {output.name!r} cannot be an integer",
                     because=f"%{node.name} is computed in float, on the processor",
-                    remedy="return what the last quantized layer computes; programs for nash targets return float32",
+                    remedy="return what the last quantized layer computes, or prepare it with fxq.Options(integer_tail=True); "
+                    "programs for nash targets return float32",
                 )
             entry |= {"dtype": grid.dtype, "scale": grid.scale}
     return described

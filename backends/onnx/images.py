@@ -121,7 +121,7 @@ class Images:
     def _flattened(self, node: onnx.NodeProto, first: str, result: str) -> bool:
         """Let the result of a reshape be the image of its operand, where one vector stays one vector."""
         value, shape = self.image.get(first, (first, self.sizes.get(first, ())))
-        rank = 2 if node.op_type == "Flatten" else len(self.constants[node.input[1]])
+        rank = 2 if node.op_type == "Flatten" else len(self.constants.get(node.input[1], ()))
         if rank not in AXES or max(shape, default=0) != math.prod(shape) or (first not in self.image and len(shape) != 4):
             return False
         self.image[result] = value, (*[1] * (rank - 1), math.prod(shape))

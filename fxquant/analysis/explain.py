@@ -276,9 +276,9 @@ class Finding:
     operator  the operator's name
     limit     the value and the limit, in words; or why the operator stays in float
     source    the user's line
-    remedy    a remedy
-    kind      "limit"; "float" for an operator without an integer form on this target; "host" for an operator that breaks a limit and
-              that `adapt` moved to the host, so that nothing is left to do
+    remedy    what the user can do
+    kind      "limit"; "float" for an operator that has no integer form on this target; "host" for one that the host computes by choice,
+              since it would break a limit or lose accuracy at an output: nothing is left to do
     """
 
     layer: str
@@ -297,7 +297,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Findings:
-    """The result of `fxq.check`: true if no limit is broken and only operators that `adapt` has moved to the host run in float.
+    """The result of `fxq.check`: true if no limit is broken and all operators in float are on the host by choice.
 
     Iterates over the findings, in the order of the graph.
     """

@@ -225,7 +225,7 @@ class Annotation:
     because  the reason, for `explain`
     config   the QConfig that applies to it
     group    the id of the group of tensors that share its scale, once scales are shared
-    on_host  whether it stays in float since it would break a limit of the target
+    on_host  whether the host computes it by choice: it would break a limit of the target, or lose accuracy at an output
     """
 
     dtype: str | None
@@ -242,14 +242,16 @@ def annotation(node: fx.Node) -> Annotation | None:
 
 
 def is_on_host(node: fx.Node) -> bool:
-    """Return whether the node stays in float since it would break a limit of the target."""
+    """Return whether the host computes the node by choice, although the target has integers for it."""
     spec = annotation(node)
-    return spec is not None and spec.on_host
+    return "on_host" in node.meta if spec is None else spec.on_host
 
 
-def refuse(node: fx.Node, because: str, *, python: bool = False) -> None:
-    """Write why the node could not be brought to canonical form; `python`: it calls the user's Python as it is."""
+def refuse(node: fx.Node, because: str, *, python: bool = False, on_host: bool = False) -> None:
+    """Write why the node stays in float; `python`: it calls the user's Python as it is; `on_host`: it has integers, too."""
     node.meta["refusal"] = because
+    if on_host:
+        node.meta["on_host"] = True
     node.meta.pop("python", None)
     if python:
         node.meta["python"] = True

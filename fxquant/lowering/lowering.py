@@ -251,12 +251,13 @@ class Lowering:
 
     def requantize_by(self, accumulator: Any, end: Epilogue) -> Quantized:
         target = end.to or self.output
+        late = end.lift if self.lifts_late else None
         if target.dtype == INT32:
-            return self._keep(accumulator, end)
+            return self._keep(accumulator if late is None else accumulator.double() + late(accumulator.new_zeros(())), end)
 
         def exact() -> Any:
             limits = self.bounds(end.clamp, target, end.kind)
-            lifted = accumulator.double() + end.lift(target.scale) if end.lift is not None and self.lifts_late else accumulator
+            lifted = accumulator if late is None else accumulator.double() + late(target.scale)
             ratio, bits = end.ratio.over(target.scale), end.accumulator_bits
             value = self.arithmetic.requantize(self, lifted, ratio, *limits, target.grid, end.role, bits, end.kind)
             return self.holds(value, target.grid)

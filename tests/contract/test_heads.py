@@ -257,13 +257,13 @@ def test_a_rule_that_names_a_concatenation_keeps_one_grid() -> None:
 
 def test_parts_of_one_tensor_stay_integer() -> None:
     for together in (lambda box, score: torch.cat((box, box.flip(1)), 1), lambda box, score: score.masked_fill(score > 0.5, 0.0)):
-        prepared = compiled(pair(together), [image()]).prepared
+        prepared = compiled(pair(together), [image()], integer_tail=True).prepared
         assert "none is left in float" in fxq.explain(prepared)
 
 
 def test_a_file_of_integers_returns_real_numbers_where_parts_have_grids_of_their_own(tmp_path: Path) -> None:
     x = image()
-    integer = compiled(pair(lambda box, score: (torch.cat((box, score), 1), score)), [x]).integer
+    integer = compiled(pair(lambda box, score: (torch.cat((box, score), 1), score)), [x], integer_tail=True).integer
     path = fxq.export_onnx(integer, tmp_path / "head.onnx", io="integer")
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     assert [output.type for output in session.get_outputs()] == ["tensor(float)", "tensor(int8)"]
@@ -313,13 +313,13 @@ def test_training_is_validating_through_parts(target: str) -> None:
 def test_a_common_scale_in_the_middle_is_told() -> None:
     x = image()
     model = pair(lambda box, score: torch.cat((box, score), 1).atan()).eval()
-    prepared = compiled(model, [x], "nash-e").prepared
+    prepared = compiled(model, [x], "nash-e", integer_tail=True).prepared
     assert "all its tensors share one scale: %sigmoid loses" in fxq.explain(prepared)
     advice = next(each for each in fxq.compare(model, prepared, [x], show_progress=False).advice if each.rule == "held_together")
     assert advice.layer == "cat"
     assert "%sigmoid loses" in advice.cause
     assert "QConfigMapping().set_module_name('cat'" in advice.cure
-    cured = compiled(model, [x], "nash-e", qconfig=fxq.QConfigMapping().set_module_name("cat", None)).prepared
+    cured = compiled(model, [x], "nash-e", qconfig=fxq.QConfigMapping().set_module_name("cat", None), integer_tail=True).prepared
     assert not [each for each in fxq.compare(model, cured, [x], show_progress=False).advice if each.rule == "held_together"]
 
 

@@ -135,3 +135,15 @@ def test_a_grid_that_a_rule_gives_is_kept(config: fxq.ActivationConfig) -> None:
 def test_a_rule_about_the_weight_leaves_the_dtype_of_the_output_open() -> None:
     rules = fxq.QConfigMapping().set_module_name("image", fxq.QConfig(weight=fxq.WeightConfig("int4")))
     assert dtypes(fxq.prepare(Outputs().eval(), batches()[0], qconfig=rules))["image"] == "int32"
+
+
+@pytest.mark.parametrize("target", ["bernoulli2", "bayes-e"])
+def test_a_sum_has_the_biases_of_the_target(target: str) -> None:
+    """Those of bernoulli2 give up their last bits, also before the scale of an output is known."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 8).eval()
+    model.bias.data *= 100
+    inputs = [torch.rand(4, 16) for _ in range(3)]
+    prepared = fxq.calibrate(fxq.prepare(model, inputs[0], target), inputs)
+    assert set(dtypes(prepared).values()) >= {"int32"}
+    assert fxq.verify(prepared, fxq.convert(prepared), inputs)
