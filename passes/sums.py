@@ -110,7 +110,7 @@ def _leaving(graph: fx.Graph, context: Context) -> set[fx.Node]:
 
 
 def _is_sum(node: fx.Node) -> bool:
-    """Return whether a node is a layer's sum, without a clamp, on a grid of its own."""
+    """Return whether a node is a layer's sum without a clamp, whose scale no other tensor shares."""
     return Trait.SUMS in traits_of(node) and demand(node) == Own() and not ties(node) and node.kwargs.get("clamp") is None
 
 

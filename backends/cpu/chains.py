@@ -301,7 +301,7 @@ class _Rows:
             self.write(place, node, lambda whole: whole)
 
     def computed(self, node: fx.Node, width: int, arguments: tuple[Any, ...]) -> int:
-        """Write the steps of a node with so many columns and return its register."""
+        """Write the steps of a node of `width` columns and return its register."""
         made: Any
         before = max(self.columns, default=-1) + 1
         if node.target is shape.crop:

@@ -66,7 +66,7 @@ _Found = tuple[dict[str, Any], str, Any, int | None, Tensor | None, int]  # wher
 
 
 class Constants:
-    """The constants that a graph reads, as they are now."""
+    """The present constants of a graph."""
 
     def __init__(self, model: fx.GraphModule) -> None:
         self.found: list[_Found] = []

@@ -95,7 +95,7 @@ class Held:
         return math.prod(self.grid[:3])
 
     def memory(self) -> Tensor:
-        """Allocate memory of shape (rows, pixel), with the slack behind it."""
+        """Allocate memory of shape (rows, pixel), followed by the slack."""
         size = self.rows * self.pixel
         return torch.empty(size + SLACK // self.dtype.itemsize, dtype=self.dtype, device="cpu")[:size].view(self.rows, self.pixel)
 
@@ -236,7 +236,7 @@ class Implementation:
 
     name        the name that `explain` shows
     build       builds it for one place; raises NotApplicable where its conditions do not hold
-    reads_held  whether it reads tensors as they are held; else as primitives have them
+    reads_held  whether it reads tensors in the layout of kernels (`Held`); else in that of the primitives
     strided     whether it reads both, as tensors of any strides, and writes its result as the primitives would
     """
 

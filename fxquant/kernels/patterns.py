@@ -280,9 +280,9 @@ def _is_product(node: fx.Node) -> bool:
 
 
 def recurrence(root: fx.Node) -> Matched:
-    """Match linear layers of which one reads what another with its weight computed, with all that connects them row by row.
+    """Match a recurrence: linear layers with one weight that read each other's results, and all primitives between them, row by row.
 
-    The root is what concatenates the states of all steps, or the first of the last nodes. Others that are read elsewhere are results.
+    The root is the concatenation of the states of all steps, or the first of the last nodes. Other nodes that are read outside are results.
     """
     joins = _joins(root)
     first: Any = root.args[0][0] if joins else root  # type: ignore[index]

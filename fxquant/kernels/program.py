@@ -97,7 +97,7 @@ class Program:
                 self.alone.append(node)
 
     def computed(self) -> tuple[dict[fx.Node, Choice], list[fx.Node]]:
-        """Return the choice at each node with a kernel, and the other nodes that run as they are in the graph, both in its order."""
+        """Return the choice at each node with a kernel, and the nodes that run as primitives, both in the graph's order."""
         return {node: chosen.choice for node, chosen in self.chosen.items()}, [node for node in self.alone if node not in self.chosen]
 
     def _output(self, read: fx.Node) -> Any:
@@ -206,7 +206,7 @@ class Program:
 
 
 class _Instance:
-    """A program with memory of its own, for one thread at a time."""
+    """A program with its memory, for one thread at a time."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -250,7 +250,7 @@ def _into(built: Built, reads: list[int], writes: int, buffer: Tensor | None) ->
 
 
 def _real_kernel(built: Built, layout: Layout, reads: list[int], writes: int, buffer: Tensor | None) -> Step:
-    """Return the step of a kernel with a float result, which is in memory of its own: the model may return it."""
+    """Return the step of a kernel with a float result, which allocates new memory at each call, since the model may return it."""
     bound: Bound = built.bind()
     sizes, strides, dtype = layout
 

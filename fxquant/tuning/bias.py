@@ -75,9 +75,9 @@ def correct_bias(
     """Correct the bias of every weighted operator whose output is nearer to the float model's with it; the model is left in VALIDATE.
 
     A layer keeps the bias it had unless its mean squared error on held-out samples falls, and so do all layers unless the outputs of the
-    model gain 0.2 dB. A log line says what was decided, and lines of level DEBUG say it of each layer. The correction is beside the bias,
-    not in it: the model in state FLOAT stays what it is, `convert`, `save` and `state_dict` know of it, and a batch norm that is trained
-    live takes its place.
+    model gain 0.2 dB. A log line says what was decided, and lines of level DEBUG say it of each layer. The correction is stored next to
+    the bias, which does not change. So state FLOAT is not affected, `convert`, `save` and `state_dict` include the correction, and a
+    batch norm that is trained live replaces it.
 
     The bits do not depend on the number of threads. Batches, memory and errors are as in `adaround`.
     """

@@ -2,7 +2,7 @@
 
     noise of a part    Σ(y' - y)² / Σy² over all samples,   y' with the change
 
-A part is an output, or one of the tensors that an output concatenates: boxes and scores, say, each of which has its own scale.
+A part is an output, or one of the tensors that an output concatenates, such as boxes and scores, each with its own scale.
 
 A change is anything that makes outputs differ: integers in place of floats, one tensor or weight that is rounded, a range, a bias. Advice,
 the searches, and all that calibration and tuning choose by the outputs measure it here, on samples that nothing was learned from.

@@ -114,7 +114,7 @@ class FirstSamples:
 
     @contextmanager
     def remembered(self) -> Iterator[None]:
-        """Behind this the model keeps what was taken inside, also where something is raised; of ranks that fail, what it kept before."""
+        """Keep the samples taken inside in the model on exit, also after an exception; on ranks that failed, keep the former ones."""
         try:
             yield
         except Exception:
@@ -200,7 +200,7 @@ class FirstSamples:
 
 
 def _spread(chunks: list[list[Any]], count: int) -> list[list[Any]]:
-    """Return so many chunks, evenly spaced: batches beside each other may be of one scene."""
+    """Return `count` chunks, evenly spaced: neighbouring batches may show one scene."""
     return [chunks[index * len(chunks) // count] for index in range(count)] if count < len(chunks) else chunks
 
 

@@ -38,7 +38,7 @@ def lstm(
 ) -> tuple[Any, ...]:
     """PyTorch's LSTM: the states of the last layer at all steps, and the last ones of every layer and direction, with their cells.
 
-    The last two are a tuple if `nested`, as they are of nn.LSTM; those of torch.lstm are not.
+    The last two are a tuple if `nested`, as nn.LSTM returns them; torch.lstm returns three results.
     """
     with _without_onednn():
         output, hidden, cell = _layer(torch.lstm, input, hx, parameters, biases, num_layers, bidirectional, batch_first)

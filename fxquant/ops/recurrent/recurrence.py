@@ -35,10 +35,10 @@ class _Layer:
     """One direction of one layer while it is being written.
 
     build       writes its parts
-    weight      U, what the state is multiplied by; bias is what is added to that; projection is W_r, or None
+    weight      U, the state's weight; `bias` is added to its product; `projection` is W_r, or None
     size        how many numbers a gate has
-    bounded     whether the state begins at zero, so that that of a GRU never leaves (-1, 1)
-    tied        what is on one grid at all steps, by what it is
+    bounded     whether the state begins at zero, so that a GRU's state stays within (-1, 1)
+    tied        by role, the first tensor of those that share a scale at all steps
     """
 
     build: Builder
@@ -66,7 +66,7 @@ class _Layer:
         return self.made("sum", add, given, recurrent, demand=demand)
 
     def gate(self, value: fx.Node | None, number: int, count: int = 1) -> fx.Node | None:
-        """So many of the parts that a value holds for each gate, from this one on."""
+        """Return `count` gates' parts of a value, from gate `number` on."""
         if value is None:
             return None
         part = slice(number * self.size, (number + count) * self.size)
@@ -271,7 +271,7 @@ def _is_zero(value: Any) -> bool:
 
 
 def expand_cell(build: Builder, kind: str, input: fx.Node, hx: Any, weights: Sequence[fx.Node | None]) -> list[fx.Node]:
-    """Return the states after one step, each on a grid of its own: the cell's as wide as it can be, since the next step adds to it."""
+    """Return the states after one step, each with its own scale. The cell has the widest dtype, since the next step adds to it."""
     state = None if all(map(_is_zero, listed(hx))) else listed(hx)
     sizes = build.fact(input).shape
     if len(sizes) == 1:

@@ -97,7 +97,7 @@ def prepare(
     model: nn.Module, example_inputs: Any = None, qconfig_setter: Any = None, method: Any = "jit-strip",
     example_kw_inputs: Any = None, fuse_mode: Any = None, *, dynamic_shapes: Any = None, training_branch: bool | None = None,
 ) -> fx.GraphModule:  # fmt: skip
-    """Prepare the model by a setter, or by several, of which the first with a rule for an operator decides; None: attributes `qconfig`.
+    """Prepare the model by one setter or several; for each operator the first setter with a rule decides. None: attributes `qconfig`.
 
     The other arguments are those of `prepare_qat_fx`; `method` and `fuse_mode` have no effect: every method traces. A QuantStub without
     a scale observes it.
@@ -273,7 +273,7 @@ def fuse_known_modules(mod_list: Any, is_qat: bool = False, additional_fuser_met
 def load_observer_params(from_model: nn.Module, to_model: nn.Module, verbose: bool = False) -> None:
     """Copy the scales of a prepared model to another by operator names, with their training state.
 
-    For models of one float model whose qconfigs have different observers, or of which only one has learned scales, so that a
+    For models of one float model whose qconfigs have different observers, or if only one model has learned scales, so that a
     `state_dict` of one lacks entries of the other. Scales that were given, or are frozen, stay. The dtypes must be equal.
     Scales that the first model has observed in CALIBRATION are set first. Raises ConfigurationError for a different dtype, and
     if nothing can be copied; nothing is changed then.

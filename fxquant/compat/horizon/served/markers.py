@@ -33,7 +33,7 @@ class QuantStub(nn.Module):
 
     scale    None: it is observed. By default, `prepare_qat_fx` and `prepare_qat` for a march up to bayes-e use 1/128, as the
              plugin's releases for these do; `prepare`, or any march of nash, observes it
-    qconfig  a qconfig of its own: the dtype, and how the scale is found
+    qconfig  the stub's qconfig: its dtype and observer
     """
 
     def __init__(self, scale: float | None = BY_FUNCTION, zero_point: int | None = None, qconfig: Any = None) -> None:
@@ -171,7 +171,7 @@ def leaves(model: nn.Module) -> Callable[[nn.Module, str], bool] | None:
 
 
 class Tracer:
-    """The plugin's tracer, of which programs use one marker."""
+    """The plugin's tracer: programs use one marker of it."""
 
     @staticmethod
     @contextlib.contextmanager

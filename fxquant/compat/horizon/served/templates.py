@@ -1,7 +1,7 @@
 """Horizon's setters and templates, its qconfig_dict and hybrid_dict, as rules of a fxq.QConfigMapping.
 
 Templates change the request for an operator field by field, in the order of their list. A request has three operands: output, weight
-and input. A later template of a list overrides an earlier one in the operands that it sets, and leaves the others as they are.
+and input. A later template of a list overrides an earlier one in the operands that it sets, and does not change the others.
 """
 
 from __future__ import annotations
