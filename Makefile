@@ -22,8 +22,8 @@ demo: $(READY)  ## train, quantize, export and verify a small network (TARGET=ba
 test: $(READY)  ## run the whole test suite
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15 -q
 
-quick: $(READY)  ## a choice of the tests that sees a break of any package; or all tests of one package (ROOM=ops)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -q $(if $(ROOM),tests/$(ROOM),-m quick)
+quick: $(READY)  ## a choice of the tests that sees a break of any package; or all tests of one package (PACKAGE=ops)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q $(if $(PACKAGE),tests/$(PACKAGE),-m quick)
 
 test-oldest:  ## the same with Python 3.10 and the oldest version of every dependency, in .venv-oldest (brings gigabytes of CUDA packages)
 	$(MAKE) test PYTHON=$(PYTHON_OLDEST) VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt

@@ -320,9 +320,16 @@ def narrower(prepared: fx.GraphModule, observed: Mapping[str, Quantizer], judgin
             kept[name] += int((torch.round(value / quantizer.scale.to(value.device)) != 0).sum())
         return value
 
+    placeholders = [node.name for node in prepared.graph.find_nodes(op="placeholder")]
+    runs = any(quantizer.can_choose and quantizer.dtype.name == WIDE and name not in sources for name, quantizer in owned)
     with torch.no_grad(), repeatable(), still(prepared, State.FLOAT), autocast_off():
         for chunk in judging:
-            Seen(prepared, see).run(*chunk)
+            if runs:
+                Seen(prepared, see).run(*chunk)
+                continue
+            values = dict(zip(placeholders, chunk, strict=True))
+            for node in (node for node in prepared.graph.nodes if sources.get(node.name) in values):
+                see(node, values[sources[node.name]], ())
     groups, found = dict[str, list[str]](), dict[str, float]()
     for name in (name for name, count in nonzero.items() if count - kept[name] >= max(MANY * count, 1)):
         what = f"the range of input {sources[name]} is" if name in sources else "the ranges of tensors of 16 bits are"
