@@ -49,8 +49,9 @@ class Options:
     adapt            True: operators that break a limit of the target (see `check`) are replaced by equivalent ones: a large kernel or too
                      many channels by a sum of convolutions, a linear layer by a 1×1 convolution, a large pooling by two. If that is not
                      possible, the operator runs on the host, in float. `explain` names each, with the limit
-    integer_tail     True: what saturates between last layers and outputs, as a softmax, a sigmoid or a tanh, is integer. Else it is a float
-                     function of layers' sums; on a chip only up to 65,536 elements for each item
+    integer_tail     whether functions that saturate between last layers and outputs, as a softmax, a sigmoid or a tanh, are integer. False:
+                     float functions of the layers' sums; on a chip up to 65,536 elements for each item, by its processor. None: True on
+                     a chip, and False on other targets
     passes           the user's own passes: {"canonical.rewrite": fuse} runs `fuse(graph_module, context)`, or several functions in order,
                      right after that pass. Each rewrites the graph in place and returns how many changes it made
     debug, dump      how much is printed (0 to 3), and the folder for the graph after each pass; None: FXQUANT_DEBUG and FXQUANT_DUMP
@@ -85,7 +86,7 @@ class Options:
     training_branch: bool = False
     batch_norm: str = "live"
     adapt: bool = False
-    integer_tail: bool = False
+    integer_tail: bool | None = None
     passes: Mapping[str, Any] | None = None
     debug: int | None = None
     dump: str | os.PathLike[str] | None = None

@@ -38,8 +38,10 @@ IN_FLOAT = "only outputs read it, so it is a float function of a last layer's su
 
 def keep(gm: fx.GraphModule, context: Context) -> int:
     """Keep functions that saturate in float where they read last layers and lead to outputs, with the functions that follow them."""
-    leaving = set[fx.Node]()
-    for node in reversed(gm.graph.nodes if not context.options.integer_tail else ()):
+    leaving, integer = set[fx.Node](), context.options.integer_tail
+    if integer is None:
+        integer = context.target.roofline is not None  # a chip computes them itself; elsewhere one processor computes everything
+    for node in reversed(gm.graph.nodes if not integer else ()):
         passes = copies(node) or _is_function(node, context)
         if node.op == "output" or reads_shape_only(node) or (passes and leaving.issuperset(node.users)):
             leaving.add(node)

@@ -399,7 +399,7 @@ class _Rows:
         moves, places, reads = [], [], self.site.match.reads
         for place, view in self.moves:
             whole, part = tensors[place], view(tensors[place])
-            first = torch.full((), int(part.storage_offset() - whole.storage_offset()), device="cpu")
+            first = torch.tensor(int(part.storage_offset() - whole.storage_offset()), dtype=torch.int64, device="cpu")
             for size, stride in zip(part.shape[:-1], part.stride()[:-1], strict=True):
                 first = first[..., None] + torch.arange(size, device="cpu") * stride
             places.append(first.flatten())

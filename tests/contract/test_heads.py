@@ -168,8 +168,8 @@ def test_a_part_is_as_good_as_it_is_apart(name: str, target: str, tmp_path: Path
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randn(4, 3, 16, 16, generator=generator) for _ in range(2)]
     head, apart = Head(name).eval(), Head(name, apart=True).eval()
-    integer = held(head, [batches[0], batches[1][:1]], tmp_path / "head.onnx", target, train=False).integer
-    alone = compiled(apart, [batches[0], batches[1][:1]], target).integer
+    integer = held(head, [batches[0], batches[1][:1]], tmp_path / "head.onnx", target, train=False, integer_tail=True).integer
+    alone = compiled(apart, [batches[0], batches[1][:1]], target, integer_tail=True).integer
     x = batches[0]
     with torch.no_grad():
         wanted, found = flat(head(x)), flat(integer(x))

@@ -58,7 +58,7 @@ def test_a_program_of_pytorch_has_the_bits_of_its_model_or_is_refused(stage: str
     if stage == "integer" or (stage == "traced" and "script" not in name):
         assert torch.equal(PROGRAMS[name](model)(X), model(X))
         return
-    said = rf"{name.split(',')[0]} cannot make a program of [\s\S]*because[\s\S]*remedy[\s\S]*fxq\.export_torchscript"
+    said = rf"{name.split(',')[0]} cannot make a program of [\s\S]*because[\s\S]*remedy[\s\S]*export_torchscript"
     with pytest.raises(fxq.errors.ExportError, match=said):
         PROGRAMS[name](model)
 

@@ -103,7 +103,9 @@ OPERATOR_NAMES = [5, "", b"wave", ["wave"], True, nn.Conv2d, "relu", "two words"
 WRONG: dict[str, Sequence[Any]] = {
     **dict.fromkeys(("a", "b"), FORMS),
     **dict.fromkeys(("adapt", "advice", "choose_ranges", "check", "correct_bias", "distributed", "equalize", "external_data"), FLAGS),
-    **dict.fromkeys(("machine", "measured", "only_missing", "power_of_two", "real", "round_weights", "show_progress"), FLAGS),
+    **dict.fromkeys(
+        ("integer_tail", "machine", "measured", "only_missing", "power_of_two", "real", "round_weights", "show_progress"), FLAGS
+    ),
     "training_branch": FLAGS,
     **dict.fromkeys(("batch_fn", "expand", "fake", "function", "lower", "number"), CALLABLES),
     **dict.fromkeys(("bit_operations", "bytes_per_second", "latency", "macs_per_second", "scale", "threshold", "weight_bytes"), NUMBERS),
@@ -192,7 +194,7 @@ def spread(function: Callable[..., Any], options: str) -> Callable[..., Any]:
 
 
 TRACING = "dynamic_shapes leaf preserve training_branch"
-PREPARING = f"{TRACING} batch_norm adapt passes debug dump"
+PREPARING = f"{TRACING} batch_norm adapt passes integer_tail debug dump"
 CALIBRATING = "batch_fn distributed equalize round_weights correct_bias choose_ranges"
 PASSES = [5, "rules.match", [], {5: None}, {"rules.match": 5}, {"rules.match": [5]}, {"": len}, {"nonsense": len}]
 TUNING: tuple[Callable[..., Any], ...] = (

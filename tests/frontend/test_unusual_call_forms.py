@@ -166,7 +166,8 @@ def test_a_row_has_the_gradients_of_a_batch_of_one() -> None:
 def test_a_grid_that_reaches_beyond_where_a_function_has_values_trains(function: Callable[[Tensor], Tensor]) -> None:
     """The grid of a tanh: 127 steps are 1.003."""
     x = torch.linspace(-4, 4, 3 * 4 * 36).reshape(4, 3, 6, 6)
-    prepared = fxq.calibrate(fxq.prepare(Model(lambda y: function(y.tanh())).eval(), (x,)), [x], show_progress=False)
+    model, options = Model(lambda y: function(y.tanh())).eval(), fxq.Options(integer_tail=True)
+    prepared = fxq.calibrate(fxq.prepare(model, (x,), options=options), [x], show_progress=False)
     fxq.set_qparams(prepared, {"tanh": 0.0079})
     fxq.set_state(prepared, fxq.State.TRAIN)
     prepared(x * 9).sum().backward()

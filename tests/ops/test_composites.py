@@ -189,7 +189,7 @@ def test_without_int16_they_stay_whole_and_in_float(target: str, tmp_path: Path)
 
 def whole(model: nn.Module, example: Any, name: str, qconfig: Any = None) -> str:
     """Why the node of this name stays in float; the graph holds no part of it."""
-    prepared = fxq.prepare(model, example, "bayes-e", qconfig)
+    prepared = fxq.prepare(model, example, "bayes-e", qconfig, options=fxq.Options(integer_tail=True))
     (node,) = [node for node in prepared.graph.nodes if node.name == name]
     spec = annotation(node)
     assert spec is not None

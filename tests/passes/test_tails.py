@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import fxquant as fxq
 
 ITEM = (3, 16, 16)
+OPTIONS = fxq.Options(integer_tail=False)
 
 
 class Heads(nn.Module):
@@ -55,7 +56,7 @@ def batches() -> list[Tensor]:
 
 
 def calibrated(target: str, qconfig: fxq.QConfig | fxq.QConfigMapping | None = None, **options: bool) -> torch.fx.GraphModule:
-    prepared = fxq.prepare(model(), batches()[0], target, qconfig, options=fxq.Options(**options))
+    prepared = fxq.prepare(model(), batches()[0], target, qconfig, options=fxq.Options(**{"integer_tail": False, **options}))
     return fxq.calibrate(prepared, batches(), show_progress=False)
 
 
@@ -87,7 +88,11 @@ def test_outputs_are_more_accurate_so() -> None:
 def test_explain_and_check_say_that_nothing_is_left_to_do() -> None:
     lines = {line.split()[0]: line for line in str(fxq.explain(calibrated("bayes-e"))).splitlines() if line.startswith("%")}
     assert "only outputs read it, so it is a float function of a last layer's sum" in lines["%softmax_1"]
-    assert all(finding.kind == "host" for finding in fxq.check(model(), batches()[0], "bayes-e") if finding.node in IN_FLOAT.values())
+    assert all(
+        finding.kind == "host"
+        for finding in fxq.check(model(), batches()[0], "bayes-e", options=OPTIONS)
+        if finding.node in IN_FLOAT.values()
+    )
 
 
 def test_a_rule_about_the_result_keeps_a_function_integer() -> None:
@@ -99,5 +104,5 @@ def test_a_rule_about_the_result_keeps_a_function_integer() -> None:
 @pytest.mark.parametrize(("target", "integer"), [("bayes-e", True), ("x86", False)])
 def test_a_large_map_stays_integer_on_a_chip(target: str, integer: bool) -> None:
     network = nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), nn.Sigmoid()).eval()
-    prepared = fxq.prepare(network, torch.randn(1, 3, 192, 192), target)
+    prepared = fxq.prepare(network, torch.randn(1, 3, 192, 192), target, options=OPTIONS)
     assert [layer.integer for layer in fxq.inspect.layers(prepared) if layer.operator == "sigmoid"] == [integer]

@@ -36,11 +36,17 @@ def sqnr(wanted: Tensor, found: Tensor) -> float:
 
 
 def held(
-    model: nn.Module, batches: Sequence[Any], path: Path | None = None, target: str = "bayes-e", qconfig: Any = None, train: bool = True
+    model: nn.Module,
+    batches: Sequence[Any],
+    path: Path | None = None,
+    target: str = "bayes-e",
+    qconfig: Any = None,
+    train: bool = True,
+    **options: Any,
 ) -> Compiled:
-    """Compile a model and hold it to E2 on every batch, to E1 by a file at the path, and to E3 on the first batch."""
+    """Compile a model with these options and hold it to E2 on every batch, to E1 by a file at the path, and to E3 on the first batch."""
     given = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
-    made = contract.compiled(model.eval(), batches, target, qconfig)
+    made = contract.compiled(model.eval(), batches, target, qconfig, **options)
     for inputs in given:
         contract.assert_validate_is_integer(*made, *inputs)
     if path is not None:

@@ -239,7 +239,10 @@ def compare_weights(
     """
     target = getattr(qat_quantized_model, "meta", {}).get("target")
     if target is not None and (not isinstance(float_model, fx.GraphModule) or stage_of(float_model) is None):
-        inputs = tuple(torch.zeros(fact(node).at(2)) for node in qat_quantized_model.graph.find_nodes(op="placeholder"))
+        inputs = tuple(
+            torch.zeros(fact(node).at(2), dtype=fact(node).dtype, device="cpu")
+            for node in qat_quantized_model.graph.find_nodes(op="placeholder")
+        )
         float_model = fxq.prepare(float_model, inputs, target)
     rows = fxq.inspect.compare_weights(float_model, qat_quantized_model)
     _write(out_dir, "weight_comparison.txt", f"{rows}\n")
