@@ -369,8 +369,8 @@ class Work:
     @cached_property
     def seen_otherwise(self) -> Observations:
         """The observations of a calibration with equalization where the work has none, and without where it has it."""
-        changes = {"equalize": not self.options.equalize, "round_weights": False, "correct_bias": False, "distributed": False}
-        options = replace(self.options, **changes)
+        equalize = not self.options.equalize
+        options = replace(self.options, equalize=equalize, round_weights=False, correct_bias=False, distributed=False)
         found = prepare(self.model, self.example, self.prepared.meta["target"], self.base, options=options)
         return observations(calibrate(found, self.samples, options=options, show_progress=False))
 
