@@ -19,8 +19,11 @@ demo: $(READY)  ## train, quantize, export and verify a small network (TARGET=ba
 	$(BIN)/python examples/demo.py --target $(TARGET) --out $(OUT)
 
 # A file's tests stay in one process, where they share the models that they compile.
-test: $(READY)  ## run the whole test suite
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15 -q
+test: $(READY)  ## run the tests, but for those of the nightly lane
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15 -q -m "not nightly or quick"
+
+nightly: $(READY)  ## run random graphs, the zoo, several ranks, wheels, whole programs, pages that train, and every qdq form
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15 -q -m nightly
 
 quick: $(READY)  ## a choice of the tests that sees a break of any package; or all tests of one package (PACKAGE=ops)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q $(if $(PACKAGE),tests/$(PACKAGE),-m quick)
@@ -82,4 +85,4 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $(READY)
 
-.PHONY: help demo test quick test-oldest vendor test-vendor check counts lint types bench real real-keep docs stale clean
+.PHONY: help demo test nightly quick test-oldest vendor test-vendor check counts lint types bench real real-keep docs stale clean

@@ -234,6 +234,10 @@ def run_demo(target: str | Target = "bayes-e", out: str | Path = "fxquant-demo",
     Writes model.onnx, explain.txt and passes/ (the graph after each pass). Raises UnknownTarget before any work.
     """
     chosen, directory = backends.get(target), Path(out)
+    if directory.exists() and not directory.is_dir():  # known before any work
+        raise ConfigurationError(
+            f"{directory} is not a folder", because="the results are written into one", remedy="pass another path as out"
+        )
     console = Console()
     start = time.perf_counter()
     dataset = load_digits_dataset()

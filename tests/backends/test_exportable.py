@@ -20,6 +20,8 @@ from tests.shared.contract import compiled
 from tests.shared.networks import Network
 from tests.shared.onnx_files import assert_verified, batch, integer_of, rows
 
+pytestmark = pytest.mark.nightly
+
 Function = Callable[[Tensor, Tensor], Tensor]
 FUNCTIONS: dict[str, Function] = {
     "cdist": torch.cdist,

@@ -19,6 +19,8 @@ from fxquant.backends.onnx import float_export
 from tests.shared.networks import Network
 from tests.shared.onnx_files import run
 
+pytestmark = pytest.mark.nightly
+
 
 class Between(nn.Module):
     """A function between two layers that are integers for bernoulli2; two tokens of the sequence carry most of it."""

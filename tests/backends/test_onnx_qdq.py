@@ -23,6 +23,8 @@ from tests.shared.contract import compiled, graph_values, needs_vnni
 from tests.shared.networks import Network
 from tests.shared.onnx_files import MODELS, batch, conv, integer_of, known, operators, run
 
+pytestmark = pytest.mark.nightly
+
 OPSETS = (11, 13, 17, 21)
 
 

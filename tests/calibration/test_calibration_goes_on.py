@@ -18,6 +18,8 @@ from fxquant.prepared.operators import quantized_operators
 from fxquant.tuning import second_moment
 from tests.shared.contract import same_state
 
+pytestmark = pytest.mark.nightly
+
 GENERATOR = torch.Generator().manual_seed(1)
 BATCHES = [torch.rand(10, 3, 8, 8, generator=GENERATOR) for _ in range(10)]  # of which the first seven are kept as samples
 

@@ -21,6 +21,8 @@ from fxquant.compat.horizon import TABLES
 from fxquant.compat.mirror import Row, Tables
 from fxquant.compat.torch_ao import TABLES as TORCH_AO
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -36,6 +36,8 @@ from fxquant.conformance.results import SIMULATOR, computed, kit_images, model_o
 from fxquant.conformance.rows import ROWS
 from fxquant.conformance.variants import Variant, variants_of
 
+pytestmark = pytest.mark.nightly
+
 OPERATORS = ("conv 3x3", "conv 1x1", "add", "mul", "prelu", "avg pool 2x2", "bilinear x2", "conv, clamp", "exp")
 # Of each operator another one: what its results are planted by.
 PLANTED = {

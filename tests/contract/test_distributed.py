@@ -20,6 +20,8 @@ import fxquant as fxq
 from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer, PercentileObserver
 from fxquant.quantization.quantizer import Quantizer
 
+pytestmark = pytest.mark.nightly
+
 RANKS = 2
 OBSERVERS: dict[str, Any] = {
     "minmax": MinMaxObserver,

@@ -28,6 +28,8 @@ from benchmarks.fuzz.spellings import SPELLINGS, UNWRITTEN, by_operator, unspell
 from fxquant.ops import OPERATORS
 from fxquant.primitives import elementwise
 
+pytestmark = pytest.mark.nightly
+
 SAMPLE = range(3)  # seeds for each target; benchmarks.fuzz draws as many as it has time for
 NAMES = sorted(record.name for record in OPERATORS.values() if record.name not in UNWRITTEN)
 

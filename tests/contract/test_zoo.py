@@ -27,6 +27,8 @@ from fxquant.prepared.operators import quantized_operators
 from fxquant.support import seeded
 from tests.shared.networks import Network
 
+pytestmark = pytest.mark.nightly
+
 NAMES = tuple(zoo.zoo())
 # The whole zoo, on every target, is benchmarks.exactness.
 COMPILED = (("U-Net", "bayes-e"), ("signal network (1-d)", "bayes-e"), ("signal network (1-d)", "x86"), ("clip network (3-d)", "x86"))

@@ -29,6 +29,8 @@ from tests.shared import contract
 from tests.shared.contract import compiled, graph_values
 from tests.shared.networks import Network
 
+pytestmark = pytest.mark.nightly
+
 FORMATS = (("bayes-e", "int8"), ("nash-e", "int8"), ("nash-e", "int16"))
 every_format = pytest.mark.parametrize(("target", "weight"), FORMATS)
 

@@ -19,6 +19,8 @@ from tests.shared import contract, oracle
 from tests.shared.contract import compiled
 from tests.shared.oracle import Grid, Rules
 
+pytestmark = pytest.mark.nightly
+
 EPS, SIZE = 1e-5, 24
 FORMATS = [("nash-e", "int8"), ("nash-e", "int16"), ("nash-m", "int8"), ("nash-e-level2", "int16")]
 

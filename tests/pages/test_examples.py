@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.nightly
+
 pytest.importorskip("matplotlib")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WRITTEN = {

@@ -16,6 +16,8 @@ import pytest
 
 import fxquant
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).parents[2]
 INSTALLED_AS = {"fxquant": "fxquant", "passes": "fxquant.passes", "backends": "fxquant.backends"}
 DISTRIBUTIONS = {"sklearn": "scikit-learn", "google": "protobuf"}  # where a package is not named like what brings it

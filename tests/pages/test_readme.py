@@ -125,8 +125,11 @@ def run(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int,
     return len(code), compared
 
 
+LONG = {"four-bits": pytest.mark.nightly}  # a page that trains
+
+
 @pytest.mark.usefixtures("_own_operators")
-@pytest.mark.parametrize("name", ["README", *(page for page in PAGES if page not in OLD_AND_NEW)])
+@pytest.mark.parametrize("name", ["README", *(pytest.param(page, marks=LONG.get(page, ())) for page in PAGES if page not in OLD_AND_NEW)])
 def test_the_code_of_a_page_runs_and_prints_what_it_shows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ran, compared = run(ROOT / "README.md" if name == "README" else GUIDE / f"{name}.md", tmp_path, monkeypatch)
@@ -217,6 +220,7 @@ def copy_of_the_code(destination: Path) -> Path:
     return destination
 
 
+@pytest.mark.nightly
 def test_the_changes_in_contributing_apply_and_work(tmp_path: Path) -> None:
     contributing = blocks((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
     repository = copy_of_the_code(tmp_path)
@@ -243,6 +247,7 @@ def assert_passes(repository: Path, chosen: str, *files: str) -> None:
 ONE_EDIT = {"fxquant/ops/elementwise/unary.py": "spherical_bessel_j0", "fxquant/ops/reduction/distance.py": "multilabel_soft_margin_loss"}
 
 
+@pytest.mark.nightly
 def test_an_elementwise_operator_and_a_composite_are_one_edit_in_one_file_each(tmp_path: Path) -> None:
     """All tests that list operators are green behind the two diffs, and hold the two to their float functions and to the contract."""
     diffs = [block.text for block in blocks((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")) if block.language == "diff"]

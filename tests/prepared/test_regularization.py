@@ -16,6 +16,8 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 
+pytestmark = pytest.mark.nightly
+
 Form = Callable[["Net", Tensor], Any]
 X = torch.randn(32, 6, 8, generator=torch.Generator().manual_seed(0))
 

@@ -93,6 +93,7 @@ def test_what_reads_or_stays_in_memory_is_not(source: str) -> None:
 # ---- a full disk, and a kill ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="limits of file sizes and forks are POSIX's")
 def test_a_full_disk_is_an_error_and_a_kill_while_writing_leaves_every_file_of_before(tmp_path: Path) -> None:
     done = subprocess.run(
