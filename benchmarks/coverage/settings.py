@@ -123,12 +123,12 @@ def operands(here: Here) -> None:
 
 chapter(
     "qconfig",
-    ("int8 by default", lambda h: sure(dtypes(h, "bayes-e") == {"int8"})),
+    ("int8 by default, and the last layer's sum as int32", lambda h: sure(dtypes(h, "bayes-e") == {"int8", "int32"})),
     ("int16 activations, int8 weights", lambda h: sure(dtypes(h, "bayes-e", "int16") == {"int16"})),
     ("a dtype the march does not have is an error", lambda h: refused(lambda: dtypes(h, "bernoulli2", "int16"), "int16")),
     ("int16 weights", lambda h: sure(dtypes(h, "nash-e", "int16", "int16") == {"int16"})),
     ("int4 activations and weights", lambda h: sure(dtypes(h, "bernoulli2", "int4", "int4") == {"int4"})),
-    ("uint8, with a zero point", lambda h: sure(dtypes(h, "x86") == {"uint8"})),
+    ("uint8, with a zero point", lambda h: sure(dtypes(h, "x86") == {"uint8", "int32"})),
     ("what stays in float is marked float16 on the marches that have it", marked_float16),
     ("a 32-bit output of the last layer", output_sums),
     ("a given scale or threshold", lambda h: observer(h, fxq.observers.MinMaxObserver, scale=0.05)),
