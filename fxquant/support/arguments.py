@@ -335,6 +335,7 @@ KINDS: dict[str, Kind] = {
     "round_weights": FLAG.or_none("those of less than 8 bits are"),
     "correct_bias": FLAG.or_none("biases are, by 64 samples or more"),
     "choose_ranges": FLAG.or_none("ranges are, by 64 samples or more"),
+    "integer_tail": FLAG.or_none("on a chip they are"),
     "runtime": choice("onnxruntime", "onnxruntime, 2 threads", "onnxruntime, no optimisation", "reference").or_none("onnxruntime"),
     "sample": POSITIVE,
     "scale": NUMBER.or_none("it is observed"),

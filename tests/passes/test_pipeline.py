@@ -146,7 +146,7 @@ def context(step: Pass | None = None) -> Context:
     if step is not None and step.name == "dynamic.choose":
         return Context(get_target("x86"), QConfigMapping().set_object_type(nn.Linear, fxq.QConfig(dynamic=True)))
     mapping = QConfigMapping().set_object_type(nn.MaxPool2d, fxq.QConfig(fxq.ActivationConfig("int16")))
-    return Context(get_target("bayes-e"), mapping, fxq.Options(adapt=True), open={DEFAULT})
+    return Context(get_target("bayes-e"), mapping, fxq.Options(adapt=True, integer_tail=False), open={DEFAULT})
 
 
 @functools.cache
