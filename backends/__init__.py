@@ -20,8 +20,6 @@ _FOLDERS = [import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_
 TARGETS: dict[str, Target] = {target.name: target for folder in _FOLDERS for target in getattr(folder, "TARGETS", ())}
 KERNELS: tuple[Kernel, ...] = tuple(kernel for folder in _FOLDERS for kernel in getattr(folder, "KERNELS", ()))
 
-PYTORCH = {"fbgemm": "x86", "onednn": "x86", "xnnpack": "qnnpack"}  # names of PyTorch's quantized engines
-
 
 def kernels() -> tuple[Kernel, ...]:
     """Return the kernels with which PyTorch can run integer models fast."""
@@ -41,13 +39,13 @@ def get(name: str | Target) -> Target:
         if wanted == target.name or wanted in target.aliases:
             return reduce(Target.variant, variants, target)
     aliases = {alias: target.name for target in TARGETS.values() for alias in (target.name, *target.aliases)}
-    near = [PYTORCH[wanted]] if wanted in PYTORCH else difflib.get_close_matches(wanted, aliases, n=1)
+    near = difflib.get_close_matches(wanted, aliases, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     listed = ", ".join(target.name for target in TARGETS.values() if not target.consistency)
-    chips = ", ".join(target.aliases[0] for target in TARGETS.values() if target.aliases and not target.consistency)
+    others = ", ".join(target.aliases[0] for target in TARGETS.values() if target.aliases and not target.consistency)
     raise UnknownTarget(
         f"the target {shown(named)} is not known",
-        because=f"the targets are {listed}; some have the names of their chips, too: {chips}",
+        because=f"the targets are {listed}; some have the names of their chips or of PyTorch's engines, too: {others}",
         remedy=f"{hint}pass one of these names",
     )
 

@@ -134,7 +134,7 @@ def notebook(path: Path, folder: Path) -> str:
 
 
 def public() -> dict[str, list[str]]:
-    """Return the names in `__all__` of the package and of each of its public modules, without those of modules, by the page's name."""
+    """Return the public functions and classes of each page of the reference: of the package, and of each public module."""
     package = importlib.import_module("fxquant")
     found = {"fxquant": package, **{name: getattr(package, name) for name in MODULES}}
     names = {name: [each for each in module.__all__ if not each.startswith("__") and each not in MODULES] for name, module in found.items()}
@@ -143,7 +143,7 @@ def public() -> dict[str, list[str]]:
 
 
 def reference(name: str, names: list[str]) -> str:
-    """Return the page of a module: its docstring, and those of its names."""
+    """Return the reference page of a module: its docstring, and a directive for each public name."""
     module = "fxquant" if name == "fxquant" else f"fxquant.{name}"
     head = f"# {module}\n\n{inspect.getdoc(importlib.import_module(module)) or ''}\n\n" if name != "fxquant" else "# fxquant\n\n"
     return head + "\n".join(f"::: {module}.{each}\n" for each in names)

@@ -81,7 +81,7 @@ class Target:
 
     activations and weights name the integer dtypes it computes with ("int32" is the output of a last layer; an affine one,
     "uint8", needs an arithmetic with *real* requantization); default_activation is the dtype of an ActivationConfig without
-    one; aliases are chips and other names for it; limits are its limits on operators, which `fxq.check` applies to a
+    one; aliases are chips, PyTorch's engines and other names for it; limits are its limits on operators, which `fxq.check` applies to a
     model. float16 names the operators, and PyTorch's functions, that it computes itself, in float16, if they are not integer
     operators; consistency is which scales are powers of two: 0 none, 1 those of activations, 2 those of weights as well.
     dynamic is whether it quantizes the operands of linear layers at run time.

@@ -96,7 +96,7 @@ def _constant(value: Any, whole: torch.dtype) -> Tensor | None:
 
 
 def _zero(site: Site, read: fx.Node) -> int:
-    """Return what is subtracted from bytes that stand for int8."""
+    """Return the zero point with which a kernel stores an int8 tensor as bytes; 0 for other dtypes."""
     return site.held(read).zero if fact(read).dtype == torch.int8 else 0
 
 
@@ -170,7 +170,7 @@ def _range(site: Site, value: Any) -> tuple[int, int] | None:
 
 
 def _reached(site: Site, step: Step, a: Any, b: Any) -> tuple[int, int] | None:
-    """Return the smallest and the largest integer that a step can have as its result, from those of its operands; None for floats."""
+    """Return the bounds (low, high) of a step's integer result, from the bounds `a` and `b` of its operands; None for floats."""
     if step.op == READ:
         return _range(site, site.match.reads[step.high])
     if step.op == SUM:
@@ -395,7 +395,7 @@ class _Rows:
         return Binding(bind)
 
     def plan(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return for each move its tensor, dtype, stride of columns and what is subtracted, and where every row begins: int64."""
+        """Return a row of int64 for each move (tensor, dtype, stride of columns, zero point), and the offset of each row of each tensor."""
         moves, places, reads = [], [], self.site.match.reads
         for place, view in self.moves:
             whole, part = tensors[place], view(tensors[place])

@@ -189,7 +189,7 @@ def _check_tensor(name: str, entry: object) -> None:
 
 
 def check_session_options(options: object, what: str) -> None:
-    """Raise Unusable for session options that fxquant never writes: a file may only set those that exactness needs."""
+    """Check a file's session options for onnxruntime. Raises Unusable for options other than those that exactness needs."""
     _require(isinstance(options, dict), f"{what} is not an object")
     assert isinstance(options, dict)
     for name, value in options.items():

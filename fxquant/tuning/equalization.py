@@ -185,7 +185,7 @@ WORTH = 0.5  # factors are kept where they leave at most so much of the error
 SWEEPS = 3  # over all groups, where weights have one scale for all outputs
 ROUNDS = 4  # how often each choice is balanced anew
 LARGEST = 10  # the largest exponent
-LOUD = 4.0  # items with more than 4 times the median magnitude are outliers, and do not show how far apart channels are
+OUTLIER = 4.0  # items with more than 4 times the median magnitude are outliers, and do not show how far apart channels are
 AHEAD = 1.5  # times as far as a few items show: a channel may turn out to reach so far
 
 Seen = tuple[Tensor, Tensor, int]  # max |x| and Σ x̄² for each label of a tensor, and how many tensors were seen
@@ -240,13 +240,13 @@ def by_first_batch(prepared: fx.GraphModule, distributed: bool) -> Callable[[lis
     Where ranks calibrate together it is the batch of the first rank, as one process would have it, and every rank calls this.
     """
     multiplied = any(each.factors is not None and each.factors.active for each in quantized_operators(prepared).values())
-    settled = multiplied or _begun(prepared)
+    kept = multiplied or _begun(prepared)
 
     def join(seen: Sequence[Statistics | None]) -> Statistics:
         return {} if None in seen else next((one for one in seen if one), {})
 
     def choose(inputs: list[Any] | None) -> None:
-        _equalize(prepared, [] if inputs is None else [inputs], join if distributed else None, settled)
+        _equalize(prepared, [] if inputs is None else [inputs], join if distributed else None, kept)
 
     return choose
 
@@ -258,11 +258,11 @@ def _begun(prepared: fx.GraphModule) -> bool:
 
 
 def _equalize(
-    prepared: fx.GraphModule, batches: Iterable[Sequence[Any]], join: Callable[[Sequence[Any]], Statistics] | None, settled: bool = False
+    prepared: fx.GraphModule, batches: Iterable[Sequence[Any]], join: Callable[[Sequence[Any]], Statistics] | None, kept: bool = False
 ) -> None:
-    """Choose and set the factors from statistics, which `join` combines over all ranks; a `settled` model keeps its factors."""
+    """Choose and set the factors from statistics, which `join` combines over all ranks; if `kept`, the factors do not change."""
     joined = join is not None and ranks.count() > 1
-    if settled:
+    if kept:
         if joined:
             ranks.gathered(None)
         return
@@ -513,8 +513,8 @@ def statistics(prepared: fx.GraphModule, watched: Mapping[str, Tensor], batches:
         if result.dim() != labels.dim() + 1 or not result.is_floating_point() or not result.numel():
             return
         reduced = [0, *(dim + 1 for dim, size in enumerate(labels.shape) if size == 1)]
-        loudness = result.abs().flatten(1).amax(1)
-        usual = ~(loudness > LOUD * loudness.median())  # NaN is not left out
+        magnitude = result.abs().flatten(1).amax(1)
+        usual = ~(magnitude > OUTLIER * magnitude.median())  # NaN is not left out
         taken = result if bool(usual.all()) else result[usual]
         largest = taken.abs().amax(reduced, keepdim=True).squeeze(0).double().cpu()
         power = taken.square().mean(reduced, keepdim=True, dtype=torch.float64).squeeze(0).cpu()

@@ -143,7 +143,7 @@ def test_a_page_of_the_guide_begins_with_a_program_and_is_short(name: str) -> No
     first = blocks(text)[0]
     assert first.language == ("diff" if name in OLD_AND_NEW else "python")
     assert first.line < 10
-    assert text.count("\n") <= 270
+    assert text.count("\n") <= 250
 
 
 def test_the_guide_lists_every_page_once() -> None:

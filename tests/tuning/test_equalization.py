@@ -224,12 +224,12 @@ def test_factors_are_worth_it_for_channels_that_reach_further_too(reach: float, 
 
 
 @pytest.mark.parametrize("bits", [0, 4], ids=["even", "apart"])
-def test_a_few_loud_items_do_not_say_how_far_apart_channels_are(bits: int) -> None:
+def test_a_few_outliers_do_not_say_how_far_apart_channels_are(bits: int) -> None:
     model, quiet = rescaled(bits), image(0, 16)
     one, other = (fxq.prepare(model, image()) for _ in range(2))
-    loud = quiet.clone()
-    loud[3] *= torch.tensor([64.0, 1.0, 1.0]).reshape(3, 1, 1)  # one input channel alone, which the others follow in their shares
-    fxq.tuning.equalize(one, [loud], show_progress=False)
+    outlier = quiet.clone()
+    outlier[3] *= torch.tensor([64.0, 1.0, 1.0]).reshape(3, 1, 1)  # one input channel alone, which the others follow in their shares
+    fxq.tuning.equalize(one, [outlier], show_progress=False)
     fxq.tuning.equalize(other, [torch.cat((quiet[:3], quiet[4:]))], show_progress=False)
     for name, operator in quantized_operators(one).items():
         factors, wanted = operator.factors, quantized_operators(other)[name].factors

@@ -165,7 +165,7 @@ def prepare_pt2e(model: Any, quantizer: Any, *, target: str | None = None) -> fx
 
 @checked()
 def prepare_qat_pt2e(model: Any, quantizer: Any, *, target: str | None = None) -> fx.GraphModule:
-    """Prepare an exported program for training, in state TRAIN and in train mode. The arguments are those of `prepare_pt2e`."""
+    """Prepare an exported program for quantization-aware training: a model in state TRAIN and train mode; arguments of `prepare_pt2e`."""
     prepared = _prepared("prepare_qat_pt2e", model, quantizer, target, train=True)
     fxq.set_state(prepared, State.TRAIN)
     return prepared.train()

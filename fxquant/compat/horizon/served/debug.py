@@ -135,7 +135,7 @@ def check_qconfig(
 def check_qat_model(
     model: fx.GraphModule, example_inputs: Any = None, example_kw_inputs: Any = None, save_results: bool = False, out_dir: str | None = None
 ) -> str:
-    """Return what is unusual about a prepared model: what is not fused, layers called several times, settings; then every operator.
+    """Return a text of a prepared model: operators that are not fused, layers called several times, unusual settings, and all operators.
 
     save_results  whether to write model_check_result.txt into out_dir, by default the working directory
     """

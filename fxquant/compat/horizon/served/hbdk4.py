@@ -54,7 +54,7 @@ class Input:
         return self
 
     def insert_transpose(self, permutes: Any) -> Input:
-        """Make the module take images (N, H, W, 3), which is a step to those of a camera. Raises ConfigurationError for other orders."""
+        """Transpose an input, so that the module takes images (N, H, W, 3). Raises ConfigurationError for another order of dimensions."""
         if list(permutes) != [0, 3, 1, 2]:
             _refuse(f"insert_transpose({permutes})", "images of a camera are (N, H, W, 3)", "pass [0, 3, 1, 2], or permute in forward")
         return self._to("insert_transpose", None, "insert_transpose", NHWC)

@@ -117,7 +117,7 @@ class FloatFunctional(nn.Module):
 
 @contextmanager
 def with_paths(model: nn.Module) -> Iterator[None]:
-    """Make the FloatFunctionals of a model, PyTorch's too, those of this module within the context: their operators then have paths."""
+    """Replace a model's FloatFunctionals, also PyTorch's, by those of this module within the context, so that rules find them by path."""
     kinds = {module: type(module) for module in model.modules()}
     functionals = {module: kind for module, kind in kinds.items() if f"{kind.__module__[:6]}{kind.__name__}" == "torch.FloatFunctional"}
     for module in functionals:
