@@ -284,7 +284,7 @@ def _is_installed(name: str) -> bool:
 class Package(ModuleType):
     """A module in which an imported submodule does not hide an attribute: `quantization.prepare` is also a function.
 
-    The toolkit's own submodules are attributes of its own package, where `__getattr__` finds them.
+    The submodules of an installed toolkit are attributes of that toolkit's package, where `__getattr__` finds them.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -11,7 +11,7 @@ The zero is 0 where no integer is negative, 128 for other int8 tensors, and the 
 part of a sum is in the bias. A chain of elementwise primitives is computed in one pass by steps on registers, and reads and writes
 tensors of any dtype and strides; so is a recurrence, all of whose steps are one program. A tensor that a primitive or the host reads is
 written with the strides that the primitives gave it. Tensors that do not live at once share memory; each thread has its own. A changed
-constant, graph or copy gets programs of its own.
+constant, graph or copy gets new programs.
 
 An implementation is admitted (`admission`) by conditions on constants and proved bounds, and then by a comparison with the
 primitives on this machine: on operands of the whole range; for a requantization on both sides of every step, for each channel,

@@ -6,7 +6,7 @@ With a_t = W x_t + b, formed for all steps as one linear layer, u_t = U h_{t-1} 
     LSTM   i, f, g, o = σ, σ, tanh, σ of the four parts of a_t + u_t;   c_t = f·c_{t-1} + i·g;   h_t = o·tanh(c_t), projected by W_r
     GRU    r, z = σ of the first two parts of a_t + u_t;   n = tanh(a_t + r·u_t), of the third;   h_t = (1 - z)·n + z·h_{t-1}
 
-1 - σ(x) is σ(-x), a table of its own. What lies in (-1, 1) has a grid that is given; any other state is on one grid for all steps.
+1 - σ(x) is σ(-x), with a separate table. Tensors within (-1, 1) have a constant scale; any other state has one scale for all steps.
 """
 
 from __future__ import annotations
