@@ -160,10 +160,7 @@ def assert_integer_is_onnx(integer: fx.GraphModule, path: Path, batches: Sequenc
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     for inputs in batches:
         found = session.run(None, {entry.name: value.numpy() for entry, value in zip(session.get_inputs(), inputs, strict=True)})
-        pairs = list(zip(map(torch.from_numpy, found), flat(integer(*inputs)), strict=True))
-        assert pairs
-        # What float functions compute is rounded by each runtime in its own way; `verify` has counted it apart.
-        assert all(same_bytes(*each) or (report.flips and torch.allclose(*each, rtol=1e-5, atol=1e-6)) for each in pairs)
+        assert all_equal([torch.from_numpy(value) for value in found], integer(*inputs))
 
 
 def assert_contract(
