@@ -41,12 +41,14 @@ def keep(gm: fx.GraphModule, context: Context) -> int:
     leaving, integer = set[fx.Node](), context.options.integer_tail
     if integer is None:
         integer = context.target.roofline is not None  # a chip computes them itself; elsewhere one processor computes everything
-    for node in reversed(gm.graph.nodes if not integer else ()):
+    if integer:
+        return 0
+    for node in reversed(gm.graph.nodes):
         passes = copies(node) or _is_function(node, context)
         if node.op == "output" or reads_shape_only(node) or (passes and leaving.issuperset(node.users)):
             leaving.add(node)
     sums, kept = set[fx.Node](), set[fx.Node]()
-    for node in gm.graph.nodes if leaving else ():
+    for node in gm.graph.nodes:
         read = set(operands_of(node))
         if _is_sum_of(node, read, sums, context):
             sums.add(node)
