@@ -32,7 +32,6 @@ from fxquant.tuning.result import TunedLayer
 from fxquant.tuning.walk import Values, batch_axes, count_of, run
 
 GAIN = 0.2228  # dB at the outputs, 5 % of the noise: what a range, an observer or a tuning has to gain; a few samples tell it from chance
-OUTLIERS = 8  # one sample in eight: those with the largest errors do not decide alone; one huge activation asks for the widest range
 QUIET = 1e-8  # noise of a part that counts as none
 MOST = 16  # parts of an output: one of more is a stack of tensors that are alike, and judged as a whole
 
@@ -41,8 +40,8 @@ Run = Callable[[Sequence[Any]], list[Tensor]]  # from a model's inputs to its fl
 
 
 def is_lower(after: Noise, before: Noise) -> bool:
-    """Return whether the parts gain more than `GAIN` dB on average and none loses as much, also without the worst samples."""
-    return after.level - before.level > GAIN and not is_lost(after, before) and not is_lost(*_without_outliers(after, before))
+    """Return whether the parts gain more than `GAIN` dB on average, and none of them loses as much."""
+    return after.level - before.level > GAIN and not is_lost(after, before)
 
 
 def is_lost(after: Noise, before: Noise) -> bool:
@@ -86,20 +85,16 @@ class Noise:
 
     errors: tuple[float, ...]
     powers: tuple[float, ...]
-    samples: tuple[Tensor, ...] = ()  # of each part the errors and the powers (2, samples), where samples are distinguished
+    samples: tuple[Tensor, ...] = ()  # the errors (samples,) of each part
 
     @staticmethod
     def of(wanted: Sequence[Sequence[Tensor]], changed: Iterable[Sequence[Tensor]], counts: Sequence[int] = ()) -> Noise:
         """Return the noise of parts from the wanted and the changed values of each chunk, with the `counts` of samples in it, or 1."""
         every = zip(wanted, changed, counts or [1] * len(wanted), strict=True)
-        chunks = [[_errors_and_powers(*pair, count) for pair in zip(*both, strict=True)] for *both, count in every]
-        return Noise.by_sample([torch.cat(part, 1) for part in zip(*chunks, strict=True)])
-
-    @staticmethod
-    def by_sample(samples: Sequence[Tensor]) -> Noise:
-        """Return the noise of parts from the errors and the powers (2, samples) of each."""
-        sums = [part.sum(1).tolist() for part in samples]
-        return Noise(tuple(error for error, _ in sums), tuple(power for _, power in sums), tuple(samples))
+        chunks = [[_errors_and_power(*pair, count) for pair in zip(*both, strict=True)] for *both, count in every]
+        parts = [tuple(zip(*part, strict=True)) for part in zip(*chunks, strict=True)]
+        samples = tuple(torch.cat(errors) for errors, _ in parts)
+        return Noise(tuple(float(errors.sum()) for errors in samples), tuple(sum(powers) for _, powers in parts), samples)
 
     @property
     def parts(self) -> tuple[float, ...]:
@@ -124,23 +119,23 @@ class Noise:
         return sum(map(decibels, there)) / len(there) if any(self.errors) else math.inf
 
 
-def _errors_and_powers(wanted: Tensor, changed: Tensor, count: int) -> Tensor:
-    """Return the squared errors and the powers (2, count) of the samples of one part, or (2, 1) where its elements do not divide."""
-    rows = count if count and wanted.numel() % count == 0 else 1
-    reference, other = (value.double().reshape(rows, -1) for value in (wanted, changed))
+def _errors_and_power(wanted: Tensor, changed: Tensor, count: int) -> tuple[Tensor, float]:
+    """Return the squared errors (count,) of the samples of one part, alike where its elements do not divide, and its power."""
+    reference, other = wanted.double(), changed.double()
     finite = torch.isfinite(reference)
-    errors = (other - reference).square().where(finite, 0.0).sum(1)
-    return torch.stack((errors.nan_to_num(math.inf, math.inf), reference.square().where(finite, 0.0).sum(1))).cpu()
+    errors = (other - reference).square().where(finite, 0.0).nan_to_num(math.inf, math.inf)
+    rows = errors.reshape(count, -1).sum(1) if count and errors.numel() % count == 0 else (errors.sum() / count).expand(count)
+    return rows.cpu(), float(reference.square().where(finite, 0.0).sum())
 
 
-def _without_outliers(*noises: Noise) -> tuple[Noise, ...]:
-    """Return the noises without the samples of each part whose errors are largest in all of them together, one in `OUTLIERS`.
+def support(after: Noise, before: Noise) -> float:
+    """Return the effective number of samples that gain, (Σd)² / Σd² with the gain d of each over all parts; 0 where they lose.
 
-    By the errors of one noise alone, samples that had bad luck with it would be left out, which is in its favour.
+    It is n where n samples gain alike, and 1 where one gains all: Kish, Survey Sampling, 1965, section 11.7.
     """
-    rest = [torch.stack(part).sum(0)[0].argsort() for part in zip(*(noise.samples for noise in noises), strict=True)]
-    rest = [order[: len(order) - math.ceil(len(order) / OUTLIERS)] for order in rest]
-    return tuple(Noise.by_sample([part[:, few] for part, few in zip(noise.samples, rest, strict=True)]) for noise in noises)
+    parts = zip(after.samples, before.samples, before.errors, strict=True)
+    total = sum(((had - has) / (error or 1.0)).nan_to_num(1.0) for has, had, error in parts)
+    return float(total.sum().clamp_min(0).square() / total.square().sum().clamp_min(1e-30))  # type: ignore[union-attr]
 
 
 # ---- Parts of outputs: a fact of the graph -------------------------------------------------------------------------------
@@ -216,7 +211,7 @@ class FloatOutputs:
         with torch.no_grad():
             self.wanted = [self.apart(self.float_form(chunk)) for chunk in chunks]
         axes = batch_axes(prepared)
-        self.counts = [count_of(chunk, axes) if any(axis is not None for axis in axes) else 1 for chunk in chunks]
+        self.counts = [count_of(chunk, axes) for chunk in chunks]
 
     def apart(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Return the parts of floating-point outputs."""

@@ -36,7 +36,7 @@ from fxquant.support import logger
 from fxquant.support.progress import progress
 from fxquant.tuning import bias, second_moment
 from fxquant.tuning.choices import tuning
-from fxquant.tuning.effects import FloatOutputs, Noise, best_of, is_real
+from fxquant.tuning.effects import FloatOutputs, Noise, best_of, is_real, support
 from fxquant.tuning.walk import HELD_OUT_OF, Samples, batch_axes, count_of, cut, weighted_nodes
 
 ENOUGH = 64  # samples: so many are kept, of the first batches, and biases are corrected if there are so many
@@ -100,11 +100,7 @@ class FirstSamples:
         """Take the model's inputs of the next batch."""
         kept = self.kept
         tensors = [value for value in inputs if isinstance(value, Tensor)]
-        axes = batch_axes(self.prepared)
-        if any(axis is not None for axis in axes):
-            count = count_of(inputs, axes)
-        else:  # every size is fixed: the first dimension is the batch, as a rule
-            count = len(tensors[0]) if tensors and tensors[0].dim() else len(tensors[:1])
+        count = count_of(inputs, batch_axes(self.prepared))
         kept.seen += count
         if (self.rounds or self.corrects or self.chooses is not False) and kept.samples < ENOUGH and kept.elements < LARGEST and tensors:
             kept.inputs = [_beside(inputs, each) for each in kept.inputs]
@@ -267,6 +263,7 @@ def _restoring(prepared: fx.GraphModule, always: bool = False) -> Iterator[None]
 # 16 bits, all of them together: the squares whose root is a spectrogram.
 
 
+FEWEST = 3  # samples that gain by another choice than the usual, or half of all: one huge activation chooses no range for the others
 MANY = 0.2  # of an input's values that are not 0, and become 0
 FACTORS = (1.0, 0.5, 0.25, 0.125, 0.0625)
 
@@ -363,7 +360,8 @@ def _chosen(prepared: fx.GraphModule, candidates: Mapping[str, Callable[[], None
             candidates[usual]()
     if not noise:
         return usual
-    best = best_of(noise, usual)
+    fewest = min(FEWEST, sum(outputs.counts) / 2)
+    best = best_of({name: each for name, each in noise.items() if name == usual or support(each, noise[usual]) >= fewest}, usual)
     other = max(others, key=lambda name: noise[name].level) if best == usual else usual
     logger.info("%s %s: the outputs have %.1f dB, and %.1f dB with %s", what, best, noise[best].level, noise[other].level, other)
     return best

@@ -103,8 +103,10 @@ def single(inputs: Sequence[Any], axes: Sequence[int | None]) -> Iterable[list[A
 
 
 def count_of(inputs: Sequence[Any], axes: Sequence[int | None]) -> int:
-    """Return the number of samples in the inputs of a model; at least one input must have a batch axis."""
-    return next(int(value.shape[axis]) for value, axis in zip(inputs, axes, strict=True) if axis is not None)
+    """Return the number of samples in the inputs of a model: where every size is fixed, that of the first tensor's first dimension."""
+    sizes = [int(value.shape[axis]) for value, axis in zip(inputs, axes, strict=True) if axis is not None]
+    shapes = [value.shape for value in inputs if isinstance(value, Tensor)]
+    return sizes[0] if sizes else (shapes[0][0] if shapes and shapes[0] else len(shapes[:1]))
 
 
 def _cut(inputs: Sequence[Any], axes: Sequence[int | None], size: int) -> Iterable[list[Any]]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxquant as fxq
 from fxquant.reporting.effects import noise
-from fxquant.tuning.effects import FloatOutputs, Noise, best_of, is_lower
+from fxquant.tuning.effects import FloatOutputs, Noise, best_of, is_lower, support
 from tests.shared import contract
 
 HALF = Noise((0.5,), (1.0,))
@@ -94,26 +94,25 @@ def test_noise_is_pooled_over_samples() -> None:
     assert abs(Noise.of(wanted, changed).pooled - 1 / 100) < 1e-4
 
 
-@pytest.mark.parametrize(("huge", "taken"), [(1, False), (2, False), (3, True)])
-def test_an_eighth_of_the_samples_does_not_decide_against_all_others(huge: int, taken: bool) -> None:
-    """Sixteen samples in chunks of four, of which some have a hundredfold output and lose an error that the others gain."""
-    large = torch.arange(16) < huge
-    wanted = torch.where(large, 100.0, 1.0)
-    usual, other = (wanted + error for error in (torch.where(large, 5.0, 0.1), torch.where(large, 1.0, 0.2)))
+@pytest.mark.parametrize("huge", [1, 4, 16])
+def test_support_is_the_number_of_samples_that_gain(huge: int) -> None:
+    """Sixteen samples in chunks of four."""
+    wanted = torch.arange(1.0, 17.0)
     before, after = (
-        Noise.of([[part] for part in wanted.split(4)], [[part] for part in changed.split(4)], [4] * 4) for changed in (usual, other)
+        Noise.of([[part] for part in wanted.split(4)], [[part] for part in (wanted + error).split(4)], [4] * 4)
+        for error in (torch.ones(16), (torch.arange(16) >= huge).float())
     )
-    assert after.level > before.level + 6
-    assert is_lower(after, before) == taken
+    assert abs(support(after, before) - huge) < 1e-6
+    assert support(before, after) == 0
 
 
-def test_samples_are_told_apart_by_the_batch_of_the_inputs() -> None:
+def test_samples_are_those_of_the_batch_of_the_inputs() -> None:
     torch.manual_seed(0)
     inputs = torch.randn(4, 3, 8, 8)
     outputs = FloatOutputs(contract.calibrated(Detector().eval(), [inputs], "x86"), [[inputs], [inputs[:2]]])
     measured = outputs.measure()
-    assert [part.shape for part in measured.samples] == [(2, 6)] * 3
-    assert all(torch.equal(part[:, :2], part[:, 4:]) for part in measured.samples)
+    assert [part.shape for part in measured.samples] == [(6,)] * 3
+    assert all(torch.equal(part[:2], part[4:]) for part in measured.samples)
 
 
 def test_sensitivity_estimates_by_parts() -> None:

@@ -14,7 +14,7 @@ from fxquant.tuning import effects, first_samples
 from tests.shared import contract
 
 COUNT = 96
-LOUD = 16.0
+LOUD = 24.0
 
 
 class Classifier(nn.Module):
@@ -109,3 +109,15 @@ def test_an_interrupted_choice_leaves_the_scales(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(KeyboardInterrupt):
             fxq.calibrate(prepared, batches, options=fxq.Options(correct_bias=False), show_progress=False)
     assert fxq.qparams(prepared) == fxq.qparams(usual)
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "x86"])
+def test_one_sample_does_not_choose_for_all_others(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sample of 96 has values that every method but min-max cuts off, and most of the squared error at the outputs."""
+    batch = torch.randn(96, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    batch[17] *= 300
+    with torch.no_grad():
+        chosen = calibrated(list(batch.split(16)), target, None, bounded=False)
+        assert first_samples.method_of(chosen) is Method.ERROR
+        monkeypatch.setattr(first_samples, "FEWEST", 0)
+        assert first_samples.method_of(calibrated(list(batch.split(16)), target, None, bounded=False)) is Method.MIN_MAX
