@@ -303,6 +303,7 @@ def test_every_nash_march_has_the_limits_of_nash() -> None:
     assert all(target.limits == TARGETS["nash-e"].limits for target in nash)
 
 
+@pytest.mark.sweep(60)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.family}-{row.operator or 'any'}-{row.measure}-{row.outside}".replace(" ", "_"))
 def test_just_inside_and_just_outside(row: Row) -> None:
     for target in FAMILIES[row.family]:

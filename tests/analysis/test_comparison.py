@@ -165,6 +165,7 @@ def test_figures_are_those_of_the_tensors_recorded_in_both_forms(tmp_path: Path)
         assert layer.own == pytest.approx(float(10 * torch.log10(one.square().sum() / (exact * scale - one).square().sum())))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("kind", [Digits, Attention])
 def test_every_form_is_matched_with_every_other(kind: Callable[[], nn.Module], tmp_path: Path) -> None:
     """The float model's tensors are found under the names that they have before fusion; equal forms are equal."""
@@ -237,6 +238,7 @@ def test_the_models_are_left_as_they_were() -> None:
 # ---- models that are broken on purpose -------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("kind", "target"), [(Digits, "x86"), (Attention, "nash-e")])
 def test_a_healthy_model_has_no_advice(kind: Callable[[], nn.Module], target: str) -> None:
     found = compiled(kind, target).compare(batches())
@@ -305,6 +307,7 @@ def two() -> tuple[fxq.results.Result, list[tuple[Tensor, Tensor]]]:
     return fxq.quantize(model.eval(), pairs, target="nash-e"), pairs
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("layer", ["layer_self_attn_linear_2", "layer_self_attn_mul"])
 def test_a_scale_inside_of_an_attention_is_named(layer: str) -> None:
     """The float model has one module in its place; the prepared one has its parts."""
@@ -320,6 +323,7 @@ def test_a_scale_inside_of_an_attention_is_named(layer: str) -> None:
     assert (part.layer, part.rule) == (layer, "scale_too_small")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("what", ["running_mean", "running_var", "both"])
 @pytest.mark.parametrize("layer", ["stem", "body", "down"])
 def test_a_batch_norm_without_statistics_is_named(layer: str, what: str) -> None:

@@ -72,6 +72,7 @@ def result() -> fxq.results.Result:
     return fxq.quantize(Sizes().eval(), [images(2), images(2)], "nash-e", show_progress=False)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("style", "batch"), [("exact", 1), ("fast", 3), ("qdq", 1)])
 def test_every_size_is_a_number_and_the_bits_are_the_models(style: str, batch: int, result: fxq.results.Result, tmp_path: Path) -> None:
     options: dict[str, Any] = {"style": style, "opset": 21}

@@ -180,6 +180,7 @@ def test_zeros_around_what_convolutions_read_are_their_padding(z: nn.Module, a: 
         assert next(list(entry.ints) for entry in layer.attribute if entry.name == "pads") == pads
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("size", "kernels"), [(7, [7]), (12, [6, 2]), (32, [4, 4, 2]), (56, [7, 4, 2])])
 @pytest.mark.parametrize("how", ["mean", "keepdim", "pool", "window"])
 def test_the_mean_of_an_image_is_several_on_bernoulli2(how: str, size: int, kernels: list[int], tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ def known(name: str, target: str = "bayes-e", activation: str = "int8", weight: 
     return integer_of(model, None, target, mapping)
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("target", FIXED)
 @pytest.mark.parametrize("name", MODELS)
 def test_sums_of_bytes_give_the_integer_models_bits(name: str, target: str, tmp_path: Path) -> None:
@@ -104,6 +105,7 @@ def test_what_is_beyond_24_bits_is_added_in_32(name: str, wide: Callable[..., Te
     assert any(node.target is wide for node in known(name).graph.nodes)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("opset", [17, 19, 21])
 @pytest.mark.parametrize("name", ["residual", "rows, read twice"])
 def test_sums_of_bytes_at_every_opset(name: str, opset: int, tmp_path: Path) -> None:

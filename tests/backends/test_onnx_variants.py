@@ -45,6 +45,7 @@ def both(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Compiled:
     return compiled(model, [batch], "nash-e")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("opset", [11, 18])
 def test_a_float_model_is_a_file_of_any_batch_size(model: nn.Module, batch: tuple[Tensor, Tensor], opset: int, tmp_path: Path) -> None:
     path = fxq.export_onnx(model, tmp_path / "float.onnx", opset=opset, example_inputs=batch, output_names=["scores"])

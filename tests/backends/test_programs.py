@@ -53,6 +53,7 @@ def integer_of(model: nn.Module, batch: Tensor, target: str) -> fx.GraphModule:
     return compiled(model.eval(), [batch], target).integer
 
 
+@pytest.mark.nightly
 def test_programs_run_without_fxquant_at_every_batch_size(tmp_path: Path) -> None:
     tokens = torch.randint(0, 20, (7, 5))
     integer = integer_of(Mixed(), tokens[:4], "bayes-e")

@@ -59,6 +59,7 @@ def test_a_checkpoint_is_trained_once_and_from_its_seed_alone(tmp_path: Path) ->
     assert floats.checkpoint("tiny", "edsr", 0, tmp_path / "one").path.stat().st_mtime_ns == written
 
 
+@pytest.mark.nightly
 def test_training_with_the_prepared_model_gives_an_integer_model_of_its_bits(tmp_path: Path) -> None:
     found = floats.checkpoint("tiny", "edsr", 0, tmp_path)
     calibrated = methods.quantize(found, SETTINGS["W4A4"], CALIBRATION)

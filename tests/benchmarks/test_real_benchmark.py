@@ -145,6 +145,7 @@ def test_the_table_is_read_as_it_is_written(tmp_path: Path) -> None:
     assert kept.read(tmp_path / "absent.tsv") == []
 
 
+@pytest.mark.nightly
 def test_a_figure_that_fell_and_a_network_that_fails_set_the_exit_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

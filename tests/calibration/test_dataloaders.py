@@ -181,6 +181,7 @@ def of_one() -> fx.GraphModule:
     return copy.deepcopy(known(One, PLAIN[One])[1])
 
 
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", FORMS)
 def test_batches_in_every_form_give_the_scales_of_plain_ones(name: str) -> None:
     form = FORMS[name]

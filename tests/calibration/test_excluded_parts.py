@@ -90,6 +90,7 @@ def test_without_it_everything_is_calibrated() -> None:
     assert {each.state for each in quantized_operators(whole()).values()} == {fxq.State.VALIDATE}
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", METHODS)
 def test_a_part_in_float_stays_as_it_is(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """But for the grid of what it gives, which is that of what reads it."""

@@ -62,7 +62,9 @@ def test_a_wrong_target_lists_the_right_ones(tmp_path: Path, capsys: pytest.Capt
     assert not (tmp_path / "out").exists(), "nothing is done before the target is known"
 
 
-def test_a_folder_of_the_demonstration_that_is_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_the_demonstration_that_is_a_file_is_refused(
+    outcomes: list[run.Outcome], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("kept")
     assert run.main(["--out", str(tmp_path / "file")]) == 2
     assert "remedy" in capsys.readouterr().err
@@ -87,6 +89,7 @@ def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[run.Outcome]:
     return kept
 
 
+@pytest.mark.nightly
 def test_the_demonstration(outcomes: list[run.Outcome], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["--target", "bayes-e", "--out", str(tmp_path)]) == 0
     (outcome,) = outcomes

@@ -54,6 +54,7 @@ def file(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return saved
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_output_that_cannot_be_written_is_an_error_of_use(unbuffered: str, file: Path) -> None:
     with Path("/dev/full").open("w") as full:
@@ -63,6 +64,7 @@ def test_output_that_cannot_be_written_is_an_error_of_use(unbuffered: str, file:
     assert (ended.returncode, ended.stderr.splitlines()) == (2, said)
 
 
+@pytest.mark.nightly
 def test_output_that_nobody_reads_any_more_is_neither_equal_nor_different(file: Path) -> None:
     running = subprocess.Popen(command("inspect", "--graph", file), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert running.stdout is not None

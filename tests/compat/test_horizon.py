@@ -103,6 +103,7 @@ def test_a_model_whose_scales_are_learned_takes_over_those_of_calibration() -> N
         horizon.load_observer_params(calib, wide)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("observer", ["mse", "kl", "mix", "clip_std"])
 def test_roundings_are_learned_of_a_model_that_any_observer_calibrated(observer: str) -> None:
     prepared = calibrated(prepared_as(horizon.get_default_qconfig(activation_observer=observer)))

@@ -275,6 +275,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_runs_or_says_what_to_write(name: str, said: Any) -> None:
     _, words, _ = PROGRAMS[name]

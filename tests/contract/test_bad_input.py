@@ -112,6 +112,7 @@ BAD_BATCHES: dict[str, Callable[[], Any]] = {
 OVERFLOWS = torch.full((4, *SHAPE), 1e38)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", [*BAD_BATCHES, "overflow"])
 def test_a_bad_batch_is_refused_and_earlier_ones_are_kept(prepared: fx.GraphModule, name: str, golden: Golden) -> None:
     """A batch that overflows inside, too."""

@@ -71,17 +71,20 @@ def exported(name: str, target: str, directory: Path) -> Path:
 # ---- E1, E2, E3 on whole models ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(1)
 @every_pair
 def test_validate_is_integer(name: str, target: str) -> None:
     contract.assert_alive(compiled(name, target).integer, images(name, 8))
     contract.assert_validate_is_integer(*compiled(name, target), images(name, 8))
 
 
+@pytest.mark.sweep(1)
 @every_pair
 def test_integer_is_onnx_at_two_batch_sizes(name: str, target: str, tmp_path: Path) -> None:
     contract.assert_integer_is_onnx(compiled(name, target).integer, tmp_path / "model.onnx", [(images(name, 3),), (images(name, 1, 1),)])
 
 
+@pytest.mark.sweep(1)
 @every_pair
 def test_train_is_validate_and_every_parameter_learns(name: str, target: str) -> None:
     prepared, integer = fresh(name, target)
@@ -90,6 +93,7 @@ def test_train_is_validate_and_every_parameter_learns(name: str, target: str) ->
     assert all_equal(prepared(images(name, 4)), integer(images(name, 4)))
 
 
+@pytest.mark.sweep(1)
 @every_target
 def test_the_contract_holds_after_training(target: str, tmp_path: Path) -> None:
     prepared, before = fresh("demo network", target)
@@ -261,6 +265,7 @@ def primitive_sum(node: fx.Node, patches: Tensor, weight: Tensor, bias: Tensor |
     return node.target(full, weight, bias, [1] * rank, [0] * rank, [1] * rank, groups, *extra).flatten(1).diagonal()
 
 
+@pytest.mark.sweep(1)
 @every_pair
 def test_no_input_exceeds_the_proved_accumulator(name: str, target: str) -> None:
     integer = compiled(name, target).integer
@@ -344,6 +349,7 @@ def test_a_mean_whose_sum_may_not_fit_stays_in_float(pool: nn.Module, size: tupl
     assert re.search(r"%_0 +float +its sum of \d+ terms may exceed", fxq.explain(prepared))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("model", "shape"),
     [(nn.Linear(16_000, 2), (16_000,)), (nn.AvgPool2d(181), (1, 181, 181)), (nn.AdaptiveAvgPool2d(1), (1, 362, 362))],
@@ -411,6 +417,7 @@ def test_no_float_stands_between_the_boundary_nodes(name: str, target: str) -> N
         assert not real or all(user.op == "output" for user in node.users), node.name
 
 
+@pytest.mark.sweep(1)
 @every_pair
 def test_every_onnx_value_is_a_whole_number_of_its_declared_type(name: str, target: str, tmp_path: Path) -> None:
     path = exported(name, target, tmp_path)
@@ -442,6 +449,7 @@ def weights_of_layers(model: onnx.ModelProto) -> list[np.ndarray]:
     return found
 
 
+@pytest.mark.sweep(1)
 @every_pair
 def test_the_runtime_fuses_no_scale_into_a_layer(name: str, target: str, tmp_path: Path) -> None:
     path = exported(name, target, tmp_path)
@@ -538,6 +546,7 @@ def spoil_zero_point(model: onnx.ModelProto, accumulator: str, result: str, targ
     replace_input(model, call, len(call.input) - 1, add_one)
 
 
+@pytest.mark.sweep(2)
 @every_target
 @pytest.mark.parametrize("spoil", [spoil_bias, spoil_multiplier, spoil_zero_point])
 def test_a_constant_of_the_file_that_is_off_by_one_is_located(spoil: Callable[..., None], target: str, tmp_path: Path) -> None:
@@ -552,6 +561,7 @@ def test_a_constant_of_the_file_that_is_off_by_one_is_located(spoil: Callable[..
     assert_located(report, spoiled.name, given.name)
 
 
+@pytest.mark.sweep(1)
 @every_target
 @pytest.mark.parametrize("role", ["bias", "multiplier"])
 def test_a_constant_of_the_integer_graph_that_is_off_by_one_is_located(target: str, role: str, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ NAMES = sorted(record.name for record in OPERATORS.values() if record.name not i
 # ---- the sample ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.quick), *SAMPLE[1:]])
 def test_a_random_network_holds_the_contract(target: str, seed: int) -> None:

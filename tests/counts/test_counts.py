@@ -44,15 +44,20 @@ def rows_of(found: Table, network: str | None = None, target: str | None = None)
     }
 
 
+# Each network has one target in `make test`, and all of them in the nightly lane.
+FURTHER = {(network, target) for index, network in enumerate(NETWORKS) for target in TARGETS if target != TARGETS[index % len(TARGETS)]}
 PLACES = [(measure, network, target) for measure in MEASURES for network in NETWORKS for target in table.targets_of(measure)]
 
 
-@pytest.mark.parametrize(("measure", "network", "target"), PLACES)
+@pytest.mark.parametrize(
+    ("measure", "network", "target"), [pytest.param(*place, marks=pytest.mark.nightly if place[1:] in FURTHER else ()) for place in PLACES]
+)
 def test_counts_are_those_of_the_table(measure: str, network: str, target: str) -> None:
     found = table.measured(network, target, measure)
     compare(found, rows_of(found, network, target))
 
 
+@pytest.mark.sweep(4)
 @every_target
 @every_network
 @pytest.mark.parametrize("measure", DEPENDENT)

@@ -142,6 +142,7 @@ def test_a_file_names_wrapped_functions_and_imports_nothing(image: Tensor, tmp_p
         fxq.load(path)
 
 
+@pytest.mark.nightly
 def test_segments_have_files_but_for_what_is_python(image: Tensor, tmp_path) -> None:
 
     integer = compiled(

@@ -33,6 +33,7 @@ class Named(nn.Module):
         return F.rms_norm(x, (8,), self.other._modules["norm"]._parameters[self.name])
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", OWN + PYTHON)
 def test_a_module_of_any_name_is_compiled_trained_copied_saved_and_exported(name, tmp_path):
     model, x = Named(name).eval(), torch.randn(4, 8)

@@ -107,6 +107,7 @@ SCRIPTED: dict[str, Written] = {
 }
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", SCRIPTED)
 def test_scripted_helpers_hold_at_every_batch_size(name: str) -> None:
     prepared, integer = compiled(SCRIPTED[name].eval(), [rows(0), rows(1)])
@@ -219,6 +220,7 @@ OF_SHAPES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", [*ASSERTED, *OF_SHAPES])
 def test_an_assertion_about_content_is_left_out_and_noted(name: str) -> None:
     model = Written(checked({**ASSERTED, **OF_SHAPES}[name])).eval()

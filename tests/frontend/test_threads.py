@@ -69,6 +69,7 @@ def nothing_is_left_behind():
     assert vars(sys.modules[__name__])["math"] is math
 
 
+@pytest.mark.nightly
 def test_many_rounds_of_preparing_calibrating_converting_and_running_in_three_threads():
     x = torch.randn(5, 6)
     shared = Sized(3)

@@ -94,6 +94,7 @@ def assert_alike(one: list[Tensor], other: list[Tensor]) -> None:
         assert float((a - b).abs().max()) <= TOLERANCE * largest
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("target", "frozen", "in_c"),
     [

@@ -217,6 +217,7 @@ def network() -> contract.Compiled:
     return compiled(Network().eval(), [(batch(seed=seed),) for seed in range(3)], "x86", affine)
 
 
+@pytest.mark.nightly
 def test_a_network_holds_the_contract(network: contract.Compiled, tmp_path: Path) -> None:
     prepared, integer = network
     grids = {qparams(node).zero_point for node in integer.graph.nodes if qparams(node) is not None and qparams(node).dtype == "uint8"}

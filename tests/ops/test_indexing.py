@@ -138,6 +138,7 @@ LISTS: dict[str, list[Any]] = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
 @pytest.mark.parametrize("name", LISTS)
 def test_a_list_of_entries_is_the_index_that_pytorch_takes_it_for(name: str, tmp_path: Path) -> None:

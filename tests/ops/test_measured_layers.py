@@ -44,6 +44,7 @@ def weights(**options: Any) -> fxq.QConfig:
 WEIGHTS = {"channels": weights(), "one scale": weights(per_channel=False), "int4": weights(dtype="int4", per_channel=False)}
 
 
+@pytest.mark.sweep(2)
 @every_target
 @pytest.mark.parametrize("qconfig", WEIGHTS.values(), ids=WEIGHTS)
 def test_every_form_of_a_layer_holds_half_a_step(target: str, qconfig: fxq.QConfig, tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 # ---- what they are made of --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_parts_together_are_the_float_function(name: str) -> None:
     example = sequences(steps=3)
@@ -88,6 +89,7 @@ def test_the_parts_together_are_the_float_function(name: str) -> None:
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", ["bernoulli2", "bayes-e", "nash-e", "x86"])
 def test_they_hold_the_contract_and_are_near_the_float_model(target: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -135,6 +137,7 @@ def test_a_long_sequence_is_told_once_and_its_constants_are_held_once(tmp_path: 
     assert len(files[0].functions) == len(files[1].functions)
 
 
+@pytest.mark.nightly
 def test_a_saved_one_is_the_same(tmp_path: Path) -> None:
     for form in compiled(model("gru"), [sequences(steps=3)], "nash-e"):
         fxq.save(form, tmp_path / "model.fxq")
@@ -196,6 +199,7 @@ def test_without_gradients_a_float_lstm_has_the_same_bits() -> None:
     assert contract.all_equal(prepared(sequences()), expected)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("target", ["bayes-e", "bernoulli2"])
 def test_a_product_has_no_scale_beyond_what_gates_tell_apart(kind: Callable[..., nn.RNNBase], target: str) -> None:

@@ -205,12 +205,14 @@ NAMES = list(MOVES)
 PACKS = [NAMES[start : start + 8] for start in range(0, len(NAMES), 8)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("names", PACKS, ids=lambda names: f"{names[0]} to {names[-1]}")
 def test_moves_are_exact(names: list[str], target: str, tmp_path: Path) -> None:
     assert_contract(Several([MOVES[name] for name in names]), target, tmp_path, 0)
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", ROUNDING)
 def test_rounding_operators_keep_the_contract(name: str, target: str, tmp_path: Path) -> None:
@@ -305,6 +307,7 @@ SCALARS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("dynamic_shapes", [None, {}], ids=["batch", "fixed"])
 @pytest.mark.parametrize("name", SCALARS)
 def test_tensors_without_dimensions(name: str, dynamic_shapes: Any, tmp_path: Path) -> None:

@@ -154,6 +154,7 @@ def reason(prepared: fx.GraphModule, name: str) -> str:
 TARGETS = {**dict(zip(CASES, itertools.cycle(contract.TARGETS), strict=False)), "prelu, steep": "nash-e"}  # it saturates on bayes-e
 
 
+@pytest.mark.sweep(20)
 @pytest.mark.parametrize(("name", "target"), TARGETS.items())
 def test_contract(name: str, target: str, tmp_path: Path) -> None:
     model, batches = built(CASES[name])
@@ -165,6 +166,7 @@ def test_contract(name: str, target: str, tmp_path: Path) -> None:
     assert_contract(compiled, tmp_path / "model.onnx", batches)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("target", contract.TARGETS)
 @pytest.mark.parametrize("name", WIDE)
 def test_wide_sums(name: str, target: str, tmp_path: Path) -> None:

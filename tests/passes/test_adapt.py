@@ -111,6 +111,7 @@ INT16 = fxq.QConfig(output=fxq.ActivationConfig("int16"))
 WHOLE = {"bernoulli2": (Camera, (4, 2, 16, 80), None), "bayes-e": (Wide, (4, 2, 8, 8), INT16), "nash-e": (Long, (4, 3, 16), None)}
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", WHOLE)
 def test_an_adapted_model_is_held_to_the_contract(target: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

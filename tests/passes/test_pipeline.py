@@ -269,6 +269,7 @@ def test_equal_models_give_equal_texts_and_bits() -> None:
 # ---- until, dumps, the dial -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.quick
 @pytest.mark.parametrize("step", PREPARE, ids=lambda step: step.name)
 def test_until_a_pass_gives_a_graph_that_runs(step: Pass, golden: Golden) -> None:

@@ -314,6 +314,7 @@ def assert_like(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert 0.9 < found[name].norm() / gradient.norm() < 1.1, name
 
 
+@pytest.mark.sweep(26)
 @pytest.mark.parametrize("target", ["bayes-e", "x86"])
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_in_train_are_the_float_models(form: str, target: str) -> None:
@@ -323,6 +324,7 @@ def test_gradients_in_train_are_the_float_models(form: str, target: str) -> None
     assert_like(gradients(prepared.train()), gradients(model))
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("form", STOPS)
 def test_a_stop_changes_no_bit(form: str, tmp_path: Path) -> None:
     prepared, other = calibrated(Net(STOPS[form])), calibrated(Net(forms(torch.nn.Identity())[form]))
@@ -335,6 +337,7 @@ def test_a_stop_changes_no_bit(form: str, tmp_path: Path) -> None:
     assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), BATCHES)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "form", ["hook", "gradient reversal", "custom backward with two results", "custom backward of a weight", "half detached"]
 )

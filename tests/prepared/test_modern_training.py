@@ -173,6 +173,7 @@ def test_a_compiled_model_has_the_same_bits() -> None:
 # ---- going on ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("activations", "kept"), [*((name, "state_dict") for name in SCALES), ("lsq+", "file")])
 def test_training_goes_on_as_if_it_had_not_been_stopped(activations: str, kept: str, tmp_path: Path) -> None:
     """Bit by bit, the optimizer's moments and the schedule with it."""

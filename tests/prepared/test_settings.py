@@ -82,6 +82,7 @@ def test_a_change_that_the_graph_does_not_follow_raises_where_it_is_assigned_to_
     assert torch.equal(model(X), before)  # nothing was changed
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("change", "what"),
     [

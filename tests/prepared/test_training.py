@@ -196,6 +196,7 @@ def test_gradients_reach_every_parameter_and_every_scale() -> None:
     contract.assert_gradients_reach_every_parameter(prepared, batches()[1])
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("target", ["bayes-e", "bernoulli", "nash-e", "qnnpack"])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_learned_scales_hold_the_contract_after_training(target: str, bits: int, tmp_path: Path) -> None:
@@ -351,6 +352,7 @@ def is_power_of_two(scale: Tensor) -> bool:
     return bool((torch.frexp(scale).mantissa == 0.5).all())
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_power_of_two_scales_stay_powers_of_two_through_training(mode: str, tmp_path: Path) -> None:
     qconfig = config(mode, "learned" if mode == "learned" else "statistics", power_of_two=True)
@@ -439,6 +441,7 @@ def test_an_unknown_way_to_train_is_an_error(wrong: str) -> None:
 SAVED: dict[str, fxq.QConfig] = {**{mode: config(mode) for mode in MODES}, "learned weights": config("learned", "learned", bits=4)}
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("saved", "loaded"), [*itertools.product(MODES, MODES), ("learned weights", "learned weights")])
 def test_calibrated_and_trained_scales_load_into_a_new_model_whatever_either_does_in_training(saved: str, loaded: str) -> None:
     one, other, file = calibrated(SAVED[saved]), fxq.prepare(Net(), batches()[0], qconfig=SAVED[loaded]), io.BytesIO()

@@ -116,6 +116,7 @@ def test_none_for_one_part_keeps_it_apart_and_in_float(how: str, part: str) -> N
     )
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("batch_norm", ["live", "frozen", "folded"])
 def test_what_is_kept_apart_holds_the_contract(part: str, batch_norm: str) -> None:
@@ -242,6 +243,7 @@ def test_a_dtype_that_an_operator_cannot_have_is_told() -> None:
     assert not_done(prepared) == ["%_1 is int8, as the graph requires, and not int32 as the qconfig's type MaxPool2d says"]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("target", "first", "second"), [("bayes-e", "int8", "int16"), ("nash-e", "int16", "int8"), ("x86", "uint8", "int8")]
 )

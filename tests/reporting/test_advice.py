@@ -162,6 +162,7 @@ CASES = {
 NARROW = ("rounds_to_zero", "inside", "quiet_channels")  # printed for a target without int16
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("rule", "target"), [*((rule, "nash-e") for rule in CASES), *((rule, "bernoulli2") for rule in NARROW)])
 def test_every_rule_that_advice_prints_changes_what_it_names(rule: str, target: str, caplog: pytest.LogCaptureFixture) -> None:
     make, layer, named = CASES[rule]
@@ -233,6 +234,7 @@ def test_channels_of_an_output_that_are_lost_are_told_once(returned: Callable[[T
     assert not fxq.quantize(model, batches, "nash-e", mapping, show_progress=False).compare(batches, show_progress=False).advice
 
 
+@pytest.mark.nightly
 def test_following_the_advice_about_an_input_helps(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "fxquant"):
         model, batches, found = compared(spectrum, spectrograms)("bayes-e")
@@ -248,6 +250,7 @@ def test_following_the_advice_about_an_input_helps(caplog: pytest.LogCaptureFixt
     assert better.outputs[0].sqnr > found.outputs[0].sqnr + found.advice[0].gain / 2 > found.outputs[0].sqnr + 2
 
 
+@pytest.mark.nightly
 def test_an_input_of_a_target_without_int16_is_warned_of_and_others_are_not(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "fxquant"):
         fxq.quantize(spectrum(), spectrograms(), "x86", show_progress=False)

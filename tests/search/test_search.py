@@ -380,6 +380,7 @@ def test_tune_stops_within_the_tolerance_and_keeps_a_budget(small: nn.Module, ba
         fxq.tune(small, batches[:1], "nash-e")
 
 
+@pytest.mark.nightly
 def test_tune_tries_what_calibration_corrects_off_and_on(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(4)
     batches = [torch.randn(32, 3, 8, 8, generator=generator) for _ in range(2)]

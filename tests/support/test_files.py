@@ -276,6 +276,7 @@ ENDINGS = {"export_c": ".c"}
 WITHOUT_A_PATH = ("checkpoint",)  # nothing is written
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("name", [*WRITE, *INTO])
 def test_a_path_that_nothing_can_be_written_to_is_an_error_that_says_why(name: str, result: fxq.results.Result, tmp_path: Path) -> None:
     ending = ENDINGS.get(name, "")
@@ -327,6 +328,7 @@ def test_any_path_like_object_is_a_path(name: str, result: fxq.results.Result, t
     assert (tmp_path / "new" / "there").exists()
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("name", [*WRITE, *INTO])
 def test_a_tilde_is_the_home_folder_of_what_is_written(
     name: str, result: fxq.results.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -51,6 +51,7 @@ def noise(prepared: fx.GraphModule, inputs: Tensor) -> float:
     return float((prepared(inputs) - wanted).square().sum() / wanted.square().sum())
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", ["bayes-e", "x86"])
 def test_two_populations_are_served_alike(target: str, caplog: pytest.LogCaptureFixture) -> None:
     batches = list(images(LOUD).split(16))
