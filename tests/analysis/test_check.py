@@ -349,6 +349,7 @@ WIDE = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("operator", WIDE)
 def test_bayes_computes_int16_in_some_operators_only(operator: str) -> None:
     wide = replace(TARGETS["bayes"], activations=("int8", "int16"))

@@ -287,6 +287,7 @@ def test_inputs_of_another_range_than_calibrations_are_named(factor: float, ends
     assert f"input image has values from {ends}" in first(found).cause
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("wrong", [0, 1])
 @pytest.mark.parametrize("factor", [8, 60])
 def test_the_one_of_two_inputs_that_is_not_like_calibrations_is_named(wrong: int, factor: float) -> None:

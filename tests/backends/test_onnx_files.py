@@ -27,6 +27,7 @@ from tests.shared.onnx_files import assert_verified, batch, exported, integer_of
 # ---- signed zeros -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("target", ["nash-e", "nash-m", "x86", "qnnpack", "bayes-e", "bernoulli", "bernoulli2"])
 def test_no_form_gives_a_negative_zero(target: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -229,6 +230,7 @@ REFUSED_OUTPUTS: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", REFUSED_OUTPUTS)
 def test_a_file_cannot_return(name: str, tmp_path: Path) -> None:
     function, text = REFUSED_OUTPUTS[name]

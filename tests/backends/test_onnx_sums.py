@@ -116,6 +116,7 @@ def test_a_file_of_sums_takes_and_returns_integers(tmp_path: Path) -> None:
     assert_takes_integers(known("residual"), fxq.export_onnx(known("residual"), tmp_path / "model.onnx", style="fast", io="integer"))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("activation", "weight", "count"), [("int16", "int8", 0), ("int8", "int4", 1), ("int4", "int4", 1)])
 def test_only_bytes_are_summed(activation: str, weight: str, count: int, tmp_path: Path) -> None:
     path = exported(known("plain", "bayes-e", activation, weight), tmp_path / "model.onnx", style="fast")

@@ -85,6 +85,7 @@ def test_a_prepared_model_is_a_file_with_its_grids(both: Compiled, batch: tuple[
     assert fxq.verify(prepared, fxq.export_onnx(prepared, tmp_path / "exact.onnx", "exact"), [batch], show_progress=False)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("style", ["exact", "fast", "qdq"])
 def test_an_input_may_have_its_channels_last(style: str, batch: tuple[Tensor, Tensor], both: Compiled, tmp_path: Path) -> None:
     integer = both.integer

@@ -104,6 +104,7 @@ def found(scores: Tensor) -> list[list[int]]:
     return [torch.nonzero(row).flatten().tolist() for row in scores]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("write", [fxq.export.export_pt2, fxq.export.export_torchscript, fxq.export_onnx])
 def test_what_stays_python_and_cannot_be_written_is_an_error_and_no_print(
     write: Callable[..., Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]

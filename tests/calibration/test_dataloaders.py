@@ -207,6 +207,7 @@ class Counted:
             yield batch
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("show_progress", [False, True])
 @pytest.mark.parametrize("number", [1, 3, 5, 100, None])
 def test_no_batch_is_taken_in_vain(number: int | None, show_progress: bool) -> None:

@@ -142,6 +142,7 @@ def test_a_single_layer_and_several_are_named_as_well() -> None:
     assert any(each.weight_quantizer.description for each in part(prepared).values())
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("state", ["validate", "train"])
 @pytest.mark.parametrize("mode", [False, True])
 def test_a_part_with_scales_computes_with_them(state: str, mode: bool) -> None:

@@ -191,6 +191,7 @@ OBSERVERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("observer", OBSERVERS.values(), ids=OBSERVERS)
 def test_whichever_observer_was_asked_for_the_others_are_served(observer: Any) -> None:
     before = fresh(fxq.QConfig(ACT(observer=observer)))

@@ -151,6 +151,7 @@ def test_quantize_writes_what_pythons_functions_make(capsys: pytest.CaptureFixtu
     assert "networks:Network" in Path("out/report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("factory", ["made", "ready", "Holder.network"])
 def test_a_factory_is_a_class_a_function_or_a_module(factory: str, capsys: pytest.CaptureFixture[str]) -> None:
     given = ("quantize", f"networks:{factory}", "--data", "images.npy", "--batch-size", 8, "--out", "out", "--no-report")

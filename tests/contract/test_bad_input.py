@@ -182,6 +182,7 @@ WRONG_MODELS: dict[str, Callable[[Any], object]] = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", WRONG_MODELS)
 def test_a_model_that_is_not_prepared(name: str, golden: Golden, integer: fx.GraphModule) -> None:
     before, image = {key: value.clone() for key, value in integer.state_dict().items()}, batch()
@@ -298,6 +299,7 @@ BAD_EXPORTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", BAD_EXPORTS)
 def test_a_bad_argument_of_export_writes_no_file(integer: fx.GraphModule, name: str, tmp_path: Path, golden: Golden) -> None:
     path = tmp_path / "model.onnx"

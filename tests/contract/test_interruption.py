@@ -120,6 +120,7 @@ def test_verify_reports_what_it_has_compared(result: fxq.results.Result, monkeyp
     assert 0 < stop.value.result.elements < fxq.verify(result.integer, path, BATCHES).elements
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("form", ["prepared", "kernels", "exact", "flips", "qdq"])
 def test_a_loader_that_is_interrupted_leaves_the_report_of_the_batches_before(form: str, tmp_path: Path) -> None:
     over_the_batch = lambda m, x: m.head(torch.softmax(m.conv(x).mean((2, 3)), 0))  # noqa: E731  # stays in float
@@ -311,6 +312,7 @@ def test_what_begins_inside_is_a_line_of_the_same_display(monkeypatch: pytest.Mo
     assert not shown._displays
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "call",
     [

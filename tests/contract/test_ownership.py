@@ -221,6 +221,7 @@ CONVERSIONS = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("conversion", CONVERSIONS)
 def test_another_dtype_is_refused_and_nothing_is_changed(conversion: str) -> None:
     found = result()

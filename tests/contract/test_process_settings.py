@@ -143,6 +143,7 @@ def test_the_processor_rounds() -> None:
     assert not torch.equal(found, x @ x)
 
 
+@pytest.mark.sweep(3)
 @every_precision
 def test_reduced_precision_changes_no_integer(name: str, forms: tuple[fx.GraphModule, fx.GraphModule]) -> None:
     prepared, integer = forms

@@ -138,6 +138,7 @@ JOINED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", JOINED)
 def test_a_bias_beside_a_mask_is_no_mask_and_a_hidden_row_has_equal_shares(name: str) -> None:
     torch.manual_seed(0)

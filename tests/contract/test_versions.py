@@ -119,6 +119,7 @@ def test_uneven_padding_is_never_counted_by_the_runtime(pool: Any, opset: int, d
             assert report, str(report)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "product",
     [lambda n, y: y @ y.mT, lambda n, y: y.permute(0, 2, 3, 1) @ y.permute(0, 2, 1, 3), lambda n, y: n.linear(y.permute(0, 2, 3, 1))],

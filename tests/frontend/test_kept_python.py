@@ -383,6 +383,7 @@ WRITING: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", [*WRITING, "a module"])
 def test_what_is_kept_as_python_may_write_into_what_it_is_given(name: str) -> None:
     class Net(nn.Module):

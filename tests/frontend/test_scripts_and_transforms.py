@@ -183,6 +183,7 @@ def test_a_distribution_that_checks_its_arguments_says_how_not_to(name: str, mon
         fxq.prepare(Written(DISTRIBUTIONS[name]).eval(), rows())
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "function",
     [

@@ -238,6 +238,7 @@ def test_linear_layers(rows: int, inner: int, outer: int, target: str, last: boo
     assert_same(integer, reference, images(rows, inner), runs=1)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("target", "dtype"), [("x86", "int4"), ("nash-e", "int4"), ("x86", "int8")])
 def test_affine_tensors_and_narrow_ones(target: str, dtype: str) -> None:
     integer, reference = both(Everything(), target, ordinary(4, 3, 18, 22), qconfig=fxq.QConfig(fxq.ActivationConfig(dtype)))
@@ -424,6 +425,7 @@ def test_an_unknown_set_of_instructions_is_named(monkeypatch: pytest.MonkeyPatch
 # ---- admission ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("target", ["bayes-e", "bernoulli", "bernoulli2", "nash-e", "x86"])
 def test_layers_after_a_clamp_at_zero_are_proved_for_integers_that_they_read(target: str) -> None:
     """Their operands hold no negative integers, so an operand drawn for the proof must hold none either: no byte stands for one."""
@@ -661,6 +663,7 @@ def test_explain_has_a_reason_for_every_operator_without_a_kernel(target: str) -
     }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("target", TARGETS)
 def test_means_over_windows_and_images_have_kernels(target: str) -> None:
     means = Network(
@@ -879,6 +882,7 @@ EDITS: dict[str, Callable[[Tensor], object]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("edit", EDITS)
 def test_kernels_follow_every_edit_of_a_constant(edit: str) -> None:
     integer, _ = known("small")

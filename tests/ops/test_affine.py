@@ -452,6 +452,7 @@ def test_gradients_stop_where_the_grid_ends() -> None:
     assert x.grad.tolist() == [[0.0, 1.0, 1.0, 0.0]]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("training", ["statistics", "learned", "frozen"])
 def test_a_state_dict_holds_zero_points(training: str) -> None:
     prepared, other = layers(training=training), layers(training=training)

@@ -65,6 +65,7 @@ def test_composites_hold_the_contract(target: str, dtype: str, tmp_path: Path) -
     contract.assert_gradients_reach_every_parameter(prepared, rows())
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("target", WIDE_TARGETS)
 def test_inner_tensors_are_wide_and_the_result_is_what_was_asked_for(target: str) -> None:
     _, integer = compiled(head(), [rows()], target)

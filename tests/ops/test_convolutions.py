@@ -108,6 +108,7 @@ def is_computed(node: torch.fx.Node) -> bool:
     return is_parameter(node) and node.op != "get_attr"
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["reflect, 2d", "same, even, 1d"])
 @pytest.mark.parametrize("target", ["bernoulli", "nash-m"])
 def test_padding_with_int16(name: str, target: str, tmp_path: Path) -> None:

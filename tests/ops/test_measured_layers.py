@@ -116,6 +116,7 @@ def test_a_mean_over_an_image_has_batches_of_any_size(target: str, tmp_path: Pat
     contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batch,), (batch[:1],)])
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("slopes", [[0.25], [0.3, -0.9, 1.0], [0.3, 2.0, -7.0]])
 def test_a_prelu_keeps_the_contract_whether_steep_or_not(slopes: list[float], tmp_path: Path) -> None:
     made = nn.PReLU(len(slopes))

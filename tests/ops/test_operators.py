@@ -390,6 +390,7 @@ REFUSED: dict[str, tuple[str, Forward, nn.Module | None]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_stays_in_float_and_says_why(name: str) -> None:
     reason, forward, layer = REFUSED[name]

@@ -224,6 +224,7 @@ def test_eight_fraction_bits_keep_the_contract_in_float32(tmp_path: Path) -> Non
     assert_contract(nn.Upsample(scale_factor=(1.7, 0.6), mode="bilinear"), "bernoulli2", tmp_path, 2.5)  # each dimension rounds down
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_no_integer_form_stays_in_float_and_says_why(name: str) -> None:
     reason, body = REFUSED[name]

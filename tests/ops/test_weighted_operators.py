@@ -208,6 +208,7 @@ class Shared(nn.Module):
         return self.one(first) * self.other(self.conv(x) if self.twice else first)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("twice", [True, False])
 @pytest.mark.parametrize("target", contract.TARGETS)
 def test_two_batch_norms_on_one_convolution(twice: bool, target: str, tmp_path: Path) -> None:
@@ -271,6 +272,7 @@ REFUSED: dict[str, tuple[Callable[[], Case], str, str]] = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
     make, node, because = REFUSED[name]

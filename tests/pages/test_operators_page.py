@@ -46,6 +46,7 @@ def test_every_limit_has_its_row_and_every_row_of_a_record_is_true() -> None:
     assert {tuple(cell.strip() for cell in row) for row in page.limit_rows()} <= {row[:5] for row in found}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("index", range(SAMPLE))
 def test_a_cell_is_what_is_measured(index: int) -> None:
     """One row of each sixth of the table, on one target."""

@@ -138,6 +138,7 @@ def test_an_adapted_model_is_held_to_the_contract(target: str, tmp_path: Path) -
     assert contract.all_equal(fxq.convert(loaded)(batches[0]), fxq.convert(prepared)(batches[0]))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("target", "model", "shape"),
     [

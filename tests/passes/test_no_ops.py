@@ -114,6 +114,7 @@ CHANGING: dict[str, Step] = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", CHANGING)
 def test_what_changes_something_stays(name: str) -> None:
     """Some of these keep shape and dtype, and are no identity for that."""

@@ -286,6 +286,7 @@ def test_the_integer_graph_reads_as_it_should(target: str, golden: Golden) -> No
     golden(without_lines(fxq.explain(integer)), f"explain-{target}.txt")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("stage", [Stage.CANONICAL, Stage.ANNOTATED, Stage.BOUNDED, Stage.PREPARED], ids=lambda stage: stage.name)
 def test_until_a_stage_stops_at_its_last_pass(stage: Stage) -> None:
     last = [step for step in PREPARE if step.reaches is stage][-1]
@@ -550,6 +551,7 @@ NASH = "nash-e, nash-m, nash-b, nash-p, nash-h"
 WIDE = f"bayes, bayes-e, {NASH}"  # the targets with int16 activations
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("target", "qconfig", "kind", "asker", "able"),
     [
@@ -608,6 +610,7 @@ def loader() -> DataLoader:
     return DataLoader(TensorDataset(torch.cat([batch(seed=2), batch(seed=3)]), torch.arange(8)), batch_size=4)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", BATCHES)
 def test_batches_of_every_kind_calibrate_alike(kind: str) -> None:
     batches, seeds, arguments = BATCHES[kind]
@@ -715,6 +718,7 @@ def test_the_integer_interface_takes_and_returns_the_integers(integer: fx.GraphM
     assert model.tensors[output]["scale"] == qparams(nodes["head"]).scale
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("opset", [17, 18, 19, 20, 21])
 def test_every_opset_gives_the_same_bits(opset: int, integer: fx.GraphModule, tmp_path: Path) -> None:
     report = fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx", opset=opset), [batch()], show_progress=False)

@@ -71,6 +71,7 @@ def test_contract_in_every_mode(name: str, mode: str, tmp_path: Path) -> None:
     assert_contract(contract.Compiled(prepared, fxq.convert(prepared)), tmp_path / "model.onnx", batches)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.usefixtures("default_outputs")
 @pytest.mark.parametrize("name", LAYERS)
 def test_live_is_what_the_float_model_does_in_training(name: str) -> None:

@@ -354,6 +354,7 @@ def test_the_integer_model_has_the_bits_of_train_and_nothing_of_gradients(form: 
     assert "detach" not in fxq.text(integer)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("form", ["half detached", "behind a batch norm, in front of a residual", "of an output that is returned twice"])
 def test_stops_survive_files_copies_and_pickles(form: str, tmp_path: Path) -> None:
     prepared = calibrated(Net(STOPS.get(form, FORMS[form])).train())
@@ -487,6 +488,7 @@ def test_a_wrapped_method_sees_train_mode_and_may_stand_in_a_training_branch() -
     assert torch.equal(prepared.eval()(BATCHES[0]), main)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("function", [F.silu, torch.sigmoid, F.relu], ids=["silu", "sigmoid", "relu"])
 def test_a_second_derivative_has_the_derivative_of_a_table_as_a_constant(function: Any) -> None:
     class Between(nn.Module):

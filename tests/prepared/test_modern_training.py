@@ -105,6 +105,7 @@ def test_float_layers_compute_in_bfloat16_beside_integers(host: str) -> None:
 # ---- accumulation, averages -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("activations", ["learned", "lsq+", "pact"])
 def test_gradients_of_parts_of_a_batch_add_up_to_those_of_the_batch(activations: str) -> None:
     """Those of scales, too: none of them depends on how many numbers there are."""

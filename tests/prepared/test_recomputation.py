@@ -130,6 +130,7 @@ def transforms(model: nn.Module, x: Tensor) -> dict[str, Callable[[], Any]]:
     }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("setting", ["float multipliers", "learned scales"])
 @pytest.mark.parametrize("name", ["grad", "jvp", "vmap", "ensemble"])
 def test_a_transform_works_once_everything_is_frozen_or_is_refused(setting: str, name: str) -> None:

@@ -59,6 +59,7 @@ def _assign(path: str, value: Any) -> Callable[[Any], None]:
     return change
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("change", "what"),
     [
@@ -106,6 +107,7 @@ def test_a_change_inside_of_a_module_raises_when_the_model_is_next_used(change: 
         use(copy.deepcopy(unchanged))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "change",
     [
@@ -152,6 +154,7 @@ def _classifier(classes: int, target: str) -> Any:
     return fxq.calibrate(fxq.prepare(model.eval(), X, target=target, qconfig=learned), [X])
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.usefixtures("default_outputs")
 @pytest.mark.parametrize(("source", "target", "classes"), [("bayes-e", "bayes-e", 7), ("bayes-e", "x86", 5), ("x86", "bayes-e", 5)])
 def test_scales_of_other_channels_and_grids_are_named_and_left_out_of_a_checkpoint(

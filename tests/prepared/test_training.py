@@ -323,6 +323,7 @@ def test_a_tensor_that_was_all_zeros_gets_a_scale_when_it_comes_to_life() -> Non
     torch.testing.assert_close(float(quantizer.scale), 4 / 127.5)  # and otherwise the average of what was not 0
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_training_without_calibration_starts_from_the_first_batch_unless_scales_are_frozen(mode: str) -> None:
     prepared = fxq.prepare(Net(), batches()[0], qconfig=config(mode, "learned" if mode == "learned" else "statistics"))
@@ -383,6 +384,7 @@ def test_a_power_of_two_that_is_learned_moves_when_enough_steps_add_up() -> None
 # ---- freezing and fixing ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_freezing_stops_every_scale_even_under_an_optimizer_in_motion(mode: str) -> None:
     prepared = calibrated(config(mode, "learned"))
@@ -593,6 +595,7 @@ def train_on(prepared: fx.GraphModule, value: torch.Tensor, steps: int = 3) -> N
     to_validate(prepared)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("stop", ["set", "freeze", "learned", "given"])
 def test_scales_that_stand_still_do_so_through_a_checkpoint(stop: str) -> None:
     given = fxq.QConfig(fxq.ActivationConfig(scale=0.03))

@@ -96,6 +96,7 @@ def asked(how: str, part: str, chosen: Any) -> tuple[Any, nn.Module]:
     return mapping(rule(how, part, chosen)), model
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("how", "part"), KINDS)
 def test_a_rule_for_any_part_decides_the_output(how: str, part: str) -> None:
     found = fused_config(*asked(how, part, INT4))
@@ -103,6 +104,7 @@ def test_a_rule_for_any_part_decides_the_output(how: str, part: str) -> None:
     assert found.weight.dtype == ("int4" if part == "conv" else "int8")
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("how", "part"), KINDS)
 def test_none_for_one_part_keeps_it_apart_and_in_float(how: str, part: str) -> None:
     assert (
@@ -147,6 +149,7 @@ CONFLICTS: dict[str, tuple[list[tuple[str, Any, Any]], str, str]] = {  # rules, 
 }
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize(("rules", "output", "weight"), CONFLICTS.values(), ids=CONFLICTS)
 def test_conflicts_in_one_fused_operator(rules: list[tuple[str, Any, Any]], output: str, weight: str) -> None:
     made = mapping(*(rule for rule in rules if rule[0] != "global"))

@@ -199,6 +199,7 @@ class Normed(nn.Module):
         return result
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("layer", "factor"), [("up", 1 / 10), ("stem", 1 / 10), ("up", 64), ("stem", 64)])
 def test_a_wrong_scale_comes_before_statistics_that_the_float_model_has_as_well(layer: str, factor: float) -> None:
     torch.manual_seed(0)
@@ -212,6 +213,7 @@ def test_a_wrong_scale_comes_before_statistics_that_the_float_model_has_as_well(
     assert "batch_norm_statistics" in {each.rule for each in advice}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "returned", [lambda y: y, lambda y: y.flip(1), lambda y: y.permute(0, 2, 3, 1).flatten(1, 2), lambda y: (y, y.relu())]
 )

@@ -166,6 +166,7 @@ def test_what_no_rule_of_a_mapping_decides_is_left_out(batches: list[Tensor]) ->
 # ---- the program ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "budget",
     [
@@ -225,6 +226,7 @@ def test_a_layer_that_is_called_twice_has_a_rule_for_each_call(batches: list[Ten
     assert Choices(made).dtypes() == {**choices.dtypes(), "conv": "int16", "conv.weight": "int4"}
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", ["bayes-e", "bernoulli2", "x86"])
 def test_a_mapping_gives_every_tensor_the_dtype_that_was_chosen(
     target: str, model: nn.Module, batches: list[Tensor], tmp_path: Path

@@ -86,6 +86,7 @@ def _lost_tensor(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     tensors.pop(next(iter(tensors)))
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("stage", ["prepared", "integer", "observations"])
 @pytest.mark.parametrize("fault", [_other_node, _other_name, _other_bit, _lost_tensor])
 def test_a_file_that_would_not_give_the_model_back_is_not_put_in_place(

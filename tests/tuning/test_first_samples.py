@@ -108,6 +108,7 @@ def test_one_sample_corrects_nothing() -> None:
     contract.assert_validate_is_integer(prepared, fxq.convert(prepared), one)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("side", "count"), [(16, 64), (256, 10), (512, 4)])
 def test_of_large_images_fewer_are_looked_at_however_many_are_kept(side: int, count: int) -> None:
     first = FirstSamples(fxq.prepare(network(), batches()[0], "bernoulli"))

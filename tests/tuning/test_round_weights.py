@@ -83,6 +83,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_is_a_product_with_what_is_found_for_it(name: str) -> None:
     make, shape = LAYERS[name]
