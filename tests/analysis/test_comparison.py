@@ -165,6 +165,7 @@ def test_figures_are_those_of_the_tensors_recorded_in_both_forms(tmp_path: Path)
         assert layer.own == pytest.approx(float(10 * torch.log10(one.square().sum() / (exact * scale - one).square().sum())))
 
 
+@pytest.mark.nightly
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("kind", [Digits, Attention])
 def test_every_form_is_matched_with_every_other(kind: Callable[[], nn.Module], tmp_path: Path) -> None:
@@ -208,6 +209,7 @@ def test_channels_that_equalization_multiplied_are_multiplied_for_the_comparison
         assert min(layer.sqnr for layer in found.values()) > 20, str(found)
 
 
+@pytest.mark.nightly
 def test_memory_does_not_grow_with_the_number_of_batches() -> None:
     """What is left of batches when the next ones come is counted, by the tensors that are alive."""
     result, image = compiled(), batches(1)[0]
@@ -266,6 +268,7 @@ def test_a_scale_that_is_64_times_too_large_is_named() -> None:
     assert found[layer].error == "rounding"
 
 
+@pytest.mark.nightly
 def test_an_outlier_channel_is_named() -> None:
     def stretch(model: Any) -> None:
         for parameter in (model.down[1].weight, model.down[1].bias):
@@ -308,6 +311,7 @@ def two() -> tuple[fxq.results.Result, list[tuple[Tensor, Tensor]]]:
     return fxq.quantize(model.eval(), pairs, target="nash-e"), pairs
 
 
+@pytest.mark.nightly
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("layer", ["layer_self_attn_linear_2", "layer_self_attn_mul"])
 def test_a_scale_inside_of_an_attention_is_named(layer: str) -> None:
@@ -344,6 +348,7 @@ def test_a_batch_norm_without_statistics_is_named(layer: str, what: str) -> None
     assert "state_dict" in told[0].cure
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("after", "hidden"), [(nn.ReLU(), -1e9), (nn.Identity(), -1e6)])
 def test_a_mask_that_sets_a_scale_is_named(after: nn.Module, hidden: float) -> None:
     torch.manual_seed(0)

@@ -103,6 +103,7 @@ def test_on_other_targets(target: str, tmp_path: Path) -> None:
     assert unfixed(integers) == []
 
 
+@pytest.mark.nightly
 def test_of_prepared_and_float_models(result: fxq.results.Result, tmp_path: Path) -> None:
     path = fxq.export_onnx(result.prepared, tmp_path / "prepared.onnx", batch_size=1)
     assert unfixed(path) == []

@@ -104,6 +104,7 @@ def test_an_input_may_have_its_channels_last(style: str, batch: tuple[Tensor, Te
         assert fxq.verify(integer, plain, [batch], show_progress=False)
 
 
+@pytest.mark.nightly
 def test_layouts_of_other_ranks_and_of_float_files(tmp_path: Path) -> None:
     rows, volumes = torch.randn(2, 4, 9), torch.randn(2, 2, 4, 4, 4)
     for values, layer, layout in ((rows, nn.Conv1d(4, 3, 3), "NWC"), (volumes, nn.Conv3d(2, 3, 3), "NDHWC")):

@@ -93,6 +93,7 @@ def graph_of(drawn: Sequence[Case]) -> fx.GraphModule:
     return made
 
 
+@pytest.mark.nightly
 def test_every_primitive_has_its_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fxquant.backends.c.export_c.require_integer", lambda model: None)  # drawn calls have no proof of a lowered model
     drawn = cases(0)

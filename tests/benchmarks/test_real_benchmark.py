@@ -53,6 +53,7 @@ def test_agreement_is_of_the_task() -> None:
     assert networks.same_face(faces[1:], faces[1:]) == 100  # no face anywhere
 
 
+@pytest.mark.nightly
 def test_a_synthetic_voice_is_heard_where_there_is_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(voices.shutil, "which", lambda name: None)
     voices.recordings.cache_clear()

@@ -68,6 +68,7 @@ def trained_statistics(outliers: bool, observer: str | None = None) -> tuple[nn.
         return prepared, live, float((prepared(quiet) - wanted).square().mean() / wanted.square().mean())
 
 
+@pytest.mark.nightly
 def test_batch_norms_behind_what_is_cut_off_keep_their_statistics(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "fxquant"):
         prepared, live, error = trained_statistics(outliers=True)

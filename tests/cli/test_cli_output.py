@@ -73,6 +73,7 @@ def test_output_that_nobody_reads_any_more_is_neither_equal_nor_different(file: 
     assert (running.wait(), running.stderr.read()) == (141, "")
 
 
+@pytest.mark.nightly
 def test_ctrl_c_is_status_130_without_a_traceback(file: Path) -> None:
     running = subprocess.Popen(
         command("check", "networks:slow", "--shape", "1,3,8,8"),

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.nightly
+
 WITHOUT = "" if importlib.util.find_spec("torchao") else "pip install torchao"
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "guide" / "from-torch-ao.md"

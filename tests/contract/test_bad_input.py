@@ -219,12 +219,6 @@ def with_sums_that_cannot_fit() -> fx.GraphModule:
 
 
 ERRORS: dict[str, Callable[[], object]] = {
-    "argument-until": lambda: fxq.prepare(Small(), batch(), until="activation.fold"),
-    "argument-batch-norm": lambda: fxq.prepare(Small(), batch(), options=fxq.Options(batch_norm="dead")),
-    "argument-activation-dtype": lambda: fxq.ActivationConfig("int7"),
-    "argument-weight-dtype": lambda: fxq.WeightConfig("float8"),
-    "argument-scale": lambda: fxq.ActivationConfig(scale=0.0),
-    "argument-threshold": lambda: fxq.ActivationConfig(threshold=float("inf")),
     "argument-model": lambda: fxq.prepare(torch.relu, batch()),
     "convert-until": lambda: fxq.convert(made().prepared, until="batchnorm.fold"),
     # Models and example inputs of which no graph is made.
@@ -273,7 +267,7 @@ def test_complex_numbers_stay_in_float_and_say_so() -> None:
 
 @pytest.mark.parametrize(
     ("name", "scales"),
-    [*((str(scale), {"conv": scale}) for scale in (0.0, -0.5, float("nan"), float("inf"))), ("unknown", {"tail": 0.5})],
+    [("nan", {"conv": float("nan")}), ("unknown", {"tail": 0.5})],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_scale_that_is_no_scale(calibrated: fx.GraphModule, name: str, scales: dict[str, float], golden: Golden) -> None:

@@ -87,7 +87,7 @@ def input_shapes(graph: fx.GraphModule) -> list[str]:
     return [str(fact(node)) for node in graph.graph.find_nodes(op="placeholder")]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", ["bayes-e", "x86"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_batch_is_the_dimension_that_is_named_and_every_form_has_the_same_bits(name: str, target: str, tmp_path: Path) -> None:

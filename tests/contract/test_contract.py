@@ -546,7 +546,7 @@ def spoil_zero_point(model: onnx.ModelProto, accumulator: str, result: str, targ
     replace_input(model, call, len(call.input) - 1, add_one)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @every_target
 @pytest.mark.parametrize("spoil", [spoil_bias, spoil_multiplier, spoil_zero_point])
 def test_a_constant_of_the_file_that_is_off_by_one_is_located(spoil: Callable[..., None], target: str, tmp_path: Path) -> None:

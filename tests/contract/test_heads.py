@@ -162,7 +162,7 @@ def places(head: Head, x: Tensor) -> list[list[Tensor]]:
     ]
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", HEADS)
 def test_a_part_is_as_good_as_it_is_apart(name: str, target: str, tmp_path: Path) -> None:
@@ -229,6 +229,7 @@ def image(count: int = 4) -> Tensor:
     return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(2))
 
 
+@pytest.mark.nightly
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", [*TARGETS, "bernoulli"])
 def test_no_score_is_lost_however_it_is_put_beside_a_box(target: str) -> None:

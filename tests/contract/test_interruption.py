@@ -178,6 +178,7 @@ def test_a_method_leaves_the_model_as_it_was_and_continues(
         method(fresh, BATCHES, options=fxq.Options(batch_size=1, checkpoint=tmp_path / "done"))
 
 
+@pytest.mark.nightly
 def test_a_search_over_observers_continues(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given: dict[str, Any] = {"target": "nash-e", "observers": [fxq.observers.MinMaxObserver, fxq.observers.PercentileObserver(80.0)]}
     whole = fxq.search.search_observers(FLOAT, BATCHES, **given)
@@ -197,6 +198,7 @@ def test_a_search_over_observers_continues(monkeypatch: pytest.MonkeyPatch, tmp_
     assert same(bits(again.prepared), bits(whole.prepared))
 
 
+@pytest.mark.nightly
 def test_mixed_precision_continues(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given: dict[str, Any] = {"budget": fxq.search.Budget(weight_bits=8), "target": "nash-e"}
     whole = fxq.search.mixed_precision(FLOAT, BATCHES, options=fxq.Options(measured=False), **given)

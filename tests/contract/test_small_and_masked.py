@@ -87,7 +87,7 @@ def test_a_mask_acts_in_the_softmax_and_costs_no_accuracy(name: str, target: str
         assert "masked_softmax: exponential" in explained
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["added", "scaled afterwards", "reshaped between", "two of them", "filled", "computed from ones"])
 def test_a_mask_may_be_an_input_and_infinite(name: str, tmp_path: Path) -> None:
     mask = torch.triu(torch.full((LENGTH, LENGTH), -math.inf), 1).expand(4, LENGTH, LENGTH)
@@ -172,6 +172,7 @@ class Heads(nn.Module):
         return (torch.softmax(scores, -1) @ v).transpose(1, 2).flatten(2)
 
 
+@pytest.mark.nightly
 def test_a_row_of_which_nothing_is_kept_becomes_zeros_and_a_bias_is_none(tmp_path: Path) -> None:
     torch.manual_seed(1)
     padding = torch.ones(4, LENGTH, dtype=torch.int64)

@@ -121,6 +121,7 @@ def test_what_is_remembered_is_wide_and_what_is_shown_is_as_asked_for() -> None:
 # ---- long sequences -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_a_long_sequence_is_told_once_and_its_constants_are_held_once(tmp_path: Path) -> None:
     few, many = ([*compiled(model("lstm"), [sequences(steps=steps)], "bayes-e")] for steps in (4, STEPS))
     for short, long in zip(few, many, strict=True):
@@ -146,6 +147,7 @@ def test_a_saved_one_is_the_same(tmp_path: Path) -> None:
         assert contract.all_equal(loaded(sequences(steps=3)), form(sequences(steps=3)))
 
 
+@pytest.mark.nightly
 def test_training_lowers_the_loss() -> None:
     torch.manual_seed(0)
     example = sequences(32, 6)
@@ -199,7 +201,7 @@ def test_without_gradients_a_float_lstm_has_the_same_bits() -> None:
     assert contract.all_equal(prepared(sequences()), expected)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("target", ["bayes-e", "bernoulli2"])
 def test_a_product_has_no_scale_beyond_what_gates_tell_apart(kind: Callable[..., nn.RNNBase], target: str) -> None:

@@ -142,6 +142,7 @@ def test_an_average_of_models_is_deployed_as_any_model(activations: str) -> None
 # ---- compilation ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_a_compiled_model_has_the_same_bits() -> None:
     """What is beside the operators is compiled; here the layer on the host, in one graph behind that of the input's check."""
     graphs: list[torch.fx.GraphModule] = []

@@ -107,7 +107,7 @@ COPIES: dict[str, Callable[[nn.Module, nn.Module], None]] = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("dtype", "activations", "weights"), METHODS, ids=["-".join(method) for method in METHODS])
 def test_no_copy_changes_what_validate_computes(dtype: str, activations: str, weights: str) -> None:
     """The copies are made before the first batch of training, when learned scales of weights have not started."""

@@ -61,6 +61,7 @@ def calls_that_write(source: str) -> Iterator[str]:
             yield ast.unparse(call)
 
 
+@pytest.mark.nightly
 def test_one_module_opens_files_for_writing() -> None:
     found = {name: list(calls_that_write(source)) for name, source in library().items()}
     others = {name: calls for name, calls in found.items() if calls and name not in (CACHE, PROGRAM, BOARD)}

@@ -86,6 +86,7 @@ def test_fewer_samples_choose_nothing_unless_asked() -> None:
     assert fxq.qparams(asked)[last] == fxq.qparams(usual)[last], "an output of the model keeps its range"
 
 
+@pytest.mark.nightly
 def test_a_calibration_that_goes_on_ends_as_one_call() -> None:
     batches = list(images(LOUD).split(16))
     with torch.no_grad():

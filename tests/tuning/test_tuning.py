@@ -148,7 +148,7 @@ JUDGED: dict[str, Callable[[fx.GraphModule], Any]] = {
 }
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", JUDGED)
 @pytest.mark.parametrize("config", [FOUR_BITS, fxq.QConfig(), fxq.QConfig(weight=fxq.WeightConfig("int4", training="learned"))])
 def test_a_method_that_makes_the_outputs_worse_is_undone(
@@ -192,6 +192,7 @@ class Residuals(nn.Module):
         return result
 
 
+@pytest.mark.nightly
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("method", [fxq.tuning.adaround, fxq.tuning.reconstruct, fxq.tuning.distill, fxq.tuning.round_weights])
 def test_no_method_loses_what_calibration_has_gained(method: Method) -> None:
@@ -273,6 +274,7 @@ def test_a_call_that_was_killed_continues_and_ends_with_the_same_bits(
     assert same_state(again, whole)
 
 
+@pytest.mark.nightly
 def test_distillation_says_what_the_outputs_have_and_keeps_nothing_else(network: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it says of the samples that are held out is what the integers give for them; nothing is kept that is no better."""
     monkeypatch.setattr(distillation, "COPIES", 0)  # of what is held out, moved by ways that nobody else knows
