@@ -95,13 +95,6 @@ def test_every_style_writes_them(style: str, tmp_path: Path) -> None:
         assert all(output.sqnr > 20 for outputs in report.outputs.values() for output in outputs), str(report)
 
 
-def test_they_are_near_the_float_model() -> None:
-    model = head()
-    _, integer = compiled(model, [rows()], "nash-e", fxq.QConfig(fxq.ActivationConfig("int16"), fxq.WeightConfig("int16")))
-    error = (integer(rows()) - model(rows())).square().mean()
-    assert 10 * torch.log10(model(rows()).square().mean() / error) > 60
-
-
 # ---- what they are made of ------------------------------------------------------------------------------------------------
 
 

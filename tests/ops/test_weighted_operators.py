@@ -14,7 +14,6 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.ir.graph import annotation
 from fxquant.prepared.operators import quantized_operators
-from fxquant.primitives.transposed import swap_channels
 from fxquant.quantization.observers import MinMaxObserver
 from tests.shared import contract
 
@@ -225,31 +224,6 @@ def test_two_batch_norms_on_one_convolution(twice: bool, target: str, tmp_path: 
 
 
 # ---- exact meanings -------------------------------------------------------------------------------------------------
-
-
-def test_swapping_channels_twice_changes_nothing() -> None:
-    weight = torch.randn(6, 2, 3)
-    swapped = swap_channels(weight, 3)
-    assert swapped.shape == (6, 2, 3)
-    assert torch.equal(swapped[3], weight[2:4, 1])  # the second group's second output channel
-    assert torch.equal(swap_channels(swapped, 3), weight)
-
-
-def test_prelu_with_slope_one_is_the_identity() -> None:
-    model, batches = built(lambda: Case((8, 3), lambda s, x: F.prelu(x, s.w), w=Parameter(torch.ones(1))))
-    prepared = contract.compiled(model, batches).prepared
-    fxq.set_qparams(prepared, {name: 2.0**-6 for name in fxq.qparams(prepared)})
-    batch = torch.arange(-128, 127).float().reshape(-1, 3) / 64
-    fxq.set_state(prepared, fxq.State.VALIDATE)
-    assert torch.equal(fxq.convert(prepared)(batch), batch)
-
-
-def test_sums_are_exact() -> None:
-    model, batches = built(lambda: Case((8, 5), lambda s, x: x.sum(1)))
-    prepared = contract.compiled(model, batches).prepared
-    fxq.set_qparams(prepared, {name: 1.0 for name in fxq.qparams(prepared)})
-    batch = torch.randint(-20, 20, (64, 5)).float()
-    assert torch.equal(fxq.convert(prepared)(batch), batch.sum(1))
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------

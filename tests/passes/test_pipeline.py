@@ -6,9 +6,8 @@ import copy
 import dataclasses
 import functools
 import itertools
-import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -376,16 +375,6 @@ def test_a_copy_is_equal_and_independent(form: str) -> None:
     assert torch.equal(model(batch()), expected)
 
 
-def test_a_copy_of_a_prepared_model_trains_and_converts_on_its_own(prepared: fx.GraphModule) -> None:
-    other, expected = copy.deepcopy(prepared), prepared(batch())
-    fxq.set_qparams(other, {"head": 0.5})
-    to_train(other)(batch()).sum().backward()
-    assert all(parameter.grad is None for parameter in prepared.parameters())
-    assert {operator.state for operator in operators(prepared).values()} == {fxq.State.VALIDATE}
-    assert torch.equal(prepared(batch()), expected)
-    contract.assert_validate_is_integer(other, fxq.convert(other), batch())
-
-
 def test_the_keys_are_the_float_models_and_the_quantizers(prepared: fx.GraphModule) -> None:
     float_keys, keys = set(tiny().state_dict()), set(prepared.state_dict())
     assert float_keys <= keys
@@ -588,52 +577,8 @@ def test_an_attribute_that_asks_for_a_dtype_the_target_lacks() -> None:
 # ---- batches ----------------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def once_prepared() -> fx.GraphModule:
-    return fxq.prepare(tiny(), batch())
-
-
-def scales_after(batches: Any, **arguments: Any) -> dict[str, Any]:
-    prepared = copy.deepcopy(once_prepared())
-    assert fxq.calibrate(prepared, batches, show_progress=False, **arguments) is prepared
-    assert {operator.state for operator in operators(prepared).values()} == {fxq.State.VALIDATE}
-    return fxq.qparams(prepared)
-
-
-BATCHES: dict[str, tuple[Callable[[], Any], tuple[int, ...], dict[str, Any]]] = {  # batches, the seeds of what they hold, arguments
-    "list of tuples": (lambda: [(batch(seed=seed), torch.zeros(4)) for seed in (2, 3)], (2, 3), {}),
-    "list of lists": (lambda: [[batch(seed=seed)] for seed in (2, 3)], (2, 3), {}),
-    "generator": (lambda: (batch(seed=seed) for seed in (2, 3)), (2, 3), {}),
-    "dicts": (lambda: [{"x": batch(seed=seed), "label": 1} for seed in (2, 3)], (2, 3), {}),
-    "loader with labels": (lambda: loader(), (2, 3), {}),
-    "one tensor": (batch, (2,), {}),
-    "by a function": (lambda: [{"pictures": [batch()]}], (2,), {"options": fxq.Options(batch_fn=lambda item: item["pictures"][0])}),
-}
-
-
 def loader() -> DataLoader:
     return DataLoader(TensorDataset(torch.cat([batch(seed=2), batch(seed=3)]), torch.arange(8)), batch_size=4)
-
-
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize("kind", BATCHES)
-def test_batches_of_every_kind_calibrate_alike(kind: str) -> None:
-    batches, seeds, arguments = BATCHES[kind]
-    assert scales_after(batches(), **arguments) == scales_after([batch(seed=seed) for seed in seeds])
-
-
-def test_num_batches_takes_that_many_and_no_more() -> None:
-    generator = (batch(seed=seed) for seed in (2, 3, 4, 5))
-    assert scales_after(generator, num_batches=2) == scales_after([batch(seed=2), batch(seed=3)])
-    assert torch.equal(next(generator), batch(seed=4))
-
-
-def test_dropped_labels_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "fxquant"):
-        scales_after([(batch(), 1), (batch(), 2)])
-    assert [record.message for record in caplog.records if "items" in record.message] == [
-        "batches have 2 items; the model takes the first 1"
-    ]
 
 
 def test_batches_of_other_sizes_are_fine() -> None:
