@@ -166,7 +166,6 @@ def test_figures_are_those_of_the_tensors_recorded_in_both_forms(tmp_path: Path)
 
 
 @pytest.mark.nightly
-@pytest.mark.sweep(1)
 @pytest.mark.parametrize("kind", [Digits, Attention])
 def test_every_form_is_matched_with_every_other(kind: Callable[[], nn.Module], tmp_path: Path) -> None:
     """The float model's tensors are found under the names that they have before fusion; equal forms are equal."""
@@ -312,7 +311,6 @@ def two() -> tuple[fxq.results.Result, list[tuple[Tensor, Tensor]]]:
 
 
 @pytest.mark.nightly
-@pytest.mark.sweep(1)
 @pytest.mark.parametrize("layer", ["layer_self_attn_linear_2", "layer_self_attn_mul"])
 def test_a_scale_inside_of_an_attention_is_named(layer: str) -> None:
     """The float model has one module in its place; the prepared one has its parts."""

@@ -66,6 +66,7 @@ def test_programs_run_without_fxquant_at_every_batch_size(tmp_path: Path) -> Non
     assert result.stdout == "equal\n", result.stderr
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", ["bernoulli", "x86"])
 def test_they_are_the_integer_models_bits(target: str, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(32, 5))

@@ -133,7 +133,7 @@ def test_settings_of_the_process_change_nothing(name: str) -> None:
         assert equal(found, wanted), setting
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", SEARCHED)
 def test_a_search_finds_the_same_under_autocast(name: str) -> None:
     wanted = SEARCHED[name]()

@@ -162,7 +162,7 @@ def places(head: Head, x: Tensor) -> list[list[Tensor]]:
     ]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", HEADS)
 def test_a_part_is_as_good_as_it_is_apart(name: str, target: str, tmp_path: Path) -> None:
@@ -230,7 +230,6 @@ def image(count: int = 4) -> Tensor:
 
 
 @pytest.mark.nightly
-@pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", [*TARGETS, "bernoulli"])
 def test_no_score_is_lost_however_it_is_put_beside_a_box(target: str) -> None:
     x = image()
@@ -367,7 +366,7 @@ OF_INPUTS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", OF_INPUTS)
 def test_slices_of_a_concatenation_that_holds_an_input(name: str, target: str, tmp_path: Path) -> None:

@@ -262,6 +262,7 @@ def sequences(seed: int) -> tuple[Tensor, Tensor]:
 PADDING = "positions of encoder that src_key_padding_mask masks hold what its layers compute"
 
 
+@pytest.mark.nightly
 def test_padded_positions_of_an_encoder_are_said_to_differ_from_pytorchs_path_for_inference(caplog: pytest.LogCaptureFixture) -> None:
     model, batches = Padded().eval(), [sequences(seed) for seed in range(3)]
     with caplog.at_level("WARNING", "fxquant"):

@@ -195,6 +195,7 @@ def test_other_threads_draw_the_numbers_they_would_have_drawn():
     assert torch.equal(torch.cat(found), wanted)
 
 
+@pytest.mark.nightly
 def test_models_that_draw_numbers_are_traced_in_several_threads():
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)  # threads meet each other in the middle of everything

@@ -629,7 +629,7 @@ def computed(integer: fx.GraphModule) -> list[OperatorRun]:
     return [run for run in operator_runs(integer) if not run.layer.boundary and not run.moves]
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("network", "target"), [(ResNet18, "bayes-e"), (MobileNetV2, "nash-e"), (MobileNetV3Small, "bernoulli2"), (EfficientNetB0, "x86")]
 )

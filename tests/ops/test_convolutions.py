@@ -89,7 +89,7 @@ def standardised(weight: Tensor) -> Tensor:
 
 
 # A case's geometry has nothing to do with the arithmetic: one target after the other.
-@pytest.mark.sweep(16)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(("name", "target"), zip([*PADDINGS, *COMPUTED], itertools.cycle(contract.TARGETS), strict=False))
 def test_contract(name: str, target: str, tmp_path: Path) -> None:
     model, batches = built({**PADDINGS, **COMPUTED}[name])

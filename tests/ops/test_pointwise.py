@@ -99,7 +99,7 @@ WRITTEN: dict[str, tuple[Callable[[Tensor], Tensor], str | None]] = {  # a funct
 }
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("target", ["bayes-e", "bernoulli2", "nash-e", "x86"])
 @pytest.mark.parametrize("name", WRITTEN)
 def test_operators_that_read_one_tensor_are_one_table(name: str, target: str, tmp_path: Path) -> None:

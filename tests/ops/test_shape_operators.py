@@ -205,7 +205,7 @@ NAMES = list(MOVES)
 PACKS = [NAMES[start : start + 8] for start in range(0, len(NAMES), 8)]
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("names", PACKS, ids=lambda names: f"{names[0]} to {names[-1]}")
 def test_moves_are_exact(names: list[str], target: str, tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def reason(prepared: fx.GraphModule, name: str) -> str:
 TARGETS = {**dict(zip(CASES, itertools.cycle(contract.TARGETS), strict=False)), "prelu, steep": "nash-e"}  # it saturates on bayes-e
 
 
-@pytest.mark.sweep(20)
+@pytest.mark.sweep(14)
 @pytest.mark.parametrize(("name", "target"), TARGETS.items())
 def test_contract(name: str, target: str, tmp_path: Path) -> None:
     model, batches = built(CASES[name])

@@ -314,7 +314,7 @@ def assert_like(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert 0.9 < found[name].norm() / gradient.norm() < 1.1, name
 
 
-@pytest.mark.sweep(26)
+@pytest.mark.sweep(20)
 @pytest.mark.parametrize("target", ["bayes-e", "x86"])
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_in_train_are_the_float_models(form: str, target: str) -> None:

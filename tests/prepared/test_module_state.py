@@ -151,6 +151,7 @@ def test_a_copy_that_takes_over_the_buffers_of_a_frozen_model_is_frozen() -> Non
     assert all(each.quantizer.frozen for each in averaged.module.quantized.children() if hasattr(each, "quantizer"))
 
 
+@pytest.mark.nightly
 def test_states_of_earlier_versions_load() -> None:
     """There, what says that a scale stands still is bool."""
     model = copy.deepcopy(_calibrated("int8", "pact", "learned", rounded=False))

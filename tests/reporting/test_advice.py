@@ -162,7 +162,7 @@ CASES = {
 NARROW = ("rounds_to_zero", "inside", "quiet_channels")  # printed for a target without int16
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("rule", "target"), [*((rule, "nash-e") for rule in CASES), *((rule, "bernoulli2") for rule in NARROW)])
 def test_every_rule_that_advice_prints_changes_what_it_names(rule: str, target: str, caplog: pytest.LogCaptureFixture) -> None:
     make, layer, named = CASES[rule]

@@ -67,7 +67,6 @@ def noise(prepared: fx.GraphModule) -> float:
 
 
 @pytest.mark.nightly
-@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("target", "qconfig"), [("bernoulli", None), ("bayes-e", None), ("x86", FOUR_BITS)])
 def test_biases_take_back_what_rounding_shifts(target: str, qconfig: fxq.QConfig | None, tmp_path: Path) -> None:
     plain, prepared = calibrated(target, False, qconfig), calibrated(target, None, qconfig)

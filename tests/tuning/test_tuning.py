@@ -193,7 +193,6 @@ class Residuals(nn.Module):
 
 
 @pytest.mark.nightly
-@pytest.mark.sweep(1)
 @pytest.mark.parametrize("method", [fxq.tuning.adaround, fxq.tuning.reconstruct, fxq.tuning.distill, fxq.tuning.round_weights])
 def test_no_method_loses_what_calibration_has_gained(method: Method) -> None:
     torch.manual_seed(0)
@@ -325,7 +324,6 @@ class Masked(nn.Module):
 
 
 @pytest.mark.nightly
-@pytest.mark.sweep(1)
 @pytest.mark.parametrize("masked", [-math.inf, torch.finfo(torch.float32).min])
 def test_distillation_behind_a_mask_learns(masked: float) -> None:
     """A mask of four dimensions is no image, and one of infinities is not mixed: what was no number before taught nothing."""
