@@ -243,12 +243,6 @@ def test_check_lists_what_is_broken_with_line_and_remedy(capsys: pytest.CaptureF
     assert called(capsys, "check", "networks:Network", "--target", "bernoulli2", "--data", "images.npy")[:2] == (1, shown)
 
 
-def test_check_of_a_model_of_the_current_folder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "path", sys.path[1:])
-    status, shown, _ = called(capsys, "check", "networks:Two", "--march", "bayes", "--shape", "1,2,8,8", "--shape", "1,4,6,6")
-    assert (status, shown) == (0, "within every limit of bayes that is known\n")
-
-
 # ---- errors -------------------------------------------------------------------------------------------------------------
 
 FACTORIES = {

@@ -117,16 +117,6 @@ def test_equal_numbers_of_other_nodes_are_a_change() -> None:
     assert messages(KERNELS, Count(9, 10), Count(9, 10)) == []
 
 
-def test_rows_that_come_or_go_are_a_change() -> None:
-    assert "is not in the table" in table.changes({}, {KERNELS: Count(1, 1)})[0]
-    assert "is no longer counted" in table.changes({KERNELS: Count(1, 1)}, {})[0]
-
-
-def test_worse_numbers_come_first() -> None:
-    before, now = {KERNELS: Count(5, 10), NODES: Count(0)}, {KERNELS: Count(6, 10), NODES: Count(1)}
-    assert [message.split()[0] for message in table.changes(before, now)] == ["WORSE", "BETTER"]
-
-
 def test_a_machine_that_the_table_does_not_have_is_said() -> None:
     found = {KERNELS._replace(machine="another"): Count(1, 1)}
     with pytest.raises(pytest.skip.Exception, match=r"no counts of integer kernels for this machine, another: make counts adds them"):

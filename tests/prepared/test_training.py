@@ -428,15 +428,6 @@ def test_scales_of_one_model_set_in_another_give_the_same_bits() -> None:
     assert torch.equal(to_validate(other)(batches()[0]), trained(batches()[0]))
 
 
-@pytest.mark.parametrize("wrong", ["ema", "", "Learned"])
-def test_an_unknown_way_to_train_is_an_error(wrong: str) -> None:
-    for kind in (fxq.ActivationConfig, fxq.WeightConfig):
-        with pytest.raises(fxq.errors.ConfigurationError, match="training="):
-            kind(training=wrong)
-    with pytest.raises(fxq.errors.ConfigurationError, match="a weight's scale"):
-        fxq.WeightConfig(training="frozen")
-
-
 # ---- loading --------------------------------------------------------------------------------------------------------------------
 
 
