@@ -44,13 +44,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and item.get_closest_marker("sweep") is not None:
             sweeps[item.nodeid.partition("[")[0]].append(item)
     for cases in sweeps.values():
-        for item in _further(cases):
+        for item in further_cases(cases):
             item.add_marker(pytest.mark.nightly)
     rank = {name: index for index, name in enumerate(LONG)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(LONG)))
 
 
-def _further(cases: list[pytest.Function]) -> list[pytest.Function]:
+def further_cases(cases: list[pytest.Function]) -> list[pytest.Function]:
     """Return the cases of a sweep beyond a choice, at most the mark's number, in which each value of each parameter occurs."""
     (number,) = cases[0].get_closest_marker("sweep").args or (len(cases),)
     further = sorted(cases, key=lambda item: zlib.crc32(item.name.encode()))  # a new case leaves the order of the others as it is
