@@ -82,7 +82,7 @@ def test_inner_tensors_are_wide_and_the_result_is_what_was_asked_for(target: str
     assert exponential.scale == 2.0**-15
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.nightly
 @needs_vnni
 @pytest.mark.parametrize("style", ["fast", "qdq"])
 def test_every_style_writes_them(style: str, tmp_path: Path) -> None:

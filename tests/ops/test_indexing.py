@@ -77,6 +77,7 @@ def test_a_sum_whose_terms_are_not_known_is_not_proved() -> None:
         bounds(source, 0, None, 3, False)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("opset", [17, 21])
 def test_places_are_written_at_every_opset(opset: int, tmp_path: Path) -> None:
     def brought(x: Tensor) -> Any:

@@ -174,7 +174,7 @@ ROWS = [
     *(
         row
         for index, format in enumerate(FORMATS[:4])
-        for row in packed([named for named in FURTHER if turn(named[1]) == index], format, [pytest.mark.nightly] if index > 1 else [])
+        for row in packed([named for named in FURTHER if turn(named[1]) == index], format, [pytest.mark.nightly] if index else [])
     ),
 ]
 

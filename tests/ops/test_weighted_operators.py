@@ -165,7 +165,7 @@ def test_contract(name: str, target: str, tmp_path: Path) -> None:
     assert_contract(compiled, tmp_path / "model.onnx", batches)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("target", contract.TARGETS)
 @pytest.mark.parametrize("name", WIDE)
 def test_wide_sums(name: str, target: str, tmp_path: Path) -> None:
