@@ -46,7 +46,9 @@ def entry(name: str) -> zoo.ZooEntry:
 
 every_target = pytest.mark.parametrize("target", contract.TARGETS)
 PAIRS = [*((MODELS[0], target) for target in contract.TARGETS), *zip(MODELS[1:], contract.TARGETS, strict=True)]
-every_pair = pytest.mark.parametrize(("name", "target"), PAIRS)  # one network on both targets, the large ones on one each
+every_pair = pytest.mark.parametrize(  # one network on both targets, and nightly the large ones on one each
+    ("name", "target"), [pytest.param(*pair, marks=pytest.mark.nightly if pair[0] != MODELS[0] else ()) for pair in PAIRS]
+)
 
 
 @cache
@@ -71,20 +73,17 @@ def exported(name: str, target: str, directory: Path) -> Path:
 # ---- E1, E2, E3 on whole models ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.sweep(1)
 @every_pair
 def test_validate_is_integer(name: str, target: str) -> None:
     contract.assert_alive(compiled(name, target).integer, images(name, 8))
     contract.assert_validate_is_integer(*compiled(name, target), images(name, 8))
 
 
-@pytest.mark.sweep(1)
 @every_pair
 def test_integer_is_onnx_at_two_batch_sizes(name: str, target: str, tmp_path: Path) -> None:
     contract.assert_integer_is_onnx(compiled(name, target).integer, tmp_path / "model.onnx", [(images(name, 3),), (images(name, 1, 1),)])
 
 
-@pytest.mark.sweep(1)
 @every_pair
 def test_train_is_validate_and_every_parameter_learns(name: str, target: str) -> None:
     prepared, integer = fresh(name, target)
@@ -117,20 +116,13 @@ def take_training_steps(prepared: fx.GraphModule, batch: Tensor, count: int) -> 
         optimizer.step()
 
 
-@pytest.mark.parametrize(("name", "target"), [PAIRS[0], PAIRS[-1]])
+@every_pair
 def test_a_batch_of_one_gives_the_bits_of_the_same_image_among_others(name: str, target: str) -> None:
     integer, batch = compiled(name, target).integer, images(name, 4)
     assert torch.equal(integer(batch), torch.cat([integer(image.unsqueeze(0)) for image in batch]))
 
 
 # ---- E3: statistics and gradients -------------------------------------------------------------------------------------
-
-
-def training(prepared: fx.GraphModule) -> fx.GraphModule:
-    fxq.set_state(prepared, fxq.State.TRAIN)
-    prepared.train()
-    fxq.freeze(prepared, batch_norm=False)
-    return prepared
 
 
 @pytest.mark.usefixtures("default_outputs")
@@ -208,7 +200,6 @@ def primitive_sum(node: fx.Node, patches: Tensor, weight: Tensor, bias: Tensor |
     return node.target(full, weight, bias, [1] * rank, [0] * rank, [1] * rank, groups, *extra).flatten(1).diagonal()
 
 
-@pytest.mark.sweep(1)
 @every_pair
 def test_no_input_exceeds_the_proved_accumulator(name: str, target: str) -> None:
     integer = compiled(name, target).integer
@@ -360,7 +351,6 @@ def test_no_float_stands_between_the_boundary_nodes(name: str, target: str) -> N
         assert not real or all(user.op == "output" for user in node.users), node.name
 
 
-@pytest.mark.sweep(1)
 @every_pair
 def test_every_onnx_value_is_a_whole_number_of_its_declared_type(name: str, target: str, tmp_path: Path) -> None:
     path = exported(name, target, tmp_path)
@@ -392,7 +382,6 @@ def weights_of_layers(model: onnx.ModelProto) -> list[np.ndarray]:
     return found
 
 
-@pytest.mark.sweep(1)
 @every_pair
 def test_the_runtime_fuses_no_scale_into_a_layer(name: str, target: str, tmp_path: Path) -> None:
     path = exported(name, target, tmp_path)
