@@ -22,7 +22,7 @@ demo: $(READY)  ## train, quantize, export and verify a small network (TARGET=ba
 test: $(READY)  ## run the tests, but for those of the nightly lane
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15 -q -m "not nightly or quick"
 
-nightly: $(READY)  ## run random graphs, the zoo, several ranks, wheels, whole programs, pages that train, and every qdq form
+nightly: $(READY)  ## run random graphs, the zoo, several ranks, wheels, whole programs, pages that train, and the further cases of sweeps
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15 -q -m nightly
 
 quick: $(READY)  ## a choice of the tests that sees a break of any package; or all tests of one package (PACKAGE=ops)

@@ -7,6 +7,8 @@ import gc
 import logging
 import os
 import random
+import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -32,12 +34,44 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # Two processes share the files, and the last one to begin decides how long they wait for each other: those of long tests begin first.
-LONG = ("test_operators", "test_random_graphs", "test_contract", "test_readme", "test_zoo", "test_distributed", "test_threads")
+LONG = (
+    "test_operators",
+    "test_random_graphs",
+    "test_kernels",
+    "test_readme",
+    "test_zoo",
+    "test_distributed",
+    "test_counts",
+    "test_contract",
+)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    sweeps = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("sweep") is not None:
+            sweeps[item.nodeid.partition("[")[0]].append(item)
+    for cases in sweeps.values():
+        for item in further_cases(cases):
+            item.add_marker(pytest.mark.nightly)
     rank = {name: index for index, name in enumerate(LONG)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(LONG)))
+
+
+def further_cases(cases: list[pytest.Function]) -> list[pytest.Function]:
+    """Return the cases of a sweep beyond a choice, at most the mark's number, in which each value of each parameter occurs."""
+    (number,) = cases[0].get_closest_marker("sweep").args or (len(cases),)
+    further = sorted(cases, key=lambda item: zlib.crc32(item.name.encode()))  # a new case leaves the order of the others as it is
+    values = {item: {(name, id(value)) for name, value in item.callspec.params.items()} for item in further}
+    for _ in range(number):
+        chosen = max(further, key=lambda item: (item.get_closest_marker("quick") is not None, len(values[item])), default=None)
+        if chosen is None or not values[chosen]:
+            break
+        further.remove(chosen)
+        for item in further:
+            values[item] -= values[chosen]
+    return further
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

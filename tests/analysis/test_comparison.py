@@ -165,6 +165,7 @@ def test_figures_are_those_of_the_tensors_recorded_in_both_forms(tmp_path: Path)
         assert layer.own == pytest.approx(float(10 * torch.log10(one.square().sum() / (exact * scale - one).square().sum())))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [Digits, Attention])
 def test_every_form_is_matched_with_every_other(kind: Callable[[], nn.Module], tmp_path: Path) -> None:
     """The float model's tensors are found under the names that they have before fusion; equal forms are equal."""
@@ -207,6 +208,7 @@ def test_channels_that_equalization_multiplied_are_multiplied_for_the_comparison
         assert min(layer.sqnr for layer in found.values()) > 20, str(found)
 
 
+@pytest.mark.nightly
 def test_memory_does_not_grow_with_the_number_of_batches() -> None:
     """What is left of batches when the next ones come is counted, by the tensors that are alive."""
     result, image = compiled(), batches(1)[0]
@@ -237,6 +239,7 @@ def test_the_models_are_left_as_they_were() -> None:
 # ---- models that are broken on purpose -------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("kind", "target"), [(Digits, "x86"), (Attention, "nash-e")])
 def test_a_healthy_model_has_no_advice(kind: Callable[[], nn.Module], target: str) -> None:
     found = compiled(kind, target).compare(batches())
@@ -264,6 +267,7 @@ def test_a_scale_that_is_64_times_too_large_is_named() -> None:
     assert found[layer].error == "rounding"
 
 
+@pytest.mark.nightly
 def test_an_outlier_channel_is_named() -> None:
     def stretch(model: Any) -> None:
         for parameter in (model.down[1].weight, model.down[1].bias):
@@ -285,6 +289,7 @@ def test_inputs_of_another_range_than_calibrations_are_named(factor: float, ends
     assert f"input image has values from {ends}" in first(found).cause
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("wrong", [0, 1])
 @pytest.mark.parametrize("factor", [8, 60])
 def test_the_one_of_two_inputs_that_is_not_like_calibrations_is_named(wrong: int, factor: float) -> None:
@@ -305,6 +310,7 @@ def two() -> tuple[fxq.results.Result, list[tuple[Tensor, Tensor]]]:
     return fxq.quantize(model.eval(), pairs, target="nash-e"), pairs
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("layer", ["layer_self_attn_linear_2", "layer_self_attn_mul"])
 def test_a_scale_inside_of_an_attention_is_named(layer: str) -> None:
     """The float model has one module in its place; the prepared one has its parts."""
@@ -320,6 +326,7 @@ def test_a_scale_inside_of_an_attention_is_named(layer: str) -> None:
     assert (part.layer, part.rule) == (layer, "scale_too_small")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("what", ["running_mean", "running_var", "both"])
 @pytest.mark.parametrize("layer", ["stem", "body", "down"])
 def test_a_batch_norm_without_statistics_is_named(layer: str, what: str) -> None:
@@ -339,6 +346,7 @@ def test_a_batch_norm_without_statistics_is_named(layer: str, what: str) -> None
     assert "state_dict" in told[0].cure
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("after", "hidden"), [(nn.ReLU(), -1e9), (nn.Identity(), -1e6)])
 def test_a_mask_that_sets_a_scale_is_named(after: nn.Module, hidden: float) -> None:
     torch.manual_seed(0)

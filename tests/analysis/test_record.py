@@ -139,6 +139,7 @@ def test_one_batch_at_a_time(forms: Any) -> None:
         assert sum(reference() is not None for reference in taken) <= 1
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("state", fxq.State)
 def test_nothing_is_changed(state: fxq.State) -> None:
     found = batches()

@@ -94,6 +94,7 @@ class Behind(nn.Module):
         return self.network(self.colour(self.camera(y, uv)))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", ["bayes-e", "x86"])
 def test_a_network_behind_a_camera_is_integer_from_the_bytes_on(target: str, tmp_path: Path) -> None:
     y, uv = CAMERA.rgb_to_nv12(torch.cat([photograph(), photograph().flip(3)]))

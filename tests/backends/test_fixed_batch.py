@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.cli import main
 from tests.shared.networks import Network
 
 
@@ -72,6 +71,7 @@ def result() -> fxq.results.Result:
     return fxq.quantize(Sizes().eval(), [images(2), images(2)], "nash-e", show_progress=False)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("style", "batch"), [("exact", 1), ("fast", 3), ("qdq", 1)])
 def test_every_size_is_a_number_and_the_bits_are_the_models(style: str, batch: int, result: fxq.results.Result, tmp_path: Path) -> None:
     options: dict[str, Any] = {"style": style, "opset": 21}
@@ -102,6 +102,7 @@ def test_on_other_targets(target: str, tmp_path: Path) -> None:
     assert unfixed(integers) == []
 
 
+@pytest.mark.nightly
 def test_of_prepared_and_float_models(result: fxq.results.Result, tmp_path: Path) -> None:
     path = fxq.export_onnx(result.prepared, tmp_path / "prepared.onnx", batch_size=1)
     assert unfixed(path) == []
@@ -148,16 +149,6 @@ def test_a_model_that_was_traced_with_a_fixed_batch(tmp_path: Path) -> None:
     assert static.export(tmp_path / "a.onnx", batch_size=2).read_bytes() == static.export(tmp_path / "b.onnx").read_bytes()
     with pytest.raises(fxq.errors.ConfigurationError, match="traced with fixed sizes, and a batch of 2"):
         static.export(tmp_path / "m.onnx", batch_size=1)
-
-
-def test_the_command_line_fixes_it_as_well(result: fxq.results.Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    saved = fxq.save(result.integer, tmp_path / "m.fxq")
-    assert main(["export", str(saved), "--onnx", str(tmp_path / "fixed.onnx"), "--batch-size", "2"]) == 0
-    assert main(["export", str(saved), "--onnx", str(tmp_path / "dynamic.onnx")]) == 0
-    assert capsys.readouterr().out.splitlines() == [str(tmp_path / "fixed.onnx"), str(tmp_path / "dynamic.onnx")]
-    assert unfixed(tmp_path / "fixed.onnx") == []
-    assert unfixed(tmp_path / "dynamic.onnx")
-    assert main(["verify", str(saved), str(tmp_path / "fixed.onnx"), "--batch-size", "2"]) == 2  # its random batches have other sizes
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "1"])

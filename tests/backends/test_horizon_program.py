@@ -160,6 +160,7 @@ def padded(s: Network, x: Tensor) -> Tensor:
     return s.b(F.relu(s.a(s.z(F.relu(s.c(x))))))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("z", "a", "pads"),
     [
@@ -180,6 +181,7 @@ def test_zeros_around_what_convolutions_read_are_their_padding(z: nn.Module, a: 
         assert next(list(entry.ints) for entry in layer.attribute if entry.name == "pads") == pads
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("size", "kernels"), [(7, [7]), (12, [6, 2]), (32, [4, 4, 2]), (56, [7, 4, 2])])
 @pytest.mark.parametrize("how", ["mean", "keepdim", "pool", "window"])
 def test_the_mean_of_an_image_is_several_on_bernoulli2(how: str, size: int, kernels: list[int], tmp_path: Path) -> None:
@@ -215,6 +217,7 @@ def averaged(how: str, size: int) -> fx.GraphModule:
     return fxq.quantize(model.eval(), [torch.randn(2, 3, size, size)], "bernoulli2", show_progress=False).integer
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("how", ["mean", "keepdim", "pool", "window"])
 def test_the_mean_of_an_image_of_prime_sides_is_refused(how: str, tmp_path: Path) -> None:
     integer = averaged(how, 22)
@@ -262,6 +265,7 @@ NARROWED: dict[str, tuple[Callable[[Network, Tensor], Tensor], dict[str, nn.Modu
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("kind", NARROWED)
 def test_what_the_compiler_brings_from_16_bits_to_8_is_refused(kind: str, tmp_path: Path) -> None:
     """Its program has other integers there, as much as half a step of 8 bits; average pools in windows are off by up to 32543 steps."""

@@ -54,6 +54,7 @@ def computed(path: Path) -> int:
     return len(fxq.export.onnx_metadata(path)["kernels"]["computed"])
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", MODELS)
 def test_fast_files_give_the_integer_models_bits(name: str, tmp_path: Path) -> None:
     path = fxq.export_onnx(known(name), tmp_path / "model.onnx", style="fast")
@@ -83,6 +84,7 @@ def on_scales(model: nn.Module, target: str, scales: dict[int, float]) -> fx.Gra
     return fxq.convert(prepared)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("target", ["nash-e", "x86"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_table_is_computed_where_no_rounding_can_change_an_entry(name: str, target: str, tmp_path: Path) -> None:
@@ -129,6 +131,7 @@ def test_a_computed_table_that_differs_is_found(monkeypatch: pytest.MonkeyPatch,
 # ---- targets, numbers and widths ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("target", REAL_TARGETS)
 @pytest.mark.parametrize("opset", [17, 19, 21])
 def test_fast_files_on_every_target_and_opset(target: str, opset: int, tmp_path: Path) -> None:
@@ -152,12 +155,14 @@ def test_what_is_no_number_is_zero_in_fast_files_as_well(level: str, tmp_path: P
     assert torch.equal(run(path, odd, options=options)[0], known("convolution")(odd))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("activation", "weight"), [("int16", "int8"), ("int16", "int16"), ("int8", "int16")])
 def test_wider_integers_are_as_in_style_exact(activation: str, weight: str, tmp_path: Path) -> None:
     path = exported(known("silu", "nash-e", activation, weight), tmp_path / "model.onnx", style="fast")
     assert "QLinearConv" not in operators(path)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["silu", "pooling", "residual", "concatenation"])
 @pytest.mark.parametrize(("activation", "weight"), [("int4", "int4"), ("int8", "int4")])
 def test_narrower_integers_are_stored_as_int8_are(activation: str, weight: str, name: str, tmp_path: Path) -> None:
@@ -242,6 +247,7 @@ POOLS: dict[str, tuple[Callable[..., Tensor], int]] = {
 }
 
 
+@pytest.mark.sweep
 @needs_vnni
 @pytest.mark.parametrize("target", ["nash-e/requantize", "x86"])
 @pytest.mark.parametrize("name", POOLS)

@@ -27,6 +27,7 @@ from tests.shared.onnx_files import assert_verified, batch, exported, integer_of
 # ---- signed zeros -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("target", ["nash-e", "nash-m", "x86", "qnnpack", "bayes-e", "bernoulli", "bernoulli2"])
 def test_no_form_gives_a_negative_zero(target: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -141,12 +142,11 @@ class Many(nn.Module):
 WIDTHS = ("int4", "int8", "int16")
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("target", ["nash-e", "bayes-e"])
+@pytest.mark.parametrize("target", [pytest.param("nash-e", marks=pytest.mark.quick), pytest.param("bayes-e", marks=pytest.mark.nightly)])
 def test_operators_of_every_width_in_one_file(target: str, tmp_path: Path) -> None:
-    """Every second operator is there twice, in two widths, so what a file names by too little would be shared wrongly."""
+    """Every fourth operator is there twice, in two widths, so what a file names by too little would be shared wrongly."""
     torch.manual_seed(0)
-    samples = list(BY_OPERATOR.values())[2 * (target == "bayes-e") :: 4]
+    samples = list(BY_OPERATOR.values())[4 * (target == "bayes-e") :: 8]
     inputs = [inputs_of(sample, 2) for sample in samples for _ in range(2)]
     model = Many([model_of(sample) for sample in samples for _ in range(2)], [len(x) for x in inputs]).eval()
     config = fxq.QConfigMapping()
@@ -158,6 +158,7 @@ def test_operators_of_every_width_in_one_file(target: str, tmp_path: Path) -> No
     exported(compiled(model, [given], target, config).integer, tmp_path / "model.onnx", [given])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("opset", [17, 21])
 @pytest.mark.parametrize("target", ["bernoulli2", "bayes-e", "nash-e", "x86"])
 def test_zeros_before_a_pool_are_zeros_for_every_runtime(target: str, opset: int, tmp_path: Path) -> None:
@@ -216,6 +217,7 @@ OUTPUTS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_a_model_may_return(name: str, tmp_path: Path) -> None:
     exported(linear_of(OUTPUTS[name]), tmp_path / "model.onnx", [rows(), rows(1)])
@@ -228,6 +230,7 @@ REFUSED_OUTPUTS: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", REFUSED_OUTPUTS)
 def test_a_file_cannot_return(name: str, tmp_path: Path) -> None:
     function, text = REFUSED_OUTPUTS[name]
@@ -277,6 +280,7 @@ INNER_NAMES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("style", ["exact", "fast", "qdq"])
 @pytest.mark.parametrize("name", INNER_NAMES)
 def test_the_names_that_a_user_gives_win(name: str, style: str, pair: fx.GraphModule, tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ class Gated(nn.Module):
         return self.last(x * F.hardsigmoid(self.squeeze(F.adaptive_avg_pool2d(x, 1))))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", ["x86", "nash-e"])
 def test_gates_are_one_kernel_and_exact(target: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

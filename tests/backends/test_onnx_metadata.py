@@ -49,6 +49,7 @@ def test_a_file_of_integers_takes_every_input_in_the_order_of_the_model(style: s
     assert torch.equal(torch.from_numpy(found).long(), values["tanh"].long())
 
 
+@pytest.mark.sweep
 @needs_vnni
 @pytest.mark.parametrize("width", ["int4", "int8", "int16", "int32"])
 @pytest.mark.parametrize("io", ["float", "integer"])

@@ -55,6 +55,7 @@ def test_weights_beside_the_file(style: str, tmp_path: Path) -> None:
         assert len(assert_verified(integer, path).pairs) == 5
 
 
+@pytest.mark.nightly
 @every_style
 def test_files_with_weights_beside_them_can_be_inspected(style: str, tmp_path: Path) -> None:
     integer = known("concatenation")

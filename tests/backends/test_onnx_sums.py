@@ -82,6 +82,7 @@ def known(name: str, target: str = "bayes-e", activation: str = "int8", weight: 
     return integer_of(model, None, target, mapping)
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("target", FIXED)
 @pytest.mark.parametrize("name", MODELS)
 def test_sums_of_bytes_give_the_integer_models_bits(name: str, target: str, tmp_path: Path) -> None:
@@ -104,6 +105,7 @@ def test_what_is_beyond_24_bits_is_added_in_32(name: str, wide: Callable[..., Te
     assert any(node.target is wide for node in known(name).graph.nodes)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("opset", [17, 19, 21])
 @pytest.mark.parametrize("name", ["residual", "rows, read twice"])
 def test_sums_of_bytes_at_every_opset(name: str, opset: int, tmp_path: Path) -> None:
@@ -114,6 +116,7 @@ def test_a_file_of_sums_takes_and_returns_integers(tmp_path: Path) -> None:
     assert_takes_integers(known("residual"), fxq.export_onnx(known("residual"), tmp_path / "model.onnx", style="fast", io="integer"))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("activation", "weight", "count"), [("int16", "int8", 0), ("int8", "int4", 1), ("int4", "int4", 1)])
 def test_only_bytes_are_summed(activation: str, weight: str, count: int, tmp_path: Path) -> None:
     path = exported(known("plain", "bayes-e", activation, weight), tmp_path / "model.onnx", style="fast")

@@ -45,6 +45,7 @@ def both(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Compiled:
     return compiled(model, [batch], "nash-e")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("opset", [11, 18])
 def test_a_float_model_is_a_file_of_any_batch_size(model: nn.Module, batch: tuple[Tensor, Tensor], opset: int, tmp_path: Path) -> None:
     path = fxq.export_onnx(model, tmp_path / "float.onnx", opset=opset, example_inputs=batch, output_names=["scores"])
@@ -84,6 +85,7 @@ def test_a_prepared_model_is_a_file_with_its_grids(both: Compiled, batch: tuple[
     assert fxq.verify(prepared, fxq.export_onnx(prepared, tmp_path / "exact.onnx", "exact"), [batch], show_progress=False)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("style", ["exact", "fast", "qdq"])
 def test_an_input_may_have_its_channels_last(style: str, batch: tuple[Tensor, Tensor], both: Compiled, tmp_path: Path) -> None:
     integer = both.integer
@@ -102,6 +104,7 @@ def test_an_input_may_have_its_channels_last(style: str, batch: tuple[Tensor, Te
         assert fxq.verify(integer, plain, [batch], show_progress=False)
 
 
+@pytest.mark.nightly
 def test_layouts_of_other_ranks_and_of_float_files(tmp_path: Path) -> None:
     rows, volumes = torch.randn(2, 4, 9), torch.randn(2, 2, 4, 4, 4)
     for values, layer, layout in ((rows, nn.Conv1d(4, 3, 3), "NWC"), (volumes, nn.Conv3d(2, 3, 3), "NDHWC")):

@@ -53,6 +53,7 @@ def integer_of(model: nn.Module, batch: Tensor, target: str) -> fx.GraphModule:
     return compiled(model.eval(), [batch], target).integer
 
 
+@pytest.mark.nightly
 def test_programs_run_without_fxquant_at_every_batch_size(tmp_path: Path) -> None:
     tokens = torch.randint(0, 20, (7, 5))
     integer = integer_of(Mixed(), tokens[:4], "bayes-e")
@@ -65,6 +66,7 @@ def test_programs_run_without_fxquant_at_every_batch_size(tmp_path: Path) -> Non
     assert result.stdout == "equal\n", result.stderr
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", ["bernoulli", "x86"])
 def test_they_are_the_integer_models_bits(target: str, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(32, 5))
@@ -103,6 +105,7 @@ def found(scores: Tensor) -> list[list[int]]:
     return [torch.nonzero(row).flatten().tolist() for row in scores]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("write", [fxq.export.export_pt2, fxq.export.export_torchscript, fxq.export_onnx])
 def test_what_stays_python_and_cannot_be_written_is_an_error_and_no_print(
     write: Callable[..., Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -93,6 +93,7 @@ def graph_of(drawn: Sequence[Case]) -> fx.GraphModule:
     return made
 
 
+@pytest.mark.nightly
 def test_every_primitive_has_its_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fxquant.backends.c.export_c.require_integer", lambda model: None)  # drawn calls have no proof of a lowered model
     drawn = cases(0)
@@ -143,6 +144,7 @@ def integer_of(model: nn.Module, batch: Tensor, target: str) -> fx.GraphModule:
     return compiled(model.eval(), [batch], target, integer_tail=True).integer
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", ["bernoulli2", "bayes-e", "nash-e", "x86"])
 def test_a_network_of_images_has_the_integer_models_bits(target: str, tmp_path: Path) -> None:
     network, image = Convolutions(), torch.randn(6, 3, 16, 16)

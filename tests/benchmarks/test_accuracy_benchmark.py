@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from benchmarks.accuracy import floats, methods, networks, rows, table
 from benchmarks.accuracy.__main__ import main
-from benchmarks.accuracy.peers import PEERS, Peer
 from benchmarks.accuracy.rows import OURS, Result, Row
-from benchmarks.accuracy.settings import CALIBRATION, MODES, SETTINGS, TRAINING, TUNING, Setting
-from benchmarks.accuracy.tasks import TASKS, Data, Task, data_of
+from benchmarks.accuracy.settings import CALIBRATION, SETTINGS, TRAINING
+from benchmarks.accuracy.tasks import TASKS, Data, Task
 from fxquant.support import seeded
 
 EDSR_ROW = Row(CALIBRATION, "W8A8", "tiny", "edsr")
@@ -59,6 +58,7 @@ def test_a_checkpoint_is_trained_once_and_from_its_seed_alone(tmp_path: Path) ->
     assert floats.checkpoint("tiny", "edsr", 0, tmp_path / "one").path.stat().st_mtime_ns == written
 
 
+@pytest.mark.nightly
 def test_training_with_the_prepared_model_gives_an_integer_model_of_its_bits(tmp_path: Path) -> None:
     found = floats.checkpoint("tiny", "edsr", 0, tmp_path)
     calibrated = methods.quantize(found, SETTINGS["W4A4"], CALIBRATION)
@@ -84,13 +84,6 @@ def test_rescaling_keeps_the_function_and_not_the_weights() -> None:
     ratio = rescaled.blocks[2].depthwise[1].weight / plain.blocks[2].depthwise[1].weight
     assert ratio.min() == 2**-3
     assert ratio.max() == 2**3
-
-
-def test_a_digit_of_the_test_is_none_of_training() -> None:
-    data = data_of("digits", 0)
-    assert [part.shape[1:] for part in (data.train_inputs, data.test_inputs)] == [(1, 16, 16)] * 2
-    assert torch.equal(data.train_inputs, TASKS["digits"].make(0).train_inputs)
-    assert sum(len(batch) for batch in data.calibration) == 64
 
 
 def test_a_score_is_percent_right_or_the_mean_psnr() -> None:
@@ -145,11 +138,3 @@ def test_a_peer_that_failed_is_asked_again_and_its_reason_is_kept(tmp_path: Path
     assert not again.reason
     assert rows.measure(EDSR_ROW, "torch.ao", 0, tmp_path) == again
     assert not answers
-
-
-@pytest.mark.parametrize("peer", PEERS.values(), ids=list(PEERS))
-def test_every_peer_refuses_or_accepts_every_row_without_its_toolkit(peer: Peer) -> None:
-    answers = [peer.refuses(setting, mode) for setting in SETTINGS.values() for mode in MODES]
-    assert peer.refuses(Setting("W8A8"), TUNING if peer.module == "aimet_adaround" else CALIBRATION) is None
-    assert all(answer is None or answer for answer in answers)
-    assert any(answers)

@@ -53,6 +53,7 @@ def test_agreement_is_of_the_task() -> None:
     assert networks.same_face(faces[1:], faces[1:]) == 100  # no face anywhere
 
 
+@pytest.mark.nightly
 def test_a_synthetic_voice_is_heard_where_there_is_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(voices.shutil, "which", lambda name: None)
     voices.recordings.cache_clear()
@@ -145,6 +146,7 @@ def test_the_table_is_read_as_it_is_written(tmp_path: Path) -> None:
     assert kept.read(tmp_path / "absent.tsv") == []
 
 
+@pytest.mark.nightly
 def test_a_figure_that_fell_and_a_network_that_fails_set_the_exit_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

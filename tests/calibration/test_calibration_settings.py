@@ -122,6 +122,7 @@ def equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", [*ALIKE_IN_THREADS, *LEARNED])
 def test_settings_of_the_process_change_nothing(name: str) -> None:
     compute = (ALIKE_IN_THREADS | LEARNED)[name]
@@ -132,6 +133,7 @@ def test_settings_of_the_process_change_nothing(name: str) -> None:
         assert equal(found, wanted), setting
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", SEARCHED)
 def test_a_search_finds_the_same_under_autocast(name: str) -> None:
     wanted = SEARCHED[name]()
@@ -139,6 +141,7 @@ def test_a_search_finds_the_same_under_autocast(name: str) -> None:
         assert SEARCHED[name]() == wanted
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ALIKE_IN_THREADS)
 def test_the_number_of_threads_changes_no_bit(name: str) -> None:
     found = []
@@ -148,6 +151,7 @@ def test_the_number_of_threads_changes_no_bit(name: str) -> None:
     assert equal(*found)
 
 
+@pytest.mark.nightly
 def test_autocast_reaches_the_users_batches_alone() -> None:
     """What yields the batches runs as the user has set it, and calibration beside it does not."""
     seen = []
@@ -184,6 +188,7 @@ def unstated(tree: ast.AST) -> Iterator[str]:
             yield f"line {node.lineno}: {ast.unparse(node)} without {' and '.join(missing)}"
 
 
+@pytest.mark.nightly
 def test_every_tensor_has_a_dtype_and_a_device_of_its_own() -> None:
     """But for modules of float models, whose tensors are the user's."""
     root = Path(fxq.__file__).parent

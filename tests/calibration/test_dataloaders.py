@@ -181,6 +181,7 @@ def of_one() -> fx.GraphModule:
     return copy.deepcopy(known(One, PLAIN[One])[1])
 
 
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", FORMS)
 def test_batches_in_every_form_give_the_scales_of_plain_ones(name: str) -> None:
     form = FORMS[name]
@@ -206,6 +207,7 @@ class Counted:
             yield batch
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("show_progress", [False, True])
 @pytest.mark.parametrize("number", [1, 3, 5, 100, None])
 def test_no_batch_is_taken_in_vain(number: int | None, show_progress: bool) -> None:

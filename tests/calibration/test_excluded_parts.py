@@ -90,6 +90,7 @@ def test_without_it_everything_is_calibrated() -> None:
     assert {each.state for each in quantized_operators(whole()).values()} == {fxq.State.VALIDATE}
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", METHODS)
 def test_a_part_in_float_stays_as_it_is(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """But for the grid of what it gives, which is that of what reads it."""
@@ -141,6 +142,7 @@ def test_a_single_layer_and_several_are_named_as_well() -> None:
     assert any(each.weight_quantizer.description for each in part(prepared).values())
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("state", ["validate", "train"])
 @pytest.mark.parametrize("mode", [False, True])
 def test_a_part_with_scales_computes_with_them(state: str, mode: bool) -> None:

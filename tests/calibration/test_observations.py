@@ -120,6 +120,7 @@ OTHERS: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize(("qconfig", "target"), OTHERS.values(), ids=OTHERS)
 def test_what_one_calibration_has_seen_gives_what_another_would(qconfig: Any, target: str, seen: fxq.observers.Observations) -> None:
     assert_same_state(restored(seen, qconfig, target), fresh(qconfig, target))
@@ -142,6 +143,7 @@ def before_a_function(function: Any, size: float = 1.0) -> nn.Module:
     return model
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("function", SATURATING)
 @pytest.mark.parametrize(
     ("target", "before", "after"),
@@ -189,6 +191,7 @@ OBSERVERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("observer", OBSERVERS.values(), ids=OBSERVERS)
 def test_whichever_observer_was_asked_for_the_others_are_served(observer: Any) -> None:
     before = fresh(fxq.QConfig(ACT(observer=observer)))

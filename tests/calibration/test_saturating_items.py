@@ -68,6 +68,7 @@ def trained_statistics(outliers: bool, observer: str | None = None) -> tuple[nn.
         return prepared, live, float((prepared(quiet) - wanted).square().mean() / wanted.square().mean())
 
 
+@pytest.mark.nightly
 def test_batch_norms_behind_what_is_cut_off_keep_their_statistics(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "fxquant"):
         prepared, live, error = trained_statistics(outliers=True)
@@ -80,6 +81,7 @@ def test_batch_norms_behind_what_is_cut_off_keep_their_statistics(caplog: pytest
     assert error < 0.05
 
 
+@pytest.mark.nightly
 def test_batch_norms_are_live_where_nothing_is_cut_off(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "fxquant"):
         _, live, _ = trained_statistics(outliers=False)
@@ -98,6 +100,7 @@ def lives(prepared: nn.Module) -> dict[str, bool]:
     return {name: operator.live_batch_norm for name, operator in quantized_operators(prepared).items()}
 
 
+@pytest.mark.nightly
 def test_training_that_is_resumed_keeps_the_same_statistics(tmp_path: Path) -> None:
     trained, live = copy.deepcopy(_loud()[0]), _loud()[1]
     fxq.set_state(trained, fxq.State.TRAIN)

@@ -44,6 +44,7 @@ def decibels(wanted: Tensor, found: Tensor) -> float:
     return float((10 * torch.log10(power / noise)).mean())
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", ["bayes-e", "x86", "bernoulli"])
 def test_a_few_loud_items_do_not_take_the_precision_of_the_others(network: nn.Module, target: str) -> None:
     batches = list(torch.split(images(48, 4, 0), 16))

@@ -62,7 +62,9 @@ def test_a_wrong_target_lists_the_right_ones(tmp_path: Path, capsys: pytest.Capt
     assert not (tmp_path / "out").exists(), "nothing is done before the target is known"
 
 
-def test_a_folder_of_the_demonstration_that_is_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_the_demonstration_that_is_a_file_is_refused(
+    outcomes: list[run.Outcome], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("kept")
     assert run.main(["--out", str(tmp_path / "file")]) == 2
     assert "remedy" in capsys.readouterr().err
@@ -87,6 +89,7 @@ def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[run.Outcome]:
     return kept
 
 
+@pytest.mark.nightly
 def test_the_demonstration(outcomes: list[run.Outcome], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["--target", "bayes-e", "--out", str(tmp_path)]) == 0
     (outcome,) = outcomes
@@ -164,6 +167,7 @@ def called(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, st
     return status, shown.out, shown.err
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("form", ["prepared", "integer", "onnx"])
 def test_inspect(form: str, files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     status, shown, _ = called(capsys, "inspect", files[form])
@@ -304,6 +308,7 @@ def test_verify_that_is_interrupted_prints_what_it_has_compared(
     assert "\nequal: 0 mismatching elements of " in shown
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_verify_on_random_batches(pair: tuple[str, str], files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     status, shown, _ = called(capsys, "verify", *(files[form] for form in pair))
@@ -352,6 +357,7 @@ def elements(files: dict[str, Path]) -> int:
     return fxq.verify(fxq.load(files["prepared"]), fxq.load(files["integer"], kernels="reference"), [inputs(10)]).elements
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", ["named.npz", "ordered.npz", "named.safetensors", "named.pt", "folder"])
 @pytest.mark.parametrize("rows", [4, 100])
 def test_verify_on_data(

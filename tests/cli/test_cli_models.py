@@ -151,6 +151,7 @@ def test_quantize_writes_what_pythons_functions_make(capsys: pytest.CaptureFixtu
     assert "networks:Network" in Path("out/report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("factory", ["made", "ready", "Holder.network"])
 def test_a_factory_is_a_class_a_function_or_a_module(factory: str, capsys: pytest.CaptureFixture[str]) -> None:
     given = ("quantize", f"networks:{factory}", "--data", "images.npy", "--batch-size", 8, "--out", "out", "--no-report")
@@ -240,12 +241,6 @@ def test_check_lists_what_is_broken_with_line_and_remedy(capsys: pytest.CaptureF
     assert "networks.py:14 in forward:  return self.head(" in shown
     assert "write it as a convolution with a 1×1 kernel" in shown
     assert called(capsys, "check", "networks:Network", "--target", "bernoulli2", "--data", "images.npy")[:2] == (1, shown)
-
-
-def test_check_of_a_model_of_the_current_folder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "path", sys.path[1:])
-    status, shown, _ = called(capsys, "check", "networks:Two", "--march", "bayes", "--shape", "1,2,8,8", "--shape", "1,4,6,6")
-    assert (status, shown) == (0, "within every limit of bayes that is known\n")
 
 
 # ---- errors -------------------------------------------------------------------------------------------------------------

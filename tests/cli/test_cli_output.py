@@ -54,6 +54,7 @@ def file(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return saved
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_output_that_cannot_be_written_is_an_error_of_use(unbuffered: str, file: Path) -> None:
     with Path("/dev/full").open("w") as full:
@@ -63,6 +64,7 @@ def test_output_that_cannot_be_written_is_an_error_of_use(unbuffered: str, file:
     assert (ended.returncode, ended.stderr.splitlines()) == (2, said)
 
 
+@pytest.mark.nightly
 def test_output_that_nobody_reads_any_more_is_neither_equal_nor_different(file: Path) -> None:
     running = subprocess.Popen(command("inspect", "--graph", file), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert running.stdout is not None
@@ -71,6 +73,7 @@ def test_output_that_nobody_reads_any_more_is_neither_equal_nor_different(file: 
     assert (running.wait(), running.stderr.read()) == (141, "")
 
 
+@pytest.mark.nightly
 def test_ctrl_c_is_status_130_without_a_traceback(file: Path) -> None:
     running = subprocess.Popen(
         command("check", "networks:slow", "--shape", "1,3,8,8"),

@@ -57,6 +57,7 @@ def imported(program: str) -> set[str]:
     return found
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.filterwarnings("ignore")  # PyTorch's, of its own function
 @pytest.mark.parametrize("index", range(3))
 def test_a_program_of_torch_ao_and_the_new_one(index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

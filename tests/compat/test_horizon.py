@@ -60,6 +60,7 @@ def prepared_as(qconfig: Any, model: nn.Module | None = None) -> Any:
     return horizon.prepare_qat_fx(Net().eval() if model is None else model, {"": qconfig}, example_inputs=BATCHES[0])
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("chip", "trained"),
     [
@@ -103,6 +104,7 @@ def test_a_model_whose_scales_are_learned_takes_over_those_of_calibration() -> N
         horizon.load_observer_params(calib, wide)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("observer", ["mse", "kl", "mix", "clip_std"])
 def test_roundings_are_learned_of_a_model_that_any_observer_calibrated(observer: str) -> None:
     prepared = calibrated(prepared_as(horizon.get_default_qconfig(activation_observer=observer)))
@@ -131,6 +133,7 @@ def test_batch_norms_are_folded_unless_they_are_to_live() -> None:
     assert "bn.running_mean" in prepared_as(fxq.QConfig()).state_dict()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("chip", "fixed"), [("bernoulli2", True), ("bayes", True), ("bayes-e", True), ("nash-e", False)])
 def test_the_scale_of_a_stub_is_that_of_the_release(chip: str, fixed: bool, caplog: pytest.LogCaptureFixture) -> None:
     horizon.set_march(chip)

@@ -126,6 +126,7 @@ WRONG_ENDS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", WRONG_ENDS)
 def test_ends_that_cannot_be_changed(name: str) -> None:
     made = compiler.convert(calibrated(), "nash-e")

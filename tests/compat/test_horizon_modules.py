@@ -212,6 +212,7 @@ class Detector(nn.Module):
         return self.process(*self.raw(x))
 
 
+@pytest.mark.nightly
 def test_a_detector_with_its_boxes_becomes_integers_up_to_them() -> None:
     horizon.set_march("nash-e")
     batch = torch.randn(2, 3, 16, 16, generator=G)

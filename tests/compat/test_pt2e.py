@@ -241,6 +241,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_read_is_refused_by_name(name: str) -> None:
     quantizer, words = REFUSED[name]

@@ -224,6 +224,7 @@ def trained_eager(optimizer: str) -> tuple[nn.Module, nn.Module]:
     return kept, integer
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("optimizer", ["before", "after", "copy"])
 def test_an_eager_model_is_prepared_in_place_and_by_its_first_batch(optimizer: str) -> None:
     (expected, _), (prepared, integer) = trained_eager("example"), trained_eager(optimizer)

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.nightly
+
 WITHOUT = "" if importlib.util.find_spec("torchao") else "pip install torchao"
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "guide" / "from-torch-ao.md"
@@ -275,6 +277,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_runs_or_says_what_to_write(name: str, said: Any) -> None:
     _, words, _ = PROGRAMS[name]

@@ -103,6 +103,7 @@ def run(kit: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "run.py", *options], cwd=kit, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("options", [{}, {"outputs": "integer"}, {"layout": "NHWC"}, {"outputs": "integer", "layout": "NHWC"}])
 def test_a_board_that_computes_the_integer_model_is_equal(options: dict[str, str], runtime: str, tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ def input_shapes(graph: fx.GraphModule) -> list[str]:
     return [str(fact(node)) for node in graph.graph.find_nodes(op="placeholder")]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", ["bayes-e", "x86"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_batch_is_the_dimension_that_is_named_and_every_form_has_the_same_bits(name: str, target: str, tmp_path: Path) -> None:
@@ -103,6 +104,7 @@ def test_the_batch_is_the_dimension_that_is_named_and_every_form_has_the_same_bi
     contract.assert_train_is_validate(prepared, *inputs(name, 3, 9))
 
 
+@pytest.mark.nightly
 def test_the_c_program_has_its_batch_there(tmp_path: Path) -> None:
     if not test_reference_c.COMPILERS:
         assert shutil.which("gcc") is None
@@ -110,12 +112,14 @@ def test_the_c_program_has_its_batch_there(tmp_path: Path) -> None:
     test_reference_c.assert_equal(compiled("states").integer, inputs("states", 3, 9), tmp_path / "states.c", 3)
 
 
+@pytest.mark.nightly
 def test_an_exported_program_has_its_batch_there(tmp_path: Path) -> None:
     integer = compiled("attention").integer
     program = torch.export.load(fxq.export.export_pt2(integer, tmp_path / "attention.pt2")).module()
     assert contract.all_equal(program(*inputs("attention", 7, 9)), integer(*inputs("attention", 7, 9)))
 
 
+@pytest.mark.nightly
 def test_samples_are_counted_and_cut_along_the_batch(caplog: pytest.LogCaptureFixture) -> None:
     batches = [inputs("lstm", 32, seed) for seed in range(2)]
     prepared = fxq.prepare(made("lstm"), batches[0], options=fxq.Options(dynamic_shapes=SHAPES["lstm"]))

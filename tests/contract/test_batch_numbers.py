@@ -67,6 +67,7 @@ FILLED: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", [*SIZES, *WRITES, *FILLED])
 def test_a_size_that_python_computes_and_what_is_written_or_filled_hold_the_contract(name: str, tmp_path: Path) -> None:
     model = Model({**SIZES, **WRITES, **FILLED}[name])

@@ -13,6 +13,7 @@ from tests.shared import contract
 PACKS = [row.values[0] for row in ROWS if row.values[1:] == ("bayes-e", "int8", "int8")]
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("samples", PACKS, ids=range(len(PACKS)))
 def test_every_spelling_holds_the_contract(samples: list[Sample], tmp_path: Path) -> None:
     inputs, others = (tuple(x for sample in samples for x in inputs_of(sample, *size)) for size in ((5, 0), (1, 1)))

@@ -46,7 +46,9 @@ def entry(name: str) -> zoo.ZooEntry:
 
 every_target = pytest.mark.parametrize("target", contract.TARGETS)
 PAIRS = [*((MODELS[0], target) for target in contract.TARGETS), *zip(MODELS[1:], contract.TARGETS, strict=True)]
-every_pair = pytest.mark.parametrize(("name", "target"), PAIRS)  # one network on both targets, the large ones on one each
+every_pair = pytest.mark.parametrize(  # one network on both targets, and nightly the large ones on one each
+    ("name", "target"), [pytest.param(*pair, marks=pytest.mark.nightly if pair[0] != MODELS[0] else ()) for pair in PAIRS]
+)
 
 
 @cache
@@ -90,6 +92,7 @@ def test_train_is_validate_and_every_parameter_learns(name: str, target: str) ->
     assert all_equal(prepared(images(name, 4)), integer(images(name, 4)))
 
 
+@pytest.mark.sweep(1)
 @every_target
 def test_the_contract_holds_after_training(target: str, tmp_path: Path) -> None:
     prepared, before = fresh("demo network", target)
@@ -113,77 +116,13 @@ def take_training_steps(prepared: fx.GraphModule, batch: Tensor, count: int) -> 
         optimizer.step()
 
 
-@pytest.mark.parametrize(("name", "target"), [PAIRS[0], PAIRS[-1]])
+@every_pair
 def test_a_batch_of_one_gives_the_bits_of_the_same_image_among_others(name: str, target: str) -> None:
     integer, batch = compiled(name, target).integer, images(name, 4)
     assert torch.equal(integer(batch), torch.cat([integer(image.unsqueeze(0)) for image in batch]))
 
 
 # ---- E3: statistics and gradients -------------------------------------------------------------------------------------
-
-
-def normalised(batch_norm: str = "live") -> tuple[fx.GraphModule, Tensor]:
-    batch = torch.randn(6, 2, 7, 7)
-    return contract.compiled(conv_and_norm(), [batch], batch_norm=batch_norm).prepared, batch
-
-
-def conv_and_norm() -> nn.Module:
-    norm = nn.BatchNorm2d(3)
-    norm.running_mean, norm.running_var = torch.tensor([0.3, -0.2, 0.1]), torch.tensor([1.5, 0.5, 2.0])
-    return Network(lambda m, x: m.bn(m.conv(x)).relu(), conv=nn.Conv2d(2, 3, 3), bn=norm)
-
-
-def training(prepared: fx.GraphModule) -> fx.GraphModule:
-    fxq.set_state(prepared, fxq.State.TRAIN)
-    prepared.train()
-    fxq.freeze(prepared, batch_norm=False)
-    return prepared
-
-
-def running_statistics(prepared: fx.GraphModule) -> list[Tensor]:
-    return [prepared.bn.running_mean.clone(), prepared.bn.running_var.clone()]
-
-
-def test_live_batch_norm_trains_on_batch_statistics_and_moves_the_running_ones() -> None:
-    prepared, batch = normalised()
-    validated, before = prepared(batch), running_statistics(prepared)
-    training(prepared)
-    first_of_batch, first_alone = prepared(batch)[:1], prepared(batch[:1])
-    assert not torch.equal(first_of_batch, first_alone), "the other images of the batch have no influence"
-    assert not torch.equal(prepared(batch), validated)
-    assert not any(torch.equal(now, then) for now, then in zip(running_statistics(prepared), before, strict=True))
-    assert int(prepared.bn.num_batches_tracked) == 3
-
-
-def test_running_statistics_move_as_pytorch_moves_them() -> None:
-    prepared, batch = normalised()
-    training(prepared)(batch)
-    quantizer = prepared.quantized.x_quantize.output
-    on_grid = torch.round(batch / quantizer.scale).clamp(-128, 127) * quantizer.scale
-    reference = conv_and_norm().train()
-    steps = prepared.conv.weight.detach().abs().amax((1, 2, 3), keepdim=True) / 127  # the statistics are those of the integer weights
-    reference.conv.load_state_dict({"weight": torch.round(prepared.conv.weight / steps) * steps, "bias": prepared.conv.bias})
-    reference(on_grid)
-    for now, expected in zip(running_statistics(prepared), (reference.bn.running_mean, reference.bn.running_var), strict=True):
-        torch.testing.assert_close(now, expected)  # float32 statistics, summed in another order
-
-
-@pytest.mark.parametrize("enter", [lambda p: fxq.set_state(p, fxq.State.VALIDATE), lambda p: p.eval()], ids=["VALIDATE", "eval()"])
-def test_running_statistics_are_used_and_kept_outside_of_training(enter: Callable[[fx.GraphModule], object]) -> None:
-    prepared, batch = normalised()
-    validated = prepared(batch)
-    enter(training(prepared))
-    before = running_statistics(prepared)
-    assert torch.equal(prepared(batch), validated)
-    assert torch.equal(prepared(batch)[:1], prepared(batch[:1]))
-    assert all_equal(running_statistics(prepared), before)
-
-
-def test_frozen_batch_norm_never_moves() -> None:
-    prepared, batch = normalised("frozen")
-    validated, before = prepared(batch), running_statistics(prepared)
-    assert torch.equal(training(prepared)(batch), validated)
-    assert all_equal(running_statistics(prepared), before)
 
 
 @pytest.mark.usefixtures("default_outputs")
@@ -344,6 +283,7 @@ def test_a_mean_whose_sum_may_not_fit_stays_in_float(pool: nn.Module, size: tupl
     assert re.search(r"%_0 +float +its sum of \d+ terms may exceed", fxq.explain(prepared))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("model", "shape"),
     [(nn.Linear(16_000, 2), (16_000,)), (nn.AvgPool2d(181), (1, 181, 181)), (nn.AdaptiveAvgPool2d(1), (1, 362, 362))],
@@ -538,6 +478,7 @@ def spoil_zero_point(model: onnx.ModelProto, accumulator: str, result: str, targ
     replace_input(model, call, len(call.input) - 1, add_one)
 
 
+@pytest.mark.sweep(1)
 @every_target
 @pytest.mark.parametrize("spoil", [spoil_bias, spoil_multiplier, spoil_zero_point])
 def test_a_constant_of_the_file_that_is_off_by_one_is_located(spoil: Callable[..., None], target: str, tmp_path: Path) -> None:
@@ -552,6 +493,7 @@ def test_a_constant_of_the_file_that_is_off_by_one_is_located(spoil: Callable[..
     assert_located(report, spoiled.name, given.name)
 
 
+@pytest.mark.sweep(1)
 @every_target
 @pytest.mark.parametrize("role", ["bias", "multiplier"])
 def test_a_constant_of_the_integer_graph_that_is_off_by_one_is_located(target: str, role: str, tmp_path: Path) -> None:

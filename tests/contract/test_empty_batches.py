@@ -47,6 +47,7 @@ def finite_state(model: fx.GraphModule) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items() if not (value.is_floating_point() and value.isnan().any())}
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("case", CASES)
 def test_an_empty_batch(case: str) -> None:
     prepared, integer = network(case)

@@ -162,6 +162,7 @@ def places(head: Head, x: Tensor) -> list[list[Tensor]]:
     ]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", HEADS)
 def test_a_part_is_as_good_as_it_is_apart(name: str, target: str, tmp_path: Path) -> None:
@@ -228,6 +229,7 @@ def image(count: int = 4) -> Tensor:
     return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(2))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("target", [*TARGETS, "bernoulli"])
 def test_no_score_is_lost_however_it_is_put_beside_a_box(target: str) -> None:
     x = image()
@@ -273,6 +275,7 @@ def test_a_file_of_integers_returns_real_numbers_where_parts_have_grids_of_their
     assert torch.equal(torch.from_numpy(score), values["sigmoid"])
 
 
+@pytest.mark.nightly
 def test_other_styles_write_the_same_parts(tmp_path: Path) -> None:
     x = image()
     for target, style in (("x86", "fast"), ("bayes-e", "qdq")):
@@ -363,6 +366,7 @@ OF_INPUTS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", OF_INPUTS)
 def test_slices_of_a_concatenation_that_holds_an_input(name: str, target: str, tmp_path: Path) -> None:

@@ -139,6 +139,7 @@ NOT_FINITE: dict[str, Callable[[], Tensor]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", [*ACCEPTED, *NOT_FINITE])
 @pytest.mark.parametrize("name", COMPUTES)
 def test_an_input_is_computed_exactly(name: str, kind: str) -> None:
@@ -361,6 +362,7 @@ CUT: dict[str, tuple[Callable[[Tensor], Tensor], int, int | None]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", CUT)
 def test_a_batch_that_is_cut_off_is_computed_where_its_shapes_hold_and_refused_elsewhere(name: str) -> None:
     function, smallest, largest = CUT[name]

@@ -88,6 +88,7 @@ def inputs_of(count: int, large: bool = False) -> tuple[Tensor, ...]:
     return *numbers, narrow, torch.rand(count, 3, 4, generator=generator) < 0.5
 
 
+@pytest.mark.nightly
 def test_arithmetic_on_whole_numbers_is_pytorchs_in_every_form(tmp_path: Path) -> None:
     model, batches = exact(), [inputs_of(4), inputs_of(2), inputs_of(3, large=True)]
     prepared, integer = compiled(model, batches[:1])
@@ -125,6 +126,7 @@ def integer_contract(model: nn.Module, batches: list[tuple[Tensor, ...]], path: 
     return zip(model(*batches[1]), integer(*batches[1]), strict=True)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("target", "dtype"), [("bayes-e", "int8"), ("nash-e", "int16"), ("x86", "uint8")])
 def test_casts_hold_the_contract(target: str, dtype: str, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -176,6 +178,7 @@ def masks(_: Any, x: Tensor, kept: Tensor, padding: Tensor, real: Tensor) -> Any
     ]
 
 
+@pytest.mark.nightly
 def test_masks_that_are_given_are_truth_values(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
 

@@ -120,6 +120,7 @@ def test_verify_reports_what_it_has_compared(result: fxq.results.Result, monkeyp
     assert 0 < stop.value.result.elements < fxq.verify(result.integer, path, BATCHES).elements
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("form", ["prepared", "kernels", "exact", "flips", "qdq"])
 def test_a_loader_that_is_interrupted_leaves_the_report_of_the_batches_before(form: str, tmp_path: Path) -> None:
     over_the_batch = lambda m, x: m.head(torch.softmax(m.conv(x).mean((2, 3)), 0))  # noqa: E731  # stays in float
@@ -177,6 +178,7 @@ def test_a_method_leaves_the_model_as_it_was_and_continues(
         method(fresh, BATCHES, options=fxq.Options(batch_size=1, checkpoint=tmp_path / "done"))
 
 
+@pytest.mark.nightly
 def test_a_search_over_observers_continues(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given: dict[str, Any] = {"target": "nash-e", "observers": [fxq.observers.MinMaxObserver, fxq.observers.PercentileObserver(80.0)]}
     whole = fxq.search.search_observers(FLOAT, BATCHES, **given)
@@ -196,6 +198,7 @@ def test_a_search_over_observers_continues(monkeypatch: pytest.MonkeyPatch, tmp_
     assert same(bits(again.prepared), bits(whole.prepared))
 
 
+@pytest.mark.nightly
 def test_mixed_precision_continues(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given: dict[str, Any] = {"budget": fxq.search.Budget(weight_bits=8), "target": "nash-e"}
     whole = fxq.search.mixed_precision(FLOAT, BATCHES, options=fxq.Options(measured=False), **given)
@@ -311,6 +314,7 @@ def test_what_begins_inside_is_a_line_of_the_same_display(monkeypatch: pytest.Mo
     assert not shown._displays
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "call",
     [

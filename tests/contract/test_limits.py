@@ -63,6 +63,7 @@ def quality(form: Callable[[Any, Tensor], Any], data: Callable[[], Tensor], targ
     return sqnr(model(batches[0]), compiled(model, batches, target).integer(batches[0]))
 
 
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", LIMITED)
 def test_no_scale_is_spent_on_what_is_thrown_away(name: str, target: str) -> None:
@@ -82,6 +83,7 @@ PADDED: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", PADDED)
 def test_a_padding_constant_lies_on_the_scale(name: str, target: str) -> None:
@@ -101,6 +103,7 @@ def test_a_padding_that_never_wins_a_pool_costs_nothing(value: float) -> None:
 EVERY = {**{name: form for name, (form, _) in LIMITED.items()}, **PADDED}
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", contract.TARGETS)
 def test_all_forms_are_equal(target: str, tmp_path: Path) -> None:
     x = spikes()[:, :, :8, :8]

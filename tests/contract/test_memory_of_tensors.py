@@ -83,6 +83,7 @@ def test_inputs_whose_memory_does_not_hold_their_values(target: str, form: str) 
     assert fxq.verify(prepared, integer, [value], show_progress=False)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("form", ["negative bit", "imaginary part of a conjugate"])
 @pytest.mark.parametrize("target", ["nash-e", "x86"])
 def test_calibration_reads_values(target: str, form: str) -> None:
@@ -124,6 +125,7 @@ def test_an_onnx_file_is_verified_with_marked_inputs(tmp_path: Path) -> None:
 OBSERVERS = ("minmax", "moving_average", "percentile", "mse", "kl", "histogram", "mix", "clip_std", "lp")
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("observer", OBSERVERS)
 def test_observers_count_values(observer: str) -> None:
     x = torch.randn(4, 3, 20, 20).abs()  # its opposite has another range

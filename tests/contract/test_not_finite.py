@@ -87,6 +87,7 @@ def actions(model: fx.GraphModule) -> dict[str, Callable[[], object]]:
     }
 
 
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("place", [*PLACES, *CONSTANTS])
 def test_a_parameter_that_is_not_finite_is_named_by_whatever_meets_it(place: str, value: float) -> None:
@@ -116,6 +117,7 @@ def _expect(todo: dict[str, Callable[[], object]], node: str, module: str | None
         assert "checkpoint" in error.remedy
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("batch_norm", ["live", "folded"])
 @pytest.mark.parametrize("place", PLACES)
 def test_prepare_refuses_parameters_that_are_not_finite(place: str, batch_norm: str) -> None:
@@ -170,6 +172,7 @@ def test_a_scale_is_a_float32_number(scale: float) -> None:
             fxq.ActivationConfig(**{name: value})
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("scales", [(1e-37, 3e38), (3e38, 1e-37), (1e-37, 1e-37), (3e38, 3e38)])
 @pytest.mark.parametrize("target", ["nash-e", "bayes-e"])
 def test_extreme_scales_saturate_alike_everywhere(scales: tuple[float, float], target: str) -> None:

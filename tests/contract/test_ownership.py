@@ -98,6 +98,7 @@ FORMS = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("forms", FORMS)
 def test_two_forms_share_no_memory(forms: str) -> None:
     one, other = FORMS[forms](result())
@@ -138,6 +139,7 @@ def test_an_integer_model_is_always_in_eval_mode(tmp_path: Path) -> None:
     assert not found.integer(batch(1)).requires_grad
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "layer", [nn.GRU(3, 3, batch_first=True), nn.MultiheadAttention(3, 1, batch_first=True)], ids=lambda m: type(m).__name__
 )
@@ -219,6 +221,7 @@ CONVERSIONS = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("conversion", CONVERSIONS)
 def test_another_dtype_is_refused_and_nothing_is_changed(conversion: str) -> None:
     found = result()

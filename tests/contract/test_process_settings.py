@@ -143,6 +143,7 @@ def test_the_processor_rounds() -> None:
     assert not torch.equal(found, x @ x)
 
 
+@pytest.mark.sweep(3)
 @every_precision
 def test_reduced_precision_changes_no_integer(name: str, forms: tuple[fx.GraphModule, fx.GraphModule]) -> None:
     prepared, integer = forms
@@ -291,6 +292,7 @@ def run_all(model: nn.Module, target: str) -> tuple[fx.GraphModule, fx.GraphModu
 BATCHES = {seed: batch(seed) for seed in (1, 2)}  # made before a setting could reach them
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_change_no_bit(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a finished model, of calibration, of conversion, of the file."""
@@ -311,6 +313,7 @@ def test_settings_change_no_bit(name: str, tmp_path: Any, monkeypatch: pytest.Mo
         assert fxq.verify(integer, tmp_path / "wanted.onnx", [batch()], show_progress=False)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("state", ["VALIDATE", "TRAIN"])
 @pytest.mark.parametrize("target", ["nash-e", "bayes-e"])
 def test_vmap_gives_the_same_bytes(target: str, state: str) -> None:

@@ -50,6 +50,7 @@ PROGRAMS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("stage", ["traced", "fresh", "prepared", "training", "integer"])
@@ -75,6 +76,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", COPIES)
 @pytest.mark.parametrize("stage", ["traced", "prepared", "integer"])
 def test_a_copy_has_the_bits_of_its_model(stage: str, name: str) -> None:
@@ -106,6 +108,7 @@ def march() -> None:
     horizon.set_march("bayes-e")
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.usefixtures("march")
 @pytest.mark.parametrize("name", COPIES)
 @pytest.mark.parametrize("prepare", PREPARES)

@@ -23,6 +23,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize(("march", "dtype", "scales", "group", "recorded"), CASES)
 def test_the_integer_graph_gives_what_the_compiled_program_gave(
     march: str, dtype: str, scales: str, group: dict[str, Any], recorded: list[Tensor]

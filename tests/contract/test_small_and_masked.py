@@ -74,6 +74,7 @@ def unmasked(target: str) -> float:
     return quality(Attention(lambda s, m: s + 0 * 0, 0.0), [(x,) for x in batches()], target)[0]
 
 
+@pytest.mark.sweep(7)
 @pytest.mark.parametrize("target", contract.TARGETS)
 @pytest.mark.parametrize("name", SCORES)
 def test_a_mask_acts_in_the_softmax_and_costs_no_accuracy(name: str, target: str) -> None:
@@ -86,6 +87,7 @@ def test_a_mask_acts_in_the_softmax_and_costs_no_accuracy(name: str, target: str
         assert "masked_softmax: exponential" in explained
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["added", "scaled afterwards", "reshaped between", "two of them", "filled", "computed from ones"])
 def test_a_mask_may_be_an_input_and_infinite(name: str, tmp_path: Path) -> None:
     mask = torch.triu(torch.full((LENGTH, LENGTH), -math.inf), 1).expand(4, LENGTH, LENGTH)
@@ -136,6 +138,7 @@ JOINED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", JOINED)
 def test_a_bias_beside_a_mask_is_no_mask_and_a_hidden_row_has_equal_shares(name: str) -> None:
     torch.manual_seed(0)
@@ -169,6 +172,7 @@ class Heads(nn.Module):
         return (torch.softmax(scores, -1) @ v).transpose(1, 2).flatten(2)
 
 
+@pytest.mark.nightly
 def test_a_row_of_which_nothing_is_kept_becomes_zeros_and_a_bias_is_none(tmp_path: Path) -> None:
     torch.manual_seed(1)
     padding = torch.ones(4, LENGTH, dtype=torch.int64)
@@ -228,6 +232,7 @@ SMALL: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("target", contract.TARGETS)
 @pytest.mark.parametrize("name", SMALL)
 def test_nothing_becomes_infinite_that_is_finite_in_float(name: str, target: str) -> None:
@@ -289,6 +294,7 @@ def test_a_number_in_front_of_a_table_is_part_of_it(tmp_path: Path) -> None:
     assert not report.mismatches
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("magnitude", [1.0, 1e-5, 1e-7])
 @pytest.mark.parametrize(("target", "bits", "least"), [("nash-e", 16, 80.0), ("nash-e", 8, 32.0), ("bayes-e", 8, 32.0)])
 def test_small_weights_and_activations_keep_their_bits(target: str, bits: int, least: float, magnitude: float) -> None:
@@ -334,6 +340,7 @@ class Windows(nn.Module):
         return torch.stack([*attended, explicit], 1)
 
 
+@pytest.mark.nightly
 def test_windows_and_position_biases_leave_nothing_in_float(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Windows().eval()

@@ -76,6 +76,7 @@ def test_named_tuples_are_returned_at_every_stage(returned: Any) -> None:
     assert_validate_is_integer(prepared, integer, batch())
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("opset", [17, 18, 21])
 def test_float_operators_are_exported_with_every_opset(opset: int, tmp_path: Path) -> None:
     """PyTorch's exporter writes opset 18 and later; what it was asked below that differs."""
@@ -88,6 +89,7 @@ def test_float_operators_are_exported_with_every_opset(opset: int, tmp_path: Pat
 # ---- onnxruntime ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("dtype", ["int8", "int16"])
 @pytest.mark.parametrize("opset", [17, 21])
 @pytest.mark.parametrize(
@@ -117,6 +119,7 @@ def test_uneven_padding_is_never_counted_by_the_runtime(pool: Any, opset: int, d
             assert report, str(report)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "product",
     [lambda n, y: y @ y.mT, lambda n, y: y.permute(0, 2, 3, 1) @ y.permute(0, 2, 1, 3), lambda n, y: n.linear(y.permute(0, 2, 3, 1))],

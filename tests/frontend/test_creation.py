@@ -52,6 +52,7 @@ class Model(nn.Module):
         return self.body(self.layer(x))
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", MADE)
 def test_what_is_made_anew_is_a_constant_at_every_batch_size(name: str, tmp_path: Path) -> None:
     model = Model(MADE[name]).eval()

@@ -50,6 +50,7 @@ def bits(value: Any) -> list[torch.Tensor]:
     return list(value.values()) if isinstance(value, dict) else [value]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("case", CASES)
 def test_a_program_gives_the_bits_of_its_module(case: str, tmp_path: Path) -> None:
     kind, draw = CASES[case]
@@ -126,6 +127,7 @@ def trained(source: Any, batches: list[torch.Tensor], move: dict[str, Any]) -> t
     return outputs, {name: value.clone() for name, value in prepared.named_buffers() if ".running_" in name}
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("case", MODES)
 def test_a_program_exported_in_train_mode_follows_the_mode_of_the_model(case: str) -> None:
     kind, shape = MODES[case]

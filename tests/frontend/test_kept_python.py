@@ -142,6 +142,7 @@ def test_a_file_names_wrapped_functions_and_imports_nothing(image: Tensor, tmp_p
         fxq.load(path)
 
 
+@pytest.mark.nightly
 def test_segments_have_files_but_for_what_is_python(image: Tensor, tmp_path) -> None:
 
     integer = compiled(
@@ -382,6 +383,7 @@ WRITING: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", [*WRITING, "a module"])
 def test_what_is_kept_as_python_may_write_into_what_it_is_given(name: str) -> None:
     class Net(nn.Module):

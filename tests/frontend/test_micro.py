@@ -263,6 +263,7 @@ def traced(name) -> tuple[nn.Module, fx.GraphModule]:
     return model, found
 
 
+@pytest.mark.sweep(35)
 @pytest.mark.parametrize("name", FORWARDS)
 def test_graph_equals_model(name):
     model, graph = traced(name)

@@ -33,6 +33,7 @@ class Named(nn.Module):
         return F.rms_norm(x, (8,), self.other._modules["norm"]._parameters[self.name])
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", OWN + PYTHON)
 def test_a_module_of_any_name_is_compiled_trained_copied_saved_and_exported(name, tmp_path):
     model, x = Named(name).eval(), torch.randn(4, 8)
@@ -78,6 +79,7 @@ def test_what_a_graph_module_has_itself_is_not_replaced():
     assert {"graph.weight", "meta.weight", "code"} <= prepared.state_dict().keys()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["torch", "inf", "getattr", "input", "_fxquant_registered"])
 def test_an_argument_of_any_name(name, tmp_path):
     source = f"def forward(me, {name}):\n    return me.layer({name}).clamp(-1, 1)[:, 1:]"
@@ -123,6 +125,7 @@ def test_an_argument_called_self():
     assert torch.equal(result.prepared(x), result.integer(x))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("constant", [torch.arange(8) > 3, torch.arange(8) - 4], ids=["bool", "int64"])
 @pytest.mark.parametrize("operator", [torch.mul, torch.add, torch.sub])
 def test_a_constant_that_is_no_float(constant, operator, tmp_path):

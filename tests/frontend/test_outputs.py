@@ -83,6 +83,7 @@ def leaves(value: Any) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) else [leaf for item in pytree.tree_leaves(value) for leaf in leaves(item)]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("case", CASES)
 def test_every_form_returns_what_the_model_does(case: str, tmp_path: Path) -> None:
     model, x = Net(CASES[case]).eval(), torch.randn(3, 4)

@@ -107,6 +107,7 @@ SCRIPTED: dict[str, Written] = {
 }
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", SCRIPTED)
 def test_scripted_helpers_hold_at_every_batch_size(name: str) -> None:
     prepared, integer = compiled(SCRIPTED[name].eval(), [rows(0), rows(1)])
@@ -182,6 +183,7 @@ def test_a_distribution_that_checks_its_arguments_says_how_not_to(name: str, mon
         fxq.prepare(Written(DISTRIBUTIONS[name]).eval(), rows())
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "function",
     [
@@ -219,6 +221,7 @@ OF_SHAPES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", [*ASSERTED, *OF_SHAPES])
 def test_an_assertion_about_content_is_left_out_and_noted(name: str) -> None:
     model = Written(checked({**ASSERTED, **OF_SHAPES}[name])).eval()
@@ -259,6 +262,7 @@ def sequences(seed: int) -> tuple[Tensor, Tensor]:
 PADDING = "positions of encoder that src_key_padding_mask masks hold what its layers compute"
 
 
+@pytest.mark.nightly
 def test_padded_positions_of_an_encoder_are_said_to_differ_from_pytorchs_path_for_inference(caplog: pytest.LogCaptureFixture) -> None:
     model, batches = Padded().eval(), [sequences(seed) for seed in range(3)]
     with caplog.at_level("WARNING", "fxquant"):

@@ -28,6 +28,7 @@ class Norms(nn.Module):
         return self.norm(x), self.plain(x), self.norm(turned), self.one(x[:, :1]), self.one(x[:, :1].clone())
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dim", [2, 3, 4, 5])
 def test_it_is_what_running_the_norm_gives(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found, original = [], fake.known_result

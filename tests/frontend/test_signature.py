@@ -85,6 +85,7 @@ def stages(model, example, tmp_path):
         yield fxq.load(fxq.save(made, tmp_path / f"{index}.fxq"))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", [name for name, (*_, calls) in CASES.items() if calls])
 def test_calls_are_those_of_the_float_model(name, tmp_path):
     model, example, calls = CASES[name]

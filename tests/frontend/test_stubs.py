@@ -46,6 +46,7 @@ class Net(nn.Module):
 STUBS: dict[str, Any] = {"torch": ao.QuantStub, "horizon": QuantStub, "horizon, observed": lambda: QuantStub(None), "none": lambda: None}
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("kind", STUBS)
 def test_stubs_mark_the_boundary(kind: str, tmp_path: Path) -> None:
     x = torch.randn(2, 3, 8, 8)

@@ -69,6 +69,7 @@ def nothing_is_left_behind():
     assert vars(sys.modules[__name__])["math"] is math
 
 
+@pytest.mark.nightly
 def test_many_rounds_of_preparing_calibrating_converting_and_running_in_three_threads():
     x = torch.randn(5, 6)
     shared = Sized(3)
@@ -194,6 +195,7 @@ def test_other_threads_draw_the_numbers_they_would_have_drawn():
     assert torch.equal(torch.cat(found), wanted)
 
 
+@pytest.mark.nightly
 def test_models_that_draw_numbers_are_traced_in_several_threads():
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)  # threads meet each other in the middle of everything

@@ -141,6 +141,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_sample_without_a_batch_has_the_bits_of_a_batch_of_one(name: str) -> None:
     layer, x = LAYERS[name]().eval(), batch(3, 3, 6, 6)

@@ -124,6 +124,7 @@ def same(mine, theirs):
     return all(torch.equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("body", BODIES)
 def test_eager_numbers_at_every_batch_size(body):
     model = Model(body).eval()
@@ -134,6 +135,7 @@ def test_eager_numbers_at_every_batch_size(body):
             assert same(traced(x), model(x))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("body", [augmented, one_piece, a_view_of_a_view, transposed, unbound])
 def test_they_are_compiled(body, tmp_path):
     model, x = Model(body).eval(), torch.randn(2, 3, 5, 5)

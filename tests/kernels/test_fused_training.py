@@ -94,6 +94,7 @@ def assert_alike(one: list[Tensor], other: list[Tensor]) -> None:
         assert float((a - b).abs().max()) <= TOLERANCE * largest
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("target", "frozen", "in_c"),
     [
@@ -113,6 +114,7 @@ def test_a_fused_step_is_the_primitives(target: str, frozen: bool, in_c: bool) -
             assert torch.equal(one.nan_to_num(), other.nan_to_num()), name
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("in_c", [pytest.param(True, marks=IN_C), False])
 @pytest.mark.parametrize("target", ["bayes-e", "nash-e", "x86"])
 @pytest.mark.parametrize("convolution", [True, False])

@@ -68,6 +68,7 @@ def assert_near(one: Tensor, other: Tensor) -> None:
     assert float((one - other).abs().max()) <= TOLERANCE * max(float(other.abs().max()), 1e-30)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("target", "frozen"), [("bayes-e", False), ("bernoulli2", False), ("nash-e", True), ("nash-e", False), ("x86", False)]
 )

@@ -57,6 +57,7 @@ def programs(integer: Any) -> list[str]:
     return [name for name, choice in choices(integer).items() if choice.implementation == PROGRAM]
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.filterwarnings("ignore:LSTM with projections")

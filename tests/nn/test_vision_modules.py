@@ -166,6 +166,7 @@ class Vision(nn.Module):
         return self.correlation(x, moved), features, self.regions(levels, boxes)
 
 
+@pytest.mark.nightly
 def test_they_become_integers_by_the_contract(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Vision().eval()

@@ -36,6 +36,7 @@ CROSSING: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("form", CROSSING)
 @pytest.mark.parametrize("target", ["bayes-e", "bernoulli", "x86"])
 def test_limits_that_cross_leave_the_upper_one(target: str, form: str, tmp_path: Path) -> None:

@@ -213,6 +213,7 @@ def test_fixed_parameters(name: str, dtype: IntType, widths: oracle.Widths, rows
     assert listed(fixed) == [oracle.fixed_parameters(value, widths, dtype.high, bits) for value in exact]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("name", "dtype"), [("int8", INT8), ("int16", INT16)])
 @pytest.mark.parametrize("layer", [False, True])
 @EXACT
@@ -376,6 +377,7 @@ def _broken(x: float) -> float:
     return math.nan if x < 0 else -math.inf if x < 1 else x
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("function", [_sigmoid, math.exp, math.tanh, float, _broken])
 @SLOW
 @given(input_scale=scales, output_scale=scales)

@@ -166,6 +166,7 @@ def operators(model: onnx.ModelProto) -> list[str]:
     return [kind for node in model.graph.node for kind in bodies.get(node.op_type, [node.op_type])]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.usefixtures("default_outputs")
 @pytest.mark.parametrize("target", ["bernoulli", "bernoulli2", "bayes-e", "nash-e", "nash-e/requantize", "x86", "qnnpack"])
 def test_files_of_style_exact_round_by_quantize_linear(target: str, tmp_path: Path) -> None:
@@ -180,6 +181,7 @@ def test_files_of_style_exact_round_by_quantize_linear(target: str, tmp_path: Pa
     assert len(doubles) == (target == "bernoulli")  # its mean, whose steps lie on no line
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", ["bayes-e", "nash-e", "x86"])
 def test_wide_sums_are_formed_from_blocks_of_channels(target: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

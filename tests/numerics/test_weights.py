@@ -98,6 +98,7 @@ def test_a_scale_with_the_least_error_is_found(p: float, per_channel: bool, powe
     ("bernoulli", fxq.WeightConfig("int4", p=2.0, per_channel=False, power_of_two=True)),
     ("nash-e", fxq.WeightConfig("int4", p=2.4, training="learned")),
 ])  # fmt: skip
+@pytest.mark.sweep(1)
 def test_least_errors_hold_the_contract_after_training(target: str, config: fxq.WeightConfig, tmp_path: Path) -> None:
     torch.manual_seed(1)
     prepared = contract.calibrated(Net(), batches(), target, fxq.QConfig(fxq.ActivationConfig(observer="lp"), config))
@@ -177,6 +178,7 @@ def test_each_layer_has_a_rounding_in_the_shape_of_its_weight() -> None:
     assert all(type(operator.weight_quantizer.rounding) is fxq.tuning.Nearest for operator in rest)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("target", ["bayes-e", "nash-e", "bernoulli"])
 @pytest.mark.parametrize("training", ["statistics", "learned"])
 def test_another_rounding_holds_the_contract_after_training(training: str, target: str, tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ def errors_in_steps(model: Sums, x: Tensor, target: str, dtype: str) -> list[flo
     return [float((value.double() - true / step).abs().max()) for (value, step), true in zip(sums, exact, strict=True)]
 
 
+@pytest.mark.sweep(2)
 @by_format
 def test_a_number_of_any_size_is_added_within_one_step(target: str, dtype: str) -> None:
     x = torch.randn(64, 3)
@@ -87,6 +88,7 @@ def test_a_number_of_any_size_is_added_within_one_step(target: str, dtype: str) 
     assert max(errors) <= most(target, dtype), errors
 
 
+@pytest.mark.sweep(2)
 @by_format
 def test_a_constant_tensor_of_any_size_is_added_within_one_step(target: str, dtype: str) -> None:
     """Also of int16, whose steps are finer than those of an int8 constant."""
@@ -100,6 +102,7 @@ def test_a_number_that_dwarfs_a_tiny_activation(target: str, dtype: str) -> None
     assert max(errors) <= most(target, dtype), errors
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("target", "dtype"), FORMATS[2:4], ids=str)
 def test_the_sum_with_a_constant_is_the_oracles(target: str, dtype: str) -> None:
     numbers = (1e-3, 0.37, 61.0, 273.15, 1e6, -1e12)
@@ -113,6 +116,7 @@ def test_the_sum_with_a_constant_is_the_oracles(target: str, dtype: str) -> None
             assert found.flatten().tolist() == slow, number
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("target", "dtype"), FORMATS[:4], ids=str)
 def test_all_forms_of_a_sum_with_large_constants_are_equal(target: str, dtype: str, tmp_path: Path) -> None:
     class Large(nn.Module):

@@ -17,16 +17,12 @@ from torch import Tensor, nn
 
 import fxquant as fxq
 from fxquant.ir.integer import qparams
-from fxquant.lowering.eager import EagerLowering, Mode
-from fxquant.lowering.lowering import Quantized
-from fxquant.numerics.grids import INT8, UINT8, WEIGHT_INT8, FixedWidths, Grid, IntType, grid_from_range, table
-from fxquant.ops import OPERATORS
+from fxquant.numerics.grids import INT8, UINT8, FixedWidths, Grid, IntType, grid_from_range
 from fxquant.prepared.operators import quantized_operators
 from fxquant.primitives import elementwise, quantization, shape
-from fxquant.primitives.arithmetic import FixedArithmetic, RealArithmetic
+from fxquant.primitives.arithmetic import FixedArithmetic
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.quantizer import Quantizer
-from fxquant.quantization.weights import WeightQuantizer
 from fxquant.serialization import pack, unpack
 from fxquant.target import Target
 from tests.shared import contract, oracle
@@ -35,7 +31,6 @@ from tests.shared.contract import compiled, graph_values
 pytestmark = pytest.mark.usefixtures("default_outputs")
 
 EXACT = settings(deadline=None, derandomize=True, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
-REAL = RealArithmetic("real")
 EVERY = torch.arange(256).to(torch.uint8)
 AFFINE = fxq.ActivationConfig("uint8")
 
@@ -100,76 +95,7 @@ def test_requantization_adds_the_zero_point_behind_its_rounding(sums: list[int],
 # ---- operators ------------------------------------------------------------------------------------------------------
 
 
-def lower(name: str, output: tuple[Fraction, int], *operands: Any, **named: Any) -> list[int]:
-    """The centred integers that an operator's `lower` gives eagerly."""
-    to = Quantizer(UINT8, None, scale=float(output[0]), zero_point=output[1])
-    lowering = EagerLowering("y", REAL, to, None, WeightQuantizer(WEIGHT_INT8), Mode())
-    record = next(record for record in OPERATORS.values() if record.name == name)
-    result = record.lower(lowering, *operands, **named)
-    assert (result.grid.zero_point, result.dtype) == (output[1], UINT8)
-    return [int(value) for value in result.value.flatten().tolist()]
-
-
-def quantized(stored: list[int], on: tuple[Fraction, int], *sizes: int) -> tuple[Quantized, list[int]]:
-    centred = [q - on[1] for q in stored]
-    value = torch.tensor(centred, dtype=torch.float32).reshape(sizes or (-1,))
-    return Quantized(value, grid(*on), tuple(value.shape)), centred
-
-
 integers = st.lists(st.integers(0, 255), min_size=12, max_size=12)
-
-
-@EXACT
-@given(integers, integers, grids, grids, grids)
-def test_sums_and_products(one: list[int], two: list[int], left: Any, right: Any, output: Any) -> None:
-    (x, xs), (y, ys) = quantized(one, left), quantized(two, right)
-    low, high = -output[1], 255 - output[1]
-    added = [oracle.add(a, b, left[0], right[0], output[0], oracle.Rules("real"), low, high) for a, b in zip(xs, ys, strict=True)]
-    assert lower("add", output, x, y) == added
-    factor = oracle.real_multiplier(left[0] * right[0] / output[0])
-    product = [oracle.requantize_real(a * b, factor, low, high) for a, b in zip(xs, ys, strict=True)]
-    assert lower("mul", output, x, y) == product
-
-
-@EXACT
-@given(integers, grids, grids)
-def test_pools_and_means(stored: list[int], on: Any, output: Any) -> None:
-    x, centred = quantized(stored, on, 1, 1, 12)
-    low, high = -output[1], 255 - output[1]
-    nested = [[centred]]
-    sums = oracle.sum_pool(nested, [3], [2], [1], False)[0][0]
-    factor = oracle.real_multiplier(on[0] / 3 / output[0])
-    expected = [oracle.requantize_real(total, factor, low, high) for total in sums]
-    found = lower(
-        "avg_pool1d", output, x, kernel_size=3, stride=2, padding=1, ceil_mode=False, count_include_pad=True, divisor_override=None
-    )
-    assert found == expected  # padding counts as the real zero
-    total = oracle.requantize_real(sum(centred), oracle.real_multiplier(on[0] / 12 / output[0]), low, high)
-    assert lower("mean", output, x, dim=[2], keepdim=False) == [total]
-
-
-@EXACT
-@given(grids, grids)
-def test_tables(on: tuple[Fraction, int], output: tuple[Fraction, int]) -> None:
-    x, centred = quantized(list(range(256)), on)
-    expected = oracle.table(math.tanh, float(on[0]), float(output[0]), centred, -output[1], 255 - output[1])
-    assert lower("tanh", output, x) == expected
-    entries = (table(math.tanh, grid(*on), grid(*output)) + output[1]).to(torch.uint8)
-    assert elementwise.lookup(EVERY, entries, 0).tolist() == [c + output[1] for c in expected]
-
-
-@EXACT
-@given(integers, grids, st.lists(st.integers(-127, 127), min_size=12, max_size=12), st.integers(-(2**20), 2**20), grids)
-def test_a_linear_layer(stored: list[int], on: Any, weights: list[int], bias: int, output: Any) -> None:
-    weights = [127, *weights[1:]]
-    s_w = Fraction(1, 1024)
-    x, centred = quantized(stored, on, 1, 12)
-    weight = torch.tensor([weights], dtype=torch.float32) * float(s_w)
-    real_bias = torch.tensor([float(oracle.float32(bias * on[0] * s_w))])
-    total = sum(c * w for c, w in zip(centred, weights, strict=True))
-    total += oracle.bias_integer(float(real_bias), float(on[0]), float(s_w))
-    expected = oracle.requantize_real(total, oracle.real_multiplier(on[0] * s_w / output[0]), -output[1], 255 - output[1])
-    assert lower("linear", output, x, weight, real_bias) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -217,6 +143,7 @@ def network() -> contract.Compiled:
     return compiled(Network().eval(), [(batch(seed=seed),) for seed in range(3)], "x86", affine)
 
 
+@pytest.mark.nightly
 def test_a_network_holds_the_contract(network: contract.Compiled, tmp_path: Path) -> None:
     prepared, integer = network
     grids = {qparams(node).zero_point for node in integer.graph.nodes if qparams(node) is not None and qparams(node).dtype == "uint8"}
@@ -451,6 +378,7 @@ def test_gradients_stop_where_the_grid_ends() -> None:
     assert x.grad.tolist() == [[0.0, 1.0, 1.0, 0.0]]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("training", ["statistics", "learned", "frozen"])
 def test_a_state_dict_holds_zero_points(training: str) -> None:
     prepared, other = layers(training=training), layers(training=training)

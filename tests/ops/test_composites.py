@@ -54,6 +54,7 @@ def roles(graph: fx.GraphModule) -> list[str]:
 
 
 # Inside they are the same in both dtypes, and on targets of one arithmetic.
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("dtype", "target"), [*(("int8", target) for target in WIDE_TARGETS), ("int16", "bayes-e"), ("int16", "nash-e")])
 def test_composites_hold_the_contract(target: str, dtype: str, tmp_path: Path) -> None:
     prepared, integer = compiled(head(), [rows()], target, fxq.QConfig(fxq.ActivationConfig(dtype)))
@@ -64,6 +65,7 @@ def test_composites_hold_the_contract(target: str, dtype: str, tmp_path: Path) -
     contract.assert_gradients_reach_every_parameter(prepared, rows())
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("target", WIDE_TARGETS)
 def test_inner_tensors_are_wide_and_the_result_is_what_was_asked_for(target: str) -> None:
     _, integer = compiled(head(), [rows()], target)
@@ -80,6 +82,7 @@ def test_inner_tensors_are_wide_and_the_result_is_what_was_asked_for(target: str
     assert exponential.scale == 2.0**-15
 
 
+@pytest.mark.nightly
 @needs_vnni
 @pytest.mark.parametrize("style", ["fast", "qdq"])
 def test_every_style_writes_them(style: str, tmp_path: Path) -> None:
@@ -90,13 +93,6 @@ def test_every_style_writes_them(style: str, tmp_path: Path) -> None:
     if style == "qdq":
         assert isinstance(report, fxq.results.DeviationReport)
         assert all(output.sqnr > 20 for outputs in report.outputs.values() for output in outputs), str(report)
-
-
-def test_they_are_near_the_float_model() -> None:
-    model = head()
-    _, integer = compiled(model, [rows()], "nash-e", fxq.QConfig(fxq.ActivationConfig("int16"), fxq.WeightConfig("int16")))
-    error = (integer(rows()) - model(rows())).square().mean()
-    assert 10 * torch.log10(model(rows()).square().mean() / error) > 60
 
 
 # ---- what they are made of ------------------------------------------------------------------------------------------------
@@ -177,6 +173,7 @@ def test_training_moves_inner_scales_but_not_a_given_one() -> None:
 # ---- what stays whole -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", NARROW_TARGETS)
 def test_without_int16_they_stay_whole_and_in_float(target: str, tmp_path: Path) -> None:
     prepared, integer = compiled(head(), [rows()], target)
@@ -283,6 +280,7 @@ class Recurrent(nn.Module):
         return self.out(steps), last
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", ["bayes-e", "nash-e", "x86"])
 def test_a_recurrence_has_one_grid_for_its_state(target: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -89,6 +89,7 @@ def standardised(weight: Tensor) -> Tensor:
 
 
 # A case's geometry has nothing to do with the arithmetic: one target after the other.
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(("name", "target"), zip([*PADDINGS, *COMPUTED], itertools.cycle(contract.TARGETS), strict=False))
 def test_contract(name: str, target: str, tmp_path: Path) -> None:
     model, batches = built({**PADDINGS, **COMPUTED}[name])
@@ -107,6 +108,7 @@ def is_computed(node: torch.fx.Node) -> bool:
     return is_parameter(node) and node.op != "get_attr"
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["reflect, 2d", "same, even, 1d"])
 @pytest.mark.parametrize("target", ["bernoulli", "nash-m"])
 def test_padding_with_int16(name: str, target: str, tmp_path: Path) -> None:

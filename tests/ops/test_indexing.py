@@ -77,6 +77,7 @@ def test_a_sum_whose_terms_are_not_known_is_not_proved() -> None:
         bounds(source, 0, None, 3, False)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("opset", [17, 21])
 def test_places_are_written_at_every_opset(opset: int, tmp_path: Path) -> None:
     def brought(x: Tensor) -> Any:
@@ -138,6 +139,7 @@ LISTS: dict[str, list[Any]] = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
 @pytest.mark.parametrize("name", LISTS)
 def test_a_list_of_entries_is_the_index_that_pytorch_takes_it_for(name: str, tmp_path: Path) -> None:

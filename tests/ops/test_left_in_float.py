@@ -98,6 +98,7 @@ def test_integers_that_no_operator_takes_are_computed_on_the_host_exactly(tmp_pa
     assert_integer_is_onnx(integer, tmp_path / "model.onnx", batches)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("reason", BAGS)
 def test_bags_of_other_sizes_are_summed_on_the_host(reason: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -44,6 +44,7 @@ def weights(**options: Any) -> fxq.QConfig:
 WEIGHTS = {"channels": weights(), "one scale": weights(per_channel=False), "int4": weights(dtype="int4", per_channel=False)}
 
 
+@pytest.mark.sweep(2)
 @every_target
 @pytest.mark.parametrize("qconfig", WEIGHTS.values(), ids=WEIGHTS)
 def test_every_form_of_a_layer_holds_half_a_step(target: str, qconfig: fxq.QConfig, tmp_path: Path) -> None:
@@ -115,6 +116,7 @@ def test_a_mean_over_an_image_has_batches_of_any_size(target: str, tmp_path: Pat
     contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batch,), (batch[:1],)])
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("slopes", [[0.25], [0.3, -0.9, 1.0], [0.3, 2.0, -7.0]])
 def test_a_prelu_keeps_the_contract_whether_steep_or_not(slopes: list[float], tmp_path: Path) -> None:
     made = nn.PReLU(len(slopes))

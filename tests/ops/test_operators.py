@@ -141,7 +141,7 @@ def turn(sample: Sample) -> int:
 
 
 def quick_format(sample: Sample) -> tuple[str, str, str]:
-    """The symmetric format in which an operator is alone in its model, and in `make quick`."""
+    """The symmetric format in which `make quick` has an operator."""
     return FORMATS[turn(sample)]
 
 
@@ -152,31 +152,30 @@ def packed(named: Sequence[tuple[str, Sample]], format: tuple[str, str, str], ma
         yield pytest.param(list(samples), *format, id="-".join([f"{names[0]} to {names[-1]}", *format]), marks=marks)
 
 
-def tables(format: tuple[str, str, str]) -> list[tuple[str, Sample]]:
-    """The samples of unary functions whose quick format this is."""
-    return [(name, sample) for name, sample in FIRST if sample.operator in UNARY and quick_format(sample) == format]
+def quick(format: tuple[str, str, str]) -> list[tuple[str, Sample]]:
+    """The first samples of the operators whose quick format this is; unary functions, which become tables, are together."""
+    return sorted((named for named in FIRST if quick_format(named[1]) == format), key=lambda named: named[1].operator in UNARY)
 
 
 def others(format: tuple[str, str, str]) -> list[tuple[str, Sample]]:
-    """The samples of operators that are alone on the other target in the other width, and on x86 all; composites stay in float there."""
+    """The samples of the opposite quick format; on x86 all, but for composites, which stay in float there."""
     if format[1] == "uint8":
         return [(name, sample) for name, sample in FIRST if sample.bound not in WIDE_INSIDE]
     opposite = FORMATS[3 - FORMATS.index(format)]
     return [(name, sample) for name, sample in FIRST if quick_format(sample) == opposite]
 
 
-# Behind canonical.rewrite an operator is the same however it is spelled: one sample of it is held to the contract in three
-# formats, both arithmetics and all widths among them, in one of them alone; the others, with arguments and operands of their
-# own, in one format. tests/ops/test_operator_oracle.py holds every operator to the oracle in each format.
+# After canonical.rewrite an operator is the same however it is spelled: one sample of it is held to the contract in three
+# formats, both arithmetics and all widths among them; the others, with arguments and operands of their own, in one format.
+# tests/ops/test_operator_oracle.py holds every operator to the oracle in each format.
 ROWS = [
+    *(row for format in FORMATS[:4] for row in packed(quick(format), format, [pytest.mark.quick])),
+    *(row for format in FORMATS for row in packed(others(format), format, [pytest.mark.nightly])),
     *(
-        pytest.param([sample], *quick_format(sample), id="-".join([name, *quick_format(sample)]), marks=[pytest.mark.quick])
-        for name, sample in FIRST
-        if sample.operator not in UNARY
+        row
+        for index, format in enumerate(FORMATS[:4])
+        for row in packed([named for named in FURTHER if turn(named[1]) == index], format, [pytest.mark.nightly] if index else [])
     ),
-    *(row for format in FORMATS[:4] for row in packed(tables(format), format, [pytest.mark.quick])),
-    *(row for format in FORMATS for row in packed(others(format), format)),
-    *(row for index, format in enumerate(FORMATS[:4]) for row in packed([named for named in FURTHER if turn(named[1]) == index], format)),
 ]
 
 
@@ -246,13 +245,16 @@ def meaning(value: Any) -> Any:
     return meaning(value.args[0]) if value.target is identity else (str(value.target), meaning(value.args))
 
 
-def test_every_call_form_becomes_its_operator_with_the_arguments_of_the_sample() -> None:
-    samples = [sample_of(call) for call in CALLS]
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("part", range(4))
+def test_every_call_form_becomes_its_operator_with_the_arguments_of_the_sample(part: int) -> None:
+    calls = [call for call in CALLS if zlib.crc32(call.operator.name.encode()) % 4 == part]
+    samples = [sample_of(call) for call in calls]
     inputs = tuple(x for sample in samples for x in inputs_of(sample, 3))
     traced = fxq.prepare(Pack(samples).eval(), inputs, until="canonical.rewrite")
     results = next(node for node in traced.graph.nodes if node.op == "output").args[0]
     first: dict[int, Any] = {}
-    for call, result in zip(CALLS, results, strict=True):
+    for call, result in zip(calls, results, strict=True):
         if call.sample.text:
             assert first.setdefault(id(call.sample), meaning(result)) == meaning(result), call.form
             continue
@@ -339,6 +341,7 @@ BEHIND_A_LAYER: dict[str, Forward] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("target", contract.TARGETS)
 @pytest.mark.parametrize("name", BEHIND_A_LAYER)
 def test_an_addition_that_is_no_residual_keeps_its_meaning(name: str, target: str, tmp_path: Path) -> None:
@@ -387,6 +390,7 @@ REFUSED: dict[str, tuple[str, Forward, nn.Module | None]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_stays_in_float_and_says_why(name: str) -> None:
     reason, forward, layer = REFUSED[name]

@@ -61,6 +61,7 @@ def names_of(model: nn.Module, example: Tensor, qconfig: fxq.QConfigMapping | No
     return [record.name for node in graph.nodes if (record := operator_of(node)) is not None]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("target", ["bayes-e", "nash-e", "x86"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_choice_is_one_table_with_equal_bits(name: str, target: str, tmp_path: Path) -> None:
@@ -98,6 +99,7 @@ WRITTEN: dict[str, tuple[Callable[[Tensor], Tensor], str | None]] = {  # a funct
 }
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("target", ["bayes-e", "bernoulli2", "nash-e", "x86"])
 @pytest.mark.parametrize("name", WRITTEN)
 def test_operators_that_read_one_tensor_are_one_table(name: str, target: str, tmp_path: Path) -> None:

@@ -205,12 +205,14 @@ NAMES = list(MOVES)
 PACKS = [NAMES[start : start + 8] for start in range(0, len(NAMES), 8)]
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("names", PACKS, ids=lambda names: f"{names[0]} to {names[-1]}")
 def test_moves_are_exact(names: list[str], target: str, tmp_path: Path) -> None:
     assert_contract(Several([MOVES[name] for name in names]), target, tmp_path, 0)
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", ROUNDING)
 def test_rounding_operators_keep_the_contract(name: str, target: str, tmp_path: Path) -> None:
@@ -222,6 +224,7 @@ def test_eight_fraction_bits_keep_the_contract_in_float32(tmp_path: Path) -> Non
     assert_contract(nn.Upsample(scale_factor=(1.7, 0.6), mode="bilinear"), "bernoulli2", tmp_path, 2.5)  # each dimension rounds down
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_no_integer_form_stays_in_float_and_says_why(name: str) -> None:
     reason, body = REFUSED[name]
@@ -305,6 +308,7 @@ SCALARS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("dynamic_shapes", [None, {}], ids=["batch", "fixed"])
 @pytest.mark.parametrize("name", SCALARS)
 def test_tensors_without_dimensions(name: str, dynamic_shapes: Any, tmp_path: Path) -> None:

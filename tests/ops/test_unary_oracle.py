@@ -144,6 +144,7 @@ def grid(dtype: str, largest: float) -> Grid:
     return Grid(kind, torch.tensor(largest / kind.high, dtype=torch.float32), 0)
 
 
+@pytest.mark.sweep(40)
 @pytest.mark.parametrize("name", MEANINGS)
 def test_a_table_is_the_function(name: str) -> None:
     function, settings, largest = MEANINGS[name]

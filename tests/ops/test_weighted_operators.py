@@ -14,7 +14,6 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.ir.graph import annotation
 from fxquant.prepared.operators import quantized_operators
-from fxquant.primitives.transposed import swap_channels
 from fxquant.quantization.observers import MinMaxObserver
 from tests.shared import contract
 
@@ -154,6 +153,7 @@ def reason(prepared: fx.GraphModule, name: str) -> str:
 TARGETS = {**dict(zip(CASES, itertools.cycle(contract.TARGETS), strict=False)), "prelu, steep": "nash-e"}  # it saturates on bayes-e
 
 
+@pytest.mark.sweep(14)
 @pytest.mark.parametrize(("name", "target"), TARGETS.items())
 def test_contract(name: str, target: str, tmp_path: Path) -> None:
     model, batches = built(CASES[name])
@@ -165,6 +165,7 @@ def test_contract(name: str, target: str, tmp_path: Path) -> None:
     assert_contract(compiled, tmp_path / "model.onnx", batches)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("target", contract.TARGETS)
 @pytest.mark.parametrize("name", WIDE)
 def test_wide_sums(name: str, target: str, tmp_path: Path) -> None:
@@ -206,6 +207,7 @@ class Shared(nn.Module):
         return self.one(first) * self.other(self.conv(x) if self.twice else first)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("twice", [True, False])
 @pytest.mark.parametrize("target", contract.TARGETS)
 def test_two_batch_norms_on_one_convolution(twice: bool, target: str, tmp_path: Path) -> None:
@@ -222,31 +224,6 @@ def test_two_batch_norms_on_one_convolution(twice: bool, target: str, tmp_path: 
 
 
 # ---- exact meanings -------------------------------------------------------------------------------------------------
-
-
-def test_swapping_channels_twice_changes_nothing() -> None:
-    weight = torch.randn(6, 2, 3)
-    swapped = swap_channels(weight, 3)
-    assert swapped.shape == (6, 2, 3)
-    assert torch.equal(swapped[3], weight[2:4, 1])  # the second group's second output channel
-    assert torch.equal(swap_channels(swapped, 3), weight)
-
-
-def test_prelu_with_slope_one_is_the_identity() -> None:
-    model, batches = built(lambda: Case((8, 3), lambda s, x: F.prelu(x, s.w), w=Parameter(torch.ones(1))))
-    prepared = contract.compiled(model, batches).prepared
-    fxq.set_qparams(prepared, {name: 2.0**-6 for name in fxq.qparams(prepared)})
-    batch = torch.arange(-128, 127).float().reshape(-1, 3) / 64
-    fxq.set_state(prepared, fxq.State.VALIDATE)
-    assert torch.equal(fxq.convert(prepared)(batch), batch)
-
-
-def test_sums_are_exact() -> None:
-    model, batches = built(lambda: Case((8, 5), lambda s, x: x.sum(1)))
-    prepared = contract.compiled(model, batches).prepared
-    fxq.set_qparams(prepared, {name: 1.0 for name in fxq.qparams(prepared)})
-    batch = torch.randint(-20, 20, (64, 5)).float()
-    assert torch.equal(fxq.convert(prepared)(batch), batch.sum(1))
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
@@ -269,6 +246,7 @@ REFUSED: dict[str, tuple[Callable[[], Case], str, str]] = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
     make, node, because = REFUSED[name]

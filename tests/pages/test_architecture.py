@@ -1,9 +1,8 @@
-"""ARCHITECTURE.md: its dumps, its pass names, its packages, its paths and its words are those of the code."""
+"""ARCHITECTURE.md: its dumps, its pass names, its packages and its paths are those of the code."""
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +22,6 @@ pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[2]
 SKIPPED = "…"  # lines of a dump that the page leaves out
-LONGEST_PAGE, LONGEST_SENTENCE = 250, 25
 
 
 @functools.cache
@@ -123,17 +121,3 @@ def test_the_paths_exist() -> None:
     paths = {*links, *re.findall(r"\b(?:[\w-]+/)+[\w-]+\.(?:py|md|c|txt)\b", page())}
     assert len(paths) > 10
     assert [path for path in paths if not (ROOT / path).exists()] == []
-
-
-def test_the_page_is_short_and_plain() -> None:
-    assert page().count("\n") <= LONGEST_PAGE
-    spec = importlib.util.spec_from_file_location("words", ROOT / "docs" / "words.py")
-    assert spec is not None
-    assert spec.loader is not None
-    words = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(words)
-    text = words.prose(prose())
-    assert [found.group() for banned in words.BANNED for found in re.finditer(rf"\b({banned})\b", text, re.IGNORECASE)] == []
-    paragraphs = [line for line in re.sub(r"\]\([^)]*\)|[\[*]", "", text).splitlines() if not line.startswith(("|", "#"))]
-    sentences = [sentence for line in paragraphs for sentence in re.split(r"(?<=[.!?:;])\s+", line)]
-    assert [sentence for sentence in sentences if len(sentence.split()) > LONGEST_SENTENCE] == []

@@ -40,6 +40,7 @@ def outputs(source: str, namespace: dict[str, Any], monkeypatch: pytest.MonkeyPa
     return [*found, {"output_type": "stream", "name": "stdout", "text": text.splitlines(keepends=True)}] if text else found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_shows_what_it_holds(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest

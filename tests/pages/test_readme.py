@@ -128,6 +128,7 @@ def run(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int,
 LONG = {"four-bits": pytest.mark.nightly}  # a page that trains
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.usefixtures("_own_operators")
 @pytest.mark.parametrize("name", ["README", *(pytest.param(page, marks=LONG.get(page, ())) for page in PAGES if page not in OLD_AND_NEW)])
 def test_the_code_of_a_page_runs_and_prints_what_it_shows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,8 @@ import pytest
 
 from tests.reporting.test_report_in_browser import BROWSER, SETTINGS
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).resolve().parents[2]
 MISSING = [name for name in ("mkdocs", "material", "mkdocstrings_handlers") if importlib.util.find_spec(name) is None]
 

@@ -45,6 +45,7 @@ def adapted(row: Row) -> fxq.results.Findings:
     )
 
 
+@pytest.mark.nightly
 def test_what_breaks_a_limit_keeps_it_once_it_is_adapted() -> None:
     assert [(row.family, row.operator, row.measure, str(found)) for row in MENDED if len(found := adapted(row))] == []
 
@@ -111,6 +112,7 @@ INT16 = fxq.QConfig(output=fxq.ActivationConfig("int16"))
 WHOLE = {"bernoulli2": (Camera, (4, 2, 16, 80), None), "bayes-e": (Wide, (4, 2, 8, 8), INT16), "nash-e": (Long, (4, 3, 16), None)}
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", WHOLE)
 def test_an_adapted_model_is_held_to_the_contract(target: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -137,6 +139,7 @@ def test_an_adapted_model_is_held_to_the_contract(target: str, tmp_path: Path) -
     assert contract.all_equal(fxq.convert(loaded)(batches[0]), fxq.convert(prepared)(batches[0]))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("target", "model", "shape"),
     [

@@ -98,6 +98,7 @@ def misshapen(known: Channels) -> list[str]:
     ]
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", CASES)
 def test_factors_of_any_size_leave_the_float_function_its_bits(name: str) -> None:
     prepared, (batch, *_) = prepared_of(name)
@@ -112,6 +113,7 @@ def test_factors_of_any_size_leave_the_float_function_its_bits(name: str) -> Non
     assert torch.equal(float_result(prepared, batch), before)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", ["option A", "padded features", "reflected features", "cropped channels", "padded sound"])
 @pytest.mark.parametrize("target", ["bayes-e", "x86"])
 def test_they_are_calibrated_and_equal_in_every_form(name: str, target: str) -> None:

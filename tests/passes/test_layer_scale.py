@@ -48,6 +48,7 @@ def model() -> Branches:
     return Branches().eval()
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("target", "dtype"), [("bayes-e", "int8"), ("nash-e", "int16"), ("x86", "uint8")])
 def test_layers_with_factors_hold_the_contract(target: str, dtype: str, tmp_path: Path) -> None:
     given = model()

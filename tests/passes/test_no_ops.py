@@ -94,6 +94,7 @@ def plain() -> contract.Compiled:
     return of_blocks(lambda m, x: x)
 
 
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("name", NOTHING)
 def test_fusions_see_through_what_changes_nothing(name: str, plain: contract.Compiled) -> None:
     prepared, integer = of_blocks(NOTHING[name])
@@ -113,6 +114,7 @@ CHANGING: dict[str, Step] = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", CHANGING)
 def test_what_changes_something_stays(name: str) -> None:
     """Some of these keep shape and dtype, and are no identity for that."""
@@ -174,6 +176,7 @@ CHAINS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", CHAINS)
 @pytest.mark.parametrize("layer", [nn.Identity(), nn.Conv2d(3, 3, 1)], ids=["alone", "fused"])
 def test_clamps_that_follow_one_another_are_one(name: str, layer: nn.Module, tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ class Fade(nn.Module):
         return self.fade(self.left(x), second=self.right(x), weight=self.weight, gain=0.5)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", ["bernoulli2", "nash-e", "x86"])
 def test_an_operator_of_several_tensors_is_integer_on_every_target(target: str, fade: Callable[..., Tensor], tmp_path: Path) -> None:
     model = Fade(fade).eval()

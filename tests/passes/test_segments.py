@@ -92,6 +92,7 @@ def test_segments_are_few_and_convex(mixed: fx.GraphModule) -> None:
 CUTS: list[tuple[Any, int]] = [(("left", "block.1"), 6), (("stem", ["left", "right"]), 4)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("cut", "count"), CUTS, ids=lambda value: str(value) if isinstance(value, tuple) else "")
 def test_joined_they_are_the_whole(cut: Any, count: int, mixed: fx.GraphModule, tmp_path: Path) -> None:
     parts = fxq.inspect.segments(mixed, cut)

@@ -178,6 +178,7 @@ def test_a_broken_graph_is_found_and_its_node_named(stage: Stage, damage: Break,
     golden(re.sub(r"\.py:\d+", ".py:N", str(caught.value)) + "\n", f"{stage.name.lower()}-{damage.__name__}.txt")
 
 
+@pytest.mark.nightly
 def test_every_rule_is_broken_by_some_test() -> None:
     caught = set()
     for stage, damage in BREAKS:

@@ -54,6 +54,7 @@ def calibrated(model: nn.Module, target: str, qconfig: fxq.QConfig | None = None
     return fxq.calibrate(fxq.prepare(model, batches()[0], target, qconfig), batches())
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", ["bayes-e", "bernoulli", "nash-e", "x86", "qnnpack"])
 def test_what_only_a_dequantization_reads_is_a_sum(target: str, tmp_path: Path) -> None:
     model, x = Outputs().eval(), batches()[0]

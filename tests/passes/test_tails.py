@@ -64,6 +64,7 @@ def in_float(prepared: torch.fx.GraphModule) -> set[str]:
     return {layer.name for layer in fxq.inspect.layers(prepared) if layer.operator in FUNCTIONS and not layer.integer}
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", ["bayes-e", "bernoulli2", "x86"])
 def test_functions_of_last_layers_are_in_float(target: str, tmp_path: Path) -> None:
     prepared = calibrated(target)

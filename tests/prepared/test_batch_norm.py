@@ -52,6 +52,7 @@ def optimise(prepared: fx.GraphModule, batch: Tensor, steps: int = 2) -> None:
         optimizer.step()
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_contract_in_every_mode(name: str, mode: str, tmp_path: Path) -> None:
@@ -70,6 +71,7 @@ def test_contract_in_every_mode(name: str, mode: str, tmp_path: Path) -> None:
     assert_contract(contract.Compiled(prepared, fxq.convert(prepared)), tmp_path / "model.onnx", batches)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.usefixtures("default_outputs")
 @pytest.mark.parametrize("name", LAYERS)
 def test_live_is_what_the_float_model_does_in_training(name: str) -> None:
@@ -88,6 +90,7 @@ def test_live_is_what_the_float_model_does_in_training(name: str) -> None:
 # ---- folded once ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", LAYERS)
 def test_folded_and_frozen_are_equal_bit_for_bit(name: str) -> None:
     model, batches = built(LAYERS[name])
@@ -210,6 +213,7 @@ def test_a_folded_model_is_saved(tmp_path: Path) -> None:
 # ---- small weights --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("gamma", [0.0, 1e-30, -1e-30])
 @pytest.mark.parametrize("name", ["conv2d", "conv_transpose2d", "linear", "conv3d"])
@@ -269,6 +273,7 @@ class ReadTwice(nn.Module):
 SHARED: dict[str, tuple[Callable[[], nn.Module], int]] = {"layer": (SharedLayer, 0), "norm": (SharedNorm, 0), "read twice": (ReadTwice, 2)}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("target", contract.TARGETS)
 @pytest.mark.parametrize("name", SHARED)

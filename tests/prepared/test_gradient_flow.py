@@ -314,6 +314,7 @@ def assert_like(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert 0.9 < found[name].norm() / gradient.norm() < 1.1, name
 
 
+@pytest.mark.sweep(20)
 @pytest.mark.parametrize("target", ["bayes-e", "x86"])
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_in_train_are_the_float_models(form: str, target: str) -> None:
@@ -323,6 +324,7 @@ def test_gradients_in_train_are_the_float_models(form: str, target: str) -> None
     assert_like(gradients(prepared.train()), gradients(model))
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("form", STOPS)
 def test_a_stop_changes_no_bit(form: str, tmp_path: Path) -> None:
     prepared, other = calibrated(Net(STOPS[form])), calibrated(Net(forms(torch.nn.Identity())[form]))
@@ -335,6 +337,7 @@ def test_a_stop_changes_no_bit(form: str, tmp_path: Path) -> None:
     assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), BATCHES)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "form", ["hook", "gradient reversal", "custom backward with two results", "custom backward of a weight", "half detached"]
 )
@@ -351,6 +354,7 @@ def test_the_integer_model_has_the_bits_of_train_and_nothing_of_gradients(form: 
     assert "detach" not in fxq.text(integer)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("form", ["half detached", "behind a batch norm, in front of a residual", "of an output that is returned twice"])
 def test_stops_survive_files_copies_and_pickles(form: str, tmp_path: Path) -> None:
     prepared = calibrated(Net(STOPS.get(form, FORMS[form])).train())
@@ -484,6 +488,7 @@ def test_a_wrapped_method_sees_train_mode_and_may_stand_in_a_training_branch() -
     assert torch.equal(prepared.eval()(BATCHES[0]), main)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("function", [F.silu, torch.sigmoid, F.relu], ids=["silu", "sigmoid", "relu"])
 def test_a_second_derivative_has_the_derivative_of_a_table_as_a_constant(function: Any) -> None:
     class Between(nn.Module):

@@ -189,6 +189,7 @@ COPIES: dict[str, Callable[[fx.GraphModule, Path], Any]] = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", COPIES)
 def test_copies_and_files_keep_what_can_be_hooked(net: fx.GraphModule, name: str, tmp_path: Path) -> None:
     prepared = COPIES[name](net, tmp_path)

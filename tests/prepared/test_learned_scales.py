@@ -184,6 +184,7 @@ def test_an_offset_that_is_learned_moves_the_zero_point() -> None:
 TRAINED = [("x86", "uint8", "lsq+"), ("bayes-e", "int4", "pact"), ("bernoulli", "int8", "tqt")]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("target", "dtype", "training"), TRAINED)
 def test_the_contract_holds_after_training(target: str, dtype: str, training: str, tmp_path: Path) -> None:
     qconfig = config(dtype, training, "tqt" if training == "tqt" else "learned")

@@ -105,6 +105,7 @@ def test_float_layers_compute_in_bfloat16_beside_integers(host: str) -> None:
 # ---- accumulation, averages -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("activations", ["learned", "lsq+", "pact"])
 def test_gradients_of_parts_of_a_batch_add_up_to_those_of_the_batch(activations: str) -> None:
     """Those of scales, too: none of them depends on how many numbers there are."""
@@ -141,6 +142,7 @@ def test_an_average_of_models_is_deployed_as_any_model(activations: str) -> None
 # ---- compilation ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_a_compiled_model_has_the_same_bits() -> None:
     """What is beside the operators is compiled; here the layer on the host, in one graph behind that of the input's check."""
     graphs: list[torch.fx.GraphModule] = []
@@ -173,6 +175,7 @@ def test_a_compiled_model_has_the_same_bits() -> None:
 # ---- going on ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("activations", "kept"), [*((name, "state_dict") for name in SCALES), ("lsq+", "file")])
 def test_training_goes_on_as_if_it_had_not_been_stopped(activations: str, kept: str, tmp_path: Path) -> None:
     """Bit by bit, the optimizer's moments and the schedule with it."""

@@ -107,6 +107,7 @@ COPIES: dict[str, Callable[[nn.Module, nn.Module], None]] = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("dtype", "activations", "weights"), METHODS, ids=["-".join(method) for method in METHODS])
 def test_no_copy_changes_what_validate_computes(dtype: str, activations: str, weights: str) -> None:
     """The copies are made before the first batch of training, when learned scales of weights have not started."""
@@ -150,6 +151,7 @@ def test_a_copy_that_takes_over_the_buffers_of_a_frozen_model_is_frozen() -> Non
     assert all(each.quantizer.frozen for each in averaged.module.quantized.children() if hasattr(each, "quantizer"))
 
 
+@pytest.mark.nightly
 def test_states_of_earlier_versions_load() -> None:
     """There, what says that a scale stands still is bool."""
     model = copy.deepcopy(_calibrated("int8", "pact", "learned", rounded=False))

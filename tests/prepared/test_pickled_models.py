@@ -43,6 +43,7 @@ def saved(model: nn.Module) -> nn.Module:
     return found
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_model_is_pickled_in_every_form(name: str) -> None:
     torch.manual_seed(0)

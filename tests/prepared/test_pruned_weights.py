@@ -66,6 +66,7 @@ def roundings(prepared: fx.GraphModule) -> list[AdaptiveRounding]:
     return [module for module in prepared.modules() if isinstance(module, AdaptiveRounding)]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("method", ["calibrate", "all layers", *METHODS])
 def test_no_method_moves_a_pruned_weight(method: str) -> None:
     prepared = calibrated(method)
@@ -73,6 +74,7 @@ def test_no_method_moves_a_pruned_weight(method: str) -> None:
     assert returned(prepared) == 0
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("options", [{"target": "x86"}, {"bits": "int8"}, {"per_channel": False}, {"power_of_two": True}], ids=str)
 def test_nor_does_any_grid(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fxquant.tuning.effects.is_lower", lambda *_: True)  # whatever the outputs say of roundings of 8 bits

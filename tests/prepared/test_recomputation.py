@@ -64,6 +64,7 @@ def step(model: nn.Module, call: Callable[..., Any]) -> dict[str, Tensor | None]
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("call", [again, reentrant])
 def test_gradients_and_statistics_are_those_without_checkpointing(setting: str, call: Callable[..., Any]) -> None:
@@ -129,6 +130,7 @@ def transforms(model: nn.Module, x: Tensor) -> dict[str, Callable[[], Any]]:
     }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("setting", ["float multipliers", "learned scales"])
 @pytest.mark.parametrize("name", ["grad", "jvp", "vmap", "ensemble"])
 def test_a_transform_works_once_everything_is_frozen_or_is_refused(setting: str, name: str) -> None:

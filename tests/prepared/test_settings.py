@@ -59,6 +59,7 @@ def _assign(path: str, value: Any) -> Callable[[Any], None]:
     return change
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("change", "what"),
     [
@@ -82,6 +83,7 @@ def test_a_change_that_the_graph_does_not_follow_raises_where_it_is_assigned_to_
     assert torch.equal(model(X), before)  # nothing was changed
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("change", "what"),
     [
@@ -105,6 +107,7 @@ def test_a_change_inside_of_a_module_raises_when_the_model_is_next_used(change: 
         use(copy.deepcopy(unchanged))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "change",
     [
@@ -151,6 +154,7 @@ def _classifier(classes: int, target: str) -> Any:
     return fxq.calibrate(fxq.prepare(model.eval(), X, target=target, qconfig=learned), [X])
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.usefixtures("default_outputs")
 @pytest.mark.parametrize(("source", "target", "classes"), [("bayes-e", "bayes-e", 7), ("bayes-e", "x86", 5), ("x86", "bayes-e", 5)])
 def test_scales_of_other_channels_and_grids_are_named_and_left_out_of_a_checkpoint(

@@ -196,6 +196,7 @@ def test_gradients_reach_every_parameter_and_every_scale() -> None:
     contract.assert_gradients_reach_every_parameter(prepared, batches()[1])
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("target", ["bayes-e", "bernoulli", "nash-e", "qnnpack"])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_learned_scales_hold_the_contract_after_training(target: str, bits: int, tmp_path: Path) -> None:
@@ -322,6 +323,7 @@ def test_a_tensor_that_was_all_zeros_gets_a_scale_when_it_comes_to_life() -> Non
     torch.testing.assert_close(float(quantizer.scale), 4 / 127.5)  # and otherwise the average of what was not 0
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_training_without_calibration_starts_from_the_first_batch_unless_scales_are_frozen(mode: str) -> None:
     prepared = fxq.prepare(Net(), batches()[0], qconfig=config(mode, "learned" if mode == "learned" else "statistics"))
@@ -351,6 +353,7 @@ def is_power_of_two(scale: Tensor) -> bool:
     return bool((torch.frexp(scale).mantissa == 0.5).all())
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_power_of_two_scales_stay_powers_of_two_through_training(mode: str, tmp_path: Path) -> None:
     qconfig = config(mode, "learned" if mode == "learned" else "statistics", power_of_two=True)
@@ -381,6 +384,7 @@ def test_a_power_of_two_that_is_learned_moves_when_enough_steps_add_up() -> None
 # ---- freezing and fixing ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_freezing_stops_every_scale_even_under_an_optimizer_in_motion(mode: str) -> None:
     prepared = calibrated(config(mode, "learned"))
@@ -424,21 +428,13 @@ def test_scales_of_one_model_set_in_another_give_the_same_bits() -> None:
     assert torch.equal(to_validate(other)(batches()[0]), trained(batches()[0]))
 
 
-@pytest.mark.parametrize("wrong", ["ema", "", "Learned"])
-def test_an_unknown_way_to_train_is_an_error(wrong: str) -> None:
-    for kind in (fxq.ActivationConfig, fxq.WeightConfig):
-        with pytest.raises(fxq.errors.ConfigurationError, match="training="):
-            kind(training=wrong)
-    with pytest.raises(fxq.errors.ConfigurationError, match="a weight's scale"):
-        fxq.WeightConfig(training="frozen")
-
-
 # ---- loading --------------------------------------------------------------------------------------------------------------------
 
 
 SAVED: dict[str, fxq.QConfig] = {**{mode: config(mode) for mode in MODES}, "learned weights": config("learned", "learned", bits=4)}
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("saved", "loaded"), [*itertools.product(MODES, MODES), ("learned weights", "learned weights")])
 def test_calibrated_and_trained_scales_load_into_a_new_model_whatever_either_does_in_training(saved: str, loaded: str) -> None:
     one, other, file = calibrated(SAVED[saved]), fxq.prepare(Net(), batches()[0], qconfig=SAVED[loaded]), io.BytesIO()
@@ -590,6 +586,7 @@ def train_on(prepared: fx.GraphModule, value: torch.Tensor, steps: int = 3) -> N
     to_validate(prepared)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("stop", ["set", "freeze", "learned", "given"])
 def test_scales_that_stand_still_do_so_through_a_checkpoint(stop: str) -> None:
     given = fxq.QConfig(fxq.ActivationConfig(scale=0.03))

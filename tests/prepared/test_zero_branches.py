@@ -121,6 +121,7 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
     return (model(batch) - 1).square().mean()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("target", ["bayes-e", "x86", "qnnpack"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_first_gradient_is_the_float_models(name: str, target: str) -> None:
@@ -135,6 +136,7 @@ def test_the_first_gradient_is_the_float_models(name: str, target: str) -> None:
     assert 0.9 < float(found.norm() / wanted.norm()) < 1.1
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("dtype", ["int8", "int16", "uint8"])
 @pytest.mark.parametrize("start", [1e-9, 1e-6, 1e-4, -1e-5])
@@ -163,6 +165,7 @@ SETTINGS = [  # target, training of activations, training of weights
 CASES = [(name, *SETTINGS[(at + other) % len(SETTINGS)]) for at, name in enumerate(MODELS | SMALL) for other in (0, 3)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "target", "activations", "weights"), CASES, ids=["-".join(case) for case in CASES])
 def test_a_branch_that_starts_at_zero_trains_as_the_float_one_does(name: str, target: str, activations: str, weights: str) -> None:
     torch.manual_seed(3)

@@ -152,6 +152,7 @@ MODELS: dict[str, tuple[Any, Tensor, int]] = {  # with how many dynamic layers
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize("name", MODELS)
 def test_every_form_in_pytorch_has_the_same_bits(name: str) -> None:

@@ -103,6 +103,7 @@ class Exponents(nn.Module):
         return torch.exp(y - y.amax(1, keepdim=True).detach())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("training", ["statistics", "learned", "lsq+", "pact", "frozen"])
 @pytest.mark.parametrize(("target", "dtype"), [("bayes-e", "int8"), ("nash-e", "int16"), ("x86", "uint8"), ("x86", "int8")])
 def test_values_at_the_end_of_the_range_have_their_gradient(target: str, dtype: str, training: str) -> None:
@@ -157,6 +158,7 @@ def slope(x: torch.Tensor) -> torch.Tensor:
     return nn.functional.leaky_relu(x, 0.1)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("read", [(slope,), (nn.functional.silu,), (slope, torch.tanh)], ids=["leaky_relu", "silu", "two"])
 @pytest.mark.parametrize("dtype", [INT4, INT8, UINT8], ids=str)
 def test_of_what_functions_read_the_range_has_the_smallest_error_after_them(read: tuple[Any, ...], dtype: IntType) -> None:

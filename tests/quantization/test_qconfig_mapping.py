@@ -231,6 +231,7 @@ def blocks() -> nn.Module:
     )
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("call", "node"),
     [

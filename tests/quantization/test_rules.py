@@ -96,6 +96,7 @@ def asked(how: str, part: str, chosen: Any) -> tuple[Any, nn.Module]:
     return mapping(rule(how, part, chosen)), model
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("how", "part"), KINDS)
 def test_a_rule_for_any_part_decides_the_output(how: str, part: str) -> None:
     found = fused_config(*asked(how, part, INT4))
@@ -103,6 +104,7 @@ def test_a_rule_for_any_part_decides_the_output(how: str, part: str) -> None:
     assert found.weight.dtype == ("int4" if part == "conv" else "int8")
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("how", "part"), KINDS)
 def test_none_for_one_part_keeps_it_apart_and_in_float(how: str, part: str) -> None:
     assert (
@@ -116,6 +118,7 @@ def test_none_for_one_part_keeps_it_apart_and_in_float(how: str, part: str) -> N
     )
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("batch_norm", ["live", "frozen", "folded"])
 def test_what_is_kept_apart_holds_the_contract(part: str, batch_norm: str) -> None:
@@ -146,6 +149,7 @@ CONFLICTS: dict[str, tuple[list[tuple[str, Any, Any]], str, str]] = {  # rules, 
 }
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize(("rules", "output", "weight"), CONFLICTS.values(), ids=CONFLICTS)
 def test_conflicts_in_one_fused_operator(rules: list[tuple[str, Any, Any]], output: str, weight: str) -> None:
     made = mapping(*(rule for rule in rules if rule[0] != "global"))
@@ -242,6 +246,7 @@ def test_a_dtype_that_an_operator_cannot_have_is_told() -> None:
     assert not_done(prepared) == ["%_1 is int8, as the graph requires, and not int32 as the qconfig's type MaxPool2d says"]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("target", "first", "second"), [("bayes-e", "int8", "int16"), ("nash-e", "int16", "int8"), ("x86", "uint8", "int8")]
 )

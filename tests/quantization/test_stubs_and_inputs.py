@@ -42,6 +42,7 @@ def input_of(prepared: Any) -> tuple[str, float]:
 WIDE = Q(A("int16"))
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("scale", [None, 1 / 64])
 @pytest.mark.parametrize(
     ("rule", "dtype", "fixed"),

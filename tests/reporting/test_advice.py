@@ -162,6 +162,7 @@ CASES = {
 NARROW = ("rounds_to_zero", "inside", "quiet_channels")  # printed for a target without int16
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("rule", "target"), [*((rule, "nash-e") for rule in CASES), *((rule, "bernoulli2") for rule in NARROW)])
 def test_every_rule_that_advice_prints_changes_what_it_names(rule: str, target: str, caplog: pytest.LogCaptureFixture) -> None:
     make, layer, named = CASES[rule]
@@ -198,6 +199,7 @@ class Normed(nn.Module):
         return result
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("layer", "factor"), [("up", 1 / 10), ("stem", 1 / 10), ("up", 64), ("stem", 64)])
 def test_a_wrong_scale_comes_before_statistics_that_the_float_model_has_as_well(layer: str, factor: float) -> None:
     torch.manual_seed(0)
@@ -211,6 +213,7 @@ def test_a_wrong_scale_comes_before_statistics_that_the_float_model_has_as_well(
     assert "batch_norm_statistics" in {each.rule for each in advice}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "returned", [lambda y: y, lambda y: y.flip(1), lambda y: y.permute(0, 2, 3, 1).flatten(1, 2), lambda y: (y, y.relu())]
 )
@@ -233,6 +236,7 @@ def test_channels_of_an_output_that_are_lost_are_told_once(returned: Callable[[T
     assert not fxq.quantize(model, batches, "nash-e", mapping, show_progress=False).compare(batches, show_progress=False).advice
 
 
+@pytest.mark.nightly
 def test_following_the_advice_about_an_input_helps(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "fxquant"):
         model, batches, found = compared(spectrum, spectrograms)("bayes-e")
@@ -248,6 +252,7 @@ def test_following_the_advice_about_an_input_helps(caplog: pytest.LogCaptureFixt
     assert better.outputs[0].sqnr > found.outputs[0].sqnr + found.advice[0].gain / 2 > found.outputs[0].sqnr + 2
 
 
+@pytest.mark.nightly
 def test_an_input_of_a_target_without_int16_is_warned_of_and_others_are_not(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "fxquant"):
         fxq.quantize(spectrum(), spectrograms(), "x86", show_progress=False)

@@ -35,6 +35,7 @@ def test_the_verdict_comes_first_with_its_thresholds() -> None:
     assert (equal.grade, equal.sqnr) == ("good", math.inf)
 
 
+@pytest.mark.nightly
 def test_noise_that_no_layer_explains_is_traced_to_activations_and_to_what_tune_tries() -> None:
     found = quantized(network(), target="bayes-e", qconfig=POOR).compare(batches())
     assert not found.advice
@@ -86,6 +87,7 @@ def recurrent() -> fxq.results.Result:
     )
 
 
+@pytest.mark.nightly
 def test_inside_of_a_recurrent_layer_there_is_a_row_for_each_operator_of_the_cell(recurrent: fxq.results.Result) -> None:
     found = recurrent.compare(batches())
     inside = {name: row for name, row in found.items() if name.startswith("rnn_")}

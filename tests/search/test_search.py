@@ -166,6 +166,7 @@ def test_what_no_rule_of_a_mapping_decides_is_left_out(batches: list[Tensor]) ->
 # ---- the program ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "budget",
     [
@@ -225,6 +226,7 @@ def test_a_layer_that_is_called_twice_has_a_rule_for_each_call(batches: list[Ten
     assert Choices(made).dtypes() == {**choices.dtypes(), "conv": "int16", "conv.weight": "int4"}
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", ["bayes-e", "bernoulli2", "x86"])
 def test_a_mapping_gives_every_tensor_the_dtype_that_was_chosen(
     target: str, model: nn.Module, batches: list[Tensor], tmp_path: Path
@@ -380,6 +382,7 @@ def test_tune_stops_within_the_tolerance_and_keeps_a_budget(small: nn.Module, ba
         fxq.tune(small, batches[:1], "nash-e")
 
 
+@pytest.mark.nightly
 def test_tune_tries_what_calibration_corrects_off_and_on(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(4)
     batches = [torch.randn(32, 3, 8, 8, generator=generator) for _ in range(2)]

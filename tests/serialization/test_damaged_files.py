@@ -22,6 +22,7 @@ def test_an_operator_that_nobody_knows_is_told_without_its_cost(tmp_path: Path) 
     assert (layer.operator, layer.macs) == ("undeclared", 0)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("kind", "mutations"), [("qconfig", 120), ("onnx", 16), ("manifest", 120), ("data-npy", 200)])
 def test_damage_is_an_error_and_nothing_else(kind: str, mutations: int, tmp_path: Path) -> None:
     found = check(kind, range(mutations), tmp_path, limit_memory=False)

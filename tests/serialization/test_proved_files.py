@@ -48,6 +48,7 @@ READS_THE_BATCH: dict[str, Forward] = {
 }
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("target", ["nash-e", "x86"])
 @pytest.mark.parametrize("name", READS_THE_BATCH)
 def test_a_model_that_reads_the_batch_size_is_loaded_as_it_was_saved(name: str, target: str, tmp_path: Path) -> None:
@@ -85,6 +86,7 @@ def _lost_tensor(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     tensors.pop(next(iter(tensors)))
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("stage", ["prepared", "integer", "observations"])
 @pytest.mark.parametrize("fault", [_other_node, _other_name, _other_bit, _lost_tensor])
 def test_a_file_that_would_not_give_the_model_back_is_not_put_in_place(
@@ -109,6 +111,7 @@ def test_a_file_that_would_not_give_the_model_back_is_not_put_in_place(
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", ["skip connect", 'a"b', "a'b", "a\\b", "a\tb", "a\rb", "é", "a(b)", "#a", "'''", "a{b}", '")or("'])
 def test_a_module_may_have_any_name_without_a_line_break(name: str, tmp_path: Path) -> None:
     class Named(nn.Module):
@@ -153,6 +156,7 @@ FAR_APART: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", ["int4", "int8"])
 @pytest.mark.parametrize("name", FAR_APART)
 def test_a_sum_beyond_24_bits_between_two_scales_is_formed_in_float64(name: str, dtype: str, tmp_path: Path) -> None:
@@ -219,6 +223,7 @@ CASTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("target", ["bayes-e", "x86"])
 @pytest.mark.parametrize("name", CASTS)
 def test_a_cast_to_integers_is_converted_and_saved(name: str, target: str, tmp_path: Path) -> None:

@@ -146,6 +146,7 @@ def equal(first: Any, second: Any) -> bool:
 # ---- what is kept -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.quick
 @pytest.mark.parametrize("stage", STAGES)
 def test_saved_loaded_and_saved_again_is_the_same_file(stage: str, save: Save, tmp_path: Path) -> None:
@@ -204,6 +205,7 @@ def test_a_loaded_model_is_exported_to_the_same_file(save: Save, tmp_path: Path)
     assert fxq.verify(integer, path, rows, show_progress=False)
 
 
+@pytest.mark.nightly
 def test_layers_that_stay_in_float(save: Save) -> None:
     torch.manual_seed(0)
     rows = [torch.randn(4, 5, 6)]
@@ -350,6 +352,7 @@ def test_paths_that_cannot_be_used(tmp_path: Path) -> None:
 # ---- damaged files ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("stage", ["traced", "training", "integer"])
 def test_a_damaged_file_is_an_error_and_nothing_else(stage: str, save: Save, tmp_path: Path) -> None:
     """Each of 150 mutations is refused, or says something that fxquant writes and is all kept; none hangs or imports."""

@@ -61,6 +61,7 @@ def calls_that_write(source: str) -> Iterator[str]:
             yield ast.unparse(call)
 
 
+@pytest.mark.nightly
 def test_one_module_opens_files_for_writing() -> None:
     found = {name: list(calls_that_write(source)) for name, source in library().items()}
     others = {name: calls for name, calls in found.items() if calls and name not in (CACHE, PROGRAM, BOARD)}
@@ -276,6 +277,7 @@ ENDINGS = {"export_c": ".c"}
 WITHOUT_A_PATH = ("checkpoint",)  # nothing is written
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("name", [*WRITE, *INTO])
 def test_a_path_that_nothing_can_be_written_to_is_an_error_that_says_why(name: str, result: fxq.results.Result, tmp_path: Path) -> None:
     ending = ENDINGS.get(name, "")
@@ -327,6 +329,7 @@ def test_any_path_like_object_is_a_path(name: str, result: fxq.results.Result, t
     assert (tmp_path / "new" / "there").exists()
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("name", [*WRITE, *INTO])
 def test_a_tilde_is_the_home_folder_of_what_is_written(
     name: str, result: fxq.results.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -105,6 +105,7 @@ def real(prepared: nn.Module, x: Tensor) -> Tensor:
     return value
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", PASSES)
 def test_factors_of_any_size_leave_the_float_function_its_bits(name: str) -> None:
     build, labels = PASSES[name]
@@ -192,6 +193,7 @@ def equalized() -> fx.GraphModule:
     return copy.deepcopy(_equalized())
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("target", "per_channel"), [("bayes-e", True), ("bayes-e", False), ("x86", True)])
 def test_channels_of_different_ranges_cost_nothing_any_more(target: str, per_channel: bool) -> None:
     networks = [(rescaled(4, seed), rescaled(0, seed)) for seed in (0, 1)]

@@ -66,6 +66,7 @@ def noise(prepared: fx.GraphModule) -> float:
         return float((prepared(unseen) - model(unseen)).square().mean())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("target", "qconfig"), [("bernoulli", None), ("bayes-e", None), ("x86", FOUR_BITS)])
 def test_biases_take_back_what_rounding_shifts(target: str, qconfig: fxq.QConfig | None, tmp_path: Path) -> None:
     plain, prepared = calibrated(target, False, qconfig), calibrated(target, None, qconfig)
@@ -89,6 +90,7 @@ def test_by_fewer_samples_only_where_asked_for() -> None:
         assert bool(corrected(prepared)) == (asked is True)
 
 
+@pytest.mark.nightly
 def test_it_is_repeatable_and_goes_on_where_more_is_observed() -> None:
     first, model = calibrated("bernoulli"), network()
     state = torch.get_rng_state()
@@ -105,6 +107,7 @@ def test_one_sample_corrects_nothing() -> None:
     contract.assert_validate_is_integer(prepared, fxq.convert(prepared), one)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("side", "count"), [(16, 64), (256, 10), (512, 4)])
 def test_of_large_images_fewer_are_looked_at_however_many_are_kept(side: int, count: int) -> None:
     first = FirstSamples(fxq.prepare(network(), batches()[0], "bernoulli"))

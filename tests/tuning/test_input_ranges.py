@@ -45,6 +45,7 @@ def range_of(prepared: fx.GraphModule) -> float:
     return found[0] if isinstance(found, tuple) else found
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", ["bayes-e", "x86", "bernoulli2"])
 def test_a_range_is_narrowed_where_large_values_saturate(target: str, caplog: pytest.LogCaptureFixture) -> None:
     model, inputs = network(bounded=True), powers(1)

@@ -83,6 +83,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_is_a_product_with_what_is_found_for_it(name: str) -> None:
     make, shape = LAYERS[name]
@@ -295,6 +296,7 @@ def test_one_sample_is_enough_for_calibration() -> None:
     contract.assert_validate_is_integer(prepared, fxq.convert(prepared), UNSEEN)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("training", ["learned", "tqt"])
 def test_weights_whose_scale_is_learned_are_rounded_as_well(training: str, tmp_path: Path) -> None:
     """The scale with the least error cuts some weights off, and training starts from what the samples have found."""

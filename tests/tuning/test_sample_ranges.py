@@ -51,6 +51,7 @@ def noise(prepared: fx.GraphModule, inputs: Tensor) -> float:
     return float((prepared(inputs) - wanted).square().sum() / wanted.square().sum())
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", ["bayes-e", "x86"])
 def test_two_populations_are_served_alike(target: str, caplog: pytest.LogCaptureFixture) -> None:
     batches = list(images(LOUD).split(16))
@@ -85,6 +86,7 @@ def test_fewer_samples_choose_nothing_unless_asked() -> None:
     assert fxq.qparams(asked)[last] == fxq.qparams(usual)[last], "an output of the model keeps its range"
 
 
+@pytest.mark.nightly
 def test_a_calibration_that_goes_on_ends_as_one_call() -> None:
     batches = list(images(LOUD).split(16))
     with torch.no_grad():

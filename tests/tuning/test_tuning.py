@@ -114,6 +114,7 @@ WORKS: dict[str, tuple[str, str | None, Callable[[fx.GraphModule], Any]]] = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", WORKS)
 def test_nearer_to_the_float_model_and_equal_in_every_form(name: str, network: nn.Module, tmp_path: Path) -> None:
     target, activation, tune = WORKS[name]
@@ -147,6 +148,7 @@ JUDGED: dict[str, Callable[[fx.GraphModule], Any]] = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", JUDGED)
 @pytest.mark.parametrize("config", [FOUR_BITS, fxq.QConfig(), fxq.QConfig(weight=fxq.WeightConfig("int4", training="learned"))])
 def test_a_method_that_makes_the_outputs_worse_is_undone(
@@ -190,6 +192,7 @@ class Residuals(nn.Module):
         return result
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", [fxq.tuning.adaround, fxq.tuning.reconstruct, fxq.tuning.distill, fxq.tuning.round_weights])
 def test_no_method_loses_what_calibration_has_gained(method: Method) -> None:
     torch.manual_seed(0)
@@ -216,6 +219,7 @@ KILLED: dict[str, tuple[Method, int, Any, int, tuple[Any, str], Callable[[fx.Gra
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("name", "undoes"), [*((name, False) for name in KILLED), ("adaround", True)])
 def test_a_call_that_was_killed_continues_and_ends_with_the_same_bits(
     name: str, undoes: bool, network: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -269,6 +273,7 @@ def test_a_call_that_was_killed_continues_and_ends_with_the_same_bits(
     assert same_state(again, whole)
 
 
+@pytest.mark.nightly
 def test_distillation_says_what_the_outputs_have_and_keeps_nothing_else(network: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it says of the samples that are held out is what the integers give for them; nothing is kept that is no better."""
     monkeypatch.setattr(distillation, "COPIES", 0)  # of what is held out, moved by ways that nobody else knows
@@ -318,6 +323,7 @@ class Masked(nn.Module):
         return result
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("masked", [-math.inf, torch.finfo(torch.float32).min])
 def test_distillation_behind_a_mask_learns(masked: float) -> None:
     """A mask of four dimensions is no image, and one of infinities is not mixed: what was no number before taught nothing."""
@@ -351,6 +357,7 @@ def test_distillation_of_whole_numbers_and_shared_weights() -> None:
     assert {name for name, _ in result.skipped} == {"twice", "twice_1"}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("method", [fxq.tuning.correct_bias, fxq.tuning.reestimate_batch_norm, fxq.tuning.adaround, fxq.tuning.distill])
 def test_what_raises_changes_nothing(method: Method, network: nn.Module) -> None:
     prepared = calibrated(network)
