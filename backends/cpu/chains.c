@@ -15,7 +15,7 @@
 #endif
 
 enum { BLOCK = 512, DIMS = 8 };
-enum { ADD, SUBTRACT, MULTIPLY, SHIFT, LEAST, LARGEST, CLIP, LOOK_UP, ROUND, SCALE, READ, WRITE, PART, SUM };
+enum { ADD, SUBTRACT, MULTIPLY, SHIFT, LEAST, LARGEST, CLIP, LOOK_UP, ROUND, SCALE, READ, WRITE, PART, SPREAD, TOTAL, MOST, SUM };
 enum { BYTE, INT8, INT16, INT32, INT64, FLOAT };
 
 typedef struct {
@@ -239,6 +239,18 @@ static void NAMED(sum)(const Step *s, LANE *y, const LANE *x, const LANE *bias, 
     }
 }
 
+/* One column as many, or many as one: their sum, or the largest. */
+static void NAMED(across)(const Step *s, LANE *restrict y, const LANE *restrict a, int64_t rows) {
+    int64_t n = s->op == SPREAD ? s->columns : s->high;
+    for (int64_t r = 0; r < rows; r++, s->op == SPREAD ? (y += n, a++) : (y++, a += n)) {
+        LANE v = *a;
+        if (s->op == SPREAD) for (int64_t i = 0; i < n; i++) y[i] = v;
+        else if (s->op == TOTAL) for (int64_t i = 1; i < n; i++) v += a[i];
+        else for (int64_t i = 1; i < n; i++) v = a[i] > v ? a[i] : v;
+        if (s->op != SPREAD) *y = v;
+    }
+}
+
 static void NAMED(program)(const Program *p) {
     const LANE *constants = p->constants;
     int64_t jobs = (p->rows + p->most - 1) / p->most;
@@ -256,7 +268,8 @@ static void NAMED(program)(const Program *p) {
                 const LANE *b = b_fixed ? constants + s->b : own + (s->b - p->fixed) * p->most;
                 const int moves = s->op == READ || s->op == WRITE;
                 const int64_t *m = p->moves + (moves ? MOVE * s->low : 0), *places = p->places + (moves ? p->rows * s->low : 0) + first;
-                if (s->op == SUM) NAMED(sum)(s, y, a, b, rows, pairs);
+                if (s->op >= SPREAD && s->op < SUM) NAMED(across)(s, y, a, rows);
+                else if (s->op == SUM) NAMED(sum)(s, y, a, b, rows, pairs);
                 else if (s->op < READ && !a_fixed && !b_fixed) NAMED(step)(s, y, a, b, rows * s->columns);
                 else for (int64_t r = 0; r < rows; r++) {
                     int64_t at = r * s->columns;

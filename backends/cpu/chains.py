@@ -21,14 +21,15 @@ from fxquant.backends.cpu import native
 from fxquant.ir.graph import fact
 from fxquant.kernels.kernel import Binding, Bound, Built, NotApplicable, Site, implementation, in_order
 from fxquant.numerics.grids import accumulator_bound
-from fxquant.primitives import PRIMITIVES, Role, role_of, shape
+from fxquant.primitives import PRIMITIVES, Role, pool, role_of, shape
 from fxquant.primitives.steps import Op, Step, Writer
 from fxquant.support.files import address
 
 DIMENSIONS = 8  # of a tensor, at most
 BLOCK = 512  # elements that a chain's step computes at once
 MOST_REGISTERS = 64
-READ, WRITE, PART, SUM = range(len(Op), len(Op) + 4)  # steps of a program: moves of memory, columns of a register, sums of products
+# steps of a program: moves of memory, columns of a register, one column as many, the sum of a row, its largest element, sums of products
+READ, WRITE, PART, SPREAD, TOTAL, MOST, SUM = range(len(Op), len(Op) + 7)
 TOGETHER = 64  # columns of sums that are computed together
 MOST_ROWS, MOST_LANES = 16, 4096  # that a step computes at once
 View = Callable[[Tensor], Tensor]
@@ -185,8 +186,10 @@ def _reached(site: Site, step: Step, a: Any, b: Any) -> tuple[int, int] | None:
         return step.low, step.high
     if step.op in (WRITE, Op.SCALE):
         return None
-    if step.op == PART:
+    if step.op in (PART, SPREAD, MOST):
         return a  # type: ignore[no-any-return]
+    if step.op == TOTAL:
+        return step.high * a[0], step.high * a[1]
     ends = [WHOLE[step.op](x, y) for x in a for y in b]
     return min(ends), max(ends)
 
@@ -276,6 +279,7 @@ class _Rows:
     columns    of each register
     registers  of the nodes; constants are tensors
     moves      what is read and written: the place of a tensor among those read and the results, and the part of it
+    copies     the registers of one column that are also registers of a width
     """
 
     site: Site
@@ -283,6 +287,7 @@ class _Rows:
     columns: dict[int, int] = field(default_factory=dict)
     registers: dict[fx.Node, Any] = field(default_factory=dict)
     moves: list[tuple[int, View]] = field(default_factory=list)
+    copies: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def add(self, node: fx.Node) -> None:
         """Write the steps of a node, and its result where others read that."""
@@ -310,14 +315,18 @@ class _Rows:
                 return self.read(operand, width, lambda whole: shape.crop(whole, *arguments[1:]))
             whole: Any = fact(operand).shape[-1]
             return self.step(PART, width, self.value(operand), None, range(whole)[slice(starts[0], stops[0])].start, whole)
-        if node.target is shape.reshape:
+        if node.target in (shape.reshape, shape.permute):
             return self.value(arguments[0])  # type: ignore[no-any-return]
+        if node.target in (pool.sum, pool.max_pool):
+            op = TOTAL if node.target is pool.sum else MOST
+            return self.step(op, 1, self.value(arguments[0]), None, 0, fact(arguments[0]).shape[-1])
         if role_of(node.target) is Role.LINEAR:
             operand, weight, bias = map(self.value, arguments[:3])
             bias = torch.zeros((), dtype=torch.int32, device="cpu") if bias is None else bias
             made = self.step(SUM, width, operand, bias, 0, weight.shape[1], weight)
         else:
-            args, kwargs = fx.map_arg((arguments, node.kwargs), self.value)
+            args, kwargs = fx.map_arg((arguments, node.kwargs), lambda operand: self.spread(operand, width))
+            before = max(self.columns, default=-1) + 1
             made = PRIMITIVES[node.target].steps(self.writer, *args, **kwargs)  # type: ignore[index, misc]
             if made is None:
                 raise NotApplicable(f"{PRIMITIVES[node.target].name} has no elementwise steps for its arguments")  # type: ignore[index]
@@ -331,6 +340,15 @@ class _Rows:
             is_constant = node.op == "get_attr"
             self.registers[node] = self.site.constant(node) if is_constant else self.read(node, fact(node).shape[-1], lambda whole: whole)
         return self.registers[node] if isinstance(node, fx.Node) else node
+
+    def spread(self, node: fx.Node, width: int) -> Any:
+        """Return the value of a node as one of `width` columns."""
+        value = self.value(node)
+        if isinstance(value, Tensor) or self.columns[value] == width:
+            return value
+        if (value, width) not in self.copies:
+            self.copies[value, width] = self.step(SPREAD, width, value)
+        return self.copies[value, width]
 
     def step(self, op: int, width: int, *arguments: Any) -> int:
         made = self.writer.write(op, *arguments)  # type: ignore[arg-type]
