@@ -15,7 +15,7 @@
 #endif
 
 enum { BLOCK = 512, DIMS = 8 };
-enum { ADD, SUBTRACT, MULTIPLY, SHIFT, LEAST, LARGEST, CLIP, LOOK_UP, ROUND, SCALE, READ, WRITE, PART, SPREAD, TOTAL, MOST, SUM };
+enum { ADD, SUBTRACT, MULTIPLY, SHIFT, LEAST, LARGEST, CLIP, LOOK_UP, ROUND, SCALE, AFFINE, READ, WRITE, PART, SPREAD, TOTAL, MOST, SUM };
 enum { BYTE, INT8, INT16, INT32, INT64, FLOAT };
 
 typedef struct {
@@ -151,6 +151,8 @@ static void NAMED(store)(const LANE *restrict r, void *data, int64_t kind, int64
 
 #define EACH(EXPRESSION) for (int64_t i = 0; i < n; i++) y[i] = EXPRESSION
 
+#define LIMITED(VALUE) ((VALUE) < low ? low : (VALUE) > high ? high : (VALUE))
+
 static void NAMED(step)(const Step *s, LANE *y, const LANE *a, const LANE *b, int64_t n) {
     const float *f = (const float *)b;
     LANE low = (LANE)s->low, high = (LANE)s->high;
@@ -161,16 +163,18 @@ static void NAMED(step)(const Step *s, LANE *y, const LANE *a, const LANE *b, in
         case SHIFT: EACH(a[i] >> b[i]); break;
         case LEAST: EACH(a[i] < b[i] ? a[i] : b[i]); break;
         case LARGEST: EACH(a[i] > b[i] ? a[i] : b[i]); break;
-        case CLIP:
-            for (int64_t i = 0; i < n; i++) {
-                LANE v = a[i] < low ? low : a[i];
-                y[i] = v > high ? high : v;
-            }
-            break;
+        case CLIP: EACH(LIMITED(a[i])); break;
         case LOOK_UP: /* high: whether the table is int16, which takes less of the cache, or int32 */
             if (s->high) EACH(((const int16_t *)s->table)[a[i] - low]);
             else EACH(((const int32_t *)s->table)[a[i] - low]);
             break;
+        case AFFINE: { /* table: factor, summand, shift */
+            const int64_t *c = s->table;
+            const LANE factor = (LANE)c[0], summand = (LANE)c[1], shift = (LANE)c[2];
+            if (factor == 1) EACH(LIMITED((a[i] + summand) >> shift));
+            else EACH(LIMITED((a[i] * factor + summand) >> shift));
+            break;
+        }
         case ROUND:
             for (int64_t i = 0; i < n; i++) {
                 float v = nearest_even((float)a[i] * f[i]);
@@ -288,4 +292,5 @@ static void NAMED(program)(const Program *p) {
 #undef LOAD
 #undef STORE
 #undef EACH
+#undef LIMITED
 #endif

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,10 +29,11 @@ from fxquant.support.files import address
 DIMENSIONS = 8  # of a tensor, at most
 BLOCK = 512  # elements that a chain's step computes at once
 MOST_REGISTERS = 64
+AFFINE = len(Op)  # (a · table[0] + table[1]) >> table[2], limited to [low, high]
 # steps of a program: moves of memory, columns of a register, one column as many, the sum of a row, its largest element, sums of products
-READ, WRITE, PART, SPREAD, TOTAL, MOST, SUM = range(len(Op), len(Op) + 7)
+READ, WRITE, PART, SPREAD, TOTAL, MOST, SUM = range(AFFINE + 1, AFFINE + 8)
 TOGETHER = 64  # columns of sums that are computed together
-MOST_ROWS, MOST_LANES = 16, 4096  # that a step computes at once
+MOST_ROWS, MOST_LANES = 16, 2048  # that a step computes at once
 View = Callable[[Tensor], Tensor]
 WHOLE: dict[int, Callable[[int, int], int]] = {  # the operations of two integers
     Op.ADD: operator.add,
@@ -41,6 +43,7 @@ WHOLE: dict[int, Callable[[int, int], int]] = {  # the operations of two integer
     Op.LEAST: min,
     Op.LARGEST: max,
 }
+STAGES = {Op.MULTIPLY: 0, Op.ADD: 1, Op.SUBTRACT: 1, Op.SHIFT: 2, Op.CLIP: 3}  # of AFFINE, in order
 KINDS = {dtype: kind for kind, dtype in enumerate((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32))}
 
 
@@ -76,16 +79,17 @@ def chain(site: Site) -> Built:
         if registers[node] is None:
             raise NotApplicable(f"{node.target.__name__} has no elementwise steps for its arguments")  # type: ignore[union-attr]
     wide = _is_wide(site, writer, registers)
-    steps, places, used = packed(writer.steps, [register for register, _ in writer.operands], lambda _: BLOCK, registers[site.match.root])
+    needed, operands, result = joined(site, writer, registers[site.match.root])
+    steps, places, used = packed(needed, [register for register, _ in operands], lambda _: BLOCK, result)
     if used > MOST_REGISTERS * BLOCK:
         raise NotApplicable(f"it needs {used // BLOCK} registers, of {MOST_REGISTERS}")
-    values = [value for _, value in writer.operands]
+    values = [value for _, value in operands]
     constants = [_constant(value, torch.int64 if wide else torch.int32) for value in values]
     zeros = [_zero(site, value) if isinstance(value, fx.Node) else 0 for value in values]
     rows, tables = _structures(steps, [0] * len(steps))
     made = _Chain(operands=len(values), count=len(steps), used=used, wide=wide)
     made.steps = ctypes.addressof(rows)
-    registers_of = [*(register for register, _ in writer.operands), registers[site.match.root]]
+    registers_of = [*(register for register, _ in operands), result]
     held = torch.tensor([places[register] for register in registers_of], dtype=torch.int64, device="cpu")
     made.registers = address(held)
     return _Built(library.fxq_chain, made, constants, zeros, (rows, tables, held))
@@ -107,7 +111,7 @@ def _structures(steps: Sequence[Step], columns: Sequence[int]) -> tuple[Any, lis
     for step in steps:
         if step.table is not None and id(step.table) not in tables:
             table = step.table.detach()
-            narrow = torch.int16 if table.dtype.itemsize <= 2 else torch.int32
+            narrow = torch.int16 if table.dtype.itemsize <= 2 else torch.int64 if step.op == AFFINE else torch.int32
             tables[id(step.table)] = _pairs(table) if step.op == SUM else table.to(narrow).contiguous()
     places = {key: address(table) for key, table in tables.items()}
     is_narrow = {key for key, table in tables.items() if table.dtype == torch.int16}
@@ -146,16 +150,59 @@ def packed(
         places[step.to] = free[size(step.to)].pop()
         made.append(step._replace(to=places[step.to], a=a, b=b))
         for register in {step.a, step.b}:
-            if last.get(register) == index and places.get(register, 0) >= kept:
+            if last.get(register) == index and places.get(register, -1) >= kept:
                 free.setdefault(size(register), []).append(places[register])
     return made, places, used
 
 
-def _is_wide(site: Site, writer: Writer, nodes: Iterable[fx.Node]) -> bool:
-    """Return whether steps need 64 bits: the primitives do, or say so, and the ranges of the operands allow numbers beyond int32."""
+def _ranges(site: Site, writer: Writer) -> dict[int, tuple[int, int] | None]:
+    """Return the bounds of each register; None for floats."""
     ranges = {register: _range(site, value) for register, value in writer.operands}
     for step in writer.steps:
         ranges[step.to] = _reached(site, step, ranges.get(step.a), ranges.get(step.b))
+    return ranges
+
+
+def joined(site: Site, writer: Writer, result: int = -1) -> tuple[list[Step], list[tuple[int, Any]], int]:
+    """Return the steps, the operands that these read, and the register of the result, with steps by constant numbers joined.
+
+    A step that changes no number that its operand can be is left out. A product, a sum, a shift and limits that follow each other are one
+    step, AFFINE, where no other step reads what is between them.
+    """
+    ranges, constants = _ranges(site, writer), {register: value for register, value in writer.operands if isinstance(value, Tensor)}
+    readers = Counter(register for step in writer.steps for register in {step.a, step.b})
+    readers[result] += 1
+    same, steps, stages = dict[int, int](), dict[int, Step](), dict[int, int]()
+    for whole in writer.steps:
+        step = whole._replace(a=same.get(whole.a, whole.a), b=same.get(whole.b, whole.b))
+        reached, by = ranges.get(step.a), ranges.get(step.b)
+        stage = STAGES.get(step.op, -1)
+        one = stage >= 0 and reached is not None and step.a not in constants
+        if not one or (step.op != Op.CLIP and (step.b not in constants or constants[step.b].numel() != 1)):
+            steps[step.to] = step
+            continue
+        number = by[0] if by is not None and step.op != Op.CLIP else 0
+        if (step.low <= reached[0] and reached[1] <= step.high) if step.op == Op.CLIP else number == (stage == 0):  # type: ignore[index]
+            same[step.to] = step.a
+            readers[step.a] += readers[step.to] - 1
+            continue
+        before = [1, 0, 0]
+        if stages.get(step.a, stage) < stage and readers[step.a] == 1:
+            first = steps.pop(step.a)
+            assert first.table is not None
+            before, step = first.table.tolist(), step._replace(a=first.a)
+        if stage < 3:
+            before[stage] = -number if step.op == Op.SUBTRACT else number
+        low, high = ranges[step.to]  # type: ignore[misc]
+        steps[step.to] = Step(AFFINE, step.to, step.a, step.a, low, high, torch.tensor(before, device="cpu"))  # type: ignore[arg-type]
+        stages[step.to] = stage
+    read = {register for step in steps.values() for register in (step.a, step.b)}
+    return list(steps.values()), [each for each in writer.operands if each[0] not in constants or each[0] in read], same.get(result, result)
+
+
+def _is_wide(site: Site, writer: Writer, nodes: Iterable[fx.Node]) -> bool:
+    """Return whether steps need 64 bits: the primitives do, or say so, and the ranges of the operands allow numbers beyond int32."""
+    ranges = _ranges(site, writer)
     says = writer.wide or any(node.op != "get_attr" and fact(node).dtype == torch.int64 for node in nodes)
     return says and any(known is not None and (known[0] < -(2**31) or known[1] >= 2**31) for known in ranges.values())
 
@@ -367,10 +414,11 @@ class _Rows:
 
     def built(self, function: Any) -> Built:
         wide = _is_wide(self.site, self.writer, self.registers)
+        needed, operands, _ = joined(self.site, self.writer)
         same: dict[Any, int] = {}  # a constant has one register, however often it is read
         names: dict[int, int] = {}
         values: list[Tensor] = []
-        for register, value in self.writer.operands:
+        for register, value in operands:
             width = self.columns[register]
             known = _constant(value, torch.int64 if wide else torch.int32)
             if known is None or known.numel() not in (1, known.shape[-1] if known.dim() else 1):
@@ -382,7 +430,7 @@ class _Rows:
             names[register] = same.setdefault(key, register)
             if names[register] == register:
                 values.append(row.view(torch.int32) if row.is_floating_point() else row)
-        steps = [step._replace(a=names.get(step.a, step.a), b=names.get(step.b, step.b)) for step in self.writer.steps]
+        steps = [step._replace(a=names.get(step.a, step.a), b=names.get(step.b, step.b)) for step in needed]
         widths = [self.columns[step.a if step.op == WRITE else step.to] for step in steps]
         written, _, used = packed(steps, list(same.values()), self.columns.__getitem__)
         structures_of, tables = _structures(written, widths)
