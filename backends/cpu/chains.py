@@ -327,6 +327,8 @@ class _Rows:
     registers  of the nodes; constants are tensors
     moves      what is read and written: the place of a tensor among those read and the results, and the part of it
     copies     the registers of one column that are also registers of a width
+    shapes     of the nodes whose steps read constants, by the registers of these
+    varying    constants that differ between rows, which are read like tensors
     """
 
     site: Site
@@ -335,6 +337,8 @@ class _Rows:
     registers: dict[fx.Node, Any] = field(default_factory=dict)
     moves: list[tuple[int, View]] = field(default_factory=list)
     copies: dict[tuple[int, int], int] = field(default_factory=dict)
+    shapes: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    varying: list[Tensor] = field(default_factory=list)
 
     def add(self, node: fx.Node) -> None:
         """Write the steps of a node, and its result where others read that."""
@@ -379,6 +383,7 @@ class _Rows:
                 raise NotApplicable(f"{PRIMITIVES[node.target].name} has no elementwise steps for its arguments")  # type: ignore[index]
         for register in range(before, made + 1):
             self.columns.setdefault(register, width)  # what is read has its own
+            self.shapes.setdefault(register, fact(node).shape)
         return made  # type: ignore[no-any-return]
 
     def value(self, node: Any) -> Any:
@@ -418,19 +423,22 @@ class _Rows:
         same: dict[Any, int] = {}  # a constant has one register, however often it is read
         names: dict[int, int] = {}
         values: list[Tensor] = []
+        first: list[Step] = []
         for register, value in operands:
             width = self.columns[register]
             known = _constant(value, torch.int64 if wide else torch.int32)
-            if known is None or known.numel() not in (1, known.shape[-1] if known.dim() else 1):
-                raise NotApplicable("its constants differ between rows")
+            assert known is not None
             if wide and known.is_floating_point():
                 raise NotApplicable("it needs integers of 64 bits and floats")
+            if known.numel() not in (1, known.shape[-1] if known.dim() else 1):
+                first.append(self.differing(register, known))
+                continue
             row = known.flatten().expand(width).contiguous()
             key = row.dtype, row.numpy().tobytes()
             names[register] = same.setdefault(key, register)
             if names[register] == register:
                 values.append(row.view(torch.int32) if row.is_floating_point() else row)
-        steps = [step._replace(a=names.get(step.a, step.a), b=names.get(step.b, step.b)) for step in needed]
+        steps = [*first, *(step._replace(a=names.get(step.a, step.a), b=names.get(step.b, step.b)) for step in needed)]
         widths = [self.columns[step.a if step.op == WRITE else step.to] for step in steps]
         written, _, used = packed(steps, list(same.values()), self.columns.__getitem__)
         structures_of, tables = _structures(written, widths)
@@ -445,7 +453,7 @@ class _Rows:
             own, known = _Program.from_buffer_copy(made), dict[Any, tuple[Tensor, Tensor]]()
 
             def bound(inputs: Sequence[Tensor], output: Any, _keeps: Any = keeps) -> None:
-                tensors = [*inputs, *(output if isinstance(output, list) else [output])]
+                tensors = [*inputs, *(output if isinstance(output, list) else [output]), *self.varying]
                 key = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
                 if key not in known:
                     known.clear()
@@ -460,6 +468,15 @@ class _Rows:
 
         return Binding(bind)
 
+    def differing(self, register: int, constant: Tensor) -> Step:
+        """Return the step that reads a constant which differs between rows, once for each item of the batch."""
+        _, *sizes = self.shapes[register]
+        if not all(isinstance(size, int) for size in sizes):
+            raise NotApplicable("its constants differ between rows, of a number that varies")
+        self.moves.append((len(self.site.match.reads) + 1 + len(self.site.match.results) + len(self.varying), lambda whole: whole))
+        self.varying.append(constant.expand(constant.shape[0] if constant.dim() > len(sizes) else 1, *sizes))
+        return Step(READ, register, -1, -1, len(self.moves) - 1)  # type: ignore[arg-type]
+
     def plan(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return a row of int64 for each move (tensor, dtype, stride of columns, zero point), and the offset of each row of each tensor."""
         moves, places, reads = [], [], self.site.match.reads
@@ -468,7 +485,8 @@ class _Rows:
             first = torch.tensor(int(part.storage_offset() - whole.storage_offset()), dtype=torch.int64, device="cpu")
             for size, stride in zip(part.shape[:-1], part.stride()[:-1], strict=True):
                 first = first[..., None] + torch.arange(size, device="cpu") * stride
-            places.append(first.flatten())
+            first = first.flatten()
+            places.append(first.repeat(len(places[0]) // len(first)) if places else first)
             subtracted = _zero(self.site, reads[place]) if place < len(reads) and whole.dtype == torch.uint8 else 0
             moves.append((place, KINDS[whole.dtype], part.stride(-1), subtracted))
         return torch.tensor(moves, dtype=torch.int64, device="cpu"), torch.stack(places)

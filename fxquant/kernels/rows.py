@@ -13,7 +13,7 @@ from fxquant.ir.graph import BATCH_SIZES, fact
 from fxquant.ir.integer import qparams
 from fxquant.kernels.kernel import Match, Matched
 from fxquant.kernels.patterns import BYTES, INTEGERS, known_tensor
-from fxquant.primitives import PRIMITIVES, elementwise, pool, shape
+from fxquant.primitives import PRIMITIVES, pool, shape
 
 LONGEST_ROW = 2**14  # columns: some rows of every intermediate result have to stay in the cache
 
@@ -70,12 +70,7 @@ def _is_on_rows(node: Any) -> bool:
     if node.target is shape.reshape or (node.target is shape.permute and list(node.args[1]) == list(range(len(_sizes(node))))):
         return all(_sizes(operand)[-1] == width for operand in operands)
     record = PRIMITIVES.get(node.target)
-    if record is None or record.steps is None or any(_sizes(operand)[-1] not in (1, width) for operand in operands):
-        return False
-    if record.signature.bind(*node.args, **node.kwargs).arguments.get("trailing"):
-        return False
-    constants = [operand for operand in node.all_input_nodes if operand.op == "get_attr"]
-    return node.target is elementwise.lookup or all(size == 1 for constant in constants for size in _sizes(constant)[:-1])
+    return record is not None and record.steps is not None and all(_sizes(operand)[-1] in (1, width) for operand in operands)
 
 
 def _sizes(node: fx.Node) -> tuple[Any, ...]:
