@@ -9,7 +9,7 @@ where there is a compiler. `tensors` needs none: it computes by oneDNN's product
 from functools import partial
 
 from fxquant.backends.cpu import chains, compiled, joining, tensors, training  # noqa: F401  # they register their kernels
-from fxquant.kernels import patterns, rows
+from fxquant.kernels import patterns
 from fxquant.kernels.kernel import Kernel
 from fxquant.primitives.arithmetic import RealArithmetic
 from fxquant.target import Target
@@ -31,7 +31,7 @@ TARGETS = (
 
 KERNELS = (
     Kernel("recurrence", patterns.recurrence, (chains.program,)),
-    Kernel("rows", rows.rows, (chains.program,)),
+    Kernel("rows", patterns.rows, (chains.program,)),
     Kernel("sum of products", patterns.sum_of_products, (compiled.depthwise, compiled.convolution, tensors.onednn)),
     Kernel("quantization", patterns.quantization, (compiled.quantize,)),
     Kernel("maximum", patterns.maximum, (compiled.max_pool, tensors.tensor_pool)),

@@ -15,7 +15,7 @@
 #endif
 
 enum { BLOCK = 512, DIMS = 8 };
-enum { ADD, SUBTRACT, MULTIPLY, SHIFT, LEAST, LARGEST, CLIP, LOOK_UP, ROUND, SCALE, AFFINE, READ, WRITE, PART, SPREAD, TOTAL, MOST, SUM };
+enum { ADD, SUBTRACT, MULTIPLY, SHIFT, LEAST, LARGEST, CLIP, LOOK_UP, ROUND, SCALE, AFFINE, READ, WRITE, PART, SPREAD, TOTAL, LOWEST, HIGHEST, SUM };
 enum { BYTE, INT8, INT16, INT32, INT64, FLOAT };
 
 typedef struct {
@@ -243,13 +243,14 @@ static void NAMED(sum)(const Step *s, LANE *y, const LANE *x, const LANE *bias, 
     }
 }
 
-/* One column as many, or many as one: their sum, or the largest. */
+/* One column as many, or many as one: their sum, the smallest, or the largest. */
 static void NAMED(across)(const Step *s, LANE *restrict y, const LANE *restrict a, int64_t rows) {
     int64_t n = s->op == SPREAD ? s->columns : s->high;
     for (int64_t r = 0; r < rows; r++, s->op == SPREAD ? (y += n, a++) : (y++, a += n)) {
         LANE v = *a;
         if (s->op == SPREAD) for (int64_t i = 0; i < n; i++) y[i] = v;
         else if (s->op == TOTAL) for (int64_t i = 1; i < n; i++) v += a[i];
+        else if (s->op == LOWEST) for (int64_t i = 1; i < n; i++) v = a[i] < v ? a[i] : v;
         else for (int64_t i = 1; i < n; i++) v = a[i] > v ? a[i] : v;
         if (s->op != SPREAD) *y = v;
     }

@@ -22,7 +22,7 @@ from fxquant.backends.cpu import native
 from fxquant.ir.graph import fact
 from fxquant.kernels.kernel import Binding, Bound, Built, NotApplicable, Site, implementation, in_order
 from fxquant.numerics.grids import accumulator_bound
-from fxquant.primitives import PRIMITIVES, Role, pool, role_of, shape
+from fxquant.primitives import PRIMITIVES, Role, pool, role_of, selection, shape
 from fxquant.primitives.steps import Op, Step, Writer
 from fxquant.support.files import address
 
@@ -30,8 +30,8 @@ DIMENSIONS = 8  # of a tensor, at most
 BLOCK = 512  # elements that a chain's step computes at once
 MOST_REGISTERS = 64
 AFFINE = len(Op)  # (a · table[0] + table[1]) >> table[2], limited to [low, high]
-# steps of a program: moves of memory, columns of a register, one column as many, the sum of a row, its largest element, sums of products
-READ, WRITE, PART, SPREAD, TOTAL, MOST, SUM = range(AFFINE + 1, AFFINE + 8)
+# steps of a program: moves of memory, columns of a register, one column as many, reductions of rows, sums of products
+READ, WRITE, PART, SPREAD, TOTAL, LOWEST, HIGHEST, SUM = range(AFFINE + 1, AFFINE + 9)
 TOGETHER = 64  # columns of sums that are computed together
 MOST_ROWS, MOST_LANES = 16, 2048  # that a step computes at once
 View = Callable[[Tensor], Tensor]
@@ -43,6 +43,7 @@ WHOLE: dict[int, Callable[[int, int], int]] = {  # the operations of two integer
     Op.LEAST: min,
     Op.LARGEST: max,
 }
+REDUCTIONS: dict[Any, int] = {pool.sum: TOTAL, selection.least: LOWEST, pool.max_pool: HIGHEST}
 STAGES = {Op.MULTIPLY: 0, Op.ADD: 1, Op.SUBTRACT: 1, Op.SHIFT: 2, Op.CLIP: 3}  # of AFFINE, in order
 KINDS = {dtype: kind for kind, dtype in enumerate((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32))}
 
@@ -79,7 +80,7 @@ def chain(site: Site) -> Built:
         if registers[node] is None:
             raise NotApplicable(f"{node.target.__name__} has no elementwise steps for its arguments")  # type: ignore[union-attr]
     wide = _is_wide(site, writer, registers)
-    needed, operands, result = joined(site, writer, registers[site.match.root])
+    needed, operands, result = fused(site, writer, registers[site.match.root])
     steps, places, used = packed(needed, [register for register, _ in operands], lambda _: BLOCK, result)
     if used > MOST_REGISTERS * BLOCK:
         raise NotApplicable(f"it needs {used // BLOCK} registers, of {MOST_REGISTERS}")
@@ -163,8 +164,8 @@ def _ranges(site: Site, writer: Writer) -> dict[int, tuple[int, int] | None]:
     return ranges
 
 
-def joined(site: Site, writer: Writer, result: int = -1) -> tuple[list[Step], list[tuple[int, Any]], int]:
-    """Return the steps, the operands that these read, and the register of the result, with steps by constant numbers joined.
+def fused(site: Site, writer: Writer, result: int = -1) -> tuple[list[Step], list[tuple[int, Any]], int]:
+    """Return the steps, the operands that these read, and the register of the result, with steps by constant numbers fused.
 
     A step that changes no number that its operand can be is left out. A product, a sum, a shift and limits that follow each other are one
     step, AFFINE, where no other step reads what is between them.
@@ -233,7 +234,7 @@ def _reached(site: Site, step: Step, a: Any, b: Any) -> tuple[int, int] | None:
         return step.low, step.high
     if step.op in (WRITE, Op.SCALE):
         return None
-    if step.op in (PART, SPREAD, MOST):
+    if step.op in (PART, SPREAD, LOWEST, HIGHEST):
         return a  # type: ignore[no-any-return]
     if step.op == TOTAL:
         return step.high * a[0], step.high * a[1]
@@ -368,9 +369,8 @@ class _Rows:
             return self.step(PART, width, self.value(operand), None, range(whole)[slice(starts[0], stops[0])].start, whole)
         if node.target in (shape.reshape, shape.permute):
             return self.value(arguments[0])  # type: ignore[no-any-return]
-        if node.target in (pool.sum, pool.max_pool):
-            op = TOTAL if node.target is pool.sum else MOST
-            return self.step(op, 1, self.value(arguments[0]), None, 0, fact(arguments[0]).shape[-1])
+        if node.target in REDUCTIONS:
+            return self.step(REDUCTIONS[node.target], 1, self.value(arguments[0]), None, 0, fact(arguments[0]).shape[-1])
         if role_of(node.target) is Role.LINEAR:
             operand, weight, bias = map(self.value, arguments[:3])
             bias = torch.zeros((), dtype=torch.int32, device="cpu") if bias is None else bias
@@ -419,7 +419,7 @@ class _Rows:
 
     def built(self, function: Any) -> Built:
         wide = _is_wide(self.site, self.writer, self.registers)
-        needed, operands, _ = joined(self.site, self.writer)
+        needed, operands, _ = fused(self.site, self.writer)
         same: dict[Any, int] = {}  # a constant has one register, however often it is read
         names: dict[int, int] = {}
         values: list[Tensor] = []
