@@ -15,7 +15,7 @@
 #endif
 
 enum { BLOCK = 512, DIMS = 8 };
-enum { ADD, SUBTRACT, MULTIPLY, SHIFT, LEAST, LARGEST, CLIP, LOOK_UP, ROUND, SCALE, AFFINE, READ, WRITE, PART, SPREAD, TOTAL, LOWEST, HIGHEST, SUM };
+enum { ADD, SUBTRACT, MULTIPLY, SHIFT, LEAST, LARGEST, CLIP, LOOK_UP, ROUND, SCALE, TOTAL, LOWEST, HIGHEST, AFFINE, READ, WRITE, PART, SPREAD, SUM };
 enum { BYTE, INT8, INT16, INT32, INT64, FLOAT };
 
 typedef struct {
@@ -273,7 +273,7 @@ static void NAMED(program)(const Program *p) {
                 const LANE *b = b_fixed ? constants + s->b : own + (s->b - p->fixed) * p->most;
                 const int moves = s->op == READ || s->op == WRITE;
                 const int64_t *m = p->moves + (moves ? MOVE * s->low : 0), *places = p->places + (moves ? p->rows * s->low : 0) + first;
-                if (s->op >= SPREAD && s->op < SUM) NAMED(across)(s, y, a, rows);
+                if (s->op == SPREAD || (s->op >= TOTAL && s->op <= HIGHEST)) NAMED(across)(s, y, a, rows);
                 else if (s->op == SUM) NAMED(sum)(s, y, a, b, rows, pairs);
                 else if (s->op < READ && !a_fixed && !b_fixed) NAMED(step)(s, y, a, b, rows * s->columns);
                 else for (int64_t r = 0; r < rows; r++) {

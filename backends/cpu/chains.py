@@ -21,8 +21,9 @@ from torch.nn import functional as F
 from fxquant.backends.cpu import native
 from fxquant.ir.graph import fact
 from fxquant.kernels.kernel import Binding, Bound, Built, NotApplicable, Site, implementation, in_order
+from fxquant.kernels.patterns import reduction
 from fxquant.numerics.grids import accumulator_bound
-from fxquant.primitives import PRIMITIVES, Role, pool, role_of, selection, shape
+from fxquant.primitives import PRIMITIVES, Role, role_of, shape
 from fxquant.primitives.steps import Op, Step, Writer
 from fxquant.support.files import address
 
@@ -30,8 +31,8 @@ DIMENSIONS = 8  # of a tensor, at most
 BLOCK = 512  # elements that a chain's step computes at once
 MOST_REGISTERS = 64
 AFFINE = len(Op)  # (a · table[0] + table[1]) >> table[2], limited to [low, high]
-# steps of a program: moves of memory, columns of a register, one column as many, reductions of rows, sums of products
-READ, WRITE, PART, SPREAD, TOTAL, LOWEST, HIGHEST, SUM = range(AFFINE + 1, AFFINE + 9)
+# steps of a program: moves of memory, columns of a register, one column as many, sums of products
+READ, WRITE, PART, SPREAD, SUM = range(AFFINE + 1, AFFINE + 6)
 TOGETHER = 64  # columns of sums that are computed together
 MOST_ROWS, MOST_LANES = 16, 2048  # that a step computes at once
 View = Callable[[Tensor], Tensor]
@@ -43,7 +44,6 @@ WHOLE: dict[int, Callable[[int, int], int]] = {  # the operations of two integer
     Op.LEAST: min,
     Op.LARGEST: max,
 }
-REDUCTIONS: dict[Any, int] = {pool.sum: TOTAL, selection.least: LOWEST, pool.max_pool: HIGHEST}
 STAGES = {Op.MULTIPLY: 0, Op.ADD: 1, Op.SUBTRACT: 1, Op.SHIFT: 2, Op.CLIP: 3}  # of AFFINE, in order
 KINDS = {dtype: kind for kind, dtype in enumerate((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32))}
 
@@ -234,9 +234,9 @@ def _reached(site: Site, step: Step, a: Any, b: Any) -> tuple[int, int] | None:
         return step.low, step.high
     if step.op in (WRITE, Op.SCALE):
         return None
-    if step.op in (PART, SPREAD, LOWEST, HIGHEST):
+    if step.op in (PART, SPREAD, Op.LOWEST, Op.HIGHEST):
         return a  # type: ignore[no-any-return]
-    if step.op == TOTAL:
+    if step.op == Op.TOTAL:
         return step.high * a[0], step.high * a[1]
     ends = [WHOLE[step.op](x, y) for x in a for y in b]
     return min(ends), max(ends)
@@ -367,10 +367,10 @@ class _Rows:
                 return self.read(operand, width, lambda whole: shape.crop(whole, *arguments[1:]))
             whole: Any = fact(operand).shape[-1]
             return self.step(PART, width, self.value(operand), None, range(whole)[slice(starts[0], stops[0])].start, whole)
-        if node.target in (shape.reshape, shape.permute):
+        if PRIMITIVES[node.target].view:  # type: ignore[index]
             return self.value(arguments[0])  # type: ignore[no-any-return]
-        if node.target in REDUCTIONS:
-            return self.step(REDUCTIONS[node.target], 1, self.value(arguments[0]), None, 0, fact(arguments[0]).shape[-1])
+        if (reduces := reduction(node)) is not None:
+            return self.step(reduces, 1, self.value(arguments[0]), None, 0, fact(arguments[0]).shape[-1])
         if role_of(node.target) is Role.LINEAR:
             operand, weight, bias = map(self.value, arguments[:3])
             bias = torch.zeros((), dtype=torch.int32, device="cpu") if bias is None else bias

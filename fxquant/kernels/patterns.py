@@ -13,8 +13,9 @@ from torch import fx
 from fxquant.ir.graph import BATCH_SIZES, TensorFact, fact
 from fxquant.ir.integer import qparams
 from fxquant.kernels.kernel import Forms, Match, Matched
-from fxquant.primitives import POINTWISE, PRIMITIVES, Role, ZeroPoint, elementwise, pool, role_of, runtime_scales, selection, shape
+from fxquant.primitives import POINTWISE, PRIMITIVES, Role, ZeroPoint, elementwise, pool, role_of, runtime_scales, shape
 from fxquant.primitives.quantization import accumulator_output, quantize
+from fxquant.primitives.steps import Op
 
 BYTES = (torch.int8, torch.uint8)
 INTEGERS = (*BYTES, torch.int16, torch.int32, torch.int64)
@@ -352,7 +353,7 @@ def rows(root: fx.Node) -> Matched:
             if unread[operand] == len(operand.users) and _is_on_rows(operand) and not _is_bytes(operand):
                 covers[operand] = None
                 waiting.append(operand)
-    if not any(map(_reduces, covers)):
+    if all(reduction(node) is None for node in covers):
         return None
     order = {node: index for index, node in enumerate(root.graph.nodes)}
     ordered = tuple(sorted(covers, key=order.__getitem__))
@@ -367,15 +368,12 @@ def _is_bytes(node: fx.Node) -> bool:
     return _sizes(node)[-1] != 1 and not _moves(node) and known_tensor(node, *BYTES, ranks=range(9)) and qparams(node) is not None
 
 
-def _reduces(node: fx.Node) -> bool:
-    """Return whether a node is the sum, the smallest or the largest element of each row."""
-    arguments: Any = node.args
-    if node.target in (pool.sum, selection.least):
-        return arguments[1] in ([-1], [len(_sizes(arguments[0])) - 1]) and bool(arguments[2])
-    if node.target is not pool.max_pool:
-        return False
-    padded = any((*arguments[3], *arguments[4]))
-    return list(arguments[1]) == [_sizes(arguments[0])[-1]] and not padded and list(arguments[5]) == [1]
+def reduction(node: fx.Node) -> Op | None:
+    """Return the reduction of each row that a node is, or None."""
+    record = PRIMITIVES.get(node.target)  # type: ignore[arg-type]
+    if record is None or record.reduces is None:
+        return None
+    return record.reduces(_sizes(node.args[0]), *node.args[1:], **node.kwargs)
 
 
 def _moves(node: fx.Node) -> bool:
@@ -393,7 +391,7 @@ def _is_on_rows(node: Any) -> bool:
     if any(_count(operand) != _count(node) or not _fits(operand) for operand in operands):
         return False
     width = _sizes(node)[-1]
-    if _reduces(node):
+    if reduction(node) is not None:
         return True
     if _moves(node):
         return _sizes(operands[0])[-1] == width  # type: ignore[no-any-return]
