@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.training_speed import ViT
+from benchmarks.zoo.sequence import ViT
 from fxquant.analysis.explain import operator_runs
 from fxquant.backends.cpu import chains, native
 from fxquant.primitives.steps import Op
