@@ -479,7 +479,7 @@ class _Rows:
 
     def plan(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return a row of int64 for each move (tensor, dtype, stride of columns, zero point), and the offset of each row of each tensor."""
-        moves, places, reads = [], [], self.site.match.reads
+        moves, places, reads = list[tuple[int, ...]](), list[Tensor](), self.site.match.reads
         for place, view in self.moves:
             whole, part = tensors[place], view(tensors[place])
             first = torch.tensor(int(part.storage_offset() - whole.storage_offset()), dtype=torch.int64, device="cpu")
