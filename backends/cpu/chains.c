@@ -151,7 +151,15 @@ static void NAMED(store)(const LANE *restrict r, void *data, int64_t kind, int64
 
 #define EACH(EXPRESSION) for (int64_t i = 0; i < n; i++) y[i] = EXPRESSION
 
-#define LIMITED(VALUE) ((VALUE) < low ? low : (VALUE) > high ? high : (VALUE))
+typedef struct { LANE factor, summand, shift, low, high; } NAMED(Affine);
+
+static inline NAMED(Affine) NAMED(affine_of)(const int64_t *c) {
+    return (NAMED(Affine)){(LANE)c[0], (LANE)c[1], (LANE)c[2], (LANE)c[3], (LANE)c[4]};
+}
+static inline LANE NAMED(limited)(LANE v, LANE low, LANE high) { return v < low ? low : v > high ? high : v; }
+static inline LANE NAMED(affine)(const NAMED(Affine) *s, LANE v) {
+    return NAMED(limited)((v * s->factor + s->summand) >> s->shift, s->low, s->high);
+}
 
 static void NAMED(step)(const Step *s, LANE *y, const LANE *a, const LANE *b, int64_t n) {
     const float *f = (const float *)b;
@@ -163,16 +171,17 @@ static void NAMED(step)(const Step *s, LANE *y, const LANE *a, const LANE *b, in
         case SHIFT: EACH(a[i] >> b[i]); break;
         case LEAST: EACH(a[i] < b[i] ? a[i] : b[i]); break;
         case LARGEST: EACH(a[i] > b[i] ? a[i] : b[i]); break;
-        case CLIP: EACH(LIMITED(a[i])); break;
+        case CLIP: EACH(NAMED(limited)(a[i], low, high)); break;
         case LOOK_UP: /* high: whether the table is int16, which takes less of the cache, or int32 */
             if (s->high) EACH(((const int16_t *)s->table)[a[i] - low]);
             else EACH(((const int32_t *)s->table)[a[i] - low]);
             break;
-        case AFFINE: { /* table: factor, summand, shift */
-            const int64_t *c = s->table;
-            const LANE factor = (LANE)c[0], summand = (LANE)c[1], shift = (LANE)c[2];
-            if (factor == 1) EACH(LIMITED((a[i] + summand) >> shift));
-            else EACH(LIMITED((a[i] * factor + summand) >> shift));
+        case AFFINE: {
+            const NAMED(Affine) one = NAMED(affine_of)(s->table), two = NAMED(affine_of)((const int64_t *)s->table + 5 * (s->low - 1));
+            if (s->low == 2 && one.factor == 1) EACH(NAMED(affine)(&two, NAMED(limited)((a[i] + one.summand) >> one.shift, one.low, one.high)));
+            else if (s->low == 2) EACH(NAMED(affine)(&two, NAMED(affine)(&one, a[i])));
+            else if (one.factor == 1) EACH(NAMED(limited)((a[i] + one.summand) >> one.shift, one.low, one.high));
+            else EACH(NAMED(affine)(&one, a[i]));
             break;
         }
         case ROUND:
@@ -293,5 +302,4 @@ static void NAMED(program)(const Program *p) {
 #undef LOAD
 #undef STORE
 #undef EACH
-#undef LIMITED
 #endif

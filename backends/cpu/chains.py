@@ -30,7 +30,7 @@ from fxquant.support.files import address
 DIMENSIONS = 8  # of a tensor, at most
 BLOCK = 512  # elements that a chain's step computes at once
 MOST_REGISTERS = 64
-AFFINE = len(Op)  # (a · table[0] + table[1]) >> table[2], limited to [low, high]
+AFFINE = len(Op)  # (a · factor + summand) >> shift, limited to [low, high], once or twice: `low` times, by five numbers of the table each
 # steps of a program: moves of memory, columns of a register, one column as many, sums of products
 READ, WRITE, PART, SPREAD, SUM = range(AFFINE + 1, AFFINE + 6)
 TOGETHER = 64  # columns of sums that are computed together
@@ -187,15 +187,17 @@ def fused(site: Site, writer: Writer, result: int = -1) -> tuple[list[Step], lis
             same[step.to] = step.a
             readers[step.a] += readers[step.to] - 1
             continue
-        before = [1, 0, 0]
-        if stages.get(step.a, stage) < stage and readers[step.a] == 1:
+        own, numbers = [1, 0, 0], list[int]()
+        if step.a in stages and readers[step.a] == 1 and (stages[step.a] < stage or steps[step.a].low == 1):
             first = steps.pop(step.a)
             assert first.table is not None
-            before, step = first.table.tolist(), step._replace(a=first.a)
+            numbers, step = first.table.tolist(), step._replace(a=first.a)
+            if stages[first.to] < stage:
+                own, numbers = numbers[-5:-2], numbers[:-5]
         if stage < 3:
-            before[stage] = -number if step.op == Op.SUBTRACT else number
-        low, high = ranges[step.to]  # type: ignore[misc]
-        steps[step.to] = Step(AFFINE, step.to, step.a, step.a, low, high, torch.tensor(before, device="cpu"))  # type: ignore[arg-type]
+            own[stage] = -number if step.op == Op.SUBTRACT else number
+        numbers += [*own, *ranges[step.to]]  # type: ignore[misc]
+        steps[step.to] = Step(AFFINE, step.to, step.a, step.a, len(numbers) // 5, 0, torch.tensor(numbers, device="cpu"))  # type: ignore[arg-type]
         stages[step.to] = stage
     read = {register for step in steps.values() for register in (step.a, step.b)}
     return list(steps.values()), [each for each in writer.operands if each[0] not in constants or each[0] in read], same.get(result, result)
