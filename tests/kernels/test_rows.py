@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import fxquant as fxq
 from benchmarks.zoo.sequence import ViT
 from fxquant.analysis.explain import operator_runs
 from fxquant.backends.cpu import chains, native
@@ -69,6 +70,17 @@ def test_norms_and_softmax_have_the_bits_of_their_primitives(target: str, networ
     if not isinstance(native.chains_library(), str):
         assert len(programs(integer)) == count
         assert [run.layer.name for run in operator_runs(integer) if not (run.fast or run.moves or run.layer.boundary)] == []
+
+
+@compiler
+def test_a_block_of_16_bits_runs_in_programs() -> None:
+    """A norm is one, and the table of the function after the second norm is part of that one's."""
+    layers = {"norm": nn.LayerNorm(12), "linear": nn.Linear(12, 12), "second": nn.LayerNorm(12), "last": nn.Linear(12, 12)}
+    network = Network(lambda s, x: s.last(F.gelu(s.second(x + s.linear(s.norm(x))))), **layers)
+    wide = fxq.QConfigMapping().set_global(fxq.QConfig(fxq.ActivationConfig("int16")))
+    integer, reference = both(network, "bayes-e", ordinary(4, 7, 12), qconfig=wide)
+    assert_same(integer, reference, images(5, 7, 12))
+    assert programs(integer) == ["norm", "gelu"]
 
 
 @pytest.mark.parametrize("instructions", ["avx2", None])
