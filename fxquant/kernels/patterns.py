@@ -12,7 +12,7 @@ from torch import fx
 
 from fxquant.ir.graph import BATCH_SIZES, TensorFact, fact
 from fxquant.ir.integer import qparams
-from fxquant.kernels.kernel import Forms, Match, Matched
+from fxquant.kernels.kernel import Forms, Match, Matched, in_order
 from fxquant.primitives import POINTWISE, PRIMITIVES, Role, ZeroPoint, elementwise, pool, role_of, runtime_scales, shape
 from fxquant.primitives.quantization import accumulator_output, quantize
 from fxquant.primitives.steps import Op
@@ -355,9 +355,8 @@ def rows(root: fx.Node) -> Matched:
                 waiting.append(operand)
     if all(reduction(node) is None for node in covers):
         return None
-    order = {node: index for index, node in enumerate(root.graph.nodes)}
-    ordered = tuple(sorted(covers, key=order.__getitem__))
     outer = tuple(read for read in reads if read not in covers)
+    ordered = tuple(node for node in in_order(outer, root) if node in covers)
     if any(_sizes(read)[0] != _sizes(root)[0] for read in outer):
         return "its operands have other numbers of items than its result"
     return Match(root, ordered, outer, {"nodes": ordered})

@@ -81,7 +81,7 @@ Steps = Callable[..., int | None]  # from a writer and a call's arguments, regis
 
 def over_rows(op: Op) -> Callable[..., Op | None]:
     """Return the function `reduces` of a primitive that reduces dimensions: whether these are the last one alone, which stays."""
-    return lambda sizes, dim, keepdim, *_: op if keepdim and list(dim) in ([-1], [len(sizes) - 1]) else None
+    return lambda sizes, dim, keepdim, wide=False: op if keepdim and list(dim) in ([-1], [len(sizes) - 1]) else None
 
 
 def binary(op: Op) -> Steps:
