@@ -30,6 +30,7 @@ import fxquant as fxq
 from benchmarks.zoo.efficientnet import EfficientNetB0
 from benchmarks.zoo.mobilenet import MobileNetV2, MobileNetV3Small
 from benchmarks.zoo.resnet import ResNet18, ResNet50
+from benchmarks.zoo.sequence import Conformer, Swin, ViT
 from fxquant.analysis.explain import operator_runs
 from fxquant.backends.cpu import native
 from fxquant.support.progress import progress
@@ -53,6 +54,9 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "ResNet-50": ResNet50,
     "MobileNetV3-small": MobileNetV3Small,
     "EfficientNet-B0": EfficientNetB0,
+    "ViT": ViT,
+    "Swin": Swin,
+    "Conformer": Conformer,
     "LSTM-64": lambda: Recurrent(64),
     "LSTM-256": lambda: Recurrent(256),
 }

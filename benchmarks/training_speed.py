@@ -37,45 +37,12 @@ import fxquant as fxq
 from benchmarks.integer_speed import live
 from benchmarks.zoo.mobilenet import MobileNetV2
 from benchmarks.zoo.resnet import ResNet18, ResNet50
+from benchmarks.zoo.sequence import ViT
 from benchmarks.zoo.unet import UNet
 from fxquant.support.progress import progress
 from fxquant.training.fused_layers import unfused
 
 Step = Callable[[], Any]
-
-
-class ViT(nn.Module):
-    """A small vision transformer: patches of 16, four blocks of 192 channels and three heads, the mean of the tokens."""
-
-    def __init__(self, classes: int = 100, size: int = 224, width: int = 192, depth: int = 4, heads: int = 3) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, width, 16, 16)
-        self.places = nn.Parameter(0.02 * torch.randn(1, (size // 16) ** 2, width))
-        self.blocks = nn.ModuleList(_Block(width, heads) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.patches(x).flatten(2).transpose(1, 2) + self.places
-        for block in self.blocks:
-            x = block(x)
-        found: Tensor = self.head(self.norm(x).mean(1))
-        return found
-
-
-class _Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads, self.size = heads, width // heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
-        self.out, self.up, self.down = nn.Linear(width, width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed = self.norm1(x)
-        q, k, v = (part(normed).unflatten(-1, (self.heads, self.size)).transpose(1, 2) for part in (self.query, self.key, self.value))
-        weights = torch.softmax(q @ k.transpose(-2, -1) * self.size**-0.5, dim=-1)
-        x = x + self.out((weights @ v).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 NETWORKS: dict[str, Callable[[int], nn.Module]] = {

@@ -31,6 +31,7 @@ TARGETS = (
 
 KERNELS = (
     Kernel("recurrence", patterns.recurrence, (chains.program,)),
+    Kernel("rows", patterns.rows, (chains.program,)),
     Kernel("sum of products", patterns.sum_of_products, (compiled.depthwise, compiled.convolution, tensors.onednn)),
     Kernel("quantization", patterns.quantization, (compiled.quantize,)),
     Kernel("maximum", patterns.maximum, (compiled.max_pool, tensors.tensor_pool)),

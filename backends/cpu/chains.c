@@ -15,7 +15,7 @@
 #endif
 
 enum { BLOCK = 512, DIMS = 8 };
-enum { ADD, SUBTRACT, MULTIPLY, SHIFT, LEAST, LARGEST, CLIP, LOOK_UP, ROUND, SCALE, READ, WRITE, PART, SUM };
+enum { ADD, SUBTRACT, MULTIPLY, SHIFT, LEAST, LARGEST, CLIP, LOOK_UP, ROUND, SCALE, TOTAL, LOWEST, HIGHEST, AFFINE, READ, WRITE, PART, SPREAD, SUM };
 enum { BYTE, INT8, INT16, INT32, INT64, FLOAT };
 
 typedef struct {
@@ -151,6 +151,16 @@ static void NAMED(store)(const LANE *restrict r, void *data, int64_t kind, int64
 
 #define EACH(EXPRESSION) for (int64_t i = 0; i < n; i++) y[i] = EXPRESSION
 
+typedef struct { LANE factor, summand, shift, low, high; } NAMED(Affine);
+
+static inline NAMED(Affine) NAMED(affine_of)(const int64_t *c) {
+    return (NAMED(Affine)){(LANE)c[0], (LANE)c[1], (LANE)c[2], (LANE)c[3], (LANE)c[4]};
+}
+static inline LANE NAMED(limited)(LANE v, LANE low, LANE high) { return v < low ? low : v > high ? high : v; }
+static inline LANE NAMED(affine)(const NAMED(Affine) *s, LANE v) {
+    return NAMED(limited)((v * s->factor + s->summand) >> s->shift, s->low, s->high);
+}
+
 static void NAMED(step)(const Step *s, LANE *y, const LANE *a, const LANE *b, int64_t n) {
     const float *f = (const float *)b;
     LANE low = (LANE)s->low, high = (LANE)s->high;
@@ -161,16 +171,19 @@ static void NAMED(step)(const Step *s, LANE *y, const LANE *a, const LANE *b, in
         case SHIFT: EACH(a[i] >> b[i]); break;
         case LEAST: EACH(a[i] < b[i] ? a[i] : b[i]); break;
         case LARGEST: EACH(a[i] > b[i] ? a[i] : b[i]); break;
-        case CLIP:
-            for (int64_t i = 0; i < n; i++) {
-                LANE v = a[i] < low ? low : a[i];
-                y[i] = v > high ? high : v;
-            }
-            break;
+        case CLIP: EACH(NAMED(limited)(a[i], low, high)); break;
         case LOOK_UP: /* high: whether the table is int16, which takes less of the cache, or int32 */
             if (s->high) EACH(((const int16_t *)s->table)[a[i] - low]);
             else EACH(((const int32_t *)s->table)[a[i] - low]);
             break;
+        case AFFINE: {
+            const NAMED(Affine) one = NAMED(affine_of)(s->table), two = NAMED(affine_of)((const int64_t *)s->table + 5 * (s->low - 1));
+            if (s->low == 2 && one.factor == 1) EACH(NAMED(affine)(&two, NAMED(limited)((a[i] + one.summand) >> one.shift, one.low, one.high)));
+            else if (s->low == 2) EACH(NAMED(affine)(&two, NAMED(affine)(&one, a[i])));
+            else if (one.factor == 1) EACH(NAMED(limited)((a[i] + one.summand) >> one.shift, one.low, one.high));
+            else EACH(NAMED(affine)(&one, a[i]));
+            break;
+        }
         case ROUND:
             for (int64_t i = 0; i < n; i++) {
                 float v = nearest_even((float)a[i] * f[i]);
@@ -239,6 +252,19 @@ static void NAMED(sum)(const Step *s, LANE *y, const LANE *x, const LANE *bias, 
     }
 }
 
+/* One column as many, or many as one: their sum, the smallest, or the largest. */
+static void NAMED(across)(const Step *s, LANE *restrict y, const LANE *restrict a, int64_t rows) {
+    int64_t n = s->op == SPREAD ? s->columns : s->high;
+    for (int64_t r = 0; r < rows; r++, s->op == SPREAD ? (y += n, a++) : (y++, a += n)) {
+        LANE v = *a;
+        if (s->op == SPREAD) for (int64_t i = 0; i < n; i++) y[i] = v;
+        else if (s->op == TOTAL) for (int64_t i = 1; i < n; i++) v += a[i];
+        else if (s->op == LOWEST) for (int64_t i = 1; i < n; i++) v = a[i] < v ? a[i] : v;
+        else for (int64_t i = 1; i < n; i++) v = a[i] > v ? a[i] : v;
+        if (s->op != SPREAD) *y = v;
+    }
+}
+
 static void NAMED(program)(const Program *p) {
     const LANE *constants = p->constants;
     int64_t jobs = (p->rows + p->most - 1) / p->most;
@@ -256,7 +282,8 @@ static void NAMED(program)(const Program *p) {
                 const LANE *b = b_fixed ? constants + s->b : own + (s->b - p->fixed) * p->most;
                 const int moves = s->op == READ || s->op == WRITE;
                 const int64_t *m = p->moves + (moves ? MOVE * s->low : 0), *places = p->places + (moves ? p->rows * s->low : 0) + first;
-                if (s->op == SUM) NAMED(sum)(s, y, a, b, rows, pairs);
+                if (s->op == SPREAD || (s->op >= TOTAL && s->op <= HIGHEST)) NAMED(across)(s, y, a, rows);
+                else if (s->op == SUM) NAMED(sum)(s, y, a, b, rows, pairs);
                 else if (s->op < READ && !a_fixed && !b_fixed) NAMED(step)(s, y, a, b, rows * s->columns);
                 else for (int64_t r = 0; r < rows; r++) {
                     int64_t at = r * s->columns;

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 from fxquant.backends.cpu import native
 from fxquant.ir.graph import fact
 from fxquant.kernels.kernel import Binding, Bound, Built, NotApplicable, Site, implementation, in_order
+from fxquant.kernels.patterns import reduction
 from fxquant.numerics.grids import accumulator_bound
 from fxquant.primitives import PRIMITIVES, Role, role_of, shape
 from fxquant.primitives.steps import Op, Step, Writer
@@ -28,9 +30,11 @@ from fxquant.support.files import address
 DIMENSIONS = 8  # of a tensor, at most
 BLOCK = 512  # elements that a chain's step computes at once
 MOST_REGISTERS = 64
-READ, WRITE, PART, SUM = range(len(Op), len(Op) + 4)  # steps of a program: moves of memory, columns of a register, sums of products
+AFFINE = len(Op)  # (a · factor + summand) >> shift, limited to [low, high], once or twice: `low` times, by five numbers of the table each
+# steps of a program: moves of memory, columns of a register, one column as many, sums of products
+READ, WRITE, PART, SPREAD, SUM = range(AFFINE + 1, AFFINE + 6)
 TOGETHER = 64  # columns of sums that are computed together
-MOST_ROWS, MOST_LANES = 16, 4096  # that a step computes at once
+MOST_ROWS, MOST_LANES = 16, 2048  # that a step computes at once
 View = Callable[[Tensor], Tensor]
 WHOLE: dict[int, Callable[[int, int], int]] = {  # the operations of two integers
     Op.ADD: operator.add,
@@ -40,6 +44,7 @@ WHOLE: dict[int, Callable[[int, int], int]] = {  # the operations of two integer
     Op.LEAST: min,
     Op.LARGEST: max,
 }
+STAGES = {Op.MULTIPLY: 0, Op.ADD: 1, Op.SUBTRACT: 1, Op.SHIFT: 2, Op.CLIP: 3}  # of AFFINE, in order
 KINDS = {dtype: kind for kind, dtype in enumerate((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32))}
 
 
@@ -75,16 +80,17 @@ def chain(site: Site) -> Built:
         if registers[node] is None:
             raise NotApplicable(f"{node.target.__name__} has no elementwise steps for its arguments")  # type: ignore[union-attr]
     wide = _is_wide(site, writer, registers)
-    steps, places, used = packed(writer.steps, [register for register, _ in writer.operands], lambda _: BLOCK, registers[site.match.root])
+    needed, operands, result = fused(site, writer, registers[site.match.root])
+    steps, places, used = packed(needed, [register for register, _ in operands], lambda _: BLOCK, result)
     if used > MOST_REGISTERS * BLOCK:
         raise NotApplicable(f"it needs {used // BLOCK} registers, of {MOST_REGISTERS}")
-    values = [value for _, value in writer.operands]
+    values = [value for _, value in operands]
     constants = [_constant(value, torch.int64 if wide else torch.int32) for value in values]
     zeros = [_zero(site, value) if isinstance(value, fx.Node) else 0 for value in values]
     rows, tables = _structures(steps, [0] * len(steps))
     made = _Chain(operands=len(values), count=len(steps), used=used, wide=wide)
     made.steps = ctypes.addressof(rows)
-    registers_of = [*(register for register, _ in writer.operands), registers[site.match.root]]
+    registers_of = [*(register for register, _ in operands), result]
     held = torch.tensor([places[register] for register in registers_of], dtype=torch.int64, device="cpu")
     made.registers = address(held)
     return _Built(library.fxq_chain, made, constants, zeros, (rows, tables, held))
@@ -106,7 +112,7 @@ def _structures(steps: Sequence[Step], columns: Sequence[int]) -> tuple[Any, lis
     for step in steps:
         if step.table is not None and id(step.table) not in tables:
             table = step.table.detach()
-            narrow = torch.int16 if table.dtype.itemsize <= 2 else torch.int32
+            narrow = torch.int16 if table.dtype.itemsize <= 2 else torch.int64 if step.op == AFFINE else torch.int32
             tables[id(step.table)] = _pairs(table) if step.op == SUM else table.to(narrow).contiguous()
     places = {key: address(table) for key, table in tables.items()}
     is_narrow = {key for key, table in tables.items() if table.dtype == torch.int16}
@@ -145,16 +151,61 @@ def packed(
         places[step.to] = free[size(step.to)].pop()
         made.append(step._replace(to=places[step.to], a=a, b=b))
         for register in {step.a, step.b}:
-            if last.get(register) == index and places.get(register, 0) >= kept:
+            if last.get(register) == index and places.get(register, -1) >= kept:
                 free.setdefault(size(register), []).append(places[register])
     return made, places, used
 
 
-def _is_wide(site: Site, writer: Writer, nodes: Iterable[fx.Node]) -> bool:
-    """Return whether steps need 64 bits: the primitives do, or say so, and the ranges of the operands allow numbers beyond int32."""
+def _ranges(site: Site, writer: Writer) -> dict[int, tuple[int, int] | None]:
+    """Return the bounds of each register; None for floats."""
     ranges = {register: _range(site, value) for register, value in writer.operands}
     for step in writer.steps:
         ranges[step.to] = _reached(site, step, ranges.get(step.a), ranges.get(step.b))
+    return ranges
+
+
+def fused(site: Site, writer: Writer, result: int = -1) -> tuple[list[Step], list[tuple[int, Any]], int]:
+    """Return the steps, the operands that these read, and the register of the result, with steps by constant numbers fused.
+
+    A step that changes no number that its operand can be is left out. A product, a sum, a shift and limits that follow each other are one
+    step, AFFINE, where no other step reads what is between them.
+    """
+    ranges, constants = _ranges(site, writer), {register: value for register, value in writer.operands if isinstance(value, Tensor)}
+    readers = Counter(register for step in writer.steps for register in {step.a, step.b})
+    readers[result] += 1
+    same, steps, stages = dict[int, int](), dict[int, Step](), dict[int, int]()
+    for whole in writer.steps:
+        step = whole._replace(a=same.get(whole.a, whole.a), b=same.get(whole.b, whole.b))
+        reached, by = ranges.get(step.a), ranges.get(step.b)
+        stage = STAGES.get(step.op, -1)
+        one = stage >= 0 and reached is not None and step.a not in constants
+        if not one or (step.op != Op.CLIP and (step.b not in constants or constants[step.b].numel() != 1)):
+            steps[step.to] = step
+            continue
+        number = by[0] if by is not None and step.op != Op.CLIP else 0
+        if (step.low <= reached[0] and reached[1] <= step.high) if step.op == Op.CLIP else number == (stage == 0):  # type: ignore[index]
+            same[step.to] = step.a
+            readers[step.a] += readers[step.to] - 1
+            continue
+        own, numbers = [1, 0, 0], list[int]()
+        if step.a in stages and readers[step.a] == 1 and (stages[step.a] < stage or steps[step.a].low == 1):
+            first = steps.pop(step.a)
+            assert first.table is not None
+            numbers, step = first.table.tolist(), step._replace(a=first.a)
+            if stages[first.to] < stage:
+                own, numbers = numbers[-5:-2], numbers[:-5]
+        if stage < 3:
+            own[stage] = -number if step.op == Op.SUBTRACT else number
+        numbers += [*own, *ranges[step.to]]  # type: ignore[misc]
+        steps[step.to] = Step(AFFINE, step.to, step.a, step.a, len(numbers) // 5, 0, torch.tensor(numbers, device="cpu"))  # type: ignore[arg-type]
+        stages[step.to] = stage
+    read = {register for step in steps.values() for register in (step.a, step.b)}
+    return list(steps.values()), [each for each in writer.operands if each[0] not in constants or each[0] in read], same.get(result, result)
+
+
+def _is_wide(site: Site, writer: Writer, nodes: Iterable[fx.Node]) -> bool:
+    """Return whether steps need 64 bits: the primitives do, or say so, and the ranges of the operands allow numbers beyond int32."""
+    ranges = _ranges(site, writer)
     says = writer.wide or any(node.op != "get_attr" and fact(node).dtype == torch.int64 for node in nodes)
     return says and any(known is not None and (known[0] < -(2**31) or known[1] >= 2**31) for known in ranges.values())
 
@@ -185,8 +236,10 @@ def _reached(site: Site, step: Step, a: Any, b: Any) -> tuple[int, int] | None:
         return step.low, step.high
     if step.op in (WRITE, Op.SCALE):
         return None
-    if step.op == PART:
+    if step.op in (PART, SPREAD, Op.LOWEST, Op.HIGHEST):
         return a  # type: ignore[no-any-return]
+    if step.op == Op.TOTAL:
+        return step.high * a[0], step.high * a[1]
     ends = [WHOLE[step.op](x, y) for x in a for y in b]
     return min(ends), max(ends)
 
@@ -276,6 +329,9 @@ class _Rows:
     columns    of each register
     registers  of the nodes; constants are tensors
     moves      what is read and written: the place of a tensor among those read and the results, and the part of it
+    copies     the registers of one column that are also registers of a width
+    shapes     of the nodes whose steps read constants, by the registers of these
+    varying    constants that differ between rows, which are read like tensors
     """
 
     site: Site
@@ -283,6 +339,9 @@ class _Rows:
     columns: dict[int, int] = field(default_factory=dict)
     registers: dict[fx.Node, Any] = field(default_factory=dict)
     moves: list[tuple[int, View]] = field(default_factory=list)
+    copies: dict[tuple[int, int], int] = field(default_factory=dict)
+    shapes: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    varying: list[Tensor] = field(default_factory=list)
 
     def add(self, node: fx.Node) -> None:
         """Write the steps of a node, and its result where others read that."""
@@ -310,19 +369,23 @@ class _Rows:
                 return self.read(operand, width, lambda whole: shape.crop(whole, *arguments[1:]))
             whole: Any = fact(operand).shape[-1]
             return self.step(PART, width, self.value(operand), None, range(whole)[slice(starts[0], stops[0])].start, whole)
-        if node.target is shape.reshape:
+        if PRIMITIVES[node.target].view:  # type: ignore[index]
             return self.value(arguments[0])  # type: ignore[no-any-return]
+        if (reduces := reduction(node)) is not None:
+            return self.step(reduces, 1, self.value(arguments[0]), None, 0, fact(arguments[0]).shape[-1])
         if role_of(node.target) is Role.LINEAR:
             operand, weight, bias = map(self.value, arguments[:3])
             bias = torch.zeros((), dtype=torch.int32, device="cpu") if bias is None else bias
             made = self.step(SUM, width, operand, bias, 0, weight.shape[1], weight)
         else:
-            args, kwargs = fx.map_arg((arguments, node.kwargs), self.value)
+            args, kwargs = fx.map_arg((arguments, node.kwargs), lambda operand: self.spread(operand, width))
+            before = max(self.columns, default=-1) + 1
             made = PRIMITIVES[node.target].steps(self.writer, *args, **kwargs)  # type: ignore[index, misc]
             if made is None:
                 raise NotApplicable(f"{PRIMITIVES[node.target].name} has no elementwise steps for its arguments")  # type: ignore[index]
         for register in range(before, made + 1):
             self.columns.setdefault(register, width)  # what is read has its own
+            self.shapes.setdefault(register, fact(node).shape)
         return made  # type: ignore[no-any-return]
 
     def value(self, node: Any) -> Any:
@@ -331,6 +394,15 @@ class _Rows:
             is_constant = node.op == "get_attr"
             self.registers[node] = self.site.constant(node) if is_constant else self.read(node, fact(node).shape[-1], lambda whole: whole)
         return self.registers[node] if isinstance(node, fx.Node) else node
+
+    def spread(self, node: fx.Node, width: int) -> Any:
+        """Return the value of a node as one of `width` columns."""
+        value = self.value(node)
+        if isinstance(value, Tensor) or self.columns[value] == width:
+            return value
+        if (value, width) not in self.copies:
+            self.copies[value, width] = self.step(SPREAD, width, value)
+        return self.copies[value, width]
 
     def step(self, op: int, width: int, *arguments: Any) -> int:
         made = self.writer.write(op, *arguments)  # type: ignore[arg-type]
@@ -349,22 +421,26 @@ class _Rows:
 
     def built(self, function: Any) -> Built:
         wide = _is_wide(self.site, self.writer, self.registers)
+        needed, operands, _ = fused(self.site, self.writer)
         same: dict[Any, int] = {}  # a constant has one register, however often it is read
         names: dict[int, int] = {}
         values: list[Tensor] = []
-        for register, value in self.writer.operands:
+        first: list[Step] = []
+        for register, value in operands:
             width = self.columns[register]
             known = _constant(value, torch.int64 if wide else torch.int32)
-            if known is None or known.numel() not in (1, known.shape[-1] if known.dim() else 1):
-                raise NotApplicable("its constants differ between rows")
+            assert known is not None
             if wide and known.is_floating_point():
                 raise NotApplicable("it needs integers of 64 bits and floats")
+            if known.numel() not in (1, known.shape[-1] if known.dim() else 1):
+                first.append(self.differing(register, known))
+                continue
             row = known.flatten().expand(width).contiguous()
             key = row.dtype, row.numpy().tobytes()
             names[register] = same.setdefault(key, register)
             if names[register] == register:
                 values.append(row.view(torch.int32) if row.is_floating_point() else row)
-        steps = [step._replace(a=names.get(step.a, step.a), b=names.get(step.b, step.b)) for step in self.writer.steps]
+        steps = [*first, *(step._replace(a=names.get(step.a, step.a), b=names.get(step.b, step.b)) for step in needed)]
         widths = [self.columns[step.a if step.op == WRITE else step.to] for step in steps]
         written, _, used = packed(steps, list(same.values()), self.columns.__getitem__)
         structures_of, tables = _structures(written, widths)
@@ -379,7 +455,7 @@ class _Rows:
             own, known = _Program.from_buffer_copy(made), dict[Any, tuple[Tensor, Tensor]]()
 
             def bound(inputs: Sequence[Tensor], output: Any, _keeps: Any = keeps) -> None:
-                tensors = [*inputs, *(output if isinstance(output, list) else [output])]
+                tensors = [*inputs, *(output if isinstance(output, list) else [output]), *self.varying]
                 key = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
                 if key not in known:
                     known.clear()
@@ -394,15 +470,25 @@ class _Rows:
 
         return Binding(bind)
 
+    def differing(self, register: int, constant: Tensor) -> Step:
+        """Return the step that reads a constant which differs between rows, once for each item of the batch."""
+        _, *sizes = self.shapes[register]
+        if not all(isinstance(size, int) for size in sizes):
+            raise NotApplicable("its constants differ between rows, of a number that varies")
+        self.moves.append((len(self.site.match.reads) + 1 + len(self.site.match.results) + len(self.varying), lambda whole: whole))
+        self.varying.append(constant.expand(constant.shape[0] if constant.dim() > len(sizes) else 1, *sizes))
+        return Step(READ, register, -1, -1, len(self.moves) - 1)  # type: ignore[arg-type]
+
     def plan(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return a row of int64 for each move (tensor, dtype, stride of columns, zero point), and the offset of each row of each tensor."""
-        moves, places, reads = [], [], self.site.match.reads
+        moves, places, reads = list[tuple[int, ...]](), list[Tensor](), self.site.match.reads
         for place, view in self.moves:
             whole, part = tensors[place], view(tensors[place])
             first = torch.tensor(int(part.storage_offset() - whole.storage_offset()), dtype=torch.int64, device="cpu")
             for size, stride in zip(part.shape[:-1], part.stride()[:-1], strict=True):
                 first = first[..., None] + torch.arange(size, device="cpu") * stride
-            places.append(first.flatten())
+            first = first.flatten()
+            places.append(first.repeat(len(places[0]) // len(first)) if places else first)
             subtracted = _zero(self.site, reads[place]) if place < len(reads) and whole.dtype == torch.uint8 else 0
             moves.append((place, KINDS[whole.dtype], part.stride(-1), subtracted))
         return torch.tensor(moves, dtype=torch.int64, device="cpu"), torch.stack(places)

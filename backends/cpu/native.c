@@ -476,6 +476,34 @@ typedef struct {
     int64_t threads;
 } Product;
 
+#if VNNI
+/* Write `columns` columns of a quad of rows as one vector of a weight, and add them to their sums. */
+INLINE void pack_block(const uint8_t *from, int64_t row, int64_t column, int64_t rows, int64_t columns, uint8_t turn, int8_t *to, int32_t *sums) {
+    __m512i quads = _mm512_setzero_si512(), flip = _mm512_set1_epi8((char)turn);
+    if (rows == 4 && columns == 16 && column == 1) {
+        __m128i r[4], low, high;
+        for (int i = 0; i < 4; i++) r[i] = _mm_loadu_si128((const void *)(from + i * row));
+        low = _mm_unpacklo_epi8(r[0], r[1]), high = _mm_unpackhi_epi8(r[0], r[1]);
+        r[0] = _mm_unpacklo_epi8(r[2], r[3]), r[1] = _mm_unpackhi_epi8(r[2], r[3]);
+        quads = _mm512_castsi128_si512(_mm_unpacklo_epi16(low, r[0]));
+        quads = _mm512_inserti32x4(quads, _mm_unpackhi_epi16(low, r[0]), 1);
+        quads = _mm512_inserti32x4(quads, _mm_unpacklo_epi16(high, r[1]), 2);
+        quads = _mm512_xor_si512(_mm512_inserti32x4(quads, _mm_unpackhi_epi16(high, r[1]), 3), flip);
+    } else if (rows == 4 && columns == 16 && row == 1) {
+        int32_t words[16];
+        for (int i = 0; i < 16; i++) memcpy(words + i, from + i * column, 4);
+        quads = _mm512_xor_si512(_mm512_loadu_si512(words), flip);
+    } else {
+        int8_t bytes[64] = {0};
+        for (int64_t n = 0; n < columns; n++)
+            for (int64_t k = 0; k < rows; k++) bytes[4 * n + k] = (int8_t)(from[k * row + n * column] ^ turn);
+        quads = _mm512_loadu_si512(bytes);
+    }
+    _mm512_storeu_si512(to, quads);
+    _mm512_storeu_si512(sums, _mm512_dpbusd_epi32(_mm512_loadu_si512(sums), _mm512_set1_epi8(1), quads));
+}
+#endif
+
 /* Σ (a - input_zero) (b - other_zero) = Σ a·b - input_zero Σ b - other_zero Σ a + depth · input_zero · other_zero, in 32 bits. */
 void fxq_product(const Product *p) {
 #if VNNI
@@ -506,17 +534,14 @@ void fxq_product(const Product *p) {
                 sums[m] = (int32_t)(p->depth * p->input_zero - total) * (int32_t)p->other_zero;
             }
             memset(weight, 0, (size_t)((blocks * quads + 16) * 64));
-            for (int64_t n = 0; n < p->columns; n++) {
-                int32_t total = 0;
-                const uint8_t *from = b + n * of_other[4];
-                int8_t *to = weight + n / 16 * quads * 64 + n % 16 * 4;
-                for (int64_t k = 0; k < p->depth; k++) {
-                    int8_t v = (int8_t)(from[k * of_other[3]] ^ turn);
-                    to[k / 4 * 64 + k % 4] = v;
-                    total += v;
+            memset(bias, 0, (size_t)blocks * 64);
+            for (int64_t block = 0; block < blocks; block++)
+                for (int64_t k = 0; k < p->depth; k += 4) {
+                    const uint8_t *from = b + k * of_other[3] + 16 * block * of_other[4];
+                    pack_block(from, of_other[3], of_other[4], least(4, p->depth - k), least(16, p->columns - 16 * block), turn,
+                               weight + (block * quads + k / 4) * 64, bias + 16 * block);
                 }
-                bias[n] = -(int32_t)p->input_zero * total;
-            }
+            for (int64_t n = 0; n < p->columns; n++) bias[n] *= -(int32_t)p->input_zero;
             sum.output = p->output + item * p->rows * p->columns;
             fxq_convolution(&sum);
             if (p->other_zero)

@@ -12,8 +12,8 @@ from benchmarks.dynamic import NETWORKS as RECURRENT
 from benchmarks.real.networks import NETWORKS as PRETRAINED
 from benchmarks.silicon.networks import NETWORKS as SEEDED
 from benchmarks.silicon.networks import SIZE, live
-from benchmarks.training_speed import ViT
 from benchmarks.zoo import MobileNetV2, UNet, photographs
+from benchmarks.zoo.sequence import ViT
 from fxquant.errors import ConfigurationError
 from fxquant.support import seeded
 

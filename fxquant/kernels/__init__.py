@@ -9,7 +9,8 @@ first call with inputs of some sizes and strides runs the primitives and notes t
 `program.Program`, which later calls run. In a program 8-bit tensors are bytes, channels last: byte b is the centred integer b - zero.
 The zero is 0 where no integer is negative, 128 for other int8 tensors, and the zero point for uint8. Padding is bytes of `zero`, whose
 part of a sum is in the bias. A chain of elementwise primitives is computed in one pass by steps on registers, and reads and writes
-tensors of any dtype and strides; so is a recurrence, all of whose steps are one program. A tensor that a primitive or the host reads is
+tensors of any dtype and strides. So are a recurrence, all of whose steps are one program, and a norm or a softmax, which is a program on
+rows between tensors of bytes. A tensor that a primitive or the host reads is
 written with the strides that the primitives gave it. Tensors that do not live at once share memory; each thread has its own. A changed
 constant, graph or copy gets new programs.
 

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxquant.ir.graph import TensorFact, fact
+from fxquant.ir.graph import BATCH_SIZES, TensorFact, fact
 from fxquant.ir.integer import qparams
-from fxquant.kernels.kernel import Forms, Match, Matched
+from fxquant.kernels.kernel import Forms, Match, Matched, in_order
 from fxquant.primitives import POINTWISE, PRIMITIVES, Role, ZeroPoint, elementwise, pool, role_of, runtime_scales, shape
 from fxquant.primitives.quantization import accumulator_output, quantize
+from fxquant.primitives.steps import Op
 
 BYTES = (torch.int8, torch.uint8)
 INTEGERS = (*BYTES, torch.int16, torch.int32, torch.int64)
 PRODUCTS = frozenset({Role.CONVOLUTION, Role.LINEAR})
 SUMS = frozenset({Role.CONVOLUTION, Role.LINEAR, Role.SUM})
 RANKS = (2, 3, 4)
+LONGEST_ROW = 2**14  # columns: some rows of every intermediate result have to stay in the cache
 LONGEST = 8  # quantized tensors in a chain: its constants and intermediate results have to stay in the cache
 WINDOW = {
     "kernel": 1,
@@ -333,6 +336,76 @@ def _repeats(nodes: set[fx.Node], order: Mapping[fx.Node, int]) -> bool:
         waiting += near
         done |= near
     return False
+
+
+def rows(root: fx.Node) -> Matched:
+    """Match the last of primitives on rows, at least one of which reduces each row to one element; none but the last is read elsewhere."""
+    if not _is_on_rows(root) or not (_is_bytes(root) or any(not _is_on_rows(user) for user in root.users)):
+        return None
+    unread, covers, reads = Counter[fx.Node](), {root: None}, dict[fx.Node, None]()
+    waiting = [root]
+    while waiting:
+        for operand in waiting.pop().all_input_nodes:
+            if operand.op == "get_attr":
+                continue
+            reads[operand] = None
+            unread[operand] += 1
+            if unread[operand] == len(operand.users) and _is_on_rows(operand) and not _is_bytes(operand):
+                covers[operand] = None
+                waiting.append(operand)
+    if all(reduction(node) is None for node in covers):
+        return None
+    outer = tuple(read for read in reads if read not in covers)
+    ordered = tuple(node for node in in_order(outer, root) if node in covers)
+    if any(_sizes(read)[0] != _sizes(root)[0] for read in outer):
+        return "its operands have other numbers of items than its result"
+    return Match(root, ordered, outer, {"nodes": ordered})
+
+
+def _is_bytes(node: fx.Node) -> bool:
+    """Return whether other kernels read a node: quantized bytes, but for one of each row, and the same ones in another shape."""
+    return _sizes(node)[-1] != 1 and not _moves(node) and known_tensor(node, *BYTES, ranks=range(9)) and qparams(node) is not None
+
+
+def reduction(node: fx.Node) -> Op | None:
+    """Return the reduction of each row that a node is, or None."""
+    record = PRIMITIVES.get(node.target)  # type: ignore[arg-type]
+    if record is None or record.reduces is None:
+        return None
+    return record.reduces(_sizes(node.args[0]), *node.args[1:], **node.kwargs)
+
+
+def _moves(node: fx.Node) -> bool:
+    """Return whether a node has the elements of its operand in their order."""
+    return node.target is shape.reshape or (node.target is shape.permute and list(node.args[1]) == list(range(len(_sizes(node)))))  # type: ignore[arg-type]
+
+
+def _is_on_rows(node: Any) -> bool:
+    """Return whether each row of a node, in the last dimension, is computed from a row, or an element for the row, of each operand."""
+    if not known_tensor(node, *INTEGERS, torch.float32, ranks=range(1, 9)) or not node.all_input_nodes:
+        return False
+    operands = [operand for operand in node.all_input_nodes if operand.op != "get_attr"]
+    if not all(known_tensor(operand, *INTEGERS, ranks=range(1, 9)) for operand in operands) or not operands:
+        return False
+    if any(_count(operand) != _count(node) or not _fits(operand) for operand in operands):
+        return False
+    width = _sizes(node)[-1]
+    if reduction(node) is not None:
+        return True
+    if _moves(node):
+        return _sizes(operands[0])[-1] == width  # type: ignore[no-any-return]
+    record = PRIMITIVES.get(node.target)
+    return record is not None and record.steps is not None and all(_sizes(operand)[-1] in (1, width) for operand in operands)
+
+
+def _fits(node: fx.Node) -> bool:
+    size = _sizes(node)[-1]
+    return isinstance(size, int) and size <= LONGEST_ROW
+
+
+def _count(node: fx.Node) -> tuple[int, ...]:
+    """Return the number of rows at each batch size of the trace."""
+    return tuple(math.prod(fact(node).at(batch)[:-1]) for batch in BATCH_SIZES)
 
 
 def _is_row_step(node: Any) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from torch.nn import functional as F
 
 from fxquant.primitives.accumulate import onnx_split
 from fxquant.primitives.record import FLOAT64_EXACT, Emitter, Range, Role, Value, ZeroPoint, exact_below, need, primitive, stored, within
+from fxquant.primitives.steps import Op, over_rows
 
 POOLED_EXACT = 2**22  # sums over windows stay below, so that ONNX can recover them from a float32 mean
 HALF_BITS = 8  # where a wide sum over windows cuts its operand
@@ -42,10 +45,22 @@ def _bounds_max_pool(input: Value, kernel: list[int], stride: list[int], begin: 
     return Range(input.low, input.high)
 
 
-@primitive(_onnx_max_pool, bounds=_bounds_max_pool, zero_point=ZeroPoint.EQUIVARIANT, layout="windows")
+def _is_one_window(
+    sizes: Sequence[Any], kernel: list[int], stride: list[int], begin: list[int], end: list[int], dilation: list[int]
+) -> bool:
+    return list(kernel) == [sizes[-1]] and not any(begin) and not any(end) and list(dilation) == [1]
+
+
+@primitive(
+    _onnx_max_pool,
+    bounds=_bounds_max_pool,
+    zero_point=ZeroPoint.EQUIVARIANT,
+    layout="windows",
+    reduces=lambda *window: Op.HIGHEST if _is_one_window(*window) else None,
+)
 def max_pool(input: Tensor, kernel: list[int], stride: list[int], begin: list[int], end: list[int], dilation: list[int]) -> Tensor:
     """Compute the maximum over each window, without its padding."""
-    if list(kernel) == [input.shape[-1]] and not any(begin) and not any(end) and list(dilation) == [1]:  # one window
+    if _is_one_window(input.shape, kernel, stride, begin, end, dilation):
         if not input.is_floating_point():
             return input.amax(-1, keepdim=True)
         if input.requires_grad:
@@ -108,7 +123,7 @@ def _bounds_sum(input: Value, dim: list[int], keepdim: bool, wide: bool = False)
     return within(math.prod(input.size(d) for d in dim) * input.largest, exact_below(wide))
 
 
-@primitive(_onnx_sum, bounds=_bounds_sum, kind="accumulator", role=Role.SUM, casts=True)
+@primitive(_onnx_sum, bounds=_bounds_sum, kind="accumulator", role=Role.SUM, casts=True, reduces=over_rows(Op.TOTAL))
 def sum(input: Tensor, dim: list[int], keepdim: bool, wide: bool = False) -> Tensor:
     """Sum over dimensions, as int32; below 2^24 in magnitude unless `wide`."""
     if not input.is_floating_point():

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fxquant.ir.graph import BatchDim, TensorFact
 from fxquant.numerics.grids import FLOAT32_EXACT, accumulator_bound
-from fxquant.primitives.steps import Steps
+from fxquant.primitives.steps import Op, Steps
 from fxquant.support.files import free_in_child
 
 # ---- the range of a primitive: the bounds of its result, from those of its operands and from its constants -----------
@@ -227,6 +227,8 @@ class Primitive:
                of its operands; "" for any other, or if its role determines the layout
     steps      writes it as elementwise steps (see `primitives.steps`), or returns None for arguments without such a form; None if it is
                not elementwise
+    reduces    returns the reduction of each row that it is for the operand's sizes and the further arguments, None if it is none for
+               these; None if it never is
     shifted    the parameters that are integers on the operands' scale, such as bounds: the zero point is added to these as well
     """
 
@@ -245,6 +247,7 @@ class Primitive:
     shifted: tuple[str, ...] = ()
     layout: str = ""
     steps: Steps | None = None
+    reduces: Callable[..., Op | None] | None = None
 
     @cached_property
     def signature(self) -> inspect.Signature:

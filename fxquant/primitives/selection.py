@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fxquant.primitives.record import BOOLEAN, Emitter, Range, Role, Value, ZeroPoint, need, primitive, union
 from fxquant.primitives.shape import named
+from fxquant.primitives.steps import Op, over_rows
 
 
 def _real(e: Emitter, value: str) -> str:
@@ -122,7 +123,7 @@ def _bounds_least(input: Value, dim: list[int], keepdim: bool) -> Range:
     return union(input)
 
 
-@primitive(_onnx_least, bounds=_bounds_least, zero_point=ZeroPoint.EQUIVARIANT)
+@primitive(_onnx_least, bounds=_bounds_least, zero_point=ZeroPoint.EQUIVARIANT, reduces=over_rows(Op.LOWEST))
 def least(input: Tensor, dim: list[int], keepdim: bool) -> Tensor:
     """Return the smallest element along dimensions."""
     return torch.amin(input, dim, keepdim)

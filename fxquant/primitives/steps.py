@@ -29,6 +29,9 @@ class Op(IntEnum):
     LOOK_UP = 7  # table[a - low]
     ROUND = 8  # round_half_even(float32(a) · b), limited to [low, high]; b is float32
     SCALE = 9  # float32(a) · b; b and the result are float32
+    TOTAL = 10  # the sum of a row of a
+    LOWEST = 11  # the smallest element of a row of a
+    HIGHEST = 12  # the largest
 
 
 MOST_REAL = 2**30  # largest magnitude of a ROUND result without bounds; proofs keep it below
@@ -74,6 +77,11 @@ class Writer:
 
 
 Steps = Callable[..., int | None]  # from a writer and a call's arguments, registers in place of activations, to the register of the result
+
+
+def over_rows(op: Op) -> Callable[..., Op | None]:
+    """Return the function `reduces` of a primitive that reduces dimensions: whether these are the last one alone, which stays."""
+    return lambda sizes, dim, keepdim, wide=False: op if keepdim and list(dim) in ([-1], [len(sizes) - 1]) else None
 
 
 def binary(op: Op) -> Steps:

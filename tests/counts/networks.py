@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from benchmarks.dynamic import Recurrent
 from benchmarks.silicon.networks import Detector
-from benchmarks.training_speed import ViT
 from benchmarks.zoo import MobileNetV2, MobileNetV3Small, SignalNetwork, UNet
 from benchmarks.zoo.life import initialise, make_alive
 from benchmarks.zoo.resnet import BasicBlock, ResNet
+from benchmarks.zoo.sequence import ViT
 from fxquant.support import seeded
 
 
