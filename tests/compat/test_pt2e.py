@@ -250,6 +250,13 @@ def test_what_cannot_be_read_is_refused_by_name(name: str) -> None:
     assert caught.value.remedy
 
 
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_a_weight_for_xnnpack_has_the_scales_that_the_config_says(per_channel: bool) -> None:
+    quantizer = torch_ao.XNNPACKQuantizer().set_global(torch_ao.get_symmetric_quantization_config(is_per_channel=per_channel))
+    operators = quantized_operators(torch_ao.prepare_pt2e(program(), quantizer))
+    assert {operators[name].weight_quantizer.per_channel for name in ("conv2d", "conv2d_1", "conv2d_2")} == {per_channel}
+
+
 def test_ranges_of_weights_are_read() -> None:
     config = torch_ao.get_symmetric_quantization_config(is_per_channel=True, weight_qmin=-8, weight_qmax=7)
     assert config == fxq.QConfig(weight=fxq.WeightConfig("int4"))

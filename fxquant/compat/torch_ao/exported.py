@@ -13,7 +13,6 @@ from fxquant.compat.common import Refusal, refuses, unknown, unserved
 from fxquant.compat.deferred import converted
 from fxquant.compat.mirror import MissingName
 from fxquant.compat.torch_ao import PROGRAM, TABLES
-from fxquant.compat.torch_ao.functions import engine
 from fxquant.compat.torch_ao.reading import BITS
 from fxquant.compat.torch_ao.specifications import annotate_decisions, annotations_mapping
 from fxquant.errors import ConfigurationError
@@ -99,9 +98,9 @@ class X86InductorQuantizer(Quantizer):
 
 
 class XNNPACKQuantizer(Quantizer):
-    """Rules for the target "qnnpack", whose integers are those of PyTorch's engine for ARM."""
+    """Rules for the same target by the name "xnnpack": a weight has a scale for each output channel, or one, whichever a config says."""
 
-    target = "qnnpack"
+    target = "xnnpack"
 
 
 class BpuQuantizer(Quantizer):
@@ -150,7 +149,7 @@ def _prepared(called: str, model: Any, quantizer: Any, target: str | None, train
     values = [node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")]
     fixed = all(isinstance(size, int) for value in values if isinstance(value, torch.Tensor) for size in value.shape)
     options = fxq.Options(dynamic_shapes={} if fixed else None)
-    return fxq.prepare(program, inputs, target or engine(), mapping, options=options)  # type: ignore[arg-type]
+    return fxq.prepare(program, inputs, target or "x86", mapping, options=options)  # type: ignore[arg-type]
 
 
 @checked()
@@ -158,7 +157,7 @@ def prepare_pt2e(model: Any, quantizer: Any, *, target: str | None = None) -> fx
     """Prepare an exported program for calibration, in state CALIBRATE. See `fxquant.prepare`.
 
     quantizer   one of this module, or one with a method `annotate`, whose annotations are read
-    target      what to compile for; None: what the quantizer is for, or torch.backends.quantized.engine
+    target      what to compile for; None: what the quantizer is for, or "x86"
     """
     return _prepared("prepare_pt2e", model, quantizer, target, train=False)
 

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 import fxquant as fxq
@@ -53,7 +52,7 @@ ARGUMENTS = {
 @refuses(ARGUMENTS)
 def prepare_fx(
     model: nn.Module, qconfig_mapping: Any, example_inputs: Any = None, prepare_custom_config: Any = None, _equalization_config: Any = None,
-    backend_config: Any = None, *, target: str | None = None, dynamic_shapes: Any = None, training_branch: bool | None = False,
+    backend_config: Any = None, *, target: str = "x86", dynamic_shapes: Any = None, training_branch: bool | None = False,
 ) -> fx.GraphModule:  # fmt: skip
     """Prepare a model for calibration, in state CALIBRATE: it observes every batch. See `fxquant.prepare`.
 
@@ -62,8 +61,8 @@ def prepare_fx(
     prepare_custom_config   PyTorch's; its modules that are not traced stay whole, and in float
     dynamic_shapes          as `fxquant.prepare` takes it
     training_branch         whether to keep what forward computes only in train mode; None: if it can be traced
-    target                  what to compile for: "x86", "qnnpack", or a march that supports the mapping's dtypes; None: that of
-                            torch.backends.quantized.engine
+    target                  what to compile for: "x86", with the arithmetic of all of PyTorch's engines, or a march that supports the
+                            mapping's dtypes
     """
     return prepared_in_place(  # type: ignore[no-any-return]
         model, False, example_inputs, _prepared, "prepare_fx", keeps=True, qconfigs=qconfig_mapping, custom=prepare_custom_config,
@@ -75,7 +74,7 @@ def prepare_fx(
 @refuses(ARGUMENTS)
 def prepare_qat_fx(
     model: nn.Module, qconfig_mapping: Any, example_inputs: Any = None, prepare_custom_config: Any = None, backend_config: Any = None, *,
-    target: str | None = None, dynamic_shapes: Any = None, training_branch: bool | None = None,
+    target: str = "x86", dynamic_shapes: Any = None, training_branch: bool | None = None,
 ) -> fx.GraphModule:  # fmt: skip
     """Prepare a model for training, in state TRAIN and in train mode: scales are set by the first batch and follow the rest.
 
@@ -115,7 +114,7 @@ def fuse_fx(model: nn.Module, fuse_custom_config: Any = None, backend_config: An
 @refuses(ARGUMENTS)
 def prepare(
     model: nn.Module, inplace: bool = False, allow_list: Any = None, observer_non_leaf_module_list: Any = None,
-    prepare_custom_config_dict: Any = None, *, example_inputs: Any = None, target: str | None = None, dynamic_shapes: Any = None,
+    prepare_custom_config_dict: Any = None, *, example_inputs: Any = None, target: str = "x86", dynamic_shapes: Any = None,
     training_branch: bool | None = False,
 ) -> fx.GraphModule:  # fmt: skip
     """Prepare a model with stubs, and with QConfigs on its modules, for calibration; modules without a QConfig stay in float.
@@ -134,7 +133,7 @@ def prepare(
 @checked(inplace=FLAG, training_branch=BRANCH)
 @refuses(ARGUMENTS)
 def prepare_qat(
-    model: nn.Module, mapping: Any = None, inplace: bool = False, *, example_inputs: Any = None, target: str | None = None,
+    model: nn.Module, mapping: Any = None, inplace: bool = False, *, example_inputs: Any = None, target: str = "x86",
     dynamic_shapes: Any = None, training_branch: bool | None = None,
 ) -> fx.GraphModule:  # fmt: skip
     """Prepare such a model for training, in state TRAIN and in train mode; what forward computes only there is kept if it can be traced.
@@ -190,7 +189,7 @@ fuse_modules_qat = fuse_modules
 @refuses(ARGUMENTS)
 def quantize_dynamic(
     model: nn.Module, qconfig_spec: Any = None, dtype: Any = None, mapping: Any = None, inplace: bool = False, *,
-    example_inputs: Any = None, target: str | None = None, dynamic_shapes: Any = None,
+    example_inputs: Any = None, target: str = "x86", dynamic_shapes: Any = None,
 ) -> fx.GraphModule:  # fmt: skip
     """Return the integer graph of a model with linear and recurrent layers quantized at run time; everything else stays in float.
 
@@ -209,17 +208,12 @@ def quantize_dynamic(
     )  # fmt: skip
 
 
-def engine() -> str:
-    """Return the target that PyTorch's global setting names: "qnnpack" or "x86"."""
-    return "qnnpack" if torch.backends.quantized.engine == "qnnpack" else "x86"
-
-
 # ---- shared helpers -----------------------------------------------------------------------------------------------------
 
 
 def _prepared(
     model: nn.Module, example_inputs: Any, called: str, qconfigs: Any = ATTRIBUTES_ALONE, custom: Any = None, *, train: bool = False,
-    target: str | None, dynamic_shapes: Any, training_branch: bool | None = False,
+    target: str, dynamic_shapes: Any, training_branch: bool | None = False,
 ) -> fx.GraphModule:  # fmt: skip
     """Return the prepared model, in state CALIBRATE, or with `train` in state TRAIN and in train mode."""
     settings = settings_of(custom)
@@ -233,7 +227,7 @@ def _prepared(
     leaf = (lambda module, path: path in names or isinstance(module, kinds) or default_leaf(module, path)) if names or kinds else None
     with reading_attributes(model, own_qconfig):
         graph = traced(called, model, example_inputs, dynamic_shapes, training_branch, leaf)
-    prepared = fxq.prepare(graph, example_inputs, target or engine(), mapping_of(qconfigs, graph))
+    prepared = fxq.prepare(graph, example_inputs, target, mapping_of(qconfigs, graph))
     keep_shapes(prepared, example_inputs)
     take_checkpoints(prepared)
     if train:
