@@ -15,10 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 import fxquant as fxq
 from fxquant.errors import ConfigurationError, FxQuantError
+from fxquant.ir.graph import fact, resolve
 from fxquant.support import logger
 from fxquant.support.arguments import FLAG
 
@@ -123,17 +126,25 @@ def traced(
 
     def trace(branch: bool) -> fx.GraphModule:
         options = fxq.Options(dynamic_shapes=dynamic_shapes, leaf=leaf, training_branch=branch)
-        try:
+        if dynamic_shapes is not None:
             return fxq.trace(model, example_inputs, options=options)
+        try:
+            graph = fxq.trace(model, example_inputs, options=options)
+            if not any(_has_steps_in_batch(graph, node) for node in graph.graph.nodes):
+                return graph
+            shapes, why = (pytree.tree_map(_batch_second, example_inputs), "the batch is dimension 1: steps are in 0")
         except fxq.errors.TraceError as error:
-            if dynamic_shapes is not None:
-                raise
-            try:
-                fixed = fxq.trace(model, example_inputs, options=replace(options, dynamic_shapes={}))
-            except fxq.errors.TraceError:
-                raise error from None
-            logger.warning("%s: the batch size is fixed to the example's, since forward cannot be traced at another\n%s", called, error)
-            return fixed
+            graph, shapes = None, {}
+            why = f"the batch size is fixed to the example's, since forward cannot be traced at another\n{error}"
+            raised = error
+        try:
+            other = fxq.trace(model, example_inputs, options=replace(options, dynamic_shapes=shapes))
+        except fxq.errors.TraceError:
+            if graph is None:
+                raise raised from None
+            return graph
+        logger.warning("%s: %s", called, why)
+        return other
 
     if training_branch is False:
         return trace(False)
@@ -145,6 +156,20 @@ def traced(
         without = trace(False)
         logger.warning("%s: what forward does only in train mode is left out, since it cannot be traced\n%s", called, error)
         return without
+
+
+def _has_steps_in_batch(graph: fx.GraphModule, node: fx.Node) -> bool:
+    """Return whether a node is a recurrent layer whose input (steps, N, C) has the batch as its steps."""
+    layer = resolve(graph, str(node.target)) if node.op == "call_module" else None
+    if not isinstance(layer, nn.RNNBase) or layer.batch_first:
+        return False
+    sizes = fact(node.all_input_nodes[0]).shape
+    return len(sizes) == 3 and not isinstance(sizes[0], int)
+
+
+def _batch_second(value: Any) -> Any:
+    """Return the dynamic shape of an input whose batch is dimension 1, or 0 of a vector; None for any other value."""
+    return {min(1, value.dim() - 1): torch.export.Dim("batch")} if isinstance(value, Tensor) and value.dim() else None
 
 
 def run_program(called: str, install: Callable[[bool], None], arguments: Sequence[str]) -> int:

@@ -12,6 +12,7 @@ import functools
 import inspect
 import re
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 import fxquant as fxq
 from fxquant.calibration.calibration import owned_quantizers, require_prepared, update_scales
-from fxquant.errors import ConfigurationError
+from fxquant.errors import ConfigurationError, NotCalibrated
 from fxquant.ir.graph import resolve
 from fxquant.ops.core.boundary import QUANTIZE
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
@@ -183,10 +184,40 @@ def converted(prepared: fx.GraphModule, inplace: bool = False) -> fx.GraphModule
         raise prepared._unknown("the integer graph")
     require_prepared(prepared)
     set_observed_scales(prepared)
-    integer = fxq.convert(prepared)
+    try:
+        integer = fxq.convert(prepared)
+    except NotCalibrated as error:
+        more = f"{error.remedy}; or, for a model that was saved, {SAVED}"
+        raise NotCalibrated(error.what, because=error.because, remedy=more, at=error.at, module=error.module) from None
+    integer.register_state_dict_post_hook(_record_graph)  # type: ignore[no-untyped-call]
+    integer.register_load_state_dict_pre_hook(_check_graph)  # type: ignore[no-untyped-call]
     if inplace:
         become(prepared, integer)
     return prepared if inplace else integer
+
+
+GRAPH = "fxquant.graph"  # in the metadata of an integer model's state_dict: the checksum of its graph, which has the zero points
+SAVED = "load the state_dict of the prepared model before it is converted, or load the whole integer model, written by torch.save(model, …)"
+
+
+def _checksum(module: nn.Module) -> int:
+    return zlib.crc32(module.code.encode()) if isinstance(module, fx.GraphModule) else 0
+
+
+def _record_graph(module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any]) -> None:
+    metadata[GRAPH] = _checksum(module)
+
+
+def _check_graph(module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    """A hook that raises ConfigurationError for the state_dict of another integer model; one without metadata is logged."""
+    if GRAPH not in metadata:
+        logger.warning("the state_dict has no metadata: zero points and ranges of the integer model are assumed to be equal")
+    elif metadata[GRAPH] != _checksum(module):
+        raise ConfigurationError(
+            "the state_dict is not one of this integer model",
+            because="zero points and ranges are in the graph, and not in the state_dict: only a model with the same ones can take it",
+            remedy=SAVED,
+        )
 
 
 # ---- Scales from checkpoints of the plugin, or of PyTorch's quantization ----------------------------------------------

@@ -178,6 +178,13 @@ def test_what_is_not_annotated_is_float_and_what_readers_ask_for_is_the_output()
     assert found(torch_ao.prepare_pt2e(program(), Mine(wide), target="nash-e"))["conv2d_2"] == "int32"  # the sum, which is dequantized
 
 
+def test_scales_that_are_not_shared_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    rules = {ATEN.conv2d.default: layer(), ATEN.sigmoid.default: shared, ATEN.max_pool2d.default: shared}
+    torch_ao.prepare_pt2e(program(), Mine(rules), target="x86")
+    (said,) = [line for line in caplog.messages if "SharedQuantizationSpec" in line]
+    assert said.endswith("%sigmoid and %conv2d_2")  # a pooling has the scale of its operand
+
+
 class Own(ao.MinMaxObserver):
     """An observer of a user's own."""
 

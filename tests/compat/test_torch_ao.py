@@ -162,6 +162,17 @@ def test_observers_are_found_under_their_names() -> None:
         torch_ao.get_observer_dict(nn.Linear(2, 2), {})
 
 
+def test_a_state_dict_of_an_integer_model_loads_where_its_graph_is_equal() -> None:
+    mapping, example = ao.get_default_qconfig_mapping("x86"), (BATCHES[0],)
+    prepared = calibrated(torch_ao.prepare_fx(small(), mapping, example))
+    first, second = (torch_ao.convert_fx(prepared) for _ in range(2))
+    second.load_state_dict(first.state_dict())
+    shifted = torch_ao.prepare_fx(small(), mapping, example)
+    shifted(BATCHES[0] + 3)
+    with pytest.raises(fxq.errors.ConfigurationError, match="zero points"):
+        torch_ao.convert_fx(shifted).load_state_dict(first.state_dict())
+
+
 def test_a_weight_has_the_scales_that_its_qconfig_asks_for_whatever_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends, "quantized", types.SimpleNamespace(engine="qnnpack"))
     of_layer = ao.get_default_qconfig_mapping("qnnpack")

@@ -15,19 +15,25 @@ not serve stay PyTorch's own, also for PyTorch itself. `python -m fxquant.compat
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._export
 
 from fxquant.compat.common import Refusal
 from fxquant.compat.mirror import Tables
+from fxquant.errors import ConfigurationError
 
 ALIASES = {
     "torch.ao.quantization": "",
     "torch.quantization": "",
     "torch.ao.nn.intrinsic.qat": "intrinsic_qat",
     "torch.nn.intrinsic.qat": "intrinsic_qat",
+    "torch.ao.ns._numeric_suite": "numeric_suite",
     "torchao": "torchao",
     "executorch": "executorch",
 }
@@ -51,6 +57,10 @@ def install(replace: bool = True) -> None:
     replace   whether to replace installed packages; if False, an installed one raises ConfigurationError
     """
     _remember_programs()
+    _restore_exports()
+    _explain_integers()
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch.ao.quantization.quantize_fx")  # PyTorch's own modules expect that a program imports it
     TABLES.install(replace)
 
 
@@ -67,6 +77,39 @@ def _remember_programs() -> None:
 
     module.remembers = True  # type: ignore[attr-defined]
     torch.export.ExportedProgram.module = module  # type: ignore[method-assign]
+
+
+def _restore_exports() -> None:
+    """Give programs for older releases of PyTorch the names that `torch.export.export` replaced."""
+    for home, name in ((torch.export, "export_for_training"), (torch._export, "capture_pre_autograd_graph")):
+        if not hasattr(home, name):
+            setattr(home, name, torch.export.export if home is torch.export else _captured)
+
+
+def _captured(f: torch.nn.Module, args: Any, kwargs: Any = None, dynamic_shapes: Any = None) -> Any:
+    return torch.export.export(f, args, kwargs, dynamic_shapes=dynamic_shapes).module()
+
+
+def _explain_integers() -> None:
+    """Make the methods of PyTorch's quantized tensors say what to call for the results of integer graphs, which are floats."""
+    for name in ("int_repr", "q_scale", "q_zero_point"):
+        own = getattr(torch.Tensor, name)
+        if not hasattr(own, "__wrapped__"):
+            setattr(torch.Tensor, name, _of_quantized(own, name))
+
+
+def _of_quantized(own: Any, name: str) -> Any:
+    @functools.wraps(own)
+    def method(self: torch.Tensor) -> Any:
+        if type(self) is torch.Tensor and not self.is_quantized:
+            raise ConfigurationError(
+                f"{name}() of a tensor of {self.dtype} cannot be done",
+                because="integer graphs take and return floats, and have plain integers inside",
+                remedy="read integers by name from fxq.inspect.record(model, [batch]), and grids from fxq.inspect.layers(model)",
+            )
+        return own(self)
+
+    return method
 
 
 def __getattr__(name: str) -> Any:

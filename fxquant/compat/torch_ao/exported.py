@@ -14,7 +14,7 @@ from fxquant.compat.deferred import converted
 from fxquant.compat.mirror import MissingName
 from fxquant.compat.torch_ao import PROGRAM, TABLES
 from fxquant.compat.torch_ao.reading import BITS
-from fxquant.compat.torch_ao.specifications import annotate_decisions, annotations_mapping
+from fxquant.compat.torch_ao.specifications import annotate_decisions, annotations_mapping, report_unshared
 from fxquant.errors import ConfigurationError
 from fxquant.frontend.entry import is_unpacked
 from fxquant.quantization.spec import State
@@ -138,10 +138,11 @@ def _prepared(called: str, model: Any, quantizer: Any, target: str | None, train
             because="it prepares a program of torch.export, or its module where fxquant.compat.torch_ao.install() came before the export",
             remedy="pass torch.export.export(model, example_inputs), the program itself",
         )
+    shared: list[Any] = []
     if isinstance(quantizer, Quantizer):
         target, mapping = target or quantizer.target, quantizer.mapping
     elif hasattr(quantizer, "annotate"):
-        mapping = annotations_mapping(quantizer, program, train)
+        mapping, shared = annotations_mapping(quantizer, program, train)
     else:
         raise unknown("quantizer", quantizer, "X86InductorQuantizer, XNNPACKQuantizer, BpuQuantizer, or an object with `annotate`")
     args, kwargs = program.example_inputs if program.example_inputs is not None else ((), {})
@@ -149,7 +150,9 @@ def _prepared(called: str, model: Any, quantizer: Any, target: str | None, train
     values = [node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")]
     fixed = all(isinstance(size, int) for value in values if isinstance(value, torch.Tensor) for size in value.shape)
     options = fxq.Options(dynamic_shapes={} if fixed else None)
-    return fxq.prepare(program, inputs, target or "x86", mapping, options=options)  # type: ignore[arg-type]
+    prepared = fxq.prepare(program, inputs, target or "x86", mapping, options=options)  # type: ignore[arg-type]
+    report_unshared(called, prepared, shared)
+    return prepared
 
 
 @checked()

@@ -26,7 +26,7 @@ ARGUMENTS = {
     **refusals("quantized custom modules have no integer graph", "leave it out", "convert_custom_config_dict"),
     **refusals("the qconfig determines what is quantized", "set qconfig = None on the modules that stay in float", "allow_list"),
     "backend_config": Refusal("the target determines the arithmetic", "leave it out, and pass target='x86' or the name of another",
-                              lambda config: getattr(config, "name", "") in ("native", "fbgemm", "x86", "qnnpack", "onednn")),
+                              lambda config: getattr(config, "name", "") in ("native", "fbgemm", "x86", "qnnpack", "onednn", "executorch")),
     "convert_custom_config": Refusal("quantized custom modules have no integer graph", "leave it out", keeps_attributes),
     "fuse_custom_config": Refusal(*FUSED, lambda config: not settings_of(config)),
     **refusals(*FUSED, "additional_fuser_method_mapping", "fuser_func", "fuse_custom_config_dict"),

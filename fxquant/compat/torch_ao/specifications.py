@@ -23,12 +23,16 @@ from fxquant.ir.graph import fused
 from fxquant.numerics.grids import ACTIVATION_TYPES, IntType
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.spec import ActivationConfig, QConfig, QConfigMapping, WeightConfig
+from fxquant.support import logger
 
+Pair = tuple[str, str]  # the names of two nodes
 KEY = "quantization_annotation"  # in the meta of a node
 
 
-def annotations_mapping(quantizer: Any, program: torch.export.ExportedProgram, train: bool) -> QConfigMapping:
-    """Let a Quantizer annotate the program's graph, and return its annotations as rules by the names of nodes; the rest stays in float.
+def annotations_mapping(quantizer: Any, program: torch.export.ExportedProgram, train: bool) -> tuple[QConfigMapping, list[Pair]]:
+    """Let a Quantizer annotate the program's graph; return its annotations as rules by node, and the pairs of nodes that share a scale.
+
+    What has no annotation stays in float.
 
     Raises ConfigurationError for an annotation that no QConfig can say, and for a Quantizer that rewrites the graph.
     """
@@ -47,7 +51,27 @@ def annotations_mapping(quantizer: Any, program: torch.export.ExportedProgram, t
     quantizer.validate(changed)
     marks = {node: node.meta[KEY] for node in changed.graph.nodes if node.meta.get(KEY) is not None}
     configs = {node: _config(node, marks) for node in marks if node.op == "call_function"}
-    return QConfigMapping(None, names={node.name: config for node, config in configs.items() if config is not None})
+    specs = [(where, spec) for node, mark in marks.items() for where, spec in ((node, mark.output_qspec), *mark.input_qspec_map.items())]
+    shared = [(where.name, _tensor(spec.edge_or_node).name) for where, spec in specs if hasattr(spec, "edge_or_node")]
+    return QConfigMapping(None, names={node.name: config for node, config in configs.items() if config is not None}), shared
+
+
+def _tensor(where: Any) -> fx.Node:
+    return where[0] if isinstance(where, tuple) else where  # type: ignore[no-any-return]
+
+
+def report_unshared(called: str, prepared: fx.GraphModule, shared: list[Pair]) -> None:
+    """Log the pairs of integer tensors that a SharedQuantizationSpec names, and that have a scale each in the prepared model."""
+    operators = quantized_operators(prepared)
+    quantizers: dict[str, Any] = {}
+    for node in prepared.graph.nodes:
+        operator = operators.get(str(node.target).removeprefix("quantized."))
+        if operator is not None and not operator.plain:
+            inputs = (read.name for read in node.all_input_nodes if read.op == "placeholder")
+            quantizers.update(dict.fromkeys((node.name, *fused(node), *inputs), operator.output))
+    apart = [f"%{a} and %{b}" for a, b in shared if a in quantizers and b in quantizers and quantizers[a] is not quantizers[b]]
+    if apart:
+        logger.warning("%s: a SharedQuantizationSpec joins operators that compute, which have a scale each: %s", called, ", ".join(apart))
 
 
 def _calls(model: Any) -> list[fx.Node]:
