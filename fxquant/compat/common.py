@@ -45,9 +45,25 @@ class Refusal(NamedTuple):
         return ConfigurationError(what, because=self.because, remedy=self.remedy)
 
 
-def refusals(because: str, remedy: str, *names: str) -> dict[str, Refusal]:
-    """Return the rows of arguments that are refused for one reason."""
-    return dict.fromkeys(names, Refusal(because, remedy))
+def _texts() -> dict[str, list[str]]:
+    """Return the rows of refusals.tsv, by key: what, because, remedy. Braces hold the names of values, as for `str.format`."""
+    lines = Path(__file__).with_name("refusals.tsv").read_text(encoding="utf-8").splitlines()[1:]
+    return {key: texts for key, *texts in (line.split("\t") for line in lines)}
+
+
+TEXTS = _texts()
+
+
+def refused(key: str, /, **values: Any) -> ConfigurationError:
+    """Return the error of a row of refusals.tsv, with these values in its texts."""
+    what, because, remedy = (text.format(**values) for text in TEXTS[key])
+    return ConfigurationError(what, because=because, remedy=remedy)
+
+
+def refusals(group: str, **harmless: Callable[[Any], bool]) -> dict[str, Refusal]:
+    """Return the refusals of a group of refusals.tsv, by name; `harmless` as of a Refusal, by name."""
+    rows = [(key.partition(": ")[2].split(), *texts[1:]) for key, texts in TEXTS.items() if key.startswith(f"{group}: ")]
+    return {name: Refusal(because, remedy, harmless.get(name)) for names, because, remedy in rows for name in names}
 
 
 def refuses(table: Mapping[str, Refusal]) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -86,9 +102,6 @@ def settings_of(config: Any) -> dict[str, Any]:
 def keeps_attributes(config: Any) -> bool:
     """Return whether a custom config has no entry besides the attributes to keep, which are kept anyway."""
     return not settings_of(config).keys() - {"preserved_attributes"}
-
-
-FUSED = ("operators are fused in the graph, by the compiler's own passes", "leave it out")
 
 
 def unserved(called: str, argument: str, because: str, remedy: str) -> ConfigurationError:

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 import fxquant as fxq
 from fxquant.calibration.calibration import owned_quantizers, require_prepared, update_scales
+from fxquant.compat.common import refused
 from fxquant.errors import ConfigurationError, NotCalibrated
 from fxquant.ir.graph import resolve
 from fxquant.ops.core.boundary import QUANTIZE
@@ -149,11 +150,7 @@ class Deferred(nn.Module):
         return self
 
     def _unknown(self, what: str) -> ConfigurationError:
-        return ConfigurationError(
-            f"{what} of a model that is not prepared yet does not exist",
-            because=f"{self._called} was given no example_inputs, so that the model is prepared by its first batch",
-            remedy=f"pass {self._called}(…, example_inputs=(x,)), run one batch first, or load the state_dict of a calibrated model",
-        )
+        return refused("not prepared yet", what=what, called=self._called)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of the float model. Raises ConfigurationError if the prepared model has others: folded weights."""
@@ -213,11 +210,7 @@ def _check_graph(module: nn.Module, state_dict: Any, prefix: str, metadata: dict
     if GRAPH not in metadata:
         logger.warning("the state_dict has no metadata: zero points and ranges of the integer model are assumed to be equal")
     elif metadata[GRAPH] != _checksum(module):
-        raise ConfigurationError(
-            "the state_dict is not one of this integer model",
-            because="zero points and ranges are in the graph, and not in the state_dict: only a model with the same ones can take it",
-            remedy=SAVED,
-        )
+        raise refused("load_state_dict.graph", text=SAVED)
 
 
 # ---- Scales from checkpoints of the plugin, or of PyTorch's quantization ----------------------------------------------
@@ -263,12 +256,7 @@ def _take_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
             state_dict[f"{prefix}{norms[layer]}.{rest}"] = state_dict.pop(key)
     folded = _folded(module, [key.removeprefix(prefix) for key in state_dict if key.endswith(".running_mean")])
     if folded:
-        raise ConfigurationError(
-            f"the checkpoint has statistics of batch norms that this model does not have: {', '.join(folded[:8])}",
-            because="they are folded into the model's weights, and those of the checkpoint are not",
-            remedy="load the checkpoint into the float model before it is prepared, or prepare it with live batch norms:"
-            " fxq.Options(batch_norm='live'), or set_qat_mode(QATMode.WithBN) of Horizon's names",
-        )
+        raise refused("load_state_dict.norms", known=", ".join(folded[:8]))
     own = dict(module.named_parameters())
     unlike = {key: own[key.removeprefix(prefix)].shape for key in state_dict if key.removeprefix(prefix) in own}
     unlike = {key: shape for key, shape in unlike.items() if state_dict[key].shape != shape}

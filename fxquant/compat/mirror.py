@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from fxquant.compat.common import Refusal
+from fxquant.compat.common import Refusal, refused
 from fxquant.errors import ConfigurationError
 
 
@@ -219,11 +219,7 @@ class Tables:
             if there is mirrored:
                 continue
             if not replace and (there is not None or _is_installed(alias)):
-                raise ConfigurationError(
-                    f"{alias} is there already",
-                    because="a program that imports it would meet one or the other, depending on the order",
-                    remedy=f"uninstall it, or import {self.package} under its own name",
-                )
+                raise refused("install", alias=alias, package=self.package)
             for name in [name for name in sys.modules if not self.partly and (name == alias or name.startswith(alias + "."))]:
                 del sys.modules[name]
             self.roots[alias] = path

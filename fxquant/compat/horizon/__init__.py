@@ -15,17 +15,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fxquant.compat.common import Refusal
+from fxquant.compat.common import refusals
 from fxquant.compat.mirror import Tables
 
 ALIASES = {"horizon_plugin_pytorch": "", "horizon_plugin_profiler": "profiler", "hbdk4": "hbdk4"}
-COMPILERS = Refusal(
-    "it quantizes and compiles ONNX files itself", "call fxq.quantize(model, batches, target), fxq.export_horizon and fxq.compile_horizon"
-)
-RUNTIME = Refusal("it runs what the vendor's compiler writes", "call fxq.verify(integer, path, batches)")
-BESIDE = {"horizon_tc_ui": RUNTIME, "hbm_runtime": RUNTIME, "hmct": COMPILERS, "horizon_nn": COMPILERS, "hbdk": COMPILERS}
 HOMES = "fxquant.compat.horizon.served"
-TABLES = Tables("fxquant.compat.horizon", HOMES, Path(__file__).with_name("names.tsv"), ALIASES, beside=BESIDE)
+TABLES = Tables("fxquant.compat.horizon", HOMES, Path(__file__).with_name("names.tsv"), ALIASES, beside=refusals("beside"))
 
 __all__ = [*(name for name in TABLES.names("") if not name.startswith("__")), "install"]  # made from the table
 

@@ -24,9 +24,8 @@ from typing import Any
 import torch
 import torch._export
 
-from fxquant.compat.common import Refusal
+from fxquant.compat.common import Refusal, refused
 from fxquant.compat.mirror import Tables
-from fxquant.errors import ConfigurationError
 
 ALIASES = {
     "torch.ao.quantization": "",
@@ -102,11 +101,7 @@ def _of_quantized(own: Any, name: str) -> Any:
     @functools.wraps(own)
     def method(self: torch.Tensor) -> Any:
         if type(self) is torch.Tensor and not self.is_quantized:
-            raise ConfigurationError(
-                f"{name}() of a tensor of {self.dtype} cannot be done",
-                because="integer graphs take and return floats, and have plain integers inside",
-                remedy="read integers by name from fxq.inspect.record(model, [batch]), and grids from fxq.inspect.layers(model)",
-            )
+            raise refused("int_repr", name=name, dtype=self.dtype)
         return own(self)
 
     return method

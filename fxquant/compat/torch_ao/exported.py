@@ -9,22 +9,16 @@ from torch import fx, nn
 
 import fxquant as fxq
 from fxquant import backends
-from fxquant.compat.common import Refusal, refuses, unknown, unserved
+from fxquant.compat.common import refused, refuses, unknown, unserved
 from fxquant.compat.deferred import converted
 from fxquant.compat.mirror import MissingName
 from fxquant.compat.torch_ao import PROGRAM, TABLES
+from fxquant.compat.torch_ao.functions import ARGUMENTS
 from fxquant.compat.torch_ao.reading import BITS
 from fxquant.compat.torch_ao.specifications import annotate_decisions, annotations_mapping, report_unshared
-from fxquant.errors import ConfigurationError
 from fxquant.frontend.entry import is_unpacked
 from fxquant.quantization.spec import State
 from fxquant.support.arguments import FLAG, checked
-
-ARGUMENTS = {
-    "use_reference_representation": Refusal(
-        "the integer graph is the only form", "write quantize and dequantize with fxq.export_onnx(…, style='qdq')"
-    )
-}
 
 
 class Quantizer:
@@ -133,11 +127,7 @@ def get_symmetric_quantization_config(
 def _prepared(called: str, model: Any, quantizer: Any, target: str | None, train: bool) -> fx.GraphModule:
     program: Any = getattr(model, "__dict__", {}).get(PROGRAM, model)
     if type(program) is not torch.export.ExportedProgram:
-        raise ConfigurationError(
-            f"{called} was given a {type(model).__name__}",
-            because="it prepares a program of torch.export, or its module where fxquant.compat.torch_ao.install() came before the export",
-            remedy="pass torch.export.export(model, example_inputs), the program itself",
-        )
+        raise refused("prepare_pt2e", called=called, kind=type(model).__name__)
     shared: list[Any] = []
     if isinstance(quantizer, Quantizer):
         target, mapping = target or quantizer.target, quantizer.mapping
@@ -202,8 +192,4 @@ def _own(called: str, model: nn.Module) -> Any:
     for module in (*TABLES.own_modules("torchao.quantization.pt2e"), *TABLES.own_modules("")):
         if hasattr(module, called):
             return getattr(module, called)(model)
-    raise ConfigurationError(
-        f"{called} was given the module of a program that is not prepared",
-        because="it stays in the mode in which it was exported: PyTorch's own function is in torchao, which is not installed",
-        remedy=f"call {called} with what prepare_pt2e, prepare_qat_pt2e or convert_pt2e returns, or install torchao",
-    )
+    raise refused("move_exported_model", called=called)

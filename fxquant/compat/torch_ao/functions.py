@@ -10,10 +10,9 @@ from torch import fx, nn
 
 import fxquant as fxq
 from fxquant.calibration.calibration import follow_unseen, keep_statistics, owned_quantizers, require_prepared, update_scales
-from fxquant.compat.common import BRANCH, FUSED, Refusal, keeps_attributes, reading_attributes, refusals, refuses, settings_of, traced
+from fxquant.compat.common import BRANCH, Refusal, keeps_attributes, reading_attributes, refusals, refused, refuses, settings_of, traced
 from fxquant.compat.deferred import Deferred, converted, keep_shapes, prepared_in_place, take_checkpoints
 from fxquant.compat.torch_ao.reading import dynamic_mapping, mapping_of, own_qconfig
-from fxquant.errors import ConfigurationError
 from fxquant.frontend import default_leaf
 from fxquant.frontend.entry import is_quantized_by_torch
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
@@ -21,31 +20,12 @@ from fxquant.quantization.spec import State
 from fxquant.support.arguments import FLAG, checked
 
 ATTRIBUTES_ALONE = fxq.QConfigMapping(default=None)  # rules for a model whose attributes `qconfig` say what is quantized
-ARGUMENTS = {
-    **refusals("equalization is a separate step", "leave it out", "_equalization_config"),
-    **refusals("quantized custom modules have no integer graph", "leave it out", "convert_custom_config_dict"),
-    **refusals("the qconfig determines what is quantized", "set qconfig = None on the modules that stay in float", "allow_list"),
-    "backend_config": Refusal("the target determines the arithmetic", "leave it out, and pass target='x86' or the name of another",
-                              lambda config: getattr(config, "name", "") in ("native", "fbgemm", "x86", "qnnpack", "onednn", "executorch")),
-    "convert_custom_config": Refusal("quantized custom modules have no integer graph", "leave it out", keeps_attributes),
-    "fuse_custom_config": Refusal(*FUSED, lambda config: not settings_of(config)),
-    **refusals(*FUSED, "additional_fuser_method_mapping", "fuser_func", "fuse_custom_config_dict"),
-    **refusals("modules are traced, not replaced", "leave it out", "float_to_observed_custom_module_class", "float_to_observed_mapping",
-               "mapping"),
-    **refusals("inputs of graphs are float; those of files may be integers", "write the file with fxq.export_onnx(…, io='integer')",
-               "input_quantized_indexes"),
-    **refusals("outputs of graphs are float; those of files may be integers", "write the file with fxq.export_onnx(…, io='integer')",
-               "output_quantized_indexes"),
-    **refusals("the integer graph is the only form", "write quantize and dequantize with fxq.export_onnx(…, style='qdq')", "is_reference"),
-    **refusals("an integer graph holds integers", "keep the prepared model, which has the float weights", "keep_original_weights"),
-    **refusals("every operator of the graph is observed", "leave it out", "observer_non_leaf_module_list"),
-    **refusals("it belongs to modules that are replaced; here modules are traced", "use prepare_fx", "prepare_custom_config_dict"),
-    **refusals("how operators are quantized was determined when the model was prepared", "prepare it again with this mapping",
-               "qconfig_mapping"),
-    **refusals("one graph is made of the whole model", "leave it out: the module's operators are quantized with the others",
-               "standalone_module_classes", "standalone_module_names"),
-    **refusals("weights are quantized from their present values", "leave it out", "use_precomputed_fake_quant"),
-}  # fmt: skip
+ARGUMENTS = refusals(
+    "torch_ao",
+    backend_config=lambda config: getattr(config, "name", "") in ("native", "fbgemm", "x86", "qnnpack", "onednn", "executorch"),
+    convert_custom_config=keeps_attributes,
+    fuse_custom_config=lambda config: not settings_of(config),
+)
 
 
 @checked(training_branch=BRANCH)
@@ -263,11 +243,7 @@ def _operators(module: nn.Module) -> list[QuantizedOperator]:
     if isinstance(module, QuantizedOperator):
         return [module]
     if is_quantized_by_torch(type(module)):
-        raise ConfigurationError(
-            f"a switch of fxquant was applied to a {type(module).__module__}.{type(module).__qualname__}",
-            because="it switches the operators of a model that fxquant has prepared, and PyTorch has prepared this one",
-            remedy="prepare the float model by prepare_qat_fx of fxquant.compat.torch_ao, or call the module's own method",
-        )
+        raise refused("switch", module=type(module).__module__, kind=type(module).__qualname__)
     return list(quantized_operators(module).values()) if getattr(module, "meta", {}).get("stage") == "PREPARED" else []
 
 
@@ -289,11 +265,7 @@ def enable_observer(module: nn.Module) -> None:
     """Make scales follow the batches in train mode. Raises ConfigurationError if they were frozen."""
     for operator in _operators(module):
         if any(quantizer.frozen for quantizer in owned_quantizers(operator)):
-            raise ConfigurationError(
-                f"the scale of %{operator.name} cannot follow batches again",
-                because="it was frozen, and forgot what it followed",
-                remedy="prepare the model again, and load what was trained: fresh.load_state_dict(prepared.state_dict())",
-            )
+            raise refused("enable_observer", name=operator.name)
         operator.state = {State.VALIDATE: State.TRAIN, State.FLOAT: State.CALIBRATE}.get(operator.state, operator.state)
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import fx
 
 import fxquant as fxq
+from fxquant.compat.common import refused
 from fxquant.compat.torch_ao.reading import Asked, activation, is_dynamic
 from fxquant.compat.torch_ao.reading import weight as weight_config
-from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import fused
 from fxquant.numerics.grids import ACTIVATION_TYPES, IntType
 from fxquant.prepared.operators import quantized_operators
@@ -40,11 +40,7 @@ def annotations_mapping(quantizer: Any, program: torch.export.ExportedProgram, t
     before = _calls(model)
     changed = quantizer.transform_for_annotation(model) if hasattr(quantizer, "transform_for_annotation") else model
     if [node.name for node in _calls(changed)] != [node.name for node in before]:
-        raise ConfigurationError(
-            f"{type(quantizer).__name__}.transform_for_annotation adds operators to the program",
-            because="its annotations are read as rules for the operators of the program that was exported",
-            remedy="apply the transform to the model before torch.export.export, and return the graph unchanged",
-        )
+        raise refused("transform_for_annotation", kind=type(quantizer).__name__)
     if not train:
         _skip_norms(changed.graph)
     quantizer.annotate(changed)
@@ -109,11 +105,7 @@ def _grid(node: fx.Node, marks: dict[fx.Node, Any], where: Any) -> ActivationCon
     if spec is None or getattr(spec, "dtype", None) in (torch.float32, torch.float):
         return None
     if hasattr(spec, "derive_qparams_fn"):
-        raise ConfigurationError(
-            f"the DerivedQuantizationSpec on %{node.name} cannot be read",
-            because="its function computes a scale from other scales; here a tensor has a scale of its own, or one that is fixed",
-            remedy="annotate a QuantizationSpec or a FixedQParamsQuantizationSpec; for a bias leave the annotation as it is",
-        )
+        raise refused("DerivedQuantizationSpec", name=node.name)
     what = f"the activation on %{node.name}"
     if hasattr(spec, "scale"):
         return activation(Asked(type(spec).__name__, ("FixedQParamsObserver",), spec, learned=False), what)
@@ -148,11 +140,7 @@ def _config(node: fx.Node, marks: dict[fx.Node, Any]) -> QConfig | None:
         return None
     entered = [grid for source, grid in read.items() if grid is not None and grid != _output(source, marks)]
     if any(grid != entered[0] for grid in entered):
-        raise ConfigurationError(
-            f"%{node.name} reads tensors on grids of {len(entered)} kinds",
-            because="an operator reads what is in float on one kind of grid",
-            remedy="annotate its inputs by one QuantizationSpec, or the outputs of the operators before it",
-        )
+        raise refused("input_qspec_map", name=node.name, value=len(entered))
     return QConfig(_output(node, marks) or ActivationConfig(), config, entered[0] if entered else None)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.compat.common import refusals, refuses, unknown, unserved
+from fxquant.compat.common import refusals, refused, refuses, unknown, unserved
 from fxquant.compat.horizon.served.flow import integer_of
 from fxquant.compat.horizon.served.march import required
 from fxquant.errors import ConfigurationError
@@ -102,13 +102,7 @@ def _write(folder: str | None, name: str, text: str) -> None:
         write_file(Path(folder) / name, text)
 
 
-ARGUMENTS = {
-    **refusals("rows have the cosine, the noise and the largest difference", "leave it out", "similarity_func"),
-    **refusals("rows are values, and a page shows them", "leave it out, and call fxq.report", "with_tensorboard", "tensorboard_dir"),
-    **refusals("fused operators are not modules", "leave it out, and call fxq.inspect.suspicious_settings(model)", "types",
-               "custom_check_func"),
-}  # fmt: skip
-ARGUMENTS["similarity_func"] = ARGUMENTS["similarity_func"]._replace(harmless=lambda measure: measure in ("Cosine", "SQNR"))
+ARGUMENTS = refusals("profiler", similarity_func=lambda measure: measure in ("Cosine", "SQNR"))
 
 
 @checked()
@@ -331,11 +325,7 @@ class QuantAnalysis:
 
     def _case(self) -> Any:
         if self.case is None:
-            raise ConfigurationError(
-                "a bad case was not set yet",
-                because="what is compared is one batch",
-                remedy="call auto_find_bad_case(dataloader) or set_bad_case(batch)",
-            )
+            raise refused("QuantAnalysis.case")
         return self.case
 
     def __getattr__(self, name: str) -> Any:
@@ -370,11 +360,7 @@ class QuantAnalysis:
         """
         _left_out(".sensitivity", options)
         if is_deployed(self.analysis):
-            raise ConfigurationError(
-                "sensitivities of an integer model cannot be measured",
-                because="its scales are constants",
-                remedy="pass the prepared model it was made of",
-            )
+            raise refused("QuantAnalysis.sensitivity")
         found = fxq.search.sensitivity(self.analysis, [self._case()], options=fxq.Options(widths=(8,)), show_progress=False)
         rows = [(tensor.name.removesuffix(".weight"), tensor.kind, max(tensor.noise.values(), default=0.0)) for tensor in found.ranked()]
         write_file(self.out_dir / "output_sensitive_ops.txt", f"{found}\n")

@@ -19,10 +19,10 @@ import fxquant as fxq
 from fxquant import backends
 from fxquant.backends.horizon.compiled_program import Binary
 from fxquant.backends.horizon.export import HB_MAPPER
-from fxquant.compat.common import Refusal, refuses
+from fxquant.compat.common import refusals, refused, refuses
 from fxquant.compat.horizon.served.flow import integer_of
 from fxquant.compat.horizon.served.march import get_march
-from fxquant.errors import ConfigurationError, ExportError
+from fxquant.errors import ExportError
 from fxquant.ir.graph import stage_of
 from fxquant.support import logger
 from fxquant.support.arguments import FILE, FLAG, FOLDER, PATH, Kind, checked, choice
@@ -42,11 +42,7 @@ def require_march(model: fx.GraphModule, march: str | None, called: str) -> None
     """Raise ConfigurationError for a march other than the model's; None is any."""
     own = model.meta["target"]
     if march is not None and backends.get(march).march != own.march:
-        raise ConfigurationError(
-            f"{called} cannot take this model for {march}",
-            because=f"it was prepared for {own.name}, whose arithmetic is another",
-            remedy=f"prepare it after set_march({march!r}), or leave march out",
-        )
+        raise refused("march of a model", called=called, march=march, name=own.name)
 
 
 def _folder(
@@ -168,18 +164,13 @@ def export_hbir(module: Any, example_inputs: Any, hbir: str | os.PathLike[str], 
 # ---- ONNX --------------------------------------------------------------------------------------------------------------
 
 
-OPTIONS = {
-    "export_params": Refusal("a file without its parameters cannot run", "leave it at True"),
-    "verbose": Refusal("the exporter prints nothing", "print(fxq.text(model)) shows the graph"),
-    "training": Refusal("the file is the deployed model", "leave it at TrainingMode.EVAL", lambda mode: str(mode).endswith("EVAL")),
-    "dynamic_axes": Refusal(
-        "the batch is the one size that varies", "name dimension 0 of inputs and outputs alone, or leave it out",
-        lambda axes: all(list(each) == [0] for each in (axes or {}).values()),
-    ),
-    "keep_initializers_as_inputs": Refusal("parameters are constants of the file", "leave it out", operator.not_),
-    "custom_opsets": Refusal("files have standard operators alone", "leave it out", operator.not_),
-    "do_constant_folding": Refusal("constants are folded when the model is prepared", "leave it at True"),
-}  # fmt: skip
+OPTIONS = refusals(
+    "onnx",
+    training=lambda mode: str(mode).endswith("EVAL"),
+    dynamic_axes=lambda axes: all(list(each) == [0] for each in (axes or {}).values()),
+    keep_initializers_as_inputs=operator.not_,
+    custom_opsets=operator.not_,
+)
 
 
 @checked(f=FILE)

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 import fxquant as fxq
 from fxquant.backends.horizon.export import HB_MAPPER
 from fxquant.calibration.calibration import require_prepared
+from fxquant.compat.common import refused
 from fxquant.compat.horizon.served.exporting import compiled, perf_model, require_march
 from fxquant.compat.horizon.served.flow import integer_of
 from fxquant.compat.horizon.served.march import NAMES
@@ -245,11 +246,7 @@ def _module(given: Any, called: str) -> Module:
         return given
     if isinstance(given, fx.GraphModule):
         return Module(given)
-    raise ConfigurationError(
-        f"{called} was given a {type(given).__name__}",
-        because="it takes what export, convert and load return, and models",
-        remedy="call horizon_plugin_pytorch.quantization.hbdk4.export(model, example_inputs) first",
-    )
+    raise refused("hbdk4.module", called=called, kind=type(given).__name__)
 
 
 @checked(path=FILE)
@@ -303,11 +300,7 @@ def compile(m: Any, path: Any, march: Any = None, opt: int = 2, jobs: int = 4, p
 def hbm_perf(model: Any, output_dir: Any = ".", **options: Any) -> Any:
     """Return the cost of a module, or of a compiled file. See `perf_model`. Raises ConfigurationError for a file alone."""
     if isinstance(model, str | Path):
-        raise ConfigurationError(
-            "the costs of a file cannot be estimated without its model",
-            because="layers are named by the model's graph",
-            remedy="call fxq.estimate(integer, compiled=path)",
-        )
+        raise refused("hbdk4.hbm_perf")
     return perf_model(_module(model, "hbm_perf").model, None, out_dir=output_dir)
 
 
