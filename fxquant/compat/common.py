@@ -23,7 +23,7 @@ import fxquant as fxq
 from fxquant.errors import ConfigurationError, FxQuantError
 from fxquant.ir.graph import fact, resolve
 from fxquant.support import logger
-from fxquant.support.arguments import FLAG
+from fxquant.support.arguments import FLAG, Kind, checked
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,13 +45,14 @@ class Refusal(NamedTuple):
         return ConfigurationError(what, because=self.because, remedy=self.remedy)
 
 
-def _texts() -> dict[str, list[str]]:
-    """Return the rows of refusals.tsv, by key: what, because, remedy. Braces hold the names of values, as for `str.format`."""
-    lines = Path(__file__).with_name("refusals.tsv").read_text(encoding="utf-8").splitlines()[1:]
-    return {key: texts for key, *texts in (line.split("\t") for line in lines)}
+def _rows(name: str) -> dict[str, list[str]]:
+    """Return the rows of a file with tabs, by their first column."""
+    lines = Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines()[1:]
+    return {key: rest for key, *rest in (line.split("\t") for line in lines)}
 
 
-TEXTS = _texts()
+TEXTS = _rows("refusals.tsv")  # what, because and remedy; braces hold the names of values, as for `str.format`
+SIGNATURES = {key: eval(f"lambda {arguments}: None") for key, (arguments,) in _rows("signatures.tsv").items()}
 
 
 def refused(key: str, /, **values: Any) -> ConfigurationError:
@@ -66,29 +67,36 @@ def refusals(group: str, **harmless: Callable[[Any], bool]) -> dict[str, Refusal
     return {name: Refusal(because, remedy, harmless.get(name)) for names, because, remedy in rows for name in names}
 
 
-def refuses(table: Mapping[str, Refusal]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator: the function raises ConfigurationError for an argument of the table that is neither None nor its default.
+def foreign(toolkit: str, table: Mapping[str, Refusal] | None = None) -> Callable[..., Callable[[Callable[..., R]], Callable[..., R]]]:
+    """Return a decorator of functions that have the arguments of a toolkit's, in signatures.tsv; its keywords are those of `checked`.
 
-    An argument without a default is never refused.
+    An argument that the decorated function lacks has no effect; if the table has it, it raises ConfigurationError, unless it is None, its
+    default, or harmless.
     """
 
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        signature = inspect.signature(function)
-        defaults = {name: each.default for name, each in signature.parameters.items() if name in table and each.default is not each.empty}
+    def takes(**kinds: Kind) -> Callable[[Callable[..., R]], Callable[..., R]]:
+        def decorate(function: Callable[..., R]) -> Callable[..., R]:
+            own = inspect.signature(function)
+            own_table = {name: refusal for name, refusal in (table or {}).items() if name not in own.parameters}
+            signature = own.replace(parameters=list(inspect.signature(SIGNATURES[f"{toolkit}.{function.__name__}"]).parameters.values()))
 
-        @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            for name, value in signature.bind(*args, **kwargs).arguments.items():
-                if name not in defaults or value is None or value == defaults[name]:
-                    continue
-                harmless = table[name].harmless
-                if harmless is None or not harmless(value):
-                    raise table[name].error(f"{function.__name__}({name}=…) cannot be done")
-            return function(*args, **kwargs)
+            @functools.wraps(function)
+            def call(*args: Any, **kwargs: Any) -> R:
+                given = signature.bind(*args, **kwargs).arguments
+                for name, value in given.items():
+                    refusal, usual = own_table.get(name), signature.parameters[name].default
+                    if refusal is None or usual is inspect.Parameter.empty or value is None or value == usual:
+                        continue
+                    if refusal.harmless is None or not refusal.harmless(value):
+                        raise refusal.error(f"{function.__name__}({name}=…) cannot be done")
+                return function(**{name: value for name, value in given.items() if name in own.parameters})
 
-        return call
+            call.__dict__["__signature__"] = signature
+            return checked(**kinds)(call)
 
-    return decorate
+        return decorate
+
+    return takes
 
 
 def settings_of(config: Any) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from torch import fx, nn
 
 import fxquant as fxq
 from fxquant import backends
-from fxquant.compat.common import refused, refuses, unknown, unserved
+from fxquant.compat.common import refused, unknown, unserved
 from fxquant.compat.deferred import converted
 from fxquant.compat.mirror import MissingName
 from fxquant.compat.torch_ao import PROGRAM, TABLES
-from fxquant.compat.torch_ao.functions import ARGUMENTS
+from fxquant.compat.torch_ao.functions import takes
 from fxquant.compat.torch_ao.reading import BITS
 from fxquant.compat.torch_ao.specifications import annotate_decisions, annotations_mapping, report_unshared
 from fxquant.frontend.entry import is_unpacked
@@ -163,9 +163,8 @@ def prepare_qat_pt2e(model: Any, quantizer: Any, *, target: str | None = None) -
     return prepared.train()
 
 
-@checked(use_reference_representation=FLAG, fold_quantize=FLAG)
-@refuses(ARGUMENTS)
-def convert_pt2e(model: fx.GraphModule, use_reference_representation: bool = False, fold_quantize: bool = True) -> fx.GraphModule:
+@takes(use_reference_representation=FLAG, fold_quantize=FLAG)
+def convert_pt2e(model: fx.GraphModule) -> fx.GraphModule:
     """Return the integer graph of a prepared program. Weights are integers, with or without `fold_quantize`."""
     return converted(model)
 

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 import fxquant as fxq
 from fxquant.calibration.calibration import follow_unseen, keep_statistics, owned_quantizers, require_prepared, update_scales
-from fxquant.compat.common import BRANCH, Refusal, keeps_attributes, reading_attributes, refusals, refused, refuses, settings_of, traced
+from fxquant.compat.common import BRANCH, Refusal, foreign, keeps_attributes, reading_attributes, refusals, refused, settings_of, traced
 from fxquant.compat.deferred import Deferred, converted, keep_shapes, prepared_in_place, take_checkpoints
 from fxquant.compat.torch_ao.reading import dynamic_mapping, mapping_of, own_qconfig
 from fxquant.frontend import default_leaf
@@ -26,13 +26,13 @@ ARGUMENTS = refusals(
     convert_custom_config=keeps_attributes,
     fuse_custom_config=lambda config: not settings_of(config),
 )
+takes = foreign("torch_ao", ARGUMENTS)
 
 
-@checked(training_branch=BRANCH)
-@refuses(ARGUMENTS)
+@takes(training_branch=BRANCH)
 def prepare_fx(
-    model: nn.Module, qconfig_mapping: Any, example_inputs: Any = None, prepare_custom_config: Any = None, _equalization_config: Any = None,
-    backend_config: Any = None, *, target: str = "x86", dynamic_shapes: Any = None, training_branch: bool | None = False,
+    model: nn.Module, qconfig_mapping: Any, example_inputs: Any = None, prepare_custom_config: Any = None, *, target: str = "x86",
+    dynamic_shapes: Any = None, training_branch: bool | None = False,
 ) -> fx.GraphModule:  # fmt: skip
     """Prepare a model for calibration, in state CALIBRATE: it observes every batch. See `fxquant.prepare`.
 
@@ -50,11 +50,10 @@ def prepare_fx(
     )  # fmt: skip
 
 
-@checked(training_branch=BRANCH)
-@refuses(ARGUMENTS)
+@takes(training_branch=BRANCH)
 def prepare_qat_fx(
-    model: nn.Module, qconfig_mapping: Any, example_inputs: Any = None, prepare_custom_config: Any = None, backend_config: Any = None, *,
-    target: str = "x86", dynamic_shapes: Any = None, training_branch: bool | None = None,
+    model: nn.Module, qconfig_mapping: Any, example_inputs: Any = None, prepare_custom_config: Any = None, *, target: str = "x86",
+    dynamic_shapes: Any = None, training_branch: bool | None = None,
 ) -> fx.GraphModule:  # fmt: skip
     """Prepare a model for training, in state TRAIN and in train mode: scales are set by the first batch and follow the rest.
 
@@ -67,12 +66,8 @@ def prepare_qat_fx(
     )  # fmt: skip
 
 
-@checked(_remove_qconfig=FLAG, keep_original_weights=FLAG)
-@refuses(ARGUMENTS)
-def convert_fx(
-    graph_module: fx.GraphModule, convert_custom_config: Any = None, _remove_qconfig: bool = True, qconfig_mapping: Any = None,
-    backend_config: Any = None, keep_original_weights: bool = False,
-) -> fx.GraphModule:  # fmt: skip
+@takes(_remove_qconfig=FLAG, keep_original_weights=FLAG)
+def convert_fx(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Return the integer graph of a model that `prepare_fx` or `prepare_qat_fx` returned; it stays usable. See `fxquant.convert`.
 
     Raises NotCalibrated if the model has observed no batch.
@@ -80,9 +75,8 @@ def convert_fx(
     return converted(graph_module)
 
 
-@checked()
-@refuses(ARGUMENTS)
-def fuse_fx(model: nn.Module, fuse_custom_config: Any = None, backend_config: Any = None) -> nn.Module:
+@takes()
+def fuse_fx(model: nn.Module) -> nn.Module:
     """Return the model unchanged: operators are fused when it is prepared, in train mode and in eval mode alike."""
     return model
 
@@ -90,11 +84,9 @@ def fuse_fx(model: nn.Module, fuse_custom_config: Any = None, backend_config: An
 # ---- eager: stubs in the model mark the ends of the integer part, and attributes `qconfig` say what is quantized how -------------------
 
 
-@checked(inplace=FLAG, training_branch=BRANCH)
-@refuses(ARGUMENTS)
+@takes(inplace=FLAG, training_branch=BRANCH)
 def prepare(
-    model: nn.Module, inplace: bool = False, allow_list: Any = None, observer_non_leaf_module_list: Any = None,
-    prepare_custom_config_dict: Any = None, *, example_inputs: Any = None, target: str = "x86", dynamic_shapes: Any = None,
+    model: nn.Module, inplace: bool = False, *, example_inputs: Any = None, target: str = "x86", dynamic_shapes: Any = None,
     training_branch: bool | None = False,
 ) -> fx.GraphModule:  # fmt: skip
     """Prepare a model with stubs, and with QConfigs on its modules, for calibration; modules without a QConfig stay in float.
@@ -110,11 +102,10 @@ def prepare(
     )  # fmt: skip
 
 
-@checked(inplace=FLAG, training_branch=BRANCH)
-@refuses(ARGUMENTS)
+@takes(inplace=FLAG, training_branch=BRANCH)
 def prepare_qat(
-    model: nn.Module, mapping: Any = None, inplace: bool = False, *, example_inputs: Any = None, target: str = "x86",
-    dynamic_shapes: Any = None, training_branch: bool | None = None,
+    model: nn.Module, inplace: bool = False, *, example_inputs: Any = None, target: str = "x86", dynamic_shapes: Any = None,
+    training_branch: bool | None = None,
 ) -> fx.GraphModule:  # fmt: skip
     """Prepare such a model for training, in state TRAIN and in train mode; what forward computes only there is kept if it can be traced.
 
@@ -126,19 +117,14 @@ def prepare_qat(
     )  # fmt: skip
 
 
-@checked(inplace=FLAG, remove_qconfig=FLAG, is_reference=FLAG, use_precomputed_fake_quant=FLAG)
-@refuses(ARGUMENTS)
-def convert(
-    module: fx.GraphModule, mapping: Any = None, inplace: bool = False, remove_qconfig: bool = True, is_reference: bool = False,
-    convert_custom_config_dict: Any = None, use_precomputed_fake_quant: bool = False,
-) -> fx.GraphModule:  # fmt: skip
+@takes(inplace=FLAG, remove_qconfig=FLAG, is_reference=FLAG, use_precomputed_fake_quant=FLAG)
+def convert(module: fx.GraphModule, inplace: bool = False) -> fx.GraphModule:
     """Return the integer graph of a model that `prepare` or `prepare_qat` returned; with `inplace` the caller's object becomes it."""
     return converted(module, inplace)
 
 
-@checked(inplace=FLAG)
-@refuses(ARGUMENTS)
-def quantize(model: nn.Module, run_fn: Callable[..., Any], run_args: Any, mapping: Any = None, inplace: bool = False) -> fx.GraphModule:
+@takes(inplace=FLAG)
+def quantize(model: nn.Module, run_fn: Callable[..., Any], run_args: Any, inplace: bool = False) -> fx.GraphModule:
     """Prepare a model, call run_fn(model, *run_args), which calibrates it, and return its integer graph."""
     prepared = prepare(model, inplace)
     run_fn(prepared, *run_args)
@@ -153,11 +139,8 @@ def quantize_qat(model: nn.Module, run_fn: Callable[..., Any], run_args: Any, in
     return convert(prepared, inplace=True)
 
 
-@checked(inplace=FLAG)
-@refuses(ARGUMENTS)
-def fuse_modules(
-    model: nn.Module, modules_to_fuse: Any, inplace: bool = False, fuser_func: Any = None, fuse_custom_config_dict: Any = None
-) -> nn.Module:
+@takes(inplace=FLAG)
+def fuse_modules(model: nn.Module) -> nn.Module:
     """Return the model unchanged: operators are fused when it is prepared, whether they are listed or not."""
     return model
 
@@ -165,11 +148,10 @@ def fuse_modules(
 fuse_modules_qat = fuse_modules
 
 
-@checked(inplace=FLAG)
-@refuses(ARGUMENTS)
+@takes(inplace=FLAG)
 def quantize_dynamic(
-    model: nn.Module, qconfig_spec: Any = None, dtype: Any = None, mapping: Any = None, inplace: bool = False, *,
-    example_inputs: Any = None, target: str = "x86", dynamic_shapes: Any = None,
+    model: nn.Module, qconfig_spec: Any = None, dtype: Any = None, inplace: bool = False, *, example_inputs: Any = None,
+    target: str = "x86", dynamic_shapes: Any = None,
 ) -> fx.GraphModule:  # fmt: skip
     """Return the integer graph of a model with linear and recurrent layers quantized at run time; everything else stays in float.
 

@@ -17,7 +17,7 @@ from torch import fx, nn
 import fxquant as fxq
 from fxquant import backends
 from fxquant.calibration.calibration import enter, owned_quantizers, require_prepared
-from fxquant.compat.common import BRANCH, keeps_attributes, reading_attributes, refusals, refused, refuses, traced, unknown, unserved
+from fxquant.compat.common import BRANCH, foreign, keeps_attributes, reading_attributes, refusals, refused, traced, unknown, unserved
 from fxquant.compat.deferred import Deferred, converted, keep_shapes, prepared_in_place, set_observed_scales, take_checkpoints
 from fxquant.compat.horizon.served.march import get_qat_mode, required
 from fxquant.compat.horizon.served.markers import leaves, scale_of_stubs, with_paths
@@ -40,6 +40,7 @@ ARGUMENTS = refusals(
     additional_fuser_method_mapping=not_,
     fuser_func=lambda function: getattr(function, "__name__", "") == "fuse_known_modules",
 )
+takes = foreign("horizon", ARGUMENTS)
 
 
 METHODS = {"EAGER": "eager", "SYMBOLIC": "symbolic", "JIT": "jit", "JIT_STRIP": "jit-strip"}  # all of these trace the model
@@ -48,11 +49,11 @@ PREPARED: weakref.WeakSet[fx.GraphModule] = weakref.WeakSet()  # the models that
 OLD_SCALE = 1.0 / 128.0
 
 
-@checked(hybrid=FLAG, optimize_graph=FLAG, training_branch=BRANCH)
+@takes(hybrid=FLAG, optimize_graph=FLAG, training_branch=BRANCH)
 def prepare_qat_fx(
-    model: nn.Module, qconfig_dict: Any = None, prepare_custom_config_dict: Mapping[str, Any] | None = None, optimize_graph: bool = False,
-    hybrid: bool = False, hybrid_dict: Mapping[str, Any] | None = None, opset_version: int | None = None, *, example_inputs: Any = None,
-    dynamic_shapes: Any = None, training_branch: bool | None = None,
+    model: nn.Module, qconfig_dict: Any = None, prepare_custom_config_dict: Mapping[str, Any] | None = None, hybrid: bool = False,
+    hybrid_dict: Mapping[str, Any] | None = None, *, example_inputs: Any = None, dynamic_shapes: Any = None,
+    training_branch: bool | None = None,
 ) -> fx.GraphModule:  # fmt: skip
     """Prepare a model for the march that is set, in state QAT and in train mode if the model is. See `fxquant.prepare`.
 
@@ -74,12 +75,10 @@ def prepare_qat_fx(
     return _prepared_as("prepare_qat_fx", model, example_inputs, rules, dynamic_shapes, training_branch, old=True)
 
 
-@checked(inplace=FLAG, hybrid=FLAG, optimize_graph=FLAG, training_branch=BRANCH)
-@refuses(ARGUMENTS)
+@takes(inplace=FLAG, hybrid=FLAG, optimize_graph=FLAG, training_branch=BRANCH)
 def prepare_qat(
-    model: nn.Module, mapping: Any = None, inplace: bool = False, optimize_graph: bool = False, hybrid: bool = False,
-    optimize_kwargs: Any = None, *, example_inputs: Any = None, dynamic_shapes: Any = None, training_branch: bool | None = None,
-) -> fx.GraphModule:  # fmt: skip
+    model: nn.Module, inplace: bool = False, *, example_inputs: Any = None, dynamic_shapes: Any = None, training_branch: bool | None = None
+) -> fx.GraphModule:
     """Prepare a model whose attributes `qconfig` and stubs say what is quantized, otherwise as `prepare_qat_fx`.
 
     inplace   whether the caller's object becomes the prepared model, and is returned
@@ -88,10 +87,10 @@ def prepare_qat(
     return _prepared_as("prepare_qat", model, example_inputs, rules, dynamic_shapes, training_branch, old=True, inplace=inplace)
 
 
-@checked(training_branch=BRANCH)
+@takes(training_branch=BRANCH)
 def prepare(
-    model: nn.Module, example_inputs: Any = None, qconfig_setter: Any = None, method: Any = "jit-strip",
-    example_kw_inputs: Any = None, fuse_mode: Any = None, *, dynamic_shapes: Any = None, training_branch: bool | None = None,
+    model: nn.Module, example_inputs: Any = None, qconfig_setter: Any = None, method: Any = "jit-strip", example_kw_inputs: Any = None, *,
+    dynamic_shapes: Any = None, training_branch: bool | None = None,
 ) -> fx.GraphModule:  # fmt: skip
     """Prepare the model by one setter or several; for each operator the first setter with a rule decides. None: attributes `qconfig`.
 
@@ -186,12 +185,8 @@ def set_fake_quantize(model: nn.Module, fake_quant_state: FakeQuantState) -> Non
     enter(whole, chosen, state)
 
 
-@checked(inplace=FLAG, fast_mode=FLAG, _remove_qconfig=FLAG)
-@refuses(ARGUMENTS)
-def convert_fx(
-    graph_module: fx.GraphModule, inplace: bool = False, convert_custom_config_dict: Any = None, _remove_qconfig: bool = True,
-    fast_mode: bool = False,
-) -> fx.GraphModule:  # fmt: skip
+@takes(inplace=FLAG, fast_mode=FLAG, _remove_qconfig=FLAG)
+def convert_fx(graph_module: fx.GraphModule, inplace: bool = False) -> fx.GraphModule:
     """Return the integer graph of a prepared model, which stays usable. See `fxquant.convert`.
 
     inplace     whether the caller's object becomes the integer model
@@ -226,33 +221,26 @@ def integer_of(model: Any, called: str) -> fx.GraphModule:
     raise refused("integer_of", called=called, kind=type(model).__name__)
 
 
-@checked(inplace=FLAG)
-@refuses(ARGUMENTS)
-def convert(
-    module: fx.GraphModule, mapping: Any = None, inplace: bool = False, remove_qconfig: bool = True, fast_mode: bool = False
-) -> Any:
+@takes(inplace=FLAG)
+def convert(module: fx.GraphModule, inplace: bool = False, remove_qconfig: bool = True, fast_mode: bool = False) -> Any:
     """Return the integer graph, as `convert_fx`, under its name in eager mode."""
     return convert_fx(module, inplace, None, remove_qconfig, fast_mode)
 
 
-@checked()
-@refuses(ARGUMENTS)
-def fuse_fx(model: nn.Module, fuse_custom_config_dict: Any = None) -> nn.Module:
+@takes()
+def fuse_fx(model: nn.Module) -> nn.Module:
     """Return the model unchanged: operators are fused when it is prepared."""
     return model
 
 
-@checked(inplace=FLAG)
-@refuses(ARGUMENTS)
-def fuse_modules(
-    model: nn.Module, modules_to_fuse: Any, inplace: bool = False, fuser_func: Any = None, fuse_custom_config_dict: Any = None
-) -> nn.Module:
+@takes(inplace=FLAG)
+def fuse_modules(model: nn.Module) -> nn.Module:
     """Return the model unchanged, as `fuse_fx`, whether operators are listed or not."""
     return model
 
 
-@refuses(ARGUMENTS)
-def fuse_known_modules(mod_list: Any, is_qat: bool = False, additional_fuser_method_mapping: Any = None) -> Any:
+@takes()
+def fuse_known_modules(mod_list: Any) -> Any:
     """Return the modules unchanged, as `fuse_fx`."""
     return mod_list
 
