@@ -63,8 +63,8 @@ def refused(key: str, /, **values: Any) -> ConfigurationError:
 
 def refusals(group: str, **harmless: Callable[[Any], bool]) -> dict[str, Refusal]:
     """Return the refusals of a group of refusals.tsv, by name; `harmless` as of a Refusal, by name."""
-    rows = [(key.partition(": ")[2].split(), *texts[1:]) for key, texts in TEXTS.items() if key.startswith(f"{group}: ")]
-    return {name: Refusal(because, remedy, harmless.get(name)) for names, because, remedy in rows for name in names}
+    rows = [(key.partition(": ")[2], texts) for key, texts in TEXTS.items() if key.startswith(f"{group}: ")]
+    return {name: Refusal(texts[1], texts[2], harmless.get(name)) for names, texts in rows for name in names.split()}
 
 
 def foreign(toolkit: str, table: Mapping[str, Refusal] | None = None) -> Callable[..., Callable[[Callable[..., R]], Callable[..., R]]]:
