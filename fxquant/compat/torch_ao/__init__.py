@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +91,11 @@ def _captured(f: torch.nn.Module, args: Any, kwargs: Any = None, dynamic_shapes:
 
 
 def _explain_integers() -> None:
-    """Make the methods of PyTorch's quantized tensors say what to call for the results of integer graphs, which are floats."""
-    for name in ("int_repr", "q_scale", "q_zero_point"):
-        own = getattr(torch.Tensor, name)
+    """Make PyTorch's functions of quantized tensors say what to call for the results of integer graphs, which are floats."""
+    for home, name in itertools.product((torch.Tensor, torch), ("int_repr", "q_scale", "q_zero_point")):
+        own = getattr(home, name)
         if not hasattr(own, "__wrapped__"):
-            setattr(torch.Tensor, name, _of_quantized(own, name))
+            setattr(home, name, _of_quantized(own, name))
 
 
 def _of_quantized(own: Any, name: str) -> Any:

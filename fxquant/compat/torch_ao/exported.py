@@ -128,19 +128,19 @@ def _prepared(called: str, model: Any, quantizer: Any, target: str | None, train
     program: Any = getattr(model, "__dict__", {}).get(PROGRAM, model)
     if type(program) is not torch.export.ExportedProgram:
         raise refused("prepare_pt2e", called=called, kind=type(model).__name__)
+    args, kwargs = program.example_inputs if program.example_inputs is not None else ((), {})
+    inputs: Any = dict(kwargs) if kwargs and not args else tuple(args)
+    values = [node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")]
+    fixed = all(isinstance(size, int) for value in values if isinstance(value, torch.Tensor) for size in value.shape)
+    options = fxq.Options(dynamic_shapes={} if fixed else None)
     shared: list[Any] = []
     if isinstance(quantizer, Quantizer):
         target, mapping = target or quantizer.target, quantizer.mapping
     elif hasattr(quantizer, "annotate"):
-        mapping, shared = annotations_mapping(quantizer, program, train)
+        mapping, shared = annotations_mapping(quantizer, program, inputs, options, train)
     else:
         raise unknown("quantizer", quantizer, "X86InductorQuantizer, XNNPACKQuantizer, BpuQuantizer, or an object with `annotate`")
-    args, kwargs = program.example_inputs if program.example_inputs is not None else ((), {})
-    inputs = dict(kwargs) if kwargs and not args else tuple(args)
-    values = [node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")]
-    fixed = all(isinstance(size, int) for value in values if isinstance(value, torch.Tensor) for size in value.shape)
-    options = fxq.Options(dynamic_shapes={} if fixed else None)
-    prepared = fxq.prepare(program, inputs, target or "x86", mapping, options=options)  # type: ignore[arg-type]
+    prepared = fxq.prepare(program, inputs, target or "x86", mapping, options=options)
     report_unshared(called, prepared, shared)
     return prepared
 

@@ -29,7 +29,9 @@ Pair = tuple[str, str]  # the names of two nodes
 KEY = "quantization_annotation"  # in the meta of a node
 
 
-def annotations_mapping(quantizer: Any, program: torch.export.ExportedProgram, train: bool) -> tuple[QConfigMapping, list[Pair]]:
+def annotations_mapping(
+    quantizer: Any, program: torch.export.ExportedProgram, inputs: Any, options: fxq.Options, train: bool
+) -> tuple[QConfigMapping, list[Pair]]:
     """Let a Quantizer annotate the program's graph; return its annotations as rules by node, and the pairs of nodes that share a scale.
 
     What has no annotation stays in float.
@@ -38,6 +40,7 @@ def annotations_mapping(quantizer: Any, program: torch.export.ExportedProgram, t
     """
     model = program.module()
     before = _calls(model)
+    names = {node: name for name, node in _by_name(program, inputs, options, before).items()}
     changed = quantizer.transform_for_annotation(model) if hasattr(quantizer, "transform_for_annotation") else model
     if [node.name for node in _calls(changed)] != [node.name for node in before]:
         raise refused("transform_for_annotation", kind=type(quantizer).__name__)
@@ -48,8 +51,12 @@ def annotations_mapping(quantizer: Any, program: torch.export.ExportedProgram, t
     marks = {node: node.meta[KEY] for node in changed.graph.nodes if node.meta.get(KEY) is not None}
     configs = {node: _config(node, marks) for node in marks if node.op == "call_function"}
     specs = [(where, spec) for node, mark in marks.items() for where, spec in ((node, mark.output_qspec), *mark.input_qspec_map.items())]
-    shared = [(where.name, _tensor(spec.edge_or_node).name) for where, spec in specs if hasattr(spec, "edge_or_node")]
-    return QConfigMapping(None, names={node.name: config for node, config in configs.items() if config is not None}), shared
+    shared = [
+        tuple(names.get(node, node.name) for node in (where, _tensor(spec.edge_or_node)))
+        for where, spec in specs
+        if hasattr(spec, "edge_or_node")
+    ]
+    return QConfigMapping(None, names={names[node]: config for node, config in configs.items() if config is not None}), shared
 
 
 def _tensor(where: Any) -> fx.Node:
@@ -68,6 +75,12 @@ def report_unshared(called: str, prepared: fx.GraphModule, shared: list[Pair]) -
     apart = [f"%{a} and %{b}" for a, b in shared if a in quantizers and b in quantizers and quantizers[a] is not quantizers[b]]
     if apart:
         logger.warning("%s: a SharedQuantizationSpec joins operators that compute, which have a scale each: %s", called, ", ".join(apart))
+
+
+def _by_name(program: Any, inputs: Any, options: fxq.Options, calls: list[fx.Node]) -> dict[str, fx.Node]:
+    """Return the calls of a program by their names in fxquant's graphs, where `relu_` is `relu`, so that later numbers differ."""
+    traced = [node for node in fxq.trace(program, inputs, options=options).graph.nodes if node.op.startswith("call_")]
+    return dict(zip((node.name for node in (traced if len(traced) == len(calls) else calls)), calls, strict=True))
 
 
 def _calls(model: Any) -> list[fx.Node]:
@@ -170,9 +183,8 @@ def annotate_decisions(model: Any, target: str, mapping: QConfigMapping) -> None
     values = [node.meta["val"] for node in model.graph.find_nodes(op="placeholder")]
     inputs = tuple(torch.zeros([int(size) for size in value.shape], dtype=value.dtype, device="cpu") for value in values)
     program: Any = torch.export.export(copy.deepcopy(model), inputs)
-    prepared = fxq.prepare(program, inputs, target, mapping, options=fxq.Options(dynamic_shapes={}))
-    calls = _calls(model)
-    named = dict(zip([node.name for node in _calls(program)], calls, strict=True))
+    options, calls = fxq.Options(dynamic_shapes={}), _calls(model)
+    prepared, named = fxq.prepare(program, inputs, target, mapping, options=options), _by_name(program, inputs, options, calls)
     decided = {node.name: node for node in prepared.graph.nodes}
     grids: dict[fx.Node, Any] = {}
     usual = grid(ACTIVATION_TYPES[prepared.meta["target"].default_activation])
