@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.machinery
 import os
 import string
 import subprocess
@@ -288,3 +289,9 @@ def test_every_refusal_has_a_row_with_its_values_and_every_row_a_place() -> None
     rows = {key: texts for key, texts in common.TEXTS.items() if ": " not in key}
     assert {key.partition(": ")[0] for key in common.TEXTS if ": " in key} == groups
     assert {key: {name for text in texts for _, name, *_ in string.Formatter().parse(text) if name} for key, texts in rows.items()} == calls
+
+
+def test_a_package_of_the_vendor_s_that_is_not_installed_is_refused(installed: None) -> None:
+    if importlib.machinery.PathFinder.find_spec("horizon_tc_ui") is None:
+        with pytest.raises(ImportError, match=r"fxq\.verify"):
+            importlib.import_module("horizon_tc_ui")

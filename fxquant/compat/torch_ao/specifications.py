@@ -40,7 +40,7 @@ def annotations_mapping(
     """
     model = program.module()
     before = _calls(model)
-    names = {node: name for name, node in _by_name(program, inputs, options, before).items()}
+    names = {node.name: name for name, node in _by_name(program, inputs, options, before).items()}
     changed = quantizer.transform_for_annotation(model) if hasattr(quantizer, "transform_for_annotation") else model
     if [node.name for node in _calls(changed)] != [node.name for node in before]:
         raise refused("transform_for_annotation", kind=type(quantizer).__name__)
@@ -51,12 +51,9 @@ def annotations_mapping(
     marks = {node: node.meta[KEY] for node in changed.graph.nodes if node.meta.get(KEY) is not None}
     configs = {node: _config(node, marks) for node in marks if node.op == "call_function"}
     specs = [(where, spec) for node, mark in marks.items() for where, spec in ((node, mark.output_qspec), *mark.input_qspec_map.items())]
-    shared = [
-        tuple(names.get(node, node.name) for node in (where, _tensor(spec.edge_or_node)))
-        for where, spec in specs
-        if hasattr(spec, "edge_or_node")
-    ]
-    return QConfigMapping(None, names={names[node]: config for node, config in configs.items() if config is not None}), shared
+    pairs = [(where.name, _tensor(spec.edge_or_node).name) for where, spec in specs if hasattr(spec, "edge_or_node")]
+    shared = [(names.get(a, a), names.get(b, b)) for a, b in pairs]
+    return QConfigMapping(None, names={names[node.name]: config for node, config in configs.items() if config is not None}), shared
 
 
 def _tensor(where: Any) -> fx.Node:
