@@ -15,12 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 import fxquant as fxq
 from fxquant.errors import ConfigurationError, FxQuantError
+from fxquant.ir.graph import fact, resolve
 from fxquant.support import logger
-from fxquant.support.arguments import FLAG
+from fxquant.support.arguments import FLAG, Kind, checked
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,34 +45,58 @@ class Refusal(NamedTuple):
         return ConfigurationError(what, because=self.because, remedy=self.remedy)
 
 
-def refusals(because: str, remedy: str, *names: str) -> dict[str, Refusal]:
-    """Return the rows of arguments that are refused for one reason."""
-    return dict.fromkeys(names, Refusal(because, remedy))
+def _rows(name: str) -> dict[str, list[str]]:
+    """Return the rows of a file with tabs, by their first column."""
+    lines = Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines()[1:]
+    return {key: rest for key, *rest in (line.split("\t") for line in lines)}
 
 
-def refuses(table: Mapping[str, Refusal]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator: the function raises ConfigurationError for an argument of the table that is neither None nor its default.
+TEXTS = _rows("refusals.tsv")  # what, because and remedy; braces hold the names of values, as for `str.format`
+SIGNATURES = {key: eval(f"lambda {arguments}: None") for key, (arguments,) in _rows("signatures.tsv").items()}
 
-    An argument without a default is never refused.
+
+def refused(key: str, /, **values: Any) -> ConfigurationError:
+    """Return the error of a row of refusals.tsv, with these values in its texts."""
+    what, because, remedy = (text.format(**values) for text in TEXTS[key])
+    return ConfigurationError(what, because=because, remedy=remedy)
+
+
+def refusals(group: str, **harmless: Callable[[Any], bool]) -> dict[str, Refusal]:
+    """Return the refusals of a group of refusals.tsv, by name; `harmless` as of a Refusal, by name."""
+    rows = [(key.partition(": ")[2], texts) for key, texts in TEXTS.items() if key.startswith(f"{group}: ")]
+    return {name: Refusal(texts[1], texts[2], harmless.get(name)) for names, texts in rows for name in names.split()}
+
+
+def foreign(toolkit: str, table: Mapping[str, Refusal] | None = None) -> Callable[..., Callable[[Callable[..., R]], Callable[..., R]]]:
+    """Return a decorator of functions that have the arguments of a toolkit's, in signatures.tsv; its keywords are those of `checked`.
+
+    An argument that the decorated function lacks has no effect; if the table has it, it raises ConfigurationError, unless it is None, its
+    default, or harmless.
     """
 
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        signature = inspect.signature(function)
-        defaults = {name: each.default for name, each in signature.parameters.items() if name in table and each.default is not each.empty}
+    def takes(**kinds: Kind) -> Callable[[Callable[..., R]], Callable[..., R]]:
+        def decorate(function: Callable[..., R]) -> Callable[..., R]:
+            own = inspect.signature(function)
+            own_table = {name: refusal for name, refusal in (table or {}).items() if name not in own.parameters}
+            signature = own.replace(parameters=list(inspect.signature(SIGNATURES[f"{toolkit}.{function.__name__}"]).parameters.values()))
 
-        @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            for name, value in signature.bind(*args, **kwargs).arguments.items():
-                if name not in defaults or value is None or value == defaults[name]:
-                    continue
-                harmless = table[name].harmless
-                if harmless is None or not harmless(value):
-                    raise table[name].error(f"{function.__name__}({name}=…) cannot be done")
-            return function(*args, **kwargs)
+            @functools.wraps(function)
+            def call(*args: Any, **kwargs: Any) -> R:
+                given = signature.bind(*args, **kwargs).arguments
+                for name, value in given.items():
+                    refusal, usual = own_table.get(name), signature.parameters[name].default
+                    if refusal is None or usual is inspect.Parameter.empty or value is None or value == usual:
+                        continue
+                    if refusal.harmless is None or not refusal.harmless(value):
+                        raise refusal.error(f"{function.__name__}({name}=…) cannot be done")
+                return function(**{name: value for name, value in given.items() if name in own.parameters})
 
-        return call
+            call.__dict__["__signature__"] = signature
+            return checked(**kinds)(call)
 
-    return decorate
+        return decorate
+
+    return takes
 
 
 def settings_of(config: Any) -> dict[str, Any]:
@@ -83,9 +110,6 @@ def settings_of(config: Any) -> dict[str, Any]:
 def keeps_attributes(config: Any) -> bool:
     """Return whether a custom config has no entry besides the attributes to keep, which are kept anyway."""
     return not settings_of(config).keys() - {"preserved_attributes"}
-
-
-FUSED = ("operators are fused in the graph, by the compiler's own passes", "leave it out")
 
 
 def unserved(called: str, argument: str, because: str, remedy: str) -> ConfigurationError:
@@ -123,17 +147,25 @@ def traced(
 
     def trace(branch: bool) -> fx.GraphModule:
         options = fxq.Options(dynamic_shapes=dynamic_shapes, leaf=leaf, training_branch=branch)
-        try:
+        if dynamic_shapes is not None:
             return fxq.trace(model, example_inputs, options=options)
+        try:
+            graph = fxq.trace(model, example_inputs, options=options)
+            if not any(_has_steps_in_batch(graph, node) for node in graph.graph.nodes):
+                return graph
+            shapes, why = (pytree.tree_map(_batch_second, example_inputs), "the batch is dimension 1: steps are in 0")
         except fxq.errors.TraceError as error:
-            if dynamic_shapes is not None:
-                raise
-            try:
-                fixed = fxq.trace(model, example_inputs, options=replace(options, dynamic_shapes={}))
-            except fxq.errors.TraceError:
-                raise error from None
-            logger.warning("%s: the batch size is fixed to the example's, since forward cannot be traced at another\n%s", called, error)
-            return fixed
+            graph, shapes = None, {}
+            why = f"the batch size is fixed to the example's, since forward cannot be traced at another\n{error}"
+            raised = error
+        try:
+            other = fxq.trace(model, example_inputs, options=replace(options, dynamic_shapes=shapes))
+        except fxq.errors.TraceError:
+            if graph is None:
+                raise raised from None
+            return graph
+        logger.warning("%s: %s", called, why)
+        return other
 
     if training_branch is False:
         return trace(False)
@@ -145,6 +177,20 @@ def traced(
         without = trace(False)
         logger.warning("%s: what forward does only in train mode is left out, since it cannot be traced\n%s", called, error)
         return without
+
+
+def _has_steps_in_batch(graph: fx.GraphModule, node: fx.Node) -> bool:
+    """Return whether a node is a recurrent layer whose input (steps, N, C) has the batch as its steps."""
+    layer = resolve(graph, str(node.target)) if node.op == "call_module" else None
+    if not isinstance(layer, nn.RNNBase) or layer.batch_first:
+        return False
+    sizes = fact(node.all_input_nodes[0]).shape
+    return len(sizes) == 3 and not isinstance(sizes[0], int)
+
+
+def _batch_second(value: Any) -> Any:
+    """Return the dynamic shape of an input whose batch is dimension 1, or 0 of a vector; None for any other value."""
+    return {min(1, value.dim() - 1): torch.export.Dim("batch")} if isinstance(value, Tensor) and value.dim() else None
 
 
 def run_program(called: str, install: Callable[[bool], None], arguments: Sequence[str]) -> int:

@@ -12,6 +12,7 @@ import functools
 import inspect
 import re
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,7 +22,8 @@ from torch.utils import _pytree as pytree
 
 import fxquant as fxq
 from fxquant.calibration.calibration import owned_quantizers, require_prepared, update_scales
-from fxquant.errors import ConfigurationError
+from fxquant.compat.common import refused
+from fxquant.errors import ConfigurationError, NotCalibrated
 from fxquant.ir.graph import resolve
 from fxquant.ops.core.boundary import QUANTIZE
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
@@ -148,11 +150,7 @@ class Deferred(nn.Module):
         return self
 
     def _unknown(self, what: str) -> ConfigurationError:
-        return ConfigurationError(
-            f"{what} of a model that is not prepared yet does not exist",
-            because=f"{self._called} was given no example_inputs, so that the model is prepared by its first batch",
-            remedy=f"pass {self._called}(…, example_inputs=(x,)), run one batch first, or load the state_dict of a calibrated model",
-        )
+        return refused("not prepared yet", what=what, called=self._called)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of the float model. Raises ConfigurationError if the prepared model has others: folded weights."""
@@ -183,10 +181,36 @@ def converted(prepared: fx.GraphModule, inplace: bool = False) -> fx.GraphModule
         raise prepared._unknown("the integer graph")
     require_prepared(prepared)
     set_observed_scales(prepared)
-    integer = fxq.convert(prepared)
+    try:
+        integer = fxq.convert(prepared)
+    except NotCalibrated as error:
+        more = f"{error.remedy}; or, for a model that was saved, {SAVED}"
+        raise NotCalibrated(error.what, because=error.because, remedy=more, at=error.at, module=error.module) from None
+    integer.register_state_dict_post_hook(_record_graph)  # type: ignore[no-untyped-call]
+    integer.register_load_state_dict_pre_hook(_check_graph)  # type: ignore[no-untyped-call]
     if inplace:
         become(prepared, integer)
     return prepared if inplace else integer
+
+
+GRAPH = "fxquant.graph"  # in the metadata of an integer model's state_dict: the checksum of its graph, which has the zero points
+SAVED = "load the state_dict of the prepared model before it is converted, or load the whole integer model, written by torch.save(model, …)"
+
+
+def _checksum(module: nn.Module) -> int:
+    return zlib.crc32(module.code.encode()) if isinstance(module, fx.GraphModule) else 0
+
+
+def _record_graph(module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any]) -> None:
+    metadata[GRAPH] = _checksum(module)
+
+
+def _check_graph(module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    """A hook that raises ConfigurationError for the state_dict of another integer model; one without metadata is logged."""
+    if GRAPH not in metadata:
+        logger.warning("the state_dict has no metadata: zero points and ranges of the integer model are assumed to be equal")
+    elif metadata[GRAPH] != _checksum(module):
+        raise refused("load_state_dict.graph", text=SAVED)
 
 
 # ---- Scales from checkpoints of the plugin, or of PyTorch's quantization ----------------------------------------------
@@ -232,12 +256,7 @@ def _take_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
             state_dict[f"{prefix}{norms[layer]}.{rest}"] = state_dict.pop(key)
     folded = _folded(module, [key.removeprefix(prefix) for key in state_dict if key.endswith(".running_mean")])
     if folded:
-        raise ConfigurationError(
-            f"the checkpoint has statistics of batch norms that this model does not have: {', '.join(folded[:8])}",
-            because="they are folded into the model's weights, and those of the checkpoint are not",
-            remedy="load the checkpoint into the float model before it is prepared, or prepare it with live batch norms:"
-            " fxq.Options(batch_norm='live'), or set_qat_mode(QATMode.WithBN) of Horizon's names",
-        )
+        raise refused("load_state_dict.norms", known=", ".join(folded[:8]))
     own = dict(module.named_parameters())
     unlike = {key: own[key.removeprefix(prefix)].shape for key in state_dict if key.removeprefix(prefix) in own}
     unlike = {key: shape for key, shape in unlike.items() if state_dict[key].shape != shape}

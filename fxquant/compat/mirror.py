@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from fxquant.compat.common import Refusal
+from fxquant.compat.common import Refusal, refused
 from fxquant.errors import ConfigurationError
 
 
@@ -76,10 +76,14 @@ class Tables:
     file      the file of the rows: see `read_rows`
     aliases   names of packages that `install` puts into sys.modules, each with its module
     partly    why a name of the toolkit itself cannot be used, if the toolkit is not installed; None if the tables have all its names
+    beside    packages that programs import beside the toolkit: why each cannot be used, where it is not installed
     """
 
-    def __init__(self, package: str, homes: str, file: Path, aliases: Mapping[str, str], partly: Refusal | None = None) -> None:
-        self.package, self.homes, self.aliases, self.partly = package, homes, dict(aliases), partly
+    def __init__(
+        self, package: str, homes: str, file: Path, aliases: Mapping[str, str], partly: Refusal | None = None,
+        beside: Mapping[str, Refusal] | None = None,
+    ) -> None:  # fmt: skip
+        self.package, self.homes, self.aliases, self.partly, self.beside = package, homes, dict(aliases), partly, beside or {}
         self.modules = {path: {row.name: row for row in listed} for path, listed in read_rows(file).items()}
         for path in list(self.modules):  # the parents of a module are modules as well
             parts = path.split(".")
@@ -215,11 +219,7 @@ class Tables:
             if there is mirrored:
                 continue
             if not replace and (there is not None or _is_installed(alias)):
-                raise ConfigurationError(
-                    f"{alias} is there already",
-                    because="a program that imports it would meet one or the other, depending on the order",
-                    remedy=f"uninstall it, or import {self.package} under its own name",
-                )
+                raise refused("install", alias=alias, package=self.package)
             for name in [name for name in sys.modules if not self.partly and (name == alias or name.startswith(alias + "."))]:
                 del sys.modules[name]
             self.roots[alias] = path
@@ -327,6 +327,9 @@ class Finder(MetaPathFinder, Loader):
             return None
         if inner in tables.modules:
             return importlib.machinery.ModuleSpec(fullname, self, origin=inner, is_package=True)
+        why = tables.beside.get(fullname) if tables.roots else None
+        if why is not None and importlib.machinery.PathFinder.find_spec(fullname) is None:
+            raise MissingImport(f"{fullname} is not installed", because=why.because, remedy=why.remedy)
         if inner is None:
             return self._executed_aside(fullname, path) if fullname.partition(".")[0] in tables.tops else None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path) if ours else None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import importlib.machinery
 import os
+import string
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +18,7 @@ import pytest
 import fxquant as fxq
 from benchmarks.horizon_programs.__main__ import PROGRAMS, import_lines, judge, try_import
 from benchmarks.horizon_programs.expected import EXPECTED
-from fxquant.compat import horizon, torch_ao
+from fxquant.compat import common, horizon, torch_ao
 from fxquant.compat.common import Refusal
 from fxquant.compat.horizon import TABLES
 from fxquant.compat.mirror import Row, Tables
@@ -270,3 +273,25 @@ def test_the_rows_of_torch_ao_are_served() -> None:
     assert not hasattr(torch_ao, "convert_to_reference_fx")
     with pytest.raises(fxq.errors.ConfigurationError, match="export_onnx"):
         torch_ao.convert_to_reference_fx  # noqa: B018
+
+
+def test_every_refusal_has_a_row_with_its_values_and_every_row_a_place() -> None:
+    calls: dict[str, set[str]] = {}
+    groups: set[str] = set()
+    for file in Path(common.__file__).parent.rglob("*.py"):
+        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and isinstance(next(iter(call.args), None), ast.Constant):
+                key = str(call.args[0].value)  # type: ignore[attr-defined]
+                if call.func.id == "refused":
+                    calls[key] = {str(keyword.arg) for keyword in call.keywords}
+                elif call.func.id == "refusals":
+                    groups.add(key)
+    rows = {key: texts for key, texts in common.TEXTS.items() if ": " not in key}
+    assert {key.partition(": ")[0] for key in common.TEXTS if ": " in key} == groups
+    assert {key: {name for text in texts for _, name, *_ in string.Formatter().parse(text) if name} for key, texts in rows.items()} == calls
+
+
+def test_a_package_of_the_vendor_s_that_is_not_installed_is_refused(installed: None) -> None:
+    if importlib.machinery.PathFinder.find_spec("horizon_tc_ui") is None:
+        with pytest.raises(ImportError, match=r"fxq\.verify"):
+            importlib.import_module("horizon_tc_ui")

@@ -178,6 +178,21 @@ def test_what_is_not_annotated_is_float_and_what_readers_ask_for_is_the_output()
     assert found(torch_ao.prepare_pt2e(program(), Mine(wide), target="nash-e"))["conv2d_2"] == "int32"  # the sum, which is dequantized
 
 
+def test_operators_in_place_have_the_rules_of_their_annotations(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.SiLU(inplace=True), nn.Conv2d(4, 4, 1), nn.SiLU(), nn.Conv2d(4, 2, 1)).eval()
+    last = {ATEN.silu_.default: all_inputs(ACT, ACT), ATEN.silu.default: all_inputs(ACT, FIXED), ATEN.conv2d.default: layer()}
+    prepared = torch_ao.prepare_pt2e(program(model), Mine(last), target="x86")
+    assert not [line for line in caplog.messages if "matched nothing" in line]
+    assert [name for name, operator in quantized_operators(prepared).items() if operator.output.given] == ["silu_1"]
+
+
+def test_scales_that_are_not_shared_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    rules = {ATEN.conv2d.default: layer(), ATEN.sigmoid.default: shared, ATEN.max_pool2d.default: shared}
+    torch_ao.prepare_pt2e(program(), Mine(rules), target="x86")
+    (said,) = [line for line in caplog.messages if "SharedQuantizationSpec" in line]
+    assert said.endswith("%sigmoid and %conv2d_2")  # a pooling has the scale of its operand
+
+
 class Own(ao.MinMaxObserver):
     """An observer of a user's own."""
 
@@ -249,6 +264,13 @@ def test_what_cannot_be_read_is_refused_by_name(name: str) -> None:
         torch_ao.prepare_pt2e(program(), quantizer() if callable(quantizer) else quantizer, target="bayes-e")
     assert caught.value.because
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_a_weight_for_xnnpack_has_the_scales_that_the_config_says(per_channel: bool) -> None:
+    quantizer = torch_ao.XNNPACKQuantizer().set_global(torch_ao.get_symmetric_quantization_config(is_per_channel=per_channel))
+    operators = quantized_operators(torch_ao.prepare_pt2e(program(), quantizer))
+    assert {operators[name].weight_quantizer.per_channel for name in ("conv2d", "conv2d_1", "conv2d_2")} == {per_channel}
 
 
 def test_ranges_of_weights_are_read() -> None:

@@ -162,14 +162,26 @@ def test_observers_are_found_under_their_names() -> None:
         torch_ao.get_observer_dict(nn.Linear(2, 2), {})
 
 
-@pytest.mark.parametrize(("engine", "target"), [("qnnpack", "qnnpack"), ("x86", "x86"), ("fbgemm", "x86"), ("onednn", "x86")])
-def test_the_engine_of_pytorch_is_the_target_where_none_is_given(engine: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends, "quantized", types.SimpleNamespace(engine=engine))
-    mapping, example = ao.get_default_qconfig_mapping("qnnpack"), (BATCHES[0],)
-    assert torch_ao.prepare_fx(small(), mapping, example).meta["target"].name == target
-    assert torch_ao.prepare_qat_fx(small().train(), mapping, example).meta["target"].name == target
-    other = "x86" if target == "qnnpack" else "qnnpack"
-    assert torch_ao.prepare_fx(small(), mapping, example, target=other).meta["target"].name == other
+def test_a_state_dict_of_an_integer_model_loads_where_its_graph_is_equal() -> None:
+    mapping, example = ao.get_default_qconfig_mapping("x86"), (BATCHES[0],)
+    prepared = calibrated(torch_ao.prepare_fx(small(), mapping, example))
+    first, second = (torch_ao.convert_fx(prepared) for _ in range(2))
+    second.load_state_dict(first.state_dict())
+    shifted = torch_ao.prepare_fx(small(), mapping, example)
+    shifted(BATCHES[0] + 3)
+    with pytest.raises(fxq.errors.ConfigurationError, match="zero points"):
+        torch_ao.convert_fx(shifted).load_state_dict(first.state_dict())
+
+
+def test_a_weight_has_the_scales_that_its_qconfig_asks_for_whatever_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends, "quantized", types.SimpleNamespace(engine="qnnpack"))
+    of_layer = ao.get_default_qconfig_mapping("qnnpack")
+    of_channel = ao.QConfigMapping().set_global(ao.QConfig(ao.HistogramObserver, ao.default_per_channel_weight_observer))
+    for mapping, per_channel in ((of_layer, False), (of_channel, True)):
+        prepared = torch_ao.prepare_fx(small(), mapping, (BATCHES[0],))
+        assert {each.weight_quantizer.per_channel for each in quantized_operators(prepared).values() if each.weight_quantizer} == {
+            per_channel
+        }
 
 
 @pytest.mark.parametrize("fused", [False, True])

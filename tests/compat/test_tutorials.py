@@ -212,6 +212,75 @@ prepared(images[0])
 quantized = convert_fx(prepared)
 add_loggers("float", model, "quantized", quantized, OutputLogger)
 """, "fxq.compare", ('add_loggers("float", model, "quantized", quantized, OutputLogger)', "fxq.compare(model, quantized, images)")),
+    "integers of a result": ("""
+from torch.ao.quantization import MinMaxObserver, QuantWrapper
+observer = MinMaxObserver(dtype=torch.quint8); observer(images[0])
+scale, zero_point = observer.calculate_qparams()
+exact = torch.quantize_per_tensor(images[0], scale.item(), zero_point.item(), torch.quint8)
+assert exact.int_repr().dtype == torch.uint8 and exact.q_scale() > 0
+model = QuantWrapper(nn.Conv2d(3, 4, 3)).eval()
+model.qconfig = torch.ao.quantization.get_default_qconfig("fbgemm")
+torch.ao.quantization.prepare(model, inplace=True)(images[0])
+torch.ao.quantization.convert(model, inplace=True)
+import fxquant as fxq
+print(model(images[0]).int_repr())
+""", "fxq.inspect.record", ("model(images[0]).int_repr()", "[values.keys() for values in fxq.inspect.record(model, images[:1])]")),
+    "saved and loaded": ("""
+from torch.ao.quantization import get_default_qconfig_mapping
+from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
+mapping = get_default_qconfig_mapping("x86")
+model = Classifier().eval()
+prepared = prepare_fx(model, mapping, (images[0],)); prepared(images[0])
+torch.save(prepared.state_dict(), "prepared.pth")
+again = prepare_fx(Classifier().eval(), mapping, (images[0],))
+quantized = convert_fx(again); again.load_state_dict(torch.load("prepared.pth"))
+assert torch.equal(quantized(images[1]), convert_fx(prepared)(images[1]))
+""", "before it is converted", ("quantized = convert_fx(again); again.load_state_dict(torch.load(\"prepared.pth\"))",
+                              "again.load_state_dict(torch.load(\"prepared.pth\")); quantized = convert_fx(again)")),
+    "names that torch.export replaced": ("""
+from torch.ao.quantization.backend_config import get_executorch_backend_config
+from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
+from torch.ao.quantization.quantize_pt2e import convert_pt2e, prepare_pt2e
+from torch.ao.quantization.quantizer.xnnpack_quantizer import XNNPACKQuantizer, get_symmetric_quantization_config
+from torch.export import export_for_training
+from torch._export import capture_pre_autograd_graph
+model = Classifier().eval()
+mapping = torch.ao.quantization.get_default_qconfig_mapping("qnnpack")
+prepare_fx(model, mapping, (images[0],), backend_config=get_executorch_backend_config())
+for exported in (export_for_training(model, (images[0],)).module(), capture_pre_autograd_graph(model, (images[0],))):
+    quantizer = XNNPACKQuantizer().set_global(get_symmetric_quantization_config(is_per_channel=True)).set_module_name("head", None)
+    prepared = prepare_pt2e(exported, quantizer)
+    for batch in images:
+        prepared(batch)
+    assert error(model, convert_pt2e(prepared), images) < 1e-3
+""", "", ("", "")),
+    "weights side by side": ("""
+import torch.ao.ns._numeric_suite as ns
+import fxquant as fxq
+model = Stubbed().eval()
+exact = copy.deepcopy(model)
+model.qconfig = torch.ao.quantization.get_default_qconfig("x86")
+prepared = torch.ao.quantization.prepare(model); prepared(images[0])
+quantized = torch.ao.quantization.convert(prepared)
+ns.compare_weights(exact.state_dict(), quantized.state_dict())
+""", "fxq.compare(model, quantized, batches)",
+                             ("ns.compare_weights(exact.state_dict(), quantized.state_dict())", "fxq.compare(exact, quantized, images)")),
+    "a language model, steps first": ("""
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__(); self.embed, self.lstm, self.out = nn.Embedding(20, 16), nn.LSTM(16, 24, 2), nn.Linear(24, 20)
+    def forward(self, tokens, hidden):
+        output, hidden = self.lstm(self.embed(tokens), hidden)
+        return self.out(output), hidden
+model = Words().eval()
+quantized = torch.quantization.quantize_dynamic(model, {nn.LSTM, nn.Linear}, dtype=torch.qint8)
+hidden = (torch.zeros(2, 3, 24), torch.zeros(2, 3, 24))
+for tokens in torch.randint(0, 20, (4, 5, 3)):
+    output, hidden = quantized(tokens, hidden)
+import fxquant as fxq
+assert sum(layer.dynamic for layer in fxq.inspect.layers(quantized)) > 5
+assert quantized(torch.randint(0, 20, (5, 1)), (torch.zeros(2, 1, 24), torch.zeros(2, 1, 24)))[0].shape == (5, 1, 20)
+""", "", ("", "")),
     "a model of the first releases": ("""
 from torch.quantization import get_default_qconfig, quantize
 from torch.quantization.quantize_fx import convert_fx, prepare_fx

@@ -15,10 +15,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fxquant.compat.common import refusals
 from fxquant.compat.mirror import Tables
 
 ALIASES = {"horizon_plugin_pytorch": "", "horizon_plugin_profiler": "profiler", "hbdk4": "hbdk4"}
-TABLES = Tables("fxquant.compat.horizon", "fxquant.compat.horizon.served", Path(__file__).with_name("names.tsv"), ALIASES)
+HOMES = "fxquant.compat.horizon.served"
+TABLES = Tables("fxquant.compat.horizon", HOMES, Path(__file__).with_name("names.tsv"), ALIASES, beside=refusals("beside"))
 
 __all__ = [*(name for name in TABLES.names("") if not name.startswith("__")), "install"]  # made from the table
 

@@ -15,12 +15,17 @@ not serve stay PyTorch's own, also for PyTorch itself. `python -m fxquant.compat
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
+import itertools
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._export
 
-from fxquant.compat.common import Refusal
+from fxquant.compat.common import Refusal, refused
 from fxquant.compat.mirror import Tables
 
 ALIASES = {
@@ -28,6 +33,7 @@ ALIASES = {
     "torch.quantization": "",
     "torch.ao.nn.intrinsic.qat": "intrinsic_qat",
     "torch.nn.intrinsic.qat": "intrinsic_qat",
+    "torch.ao.ns._numeric_suite": "numeric_suite",
     "torchao": "torchao",
     "executorch": "executorch",
 }
@@ -51,6 +57,10 @@ def install(replace: bool = True) -> None:
     replace   whether to replace installed packages; if False, an installed one raises ConfigurationError
     """
     _remember_programs()
+    _restore_exports()
+    _explain_integers()
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch.ao.quantization.quantize_fx")  # PyTorch's own modules expect that a program imports it
     TABLES.install(replace)
 
 
@@ -67,6 +77,35 @@ def _remember_programs() -> None:
 
     module.remembers = True  # type: ignore[attr-defined]
     torch.export.ExportedProgram.module = module  # type: ignore[method-assign]
+
+
+def _restore_exports() -> None:
+    """Give programs for older releases of PyTorch the names that `torch.export.export` replaced."""
+    for home, name in ((torch.export, "export_for_training"), (torch._export, "capture_pre_autograd_graph")):
+        if not hasattr(home, name):
+            setattr(home, name, torch.export.export if home is torch.export else _captured)
+
+
+def _captured(f: torch.nn.Module, args: Any, kwargs: Any = None, dynamic_shapes: Any = None) -> Any:
+    return torch.export.export(f, args, kwargs, dynamic_shapes=dynamic_shapes).module()
+
+
+def _explain_integers() -> None:
+    """Make PyTorch's functions of quantized tensors say what to call for the results of integer graphs, which are floats."""
+    for home, name in itertools.product((torch.Tensor, torch), ("int_repr", "q_scale", "q_zero_point")):
+        own = getattr(home, name)
+        if not hasattr(own, "__wrapped__"):
+            setattr(home, name, _of_quantized(own, name))
+
+
+def _of_quantized(own: Any, name: str) -> Any:
+    @functools.wraps(own)
+    def method(self: torch.Tensor) -> Any:
+        if type(self) is torch.Tensor and not self.is_quantized:
+            raise refused("int_repr", name=name, dtype=self.dtype)
+        return own(self)
+
+    return method
 
 
 def __getattr__(name: str) -> Any:

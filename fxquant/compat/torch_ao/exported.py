@@ -9,23 +9,16 @@ from torch import fx, nn
 
 import fxquant as fxq
 from fxquant import backends
-from fxquant.compat.common import Refusal, refuses, unknown, unserved
+from fxquant.compat.common import refused, unknown, unserved
 from fxquant.compat.deferred import converted
 from fxquant.compat.mirror import MissingName
 from fxquant.compat.torch_ao import PROGRAM, TABLES
-from fxquant.compat.torch_ao.functions import engine
+from fxquant.compat.torch_ao.functions import takes
 from fxquant.compat.torch_ao.reading import BITS
-from fxquant.compat.torch_ao.specifications import annotate_decisions, annotations_mapping
-from fxquant.errors import ConfigurationError
+from fxquant.compat.torch_ao.specifications import annotate_decisions, annotations_mapping, report_unshared
 from fxquant.frontend.entry import is_unpacked
 from fxquant.quantization.spec import State
 from fxquant.support.arguments import FLAG, checked
-
-ARGUMENTS = {
-    "use_reference_representation": Refusal(
-        "the integer graph is the only form", "write quantize and dequantize with fxq.export_onnx(…, style='qdq')"
-    )
-}
 
 
 class Quantizer:
@@ -99,9 +92,9 @@ class X86InductorQuantizer(Quantizer):
 
 
 class XNNPACKQuantizer(Quantizer):
-    """Rules for the target "qnnpack", whose integers are those of PyTorch's engine for ARM."""
+    """Rules for the same target by the name "xnnpack": a weight has a scale for each output channel, or one, whichever a config says."""
 
-    target = "qnnpack"
+    target = "xnnpack"
 
 
 class BpuQuantizer(Quantizer):
@@ -134,23 +127,22 @@ def get_symmetric_quantization_config(
 def _prepared(called: str, model: Any, quantizer: Any, target: str | None, train: bool) -> fx.GraphModule:
     program: Any = getattr(model, "__dict__", {}).get(PROGRAM, model)
     if type(program) is not torch.export.ExportedProgram:
-        raise ConfigurationError(
-            f"{called} was given a {type(model).__name__}",
-            because="it prepares a program of torch.export, or its module where fxquant.compat.torch_ao.install() came before the export",
-            remedy="pass torch.export.export(model, example_inputs), the program itself",
-        )
-    if isinstance(quantizer, Quantizer):
-        target, mapping = target or quantizer.target, quantizer.mapping
-    elif hasattr(quantizer, "annotate"):
-        mapping = annotations_mapping(quantizer, program, train)
-    else:
-        raise unknown("quantizer", quantizer, "X86InductorQuantizer, XNNPACKQuantizer, BpuQuantizer, or an object with `annotate`")
+        raise refused("prepare_pt2e", called=called, kind=type(model).__name__)
     args, kwargs = program.example_inputs if program.example_inputs is not None else ((), {})
-    inputs = dict(kwargs) if kwargs and not args else tuple(args)
+    inputs: Any = dict(kwargs) if kwargs and not args else tuple(args)
     values = [node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")]
     fixed = all(isinstance(size, int) for value in values if isinstance(value, torch.Tensor) for size in value.shape)
     options = fxq.Options(dynamic_shapes={} if fixed else None)
-    return fxq.prepare(program, inputs, target or engine(), mapping, options=options)  # type: ignore[arg-type]
+    shared: list[Any] = []
+    if isinstance(quantizer, Quantizer):
+        target, mapping = target or quantizer.target, quantizer.mapping
+    elif hasattr(quantizer, "annotate"):
+        mapping, shared = annotations_mapping(quantizer, program, inputs, options, train)
+    else:
+        raise unknown("quantizer", quantizer, "X86InductorQuantizer, XNNPACKQuantizer, BpuQuantizer, or an object with `annotate`")
+    prepared = fxq.prepare(program, inputs, target or "x86", mapping, options=options)  # type: ignore[arg-type]
+    report_unshared(called, prepared, shared)
+    return prepared
 
 
 @checked()
@@ -158,7 +150,7 @@ def prepare_pt2e(model: Any, quantizer: Any, *, target: str | None = None) -> fx
     """Prepare an exported program for calibration, in state CALIBRATE. See `fxquant.prepare`.
 
     quantizer   one of this module, or one with a method `annotate`, whose annotations are read
-    target      what to compile for; None: what the quantizer is for, or torch.backends.quantized.engine
+    target      what to compile for; None: what the quantizer is for, or "x86"
     """
     return _prepared("prepare_pt2e", model, quantizer, target, train=False)
 
@@ -171,9 +163,8 @@ def prepare_qat_pt2e(model: Any, quantizer: Any, *, target: str | None = None) -
     return prepared.train()
 
 
-@checked(use_reference_representation=FLAG, fold_quantize=FLAG)
-@refuses(ARGUMENTS)
-def convert_pt2e(model: fx.GraphModule, use_reference_representation: bool = False, fold_quantize: bool = True) -> fx.GraphModule:
+@takes(use_reference_representation=FLAG, fold_quantize=FLAG)
+def convert_pt2e(model: fx.GraphModule) -> fx.GraphModule:
     """Return the integer graph of a prepared program. Weights are integers, with or without `fold_quantize`."""
     return converted(model)
 
@@ -200,8 +191,4 @@ def _own(called: str, model: nn.Module) -> Any:
     for module in (*TABLES.own_modules("torchao.quantization.pt2e"), *TABLES.own_modules("")):
         if hasattr(module, called):
             return getattr(module, called)(model)
-    raise ConfigurationError(
-        f"{called} was given the module of a program that is not prepared",
-        because="it stays in the mode in which it was exported: PyTorch's own function is in torchao, which is not installed",
-        remedy=f"call {called} with what prepare_pt2e, prepare_qat_pt2e or convert_pt2e returns, or install torchao",
-    )
+    raise refused("move_exported_model", called=called)

@@ -6,15 +6,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 import fxquant as fxq
 from fxquant.calibration.calibration import follow_unseen, keep_statistics, owned_quantizers, require_prepared, update_scales
-from fxquant.compat.common import BRANCH, FUSED, Refusal, keeps_attributes, reading_attributes, refusals, refuses, settings_of, traced
+from fxquant.compat.common import BRANCH, Refusal, foreign, keeps_attributes, reading_attributes, refusals, refused, settings_of, traced
 from fxquant.compat.deferred import Deferred, converted, keep_shapes, prepared_in_place, take_checkpoints
 from fxquant.compat.torch_ao.reading import dynamic_mapping, mapping_of, own_qconfig
-from fxquant.errors import ConfigurationError
 from fxquant.frontend import default_leaf
 from fxquant.frontend.entry import is_quantized_by_torch
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
@@ -22,38 +20,19 @@ from fxquant.quantization.spec import State
 from fxquant.support.arguments import FLAG, checked
 
 ATTRIBUTES_ALONE = fxq.QConfigMapping(default=None)  # rules for a model whose attributes `qconfig` say what is quantized
-ARGUMENTS = {
-    **refusals("equalization is a separate step", "leave it out", "_equalization_config"),
-    **refusals("quantized custom modules have no integer graph", "leave it out", "convert_custom_config_dict"),
-    **refusals("the qconfig determines what is quantized", "set qconfig = None on the modules that stay in float", "allow_list"),
-    "backend_config": Refusal("the target determines the arithmetic", "leave it out, and pass target='x86' or the name of another",
-                              lambda config: getattr(config, "name", "") in ("native", "fbgemm", "x86", "qnnpack", "onednn")),
-    "convert_custom_config": Refusal("quantized custom modules have no integer graph", "leave it out", keeps_attributes),
-    "fuse_custom_config": Refusal(*FUSED, lambda config: not settings_of(config)),
-    **refusals(*FUSED, "additional_fuser_method_mapping", "fuser_func", "fuse_custom_config_dict"),
-    **refusals("modules are traced, not replaced", "leave it out", "float_to_observed_custom_module_class", "float_to_observed_mapping",
-               "mapping"),
-    **refusals("inputs of graphs are float; those of files may be integers", "write the file with fxq.export_onnx(…, io='integer')",
-               "input_quantized_indexes"),
-    **refusals("outputs of graphs are float; those of files may be integers", "write the file with fxq.export_onnx(…, io='integer')",
-               "output_quantized_indexes"),
-    **refusals("the integer graph is the only form", "write quantize and dequantize with fxq.export_onnx(…, style='qdq')", "is_reference"),
-    **refusals("an integer graph holds integers", "keep the prepared model, which has the float weights", "keep_original_weights"),
-    **refusals("every operator of the graph is observed", "leave it out", "observer_non_leaf_module_list"),
-    **refusals("it belongs to modules that are replaced; here modules are traced", "use prepare_fx", "prepare_custom_config_dict"),
-    **refusals("how operators are quantized was determined when the model was prepared", "prepare it again with this mapping",
-               "qconfig_mapping"),
-    **refusals("one graph is made of the whole model", "leave it out: the module's operators are quantized with the others",
-               "standalone_module_classes", "standalone_module_names"),
-    **refusals("weights are quantized from their present values", "leave it out", "use_precomputed_fake_quant"),
-}  # fmt: skip
+ARGUMENTS = refusals(
+    "torch_ao",
+    backend_config=lambda config: getattr(config, "name", "") in ("native", "fbgemm", "x86", "qnnpack", "onednn", "executorch"),
+    convert_custom_config=keeps_attributes,
+    fuse_custom_config=lambda config: not settings_of(config),
+)
+takes = foreign("torch_ao", ARGUMENTS)
 
 
-@checked(training_branch=BRANCH)
-@refuses(ARGUMENTS)
+@takes(training_branch=BRANCH)
 def prepare_fx(
-    model: nn.Module, qconfig_mapping: Any, example_inputs: Any = None, prepare_custom_config: Any = None, _equalization_config: Any = None,
-    backend_config: Any = None, *, target: str | None = None, dynamic_shapes: Any = None, training_branch: bool | None = False,
+    model: nn.Module, qconfig_mapping: Any, example_inputs: Any = None, prepare_custom_config: Any = None, *, target: str = "x86",
+    dynamic_shapes: Any = None, training_branch: bool | None = False,
 ) -> fx.GraphModule:  # fmt: skip
     """Prepare a model for calibration, in state CALIBRATE: it observes every batch. See `fxquant.prepare`.
 
@@ -62,8 +41,8 @@ def prepare_fx(
     prepare_custom_config   PyTorch's; its modules that are not traced stay whole, and in float
     dynamic_shapes          as `fxquant.prepare` takes it
     training_branch         whether to keep what forward computes only in train mode; None: if it can be traced
-    target                  what to compile for: "x86", "qnnpack", or a march that supports the mapping's dtypes; None: that of
-                            torch.backends.quantized.engine
+    target                  what to compile for: "x86", with the arithmetic of all of PyTorch's engines, or a march that supports the
+                            mapping's dtypes
     """
     return prepared_in_place(  # type: ignore[no-any-return]
         model, False, example_inputs, _prepared, "prepare_fx", keeps=True, qconfigs=qconfig_mapping, custom=prepare_custom_config,
@@ -71,11 +50,10 @@ def prepare_fx(
     )  # fmt: skip
 
 
-@checked(training_branch=BRANCH)
-@refuses(ARGUMENTS)
+@takes(training_branch=BRANCH)
 def prepare_qat_fx(
-    model: nn.Module, qconfig_mapping: Any, example_inputs: Any = None, prepare_custom_config: Any = None, backend_config: Any = None, *,
-    target: str | None = None, dynamic_shapes: Any = None, training_branch: bool | None = None,
+    model: nn.Module, qconfig_mapping: Any, example_inputs: Any = None, prepare_custom_config: Any = None, *, target: str = "x86",
+    dynamic_shapes: Any = None, training_branch: bool | None = None,
 ) -> fx.GraphModule:  # fmt: skip
     """Prepare a model for training, in state TRAIN and in train mode: scales are set by the first batch and follow the rest.
 
@@ -88,12 +66,8 @@ def prepare_qat_fx(
     )  # fmt: skip
 
 
-@checked(_remove_qconfig=FLAG, keep_original_weights=FLAG)
-@refuses(ARGUMENTS)
-def convert_fx(
-    graph_module: fx.GraphModule, convert_custom_config: Any = None, _remove_qconfig: bool = True, qconfig_mapping: Any = None,
-    backend_config: Any = None, keep_original_weights: bool = False,
-) -> fx.GraphModule:  # fmt: skip
+@takes(_remove_qconfig=FLAG, keep_original_weights=FLAG)
+def convert_fx(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Return the integer graph of a model that `prepare_fx` or `prepare_qat_fx` returned; it stays usable. See `fxquant.convert`.
 
     Raises NotCalibrated if the model has observed no batch.
@@ -101,9 +75,8 @@ def convert_fx(
     return converted(graph_module)
 
 
-@checked()
-@refuses(ARGUMENTS)
-def fuse_fx(model: nn.Module, fuse_custom_config: Any = None, backend_config: Any = None) -> nn.Module:
+@takes()
+def fuse_fx(model: nn.Module) -> nn.Module:
     """Return the model unchanged: operators are fused when it is prepared, in train mode and in eval mode alike."""
     return model
 
@@ -111,11 +84,9 @@ def fuse_fx(model: nn.Module, fuse_custom_config: Any = None, backend_config: An
 # ---- eager: stubs in the model mark the ends of the integer part, and attributes `qconfig` say what is quantized how -------------------
 
 
-@checked(inplace=FLAG, training_branch=BRANCH)
-@refuses(ARGUMENTS)
+@takes(inplace=FLAG, training_branch=BRANCH)
 def prepare(
-    model: nn.Module, inplace: bool = False, allow_list: Any = None, observer_non_leaf_module_list: Any = None,
-    prepare_custom_config_dict: Any = None, *, example_inputs: Any = None, target: str | None = None, dynamic_shapes: Any = None,
+    model: nn.Module, inplace: bool = False, *, example_inputs: Any = None, target: str = "x86", dynamic_shapes: Any = None,
     training_branch: bool | None = False,
 ) -> fx.GraphModule:  # fmt: skip
     """Prepare a model with stubs, and with QConfigs on its modules, for calibration; modules without a QConfig stay in float.
@@ -131,11 +102,10 @@ def prepare(
     )  # fmt: skip
 
 
-@checked(inplace=FLAG, training_branch=BRANCH)
-@refuses(ARGUMENTS)
+@takes(inplace=FLAG, training_branch=BRANCH)
 def prepare_qat(
-    model: nn.Module, mapping: Any = None, inplace: bool = False, *, example_inputs: Any = None, target: str | None = None,
-    dynamic_shapes: Any = None, training_branch: bool | None = None,
+    model: nn.Module, inplace: bool = False, *, example_inputs: Any = None, target: str = "x86", dynamic_shapes: Any = None,
+    training_branch: bool | None = None,
 ) -> fx.GraphModule:  # fmt: skip
     """Prepare such a model for training, in state TRAIN and in train mode; what forward computes only there is kept if it can be traced.
 
@@ -147,19 +117,14 @@ def prepare_qat(
     )  # fmt: skip
 
 
-@checked(inplace=FLAG, remove_qconfig=FLAG, is_reference=FLAG, use_precomputed_fake_quant=FLAG)
-@refuses(ARGUMENTS)
-def convert(
-    module: fx.GraphModule, mapping: Any = None, inplace: bool = False, remove_qconfig: bool = True, is_reference: bool = False,
-    convert_custom_config_dict: Any = None, use_precomputed_fake_quant: bool = False,
-) -> fx.GraphModule:  # fmt: skip
+@takes(inplace=FLAG, remove_qconfig=FLAG, is_reference=FLAG, use_precomputed_fake_quant=FLAG)
+def convert(module: fx.GraphModule, inplace: bool = False) -> fx.GraphModule:
     """Return the integer graph of a model that `prepare` or `prepare_qat` returned; with `inplace` the caller's object becomes it."""
     return converted(module, inplace)
 
 
-@checked(inplace=FLAG)
-@refuses(ARGUMENTS)
-def quantize(model: nn.Module, run_fn: Callable[..., Any], run_args: Any, mapping: Any = None, inplace: bool = False) -> fx.GraphModule:
+@takes(inplace=FLAG)
+def quantize(model: nn.Module, run_fn: Callable[..., Any], run_args: Any, inplace: bool = False) -> fx.GraphModule:
     """Prepare a model, call run_fn(model, *run_args), which calibrates it, and return its integer graph."""
     prepared = prepare(model, inplace)
     run_fn(prepared, *run_args)
@@ -174,11 +139,8 @@ def quantize_qat(model: nn.Module, run_fn: Callable[..., Any], run_args: Any, in
     return convert(prepared, inplace=True)
 
 
-@checked(inplace=FLAG)
-@refuses(ARGUMENTS)
-def fuse_modules(
-    model: nn.Module, modules_to_fuse: Any, inplace: bool = False, fuser_func: Any = None, fuse_custom_config_dict: Any = None
-) -> nn.Module:
+@takes(inplace=FLAG)
+def fuse_modules(model: nn.Module) -> nn.Module:
     """Return the model unchanged: operators are fused when it is prepared, whether they are listed or not."""
     return model
 
@@ -186,11 +148,10 @@ def fuse_modules(
 fuse_modules_qat = fuse_modules
 
 
-@checked(inplace=FLAG)
-@refuses(ARGUMENTS)
+@takes(inplace=FLAG)
 def quantize_dynamic(
-    model: nn.Module, qconfig_spec: Any = None, dtype: Any = None, mapping: Any = None, inplace: bool = False, *,
-    example_inputs: Any = None, target: str | None = None, dynamic_shapes: Any = None,
+    model: nn.Module, qconfig_spec: Any = None, dtype: Any = None, inplace: bool = False, *, example_inputs: Any = None,
+    target: str = "x86", dynamic_shapes: Any = None,
 ) -> fx.GraphModule:  # fmt: skip
     """Return the integer graph of a model with linear and recurrent layers quantized at run time; everything else stays in float.
 
@@ -209,17 +170,12 @@ def quantize_dynamic(
     )  # fmt: skip
 
 
-def engine() -> str:
-    """Return the target that PyTorch's global setting names: "qnnpack" or "x86"."""
-    return "qnnpack" if torch.backends.quantized.engine == "qnnpack" else "x86"
-
-
 # ---- shared helpers -----------------------------------------------------------------------------------------------------
 
 
 def _prepared(
     model: nn.Module, example_inputs: Any, called: str, qconfigs: Any = ATTRIBUTES_ALONE, custom: Any = None, *, train: bool = False,
-    target: str | None, dynamic_shapes: Any, training_branch: bool | None = False,
+    target: str, dynamic_shapes: Any, training_branch: bool | None = False,
 ) -> fx.GraphModule:  # fmt: skip
     """Return the prepared model, in state CALIBRATE, or with `train` in state TRAIN and in train mode."""
     settings = settings_of(custom)
@@ -233,7 +189,7 @@ def _prepared(
     leaf = (lambda module, path: path in names or isinstance(module, kinds) or default_leaf(module, path)) if names or kinds else None
     with reading_attributes(model, own_qconfig):
         graph = traced(called, model, example_inputs, dynamic_shapes, training_branch, leaf)
-    prepared = fxq.prepare(graph, example_inputs, target or engine(), mapping_of(qconfigs, graph))
+    prepared = fxq.prepare(graph, example_inputs, target, mapping_of(qconfigs, graph))
     keep_shapes(prepared, example_inputs)
     take_checkpoints(prepared)
     if train:
@@ -269,11 +225,7 @@ def _operators(module: nn.Module) -> list[QuantizedOperator]:
     if isinstance(module, QuantizedOperator):
         return [module]
     if is_quantized_by_torch(type(module)):
-        raise ConfigurationError(
-            f"a switch of fxquant was applied to a {type(module).__module__}.{type(module).__qualname__}",
-            because="it switches the operators of a model that fxquant has prepared, and PyTorch has prepared this one",
-            remedy="prepare the float model by prepare_qat_fx of fxquant.compat.torch_ao, or call the module's own method",
-        )
+        raise refused("switch", module=type(module).__module__, kind=type(module).__qualname__)
     return list(quantized_operators(module).values()) if getattr(module, "meta", {}).get("stage") == "PREPARED" else []
 
 
@@ -295,11 +247,7 @@ def enable_observer(module: nn.Module) -> None:
     """Make scales follow the batches in train mode. Raises ConfigurationError if they were frozen."""
     for operator in _operators(module):
         if any(quantizer.frozen for quantizer in owned_quantizers(operator)):
-            raise ConfigurationError(
-                f"the scale of %{operator.name} cannot follow batches again",
-                because="it was frozen, and forgot what it followed",
-                remedy="prepare the model again, and load what was trained: fresh.load_state_dict(prepared.state_dict())",
-            )
+            raise refused("enable_observer", name=operator.name)
         operator.state = {State.VALIDATE: State.TRAIN, State.FLOAT: State.CALIBRATE}.get(operator.state, operator.state)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxquant.compat.common import Refusal, refusals
+from fxquant.compat.common import refusals, refused
 from fxquant.errors import ConfigurationError
 from fxquant.numerics.grids import ACTIVATION_TYPES, IntType, scale_from_range
 from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer
@@ -27,29 +27,7 @@ OBSERVERS: dict[str, Callable[[Any], Any]] = {
 }
 WEIGHT_OBSERVERS = ("MinMaxObserver", "PerChannelMinMaxObserver")  # and their subclasses
 
-NOT_READ = {
-    **refusals("integers and scales are those of 8, 4 and 16 bits", "give the place None, which keeps it in float32",
-               "float16", "bfloat16"),
-    **refusals("weights alone cannot be integers here", "give the place None, which keeps it in float32, or quantize activations too",
-               "float32", "Identity"),
-    **refusals("it keeps every value and finds no scale", "read values with fxq.inspect.record(model, batches)", "RecordingObserver"),
-    **refusals("what is quantized at run time has 8 bits, per tensor and affine", "pass default_dynamic_qconfig, or one of this kind",
-               "dynamic"),
-    **refusals("it finds no scale", "name an observer that does, like HistogramObserver", "PlaceholderObserver", "NoopObserver"),
-    **refusals("operators that only move values have the scale of their operand, without a rule", "leave the rule out",
-               "ReuseInputObserver"),
-    **refusals("an activation has one scale for all its channels", "name MinMaxObserver", "PerChannelMinMaxObserver"),
-    **refusals("the integers of weights are symmetric: 0 stands for 0",
-               "pass qscheme=torch.per_tensor_symmetric or torch.per_channel_symmetric", "affine weight"),
-    **refusals("weights are signed integers", "pass dtype=torch.int8", "unsigned weight"),
-    **refusals("the affine dtype is one of 8 bits", "pass qscheme=torch.per_tensor_symmetric", "affine"),
-    **refusals("dtypes have 4, 8 or 16 bits, whole", "leave quant_min and quant_max out", "range"),
-    **refusals("a weight has a scale for each output channel, on whatever axis those are", "leave ch_axis at 0", "ch_axis"),
-    **refusals("the scale of a weight is its largest magnitude, or learned", "name MinMaxObserver or PerChannelMinMaxObserver, or pass a"
-               " fxq.QConfig with WeightConfig(training='learned')", "weight observer"),
-    **refusals("observers are fxquant's, or have calculate_qparams", "derive yours from one of them",
-               "own"),
-}  # fmt: skip
+NOT_READ = refusals("observers")
 
 
 @dataclass(frozen=True)
@@ -95,11 +73,7 @@ def asked(factory: Any, what: str) -> Asked:
     try:
         made = factory()
     except Exception as error:
-        raise ConfigurationError(
-            f"{what} of this QConfig cannot be read",
-            because=f"making its observer raises {type(error).__name__}: {error}",
-            remedy="pass a class of torch.ao's observers, or one with_args",
-        ) from error
+        raise refused("observer of a QConfig", what=what, kind=type(error).__name__, error=error) from error
     observer = getattr(made, "activation_post_process", made)
     kinds = [kind for kind in type(observer).__mro__ if kind.__module__.startswith(HOMES)]
     written = type(made).__name__
@@ -183,10 +157,10 @@ def weight(factory: Any, what: str = "the weight") -> WeightConfig:
     if "PlaceholderObserver" in one.names and one.dtype == "float32":
         return WeightConfig()  # PyTorch's convention for a layer norm: only its activation is quantized
     reasons = {
-        "weight observer": not any(name in one.names for name in WEIGHT_OBSERVERS),
+        "weight-observer": not any(name in one.names for name in WEIGHT_OBSERVERS),
         one.dtype: one.dtype in ("float16", "bfloat16", "float32"),
-        "unsigned weight": one.dtype != "int8",
-        "affine weight": "affine" in one.scheme,
+        "unsigned-weight": one.dtype != "int8",
+        "affine-weight": "affine" in one.scheme,
         "range": one.bits not in (4, 8),
         "ch_axis": getattr(one.observer, "ch_axis", 0) != 0,
     }
@@ -220,11 +194,7 @@ def read(qconfig: Any, *, activation_alone: bool = False) -> Chosen:
     if qconfig is None or isinstance(qconfig, QConfig):
         return qconfig
     if not is_foreign(qconfig):
-        raise ConfigurationError(
-            f"a {type(qconfig).__name__} is not a qconfig",
-            because="a qconfig is a QConfig of torch.ao.quantization, a fxq.QConfig, or None: it stays in float",
-            remedy="pass one of these",
-        )
+        raise refused("QConfig of PyTorch", kind=type(qconfig).__name__)
     if is_dynamic(qconfig.activation):
         return QConfig(weight=weight(qconfig.weight), dynamic=True)
     output = activation(qconfig.activation)
@@ -280,17 +250,9 @@ def _parts(given: Any) -> dict[str, list[Any]]:
         unknown = [key for key in given if key not in ("", *ATTRIBUTES)]
         if not unknown:
             return {key: _pairs(given.get(key, ())) for key in ATTRIBUTES}
-        raise ConfigurationError(
-            f"{unknown[0]!r} is not a kind of rule",
-            because=f"a dict of QConfigs has the keys '', {', '.join(map(repr, ATTRIBUTES))}",
-            remedy="name rules by one of these",
-        )
+        raise refused("mapping.rule", value=unknown[0], known=", ".join(map(repr, ATTRIBUTES)))
     if not all(hasattr(given, name) for name in ("global_qconfig", *ATTRIBUTES.values())):
-        raise ConfigurationError(
-            f"a {type(given).__name__} is not a qconfig mapping",
-            because="it is a QConfigMapping of torch.ao.quantization, a dict of QConfigs, a QConfig, or a fxq.QConfigMapping",
-            remedy="pass get_default_qconfig_mapping('x86'), or one of these",
-        )
+        raise refused("mapping", kind=type(given).__name__)
     return {key: _pairs(getattr(given, name)) for key, name in ATTRIBUTES.items()}
 
 
@@ -336,26 +298,16 @@ def dynamic_mapping(model: nn.Module, specification: Any, dtype: Any) -> QConfig
     Layers that it does not name stay in float.
     """
     if dtype is not None and str(dtype).removeprefix("torch.") not in ("qint8", "int8"):
-        raise Refusal("weights become integers of 8 or 4 bits", "leave dtype out, or leave the model in float16 yourself").error(
-            f"dtype={dtype} cannot be read"
-        )
+        raise refused("quantize_dynamic(dtype)", dtype=dtype)
     there = {type(module) for module in model.modules()}
     rows: Any = [kind for kind in LAYERS if kind in there] if specification is None else specification
     usable = isinstance(rows, Iterable) and not isinstance(rows, str)
     if not usable or not all(isinstance(row, str) or (isinstance(row, type) and issubclass(row, nn.Module)) for row in rows):
-        raise ConfigurationError(
-            f"qconfig_spec={specification!r} cannot be read",
-            because="it is a set of module classes and names, or a dict from these to QConfigs",
-            remedy="pass one like {nn.Linear, 'encoder.lstm'}, or None for linear and recurrent layers",
-        )
+        raise refused("quantize_dynamic(qconfig_spec)", specification=specification)
     rules = QConfigMapping(default=None)
     for where in rows:
         chosen = read(rows[where]) if isinstance(rows, Mapping) else USUAL
         if chosen is not None and not chosen.dynamic:
-            raise ConfigurationError(
-                f"the QConfig for {where if isinstance(where, str) else where.__name__} is static",
-                because="quantize_dynamic calibrates nothing",
-                remedy="pass a dynamic one, like default_dynamic_qconfig, or use prepare_fx",
-            )
+            raise refused("quantize_dynamic of a static QConfig", value=where if isinstance(where, str) else where.__name__)
         rules.set_module_name(where, chosen) if isinstance(where, str) else rules.set_object_type(where, chosen)
     return rules

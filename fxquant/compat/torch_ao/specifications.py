@@ -16,38 +16,68 @@ import torch
 from torch import fx
 
 import fxquant as fxq
+from fxquant.compat.common import refused
 from fxquant.compat.torch_ao.reading import Asked, activation, is_dynamic
 from fxquant.compat.torch_ao.reading import weight as weight_config
-from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import fused
 from fxquant.numerics.grids import ACTIVATION_TYPES, IntType
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.spec import ActivationConfig, QConfig, QConfigMapping, WeightConfig
+from fxquant.support import logger
 
+Pair = tuple[str, str]  # the names of two nodes
 KEY = "quantization_annotation"  # in the meta of a node
 
 
-def annotations_mapping(quantizer: Any, program: torch.export.ExportedProgram, train: bool) -> QConfigMapping:
-    """Let a Quantizer annotate the program's graph, and return its annotations as rules by the names of nodes; the rest stays in float.
+def annotations_mapping(
+    quantizer: Any, program: torch.export.ExportedProgram, inputs: Any, options: fxq.Options, train: bool
+) -> tuple[QConfigMapping, list[Pair]]:
+    """Let a Quantizer annotate the program's graph; return its annotations as rules by node, and the pairs of nodes that share a scale.
+
+    What has no annotation stays in float.
 
     Raises ConfigurationError for an annotation that no QConfig can say, and for a Quantizer that rewrites the graph.
     """
     model = program.module()
     before = _calls(model)
+    names = {node.name: name for name, node in _by_name(program, inputs, options, before).items()}
     changed = quantizer.transform_for_annotation(model) if hasattr(quantizer, "transform_for_annotation") else model
     if [node.name for node in _calls(changed)] != [node.name for node in before]:
-        raise ConfigurationError(
-            f"{type(quantizer).__name__}.transform_for_annotation adds operators to the program",
-            because="its annotations are read as rules for the operators of the program that was exported",
-            remedy="apply the transform to the model before torch.export.export, and return the graph unchanged",
-        )
+        raise refused("transform_for_annotation", kind=type(quantizer).__name__)
     if not train:
         _skip_norms(changed.graph)
     quantizer.annotate(changed)
     quantizer.validate(changed)
     marks = {node: node.meta[KEY] for node in changed.graph.nodes if node.meta.get(KEY) is not None}
     configs = {node: _config(node, marks) for node in marks if node.op == "call_function"}
-    return QConfigMapping(None, names={node.name: config for node, config in configs.items() if config is not None})
+    specs = [(where, spec) for node, mark in marks.items() for where, spec in ((node, mark.output_qspec), *mark.input_qspec_map.items())]
+    pairs = [(where.name, _tensor(spec.edge_or_node).name) for where, spec in specs if hasattr(spec, "edge_or_node")]
+    shared = [(names.get(a, a), names.get(b, b)) for a, b in pairs]
+    return QConfigMapping(None, names={names[node.name]: config for node, config in configs.items() if config is not None}), shared
+
+
+def _tensor(where: Any) -> fx.Node:
+    return where[0] if isinstance(where, tuple) else where  # type: ignore[no-any-return]
+
+
+def report_unshared(called: str, prepared: fx.GraphModule, shared: list[Pair]) -> None:
+    """Log the pairs of integer tensors that a SharedQuantizationSpec names, and that have a scale each in the prepared model."""
+    operators = quantized_operators(prepared)
+    quantizers: dict[str, Any] = {}
+    for node in prepared.graph.nodes:
+        operator = operators.get(str(node.target).removeprefix("quantized."))
+        if operator is not None and not operator.plain:
+            inputs = (read.name for read in node.all_input_nodes if read.op == "placeholder")
+            quantizers.update(dict.fromkeys((node.name, *fused(node), *inputs), operator.output))
+    apart = [f"%{a} and %{b}" for a, b in shared if a in quantizers and b in quantizers and quantizers[a] is not quantizers[b]]
+    if apart:
+        logger.warning("%s: a SharedQuantizationSpec joins operators that compute, which have a scale each: %s", called, ", ".join(apart))
+
+
+def _by_name(program: Any, inputs: Any, options: fxq.Options, calls: list[fx.Node]) -> dict[str, fx.Node]:
+    """Return the calls of a program by their names in fxquant's graphs, where `relu_` is `relu`, so that later numbers differ."""
+    traced = [node for node in fxq.trace(program, inputs, options=options).graph.nodes if node.op.startswith("call_")]
+    return dict(zip((node.name for node in (traced if len(traced) == len(calls) else calls)), calls, strict=True))
 
 
 def _calls(model: Any) -> list[fx.Node]:
@@ -85,11 +115,7 @@ def _grid(node: fx.Node, marks: dict[fx.Node, Any], where: Any) -> ActivationCon
     if spec is None or getattr(spec, "dtype", None) in (torch.float32, torch.float):
         return None
     if hasattr(spec, "derive_qparams_fn"):
-        raise ConfigurationError(
-            f"the DerivedQuantizationSpec on %{node.name} cannot be read",
-            because="its function computes a scale from other scales; here a tensor has a scale of its own, or one that is fixed",
-            remedy="annotate a QuantizationSpec or a FixedQParamsQuantizationSpec; for a bias leave the annotation as it is",
-        )
+        raise refused("DerivedQuantizationSpec", name=node.name)
     what = f"the activation on %{node.name}"
     if hasattr(spec, "scale"):
         return activation(Asked(type(spec).__name__, ("FixedQParamsObserver",), spec, learned=False), what)
@@ -124,11 +150,7 @@ def _config(node: fx.Node, marks: dict[fx.Node, Any]) -> QConfig | None:
         return None
     entered = [grid for source, grid in read.items() if grid is not None and grid != _output(source, marks)]
     if any(grid != entered[0] for grid in entered):
-        raise ConfigurationError(
-            f"%{node.name} reads tensors on grids of {len(entered)} kinds",
-            because="an operator reads what is in float on one kind of grid",
-            remedy="annotate its inputs by one QuantizationSpec, or the outputs of the operators before it",
-        )
+        raise refused("input_qspec_map", name=node.name, value=len(entered))
     return QConfig(_output(node, marks) or ActivationConfig(), config, entered[0] if entered else None)
 
 
@@ -158,9 +180,8 @@ def annotate_decisions(model: Any, target: str, mapping: QConfigMapping) -> None
     values = [node.meta["val"] for node in model.graph.find_nodes(op="placeholder")]
     inputs = tuple(torch.zeros([int(size) for size in value.shape], dtype=value.dtype, device="cpu") for value in values)
     program: Any = torch.export.export(copy.deepcopy(model), inputs)
-    prepared = fxq.prepare(program, inputs, target, mapping, options=fxq.Options(dynamic_shapes={}))
-    calls = _calls(model)
-    named = dict(zip([node.name for node in _calls(program)], calls, strict=True))
+    options, calls = fxq.Options(dynamic_shapes={}), _calls(model)
+    prepared, named = fxq.prepare(program, inputs, target, mapping, options=options), _by_name(program, inputs, options, calls)
     decided = {node.name: node for node in prepared.graph.nodes}
     grids: dict[fx.Node, Any] = {}
     usual = grid(ACTIVATION_TYPES[prepared.meta["target"].default_activation])

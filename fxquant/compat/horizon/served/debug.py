@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.compat.common import refusals, refuses, unknown, unserved
+from fxquant.compat.common import foreign, refusals, refused, unknown, unserved
 from fxquant.compat.horizon.served.flow import integer_of
 from fxquant.compat.horizon.served.march import required
 from fxquant.errors import ConfigurationError
@@ -27,6 +27,7 @@ from fxquant.support import logger
 from fxquant.support.arguments import FLAG, FOLDER, accepted, checked
 from fxquant.support.files import write_file
 
+takes = foreign("profiler", refusals("profiler", similarity_func=lambda measure: measure in ("Cosine", "SQNR")))
 MEASURES: Mapping[str, Callable[[Tensor, Tensor], float]] = {
     "Cosine": lambda one, other: float(F.cosine_similarity(one.flatten(), other.flatten(), 0)),
     "MSE": lambda one, other: float(F.mse_loss(other, one)),
@@ -61,10 +62,10 @@ def _scales(model: Any) -> dict[str, float]:
     return {name: scale for name, scale in scales.items() if isinstance(scale, float)}
 
 
-@checked()
+@takes()
 def featuremap_similarity(
     model1: nn.Module, model2: nn.Module, inputs: Any, similarity_func: str | Callable[[Tensor, Tensor], float] = "Cosine",
-    threshold: float | None = None, devices: Any = None, out_dir: str | None = None,
+    threshold: float | None = None, out_dir: str | None = None,
 ) -> list[Similarity]:  # fmt: skip
     """Compare the tensors that two forms of a model have in common, float, prepared or integer, in the order they are computed.
 
@@ -102,21 +103,8 @@ def _write(folder: str | None, name: str, text: str) -> None:
         write_file(Path(folder) / name, text)
 
 
-ARGUMENTS = {
-    **refusals("rows have the cosine, the noise and the largest difference", "leave it out", "similarity_func"),
-    **refusals("rows are values, and a page shows them", "leave it out, and call fxq.report", "with_tensorboard", "tensorboard_dir"),
-    **refusals("fused operators are not modules", "leave it out, and call fxq.inspect.suspicious_settings(model)", "types",
-               "custom_check_func"),
-}  # fmt: skip
-ARGUMENTS["similarity_func"] = ARGUMENTS["similarity_func"]._replace(harmless=lambda measure: measure in ("Cosine", "SQNR"))
-
-
-@checked()
-@refuses(ARGUMENTS)
-def check_qconfig(
-    model: fx.GraphModule, example_inputs: Any = None, prefixes: Any = (), types: Any = (), custom_check_func: Any = None,
-    out_dir: str | None = None,
-) -> str:  # fmt: skip
+@takes()
+def check_qconfig(model: fx.GraphModule, prefixes: Any = (), out_dir: str | None = None) -> str:
     """Return how the operators of a prepared or integer model are quantized, and which requests were not met; `fxquant.explain`.
 
     prefixes  only operators of modules whose paths begin with one of these
@@ -131,10 +119,8 @@ def check_qconfig(
     return text
 
 
-@checked(save_results=FLAG)
-def check_qat_model(
-    model: fx.GraphModule, example_inputs: Any = None, example_kw_inputs: Any = None, save_results: bool = False, out_dir: str | None = None
-) -> str:
+@takes(save_results=FLAG)
+def check_qat_model(model: fx.GraphModule, save_results: bool = False, out_dir: str | None = None) -> str:
     """Return a text of a prepared model: operators that are not fused, layers called several times, unusual settings, and all operators.
 
     save_results  whether to write model_check_result.txt into out_dir, by default the working directory
@@ -182,14 +168,11 @@ def get_module_called_count(
     return counts
 
 
-@checked()
-def check_model(
-    module: Any, example_inputs: Any, march: str | None = None, input_source: Any = "ddr", advice: int | None = None,
-    check_quanti_param: bool = True,
-) -> int:  # fmt: skip
+@takes()
+def check_model(module: Any, example_inputs: Any, march: str | None = None) -> int:
     """Return 0 if a float or prepared model meets all limits of the march without float operators, otherwise the number of findings.
 
-    An integer model is compiled instead, to check it with the vendor's compiler itself: 0, or 1 if it refuses. Findings and
+    An integer model is compiled instead, to check it with the vendor's compiler itself: 0, or 1 if it foreign. Findings and
     refusals are printed. The other arguments have no effect. Raises ConfigurationError for an integer model without the tool.
     """
     if isinstance(module, torch.jit.ScriptModule):
@@ -227,12 +210,8 @@ def check_unfused_operations(model: nn.Module, example_inputs: Any, print_tabula
     return rows
 
 
-@checked()
-@refuses(ARGUMENTS)
-def compare_weights(
-    float_model: nn.Module, qat_quantized_model: fx.GraphModule, similarity_func: Any = "Cosine", with_tensorboard: bool = False,
-    tensorboard_dir: Any = None, out_dir: str | None = None,
-) -> Any:  # fmt: skip
+@takes()
+def compare_weights(float_model: nn.Module, qat_quantized_model: fx.GraphModule, out_dir: str | None = None) -> Any:
     """Return the difference of the weights of two forms of a model, float, prepared or integer, a row each, worst first.
 
     out_dir   a folder for weight_comparison.txt
@@ -249,10 +228,8 @@ def compare_weights(
     return rows
 
 
-@checked(out_dir=FOLDER.or_none("the working directory"))
-def model_profiler(
-    model1: nn.Module, model2: fx.GraphModule, example_inputs: Any, mode: Any = None, out_dir: str | None = None, kwargs_dict: Any = None
-) -> Path:
+@takes(out_dir=FOLDER.or_none("the working directory"))
+def model_profiler(model1: nn.Module, model2: fx.GraphModule, example_inputs: Any, out_dir: str | None = None) -> Path:
     """Write profiler.html, the page of `fxquant.report`: the second model compared with the first. Return its path.
 
     `mode` and `kwargs_dict` have no effect: the kinds of the models are known, and everything is on one page.
@@ -331,11 +308,7 @@ class QuantAnalysis:
 
     def _case(self) -> Any:
         if self.case is None:
-            raise ConfigurationError(
-                "a bad case was not set yet",
-                because="what is compared is one batch",
-                remedy="call auto_find_bad_case(dataloader) or set_bad_case(batch)",
-            )
+            raise refused("QuantAnalysis.case")
         return self.case
 
     def __getattr__(self, name: str) -> Any:
@@ -370,11 +343,7 @@ class QuantAnalysis:
         """
         _left_out(".sensitivity", options)
         if is_deployed(self.analysis):
-            raise ConfigurationError(
-                "sensitivities of an integer model cannot be measured",
-                because="its scales are constants",
-                remedy="pass the prepared model it was made of",
-            )
+            raise refused("QuantAnalysis.sensitivity")
         found = fxq.search.sensitivity(self.analysis, [self._case()], options=fxq.Options(widths=(8,)), show_progress=False)
         rows = [(tensor.name.removesuffix(".weight"), tensor.kind, max(tensor.noise.values(), default=0.0)) for tensor in found.ranked()]
         write_file(self.out_dir / "output_sensitive_ops.txt", f"{found}\n")

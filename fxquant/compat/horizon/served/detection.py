@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import fxquant as fxq
-from fxquant.compat.common import unknown, unserved
+from fxquant.compat.common import refused, unknown, unserved
 
 LARGEST = math.log(1000 / 16)  # of dw and dh: a box of 1000 pixels for an anchor of 16, as in torchvision
 YOLO = "yolo"
@@ -380,9 +380,7 @@ def _check(called: str, sampling_ratio: int, mode: str) -> None:
 def _clips(ratio: Any) -> tuple[float, ...]:
     parts = tuple(float(part) for part in ratio)
     if len(parts) != CLIPS or parts[0] + parts[2] >= 1 or parts[1] + parts[3] >= 1:
-        raise unserved(
-            "MultiScaleRoIAlign", "box_clip_ratio", f"{ratio!r} clips boxes to nothing", "pass four parts, two of which are below 1"
-        )
+        raise refused("MultiScaleRoIAlign(box_clip_ratio)", ratio=ratio)
     return parts
 
 
@@ -483,9 +481,7 @@ class BevPoolV2(nn.Module):
     ) -> Tensor:  # fmt: skip
         shape = self.bev_feat_shape if bev_feat_shape is None else bev_feat_shape
         if shape is None or len(shape) not in (2, 3, 5):
-            raise unserved(
-                "BevPoolV2", "bev_feat_shape", "the size of the map is not in the ranks", "pass (H, W), (Z, H, W) or (N, Z, H, W, C)"
-            )
+            raise refused("BevPoolV2(bev_feat_shape)")
         space = [1, *shape] if len(shape) == 2 else list(shape[1:4]) if len(shape) == 5 else list(shape)
         batch, channels = feat.shape[0], feat.shape[2]
         points = feat.permute(0, 1, 3, 4, 2).reshape(-1, channels).index_select(0, ranks_feat.long())

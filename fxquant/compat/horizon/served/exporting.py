@@ -19,14 +19,23 @@ import fxquant as fxq
 from fxquant import backends
 from fxquant.backends.horizon.compiled_program import Binary
 from fxquant.backends.horizon.export import HB_MAPPER
-from fxquant.compat.common import Refusal, refuses
+from fxquant.compat.common import foreign, refusals, refused
 from fxquant.compat.horizon.served.flow import integer_of
 from fxquant.compat.horizon.served.march import get_march
-from fxquant.errors import ConfigurationError, ExportError
+from fxquant.errors import ExportError
 from fxquant.ir.graph import stage_of
 from fxquant.support import logger
 from fxquant.support.arguments import FILE, FLAG, FOLDER, PATH, Kind, checked, choice
 from fxquant.support.files import write_file
+
+OPTIONS = refusals(
+    "onnx",
+    training=lambda mode: str(mode).endswith("EVAL"),
+    dynamic_axes=lambda axes: all(list(each) == [0] for each in (axes or {}).values()),
+    keep_initializers_as_inputs=operator.not_,
+    custom_opsets=operator.not_,
+)
+takes = foreign("onnx", OPTIONS)
 
 LEVELS = {"fast": "O3", "ddr": "O2", "balance": "O2"}
 OPTIMIZE = {"ddr": "bandwidth"}
@@ -42,11 +51,7 @@ def require_march(model: fx.GraphModule, march: str | None, called: str) -> None
     """Raise ConfigurationError for a march other than the model's; None is any."""
     own = model.meta["target"]
     if march is not None and backends.get(march).march != own.march:
-        raise ConfigurationError(
-            f"{called} cannot take this model for {march}",
-            because=f"it was prepared for {own.name}, whose arithmetic is another",
-            remedy=f"prepare it after set_march({march!r}), or leave march out",
-        )
+        raise refused("march of a model", called=called, march=march, name=own.name)
 
 
 def _folder(
@@ -71,11 +76,10 @@ def _say_inputs(called: str, source: Any, input_layout: Any, output_layout: Any)
         )  # fmt: skip
 
 
-@checked(hbm=HBM, opt=OPT)
+@takes(hbm=HBM, opt=OPT)
 def compile_model(
-    module: Any, example_inputs: Any, hbm: str | os.PathLike[str], march: str | None = None, name: str | None = None,
-    input_source: Any = "ddr", input_layout: str | None = None, output_layout: str = "NCHW", opt: str = "O2", balance_factor: int = 2,
-    progressbar: bool = True, jobs: int = 16, debug: bool = True, extra_args: Any = None,
+    module: Any, hbm: str | os.PathLike[str], march: str | None = None, name: str | None = None, input_source: Any = "ddr",
+    input_layout: str | None = None, output_layout: str = "NCHW", opt: str = "O2", progressbar: bool = True,
 ) -> int:  # fmt: skip
     """Compile a prepared or integer model, or a trace of one of convert_fx, with the vendor's hb_mapper; return 0 on success.
 
@@ -108,11 +112,10 @@ def compiled(
     return 0
 
 
-@checked(out_dir=FOLDER, opt=OPT)
+@takes(out_dir=FOLDER, opt=OPT)
 def perf_model(
-    module: Any, example_inputs: Any, march: str | None = None, out_dir: str | os.PathLike[str] = ".", name: str | None = None,
-    hbm: str | os.PathLike[str] | None = None, input_source: Any = "ddr", input_layout: str | None = None, output_layout: str = "NCHW",
-    opt: str = "O3", balance_factor: int = 2, progressbar: bool = True, jobs: int = 16, layer_details: bool = False, extra_args: Any = None,
+    module: Any, march: str | None = None, out_dir: str | os.PathLike[str] = ".", name: str | None = None,
+    hbm: str | os.PathLike[str] | None = None, opt: str = "O3", progressbar: bool = True, layer_details: bool = False,
 ) -> fxq.results.Estimate:  # fmt: skip
     """Compile a model into a folder, and return the vendor compiler's estimates together with fxquant's own bounds.
 
@@ -140,12 +143,8 @@ def perf_model(
     return found
 
 
-@checked(save_path=FILE.or_none("model.html"), show=FLAG)
-def visualize_model(
-    module: Any, example_inputs: Any = None, march: str | None = None, save_path: str | os.PathLike[str] | None = None, show: bool = False,
-    input_source: Any = "ddr", input_layout: str | None = None, output_layout: str = "NCHW", opt: Any = "O2", balance_factor: int = 2,
-    progressbar: bool = True, jobs: int = 16, extra_args: Any = None,
-) -> Path:  # fmt: skip
+@takes(save_path=FILE.or_none("model.html"), show=FLAG)
+def visualize_model(module: Any, save_path: str | os.PathLike[str] | None = None, show: bool = False) -> Path:
     """Write a page of the model's graph and layers, and open it in a browser with `show`; return its path. Nothing is compiled."""
     made = fxq.report(integer_of(module, "visualize_model"), save_path or "model.html")
     if show:
@@ -153,8 +152,8 @@ def visualize_model(
     return made
 
 
-@checked(hbir=FILE)
-def export_hbir(module: Any, example_inputs: Any, hbir: str | os.PathLike[str], march: str | None = None) -> tuple[list[str], list[str]]:
+@takes(hbir=FILE)
+def export_hbir(module: Any, hbir: str | os.PathLike[str], march: str | None = None) -> tuple[list[str], list[str]]:
     """Write the installed compiler's input, a folder with an ONNX file, at `hbir` without its ending; return input and output names.
 
     HBIR itself is not written: its format is the compiler's own.
@@ -168,27 +167,10 @@ def export_hbir(module: Any, example_inputs: Any, hbir: str | os.PathLike[str], 
 # ---- ONNX --------------------------------------------------------------------------------------------------------------
 
 
-OPTIONS = {
-    "export_params": Refusal("a file without its parameters cannot run", "leave it at True"),
-    "verbose": Refusal("the exporter prints nothing", "print(fxq.text(model)) shows the graph"),
-    "training": Refusal("the file is the deployed model", "leave it at TrainingMode.EVAL", lambda mode: str(mode).endswith("EVAL")),
-    "dynamic_axes": Refusal(
-        "the batch is the one size that varies", "name dimension 0 of inputs and outputs alone, or leave it out",
-        lambda axes: all(list(each) == [0] for each in (axes or {}).values()),
-    ),
-    "keep_initializers_as_inputs": Refusal("parameters are constants of the file", "leave it out", operator.not_),
-    "custom_opsets": Refusal("files have standard operators alone", "leave it out", operator.not_),
-    "do_constant_folding": Refusal("constants are folded when the model is prepared", "leave it at True"),
-}  # fmt: skip
-
-
-@checked(f=FILE)
-@refuses(OPTIONS)
+@takes(f=FILE)
 def export_to_onnx(
-    model: Any, args: Any, f: Any, export_params: bool = True, verbose: bool = False, training: Any = None,
-    input_names: list[str] | None = None, output_names: list[str] | None = None, operator_export_type: Any = None,
-    opset_version: int | None = 11, do_constant_folding: bool = True, dynamic_axes: Any = None, keep_initializers_as_inputs: Any = None,
-    custom_opsets: Any = None, *, _exact: bool = False,
+    model: Any, args: Any, f: Any, input_names: list[str] | None = None, output_names: list[str] | None = None,
+    opset_version: int | None = 11, *, _exact: bool = False,
 ) -> Path:  # fmt: skip
     """Write a float model, or a prepared one with quantize and dequantize around float operators: for viewing, and other compilers.
 
@@ -225,8 +207,8 @@ def save(m: torch.jit.ScriptModule, f: Any, _extra_files: dict[str, Any] | None 
     write_file(f, archive.getvalue())
 
 
-@checked(f=PATH)
-def load(f: Any, map_location: Any = None, _extra_files: dict[str, Any] | None = None) -> torch.jit.ScriptModule:
+@takes(f=PATH)
+def load(f: Any, map_location: Any = None) -> torch.jit.ScriptModule:
     """Load a program that `save` wrote, for `compile_model`. Raises ExportError for any other file."""
     extra: dict[str, Any] = {KEPT: ""}
     try:

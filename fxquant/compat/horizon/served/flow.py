@@ -17,13 +17,12 @@ from torch import fx, nn
 import fxquant as fxq
 from fxquant import backends
 from fxquant.calibration.calibration import enter, owned_quantizers, require_prepared
-from fxquant.compat.common import BRANCH, FUSED, Refusal, keeps_attributes, reading_attributes, refusals, refuses, traced, unknown, unserved
+from fxquant.compat.common import BRANCH, foreign, keeps_attributes, reading_attributes, refusals, refused, traced, unknown, unserved
 from fxquant.compat.deferred import Deferred, converted, keep_shapes, prepared_in_place, set_observed_scales, take_checkpoints
 from fxquant.compat.horizon.served.march import get_qat_mode, required
 from fxquant.compat.horizon.served.markers import leaves, scale_of_stubs, with_paths
 from fxquant.compat.horizon.served.qconfig import as_qconfig
 from fxquant.compat.horizon.served.templates import of_dict, of_setters, on_host
-from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import is_deployed, stage_of
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.observers.histogram import gathering
@@ -34,14 +33,14 @@ from fxquant.support.arguments import FLAG, checked
 from fxquant.support.files import start
 from fxquant.tuning.course import adaround
 
-ARGUMENTS = {
-    **refusals("modules are traced, not replaced", "leave it out", "mapping"),
-    **refusals("operands of a concatenation have the scales that the march demands", "leave it out", "optimize_kwargs"),
-    "convert_custom_config_dict": Refusal("custom modules have no integer graph", "leave it out", keeps_attributes),
-    "fuse_custom_config_dict": Refusal(*FUSED, keeps_attributes),
-    "additional_fuser_method_mapping": Refusal(*FUSED, not_),
-    "fuser_func": Refusal(*FUSED, lambda function: getattr(function, "__name__", "") == "fuse_known_modules"),
-}
+ARGUMENTS = refusals(
+    "horizon",
+    convert_custom_config_dict=keeps_attributes,
+    fuse_custom_config_dict=keeps_attributes,
+    additional_fuser_method_mapping=not_,
+    fuser_func=lambda function: getattr(function, "__name__", "") == "fuse_known_modules",
+)
+takes = foreign("horizon", ARGUMENTS)
 
 
 METHODS = {"EAGER": "eager", "SYMBOLIC": "symbolic", "JIT": "jit", "JIT_STRIP": "jit-strip"}  # all of these trace the model
@@ -50,11 +49,11 @@ PREPARED: weakref.WeakSet[fx.GraphModule] = weakref.WeakSet()  # the models that
 OLD_SCALE = 1.0 / 128.0
 
 
-@checked(hybrid=FLAG, optimize_graph=FLAG, training_branch=BRANCH)
+@takes(hybrid=FLAG, optimize_graph=FLAG, training_branch=BRANCH)
 def prepare_qat_fx(
-    model: nn.Module, qconfig_dict: Any = None, prepare_custom_config_dict: Mapping[str, Any] | None = None, optimize_graph: bool = False,
-    hybrid: bool = False, hybrid_dict: Mapping[str, Any] | None = None, opset_version: int | None = None, *, example_inputs: Any = None,
-    dynamic_shapes: Any = None, training_branch: bool | None = None,
+    model: nn.Module, qconfig_dict: Any = None, prepare_custom_config_dict: Mapping[str, Any] | None = None, hybrid: bool = False,
+    hybrid_dict: Mapping[str, Any] | None = None, *, example_inputs: Any = None, dynamic_shapes: Any = None,
+    training_branch: bool | None = None,
 ) -> fx.GraphModule:  # fmt: skip
     """Prepare a model for the march that is set, in state QAT and in train mode if the model is. See `fxquant.prepare`.
 
@@ -68,9 +67,7 @@ def prepare_qat_fx(
     An attribute `qconfig` on a module overrides the dict. A QuantStub without a scale has 1/128 on marches up to bayes-e.
     """
     for key in [key for key in prepare_custom_config_dict or () if key != "preserved_attributes"]:
-        raise Refusal("attributes are kept in any case, and other entries have no effect", "leave it out").error(
-            f"prepare_qat_fx(prepare_custom_config_dict={{{key!r}: …}}) cannot be done"
-        )
+        raise refused("prepare_qat_fx(prepare_custom_config_dict)", key=key)
     if hybrid_dict is not None and not hybrid:
         raise unserved("prepare_qat_fx", "hybrid_dict", "it names operators of a hybrid model", "pass hybrid=True with it")
     mapping = of_dict(qconfig_dict)
@@ -78,12 +75,10 @@ def prepare_qat_fx(
     return _prepared_as("prepare_qat_fx", model, example_inputs, rules, dynamic_shapes, training_branch, old=True)
 
 
-@checked(inplace=FLAG, hybrid=FLAG, optimize_graph=FLAG, training_branch=BRANCH)
-@refuses(ARGUMENTS)
+@takes(inplace=FLAG, hybrid=FLAG, optimize_graph=FLAG, training_branch=BRANCH)
 def prepare_qat(
-    model: nn.Module, mapping: Any = None, inplace: bool = False, optimize_graph: bool = False, hybrid: bool = False,
-    optimize_kwargs: Any = None, *, example_inputs: Any = None, dynamic_shapes: Any = None, training_branch: bool | None = None,
-) -> fx.GraphModule:  # fmt: skip
+    model: nn.Module, inplace: bool = False, *, example_inputs: Any = None, dynamic_shapes: Any = None, training_branch: bool | None = None
+) -> fx.GraphModule:
     """Prepare a model whose attributes `qconfig` and stubs say what is quantized, otherwise as `prepare_qat_fx`.
 
     inplace   whether the caller's object becomes the prepared model, and is returned
@@ -92,10 +87,10 @@ def prepare_qat(
     return _prepared_as("prepare_qat", model, example_inputs, rules, dynamic_shapes, training_branch, old=True, inplace=inplace)
 
 
-@checked(training_branch=BRANCH)
+@takes(training_branch=BRANCH)
 def prepare(
-    model: nn.Module, example_inputs: Any = None, qconfig_setter: Any = None, method: Any = "jit-strip",
-    example_kw_inputs: Any = None, fuse_mode: Any = None, *, dynamic_shapes: Any = None, training_branch: bool | None = None,
+    model: nn.Module, example_inputs: Any = None, qconfig_setter: Any = None, method: Any = "jit-strip", example_kw_inputs: Any = None, *,
+    dynamic_shapes: Any = None, training_branch: bool | None = None,
 ) -> fx.GraphModule:  # fmt: skip
     """Prepare the model by one setter or several; for each operator the first setter with a rule decides. None: attributes `qconfig`.
 
@@ -184,22 +179,14 @@ def set_fake_quantize(model: nn.Module, fake_quant_state: FakeQuantState) -> Non
     if whole is None:
         if isinstance(model, fx.GraphModule):
             require_prepared(model)
-        raise ConfigurationError(
-            f"a {type(model).__name__} is not part of a known prepared model",
-            because="a part does not refer to its model, and a copy of a model is a different model",
-            remedy="name it: fxq.set_state(prepared, 'float', 'path.of.the.module')",
-        )
+        raise refused("set_fake_quantize", kind=type(model).__name__)
     path = next(name for name, module in whole.named_modules() if module is model)
     chosen = [operator for operator in quantized_operators(whole).values() if operator.path == path or operator.path.startswith(path + ".")]
     enter(whole, chosen, state)
 
 
-@checked(inplace=FLAG, fast_mode=FLAG, _remove_qconfig=FLAG)
-@refuses(ARGUMENTS)
-def convert_fx(
-    graph_module: fx.GraphModule, inplace: bool = False, convert_custom_config_dict: Any = None, _remove_qconfig: bool = True,
-    fast_mode: bool = False,
-) -> fx.GraphModule:  # fmt: skip
+@takes(inplace=FLAG, fast_mode=FLAG, _remove_qconfig=FLAG)
+def convert_fx(graph_module: fx.GraphModule, inplace: bool = False) -> fx.GraphModule:
     """Return the integer graph of a prepared model, which stays usable. See `fxquant.convert`.
 
     inplace     whether the caller's object becomes the integer model
@@ -231,40 +218,29 @@ def integer_of(model: Any, called: str) -> fx.GraphModule:
         for known in _converted:
             if places and places == {start(tensor) for tensor in known.state_dict().values() if tensor.numel()}:
                 return known
-    raise ConfigurationError(
-        f"{called} cannot find the integer graph of this {type(model).__name__}",
-        because="a TorchScript program holds none; one that torch.jit.trace has made of a model of convert_fx shares its tensors with it",
-        remedy="pass the model that convert_fx returned, or save the trace with horizon.jit.save, which saves the graph with it",
-    )
+    raise refused("integer_of", called=called, kind=type(model).__name__)
 
 
-@checked(inplace=FLAG)
-@refuses(ARGUMENTS)
-def convert(
-    module: fx.GraphModule, mapping: Any = None, inplace: bool = False, remove_qconfig: bool = True, fast_mode: bool = False
-) -> Any:
+@takes(inplace=FLAG)
+def convert(module: fx.GraphModule, inplace: bool = False, remove_qconfig: bool = True, fast_mode: bool = False) -> Any:
     """Return the integer graph, as `convert_fx`, under its name in eager mode."""
     return convert_fx(module, inplace, None, remove_qconfig, fast_mode)
 
 
-@checked()
-@refuses(ARGUMENTS)
-def fuse_fx(model: nn.Module, fuse_custom_config_dict: Any = None) -> nn.Module:
+@takes()
+def fuse_fx(model: nn.Module) -> nn.Module:
     """Return the model unchanged: operators are fused when it is prepared."""
     return model
 
 
-@checked(inplace=FLAG)
-@refuses(ARGUMENTS)
-def fuse_modules(
-    model: nn.Module, modules_to_fuse: Any, inplace: bool = False, fuser_func: Any = None, fuse_custom_config_dict: Any = None
-) -> nn.Module:
+@takes(inplace=FLAG)
+def fuse_modules(model: nn.Module) -> nn.Module:
     """Return the model unchanged, as `fuse_fx`, whether operators are listed or not."""
     return model
 
 
-@refuses(ARGUMENTS)
-def fuse_known_modules(mod_list: Any, is_qat: bool = False, additional_fuser_method_mapping: Any = None) -> Any:
+@takes()
+def fuse_known_modules(mod_list: Any) -> Any:
     """Return the modules unchanged, as `fuse_fx`."""
     return mod_list
 
@@ -286,11 +262,7 @@ def load_observer_params(from_model: nn.Module, to_model: nn.Module, verbose: bo
     set_observed_scales(from_model)
     chosen, left = _matching(quantized_operators(from_model), quantized_operators(to_model))
     if not chosen:
-        raise ConfigurationError(
-            "no scale was copied",
-            because="no operator of the two has one name, or none of these has a scale in the first model",
-            remedy="calibrate the first model, and prepare both from one float model",
-        )
+        raise refused("load_observer_params")
     for mine, theirs in chosen:
         _take_over(mine, theirs)
         if verbose:
@@ -314,11 +286,7 @@ def _matching(
                 left.append(mine.name)
                 continue
             if mine.dtype != theirs.dtype:
-                raise ConfigurationError(
-                    f"the scale of %{name} cannot be copied",
-                    because=f"it is that of {theirs.dtype} there, and of {mine.dtype} here",
-                    remedy="calibrate this model itself, or pass observations=fxq.observers.observations(from_model) to fxq.prepare",
-                )
+                raise refused("load_observer_params.dtype", name=name, dtype=theirs.dtype, dtype2=mine.dtype)
             chosen.append((mine, theirs))
     return chosen, left
 
@@ -347,10 +315,6 @@ def weight_reconstruction(
     settings = dict(custom_config_dict or {})
     num_batches, steps = settings.pop("num_batches", 10), settings.pop("num_steps", 100)
     if settings:
-        raise ConfigurationError(
-            f"custom_config_dict holds {', '.join(map(repr, settings))}",
-            because="num_batches and num_steps are what can be set",
-            remedy="leave it out, or call fxq.tuning.adaround",
-        )
+        raise refused("weight_reconstruction", known=", ".join(map(repr, settings)))
     adaround(calib_model, batches, num_batches, steps=steps, options=fxq.Options(batch_fn=batch_process_func))  # type: ignore[arg-type]
     return calib_model

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 import fxquant as fxq
 from fxquant.backends.horizon.export import HB_MAPPER
 from fxquant.calibration.calibration import require_prepared
+from fxquant.compat.common import foreign, refused
 from fxquant.compat.horizon.served.exporting import compiled, perf_model, require_march
 from fxquant.compat.horizon.served.flow import integer_of
 from fxquant.compat.horizon.served.march import NAMES
@@ -24,6 +25,8 @@ from fxquant.ir.graph import fact, is_deployed
 from fxquant.ir.integer import qparams
 from fxquant.support import logger
 from fxquant.support.arguments import FILE, PATH, checked
+
+takes = foreign("hbdk4")
 
 FLOAT, INTEGER = "float", "integer"  # what a module takes and returns, as `io` of `fxquant.export_onnx`
 META = "hbdk4"  # in the file of a module: its name, `io`, `image` and `unit`
@@ -211,9 +214,8 @@ def _integers(node: Any, value: Any, held: Any) -> Any:
     return held[made.name].to(fact(made).dtype)
 
 
-@checked()
-def export(model: nn.Module, example_inputs: Any = None, *, name: str = "forward", input_names: Any = None, output_names: Any = None,
-           input_descs: Any = None, output_descs: Any = None, native_pytree: bool = True) -> Module:  # fmt: skip
+@takes()
+def export(model: nn.Module, *, name: str = "forward") -> Module:
     """Return a prepared model as a module of the compiler, with the inputs it was prepared with; other arguments but `name` are ignored.
 
     Raises ConfigurationError for a model that was not prepared.
@@ -222,14 +224,14 @@ def export(model: nn.Module, example_inputs: Any = None, *, name: str = "forward
     return Module(model, name)  # type: ignore[arg-type]
 
 
-@checked()
-def pre_export(model: fx.GraphModule, inplace: bool = False) -> fx.GraphModule:
+@takes()
+def pre_export(model: fx.GraphModule) -> fx.GraphModule:
     """Return the integer graph: tables in it are bit-equal to the prepared model in VALIDATION."""
     return integer_of(model, "pre_export")
 
 
-@checked()
-def convert(m: Any, march: Any = None, advice: Any = None, **options: Any) -> Module:
+@takes()
+def convert(m: Any, march: Any = None) -> Module:
     """Return a module of integers. Raises ConfigurationError for another march than the one that the model was prepared for."""
     made = _module(m, "convert")
     require_march(made.model, _march(march), "convert")
@@ -245,11 +247,7 @@ def _module(given: Any, called: str) -> Module:
         return given
     if isinstance(given, fx.GraphModule):
         return Module(given)
-    raise ConfigurationError(
-        f"{called} was given a {type(given).__name__}",
-        because="it takes what export, convert and load return, and models",
-        remedy="call horizon_plugin_pytorch.quantization.hbdk4.export(model, example_inputs) first",
-    )
+    raise refused("hbdk4.module", called=called, kind=type(given).__name__)
 
 
 @checked(path=FILE)
@@ -283,8 +281,8 @@ def statistics(m: Any) -> dict[str, dict[str, int]]:
     return found
 
 
-@checked()
-def compile(m: Any, path: Any, march: Any = None, opt: int = 2, jobs: int = 4, progress_bar: bool = False, **options: Any) -> int:
+@takes()
+def compile(m: Any, path: Any, march: Any = None, opt: int = 2, progress_bar: bool = False) -> int:
     """Compile with the vendor's hb_mapper, for the marches that it supports; return 0 on success.
 
     For nash, write the folder that hb_compile takes at `path` without its ending, and raise ConfigurationError: it has to be compiled
@@ -299,20 +297,16 @@ def compile(m: Any, path: Any, march: Any = None, opt: int = 2, jobs: int = 4, p
     return compiled(made.model, path, _march(march), None, f"O{min(opt, 3)}", progress_bar, camera)
 
 
-@checked()
-def hbm_perf(model: Any, output_dir: Any = ".", **options: Any) -> Any:
+@takes()
+def hbm_perf(model: Any, output_dir: Any = ".") -> Any:
     """Return the cost of a module, or of a compiled file. See `perf_model`. Raises ConfigurationError for a file alone."""
     if isinstance(model, str | Path):
-        raise ConfigurationError(
-            "the costs of a file cannot be estimated without its model",
-            because="layers are named by the model's graph",
-            remedy="call fxq.estimate(integer, compiled=path)",
-        )
+        raise refused("hbdk4.hbm_perf")
     return perf_model(_module(model, "hbm_perf").model, None, out_dir=output_dir)
 
 
-@checked()
-def visualize(m: Any, onnx_file: Any = None, use_netron: bool = False) -> Path:
+@takes()
+def visualize(m: Any, onnx_file: Any = None) -> Path:
     """Write an integer module as ONNX, which Netron draws and onnxruntime runs; return the path.
 
     After `remove_io_op` the file takes and returns integers.

@@ -6,17 +6,10 @@ import enum
 from typing import Any
 
 from fxquant import backends
-from fxquant.compat.common import Refusal, unknown
-from fxquant.errors import ConfigurationError
+from fxquant.compat.common import refusals, refused, unknown
 from fxquant.support.arguments import checked
 
-UNKNOWN = {
-    "bayes-a825-03": Refusal("what it computes is not public", "set March.BAYES"),
-    "meta": Refusal("it is not a processor", "set the march of the processor, like March.NASH_E"),
-    "nash": Refusal("nash is a family of marches", "set the one of the processor: March.NASH_E, NASH_M, NASH_P, NASH_B or NASH_H"),
-}
-
-
+UNKNOWN = refusals("march")
 NAMES = ["bernoulli", "bernoulli2", "bayes", "bayes-e", "bayes-a825-03", "nash", "nash-b", "nash-e", "nash-h", "nash-m", "nash-p", "meta"]
 March = type("March", (), {name.upper().replace("-", "_"): name for name in NAMES})  # the marches by Horizon's names
 
@@ -40,11 +33,7 @@ def get_march() -> str | None:
 def required(called: str) -> str:
     """Return the march. Raises ConfigurationError if none was set."""
     if not _march:
-        raise ConfigurationError(
-            f"{called} needs a march",
-            because="what a model is prepared for says which dtypes and which arithmetic it has",
-            remedy="call set_march(March.BAYES_E), or that of another processor, first",
-        )
+        raise refused("set_march", called=called)
     return _march[0]
 
 

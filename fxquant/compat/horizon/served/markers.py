@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fxquant as fxq
+from fxquant.compat.common import refused
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import default_leaf
 from fxquant.support import logger
@@ -39,9 +40,7 @@ class QuantStub(nn.Module):
     def __init__(self, scale: float | None = BY_FUNCTION, zero_point: int | None = None, qconfig: Any = None) -> None:
         super().__init__()
         if zero_point:
-            raise ConfigurationError(
-                f"zero_point={zero_point} cannot be used", because="the marches' integers are symmetric", remedy="leave it at 0"
-            )
+            raise refused("QuantStub", zero_point=zero_point)
         self._scale = scale if scale is BY_FUNCTION else accepted("QuantStub", "scale", scale, SCALE)
         if qconfig is not None:
             self.qconfig = qconfig
@@ -148,11 +147,7 @@ def wrap(skip_compile: Any = False) -> Any:
 
     def mark(what: Any) -> Any:
         if not callable(what) and not isinstance(what, str):
-            raise ConfigurationError(
-                f"a {type(what).__name__} cannot be wrapped",
-                because="wrap decorates functions, methods and classes of modules",
-                remedy="decorate one of these",
-            )
+            raise refused("wrap", kind=type(what).__name__)
         if not skip_compile:
             return what
         if isinstance(what, type) and issubclass(what, nn.Module):

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.compat.common import unserved
-from fxquant.errors import ConfigurationError
+from fxquant.compat.common import refused, unserved
 
 STUDIO = "studio"  # the plugin's default, with Y in 16…235
 
@@ -59,11 +58,7 @@ def bgr_to_yuv444(input: Tensor, channel_reversal: bool = False, swing: str = "f
 
 def _colours(kind: Any, input: Tensor, swing: str, mean: Any, std: Any) -> Tensor:
     if input.dtype is torch.int8:
-        raise ConfigurationError(
-            "colours of int8 cannot be converted",
-            because="this function computes in float, and a graph quantizes it",
-            remedy="insert fxq.nn.YuvToRgb before the model, and prepare both together",
-        )
+        raise refused("centered_yuv2rgb")
     each = [list(torch.as_tensor(value, dtype=torch.float32).flatten().tolist()) for value in (mean, std)]
     means, stds = (values * 3 if len(values) == 1 else values for values in each)
     return kind(swing, centred=True, mean=means, std=stds).to(input.device)(input)  # type: ignore[no-any-return]
@@ -126,9 +121,7 @@ def rle(input: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """
     longest = {torch.int8: 255, torch.int16: 65535}.get(dtype)
     if longest is None:
-        raise ConfigurationError(
-            f"rle(dtype={dtype}) cannot be done", because="it is int8 or int16", remedy="pass torch.int8 or torch.int16"
-        )
+        raise refused("rle", dtype=dtype)
     found = []
     for item in input.flatten(1):
         values, counts = torch.unique_consecutive(item.long(), return_counts=True)
@@ -259,9 +252,7 @@ class AnchorGenerator(fxq.nn.AnchorGenerator):
         legacy_bbox: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         if legacy_bbox or options:
-            raise unserved(
-                "AnchorGenerator", next(iter(options), "legacy_bbox"), "boxes are real intervals, in units of the stride", "leave it out"
-            )
+            raise refused("AnchorGenerator", text=next(iter(options), "legacy_bbox"))
         strides = list(feat_strides)
         bases = strides if base_sizes is None else list(base_sizes)
         sizes = [[base * scale for scale in scales] for base in bases]
@@ -355,9 +346,7 @@ class MultiScaleDeformableAttention(nn.Module):
             raise unserved("MultiScaleDeformableAttention", "spatial_shapes", "sizes are part of the graph", "pass a list of (H, W)")
         if reference_points is None or key_padding_mask is not None:
             name = "reference_points" if reference_points is None else "key_padding_mask"
-            raise unserved(
-                "MultiScaleDeformableAttention", name, "positions are needed, and values are not masked", "pass points (N, Q, levels, 2)"
-            )
+            raise refused("MultiScaleDeformableAttention", text=name)
         value, identity = query if value is None else value, query if identity is None else identity
         query = query if query_pos is None else query + query_pos
         if not self.batch_first:

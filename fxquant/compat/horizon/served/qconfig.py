@@ -10,7 +10,7 @@ from torch import nn
 
 import fxquant as fxq
 from fxquant.calibration.calibration import owned_quantizers, require_prepared
-from fxquant.compat.common import Refusal, unknown
+from fxquant.compat.common import Refusal, refusals, refused, unknown
 from fxquant.errors import ConfigurationError
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.prepared.operators import quantized_operators
@@ -61,9 +61,7 @@ class NamedObserver(str):
                 if wanted in (None, quantizer.dtype.name) and not (quantizer.given or quantizer.frozen or quantizer.follows_sum):
                     count += _reset(quantizer, chosen)
         if not count:
-            raise ConfigurationError(
-                "no scale was changed", because="no tensor of this dtype and prefix was observed", remedy="calibrate the model first"
-            )
+            raise refused("reset_scale")
         return count
 
 
@@ -138,16 +136,7 @@ OBSERVERS: dict[str, Callable[[float, dict[str, Any]], Any]] = {
 }
 WEIGHT_OBSERVERS = (None, min_max)
 
-REFUSED = {
-    "affine": Refusal("the marches' integers are symmetric", "pass a symmetric qscheme"),
-    "float": Refusal(
-        "it is not an integer dtype, and the host computes in float", "give the layer None in the qconfig_dict, or name it in hybrid_dict"
-    ),
-    "pact": Refusal("what PACT learns is where an activation is clipped", "use weight_fake_quant='lsq', or 'fake_quant'"),
-    "weight": Refusal("the scale of a weight is its largest magnitude, or learned", "use 'min_max', or weight_fake_quant='lsq'"),
-    "no weight": Refusal("weights are integers wherever their layer is", "give the layer None, which keeps it in float"),
-    "ch_axis": Refusal("a weight has a scale for each output channel, on whatever axis those are", "leave ch_axis at 0"),
-}
+REFUSED = refusals("qconfig")
 IGNORED = {
     "stride", "is_sync_quantize", "factory_kwargs", "compat_mask", "in_place", "fast_training", "channel_len", "saturate",
     "use_grad_scaling", "alpha",  # where PACT starts: here at the calibrated range
@@ -180,11 +169,7 @@ def _taken(settings: dict[str, Any], called: str) -> None:
     for name in ("quant_min", "quant_max", *IGNORED):  # the range is the dtype's
         settings.pop(name, None)
     if settings:
-        raise ConfigurationError(
-            f"{called} has no argument {next(iter(settings))!r}",
-            because="dtype, qscheme, ch_axis, averaging_constant, and those of the observer are known",
-            remedy="leave it out",
-        )
+        raise refused("FakeQuantize.argument", called=called, value=next(iter(settings)))
 
 
 def activation(given: Any) -> fxq.ActivationConfig:
@@ -216,11 +201,7 @@ def _observer(name: Any, constant: float, settings: dict[str, Any]) -> Any:
     if isinstance(name, Observer) or (isinstance(name, type) and issubclass(name, Observer)):
         return name
     if name not in OBSERVERS:
-        raise ConfigurationError(
-            f"the observer {name!r} is not supported",
-            because=f"observers are {', '.join(OBSERVERS)}, fixed_scale and clip, and classes of fxq.observers.Observer",
-            remedy="use 'mse', which loses least, or name another of these",
-        )
+        raise refused("FakeQuantize.observer", name=name, known=", ".join(OBSERVERS))
     return OBSERVERS[name](constant, settings)
 
 
@@ -229,7 +210,7 @@ def weight(given: Any) -> fxq.WeightConfig:
     if isinstance(given, fxq.WeightConfig):
         return given
     if given is None:
-        raise REFUSED["no weight"].error("a weight without a fake quantize cannot be done")
+        raise REFUSED["no-weight"].error("a weight without a fake quantize cannot be done")
     given = _of_torch(given)
     if given.training == PACT:
         raise REFUSED["pact"].error("PACT of a weight is not supported")
@@ -248,11 +229,7 @@ def _of_torch(given: Any) -> FakeQuant:
     if partial is not None and isinstance(getattr(partial, "func", None), FakeQuant):
         return partial.func.with_args(**partial.keywords)  # type: ignore[no-any-return]
     if not isinstance(given, FakeQuant):
-        raise ConfigurationError(
-            f"a {type(given).__name__} is not a fake quantize",
-            because="it is one of the default_… of this module, or FakeQuantize.with_args(observer=…, dtype=…)",
-            remedy="pass one of these",
-        )
+        raise refused("FakeQuantize", kind=type(given).__name__)
     return given
 
 
@@ -277,11 +254,7 @@ def as_qconfig(given: Any) -> fxq.QConfig | None:
         return given
     if isinstance(given, tuple) and hasattr(given, "activation") and hasattr(given, "weight"):
         return QConfig(given.activation, given.weight, getattr(given, "input", None))
-    raise ConfigurationError(
-        f"a {type(given).__name__} is not a qconfig",
-        because="a qconfig is one of the default_… of this module, QConfig(…), or None: it stays in float",
-        remedy="pass one of these",
-    )
+    raise refused("QConfig of Horizon", kind=type(given).__name__)
 
 
 _activation, _weight = activation, weight

@@ -20,9 +20,8 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant import backends
-from fxquant.compat.common import unknown
+from fxquant.compat.common import refused, unknown
 from fxquant.compat.horizon.served.qconfig import NAMED, REFUSED, activation, as_qconfig, dtype_of, get_qconfig, is_float_dtype
-from fxquant.errors import ConfigurationError
 from fxquant.ir.functional import dequant_stub, quant_stub
 from fxquant.ir.graph import computes_tensor, module_path, resolve
 from fxquant.quantization.spec import DEFAULT, Chosen
@@ -182,11 +181,7 @@ class MatmulDtypeTemplate(Template):
         dtypes = self.input_dtypes
         several = dtypes if isinstance(dtypes, Sequence) and not isinstance(dtypes, str) else [dtypes]
         if len({dtype_of(each) for each in several}) != 1:
-            raise ConfigurationError(
-                f"MatmulDtypeTemplate(input_dtypes={list(several)}) cannot be done",
-                because="both operands of a product are read in one dtype",
-                remedy="pass one dtype, the wider one; an operand that has fewer bits loses nothing by it",
-            )
+            raise refused("MatmulDtypeTemplate", value=list(several))
         return asked.with_dtype("input", several[0])
 
 
@@ -363,14 +358,10 @@ def _pairs(rules: Any) -> list[tuple[Any, Any]]:
 
 def _only(given: Any, known: tuple[str, ...], what: str) -> Mapping[str, Any]:
     if not isinstance(given, Mapping):
-        raise ConfigurationError(
-            f"a {type(given).__name__} is not a {what}", because=f"it is a dict with {', '.join(map(repr, known))}", remedy="pass one"
-        )
+        raise refused("template.dict", kind=type(given).__name__, what=what, known=", ".join(map(repr, known)))
     for key in given:
         if key not in known:
-            raise ConfigurationError(
-                f"{key!r} is not a key of a {what}", because=f"its keys are {', '.join(map(repr, known))}", remedy="use one of these"
-            )
+            raise refused("template.key", key=key, what=what, known=", ".join(map(repr, known)))
     return given
 
 
