@@ -91,7 +91,7 @@ class Noise:
     def of(wanted: Sequence[Sequence[Tensor]], changed: Iterable[Sequence[Tensor]], counts: Sequence[int] = ()) -> Noise:
         """Return the noise of parts from the wanted and the changed values of each chunk, with the `counts` of samples in it, or 1."""
         every = zip(wanted, changed, counts or [1] * len(wanted), strict=True)
-        chunks = [[_errors_and_power(*pair, count) for pair in zip(*both, strict=True)] for *both, count in every]
+        chunks = [[_errors_and_power(a, b, count) for a, b in zip(these, those, strict=True)] for these, those, count in every]
         parts = [tuple(zip(*part, strict=True)) for part in zip(*chunks, strict=True)]
         samples = tuple(torch.cat(errors) for errors, _ in parts)
         return Noise(tuple(float(errors.sum()) for errors in samples), tuple(sum(powers) for _, powers in parts), samples)
