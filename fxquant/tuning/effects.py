@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from fxquant.analysis.recording import Seen, still
 from fxquant.ir.graph import by_name, reads_shape_only
 from fxquant.ir.model import autocast_off
+from fxquant.lowering.eager import constants_kept
 from fxquant.ops import carried
 from fxquant.ops.core.boundary import DEQUANTIZE, QUANTIZE
 from fxquant.prepared.stage import record_of
@@ -209,7 +210,7 @@ class FloatOutputs:
 
     def noise(self, run: Run, chunks: Sequence[Sequence[Any]] | None = None) -> Noise:
         """Return the noise of the outputs of `run`, for the same inputs or those of `chunks`, one chunk at a time."""
-        with torch.no_grad():
+        with torch.no_grad(), constants_kept():
             return Noise.of(self.wanted, (self.apart(run(chunk)) for chunk in (self.chunks if chunks is None else chunks)))
 
     def float_form(self, inputs: Sequence[Any]) -> list[Tensor]:
