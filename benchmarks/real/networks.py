@@ -46,7 +46,7 @@ class Network:
     parts   the channels of each part of the output that is judged apart
     source  says what the samples are of
     tested  how many samples judge
-    kept    how many judge where figures are kept; fewer of networks that take long
+    kept    how many judge where figures are kept: fewer of networks that take long, all of those whose figures differ between samples
     """
 
     name: str
@@ -197,7 +197,7 @@ NETWORKS = {
         Network("MobileNetV2", _mobilenet, _crops(224, IMAGENET_MEAN, IMAGENET_STD), same_class),
         Network("YOLOv8n", _nudenet, _people, f1, BOXES, lambda: "photographs of people", kept=FEWER),
         Network("MTCNN P-Net", lambda: _face(Proposal(), "pnet.pt"), _crops(64, HALF, HALF), same_face, BOXES),
-        Network("MTCNN R-Net", lambda: _face(Refinement(), "rnet.pt"), _crops(24, HALF, HALF), same_face, BOXES),
+        Network("MTCNN R-Net", lambda: _face(Refinement(), "rnet.pt"), _crops(24, HALF, HALF), same_face, BOXES, kept=TESTED),
         Network("CREPE", _crepe, _frames, same_pitch, source=voices.source),
         Network("PESTO", _pesto, _frames_of_bins, same_pitch, source=voices.source),
         Network("silero", _silero, lambda count, seed: voices.windows(count, 576, seed), same_voice, source=voices.source),

@@ -30,9 +30,10 @@ from fxquant.prepared.stage import record_of
 from fxquant.quantization.spec import State
 from fxquant.support import logger
 from fxquant.tuning.result import TunedLayer
-from fxquant.tuning.walk import Values, run
+from fxquant.tuning.walk import Values, batch_axes, count_of, run
 
 GAIN = 0.2228  # dB at the outputs, 5 % of the noise: what a range, an observer or a tuning has to gain; a few samples tell it from chance
+OUTLIERS = 8  # one sample in eight: those with the largest errors do not decide alone; one huge activation asks for the widest range
 QUIET = 1e-8  # noise of a part that counts as none
 MOST = 16  # parts of an output: one of more is a stack of tensors that are alike, and judged as a whole
 
@@ -41,8 +42,8 @@ Run = Callable[[Sequence[Any]], list[Tensor]]  # from a model's inputs to its fl
 
 
 def is_lower(after: Noise, before: Noise) -> bool:
-    """Return whether the parts gain more than `GAIN` dB on average, and none of them loses as much."""
-    return after.level - before.level > GAIN and not is_lost(after, before)
+    """Return whether the parts gain more than `GAIN` dB on average and none loses as much, also without the worst samples."""
+    return after.level - before.level > GAIN and not is_lost(after, before) and not is_lost(*_without_outliers(after, before))
 
 
 def is_lost(after: Noise, before: Noise) -> bool:
@@ -86,13 +87,20 @@ class Noise:
 
     errors: tuple[float, ...]
     powers: tuple[float, ...]
+    samples: tuple[Tensor, ...] = ()  # of each part the errors and the powers (2, samples), where samples are told apart
 
     @staticmethod
-    def of(wanted: Iterable[Sequence[Tensor]], found: Iterable[Sequence[Tensor]]) -> Noise:
-        """Return the noise of parts, given those that are wanted and those that were found for each chunk of samples."""
-        chunks = [[_error_and_power(*pair) for pair in zip(*both, strict=True)] for both in zip(wanted, found, strict=True)]
-        sums = [tuple(map(sum, zip(*part, strict=True))) for part in zip(*chunks, strict=True)]
-        return Noise(tuple(error for error, _ in sums), tuple(power for _, power in sums))
+    def of(wanted: Sequence[Sequence[Tensor]], changed: Iterable[Sequence[Tensor]], counts: Sequence[int] = ()) -> Noise:
+        """Return the noise of parts from the wanted and the changed values of each chunk, with the `counts` of samples in it, or 1."""
+        every = zip(wanted, changed, counts or [1] * len(wanted), strict=True)
+        chunks = [[_errors_and_powers(*pair, count) for pair in zip(*both, strict=True)] for *both, count in every]
+        return Noise.by_sample([torch.cat(part, 1) for part in zip(*chunks, strict=True)])
+
+    @staticmethod
+    def by_sample(samples: Sequence[Tensor]) -> Noise:
+        """Return the noise of parts from the errors and the powers (2, samples) of each."""
+        sums = [part.sum(1).tolist() for part in samples]
+        return Noise(tuple(error for error, _ in sums), tuple(power for _, power in sums), tuple(samples))
 
     @property
     def parts(self) -> tuple[float, ...]:
@@ -117,13 +125,23 @@ class Noise:
         return sum(map(decibels, there)) / len(there) if any(self.errors) else math.inf
 
 
-def _error_and_power(wanted: Tensor, changed: Tensor) -> tuple[float, float]:
-    reference, other = wanted.double(), changed.double()
+def _errors_and_powers(wanted: Tensor, changed: Tensor, count: int) -> Tensor:
+    """Return the squared errors and the powers (2, count) of the samples of one part, or (2, 1) where its elements do not divide."""
+    rows = count if count and wanted.numel() % count == 0 else 1
+    reference, other = (value.double().reshape(rows, -1) for value in (wanted, changed))
     finite = torch.isfinite(reference)
-    if not bool(finite.all()):
-        reference, other = reference[finite], other[finite]
-    error = float((other - reference).square().sum())
-    return (math.inf if math.isnan(error) else error), float(reference.square().sum())
+    errors = (other - reference).square().where(finite, 0.0).sum(1)
+    return torch.stack((errors.nan_to_num(math.inf, math.inf), reference.square().where(finite, 0.0).sum(1))).cpu()
+
+
+def _without_outliers(*noises: Noise) -> tuple[Noise, ...]:
+    """Return the noises without the samples of each part whose errors are largest in all of them together, one in `OUTLIERS`.
+
+    By the errors of one noise alone, samples that had bad luck with it would be left out, which is in its favour.
+    """
+    rest = [torch.stack(part).sum(0)[0].argsort() for part in zip(*(noise.samples for noise in noises), strict=True)]
+    rest = [order[: len(order) - math.ceil(len(order) / OUTLIERS)] for order in rest]
+    return tuple(Noise.by_sample([part[:, few] for part, few in zip(noise.samples, rest, strict=True)]) for noise in noises)
 
 
 # ---- Parts of outputs: a fact of the graph -------------------------------------------------------------------------------
@@ -198,6 +216,8 @@ class FloatOutputs:
         self.parts = Parts(prepared, chunks[0], State.FLOAT) if chunks else None
         with torch.no_grad():
             self.wanted = [self.apart(self.float_form(chunk)) for chunk in chunks]
+        axes = batch_axes(prepared)
+        self.counts = [count_of(chunk, axes) if any(axis is not None for axis in axes) else 1 for chunk in chunks]
 
     def apart(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Return the parts of floating-point outputs."""
@@ -211,7 +231,7 @@ class FloatOutputs:
     def noise(self, run: Run, chunks: Sequence[Sequence[Any]] | None = None) -> Noise:
         """Return the noise of the outputs of `run`, for the same inputs or those of `chunks`, one chunk at a time."""
         with torch.no_grad(), constants_kept():
-            return Noise.of(self.wanted, (self.apart(run(chunk)) for chunk in (self.chunks if chunks is None else chunks)))
+            return Noise.of(self.wanted, (self.apart(run(chunk)) for chunk in (self.chunks if chunks is None else chunks)), self.counts)
 
     def float_form(self, inputs: Sequence[Any]) -> list[Tensor]:
         """Return the outputs in float, with the changes that hooks on operators make (see `simulation`)."""

@@ -91,8 +91,30 @@ def test_a_step_with_which_one_part_loses_is_not_taken() -> None:
 
 def test_noise_is_pooled_over_samples() -> None:
     """A sample without a signal does not decide."""
-    wanted, found = ([[torch.tensor([value])] for value in values] for values in ((10.0, 0.01), (11.0, 0.02)))
-    assert abs(Noise.of(wanted, found).pooled - 1 / 100) < 1e-4
+    wanted, changed = ([[torch.tensor([value])] for value in values] for values in ((10.0, 0.01), (11.0, 0.02)))
+    assert abs(Noise.of(wanted, changed).pooled - 1 / 100) < 1e-4
+
+
+@pytest.mark.parametrize(("huge", "taken"), [(1, False), (2, False), (3, True)])
+def test_an_eighth_of_the_samples_does_not_decide_against_all_others(huge: int, taken: bool) -> None:
+    """Sixteen samples in chunks of four, of which some have a hundredfold output and lose an error that the others gain."""
+    large = torch.arange(16) < huge
+    wanted = torch.where(large, 100.0, 1.0)
+    usual, other = (wanted + error for error in (torch.where(large, 5.0, 0.1), torch.where(large, 1.0, 0.2)))
+    before, after = (
+        Noise.of([[part] for part in wanted.split(4)], [[part] for part in changed.split(4)], [4] * 4) for changed in (usual, other)
+    )
+    assert after.level > before.level + 6
+    assert is_lower(after, before) == taken
+
+
+def test_samples_are_told_apart_by_the_batch_of_the_inputs() -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(4, 3, 8, 8)
+    outputs = FloatOutputs(contract.calibrated(Detector().eval(), [inputs], "x86"), [[inputs], [inputs[:2]]])
+    measured = outputs.measure()
+    assert [part.shape for part in measured.samples] == [(2, 6)] * 3
+    assert all(torch.equal(part[:, :2], part[:, 4:]) for part in measured.samples)
 
 
 def test_sensitivity_estimates_by_parts() -> None:
