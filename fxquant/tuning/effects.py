@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -249,18 +250,21 @@ def judged(
     undo: Callable[[], None],
     what: tuple[str, str],
     attempts: Mapping[str, Callable[[], Sequence[TunedLayer]]] | None = None,
+    known: Mapping[str, Noise] = MappingProxyType({}),
 ) -> tuple[TunedLayer, ...]:
     """Return the rows of a tuning method if it makes the outputs clearly better; else call `undo`, and return rows that are not kept.
 
     `before` is the noise of the outputs without it; `what` is the subject and the participle of the log line. Of several `attempts`, which
     each put something else into the model and return its rows, the best stays, and the first without floating-point outputs to judge by.
+    The noise of some is `known`.
     """
     if not any(row.kept for row in rows):
         return tuple(rows)
     attempts, noise, usual = attempts or {"as found": lambda: rows}, {"": before}, ""
     for name, attempt in attempts.items():
-        attempt()
-        noise[name] = outputs.measure()
+        if name not in known:
+            attempt()
+        noise[name] = known[name] if name in known else outputs.measure()
     best = best_of(noise, usual) if outputs.there else next(iter(attempts))
     if best != usual:
         result = tuple(attempts[best]())

@@ -387,10 +387,10 @@ class Lesson:
         return self._mean(lambda index, node: self.targets[index][node].double().square())
 
     @torch.no_grad()
+    @constants_kept()
     def error(self) -> float:
         """Return the mean squared error of the unit's current integer results on held-out samples."""
-        with constants_kept():
-            found: dict[int, Values] = {index: self.results(index) for index in self.samples.judging}
+        found: dict[int, Values] = {index: self.results(index) for index in self.samples.judging}
         return self._mean(lambda index, node: (found[index][node] - self.targets[index][node]).double().square())
 
     def results(self, index: int) -> Values:
