@@ -465,7 +465,7 @@ def limited(value: Tensor, interval: Interval) -> Tensor:
 def first_not_finite(parameters: Mapping[str, Tensor | None]) -> str | None:
     """Return a text that names the first tensor with NaN or infinite values; None if all are finite. The keys are the names."""
     for name, value in parameters.items():
-        if value is not None and value.is_floating_point() and not bool(torch.isfinite(value).all()):
+        if value is not None and value.is_floating_point() and not (bool(value.sum().isfinite()) or bool(value.isfinite().all())):
             return f"{name} holds {'NaN' if bool(torch.isnan(value).any()) else 'infinite values'}"
     return None
 

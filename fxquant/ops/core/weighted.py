@@ -286,19 +286,27 @@ def lower_weighted(
     that are deployed. Where it is live, the sums then have the statistics of the batch: another bias and another step.
     """
     lowering.parameters.update(named_parameters(weight, bias, batch_norm))
-    live: _Live | None = None
     if batch_norm is not None and lowering.live_batch_norm:
         lowering.weight.forget_correction()  # the statistics, which are of the integers from now on, take its place
-    quantized, corrected, narrowing = lowering.once("weight", lambda: _weight(lowering, input, weight, bias, residual, batch_norm))
-    layer = LayerSum(lowering, product, *_narrowed(lowering, input, narrowing), quantized)
-    if batch_norm is not None and lowering.live_batch_norm:
-        live = _live(layer, batch_norm, bias)
+
+    def rounded() -> tuple[QuantizedWeight, Tensor | None]:
+        gain, by_threshold = None if batch_norm is None else running_gain(batch_norm), lowering.arithmetic.float32_steps
+        added = lowering.weight.corrected(bias if batch_norm is None else fold_bias(bias, batch_norm))
+        least = _least_scale(lowering, input, added, residual)
+        quantized = lowering.weight.folded(weight, gain, least, by_threshold)
+        if quantized is None:
+            folded = weight if batch_norm is None else fold(weight, None, batch_norm, 0)[0]
+            quantized = lowering.weight.integers(folded, gain, least, keep=lowering.keeps_start, by_threshold=by_threshold)
+        return quantized, added
+
+    quantized, added = lowering.once("weight", rounded)
+    layer = LayerSum(lowering, product, *_narrowed(lowering, input, quantized, added), quantized)
+    live = _live(layer, batch_norm, bias) if batch_norm is not None and lowering.live_batch_norm else None
 
     def constants() -> tuple[Tensor | None, Tensor, ResidualFactor | None, int | Tensor, tuple[Tensor, ...], Lift | None]:
-        added, steps = corrected, lowering.arithmetic.step(layer.input.scale, quantized.scale)
-        if live is not None:
-            added, steps = live.bias, (*steps, live.correction)
-        bias_q = None if added is None else _bias_integers(lowering, added, layer.input.scale, quantized.scale)
+        steps, offset = lowering.arithmetic.step(layer.input.scale, quantized.scale), added if live is None else live.bias
+        steps = steps if live is None else (*steps, live.correction)
+        bias_q = None if offset is None else _bias_integers(lowering, offset, layer.input.scale, quantized.scale)
         bound, factor = layer.bound(bias_q), None
         if residual is not None:
             factor, bound = residual_factor(layer, residual, steps, bound)
@@ -322,21 +330,6 @@ def lower_weighted(
         return _finished(layer, layer.form(largest, bias_q), end, residual, factor)
     shaped = None if bias_q is None else per_channel(bias_q, product.trailing)
     return _finished(layer, live.sums, end, residual, factor, shaped, live.statistics)
-
-
-def _weight(
-    lowering: Lowering, input: Quantized, weight: Tensor, bias: Tensor | None, residual: Quantized | None, batch_norm: BatchNorm | None
-) -> tuple[QuantizedWeight, Tensor | None, int]:
-    """Return the quantized weight, the bias (C,) with batch norm and correction, and the bits by which the operand is narrowed."""
-    gain = None if batch_norm is None else running_gain(batch_norm)
-    bias = lowering.weight.corrected(bias if batch_norm is None else fold_bias(bias, batch_norm))
-    least = _least_scale(lowering, input, bias, residual)
-    by_threshold = lowering.arithmetic.float32_steps
-    quantized = lowering.weight.folded(weight, gain, least, by_threshold)
-    if quantized is None:
-        folded = weight if batch_norm is None else fold(weight, None, batch_norm, 0)[0]
-        quantized = lowering.weight.integers(folded, gain, least, keep=lowering.keeps_start, by_threshold=by_threshold)
-    return quantized, bias, _narrowing(lowering, input, quantized, bias)
 
 
 def lower_uniform(
@@ -403,22 +396,17 @@ def _least_scale(lowering: Lowering, input: Quantized, bias: Tensor | None, resi
     return functools.reduce(torch.maximum, found) if found else None
 
 
-def _narrowing(lowering: Lowering, input: Quantized, weight: QuantizedWeight, bias: Tensor | None) -> int:
-    """Return the least n for which the sums of an int16 operand on a scale 2^n larger stay within the limit; 0 for other operands."""
-    if input.dtype.bits <= 8:
-        return 0
-    for n in range(MOST_NARROWED + 1):
+def _narrowed(lowering: Lowering, input: Quantized, weight: QuantizedWeight, bias: Tensor | None) -> tuple[Quantized, int]:
+    """Return the operand and its magnitude: on a scale 2^n larger where int16 sums could exceed the limit, by the least n that fits."""
+    bits = input.dtype.bits
+
+    def fits(n: int) -> bool:
         bias_q = None if bias is None else lowering.arithmetic.bias(bias.detach(), input.scale * 2.0**n, weight.scale)
-        if float(accumulator_bound(weight.integers, bias_q, 0, 2 ** (input.dtype.bits - 1 - n)).max()) <= accumulator_limit(lowering):
-            break
-    return n
+        return float(accumulator_bound(weight.integers, bias_q, 0, 2 ** (bits - 1 - n)).max()) <= accumulator_limit(lowering)
 
-
-def _narrowed(lowering: Lowering, input: Quantized, n: int) -> tuple[Quantized, int]:
-    """Return the operand, on a scale 2^n larger, and its magnitude."""
+    n = 0 if bits <= 8 else lowering.once("narrowed", lambda: next(filter(fits, range(MOST_NARROWED)), MOST_NARROWED))
     if n == 0:
         return input, input.grid.magnitude
-    bits = input.dtype.bits
     lowering.note("narrowed", f"its operand is narrowed by {n} of its {bits} bits, so that the sum fits the accumulator")
     value = lowering.call(elementwise.shift_right, input.value, n)
     return Quantized(value, Grid(input.dtype, input.scale * 2.0**n), input.shape), 2 ** (bits - 1 - n)
