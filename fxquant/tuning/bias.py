@@ -152,9 +152,9 @@ def _correct(
                 _put(operator, outcome["value"])
                 ways[way][1][operator.name] = outcome["value"]
         if outputs.there and ways[way][1] and not any(previous.values()):  # which `put` adds with a rounding
-            known[_attempt(way, 1.0)] = outputs.noise(_walked(prepared, samples, exact))
+            known[f"{way} their limits"] = outputs.noise(_walked(prepared, samples, exact))
         memory = max(memory, exact.largest + real.largest)
-    attempts = {_attempt(way, share): partial(put, way, share) for way in used for share in SHARES}
+    attempts = {f"{way} their limits{' by half' * (share < 1)}": partial(put, way, share) for way in used for share in SHARES}
     rows = max((rows for rows, _ in ways.values()), key=lambda rows: sum(row.kept for row in rows))
     result = TuningResult(
         "correct_bias", judged(outputs, before, rows, tuned.undo, ("biases", "corrected"), attempts, known), tuple(skipped.items()), memory
@@ -163,19 +163,14 @@ def _correct(
     return result
 
 
-def _attempt(way: str, share: float) -> str:
-    return f"{way} their limits{' by half' * (share < 1)}"
-
-
 def _walked(prepared: fx.GraphModule, samples: Samples, exact: Walk) -> Run:
     """Return a function that returns the model's outputs for a chunk of inputs; those of the samples are where the walk ends."""
     (output,) = prepared.graph.find_nodes(op="output")
     ends = dict(zip(map(id, samples.chunks), exact.at(output.all_input_nodes), strict=True))
 
     def run(inputs: Sequence[Any]) -> list[Tensor]:
-        if id(inputs) not in ends:
-            return outputs_of(prepared, inputs)
-        return real_outputs(fx.map_arg(output.args, ends[id(inputs)].__getitem__))
+        values = ends.get(id(inputs))
+        return outputs_of(prepared, inputs) if values is None else real_outputs(fx.map_arg(output.args, values.__getitem__))
 
     return run
 
