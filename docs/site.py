@@ -62,6 +62,12 @@ plugins:
 nav:
 """
 
+WIDE = """.md-grid { max-width: 88rem; }  /* lines of code have up to 140 columns */
+.md-typeset table:not([class]) :is(th, td) { min-width: 0; padding: 0.4em 0.6em; }
+.md-typeset table:not([class]) th { white-space: nowrap; }
+.md-typeset table:not([class]) td code { word-break: normal; overflow-wrap: break-word; }
+"""
+
 
 def pages() -> list[str]:
     """Return all pages, as paths in the repository."""
@@ -168,7 +174,7 @@ def gather() -> None:
     (OUT / "pages" / "api").mkdir()
     for name, names in public().items():
         (OUT / "pages" / "api" / f"{name}.md").write_text(reference(name, names), encoding="utf-8")
-    (OUT / "pages" / "wide.css").write_text(".md-grid { max-width: 88rem; }\n", encoding="utf-8")  # lines of code have up to 140 columns
+    (OUT / "pages" / "wide.css").write_text(WIDE, encoding="utf-8")
     (OUT / "mkdocs.yml").write_text(HEADER % (package.parent, ROOT / "docs" / "arguments.py") + navigation(), encoding="utf-8")
 
 

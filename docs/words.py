@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 CHECKED = ("fxquant", "passes", "backends")
 PAGES = ("*.md", "docs/**/*.md", "backends/**/*.md")
+OPTIONS = "dynamic_shapes|leaf|preserve|training_branch|adapt|integer_tail|dump|distributed|equalize|round_weights|correct_bias"
 BANNED = {
     r"the way back": "backward",
     r"real numbers?|real tensors?": "float value, dequantized tensor",
@@ -35,6 +36,7 @@ BANNED = {
     r"for the sake of": "for",
     r"what is left of": "the remainder of",
     r"spelling": "call form",
+    rf"(pass|with|without|by) ({OPTIONS})": "options=fxq.Options(NAME=…), or: the option NAME",
 }
 START = re.compile(r"(The same|What|See)\b")
 LONGEST = 35  # words of a sentence in the docstring of a module, or on a page

@@ -33,7 +33,7 @@ from fxquant.prepared.stage import is_integer, is_quantized
 SUM, LARGE = "int32", "int16"
 READ_ONCE = "only a dequantization reads it"
 MOST = 2**16  # elements for each item of a batch; the processor beside a chip takes about a millisecond for functions of so many
-IN_FLOAT = "only outputs read it, so it is a float function of a last layer's sum; integer_tail=True keeps it integer"
+IN_FLOAT = "only outputs read it, so it is a float function of a last layer's sum; the option integer_tail=True keeps it integer"
 
 
 def keep(gm: fx.GraphModule, context: Context) -> int:

@@ -105,7 +105,8 @@ def _export(
             raise ExportError(
                 f"the model cannot be written by {by}",
                 node=kept,
-                because=f"{by} says: {said}" + ("" if kept is None else "; what fxq.wrap or leaf= keeps as Python is traced by it as well"),
+                because=f"{by} says: {said}"
+                + ("" if kept is None else "; what fxq.wrap or the option leaf keeps as Python is traced by it as well"),
                 remedy=OTHERS if kept is None else "return what it reads, and call it after the program; or fxq.export.export_segments",
             ) from error
         for batch, ours in zip(batches, found, strict=True):
@@ -114,7 +115,7 @@ def _export(
                 raise ExportError(
                     f"what {by} has written is not equal to the integer model",
                     because=f"the file was run with inputs of shape {shapes}, and gave other bits",
-                    remedy="use fxq.export.export_pt2, or trace with dynamic_shapes={} to fix the batch size"
+                    remedy="use fxq.export.export_pt2, or trace with options=fxq.Options(dynamic_shapes={}) to fix the batch size"
                     if by == "torch.jit"
                     else OTHERS,
                 )

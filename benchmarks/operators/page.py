@@ -29,10 +29,10 @@ input and holds it to the contract, in PyTorch: the prepared and the integer mod
 of each is prepared, which decides what becomes integer; the same command without `--page` holds them to the contract too, and
 their ONNX files.
 
-A cell says with which activations an operator is integer: **8** is int8 (on x86 the affine uint8), **16** is int16, – is neither. ¹ behind
+A cell says with which activations an operator is integer: **8** is int8 (on x86 the affine uint8), **16** is int16, – is neither. ¹ after
 it: fxquant computes it in integers, but the public lists of that march do not have it, and `fxq.check` says so; further limits, of kernels,
-channels and sizes, are [below](#limits). *spellings* counts those that are integer on bayes-e at int8, among those tried: function, method,
-in place, module and operator, with arguments of their own. *lists*: H is Horizon's (the public rows of the RDK, and its own operators), N
+channels and sizes, are [below](#limits). *call forms* counts the forms that are integer on bayes-e at int8, among those tried: function,
+method, in place, module and operator, each with its arguments. *lists*: H is Horizon's (public rows of the RDK, its own operators), N
 what the export of the Nash generation takes, P PyTorch's pages on quantization.
 
 What stays in float works all the same: it runs on the host between integer segments, `fxq.explain` names it with its reason, and so does
@@ -62,7 +62,7 @@ def text(results: Sequence[Result]) -> str:
     known = {(result.name, result.target, result.dtype): result for result in results}
     lines = [HEAD, *_totals(known)]
     for family, rows in FAMILIES.items():
-        lines += [f"## {family.capitalize()}", "", *_header("operator", "written", "lists", *TARGETS, "spellings")]
+        lines += [f"## {family[0].upper() + family[1:]}", "", *_header("operator", "written", "lists", *TARGETS, "call forms")]
         lines += [_line(*cells(family, row, known)) for row in rows]
         lines.append("")
     return "\n".join([*lines, *_records(), *_limits(), *_floats(known)])
@@ -104,7 +104,7 @@ def _totals(known: Known) -> list[str]:
     seed = [kind for entry, kind in found if entry.seed]
     everything = [kind for _, kind in found]
     lines = [
-        f"On {FIRST[0]} at {FIRST[1]}, {_share(seed)} spellings of operators on these lists are integer, {_share(everything)} of all. No"
+        f"On {FIRST[0]} at {FIRST[1]}, {_share(seed)} call forms of operators on these lists are integer, {_share(everything)} of all. No"
     ]
     return [*lines, "result is wrong.", ""]
 
@@ -142,9 +142,9 @@ def _meaning(operator: Operator) -> str:
 
 
 def _records() -> list[str]:
-    head = "The records that recognise these spellings, and what they make of them; the last columns count functions, methods and modules."
+    head = "The records that recognise these call forms, and how each is computed; the last columns count functions, methods and modules."
     return [
-        "## Records",
+        "## Operator records",
         "",
         head,
         "",

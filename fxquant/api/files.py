@@ -69,7 +69,7 @@ def export_onnx(
            them to PyTorch's order; `verify` and `record` take PyTorch's layout all the same.
     example_inputs the inputs for tracing a float model that is not traced yet
     batch_size     the fixed number of rows of a batch, for compilers that need every size: each input, output and inner value has a
-           fixed shape, as if the model was traced with dynamic_shapes={}, and `verify` takes batches of this size. By default the batch
+           fixed shape, as if the model was traced with `dynamic_shapes={}`, and `verify` takes batches of this size. By default the batch
            is dynamic if the model was traced so.
 
     A prepared model is written with the current weights and scales, as fxq.convert(model) would be: its grids are in the file's

@@ -137,7 +137,7 @@ def _prepare(traced: fx.GraphModule, context: Context, passes: Sequence[Pass], u
         moved = [name + f" ({line})" * bool(line) for name, line in moved_by_forward(prepared).items()]
         _warn(
             "forward moves tensors in train mode that training here does not move: %d; move them in your training loop, replace them by "
-            "constants first (torch.nn.utils.parametrize.remove_parametrizations), or keep their module whole, in float, by leaf=\n%s",
+            "constants first (torch.nn.utils.parametrize.remove_parametrizations), or keep their module in float by the option leaf\n%s",
             moved,
         )
         _warn(
@@ -147,7 +147,7 @@ def _prepare(traced: fx.GraphModule, context: Context, passes: Sequence[Pass], u
         )
         _warn(
             "parameters that train in the float model and have no gradient here: %d; compute with the parameter itself in eval mode too, "
-            "not with what forward under no_grad, or train(False), made of it; for heads of train mode pass training_branch=True\n%s",
+            "not with what forward under no_grad, or train(False), made of it; for heads of train mode: option training_branch=True\n%s",
             untrained_here(prepared),
         )
         attach_hooks(prepared, traced.graph)

@@ -62,6 +62,6 @@ def merge(observers: Mapping[str, Observer], seen: int | None) -> int:
             raise ConfigurationError(
                 f"the statistics of several {type(observer).__name__} cannot be merged",
                 because="it has no method `merge`, which calibration with torch.distributed needs",
-                remedy="define it, use an observer of fxquant, or calibrate with distributed=False",
+                remedy="define it, use an observer of fxquant, or calibrate with options=fxq.Options(distributed=False)",
             ) from None
     return sum(number for number, _ in every if number is not None)

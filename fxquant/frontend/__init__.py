@@ -138,7 +138,7 @@ def _recorded(inputs: ExampleInputs, trace_at: _TraceAt, qconfigs: Mapping[str, 
             f"the batch size of the example, {inputs.batch}, is written into forward",
             at=error.at,
             because=f"with that size forward runs; with another one this line fails: {error.because}",
-            remedy="write x.shape[0], or -1, in place of the number, or pass dynamic_shapes={} to fix the batch size",
+            remedy="write x.shape[0], or -1, in place of the number, or pass options=fxq.Options(dynamic_shapes={}) to fix the batch size",
         ) from error.__cause__
 
 

@@ -313,7 +313,7 @@ def note_batch_limits(traced: fx.Graph, batch: int) -> None:
             f"the batch size of the example, {batch}, is too {beyond[0]}",
             node=beyond[2],
             because=f"the size of what this line computes follows the batch evenly only {beyond[1]}",
-            remedy="trace with an example of such a size, or with dynamic_shapes={} to fix the batch size",
+            remedy="trace with an example of such a size, or with options=fxq.Options(dynamic_shapes={}) to fix the batch size",
         )
     for node in traced.find_nodes(op="placeholder"):
         if limits.smallest > 1:
@@ -490,5 +490,5 @@ def _check_batch(model: fx.GraphModule, batch_size: int) -> None:
             raise ConfigurationError(
                 f"batch_size={batch_size} cannot be used",
                 because=f"the model was traced with fixed sizes, and a batch of {traced}",
-                remedy=f"leave it out, or trace with an example of {batch_size} rows, or without dynamic_shapes={{}}",
+                remedy=f"leave it out, or trace with an example of {batch_size} rows, or without the option dynamic_shapes={{}}",
             )

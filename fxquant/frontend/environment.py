@@ -138,7 +138,7 @@ class _Range(_AnswersLike):
             refuse(
                 "a loop runs over the batch",
                 because="a graph has a fixed number of operations, and range() was given a number that depends on the batch size",
-                remedy="write the loop as operations on the whole tensor, or trace with dynamic_shapes={} to fix the batch size",
+                remedy="write the loop with whole tensors, or fix the batch size by options=fxq.Options(dynamic_shapes={})",
             )
         return builtins.range(*args)
 

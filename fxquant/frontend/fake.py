@@ -337,5 +337,5 @@ def refuse_batch_condition() -> NoReturn:
     refuse(
         "control flow depends on the batch size",
         because="a condition is true at some batch sizes and false at others, and a graph has no branches",
-        remedy="make the condition independent of the batch, or trace with dynamic_shapes={} to fix the batch size",
+        remedy="make the condition independent of the batch, or trace with options=fxq.Options(dynamic_shapes={}) to fix the batch size",
     )

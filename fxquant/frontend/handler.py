@@ -133,7 +133,7 @@ class Handler:
             refuse(
                 "the model iterates over the batch",
                 because="a graph has a fixed number of operations, and the number of rows depends on the batch size",
-                remedy="write the loop as operations on the whole tensor, or trace with dynamic_shapes={} to fix the batch size",
+                remedy="write the loop with whole tensors, or fix the batch size by options=fxq.Options(dynamic_shapes={})",
             )
         return self.record("call_method", "unbind", torch.Tensor.unbind, (tensor, 0), {})
 

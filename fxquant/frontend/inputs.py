@@ -232,7 +232,7 @@ def _names(form: Form) -> Iterator[str]:
 
 
 _HINT = type(Dim.AUTO)
-_FORMS = "a tuple with an entry for each argument, or a dict by their names: dynamic_shapes=({1: torch.export.Dim('batch')},)"
+_FORMS = "a tuple by argument, or a dict by name: options=fxq.Options(dynamic_shapes=({1: torch.export.Dim('batch')},))"
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ class _Varying:
 def batch_dimensions(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic_shapes: Any) -> tuple[int | None, ...]:
     """Return the batch dimension of each leaf of the flattened arguments; None for an input whose sizes are all fixed.
 
-    With dynamic_shapes=None it is dimension 0 of every tensor whose size there is that of the first tensor. Otherwise it is
+    With `dynamic_shapes=None` it is dimension 0 of every tensor whose size there is that of the first tensor. Otherwise it is
     the one dimension that `dynamic_shapes` marks: by a Dim, a name, Dim.AUTO or Dim.DYNAMIC; other dimensions are fixed.
 
     Raises ConfigurationError for `dynamic_shapes` of another form, and if more than one size would vary.

@@ -185,7 +185,7 @@ def _check(first: Handler, own: list[fx.Node], common: set[fx.Node]) -> None:
                 node=node,
                 because=f"%{node.name} reads another tensor there, so training would not fit the integer model",
                 remedy="let self.training (a stochastic depth, a custom batch norm) change only what the loss reads, or "
-                "prepare the model without training_branch=True",
+                "prepare the model without the option training_branch=True",
             )
     shared = {graph.module_path(node) or node.name for node in again.values() if any(_layer(node) & _layer(other) for other in common)}
     if shared:

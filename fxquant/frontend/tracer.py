@@ -329,7 +329,7 @@ def _placeholder(handler: Handler, name: str, example: torch.Tensor, axis: int |
 # ---- checks that a trace means what the model means, at every batch size ---------------------------------------------
 
 
-_FIX = "keep batch sizes as x.shape[0] or x.size(0) gives them, or trace with dynamic_shapes={} to fix the batch size"
+_FIX = "keep batch sizes as x.shape[0] or x.size(0) gives them, or trace with options=fxq.Options(dynamic_shapes={}) to fix the batch size"
 
 
 def compare_recordings(first: Handler, second: Handler) -> None:

@@ -119,7 +119,7 @@ def _refuse(name: str) -> NoReturn:
         f"this model has no module {name}",
         at=calling_line(),
         because="what the float model computes in its modules is one graph of operators here, so methods that call modules cannot run",
-        remedy="call the method of the float model; or prepare a module whose forward is that method; or keep the module by preserve=",
+        remedy="call the method of the float model; prepare a module whose forward is that method; or use the option preserve",
     )
 
 

@@ -257,7 +257,7 @@ def refuse(node: fx.Node, because: str, *, python: bool = False, on_host: bool =
         node.meta["python"] = True
 
 
-WRAPPED, LEAF = "it is kept as Python, by fxq.wrap", "it is kept as one module, by leaf="
+WRAPPED, LEAF = "it is kept as Python, by fxq.wrap", "it is kept as one module, by the option leaf"
 
 
 def is_parameter(node: fx.Node) -> bool:

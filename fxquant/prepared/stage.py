@@ -240,7 +240,7 @@ def verify_stage(gm: fx.GraphModule, stage: Stage, made_by: str) -> None:
             f"the graph is not a valid {stage.name.lower()} graph after {made_by}",
             node=found[0].node,
             because=lines + more,
-            remedy=f"this is a defect of {made_by}; run with dump='dir' and compare the graphs before and after it",
+            remedy=f"this is a defect of {made_by}; run with options=fxq.Options(dump='dir') and compare the graphs before and after it",
         )
 
 

@@ -236,7 +236,7 @@ def outlier_channel(tensor: Judged, cures: Cures) -> Found | None:
         f"and sets one scale for all; {many} of {len(seen.channels)} channels reach {OUTLIER:.0f} times as far or more"
     )
     cure = (
-        "fxq.tuning.equalize(prepared, batches), where calibrate was called with equalize=False; otherwise "
+        "fxq.tuning.equalize(prepared, batches), where calibrate had the option equalize=False; otherwise "
         f"{cures.wider(tensor.name, tensor.reference)}"
     )
     return Found(cause, cure, _left(tensor, left))

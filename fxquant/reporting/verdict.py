@@ -201,8 +201,8 @@ def _corrections(prepared: fx.GraphModule, batch: Any, effects: Effects) -> Iter
     """Yield the cost at the outputs of each correction that calibration made, if they are better without it."""
     operators = [operator.weight_quantizer for operator in quantized_operators(prepared).values()]
     kinds: dict[str, tuple[str, Callable[[Any], bool]]] = {
-        "bias correction": ("correct_bias=False", lambda weight: weight.correction is not None),
-        "rounding of weights": ("round_weights=False", lambda weight: isinstance(weight.rounding, AdaptiveRounding)),
+        "bias correction": ("fxq.Options(correct_bias=False)", lambda weight: weight.correction is not None),
+        "rounding of weights": ("fxq.Options(round_weights=False)", lambda weight: isinstance(weight.rounding, AdaptiveRounding)),
     }
     form = GraphForm(prepared, State.VALIDATE)
     inputs = form.inputs(batch, 0)

@@ -88,7 +88,7 @@ class Noise:
 
     errors: tuple[float, ...]
     powers: tuple[float, ...]
-    samples: tuple[Tensor, ...] = ()  # of each part the errors and the powers (2, samples), where samples are told apart
+    samples: tuple[Tensor, ...] = ()  # of each part the errors and the powers (2, samples), where samples are distinguished
 
     @staticmethod
     def of(wanted: Sequence[Sequence[Tensor]], changed: Iterable[Sequence[Tensor]], counts: Sequence[int] = ()) -> Noise:

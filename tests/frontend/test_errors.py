@@ -65,7 +65,7 @@ def test_branch_on_the_batch():
         "control flow depends on the batch size\n"
         "  at       test_errors.py:N in forward:  if x.shape[0] > 5:\n"
         "  because  a condition is true at some batch sizes and false at others, and a graph has no branches\n"
-        "  remedy   make the condition independent of the batch, or trace with dynamic_shapes={} to fix the batch size"
+        "  remedy   make the condition independent of the batch, or trace with options=fxq.Options(dynamic_shapes={}) to fix the batch size"
     )
 
 
@@ -77,7 +77,7 @@ def test_loop_over_the_batch():
         "a loop runs over the batch\n"
         "  at       test_errors.py:N in <genexpr>:  return sum(x[index] for index in range(x.shape[0]))\n"
         "  because  a graph has a fixed number of operations, and range() was given a number that depends on the batch size\n"
-        "  remedy   write the loop as operations on the whole tensor, or trace with dynamic_shapes={} to fix the batch size"
+        "  remedy   write the loop with whole tensors, or fix the batch size by options=fxq.Options(dynamic_shapes={})"
     ).replace("<genexpr>", "forward")
 
 
@@ -107,7 +107,8 @@ def test_a_leak_of_the_batch_size_through_code_that_cannot_be_prepared():
         "Python code in the model turned the batch size into a constant (node %mul)\n"
         "  at       test_errors.py:N in forward:  return x * x.shape.numel()\n"
         "  because  an argument of mul is 12 at one batch size and 30 at another\n"
-        "  remedy   keep batch sizes as x.shape[0] or x.size(0) gives them, or trace with dynamic_shapes={} to fix the batch size"
+        "  remedy   keep batch sizes as x.shape[0] or x.size(0) gives them, "
+        "or trace with options=fxq.Options(dynamic_shapes={}) to fix the batch size"
     )
 
 
@@ -169,10 +170,12 @@ def test_a_batch_size_written_into_forward(batch):
         "  at       test_errors.py:N in forward:  return y.view(batch, 3) @ torch.ones(3, 2)\n"
         "  because  with that size forward runs; with another one this line fails: "
         f"shape '[{batch}, 3]' is invalid for input of size {18 if batch == 4 else 12}\n"
-        "  remedy   write x.shape[0], or -1, in place of the number, or pass dynamic_shapes={} to fix the batch size"
+        "  remedy   write x.shape[0], or -1, in place of the number, or pass options=fxq.Options(dynamic_shapes={}) to fix the batch size"
     )
     model = type("Model", (nn.Module,), {"forward": forward})()
-    assert torch.equal(trace(model, x, options=fxq.Options(dynamic_shapes={}))(x), model(x))
+    remedy = re.search(r"pass options=(\S+)", refusal(forward, x))
+    assert remedy is not None
+    assert torch.equal(trace(model, x, options=eval(remedy[1]))(x), model(x))
 
 
 def test_a_loop_over_a_batch_size_written_into_forward(caplog):

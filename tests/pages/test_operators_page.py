@@ -37,7 +37,7 @@ def test_every_limit_has_its_row_and_every_row_of_a_record_is_true() -> None:
     found = [tuple(row) for row in rows()]
     names = {record.name for record in OPERATORS.values()}
     text = PAGE.read_text(encoding="utf-8")
-    lines = text[text.index("## Records") : text.index("## Limits")].splitlines()
+    lines = text[text.index("## Operator records") : text.index("## Limits")].splitlines()
     written = [tuple(cell.strip() for cell in line[2:-2].split(" | ")) for line in lines if line.startswith("| ")][1:]
     known = {tuple(cell.strip() for cell in row) for row in page.record_rows()}
     assert {row[0] for row in page.record_rows()} == names

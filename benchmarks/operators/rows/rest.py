@@ -89,4 +89,4 @@ HORIZON: tuple[Row, ...] = (
     row("layer scale", "x + {P(8)} * {nn.Linear(8, 8)}(x)", "x + {P(8)}.mul({nn.Linear(8, 8)}(x))", over=TOKENS),
 )  # fmt: skip
 
-FAMILIES = {"nothing at all": NOTHING, "constants of a call": MADE, "beyond PyTorch": HORIZON}
+FAMILIES = {"no change of values": NOTHING, "constant tensors": MADE, "image preprocessing and Horizon's operators": HORIZON}

@@ -286,6 +286,6 @@ ATTENTION: tuple[Row, ...] = (
 FAMILIES = {
     "other names and arguments": NAMES,
     "without a batch, and with all arguments": SHAPES,
-    "places and bags": PLACES,
-    "attention with everything": ATTENTION,
+    "indices and embedding bags": PLACES,
+    "multi-head attention with every argument": ATTENTION,
 }
