@@ -255,8 +255,9 @@ def still(model: fx.GraphModule, state: State | None) -> Iterator[None]:
     """Inside, the operators of a prepared model are in `state`, or in their own, and nothing of the model changes by running it."""
     operators = quantized_operators(model).values()
     states = [operator.state for operator in operators]
-    training = {module: module.training for module in model.modules()}  # float operators on the host may depend on it
-    model.eval()
+    training = [module for module in model.modules() if module.training]  # float operators on the host may depend on it
+    if training:
+        model.eval()
     try:
         for operator in operators:
             wanted = state or operator.state
@@ -265,8 +266,8 @@ def still(model: fx.GraphModule, state: State | None) -> Iterator[None]:
     finally:
         for operator, before in zip(operators, states, strict=True):
             operator.state = before
-        for module, flag in training.items():
-            module.training = flag
+        for module in training:
+            module.training = True
 
 
 @contextmanager

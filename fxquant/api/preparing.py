@@ -34,7 +34,7 @@ from fxquant.prepared.operators import quantized_operators
 from fxquant.prepared.stage import Stage, quantized_operator
 from fxquant.quantization.spec import DEFAULT, QConfig, QConfigMapping, State, as_mapping, attached_qconfigs
 from fxquant.reporting.forms import Batches
-from fxquant.support import logger
+from fxquant.support import logger, timed
 from fxquant.support.arguments import checked, instance
 from fxquant.target import Target
 from fxquant.tuning.equalization import by_first_batch
@@ -245,7 +245,7 @@ def calibrate(
     a warning says so. Operators that `set_state` has put into FLOAT are left out and stay there, as are those in TRAIN or VALIDATE with
     known scales while others are in CALIBRATE; a line of the log names them. A tensor of an operator in FLOAT is still
     observed for readers that take it as integers. `only_missing` observes only tensors without a scale, and leaves the others
-    unchanged; if there are none, no batch is taken.
+    unchanged; if there are none, no batch is taken. The last line of the log is the seconds that each step took.
 
     Raises CalibrationError if batches are missing, do not fit the model, or hold NaN or infinite
     values, and ConfigurationError for unusable arguments; what was observed before stays observed.
@@ -256,7 +256,7 @@ def calibrate(
     if out:
         names = ", ".join(f"%{each.name} ({each.state.value})" for each in out)
         logger.info("left out of calibration, by the state they are in: %s", names)
-    with having(out, left_out=True):
+    with having(out, left_out=True), timed("calibration"):
         samples = FirstSamples(prepared, options)
         first_inputs: list[Any] = []
 
@@ -271,16 +271,17 @@ def calibrate(
                 " by the samples of this call alone; to have what one call gives, calibrate a model that fxq.prepare has just returned"
             )
         with samples.remembered():
-            observed = calibration.calibrate(
-                prepared,
-                batches,
-                num_batches,
-                only_missing=only_missing,
-                options=options,
-                show_progress=show_progress,
-                first=by_first_batch(prepared, options.distributed) if options.equalize else None,
-                each=take,
-            )
+            with timed("observing"):
+                observed = calibration.calibrate(
+                    prepared,
+                    batches,
+                    num_batches,
+                    only_missing=only_missing,
+                    options=options,
+                    show_progress=show_progress,
+                    first=by_first_batch(prepared, options.distributed) if options.equalize else None,
+                    each=take,
+                )
             if observed:
                 samples.use(options.distributed, show_progress)
                 warn_of_lost_inputs(prepared, first_inputs)

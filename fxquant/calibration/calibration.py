@@ -25,7 +25,7 @@ from fxquant.quantization.observers import Observer
 from fxquant.quantization.observers.histogram import HistogramObserver
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.spec import State
-from fxquant.support import logger
+from fxquant.support import logger, timed
 from fxquant.support.arguments import FLAG, Kind, checked
 from fxquant.support.progress import progress
 from fxquant.target import Target
@@ -195,7 +195,8 @@ def calibrate(
                 arguments = model_inputs(prepared, options.inputs(batch), seen)
                 if first is not None:
                     prelude, first = first, None
-                    prelude(arguments)
+                    with timed("equalizing channels"):
+                        prelude(arguments)
                 with _all_or_nothing(prepared), repeatable():
                     prepared(**by_name(prepared, arguments))
                 if each is not None:
@@ -211,7 +212,7 @@ def calibrate(
         with having([quantizer for quantizer in known if only_missing and quantizer.calibrated], paused=True):
             if not (_on_all_ranks(prepared, observe) if several else observe()):
                 raise no_batches(num_batches)
-        with repeatable():
+        with repeatable(), timed("setting scales"):
             enter(prepared, open_, State.VALIDATE)
     return True
 

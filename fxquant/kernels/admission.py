@@ -264,8 +264,8 @@ class Layer:
         constants = [site.constant(node) if isinstance(node, fx.Node) else node for node in root.args[1:]]
         given = sums if is_linear else sums.reshape(*sums.shape, *[1] * (len(site.sizes[root]) - 2))
         wanted: Tensor = root.target(given, *constants)  # type: ignore[operator]
-        centred = wanted.to(torch.int64).reshape(sums.shape) - grid(root).zero_point
-        apart = requantized(sums.clone()).to(torch.int64) - site.result().zero != centred
+        centred = wanted.to(torch.int32).reshape(sums.shape).sub_(grid(root).zero_point)
+        apart = requantized(sums).to(torch.int32).sub_(site.result().zero) != centred
         if bool(apart.any()):
             raise Disagrees(f"its requantization differs from the primitive's for {int(apart.sum())} of {apart.numel()} sums")
 
@@ -284,12 +284,13 @@ class Layer:
         found = []
         for place in (0.0, 0.5):  # where results round, and where they are floors
             below = torch.floor((steps[:, None] + place) / ratio.clamp_min(2.0**-60).expand(channels))
-            found += [below + offset for offset in AROUND]
+            found.append(below)
             if root.target is quantization.requantize_fixed:  # a first shift moves a step to a multiple of its power, this one or the next
                 first = power_of_two(shift).expand(channels)
-                found += [(torch.floor(below / first) + later) * first + offset for later in (0, 1) for offset in AROUND]
+                found += [(torch.floor(below / first) + later) * first for later in (0, 1)]
         ends = torch.tensor([-largest, 1 - largest, -1.0, 0.0, 1.0, largest - 1, largest], dtype=torch.float64, device="cpu")
-        sums = torch.cat([*found, ends[:, None].expand(-1, channels)]).clamp_(-largest, largest)
+        around = torch.tensor(AROUND, dtype=torch.float64, device="cpu")[:, None, None]
+        sums = (torch.cat([*found, ends[:, None].expand(-1, channels)]) + around).clamp_(-largest, largest).flatten(0, 1)
         return sums.to(torch.int32)
 
 

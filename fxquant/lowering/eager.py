@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fxquant.lowering.lowering import Clamp, Epilogue, Lowering, Quantized, ResidualFactor, limited
+from fxquant.lowering.lowering import Clamp, Epilogue, Found, Lowering, Quantized, ResidualFactor, limited
 from fxquant.numerics.grids import FLOAT32_EXACT, INT32, Grid, Ratio, ends_of
 from fxquant.numerics.rounding import clamped, straight_through
 from fxquant.primitives import PRIMITIVES
@@ -40,6 +43,19 @@ class Mode(NamedTuple):
     training: bool = False
     observing: bool = False
     live_batch_norm: bool = False
+
+
+_ONCE: ContextVar[dict[Any, Any] | None] = ContextVar("constants", default=None)
+
+
+@contextmanager
+def constants_kept() -> Iterator[None]:
+    """Inside, operators compute the integers of weights and other constants once, without gradients; no parameter or scale changes."""
+    token = _ONCE.set({})
+    try:
+        yield
+    finally:
+        _ONCE.reset(token)
 
 
 class EagerLowering(Lowering):
@@ -75,6 +91,16 @@ class EagerLowering(Lowering):
             real, grid = self.known[id(arguments[0])][1:]
             self.known[id(value)] = value, primitive(real, *arguments[1:]), grid
         return value
+
+    def once(self, role: str, compute: Callable[[], Found]) -> Found:
+        kept = _ONCE.get()
+        if kept is None or self.training or self.observing or self.live_batch_norm or torch.is_grad_enabled():
+            return compute()
+        key = type(self), self.name, self.weight, role
+        if key not in kept:
+            kept[key] = compute()
+        found: Found = kept[key]
+        return found
 
     def remember(self, operand: Quantized) -> None:
         """Keep the known dequantized tensor of this operand, so that views of its integers are also views of that tensor."""
@@ -268,7 +294,7 @@ class FusedLowering(EagerLowering):
             and (other is None or other.shape == accumulator.shape)
             and self._is_exact(accumulator, bound, bias, residual, multiplier, statistics)
         )
-        factors = ratio.approximate().to(torch.float32)
+        factors, _ = self.once(f"factors {id(end)}", lambda: (ratio.approximate().to(torch.float32), end))  # `end` keeps its id
         form = form_of(accumulator, factors.dim() - 1 if factors.dim() else 0) if fits else None
         if form is None:
             return super().complete(accumulator, end, bias, residual, multiplier, statistics)
@@ -286,7 +312,8 @@ class FusedLowering(EagerLowering):
 
         self._set(to, observed)
         token = None if statistics is None else statistics.token
-        return self._on(to.grid, *fused_layers.finished(accumulator, added, other, factor, factors, form, self._rounded(end, to), token))
+        rounded, _ = self.once(f"rounded {id(end)}", lambda: (self._rounded(end, to), end))
+        return self._on(to.grid, *fused_layers.finished(accumulator, added, other, factor, factors, form, rounded, token))
 
     def _noisy(self, accumulator: Tensor, bias: Tensor | None, ratio: Ratio) -> Tensor:
         """Return the rounded accumulator, bias included, after the user's module has drawn noise for its float values."""
@@ -323,12 +350,17 @@ class FusedLowering(EagerLowering):
                 if weight.shape[1] % parts:
                     break
                 each = weight.reshape(len(weight), parts, -1)
-                sums = torch.float64 if each.shape[2] * self.weight.dtype.high >= FLOAT32_EXACT else torch.float32
-                total, signed = torch.linalg.vector_norm(each, 1, 2, dtype=sums).double(), each.sum(2, dtype=sums).double()
-                above, below = (total + signed) / 2, (total - signed) / 2  # the sums of positive weights, and of negative ones
+                above, below = self.once(f"signs {tuple(each.shape)}", partial(_sums_by_sign, each, self.weight.dtype.high))
                 most = torch.maximum(above * high + below * low, above * low + below * high)
                 if bias is not None and parts == 1:
                     most = most + bias.abs().unsqueeze(1)
                 if float(most.max()) < FLOAT32_EXACT:
                     return parts
         return 0
+
+
+def _sums_by_sign(rows: Tensor, largest: int) -> tuple[Tensor, Tensor]:
+    """Return the sums of the positive, and of the negative weights in the last dimension, float64; none is above `largest`."""
+    dtype = torch.float64 if rows.shape[-1] * largest >= FLOAT32_EXACT else torch.float32
+    total, signed = torch.linalg.vector_norm(rows, 1, -1, dtype=dtype).double(), rows.sum(-1, dtype=dtype).double()
+    return (total + signed) / 2, (total - signed) / 2

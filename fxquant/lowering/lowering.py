@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ from fxquant.training import fused_layers
 
 # ---- how an accumulator becomes a quantized tensor -------------------------------------------------------------------
 
+Found = TypeVar("Found")
 Clamp = tuple[float | None, float | None]
 
 Lift = Callable[[Tensor], Tensor]
@@ -192,6 +193,10 @@ class Lowering:
     def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> Any:
         """Return a parameter of the operator as an operand of primitives; stored with `dtype` when deployed."""
         raise NotImplementedError
+
+    def once(self, role: str, compute: Callable[[], Found]) -> Found:
+        """Return what `compute` returns, a function of parameters and scales alone. Here: it is called each time."""
+        return compute()
 
     def stored(self, value: Tensor, grid: Grid) -> Tensor:
         """Convert centred integers to the form in which this lowering stores tensors on a grid. Here: no conversion."""
@@ -460,7 +465,7 @@ def limited(value: Tensor, interval: Interval) -> Tensor:
 def first_not_finite(parameters: Mapping[str, Tensor | None]) -> str | None:
     """Return a text that names the first tensor with NaN or infinite values; None if all are finite. The keys are the names."""
     for name, value in parameters.items():
-        if value is not None and value.is_floating_point() and not bool(torch.isfinite(value).all()):
+        if value is not None and value.is_floating_point() and not (bool(value.sum().isfinite()) or bool(value.isfinite().all())):
             return f"{name} holds {'NaN' if bool(torch.isnan(value).any()) else 'infinite values'}"
     return None
 

@@ -1,8 +1,11 @@
 """Support for every package: the log, checks of arguments, atomic files, locks across forks, progress bars and seeds."""
 
 import logging
+import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 
@@ -21,6 +24,25 @@ def log_levels(levels: Mapping[str, int]) -> Iterator[None]:
     finally:
         for each, level in before.items():
             each.setLevel(level)
+
+
+_SECONDS: ContextVar[Counter[str] | None] = ContextVar("seconds", default=None)
+
+
+@contextmanager
+def timed(step: str) -> Iterator[None]:
+    """Measure the seconds of a block without those of the blocks inside it; the outermost block logs them all."""
+    start, around, inside = time.perf_counter(), _SECONDS.get(), Counter[str]()
+    token = _SECONDS.set(inside)
+    try:
+        yield
+    finally:
+        _SECONDS.reset(token)
+    whole = time.perf_counter() - start
+    if around is not None:
+        around.update(inside + Counter({step: whole - sum(inside.values())}))
+        return
+    logger.info("%s took %.1f s: %s", step, whole, ", ".join(f"{name} {seconds:.1f} s" for name, seconds in inside.items()))
 
 
 @contextmanager

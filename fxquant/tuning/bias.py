@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.model import repeatable
+from fxquant.lowering.eager import constants_kept
 from fxquant.lowering.lowering import Clamp
 from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
@@ -35,7 +36,7 @@ from fxquant.support.arguments import checked
 from fxquant.support.progress import progress
 from fxquant.tuning.checkpoint import Checkpoint, call_of
 from fxquant.tuning.choices import Tuned, tuning
-from fxquant.tuning.effects import FloatOutputs, judged
+from fxquant.tuning.effects import FloatOutputs, Noise, Run, judged, outputs_of, real_outputs
 from fxquant.tuning.result import TunedLayer, TuningResult
 from fxquant.tuning.walk import (
     Lesson,
@@ -121,7 +122,7 @@ def _correct(
 ) -> TuningResult:
     outputs, operators = FloatOutputs(prepared, judging), tuned.operators
     before, previous = outputs.measure(), {name: operator.weight_quantizer.correction for name, operator in operators.items()}
-    units, ways, skipped, memory = layer_units(prepared), dict[str, _Way](), dict[str, str](), 0
+    units, ways, skipped, memory, known = layer_units(prepared), dict[str, _Way](), dict[str, str](), 0, dict[str, Noise]()
 
     def put(way: str, share: float) -> list[TunedLayer]:
         rows, values = ways[way]
@@ -141,23 +142,37 @@ def _correct(
         put(way, 0.0)
         for unit in progress(units, len(units), f"correcting biases {way} their limits", show_progress):
             operator = operators[unit.weighted[0].name]
-            known = checkpoint.at(f"{way} {unit.name}", partial(_found, unit, samples, exact, real, operator, way))
-            if known is None:
+            outcome = checkpoint.at(f"{way} {unit.name}", partial(_found, unit, samples, exact, real, operator, way))
+            if outcome is None:
                 skipped[unit.name] = "its channels are not those of its weight"
                 continue
-            row = TunedLayer.of(known["row"])
+            row = TunedLayer.of(outcome["row"])
             ways[way][0].append(row)
             if row.kept:
-                _put(operator, known["value"])
-                ways[way][1][operator.name] = known["value"]
+                _put(operator, outcome["value"])
+                ways[way][1][operator.name] = outcome["value"]
+        if outputs.there and ways[way][1] and not any(previous.values()):  # which `put` adds with a rounding
+            known[f"{way} their limits"] = outputs.noise(_walked(prepared, samples, exact))
         memory = max(memory, exact.largest + real.largest)
     attempts = {f"{way} their limits{' by half' * (share < 1)}": partial(put, way, share) for way in used for share in SHARES}
     rows = max((rows for rows, _ in ways.values()), key=lambda rows: sum(row.kept for row in rows))
     result = TuningResult(
-        "correct_bias", judged(outputs, before, rows, tuned.undo, ("biases", "corrected"), attempts), tuple(skipped.items()), memory
+        "correct_bias", judged(outputs, before, rows, tuned.undo, ("biases", "corrected"), attempts, known), tuple(skipped.items()), memory
     )
     logger.debug("%s", result)
     return result
+
+
+def _walked(prepared: fx.GraphModule, samples: Samples, exact: Walk) -> Run:
+    """Return a function that returns the model's outputs for a chunk of inputs; those of the samples are where the walk ends."""
+    (output,) = prepared.graph.find_nodes(op="output")
+    ends = dict(zip(map(id, samples.chunks), exact.at(output.all_input_nodes), strict=True))
+
+    def run(inputs: Sequence[Any]) -> list[Tensor]:
+        values = ends.get(id(inputs))
+        return outputs_of(prepared, inputs) if values is None else real_outputs(fx.map_arg(output.args, values.__getitem__))
+
+    return run
 
 
 def _found(unit: Unit, samples: Samples, exact: Walk, real: Walk, operator: QuantizedOperator, way: str) -> dict[str, Any] | None:
@@ -178,6 +193,7 @@ def _put(operator: QuantizedOperator, value: list[float] | Tensor) -> None:
 
 
 @torch.no_grad()
+@constants_kept()
 def _correction(lesson: Lesson, operator: QuantizedOperator, way: str) -> Tensor | None:
     """Return the bias correction (C,) that matches means of the learning samples after the fused limits, or before them."""
     node, learning = lesson.unit.weighted[0], lesson.samples.learning
@@ -185,9 +201,10 @@ def _correction(lesson: Lesson, operator: QuantizedOperator, way: str) -> Tensor
     wanted, found, clamp = [], [], None
     for index in learning:
         has = bound_arguments(node, operator, lesson.operands[index])
-        weight, clamp = weight_of(operator, has), has.get("clamp")
+        weight, clamp, target = weight_of(operator, has), has.get("clamp"), lesson.targets[index].get(node)
         assert weight is not None
-        results = _unlimited(node, operator, lesson.float_operands[index]), real_result(operator, has, whole=False)
+        unlimited = target if clamp is None and target is not None else _unlimited(node, operator, lesson.float_operands[index])
+        results = unlimited, real_result(operator, has, whole=False)
         real, integer = (by_channel(result.double(), len(weight), weight.dim()) for result in results)
         if real is None or integer is None:
             return None
@@ -208,7 +225,7 @@ def _behind(clamp: Clamp, wanted: Tensor, found: Tensor, start: Tensor) -> Tenso
     longest = (wanted - found).square().mean(1).sqrt()  # where hardly anything is within the limits a step could be of any length
     for _ in range(NEWTON):
         moved = found + added.unsqueeze(1)
-        slope = ((moved > low) & (moved < high)).double().mean(1).clamp_min(FEWEST)
+        slope = (((moved > low) & (moved < high)).sum(1).double() / moved.shape[1]).clamp_min(FEWEST)
         step = (target - moved.clamp(low, high).mean(1)) / slope
         added += torch.minimum(torch.maximum(step, -longest), longest)
     return added

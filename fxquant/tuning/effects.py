@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from torch.utils import _pytree as pytree
 from fxquant.analysis.recording import Seen, still
 from fxquant.ir.graph import by_name, reads_shape_only
 from fxquant.ir.model import autocast_off
+from fxquant.lowering.eager import constants_kept
 from fxquant.ops import carried
 from fxquant.ops.core.boundary import DEQUANTIZE, QUANTIZE
 from fxquant.prepared.stage import record_of
@@ -224,7 +226,7 @@ class FloatOutputs:
 
     def noise(self, run: Run, chunks: Sequence[Sequence[Any]] | None = None) -> Noise:
         """Return the noise of the outputs of `run`, for the same inputs or those of `chunks`, one chunk at a time."""
-        with torch.no_grad():
+        with torch.no_grad(), constants_kept():
             return Noise.of(self.wanted, (self.apart(run(chunk)) for chunk in (self.chunks if chunks is None else chunks)), self.counts)
 
     def float_form(self, inputs: Sequence[Any]) -> list[Tensor]:
@@ -243,18 +245,21 @@ def judged(
     undo: Callable[[], None],
     what: tuple[str, str],
     attempts: Mapping[str, Callable[[], Sequence[TunedLayer]]] | None = None,
+    known: Mapping[str, Noise] = MappingProxyType({}),
 ) -> tuple[TunedLayer, ...]:
     """Return the rows of a tuning method if it makes the outputs clearly better; else call `undo`, and return rows that are not kept.
 
     `before` is the noise of the outputs without it; `what` is the subject and the participle of the log line. Of several `attempts`, which
     each put something else into the model and return its rows, the best stays, and the first without floating-point outputs to judge by.
+    The noise of some is `known`.
     """
     if not any(row.kept for row in rows):
         return tuple(rows)
     attempts, noise, usual = attempts or {"as found": lambda: rows}, {"": before}, ""
     for name, attempt in attempts.items():
-        attempt()
-        noise[name] = outputs.measure()
+        if name not in known:
+            attempt()
+        noise[name] = known[name] if name in known else outputs.measure()
     best = best_of(noise, usual) if outputs.there else next(iter(attempts))
     if best != usual:
         result = tuple(attempts[best]())

@@ -32,7 +32,7 @@ from fxquant.quantization.observers.ranges import Method
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.spec import State
 from fxquant.quantization.weights import Parts
-from fxquant.support import logger
+from fxquant.support import logger, timed
 from fxquant.support.progress import progress
 from fxquant.tuning import bias, second_moment
 from fxquant.tuning.choices import tuning
@@ -127,9 +127,11 @@ class FirstSamples:
         seen = sum(ranks.gathered(kept.seen)) if several else kept.seen  # by all ranks
         corrects = self.corrects and seen >= self.enough
 
+        @timed("rounding weights")
         def rounded() -> second_moment.Rounded:
             return second_moment.rounded(prepared, cut(prepared, kept.inputs, 4), self.bits, show_progress)
 
+        @timed("correcting biases")
         def corrected() -> dict[str, list[float]]:
             return bias.corrections(prepared, *self._few(), show_progress)
 
@@ -146,6 +148,7 @@ class FirstSamples:
                 corrections = self._again(corrections, lambda: bias.apply(prepared, self._of_first_rank(several, corrected, {})))
             kept.roundings, kept.corrections = roundings, corrections
 
+    @timed("choosing ranges")
     def _choose_ranges(self, seen: int, several: bool, show_progress: bool | None) -> None:
         """Choose ranges by the method that is best for the outputs, and narrow those of lost inputs, where that is better for them."""
         prepared, observed = self.prepared, observed_since(self.prepared, self.observed_before)
@@ -298,6 +301,7 @@ def best_method(prepared: fx.GraphModule, quantizers: Sequence[Quantizer], judgi
     return Method(_chosen(prepared, candidates, judging, "ranges are chosen by", show_progress))
 
 
+@timed("narrowing ranges")
 def narrower(prepared: fx.GraphModule, observed: Mapping[str, Quantizer], judging: Chunks, show_progress: bool | None) -> dict[str, float]:
     """Return the factors below 1 of the ranges of lost tensors with which the outputs are best, by node; the ranges stay.
 

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from fxquant.errors import CalibrationError
 from fxquant.ir.graph import TensorFact, fact, is_parameter, resolve
 from fxquant.ir.graph import arguments_of as own_arguments
-from fxquant.lowering.eager import EagerLowering
+from fxquant.lowering.eager import EagerLowering, constants_kept
 from fxquant.lowering.lowering import Epilogue, Quantized
 from fxquant.numerics.grids import INT32, INT32_MAX, Grid
 from fxquant.ops import Trait, map_operands
@@ -169,10 +169,11 @@ class Walk:
         """Return the values of these nodes for every chunk, computing the nodes that they depend on as needed."""
         wanted = list(nodes)
         for node in self._needed(wanted):
-            for values in self._values:
-                values[node] = run(self.prepared, node, values, exact=self.exact)
-                if node.op != "get_attr":
-                    self._kept.add(values[node])
+            with constants_kept():
+                for values in self._values:
+                    values[node] = run(self.prepared, node, values, exact=self.exact)
+                    if node.op != "get_attr":
+                        self._kept.add(values[node])
             self._done.add(node)
             for operand in node.all_input_nodes:
                 self._left[operand] -= 1
@@ -388,6 +389,7 @@ class Lesson:
         return self._mean(lambda index, node: self.targets[index][node].double().square())
 
     @torch.no_grad()
+    @constants_kept()
     def error(self) -> float:
         """Return the mean squared error of the unit's current integer results on held-out samples."""
         found: dict[int, Values] = {index: self.results(index) for index in self.samples.judging}

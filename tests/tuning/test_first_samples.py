@@ -15,10 +15,10 @@ from torch import Tensor, fx, nn
 import fxquant as fxq
 from fxquant.ops import Trait
 from fxquant.prepared.operators import quantized_operators
-from fxquant.tuning import bias, first_samples
+from fxquant.tuning import bias, effects, first_samples
 from fxquant.tuning.first_samples import LARGEST, FirstSamples
 from fxquant.tuning.result import TunedLayer
-from fxquant.tuning.walk import cut
+from fxquant.tuning.walk import Samples, cut
 from tests.shared import contract
 from tests.shared.networks import Network
 
@@ -224,6 +224,37 @@ def test_corrections_that_only_overshoot_are_halved(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(bias, "_tried", _kept)
     halved = next(iter(bias.corrections(prepared, samples, judging, False).values()))
     assert torch.allclose(torch.tensor(halved), 1.1 * torch.tensor(right), rtol=1e-3)
+
+
+@pytest.mark.parametrize("judges", [slice(None), slice(4)])
+def test_whole_corrections_are_judged_where_their_samples_have_arrived(judges: slice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs with all corrections are computed while these are learned; the model runs again for others, and for halves."""
+    prepared, runs, whole = calibrated("bayes-e", correct_bias=False), list[Any](), dict[str, bool]()
+    samples = cut(prepared, [[batch] for batch in batches()], 8)
+    outputs_of, judged = effects.outputs_of, effects.judged
+
+    def judging(outputs: Any, before: Any, rows: Any, undo: Any, what: Any, attempts: Any, known: Any) -> Any:
+        for name in known:
+            attempts[name]()
+            whole[name] = contract.all_equal(outputs.measure().samples, known[name].samples)
+        runs.clear()
+        return judged(outputs, before, rows, undo, what, attempts, known)
+
+    monkeypatch.setattr(bias, "judged", judging)
+    for module in (bias, effects):
+        monkeypatch.setattr(module, "outputs_of", lambda *arguments: runs.append(arguments) or outputs_of(*arguments))
+    chunks = samples.chunks[judges]
+    assert bias.corrections(prepared, Samples(chunks), samples.chunks, False)
+    assert whole == {"after their limits": True, "before their limits": True}
+    assert len(runs) == 2 * len(samples.chunks)
+
+
+def test_calibration_says_how_long_its_steps_took(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "fxquant"):
+        fxq.calibrate(fxq.prepare(network(), batches()[0]), batches(), show_progress=False)
+    assert [step.rsplit(" ", 2)[0] for step in caplog.messages[-1].split(": ")[1].split(", ")] == [
+        "equalizing channels", "setting scales", "observing", "narrowing ranges", "choosing ranges", "correcting biases",
+    ]  # fmt: skip
 
 
 def _kept(lesson: Any, operator: object, correction: Tensor) -> object:

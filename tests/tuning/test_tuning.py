@@ -158,7 +158,7 @@ def test_a_method_that_makes_the_outputs_worse_is_undone(
     fxq.calibrate(prepared, LEARNED, options=fxq.Options(round_weights=False, correct_bias=False), show_progress=False)
     prepared(LEARNED[0])  # sets the learned scales of weights
     before, noise = bits(prepared), itertools.count(1)
-    monkeypatch.setattr(effects.FloatOutputs, "measure", lambda self: effects.Noise((next(noise),), (1.0,)))
+    monkeypatch.setattr(effects.FloatOutputs, "noise", lambda self, *_: effects.Noise((next(noise),), (1.0,)))
     result = JUDGED[name](prepared)
     assert len(result)
     assert not result.kept

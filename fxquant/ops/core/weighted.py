@@ -134,7 +134,10 @@ class LayerSum:
             return lowering.call(product.narrow, *operands)
         if parts and self.input.value.shape[axis] == operands[1].shape[1]:  # not in groups
             return self._in_channels(parts, operands[1], bias)
-        cut = [list(_cut(self.weight.integers.detach(), self.magnitude, dtype))] if product.in_parts else []
+        integers = self.weight.integers.detach()
+        cut = (
+            [list(lowering.once(f"cut {tuple(integers.shape)}", lambda: _cut(integers, self.magnitude, dtype)))] if product.in_parts else []
+        )
         how = "in parts" if product.in_parts else "in float64"
         lowering.note("wide", f"a sum can reach {largest:.0f}, beyond 2^24, so it is formed {how}")
         return lowering.call(product.wide, *operands, *cut)
@@ -283,44 +286,46 @@ def lower_weighted(
     that are deployed. Where it is live, the sums then have the statistics of the batch: another bias and another step.
     """
     lowering.parameters.update(named_parameters(weight, bias, batch_norm))
-    unfolded, gain = bias, None
-    if batch_norm is not None:
-        gain = running_gain(batch_norm)
-        bias = fold_bias(bias, batch_norm)
     if batch_norm is not None and lowering.live_batch_norm:
         lowering.weight.forget_correction()  # the statistics, which are of the integers from now on, take its place
-    bias = lowering.weight.corrected(bias)
-    least = _least_scale(lowering, input, bias, residual)
-    by_threshold = lowering.arithmetic.float32_steps
-    quantized = lowering.weight.folded(weight, gain, least, by_threshold)
-    if quantized is None:
-        folded = weight if batch_norm is None else fold(weight, None, batch_norm, 0)[0]
-        quantized = lowering.weight.integers(folded, gain, least, keep=lowering.keeps_start, by_threshold=by_threshold)
-    layer = LayerSum(lowering, product, *_narrowed(lowering, input, quantized, bias), quantized)
 
-    live: _Live | None = None
-    steps = lowering.arithmetic.step(layer.input.scale, quantized.scale)
-    if batch_norm is not None and lowering.live_batch_norm:
-        live = _live(layer, batch_norm, unfolded)
-        bias, steps = live.bias, (*steps, live.correction)
-    bias_q = None if bias is None else _bias_integers(lowering, bias, layer.input.scale, quantized.scale)
+    def rounded() -> tuple[QuantizedWeight, Tensor | None]:
+        gain, by_threshold = None if batch_norm is None else running_gain(batch_norm), lowering.arithmetic.float32_steps
+        added = lowering.weight.corrected(bias if batch_norm is None else fold_bias(bias, batch_norm))
+        least = _least_scale(lowering, input, added, residual)
+        quantized = lowering.weight.folded(weight, gain, least, by_threshold)
+        if quantized is None:
+            folded = weight if batch_norm is None else fold(weight, None, batch_norm, 0)[0]
+            quantized = lowering.weight.integers(folded, gain, least, keep=lowering.keeps_start, by_threshold=by_threshold)
+        return quantized, added
 
-    bound, factor = layer.bound(bias_q), None
-    if residual is not None:
-        factor, bound = residual_factor(layer, residual, steps, bound)
-    apart = residual is not None and factor is None
-    to = lowering.intermediate if apart else lowering.output
-    lift = _lift(layer, bias_q, steps, to)
-    if lift is not None and lowering.lifts_late and bias_q is not None:  # one step for all channels, but a lift for each
-        steps = (steps[0].reshape(-1).expand(len(bias_q)), *steps[1:])
-    lifted: int | Tensor = 0
-    if to is not None and lift is not None and not lowering.lifts_late:
-        lifted = lift(to.grid.scale).flatten().expand(len(quantized.integers))
-        bias_q, bound = lifted if bias_q is None else bias_q + lifted, bound + lifted.abs()
+    quantized, added = lowering.once("weight", rounded)
+    layer = LayerSum(lowering, product, *_narrowed(lowering, input, quantized, added), quantized)
+    live = _live(layer, batch_norm, bias) if batch_norm is not None and lowering.live_batch_norm else None
+
+    def constants() -> tuple[Tensor | None, Tensor, ResidualFactor | None, int | Tensor, tuple[Tensor, ...], Lift | None]:
+        steps, offset = lowering.arithmetic.step(layer.input.scale, quantized.scale), added if live is None else live.bias
+        steps = steps if live is None else (*steps, live.correction)
+        bias_q = None if offset is None else _bias_integers(lowering, offset, layer.input.scale, quantized.scale)
+        bound, factor = layer.bound(bias_q), None
+        if residual is not None:
+            factor, bound = residual_factor(layer, residual, steps, bound)
+        apart = residual is not None and factor is None
+        to = lowering.intermediate if apart else lowering.output
+        lift = _lift(layer, bias_q, steps, to)
+        if lift is not None and lowering.lifts_late and bias_q is not None:  # one step for all channels, but a lift for each
+            steps = (steps[0].reshape(-1).expand(len(bias_q)), *steps[1:])
+        lifted: int | Tensor = 0
+        if to is not None and lift is not None and not lowering.lifts_late:
+            lifted = lift(to.grid.scale).flatten().expand(len(quantized.integers))
+            bias_q, bound = lifted if bias_q is None else bias_q + lifted, bound + lifted.abs()
+        return bias_q, bound, factor, lifted, steps, lift
+
+    bias_q, bound, factor, lifted, steps, lift = lowering.once("constants", constants)
     largest = lowering.prove(bound, "the sum", layer.limit)
     lowering.describe("weight", quantized.scale, product.channels - weight.dim())
     lowering.describe("bias", layer.input.scale * quantized.scale, -1, lifted)
-    end = layer.end(steps, clamp, largest, lift)
+    end = lowering.once("epilogue", lambda: layer.end(steps, clamp, largest, lift))
     if live is None:
         return _finished(layer, layer.form(largest, bias_q), end, residual, factor)
     shaped = None if bias_q is None else per_channel(bias_q, product.trailing)
@@ -394,18 +399,17 @@ def _least_scale(lowering: Lowering, input: Quantized, bias: Tensor | None, resi
 def _narrowed(lowering: Lowering, input: Quantized, weight: QuantizedWeight, bias: Tensor | None) -> tuple[Quantized, int]:
     """Return the operand and its magnitude: on a scale 2^n larger where int16 sums could exceed the limit, by the least n that fits."""
     bits = input.dtype.bits
-    if bits <= 8:
-        return input, input.grid.magnitude
-    for n in range(MOST_NARROWED + 1):
-        raised = input.scale * 2.0**n
-        bias_q = None if bias is None else lowering.arithmetic.bias(bias.detach(), raised, weight.scale)
-        if float(accumulator_bound(weight.integers, bias_q, 0, 2 ** (bits - 1 - n)).max()) <= accumulator_limit(lowering):
-            break
+
+    def fits(n: int) -> bool:
+        bias_q = None if bias is None else lowering.arithmetic.bias(bias.detach(), input.scale * 2.0**n, weight.scale)
+        return float(accumulator_bound(weight.integers, bias_q, 0, 2 ** (bits - 1 - n)).max()) <= accumulator_limit(lowering)
+
+    n = 0 if bits <= 8 else lowering.once("narrowed", lambda: next(filter(fits, range(MOST_NARROWED)), MOST_NARROWED))
     if n == 0:
         return input, input.grid.magnitude
     lowering.note("narrowed", f"its operand is narrowed by {n} of its {bits} bits, so that the sum fits the accumulator")
     value = lowering.call(elementwise.shift_right, input.value, n)
-    return Quantized(value, Grid(input.dtype, raised), input.shape), 2 ** (bits - 1 - n)
+    return Quantized(value, Grid(input.dtype, input.scale * 2.0**n), input.shape), 2 ** (bits - 1 - n)
 
 
 class _Live(NamedTuple):
