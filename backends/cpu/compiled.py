@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -148,7 +149,7 @@ class Summed(Call):
         """Return rows of accumulators requantized to bytes."""
         rows, channels = sums.shape
         output = torch.empty(rows, channels, dtype=torch.uint8, device="cpu")
-        made = Sum(input=address(sums), output=address(output), batch=rows, out_height=1, out_width=1, threads=1)
+        made = Sum(input=address(sums), output=address(output), batch=rows, threads=1)
         made.out_channels = made.out_pixel = channels
         assert isinstance(self.structure, Sum)
         made.epilogue = self.structure.epilogue
@@ -162,12 +163,12 @@ def packed(weight: Tensor, groups: int, pixel: int) -> Tensor:
 
     Tiles read up to 15 quads beyond the last one, and multiply them by 0.
     """
-    outer, inner, height, width = weight.shape
+    outer, inner, *area = weight.shape
     count = outer // groups
     blocks, quads = -(-count // LANES), pixel // groups // ALIGNMENT
-    full = torch.zeros(groups, blocks * LANES, quads * ALIGNMENT, height * width, dtype=torch.int8, device="cpu")
-    full[:, :count, :inner] = weight.reshape(groups, count, inner, height * width)
-    ordered = full.view(groups, blocks, LANES, quads, ALIGNMENT, height * width).permute(0, 1, 5, 3, 2, 4)
+    full = torch.zeros(groups, blocks * LANES, quads * ALIGNMENT, math.prod(area), dtype=torch.int8, device="cpu")
+    full[:, :count, :inner] = weight.reshape(groups, count, inner, -1)
+    ordered = full.view(groups, blocks, LANES, quads, ALIGNMENT, -1).permute(0, 1, 5, 3, 2, 4)
     return F.pad(ordered.flatten(), (0, 15 * LANES * ALIGNMENT))
 
 
@@ -181,11 +182,10 @@ def _summed(site: Site, layer: Layer, loaded: Any, function: Callable[[Any], Non
     bias = _padded(layer.bias(input.zero), result.pixel)
     made = Sum(outside=address(outside), bias=address(bias), weight=address(weight), epilogue=own.epilogue, threads=1)
     made.groups = layer.window["groups"]
-    made.batch, made.height, made.width, _ = input.grid
-    made.channels = input.pixel
-    _, made.out_height, made.out_width, made.out_channels = result.grid
-    made.out_pixel = result.pixel
-    _set_window(made, layer.weight.shape[2:], *(layer.window[key] for key in ("stride", "padding", "dilation")))
+    made.batch, made.channels, made.out_channels, made.out_pixel = input.grid[0], input.pixel, result.channels, result.pixel
+    area, windows = result.grid[1:-1], (layer.window[key] for key in ("stride", "padding", "dilation"))
+    _set_window(made, input.grid[1:-1], area, layer.weight.shape[2:], *windows)
+    _set_each(made, ("whole", "first", "step"), (area, (0, 0, 0), (1, 1, 1)))
     made.joined = joins and made.kernel_width > 1 and made.dilation_width == 1
     names, keeps = ("input", "residual")[: len(site.match.reads)], (weight, outside, bias, *own.keeps)
     summed = Summed(function, made, names, keeps, _area(input), finish=loaded.fxq_finish)
@@ -193,11 +193,16 @@ def _summed(site: Site, layer: Layer, loaded: Any, function: Callable[[Any], Non
     return summed
 
 
-def _set_window(structure: Sum | Move, *window: Sequence[int]) -> None:
-    """Set the kernel, the stride, the padding and the dilation, each a height and a width."""
-    for name, (height, width) in zip(("kernel", "stride", "padding", "dilation"), window, strict=True):
-        setattr(structure, f"{name}_height", height)
-        setattr(structure, f"{name}_width", width)
+def _set_window(structure: Sum | Move, area: Sequence[int], *window: Sequence[int]) -> None:
+    """Set the size of the operand, and that of the result, the kernel, the stride, the padding and the dilation, of three numbers each."""
+    structure.depth, structure.height, structure.width = area
+    _set_each(structure, ("out", "kernel", "stride", "padding", "dilation"), window)
+
+
+def _set_each(structure: Sum | Move, names: Sequence[str], values: Sequence[Sequence[int]]) -> None:
+    for name, value in zip(names, values, strict=True):
+        for side, number in zip(native.AREA, value, strict=True):
+            setattr(structure, f"{name}_{side}", number)
 
 
 @implementation("native convolution")
@@ -224,16 +229,15 @@ def depthwise(site: Site) -> Built:
 
 def _area(form: Held) -> int:
     """Return the number of pixels of an image."""
-    return form.grid[1] * form.grid[2]
+    return math.prod(form.grid[1:-1])
 
 
 # ---- kernels without weights ----------------------------------------------------------------------------------------
 
 
 def _move(input: Held, result: Held, **values: int) -> Move:
-    sizes = dict(zip(("batch", "height", "width", "channels"), input.grid, strict=True))
-    _, out_height, out_width, _ = result.grid
-    return Move(**sizes, out_height=out_height, out_width=out_width, out_channels=result.pixel, threads=1, **values)
+    sizes = dict(zip(("batch", *native.AREA, "channels"), input.grid, strict=True))
+    return Move(**sizes, out_channels=result.pixel, threads=1, **values)
 
 
 @implementation("native quantization", reads_held=False)
@@ -260,7 +264,7 @@ def max_pool(site: Site) -> Built:
         raise NotApplicable("its result and its operand have different memory layouts")
     made = _move(input, result)
     made.channels = input.pixel
-    _set_window(made, *(parts[key] for key in ("kernel", "stride", "begin", "dilation")))
+    _set_window(made, input.grid[1:-1], result.grid[1:-1], *(parts[key] for key in ("kernel", "stride", "begin", "dilation")))
     return Call(loaded.fxq_max_pool, made, ("input",), rows=_area(input))
 
 
@@ -338,16 +342,13 @@ def native_dynamic(site: Site) -> Built:
     weight, scale, bias = site.tensor("weight"), site.tensor("scale"), site.constant(site.match.parts["bias"])
     outputs, inputs = weight.shape
     pixel = -(-inputs // ALIGNMENT) * ALIGNMENT
-    summed = packed(weight[..., None, None], 1, pixel)
+    summed = packed(weight[..., None], 1, pixel)
     kept = {
         "totals": weight.to(torch.int32).sum(1, dtype=torch.int32),
         "scale": scale.expand(outputs).contiguous(),
         **({} if bias is None else {"bias": bias.contiguous()}),
     }
     made = native.Dynamic(inputs=inputs, smallest=SMALLEST_DYNAMIC, largest=LARGEST_DYNAMIC)
-    window = ("height", "width", "out_height", "out_width", "kernel_height", "kernel_width", "stride_height", "stride_width")
-    for name in (*window, "dilation_height", "dilation_width", "groups"):
-        setattr(made.sum, name, 1)
     made.sum.channels, made.sum.out_channels, made.sum.out_pixel = pixel, outputs, outputs
     made.sum.weight = address(summed)
     keeps = summed, *point(made, kept.items())

@@ -168,7 +168,7 @@ def run(site: Site, implementation: Implementation, built: Built, given: dict[fx
 
 def _viewed(site: Site, node: fx.Node, value: Tensor) -> Tensor:
     """Return an operand as a view of bytes that kernels hold, where it is one of bytes."""
-    if value.dtype not in (torch.int8, torch.uint8) or value.dim() < 2 or value.dim() > 4:
+    if value.dtype not in (torch.int8, torch.uint8) or value.dim() < 2 or value.dim() > 5:
         return value
     form = site.held(node)
     return form.view(form.holding(value))
@@ -215,7 +215,7 @@ def magnitude(node: fx.Node) -> int:
 class Layer:
     """The constants of a sum of products.
 
-    weight   (out, in / groups, height, width), int8; ones for a sum over windows
+    weight   (out, in / groups, depth, height, width), int8; ones for a sum over windows
     given    the bias as it is, int32; None where there is none
     largest  the largest |sum|, the residual included
     window   stride, padding, dilation, groups
@@ -235,10 +235,10 @@ class Layer:
             raise NotApplicable("its tensors are held with another dimension as their channels")
         if parts["weight"] is None:
             _, parts["groups"], *area = site.sizes[reads[0]]
-            weight = torch.ones(parts["groups"], 1, *parts.get("kernel", area)[-2:], dtype=torch.int8, device="cpu")
+            weight = torch.ones(parts["groups"], 1, *parts.get("kernel", area), dtype=torch.int8, device="cpu")
         else:
             weight = site.tensor("weight")
-        weight = weight.reshape(*weight.shape[:2], *(1, 1, *weight.shape[2:])[-2:])
+        weight = weight.reshape(*weight.shape[:2], *(1, 1, 1, *weight.shape[2:])[-3:])
         given = site.constant(parts["bias"])
         bound = accumulator_bound(weight, given, 0, magnitude(reads[0]))
         if parts["factor"] is not None:

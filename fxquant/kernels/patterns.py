@@ -19,7 +19,8 @@ BYTES = (torch.int8, torch.uint8)
 INTEGERS = (*BYTES, torch.int16, torch.int32, torch.int64)
 PRODUCTS = frozenset({Role.CONVOLUTION, Role.LINEAR})
 SUMS = frozenset({Role.CONVOLUTION, Role.LINEAR, Role.SUM})
-RANKS = (2, 3, 4)
+RANKS = (2, 3, 4, 5)
+IMAGES = RANKS[1:]  # of tensors with channels and one to three dimensions after them
 LONGEST = 8  # quantized tensors in a chain: its constants and intermediate results have to stay in the cache
 WINDOW = {
     "kernel": 1,
@@ -28,7 +29,7 @@ WINDOW = {
     "end": 0,
     "padding": 0,
     "dilation": 1,
-}  # what each is along a height that a sequence does not have
+}  # what each is along a depth and a height that a sequence does not have
 
 
 def known_tensor(node: Any, *dtypes: torch.dtype, ranks: Sequence[int] = RANKS) -> bool:
@@ -64,7 +65,7 @@ def _dimensions(count: int) -> str:
 
 
 def sum_of_products(root: fx.Node) -> Matched:
-    """Match a convolution of one or two dimensions, a linear layer or a sum over windows, on bytes, with what follows it.
+    """Match a convolution of one to three dimensions, a linear layer or a sum over windows, on bytes, with what follows it.
 
     That is the residual added to it, and the requantization to bytes. The sum itself is the result where it is the output of a last
     layer, or of another one where it becomes integers of more bits. A sum over windows, or over height and width, is a depthwise
@@ -113,7 +114,7 @@ def _summed(total: fx.Node) -> dict[str, Any] | str:
     """Return the weight, the bias and the window of a sum of products; or why kernels do not compute it."""
     given: Any = total.args
     operand, *arguments = given
-    one: dict[str, Any] = {"weight": None, "bias": None, "stride": [1, 1], "padding": [0, 0], "dilation": [1, 1], "groups": 1}
+    one: dict[str, Any] = {"weight": None, "bias": None, "stride": [1], "padding": [0], "dilation": [1], "groups": 1}
     if role_of(total.target) is Role.LINEAR:
         one["weight"], one["bias"], *_ = arguments
     elif role_of(total.target) is Role.CONVOLUTION:
@@ -124,21 +125,19 @@ def _summed(total: fx.Node) -> dict[str, Any] | str:
             return "it has more padding after images than before them"
     elif sorted(dim % len(_sizes(operand)) for dim in arguments[0]) != list(range(2, len(_sizes(operand)))):
         return "it sums over other dimensions than height and width of images"
-    if len(one["stride"]) > 2:
-        return f"its windows have {_dimensions(len(one['stride']))}; kernels take 1 or 2"
-    one |= {name: _plane(one[name], value) for name, value in WINDOW.items() if name in one}
-    ranks = (2, 3) if role_of(total.target) is Role.LINEAR else (3, 4)
+    one |= {name: _volume(one[name], value) for name, value in WINDOW.items() if name in one}
+    ranks = RANKS if role_of(total.target) is Role.LINEAR else IMAGES
     if bytes_of(operand, ranks) is None:
         return _lacking("read", operand, ranks)
     for name, dtype in (("weight", torch.int8), ("bias", torch.int32)):
-        if one[name] is not None and not known_tensor(one[name], dtype, ranks=(1, 2, 3, 4)):
+        if one[name] is not None and not known_tensor(one[name], dtype, ranks=range(1, 6)):
             return f"its {name} is not {str(dtype).removeprefix('torch.')}"
     return one
 
 
-def _plane(values: Sequence[int], missing: int) -> list[int]:
-    """Return the values of a window along height and width, of a sequence's along its length."""
-    return [missing, *values][-2:]
+def _volume(values: Sequence[int], missing: int) -> list[int]:
+    """Return the values of a window along depth, height and width, of which a sequence has its width alone."""
+    return [missing, missing, *values][-3:]
 
 
 def _sizes(node: Any) -> tuple[Any, ...]:
@@ -175,13 +174,13 @@ def quantization(root: fx.Node) -> Matched:
 
 
 def maximum(root: fx.Node) -> Matched:
-    """Match a 1d or 2d max pool."""
+    """Match a max pool of one to three dimensions."""
     if root.target is not pool.max_pool:
         return None
-    if bytes_of(root.args[0], (3, 4)) is None:
-        return _lacking("read", root.args[0], (3, 4))
+    if bytes_of(root.args[0], IMAGES) is None:
+        return _lacking("read", root.args[0], IMAGES)
     names = ("kernel", "stride", "begin", "end", "dilation")
-    window = {name: _plane(values, WINDOW[name]) for name, values in zip(names, root.args[1:], strict=True)}  # type: ignore[arg-type]
+    window = {name: _volume(values, WINDOW[name]) for name, values in zip(names, root.args[1:], strict=True)}  # type: ignore[arg-type]
     return Match(root, (root,), (root.args[0],), window)  # type: ignore[arg-type]
 
 
@@ -364,13 +363,13 @@ def joined(root: fx.Node) -> Matched:
     """Match the concatenation of images or sequences along their channels."""
     if root.target is not shape.concatenate:
         return None
-    if not known_tensor(root, *BYTES, ranks=(3, 4)):
-        return _lacking("write", root, (3, 4))
+    if not known_tensor(root, *BYTES, ranks=IMAGES):
+        return _lacking("write", root, IMAGES)
     if root.args[1] % len(_sizes(root)) != 1:  # type: ignore[operator]
         return "it joins along another dimension than the channels"
     operands = tuple(root.args[0])  # type: ignore[arg-type]
-    unfit = next((operand for operand in operands if bytes_of(operand, (3, 4)) is not operand), None)
-    return Match(root, (root,), operands) if unfit is None else _lacking("read", unfit, (3, 4))
+    unfit = next((operand for operand in operands if bytes_of(operand, IMAGES) is not operand), None)
+    return Match(root, (root,), operands) if unfit is None else _lacking("read", unfit, IMAGES)
 
 
 def dynamic_layer(root: fx.Node) -> Matched:
@@ -392,7 +391,7 @@ def _channels_first(model: fx.GraphModule) -> frozenset[fx.Node]:
     Elementwise primitives pass this on, so that their operands and results lie alike.
     """
     tensors = [node for node in model.graph.nodes if known_tensor(node, torch.int8, torch.uint8, torch.int32)]
-    first = {node for node in tensors if len(_sizes(node)) == 4}
+    first = {node for node in tensors if len(_sizes(node)) > 3}
     alike: dict[fx.Node, set[fx.Node]] = {node: set() for node in tensors if len(_sizes(node)) == 3}
     waiting = []
     for node in alike:
