@@ -6,6 +6,7 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -172,25 +173,36 @@ def packed(weight: Tensor, groups: int, pixel: int) -> Tensor:
     return F.pad(ordered.flatten(), (0, 15 * LANES * ALIGNMENT))
 
 
-def _summed(site: Site, layer: Layer, loaded: Any, function: Callable[[Any], None], weight: Tensor, joins: bool = False) -> Summed:
-    """Return the call that sums with this weight, once its requantization is proved; `joins` allows the taps of a row to be one sum.
+def _summed(site: Site, layer: Layer, function: Callable[[Any], None], pack: Callable[[Tensor], Tensor], groups: int = 0) -> Built:
+    """Return the call that sums with a packed weight, once its requantization is proved, or several for a transposed convolution.
 
-    Channels that are only padding have no bias.
+    Of one group, the taps of a row may be one sum. Channels that are only padding have no bias.
     """
     own, input, result = Requantization.of(site, layer), site.held(site.match.reads[0]), site.result()
-    outside = torch.full((input.pixel,), input.zero, dtype=torch.uint8, device="cpu")
-    bias = _padded(layer.bias(input.zero), result.pixel)
-    made = Sum(outside=address(outside), bias=address(bias), weight=address(weight), epilogue=own.epilogue, threads=1)
-    made.groups = layer.window["groups"]
-    made.batch, made.channels, made.out_channels, made.out_pixel = input.grid[0], input.pixel, result.channels, result.pixel
-    area, windows = result.grid[1:-1], (layer.window[key] for key in ("stride", "padding", "dilation"))
-    _set_window(made, input.grid[1:-1], area, layer.weight.shape[2:], *windows)
-    _set_each(made, ("whole", "first", "step"), (area, (0, 0, 0), (1, 1, 1)))
-    made.joined = joins and made.kernel_width > 1 and made.dilation_width == 1
-    names, keeps = ("input", "residual")[: len(site.match.reads)], (weight, outside, bias, *own.keeps)
-    summed = Summed(function, made, names, keeps, _area(input), finish=loaded.fxq_finish)
-    layer.prove_requantization(site, summed.requantized)
-    return summed
+    outside, area, calls = torch.full((input.pixel,), input.zero, dtype=torch.uint8, device="cpu"), result.grid[1:-1], list[Summed]()
+    for part, outputs in layer.convolutions(area):
+        weight, bias = pack(part.weight), _padded(part.bias(input.zero), result.pixel)
+        made = Sum(outside=address(outside), bias=address(bias), weight=address(weight), epilogue=own.epilogue, threads=1, groups=groups)
+        made.batch, made.channels, made.out_channels, made.out_pixel = input.grid[0], input.pixel, result.channels, result.pixel
+        window = (part.window[key] for key in ("stride", "padding", "dilation"))
+        _set_window(made, input.grid[1:-1], outputs[0], part.weight.shape[2:], *window)
+        _set_each(made, ("whole", "first", "step"), (area, *outputs[1:]))
+        made.joined = groups == 1 and made.kernel_width > 1 and made.dilation_width == 1
+        names, keeps = ("input", "residual")[: len(site.match.reads)], (weight, outside, bias, *own.keeps)
+        calls.append(Summed(function, made, names, keeps, _area(input), finish=loaded_library().fxq_finish))
+    layer.prove_requantization(site, calls[0].requantized)
+    return calls[0] if len(calls) == 1 else Binding(partial(_one_by_one, calls))
+
+
+def _one_by_one(calls: Sequence[Call]) -> Bound:
+    """Return a function that makes all calls, which write different elements of one result."""
+    every = [call.bind() for call in calls]
+
+    def bound(inputs: Sequence[Tensor], output: Tensor) -> None:
+        for each in every:
+            each(inputs, output)
+
+    return bound
 
 
 def _set_window(structure: Sum | Move, area: Sequence[int], *window: Sequence[int]) -> None:
@@ -210,9 +222,15 @@ def convolution(site: Site) -> Built:
     """Build the kernel of a convolution of int8 or uint8, grouped or not, which requantizes its int32 sums in registers."""
     loaded, layer = loaded_library(dot_products=True), Layer.of(site)
     groups, input = layer.window["groups"], site.held(site.match.reads[0])
-    if groups > 1 and (layer.weight.shape[1] % ALIGNMENT or input.pixel != input.channels):
-        raise NotApplicable(f"a group has {layer.weight.shape[1]} channels, no multiple of {ALIGNMENT}")
-    return _summed(site, layer, loaded, loaded.fxq_convolution, packed(layer.weight, groups, input.pixel), groups == 1)
+    fits = [size for size in range(1, groups) if groups % size == 0 and layer.weight.shape[1] * size % ALIGNMENT == 0]
+    joined = fits[0] if fits and input.pixel == input.channels else groups  # groups become one, with zeros for each other's channels
+
+    def pack(weight: Tensor) -> Tensor:
+        blocks = weight.unflatten(0, (-1, joined, weight.shape[0] // groups))[:, :, :, None]
+        apart = torch.eye(joined, dtype=torch.int8, device="cpu").view(1, joined, 1, joined, *[1] * (weight.dim() - 1))
+        return packed((blocks * apart).flatten(3, 4).flatten(0, 2), groups // joined, input.pixel)
+
+    return _summed(site, layer, loaded.fxq_convolution, pack, groups // joined)
 
 
 @implementation("native depthwise convolution")
@@ -224,7 +242,7 @@ def depthwise(site: Site) -> Built:
     is_linear = role_of(site.match.parts["sum"].target) is Role.LINEAR
     if is_linear or inner != 1 or not layer.window["groups"] == outer == input.channels:
         raise NotApplicable("it is not a depthwise convolution")
-    return _summed(site, layer, loaded, loaded.fxq_depthwise, _padded(layer.weight.flatten(1).t().to(torch.int32) & 0xFFFF, input.pixel))
+    return _summed(site, layer, loaded.fxq_depthwise, lambda weight: _padded(weight.flatten(1).t().to(torch.int32) & 0xFFFF, input.pixel))
 
 
 def _area(form: Held) -> int:

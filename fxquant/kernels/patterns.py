@@ -17,8 +17,12 @@ from fxquant.primitives.quantization import accumulator_output, quantize
 
 BYTES = (torch.int8, torch.uint8)
 INTEGERS = (*BYTES, torch.int16, torch.int32, torch.int64)
-PRODUCTS = frozenset({Role.CONVOLUTION, Role.LINEAR})
-SUMS = frozenset({Role.CONVOLUTION, Role.LINEAR, Role.SUM})
+CONVOLUTIONS = {
+    Role.CONVOLUTION: ("weight", "bias", "stride", "padding", "dilation", "groups"),
+    Role.TRANSPOSED: ("weight", "bias", "stride", "padding", "output_padding", "dilation", "groups"),
+}  # the arguments after the operand
+PRODUCTS = frozenset({*CONVOLUTIONS, Role.LINEAR})
+SUMS = PRODUCTS | {Role.SUM}
 RANKS = (2, 3, 4, 5)
 IMAGES = RANKS[1:]  # of tensors with channels and one to three dimensions after them
 LONGEST = 8  # quantized tensors in a chain: its constants and intermediate results have to stay in the cache
@@ -65,7 +69,7 @@ def _dimensions(count: int) -> str:
 
 
 def sum_of_products(root: fx.Node) -> Matched:
-    """Match a convolution of one to three dimensions, a linear layer or a sum over windows, on bytes, with what follows it.
+    """Match a convolution of one to three dimensions, transposed or not, a linear layer or a sum over windows, on bytes, with what follows it.
 
     That is the residual added to it, and the requantization to bytes. The sum itself is the result where it is the output of a last
     layer, or of another one where it becomes integers of more bits. A sum over windows, or over height and width, is a depthwise
@@ -117,8 +121,8 @@ def _summed(total: fx.Node) -> dict[str, Any] | str:
     one: dict[str, Any] = {"weight": None, "bias": None, "stride": [1], "padding": [0], "dilation": [1], "groups": 1}
     if role_of(total.target) is Role.LINEAR:
         one["weight"], one["bias"], *_ = arguments
-    elif role_of(total.target) is Role.CONVOLUTION:
-        one |= zip(("weight", "bias", "stride", "padding", "dilation", "groups"), arguments, strict=False)
+    elif (names := CONVOLUTIONS.get(role_of(total.target))) is not None:  # type: ignore[arg-type]
+        one |= zip(names, arguments, strict=False)
     elif total.target is pool.sum_pool:
         one["kernel"], one["stride"], one["padding"], after, *_ = arguments
         if any(tail > head for head, tail in zip(one["padding"], after, strict=True)):
@@ -386,31 +390,41 @@ def forms_of(model: fx.GraphModule) -> Forms:
 
 
 def _channels_first(model: fx.GraphModule) -> frozenset[fx.Node]:
-    """Return the tensors whose dimension 1 is the channels: images, and what convolutions and pools of sequences read and write.
+    """Return the tensors whose dimension 1 is the channels: what convolutions and pools read and write, and images but for linear layers'.
 
     Elementwise primitives pass this on, so that their operands and results lie alike.
     """
-    tensors = [node for node in model.graph.nodes if known_tensor(node, torch.int8, torch.uint8, torch.int32)]
-    first = {node for node in tensors if len(_sizes(node)) > 3}
-    alike: dict[fx.Node, set[fx.Node]] = {node: set() for node in tensors if len(_sizes(node)) == 3}
-    waiting = []
+    alike: dict[fx.Node, set[fx.Node]] = {
+        node: set() for node in model.graph.nodes if known_tensor(node, torch.int8, torch.uint8, torch.int32, ranks=IMAGES)
+    }
+    waiting, linear = list[fx.Node](), list[fx.Node]()
     for node in alike:
         record, role = PRIMITIVES.get(node.target), role_of(node.target)  # type: ignore[arg-type]
         layout = "" if record is None else record.layout
-        if role is Role.CONVOLUTION or layout == "windows":
+        if role in CONVOLUTIONS or layout == "windows":
             waiting.append(node)
+        elif role is Role.LINEAR:
+            linear.append(node)
         elif role not in POINTWISE | {Role.RESIDUAL} and layout != "same":
             continue
         for operand in node.all_input_nodes:
             if operand in alike and operand.op != "get_attr":
                 alike[node].add(operand)
                 alike[operand].add(node)
+    first = _reached(waiting, alike, set())
+    last = _reached(linear, alike, first)
+    return frozenset(first | {node for node in alike if len(_sizes(node)) > 3 and node not in last})
+
+
+def _reached(waiting: list[fx.Node], alike: Mapping[fx.Node, set[fx.Node]], without: set[fx.Node]) -> set[fx.Node]:
+    """Return the tensors that lie like one of these, but for those of another set."""
+    reached: set[fx.Node] = set()
     while waiting:
         node = waiting.pop()
-        if node not in first:
-            first.add(node)
+        if node not in reached and node not in without:
+            reached.add(node)
             waiting += alike[node]
-    return frozenset(first)
+    return reached
 
 
 def _without_negatives(model: fx.GraphModule) -> frozenset[fx.Node]:

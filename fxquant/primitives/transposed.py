@@ -12,7 +12,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fxquant.primitives.accumulate import Split, accumulated, check_cut, onnx_sum_parts, per_channel, sum_parts
-from fxquant.primitives.record import Emitter, Range, Value, constant_of, exact_below, full_precision, primitive, stored, sum_of_products
+from fxquant.primitives.record import (
+    Emitter,
+    Range,
+    Role,
+    Value,
+    constant_of,
+    exact_below,
+    full_precision,
+    primitive,
+    stored,
+    sum_of_products,
+)
 
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
@@ -85,7 +96,15 @@ def _bounds_transposed_convolution(
     return sum_of_products(input, tensor, bias, tensor.dim() - 2, exact_below(cut is not None))
 
 
-@primitive(_onnx_transposed_convolution, bounds=_bounds_transposed_convolution, kind="accumulator", chip_bits=8, casts=True)
+_declared: dict[str, Any] = {
+    "bounds": _bounds_transposed_convolution,
+    "kind": "accumulator",
+    "chip_bits": 8,
+    "role": Role.TRANSPOSED,
+}
+
+
+@primitive(_onnx_transposed_convolution, **_declared, casts=True)
 def transposed_convolution(
     input: Tensor,
     weight: Tensor,
@@ -122,7 +141,7 @@ def _onnx_transposed_convolution_wide(e: Emitter, input: str, weight: Tensor, bi
     return e.call(name, body, input, e.constant(form.weight), *added)
 
 
-@primitive(_onnx_transposed_convolution_wide, bounds=_bounds_transposed_convolution, surrogate=_kernel, kind="accumulator", chip_bits=8)
+@primitive(_onnx_transposed_convolution_wide, **_declared, surrogate=_kernel)
 def transposed_convolution_wide(
     input: Tensor,
     weight: Tensor,
