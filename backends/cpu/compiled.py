@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +16,11 @@ from fxquant.backends.cpu import native
 from fxquant.backends.cpu.native import FIXED, REAL, SUM, Epilogue, Move, Sum
 from fxquant.ir.integer import qparams
 from fxquant.kernels import constants
-from fxquant.kernels.admission import Layer, enumerated
+from fxquant.kernels.admission import WINDOW, Layer, enumerated
 from fxquant.kernels.constants import Span
-from fxquant.kernels.kernel import ALIGNMENT, BIASED, Binding, Bound, Built, Held, NotApplicable, Site, implementation
+from fxquant.kernels.kernel import ALIGNMENT, BIASED, Binding, Bound, Built, Held, NotApplicable, Site, grid, implementation
 from fxquant.numerics.grids import INT32_MAX, LARGEST_DYNAMIC, SMALLEST_DYNAMIC
-from fxquant.primitives import Role, role_of
+from fxquant.primitives import Role, role_of, shape
 from fxquant.primitives.quantization import HALF_STEPS, TIES, half_step, requantize_real
 from fxquant.support.files import address, point
 
@@ -184,25 +183,24 @@ def _summed(site: Site, layer: Layer, function: Callable[[Any], None], pack: Cal
         weight, bias = pack(part.weight), _padded(part.bias(input.zero), result.pixel)
         made = Sum(outside=address(outside), bias=address(bias), weight=address(weight), epilogue=own.epilogue, threads=1, groups=groups)
         made.batch, made.channels, made.out_channels, made.out_pixel = input.grid[0], input.pixel, result.channels, result.pixel
-        window = (part.window[key] for key in ("stride", "padding", "dilation"))
+        window = (part.window[key] for key in WINDOW)
         _set_window(made, input.grid[1:-1], outputs[0], part.weight.shape[2:], *window)
         _set_each(made, ("whole", "first", "step"), (area, *outputs[1:]))
-        made.joined = groups == 1 and made.kernel_width > 1 and made.dilation_width == 1
+        made.fused = groups == 1 and made.kernel_width > 1 and made.dilation_width == 1
         names, keeps = ("input", "residual")[: len(site.match.reads)], (weight, outside, bias, *own.keeps)
         calls.append(Summed(function, made, names, keeps, _area(input), finish=loaded_library().fxq_finish))
     layer.prove_requantization(site, calls[0].requantized)
-    return calls[0] if len(calls) == 1 else Binding(partial(_one_by_one, calls))
 
+    def bind() -> Bound:
+        every = [call.bind() for call in calls]
 
-def _one_by_one(calls: Sequence[Call]) -> Bound:
-    """Return a function that makes all calls, which write different elements of one result."""
-    every = [call.bind() for call in calls]
+        def bound(inputs: Sequence[Tensor], output: Tensor) -> None:
+            for each in every:
+                each(inputs, output)
 
-    def bound(inputs: Sequence[Tensor], output: Tensor) -> None:
-        for each in every:
-            each(inputs, output)
+        return bound
 
-    return bound
+    return calls[0] if len(calls) == 1 else Binding(bind)
 
 
 def _set_window(structure: Sum | Move, area: Sequence[int], *window: Sequence[int]) -> None:
@@ -223,14 +221,14 @@ def convolution(site: Site) -> Built:
     loaded, layer = loaded_library(dot_products=True), Layer.of(site)
     groups, input = layer.window["groups"], site.held(site.match.reads[0])
     fits = [size for size in range(1, groups) if groups % size == 0 and layer.weight.shape[1] * size % ALIGNMENT == 0]
-    joined = fits[0] if fits and input.pixel == input.channels else groups  # groups become one, with zeros for each other's channels
+    merged = fits[0] if fits and input.pixel == input.channels else groups  # groups become one, with zeros for each other's channels
 
     def pack(weight: Tensor) -> Tensor:
-        blocks = weight.unflatten(0, (-1, joined, weight.shape[0] // groups))[:, :, :, None]
-        apart = torch.eye(joined, dtype=torch.int8, device="cpu").view(1, joined, 1, joined, *[1] * (weight.dim() - 1))
-        return packed((blocks * apart).flatten(3, 4).flatten(0, 2), groups // joined, input.pixel)
+        blocks = weight.unflatten(0, (-1, merged, weight.shape[0] // groups))[:, :, :, None]
+        apart = torch.eye(merged, dtype=torch.int8, device="cpu").view(1, merged, 1, merged, *[1] * (weight.dim() - 1))
+        return packed((blocks * apart).flatten(3, 4).flatten(0, 2), groups // merged, input.pixel)
 
-    return _summed(site, layer, loaded.fxq_convolution, pack, groups // joined)
+    return _summed(site, layer, loaded.fxq_convolution, pack, groups // merged)
 
 
 @implementation("native depthwise convolution")
@@ -305,22 +303,44 @@ def pointwise(site: Site) -> Built:
     return Call(loaded.fxq_pairs, made, ("input", "other"), (table,), rows=_area(first))
 
 
-@implementation("concatenated bytes")
-def join(site: Site) -> Built:
-    """Build the concatenation of images along their channels."""
-    result = site.result()
-    forms = [site.held(read) for read in site.match.reads]
-    if any((form.zero ^ result.zero) not in (0, BIASED) or not form.channels_first for form in (*forms, result)):
+@implementation("moved bytes")
+def move(site: Site) -> Built:
+    """Build what moves bytes, from memory as kernels hold it to such memory: a concatenation, a crop, a padding, a permutation."""
+    root, result = site.match.root, site.result()
+    if any((site.held(read).zero ^ result.zero) not in (0, BIASED) for read in site.match.reads):
         raise NotApplicable("its operands and its result have different memory layouts")
+    byte = root.args[3] + result.zero - grid(root).zero_point if root.target is shape.pad else None  # type: ignore[operator]
 
-    def bound(inputs: Sequence[Tensor], output: Tensor) -> None:
-        first = 0
-        for form, tensor in zip(forms, inputs, strict=True):
-            part, bytes_ = output[:, first : first + form.channels], tensor[:, : form.channels]
-            part.copy_(bytes_ if form.zero == result.zero else bytes_ ^ BIASED)
-            first += form.channels
+    def bind() -> Bound:
+        last: list[Any] = [None, None, ()]  # an instance has the same memory in every call
 
-    return Binding(lambda: bound)
+        def bound(inputs: Sequence[Tensor], output: Tensor) -> None:
+            if last[0] is not inputs[0] or last[1] is not output:
+                last[:] = inputs[0], output, list(_moves(site, inputs, output))
+            if byte is not None:
+                output.fill_(byte)
+            for value, written, differs in last[2]:
+                written.copy_(value ^ BIASED if differs else value)
+
+        return bound
+
+    return Binding(bind)
+
+
+def _moves(site: Site, inputs: Sequence[Tensor], output: Tensor) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    """Yield views of what is read and of what is written, and whether bytes of the one are 128 more than those of the other."""
+    result, root = site.result(), site.match.root
+    arguments: Any = root.args[1:]
+    begins = list(arguments[0]) if root.target is shape.pad else [0] * len(result.sizes)
+    for form, tensor in zip(map(site.held, site.match.reads), inputs, strict=True):
+        value, written = form.of(tensor).view(tensor), result.of(output).view(output)
+        keeps = root.target is shape.pad or root.target is shape.concatenate
+        value = value if keeps else root.target(value, *arguments)  # type: ignore[operator]
+        for dim, (begin, size) in enumerate(zip(begins, value.shape, strict=True)):
+            written = written.narrow(dim, begin, size)
+        if root.target is shape.concatenate:
+            begins[arguments[0]] += value.shape[arguments[0]]
+        yield value, written, form.zero != result.zero
 
 
 @implementation("native product", strided=True)

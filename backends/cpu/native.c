@@ -47,7 +47,7 @@ typedef struct {
     int64_t batch, channels;         /* of the input; channels are also the bytes of a pixel */
     int64_t out_channels, out_pixel; /* out_pixel: elements of a pixel of the output, and of the residual */
     int64_t groups, threads;
-    int64_t joined; /* whether the taps of a row, which lie side by side, are summed as one */
+    int64_t fused; /* whether the taps of a row, which lie side by side, are summed as one */
     Window;
     int64_t whole_depth, whole_height, whole_width; /* of the output and the residual, of which these pixels are written and read: */
     int64_t first_depth, first_height, first_width, step_depth, step_height, step_width; /* the first, and every step-th after it */
@@ -203,11 +203,11 @@ void fxq_finish(const Sum *s) {
 
 /* ---- where a sum reads ---- */
 
-static int64_t taps_of(const Sum *s) { return s->kernel_depth * s->kernel_height * (s->joined ? 1 : s->kernel_width); }
+static int64_t taps_of(const Sum *s) { return s->kernel_depth * s->kernel_height * (s->fused ? 1 : s->kernel_width); }
 
 /* Of what find_pixels needs: the table, corners, places, and copies of rows that lie partly outside. */
 static size_t bytes_of_table(const Sum *s, int64_t stride) {
-    int64_t taps = taps_of(s), copies = s->joined ? taps * stride * s->kernel_width * s->channels : 0;
+    int64_t taps = taps_of(s), copies = s->fused ? taps * stride * s->kernel_width * s->channels : 0;
     return (size_t)((taps + 2) * stride) * sizeof(uint64_t) + (size_t)copies;
 }
 
@@ -216,7 +216,7 @@ static inline const int64_t *places_of(const Sum *s, const uint8_t *const *table
     return (const int64_t *)(table + (taps_of(s) + 1) * stride);
 }
 
-/* For each tap and each of `count` output pixels from `first` on, the pixel of the input; [tap][stride]. Joined taps are rows. */
+/* For each tap and each of `count` output pixels from `first` on, the pixel of the input; [tap][stride]. Fused taps are rows. */
 static void find_pixels(const Sum *s, int64_t first, int64_t count, int64_t stride, const uint8_t **table) {
     int64_t taps = taps_of(s), row_bytes = s->kernel_width * s->channels, rows = s->kernel_depth * s->kernel_height;
     int64_t x = first % s->out_width, y = first / s->out_width % s->out_height;
@@ -238,12 +238,12 @@ static void find_pixels(const Sum *s, int64_t first, int64_t count, int64_t stri
             for (int64_t i = 0; i < rows; i++) {
                 int64_t at = front + i / s->kernel_height * s->dilation_depth, row = top + i % s->kernel_height * s->dilation_height;
                 uint8_t *copy = copies + (i * stride + m) * row_bytes;
-                if (s->joined) table[i * stride + m] = copy;
+                if (s->fused) table[i * stride + m] = copy;
                 for (int64_t j = 0; j < s->kernel_width; j++) {
                     int64_t column = left + j * s->dilation_width;
                     int here = m < count && at >= 0 && at < s->depth && row >= 0 && row < s->height && column >= 0 && column < s->width;
                     const uint8_t *pixel = here ? base + ((at * s->height + row) * s->width + column) * s->channels : s->outside;
-                    if (s->joined) memcpy(copy + j * s->channels, pixel, (size_t)s->channels);
+                    if (s->fused) memcpy(copy + j * s->channels, pixel, (size_t)s->channels);
                     else table[(i * s->kernel_width + j) * stride + m] = pixel;
                 }
             }
@@ -326,7 +326,7 @@ TILE(tile_4, 6, 4)
 
 static void chunk_of(const Sum *s, int64_t group, int64_t count, int64_t begin, int64_t end, const uint8_t **table) {
     int64_t inner = s->channels / s->groups, outer = s->out_channels / s->groups, taps = taps_of(s);
-    int64_t quads = inner / 4 * (s->joined ? s->kernel_width : 1), block_bytes = taps * quads * 64;
+    int64_t quads = inner / 4 * (s->fused ? s->kernel_width : 1), block_bytes = taps * quads * 64;
     const int8_t *weight = (const int8_t *)s->weight + group * ((outer + 15) / 16) * block_bytes;
     for (int64_t block = begin; block < end;) {
         int64_t left = end - block, blocks = left >= 4 && left != 5 ? 4 : left >= 3 ? 3 : left;
@@ -354,7 +354,7 @@ typedef struct {
     uint8_t rows[16];
 } __attribute__((packed)) Tiles;
 
-static int64_t depth_of(const Sum *s) { return taps_of(s) * s->channels / s->groups * (s->joined ? s->kernel_width : 1); }
+static int64_t depth_of(const Sum *s) { return taps_of(s) * s->channels / s->groups * (s->fused ? s->kernel_width : 1); }
 
 /* The bytes from one collected pixel to the next, which are not a multiple of a page. */
 static int64_t pitch_of(const Sum *s) {

@@ -67,7 +67,7 @@ class Sum(ctypes.Structure):
 
     _fields_ = [
         *_fields(_pointer, "input residual outside weight bias output"),
-        *_fields(_int64, "batch channels out_channels out_pixel groups threads joined"),
+        *_fields(_int64, "batch channels out_channels out_pixel groups threads fused"),
         *_WINDOW,
         *((f"{name}_{side}", _int64) for name in ("whole", "first", "step") for side in AREA),
         ("epilogue", Epilogue),

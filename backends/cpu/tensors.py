@@ -157,8 +157,8 @@ def onednn(site: Site) -> Built:
     """Build sums of products of bytes by oneDNN."""
     layer = Layer.of(site)
     require_onednn("qconv_pointwise")
-    if layer.window["transposed"]:
-        raise NotApplicable("it is a transposed convolution")
+    if layer.window["transposed"] or layer.window["uneven"]:
+        raise NotApplicable("it is transposed, or has more padding on one side")
     if layer.largest >= FLOAT32_EXACT:
         raise NotApplicable(f"a sum can reach {layer.largest:.0f}, beyond 2^24")
     if site.result().dtype == torch.int32:

@@ -22,6 +22,7 @@ from fxquant.primitives import PRIMITIVES, Role, quantization, role_of
 from fxquant.primitives.runtime_scales import dynamic_linear
 from fxquant.primitives.transposed import swap_channels
 
+WINDOW = ("stride", "padding", "dilation")
 EXTREMES = 43  # of 256 elements so many are the smallest there is, and as many the largest
 DRAWN = 2**13  # elements of pairs that a proof takes, in draws of an operand's size
 MOST_DRAWS = 32
@@ -220,7 +221,7 @@ class Layer:
     weight   (out, in / groups, depth, height, width), int8; ones for a sum over windows
     given    the bias as it is, int32; None where there is none
     largest  the largest |sum|, the residual included
-    window   stride, padding, dilation, groups, and whether it is transposed
+    window   stride, padding, dilation, groups, and whether it is transposed, or padded unevenly
     """
 
     weight: Tensor
@@ -240,6 +241,7 @@ class Layer:
             weight = torch.ones(parts["groups"], 1, *parts.get("kernel", area), dtype=torch.int8, device="cpu")
         else:
             weight = site.tensor("weight")
+        parts["uneven"] = parts["end"] != parts["padding"]
         parts["transposed"] = role_of(parts["sum"].target) is Role.TRANSPOSED
         weight = swap_channels(weight, parts["groups"]) if parts["transposed"] else weight
         weight = weight.reshape(*weight.shape[:2], *(1, 1, 1, *weight.shape[2:])[-3:])
@@ -247,9 +249,10 @@ class Layer:
         bound = accumulator_bound(weight, given, 0, magnitude(reads[0]))
         if parts["factor"] is not None:
             bound = bound + torch.ceil(residual_factor(site).flatten().abs() * magnitude(reads[1]))
-        return Layer(weight, given, float(bound.max()), {name: parts[name] for name in ("stride", "padding", "dilation", "groups", "transposed")})
+        names = (*WINDOW, "groups", "transposed", "uneven")
+        return Layer(weight, given, float(bound.max()), {name: parts[name] for name in names})
 
-    def convolutions(self, area: Sequence[int]) -> Iterator[tuple[Layer, tuple[Sequence[int], Sequence[int], Sequence[int]]]]:
+    def convolutions(self, area: Sequence[int]) -> Iterator[tuple[Layer, tuple[Sequence[int], ...]]]:
         """Yield convolutions that compute the sums of an image of this area (depth, height, width) together: each with its outputs.
 
         These are their number, the first and the step along every dimension. The outputs of a transposed convolution whose places have
@@ -258,17 +261,16 @@ class Layer:
         if not self.window["transposed"]:
             yield self, (area, (0, 0, 0), (1, 1, 1))
             return
-        steps, names = self.window["stride"], ("padding", "dilation")
+        steps = self.window["stride"]
         for first in itertools.product(*map(range, map(min, steps, area))):
-            weight, window = self.weight, {"stride": (1, 1, 1), "padding": [0, 0, 0], "dilation": [1, 1, 1], "groups": self.window["groups"]}
-            for dim, (begin, step) in enumerate(zip(first, steps, strict=True)):
-                padding, spread = (self.window[name][dim] for name in names)
+            weight, paddings, dilations = self.weight, [0, 0, 0], [1, 1, 1]
+            for dim, (begin, step, padding, spread) in enumerate(zip(first, *map(self.window.get, WINDOW), strict=True)):  # type: ignore[arg-type]
                 taps = [tap for tap in reversed(range(weight.shape[dim + 2])) if (begin + padding - tap * spread) % step == 0]
                 if taps:
-                    window["padding"][dim] = (taps[0] * spread - begin - padding) // step
-                    window["dilation"][dim] = spread // math.gcd(spread, step)
+                    paddings[dim], dilations[dim] = (taps[0] * spread - begin - padding) // step, spread // math.gcd(spread, step)
                 weight = weight.index_select(dim + 2, torch.tensor(taps, device="cpu")) if taps else weight.narrow(dim + 2, 0, 1) * 0
             sizes = [-(-(size - begin) // step) for size, begin, step in zip(area, first, steps, strict=True)]
+            window = {**self.window, "stride": (1, 1, 1), "padding": paddings, "dilation": dilations}
             yield replace(self, weight=weight, window=window), (sizes, first, steps)
 
     def bias(self, zero: int) -> Tensor:

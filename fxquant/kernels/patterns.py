@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from operator import add
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import fx
 
 from fxquant.ir.graph import TensorFact, fact
 from fxquant.ir.integer import qparams
-from fxquant.kernels.kernel import Forms, Match, Matched
+from fxquant.kernels.kernel import Forms, Match, Matched, grid
 from fxquant.primitives import POINTWISE, PRIMITIVES, Role, ZeroPoint, elementwise, pool, role_of, runtime_scales, shape
 from fxquant.primitives.quantization import accumulator_output, quantize
 
@@ -69,13 +70,13 @@ def _dimensions(count: int) -> str:
 
 
 def sum_of_products(root: fx.Node) -> Matched:
-    """Match a convolution of one to three dimensions, transposed or not, a linear layer or a sum over windows, on bytes, with what follows it.
+    """Match a convolution, transposed or not, a linear layer or a sum over windows, on bytes, with what follows it.
 
     That is the residual added to it, and the requantization to bytes. The sum itself is the result where it is the output of a last
-    layer, or of another one where it becomes integers of more bits. A sum over windows, or over height and width, is a depthwise
-    convolution whose weight is 1: its part "weight" is None.
+    layer, becomes integers of more bits, or is divided by the elements of each window. A sum over windows, or over height and width, is
+    a depthwise convolution whose weight is 1: its part "weight" is None.
     """
-    requantized, alone = role_of(root.target) is Role.REQUANTIZATION, role_of(root.target) in PRODUCTS
+    requantized, alone = role_of(root.target) is Role.REQUANTIZATION, role_of(root.target) in SUMS
     if not requantized and root.target is not accumulator_output and not (alone and _stays_wide(root)):
         return None
     covers, total = ([], root) if alone else ([root], root.args[0])
@@ -98,15 +99,32 @@ def sum_of_products(root: fx.Node) -> Matched:
         return _lacking("write", root)
     if window["weight"] is None and any(math.prod(_sizes(node)) != 1 for node in root.all_input_nodes[1:]):
         return "its divisor depends on the place of a window; kernels take one divisor"
-    input = bytes_of(total.args[0])
-    assert input is not None
+    input = _padded(total, window, covers)
     parts = {"factor": factor, "factor_shift": factor_shift, "sum": total, **window}
     return Match(root, tuple(reversed(covers)), (input,) if residual is None else (input, residual), parts)
 
 
+def _padded(total: fx.Node, window: dict[str, Any], covers: list[fx.Node]) -> fx.Node:
+    """Return what a sum over windows reads: the operand of a padding with zeros before it, which becomes part of the window."""
+    operand: Any = bytes_of(total.args[0])
+    window.setdefault("end", window["padding"])
+    pads = operand.target is shape.pad and role_of(total.target) is Role.CONVOLUTION and operand.args[3] == grid(operand).zero_point
+    input, begin, end = operand.args[:3] if pads else (None, (), ())
+    if input is None or bytes_of(input) is not input or any((*begin[:2], *end[:2])):
+        return operand  # type: ignore[no-any-return]
+    for name, more in (("padding", begin), ("end", end)):
+        window[name] = [*map(add, window[name], _volume(more[2:], 0))]
+    between = list(dict.fromkeys((total.args[0], operand)))
+    covers += between if all(len(each.users) == 1 for each in between) else ()  # type: ignore[union-attr]
+    return input  # type: ignore[no-any-return]
+
+
 def _stays_wide(total: fx.Node) -> bool:
-    """Return whether sums of 32 bits are requantized to integers of more than 8 bits."""
+    """Return whether sums of 32 bits are requantized to integers of more than 8 bits, or those of windows divided by the place."""
     (user, *_) = total.users or (None,)
+    if user is not None and total.target is pool.sum_pool:
+        constants = user.all_input_nodes[1:]
+        return role_of(user.target) is not Role.REQUANTIZATION or any(math.prod(_sizes(node)) != 1 for node in constants)
     if user is not None and role_of(user.target) is Role.RESIDUAL:
         (user, *_) = user.users or (None,)
     if user is None or role_of(user.target) is not Role.REQUANTIZATION:
@@ -124,9 +142,7 @@ def _summed(total: fx.Node) -> dict[str, Any] | str:
     elif (names := CONVOLUTIONS.get(role_of(total.target))) is not None:  # type: ignore[arg-type]
         one |= zip(names, arguments, strict=False)
     elif total.target is pool.sum_pool:
-        one["kernel"], one["stride"], one["padding"], after, *_ = arguments
-        if any(tail > head for head, tail in zip(one["padding"], after, strict=True)):
-            return "it has more padding after images than before them"
+        one["kernel"], one["stride"], one["padding"], one["end"], *_ = arguments
     elif sorted(dim % len(_sizes(operand)) for dim in arguments[0]) != list(range(2, len(_sizes(operand)))):
         return "it sums over other dimensions than height and width of images"
     one |= {name: _volume(one[name], value) for name, value in WINDOW.items() if name in one}
@@ -233,7 +249,7 @@ def _apart(node: fx.Node, covers: list[fx.Node], reads: list[fx.Node]) -> str | 
 
 def elementwise_chain(root: fx.Node) -> Matched:
     """Match the last of elementwise primitives on tensors of one size, each but the last read by the next alone."""
-    if not _is_step(root) or _is_passed_on(root):
+    if not _is_step(root) or _is_passed_on(root) or fact(root).dtype == torch.bool:
         return None
     covers, reads, waiting = [root], dict[fx.Node, None](), [root]
     while waiting:
@@ -253,7 +269,7 @@ def elementwise_chain(root: fx.Node) -> Matched:
 def _is_step(node: fx.Node) -> bool:
     """Return whether a node is an elementwise primitive that has steps."""
     record = PRIMITIVES.get(node.target)  # type: ignore[arg-type]
-    return record is not None and record.steps is not None and known_tensor(node, *INTEGERS, torch.float32, ranks=range(9))
+    return record is not None and record.steps is not None and known_tensor(node, *INTEGERS, torch.float32, torch.bool, ranks=range(9))
 
 
 def _is_passed_on(node: fx.Node) -> bool:
@@ -363,15 +379,25 @@ def _connects(node: fx.Node, user: fx.Node) -> bool:
     return _is_row_step(node) and _is_row_step(user) and _rows(node) == _rows(user)
 
 
-def joined(root: fx.Node) -> Matched:
-    """Match the concatenation of images or sequences along their channels."""
-    if root.target is not shape.concatenate:
+def moved(root: fx.Node) -> Matched:
+    """Match what moves bytes of images: a concatenation or permutation of channels, a crop, a padding.
+
+    Where a reshaping reads the result, nothing moves: it reads a view.
+    """
+    record, concatenates = PRIMITIVES.get(root.target), root.target is shape.concatenate  # type: ignore[arg-type]
+    if root.target is shape.permute:
+        order = [*range(len(_sizes(root)))]
+        if root.args[1] not in ([0, *order[2:], 1], [0, order[-1], *order[1:-1]]):
+            return None
+    elif record is None or record.layout != "same" or not known_tensor(root, *BYTES, ranks=range(9)):
+        return None
+    if not concatenates and any(user.target is shape.reshape for user in root.users):
         return None
     if not known_tensor(root, *BYTES, ranks=IMAGES):
         return _lacking("write", root, IMAGES)
-    if root.args[1] % len(_sizes(root)) != 1:  # type: ignore[operator]
+    if concatenates and root.args[1] % len(_sizes(root)) != 1:  # type: ignore[operator]
         return "it joins along another dimension than the channels"
-    operands = tuple(root.args[0])  # type: ignore[arg-type]
+    operands: Any = tuple(root.args[0]) if concatenates else (root.args[0],)  # type: ignore[arg-type]
     unfit = next((operand for operand in operands if bytes_of(operand, IMAGES) is not operand), None)
     return Match(root, (root,), operands) if unfit is None else _lacking("read", unfit, IMAGES)
 
@@ -397,12 +423,12 @@ def _channels_first(model: fx.GraphModule) -> frozenset[fx.Node]:
     alike: dict[fx.Node, set[fx.Node]] = {
         node: set() for node in model.graph.nodes if known_tensor(node, torch.int8, torch.uint8, torch.int32, ranks=IMAGES)
     }
-    waiting, linear = list[fx.Node](), list[fx.Node]()
+    windows, linear = list[fx.Node](), list[fx.Node]()
     for node in alike:
         record, role = PRIMITIVES.get(node.target), role_of(node.target)  # type: ignore[arg-type]
         layout = "" if record is None else record.layout
         if role in CONVOLUTIONS or layout == "windows":
-            waiting.append(node)
+            windows.append(node)
         elif role is Role.LINEAR:
             linear.append(node)
         elif role not in POINTWISE | {Role.RESIDUAL} and layout != "same":
@@ -411,20 +437,14 @@ def _channels_first(model: fx.GraphModule) -> frozenset[fx.Node]:
             if operand in alike and operand.op != "get_attr":
                 alike[node].add(operand)
                 alike[operand].add(node)
-    first = _reached(waiting, alike, set())
-    last = _reached(linear, alike, first)
-    return frozenset(first | {node for node in alike if len(_sizes(node)) > 3 and node not in last})
-
-
-def _reached(waiting: list[fx.Node], alike: Mapping[fx.Node, set[fx.Node]], without: set[fx.Node]) -> set[fx.Node]:
-    """Return the tensors that lie like one of these, but for those of another set."""
-    reached: set[fx.Node] = set()
-    while waiting:
-        node = waiting.pop()
-        if node not in reached and node not in without:
-            reached.add(node)
-            waiting += alike[node]
-    return reached
+    first: dict[fx.Node, bool] = {}
+    for waiting in (windows, linear):
+        while waiting:
+            node = waiting.pop()
+            if node not in first:
+                first[node] = waiting is windows
+                waiting += alike[node]
+    return frozenset(node for node in alike if first.get(node, len(_sizes(node)) > 3))
 
 
 def _without_negatives(model: fx.GraphModule) -> frozenset[fx.Node]:

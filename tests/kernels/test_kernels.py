@@ -168,7 +168,7 @@ def test_without_a_compiler_tensor_operations_give_the_same(target: str, no_comp
     assert_same(integer, reference, images(3, 3, 18, 22))
     used = set(chosen(integer).values())
     assert not any(name and name.startswith("native") for name in used)
-    assert {"PyTorch's maximum", "PyTorch's table", "concatenated bytes"} <= used
+    assert {"PyTorch's maximum", "PyTorch's table", "moved bytes"} <= used
 
 
 def test_constants_and_inputs_are_returned_by_every_run() -> None:
@@ -638,7 +638,7 @@ def test_explain_has_a_reason_for_every_operator_without_a_kernel(target: str) -
     several = Network(
         lambda s, x, y: (
             s.volume(s.plane(x).unsqueeze(2)).mean((2, 3, 4)), s.uneven(x), torch.matmul(x, x), x.amax(1), torch.cat([x, x], 2),
-            s.up(x).float().cumsum(1), s.recurrent(s.line(y).transpose(1, 2))[0],
+            s.up(x).float().cumsum(1), F.adaptive_avg_pool2d(s.plane(x), 4), s.recurrent(s.line(y).transpose(1, 2))[0],
         ),
         line=nn.Conv1d(3, 4, 3), plane=nn.Conv2d(3, 4, 3), volume=nn.Conv3d(4, 4, 1), recurrent=nn.LSTM(4, 4, batch_first=True),
         uneven=nn.AvgPool2d(3, 2, 1, count_include_pad=False), up=nn.ConvTranspose2d(3, 4, 2, 2),
@@ -648,11 +648,7 @@ def test_explain_has_a_reason_for_every_operator_without_a_kernel(target: str) -
     runs = operator_runs(integer)
     assert [run.layer.name for run in runs if f"%{run.layer.name}" not in lines] == []
     assert [run.layer.name for run in runs if not run.fast and not run.moves and run.because not in lines[f"%{run.layer.name}"]] == []
-    assert {run.because for run in runs} >= {
-        "no kernel computes convolution",
-        "it joins along another dimension than the channels",
-        "no kernel computes transposed_convolution",
-    }
+    assert {run.because for run in runs} >= {"no kernel computes transform", "it joins along another dimension than the channels"}
 
 
 @pytest.mark.parametrize("target", TARGETS)
