@@ -24,8 +24,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from benchmarks.integer_speed import live
 from benchmarks.zoo.efficientnet import EfficientNetB0
+from benchmarks.zoo.life import live
 from benchmarks.zoo.mobilenet import MobileNetV2, MobileNetV3Small
 from benchmarks.zoo.resnet import ResNet18
 from fxquant import backends
@@ -627,7 +627,7 @@ def computed(integer: fx.GraphModule) -> list[OperatorRun]:
 )
 def test_kernels_compute_networks_of_images(network: type[nn.Module], target: str) -> None:
     """`benchmarks.integer_speed` has the count for every target."""
-    integer, reference = both(live(network(), 32), target, ordinary(2, 3, 32, 32))
+    integer, reference = both(live(network(), 3, 32, 32), target, ordinary(2, 3, 32, 32))
     assert_same(integer, reference, images(2, 3, 32, 32), runs=1)
     assert sum(run.fast for run in computed(integer)) >= 0.95 * len(computed(integer))
     assert sum(run.macs for run in computed(integer)) == sum(run.layer.macs for run in computed(integer)) > 10**6
