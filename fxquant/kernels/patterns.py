@@ -76,7 +76,7 @@ def sum_of_products(root: fx.Node) -> Matched:
     layer, becomes integers of more bits, or is divided by the elements of each window. A sum over windows, or over height and width, is
     a depthwise convolution whose weight is 1: its part "weight" is None.
     """
-    requantized, alone = role_of(root.target) is Role.REQUANTIZATION, role_of(root.target) in SUMS
+    requantized, alone = role_of(root.target) is Role.REQUANTIZATION, role_of(root.target) in PRODUCTS or root.target is pool.sum_pool
     if not requantized and root.target is not accumulator_output and not (alone and _stays_wide(root)):
         return None
     covers, total = ([], root) if alone else ([root], root.args[0])
