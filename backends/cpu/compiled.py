@@ -27,12 +27,12 @@ from fxquant.support.files import address, point
 LANES = 16  # output channels that are summed side by side
 
 
-def loaded_library(dot_products: bool = False) -> Any:
-    """Return the functions of native.c. Raises NotApplicable if there are none, or none for products of bytes where those are asked for."""
+def loaded_library(has: str = "") -> Any:
+    """Return the functions of native.c. Raises NotApplicable if there are none, or none that need these instructions of the processor."""
     loaded = native.library()
     if isinstance(loaded, str):
         raise NotApplicable(loaded)
-    if dot_products and not loaded.fxq_has_dot_products():
+    if has and not getattr(loaded, f"fxq_has_{has}")():
         raise NotApplicable("the processor has no instructions for sums of products of bytes")
     return loaded
 
@@ -218,7 +218,7 @@ def _set_each(structure: Sum | Move, names: Sequence[str], values: Sequence[Sequ
 @implementation("native convolution")
 def convolution(site: Site) -> Built:
     """Build the kernel of a convolution of int8 or uint8, grouped or not, which requantizes its int32 sums in registers."""
-    loaded, layer = loaded_library(dot_products=True), Layer.of(site)
+    loaded, layer = loaded_library("sums_of_products"), Layer.of(site)
     groups, input = layer.window["groups"], site.held(site.match.reads[0])
     fits = [size for size in range(1, groups) if groups % size == 0 and layer.weight.shape[1] * size % ALIGNMENT == 0]
     merged = fits[0] if fits and input.pixel == input.channels else groups  # groups become one, with zeros for each other's channels
@@ -346,7 +346,7 @@ def _moves(site: Site, inputs: Sequence[Tensor], output: Tensor) -> Iterator[tup
 @implementation("native product", strided=True)
 def product(site: Site) -> Built:
     """Build the product of two activations of bytes over their last two dimensions, an int32 accumulator."""
-    loaded = loaded_library(dot_products=True)
+    loaded = loaded_library("dot_products")
     zeros = [site.held(read).zero for read in site.match.reads]  # of bytes, also where they are those of a uint8 tensor
 
     def bind() -> Bound:
@@ -376,7 +376,7 @@ def product(site: Site) -> Built:
 @implementation("native dynamic layer", reads_held=False)
 def native_dynamic(site: Site) -> Built:
     """Build a dynamically quantized layer by native.c: the grid, the bytes, the sums and their dequantization."""
-    loaded = loaded_library(dot_products=True)
+    loaded = loaded_library("dot_products")
     weight, scale, bias = site.tensor("weight"), site.tensor("scale"), site.constant(site.match.parts["bias"])
     outputs, inputs = weight.shape
     pixel = -(-inputs // ALIGNMENT) * ALIGNMENT

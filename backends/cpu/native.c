@@ -14,6 +14,12 @@
 #else
 #define VNNI 0
 #endif
+#if !VNNI && defined(__AVX2__)
+#include <immintrin.h>
+#define WORDS 1 /* sums of products of bytes that were widened to 16 bits */
+#else
+#define WORDS 0
+#endif
 #if VNNI && defined(__AMX_INT8__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -64,6 +70,7 @@ typedef struct {
 } Move;
 
 int64_t fxq_has_dot_products(void) { return VNNI; }
+int64_t fxq_has_sums_of_products(void) { return VNNI || WORDS; }
 
 /* Whether the system lets this process use the tiles of AMX, which it has to ask for. */
 int64_t fxq_has_tiles(void) {
@@ -264,12 +271,14 @@ static void find_pixels(const Sum *s, int64_t first, int64_t count, int64_t stri
     }
 }
 
+#if VNNI
 /* A sum of one pixel for each of its rows, as that of a linear layer. */
 static void set_one_pixel(Sum *s) {
     s->depth = s->height = s->width = s->out_depth = s->out_height = s->out_width = s->kernel_depth = s->kernel_height = s->kernel_width = 1;
     s->stride_depth = s->stride_height = s->stride_width = s->dilation_depth = s->dilation_height = s->dilation_width = s->groups = 1;
     s->whole_depth = s->whole_height = s->whole_width = s->step_depth = s->step_height = s->step_width = 1;
 }
+#endif
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -445,6 +454,55 @@ static void tiles_of(const Sum *s, int64_t group, const int64_t *places, int64_t
 }
 #endif
 
+#if WORDS
+enum { NARROW = 4, CHUNK = 48 }; /* pixels side by side */
+
+/* The sums of NARROW pixels by 16 channels: even and odd bytes are widened apart, and products of two of them are exact in 32 bits. */
+static void sum_words(const Sum *s, const uint8_t *const *table, int64_t offset, const int8_t *weight, int64_t quads, int32_t (*sums)[16]) {
+    const __m256i low = _mm256_set1_epi32(0x00FF00FF);
+    __m256i sum[NARROW][2];
+    int64_t taps = taps_of(s);
+    for (int m = 0; m < NARROW; m++) sum[m][0] = sum[m][1] = _mm256_setzero_si256();
+    for (int64_t t = 0; t < taps; t++)
+        for (int64_t k = 0; k < quads; k++, weight += 64) {
+            __m256i even[2], odd[2];
+#pragma GCC unroll 2
+            for (int b = 0; b < 2; b++) {
+                __m256i w = _mm256_loadu_si256((const __m256i *)(weight + 32 * b));
+                even[b] = _mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8), odd[b] = _mm256_srai_epi16(w, 8);
+            }
+#pragma GCC unroll 4
+            for (int m = 0; m < NARROW; m++) {
+                int32_t word;
+                memcpy(&word, table[t * CHUNK + m] + offset + 4 * k, 4);
+                __m256i x = _mm256_set1_epi32(word), first = _mm256_and_si256(x, low), second = _mm256_srli_epi16(x, 8);
+#pragma GCC unroll 2
+                for (int b = 0; b < 2; b++) {
+                    __m256i pairs = _mm256_add_epi32(_mm256_madd_epi16(first, even[b]), _mm256_madd_epi16(second, odd[b]));
+                    sum[m][b] = _mm256_add_epi32(sum[m][b], pairs);
+                }
+            }
+        }
+    for (int m = 0; m < NARROW; m++)
+        for (int b = 0; b < 2; b++) _mm256_storeu_si256((__m256i *)(sums[m] + 8 * b), sum[m][b]);
+}
+
+static void sum_chunk(const Sum *s, const uint8_t *const *table, int64_t count, int32_t *rows) {
+    int64_t inner = s->channels / s->groups, outer = s->out_channels / s->groups, blocks = (outer + 15) / 16;
+    int64_t quads = inner / 4 * (s->fused ? s->kernel_width : 1), block_bytes = taps_of(s) * quads * 64;
+    int32_t sums[NARROW][16];
+    for (int64_t block = 0; block < blocks * s->groups; block++) {
+        int64_t group = block / blocks, channel = group * outer + block % blocks * 16, channels = least(16, (group + 1) * outer - channel);
+        for (int64_t m = 0; m < count; m += NARROW) {
+            sum_words(s, table + m, group * inner, (const int8_t *)s->weight + block * block_bytes, quads, sums);
+            for (int64_t i = m; i < least(m + NARROW, count); i++)
+                for (int64_t c = 0; c < channels; c++) rows[i * s->out_channels + channel + c] = sums[i - m][c] + s->bias[channel + c];
+        }
+    }
+    for (int64_t m = 0; m < count; m++) finish_row(s, rows + m * s->out_channels, places_of(s, table, CHUNK)[m]);
+}
+#endif
+
 /* Σ x·w + bias over the channels of each group, which are a multiple of four, and requantized. */
 void fxq_convolution(const Sum *s) {
 #if VNNI
@@ -486,6 +544,20 @@ void fxq_convolution(const Sum *s) {
         free(rows);
 #endif
         free((void *)table);
+    }
+#elif WORDS
+    int64_t pixels = s->batch * s->out_depth * s->out_height * s->out_width;
+#pragma omp parallel num_threads(s->threads) if (s->threads > 1)
+    {
+        const uint8_t **table = malloc(bytes_of_table(s, CHUNK));
+        int32_t *rows = malloc((size_t)(CHUNK * s->out_channels) * sizeof *rows);
+#pragma omp for
+        for (int64_t first = 0; first < pixels; first += CHUNK) {
+            find_pixels(s, first, least(CHUNK, pixels - first), CHUNK, table);
+            sum_chunk(s, table, least(CHUNK, pixels - first), rows);
+        }
+        free((void *)table);
+        free(rows);
     }
 #else
     (void)s;

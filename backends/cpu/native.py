@@ -150,7 +150,8 @@ def library() -> Any:
         SOURCE, ("convolution", "depthwise", "finish", "quantize", "max_pool", "lookup", "pairs", "dynamic", "product", "watch")
     )
     if not isinstance(loaded, str):
-        loaded.fxq_has_dot_products.restype = loaded.fxq_has_tiles.restype = _int64
+        for name in ("dot_products", "sums_of_products", "tiles"):
+            getattr(loaded, f"fxq_has_{name}").restype = _int64
     return loaded
 
 

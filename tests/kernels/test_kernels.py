@@ -394,6 +394,7 @@ def test_every_set_of_instructions_gives_the_same(target: str, instructions: str
     monkeypatch.setattr(native, "library", lambda: limited)
     has = _flags()
     assert bool(limited.fxq_has_dot_products()) is ("avx512_vnni" in has and instructions != "avx2")
+    assert bool(limited.fxq_has_sums_of_products()) is ("avx2" in has)
     assert limited.fxq_has_tiles() <= ("amx_int8" in has and not instructions)  # a system may not permit them
     for model, sizes in ((Deep(), (70, 17, 13)), (Everything(), (3, 18, 22))):
         integer, reference = both(model, target, ordinary(2, *sizes))
@@ -401,8 +402,7 @@ def test_every_set_of_instructions_gives_the_same(target: str, instructions: str
             assert_same(integer, reference, images(batch, *sizes), runs=1)
             assert_same(integer, reference, images(batch, *sizes).sign() * 100, runs=1)
         assert [name for name, choice in choices(integer).items() if choice.disagrees] == []
-        used = "native convolution" in chosen(integer).values()
-        assert used is bool(limited.fxq_has_dot_products())
+        assert ("native convolution" in chosen(integer).values()) is bool(limited.fxq_has_sums_of_products())
 
 
 def _flags() -> set[str]:
