@@ -27,14 +27,8 @@ SUMS = PRODUCTS | {Role.SUM}
 RANKS = (2, 3, 4, 5)
 IMAGES = RANKS[1:]  # of tensors with channels and one to three dimensions after them
 LONGEST = 8  # quantized tensors in a chain: its constants and intermediate results have to stay in the cache
-WINDOW = {
-    "kernel": 1,
-    "stride": 1,
-    "begin": 0,
-    "end": 0,
-    "padding": 0,
-    "dilation": 1,
-}  # what each is along a depth and a height that a sequence does not have
+# What each part of a window is along a depth and a height that a sequence does not have.
+WINDOW = {"kernel": 1, "stride": 1, "begin": 0, "end": 0, "padding": 0, "dilation": 1}
 
 
 def known_tensor(node: Any, *dtypes: torch.dtype, ranks: Sequence[int] = RANKS) -> bool:
@@ -123,8 +117,7 @@ def _stays_wide(total: fx.Node) -> bool:
     """Return whether sums of 32 bits are requantized to integers of more than 8 bits, or those of windows divided by the place."""
     (user, *_) = total.users or (None,)
     if user is not None and total.target is pool.sum_pool:
-        constants = user.all_input_nodes[1:]
-        return role_of(user.target) is not Role.REQUANTIZATION or any(math.prod(_sizes(node)) != 1 for node in constants)
+        return role_of(user.target) is not Role.REQUANTIZATION or any(math.prod(_sizes(node)) != 1 for node in user.all_input_nodes[1:])
     if user is not None and role_of(user.target) is Role.RESIDUAL:
         (user, *_) = user.users or (None,)
     if user is None or role_of(user.target) is not Role.REQUANTIZATION:
@@ -380,10 +373,7 @@ def _connects(node: fx.Node, user: fx.Node) -> bool:
 
 
 def moved(root: fx.Node) -> Matched:
-    """Match what moves bytes of images: a concatenation or permutation of channels, a crop, a padding.
-
-    Where a reshaping reads the result, nothing moves: it reads a view.
-    """
+    """Match a concatenation or a permutation of channels, a crop or a padding of images, unless a reshaping reads it as a view."""
     record, concatenates = PRIMITIVES.get(root.target), root.target is shape.concatenate  # type: ignore[arg-type]
     if root.target is shape.permute:
         order = [*range(len(_sizes(root)))]
