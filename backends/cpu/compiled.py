@@ -224,7 +224,7 @@ def convolution(site: Site) -> Built:
     merged = fits[0] if fits and input.pixel == input.channels else groups  # groups become one, with zeros for each other's channels
 
     def pack(weight: Tensor) -> Tensor:
-        blocks = weight.unflatten(0, (-1, merged, weight.shape[0] // groups))[:, :, :, None]
+        blocks = weight.reshape(-1, merged, weight.shape[0] // groups, 1, *weight.shape[1:])
         apart = torch.eye(merged, dtype=torch.int8, device="cpu").view(1, merged, 1, merged, *[1] * (weight.dim() - 1))
         return packed((blocks * apart).flatten(3, 4).flatten(0, 2), groups // merged, input.pixel)
 
@@ -309,7 +309,7 @@ def move(site: Site) -> Built:
     root, result = site.match.root, site.result()
     if any((site.held(read).zero ^ result.zero) not in (0, BIASED) for read in site.match.reads):
         raise NotApplicable("its operands and its result have different memory layouts")
-    byte = root.args[3] + result.zero - grid(root).zero_point if root.target is shape.pad else None  # type: ignore[operator]
+    byte: Any = root.args[3] + result.zero - grid(root).zero_point if root.target is shape.pad else None  # type: ignore[operator]
 
     def bind() -> Bound:
         last: list[Any] = [None, None, ()]  # an instance has the same memory in every call

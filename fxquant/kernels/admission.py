@@ -23,6 +23,7 @@ from fxquant.primitives.runtime_scales import dynamic_linear
 from fxquant.primitives.transposed import swap_channels
 
 WINDOW = ("stride", "padding", "dilation")
+MOST_PARTS = 32  # convolutions that compute a transposed one: more of them cost more as calls than they save as sums
 EXTREMES = 43  # of 256 elements so many are the smallest there is, and as many the largest
 DRAWN = 2**13  # elements of pairs that a proof takes, in draws of an operand's size
 MOST_DRAWS = 32
@@ -262,9 +263,11 @@ class Layer:
             yield self, (area, (0, 0, 0), (1, 1, 1))
             return
         steps = self.window["stride"]
+        if math.prod(steps) > MOST_PARTS:
+            raise NotApplicable(f"its strides make {math.prod(steps)} convolutions of it, more than {MOST_PARTS}")
         for first in itertools.product(*map(range, map(min, steps, area))):
             weight, paddings, dilations = self.weight, [0, 0, 0], [1, 1, 1]
-            for dim, (begin, step, padding, spread) in enumerate(zip(first, *map(self.window.get, WINDOW), strict=True)):  # type: ignore[arg-type]
+            for dim, (begin, step, padding, spread) in enumerate(zip(first, *(self.window[name] for name in WINDOW), strict=True)):
                 taps = [tap for tap in reversed(range(weight.shape[dim + 2])) if (begin + padding - tap * spread) % step == 0]
                 if taps:
                     paddings[dim], dilations[dim] = (taps[0] * spread - begin - padding) // step, spread // math.gcd(spread, step)

@@ -103,14 +103,14 @@ def _padded(total: fx.Node, window: dict[str, Any], covers: list[fx.Node]) -> fx
     operand: Any = bytes_of(total.args[0])
     window.setdefault("end", window["padding"])
     pads = operand.target is shape.pad and role_of(total.target) is Role.CONVOLUTION and operand.args[3] == grid(operand).zero_point
-    input, begin, end = operand.args[:3] if pads else (None, (), ())
-    if input is None or bytes_of(input) is not input or any((*begin[:2], *end[:2])):
+    input, begin, end = operand.args[:3] if pads else (operand, (), ())
+    if not pads or bytes_of(input) is not input or any((*begin[:2], *end[:2])):
         return operand  # type: ignore[no-any-return]
     for name, more in (("padding", begin), ("end", end)):
         window[name] = [*map(add, window[name], _volume(more[2:], 0))]
     between = list(dict.fromkeys((total.args[0], operand)))
-    covers += between if all(len(each.users) == 1 for each in between) else ()  # type: ignore[union-attr]
-    return input  # type: ignore[no-any-return]
+    covers += between if all(len(each.users) == 1 for each in between) else ()
+    return input  # type: ignore[return-value]
 
 
 def _stays_wide(total: fx.Node) -> bool:

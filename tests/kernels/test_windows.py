@@ -153,6 +153,12 @@ def test_functions_with_a_slope_for_each_channel_are_chains(target: str) -> None
     assert "slopes" not in {run.layer.name for run in computed(integer) if not run.fast}
 
 
+def test_a_transposed_convolution_of_a_large_stride_stays_primitives() -> None:
+    integer, reference = both(nn.Sequential(nn.ConvTranspose1d(3, 8, 64, 48), nn.ReLU()), "bayes-e", ordinary(2, 3, 9))
+    assert_same(integer, reference, images(2, 3, 9))
+    assert any("its strides make 48 convolutions of it" in choice.because for choice in choices(integer).values())
+
+
 def test_the_windows_of_a_transposed_convolution_are_those_of_convolutions() -> None:
     """A stride of 2 along both dimensions is four convolutions, each with a quarter of the taps."""
     weight = torch.arange(16).reshape(1, 1, 1, 4, 4).to(torch.int8)
