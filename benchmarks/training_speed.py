@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from benchmarks.integer_speed import live
+from benchmarks.zoo.life import live
 from benchmarks.zoo.mobilenet import MobileNetV2
 from benchmarks.zoo.resnet import ResNet18, ResNet50
 from benchmarks.zoo.sequence import ViT
@@ -87,7 +87,7 @@ def main() -> None:
 def measure(network: str, target: str, options: argparse.Namespace) -> tuple[str, ...]:
     """The row of a network on a target."""
     torch.manual_seed(0)
-    model = live(NETWORKS[network](options.size), options.size).to(options.device)
+    model = live(NETWORKS[network](options.size), 3, options.size, options.size).to(options.device)
     images = _images(options.batch, options.size, 1).to(options.device)
     with torch.no_grad():
         targets = _targets(model(images))

@@ -37,7 +37,7 @@ KERNELS = (
     Kernel("maximum", patterns.maximum, (compiled.max_pool, tensors.tensor_pool)),
     Kernel("table", patterns.pointwise, (compiled.pointwise, tensors.tensor_table, chains.chain)),
     Kernel("dynamic layer", patterns.dynamic_layer, (compiled.native_dynamic, tensors.onednn_dynamic)),
-    Kernel("concatenation", patterns.joined, (compiled.join,)),
+    Kernel("movement", patterns.moved, (compiled.move,)),
     Kernel("product", patterns.product, (compiled.product,)),
     Kernel("chain", patterns.elementwise_chain, (chains.chain,)),
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,23 +16,23 @@ from fxquant.backends.cpu import native
 from fxquant.backends.cpu.native import FIXED, REAL, SUM, Epilogue, Move, Sum
 from fxquant.ir.integer import qparams
 from fxquant.kernels import constants
-from fxquant.kernels.admission import Layer, enumerated
+from fxquant.kernels.admission import WINDOW, Layer, enumerated
 from fxquant.kernels.constants import Span
-from fxquant.kernels.kernel import ALIGNMENT, BIASED, Binding, Bound, Built, Held, NotApplicable, Site, implementation
+from fxquant.kernels.kernel import ALIGNMENT, BIASED, Binding, Bound, Built, Held, NotApplicable, Site, grid, implementation
 from fxquant.numerics.grids import INT32_MAX, LARGEST_DYNAMIC, SMALLEST_DYNAMIC
-from fxquant.primitives import Role, role_of
+from fxquant.primitives import Role, role_of, shape
 from fxquant.primitives.quantization import HALF_STEPS, TIES, half_step, requantize_real
 from fxquant.support.files import address, point
 
 LANES = 16  # output channels that are summed side by side
 
 
-def loaded_library(dot_products: bool = False) -> Any:
-    """Return the functions of native.c. Raises NotApplicable if there are none, or none for products of bytes where those are asked for."""
+def loaded_library(has: str = "") -> Any:
+    """Return the functions of native.c. Raises NotApplicable if there are none, or none that need these instructions of the processor."""
     loaded = native.library()
     if isinstance(loaded, str):
         raise NotApplicable(loaded)
-    if dot_products and not loaded.fxq_has_dot_products():
+    if has and not getattr(loaded, f"fxq_has_{has}")():
         raise NotApplicable("the processor has no instructions for sums of products of bytes")
     return loaded
 
@@ -148,7 +149,7 @@ class Summed(Call):
         """Return rows of accumulators requantized to bytes."""
         rows, channels = sums.shape
         output = torch.empty(rows, channels, dtype=torch.uint8, device="cpu")
-        made = Sum(input=address(sums), output=address(output), batch=rows, out_height=1, out_width=1, threads=1)
+        made = Sum(input=address(sums), output=address(output), batch=rows, threads=1)
         made.out_channels = made.out_pixel = channels
         assert isinstance(self.structure, Sum)
         made.epilogue = self.structure.epilogue
@@ -162,52 +163,72 @@ def packed(weight: Tensor, groups: int, pixel: int) -> Tensor:
 
     Tiles read up to 15 quads beyond the last one, and multiply them by 0.
     """
-    outer, inner, height, width = weight.shape
+    outer, inner, *area = weight.shape
     count = outer // groups
     blocks, quads = -(-count // LANES), pixel // groups // ALIGNMENT
-    full = torch.zeros(groups, blocks * LANES, quads * ALIGNMENT, height * width, dtype=torch.int8, device="cpu")
-    full[:, :count, :inner] = weight.reshape(groups, count, inner, height * width)
-    ordered = full.view(groups, blocks, LANES, quads, ALIGNMENT, height * width).permute(0, 1, 5, 3, 2, 4)
+    full = torch.zeros(groups, blocks * LANES, quads * ALIGNMENT, math.prod(area), dtype=torch.int8, device="cpu")
+    full[:, :count, :inner] = weight.reshape(groups, count, inner, -1)
+    ordered = full.view(groups, blocks, LANES, quads, ALIGNMENT, -1).permute(0, 1, 5, 3, 2, 4)
     return F.pad(ordered.flatten(), (0, 15 * LANES * ALIGNMENT))
 
 
-def _summed(site: Site, layer: Layer, loaded: Any, function: Callable[[Any], None], weight: Tensor, joins: bool = False) -> Summed:
-    """Return the call that sums with this weight, once its requantization is proved; `joins` allows the taps of a row to be one sum.
+def _summed(site: Site, layer: Layer, function: Callable[[Any], None], pack: Callable[[Tensor], Tensor], groups: int = 0) -> Built:
+    """Return the call that sums with a packed weight, once its requantization is proved, or several for a transposed convolution.
 
-    Channels that are only padding have no bias.
+    Of one group, the taps of a row may be one sum. Channels that are only padding have no bias.
     """
     own, input, result = Requantization.of(site, layer), site.held(site.match.reads[0]), site.result()
-    outside = torch.full((input.pixel,), input.zero, dtype=torch.uint8, device="cpu")
-    bias = _padded(layer.bias(input.zero), result.pixel)
-    made = Sum(outside=address(outside), bias=address(bias), weight=address(weight), epilogue=own.epilogue, threads=1)
-    made.groups = layer.window["groups"]
-    made.batch, made.height, made.width, _ = input.grid
-    made.channels = input.pixel
-    _, made.out_height, made.out_width, made.out_channels = result.grid
-    made.out_pixel = result.pixel
-    _set_window(made, layer.weight.shape[2:], *(layer.window[key] for key in ("stride", "padding", "dilation")))
-    made.joined = joins and made.kernel_width > 1 and made.dilation_width == 1
-    names, keeps = ("input", "residual")[: len(site.match.reads)], (weight, outside, bias, *own.keeps)
-    summed = Summed(function, made, names, keeps, _area(input), finish=loaded.fxq_finish)
-    layer.prove_requantization(site, summed.requantized)
-    return summed
+    outside, area, calls = torch.full((input.pixel,), input.zero, dtype=torch.uint8, device="cpu"), result.grid[1:-1], list[Summed]()
+    for part, outputs in layer.convolutions(area):
+        weight, bias = pack(part.weight), _padded(part.bias(input.zero), result.pixel)
+        made = Sum(outside=address(outside), bias=address(bias), weight=address(weight), epilogue=own.epilogue, threads=1, groups=groups)
+        made.batch, made.channels, made.out_channels, made.out_pixel = input.grid[0], input.pixel, result.channels, result.pixel
+        window = (part.window[key] for key in WINDOW)
+        _set_window(made, input.grid[1:-1], outputs[0], part.weight.shape[2:], *window)
+        _set_each(made, ("whole", "first", "step"), (area, *outputs[1:]))
+        made.fused = groups == 1 and made.kernel_width > 1 and made.dilation_width == 1
+        names, keeps = ("input", "residual")[: len(site.match.reads)], (weight, outside, bias, *own.keeps)
+        calls.append(Summed(function, made, names, keeps, _area(input), finish=loaded_library().fxq_finish))
+    layer.prove_requantization(site, calls[0].requantized)
+
+    def bind() -> Bound:
+        every = [call.bind() for call in calls]
+
+        def bound(inputs: Sequence[Tensor], output: Tensor) -> None:
+            for each in every:
+                each(inputs, output)
+
+        return bound
+
+    return calls[0] if len(calls) == 1 else Binding(bind)
 
 
-def _set_window(structure: Sum | Move, *window: Sequence[int]) -> None:
-    """Set the kernel, the stride, the padding and the dilation, each a height and a width."""
-    for name, (height, width) in zip(("kernel", "stride", "padding", "dilation"), window, strict=True):
-        setattr(structure, f"{name}_height", height)
-        setattr(structure, f"{name}_width", width)
+def _set_window(structure: Sum | Move, area: Sequence[int], *window: Sequence[int]) -> None:
+    """Set the size of the operand, and that of the result, the kernel, the stride, the padding and the dilation, of three numbers each."""
+    structure.depth, structure.height, structure.width = area
+    _set_each(structure, ("out", "kernel", "stride", "padding", "dilation"), window)
+
+
+def _set_each(structure: Sum | Move, names: Sequence[str], values: Sequence[Sequence[int]]) -> None:
+    for name, value in zip(names, values, strict=True):
+        for side, number in zip(native.AREA, value, strict=True):
+            setattr(structure, f"{name}_{side}", number)
 
 
 @implementation("native convolution")
 def convolution(site: Site) -> Built:
     """Build the kernel of a convolution of int8 or uint8, grouped or not, which requantizes its int32 sums in registers."""
-    loaded, layer = loaded_library(dot_products=True), Layer.of(site)
+    loaded, layer = loaded_library("sums_of_products"), Layer.of(site)
     groups, input = layer.window["groups"], site.held(site.match.reads[0])
-    if groups > 1 and (layer.weight.shape[1] % ALIGNMENT or input.pixel != input.channels):
-        raise NotApplicable(f"a group has {layer.weight.shape[1]} channels, no multiple of {ALIGNMENT}")
-    return _summed(site, layer, loaded, loaded.fxq_convolution, packed(layer.weight, groups, input.pixel), groups == 1)
+    fits = [size for size in range(1, groups) if groups % size == 0 and layer.weight.shape[1] * size % ALIGNMENT == 0]
+    merged = fits[0] if fits and input.pixel == input.channels else groups  # groups become one, with zeros for each other's channels
+
+    def pack(weight: Tensor) -> Tensor:
+        blocks = weight.reshape(-1, merged, weight.shape[0] // groups, 1, *weight.shape[1:])
+        apart = torch.eye(merged, dtype=torch.int8, device="cpu").view(1, merged, 1, merged, *[1] * (weight.dim() - 1))
+        return packed((blocks * apart).flatten(3, 4).flatten(0, 2), groups // merged, input.pixel)
+
+    return _summed(site, layer, loaded.fxq_convolution, pack, groups // merged)
 
 
 @implementation("native depthwise convolution")
@@ -219,21 +240,20 @@ def depthwise(site: Site) -> Built:
     is_linear = role_of(site.match.parts["sum"].target) is Role.LINEAR
     if is_linear or inner != 1 or not layer.window["groups"] == outer == input.channels:
         raise NotApplicable("it is not a depthwise convolution")
-    return _summed(site, layer, loaded, loaded.fxq_depthwise, _padded(layer.weight.flatten(1).t().to(torch.int32) & 0xFFFF, input.pixel))
+    return _summed(site, layer, loaded.fxq_depthwise, lambda weight: _padded(weight.flatten(1).t().to(torch.int32) & 0xFFFF, input.pixel))
 
 
 def _area(form: Held) -> int:
     """Return the number of pixels of an image."""
-    return form.grid[1] * form.grid[2]
+    return math.prod(form.grid[1:-1])
 
 
 # ---- kernels without weights ----------------------------------------------------------------------------------------
 
 
 def _move(input: Held, result: Held, **values: int) -> Move:
-    sizes = dict(zip(("batch", "height", "width", "channels"), input.grid, strict=True))
-    _, out_height, out_width, _ = result.grid
-    return Move(**sizes, out_height=out_height, out_width=out_width, out_channels=result.pixel, threads=1, **values)
+    sizes = dict(zip(("batch", *native.AREA, "channels"), input.grid, strict=True))
+    return Move(**sizes, out_channels=result.pixel, threads=1, **values)
 
 
 @implementation("native quantization", reads_held=False)
@@ -260,7 +280,7 @@ def max_pool(site: Site) -> Built:
         raise NotApplicable("its result and its operand have different memory layouts")
     made = _move(input, result)
     made.channels = input.pixel
-    _set_window(made, *(parts[key] for key in ("kernel", "stride", "begin", "dilation")))
+    _set_window(made, input.grid[1:-1], result.grid[1:-1], *(parts[key] for key in ("kernel", "stride", "begin", "dilation")))
     return Call(loaded.fxq_max_pool, made, ("input",), rows=_area(input))
 
 
@@ -283,28 +303,50 @@ def pointwise(site: Site) -> Built:
     return Call(loaded.fxq_pairs, made, ("input", "other"), (table,), rows=_area(first))
 
 
-@implementation("concatenated bytes")
-def join(site: Site) -> Built:
-    """Build the concatenation of images along their channels."""
-    result = site.result()
-    forms = [site.held(read) for read in site.match.reads]
-    if any((form.zero ^ result.zero) not in (0, BIASED) or not form.channels_first for form in (*forms, result)):
+@implementation("moved bytes")
+def move(site: Site) -> Built:
+    """Build what moves bytes, from memory as kernels hold it to such memory: a concatenation, a crop, a padding, a permutation."""
+    root, result = site.match.root, site.result()
+    if any((site.held(read).zero ^ result.zero) not in (0, BIASED) for read in site.match.reads):
         raise NotApplicable("its operands and its result have different memory layouts")
+    byte: Any = root.args[3] + result.zero - grid(root).zero_point if root.target is shape.pad else None  # type: ignore[operator]
 
-    def bound(inputs: Sequence[Tensor], output: Tensor) -> None:
-        first = 0
-        for form, tensor in zip(forms, inputs, strict=True):
-            part, bytes_ = output[:, first : first + form.channels], tensor[:, : form.channels]
-            part.copy_(bytes_ if form.zero == result.zero else bytes_ ^ BIASED)
-            first += form.channels
+    def bind() -> Bound:
+        last: list[Any] = [None, None, ()]  # an instance has the same memory in every call
 
-    return Binding(lambda: bound)
+        def bound(inputs: Sequence[Tensor], output: Tensor) -> None:
+            if last[0] is not inputs[0] or last[1] is not output:
+                last[:] = inputs[0], output, list(_moves(site, inputs, output))
+            if byte is not None:
+                output.fill_(byte)
+            for value, written, differs in last[2]:
+                written.copy_(value ^ BIASED if differs else value)
+
+        return bound
+
+    return Binding(bind)
+
+
+def _moves(site: Site, inputs: Sequence[Tensor], output: Tensor) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    """Yield views of what is read and of what is written, and whether bytes of the one are 128 more than those of the other."""
+    result, root = site.result(), site.match.root
+    arguments: Any = root.args[1:]
+    begins = list(arguments[0]) if root.target is shape.pad else [0] * len(result.sizes)
+    for form, tensor in zip(map(site.held, site.match.reads), inputs, strict=True):
+        value, written = form.of(tensor).view(tensor), result.of(output).view(output)
+        keeps = root.target is shape.pad or root.target is shape.concatenate
+        value = value if keeps else root.target(value, *arguments)  # type: ignore[operator]
+        for dim, (begin, size) in enumerate(zip(begins, value.shape, strict=True)):
+            written = written.narrow(dim, begin, size)
+        if root.target is shape.concatenate:
+            begins[arguments[0]] += value.shape[arguments[0]]
+        yield value, written, form.zero != result.zero
 
 
 @implementation("native product", strided=True)
 def product(site: Site) -> Built:
     """Build the product of two activations of bytes over their last two dimensions, an int32 accumulator."""
-    loaded = loaded_library(dot_products=True)
+    loaded = loaded_library("dot_products")
     zeros = [site.held(read).zero for read in site.match.reads]  # of bytes, also where they are those of a uint8 tensor
 
     def bind() -> Bound:
@@ -334,20 +376,17 @@ def product(site: Site) -> Built:
 @implementation("native dynamic layer", reads_held=False)
 def native_dynamic(site: Site) -> Built:
     """Build a dynamically quantized layer by native.c: the grid, the bytes, the sums and their dequantization."""
-    loaded = loaded_library(dot_products=True)
+    loaded = loaded_library("dot_products")
     weight, scale, bias = site.tensor("weight"), site.tensor("scale"), site.constant(site.match.parts["bias"])
     outputs, inputs = weight.shape
     pixel = -(-inputs // ALIGNMENT) * ALIGNMENT
-    summed = packed(weight[..., None, None], 1, pixel)
+    summed = packed(weight[..., None], 1, pixel)
     kept = {
         "totals": weight.to(torch.int32).sum(1, dtype=torch.int32),
         "scale": scale.expand(outputs).contiguous(),
         **({} if bias is None else {"bias": bias.contiguous()}),
     }
     made = native.Dynamic(inputs=inputs, smallest=SMALLEST_DYNAMIC, largest=LARGEST_DYNAMIC)
-    window = ("height", "width", "out_height", "out_width", "kernel_height", "kernel_width", "stride_height", "stride_width")
-    for name in (*window, "dilation_height", "dilation_width", "groups"):
-        setattr(made.sum, name, 1)
     made.sum.channels, made.sum.out_channels, made.sum.out_pixel = pixel, outputs, outputs
     made.sum.weight = address(summed)
     keeps = summed, *point(made, kept.items())

@@ -14,6 +14,12 @@
 #else
 #define VNNI 0
 #endif
+#if !VNNI && defined(__AVX2__)
+#include <immintrin.h>
+#define WORDS 1 /* sums of products of bytes that were widened to 16 bits */
+#else
+#define WORDS 0
+#endif
 #if VNNI && defined(__AMX_INT8__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -35,16 +41,22 @@ typedef struct {
     const int32_t *residual_factor, *residual_shift; /* where there is a residual: what it is multiplied by, then shifted by */
 } Epilogue;
 
+#define EACH(NAME) NAME##_depth, NAME##_height, NAME##_width
+#define Window \
+    int64_t depth, height, width, EACH(out), EACH(kernel), EACH(stride), EACH(pad), EACH(dilation) /* of the input, the output, a window */
+
 typedef struct {
     const uint8_t *input, *residual, *outside; /* outside: a pixel of zeros, which stands for the padding */
     const void *weight;
     const int32_t *bias;
     void *output;
-    int64_t batch, height, width, channels;    /* of the input; channels are also the bytes of a pixel */
-    int64_t out_height, out_width, out_channels, out_pixel; /* out_pixel: elements of a pixel of the output, and of the residual */
-    int64_t kernel_height, kernel_width, stride_height, stride_width, pad_height, pad_width, dilation_height, dilation_width;
+    int64_t batch, channels;         /* of the input; channels are also the bytes of a pixel */
+    int64_t out_channels, out_pixel; /* out_pixel: elements of a pixel of the output, and of the residual */
     int64_t groups, threads;
-    int64_t joined; /* whether the taps of a row, which lie side by side, are summed as one */
+    int64_t fused; /* whether the taps of a row, which lie side by side, are summed as one */
+    Window;
+    int64_t whole_depth, whole_height, whole_width; /* of the output and the residual, of which these pixels are written and read: */
+    int64_t first_depth, first_height, first_width, step_depth, step_height, step_width; /* the first, and every step-th after it */
     Epilogue epilogue;
 } Sum;
 
@@ -52,13 +64,13 @@ typedef struct {
     const void *input, *table;
     const uint8_t *other;
     void *output;
-    int64_t batch, height, width, channels, out_height, out_width;
-    int64_t kernel_height, kernel_width, stride_height, stride_width, pad_height, pad_width, dilation_height, dilation_width;
-    int64_t zero, low, high, out_channels, threads;
+    int64_t batch, channels, zero, low, high, out_channels, threads;
+    Window;
     float scale;
 } Move;
 
 int64_t fxq_has_dot_products(void) { return VNNI; }
+int64_t fxq_has_sums_of_products(void) { return VNNI || WORDS; }
 
 /* Whether the system lets this process use the tiles of AMX, which it has to ask for. */
 int64_t fxq_has_tiles(void) {
@@ -190,7 +202,7 @@ static void finish_row(const Sum *s, const int32_t *sums, int64_t at) {
 
 /* Rows of accumulators, each of `out_channels`, as bytes. */
 void fxq_finish(const Sum *s) {
-    int64_t rows = s->batch * s->out_height * s->out_width, channels = s->out_channels;
+    int64_t rows = s->batch, channels = s->out_channels;
 #pragma omp parallel for num_threads(s->threads) if (s->threads > 1)
     for (int64_t row = 0; row < rows; row++)
         finish_row(s, (const int32_t *)s->input + row * channels, row * s->out_pixel);
@@ -198,51 +210,75 @@ void fxq_finish(const Sum *s) {
 
 /* ---- where a sum reads ---- */
 
-static int64_t taps_of(const Sum *s) { return s->kernel_height * (s->joined ? 1 : s->kernel_width); }
+static int64_t taps_of(const Sum *s) { return s->kernel_depth * s->kernel_height * (s->fused ? 1 : s->kernel_width); }
 
-/* Of what find_pixels needs: the table, corners, and copies of rows that lie partly outside. */
+/* Of what find_pixels needs: the table, corners, places, and copies of rows that lie partly outside. */
 static size_t bytes_of_table(const Sum *s, int64_t stride) {
-    int64_t taps = taps_of(s), copies = s->joined ? taps * stride * s->kernel_width * s->channels : 0;
-    return (size_t)((taps + 1) * stride) * sizeof(uint8_t *) + (size_t)copies;
+    int64_t taps = taps_of(s), copies = s->fused ? taps * stride * s->kernel_width * s->channels : 0;
+    return (size_t)((taps + 2) * stride) * sizeof(uint64_t) + (size_t)copies;
 }
 
-/* For each tap and each of `count` output pixels from `first` on, the pixel of the input; [tap][stride]. Joined taps are rows. */
+/* Of each pixel of a table, the element of the output at which its first channel is written. */
+static inline const int64_t *places_of(const Sum *s, const uint8_t *const *table, int64_t stride) {
+    return (const int64_t *)(table + (taps_of(s) + 1) * stride);
+}
+
+/* For each tap and each of `count` output pixels from `first` on, the pixel of the input; [tap][stride]. Fused taps are rows. */
 static void find_pixels(const Sum *s, int64_t first, int64_t count, int64_t stride, const uint8_t **table) {
-    int64_t area = s->out_height * s->out_width, taps = taps_of(s), row_bytes = s->kernel_width * s->channels;
-    int64_t image = first / area, y = first % area / s->out_width, x = first % s->out_width;
-    int64_t deep = (s->kernel_height - 1) * s->dilation_height, wide = (s->kernel_width - 1) * s->dilation_width;
+    int64_t taps = taps_of(s), row_bytes = s->kernel_width * s->channels, rows = s->kernel_depth * s->kernel_height;
+    int64_t x = first % s->out_width, y = first / s->out_width % s->out_height;
+    int64_t z = first / s->out_width / s->out_height % s->out_depth, image = first / s->out_width / s->out_height / s->out_depth;
+    int64_t far = (s->kernel_depth - 1) * s->dilation_depth, deep = (s->kernel_height - 1) * s->dilation_height;
+    int64_t wide = (s->kernel_width - 1) * s->dilation_width;
     const uint8_t **corners = table + taps * stride; /* the first tap's; null where some tap is outside */
-    uint8_t *copies = (uint8_t *)(corners + stride);
+    int64_t *places = (int64_t *)places_of(s, table, stride);
+    uint8_t *copies = (uint8_t *)(places + stride);
     for (int64_t m = 0; m < stride; m++) {
-        int64_t top = y * s->stride_height - s->pad_height, left = x * s->stride_width - s->pad_width;
-        const uint8_t *base = s->input + image * s->height * s->width * s->channels;
-        int inside = m < count && top >= 0 && left >= 0 && top + deep < s->height && left + wide < s->width;
-        corners[m] = inside ? base + (top * s->width + left) * s->channels : NULL;
+        int64_t front = z * s->stride_depth - s->pad_depth, top = y * s->stride_height - s->pad_height, left = x * s->stride_width - s->pad_width;
+        const uint8_t *base = s->input + image * s->depth * s->height * s->width * s->channels;
+        int inside = m < count && front >= 0 && top >= 0 && left >= 0 && front + far < s->depth && top + deep < s->height && left + wide < s->width;
+        corners[m] = inside ? base + ((front * s->height + top) * s->width + left) * s->channels : NULL;
+        int64_t plane = image * s->whole_depth + s->first_depth + z * s->step_depth;
+        int64_t line = plane * s->whole_height + s->first_height + y * s->step_height;
+        places[m] = (line * s->whole_width + s->first_width + x * s->step_width) * s->out_pixel;
         if (!inside) /* what is computed for pixels from `count` on is not stored */
-            for (int64_t i = 0; i < s->kernel_height; i++) {
-                int64_t row = top + i * s->dilation_height;
+            for (int64_t i = 0; i < rows; i++) {
+                int64_t at = front + i / s->kernel_height * s->dilation_depth, row = top + i % s->kernel_height * s->dilation_height;
                 uint8_t *copy = copies + (i * stride + m) * row_bytes;
-                if (s->joined) table[i * stride + m] = copy;
+                if (s->fused) table[i * stride + m] = copy;
                 for (int64_t j = 0; j < s->kernel_width; j++) {
                     int64_t column = left + j * s->dilation_width;
-                    int here = m < count && row >= 0 && row < s->height && column >= 0 && column < s->width;
-                    const uint8_t *pixel = here ? base + (row * s->width + column) * s->channels : s->outside;
-                    if (s->joined) memcpy(copy + j * s->channels, pixel, (size_t)s->channels);
+                    int here = m < count && at >= 0 && at < s->depth && row >= 0 && row < s->height && column >= 0 && column < s->width;
+                    const uint8_t *pixel = here ? base + ((at * s->height + row) * s->width + column) * s->channels : s->outside;
+                    if (s->fused) memcpy(copy + j * s->channels, pixel, (size_t)s->channels);
                     else table[(i * s->kernel_width + j) * stride + m] = pixel;
                 }
             }
         if (++x == s->out_width) {
             x = 0;
-            if (++y == s->out_height) y = 0, image++;
+            if (++y == s->out_height) {
+                y = 0;
+                if (++z == s->out_depth) z = 0, image++;
+            }
         }
     }
-    int64_t across = taps / s->kernel_height;
+    int64_t across = taps / rows;
     for (int64_t t = 0; t < taps; t++) {
-        int64_t offset = (t / across * s->dilation_height * s->width + t % across * s->dilation_width) * s->channels;
+        int64_t i = t / across, line = i / s->kernel_height * s->dilation_depth * s->height + i % s->kernel_height * s->dilation_height;
+        int64_t offset = (line * s->width + t % across * s->dilation_width) * s->channels;
         const uint8_t **row = table + t * stride;
         for (int64_t m = 0; m < stride; m++) row[m] = corners[m] ? corners[m] + offset : row[m];
     }
 }
+
+#if VNNI
+/* A sum of one pixel for each of its rows, as that of a linear layer. */
+static void set_one_pixel(Sum *s) {
+    s->depth = s->height = s->width = s->out_depth = s->out_height = s->out_width = s->kernel_depth = s->kernel_height = s->kernel_width = 1;
+    s->stride_depth = s->stride_height = s->stride_width = s->dilation_depth = s->dilation_height = s->dilation_width = s->groups = 1;
+    s->whole_depth = s->whole_height = s->whole_width = s->step_depth = s->step_height = s->step_width = 1;
+}
+#endif
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -252,10 +288,11 @@ static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 /* `PIXELS` output pixels by `BLOCKS` times sixteen output channels. The weight of a block is [tap][channels / 4][16][4]. */
 #define TILE(NAME, PIXELS, BLOCKS)                                                                                                     \
     static void NAME(const Sum *s, const uint8_t *const *table, int64_t stride, int64_t offset, const int8_t *weight,                  \
-                     int64_t block_bytes, int64_t quads, int64_t channel, int64_t channels, int64_t first, int64_t count) {            \
+                     int64_t block_bytes, int64_t quads, int64_t channel, int64_t channels, int64_t count) {                           \
         enum { TILE_PIXELS = PIXELS, TILE_BLOCKS = BLOCKS };                                                                           \
         __m512i sum[PIXELS][BLOCKS];                                                                                                   \
         int64_t taps = taps_of(s);                                                                                                     \
+        const int64_t *places = places_of(s, table, stride);                                                                           \
         _Pragma("GCC unroll 4") for (int b = 0; b < BLOCKS; b++) {                                                                     \
             int64_t left = channels - 16 * b;                                                                                          \
             __mmask16 mask = left >= 16 ? 0xFFFF : (__mmask16)((1u << left) - 1);                                                      \
@@ -287,7 +324,7 @@ static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
         Lanes lanes = lanes_of(&s->epilogue, MODE, ADDS, channel + 16 * b, mask);                                                      \
         _Pragma("GCC unroll 16") for (int m = 0; m < TILE_PIXELS; m++) if (FULL || m < count)                                               \
             finish(&s->epilogue, &lanes, MODE, ADDS, FULL, sum[m][b], mask, s->residual, s->output,                                    \
-                   (first + m) * s->out_pixel + channel + 16 * b);                                                                     \
+                   places[m] + channel + 16 * b);                                                                                      \
     }
 
 TILE(tile_1, 12, 1)
@@ -296,18 +333,18 @@ TILE(tile_3, 8, 3)
 TILE(tile_4, 6, 4)
 #define CHUNK 48 /* pixels; a whole number of tiles of every kind */
 
-static void chunk_of(const Sum *s, int64_t group, int64_t first, int64_t count, int64_t begin, int64_t end, const uint8_t **table) {
+static void chunk_of(const Sum *s, int64_t group, int64_t count, int64_t begin, int64_t end, const uint8_t **table) {
     int64_t inner = s->channels / s->groups, outer = s->out_channels / s->groups, taps = taps_of(s);
-    int64_t quads = inner / 4 * (s->joined ? s->kernel_width : 1), block_bytes = taps * quads * 64;
+    int64_t quads = inner / 4 * (s->fused ? s->kernel_width : 1), block_bytes = taps * quads * 64;
     const int8_t *weight = (const int8_t *)s->weight + group * ((outer + 15) / 16) * block_bytes;
     for (int64_t block = begin; block < end;) {
         int64_t left = end - block, blocks = left >= 4 && left != 5 ? 4 : left >= 3 ? 3 : left;
         int64_t pixels = blocks == 4 ? 6 : blocks == 3 ? 8 : 12, channels = least(outer - 16 * block, 16 * blocks);
         for (int64_t m = 0; m < count; m += pixels) {
-            void (*tile)(const Sum *, const uint8_t *const *, int64_t, int64_t, const int8_t *, int64_t, int64_t, int64_t, int64_t, int64_t,
+            void (*tile)(const Sum *, const uint8_t *const *, int64_t, int64_t, const int8_t *, int64_t, int64_t, int64_t, int64_t,
                          int64_t) = blocks == 4 ? tile_4 : blocks == 3 ? tile_3 : blocks == 2 ? tile_2 : tile_1;
             tile(s, table + m, CHUNK, group * inner, weight + block * block_bytes, block_bytes, quads, group * outer + 16 * block, channels,
-                 first + m, least(pixels, count - m));
+                 least(pixels, count - m));
         }
         block += blocks;
     }
@@ -326,7 +363,7 @@ typedef struct {
     uint8_t rows[16];
 } __attribute__((packed)) Tiles;
 
-static int64_t depth_of(const Sum *s) { return taps_of(s) * s->channels / s->groups * (s->joined ? s->kernel_width : 1); }
+static int64_t depth_of(const Sum *s) { return taps_of(s) * s->channels / s->groups * (s->fused ? s->kernel_width : 1); }
 
 /* The bytes from one collected pixel to the next, which are not a multiple of a page. */
 static int64_t pitch_of(const Sum *s) {
@@ -336,7 +373,7 @@ static int64_t pitch_of(const Sum *s) {
 
 /* The pixels that are computed together, if tiles are of use: 0 where a product is too small, or the system has no tiles. */
 static int64_t tiled_pixels(const Sum *s) {
-    if (!fxq_has_tiles() || depth_of(s) < DEEP || s->batch * s->out_height * s->out_width < ROWS / 2) return 0;
+    if (!fxq_has_tiles() || depth_of(s) < DEEP || s->batch * s->out_depth * s->out_height * s->out_width < ROWS / 2) return 0;
     int64_t pixels = HELD / pitch_of(s) / (2 * ROWS) * (2 * ROWS);
     return pixels < 2 * ROWS ? 2 * ROWS : least(pixels, 256);
 }
@@ -373,12 +410,12 @@ static void collect(const Sum *s, const uint8_t *const *table, int64_t stride, i
         __m512i bias = _mm512_maskz_loadu_epi32(mask, s->bias + c);                                                                    \
         for (int64_t m = 0; m < here; m++)                                                                                             \
             finish(&s->epilogue, &lanes, MODE, ADDS, 0, _mm512_add_epi32(bias, _mm512_load_si512(sums[2 * (m / ROWS) + b][m % ROWS])), \
-                   mask, s->residual, s->output, (first + at + m) * s->out_pixel + c);                                                 \
+                   mask, s->residual, s->output, places[at + m] + c);                                                 \
     }
 
 /* 2 × 2 tiles of sums at a time. Sums of tiles wrap as those of VNNI do. */
-static void tiles_of(const Sum *s, int64_t group, int64_t first, int64_t count, int64_t begin, int64_t end_block, const uint8_t *rows,
-                     int64_t pitch) {
+static void tiles_of(const Sum *s, int64_t group, const int64_t *places, int64_t count, int64_t begin, int64_t end_block,
+                     const uint8_t *rows, int64_t pitch) {
     int64_t outer = s->out_channels / s->groups, depth = depth_of(s), end = (group + 1) * outer, block_bytes = depth * 16;
     const int8_t *weight = (const int8_t *)s->weight + group * ((outer + 15) / 16) * block_bytes;
     _Alignas(64) int32_t sums[4][ROWS][16];
@@ -417,10 +454,59 @@ static void tiles_of(const Sum *s, int64_t group, int64_t first, int64_t count, 
 }
 #endif
 
+#if WORDS
+enum { NARROW = 4, CHUNK = 48 }; /* pixels side by side */
+
+/* The sums of NARROW pixels by 16 channels: even and odd bytes are widened apart, and products of two of them are exact in 32 bits. */
+static void sum_words(const Sum *s, const uint8_t *const *table, int64_t offset, const int8_t *weight, int64_t quads, int32_t (*sums)[16]) {
+    const __m256i low = _mm256_set1_epi32(0x00FF00FF);
+    __m256i sum[NARROW][2];
+    int64_t taps = taps_of(s);
+    for (int m = 0; m < NARROW; m++) sum[m][0] = sum[m][1] = _mm256_setzero_si256();
+    for (int64_t t = 0; t < taps; t++)
+        for (int64_t k = 0; k < quads; k++, weight += 64) {
+            __m256i even[2], odd[2];
+#pragma GCC unroll 2
+            for (int b = 0; b < 2; b++) {
+                __m256i w = _mm256_loadu_si256((const __m256i *)(weight + 32 * b));
+                even[b] = _mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8), odd[b] = _mm256_srai_epi16(w, 8);
+            }
+#pragma GCC unroll 4
+            for (int m = 0; m < NARROW; m++) {
+                int32_t word;
+                memcpy(&word, table[t * CHUNK + m] + offset + 4 * k, 4);
+                __m256i x = _mm256_set1_epi32(word), first = _mm256_and_si256(x, low), second = _mm256_srli_epi16(x, 8);
+#pragma GCC unroll 2
+                for (int b = 0; b < 2; b++) {
+                    __m256i pairs = _mm256_add_epi32(_mm256_madd_epi16(first, even[b]), _mm256_madd_epi16(second, odd[b]));
+                    sum[m][b] = _mm256_add_epi32(sum[m][b], pairs);
+                }
+            }
+        }
+    for (int m = 0; m < NARROW; m++)
+        for (int b = 0; b < 2; b++) _mm256_storeu_si256((__m256i *)(sums[m] + 8 * b), sum[m][b]);
+}
+
+static void sum_chunk(const Sum *s, const uint8_t *const *table, int64_t count, int32_t *rows) {
+    int64_t inner = s->channels / s->groups, outer = s->out_channels / s->groups, blocks = (outer + 15) / 16;
+    int64_t quads = inner / 4 * (s->fused ? s->kernel_width : 1), block_bytes = taps_of(s) * quads * 64;
+    int32_t sums[NARROW][16];
+    for (int64_t block = 0; block < blocks * s->groups; block++) {
+        int64_t group = block / blocks, channel = group * outer + block % blocks * 16, channels = least(16, (group + 1) * outer - channel);
+        for (int64_t m = 0; m < count; m += NARROW) {
+            sum_words(s, table + m, group * inner, (const int8_t *)s->weight + block * block_bytes, quads, sums);
+            for (int64_t i = m; i < least(m + NARROW, count); i++)
+                for (int64_t c = 0; c < channels; c++) rows[i * s->out_channels + channel + c] = sums[i - m][c] + s->bias[channel + c];
+        }
+    }
+    for (int64_t m = 0; m < count; m++) finish_row(s, rows + m * s->out_channels, places_of(s, table, CHUNK)[m]);
+}
+#endif
+
 /* Σ x·w + bias over the channels of each group, which are a multiple of four, and requantized. */
 void fxq_convolution(const Sum *s) {
 #if VNNI
-    int64_t pixels = s->batch * s->out_height * s->out_width, blocks = (s->out_channels / s->groups + 15) / 16, size = CHUNK;
+    int64_t pixels = s->batch * s->out_depth * s->out_height * s->out_width, blocks = (s->out_channels / s->groups + 15) / 16, size = CHUNK;
 #if AMX
     int64_t tiled = tiled_pixels(s), pitch = pitch_of(s);
     if (tiled) size = tiled;
@@ -446,11 +532,11 @@ void fxq_convolution(const Sum *s) {
 #if AMX
             if (tiled) {
                 if (at != chunk || s->groups > 1) collect(s, table, size, group * (s->channels / s->groups), count, pitch, rows);
-                tiles_of(s, group, first, count, begin, least(begin + part, blocks), rows, pitch);
+                tiles_of(s, group, places_of(s, table, size), count, begin, least(begin + part, blocks), rows, pitch);
             }
             if (!tiled)
 #endif
-                chunk_of(s, group, first, count, begin, least(begin + part, blocks), table);
+                chunk_of(s, group, count, begin, least(begin + part, blocks), table);
             at = chunk;
         }
 #if AMX
@@ -458,6 +544,20 @@ void fxq_convolution(const Sum *s) {
         free(rows);
 #endif
         free((void *)table);
+    }
+#elif WORDS
+    int64_t pixels = s->batch * s->out_depth * s->out_height * s->out_width;
+#pragma omp parallel num_threads(s->threads) if (s->threads > 1)
+    {
+        const uint8_t **table = malloc(bytes_of_table(s, CHUNK));
+        int32_t *rows = malloc((size_t)(CHUNK * s->out_channels) * sizeof *rows);
+#pragma omp for
+        for (int64_t first = 0; first < pixels; first += CHUNK) {
+            find_pixels(s, first, least(CHUNK, pixels - first), CHUNK, table);
+            sum_chunk(s, table, least(CHUNK, pixels - first), rows);
+        }
+        free((void *)table);
+        free(rows);
     }
 #else
     (void)s;
@@ -515,8 +615,7 @@ void fxq_product(const Product *p) {
         int8_t *weight = malloc((size_t)((blocks * quads + 16) * 64));
         int32_t *bias = malloc((size_t)blocks * 64), *sums = malloc((size_t)p->rows * 4);
         Sum sum = {.input = bytes, .outside = bytes, .weight = weight, .bias = bias, .batch = p->rows, .channels = pixel, .threads = 1};
-        sum.height = sum.width = sum.out_height = sum.out_width = sum.kernel_height = sum.kernel_width = sum.groups = 1;
-        sum.stride_height = sum.stride_width = sum.dilation_height = sum.dilation_width = 1;
+        set_one_pixel(&sum);
         sum.out_channels = sum.out_pixel = p->columns;
 #pragma omp for
         for (int64_t item = 0; item < count; item++) {
@@ -562,12 +661,12 @@ void fxq_product(const Product *p) {
 
 #if VNNI
 #define FILTERED 6 /* pixels side by side */
-INLINE void filter_tile(const Sum *s, const uint8_t *const *table, int64_t first, int64_t m, int64_t count, int64_t c, int mode, int adds,
-                        int full) {
-    int64_t taps = s->kernel_height * s->kernel_width, channels = s->channels;
+INLINE void filter_tile(const Sum *s, const uint8_t *const *table, int64_t m, int64_t count, int64_t c, int mode, int adds, int full) {
+    int64_t taps = taps_of(s), channels = s->channels;
     __mmask16 mask = mask_of(channels - c);
     __m512i bias = _mm512_maskz_loadu_epi32(mask, s->bias + c), sum[FILTERED];
     const int32_t *weight = (const int32_t *)s->weight + c;
+    const int64_t *places = places_of(s, table, s->out_width) + m;
     Lanes lanes = lanes_of(&s->epilogue, mode, adds, c, mask);
 #pragma GCC unroll 8
     for (int i = 0; i < FILTERED; i++) sum[i] = bias;
@@ -583,24 +682,24 @@ INLINE void filter_tile(const Sum *s, const uint8_t *const *table, int64_t first
     }
 #pragma GCC unroll 8
     for (int i = 0; i < FILTERED; i++)
-        if (full || i < count) finish(&s->epilogue, &lanes, mode, adds, full, sum[i], mask, s->residual, s->output, (first + m + i) * s->out_pixel + c);
+        if (full || i < count) finish(&s->epilogue, &lanes, mode, adds, full, sum[i], mask, s->residual, s->output, places[i] + c);
 }
 
-INLINE void filter_row(const Sum *s, const uint8_t *const *table, int64_t first, int mode, int adds) {
+INLINE void filter_row(const Sum *s, const uint8_t *const *table, int mode, int adds) {
     for (int64_t m = 0; m < s->out_width; m += FILTERED)
         for (int64_t c = 0; c < s->channels; c += 16) {
             int64_t count = least(FILTERED, s->out_width - m);
-            if (count == FILTERED && s->channels - c >= 16) filter_tile(s, table, first, m, count, c, mode, adds, 1);
-            else filter_tile(s, table, first, m, count, c, mode, adds, 0);
+            if (count == FILTERED && s->channels - c >= 16) filter_tile(s, table, m, count, c, mode, adds, 1);
+            else filter_tile(s, table, m, count, c, mode, adds, 0);
         }
 }
 #endif
 
 /* The weight is [tap][channels], int32, of which the upper halves are 0. */
 void fxq_depthwise(const Sum *s) {
-    int64_t channels = s->channels, rows = s->batch * s->out_height;
+    int64_t channels = s->channels, rows = s->batch * s->out_depth * s->out_height;
 #if !VNNI
-    int64_t taps = s->kernel_height * s->kernel_width;
+    int64_t taps = taps_of(s);
     const int32_t *weight = s->weight;
 #endif
 #pragma omp parallel num_threads(s->threads) if (s->threads > 1)
@@ -609,11 +708,10 @@ void fxq_depthwise(const Sum *s) {
         int32_t *sums = malloc((size_t)channels * sizeof *sums);
 #pragma omp for
         for (int64_t row = 0; row < rows; row++) {
-            int64_t first = row * s->out_width;
-            find_pixels(s, first, s->out_width, s->out_width, table);
+            find_pixels(s, row * s->out_width, s->out_width, s->out_width, table);
 #if VNNI
             (void)sums;
-#define FILTER(MODE, ADDS) filter_row(s, table, first, MODE, ADDS)
+#define FILTER(MODE, ADDS) filter_row(s, table, MODE, ADDS)
             FOR_EACH_EPILOGUE(s, FILTER)
 #else
             for (int64_t m = 0; m < s->out_width; m++) {
@@ -623,7 +721,7 @@ void fxq_depthwise(const Sum *s) {
                     const int32_t *w = weight + t * channels;
                     for (int64_t c = 0; c < channels; c++) sums[c] += (int32_t)p[c] * (int16_t)w[c];
                 }
-                finish_row(s, sums, (first + m) * s->out_pixel);
+                finish_row(s, sums, places_of(s, table, s->out_width)[m]);
             }
 #endif
         }
@@ -644,10 +742,10 @@ INLINE __m512i nearest_of(__m512 v, __m512 scales, __m512 lows, __m512 highs) {
 
 /* float32, channels first, as bytes, channels last; channels beyond those of the input are `zero`. */
 void fxq_quantize(const Move *s) {
-    int64_t area = s->height * s->width, width = s->out_channels;
+    int64_t height = s->depth * s->height, area = height * s->width, width = s->out_channels;
 #pragma omp parallel for collapse(2) num_threads(s->threads) if (s->threads > 1)
     for (int64_t image = 0; image < s->batch; image++)
-        for (int64_t row = 0; row < s->height; row++) {
+        for (int64_t row = 0; row < height; row++) {
             const float *x = (const float *)s->input + image * s->channels * area + row * s->width;
             uint8_t *y = (uint8_t *)s->output + (image * area + row * s->width) * width;
             float low = (float)s->low, high = (float)s->high, scale = s->scale;
@@ -702,24 +800,26 @@ void fxq_quantize(const Move *s) {
 
 /* The largest byte of each window; padding never wins. */
 void fxq_max_pool(const Move *s) {
-    int64_t channels = s->channels;
-#pragma omp parallel for collapse(2) num_threads(s->threads) if (s->threads > 1)
-    for (int64_t image = 0; image < s->batch; image++)
-        for (int64_t row = 0; row < s->out_height; row++)
-            for (int64_t column = 0; column < s->out_width; column++) {
-                uint8_t *restrict y = (uint8_t *)s->output + ((image * s->out_height + row) * s->out_width + column) * channels;
-                memset(y, 0, (size_t)channels);
-                for (int64_t i = 0; i < s->kernel_height; i++) {
-                    int64_t at = row * s->stride_height - s->pad_height + i * s->dilation_height;
-                    if (at < 0 || at >= s->height) continue;
-                    for (int64_t j = 0; j < s->kernel_width; j++) {
-                        int64_t left = column * s->stride_width - s->pad_width + j * s->dilation_width;
-                        if (left < 0 || left >= s->width) continue;
-                        const uint8_t *restrict x = (const uint8_t *)s->input + ((image * s->height + at) * s->width + left) * channels;
-                        for (int64_t c = 0; c < channels; c++) y[c] = y[c] > x[c] ? y[c] : x[c];
-                    }
+    int64_t channels = s->channels, rows = s->batch * s->out_depth * s->out_height;
+#pragma omp parallel for num_threads(s->threads) if (s->threads > 1)
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t column = 0; column < s->out_width; column++) {
+            uint8_t *restrict y = (uint8_t *)s->output + (row * s->out_width + column) * channels;
+            int64_t image = row / s->out_height / s->out_depth, front = row / s->out_height % s->out_depth * s->stride_depth - s->pad_depth;
+            memset(y, 0, (size_t)channels);
+            for (int64_t i = 0; i < s->kernel_depth * s->kernel_height; i++) {
+                int64_t plane = front + i / s->kernel_height * s->dilation_depth;
+                int64_t at = row % s->out_height * s->stride_height - s->pad_height + i % s->kernel_height * s->dilation_height;
+                if (plane < 0 || plane >= s->depth || at < 0 || at >= s->height) continue;
+                for (int64_t j = 0; j < s->kernel_width; j++) {
+                    int64_t left = column * s->stride_width - s->pad_width + j * s->dilation_width;
+                    if (left < 0 || left >= s->width) continue;
+                    const uint8_t *restrict x =
+                        (const uint8_t *)s->input + (((image * s->depth + plane) * s->height + at) * s->width + left) * channels;
+                    for (int64_t c = 0; c < channels; c++) y[c] = y[c] > x[c] ? y[c] : x[c];
                 }
             }
+        }
 }
 
 /* table[x] of `batch` bytes. */
@@ -733,7 +833,7 @@ void fxq_lookup(const Move *s) {
 /* table[256 * x + z]: z has as many images and channels as x, and as many pixels, or one, which is `out_height` = 1. */
 void fxq_pairs(const Move *s) {
     const uint8_t *table = s->table;
-    int64_t pixels = s->height * s->width, channels = s->channels;
+    int64_t pixels = s->depth * s->height * s->width, channels = s->channels;
 #pragma omp parallel for collapse(2) num_threads(s->threads) if (s->threads > 1)
     for (int64_t image = 0; image < s->batch; image++)
         for (int64_t p = 0; p < pixels; p++) {
@@ -801,6 +901,7 @@ void fxq_dynamic(const Dynamic *d) {
             _mm512_mask_cvtepi32_storeu_epi8(bytes + row * pixel + i, mask_of(pixel - i), q);
         }
     Sum sum = d->sum;
+    set_one_pixel(&sum);
     sum.input = sum.outside = bytes;
     sum.bias = bias;
     sum.output = d->output;

@@ -46,7 +46,11 @@ def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names.split()]
 
 
-_WINDOW = [(name, _int64) for pair in ("kernel", "stride", "padding", "dilation") for name in (f"{pair}_height", f"{pair}_width")]
+AREA = ("depth", "height", "width")
+_WINDOW = [
+    *_fields(_int64, " ".join(AREA)),
+    *((f"{name}_{side}", _int64) for name in ("out", "kernel", "stride", "padding", "dilation") for side in AREA),
+]
 
 
 class Epilogue(ctypes.Structure):
@@ -63,10 +67,9 @@ class Sum(ctypes.Structure):
 
     _fields_ = [
         *_fields(_pointer, "input residual outside weight bias output"),
-        *_fields(_int64, "batch height width channels out_height out_width out_channels out_pixel"),
+        *_fields(_int64, "batch channels out_channels out_pixel groups threads fused"),
         *_WINDOW,
-        *_fields(_int64, "groups threads"),
-        ("joined", _int64),
+        *((f"{name}_{side}", _int64) for name in ("whole", "first", "step") for side in AREA),
         ("epilogue", Epilogue),
     ]
 
@@ -76,9 +79,8 @@ class Move(ctypes.Structure):
 
     _fields_ = [
         *_fields(_pointer, "input table other output"),
-        *_fields(_int64, "batch height width channels out_height out_width"),
+        *_fields(_int64, "batch channels zero low high out_channels threads"),
         *_WINDOW,
-        *_fields(_int64, "zero low high out_channels threads"),
         ("scale", ctypes.c_float),
     ]
 
@@ -148,7 +150,8 @@ def library() -> Any:
         SOURCE, ("convolution", "depthwise", "finish", "quantize", "max_pool", "lookup", "pairs", "dynamic", "product", "watch")
     )
     if not isinstance(loaded, str):
-        loaded.fxq_has_dot_products.restype = loaded.fxq_has_tiles.restype = _int64
+        for name in ("dot_products", "sums_of_products", "tiles"):
+            getattr(loaded, f"fxq_has_{name}").restype = _int64
     return loaded
 
 

@@ -75,7 +75,7 @@ def _fixed(width: torch.dtype) -> Callable[[Site], Requantization]:
 
 @dataclass(frozen=True)
 class _Sums:
-    """oneDNN's sums, requantized in groups of images."""
+    """oneDNN's sums, requantized in groups of images; `skipped` is 1 for images without depth, else 0."""
 
     layer: Layer
     input: Held
@@ -87,33 +87,33 @@ class _Sums:
     ones: Tensor
     zeros: Tensor
     bias: Tensor | None
+    skipped: int
 
     def sums(self, images: Tensor) -> Tensor:
-        """Return the sums of images of bytes, channels last."""
-        window = self.layer.window
+        """Return the sums (images, channels, depth · height, width) of images of bytes, channels last."""
+        window = [self.layer.window[name][self.skipped :] for name in ("stride", "padding", "dilation")]
         found: Tensor = torch.ops.onednn.qconv_pointwise(
             images, 1.0, self.input.zero, self.packed, self.ones, self.zeros, self.bias,
-            window["stride"], window["padding"], window["dilation"], window["groups"], 1.0, 0, torch.float32, "none", [], "",
+            *window, self.layer.window["groups"], 1.0, 0, torch.float32, "none", [], "",
         )  # fmt: skip
-        return found
+        return found.flatten(2, -2)
 
     def requantized(self, sums: Tensor) -> Tensor:
         return self.requantized_sums(sums.float()[..., None, None]).to(torch.uint8)[..., 0, 0]
 
     def bind(self) -> Bound:
-        _, height, width, _ = self.input.grid
-        _, out_height, out_width, channels = self.result.grid
-        result, residual = self.result, self.residual
-        step = max(1, CACHED // (4 * out_height * out_width * channels))
+        result, residual, channels = self.result, self.residual, self.result.channels
+        _, depth, height, width, _ = result.grid
+        area, step = (depth * height, width), max(1, CACHED // (4 * depth * height * width * channels))
 
-        def images_of(form: Held, held: Tensor, size: tuple[int, int], channels: int) -> Tensor:
-            return held.view(-1, *size, form.pixel)[..., :channels].permute(0, 3, 1, 2)
+        def images_of(form: Held, held: Tensor, area: Sequence[int], channels: int) -> Tensor:
+            return held.view(-1, *area, form.pixel)[..., :channels].movedim(-1, 1)
 
         def bound(inputs: Sequence[Tensor], output: Tensor) -> None:
             packed = self.input.pixel if self.layer.window["groups"] == 1 else self.input.channels
-            given = images_of(self.input, inputs[0], (height, width), packed)
-            written = images_of(result, output, (out_height, out_width), channels)
-            added = None if residual is None else images_of(residual, inputs[1], (out_height, out_width), channels)
+            given = images_of(self.input, inputs[0], self.input.grid[1 + self.skipped : -1], packed)
+            written = images_of(result, output, area, channels)
+            added = None if residual is None else images_of(residual, inputs[1], area, channels)
             for first in range(0, given.shape[0], step):
                 sums = self.sums(given[first : first + step])
                 if added is not None and residual is not None:
@@ -157,6 +157,8 @@ def onednn(site: Site) -> Built:
     """Build sums of products of bytes by oneDNN."""
     layer = Layer.of(site)
     require_onednn("qconv_pointwise")
+    if layer.window["transposed"] or layer.window["uneven"]:
+        raise NotApplicable("it is transposed, or has more padding on one side")
     if layer.largest >= FLOAT32_EXACT:
         raise NotApplicable(f"a sum can reach {layer.largest:.0f}, beyond 2^24")
     if site.result().dtype == torch.int32:
@@ -164,17 +166,19 @@ def onednn(site: Site) -> Built:
     for length, spread, padding in zip(layer.weight.shape[2:], layer.window["dilation"], layer.window["padding"], strict=True):
         if padding > spread * (length - 1):  # seen to crash, on pages that are not mapped
             raise NotApplicable("oneDNN reads outside of the image where a whole window is padding")
-    input, groups = site.held(site.match.reads[0]), layer.window["groups"]
+    input, result, groups = site.held(site.match.reads[0]), site.result(), layer.window["groups"]
     if input.zero and 1 < groups < layer.weight.shape[0]:  # seen with AMX: 17 outputs a group, windows of padding alone
         raise NotApplicable("oneDNN subtracts a wrong zero point in some grouped convolutions")
-    weight = F.pad(layer.weight, (0, 0, 0, 0, 0, input.pixel - input.channels)) if groups == 1 else layer.weight
+    weight = F.pad(layer.weight, (*[0] * 6, 0, input.pixel - input.channels)) if groups == 1 else layer.weight
     outer = weight.shape[0]
     ones = torch.ones(outer, dtype=torch.float32, device="cpu")
     zeros = torch.zeros(outer, dtype=torch.int64, device="cpu")
-    batch, height, width, _ = input.grid
-    window = [layer.window[name] for name in ("stride", "padding", "dilation", "groups")]
-    sizes = [batch, weight.shape[1] * groups, height, width]
-    packed = torch.ops.onednn.qconv_prepack(weight.contiguous(), ones, 1.0, input.zero, *window, sizes)
+    batch, *area, _ = input.grid
+    skipped = int(weight.shape[2] == area[0] == result.grid[1] == 1)
+    weight = weight[:, :, 0] if skipped else weight
+    window = [layer.window[name][skipped:] for name in ("stride", "padding", "dilation")]
+    sizes = [batch, weight.shape[1] * groups, *area[skipped:]]
+    packed = torch.ops.onednn.qconv_prepack(weight.contiguous(), ones, 1.0, input.zero, *window, groups, sizes)
     bias = None if layer.given is None else layer.given.float()
     residual = factor = None
     if site.match.parts["factor"] is not None:
@@ -184,7 +188,7 @@ def onednn(site: Site) -> Built:
     for form in (*shorter, last):
         try:
             requantized = form(site)
-            built = _Sums(layer, input, site.result(), residual, factor, requantized, packed, ones, zeros, bias)
+            built = _Sums(layer, input, result, residual, factor, requantized, packed, ones, zeros, bias, skipped)
             layer.prove_requantization(site, built.requantized)
             break
         except (NotApplicable, Disagrees):
@@ -195,22 +199,22 @@ def onednn(site: Site) -> Built:
 
 @implementation("PyTorch's maximum")
 def tensor_pool(site: Site) -> Built:
-    """Build the largest byte of each window, by PyTorch: first along the height, then along the width."""
+    """Build the largest byte of each window, by PyTorch: along the depth, then along the height, then along the width."""
     parts, input, result = site.match.parts, site.held(site.match.reads[0]), site.result()
     if input.zero != result.zero:
         raise NotApplicable("its result and its operand have different memory layouts")
-    _, height, width, _ = input.grid
+    _, *area, _ = input.grid
     _, *sizes, _ = result.grid
     windows = list(zip(sizes, *(parts[name] for name in ("kernel", "stride", "begin", "dilation")), strict=True))
 
     def bound(inputs: Sequence[Tensor], output: Tensor) -> None:
-        value = inputs[0].view(-1, height, width, input.pixel)
+        value = inputs[0].view(-1, *area, input.pixel)
         for dim, (size, taps, stride, begin, dilation) in enumerate(windows, start=1):
             reach = (size - 1) * stride + (taps - 1) * dilation + 1
-            around = [0, 0] * (2 - dim) + [begin, reach - begin - value.shape[dim]]
+            around = [0, 0] * (3 - dim) + [begin, reach - begin - value.shape[dim]]
             value = F.pad(value, [0, 0, *around])  # with zeros, which are never above the maximum
             parts = [value.narrow(dim, tap * dilation, (size - 1) * stride + 1) for tap in range(taps)]
-            strided = [part[:, ::stride] if dim == 1 else part[:, :, ::stride] for part in parts]
+            strided = [part[(slice(None),) * dim + (slice(None, None, stride),)] for part in parts]
             value = functools.reduce(torch.maximum, strided)
         output.view(value.shape).copy_(value)
 

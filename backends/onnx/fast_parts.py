@@ -58,7 +58,7 @@ def parts_of(integer: fx.GraphModule, node: fx.Node, opset: int) -> tuple[fx.Nod
     assert isinstance(total, fx.Node)
     if len(total.users) != 1:
         return ()
-    if role_of(total.target) in PRODUCTS:
+    if role_of(total.target) in PRODUCTS - {Role.TRANSPOSED}:
         return (total,) if all(is_8_bits(plain(operand)) for operand in total.args[:2]) else ()
     if total.target is elementwise.multiply:
         return (total,) if divisor(integer, node, total, opset) is not None else ()

@@ -110,3 +110,14 @@ def check_alive(model: nn.Module, images: Tensor) -> None:
     dead = [f"activation {index}: {activity}" for index, activity in enumerate(activities(model, images)) if not activity.is_alive]
     if dead:
         raise ValueError("the model is not alive:\n" + "\n".join(dead))
+
+
+def live(model: nn.Module, *sizes: int) -> nn.Module:
+    """The network with statistics of its own activations in its batch norms, so that these are live through all layers."""
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    for norm in norms:
+        norm.momentum = None  # the mean of what it sees
+    with torch.no_grad():
+        model.train(bool(norms))
+        model(torch.randn(4, *sizes, generator=torch.Generator().manual_seed(2)))
+    return model.eval()

@@ -31,7 +31,7 @@ from fxquant.primitives import Role, role_of
 from fxquant.support.arguments import checked
 from fxquant.target import Limit, Target
 
-PRODUCTS = frozenset({Role.CONVOLUTION, Role.LINEAR, Role.MATRIX_PRODUCT})  # roles of multiply-accumulates
+PRODUCTS = frozenset({Role.CONVOLUTION, Role.TRANSPOSED, Role.LINEAR, Role.MATRIX_PRODUCT})  # roles of multiply-accumulates
 SHOWN_REASONS = 4  # in the line of the summary; the table has them all
 
 

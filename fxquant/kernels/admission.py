@@ -5,9 +5,10 @@ The parts that implementations share are here as well: the numbers of a sum of p
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +20,10 @@ from fxquant.kernels.kernel import Built, Disagrees, Held, Implementation, Match
 from fxquant.numerics.grids import ACTIVATION_TYPES, INT32_MAX, UINT8, IntType, accumulator_bound, power_of_two
 from fxquant.primitives import PRIMITIVES, Role, quantization, role_of
 from fxquant.primitives.runtime_scales import dynamic_linear
+from fxquant.primitives.transposed import swap_channels
 
+WINDOW = ("stride", "padding", "dilation")
+MOST_PARTS = 32  # convolutions that compute a transposed one: more of them cost more as calls than they save as sums
 EXTREMES = 43  # of 256 elements so many are the smallest there is, and as many the largest
 DRAWN = 2**13  # elements of pairs that a proof takes, in draws of an operand's size
 MOST_DRAWS = 32
@@ -168,7 +172,7 @@ def run(site: Site, implementation: Implementation, built: Built, given: dict[fx
 
 def _viewed(site: Site, node: fx.Node, value: Tensor) -> Tensor:
     """Return an operand as a view of bytes that kernels hold, where it is one of bytes."""
-    if value.dtype not in (torch.int8, torch.uint8) or value.dim() < 2 or value.dim() > 4:
+    if value.dtype not in (torch.int8, torch.uint8) or value.dim() < 2 or value.dim() > 5:
         return value
     form = site.held(node)
     return form.view(form.holding(value))
@@ -215,10 +219,10 @@ def magnitude(node: fx.Node) -> int:
 class Layer:
     """The constants of a sum of products.
 
-    weight   (out, in / groups, height, width), int8; ones for a sum over windows
+    weight   (out, in / groups, depth, height, width), int8; ones for a sum over windows
     given    the bias as it is, int32; None where there is none
     largest  the largest |sum|, the residual included
-    window   stride, padding, dilation, groups
+    window   stride, padding, dilation, groups, and whether it is transposed, or padded unevenly
     """
 
     weight: Tensor
@@ -235,15 +239,42 @@ class Layer:
             raise NotApplicable("its tensors are held with another dimension as their channels")
         if parts["weight"] is None:
             _, parts["groups"], *area = site.sizes[reads[0]]
-            weight = torch.ones(parts["groups"], 1, *parts.get("kernel", area)[-2:], dtype=torch.int8, device="cpu")
+            weight = torch.ones(parts["groups"], 1, *parts.get("kernel", area), dtype=torch.int8, device="cpu")
         else:
             weight = site.tensor("weight")
-        weight = weight.reshape(*weight.shape[:2], *(1, 1, *weight.shape[2:])[-2:])
+        parts["uneven"] = parts["end"] != parts["padding"]
+        parts["transposed"] = role_of(parts["sum"].target) is Role.TRANSPOSED
+        weight = swap_channels(weight, parts["groups"]) if parts["transposed"] else weight
+        weight = weight.reshape(*weight.shape[:2], *(1, 1, 1, *weight.shape[2:])[-3:])
         given = site.constant(parts["bias"])
         bound = accumulator_bound(weight, given, 0, magnitude(reads[0]))
         if parts["factor"] is not None:
             bound = bound + torch.ceil(residual_factor(site).flatten().abs() * magnitude(reads[1]))
-        return Layer(weight, given, float(bound.max()), {name: parts[name] for name in ("stride", "padding", "dilation", "groups")})
+        names = (*WINDOW, "groups", "transposed", "uneven")
+        return Layer(weight, given, float(bound.max()), {name: parts[name] for name in names})
+
+    def convolutions(self, area: Sequence[int]) -> Iterator[tuple[Layer, tuple[Sequence[int], ...]]]:
+        """Yield convolutions that compute the sums of an image of this area (depth, height, width) together: each with its outputs.
+
+        These are their number, the first and the step along every dimension. The outputs of a transposed convolution whose places have
+        one remainder by the stride are a convolution with those taps that meet elements of the operand.
+        """
+        if not self.window["transposed"]:
+            yield self, (area, (0, 0, 0), (1, 1, 1))
+            return
+        steps = self.window["stride"]
+        if math.prod(steps) > MOST_PARTS:
+            raise NotApplicable(f"its strides make {math.prod(steps)} convolutions of it, more than {MOST_PARTS}")
+        for first in itertools.product(*map(range, map(min, steps, area))):
+            weight, paddings, dilations = self.weight, [0, 0, 0], [1, 1, 1]
+            for dim, (begin, step, padding, spread) in enumerate(zip(first, *(self.window[name] for name in WINDOW), strict=True)):
+                taps = [tap for tap in reversed(range(weight.shape[dim + 2])) if (begin + padding - tap * spread) % step == 0]
+                if taps:
+                    paddings[dim], dilations[dim] = (taps[0] * spread - begin - padding) // step, spread // math.gcd(spread, step)
+                weight = weight.index_select(dim + 2, torch.tensor(taps, device="cpu")) if taps else weight.narrow(dim + 2, 0, 1) * 0
+            sizes = [-(-(size - begin) // step) for size, begin, step in zip(area, first, steps, strict=True)]
+            window = {**self.window, "stride": (1, 1, 1), "padding": paddings, "dilation": dilations}
+            yield replace(self, weight=weight, window=window), (sizes, first, steps)
 
     def bias(self, zero: int) -> Tensor:
         """Return the bias for a sum of products of bytes with this zero, int32: exact modulo 2^32, as sums of 32 bits are."""

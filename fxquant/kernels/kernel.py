@@ -74,17 +74,17 @@ class Held:
     channels_first: bool = True
 
     @property
-    def grid(self) -> tuple[int, int, int, int]:
-        """Images, height, width and channels; a height or a width that is missing is 1."""
+    def grid(self) -> tuple[int, int, int, int, int]:
+        """Images, depth, height, width and channels; a depth, height or width that is missing is 1."""
         if self.channels_first:
             batch, channels, *area = self.sizes
-            height, width = (1, *area)[-2:]
-            return batch, height, width, channels
-        return math.prod(self.sizes[:-1]), 1, 1, self.sizes[-1]
+            depth, height, width = (1, 1, *area)[-3:]
+            return batch, depth, height, width, channels
+        return math.prod(self.sizes[:-1]), 1, 1, 1, self.sizes[-1]
 
     @property
     def channels(self) -> int:
-        return self.grid[3]
+        return self.grid[-1]
 
     @property
     def pixel(self) -> int:
@@ -92,7 +92,7 @@ class Held:
 
     @property
     def rows(self) -> int:
-        return math.prod(self.grid[:3])
+        return math.prod(self.grid[:-1])
 
     def memory(self) -> Tensor:
         """Allocate memory of shape (rows, pixel), followed by the slack."""
@@ -106,15 +106,14 @@ class Held:
 
     def view(self, held: Tensor) -> Tensor:
         """Return the held elements in the order of the tensor's own dimensions."""
-        batch, height, width, channels = self.grid
-        pixels = held.view(batch, height, width, self.pixel)[..., :channels]
-        return (pixels.permute(0, 3, 1, 2) if self.channels_first else pixels).view(self.sizes)
+        pixels = held.view(*self.grid[:-1], self.pixel)[..., : self.channels]
+        return (pixels.movedim(-1, 1) if self.channels_first else pixels).view(self.sizes)
 
     def hold(self, value: Tensor, held: Tensor) -> None:
         """Copy a tensor from the form of primitives into the form that kernels hold."""
-        batch, height, width, channels = self.grid
-        pixels = held.view(batch, height, width, self.pixel)[..., :channels]
-        value = value.reshape(batch, channels, height, width).permute(0, 2, 3, 1) if self.channels_first else value.reshape(pixels.shape)
+        batch, *area, channels = self.grid
+        pixels = held.view(batch, *area, self.pixel)[..., :channels]
+        value = value.reshape(batch, channels, *area).movedim(1, -1) if self.channels_first else value.reshape(pixels.shape)
         if value.dtype == torch.int8:
             value = readable(value).view(torch.uint8)
             if self.zero:

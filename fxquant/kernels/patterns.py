@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from operator import add
 from typing import Any
 
 import torch
@@ -12,26 +13,25 @@ from torch import fx
 
 from fxquant.ir.graph import BATCH_SIZES, TensorFact, fact
 from fxquant.ir.integer import qparams
-from fxquant.kernels.kernel import Forms, Match, Matched, in_order
+from fxquant.kernels.kernel import Forms, Match, Matched, grid, in_order
 from fxquant.primitives import POINTWISE, PRIMITIVES, Role, ZeroPoint, elementwise, pool, role_of, runtime_scales, shape
 from fxquant.primitives.quantization import accumulator_output, quantize
 from fxquant.primitives.steps import Op
 
 BYTES = (torch.int8, torch.uint8)
 INTEGERS = (*BYTES, torch.int16, torch.int32, torch.int64)
-PRODUCTS = frozenset({Role.CONVOLUTION, Role.LINEAR})
-SUMS = frozenset({Role.CONVOLUTION, Role.LINEAR, Role.SUM})
-RANKS = (2, 3, 4)
+CONVOLUTIONS = {
+    Role.CONVOLUTION: ("weight", "bias", "stride", "padding", "dilation", "groups"),
+    Role.TRANSPOSED: ("weight", "bias", "stride", "padding", "output_padding", "dilation", "groups"),
+}  # the arguments after the operand
+PRODUCTS = frozenset({*CONVOLUTIONS, Role.LINEAR})
+SUMS = PRODUCTS | {Role.SUM}
+RANKS = (2, 3, 4, 5)
+IMAGES = RANKS[1:]  # of tensors with channels and one to three dimensions after them
 LONGEST_ROW = 2**14  # columns: some rows of every intermediate result have to stay in the cache
 LONGEST = 8  # quantized tensors in a chain: its constants and intermediate results have to stay in the cache
-WINDOW = {
-    "kernel": 1,
-    "stride": 1,
-    "begin": 0,
-    "end": 0,
-    "padding": 0,
-    "dilation": 1,
-}  # what each is along a height that a sequence does not have
+# What each part of a window is along a depth and a height that a sequence does not have.
+WINDOW = {"kernel": 1, "stride": 1, "begin": 0, "end": 0, "padding": 0, "dilation": 1}
 
 
 def known_tensor(node: Any, *dtypes: torch.dtype, ranks: Sequence[int] = RANKS) -> bool:
@@ -67,13 +67,13 @@ def _dimensions(count: int) -> str:
 
 
 def sum_of_products(root: fx.Node) -> Matched:
-    """Match a convolution of one or two dimensions, a linear layer or a sum over windows, on bytes, with what follows it.
+    """Match a convolution, transposed or not, a linear layer or a sum over windows, on bytes, with what follows it.
 
     That is the residual added to it, and the requantization to bytes. The sum itself is the result where it is the output of a last
-    layer, or of another one where it becomes integers of more bits. A sum over windows, or over height and width, is a depthwise
-    convolution whose weight is 1: its part "weight" is None.
+    layer, becomes integers of more bits, or is divided by the elements of each window. A sum over windows, or over height and width, is
+    a depthwise convolution whose weight is 1: its part "weight" is None.
     """
-    requantized, alone = role_of(root.target) is Role.REQUANTIZATION, role_of(root.target) in PRODUCTS
+    requantized, alone = role_of(root.target) is Role.REQUANTIZATION, role_of(root.target) in PRODUCTS or root.target is pool.sum_pool
     if not requantized and root.target is not accumulator_output and not (alone and _stays_wide(root)):
         return None
     covers, total = ([], root) if alone else ([root], root.args[0])
@@ -96,15 +96,31 @@ def sum_of_products(root: fx.Node) -> Matched:
         return _lacking("write", root)
     if window["weight"] is None and any(math.prod(_sizes(node)) != 1 for node in root.all_input_nodes[1:]):
         return "its divisor depends on the place of a window; kernels take one divisor"
-    input = bytes_of(total.args[0])
-    assert input is not None
+    input = _padded(total, window, covers)
     parts = {"factor": factor, "factor_shift": factor_shift, "sum": total, **window}
     return Match(root, tuple(reversed(covers)), (input,) if residual is None else (input, residual), parts)
 
 
+def _padded(total: fx.Node, window: dict[str, Any], covers: list[fx.Node]) -> fx.Node:
+    """Return what a sum over windows reads: the operand of a padding with zeros before it, which becomes part of the window."""
+    operand: Any = bytes_of(total.args[0])
+    window.setdefault("end", window["padding"])
+    pads = operand.target is shape.pad and role_of(total.target) is Role.CONVOLUTION and operand.args[3] == grid(operand).zero_point
+    input, begin, end = operand.args[:3] if pads else (operand, (), ())
+    if not pads or bytes_of(input) is not input or any((*begin[:2], *end[:2])):
+        return operand  # type: ignore[no-any-return]
+    for name, more in (("padding", begin), ("end", end)):
+        window[name] = [*map(add, window[name], _volume(more[2:], 0))]
+    between = list(dict.fromkeys((total.args[0], operand)))
+    covers += between if all(len(each.users) == 1 for each in between) else ()
+    return input  # type: ignore[return-value]
+
+
 def _stays_wide(total: fx.Node) -> bool:
-    """Return whether sums of 32 bits are requantized to integers of more than 8 bits."""
+    """Return whether sums of 32 bits are requantized to integers of more than 8 bits, or those of windows divided by the place."""
     (user, *_) = total.users or (None,)
+    if user is not None and total.target is pool.sum_pool:
+        return role_of(user.target) is not Role.REQUANTIZATION or any(math.prod(_sizes(node)) != 1 for node in user.all_input_nodes[1:])
     if user is not None and role_of(user.target) is Role.RESIDUAL:
         (user, *_) = user.users or (None,)
     if user is None or role_of(user.target) is not Role.REQUANTIZATION:
@@ -116,32 +132,28 @@ def _summed(total: fx.Node) -> dict[str, Any] | str:
     """Return the weight, the bias and the window of a sum of products; or why kernels do not compute it."""
     given: Any = total.args
     operand, *arguments = given
-    one: dict[str, Any] = {"weight": None, "bias": None, "stride": [1, 1], "padding": [0, 0], "dilation": [1, 1], "groups": 1}
+    one: dict[str, Any] = {"weight": None, "bias": None, "stride": [1], "padding": [0], "dilation": [1], "groups": 1}
     if role_of(total.target) is Role.LINEAR:
         one["weight"], one["bias"], *_ = arguments
-    elif role_of(total.target) is Role.CONVOLUTION:
-        one |= zip(("weight", "bias", "stride", "padding", "dilation", "groups"), arguments, strict=False)
+    elif (names := CONVOLUTIONS.get(role_of(total.target))) is not None:  # type: ignore[arg-type]
+        one |= zip(names, arguments, strict=False)
     elif total.target is pool.sum_pool:
-        one["kernel"], one["stride"], one["padding"], after, *_ = arguments
-        if any(tail > head for head, tail in zip(one["padding"], after, strict=True)):
-            return "it has more padding after images than before them"
+        one["kernel"], one["stride"], one["padding"], one["end"], *_ = arguments
     elif sorted(dim % len(_sizes(operand)) for dim in arguments[0]) != list(range(2, len(_sizes(operand)))):
         return "it sums over other dimensions than height and width of images"
-    if len(one["stride"]) > 2:
-        return f"its windows have {_dimensions(len(one['stride']))}; kernels take 1 or 2"
-    one |= {name: _plane(one[name], value) for name, value in WINDOW.items() if name in one}
-    ranks = (2, 3) if role_of(total.target) is Role.LINEAR else (3, 4)
+    one |= {name: _volume(one[name], value) for name, value in WINDOW.items() if name in one}
+    ranks = RANKS if role_of(total.target) is Role.LINEAR else IMAGES
     if bytes_of(operand, ranks) is None:
         return _lacking("read", operand, ranks)
     for name, dtype in (("weight", torch.int8), ("bias", torch.int32)):
-        if one[name] is not None and not known_tensor(one[name], dtype, ranks=(1, 2, 3, 4)):
+        if one[name] is not None and not known_tensor(one[name], dtype, ranks=range(1, 6)):
             return f"its {name} is not {str(dtype).removeprefix('torch.')}"
     return one
 
 
-def _plane(values: Sequence[int], missing: int) -> list[int]:
-    """Return the values of a window along height and width, of a sequence's along its length."""
-    return [missing, *values][-2:]
+def _volume(values: Sequence[int], missing: int) -> list[int]:
+    """Return the values of a window along depth, height and width, of which a sequence has its width alone."""
+    return [missing, missing, *values][-3:]
 
 
 def _sizes(node: Any) -> tuple[Any, ...]:
@@ -178,13 +190,13 @@ def quantization(root: fx.Node) -> Matched:
 
 
 def maximum(root: fx.Node) -> Matched:
-    """Match a 1d or 2d max pool."""
+    """Match a max pool of one to three dimensions."""
     if root.target is not pool.max_pool:
         return None
-    if bytes_of(root.args[0], (3, 4)) is None:
-        return _lacking("read", root.args[0], (3, 4))
+    if bytes_of(root.args[0], IMAGES) is None:
+        return _lacking("read", root.args[0], IMAGES)
     names = ("kernel", "stride", "begin", "end", "dilation")
-    window = {name: _plane(values, WINDOW[name]) for name, values in zip(names, root.args[1:], strict=True)}  # type: ignore[arg-type]
+    window = {name: _volume(values, WINDOW[name]) for name, values in zip(names, root.args[1:], strict=True)}  # type: ignore[arg-type]
     return Match(root, (root,), (root.args[0],), window)  # type: ignore[arg-type]
 
 
@@ -233,7 +245,7 @@ def _apart(node: fx.Node, covers: list[fx.Node], reads: list[fx.Node]) -> str | 
 
 def elementwise_chain(root: fx.Node) -> Matched:
     """Match the last of elementwise primitives on tensors of one size, each but the last read by the next alone."""
-    if not _is_step(root) or _is_passed_on(root):
+    if not _is_step(root) or _is_passed_on(root) or fact(root).dtype == torch.bool:
         return None
     covers, reads, waiting = [root], dict[fx.Node, None](), [root]
     while waiting:
@@ -253,7 +265,7 @@ def elementwise_chain(root: fx.Node) -> Matched:
 def _is_step(node: fx.Node) -> bool:
     """Return whether a node is an elementwise primitive that has steps."""
     record = PRIMITIVES.get(node.target)  # type: ignore[arg-type]
-    return record is not None and record.steps is not None and known_tensor(node, *INTEGERS, torch.float32, ranks=range(9))
+    return record is not None and record.steps is not None and known_tensor(node, *INTEGERS, torch.float32, torch.bool, ranks=range(9))
 
 
 def _is_passed_on(node: fx.Node) -> bool:
@@ -433,17 +445,24 @@ def _connects(node: fx.Node, user: fx.Node) -> bool:
     return _is_row_step(node) and _is_row_step(user) and _rows(node) == _rows(user)
 
 
-def joined(root: fx.Node) -> Matched:
-    """Match the concatenation of images or sequences along their channels."""
-    if root.target is not shape.concatenate:
+def moved(root: fx.Node) -> Matched:
+    """Match a concatenation or a permutation of channels, a crop or a padding of images, unless a reshaping reads it as a view."""
+    record, concatenates = PRIMITIVES.get(root.target), root.target is shape.concatenate  # type: ignore[arg-type]
+    if root.target is shape.permute:
+        order = [*range(len(_sizes(root)))]
+        if root.args[1] not in ([0, *order[2:], 1], [0, order[-1], *order[1:-1]]):
+            return None
+    elif record is None or record.layout != "same" or not known_tensor(root, *BYTES, ranks=range(9)):
         return None
-    if not known_tensor(root, *BYTES, ranks=(3, 4)):
-        return _lacking("write", root, (3, 4))
-    if root.args[1] % len(_sizes(root)) != 1:  # type: ignore[operator]
+    if not concatenates and any(user.target is shape.reshape for user in root.users):
+        return None
+    if not known_tensor(root, *BYTES, ranks=IMAGES):
+        return _lacking("write", root, IMAGES)
+    if concatenates and root.args[1] % len(_sizes(root)) != 1:  # type: ignore[operator]
         return "it joins along another dimension than the channels"
-    operands = tuple(root.args[0])  # type: ignore[arg-type]
-    unfit = next((operand for operand in operands if bytes_of(operand, (3, 4)) is not operand), None)
-    return Match(root, (root,), operands) if unfit is None else _lacking("read", unfit, (3, 4))
+    operands: Any = tuple(root.args[0]) if concatenates else (root.args[0],)  # type: ignore[arg-type]
+    unfit = next((operand for operand in operands if bytes_of(operand, IMAGES) is not operand), None)
+    return Match(root, (root,), operands) if unfit is None else _lacking("read", unfit, IMAGES)
 
 
 def dynamic_layer(root: fx.Node) -> Matched:
@@ -460,31 +479,35 @@ def forms_of(model: fx.GraphModule) -> Forms:
 
 
 def _channels_first(model: fx.GraphModule) -> frozenset[fx.Node]:
-    """Return the tensors whose dimension 1 is the channels: images, and what convolutions and pools of sequences read and write.
+    """Return the tensors whose dimension 1 is the channels: what convolutions and pools read and write, and images but for linear layers'.
 
     Elementwise primitives pass this on, so that their operands and results lie alike.
     """
-    tensors = [node for node in model.graph.nodes if known_tensor(node, torch.int8, torch.uint8, torch.int32)]
-    first = {node for node in tensors if len(_sizes(node)) == 4}
-    alike: dict[fx.Node, set[fx.Node]] = {node: set() for node in tensors if len(_sizes(node)) == 3}
-    waiting = []
+    alike: dict[fx.Node, set[fx.Node]] = {
+        node: set() for node in model.graph.nodes if known_tensor(node, torch.int8, torch.uint8, torch.int32, ranks=IMAGES)
+    }
+    windows, linear = list[fx.Node](), list[fx.Node]()
     for node in alike:
         record, role = PRIMITIVES.get(node.target), role_of(node.target)  # type: ignore[arg-type]
         layout = "" if record is None else record.layout
-        if role is Role.CONVOLUTION or layout == "windows":
-            waiting.append(node)
+        if role in CONVOLUTIONS or layout == "windows":
+            windows.append(node)
+        elif role is Role.LINEAR:
+            linear.append(node)
         elif role not in POINTWISE | {Role.RESIDUAL} and layout != "same":
             continue
         for operand in node.all_input_nodes:
             if operand in alike and operand.op != "get_attr":
                 alike[node].add(operand)
                 alike[operand].add(node)
-    while waiting:
-        node = waiting.pop()
-        if node not in first:
-            first.add(node)
-            waiting += alike[node]
-    return frozenset(first)
+    first: dict[fx.Node, bool] = {}
+    for waiting in (windows, linear):
+        while waiting:
+            node = waiting.pop()
+            if node not in first:
+                first[node] = waiting is windows
+                waiting += alike[node]
+    return frozenset(node for node in alike if first.get(node, len(_sizes(node)) > 3))
 
 
 def _without_negatives(model: fx.GraphModule) -> frozenset[fx.Node]:

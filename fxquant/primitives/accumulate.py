@@ -141,10 +141,14 @@ def check_cut(x: Value, weight: Tensor, cut: list[int]) -> None:
 
 
 def _bounds_convolution(input: Value, weight: Value, bias: Value | None, groups: int, cut: list[int] | None = None, **_: Any) -> Range:
-    tensor = constant_of(weight, "weight")
+    return bounds_of_sums(input, constant_of(weight, "weight"), bias, cut)
+
+
+def bounds_of_sums(input: Value, weight: Tensor, bias: Value | None, cut: list[int] | None) -> Range:
+    """Return the range of the sums over windows with a weight (out, in / groups, …); raise Unproved if they can be too large."""
     if cut is not None:
-        check_cut(input, tensor, cut)
-    return sum_of_products(input, tensor, bias, tensor.dim() - 2, exact_below(cut is not None))
+        check_cut(input, weight, cut)
+    return sum_of_products(input, weight, bias, weight.dim() - 2, exact_below(cut is not None))
 
 
 @primitive(_onnx_convolution, bounds=_bounds_convolution, kind="accumulator", role=Role.CONVOLUTION, casts=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fxquant.primitives.record import BOOLEAN, Emitter, Range, Value, ZeroPoint, need, primitive, union
 from fxquant.primitives.shape import named, one_node
+from fxquant.primitives.steps import Op, Writer
 
 
 class Relation(NamedTuple):
@@ -51,7 +52,18 @@ def _bounds_compare(input: Value, other: Value, relation: str) -> Range:
     return BOOLEAN
 
 
-@primitive(_onnx_compare, bounds=_bounds_compare, kind="plain")
+def _steps_compare(w: Writer, input: Any, other: Any, relation: str) -> int | None:
+    """Write 1 or 0: the difference of integers, limited to 0 and 1."""
+    name = RELATIONS[relation].onnx
+    if name == "Equal":
+        return None
+    closed = name.endswith("OrEqual")
+    a, b = (other, input) if name.startswith("Less") != closed else (input, other)
+    above = w.write(Op.CLIP, w.write(Op.SUBTRACT, a, b), None, 0, 1)
+    return w.write(Op.SUBTRACT, w.operand(1), above) if closed else above
+
+
+@primitive(_onnx_compare, bounds=_bounds_compare, kind="plain", steps=_steps_compare)
 def compare(input: Tensor, other: Tensor, relation: str) -> Tensor:
     """Compare `input` with `other` element by element, by "eq", "ne", "lt", "le", "gt" or "ge"; the result is bool.
 
@@ -92,7 +104,11 @@ def _onnx_choose(e: Emitter, input: str | Tensor, other: str | Tensor, condition
     return e.node("Cast", chosen, to=dtype)
 
 
-@primitive(_onnx_choose, bounds=lambda input, other, condition: union(input, other), zero_point=ZeroPoint.EQUIVARIANT)
+def _steps_choose(w: Writer, input: Any, other: Any, condition: Any) -> int:
+    return w.write(Op.ADD, other, w.write(Op.MULTIPLY, w.write(Op.SUBTRACT, input, other), condition))
+
+
+@primitive(_onnx_choose, bounds=lambda input, other, condition: union(input, other), zero_point=ZeroPoint.EQUIVARIANT, steps=_steps_choose)
 def choose(input: Tensor, other: Tensor, condition: Tensor) -> Tensor:
     """Return the element of `input` where the condition (bool) holds, else that of `other`; both are integers on one grid."""
     return torch.where(condition, input, other)

@@ -128,7 +128,13 @@ def _bounds_rectify(input: Value, positive: int, negative: Value, wide: bool = F
     return within(steepest * input.largest, exact_below(wide))
 
 
-@primitive(_onnx_rectify, bounds=_bounds_rectify, kind="accumulator", casts=True)
+def _steps_rectify(w: Writer, input: int, positive: int, negative: Tensor, wide: bool = False) -> int:
+    w.wide |= wide
+    above, below = (w.write(op, input, w.operand(0)) for op in (Op.LARGEST, Op.LEAST))
+    return w.write(Op.ADD, w.write(Op.MULTIPLY, above, w.operand(positive)), w.write(Op.MULTIPLY, below, negative))
+
+
+@primitive(_onnx_rectify, bounds=_bounds_rectify, kind="accumulator", casts=True, steps=_steps_rectify)
 def rectify(input: Tensor, positive: int, negative: Tensor, wide: bool = False) -> Tensor:
     """Compute positive · max(x, 0) + negative · min(x, 0), as int32; `negative` broadcasts. |result| < 2^24 unless `wide`."""
     value = input.double() if wide else input.float()

@@ -178,6 +178,7 @@ class Role(Enum):
     """The role of a primitive for code that fuses, writes or runs several of them at once."""
 
     CONVOLUTION = "Sums of products over windows, with a bias: (input, weight, bias, stride, padding, dilation, groups, …)."
+    TRANSPOSED = "Sums of products spread over windows, with a bias: (input, weight, bias, stride, padding, output padding, …)."
     LINEAR = "Sums of products over the last dimension, with a bias: (input, weight, bias, …)."
     SUM = "Sums over windows or over dimensions: (input, windows or dimensions, …)."
     MATRIX_PRODUCT = "Sums of products of two activations: (input, other, …)."

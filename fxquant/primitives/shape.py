@@ -73,7 +73,7 @@ def _onnx_crop(e: Emitter, input: str, dims: list[int], starts: list[int], stops
     return e.node("Slice", input, *(e.constant(list(values), torch.int64) for values in (starts, stops, dims, steps)))
 
 
-@primitive(_onnx_crop, bounds=_bounds_moved, role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT)
+@primitive(_onnx_crop, bounds=_bounds_moved, role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT, layout="same")
 def crop(input: Tensor, dims: list[int], starts: list[int], stops: list[int], steps: list[int]) -> Tensor:
     """Return every `steps`-th element from `starts` up to, not including, `stops` along each of `dims`.
 
@@ -141,7 +141,7 @@ def _bounds_pad(input: Value, begin: list[int], end: list[int], value: int) -> R
     return Range(input.low.min().clamp_max(value), input.high.max().clamp_min(value))
 
 
-@primitive(_onnx_pad, bounds=_bounds_pad, zero_point=ZeroPoint.EQUIVARIANT, shifted=("value",))
+@primitive(_onnx_pad, bounds=_bounds_pad, zero_point=ZeroPoint.EQUIVARIANT, shifted=("value",), layout="same")
 def pad(input: Tensor, begin: list[int], end: list[int], value: int) -> Tensor:
     """Pad each dimension with `begin` elements of `value` before and `end` after it."""
     return F.pad(input, [size for pair in reversed(list(zip(begin, end, strict=True))) for size in pair], value=value)

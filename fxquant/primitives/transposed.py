@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxquant.primitives.accumulate import Split, accumulated, check_cut, onnx_sum_parts, per_channel, sum_parts
-from fxquant.primitives.record import Emitter, Range, Value, constant_of, exact_below, full_precision, primitive, stored, sum_of_products
+from fxquant.primitives.accumulate import Split, accumulated, bounds_of_sums, onnx_sum_parts, per_channel, sum_parts
+from fxquant.primitives.record import Emitter, Range, Role, Value, constant_of, full_precision, primitive, stored
 
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
@@ -70,22 +70,17 @@ class _Form:
         return e.node("Transpose", x, perm=[order.index(d) for d in range(rank)])
 
 
-def _onnx_transposed_convolution(e: Emitter, input: str, weight: Tensor, bias: Tensor | None, *attributes: Any) -> str:
+def _onnx(e: Emitter, input: str, weight: Tensor, bias: Tensor | None, *attributes: Any) -> str:
     form = _Form(weight, *attributes)
     operands = [input, *(e.constant(value) for value in (form.weight, bias) if value is not None)]
     return form.emit(e, *(e.node("Cast", operand, to=torch.float32) for operand in operands))
 
 
-def _bounds_transposed_convolution(
-    input: Value, weight: Value, bias: Value | None, groups: int, cut: list[int] | None = None, **_: Any
-) -> Range:
-    tensor = swap_channels(constant_of(weight, "weight"), groups)
-    if cut is not None:
-        check_cut(input, tensor, cut)
-    return sum_of_products(input, tensor, bias, tensor.dim() - 2, exact_below(cut is not None))
+def _bounds(input: Value, weight: Value, bias: Value | None, groups: int, cut: list[int] | None = None, **_: Any) -> Range:
+    return bounds_of_sums(input, swap_channels(constant_of(weight, "weight"), groups), bias, cut)
 
 
-@primitive(_onnx_transposed_convolution, bounds=_bounds_transposed_convolution, kind="accumulator", chip_bits=8, casts=True)
+@primitive(_onnx, bounds=_bounds, kind="accumulator", chip_bits=8, role=Role.TRANSPOSED, casts=True)
 def transposed_convolution(
     input: Tensor,
     weight: Tensor,
@@ -110,7 +105,7 @@ def _kernel(
     return result
 
 
-def _onnx_transposed_convolution_wide(e: Emitter, input: str, weight: Tensor, bias: Tensor | None, *attributes_and_cut: Any) -> str:
+def _onnx_wide(e: Emitter, input: str, weight: Tensor, bias: Tensor | None, *attributes_and_cut: Any) -> str:
     *attributes, cut = attributes_and_cut
     form = _Form(weight, *attributes)
 
@@ -122,7 +117,7 @@ def _onnx_transposed_convolution_wide(e: Emitter, input: str, weight: Tensor, bi
     return e.call(name, body, input, e.constant(form.weight), *added)
 
 
-@primitive(_onnx_transposed_convolution_wide, bounds=_bounds_transposed_convolution, surrogate=_kernel, kind="accumulator", chip_bits=8)
+@primitive(_onnx_wide, bounds=_bounds, surrogate=_kernel, kind="accumulator", chip_bits=8, role=Role.TRANSPOSED)
 def transposed_convolution_wide(
     input: Tensor,
     weight: Tensor,

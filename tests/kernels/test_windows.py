@@ -1,0 +1,169 @@
+"""Layers whose windows are of other kinds than those of images: of volumes, transposed, grouped, padded unevenly; and what moves bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fxquant.ir.integer import kernel
+from fxquant.kernels.admission import Layer
+from fxquant.primitives import shape
+from tests.kernels.test_kernels import assert_same, both, choices, computed, images, no_compiler, ordinary
+from tests.shared.networks import Network
+
+TARGETS = ("bayes-e", "x86", "bernoulli2")
+__all__ = ["no_compiler"]
+
+
+def assert_kernels(model: nn.Module, target: str, *sizes: int, moves: bool = True) -> None:
+    """Kernels compute every operator of a model, and what moves bytes between them, with the primitives' bits, also at the ends."""
+    integer, reference = both(model, target, ordinary(*sizes))
+    for x in (images(*sizes), images(*sizes, seed=1).sign() * 100):
+        assert_same(integer, reference, x)
+    assert [(run.layer.name, run.because) for run in computed(integer) if not run.fast] == []
+    assert sum(run.macs for run in computed(integer)) == sum(run.layer.macs for run in computed(integer)) > 0
+    assert not moves or {choice.implementation for choice in choices(integer).values()} >= {"moved bytes"}
+
+
+TRANSPOSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "no overlap": (lambda: nn.ConvTranspose2d(5, 6, 2, 2), (5, 5, 6)),
+    "overlap": (lambda: nn.ConvTranspose2d(8, 6, 4, 2, 1), (8, 5, 6)),
+    "uneven": (lambda: nn.ConvTranspose2d(8, 6, (3, 5), (2, 3), (1, 2), (1, 2)), (8, 5, 6)),
+    "gaps": (lambda: nn.ConvTranspose2d(8, 6, (1, 2), (3, 4), 0, (2, 3)), (8, 4, 5)),
+    "dilated": (lambda: nn.ConvTranspose2d(8, 6, 3, (2, 4), 2, (1, 3), dilation=(3, 2)), (8, 5, 6)),
+    "as a convolution": (lambda: nn.ConvTranspose2d(8, 6, 3, 1, 1), (8, 5, 6)),
+    "groups": (lambda: nn.ConvTranspose2d(6, 4, 4, 2, 1, groups=2), (6, 5, 6)),
+    "depthwise": (lambda: nn.ConvTranspose2d(6, 6, 4, 2, 1, groups=6), (6, 5, 6)),
+    "sequence": (lambda: nn.ConvTranspose1d(16, 3, 10, 5, 3, 1), (16, 9)),
+    "volume": (lambda: nn.ConvTranspose3d(6, 5, (2, 3, 4), 2, (0, 1, 1)), (6, 3, 4, 5)),
+    "cropped": (lambda: nn.ConvTranspose1d(8, 4, 3, 4, 4), (8, 9)),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", TRANSPOSED)
+def test_transposed_convolutions(name: str, target: str) -> None:
+    make, sizes = TRANSPOSED[name]
+    model = Network(lambda s, x: F.relu(s.up(x)), up=make())
+    assert_kernels(model, target, 3, *sizes, moves=False)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_transposed_convolution_adds_a_residual(target: str) -> None:
+    model = Network(lambda s, x: F.relu(s.up(s.down(x)) + x), down=nn.Conv2d(3, 6, 2, 2), up=nn.ConvTranspose2d(6, 3, 4, 2, 1))
+    assert_kernels(model, target, 2, 3, 8, 6, moves=False)
+
+
+class Volumes(nn.Module):
+    """Convolutions, pools, an addition, a concatenation and a mean of volumes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.strided = nn.Conv3d(3, 8, (3, 3, 5), padding=(1, 1, 2)), nn.Conv3d(8, 12, 3, (2, 1, 3), (1, 2, 0), (1, 2, 1))
+        self.depthwise, self.groups = nn.Conv3d(12, 12, (2, 3, 3), padding=(1, 1, 1), groups=12), nn.Conv3d(12, 6, (3, 1, 1), groups=2)
+        self.flat, self.scores = nn.Conv3d(8, 8, (1, 3, 3), padding=(0, 1, 1)), nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = F.relu(self.stem(x))
+        x = F.relu(self.flat(x) + x)
+        y = F.max_pool3d(x, 2, 2, ceil_mode=True)
+        z = F.avg_pool3d(torch.cat([x, x.sigmoid()], 1), (2, 2, 3), (1, 2, 2))
+        w = self.groups(self.depthwise(self.strided(y)))
+        return self.scores(torch.cat([w, w], 1).mean((2, 3, 4))), z, y
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_volumes(target: str) -> None:
+    assert_kernels(Volumes(), target, 2, 3, 6, 10, 12, moves=False)
+
+
+def test_volumes_without_a_compiler(no_compiler: None) -> None:
+    integer, reference = both(Volumes(), "bayes-e", ordinary(2, 3, 6, 10, 12))
+    assert_same(integer, reference, images(3, 3, 6, 10, 12))
+    assert {"oneDNN convolution", "PyTorch's maximum"} <= {choice.implementation for choice in choices(integer).values()}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("inputs", "outputs", "groups"), [(6, 9, 3), (10, 10, 5), (3, 6, 3), (12, 24, 12), (8, 4, 4), (7, 14, 7)])
+def test_groups_of_any_size(inputs: int, outputs: int, groups: int, target: str) -> None:
+    model = Network(lambda s, x: F.relu(s.conv(x)), conv=nn.Conv2d(inputs, outputs, 3, (1, 2), 1, groups=groups))
+    assert_kernels(model, target, 2, inputs, 6, 7, moves=False)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_linear_layers_of_more_dimensions(target: str) -> None:
+    model = Network(
+        lambda s, x: (
+            F.relu((y := F.relu(s.conv(x))) + s.down(F.relu(s.up(y.permute(0, 2, 3, 1)))).permute(0, 3, 1, 2)),
+            s.volume(s.rows(y.unsqueeze(2).permute(0, 2, 3, 4, 1))),
+        ),
+        conv=nn.Conv2d(3, 6, 3, padding=1), up=nn.Linear(6, 24), down=nn.Linear(24, 6), rows=nn.Linear(6, 5), volume=nn.Linear(5, 3),
+    )  # fmt: skip
+    assert_kernels(model, target, 2, 3, 5, 7)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_padding_is_part_of_a_window_and_crops_move_bytes(target: str) -> None:
+    model = Network(
+        lambda s, x: (
+            s.last(s.causal(F.pad(x, (4, 0)))[:, :, 2:]), s.last(s.same(F.pad(y := s.wide(x), (1, 2)))[:, 1:-1, :-3]),
+            s.last(torch.cat([*map(F.relu, y.chunk(2, 1))], 1)[:, 2:]), s.last(F.pad(y, (2, 1), value=1.5)[:, :6, ::2]),
+            s.last(s.causal(F.pad(x, (1, 3)))),
+        ),
+        causal=nn.Conv1d(3, 6, 3, dilation=2), wide=nn.Conv1d(3, 8, 1), same=nn.Conv1d(8, 8, 3, padding=1), last=nn.Conv1d(6, 4, 2),
+    )  # fmt: skip
+    assert_kernels(model, target, 3, 3, 17)
+    integer, _ = both(model, target, ordinary(3, 3, 17))
+    sums = [known[1] for node in integer.graph.nodes if (known := kernel(node)) is not None and known[0] == "sum of products"]
+    paddings = [node.name for node in integer.graph.nodes if node.target is shape.pad]
+    assert [sum(name in covered for covered in sums) for name in paddings] == [1, 1, 0, 1]  # all but that of 1.5
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_means_divided_by_the_elements_of_each_window(target: str) -> None:
+    model = Network(
+        lambda s, x: (
+            F.avg_pool2d(y := s.conv(x), 3, 2, 1, count_include_pad=False), F.avg_pool2d(y, 2, 2, ceil_mode=True),
+            F.avg_pool2d(y, 3, 2, 1, ceil_mode=True), F.avg_pool3d(y.unsqueeze(2), (1, 3, 3), (1, 2, 2), (0, 1, 1), False, False),
+        ),
+        conv=nn.Conv2d(3, 6, 3, padding=1),
+    )  # fmt: skip
+    integer, reference = both(model, target, ordinary(2, 3, 7, 9))
+    assert_same(integer, reference, images(2, 3, 7, 9))
+    assert_same(integer, reference, images(2, 3, 7, 9).sign() * 100)
+    assert [(run.layer.name, run.because) for run in computed(integer) if not run.fast] == []
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_functions_with_a_slope_for_each_channel_are_chains(target: str) -> None:
+    slopes = nn.PReLU(6)
+    slopes.weight.data = torch.linspace(-0.5, 1.5, 6)
+    model = Network(
+        lambda s, x: (s.slopes(s.conv(x)), torch.where((y := s.conv(x)) >= s.other(x), y, s.other(x)), torch.where(y < 0.25, y * 2, y)),
+        conv=nn.Conv1d(3, 6, 3), other=nn.Conv1d(3, 6, 3), slopes=slopes,
+    )  # fmt: skip
+    integer, reference = both(model, target, ordinary(2, 3, 30))
+    assert_same(integer, reference, images(2, 3, 30))
+    assert_same(integer, reference, images(2, 3, 30).sign() * 100)
+    assert "slopes" not in {run.layer.name for run in computed(integer) if not run.fast}
+
+
+def test_a_transposed_convolution_of_a_large_stride_stays_primitives() -> None:
+    integer, reference = both(nn.Sequential(nn.ConvTranspose1d(3, 8, 64, 48), nn.ReLU()), "bayes-e", ordinary(2, 3, 9))
+    assert_same(integer, reference, images(2, 3, 9))
+    assert any("its strides make 48 convolutions of it" in choice.because for choice in choices(integer).values())
+
+
+def test_the_windows_of_a_transposed_convolution_are_those_of_convolutions() -> None:
+    """A stride of 2 along both dimensions is four convolutions, each with a quarter of the taps."""
+    weight = torch.arange(16).reshape(1, 1, 1, 4, 4).to(torch.int8)
+    window: Any = {"stride": [1, 2, 2], "padding": [0, 1, 1], "dilation": [1, 1, 1], "groups": 1, "transposed": True}
+    parts = list(Layer(weight, None, 0.0, window).convolutions((1, 8, 8)))
+    assert [part.weight.flatten().tolist() for part, _ in parts] == [[15, 13, 7, 5], [14, 12, 6, 4], [11, 9, 3, 1], [10, 8, 2, 0]]
+    assert [outputs[1] for _, outputs in parts] == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1)]
+    assert {tuple(outputs[0]) for _, outputs in parts} == {(1, 4, 4)}
