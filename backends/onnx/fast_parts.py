@@ -241,7 +241,7 @@ def multiply(e: Emitter, left: tuple[str, str], right: tuple[str, str], divided_
     return e.node("QuantizeLinear", e.node("Mul", *operands), e.constant(divided_by), zero)
 
 
-# ---- tables as their functions in float32, which onnxruntime computes in a fifth of the time of a look-up ------------
+# ---- tables as their functions in float32, of operators that onnxruntime computes faster than it looks up --------------
 #
 # A table has 256 entries, so the effect of float32 rounding on each entry is known. If the float value of every entry is further from the
 # next tie than the error of the operators, all runtimes with the accuracy `ACCURACY` give the entries of the table. The order of
@@ -263,11 +263,14 @@ def computes(integer: fx.GraphModule, node: fx.Node, opset: int) -> bool:
     if given is None or made is None or known is None or entries.numel() != _BYTES or not (is_8_bits(operand) and is_8_bits(node)):
         return False
     function = exact(known.name, known.arguments)
-    return function is not None and _is_of(function, entries, given, made) and _has_form(node, known, opset)
+    return function is not None and _is_quick(node, known, opset) and _is_of(function, entries, given, made)
 
 
-def _has_form(node: fx.Node, known: Operation, opset: int) -> bool:
-    """Return whether the operator's record writes it, with these arguments, by operators of ONNX."""
+QUICK = frozenset({"Sigmoid", "LeakyRelu", "HardSigmoid", "Tanh"})
+
+
+def _is_quick(node: fx.Node, known: Operation, opset: int) -> bool:
+    """Return whether the operator's record writes it, with these arguments, by one operator of ONNX that is faster than a look-up."""
     if BY_NAME[known.name].onnx is None:
         return False
     scratch = Emitter({}, opset)
@@ -276,7 +279,8 @@ def _has_form(node: fx.Node, known: Operation, opset: int) -> bool:
         compute(scratch, node, "stored", lambda end: "zero")
     except _Exported:
         return False
-    return True
+    between = [each.op_type for each in scratch.nodes][1:-1]
+    return len(between) == 1 and between[0] in QUICK
 
 
 def _is_of(function: Callable[[float], float], entries: Tensor, given: QParams, made: QParams) -> bool:
