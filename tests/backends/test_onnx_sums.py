@@ -44,6 +44,7 @@ FIXED = ("bayes-e", "bayes", "bernoulli2", "bernoulli")
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and how many layers are sums of bytes
     "plain": (lambda: Network(lambda s, x: s.b(F.relu(s.a(x))), a=conv(3, 8), b=conv(8, 8)), 1),
+    "many products": (lambda: Network(lambda s, x: s.b(F.relu(s.a(x))), a=conv(3, 64, 11), b=conv(64, 8)), 1),
     "clamped": (lambda: Network(lambda s, x: F.relu6(3 * s.b(F.relu6(s.a(x)))), a=conv(3, 8), b=conv(8, 8)), 1),
     "no bias, stride, dilation": (
         lambda: Network(lambda s, x: s.b(s.a(x)), a=conv(3, 8), b=nn.Conv2d(8, 6, (3, 4), (2, 1), (2, 0), 2, bias=False)),
@@ -237,6 +238,15 @@ def test_a_wrong_sum_is_found_in_the_whole(monkeypatch: pytest.MonkeyPatch, tmp_
     with pytest.raises(fxq.errors.ExportError, match="does not give the integer model's numbers"):
         fxq.export_onnx(known("plain"), tmp_path / "model.onnx", style="fast")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("name", "warned"), [("plain", True), ("many products", False)])
+def test_a_network_of_few_products_is_told_to_be_slower_than_float(
+    name: str, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "fxquant"):
+        fxq.export_onnx(known(name), tmp_path / "model.onnx", style="fast")
+    assert ("onnxruntime is likely to run the float model's file faster" in caplog.text) is warned
 
 
 @needs_vnni
