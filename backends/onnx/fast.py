@@ -36,6 +36,9 @@ from fxquant.support.offers import disagreed
 Names = tuple[Sequence[str] | None, Sequence[str] | None]  # that the user gives to inputs and to outputs
 
 
+LEAST_PRODUCTS = 256  # for each element of a layer's result: what sums of bytes gain, shifts and roundings take back where there are fewer
+
+
 def has_kernels(integer: fx.GraphModule) -> bool:
     """Return whether ONNX's integer operators, which multiply by a float32 number, can requantize as the model's arithmetic does.
 
@@ -84,27 +87,18 @@ def _write_sums(integer: fx.GraphModule, io: str, opset: int, names: Names) -> o
             "style 'fast': this file needs onnxruntime 1.24, and on x86 processors without VNNI its numbers are others;"
             " those of style 'exact' are the same anywhere"
         )
-    products = _products(integer)
-    if products < LEAST_PRODUCTS:
+    layers = [node for node in integer.graph.nodes if role_of(node.target) in (Role.CONVOLUTION, Role.LINEAR)]
+    elements = [math.prod(fact(node).at(1)) for node in layers]
+    products = sum(count * math.prod(fact(node.args[1]).at(1)[1:]) for node, count in zip(layers, elements, strict=True))
+    if products < LEAST_PRODUCTS * sum(elements):
         logger.warning(
             "style 'fast': onnxruntime is likely to run the float model's file faster, and one of style 'exact' slower: an element of a"
             " layer's result has %.0f products on average, and sums of bytes make good for the shifts of %s from about %d on",
-            products,
+            products / sum(elements),
             integer.meta["target"].name,
             LEAST_PRODUCTS,
         )
     return _compared(integer, lambda io: SumsWriter(integer, io, opset, refused), io, names, [{}, PRECISE])
-
-
-LEAST_PRODUCTS = 256  # for each element of a layer's result: what sums of bytes gain, shifts and roundings take back where there are fewer
-
-
-def _products(integer: fx.GraphModule) -> float:
-    """Return how many products make an element of the result of a convolution or linear layer, on average over elements."""
-    layers = [node for node in integer.graph.nodes if role_of(node.target) in (Role.CONVOLUTION, Role.LINEAR)]
-    elements = [math.prod(fact(node).at(1)) for node in layers]
-    products = [count * math.prod(fact(node.args[1]).at(1)[1:]) for node, count in zip(layers, elements, strict=True)]
-    return sum(products) / max(1, sum(elements))
 
 
 def _compared(

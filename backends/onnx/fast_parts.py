@@ -14,14 +14,14 @@ from torch import Tensor, fx
 from fxquant.analysis.explain import PRODUCTS
 from fxquant.backends.onnx.writer import Emitter
 from fxquant.ir.graph import TensorFact, fact, resolve
-from fxquant.ir.integer import Operation, QParams, operation, qparams, zero_point
+from fxquant.ir.integer import QParams, operation, qparams, zero_point
 from fxquant.numerics.grids import FLOAT32_EXACT, LARGEST_NARROW_MULTIPLIER, NARROW_BITS, accumulator_bound, power_of_two
 from fxquant.ops import BY_NAME
 from fxquant.ops.core.form import WHOLE_OPSET, Call
 from fxquant.ops.elementwise.table import exact
 from fxquant.primitives import PRIMITIVES, Role, elementwise, role_of
 from fxquant.primitives.elementwise import lookup
-from fxquant.primitives.quantization import requantize_fixed, requantize_real, steps_of_half_step
+from fxquant.primitives.quantization import NEIGHBOURS, requantize_fixed, requantize_real, steps_of_half_step
 
 ZERO_POINT = 128  # of tensors that other styles store as int8
 OPSET = 19  # in older opsets ONNX's own evaluator has no DequantizeLinear of uint8
@@ -144,11 +144,12 @@ def layer_of(node: fx.Node) -> tuple[fx.Node, ...]:
     if node.target is not requantize_fixed or node.args[5] != "floor" or node.args[8] != torch.int8:
         return ()
     total: Any = node.args[0]
-    layer, *residuals = (total.args[0], total) if role_of(total.target) is Role.RESIDUAL else (total,)
-    constants = [each for each in layer.args[1:3] if each is not None] if role_of(layer.target) is Role.CONVOLUTION else [layer]
+    layer, *residuals = parts = (total.args[0], total) if role_of(total.target) is Role.RESIDUAL else (total,)
+    if role_of(layer.target) is not Role.CONVOLUTION or any(len(part.users) != 1 for part in parts):
+        return ()
+    constants = all(each is None or each.op == "get_attr" for each in layer.args[1:3])
     read = [layer.args[0], *(residual.args[1] for residual in residuals)]
-    alone = all(len(part.users) == 1 for part in (layer, *residuals)) and all(each.op == "get_attr" for each in constants)
-    return (layer, *residuals) if alone and all(fact(value).dtype == torch.int8 for value in read) else ()
+    return parts if constants and all(fact(value).dtype == torch.int8 for value in read) else ()
 
 
 def placed_in(integer: fx.GraphModule, node: fx.Node, parts: Sequence[fx.Node], in_bytes: bool) -> Placed | None:
@@ -164,19 +165,20 @@ def placed_in(integer: fx.GraphModule, node: fx.Node, parts: Sequence[fx.Node], 
     shift, multiplier, right_shift, weight, *bias = constants((*node.args[1:4], *layer.args[1:3]))
     factors = [constants(residual.args[2:]) for residual in residuals]
     channels, shape = len(weight), (len(weight), *[1] * (weight.dim() - 2))
-    own = [value.shape for value in (shift, multiplier, right_shift, *itertools.chain(*factors)) if value.numel() > 1]
+    shapes = [value.shape for value in (shift, multiplier, right_shift, *itertools.chain(*factors)) if value.numel() > 1]
     whole = all(fact(residual.args[1]).shape[-len(shape)] == channels for residual in residuals)
-    if any(each != shape for each in own) or not whole or (PRIMITIVES[layer.target].wide and not in_bytes):  # type: ignore[index]
+    if any(each != shape for each in shapes) or not whole or (PRIMITIVES[layer.target].wide and not in_bytes):  # type: ignore[index]
         return None
-    by = [tuple(value.flatten().expand(channels).tolist()) for value in (multiplier, right_shift)]
-    known = placed(*by, 2 ** (node.args[4] - 1), *node.args[6:8])  # type: ignore[operator, arg-type]
+    own = [tuple(value.flatten().expand(channels).tolist()) for value in (multiplier, right_shift)]
+    known = placed(*own, 2 ** (node.args[4] - 1), *node.args[6:8])  # type: ignore[operator, arg-type]
     if known is None:
         return None
     found, farthest = known
     moved = (found.bias << shift.flatten()) + sum(value.long() for value in bias)
     largest = float(accumulator_bound(weight, moved, 0, ZERO_POINT).max())
-    added = sum(float(factor.abs().max()) * ZERO_POINT for factor, *_ in factors)
-    in_float = max(farthest * 2.0 ** int(shift.max()) + added, 0.0 if in_bytes else largest + added)
+    products = sum(float(factor.abs().max()) * ZERO_POINT for factor, *_ in factors)
+    added = sum(float((factor.abs() * (power_of_two(-by[0]) if by else 1)).max()) * ZERO_POINT + 1 for factor, *by in factors)
+    in_float = max(farthest * 2.0 ** int(shift.max()) + added, products, 0.0 if in_bytes else largest)
     return found._replace(bias=moved) if in_float < FLOAT32_EXACT and largest < 2**31 else None
 
 
@@ -190,8 +192,6 @@ def placed_in(integer: fx.GraphModule, node: fx.Node, parts: Sequence[fx.Node], 
 # onnxruntime's QLinearMul does (MlasQLinearMul), with the zero point added before the rounding, in one rounding or two. There are
 # 65,536 pairs of bytes, so all are tried to find a divisor that gives equal integers in every way.
 
-FARTHEST = 4  # steps of float32 from 1 / m, either way
-
 
 @functools.lru_cache(maxsize=1024)
 def exact_divisor(multiplier: float, left_zero: int, right_zero: int, zero: int) -> float | None:
@@ -201,23 +201,11 @@ def exact_divisor(multiplier: float, left_zero: int, right_zero: int, zero: int)
     ).float()
     wanted = _stored(torch.round(products * torch.tensor(multiplier, dtype=torch.float32, device="cpu")), zero)
     start = 1 / torch.tensor(multiplier, dtype=torch.float32, device="cpu")
-    for candidate in _near(start):
+    for distance in NEIGHBOURS:
+        candidate = (start.view(torch.int32) + distance).view(torch.float32)
         if all(torch.equal(_stored(found, zero), wanted) for found in _ways(products, candidate, zero)):
             return float(candidate)
     return None
-
-
-def _near(value: Tensor) -> Iterator[Tensor]:
-    """Yield the value and its float32 neighbours, the nearest first."""
-    yield value
-    above = below = value
-    for _ in range(FARTHEST):
-        above, below = (
-            torch.nextafter(above, torch.tensor(torch.inf, dtype=torch.float32, device="cpu")),
-            torch.nextafter(below, torch.tensor(0.0, dtype=torch.float32, device="cpu")),
-        )
-        yield above
-        yield below
 
 
 def _ways(products: Tensor, divisor: Tensor, zero: int) -> Iterator[Tensor]:
@@ -263,16 +251,14 @@ def computes(integer: fx.GraphModule, node: fx.Node, opset: int) -> bool:
     if given is None or made is None or known is None or entries.numel() != _BYTES or not (is_8_bits(operand) and is_8_bits(node)):
         return False
     function = exact(known.name, known.arguments)
-    return function is not None and _is_quick(node, known, opset) and _is_of(function, entries, given, made)
+    return function is not None and _is_quick(node, opset) and _is_of(function, entries, given, made)
 
 
 QUICK = frozenset({"Sigmoid", "LeakyRelu", "HardSigmoid", "Tanh"})
 
 
-def _is_quick(node: fx.Node, known: Operation, opset: int) -> bool:
+def _is_quick(node: fx.Node, opset: int) -> bool:
     """Return whether the operator's record writes it, with these arguments, by one operator of ONNX that is faster than a look-up."""
-    if BY_NAME[known.name].onnx is None:
-        return False
     scratch = Emitter({}, opset)
     scratch.types.update(stored=torch.uint8, zero=torch.uint8)
     try:
@@ -306,27 +292,23 @@ def _is_of(function: Callable[[float], float], entries: Tensor, given: QParams, 
 
 def compute(e: Emitter, node: fx.Node, stored: str, zero: Callable[[fx.Node], str]) -> str:
     """Append the function of the value named `stored`, from uint8 to uint8; `zero` returns the zero points of stored values."""
-    operand, known = node.args[0], operation(node)
+    operand, known, made = node.args[0], operation(node), qparams(node)
     assert isinstance(operand, fx.Node)
-    assert isinstance(known, Operation)
-    real = e.node("DequantizeLinear", stored, e.constant(_scale(operand)), zero(operand))
+    given = qparams(operand)
+    assert known is not None
+    assert given is not None
+    assert made is not None
+    real = e.node("DequantizeLinear", stored, e.constant(given.scale), zero(operand))
     arguments = {name: real if name == "input" else value for name, value in known.arguments.items()}
     whole = e.opset >= WHOLE_OPSET  # onnxruntime computes such operators fast
     call = Call(e, known.name, arguments, {}, None, lambda value: value, node, [node], _exported, whole)
-    form = BY_NAME[known.name].onnx
-    assert form is not None
-    return e.node("QuantizeLinear", form(call), e.constant(_scale(node)), zero(node))
-
-
-def _scale(node: fx.Node) -> Tensor:
-    known = qparams(node)
-    assert known is not None
-    return torch.tensor(known.scale, dtype=torch.float32, device="cpu")
+    form = BY_NAME[known.name].onnx or _exported
+    return e.node("QuantizeLinear", form(call), e.constant(made.scale), zero(node))
 
 
 class _Exported(Exception):
     """Raised by a form that leaves an operator to PyTorch's exporter."""
 
 
-def _exported() -> str:
+def _exported(*_: Any) -> str:
     raise _Exported
