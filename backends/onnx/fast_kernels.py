@@ -460,7 +460,7 @@ class SumsWriter(Writer):
             steps, zeros = e.constant(scale.flatten().expand(channels)), e.constant(torch.zeros(channels, dtype=torch.int32))
             value = e.node("DequantizeLinear", self._sum(layer, how.bias), steps, zeros, axis=axis)
         else:
-            value = PRIMITIVES[layer.target].onnx(e, self.operand(layer.args[0]), weight, how.bias.to(torch.int32), *layer.args[3:])
+            value = PRIMITIVES[layer.target].onnx(e, self.operand(layer.args[0]), weight, how.bias.to(torch.int32), *layer.args[3:])  # type: ignore[index]
             value = value if unshifted else e.node("Mul", value, e.constant(scale))
         for residual in residuals:
             value = e.node("Add", value, self._residual(residual, scale, axis, channels))

@@ -166,7 +166,7 @@ def placed_in(integer: fx.GraphModule, node: fx.Node, parts: Sequence[fx.Node], 
     factors = [constants(residual.args[2:]) for residual in residuals]
     channels, shape = len(weight), (len(weight), *[1] * (weight.dim() - 2))
     shapes = [value.shape for value in (shift, multiplier, right_shift, *itertools.chain(*factors)) if value.numel() > 1]
-    whole = all(fact(residual.args[1]).shape[-len(shape)] == channels for residual in residuals)
+    whole = all(fact(residual.args[1]).shape[-len(shape)] == channels for residual in residuals)  # type: ignore[arg-type]
     if any(each != shape for each in shapes) or not whole or (PRIMITIVES[layer.target].wide and not in_bytes):  # type: ignore[index]
         return None
     own = [tuple(value.flatten().expand(channels).tolist()) for value in (multiplier, right_shift)]
@@ -298,12 +298,12 @@ def compute(e: Emitter, node: fx.Node, stored: str, zero: Callable[[fx.Node], st
     assert known is not None
     assert given is not None
     assert made is not None
-    real = e.node("DequantizeLinear", stored, e.constant(given.scale), zero(operand))
+    real = e.node("DequantizeLinear", stored, e.constant(given.scale), zero(operand))  # type: ignore[arg-type]
     arguments = {name: real if name == "input" else value for name, value in known.arguments.items()}
     whole = e.opset >= WHOLE_OPSET  # onnxruntime computes such operators fast
     call = Call(e, known.name, arguments, {}, None, lambda value: value, node, [node], _exported, whole)
     form = BY_NAME[known.name].onnx or _exported
-    return e.node("QuantizeLinear", form(call), e.constant(made.scale), zero(node))
+    return e.node("QuantizeLinear", form(call), e.constant(made.scale), zero(node))  # type: ignore[arg-type]
 
 
 class _Exported(Exception):
