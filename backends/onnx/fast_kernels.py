@@ -168,6 +168,7 @@ class FastWriter(Writer):
 # Each takes a primitive's node and arguments, appends it and returns its value, or None to write it as in style "exact".
 
 FORMS: dict[Any, Callable[..., str | None]] = {}
+BYTES: dict[Any, Callable[..., str | None]] = {}  # those of targets that requantize by shifts, of the emitter and the arguments
 
 
 form = declaring(FORMS)
@@ -181,6 +182,7 @@ def _quantize(
     return _quantized(w.emitter, w.values[input], w.values[scale], low, high, torch.uint8, zero) if dtype in EIGHT_BITS else None
 
 
+@declaring(BYTES)(quantize)
 def _quantized(e: Emitter, input: str, scale: Tensor, low: int, high: int, dtype: torch.dtype, zero_point: int = 0) -> str | None:
     """Append the quantization of a float tensor to bytes; None for other dtypes."""
     if dtype not in EIGHT_BITS:
@@ -489,10 +491,8 @@ class SumsWriter(Writer):
         return self.shifted[value]
 
 
+@declaring(BYTES)(elementwise.lookup)
 def _lookup_int8(e: Emitter, input: str, table: Tensor, first: int | None = None) -> str | None:
     if e.dtype(input) != torch.int8 or table.numel() != 256 or first is not None:
         return None
     return _looked_up(e, input, e.constant(table.roll(ZERO_POINT)))
-
-
-BYTES: dict[Any, Callable[..., str | None]] = {quantize: _quantized, elementwise.lookup: _lookup_int8}  # None: as in style "exact"
