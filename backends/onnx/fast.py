@@ -26,7 +26,7 @@ from fxquant.ir.integer import qparams
 from fxquant.kernels.admission import DRAWN, MOST_DRAWS, evaluate, of_any_range, pairs_of_ends, whole_range
 from fxquant.kernels.kernel import Match
 from fxquant.numerics.grids import ACTIVATION_TYPES, INT8
-from fxquant.primitives import PRIMITIVES
+from fxquant.primitives import PRIMITIVES, Role, role_of
 from fxquant.primitives.elementwise import lookup
 from fxquant.primitives.quantization import quantize, requantize_real
 from fxquant.primitives.runtime_scales import dynamic_linear
@@ -34,6 +34,9 @@ from fxquant.support import logger
 from fxquant.support.offers import disagreed
 
 Names = tuple[Sequence[str] | None, Sequence[str] | None]  # that the user gives to inputs and to outputs
+
+
+LEAST_PRODUCTS = 256  # for each element of a layer's result: what sums of bytes gain, shifts and roundings take back where there are fewer
 
 
 def has_kernels(integer: fx.GraphModule) -> bool:
@@ -83,6 +86,17 @@ def _write_sums(integer: fx.GraphModule, io: str, opset: int, names: Names) -> o
         logger.warning(
             "style 'fast': this file needs onnxruntime 1.24, and on x86 processors without VNNI its numbers are others;"
             " those of style 'exact' are the same anywhere"
+        )
+    layers = [node for node in integer.graph.nodes if role_of(node.target) in (Role.CONVOLUTION, Role.LINEAR)]
+    elements = [math.prod(fact(node).at(1)) for node in layers]
+    products = sum(count * math.prod(fact(node.args[1]).at(1)[1:]) for node, count in zip(layers, elements, strict=True))
+    if products < LEAST_PRODUCTS * sum(elements):
+        logger.warning(
+            "style 'fast': onnxruntime is likely to run the float model's file faster, and one of style 'exact' slower: an element of a"
+            " layer's result has %.0f products on average, and sums of bytes make good for the shifts of %s from about %d on",
+            products / sum(elements),
+            integer.meta["target"].name,
+            LEAST_PRODUCTS,
         )
     return _compared(integer, lambda io: SumsWriter(integer, io, opset, refused), io, names, [{}, PRECISE])
 

@@ -9,7 +9,8 @@ others are as in style "exact", on centred integers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import onnx
@@ -17,14 +18,14 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.backends.onnx import fast_parts
-from fxquant.backends.onnx.fast_parts import EIGHT_BITS, ZERO_POINT, divisor, is_8_bits, parts_of, plain, stored_zero_point
+from fxquant.backends.onnx.fast_parts import EIGHT_BITS, ZERO_POINT, Placed, divisor, is_8_bits, parts_of, plain, stored_zero_point
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.writer import Emitter, Writer, value_info
-from fxquant.ir.graph import fact, resolve
-from fxquant.numerics.grids import BOUNDARY_LIMIT
+from fxquant.ir.graph import fact
+from fxquant.numerics.grids import BOUNDARY_LIMIT, power_of_two
 from fxquant.primitives import PRIMITIVES, Primitive, Role, ZeroPoint, elementwise, pool, role_of, shape
-from fxquant.primitives.accumulate import attributes_of
-from fxquant.primitives.quantization import as_float32, dequantize, quantize, requantize_fixed, requantize_real
+from fxquant.primitives.accumulate import attributes_of, per_channel
+from fxquant.primitives.quantization import as_float32, clipped, dequantize, quantize, requantize_fixed, requantize_real
 from fxquant.primitives.runtime_scales import dynamic_linear
 from fxquant.primitives.runtime_scales import emit as emit_dynamic
 from fxquant.support.offers import declaring
@@ -167,32 +168,29 @@ class FastWriter(Writer):
 # Each takes a primitive's node and arguments, appends it and returns its value, or None to write it as in style "exact".
 
 FORMS: dict[Any, Callable[..., str | None]] = {}
+BYTES: dict[Any, Callable[..., str | None]] = {}  # those of targets that requantize by shifts, of the emitter and the arguments
 
 
 form = declaring(FORMS)
-
-
-def _clipped(e: Emitter, value: str, low: int, high: int, zero_point: int) -> str:
-    """Clip a uint8 value to these limits of its integers."""
-    return e.node("Clip", value, e.constant(low + zero_point, torch.uint8), e.constant(high + zero_point, torch.uint8))
-
-
-def _limited(e: Emitter, value: str, low: int, high: int, zero_point: int) -> str:
-    """Clip a uint8 value to these limits, unless they are 0 and 255 as stored."""
-    return value if (low + zero_point, high + zero_point) == (0, 255) else _clipped(e, value, low, high, zero_point)
 
 
 @form(quantize)
 def _quantize(
     w: FastWriter, node: fx.Node, input: fx.Node, scale: fx.Node, low: int, high: int, dtype: torch.dtype, zero_point: int = 0
 ) -> str | None:
+    zero = stored_zero_point(node)
+    return _quantized(w.emitter, w.values[input], w.values[scale], low, high, torch.uint8, zero) if dtype in EIGHT_BITS else None
+
+
+@declaring(BYTES)(quantize)
+def _quantized(e: Emitter, input: str, scale: Tensor, low: int, high: int, dtype: torch.dtype, zero_point: int = 0) -> str | None:
+    """Append the quantization of a float tensor to bytes; None for other dtypes."""
     if dtype not in EIGHT_BITS:
         return None
-    e, step = w.emitter, w.values[scale]
-    value = as_float32(e, w.values[input])
+    value, zero = as_float32(e, input), e.constant(zero_point, dtype)
     # No limit before: onnxruntime saturates, and 1.21 to 1.23 cannot start a session with a Clip of a value with two readers.
-    stored = _limited(e, e.node("QuantizeLinear", value, e.constant(step), w.zero(node)), low, high, stored_zero_point(node))
-    return e.node("Where", e.node("IsNaN", value), w.zero(node), stored)  # a Where on bytes is four times as fast as on floats
+    stored = clipped(e, e.node("QuantizeLinear", value, e.constant(scale), zero), low + zero_point, high + zero_point, dtype)
+    return e.node("Where", e.node("IsNaN", value), zero, stored)  # a Where on bytes is four times as fast as on floats
 
 
 @form(requantize_real)
@@ -220,7 +218,8 @@ def _requantize(
         result = fast_parts.multiply(e, *factors, divided, w.zero(node))
     else:
         result = _sum(w, node, factor, "Add" if parts[-1].target is elementwise.add else "Sub", parts[:-1])
-    return _limited(e, result, low, high, stored_zero_point(node))
+    zero = stored_zero_point(node)
+    return clipped(e, result, low + zero, high + zero, torch.uint8)
 
 
 def _rounded(w: FastWriter, node: fx.Node, value: str, multiplier: Tensor, bits: int = 32) -> str:
@@ -288,11 +287,15 @@ def _lookup(w: FastWriter, node: fx.Node, input: fx.Node, table: fx.Node, first:
     e = w.emitter
     if w.computes(node):
         return fast_parts.compute(e, node, w.shifted(input), w.zero)
-    stored = w.shifted(table) if entries.dtype in EIGHT_BITS else e.constant(entries)
-    flat = e.node("Reshape", w.shifted(input), e.constant([-1], torch.int64))
+    return _looked_up(e, w.shifted(input), w.shifted(table) if entries.dtype in EIGHT_BITS else e.constant(entries))
+
+
+def _looked_up(e: Emitter, value: str, table: str) -> str:
+    """Append a look-up of bytes in a table of 256 entries; int8 counts from its end where it is negative."""
+    flat = e.node("Reshape", value, e.constant([-1], torch.int64))
     # onnxruntime's Gather takes four times as long.
-    found = e.node("GatherElements", stored, e.node("Cast", flat, to=torch.int32), axis=0)
-    return e.node("Reshape", found, e.node("Shape", w.shifted(input)))
+    found = e.node("GatherElements", table, e.node("Cast", flat, to=torch.int32), axis=0)
+    return e.node("Reshape", found, e.node("Shape", value))
 
 
 def moved_by(input: fx.Node) -> int:
@@ -302,7 +305,8 @@ def moved_by(input: fx.Node) -> int:
 
 @form(elementwise.clamp)
 def _clamp(w: FastWriter, node: fx.Node, input: fx.Node, low: int, high: int) -> str | None:
-    return _clipped(w.emitter, w.shifted(input), low, high, moved_by(input)) if is_8_bits(input) else None
+    moved = moved_by(input)
+    return clipped(w.emitter, w.shifted(input), low + moved, high + moved, torch.uint8) if is_8_bits(input) else None
 
 
 @form(shape.pad)
@@ -361,7 +365,8 @@ def _dynamic_linear(writer: FastWriter, node: fx.Node, input: Any, weight: Any, 
 # ---- targets that requantize by shifts: layers are sums of products of bytes, the rest is as in style "exact" ----------
 #
 # ONNX's integer operators with requantization multiply by a float32 number, which is never equal to a shift before a multiplier. So the
-# sum alone is an integer kernel, ConvInteger or MatMulInteger, and the following nodes read its int32.
+# sum alone is an integer kernel, ConvInteger or MatMulInteger, and the following nodes read its int32. A convolution whose requantization
+# is `placed` is written together with it: shift, Floor, QuantizeLinear and a limit of bytes are all that passes over its result.
 #
 # onnxruntime has fast kernels for a left factor of uint8 and a right one of int8. The weights of a convolution are the left one, so they
 # are stored as uint8 with zero point 128; those of a linear layer are the right one. x86 processors with VNNI add such products in 32
@@ -369,6 +374,7 @@ def _dynamic_linear(writer: FastWriter, node: fx.Node, input: Any, weight: Any, 
 
 BITWISE_OPSET = 18  # the first with BitwiseXor
 LEAST_PRODUCTS = 64  # in a sum: shorter ones are as fast in float32, whose layout onnxruntime keeps from layer to layer
+LEAST_CHANNELS = 4  # of an image: the bytes under a window are gathered slowly where it has fewer
 
 
 class SumsWriter(Writer):
@@ -380,25 +386,31 @@ class SumsWriter(Writer):
         super().__init__(integer, io, opset)
         self.refused = refused
         self.shifted: dict[str, str] = {}
+        self.placed: dict[fx.Node, Placed] = {}
+        self.parts: set[fx.Node] = set()
+
+    def write(self, input_names: Sequence[str] | None, output_names: Sequence[str] | None) -> onnx.ModelProto:
+        """Return the model; requantizations are written together with their convolutions where their numbers are proved."""
+        for node in self.integer.graph.nodes if self.opset >= fast_parts.OPSET else ():
+            parts = fast_parts.layer_of(node)
+            how = fast_parts.placed_in(self.integer, node, parts, self._is_kernel(parts[0])) if parts else None
+            if how is not None:
+                self.placed[node] = how
+                self.parts.update(parts)
+        return super().write(input_names, output_names)
 
     def kernels(self) -> list[fx.Node]:
         """Return the convolutions and linear layers that are sums of products of bytes."""
-        return [node for node in self.integer.graph.nodes if node.name not in self.refused and self._is_kernel(node)]
+        return [node for node in self.integer.graph.nodes if self._is_kernel(node)]
 
     def _is_kernel(self, node: fx.Node) -> bool:
         role = role_of(node.target)
-        if role is not Role.CONVOLUTION and role is not Role.LINEAR:
+        if node.name in self.refused or (role is not Role.CONVOLUTION and role is not Role.LINEAR):
             return False
-        input, weight = node.args[0], self._weight(node)
-        if weight is None or fact(input).dtype != torch.int8 or weight[0].numel() < LEAST_PRODUCTS:  # type: ignore[arg-type]
+        input, weight = (fact(each) for each in node.args[:2])  # type: ignore[arg-type]
+        if node.args[1].op != "get_attr" or {input.dtype, weight.dtype} != {torch.int8} or math.prod(weight.shape[1:]) < LEAST_PRODUCTS:  # type: ignore[union-attr]
             return False
-        return role is Role.LINEAR or bool(node.args[6] == 1)  # grouped sums gain no speed
-
-    def _weight(self, node: fx.Node) -> Tensor | None:
-        """Return the layer's weight if it is a constant of 8 bits."""
-        weight = node.args[1]
-        found = resolve(self.integer, str(weight.target)) if isinstance(weight, fx.Node) and weight.op == "get_attr" else None
-        return found if found is not None and found.dtype == torch.int8 else None
+        return role is Role.LINEAR or bool(node.args[6] == 1 and weight.shape[1] >= LEAST_CHANNELS)  # grouped sums gain no speed
 
     def metadata(self, outputs: list[onnx.ValueInfoProto]) -> dict[str, Any]:
         found = self.kernels()
@@ -411,11 +423,26 @@ class SumsWriter(Writer):
         return any(role_of(node.target) is Role.CONVOLUTION for node in self.kernels())
 
     def emit(self, node: fx.Node, record: Primitive) -> str | None:
-        if node.name in self.refused or not self._is_kernel(node):
-            return super().emit(node, record)
+        if node in self.parts:
+            return None  # its requantization computes it too
+        if node in self.placed:
+            return self._requantized(node, self.placed[node])
+        if not self._is_kernel(node):
+            own = BYTES.get(node.target)
+            result = None if own is None else own(self.emitter, *map(self.operand, node.args))
+            return result if result is not None else super().emit(node, record)
+        bias: Tensor | None = self.operand(node.args[2])
+        total = self._sum(node, None if bias is None else bias.long())
+        if record.wide:
+            return self.emitter.node("Cast", total, to=torch.float64)
+        whole = all(user.target is requantize_fixed for user in node.users)
+        return total if whole else self.emitter.node("Cast", total, to=torch.float32)
+
+    def _sum(self, node: fx.Node, bias: Tensor | None) -> str:
+        """Append a layer as a sum of products of bytes, int32, with this bias."""
         e = self.emitter
-        input, weight, bias, *sizes = (self.operand(argument) for argument in node.args)
-        if record.role is Role.CONVOLUTION:
+        input, weight, _, *sizes = (self.operand(argument) for argument in node.args)
+        if role_of(node.target) is Role.CONVOLUTION:
             stored = e.constant((weight.to(torch.int16) + ZERO_POINT).to(torch.uint8))
             zeros = e.constant(0, torch.int8), e.constant(ZERO_POINT, torch.uint8)
             total = e.node("ConvInteger", input, stored, *zeros, **attributes_of(weight, *sizes[:4]))
@@ -423,13 +450,34 @@ class SumsWriter(Writer):
             # onnxruntime rewrites weights in place for "x64quantprecision", so each kernel has its own.
             stored = e.own_constant(weight.t().contiguous())
             total = e.node("MatMulInteger", self._shifted(input), stored, e.constant(ZERO_POINT, torch.uint8))
-        if bias is not None:
-            shape = [-1, *[1] * (weight.dim() - 2)]
-            total = e.node("Add", total, e.constant(bias.to(torch.int32).reshape(shape)))
-        if record.wide:
-            return e.node("Cast", total, to=torch.float64)
-        whole = all(user.target is requantize_fixed for user in node.users)
-        return total if whole else e.node("Cast", total, to=torch.float32)
+        return total if bias is None else e.node("Add", total, e.constant(per_channel(bias.to(torch.int32), weight.dim() - 2)))
+
+    def _requantized(self, node: fx.Node, how: Placed) -> str:
+        """Append a convolution, a residual if there is one, and their requantization."""
+        e, (layer, *residuals) = self.emitter, fast_parts.layer_of(node)
+        shift, weight = self.operand(node.args[1]), self.operand(layer.args[1])
+        axis, channels, unshifted = 1 - weight.dim(), len(weight), not bool(shift.any())
+        scale = power_of_two(-shift).float()
+        if self._is_kernel(layer):
+            steps, zeros = e.constant(scale.flatten().expand(channels)), e.constant(torch.zeros(channels, dtype=torch.int32))
+            value = e.node("DequantizeLinear", self._sum(layer, how.bias), steps, zeros, axis=axis)
+        else:
+            value = PRIMITIVES[layer.target].onnx(e, self.operand(layer.args[0]), weight, how.bias.to(torch.int32), *layer.args[3:])  # type: ignore[index]
+            value = value if unshifted else e.node("Mul", value, e.constant(scale))
+        for residual in residuals:
+            value = e.node("Add", value, self._residual(residual, scale, axis, channels))
+        value = value if unshifted else e.node("Floor", value)
+        stored = e.node("QuantizeLinear", value, e.constant(how.divisor), e.constant(how.zero), axis=axis)
+        return clipped(e, stored, *node.args[6:9])  # type: ignore[arg-type]
+
+    def _residual(self, node: fx.Node, scale: Tensor, axis: int, channels: int) -> str:
+        """Append what a node adds to an accumulator, times `scale`, as float32."""
+        e = self.emitter
+        residual, multiplier, *shift = (self.operand(argument) for argument in node.args[1:])
+        factor = multiplier.double() * (power_of_two(-shift[0]) if shift else scale.double())
+        zeros = e.constant(torch.zeros(channels, dtype=torch.int8))
+        value = e.node("DequantizeLinear", residual, e.constant(factor.float().flatten().expand(channels)), zeros, axis=axis)
+        return e.node("Mul", e.node("Floor", value), e.constant(scale)) if shift else value
 
     def _shifted(self, value: str) -> str:
         if value not in self.shifted:
@@ -441,3 +489,10 @@ class SumsWriter(Writer):
                 moved = e.node("Cast", raised, to=torch.uint8)
             self.shifted[value] = moved
         return self.shifted[value]
+
+
+@declaring(BYTES)(elementwise.lookup)
+def _lookup_int8(e: Emitter, input: str, table: Tensor, first: int | None = None) -> str | None:
+    if e.dtype(input) != torch.int8 or table.numel() != 256 or first is not None:
+        return None
+    return _looked_up(e, input, e.constant(table.roll(ZERO_POINT)))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -13,14 +14,14 @@ from torch import Tensor, fx
 from fxquant.analysis.explain import PRODUCTS
 from fxquant.backends.onnx.writer import Emitter
 from fxquant.ir.graph import TensorFact, fact, resolve
-from fxquant.ir.integer import Operation, QParams, operation, qparams, zero_point
-from fxquant.numerics.grids import LARGEST_NARROW_MULTIPLIER, NARROW_BITS
+from fxquant.ir.integer import QParams, operation, qparams, zero_point
+from fxquant.numerics.grids import FLOAT32_EXACT, LARGEST_NARROW_MULTIPLIER, NARROW_BITS, accumulator_bound, power_of_two
 from fxquant.ops import BY_NAME
 from fxquant.ops.core.form import WHOLE_OPSET, Call
 from fxquant.ops.elementwise.table import exact
-from fxquant.primitives import Role, elementwise, role_of
+from fxquant.primitives import PRIMITIVES, Role, elementwise, role_of
 from fxquant.primitives.elementwise import lookup
-from fxquant.primitives.quantization import requantize_real
+from fxquant.primitives.quantization import NEIGHBOURS, requantize_fixed, requantize_real, steps_of_half_step
 
 ZERO_POINT = 128  # of tensors that other styles store as int8
 OPSET = 19  # in older opsets ONNX's own evaluator has no DequantizeLinear of uint8
@@ -87,6 +88,100 @@ def _adds_exactly(integer: fx.GraphModule, node: fx.Node, total: fx.Node, opset:
     return whole and step in _NARROW_STEPS
 
 
+# ---- a layer's requantization by shifts: its offset in the bias and in the stored zero points -------------------------
+#
+# Where fxquant computes k = ⌊t · M / 2^b⌋ of a shifted sum t, QuantizeLinear computes round_half_even((t + offset) / divisor) + zero. Both
+# are monotonic in t, so they are equal everywhere if they step at the same integers. Half a step of the result, which turns rounding to
+# the nearest into rounding down, is rarely an integer. But zero + ½ steps are near one for some of the 256 zero points of a byte. An
+# integer offset is part of the layer's bias, and nothing is added after the shift.
+
+
+class Placed(NamedTuple):
+    """Numbers for each channel, of shape (channels,), with which QuantizeLinear rounds a shifted sum down to its result.
+
+    bias       int64, an offset in steps of the shifted sum; of a layer: its bias with the offset
+    divisor    float32
+    zero       int8, the stored zero points
+    """
+
+    bias: Tensor
+    divisor: Tensor
+    zero: Tensor
+
+
+@functools.lru_cache(maxsize=1024)
+def placed(multiplier: tuple[int, ...], right_shift: tuple[int, ...], limit: int, low: int, high: int) -> tuple[Placed, int] | None:
+    """Return the numbers for clip(⌊t · multiplier / 2^right_shift⌋, low, high), proved equal at every step, or None.
+
+    Beside them is the largest magnitude of t, offset included, at which a result steps. The multiplier and the shift have one number for
+    each channel. Without the offset, results step within ±`limit`, or nothing is returned.
+    """
+    factor, shift = torch.tensor(multiplier, device="cpu"), torch.tensor(right_shift, device="cpu")
+    none, open_ = torch.zeros_like(factor), factor > 0
+    steps = steps_of_half_step(none, factor, shift, none, low, high)
+    if bool((steps[open_].abs() >= limit).any()):
+        return None
+    results, width = torch.arange(low + 1, high + 1, device="cpu"), power_of_two(shift) / factor.double()
+    found = Placed(torch.zeros_like(factor), torch.full(factor.shape, 2.0**32, device="cpu"), none.to(torch.int8))
+    for near, zero in itertools.product((1 / 16, 1 / 2), sorted(range(-ZERO_POINT, ZERO_POINT), key=abs)):
+        exact_offset = -(zero + 0.5) * width
+        places = (open_ & ((exact_offset - exact_offset.round()).abs() <= near)).nonzero().flatten()
+        offset = exact_offset[places].round().long()
+        reached, rank = steps[places] + offset[:, None], results - zero
+        ends = torch.stack([reached.double(), reached.double() - 1]) / (rank - 0.5)
+        divisor = ((ends.amin(0).amax(1) + ends.amax(0).amin(1)) / 2).float()
+        over, under = ((whole.float() / divisor[:, None]).round() for whole in (reached, reached - 1))
+        right = ((over >= rank) & (under < rank)).all(1) & (divisor > 0)
+        done = places[right]
+        found.bias[done], found.divisor[done], found.zero[done] = offset[right], divisor[right], zero
+        open_[done] = False
+    farthest = (steps + found.bias[:, None]).abs()[factor > 0]
+    return None if bool(open_.any()) else (found, int(farthest.max()) + 1 if len(farthest) else 0)
+
+
+def layer_of(node: fx.Node) -> tuple[fx.Node, ...]:
+    """Return the convolution, and what adds a residual to it, that nothing but this requantization to int8 by shifts reads; or none."""
+    if node.target is not requantize_fixed or node.args[5] != "floor" or node.args[8] != torch.int8:
+        return ()
+    total: Any = node.args[0]
+    layer, *residuals = parts = (total.args[0], total) if role_of(total.target) is Role.RESIDUAL else (total,)
+    if role_of(layer.target) is not Role.CONVOLUTION or any(len(part.users) != 1 for part in parts):
+        return ()
+    constants = all(each is None or each.op == "get_attr" for each in layer.args[1:3])
+    read = [layer.args[0], *(residual.args[1] for residual in residuals)]
+    return parts if constants and all(fact(value).dtype == torch.int8 for value in read) else ()
+
+
+def placed_in(integer: fx.GraphModule, node: fx.Node, parts: Sequence[fx.Node], in_bytes: bool) -> Placed | None:
+    """Return the numbers with which a requantization is written with its layer, whose sums are int32 if `in_bytes`, else float32.
+
+    Numbers from 2^24 on are rounded in float32. They are beyond every step then, where the result is a limit.
+    """
+    layer, *residuals = parts
+
+    def constants(nodes: Sequence[Any]) -> list[Tensor]:
+        return [resolve(integer, str(each.target)).cpu() for each in nodes if each is not None]
+
+    shift, multiplier, right_shift, weight, *bias = constants((*node.args[1:4], *layer.args[1:3]))
+    factors = [constants(residual.args[2:]) for residual in residuals]
+    channels, shape = len(weight), (len(weight), *[1] * (weight.dim() - 2))
+    shapes = [value.shape for value in (shift, multiplier, right_shift, *itertools.chain(*factors)) if value.numel() > 1]
+    whole = all(fact(residual.args[1]).shape[-len(shape)] == channels for residual in residuals)  # type: ignore[arg-type]
+    if any(each != shape for each in shapes) or not whole or (PRIMITIVES[layer.target].wide and not in_bytes):  # type: ignore[index]
+        return None
+    own = [tuple(value.flatten().expand(channels).tolist()) for value in (multiplier, right_shift)]
+    known = placed(*own, 2 ** (node.args[4] - 1), *node.args[6:8])  # type: ignore[operator, arg-type]
+    if known is None:
+        return None
+    found, farthest = known
+    moved = (found.bias << shift.flatten()) + sum(value.long() for value in bias)
+    largest = float(accumulator_bound(weight, moved, 0, ZERO_POINT).max())
+    products = sum(float(factor.abs().max()) * ZERO_POINT for factor, *_ in factors)
+    added = sum(float((factor.abs() * (power_of_two(-by[0]) if by else 1)).max()) * ZERO_POINT + 1 for factor, *by in factors)
+    in_float = max(farthest * 2.0 ** int(shift.max()) + added, products, 0.0 if in_bytes else largest)
+    return found._replace(bias=moved) if in_float < FLOAT32_EXACT and largest < 2**31 else None
+
+
 # ---- the product of two tensors of bytes as one kernel: gates after a squeeze, hard swish, SiLU ----------------------
 #
 # onnxruntime fuses DequantizeLinear, DequantizeLinear, Mul and QuantizeLinear to one QLinearMul. Where fxquant computes
@@ -97,8 +192,6 @@ def _adds_exactly(integer: fx.GraphModule, node: fx.Node, total: fx.Node, opset:
 # onnxruntime's QLinearMul does (MlasQLinearMul), with the zero point added before the rounding, in one rounding or two. There are
 # 65,536 pairs of bytes, so all are tried to find a divisor that gives equal integers in every way.
 
-FARTHEST = 4  # steps of float32 from 1 / m, either way
-
 
 @functools.lru_cache(maxsize=1024)
 def exact_divisor(multiplier: float, left_zero: int, right_zero: int, zero: int) -> float | None:
@@ -108,23 +201,11 @@ def exact_divisor(multiplier: float, left_zero: int, right_zero: int, zero: int)
     ).float()
     wanted = _stored(torch.round(products * torch.tensor(multiplier, dtype=torch.float32, device="cpu")), zero)
     start = 1 / torch.tensor(multiplier, dtype=torch.float32, device="cpu")
-    for candidate in _near(start):
+    for distance in NEIGHBOURS:
+        candidate = (start.view(torch.int32) + distance).view(torch.float32)
         if all(torch.equal(_stored(found, zero), wanted) for found in _ways(products, candidate, zero)):
             return float(candidate)
     return None
-
-
-def _near(value: Tensor) -> Iterator[Tensor]:
-    """Yield the value and its float32 neighbours, the nearest first."""
-    yield value
-    above = below = value
-    for _ in range(FARTHEST):
-        above, below = (
-            torch.nextafter(above, torch.tensor(torch.inf, dtype=torch.float32, device="cpu")),
-            torch.nextafter(below, torch.tensor(0.0, dtype=torch.float32, device="cpu")),
-        )
-        yield above
-        yield below
 
 
 def _ways(products: Tensor, divisor: Tensor, zero: int) -> Iterator[Tensor]:
@@ -148,7 +229,7 @@ def multiply(e: Emitter, left: tuple[str, str], right: tuple[str, str], divided_
     return e.node("QuantizeLinear", e.node("Mul", *operands), e.constant(divided_by), zero)
 
 
-# ---- tables as their functions in float32, which onnxruntime computes in a fifth of the time of a look-up ------------
+# ---- tables as their functions in float32, of operators that onnxruntime computes faster than it looks up --------------
 #
 # A table has 256 entries, so the effect of float32 rounding on each entry is known. If the float value of every entry is further from the
 # next tie than the error of the operators, all runtimes with the accuracy `ACCURACY` give the entries of the table. The order of
@@ -170,20 +251,22 @@ def computes(integer: fx.GraphModule, node: fx.Node, opset: int) -> bool:
     if given is None or made is None or known is None or entries.numel() != _BYTES or not (is_8_bits(operand) and is_8_bits(node)):
         return False
     function = exact(known.name, known.arguments)
-    return function is not None and _is_of(function, entries, given, made) and _has_form(node, known, opset)
+    return function is not None and _is_quick(node, opset) and _is_of(function, entries, given, made)
 
 
-def _has_form(node: fx.Node, known: Operation, opset: int) -> bool:
-    """Return whether the operator's record writes it, with these arguments, by operators of ONNX."""
-    if BY_NAME[known.name].onnx is None:
-        return False
+QUICK = frozenset({"Sigmoid", "LeakyRelu", "HardSigmoid", "Tanh"})
+
+
+def _is_quick(node: fx.Node, opset: int) -> bool:
+    """Return whether the operator's record writes it, with these arguments, by one operator of ONNX that is faster than a look-up."""
     scratch = Emitter({}, opset)
     scratch.types.update(stored=torch.uint8, zero=torch.uint8)
     try:
         compute(scratch, node, "stored", lambda end: "zero")
     except _Exported:
         return False
-    return True
+    between = [each.op_type for each in scratch.nodes][1:-1]
+    return len(between) == 1 and between[0] in QUICK
 
 
 def _is_of(function: Callable[[float], float], entries: Tensor, given: QParams, made: QParams) -> bool:
@@ -209,27 +292,23 @@ def _is_of(function: Callable[[float], float], entries: Tensor, given: QParams, 
 
 def compute(e: Emitter, node: fx.Node, stored: str, zero: Callable[[fx.Node], str]) -> str:
     """Append the function of the value named `stored`, from uint8 to uint8; `zero` returns the zero points of stored values."""
-    operand, known = node.args[0], operation(node)
+    operand, known, made = node.args[0], operation(node), qparams(node)
     assert isinstance(operand, fx.Node)
-    assert isinstance(known, Operation)
-    real = e.node("DequantizeLinear", stored, e.constant(_scale(operand)), zero(operand))
+    given = qparams(operand)
+    assert known is not None
+    assert given is not None
+    assert made is not None
+    real = e.node("DequantizeLinear", stored, e.constant(given.scale), zero(operand))  # type: ignore[arg-type]
     arguments = {name: real if name == "input" else value for name, value in known.arguments.items()}
     whole = e.opset >= WHOLE_OPSET  # onnxruntime computes such operators fast
     call = Call(e, known.name, arguments, {}, None, lambda value: value, node, [node], _exported, whole)
-    form = BY_NAME[known.name].onnx
-    assert form is not None
-    return e.node("QuantizeLinear", form(call), e.constant(_scale(node)), zero(node))
-
-
-def _scale(node: fx.Node) -> Tensor:
-    known = qparams(node)
-    assert known is not None
-    return torch.tensor(known.scale, dtype=torch.float32, device="cpu")
+    form = BY_NAME[known.name].onnx or _exported
+    return e.node("QuantizeLinear", form(call), e.constant(made.scale), zero(node))  # type: ignore[arg-type]
 
 
 class _Exported(Exception):
     """Raised by a form that leaves an operator to PyTorch's exporter."""
 
 
-def _exported() -> str:
+def _exported(*_: Any) -> str:
     raise _Exported

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -15,8 +17,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.backends.onnx import fast
+from fxquant.backends.onnx import fast, fast_parts
 from fxquant.backends.onnx.metadata import PRECISE
+from fxquant.ir.graph import resolve
 from fxquant.ir.integer import qparams
 from fxquant.primitives import accumulate
 from tests.shared.contract import needs_vnni
@@ -41,6 +44,7 @@ FIXED = ("bayes-e", "bayes", "bernoulli2", "bernoulli")
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and how many layers are sums of bytes
     "plain": (lambda: Network(lambda s, x: s.b(F.relu(s.a(x))), a=conv(3, 8), b=conv(8, 8)), 1),
+    "many products": (lambda: Network(lambda s, x: s.b(F.relu(s.a(x))), a=conv(3, 64, 11), b=conv(64, 8)), 1),
     "clamped": (lambda: Network(lambda s, x: F.relu6(3 * s.b(F.relu6(s.a(x)))), a=conv(3, 8), b=conv(8, 8)), 1),
     "no bias, stride, dilation": (
         lambda: Network(lambda s, x: s.b(s.a(x)), a=conv(3, 8), b=nn.Conv2d(8, 6, (3, 4), (2, 1), (2, 0), 2, bias=False)),
@@ -103,6 +107,72 @@ def test_sums_of_bytes_give_the_integer_models_bits(name: str, target: str, tmp_
 )
 def test_what_is_beyond_24_bits_is_added_in_32(name: str, wide: Callable[..., Tensor]) -> None:
     assert any(node.target is wide for node in known(name).graph.nodes)
+
+
+IN_FLOAT = ["Cast", "Cast", "Cast", "Conv", "Mul", "Floor", "QuantizeLinear"]  # the constants are cast, too
+IN_BYTES = ["ConvInteger", "Add", "DequantizeLinear", "Floor", "QuantizeLinear"]
+SHIFTED = ["ConvInteger", "Add", "DequantizeLinear", "DequantizeLinear", "Floor", "Mul", "Add", "Floor", "QuantizeLinear", "Clip"]
+
+
+@needs_vnni
+@pytest.mark.parametrize(
+    ("name", "target", "wanted"),
+    [
+        ("residual", "bayes-e", {"a": IN_FLOAT, "b": SHIFTED, "c": IN_BYTES}),
+        ("residual", "bernoulli2", {"a": IN_FLOAT, "b": [each for i, each in enumerate(SHIFTED) if i not in (4, 5)], "c": IN_BYTES}),
+        ("beyond 24 bits", "bayes-e", {"a": IN_FLOAT, "b": [*IN_BYTES, "Clip"]}),
+    ],
+)
+def test_operators_of_each_layer(name: str, target: str, wanted: dict[str, list[str]], tmp_path: Path) -> None:
+    path = fxq.export_onnx(known(name, target), tmp_path / "model.onnx", style="fast")
+    assert operators_of(path, wanted) == {"x_quantize": ["QuantizeLinear", "IsNaN", "Where"], **wanted}
+
+
+def operators_of(path: Path, layers: Iterable[str]) -> dict[str, list[str]]:
+    """The operators of the quantized input and of these layers, in order."""
+    found: dict[str, list[str]] = {layer: [] for layer in ("x_quantize", *layers)}
+    for node in onnx.load(str(path)).graph.node:
+        found.get(node.name.split("/")[0], []).append(node.op_type)
+    return found
+
+
+@pytest.mark.parametrize(("low", "high"), [(-128, 127), (0, 127), (-8, 7), (-20, 90)])
+def test_placed_requantizations_are_equal_everywhere(low: int, high: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    multiplier = torch.cat([torch.tensor([0, 2**14, 2**15 - 1, 3]), torch.randint(2**14, 2**15, (20,), generator=generator)])
+    shift = torch.cat([torch.full((2,), 22), torch.tensor([23, 9]), torch.randint(21, 23, (20,), generator=generator)])
+    sums = torch.arange(-(2**16), 2**16)
+    alone = [fast_parts.placed((int(m),), (int(b),), 2**15, low, high) for m, b in zip(multiplier, shift, strict=True)]
+    assert sum(how is not None for how in alone) >= 20
+    for how, m, b in zip(alone, multiplier, shift, strict=True):
+        if how is None:
+            continue
+        rounded = ((sums + how[0].bias).float() / how[0].divisor).round() + how[0].zero
+        assert torch.equal(rounded.clamp(-128, 127).clamp(low, high).long(), ((sums * m) >> b).clamp(low, high))
+
+
+def test_a_requantization_without_proved_numbers_is_written_as_in_style_exact(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert fast_parts.placed((32767,), (23,), 2**5, -128, 127) is None  # it steps beyond the limit of the intermediate
+    monkeypatch.setattr(fast_parts, "placed", lambda *_: None)
+    path = exported(known("residual"), tmp_path / "model.onnx", style="fast")
+    assert sum(operator.startswith("requantize_fixed") for operator in operators(path)) == 3
+
+
+def test_a_sum_whose_bias_would_leave_24_bits_in_float_is_written_as_in_style_exact() -> None:
+    integer = copy.deepcopy(known("plain"))
+    node = next(node for node in integer.graph.nodes if node.name == "a")
+    parts = fast_parts.layer_of(node)
+    assert fast_parts.placed_in(integer, node, parts, False) is not None
+    resolve(integer, parts[0].args[2].target).fill_(2**24 - 1)
+    assert fast_parts.placed_in(integer, node, parts, False) is None
+    assert fast_parts.placed_in(integer, node, parts, True) is not None
+
+
+def test_tables_are_looked_up_by_int8_itself(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    integer = integer_of(Network(lambda s, x: F.silu(s.b(F.hardswish(s.a(x)))), a=conv(3, 8), b=conv(8, 8)), None, "bayes-e")
+    path = exported(integer, tmp_path / "model.onnx", style="fast")
+    assert (operators(path).count("GatherElements"), operators(path).count("Gather")) == (2, 0)
 
 
 @pytest.mark.sweep
@@ -171,6 +241,15 @@ def test_a_wrong_sum_is_found_in_the_whole(monkeypatch: pytest.MonkeyPatch, tmp_
     with pytest.raises(fxq.errors.ExportError, match="does not give the integer model's numbers"):
         fxq.export_onnx(known("plain"), tmp_path / "model.onnx", style="fast")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("name", "warned"), [("plain", True), ("many products", False)])
+def test_a_network_of_few_products_is_told_to_be_slower_than_float(
+    name: str, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "fxquant"):
+        fxq.export_onnx(known(name), tmp_path / "model.onnx", style="fast")
+    assert ("onnxruntime is likely to run the float model's file faster" in caplog.text) is warned
 
 
 @needs_vnni
