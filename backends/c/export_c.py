@@ -97,9 +97,6 @@ def _check(integer: fx.GraphModule, path: Path, batch_size: int) -> None:
         )
 
 
-# ---- texts ------------------------------------------------------------------------------------------------------------
-
-
 def _signature(program: Program, name: str) -> str:
     inputs = [f"const {C_TYPES[value.dtype]} *{value.text}" for value in program.inputs]
     outputs = [f"{C_TYPES[value.dtype]} *{value.text}" for value in program.outputs]

@@ -232,8 +232,6 @@ class Program:
         words = set(re.findall(r"\w+", "\n".join(self.lines)))
         self.arrays = [value for value in self.constants.values() if value.text in words]  # the other constants are literals in the calls
 
-    # ---- facts ----------------------------------------------------------------------------------------------------------
-
     def fact_of(self, node: fx.Node) -> TensorFact:
         known = fact(node)
         if node.op == "get_attr":
@@ -268,8 +266,6 @@ class Program:
         for node, index in last.items():
             released.setdefault(index, []).append(node)
         return released
-
-    # ---- the traversal --------------------------------------------------------------------------------------------------
 
     def _walk(self, node: fx.Node) -> None:
         if node.op == "placeholder":
@@ -353,8 +349,6 @@ class Program:
         """Return the value of an argument: a `Value`, or a number."""
         found = self.values[node]
         return self.constant(found) if isinstance(found, Tensor) else found
-
-    # ---- memory ---------------------------------------------------------------------------------------------------------
 
     def store(self, node: fx.Node | Step, dtype: torch.dtype, shape: Shape) -> Value:
         """Return memory for the result of a node: the caller's, if the result is an output that no node reads."""

@@ -179,8 +179,6 @@ def _bits(node: fx.Node) -> list[int]:
     return [] if dtype is None else [dtype.bits]
 
 
-# ---- the table ----------------------------------------------------------------------------------------------------------
-
 Measure = Callable[[Site], list[Any]]
 # By the names that a user reads: "its <name> is". Of channels and sizes, of every activation that an operator reads.
 MEASURES: dict[str, Measure] = {

@@ -112,9 +112,6 @@ def _line(error: BaseException) -> str | None:
     return f"{last.filename}:{last.lineno} in {last.name}:  {last.line}"
 
 
-# ---- options ---------------------------------------------------------------------------------------------------------
-
-
 FILE = "a model that fxq.save wrote (.fxq), or a file that fxq.export_onnx wrote (.onnx)"
 DATA = ".npz, .npy, .safetensors or .pt, or a folder of .npy; arrays by the names of the inputs with the batch as dimension 0"
 

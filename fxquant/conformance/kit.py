@@ -152,9 +152,6 @@ def on_processor(compiled: Compiled) -> list[list[str]]:
     return found
 
 
-# ---- a user's own model ----------------------------------------------------------------------------------------------
-
-
 @checked(folder=FOLDER, compiled=PATH)
 @working("writing for the board")
 def board_kit(folder: str | os.PathLike[str], integer: fx.GraphModule, compiled: str | os.PathLike[str], batches: Iterable[Any]) -> Path:
@@ -214,8 +211,6 @@ def _samples(value: Tensor, known: Mapping[str, Any]) -> Tensor:
     value = (turned.round() + CENTRE).to(torch.uint8) if kind == "yuv444" else value if known.get("layout") is None else turned
     return value if known["shape"][:1] == [1] else value[None]
 
-
-# ---- kits ------------------------------------------------------------------------------------------------------------
 
 DTYPES = ("int8", "int16")
 

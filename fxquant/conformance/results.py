@@ -319,9 +319,6 @@ def _row(
     )
 
 
-# ---- the vendor's simulator in place of the board --------------------------------------------------------------------
-
-
 MOVES = frozenset(function for function in PRIMITIVES if function.__module__ == shape.__name__)
 
 

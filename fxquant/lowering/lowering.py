@@ -95,9 +95,6 @@ class Epilogue:
         return 32 if self.bound <= INT32_MAX else 48
 
 
-# ---- the composition of primitives -----------------------------------------------------------------------------------
-
-
 class Place(TypedDict):
     """The user's line and module that an operator came from, as errors take them."""
 
@@ -180,8 +177,6 @@ class Lowering:
         """Where its constants are: where the output's scale is; without a grid, on the CPU."""
         return torch.device("cpu") if self.plain else self.output.grid.scale.device
 
-    # -- what a subclass provides ----------------------------------------------------------------------------------
-
     def call(self, primitive: Callable[..., Tensor], *arguments: Any) -> Any:
         raise NotImplementedError
 
@@ -237,8 +232,6 @@ class Lowering:
         found = first_not_finite({**self.parameters, **self.weight.trained()})
         together = "its weight, bias and batch norm are finite, but their product is NaN or infinite"
         return cannot_be_integers(self.name, found or together, **self.place)
-
-    # -- what operators are made of ----------------------------------------------------------------------------------
 
     def requantize(
         self, accumulator: Any, ratio: Ratio, clamp: Clamp | None = None, *, bound: float = 0, lift: Lift | None = None, kind: str = VALUE

@@ -84,9 +84,6 @@ def float32(value: float) -> float:
     return ctypes.c_float(value).value
 
 
-# ---- grids --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class Grid:
     """The grid of a tensor's integers: their type, scale and zero point.
@@ -172,9 +169,6 @@ def end_on_step(scale: Tensor, end: Tensor, steps: Tensor | int) -> Tensor:
     return torch.where(beyond, (end.float() / steps).clamp_min(SMALLEST_SCALE), scale)
 
 
-# ---- scales -------------------------------------------------------------------------------------------------------
-
-
 def scale_from_range(low: Tensor, high: Tensor, dtype: IntType) -> Tensor:
     """Return the float32 scale of a tensor whose values lie in [low, high]: max(|low|, |high|) / dtype.divisor.
 
@@ -240,9 +234,6 @@ def power_of_two(exponent: Tensor) -> Tensor:
     return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)
 
 
-# ---- weights ------------------------------------------------------------------------------------------------------
-
-
 def weight_scale(weight: Tensor, axis: int | None, dtype: IntType) -> Tensor:
     """Return the scale of a weight per index of `axis` (or one for the whole tensor): max |w| / dtype.divisor, float32, shape (C,)."""
     flat = weight.detach().flatten().unsqueeze(0) if axis is None else weight.detach().movedim(axis, 0).flatten(1)
@@ -305,9 +296,6 @@ def least_scale_for_residual(residual_scale: Tensor, magnitude: int, input_scale
 def bias_integers(bias: Tensor, input_scale: Tensor, scale: Tensor) -> Tensor:
     """Return the integers round_half_even(bias / (input_scale · scale)), as float64."""
     return torch.round(bias.double() / (input_scale.double() * scale.double()))
-
-
-# ---- tables -------------------------------------------------------------------------------------------------------
 
 
 def table(
@@ -385,9 +373,6 @@ def _table_entry(function: Callable[[float], float] | None, x: float, output_sca
     return min(max(round_half_up(value), output.low), output.high)
 
 
-# ---- proofs -------------------------------------------------------------------------------------------------------
-
-
 def accumulator_bound(weight: Tensor, bias: Tensor | None, axis: int, input_magnitude: int) -> Tensor:
     """Return the largest |accumulator| any input can cause, per output channel: Σ|w| · max|x| + |bias| (float64, exact below 2^53).
 
@@ -407,8 +392,6 @@ def bits_of(bound: float) -> int:
 
 NARROW_BITS = 14  # of a step, in the sums of ARITHMETIC.md, section 21
 LARGEST_NARROW_MULTIPLIER = 2**NARROW_BITS
-
-# ---- exact ratios -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -545,9 +528,6 @@ def _mantissa(
         return min(mantissa, 2**bits - 1), k
     carried = mantissa >> bits
     return mantissa >> carried, k - carried
-
-
-# ---- requantization -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -240,9 +240,6 @@ def _registries(path: str, calls: list[Call], near: str, known: bool) -> dict[st
     return found
 
 
-# ---- running ---------------------------------------------------------------------------------------------------------
-
-
 class Hooks:
     """Runs a prepared model whose modules have hooks, node by node: the same numbers, with the hooks called in between."""
 

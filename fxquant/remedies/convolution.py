@@ -170,9 +170,6 @@ def limits_behind(b: Rewriting) -> fx.Node | None:
     return None if b.clamp is None else b(clamp, b.again(clamp=None), *b.clamp)
 
 
-# ---- linear layers and matrix products -------------------------------------------------------------------------------
-
-
 @remedy("as a 1×1 convolution", "linear", None, "bits")
 def as_convolution(b: Rewriting) -> fx.Node | None:
     """Compute the sums by a convolution: features are channels, and rows positions. A flattened image before it is used directly."""

@@ -221,9 +221,6 @@ def _dynamic_shapes(example: Any, inputs: Sequence[fx.Node]) -> Any:
     return pytree.tree_map(said, arguments)
 
 
-# ---- The bits of two forms ------------------------------------------------------------------------------------------------
-
-
 COMPARED = Wanted.of(QUANTIZED, DYNAMIC, OUTPUTS)
 IN_DEPTH = Wanted.of(QUANTIZED, DYNAMIC, ACCUMULATORS, OUTPUTS)
 

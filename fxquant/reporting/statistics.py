@@ -120,8 +120,6 @@ class TensorStatistics:
         place = ((number - ends[0]) * (COLUMNS / (ends[1] - ends[0]))).floor().clamp_(-1, COLUMNS).long() + 1
         self.columns += torch.bincount(place.flatten(), minlength=COLUMNS + 2)
 
-    # -- what follows ------------------------------------------------------------------------------------------------
-
     def noise_at(self, factor: float) -> float:
         """Return the squared error that a grid of `factor` times the scale would make of the reference, estimated from the octaves."""
         assert self.steps is not None

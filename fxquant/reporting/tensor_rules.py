@@ -110,9 +110,6 @@ def _mapping(rules: Mapping[str, str]) -> str:
     return "QConfigMapping()" * bool(rules) + "".join(f".set_module_name({name!r}, {config})" for name, config in rules.items())
 
 
-# ---- rules for the problems of one tensor ----------------------------------------------------------------------------
-
-
 GAP = 32.0  # how many times as large as all others the values of a mask are
 OUTLIER = 8.0  # how many times as large as in the median channel
 OUTSIDE = 2.0  # how many times as far as calibration's the range of an input is

@@ -175,9 +175,6 @@ REMEDIES: dict[str, Remedy] = {name: _PROPOSALS.get(name) or partial(_tuning, na
 WITHIN_BUDGET = "mixed precision"
 
 
-# ---- the search ------------------------------------------------------------------------------------------------------
-
-
 WITHIN = 0.01  # of the float model's score, where no tolerance is given
 
 

@@ -56,9 +56,6 @@ _MODEL_META: Mapping[str, tuple[type, ...]] = {
 _PATH = re.compile(r"[^.\n]+(\.[^.\n]+)*")  # a line break in it could stand for a line of the generated code
 
 
-# ---- writing ----------------------------------------------------------------------------------------------------------
-
-
 def write_model(model: Any, target_of: TargetOf) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the document and the tensors of a model. Raises ExportError, with the name of the part, if a file cannot hold a part of it."""
     if not isinstance(model, fx.GraphModule) or not (is_traced(model) or stage_of(model) is not None):
@@ -184,9 +181,6 @@ def _noise(model: nn.Module) -> frozenset[int]:
             ", ".join(f"{type(module).__name__} (%{name})" for name, module in noise),
         )
     return frozenset(id(module) for _, module in noise)
-
-
-# ---- reading ----------------------------------------------------------------------------------------------------------
 
 
 def read_model(document: Mapping[str, Any], tensors: Mapping[str, Tensor], target_of: TargetOf) -> fx.GraphModule:
@@ -368,9 +362,6 @@ def _node_meta(content: dict[str, Any]) -> dict[str, Any]:
     if not all(type(item) in (str, int, float, bool, NoneType) for item in meta.get("notes", {}).values()):
         raise Malformed("notes hold values other than numbers and sentences")
     return meta
-
-
-# ---- observations ----------------------------------------------------------------------------------------------------
 
 
 OBSERVATIONS = "fxquant observations"  # their format, of version 1

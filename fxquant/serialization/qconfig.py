@@ -110,9 +110,6 @@ def _unreadable(path: Any, because: str) -> ExportError:
     return ExportError(f"{path} is not a qconfig", because=because, remedy="mend the file, or write one with fxq.save_qconfig")
 
 
-# ---- to a document -------------------------------------------------------------------------------------------------------
-
-
 def _written(chosen: Chosen, rule: str) -> Any:
     """Return a QConfig as a dict of the settings that differ from the default."""
     if chosen is None:
@@ -163,9 +160,6 @@ def _type_name(kind: Any) -> str:
     if name is None:
         raise _unnamed(getattr(kind, "__qualname__", str(kind)), "a rule for this type")
     return name
-
-
-# ---- and back ------------------------------------------------------------------------------------------------------------
 
 
 def _section(document: Any, section: str) -> dict[Any, Chosen]:

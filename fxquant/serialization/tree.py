@@ -29,8 +29,6 @@ from fxquant.serialization.names import ARGUMENTS, LAYERS
 from fxquant.serialization.values import DTYPES, Malformed, cannot_save, decode, encode, expect, look_up
 from fxquant.target import Target
 
-# ---- what writing and reading share ----------------------------------------------------------------------------------
-
 TargetOf = Callable[[str], Target]  # a target, by its name
 
 LAYOUTS = {"channels_last": torch.channels_last, "channels_last_3d": torch.channels_last_3d}
@@ -64,8 +62,6 @@ def tensor_forms(module: nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]
     tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     return [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
 
-
-# ---- writing ------------------------------------------------------------------------------------------------------
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -232,8 +228,6 @@ def _check_twin(module: nn.Module, arguments: Mapping[str, Any], path: str) -> N
                 "make the module again with arguments of its present sizes",
             )
 
-
-# ---- reading ---------------------------------------------------------------------------------------------------------
 
 _OWN = (Quantizer, QuantizedOperator, ChannelFactors, WeightQuantizer, WeightScale, Observer)
 

@@ -99,9 +99,6 @@ def expect(value: Any, *kinds: type) -> Any:
     return value
 
 
-# ---- writing ----------------------------------------------------------------------------------------------------------
-
-
 def encode(value: Any) -> Any:
     """Return the value as JSON. Raises ExportError if it has no form there."""
     if value is None or isinstance(value, bool) or type(value) is str or (type(value) is int and abs(value) < LARGEST):
@@ -178,9 +175,6 @@ def _known_name(kind: Any, table: Mapping[str, Any], what: str, remedy: str) -> 
     if not isinstance(kind, type) or table.get(name) is not kind:
         cannot_save(f"the {what} {name}", f"a file names its {what}s, and can name {', '.join(table)}; it holds no code", remedy)
     return name
-
-
-# ---- reading ----------------------------------------------------------------------------------------------------------
 
 
 def decode(value: Any, nodes: Mapping[str, fx.Node] | None = None, depth: int = 0) -> Any:

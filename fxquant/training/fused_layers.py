@@ -272,9 +272,6 @@ def _passes(*tensors: Tensor | None) -> Passes:
     return _TENSORS
 
 
-# ---- statistics of a batch --------------------------------------------------------------------------------------------
-
-
 class Token:
     """The address of a gradient that only the next function reads, so that this may write to it."""
 
@@ -315,9 +312,6 @@ def collected(sums: Tensor, form: Form) -> Collected:
     token = Token()
     found, mean, variance, ends = _Collected.apply(sums, form, token)  # type: ignore[no-untyped-call]
     return Collected(found, mean, variance, ends, token)
-
-
-# ---- requantization ---------------------------------------------------------------------------------------------------
 
 
 class _Finished(torch.autograd.Function):
@@ -476,9 +470,6 @@ def _within_grid(value: Tensor, scale: Tensor, bounds: tuple[float, float]) -> t
 def on_grid(value: Tensor, integers: Tensor, scale: Tensor, bounds: tuple[float, float]) -> Tensor:
     """Return `integers`, bit for bit, of their shape and dtype, with the gradient of (value / scale).clamp(*bounds)."""
     return _OnGrid.apply(value, integers, scale, bounds)  # type: ignore[no-untyped-call,no-any-return]
-
-
-# ---- weights ----------------------------------------------------------------------------------------------------------
 
 
 class _Whole(torch.autograd.Function):

@@ -32,8 +32,6 @@ from fxquant.ops.movement.shape import MANY_SIZES, numbers, permute, reshape
 from fxquant.ops.pooling.totals import mean
 from fxquant.ops.reduction.progression import along
 
-# ---- what is hidden -------------------------------------------------------------------------------------------------
-
 
 class Mask:
     """Attention masks combined into one boolean mask and one bias. Each tensor broadcasts against the scores.
@@ -127,9 +125,6 @@ def attend(
     return build(matmul, weights, value), weights
 
 
-# ---- scaled dot product ---------------------------------------------------------------------------------------------
-
-
 def _repeated(build: Builder, operand: fx.Node, heads: int) -> Any:
     """Repeat each head as often as there are query heads for it."""
     own = fact(operand).shape[-3]
@@ -188,9 +183,6 @@ def scaled_dot_product_attention(
     return attend(
         build, query, key, value, mask, 1 / math.sqrt(features) if scale is None else float(scale), dropped_in_training(build.node)
     )[0]
-
-
-# ---- several heads --------------------------------------------------------------------------------------------------
 
 
 HELD = (

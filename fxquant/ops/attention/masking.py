@@ -35,9 +35,6 @@ LOWEST = -1e9  # saturates on every grid
 SMALLEST = -12.0  # exp of it is less than half a step of 2^-15
 
 
-# ---- an added mask, in float values ---------------------------------------------------------------------------------
-
-
 def kept(mask: Tensor, dim: int) -> Tensor:
     """Return the bool mask of an added mask: True where an element is not far below the largest along `dim`."""
     value = mask.float()

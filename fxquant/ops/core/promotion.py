@@ -64,9 +64,6 @@ def _nodes(arguments: dict[str, Any]) -> list[fx.Node]:
     return found
 
 
-# ---- booleans -------------------------------------------------------------------------------------------------------
-
-
 def truth(value: Any, build: Builder) -> Any:
     """Return whether the numbers of a tensor are not 0."""
     if not isinstance(value, fx.Node):
@@ -101,9 +98,6 @@ def _of_bits(operator: Operator, arguments: dict[str, Any], build: Builder) -> C
     return None
 
 
-# ---- float values ---------------------------------------------------------------------------------------------------
-
-
 def real(value: Any, build: Builder) -> Any:
     """Return booleans or integers as float values; anything else as it is."""
     if isinstance(value, list | tuple):
@@ -123,9 +117,6 @@ def _of_real_numbers(operator: Operator, arguments: dict[str, Any], build: Build
         return None
     made = {name: real(value, build) if name in operator.operands else value for name, value in arguments.items()}
     return None if made == arguments else (operator.function, made)
-
-
-# ---- integers -------------------------------------------------------------------------------------------------------
 
 
 def wide(value: Any, build: Builder) -> Any:

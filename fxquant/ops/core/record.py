@@ -508,9 +508,6 @@ def map_operands(operator: Operator, arguments: Mapping[str, Any], function: Cal
     return mapped
 
 
-# ---- call forms that mean one function
-
-
 class _Entry(NamedTuple):
     """An entry of the operator table: the record, the conversion of arguments to canonical ones, and the name without call form marks."""
 

@@ -264,9 +264,6 @@ def absorbing(layer: Callable[..., Tensor], folded: Callable[..., tuple[Tensor, 
     return function
 
 
-# ---- the integer meaning --------------------------------------------------------------------------------------------
-
-
 def lower_weighted(
     lowering: Lowering,
     product: Product,
@@ -490,9 +487,6 @@ def _finished(
             shift = lowering.constant("residual_right_shift", per_channel(factor.right_shift, trailing), torch.int32)
             shaped = ResidualFactor(multiplier, shift)
     return lowering.complete(accumulator, end, bias, residual, shaped, statistics)
-
-
-# ---- what their records share ------------------------------------------------------------------------------------------
 
 
 def sizes(value: Any, rank: int) -> list[int]:

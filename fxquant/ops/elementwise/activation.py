@@ -135,9 +135,6 @@ def clamp(lowering: Lowering, input: Quantized, min: float | None = None, max: f
 UNARY["limited"] = clamp, _limited_number  # no operator has this name: on some targets a clamp that is not fused is a table
 
 
-# ---- dropout: the identity, except while training
-
-
 DROPOUTS: dict[type, str] = {
     nn.Dropout: "dropout",
     nn.Dropout1d: "dropout1d",

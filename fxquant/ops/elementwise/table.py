@@ -290,9 +290,6 @@ def has_pole(name: str, arguments: Mapping[str, Any]) -> bool:
     return of_any or (name == "pow" and isinstance(exponent, int | float) and exponent < 0)
 
 
-# ---- with a number added in front -----------------------------------------------------------------------------------
-
-
 def shifted(input: Tensor, function: str, factor: float, offset: float, settings: dict[str, Any]) -> Tensor:
     """Return the unary function of this name of factor · input + offset."""
     return UNARY[function][0](_moved(input, factor, offset), **settings)

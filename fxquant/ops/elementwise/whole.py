@@ -167,9 +167,6 @@ def _shifts(name: str, function: Callable[..., Tensor], step: str) -> Callable[.
     )
 
 
-# ---- limits, powers, choices, and concatenation -----------------------------------------------------------------------
-
-
 def _clamp_number(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
     limited = input if min is None else torch.maximum(input, as_whole(min).to(input.device))
     return limited if max is None else torch.minimum(limited, as_whole(max).to(input.device))

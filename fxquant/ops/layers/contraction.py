@@ -25,8 +25,6 @@ from fxquant.ops.layers.linear import matmul
 from fxquant.ops.movement.shape import numbers, permute, reshape, varying_sizes
 from fxquant.ops.pooling.totals import sum
 
-# ---- two operands ---------------------------------------------------------------------------------------------------
-
 
 def _split(equation: str) -> tuple[list[str], str]:
     left, _, right = equation.partition("->")
@@ -199,9 +197,6 @@ def einsum(build: Builder, equation: str, operands: Sequence[fx.Node]) -> Any:
         return _product(build, (letters[0], values[0]), (letters[1], values[1]), result)
     kept, value = _summed(build, letters[0], values[0], set(result))
     return _ordered(build, value, kept, result)
-
-
-# ---- products that are added to something ---------------------------------------------------------------------------
 
 
 def _added(equation: str, *names: str) -> Any:

@@ -101,9 +101,6 @@ def _lower(kind: Kind, rank: int) -> Callable[..., Quantized]:
     return lower
 
 
-# ---- padding --------------------------------------------------------------------------------------------------------
-
-
 class Margin(NamedTuple):
     """Padding that is not symmetric zeros, done by a separate pad: `around` and `mode` are arguments of F.pad."""
 
@@ -160,9 +157,6 @@ def _output_padding(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
     return {**arguments, "output_padding": extra}
 
 
-# ---- as operators of ONNX -------------------------------------------------------------------------------------------
-
-
 def _onnx_window(c: Call) -> dict[str, Any]:
     kernel = list(c.constants["weight"][0].shape[2:])
     stride, padding, dilation = (sizes(c[name], len(kernel)) for name in ("stride", "padding", "dilation"))
@@ -188,9 +182,6 @@ def _onnx_transposed(c: Call) -> str:
     rank = len(attributes["kernel_shape"])
     attributes["output_padding"] = sizes(c["output_padding"], rank)
     return c.epilogue(c.with_bias(lambda *bias: c.do("ConvTranspose", c.input, c.weight(), *bias, **attributes), rank))
-
-
-# ---- the records ----------------------------------------------------------------------------------------------------
 
 
 FOLDING = (

@@ -22,8 +22,6 @@ from fxquant.ops.core.operators import Adapt, Builder, Instead, Operator, Parame
 from fxquant.ops.core.samples import RECURRENT, written
 from fxquant.ops.recurrent.recurrence import Layers, expand_cell, expand_layers, listed
 
-# ---- the float functions --------------------------------------------------------------------------------------------
-
 
 def lstm(
     input: Tensor,
@@ -153,8 +151,6 @@ def _cell(function: Callable[..., Any], input: Tensor, hx: Any, *parameters: Any
     results = listed(function(rows, state if function is torch.lstm_cell else state[0], *parameters))
     return tuple(each.squeeze(0) if one else each for each in results)
 
-
-# ---- spellings ------------------------------------------------------------------------------------------------------
 
 WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")  # of a cell
 PACKED = "its input is a packed sequence, whose number of steps is known at run time only: pad it and mask the padded steps"

@@ -27,8 +27,6 @@ GATE = Fixed(2.0**-15, "int16", otherwise=Fixed(2.0**-8, "uint8", 0, otherwise=F
 SATURATED = 8.0  # beyond it, a sigmoid and a tanh do not change any more
 BENT = Fixed(SATURATED * 2.0**-15, "int16", otherwise=Own("int8"))  # before them
 
-# ---- one step -------------------------------------------------------------------------------------------------------
-
 
 @dataclass
 class _Layer:
@@ -129,9 +127,6 @@ STEPS: dict[str, tuple[Step, int, int]] = {
     "tanh": (_tanh_step, 1, 1),
     "relu": (_relu_step, 1, 1),
 }
-
-
-# ---- all steps ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

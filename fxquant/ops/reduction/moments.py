@@ -27,8 +27,6 @@ from fxquant.ops.normalization.channels import scale_channels
 from fxquant.ops.normalization.layer_norm import extent_of, magnitude_of, unit_and_inverse
 from fxquant.ops.pooling.totals import mean, sum
 
-# ---- variance and deviation -----------------------------------------------------------------------------------------
-
 
 def centre(build: Builder, input: fx.Node, dims: Sequence[int]) -> Any:
     """Subtract a tensor's mean from it."""

@@ -29,9 +29,6 @@ BASE_BITS = 14  # of the coordinates, from -1 to 1, that an affine grid is made 
 GRID_SAMPLE_OPSET, LINEAR_OPSET = 16, 20  # the first that has the operator, and that calls "bilinear" so
 
 
-# ---- positions ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Positions:
     """Where an image is read: factor · value + offset pixels, per coordinate, of a value that an operator reads.
