@@ -238,12 +238,9 @@ class Program:
             value = resolve(self.integer, str(node.target))
             known = TensorFact(tuple(value.shape), value.dtype)
         if not isinstance(known, TensorFact):
-            raise ExportError(
-                "the value computed here is not a tensor of known shape",
-                node=node,
-                because="every array of a C program has its size when it is compiled",
-                remedy="export it with fxq.export_onnx",
-            )
+            because = "every array of a C program has its size when it is compiled"
+            remedy = "export it with fxq.export_onnx"
+            raise ExportError("the value computed here is not a tensor of known shape", node=node, because=because, remedy=remedy)
         if known.dtype not in C_TYPES:
             raise ExportError(
                 f"a tensor of {str(known.dtype).removeprefix('torch.')} cannot be written in C",
@@ -318,24 +315,18 @@ class Program:
         known = fact(node)
         if isinstance(known, TensorFact) or known is None:
             spec = annotation(node)
-            raise ExportError(
-                "the model has operators in float, which are not written in C",
-                node=node,
-                because=f"{spec.because if spec is not None else 'this is not an integer operator'}; C programs compute in integers only",
-                remedy="take it out of the model, to the host's side, or export with fxq.export_onnx; fxq.explain lists all of them",
-            )
+            because = f"{spec.because if spec is not None else 'this is not an integer operator'}; C programs compute in integers only"
+            remedy = "take it out of the model, to the host's side, or export with fxq.export_onnx; fxq.explain lists all of them"
+            raise ExportError("the model has operators in float, which are not written in C", node=node, because=because, remedy=remedy)
         return fx.node.map_aggregate(known, lambda value: value.at(self.batch) if isinstance(value, BatchDim) else value)
 
     def _primitive(self, node: fx.Node) -> None:
         record = PRIMITIVES[node.target]  # type: ignore[index]
         written = FORMS.get(record.function)
         if written is None:
-            raise ExportError(
-                f"the primitive {record.name} has no C form yet",
-                node=node,
-                because=f"the C program knows {len(FORMS)} of the {len(PRIMITIVES)} primitives",
-                remedy="export it with fxq.export_onnx",
-            )
+            because = f"the C program knows {len(FORMS)} of the {len(PRIMITIVES)} primitives"
+            remedy = "export it with fxq.export_onnx"
+            raise ExportError(f"the primitive {record.name} has no C form yet", node=node, because=because, remedy=remedy)
         arguments = fx.node.map_aggregate(node.args, lambda value: self.operand(value) if isinstance(value, fx.Node) else value)
         self.lines.append(f"\n/* {node.name}: {comment(source(node))} */" if source(node) else f"\n/* {node.name} */")
         before = len(self.lines)

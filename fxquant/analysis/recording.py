@@ -119,11 +119,9 @@ class Wanted:
         """Raise ConfigurationError for a name that the form has no tensor of."""
         for name in sorted(self.names - form.tensors.keys()):
             near = difflib.get_close_matches(name, [*KINDS, *form.tensors], n=1)
-            raise ConfigurationError(
-                f"the model has no tensor {name!r} to record",
-                because=f"kinds are {', '.join(map(repr, KINDS))}, and the names of tensors that the model computes",
-                remedy=f"did you mean {near[0]!r}?" if near else "fxq.inspect.layers and fxq.text list the names",
-            )
+            because = f"kinds are {', '.join(map(repr, KINDS))}, and the names of tensors that the model computes"
+            remedy = f"did you mean {near[0]!r}?" if near else "fxq.inspect.layers and fxq.text list the names"
+            raise ConfigurationError(f"the model has no tensor {name!r} to record", because=because, remedy=remedy)
 
 
 class GraphForm(Form):

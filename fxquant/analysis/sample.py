@@ -61,19 +61,14 @@ def samples_from(path: Path, model: nn.Module) -> Named:
     arrays = named(arrays_from(path), required)
     missing = [name for name in required if name not in arrays]
     if missing:
-        raise ConfigurationError(
-            f"{path} has no array for {', '.join(missing)}",
-            because=f"forward takes {', '.join(required)}, and the data holds {', '.join(arrays) or 'nothing'}",
-            remedy="name the arrays like forward's arguments",
-        )
+        because = f"forward takes {', '.join(required)}, and the data holds {', '.join(arrays) or 'nothing'}"
+        remedy = "name the arrays like forward's arguments"
+        raise ConfigurationError(f"{path} has no array for {', '.join(missing)}", because=because, remedy=remedy)
     counts = {name: len(array) if array.dim() else 0 for name, array in arrays.items()}
     if len(set(counts.values())) != 1 or 0 in counts.values():
         sizes = ", ".join(f"{count} of {name}" for name, count in counts.items()) or "none"
-        raise ConfigurationError(
-            f"{path} does not hold samples",
-            because=f"dimension 0 of every array is the sample, and the sizes are {sizes}",
-            remedy="give each array one row for each sample",
-        )
+        because = f"dimension 0 of every array is the sample, and the sizes are {sizes}"
+        raise ConfigurationError(f"{path} does not hold samples", because=because, remedy="give each array one row for each sample")
     return arrays
 
 
@@ -100,20 +95,16 @@ def arrays_from(path: Path) -> Named:
                 )
             return {file.stem: torch.from_numpy(np.load(file, allow_pickle=False)) for file in files}
         if path.suffix.lower() not in FORMATS:
-            raise ConfigurationError(
-                f"{path} cannot be read as data",
-                because=f"data is read from {', '.join(FORMATS)}, or a folder of .npy; other formats can hold code",
-                remedy="save it with numpy.savez or safetensors.torch.save_file",
-            )
+            because = f"data is read from {', '.join(FORMATS)}, or a folder of .npy; other formats can hold code"
+            remedy = "save it with numpy.savez or safetensors.torch.save_file"
+            raise ConfigurationError(f"{path} cannot be read as data", because=because, remedy=remedy)
         return _of_file(path)
     except ConfigurationError:
         raise
     except Exception as error:  # what is read of a damaged file raises errors of many classes
-        raise ConfigurationError(
-            f"{path} cannot be read as data",
-            because=(str(error) or type(error).__name__).splitlines()[0],
-            remedy="pass a file that numpy.save, numpy.savez, torch.save of tensors or safetensors.torch.save_file wrote",
-        ) from error
+        because = (str(error) or type(error).__name__).splitlines()[0]
+        remedy = "pass a file that numpy.save, numpy.savez, torch.save of tensors or safetensors.torch.save_file wrote"
+        raise ConfigurationError(f"{path} cannot be read as data", because=because, remedy=remedy) from error
 
 
 def _of_file(path: Path) -> Named:

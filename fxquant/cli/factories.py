@@ -52,11 +52,9 @@ def _attribute(found: Any, path: str, name: str) -> Any:
         if not hasattr(found, part):
             known = [each for each in vars(found) if not each.startswith("_")] if hasattr(found, "__dict__") else []
             near = difflib.get_close_matches(part, known, n=1)
-            raise ConfigurationError(
-                f"{name} does not exist",
-                because=f"{getattr(found, '__name__', type(found).__name__)} has no {part}",
-                remedy=f"did you mean {near[0]!r}?" if near else f"its names are {', '.join(known) or 'none'}",
-            )
+            because = f"{getattr(found, '__name__', type(found).__name__)} has no {part}"
+            remedy = f"did you mean {near[0]!r}?" if near else f"its names are {', '.join(known) or 'none'}"
+            raise ConfigurationError(f"{name} does not exist", because=because, remedy=remedy)
         found = getattr(found, part)
     return found
 
@@ -66,11 +64,8 @@ def _made(factory: Any, name: str) -> nn.Module:
         raise ConfigurationError(f"{name} is not a factory", because=f"it is a {type(factory).__name__}", remedy=REMEDY)
     required = _required(factory)
     if required:
-        raise ConfigurationError(
-            f"{name} cannot be called without arguments",
-            because=f"it requires {', '.join(required)}",
-            remedy="write a function without arguments that passes them, and name that",
-        )
+        remedy = "write a function without arguments that passes them, and name that"
+        raise ConfigurationError(f"{name} cannot be called without arguments", because=f"it requires {', '.join(required)}", remedy=remedy)
     with _of_user(f"{name} does not make a model", "call it in Python, and mend what it raises"):
         model = factory()
     if not isinstance(model, nn.Module):

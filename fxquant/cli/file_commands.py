@@ -177,11 +177,8 @@ def _export(options: argparse.Namespace) -> int:
     }
     asked = {name: path for name in writers if (path := getattr(options, name)) is not None}
     if not asked and options.to is None:
-        raise ConfigurationError(
-            "nothing is to be written",
-            because="a form is asked for by its option",
-            remedy=f"give one of --{', --'.join(writers)} or --to horizon",
-        )
+        remedy = f"give one of --{', --'.join(writers)} or --to horizon"
+        raise ConfigurationError("nothing is to be written", because="a form is asked for by its option", remedy=remedy)
     _, *keywords = inspect.signature(fxq.board.with_camera).parameters
     colours = {name: value for name in keywords if (value := getattr(options, name)) is not None}
     unused = [name for name in (*colours, "option", "camera", "compile", "board") if getattr(options, name)]
@@ -228,11 +225,9 @@ def _verify(options: argparse.Namespace) -> int:
     first, second = (path if path.suffix.lower() in (".onnx", ".bin", ".hbm") else saved_model(path) for path in (options.a, options.b))
     model = next((form for form in (first, second) if not isinstance(form, Path)), None)
     if model is None:
-        raise ConfigurationError(
-            "two exported files cannot be verified against each other",
-            because="inputs, and where a difference is, are known from the graph of a saved model",
-            remedy="pass the integer model that one of them was exported from: fxq.save(integer, 'model.fxq')",
-        )
+        because = "inputs, and where a difference is, are known from the graph of a saved model"
+        remedy = "pass the integer model that one of them was exported from: fxq.save(integer, 'model.fxq')"
+        raise ConfigurationError("two exported files cannot be verified against each other", because=because, remedy=remedy)
     try:
         report = fxq.verify(first, second, _batches(options, model))
     except Interrupted as stopped:

@@ -130,11 +130,8 @@ def _folder(options: argparse.Namespace) -> Path:
     for name in (MODEL, INTEGER, SUMMARY, *([REPORT] * options.report)):
         check_place(out / name)
     if options.report and find_spec("plotly") is None:
-        raise ConfigurationError(
-            "no report can be made",
-            because="it needs plotly, which is not installed",
-            remedy='pip install "fxquant[report]", or leave it out by --no-report',
-        )
+        remedy = 'pip install "fxquant[report]", or leave it out by --no-report'
+        raise ConfigurationError("no report can be made", because="it needs plotly, which is not installed", remedy=remedy)
     return out
 
 
@@ -148,11 +145,9 @@ def _split(samples: Samples, options: argparse.Namespace) -> tuple[Samples, Samp
     held = min(count // EVERY, MOST)
     held = max(held - held % least, least)
     if held >= count:
-        raise ConfigurationError(
-            f"{options.data} holds too few samples",
-            because=f"there are {count}, of which {held} would be held back to verify the file",
-            remedy=f"give {held + 1} or more; calibration needs some hundred",
-        )
+        because = f"there are {count}, of which {held} would be held back to verify the file"
+        remedy = f"give {held + 1} or more; calibration needs some hundred"
+        raise ConfigurationError(f"{options.data} holds too few samples", because=because, remedy=remedy)
     return {name: array[:-held] for name, array in samples.items()}, {name: array[-held:] for name, array in samples.items()}
 
 

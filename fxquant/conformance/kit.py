@@ -175,11 +175,9 @@ def board_kit(folder: str | os.PathLike[str], integer: fx.GraphModule, compiled:
     about = json.loads(layers.read_text(encoding="utf-8")) if program.is_file() and layers.is_file() else {}
     inputs, outputs = about.get("inputs", {}), about.get("outputs", {})
     if not inputs or (len(inputs), len(outputs)) != (len(form.input_names), len(ends)):
-        raise ConfigurationError(
-            f"{program} is not the program of this model",
-            because=f"it or {layers} is missing, or has other inputs or outputs",
-            remedy="pass the model that fxq.board.export_horizon wrote, and what fxq.board.compile_horizon returned",
-        )
+        because = f"it or {layers} is missing, or has other inputs or outputs"
+        remedy = "pass the model that fxq.board.export_horizon wrote, and what fxq.board.compile_horizon returned"
+        raise ConfigurationError(f"{program} is not the program of this model", because=because, remedy=remedy)
     steps = output_steps(integer)
     names = [f"output {index}" if step is None else ends[index].all_input_nodes[0].name for index, step in enumerate(steps)]
     samples: dict[str, list[Tensor]] = {name: [] for name in (*inputs, *outputs)}
@@ -303,11 +301,9 @@ def _write(place: Path, rows: Sequence[Row], march: str, dtypes: Sequence[str], 
 def _chosen(march: str, dtypes: Sequence[str], operators: Sequence[str] | None, scales: Sequence[str]) -> list[Row]:
     """Return the requested operators. Raises ConfigurationError for unknown ones."""
     if march not in HB_MAPPER.marches:
-        raise ConfigurationError(
-            f"a conformance kit cannot be written for {march}",
-            because=f"its programs are compiled by the vendor's hb_mapper, for {', '.join(HB_MAPPER.marches)}",
-            remedy=f"choose {' or '.join(HB_MAPPER.marches)}",
-        )
+        because = f"its programs are compiled by the vendor's hb_mapper, for {', '.join(HB_MAPPER.marches)}"
+        remedy = f"choose {' or '.join(HB_MAPPER.marches)}"
+        raise ConfigurationError(f"a conformance kit cannot be written for {march}", because=because, remedy=remedy)
     known = [dtype for dtype in DTYPES if dtype in probe_target(march).activations]
     names = list(ROWS) if operators is None else list(dict.fromkeys(operators))
     for what, asked, right in (("dtype", dtypes, known), ("operator", names, list(ROWS)), ("kind of scales", scales, list(SCALES))):

@@ -469,10 +469,5 @@ def named_parameters(weight: Tensor | None, bias: Tensor | None, batch_norm: Bat
 
 def cannot_be_integers(name: str, because: str, at: str, module: str) -> NotFinite:
     """Return the error for parameters that are not finite."""
-    return NotFinite(
-        f"the parameters of %{name} cannot become integers",
-        at=at,
-        module=module,
-        because=because,
-        remedy="load the last checkpoint whose parameters are finite; if training made them so, lower the learning rate or clip gradients",
-    )
+    remedy = "load the last checkpoint whose parameters are finite; if training made them so, lower the learning rate or clip gradients"
+    return NotFinite(f"the parameters of %{name} cannot become integers", at=at, module=module, because=because, remedy=remedy)

@@ -19,11 +19,9 @@ from fxquant.support import logger
 
 def no_batches(num_batches: int | None) -> CalibrationError:
     """Return the error for an empty iterable of batches."""
-    return CalibrationError(
-        "there is nothing to calibrate with",
-        because="`batches` yielded no batch" if num_batches is None else f"`batches` yielded no batch (num_batches={num_batches})",
-        remedy="pass a list, generator or DataLoader with at least one batch; a generator that was used up yields nothing",
-    )
+    because = "`batches` yielded no batch" if num_batches is None else f"`batches` yielded no batch (num_batches={num_batches})"
+    remedy = "pass a list, generator or DataLoader with at least one batch; a generator that was used up yields nothing"
+    return CalibrationError("there is nothing to calibrate with", because=because, remedy=remedy)
 
 
 def as_batches(batches: Any) -> Iterable[Any]:
@@ -33,11 +31,8 @@ def as_batches(batches: Any) -> Iterable[Any]:
     try:
         iter(batches)
     except TypeError:
-        raise ConfigurationError(
-            f"a {type(batches).__name__} yields no batches",
-            because="`batches` is a tensor, or anything that can be iterated over: a list, a generator, a DataLoader",
-            remedy="pass one of these",
-        ) from None
+        because = "`batches` is a tensor, or anything that can be iterated over: a list, a generator, a DataLoader"
+        raise ConfigurationError(f"a {type(batches).__name__} yields no batches", because=because, remedy="pass one of these") from None
     return batches  # type: ignore[no-any-return]
 
 

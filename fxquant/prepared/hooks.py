@@ -82,12 +82,9 @@ class Uncallable:
     path: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise ConfigurationError(
-            f"{self.path} cannot be called directly",
-            at=calling_line(),
-            because="in a prepared model it holds parameters; what it computes is part of one graph, which is quantized as a whole",
-            remedy="call the prepared model, and read this tensor in a forward hook; or prepare a module whose forward returns it",
-        )
+        because = "in a prepared model it holds parameters; what it computes is part of one graph, which is quantized as a whole"
+        remedy = "call the prepared model, and read this tensor in a forward hook; or prepare a module whose forward returns it"
+        raise ConfigurationError(f"{self.path} cannot be called directly", at=calling_line(), because=because, remedy=remedy)
 
 
 # ---- from the names of the trace to those of the prepared graph ------------------------------------------------------

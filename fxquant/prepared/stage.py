@@ -216,18 +216,13 @@ def violations(gm: fx.GraphModule, stage: Stage) -> list[Violation]:
 def require_integer(model: Any) -> None:
     """Raise ConfigurationError unless the model is an integer model, and ExportError if it was changed so that its stage refuses it."""
     if not isinstance(model, fx.GraphModule) or not is_deployed(model):
-        raise ConfigurationError(
-            f"{type(model).__name__} is not an integer model",
-            because="only the result of fxq.convert can be exported",
-            remedy="call fxq.convert(prepared) first",
-        )
+        because = "only the result of fxq.convert can be exported"
+        remedy = "call fxq.convert(prepared) first"
+        raise ConfigurationError(f"{type(model).__name__} is not an integer model", because=because, remedy=remedy)
     for violation in violations(model, Stage.INTEGER)[:1]:
-        raise ExportError(
-            "the integer model cannot be exported",
-            node=violation.node,
-            because=f"%{violation.node.name}: {violation.because}",
-            remedy="undo the change that was made to this model (a constant, .double(), .half()), or call fxq.convert(prepared) again",
-        )
+        because = f"%{violation.node.name}: {violation.because}"
+        remedy = "undo the change that was made to this model (a constant, .double(), .half()), or call fxq.convert(prepared) again"
+        raise ExportError("the integer model cannot be exported", node=violation.node, because=because, remedy=remedy)
 
 
 def verify_stage(gm: fx.GraphModule, stage: Stage, made_by: str) -> None:

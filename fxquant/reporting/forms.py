@@ -152,18 +152,13 @@ def form_of(model: Any, batch: Any, state: State | str | None, beside: Any = Non
     if isinstance(model, str | os.PathLike):
         form = _file_form(model, state, None)
         if form.onnx.io != "float":
-            raise ConfigurationError(
-                f"{form.onnx.path} cannot be compared",
-                because=f"it was exported with io={form.onnx.io!r}, and takes integers where other forms take float tensors",
-                remedy="export with io='float'",
-            )
+            because = f"it was exported with io={form.onnx.io!r}, and takes integers where other forms take float tensors"
+            raise ConfigurationError(f"{form.onnx.path} cannot be compared", because=because, remedy="export with io='float'")
         return form
     if not isinstance(model, nn.Module | torch.export.ExportedProgram):
-        raise ConfigurationError(
-            f"a {type(model).__name__} cannot be compared",
-            because="it is neither a model, nor a graph of one, nor the path of an ONNX file",
-            remedy="pass a float model, the result of fxq.trace, fxq.prepare or fxq.convert, or a path",
-        )
+        because = "it is neither a model, nor a graph of one, nor the path of an ONNX file"
+        remedy = "pass a float model, the result of fxq.trace, fxq.prepare or fxq.convert, or a path"
+        raise ConfigurationError(f"a {type(model).__name__} cannot be compared", because=because, remedy=remedy)
     graph = model
     if not (isinstance(model, fx.GraphModule) and (stage_of(model) == "PREPARED" or is_deployed(model))):
         inputs = list(beside.graph.find_nodes(op="placeholder")) if isinstance(beside, fx.GraphModule) else []
@@ -229,11 +224,9 @@ def exact_form(model: Any) -> GraphForm:
     """Return the form of a model object. Raises ConfigurationError if it is neither prepared nor integer."""
     if isinstance(model, fx.GraphModule) and (is_deployed(model) or stage_of(model) == "PREPARED"):
         return GraphForm(model, State.VALIDATE)
-    raise ConfigurationError(
-        f"{type(model).__name__} cannot be verified",
-        because="it is neither a prepared model, nor an integer model, nor the path of an ONNX file",
-        remedy="pass the results of fxq.prepare, fxq.convert or fxq.export_onnx",
-    )
+    because = "it is neither a prepared model, nor an integer model, nor the path of an ONNX file"
+    remedy = "pass the results of fxq.prepare, fxq.convert or fxq.export_onnx"
+    raise ConfigurationError(f"{type(model).__name__} cannot be verified", because=because, remedy=remedy)
 
 
 def check_same_model(left: GraphForm, opened: Any) -> None:
@@ -410,11 +403,9 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
 def _simulated(left: GraphForm, path: Path, report: Report) -> Form:
     """Return the form of a .bin in the vendor's simulator, for an integer model; list in the report the tensors it cannot compare."""
     if not is_deployed(left.model):
-        raise ConfigurationError(
-            "a prepared model cannot be verified against a BPU program",
-            because="programs are fed the integers of an integer model",
-            remedy="pass fxq.convert(prepared)",
-        )
+        because = "programs are fed the integers of an integer model"
+        remedy = "pass fxq.convert(prepared)"
+        raise ConfigurationError("a prepared model cannot be verified against a BPU program", because=because, remedy=remedy)
     from fxquant.backends.horizon.simulated import SimulatedForm
 
     form = SimulatedForm(path, left.model)
@@ -470,11 +461,9 @@ def record(
         _refuse("runtime", runtime, "this model is run by PyTorch")
         form = _graph_form(model, state)
     else:
-        raise ConfigurationError(
-            f"the tensors of a {type(model).__name__} cannot be recorded",
-            because="only traced, prepared and integer models, and ONNX files, name them",
-            remedy="pass fxq.trace(model, example_inputs)",
-        )
+        because = "only traced, prepared and integer models, and ONNX files, name them"
+        remedy = "pass fxq.trace(model, example_inputs)"
+        raise ConfigurationError(f"the tensors of a {type(model).__name__} cannot be recorded", because=because, remedy=remedy)
     taken = as_batches(batches)
     wanted.check(form)
     return (form.run(form.inputs(batch, index), wanted) for index, batch in enumerate(taken))

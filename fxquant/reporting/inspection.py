@@ -223,11 +223,9 @@ def _grid(row: Row) -> str:
 def difference(a: Contents, b: Contents) -> str:
     """Return the differences of two files (graphs, scales, tensors) as text, or "". Raises ConfigurationError for files of two kinds."""
     if a.kind != b.kind:
-        raise ConfigurationError(
-            f"{a.path} and {b.path} cannot be compared as text",
-            because=f"one is a {a.kind}, the other a {b.kind}",
-            remedy="compare their outputs: fxquant verify",
-        )
+        because = f"one is a {a.kind}, the other a {b.kind}"
+        remedy = "compare their outputs: fxquant verify"
+        raise ConfigurationError(f"{a.path} and {b.path} cannot be compared as text", because=because, remedy=remedy)
     lines = [
         f"{name}: {x or 'none'} | {y or 'none'}" for name, x, y in (("stage", a.stage, b.stage), ("target", a.target, b.target)) if x != y
     ]
@@ -310,8 +308,6 @@ def _contents(value: Any, name: str) -> Contents:
         return of_model(Path(name), value)
     if isinstance(value, str | os.PathLike):
         return read(value)
-    raise ConfigurationError(
-        f"{name} is a {type(value).__name__}, which has no graph",
-        because="graphs are traced, prepared and integer models, and files of them",
-        remedy="pass the result of fxq.trace, fxq.prepare or fxq.convert, or a path",
-    )
+    because = "graphs are traced, prepared and integer models, and files of them"
+    remedy = "pass the result of fxq.trace, fxq.prepare or fxq.convert, or a path"
+    raise ConfigurationError(f"{name} is a {type(value).__name__}, which has no graph", because=because, remedy=remedy)

@@ -252,11 +252,9 @@ def report(
     if reference is not None and batches is None and comparison is None:
         raise ConfigurationError("a reference needs batches", because="both models are run on them", remedy="pass batches, or leave it out")
     if batches is not None and reference is None and prepared is None:
-        raise ConfigurationError(
-            "batches mean nothing here",
-            because="no other form of the model is given that it could be compared with",
-            remedy="pass reference=, the float model, or leave batches out",
-        )
+        because = "no other form of the model is given that it could be compared with"
+        remedy = "pass reference=, the float model, or leave batches out"
+        raise ConfigurationError("batches mean nothing here", because=because, remedy=remedy)
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:

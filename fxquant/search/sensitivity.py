@@ -151,11 +151,9 @@ def sensitivity(
             if not operator.plain:
                 operator.output.require()
     else:
-        raise ConfigurationError(
-            "a prepared model has a qconfig already",
-            because="the loss is measured with the qconfig that it was prepared with, so that this one would have no effect",
-            remedy="leave qconfig out, or pass the float model",
-        )
+        because = "the loss is measured with the qconfig that it was prepared with, so that this one would have no effect"
+        remedy = "leave qconfig out, or pass the float model"
+        raise ConfigurationError("a prepared model has a qconfig already", because=because, remedy=remedy)
     samples = inputs_of(prepared, batches, num_batches, options)
     return find(prepared, samples, options, show_progress, metric)
 
@@ -171,17 +169,13 @@ def calibrated(
 ) -> tuple[fx.GraphModule, Any]:
     """Prepare and calibrate a float model; return it with the example inputs that it was prepared with."""
     if isinstance(model, fx.GraphModule) and stage_of(model) == "PREPARED":
-        raise ConfigurationError(
-            "a prepared model cannot be prepared again",
-            because="its dtypes are to change, and they are those that it was prepared with",
-            remedy="pass the float model, and the qconfig",
-        )
+        because = "its dtypes are to change, and they are those that it was prepared with"
+        remedy = "pass the float model, and the qconfig"
+        raise ConfigurationError("a prepared model cannot be prepared again", because=because, remedy=remedy)
     if isinstance(batches, Iterator):
-        raise ConfigurationError(
-            f"a {type(batches).__name__} yields its batches only once",
-            because="a search runs the same batches again and again",
-            remedy="pass a list or a DataLoader: list(batches)",
-        )
+        because = "a search runs the same batches again and again"
+        remedy = "pass a list or a DataLoader: list(batches)"
+        raise ConfigurationError(f"a {type(batches).__name__} yields its batches only once", because=because, remedy=remedy)
     as_written, source = float_model(model), as_batches(batches)
     first = next(iter(source), None)
     if first is None:
@@ -232,11 +226,9 @@ def reference_of(prepared: fx.GraphModule, samples: Sequence[Sequence[Any]]) -> 
     """Return the outputs of the float form for these inputs. Raises ConfigurationError if none is a floating-point tensor."""
     reference = FloatOutputs(prepared, samples)
     if not reference.there:
-        raise ConfigurationError(
-            "the model returns no float tensor to measure an error of",
-            because="noise is measured in float outputs",
-            remedy="pass a metric, or a model that returns its scores as well",
-        )
+        because = "noise is measured in float outputs"
+        remedy = "pass a metric, or a model that returns its scores as well"
+        raise ConfigurationError("the model returns no float tensor to measure an error of", because=because, remedy=remedy)
     return reference
 
 

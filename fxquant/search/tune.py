@@ -283,11 +283,9 @@ def tune(
     """
     every = list(as_batches(batches))
     if len(every) < 2:
-        raise CalibrationError(
-            "there is too little to tune with",
-            because=f"`batches` yielded {len(every)}; most calibrate and teach, and every fourth is held out to judge",
-            remedy="pass at least 2 batches, or smaller ones: torch.split(images, 16)",
-        )
+        because = f"`batches` yielded {len(every)}; most calibrate and teach, and every fourth is held out to judge"
+        remedy = "pass at least 2 batches, or smaller ones: torch.split(images, 16)"
+        raise CalibrationError("there is too little to tune with", because=because, remedy=remedy)
     split = Samples(every)
     learning, judged = ([every[index] for index in part] for part in (split.learning, split.judging))
     work = work_of(model, learning, target, qconfig, replace(options, checkpoint=None), show_progress)

@@ -143,11 +143,9 @@ def _value(value: Any, config: Any, rule: str) -> Any:
 
 
 def _unnamed(name: str, rule: str) -> ExportError:
-    return ExportError(
-        f"{name} cannot be written to a file",
-        because=f"{rule} asks for it, and a file names only what fxquant and PyTorch have",
-        remedy="use one of fxquant's, or keep the mapping as Python code",
-    )
+    because = f"{rule} asks for it, and a file names only what fxquant and PyTorch have"
+    remedy = "use one of fxquant's, or keep the mapping as Python code"
+    return ExportError(f"{name} cannot be written to a file", because=because, remedy=remedy)
 
 
 def _type_name(kind: Any) -> str:
