@@ -19,21 +19,8 @@ from torch import Tensor
 
 from fxquant.errors import AccumulatorOverflow, NotFinite
 from fxquant.ir.graph import Size
-from fxquant.numerics.grids import (
-    EVERYTHING,
-    FLOAT32_EXACT,
-    INT32,
-    INT32_MAX,
-    WEIGHT_INT8,
-    Grid,
-    Interval,
-    IntType,
-    Ratio,
-    bits_of,
-    clamp_bound,
-    power_of_two,
-    real_multiplier,
-)
+from fxquant.numerics import grids
+from fxquant.numerics.grids import EVERYTHING, FLOAT32_EXACT, INT32, INT32_MAX, WEIGHT_INT8, Grid, IntType, Ratio, bits_of, clamp_bound
 from fxquant.numerics.rounding import clamped, straight_through
 from fxquant.primitives.accumulate import add_residual, add_residual_shifted
 from fxquant.primitives.arithmetic import LAYER, LAYERS, VALUE, Arithmetic
@@ -65,7 +52,7 @@ class ResidualFactor(NamedTuple):
     def value(self) -> Tensor:
         """Return the factor as a tensor; only for eager lowering."""
         factor: Tensor = self.multiplier
-        return factor if self.right_shift is None else factor * power_of_two(-self.right_shift)
+        return factor if self.right_shift is None else factor * grids.power_of_two(-self.right_shift)
 
 
 @dataclass(frozen=True)
@@ -313,7 +300,7 @@ class Lowering:
             self.note("narrowed", f"its sum can have {bits_of(bound)} bits, so the 32-bit output leaves out the last {bits}")
             accumulator = self.call(shift_right, accumulator, bits)
             ratio = ratio.times(torch.tensor(2.0**bits, dtype=torch.float32, device=ratio.numerators[0].device))
-        scale = real_multiplier(ratio)
+        scale = grids.real_multiplier(ratio)
         if torch.is_grad_enabled() and (real := ratio.approximate()).requires_grad:
             scale = straight_through(real.float(), scale)
         value = self.call(accumulator_output, accumulator)
@@ -442,7 +429,7 @@ def wide_enough(accumulator: Any, bound: float) -> Any:
     return accumulator.double() if wide else accumulator
 
 
-def limited(value: Tensor, interval: Interval) -> Tensor:
+def limited(value: Tensor, interval: grids.Interval) -> Tensor:
     """Clamp the values to the interval."""
     return value if interval == EVERYTHING else value.clamp(*interval)
 

@@ -21,20 +21,7 @@ from fxquant.analysis.layers import CLEARLY
 from fxquant.ir.integer import QParams
 from fxquant.reporting.effects import Effects, Inside
 from fxquant.reporting.statistics import Steps, ratio, sqnr_of
-from fxquant.reporting.tensor_rules import (
-    GAP,
-    POOR,
-    RULES,
-    SCALES,
-    UNUSED,
-    Cures,
-    Found,
-    Judged,
-    coarse,
-    mask_cure,
-    outlier_channel,
-    own_error,
-)
+from fxquant.reporting.tensor_rules import GAP, POOR, RULES, SCALES, UNUSED, Cures, Found, Judged, coarse, mask_cure, own_error
 
 WORTH = 1.0  # dB at the outputs that a cure must gain
 AUDIBLE = 1e-4  # an effect below this noise to signal ratio of the outputs, 40 dB, is not reported
@@ -109,7 +96,7 @@ Measured = tuple[Judged, str, Found, float]
 
 def _with_followers(measured: Sequence[Measured], effects: Effects) -> list[Measured]:
     """Reorder tensors with an outlier channel: the source of an outlier comes before tensors that inherit it, with their largest effect."""
-    outliers = {each[0].reference: each for each in measured if each[1] == outlier_channel.__name__}
+    outliers = {each[0].reference: each for each in measured if each[1] == "outlier_channel"}
     sources: dict[str, list[str]] = {}
     for name, (tensor, *_) in outliers.items():
         waiting: list[Sequence[str]] = [tensor.nodes]

@@ -16,25 +16,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from fxquant.analysis import recording
 from fxquant.analysis.layers import layers
-from fxquant.analysis.recording import (
-    ACCUMULATORS,
-    DYNAMIC,
-    FLOAT,
-    OUTPUTS,
-    PRIMITIVE_KINDS,
-    QUANTIZED,
-    Facts,
-    Form,
-    GraphForm,
-    Values,
-    Wanted,
-    crossings,
-    float_outputs,
-    kernel_forms,
-    real_values,
-    returned,
-)
+from fxquant.analysis.recording import DYNAMIC, OUTPUTS, QUANTIZED, Facts, Form, GraphForm, Values, Wanted, float_outputs, real_values
 from fxquant.analysis.report import Deviation, DeviationReport, Difference, FloatDifference, Report, different, differing
 from fxquant.errors import ConfigurationError, ExportError, Interrupted
 from fxquant.frontend import trace
@@ -57,7 +41,7 @@ class OnnxForm(Form):
         self.label, self.input_names = runtime, list(onnx_model.input_names)
         graph = onnx_model.model.graph
         shown = {info.name for info in (*graph.value_info, *graph.output)}
-        kinds = {name: PRIMITIVE_KINDS[entry["kind"]] for name, entry in onnx_model.tensors.items()}
+        kinds = {name: recording.PRIMITIVE_KINDS[entry["kind"]] for name, entry in onnx_model.tensors.items()}
         self.tensors = {name: kind for name, kind in kinds.items() if onnx_model.value(name) in shown}
         self.runners: dict[tuple[str, ...], Any] = {}
         self.given: Values = {}
@@ -107,7 +91,7 @@ class OnnxForm(Form):
 
     def _shown(self, name: str, value: Tensor, real: bool) -> Tensor:
         entry = self.onnx.tensors[name]
-        if self.tensors[name] in (FLOAT, DYNAMIC):
+        if self.tensors[name] in (recording.FLOAT, DYNAMIC):
             return value
         integers = value.to(torch.int64) - self._zero_point(name)
         if not real or "scale" not in entry:
@@ -217,7 +201,7 @@ def _dynamic_shapes(example: Any, inputs: Sequence[fx.Node]) -> Any:
 
 
 COMPARED = Wanted.of(QUANTIZED, DYNAMIC, OUTPUTS)
-IN_DEPTH = Wanted.of(QUANTIZED, DYNAMIC, ACCUMULATORS, OUTPUTS)
+IN_DEPTH = Wanted.of(QUANTIZED, DYNAMIC, recording.ACCUMULATORS, OUTPUTS)
 
 
 def exact_form(model: Any) -> GraphForm:
@@ -237,7 +221,7 @@ def check_same_model(left: GraphForm, opened: Any) -> None:
             because=f"it was exported with io={opened.io!r}, and takes integers where the model takes float tensors",
             remedy="export with io='float'; the inner nodes of both files are the same",
         )
-    sizes = (sum(node.op == "placeholder" for node in left.model.graph.nodes), len(returned(left.model)))
+    sizes = (sum(node.op == "placeholder" for node in left.model.graph.nodes), len(recording.returned(left.model)))
     found = (len(opened.input_names), len(opened.output_names))
     if is_deployed(left.model):
         names = [layer.name for layer in layers(left.model) if layer.grid is not None]
@@ -282,7 +266,7 @@ def compare(
     A step of the iteration is one batch in one of the other forms.
     """
     report.pairs += [f"{a.label} = {b.label}" for b in others]
-    floats, handed = float_outputs(a.model), crossings(a.model)
+    floats, handed = float_outputs(a.model), recording.crossings(a.model)
     for inputs, values, b, right in walk(a, others, batches, handed):
         measured = floats if isinstance(b, OnnxForm) else set()
         shared = [name for name in values if name in right]
@@ -378,7 +362,7 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
     whole: OnnxForm | None = None
     others: Sequence[Form]
     if not isinstance(second, str | os.PathLike):
-        others = [exact_form(second), *kernel_forms(first, second)]
+        others = [exact_form(second), *recording.kernel_forms(first, second)]
     elif Path(second).suffix in PROGRAMS:
         others = [_simulated(left, Path(second), report)]
     else:
@@ -393,8 +377,8 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
             files = [OnnxForm(opened, runtime, []) for runtime in MEASURED_RUNTIMES]
             _complete(measure(left, files, inputs, deviations), deviations, length(given, None), len(files), show_progress)
             return deviations
-        report.targets, handed = targets, crossings(left.model)
-        others = [*(OnnxForm(opened, runtime, handed) for runtime in RUNTIME_NAMES), *kernel_forms(first)]
+        report.targets, handed = targets, recording.crossings(left.model)
+        others = [*(OnnxForm(opened, runtime, handed) for runtime in RUNTIME_NAMES), *recording.kernel_forms(first)]
         whole = OnnxForm(opened, RUNTIME_NAMES[0], []) if handed or float_outputs(left.model) else None
     _complete(compare(left, others, inputs, integer, report, whole), report, length(given, None), len(others), show_progress)
     return report

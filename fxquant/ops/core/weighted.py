@@ -23,23 +23,8 @@ from torch import Tensor, fx
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import Size, TensorFact, fact, is_parameter, resolve
 from fxquant.lowering.lowering import Clamp, Epilogue, Lift, Lowering, Quantized, ResidualFactor, named_parameters
-from fxquant.numerics.grids import (
-    FLOAT32_EXACT,
-    INT32,
-    INT32_MAX,
-    INT48_MAX,
-    SMALLEST_SCALE,
-    WEIGHT_INT8,
-    Grid,
-    IntType,
-    Ratio,
-    accumulator_bound,
-    bias_limit,
-    ends_of,
-    least_scale_for_bias,
-    least_scale_for_residual,
-    power_of_two,
-)
+from fxquant.numerics import grids
+from fxquant.numerics.grids import FLOAT32_EXACT, INT32, SMALLEST_SCALE, WEIGHT_INT8, Grid, Ratio, accumulator_bound, power_of_two
 from fxquant.numerics.rounding import clamped, straight_through
 from fxquant.ops.core.sums import lower_add
 from fxquant.primitives import accumulate, elementwise, product
@@ -150,7 +135,7 @@ class LayerSum:
 
 def accumulator_limit(lowering: Lowering) -> int:
     """Return the largest accumulator: of 48 bits where weights have 16, else of 32."""
-    return INT48_MAX if lowering.weight.dtype.bits > 8 else INT32_MAX
+    return grids.INT48_MAX if lowering.weight.dtype.bits > 8 else grids.INT32_MAX
 
 
 def per_channel(channels: Tensor, trailing: int) -> Tensor:
@@ -158,7 +143,7 @@ def per_channel(channels: Tensor, trailing: int) -> Tensor:
     return channels.reshape(-1, *[1] * trailing) if channels.numel() > 1 else channels.reshape(())
 
 
-def _cut(integers: Tensor, magnitude: int, dtype: IntType) -> accumulate.Split:
+def _cut(integers: Tensor, magnitude: int, dtype: grids.IntType) -> accumulate.Split:
     """Return the fewest parts of an operand of this magnitude, and of the weight, for which every sum of parts stays below 2^24."""
     bits = (magnitude - 1).bit_length() + 1
     largest: dict[int, float] = {}  # Σ|w_j| of the worst part, by the number of the weight's parts
@@ -381,10 +366,10 @@ def _least_scale(lowering: Lowering, input: Quantized, bias: Tensor | None, resi
     """Return the lower limit of the weight's scales at which bias and residual, in steps of the sum, leave the sum room, or None."""
     found = []
     if bias is not None:
-        found.append(least_scale_for_bias(bias, input.scale, bias_limit(input.dtype, lowering.weight.dtype)))
+        found.append(grids.least_scale_for_bias(bias, input.scale, grids.bias_limit(input.dtype, lowering.weight.dtype)))
     if residual is not None and not requantizes_residuals(lowering):
         limit = (accumulator_limit(lowering) + 1) // 2
-        found.append(least_scale_for_residual(residual.scale, residual.grid.magnitude, input.scale, limit))
+        found.append(grids.least_scale_for_residual(residual.scale, residual.grid.magnitude, input.scale, limit))
     return functools.reduce(torch.maximum, found) if found else None
 
 
@@ -445,7 +430,7 @@ def _narrow(sums: Tensor) -> Tensor:
     """Convert sums to float32 where it represents each of them exactly: half the memory, and faster kernels."""
     if sums.dtype != torch.float64:
         return sums
-    low, high = ends_of(sums)
+    low, high = grids.ends_of(sums)
     return sums.float() if max(-low, high) < FLOAT32_EXACT else sums
 
 

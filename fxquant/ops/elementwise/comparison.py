@@ -15,23 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.numerics.grids import BOUNDARY_LIMIT, Grid
+from fxquant.numerics.grids import BOUNDARY_LIMIT, Grid, Ratio
 from fxquant.ops.core.declare import Branch, on_the_output, real
-from fxquant.ops.core.operators import (
-    ALIGNED,
-    Lowering,
-    Plain,
-    Quantized,
-    Ratio,
-    Same,
-    TensorFact,
-    Trait,
-    fact,
-    is_parameter,
-    lowered,
-    sampled,
-)
-from fxquant.ops.core.samples import sample, written
+from fxquant.ops.core.operators import Lowering, Plain, Quantized, Same, TensorFact, Trait, fact, is_parameter, lowered
+from fxquant.ops.core.samples import ALIGNED, sample, sampled, written
 from fxquant.ops.elementwise.whole import WHOLE, alike
 from fxquant.primitives import comparison, selection
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.ops.core.operators import Call, Clamp, Layer, Lowering, Parameter, Quantized, TensorFact, fact, is_parameter, lowered
+from fxquant.ops.core.operators import Call, Clamp, Layer, Lowering, Quantized, TensorFact, fact, is_parameter, lowered
+from fxquant.ops.core.record import Parameter
 from fxquant.ops.core.samples import IMAGES, NORMED, sampled
 from fxquant.ops.core.weighted import Product, epilogue, lower_weighted, refuses_weighted
 from fxquant.primitives import product

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxquant.ops.core.operators import Adapt, Builder, Instead, Operator, Parameter, TensorFact, fact, is_parameter, register, settings_of
+from fxquant.ops.core.operators import Builder, Instead, Operator, TensorFact, fact, is_parameter, register, settings_of
+from fxquant.ops.core.record import Adapt, Parameter
 from fxquant.ops.core.samples import RECURRENT, written
 from fxquant.ops.recurrent.recurrence import Layers, expand_cell, expand_layers, listed
 
