@@ -299,14 +299,9 @@ def bias_integers(bias: Tensor, input_scale: Tensor, scale: Tensor) -> Tensor:
 
 
 def table(
-    function: Callable[[float], float] | None,
-    input: Grid,
-    output: Grid,
-    on_tensors: Callable[[Tensor], Tensor] | None = None,
-    has_none: Callable[[Tensor], Tensor] | None = None,
-    points: Tensor | None = None,
-    in_float32: bool = False,
-) -> Tensor:
+    function: Callable[[float], float] | None, input: Grid, output: Grid, on_tensors: Callable[[Tensor], Tensor] | None = None,
+    has_none: Callable[[Tensor], Tensor] | None = None, points: Tensor | None = None, in_float32: bool = False,
+) -> Tensor:  # fmt: skip
     """Return the table of a unary function: entry c - input.low is clip(⌊f(c · s_in) / s_out + ½⌋), of centred integers.
 
     Or, `in_float32`, clip(round_away(f32(f32(f(f32(c · s_in))) / s_out))), with f rounded once to float32.

@@ -78,16 +78,9 @@ class QuantizedOperator(nn.Module):
     detached: bool | tuple[str, ...] = ()
 
     def __init__(
-        self,
-        name: str,
-        operator: Operator,
-        arithmetic: Arithmetic,
-        quantizers: Quantizers,
-        *,
-        live_batch_norm: bool,
-        path: str = "",
+        self, name: str, operator: Operator, arithmetic: Arithmetic, quantizers: Quantizers, *, live_batch_norm: bool, path: str = "",
         detached: bool | tuple[str, ...] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.name = name
         self.path = path

@@ -159,14 +159,9 @@ def sensitivity(
 
 
 def calibrated(
-    model: nn.Module,
-    batches: Any,
-    target: str | Target,
-    qconfig: QConfig | QConfigMapping | None,
-    num_batches: int | None,
-    options: Options,
-    show_progress: bool | None,
-) -> tuple[fx.GraphModule, Any]:
+    model: nn.Module, batches: Any, target: str | Target, qconfig: QConfig | QConfigMapping | None, num_batches: int | None,
+    options: Options, show_progress: bool | None,
+) -> tuple[fx.GraphModule, Any]:  # fmt: skip
     """Prepare and calibrate a float model; return it with the example inputs that it was prepared with."""
     if isinstance(model, fx.GraphModule) and stage_of(model) == "PREPARED":
         because = "its dtypes are to change, and they are those that it was prepared with"

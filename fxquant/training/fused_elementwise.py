@@ -332,14 +332,9 @@ class _Joined(torch.autograd.Function):
 
 
 def _back(
-    join: Join,
-    scale: Tensor,
-    ratio: Tensor,
-    inside: Tensor | None,
-    of_integers: Tensor | None,
-    of_real: Tensor | None,
+    join: Join, scale: Tensor, ratio: Tensor, inside: Tensor | None, of_integers: Tensor | None, of_real: Tensor | None,
     shape: Sequence[int],
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Compute `Joining.backward` with PyTorch's operators: differentiable, on every device."""
     whole = Gradients(of_integers, of_real).of_steps(scale)
     of = (whole if inside is None else torch.where(inside.view(shape) > 0, whole, 0.0)) / scale

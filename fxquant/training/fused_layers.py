@@ -317,14 +317,9 @@ def collected(sums: Tensor, form: Form) -> Collected:
 class _Finished(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        sums: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        factor: Tensor | None,
-        ratio: Tensor,
+        ctx: Any, sums: Tensor, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None, ratio: Tensor,
         ending: tuple[Form, Rounded, Token | None],
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(sums, bias, residual, factor, ratio)
         ctx.ending = form, how, _ = ending
@@ -376,15 +371,9 @@ class _Marked(torch.autograd.Function):
 
 
 def finished(
-    sums: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    factor: Tensor | None,
-    ratio: Tensor,
-    form: Form,
-    how: Rounded,
+    sums: Tensor, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None, ratio: Tensor, form: Form, how: Rounded,
     token: Token | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the integers of requantized accumulators, and the dequantized tensor.
 
     Gradients run through the float value of the accumulator, accumulator · `ratio` for each channel, within the fused clamp and the

@@ -159,15 +159,9 @@ def _refuses_attention(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 @sampled("scaled_dot_product_attention(x, y, y, torch.eye(6).cumsum(1) - 1e9 * torch.eye(6))", within=ATTENDED, x=(6, 6))
 @sampled("scaled_dot_product_attention(x, y[:, :1], y[:, :1], enable_gqa=True)", within=ATTENDED)
 def scaled_dot_product_attention(
-    build: Builder,
-    query: fx.Node,
-    key: fx.Node,
-    value: fx.Node,
-    attn_mask: fx.Node | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
+    build: Builder, query: fx.Node, key: fx.Node, value: fx.Node, attn_mask: fx.Node | None = None, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
     """Compute F.scaled_dot_product_attention; in training, attention weights have the dropout of the call in train mode."""
     positions, features = fact(query).shape[-2:]
     mask = Mask(build)
@@ -192,20 +186,10 @@ HELD = (
 
 
 def _multi_head_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-    parameters: Sequence[Tensor | None] = (),
-    num_heads: int = 1,
-    batch_first: bool = False,
-    add_zero_attn: bool = False,
-    dropout_p: float = 0.0,
-) -> tuple[Tensor, Tensor | None]:
+    query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None, need_weights: bool = True,
+    attn_mask: Tensor | None = None, average_attn_weights: bool = True, is_causal: bool = False, parameters: Sequence[Tensor | None] = (),
+    num_heads: int = 1, batch_first: bool = False, add_zero_attn: bool = False, dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     turned = batch_first and query.dim() == 3
     first, second, third = (operand.transpose(0, 1) if turned else operand for operand in (query, key, value))
     named: dict[str, Any] = dict(zip(HELD, parameters, strict=True))
@@ -333,21 +317,10 @@ def _refuses_heads(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     x=(6, 6),
 )
 def multi_head_attention(
-    build: Builder,
-    query: fx.Node,
-    key: fx.Node,
-    value: fx.Node,
-    key_padding_mask: fx.Node | None = None,
-    need_weights: bool = True,
-    attn_mask: fx.Node | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-    parameters: Sequence[fx.Node | None] = (),
-    num_heads: int = 1,
-    batch_first: bool = False,
-    add_zero_attn: bool = False,
-    dropout_p: float = 0.0,
-) -> Any:
+    build: Builder, query: fx.Node, key: fx.Node, value: fx.Node, key_padding_mask: fx.Node | None = None, need_weights: bool = True,
+    attn_mask: fx.Node | None = None, average_attn_weights: bool = True, is_causal: bool = False, parameters: Sequence[fx.Node | None] = (),
+    num_heads: int = 1, batch_first: bool = False, add_zero_attn: bool = False, dropout_p: float = 0.0,
+) -> Any:  # fmt: skip
     """Compute nn.MultiheadAttention: return (attention, weights or None); `parameters` are the module's, in the order of `HELD`."""
     rank, width = len(fact(query).shape), fact(query).shape[-1]
     joint, *separate, bias, out_weight, out_bias, bias_k, bias_v = parameters

@@ -161,14 +161,9 @@ def _masked_softmax(input: Tensor, keep: Tensor, dim: int, empty: str = "zeros",
 
 
 def shares(
-    build: Builder,
-    input: fx.Node,
-    keep: fx.Node | None,
-    dim: int,
-    factor: float = 1.0,
-    empty: str = "zeros",
+    build: Builder, input: fx.Node, keep: fx.Node | None, dim: int, factor: float = 1.0, empty: str = "zeros",
     otherwise: fx.Node | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Return the softmax of factor · input along a dimension, over the kept elements; `empty` and `otherwise` as in `masked_softmax`."""
     counted = keep
     if keep is not None:

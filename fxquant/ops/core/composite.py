@@ -32,14 +32,9 @@ class Builder:
     """
 
     def __init__(
-        self,
-        name: str,
-        node: fx.Node,
-        activations: Sequence[str],
-        made_by: str = "composite.expand",
-        real: bool = False,
+        self, name: str, node: fx.Node, activations: Sequence[str], made_by: str = "composite.expand", real: bool = False,
         normalizes_items: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.name = name
         self.made_by = made_by
         self.real = real

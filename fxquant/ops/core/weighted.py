@@ -233,15 +233,9 @@ def absorbing(layer: Callable[..., Tensor], folded: Callable[..., tuple[Tensor, 
     """Return the float function of a layer, whose attributes have these names, with the batch norm, residual and clamp fused into it."""
 
     def function(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        *attributes: Any,
-        batch_norm: BatchNorm | None = None,
-        residual: Tensor | None = None,
-        clamp: Clamp | None = None,
-        before_residual: BeforeResidual | None = None,
-    ) -> Tensor:
+        input: Tensor, weight: Tensor, bias: Tensor | None = None, *attributes: Any, batch_norm: BatchNorm | None = None,
+        residual: Tensor | None = None, clamp: Clamp | None = None, before_residual: BeforeResidual | None = None,
+    ) -> Tensor:  # fmt: skip
         if batch_norm is not None:
             weight, bias = folded(weight, bias, batch_norm, **dict(zip(names, attributes, strict=False)))
         return epilogue(layer(input, weight, bias, *attributes), residual, clamp, before_residual)
@@ -250,15 +244,9 @@ def absorbing(layer: Callable[..., Tensor], folded: Callable[..., tuple[Tensor, 
 
 
 def lower_weighted(
-    lowering: Lowering,
-    product: Product,
-    input: Quantized,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Quantized | None = None,
-    clamp: Clamp | None = None,
-    batch_norm: BatchNorm | None = None,
-) -> Quantized:
+    lowering: Lowering, product: Product, input: Quantized, weight: Tensor, bias: Tensor | None, residual: Quantized | None = None,
+    clamp: Clamp | None = None, batch_norm: BatchNorm | None = None,
+) -> Quantized:  # fmt: skip
     """Lower a weighted layer with its fused batch norm, residual and clamp; output channels are the weight's dimension 0.
 
     A batch norm is folded in with its running statistics, in every state, so that the integers of the weight are those
@@ -310,15 +298,9 @@ def lower_weighted(
 
 
 def lower_uniform(
-    lowering: Lowering,
-    product: Product,
-    input: Quantized,
-    shape: Sequence[int],
-    value: float,
-    clamp: Clamp | None,
-    bias: float = 0.0,
+    lowering: Lowering, product: Product, input: Quantized, shape: Sequence[int], value: float, clamp: Clamp | None, bias: float = 0.0,
     residual: Quantized | None = None,
-) -> Quantized:
+) -> Quantized:  # fmt: skip
     """Lower a layer whose weight has this shape and one value: all its integers are ±127, with the scale |value| / 127, and one bias.
 
     A residual is added in the accumulator, and must fit in it.
@@ -451,14 +433,9 @@ def _bias_integers(lowering: Lowering, bias: Tensor, input_scale: Tensor, scale:
 
 
 def _finished(
-    layer: LayerSum,
-    accumulator: Any,
-    end: Epilogue,
-    residual: Quantized | None,
-    factor: ResidualFactor | None,
-    bias: Tensor | None = None,
+    layer: LayerSum, accumulator: Any, end: Epilogue, residual: Quantized | None, factor: ResidualFactor | None, bias: Tensor | None = None,
     statistics: fused_layers.Collected | None = None,
-) -> Quantized:
+) -> Quantized:  # fmt: skip
     """Add the bias, unless the sum has it, and the residual, in the accumulator if it has a factor; requantize and clamp."""
     lowering, trailing = layer.lowering, layer.product.trailing
     if residual is not None and factor is None:

@@ -88,15 +88,9 @@ Settings = tuple[tuple[str, Any], ...]
 
 
 def _made(
-    name: str,
-    factor: float,
-    offset: float,
-    settings: Settings,
-    input: PlainGrid,
-    output: PlainGrid,
-    in_float32: bool,
+    name: str, factor: float, offset: float, settings: Settings, input: PlainGrid, output: PlainGrid, in_float32: bool,
     points: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute the table of a unary function of factor · x + offset, or its entries at these points alone."""
     function, exact = UNARY[name]
     chosen = dict(settings)

@@ -73,16 +73,9 @@ REVERSED = Kind(
 
 def _lower(kind: Kind, rank: int) -> Callable[..., Quantized]:
     def lower(
-        lowering: Lowering,
-        input: Quantized,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        *,
-        batch_norm: BatchNorm | None = None,
-        residual: Quantized | None = None,
-        clamp: Clamp | None = None,
-        **attributes: Any,
-    ) -> Quantized:
+        lowering: Lowering, input: Quantized, weight: Tensor, bias: Tensor | None = None, *, batch_norm: BatchNorm | None = None,
+        residual: Quantized | None = None, clamp: Clamp | None = None, **attributes: Any,
+    ) -> Quantized:  # fmt: skip
         """Compute a convolution, or a transposed one, with the batch norm, residual and clamp that are fused into it."""
         given: dict[str, Any] = {name: value if name == "groups" else sizes(value, rank) for name, value in attributes.items()}
         groups = given["groups"]
@@ -191,14 +184,9 @@ FOLDING = (
 
 
 def _declare(
-    rank: int,
-    *texts: str,
-    kind: Kind,
-    extract: Callable[[Any], dict[str, Any]],
-    normalize: Any,
-    onnx: Callable[[Call], str],
+    rank: int, *texts: str, kind: Kind, extract: Callable[[Any], dict[str, Any]], normalize: Any, onnx: Callable[[Call], str],
     folding: tuple[str, ...] = (),
-) -> Any:
+) -> Any:  # fmt: skip
     """Declare a convolution; `texts` are its samples, with "{name}" for its function and "{layer}" for its class."""
     name = f"{kind.name}{rank}d"
 

@@ -79,15 +79,9 @@ def _called(*args: Any, **kwargs: Any) -> dict[str, Any] | Instead:
 @sampled("{nn.BatchNorm1d(4)}({nn.Linear(8, 4)}(x))", within=FOLDED, x=(8,))
 @sampled("nn.Linear(8, 4, bias=False)", x=(3, 5, 8))
 def linear(
-    lowering: Lowering,
-    input: Quantized,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    batch_norm: BatchNorm | None = None,
-    residual: Quantized | None = None,
-    clamp: Clamp | None = None,
-) -> Quantized:
+    lowering: Lowering, input: Quantized, weight: Tensor, bias: Tensor | None = None, *, batch_norm: BatchNorm | None = None,
+    residual: Quantized | None = None, clamp: Clamp | None = None,
+) -> Quantized:  # fmt: skip
     """Compute x · wᵀ + b over the last dimension, with the batch norm, residual and clamp that are fused into it."""
     return lower_weighted(lowering, PRODUCT, input, weight, bias, residual, clamp, batch_norm)
 

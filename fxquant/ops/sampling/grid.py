@@ -136,13 +136,9 @@ def _onnx_read(c: Call, grid: str, align_corners: bool) -> str:
 @sampled("F.grid_sample(x, y, align_corners=False)", within=SAMPLED, x=IMAGES[3], y=(2, 3, 2, 3))
 @sampled("torch.grid_sampler_3d(x, y, 0, 2, False)", within=SAMPLED, x=IMAGES[3], y=(2, 3, 2, 3))
 def grid_sample(
-    lowering: Lowering,
-    input: Quantized,
-    grid: Quantized | Tensor,
-    mode: str = "bilinear",
-    padding_mode: str = "zeros",
+    lowering: Lowering, input: Quantized, grid: Quantized | Tensor, mode: str = "bilinear", padding_mode: str = "zeros",
     align_corners: bool | None = None,
-) -> Quantized:
+) -> Quantized:  # fmt: skip
     """Sample the image at the positions of a grid, (N, …, rank), x first, whose -1 and 1 are the image's ends."""
     positions = normalized(known_sizes(input.shape[2:]), bool(align_corners))
     return lowering.result(

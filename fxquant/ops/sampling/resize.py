@@ -228,14 +228,9 @@ def _factor(old: Any, new: Any) -> float:
     ),
 )
 def interpolate(
-    lowering: Lowering,
-    input: Quantized,
-    size: list[int] | None = None,
-    scale_factor: list[float] | None = None,
-    mode: str = "nearest",
-    align_corners: bool | None = None,
-    antialias: bool = False,
-) -> Quantized:
+    lowering: Lowering, input: Quantized, size: list[int] | None = None, scale_factor: list[float] | None = None, mode: str = "nearest",
+    align_corners: bool | None = None, antialias: bool = False,
+) -> Quantized:  # fmt: skip
     """Return the tensor resized over its spatial dimensions, to `size` or by `scale_factor`."""
     axes = _axes(input.shape, size, scale_factor)
     if mode in NEAREST:
