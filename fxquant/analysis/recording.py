@@ -313,11 +313,11 @@ def _is_integer(model: fx.GraphModule, node: fx.Node) -> bool:
 def returned(model: fx.GraphModule, everything: bool = False) -> list[fx.Node]:
     """Return the nodes of the tensors that a model returns, in order; with `everything` also nodes of values without a known shape."""
     (output,) = model.graph.find_nodes(op="output")
-    return [
-        node
-        for node in nodes_in(output.args)
-        if isinstance(fact(node), TensorFact) or node.op == "get_attr" or (everything and fact(node) is None)
-    ]
+
+    def counts(node: fx.Node) -> bool:
+        return isinstance(fact(node), TensorFact) or node.op == "get_attr" or (everything and fact(node) is None)
+
+    return list(filter(counts, nodes_in(output.args)))
 
 
 def float_outputs(model: fx.GraphModule) -> set[str]:

@@ -90,9 +90,8 @@ def arrays_from(path: Path) -> Named:
         if path.is_dir():
             files = sorted(path.glob("*.npy"))
             if not files:
-                raise ConfigurationError(
-                    f"{path} cannot be read as data", because="the folder holds no .npy file", remedy="save each input there as NAME.npy"
-                )
+                remedy = "save each input there as NAME.npy"
+                raise ConfigurationError(f"{path} cannot be read as data", because="the folder holds no .npy file", remedy=remedy)
             return {file.stem: torch.from_numpy(np.load(file, allow_pickle=False)) for file in files}
         if path.suffix.lower() not in FORMATS:
             because = f"data is read from {', '.join(FORMATS)}, or a folder of .npy; other formats can hold code"
@@ -147,8 +146,7 @@ def _drawn(model: fx.GraphModule, node: fx.Node, size: int, generator: torch.Gen
         return known
     shape = known.at(size)
     if known.dtype.is_floating_point:
-        spread = _input_range(model, node) / 2
-        return (_normal(shape, generator) * spread).to(known.dtype)
+        return (_normal(shape, generator) * (_input_range(model, node) / 2)).to(known.dtype)
     return torch.randint(0, 2, shape, generator=generator, device="cpu").to(known.dtype)
 
 

@@ -130,11 +130,8 @@ class Lowering:
     def __init__(
         self, name: str, arithmetic: Arithmetic, output: Quantizer | None, intermediate: Quantizer | None, weight: WeightQuantizer
     ) -> None:
-        self.name = name
-        self.arithmetic = arithmetic
-        self._output = output
-        self.intermediate = intermediate
-        self.weight = weight
+        self.name, self.arithmetic, self.weight = name, arithmetic, weight
+        self._output, self.intermediate = output, intermediate
         self.training = False
         self.called: Any = None  # the user's module of the call, where it is one of the model's
         self.noise: Any = None  # the user's module that draws noise for the result in train mode
@@ -355,11 +352,10 @@ class Lowering:
             value = value.to(torch.float32)
         self.parameters[f"its constant {role!r}"] = value
         made = self.weight.integers(value.reshape(1, -1), by_threshold=self.arithmetic.float32_steps)  # the weight of one channel
-        scale = made.scale.reshape(())
+        scale, dtype = made.scale.reshape(()), self.weight.dtype
         if not bool(torch.isfinite(scale)):
             raise self.not_finite()
         self.describe(role, scale)
-        dtype = self.weight.dtype
         return Quantized(self.constant(role, made.integers.reshape(value.shape), dtype.storage), Grid(dtype, scale), tuple(value.shape))
 
     def multiplied(self, primitive: Callable[..., Tensor], value: Any, ratio: Ratio, *constants: Any) -> Any:
@@ -381,8 +377,7 @@ class Lowering:
         if self.arithmetic.rescales_by_layers:
             return self._rescale_by_layer(operand, to, role)
         ratio = Ratio((operand.scale,), (grid.scale,))
-        bits = operand.dtype.bits
-        return self.holds(self.arithmetic.requantize(self, operand.value, ratio, *grid.bounds, grid, role, bits), grid)
+        return self.holds(self.arithmetic.requantize(self, operand.value, ratio, *grid.bounds, grid, role, operand.dtype.bits), grid)
 
     def _rescale_by_layer(self, operand: Quantized, to: Quantizer, role: str) -> Any:
         """Return the operand's integers times 127, half a step added, rounded down by the constants of a layer with the weight 1."""
@@ -412,12 +407,10 @@ class Lowering:
             raise self.not_finite()
         if largest > limit:
             channel = int(bound.flatten().argmax())
-            raise AccumulatorOverflow(
-                f"the accumulator of %{self.name} cannot be proved to fit",
-                **self.place,
-                because=f"{what} of output channel {channel} can reach {largest:.0f} in magnitude, and is exact up to {limit}",
-                remedy="use fewer inputs per output, a smaller bias, or keep this operator in float",
-            )
+            what = f"{what} of output channel {channel} can reach {largest:.0f} in magnitude, and is exact up to {limit}"
+            remedy = "use fewer inputs per output, a smaller bias, or keep this operator in float"
+            unproved = f"the accumulator of %{self.name} cannot be proved to fit"
+            raise AccumulatorOverflow(unproved, **self.place, because=what, remedy=remedy)
         self.accumulator_bits = max(self.accumulator_bits, bits_of(largest))
         self.note("accumulator_bits", self.accumulator_bits)
         return largest

@@ -183,9 +183,8 @@ def consistent(gm: fx.GraphModule) -> Iterator[Violation]:
         if is_parameter(node) and node.op != "get_attr":
             others = [operand.name for operand in node.all_input_nodes if not is_parameter(operand)]
             if others or not node.all_input_nodes:
-                yield Violation(
-                    node, "it is annotated as computed from parameters only but " + (f"reads %{others[0]}" if others else "reads none")
-                )
+                read = f"reads %{others[0]}" if others else "reads none"
+                yield Violation(node, f"it is annotated as computed from parameters only but {read}")
         if node.op in ("call_module", "get_attr"):
             try:
                 found = resolve(gm, str(node.target))
@@ -216,8 +215,7 @@ def violations(gm: fx.GraphModule, stage: Stage) -> list[Violation]:
 def require_integer(model: Any) -> None:
     """Raise ConfigurationError unless the model is an integer model, and ExportError if it was changed so that its stage refuses it."""
     if not isinstance(model, fx.GraphModule) or not is_deployed(model):
-        because = "only the result of fxq.convert can be exported"
-        remedy = "call fxq.convert(prepared) first"
+        because, remedy = "only the result of fxq.convert can be exported", "call fxq.convert(prepared) first"
         raise ConfigurationError(f"{type(model).__name__} is not an integer model", because=because, remedy=remedy)
     for violation in violations(model, Stage.INTEGER)[:1]:
         because = f"%{violation.node.name}: {violation.because}"
@@ -256,9 +254,8 @@ def dtype_of(model: fx.GraphModule, node: fx.Node) -> str | None:
     """Return the integer dtype of a node's result, with a grid or plain ("bool", "int64"); None if it is float, or not decided yet."""
     grid, primitive = grid_of(model, node), primitive_of(node)
     # Primitives of the kind "quantized" that move elements move booleans and integers too.
-    if primitive is not None and (
-        primitive.kind == "plain" or (primitive.kind == "quantized" and fact(node).dtype in PLAIN_TYPES.values())
-    ):
+    kind = None if primitive is None else primitive.kind
+    if kind == "plain" or (kind == "quantized" and fact(node).dtype in PLAIN_TYPES.values()):
         return str(fact(node).dtype).removeprefix("torch.")
     spec = annotation(node)
     return grid.dtype if grid is not None else None if spec is None else spec.dtype

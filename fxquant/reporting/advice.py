@@ -164,12 +164,9 @@ def _batch_norms(effects: Effects, wrong_input: bool) -> Iterator[Advice]:
         mended.append(name)
         if effect < (AUDIBLE if moved.initial else MOVED):
             continue
-        what = "are not those of the data"
-        if moved.initial:
-            what = f"are those of a new batch norm, {' and '.join(moved.initial)}"
-        cause = (
-            f"its running statistics {what}: on these batches means are {moved.mean:.2g} σ away, and variances {moved.variance:.2g} times"
-        )
+        what = f"are those of a new batch norm, {' and '.join(moved.initial)}" if moved.initial else "are not those of the data"
+        far = f"means are {moved.mean:.2g} σ away, and variances {moved.variance:.2g} times"
+        cause = f"its running statistics {what}: on these batches {far}"
         cure = (
             "load the statistics with the weights (running_mean and running_var of the state_dict), or find them: run the float model in "
             "train mode over some batches, or fxq.tuning.reestimate_batch_norm(prepared, batches)"

@@ -72,9 +72,8 @@ class OnnxForm(Form):
         names = self.input_names
         found = [batch.get(name) for name in names] if isinstance(batch, Mapping) else pytree.tree_leaves(batch)[: len(names)]
         if len(found) < len(names) or not all(isinstance(value, Tensor) for value in found):
-            raise bad_batch(
-                index, f"the inputs of {self.onnx.path} are {', '.join(names)}", "yield a tensor for each, in this order or by name"
-            )
+            because = f"the inputs of {self.onnx.path} are {', '.join(names)}"
+            raise bad_batch(index, because, "yield a tensor for each, in this order or by name")
         return found
 
     def run(self, inputs: Sequence[Any], wanted: Wanted) -> Values:
@@ -393,8 +392,7 @@ def _simulated(left: GraphForm, path: Path, report: Report) -> Form:
     from fxquant.backends.horizon.simulated import SimulatedForm
 
     form = SimulatedForm(path, left.model)
-    report.unseen.update(form.unseen)
-    report.given = form.fed
+    report.given, report.unseen = form.fed, report.unseen | form.unseen
     return form
 
 

@@ -35,12 +35,8 @@ class Builder:
         self, name: str, node: fx.Node, activations: Sequence[str], made_by: str = "composite.expand", real: bool = False,
         normalizes_items: bool = False,
     ) -> None:  # fmt: skip
-        self.name = name
-        self.made_by = made_by
-        self.real = real
-        self.node = node
-        self.activations = activations
-        self.normalizes_items = normalizes_items
+        self.name, self.node, self.activations = name, node, activations
+        self.made_by, self.real, self.normalizes_items = made_by, real, normalizes_items
         self._within = ""  # the nested composites that are being written, as the prefix of a role
         self.parts: list[fx.Node] = []
         self.step: int | None = None
@@ -94,9 +90,8 @@ class Builder:
         model = self.node.graph.owning_module
         assert model is not None
         held = {name: tensor for name, tensor in model._buffers.items() if name.startswith(CONSTANT) and tensor is not None}
-        known = next(
-            (n for n, t in held.items() if t.dtype == value.dtype and t.shape == value.shape and torch.equal(t.cpu(), value)), None
-        )
+        alike = (name for name, held_value in held.items() if held_value.dtype == value.dtype and held_value.shape == value.shape)
+        known = next((name for name in alike if torch.equal(held[name].cpu(), value)), None)
         if known is None:
             known = next(name for number in itertools.count() if (name := f"{CONSTANT}{number}") not in held)
             graph.attach(model, known, value)

@@ -78,9 +78,8 @@ def operator(
     unknown = [f"it has no parameter {each!r}" for each in operands if each not in parameters]
     unknown += [f"an operator has no field {each!r}" for each in fields if each not in Operator.__dataclass_fields__]
     if unknown:
-        raise ConfigurationError(
-            f"the operator {name!r} cannot be declared", because=unknown[0], remedy="see fxquant.ops.core.record.Operator"
-        )
+        remedy = "see fxquant.ops.core.record.Operator"
+        raise ConfigurationError(f"the operator {name!r} cannot be declared", because=unknown[0], remedy=remedy)
     if (expand is None) == (lower is None):
         raise ConfigurationError(
             f"the operator {name!r} has {'no integer form' if expand is None else 'two integer forms'}",

@@ -220,14 +220,10 @@ def spelled(equation: str, *operands: Any) -> dict[str, Any] | str:
     left, arrow, result = equation.replace(" ", "").partition("->")
     letters = left.split(",")
     free = [letter for letter in string.ascii_letters if letter not in equation]
-    most = max(
-        (len(known.shape) - len(each.replace("...", "")) for each, known in zip(letters, facts, strict=True) if "..." in each), default=0
-    )
+    wide = [len(known.shape) - len(each.replace("...", "")) for each, known in zip(letters, facts, strict=True)]
+    most = max((number for each, number in zip(letters, wide, strict=True) if "..." in each), default=0)
     names = "".join(free[:most])
-    shapes: list[str] = []
-    for each, known in zip(letters, facts, strict=True):
-        wide = len(known.shape) - len(each.replace("...", ""))
-        shapes.append(each.replace("...", names[most - wide :]) if "..." in each else each)
+    shapes = [each.replace("...", names[most - number :]) if "..." in each else each for each, number in zip(letters, wide, strict=True)]
     if not arrow:
         once = sorted(letter for letter in set(left.replace(",", "").replace(".", "")) if left.count(letter) == 1)
         result = ("..." if "..." in left else "") + "".join(once)

@@ -391,7 +391,8 @@ def _live(layer: LayerSum, batch_norm: BatchNorm, bias: Tensor | None) -> _Live:
         raise lowering.not_finite()
     sums = _narrow(lowering.computed(layer.form(lowering.prove(layer.bound(None), "the sum", layer.limit), None)))
     axis = sums.dim() - 1 - layer.product.trailing
-    _check_statistics(lowering, sums.numel() // sums.shape[axis])
+    count = sums.numel() // sums.shape[axis]
+    _check_statistics(lowering, count)
     one = weight.scale.numel() == 1
     alive = torch.ones_like(weight.own) if one else weight.integers.detach().flatten(1).abs().amax(1) > 0
     usable = weight.own & alive & (weight.scale > SMALLEST_SCALE)
@@ -403,7 +404,6 @@ def _live(layer: LayerSum, batch_norm: BatchNorm, bias: Tensor | None) -> _Live:
     else:
         statistics = fused_layers.collected(sums, form)
         sums, variance, mean = statistics.sums, statistics.variance, statistics.mean
-    count = sums.numel() // sums.shape[axis]
     step = layer.input.scale * weight.scale
     return _Live(sums, *correct_batch(batch_norm, bias, mean.float(), variance.float(), count, step, usable), statistics)
 
@@ -418,12 +418,10 @@ def _narrow(sums: Tensor) -> Tensor:
 
 def _check_statistics(lowering: Lowering, values: int) -> None:
     if values < 2:
-        raise ConfigurationError(
-            f"the batch norm of %{lowering.name} cannot use the statistics of this batch",
-            **lowering.place,
-            because=f"the batch has {values} value{'' if values == 1 else 's'} for each channel, and fewer than 2 have no variance",
-            remedy="train with a larger batch (drop_last=True in a DataLoader), or call fxq.freeze(prepared, scales=False) first",
-        )
+        what = f"the batch norm of %{lowering.name} cannot use the statistics of this batch"
+        because = f"the batch has {values} value{'' if values == 1 else 's'} for each channel, and fewer than 2 have no variance"
+        remedy = "train with a larger batch (drop_last=True in a DataLoader), or call fxq.freeze(prepared, scales=False) first"
+        raise ConfigurationError(what, **lowering.place, because=because, remedy=remedy)
 
 
 def _bias_integers(lowering: Lowering, bias: Tensor, input_scale: Tensor, scale: Tensor) -> Tensor:
@@ -519,9 +517,8 @@ def by_whole_slope(lowering: Lowering, input: Quantized, slopes: Tensor, clamp: 
     multiplied = lowering.call(elementwise.multiply, input.value, held, False)
     steeper = whole > torch.ones_like(shift) << shift
     if added and bool(steeper.any()):  # what is added to q is negative there, and its halves are rounded away from 0
-        multiplied = lowering.call(
-            elementwise.add_constant, multiplied, lowering.constant("half_step", -steeper.to(torch.int64), torch.int32)
-        )
+        half_step = lowering.constant("half_step", -steeper.to(torch.int64), torch.int32)
+        multiplied = lowering.call(elementwise.add_constant, multiplied, half_step)
     unit = Ratio((torch.ones((), dtype=torch.float32, device=slopes.device),), (power_of_two(shift),))
     grid = input.grid
     below = lowering.arithmetic.requantize(lowering, multiplied, unit, *grid.bounds, grid, "negative_")
