@@ -96,15 +96,9 @@ def _line(error: BaseException) -> str | None:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     foreign = (str(Path(__file__).parents[1]), os.path.dirname(os.__file__), "<frozen")
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(foreign) and "site-packages" not in frame.filename
-    ]
-    if not frames:
-        return None
-    last = frames[-1]
-    return f"{last.filename}:{last.lineno} in {last.name}:  {last.line}"
+    passed = reversed(traceback.extract_tb(error.__traceback__))
+    last = next((each for each in passed if not each.filename.startswith(foreign) and "site-packages" not in each.filename), None)
+    return None if last is None else f"{last.filename}:{last.lineno} in {last.name}:  {last.line}"
 
 
 FILE = "a model that fxq.save wrote (.fxq), or a file that fxq.export_onnx wrote (.onnx)"

@@ -82,17 +82,13 @@ class Outcome:
                 {"name": each.name, "sqnr_db": _finite(each.sqnr), "cosine": each.cosine, "largest_error": _finite(each.largest)}
                 for each in self.compared.outputs
             ],
-            "verified": {
-                "equal": bool(self.verified),
-                "mismatches": self.verified.mismatches,
-                "elements": self.verified.elements,
-                "tensors": self.verified.tensors,
-            },
+            "verified": {"equal": bool(self.verified), **{name: getattr(self.verified, name) for name in COUNTED}},
             "advice": [dict(vars(each), gain=_finite(each.gain), effect=_finite(each.effect)) for each in self.compared.advice],
             "files": dict(self.files),
         }
 
 
+COUNTED = ("mismatches", "elements", "tensors")  # of a report
 KINDS = {"float": "operators in float", "limit": "broken limits", "host": "operators moved to the host"}
 
 

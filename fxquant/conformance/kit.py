@@ -282,9 +282,8 @@ def _write(place: Path, rows: Sequence[Row], march: str, dtypes: Sequence[str], 
             arrays.update(made.arrays)
             files.update(made.files)
     if not programs:
-        raise ConfigurationError(
-            f"no program is left for {march}", because="\n".join(each.because for each in refused), remedy="choose other operators"
-        )
+        because = "\n".join(each.because for each in refused)
+        raise ConfigurationError(f"no program is left for {march}", because=because, remedy="choose other operators")
     shared = _shared({programs[0].input: torch.cat(images()[1]).numpy()})
     write_files(place / manifest.BOARD, shared)
     write_file(place / manifest.EXPECTED, expected := packed(arrays))
@@ -292,9 +291,8 @@ def _write(place: Path, rows: Sequence[Row], march: str, dtypes: Sequence[str], 
     kit = Kit(place, probe_target(march).name, tuple(programs), tuple(refused), files)
     taken = [1, 3, SIZE, SIZE]
     listed = [{"name": program.name, "inputs": {program.input: taken}, "outputs": program.outputs} for program in programs]
-    write_file(
-        place / manifest.BOARD / manifest.PROGRAMS, json.dumps({"kit": kit.identity, "target": kit.target, "programs": listed}, indent=1)
-    )
+    about = {"kit": kit.identity, "target": kit.target, "programs": listed}
+    write_file(place / manifest.BOARD / manifest.PROGRAMS, json.dumps(about, indent=1))
     write_file(place / manifest.MANIFEST, kit.as_json())
 
 
@@ -310,11 +308,9 @@ def _chosen(march: str, dtypes: Sequence[str], operators: Sequence[str] | None, 
         wrong = next((each for each in asked if each not in right), None)
         if wrong is not None or not asked:
             near = difflib.get_close_matches(str(wrong), right, n=3)
-            raise ConfigurationError(
-                f"there is no {what} {wrong!r} for {march}" if asked else f"no {what} is asked for",
-                because=f"there are {', '.join(right)}",
-                remedy=f"did you mean {' or '.join(map(repr, near))}?" if near else "choose among these",
-            )
+            missing = f"there is no {what} {wrong!r} for {march}" if asked else f"no {what} is asked for"
+            remedy = f"did you mean {' or '.join(map(repr, near))}?" if near else "choose among these"
+            raise ConfigurationError(missing, because=f"there are {', '.join(right)}", remedy=remedy)
     return [ROWS[name] for name in names]
 
 

@@ -300,16 +300,9 @@ def _row(
     missing = [f"{program.name}: {notes[program.name]}" for program, index in on_bpu if (program.name, index) not in ran]
     differing = sum(each.differing for each in given)
     single_first = sorted(fits_of((operator, dtype), given), key=lambda name: (name != SIMULATOR, " + " in name)) if differing else []
-    return ProbeResult(
-        operator,
-        dtype,
-        DIFFERS if differing else NOT_RUN if missing else EQUAL,
-        sum(each.expected.size for each in given),
-        differing,
-        max((each.largest for each in given), default=0),
-        tuple(single_first),
-        "; ".join([*missing, *refused]),
-    )
+    result = DIFFERS if differing else NOT_RUN if missing else EQUAL
+    elements, largest = sum(each.expected.size for each in given), max((each.largest for each in given), default=0)
+    return ProbeResult(operator, dtype, result, elements, differing, largest, tuple(single_first), "; ".join([*missing, *refused]))
 
 
 MOVES = frozenset(function for function in PRIMITIVES if function.__module__ == shape.__name__)

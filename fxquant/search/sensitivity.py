@@ -236,11 +236,9 @@ def score_of(metric: Metric, model: nn.Module) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise ConfigurationError(
-            f"the metric returned {found!r}" if not isinstance(found, Tensor) else "the metric returned no finite number",
-            because="a metric is a function of a model that returns a finite number, of which more is better",
-            remedy="return a float: an accuracy, a PSNR, a loss with its sign changed",
-        )
+        what = f"the metric returned {found!r}" if not isinstance(found, Tensor) else "the metric returned no finite number"
+        because = "a metric is a function of a model that returns a finite number, of which more is better"
+        raise ConfigurationError(what, because=because, remedy="return a float: an accuracy, a PSNR, a loss with its sign changed")
     return number
 
 

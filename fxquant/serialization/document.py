@@ -76,14 +76,12 @@ def write_model(model: Any, target_of: TargetOf) -> tuple[dict[str, Any], dict[s
         cannot_save(f"the target {target.name!r}", "it is not known by name, and a file holds no code", "prepare the model for one that is")
     tree = TreeWriter(None if target is None else target.arithmetic, _noise(model))
     root = tree.contents(model, "")
+    meta = {name: encode(_kept_of_model(name, value)) for name, value in model.meta.items() if name != CARRIED}
     document = {
         "format": FORMAT,
         "version": VERSION,
         "name": _identifier(type(model).__name__),
-        "meta": {
-            **{name: encode(_kept_of_model(name, value)) for name, value in model.meta.items() if name != CARRIED},
-            **_preserved(model),
-        },
+        "meta": meta | _preserved(model),
         "root": root,
         "modules": tree.modules,
         "tensors": tree.roles,
@@ -338,9 +336,8 @@ def _resolved(op: str, target: str) -> Any:
         return target
     function = function_named(target)
     if function is None and target.startswith("wrapped:"):
-        raise Malformed(
-            f"it calls {target[8:88]}, which nothing in this process has wrapped: import the module that does, and load it again"
-        )
+        missing = "which nothing in this process has wrapped: import the module that does, and load it again"
+        raise Malformed(f"it calls {target[8:88]}, {missing}")
     if function is None:
         raise Malformed(f"no function is named {target[:80]!r}")
     return function
