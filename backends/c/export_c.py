@@ -126,11 +126,8 @@ def _header(program: Program, name: str, path: Path, external: bool) -> str:
 def _source(program: Program, name: str, path: Path, external: bool) -> str:
     body = "".join(f"    {line}\n" if line else "\n" for text in program.lines for line in text.split("\n"))
     used = "\n".join([*program.lines, program.functions.text()])
-    pools = [
-        f"static {kind} {pool_name(kind)}[{pool.size}];"
-        for kind, pool in program.pools.items()
-        if re.search(rf"\b{pool_name(kind)}\b", used)
-    ]
+    taken = [(kind, pool) for kind, pool in program.pools.items() if re.search(rf"\b{pool_name(kind)}\b", used)]
+    pools = [f"static {kind} {pool_name(kind)}[{pool.size}];" for kind, pool in taken]
     unused = [f"    (void){value.text};\n" for value in program.inputs if not re.search(rf"\b{value.text}\b", body)]
     includes = ["<float.h>", "<stddef.h>", "<stdint.h>", *(["<stdio.h>"] if external else [])]
     sizes = {name: dtype.itemsize for dtype, name in C_TYPES.items()}

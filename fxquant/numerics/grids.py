@@ -335,9 +335,8 @@ def table(
         result[without] = 0
         asked &= ~without
     left = torch.nonzero(asked).flatten()
-    result[left] = torch.tensor(
-        [_table_entry(function, number, output_scale, output) for number in x[left].tolist()], dtype=storage, device="cpu"
-    )
+    entries = [_table_entry(function, number, output_scale, output) for number in x[left].tolist()]
+    result[left] = torch.tensor(entries, dtype=storage, device="cpu")
     return result
 
 
@@ -438,10 +437,8 @@ class Ratio:
         factors = torch.broadcast_tensors(*(f.detach().double().cpu() for f in self.numerators + self.denominators))  # type: ignore[no-untyped-call]
         rows = zip(*(f.flatten().tolist() for f in factors), strict=True)
         above = len(self.numerators)
-        return [
-            math.prod(map(Fraction, row[:above]), start=Fraction(1)) / math.prod(map(Fraction, row[above:]), start=Fraction(1))
-            for row in rows
-        ]
+        both = ((map(Fraction, row[:above]), map(Fraction, row[above:])) for row in rows)
+        return [math.prod(above_line, start=Fraction(1)) / math.prod(below, start=Fraction(1)) for above_line, below in both]
 
     def rounded(self, exponent: Tensor, halves_up: bool = False) -> Tensor:
         """Return the integers round_half_even(ratio · 2^exponent), exactly, as int64; `halves_up` rounds ties up.
@@ -587,9 +584,8 @@ class MeasuredWidths(FixedWidths):
 
     def _limited(self, shift: Tensor, multiplier: Tensor, right_shift: Tensor) -> FixedRequantization:
         overflow = right_shift < 1  # every accumulator but 0 saturates
-        return FixedRequantization(
-            shift.int(), torch.where(overflow, 2**self.multiplier_bits - 1, multiplier).int(), torch.where(overflow, 1, right_shift).int()
-        )
+        multiplier = torch.where(overflow, 2**self.multiplier_bits - 1, multiplier)
+        return FixedRequantization(shift.int(), multiplier.int(), torch.where(overflow, 1, right_shift).int())
 
 
 @dataclass(frozen=True)

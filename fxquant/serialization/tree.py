@@ -114,10 +114,9 @@ class TreeWriter:
         if type(module) is WeightScale:
             return {"frozen": expect(module.frozen, bool), "method": None if module.method is None else module.method.name}
         if isinstance(module, GradientRule):
-            remedy = (
-                "keep prepared.state_dict(), for a model that fxq.prepare makes of the same float model; or save what fxq.convert returns"
-            )
-            cannot_save(f"the module {path}", f"it calls {module.label}, which is Python, and a file holds no code", remedy)
+            because = f"it calls {module.label}, which is Python, and a file holds no code"
+            kept = "keep prepared.state_dict(), for a model that fxq.prepare makes of the same float model"
+            cannot_save(f"the module {path}", because, f"{kept}; or save what fxq.convert returns")
         if type(module) not in ARGUMENTS:
             because = f"its class {type(module).__qualname__} is not one of those a file can name; a file holds no code"
             remedy = "use PyTorch's layers and fxquant's observers, or save state_dict() and prepare the model again"

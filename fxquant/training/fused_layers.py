@@ -362,12 +362,10 @@ class _Marked(torch.autograd.Function):
         kept, factor, ratio = ctx.saved_tensors
         inside = opened_mask(kept, ctx.like)
         passes = _passes(of_integers, of_real)
-        of_sums, of_residual, of_bias = passes.mark_back(
-            ctx.form, inside, factor, ratio, ctx.scale, Gradients(of_integers, of_real), ctx.like
-        )
-        wanted = ctx.needs_input_grad
-        given = (of_sums, of_bias, of_residual)
-        return *(value if needed else None for value, needed in zip(given, wanted, strict=False)), None, None, None, None
+        gradients = Gradients(of_integers, of_real)
+        of_sums, of_residual, of_bias = passes.mark_back(ctx.form, inside, factor, ratio, ctx.scale, gradients, ctx.like)
+        given = zip((of_sums, of_bias, of_residual), ctx.needs_input_grad, strict=False)
+        return *(value if needed else None for value, needed in given), None, None, None, None
 
 
 def finished(

@@ -174,9 +174,8 @@ def scaled_dot_product_attention(
         mask.add(attn_mask)
     if enable_gqa:
         key, value = (_repeated(build, operand, fact(query).shape[-3]) for operand in (key, value))
-    return attend(
-        build, query, key, value, mask, 1 / math.sqrt(features) if scale is None else float(scale), dropped_in_training(build.node)
-    )[0]
+    factor = 1 / math.sqrt(features) if scale is None else float(scale)
+    return attend(build, query, key, value, mask, factor, dropped_in_training(build.node))[0]
 
 
 HELD = (
@@ -194,22 +193,10 @@ def _multi_head_attention(
     first, second, third = (operand.transpose(0, 1) if turned else operand for operand in (query, key, value))
     named: dict[str, Any] = dict(zip(HELD, parameters, strict=True))
     result, weights = F.multi_head_attention_forward(
-        first,
-        second,
-        third,
-        query.shape[-1],
-        num_heads,
-        add_zero_attn=add_zero_attn,
-        dropout_p=0.0,
-        training=False,
-        key_padding_mask=key_padding_mask,
-        need_weights=need_weights,
-        attn_mask=attn_mask,
-        use_separate_proj_weight=named["in_proj_weight"] is None,
-        average_attn_weights=average_attn_weights,
-        is_causal=is_causal,
-        **named,
-    )
+        first, second, third, query.shape[-1], num_heads, add_zero_attn=add_zero_attn, dropout_p=0.0, training=False,
+        key_padding_mask=key_padding_mask, need_weights=need_weights, attn_mask=attn_mask, average_attn_weights=average_attn_weights,
+        use_separate_proj_weight=named["in_proj_weight"] is None, is_causal=is_causal, **named,
+    )  # fmt: skip
     return result.transpose(0, 1) if turned else result, weights
 
 
@@ -229,9 +216,8 @@ def _masks(
     """Combine PyTorch's masks, which hide where they are true; none of them covers the last `more` positions."""
     mask = Mask(build)
     if more:
-        attn_mask, key_padding_mask = (
-            given if given is None else _never_hiding(build, given, more) for given in (attn_mask, key_padding_mask)
-        )
+        both = (attn_mask, key_padding_mask)
+        attn_mask, key_padding_mask = (None if given is None else _never_hiding(build, given, more) for given in both)
     if attn_mask is not None:
         given = build.host(torch.logical_not, attn_mask) if fact(attn_mask).dtype == torch.bool else attn_mask
         shape = numbers(fact(given).shape)

@@ -45,11 +45,11 @@ def _common(lowering: Lowering, input: Quantized, other: Quantized) -> tuple[Any
     larger = input.scale if bool(input.scale >= other.scale) else other.scale
     unit = torch.tensor(2.0**lowering.arithmetic.add_fraction_bits, dtype=torch.float64, device=larger.device)
     wide = max(input.dtype.bits, other.dtype.bits) > 8
-    left, right = (
-        lowering.align(operand, Ratio((operand.scale, unit), (larger,)), role, wide)
-        for role, operand in (("input", input), ("other", other))
-    )
-    return left, right
+
+    def aligned(operand: Quantized, role: str) -> Any:
+        return lowering.align(operand, Ratio((operand.scale, unit), (larger,)), role, wide)
+
+    return aligned(input, "input"), aligned(other, "other")
 
 
 def _lower_comparison(relation: str) -> Callable[..., Any]:

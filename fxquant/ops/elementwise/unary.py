@@ -246,9 +246,8 @@ def _by_sign(lowering: Lowering, input: Quantized, weight: Tensor, clamp: Clamp 
     wide = input.dtype.bits > 8  # a product then reaches 2^30
     product = lowering.call(elementwise.multiply, input.value, lowering.constant("slope", whole, torch.int32), wide)
     ratio = Ratio(lowering.arithmetic.step(input.scale, scale), (input.scale,))
-    below = lowering.holds(
-        lowering.arithmetic.requantize(lowering, product, ratio, *input.grid.bounds, input.grid, "negative_"), input.grid
-    )
+    below = lowering.arithmetic.requantize(lowering, product, ratio, *input.grid.bounds, input.grid, "negative_")
+    below = lowering.holds(below, input.grid)
     zero = lowering.constant("zero", torch.zeros((), dtype=torch.float32, device=scale.device), torch.int8)
     chosen = lowering.call(choose, input.value, below, lowering.call(compare, input.value, zero, "ge"))
 

@@ -58,9 +58,8 @@ def _product(build: Builder, first: tuple[str, fx.Node], second: tuple[str, fx.N
     rows_apart = len(rows) == 1 or (not batch and rows)  # PyTorch's product takes any number of them in front
     if len(inner) > 1 or not rows_apart:
         length = _length(inner, sizes)
-        left = build(
-            reshape, left, [*(sizes[b] for b in batch), *([sizes[r] for r in rows] if rows_apart else [_length(rows, sizes)]), length]
-        )
+        kept = [sizes[r] for r in rows] if rows_apart else [_length(rows, sizes)]
+        left = build(reshape, left, [*(sizes[b] for b in batch), *kept, length])
     if len(inner) > 1 or len(columns) != 1:
         right = build(reshape, right, [*(sizes[b] for b in batch), _length(inner, sizes), _length(columns, sizes)])
     made = build(matmul, left, right)

@@ -48,27 +48,14 @@ class Kind:
 
 
 PLAIN = Kind(
-    "conv",
-    CONVOLUTIONS,
-    {"stride": 1, "padding": 0, "dilation": 1, "groups": 1},
-    ("stride", "padding", "dilation", "groups"),
-    lambda weight, groups: weight,
-    0,
-    accumulate.convolution,
-    accumulate.convolution_wide,
-    "result",
-)
+    "conv", CONVOLUTIONS, {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}, ("stride", "padding", "dilation", "groups"),
+    lambda weight, groups: weight, 0, accumulate.convolution, accumulate.convolution_wide, "result",
+)  # fmt: skip
 REVERSED = Kind(
-    "conv_transpose",
-    TRANSPOSED,
-    {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1},
-    ("stride", "padding", "output_padding", "dilation", "groups"),
-    swap_channels,
-    1,
-    transposed.transposed_convolution,
-    transposed.transposed_convolution_wide,
-    "input",
-)
+    "conv_transpose", TRANSPOSED, {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1},
+    ("stride", "padding", "output_padding", "dilation", "groups"), swap_channels, 1,
+    transposed.transposed_convolution, transposed.transposed_convolution_wide, "input",
+)  # fmt: skip
 
 
 def _lower(kind: Kind, rank: int) -> Callable[..., Quantized]:
@@ -80,15 +67,9 @@ def _lower(kind: Kind, rank: int) -> Callable[..., Quantized]:
         given: dict[str, Any] = {name: value if name == "groups" else sizes(value, rank) for name, value in attributes.items()}
         groups = given["groups"]
         product = Product(
-            kind.narrow,
-            kind.wide,
-            attributes=tuple(given[name] for name in kind.order),
-            trailing=rank,
-            layout=lambda integers: kind.arrange(integers, groups),
-            channels=kind.channels,
-            transposed=kind is REVERSED,
-            in_parts=True,
-        )
+            kind.narrow, kind.wide, attributes=tuple(given[name] for name in kind.order), trailing=rank, channels=kind.channels,
+            layout=lambda integers: kind.arrange(integers, groups), transposed=kind is REVERSED, in_parts=True,
+        )  # fmt: skip
         return lower_weighted(lowering, product, input, kind.arrange(weight, groups), bias, residual, clamp, batch_norm)
 
     return lower

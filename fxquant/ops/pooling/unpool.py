@@ -162,11 +162,8 @@ def _onnx_unpool(c: Call) -> str:
     flat = c.integers([0, 0, -1])
     value = c.rounded(c.do("Reshape", c.input, flat))
     planes = c.do("Slice", c.do("Shape", c.input), c.integers([0]), c.integers([2]))
-    empty = c.do(
-        "Expand",
-        c.e.constant(torch.zeros(1, 1, 1, dtype=torch.float32, device="cpu")),
-        c.do("Concat", planes, c.integers([math.prod(size)]), axis=0),
-    )
+    zero = c.e.constant(torch.zeros(1, 1, 1, dtype=torch.float32, device="cpu"))
+    empty = c.do("Expand", zero, c.do("Concat", planes, c.integers([math.prod(size)]), axis=0))
     placed = c.do("ScatterElements", empty, c.do("Reshape", c.operand("indices"), flat), value, axis=2)
     return c.do("Reshape", placed, c.integers([0, 0, *size]))
 

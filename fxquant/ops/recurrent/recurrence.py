@@ -122,11 +122,8 @@ def _relu_step(layer: _Layer, given: fx.Node, state: State) -> tuple[fx.Node, ..
 
 # Of each kind: its step, how many gates it has, and how many tensors its state.
 STEPS: dict[str, tuple[Step, int, int]] = {
-    "lstm": (_lstm_step, 4, 2),
-    "gru": (_gru_step, 3, 2),
-    "tanh": (_tanh_step, 1, 1),
-    "relu": (_relu_step, 1, 1),
-}
+    "lstm": (_lstm_step, 4, 2), "gru": (_gru_step, 3, 2), "tanh": (_tanh_step, 1, 1), "relu": (_relu_step, 1, 1),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

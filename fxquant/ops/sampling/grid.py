@@ -70,9 +70,8 @@ def coordinates_of(lowering: Lowering, input: Quantized, where: Quantized | Tens
     if isinstance(where, Quantized):
         grid = Grid(INT16, torch.tensor(2.0**-bits, dtype=torch.float32, device=device))
         factor = torch.tensor(positions.factor, dtype=torch.float64, device=device).clamp_min(2.0**-20)  # of an image of one pixel
-        moved = lowering.arithmetic.requantize(
-            lowering, where.value, Ratio((where.scale, factor), (grid.scale,)), *grid.bounds, grid, "positions_"
-        )
+        ratio = Ratio((where.scale, factor), (grid.scale,))
+        moved = lowering.arithmetic.requantize(lowering, where.value, ratio, *grid.bounds, grid, "positions_")
         widened = lowering.call(elementwise.widen, moved)
         return lowering.call(elementwise.add_constant, widened, lowering.constant("offset", offset.float(), torch.int32))
     exact = where.to(device).double() * torch.tensor(positions.factor, dtype=torch.float64, device=device) * 2.0**bits

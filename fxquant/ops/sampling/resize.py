@@ -31,8 +31,6 @@ FLOAT64_EXACT = 2**53
 HALF = Fraction(1, 2)
 STEPPED_BITS = 8  # of a position's fraction that weigh, where positions are stepped through
 SYMBOLIC_SIZE = "the size of its input or output depends on the batch size"
-
-
 Axis = tuple[int, int | None, float | None]  # the length, the wanted one, or the factor
 
 
@@ -145,11 +143,6 @@ def _lower_weighted(lowering: Lowering, input: Quantized, axes: list[Axis], mode
     return weighted_sums(lowering, input, matrices, Ratio((input.scale,), (worth,)))
 
 
-def _onnx_weighted(c: Call, axes: list[Axis]) -> str:
-    rows = [_rows(axis, c["mode"], bool(c["align_corners"]), c["antialias"]) for axis in axes]
-    return onnx_matrices(c, c.input, c.operand_shape, [matrix.real_matrix(row, axis[0]) for row, axis in zip(rows, axes, strict=True)])
-
-
 def _axes(shape: Sequence[Any], size: list[int] | None, scale_factor: list[float] | None) -> list[Axis]:
     lengths: list[Any] = list(shape[2:])
     unknown: list[Any] = [None] * len(lengths)
@@ -185,7 +178,9 @@ def _onnx_interpolate(c: Call) -> str:
     if c["mode"] == "area":
         return onnx_means(c, list(after[2:]))
     if c["antialias"]:
-        return _onnx_weighted(c, _axes(before, c["size"], c["scale_factor"]))
+        axes = _axes(before, c["size"], c["scale_factor"])
+        rows = [_rows(axis, c["mode"], bool(c["align_corners"]), True) for axis in axes]
+        return onnx_matrices(c, c.input, before, [matrix.real_matrix(row, axis[0]) for row, axis in zip(rows, axes, strict=True)])
     factors = c["scale_factor"] or [_factor(old, new) for old, new in zip(before[2:], after[2:], strict=True)]
     align = "align_corners" if c["align_corners"] else "half_pixel"
     attributes: dict[str, Any] = {"mode": "linear", "coordinate_transformation_mode": align}
