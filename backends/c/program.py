@@ -194,8 +194,6 @@ def number(value: float, dtype: torch.dtype = torch.float32) -> str:
 
 Form = Callable[..., Value | None]
 FORMS: dict[Any, Form] = {}
-
-
 form = declaring(FORMS)
 """Declare the decorated function the C form of primitives: it takes a `Call` and the arguments of the primitive, tensors as `Value`s.
 
@@ -242,12 +240,9 @@ class Program:
             remedy = "export it with fxq.export_onnx"
             raise ExportError("the value computed here is not a tensor of known shape", node=node, because=because, remedy=remedy)
         if known.dtype not in C_TYPES:
-            raise ExportError(
-                f"a tensor of {str(known.dtype).removeprefix('torch.')} cannot be written in C",
-                node=node,
-                because="C99 has no such type",
-                remedy="convert it to float32 in forward, or before the model is called",
-            )
+            what = f"a tensor of {str(known.dtype).removeprefix('torch.')} cannot be written in C"
+            remedy = "convert it to float32 in forward, or before the model is called"
+            raise ExportError(what, node=node, because="C99 has no such type", remedy=remedy)
         return known
 
     def _released(self) -> dict[int, list[fx.Node]]:

@@ -155,11 +155,9 @@ def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     try:
         return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
     except (RuntimeError, TypeError):  # no memory; a size, or a number of elements, that 64 bits do not hold
-        raise ConfigurationError(
-            f"an input of the sizes {', '.join(map(str, shape))} cannot be made",
-            because=f"it has {math.prod(shape) * 4:,} bytes, which this machine cannot hold",
-            remedy="give smaller sizes",
-        ) from None
+        what = f"an input of the sizes {', '.join(map(str, shape))} cannot be made"
+        because = f"it has {math.prod(shape) * 4:,} bytes, which this machine cannot hold"
+        raise ConfigurationError(what, because=because, remedy="give smaller sizes") from None
 
 
 def _input_range(model: fx.GraphModule, node: fx.Node) -> float:

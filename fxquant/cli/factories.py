@@ -108,9 +108,8 @@ DATA = ".npz, .npy, .safetensors or .pt, or a folder of .npy; arrays by the name
 def command(commands: Any, name: str, purpose: str, more: str) -> argparse.ArgumentParser:
     """Return the parser of a new command; `more` is below its purpose in its own help."""
     described = f"{purpose[0].upper()}{purpose[1:]}.\n{more}"
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=purpose, description=described, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=purpose, description=described, formatter_class=form)
     return parser
 
 

@@ -229,12 +229,9 @@ def verify_stage(gm: fx.GraphModule, stage: Stage, made_by: str) -> None:
     if found:
         lines = "\n".join(f"%{violation.node.name}: {violation.because}" for violation in found[:20])
         more = f"\nand {len(found) - 20} more" if len(found) > 20 else ""
-        raise StageViolation(
-            f"the graph is not a valid {stage.name.lower()} graph after {made_by}",
-            node=found[0].node,
-            because=lines + more,
-            remedy=f"this is a defect of {made_by}; run with options=fxq.Options(dump='dir') and compare the graphs before and after it",
-        )
+        what = f"the graph is not a valid {stage.name.lower()} graph after {made_by}"
+        remedy = f"this is a defect of {made_by}; run with options=fxq.Options(dump='dir') and compare the graphs before and after it"
+        raise StageViolation(what, node=found[0].node, because=lines + more, remedy=remedy)
 
 
 # ---- The facts of one node, at whatever stage its graph is: what it calls, and the scale and dtype of its result -----

@@ -119,11 +119,8 @@ class Device(NamedTuple):
 def not_fused(prepared: fx.GraphModule) -> Rows[Unfused]:
     """Return the batch norms, additions and limits (relu, clamp) of a prepared model that were not fused, each with the reason."""
     nodes = {node.name: node for node in prepared.graph.nodes}
-    found = [
-        Unfused(layer.name, layer.operator, because, layer.source)
-        for layer in layers(prepared)
-        if (because := unfused(nodes[layer.name])) is not None
-    ]
+    reasons = [(layer, unfused(nodes[layer.name])) for layer in layers(prepared)]
+    found = [Unfused(layer.name, layer.operator, because, layer.source) for layer, because in reasons if because is not None]
     return Rows("not fused", tuple(found), "every batch norm, addition and limit after a layer is part of it")
 
 

@@ -215,11 +215,9 @@ def exact_form(model: Any) -> GraphForm:
 def check_same_model(left: GraphForm, opened: Any) -> None:
     """Raise ExportError if a file cannot be compared with a model: another model's, or one that takes integers."""
     if opened.io != "float":
-        raise ExportError(
-            f"{opened.path} cannot be verified",
-            because=f"it was exported with io={opened.io!r}, and takes integers where the model takes float tensors",
-            remedy="export with io='float'; the inner nodes of both files are the same",
-        )
+        because = f"it was exported with io={opened.io!r}, and takes integers where the model takes float tensors"
+        remedy = "export with io='float'; the inner nodes of both files are the same"
+        raise ExportError(f"{opened.path} cannot be verified", because=because, remedy=remedy)
     sizes = (sum(node.op == "placeholder" for node in left.model.graph.nodes), len(recording.returned(left.model)))
     found = (len(opened.input_names), len(opened.output_names))
     if is_deployed(left.model):

@@ -423,10 +423,8 @@ def _uniform(choices: Choices, widths: Sequence[int], budget: Budget) -> list[tu
     for weights in widths:
         for tensors in widths if len(budget.kinds) > 1 else [0]:
             width = {WEIGHT: weights, ACTIVATION: tensors}
-            wanted = {
-                name: next((dtype for dtype in choice.dtypes if bits(dtype) == width[choice.kind]), choice.dtype)
-                for name, choice in choices.items()
-            }
+            having = {name: [dtype for dtype in choice.dtypes if bits(dtype) == width[choice.kind]] for name, choice in choices.items()}
+            wanted = {name: (*dtypes, choices[name].dtype)[0] for name, dtypes in having.items()}
             told = f"{weights}-bit weights" + (f", {tensors}-bit tensors" if tensors else "")
             found.setdefault(tuple(sorted(wanted.items())), (told, wanted))
     return list(found.values())

@@ -126,11 +126,9 @@ def search(work: Work, observers: Sequence[Any], metric: Metric | None) -> Obser
         because = "every scale of this model is given, or demanded"
         raise ConfigurationError("no observer can be chosen", because=because, remedy="leave scales to calibration")
     named = {label(observer): observer for observer in observers}
-    served = {
-        name: observer
-        for name, observer in named.items()
-        if taking_over(tensors[0].operators[0].output, ActivationConfig(observer=observer)) is not None
-    }
+    output = tensors[0].operators[0].output
+    configs = {name: ActivationConfig(observer=observer) for name, observer in named.items()}
+    served = {name: named[name] for name, config in configs.items() if taking_over(output, config) is not None}
     call = {"function": "search_observers", "observers": tuple(named), "metric": metric is not None}
     journal = Checkpoint(work.options.checkpoint, call_of(work.prepared, Samples(work.samples), **call), work.options.distributed)
     reference = reference_of(work.prepared, work.samples)
@@ -140,7 +138,7 @@ def search(work: Work, observers: Sequence[Any], metric: Metric | None) -> Obser
 
     results = journal.gather({choice.name: partial(tried, choice) for choice in tensors}, "observers", work.show)
     trials = [ObserverTrial(**results[choice.name]) for choice in tensors]
-    configs = {trial.name: ActivationConfig(observer=served[trial.chosen]) for trial in trials if trial.chosen != trial.before}
+    configs = {trial.name: configs[trial.chosen] for trial in trials if trial.chosen != trial.before}
     mappings = {"as given": work.base}
     if configs:
         mappings["the best for each"] = choices.mapping(work.base, {}, configs)

@@ -81,11 +81,10 @@ def operator(
         remedy = "see fxquant.ops.core.record.Operator"
         raise ConfigurationError(f"the operator {name!r} cannot be declared", because=unknown[0], remedy=remedy)
     if (expand is None) == (lower is None):
-        raise ConfigurationError(
-            f"the operator {name!r} has {'no integer form' if expand is None else 'two integer forms'}",
-            because="it is defined either by other operators (expand=) or by primitives (lower=)",
-            remedy="pass one of the two; an elementwise function of one tensor needs neither: declare it by fxq.extend.unary",
-        )
+        forms = "no integer form" if expand is None else "two integer forms"
+        because = "it is defined either by other operators (expand=) or by primitives (lower=)"
+        remedy = "pass one of the two; an elementwise function of one tensor needs neither: declare it by fxq.extend.unary"
+        raise ConfigurationError(f"the operator {name!r} has {forms}", because=because, remedy=remedy)
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Tensor:

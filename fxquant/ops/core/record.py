@@ -49,8 +49,6 @@ class Own:
 
 # For an inner tensor of a composite: what its result needs, and what its result is better with.
 WIDE = Own("int16", headroom=2.0)
-
-
 OWN = Own()
 INNER = Own("int16", otherwise="int8")
 

@@ -210,8 +210,6 @@ def requantizes_residuals(lowering: Lowering) -> bool:
 
 
 MOST_NARROWED = 8  # bits an int16 operand may give up so that its sums fit the accumulator
-
-
 FUSED = ("batch_norm", "residual", "clamp")  # the keywords of what is fused into a layer, in the order in which it is computed
 ABSORBED = frozenset(FUSED)
 
