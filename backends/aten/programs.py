@@ -110,10 +110,8 @@ def _export(
             if [_bytes(value) for value in ours] != [_bytes(value) for value in pytree.tree_leaves(program(*batch))]:
                 shapes = ", ".join(str(tuple(value.shape)) for value in batch if isinstance(value, Tensor))
                 fixed = "use fxq.export.export_pt2, or trace with options=fxq.Options(dynamic_shapes={}) to fix the batch size"
-                because, remedy = (
-                    f"the file was run with inputs of shape {shapes}, and gave other bits",
-                    fixed if by == "torch.jit" else OTHERS,
-                )
+                remedy = fixed if by == "torch.jit" else OTHERS
+                because = f"the file was run with inputs of shape {shapes}, and gave other bits"
                 raise ExportError(f"what {by} has written is not equal to the integer model", because=because, remedy=remedy)
     return write_file(path, archive.getvalue())
 
