@@ -102,23 +102,17 @@ def _export(
         except Exception as error:  # PyTorch's exporters raise errors of many classes
             said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             kept = next((node for node in integer.graph.nodes if is_python(node)), None)
-            raise ExportError(
-                f"the model cannot be written by {by}",
-                node=kept,
-                because=f"{by} says: {said}"
-                + ("" if kept is None else "; what fxq.wrap or the option leaf keeps as Python is traced by it as well"),
-                remedy=OTHERS if kept is None else "return what it reads, and call it after the program; or fxq.export.export_segments",
-            ) from error
+            traced = "" if kept is None else "; what fxq.wrap or the option leaf keeps as Python is traced by it as well"
+            remedy = OTHERS if kept is None else "return what it reads, and call it after the program; or fxq.export.export_segments"
+            what, because = f"the model cannot be written by {by}", f"{by} says: {said}{traced}"
+            raise ExportError(what, node=kept, because=because, remedy=remedy) from error
         for batch, ours in zip(batches, found, strict=True):
             if [_bytes(value) for value in ours] != [_bytes(value) for value in pytree.tree_leaves(program(*batch))]:
                 shapes = ", ".join(str(tuple(value.shape)) for value in batch if isinstance(value, Tensor))
-                raise ExportError(
-                    f"what {by} has written is not equal to the integer model",
-                    because=f"the file was run with inputs of shape {shapes}, and gave other bits",
-                    remedy="use fxq.export.export_pt2, or trace with options=fxq.Options(dynamic_shapes={}) to fix the batch size"
-                    if by == "torch.jit"
-                    else OTHERS,
-                )
+                fixed = "use fxq.export.export_pt2, or trace with options=fxq.Options(dynamic_shapes={}) to fix the batch size"
+                remedy = fixed if by == "torch.jit" else OTHERS
+                because = f"the file was run with inputs of shape {shapes}, and gave other bits"
+                raise ExportError(f"what {by} has written is not equal to the integer model", because=because, remedy=remedy)
     return write_file(path, archive.getvalue())
 
 

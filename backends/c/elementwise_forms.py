@@ -154,9 +154,6 @@ form(elementwise.centre)(_each("centre", 1))
 form(elementwise.shift_right)(_each("shift_right", 1))
 form(elementwise.clamp)(_each("clamp", 2))
 
-
-# ---- two operands -----------------------------------------------------------------------------------------------------
-
 RELATIONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 LOGIC = {"and": "a && b", "or": "a || b", "xor": "!a != !b"}
 WHOLE = {

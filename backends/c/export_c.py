@@ -83,21 +83,13 @@ def export_c(integer: fx.GraphModule, path: str | os.PathLike[str], *, batch_siz
 def _check(integer: fx.GraphModule, path: Path, batch_size: int) -> None:
     require_integer(integer)
     if path.suffix != ".c" or not re.fullmatch(r"[\w .+-]+", path.stem):
-        raise ConfigurationError(
-            f"{path.name!r} is not a name for a C source",
-            because="header and main lie in the same folder and are named after it, and the source names them",
-            remedy="pass one like net.c, of letters, digits, and any of _ . + -",
-        )
+        because = "header and main lie in the same folder and are named after it, and the source names them"
+        remedy = "pass one like net.c, of letters, digits, and any of _ . + -"
+        raise ConfigurationError(f"{path.name!r} is not a name for a C source", because=because, remedy=remedy)
     limits = noted_limits(integer.graph)
     if not limits.smallest <= batch_size <= (limits.largest or batch_size):
-        raise ConfigurationError(
-            f"batch_size={batch_size} cannot be used",
-            because=f"the model slices its batch at a fixed index, and takes from {limits.smallest} to {limits.largest or 'any'} rows",
-            remedy="pass a batch size between these",
-        )
-
-
-# ---- texts ------------------------------------------------------------------------------------------------------------
+        because = f"the model slices its batch at a fixed index, and takes from {limits.smallest} to {limits.largest or 'any'} rows"
+        raise ConfigurationError(f"batch_size={batch_size} cannot be used", because=because, remedy="pass a batch size between these")
 
 
 def _signature(program: Program, name: str) -> str:
@@ -134,11 +126,8 @@ def _header(program: Program, name: str, path: Path, external: bool) -> str:
 def _source(program: Program, name: str, path: Path, external: bool) -> str:
     body = "".join(f"    {line}\n" if line else "\n" for text in program.lines for line in text.split("\n"))
     used = "\n".join([*program.lines, program.functions.text()])
-    pools = [
-        f"static {kind} {pool_name(kind)}[{pool.size}];"
-        for kind, pool in program.pools.items()
-        if re.search(rf"\b{pool_name(kind)}\b", used)
-    ]
+    taken = [(kind, pool) for kind, pool in program.pools.items() if re.search(rf"\b{pool_name(kind)}\b", used)]
+    pools = [f"static {kind} {pool_name(kind)}[{pool.size}];" for kind, pool in taken]
     unused = [f"    (void){value.text};\n" for value in program.inputs if not re.search(rf"\b{value.text}\b", body)]
     includes = ["<float.h>", "<stddef.h>", "<stdint.h>", *(["<stdio.h>"] if external else [])]
     sizes = {name: dtype.itemsize for dtype, name in C_TYPES.items()}

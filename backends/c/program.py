@@ -194,8 +194,6 @@ def number(value: float, dtype: torch.dtype = torch.float32) -> str:
 
 Form = Callable[..., Value | None]
 FORMS: dict[Any, Form] = {}
-
-
 form = declaring(FORMS)
 """Declare the decorated function the C form of primitives: it takes a `Call` and the arguments of the primitive, tensors as `Value`s.
 
@@ -232,27 +230,19 @@ class Program:
         words = set(re.findall(r"\w+", "\n".join(self.lines)))
         self.arrays = [value for value in self.constants.values() if value.text in words]  # the other constants are literals in the calls
 
-    # ---- facts ----------------------------------------------------------------------------------------------------------
-
     def fact_of(self, node: fx.Node) -> TensorFact:
         known = fact(node)
         if node.op == "get_attr":
             value = resolve(self.integer, str(node.target))
             known = TensorFact(tuple(value.shape), value.dtype)
         if not isinstance(known, TensorFact):
-            raise ExportError(
-                "the value computed here is not a tensor of known shape",
-                node=node,
-                because="every array of a C program has its size when it is compiled",
-                remedy="export it with fxq.export_onnx",
-            )
+            because = "every array of a C program has its size when it is compiled"
+            remedy = "export it with fxq.export_onnx"
+            raise ExportError("the value computed here is not a tensor of known shape", node=node, because=because, remedy=remedy)
         if known.dtype not in C_TYPES:
-            raise ExportError(
-                f"a tensor of {str(known.dtype).removeprefix('torch.')} cannot be written in C",
-                node=node,
-                because="C99 has no such type",
-                remedy="convert it to float32 in forward, or before the model is called",
-            )
+            what = f"a tensor of {str(known.dtype).removeprefix('torch.')} cannot be written in C"
+            remedy = "convert it to float32 in forward, or before the model is called"
+            raise ExportError(what, node=node, because="C99 has no such type", remedy=remedy)
         return known
 
     def _released(self) -> dict[int, list[fx.Node]]:
@@ -268,8 +258,6 @@ class Program:
         for node, index in last.items():
             released.setdefault(index, []).append(node)
         return released
-
-    # ---- the traversal --------------------------------------------------------------------------------------------------
 
     def _walk(self, node: fx.Node) -> None:
         if node.op == "placeholder":
@@ -322,24 +310,18 @@ class Program:
         known = fact(node)
         if isinstance(known, TensorFact) or known is None:
             spec = annotation(node)
-            raise ExportError(
-                "the model has operators in float, which are not written in C",
-                node=node,
-                because=f"{spec.because if spec is not None else 'this is not an integer operator'}; C programs compute in integers only",
-                remedy="take it out of the model, to the host's side, or export with fxq.export_onnx; fxq.explain lists all of them",
-            )
+            because = f"{spec.because if spec is not None else 'this is not an integer operator'}; C programs compute in integers only"
+            remedy = "take it out of the model, to the host's side, or export with fxq.export_onnx; fxq.explain lists all of them"
+            raise ExportError("the model has operators in float, which are not written in C", node=node, because=because, remedy=remedy)
         return fx.node.map_aggregate(known, lambda value: value.at(self.batch) if isinstance(value, BatchDim) else value)
 
     def _primitive(self, node: fx.Node) -> None:
         record = PRIMITIVES[node.target]  # type: ignore[index]
         written = FORMS.get(record.function)
         if written is None:
-            raise ExportError(
-                f"the primitive {record.name} has no C form yet",
-                node=node,
-                because=f"the C program knows {len(FORMS)} of the {len(PRIMITIVES)} primitives",
-                remedy="export it with fxq.export_onnx",
-            )
+            because = f"the C program knows {len(FORMS)} of the {len(PRIMITIVES)} primitives"
+            remedy = "export it with fxq.export_onnx"
+            raise ExportError(f"the primitive {record.name} has no C form yet", node=node, because=because, remedy=remedy)
         arguments = fx.node.map_aggregate(node.args, lambda value: self.operand(value) if isinstance(value, fx.Node) else value)
         self.lines.append(f"\n/* {node.name}: {comment(source(node))} */" if source(node) else f"\n/* {node.name} */")
         before = len(self.lines)
@@ -353,8 +335,6 @@ class Program:
         """Return the value of an argument: a `Value`, or a number."""
         found = self.values[node]
         return self.constant(found) if isinstance(found, Tensor) else found
-
-    # ---- memory ---------------------------------------------------------------------------------------------------------
 
     def store(self, node: fx.Node | Step, dtype: torch.dtype, shape: Shape) -> Value:
         """Return memory for the result of a node: the caller's, if the result is an output that no node reads."""

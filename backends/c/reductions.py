@@ -81,9 +81,6 @@ def _resize_linear(
     call.emit("resize_linear", [input.dtype, weights[0].dtype, call.dtype], *sizes, input, rows, columns, *numbers)
 
 
-# ---- windows ----------------------------------------------------------------------------------------------------------
-
-
 @form(pool.max_pool)
 def _max_pool(
     call: Call, input: Value, kernel: list[int], stride: list[int], begin: list[int], end: list[int], dilation: list[int]
@@ -103,8 +100,6 @@ def _pool_indices(call: Call, input: Value, kernel: list[int], stride: list[int]
     window = _window(call, input, kernel, stride, begin, dilation)
     call.emit("pool_indices", [input.dtype], _planes(input, len(kernel)), window, input, places)
 
-
-# ---- whole dimensions -------------------------------------------------------------------------------------------------
 
 REDUCED = {"sum": "wrapped((uint64_t)total + (uint64_t)(int64_t)q)", "largest": "k == 0 || q > total ? q : total"}
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rich.markup import escape
 from rich.table import Table
-from torch import Tensor, fx
+from torch import fx
 
 from fxquant.analysis.layers import HOST, Layer, alike, description, layers, left_in_float
 from fxquant.analysis.measures import MEASURES, Site, lowered_from
@@ -102,8 +102,7 @@ def summary(known: tuple[Layer, ...]) -> str:
         counted += f", {dynamic} {'is' if dynamic == 1 else 'are'} dynamic"
     if not left:
         return f"{counted}, none is left in float"
-    reasons = Counter(layer.reason for layer in left)
-    told = reasons.most_common(SHOWN_REASONS)
+    told = Counter(layer.reason for layer in left).most_common(SHOWN_REASONS)
     listed = [f"{count} because {reason}" for reason, count in told]
     others = len(left) - sum(count for _, count in told)
     listed += [f"{others} for other reasons"] if others else []
@@ -211,11 +210,8 @@ def _sentence(run: OperatorRun) -> str:
 
 
 def _run_once(model: fx.GraphModule, runner: Runner) -> dict[fx.Node, Choice]:
-    inputs: list[Tensor] = []
-    for node in model.graph.find_nodes(op="placeholder"):
-        known = fact(node)
-        assert isinstance(known, TensorFact)
-        inputs.append(torch.zeros(known.at(1), dtype=known.dtype, device="cpu"))
+    known: list[TensorFact] = [fact(node) for node in model.graph.find_nodes(op="placeholder")]
+    inputs = [torch.zeros(each.at(1), dtype=each.dtype, device="cpu") for each in known]
     if all(tensor.device.type == "cpu" for tensor in model.buffers()):
         runner.program(model, inputs)
     return runner.choices(model)
@@ -354,16 +350,11 @@ def findings(gm: fx.GraphModule, target: Target) -> Findings:
 
 def broken_limits(gm: fx.GraphModule, known: tuple[Layer, ...], target: Target) -> Iterator[Finding]:
     """Yield the limits that integer operators of an annotated or prepared graph break; `known` are its layers."""
-    if not target.limits:
-        return
-    limits = Limits(target)
-    nodes = {node.name: node for node in gm.graph.nodes}
-    for layer in known:
+    limits, nodes = Limits(target), {node.name: node for node in gm.graph.nodes}
+    for layer in known if target.limits else ():
         node = nodes[layer.name]
         operator = record_of(gm, node) if layer.integer and not layer.boundary else None
-        if operator is None:
-            continue
-        for breach in limits.broken(Site(node, operator, operator.arguments(node))):
+        for breach in [] if operator is None else limits.broken(Site(node, operator, operator.arguments(node))):
             yield Finding(layer.module or layer.name, layer.name, layer.operator, breach.sentence, layer.source, breach.limit.remedy)
 
 

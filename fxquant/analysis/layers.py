@@ -166,36 +166,19 @@ def _layer(
         changed = ("" if module.factors is None else module.factors.description, module.weight_quantizer.description)
         reason = "; ".join(text for text in (reason, *changed) if text)
     at_boundary = is_quantize(model, node) or is_dequantize(model, node)
+    where = HOST if dtype is None and not is_dynamic(model, node) else device
     if dtype is None and not at_boundary and in_float16(model, node):
         reason = "; ".join([*([reason] if reason else []), f"{device} computes it in float16, outside the integer contract"])
         where = device
-    else:
-        where = HOST if dtype is None and not is_dynamic(model, node) else device
+    operator = called(model, node) if lowered is None else lowered.name
+    shown = dtype or ("" if tensor is None else str(tensor.dtype).removeprefix("torch."))
+    shape = () if tensor is None else tuple(size if isinstance(size, int) else str(size) for size in tensor.shape)
+    told = () if lowered is None else tuple(NOTES[key].format(value) for key, value in notes(node).items() if key in NOTES)
     return Layer(
-        name=node.name,
-        operator=called(model, node) if lowered is None else lowered.name,
-        integer=dtype is not None,
-        dynamic=is_dynamic(model, node),
-        boundary=at_boundary,
-        dtype=dtype or ("" if tensor is None else str(tensor.dtype).removeprefix("torch.")),
-        grid=grid,
-        shape=() if tensor is None else tuple(size if isinstance(size, int) else str(size) for size in tensor.shape),
-        source=source(node),
-        module=module_path(node),
-        device=where,
-        reason=reason,
-        notes=() if lowered is None else tuple(NOTES[key].format(value) for key, value in notes(node).items() if key in NOTES),
-        accumulator_bits=noted(node, "accumulator_bits") or 0,
-        macs=macs,
-        weight_bytes=weight_bytes,
-        activation_bytes=activation_bytes,
-        fused=fused(node),
-        part=str(part(node) or ""),
-        inner=is_inner_part(node),
-        step=step_of(node),
-        intermediates=intermediates,
-        parts=coarser(model, node, nodes),
-    )
+        node.name, operator, dtype is not None, is_dynamic(model, node), at_boundary, shown, grid, shape, source(node), module_path(node),
+        where, reason, told, noted(node, "accumulator_bits") or 0, macs, weight_bytes, activation_bytes, fused(node),
+        str(part(node) or ""), is_inner_part(node), step_of(node), intermediates, coarser(model, node, nodes),
+    )  # fmt: skip
 
 
 # ---- operators that hold several tensors on one grid, which is coarser than theirs -----------------------------------

@@ -179,8 +179,6 @@ def _bits(node: fx.Node) -> list[int]:
     return [] if dtype is None else [dtype.bits]
 
 
-# ---- the table ----------------------------------------------------------------------------------------------------------
-
 Measure = Callable[[Site], list[Any]]
 # By the names that a user reads: "its <name> is". Of channels and sizes, of every activation that an operator reads.
 MEASURES: dict[str, Measure] = {
@@ -297,12 +295,8 @@ def _written(model: fx.GraphModule, node: fx.Node) -> tuple[Operator | None, dic
     if operator is not None:
         return operator, operator.arguments(node)
     module: Any = resolve(model, str(node.target)) if node.op == "call_module" else None
-    take: Any
-    if module is not None:
-        operator, take = MODULES.get(type(module), (None, None))
-    else:
-        table: Mapping[Any, Any] = FUNCTIONS if node.op == "call_function" else METHODS if node.op == "call_method" else {}
-        operator, take = table.get(node.target, (None, None))
+    tables: dict[str, Mapping[Any, Any]] = {"call_module": MODULES, "call_function": FUNCTIONS, "call_method": METHODS}
+    operator, take = tables.get(node.op, {}).get(node.target if module is None else type(module), (None, None))
     if operator is None or operator.layer.macs is None:
         return None, {}
     if module is not None:
@@ -375,9 +369,8 @@ def _float_bytes(model: fx.GraphModule, node: fx.Node) -> int:
     """Return the parameters and buffers of a module, and the parameters that a function reads."""
     read = [operand for operand in node.all_input_nodes if operand.op == "get_attr"] + [node] * (node.op == "call_module")
     held = [resolve(model, str(each.target)) for each in read]
-    tensors = [
-        tensor for value in held for tensor in ([*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else [value])
-    ]
+    groups = ([*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else [value] for value in held)
+    tensors = [tensor for group in groups for tensor in group]
     computed = [fact(operand) for operand in node.all_input_nodes if operand.op != "get_attr" and is_parameter(operand)]
     found = sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor))
     return found + sum(_bytes(known) for known in computed if isinstance(known, TensorFact))

@@ -135,11 +135,9 @@ def _named(model: fx.GraphModule, working: list[fx.Node], name: str) -> fx.Node:
     if name and inside:
         return inside[-1]
     near = difflib.get_close_matches(name, [*tensors, *dict.fromkeys(map(module_path, working))], n=1)
-    raise ConfigurationError(
-        f"the model has no tensor {name!r} to cut after",
-        because="a cut is named after a tensor that the model computes, or the path of a module in the user's model",
-        remedy=f"did you mean {near[0]!r}?" if near else "fxq.inspect.layers and fxq.text list the names",
-    )
+    because = "a cut is named after a tensor that the model computes, or the path of a module in the user's model"
+    remedy = f"did you mean {near[0]!r}?" if near else "fxq.inspect.layers and fxq.text list the names"
+    raise ConfigurationError(f"the model has no tensor {name!r} to cut after", because=because, remedy=remedy)
 
 
 def _names(nodes: Iterable[fx.Node]) -> tuple[str, ...]:

@@ -119,11 +119,9 @@ class Wanted:
         """Raise ConfigurationError for a name that the form has no tensor of."""
         for name in sorted(self.names - form.tensors.keys()):
             near = difflib.get_close_matches(name, [*KINDS, *form.tensors], n=1)
-            raise ConfigurationError(
-                f"the model has no tensor {name!r} to record",
-                because=f"kinds are {', '.join(map(repr, KINDS))}, and the names of tensors that the model computes",
-                remedy=f"did you mean {near[0]!r}?" if near else "fxq.inspect.layers and fxq.text list the names",
-            )
+            because = f"kinds are {', '.join(map(repr, KINDS))}, and the names of tensors that the model computes"
+            remedy = f"did you mean {near[0]!r}?" if near else "fxq.inspect.layers and fxq.text list the names"
+            raise ConfigurationError(f"the model has no tensor {name!r} to record", because=because, remedy=remedy)
 
 
 class GraphForm(Form):
@@ -316,11 +314,11 @@ def _is_integer(model: fx.GraphModule, node: fx.Node) -> bool:
 def returned(model: fx.GraphModule, everything: bool = False) -> list[fx.Node]:
     """Return the nodes of the tensors that a model returns, in order; with `everything` also nodes of values without a known shape."""
     (output,) = model.graph.find_nodes(op="output")
-    return [
-        node
-        for node in nodes_in(output.args)
-        if isinstance(fact(node), TensorFact) or node.op == "get_attr" or (everything and fact(node) is None)
-    ]
+
+    def counts(node: fx.Node) -> bool:
+        return isinstance(fact(node), TensorFact) or node.op == "get_attr" or (everything and fact(node) is None)
+
+    return list(filter(counts, nodes_in(output.args)))
 
 
 def float_outputs(model: fx.GraphModule) -> set[str]:

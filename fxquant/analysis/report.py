@@ -87,9 +87,8 @@ class Report:
 
     def __str__(self) -> str:
         verdict = "equal" if self else "NOT equal"
-        lines = [
-            f"{verdict}: {self.mismatches} mismatching elements of {self.elements} in {self.tensors} tensors ({'; '.join(self.pairs)})"
-        ]
+        counted = f"{self.mismatches} mismatching elements of {self.elements} in {self.tensors} tensors"
+        lines = [f"{verdict}: {counted} ({'; '.join(self.pairs)})"]
         if self.flips:
             lines.append(f"{self.flips} elements flipped after float operators, which runtimes round differently")
         lines.extend(f"  {difference}" for difference in self.floats.values() if difference.differing)

@@ -61,19 +61,14 @@ def samples_from(path: Path, model: nn.Module) -> Named:
     arrays = named(arrays_from(path), required)
     missing = [name for name in required if name not in arrays]
     if missing:
-        raise ConfigurationError(
-            f"{path} has no array for {', '.join(missing)}",
-            because=f"forward takes {', '.join(required)}, and the data holds {', '.join(arrays) or 'nothing'}",
-            remedy="name the arrays like forward's arguments",
-        )
+        because = f"forward takes {', '.join(required)}, and the data holds {', '.join(arrays) or 'nothing'}"
+        remedy = "name the arrays like forward's arguments"
+        raise ConfigurationError(f"{path} has no array for {', '.join(missing)}", because=because, remedy=remedy)
     counts = {name: len(array) if array.dim() else 0 for name, array in arrays.items()}
     if len(set(counts.values())) != 1 or 0 in counts.values():
         sizes = ", ".join(f"{count} of {name}" for name, count in counts.items()) or "none"
-        raise ConfigurationError(
-            f"{path} does not hold samples",
-            because=f"dimension 0 of every array is the sample, and the sizes are {sizes}",
-            remedy="give each array one row for each sample",
-        )
+        because = f"dimension 0 of every array is the sample, and the sizes are {sizes}"
+        raise ConfigurationError(f"{path} does not hold samples", because=because, remedy="give each array one row for each sample")
     return arrays
 
 
@@ -95,25 +90,20 @@ def arrays_from(path: Path) -> Named:
         if path.is_dir():
             files = sorted(path.glob("*.npy"))
             if not files:
-                raise ConfigurationError(
-                    f"{path} cannot be read as data", because="the folder holds no .npy file", remedy="save each input there as NAME.npy"
-                )
+                remedy = "save each input there as NAME.npy"
+                raise ConfigurationError(f"{path} cannot be read as data", because="the folder holds no .npy file", remedy=remedy)
             return {file.stem: torch.from_numpy(np.load(file, allow_pickle=False)) for file in files}
         if path.suffix.lower() not in FORMATS:
-            raise ConfigurationError(
-                f"{path} cannot be read as data",
-                because=f"data is read from {', '.join(FORMATS)}, or a folder of .npy; other formats can hold code",
-                remedy="save it with numpy.savez or safetensors.torch.save_file",
-            )
+            because = f"data is read from {', '.join(FORMATS)}, or a folder of .npy; other formats can hold code"
+            remedy = "save it with numpy.savez or safetensors.torch.save_file"
+            raise ConfigurationError(f"{path} cannot be read as data", because=because, remedy=remedy)
         return _of_file(path)
     except ConfigurationError:
         raise
     except Exception as error:  # what is read of a damaged file raises errors of many classes
-        raise ConfigurationError(
-            f"{path} cannot be read as data",
-            because=(str(error) or type(error).__name__).splitlines()[0],
-            remedy="pass a file that numpy.save, numpy.savez, torch.save of tensors or safetensors.torch.save_file wrote",
-        ) from error
+        because = (str(error) or type(error).__name__).splitlines()[0]
+        remedy = "pass a file that numpy.save, numpy.savez, torch.save of tensors or safetensors.torch.save_file wrote"
+        raise ConfigurationError(f"{path} cannot be read as data", because=because, remedy=remedy) from error
 
 
 def _of_file(path: Path) -> Named:
@@ -156,8 +146,7 @@ def _drawn(model: fx.GraphModule, node: fx.Node, size: int, generator: torch.Gen
         return known
     shape = known.at(size)
     if known.dtype.is_floating_point:
-        spread = _input_range(model, node) / 2
-        return (_normal(shape, generator) * spread).to(known.dtype)
+        return (_normal(shape, generator) * (_input_range(model, node) / 2)).to(known.dtype)
     return torch.randint(0, 2, shape, generator=generator, device="cpu").to(known.dtype)
 
 
@@ -166,11 +155,9 @@ def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     try:
         return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
     except (RuntimeError, TypeError):  # no memory; a size, or a number of elements, that 64 bits do not hold
-        raise ConfigurationError(
-            f"an input of the sizes {', '.join(map(str, shape))} cannot be made",
-            because=f"it has {math.prod(shape) * 4:,} bytes, which this machine cannot hold",
-            remedy="give smaller sizes",
-        ) from None
+        what = f"an input of the sizes {', '.join(map(str, shape))} cannot be made"
+        because = f"it has {math.prod(shape) * 4:,} bytes, which this machine cannot hold"
+        raise ConfigurationError(what, because=because, remedy="give smaller sizes") from None
 
 
 def _input_range(model: fx.GraphModule, node: fx.Node) -> float:

@@ -33,10 +33,9 @@ def text(gm: fx.GraphModule, *, steps: bool = False, kernels: str = "auto") -> s
     shows = kernels == "auto"
     shown = [node for node in gm.graph.nodes if left_out.get(node) != ""]
     rows = [_row(gm, node, shows) if node not in left_out else (left_out[node], "", "", "") for node in shown]
-    lines = aligned(rows, most=100)
     stage = (stage_of(gm) or "traced").lower()
     stage = "integer" if stage == "fused" and not shows else stage
-    return "\n".join([f"graph   # {stage}", *("  " + line for line in lines)]) + "\n"
+    return "\n".join([f"graph   # {stage}", *("  " + line for line in aligned(rows, most=100))]) + "\n"
 
 
 def aligned(rows: Sequence[Sequence[str]], most: int | None = None, left: int | None = None) -> list[str]:

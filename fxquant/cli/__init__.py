@@ -20,9 +20,7 @@ from fxquant.cli.models import add_check, add_conformance, add_quantize
 from fxquant.errors import FxQuantError
 from fxquant.support.arguments import Kind, checked, words
 
-COMMANDS = (
-    add_quantize, add_check, add_inspect, add_diff, add_report, add_segments, add_export, add_conformance, add_verify
-)  # fmt: skip
+COMMANDS = (add_quantize, add_check, add_inspect, add_diff, add_report, add_segments, add_export, add_conformance, add_verify)
 
 INTERRUPTED, NOT_READ = 130, 141  # the exit statuses that shells know for Ctrl-C, and for output that nobody reads any more
 NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # what a full disk, or a broken one, says of output

@@ -52,11 +52,9 @@ def _attribute(found: Any, path: str, name: str) -> Any:
         if not hasattr(found, part):
             known = [each for each in vars(found) if not each.startswith("_")] if hasattr(found, "__dict__") else []
             near = difflib.get_close_matches(part, known, n=1)
-            raise ConfigurationError(
-                f"{name} does not exist",
-                because=f"{getattr(found, '__name__', type(found).__name__)} has no {part}",
-                remedy=f"did you mean {near[0]!r}?" if near else f"its names are {', '.join(known) or 'none'}",
-            )
+            because = f"{getattr(found, '__name__', type(found).__name__)} has no {part}"
+            remedy = f"did you mean {near[0]!r}?" if near else f"its names are {', '.join(known) or 'none'}"
+            raise ConfigurationError(f"{name} does not exist", because=because, remedy=remedy)
         found = getattr(found, part)
     return found
 
@@ -66,11 +64,8 @@ def _made(factory: Any, name: str) -> nn.Module:
         raise ConfigurationError(f"{name} is not a factory", because=f"it is a {type(factory).__name__}", remedy=REMEDY)
     required = _required(factory)
     if required:
-        raise ConfigurationError(
-            f"{name} cannot be called without arguments",
-            because=f"it requires {', '.join(required)}",
-            remedy="write a function without arguments that passes them, and name that",
-        )
+        remedy = "write a function without arguments that passes them, and name that"
+        raise ConfigurationError(f"{name} cannot be called without arguments", because=f"it requires {', '.join(required)}", remedy=remedy)
     with _of_user(f"{name} does not make a model", "call it in Python, and mend what it raises"):
         model = factory()
     if not isinstance(model, nn.Module):
@@ -101,18 +96,9 @@ def _line(error: BaseException) -> str | None:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     foreign = (str(Path(__file__).parents[1]), os.path.dirname(os.__file__), "<frozen")
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(foreign) and "site-packages" not in frame.filename
-    ]
-    if not frames:
-        return None
-    last = frames[-1]
-    return f"{last.filename}:{last.lineno} in {last.name}:  {last.line}"
-
-
-# ---- options ---------------------------------------------------------------------------------------------------------
+    passed = reversed(traceback.extract_tb(error.__traceback__))
+    last = next((each for each in passed if not each.filename.startswith(foreign) and "site-packages" not in each.filename), None)
+    return None if last is None else f"{last.filename}:{last.lineno} in {last.name}:  {last.line}"
 
 
 FILE = "a model that fxq.save wrote (.fxq), or a file that fxq.export_onnx wrote (.onnx)"
@@ -122,9 +108,8 @@ DATA = ".npz, .npy, .safetensors or .pt, or a folder of .npy; arrays by the name
 def command(commands: Any, name: str, purpose: str, more: str) -> argparse.ArgumentParser:
     """Return the parser of a new command; `more` is below its purpose in its own help."""
     described = f"{purpose[0].upper()}{purpose[1:]}.\n{more}"
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=purpose, description=described, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=purpose, description=described, formatter_class=form)
     return parser
 
 

@@ -27,12 +27,8 @@ def _batches(options: argparse.Namespace, model: Any) -> list[Any]:
 
 def add_inspect(commands: Any) -> None:
     """Add the command `inspect`."""
-    parser = command(
-        commands,
-        "inspect",
-        "describe a file: stage, target, inputs, operators, dtypes, scales, sizes, and which operators stay in float and why",
-        "The table lists every quantized tensor in the order they are computed.",
-    )
+    purpose = "describe a file: stage, target, inputs, operators, dtypes, scales, sizes, and which operators stay in float and why"
+    parser = command(commands, "inspect", purpose, "The table lists every quantized tensor in the order they are computed.")
     parser.add_argument("file", type=path, metavar="FILE", help=FILE)
     parser.add_argument("--graph", action="store_true", help="print only the graph, as text")
     parser.set_defaults(run=_inspect)
@@ -48,12 +44,9 @@ def _inspect(options: argparse.Namespace) -> int:
 
 def add_diff(commands: Any) -> None:
     """Add the command `diff`."""
-    diff = command(
-        commands,
-        "diff",
-        "compare what two files hold: their graphs as text, their scales, their weights",
-        "Both are saved models, or both are ONNX files. The exit status is 0 if they hold the same, and 1 if not.",
-    )
+    purpose = "compare what two files hold: their graphs as text, their scales, their weights"
+    more = "Both are saved models, or both are ONNX files. The exit status is 0 if they hold the same, and 1 if not."
+    diff = command(commands, "diff", purpose, more)
     diff.add_argument("a", type=path, metavar="A", help=FILE)
     diff.add_argument("b", type=path, metavar="B", help="another of the same kind")
     diff.set_defaults(run=_diff)
@@ -69,17 +62,13 @@ def _diff(options: argparse.Namespace) -> int:
 
 def add_report(commands: Any) -> None:
     """Add the command `report`."""
-    report = command(
-        commands,
-        "report",
-        "write one HTML page of a model: its graph, its layers, how far they are from the float model, and what to do",
-        "The page opens without network. The advice needs --reference, the traced or prepared float side.",
-    )
+    purpose = "write one HTML page of a model: its graph, its layers, how far they are from the float model, and what to do"
+    more = "The page opens without network. The advice needs --reference, the traced or prepared float side."
+    report = command(commands, "report", purpose, more)
     report.add_argument("file", type=path, metavar="FILE", help="a model that fxq.save wrote (.fxq)")
     report.add_argument("--out", type=path, default=Path("report.html"), metavar="FILE", help="the page (default: report.html)")
-    report.add_argument(
-        "--reference", type=path, metavar="FILE", help="the same model as fxq.trace or fxq.prepare made it, saved; a prepared one in float"
-    )
+    same = "the same model as fxq.trace or fxq.prepare made it, saved; a prepared one in float"
+    report.add_argument("--reference", type=path, metavar="FILE", help=same)
     add_data(report)
     report.set_defaults(run=_report)
 
@@ -101,17 +90,13 @@ def _report(options: argparse.Namespace) -> int:
 
 def add_segments(commands: Any) -> None:
     """Add the command `segments`."""
-    segments = command(
-        commands,
-        "segments",
-        "write an integer model as one ONNX file for each stretch of the target's integers or the host's float operators",
-        "A manifest connects the files: fxq.export.run_segments runs the folder and returns the bits of the entire model.",
-    )
+    purpose = "write an integer model as one ONNX file for each stretch of the target's integers or the host's float operators"
+    more = "A manifest connects the files: fxq.export.run_segments runs the folder and returns the bits of the entire model."
+    segments = command(commands, "segments", purpose, more)
     segments.add_argument("file", type=path, metavar="FILE", help="an integer model that fxq.save wrote (.fxq)")
     segments.add_argument("folder", type=path, metavar="FOLDER", help="where manifest.json and the files are written")
-    segments.add_argument(
-        "--cut", action="append", default=[], metavar="NAME", help="cut after this tensor or module as well; may be given several times"
-    )
+    cut = "cut after this tensor or module as well; may be given several times"
+    segments.add_argument("--cut", action="append", default=[], metavar="NAME", help=cut)
     segments.set_defaults(run=_segments)
 
 
@@ -129,31 +114,21 @@ def _segments(options: argparse.Namespace) -> int:
 
 def add_export(commands: Any) -> None:
     """Add the command `export`."""
-    export = command(
-        commands,
-        "export",
-        "write an integer model for another program: as ONNX, C, a program of PyTorch's own, or for a vendor's compiler",
-        "Any number of forms may be asked for.",
-    )
+    purpose = "write an integer model for another program: as ONNX, C, a program of PyTorch's own, or for a vendor's compiler"
+    export = command(commands, "export", purpose, "Any number of forms may be asked for.")
     export.add_argument("file", type=path, metavar="FILE", help="an integer model that fxq.save wrote (.fxq)")
     export.add_argument("--onnx", type=path, metavar="PATH", help="an ONNX file with the same bits in every runtime (.onnx)")
     export.add_argument("--c", type=path, metavar="PATH", help="a C99 program without dependencies: its source, with header and main (.c)")
     export.add_argument("--pt2", type=path, metavar="PATH", help="an archive of torch.export (.pt2)")
     export.add_argument("--torchscript", type=path, metavar="PATH", help="TorchScript (.pt)")
-    export.add_argument(
-        "--batch-size",
-        type=positive,
-        metavar="N",
-        help="rows of a batch: of the C program (default: 1), and of the ONNX file, which then has fixed sizes alone (default: any batch)",
-    )
+    rows = "rows of a batch: of the C program (default: 1), and of the ONNX file, which then has fixed sizes alone (default: any batch)"
+    export.add_argument("--batch-size", type=positive, metavar="N", help=rows)
     add_form(export)
-    export.add_argument(
-        "--to", choices=("horizon",), help="what the vendor's compiler for bernoulli2, bayes and bayes-e takes: a folder (see --out)"
-    )
+    taken = "what the vendor's compiler for bernoulli2, bayes and bayes-e takes: a folder (see --out)"
+    export.add_argument("--to", choices=("horizon",), help=taken)
     fields = "optimize_level O2, outputs integer, layout NHWC, core_num 2, jobs 4, …; may be given several times"
-    export.add_argument(
-        "--option", action="append", nargs=2, metavar=("NAME", "VALUE"), help=f"a field of fxq.board.HorizonOptions: {fields}"
-    )
+    field = f"a field of fxq.board.HorizonOptions: {fields}"
+    export.add_argument("--option", action="append", nargs=2, metavar=("NAME", "VALUE"), help=field)
     export.add_argument("--camera", choices=("nv12", "yuv444"), help="let the program of --to take images of a camera")
     export.add_argument("--train-type", metavar="ORDER", help="rgb or bgr: the model's channels, to which camera.fxq converts")
     export.add_argument("--mean", nargs=3, type=float, metavar=("R", "G", "B"), help="its mean of images of 0 to 255 (default: 0 0 0)")
@@ -177,11 +152,8 @@ def _export(options: argparse.Namespace) -> int:
     }
     asked = {name: path for name in writers if (path := getattr(options, name)) is not None}
     if not asked and options.to is None:
-        raise ConfigurationError(
-            "nothing is to be written",
-            because="a form is asked for by its option",
-            remedy=f"give one of --{', --'.join(writers)} or --to horizon",
-        )
+        remedy = f"give one of --{', --'.join(writers)} or --to horizon"
+        raise ConfigurationError("nothing is to be written", because="a form is asked for by its option", remedy=remedy)
     _, *keywords = inspect.signature(fxq.board.with_camera).parameters
     colours = {name: value for name in keywords if (value := getattr(options, name)) is not None}
     unused = [name for name in (*colours, "option", "camera", "compile", "board") if getattr(options, name)]
@@ -228,11 +200,9 @@ def _verify(options: argparse.Namespace) -> int:
     first, second = (path if path.suffix.lower() in (".onnx", ".bin", ".hbm") else saved_model(path) for path in (options.a, options.b))
     model = next((form for form in (first, second) if not isinstance(form, Path)), None)
     if model is None:
-        raise ConfigurationError(
-            "two exported files cannot be verified against each other",
-            because="inputs, and where a difference is, are known from the graph of a saved model",
-            remedy="pass the integer model that one of them was exported from: fxq.save(integer, 'model.fxq')",
-        )
+        because = "inputs, and where a difference is, are known from the graph of a saved model"
+        remedy = "pass the integer model that one of them was exported from: fxq.save(integer, 'model.fxq')"
+        raise ConfigurationError("two exported files cannot be verified against each other", because=because, remedy=remedy)
     try:
         report = fxq.verify(first, second, _batches(options, model))
     except Interrupted as stopped:

@@ -14,13 +14,8 @@ MODEL = "the model: a class, a function without arguments or a module in a Pytho
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the arguments for the model and its quantization."""
     parser.add_argument("model", metavar="MODULE:FACTORY", help=MODEL)
-    parser.add_argument(
-        "--target",
-        "--march",
-        default="bayes-e",
-        metavar="NAME",
-        help="target to compile for: a march, a chip, x86 or qnnpack (default: bayes-e)",
-    )
+    target = "target to compile for: a march, a chip, x86 or qnnpack (default: bayes-e)"
+    parser.add_argument("--target", "--march", default="bayes-e", metavar="NAME", help=target)
     parser.add_argument("--qconfig", type=path, metavar="FILE", help="rules of precision by name and type, as fxq.save_qconfig writes them")
     parser.add_argument("--adapt", action="store_true", help="rewrite operators that exceed a limit of the target")
 
@@ -40,9 +35,8 @@ def add_quantize(commands: Any) -> None:
     add_rows(quantize)
     quantize.add_argument("--out", default="quantized", metavar="FOLDER", help="where files are written (default: quantized)")
     add_form(quantize)
-    quantize.add_argument(
-        "--fixed-batch", type=positive, metavar="N", help="rows of a batch of the ONNX file, which then has fixed sizes alone"
-    )
+    rows = "rows of a batch of the ONNX file, which then has fixed sizes alone"
+    quantize.add_argument("--fixed-batch", type=positive, metavar="N", help=rows)
     quantize.add_argument("--horizon", action="store_true", help="write the folder horizon, too, for the vendor's compiler")
     quantize.add_argument("--no-report", dest="report", action="store_false", help="write no report.html, which needs plotly")
     quantize.set_defaults(run=_quantize)
@@ -56,17 +50,13 @@ def _quantize(options: argparse.Namespace) -> int:
 
 def add_check(commands: Any) -> None:
     """Add the command `check`."""
-    check = command(
-        commands,
-        "check",
-        "list the limits of a target that a model breaks, and the operators that stay in float, before calibration",
-        "Each is listed with the line of the model's code and a remedy. The exit status is 0 if there is nothing, and 1 if there is.",
-    )
+    purpose = "list the limits of a target that a model breaks, and the operators that stay in float, before calibration"
+    more = "Each is listed with the line of the model's code and a remedy. The exit status is 0 if there is nothing, and 1 if there is."
+    check = command(commands, "check", purpose, more)
     add_model(check)
     given = check.add_mutually_exclusive_group(required=True)
-    given.add_argument(
-        "--shape", action="append", type=shape, metavar="N,C,…", help="sizes of a float32 input; once for each of forward's arguments"
-    )
+    sizes = "sizes of a float32 input; once for each of forward's arguments"
+    given.add_argument("--shape", action="append", type=shape, metavar="N,C,…", help=sizes)
     given.add_argument("--data", type=path, metavar="PATH", help=f"samples, of which the first is the input: {DATA}")
     check.set_defaults(run=_check)
 
@@ -96,17 +86,14 @@ def add_conformance(commands: Any) -> None:
         "BPU is equal, and 1 if one differs or was not run.",
     )
     conformance.add_argument("kit", type=path, metavar="KIT", help="the folder of the kit")
-    conformance.add_argument(
-        "--target", metavar="MARCH", help="write the kit for this march or chip: bernoulli2, bayes, bayes-e, x3, x5, …"
-    )
+    march = "write the kit for this march or chip: bernoulli2, bayes, bayes-e, x3, x5, …"
+    conformance.add_argument("--target", metavar="MARCH", help=march)
     conformance.add_argument("--dtype", nargs="+", metavar="DTYPE", help="dtypes of activations of --target: int8, int16 (default: int8)")
     conformance.add_argument("--operators", nargs="+", metavar="NAME", help="operators of --target (default: all)")
-    conformance.add_argument(
-        "--results", type=path, metavar="DIR", help="compare the results that the board's run.py wrote into this folder"
-    )
-    conformance.add_argument(
-        "--simulate", type=path, metavar="DIR", help="let the vendor's simulator write the results into this folder first, and compare them"
-    )
+    results = "compare the results that the board's run.py wrote into this folder"
+    conformance.add_argument("--results", type=path, metavar="DIR", help=results)
+    simulated = "let the vendor's simulator write the results into this folder first, and compare them"
+    conformance.add_argument("--simulate", type=path, metavar="DIR", help=simulated)
     conformance.set_defaults(run=_conformance)
 
 
@@ -115,18 +102,14 @@ def _conformance(options: argparse.Namespace) -> int:
 
     asked = [name for name in ("target", "results", "simulate") if getattr(options, name) is not None]
     if len(asked) != 1:
-        raise ConfigurationError(
-            "the request is not clear",
-            because="--target writes a kit, --results and --simulate compare results"
-            + (f"; given are --{' and --'.join(asked)}" if asked else ""),
-            remedy="give one of them",
-        )
+        given = f"; given are --{' and --'.join(asked)}" if asked else ""
+        because = f"--target writes a kit, --results and --simulate compare results{given}"
+        raise ConfigurationError("the request is not clear", because=because, remedy="give one of them")
     if options.target is None:
         unused = [name for name in ("dtype", "operators") if getattr(options, name) is not None]
         if unused:
-            raise ConfigurationError(
-                f"--{unused[0]} means nothing here", because="the kit was written for its operators and dtypes", remedy="leave it out"
-            )
+            because = "the kit was written for its operators and dtypes"
+            raise ConfigurationError(f"--{unused[0]} means nothing here", because=because, remedy="leave it out")
         folder = options.results if options.simulate is None else fxq.board.simulate_conformance(options.kit, options.simulate)
         found = fxq.board.check_conformance(options.kit, folder)
         print(found)

@@ -82,17 +82,13 @@ class Outcome:
                 {"name": each.name, "sqnr_db": _finite(each.sqnr), "cosine": each.cosine, "largest_error": _finite(each.largest)}
                 for each in self.compared.outputs
             ],
-            "verified": {
-                "equal": bool(self.verified),
-                "mismatches": self.verified.mismatches,
-                "elements": self.verified.elements,
-                "tensors": self.verified.tensors,
-            },
+            "verified": {"equal": bool(self.verified), **{name: getattr(self.verified, name) for name in COUNTED}},
             "advice": [dict(vars(each), gain=_finite(each.gain), effect=_finite(each.effect)) for each in self.compared.advice],
             "files": dict(self.files),
         }
 
 
+COUNTED = ("mismatches", "elements", "tensors")  # of a report
 KINDS = {"float": "operators in float", "limit": "broken limits", "host": "operators moved to the host"}
 
 
@@ -130,11 +126,8 @@ def _folder(options: argparse.Namespace) -> Path:
     for name in (MODEL, INTEGER, SUMMARY, *([REPORT] * options.report)):
         check_place(out / name)
     if options.report and find_spec("plotly") is None:
-        raise ConfigurationError(
-            "no report can be made",
-            because="it needs plotly, which is not installed",
-            remedy='pip install "fxquant[report]", or leave it out by --no-report',
-        )
+        remedy = 'pip install "fxquant[report]", or leave it out by --no-report'
+        raise ConfigurationError("no report can be made", because="it needs plotly, which is not installed", remedy=remedy)
     return out
 
 
@@ -148,11 +141,9 @@ def _split(samples: Samples, options: argparse.Namespace) -> tuple[Samples, Samp
     held = min(count // EVERY, MOST)
     held = max(held - held % least, least)
     if held >= count:
-        raise ConfigurationError(
-            f"{options.data} holds too few samples",
-            because=f"there are {count}, of which {held} would be held back to verify the file",
-            remedy=f"give {held + 1} or more; calibration needs some hundred",
-        )
+        because = f"there are {count}, of which {held} would be held back to verify the file"
+        remedy = f"give {held + 1} or more; calibration needs some hundred"
+        raise ConfigurationError(f"{options.data} holds too few samples", because=because, remedy=remedy)
     return {name: array[:-held] for name, array in samples.items()}, {name: array[-held:] for name, array in samples.items()}
 
 

@@ -84,9 +84,6 @@ def chosen(name: str) -> str:
     return installed[0]
 
 
-# ---- inputs ----------------------------------------------------------------------------------------------------------
-
-
 def nv12(path: str, rows: int, width: int) -> Any:
     """Return a picture as NV12, uint8 (1, rows, width), resized: full swing, chroma as means of two by two pixels, rounded once."""
     cv2: Any = importlib.import_module("cv2")
@@ -108,9 +105,6 @@ def inputs_of(program: Any, options: Any) -> Any:
         raise RuntimeError("it does not take NV12, and how it takes a picture is not known here: give --inputs FILE.npz")
     ((name, (_, rows, width)),) = program["inputs"].items()
     return {name: np.concatenate([nv12(path, rows, width) for path in options.images])}
-
-
-# ---- outputs ---------------------------------------------------------------------------------------------------------
 
 
 def ordered(wanted: Any, outputs: Any) -> Any:

@@ -152,9 +152,6 @@ def on_processor(compiled: Compiled) -> list[list[str]]:
     return found
 
 
-# ---- a user's own model ----------------------------------------------------------------------------------------------
-
-
 @checked(folder=FOLDER, compiled=PATH)
 @working("writing for the board")
 def board_kit(folder: str | os.PathLike[str], integer: fx.GraphModule, compiled: str | os.PathLike[str], batches: Iterable[Any]) -> Path:
@@ -178,11 +175,9 @@ def board_kit(folder: str | os.PathLike[str], integer: fx.GraphModule, compiled:
     about = json.loads(layers.read_text(encoding="utf-8")) if program.is_file() and layers.is_file() else {}
     inputs, outputs = about.get("inputs", {}), about.get("outputs", {})
     if not inputs or (len(inputs), len(outputs)) != (len(form.input_names), len(ends)):
-        raise ConfigurationError(
-            f"{program} is not the program of this model",
-            because=f"it or {layers} is missing, or has other inputs or outputs",
-            remedy="pass the model that fxq.board.export_horizon wrote, and what fxq.board.compile_horizon returned",
-        )
+        because = f"it or {layers} is missing, or has other inputs or outputs"
+        remedy = "pass the model that fxq.board.export_horizon wrote, and what fxq.board.compile_horizon returned"
+        raise ConfigurationError(f"{program} is not the program of this model", because=because, remedy=remedy)
     steps = output_steps(integer)
     names = [f"output {index}" if step is None else ends[index].all_input_nodes[0].name for index, step in enumerate(steps)]
     samples: dict[str, list[Tensor]] = {name: [] for name in (*inputs, *outputs)}
@@ -214,8 +209,6 @@ def _samples(value: Tensor, known: Mapping[str, Any]) -> Tensor:
     value = (turned.round() + CENTRE).to(torch.uint8) if kind == "yuv444" else value if known.get("layout") is None else turned
     return value if known["shape"][:1] == [1] else value[None]
 
-
-# ---- kits ------------------------------------------------------------------------------------------------------------
 
 DTYPES = ("int8", "int16")
 
@@ -289,9 +282,8 @@ def _write(place: Path, rows: Sequence[Row], march: str, dtypes: Sequence[str], 
             arrays.update(made.arrays)
             files.update(made.files)
     if not programs:
-        raise ConfigurationError(
-            f"no program is left for {march}", because="\n".join(each.because for each in refused), remedy="choose other operators"
-        )
+        because = "\n".join(each.because for each in refused)
+        raise ConfigurationError(f"no program is left for {march}", because=because, remedy="choose other operators")
     shared = _shared({programs[0].input: torch.cat(images()[1]).numpy()})
     write_files(place / manifest.BOARD, shared)
     write_file(place / manifest.EXPECTED, expected := packed(arrays))
@@ -299,31 +291,26 @@ def _write(place: Path, rows: Sequence[Row], march: str, dtypes: Sequence[str], 
     kit = Kit(place, probe_target(march).name, tuple(programs), tuple(refused), files)
     taken = [1, 3, SIZE, SIZE]
     listed = [{"name": program.name, "inputs": {program.input: taken}, "outputs": program.outputs} for program in programs]
-    write_file(
-        place / manifest.BOARD / manifest.PROGRAMS, json.dumps({"kit": kit.identity, "target": kit.target, "programs": listed}, indent=1)
-    )
+    about = {"kit": kit.identity, "target": kit.target, "programs": listed}
+    write_file(place / manifest.BOARD / manifest.PROGRAMS, json.dumps(about, indent=1))
     write_file(place / manifest.MANIFEST, kit.as_json())
 
 
 def _chosen(march: str, dtypes: Sequence[str], operators: Sequence[str] | None, scales: Sequence[str]) -> list[Row]:
     """Return the requested operators. Raises ConfigurationError for unknown ones."""
     if march not in HB_MAPPER.marches:
-        raise ConfigurationError(
-            f"a conformance kit cannot be written for {march}",
-            because=f"its programs are compiled by the vendor's hb_mapper, for {', '.join(HB_MAPPER.marches)}",
-            remedy=f"choose {' or '.join(HB_MAPPER.marches)}",
-        )
+        because = f"its programs are compiled by the vendor's hb_mapper, for {', '.join(HB_MAPPER.marches)}"
+        remedy = f"choose {' or '.join(HB_MAPPER.marches)}"
+        raise ConfigurationError(f"a conformance kit cannot be written for {march}", because=because, remedy=remedy)
     known = [dtype for dtype in DTYPES if dtype in probe_target(march).activations]
     names = list(ROWS) if operators is None else list(dict.fromkeys(operators))
     for what, asked, right in (("dtype", dtypes, known), ("operator", names, list(ROWS)), ("kind of scales", scales, list(SCALES))):
         wrong = next((each for each in asked if each not in right), None)
         if wrong is not None or not asked:
             near = difflib.get_close_matches(str(wrong), right, n=3)
-            raise ConfigurationError(
-                f"there is no {what} {wrong!r} for {march}" if asked else f"no {what} is asked for",
-                because=f"there are {', '.join(right)}",
-                remedy=f"did you mean {' or '.join(map(repr, near))}?" if near else "choose among these",
-            )
+            missing = f"there is no {what} {wrong!r} for {march}" if asked else f"no {what} is asked for"
+            remedy = f"did you mean {' or '.join(map(repr, near))}?" if near else "choose among these"
+            raise ConfigurationError(missing, because=f"there are {', '.join(right)}", remedy=remedy)
     return [ROWS[name] for name in names]
 
 

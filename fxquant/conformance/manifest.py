@@ -120,11 +120,9 @@ def read_arrays(path: Path) -> dict[str, Array]:
         with np.load(path, allow_pickle=False) as held:
             return {name: held[name] for name in held.files}
     except Exception as error:  # numpy and zipfile raise errors of many classes for a damaged file
-        raise ExportError(
-            f"{path} holds no arrays that can be read",
-            because=str(error).partition("\n")[0] or "it is truncated",
-            remedy="copy it again, or run the kit again",
-        ) from error
+        because = str(error).partition("\n")[0] or "it is truncated"
+        remedy = "copy it again, or run the kit again"
+        raise ExportError(f"{path} holds no arrays that can be read", because=because, remedy=remedy) from error
 
 
 def read_kit(folder: Path) -> Kit:
@@ -133,11 +131,9 @@ def read_kit(folder: Path) -> Kit:
     try:
         text = path.read_bytes()
     except OSError as error:
-        raise ConfigurationError(
-            f"{folder} is not a conformance kit",
-            because=f"{MANIFEST} cannot be read: {error.strerror}",
-            remedy="pass what fxq.board.conformance_kit returns",
-        ) from error
+        because = f"{MANIFEST} cannot be read: {error.strerror}"
+        remedy = "pass what fxq.board.conformance_kit returns"
+        raise ConfigurationError(f"{folder} is not a conformance kit", because=because, remedy=remedy) from error
     try:
         about = json.loads(text)
         if about["format"] != FORMAT:

@@ -195,11 +195,9 @@ def check_conformance(folder: str | os.PathLike[str], results: str | os.PathLike
                 found = _fitted(arrays[program.outputs[index]], expected[name], path, case)
                 ran[program.name, index] = Ran(program, index, step, expected[name].astype(np.int64), integers(found, step))
     if not runtimes:
-        raise ConfigurationError(
-            f"{place} holds no results",
-            because=f"there is none of {', '.join(f'{program.name}.npz' for program in kit.programs[:4])}",
-            remedy=f"copy {kit.folder / manifest.BOARD} to the board, run `python3 run.py` there, and pass the folder that it fills",
-        )
+        because = f"there is none of {', '.join(f'{program.name}.npz' for program in kit.programs[:4])}"
+        remedy = f"copy {kit.folder / manifest.BOARD} to the board, run `python3 run.py` there, and pass the folder that it fills"
+        raise ConfigurationError(f"{place} holds no results", because=because, remedy=remedy)
     _find_fits(kit, list(ran.values()), show_progress)
     runtime = ", ".join(runtimes)
     title = f"{kit.target} on {runtime}, kit {kit.identity}"
@@ -211,22 +209,17 @@ def _of_kit(kit: Kit, path: Path) -> dict[str, Array]:
     arrays = read_arrays(path)
     of = str(arrays["kit"]) if "kit" in arrays else None
     if of != kit.identity:
-        raise ExportError(
-            f"{path} is not a result of this kit",
-            because=f"this kit is {kit.identity}, and it says {'nothing of a kit' if of is None else of}",
-            remedy=f"copy {kit.folder / manifest.BOARD} to the board again, and run it",
-        )
+        because = f"this kit is {kit.identity}, and it says {'nothing of a kit' if of is None else of}"
+        remedy = f"copy {kit.folder / manifest.BOARD} to the board again, and run it"
+        raise ExportError(f"{path} is not a result of this kit", because=because, remedy=remedy)
     return arrays
 
 
 def _fitted(found: Array, expected: Array, path: Path, case: Case) -> Array:
     """Return a result in the expected shape; runtimes drop or add dimensions of size 1. Raises ExportError for another shape."""
     if np.squeeze(found).shape != np.squeeze(expected).shape or found.dtype.kind not in "iuf":
-        raise ExportError(
-            f"{path} does not fit its program",
-            because=f"the output of {case.operator!r} is {found.dtype} of shape {found.shape}, and {expected.shape} is expected",
-            remedy="write results by the kit's own run.py",
-        )
+        because = f"the output of {case.operator!r} is {found.dtype} of shape {found.shape}, and {expected.shape} is expected"
+        raise ExportError(f"{path} does not fit its program", because=because, remedy="write results by the kit's own run.py")
     return found.reshape(expected.shape)
 
 
@@ -307,19 +300,9 @@ def _row(
     missing = [f"{program.name}: {notes[program.name]}" for program, index in on_bpu if (program.name, index) not in ran]
     differing = sum(each.differing for each in given)
     single_first = sorted(fits_of((operator, dtype), given), key=lambda name: (name != SIMULATOR, " + " in name)) if differing else []
-    return ProbeResult(
-        operator,
-        dtype,
-        DIFFERS if differing else NOT_RUN if missing else EQUAL,
-        sum(each.expected.size for each in given),
-        differing,
-        max((each.largest for each in given), default=0),
-        tuple(single_first),
-        "; ".join([*missing, *refused]),
-    )
-
-
-# ---- the vendor's simulator in place of the board --------------------------------------------------------------------
+    result = DIFFERS if differing else NOT_RUN if missing else EQUAL
+    elements, largest = sum(each.expected.size for each in given), max((each.largest for each in given), default=0)
+    return ProbeResult(operator, dtype, result, elements, differing, largest, tuple(single_first), "; ".join([*missing, *refused]))
 
 
 MOVES = frozenset(function for function in PRIMITIVES if function.__module__ == shape.__name__)

@@ -19,21 +19,8 @@ from torch import Tensor
 
 from fxquant.errors import AccumulatorOverflow, NotFinite
 from fxquant.ir.graph import Size
-from fxquant.numerics.grids import (
-    EVERYTHING,
-    FLOAT32_EXACT,
-    INT32,
-    INT32_MAX,
-    WEIGHT_INT8,
-    Grid,
-    Interval,
-    IntType,
-    Ratio,
-    bits_of,
-    clamp_bound,
-    power_of_two,
-    real_multiplier,
-)
+from fxquant.numerics import grids
+from fxquant.numerics.grids import EVERYTHING, FLOAT32_EXACT, INT32, INT32_MAX, WEIGHT_INT8, Grid, IntType, Ratio, bits_of, clamp_bound
 from fxquant.numerics.rounding import clamped, straight_through
 from fxquant.primitives.accumulate import add_residual, add_residual_shifted
 from fxquant.primitives.arithmetic import LAYER, LAYERS, VALUE, Arithmetic
@@ -66,7 +53,7 @@ class ResidualFactor(NamedTuple):
     def value(self) -> Tensor:
         """Return the factor as a tensor; only for eager lowering."""
         factor: Tensor = self.multiplier
-        return factor if self.right_shift is None else factor * power_of_two(-self.right_shift)
+        return factor if self.right_shift is None else factor * grids.power_of_two(-self.right_shift)
 
 
 @dataclass(frozen=True)
@@ -94,9 +81,6 @@ class Epilogue:
     def accumulator_bits(self) -> int:
         """The bits that hold the accumulator."""
         return 32 if self.bound <= INT32_MAX else 48
-
-
-# ---- the composition of primitives -----------------------------------------------------------------------------------
 
 
 class Place(TypedDict):
@@ -147,11 +131,8 @@ class Lowering:
     def __init__(
         self, name: str, arithmetic: Arithmetic, output: Quantizer | None, intermediate: Quantizer | None, weight: WeightQuantizer
     ) -> None:
-        self.name = name
-        self.arithmetic = arithmetic
-        self._output = output
-        self.intermediate = intermediate
-        self.weight = weight
+        self.name, self.arithmetic, self.weight = name, arithmetic, weight
+        self._output, self.intermediate = output, intermediate
         self.training = False
         self.called: Any = None  # the user's module of the call, where it is one of the model's
         self.noise: Any = None  # the user's module that draws noise for the result in train mode
@@ -180,8 +161,6 @@ class Lowering:
     def device(self) -> torch.device:
         """Where its constants are: where the output's scale is; without a grid, on the CPU."""
         return torch.device("cpu") if self.plain else self.output.grid.scale.device
-
-    # -- what a subclass provides ----------------------------------------------------------------------------------
 
     def call(self, primitive: Callable[..., Tensor], *arguments: Any) -> Any:
         raise NotImplementedError
@@ -242,8 +221,6 @@ class Lowering:
         found = first_not_finite({**self.parameters, **self.weight.trained()})
         together = "its weight, bias and batch norm are finite, but their product is NaN or infinite"
         return cannot_be_integers(self.name, found or together, **self.place)
-
-    # -- what operators are made of ----------------------------------------------------------------------------------
 
     def requantize(
         self, accumulator: Any, ratio: Ratio, clamp: Clamp | None = None, *, bound: float = 0, lift: Lift | None = None, kind: str = VALUE
@@ -325,7 +302,7 @@ class Lowering:
             self.note("narrowed", f"its sum can have {bits_of(bound)} bits, so the 32-bit output leaves out the last {bits}")
             accumulator = self.call(shift_right, accumulator, bits)
             ratio = ratio.times(torch.tensor(2.0**bits, dtype=torch.float32, device=ratio.numerators[0].device))
-        scale = real_multiplier(ratio)
+        scale = grids.real_multiplier(ratio)
         if torch.is_grad_enabled() and (real := ratio.approximate()).requires_grad:
             scale = straight_through(real.float(), scale)
         value = self.call(accumulator_output, accumulator)
@@ -380,11 +357,10 @@ class Lowering:
             value = value.to(torch.float32)
         self.parameters[f"its constant {role!r}"] = value
         made = self.weight.integers(value.reshape(1, -1), by_threshold=self.arithmetic.float32_steps)  # the weight of one channel
-        scale = made.scale.reshape(())
+        scale, dtype = made.scale.reshape(()), self.weight.dtype
         if not bool(torch.isfinite(scale)):
             raise self.not_finite()
         self.describe(role, scale)
-        dtype = self.weight.dtype
         return Quantized(self.constant(role, made.integers.reshape(value.shape), dtype.storage), Grid(dtype, scale), tuple(value.shape))
 
     def multiplied(self, primitive: Callable[..., Tensor], value: Any, ratio: Ratio, *constants: Any) -> Any:
@@ -406,8 +382,7 @@ class Lowering:
         if self.arithmetic.rescales_by_layers:
             return self._rescale_by_layer(operand, to, role)
         ratio = Ratio((operand.scale,), (grid.scale,))
-        bits = operand.dtype.bits
-        return self.holds(self.arithmetic.requantize(self, operand.value, ratio, *grid.bounds, grid, role, bits), grid)
+        return self.holds(self.arithmetic.requantize(self, operand.value, ratio, *grid.bounds, grid, role, operand.dtype.bits), grid)
 
     def _rescale_by_layer(self, operand: Quantized, to: Quantizer, role: str) -> Any:
         """Return the operand's integers times 127, half a step added, rounded down by the constants of a layer with the weight 1."""
@@ -437,12 +412,10 @@ class Lowering:
             raise self.not_finite()
         if largest > limit:
             channel = int(bound.flatten().argmax())
-            raise AccumulatorOverflow(
-                f"the accumulator of %{self.name} cannot be proved to fit",
-                **self.place,
-                because=f"{what} of output channel {channel} can reach {largest:.0f} in magnitude, and is exact up to {limit}",
-                remedy="use fewer inputs per output, a smaller bias, or keep this operator in float",
-            )
+            what = f"{what} of output channel {channel} can reach {largest:.0f} in magnitude, and is exact up to {limit}"
+            remedy = "use fewer inputs per output, a smaller bias, or keep this operator in float"
+            unproved = f"the accumulator of %{self.name} cannot be proved to fit"
+            raise AccumulatorOverflow(unproved, **self.place, because=what, remedy=remedy)
         self.accumulator_bits = max(self.accumulator_bits, bits_of(largest))
         self.note("accumulator_bits", self.accumulator_bits)
         return largest
@@ -454,7 +427,7 @@ def wide_enough(accumulator: Any, bound: float) -> Any:
     return accumulator.double() if wide else accumulator
 
 
-def limited(value: Tensor, interval: Interval) -> Tensor:
+def limited(value: Tensor, interval: grids.Interval) -> Tensor:
     """Clamp the values to the interval."""
     return value if interval == EVERYTHING else value.clamp(*interval)
 
@@ -481,10 +454,5 @@ def named_parameters(weight: Tensor | None, bias: Tensor | None, batch_norm: Bat
 
 def cannot_be_integers(name: str, because: str, at: str, module: str) -> NotFinite:
     """Return the error for parameters that are not finite."""
-    return NotFinite(
-        f"the parameters of %{name} cannot become integers",
-        at=at,
-        module=module,
-        because=because,
-        remedy="load the last checkpoint whose parameters are finite; if training made them so, lower the learning rate or clip gradients",
-    )
+    remedy = "load the last checkpoint whose parameters are finite; if training made them so, lower the learning rate or clip gradients"
+    return NotFinite(f"the parameters of %{name} cannot become integers", at=at, module=module, because=because, remedy=remedy)

@@ -84,9 +84,6 @@ def float32(value: float) -> float:
     return ctypes.c_float(value).value
 
 
-# ---- grids --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class Grid:
     """The grid of a tensor's integers: their type, scale and zero point.
@@ -172,9 +169,6 @@ def end_on_step(scale: Tensor, end: Tensor, steps: Tensor | int) -> Tensor:
     return torch.where(beyond, (end.float() / steps).clamp_min(SMALLEST_SCALE), scale)
 
 
-# ---- scales -------------------------------------------------------------------------------------------------------
-
-
 def scale_from_range(low: Tensor, high: Tensor, dtype: IntType) -> Tensor:
     """Return the float32 scale of a tensor whose values lie in [low, high]: max(|low|, |high|) / dtype.divisor.
 
@@ -238,9 +232,6 @@ def power_of_two(exponent: Tensor) -> Tensor:
         powers = torch.tensor([2.0**power for power in range(-1022, 1024)], dtype=torch.float64, device=exponent.device)
         return powers.take(exponent.to(torch.int64) + 1022)
     return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)
-
-
-# ---- weights ------------------------------------------------------------------------------------------------------
 
 
 def weight_scale(weight: Tensor, axis: int | None, dtype: IntType) -> Tensor:
@@ -307,18 +298,10 @@ def bias_integers(bias: Tensor, input_scale: Tensor, scale: Tensor) -> Tensor:
     return torch.round(bias.double() / (input_scale.double() * scale.double()))
 
 
-# ---- tables -------------------------------------------------------------------------------------------------------
-
-
 def table(
-    function: Callable[[float], float] | None,
-    input: Grid,
-    output: Grid,
-    on_tensors: Callable[[Tensor], Tensor] | None = None,
-    has_none: Callable[[Tensor], Tensor] | None = None,
-    points: Tensor | None = None,
-    in_float32: bool = False,
-) -> Tensor:
+    function: Callable[[float], float] | None, input: Grid, output: Grid, on_tensors: Callable[[Tensor], Tensor] | None = None,
+    has_none: Callable[[Tensor], Tensor] | None = None, points: Tensor | None = None, in_float32: bool = False,
+) -> Tensor:  # fmt: skip
     """Return the table of a unary function: entry c - input.low is clip(⌊f(c · s_in) / s_out + ½⌋), of centred integers.
 
     Or, `in_float32`, clip(round_away(f32(f32(f(f32(c · s_in))) / s_out))), with f rounded once to float32.
@@ -352,9 +335,8 @@ def table(
         result[without] = 0
         asked &= ~without
     left = torch.nonzero(asked).flatten()
-    result[left] = torch.tensor(
-        [_table_entry(function, number, output_scale, output) for number in x[left].tolist()], dtype=storage, device="cpu"
-    )
+    entries = [_table_entry(function, number, output_scale, output) for number in x[left].tolist()]
+    result[left] = torch.tensor(entries, dtype=storage, device="cpu")
     return result
 
 
@@ -385,9 +367,6 @@ def _table_entry(function: Callable[[float], float] | None, x: float, output_sca
     return min(max(round_half_up(value), output.low), output.high)
 
 
-# ---- proofs -------------------------------------------------------------------------------------------------------
-
-
 def accumulator_bound(weight: Tensor, bias: Tensor | None, axis: int, input_magnitude: int) -> Tensor:
     """Return the largest |accumulator| any input can cause, per output channel: Σ|w| · max|x| + |bias| (float64, exact below 2^53).
 
@@ -407,8 +386,6 @@ def bits_of(bound: float) -> int:
 
 NARROW_BITS = 14  # of a step, in the sums of ARITHMETIC.md, section 21
 LARGEST_NARROW_MULTIPLIER = 2**NARROW_BITS
-
-# ---- exact ratios -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -460,10 +437,8 @@ class Ratio:
         factors = torch.broadcast_tensors(*(f.detach().double().cpu() for f in self.numerators + self.denominators))  # type: ignore[no-untyped-call]
         rows = zip(*(f.flatten().tolist() for f in factors), strict=True)
         above = len(self.numerators)
-        return [
-            math.prod(map(Fraction, row[:above]), start=Fraction(1)) / math.prod(map(Fraction, row[above:]), start=Fraction(1))
-            for row in rows
-        ]
+        both = ((map(Fraction, row[:above]), map(Fraction, row[above:])) for row in rows)
+        return [math.prod(above_line, start=Fraction(1)) / math.prod(below, start=Fraction(1)) for above_line, below in both]
 
     def rounded(self, exponent: Tensor, halves_up: bool = False) -> Tensor:
         """Return the integers round_half_even(ratio · 2^exponent), exactly, as int64; `halves_up` rounds ties up.
@@ -547,9 +522,6 @@ def _mantissa(
     return mantissa >> carried, k - carried
 
 
-# ---- requantization -------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class FixedWidths:
     """The widths of *fixed* requantization for one output dtype."""
@@ -612,9 +584,8 @@ class MeasuredWidths(FixedWidths):
 
     def _limited(self, shift: Tensor, multiplier: Tensor, right_shift: Tensor) -> FixedRequantization:
         overflow = right_shift < 1  # every accumulator but 0 saturates
-        return FixedRequantization(
-            shift.int(), torch.where(overflow, 2**self.multiplier_bits - 1, multiplier).int(), torch.where(overflow, 1, right_shift).int()
-        )
+        multiplier = torch.where(overflow, 2**self.multiplier_bits - 1, multiplier)
+        return FixedRequantization(shift.int(), multiplier.int(), torch.where(overflow, 1, right_shift).int())
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,9 @@ from fxquant.support import logger
 
 def no_batches(num_batches: int | None) -> CalibrationError:
     """Return the error for an empty iterable of batches."""
-    return CalibrationError(
-        "there is nothing to calibrate with",
-        because="`batches` yielded no batch" if num_batches is None else f"`batches` yielded no batch (num_batches={num_batches})",
-        remedy="pass a list, generator or DataLoader with at least one batch; a generator that was used up yields nothing",
-    )
+    because = "`batches` yielded no batch" if num_batches is None else f"`batches` yielded no batch (num_batches={num_batches})"
+    remedy = "pass a list, generator or DataLoader with at least one batch; a generator that was used up yields nothing"
+    return CalibrationError("there is nothing to calibrate with", because=because, remedy=remedy)
 
 
 def as_batches(batches: Any) -> Iterable[Any]:
@@ -33,11 +31,8 @@ def as_batches(batches: Any) -> Iterable[Any]:
     try:
         iter(batches)
     except TypeError:
-        raise ConfigurationError(
-            f"a {type(batches).__name__} yields no batches",
-            because="`batches` is a tensor, or anything that can be iterated over: a list, a generator, a DataLoader",
-            remedy="pass one of these",
-        ) from None
+        because = "`batches` is a tensor, or anything that can be iterated over: a list, a generator, a DataLoader"
+        raise ConfigurationError(f"a {type(batches).__name__} yields no batches", because=because, remedy="pass one of these") from None
     return batches  # type: ignore[no-any-return]
 
 
@@ -98,11 +93,8 @@ def model_inputs(model: fx.GraphModule, batch: Any, index: int = 0) -> list[Any]
         items = _by_name(batch)
         missing = [name for name in names if name not in items]
         if missing:
-            raise bad_batch(
-                index,
-                f"it has no {', '.join(missing)}; its keys are {', '.join(map(str, batch))}",
-                "pass a dict with forward's argument names, or batch_fn",
-            )
+            because = f"it has no {', '.join(missing)}; its keys are {', '.join(map(str, batch))}"
+            raise bad_batch(index, because, "pass a dict with forward's argument names, or batch_fn")
         dropped = [name for name in items if name not in names]
         if dropped:
             _tell(model, "batches have %s as well; the model takes only %s", ", ".join(dropped), ", ".join(names))
@@ -110,9 +102,8 @@ def model_inputs(model: fx.GraphModule, batch: Any, index: int = 0) -> list[Any]
     else:
         leaves = pytree.tree_leaves(batch) if isinstance(batch, list | tuple) else [batch]
         if len(leaves) < len(placeholders):
-            raise bad_batch(
-                index, f"it has {len(leaves)} items and the model takes {len(placeholders)} inputs", "yield all inputs, or pass batch_fn"
-            )
+            because = f"it has {len(leaves)} items and the model takes {len(placeholders)} inputs"
+            raise bad_batch(index, because, "yield all inputs, or pass batch_fn")
         if len(leaves) > len(placeholders):
             _tell(model, "batches have %d items; the model takes the first %d", len(leaves), len(placeholders))
         values = leaves[: len(placeholders)]
@@ -175,22 +166,18 @@ def _check_input(index: int, node: fx.Node, value: Any) -> None:
         raise bad_batch(index, f"its value for {node.name!r} is a {unusual[0]} tensor, and the model takes dense ones", unusual[1])
     if value.dtype != expected.dtype:
         raise bad_batch(index, f"its value for {node.name!r} is {value.dtype}, and the model was traced with {expected.dtype}", remedy)
-    fits = value.dim() == len(expected.shape) and all(
-        not isinstance(e, int) or e == v for e, v in zip(expected.shape, value.shape, strict=True)
-    )
-    if not fits:
+    sizes = zip(expected.shape, value.shape, strict=False)
+    if value.dim() != len(expected.shape) or any(isinstance(e, int) and e != v for e, v in sizes):
         if value.dim() == len(expected.shape) - 1:
             remedy += "; items of a dataset need a batch dimension, which a DataLoader gives them"
-        raise bad_batch(
-            index, f"its value for {node.name!r} has shape {list(value.shape)}, and the model was traced with {expected}", remedy
-        )
+        because = f"its value for {node.name!r} has shape {list(value.shape)}, and the model was traced with {expected}"
+        raise bad_batch(index, because, remedy)
     if value.is_floating_point() and not bool(torch.isfinite(value).all()):
         kind = "NaN" if bool(torch.isnan(value).any()) else "infinite values"
         if kind != "NaN" and not any(map(_quantized, node.users)):
             return  # an attention mask, say: nothing derives a scale from it
-        raise bad_batch(
-            index, f"its value for {node.name!r} holds {kind}", "clean the data: a scale computed from such values would be meaningless"
-        )
+        remedy = "clean the data: a scale computed from such values would be meaningless"
+        raise bad_batch(index, f"its value for {node.name!r} holds {kind}", remedy)
 
 
 def _quantized(node: fx.Node) -> bool:

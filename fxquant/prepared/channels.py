@@ -118,8 +118,6 @@ class _Walk:
         self.pairs: list[tuple[Tensor, Tensor]] = []
         self.number = 1
 
-    # -- what labels are made of ---------------------------------------------------------------------------------
-
     def fresh(self, count: int) -> Tensor:
         made = torch.arange(self.number, self.number + count, dtype=torch.int64, device="cpu")
         self.number += count
@@ -145,8 +143,6 @@ class _Walk:
         rows = moved.reshape(len(moved), -1)
         self.same(rows[:, :1].expand_as(rows), rows)
         return rows[:, 0].expand(size)
-
-    # -- operators -----------------------------------------------------------------------------------------------
 
     def through(self, node: fx.Node, module: QuantizedOperator) -> Tensor | None:
         """Return the labels of an operator's result; None if factors do not pass through it."""

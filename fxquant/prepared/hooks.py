@@ -82,12 +82,9 @@ class Uncallable:
     path: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise ConfigurationError(
-            f"{self.path} cannot be called directly",
-            at=calling_line(),
-            because="in a prepared model it holds parameters; what it computes is part of one graph, which is quantized as a whole",
-            remedy="call the prepared model, and read this tensor in a forward hook; or prepare a module whose forward returns it",
-        )
+        because = "in a prepared model it holds parameters; what it computes is part of one graph, which is quantized as a whole"
+        remedy = "call the prepared model, and read this tensor in a forward hook; or prepare a module whose forward returns it"
+        raise ConfigurationError(f"{self.path} cannot be called directly", at=calling_line(), because=because, remedy=remedy)
 
 
 # ---- from the names of the trace to those of the prepared graph ------------------------------------------------------
@@ -223,24 +220,16 @@ def _registries(path: str, calls: list[Call], near: str, known: bool) -> dict[st
     inside = "is inside of a fused operator of the integer graph"
     unknown = "" if known else "the file that it was loaded from does not say what calls of modules read and return"
     backward = "a forward hook can call output.register_hook(function), which is given the gradient of the output"
+    absent = f"a tensor of its {'input' if reads else 'output'} {inside}, or nothing reads it, so the hook receives None instead"
+    caution, lost = absent * (reads or any(map(any, missing))), unknown or f"its output {inside}" * returns
     found = {
-        "_forward_hooks": Registry(
-            f"a forward hook on {path}",
-            unknown or (f"its output {inside}" if returns else ""),
-            remedy,
-            f"a tensor of its {'input' if reads else 'output'} {inside}, or nothing reads it, so the hook receives None instead"
-            if reads or any(map(any, missing))
-            else "",
-        ),
-        "_forward_pre_hooks": Registry(f"a forward pre-hook on {path}", unknown or (f"its input {inside}" if reads else ""), remedy),
+        "_forward_hooks": Registry(f"a forward hook on {path}", lost, remedy, caution),
+        "_forward_pre_hooks": Registry(f"a forward pre-hook on {path}", unknown or f"its input {inside}" * reads, remedy),
     }
     because = "operators run in place of modules, so no gradient passes through the module itself"
     for name, kind in (("_backward_hooks", "backward hook"), ("_backward_pre_hooks", "backward pre-hook")):
         found[name] = Registry(f"a {kind} on {path}", because, backward)
     return found
-
-
-# ---- running ---------------------------------------------------------------------------------------------------------
 
 
 class Hooks:
@@ -334,6 +323,5 @@ def _factors(exponents: Tensor, like: Tensor) -> Tensor:
 
 
 def _refuse_other(what: str, because: str) -> None:
-    raise ConfigurationError(
-        what, because=f"operators run in place of modules, and {because}", remedy="return None; to change a layer, change the float model"
-    )
+    remedy = "return None; to change a layer, change the float model"
+    raise ConfigurationError(what, because=f"operators run in place of modules, and {because}", remedy=remedy)

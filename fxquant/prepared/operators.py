@@ -78,32 +78,19 @@ class QuantizedOperator(nn.Module):
     detached: bool | tuple[str, ...] = ()
 
     def __init__(
-        self,
-        name: str,
-        operator: Operator,
-        arithmetic: Arithmetic,
-        quantizers: Quantizers,
-        *,
-        live_batch_norm: bool,
-        path: str = "",
+        self, name: str, operator: Operator, arithmetic: Arithmetic, quantizers: Quantizers, *, live_batch_norm: bool, path: str = "",
         detached: bool | tuple[str, ...] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.name = name
-        self.path = path
-        self.operator = operator
-        self.arithmetic = arithmetic
-        self.inputs = dict(quantizers.inputs)
-        self.owns_output = quantizers.owns_output
-        self.observed = quantizers.observed
+        self.name, self.path, self.operator, self.arithmetic = name, path, operator, arithmetic
+        self.inputs, self.owns_output, self.observed = dict(quantizers.inputs), quantizers.owns_output, quantizers.observed
         if quantizers.owns_output and quantizers.output is not None:
             self.quantizer = quantizers.output
         self._shared = (quantizers.output,)  # a tuple hides the module from registration, so that it is registered once
         self.intermediate = quantizers.intermediate
         self.weight_quantizer = quantizers.weight
         self.factors = quantizers.factors
-        self.live_batch_norm = live_batch_norm
-        self.detached = detached
+        self.live_batch_norm, self.detached = live_batch_norm, detached
         self.state, self.left_out = State.CALIBRATE, False
         _leave_to_eager()
 
@@ -214,14 +201,8 @@ class QuantizedOperator(nn.Module):
     def lowering(self, kind: type[Lowered]) -> Lowered:
         """Return the lowering that computes its operator eagerly, in its present state and mode."""
         moving = self.is_training
-        lowering = kind(
-            self.name,
-            self.arithmetic,
-            self._shared[0],
-            self.intermediate,
-            self.weight_quantizer,
-            Mode(moving, moving and self.owns_output, self._trains_in(self.owners[1]) and self.live_batch_norm),
-        )
+        mode = Mode(moving, moving and self.owns_output, self._trains_in(self.owners[1]) and self.live_batch_norm)
+        lowering = kind(self.name, self.arithmetic, self._shared[0], self.intermediate, self.weight_quantizer, mode)
         lowering.called, lowering.noise = self.owners[0], self.noise[0] if moving else None
         lowering.shares, lowering.observed = not self.owns_output and not self.plain, self.observed
         lowering.keeps_start = lowering.keeps_start and not self.unseen

@@ -183,9 +183,8 @@ def consistent(gm: fx.GraphModule) -> Iterator[Violation]:
         if is_parameter(node) and node.op != "get_attr":
             others = [operand.name for operand in node.all_input_nodes if not is_parameter(operand)]
             if others or not node.all_input_nodes:
-                yield Violation(
-                    node, "it is annotated as computed from parameters only but " + (f"reads %{others[0]}" if others else "reads none")
-                )
+                read = f"reads %{others[0]}" if others else "reads none"
+                yield Violation(node, f"it is annotated as computed from parameters only but {read}")
         if node.op in ("call_module", "get_attr"):
             try:
                 found = resolve(gm, str(node.target))
@@ -216,18 +215,12 @@ def violations(gm: fx.GraphModule, stage: Stage) -> list[Violation]:
 def require_integer(model: Any) -> None:
     """Raise ConfigurationError unless the model is an integer model, and ExportError if it was changed so that its stage refuses it."""
     if not isinstance(model, fx.GraphModule) or not is_deployed(model):
-        raise ConfigurationError(
-            f"{type(model).__name__} is not an integer model",
-            because="only the result of fxq.convert can be exported",
-            remedy="call fxq.convert(prepared) first",
-        )
+        because, remedy = "only the result of fxq.convert can be exported", "call fxq.convert(prepared) first"
+        raise ConfigurationError(f"{type(model).__name__} is not an integer model", because=because, remedy=remedy)
     for violation in violations(model, Stage.INTEGER)[:1]:
-        raise ExportError(
-            "the integer model cannot be exported",
-            node=violation.node,
-            because=f"%{violation.node.name}: {violation.because}",
-            remedy="undo the change that was made to this model (a constant, .double(), .half()), or call fxq.convert(prepared) again",
-        )
+        because = f"%{violation.node.name}: {violation.because}"
+        remedy = "undo the change that was made to this model (a constant, .double(), .half()), or call fxq.convert(prepared) again"
+        raise ExportError("the integer model cannot be exported", node=violation.node, because=because, remedy=remedy)
 
 
 def verify_stage(gm: fx.GraphModule, stage: Stage, made_by: str) -> None:
@@ -236,12 +229,9 @@ def verify_stage(gm: fx.GraphModule, stage: Stage, made_by: str) -> None:
     if found:
         lines = "\n".join(f"%{violation.node.name}: {violation.because}" for violation in found[:20])
         more = f"\nand {len(found) - 20} more" if len(found) > 20 else ""
-        raise StageViolation(
-            f"the graph is not a valid {stage.name.lower()} graph after {made_by}",
-            node=found[0].node,
-            because=lines + more,
-            remedy=f"this is a defect of {made_by}; run with options=fxq.Options(dump='dir') and compare the graphs before and after it",
-        )
+        what = f"the graph is not a valid {stage.name.lower()} graph after {made_by}"
+        remedy = f"this is a defect of {made_by}; run with options=fxq.Options(dump='dir') and compare the graphs before and after it"
+        raise StageViolation(what, node=found[0].node, because=lines + more, remedy=remedy)
 
 
 # ---- The facts of one node, at whatever stage its graph is: what it calls, and the scale and dtype of its result -----
@@ -261,9 +251,8 @@ def dtype_of(model: fx.GraphModule, node: fx.Node) -> str | None:
     """Return the integer dtype of a node's result, with a grid or plain ("bool", "int64"); None if it is float, or not decided yet."""
     grid, primitive = grid_of(model, node), primitive_of(node)
     # Primitives of the kind "quantized" that move elements move booleans and integers too.
-    if primitive is not None and (
-        primitive.kind == "plain" or (primitive.kind == "quantized" and fact(node).dtype in PLAIN_TYPES.values())
-    ):
+    kind = None if primitive is None else primitive.kind
+    if kind == "plain" or (kind == "quantized" and fact(node).dtype in PLAIN_TYPES.values()):
         return str(fact(node).dtype).removeprefix("torch.")
     spec = annotation(node)
     return grid.dtype if grid is not None else None if spec is None else spec.dtype

@@ -103,9 +103,8 @@ def input_channels(b: Rewriting) -> fx.Node | None:
     if channels < b.pieces:
         return None if transposed else _tiles(b, max(1, math.isqrt(b.most)))
     weight, bias = b.folded(1 if transposed else 0)
-    parts = [
-        (b.cut(b.input, 1, start, stop), b.narrow(weight, 0 if transposed else 1, start, stop)) for start, stop in even(channels, b.pieces)
-    ]
+    dim = 0 if transposed else 1
+    parts = [(b.cut(b.input, 1, *edges), b.narrow(weight, dim, *edges)) for edges in even(channels, b.pieces)]
     return chain(b, parts, bias, **attributes)
 
 
@@ -168,9 +167,6 @@ def residual_behind(b: Rewriting) -> fx.Node | None:
 def limits_behind(b: Rewriting) -> fx.Node | None:
     """Move the fused clamp into a separate operator, which can then run elsewhere."""
     return None if b.clamp is None else b(clamp, b.again(clamp=None), *b.clamp)
-
-
-# ---- linear layers and matrix products -------------------------------------------------------------------------------
 
 
 @remedy("as a 1×1 convolution", "linear", None, "bits")

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from fxquant.ir.graph import fact, is_parameter, shape_of
 from fxquant.ops.core.boundary import REQUANTIZE
+from fxquant.ops.core.declare import are_fixed, known_sizes
 from fxquant.ops.core.parameters import channel_weight
 from fxquant.ops.core.record import BY_NAME
 from fxquant.ops.core.weighted import sizes
@@ -32,9 +33,7 @@ from fxquant.remedies.rewriting import Rewriting, even, is_activation, remedy
 def as_product(b: Rewriting) -> fx.Node | None:
     """Multiply by the number's reciprocal."""
     other = b.arguments["other"]
-    if not isinstance(other, int | float):
-        return None
-    return b(mul, b.input, 1.0 / other, clamp=b.clamp)
+    return b(mul, b.input, 1.0 / other, clamp=b.clamp) if isinstance(other, int | float) else None
 
 
 @remedy("as a depthwise convolution", "add sub mul", "number of constant operands")
@@ -74,9 +73,9 @@ def flattened(b: Rewriting) -> fx.Node | None:
     others = [b.arguments[name] for name in ("input", "other") if name not in names]
     if any(shape_of(b.arguments[name]) != b.result for name in names) or any(isinstance(value, fx.Node) for value in others):
         return None
-    rows = math.prod(size for size in b.result[1:] if isinstance(size, int))
-    if not all(isinstance(size, int) for size in b.result[1:]):
+    if not are_fixed(b.result[1:]):
         return None
+    rows = math.prod(known_sizes(b.result[1:]))
     own = b.again(**{name: b(reshape, b.arguments[name], numbers([b.result[0], rows])) for name in names})
     return b(reshape, own, numbers(b.result))
 

@@ -168,9 +168,8 @@ class Rewriting(Builder):
         weight, bias, batch_norm = (self.arguments.get(name) for name in ("weight", "bias", "batch_norm"))
         if batch_norm is None:
             return weight, bias
-        self.notes.append(
-            f"the batch norm of %{self.node.name} keeps its running statistics while training, since the layer is {self.name}"
-        )
+        kept = f"the batch norm of %{self.node.name} keeps its running statistics while training"
+        self.notes.append(f"{kept}, since the layer is {self.name}")
         return self.parameter(folded_weight, weight, bias, batch_norm, axis), self.parameter(folded_bias, weight, bias, batch_norm, axis)
 
     def cut(self, value: Any, dim: int, start: int, stop: int) -> Any:

@@ -21,20 +21,7 @@ from fxquant.analysis.layers import CLEARLY
 from fxquant.ir.integer import QParams
 from fxquant.reporting.effects import Effects, Inside
 from fxquant.reporting.statistics import Steps, ratio, sqnr_of
-from fxquant.reporting.tensor_rules import (
-    GAP,
-    POOR,
-    RULES,
-    SCALES,
-    UNUSED,
-    Cures,
-    Found,
-    Judged,
-    coarse,
-    mask_cure,
-    outlier_channel,
-    own_error,
-)
+from fxquant.reporting.tensor_rules import GAP, POOR, RULES, SCALES, UNUSED, Cures, Found, Judged, coarse, mask_cure, own_error
 
 WORTH = 1.0  # dB at the outputs that a cure must gain
 AUDIBLE = 1e-4  # an effect below this noise to signal ratio of the outputs, 40 dB, is not reported
@@ -109,7 +96,7 @@ Measured = tuple[Judged, str, Found, float]
 
 def _with_followers(measured: Sequence[Measured], effects: Effects) -> list[Measured]:
     """Reorder tensors with an outlier channel: the source of an outlier comes before tensors that inherit it, with their largest effect."""
-    outliers = {each[0].reference: each for each in measured if each[1] == outlier_channel.__name__}
+    outliers = {each[0].reference: each for each in measured if each[1] == "outlier_channel"}
     sources: dict[str, list[str]] = {}
     for name, (tensor, *_) in outliers.items():
         waiting: list[Sequence[str]] = [tensor.nodes]
@@ -177,12 +164,9 @@ def _batch_norms(effects: Effects, wrong_input: bool) -> Iterator[Advice]:
         mended.append(name)
         if effect < (AUDIBLE if moved.initial else MOVED):
             continue
-        what = "are not those of the data"
-        if moved.initial:
-            what = f"are those of a new batch norm, {' and '.join(moved.initial)}"
-        cause = (
-            f"its running statistics {what}: on these batches means are {moved.mean:.2g} σ away, and variances {moved.variance:.2g} times"
-        )
+        what = f"are those of a new batch norm, {' and '.join(moved.initial)}" if moved.initial else "are not those of the data"
+        far = f"means are {moved.mean:.2g} σ away, and variances {moved.variance:.2g} times"
+        cause = f"its running statistics {what}: on these batches {far}"
         cure = (
             "load the statistics with the weights (running_mean and running_var of the state_dict), or find them: run the float model in "
             "train mode over some batches, or fxq.tuning.reestimate_batch_norm(prepared, batches)"

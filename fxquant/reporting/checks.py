@@ -119,11 +119,8 @@ class Device(NamedTuple):
 def not_fused(prepared: fx.GraphModule) -> Rows[Unfused]:
     """Return the batch norms, additions and limits (relu, clamp) of a prepared model that were not fused, each with the reason."""
     nodes = {node.name: node for node in prepared.graph.nodes}
-    found = [
-        Unfused(layer.name, layer.operator, because, layer.source)
-        for layer in layers(prepared)
-        if (because := unfused(nodes[layer.name])) is not None
-    ]
+    reasons = [(layer, unfused(nodes[layer.name])) for layer in layers(prepared)]
+    found = [Unfused(layer.name, layer.operator, because, layer.source) for layer, because in reasons if because is not None]
     return Rows("not fused", tuple(found), "every batch norm, addition and limit after a layer is part of it")
 
 
@@ -156,9 +153,8 @@ def suspicious_settings(prepared: fx.GraphModule) -> Rows[Setting]:
         joins = (operator := BY_NAME.get(layer.operator)) is not None and (Trait.ADDS in operator.traits or operator.function is cat)
         if joins and not layer.inner and read and max(read) > COMMON_RANGES * min(read):
             because = f"it concatenates ranges that are {max(read) / min(read):.0f} times apart: of the smaller values hardly a bit is left"
-            found.append(
-                Setting(layer.name, "ranges", because, "fxq.tuning.equalize, or int16 for this layer and the operand of the larger range")
-            )
+            remedy = "fxq.tuning.equalize, or int16 for this layer and the operand of the larger range"
+            found.append(Setting(layer.name, "ranges", because, remedy))
     found += [Setting("", "qconfig", sentence, "change the rule, or leave it out") for sentence in prepared.meta.get("not_done", ())]
     return Rows("suspicious settings", tuple(found))
 
@@ -175,9 +171,8 @@ def _of_layer(prepared: fx.GraphModule, node: fx.Node, name: str) -> list[Settin
     if has_weight and weight.dtype == "int4":
         found.append(Setting(name, "int4 weight", "16 steps for each channel", "WeightConfig('int8'), or train it"))
     if not module.plain and module.output.observer is None and not module.output.follows_sum and spec.config.output.scale is not None:
-        found.append(
-            Setting(name, "given scale", f"calibration does not move {float(module.output.scale):.4g}", "leave scale= and threshold= out")
-        )
+        because = f"calibration does not move {float(module.output.scale):.4g}"
+        found.append(Setting(name, "given scale", because, "leave scale= and threshold= out"))
     return found
 
 
@@ -260,8 +255,7 @@ def value_ranges(
                         seen.setdefault(name, TensorStatistics(None, None)).add(value, value)
             count += 1
     except KeyboardInterrupt:
-        so_far = _ranges(form, seen, spread)
-        raise Interrupted(f"value_ranges was interrupted after {count} batches", so_far) from None
+        raise Interrupted(f"value_ranges was interrupted after {count} batches", _ranges(form, seen, spread)) from None
     if form is None:
         raise no_batches(num_batches)
     return _ranges(form, seen, spread)

@@ -376,8 +376,7 @@ def compare(
             result = replace(result, verdict=replace(verdict, causes=causes, tries=tries))
         return result
     except KeyboardInterrupt:
-        so_far = _compared(pairing, None, count)
-        raise Interrupted(f"compare was interrupted after {count} batches", so_far) from None
+        raise Interrupted(f"compare was interrupted after {count} batches", _compared(pairing, None, count)) from None
 
 
 def _compared(pairing: Pairing, effects: Effects | None, count: int, prepared: fx.GraphModule | None = None) -> Comparison:

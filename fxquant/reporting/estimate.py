@@ -188,19 +188,14 @@ def estimate(
     tool; UnknownTarget, CompilationError.
     """
     if not is_deployed(integer):
-        raise ConfigurationError(
-            "the cost of this model is not known yet",
-            because="it is not an integer model: fxq.convert determines dtypes and weights",
-            remedy="pass fxq.convert(prepared)",
-        )
+        because = "it is not an integer model: fxq.convert determines dtypes and weights"
+        raise ConfigurationError("the cost of this model is not known yet", because=because, remedy="pass fxq.convert(prepared)")
     chosen: Target = integer.meta["target"] if target is None else backends.get(target)
     rates = roofline or chosen.roofline
     if rates is None:
-        raise ConfigurationError(
-            f"the peak rates are not known of {chosen.name}",
-            because="they are those of the machine that the model runs on",
-            remedy="pass roofline=fxq.extend.Roofline(macs_per_second=1e11, bytes_per_second=2e10), with the numbers of your machine",
-        )
+        because = "they are those of the machine that the model runs on"
+        remedy = "pass roofline=fxq.extend.Roofline(macs_per_second=1e11, bytes_per_second=2e10), with the numbers of your machine"
+        raise ConfigurationError(f"the peak rates are not known of {chosen.name}", because=because, remedy=remedy)
     every = layers(integer)
     shown = operator_graph(integer, every)
     nodes = {node.name: node for node in integer.graph.nodes}

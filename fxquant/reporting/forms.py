@@ -16,25 +16,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from fxquant.analysis import recording
 from fxquant.analysis.layers import layers
-from fxquant.analysis.recording import (
-    ACCUMULATORS,
-    DYNAMIC,
-    FLOAT,
-    OUTPUTS,
-    PRIMITIVE_KINDS,
-    QUANTIZED,
-    Facts,
-    Form,
-    GraphForm,
-    Values,
-    Wanted,
-    crossings,
-    float_outputs,
-    kernel_forms,
-    real_values,
-    returned,
-)
+from fxquant.analysis.recording import DYNAMIC, OUTPUTS, QUANTIZED, Facts, Form, GraphForm, Values, Wanted, float_outputs, real_values
 from fxquant.analysis.report import Deviation, DeviationReport, Difference, FloatDifference, Report, different, differing
 from fxquant.errors import ConfigurationError, ExportError, Interrupted
 from fxquant.frontend import trace
@@ -57,7 +41,7 @@ class OnnxForm(Form):
         self.label, self.input_names = runtime, list(onnx_model.input_names)
         graph = onnx_model.model.graph
         shown = {info.name for info in (*graph.value_info, *graph.output)}
-        kinds = {name: PRIMITIVE_KINDS[entry["kind"]] for name, entry in onnx_model.tensors.items()}
+        kinds = {name: recording.PRIMITIVE_KINDS[entry["kind"]] for name, entry in onnx_model.tensors.items()}
         self.tensors = {name: kind for name, kind in kinds.items() if onnx_model.value(name) in shown}
         self.runners: dict[tuple[str, ...], Any] = {}
         self.given: Values = {}
@@ -88,9 +72,8 @@ class OnnxForm(Form):
         names = self.input_names
         found = [batch.get(name) for name in names] if isinstance(batch, Mapping) else pytree.tree_leaves(batch)[: len(names)]
         if len(found) < len(names) or not all(isinstance(value, Tensor) for value in found):
-            raise bad_batch(
-                index, f"the inputs of {self.onnx.path} are {', '.join(names)}", "yield a tensor for each, in this order or by name"
-            )
+            because = f"the inputs of {self.onnx.path} are {', '.join(names)}"
+            raise bad_batch(index, because, "yield a tensor for each, in this order or by name")
         return found
 
     def run(self, inputs: Sequence[Any], wanted: Wanted) -> Values:
@@ -107,7 +90,7 @@ class OnnxForm(Form):
 
     def _shown(self, name: str, value: Tensor, real: bool) -> Tensor:
         entry = self.onnx.tensors[name]
-        if self.tensors[name] in (FLOAT, DYNAMIC):
+        if self.tensors[name] in (recording.FLOAT, DYNAMIC):
             return value
         integers = value.to(torch.int64) - self._zero_point(name)
         if not real or "scale" not in entry:
@@ -152,18 +135,13 @@ def form_of(model: Any, batch: Any, state: State | str | None, beside: Any = Non
     if isinstance(model, str | os.PathLike):
         form = _file_form(model, state, None)
         if form.onnx.io != "float":
-            raise ConfigurationError(
-                f"{form.onnx.path} cannot be compared",
-                because=f"it was exported with io={form.onnx.io!r}, and takes integers where other forms take float tensors",
-                remedy="export with io='float'",
-            )
+            because = f"it was exported with io={form.onnx.io!r}, and takes integers where other forms take float tensors"
+            raise ConfigurationError(f"{form.onnx.path} cannot be compared", because=because, remedy="export with io='float'")
         return form
     if not isinstance(model, nn.Module | torch.export.ExportedProgram):
-        raise ConfigurationError(
-            f"a {type(model).__name__} cannot be compared",
-            because="it is neither a model, nor a graph of one, nor the path of an ONNX file",
-            remedy="pass a float model, the result of fxq.trace, fxq.prepare or fxq.convert, or a path",
-        )
+        because = "it is neither a model, nor a graph of one, nor the path of an ONNX file"
+        remedy = "pass a float model, the result of fxq.trace, fxq.prepare or fxq.convert, or a path"
+        raise ConfigurationError(f"a {type(model).__name__} cannot be compared", because=because, remedy=remedy)
     graph = model
     if not (isinstance(model, fx.GraphModule) and (stage_of(model) == "PREPARED" or is_deployed(model))):
         inputs = list(beside.graph.find_nodes(op="placeholder")) if isinstance(beside, fx.GraphModule) else []
@@ -221,33 +199,26 @@ def _dynamic_shapes(example: Any, inputs: Sequence[fx.Node]) -> Any:
     return pytree.tree_map(said, arguments)
 
 
-# ---- The bits of two forms ------------------------------------------------------------------------------------------------
-
-
 COMPARED = Wanted.of(QUANTIZED, DYNAMIC, OUTPUTS)
-IN_DEPTH = Wanted.of(QUANTIZED, DYNAMIC, ACCUMULATORS, OUTPUTS)
+IN_DEPTH = Wanted.of(QUANTIZED, DYNAMIC, recording.ACCUMULATORS, OUTPUTS)
 
 
 def exact_form(model: Any) -> GraphForm:
     """Return the form of a model object. Raises ConfigurationError if it is neither prepared nor integer."""
     if isinstance(model, fx.GraphModule) and (is_deployed(model) or stage_of(model) == "PREPARED"):
         return GraphForm(model, State.VALIDATE)
-    raise ConfigurationError(
-        f"{type(model).__name__} cannot be verified",
-        because="it is neither a prepared model, nor an integer model, nor the path of an ONNX file",
-        remedy="pass the results of fxq.prepare, fxq.convert or fxq.export_onnx",
-    )
+    because = "it is neither a prepared model, nor an integer model, nor the path of an ONNX file"
+    remedy = "pass the results of fxq.prepare, fxq.convert or fxq.export_onnx"
+    raise ConfigurationError(f"{type(model).__name__} cannot be verified", because=because, remedy=remedy)
 
 
 def check_same_model(left: GraphForm, opened: Any) -> None:
     """Raise ExportError if a file cannot be compared with a model: another model's, or one that takes integers."""
     if opened.io != "float":
-        raise ExportError(
-            f"{opened.path} cannot be verified",
-            because=f"it was exported with io={opened.io!r}, and takes integers where the model takes float tensors",
-            remedy="export with io='float'; the inner nodes of both files are the same",
-        )
-    sizes = (sum(node.op == "placeholder" for node in left.model.graph.nodes), len(returned(left.model)))
+        because = f"it was exported with io={opened.io!r}, and takes integers where the model takes float tensors"
+        remedy = "export with io='float'; the inner nodes of both files are the same"
+        raise ExportError(f"{opened.path} cannot be verified", because=because, remedy=remedy)
+    sizes = (sum(node.op == "placeholder" for node in left.model.graph.nodes), len(recording.returned(left.model)))
     found = (len(opened.input_names), len(opened.output_names))
     if is_deployed(left.model):
         names = [layer.name for layer in layers(left.model) if layer.grid is not None]
@@ -292,7 +263,7 @@ def compare(
     A step of the iteration is one batch in one of the other forms.
     """
     report.pairs += [f"{a.label} = {b.label}" for b in others]
-    floats, handed = float_outputs(a.model), crossings(a.model)
+    floats, handed = float_outputs(a.model), recording.crossings(a.model)
     for inputs, values, b, right in walk(a, others, batches, handed):
         measured = floats if isinstance(b, OnnxForm) else set()
         shared = [name for name in values if name in right]
@@ -388,7 +359,7 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
     whole: OnnxForm | None = None
     others: Sequence[Form]
     if not isinstance(second, str | os.PathLike):
-        others = [exact_form(second), *kernel_forms(first, second)]
+        others = [exact_form(second), *recording.kernel_forms(first, second)]
     elif Path(second).suffix in PROGRAMS:
         others = [_simulated(left, Path(second), report)]
     else:
@@ -403,8 +374,8 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
             files = [OnnxForm(opened, runtime, []) for runtime in MEASURED_RUNTIMES]
             _complete(measure(left, files, inputs, deviations), deviations, length(given, None), len(files), show_progress)
             return deviations
-        report.targets, handed = targets, crossings(left.model)
-        others = [*(OnnxForm(opened, runtime, handed) for runtime in RUNTIME_NAMES), *kernel_forms(first)]
+        report.targets, handed = targets, recording.crossings(left.model)
+        others = [*(OnnxForm(opened, runtime, handed) for runtime in RUNTIME_NAMES), *recording.kernel_forms(first)]
         whole = OnnxForm(opened, RUNTIME_NAMES[0], []) if handed or float_outputs(left.model) else None
     _complete(compare(left, others, inputs, integer, report, whole), report, length(given, None), len(others), show_progress)
     return report
@@ -413,16 +384,13 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
 def _simulated(left: GraphForm, path: Path, report: Report) -> Form:
     """Return the form of a .bin in the vendor's simulator, for an integer model; list in the report the tensors it cannot compare."""
     if not is_deployed(left.model):
-        raise ConfigurationError(
-            "a prepared model cannot be verified against a BPU program",
-            because="programs are fed the integers of an integer model",
-            remedy="pass fxq.convert(prepared)",
-        )
+        because = "programs are fed the integers of an integer model"
+        remedy = "pass fxq.convert(prepared)"
+        raise ConfigurationError("a prepared model cannot be verified against a BPU program", because=because, remedy=remedy)
     from fxquant.backends.horizon.simulated import SimulatedForm
 
     form = SimulatedForm(path, left.model)
-    report.unseen.update(form.unseen)
-    report.given = form.fed
+    report.given, report.unseen = form.fed, report.unseen | form.unseen
     return form
 
 
@@ -473,11 +441,9 @@ def record(
         _refuse("runtime", runtime, "this model is run by PyTorch")
         form = _graph_form(model, state)
     else:
-        raise ConfigurationError(
-            f"the tensors of a {type(model).__name__} cannot be recorded",
-            because="only traced, prepared and integer models, and ONNX files, name them",
-            remedy="pass fxq.trace(model, example_inputs)",
-        )
+        because = "only traced, prepared and integer models, and ONNX files, name them"
+        remedy = "pass fxq.trace(model, example_inputs)"
+        raise ConfigurationError(f"the tensors of a {type(model).__name__} cannot be recorded", because=because, remedy=remedy)
     taken = as_batches(batches)
     wanted.check(form)
     return (form.run(form.inputs(batch, index), wanted) for index, batch in enumerate(taken))

@@ -110,16 +110,13 @@ def saved_model(path: str | os.PathLike[str]) -> fx.GraphModule:
 
 def _of_onnx(opened: OnnxModel) -> Contents:
     operators = reading.operators(opened)
-    known = [
-        Row(
-            name,
-            operators.get(opened.value(name), "input"),
-            described_grid(entry, entry.get("zero_point", 0)),
-            reading.shape(opened, opened.value(name)),
-        )
-        for name, entry in opened.tensors.items()
-        if "scale" in entry  # tensors quantized inside of an operator have no entry
-    ]
+
+    def row(name: str, entry: Mapping[str, Any]) -> Row:
+        value, grid = opened.value(name), described_grid(entry, entry.get("zero_point", 0))
+        return Row(name, operators.get(value, "input"), grid, reading.shape(opened, value))
+
+    # Tensors quantized inside of an operator have no entry.
+    known = [row(name, entry) for name, entry in opened.tensors.items() if "scale" in entry]
     return Contents(
         opened.path,
         "ONNX file",
@@ -181,6 +178,8 @@ def describe(contents: Contents) -> str:
     for tensor in contents.tensors.values():
         sizes[DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))] += tensor.numel() * tensor.element_size()
     operators = Counter(contents.nodes).most_common()
+    stored = ", ".join(f"{number:,} {dtype}" for dtype, number in sizes.most_common())
+    stored = ", ".join(f"{number:,} {dtype}" for dtype, number in sizes.most_common())
     dtypes = Counter(row.grid.dtype for row in contents.rows)
     floats = f"{len(contents.floats)} operator{'' if len(contents.floats) == 1 else 's'}" if contents.floats else "none"
     facts = [
@@ -189,10 +188,7 @@ def describe(contents: Contents) -> str:
         ("nodes", f"{sum(contents.nodes.values())}: " + ", ".join(f"{count} {name}" for name, count in operators)),
         ("dtypes", ", ".join(f"{count} {name}" for name, count in dtypes.most_common())),
         ("scales", _range(contents.rows)),
-        (
-            "tensors",
-            f"{len(contents.tensors)} of {sum(sizes.values()):,} bytes: " + ", ".join(f"{n:,} {d}" for d, n in sizes.most_common()),
-        ),
+        ("tensors", f"{len(contents.tensors)} of {sum(sizes.values()):,} bytes: {stored}"),
         ("in float", "" if contents.stage == "traced" else floats),
     ]
     lines.extend(f"  {label:<9} {value}" for label, value in facts if value)
@@ -223,14 +219,11 @@ def _grid(row: Row) -> str:
 def difference(a: Contents, b: Contents) -> str:
     """Return the differences of two files (graphs, scales, tensors) as text, or "". Raises ConfigurationError for files of two kinds."""
     if a.kind != b.kind:
-        raise ConfigurationError(
-            f"{a.path} and {b.path} cannot be compared as text",
-            because=f"one is a {a.kind}, the other a {b.kind}",
-            remedy="compare their outputs: fxquant verify",
-        )
-    lines = [
-        f"{name}: {x or 'none'} | {y or 'none'}" for name, x, y in (("stage", a.stage, b.stage), ("target", a.target, b.target)) if x != y
-    ]
+        because = f"one is a {a.kind}, the other a {b.kind}"
+        remedy = "compare their outputs: fxquant verify"
+        raise ConfigurationError(f"{a.path} and {b.path} cannot be compared as text", because=because, remedy=remedy)
+    heads = (("stage", a.stage, b.stage), ("target", a.target, b.target))
+    lines = [f"{name}: {x or 'none'} | {y or 'none'}" for name, x, y in heads if x != y]
     lines.extend(difflib.unified_diff(a.text.splitlines(), b.text.splitlines(), str(a.path), str(b.path), lineterm="", n=1))
     paths = str(a.path), str(b.path)
     lines.extend(_different("scale", a.scales, b.scales, paths, _scale_difference))
@@ -310,8 +303,6 @@ def _contents(value: Any, name: str) -> Contents:
         return of_model(Path(name), value)
     if isinstance(value, str | os.PathLike):
         return read(value)
-    raise ConfigurationError(
-        f"{name} is a {type(value).__name__}, which has no graph",
-        because="graphs are traced, prepared and integer models, and files of them",
-        remedy="pass the result of fxq.trace, fxq.prepare or fxq.convert, or a path",
-    )
+    because = "graphs are traced, prepared and integer models, and files of them"
+    remedy = "pass the result of fxq.trace, fxq.prepare or fxq.convert, or a path"
+    raise ConfigurationError(f"{name} is a {type(value).__name__}, which has no graph", because=because, remedy=remedy)

@@ -88,11 +88,9 @@ def _summary(known: tuple[Layer, ...], comparison: Comparison | None) -> list[li
     dtypes = Counter(layer.dtype for layer in operators if layer.integer)
     dynamic = sum(layer.dynamic for layer in known)
     at_run_time = f"{dynamic} quantized at run time, " if dynamic else ""
+    integer = sum(layer.integer for layer in operators)
     rows = [
-        [
-            "operators",
-            f"{len(operators)}: {sum(layer.integer for layer in operators)} on integers, {at_run_time}{len(left_in_float(known))} in float",
-        ],
+        ["operators", f"{len(operators)}: {integer} on integers, {at_run_time}{len(left_in_float(known))} in float"],
         ["dtypes", ", ".join(f"{count} {dtype}" for dtype, count in dtypes.most_common()) or "none"],
         ["multiply-accumulates", f"{sum(layer.macs for layer in known):,}"],
         ["weights", f"{sum(layer.weight_bytes for layer in known):,} bytes"],
@@ -206,11 +204,7 @@ def _passes(model: fx.GraphModule) -> dict[str, Any]:
     """Return the number of nodes that each pass made, the fused nodes with their parts, and requests that were not met, for the page."""
     made = Counter(made_by(node) for node in model.graph.nodes if node.op not in ("placeholder", "output", "get_attr"))
     merged = [[node.name, ", ".join(fused(node))] for node in model.graph.nodes if fused(node)]
-    return {
-        "made": [[name, count] for name, count in made.most_common()],
-        "fused": merged,
-        "not_done": list(model_meta(model).get("not_done", ())),
-    }
+    return {"made": list(map(list, made.most_common())), "fused": merged, "not_done": list(model_meta(model).get("not_done", ()))}
 
 
 @checked(
@@ -252,11 +246,9 @@ def report(
     if reference is not None and batches is None and comparison is None:
         raise ConfigurationError("a reference needs batches", because="both models are run on them", remedy="pass batches, or leave it out")
     if batches is not None and reference is None and prepared is None:
-        raise ConfigurationError(
-            "batches mean nothing here",
-            because="no other form of the model is given that it could be compared with",
-            remedy="pass reference=, the float model, or leave batches out",
-        )
+        because = "no other form of the model is given that it could be compared with"
+        remedy = "pass reference=, the float model, or leave batches out"
+        raise ConfigurationError("batches mean nothing here", because=because, remedy=remedy)
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
@@ -272,9 +264,8 @@ def report(
     if prepared is not None and batches is not None:
         forms["integer against prepared"] = compare(prepared, model, batches, advice=False, states=("validate", None), **reading)
     checked_model = prepared if prepared is not None else model if stage_of(model) == "PREPARED" else None
-    limits = (
-        [] if checked_model is None else [each for each in findings(checked_model, checked_model.meta["target"]) if each.kind == "limit"]
-    )
+    found = () if checked_model is None else findings(checked_model, checked_model.meta["target"])
+    limits = [each for each in found if each.kind == "limit"]
     text = json.dumps(contents(model, comparison, forms, limits, title), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     page = resources.files("fxquant.reporting").joinpath("page.html").read_text(encoding="utf-8")
     head, rest = page.split("__DATA__")
@@ -416,6 +407,5 @@ def _mean(values: list[float], otherwise: float) -> float:
 
 def needs(package: str, error: ImportError) -> ConfigurationError:
     """Return the error for a missing package of the extra "report"."""
-    return ConfigurationError(
-        f"{package} is needed for this, and is not installed", because=str(error), remedy='pip install "fxquant[report]"'
-    )
+    remedy = 'pip install "fxquant[report]"'
+    return ConfigurationError(f"{package} is needed for this, and is not installed", because=str(error), remedy=remedy)

@@ -120,8 +120,6 @@ class TensorStatistics:
         place = ((number - ends[0]) * (COLUMNS / (ends[1] - ends[0]))).floor().clamp_(-1, COLUMNS).long() + 1
         self.columns += torch.bincount(place.flatten(), minlength=COLUMNS + 2)
 
-    # -- what follows ------------------------------------------------------------------------------------------------
-
     def noise_at(self, factor: float) -> float:
         """Return the squared error that a grid of `factor` times the scale would make of the reference, estimated from the octaves."""
         assert self.steps is not None
@@ -252,31 +250,17 @@ def row(name: str, reference: str, facts: Facts, seen: TensorStatistics, effect:
     made = seen.truncation + seen.rounding
     worse = "truncation" if seen.truncation > seen.rounding else "rounding"
     error = "" if seen.steps is None else worse if made else "none"
+    dtype = "float" if facts.grid is None else facts.grid.dtype
+    cosine = seen.product / math.sqrt(seen.signal * seen.power) if seen.signal and seen.power else float(seen.signal == seen.power)
+    steps = own = clipped = zeroed = math.nan
+    if seen.steps is not None:
+        steps, own = seen.largest / seen.steps.scale, sqnr_of(seen.signal, made)
+        clipped, zeroed = seen.clipped / count, ratio(seen.zeroed, seen.nonzero)
     return LayerComparison(
-        name=name,
-        reference=reference,
-        operator=facts.operator,
-        dtype="float" if facts.grid is None else facts.grid.dtype,
-        grid=facts.grid,
-        source=facts.source,
-        because=facts.because,
-        elements=seen.elements,
-        cosine=seen.product / math.sqrt(seen.signal * seen.power) if seen.signal and seen.power else float(seen.signal == seen.power),
-        sqnr=sqnr_of(seen.signal, seen.noise),
-        mse=seen.noise / count,
-        largest=seen.largest,
-        steps=seen.largest / seen.steps.scale if seen.steps is not None else math.nan,
-        own=sqnr_of(seen.signal, made) if seen.steps is not None else math.nan,
-        clipped=seen.clipped / count if seen.steps is not None else math.nan,
-        zeroed=ratio(seen.zeroed, seen.nonzero) if seen.steps is not None else math.nan,
-        reach=seen.reach,
-        error=error,
-        effect=effect,
-        try_this=_try(error, seen),
-        low=seen.low,
-        high=seen.high,
-        times=times,
-    )
+        name, reference, facts.operator, dtype, facts.grid, facts.source, facts.because, seen.elements,
+        cosine, sqnr_of(seen.signal, seen.noise), seen.noise / count, seen.largest, steps, own, clipped, zeroed, seen.reach,
+        error, effect, _try(error, seen), seen.low, seen.high, times,
+    )  # fmt: skip
 
 
 def _try(error: str, seen: TensorStatistics) -> str:

@@ -60,10 +60,8 @@ class Cures:
     def activation(self, name: str, reference: str, config: str) -> str:
         """Return the rule that gives a tensor this ActivationConfig; "" where there is none."""
         if self._is_input(reference):
-            both = f"QConfig({config}, input={config})"  # for a reader that passes values on, whose result has their grid
-            return _mapping(
-                {each: both if self._passes_on(each, name) else f"QConfig(input={config})" for each in self._readers(reference)}
-            )
+            both, own = f"QConfig({config}, input={config})", f"QConfig(input={config})"  # a reader that passes values on has their grid
+            return _mapping({each: both if self._passes_on(each, name) else own for each in self._readers(reference)})
         return _mapping({name: f"QConfig({config})"} if name in self.nodes else {})
 
     def weight(self, name: str) -> str:
@@ -108,9 +106,6 @@ class Cures:
 
 def _mapping(rules: Mapping[str, str]) -> str:
     return "QConfigMapping()" * bool(rules) + "".join(f".set_module_name({name!r}, {config})" for name, config in rules.items())
-
-
-# ---- rules for the problems of one tensor ----------------------------------------------------------------------------
 
 
 GAP = 32.0  # how many times as large as all others the values of a mask are
@@ -170,9 +165,7 @@ def _left(tensor: Judged, noise: float) -> float:
 def input_range(tensor: Judged, cures: Cures) -> Found | None:
     """Detect an input with values that calibration has not seen."""
     seen = tensor.statistics
-    if not tensor.is_input or seen.steps is None:
-        return None
-    if seen.reach < OUTSIDE and seen.reach > 1 / UNUSED:
+    if not tensor.is_input or seen.steps is None or 1 / UNUSED < seen.reach < OUTSIDE:
         return None
     ends = f"{seen.steps.low * seen.steps.scale:.4g} to {seen.steps.high * seen.steps.scale:.4g}"
     cause = f"input {tensor.reference} has values from {seen.low:.4g} to {seen.high:.4g}, and its grid is from {ends}"
@@ -270,9 +263,7 @@ def scale_too_small(tensor: Judged, cures: Cures) -> Found | None:
 def scale_too_large(tensor: Judged, cures: Cures) -> Found | None:
     """Detect a quantization range that reaches far beyond the values."""
     seen = tensor.statistics
-    if seen.steps is None or seen.truncation > 3 * seen.rounding:
-        return None
-    if seen.reach >= 0.5 and seen.zeroed < 0.2 * seen.nonzero:
+    if seen.steps is None or seen.truncation > 3 * seen.rounding or (seen.reach >= 0.5 and seen.zeroed < 0.2 * seen.nonzero):
         return None
     factor = seen.best_factor()
     if factor >= 1 / 2:

@@ -79,9 +79,9 @@ class Verdict:
 
 def verdict_on(outputs: Sequence[LayerComparison]) -> Verdict | None:
     """Return the verdict on these outputs; None where there is none."""
-    if not outputs:
+    worst = min(outputs, key=lambda output: output.sqnr, default=None)
+    if worst is None:
         return None
-    worst = min(outputs, key=lambda output: output.sqnr)
     grade = "good" if worst.sqnr >= GOOD else "visible" if worst.sqnr >= VISIBLE else "poor"
     return Verdict(grade, worst.name, worst.sqnr)
 
@@ -178,10 +178,8 @@ def _offsets(errors: Mapping[str, Tensor], effects: Effects, total: float) -> It
             constants[name] = error.mean([dim for dim in range(error.dim()) if dim != channel], keepdim=True)
     share = ratio(effects.of_errors(constants), total)
     if share >= OFFSET:
-        yield (
-            f"a constant for each channel makes about {100 * min(share, 1.0):.0f} % of it, which biases could take back",
-            ("corrections",),
-        )
+        makes = f"a constant for each channel makes about {100 * min(share, 1.0):.0f} % of it"
+        yield f"{makes}, which biases could take back", ("corrections",)
 
 
 @contextmanager

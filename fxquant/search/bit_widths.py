@@ -65,28 +65,21 @@ class Budget:
 
     def __post_init__(self) -> None:
         if not any(getattr(self, name) for name in LIMITS):
-            raise ConfigurationError(
-                "the budget limits nothing",
-                because="weight_bytes, weight_bits, bit_operations and latency are all None",
-                remedy="give one of them, as in Budget(weight_bits=5)",
-            )
+            because = "weight_bytes, weight_bits, bit_operations and latency are all None"
+            raise ConfigurationError("the budget limits nothing", because=because, remedy="give one of them, as in Budget(weight_bits=5)")
         if self.latency is None and self.speed is not None:
-            raise ConfigurationError(
-                "a speed is given without a latency",
-                because="it estimates seconds, and the budget has no latency",
-                remedy="pass Budget(latency=0.01, speed=Speed(macs_per_second=1e12, bytes_per_second=1e10)), or neither",
-            )
+            because = "it estimates seconds, and the budget has no latency"
+            remedy = "pass Budget(latency=0.01, speed=Speed(macs_per_second=1e12, bytes_per_second=1e10)), or neither"
+            raise ConfigurationError("a speed is given without a latency", because=because, remedy=remedy)
 
     def on(self, target: Target) -> Budget:
         """Return the budget with the target's peak rates as `speed`, if it needs one. Raises ConfigurationError if these are unknown."""
         if self.latency is None or self.speed is not None:
             return self
         if target.roofline is None:
-            raise ConfigurationError(
-                f"a latency on {target.name} cannot be estimated",
-                because="the rates are those of the machine that the model runs on",
-                remedy="pass Budget(latency=0.01, speed=Speed(macs_per_second=1e11, bytes_per_second=2e10))",
-            )
+            because = "the rates are those of the machine that the model runs on"
+            remedy = "pass Budget(latency=0.01, speed=Speed(macs_per_second=1e11, bytes_per_second=2e10))"
+            raise ConfigurationError(f"a latency on {target.name} cannot be estimated", because=because, remedy=remedy)
         return replace(self, speed=Speed(target.roofline.macs_per_second, target.roofline.bytes_per_second))
 
     @property
@@ -172,11 +165,8 @@ def optimum(choices: Choices, losses: Mapping[str, Mapping[str, float]], budget:
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
     except ImportError as error:
-        raise ConfigurationError(
-            "a search under a budget needs SciPy",
-            because=f"its integer program is solved by scipy.optimize.milp: {error}",
-            remedy='pip install "fxquant[tuning]"',
-        ) from None
+        because = f"its integer program is solved by scipy.optimize.milp: {error}"
+        raise ConfigurationError("a search under a budget needs SciPy", because=because, remedy='pip install "fxquant[tuning]"') from None
     keys = [(name, dtype) for name, choice in choices.items() for dtype in (choice.dtypes if name in losses else (choice.dtype,))]
     column = {key: index for index, key in enumerate(keys)}
     objective = [losses.get(name, {}).get(dtype, 0.0) for name, dtype in keys]
@@ -236,11 +226,8 @@ def _beyond(choices: Choices, losses: Mapping[str, Any], budget: Budget, message
     least = {name: min(choice.dtypes, key=bits) if name in losses else choice.dtype for name, choice in choices.items()}
     there = costs(choices, least, budget.speed)
     limits = "; ".join(f"{name} is {there[name]:.6g} at least, and {most:.6g} is allowed" for name, most in budget.limits.items())
-    return ConfigurationError(
-        "no choice of dtypes is within the budget",
-        because=f"{limits} ({message})",
-        remedy="raise the limit, let more widths be chosen, or take a target with narrower dtypes",
-    )
+    remedy = "raise the limit, let more widths be chosen, or take a target with narrower dtypes"
+    return ConfigurationError("no choice of dtypes is within the budget", because=f"{limits} ({message})", remedy=remedy)
 
 
 BUDGET: Kind = instance("a fxq.search.Budget, as in Budget(weight_bits=5)", Budget)
@@ -436,10 +423,8 @@ def _uniform(choices: Choices, widths: Sequence[int], budget: Budget) -> list[tu
     for weights in widths:
         for tensors in widths if len(budget.kinds) > 1 else [0]:
             width = {WEIGHT: weights, ACTIVATION: tensors}
-            wanted = {
-                name: next((dtype for dtype in choice.dtypes if bits(dtype) == width[choice.kind]), choice.dtype)
-                for name, choice in choices.items()
-            }
+            having = {name: [dtype for dtype in choice.dtypes if bits(dtype) == width[choice.kind]] for name, choice in choices.items()}
+            wanted = {name: (*dtypes, choices[name].dtype)[0] for name, dtypes in having.items()}
             told = f"{weights}-bit weights" + (f", {tensors}-bit tensors" if tensors else "")
             found.setdefault(tuple(sorted(wanted.items())), (told, wanted))
     return list(found.values())

@@ -26,20 +26,12 @@ from fxquant.tuning.simulation import grid_for, rounded, taking_over
 from fxquant.tuning.walk import Samples
 
 OBSERVERS: tuple[Any, ...] = (
-    kinds.HistogramObserver,
-    kinds.MSEObserver,
-    kinds.LpObserver(2.4),
-    kinds.LpObserver(3.0),
-    kinds.LpObserver(4.0),
-    kinds.MinMaxObserver,
-    kinds.MovingAverageMinMaxObserver,
-    kinds.PercentileObserver(99.999),
-    kinds.PercentileObserver(99.99),
-    kinds.PercentileObserver(99.9),
-    kinds.ClipStdObserver(4.0),
-    kinds.ClipStdObserver(6.0),
-    kinds.KLObserver,
-    kinds.MixObserver,
+    *(kinds.HistogramObserver, kinds.MSEObserver),
+    *map(kinds.LpObserver, (2.4, 3.0, 4.0)),
+    *(kinds.MinMaxObserver, kinds.MovingAverageMinMaxObserver),
+    *map(kinds.PercentileObserver, (99.999, 99.99, 99.9)),
+    *map(kinds.ClipStdObserver, (4.0, 6.0)),
+    *(kinds.KLObserver, kinds.MixObserver),
 )
 
 
@@ -131,15 +123,12 @@ def search(work: Work, observers: Sequence[Any], metric: Metric | None) -> Obser
     choices = Choices(work.prepared, ())
     tensors = [choice for choice in choices.values() if choice.kind == ACTIVATION]
     if not tensors:
-        raise ConfigurationError(
-            "no observer can be chosen", because="every scale of this model is given, or demanded", remedy="leave scales to calibration"
-        )
+        because = "every scale of this model is given, or demanded"
+        raise ConfigurationError("no observer can be chosen", because=because, remedy="leave scales to calibration")
     named = {label(observer): observer for observer in observers}
-    served = {
-        name: observer
-        for name, observer in named.items()
-        if taking_over(tensors[0].operators[0].output, ActivationConfig(observer=observer)) is not None
-    }
+    output = tensors[0].operators[0].output
+    configs = {name: ActivationConfig(observer=observer) for name, observer in named.items()}
+    served = {name: named[name] for name, config in configs.items() if taking_over(output, config) is not None}
     call = {"function": "search_observers", "observers": tuple(named), "metric": metric is not None}
     journal = Checkpoint(work.options.checkpoint, call_of(work.prepared, Samples(work.samples), **call), work.options.distributed)
     reference = reference_of(work.prepared, work.samples)
@@ -149,12 +138,11 @@ def search(work: Work, observers: Sequence[Any], metric: Metric | None) -> Obser
 
     results = journal.gather({choice.name: partial(tried, choice) for choice in tensors}, "observers", work.show)
     trials = [ObserverTrial(**results[choice.name]) for choice in tensors]
-    configs = {trial.name: ActivationConfig(observer=served[trial.chosen]) for trial in trials if trial.chosen != trial.before}
+    configs = {trial.name: configs[trial.chosen] for trial in trials if trial.chosen != trial.before}
     mappings = {"as given": work.base}
     if configs:
         mappings["the best for each"] = choices.mapping(work.base, {}, configs)
     mappings |= {f"{name} for all": with_observer(work.base, observer) for name, observer in served.items()}
-    measured, scores = {}, {}
 
     @cache
     def together(name: str) -> fx.GraphModule:
@@ -165,10 +153,8 @@ def search(work: Work, observers: Sequence[Any], metric: Metric | None) -> Obser
         return reference.noise(partial(outputs_of, made)).pooled, None if metric is None else score_of(metric, made)
 
     judgements = journal.gather({f"together: {name}": partial(judged, name) for name in mappings}, "observers together", work.show)
-    for name in mappings:
-        measured[name], score = judgements[f"together: {name}"]
-        if score is not None:
-            scores[name] = score
+    measured = {name: judgements[f"together: {name}"][0] for name in mappings}
+    scores = {name: score for name in mappings if (score := judgements[f"together: {name}"][1]) is not None}
     chosen = max(mappings, key=lambda name: (scores.get(name, 0.0), -measured[name]))
     left_out = tuple(name for name in named if name not in served)
     return ObserverSearch(mappings[chosen], together(chosen), tuple(trials), measured, scores, chosen, left_out)
@@ -219,6 +205,5 @@ def with_observer(mapping: QConfigMapping, observer: Any) -> QConfigMapping:
     def all_of(rules: Mapping[Any, Chosen]) -> dict[Any, Chosen]:
         return {key: changed(chosen) for key, chosen in rules.items()}
 
-    return QConfigMapping(
-        changed(mapping.default), all_of(mapping.types), all_of(mapping.patterns), all_of(mapping.names), all_of(mapping.calls)
-    )
+    rules = (mapping.types, mapping.patterns, mapping.names, mapping.calls)
+    return QConfigMapping(changed(mapping.default), *map(all_of, rules))

@@ -151,37 +151,26 @@ def sensitivity(
             if not operator.plain:
                 operator.output.require()
     else:
-        raise ConfigurationError(
-            "a prepared model has a qconfig already",
-            because="the loss is measured with the qconfig that it was prepared with, so that this one would have no effect",
-            remedy="leave qconfig out, or pass the float model",
-        )
+        because = "the loss is measured with the qconfig that it was prepared with, so that this one would have no effect"
+        remedy = "leave qconfig out, or pass the float model"
+        raise ConfigurationError("a prepared model has a qconfig already", because=because, remedy=remedy)
     samples = inputs_of(prepared, batches, num_batches, options)
     return find(prepared, samples, options, show_progress, metric)
 
 
 def calibrated(
-    model: nn.Module,
-    batches: Any,
-    target: str | Target,
-    qconfig: QConfig | QConfigMapping | None,
-    num_batches: int | None,
-    options: Options,
-    show_progress: bool | None,
-) -> tuple[fx.GraphModule, Any]:
+    model: nn.Module, batches: Any, target: str | Target, qconfig: QConfig | QConfigMapping | None, num_batches: int | None,
+    options: Options, show_progress: bool | None,
+) -> tuple[fx.GraphModule, Any]:  # fmt: skip
     """Prepare and calibrate a float model; return it with the example inputs that it was prepared with."""
     if isinstance(model, fx.GraphModule) and stage_of(model) == "PREPARED":
-        raise ConfigurationError(
-            "a prepared model cannot be prepared again",
-            because="its dtypes are to change, and they are those that it was prepared with",
-            remedy="pass the float model, and the qconfig",
-        )
+        because = "its dtypes are to change, and they are those that it was prepared with"
+        remedy = "pass the float model, and the qconfig"
+        raise ConfigurationError("a prepared model cannot be prepared again", because=because, remedy=remedy)
     if isinstance(batches, Iterator):
-        raise ConfigurationError(
-            f"a {type(batches).__name__} yields its batches only once",
-            because="a search runs the same batches again and again",
-            remedy="pass a list or a DataLoader: list(batches)",
-        )
+        because = "a search runs the same batches again and again"
+        remedy = "pass a list or a DataLoader: list(batches)"
+        raise ConfigurationError(f"a {type(batches).__name__} yields its batches only once", because=because, remedy=remedy)
     as_written, source = float_model(model), as_batches(batches)
     first = next(iter(source), None)
     if first is None:
@@ -232,11 +221,9 @@ def reference_of(prepared: fx.GraphModule, samples: Sequence[Sequence[Any]]) -> 
     """Return the outputs of the float form for these inputs. Raises ConfigurationError if none is a floating-point tensor."""
     reference = FloatOutputs(prepared, samples)
     if not reference.there:
-        raise ConfigurationError(
-            "the model returns no float tensor to measure an error of",
-            because="noise is measured in float outputs",
-            remedy="pass a metric, or a model that returns its scores as well",
-        )
+        because = "noise is measured in float outputs"
+        remedy = "pass a metric, or a model that returns its scores as well"
+        raise ConfigurationError("the model returns no float tensor to measure an error of", because=because, remedy=remedy)
     return reference
 
 
@@ -249,11 +236,9 @@ def score_of(metric: Metric, model: nn.Module) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise ConfigurationError(
-            f"the metric returned {found!r}" if not isinstance(found, Tensor) else "the metric returned no finite number",
-            because="a metric is a function of a model that returns a finite number, of which more is better",
-            remedy="return a float: an accuracy, a PSNR, a loss with its sign changed",
-        )
+        what = f"the metric returned {found!r}" if not isinstance(found, Tensor) else "the metric returned no finite number"
+        because = "a metric is a function of a model that returns a finite number, of which more is better"
+        raise ConfigurationError(what, because=because, remedy="return a float: an accuracy, a PSNR, a loss with its sign changed")
     return number
 
 

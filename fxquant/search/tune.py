@@ -173,11 +173,6 @@ _PROPOSALS: dict[str, Remedy] = {
 }
 REMEDIES: dict[str, Remedy] = {name: _PROPOSALS.get(name) or partial(_tuning, name) for name in TRIED}
 WITHIN_BUDGET = "mixed precision"
-
-
-# ---- the search ------------------------------------------------------------------------------------------------------
-
-
 WITHIN = 0.01  # of the float model's score, where no tolerance is given
 
 
@@ -286,19 +281,16 @@ def tune(
     """
     every = list(as_batches(batches))
     if len(every) < 2:
-        raise CalibrationError(
-            "there is too little to tune with",
-            because=f"`batches` yielded {len(every)}; most calibrate and teach, and every fourth is held out to judge",
-            remedy="pass at least 2 batches, or smaller ones: torch.split(images, 16)",
-        )
+        because = f"`batches` yielded {len(every)}; most calibrate and teach, and every fourth is held out to judge"
+        remedy = "pass at least 2 batches, or smaller ones: torch.split(images, 16)"
+        raise CalibrationError("there is too little to tune with", because=because, remedy=remedy)
     split = Samples(every)
     learning, judged = ([every[index] for index in part] for part in (split.learning, split.judging))
     work = work_of(model, learning, target, qconfig, replace(options, checkpoint=None), show_progress)
     judging = inputs_of(work.prepared, judged, None, options)
     call = {"function": "tune", "steps": steps, "seed": options.seed, "metric": metric is not None, "budget": budget}
-    journal = Checkpoint(
-        options.checkpoint, call_of(work.prepared, Samples([*work.samples, *judging]), **call, widths=options.widths), options.distributed
-    )
+    about = call_of(work.prepared, Samples([*work.samples, *judging]), **call, widths=options.widths)
+    journal = Checkpoint(options.checkpoint, about, options.distributed)
     budget = None if budget is None else budget.on(work.prepared.meta["target"])
     return _Session(work, judging, journal, steps, budget, metric).run(tolerance)
 
@@ -327,8 +319,7 @@ class _Session:
             if self.best is None or self.best.score < reference - enough:
                 self._try(name, REMEDIES[name], reference - enough)
         assert self.best is not None
-        made = self._built(self.recipe)
-        best = self.recipe
+        made, best = self._built(self.recipe), self.recipe
         return Tuned(made, best.mapping, best.methods, tuple(self.tried), reference, self.best.score, enough, best.corrections)
 
     def _float_score(self) -> float:

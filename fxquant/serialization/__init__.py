@@ -93,11 +93,8 @@ def load_file(path: str | os.PathLike[str], target_of: TargetOf) -> fx.GraphModu
     try:
         return _read(*unpack(content), target_of)
     except Exception as error:  # whatever the readers of the parts say about a file that is damaged, or was made up
-        raise ExportError(
-            f"{path} holds no model that can be loaded",
-            because=_reason(error),
-            remedy="save the model again with this version's fxq.save, or prepare the float model again",
-        ) from error
+        remedy = "save the model again with this version's fxq.save, or prepare the float model again"
+        raise ExportError(f"{path} holds no model that can be loaded", because=_reason(error), remedy=remedy) from error
 
 
 def _read(document: dict[str, Any], tensors: dict[str, Tensor], target_of: TargetOf) -> fx.GraphModule | Observations:

@@ -56,9 +56,6 @@ _MODEL_META: Mapping[str, tuple[type, ...]] = {
 _PATH = re.compile(r"[^.\n]+(\.[^.\n]+)*")  # a line break in it could stand for a line of the generated code
 
 
-# ---- writing ----------------------------------------------------------------------------------------------------------
-
-
 def write_model(model: Any, target_of: TargetOf) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the document and the tensors of a model. Raises ExportError, with the name of the part, if a file cannot hold a part of it."""
     if not isinstance(model, fx.GraphModule) or not (is_traced(model) or stage_of(model) is not None):
@@ -79,14 +76,12 @@ def write_model(model: Any, target_of: TargetOf) -> tuple[dict[str, Any], dict[s
         cannot_save(f"the target {target.name!r}", "it is not known by name, and a file holds no code", "prepare the model for one that is")
     tree = TreeWriter(None if target is None else target.arithmetic, _noise(model))
     root = tree.contents(model, "")
+    meta = {name: encode(_kept_of_model(name, value)) for name, value in model.meta.items() if name != CARRIED}
     document = {
         "format": FORMAT,
         "version": VERSION,
         "name": _identifier(type(model).__name__),
-        "meta": {
-            **{name: encode(_kept_of_model(name, value)) for name, value in model.meta.items() if name != CARRIED},
-            **_preserved(model),
-        },
+        "meta": meta | _preserved(model),
         "root": root,
         "modules": tree.modules,
         "tensors": tree.roles,
@@ -184,9 +179,6 @@ def _noise(model: nn.Module) -> frozenset[int]:
             ", ".join(f"{type(module).__name__} (%{name})" for name, module in noise),
         )
     return frozenset(id(module) for _, module in noise)
-
-
-# ---- reading ----------------------------------------------------------------------------------------------------------
 
 
 def read_model(document: Mapping[str, Any], tensors: Mapping[str, Tensor], target_of: TargetOf) -> fx.GraphModule:
@@ -344,9 +336,8 @@ def _resolved(op: str, target: str) -> Any:
         return target
     function = function_named(target)
     if function is None and target.startswith("wrapped:"):
-        raise Malformed(
-            f"it calls {target[8:88]}, which nothing in this process has wrapped: import the module that does, and load it again"
-        )
+        missing = "which nothing in this process has wrapped: import the module that does, and load it again"
+        raise Malformed(f"it calls {target[8:88]}, {missing}")
     if function is None:
         raise Malformed(f"no function is named {target[:80]!r}")
     return function
@@ -368,9 +359,6 @@ def _node_meta(content: dict[str, Any]) -> dict[str, Any]:
     if not all(type(item) in (str, int, float, bool, NoneType) for item in meta.get("notes", {}).values()):
         raise Malformed("notes hold values other than numbers and sentences")
     return meta
-
-
-# ---- observations ----------------------------------------------------------------------------------------------------
 
 
 OBSERVATIONS = "fxquant observations"  # their format, of version 1

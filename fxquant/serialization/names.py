@@ -26,8 +26,6 @@ from fxquant.primitives import PRIMITIVES
 from fxquant.quantization.observers.ranges import CLASSES, SETTINGS
 from fxquant.quantization.weights import BiasCorrection, Coverage
 
-# ---- functions ------------------------------------------------------------------------------------------------------
-
 # Beside the functions and methods that spell operators: what else a model may call, or has in files under this name of several.
 _TORCH = """
 aminmax angle arange argwhere as_tensor bernoulli bincount block_diag bucketize cartesian_prod chunk complex conj conv_tbc copysign cov
@@ -125,8 +123,6 @@ def is_method(name: str) -> bool:
     """Return whether a graph may call the tensor method of that name."""
     return name in _methods()
 
-
-# ---- classes ----------------------------------------------------------------------------------------------------------
 
 _CONVOLUTION = "in_channels out_channels kernel_size stride padding dilation groups bias padding_mode"
 _TRANSPOSED = "in_channels out_channels kernel_size stride padding output_padding groups bias dilation padding_mode"

@@ -110,9 +110,6 @@ def _unreadable(path: Any, because: str) -> ExportError:
     return ExportError(f"{path} is not a qconfig", because=because, remedy="mend the file, or write one with fxq.save_qconfig")
 
 
-# ---- to a document -------------------------------------------------------------------------------------------------------
-
-
 def _written(chosen: Chosen, rule: str) -> Any:
     """Return a QConfig as a dict of the settings that differ from the default."""
     if chosen is None:
@@ -146,11 +143,9 @@ def _value(value: Any, config: Any, rule: str) -> Any:
 
 
 def _unnamed(name: str, rule: str) -> ExportError:
-    return ExportError(
-        f"{name} cannot be written to a file",
-        because=f"{rule} asks for it, and a file names only what fxquant and PyTorch have",
-        remedy="use one of fxquant's, or keep the mapping as Python code",
-    )
+    because = f"{rule} asks for it, and a file names only what fxquant and PyTorch have"
+    remedy = "use one of fxquant's, or keep the mapping as Python code"
+    return ExportError(f"{name} cannot be written to a file", because=because, remedy=remedy)
 
 
 def _type_name(kind: Any) -> str:
@@ -163,9 +158,6 @@ def _type_name(kind: Any) -> str:
     if name is None:
         raise _unnamed(getattr(kind, "__qualname__", str(kind)), "a rule for this type")
     return name
-
-
-# ---- and back ------------------------------------------------------------------------------------------------------------
 
 
 def _section(document: Any, section: str) -> dict[Any, Chosen]:

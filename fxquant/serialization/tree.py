@@ -29,8 +29,6 @@ from fxquant.serialization.names import ARGUMENTS, LAYERS
 from fxquant.serialization.values import DTYPES, Malformed, cannot_save, decode, encode, expect, look_up
 from fxquant.target import Target
 
-# ---- what writing and reading share ----------------------------------------------------------------------------------
-
 TargetOf = Callable[[str], Target]  # a target, by its name
 
 LAYOUTS = {"channels_last": torch.channels_last, "channels_last_3d": torch.channels_last_3d}
@@ -64,8 +62,6 @@ def tensor_forms(module: nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]
     tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     return [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
 
-
-# ---- writing ------------------------------------------------------------------------------------------------------
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -118,17 +114,13 @@ class TreeWriter:
         if type(module) is WeightScale:
             return {"frozen": expect(module.frozen, bool), "method": None if module.method is None else module.method.name}
         if isinstance(module, GradientRule):
-            cannot_save(
-                f"the module {path}",
-                f"it calls {module.label}, which is Python, and a file holds no code",
-                "keep prepared.state_dict(), for a model that fxq.prepare makes of the same float model; or save what fxq.convert returns",
-            )
+            because = f"it calls {module.label}, which is Python, and a file holds no code"
+            kept = "keep prepared.state_dict(), for a model that fxq.prepare makes of the same float model"
+            cannot_save(f"the module {path}", because, f"{kept}; or save what fxq.convert returns")
         if type(module) not in ARGUMENTS:
-            cannot_save(
-                f"the module {path}",
-                f"its class {type(module).__qualname__} is not one of those a file can name; a file holds no code",
-                "use PyTorch's layers and fxquant's observers, or save state_dict() and prepare the model again",
-            )
+            because = f"its class {type(module).__qualname__} is not one of those a file can name; a file holds no code"
+            remedy = "use PyTorch's layers and fxquant's observers, or save state_dict() and prepare the model again"
+            cannot_save(f"the module {path}", because, remedy)
         arguments = {name: _argument(module, name) for name in ARGUMENTS[type(module)]}
         _check_twin(module, arguments, path)
         return {name: encode(value) for name, value in arguments.items()}
@@ -152,11 +144,8 @@ class TreeWriter:
 
     def _operator(self, module: QuantizedOperator, path: str) -> dict[str, Any]:
         if BY_NAME.get(module.operator.name) is not module.operator or module.arithmetic != self.arithmetic:
-            cannot_save(
-                f"the operator {path}",
-                "its operator or its target's arithmetic is not one of fxquant's own, and a file holds no code",
-                "prepare the model for a target that is known by name",
-            )
+            because = "its operator or its target's arithmetic is not one of fxquant's own, and a file holds no code"
+            cannot_save(f"the operator {path}", because, "prepare the model for a target that is known by name")
         inputs = {
             name: [self._module(each, f"{path}.inputs.{name}.{index}") for index, each in enumerate(value)]
             if isinstance(value, list)
@@ -216,28 +205,18 @@ def _check_twin(module: nn.Module, arguments: Mapping[str, Any], path: str) -> N
     twin = construct(type(module), arguments)
     for name, value in twin.__dict__.items():
         if name[0] != "_" and name != "training" and isinstance(value, bool | int | float | str | tuple) and module.__dict__[name] != value:
-            cannot_save(
-                f"the module {path}",
-                f"its {name} is {module.__dict__[name]!r}, and {value!r} in a {type(module).__name__} made with the same arguments",
-                "set such attributes through the constructor",
-            )
+            because = f"its {name} is {module.__dict__[name]!r}, and {value!r} in a {type(module).__name__} made with the same arguments"
+            cannot_save(f"the module {path}", because, "set such attributes through the constructor")
 
     shapes = {name: size for name, size, _ in tensor_forms(module)}
     for name, size, _ in tensor_forms(twin):
         if shapes.get(name, size) != size:  # one that is gone was folded away
-            cannot_save(
-                f"the module {path}",
-                f"its {name} is of shape {list(shapes[name])}, and of {list(size)} in a {type(module).__name__}"
-                " made with the same arguments",
-                "make the module again with arguments of its present sizes",
-            )
+            twins = f"{list(size)} in a {type(module).__name__} made with the same arguments"
+            because = f"its {name} is of shape {list(shapes[name])}, and of {twins}"
+            cannot_save(f"the module {path}", because, "make the module again with arguments of its present sizes")
 
-
-# ---- reading ---------------------------------------------------------------------------------------------------------
 
 _OWN = (Quantizer, QuantizedOperator, ChannelFactors, WeightQuantizer, WeightScale, Observer)
-
-
 MODES = (STATISTICS, *METHODS, FROZEN)
 
 
@@ -383,23 +362,12 @@ class TreeReader:
             raise Malformed(f"a {type(weight_quantizer).__name__} is in the place of a WeightQuantizer")
         if not isinstance(factors, ChannelFactors | None):
             raise Malformed(f"a {type(factors).__name__} is in the place of ChannelFactors")
-        module = QuantizedOperator(
-            plain["name"],
-            operator,
-            self.arithmetic,
-            Quantizers(
-                {name: self._inputs(value) for name, value in expect(arguments["inputs"], dict).items()},
-                output,
-                plain["owns_output"],
-                self._as_quantizer(arguments["intermediate"]),
-                weight_quantizer,
-                factors,
-                _interval(arguments["observed"]),
-            ),
-            live_batch_norm=plain["live_batch_norm"],
-            path=plain["path"],
-            detached=_detached(arguments.get("detached", []), operator),
-        )
+        inputs = {name: self._inputs(value) for name, value in expect(arguments["inputs"], dict).items()}
+        intermediate, observed = self._as_quantizer(arguments["intermediate"]), _interval(arguments["observed"])
+        quantizers = Quantizers(inputs, output, plain["owns_output"], intermediate, weight_quantizer, factors, observed)
+        name, path, live = (plain[key] for key in ("name", "path", "live_batch_norm"))
+        detached = _detached(arguments.get("detached", []), operator)
+        module = QuantizedOperator(name, operator, self.arithmetic, quantizers, live_batch_norm=live, path=path, detached=detached)
         module.state = State(arguments["state"])
         return module
 

@@ -42,21 +42,11 @@ _NUMBER = (float, int, NoneType)
 # Records: every field with the types its value may have.
 RECORDS: Mapping[type, Mapping[str, tuple[type, ...]]] = {
     WeightConfig: {
-        "dtype": (str,),
-        "per_channel": (bool,),
-        "training": (str,),
-        "power_of_two": (bool,),
-        "rounding": (type,),
-        "p": (float, NoneType),
+        "dtype": (str,), "per_channel": (bool,), "training": (str,), "power_of_two": (bool,), "rounding": (type,), "p": (float, NoneType),
     },
     ActivationConfig: {
-        "dtype": (str, NoneType),
-        "observer": (type, functools.partial),
-        "scale": _NUMBER,
-        "threshold": _NUMBER,
-        "training": (str,),
-        "power_of_two": (bool,),
-        "zero_point": (int, NoneType),
+        "dtype": (str, NoneType), "observer": (type, functools.partial), "scale": _NUMBER, "threshold": _NUMBER, "training": (str,),
+        "power_of_two": (bool,), "zero_point": (int, NoneType),
     },
     QConfig: {"output": (ActivationConfig,), "weight": (WeightConfig,), "input": (ActivationConfig, NoneType), "dynamic": (bool,)},
     Annotation: {"dtype": (str, NoneType), "because": (str,), "config": (QConfig, NoneType), "group": (int, NoneType), "on_host": (bool,)},
@@ -64,22 +54,16 @@ RECORDS: Mapping[type, Mapping[str, tuple[type, ...]]] = {
     Reference: {"node": (str,)},
     Part: {"composite": (str,), "role": (str,), "inner": (bool,), "step": (int, NoneType)},
     Own: {
-        "dtype": (str, NoneType),
-        "shared_where": (str, NoneType),
-        "otherwise": (str, NoneType),
-        "headroom": (float,),
+        "dtype": (str, NoneType), "shared_where": (str, NoneType), "otherwise": (str, NoneType), "headroom": (float,),
         "limit": (float, NoneType),
     },
     Same: {"operands": (tuple,)},
     Fixed: {"scale": (float,), "dtype": (str,), "zero_point": (int, NoneType), "otherwise": (Fixed, Own, NoneType)},
     Constant: {"node": (str,), "scale": (float, tuple), "axis": (int, NoneType), "zero_point": (int, tuple)},
     Operation: {"name": (str,), "arguments": (dict,), "constants": (dict,), "intermediate": (QParams, NoneType)},
-}
-_USUAL: Mapping[type, Mapping[str, Any]] = {
-    QConfig: {"dynamic": False},
-    Own: {"limit": None},
-    Annotation: {"on_host": False},
-}  # fields that are written only where they are otherwise
+}  # fmt: skip
+# Fields that are written only where they are otherwise.
+_USUAL: Mapping[type, Mapping[str, Any]] = {QConfig: {"dynamic": False}, Own: {"limit": None}, Annotation: {"on_host": False}}
 _RECORDS_BY_NAME = {kind.__name__: kind for kind in RECORDS}
 
 
@@ -97,9 +81,6 @@ def expect(value: Any, *kinds: type) -> Any:
     if type(value) not in kinds:
         raise Malformed(f"a {type(value).__name__} is in the place of a {' or '.join(kind.__name__ for kind in kinds)} belongs")
     return value
-
-
-# ---- writing ----------------------------------------------------------------------------------------------------------
 
 
 def encode(value: Any) -> Any:
@@ -180,9 +161,6 @@ def _known_name(kind: Any, table: Mapping[str, Any], what: str, remedy: str) -> 
     return name
 
 
-# ---- reading ----------------------------------------------------------------------------------------------------------
-
-
 def decode(value: Any, nodes: Mapping[str, fx.Node] | None = None, depth: int = 0) -> Any:
     """Decode a value of `encode`; `nodes` are the nodes that it may refer to, by name. Raises Malformed for other values."""
     if depth > DEPTH:
@@ -251,9 +229,8 @@ def _decode_observer(content: Any) -> Any:
 def _decode_numbers(content: Any) -> torch.Tensor:
     dtype, shape, numbers = _exactly(expect(content, list), 3)
     values = [expect(decode(number), bool, int, float) for number in expect(numbers, list)]
-    return torch.tensor(values, dtype=look_up(DTYPES, dtype, "dtype"), device="cpu").reshape(
-        [expect(size, int) for size in expect(shape, list)]
-    )
+    sizes = [expect(size, int) for size in expect(shape, list)]
+    return torch.tensor(values, dtype=look_up(DTYPES, dtype, "dtype"), device="cpu").reshape(sizes)
 
 
 _NOT_FINITE = {name: float(name) for name in ("nan", "inf", "-inf")}

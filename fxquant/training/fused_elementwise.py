@@ -10,6 +10,7 @@ composed of the primitives.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -113,8 +114,7 @@ def _form(value: Tensor | Deferred) -> Join | None:
         return Join(a, b, None, product=True, wide=wide) if isinstance(a, Tensor) and isinstance(b, Tensor) else None
     if role_of(primitive) is Role.CHANNEL_SCALING:
         a, weight, bias, trailing = arguments
-        fits = isinstance(a, Tensor) and a.dim() > 0 and trailing == 0 and weight.numel() == a.shape[-1] > 1
-        if not fits:
+        if not isinstance(a, Tensor) or a.dim() == 0 or trailing != 0 or not weight.numel() == a.shape[-1] > 1:
             return None
         c = torch.zeros(a.shape[-1], dtype=torch.float64, device=a.device) if bias is None else bias.double()
         return Join(a, weight, c, product=True, wide=PRIMITIVES[primitive].wide, each=True)
@@ -217,10 +217,7 @@ def _layout(own: Sequence[int], shape: Sequence[int], trailing: int, columns: in
         before = before[1:]
     if list(before) != list(shape[split - len(before) : split]):
         return None
-    rows = 1
-    for size in before:
-        rows *= size
-    return Layout(rows, columns if whole else 1, int(whole))
+    return Layout(math.prod(before), columns if whole else 1, int(whole))
 
 
 COLUMNS = 256  # in a row, or more, where it may be
@@ -319,11 +316,8 @@ class _Joined(torch.autograd.Function):
         needs_a, needs_b, needs_c = ctx.needs_input_grad[:3]
         needs_b = needs_b and not ctx.same
         passes = None if torch.is_grad_enabled() else offered(given)
-        if passes is None:
-            found = _back(join, ctx.scale, ratio, inside, of_integers, of_real, shape)
-        else:
-            found = passes.backward(join, ctx.scale, ratio, inside, of_integers, of_real)
-        of_a, of_b, of_c = found
+        arguments = join, ctx.scale, ratio, inside, of_integers, of_real
+        of_a, of_b, of_c = _back(*arguments, shape) if passes is None else passes.backward(*arguments)
         if of_c is None and needs_c:
             of_c = of_a / (join.slopes[0] * join.signs[0])
         to_b = of_b.reshape(of_b_shape) if of_b is not None and needs_b else None
@@ -332,14 +326,9 @@ class _Joined(torch.autograd.Function):
 
 
 def _back(
-    join: Join,
-    scale: Tensor,
-    ratio: Tensor,
-    inside: Tensor | None,
-    of_integers: Tensor | None,
-    of_real: Tensor | None,
+    join: Join, scale: Tensor, ratio: Tensor, inside: Tensor | None, of_integers: Tensor | None, of_real: Tensor | None,
     shape: Sequence[int],
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Compute `Joining.backward` with PyTorch's operators: differentiable, on every device."""
     whole = Gradients(of_integers, of_real).of_steps(scale)
     of = (whole if inside is None else torch.where(inside.view(shape) > 0, whole, 0.0)) / scale

@@ -272,9 +272,6 @@ def _passes(*tensors: Tensor | None) -> Passes:
     return _TENSORS
 
 
-# ---- statistics of a batch --------------------------------------------------------------------------------------------
-
-
 class Token:
     """The address of a gradient that only the next function reads, so that this may write to it."""
 
@@ -317,20 +314,12 @@ def collected(sums: Tensor, form: Form) -> Collected:
     return Collected(found, mean, variance, ends, token)
 
 
-# ---- requantization ---------------------------------------------------------------------------------------------------
-
-
 class _Finished(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        sums: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        factor: Tensor | None,
-        ratio: Tensor,
+        ctx: Any, sums: Tensor, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None, ratio: Tensor,
         ending: tuple[Form, Rounded, Token | None],
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(sums, bias, residual, factor, ratio)
         ctx.ending = form, how, _ = ending
@@ -373,24 +362,16 @@ class _Marked(torch.autograd.Function):
         kept, factor, ratio = ctx.saved_tensors
         inside = opened_mask(kept, ctx.like)
         passes = _passes(of_integers, of_real)
-        of_sums, of_residual, of_bias = passes.mark_back(
-            ctx.form, inside, factor, ratio, ctx.scale, Gradients(of_integers, of_real), ctx.like
-        )
-        wanted = ctx.needs_input_grad
-        given = (of_sums, of_bias, of_residual)
-        return *(value if needed else None for value, needed in zip(given, wanted, strict=False)), None, None, None, None
+        gradients = Gradients(of_integers, of_real)
+        of_sums, of_residual, of_bias = passes.mark_back(ctx.form, inside, factor, ratio, ctx.scale, gradients, ctx.like)
+        given = zip((of_sums, of_bias, of_residual), ctx.needs_input_grad, strict=False)
+        return *(value if needed else None for value, needed in given), None, None, None, None
 
 
 def finished(
-    sums: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    factor: Tensor | None,
-    ratio: Tensor,
-    form: Form,
-    how: Rounded,
+    sums: Tensor, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None, ratio: Tensor, form: Form, how: Rounded,
     token: Token | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the integers of requantized accumulators, and the dequantized tensor.
 
     Gradients run through the float value of the accumulator, accumulator · `ratio` for each channel, within the fused clamp and the
@@ -476,9 +457,6 @@ def _within_grid(value: Tensor, scale: Tensor, bounds: tuple[float, float]) -> t
 def on_grid(value: Tensor, integers: Tensor, scale: Tensor, bounds: tuple[float, float]) -> Tensor:
     """Return `integers`, bit for bit, of their shape and dtype, with the gradient of (value / scale).clamp(*bounds)."""
     return _OnGrid.apply(value, integers, scale, bounds)  # type: ignore[no-untyped-call,no-any-return]
-
-
-# ---- weights ----------------------------------------------------------------------------------------------------------
 
 
 class _Whole(torch.autograd.Function):

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from fxquant.ir.graph import dropped_in_training
 from fxquant.ops.attention.hiding import HIDDEN, Hiding
 from fxquant.ops.attention.masking import added, is_scores, kept, may_hide, parts_of, repeated, shares, terms_of, with_empty_rows
-from fxquant.ops.core.operators import OPERATORS, WIDE, Builder, Parameter, TensorFact, composite, fact, is_parameter, taking
-from fxquant.ops.core.record import calls
+from fxquant.ops.core.operators import OPERATORS, WIDE, Builder, TensorFact, composite, fact, is_parameter, taking
+from fxquant.ops.core.record import Parameter, calls
 from fxquant.ops.core.samples import ATTENDED, HEADS, sampled
 from fxquant.ops.elementwise.activation import dropout
 from fxquant.ops.elementwise.arithmetic import add, mul
@@ -31,8 +31,6 @@ from fxquant.ops.movement.pad import pad
 from fxquant.ops.movement.shape import MANY_SIZES, numbers, permute, reshape
 from fxquant.ops.pooling.totals import mean
 from fxquant.ops.reduction.progression import along
-
-# ---- what is hidden -------------------------------------------------------------------------------------------------
 
 
 class Mask:
@@ -127,9 +125,6 @@ def attend(
     return build(matmul, weights, value), weights
 
 
-# ---- scaled dot product ---------------------------------------------------------------------------------------------
-
-
 def _repeated(build: Builder, operand: fx.Node, heads: int) -> Any:
     """Repeat each head as often as there are query heads for it."""
     own = fact(operand).shape[-3]
@@ -164,15 +159,9 @@ def _refuses_attention(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 @sampled("scaled_dot_product_attention(x, y, y, torch.eye(6).cumsum(1) - 1e9 * torch.eye(6))", within=ATTENDED, x=(6, 6))
 @sampled("scaled_dot_product_attention(x, y[:, :1], y[:, :1], enable_gqa=True)", within=ATTENDED)
 def scaled_dot_product_attention(
-    build: Builder,
-    query: fx.Node,
-    key: fx.Node,
-    value: fx.Node,
-    attn_mask: fx.Node | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
+    build: Builder, query: fx.Node, key: fx.Node, value: fx.Node, attn_mask: fx.Node | None = None, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
     """Compute F.scaled_dot_product_attention; in training, attention weights have the dropout of the call in train mode."""
     positions, features = fact(query).shape[-2:]
     mask = Mask(build)
@@ -185,12 +174,8 @@ def scaled_dot_product_attention(
         mask.add(attn_mask)
     if enable_gqa:
         key, value = (_repeated(build, operand, fact(query).shape[-3]) for operand in (key, value))
-    return attend(
-        build, query, key, value, mask, 1 / math.sqrt(features) if scale is None else float(scale), dropped_in_training(build.node)
-    )[0]
-
-
-# ---- several heads --------------------------------------------------------------------------------------------------
+    factor = 1 / math.sqrt(features) if scale is None else float(scale)
+    return attend(build, query, key, value, mask, factor, dropped_in_training(build.node))[0]
 
 
 HELD = (
@@ -200,40 +185,18 @@ HELD = (
 
 
 def _multi_head_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-    parameters: Sequence[Tensor | None] = (),
-    num_heads: int = 1,
-    batch_first: bool = False,
-    add_zero_attn: bool = False,
-    dropout_p: float = 0.0,
-) -> tuple[Tensor, Tensor | None]:
+    query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None, need_weights: bool = True,
+    attn_mask: Tensor | None = None, average_attn_weights: bool = True, is_causal: bool = False, parameters: Sequence[Tensor | None] = (),
+    num_heads: int = 1, batch_first: bool = False, add_zero_attn: bool = False, dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     turned = batch_first and query.dim() == 3
     first, second, third = (operand.transpose(0, 1) if turned else operand for operand in (query, key, value))
     named: dict[str, Any] = dict(zip(HELD, parameters, strict=True))
     result, weights = F.multi_head_attention_forward(
-        first,
-        second,
-        third,
-        query.shape[-1],
-        num_heads,
-        add_zero_attn=add_zero_attn,
-        dropout_p=0.0,
-        training=False,
-        key_padding_mask=key_padding_mask,
-        need_weights=need_weights,
-        attn_mask=attn_mask,
-        use_separate_proj_weight=named["in_proj_weight"] is None,
-        average_attn_weights=average_attn_weights,
-        is_causal=is_causal,
-        **named,
-    )
+        first, second, third, query.shape[-1], num_heads, add_zero_attn=add_zero_attn, dropout_p=0.0, training=False,
+        key_padding_mask=key_padding_mask, need_weights=need_weights, attn_mask=attn_mask, average_attn_weights=average_attn_weights,
+        use_separate_proj_weight=named["in_proj_weight"] is None, is_causal=is_causal, **named,
+    )  # fmt: skip
     return result.transpose(0, 1) if turned else result, weights
 
 
@@ -253,9 +216,8 @@ def _masks(
     """Combine PyTorch's masks, which hide where they are true; none of them covers the last `more` positions."""
     mask = Mask(build)
     if more:
-        attn_mask, key_padding_mask = (
-            given if given is None else _never_hiding(build, given, more) for given in (attn_mask, key_padding_mask)
-        )
+        both = (attn_mask, key_padding_mask)
+        attn_mask, key_padding_mask = (None if given is None else _never_hiding(build, given, more) for given in both)
     if attn_mask is not None:
         given = build.host(torch.logical_not, attn_mask) if fact(attn_mask).dtype == torch.bool else attn_mask
         shape = numbers(fact(given).shape)
@@ -341,21 +303,10 @@ def _refuses_heads(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     x=(6, 6),
 )
 def multi_head_attention(
-    build: Builder,
-    query: fx.Node,
-    key: fx.Node,
-    value: fx.Node,
-    key_padding_mask: fx.Node | None = None,
-    need_weights: bool = True,
-    attn_mask: fx.Node | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-    parameters: Sequence[fx.Node | None] = (),
-    num_heads: int = 1,
-    batch_first: bool = False,
-    add_zero_attn: bool = False,
-    dropout_p: float = 0.0,
-) -> Any:
+    build: Builder, query: fx.Node, key: fx.Node, value: fx.Node, key_padding_mask: fx.Node | None = None, need_weights: bool = True,
+    attn_mask: fx.Node | None = None, average_attn_weights: bool = True, is_causal: bool = False, parameters: Sequence[fx.Node | None] = (),
+    num_heads: int = 1, batch_first: bool = False, add_zero_attn: bool = False, dropout_p: float = 0.0,
+) -> Any:  # fmt: skip
     """Compute nn.MultiheadAttention: return (attention, weights or None); `parameters` are the module's, in the order of `HELD`."""
     rank, width = len(fact(query).shape), fact(query).shape[-1]
     joint, *separate, bias, out_weight, out_bias, bias_k, bias_v = parameters

@@ -184,9 +184,8 @@ class Hiding:
             self.otherwise = one
             return both
         found = self._build.host(any_of, both, [dim], True)
-        return self._build.host(
-            torch.logical_or, both, self._build.host(torch.logical_and, one, self._build.host(torch.logical_not, found))
-        )
+        alone = self._build.host(torch.logical_and, one, self._build.host(torch.logical_not, found))
+        return self._build.host(torch.logical_or, both, alone)
 
     def _of_constant(self, mask: fx.Node) -> fx.Node | None:
         value = constant_value(mask)

@@ -35,9 +35,6 @@ LOWEST = -1e9  # saturates on every grid
 SMALLEST = -12.0  # exp of it is less than half a step of 2^-15
 
 
-# ---- an added mask, in float values ---------------------------------------------------------------------------------
-
-
 def kept(mask: Tensor, dim: int) -> Tensor:
     """Return the bool mask of an added mask: True where an element is not far below the largest along `dim`."""
     value = mask.float()
@@ -164,14 +161,9 @@ def _masked_softmax(input: Tensor, keep: Tensor, dim: int, empty: str = "zeros",
 
 
 def shares(
-    build: Builder,
-    input: fx.Node,
-    keep: fx.Node | None,
-    dim: int,
-    factor: float = 1.0,
-    empty: str = "zeros",
+    build: Builder, input: fx.Node, keep: fx.Node | None, dim: int, factor: float = 1.0, empty: str = "zeros",
     otherwise: fx.Node | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Return the softmax of factor · input along a dimension, over the kept elements; `empty` and `otherwise` as in `masked_softmax`."""
     counted = keep
     if keep is not None:

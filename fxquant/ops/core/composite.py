@@ -10,24 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.graph import (
-    BATCH_SIZES,
-    Part,
-    TensorFact,
-    attach,
-    fact,
-    inherit,
-    is_parameter,
-    mark_parameter,
-    on_meta,
-    part,
-    set_fact,
-    set_part,
-    spell,
-    spelling,
-    state_demand,
-    tie,
-)
+from fxquant.ir import graph
+from fxquant.ir.graph import TensorFact, fact, inherit, is_parameter, mark_parameter, part, set_fact, state_demand
 from fxquant.ops.core.boundary import requantize
 from fxquant.ops.core.record import BY_NAME, OPERATORS, Demand, Operator, Own, Same, demand, operator_of
 
@@ -48,20 +32,11 @@ class Builder:
     """
 
     def __init__(
-        self,
-        name: str,
-        node: fx.Node,
-        activations: Sequence[str],
-        made_by: str = "composite.expand",
-        real: bool = False,
+        self, name: str, node: fx.Node, activations: Sequence[str], made_by: str = "composite.expand", real: bool = False,
         normalizes_items: bool = False,
-    ) -> None:
-        self.name = name
-        self.made_by = made_by
-        self.real = real
-        self.node = node
-        self.activations = activations
-        self.normalizes_items = normalizes_items
+    ) -> None:  # fmt: skip
+        self.name, self.node, self.activations = name, node, activations
+        self.made_by, self.real, self.normalizes_items = made_by, real, normalizes_items
         self._within = ""  # the nested composites that are being written, as the prefix of a role
         self.parts: list[fx.Node] = []
         self.step: int | None = None
@@ -83,15 +58,15 @@ class Builder:
         if record.expand is not None and not self.real:
             return self._nested(record, bound, demand)
         made = self._node("call_function", function, tuple(bound.values()), record.name)
-        set_fact(made, TensorFact.between(*(_on_meta(made, batch) for batch in BATCH_SIZES)))
+        set_fact(made, TensorFact.between(*(_on_meta(made, batch) for batch in graph.BATCH_SIZES)))
         bound = record.normalize(made, bound)
         assert isinstance(bound, dict), f"{self.name} cannot be expanded: {bound}"
         made.args = tuple(bound.values())
         if made.all_input_nodes and all(map(is_parameter, made.all_input_nodes)):
             mark_parameter(made)
             return made
-        set_part(made, Part(self.name, self._within + record.name, step=self.step))
-        spell(made, *spelling(self.node))
+        graph.set_part(made, graph.Part(self.name, self._within + record.name, step=self.step))
+        graph.spell(made, *graph.spelling(self.node))
         if demand is not None:
             state_demand(made, demand)
         self.parts.append(made)
@@ -100,7 +75,7 @@ class Builder:
     def host(self, function: Callable[..., Any], *args: Any) -> fx.Node:
         """Add a call on float values or booleans, which is not quantized; a call that reads parameters alone is a parameter."""
         made = self._node("call_function", function, args, getattr(function, "__name__", "host"))
-        set_fact(made, TensorFact.between(*(_on_meta(made, batch) for batch in BATCH_SIZES)))
+        set_fact(made, TensorFact.between(*(_on_meta(made, batch) for batch in graph.BATCH_SIZES)))
         if all(map(is_parameter, made.all_input_nodes)):
             mark_parameter(made)
         return made
@@ -115,12 +90,11 @@ class Builder:
         model = self.node.graph.owning_module
         assert model is not None
         held = {name: tensor for name, tensor in model._buffers.items() if name.startswith(CONSTANT) and tensor is not None}
-        known = next(
-            (n for n, t in held.items() if t.dtype == value.dtype and t.shape == value.shape and torch.equal(t.cpu(), value)), None
-        )
+        alike = (name for name, held_value in held.items() if held_value.dtype == value.dtype and held_value.shape == value.shape)
+        known = next((name for name in alike if torch.equal(held[name].cpu(), value)), None)
         if known is None:
             known = next(name for number in itertools.count() if (name := f"{CONSTANT}{number}") not in held)
-            attach(model, known, value)
+            graph.attach(model, known, value)
         made = self._node("get_attr", known, (), "constant")
         set_fact(made, TensorFact(tuple(value.shape), value.dtype))
         return made
@@ -137,10 +111,9 @@ class Builder:
         for made in reversed(self._made):
             if made in kept or made.users:
                 continue
-            graph, target = made.graph, str(made.target)
-            graph.erase_node(made)
-            model = graph.owning_module
-            if made.op == "get_attr" and model is not None and not graph.find_nodes(op="get_attr", target=target):
+            target, model = str(made.target), made.graph.owning_module
+            made.graph.erase_node(made)
+            if made.op == "get_attr" and model is not None and not made.graph.find_nodes(op="get_attr", target=target):
                 del model._buffers[target]
 
     def _nested(self, record: Operator, arguments: dict[str, Any], demand: Demand | None) -> Any:
@@ -157,7 +130,7 @@ class Builder:
         """Share one scale, calibrated over all of them, among these parts: the state of a recurrence at all of its steps."""
         self._ties += 1
         for node in nodes:
-            tie(node, f"{self.node.name}.{self._ties}")
+            graph.tie(node, f"{self.node.name}.{self._ties}")
 
     @staticmethod
     def fact(value: Any) -> TensorFact:
@@ -173,7 +146,7 @@ def _on_meta(node: fx.Node, batch: int) -> Tensor:
     def example(operand: fx.Node) -> Any:
         known = fact(operand)
         assert isinstance(known, TensorFact) or not is_parameter(operand), f"%{operand.name} has no known shape"
-        return on_meta(known, batch)
+        return graph.on_meta(known, batch)
 
     result: Tensor = node.target(*fx.map_arg(node.args, example), **fx.map_arg(node.kwargs, example))  # type: ignore[operator]
     return result

@@ -78,15 +78,13 @@ def operator(
     unknown = [f"it has no parameter {each!r}" for each in operands if each not in parameters]
     unknown += [f"an operator has no field {each!r}" for each in fields if each not in Operator.__dataclass_fields__]
     if unknown:
-        raise ConfigurationError(
-            f"the operator {name!r} cannot be declared", because=unknown[0], remedy="see fxquant.ops.core.record.Operator"
-        )
+        remedy = "see fxquant.ops.core.record.Operator"
+        raise ConfigurationError(f"the operator {name!r} cannot be declared", because=unknown[0], remedy=remedy)
     if (expand is None) == (lower is None):
-        raise ConfigurationError(
-            f"the operator {name!r} has {'no integer form' if expand is None else 'two integer forms'}",
-            because="it is defined either by other operators (expand=) or by primitives (lower=)",
-            remedy="pass one of the two; an elementwise function of one tensor needs neither: declare it by fxq.extend.unary",
-        )
+        forms = "no integer form" if expand is None else "two integer forms"
+        because = "it is defined either by other operators (expand=) or by primitives (lower=)"
+        remedy = "pass one of the two; an elementwise function of one tensor needs neither: declare it by fxq.extend.unary"
+        raise ConfigurationError(f"the operator {name!r} has {forms}", because=because, remedy=remedy)
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Tensor:
@@ -114,8 +112,6 @@ def _give_name(called: Callable[..., Any], name: str) -> None:
 def _require_free(name: str) -> None:
     known = name in BY_NAME
     if known or spelled(name):
-        raise ConfigurationError(
-            f"the function {name!r} cannot be declared",
-            because="an operator of that name is registered already" if known else "PyTorch has a function of that name",
-            remedy="give it another name, and declare it once, where its module is imported",
-        )
+        because = "an operator of that name is registered already" if known else "PyTorch has a function of that name"
+        remedy = "give it another name, and declare it once, where its module is imported"
+        raise ConfigurationError(f"the function {name!r} cannot be declared", because=because, remedy=remedy)

@@ -108,10 +108,9 @@ def _ranked_in_float(gm: fx.GraphModule, leading: set[fx.Node], masked: set[fx.N
 def reads_no_activation(operator: Operator, arguments: Mapping[str, Any]) -> str | None:
     """Return why an operator has to stay in float because of its operands; None if each is an activation that can be quantized."""
     operands = operand_nodes(operator, arguments)
-    for operand in operands:
-        because = _no_real_numbers(operand)
-        if because is not None:
-            return because
+    because = next(filter(None, map(_no_real_numbers, operands)), None)
+    if because is not None:
+        return because
     if operands or read_nodes(operator, arguments):
         return None
     for name, value in arguments.items():
@@ -203,9 +202,8 @@ def _around_poles(gm: fx.GraphModule) -> dict[fx.Node, str]:
     for node in gm.graph.nodes:
         after = next((operand for operand in node.all_input_nodes if operand in found and operand in leading), None)
         if node in leading and part(node) is None and (after is not None or _makes_smaller(node)):
-            found[node] = (
-                "a divisor, a logarithm or a root reads its result, which must not be rounded to 0: the target has no 16-bit dtype"
-            )
+            reads = "a divisor, a logarithm or a root reads its result, which must not be rounded to 0"
+            found[node] = f"{reads}: the target has no 16-bit dtype"
         elif after is not None and _is_pole(node):
             found[node] = f"near its pole it needs %{after.name} in more than 8 bits, and the target has no 16-bit dtype"
     return found

@@ -105,9 +105,7 @@ class Call:
         old = e.opset < PER_CHANNEL_OPSET or (integers.dtype == torch.int16 and e.opset < INT16_OPSET)
         if old or (axis is not None and integers.shape[axis] != scale.numel()):
             return e.constant(arrange(self.grouped(role)))
-        attributes = {}
-        if axis is not None:
-            attributes["axis"] = channel_axis(integers, scale, axis, arrange)
+        attributes = {} if axis is None else {"axis": channel_axis(integers, scale, axis, arrange)}
         zero = torch.zeros(scale.shape, dtype=integers.dtype, device="cpu")
         return self.do("DequantizeLinear", e.constant(arrange(integers).contiguous()), e.constant(scale), e.constant(zero), **attributes)
 
@@ -194,6 +192,5 @@ def channel_axis(integers: Tensor, scale: Tensor, axis: int, arrange: Callable[[
 
 def _runs(channels: Tensor, dim: int) -> bool:
     """Return whether the index of channels is that of this dimension."""
-    return torch.equal(
-        channels, torch.arange(channels.shape[dim], device="cpu").reshape(-1, *[1] * (channels.dim() - dim - 1)).expand(channels.shape)
-    )
+    index = torch.arange(channels.shape[dim], device="cpu").reshape(-1, *[1] * (channels.dim() - dim - 1))
+    return torch.equal(channels, index.expand(channels.shape))

@@ -28,9 +28,6 @@ ACCUMULATOR_BITS = 46  # of a sum, without its sign: its largest magnitude is be
 Row = tuple[tuple[int, Fraction], ...]  # the elements that an output is made of, with their weights
 
 
-# ---- the integer meaning --------------------------------------------------------------------------------------------
-
-
 def weighted_sums(
     lowering: Lowering, input: Quantized, matrices: Sequence[Tensor | None], steps: Ratio, clamp: Clamp | None = None
 ) -> Quantized:
@@ -75,9 +72,6 @@ def onnx_matrices(c: Call, value: str, shape: Sequence[Any], matrices: Sequence[
     return value
 
 
-# ---- windows --------------------------------------------------------------------------------------------------------
-
-
 def uneven_windows(length: int, count: int) -> list[tuple[int, int]]:
     """Return (start, stop) of the windows of PyTorch's adaptive pooling: together they cover a dimension, and may overlap by one."""
     return [(index * length // count, -(-(index + 1) * length // count)) for index in range(count)]
@@ -100,9 +94,6 @@ def window_sizes(lengths: Sequence[int], counts: Sequence[int]) -> Tensor:
         along = torch.tensor([float(stop - start) for start, stop in uneven_windows(length, count)], device="cpu", dtype=torch.float32)
         sizes = sizes.unsqueeze(-1) * along
     return sizes.flatten()[0] if bool((sizes == sizes.flatten()[0]).all()) else sizes
-
-
-# ---- interpolation --------------------------------------------------------------------------------------------------
 
 
 def fraction_bits(arithmetic_bits: int, operand_bits: int, axes: int, doublings: int) -> int:
@@ -229,14 +220,10 @@ def spelled(equation: str, *operands: Any) -> dict[str, Any] | str:
     left, arrow, result = equation.replace(" ", "").partition("->")
     letters = left.split(",")
     free = [letter for letter in string.ascii_letters if letter not in equation]
-    most = max(
-        (len(known.shape) - len(each.replace("...", "")) for each, known in zip(letters, facts, strict=True) if "..." in each), default=0
-    )
+    wide = [len(known.shape) - len(each.replace("...", "")) for each, known in zip(letters, facts, strict=True)]
+    most = max((number for each, number in zip(letters, wide, strict=True) if "..." in each), default=0)
     names = "".join(free[:most])
-    shapes: list[str] = []
-    for each, known in zip(letters, facts, strict=True):
-        wide = len(known.shape) - len(each.replace("...", ""))
-        shapes.append(each.replace("...", names[most - wide :]) if "..." in each else each)
+    shapes = [each.replace("...", names[most - number :]) if "..." in each else each for each, number in zip(letters, wide, strict=True)]
     if not arrow:
         once = sorted(letter for letter in set(left.replace(",", "").replace(".", "")) if left.count(letter) == 1)
         result = ("..." if "..." in left else "") + "".join(once)

@@ -40,7 +40,9 @@ def promoted(node: fx.Node, operator: Operator, arguments: dict[str, Any] | str,
     read = [value for value in _nodes(arguments) if not is_parameter(value) and isinstance(fact(value), TensorFact)]
     if Trait.COMPARES_WITH_ZERO in operator.traits and result.dtype == torch.bool:
         numbers = [arguments[name] for name in operator.reads if not isinstance(arguments[name], fx.Node)]
-        return _of_truth(operator, arguments, build) if numbers or any(fact(value).dtype != torch.bool for value in read) else None
+        if not numbers and all(fact(value).dtype == torch.bool for value in read):
+            return None
+        return operator.function, {name: truth(value, build) if name in operator.reads else value for name, value in arguments.items()}
     if operator.function is truncated:
         return _narrow(node, operator.function, arguments, build)
     if not read or all(fact(value).dtype.is_floating_point or fact(value).dtype.is_complex for value in read):
@@ -64,9 +66,6 @@ def _nodes(arguments: dict[str, Any]) -> list[fx.Node]:
     return found
 
 
-# ---- booleans -------------------------------------------------------------------------------------------------------
-
-
 def truth(value: Any, build: Builder) -> Any:
     """Return whether the numbers of a tensor are not 0."""
     if not isinstance(value, fx.Node):
@@ -76,11 +75,6 @@ def truth(value: Any, build: Builder) -> Any:
     if is_parameter(value) or fact(value).dtype.is_floating_point:
         return build.host(torch.ne, value, 0)
     return build.host(WHOLE["ne"], wide(value, build), 0)
-
-
-def _of_truth(operator: Operator, arguments: dict[str, Any], build: Builder) -> Call:
-    made = {name: truth(value, build) if name in operator.reads else value for name, value in arguments.items()}
-    return operator.function, made
 
 
 def _of_bits(operator: Operator, arguments: dict[str, Any], build: Builder) -> Call | None:
@@ -99,9 +93,6 @@ def _of_bits(operator: Operator, arguments: dict[str, Any], build: Builder) -> C
     for trait in operator.traits & set(function) if len(values) == 2 else ():
         return function[trait], {"input": values[0], "other": values[1]}
     return None
-
-
-# ---- float values ---------------------------------------------------------------------------------------------------
 
 
 def real(value: Any, build: Builder) -> Any:
@@ -123,9 +114,6 @@ def _of_real_numbers(operator: Operator, arguments: dict[str, Any], build: Build
         return None
     made = {name: real(value, build) if name in operator.operands else value for name, value in arguments.items()}
     return None if made == arguments else (operator.function, made)
-
-
-# ---- integers -------------------------------------------------------------------------------------------------------
 
 
 def wide(value: Any, build: Builder) -> Any:
@@ -154,8 +142,7 @@ def _is_narrow_of_the_same(node: fx.Node) -> bool:
 def _narrow(node: fx.Node, function: Callable[..., Any], arguments: dict[str, Any], build: Builder) -> Call:
     """Return the call, followed by a cast to the dtype of the node's result."""
     known = fact(node)
-    plain = not isinstance(known, TensorFact) or known.dtype not in DTYPES or known.dtype == torch.int64
-    if plain:
+    if not isinstance(known, TensorFact) or known.dtype not in DTYPES or known.dtype == torch.int64:
         return function, arguments
     bound = OPERATORS[function].bind((), arguments)
     return to_integer, {"input": build.host(function, *bound.values()), "dtype": known.dtype}

@@ -49,8 +49,6 @@ class Own:
 
 # For an inner tensor of a composite: what its result needs, and what its result is better with.
 WIDE = Own("int16", headroom=2.0)
-
-
 OWN = Own()
 INNER = Own("int16", otherwise="int8")
 
@@ -506,9 +504,6 @@ def map_operands(operator: Operator, arguments: Mapping[str, Any], function: Cal
         elif isinstance(value, fx.Node | Tensor):
             mapped[name] = function(name, value)
     return mapped
-
-
-# ---- call forms that mean one function
 
 
 class _Entry(NamedTuple):

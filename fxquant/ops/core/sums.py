@@ -164,9 +164,8 @@ def _held(lowering: Lowering, role: str, constant: Tensor | float, factor: float
     The gradient of a tensor is that of the identity (straight-through).
     """
     value = constant if isinstance(constant, Tensor) else _factor(float(constant), steps)
-    whole = steps.times(value.detach().double().abs(), _factor(abs(factor), steps)).rounded(
-        torch.zeros((), dtype=torch.int64, device="cpu")
-    )
+    exponent = torch.zeros((), dtype=torch.int64, device="cpu")
+    whole = steps.times(value.detach().double().abs(), _factor(abs(factor), steps)).rounded(exponent)
     exact = whole * torch.sign(value.detach() * factor).long()
     if isinstance(constant, Tensor):
         lowering.describe(role, (1 / (steps.approximate() * factor)).float())
@@ -176,9 +175,8 @@ def _held(lowering: Lowering, role: str, constant: Tensor | float, factor: float
 
 
 def _step(operand: Quantized, factor: float) -> Ratio:
-    return Ratio(
-        (operand.scale,) if abs(factor) == 1 else (operand.scale, torch.tensor(abs(float(factor)), dtype=torch.float64, device="cpu"))
-    )
+    factors = () if abs(factor) == 1 else (torch.tensor(abs(float(factor)), dtype=torch.float64, device="cpu"),)
+    return Ratio((operand.scale, *factors))
 
 
 def _factor(value: float, like: Ratio) -> Tensor:

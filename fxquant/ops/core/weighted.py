@@ -23,23 +23,8 @@ from torch import Tensor, fx
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import Size, TensorFact, fact, is_parameter, resolve
 from fxquant.lowering.lowering import Clamp, Epilogue, Lift, Lowering, Quantized, ResidualFactor, named_parameters
-from fxquant.numerics.grids import (
-    FLOAT32_EXACT,
-    INT32,
-    INT32_MAX,
-    INT48_MAX,
-    SMALLEST_SCALE,
-    WEIGHT_INT8,
-    Grid,
-    IntType,
-    Ratio,
-    accumulator_bound,
-    bias_limit,
-    ends_of,
-    least_scale_for_bias,
-    least_scale_for_residual,
-    power_of_two,
-)
+from fxquant.numerics import grids
+from fxquant.numerics.grids import FLOAT32_EXACT, INT32, SMALLEST_SCALE, WEIGHT_INT8, Grid, Ratio, accumulator_bound, power_of_two
 from fxquant.numerics.rounding import clamped, straight_through
 from fxquant.ops.core.sums import lower_add
 from fxquant.primitives import accumulate, elementwise, product
@@ -153,7 +138,7 @@ class LayerSum:
 
 def accumulator_limit(lowering: Lowering) -> int:
     """Return the largest accumulator: of 48 bits where weights have 16, else of 32."""
-    return INT48_MAX if lowering.weight.dtype.bits > 8 else INT32_MAX
+    return grids.INT48_MAX if lowering.weight.dtype.bits > 8 else grids.INT32_MAX
 
 
 def per_channel(channels: Tensor, trailing: int) -> Tensor:
@@ -161,7 +146,7 @@ def per_channel(channels: Tensor, trailing: int) -> Tensor:
     return channels.reshape(-1, *[1] * trailing) if channels.numel() > 1 else channels.reshape(())
 
 
-def _cut(integers: Tensor, magnitude: int, dtype: IntType) -> accumulate.Split:
+def _cut(integers: Tensor, magnitude: int, dtype: grids.IntType) -> accumulate.Split:
     """Return the fewest parts of an operand of this magnitude, and of the weight, for which every sum of parts stays below 2^24."""
     bits = (magnitude - 1).bit_length() + 1
     largest: dict[int, float] = {}  # Σ|w_j| of the worst part, by the number of the weight's parts
@@ -228,8 +213,6 @@ def requantizes_residuals(lowering: Lowering) -> bool:
 
 
 MOST_NARROWED = 8  # bits an int16 operand may give up so that its sums fit the accumulator
-
-
 FUSED = ("batch_norm", "residual", "clamp")  # the keywords of what is fused into a layer, in the order in which it is computed
 ABSORBED = frozenset(FUSED)
 
@@ -251,15 +234,9 @@ def absorbing(layer: Callable[..., Tensor], folded: Callable[..., tuple[Tensor, 
     """Return the float function of a layer, whose attributes have these names, with the batch norm, residual and clamp fused into it."""
 
     def function(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        *attributes: Any,
-        batch_norm: BatchNorm | None = None,
-        residual: Tensor | None = None,
-        clamp: Clamp | None = None,
-        before_residual: BeforeResidual | None = None,
-    ) -> Tensor:
+        input: Tensor, weight: Tensor, bias: Tensor | None = None, *attributes: Any, batch_norm: BatchNorm | None = None,
+        residual: Tensor | None = None, clamp: Clamp | None = None, before_residual: BeforeResidual | None = None,
+    ) -> Tensor:  # fmt: skip
         if batch_norm is not None:
             weight, bias = folded(weight, bias, batch_norm, **dict(zip(names, attributes, strict=False)))
         return epilogue(layer(input, weight, bias, *attributes), residual, clamp, before_residual)
@@ -267,19 +244,10 @@ def absorbing(layer: Callable[..., Tensor], folded: Callable[..., tuple[Tensor, 
     return function
 
 
-# ---- the integer meaning --------------------------------------------------------------------------------------------
-
-
 def lower_weighted(
-    lowering: Lowering,
-    product: Product,
-    input: Quantized,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Quantized | None = None,
-    clamp: Clamp | None = None,
-    batch_norm: BatchNorm | None = None,
-) -> Quantized:
+    lowering: Lowering, product: Product, input: Quantized, weight: Tensor, bias: Tensor | None, residual: Quantized | None = None,
+    clamp: Clamp | None = None, batch_norm: BatchNorm | None = None,
+) -> Quantized:  # fmt: skip
     """Lower a weighted layer with its fused batch norm, residual and clamp; output channels are the weight's dimension 0.
 
     A batch norm is folded in with its running statistics, in every state, so that the integers of the weight are those
@@ -333,15 +301,9 @@ def lower_weighted(
 
 
 def lower_uniform(
-    lowering: Lowering,
-    product: Product,
-    input: Quantized,
-    shape: Sequence[int],
-    value: float,
-    clamp: Clamp | None,
-    bias: float = 0.0,
+    lowering: Lowering, product: Product, input: Quantized, shape: Sequence[int], value: float, clamp: Clamp | None, bias: float = 0.0,
     residual: Quantized | None = None,
-) -> Quantized:
+) -> Quantized:  # fmt: skip
     """Lower a layer whose weight has this shape and one value: all its integers are ±127, with the scale |value| / 127, and one bias.
 
     A residual is added in the accumulator, and must fit in it.
@@ -389,10 +351,10 @@ def _least_scale(lowering: Lowering, input: Quantized, bias: Tensor | None, resi
     """Return the lower limit of the weight's scales at which bias and residual, in steps of the sum, leave the sum room, or None."""
     found = []
     if bias is not None:
-        found.append(least_scale_for_bias(bias, input.scale, bias_limit(input.dtype, lowering.weight.dtype)))
+        found.append(grids.least_scale_for_bias(bias, input.scale, grids.bias_limit(input.dtype, lowering.weight.dtype)))
     if residual is not None and not requantizes_residuals(lowering):
         limit = (accumulator_limit(lowering) + 1) // 2
-        found.append(least_scale_for_residual(residual.scale, residual.grid.magnitude, input.scale, limit))
+        found.append(grids.least_scale_for_residual(residual.scale, residual.grid.magnitude, input.scale, limit))
     return functools.reduce(torch.maximum, found) if found else None
 
 
@@ -431,7 +393,8 @@ def _live(layer: LayerSum, batch_norm: BatchNorm, bias: Tensor | None) -> _Live:
         raise lowering.not_finite()
     sums = _narrow(lowering.computed(layer.form(lowering.prove(layer.bound(None), "the sum", layer.limit), None)))
     axis = sums.dim() - 1 - layer.product.trailing
-    _check_statistics(lowering, sums.numel() // sums.shape[axis])
+    count = sums.numel() // sums.shape[axis]
+    _check_statistics(lowering, count)
     one = weight.scale.numel() == 1
     alive = torch.ones_like(weight.own) if one else weight.integers.detach().flatten(1).abs().amax(1) > 0
     usable = weight.own & alive & (weight.scale > SMALLEST_SCALE)
@@ -443,7 +406,6 @@ def _live(layer: LayerSum, batch_norm: BatchNorm, bias: Tensor | None) -> _Live:
     else:
         statistics = fused_layers.collected(sums, form)
         sums, variance, mean = statistics.sums, statistics.variance, statistics.mean
-    count = sums.numel() // sums.shape[axis]
     step = layer.input.scale * weight.scale
     return _Live(sums, *correct_batch(batch_norm, bias, mean.float(), variance.float(), count, step, usable), statistics)
 
@@ -452,18 +414,16 @@ def _narrow(sums: Tensor) -> Tensor:
     """Convert sums to float32 where it represents each of them exactly: half the memory, and faster kernels."""
     if sums.dtype != torch.float64:
         return sums
-    low, high = ends_of(sums)
+    low, high = grids.ends_of(sums)
     return sums.float() if max(-low, high) < FLOAT32_EXACT else sums
 
 
 def _check_statistics(lowering: Lowering, values: int) -> None:
     if values < 2:
-        raise ConfigurationError(
-            f"the batch norm of %{lowering.name} cannot use the statistics of this batch",
-            **lowering.place,
-            because=f"the batch has {values} value{'' if values == 1 else 's'} for each channel, and fewer than 2 have no variance",
-            remedy="train with a larger batch (drop_last=True in a DataLoader), or call fxq.freeze(prepared, scales=False) first",
-        )
+        what = f"the batch norm of %{lowering.name} cannot use the statistics of this batch"
+        because = f"the batch has {values} value{'' if values == 1 else 's'} for each channel, and fewer than 2 have no variance"
+        remedy = "train with a larger batch (drop_last=True in a DataLoader), or call fxq.freeze(prepared, scales=False) first"
+        raise ConfigurationError(what, **lowering.place, because=because, remedy=remedy)
 
 
 def _bias_integers(lowering: Lowering, bias: Tensor, input_scale: Tensor, scale: Tensor) -> Tensor:
@@ -473,14 +433,9 @@ def _bias_integers(lowering: Lowering, bias: Tensor, input_scale: Tensor, scale:
 
 
 def _finished(
-    layer: LayerSum,
-    accumulator: Any,
-    end: Epilogue,
-    residual: Quantized | None,
-    factor: ResidualFactor | None,
-    bias: Tensor | None = None,
+    layer: LayerSum, accumulator: Any, end: Epilogue, residual: Quantized | None, factor: ResidualFactor | None, bias: Tensor | None = None,
     statistics: fused_layers.Collected | None = None,
-) -> Quantized:
+) -> Quantized:  # fmt: skip
     """Add the bias, unless the sum has it, and the residual, in the accumulator if it has a factor; requantize and clamp."""
     lowering, trailing = layer.lowering, layer.product.trailing
     if residual is not None and factor is None:
@@ -494,9 +449,6 @@ def _finished(
             shift = lowering.constant("residual_right_shift", per_channel(factor.right_shift, trailing), torch.int32)
             shaped = ResidualFactor(multiplier, shift)
     return lowering.complete(accumulator, end, bias, residual, shaped, statistics)
-
-
-# ---- what their records share ------------------------------------------------------------------------------------------
 
 
 def sizes(value: Any, rank: int) -> list[int]:
@@ -567,9 +519,8 @@ def by_whole_slope(lowering: Lowering, input: Quantized, slopes: Tensor, clamp: 
     multiplied = lowering.call(elementwise.multiply, input.value, held, False)
     steeper = whole > torch.ones_like(shift) << shift
     if added and bool(steeper.any()):  # what is added to q is negative there, and its halves are rounded away from 0
-        multiplied = lowering.call(
-            elementwise.add_constant, multiplied, lowering.constant("half_step", -steeper.to(torch.int64), torch.int32)
-        )
+        half_step = lowering.constant("half_step", -steeper.to(torch.int64), torch.int32)
+        multiplied = lowering.call(elementwise.add_constant, multiplied, half_step)
     unit = Ratio((torch.ones((), dtype=torch.float32, device=slopes.device),), (power_of_two(shift),))
     grid = input.grid
     below = lowering.arithmetic.requantize(lowering, multiplied, unit, *grid.bounds, grid, "negative_")

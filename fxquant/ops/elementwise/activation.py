@@ -14,23 +14,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.numerics.grids import Interval
-from fxquant.ops.core.operators import (
-    IMAGES,
-    Call,
-    Instead,
-    Lowering,
-    Own,
-    Quantized,
-    Ratio,
-    Same,
-    Trait,
-    clamped,
-    lowered,
-    sampled,
-    spelled,
-)
-from fxquant.ops.core.samples import EXACT, LIMITED
+from fxquant.numerics.grids import Interval, Ratio
+from fxquant.ops.core.operators import Call, Instead, Lowering, Own, Quantized, Same, Trait, clamped, lowered, spelled
+from fxquant.ops.core.samples import EXACT, IMAGES, LIMITED, sampled
 from fxquant.ops.elementwise.table import UNARY, by_table
 from fxquant.ops.elementwise.whole import WHOLE
 from fxquant.primitives import elementwise
@@ -133,9 +119,6 @@ def clamp(lowering: Lowering, input: Quantized, min: float | None = None, max: f
 
 
 UNARY["limited"] = clamp, _limited_number  # no operator has this name: on some targets a clamp that is not fused is a table
-
-
-# ---- dropout: the identity, except while training
 
 
 DROPOUTS: dict[type, str] = {

@@ -64,9 +64,8 @@ def _is_layer(lowering: Lowering, input: Operand, other: Operand, alpha: float) 
     if not isinstance(input, Quantized) or not isinstance(other, Quantized) or input.shape != other.shape or len(input.shape) != 4:
         return False
     scaled = alpha not in (1, -1) if not arithmetic.rescales_by_layers else alpha != 1  # where nothing subtracts
-    return (
-        arithmetic.multiplies_by_layers and scaled and all(dtype.bits <= 8 for dtype in (input.dtype, other.dtype, lowering.output.dtype))
-    )
+    dtypes = (input.dtype, other.dtype, lowering.output.dtype)
+    return arithmetic.multiplies_by_layers and scaled and all(dtype.bits <= 8 for dtype in dtypes)
 
 
 def _is(value: Any, number: int) -> bool:

@@ -15,23 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.numerics.grids import BOUNDARY_LIMIT, Grid
+from fxquant.numerics.grids import BOUNDARY_LIMIT, Grid, Ratio
 from fxquant.ops.core.declare import Branch, on_the_output, real
-from fxquant.ops.core.operators import (
-    ALIGNED,
-    Lowering,
-    Plain,
-    Quantized,
-    Ratio,
-    Same,
-    TensorFact,
-    Trait,
-    fact,
-    is_parameter,
-    lowered,
-    sampled,
-)
-from fxquant.ops.core.samples import sample, written
+from fxquant.ops.core.operators import Lowering, Plain, Quantized, Same, TensorFact, Trait, fact, is_parameter, lowered
+from fxquant.ops.core.samples import ALIGNED, sample, sampled, written
 from fxquant.ops.elementwise.whole import WHOLE, alike
 from fxquant.primitives import comparison, selection
 
@@ -58,11 +45,11 @@ def _common(lowering: Lowering, input: Quantized, other: Quantized) -> tuple[Any
     larger = input.scale if bool(input.scale >= other.scale) else other.scale
     unit = torch.tensor(2.0**lowering.arithmetic.add_fraction_bits, dtype=torch.float64, device=larger.device)
     wide = max(input.dtype.bits, other.dtype.bits) > 8
-    left, right = (
-        lowering.align(operand, Ratio((operand.scale, unit), (larger,)), role, wide)
-        for role, operand in (("input", input), ("other", other))
-    )
-    return left, right
+
+    def aligned(operand: Quantized, role: str) -> Any:
+        return lowering.align(operand, Ratio((operand.scale, unit), (larger,)), role, wide)
+
+    return aligned(input, "input"), aligned(other, "other")
 
 
 def _lower_comparison(relation: str) -> Callable[..., Any]:

@@ -37,8 +37,6 @@ def by_torch(function: Callable[..., Tensor]) -> Callable[..., float]:
     return lambda x, **settings: float(function(torch.tensor(x, dtype=torch.float64, device="cpu"), **settings))
 
 
-# ---- trigonometric and hyperbolic ------------------------------------------------------------------------------------
-
 unary("asin", torch.asin, within_domain(math.asin), "arcsin", over=WITHIN_ONE, onnx="Asin")
 unary("acos", torch.acos, within_domain(math.acos), "arccos", over=WITHIN_ONE, onnx="Acos")
 unary("atan", torch.atan, math.atan, "arctan", onnx="Atan")
@@ -51,8 +49,6 @@ unary("atanh", torch.atanh, by_torch(torch.atanh), "arctanh", over=WITHIN_ONE, o
 unary("sinc", torch.sinc, by_torch(torch.sinc))
 unary("deg2rad", torch.deg2rad, math.radians)
 unary("rad2deg", torch.rad2deg, math.degrees)
-
-# ---- rounding to integers --------------------------------------------------------------------------------------------
 
 
 @tabled(
@@ -71,8 +67,6 @@ unary("floor", torch.floor, lambda x: float(math.floor(x)), onnx="Floor", traits
 unary("trunc", torch.trunc, lambda x: float(math.trunc(x)), "fix", traits=frozenset({Trait.INTEGERS, Trait.LEAVES_INTEGERS}))
 unary("frac", torch.frac, lambda x: x - math.trunc(x))
 unary("sign", torch.sign, lambda x: float((x > 0) - (x < 0)), "sgn", onnx="Sign", traits=frozenset({Trait.INTEGERS}))
-
-# ---- exponentials and logarithms -------------------------------------------------------------------------------------
 
 
 def _logarithm(function: Callable[[float], float]) -> Callable[[float], float]:
@@ -96,8 +90,6 @@ unary("log1p", torch.log1p, within_domain(math.log1p, at=-1.0, pole=-math.inf), 
 unary("expm1", torch.expm1, math.expm1)
 unary("exp2", torch.exp2, lambda x: 2.0**x)
 
-# ---- the error function and its kin -----------------------------------------------------------------------------------
-
 unary("erfc", torch.erfc, math.erfc)
 unary("erfinv", torch.erfinv, by_torch(torch.erfinv), over=WITHIN_ONE)
 unary("erfcx", torch.special.erfcx, by_torch(torch.special.erfcx))
@@ -111,8 +103,6 @@ unary("entr", torch.special.entr, by_torch(torch.special.entr), over=SHARES)
 unary("ndtr", torch.special.ndtr, by_torch(torch.special.ndtr))
 unary("ndtri", torch.special.ndtri, by_torch(torch.special.ndtri), over=SHARES)
 unary("log_ndtr", torch.special.log_ndtr, by_torch(torch.special.log_ndtr))
-
-# ---- activations -----------------------------------------------------------------------------------------------------
 
 
 def _threshold(input: Tensor, threshold: float, value: float) -> Tensor:
@@ -158,9 +148,6 @@ def _lower_rrelu(lowering: Lowering, input: Quantized, lower: float, upper: floa
 def _rrelu(input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3) -> Tensor:
     """rrelu as it is where the slope is not drawn: their mean."""
     return F.leaky_relu(input, (lower + upper) / 2)
-
-
-# ---- of a number and a tensor ----------------------------------------------------------------------------------------
 
 
 def floor_quotient(input: Tensor | float, other: Tensor) -> Tensor:

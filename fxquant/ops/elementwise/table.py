@@ -16,8 +16,8 @@ from fxquant.ir.graph import fact, is_parameter
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import EVERYTHING, Grid, Interval, IntType, table
 from fxquant.ops.core.declare import module_of, settings_of, spelled
-from fxquant.ops.core.operators import OPERATORS, Adapt, Call, Instead, Operator, Own, Trait, clamped, operator_of, register
-from fxquant.ops.core.record import BY_NAME, OnIntegers, has_poles
+from fxquant.ops.core.operators import OPERATORS, Call, Instead, Operator, Own, Trait, clamped, operator_of, register
+from fxquant.ops.core.record import BY_NAME, Adapt, OnIntegers, has_poles
 from fxquant.ops.core.samples import LIMITED, POSITIVE, Sample, sample, written
 
 UNARY: dict[str, tuple[Callable[..., Tensor], Callable[..., float]]] = {}  # on tensors, and on one Python float
@@ -88,15 +88,9 @@ Settings = tuple[tuple[str, Any], ...]
 
 
 def _made(
-    name: str,
-    factor: float,
-    offset: float,
-    settings: Settings,
-    input: PlainGrid,
-    output: PlainGrid,
-    in_float32: bool,
+    name: str, factor: float, offset: float, settings: Settings, input: PlainGrid, output: PlainGrid, in_float32: bool,
     points: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute the table of a unary function of factor · x + offset, or its entries at these points alone."""
     function, exact = UNARY[name]
     chosen = dict(settings)
@@ -288,9 +282,6 @@ def has_pole(name: str, arguments: Mapping[str, Any]) -> bool:
         return math.isinf(UNARY[name][1](0.0, **{key: value for key, value in arguments.items() if key != "input"}))
     of_any = operator is not None and Trait.SINGULAR_AT_ZERO in operator.traits
     return of_any or (name == "pow" and isinstance(exponent, int | float) and exponent < 0)
-
-
-# ---- with a number added in front -----------------------------------------------------------------------------------
 
 
 def shifted(input: Tensor, function: str, factor: float, offset: float, settings: dict[str, Any]) -> Tensor:

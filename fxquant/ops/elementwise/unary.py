@@ -25,8 +25,6 @@ from fxquant.ops.elementwise.whole import WHOLE, alike
 from fxquant.primitives import elementwise, product
 from fxquant.primitives.comparison import choose, compare
 
-# ---- the exact functions, on one Python float ------------------------------------------------------------------------
-
 
 def _sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
@@ -64,8 +62,6 @@ def _power(x: float, exponent: float) -> float:
     return math.nan if x < 0 and exponent != int(exponent) else math.inf if x == 0 and exponent < 0 else x**exponent
 
 
-# ---- as operators of ONNX --------------------------------------------------------------------------------------------
-
 LARGEST_SOFTPLUS = 20.0  # beyond it, softplus equals its argument in float32
 
 
@@ -102,8 +98,6 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     """Compute F.gelu with `approximate` as a keyword."""
     return F.gelu(input, approximate=approximate)
 
-
-# ---- one line each --------------------------------------------------------------------------------------------------
 
 unary("sigmoid", torch.sigmoid, _sigmoid, "expit", saturates=True, onnx="Sigmoid")
 unary("tanh", torch.tanh, math.tanh, saturates=True, onnx="Tanh")
@@ -252,9 +246,8 @@ def _by_sign(lowering: Lowering, input: Quantized, weight: Tensor, clamp: Clamp 
     wide = input.dtype.bits > 8  # a product then reaches 2^30
     product = lowering.call(elementwise.multiply, input.value, lowering.constant("slope", whole, torch.int32), wide)
     ratio = Ratio(lowering.arithmetic.step(input.scale, scale), (input.scale,))
-    below = lowering.holds(
-        lowering.arithmetic.requantize(lowering, product, ratio, *input.grid.bounds, input.grid, "negative_"), input.grid
-    )
+    below = lowering.arithmetic.requantize(lowering, product, ratio, *input.grid.bounds, input.grid, "negative_")
+    below = lowering.holds(below, input.grid)
     zero = lowering.constant("zero", torch.zeros((), dtype=torch.float32, device=scale.device), torch.int8)
     chosen = lowering.call(choose, input.value, below, lowering.call(compare, input.value, zero, "ge"))
 

@@ -73,15 +73,9 @@ def _needs_numbers(*names: str) -> Refuses:
 
 
 def _whole(
-    name: str,
-    function: Callable[..., Any],
-    steps: Callable[..., Any],
-    *samples: str,
-    reads: tuple[str, ...] = ("input", "other"),
-    demand: Any = WHOLE_NUMBERS,
-    refuses: Refuses | None = None,
-    **forms: Any,
-) -> Callable[..., Any]:
+    name: str, function: Callable[..., Any], steps: Callable[..., Any], *samples: str, reads: tuple[str, ...] = ("input", "other"),
+    demand: Any = WHOLE_NUMBERS, refuses: Refuses | None = None, **forms: Any,
+) -> Callable[..., Any]:  # fmt: skip
     """Register an operator on integers with this float meaning, and return that; `steps(Steps, **arguments)` writes its primitives."""
 
     def lower(lowering: Lowering, **arguments: Any) -> Any:
@@ -165,9 +159,6 @@ def _shifts(name: str, function: Callable[..., Tensor], step: str) -> Callable[.
             )
         ),
     )
-
-
-# ---- limits, powers, choices, and concatenation -----------------------------------------------------------------------
 
 
 def _clamp_number(input: Tensor, min: Any = None, max: Any = None) -> Tensor:

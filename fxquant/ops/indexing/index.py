@@ -25,9 +25,6 @@ from fxquant.ops.core.samples import ROUNDED, sampled
 from fxquant.ops.movement.shape import MANY_SIZES, interleave, many_sizes, piece, pieces_of, rank_of
 from fxquant.primitives import selection, shape
 
-# ---- Rows of a table, chosen by integers -----------------------------------------------------------------------------
-
-
 CHANGES = "it changes its weight while it runs (max_norm)"
 
 

@@ -131,15 +131,9 @@ def _computed(rank: int) -> Callable[..., Tensor]:
         samples=written(OWN_KERNELS[rank], within=ROUNDED),
     )
     def computed(
-        build: Builder,
-        input: fx.Node,
-        weight: fx.Node,
-        bias: Any = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
+        build: Builder, input: fx.Node, weight: fx.Node, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
         groups: Any = 1,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Compute a convolution with a weight that the model computes."""
         return _expand(build, rank, input, weight, bias, stride, padding, dilation, groups)
 

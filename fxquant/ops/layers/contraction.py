@@ -25,8 +25,6 @@ from fxquant.ops.layers.linear import matmul
 from fxquant.ops.movement.shape import numbers, permute, reshape, varying_sizes
 from fxquant.ops.pooling.totals import sum
 
-# ---- two operands ---------------------------------------------------------------------------------------------------
-
 
 def _split(equation: str) -> tuple[list[str], str]:
     left, _, right = equation.partition("->")
@@ -60,9 +58,8 @@ def _product(build: Builder, first: tuple[str, fx.Node], second: tuple[str, fx.N
     rows_apart = len(rows) == 1 or (not batch and rows)  # PyTorch's product takes any number of them in front
     if len(inner) > 1 or not rows_apart:
         length = _length(inner, sizes)
-        left = build(
-            reshape, left, [*(sizes[b] for b in batch), *([sizes[r] for r in rows] if rows_apart else [_length(rows, sizes)]), length]
-        )
+        kept = [sizes[r] for r in rows] if rows_apart else [_length(rows, sizes)]
+        left = build(reshape, left, [*(sizes[b] for b in batch), *kept, length])
     if len(inner) > 1 or len(columns) != 1:
         right = build(reshape, right, [*(sizes[b] for b in batch), _length(inner, sizes), _length(columns, sizes)])
     made = build(matmul, left, right)
@@ -199,9 +196,6 @@ def einsum(build: Builder, equation: str, operands: Sequence[fx.Node]) -> Any:
         return _product(build, (letters[0], values[0]), (letters[1], values[1]), result)
     kept, value = _summed(build, letters[0], values[0], set(result))
     return _ordered(build, value, kept, result)
-
-
-# ---- products that are added to something ---------------------------------------------------------------------------
 
 
 def _added(equation: str, *names: str) -> Any:

@@ -48,60 +48,31 @@ class Kind:
 
 
 PLAIN = Kind(
-    "conv",
-    CONVOLUTIONS,
-    {"stride": 1, "padding": 0, "dilation": 1, "groups": 1},
-    ("stride", "padding", "dilation", "groups"),
-    lambda weight, groups: weight,
-    0,
-    accumulate.convolution,
-    accumulate.convolution_wide,
-    "result",
-)
+    "conv", CONVOLUTIONS, {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}, ("stride", "padding", "dilation", "groups"),
+    lambda weight, groups: weight, 0, accumulate.convolution, accumulate.convolution_wide, "result",
+)  # fmt: skip
 REVERSED = Kind(
-    "conv_transpose",
-    TRANSPOSED,
-    {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1},
-    ("stride", "padding", "output_padding", "dilation", "groups"),
-    swap_channels,
-    1,
-    transposed.transposed_convolution,
-    transposed.transposed_convolution_wide,
-    "input",
-)
+    "conv_transpose", TRANSPOSED, {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1},
+    ("stride", "padding", "output_padding", "dilation", "groups"), swap_channels, 1,
+    transposed.transposed_convolution, transposed.transposed_convolution_wide, "input",
+)  # fmt: skip
 
 
 def _lower(kind: Kind, rank: int) -> Callable[..., Quantized]:
     def lower(
-        lowering: Lowering,
-        input: Quantized,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        *,
-        batch_norm: BatchNorm | None = None,
-        residual: Quantized | None = None,
-        clamp: Clamp | None = None,
-        **attributes: Any,
-    ) -> Quantized:
+        lowering: Lowering, input: Quantized, weight: Tensor, bias: Tensor | None = None, *, batch_norm: BatchNorm | None = None,
+        residual: Quantized | None = None, clamp: Clamp | None = None, **attributes: Any,
+    ) -> Quantized:  # fmt: skip
         """Compute a convolution, or a transposed one, with the batch norm, residual and clamp that are fused into it."""
         given: dict[str, Any] = {name: value if name == "groups" else sizes(value, rank) for name, value in attributes.items()}
         groups = given["groups"]
         product = Product(
-            kind.narrow,
-            kind.wide,
-            attributes=tuple(given[name] for name in kind.order),
-            trailing=rank,
-            layout=lambda integers: kind.arrange(integers, groups),
-            channels=kind.channels,
-            transposed=kind is REVERSED,
-            in_parts=True,
-        )
+            kind.narrow, kind.wide, attributes=tuple(given[name] for name in kind.order), trailing=rank, channels=kind.channels,
+            layout=lambda integers: kind.arrange(integers, groups), transposed=kind is REVERSED, in_parts=True,
+        )  # fmt: skip
         return lower_weighted(lowering, product, input, kind.arrange(weight, groups), bias, residual, clamp, batch_norm)
 
     return lower
-
-
-# ---- padding --------------------------------------------------------------------------------------------------------
 
 
 class Margin(NamedTuple):
@@ -160,9 +131,6 @@ def _output_padding(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
     return {**arguments, "output_padding": extra}
 
 
-# ---- as operators of ONNX -------------------------------------------------------------------------------------------
-
-
 def _onnx_window(c: Call) -> dict[str, Any]:
     kernel = list(c.constants["weight"][0].shape[2:])
     stride, padding, dilation = (sizes(c[name], len(kernel)) for name in ("stride", "padding", "dilation"))
@@ -190,9 +158,6 @@ def _onnx_transposed(c: Call) -> str:
     return c.epilogue(c.with_bias(lambda *bias: c.do("ConvTranspose", c.input, c.weight(), *bias, **attributes), rank))
 
 
-# ---- the records ----------------------------------------------------------------------------------------------------
-
-
 FOLDING = (
     "{nn.SyncBatchNorm(4)}({nn.Conv2d(3, 4, 3)}(x))",
     "F.batch_norm({nn.Conv2d(3, 4, 3)}(x), {B(torch.randn(4))}, {B(torch.rand(4) + 0.5)}, {P(4)}, {P(4)})",
@@ -200,14 +165,9 @@ FOLDING = (
 
 
 def _declare(
-    rank: int,
-    *texts: str,
-    kind: Kind,
-    extract: Callable[[Any], dict[str, Any]],
-    normalize: Any,
-    onnx: Callable[[Call], str],
+    rank: int, *texts: str, kind: Kind, extract: Callable[[Any], dict[str, Any]], normalize: Any, onnx: Callable[[Call], str],
     folding: tuple[str, ...] = (),
-) -> Any:
+) -> Any:  # fmt: skip
     """Declare a convolution; `texts` are its samples, with "{name}" for its function and "{layer}" for its class."""
     name = f"{kind.name}{rank}d"
 

@@ -29,15 +29,9 @@ Geometry = tuple[Any, Any, Any, Any]  # kernel, stride, padding, dilation
 
 
 def _deform_conv2d(
-    input: Tensor,
-    offset: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
+    input: Tensor, offset: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
     mask: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     given = tuple(value for value in (input, offset, weight, bias, mask) if value is not None)
     if has_torch_function(given):
         result: Tensor = handle_torch_function(deform_conv2d, given, input, offset, weight, bias, stride, padding, dilation, mask)
@@ -153,16 +147,9 @@ def _spread_mask(mask: Tensor, taps: Tensor, kernel: list[int]) -> Tensor:
 )
 @sampled("{fxq.nn.DeformConv2d(3, 4, 3, padding=1)}(x, y)", within=SAMPLED, x=(3, 6, 6), y=(18, 6, 6))
 def deform_conv2d(
-    build: Builder,
-    input: fx.Node,
-    offset: fx.Node,
-    weight: fx.Node,
-    bias: fx.Node | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    mask: fx.Node | None = None,
-) -> Any:
+    build: Builder, input: fx.Node, offset: fx.Node, weight: fx.Node, bias: fx.Node | None = None, stride: Any = 1, padding: Any = 0,
+    dilation: Any = 1, mask: fx.Node | None = None,
+) -> Any:  # fmt: skip
     """Deformable convolution, version 2 with a mask, with the arguments of torchvision.ops.deform_conv2d.
 
     input (N, C, H, W); offset (N, 2·groups·kh·kw, H', W'), in pixels, y before x; mask (N, groups·kh·kw, H', W'), a factor for each tap;

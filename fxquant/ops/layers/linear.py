@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from fxquant.numerics.grids import FLOAT32_EXACT, INT32_MAX, INT48_MAX
 from fxquant.ops.core.declare import function_and_method, lowered
 from fxquant.ops.core.matrix import added_product, computed_linear, is_computed, with_vectors
-from fxquant.ops.core.operators import BatchDim, Call, Clamp, Instead, Lowering, Quantized, Ratio, Trait, is_parameter, operator_named
-from fxquant.ops.core.record import Layer
+from fxquant.ops.core.operators import BatchDim, Call, Clamp, Instead, Lowering, Quantized, Ratio, Trait, is_parameter
+from fxquant.ops.core.record import Layer, operator_named
 from fxquant.ops.core.samples import FOLDED, sampled
 from fxquant.ops.core.weighted import ABSORBED, Product, absorbing, epilogue, lower_weighted, refuses_weighted, rescaled, shape_of
 from fxquant.primitives import accumulate, product
@@ -79,15 +79,9 @@ def _called(*args: Any, **kwargs: Any) -> dict[str, Any] | Instead:
 @sampled("{nn.BatchNorm1d(4)}({nn.Linear(8, 4)}(x))", within=FOLDED, x=(8,))
 @sampled("nn.Linear(8, 4, bias=False)", x=(3, 5, 8))
 def linear(
-    lowering: Lowering,
-    input: Quantized,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    batch_norm: BatchNorm | None = None,
-    residual: Quantized | None = None,
-    clamp: Clamp | None = None,
-) -> Quantized:
+    lowering: Lowering, input: Quantized, weight: Tensor, bias: Tensor | None = None, *, batch_norm: BatchNorm | None = None,
+    residual: Quantized | None = None, clamp: Clamp | None = None,
+) -> Quantized:  # fmt: skip
     """Compute x · wᵀ + b over the last dimension, with the batch norm, residual and clamp that are fused into it."""
     return lower_weighted(lowering, PRODUCT, input, weight, bias, residual, clamp, batch_norm)
 

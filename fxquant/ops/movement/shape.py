@@ -216,9 +216,6 @@ def permute(lowering: Lowering, input: Quantized, dims: list[int]) -> Quantized:
     return input.with_value(lowering.call(shape.permute, input.value, dims))
 
 
-# ---- Dimensions reversed and rotated ----------------------------------------------------------------------------------
-
-
 @lowered(
     adapt=with_dims,
     calls={
@@ -265,9 +262,6 @@ def roll(lowering: Lowering, input: Quantized, shifts: list[int], dims: list[int
             ends = [lowering.call(shape.crop, value, [dim], [a], [b], [1]) for a, b in ((cut, size), (0, cut))]
             value = lowering.call(shape.concatenate, ends, dim)
     return input.with_value(value)
-
-
-# ---- Elements moved between channels and pixels ----------------------------------------------------------------------
 
 
 def _rearrange(lowering: Lowering, input: Quantized, trailing: int, split: list[int], order: list[int], joined: list[int]) -> Quantized:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.ops.core.operators import Call, Clamp, Layer, Lowering, Parameter, Quantized, TensorFact, fact, is_parameter, lowered
+from fxquant.ops.core.operators import Call, Clamp, Layer, Lowering, Quantized, TensorFact, fact, is_parameter, lowered
+from fxquant.ops.core.record import Parameter
 from fxquant.ops.core.samples import IMAGES, NORMED, sampled
 from fxquant.ops.core.weighted import Product, epilogue, lower_weighted, refuses_weighted
 from fxquant.primitives import product
@@ -23,15 +24,9 @@ def _batch_norm(input: Tensor, batch_norm: BatchNorm, *, clamp: Clamp | None = N
 
 
 def _functional(
-    input: Any,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any = None,
-    bias: Any = None,
-    training: bool = False,
-    momentum: float = 0.1,
+    input: Any, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None, training: bool = False, momentum: float = 0.1,
     eps: float = 1e-5,
-) -> dict[str, Any] | str:
+) -> dict[str, Any] | str:  # fmt: skip
     if training or running_mean is None or running_var is None:
         return NO_STATISTICS
     return {"input": input, "batch_norm": BatchNormTensors(running_mean, running_var, weight, bias, momentum, eps)}

@@ -112,13 +112,9 @@ def _power(build: Builder, input: fx.Node, dims: Sequence[int]) -> Any:
     samples=(sample(within=NORMED, input=(3, 6, 6), normalized_shape=[6], eps=0.1),),
 )
 def layer_norm(
-    build: Builder,
-    input: fx.Node,
-    normalized_shape: Sequence[int],
-    weight: fx.Node | None = None,
-    bias: fx.Node | None = None,
+    build: Builder, input: fx.Node, normalized_shape: Sequence[int], weight: fx.Node | None = None, bias: fx.Node | None = None,
     eps: float = 1e-05,
-) -> Any:
+) -> Any:  # fmt: skip
     """Normalize the last dimensions to mean 0 and variance 1, multiply by weight and add bias."""
     dims = list(range(-len(normalized_shape), 0))
     centred = build(sub, input, build(mean, input, dims, True, demand=WIDE), demand=CENTRED if build.normalizes_items else WIDE)

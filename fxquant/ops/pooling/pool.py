@@ -319,17 +319,9 @@ def _avg_pool(rank: int) -> Callable[..., Tensor]:
         ),
     )
     def avg_pool(
-        lowering: Lowering,
-        input: Quantized,
-        kernel_size: Any,
-        stride: Any = None,
-        padding: Any = 0,
-        ceil_mode: bool = False,
-        count_include_pad: bool = True,
-        divisor_override: int | None = None,
-        *,
-        clamp: Clamp | None = None,
-    ) -> Quantized:
+        lowering: Lowering, input: Quantized, kernel_size: Any, stride: Any = None, padding: Any = 0, ceil_mode: bool = False,
+        count_include_pad: bool = True, divisor_override: int | None = None, *, clamp: Clamp | None = None,
+    ) -> Quantized:  # fmt: skip
         """Return the mean over windows in one, two or three dimensions."""
         kernel, steps, begin, end, _ = window_padding(known_sizes(input.shape[-rank:]), kernel_size, stride, padding, 1, ceil_mode)
         counted = {"count_include_pad": count_include_pad, "divisor_override": divisor_override}

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from fxquant.ir.graph import shape_of
 from fxquant.ops.core.declare import Guard, composite, known_sizes, lowered, module_of, with_batch
-from fxquant.ops.core.operators import FLOAT32_EXACT, Builder, Call, Lowering, Plain, Quantized, Same, operator_named, sampled
+from fxquant.ops.core.operators import FLOAT32_EXACT, Builder, Call, Lowering, Plain, Quantized, Same, sampled
+from fxquant.ops.core.record import operator_named
 from fxquant.ops.core.samples import EXACT, IMAGES, written
 from fxquant.ops.pooling.adaptive import lower_windows, refuses_adaptive, window_counts
 from fxquant.ops.pooling.pool import WINDOW, kernel_and_steps, refuses_max_pool, window_padding
@@ -161,11 +162,8 @@ def _onnx_unpool(c: Call) -> str:
     flat = c.integers([0, 0, -1])
     value = c.rounded(c.do("Reshape", c.input, flat))
     planes = c.do("Slice", c.do("Shape", c.input), c.integers([0]), c.integers([2]))
-    empty = c.do(
-        "Expand",
-        c.e.constant(torch.zeros(1, 1, 1, dtype=torch.float32, device="cpu")),
-        c.do("Concat", planes, c.integers([math.prod(size)]), axis=0),
-    )
+    zero = c.e.constant(torch.zeros(1, 1, 1, dtype=torch.float32, device="cpu"))
+    empty = c.do("Expand", zero, c.do("Concat", planes, c.integers([math.prod(size)]), axis=0))
     placed = c.do("ScatterElements", empty, c.do("Reshape", c.operand("indices"), flat), value, axis=2)
     return c.do("Reshape", placed, c.integers([0, 0, *size]))
 

@@ -18,24 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxquant.ops.core.operators import Adapt, Builder, Instead, Operator, Parameter, TensorFact, fact, is_parameter, register, settings_of
+from fxquant.ops.core.operators import Builder, Instead, Operator, TensorFact, fact, is_parameter, register, settings_of
+from fxquant.ops.core.record import Adapt, Parameter
 from fxquant.ops.core.samples import RECURRENT, written
 from fxquant.ops.recurrent.recurrence import Layers, expand_cell, expand_layers, listed
 
-# ---- the float functions --------------------------------------------------------------------------------------------
-
 
 def lstm(
-    input: Tensor,
-    hx: Sequence[Tensor] | None = None,
-    parameters: Sequence[Tensor] = (),
-    biases: bool = True,
-    num_layers: int = 1,
-    bidirectional: bool = False,
-    batch_first: bool = False,
-    dropout: float = 0.0,
-    nested: bool = True,
-) -> tuple[Any, ...]:
+    input: Tensor, hx: Sequence[Tensor] | None = None, parameters: Sequence[Tensor] = (), biases: bool = True, num_layers: int = 1,
+    bidirectional: bool = False, batch_first: bool = False, dropout: float = 0.0, nested: bool = True,
+) -> tuple[Any, ...]:  # fmt: skip
     """PyTorch's LSTM: the states of the last layer at all steps, and the last ones of every layer and direction, with their cells.
 
     The last two are a tuple if `nested`, as nn.LSTM returns them; torch.lstm returns three results.
@@ -57,45 +49,26 @@ def _without_onednn() -> Iterator[None]:
 
 
 def gru(
-    input: Tensor,
-    hx: Tensor | None = None,
-    parameters: Sequence[Tensor] = (),
-    biases: bool = True,
-    num_layers: int = 1,
-    bidirectional: bool = False,
-    batch_first: bool = False,
-    dropout: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+    input: Tensor, hx: Tensor | None = None, parameters: Sequence[Tensor] = (), biases: bool = True, num_layers: int = 1,
+    bidirectional: bool = False, batch_first: bool = False, dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """PyTorch's GRU: the states of the last layer at all steps, and the last ones of every layer and direction."""
     return _layer(torch.gru, input, hx, parameters, biases, num_layers, bidirectional, batch_first)  # type: ignore[return-value]
 
 
 def rnn(
-    input: Tensor,
-    hx: Tensor | None = None,
-    parameters: Sequence[Tensor] = (),
-    biases: bool = True,
-    num_layers: int = 1,
-    bidirectional: bool = False,
-    batch_first: bool = False,
-    dropout: float = 0.0,
-    nonlinearity: str = "tanh",
-) -> tuple[Tensor, Tensor]:
+    input: Tensor, hx: Tensor | None = None, parameters: Sequence[Tensor] = (), biases: bool = True, num_layers: int = 1,
+    bidirectional: bool = False, batch_first: bool = False, dropout: float = 0.0, nonlinearity: str = "tanh",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """PyTorch's RNN: the states of the last layer at all steps, and the last ones of every layer and direction."""
     function = torch.rnn_tanh if nonlinearity == "tanh" else torch.rnn_relu
     return _layer(function, input, hx, parameters, biases, num_layers, bidirectional, batch_first)  # type: ignore[return-value]
 
 
 def _layer(
-    function: Callable[..., Any],
-    input: Tensor,
-    hx: Any,
-    parameters: Sequence[Tensor],
-    biases: bool,
-    num_layers: int,
-    bidirectional: bool,
+    function: Callable[..., Any], input: Tensor, hx: Any, parameters: Sequence[Tensor], biases: bool, num_layers: int, bidirectional: bool,
     batch_first: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Call PyTorch's function with a batch, which `input` and the states may lack, and with states of zeros where none are given."""
     axis = 0 if batch_first else 1
     lacks = input.dim() != 3
@@ -111,13 +84,9 @@ def _layer(
 
 
 def lstm_cell(
-    input: Tensor,
-    hx: Sequence[Tensor] | None = None,
-    weight_ih: Any = None,
-    weight_hh: Any = None,
-    bias_ih: Tensor | None = None,
+    input: Tensor, hx: Sequence[Tensor] | None = None, weight_ih: Any = None, weight_hh: Any = None, bias_ih: Tensor | None = None,
     bias_hh: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute one step of an LSTM: the state and the cell."""
     hidden, cell = _cell(torch.lstm_cell, input, hx, weight_ih, weight_hh, bias_ih, bias_hh)
     return hidden, cell
@@ -131,14 +100,9 @@ def gru_cell(
 
 
 def rnn_cell(
-    input: Tensor,
-    hx: Tensor | None = None,
-    weight_ih: Any = None,
-    weight_hh: Any = None,
-    bias_ih: Tensor | None = None,
-    bias_hh: Tensor | None = None,
-    nonlinearity: str = "tanh",
-) -> Tensor:
+    input: Tensor, hx: Tensor | None = None, weight_ih: Any = None, weight_hh: Any = None, bias_ih: Tensor | None = None,
+    bias_hh: Tensor | None = None, nonlinearity: str = "tanh",
+) -> Tensor:  # fmt: skip
     """Compute one step of an RNN: the state."""
     function = torch.rnn_tanh_cell if nonlinearity == "tanh" else torch.rnn_relu_cell
     return _cell(function, input, hx, weight_ih, weight_hh, bias_ih, bias_hh)[0]
@@ -153,8 +117,6 @@ def _cell(function: Callable[..., Any], input: Tensor, hx: Any, *parameters: Any
     results = listed(function(rows, state if function is torch.lstm_cell else state[0], *parameters))
     return tuple(each.squeeze(0) if one else each for each in results)
 
-
-# ---- spellings ------------------------------------------------------------------------------------------------------
 
 WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")  # of a cell
 PACKED = "its input is a packed sequence, whose number of steps is known at run time only: pad it and mask the padded steps"
@@ -222,13 +184,9 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def _declare(
-    function: Callable[..., Any],
-    expand: Callable[..., Any],
-    modules: Mapping[type, Callable[[Any], dict[str, Any] | str | Instead]],
-    functions: Mapping[Callable[..., Any], Adapt],
-    *texts: str,
-    **shapes: Any,
-) -> None:
+    function: Callable[..., Any], expand: Callable[..., Any], modules: Mapping[type, Callable[[Any], dict[str, Any] | str | Instead]],
+    functions: Mapping[Callable[..., Any], Adapt], *texts: str, **shapes: Any,
+) -> None:  # fmt: skip
     settings: dict[str, Any] = {"modules": modules, "calls": functions, "normalize": _plain, "refuses": _refuses, "recurs": True}
     settings["samples"] = written(*texts, within=RECURRENT, **shapes)
     register(Operator(function.__name__, function, ("input", "hx"), expand=expand, **settings))

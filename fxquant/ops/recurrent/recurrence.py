@@ -27,8 +27,6 @@ GATE = Fixed(2.0**-15, "int16", otherwise=Fixed(2.0**-8, "uint8", 0, otherwise=F
 SATURATED = 8.0  # beyond it, a sigmoid and a tanh do not change any more
 BENT = Fixed(SATURATED * 2.0**-15, "int16", otherwise=Own("int8"))  # before them
 
-# ---- one step -------------------------------------------------------------------------------------------------------
-
 
 @dataclass
 class _Layer:
@@ -124,14 +122,8 @@ def _relu_step(layer: _Layer, given: fx.Node, state: State) -> tuple[fx.Node, ..
 
 # Of each kind: its step, how many gates it has, and how many tensors its state.
 STEPS: dict[str, tuple[Step, int, int]] = {
-    "lstm": (_lstm_step, 4, 2),
-    "gru": (_gru_step, 3, 2),
-    "tanh": (_tanh_step, 1, 1),
-    "relu": (_relu_step, 1, 1),
-}
-
-
-# ---- all steps ------------------------------------------------------------------------------------------------------
+    "lstm": (_lstm_step, 4, 2), "gru": (_gru_step, 3, 2), "tanh": (_tanh_step, 1, 1), "relu": (_relu_step, 1, 1),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

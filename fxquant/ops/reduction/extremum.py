@@ -13,7 +13,8 @@ from fxquant.ir.graph import TensorFact
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import Grid
 from fxquant.ops.core.declare import Branch, on_the_output, real, refuse_nan
-from fxquant.ops.core.operators import NORMED, Adapt, Builder, Call, Instead, Operator, Ratio, Same, Trait, fact, lowered, register
+from fxquant.ops.core.operators import NORMED, Builder, Call, Instead, Operator, Ratio, Same, Trait, fact, lowered, register
+from fxquant.ops.core.record import Adapt
 from fxquant.ops.core.samples import sample, written
 from fxquant.ops.elementwise.activation import clamp, clamp_between
 from fxquant.ops.elementwise.whole import alike

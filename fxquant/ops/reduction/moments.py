@@ -27,8 +27,6 @@ from fxquant.ops.normalization.channels import scale_channels
 from fxquant.ops.normalization.layer_norm import extent_of, magnitude_of, unit_and_inverse
 from fxquant.ops.pooling.totals import mean, sum
 
-# ---- variance and deviation -----------------------------------------------------------------------------------------
-
 
 def centre(build: Builder, input: fx.Node, dims: Sequence[int]) -> Any:
     """Subtract a tensor's mean from it."""
@@ -168,14 +166,9 @@ def _refuses_instance_norm(node: fx.Node, arguments: dict[str, Any]) -> str | No
 
 
 def _float_instance_norm(
-    input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    eps: float = 1e-5,
-) -> Tensor:
+    input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Tensor | None = None,
+    bias: Tensor | None = None, use_input_stats: bool = True, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
     return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, 0.0, eps)
 
 
@@ -193,15 +186,9 @@ def _float_instance_norm(
 @sampled("nn.InstanceNorm1d(3, affine=True)", within=NORMED, x=IMAGES[1])
 @sampled("nn.InstanceNorm3d(3)", within=NORMED, x=IMAGES[3])
 def instance_norm(
-    build: Builder,
-    input: fx.Node,
-    running_mean: fx.Node | None = None,
-    running_var: fx.Node | None = None,
-    weight: fx.Node | None = None,
-    bias: fx.Node | None = None,
-    use_input_stats: bool = True,
-    eps: float = 1e-05,
-) -> Any:
+    build: Builder, input: fx.Node, running_mean: fx.Node | None = None, running_var: fx.Node | None = None, weight: fx.Node | None = None,
+    bias: fx.Node | None = None, use_input_stats: bool = True, eps: float = 1e-05,
+) -> Any:  # fmt: skip
     """Normalize each channel of each sample to mean 0 and variance 1, or by running statistics; multiply by weight and add bias."""
     if use_input_stats:
         return _in_groups(build, input, fact(input).shape[1], weight, bias, eps)

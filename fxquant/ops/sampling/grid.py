@@ -29,9 +29,6 @@ BASE_BITS = 14  # of the coordinates, from -1 to 1, that an affine grid is made 
 GRID_SAMPLE_OPSET, LINEAR_OPSET = 16, 20  # the first that has the operator, and that calls "bilinear" so
 
 
-# ---- positions ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Positions:
     """Where an image is read: factor · value + offset pixels, per coordinate, of a value that an operator reads.
@@ -73,9 +70,8 @@ def coordinates_of(lowering: Lowering, input: Quantized, where: Quantized | Tens
     if isinstance(where, Quantized):
         grid = Grid(INT16, torch.tensor(2.0**-bits, dtype=torch.float32, device=device))
         factor = torch.tensor(positions.factor, dtype=torch.float64, device=device).clamp_min(2.0**-20)  # of an image of one pixel
-        moved = lowering.arithmetic.requantize(
-            lowering, where.value, Ratio((where.scale, factor), (grid.scale,)), *grid.bounds, grid, "positions_"
-        )
+        ratio = Ratio((where.scale, factor), (grid.scale,))
+        moved = lowering.arithmetic.requantize(lowering, where.value, ratio, *grid.bounds, grid, "positions_")
         widened = lowering.call(elementwise.widen, moved)
         return lowering.call(elementwise.add_constant, widened, lowering.constant("offset", offset.float(), torch.int32))
     exact = where.to(device).double() * torch.tensor(positions.factor, dtype=torch.float64, device=device) * 2.0**bits
@@ -139,13 +135,9 @@ def _onnx_read(c: Call, grid: str, align_corners: bool) -> str:
 @sampled("F.grid_sample(x, y, align_corners=False)", within=SAMPLED, x=IMAGES[3], y=(2, 3, 2, 3))
 @sampled("torch.grid_sampler_3d(x, y, 0, 2, False)", within=SAMPLED, x=IMAGES[3], y=(2, 3, 2, 3))
 def grid_sample(
-    lowering: Lowering,
-    input: Quantized,
-    grid: Quantized | Tensor,
-    mode: str = "bilinear",
-    padding_mode: str = "zeros",
+    lowering: Lowering, input: Quantized, grid: Quantized | Tensor, mode: str = "bilinear", padding_mode: str = "zeros",
     align_corners: bool | None = None,
-) -> Quantized:
+) -> Quantized:  # fmt: skip
     """Sample the image at the positions of a grid, (N, …, rank), x first, whose -1 and 1 are the image's ends."""
     positions = normalized(known_sizes(input.shape[2:]), bool(align_corners))
     return lowering.result(

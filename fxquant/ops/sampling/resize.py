@@ -17,20 +17,9 @@ from torch.nn import functional as F
 
 from fxquant.ir.graph import fact, shape_of
 from fxquant.numerics.grids import EVERYTHING, FLOAT32_EXACT
+from fxquant.ops.core import matrix
 from fxquant.ops.core.declare import are_fixed, bound, fixed_sizes, lowered, one_of, settings_of
-from fxquant.ops.core.matrix import (
-    CUBIC,
-    Row,
-    antialiased_rows,
-    cubic_rows,
-    fixed_point,
-    fraction_bits,
-    is_unchanged,
-    linear_rows,
-    onnx_matrices,
-    real_matrix,
-    weighted_sums,
-)
+from fxquant.ops.core.matrix import Row, fixed_point, fraction_bits, onnx_matrices, weighted_sums
 from fxquant.ops.core.operators import IMAGES, NORMED, Call, Lowering, Own, Quantized, Ratio, Same, Trait, sample, selected
 from fxquant.ops.pooling.adaptive import lower_means, onnx_means
 from fxquant.primitives import resize
@@ -42,8 +31,6 @@ FLOAT64_EXACT = 2**53
 HALF = Fraction(1, 2)
 STEPPED_BITS = 8  # of a position's fraction that weigh, where positions are stepped through
 SYMBOLIC_SIZE = "the size of its input or output depends on the batch size"
-
-
 Axis = tuple[int, int | None, float | None]  # the length, the wanted one, or the factor
 
 
@@ -79,7 +66,7 @@ def _neighbours(length: int, size: int | None, factor: float | None, align_corne
     The source of output i lies at (i + ½)/factor - ½, or, with `align_corners`, such that both ends coincide;
     its two neighbours have the weights of linear interpolation, rounded half up. At the end the only neighbour has all the weight.
     """
-    rows = linear_rows(length, _count(length, size, factor), factor, align_corners)
+    rows = matrix.linear_rows(length, _count(length, size, factor), factor, align_corners)
     return tuple((row[0][0], _second_weight(row[1][1], bits) if len(row) > 1 else 0) for row in rows)
 
 
@@ -142,23 +129,18 @@ def _rows(axis: Axis, mode: str, align_corners: bool, antialias: bool) -> tuple[
     """Return the weights of interpolation along one dimension."""
     length, _, factor = axis
     if antialias:
-        return antialiased_rows(length, _count(*axis), factor, align_corners, mode == "bicubic")
-    return (cubic_rows if mode == "bicubic" else linear_rows)(length, _count(*axis), factor, align_corners)
+        return matrix.antialiased_rows(length, _count(*axis), factor, align_corners, mode == "bicubic")
+    return (matrix.cubic_rows if mode == "bicubic" else matrix.linear_rows)(length, _count(*axis), factor, align_corners)
 
 
 def _lower_weighted(lowering: Lowering, input: Quantized, axes: list[Axis], mode: str, align_corners: bool, antialias: bool) -> Quantized:
     """Apply weights along every dimension, and requantize once. Cubic weights sum to less than 2 in magnitude."""
     rows = [_rows(axis, mode, align_corners, antialias) for axis in axes]
-    changed = len(rows) - [is_unchanged(row, axis[0]) for row, axis in zip(rows, axes, strict=True)].count(True)
+    changed = len(rows) - [matrix.is_unchanged(row, axis[0]) for row, axis in zip(rows, axes, strict=True)].count(True)
     bits = fraction_bits(lowering.arithmetic.resize_fraction_bits, input.dtype.bits, changed, changed if mode == "bicubic" else 0)
     matrices = [fixed_point(row, axis[0], bits) for row, axis in zip(rows, axes, strict=True)]
     worth = torch.tensor(2.0 ** (bits * changed), dtype=torch.float64, device=input.scale.device)
     return weighted_sums(lowering, input, matrices, Ratio((input.scale,), (worth,)))
-
-
-def _onnx_weighted(c: Call, axes: list[Axis]) -> str:
-    rows = [_rows(axis, c["mode"], bool(c["align_corners"]), c["antialias"]) for axis in axes]
-    return onnx_matrices(c, c.input, c.operand_shape, [real_matrix(row, axis[0]) for row, axis in zip(rows, axes, strict=True)])
 
 
 def _axes(shape: Sequence[Any], size: list[int] | None, scale_factor: list[float] | None) -> list[Axis]:
@@ -196,12 +178,14 @@ def _onnx_interpolate(c: Call) -> str:
     if c["mode"] == "area":
         return onnx_means(c, list(after[2:]))
     if c["antialias"]:
-        return _onnx_weighted(c, _axes(before, c["size"], c["scale_factor"]))
+        axes = _axes(before, c["size"], c["scale_factor"])
+        rows = [_rows(axis, c["mode"], bool(c["align_corners"]), True) for axis in axes]
+        return onnx_matrices(c, c.input, before, [matrix.real_matrix(row, axis[0]) for row, axis in zip(rows, axes, strict=True)])
     factors = c["scale_factor"] or [_factor(old, new) for old, new in zip(before[2:], after[2:], strict=True)]
     align = "align_corners" if c["align_corners"] else "half_pixel"
     attributes: dict[str, Any] = {"mode": "linear", "coordinate_transformation_mode": align}
     if c["mode"] == "bicubic":
-        attributes |= {"mode": "cubic", "cubic_coeff_a": float(CUBIC)}
+        attributes |= {"mode": "cubic", "cubic_coeff_a": float(matrix.CUBIC)}
     if nearest:
         attributes = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
     scales = c.e.constant(torch.tensor([1.0, 1.0, *factors], dtype=torch.float32, device="cpu"))
@@ -239,14 +223,9 @@ def _factor(old: Any, new: Any) -> float:
     ),
 )
 def interpolate(
-    lowering: Lowering,
-    input: Quantized,
-    size: list[int] | None = None,
-    scale_factor: list[float] | None = None,
-    mode: str = "nearest",
-    align_corners: bool | None = None,
-    antialias: bool = False,
-) -> Quantized:
+    lowering: Lowering, input: Quantized, size: list[int] | None = None, scale_factor: list[float] | None = None, mode: str = "nearest",
+    align_corners: bool | None = None, antialias: bool = False,
+) -> Quantized:  # fmt: skip
     """Return the tensor resized over its spatial dimensions, to `size` or by `scale_factor`."""
     axes = _axes(input.shape, size, scale_factor)
     if mode in NEAREST:
