@@ -144,7 +144,8 @@ class SimulatedForm(Form):
             for feature, value in zip(program.outputs, self.binary.simulate(program, given), strict=True):
                 if feature in self.places:
                     place = self.places[feature]
-                    found[place.node] = self._restored(value, graph[place.node], place)
+                    wanted = graph[place.node]
+                    found[place.node] = _in_order(value, wanted, self._last(wanted.dim(), place))
         return found
 
     def _last(self, rank: int, place: Place) -> bool:
@@ -154,9 +155,6 @@ class SimulatedForm(Form):
         """Return a tensor of the graph in the program's order of dimensions; an image from a camera is channels last."""
         turned = self._last(value.dim(), place) or feature.pyramid or (value.dim() == 4 and feature.shape != tuple(value.shape))
         return (value.permute(0, 2, 3, 1) if turned else value).reshape(feature.shape)
-
-    def _restored(self, value: Tensor, wanted: Tensor, place: Place) -> Tensor:
-        return _in_order(value, wanted, self._last(wanted.dim(), place))
 
 
 def _in_order(value: Tensor, wanted: Tensor, channels_last: bool) -> Tensor:
