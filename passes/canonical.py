@@ -213,12 +213,8 @@ def _replace_stub(node: fx.Node, context: Context) -> None:
 def _of_sizes(node: fx.Node) -> bool:
     """Return whether a node computes a number that is not a multiple of the batch size, such as 1 / x.shape[0]."""
     read = [fact(operand) for operand in node.all_input_nodes]
-    return (
-        fact(node) is None
-        and bool(read)
-        and all(known is None or isinstance(known, int | float | BatchDim) for known in read)
-        and (not any(map(is_parameter, node.all_input_nodes)))
-    )
+    numbers = bool(read) and all(known is None or isinstance(known, int | float | BatchDim) for known in read)
+    return fact(node) is None and numbers and not any(map(is_parameter, node.all_input_nodes))
 
 
 def _computes_parameter(node: fx.Node) -> bool:
@@ -266,15 +262,8 @@ def _is_unused(node: fx.Node) -> bool:
     if known is None:  # as Python's quotient of sizes, which is not an integer
         pure = getattr(node.target, "__module__", None) in PURE and bool(operands)
         number = pure and not any(isinstance(fact(each), TensorFact | list | tuple | dict) for each in operands)
-    return (
-        operator_of(node) is not None
-        or (isinstance(known, TensorFact) and 0 in known.shape and called)
-        or is_cast(node)
-        or is_power(node)
-        or made_anew(node) is not None
-        or is_arange(node)
-        or (number and called)
-    )
+    replaced = operator_of(node) is not None or is_cast(node) or is_power(node) or made_anew(node) is not None or is_arange(node)
+    return replaced or (called and (number or (isinstance(known, TensorFact) and 0 in known.shape)))
 
 
 def _with_batch(

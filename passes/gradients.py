@@ -88,7 +88,6 @@ def _constants(gm: fx.GraphModule) -> set[fx.Node]:
 
 
 def _mark_parameters(node: fx.Node) -> None:
-    """Mark the nodes that compute a parameter: a custom function of a weight, and its operands."""
     if node.op != "get_attr":
         mark_parameter(node)
         for operand in node.all_input_nodes:
@@ -212,7 +211,6 @@ def attach(gm: fx.GraphModule, context: Context) -> int:
 
 
 def _call(node: fx.Node, operand: Any, path: str, readers: dict[str, fx.Node]) -> None:
-    """Turn a node into the call of a rule, or into a stop."""
     others = readers[path].args if path in readers else ()
     node.op, node.target = ("call_function", torch.detach) if path == STOP else ("call_module", path)
     node.args, node.kwargs = (operand, *others), {}

@@ -85,9 +85,8 @@ class GraphLowering(Lowering):
         self.writing, self.graph, self.node = writing, writing.graph, node
         self.made: list[fx.Node] = []
         self.constants: dict[str, str] = {}  # node names by role
-        self.scales: dict[
-            str, tuple[float | tuple[float, ...], int | None, int | tuple[int, ...]]
-        ] = {}  # of constants, their axis and zero point
+        # Scales of constants, with their axis and zero point, by role.
+        self.scales: dict[str, tuple[float | tuple[float, ...], int | None, int | tuple[int, ...]]] = {}
         self.centred: dict[fx.Node, fx.Node] = {}  # the centred integers of affine tensors
         self.between: QParams | None = None  # of what a residual is added to
         self.facts: dict[str, Any] = {}
@@ -149,10 +148,8 @@ class GraphLowering(Lowering):
         zero: int | tuple[int, ...] = zero_point if isinstance(zero_point, int) else tuple(int(z) for z in zero_point.flatten().tolist())
         if isinstance(zero, tuple) and len(zero) == 1:
             zero = zero[0]
-        if len(scales) == 1 and isinstance(zero, int):
-            self.scales[role] = (scales[0], None, zero)
-        else:
-            self.scales[role] = (scales[0] if len(scales) == 1 else scales, axis, zero)
+        one = len(scales) == 1
+        self.scales[role] = (scales[0] if one else scales, None if one and isinstance(zero, int) else axis, zero)
 
     def stored(self, value: Tensor, grid: Grid) -> Tensor:
         return value + grid.zero_point if grid.zero_point else value

@@ -170,7 +170,6 @@ def _kept(before: Sequence[Size], after: Sequence[Size], dim: int) -> int | None
 
 
 def _product(sizes: Sequence[Size]) -> tuple[int, tuple[str, ...]]:
-    """Return the product of sizes: that of the numbers, and the sizes that depend on the batch."""
     batched = sorted(str(size) for size in sizes if not isinstance(size, int))
     return math.prod(size for size in sizes if isinstance(size, int)), tuple(batched)
 

@@ -99,7 +99,6 @@ def _follows(node: fx.Node) -> bool:
 
 
 def _scales(reader: fx.Node) -> bool:
-    """Return whether a node multiplies or divides two different values."""
     arguments = _arguments(reader)
     scales = calls(reader, mul) or Trait.DIVIDES in traits_of(reader)
     return scales and arguments["input"] is not arguments["other"] and arguments["other"] is not None

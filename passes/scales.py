@@ -95,7 +95,6 @@ def _observe(gm: fx.GraphModule, context: Context) -> None:
 
 
 def _wanted(reader: fx.Node, bits: int | None, context: Context) -> Interval:
-    """Return the interval of values of its operands, of `bits` bits, that affect a node's result."""
     if not is_integer(reader):
         return EVERYTHING
     return matters(reader, observed(reader) or EVERYTHING, bool(sharing_operands(reader, context.target.arithmetic)), bits)

@@ -97,7 +97,6 @@ def chain(site: Site) -> Built:
 
 
 def _constant(value: Any, whole: torch.dtype) -> Tensor | None:
-    """Return a constant as a chain reads it; None for an activation."""
     return value.detach().to(torch.float32 if value.is_floating_point() else whole) if isinstance(value, Tensor) else None
 
 
@@ -157,7 +156,6 @@ def packed(
 
 
 def _ranges(site: Site, writer: Writer) -> dict[int, tuple[int, int] | None]:
-    """Return the bounds of each register; None for floats."""
     ranges = {register: _range(site, value) for register, value in writer.operands}
     for step in writer.steps:
         ranges[step.to] = _reached(site, step, ranges.get(step.a), ranges.get(step.b))
@@ -379,7 +377,6 @@ class _Rows:
             made = self.step(SUM, width, operand, bias, 0, weight.shape[1], weight)
         else:
             args, kwargs = fx.map_arg((arguments, node.kwargs), lambda operand: self.spread(operand, width))
-            before = max(self.columns, default=-1) + 1
             made = PRIMITIVES[node.target].steps(self.writer, *args, **kwargs)  # type: ignore[index, misc]
             if made is None:
                 raise NotApplicable(f"{PRIMITIVES[node.target].name} has no elementwise steps for its arguments")  # type: ignore[index]

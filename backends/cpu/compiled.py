@@ -135,7 +135,6 @@ class Requantization:
 
 
 def _padded(tensor: Tensor, size: int) -> Tensor:
-    """Pad the last dimension with zeros up to this size."""
     return F.pad(tensor, (0, size - tensor.shape[-1])).contiguous()
 
 
@@ -244,7 +243,6 @@ def depthwise(site: Site) -> Built:
 
 
 def _area(form: Held) -> int:
-    """Return the number of pixels of an image."""
     return math.prod(form.grid[1:-1])
 
 

@@ -142,7 +142,6 @@ def _operands(join: Join) -> dict[str, Tensor | None]:
 
 
 def _each(join: Join, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return one value for each column, or one for all columns."""
     value = value.detach().to(dtype).flatten()
     return value.expand(join.columns) if join.each else value
 

@@ -29,10 +29,7 @@ from torch import Tensor
 from fxquant.support import logger
 from fxquant.support.files import point
 
-SOURCE = Path(__file__).with_name("native.c")
-TRAINING = Path(__file__).with_name("training.c")
-JOINING = Path(__file__).with_name("joining.c")
-CHAINS = Path(__file__).with_name("chains.c")
+SOURCE, TRAINING, JOINING, CHAINS = (Path(__file__).with_name(f"{name}.c") for name in ("native", "training", "joining", "chains"))
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")  # IEEE's roundings
 SWITCH, INSTRUCTIONS = "FXQUANT_NATIVE", "FXQUANT_ISA"
 LIMITS = {"": (), "vnni": ("-mno-amx-tile", "-mno-amx-int8"), "avx2": ("-mno-avx512f",)}  # flags, by the value of FXQUANT_ISA
@@ -42,7 +39,6 @@ _int64, _pointer = ctypes.c_int64, ctypes.c_void_p
 
 
 def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
-    """Return fields of one C type."""
     return [(name, kind) for name in names.split()]
 
 

@@ -155,7 +155,6 @@ def _each(value: Tensor, form: Form, dtype: torch.dtype = torch.float32) -> Tens
 
 
 def _like(value: Tensor, other: Tensor) -> Tensor:
-    """Return the values with the strides of another tensor."""
     return value if value.stride() == other.stride() else torch.empty_like(other).copy_(value)
 
 

@@ -144,11 +144,11 @@ class SimulatedForm(Form):
             for feature, value in zip(program.outputs, self.binary.simulate(program, given), strict=True):
                 if feature in self.places:
                     place = self.places[feature]
-                    found[place.node] = self._restored(value, graph[place.node], place)
+                    wanted = graph[place.node]
+                    found[place.node] = _in_order(value, wanted, self._last(wanted.dim(), place))
         return found
 
     def _last(self, rank: int, place: Place) -> bool:
-        """Return whether a tensor of images is channels last in the program."""
         return rank == 4 and (place.channels_last or self.march in CHANNELS_LAST)
 
     def _arranged(self, value: Tensor, place: Place, feature: Feature) -> Tensor:
@@ -156,13 +156,8 @@ class SimulatedForm(Form):
         turned = self._last(value.dim(), place) or feature.pyramid or (value.dim() == 4 and feature.shape != tuple(value.shape))
         return (value.permute(0, 2, 3, 1) if turned else value).reshape(feature.shape)
 
-    def _restored(self, value: Tensor, wanted: Tensor, place: Place) -> Tensor:
-        """Return a program's tensor in the graph's order of dimensions."""
-        return _in_order(value, wanted, self._last(wanted.dim(), place))
-
 
 def _in_order(value: Tensor, wanted: Tensor, channels_last: bool) -> Tensor:
-    """Return a tensor in the shape of another one, whose channels are second."""
     if not channels_last:
         return value.reshape(wanted.shape)
     rows, channels, height, width = wanted.shape

@@ -39,20 +39,13 @@ class FileOptions:
     layouts: Mapping[str, str] | None = None
 
 
-def save_model(model: onnx.ModelProto, path: Path, external_data: bool | None, opened: bool = False) -> None:
-    """Write a model to `path`; its tensors go to `path`.data if requested, or if one file cannot hold them.
-
-    Raises ExportError as `save_models` does.
-    """
-    save_models({path.name: model}, path.parent, external_data, opened=opened)
-
-
 def save_models(
     models: Mapping[str, onnx.ModelProto], folder: str | os.PathLike[str], external_data: bool | None,
     others: Mapping[str, Content] | None = None, opened: bool = False,
 ) -> None:  # fmt: skip
     """Check models and write them by their file names into one folder, followed by `others`, files that refer to them.
 
+    The tensors of a model go to its name with ".data" appended if `external_data` requests it, or if one file cannot hold them.
     Tensors are removed from a model whose data is written externally. Raises ExportError if a model is not valid, is too
     large for one file, cannot be written, or, with `opened`, if onnxruntime cannot open it; existing files are then unchanged.
     """
@@ -116,9 +109,9 @@ def export_integer(integer: fx.GraphModule, path: str | os.PathLike[str], style:
     """Write an integer model, and return the path; `style` and `io` are as in `fxq.export_onnx`."""
     check_arguments(integer, style, io, options.opset)
     version = STYLES[style][1] if options.opset is None else options.opset
-    model = build(integer, style, io, version, (options.input_names, options.output_names))
+    model = with_layouts(build(integer, style, io, version, (options.input_names, options.output_names)), options.layouts, integer)
     # Float operators as PyTorch's exporter writes them can form what onnxruntime's optimizer breaks.
-    save_model(with_layouts(model, options.layouts, integer), Path(path), options.external_data, opened=bool(float_nodes(integer)))
+    save_models({Path(path).name: model}, Path(path).parent, options.external_data, opened=bool(float_nodes(integer)))
     return Path(path)
 
 
@@ -193,7 +186,7 @@ def export_float(traced: fx.GraphModule, path: str | os.PathLike[str], options: 
     check_choice("opset", opset, list(opsets))
     model = FloatWriter(traced, "float", opset).write(options.input_names, options.output_names)
     _check_outputs(traced, model)
-    save_model(with_layouts(model, options.layouts, traced), Path(path), options.external_data)
+    save_models({Path(path).name: with_layouts(model, options.layouts, traced)}, Path(path).parent, options.external_data)
     return Path(path)
 
 

@@ -113,7 +113,6 @@ def _compared(
 def _run(
     model: onnx.ModelProto, feeds: dict[str, Tensor], settings: Mapping[str, str], runtime: str = MEASURED_RUNTIMES[0]
 ) -> dict[str, Tensor]:
-    """Run the model in an onnxruntime of `RUNTIMES`, with these session options."""
     level, threads = next((level, threads) for name, level, threads in RUNTIMES if name == runtime)
     return Runner(model, level, threads, None, settings)(feeds)
 

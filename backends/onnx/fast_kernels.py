@@ -314,12 +314,7 @@ def _pad(w: FastWriter, node: fx.Node, input: fx.Node, begin: list[int], end: li
     if not is_8_bits(input):
         return None
     e = w.emitter
-    return e.node(
-        "Pad",
-        w.shifted(input),
-        e.constant(torch.tensor([*begin, *end], dtype=torch.int64, device="cpu")),
-        e.constant(value + moved_by(input), torch.uint8),
-    )
+    return e.node("Pad", w.shifted(input), e.constant([*begin, *end], torch.int64), e.constant(value + moved_by(input), torch.uint8))
 
 
 @form(*SHIFTED)

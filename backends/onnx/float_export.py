@@ -132,16 +132,12 @@ class FloatRegions:
         """
         facts = {operand: _real(operand) for operand in nodes_in(dict(arguments))}
         index = {operand: position for position, operand in enumerate(facts)}
-        key = (
-            None
-            if parameters
-            else repr((function, fx.map_arg(dict(arguments), index.__getitem__), [str(known) for known in facts.values()]))
-        )
+        placed = fx.map_arg(dict(arguments), index.__getitem__)
+        key = None if parameters else repr((function, placed, [str(known) for known in facts.values()]))
         if key is None or key not in self.exported:
             self.exported[key] = self._export_function(node, function, arguments, parameters, facts)
         name = f"{node.name}/float"
-        known = _real(node)
-        self._append(self.exported[key], emitter, [real(operand.name) for operand in facts], {name: known}, node)
+        self._append(self.exported[key], emitter, [real(operand.name) for operand in facts], {name: _real(node)}, node)
         return name
 
     def _export_function(

@@ -358,17 +358,8 @@ def calibration(e: Any, value: str, scale: Tensor, storage: torch.dtype, axis: i
     bits, scales = BITS[storage], scale.reshape(-1).float()
     largest = 2 ** (bits - 1) - 1
     place = {} if axis is None else {"axis": axis}
-    result: str = e.node(
-        "HzCalibration",
-        value,
-        domain=DOMAIN,
-        qtype=f"int{bits}",
-        scales=scales.tolist(),
-        thresholds=(scales * largest).tolist(),
-        constant=1,
-        switch="ON",
-        **place,
-    )
+    numbers = {"scales": scales.tolist(), "thresholds": (scales * largest).tolist()}
+    result: str = e.node("HzCalibration", value, domain=DOMAIN, qtype=f"int{bits}", constant=1, switch="ON", **numbers, **place)
     e.types[result] = torch.float32
     return result
 

@@ -157,9 +157,7 @@ class QdqWriter(Writer):
     def _rounding(self, node: fx.Node) -> Callable[[str], str]:
         """Return a function that quantizes and dequantizes a value on the scale of a node; a plain value is unchanged."""
         described = qparams(node)
-        if described is None:
-            return lambda value: value
-        return self._requantized(described)
+        return (lambda value: value) if described is None else self._requantized(described)
 
     # ---- values -----------------------------------------------------------------------------------------------------
 
@@ -194,14 +192,10 @@ class QdqWriter(Writer):
 
     def _dequantize(self, value: str, described: QParams) -> str:
         e = self.emitter
+        scale = e.constant(torch.tensor(described.scale, dtype=torch.float32, device="cpu"))
         if described.dtype == "int16" and self.opset < INT16_OPSET:
-            return e.node("Mul", value, e.constant(torch.tensor(described.scale, dtype=torch.float32, device="cpu")))
-        return e.node(
-            "DequantizeLinear",
-            value,
-            e.constant(torch.tensor(described.scale, dtype=torch.float32, device="cpu")),
-            e.constant(described.zero_point, e.dtype(value)),
-        )
+            return e.node("Mul", value, scale)
+        return e.node("DequantizeLinear", value, scale, e.constant(described.zero_point, e.dtype(value)))
 
     def _requantized(self, described: QParams) -> Callable[[str], str]:
         return lambda value: self._dequantize(self._quantized(value, described), described)

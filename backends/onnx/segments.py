@@ -72,12 +72,8 @@ def export_segments(
     written, tensors, models = [], dict[str, Any](), dict[str, Any]()
     for index, ((_, nodes), part) in enumerate(zip(grouped(integer, cut), parts, strict=True)):
         outputs = [*part.outputs, *(constants if index == len(parts) - 1 else ())]
-        entry: dict[str, Any] = {
-            "file": f"{index}-{part.device}.onnx",
-            "device": part.device,
-            "inputs": list(part.inputs),
-            "outputs": outputs,
-        }
+        file = f"{index}-{part.device}.onnx"
+        entry: dict[str, Any] = {"file": file, "device": part.device, "inputs": list(part.inputs), "outputs": outputs}
         try:
             model = build(_alone(integer, nodes, part, outputs), "exact", "float", opset or STYLES["exact"][1])
         except ExportError:
@@ -87,8 +83,8 @@ def export_segments(
             written.append({**entry, "file": None, "python": kept})
             continue
         written.append(entry)
-        models[entry["file"]] = model
-        tensors.update(_described(read_metadata(model, Path(folder, entry["file"])), part.inputs, outputs))
+        models[file] = model
+        tensors.update(_described(read_metadata(model, Path(folder, file)), part.inputs, outputs))
     manifest = {
         "fxquant": __version__,
         "format": FORMAT,

@@ -143,11 +143,15 @@ class Emitter:
         return name
 
     def call(self, name: str, body: Callable[..., str], *inputs: str) -> str:
-        function, result_type = self._define(name, body, inputs)
-        called = self._shared(function)
+        inner = FunctionEmitter(self.functions, self.opset)
+        parameters = [f"input_{index}" for index in range(len(inputs))]
+        inner.types.update(zip(parameters, (self.types[value] for value in inputs), strict=True))
+        result = body(inner, *parameters)
+        opsets = [helper.make_opsetid("", self.opset)]
+        called = self._shared(helper.make_function(DOMAIN, name, parameters, [result], inner.nodes, opsets))
         output = self._fresh(called)
         self.nodes.append(helper.make_node(called, list(inputs), [output], name=output, domain=DOMAIN))
-        self.types[output] = result_type
+        self.types[output] = inner.types[result]
         return output
 
     def _shared(self, function: onnx.FunctionProto) -> str:
@@ -157,15 +161,6 @@ class Emitter:
             count += 1
             function.name = f"{name}_{count}"
         return str(function.name)
-
-    def _define(self, name: str, body: Callable[..., str], inputs: Sequence[str]) -> tuple[onnx.FunctionProto, torch.dtype]:
-        """Return a function, and the dtype of its result for these inputs; a function itself does not state dtypes."""
-        inner = FunctionEmitter(self.functions, self.opset)
-        parameters = [f"input_{index}" for index in range(len(inputs))]
-        inner.types.update(zip(parameters, (self.types[value] for value in inputs), strict=True))
-        result = body(inner, *parameters)
-        function = helper.make_function(DOMAIN, name, parameters, [result], inner.nodes, [helper.make_opsetid("", self.opset)])
-        return function, inner.types[result]
 
     def dtype(self, value: str) -> torch.dtype:
         return self.types[value]

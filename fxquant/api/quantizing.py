@@ -91,12 +91,6 @@ def quantize(
         raise no_batches(num_batches) from None
     example = batch_inputs(as_written, options.inputs(first))
     prepared = prepare(as_written, example, target, qconfig, observations=observations, options=options)
-    calibrate(
-        prepared,
-        itertools.chain([first], iterator),
-        num_batches,
-        only_missing=observations is not None,
-        options=options,
-        show_progress=show_progress,
-    )
+    every = itertools.chain([first], iterator)
+    calibrate(prepared, every, num_batches, only_missing=observations is not None, options=options, show_progress=show_progress)
     return Result(model, prepared, convert(prepared))

@@ -121,11 +121,6 @@ def unusual_kind(tensor: torch.Tensor) -> tuple[str, str] | None:
 # ---- what the trace knows about a node -------------------------------------------------------------------------------
 
 
-def fact(node: fx.Node) -> Any:
-    """Return the node's `TensorFact` (or nest of them, or number); None if nothing is known."""
-    return node.meta.get("fact")
-
-
 def argument_name(node: fx.Node) -> str:
     """Return the user's name of the input that a placeholder stands for; as a rule, the placeholder's own."""
     return str(node.meta.get("argument", node.target))
@@ -186,12 +181,6 @@ class Part:
         return f"{self.composite}: {self.role}"
 
 
-def part(node: fx.Node) -> Part | None:
-    """Return the composite a node is a part of; None if it is a whole operator."""
-    value = node.meta.get("part")
-    return value if isinstance(value, Part) else None
-
-
 def is_inner_part(node: fx.Node) -> bool:
     """Return whether a node holds an inner tensor of a composite."""
     known = part(node)
@@ -233,12 +222,6 @@ class Annotation:
     config: Any = None
     group: int | None = None
     on_host: bool = False
-
-
-def annotation(node: fx.Node) -> Annotation | None:
-    """Return the node's annotation; None before `specs.annotate`."""
-    value = node.meta.get("annotation")
-    return value if isinstance(value, Annotation) else None
 
 
 def is_on_host(node: fx.Node) -> bool:
@@ -359,6 +342,7 @@ def is_deployed(model: Any) -> bool:
 
 # ---- facts under one key each: the function that reads it, and the one that writes it --------------------------------
 
+fact: Reads[Any] = reads("fact", None)  # its `TensorFact`, or a nest of them, or a number; None if nothing is known
 set_fact = writes("fact", object)
 source = reads("source", "")  # the user's line: "model.py:41 in forward:  y = self.act(y)"
 module_path = reads("module", "")  # the dotted path of the user's module that the node came from: "layer1.0.conv1"
@@ -371,8 +355,10 @@ set_argument_name = writes("argument", str)  # what the user calls an input whos
 set_batch_norm_path = writes("batch_norm", str)  # the dotted path of the module in which a batch norm was called that is fused into it
 stated_demand: Reads[Any] = reads("demand", None)  # the demand (an `ops.Demand`) of the composite on the grid of this part of it
 state_demand = writes("demand", object)
-set_part = writes("part", Part)  # the composite operator that the node is a part of
+part: Reads[Part | None] = reads("part", None)  # the composite operator that the node is a part of; None if it is a whole operator
+set_part = writes("part", Part)
 ties: Reads[tuple[str, ...]] = reads("ties", ())  # nodes with one tie in common share one grid
+annotation: Reads[Annotation | None] = reads("annotation", None)  # None before `specs.annotate`
 annotate = writes("annotation", Annotation)
 observed: Reads[tuple[float, float] | None] = reads("observed", None)  # beyond this interval its values make no difference to any reader
 set_observed = writes("observed", tuple)
@@ -412,7 +398,20 @@ def inherit(node: fx.Node, parent: fx.Node, made_by: str) -> fx.Node:
 
 def resolve(root: torch.nn.Module, path: str) -> Any:
     """Return the module, parameter or buffer at a dotted path, or else the attribute. Raises AttributeError if there is none."""
-    return registered(root, path)
+    value: Any = root
+    for part in path.split("."):
+        value = _member(value, part)
+    return value
+
+
+def _member(holder: Any, name: str) -> Any:
+    if isinstance(holder, nn.Module):
+        state = holder.__dict__
+        for kind in ("_modules", "_parameters", "_buffers"):
+            found = state[kind].get(name)
+            if found is not None:
+                return found
+    return getattr(holder, name)
 
 
 def attach(root: torch.nn.Module, path: str, value: torch.nn.Module | torch.Tensor) -> None:
@@ -446,24 +445,6 @@ def describe(node: fx.Node, fact: Any, source: str, module: str, made_by: str = 
 
 
 _REGISTERED = "_fxquant_registered"  # what reads such a name, in the generated code
-
-
-def registered(root: nn.Module, path: str) -> Any:
-    """Return the module, parameter or buffer at a dotted path, or else the attribute. Raises AttributeError if there is none."""
-    value: Any = root
-    for part in path.split("."):
-        value = _member(value, part)
-    return value
-
-
-def _member(holder: Any, name: str) -> Any:
-    if isinstance(holder, nn.Module):
-        state = holder.__dict__
-        for kind in ("_modules", "_parameters", "_buffers"):
-            found = state[kind].get(name)
-            if found is not None:
-                return found
-    return getattr(holder, name)
 
 
 @functools.cache
@@ -521,7 +502,7 @@ class Code(CodeGen):
                 if f"\n{written}" not in code.src:
                     raise AssertionError(f"%{node.name} is not in the generated code as {written.strip()}")
                 code.src = code.src.replace(f"\n{written}", f"\n    {node!r} = {_REGISTERED}({root_module}, {str(node.target)!r})", 1)
-                code.globals[_REGISTERED] = registered
+                code.globals[_REGISTERED] = resolve
         return code
 
 

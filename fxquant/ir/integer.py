@@ -17,8 +17,6 @@ from typing import Any, TypeVar
 from torch import fx
 
 T = TypeVar("T")
-
-
 Reads = Callable[[fx.Node], T]
 
 
@@ -80,10 +78,7 @@ class QParams:
     zero_point: int = 0
 
 
-def qparams(node: fx.Node) -> QParams | None:
-    """Return the grid of the quantized tensor a node of an integer graph holds; None for any other node."""
-    value = node.meta.get("qparams")
-    return value if isinstance(value, QParams) else None
+qparams: Reads[QParams | None] = reads("qparams", None)  # of the quantized tensor that a node of an integer graph holds
 
 
 def zero_point(node: fx.Node) -> int:
@@ -130,18 +125,9 @@ class Operation:
     intermediate: QParams | None = None
 
 
-def operation(node: fx.Node) -> Operation | None:
-    """Return the operator that a node of an integer graph is the result of; None for any other node."""
-    value = node.meta.get("operation")
-    return value if isinstance(value, Operation) else None
-
-
+operation: Reads[Operation | None] = reads("operation", None)  # the operator that a node of an integer graph is the result of
 set_qparams, set_operation = writes("qparams", QParams), writes("operation", Operation)
-
-
 kernel: Reads[tuple[str, tuple[str, ...]] | None] = reads("kernel", None)  # its name, and those of the nodes computed with it
-
-
 kernel_results: Reads[tuple[str, ...]] = reads("kernel_results", ())  # the names of those of them that others read
 
 

@@ -322,7 +322,6 @@ def _by_name(value: Any) -> Any:
 
 
 def _found(value: Any) -> Any:
-    """Return the function that a `_Function` refers to; anything else as it is."""
     return getattr(import_module(value.module), value.name) if isinstance(value, _Function) else value
 
 
@@ -472,7 +471,6 @@ def _moving(model: nn.Module) -> list[tuple[str, str, Tensor]]:
 
 
 def _key(inputs: Any) -> Any:
-    """Return the key of a pass: the addresses, shapes and versions of its inputs."""
     return tuple((each.data_ptr(), tuple(each.shape), None if each.is_inference() else each._version) for each in _tensors(inputs))
 
 

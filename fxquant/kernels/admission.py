@@ -181,22 +181,18 @@ def _viewed(site: Site, node: fx.Node, value: Tensor) -> Tensor:
 def prove(site: Site, implementation: Implementation, built: Built) -> None:
     """Raise Disagrees if an implementation differs from the primitives for one of `draws`, NotApplicable if it does not run here."""
     for given in draws(site, torch.Generator().manual_seed(0)):
-        _compare(site, implementation, built, given)
-
-
-def _compare(site: Site, implementation: Implementation, built: Built, given: dict[fx.Node, Tensor]) -> None:
-    try:
-        wanted = evaluate(site.model, site.match, given)
-        found = run(site, implementation, built, given, wanted)
-    except RuntimeError as error:
-        raise NotApplicable(f"it does not run here: {str(error).splitlines()[0]}") from error
-    if wanted[0].is_floating_point() or implementation.strided:
-        apart = torch.cat([(one != other).flatten() for one, other in zip(found, wanted, strict=True)])
-    else:
-        zero = grid(site.match.root).zero_point if site.result().dtype == torch.uint8 else 0
-        apart = site.result().centred(found[0]) != wanted[0].to(torch.int64) - zero
-    if bool(apart.any()):
-        raise Disagrees(f"it differs from the primitives in {int(apart.sum())} of {apart.numel()} elements on this machine")
+        try:
+            wanted = evaluate(site.model, site.match, given)
+            found = run(site, implementation, built, given, wanted)
+        except RuntimeError as error:
+            raise NotApplicable(f"it does not run here: {str(error).splitlines()[0]}") from error
+        if wanted[0].is_floating_point() or implementation.strided:
+            apart = torch.cat([(one != other).flatten() for one, other in zip(found, wanted, strict=True)])
+        else:
+            zero = grid(site.match.root).zero_point if site.result().dtype == torch.uint8 else 0
+            apart = site.result().centred(found[0]) != wanted[0].to(torch.int64) - zero
+        if bool(apart.any()):
+            raise Disagrees(f"it differs from the primitives in {int(apart.sum())} of {apart.numel()} elements on this machine")
 
 
 def is_primitive(node: fx.Node) -> bool:

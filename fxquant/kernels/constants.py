@@ -80,7 +80,9 @@ class Constants:
                 held: Any = holder.get(name)
                 if held is value:
                     counted = isinstance(value, Tensor) and not value.is_inference()
-                    alias, version = _alias(value), value._version if counted else None
+                    # An alias keeps the memory from being reused; a value without memory on the CPU has none.
+                    holds = isinstance(value, Tensor) and value.layout == torch.strided and value.is_cpu
+                    alias, version = value.detach() if holds else None, value._version if counted else None
                     self.found.append((holder, name, value, version, alias, 0 if alias is None else memory_start(alias)))
 
     def same(self) -> bool:
@@ -112,13 +114,6 @@ class Constants:
         if everything and not all(map(self._lies_as_it_did, self.found)):
             return True
         return self.watch is not None and self.watch.changed(everything)
-
-
-def _alias(value: Any) -> Tensor | None:
-    """Return a tensor in the same memory, which keeps that from being reused; None for a value without memory on the CPU."""
-    if not isinstance(value, Tensor) or value.layout != torch.strided or not value.is_cpu:
-        return None
-    return value.detach()
 
 
 def _spans(tensors: Sequence[Tensor]) -> tuple[list[Span], list[Span]]:

@@ -58,12 +58,8 @@ def _lacking(verb: str, node: Any, ranks: Sequence[int] = RANKS) -> str:
         return f"it {verb}s {str(known.dtype).removeprefix('torch.')}; kernels {verb} 8 bits"
     if len(known.shape) in ranks:
         return f"it {verb}s 8 bits inside of an operator, where they have no scale"
-    taken = " or ".join(map(str, ranks))
-    return f"it {verb}s a tensor of {_dimensions(len(known.shape))}; kernels {verb} {taken} dimensions"
-
-
-def _dimensions(count: int) -> str:
-    return "1 dimension" if count == 1 else f"{count} dimensions"
+    count, taken = len(known.shape), " or ".join(map(str, ranks))
+    return f"it {verb}s a tensor of {count} dimension{'s' * (count != 1)}; kernels {verb} {taken} dimensions"
 
 
 def sum_of_products(root: fx.Node) -> Matched:
@@ -263,7 +259,6 @@ def elementwise_chain(root: fx.Node) -> Matched:
 
 
 def _is_step(node: fx.Node) -> bool:
-    """Return whether a node is an elementwise primitive that has steps."""
     record = PRIMITIVES.get(node.target)  # type: ignore[arg-type]
     return record is not None and record.steps is not None and known_tensor(node, *INTEGERS, torch.float32, torch.bool, ranks=range(9))
 
@@ -399,20 +394,16 @@ def _is_on_rows(node: Any) -> bool:
     operands = [operand for operand in node.all_input_nodes if operand.op != "get_attr"]
     if not all(known_tensor(operand, *INTEGERS, ranks=range(1, 9)) for operand in operands) or not operands:
         return False
-    if any(_count(operand) != _count(node) or not _fits(operand) for operand in operands):
+    width, widths = _sizes(node)[-1], [_sizes(operand)[-1] for operand in operands]
+    fits = all(isinstance(size, int) and size <= LONGEST_ROW for size in widths)
+    if not fits or any(_count(operand) != _count(node) for operand in operands):
         return False
-    width = _sizes(node)[-1]
     if reduction(node) is not None:
         return True
     if _moves(node):
-        return _sizes(operands[0])[-1] == width  # type: ignore[no-any-return]
+        return widths[0] == width  # type: ignore[no-any-return]
     record = PRIMITIVES.get(node.target)
-    return record is not None and record.steps is not None and all(_sizes(operand)[-1] in (1, width) for operand in operands)
-
-
-def _fits(node: fx.Node) -> bool:
-    size = _sizes(node)[-1]
-    return isinstance(size, int) and size <= LONGEST_ROW
+    return record is not None and record.steps is not None and all(size in (1, width) for size in widths)
 
 
 def _count(node: fx.Node) -> tuple[int, ...]:

@@ -295,17 +295,14 @@ def _plain(form: Held, layout: Layout, reads: list[int], writes: int, buffer: Te
     return run
 
 
-def _holds_nodes(value: Any) -> bool:
-    return not isinstance(value, fx.Node) and bool(nodes_in(value))
-
-
 def _primitive(
     model: fx.GraphModule, node: fx.Node, held: Mapping[tuple[fx.Node, bool], int], reads: list[int], writes: int, buffer: Tensor | None
 ) -> Step:
     """Return the step of a node that runs as it is in the graph."""
     places = {read: held[read, False] for read in node.all_input_nodes if read.op != "get_attr"}
     constants = {read: resolve(model, str(read.target)) for read in node.all_input_nodes if read.op == "get_attr"}
-    if node.op == "call_function" and not is_python(node) and not any(map(_holds_nodes, (*node.args, node.kwargs))):
+    nested = any(nodes_in(value) for value in (*node.args, node.kwargs) if not isinstance(value, fx.Node))
+    if node.op == "call_function" and not is_python(node) and not nested:
         target: Any = node.target
         kwargs = dict(node.kwargs)
         given = [constants.get(each, each) if isinstance(each, fx.Node) else each for each in node.args]

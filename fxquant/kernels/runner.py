@@ -94,7 +94,6 @@ class Runner:
         return found
 
     def _keep(self, key: Any, found: Program | Mapping[fx.Node, Layout]) -> None:
-        """Store the program, or the layouts, of inputs as those used last."""
         self.programs[key] = found
         self.programs.move_to_end(key)
         while len(self.programs) > MOST_PROGRAMS:
@@ -138,7 +137,6 @@ class Runner:
         return found
 
     def _is_of(self, model: fx.GraphModule) -> bool:
-        """Return whether graph and constants are still those that programs were made for."""
         return self.made_for == (id(model), id(model.graph)) and self.constants is not None and self.constants.same()
 
     def _make(self, model: fx.GraphModule, layouts: Mapping[fx.Node, Layout]) -> Program:

@@ -206,10 +206,8 @@ class DetectionPostProcess(nn.Module):
         best, order = best.topk(min(self.keep, best.shape[1]), 1)
         boxes = _decode(deltas, anchors).gather(1, order.unsqueeze(-1).expand(-1, -1, 4))
         labels = labels.gather(1, order)
-        left, right = (
-            torch.maximum(boxes[:, :, None, :2], boxes[:, None, :, :2]),
-            torch.minimum(boxes[:, :, None, 2:], boxes[:, None, :, 2:]),
-        )
+        left = torch.maximum(boxes[:, :, None, :2], boxes[:, None, :, :2])
+        right = torch.minimum(boxes[:, :, None, 2:], boxes[:, None, :, 2:])
         common = (right - left).clamp(min=0).prod(-1)
         area = (boxes[..., 2:] - boxes[..., :2]).clamp(min=0).prod(-1)
         alike = labels[:, :, None] == labels[:, None, :]

@@ -35,6 +35,7 @@ from fxquant.primitives.record import (
 DEQUANTIZES = 19  # the opset from which on ONNX's own evaluator has DequantizeLinear of int8
 CHANNELS_TOGETHER = 16  # runtimes have their quickest kernels for multiples of it
 MOST_BLOCKS = 8
+Sizes = list[int]  # one number for each dimension of a window; of a cut, the fields of a `Split`
 CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
@@ -110,7 +111,7 @@ def per_channel(values: Tensor, trailing: int) -> Tensor:
     return values.reshape(-1, *[1] * trailing)
 
 
-def attributes_of(weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int) -> dict[str, object]:
+def attributes_of(weight: Tensor, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int) -> dict[str, object]:
     """Return the attributes of an ONNX convolution."""
     return {
         "kernel_shape": list(weight.shape[2:]),
@@ -126,7 +127,7 @@ def _onnx_convolution(e: Emitter, input: str, weight: Tensor, bias: Tensor | Non
     return e.node("Conv", *(e.node("Cast", operand, to=torch.float32) for operand in operands), **attributes_of(weight, *window))
 
 
-def check_cut(x: Value, weight: Tensor, cut: list[int]) -> None:
+def check_cut(x: Value, weight: Tensor, cut: Sizes) -> None:
     """Raise Unproved unless every sum of parts stays below 2^24 and the parts hold all bits of the operand and the weight."""
     chosen = Split(*cut)
     need(min(chosen) >= 1 and max(chosen) <= 64, f"it splits its operands into {list(chosen)} parts and bits")
@@ -140,21 +141,22 @@ def check_cut(x: Value, weight: Tensor, cut: list[int]) -> None:
         need(largest < FLOAT32_EXACT, f"a sum of its parts can reach {largest:.0f}")
 
 
-def _bounds_convolution(input: Value, weight: Value, bias: Value | None, groups: int, cut: list[int] | None = None, **_: Any) -> Range:
+def _bounds_convolution(input: Value, weight: Value, bias: Value | None, groups: int, cut: Sizes | None = None, **_: Any) -> Range:
     return bounds_of_sums(input, constant_of(weight, "weight"), bias, cut)
 
 
-def bounds_of_sums(input: Value, weight: Tensor, bias: Value | None, cut: list[int] | None) -> Range:
+def bounds_of_sums(input: Value, weight: Tensor, bias: Value | None, cut: Sizes | None) -> Range:
     """Return the range of the sums over windows with a weight (out, in / groups, …); raise Unproved if they can be too large."""
     if cut is not None:
         check_cut(input, weight, cut)
     return sum_of_products(input, weight, bias, weight.dim() - 2, exact_below(cut is not None))
 
 
-@primitive(_onnx_convolution, bounds=_bounds_convolution, kind="accumulator", role=Role.CONVOLUTION, casts=True)
-def convolution(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int
-) -> Tensor:
+_CONVOLUTION: dict[str, Any] = {"bounds": _bounds_convolution, "kind": "accumulator", "role": Role.CONVOLUTION, "casts": True}
+
+
+@primitive(_onnx_convolution, **_CONVOLUTION)
+def convolution(input: Tensor, weight: Tensor, bias: Tensor | None, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int) -> Tensor:
     """Compute Σ x·w + bias with zero padding, as int32; |result| < 2^24 for every input of its dtype."""
     return stored(_convolution_real(input.float(), weight.float(), bias, stride, padding, dilation, groups), input, torch.int32)
 
@@ -218,24 +220,9 @@ def _onnx_convolution_wide(e: Emitter, input: str, weight: Tensor, bias: Tensor 
     return e.call(name, body, input, e.constant(weight), *added)
 
 
-@primitive(
-    _onnx_convolution_wide,
-    bounds=_bounds_convolution,
-    surrogate=_convolution_real,
-    kind="accumulator",
-    role=Role.CONVOLUTION,
-    wide=True,
-    casts=True,
-)
+@primitive(_onnx_convolution_wide, surrogate=_convolution_real, wide=True, **_CONVOLUTION)
 def convolution_wide(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    cut: list[int],
+    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int, cut: Sizes
 ) -> Tensor:
     """Compute `convolution` where the sum can reach 2^24.
 
@@ -338,14 +325,10 @@ def _add_residual_real(accumulator: Tensor, residual: Tensor, multiplier: Tensor
     return accumulator + residual * (multiplier * power_of_two(-right_shift)).to(accumulator.dtype)
 
 
-@primitive(
-    _onnx_add_residual_shifted,
-    bounds=_bounds_add_residual_shifted,
-    surrogate=_add_residual_real,
-    kind="accumulator",
-    role=Role.RESIDUAL,
-    casts=True,
-)
+_RESIDUAL: dict[str, Any] = {"kind": "accumulator", "role": Role.RESIDUAL, "casts": True}
+
+
+@primitive(_onnx_add_residual_shifted, bounds=_bounds_add_residual_shifted, surrogate=_add_residual_real, **_RESIDUAL)
 def add_residual_shifted(accumulator: Tensor, residual: Tensor, multiplier: Tensor, right_shift: Tensor) -> Tensor:
     """Compute accumulator + ⌊residual · multiplier / 2^right_shift⌋; `multiplier` and `right_shift` are int32, shaped to broadcast.
 
@@ -358,7 +341,7 @@ def add_residual_shifted(accumulator: Tensor, residual: Tensor, multiplier: Tens
     return accumulator + (wide >> right_shift).to(accumulator.dtype)
 
 
-@primitive(_onnx_add_residual, bounds=_bounds_add_residual, kind="accumulator", role=Role.RESIDUAL, casts=True)
+@primitive(_onnx_add_residual, bounds=_bounds_add_residual, **_RESIDUAL)
 def add_residual(accumulator: Tensor, residual: Tensor, multiplier: Tensor) -> Tensor:
     """Compute accumulator + residual · multiplier, with an integer multiplier per channel, shaped to broadcast."""
     if accumulator.is_floating_point():

@@ -121,18 +121,9 @@ class Arithmetic:
         return torch.zeros((), dtype=torch.float64, device=grid.scale.device)
 
     def requantize(
-        self,
-        composer: Composer,
-        accumulator: Any,
-        ratio: Ratio,
-        low: int,
-        high: int,
-        grid: Grid,
-        role: str = "",
-        accumulator_bits: int = 32,
-        kind: str = VALUE,
+        self, composer: Composer, value: Any, ratio: Ratio, low: int, high: int, to: Grid, role: str = "", bits: int = 32, kind: str = VALUE
     ) -> Any:
-        """Requantize an accumulator of `accumulator_bits` bits by `ratio` to integers on a grid, centred ones limited to [low, high].
+        """Requantize an accumulator of `bits` bits by `ratio` to integers on the grid `to`, centred ones limited to [low, high].
 
         `role` is the prefix of the constants' names. `kind` is the kind of the accumulator: LAYER, WIDE_LAYER (an operand of 16 bits),
         MATRIX (a product of two activations), SUM, PRODUCT, or any other VALUE.
@@ -206,33 +197,19 @@ class FixedArithmetic(Arithmetic):
         return self.widths[grid.type.name].constants(ratio, grid.type, 32, False).shift
 
     def requantize(
-        self,
-        composer: Composer,
-        accumulator: Any,
-        ratio: Ratio,
-        low: int,
-        high: int,
-        grid: Grid,
-        role: str = "",
-        accumulator_bits: int = 32,
-        kind: str = VALUE,
+        self, composer: Composer, value: Any, ratio: Ratio, low: int, high: int, to: Grid, role: str = "", bits: int = 32, kind: str = VALUE
     ) -> Any:
-        widths = self.widths[grid.type.name]
-        fixed = widths.constants(ratio, grid.type, accumulator_bits, kind in (*LAYERS, MATRIX), kind == WIDE_LAYER)
-        constants = [
-            composer.constant(role + name, value, torch.int32)
-            for name, value in (("shift", fixed.shift), ("multiplier", fixed.multiplier), ("right_shift", fixed.right_shift))
-        ]
+        widths = self.widths[to.type.name]
+        fixed = widths.constants(ratio, to.type, bits, kind in (*LAYERS, MATRIX), kind == WIDE_LAYER)
+        constants = [composer.constant(role + name, number, torch.int32) for name, number in vars(fixed).items()]
         rounding = self.roundings.get(LAYER if kind in LAYERS else kind, self.final_rounding)
-        rest = widths.intermediate_bits, rounding, low, high, grid.type.storage
-        return composer.call(requantize_fixed, accumulator, *constants, *rest)
+        rest = widths.intermediate_bits, rounding, low, high, to.type.storage
+        return composer.call(requantize_fixed, value, *constants, *rest)
 
     def align(self, composer: Composer, value: Any, ratio: Ratio, dtype: IntType, role: str, wide: bool) -> Any:
         multiplier, shift = self.widths[dtype.name].aligning(ratio)
-        constants = (
-            composer.constant(role + "_multiplier", multiplier, torch.int32),
-            composer.constant(role + "_right_shift", shift, torch.int32),
-        )
+        numbers = ("_multiplier", multiplier), ("_right_shift", shift)
+        constants = [composer.constant(role + name, number, torch.int32) for name, number in numbers]
         return composer.call(align_fixed, value, *constants, wide)
 
     def refuses(self, primitive: Function, arguments: Mapping[str, Any], storage: torch.dtype) -> str | None:
@@ -242,11 +219,8 @@ class FixedArithmetic(Arithmetic):
         roundings = {self.final_rounding, *self.roundings.values()}
         if arguments["rounding"] not in roundings or arguments["intermediate_bits"] != widths.intermediate_bits:
             return "it is not requantized as its target does"
-        for name, least, most in (
-            ("shift", 0, 47),
-            ("multiplier", 0, 2**widths.multiplier_bits - 1),
-            ("right_shift", 1, widths.last_shift),
-        ):
+        limits = ("shift", 0, 47), ("multiplier", 0, 2**widths.multiplier_bits - 1), ("right_shift", 1, widths.last_shift)
+        for name, least, most in limits:
             if bool(((arguments[name] < least) | (arguments[name] > most)).any()):
                 return f"its {name.replace('_', ' ')} is not in {least}…{most}"
         return None
@@ -265,19 +239,10 @@ class RealArithmetic(Arithmetic):
         return self.residual == "requantize"
 
     def requantize(
-        self,
-        composer: Composer,
-        accumulator: Any,
-        ratio: Ratio,
-        low: int,
-        high: int,
-        grid: Grid,
-        role: str = "",
-        accumulator_bits: int = 32,
-        kind: str = VALUE,
+        self, composer: Composer, value: Any, ratio: Ratio, low: int, high: int, to: Grid, role: str = "", bits: int = 32, kind: str = VALUE
     ) -> Any:
         multiplier = composer.constant(role + "multiplier", real_multiplier(ratio), torch.float32)
-        return composer.call(requantize_real, accumulator, multiplier, low, high, grid.type.storage, *composer.offset(grid))
+        return composer.call(requantize_real, value, multiplier, low, high, to.type.storage, *composer.offset(to))
 
     def align(self, composer: Composer, value: Any, ratio: Ratio, dtype: IntType, role: str, wide: bool) -> Any:
         return composer.call(align_real, value, composer.constant(role + "_multiplier", real_multiplier(ratio), torch.float32), wide)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -60,14 +62,10 @@ def _bounds_align_fixed(input: Value, multiplier: Value, right_shift: Value, wid
     return within(torch.ceil(factors * input.largest * torch.exp2(-shift)), exact_below(wide))
 
 
-@primitive(
-    _onnx_align_fixed,
-    bounds=_bounds_align_fixed,
-    surrogate=_align_fixed_real,
-    kind="accumulator",
-    role=Role.ALIGNMENT,
-    steps=_steps_align_fixed,
-)
+_ALIGNMENT: dict[str, Any] = {"kind": "accumulator", "role": Role.ALIGNMENT}
+
+
+@primitive(_onnx_align_fixed, bounds=_bounds_align_fixed, surrogate=_align_fixed_real, steps=_steps_align_fixed, **_ALIGNMENT)
 def align_fixed(input: Tensor, multiplier: Tensor, right_shift: Tensor, wide: bool = False) -> Tensor:
     """Compute ⌊q · multiplier / 2^right_shift⌋ as int32: an operand on a finer common scale. |q · multiplier| < 2^24 unless `wide`."""
     if input.is_floating_point():
@@ -83,22 +81,13 @@ def _onnx_align_real(e: Emitter, input: str | Tensor, multiplier: Tensor, wide: 
     return e.call("align_real_wide" if wide else "align_real", body, named(e, input), e.constant(multiplier))
 
 
-def _align_real_real(input: Tensor, multiplier: Tensor, wide: bool = False) -> Tensor:
-    return (input * multiplier).to(_width(wide))
-
-
-def _bounds_align_real(input: Value, multiplier: Value, wide: bool = False) -> Range:
-    return within(torch.round(input.largest * multipliers(multiplier)), exact_below(wide))
-
-
 @primitive(
     _onnx_align_real,
-    bounds=_bounds_align_real,
-    surrogate=_align_real_real,
-    kind="accumulator",
-    role=Role.ALIGNMENT,
+    bounds=lambda input, multiplier, wide=False: within(torch.round(input.largest * multipliers(multiplier)), exact_below(wide)),
+    surrogate=lambda input, multiplier, wide=False: (input * multiplier).to(_width(wide)),
     casts=True,
     steps=lambda w, input, multiplier, *_: w.write(Op.ROUND, input, multiplier, -MOST_REAL, MOST_REAL),
+    **_ALIGNMENT,
 )
 def align_real(input: Tensor, multiplier: Tensor, wide: bool = False) -> Tensor:
     """Compute round_half_even(float32(q) · multiplier) as int32: an operand on a finer common scale. Below 2^24 unless `wide`."""

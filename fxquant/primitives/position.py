@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,26 +21,16 @@ def _positions(sizes: list[int], width: torch.dtype, device: torch.device) -> Te
     return torch.arange(count - 1, -1, -1, dtype=width, device=device).reshape(1, 1, *sizes)
 
 
-def _onnx_pool_indices(
-    e: Emitter,
-    input: str,
-    kernel: list[int],
-    stride: list[int],
-    begin: list[int],
-    end: list[int],
-    dilation: list[int],
-    sizes: list[int],
-    wide: bool,
-    places: Tensor | None = None,
-) -> str:
+def _onnx_pool_indices(e: Emitter, input: str, *window_and_plane: Any) -> str:
+    window, (sizes, wide, *places) = window_and_plane[:5], window_and_plane[5:]
     width, count = torch.float64 if wide else torch.float32, math.prod(sizes)
     whole = e.constant(float(count), width)
     key = e.node("Mul", e.node("Cast", input, to=width), whole)
     key = e.node("Add", key, e.constant(_positions(sizes, width, torch.device("cpu"))))
-    largest = e.node("MaxPool", key, **attributes_of(kernel, stride, begin, end, dilation))
+    largest = e.node("MaxPool", key, **attributes_of(*window))
     rest = e.node("Sub", largest, e.node("Mul", e.node("Floor", e.node("Div", largest, whole)), whole))
     found = e.node("Cast", e.node("Sub", e.constant(count - 1.0, width), rest), to=torch.int64)
-    return found if places is None else e.node("Gather", e.constant(places), found, axis=0)
+    return found if not places or places[0] is None else e.node("Gather", e.constant(places[0]), found, axis=0)
 
 
 def _bounds_pool_indices(input: Value, sizes: list[int], wide: bool, places: Value | None = None, **window: list[int]) -> Range:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,29 +41,18 @@ def _bounds_matrix_product(exact: int, input: Value, other: Value) -> Range:
     return within(input.size(-1) * input.largest * other.largest, exact)
 
 
-@primitive(
-    partial(_onnx_matrix_product, one_node("Cast", to=torch.float32)),
-    bounds=partial(_bounds_matrix_product, FLOAT32_EXACT),
-    kind="accumulator",
-    chip_bits=8,
-    role=Role.MATRIX_PRODUCT,
-    casts=True,
-)
+_MATRIX_PRODUCT: dict[str, Any] = {"kind": "accumulator", "chip_bits": 8, "role": Role.MATRIX_PRODUCT, "casts": True}
+_onnx_cast = one_node("Cast", to=torch.float32)
+
+
+@primitive(partial(_onnx_matrix_product, _onnx_cast), bounds=partial(_bounds_matrix_product, FLOAT32_EXACT), **_MATRIX_PRODUCT)
 def matrix_product(input: Tensor, other: Tensor) -> Tensor:
     """Compute input · other over the last two dimensions, as int32; |result| < 2^24 for every input of their dtypes."""
     with full_precision(input):
         return stored(torch.matmul(input.float(), other.float()), input, torch.int32)
 
 
-@primitive(
-    partial(_onnx_matrix_product, onnx_double),
-    bounds=partial(_bounds_matrix_product, FLOAT64_EXACT),
-    kind="accumulator",
-    chip_bits=8,
-    role=Role.MATRIX_PRODUCT,
-    wide=True,
-    casts=True,
-)
+@primitive(partial(_onnx_matrix_product, onnx_double), bounds=partial(_bounds_matrix_product, FLOAT64_EXACT), wide=True, **_MATRIX_PRODUCT)
 def matrix_product_wide(input: Tensor, other: Tensor) -> Tensor:
     """Compute `matrix_product` where the sum can reach 2^24, in float64; int32, or int64 where both operands are int16."""
     total = torch.matmul(input.double(), other.double())  # autocast leaves float64 alone
@@ -88,14 +78,10 @@ def _steps_scale_channels(w: Writer, input: int, weight: Tensor, bias: Tensor | 
     return scaled if bias is None else w.write(Op.ADD, scaled, per_channel(bias, trailing))
 
 
-@primitive(
-    partial(_onnx_scale_channels, torch.float32),
-    bounds=partial(_bounds_scale_channels, FLOAT32_EXACT),
-    kind="accumulator",
-    role=Role.CHANNEL_SCALING,
-    casts=True,
-    steps=_steps_scale_channels,
-)
+_SCALING: dict[str, Any] = {"kind": "accumulator", "role": Role.CHANNEL_SCALING, "steps": _steps_scale_channels}
+
+
+@primitive(partial(_onnx_scale_channels, torch.float32), bounds=partial(_bounds_scale_channels, FLOAT32_EXACT), casts=True, **_SCALING)
 def scale_channels(input: Tensor, weight: Tensor, bias: Tensor | None, trailing: int) -> Tensor:
     """Compute x · weight + bias per channel, as int32; |result| < 2^24 for every input of its dtype."""
     return stored(_scaled(input.float(), weight, bias, trailing), input, torch.int32)
@@ -105,10 +91,8 @@ def scale_channels(input: Tensor, weight: Tensor, bias: Tensor | None, trailing:
     partial(_onnx_scale_channels, torch.float64),
     bounds=partial(_bounds_scale_channels, FLOAT64_EXACT),
     surrogate=_scaled,
-    kind="accumulator",
-    role=Role.CHANNEL_SCALING,
     wide=True,
-    steps=_steps_scale_channels,
+    **_SCALING,
 )
 def scale_channels_wide(input: Tensor, weight: Tensor, bias: Tensor | None, trailing: int) -> Tensor:
     """Compute `scale_channels` where the result can reach 2^24, in float64; int32, or int64 for int16 weights."""
@@ -150,25 +134,16 @@ def _onnx_extremum(operator: str, e: Emitter, input: str | Tensor, other: str | 
     return e.node("Cast", e.node(operator, *(e.node("Cast", name, to=torch.float32) for name in names)), to=dtype)
 
 
-@primitive(
-    partial(_onnx_extremum, "Max"),
-    bounds=lambda input, other: union(input, other),
-    role=Role.POINTWISE,
-    zero_point=ZeroPoint.EQUIVARIANT,
-    steps=binary(Op.LARGEST),
-)
+_EXTREME: dict[str, Any] = {"bounds": lambda input, other: union(input, other), "role": Role.POINTWISE, "zero_point": ZeroPoint.EQUIVARIANT}
+
+
+@primitive(partial(_onnx_extremum, "Max"), steps=binary(Op.LARGEST), **_EXTREME)
 def maximum(input: Tensor, other: Tensor) -> Tensor:
     """Return the larger of two tensors on one scale, element by element."""
     return torch.maximum(input, other)
 
 
-@primitive(
-    partial(_onnx_extremum, "Min"),
-    bounds=lambda input, other: union(input, other),
-    role=Role.POINTWISE,
-    zero_point=ZeroPoint.EQUIVARIANT,
-    steps=binary(Op.LEAST),
-)
+@primitive(partial(_onnx_extremum, "Min"), steps=binary(Op.LEAST), **_EXTREME)
 def minimum(input: Tensor, other: Tensor) -> Tensor:
     """Return the smaller of two tensors on one scale, element by element."""
     return torch.minimum(input, other)

@@ -347,18 +347,8 @@ def _first_product(e: Emitter, value: str, shift: Tensor) -> _Product:
     return _Product("DequantizeLinear", by.flatten() if channels else by.reshape(()), {"axis": channels[0]} if channels else {})
 
 
-def _onnx_requantize_fixed(
-    e: Emitter,
-    accumulator: str,
-    shift: Tensor,
-    multiplier: Tensor,
-    right_shift: Tensor,
-    intermediate_bits: int,
-    rounding: str,
-    low: int,
-    high: int,
-    dtype: torch.dtype,
-) -> str:
+def _onnx_requantize_fixed(e: Emitter, accumulator: str, shift: Tensor, multiplier: Tensor, right_shift: Tensor, *rest: Any) -> str:
+    intermediate_bits, rounding, low, high, dtype = rest
     width = torch.float64 if e.dtype(accumulator) == torch.float64 else torch.float32
     limit = 2 ** (intermediate_bits - 1)
     how = None

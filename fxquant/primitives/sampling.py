@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,18 +42,8 @@ def _onnx_neighbours(e: Emitter, position: str, size: int, bits: int, mode: str,
     return [(index(first), e.node("Sub", pixel, second_weight)), (index(second), second_weight)]
 
 
-def _onnx_sample(
-    e: Emitter,
-    input: str,
-    coordinates: str | Tensor,
-    sizes: list[int],
-    bits: int,
-    mode: str,
-    padding: str,
-    corners: bool,
-    outside: int,
-    wide: bool,
-) -> str:
+def _onnx_sample(e: Emitter, input: str, coordinates: str | Tensor, sizes: list[int], *settings: Any) -> str:
+    bits, mode, padding, corners, outside, wide = settings
     rank, width, dtype = len(sizes), torch.float64 if wide else torch.float32, e.dtype(input)
     image = e.node("Cast", input, to=width)
     around = 1 if padding == "zeros" else 0

@@ -79,11 +79,7 @@ def _onnx_count(e: Emitter, input: str, dim: list[int], keepdim: bool) -> str:
     return e.node("ReduceSum", e.node("Cast", input, to=torch.int64), e.constant(list(dim)), keepdims=int(keepdim))
 
 
-def _bounds_count(input: Value, dim: list[int], keepdim: bool) -> Range:
-    return Range(0.0, float(math.prod(map(input.size, dim))))
-
-
-@primitive(_onnx_count, bounds=_bounds_count, kind="plain")
+@primitive(_onnx_count, bounds=lambda input, dim, keepdim: Range(0.0, float(math.prod(map(input.size, dim)))), kind="plain")
 def count(input: Tensor, dim: list[int], keepdim: bool) -> Tensor:
     """Count the true elements of a bool tensor along dimensions: int64."""
     return input.to(torch.int64).sum(dim, keepdim)

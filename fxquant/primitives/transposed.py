@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxquant.primitives.accumulate import Split, accumulated, bounds_of_sums, onnx_sum_parts, per_channel, sum_parts
+from fxquant.primitives.accumulate import Sizes, Split, accumulated, bounds_of_sums, onnx_sum_parts, per_channel, sum_parts
 from fxquant.primitives.record import Emitter, Range, Role, Value, constant_of, full_precision, primitive, stored
 
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -30,9 +30,7 @@ class _Form:
     padding reaches the stride, which PyTorch allows with a dilation and onnxruntime does not.
     """
 
-    def __init__(
-        self, weight: Tensor, stride: list[int], padding: list[int], output_padding: list[int], dilation: list[int], groups: int
-    ) -> None:
+    def __init__(self, weight: Tensor, stride: Sizes, padding: Sizes, output_padding: Sizes, dilation: Sizes, groups: int) -> None:
         self.spreads = groups > 1 or any(more >= step for more, step in zip(output_padding, stride, strict=True))
         self.weight = swap_channels(weight, groups).flip(list(range(2, weight.dim()))).contiguous() if self.spreads else weight
         self.stride, self.padding, self.output_padding, self.dilation, self.groups = stride, padding, output_padding, dilation, groups
@@ -76,20 +74,13 @@ def _onnx(e: Emitter, input: str, weight: Tensor, bias: Tensor | None, *attribut
     return form.emit(e, *(e.node("Cast", operand, to=torch.float32) for operand in operands))
 
 
-def _bounds(input: Value, weight: Value, bias: Value | None, groups: int, cut: list[int] | None = None, **_: Any) -> Range:
+def _bounds(input: Value, weight: Value, bias: Value | None, groups: int, cut: Sizes | None = None, **_: Any) -> Range:
     return bounds_of_sums(input, swap_channels(constant_of(weight, "weight"), groups), bias, cut)
 
 
 @primitive(_onnx, bounds=_bounds, kind="accumulator", chip_bits=8, role=Role.TRANSPOSED, casts=True)
 def transposed_convolution(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    output_padding: list[int],
-    dilation: list[int],
-    groups: int,
+    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Sizes, padding: Sizes, output_padding: Sizes, dilation: Sizes, groups: int
 ) -> Tensor:
     """Compute the sums x·w + bias of a transposed convolution, as int32; |result| < 2^24 for every input of its dtype."""
     result = _kernel(input.float(), weight, bias, stride, padding, output_padding, dilation, groups)
@@ -122,18 +113,14 @@ def transposed_convolution_wide(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    output_padding: list[int],
-    dilation: list[int],
+    stride: Sizes,
+    padding: Sizes,
+    output_padding: Sizes,
+    dilation: Sizes,
     groups: int,
-    cut: list[int],
+    cut: Sizes,
 ) -> Tensor:
-    """Compute `transposed_convolution` where the sum can reach 2^24.
-
-    The operand and the weight are cut into parts by `cut`, the fields of a `Split`. The float32 sum of each pair of parts stays below
-    2^24, and the sums are added in float64. The result is int32, or int64 for int16 weights.
-    """
+    """Compute `transposed_convolution` where the sum can reach 2^24, from parts of the operand and the weight, as `convolution_wide`."""
     window = stride, padding, output_padding, dilation, groups
     total = sum_parts(input, weight, bias, Split(*cut), lambda part, factor: _kernel(part, factor, None, *window))
     return accumulated(total, input, weight)

@@ -254,7 +254,7 @@ def _by_sign(lowering: Lowering, input: Quantized, weight: Tensor, clamp: Clamp 
     def exact() -> Any:
         grid, limits = lowering.output.grid, lowering.bounds(clamp, lowering.output)
         steps = Ratio((input.scale,), (grid.scale,))
-        return lowering.arithmetic.requantize(lowering, chosen, steps, *limits, grid, accumulator_bits=input.dtype.bits)
+        return lowering.arithmetic.requantize(lowering, chosen, steps, *limits, grid, bits=input.dtype.bits)
 
     return lowering.result(exact, lambda: prelu(input.real(), weight, clamp=clamp))
 
