@@ -55,8 +55,7 @@ def signature_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     for parameter in inspect.signature(model.forward).parameters.values():
         default = _default(parameter)
         form = given.get(parameter.name, default)
-        optional = form == default or form[0] == "object"
-        entries.append([parameter.name, int(parameter.kind), optional, form])
+        entries.append([parameter.name, int(parameter.kind), form == default or form[0] == "object", form])
     return entries
 
 

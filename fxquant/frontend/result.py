@@ -321,8 +321,7 @@ class _PlainTree:
 
 def _container(module: nn.Module) -> nn.Module:
     """Return an empty module that is indexed and iterated over as this one."""
-    kinds = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-    return next((kind() for kind in kinds if isinstance(module, kind)), nn.Module())
+    return next((kind() for kind in (nn.Sequential, nn.ModuleList, nn.ModuleDict) if isinstance(module, kind)), nn.Module())
 
 
 def _fixed_sizes(module: fx.GraphModule) -> list[str]:
@@ -340,8 +339,7 @@ def _turned_to_eval(model: nn.Module, called: set[Any]) -> list[str]:
 
 def _unused(module: fx.GraphModule, beside: set[Any]) -> list[str]:
     used = beside | {node.target for node in module.graph.nodes if node.op == "get_attr"}
-    owners = beside | {node.target for node in module.graph.nodes if node.op == "call_module"}
-    inside = tuple(f"{owner}." for owner in owners)
+    inside = tuple(f"{owner}." for owner in beside | {node.target for node in module.graph.nodes if node.op == "call_module"})
     names = [name for name, _ in module.named_parameters() if name not in used and not name.startswith(inside)]
     return [f"parameter {name} is not used by the graph" for name in names]
 

@@ -240,16 +240,9 @@ class _Mode(TorchFunctionMode):
 
 
 def record(
-    model: nn.Module,
-    inputs: ExampleInputs,
-    leaf: LeafRule,
-    qconfigs: Mapping[str, Any] = MappingProxyType({}),
-    *,
-    again: bool = False,
-    training: bool = False,
-    modes: Mapping[str, bool] = MappingProxyType({}),
-    random: MovedState = NOTHING_MOVED,
-) -> Handler:
+    model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, qconfigs: Mapping[str, Any] = MappingProxyType({}), *, again: bool = False,
+    training: bool = False, modes: Mapping[str, bool] = MappingProxyType({}), random: MovedState = NOTHING_MOVED,
+) -> Handler:  # fmt: skip
     """Trace a model in eval mode, or with its own Python in train mode; return the handler, with its graph. The model is not changed.
 
     qconfigs  the QConfigs of the nodes of calls inside of a module, by the module's path

@@ -81,8 +81,7 @@ def _convolution(
 
 def _max_pool(rank: int, indices: bool) -> Callable[..., Any]:
     def pool(input: Any, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False) -> Any:
-        function = getattr(F, f"max_pool{rank}d")
-        return function(input, kernel, stride or None, padding, dilation, ceil_mode, return_indices=indices)
+        return getattr(F, f"max_pool{rank}d")(input, kernel, stride or None, padding, dilation, ceil_mode, return_indices=indices)
 
     return pool
 
@@ -110,8 +109,7 @@ def _slice(input: Any, dim: int = 0, start: Any = None, end: Any = None, step: i
     start, end = None if start in (0, None) else start, None if end is None or (type(end) is int and end >= _END) else end
     if start is None and end is None and step == 1:
         return input
-    places = (*[slice(None)] * (dim % input.dim()), slice(start, end, step))
-    return input[places]
+    return input[(*[slice(None)] * (dim % input.dim()), slice(start, end, step))]
 
 
 def _index(input: Any, indices: Any) -> Any:
@@ -338,8 +336,7 @@ def _index_put(input: Tensor, indices: Sequence[Tensor], values: Tensor, accumul
     for each, size in zip(given, sizes, strict=True):
         place = place * size + each % size
     flat = input.flatten(0, len(given) - 1) if len(given) > 1 else input
-    source = values.expand([*place.shape, *rest]).reshape([-1, *rest])
-    return flat.index_add(0, place.flatten(), source).reshape(input.shape)
+    return flat.index_add(0, place.flatten(), values.expand([*place.shape, *rest]).reshape([-1, *rest])).reshape(input.shape)
 
 
 # ---- concatenated ----------------------------------------------------------------------------------------------------

@@ -147,15 +147,9 @@ class WeightQuantizer(torch.nn.Module):
     """
 
     def __init__(
-        self,
-        dtype: IntType,
-        *,
-        per_channel: bool = True,
-        power_of_two: bool = False,
-        learned: WeightScale | None = None,
-        rounding: Rounding | None = None,
-        p: float | None = None,
-    ) -> None:
+        self, dtype: IntType, *, per_channel: bool = True, power_of_two: bool = False, learned: WeightScale | None = None,
+        rounding: Rounding | None = None, p: float | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.dtype = dtype
         self.per_channel = per_channel
@@ -343,8 +337,7 @@ def multiplied(batch_norm: BatchNorm, factors: Tensor) -> BatchNorm:
     """Return a batch norm whose result is multiplied by `factors`, one per channel; it has the same tensors as running statistics."""
     bn = BatchNormTensors(*(getattr(batch_norm, name) for name in BatchNormTensors._fields))
     weight = factors if bn.weight is None else bn.weight * factors
-    bias = None if bn.bias is None else bn.bias * factors
-    return bn._replace(weight=weight, bias=bias)
+    return bn._replace(weight=weight, bias=None if bn.bias is None else bn.bias * factors)
 
 
 def running_gain(batch_norm: BatchNorm) -> Tensor:

@@ -66,13 +66,9 @@ OUTLIER = 6.0  # times the median magnitude of a channel's differences: what is 
 
 @checked()
 def correct_bias(
-    prepared: fx.GraphModule,
-    batches: Any,
-    num_batches: int | None = None,
-    *,
-    options: Options = DEFAULTS,
+    prepared: fx.GraphModule, batches: Any, num_batches: int | None = None, *, options: Options = DEFAULTS,
     show_progress: bool | None = None,
-) -> TuningResult:
+) -> TuningResult:  # fmt: skip
     """Correct the bias of every weighted operator whose output is nearer to the float model's with it; the model is left in VALIDATE.
 
     A layer keeps the bias it had unless its mean squared error on held-out samples falls, and so do all layers unless the outputs of the
@@ -113,13 +109,9 @@ def apply(prepared: fx.GraphModule, found: Mapping[str, list[float]]) -> None:
 
 
 def _correct(
-    prepared: fx.GraphModule,
-    samples: Samples,
-    judging: Sequence[Sequence[Any]],
-    tuned: Tuned,
-    checkpoint: Checkpoint,
+    prepared: fx.GraphModule, samples: Samples, judging: Sequence[Sequence[Any]], tuned: Tuned, checkpoint: Checkpoint,
     show_progress: bool | None,
-) -> TuningResult:
+) -> TuningResult:  # fmt: skip
     outputs, operators = FloatOutputs(prepared, judging), tuned.operators
     before, previous = outputs.measure(), {name: operator.weight_quantizer.correction for name, operator in operators.items()}
     units, ways, skipped, memory, known = layer_units(prepared), dict[str, _Way](), dict[str, str](), 0, dict[str, Noise]()

@@ -168,5 +168,4 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 def model_digest(prepared: fx.GraphModule) -> str:
     """Return the digest of a model: its graph, its parameters and scales."""
-    text = torch.frombuffer(bytearray(str(prepared.graph).encode()), dtype=torch.uint8)
-    return digest([text, *prepared.state_dict().values()])
+    return digest([torch.frombuffer(bytearray(str(prepared.graph).encode()), dtype=torch.uint8), *prepared.state_dict().values()])

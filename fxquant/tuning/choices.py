@@ -219,8 +219,7 @@ class Choices(Mapping[str, Choice]):
 
 def bits(dtype: str) -> int:
     """Return the bits of one number."""
-    known = ACTIVATION_TYPES.get(dtype) or WEIGHT_TYPES[dtype]
-    return known.bits
+    return (ACTIVATION_TYPES.get(dtype) or WEIGHT_TYPES[dtype]).bits
 
 
 def _of_widths(known: Mapping[str, Any], offered: Sequence[str], widths: Sequence[int], dtype: str) -> tuple[str, ...]:

@@ -27,15 +27,9 @@ ROUNDED = 0.5  # the probability that `reconstruct` rounds an element of an acti
 
 
 def learn(
-    method: str,
-    settings: Settings,
-    units_of: Callable[[fx.GraphModule], list[Unit]],
-    prepared: fx.GraphModule,
-    batches: Any,
-    num_batches: int | None,
-    options: Options,
-    show_progress: bool | None,
-) -> TuningResult:
+    method: str, settings: Settings, units_of: Callable[[fx.GraphModule], list[Unit]], prepared: fx.GraphModule, batches: Any,
+    num_batches: int | None, options: Options, show_progress: bool | None,
+) -> TuningResult:  # fmt: skip
     """Train units one after the other; keep a unit's parameters if its error falls and the error of the outputs does not clearly rise.
 
     Everything is undone if the outputs of the model have no clear gain in the end.
@@ -113,14 +107,9 @@ def _seed(seed: int, name: str) -> int:
 
 @checked(steps=POSITIVE)
 def adaround(
-    prepared: fx.GraphModule,
-    batches: Any,
-    num_batches: int | None = None,
-    *,
-    steps: int = 1000,
-    options: Options = DEFAULTS,
+    prepared: fx.GraphModule, batches: Any, num_batches: int | None = None, *, steps: int = 1000, options: Options = DEFAULTS,
     show_progress: bool | None = None,
-) -> TuningResult:
+) -> TuningResult:  # fmt: skip
     """Learn whether each weight is rounded up or down, so that layers return their float results; the model is left in VALIDATE.
 
     Nagel et al. 2020, layer by layer in the order they run: a layer reads quantized operands and learns, in `steps` steps, its float
@@ -140,14 +129,9 @@ def adaround(
 
 @checked(steps=POSITIVE)
 def reconstruct(
-    prepared: fx.GraphModule,
-    batches: Any,
-    num_batches: int | None = None,
-    *,
-    steps: int = 2000,
-    options: Options = DEFAULTS,
+    prepared: fx.GraphModule, batches: Any, num_batches: int | None = None, *, steps: int = 2000, options: Options = DEFAULTS,
     show_progress: bool | None = None,
-) -> TuningResult:
+) -> TuningResult:  # fmt: skip
     """Learn the roundings of weights and the scales of activations of each block, so that it returns its float result.
 
     BRECQ (Li et al. 2021) with QDrop (Wei et al. 2022): a block is a residual block, or a few layers in a row. While it learns, each

@@ -194,13 +194,9 @@ Statistics = dict[str, Seen]  # by node
 
 @checked()
 def equalize(
-    prepared: fx.GraphModule,
-    batches: Iterable[Any],
-    num_batches: int | None = None,
-    *,
-    options: Options = DEFAULTS,
+    prepared: fx.GraphModule, batches: Iterable[Any], num_batches: int | None = None, *, options: Options = DEFAULTS,
     show_progress: bool | None = None,
-) -> fx.GraphModule:
+) -> fx.GraphModule:  # fmt: skip
     """Multiply channels whose ranges are far apart by powers of two, as these batches show them in the float model; returns it.
 
     `calibrate` does so with its first batch; this takes all batches, and is called before it. The output channels of a layer are

@@ -170,8 +170,7 @@ class Student:
             weighted = is_weighted(operator, arguments)
             real = real_result(operator, arguments) if weighted else run(self.prepared, node, values, exact=False)
             values[node] = real if self.settings.rounded is None else self._partly(real, self._rounded(real, operator.output))
-        errors = [(values[node] - targets[node]).square().mean() for node in self.unit.exits]
-        return torch.stack(errors).sum()
+        return torch.stack([(values[node] - targets[node]).square().mean() for node in self.unit.exits]).sum()
 
     def _operands(self, index: int) -> Values:
         real = self.lesson.float_operands[index]

@@ -78,13 +78,9 @@ LARGEST_GAIN = 1.1  # by which a scale is multiplied, or divided
 
 @checked()
 def round_weights(
-    prepared: fx.GraphModule,
-    batches: Any,
-    num_batches: int | None = None,
-    *,
-    options: Options = DEFAULTS,
+    prepared: fx.GraphModule, batches: Any, num_batches: int | None = None, *, options: Options = DEFAULTS,
     show_progress: bool | None = None,
-) -> TuningResult:
+) -> TuningResult:  # fmt: skip
     """Round weights up or down so that their errors cancel in the layers' sums; the model is left in VALIDATE.
 
     `calibrate` does so for weights of less than 8 bits with its first samples; this takes weights of any dtype, rounded before or not, and
@@ -144,13 +140,9 @@ def _open(prepared: fx.GraphModule, bits: int, roundings: Roundings) -> dict[fx.
 
 @torch.no_grad()
 def _round(
-    prepared: fx.GraphModule,
-    samples: Samples,
-    operators: Mapping[fx.Node, QuantizedOperator],
-    show_progress: bool | None,
-    known: LayerCheckpoint,
-    undo: Callable[[], None],
-) -> TuningResult:
+    prepared: fx.GraphModule, samples: Samples, operators: Mapping[fx.Node, QuantizedOperator], show_progress: bool | None,
+    known: LayerCheckpoint, undo: Callable[[], None],
+) -> TuningResult:  # fmt: skip
     walk, found, skipped = Walk(prepared, samples.chunks, exact=False), [], []
     open_nodes = [node for node, operator in operators.items() if node.name not in known.rows and _has_few_bits(operator)]
     learning = [samples.chunks[index] for index in samples.learning or samples.judging]

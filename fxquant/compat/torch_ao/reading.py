@@ -47,8 +47,7 @@ class Asked:
     @property
     def dtype(self) -> str:
         """Return PyTorch's dtype by name, without the prefix of its quantized tensors: "uint8" for "quint8"."""
-        name = str(getattr(self.observer, "dtype", "torch.float32")).removeprefix("torch.")
-        return name.removeprefix("q")
+        return str(getattr(self.observer, "dtype", "torch.float32")).removeprefix("torch.").removeprefix("q")
 
     @property
     def scheme(self) -> str:
@@ -197,8 +196,7 @@ def read(qconfig: Any, *, activation_alone: bool = False) -> Chosen:
         raise refused("QConfig of PyTorch", kind=type(qconfig).__name__)
     if is_dynamic(qconfig.activation):
         return QConfig(weight=weight(qconfig.weight), dynamic=True)
-    output = activation(qconfig.activation)
-    return QConfig(output, WeightConfig() if activation_alone else weight(qconfig.weight))
+    return QConfig(activation(qconfig.activation), WeightConfig() if activation_alone else weight(qconfig.weight))
 
 
 # ---- mappings ----------------------------------------------------------------------------------------------------------

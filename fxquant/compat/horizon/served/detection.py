@@ -91,8 +91,7 @@ def _decoded(deltas: Tensor, anchors: Tensor, absolute: bool = False, exp: Calla
 def _clipped(boxes: Tensor, size: Any) -> Tensor:
     """Return the boxes clipped to an image of `size`, height and width."""
     height, width = (float(length) for length in size)
-    ends = torch.tensor([width, height, width, height], dtype=boxes.dtype, device=boxes.device)
-    return boxes.clamp(min=0).minimum(ends)
+    return boxes.clamp(min=0).minimum(torch.tensor([width, height, width, height], dtype=boxes.dtype, device=boxes.device))
 
 
 def _rows(given: Tensor, count: int, batch: int) -> Tensor:
@@ -286,8 +285,7 @@ CLIPS = 4  # parts of a box that are cut off: at x1, y1, x2, y2
 
 def _lists(boxes: Any) -> list[Tensor]:
     """Return the boxes of each item, (K, 4), from a list, or from (N, K, 4) or (N, K, 6), whose scores and classes are left out."""
-    listed = list(boxes.unbind(0)) if isinstance(boxes, Tensor) else list(boxes)
-    return [each[:, :4] for each in listed]
+    return [each[:, :4] for each in (list(boxes.unbind(0)) if isinstance(boxes, Tensor) else list(boxes))]
 
 
 def _batched(features: Sequence[Tensor], boxes: list[Tensor], align: Any) -> Tensor:

@@ -107,8 +107,7 @@ def compiled(
     if path.suffix == ".hbm":
         opened = Binary(made)  # the extracted files exist as long as this object
         shutil.copyfile(opened.hbm, path)
-    quantized = f"{made.stem}_quantized_model.onnx"
-    shutil.copyfile(made.with_name(quantized), path.with_name(f"{path.stem}_quantized_model.onnx"))
+    shutil.copyfile(made.with_name(f"{made.stem}_quantized_model.onnx"), path.with_name(f"{path.stem}_quantized_model.onnx"))
     return 0
 
 

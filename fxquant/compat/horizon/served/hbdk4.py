@@ -189,8 +189,7 @@ class Module:
 
 def _on_integers(model: fx.GraphModule, args: tuple[Any, ...]) -> Any:
     """Return the integers of an integer model's outputs, given those of its inputs; values that stay in float are unchanged."""
-    inputs = model.graph.find_nodes(op="placeholder")
-    given = [_real(node, value) for node, value in zip(inputs, args, strict=True)]
+    given = [_real(node, value) for node, value in zip(model.graph.find_nodes(op="placeholder"), args, strict=True)]
     (held,) = fxq.inspect.record(model, [given], ("quantized", "accumulators"))
     (output,) = model.graph.find_nodes(op="output")
     nodes, _ = pytree.tree_flatten(output.args[0])
