@@ -361,9 +361,7 @@ def _has_scale(operator: QuantizedOperator) -> bool:
 def _activation(operators: dict[str, QuantizedOperator], path: str, scale: Tensor, zero_point: int | None) -> set[str] | None:
     """Set the output scale of a module's last operator; return the operators that have it, or None if the module does not exist."""
     found = [operator for operator in operators.values() if operator.path == path and operator.owns_output and not operator.plain]
-    if not found or scale.numel() != 1:
-        return None
-    return _assign(found[-1], scale, zero_point)
+    return _assign(found[-1], scale, zero_point) if found and scale.numel() == 1 else None
 
 
 def _assign(operator: QuantizedOperator, scale: Tensor, zero_point: int | None) -> set[str]:

@@ -326,9 +326,7 @@ for _function in COMPARISONS:
 
 def numeric_fact(a: float, b: float) -> int | float | BatchDim | None:
     """Return the fact of a number: itself if it is fixed, a `BatchDim` if it is an integer that is not; None if unknown."""
-    if a == b:
-        return a
-    return BatchDim.between(a, b) if isinstance(a, int) and isinstance(b, int) else None
+    return a if a == b else BatchDim.between(a, b) if isinstance(a, int) and isinstance(b, int) else None
 
 
 def refuse(what: str, because: str, remedy: str, at: Any = None) -> NoReturn:

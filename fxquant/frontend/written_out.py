@@ -50,9 +50,7 @@ def python_form(overload: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 def _elu(input: Tensor, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0, inplace: bool = False) -> Tensor:
-    if (scale, input_scale) != (1.0, 1.0):
-        return F.selu(input, inplace=inplace)
-    return F.elu(input, alpha, inplace=inplace)
+    return F.elu(input, alpha, inplace=inplace) if (scale, input_scale) == (1.0, 1.0) else F.selu(input, inplace=inplace)
 
 
 # Functions with a flag for their in-place form.
@@ -197,9 +195,7 @@ def written_out(function: Any, args: Any, kwargs: Any) -> Any:
         function = getattr(function, function.overloads()[0])  # type: ignore[no-untyped-call]  # all of them have one Python form
     if isinstance(function, torch._ops.OpOverload):
         form = python_form(function)
-        if form is function or function._schema.is_mutable:
-            return NotImplemented
-        return form(*args, **kwargs)
+        return NotImplemented if form is function or function._schema.is_mutable else form(*args, **kwargs)
     try:
         written = WRITTEN.get(function)
         return NotImplemented if written is None else written(*args, **kwargs)
@@ -269,16 +265,13 @@ for _name in (
 
 @_stands_for(Tensor.new_tensor)
 def _new_tensor(input: Tensor, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> Any:
-    """Return a constant tensor for `new_tensor` of Python numbers; NotImplemented for tensors among them."""
     if isinstance(data, Tensor) or not _of_numbers(data):
         return NotImplemented
     return torch.tensor(data, dtype=dtype or input.dtype, device=device or input.device)
 
 
 def _of_numbers(data: Any) -> bool:
-    if isinstance(data, tuple | list):
-        return all(map(_of_numbers, data))
-    return type(data) in (int, float, bool)
+    return all(map(_of_numbers, data)) if isinstance(data, tuple | list) else type(data) in (int, float, bool)
 
 
 for _name in ("convolution", "native_layer_norm", "native_group_norm"):

@@ -168,9 +168,7 @@ class WeightQuantizer(torch.nn.Module):
 
     def corrected(self, bias: Tensor | None) -> Tensor | None:
         """Return the bias with its correction, of shape (C,); None where there is neither."""
-        if self.correction is None:
-            return bias
-        return self.correction.value if bias is None else bias + self.correction.value
+        return bias if self.correction is None else self.correction.value if bias is None else bias + self.correction.value
 
     def correct(self, correction: BiasCorrection | None) -> None:
         """Set the correction, or remove it."""

@@ -351,8 +351,9 @@ class _Layer(NamedTuple):
         judges = [moment[0] for _, moment in judging.parts(real, 0.0)]
 
         def noise(errors: Tensor) -> float:
-            parts = [errors[:, first:last] for first, last in judging.bounds]
-            return joint_noise(list(zip(parts, judges, strict=True)), effect)
+            return joint_noise(
+                [(errors[:, first:last], judge) for (first, last), judge in zip(judging.bounds, judges, strict=True)], effect
+            )
 
         signal = max(noise(real), 1e-30)
         candidates = [rounded, start]

@@ -461,9 +461,7 @@ def on_step(scale: Tensor, dtype: IntType, observers: Sequence[Observer]) -> Ten
     Only a magnitude less than one step beyond that changes it.
     """
     histogram = next((each for each in observers if isinstance(each, HistogramObserver)), None)
-    if histogram is None or not histogram.crowded(dtype)[1]:
-        return scale
-    return end_on_step(scale, histogram.largest, dtype.high)
+    return scale if histogram is None or not histogram.crowded(dtype)[1] else end_on_step(scale, histogram.largest, dtype.high)
 
 
 def gathering(observer: Observer) -> Gathering | None:

@@ -89,9 +89,7 @@ def sampled(value: Tensor, count: int) -> Tensor:
     index of each, so that every element is equally likely, whatever period the values have. The indices depend on the two sizes alone:
     the same values give the same sample on every thread and rank.
     """
-    if value.numel() < 2 * count:
-        return value.flatten()
-    return torch.take(value, places(value.numel(), count).to(value.device))
+    return value.flatten() if value.numel() < 2 * count else torch.take(value, places(value.numel(), count).to(value.device))
 
 
 @lru_cache(maxsize=16)
