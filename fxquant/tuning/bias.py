@@ -42,7 +42,6 @@ from fxquant.tuning.walk import (
     Lesson,
     Samples,
     Unit,
-    Values,
     Walk,
     arguments_of,
     bound_arguments,
@@ -195,8 +194,10 @@ def _correction(lesson: Lesson, operator: QuantizedOperator, way: str) -> Tensor
         has = bound_arguments(node, operator, lesson.operands[index])
         weight, clamp, target = weight_of(operator, has), has.get("clamp"), lesson.targets[index].get(node)
         assert weight is not None
-        unlimited = target if clamp is None and target is not None else _unlimited(node, operator, lesson.float_operands[index])
-        results = unlimited, real_result(operator, has, whole=False)
+        if clamp is not None or target is None:  # without the fused limits
+            args, kwargs = operator.multiplied(*arguments_of(node, lesson.float_operands[index]))
+            target = operator.operator.function(*args, **{name: value for name, value in kwargs.items() if name != "clamp"})
+        results = target, real_result(operator, has, whole=False)
         real, integer = (by_channel(result.double(), len(weight), weight.dim()) for result in results)
         if real is None or integer is None:
             return None
@@ -227,14 +228,6 @@ def _without_outliers(rows: Tensor) -> Tensor:
     """Limit the values of each row to some times their median magnitude: where an operand was cut off, differences are not rounding's."""
     limit = OUTLIER * rows.abs().median(1, keepdim=True).values
     return rows.clamp(-limit, limit)
-
-
-def _unlimited(node: fx.Node, operator: QuantizedOperator, values: Values) -> Tensor:
-    """Compute the operator's float function without the fused limits."""
-    args, kwargs = operator.multiplied(*arguments_of(node, values))
-    kwargs.pop("clamp", None)
-    result: Tensor = operator.operator.function(*args, **kwargs)
-    return result
 
 
 def _tried(lesson: Lesson, operator: QuantizedOperator, correction: Tensor) -> TunedLayer:

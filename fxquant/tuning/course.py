@@ -55,8 +55,9 @@ def learn(
             for unit in tried:
                 row = known.rows.get(unit.name)
                 if row is None:
-                    lesson, seed = Lesson(unit, samples, exact, real), _seed(options.seed, unit.name)
-                    noise = yield from _taught(lesson, settings, seed, known, outputs, noise)
+                    # The seed follows from the name, so that random numbers do not depend on the units before.
+                    seed = int.from_bytes(hashlib.sha256(f"{options.seed} {unit.name}".encode()).digest()[:7], "big")
+                    noise = yield from _taught(Lesson(unit, samples, exact, real), settings, seed, known, outputs, noise)
                     continue
                 if row.kept:
                     put_unit(prepared, unit, known.learned(row))
@@ -98,11 +99,6 @@ def left_out(prepared: fx.GraphModule) -> dict[str, str]:
         elif node in shared:
             found[node.name] = "other operators read its weight, too, and would round it otherwise"
     return found
-
-
-def _seed(seed: int, name: str) -> int:
-    """Return a seed derived from the unit's name, so that its random numbers do not depend on the units before it."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
 
 
 @checked(steps=POSITIVE)
@@ -182,7 +178,10 @@ def _of_connected(flow: networkx.DiGraph, layers: set[fx.Node]) -> Iterator[set[
     whole = networkx.DiGraph(flow)
     whole.add_edges_from(("in", node) for node, degree in flow.in_degree() if not degree)
     whole.add_edges_from((node, "out") for node, degree in flow.out_degree() if not degree)
-    chain = _passed_by_all(whole)
+    above = networkx.immediate_dominators(whole, "in")
+    chain: list[object] = ["out"]  # the nodes that every path from in to out passes, these two included
+    while chain[0] != "in":
+        chain.insert(0, above[chain[0]])
     row: list[set[fx.Node]] = []
     for entry, exit in itertools.pairwise(chain):
         between = (networkx.descendants(whole, entry) & networkx.ancestors(whole, exit)) - {"in", "out"}
@@ -200,15 +199,6 @@ def _of_connected(flow: networkx.DiGraph, layers: set[fx.Node]) -> Iterator[set[
             yield from _blocks(flow.subgraph(between), layers)
             yield region - between
     yield from _rows(row, layers)
-
-
-def _passed_by_all(whole: networkx.DiGraph) -> list[object]:
-    """Return the nodes that every path from in to out passes, these two included, in order."""
-    above = networkx.immediate_dominators(whole, "in")
-    found: list[object] = ["out"]
-    while found[-1] != "in":
-        found.append(above[found[-1]])
-    return found[::-1]
 
 
 def _rows(row: Sequence[set[fx.Node]], layers: set[fx.Node]) -> Iterator[set[fx.Node]]:

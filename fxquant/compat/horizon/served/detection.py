@@ -21,20 +21,15 @@ YOLO = "yolo"
 PADDING = (None, "pad_zero", "rollover")
 
 
-def _overlaps(boxes: Tensor) -> Tensor:
-    """Return the intersection over union of every two boxes (N, 4)."""
-    left, right = torch.maximum(boxes[:, None, :2], boxes[None, :, :2]), torch.minimum(boxes[:, None, 2:], boxes[None, :, 2:])
-    common = (right - left).clamp(min=0).prod(-1)
-    area = (boxes[:, 2:] - boxes[:, :2]).clamp(min=0).prod(-1)
-    union = area[:, None] + area[None, :] - common
-    return torch.where(union > 0, common / union, torch.zeros_like(common))
-
-
 def _kept(boxes: Tensor, scores: Tensor, threshold: float, labels: Tensor | None, margin: float = 0.0) -> Tensor:
     """Return which boxes stay, the best first: those that no better one of their label overlaps by more than the threshold."""
     order = scores.argsort(descending=True, stable=True)
     boxes, ranked = boxes[order], scores[order]
-    beats = _overlaps(boxes) > threshold
+    left, right = torch.maximum(boxes[:, None, :2], boxes[None, :, :2]), torch.minimum(boxes[:, None, 2:], boxes[None, :, 2:])
+    common = (right - left).clamp(min=0).prod(-1)
+    area = (boxes[:, 2:] - boxes[:, :2]).clamp(min=0).prod(-1)
+    union = area[:, None] + area[None, :] - common
+    beats = torch.where(union > 0, common / union, torch.zeros_like(common)) > threshold
     if labels is not None:
         beats &= labels[order][:, None] == labels[order][None, :]
     if margin > 0:
