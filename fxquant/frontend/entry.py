@@ -251,11 +251,9 @@ def _at(path: str) -> str:
 
 
 def _refuse_stage(path: str, stage: str, target: Any) -> NoReturn:
+    prepared = "a prepared model", "; continue this one with fxq.calibrate, fxq.set_state and fxq.convert"
     integer = "an integer model", "; this one is finished: call it, fxq.export_onnx or fxq.save it"
-    kinds = {
-        "PREPARED": ("a prepared model", "; continue this one with fxq.calibrate, fxq.set_state and fxq.convert"),
-        **dict.fromkeys(("INTEGER", "FUSED"), integer),
-    }
+    kinds = {"PREPARED": prepared, "INTEGER": integer, "FUSED": integer}
     kind, going_on = kinds.get(stage, (f"a graph that was stopped at stage {stage}", ""))
     march = f" for {target.name}" if target is not None else ""
     raise ConfigurationError(
@@ -454,8 +452,6 @@ def with_fixed_batch(model: fx.GraphModule, batch_size: int) -> Model:
 
 
 def _fact_at(node: fx.Node, batch_size: int) -> Any:
-    """Return the fact of a node at this batch size."""
-
     def fixed(value: Any) -> Any:
         if isinstance(value, BatchDim):
             return value.at(batch_size)

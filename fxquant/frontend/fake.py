@@ -296,7 +296,6 @@ def _is_normalized_by(module: _BatchNorm, input: torch.Tensor) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a new tensor of this shape."""
     return torch.empty(shape, device="meta", dtype=torch.float32).stride()
 
 

@@ -293,10 +293,9 @@ def _compare(path: str, before: dict[str, list[Any]], after: dict[str, list[Any]
     """Add the attributes that hold something else afterwards."""
     for name, items in after.items():
         held, where = before.get(name), f"{path}.{name}".lstrip(".")
-        tensors = any(isinstance(item, Tensor) for item in held or ())
         if held is None or (len(held) == len(items) and all(map(_unchanged, held, items))) or where in found.moved:
             continue
-        if tensors:
+        if any(isinstance(item, Tensor) for item in held):
             found.moved[where] = ""
         else:
             found.numbers.append(where)

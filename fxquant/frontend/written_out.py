@@ -107,11 +107,8 @@ def _slice(input: Any, dim: int = 0, start: Any = None, end: Any = None, step: i
     start, end = None if start in (0, None) else start, None if end is None or (type(end) is int and end >= _END) else end
     if start is None and end is None and step == 1:
         return input
-    return input[(*[slice(None)] * (dim % input.dim()), slice(start, end, step))]
-
-
-def _index(input: Any, indices: Any) -> Any:
-    return input[tuple(slice(None) if index is None else index for index in indices)]
+    places = (*[slice(None)] * (dim % input.dim()), slice(start, end, step))
+    return input[places]
 
 
 def _put_at_indices(input: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
@@ -161,7 +158,7 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "native_dropout": lambda input, p, train: (F.dropout(input, p, bool(train)), None),
     "slice": _slice,
     "select": lambda input, dim, index: input[(slice(None),) * (dim % input.dim()) + (index,)],
-    "index": _index,
+    "index": lambda input, indices: input[tuple(slice(None) if index is None else index for index in indices)],
     "index_put": _put_at_indices,
     "_to_copy": lambda input, *, dtype=None, **_: input if dtype is None else input.to(dtype),
     "_unsafe_view": torch.reshape,
@@ -179,13 +176,8 @@ CHECKS = frozenset((
 # ---- functions of PyTorch that only call others ----------------------------------------------------------------------
 
 
-NUMPY = {
-    "axis": "dim",
-    "keepdims": "keepdim",
-    "x1": "input",
-    "a": "input",
-    "x2": "other",
-}  # keywords that PyTorch accepts as well -> its own
+# keywords that PyTorch accepts as well -> its own
+NUMPY = {"axis": "dim", "keepdims": "keepdim", "x1": "input", "a": "input", "x2": "other"}
 WRITTEN: dict[Callable[..., Any], Callable[..., Any]] = {torch.Tensor.__getitem__: select, torch.Tensor.__setitem__: assign}
 
 

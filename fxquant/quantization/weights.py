@@ -151,12 +151,9 @@ class WeightQuantizer(torch.nn.Module):
         rounding: Rounding | None = None, p: float | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.dtype = dtype
-        self.per_channel = per_channel
-        self.power_of_two = power_of_two
+        self.dtype, self.per_channel, self.power_of_two, self.p = dtype, per_channel, power_of_two, p
         self.learned = learned
         self.rounding = Nearest() if rounding is None else rounding
-        self.p = p
         self.correction: BiasCorrection | None = None
         self.coverage: Coverage | None = None
 

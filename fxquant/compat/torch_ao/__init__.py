@@ -60,10 +60,10 @@ def install(replace: bool = True) -> None:
     for home, name in ((torch.export, "export_for_training"), (torch._export, "capture_pre_autograd_graph")):
         if not hasattr(home, name):  # programs for older releases of PyTorch use it
             setattr(home, name, torch.export.export if home is torch.export else _captured)
-    for home, name in itertools.product((torch.Tensor, torch), ("int_repr", "q_scale", "q_zero_point")):
-        own = getattr(home, name)
+    for holder, name in itertools.product((torch.Tensor, torch), ("int_repr", "q_scale", "q_zero_point")):
+        own = getattr(holder, name)
         if not hasattr(own, "__wrapped__"):
-            setattr(home, name, _of_quantized(own, name))
+            setattr(holder, name, _of_quantized(own, name))
     with contextlib.suppress(ImportError):
         importlib.import_module("torch.ao.quantization.quantize_fx")  # PyTorch's own modules expect that a program imports it
     TABLES.install(replace)

@@ -84,7 +84,6 @@ def _decoded(deltas: Tensor, anchors: Tensor, absolute: bool = False, exp: Calla
 
 
 def _clipped(boxes: Tensor, size: Any) -> Tensor:
-    """Return the boxes clipped to an image of `size`, height and width."""
     height, width = (float(length) for length in size)
     return boxes.clamp(min=0).minimum(torch.tensor([width, height, width, height], dtype=boxes.dtype, device=boxes.device))
 

@@ -65,7 +65,6 @@ def _folder(
 
 
 def _say_inputs(called: str, source: Any, input_layout: Any, output_layout: Any) -> None:
-    """Log that inputs and outputs differ from the requested ones."""
     sources = {source} if isinstance(source, str) else set(source)
     if sources != {"ddr"} or input_layout not in (None, "NCHW") or output_layout != "NCHW":
         logger.warning(

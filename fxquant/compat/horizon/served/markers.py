@@ -82,7 +82,6 @@ class DeQuantStub(nn.Module):
 
 
 def _matmul(x: Tensor, y: Tensor, x_trans: bool = False, y_trans: bool = False) -> Tensor:
-    """Compute the matrix product, with operands transposed first if requested."""
     return torch.matmul(x.transpose(-2, -1) if x_trans else x, y.transpose(-2, -1) if y_trans else y)
 
 
