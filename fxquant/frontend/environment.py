@@ -427,8 +427,7 @@ class Snapshot:
         self.paths: dict[int, str] = {}
         self.tensors: dict[int, str] = {}
         self.attributes: dict[int, str] = {}
-        self._own_buffers = own_buffers
-        self._training = training
+        self._own_buffers, self._training = own_buffers, training
         self._shells: dict[int, nn.Module] = {}
         self._originals: list[tuple[nn.Module, nn.Module, str]] = []  # keeps the originals alive, so that ids stay taken
         self._copies: dict[int, Any] = {}

@@ -42,8 +42,7 @@ class Gradients:
         self.rules: dict[str, GradientRule] = {}
         self.modes: Mapping[str, bool] = {}
         self.lines: dict[str, bool] = {}
-        self.switched = False
-        self._taken = taken
+        self.switched, self._taken = False, taken
         self._without: set[fx.Node] = set()
         self._asked: set[fx.Node] = set()  # nodes on which forward called `requires_grad_`
         self._hooks = OrderedDict[int, tuple[fx.Node, Callable[..., Any]]]()  # by the number of its handle
@@ -102,7 +101,8 @@ class Gradients:
             _take_facts(called, node)
             if node in self._without:
                 self._without.add(called)
-            node.replace_all_uses_with(called, delete_user_cb=lambda user, called=called: user is not called)
+            for user in [user for user in node.users if user is not called]:
+                user.replace_input_with(node, called)
         for node in list(recorded.nodes):
             if node in self._without and not is_stop(node):
                 self._end(recorded, node)

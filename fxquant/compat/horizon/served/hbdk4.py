@@ -110,8 +110,7 @@ class Function:
     """The one function of a module: its model, and its inputs. A call returns a list of the outputs' tensors."""
 
     def __init__(self, module: Module) -> None:
-        self._module = module
-        self.name = module.name
+        self._module, self.name = module, module.name
 
     @property
     def inputs(self) -> list[Input]:
