@@ -320,10 +320,10 @@ class _Layer(NamedTuple):
         one = torch.eye(size, device=self.real.device, dtype=torch.float32).repeat(self.groups, 1).reshape(-1, *shape[1:])
         given[name] = self.operator.operator.layer.weight(**{**given, name: one})  # what arranges a weight undoes itself
         result: Tensor = self.operator.operator.function(*_few(given, index, shape[2:], wanted).values())
-        axis = result.dim() - 1 - max(len(shape) - 2, 0)
-        if axis < 0 or result.shape[axis] != self.groups * size:
+        channels = by_channel(result, self.groups * size, len(shape))
+        if channels is None:
             return None
-        rows = result.movedim(axis, 0).reshape(self.groups, size, -1).transpose(1, 2)
+        rows = channels.reshape(self.groups, size, -1).transpose(1, 2)
         return rows[:, :: rows.shape[1] // wanted | 1]  # odd: it meets every column of an image whose width is a power of two
 
     def best(self, learned: Moment, judging: Moment, shares: Sequence[float], effect: Tensor | None) -> tuple[Tensor, float, float]:
@@ -351,9 +351,8 @@ class _Layer(NamedTuple):
         judges = [moment[0] for _, moment in judging.parts(real, 0.0)]
 
         def noise(errors: Tensor) -> float:
-            return joint_noise(
-                [(errors[:, first:last], judge) for (first, last), judge in zip(judging.bounds, judges, strict=True)], effect
-            )
+            pairs = zip(judging.bounds, judges, strict=True)
+            return joint_noise([(errors[:, first:last], judge) for (first, last), judge in pairs], effect)
 
         signal = max(noise(real), 1e-30)
         candidates = [rounded, start]
