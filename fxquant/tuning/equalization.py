@@ -368,15 +368,8 @@ def _grids(prepared: fx.GraphModule, known: Channels, seen: Statistics, gain: Te
         power = torch.cat([(seen[name][1] / seen[name][2]).flatten() for name in names])
         own, place, count = torch.unique(labels, return_inverse=True, return_counts=True)
         of_label = torch.zeros(len(own), dtype=torch.float64, device="cpu")
-        found.append(
-            TensorNoise(
-                labels=own,
-                largest=of_label.scatter_reduce(0, place, largest, "amax"),
-                power=of_label.scatter_add(0, place, power) / count,
-                gain=gain[own] * (own > 0),
-                divisor=quantizer.dtype.divisor,
-            )
-        )
+        largest, power = of_label.scatter_reduce(0, place, largest, "amax"), of_label.scatter_add(0, place, power) / count
+        found.append(TensorNoise(own, largest, power, gain[own] * (own > 0), quantizer.dtype.divisor))
     return found
 
 
