@@ -88,8 +88,7 @@ def out_of_calibration(model: nn.Module) -> list[QuantizedOperator]:
     CALIBRATE, these are the operators in FLOAT, unless all are.
     """
     operators = list(quantized_operators(model).values())
-    states = {operator.state for operator in operators}
-    if State.CALIBRATE in states:
+    if State.CALIBRATE in {operator.state for operator in operators}:
         others = [operator for operator in operators if operator.state is not State.CALIBRATE]
         return [operator for operator in others if operator.state is State.FLOAT or _is_calibrated(operator)]
     return in_float(model)
@@ -162,16 +161,10 @@ def select(operators: Mapping[str, QuantizedOperator], names: list[str]) -> list
 
 @torch.no_grad()
 def calibrate(
-    prepared: fx.GraphModule,
-    batches: Iterable[Any],
-    num_batches: int | None = None,
-    *,
-    only_missing: bool,
-    options: Options,
-    show_progress: bool | None,
-    first: Callable[[list[Any] | None], None] | None = None,
+    prepared: fx.GraphModule, batches: Iterable[Any], num_batches: int | None = None, *, only_missing: bool, options: Options,
+    show_progress: bool | None, first: Callable[[list[Any] | None], None] | None = None,
     each: Callable[[list[Any]], None] | None = None,
-) -> bool:
+) -> bool:  # fmt: skip
     """Observe the batches as `fxq.calibrate` says, without corrections; return whether any batch was asked for.
 
     Operators that are `left_out` keep their state and their scales. `first` is called with the first batch before that is observed, or
@@ -329,8 +322,7 @@ def _cuts(quantizer: Quantizer) -> bool:
     points, counts = observer.points()
     low, high = quantizer.covered()
     power = (points.square() * counts).sum()
-    kept = (points.clamp(low.double(), high.double()).square() * counts).sum()
-    return bool(kept < KEPT * power)
+    return bool((points.clamp(low.double(), high.double()).square() * counts).sum() < KEPT * power)
 
 
 # ---- Tensors that are too small for what they are added to: layer scales of 1e-6, gates next to 0 --------------------

@@ -79,7 +79,6 @@ def _keep_parameters(model: nn.Module, prepared: nn.Module) -> None:
 
 
 def _record_shapes(shapes: Any, module: nn.Module, state_dict: Any, prefix: str, metadata: Any) -> None:
-    """A hook that records the shapes of a model's inputs in every state_dict."""
     if not prefix and hasattr(state_dict, "_metadata"):
         state_dict._metadata.setdefault("", {})[SHAPES] = shapes
 
@@ -249,7 +248,9 @@ def _take_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
     foreign = {key: value for key, value in state_dict.items() if _is_foreign(key.removeprefix(prefix))}
     for key in foreign:
         del state_dict[key]
-    norms = _norms(module) if foreign else {}
+    called = [(operator.path, node) for node, operator in (_called(module) if foreign else ())]
+    read = [(layer, str(operand.target)) for layer, node in called for operand in node.all_input_nodes if operand.op == "get_attr"]
+    norms = {layer: path for layer, path in read if isinstance(resolve(module, path), nn.modules.batchnorm._BatchNorm)}
     for key in [key for key in state_dict if FUSED in key.removeprefix(prefix)]:
         layer, rest = key.removeprefix(prefix).split(FUSED, 1)
         if layer in norms:
@@ -289,11 +290,6 @@ def _called(module: nn.Module) -> list[tuple[fx.Node, QuantizedOperator]]:
     operators = {f"quantized.{name}": operator for name, operator in quantized_operators(module).items()}
     nodes = module.graph.nodes if isinstance(module, fx.GraphModule) else ()
     return [(node, operators[str(node.target)]) for node in nodes if node.op == "call_module" and str(node.target) in operators]
-
-
-def _norms(module: nn.Module) -> dict[str, str]:
-    read = [(operator.path, str(o.target)) for node, operator in _called(module) for o in node.all_input_nodes if o.op == "get_attr"]
-    return {layer: path for layer, path in read if isinstance(resolve(module, path), nn.modules.batchnorm._BatchNorm)}
 
 
 def _numbered(module: nn.Module, foreign: dict[str, Any]) -> list[QuantizedOperator]:
@@ -338,20 +334,14 @@ def _take_scales(module: nn.Module, incompatible: Any) -> None:
         taken |= used or set()
         if used is None:
             unused.append(key)
-    own = {name: f"quantized.{name}." for name in operators}
-    known = {name for name in operators if name in taken or not _has_scale(operators[name])}
-    incompatible.missing_keys[:] = [
-        key for key in incompatible.missing_keys if not any(key.startswith(own[name]) for name in known) and "weight_quantizer" not in key
-    ]
+    known = tuple(f"quantized.{name}." for name in operators if name in taken or not _has_scale(operators[name]))
+    incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if not key.startswith(known) and "weight_quantizer" not in key]
     incompatible.unexpected_keys.extend(unused)
     scales = sum(1 for key in foreign if key.endswith(f"{ACTIVATION}.scale") or (key.endswith(".scale") and NUMBERED.fullmatch(key)))
     logger.info(
         "of %d scales of the checkpoint %d were taken, for %d of %d operators that have one; those of weights follow the weights",
-        scales,
-        scales - sum(ACTIVATION in key for key in unused),
-        len(taken),
-        sum(map(_has_scale, operators.values())),
-    )
+        scales, scales - sum(ACTIVATION in key for key in unused), len(taken), sum(map(_has_scale, operators.values())),
+    )  # fmt: skip
 
 
 def _has_scale(operator: QuantizedOperator) -> bool:
@@ -361,9 +351,7 @@ def _has_scale(operator: QuantizedOperator) -> bool:
 def _activation(operators: dict[str, QuantizedOperator], path: str, scale: Tensor, zero_point: int | None) -> set[str] | None:
     """Set the output scale of a module's last operator; return the operators that have it, or None if the module does not exist."""
     found = [operator for operator in operators.values() if operator.path == path and operator.owns_output and not operator.plain]
-    if not found or scale.numel() != 1:
-        return None
-    return _assign(found[-1], scale, zero_point)
+    return _assign(found[-1], scale, zero_point) if found and scale.numel() == 1 else None
 
 
 def _assign(operator: QuantizedOperator, scale: Tensor, zero_point: int | None) -> set[str]:

@@ -243,10 +243,7 @@ class Arguments:
         return tensor.node
 
     def _see(self, value: Value) -> None:
-        if value.real:
-            self.known = True
-        else:
-            self.fake = True
+        self.known, self.fake = self.known or value.real, self.fake or not value.real
         self.key.append(value.abstract)
 
     def _plain(self, tensor: torch.Tensor) -> Any:

@@ -89,8 +89,7 @@ def _follow_mode(program: Any) -> list[str]:
         for node in graph.nodes:
             if not isinstance(node.target, torch._ops.OpOverload):
                 continue
-            arguments = [argument.name for argument in node.target._schema.arguments]
-            given = dict(zip(arguments, node.args, strict=False))
+            given = dict(zip([argument.name for argument in node.target._schema.arguments], node.args, strict=False))
             names = _read_mode(node, given)
             followed |= names
             inside += [node.name] if names and (given.get("dropout_p") or given.get("dropout")) else []
@@ -113,8 +112,7 @@ def _read_mode(node: fx.Node, given: dict[str, Any]) -> set[str]:
         with node.graph.inserting_before(node):
             mode = node.graph.create_node("get_attr", "training")
             drop = node.graph.call_function(operator.mul, (given["dropout_p"], mode)) if "dropout_p" in replaced else None
-        values = {name: mode if given[name] is True else drop for name in replaced}
-        node.args = tuple({**given, **values}.values())
+        node.args = tuple((given | {name: mode if given[name] is True else drop for name in replaced}).values())
     return replaced
 
 
@@ -243,8 +241,7 @@ def refuse_scripted(what: str, at: str | None = None) -> NoReturn:
 
 def is_quantized_by_torch(kind: type) -> bool:
     """Return whether a class is one of torch.ao or torchao that observes or quantizes."""
-    home = kind.__module__ + "."
-    if home.startswith(_QUANTIZED) and kind.__name__ not in _WRITTEN_BY_USERS:
+    if (kind.__module__ + ".").startswith(_QUANTIZED) and kind.__name__ not in _WRITTEN_BY_USERS:
         return True
     return any(base.__name__ in _OBSERVERS and base.__module__.startswith(_HOMES) for base in kind.__mro__)
 
@@ -254,11 +251,9 @@ def _at(path: str) -> str:
 
 
 def _refuse_stage(path: str, stage: str, target: Any) -> NoReturn:
+    prepared = "a prepared model", "; continue this one with fxq.calibrate, fxq.set_state and fxq.convert"
     integer = "an integer model", "; this one is finished: call it, fxq.export_onnx or fxq.save it"
-    kinds = {
-        "PREPARED": ("a prepared model", "; continue this one with fxq.calibrate, fxq.set_state and fxq.convert"),
-        **dict.fromkeys(("INTEGER", "FUSED"), integer),
-    }
+    kinds = {"PREPARED": prepared, "INTEGER": integer, "FUSED": integer}
     kind, going_on = kinds.get(stage, (f"a graph that was stopped at stage {stage}", ""))
     march = f" for {target.name}" if target is not None else ""
     raise ConfigurationError(
@@ -457,8 +452,6 @@ def with_fixed_batch(model: fx.GraphModule, batch_size: int) -> Model:
 
 
 def _fact_at(node: fx.Node, batch_size: int) -> Any:
-    """Return the fact of a node at this batch size."""
-
     def fixed(value: Any) -> Any:
         if isinstance(value, BatchDim):
             return value.at(batch_size)

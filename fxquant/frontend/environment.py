@@ -143,10 +143,6 @@ class _Range(_AnswersLike):
         return builtins.range(*args)
 
 
-def _len(sized: Any) -> Any:
-    return sized.size(0) if isinstance(sized, TracedTensor) and is_tracing() else builtins.len(sized)
-
-
 def _math_stand_in(function: Callable[..., Any]) -> Callable[..., Any]:
     def stand_in(*args: Any) -> Any:
         if is_tracing() and any(isinstance(arg, BatchNumber) for arg in args):
@@ -164,12 +160,11 @@ _BUILTIN_STAND_INS: dict[str, Any] = {
     "int": _Int("_IntStandIn", (builtins.int,), {"stands_for": builtins.int}),
     "float": _Float("_FloatStandIn", (builtins.float,), {"stands_for": builtins.float}),
     "range": _Range("_RangeStandIn", (), {"stands_for": builtins.range}),
-    "len": _len,
+    "len": lambda sized: sized.size(0) if isinstance(sized, TracedTensor) and is_tracing() else builtins.len(sized),
 }
 
 
 def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for `nn.Module.__call__`."""
     usual = _replacements.before(nn.Module, "__call__")
     return active().call_module(usual, module, args, kwargs) if is_tracing() else usual(module, *args, **kwargs)
 
@@ -432,8 +427,7 @@ class Snapshot:
         self.paths: dict[int, str] = {}
         self.tensors: dict[int, str] = {}
         self.attributes: dict[int, str] = {}
-        self._own_buffers = own_buffers
-        self._training = training
+        self._own_buffers, self._training = own_buffers, training
         self._shells: dict[int, nn.Module] = {}
         self._originals: list[tuple[nn.Module, nn.Module, str]] = []  # keeps the originals alive, so that ids stay taken
         self._copies: dict[int, Any] = {}

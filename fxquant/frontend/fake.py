@@ -100,8 +100,7 @@ class Evaluator:
         zeros, ones = (self.run(function, args, kwargs, sample, substitutes) for sample in (0, 1))
         zeros.template, ones.template = _without_content(zeros.template), _without_content(ones.template)
         zeros.from_content = True
-        same = isinstance(zeros.template, Value) and zeros.template is ones.template
-        return zeros if same else None
+        return zeros if isinstance(zeros.template, Value) and zeros.template is ones.template else None
 
     def run_on_zeros(self, function: Callable[..., Any], args: Any, kwargs: Any, substitutes: dict[int, Value]) -> Outcome | None:
         """Run a function on zeros where its form for fake tensors raises an error; None if it fails on them as well."""
@@ -297,7 +296,6 @@ def _is_normalized_by(module: _BatchNorm, input: torch.Tensor) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a new tensor of this shape."""
     return torch.empty(shape, device="meta", dtype=torch.float32).stride()
 
 

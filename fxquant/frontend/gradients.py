@@ -42,8 +42,7 @@ class Gradients:
         self.rules: dict[str, GradientRule] = {}
         self.modes: Mapping[str, bool] = {}
         self.lines: dict[str, bool] = {}
-        self.switched = False
-        self._taken = taken
+        self.switched, self._taken = False, taken
         self._without: set[fx.Node] = set()
         self._asked: set[fx.Node] = set()  # nodes on which forward called `requires_grad_`
         self._hooks = OrderedDict[int, tuple[fx.Node, Callable[..., Any]]]()  # by the number of its handle
@@ -96,19 +95,17 @@ class Gradients:
         """Write hooks, and the ends of regions without gradients, into the graph."""
         self.lines = self.lines if self.switched else {}
         for node in dict.fromkeys(node for node, _ in self._hooks.values()):
-            self._insert_hooks(recorded, node)
+            rule = GradientHooks([hook for hooked, hook in self._hooks.values() if hooked is node])
+            with recorded.inserting_after(node):
+                called = recorded.create_node("call_module", self.add(rule, "hook"), (node,))
+            _take_facts(called, node)
+            if node in self._without:
+                self._without.add(called)
+            for user in [user for user in node.users if user is not called]:
+                user.replace_input_with(node, called)
         for node in list(recorded.nodes):
             if node in self._without and not is_stop(node):
                 self._end(recorded, node)
-
-    def _insert_hooks(self, recorded: fx.Graph, node: fx.Node) -> None:
-        rule = GradientHooks([hook for hooked, hook in self._hooks.values() if hooked is node])
-        with recorded.inserting_after(node):
-            called = recorded.create_node("call_module", self.add(rule, "hook"), (node,))
-        _take_facts(called, node)
-        if node in self._without:
-            self._without.add(called)
-        node.replace_all_uses_with(called, delete_user_cb=lambda user: user is not called)
 
     def _end(self, recorded: fx.Graph, node: fx.Node) -> None:
         """Insert a detach between a node of a region without gradients and its readers outside of the region."""
@@ -221,8 +218,11 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     handler = active() if is_tracing() else None
     if handler is None or handler.paused or not is_tracked(args, handler.known):
         return usual(*args, **kwargs)
-    if cls is torch.utils.checkpoint.CheckpointFunction:
-        return _checkpointed(handler, *args)
+    if cls is torch.utils.checkpoint.CheckpointFunction:  # as in PyTorch, it has gradients only if one of its tensors requires them
+        function, _, *operands = args
+        required = torch.is_grad_enabled() and any(arg.requires_grad for arg in operands if isinstance(arg, TracedTensor))
+        with torch.set_grad_enabled(required):
+            return function(*operands)
     if cls.__module__.startswith("torch.") or not torch.is_grad_enabled():
         return usual(*args, **kwargs)
     return _recorded(handler, cls, usual, args)
@@ -232,8 +232,8 @@ def _without_recomputing(function: Any, *_: Any, **__: Any) -> Iterator[None]:
     """Replace the context of a non-reentrant `torch.utils.checkpoint` while tracing: a graph saves and recomputes no activations."""
     if is_tracing():
         yield
-        return
-    yield from _USUAL_CHECKPOINT(function, *_, **__)
+    else:
+        yield from _USUAL_CHECKPOINT(function, *_, **__)
 
 
 _USUAL_CHECKPOINT = torch.utils.checkpoint._checkpoint_without_reentrant_generator
@@ -241,13 +241,6 @@ STAND_INS: tuple[tuple[Any, str, Any], ...] = (
     (_SingleLevelFunction, "apply", classmethod(_apply)),
     (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _without_recomputing),
 )
-
-
-def _checkpointed(handler: Any, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-    """Compute a reentrant checkpoint. As in PyTorch, it has gradients only if one of its tensor arguments requires them."""
-    tensors = [arg for arg in args if isinstance(arg, TracedTensor)]
-    with torch.set_grad_enabled(torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
-        return function(*args)
 
 
 def _recorded(handler: Any, cls: Any, usual: Callable[..., Any], args: tuple[Any, ...]) -> Any:

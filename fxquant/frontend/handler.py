@@ -69,12 +69,9 @@ class Handler:
     draws: frozenset[tuple[str, str]]
 
     def __init__(self, snapshot: Snapshot, evaluator: Evaluator, batches: tuple[int, ...], root_code: CodeType, locate: bool) -> None:
-        self.snapshot = snapshot
-        self.batches = batches
-        self.evaluator = evaluator
+        self.snapshot, self.batches, self.evaluator, self.locate = snapshot, batches, evaluator, locate
         self.graph = new_graph()
-        self.path = ""
-        self.line = ""
+        self.path = self.line = ""
         self.qconfig: tuple[tuple[str, Any], ...] = ()  # those of the modules being called, by path, the nearest first
         self.known: dict[int, Any] = dict(snapshot.tensors)
         self.memory = Memory(self.record, self.note, snapshot.tensors, self.known, functools.partial(overwritten, self))
@@ -84,9 +81,7 @@ class Handler:
         self.calls: list[tuple[Any, ...]] = []
         self.settings: dict[str, dict[str, Any]] = {}
         self.gradients = Gradients(snapshot.names)
-        self.paused = False
-        self._root_code = root_code
-        self.locate = locate
+        self.paused, self._root_code = False, root_code
         self._attributes: dict[int, tuple[fx.Node, Value, int, torch.Tensor]] = {}
         self._sizes: dict[fx.Node, tuple[Any, ...]] = {}
 
@@ -458,9 +453,7 @@ class ModuleCalls:
     """Handle the calls of modules while the model is traced."""
 
     def __init__(self, handler: Handler, leaf: LeafRule, qconfigs: Mapping[str, Any]) -> None:
-        self._handler = handler
-        self._qconfigs = qconfigs
-        self._rule = leaf
+        self._handler, self._qconfigs, self._rule = handler, qconfigs, leaf
         self._entries = 0  # how many calls have begun
         self._keys: dict[int, Any] = {}  # of leaves by identity; None for other modules
 

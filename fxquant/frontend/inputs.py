@@ -55,8 +55,7 @@ def signature_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     for parameter in inspect.signature(model.forward).parameters.values():
         default = _default(parameter)
         form = given.get(parameter.name, default)
-        optional = form == default or form[0] == "object"
-        entries.append([parameter.name, int(parameter.kind), optional, form])
+        entries.append([parameter.name, int(parameter.kind), form == default or form[0] == "object", form])
     return entries
 
 
@@ -65,9 +64,7 @@ def _default(parameter: inspect.Parameter) -> Form:
         return ["items", []]
     if parameter.kind is parameter.VAR_KEYWORD:
         return ["keys", []]
-    if parameter.default is parameter.empty:
-        return ["nothing"]
-    return _form(parameter.default, iter(()))
+    return ["nothing"] if parameter.default is parameter.empty else _form(parameter.default, iter(()))
 
 
 def _form(value: Any, names: Iterator[str | None]) -> Form:
@@ -274,7 +271,13 @@ def batch_dimensions(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
     if unknown:
         _refuse(f"it has an entry for {', '.join(unknown)}, and forward is called with {', '.join(named)}")
     found = [mark for name, value in named.items() for mark in _marks(name, value, dynamic_shapes.get(name))]
-    _require_one([mark for mark in found if mark is not None])
+    marks = [mark for mark in found if mark is not None]
+    names = {mark.name for mark in marks if mark.name is not None}
+    if len(names) > 1:
+        _refuse_several(sorted(names))
+    if len({mark.size for mark in marks}) > 1:
+        sizes = ", ".join(f"{mark.size} in dimension {mark.dim} of {mark.path}" for mark in marks)
+        _refuse(f"the dimensions that it marks differ in size in the example: {sizes}")
     return tuple(None if mark is None else mark.dim for mark in found)
 
 
@@ -326,15 +329,6 @@ def _varies(path: str, dim: int, size: int, entry: Any) -> tuple[bool, str | Non
     if isinstance(entry, Dim):
         _refuse(f"dimension {dim} of {path} is {entry.__name__}, computed from another, and the batch has one size in all inputs")
     _refuse(f"dimension {dim} of {path}, whose size is {size}, is said to be {entry!r}")
-
-
-def _require_one(marks: list[_Varying]) -> None:
-    names = {mark.name for mark in marks if mark.name is not None}
-    if len(names) > 1:
-        _refuse_several(sorted(names))
-    if len({mark.size for mark in marks}) > 1:
-        sizes = ", ".join(f"{mark.size} in dimension {mark.dim} of {mark.path}" for mark in marks)
-        _refuse(f"the dimensions that it marks differ in size in the example: {sizes}")
 
 
 def _refuse_several(which: list[str]) -> NoReturn:
@@ -424,7 +418,11 @@ def bind_inputs(model: nn.Module, example_inputs: Any, dynamic_shapes: Any, comp
             remedy="pass at least one tensor, for example (torch.randn(1, 3, 224, 224),)",
         )
     require_values(model, zip(names, leaves, strict=True), compared)
-    written = _unique(names)
+    written: list[str | None] = []
+    for name in names:
+        while name is not None and name in written:
+            name += "_"
+        written.append(name)
     graph = new_graph()
     legal = {name: graph.placeholder(name).name for name in written if name is not None}  # no keywords, no names of generated code
     names = [name if name is None or (hasattr(builtins, name) and name not in _BUILT_IN) else legal[name] for name in written]
@@ -437,14 +435,9 @@ def bind_inputs(model: nn.Module, example_inputs: Any, dynamic_shapes: Any, comp
             because="the graph is compared with the model on them, and nothing would be compared",
             remedy="pass at least one row, for example (torch.randn(1, 3, 224, 224),)",
         )
-    return ExampleInputs(
-        leaves=tuple(leaves),
-        names=tuple(names),
-        spec=spec,
-        axes=axes,
-        signature=signature_of(model, args, kwargs, iter(names)),
-        renamed={new: old for new, old in zip(names, written, strict=True) if new is not None and old is not None and new != old},
-    )
+    signature = signature_of(model, args, kwargs, iter(names))
+    renamed = {new: old for new, old in zip(names, written, strict=True) if new is not None and old is not None and new != old}
+    return ExampleInputs(leaves=tuple(leaves), names=tuple(names), spec=spec, axes=axes, signature=signature, renamed=renamed)
 
 
 def _as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -476,15 +469,6 @@ def _leaf_names(path: str, value: Any) -> list[str | None]:
     if len(leaves) == 1 and leaves[0] is value:
         return [path if isinstance(value, torch.Tensor) else None]
     return [f"{path}_{index}" if isinstance(leaf, torch.Tensor) else None for index, leaf in enumerate(leaves)]
-
-
-def _unique(names: list[str | None]) -> list[str | None]:
-    unique: list[str | None] = []
-    for name in names:
-        while name is not None and name in unique:
-            name += "_"
-        unique.append(name)
-    return unique
 
 
 # The built-in names that generated code may use. An input may have the name of any other: `input` is a common one.

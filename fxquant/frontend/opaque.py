@@ -197,7 +197,6 @@ def _without_numbers(template: Any) -> Any:
 
 
 def _agreed(first: Any, second: Any) -> Any:
-    """Return the common facts of two runs."""
     if isinstance(first, Sequenced) and isinstance(second, Sequenced):
         same = first.kind is second.kind and first.keys == second.keys and len(first.items) == len(second.items)
         return Sequenced(first.kind, list(map(_agreed, first.items, second.items)), first.keys) if same else UNKNOWN

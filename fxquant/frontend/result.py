@@ -103,7 +103,11 @@ class Branch:
     """
 
     def __init__(self, first: Handler, second: Handler) -> None:
-        constants = _matched(first, second)
+        constants: dict[str, str] = {}  # to names in the first trace: of an equal constant, or a free name, under which each is added
+        for name, constant in second.constants.items():
+            equal = (known for known, other in first.constants.items() if same_tensor(constant, other))
+            constants[name] = next(equal, f"_training{name}")
+            first.constants.setdefault(constants[name], constant)
         self.snapshot, self.methods, self.rules = second.snapshot, second.methods, dict[str, GradientRule]()
         for path, rule in second.gradients.rules.items():
             if path not in first.gradients.rules or not rule.same(first.gradients.rules[path]):
@@ -142,15 +146,6 @@ class Branch:
         graph.describe(node, None, "", "")
         graph.refuse(node, BECAUSE)
         graph.mark_training(node)
-
-
-def _matched(first: Handler, second: Handler) -> dict[str, str]:
-    """Map the second trace's constants to names in the first trace: of an equal constant, or a free name under which each is added."""
-    found: dict[str, str] = {}
-    for name, constant in second.constants.items():
-        found[name] = next((known for known, other in first.constants.items() if same_tensor(constant, other)), f"_training{name}")
-        first.constants.setdefault(found[name], constant)
-    return found
 
 
 def _key(node: fx.Node, name: Callable[[fx.Node], str], constants: dict[str, str]) -> Any:
@@ -235,7 +230,7 @@ def build(
     module.meta[SETTINGS] = recording.settings
     kept, frozen, note = own_train_mode(model)
     module.meta.update({key: names for key, names in ((KEPT_IN_EVAL, kept), (FROZEN_BY_TRAIN, frozen)) if names})
-    module.meta[_ASSUMPTIONS] = [*recording.notes, *note, *_fixed_sizes(module), *_turned_to_eval(model, called), *_unused(module, beside)]
+    module.meta[_ASSUMPTIONS] = [*recording.notes, *note, *_noted(module, model, called, beside)]
     module.meta[CARRIED] = carried
     carried.dress(module)
     set_signature(module, signature)
@@ -321,29 +316,21 @@ class _PlainTree:
 
 def _container(module: nn.Module) -> nn.Module:
     """Return an empty module that is indexed and iterated over as this one."""
-    kinds = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-    return next((kind() for kind in kinds if isinstance(module, kind)), nn.Module())
+    return next((kind() for kind in (nn.Sequential, nn.ModuleList, nn.ModuleDict) if isinstance(module, kind)), nn.Module())
 
 
-def _fixed_sizes(module: fx.GraphModule) -> list[str]:
+def _noted(module: fx.GraphModule, model: nn.Module, called: set[Any], beside: set[Any]) -> list[str]:
+    """Return notes on inputs, on layers that alone are in train mode, as for Monte Carlo dropout, and on parameters without readers."""
     inputs = [(node.target, graph.fact(node)) for node in module.graph.find_nodes(op="placeholder")]
-    return [f"input {name} is {fact}: every size but B is fixed" for name, fact in inputs if isinstance(fact, TensorFact)]
-
-
-def _turned_to_eval(model: nn.Module, called: set[Any]) -> list[str]:
-    """Layers that alone are in train mode, as for Monte Carlo dropout: the graph has them as in eval mode."""
-    if model.training:
-        return []
-    found = [path for path, module in model.named_modules() if module.training and path in called]
-    return [f"{path} is in train mode, and the model is not: it was traced in eval mode" for path in found]
-
-
-def _unused(module: fx.GraphModule, beside: set[Any]) -> list[str]:
+    training = [path for path, layer in model.named_modules() if layer.training and path in called and not model.training]
     used = beside | {node.target for node in module.graph.nodes if node.op == "get_attr"}
-    owners = beside | {node.target for node in module.graph.nodes if node.op == "call_module"}
-    inside = tuple(f"{owner}." for owner in owners)
+    inside = tuple(f"{owner}." for owner in beside | {node.target for node in module.graph.nodes if node.op == "call_module"})
     names = [name for name, _ in module.named_parameters() if name not in used and not name.startswith(inside)]
-    return [f"parameter {name} is not used by the graph" for name in names]
+    return [
+        *(f"input {name} is {fact}: every size but B is fixed" for name, fact in inputs if isinstance(fact, TensorFact)),
+        *(f"{path} is in train mode, and the model is not: it was traced in eval mode" for path in training),
+        *(f"parameter {name} is not used by the graph" for name in names),
+    ]
 
 
 # ---- what is noted on a traced model ---------------------------------------------------------------------------------

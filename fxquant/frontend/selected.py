@@ -122,13 +122,9 @@ def _same(one: Any, other: Any) -> bool:
         return type(one) is type(other) and bool(one == other)
     if one is other:
         return True
-    pure = (
-        one.op == other.op != "placeholder"
-        and one.target == other.target
-        and graph.target_name(one) in _PURE
-        and one.kwargs == other.kwargs
-    )
-    return pure and len(one.args) == len(other.args) and all(map(_same, one.args, other.args))
+    alike = one.op == other.op != "placeholder" and one.target == other.target and one.kwargs == other.kwargs
+    pure = alike and graph.target_name(one) in _PURE and len(one.args) == len(other.args)
+    return pure and all(map(_same, one.args, other.args))
 
 
 def _as_it_is(tensor: TracedTensor) -> TracedTensor:

@@ -194,7 +194,11 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _BATCH_NORMS and not any(frame.f_code in _FORWARDS for frame in itertools.islice(frames(), 10)):  # of the user's own
-            self._see_norm(func, args, kwargs or {})
+            given = _BATCH_NORMS[func].bind(*args, **(kwargs or {})).arguments
+            mean, variance, training = given.get("running_mean"), given.get("running_var"), bool(given.get("training", False))
+            if id(mean) in self._names:
+                (self.live if training else self.frozen).add(self._names[id(mean)])
+                self._followed |= {id(mean), id(variance)} if training else set()
         if func is F.scaled_dot_product_attention:
             share = (kwargs or {}).get("dropout_p", args[4] if len(args) > 4 else 0.0)
             self.dropped |= {place(self._paths, _call.__code__): float(share)} if share else {}
@@ -209,13 +213,6 @@ class _Watch(TorchFunctionMode):
                     self._versions[key] = self._tensors[key]._version
                     self.changed(self._tensors[key])
         return result
-
-    def _see_norm(self, func: Any, args: Any, kwargs: Any) -> None:
-        given = _BATCH_NORMS[func].bind(*args, **kwargs).arguments
-        mean, variance, training = given.get("running_mean"), given.get("running_var"), bool(given.get("training", False))
-        if id(mean) in self._names:
-            (self.live if training else self.frozen).add(self._names[id(mean)])
-            self._followed |= {id(mean), id(variance)} if training else set()
 
     def changed(self, tensor: Any) -> None:
         """Note the line that changes or replaces a tensor."""
@@ -296,10 +293,9 @@ def _compare(path: str, before: dict[str, list[Any]], after: dict[str, list[Any]
     """Add the attributes that hold something else afterwards."""
     for name, items in after.items():
         held, where = before.get(name), f"{path}.{name}".lstrip(".")
-        tensors = any(isinstance(item, Tensor) for item in held or ())
         if held is None or (len(held) == len(items) and all(map(_unchanged, held, items))) or where in found.moved:
             continue
-        if tensors:
+        if any(isinstance(item, Tensor) for item in held):
             found.moved[where] = ""
         else:
             found.numbers.append(where)

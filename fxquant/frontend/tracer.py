@@ -240,16 +240,9 @@ class _Mode(TorchFunctionMode):
 
 
 def record(
-    model: nn.Module,
-    inputs: ExampleInputs,
-    leaf: LeafRule,
-    qconfigs: Mapping[str, Any] = MappingProxyType({}),
-    *,
-    again: bool = False,
-    training: bool = False,
-    modes: Mapping[str, bool] = MappingProxyType({}),
-    random: MovedState = NOTHING_MOVED,
-) -> Handler:
+    model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, qconfigs: Mapping[str, Any] = MappingProxyType({}), *, again: bool = False,
+    training: bool = False, modes: Mapping[str, bool] = MappingProxyType({}), random: MovedState = NOTHING_MOVED,
+) -> Handler:  # fmt: skip
     """Trace a model in eval mode, or with its own Python in train mode; return the handler, with its graph. The model is not changed.
 
     qconfigs  the QConfigs of the nodes of calls inside of a module, by the module's path
@@ -303,7 +296,6 @@ def _run(handler: Handler, args: Any, kwargs: Any) -> Any:
 
 
 def _returned(handler: Handler, tensor: torch.Tensor) -> fx.Node:
-    """Return the node of a tensor that forward returned."""
     tensor = handler.memory.current(tensor)
     if not isinstance(tensor, TracedTensor):
         return handler.attribute(tensor)[0]
@@ -429,7 +421,16 @@ def _compare_at(
     results = [[leaf for leaf in tree_leaves(nest_of(each)) if isinstance(leaf, torch.Tensor)] for each in (found, expected)]
     for index, (mine, theirs) in enumerate(zip(*results, strict=True)):
         if not same_tensor(mine, theirs):
-            _refuse_numbers(index, mine, theirs, next(iter(tensors.values())).shape)
+            difference = ""
+            if mine.shape == theirs.shape:
+                difference = f" by up to {(mine.double() - theirs.double()).abs().max().item():.3g}"
+            shape = tuple(next(iter(tensors.values())).shape)
+            raise TraceError(
+                f"output {index} of the graph is not the model's output",
+                because=f"on the example input of shape {shape} the two differ{difference}; forward keeps state between calls, "
+                "draws random numbers, or has an effect that is not an operation of the graph",
+                remedy="make forward a function of its inputs and parameters alone",
+            )
 
 
 def same_tensor(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
@@ -437,15 +438,3 @@ def same_tensor(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
     if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
         return False
     return torch.equal(mine, theirs) or bool(((mine == theirs) | (mine.isnan() & theirs.isnan())).all())
-
-
-def _refuse_numbers(index: int, mine: torch.Tensor, theirs: torch.Tensor, shape: torch.Size) -> NoReturn:
-    difference = ""
-    if mine.shape == theirs.shape:
-        difference = f" by up to {(mine.double() - theirs.double()).abs().max().item():.3g}"
-    raise TraceError(
-        f"output {index} of the graph is not the model's output",
-        because=f"on the example input of shape {tuple(shape)} the two differ{difference}; forward keeps state between calls, "
-        "draws random numbers, or has an effect that is not an operation of the graph",
-        remedy="make forward a function of its inputs and parameters alone",
-    )

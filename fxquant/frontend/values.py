@@ -86,8 +86,7 @@ class Aliases:
 
     def __init__(self, whole: TracedTensor) -> None:
         self.changes: list[Change] = []
-        self.whole = whole
-        self.applied = 0
+        self.whole, self.applied = whole, 0
 
     @property
     def version(self) -> int:
@@ -153,10 +152,7 @@ class TracedTensor(torch.Tensor, fx.Proxy):  # type: ignore[misc]
         tensor: TracedTensor = torch.Tensor._make_wrapper_subclass(
             cls, value.shapes[0], strides=value.strides, dtype=value.dtype, device=value.device
         )
-        tensor.node = node
-        tensor.value = value
-        tensor.aliases = None
-        tensor.stopped = False
+        tensor.node, tensor.value, tensor.aliases, tensor.stopped = node, value, None, False
         return tensor
 
     def __init__(self, node: fx.Node, value: Value) -> None:
@@ -326,9 +322,7 @@ for _function in COMPARISONS:
 
 def numeric_fact(a: float, b: float) -> int | float | BatchDim | None:
     """Return the fact of a number: itself if it is fixed, a `BatchDim` if it is an integer that is not; None if unknown."""
-    if a == b:
-        return a
-    return BatchDim.between(a, b) if isinstance(a, int) and isinstance(b, int) else None
+    return a if a == b else BatchDim.between(a, b) if isinstance(a, int) and isinstance(b, int) else None
 
 
 def refuse(what: str, because: str, remedy: str, at: Any = None) -> NoReturn:

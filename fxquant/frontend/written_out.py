@@ -50,9 +50,7 @@ def python_form(overload: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 def _elu(input: Tensor, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0, inplace: bool = False) -> Tensor:
-    if (scale, input_scale) != (1.0, 1.0):
-        return F.selu(input, inplace=inplace)
-    return F.elu(input, alpha, inplace=inplace)
+    return F.elu(input, alpha, inplace=inplace) if (scale, input_scale) == (1.0, 1.0) else F.selu(input, inplace=inplace)
 
 
 # Functions with a flag for their in-place form.
@@ -81,8 +79,7 @@ def _convolution(
 
 def _max_pool(rank: int, indices: bool) -> Callable[..., Any]:
     def pool(input: Any, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False) -> Any:
-        function = getattr(F, f"max_pool{rank}d")
-        return function(input, kernel, stride or None, padding, dilation, ceil_mode, return_indices=indices)
+        return getattr(F, f"max_pool{rank}d")(input, kernel, stride or None, padding, dilation, ceil_mode, return_indices=indices)
 
     return pool
 
@@ -112,10 +109,6 @@ def _slice(input: Any, dim: int = 0, start: Any = None, end: Any = None, step: i
         return input
     places = (*[slice(None)] * (dim % input.dim()), slice(start, end, step))
     return input[places]
-
-
-def _index(input: Any, indices: Any) -> Any:
-    return input[tuple(slice(None) if index is None else index for index in indices)]
 
 
 def _put_at_indices(input: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
@@ -165,7 +158,7 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "native_dropout": lambda input, p, train: (F.dropout(input, p, bool(train)), None),
     "slice": _slice,
     "select": lambda input, dim, index: input[(slice(None),) * (dim % input.dim()) + (index,)],
-    "index": _index,
+    "index": lambda input, indices: input[tuple(slice(None) if index is None else index for index in indices)],
     "index_put": _put_at_indices,
     "_to_copy": lambda input, *, dtype=None, **_: input if dtype is None else input.to(dtype),
     "_unsafe_view": torch.reshape,
@@ -183,13 +176,8 @@ CHECKS = frozenset((
 # ---- functions of PyTorch that only call others ----------------------------------------------------------------------
 
 
-NUMPY = {
-    "axis": "dim",
-    "keepdims": "keepdim",
-    "x1": "input",
-    "a": "input",
-    "x2": "other",
-}  # keywords that PyTorch accepts as well -> its own
+# keywords that PyTorch accepts as well -> its own
+NUMPY = {"axis": "dim", "keepdims": "keepdim", "x1": "input", "a": "input", "x2": "other"}
 WRITTEN: dict[Callable[..., Any], Callable[..., Any]] = {torch.Tensor.__getitem__: select, torch.Tensor.__setitem__: assign}
 
 
@@ -199,9 +187,7 @@ def written_out(function: Any, args: Any, kwargs: Any) -> Any:
         function = getattr(function, function.overloads()[0])  # type: ignore[no-untyped-call]  # all of them have one Python form
     if isinstance(function, torch._ops.OpOverload):
         form = python_form(function)
-        if form is function or function._schema.is_mutable:
-            return NotImplemented
-        return form(*args, **kwargs)
+        return NotImplemented if form is function or function._schema.is_mutable else form(*args, **kwargs)
     try:
         written = WRITTEN.get(function)
         return NotImplemented if written is None else written(*args, **kwargs)
@@ -271,16 +257,13 @@ for _name in (
 
 @_stands_for(Tensor.new_tensor)
 def _new_tensor(input: Tensor, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> Any:
-    """Return a constant tensor for `new_tensor` of Python numbers; NotImplemented for tensors among them."""
     if isinstance(data, Tensor) or not _of_numbers(data):
         return NotImplemented
     return torch.tensor(data, dtype=dtype or input.dtype, device=device or input.device)
 
 
 def _of_numbers(data: Any) -> bool:
-    if isinstance(data, tuple | list):
-        return all(map(_of_numbers, data))
-    return type(data) in (int, float, bool)
+    return all(map(_of_numbers, data)) if isinstance(data, tuple | list) else type(data) in (int, float, bool)
 
 
 for _name in ("convolution", "native_layer_norm", "native_group_norm"):
@@ -338,8 +321,7 @@ def _index_put(input: Tensor, indices: Sequence[Tensor], values: Tensor, accumul
     for each, size in zip(given, sizes, strict=True):
         place = place * size + each % size
     flat = input.flatten(0, len(given) - 1) if len(given) > 1 else input
-    source = values.expand([*place.shape, *rest]).reshape([-1, *rest])
-    return flat.index_add(0, place.flatten(), source).reshape(input.shape)
+    return flat.index_add(0, place.flatten(), values.expand([*place.shape, *rest]).reshape([-1, *rest])).reshape(input.shape)
 
 
 # ---- concatenated ----------------------------------------------------------------------------------------------------

@@ -48,8 +48,7 @@ class Step:
 
         ∂L/∂s is the sum of gradient · (q - v/s) inside the grid, and of gradient · q outside.
         """
-        of_scale = self.summed(self.gradient * (self.integers - self.real * self.inside))
-        found = of_scale * self.scale.reshape(self.base.shape)
+        found = self.summed(self.gradient * (self.integers - self.real * self.inside)) * self.scale.reshape(self.base.shape)
         return found if self.factor is None else found * self.factor.square() * self.proportion()
 
     def proportion(self) -> Tensor:
@@ -159,8 +158,7 @@ class _LSQPlus(_LSQ):
     def gradients(self, step: Step) -> Parameters:
         stored = step.integers - step.low  # as the zero point is part of β
         of_scale = step.summed(step.gradient * torch.where(step.inside, step.integers - step.real, stored))
-        of_offset = step.summed(step.gradient * ~step.inside)
-        return of_scale * step.scale.reshape(step.base.shape), of_offset * step.base * STEPS
+        return of_scale * step.scale.reshape(step.base.shape), step.summed(step.gradient * ~step.inside) * step.base * STEPS
 
 
 class _PACT(Method):

@@ -90,21 +90,10 @@ class Quantizer(TrainableScale):
     ends: Tensor
 
     def __init__(
-        self,
-        dtype: IntType,
-        observer: Observer | None,
-        *,
-        scale: float | None = None,
-        zero_point: int = 0,
-        training: str = STATISTICS,
-        power_of_two: bool = False,
-        headroom: float = 1.0,
-        items: bool = False,
-        is_output: bool = False,
-        name: str = "",
-        source: str = "",
-        module: str = "",
-    ) -> None:
+        self, dtype: IntType, observer: Observer | None, *, scale: float | None = None, zero_point: int = 0, training: str = STATISTICS,
+        power_of_two: bool = False, headroom: float = 1.0, items: bool = False, is_output: bool = False, name: str = "",
+        source: str = "", module: str = "",
+    ) -> None:  # fmt: skip
         start = torch.tensor(float("nan") if scale is None else scale, dtype=torch.float32, device="cpu")
         method = METHODS.get(training) if observer is not None else None
         super().__init__(start, LSQ if method is LSQ_PLUS and not dtype.affine else method)

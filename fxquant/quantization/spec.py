@@ -279,9 +279,7 @@ OUTPUT = instance("an ActivationConfig, as in QConfig(output=ActivationConfig('i
     dynamic=FLAG,
     output=OUTPUT,
     weight=instance("a WeightConfig, as in QConfig(weight=WeightConfig('int8'))", WeightConfig),
-    input=such("an ActivationConfig of any dtype but int32", OUTPUT.take, lambda config: config.dtype != "int32").or_none(
-        "as an output is"
-    ),
+    input=such("an ActivationConfig of any dtype but int32", OUTPUT.take, lambda one: one.dtype != "int32").or_none("as an output is"),
 )
 @dataclass(frozen=True)
 class QConfig:

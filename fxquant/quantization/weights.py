@@ -147,22 +147,13 @@ class WeightQuantizer(torch.nn.Module):
     """
 
     def __init__(
-        self,
-        dtype: IntType,
-        *,
-        per_channel: bool = True,
-        power_of_two: bool = False,
-        learned: WeightScale | None = None,
-        rounding: Rounding | None = None,
-        p: float | None = None,
-    ) -> None:
+        self, dtype: IntType, *, per_channel: bool = True, power_of_two: bool = False, learned: WeightScale | None = None,
+        rounding: Rounding | None = None, p: float | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.dtype = dtype
-        self.per_channel = per_channel
-        self.power_of_two = power_of_two
+        self.dtype, self.per_channel, self.power_of_two, self.p = dtype, per_channel, power_of_two, p
         self.learned = learned
         self.rounding = Nearest() if rounding is None else rounding
-        self.p = p
         self.correction: BiasCorrection | None = None
         self.coverage: Coverage | None = None
 
@@ -174,9 +165,7 @@ class WeightQuantizer(torch.nn.Module):
 
     def corrected(self, bias: Tensor | None) -> Tensor | None:
         """Return the bias with its correction, of shape (C,); None where there is neither."""
-        if self.correction is None:
-            return bias
-        return self.correction.value if bias is None else bias + self.correction.value
+        return bias if self.correction is None else self.correction.value if bias is None else bias + self.correction.value
 
     def correct(self, correction: BiasCorrection | None) -> None:
         """Set the correction, or remove it."""
@@ -343,8 +332,7 @@ def multiplied(batch_norm: BatchNorm, factors: Tensor) -> BatchNorm:
     """Return a batch norm whose result is multiplied by `factors`, one per channel; it has the same tensors as running statistics."""
     bn = BatchNormTensors(*(getattr(batch_norm, name) for name in BatchNormTensors._fields))
     weight = factors if bn.weight is None else bn.weight * factors
-    bias = None if bn.bias is None else bn.bias * factors
-    return bn._replace(weight=weight, bias=bias)
+    return bn._replace(weight=weight, bias=None if bn.bias is None else bn.bias * factors)
 
 
 def running_gain(batch_norm: BatchNorm) -> Tensor:

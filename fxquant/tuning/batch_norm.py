@@ -62,13 +62,9 @@ class BatchNormResult(LayerTable[MovedStatistics]):
 
 @checked()
 def reestimate_batch_norm(
-    prepared: fx.GraphModule,
-    batches: Any,
-    num_batches: int | None = None,
-    *,
-    options: Options = DEFAULTS,
+    prepared: fx.GraphModule, batches: Any, num_batches: int | None = None, *, options: Options = DEFAULTS,
     show_progress: bool | None = None,
-) -> BatchNormResult:
+) -> BatchNormResult:  # fmt: skip
     """Set the running statistics of every batch norm to their mean over the batches, after quantized weights; the state is VALIDATE.
 
     Only running means, variances and their counts change, of all batch norm modules that have them, frozen ones included; scales and

@@ -42,7 +42,6 @@ from fxquant.tuning.walk import (
     Lesson,
     Samples,
     Unit,
-    Values,
     Walk,
     arguments_of,
     bound_arguments,
@@ -66,13 +65,9 @@ OUTLIER = 6.0  # times the median magnitude of a channel's differences: what is 
 
 @checked()
 def correct_bias(
-    prepared: fx.GraphModule,
-    batches: Any,
-    num_batches: int | None = None,
-    *,
-    options: Options = DEFAULTS,
+    prepared: fx.GraphModule, batches: Any, num_batches: int | None = None, *, options: Options = DEFAULTS,
     show_progress: bool | None = None,
-) -> TuningResult:
+) -> TuningResult:  # fmt: skip
     """Correct the bias of every weighted operator whose output is nearer to the float model's with it; the model is left in VALIDATE.
 
     A layer keeps the bias it had unless its mean squared error on held-out samples falls, and so do all layers unless the outputs of the
@@ -113,13 +108,9 @@ def apply(prepared: fx.GraphModule, found: Mapping[str, list[float]]) -> None:
 
 
 def _correct(
-    prepared: fx.GraphModule,
-    samples: Samples,
-    judging: Sequence[Sequence[Any]],
-    tuned: Tuned,
-    checkpoint: Checkpoint,
+    prepared: fx.GraphModule, samples: Samples, judging: Sequence[Sequence[Any]], tuned: Tuned, checkpoint: Checkpoint,
     show_progress: bool | None,
-) -> TuningResult:
+) -> TuningResult:  # fmt: skip
     outputs, operators = FloatOutputs(prepared, judging), tuned.operators
     before, previous = outputs.measure(), {name: operator.weight_quantizer.correction for name, operator in operators.items()}
     units, ways, skipped, memory, known = layer_units(prepared), dict[str, _Way](), dict[str, str](), 0, dict[str, Noise]()
@@ -203,8 +194,10 @@ def _correction(lesson: Lesson, operator: QuantizedOperator, way: str) -> Tensor
         has = bound_arguments(node, operator, lesson.operands[index])
         weight, clamp, target = weight_of(operator, has), has.get("clamp"), lesson.targets[index].get(node)
         assert weight is not None
-        unlimited = target if clamp is None and target is not None else _unlimited(node, operator, lesson.float_operands[index])
-        results = unlimited, real_result(operator, has, whole=False)
+        if clamp is not None or target is None:  # without the fused limits
+            args, kwargs = operator.multiplied(*arguments_of(node, lesson.float_operands[index]))
+            target = operator.operator.function(*args, **{name: value for name, value in kwargs.items() if name != "clamp"})
+        results = target, real_result(operator, has, whole=False)
         real, integer = (by_channel(result.double(), len(weight), weight.dim()) for result in results)
         if real is None or integer is None:
             return None
@@ -235,14 +228,6 @@ def _without_outliers(rows: Tensor) -> Tensor:
     """Limit the values of each row to some times their median magnitude: where an operand was cut off, differences are not rounding's."""
     limit = OUTLIER * rows.abs().median(1, keepdim=True).values
     return rows.clamp(-limit, limit)
-
-
-def _unlimited(node: fx.Node, operator: QuantizedOperator, values: Values) -> Tensor:
-    """Compute the operator's float function without the fused limits."""
-    args, kwargs = operator.multiplied(*arguments_of(node, values))
-    kwargs.pop("clamp", None)
-    result: Tensor = operator.operator.function(*args, **kwargs)
-    return result
 
 
 def _tried(lesson: Lesson, operator: QuantizedOperator, correction: Tensor) -> TunedLayer:

@@ -108,7 +108,6 @@ class Checkpoint:
         return {name: self.document[name] for name in tasks}
 
     def _exchange(self) -> None:
-        """Gather the documents of all ranks in every rank's."""
         if not self.shared:
             return
         for call, document in ranks.gathered((self.call, self.document)):
@@ -124,11 +123,8 @@ class Checkpoint:
         """Replace the file by one with the present document and tensors."""
         if self.path is not None:
             tensors = {name: value.detach().cpu().contiguous() for name, value in self.tensors.items()}
-            metadata = {
-                "call": json.dumps(self.call),
-                "document": json.dumps(self.document),
-                "digest": _digest_of(self.call, self.document, tensors),
-            }
+            metadata = {"call": json.dumps(self.call), "document": json.dumps(self.document)}
+            metadata["digest"] = _digest_of(self.call, self.document, tensors)
             write_file(self.path, safetensors.torch.save(tensors, metadata))
 
 
@@ -168,5 +164,4 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 def model_digest(prepared: fx.GraphModule) -> str:
     """Return the digest of a model: its graph, its parameters and scales."""
-    text = torch.frombuffer(bytearray(str(prepared.graph).encode()), dtype=torch.uint8)
-    return digest([text, *prepared.state_dict().values()])
+    return digest([torch.frombuffer(bytearray(str(prepared.graph).encode()), dtype=torch.uint8), *prepared.state_dict().values()])

@@ -21,7 +21,7 @@ from fxquant.calibration.calibration import enter, having, in_float, require_pre
 from fxquant.ir.graph import annotation, is_inner_part, matched_rules, module_path, part, stated_demand
 from fxquant.ir.model import autocast_off
 from fxquant.numerics.grids import ACTIVATION_TYPES, UINT8, WEIGHT_TYPES
-from fxquant.ops import Operator, Own, Trait
+from fxquant.ops import Own, Trait
 from fxquant.ops.core.boundary import QUANTIZE
 from fxquant.passes.rewriting import decide
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
@@ -126,7 +126,12 @@ class Choices(Mapping[str, Choice]):
         node = self.nodes[operator.name]
         if operator.operator is QUANTIZE:
             return all(_has_rules(reader) and part(reader) is None for reader in node.users)
-        return _has_rules(node) and _has_own_name(node) and not _demands_dtype(operator.operator, node)
+        known, demanded = part(node), stated_demand(node)
+        own_name = known is None or (not known.inner and re.search(rf"_{known.role.split()[-1]}(_\d+)?$", node.name) is None)
+        if demanded is None:
+            demanded = operator.operator.demand
+            demanded = demanded(node, operator.operator.arguments(node)) if callable(demanded) else demanded
+        return _has_rules(node) and own_name and isinstance(demanded, Own) and demanded.dtype is None
 
     def _reads(self, layer: str, quantizer: Quantizer) -> bool:
         return any(one is quantizer for one in _operands(quantized_operator(self.prepared, self.nodes[layer])))
@@ -219,8 +224,7 @@ class Choices(Mapping[str, Choice]):
 
 def bits(dtype: str) -> int:
     """Return the bits of one number."""
-    known = ACTIVATION_TYPES.get(dtype) or WEIGHT_TYPES[dtype]
-    return known.bits
+    return (ACTIVATION_TYPES.get(dtype) or WEIGHT_TYPES[dtype]).bits
 
 
 def _of_widths(known: Mapping[str, Any], offered: Sequence[str], widths: Sequence[int], dtype: str) -> tuple[str, ...]:
@@ -235,19 +239,6 @@ def _of_widths(known: Mapping[str, Any], offered: Sequence[str], widths: Sequenc
 def _has_rules(node: fx.Node) -> bool:
     """Return whether a rule of the mapping goes before all others: no QConfig stands on a module around it."""
     return all(rules[0][0].kind not in ("attribute", "call") for rules in matched_rules(node))
-
-
-def _has_own_name(node: fx.Node) -> bool:
-    """Return whether a node has the name that the user's operator had, and not one of a part of it."""
-    known = part(node)
-    return known is None or (not known.inner and re.search(rf"_{known.role.split()[-1]}(_\d+)?$", node.name) is None)
-
-
-def _demands_dtype(operator: Operator, node: fx.Node) -> bool:
-    demanded: Any = stated_demand(node)
-    if demanded is None:
-        demanded = operator.demand if not callable(operator.demand) else operator.demand(node, operator.arguments(node))
-    return not isinstance(demanded, Own) or demanded.dtype is not None
 
 
 def _operands(operator: QuantizedOperator | None) -> list[Quantizer]:

@@ -27,15 +27,9 @@ ROUNDED = 0.5  # the probability that `reconstruct` rounds an element of an acti
 
 
 def learn(
-    method: str,
-    settings: Settings,
-    units_of: Callable[[fx.GraphModule], list[Unit]],
-    prepared: fx.GraphModule,
-    batches: Any,
-    num_batches: int | None,
-    options: Options,
-    show_progress: bool | None,
-) -> TuningResult:
+    method: str, settings: Settings, units_of: Callable[[fx.GraphModule], list[Unit]], prepared: fx.GraphModule, batches: Any,
+    num_batches: int | None, options: Options, show_progress: bool | None,
+) -> TuningResult:  # fmt: skip
     """Train units one after the other; keep a unit's parameters if its error falls and the error of the outputs does not clearly rise.
 
     Everything is undone if the outputs of the model have no clear gain in the end.
@@ -61,8 +55,9 @@ def learn(
             for unit in tried:
                 row = known.rows.get(unit.name)
                 if row is None:
-                    lesson, seed = Lesson(unit, samples, exact, real), _seed(options.seed, unit.name)
-                    noise = yield from _taught(lesson, settings, seed, known, outputs, noise)
+                    # The seed follows from the name, so that random numbers do not depend on the units before.
+                    seed = int.from_bytes(hashlib.sha256(f"{options.seed} {unit.name}".encode()).digest()[:7], "big")
+                    noise = yield from _taught(Lesson(unit, samples, exact, real), settings, seed, known, outputs, noise)
                     continue
                 if row.kept:
                     put_unit(prepared, unit, known.learned(row))
@@ -106,21 +101,11 @@ def left_out(prepared: fx.GraphModule) -> dict[str, str]:
     return found
 
 
-def _seed(seed: int, name: str) -> int:
-    """Return a seed derived from the unit's name, so that its random numbers do not depend on the units before it."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
-
-
 @checked(steps=POSITIVE)
 def adaround(
-    prepared: fx.GraphModule,
-    batches: Any,
-    num_batches: int | None = None,
-    *,
-    steps: int = 1000,
-    options: Options = DEFAULTS,
+    prepared: fx.GraphModule, batches: Any, num_batches: int | None = None, *, steps: int = 1000, options: Options = DEFAULTS,
     show_progress: bool | None = None,
-) -> TuningResult:
+) -> TuningResult:  # fmt: skip
     """Learn whether each weight is rounded up or down, so that layers return their float results; the model is left in VALIDATE.
 
     Nagel et al. 2020, layer by layer in the order they run: a layer reads quantized operands and learns, in `steps` steps, its float
@@ -140,14 +125,9 @@ def adaround(
 
 @checked(steps=POSITIVE)
 def reconstruct(
-    prepared: fx.GraphModule,
-    batches: Any,
-    num_batches: int | None = None,
-    *,
-    steps: int = 2000,
-    options: Options = DEFAULTS,
+    prepared: fx.GraphModule, batches: Any, num_batches: int | None = None, *, steps: int = 2000, options: Options = DEFAULTS,
     show_progress: bool | None = None,
-) -> TuningResult:
+) -> TuningResult:  # fmt: skip
     """Learn the roundings of weights and the scales of activations of each block, so that it returns its float result.
 
     BRECQ (Li et al. 2021) with QDrop (Wei et al. 2022): a block is a residual block, or a few layers in a row. While it learns, each
@@ -198,7 +178,10 @@ def _of_connected(flow: networkx.DiGraph, layers: set[fx.Node]) -> Iterator[set[
     whole = networkx.DiGraph(flow)
     whole.add_edges_from(("in", node) for node, degree in flow.in_degree() if not degree)
     whole.add_edges_from((node, "out") for node, degree in flow.out_degree() if not degree)
-    chain = _passed_by_all(whole)
+    above = networkx.immediate_dominators(whole, "in")
+    chain: list[object] = ["out"]  # the nodes that every path from in to out passes, these two included
+    while chain[0] != "in":
+        chain.insert(0, above[chain[0]])
     row: list[set[fx.Node]] = []
     for entry, exit in itertools.pairwise(chain):
         between = (networkx.descendants(whole, entry) & networkx.ancestors(whole, exit)) - {"in", "out"}
@@ -216,15 +199,6 @@ def _of_connected(flow: networkx.DiGraph, layers: set[fx.Node]) -> Iterator[set[
             yield from _blocks(flow.subgraph(between), layers)
             yield region - between
     yield from _rows(row, layers)
-
-
-def _passed_by_all(whole: networkx.DiGraph) -> list[object]:
-    """Return the nodes that every path from in to out passes, these two included, in order."""
-    above = networkx.immediate_dominators(whole, "in")
-    found: list[object] = ["out"]
-    while found[-1] != "in":
-        found.append(above[found[-1]])
-    return found[::-1]
 
 
 def _rows(row: Sequence[set[fx.Node]], layers: set[fx.Node]) -> Iterator[set[fx.Node]]:

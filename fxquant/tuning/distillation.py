@@ -50,14 +50,9 @@ COPIES = 3  # of what is held out, each moved: a few samples are a poor judge
 
 @checked(steps=POSITIVE)
 def distill(
-    prepared: fx.GraphModule,
-    batches: Any,
-    num_batches: int | None = None,
-    *,
-    steps: int = 400,
-    options: Options = DEFAULTS,
+    prepared: fx.GraphModule, batches: Any, num_batches: int | None = None, *, steps: int = 400, options: Options = DEFAULTS,
     show_progress: bool | None = None,
-) -> TuningResult:
+) -> TuningResult:  # fmt: skip
     """Learn the integers of all weights together, so that the model returns its float outputs; it is left in VALIDATE.
 
     A step takes `batch_size` samples: finite floats are mixed with those of other samples, and images are shifted by up to an eighth of
@@ -104,8 +99,7 @@ class _Weight:
         self.moved = nn.Parameter(rounding.offset.clone() if isinstance(rounding, AdaptiveRounding) else zeros.clone())
         self.real = zeros
         channels = len(weight) if quantizer.per_channel else 1
-        free = quantizer.learned is None and not quantizer.power_of_two
-        self.gain = nn.Parameter(zeros.new_ones(channels)) if free else None
+        self.gain = nn.Parameter(zeros.new_ones(channels)) if quantizer.learned is None and not quantizer.power_of_two else None
         self.share = zeros.new_ones(channels) if coverage is None else coverage.share.clone()
         has_channels = by_channel(result, len(weight), weight.dim()) is not None
         self.unit = float(result.std()) or 1.0

@@ -239,14 +239,9 @@ class FloatOutputs:
 
 
 def judged(
-    outputs: FloatOutputs,
-    before: Noise,
-    rows: Sequence[TunedLayer],
-    undo: Callable[[], None],
-    what: tuple[str, str],
-    attempts: Mapping[str, Callable[[], Sequence[TunedLayer]]] | None = None,
-    known: Mapping[str, Noise] = MappingProxyType({}),
-) -> tuple[TunedLayer, ...]:
+    outputs: FloatOutputs, before: Noise, rows: Sequence[TunedLayer], undo: Callable[[], None], what: tuple[str, str],
+    attempts: Mapping[str, Callable[[], Sequence[TunedLayer]]] | None = None, known: Mapping[str, Noise] = MappingProxyType({}),
+) -> tuple[TunedLayer, ...]:  # fmt: skip
     """Return the rows of a tuning method if it makes the outputs clearly better; else call `undo`, and return rows that are not kept.
 
     `before` is the noise of the outputs without it; `what` is the subject and the participle of the log line. Of several `attempts`, which

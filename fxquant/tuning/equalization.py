@@ -194,13 +194,9 @@ Statistics = dict[str, Seen]  # by node
 
 @checked()
 def equalize(
-    prepared: fx.GraphModule,
-    batches: Iterable[Any],
-    num_batches: int | None = None,
-    *,
-    options: Options = DEFAULTS,
+    prepared: fx.GraphModule, batches: Iterable[Any], num_batches: int | None = None, *, options: Options = DEFAULTS,
     show_progress: bool | None = None,
-) -> fx.GraphModule:
+) -> fx.GraphModule:  # fmt: skip
     """Multiply channels whose ranges are far apart by powers of two, as these batches show them in the float model; returns it.
 
     `calibrate` does so with its first batch; this takes all batches, and is called before it. The output channels of a layer are
@@ -345,28 +341,17 @@ def _layer(prepared: fx.GraphModule, known: Channels, node: fx.Node, seen: Stati
     moved = power.movedim(dim, 0)
     means = (moved.reshape(len(moved), -1).mean(1) / count).expand(len(read))
     squares = rows.square().sum(2)
-    labels, met = (_by_output(each, outputs, groups) for each in (read, means))
+    by_group = (each.reshape(groups, 1, -1).expand(groups, outputs // groups, -1) for each in (read, means))
+    labels, met = (each.flatten(0, 1) for each in by_group)  # (outputs, inputs of a group): each output's row is that of its group
     signal = (squares * met).sum(1) * outputs
     given = known.given[node]
     behind = torch.where(given > 0, gain[given], torch.where(signal > SMALLEST_NORMAL, 1 / signal.clamp_min(SMALLEST_NORMAL), 0))
     gain.index_add_(0, labels.flatten(), (squares * behind.unsqueeze(1)).flatten())
     quantizer = module.weight_quantizer
     return LayerNoise(
-        read=labels,
-        groups=groups,
-        given=given,
-        squares=squares,
-        largest=rows.abs().amax(2),
-        share=met * behind.unsqueeze(1),
-        taps=taps,
-        divisor=quantizer.dtype.divisor,
-        per_channel=quantizer.per_channel,
-    )
-
-
-def _by_output(channels: Tensor, outputs: int, groups: int) -> Tensor:
-    """Expand a tensor (input channels,) of a layer to (outputs, inputs of a group): each output's row is that of its group."""
-    return channels.reshape(groups, 1, -1).expand(groups, outputs // groups, -1).flatten(0, 1)
+        read=labels, groups=groups, given=given, squares=squares, largest=rows.abs().amax(2), share=met * behind.unsqueeze(1), taps=taps,
+        divisor=quantizer.dtype.divisor, per_channel=quantizer.per_channel,
+    )  # fmt: skip
 
 
 def _grids(prepared: fx.GraphModule, known: Channels, seen: Statistics, gain: Tensor) -> list[TensorNoise]:
@@ -383,15 +368,8 @@ def _grids(prepared: fx.GraphModule, known: Channels, seen: Statistics, gain: Te
         power = torch.cat([(seen[name][1] / seen[name][2]).flatten() for name in names])
         own, place, count = torch.unique(labels, return_inverse=True, return_counts=True)
         of_label = torch.zeros(len(own), dtype=torch.float64, device="cpu")
-        found.append(
-            TensorNoise(
-                labels=own,
-                largest=of_label.scatter_reduce(0, place, largest, "amax"),
-                power=of_label.scatter_add(0, place, power) / count,
-                gain=gain[own] * (own > 0),
-                divisor=quantizer.dtype.divisor,
-            )
-        )
+        largest, power = of_label.scatter_reduce(0, place, largest, "amax"), of_label.scatter_add(0, place, power) / count
+        found.append(TensorNoise(own, largest, power, gain[own] * (own > 0), quantizer.dtype.divisor))
     return found
 
 

@@ -193,9 +193,7 @@ class FirstSamples:
         few = Samples(_spread(chunks, wanted))
         chosen = {id(chunk) for chunk in few.chunks}
         others = _spread([chunk for chunk in chunks if id(chunk) not in chosen], wanted)
-        if self.kept.samples >= ENOUGH:
-            return few, few.chunks + others
-        return few, others or [few.chunks[index] for index in few.judging]
+        return few, few.chunks + others if self.kept.samples >= ENOUGH else others or [few.chunks[index] for index in few.judging]
 
 
 def _spread(chunks: list[list[Any]], count: int) -> list[list[Any]]:
@@ -205,10 +203,8 @@ def _spread(chunks: list[list[Any]], count: int) -> list[list[Any]]:
 
 def _beside(inputs: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
     """Return what was kept, on the devices of other inputs: the model may have moved between two calls."""
-    return [
-        mine.to(other.device) if isinstance(mine, Tensor) and isinstance(other, Tensor) else mine
-        for mine, other in zip(kept, inputs, strict=True)
-    ]
+    pairs = zip(kept, inputs, strict=True)
+    return [mine.to(other.device) if isinstance(mine, Tensor) and isinstance(other, Tensor) else mine for mine, other in pairs]
 
 
 def _counts(prepared: fx.GraphModule) -> int:

@@ -170,8 +170,7 @@ class Student:
             weighted = is_weighted(operator, arguments)
             real = real_result(operator, arguments) if weighted else run(self.prepared, node, values, exact=False)
             values[node] = real if self.settings.rounded is None else self._partly(real, self._rounded(real, operator.output))
-        errors = [(values[node] - targets[node]).square().mean() for node in self.unit.exits]
-        return torch.stack(errors).sum()
+        return torch.stack([(values[node] - targets[node]).square().mean() for node in self.unit.exits]).sum()
 
     def _operands(self, index: int) -> Values:
         real = self.lesson.float_operands[index]
@@ -242,14 +241,9 @@ def put_unit(prepared: fx.GraphModule, unit: Unit, learned: Learned) -> None:
 def _movable(prepared: fx.GraphModule, operators: Iterable[QuantizedOperator]) -> list[Quantizer]:
     """Return the quantizers whose scale can be learned: calibrated, not a power of two, and not shared with an operator outside."""
     inside = {operator.name for operator in operators}
-    shared = {id(o.output) for name, o in quantized_operators(prepared).items() if name not in inside and not o.plain}
-    found = {id(o.output): o.output for o in operators if not o.plain}
-    return [
-        quantizer
-        for quantizer in found.values()
-        if id(quantizer) not in shared
-        and not (quantizer.follows_sum or quantizer.power_of_two or quantizer.frozen or quantizer.observer is None)
-    ]
+    shared = {o.output for name, o in quantized_operators(prepared).items() if name not in inside and not o.plain}
+    own = [each for each in dict.fromkeys(o.output for o in operators if not o.plain) if each not in shared]
+    return [each for each in own if not (each.follows_sum or each.power_of_two or each.frozen or each.observer is None)]
 
 
 def _numbers(quantizer: Quantizer) -> list[Tensor]:

@@ -97,14 +97,9 @@ class TuningResult(LayerTable[TunedLayer]):
         for name in ("layer", "weights", "before", "after", "gain", ""):
             table.add_column(name, justify="left" if name in ("layer", "weights", "") else "right")
         for layer in self.layers:
-            table.add_row(
-                layer.name,
-                ", ".join(layer.layers),
-                f"{_decibels(layer.signal, layer.before):.2f} dB",
-                f"{_decibels(layer.signal, layer.after):.2f} dB",
-                f"{layer.gain:+.2f} dB",
-                "kept" if layer.kept else "unchanged",
-            )
+            before, after = (f"{_decibels(layer.signal, noise):.2f} dB" for noise in (layer.before, layer.after))
+            kept = "kept" if layer.kept else "unchanged"
+            table.add_row(layer.name, ", ".join(layer.layers), before, after, f"{layer.gain:+.2f} dB", kept)
         for name, because in self.skipped:
             table.add_row(name, "", "", "", "", because)
         return table

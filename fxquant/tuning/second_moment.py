@@ -78,13 +78,9 @@ LARGEST_GAIN = 1.1  # by which a scale is multiplied, or divided
 
 @checked()
 def round_weights(
-    prepared: fx.GraphModule,
-    batches: Any,
-    num_batches: int | None = None,
-    *,
-    options: Options = DEFAULTS,
+    prepared: fx.GraphModule, batches: Any, num_batches: int | None = None, *, options: Options = DEFAULTS,
     show_progress: bool | None = None,
-) -> TuningResult:
+) -> TuningResult:  # fmt: skip
     """Round weights up or down so that their errors cancel in the layers' sums; the model is left in VALIDATE.
 
     `calibrate` does so for weights of less than 8 bits with its first samples; this takes weights of any dtype, rounded before or not, and
@@ -144,13 +140,9 @@ def _open(prepared: fx.GraphModule, bits: int, roundings: Roundings) -> dict[fx.
 
 @torch.no_grad()
 def _round(
-    prepared: fx.GraphModule,
-    samples: Samples,
-    operators: Mapping[fx.Node, QuantizedOperator],
-    show_progress: bool | None,
-    known: LayerCheckpoint,
-    undo: Callable[[], None],
-) -> TuningResult:
+    prepared: fx.GraphModule, samples: Samples, operators: Mapping[fx.Node, QuantizedOperator], show_progress: bool | None,
+    known: LayerCheckpoint, undo: Callable[[], None],
+) -> TuningResult:  # fmt: skip
     walk, found, skipped = Walk(prepared, samples.chunks, exact=False), [], []
     open_nodes = [node for node, operator in operators.items() if node.name not in known.rows and _has_few_bits(operator)]
     learning = [samples.chunks[index] for index in samples.learning or samples.judging]
@@ -328,10 +320,10 @@ class _Layer(NamedTuple):
         one = torch.eye(size, device=self.real.device, dtype=torch.float32).repeat(self.groups, 1).reshape(-1, *shape[1:])
         given[name] = self.operator.operator.layer.weight(**{**given, name: one})  # what arranges a weight undoes itself
         result: Tensor = self.operator.operator.function(*_few(given, index, shape[2:], wanted).values())
-        axis = result.dim() - 1 - max(len(shape) - 2, 0)
-        if axis < 0 or result.shape[axis] != self.groups * size:
+        channels = by_channel(result, self.groups * size, len(shape))
+        if channels is None:
             return None
-        rows = result.movedim(axis, 0).reshape(self.groups, size, -1).transpose(1, 2)
+        rows = channels.reshape(self.groups, size, -1).transpose(1, 2)
         return rows[:, :: rows.shape[1] // wanted | 1]  # odd: it meets every column of an image whose width is a power of two
 
     def best(self, learned: Moment, judging: Moment, shares: Sequence[float], effect: Tensor | None) -> tuple[Tensor, float, float]:
@@ -359,8 +351,8 @@ class _Layer(NamedTuple):
         judges = [moment[0] for _, moment in judging.parts(real, 0.0)]
 
         def noise(errors: Tensor) -> float:
-            parts = [errors[:, first:last] for first, last in judging.bounds]
-            return joint_noise(list(zip(parts, judges, strict=True)), effect)
+            pairs = zip(judging.bounds, judges, strict=True)
+            return joint_noise([(errors[:, first:last], judge) for (first, last), judge in pairs], effect)
 
         signal = max(noise(real), 1e-30)
         candidates = [rounded, start]

@@ -274,9 +274,7 @@ def real_result(operator: QuantizedOperator, arguments: dict[str, Any], *, whole
 def by_channel(result: Tensor, channels: int, rank: int) -> Tensor | None:
     """Return a layer's result as (C, positions); None if it does not have `channels` channels. `rank` is that of the weight."""
     axis = result.dim() - 1 - max(rank - 2, 0)
-    if axis < 0 or result.shape[axis] != channels:
-        return None
-    return result.movedim(axis, 0).reshape(channels, -1)
+    return None if axis < 0 or result.shape[axis] != channels else result.movedim(axis, 0).reshape(channels, -1)
 
 
 # ---- The unit of tuning: a layer with the function after it ----------------------------------------------------------

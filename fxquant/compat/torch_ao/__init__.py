@@ -57,8 +57,13 @@ def install(replace: bool = True) -> None:
     replace   whether to replace installed packages; if False, an installed one raises ConfigurationError
     """
     _remember_programs()
-    _restore_exports()
-    _explain_integers()
+    for home, name in ((torch.export, "export_for_training"), (torch._export, "capture_pre_autograd_graph")):
+        if not hasattr(home, name):  # programs for older releases of PyTorch use it
+            setattr(home, name, torch.export.export if home is torch.export else _captured)
+    for holder, name in itertools.product((torch.Tensor, torch), ("int_repr", "q_scale", "q_zero_point")):
+        own = getattr(holder, name)
+        if not hasattr(own, "__wrapped__"):
+            setattr(holder, name, _of_quantized(own, name))
     with contextlib.suppress(ImportError):
         importlib.import_module("torch.ao.quantization.quantize_fx")  # PyTorch's own modules expect that a program imports it
     TABLES.install(replace)
@@ -79,26 +84,13 @@ def _remember_programs() -> None:
     torch.export.ExportedProgram.module = module  # type: ignore[method-assign]
 
 
-def _restore_exports() -> None:
-    """Give programs for older releases of PyTorch the names that `torch.export.export` replaced."""
-    for home, name in ((torch.export, "export_for_training"), (torch._export, "capture_pre_autograd_graph")):
-        if not hasattr(home, name):
-            setattr(home, name, torch.export.export if home is torch.export else _captured)
-
-
 def _captured(f: torch.nn.Module, args: Any, kwargs: Any = None, dynamic_shapes: Any = None) -> Any:
     return torch.export.export(f, args, kwargs, dynamic_shapes=dynamic_shapes).module()
 
 
-def _explain_integers() -> None:
-    """Make PyTorch's functions of quantized tensors say what to call for the results of integer graphs, which are floats."""
-    for home, name in itertools.product((torch.Tensor, torch), ("int_repr", "q_scale", "q_zero_point")):
-        own = getattr(home, name)
-        if not hasattr(own, "__wrapped__"):
-            setattr(home, name, _of_quantized(own, name))
-
-
 def _of_quantized(own: Any, name: str) -> Any:
+    """Return PyTorch's function, which says what to call for the results of integer graphs: these are floats."""
+
     @functools.wraps(own)
     def method(self: torch.Tensor) -> Any:
         if type(self) is torch.Tensor and not self.is_quantized:

@@ -47,8 +47,7 @@ class Asked:
     @property
     def dtype(self) -> str:
         """Return PyTorch's dtype by name, without the prefix of its quantized tensors: "uint8" for "quint8"."""
-        name = str(getattr(self.observer, "dtype", "torch.float32")).removeprefix("torch.")
-        return name.removeprefix("q")
+        return str(getattr(self.observer, "dtype", "torch.float32")).removeprefix("torch.").removeprefix("q")
 
     @property
     def scheme(self) -> str:
@@ -197,8 +196,7 @@ def read(qconfig: Any, *, activation_alone: bool = False) -> Chosen:
         raise refused("QConfig of PyTorch", kind=type(qconfig).__name__)
     if is_dynamic(qconfig.activation):
         return QConfig(weight=weight(qconfig.weight), dynamic=True)
-    output = activation(qconfig.activation)
-    return QConfig(output, WeightConfig() if activation_alone else weight(qconfig.weight))
+    return QConfig(activation(qconfig.activation), WeightConfig() if activation_alone else weight(qconfig.weight))
 
 
 # ---- mappings ----------------------------------------------------------------------------------------------------------
@@ -228,11 +226,13 @@ def mapping_of(given: Any, traced: fx.GraphModule) -> QConfigMapping:
         return QConfigMapping(default=read(given))
     parts = _parts(given)
     default = read(given.get("") if isinstance(given, Mapping) else given.global_qconfig)
-    written = _written(traced)
+    modules = dict(traced.named_modules())
+    written = {type(modules[str(node.target)]) if node.op == "call_module" else node.target for node in traced.graph.nodes}
     types = {}
     for kind, qconfig in parts["object_type"]:
         plain = _plain(kind)
-        if _reuses_input(qconfig) or (plain in PRESET and kind not in written):
+        reuses_input = is_foreign(qconfig) and getattr(qconfig.activation, "__name__", "") == "ReuseInputObserver"  # as usual here
+        if reuses_input or (plain in PRESET and kind not in written):
             continue
         chosen = read(qconfig, activation_alone=plain == "prelu")
         if chosen != default:
@@ -267,17 +267,6 @@ def _plain(kind: Any) -> str:
     """Return the plain name of an operator: "sigmoid" for nn.Sigmoid, torch.sigmoid and x.sigmoid_()."""
     name = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
     return name.lower().replace("_", "")
-
-
-def _written(traced: fx.GraphModule) -> set[Any]:
-    """Return the targets of a model's operators: modules' classes, functions, and names of methods."""
-    modules = dict(traced.named_modules())
-    return {type(modules[str(node.target)]) if node.op == "call_module" else node.target for node in traced.graph.nodes}
-
-
-def _reuses_input(qconfig: Any) -> bool:
-    """Return whether a QConfig reuses the scale of the operator's input, which is the default here."""
-    return is_foreign(qconfig) and getattr(qconfig.activation, "__name__", "") == "ReuseInputObserver"
 
 
 def own_qconfig(qconfig: Any) -> Any:

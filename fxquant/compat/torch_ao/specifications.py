@@ -44,8 +44,10 @@ def annotations_mapping(
     changed = quantizer.transform_for_annotation(model) if hasattr(quantizer, "transform_for_annotation") else model
     if [node.name for node in _calls(changed)] != [node.name for node in before]:
         raise refused("transform_for_annotation", kind=type(quantizer).__name__)
-    if not train:
-        _skip_norms(changed.graph)
+    for norm in [] if train else [node for node in changed.graph.nodes if "batch_norm" in str(node.target)]:
+        if len(norm.args[0].users) == 1 and "weight" in _arguments(norm.args[0]):  # a Quantizer sees the norm's readers
+            norm.replace_all_uses_with(norm.args[0])
+            changed.graph.erase_node(norm)
     quantizer.annotate(changed)
     quantizer.validate(changed)
     marks = {node: node.meta[KEY] for node in changed.graph.nodes if node.meta.get(KEY) is not None}
@@ -82,14 +84,6 @@ def _by_name(program: Any, inputs: Any, options: fxq.Options, calls: list[fx.Nod
 
 def _calls(model: Any) -> list[fx.Node]:
     return [node for node in model.graph.nodes if node.op == "call_function"]
-
-
-def _skip_norms(graph: fx.Graph) -> None:
-    """Let the readers of batch norms after layers read the layers instead: so a quantizer sees them, except for training."""
-    for norm in [node for node in graph.nodes if "batch_norm" in str(node.target)]:
-        if len(norm.args[0].users) == 1 and "weight" in _arguments(norm.args[0]):
-            norm.replace_all_uses_with(norm.args[0])
-            graph.erase_node(norm)
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:

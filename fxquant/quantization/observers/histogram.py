@@ -461,9 +461,7 @@ def on_step(scale: Tensor, dtype: IntType, observers: Sequence[Observer]) -> Ten
     Only a magnitude less than one step beyond that changes it.
     """
     histogram = next((each for each in observers if isinstance(each, HistogramObserver)), None)
-    if histogram is None or not histogram.crowded(dtype)[1]:
-        return scale
-    return end_on_step(scale, histogram.largest, dtype.high)
+    return scale if histogram is None or not histogram.crowded(dtype)[1] else end_on_step(scale, histogram.largest, dtype.high)
 
 
 def gathering(observer: Observer) -> Gathering | None:
@@ -581,8 +579,7 @@ def within(histogram: HistogramObserver, threshold: Tensor) -> tuple[Tensor, Ten
 def percentile_threshold(histogram: HistogramObserver, percentile: float) -> Tensor:
     """Return the upper edge of the bin that a percentile of the magnitudes lies in."""
     reached = torch.cumsum(histogram.counts, 0) >= histogram.counts.sum() * (percentile / 100)
-    upper_edge = (int(reached.to(torch.int8).argmax()) + 1) * (histogram.reach / histogram.bins)
-    return torch.minimum(upper_edge, histogram.largest)
+    return torch.minimum((int(reached.to(torch.int8).argmax()) + 1) * (histogram.reach / histogram.bins), histogram.largest)
 
 
 def kl_threshold(histogram: HistogramObserver, dtype: IntType) -> Tensor:
@@ -593,8 +590,7 @@ def kl_threshold(histogram: HistogramObserver, dtype: IntType) -> Tensor:
     if levels >= histogram.bins or not bool((counts > 0).any()):
         return largest
     ends = torch.arange(levels, histogram.bins + 1, max(1, (histogram.bins - levels) // _ENDS), device=counts.device)
-    best = _divergences(counts, ends, levels).argmin()
-    return torch.minimum(ends[best] * (histogram.reach.double() / histogram.bins), largest)
+    return torch.minimum(ends[_divergences(counts, ends, levels).argmin()] * (histogram.reach.double() / histogram.bins), largest)
 
 
 _ENDS = 64  # about this number of thresholds is tried
@@ -603,10 +599,8 @@ _ENDS = 64  # about this number of thresholds is tried
 def _divergences(counts: Tensor, ends: Tensor, levels: int) -> Tensor:
     """Return the Kullback-Leibler divergence for each end: counts clipped at it, against these averaged within each of `levels` steps."""
     position, end = torch.arange(len(counts), device=counts.device), ends.unsqueeze(1)
-    within_end = position < end
-    inside = torch.where(within_end, counts, 0)
-    beyond = counts.sum() - inside.sum(1)
-    seen = inside + torch.where(position == end - 1, beyond.unsqueeze(1), 0)
+    inside = torch.where(position < end, counts, 0)
+    seen = inside + torch.where(position == end - 1, (counts.sum() - inside.sum(1)).unsqueeze(1), 0)
     there = (inside > 0).to(counts.dtype)
     step = (position * levels // end).clamp_max(levels - 1)
     none = torch.zeros(len(ends), levels, dtype=counts.dtype, device=counts.device)

@@ -89,16 +89,13 @@ def sampled(value: Tensor, count: int) -> Tensor:
     index of each, so that every element is equally likely, whatever period the values have. The indices depend on the two sizes alone:
     the same values give the same sample on every thread and rank.
     """
-    if value.numel() < 2 * count:
-        return value.flatten()
-    return torch.take(value, places(value.numel(), count).to(value.device))
+    return value.flatten() if value.numel() < 2 * count else torch.take(value, places(value.numel(), count).to(value.device))
 
 
 @lru_cache(maxsize=16)
 def places(size: int, count: int) -> Tensor:
     """Return the indices of the elements that `sampled` takes, int64 of shape (count,)."""
-    stretches = torch.arange(count, dtype=torch.float64, device="cpu") + _within(count)
-    return (stretches * (size / count)).long().clamp_max_(size - 1)
+    return ((torch.arange(count, dtype=torch.float64, device="cpu") + _within(count)) * (size / count)).long().clamp_max_(size - 1)
 
 
 @lru_cache(maxsize=4)
@@ -419,6 +416,5 @@ def finite_ranges(value: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, T
 def _finite(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     plain = in_numbers(low, high)
     if not (math.isfinite(low) and math.isfinite(high) if plain else bool(torch.isfinite(low) & torch.isfinite(high))):
-        kind = "NaN" if bool(torch.isnan(low)) else "infinite values"
-        raise ValueError(f"the tensor holds {kind}")
+        raise ValueError(f"the tensor holds {'NaN' if bool(torch.isnan(low)) else 'infinite values'}")
     return low.float(), high.float()

@@ -314,10 +314,8 @@ class QuantAnalysis:
     def __getattr__(self, name: str) -> Any:
         if not name.startswith(("plot_", "tune_")):
             raise AttributeError(name)
-        because, remedy = (
-            "a page has what is drawn, and widths are searched in the float model",
-            "call fxq.report, or fxq.search.mixed_precision",
-        )
+        because = "a page has what is drawn, and widths are searched in the float model"
+        remedy = "call fxq.report, or fxq.search.mixed_precision"
         raise ConfigurationError(f"QuantAnalysis has no {name}", because=because, remedy=remedy)
 
     def clean(self) -> None:

@@ -21,20 +21,15 @@ YOLO = "yolo"
 PADDING = (None, "pad_zero", "rollover")
 
 
-def _overlaps(boxes: Tensor) -> Tensor:
-    """Return the intersection over union of every two boxes (N, 4)."""
-    left, right = torch.maximum(boxes[:, None, :2], boxes[None, :, :2]), torch.minimum(boxes[:, None, 2:], boxes[None, :, 2:])
-    common = (right - left).clamp(min=0).prod(-1)
-    area = (boxes[:, 2:] - boxes[:, :2]).clamp(min=0).prod(-1)
-    union = area[:, None] + area[None, :] - common
-    return torch.where(union > 0, common / union, torch.zeros_like(common))
-
-
 def _kept(boxes: Tensor, scores: Tensor, threshold: float, labels: Tensor | None, margin: float = 0.0) -> Tensor:
     """Return which boxes stay, the best first: those that no better one of their label overlaps by more than the threshold."""
     order = scores.argsort(descending=True, stable=True)
     boxes, ranked = boxes[order], scores[order]
-    beats = _overlaps(boxes) > threshold
+    left, right = torch.maximum(boxes[:, None, :2], boxes[None, :, :2]), torch.minimum(boxes[:, None, 2:], boxes[None, :, 2:])
+    common = (right - left).clamp(min=0).prod(-1)
+    area = (boxes[:, 2:] - boxes[:, :2]).clamp(min=0).prod(-1)
+    union = area[:, None] + area[None, :] - common
+    beats = torch.where(union > 0, common / union, torch.zeros_like(common)) > threshold
     if labels is not None:
         beats &= labels[order][:, None] == labels[order][None, :]
     if margin > 0:
@@ -89,10 +84,8 @@ def _decoded(deltas: Tensor, anchors: Tensor, absolute: bool = False, exp: Calla
 
 
 def _clipped(boxes: Tensor, size: Any) -> Tensor:
-    """Return the boxes clipped to an image of `size`, height and width."""
     height, width = (float(length) for length in size)
-    ends = torch.tensor([width, height, width, height], dtype=boxes.dtype, device=boxes.device)
-    return boxes.clamp(min=0).minimum(ends)
+    return boxes.clamp(min=0).minimum(torch.tensor([width, height, width, height], dtype=boxes.dtype, device=boxes.device))
 
 
 def _rows(given: Tensor, count: int, batch: int) -> Tensor:
@@ -286,8 +279,7 @@ CLIPS = 4  # parts of a box that are cut off: at x1, y1, x2, y2
 
 def _lists(boxes: Any) -> list[Tensor]:
     """Return the boxes of each item, (K, 4), from a list, or from (N, K, 4) or (N, K, 6), whose scores and classes are left out."""
-    listed = list(boxes.unbind(0)) if isinstance(boxes, Tensor) else list(boxes)
-    return [each[:, :4] for each in listed]
+    return [each[:, :4] for each in (list(boxes.unbind(0)) if isinstance(boxes, Tensor) else list(boxes))]
 
 
 def _batched(features: Sequence[Tensor], boxes: list[Tensor], align: Any) -> Tensor:

@@ -65,7 +65,6 @@ def _folder(
 
 
 def _say_inputs(called: str, source: Any, input_layout: Any, output_layout: Any) -> None:
-    """Log that inputs and outputs differ from the requested ones."""
     sources = {source} if isinstance(source, str) else set(source)
     if sources != {"ddr"} or input_layout not in (None, "NCHW") or output_layout != "NCHW":
         logger.warning(
@@ -107,8 +106,7 @@ def compiled(
     if path.suffix == ".hbm":
         opened = Binary(made)  # the extracted files exist as long as this object
         shutil.copyfile(opened.hbm, path)
-    quantized = f"{made.stem}_quantized_model.onnx"
-    shutil.copyfile(made.with_name(quantized), path.with_name(f"{path.stem}_quantized_model.onnx"))
+    shutil.copyfile(made.with_name(f"{made.stem}_quantized_model.onnx"), path.with_name(f"{path.stem}_quantized_model.onnx"))
     return 0
 
 

@@ -133,8 +133,7 @@ def _prepare(
             graph = fxq.trace(model, inputs)
         else:
             graph = traced(called, model, inputs, dynamic_shapes, branch, leaves(model))
-    mapping = of_setters(rules, graph, march)
-    prepared = fxq.prepare(graph, inputs, march, mapping, options=fxq.Options(batch_norm=batch_norm))
+    prepared = fxq.prepare(graph, inputs, march, of_setters(rules, graph, march), options=fxq.Options(batch_norm=batch_norm))
     fxq.set_state(prepared, State.TRAIN)
     keep_shapes(prepared, inputs)
     take_checkpoints(prepared)

@@ -110,8 +110,7 @@ class Function:
     """The one function of a module: its model, and its inputs. A call returns a list of the outputs' tensors."""
 
     def __init__(self, module: Module) -> None:
-        self._module = module
-        self.name = module.name
+        self._module, self.name = module, module.name
 
     @property
     def inputs(self) -> list[Input]:
@@ -189,8 +188,7 @@ class Module:
 
 def _on_integers(model: fx.GraphModule, args: tuple[Any, ...]) -> Any:
     """Return the integers of an integer model's outputs, given those of its inputs; values that stay in float are unchanged."""
-    inputs = model.graph.find_nodes(op="placeholder")
-    given = [_real(node, value) for node, value in zip(inputs, args, strict=True)]
+    given = [_real(node, value) for node, value in zip(model.graph.find_nodes(op="placeholder"), args, strict=True)]
     (held,) = fxq.inspect.record(model, [given], ("quantized", "accumulators"))
     (output,) = model.graph.find_nodes(op="output")
     nodes, _ = pytree.tree_flatten(output.args[0])

@@ -63,8 +63,7 @@ def scale_of_stubs(model: nn.Module, scale: float | None, why: str) -> Iterator[
     """Set the scale of stubs without their own within the context; a line of the log names these stubs and the reason."""
     open_ = [path for path, module in model.named_modules() if isinstance(module, QuantStub) and module._scale is BY_FUNCTION]
     if open_:
-        taken = "observed" if scale is None else f"{scale:g}"
-        logger.info("the scale of QuantStub %s is %s: %s", ", ".join(open_), taken, why)
+        logger.info("the scale of QuantStub %s is %s: %s", ", ".join(open_), "observed" if scale is None else f"{scale:g}", why)
     before, _given[0] = _given[0], scale
     try:
         yield
@@ -83,7 +82,6 @@ class DeQuantStub(nn.Module):
 
 
 def _matmul(x: Tensor, y: Tensor, x_trans: bool = False, y_trans: bool = False) -> Tensor:
-    """Compute the matrix product, with operands transposed first if requested."""
     return torch.matmul(x.transpose(-2, -1) if x_trans else x, y.transpose(-2, -1) if y_trans else y)
 
 

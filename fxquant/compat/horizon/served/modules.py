@@ -102,8 +102,7 @@ def filter(*inputs: Tensor, threshold: float, idx_range: tuple[int, int] | None 
 
     Each result is [largest values (M,), their channels (M,), row and column (M, 2), and of every map (M, C)]; in float, on the host.
     """
-    first = inputs[0] if idx_range is None else inputs[0][:, idx_range[0] : idx_range[1]]
-    best, index = first.max(1)
+    best, index = (inputs[0] if idx_range is None else inputs[0][:, idx_range[0] : idx_range[1]]).max(1)
     found = []
     for item in range(len(best)):
         places = (best[item] > threshold).nonzero()
@@ -254,8 +253,7 @@ class AnchorGenerator(fxq.nn.AnchorGenerator):
         if legacy_bbox or options:
             raise refused("AnchorGenerator", text=next(iter(options), "legacy_bbox"))
         strides = list(feat_strides)
-        bases = strides if base_sizes is None else list(base_sizes)
-        sizes = [[base * scale for scale in scales] for base in bases]
+        sizes = [[base * scale for scale in scales] for base in (strides if base_sizes is None else list(base_sizes))]
         super().__init__(sizes, [list(ratios)] * len(strides), [int(stride) for stride in strides])
         self.anchors = len(list(scales)) * len(list(ratios))
 

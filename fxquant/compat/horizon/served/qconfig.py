@@ -59,19 +59,13 @@ class NamedObserver(str):
             inside = not prefix or operator.path == prefix or operator.path.startswith(prefix + ".")
             for quantizer in owned_quantizers(operator) if inside else ():
                 if wanted in (None, quantizer.dtype.name) and not (quantizer.given or quantizer.frozen or quantizer.follows_sum):
-                    count += _reset(quantizer, chosen)
+                    made = taking_over(quantizer, fxq.ActivationConfig(observer=chosen))
+                    if made is not None and made.observed:
+                        quantizer.assign(made.scale(quantizer.dtype) * quantizer.headroom)
+                        count += 1
         if not count:
             raise refused("reset_scale")
         return count
-
-
-def _reset(quantizer: Quantizer, chosen: fxq.observers.Observer) -> bool:
-    """Set a scale as another observer with the same statistics would; return whether there is one."""
-    made = taking_over(quantizer, fxq.ActivationConfig(observer=chosen))
-    if made is None or not made.observed:
-        return False
-    quantizer.assign(made.scale(quantizer.dtype) * quantizer.headroom)
-    return True
 
 
 min_max, fixed_scale, clip, percentile, mse = (NamedObserver(name) for name in ("min_max", "fixed_scale", "clip", "percentile", "mse"))
