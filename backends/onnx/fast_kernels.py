@@ -454,7 +454,7 @@ class SumsWriter(Writer):
         axis, channels, unshifted = 1 - weight.dim(), len(weight), not bool(shift.any())
         scale = power_of_two(-shift).float()
         if self._is_kernel(layer):
-            steps, zeros = e.constant(scale.flatten().expand(channels)), e.constant(torch.zeros(channels, dtype=torch.int32))
+            steps, zeros = e.constant(scale.flatten().expand(channels)), e.constant(torch.zeros(channels, dtype=torch.int32, device="cpu"))
             value = e.node("DequantizeLinear", self._sum(layer, how.bias), steps, zeros, axis=axis)
         else:
             value = PRIMITIVES[layer.target].onnx(e, self.operand(layer.args[0]), weight, how.bias.to(torch.int32), *layer.args[3:])  # type: ignore[index]
@@ -470,7 +470,7 @@ class SumsWriter(Writer):
         e = self.emitter
         residual, multiplier, *shift = (self.operand(argument) for argument in node.args[1:])
         factor = multiplier.double() * (power_of_two(-shift[0]) if shift else scale.double())
-        zeros = e.constant(torch.zeros(channels, dtype=torch.int8))
+        zeros = e.constant(torch.zeros(channels, dtype=torch.int8, device="cpu"))
         value = e.node("DequantizeLinear", residual, e.constant(factor.float().flatten().expand(channels)), zeros, axis=axis)
         return e.node("Mul", e.node("Floor", value), e.constant(scale)) if shift else value
 
