@@ -157,9 +157,6 @@ def _replace_rule(gm: fx.GraphModule, node: fx.Node, context: Context) -> None:
     change_gradient(node, path)
 
 
-# ---- after clamps -----------------------------------------------------------------------------------------------------
-
-
 def move(gm: fx.GraphModule, context: Context) -> int:
     """Move every hook or custom backward between an operator and a clamp that is fused into it after the clamp."""
     changes = 0
@@ -182,9 +179,6 @@ def move(gm: fx.GraphModule, context: Context) -> int:
             operand = reader
             changes += 1
     return changes
-
-
-# ---- in the prepared model -------------------------------------------------------------------------------------------
 
 
 def attach(gm: fx.GraphModule, context: Context) -> int:

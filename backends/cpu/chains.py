@@ -296,9 +296,6 @@ class _Built:
         return [torch.tensor(each, dtype=torch.int64, device="cpu") for each in (kinds, offsets, [size for size, _ in dims], strides_of)]
 
 
-# ---- Programs on rows ---------------------------------------------------------------------------------------------------
-
-
 class _Program(ctypes.Structure):
     """The arguments of a program: the structure of chains.c."""
 

@@ -66,9 +66,6 @@ class Call:
         return bound
 
 
-# ---- requantization -------------------------------------------------------------------------------------------------
-
-
 def _per_channel(tensor: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
     if tensor.numel() not in (1, channels):
         raise NotApplicable("its requantization is not one for each channel")
@@ -129,9 +126,6 @@ class Requantization:
             epilogue.residual_zero = site.held(site.match.reads[1]).zero
         padded = {name: _padded(tensor, site.result().pixel) for name, tensor in constants.items()}
         return Requantization(epilogue, tuple(point(epilogue, padded.items())))
-
-
-# ---- sums of products -----------------------------------------------------------------------------------------------
 
 
 def _padded(tensor: Tensor, size: int) -> Tensor:
@@ -244,9 +238,6 @@ def depthwise(site: Site) -> Built:
 
 def _area(form: Held) -> int:
     return math.prod(form.grid[1:-1])
-
-
-# ---- kernels without weights ----------------------------------------------------------------------------------------
 
 
 def _move(input: Held, result: Held, **values: int) -> Move:

@@ -166,8 +166,6 @@ def _gain(gain: Tensor | None, form: Form) -> Tensor:
     return torch.ones(form.channels, dtype=torch.float32, device="cpu") if gain is None else _each(gain, form)
 
 
-# ---- counts of observers ------------------------------------------------------------------------------------------------
-
 SMALLEST_COUNTED = 2**10  # elements of a tensor
 
 

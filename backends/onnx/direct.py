@@ -144,9 +144,6 @@ def _sizes(node: fx.Node) -> tuple[Size, ...]:
     return known.shape
 
 
-# ---- operators that move elements ---------------------------------------------------------------------------------------
-
-
 @form(shape.reshape)
 def _reshape(node: fx.Node, input: fx.Node, shape: Any) -> Plan | None:
     wanted = [-1 if isinstance(size, BatchDim) else size for size in _sizes(node)]
@@ -199,9 +196,6 @@ def _roll(node: fx.Node, input: fx.Node, shifts: list[int], dims: list[int]) -> 
         return value
 
     return write
-
-
-# ---- operators that compute ---------------------------------------------------------------------------------------------
 
 
 @form(layer_norm.layer_norm)

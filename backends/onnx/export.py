@@ -98,8 +98,6 @@ def _check_files(written: Path, models: Mapping[str, onnx.ModelProto], folder: s
             ) from error
 
 
-# ---- integer graphs --------------------------------------------------------------------------------------------------
-
 # For each style: the opsets that it can be written in, and the default.
 FLOAT_OPSETS = (range(11, 22), 18)  # those of a float model
 STYLES = {**dict.fromkeys(("auto", "exact", "fast"), (range(17, 22), 21)), "qdq": (range(11, 22), 17)}
@@ -161,9 +159,6 @@ def check_choice(name: str, value: object, known: list[object]) -> None:
         raise ConfigurationError(
             f"{name}={value!r} is unknown", because=f"it is one of {', '.join(map(str, known))}", remedy="pass one of these"
         )
-
-
-# ---- float models ----------------------------------------------------------------------------------------------------
 
 
 class FloatWriter(Writer):

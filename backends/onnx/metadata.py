@@ -98,9 +98,6 @@ def read_metadata(model: onnx.ModelProto, path: Path) -> dict[str, Any]:
     return entries
 
 
-# ---- validation -----------------------------------------------------------------------------------------------------
-
-
 class Unusable(ValueError):
     """A defect in the metadata of a file."""
 

@@ -119,9 +119,6 @@ class Evaluator(ReferenceEvaluator):
         super().__init__(proto, **{**settings, "new_ops": list(CORRECTED)})
 
 
-# ---- files ----------------------------------------------------------------------------------------------------------
-
-
 class OnnxModel:
     """An exported file, read; raises ExportError if it is not an ONNX file written by fxquant.
 

@@ -220,9 +220,6 @@ def check(
     return findings(annotated, chosen)
 
 
-# ---- Calibrate a prepared model --------------------------------------------------------------------------------------
-
-
 @checked()
 def calibrate(
     prepared: fx.GraphModule,

@@ -291,9 +291,6 @@ def _stand_ins(module: ModuleType) -> Iterator[tuple[ModuleType, str, Any]]:
             yield module, name, value
 
 
-# ---- what is this thread's own ---------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def undisturbed(numbers: OwnRandomNumbers | None = None) -> Iterator[None]:
     """Inside, this thread has its own random numbers, no autocast, and attention layers run their Python code, not the fast path.
@@ -374,9 +371,6 @@ def _generator_of(device: torch.device) -> torch.Generator:
     module = torch.get_device_module(device)
     generators: Sequence[torch.Generator] = module.default_generators
     return generators[module.current_device() if device.index is None else device.index]
-
-
-# ---- which Python modules --------------------------------------------------------------------------------------------
 
 
 def _python_modules(model: nn.Module) -> list[ModuleType]:

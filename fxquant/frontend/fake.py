@@ -299,9 +299,6 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return torch.empty(shape, device="meta", dtype=torch.float32).stride()
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------------
-
-
 def refuse_data(name: str) -> NoReturn:
     """Raise the error for a function that asks a tensor for its content."""
     if calls_from("torch/distributions/"):

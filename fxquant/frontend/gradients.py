@@ -139,8 +139,6 @@ def _take_facts(made: fx.Node, node: fx.Node) -> None:
     graph.attach_qconfigs(made, graph.attached_qconfigs(node))
 
 
-# ---- hooks on tensors -----------------------------------------------------------------------------------------------
-
 _NOT_KEPT = {
     "register_post_accumulate_grad_hook": "it waits for the gradient of a leaf, and a traced tensor is not a leaf",
     "retain_grad": "a traced tensor keeps no gradient; parameters and inputs of the prepared model do",
@@ -207,9 +205,6 @@ def _ruled(handler: Any, rule: GradientRule, name: str, nodes: tuple[fx.Node, ..
     node = handler.graph.create_node("call_module", handler.gradients.add(rule, name), nodes)
     handler.describe(node, value)
     return TracedTensor(node, value)
-
-
-# ---- custom functions ------------------------------------------------------------------------------------------------
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

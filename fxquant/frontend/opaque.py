@@ -145,9 +145,6 @@ class Method(Holder):
         return self
 
 
-# ---- recording ------------------------------------------------------------------------------------------------------
-
-
 def record(handler: Any, op: str, target: Any, function: Any, args: Any, kwargs: Any, fake: Callable[..., Any] | None, because: str) -> Any:
     """Add the node of an opaque call; return the traced tensors, numbers or `Unknown` of its result."""
     with handler.pausing():

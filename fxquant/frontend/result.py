@@ -187,9 +187,6 @@ def _check(first: Handler, own: list[fx.Node], common: set[fx.Node]) -> None:
         logger.warning("layers that are called once more while training, in float there: %s", ", ".join(sorted(shared)))
 
 
-# ---- the module tree of a traced graph -------------------------------------------------------------------------------
-
-
 def build(
     model: nn.Module, recording: Handler, signature: list[list[Any]], preserve: Sequence[str], branch: Branch | None
 ) -> fx.GraphModule:
@@ -332,8 +329,6 @@ def _noted(module: fx.GraphModule, model: nn.Module, called: set[Any], beside: s
         *(f"parameter {name} is not used by the graph" for name in names),
     ]
 
-
-# ---- what is noted on a traced model ---------------------------------------------------------------------------------
 
 _ASSUMPTIONS = "fxquant.assumptions"
 _MOVED = "fxquant.moved_by_forward"

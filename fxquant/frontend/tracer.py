@@ -223,8 +223,6 @@ def _maker(name: str) -> Callable[[list[Any], Any], Any] | None:
     return lambda parts, context: kind(**dict(zip((each.name for each in fields(kind)), parts, strict=True)))
 
 
-# ---- one trace -------------------------------------------------------------------------------------------------------
-
 RETRACE_SIZES = (10, 14)
 
 
@@ -386,9 +384,6 @@ def _at(size: int | BatchDim, batches: Sequence[int]) -> list[Any]:
 
 def _refuse(node: fx.Node, because: str) -> NoReturn:
     raise TraceError("Python code in the model turned the batch size into a constant", node=node, because=because, remedy=_FIX)
-
-
-# ---- comparison with the model itself ------------------------------------------------------------------------------
 
 
 def compare_with_model(model: nn.Module, traced: fx.GraphModule, inputs: ExampleInputs) -> None:

@@ -270,9 +270,6 @@ for _name in ("convolution", "native_layer_norm", "native_group_norm"):
     WRITTEN[getattr(torch, _name)] = python_form(getattr(torch.ops.aten, _name).default)
 
 
-# ---- over all elements ----------------------------------------------------------------------------------------------
-
-
 def _flattened(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a reduction of all elements, where no size of them depends on the batch: that of one row."""
 
@@ -322,9 +319,6 @@ def _index_put(input: Tensor, indices: Sequence[Tensor], values: Tensor, accumul
         place = place * size + each % size
     flat = input.flatten(0, len(given) - 1) if len(given) > 1 else input
     return flat.index_add(0, place.flatten(), values.expand([*place.shape, *rest]).reshape([-1, *rest])).reshape(input.shape)
-
-
-# ---- concatenated ----------------------------------------------------------------------------------------------------
 
 
 def _listed(tensors: Sequence[Any]) -> Sequence[Any]:

@@ -118,9 +118,6 @@ def unusual_kind(tensor: torch.Tensor) -> tuple[str, str] | None:
     return None
 
 
-# ---- what the trace knows about a node -------------------------------------------------------------------------------
-
-
 def argument_name(node: fx.Node) -> str:
     """Return the user's name of the input that a placeholder stands for; as a rule, the placeholder's own."""
     return str(node.meta.get("argument", node.target))
@@ -157,9 +154,6 @@ def target_name(node: fx.Node) -> str:
 def batch_norm_path(node: fx.Node) -> str:
     """Return the dotted path of the module in which the batch norm of this node was called; an empty string for the model itself."""
     return str(node.meta.get("batch_norm", module_path(node)))
-
-
-# ---- parts of composite operators ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -379,9 +373,6 @@ fused: Reads[tuple[str, ...]] = reads("fused", ())  # the names of the nodes fus
 passed_on: Reads[tuple[tuple[str, str], ...]] = reads("passed_on", ())  # a removed node and the operand that its readers read instead
 unfused: Reads[str | None] = reads("unfused", None)  # why the node was not fused into its operand
 set_unfused = writes("unfused", str)
-
-
-# ---- changing a graph ------------------------------------------------------------------------------------------------
 
 
 def inherit(node: fx.Node, parent: fx.Node, made_by: str) -> fx.Node:

@@ -31,8 +31,6 @@ from fxquant.ir.integer import Reference
 from fxquant.support import logger
 from fxquant.support.files import free_in_child, in_child
 
-# ---- models ----------------------------------------------------------------------------------------------------------
-
 CARRIED = "fxquant.ir.carried"  # in `meta` of a model: what else the float model held
 KEPT_IN_EVAL = "fxquant.kept_in_eval"  # in `meta`: paths of modules that the model's own `train` keeps in eval mode
 FROZEN_NORMS = "fxquant.frozen_norms"  # in `meta`: names of running means that batch norms read in train mode, and never move
@@ -274,8 +272,6 @@ def _with_hooks(reference: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-# ---- copies and pickles ----------------------------------------------------------------------------------------------
-
 _OF_EVERY_COPY = ("_graph", "_code", "meta", "training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
@@ -332,9 +328,6 @@ def _nested(value: Any, function: Callable[[Any], Any]) -> Any:
     if type(value) is dict:
         return {key: _nested(item, function) for key, item in value.items()}
     return function(value)
-
-
-# ---- other graphs and names ------------------------------------------------------------------------------------------
 
 
 def free_name(gm: torch.nn.Module, name: str) -> str:

@@ -277,9 +277,6 @@ class BEVPool(nn.Module):
         return cells.index_add(2, self.ranks_bev, weighted).reshape(weighted.shape[0], -1, height, width)
 
 
-# ---- functions as tables ---------------------------------------------------------------------------------------------
-
-
 _DECLARED: dict[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] = {}
 
 

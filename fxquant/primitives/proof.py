@@ -75,9 +75,6 @@ def _key(value: Any) -> Any:
     return value
 
 
-# ---- the graph --------------------------------------------------------------------------------------------------------
-
-
 def unproved(gm: fx.GraphModule, arithmetic: Arithmetic) -> Iterator[tuple[fx.Node, str]]:
     """Yield the nodes of an integer graph that contradict their annotations, or are not proved for every input, and why.
 

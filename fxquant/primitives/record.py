@@ -147,9 +147,6 @@ def stored_limits(low: int, high: int, zero_point: int) -> Range:
     return Range(float(low + zero_point), float(high + zero_point))
 
 
-# ---- the record ------------------------------------------------------------------------------------------------------
-
-
 class Emitter(Protocol):
     """The interface of the exporter that ONNX forms use. Values are names; constants are tensors.
 
@@ -293,9 +290,6 @@ def primitive(onnx: Callable[..., str], *, bounds: Callable[..., Range] | None, 
 def stored(value: Tensor, operand: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `value` as the result of a primitive: float32 where the operand is floating-point, else in the storage dtype."""
     return value.to(torch.float32 if operand.is_floating_point() else dtype)
-
-
-# ---- float kernels that are exact -----------------------------------------------------------------------------------
 
 
 def full_precision(tensor: Tensor) -> AbstractContextManager[None]:

@@ -135,9 +135,6 @@ def shown(value: Any) -> str:
     return written if 0 < len(written) <= 60 else f"<{type(value).__name__}>"
 
 
-# ---- kinds --------------------------------------------------------------------------------------------------------------
-
-
 def instance(right: str, *kinds: type) -> Kind:
     """Return the kind of instances of these classes; they are not converted."""
 

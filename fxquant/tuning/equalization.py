@@ -177,8 +177,6 @@ class TensorNoise:
         return float((torch.minimum(rounding, self.power) * self.gain).sum())
 
 
-# ---- the choice of factors -------------------------------------------------------------------------------------------
-
 SHARES = (0.5, 1.0)  # of the way, in bits, to channels of one range
 MIGRATION = (0.35, 0.5, 0.65, 0.8)  # how much of an activation's range goes to the weights that read it
 WORTH = 0.5  # factors are kept where they leave at most so much of the error

@@ -170,9 +170,6 @@ def quantize_dynamic(
     )  # fmt: skip
 
 
-# ---- shared helpers -----------------------------------------------------------------------------------------------------
-
-
 def _prepared(
     model: nn.Module, example_inputs: Any, called: str, qconfigs: Any = ATTRIBUTES_ALONE, custom: Any = None, *, train: bool = False,
     target: str, dynamic_shapes: Any, training_branch: bool | None = False,

@@ -199,9 +199,6 @@ def read(qconfig: Any, *, activation_alone: bool = False) -> Chosen:
     return QConfig(activation(qconfig.activation), WeightConfig() if activation_alone else weight(qconfig.weight))
 
 
-# ---- mappings ----------------------------------------------------------------------------------------------------------
-
-
 # The operators that PyTorch's default mapping always has rules for, by plain name; a model need not have them.
 PRESET = {
     "hardsigmoid", "sigmoid", "softmax", "tanh", "layernorm", "prelu", "convtranspose1d", "convtranspose2d", "convtranspose3d", "reshape",
@@ -272,9 +269,6 @@ def _plain(kind: Any) -> str:
 def own_qconfig(qconfig: Any) -> Any:
     """Return fxquant's QConfig for one of PyTorch's; any other value is returned unchanged."""
     return read(qconfig) if is_foreign(qconfig) else qconfig
-
-
-# ---- quantize_dynamic --------------------------------------------------------------------------------------------------
 
 
 LAYERS = (nn.Linear, nn.LSTM, nn.GRU, nn.LSTMCell, nn.RNNCell, nn.GRUCell)  # the layers that PyTorch makes dynamic by default

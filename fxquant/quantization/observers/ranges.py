@@ -104,9 +104,6 @@ def _within(count: int) -> Tensor:
     return torch.rand(count, dtype=torch.float64, device="cpu", generator=torch.Generator().manual_seed(0))
 
 
-# ---- observers -------------------------------------------------------------------------------------------------------
-
-
 class Method(Enum):
     """The way in which calibration chooses the ranges of the default observer; `ERROR` is the usual one."""
 

@@ -194,9 +194,6 @@ def check_model(module: Any, example_inputs: Any, march: str | None = None) -> i
     return len(findings)
 
 
-# ---- profiling ---------------------------------------------------------------------------------------------------------
-
-
 @checked(print_tabulate=FLAG)
 def check_unfused_operations(model: nn.Module, example_inputs: Any, print_tabulate: bool = True) -> Any:
     """Return a row for each batch norm, addition and relu of a model that is not fused into the layer before it, with the reason.
@@ -236,9 +233,6 @@ def model_profiler(model1: nn.Module, model2: fx.GraphModule, example_inputs: An
     """
     batch = example_inputs if isinstance(example_inputs, torch.Tensor | dict) else tuple(example_inputs)
     return fxq.report(model2, Path(out_dir or ".") / "profiler.html", [batch], reference=model1)
-
-
-# ---- QuantAnalysis -----------------------------------------------------------------------------------------------------
 
 
 TYPES = ("fake_quant", "pre_export", "export", "convert")

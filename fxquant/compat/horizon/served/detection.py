@@ -70,9 +70,6 @@ def nms_of_scores(
     return boxes[taken], scores[taken], category_idxs[taken]
 
 
-# ---- outputs of detectors -----------------------------------------------------------------------------------------------
-
-
 def _decoded(deltas: Tensor, anchors: Tensor, absolute: bool = False, exp: Callable[[Tensor], Tensor] = torch.exp) -> Tensor:
     """Return the boxes of deltas (…, 4), dx dy dw dh in units of their anchors (…, 4); with `absolute` dx and dy are pixels."""
     size = anchors[..., 2:] - anchors[..., :2]

@@ -162,9 +162,6 @@ def export_hbir(module: Any, hbir: str | os.PathLike[str], march: str | None = N
     return [entry["name"] for entry in told["inputs"]], [entry["name"] for entry in told["outputs"]]
 
 
-# ---- ONNX --------------------------------------------------------------------------------------------------------------
-
-
 @takes(f=FILE)
 def export_to_onnx(
     model: Any, args: Any, f: Any, input_names: list[str] | None = None, output_names: list[str] | None = None,
@@ -186,9 +183,6 @@ def export_to_onnx(
 
 
 export_quantized_onnx = functools.partial(export_to_onnx, _exact=True)
-
-
-# ---- TorchScript -------------------------------------------------------------------------------------------------------
 
 
 KEPT = "fxquant_integer.fxq"

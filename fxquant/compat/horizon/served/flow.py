@@ -140,9 +140,6 @@ def _prepare(
     return prepared.train(model.training)
 
 
-# ---- states, conversion, scales ----------------------------------------------------------------------------------------
-
-
 _converted: weakref.WeakSet[fx.GraphModule] = weakref.WeakSet()  # the integer models that were created, for traces of them
 
 

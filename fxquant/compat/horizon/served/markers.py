@@ -126,9 +126,6 @@ def with_paths(model: nn.Module) -> Iterator[None]:
             object.__setattr__(module, "__class__", kind)
 
 
-# ---- markers of code ---------------------------------------------------------------------------------------------------
-
-
 _WHOLE: set[type] = set()  # classes of modules that `wrap(skip_compile=True)` has marked
 
 

@@ -147,9 +147,6 @@ def window_reverse(windows: Tensor, window_size: int, H: int, W: int) -> Tensor:
     return tiles.permute(0, 1, 3, 2, 4, 5).reshape(-1, H, W, windows.shape[-1])
 
 
-# ---- modules ---------------------------------------------------------------------------------------------------------
-
-
 def _module(name: str, function: Callable[..., Any], operands: int = 1, **defaults: Any) -> type[nn.Module]:
     """Return a class of modules that are one function; its constructor takes the arguments `defaults`, and a call too, after operands."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD

@@ -20,9 +20,6 @@ from fxquant.quantization.spec import FROZEN, LEARNED, PACT, STATISTICS
 from fxquant.support.arguments import FLAG, checked
 from fxquant.tuning.simulation import taking_over
 
-# ---- observers and fake quantizes --------------------------------------------------------------------------------------
-
-
 FLOAT = "float"  # the training mode of a FakeCast, which has no scale
 
 
@@ -100,9 +97,6 @@ FakeQuantize = CalibFakeQuantize = FakeQuant(STATISTICS)
 _LearnableFakeQuantize, PACTFakeQuantize = FakeQuant(LEARNED), FakeQuant(PACT)
 FakeCast = FakeQuant(FLOAT)
 KINDS: dict[Any, FakeQuant] = {"fake_quant": FakeQuantize, "lsq": _LearnableFakeQuantize, "pact": PACTFakeQuantize}
-
-
-# ---- qconfigs ----------------------------------------------------------------------------------------------------------
 
 
 qint4, qint8, qint16, qint32 = "int4", "int8", "int16", "int32"  # fxquant's dtypes

@@ -316,9 +316,6 @@ def _sensitive(qconfig: Any, table: Any, topk: int | None = None, ratio: float |
     return ModuleNameQconfigSetter(dict.fromkeys(filter(None, rows[:count]), qconfig))
 
 
-# ---- predefined setters ------------------------------------------------------------------------------------------------
-
-
 def _ready(qconfig: str, *more: Any) -> TemplateQconfigSetter:
     return TemplateQconfigSetter(NAMED[qconfig], (HighPrecisionOutputTemplate(), *more))
 
@@ -347,9 +344,6 @@ def get_sensitive_op_qconfig_setter(
     """Return a setter of a qconfig for the operators whose rows of the table are of a type: "activation" or "weight"."""
     rows = [row for row in table if isinstance(row, str) or len(row) < 2 or row[1] == sensitive_type]
     return _sensitive(as_qconfig(qconfig) or fxq.QConfig(activation(None)), rows, topk, ratio)
-
-
-# ---- dicts and setters as mappings -------------------------------------------------------------------------------------
 
 
 def _pairs(rules: Any) -> list[tuple[Any, Any]]:
@@ -381,9 +375,6 @@ def on_host(mapping: fxq.QConfigMapping, hybrid_dict: Any) -> fxq.QConfigMapping
     """Return the mapping with what hybrid_dict names on the host: {"module_type": [type], "module_name": [name]}."""
     parts = _only(hybrid_dict, ("module_type", "module_name"), "hybrid_dict")
     return copy.copy(mapping).set_host(*parts.get("module_type", ()), *parts.get("module_name", ()))
-
-
-# ---- setters --------------------------------------------------------------------------------------------------------------
 
 
 def of_setters(setters: Any, traced: fx.GraphModule, march: str) -> fxq.QConfigMapping:
