@@ -204,6 +204,8 @@ def fused(site: Site, writer: Writer, result: int = -1) -> tuple[list[Step], lis
 def _is_wide(site: Site, writer: Writer, nodes: Iterable[fx.Node]) -> bool:
     """Return whether steps need 64 bits: the primitives do, or say so, and the ranges of the operands allow numbers beyond int32."""
     ranges = _ranges(site, writer)
+    if any(known is not None and (known[0] < -(2**63) or known[1] >= 2**63) for known in ranges.values()):
+        raise NotApplicable("its numbers may have more than 64 bits")  # a comparison by the sign of a difference would be wrong
     says = writer.wide or any(node.op != "get_attr" and fact(node).dtype == torch.int64 for node in nodes)
     return says and any(known is not None and (known[0] < -(2**31) or known[1] >= 2**31) for known in ranges.values())
 
@@ -212,10 +214,10 @@ def _range(site: Site, value: Any) -> tuple[int, int] | None:
     """Return the smallest and the largest integer of an operand; None for one of floats."""
     if isinstance(value, Tensor):
         return None if value.is_floating_point() else (int(value.min()), int(value.max()))
-    if fact(value).dtype.itemsize <= 2:
-        return torch.iinfo(fact(value).dtype).min, torch.iinfo(fact(value).dtype).max
-    known = site.forms.ranges[value]
-    return int(known.low.min()), int(known.high.max())
+    dtype, proved = fact(value).dtype, site.forms.ranges.get(value)  # nothing is proved of the model's inputs
+    if dtype.itemsize > 2 and proved is not None:
+        return int(proved.low.min()), int(proved.high.max())
+    return (0, 1) if dtype == torch.bool else None if dtype.is_floating_point else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
 
 
 def _reached(site: Site, step: Step, a: Any, b: Any) -> tuple[int, int] | None:

@@ -122,7 +122,7 @@ def placed(multiplier: tuple[int, ...], right_shift: tuple[int, ...], limit: int
     if bool((steps[open_].abs() >= limit).any()):
         return None
     results, width = torch.arange(low + 1, high + 1, device="cpu"), power_of_two(shift) / factor.double()
-    found = Placed(torch.zeros_like(factor), torch.full(factor.shape, 2.0**32, device="cpu"), none.to(torch.int8))
+    found = Placed(torch.zeros_like(factor), torch.full(factor.shape, 2.0**32, device="cpu", dtype=torch.float32), none.to(torch.int8))
     for near, zero in itertools.product((1 / 16, 1 / 2), sorted(range(-ZERO_POINT, ZERO_POINT), key=abs)):
         exact_offset = -(zero + 0.5) * width
         places = (open_ & ((exact_offset - exact_offset.round()).abs() <= near)).nonzero().flatten()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import fxquant as fxq
 from fxquant.ir.integer import kernel
 from fxquant.kernels.admission import Layer
 from fxquant.primitives import shape
@@ -167,3 +168,26 @@ def test_the_windows_of_a_transposed_convolution_are_those_of_convolutions() -> 
     assert [part.weight.flatten().tolist() for part, _ in parts] == [[15, 13, 7, 5], [14, 12, 6, 4], [11, 9, 3, 1], [10, 8, 2, 0]]
     assert [outputs[1] for _, outputs in parts] == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1)]
     assert {tuple(outputs[0]) for _, outputs in parts} == {(1, 4, 4)}
+
+
+class Compared(nn.Module):
+    """A layer whose result is kept where an integer input is less than 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        return self.conv(x) * (index < 2).float()
+
+
+def test_a_comparison_of_integers_that_may_have_64_bits_is_the_primitives() -> None:
+    """A chain compares by the sign of a difference, which wraps there."""
+    torch.manual_seed(0)
+    index = torch.tensor([-(2**63), 2**63 - 1, 1, 2]).reshape(4, 1, 1, 1)
+    model, x = Compared().eval(), torch.randn(4, 3, 5, 5)
+    prepared = fxq.prepare(model, (x, index), "bayes-e")
+    fxq.calibrate(prepared, [(x, index)], show_progress=False)
+    integer, reference = fxq.convert(prepared), fxq.convert(prepared, kernels="reference")
+    assert torch.equal(integer(x, index), reference(x, index))
+    assert torch.equal(integer(x, index)[:, 0, 0, 0] != 0, torch.tensor([True, False, True, False]))
