@@ -44,6 +44,7 @@ WHOLE: dict[int, Callable[[int, int], int]] = {  # the operations of two integer
     Op.LEAST: min,
     Op.LARGEST: max,
 }
+Ranges = dict[int, tuple[int, int] | None]  # by register, the smallest and the largest integer; None of floats
 STAGES = {Op.MULTIPLY: 0, Op.ADD: 1, Op.SUBTRACT: 1, Op.SHIFT: 2, Op.CLIP: 3}  # of AFFINE, in order
 KINDS = {dtype: kind for kind, dtype in enumerate((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32))}
 
@@ -79,8 +80,9 @@ def chain(site: Site) -> Built:
         registers[node] = None if write is None else write(writer, *args, **kwargs)
         if registers[node] is None:
             raise NotApplicable(f"{node.target.__name__} has no elementwise steps for its arguments")  # type: ignore[union-attr]
-    wide = _is_wide(site, writer, registers)
-    needed, operands, result = fused(site, writer, registers[site.match.root])
+    ranges = _ranges(site, writer)
+    wide = _is_wide(ranges, writer, registers)
+    needed, operands, result = fused(ranges, writer, registers[site.match.root])
     steps, places, used = packed(needed, [register for register, _ in operands], lambda _: BLOCK, result)
     if used > MOST_REGISTERS * BLOCK:
         raise NotApplicable(f"it needs {used // BLOCK} registers, of {MOST_REGISTERS}")
@@ -155,20 +157,20 @@ def packed(
     return made, places, used
 
 
-def _ranges(site: Site, writer: Writer) -> dict[int, tuple[int, int] | None]:
+def _ranges(site: Site, writer: Writer) -> Ranges:
     ranges = {register: _range(site, value) for register, value in writer.operands}
     for step in writer.steps:
         ranges[step.to] = _reached(site, step, ranges.get(step.a), ranges.get(step.b))
     return ranges
 
 
-def fused(site: Site, writer: Writer, result: int = -1) -> tuple[list[Step], list[tuple[int, Any]], int]:
+def fused(ranges: Ranges, writer: Writer, result: int = -1) -> tuple[list[Step], list[tuple[int, Any]], int]:
     """Return the steps, the operands that these read, and the register of the result, with steps by constant numbers fused.
 
     A step that changes no number that its operand can be is left out. A product, a sum, a shift and limits that follow each other are one
     step, AFFINE, where no other step reads what is between them.
     """
-    ranges, constants = _ranges(site, writer), {register: value for register, value in writer.operands if isinstance(value, Tensor)}
+    constants = {register: value for register, value in writer.operands if isinstance(value, Tensor)}
     readers = Counter(register for step in writer.steps for register in {step.a, step.b})
     readers[result] += 1
     same, steps, stages = dict[int, int](), dict[int, Step](), dict[int, int]()
@@ -201,9 +203,8 @@ def fused(site: Site, writer: Writer, result: int = -1) -> tuple[list[Step], lis
     return list(steps.values()), [each for each in writer.operands if each[0] not in constants or each[0] in read], same.get(result, result)
 
 
-def _is_wide(site: Site, writer: Writer, nodes: Iterable[fx.Node]) -> bool:
+def _is_wide(ranges: Ranges, writer: Writer, nodes: Iterable[fx.Node]) -> bool:
     """Return whether steps need 64 bits: the primitives do, or say so, and the ranges of the operands allow numbers beyond int32."""
-    ranges = _ranges(site, writer)
     if any(known is not None and (known[0] < -(2**63) or known[1] >= 2**63) for known in ranges.values()):
         raise NotApplicable("its numbers may have more than 64 bits")  # a comparison by the sign of a difference would be wrong
     says = writer.wide or any(node.op != "get_attr" and fact(node).dtype == torch.int64 for node in nodes)
@@ -416,8 +417,9 @@ class _Rows:
         self.step(WRITE, 0, self.value(node), None, len(self.moves) - 1)
 
     def built(self, function: Any) -> Built:
-        wide = _is_wide(self.site, self.writer, self.registers)
-        needed, operands, _ = fused(self.site, self.writer)
+        ranges = _ranges(self.site, self.writer)
+        wide = _is_wide(ranges, self.writer, self.registers)
+        needed, operands, _ = fused(ranges, self.writer)
         same: dict[Any, int] = {}  # a constant has one register, however often it is read
         names: dict[int, int] = {}
         values: list[Tensor] = []

@@ -317,7 +317,7 @@ def move(site: Site) -> Built:
 
 
 def _moves(site: Site, inputs: Sequence[Tensor], output: Tensor) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Yield views of what is read and of what is written, and whether bytes of the one are 128 more than those of the other."""
+    """Yield the view of each operand, the view of the part of the result that it fills, and whether one stores int8 and the other uint8."""
     result, root = site.result(), site.match.root
     arguments: Any = root.args[1:]
     begins = list(arguments[0]) if root.target is shape.pad else [0] * len(result.sizes)

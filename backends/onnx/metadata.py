@@ -186,7 +186,7 @@ def _check_tensor(name: str, entry: object) -> None:
 
 
 def check_session_options(options: object, what: str) -> None:
-    """Check a file's session options for onnxruntime. Raises Unusable for options other than those that exactness needs."""
+    """Check the session options that a file asks onnxruntime for. Raises Unusable for an option that fxquant never writes."""
     _require(isinstance(options, dict), f"{what} is not an object")
     assert isinstance(options, dict)
     for name, value in options.items():

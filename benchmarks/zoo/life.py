@@ -113,7 +113,7 @@ def check_alive(model: nn.Module, images: Tensor) -> None:
 
 
 def live(model: nn.Module, *sizes: int) -> nn.Module:
-    """The network with statistics of its own activations in its batch norms, so that these are live through all layers."""
+    """Set the statistics of a model's batch norms to those of random inputs of `sizes`; return the model, whose values stay alive."""
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     for norm in norms:
         norm.momentum = None  # the mean of what it sees

@@ -68,10 +68,10 @@ def refusals(group: str, **harmless: Callable[[Any], bool]) -> dict[str, Refusal
 
 
 def foreign(toolkit: str, table: Mapping[str, Refusal] | None = None) -> Callable[..., Callable[[Callable[..., R]], Callable[..., R]]]:
-    """Return a decorator of functions that have the arguments of a toolkit's, in signatures.tsv; its keywords are those of `checked`.
+    """Return a decorator that gives a function the signature of another toolkit's function, from signatures.tsv.
 
-    An argument that the decorated function lacks has no effect; if the table has it, it raises ConfigurationError, unless it is None, its
-    default, or harmless.
+    The decorator takes the keywords of `checked`. An argument that the function lacks has no effect; where `table` has it, any value but
+    None, the default and harmless ones raises ConfigurationError.
     """
 
     def takes(**kinds: Kind) -> Callable[[Callable[..., R]], Callable[..., R]]:

@@ -113,7 +113,7 @@ def _padded(total: fx.Node, window: dict[str, Any], covers: list[fx.Node]) -> fx
 
 
 def _stays_wide(total: fx.Node) -> bool:
-    """Return whether sums of 32 bits are requantized to integers of more than 8 bits, or those of windows divided by the place."""
+    """Return whether an int32 sum becomes an int16 or int32 tensor, or is of an average pool whose divisor differs between positions."""
     (user, *_) = total.users or (None,)
     if user is not None and total.target is pool.sum_pool:
         return role_of(user.target) is not Role.REQUANTIZATION or any(math.prod(_sizes(node)) != 1 for node in user.all_input_nodes[1:])
@@ -148,7 +148,7 @@ def _summed(total: fx.Node) -> dict[str, Any] | str:
 
 
 def _volume(values: Sequence[int], missing: int) -> list[int]:
-    """Return the values of a window along depth, height and width, of which a sequence has its width alone."""
+    """Return a window's values for depth, height and width (3,); the dimensions that its tensor lacks have the value `missing`."""
     return [missing, missing, *values][-3:]
 
 
@@ -346,7 +346,7 @@ def _repeats(nodes: set[fx.Node], order: Mapping[fx.Node, int]) -> bool:
 
 
 def rows(root: fx.Node) -> Matched:
-    """Match the last of primitives on rows, at least one of which reduces each row to one element; none but the last is read elsewhere."""
+    """Match the last primitive of a group that computes and reduces rows, as a layer norm does; others read the last one alone."""
     if not _is_on_rows(root) or not (_is_bytes(root) or any(not _is_on_rows(user) for user in root.users)):
         return None
     unread, covers, reads = Counter[fx.Node](), {root: None}, dict[fx.Node, None]()
@@ -370,12 +370,12 @@ def rows(root: fx.Node) -> Matched:
 
 
 def _is_bytes(node: fx.Node) -> bool:
-    """Return whether other kernels read a node: quantized bytes, but for one of each row, and the same ones in another shape."""
+    """Return whether a node ends a group: it is quantized to 8 bits, has more than one column, and does not only reshape its operand."""
     return _sizes(node)[-1] != 1 and not _moves(node) and known_tensor(node, *BYTES, ranks=range(9)) and qparams(node) is not None
 
 
 def reduction(node: fx.Node) -> Op | None:
-    """Return the reduction of each row that a node is, or None."""
+    """Return the operation by which a node reduces each row to one element; None for a node that reduces no row."""
     record = PRIMITIVES.get(node.target)  # type: ignore[arg-type]
     if record is None or record.reduces is None:
         return None
@@ -383,12 +383,12 @@ def reduction(node: fx.Node) -> Op | None:
 
 
 def _moves(node: fx.Node) -> bool:
-    """Return whether a node has the elements of its operand in their order."""
+    """Return whether a node only reshapes its operand."""
     return node.target is shape.reshape or (node.target is shape.permute and list(node.args[1]) == list(range(len(_sizes(node)))))  # type: ignore[arg-type]
 
 
 def _is_on_rows(node: Any) -> bool:
-    """Return whether each row of a node, in the last dimension, is computed from a row, or an element for the row, of each operand."""
+    """Return whether each row (last dimension) of a node is computed from one row, or one element, of each operand."""
     if not known_tensor(node, *INTEGERS, torch.float32, ranks=range(1, 9)) or not node.all_input_nodes:
         return False
     operands = [operand for operand in node.all_input_nodes if operand.op != "get_attr"]

@@ -225,8 +225,8 @@ class Primitive:
                of its operands; "" for any other, or if its role determines the layout
     steps      writes it as elementwise steps (see `primitives.steps`), or returns None for arguments without such a form; None if it is
                not elementwise
-    reduces    returns the reduction of each row that it is for the operand's sizes and the further arguments, None if it is none for
-               these; None if it never is
+    reduces    returns the operation by which it reduces each row, from the operand's sizes and the further arguments, or None where it
+               reduces other dimensions; None for a primitive that reduces nothing
     shifted    the parameters that are integers on the operands' scale, such as bounds: the zero point is added to these as well
     """
 

@@ -31,7 +31,7 @@ _SECONDS: ContextVar[Counter[str] | None] = ContextVar("seconds", default=None)
 
 @contextmanager
 def timed(step: str) -> Iterator[None]:
-    """Measure the seconds of a block without those of the blocks inside it; the outermost block logs them all."""
+    """Measure the seconds of a `with` block, less the seconds of timed blocks inside it; the outermost block logs the seconds of each."""
     start, around, inside = time.perf_counter(), _SECONDS.get(), Counter[str]()
     token = _SECONDS.set(inside)
     try:

@@ -155,7 +155,7 @@ def _correct(
 
 
 def _walked(prepared: fx.GraphModule, samples: Samples, exact: Walk) -> Run:
-    """Return a function that returns the model's outputs for a chunk of inputs; those of the samples are where the walk ends."""
+    """Return a function from a chunk of inputs to the model's outputs, which are taken from `exact` for the chunks that it has walked."""
     (output,) = prepared.graph.find_nodes(op="output")
     ends = dict(zip(map(id, samples.chunks), exact.at(output.all_input_nodes), strict=True))
 

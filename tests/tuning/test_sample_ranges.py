@@ -14,7 +14,7 @@ from fxquant.tuning import effects, first_samples
 from tests.shared import contract
 
 COUNT = 96
-LOUD = 24.0
+CORNER_FACTOR = 24.0
 
 
 class Classifier(nn.Module):
@@ -35,10 +35,10 @@ class Classifier(nn.Module):
         return self.head((torch.clamp(x, -0.25, 0.25) if self.bounded else x).mean((2, 3)))
 
 
-def images(loud: float, seed: int = 0) -> Tensor:
-    """A third of them have one corner that is so much larger than the rest."""
+def images(factor: float, seed: int = 0) -> Tensor:
+    """Return 96 images (96, 3, 16, 16); in every third one the corner of 2 × 2 pixels is multiplied by `factor`."""
     made = torch.randn(COUNT, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
-    made[::3, :, :2, :2] *= loud
+    made[::3, :, :2, :2] *= factor
     return made
 
 
@@ -54,12 +54,12 @@ def noise(prepared: fx.GraphModule, inputs: Tensor) -> float:
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", ["bayes-e", "x86"])
 def test_two_populations_are_served_alike(target: str, caplog: pytest.LogCaptureFixture) -> None:
-    batches = list(images(LOUD).split(16))
+    batches = list(images(CORNER_FACTOR).split(16))
     with caplog.at_level("INFO", "fxquant"), torch.no_grad():
         usual, chosen = (calibrated(batches, target, balance) for balance in (False, None))
         assert first_samples.method_of(chosen) is not Method.ERROR
         assert first_samples.method_of(usual) is Method.ERROR
-        assert noise(chosen, images(LOUD, seed=1)) < 0.95 * noise(usual, images(LOUD, seed=1))
+        assert noise(chosen, images(CORNER_FACTOR, seed=1)) < 0.95 * noise(usual, images(CORNER_FACTOR, seed=1))
         contract.assert_validate_is_integer(chosen, fxq.convert(chosen), batches[0])
     assert sum("ranges are chosen by" in line for line in caplog.messages) == 1
 
@@ -67,7 +67,7 @@ def test_two_populations_are_served_alike(target: str, caplog: pytest.LogCapture
 @pytest.mark.parametrize("target", ["bayes-e", "x86"])
 def test_samples_whose_largest_values_decide_keep_them(target: str, caplog: pytest.LogCaptureFixture) -> None:
     """Clipping would be worse, so that every scale is the one of the squared error."""
-    batches = list(images(LOUD).split(16))
+    batches = list(images(CORNER_FACTOR).split(16))
     with caplog.at_level("INFO", "fxquant"), torch.no_grad():
         usual, chosen = (calibrated(batches, target, balance, bounded=False) for balance in (False, None))
     assert first_samples.method_of(chosen) is Method.ERROR
@@ -77,7 +77,7 @@ def test_samples_whose_largest_values_decide_keep_them(target: str, caplog: pyte
 
 @pytest.mark.usefixtures("default_outputs")
 def test_fewer_samples_choose_nothing_unless_asked() -> None:
-    few = list(images(LOUD)[:32].split(16))
+    few = list(images(CORNER_FACTOR)[:32].split(16))
     with torch.no_grad():
         usual, unasked, asked = (calibrated(few, "bayes-e", balance) for balance in (False, None, True))
     assert fxq.qparams(unasked) == fxq.qparams(usual)
@@ -88,7 +88,7 @@ def test_fewer_samples_choose_nothing_unless_asked() -> None:
 
 @pytest.mark.nightly
 def test_a_calibration_that_goes_on_ends_as_one_call() -> None:
-    batches = list(images(LOUD).split(16))
+    batches = list(images(CORNER_FACTOR).split(16))
     with torch.no_grad():
         once, twice = calibrated(batches, "bayes-e", None), calibrated(batches[:4], "bayes-e", None)
         fxq.calibrate(twice, batches[4:], options=fxq.Options(correct_bias=False), show_progress=False)
@@ -97,7 +97,7 @@ def test_a_calibration_that_goes_on_ends_as_one_call() -> None:
 
 
 def test_an_interrupted_choice_leaves_the_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = list(images(LOUD).split(16))
+    batches = list(images(CORNER_FACTOR).split(16))
     with torch.no_grad():
         usual = calibrated(batches, "bayes-e", False)
 

@@ -114,7 +114,7 @@ class FloatFunctional(nn.Module):
 
 @contextmanager
 def with_paths(model: nn.Module) -> Iterator[None]:
-    """Replace a model's FloatFunctionals, also PyTorch's, by those of this module within the context, so that rules find them by path."""
+    """Replace the FloatFunctional modules of a model, PyTorch's too, by this file's class within the context, for rules by path."""
     kinds = {module: type(module) for module in model.modules()}
     functionals = {module: kind for module, kind in kinds.items() if f"{kind.__module__[:6]}{kind.__name__}" == "torch.FloatFunctional"}
     for module in functionals:
