@@ -140,7 +140,7 @@ def placed(multiplier: tuple[int, ...], right_shift: tuple[int, ...], limit: int
 
 
 def layer_of(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the convolution, and what adds a residual to it, that nothing but this requantization to int8 by shifts reads; or none."""
+    """Return the convolution and the residual additions that only this requantization to int8 by shifts reads, or an empty tuple."""
     if node.target is not requantize_fixed or node.args[5] != "floor" or node.args[8] != torch.int8:
         return ()
     total: Any = node.args[0]

@@ -62,7 +62,7 @@ def refused(key: str, /, **values: Any) -> ConfigurationError:
 
 
 def refusals(group: str, **harmless: Callable[[Any], bool]) -> dict[str, Refusal]:
-    """Return the refusals of a group of refusals.tsv, by name; `harmless` as of a Refusal, by name."""
+    """Return the refusals of one group of refusals.tsv by name, with the `harmless` values of each."""
     rows = [(key.partition(": ")[2], texts) for key, texts in TEXTS.items() if key.startswith(f"{group}: ")]
     return {name: Refusal(texts[1], texts[2], harmless.get(name)) for names, texts in rows for name in names.split()}
 

@@ -205,7 +205,7 @@ def _record_graph(module: nn.Module, state_dict: Any, prefix: str, metadata: dic
 
 
 def _check_graph(module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-    """A hook that raises ConfigurationError for the state_dict of another integer model; one without metadata is logged."""
+    """Raise ConfigurationError for the state_dict of another integer model, as a hook of load_state_dict; log one without metadata."""
     if GRAPH not in metadata:
         logger.warning("the state_dict has no metadata: zero points and ranges of the integer model are assumed to be equal")
     elif metadata[GRAPH] != _checksum(module):

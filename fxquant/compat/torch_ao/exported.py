@@ -92,7 +92,7 @@ class X86InductorQuantizer(Quantizer):
 
 
 class XNNPACKQuantizer(Quantizer):
-    """Rules for the same target by the name "xnnpack": a weight has a scale for each output channel, or one, whichever a config says."""
+    """A quantizer with the rules of X86InductorQuantizer; a config says whether a weight has one scale or one for each output channel."""
 
     target = "xnnpack"
 

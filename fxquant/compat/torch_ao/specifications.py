@@ -63,7 +63,7 @@ def _tensor(where: Any) -> fx.Node:
 
 
 def report_unshared(called: str, prepared: fx.GraphModule, shared: list[Pair]) -> None:
-    """Log the pairs of integer tensors that a SharedQuantizationSpec names, and that have a scale each in the prepared model."""
+    """Log the pairs of integer tensors of a SharedQuantizationSpec whose scales differ in the prepared model."""
     operators = quantized_operators(prepared)
     quantizers: dict[str, Any] = {}
     for node in prepared.graph.nodes:
