@@ -151,10 +151,14 @@ class Summed(Call):
         return output
 
 
-def packed(weight: Tensor, groups: int, pixel: int) -> Tensor:
+TILE_QUADS = 16  # quads of input bytes that a tile of AMX multiplies
+
+
+def packed(weight: Tensor, groups: int, pixel: int, run: int = 0) -> Tensor:
     """Pack as (group, block, tap, quad of input channels, 16 output channels, 4), with zeros for missing channels.
 
-    Tiles read up to 15 quads beyond the last one, and multiply them by 0.
+    Tiles read up to 15 quads beyond the last one, and multiply them by 0. With a `run`, zeros follow each run of so many bytes of input
+    channels instead, up to the next whole tile.
     """
     outer, inner, *area = weight.shape
     count = outer // groups
@@ -162,10 +166,13 @@ def packed(weight: Tensor, groups: int, pixel: int) -> Tensor:
     full = torch.zeros(groups, blocks * LANES, quads * ALIGNMENT, math.prod(area), dtype=torch.int8, device="cpu")
     full[:, :count, :inner] = weight.reshape(groups, count, inner, -1)
     ordered = full.view(groups, blocks, LANES, quads, ALIGNMENT, -1).permute(0, 1, 5, 3, 2, 4)
-    return F.pad(ordered.flatten(), (0, 15 * LANES * ALIGNMENT))
+    if run:
+        runs = ordered.reshape(groups * blocks, -1, run // ALIGNMENT, LANES * ALIGNMENT)
+        return F.pad(runs, (0, 0, 0, -runs.shape[2] % TILE_QUADS)).contiguous()
+    return F.pad(ordered.flatten(), (0, (TILE_QUADS - 1) * LANES * ALIGNMENT))
 
 
-def _summed(site: Site, layer: Layer, function: Callable[[Any], None], pack: Callable[[Tensor], Tensor], groups: int = 0) -> Built:
+def _summed(site: Site, layer: Layer, function: Callable[[Any], None], pack: Callable[[Tensor, int], Tensor], groups: int = 0) -> Built:
     """Return the call that sums with a packed weight, once its requantization is proved, or several for a transposed convolution.
 
     Of one group, the taps of a row may be one sum. Channels that are only padding have no bias.
@@ -173,13 +180,16 @@ def _summed(site: Site, layer: Layer, function: Callable[[Any], None], pack: Cal
     own, input, result = Requantization.of(site, layer), site.held(site.match.reads[0]), site.result()
     outside, area, calls = torch.full((input.pixel,), input.zero, dtype=torch.uint8, device="cpu"), result.grid[1:-1], list[Summed]()
     for part, outputs in layer.convolutions(area):
-        weight, bias = pack(part.weight), _padded(part.bias(input.zero), result.pixel)
-        made = Sum(outside=address(outside), bias=address(bias), weight=address(weight), epilogue=own.epilogue, threads=1, groups=groups)
+        bias = _padded(part.bias(input.zero), result.pixel)
+        made = Sum(outside=address(outside), bias=address(bias), epilogue=own.epilogue, threads=1, groups=groups)
         made.batch, made.channels, made.out_channels, made.out_pixel = input.grid[0], input.pixel, result.channels, result.pixel
         window = (part.window[key] for key in WINDOW)
         _set_window(made, input.grid[1:-1], outputs[0], part.weight.shape[2:], *window)
         _set_each(made, ("whole", "first", "step"), (area, *outputs[1:]))
         made.fused = groups == 1 and made.kernel_width > 1 and made.dilation_width == 1
+        made.in_place = groups and loaded_library().fxq_reads_in_place(ctypes.addressof(made))
+        weight = pack(part.weight, made.in_place * made.channels * (made.kernel_width if made.fused else 1))
+        made.weight = address(weight)
         names, keeps = ("input", "residual")[: len(site.match.reads)], (weight, outside, bias, *own.keeps)
         calls.append(Summed(function, made, names, keeps, _area(input), finish=loaded_library().fxq_finish))
     layer.prove_requantization(site, calls[0].requantized)
@@ -216,10 +226,10 @@ def convolution(site: Site) -> Built:
     fits = [size for size in range(1, groups) if groups % size == 0 and layer.weight.shape[1] * size % ALIGNMENT == 0]
     merged = fits[0] if fits and input.pixel == input.channels else groups  # groups become one, with zeros for each other's channels
 
-    def pack(weight: Tensor) -> Tensor:
+    def pack(weight: Tensor, run: int) -> Tensor:
         blocks = weight.reshape(-1, merged, weight.shape[0] // groups, 1, *weight.shape[1:])
         apart = torch.eye(merged, dtype=torch.int8, device="cpu").view(1, merged, 1, merged, *[1] * (weight.dim() - 1))
-        return packed((blocks * apart).flatten(3, 4).flatten(0, 2), groups // merged, input.pixel)
+        return packed((blocks * apart).flatten(3, 4).flatten(0, 2), groups // merged, input.pixel, run)
 
     return _summed(site, layer, loaded.fxq_convolution, pack, groups // merged)
 
@@ -233,7 +243,9 @@ def depthwise(site: Site) -> Built:
     is_linear = role_of(site.match.parts["sum"].target) is Role.LINEAR
     if is_linear or inner != 1 or not layer.window["groups"] == outer == input.channels:
         raise NotApplicable("it is not a depthwise convolution")
-    return _summed(site, layer, loaded.fxq_depthwise, lambda weight: _padded(weight.flatten(1).t().to(torch.int32) & 0xFFFF, input.pixel))
+    return _summed(
+        site, layer, loaded.fxq_depthwise, lambda weight, _: _padded(weight.flatten(1).t().to(torch.int32) & 0xFFFF, input.pixel)
+    )
 
 
 def _area(form: Held) -> int:

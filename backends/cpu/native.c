@@ -54,6 +54,7 @@ typedef struct {
     int64_t out_channels, out_pixel; /* out_pixel: elements of a pixel of the output, and of the residual */
     int64_t groups, threads;
     int64_t fused; /* whether the taps of a row, which lie side by side, are summed as one */
+    int64_t in_place; /* whether tiles read pixels where they lie: every run of the weight then fills whole tiles, with zeros */
     Window;
     int64_t whole_depth, whole_height, whole_width; /* of the output and the residual, of which these pixels are written and read: */
     int64_t first_depth, first_height, first_width, step_depth, step_height, step_width; /* the first, and every step-th after it */
@@ -351,11 +352,46 @@ static void chunk_of(const Sum *s, int64_t group, int64_t count, int64_t begin, 
 }
 #endif
 
+enum { ROWS = 16, DEEP = 64, HELD = 1 << 19, WIDE = 512 }; /* HELD, WIDE: the bytes and about the pixels that are computed at a time */
+
+/* The bytes of a pixel's taps that lie side by side. */
+static int64_t run_of(const Sum *s) { return s->channels / s->groups * (s->fused ? s->kernel_width : 1); }
+
+static int64_t upward(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
+
+/* A kernel of one tap that reads every pixel: its pixels are one line. */
+static int64_t is_pointwise(const Sum *s) {
+    return s->kernel_depth * s->kernel_height * s->kernel_width * s->stride_depth * s->stride_height * s->stride_width == 1 &&
+           !(s->pad_depth | s->pad_height | s->pad_width) && s->depth == s->out_depth && s->height == s->out_height && s->width == s->out_width;
+}
+
+static int64_t is_flat(const Sum *s) { return s->stride_height == 1 && s->stride_width == 1; } /* the lines of a plane are one line */
+
+static int64_t reach(int64_t out, int64_t stride, int64_t kernel, int64_t dilation) { return (out - 1) * stride + (kernel - 1) * dilation + 1; }
+
+/* The pixels that tiles compute for this many lines of this width, of which those between two lines are not stored. */
+static int64_t computed(const Sum *s, int64_t lines, int64_t width) {
+    return is_flat(s) ? upward((lines - 1) * reach(width, 1, s->kernel_width, s->dilation_width) + width, ROWS) : lines * upward(width, ROWS);
+}
+
+/* Whether tiles are to read a sum's operand in place: they are of use, and most of their rows are pixels of the output. */
+int64_t fxq_reads_in_place(const Sum *s) {
+#if AMX
+    int64_t pixels = s->out_depth * s->out_height * s->out_width;
+    if (!fxq_has_tiles() || s->groups > 1) return 0;
+    if (is_pointwise(s)) return s->channels >= DEEP / 2 && (pixels >= ROWS || s->channels % DEEP == 0);
+    if (taps_of(s) == 1 && !s->fused) return 0;
+    return taps_of(s) * run_of(s) >= DEEP / 2 && pixels >= ROWS &&
+           2 * pixels >= s->out_depth * computed(s, s->out_height, s->out_width);
+#else
+    (void)s;
+    return 0;
+#endif
+}
+
 #if AMX
 /* Tiles of 16 rows: pixels by 64 bytes of their operands, times 64 bytes by 16 output channels, are sums of 16 pixels by 16 channels.
-   The bytes of a pixel lie side by side for all its taps, as those of the weight do: it is one product of two matrices. */
-
-enum { ROWS = 16, DEEP = 64, HELD = 1 << 19 }; /* HELD: the bytes of operands that are collected at a time */
+   The pixels of a tile lie `pitch` bytes apart, from a base on, and their operands are runs of taps, `steps` bytes after each. */
 
 typedef struct {
     uint8_t palette, start, reserved[14];
@@ -363,11 +399,18 @@ typedef struct {
     uint8_t rows[16];
 } __attribute__((packed)) Tiles;
 
-static int64_t depth_of(const Sum *s) { return taps_of(s) * s->channels / s->groups * (s->fused ? s->kernel_width : 1); }
+typedef struct {
+    const uint8_t **bases; /* of each 16 pixels */
+    int64_t *places;       /* of each pixel, the element of the output at which its first channel is written; -1 where it is not stored */
+    int64_t *steps, pitch, tiles, deep; /* numbers of bases and steps */
+    uint8_t *bytes;        /* copies of operands */
+} Operands;
+
+static int64_t depth_of(const Sum *s) { return taps_of(s) * run_of(s); }
 
 /* The bytes from one collected pixel to the next, which are not a multiple of a page. */
 static int64_t pitch_of(const Sum *s) {
-    int64_t pitch = (depth_of(s) + DEEP - 1) / DEEP * DEEP;
+    int64_t pitch = upward(depth_of(s), DEEP);
     return pitch % 512 ? pitch : pitch + DEEP;
 }
 
@@ -385,10 +428,10 @@ static void begin_tiles(void) {
 }
 
 /* The operands of `count` pixels, each a row of `pitch` bytes, with zeros in the rest of the last tile. */
-static void collect(const Sum *s, const uint8_t *const *table, int64_t stride, int64_t offset, int64_t count, int64_t pitch, uint8_t *rows) {
+static void collect(const Sum *s, const uint8_t *const *table, int64_t stride, int64_t offset, int64_t count, Operands *to) {
     int64_t taps = taps_of(s), depth = depth_of(s), bytes = depth / taps;
     for (int64_t m = 0; m < count; m++) {
-        uint8_t *row = rows + m * pitch;
+        uint8_t *row = to->bytes + m * to->pitch;
         if (depth % DEEP) _mm512_store_si512(row + depth / DEEP * DEEP, _mm512_setzero_si512());
         for (int64_t t = 0; t < taps; t++, row += bytes) {
             const uint8_t *pixel = table[t * stride + m] + offset;
@@ -400,46 +443,149 @@ static void collect(const Sum *s, const uint8_t *const *table, int64_t stride, i
             }
         }
     }
+    const int64_t *places = places_of(s, table, stride);
+    for (int64_t m = 0; m < upward(count, ROWS); m++) to->places[m] = m < count ? places[m] : -1;
+    to->tiles = (count + ROWS - 1) / ROWS;
+    for (int64_t i = 0; i < to->tiles; i++) to->bases[i] = to->bytes + i * ROWS * to->pitch;
+}
+
+/* How a sum is divided whose operand is read in place: `planes` planes of `lines` lines of `width` pixels at a time. */
+typedef struct {
+    int64_t planes, lines, width, whole_lines, whole_width, copied; /* whole: of a plane; copied: bytes of a plane's operands */
+    int64_t parts, columns, chunks; /* parts of a plane's lines, of a line's pixels, and all chunks */
+} Division;
+
+static int64_t bytes_of_plane(const Sum *s, int64_t lines, int64_t width) {
+    int64_t high = reach(lines, s->stride_height, s->kernel_height, s->dilation_height);
+    return s->kernel_depth * high * reach(width, s->stride_width, s->kernel_width, s->dilation_width) * s->channels;
+}
+
+static Division divided(const Sum *s) {
+    Division d = {.planes = s->batch * s->out_depth, .whole_lines = s->out_height, .whole_width = s->out_width};
+    int64_t all = d.planes, most = least(WIDE, HELD / s->channels / 2);
+    if (is_pointwise(s)) all = d.planes = d.whole_lines = 1, d.whole_width = s->batch * s->out_depth * s->out_height * s->out_width;
+    d.columns = d.whole_width > 2 * most ? (d.whole_width + most - 1) / most : 1;
+    d.width = upward((d.whole_width + d.columns - 1) / d.columns, d.columns > 1 ? ROWS : 1);
+    d.lines = least(d.whole_lines, most / d.width + 1);
+    while (d.lines > 1 && bytes_of_plane(s, d.lines, d.width) > HELD) d.lines--;
+    d.parts = (d.whole_lines + d.lines - 1) / d.lines;
+    d.lines = (d.whole_lines + d.parts - 1) / d.parts;
+    d.copied = bytes_of_plane(s, d.lines, d.width);
+    d.planes = d.parts * d.columns > 1 ? 1 : least(all, 1 + least(most / (d.lines * d.width), HELD / d.copied));
+    d.chunks = (all + d.planes - 1) / d.planes * d.parts * d.columns;
+    return d;
+}
+
+/* Copy what `lines` lines of `width` pixels from `line` and `column` on read, with the zeros of the padding. */
+static void copy_plane(const Sum *s, int64_t plane, int64_t line, int64_t column, int64_t lines, int64_t width, uint8_t *to) {
+    int64_t image = plane / s->out_depth, left = column * s->stride_width - s->pad_width;
+    int64_t high = reach(lines, s->stride_height, s->kernel_height, s->dilation_height), pixel = s->channels;
+    int64_t wide = reach(width, s->stride_width, s->kernel_width, s->dilation_width);
+    int64_t before = least(left < 0 ? -left : 0, wide), inside = least(s->width - left - before, wide - before);
+    if (inside < 0) inside = 0;
+    for (int64_t i = 0; i < s->kernel_depth * high; i++, to += wide * pixel) {
+        int64_t z = plane % s->out_depth * s->stride_depth - s->pad_depth + i / high * s->dilation_depth;
+        int64_t y = line * s->stride_height - s->pad_height + i % high;
+        int64_t here = z >= 0 && z < s->depth && y >= 0 && y < s->height ? inside : 0;
+        const uint8_t *from = s->input + (((image * s->depth + z) * s->height + y) * s->width + left + before) * pixel;
+        memset(to, *s->outside, (size_t)((here ? before : wide) * pixel));
+        if (!here) continue;
+        memcpy(to + before * pixel, from, (size_t)(here * pixel));
+        memset(to + (before + here) * pixel, *s->outside, (size_t)((wide - before - here) * pixel));
+    }
+}
+
+static void find_operands(const Sum *s, const Division *d, int64_t chunk, Operands *to) {
+    int64_t column = chunk % d->columns * d->width, line = chunk / d->columns % d->parts * d->lines, pointwise = is_pointwise(s);
+    int64_t first = chunk / d->columns / d->parts * d->planes, last = pointwise ? 1 : least(first + d->planes, s->batch * s->out_depth);
+    int64_t width = least(d->width, d->whole_width - column), lines = least(d->lines, d->whole_lines - line);
+    int64_t high = reach(lines, s->stride_height, s->kernel_height, s->dilation_height);
+    int64_t wide = reach(width, s->stride_width, s->kernel_width, s->dilation_width), flat = is_flat(s), period = flat ? wide : upward(width, ROWS);
+    int64_t across = s->fused ? 1 : s->kernel_width, deep = (run_of(s) + DEEP - 1) / DEEP;
+    to->pitch = s->stride_width * s->channels;
+    to->deep = to->tiles = 0;
+    for (int64_t t = 0; t < taps_of(s); t++)
+        for (int64_t i = 0; i < deep; i++) {
+            int64_t row = t / across / s->kernel_height * high + t / across % s->kernel_height * s->dilation_height;
+            to->steps[to->deep++] = (row * wide + t % across * s->dilation_width) * s->channels + i * DEEP;
+        }
+    for (int64_t plane = first; plane < last; plane++) {
+        const uint8_t *base = s->input + column * s->channels;
+        if (pointwise && column + width == d->whole_width) { /* what lies after the operand is not read */
+            memcpy(to->bytes, base, (size_t)(width * s->channels));
+            base = to->bytes;
+        } else if (!pointwise) {
+            uint8_t *copy = to->bytes + (plane - first) * bytes_of_plane(s, lines, width);
+            copy_plane(s, plane, line, column, lines, width, copy);
+            base = copy;
+        }
+        int64_t count = flat ? upward((lines - 1) * wide + width, ROWS) : lines * period, *places = to->places + to->tiles * ROWS;
+        for (int64_t m = 0; m < count; m += ROWS)
+            to->bases[to->tiles++] = base + (flat ? m : m / period * s->stride_height * wide + m % period * s->stride_width) * s->channels;
+        for (int64_t m = 0; m < count; m++) places[m] = -1;
+        int64_t x = column, y = line, z = plane % s->out_depth, image = plane / s->out_depth;
+        if (pointwise) {
+            z = x / s->out_width / s->out_height, y = x / s->out_width % s->out_height, x %= s->out_width;
+            image = z / s->out_depth, z %= s->out_depth;
+        }
+        for (int64_t i = 0; i < lines; i++, y++, x = column, places += period)
+            for (int64_t j = 0; j < width; j++, x++) {
+                if (x == s->out_width) {
+                    x = 0;
+                    if (++y == s->out_height) {
+                        y = 0;
+                        if (++z == s->out_depth) z = 0, image++;
+                    }
+                }
+                int64_t deepest = image * s->whole_depth + s->first_depth + z * s->step_depth;
+                int64_t highest = deepest * s->whole_height + s->first_height + y * s->step_height;
+                places[j] = (highest * s->whole_width + s->first_width + x * s->step_width) * s->out_pixel;
+            }
+    }
 }
 
 #define TILED(MODE, ADDS)                                                                                                              \
+    if (end - channel >= 16 * wide) { TILED_OF(MODE, ADDS, 1) } else { TILED_OF(MODE, ADDS, 0) }
+#define TILED_OF(MODE, ADDS, FULL)                                                                                                     \
     for (int b = 0; b < wide; b++) {                                                                                                   \
         int64_t c = channel + 16 * b;                                                                                                  \
         __mmask16 mask = mask_of(end - c);                                                                                             \
         Lanes lanes = lanes_of(&s->epilogue, MODE, ADDS, c, mask);                                                                     \
         __m512i bias = _mm512_maskz_loadu_epi32(mask, s->bias + c);                                                                    \
         for (int64_t m = 0; m < here; m++)                                                                                             \
-            finish(&s->epilogue, &lanes, MODE, ADDS, 0, _mm512_add_epi32(bias, _mm512_load_si512(sums[2 * (m / ROWS) + b][m % ROWS])), \
-                   mask, s->residual, s->output, places[at + m] + c);                                                 \
+            if (places[m] >= 0)                                                                                                        \
+                finish(&s->epilogue, &lanes, MODE, ADDS, FULL,                                                                         \
+                       _mm512_add_epi32(bias, _mm512_load_si512(sums[2 * (m / ROWS) + b][m % ROWS])), mask, s->residual, s->output,    \
+                       places[m] + c);                                                                                                 \
     }
 
 /* 2 × 2 tiles of sums at a time. Sums of tiles wrap as those of VNNI do. */
-static void tiles_of(const Sum *s, int64_t group, const int64_t *places, int64_t count, int64_t begin, int64_t end_block,
-                     const uint8_t *rows, int64_t pitch) {
-    int64_t outer = s->out_channels / s->groups, depth = depth_of(s), end = (group + 1) * outer, block_bytes = depth * 16;
+static void tiles_of(const Sum *s, int64_t group, const Operands *o, int64_t begin, int64_t end_block) {
+    int64_t outer = s->out_channels / s->groups, end = (group + 1) * outer, pitch = o->pitch;
+    int64_t block_bytes = (s->in_place ? o->deep * DEEP : depth_of(s)) * ROWS;
     const int8_t *weight = (const int8_t *)s->weight + group * ((outer + 15) / 16) * block_bytes;
     _Alignas(64) int32_t sums[4][ROWS][16];
     for (int64_t block = begin; block < end_block; block += 2) {
         int wide = block + 1 < end_block ? 2 : 1;
         int64_t channel = group * outer + 16 * block;
-        const int8_t *w = weight + block * block_bytes;
-        for (int64_t at = 0; at < count; at += 2 * ROWS) {
-            int64_t here = least(count - at, 2 * ROWS);
-            const uint8_t *x = rows + at * pitch;
+        for (int64_t tile = 0; tile < o->tiles; tile += 2) {
+            const int8_t *w = weight + block * block_bytes;
+            const int64_t *places = o->places + tile * ROWS, here = tile + 1 < o->tiles ? 2 * ROWS : ROWS;
+            const uint8_t *first = o->bases[tile], *second = here > ROWS ? o->bases[tile + 1] : NULL;
             _tile_zero(0);
             _tile_zero(1);
             _tile_zero(2);
             _tile_zero(3);
-            for (int64_t k = 0; k < depth; k += DEEP) {
-                _tile_loadd(4, x + k, pitch);
-                _tile_loadd(6, w + k * 16, 64);
+            for (int64_t k = 0; k < o->deep; k++, w += DEEP * ROWS) {
+                _tile_loadd(4, first + o->steps[k], pitch);
+                _tile_loadd(6, w, 64);
                 _tile_dpbusd(0, 4, 6);
                 if (wide == 2) {
-                    _tile_loadd(7, w + block_bytes + k * 16, 64);
+                    _tile_loadd(7, w + block_bytes, 64);
                     _tile_dpbusd(1, 4, 7);
                 }
-                if (here > ROWS) {
-                    _tile_loadd(5, x + ROWS * pitch + k, pitch);
+                if (second) {
+                    _tile_loadd(5, second + o->steps[k], pitch);
                     _tile_dpbusd(2, 5, 6);
                     if (wide == 2) _tile_dpbusd(3, 5, 7);
                 }
@@ -507,41 +653,61 @@ static void sum_chunk(const Sum *s, const uint8_t *const *table, int64_t count, 
 void fxq_convolution(const Sum *s) {
 #if VNNI
     int64_t pixels = s->batch * s->out_depth * s->out_height * s->out_width, blocks = (s->out_channels / s->groups + 15) / 16, size = CHUNK;
+    int64_t chunks = 0;
 #if AMX
-    int64_t tiled = tiled_pixels(s), pitch = pitch_of(s);
-    if (tiled) size = tiled;
+    int64_t in_place = s->in_place && pixels >= ROWS / 2, tiled = in_place ? 0 : tiled_pixels(s), pitch = pitch_of(s);
+    Division division = {0};
+    if (in_place) {
+        division = divided(s);
+        chunks = division.chunks;
+        size = division.planes * computed(s, division.lines, division.width);
+        pitch = 0;
+    } else if (tiled) size = tiled;
+    int64_t steps = in_place ? taps_of(s) * ((run_of(s) + DEEP - 1) / DEEP) : (depth_of(s) + DEEP - 1) / DEEP;
+    int64_t copied = in_place ? division.planes * division.copied + (ROWS * s->stride_width + 1) * s->channels + DEEP : size * pitch;
 #endif
-    int64_t chunks = (pixels + size - 1) / size;
+    if (!chunks) chunks = (pixels + size - 1) / size;
     int64_t parts = chunks * s->groups >= 4 * s->threads ? 1 : least(blocks, 4 * s->threads), part = (blocks + parts - 1) / parts;
     if (part < 4) part = least(blocks, 4);
     parts = (blocks + part - 1) / part;
     int64_t jobs = chunks * parts * s->groups;
 #pragma omp parallel num_threads(s->threads) if (s->threads > 1)
     {
-        const uint8_t **table = malloc(bytes_of_table(s, size));
+        const uint8_t **table = NULL;
         int64_t at = -1;
 #if AMX
-        uint8_t *rows = tiled ? aligned_alloc(DEEP, (size_t)(size * pitch)) : NULL;
-        if (tiled) begin_tiles();
+        Operands operands = {.pitch = pitch, .deep = steps};
+        if (in_place || tiled) {
+            operands.bytes = aligned_alloc(DEEP, (size_t)upward(copied, DEEP));
+            operands.bases = malloc((size_t)(size / ROWS) * sizeof *operands.bases);
+            operands.places = malloc((size_t)size * sizeof *operands.places);
+            operands.steps = malloc((size_t)steps * sizeof *operands.steps);
+            for (int64_t k = 0; k < steps; k++) operands.steps[k] = k * DEEP;
+            begin_tiles();
+        }
+        if (!in_place)
 #endif
+            table = malloc(bytes_of_table(s, size));
 #pragma omp for schedule(dynamic)
         for (int64_t job = 0; job < jobs; job++) {
             int64_t chunk = job / (parts * s->groups), group = job / parts % s->groups, begin = job % parts * part;
             int64_t first = chunk * size, count = least(size, pixels - first);
-            if (at != chunk) find_pixels(s, first, count, size, table);
+            if (at != chunk && table) find_pixels(s, first, count, size, table);
 #if AMX
-            if (tiled) {
-                if (at != chunk || s->groups > 1) collect(s, table, size, group * (s->channels / s->groups), count, pitch, rows);
-                tiles_of(s, group, places_of(s, table, size), count, begin, least(begin + part, blocks), rows, pitch);
-            }
-            if (!tiled)
+            if (in_place && at != chunk) find_operands(s, &division, chunk, &operands);
+            if (tiled && (at != chunk || s->groups > 1)) collect(s, table, size, group * (s->channels / s->groups), count, &operands);
+            if (in_place || tiled) tiles_of(s, group, &operands, begin, least(begin + part, blocks));
+            else
 #endif
                 chunk_of(s, group, count, begin, least(begin + part, blocks), table);
             at = chunk;
         }
 #if AMX
-        if (tiled) _tile_release();
-        free(rows);
+        if (in_place || tiled) _tile_release();
+        free(operands.bytes);
+        free((void *)operands.bases);
+        free(operands.places);
+        free(operands.steps);
 #endif
         free((void *)table);
     }

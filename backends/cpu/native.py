@@ -63,7 +63,7 @@ class Sum(ctypes.Structure):
 
     _fields_ = [
         *_fields(_pointer, "input residual outside weight bias output"),
-        *_fields(_int64, "batch channels out_channels out_pixel groups threads fused"),
+        *_fields(_int64, "batch channels out_channels out_pixel groups threads fused in_place"),
         *_WINDOW,
         *((f"{name}_{side}", _int64) for name in ("whole", "first", "step") for side in AREA),
         ("epilogue", Epilogue),
@@ -148,6 +148,7 @@ def library() -> Any:
     if not isinstance(loaded, str):
         for name in ("dot_products", "sums_of_products", "tiles"):
             getattr(loaded, f"fxq_has_{name}").restype = _int64
+        loaded.fxq_reads_in_place.restype, loaded.fxq_reads_in_place.argtypes = _int64, [_pointer]
     return loaded
 
 

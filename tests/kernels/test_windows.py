@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from fxquant.backends.cpu import native
 from fxquant.ir.integer import kernel
 from fxquant.kernels.admission import Layer
 from fxquant.primitives import shape
@@ -94,6 +95,36 @@ def test_volumes_without_a_compiler(no_compiler: None) -> None:
 def test_groups_of_any_size(inputs: int, outputs: int, groups: int, target: str) -> None:
     model = Network(lambda s, x: F.relu(s.conv(x)), conv=nn.Conv2d(inputs, outputs, 3, (1, 2), 1, groups=groups))
     assert_kernels(model, target, 2, inputs, 6, 7, moves=False)
+
+
+IN_PLACE: dict[
+    str, tuple[Callable[[], nn.Module], tuple[int, ...], bool]
+] = {  # a layer, the sizes of an input, whether tiles read it in place
+    "first layer": (lambda: nn.Conv2d(3, 20, 7, 2, 3), (3, 40, 43), True),
+    "several images together": (lambda: nn.Conv2d(64, 40, 3, 1, 1), (64, 7, 7), True),
+    "parts of an image": (lambda: nn.Conv2d(20, 17, (3, 5), 1, (0, 2)), (20, 41, 37), True),
+    "parts of a line": (lambda: nn.Conv1d(36, 33, 5, 1, 4, 2), (36, 2100), True),
+    "a padding wider than the kernel's reach": (lambda: nn.Conv1d(32, 16, 2, 3, 1), (32, 5000), True),
+    "volumes": (lambda: nn.Conv3d(8, 16, (3, 2, 3), (2, 1, 1), 1), (8, 7, 13, 21), True),
+    "pixels": (lambda: nn.Conv2d(40, 24, 1), (40, 23, 29), True),
+    "few pixels": (lambda: nn.Conv2d(64, 24, 3), (64, 5, 5), False),
+    "every second pixel": (lambda: nn.Conv2d(64, 24, 1, 2), (64, 17, 15), False),
+    "narrow": (lambda: nn.Conv2d(64, 24, 3, 2, 1), (64, 13, 13), False),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_tiles_read_the_pixels_of_a_window_in_place(name: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, sizes, reads = IN_PLACE[name]
+    library, answers = native.library(), list[int]()
+    if not isinstance(library, str):
+        function = library.fxq_reads_in_place
+        monkeypatch.setattr(library, "fxq_reads_in_place", lambda place: answers.append(function(place)) or answers[-1])
+    model = Network(lambda s, x: F.relu(s.layer(x)), layer=make())
+    for batch in (1, 9):
+        assert_kernels(model, target, batch, *sizes, moves=False)
+    assert not answers or set(answers) == {int(reads and bool(library.fxq_has_tiles()))}
 
 
 @pytest.mark.parametrize("target", TARGETS)
