@@ -243,9 +243,11 @@ def depthwise(site: Site) -> Built:
     is_linear = role_of(site.match.parts["sum"].target) is Role.LINEAR
     if is_linear or inner != 1 or not layer.window["groups"] == outer == input.channels:
         raise NotApplicable("it is not a depthwise convolution")
-    return _summed(
-        site, layer, loaded.fxq_depthwise, lambda weight, _: _padded(weight.flatten(1).t().to(torch.int32) & 0xFFFF, input.pixel)
-    )
+
+    def pack(weight: Tensor, _: int) -> Tensor:
+        return _padded(weight.flatten(1).t().to(torch.int32) & 0xFFFF, input.pixel)
+
+    return _summed(site, layer, loaded.fxq_depthwise, pack)
 
 
 def _area(form: Held) -> int:
@@ -287,14 +289,16 @@ def max_pool(site: Site) -> Built:
 
 @implementation("native table")
 def pointwise(site: Site) -> Built:
-    """Build one byte from one or two bytes, by a table of all cases that the primitives compute, and so exact for every operand."""
+    """Build one byte from one or two bytes, by tables of all cases that the primitives compute, and so exact for every operand."""
     loaded, result = loaded_library(), site.result()
     forms = [site.held(read) for read in site.match.reads]
     table = enumerated(site, forms, result)
     made = _move(forms[0], result)
     made.table = address(table)
     if len(forms) == 1:
-        return Call(loaded.fxq_lookup, made, ("input",), (table,), batch=forms[0].pixel)
+        made.channels = forms[0].pixel
+        made.out_height = int(site.match.parts["channels"])
+        return Call(loaded.fxq_lookup, made, ("input",), (table,))
     first, second = forms
     made.channels = first.pixel
     made.out_height = int(second.sizes != first.sizes)

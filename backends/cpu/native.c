@@ -966,34 +966,66 @@ void fxq_quantize(const Move *s) {
 
 /* The largest byte of each window; padding never wins. */
 void fxq_max_pool(const Move *s) {
-    int64_t channels = s->channels, rows = s->batch * s->out_depth * s->out_height;
-#pragma omp parallel for num_threads(s->threads) if (s->threads > 1)
-    for (int64_t row = 0; row < rows; row++)
-        for (int64_t column = 0; column < s->out_width; column++) {
-            uint8_t *restrict y = (uint8_t *)s->output + (row * s->out_width + column) * channels;
+    int64_t channels = s->channels, rows = s->batch * s->out_depth * s->out_height, lines = s->kernel_depth * s->kernel_height;
+#pragma omp parallel num_threads(s->threads) if (s->threads > 1)
+    {
+        const uint8_t **line = malloc((size_t)lines * sizeof *line);
+#pragma omp for
+        for (int64_t row = 0; row < rows; row++) {
             int64_t image = row / s->out_height / s->out_depth, front = row / s->out_height % s->out_depth * s->stride_depth - s->pad_depth;
-            memset(y, 0, (size_t)channels);
-            for (int64_t i = 0; i < s->kernel_depth * s->kernel_height; i++) {
-                int64_t plane = front + i / s->kernel_height * s->dilation_depth;
-                int64_t at = row % s->out_height * s->stride_height - s->pad_height + i % s->kernel_height * s->dilation_height;
-                if (plane < 0 || plane >= s->depth || at < 0 || at >= s->height) continue;
-                for (int64_t j = 0; j < s->kernel_width; j++) {
-                    int64_t left = column * s->stride_width - s->pad_width + j * s->dilation_width;
-                    if (left < 0 || left >= s->width) continue;
-                    const uint8_t *restrict x =
-                        (const uint8_t *)s->input + (((image * s->depth + plane) * s->height + at) * s->width + left) * channels;
-                    for (int64_t c = 0; c < channels; c++) y[c] = y[c] > x[c] ? y[c] : x[c];
+            int64_t top = row % s->out_height * s->stride_height - s->pad_height, count = 0;
+            for (int64_t i = 0; i < lines; i++) {
+                int64_t plane = front + i / s->kernel_height * s->dilation_depth, at = top + i % s->kernel_height * s->dilation_height;
+                if (plane >= 0 && plane < s->depth && at >= 0 && at < s->height)
+                    line[count++] = (const uint8_t *)s->input + ((image * s->depth + plane) * s->height + at) * s->width * channels;
+            }
+            uint8_t *restrict y = (uint8_t *)s->output + row * s->out_width * channels;
+            for (int64_t column = 0; column < s->out_width; column++, y += channels) {
+                int64_t left = column * s->stride_width - s->pad_width;
+#if VNNI
+                for (int64_t c = 0; c < channels; c += 64) {
+                    __mmask64 mask = channels - c >= 64 ? ~0ull : ~0ull >> (64 - (channels - c));
+                    __m512i most = _mm512_setzero_si512();
+                    for (int64_t i = 0; i < count; i++)
+                        for (int64_t j = 0, x = left; j < s->kernel_width; j++, x += s->dilation_width)
+                            if (x >= 0 && x < s->width) most = _mm512_max_epu8(most, _mm512_maskz_loadu_epi8(mask, line[i] + x * channels + c));
+                    _mm512_mask_storeu_epi8(y + c, mask, most);
                 }
+#else
+                memset(y, 0, (size_t)channels);
+                for (int64_t i = 0; i < count; i++)
+                    for (int64_t j = 0, x = left; j < s->kernel_width; j++, x += s->dilation_width)
+                        if (x >= 0 && x < s->width)
+                            for (int64_t c = 0; c < channels; c++) y[c] = y[c] > line[i][x * channels + c] ? y[c] : line[i][x * channels + c];
+#endif
             }
         }
+        free((void *)line);
+    }
 }
 
-/* table[x] of `batch` bytes. */
+/* table[x] of `batch` pixels; with `out_height` = 1, every channel has a table of its own. */
 void fxq_lookup(const Move *s) {
-    const uint8_t *x = s->input, *table = s->table;
-    uint8_t *y = s->output;
+    int64_t channels = s->channels, own = s->out_height ? 256 : 0;
+#if VNNI && defined(__AVX512VBMI__)
+    __m512i part[4];
+    for (int i = 0; i < 4; i++) part[i] = _mm512_loadu_si512((const uint8_t *)s->table + 64 * i);
+#endif
 #pragma omp parallel for num_threads(s->threads) if (s->threads > 1)
-    for (int64_t i = 0; i < s->batch; i++) y[i] = table[x[i]];
+    for (int64_t pixel = 0; pixel < s->batch; pixel++) {
+        const uint8_t *x = (const uint8_t *)s->input + pixel * channels, *table = s->table;
+        uint8_t *restrict y = (uint8_t *)s->output + pixel * channels;
+#if VNNI && defined(__AVX512VBMI__)
+        for (int64_t c = 0; !own && c < channels; c += 64) {
+            __mmask64 mask = channels - c >= 64 ? ~0ull : ~0ull >> (64 - (channels - c));
+            __m512i at = _mm512_maskz_loadu_epi8(mask, x + c);
+            __m512i low = _mm512_permutex2var_epi8(part[0], at, part[1]), high = _mm512_permutex2var_epi8(part[2], at, part[3]);
+            _mm512_mask_storeu_epi8(y + c, mask, _mm512_mask_blend_epi8(_mm512_movepi8_mask(at), low, high));
+        }
+        if (!own) continue;
+#endif
+        for (int64_t c = 0; c < channels; c++, table += own) y[c] = table[x[c]];
+    }
 }
 
 /* table[256 * x + z]: z has as many images and channels as x, and as many pixels, or one, which is `out_height` = 1. */

@@ -228,11 +228,14 @@ def tensor_table(site: Site) -> Built:
     if any(form.sizes != result.sizes for form in forms):
         raise NotApplicable("its operands have different sizes")
     table = enumerated(site, forms, result)
+    offsets = torch.arange(0, len(table), 256, dtype=torch.int32, device="cpu") if site.match.parts["channels"] else None
 
     def bound(inputs: Sequence[Tensor], output: Tensor) -> None:
         index = inputs[0].to(torch.int32)
         if len(inputs) == 2:
             index = index.mul_(256).add_(inputs[1])
+        if offsets is not None:
+            index = index.add_(offsets)
         torch.index_select(table, 0, index.flatten(), out=output.view(-1))
 
     return Binding(lambda: bound)

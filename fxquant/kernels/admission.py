@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn import functional as F
 
 from fxquant.ir.graph import fact, resolve
 from fxquant.ir.integer import qparams
@@ -331,18 +332,29 @@ def residual_factor(site: Site) -> Tensor:
 def enumerated(site: Site, forms: Sequence[Held], result: Held) -> Tensor:
     """Return the result's byte for every byte of an operand, or every pair of them; 0 where a byte stands for no integer of the tensor.
 
-    The primitives compute it, so it is right for every operand.
+    The primitives compute it, so it is right for every operand. Where constants differ between channels, each byte of a pixel has 256.
     """
     valid = torch.ones((), dtype=torch.bool, device="cpu")
     given: dict[fx.Node, Tensor] = {}
     size = [256] * len(forms)
-    # The constants have one element, and up to four dimensions.
-    ones = [1] * (4 - len(forms))
+    vary, channels = site.match.parts["channels"], result.channels if site.match.parts["channels"] else 1
+    if vary and not result.channels_first and len(result.sizes) > 2:
+        raise NotApplicable("its constants differ between elements of the last dimension")
+    # Other constants have one element, and up to four dimensions.
+    ones = [channels, *[1] * (len(result.sizes) - 2)] if vary else [1] * (4 - len(forms))
     for axis, (read, form) in enumerate(zip(site.match.reads, forms, strict=True)):
         dtype = ACTIVATION_TYPES[grid(read).dtype]
         stored = torch.arange(256, device="cpu") - form.zero + grid(read).zero_point
         shape = [256 if axis == index else 1 for index in range(len(forms))]
         valid = valid & ((stored >= dtype.low) & (stored <= dtype.high)).reshape(shape)
-        given[read] = stored.clamp(dtype.low, dtype.high).to(dtype.storage).reshape(shape).expand(size).reshape(*size, *ones)
+        given[read] = (
+            stored.clamp(dtype.low, dtype.high)
+            .to(dtype.storage)
+            .reshape(shape)
+            .expand(size)
+            .reshape(*size, *[1] * len(ones))
+            .expand(*size, *ones)
+        )
     found = evaluate(site.model, site.match, given)[0].to(torch.int64) - grid(site.match.root).zero_point + result.zero
-    return torch.where(valid, found.reshape(size), 0).to(torch.uint8).flatten().contiguous()
+    table = torch.where(valid, found.reshape(*size, channels).movedim(-1, 0), 0).to(torch.uint8).flatten(1)
+    return F.pad(table, (0, 0, 0, result.pixel - channels if vary else 0)).flatten().contiguous()

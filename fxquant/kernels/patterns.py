@@ -197,37 +197,59 @@ def maximum(root: fx.Node) -> Matched:
 
 
 def pointwise(root: fx.Node) -> Matched:
-    """Match elementwise functions from one or two tensors of bytes to bytes, whose constants are the same for all elements."""
-    if role_of(root.target) not in POINTWISE:
+    """Match elementwise functions from one or two tensors of bytes to bytes, whose constants are the same for all elements.
+
+    Constants of a function of one tensor may differ between channels: the part "channels" says whether they do.
+    """
+    if not _is_elementwise(root):
         return None
     if not known_tensor(root, *BYTES) or qparams(root) is None:
         return _lacking("write", root)
     covers: list[fx.Node] = []
     reads: list[fx.Node] = []
+    vary: list[fx.Node] = []
     for operand in root.all_input_nodes:
-        because = _apart(operand, covers, reads)
+        because = _apart(operand, covers, reads, vary)
         if because is not None:
             return because
     if not 1 <= len(reads) <= 2:
         return f"it reads {len(reads)} tensors; kernels read 1 or 2"
+    if vary and (len(reads) == 2 or not all(_differs_between_channels(constant, root) for constant in vary)):
+        return "its constants differ between elements; kernels take one for all, or of one operand one for each channel"
     if len(reads) == 2 and len(sizes := _sizes(reads[0])) > 2 and math.prod(sizes[2:]) == 1:
         reads.reverse()  # what has one pixel comes second
-    return Match(root, (*covers, root), tuple(reads))
+    return Match(root, (*covers, root), tuple(reads), {"channels": bool(vary)})
 
 
-def _apart(node: fx.Node, covers: list[fx.Node], reads: list[fx.Node]) -> str | None:
-    """Collect what a value is computed from; return why it is not a number, a tensor of bytes, or an elementwise function of these."""
+def _is_elementwise(node: fx.Node) -> bool:
+    record = PRIMITIVES.get(node.target)  # type: ignore[arg-type]
+    return record is not None and (record.role in POINTWISE or record.steps is not None)
+
+
+def _differs_between_channels(constant: fx.Node, root: fx.Node) -> bool:
+    """Return whether a constant has the channels of a result as its only dimension with more than one element."""
+    channels, *area = _sizes(root)[1:]
+    scales = any(role_of(user.target) is Role.CHANNEL_SCALING and user.args[3] == len(area) for user in constant.users)
+    return _sizes(constant) == (channels, *[1] * (0 if scales else len(area)))
+
+
+def _apart(node: fx.Node, covers: list[fx.Node], reads: list[fx.Node], vary: list[fx.Node]) -> str | None:
+    """Collect what a value is computed from; return why it is not a constant, a tensor of bytes, or an elementwise function of these.
+
+    Constants of more than one element are appended to `vary`.
+    """
     known = fact(node)
     if not isinstance(known, TensorFact):
         return _lacking("read", node)
     if node.op == "get_attr":
-        one = all(size == 1 for size in known.shape) or all(user.target is elementwise.lookup for user in node.users)
-        return None if one else "its constants differ between elements; kernels take one for all"
+        if any(size != 1 for size in known.shape) and any(user.target is not elementwise.lookup for user in node.users):
+            vary.append(node)
+        return None
     if known.dtype in BYTES and qparams(node) is not None:
         if node not in reads:
             reads.append(node)
         return None if len(known.shape) in RANKS else _lacking("read", node)
-    if role_of(node.target) not in POINTWISE:
+    if not _is_elementwise(node):
         record = PRIMITIVES.get(node.target)  # type: ignore[arg-type]
         if record is None or record.kind == "quantized":
             return _lacking("read", node)
@@ -236,7 +258,7 @@ def _apart(node: fx.Node, covers: list[fx.Node], reads: list[fx.Node]) -> str | 
         return f"%{node.name} inside of it has other readers" if qparams(node) is None else _lacking("read", node)
     if len(node.users) == 1:
         covers.append(node)
-    return next((because for operand in node.all_input_nodes if (because := _apart(operand, covers, reads)) is not None), None)
+    return next((because for operand in node.all_input_nodes if (because := _apart(operand, covers, reads, vary)) is not None), None)
 
 
 def elementwise_chain(root: fx.Node) -> Matched:

@@ -15,7 +15,7 @@ from fxquant.backends.cpu import native
 from fxquant.ir.integer import kernel
 from fxquant.kernels.admission import Layer
 from fxquant.primitives import shape
-from tests.kernels.test_kernels import assert_same, both, choices, computed, images, no_compiler, ordinary
+from tests.kernels.test_kernels import assert_same, both, choices, chosen, computed, images, no_compiler, ordinary
 from tests.shared.networks import Network
 
 TARGETS = ("bayes-e", "x86", "bernoulli2")
@@ -97,9 +97,8 @@ def test_groups_of_any_size(inputs: int, outputs: int, groups: int, target: str)
     assert_kernels(model, target, 2, inputs, 6, 7, moves=False)
 
 
-IN_PLACE: dict[
-    str, tuple[Callable[[], nn.Module], tuple[int, ...], bool]
-] = {  # a layer, the sizes of an input, whether tiles read it in place
+# a layer, the sizes of an input, and whether tiles read it in place
+IN_PLACE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], bool]] = {
     "first layer": (lambda: nn.Conv2d(3, 20, 7, 2, 3), (3, 40, 43), True),
     "several images together": (lambda: nn.Conv2d(64, 40, 3, 1, 1), (64, 7, 7), True),
     "parts of an image": (lambda: nn.Conv2d(20, 17, (3, 5), 1, (0, 2)), (20, 41, 37), True),
@@ -169,6 +168,19 @@ def test_means_divided_by_the_elements_of_each_window(target: str) -> None:
     assert_same(integer, reference, images(2, 3, 7, 9))
     assert_same(integer, reference, images(2, 3, 7, 9).sign() * 100)
     assert [(run.layer.name, run.because) for run in computed(integer) if not run.fast] == []
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("channels", "area"), [(6, ()), (1, (5,)), (67, (5, 6)), (5, (3, 4, 5))])
+def test_functions_of_one_tensor_with_constants_for_each_channel_are_tables(channels: int, area: tuple[int, ...], target: str) -> None:
+    norm = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[len(area)](channels)
+    slopes, steps = nn.PReLU(channels), torch.linspace(-1, 1.5, channels)
+    norm.weight.data, norm.bias.data, slopes.weight.data = steps * 2, steps - 0.1, steps
+    model = Network(lambda s, x: (F.relu(s.norm(torch.sigmoid(x))), s.slopes(torch.tanh(x))), norm=norm, slopes=slopes)
+    integer, reference = both(model, target, ordinary(3, channels, *area))
+    assert_same(integer, reference, images(4, channels, *area))
+    ways = chosen(integer)
+    assert {ways[next(name for name in ways if layer in name)] for layer in ("norm", "slopes")} <= {"native table", "PyTorch's table"}
 
 
 @pytest.mark.parametrize("target", TARGETS)
