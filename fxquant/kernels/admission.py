@@ -337,6 +337,8 @@ def enumerated(site: Site, forms: Sequence[Held], result: Held) -> Tensor:
     valid = torch.ones((), dtype=torch.bool, device="cpu")
     given: dict[fx.Node, Tensor] = {}
     size = [256] * len(forms)
+    if any(form.channels_first != result.channels_first for form in forms):
+        raise NotApplicable("its operands and its result have different memory layouts")
     vary, channels = site.match.parts["channels"], result.channels if site.match.parts["channels"] else 1
     if vary and not result.channels_first and len(result.sizes) > 2:
         raise NotApplicable("its constants differ between elements of the last dimension")

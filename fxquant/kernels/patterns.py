@@ -223,7 +223,7 @@ def pointwise(root: fx.Node) -> Matched:
 
 def _is_elementwise(node: fx.Node) -> bool:
     record = PRIMITIVES.get(node.target)  # type: ignore[arg-type]
-    return record is not None and (record.role in POINTWISE or record.steps is not None)
+    return role_of(node.target) in POINTWISE or (record is not None and record.steps is not None)
 
 
 def _differs_between_channels(constant: fx.Node, root: fx.Node) -> bool:
@@ -507,7 +507,7 @@ def _channels_first(model: fx.GraphModule) -> frozenset[fx.Node]:
             windows.append(node)
         elif role is Role.LINEAR:
             linear.append(node)
-        elif role not in POINTWISE | {Role.RESIDUAL} and layout != "same":
+        elif not _is_elementwise(node) and role is not Role.RESIDUAL and layout != "same":
             continue
         for operand in node.all_input_nodes:
             if operand in alike and operand.op != "get_attr":
