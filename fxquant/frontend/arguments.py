@@ -26,7 +26,7 @@ class Memory:
     """The changes that in-place operations have made during one trace.
 
     `record`, `note` and `overwritten` are those of the trace. `tensors` are the names of the model's parameters and buffers, by identity.
-    `known` maps identities to the values that are recorded for an argument; each change here adds to it.
+    `recorded` maps identities to the values that are recorded for an argument; each change here adds to it.
     """
 
     def __init__(
