@@ -82,9 +82,9 @@ def title(page: str) -> str:
 def guide() -> list[str]:
     """Return the pages of the guide in the order in which its first page lists them. Raises SystemExit if it leaves one out."""
     listed = re.findall(r"\]\(([\w-]+\.md)\) \|$", (ROOT / "docs/guide/README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    found = {path.name for path in (ROOT / "docs" / "guide").glob("*.md")} - {"README.md"}
-    if found ^ set(listed):
-        raise SystemExit(f"docs/guide/README.md does not list these pages, or lists missing ones: {', '.join(sorted(found ^ set(listed)))}")
+    names = {path.name for path in (ROOT / "docs" / "guide").glob("*.md")} - {"README.md"}
+    if names ^ set(listed):
+        raise SystemExit(f"docs/guide/README.md does not list these pages, or lists missing ones: {', '.join(sorted(names ^ set(listed)))}")
     return [f"docs/guide/{name}" for name in listed]
 
 
