@@ -16,7 +16,7 @@ from fxquant.support.arguments import shown
 from fxquant.target import Target
 
 # Each folder here that defines TARGETS is a family of targets, so no list has to be maintained.
-_FOLDERS = [import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__) if found.ispkg]
+_FOLDERS = [import_module(f"{__name__}.{folder.name}") for folder in pkgutil.iter_modules(__path__) if folder.ispkg]
 TARGETS: dict[str, Target] = {target.name: target for folder in _FOLDERS for target in getattr(folder, "TARGETS", ())}
 KERNELS: tuple[Kernel, ...] = tuple(kernel for folder in _FOLDERS for kernel in getattr(folder, "KERNELS", ()))
 
@@ -34,12 +34,12 @@ def get(name: str | Target) -> Target:
     if isinstance(name, Target):
         return name
     named = getattr(name, "value", name)
-    wanted, *variants = named.lower().replace("_", "-").split("/") if isinstance(named, str) else [""]
+    base, *variants = named.lower().replace("_", "-").split("/") if isinstance(named, str) else [""]
     for target in TARGETS.values():
-        if wanted == target.name or wanted in target.aliases:
+        if base == target.name or base in target.aliases:
             return reduce(Target.variant, variants, target)
     aliases = {alias: target.name for target in TARGETS.values() for alias in (target.name, *target.aliases)}
-    near = difflib.get_close_matches(wanted, aliases, n=1)
+    near = difflib.get_close_matches(base, aliases, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     listed = ", ".join(target.name for target in TARGETS.values() if not target.consistency)
     others = ", ".join(target.aliases[0] for target in TARGETS.values() if target.aliases and not target.consistency)
@@ -56,13 +56,13 @@ def require_dtypes(target: Target, asked: Iterable[tuple[Rule, QConfig | None]])
         if config is None:
             continue
         activations = [part.dtype for part in (config.input, config.output) if part is not None and part.dtype is not None]
-        for kind, dtypes, known in (("activations", activations, target.activations), ("weights", [config.weight.dtype], target.weights)):
+        for kind, dtypes, offered in (("activations", activations, target.activations), ("weights", [config.weight.dtype], target.weights)):
             for dtype in dtypes:
-                if dtype not in known:
+                if dtype not in offered:
                     able = [other.name for other in TARGETS.values() if dtype in getattr(other, kind) and not other.consistency]
                     raise ConfigurationError(
                         f"{target.name} has no {dtype} {kind}",
                         because=f"the qconfig asks for them ({'its default' if rule == DEFAULT else rule}); "
-                        f"{target.name} computes with {', '.join(known)} {kind}",
+                        f"{target.name} computes with {', '.join(offered)} {kind}",
                         remedy=f"ask for one of these, or compile for a target that has {dtype} {kind}: {', '.join(able)}",
                     )

@@ -108,13 +108,13 @@ def rows(name: str, epochs: int, seed: int) -> list[str]:
     for result in (dynamic, static):
         report = fxq.verify(result.prepared, result.integer, [batch], show_progress=False)
         assert report, str(report)
-    wanted, found = outputs(model, inputs), []
+    expected, lines = outputs(model, inputs), []
     for method, form in forms.items():
         logits = outputs(form, inputs)
         accuracy = 100 * float((logits.argmax(1) == targets).float().mean())
-        distance = "" if form is model else f"{sqnr(wanted, logits):.2f}"
-        found.append(f"{name:12} {method:22} {accuracy:10.2f} {distance:>8} {milliseconds(form, batch):8.3f}")
-    return found
+        distance = "" if form is model else f"{sqnr(expected, logits):.2f}"
+        lines.append(f"{name:12} {method:22} {accuracy:10.2f} {distance:>8} {milliseconds(form, batch):8.3f}")
+    return lines
 
 
 def trained(make: Callable[[], nn.Module], inputs: Tensor, targets: Tensor, epochs: int, seed: int) -> nn.Module:
@@ -146,12 +146,12 @@ def milliseconds(form: Callable[[Tensor], Tensor], batch: Tensor, runs: int = 30
     with torch.no_grad():
         for _ in range(3):
             form(batch)
-        found = []
+        seconds = []
         for _ in range(runs):
             start = time.perf_counter()
             form(batch)
-            found.append(time.perf_counter() - start)
-    return 1e3 * min(found)
+            seconds.append(time.perf_counter() - start)
+    return 1e3 * min(seconds)
 
 
 def layer(count: int, inputs: int, outputs: int) -> str:

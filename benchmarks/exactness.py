@@ -89,15 +89,15 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"write the table to {WRITTEN.parent.name}/{WRITTEN.name} too")
     options = parser.parse_args()
     pairs = [(t, d) for t in options.targets for d in options.dtype if d in backends.get(t).activations]
-    kept = {(row.model, row.target, row.dtype): row for row in read(options.keep)}
-    missing = {name: [pair for pair in pairs if (name, *pair) not in kept] for name in options.models}
-    for row in measured({name: wanted for name, wanted in missing.items() if wanted}, options.processes):
-        kept[row.model, row.target, row.dtype] = row
+    by_key = {(row.model, row.target, row.dtype): row for row in read(options.keep)}
+    missing = {name: [pair for pair in pairs if (name, *pair) not in by_key] for name in options.models}
+    for row in measured({name: chosen for name, chosen in missing.items() if chosen}, options.processes):
+        by_key[row.model, row.target, row.dtype] = row
         print(line(row), flush=True)
         if options.keep is not None:
             with options.keep.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(row)) + "\n")
-    rows = [kept[name, target, dtype] for name in options.models for target, dtype in pairs]
+    rows = [by_key[name, target, dtype] for name in options.models for target, dtype in pairs]
     show(rows)
     if options.write:
         WRITTEN.parent.mkdir(exist_ok=True)
@@ -108,15 +108,15 @@ def main() -> None:
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
-def measured(wanted: dict[str, list[tuple[str, str]]], processes: int) -> Iterator[Row]:
+def measured(chosen: dict[str, list[tuple[str, str]]], processes: int) -> Iterator[Row]:
     """The rows as they are done: those of one model one after another, models side by side."""
     if processes <= 1:
-        for name, pairs in wanted.items():
+        for name, pairs in chosen.items():
             yield from _measure_model(name, pairs)
         return
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(_all_of, name, pairs) for name, pairs in wanted.items()]):
-            yield from done.result()
+        for future in as_completed([pool.submit(_all_of, name, pairs) for name, pairs in chosen.items()]):
+            yield from future.result()
 
 
 def _all_of(name: str, pairs: list[tuple[str, str]]) -> list[Row]:
@@ -183,9 +183,9 @@ def measure(name: str, entry: ZooEntry, target: str, dtype: str, theirs: dict[st
 
 def tensors_of(result: Any) -> list[Tensor]:
     """All tensors of a model's result."""
-    found: list[Tensor] = []
-    fx.node.map_aggregate(result, lambda value: found.append(value) if isinstance(value, Tensor) else None)
-    return found
+    tensors: list[Tensor] = []
+    fx.node.map_aggregate(result, lambda value: tensors.append(value) if isinstance(value, Tensor) else None)
+    return tensors
 
 
 def train_mismatches(prepared: fx.GraphModule, batches: Sequence[Tensor]) -> int:
@@ -198,8 +198,8 @@ def train_mismatches(prepared: fx.GraphModule, batches: Sequence[Tensor]) -> int
     for module in prepared.modules():
         if isinstance(module, nn.Dropout) or getattr(getattr(module, "operator", None), "name", "") == "dropout":
             module.eval()  # dropout is random by intent
-    found = [tensors_of(prepared(batch)) for batch in batches]
-    return sum(int((a != b).sum()) for ours, theirs in zip(found, expected, strict=True) for a, b in zip(ours, theirs, strict=True))
+    results = [tensors_of(prepared(batch)) for batch in batches]
+    return sum(int((a != b).sum()) for ours, theirs in zip(results, expected, strict=True) for a, b in zip(ours, theirs, strict=True))
 
 
 def overflows(integer: fx.GraphModule, batches: Sequence[Tensor]) -> int:
@@ -230,9 +230,9 @@ def sqnr(model: nn.Module, quantized: nn.Module, batches: Sequence[Tensor]) -> f
     signal = noise = torch.zeros((), dtype=torch.float64)
     with torch.no_grad():
         for batch in batches:
-            for exact, found in zip(tensors_of(model(batch)), tensors_of(quantized(batch)), strict=True):
+            for exact, actual in zip(tensors_of(model(batch)), tensors_of(quantized(batch)), strict=True):
                 signal = signal + exact.double().square().sum()
-                noise = noise + (exact - found).double().square().sum()
+                noise = noise + (exact - actual).double().square().sum()
     return float(10 * torch.log10(signal / noise))
 
 

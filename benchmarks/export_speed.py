@@ -82,8 +82,8 @@ def _measured(case: Case, target: str) -> tuple[str, ...]:
         _, exporting = _timed(lambda: fxq.export_onnx(integer, path))
         report, verifying = _timed(lambda: fxq.verify(integer, path, [case.sample], show_progress=False))
         size = path.stat().st_size / 1e6
-    found = f"{len(integer.graph.nodes):,}", str(len(left_in_float(layers(integer)))), f"{size:.1f} MB"
-    return *found, f"{exporting:.2f} s", f"{verifying:.2f} s", str(report.mismatches)
+    cells = f"{len(integer.graph.nodes):,}", str(len(left_in_float(layers(integer)))), f"{size:.1f} MB"
+    return *cells, f"{exporting:.2f} s", f"{verifying:.2f} s", str(report.mismatches)
 
 
 def _timed(function: Callable[[], Any]) -> tuple[Any, float]:

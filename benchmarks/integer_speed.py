@@ -128,9 +128,9 @@ def measure(network: str, target: str, options: argparse.Namespace) -> list[tupl
             quickest = min(times["float"]) / min(times["kernels"])
             ratios = [f"{middle['float'] / middle[name]:.2f}" if name in middle else "–" for name in ("reference", "kernels", "torch.ao")]
             runs = [run for run in operator_runs(fused) if not run.layer.boundary and not run.moves]
-            told = f"{sum(run.fast for run in runs)} of {len(runs)}"
+            fast_runs = f"{sum(run.fast for run in runs)} of {len(runs)}"
             head = network, target, str(batch), str(threads), f"{1000 * middle['float']:.1f} ms"
-            rows.append((*head, *ratios[:2], f"{quickest:.2f}", ratios[2], told))
+            rows.append((*head, *ratios[:2], f"{quickest:.2f}", ratios[2], fast_runs))
         torch.set_num_threads(1)
     return rows
 

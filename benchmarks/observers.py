@@ -78,12 +78,12 @@ def main() -> None:
     cases = [(name, setting) for name in options.networks for setting in options.settings]
     rows = []
     for name, setting in progress(cases, len(cases), "networks and settings"):
-        kept = options.cache / f"observers-{name}-{setting}-{options.seed}-{'-'.join(map(str, options.draws))}-{options.items}.json"
-        if not kept.exists() or options.fresh:
+        path = options.cache / f"observers-{name}-{setting}-{options.seed}-{'-'.join(map(str, options.draws))}-{options.items}.json"
+        if not path.exists() or options.fresh:
             task, network = name.split("-", 1)
-            found = checkpoint(task, network, options.seed, options.cache)
-            kept.write_text(json.dumps(measured(name, found, SETTINGS[setting], options.draws, options.items)), encoding="utf-8")
-        rows.append(Row(*json.loads(kept.read_text(encoding="utf-8"))))
+            trained = checkpoint(task, network, options.seed, options.cache)
+            path.write_text(json.dumps(measured(name, trained, SETTINGS[setting], options.draws, options.items)), encoding="utf-8")
+        rows.append(Row(*json.loads(path.read_text(encoding="utf-8"))))
         print(name, setting, *(f"{key} {statistics.fmean(values):.2f}" for key, values in rows[-1].sqnr.items()), sep="  ", flush=True)
     text = page(rows, len(options.draws), options.items)
     print(text)
@@ -93,19 +93,19 @@ def main() -> None:
 
 
 @torch.no_grad()
-def measured(name: str, found: Checkpoint, setting: Setting, draws: list[int], items: int) -> Row:
-    network, data = found.load(), found.data
+def measured(name: str, trained: Checkpoint, setting: Setting, draws: list[int], items: int) -> Row:
+    network, data = trained.load(), trained.data
     inputs = data.test_inputs[:items]
-    wanted = outputs_of(network, inputs)
+    expected = outputs_of(network, inputs)
     row = Row(name, setting.name, {key: [] for key in OBSERVERS})
     for draw in draws:
         chosen = torch.randperm(len(data.train_inputs), generator=torch.Generator().manual_seed(draw))[:CALIBRATION_SAMPLES]
         batches = list(torch.split(data.train_inputs[chosen], CALIBRATION_BATCH))
         first = fxq.calibrate(fxq.prepare(network, batches[0], setting.target, mapping(network, setting)), batches, show_progress=False)
-        seen = fxq.observers.observations(first)
+        observed = fxq.observers.observations(first)
         for key, observer in OBSERVERS.items():
-            prepared = fxq.prepare(network, batches[0], setting.target, mapping(network, setting, observer), observations=seen)
-            row.sqnr[key].append(sqnr(wanted, outputs_of(prepared, inputs)))
+            prepared = fxq.prepare(network, batches[0], setting.target, mapping(network, setting, observer), observations=observed)
+            row.sqnr[key].append(sqnr(expected, outputs_of(prepared, inputs)))
     return row
 
 

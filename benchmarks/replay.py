@@ -43,16 +43,16 @@ def main() -> None:
     pairs = [(t, d) for t in options.targets for d in options.dtype if d in backends.get(t).activations]
     with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
         rows = pool.map(partial(hashes, pairs=pairs), options.models)
-        found = {key: value for row in progress(rows, len(options.models), "networks") for key, value in row.items()}
+        by_file = {key: value for row in progress(rows, len(options.models), "networks") for key, value in row.items()}
     if options.write is not None:
-        options.write.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        print(f"{len(found)} hashes written to {options.write}")
+        options.write.write_text(json.dumps(by_file, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        print(f"{len(by_file)} hashes written to {options.write}")
         return
     before: dict[str, str] = json.loads(options.against.read_text(encoding="utf-8"))
-    different = [key for key in found if before.get(key) != found[key]]
+    different = [key for key in by_file if before.get(key) != by_file[key]]
     for key in different:
         print(f"{key}: {'differs' if key in before else 'is new'}")
-    print(f"{len(found) - len(different)} of {len(found)} files are the same")
+    print(f"{len(by_file) - len(different)} of {len(by_file)} files are the same")
     raise SystemExit(1 if different else 0)
 
 

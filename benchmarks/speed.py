@@ -51,11 +51,11 @@ def main() -> int:
     for name in progress(options.only, len(options.only), "benchmarks"):
         asked, command = QUESTIONS[name]
         load = _load()
-        found = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-m", *f"benchmarks.{command}".split()], capture_output=True, text=True, env={**os.environ, "COLUMNS": "160"}
         )
-        failed |= found.returncode != 0
-        table = found.stdout if found.returncode == 0 else f"{found.stdout}\nexit status {found.returncode}\n{found.stderr[-2000:]}"
+        failed |= result.returncode != 0
+        table = result.stdout if result.returncode == 0 else f"{result.stdout}\nexit status {result.returncode}\n{result.stderr[-2000:]}"
         print(table)
         sections.append(
             f"## {asked}\n\n`python -m benchmarks.{command}`; other work at the start: a load of {load}.\n\n```\n{table.strip()}\n```\n"
@@ -79,11 +79,11 @@ def _load() -> str:
 
 
 def _processor() -> str:
-    found = Path("/proc/cpuinfo")
-    known = dict(line.split(":", 1) for line in found.read_text().splitlines() if ":" in line) if found.exists() else {}
-    known = {key.strip(): value.strip() for key, value in known.items()}
-    flags = [flag for flag in ("avx2", "avx512f", "avx512_vnni", "amx_int8") if flag in known.get("flags", "").split()]
-    return f"{known.get('model name', platform.processor() or platform.machine())} ({', '.join(flags) or 'no vector extension named'})"
+    file = Path("/proc/cpuinfo")
+    fields = dict(line.split(":", 1) for line in file.read_text().splitlines() if ":" in line) if file.exists() else {}
+    fields = {key.strip(): value.strip() for key, value in fields.items()}
+    flags = [flag for flag in ("avx2", "avx512f", "avx512_vnni", "amx_int8") if flag in fields.get("flags", "").split()]
+    return f"{fields.get('model name', platform.processor() or platform.machine())} ({', '.join(flags) or 'no vector extension named'})"
 
 
 def _versions() -> Iterator[str]:

@@ -109,9 +109,9 @@ def main() -> None:
     broken = 0
     for network in options.network:
         for training in options.training:
-            found = dict(gaps(network, WAYS[training], sorted(set(options.steps)), False if options.quiet else None))
-            broken += sum(gap.frozen for layers in found.values() for gap in layers.values())
-            Console(width=120).print(table(f"{network}; {WAYS[training]}", found, options.all))
+            by_step = dict(gaps(network, WAYS[training], sorted(set(options.steps)), False if options.quiet else None))
+            broken += sum(gap.frozen for layers in by_step.values() for gap in layers.values())
+            Console(width=120).print(table(f"{network}; {WAYS[training]}", by_step, options.all))
     print(f"elements that differ with frozen statistics: {broken}")
     raise SystemExit(1 if broken else 0)
 
@@ -145,41 +145,41 @@ def gap(prepared: fx.GraphModule, batch: Tensor) -> dict[str, Gap]:
     deployed, frozen, live = (copy.deepcopy(prepared) for _ in range(3))
     fxq.set_state(deployed, fxq.State.VALIDATE)
     fxq.freeze(frozen)
-    wanted = outputs(deployed.eval(), batch)
+    expected = outputs(deployed.eval(), batch)
     still, moving = (outputs(model, batch) for model in (frozen, live))
     return {
-        name: Gap(value.numel(), int((still[name] != value).sum()), int((moving[name] != value).sum())) for name, value in wanted.items()
+        name: Gap(value.numel(), int((still[name] != value).sum()), int((moving[name] != value).sum())) for name, value in expected.items()
     }
 
 
 def outputs(prepared: fx.GraphModule, batch: Tensor) -> dict[str, Tensor]:
     """The integers of every layer, each on the scale of its moment; of a 32-bit sum the real numbers."""
-    found: dict[str, Tensor] = {}
+    integers: dict[str, Tensor] = {}
 
     def keep(operator: nn.Module, inputs: Any, result: Tensor) -> None:
         assert isinstance(operator, QuantizedOperator)
         plain = operator.plain or operator.output.follows_sum
-        found[operator.name] = result.detach() if plain else torch.round(result.detach() / operator.output.scale)
+        integers[operator.name] = result.detach() if plain else torch.round(result.detach() / operator.output.scale)
 
     for operator in quantized_operators(prepared).values():
         operator.register_forward_hook(keep)
     prepared(batch)
-    return found
+    return integers
 
 
-def table(title: str, found: dict[int, dict[str, Gap]], whole: bool) -> Table:
+def table(title: str, by_step: dict[int, dict[str, Gap]], whole: bool) -> Table:
     """A line for each layer; of each step the elements that differ with frozen statistics, and the share that does with live ones."""
     result = Table("layer", "elements", title=title, title_justify="left")
-    for step in found:
+    for step in by_step:
         result.add_column(f"step {step}: frozen", justify="right")
         result.add_column("live", justify="right")
-    layers = list(next(iter(found.values())))
+    layers = list(next(iter(by_step.values())))
     for layer in layers:
-        row = [gaps[layer] for gaps in found.values()]
+        row = [gaps[layer] for gaps in by_step.values()]
         if whole or any(gap.frozen or gap.live for gap in row):
             cells = [cell for gap in row for cell in (str(gap.frozen), f"{100 * gap.live / gap.elements:.2f} %")]
             result.add_row(layer, f"{row[0].elements:,}", *cells)
-    total = [[sum(getattr(gap, part) for gap in gaps.values()) for part in ("elements", "frozen", "live")] for gaps in found.values()]
+    total = [[sum(getattr(gap, part) for gap in gaps.values()) for part in ("elements", "frozen", "live")] for gaps in by_step.values()]
     cells = [cell for elements, frozen, live in total for cell in (str(frozen), f"{100 * live / elements:.2f} %")]
     result.add_section()
     result.add_row(f"all {len(layers)}", f"{total[0][0]:,}", *cells)

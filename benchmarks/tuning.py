@@ -39,8 +39,8 @@ def main() -> None:
 def told(name: str, setting: str, seed: int, steps: int, cache: Path) -> str:
     """The tuner's table, and the test before and after."""
     task, kind = name.split("-", 1)
-    found, bits = checkpoint(task, kind, seed, cache), SETTINGS[setting]
-    network, data = found.load(), found.data
+    trained, bits = checkpoint(task, kind, seed, cache), SETTINGS[setting]
+    network, data = trained.load(), trained.data
 
     def qconfig(weights: int, activations: int) -> fxq.QConfig:
         dtype = None if activations == 8 else f"int{activations}"
@@ -49,17 +49,17 @@ def told(name: str, setting: str, seed: int, steps: int, cache: Path) -> str:
     mapping = fxq.QConfigMapping(qconfig(bits.weights, bits.activations))
     for layer in outer_layers(network):
         mapping = mapping.set_module_name(layer, qconfig(8, 8))
-    kept = str(cache / f"tune-{name}-{setting}-{seed}-{steps}.json")
+    file = str(cache / f"tune-{name}-{setting}-{seed}-{steps}.json")
     tuned = fxq.tune(
-        network, data.calibration, bits.target, mapping, tolerance=0.0, steps=steps, options=fxq.Options(seed=seed, checkpoint=kept)
+        network, data.calibration, bits.target, mapping, tolerance=0.0, steps=steps, options=fxq.Options(seed=seed, checkpoint=file)
     )
     calibrated = fxq.quantize(network, data.calibration, bits.target, mapping, show_progress=False)
     inputs, targets = data.test_inputs[:ITEMS], data.test_targets[:ITEMS]
-    wanted = outputs_of(network, inputs)
-    lines = [f"{name}, {setting}", str(tuned), f"test: float {found.task.score(wanted, targets):.2f} {found.task.unit}"]
+    expected = outputs_of(network, inputs)
+    lines = [f"{name}, {setting}", str(tuned), f"test: float {trained.task.score(expected, targets):.2f} {trained.task.unit}"]
     for label, prepared in (("calibrated", calibrated.prepared), ("tuned", tuned.prepared)):
         outputs = exact_outputs(prepared, fxq.convert(prepared), inputs)
-        lines.append(f"  {label:10} {found.task.score(outputs, targets):.2f} {found.task.unit}, SQNR {sqnr(wanted, outputs):.2f} dB")
+        lines.append(f"  {label:10} {trained.task.score(outputs, targets):.2f} {trained.task.unit}, SQNR {sqnr(expected, outputs):.2f} dB")
     return "\n".join([*lines, ""])
 
 

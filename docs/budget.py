@@ -59,18 +59,18 @@ def measured(files: dict[str, str]) -> dict[str, int]:
 
 def complaints(files: dict[str, str], budget: dict[str, int]) -> list[str]:
     """Return a sentence for each number that differs from the budget, and for each file that is too long."""
-    said = [
+    sentences = [
         f"{path} has {lines} lines; {LARGEST} are allowed" for path, text in files.items() if (lines := len(text.splitlines())) > LARGEST
     ]
     for name, size in measured(files).items():
         if size > budget[name]:
-            said.append(f"{name}: {size}, and the budget is {budget[name]}: let what is new replace something")
+            sentences.append(f"{name}: {size}, and the budget is {budget[name]}: let what is new replace something")
         elif size < budget[name] - SLACK[name]:
-            said.append(f"{name}: {size}, and the budget is {budget[name]}: lower it in docs/budget.py")
-    return said
+            sentences.append(f"{name}: {size}, and the budget is {budget[name]}: lower it in docs/budget.py")
+    return sentences
 
 
 if __name__ == "__main__":
-    found = complaints(sources(), BUDGET)
-    print("\n".join(found), end="\n" * bool(found))
-    sys.exit(bool(found))
+    problems = complaints(sources(), BUDGET)
+    print("\n".join(problems), end="\n" * bool(problems))
+    sys.exit(bool(problems))

@@ -63,12 +63,12 @@ def rows(root: Path) -> list[Row]:
 def git(root: Path, *arguments: str) -> str:
     """Return what Git prints, without the last line feed. Raises NoHistory."""
     try:
-        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
+        process = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
     except OSError as error:
         raise NoHistory(str(error)) from error
-    if done.returncode:
-        raise NoHistory(done.stderr.strip())
-    return done.stdout.strip()
+    if process.returncode:
+        raise NoHistory(process.stderr.strip())
+    return process.stdout.strip()
 
 
 def tree(root: Path, folder: str) -> str:
@@ -102,8 +102,8 @@ def measure(root: Path, modules: list[str]) -> Iterator[str]:
 
 def module(command: str) -> str:
     """Return the module that a command runs, or the file of tests."""
-    found = re.match(r"python -m (?:pytest )?([\w./]+)", command)
-    return found[1] if found else ""
+    match = re.match(r"python -m (?:pytest )?([\w./]+)", command)
+    return match[1] if match else ""
 
 
 def parts(page: str) -> Iterator[tuple[int, str]]:
@@ -116,8 +116,8 @@ def parts(page: str) -> Iterator[tuple[int, str]]:
 def wrong(root: Path) -> Iterator[str]:
     """Yield what is wrong with each row, and each part of a page with a measured figure that no row covers."""
     pages = {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for each in PAGES for path in sorted(root.glob(each))}
-    known = rows(root)
-    for row in known:
+    table_rows = rows(root)
+    for row in table_rows:
         place = root / module(row.command).replace(".", "/")
         if row.figure not in pages.get(row.page, ""):
             yield f"{TABLE}: {row.page} does not show {row.figure!r}: measure it again, or remove the row"
@@ -125,24 +125,24 @@ def wrong(root: Path) -> Iterator[str]:
             yield f"{TABLE}: there is no module for {row.command!r}"
         yield from (f"{TABLE}: there is no {path}" for path, *_ in (each.split("@") for each in row.folders) if not (root / path).exists())
     for page, text in pages.items():
-        figures = [row.figure for row in known if row.page == page]
+        figures = [row.figure for row in table_rows if row.page == page]
         for line, part in parts(text):
             prose = " ".join(re.sub("|".join(map(re.escape, STATED)), "", part).split())
-            if (found := MEASURED.search(prose)) and not any(figure in part or figure.startswith("# ") for figure in figures):
-                yield f"{page}:{line}: {found[0]!r} is measured, and {TABLE} has no row for it"
+            if (match := MEASURED.search(prose)) and not any(figure in part or figure.startswith("# ") for figure in figures):
+                yield f"{page}:{line}: {match[0]!r} is measured, and {TABLE} has no row for it"
 
 
 def main(arguments: list[str]) -> int:
     """Print what is wrong, stale or newly measured; return 1 for wrong rows, and where Git cannot say what the folders hold."""
     kind = arguments[0] if arguments else "wrong"
     try:
-        found = list(stale(ROOT) if kind == "stale" else measure(ROOT, arguments[1:]) if kind == "measured" else wrong(ROOT))
+        lines = list(stale(ROOT) if kind == "stale" else measure(ROOT, arguments[1:]) if kind == "measured" else wrong(ROOT))
     except NoHistory as error:
         print(f"what the figures rest on is unknown: {error}", file=sys.stderr)
         return 1
-    for each in found:
+    for each in lines:
         print(each)
-    return int(kind == "wrong" and bool(found))
+    return int(kind == "wrong" and bool(lines))
 
 
 if __name__ == "__main__":

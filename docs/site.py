@@ -82,9 +82,9 @@ def title(page: str) -> str:
 def guide() -> list[str]:
     """Return the pages of the guide in the order in which its first page lists them. Raises SystemExit if it leaves one out."""
     listed = re.findall(r"\]\(([\w-]+\.md)\) \|$", (ROOT / "docs/guide/README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    found = {path.name for path in (ROOT / "docs" / "guide").glob("*.md")} - {"README.md"}
-    if found ^ set(listed):
-        raise SystemExit(f"docs/guide/README.md does not list these pages, or lists missing ones: {', '.join(sorted(found ^ set(listed)))}")
+    names = {path.name for path in (ROOT / "docs" / "guide").glob("*.md")} - {"README.md"}
+    if names ^ set(listed):
+        raise SystemExit(f"docs/guide/README.md does not list these pages, or lists missing ones: {', '.join(sorted(names ^ set(listed)))}")
     return [f"docs/guide/{name}" for name in listed]
 
 
@@ -108,7 +108,7 @@ def navigation() -> str:
 def linked(text: str, source: str) -> str:
     """Return the text of a page without links to files of the repository that are not pages; their words are kept."""
 
-    def kept(match: re.Match[str]) -> str:
+    def text_of(match: re.Match[str]) -> str:
         words, link = match[1], match[2]
         if link is None or re.match(r"https?:|mailto:|#|data:", link):  # a block of code, or a link that holds everywhere
             return match[0]
@@ -119,7 +119,7 @@ def linked(text: str, source: str) -> str:
         return match[0] if name in pages() or target.suffix == ".png" or not target.exists() else words
 
     code = r"^```.*?^```"
-    return re.sub(rf"(?ms:{code})|!?\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)", kept, text)
+    return re.sub(rf"(?ms:{code})|!?\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)", text_of, text)
 
 
 def notebook(path: Path, folder: Path) -> str:
@@ -142,8 +142,8 @@ def notebook(path: Path, folder: Path) -> str:
 def public() -> dict[str, list[str]]:
     """Return the public functions and classes of each page of the reference: of the package, and of each public module."""
     package = importlib.import_module("fxquant")
-    found = {"fxquant": package, **{name: getattr(package, name) for name in MODULES}}
-    names = {name: [each for each in module.__all__ if not each.startswith("__") and each not in MODULES] for name, module in found.items()}
+    homes = {"fxquant": package, **{name: getattr(package, name) for name in MODULES}}
+    names = {name: [each for each in module.__all__ if not each.startswith("__") and each not in MODULES] for name, module in homes.items()}
     primitives = package.primitives.PRIMITIVES  # the functions, by their modules
     return {**names, "primitives": sorted(f"{each.__module__.rpartition('.')[2]}.{each.__name__}" for each in primitives)}
 

@@ -1,4 +1,4 @@
-"""Check the words of docstrings, comments, messages and pages: python docs/words.py [package or page …].
+"""Check the words of docstrings, comments, messages and pages, and names of variables: python docs/words.py [package or page …].
 
 Plain technical English in the terms of docs/terms.md. Each finding is a file and line, the words, and what to write in their place.
 Of a page the prose is checked, without code and tables.
@@ -16,6 +16,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CHECKED = ("fxquant", "passes", "backends")
+NAMES_ALONE = "benchmarks"  # only names of variables are checked there
+NAMES = frozenset({"found", "known", "given", "made"})  # no variable has such a name: scales, matches, by_name say what it holds
+NAMES_UNCHECKED = ("fxquant/kernels/", "fxquant/primitives/", "backends/cpu/")
 PAGES = ("*.md", "docs/**/*.md", "backends/**/*.md")
 OPTIONS = "dynamic_shapes|leaf|preserve|training_branch|adapt|integer_tail|dump|distributed|equalize|round_weights|correct_bias"
 BANNED = {
@@ -57,9 +60,9 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, str, ast.AST]]:
 
 def literals(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield the line and the text of every string literal that has a space and is not a docstring; an f-string in its constant parts."""
-    found = {(line, text) for line, text, _ in docstrings(tree)}
+    docs = {(line, text) for line, text, _ in docstrings(tree)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value and (node.lineno, node.value) not in found:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value and (node.lineno, node.value) not in docs:
             yield node.lineno, node.value
 
 
@@ -74,8 +77,20 @@ def banned(texts: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
     """Yield the line of each banned word, and what to write in its place."""
     for line, text in texts:
         for words, better in BANNED.items():
-            for found in re.finditer(rf"\b({words})\b", prose(text), re.IGNORECASE):
-                yield line + prose(text)[: found.start()].count("\n"), f"{found.group()!r}: write {better}"
+            for match in re.finditer(rf"\b({words})\b", prose(text), re.IGNORECASE):
+                yield line + prose(text)[: match.start()].count("\n"), f"{match.group()!r}: write {better}"
+
+
+def vague_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line of each local variable and parameter whose name is one of `NAMES`; fields of classes may have such names."""
+    classes = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    assignments = (each for node in classes for each in node.body if isinstance(each, ast.Assign | ast.AnnAssign))
+    fields = {id(target) for each in assignments for target in (each.targets if isinstance(each, ast.Assign) else [each.target])}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in NAMES and id(node) not in fields:
+            yield node.lineno, f"a variable {node.id!r}: name its content, as scales, matches or by_name do"
+        elif isinstance(node, ast.arg) and node.arg in NAMES:
+            yield node.lineno, f"a parameter {node.arg!r}: name its content, as scales, matches or by_name do"
 
 
 def paragraphs(page: str) -> Iterator[tuple[int, str]]:
@@ -114,12 +129,16 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def findings(path: Path, source: str) -> Iterator[str]:
-    """Yield what is to be changed in the docstrings, comments and string literals of a file, or in the prose of a page."""
+    """Yield what is to be changed in the docstrings, comments, string literals and names of a file, or in the prose of a page."""
     name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
     if path.suffix == ".md":
         yield from (f"{name}:{line}: {change}" for line, change in of_page(source))
         return
     tree = ast.parse(source)
+    if not name.as_posix().startswith(NAMES_UNCHECKED):
+        yield from (f"{name}:{line}: {change}" for line, change in vague_names(tree))
+    if name.parts[0] == NAMES_ALONE:
+        return
     texts = [(line, text) for line, text, _ in docstrings(tree)] + list(comments(source))
     if name.as_posix() not in WRITTEN_OUT:
         texts += literals(tree)
@@ -137,7 +156,7 @@ def findings(path: Path, source: str) -> Iterator[str]:
 
 def files(places: list[str]) -> Iterator[Path]:
     """Yield the files of these packages and pages, or of all that are checked."""
-    for place in places or CHECKED:
+    for place in places or (*CHECKED, NAMES_ALONE):
         yield from sorted((ROOT / place).rglob("*.py")) if (ROOT / place).is_dir() else [ROOT / place]
     if not places:
         yield from sorted({path for pattern in PAGES for path in ROOT.glob(pattern)})

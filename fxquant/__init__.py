@@ -70,13 +70,13 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> object:
         """Import and return a public name, or a module of this package."""
         if name in _WHERE:
-            found = getattr(import_module(_WHERE[name]), name)
+            value = getattr(import_module(_WHERE[name]), name)
         elif name.startswith("__") or find_spec(f"{__name__}.{name}") is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         else:
-            found = import_module(f"{__name__}.{name}")
-        globals()[name] = found
-        return found
+            value = import_module(f"{__name__}.{name}")
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -155,10 +155,10 @@ def with_own(passes: Sequence[Pass], own: Mapping[str, Sequence[Callable[..., in
             because=f"the passes are {', '.join(step.name for step in passes)}",
             remedy="name the pass after which yours runs",
         )
-    found: list[Pass] = []
+    steps: list[Pass] = []
     for step in passes:
-        found += [step, *(Pass(function, step.reaches, own=True) for function in own.get(step.name, ()))]
-    return tuple(found)
+        steps += [step, *(Pass(function, step.reaches, own=True) for function in own.get(step.name, ()))]
+    return tuple(steps)
 
 
 def check_until(until: str | Stage | None, passes: Sequence[Pass]) -> None:

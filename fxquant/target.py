@@ -133,4 +133,4 @@ class Target:
     def computes_in_float16(self, name: str) -> bool:
         """Return whether it computes an operator of this name in float16: a function's, or a module's class ("LayerNorm")."""
         plain = name.lower().replace("_", "")
-        return any(plain == known.replace("_", "") for known in self.float16)
+        return any(plain == each.replace("_", "") for each in self.float16)

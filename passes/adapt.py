@@ -47,13 +47,13 @@ def _mend(gm: fx.GraphModule, node: fx.Node, limits: Limits, context: Context, s
     operator = operator_of(node)
     if operator is None or not is_integer(node):
         return 0
-    broken = [found for found in limits.broken(Site(node, operator, operator.arguments(node))) if found.limit.measure not in OF_THE_MODEL]
+    broken = [each for each in limits.broken(Site(node, operator, operator.arguments(node))) if each.limit.measure not in OF_THE_MODEL]
     if not broken:
         return 0
     for breach in broken:
-        made = _rewritten(gm, node, breach, context) if steps else None
-        if made is not None:
-            return 1 + sum(_mend(gm, one, limits, context, steps - 1) for one in made)
+        added = _rewritten(gm, node, breach, context) if steps else None
+        if added is not None:
+            return 1 + sum(_mend(gm, one, limits, context, steps - 1) for one in added)
     if not context.options.adapt or (is_inner_part(node) and made_by(node) != "adapt.apply"):
         return 0  # the whole composite of the model would have to be in float
     keep_in_float(node, f"it runs on the host, since {broken[0].sentence}", context, on_host=True)
@@ -69,7 +69,7 @@ def _rewritten(gm: fx.GraphModule, node: fx.Node, breach: Breach, context: Conte
         return None
     build = Rewriting(gm, node, operator, context.target, f"{operator.name} {name}", breach, context.options.adapt)
     result = function(build)
-    if result is None or any((record := operator_of(made)) is None or record.refuses(made, record.arguments(made)) for made in build.parts):
+    if result is None or any((record := operator_of(part)) is None or record.refuses(part, record.arguments(part)) for part in build.parts):
         build.discard()
         return None
     build.finish(result)
@@ -85,6 +85,6 @@ def _follow(node: fx.Node, narrowed: set[fx.Node]) -> None:
     if spec is None or spec.dtype is None or not shares(node):
         return
     operand = operands_of(node)[0]
-    taken = annotation(operand)
-    if operand in narrowed and taken is not None and taken.dtype is not None:
-        annotate(node, replace(spec, dtype=taken.dtype))
+    operand_spec = annotation(operand)
+    if operand in narrowed and operand_spec is not None and operand_spec.dtype is not None:
+        annotate(node, replace(spec, dtype=operand_spec.dtype))

@@ -79,8 +79,8 @@ class BatchNorm(Fusion):
 @torch.no_grad()
 def _evaluate(gm: fx.GraphModule, layers: list[fx.Node]) -> None:
     """Replace weight and bias of these layers by the folded ones, and remove parameters and batch norms that nothing else reads."""
-    made = {layer: _folded(gm, layer) for layer in layers}  # all of them before any parameter changes: one may be read by several
-    for layer, parameters in made.items():
+    folded = {layer: _folded(gm, layer) for layer in layers}  # all of them before any parameter changes: one may be read by several
+    for layer, parameters in folded.items():
         nodes: list[fx.Node] = []
         for path, value in parameters.items():
             parent, _, own = path.rpartition(".")
@@ -107,14 +107,14 @@ def _folded(gm: fx.GraphModule, layer: fx.Node) -> dict[str, torch.Tensor]:
     assert operator is not None
     assert operator.layer.folded is not None
     arguments = operator.arguments(layer)
-    given = {name: fx.map_arg(value, lambda node: parameter_value(gm, node)) for name, value in arguments.items() if name != "input"}
+    values = {name: fx.map_arg(value, lambda node: parameter_value(gm, node)) for name, value in arguments.items() if name != "input"}
     paths = _paths(gm, layer, arguments["weight"], arguments["bias"])
     origins = _made_of(gm, arguments["weight"])
     trained = any(tensor.requires_grad for tensor in origins)
     parameter = any(isinstance(tensor, nn.Parameter) for tensor in origins)  # a weight that is a buffer stays one
     return {
         path: nn.Parameter(value, trained) if parameter else value
-        for path, value in zip(paths, operator.layer.folded(**given), strict=True)
+        for path, value in zip(paths, operator.layer.folded(**values), strict=True)
     }
 
 

@@ -63,35 +63,35 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
 
 
 def _boundary(
-    gm: fx.GraphModule, value: fx.Node, operator: Operator, made: Made, reader: fx.Node, context: Context, preferred: Mapping[fx.Node, str]
+    gm: fx.GraphModule, value: fx.Node, operator: Operator, nodes: Made, reader: fx.Node, context: Context, preferred: Mapping[fx.Node, str]
 ) -> fx.Node:
     """Return the quantize or dequantize of this value for its reader; insert it after the value if there is none yet."""
     spec = annotation(reader)
     assert spec is not None
-    wanted = spec.config.input if operator is QUANTIZE else None
-    config = wanted or spec.config.output
+    asked = spec.config.input if operator is QUANTIZE else None
+    config = asked or spec.config.output
     if config.dtype == "int32":  # that is asked of a last layer's output, not of its input
         config = replace(config, dtype=context.target.default_activation)
     dtype: str | None = None
     # A rule about the input of the reader takes precedence over the dtype that the reader prefers.
-    if operator is QUANTIZE and not decide(reader).asked and (wanted is None or decide(reader).layer == DEFAULT):
+    if operator is QUANTIZE and not decide(reader).asked and (asked is None or decide(reader).layer == DEFAULT):
         dtype = preferred_by(reader, value, preferred)
     if dtype is not None and dtype in context.target.activations and dtype != config.dtype:
-        wanted = config = config.of(dtype)
+        asked = config = config.of(dtype)
     limits = matters(reader, EVERYTHING, False) if operator is QUANTIZE else EVERYTHING
     if not all(map(math.isfinite, limits)):
         limits = EVERYTHING
-    there = made.setdefault(value, {})
-    known = there.get((config, limits)) if wanted is not None or (None, limits) not in there else there[None, limits]
-    if known is not None:
-        return known
+    there = nodes.setdefault(value, {})
+    existing = there.get((config, limits)) if asked is not None or (None, limits) not in there else there[None, limits]
+    if existing is not None:
+        return existing
     other = [fact(value).dtype] if operator is DEQUANTIZE and fact(value).dtype != torch.float32 else []
     with gm.graph.inserting_after(gm.graph.find_nodes(op="placeholder")[-1] if value.op == "placeholder" else value):
         name = f"{value.name}_{operator.name}" + (f"_{reader.name}" if there else "")
         created = gm.graph.create_node("call_function", operator.function, (value, *other), {}, name=name)
     node: fx.Node = inherit(created, value, "boundary.insert")
     there[config, limits] = node
-    if wanted is None or (dtype is None and decide(reader).layer == DEFAULT):
+    if asked is None or (dtype is None and decide(reader).layer == DEFAULT):
         there.setdefault((None, limits), node)
     set_fact(node, fact(value))
     if operator is QUANTIZE:

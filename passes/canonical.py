@@ -150,13 +150,13 @@ def _hold(gm: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Module], attr
 
 def _repeated_for_the_batch(gm: fx.GraphModule, node: fx.Node, constant: fx.Node) -> fx.Node:
     """Return the constant, expanded to the sizes of the result of `node`."""
-    known, sizes = fact(node), sizes_of(node)
-    assert isinstance(known, TensorFact)
+    node_fact, sizes = fact(node), sizes_of(node)
+    assert isinstance(node_fact, TensorFact)
     with gm.graph.inserting_before(node):
         if sizes is None:
             like = filled(node).all_input_nodes[0]
             sizes = []
-            for dim, size in enumerate(known.shape):
+            for dim, size in enumerate(node_fact.shape):
                 if isinstance(size, int):
                     sizes.append(size)
                     continue
@@ -164,26 +164,26 @@ def _repeated_for_the_batch(gm: fx.GraphModule, node: fx.Node, constant: fx.Node
                 set_fact(computed, size)
                 sizes.append(computed)
         repeated = inherit(gm.graph.call_function(expand, (constant, sizes)), node, "canonical.rewrite")
-    set_fact(repeated, known)
+    set_fact(repeated, node_fact)
     return repeated
 
 
 def _of_other_numbers(node: fx.Node, operator: Operator) -> str | None:
     """Return why the operator's function cannot replace the call that the user wrote, which gives other numbers; None if it can."""
-    known = fact(node)
-    if node.target is operator.function or not isinstance(known, TensorFact):
+    node_fact = fact(node)
+    if node.target is operator.function or not isinstance(node_fact, TensorFact):
         return None
     read = {operand: of.dtype for operand in node.all_input_nodes if isinstance(of := fact(operand), TensorFact)}
     if isinstance(operator.demand, Plain):
-        given = known.dtype == getattr(torch, operator.demand.dtype)
+        same_dtype = node_fact.dtype == getattr(torch, operator.demand.dtype)
     else:
-        given = known.dtype == torch.float32 or not isinstance(operator.demand, Own | Fixed)
-        if operator.expand is not None and not given:  # the indices of a sort, int64 computed from float tensors
-            given = known.dtype == torch.int64 and set(read.values()) == {torch.float32}
-    if given:
+        same_dtype = node_fact.dtype == torch.float32 or not isinstance(operator.demand, Own | Fixed)
+        if operator.expand is not None and not same_dtype:  # the indices of a sort, int64 computed from float tensors
+            same_dtype = node_fact.dtype == torch.int64 and set(read.values()) == {torch.float32}
+    if same_dtype:
         return None
     other = next((operand for operand, dtype in read.items() if dtype != torch.float32 and not is_parameter(operand)), None)
-    what, dtype = ("result", known.dtype) if other is None else (f"operand %{other.name}", read[other])
+    what, dtype = ("result", node_fact.dtype) if other is None else (f"operand %{other.name}", read[other])
     remedy = "; convert it to float32" if other is not None and dtype.is_floating_point else ""
     return f"its {what} is {str(dtype).removeprefix('torch.')}, and only float32 tensors are quantized{remedy}"
 
@@ -199,8 +199,8 @@ def _replace_stub(node: fx.Node, context: Context) -> None:
     """Rewrite a QuantStub as a quantize, whose scale the rules determine later, and remove a DeQuantStub."""
     operand, *scale = node.args
     assert isinstance(operand, fx.Node)
-    known = fact(operand)
-    if node.target is quant_stub and isinstance(known, TensorFact) and known.dtype == torch.float32:
+    operand_fact = fact(operand)
+    if node.target is quant_stub and isinstance(operand_fact, TensorFact) and operand_fact.dtype == torch.float32:
         node.target, node.args = QUANTIZE.function, (operand,)
         mark_stub(node)
         if scale:
@@ -213,7 +213,7 @@ def _replace_stub(node: fx.Node, context: Context) -> None:
 def _of_sizes(node: fx.Node) -> bool:
     """Return whether a node computes a number that is not a multiple of the batch size, such as 1 / x.shape[0]."""
     read = [fact(operand) for operand in node.all_input_nodes]
-    numbers = bool(read) and all(known is None or isinstance(known, int | float | BatchDim) for known in read)
+    numbers = bool(read) and all(each is None or isinstance(each, int | float | BatchDim) for each in read)
     return fact(node) is None and numbers and not any(map(is_parameter, node.all_input_nodes))
 
 
@@ -257,13 +257,13 @@ def _shift(node: fx.Node, context: Context) -> None:
 
 def _is_unused(node: fx.Node) -> bool:
     """Return whether an unread node is removed: only a replaced call form read it, such as sizes of a reshape, or a weight's transpose."""
-    known, called, operands = fact(node), node.op in ("call_method", "call_function"), node.all_input_nodes
-    number = not isinstance(known, TensorFact)
-    if known is None:  # as Python's quotient of sizes, which is not an integer
+    node_fact, called, operands = fact(node), node.op in ("call_method", "call_function"), node.all_input_nodes
+    number = not isinstance(node_fact, TensorFact)
+    if node_fact is None:  # as Python's quotient of sizes, which is not an integer
         pure = getattr(node.target, "__module__", None) in PURE and bool(operands)
         number = pure and not any(isinstance(fact(each), TensorFact | list | tuple | dict) for each in operands)
     replaced = operator_of(node) is not None or is_cast(node) or is_power(node) or made_anew(node) is not None or is_arange(node)
-    return replaced or (called and (number or (isinstance(known, TensorFact) and 0 in known.shape)))
+    return replaced or (called and (number or (isinstance(node_fact, TensorFact) and 0 in node_fact.shape)))
 
 
 def _with_batch(
@@ -285,12 +285,12 @@ def _recognise(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[Operator, 
         if type(module) not in MODULES:
             return None
         operator, extract = MODULES[type(module)]
-        taken = extract(module)
-        if isinstance(taken, str):
-            return operator, taken, (type(module),)
-        if isinstance(taken, Instead):
-            operator, taken = OPERATORS[taken.function], taken.arguments
-        return operator, _bind_module(operator, args, kwargs, taken), (type(module),)
+        arguments = extract(module)
+        if isinstance(arguments, str):
+            return operator, arguments, (type(module),)
+        if isinstance(arguments, Instead):
+            operator, arguments = OPERATORS[arguments.function], arguments.arguments
+        return operator, _bind_module(operator, args, kwargs, arguments), (type(module),)
     if node.op == "call_function" and node.target in FUNCTIONS:
         operator, adapt = FUNCTIONS[node.target]
     elif node.op == "call_method" and node.target in METHODS:
@@ -302,12 +302,12 @@ def _recognise(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[Operator, 
     try:
         adapted = adapt(*args, **kwargs)
     except TypeError:
-        given = f"{len(args)} arguments by position" if len(args) != 1 else "one argument by position"
-        given += f" and {', '.join(kwargs)} by name" if kwargs else ""
-        return operator, f"{operator.name} has no integer form with {given}", (node.target,)
+        form = f"{len(args)} arguments by position" if len(args) != 1 else "one argument by position"
+        form += f" and {', '.join(kwargs)} by name" if kwargs else ""
+        return operator, f"{operator.name} has no integer form with {form}", (node.target,)
     except (IndexError, ZeroDivisionError):  # PyTorch takes dimension 0 and -1 of a tensor without dimensions
-        known = fact(args[0]) if args and isinstance(args[0], fx.Node) else None
-        if not isinstance(known, TensorFact) or known.shape:
+        operand_fact = fact(args[0]) if args and isinstance(args[0], fx.Node) else None
+        if not isinstance(operand_fact, TensorFact) or operand_fact.shape:
             raise
         return operator, "its operand has no dimensions", (node.target,)
     if isinstance(adapted, Instead):
@@ -315,13 +315,13 @@ def _recognise(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[Operator, 
     return operator, adapted if isinstance(adapted, str) else _bind(operator, (), adapted), (node.target,)
 
 
-def _bind_module(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], taken: dict[str, Any]) -> dict[str, Any] | str:
-    """Return the arguments of a module's call and the ones `taken` from the module, without the keywords in `Operator.read_off`."""
-    given = {name: value for name, value in kwargs.items() if name not in operator.read_off}
-    twice = [place for place, name in enumerate(operator.parameter_names[: len(args)]) if name in taken]
+def _bind_module(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any] | str:
+    """Return the arguments of a module's call and the module's `settings`, without the keywords in `Operator.read_off`."""
+    keywords = {name: value for name, value in kwargs.items() if name not in operator.read_off}
+    twice = [place for place, name in enumerate(operator.parameter_names[: len(args)]) if name in settings]
     if twice and not operator.read_off:
         return "its arguments have an integer form only if they are passed by name"
-    return _bind(operator, args[: twice[0]] if twice else args, {**taken, **given})
+    return _bind(operator, args[: twice[0]] if twice else args, {**settings, **keywords})
 
 
 def _bind(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | str:

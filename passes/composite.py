@@ -25,7 +25,7 @@ from fxquant.pipeline import Context
 
 def expand(gm: fx.GraphModule, context: Context) -> int:
     """Expand every composite into its parts; one that could not be completely integer stays in float, with the reason."""
-    composites = [node for node in gm.graph.nodes if (known := operator_of(node)) is not None and known.expand is not None]
+    composites = [node for node in gm.graph.nodes if (record := operator_of(node)) is not None and record.expand is not None]
     if not composites:
         return 0
     needed = needed_in_float(gm, context.target.activations)
@@ -48,15 +48,15 @@ def expand(gm: fx.GraphModule, context: Context) -> int:
                 result = composite.expand(build, **arguments)
             except ManySizes:
                 because = MANY_SIZES
-            for made in build.parts:
-                wanted = demand(made)
+            for inner in build.parts:
+                part_demand = demand(inner)
                 if config.dynamic:
-                    _leave_in_float(made)
-                elif wanted is not None and supported_demand(wanted, activations) != wanted:
-                    state_demand(made, supported_demand(wanted, activations))
+                    _leave_in_float(inner)
+                elif part_demand is not None and supported_demand(part_demand, activations) != part_demand:
+                    state_demand(inner, supported_demand(part_demand, activations))
             if not config.dynamic:
                 because = because or next(
-                    (found for made in build.parts if (found := _why_float(made, context.target.name, activations)) is not None), None
+                    (reason for each in build.parts if (reason := _why_float(each, context.target.name, activations)) is not None), None
                 )
             if because is None:
                 read = node.all_input_nodes
@@ -88,26 +88,26 @@ def _why_whole(node: fx.Node, composite: Operator, arguments: dict[str, Any]) ->
     return None
 
 
-def _leave_in_float(made: fx.Node) -> None:
+def _leave_in_float(node: fx.Node) -> None:
     """Keep a part of a dynamically quantized composite in float if it is not a layer; a layer's result is not quantized."""
-    state_demand(made, None)
-    if not may_be_dynamic(made):
-        set_matched_rules(made, *(tuple((rule, None) for rule, _ in rules) for rules in matched_rules(made)))
-        refuse(made, f"a part of {part(made).composite}, between layers that are quantized at run time")  # type: ignore[union-attr]
+    state_demand(node, None)
+    if not may_be_dynamic(node):
+        set_matched_rules(node, *(tuple((rule, None) for rule, _ in rules) for rules in matched_rules(node)))
+        refuse(node, f"a part of {part(node).composite}, between layers that are quantized at run time")  # type: ignore[union-attr]
 
 
-def _why_float(made: fx.Node, target: str, activations: Sequence[str]) -> str | None:
+def _why_float(node: fx.Node, target: str, activations: Sequence[str]) -> str | None:
     """Return why a part cannot be integer on the target, whose activations in the composite these are, or None."""
-    if is_parameter(made):
+    if is_parameter(node):
         return None
-    record, demanded, known = operator_of(made), demand(made), part(made)
+    record, demanded, node_part = operator_of(node), demand(node), part(node)
     assert record is not None
-    because = record.refuses(made, record.arguments(made))
+    because = record.refuses(node, record.arguments(node))
     if because is not None:
-        return f"{known}: {because}"
+        return f"{node_part}: {because}"
     dtype = demanded.dtype if isinstance(demanded, Own | Fixed) else None
     if dtype is not None and dtype not in activations:
-        return f"{known}: {target} computes with {', '.join(activations)} activations, and it needs {dtype}"
+        return f"{node_part}: {target} computes with {', '.join(activations)} activations, and it needs {dtype}"
     return None
 
 
@@ -127,12 +127,12 @@ def _replace(node: fx.Node, result: Any) -> None:
 
 def _pass_on(node: fx.Node, result: fx.Node) -> None:
     """Pass the demand on the composite on to its last part, or, where that only moves values, to the part that computes them."""
-    wanted, source = stated_demand(node), result
-    while wanted is not None and stated_demand(source) is None and isinstance(demand(source), Same):
+    node_demand, source = stated_demand(node), result
+    while node_demand is not None and stated_demand(source) is None and isinstance(demand(source), Same):
         operands = operands_of(source)
         state_demand(node, None)
         if len(operands) != 1 or part(operands[0]) is None:
             return
         source = operands[0]
-    if wanted is not None and source is not result and stated_demand(source) is None:
-        state_demand(source, wanted)
+    if node_demand is not None and source is not result and stated_demand(source) is None:
+        state_demand(source, node_demand)

@@ -47,7 +47,7 @@ def _transposed(node: fx.Node, weight: fx.Node) -> fx.Node:
     shape, dtype = shape_of(weight), node.meta["fact"].dtype
     assert shape is not None
     with node.graph.inserting_before(node):
-        made: fx.Node = inherit(node.graph.call_function(permute, (weight, [1, 0])), node, "dynamic.choose")
-    mark_parameter(made)
-    set_fact(made, TensorFact(tuple(reversed(shape)), dtype))
-    return made
+        transposed: fx.Node = inherit(node.graph.call_function(permute, (weight, [1, 0])), node, "dynamic.choose")
+    mark_parameter(transposed)
+    set_fact(transposed, TensorFact(tuple(reversed(shape)), dtype))
+    return transposed

@@ -80,11 +80,11 @@ def _rule(gm: fx.GraphModule, node: fx.Node) -> GradientRule | None:
 
 def _constants(gm: fx.GraphModule) -> set[fx.Node]:
     """Return the nodes computed from parameters, buffers and constants alone; they stay as the user wrote them, stops included."""
-    found: set[fx.Node] = set()
+    constants: set[fx.Node] = set()
     for node in gm.graph.nodes:
-        if node.op == "get_attr" or (node.op.startswith("call_") and node.all_input_nodes and found.issuperset(node.all_input_nodes)):
-            found.add(node)
-    return found
+        if node.op == "get_attr" or (node.op.startswith("call_") and node.all_input_nodes and constants.issuperset(node.all_input_nodes)):
+            constants.add(node)
+    return constants
 
 
 def _mark_parameters(node: fx.Node) -> None:
@@ -96,16 +96,16 @@ def _mark_parameters(node: fx.Node) -> None:
 
 def _reads_detached_alone(gm: fx.GraphModule, node: fx.Node) -> bool:
     """Return whether no operand of a node has a gradient, and at least one is detached."""
-    found = False
+    detached = False
     for operand in node.all_input_nodes:
-        known = fact(operand)
+        tensor = fact(operand)
         if is_detached(operand):
-            found = True
+            detached = True
         elif operand.op == "get_attr" and not isinstance(resolve(gm, str(operand.target)), torch.nn.Parameter):
             continue
-        elif not isinstance(known, TensorFact | int | float) or (isinstance(known, TensorFact) and known.dtype.is_floating_point):
+        elif not isinstance(tensor, TensorFact | int | float) or (isinstance(tensor, TensorFact) and tensor.dtype.is_floating_point):
             return False
-    return found and not (node.op == "call_module" and any(True for _ in resolve(gm, str(node.target)).parameters()))
+    return detached and not (node.op == "call_module" and any(True for _ in resolve(gm, str(node.target)).parameters()))
 
 
 def _remove_stop(gm: fx.GraphModule, node: fx.Node, context: Context) -> None:
@@ -186,14 +186,14 @@ def attach(gm: fx.GraphModule, context: Context) -> int:
     readers = {str(node.target): node for node in gm.graph.nodes if _rule(gm, node) is not None and not is_parameter(node)}
     changes = 0
     for node in list(gm.graph.nodes):
-        found = gradient_changes(node)
+        applied = gradient_changes(node)
         if node.op == "output":
             changes += _attach_outputs(gm, node, readers)
-        elif found:
+        elif applied:
             if node.op == "call_module":
                 parent, _, name = str(node.target).rpartition(".")
                 del resolve(gm, parent)._modules[name]
-            _call(node, node.args[0], found[0], readers)
+            _call(node, node.args[0], applied[0], readers)
             changes += 1
         elif is_detached(node) and quantized_operator(gm, node) is None:
             changes += _stop_behind(gm, node)
@@ -214,48 +214,48 @@ def _attach_outputs(gm: fx.GraphModule, output: fx.Node, readers: dict[str, fx.N
     changes = gradient_changes(output)
     if not changes:
         return 0
-    made: list[fx.Node] = []
+    places: list[fx.Node] = []
     for position, place in enumerate(nodes_in(output.args)):
         if position not in changes:
-            made.append(place)
+            places.append(place)
             continue
         with gm.graph.inserting_before(output):
             called = inherit(gm.graph.call_function(torch.detach, (place,)), place, "gradients.attach")
         set_fact(called, fact(place))
         _call(called, place, changes[position], readers)
-        made.append(called)
-    following = iter(made)
+        places.append(called)
+    following = iter(places)
     output.args = fx.map_arg(output.args, lambda _: next(following))
     return len(changes)
 
 
 def _stop_behind(gm: fx.GraphModule, node: fx.Node) -> int:
     """Stop the gradient after a float operator, where a reader has one."""
-    known = fact(node)
+    value = fact(node)
     live = [user for user in node.users if not is_detached(user)]
-    stops = known.dtype.is_floating_point if isinstance(known, TensorFact) else known is None or isinstance(known, tuple | list | dict)
+    stops = value.dtype.is_floating_point if isinstance(value, TensorFact) else value is None or isinstance(value, tuple | list | dict)
     if not live or not stops:
         return 0
     with gm.graph.inserting_after(node):
-        made = gm.graph.call_function(torch.detach if isinstance(known, TensorFact) else stopped, (node,))
-    inherit(made, node, "gradients.attach")
-    set_fact(made, known)
+        inserted = gm.graph.call_function(torch.detach if isinstance(value, TensorFact) else stopped, (node,))
+    inherit(inserted, node, "gradients.attach")
+    set_fact(inserted, value)
     for user in live:
-        user.replace_input_with(node, made)
+        user.replace_input_with(node, inserted)
     return 1
 
 
 def _sort(graph: fx.Graph) -> None:
     """Sort the nodes so that each follows its operands, and otherwise keep their order."""
-    done: set[fx.Node] = set()
+    placed: set[fx.Node] = set()
     for node in list(graph.nodes):
         waiting = [node]
         while waiting:
-            open_ = [operand for operand in waiting[-1].all_input_nodes if operand not in done]
+            open_ = [operand for operand in waiting[-1].all_input_nodes if operand not in placed]
             if open_:
                 waiting.append(open_[0])
                 continue
             ready = waiting.pop()
-            done.add(ready)
+            placed.add(ready)
             if ready is not node:
                 node.prepend(ready)

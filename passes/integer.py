@@ -97,7 +97,7 @@ class GraphLowering(Lowering):
         return {"at": source(self.node), "module": module_path(self.node)}
 
     def call(self, primitive: Callable[..., Tensor], *arguments: Any) -> fx.Node:
-        zero = next((found for node in nodes_in(arguments) if (found := zero_point(node))), 0)
+        zero = next((point for node in nodes_in(arguments) if (point := zero_point(node))), 0)
         if zero and PRIMITIVES[primitive].zero_point is not ZeroPoint.CENTRED:
             arguments = PRIMITIVES[primitive].stored_arguments(arguments, zero)
         elif zero:
@@ -112,13 +112,13 @@ class GraphLowering(Lowering):
         return self.centred.get(node, node)
 
     def _call(self, primitive: Callable[..., Tensor], *arguments: Any) -> fx.Node:
-        made = self.graph.create_node("call_function", primitive, arguments, {}, name=f"{self.name}_{primitive.__name__}")
-        inherit(made, self.node, "integer.lower")
-        made.meta["origin"] = self.name
-        set_fact(made, self.writing.shapes.infer(made))
-        self.made.append(made)
-        _inherit_grid(made)
-        return made
+        call = self.graph.create_node("call_function", primitive, arguments, {}, name=f"{self.name}_{primitive.__name__}")
+        inherit(call, self.node, "integer.lower")
+        call.meta["origin"] = self.name
+        set_fact(call, self.writing.shapes.infer(call))
+        self.made.append(call)
+        _inherit_grid(call)
+        return call
 
     def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> fx.Node:
         if role in self.constants:
@@ -128,20 +128,20 @@ class GraphLowering(Lowering):
                 because="the second would replace the first, which its primitives still read",
                 remedy="this is a defect of the operator's `lower`; give every constant a different role",
             )
-        held = value.detach().to(dtype).contiguous()
-        key = (role, dtype, held.shape, held.numpy(force=True).tobytes()) if self.held is not None else None
+        stored = value.detach().to(dtype).contiguous()
+        key = (role, dtype, stored.shape, stored.numpy(force=True).tobytes()) if self.held is not None else None
         if self.held is not None and key in self.held:
             self.constants[role] = self.held[key].name
             return self.held[key]
         path = f"{self.writing.container}.{self.name}.{role}"
-        attach(self.writing.gm, path, held.clone())
+        attach(self.writing.gm, path, stored.clone())
         # Naming the node here spares the search for a name that `graph.get_attr` makes.
-        made = inherit(self.graph.create_node("get_attr", path, name=f"{self.name}_{role}"), self.node, "integer.lower")
-        set_fact(made, TensorFact(tuple(value.shape), dtype))
-        self.constants[role] = made.name
+        added = inherit(self.graph.create_node("get_attr", path, name=f"{self.name}_{role}"), self.node, "integer.lower")
+        set_fact(added, TensorFact(tuple(value.shape), dtype))
+        self.constants[role] = added.name
         if self.held is not None:
-            self.held[key] = made
-        return made
+            self.held[key] = added
+        return added
 
     def describe(self, role: str, scale: Tensor, axis: int | None = None, zero_point: int | Tensor = 0) -> None:
         scales = tuple(scale.detach().flatten().tolist())
@@ -190,8 +190,8 @@ class GraphLowering(Lowering):
                 set_part(node, known_part)
         if not isinstance(result, Quantized):
             return node
-        known = fact(node)
-        return Quantized(node, result.grid, known.shape if isinstance(known, TensorFact) else ())
+        node_fact = fact(node)
+        return Quantized(node, result.grid, node_fact.shape if isinstance(node_fact, TensorFact) else ())
 
 
 def _described(grid: Grid) -> QParams:
@@ -203,10 +203,10 @@ def _described(grid: Grid) -> QParams:
 def _inherit_grid(node: fx.Node) -> None:
     """Set the scale of the operand as the node's, if the primitive only moves or clamps integers."""
     operand = node.args[0][0] if isinstance(node.args[0], list | tuple) else node.args[0]
-    known = qparams(operand) if isinstance(operand, fx.Node) else None
+    grid = qparams(operand) if isinstance(operand, fx.Node) else None
     stays = PRIMITIVES[node.target].zero_point is ZeroPoint.EQUIVARIANT  # type: ignore[index]
-    if stays and qparams(node) is None and known is not None and known.axis is None:
-        set_qparams(node, known)
+    if stays and qparams(node) is None and grid is not None and grid.axis is None:
+        set_qparams(node, grid)
 
 
 class Environment(dict[fx.Node, fx.Node]):
@@ -255,10 +255,10 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
             result = operator.lower(lowering, **concrete)
             if isinstance(result, Quantized) and module is not None and module.plain:
                 result = result.value
-            made = lowering.finish(result, lowering.operation(operator.name, _referring(arguments, environment)))
-            if isinstance(made, Quantized):
-                results[node] = made
-            environment[node] = made.value if isinstance(made, Quantized) else made
+            lowered = lowering.finish(result, lowering.operation(operator.name, _referring(arguments, environment)))
+            if isinstance(lowered, Quantized):
+                results[node] = lowered
+            environment[node] = lowered.value if isinstance(lowered, Quantized) else lowered
             changes += 1
     # Parameters of the float model that were turned into constants are no longer read.
     eliminate_dead(graph.nodes, lambda node: is_parameter(node) or (node.op == "call_function" and node.target in PRIMITIVES))
@@ -297,8 +297,8 @@ def _concrete(
 
     activations = {name for name in (*operator.operands, "residual") if arguments.get(name) is not None}
     rest = {name: fx.map_arg(value, other) for name, value in arguments.items() if name not in activations}
-    taken = map_operands(operator, {name: arguments[name] for name in activations}, operand)
-    return {**rest, **taken}
+    operands = map_operands(operator, {name: arguments[name] for name in activations}, operand)
+    return {**rest, **operands}
 
 
 def _referring(arguments: dict[str, Any], environment: dict[fx.Node, fx.Node]) -> dict[str, Any]:
@@ -321,9 +321,9 @@ def _drop_unused(gm: fx.GraphModule, container: str) -> None:
     """Keep copies of only those modules and tensors of the float model that the graph reads, and the new constants in `container`."""
     paths = {str(node.target) for node in gm.graph.nodes if node.op in ("get_attr", "call_module")}
     paths.update(gm.meta[CARRIED].modules() if CARRIED in gm.meta else ())
-    kept = own_copies({path: resolve(gm, path) for path in sorted(paths) if not path.startswith(container + ".")})
+    copies = own_copies({path: resolve(gm, path) for path in sorted(paths) if not path.startswith(container + ".")})
     for name in (*gm._modules, *gm._parameters, *gm._buffers):
         if name != container:
             delattr(gm, name)
-    for path, value in kept.items():
+    for path, value in copies.items():
         attach(gm, path, value)

@@ -128,13 +128,13 @@ def _channels(way: list[fx.Node]) -> int:
 def _multiplied(layer: fx.Node, function: Callable[[Tensor, Tensor], Tensor], parameter: object, factors: fx.Node) -> fx.Node:
     """Return a parameter of a layer that is computed from this one and the factors, of its shape."""
     assert isinstance(parameter, fx.Node)
-    known = fact(parameter)
+    parameter_fact = fact(parameter)
     steps: list[tuple[Callable[..., Tensor], tuple[fx.Node, ...]]] = [(function, (factors,))]
     if is_detached(layer):  # the factors may have gradients all the same
         steps.insert(0, (torch.detach, ()))
     for function, others in steps:
         with layer.graph.inserting_before(layer):
             parameter = inherit(layer.graph.call_function(function, (parameter, *others)), layer, "layerscale.fold")
-        set_fact(parameter, known)
+        set_fact(parameter, parameter_fact)
         mark_parameter(parameter)
     return parameter

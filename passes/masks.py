@@ -38,9 +38,9 @@ def recognise(gm: fx.GraphModule, context: Context) -> int:
     for node in list(gm.graph.nodes):
         if not calls(node, softmax) or refusal(node) is not None or decide(node).config is None or not isinstance(fact(node), TensorFact):
             continue
-        found = Search(node, plain, context.target.activations).run()
-        if found is not None:
-            context.say(f"%{node.name} reads a mask: {found}")
+        description = Search(node, plain, context.target.activations).run()
+        if description is not None:
+            context.say(f"%{node.name} reads a mask: {description}")
             changes += 1
     return changes
 
@@ -97,11 +97,11 @@ class Search:
         node.target, node.args = masked_softmax, (clean, keep, self.dim, *self._empty())
         last = node
         for move in reversed(self.moves):
-            made = node.graph.create_node("call_function", move.target, (last, *move.args[1:]), {}, name=f"{node.name}_{move.name}")
-            last.append(made)
-            inherit(made, node, "masks.recognise")
-            set_fact(made, fact(move))
-            last = made
+            moved = node.graph.create_node("call_function", move.target, (last, *move.args[1:]), {}, name=f"{node.name}_{move.name}")
+            last.append(moved)
+            inherit(moved, node, "masks.recognise")
+            set_fact(moved, fact(move))
+            last = moved
         for reader in readers:
             reader.replace_input_with(node, last)
 
@@ -183,10 +183,10 @@ class Search:
 
     def _shifts(self, node: fx.Node, scores: fx.Node, other: fx.Node) -> bool:
         """Return whether the sum adds one number to each row of scores: it does not change the softmax (a subtracted maximum)."""
-        known, dim = fact(other), self.dim - len(fact(node).shape)
-        if other in self.plain or not isinstance(known, TensorFact) or fact(scores).shape != fact(node).shape:
+        other_fact, dim = fact(other), self.dim - len(fact(node).shape)
+        if other in self.plain or not isinstance(other_fact, TensorFact) or fact(scores).shape != fact(node).shape:
             return False
-        return len(known.shape) < -dim or known.shape[dim] == 1
+        return len(other_fact.shape) < -dim or other_fact.shape[dim] == 1
 
     def _chosen(self, node: fx.Node, arguments: dict[str, Any]) -> fx.Node | None:
         """Return the scores of a `where` that replaces some by a number far below, and record the mask; None for another `where`."""
@@ -236,26 +236,26 @@ class Search:
         else:
             return None
         self.moves.append(node)
-        found = self._without(operand)
-        if found is None:
+        clean = self._without(operand)
+        if clean is None:
             self.moves.remove(node)
             self.dim = outer
-        return found
+        return clean
 
     def _with(self, node: fx.Node, operand: Any) -> fx.Node | None:
         """Return the same operator on its operand without masks, where the masks are before the operator."""
         if not isinstance(operand, fx.Node) or fact(operand) is None:
             return None
-        found = self._without(operand)
-        if found is None:
+        clean = self._without(operand)
+        if clean is None:
             return None
         self.seen.append(node)
-        return self._call(node, node.target, *(found if value is operand else value for value in node.args))
+        return self._call(node, node.target, *(clean if value is operand else value for value in node.args))
 
     def _call(self, node: fx.Node, function: Any, *arguments: Any) -> fx.Node:
         """Call a function on other operands, in place of a node, with the node's source line, module and rules."""
-        made = self.build.host(function, *arguments)
+        call = self.build.host(function, *arguments)
         for key in ("source", "module", "qconfig", "matched_rules", "spelling"):
             if key in node.meta:
-                made.meta[key] = node.meta[key]
-        return made
+                call.meta[key] = node.meta[key]
+        return call

@@ -43,7 +43,7 @@ def separate(gm: fx.GraphModule, context: Context) -> int:
 def _leaving(graph: fx.Graph) -> set[fx.Node]:
     """Return the integer nodes that only copy elements, and whose elements only leave the model, unchanged or through the host."""
     ends: set[fx.Node] = set()
-    found: set[fx.Node] = set()
+    nodes: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node.op == "output" or reads_shape_only(node):
             ends.add(node)
@@ -52,11 +52,11 @@ def _leaving(graph: fx.Graph) -> set[fx.Node]:
             continue
         if is_quantized(node) and copies(node) and not is_named(node):
             if not decide(node).asked or result_config(node).fixed_scale is None:  # else it has the grid that a rule gives it
-                found.add(node)
+                nodes.add(node)
                 ends.add(node)
         elif computes_tensor(node) and not is_integer(node):
             ends.add(node)
-    return found
+    return nodes
 
 
 def _why(gm: fx.GraphModule, node: fx.Node, operator: Operator) -> str | None:

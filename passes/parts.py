@@ -52,18 +52,18 @@ def _replaced(node: fx.Node) -> fx.Node | None:
     if is_parameter(value) or not isinstance(fact(value), TensorFact) or not all(isinstance(entry, int | slice | None) for entry in index):
         return None
     entries = [entry for entry in index if entry is not None]
-    found: fx.Node | None = None
+    narrowed: fx.Node | None = None
     for dim, (entry, size) in enumerate(zip(entries, shape_of(value), strict=True)):
         bounds = _bounds(entry, size)
-        part = None if bounds is None else _part(found or value, dim, *bounds, node)
+        part = None if bounds is None else _part(narrowed or value, dim, *bounds, node)
         if part is not None:
-            found = part
+            narrowed = part
             entries[dim] = 0 if isinstance(entry, int) else WHOLE
-    if found is None:
+    if narrowed is None:
         return None
-    kept = iter(entries)
-    left = [None if entry is None else next(kept) for entry in index]
-    return found if all(entry == WHOLE for entry in left) else _made(node, getitem, (found, left), shape_of(node), node)
+    rest = iter(entries)
+    reduced = [None if entry is None else next(rest) for entry in index]
+    return narrowed if all(entry == WHOLE for entry in reduced) else _made(node, getitem, (narrowed, reduced), shape_of(node), node)
 
 
 def _bounds(entry: Any, size: Size) -> tuple[int, int] | None:
@@ -115,26 +115,26 @@ def _part_of_cat(
     if along != dim:
         inner = dim - 1 if stacked and dim > along else dim
         parts = [_part(tensor, inner, start, stop, reader) for tensor in tensors]
-        known = [part for part in parts if part is not None]
-        return _made(value, value.target, (known, along), shape, reader) if len(known) == len(parts) else None
+        present = [part for part in parts if part is not None]
+        return _made(value, value.target, (present, along), shape, reader) if len(present) == len(parts) else None
     sizes = [1 if stacked else shape_of(tensor)[dim] for tensor in tensors]
-    position, taken = 0, []
+    position, pieces = 0, []
     for tensor, size in zip(tensors, sizes, strict=True):
         if not isinstance(size, int) or is_parameter(tensor):
             return None
         if start < position + size and position < stop:
-            taken.append((tensor, position, size))
+            pieces.append((tensor, position, size))
         position += size
-    if len(taken) == len(tensors):
+    if len(pieces) == len(tensors):
         return None
-    if len(taken) == 1 and not stacked:
-        tensor, position, size = taken[0]
+    if len(pieces) == 1 and not stacked:
+        tensor, position, size = pieces[0]
         if (start, stop) == (position, position + size):
             return tensor
         return _sliced(tensor, dim, (start - position, stop - position), reader)
-    if start != taken[0][1] or stop != taken[-1][1] + taken[-1][2]:
+    if start != pieces[0][1] or stop != pieces[-1][1] + pieces[-1][2]:
         return None
-    return _made(value, value.target, ([tensor for tensor, _, _ in taken], dim), shape, reader)
+    return _made(value, value.target, ([tensor for tensor, _, _ in pieces], dim), shape, reader)
 
 
 def _part_beside(value: fx.Node, arguments: dict[str, Any], dim: int, bounds: tuple[int, int], reader: fx.Node) -> fx.Node | None:
@@ -164,9 +164,9 @@ def _sliced(value: fx.Node, dim: int, bounds: tuple[int, int], reader: fx.Node) 
 
 def _kept(before: Sequence[Size], after: Sequence[Size], dim: int) -> int | None:
     """Which dimension of a reshaped tensor is this one of the result, whole; None if it is put together of others, or part of one."""
-    wanted = after[dim], _product(after[dim + 1 :])
-    found = [place for place, size in enumerate(before) if (size, _product(before[place + 1 :])) == wanted]
-    return found[0] if len(found) == 1 else None
+    target = after[dim], _product(after[dim + 1 :])
+    places = [place for place, size in enumerate(before) if (size, _product(before[place + 1 :])) == target]
+    return places[0] if len(places) == 1 else None
 
 
 def _product(sizes: Sequence[Size]) -> tuple[int, tuple[str, ...]]:
@@ -182,6 +182,6 @@ def _cut(value: fx.Node, dim: int, size: int) -> tuple[Size, ...]:
 def _made(like: fx.Node, function: Any, arguments: tuple[Any, ...], shape: Sequence[Size], reader: fx.Node) -> fx.Node:
     """Insert a call before the reader, which replaces node `like` for a part of its value."""
     with reader.graph.inserting_before(reader):
-        made = reader.graph.create_node("call_function", function, arguments, name=f"{like.name}_part")
-    set_fact(made, replace(fact(like), shape=tuple(shape)))
-    return inherit(made, like, "parts.pick")
+        part = reader.graph.create_node("call_function", function, arguments, name=f"{like.name}_part")
+    set_fact(part, replace(fact(like), shape=tuple(shape)))
+    return inherit(part, like, "parts.pick")

@@ -80,9 +80,9 @@ def _region(
 
 def _may_read(inner: Sequence[fx.Node], source: fx.Node) -> bool:
     """Return whether operators may be a function of a node: float32 tensors of one shape, and no clamp that is fused into the node."""
-    known, result, layer = fact(source), fact(inner[0]), operator_of(source)
+    tensor, result, layer = fact(source), fact(inner[0]), operator_of(source)
     fuses = calls(inner[-1], clamp) and layer is not None and "clamp" in layer.absorbs and len(source.users) == 1
-    return isinstance(known, TensorFact) and known.dtype == torch.float32 == result.dtype and known.shape == result.shape and not fuses
+    return isinstance(tensor, TensorFact) and tensor.dtype == torch.float32 == result.dtype and tensor.shape == result.shape and not fuses
 
 
 def _has_table(target: Target, inner: Sequence[fx.Node], steps: Steps) -> bool:
@@ -131,14 +131,14 @@ def _size(inner: Sequence[fx.Node]) -> int:
 
 def _fits(node: fx.Node, root: fx.Node) -> bool:
     """Return whether an operator may be a part of the function that ends with the root."""
-    record, known = operator_of(node), fact(node)
+    record, node_fact = operator_of(node), fact(node)
     if record is None or not is_pointwise(record.name) or refusal(node) is not None or node.kwargs or detached_arguments(node):
         return False
-    if not isinstance(known, TensorFact) or known.shape != fact(root).shape or decide(node).config is None:
+    if not isinstance(node_fact, TensorFact) or node_fact.shape != fact(root).shape or decide(node).config is None:
         return False
     if node is not root and (is_detached(node) != is_detached(root) or gradient_changes(node) or apart(node, root) is not None):
         return False
-    return known.dtype in (torch.float32, torch.bool)
+    return node_fact.dtype in (torch.float32, torch.bool)
 
 
 def _number(gm: fx.GraphModule, node: fx.Node) -> float | None:

@@ -56,7 +56,7 @@ def _is_square(node: fx.Node) -> bool:
 
 def _centred(gm: fx.GraphModule) -> list[fx.Node]:
     """Return differences of tensors and their mean that are only squared, multiplied or divided, and means that only they read."""
-    found: list[fx.Node] = []
+    nodes: list[fx.Node] = []
     for node in gm.graph.nodes:
         average = _arguments(node)["other"] if calls(node, sub) else None
         if not isinstance(average, fx.Node) or not calls(average, mean) or average.args[0] is not node.args[0]:
@@ -64,16 +64,16 @@ def _centred(gm: fx.GraphModule) -> list[fx.Node]:
         if all(
             calls(user, mul) or calls(user, true_divide) or Trait.STATISTIC in traits_of(user) or _is_square(user) for user in node.users
         ):
-            found += [average, node] if len(average.users) == 1 else [node]
-    return found
+            nodes += [average, node] if len(average.users) == 1 else [node]
+    return nodes
 
 
 def _squares(gm: fx.GraphModule) -> list[fx.Node]:
     """Return squares that are summed, their sums, statistics, and nodes that lead from these to a factor or a divisor alone."""
-    found: list[fx.Node] = []
+    nodes: list[fx.Node] = []
     beginning = {node for node in gm.graph.nodes if Trait.STATISTIC in traits_of(node) or _is_square(node)}
     if not beginning:
-        return found
+        return nodes
     after: dict[fx.Node, bool] = {}  # what is computed from squares: whether it is wide
     for node in reversed(gm.graph.nodes):
         readers = list(node.users)
@@ -86,8 +86,8 @@ def _squares(gm: fx.GraphModule) -> list[fx.Node]:
         if (node in beginning or any(operand in of_squares for operand in node.all_input_nodes)) and node in after:
             of_squares.add(node)
             if after[node]:
-                found.append(node)
-    return found
+                nodes.append(node)
+    return nodes
 
 
 def _follows(node: fx.Node) -> bool:

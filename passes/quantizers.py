@@ -83,9 +83,9 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
         node.op, node.target = "call_module", target
         changes += 1
     link(gm, gm.graph)
-    kept = {resolve(gm, path) for path in gm.meta.get(KEPT_IN_EVAL, ())}
+    in_eval = {resolve(gm, path) for path in gm.meta.get(KEPT_IN_EVAL, ())}
     owners = {owner for operator in quantized_operators(gm).values() for owner in operator.owners if owner is not None}
-    for owner in owners - kept:  # in the model's own mode: those of the float model were traced in eval mode
+    for owner in owners - in_eval:  # in the model's own mode: those of the float model were traced in eval mode
         owner.training = gm.training
     return changes
 
@@ -170,8 +170,8 @@ def _factors(node: fx.Node, operator: Operator, arguments: dict[str, Any]) -> Ch
     if operator.layer.channels is None:
         return None
     dim = operator.layer.channels(arguments)
-    read, given = (shape_of(each)[dim] for each in (arguments["input"], node))
-    return ChannelFactors(read, given) if isinstance(read, int) and isinstance(given, int) else None
+    read, outputs = (shape_of(each)[dim] for each in (arguments["input"], node))
+    return ChannelFactors(read, outputs) if isinstance(read, int) and isinstance(outputs, int) else None
 
 
 def _quantizer(node: fx.Node, config: ActivationConfig, context: Context, members: list[fx.Node]) -> Quantizer:

@@ -33,10 +33,10 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
         spec = annotation(node)
         assert spec is not None
         for operand in dict.fromkeys(sharing_operands(node, context.target.arithmetic)):
-            known = annotation(operand)
-            if known is None or known.dtype in (None, spec.dtype):
+            operand_spec = annotation(operand)
+            if operand_spec is None or operand_spec.dtype in (None, spec.dtype):
                 continue
-            because = f"%{operand.name} is {known.dtype}, and %{node.name}, which would be on its scale, {spec.dtype}"
+            because = f"%{operand.name} is {operand_spec.dtype}, and %{node.name}, which would be on its scale, {spec.dtype}"
             node.replace_input_with(operand, _made(node, operand, Annotation(spec.dtype, because, spec.config)))
             context.say(f"%{operand.name} is requantized for %{node.name}: {because}")
             changes += 1
@@ -45,7 +45,7 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
 
 def _read_as_asked(gm: fx.GraphModule, context: Context) -> int:
     """Requantize operands to the config `input` of an operator's rule, for operators that do not share their operands' scale."""
-    made: dict[tuple[fx.Node, ActivationConfig], fx.Node] = {}
+    requantized: dict[tuple[fx.Node, ActivationConfig], fx.Node] = {}
     unused: dict[Rule, list[str]] = {}
     for node in list(gm.graph.nodes):
         spec = annotation(node)
@@ -61,23 +61,23 @@ def _read_as_asked(gm: fx.GraphModule, context: Context) -> int:
             continue
         for operand in dict.fromkeys(read):
             key = operand, asked
-            if key not in made:
+            if key not in requantized:
                 because = f"it is {asked.dtype} for %{node.name}, as the input= of the qconfig's {rule} says"
-                made[key] = _made(operand, operand, Annotation(asked.dtype, because, replace(spec.config, output=asked, input=None)))
-            node.replace_input_with(operand, made[key])
+                requantized[key] = _made(operand, operand, Annotation(asked.dtype, because, replace(spec.config, output=asked, input=None)))
+            node.replace_input_with(operand, requantized[key])
             context.say(f"%{operand.name} is requantized for %{node.name}: the input= of the qconfig's {rule}")
     for rule, names in unused.items():
         readers = ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
         context.not_done(gm, f"the input= of the qconfig's {rule} is not used by {readers}: what is read there is quantized already")
-    return len(made)
+    return len(requantized)
 
 
 def _is_on(operand: fx.Node, asked: ActivationConfig) -> bool:
     """Return whether an operand has the dtype and scale that `asked` requires; True for an operand without a scale."""
-    known = annotation(operand)
-    if known is None or known.dtype is None or known.dtype in PLAIN_TYPES or known.dtype == "int32":
+    operand_spec = annotation(operand)
+    if operand_spec is None or operand_spec.dtype is None or operand_spec.dtype in PLAIN_TYPES or operand_spec.dtype == "int32":
         return True
-    if known.dtype != asked.dtype:
+    if operand_spec.dtype != asked.dtype:
         return False
     return asked.fixed_grid is None or result_config(operand).fixed_grid == asked.fixed_grid
 
@@ -86,10 +86,10 @@ def _made(node: fx.Node, operand: fx.Node, spec: Annotation) -> fx.Node:
     """Insert a requantization of the operand, named after `node`: before `node`, its reader, or after it if `node` is the operand."""
     with node.graph.inserting_after(node) if node is operand else node.graph.inserting_before(node):
         name = f"{node.name}_{REQUANTIZE.name}"
-        made = inherit(node.graph.create_node("call_function", REQUANTIZE.function, (operand,), {}, name=name), node, "requantize.insert")
-    set_fact(made, fact(operand))
-    annotate(made, spec)
+        added = inherit(node.graph.create_node("call_function", REQUANTIZE.function, (operand,), {}, name=name), node, "requantize.insert")
+    set_fact(added, fact(operand))
+    annotate(added, spec)
     whole = part(node)
     if whole is not None:
-        set_part(made, Part(whole.composite, f"{whole.role}, {REQUANTIZE.name}d"))
-    return made
+        set_part(added, Part(whole.composite, f"{whole.role}, {REQUANTIZE.name}d"))
+    return added

@@ -45,8 +45,8 @@ def is_overridden(rule: Rule, others: tuple[MatchedRules, ...]) -> bool:
 def apart(layer: fx.Node, part: fx.Node) -> str | None:
     """Return why the rules prevent fusing `part` into `layer`, or None: they keep one of them in float, and not the other."""
     first, other = matched_rules(layer)[0], matched_rules(part)[0]
-    (_, chosen), (rule, wanted) = first[0], other[0]
-    if (chosen is None) == (wanted is None) or is_overridden(rule, (first,)):
+    (_, chosen), (rule, part_config) = first[0], other[0]
+    if (chosen is None) == (part_config is None) or is_overridden(rule, (first,)):
         return None
     return f"the qconfig keeps %{(layer if chosen is None else part).name} in float, and not %{(part if chosen is None else layer).name}"
 

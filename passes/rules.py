@@ -74,10 +74,10 @@ def match(gm: fx.GraphModule, context: Context) -> int:
 
 def _calls(node: fx.Node, written: tuple[Any, ...], counts: Counter[tuple[str, Any]]) -> list[Call]:
     """Which call of each type it is in the forward of a module; a layer's calls are counted in the module that calls it."""
-    found = []
+    calls = []
     for kind in dict.fromkeys(written):
         path = module_path(node)
         home = path.rpartition(".")[0] if isinstance(kind, type) and issubclass(kind, nn.Module) else path
-        found.append(Call(home, kind, counts[home, kind]))
+        calls.append(Call(home, kind, counts[home, kind]))
         counts[home, kind] += 1
-    return found
+    return calls

@@ -81,10 +81,10 @@ def _observe(gm: fx.GraphModule, context: Context) -> None:
         spec = annotation(node)
         assert spec is not None
         bits = None if spec.dtype is None else ACTIVATION_TYPES[spec.dtype].bits
-        wanted = [_wanted(reader, bits, context) for reader in node.users]
+        intervals = [_wanted(reader, bits, context) for reader in node.users]
         demanded = demand(node)
         limit = demanded.limit if isinstance(demanded, Own) and demanded.limit is not None else math.inf
-        interval = max(-limit, min(low for low, _ in wanted)), min(limit, max(high for _, high in wanted))
+        interval = max(-limit, min(low for low, _ in intervals)), min(limit, max(high for _, high in intervals))
         if interval == EVERYTHING:
             continue
         set_observed(node, interval)
@@ -126,8 +126,8 @@ def _conflict(one: fx.Node, other: fx.Node, asked: dict[fx.Node, Asked], demands
     def asks_for(node: fx.Node) -> str:
         dtype, grid = asked[node]
         scale, zero_point = grid or (0.0, 0)
-        given = f" with scale {scale:g}" + (f" and zero point {zero_point}" if zero_point else "")
-        return f"%{node.name} asks for {dtype}" + ("" if grid is None else given)
+        suffix = f" with scale {scale:g}" + (f" and zero point {zero_point}" if zero_point else "")
+        return f"%{node.name} asks for {dtype}" + ("" if grid is None else suffix)
 
     path = " – ".join(f"%{node.name}" for node in nx.shortest_path(demands, one, other))
     return ScaleConflict(

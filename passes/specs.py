@@ -60,8 +60,8 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
         assert qconfig is not None
         dtype = _dtype(node, decision, context.target.default_activation, preferred.get(node))
         if decision.asked and dtype != qconfig.output.dtype and not is_inner_part(node) and dtype not in PLAIN_TYPES:
-            wanted = f"{qconfig.output.dtype} as the qconfig's {decision.output} says"
-            context.not_done(gm, f"%{node.name} is {dtype}, as the graph requires, and not {wanted}")
+            configured = f"{qconfig.output.dtype} as the qconfig's {decision.output} says"
+            context.not_done(gm, f"%{node.name} is {dtype}, as the graph requires, and not {configured}")
         set_annotation(node, Annotation(dtype, _why_integer(node, dtype), qconfig))
         changes += 1
     asked = dict.fromkeys(rule for node in gm.graph.nodes for rules in matched_rules(node) for rule, _ in rules)
@@ -90,8 +90,8 @@ def _why_float(
     if because:  # "" says that it depends on the operands
         return because
     # A mask may hold -inf; the matrix of a product is a weight, which is refused where it is prepared.
-    given = nodes_in([] if Trait.SUMS in operator.traits else [arguments.get(name) for name in operator.operands])
-    constants = [parameter_value(gm, value) for value in given if is_parameter(value)]
+    values = nodes_in([] if Trait.SUMS in operator.traits else [arguments.get(name) for name in operator.operands])
+    constants = [parameter_value(gm, value) for value in values if is_parameter(value)]
     if not all(bool(torch.isfinite(value).all()) for value in constants if isinstance(value, torch.Tensor) and value.is_floating_point()):
         return "its constant holds values that are not finite"
     masked = [operand for operand in operands if node in needed and operand.op != "placeholder" and not is_integer(operand)]
@@ -127,12 +127,12 @@ def _why_beside_float(node: fx.Node, operands: list[fx.Node]) -> str | None:
 
 def _of_another_dtype(node: fx.Node) -> str | None:
     """Return why a node's result cannot be quantized: it is not float32, because of a float64 or complex constant; None if it can."""
-    known = fact(node)
+    value = fact(node)
     if operator_of(node) is IN_DTYPE:
         return None
-    if not isinstance(known, TensorFact) or known.dtype == torch.float32 or not (known.dtype.is_complex or known.dtype.is_floating_point):
+    if not isinstance(value, TensorFact) or value.dtype == torch.float32 or not (value.dtype.is_complex or value.dtype.is_floating_point):
         return None
-    return f"its result is {str(known.dtype).removeprefix('torch.')}, and only float32 tensors are quantized"
+    return f"its result is {str(value.dtype).removeprefix('torch.')}, and only float32 tensors are quantized"
 
 
 def _written(gm: fx.GraphModule, node: fx.Node) -> str:
@@ -154,23 +154,23 @@ def _dtype(node: fx.Node, decision: Decision, default: str, preferred: str | Non
     if isinstance(demanded, Fixed | Plain) or (isinstance(demanded, Own) and demanded.dtype is not None):
         assert demanded.dtype is not None
         return demanded.dtype
-    wanted = qconfig.output.dtype
-    assert wanted is not None  # `rules.match` has put the target's default there
-    if preferred is not None and not decision.asked and wanted != "int32":
-        wanted = preferred
+    dtype = qconfig.output.dtype
+    assert dtype is not None  # `rules.match` has put the target's default there
+    if preferred is not None and not decision.asked and dtype != "int32":
+        dtype = preferred
     if not shares(node):
-        return wanted
+        return dtype
     spec = annotation(operands_of(node)[0])
     inner = is_inner_part(node)
     if spec is not None and spec.dtype is not None:
-        return wanted if decision.asked and not inner and wanted != "int32" else spec.dtype
-    read = (qconfig.input or qconfig.output).dtype if inner else wanted  # what its operand will be quantized to
+        return dtype if decision.asked and not inner and dtype != "int32" else spec.dtype
+    read = (qconfig.input or qconfig.output).dtype if inner else dtype  # what its operand will be quantized to
     assert read is not None
     return default if read == "int32" else read
 
 
 def _why_integer(node: fx.Node, dtype: str) -> str:
-    demanded, known = demand(node), part(node)
+    demanded, node_part = demand(node), part(node)
     if isinstance(demanded, Fixed):
         grid = f"on a scale of {demanded.scale:g}"
     elif isinstance(demanded, Plain):
@@ -179,6 +179,6 @@ def _why_integer(node: fx.Node, dtype: str) -> str:
         grid = "on its operand's scale"
     else:
         grid = "with its own scale" if not ties(node) else "on the scale that it shares"
-    if known is None and dtype == "int16" and stated_demand(node) is not None:
+    if node_part is None and dtype == "int16" and stated_demand(node) is not None:
         return f"{grid}, 16 bits wide for its readers"
-    return grid if known is None else f"{known}, {grid}"
+    return grid if node_part is None else f"{node_part}, {grid}"

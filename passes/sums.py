@@ -47,17 +47,17 @@ def keep(gm: fx.GraphModule, context: Context) -> int:
         passes = copies(node) or _is_function(node, context)
         if node.op == "output" or reads_shape_only(node) or (passes and leaving.issuperset(node.users)):
             leaving.add(node)
-    sums, kept = set[fx.Node](), set[fx.Node]()
+    sums, in_float = set[fx.Node](), set[fx.Node]()
     for node in gm.graph.nodes:
         read = set(operands_of(node))
         if _is_sum_of(node, read, sums, context):
             sums.add(node)
-        if node in leaving and not (kept | sums if _saturates(node) else kept).isdisjoint(read):
-            kept.add(node)
+        if node in leaving and not (in_float | sums if _saturates(node) else in_float).isdisjoint(read):
+            in_float.add(node)
             if not copies(node):
                 refuse(node, IN_FLOAT, on_host=True)
                 context.say(f"%{node.name} stays in float: {IN_FLOAT}")
-    return len(kept)
+    return len(in_float)
 
 
 def widen(gm: fx.GraphModule, context: Context) -> int:
@@ -104,13 +104,13 @@ def _widened(node: fx.Node, dtype: str, large: bool, limits: Limits, context: Co
 
 def _leaving(graph: fx.Graph, context: Context) -> set[fx.Node]:
     """Return the layers whose sums no integer operator reads, and the operators that only move one of these on to readers in float."""
-    found: set[fx.Node] = set()
+    layers: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if not is_quantized(node) or part(node) is not None or not node.users or decide(node).output not in context.open:
             continue
-        if all((user in found and not _is_sum(user)) or not is_integer(user) for user in node.users) and (_is_sum(node) or _moves(node)):
-            found.add(node)
-    return found
+        if all((user in layers and not _is_sum(user)) or not is_integer(user) for user in node.users) and (_is_sum(node) or _moves(node)):
+            layers.add(node)
+    return layers
 
 
 def _is_sum(node: fx.Node) -> bool:
@@ -124,14 +124,14 @@ def _moves(node: fx.Node) -> bool:
 
 def _elements(node: fx.Node) -> int:
     """Return the number of elements of a tensor for each item of a batch, as far as its sizes are numbers; 0 without a tensor."""
-    known = fact(node)
-    return math.prod(size for size in known.shape if isinstance(size, int)) if isinstance(known, TensorFact) else 0
+    node_fact = fact(node)
+    return math.prod(size for size in node_fact.shape if isinstance(size, int)) if isinstance(node_fact, TensorFact) else 0
 
 
 def _is_function(node: fx.Node, context: Context) -> bool:
     """Return whether a node is a function of one tensor, without a rule that gives it a grid, and small enough for the host."""
-    known = fact(node)
-    if refusal(node) is not None or not isinstance(known, TensorFact) or known.dtype != torch.float32 or len(operands_of(node)) != 1:
+    tensor = fact(node)
+    if refusal(node) is not None or not isinstance(tensor, TensorFact) or tensor.dtype != torch.float32 or len(operands_of(node)) != 1:
         return False
     if traits_of(node).isdisjoint({Trait.ELEMENTWISE, Trait.SOFTMAX, Trait.AFFINE}) or decide(node).output not in context.open:
         return False

@@ -98,15 +98,15 @@ def _export(
                 write(program, batches[0], archive)
             archive.seek(0)
             loaded = load(archive)
-            found = [pytree.tree_leaves(loaded(*batch)) for batch in batches]
+            results = [pytree.tree_leaves(loaded(*batch)) for batch in batches]
         except Exception as error:  # PyTorch's exporters raise errors of many classes
-            said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            kept = next((node for node in integer.graph.nodes if is_python(node)), None)
-            traced = "" if kept is None else "; what fxq.wrap or the option leaf keeps as Python is traced by it as well"
-            remedy = OTHERS if kept is None else "return what it reads, and call it after the program; or fxq.export.export_segments"
-            what, because = f"the model cannot be written by {by}", f"{by} says: {said}{traced}"
-            raise ExportError(what, node=kept, because=because, remedy=remedy) from error
-        for batch, ours in zip(batches, found, strict=True):
+            message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            python_node = next((node for node in integer.graph.nodes if is_python(node)), None)
+            traced = "" if python_node is None else "; what fxq.wrap or the option leaf keeps as Python is traced by it as well"
+            remedy = OTHERS if python_node is None else "return what it reads, and call it after the program; or fxq.export.export_segments"
+            what, because = f"the model cannot be written by {by}", f"{by} says: {message}{traced}"
+            raise ExportError(what, node=python_node, because=because, remedy=remedy) from error
+        for batch, ours in zip(batches, results, strict=True):
             if [_bytes(value) for value in ours] != [_bytes(value) for value in pytree.tree_leaves(program(*batch))]:
                 shapes = ", ".join(str(tuple(value.shape)) for value in batch if isinstance(value, Tensor))
                 fixed = "use fxq.export.export_pt2, or trace with options=fxq.Options(dynamic_shapes={}) to fix the batch size"
@@ -140,6 +140,6 @@ def _dynamic_shapes(integer: fx.GraphModule) -> tuple[dict[int, Any] | None, ...
     limits = noted_limits(integer.graph)
     batch = torch.export.Dim("batch", min=limits.smallest, max=limits.largest or LARGEST_BATCH)
     return tuple(
-        {dim: batch for dim, size in enumerate(known.shape) if isinstance(size, BatchDim)} if isinstance(known, TensorFact) else None
-        for known in map(fact, integer.graph.find_nodes(op="placeholder"))
+        {dim: batch for dim, size in enumerate(each.shape) if isinstance(size, BatchDim)} if isinstance(each, TensorFact) else None
+        for each in map(fact, integer.graph.find_nodes(op="placeholder"))
     )

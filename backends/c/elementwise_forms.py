@@ -26,14 +26,14 @@ def steps(shape: Sequence[int], to: Sequence[int]) -> list[int]:
 
 def joined(size: Sequence[int], *moved: Sequence[int]) -> tuple[list[int], ...]:
     """Merge adjacent dimensions that all tensors traverse contiguously; return the sizes and each tensor's strides, at least one."""
-    kept = [dim for dim in range(len(size)) if size[dim] != 1]
-    sizes, found = [size[dim] for dim in kept], [[step[dim] for dim in kept] for step in moved]
+    dims = [dim for dim in range(len(size)) if size[dim] != 1]
+    sizes, strides = [size[dim] for dim in dims], [[step[dim] for dim in dims] for step in moved]
     for dim in reversed(range(len(sizes) - 1)):
-        if all(step[dim] == step[dim + 1] * sizes[dim + 1] for step in found):
+        if all(step[dim] == step[dim + 1] * sizes[dim + 1] for step in strides):
             sizes[dim] *= sizes.pop(dim + 1)
-            for step in found:
+            for step in strides:
                 step[dim] = step.pop(dim + 1)
-    return (sizes or [1], *([*step] or [0] for step in found))
+    return (sizes or [1], *([*step] or [0] for step in strides))
 
 
 def around(shape: Sequence[int], dim: int) -> tuple[int, int, int]:

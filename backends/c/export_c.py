@@ -67,8 +67,8 @@ def export_c(integer: fx.GraphModule, path: str | os.PathLike[str], *, batch_siz
     program = Program(integer, batch_size)
     name = identifier(path.stem) or "model"
     name = f"x{name}" if name[0].isdigit() else name
-    held = sum(value.constant.nbytes for value in program.arrays if value.constant is not None)
-    external = held > LARGEST_SOURCE if external_data is None else external_data and held > 0
+    nbytes = sum(value.constant.nbytes for value in program.arrays if value.constant is not None)
+    external = nbytes > LARGEST_SOURCE if external_data is None else external_data and nbytes > 0
     constants = [value.constant for value in program.arrays if external and value.constant is not None]
     data: dict[str, Content] = {path.with_suffix(".data").name: (constant.numpy(force=True).tobytes() for constant in constants)}
     texts: dict[str, Content] = {
@@ -126,8 +126,8 @@ def _header(program: Program, name: str, path: Path, external: bool) -> str:
 def _source(program: Program, name: str, path: Path, external: bool) -> str:
     body = "".join(f"    {line}\n" if line else "\n" for text in program.lines for line in text.split("\n"))
     used = "\n".join([*program.lines, program.functions.text()])
-    taken = [(kind, pool) for kind, pool in program.pools.items() if re.search(rf"\b{pool_name(kind)}\b", used)]
-    pools = [f"static {kind} {pool_name(kind)}[{pool.size}];" for kind, pool in taken]
+    used_pools = [(kind, pool) for kind, pool in program.pools.items() if re.search(rf"\b{pool_name(kind)}\b", used)]
+    pools = [f"static {kind} {pool_name(kind)}[{pool.size}];" for kind, pool in used_pools]
     unused = [f"    (void){value.text};\n" for value in program.inputs if not re.search(rf"\b{value.text}\b", body)]
     includes = ["<float.h>", "<stddef.h>", "<stdint.h>", *(["<stdio.h>"] if external else [])]
     sizes = {name: dtype.itemsize for dtype, name in C_TYPES.items()}
@@ -142,9 +142,9 @@ def _source(program: Program, name: str, path: Path, external: bool) -> str:
         GUARD,
         constants,
         "\n".join(pools),
-        "\n".join(f"static const ptrdiff_t {name}[] = {{{held}}};" for name, held in program.sizes.items()),
+        "\n".join(f"static const ptrdiff_t {name}[] = {{{values}}};" for name, values in program.sizes.items()),
         program.functions.text(),
-        "\n".join(f"static const struct window {name} = {{{held}}};" for held, name in program.windows.items()),
+        "\n".join(f"static const struct window {name} = {{{fields}}};" for fields, name in program.windows.items()),
         *([_loader(program, name)] if external else []),
         f"{_signature(program, name)}\n{{\n{''.join(unused)}{body}    return 0;\n}}",
     ]

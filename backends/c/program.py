@@ -53,12 +53,12 @@ class Template:
 
 
 def _sections(file: str) -> dict[str, Template]:
-    found = {}
+    sections = {}
     for section in re.split(r"^/// ", (FOLDER / file).read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
         head, _, text = section.partition("\n")
         name, _, types = head.partition(":")
-        found[name.strip()] = Template(text.strip(), tuple(types.split()))
-    return found
+        sections[name.strip()] = Template(text.strip(), tuple(types.split()))
+    return sections
 
 
 @functools.cache
@@ -81,13 +81,13 @@ class Functions:
 
     def name(self, template: str, name: str, dtypes: Sequence[torch.dtype], replaced: Mapping[str, str] | None = None) -> str:
         """Return the name of a template's function for these element types, and instantiate it on first use."""
-        known = templates()[template]
+        definition = templates()[template]
         types = [C_TYPES[dtype] for dtype in dtypes]
-        made = "_".join([name, *(_SHORT[kind] for kind in types)])
-        if made not in self._made:
-            words = {template: made, **dict(zip(known.types, types, strict=True)), **(replaced or {})}
-            self._made[made] = re.sub(r"\b[A-Za-z_]+\b", lambda word: words.get(word[0], word[0]), known.text)
-        return made
+        full_name = "_".join([name, *(_SHORT[kind] for kind in types)])
+        if full_name not in self._made:
+            words = {template: full_name, **dict(zip(definition.types, types, strict=True)), **(replaced or {})}
+            self._made[full_name] = re.sub(r"\b[A-Za-z_]+\b", lambda word: words.get(word[0], word[0]), definition.text)
+        return full_name
 
     def text(self) -> str:
         """Return the text of all functions, preceded by the helpers that they call."""
@@ -154,9 +154,9 @@ class Pool:
 class Call:
     """The context of a primitive's C form: the result's facts, and methods that emit the calls that compute it."""
 
-    def __init__(self, program: Program, node: fx.Node | Step, known: TensorFact) -> None:
+    def __init__(self, program: Program, node: fx.Node | Step, result: TensorFact) -> None:
         self._program, self.node = program, node
-        self.shape, self.dtype = known.at(program.batch), known.dtype
+        self.shape, self.dtype = result.at(program.batch), result.dtype
 
     @property
     def count(self) -> int:
@@ -231,19 +231,19 @@ class Program:
         self.arrays = [value for value in self.constants.values() if value.text in words]  # the other constants are literals in the calls
 
     def fact_of(self, node: fx.Node) -> TensorFact:
-        known = fact(node)
+        node_fact = fact(node)
         if node.op == "get_attr":
             value = resolve(self.integer, str(node.target))
-            known = TensorFact(tuple(value.shape), value.dtype)
-        if not isinstance(known, TensorFact):
+            node_fact = TensorFact(tuple(value.shape), value.dtype)
+        if not isinstance(node_fact, TensorFact):
             because = "every array of a C program has its size when it is compiled"
             remedy = "export it with fxq.export_onnx"
             raise ExportError("the value computed here is not a tensor of known shape", node=node, because=because, remedy=remedy)
-        if known.dtype not in C_TYPES:
-            what = f"a tensor of {str(known.dtype).removeprefix('torch.')} cannot be written in C"
+        if node_fact.dtype not in C_TYPES:
+            what = f"a tensor of {str(node_fact.dtype).removeprefix('torch.')} cannot be written in C"
             remedy = "convert it to float32 in forward, or before the model is called"
             raise ExportError(what, node=node, because="C99 has no such type", remedy=remedy)
-        return known
+        return node_fact
 
     def _released(self) -> dict[int, list[fx.Node]]:
         """Return, for each position in the graph, the nodes whose memory is no longer read after it."""
@@ -271,28 +271,28 @@ class Program:
             self.values[node] = self._number(node)
 
     def _input(self, node: fx.Node) -> None:
-        known = self.fact_of(node)
+        input_fact = self.fact_of(node)
         name = f"input_{identifier(argument_name(node))}"
         while name in {value.text for value in self.inputs}:
             name += "_"
-        self.values[node] = Value(name, known.dtype, known.at(self.batch))
+        self.values[node] = Value(name, input_fact.dtype, input_fact.at(self.batch))
         self.inputs.append(self.values[node])
 
     def _output(self, index: int, node: fx.Node) -> Value:
-        known = self.fact_of(node)
-        return Value(f"output_{index}", known.dtype, known.at(self.batch))
+        output_fact = self.fact_of(node)
+        return Value(f"output_{index}", output_fact.dtype, output_fact.at(self.batch))
 
     def _copies(self, node: fx.Node) -> bool:
         """Emit a float operator that only copies elements; return whether the node is one."""
-        constants = {each: found for each, found in self.values.items() if isinstance(found, Tensor)}
+        constants = {each: tensor for each, tensor in self.values.items() if isinstance(tensor, Tensor)}
         steps = steps_of(node, constants.get)
         if steps is None or any(step.primitive not in FORMS for step in steps.calls):
             return False
         self.lines.append(f"\n/* {node.name}: {comment(source(node))} */" if source(node) else f"\n/* {node.name} */")
-        made: dict[Step, Value] = {}
+        by_step: dict[Step, Value] = {}
 
         def argument(value: Any) -> Any:
-            value = made[value] if isinstance(value, Step) else self.operand(value) if isinstance(value, fx.Node) else value
+            value = by_step[value] if isinstance(value, Step) else self.operand(value) if isinstance(value, fx.Node) else value
             return self.constant(value) if isinstance(value, Tensor) else value
 
         for step in steps.calls:
@@ -301,19 +301,19 @@ class Program:
             result = step.primitive(*shown)
             part = step if step is not steps.result else node
             call = Call(self, part, TensorFact(tuple(result.shape), result.dtype))
-            made[step] = FORMS[step.primitive](call, *arguments) or self.values[part]
+            by_step[step] = FORMS[step.primitive](call, *arguments) or self.values[part]
         self.values[node] = argument(steps.result)
         return True
 
     def _number(self, node: fx.Node) -> Any:
         """Return a number that the graph computes from sizes. Raises ExportError if it is computed in float."""
-        known = fact(node)
-        if isinstance(known, TensorFact) or known is None:
+        node_fact = fact(node)
+        if isinstance(node_fact, TensorFact) or node_fact is None:
             spec = annotation(node)
             because = f"{spec.because if spec is not None else 'this is not an integer operator'}; C programs compute in integers only"
             remedy = "take it out of the model, to the host's side, or export with fxq.export_onnx; fxq.explain lists all of them"
             raise ExportError("the model has operators in float, which are not written in C", node=node, because=because, remedy=remedy)
-        return fx.node.map_aggregate(known, lambda value: value.at(self.batch) if isinstance(value, BatchDim) else value)
+        return fx.node.map_aggregate(node_fact, lambda value: value.at(self.batch) if isinstance(value, BatchDim) else value)
 
     def _primitive(self, node: fx.Node) -> None:
         record = PRIMITIVES[node.target]  # type: ignore[index]
@@ -325,16 +325,16 @@ class Program:
         arguments = fx.node.map_aggregate(node.args, lambda value: self.operand(value) if isinstance(value, fx.Node) else value)
         self.lines.append(f"\n/* {node.name}: {comment(source(node))} */" if source(node) else f"\n/* {node.name} */")
         before = len(self.lines)
-        found = written(Call(self, node, self.fact_of(node)), *arguments, **node.kwargs)
-        if found is not None:
-            self.values[node] = found
+        result = written(Call(self, node, self.fact_of(node)), *arguments, **node.kwargs)
+        if result is not None:
+            self.values[node] = result
             if len(self.lines) == before:
                 self.lines.pop()
 
     def operand(self, node: fx.Node) -> Any:
         """Return the value of an argument: a `Value`, or a number."""
-        found = self.values[node]
-        return self.constant(found) if isinstance(found, Tensor) else found
+        value = self.values[node]
+        return self.constant(value) if isinstance(value, Tensor) else value
 
     def store(self, node: fx.Node | Step, dtype: torch.dtype, shape: Shape) -> Value:
         """Return memory for the result of a node: the caller's, if the result is an output that no node reads."""
@@ -343,8 +343,8 @@ class Program:
             return self.outputs[self._results[node]]
         kind = C_TYPES[dtype]
         at = self.pools.setdefault(kind, Pool()).take(node.name, max(math.prod(shape), 1))
-        made = self.values[node] = Value(f"{pool_name(kind)} + {at}", dtype, shape)
-        return made
+        memory = self.values[node] = Value(f"{pool_name(kind)} + {at}", dtype, shape)
+        return memory
 
     def constant(self, tensor: Tensor) -> Value:
         """Return an array with this value; equal values share one array."""

@@ -107,9 +107,9 @@ REDUCED = {"sum": "wrapped((uint64_t)total + (uint64_t)(int64_t)q)", "largest": 
 def _reduce(call: Call, name: str, document: str, expression: str, input: Value, dim: list[int], start: int = 0) -> None:
     rank = len(input.shape)
     gone = {d % rank for d in dim}
-    along, kept, strides = sorted(gone), [d for d in range(rank) if d not in gone], strides_of(input.shape)
+    along, others, strides = sorted(gone), [d for d in range(rank) if d not in gone], strides_of(input.shape)
     arguments: list[Any] = []
-    for dims in (kept, along):
+    for dims in (others, along):
         sizes, moved = joined([input.shape[d] for d in dims], [strides[d] for d in dims])
         arguments += [math.prod(input.shape[d] for d in dims), len(sizes), sizes, moved]
     words = {"DOCUMENT": document, "EXPRESSION": expression, "START": str(start)}

@@ -103,8 +103,8 @@ def inner_values(tool: Tool, quantized: Path, inputs: Sequence[Tensor], names: S
         running = tool.run("python", "-c", INNER, str(quantized.absolute()), cwd=work)
         if running.code or not (work / "found.npz").exists():
             raise failure("HB_ONNXRuntime", running.code, running.lines)
-        with np.load(work / "found.npz") as found:
-            return {name: torch.from_numpy(found[f"arr_{index}"]) for index, name in enumerate(names)}
+        with np.load(work / "found.npz") as arrays:
+            return {name: torch.from_numpy(arrays[f"arr_{index}"]) for index, name in enumerate(names)}
 
 
 class Binary:
@@ -126,10 +126,10 @@ class Binary:
     def _run(self, program: str, *arguments: str, cwd: Path, makes: str) -> Path:
         """Run a program of the tool in `cwd`, and return the file of this pattern that it creates."""
         running = self.tool.run(program, *arguments, cwd=cwd)
-        made = next(cwd.glob(makes), None)
-        if running.code or made is None:
+        created = next(cwd.glob(makes), None)
+        if running.code or created is None:
             raise failure(program, running.code, running.lines)
-        return made
+        return created
 
     def simulate(self, program: Program, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return each output, integers as int64 or float32, for integer inputs in the program's shapes and order."""
@@ -139,8 +139,8 @@ class Binary:
             files = [_written(work, index, *each) for index, each in enumerate(zip(inputs, program.inputs, strict=True))]
             sizes = ["x".join(map(str, feature.shape[1:3])) if feature.pyramid else "" for feature in program.inputs]
             images = ["--yuv-size", ",".join(sizes)] if any(sizes) else []
-            given = ["-i", ",".join(files), *images, "-o", "out", "--memory", str(MEMORY)]
-            running = self.tool.run("hbdk-sim", "-f", str(self.hbm), "-n", program.name, *given, cwd=work)
+            options = ["-i", ",".join(files), *images, "-o", "out", "--memory", str(MEMORY)]
+            running = self.tool.run("hbdk-sim", "-f", str(self.hbm), "-n", program.name, *options, cwd=work)
             results = [_read(out, index, feature) for index, feature in enumerate(program.outputs)]
             if running.code or any(result is None for result in results):
                 raise failure("hbdk-sim", running.code, running.lines)

@@ -29,42 +29,42 @@ def compile_horizon(folder: str | os.PathLike[str], *, show_progress: bool | Non
     with the layer, the user's source line and the remedy, if the compiler refuses the model or crashes.
     """
     directory = Path(folder).absolute()
-    known = _known(directory)
-    if known["march"] not in HB_MAPPER.marches:
+    content = _known(directory)
+    if content["march"] not in HB_MAPPER.marches:
         raise ConfigurationError(
             f"{directory} cannot be compiled here",
-            because=f"it is for {known['march']}, and hb_mapper compiles for {', '.join(HB_MAPPER.marches)}",
+            because=f"it is for {content['march']}, and hb_mapper compiles for {', '.join(HB_MAPPER.marches)}",
             remedy=f"run {directory / SCRIPT} where hb_compile is installed",
         )
     tool = Tool.find()
-    binary = directory / OUTPUT / f"{known['name']}.bin"
+    binary = directory / OUTPUT / f"{content['name']}.bin"
     binary.unlink(missing_ok=True)
-    running = tool.start("hb_mapper", "makertbin", "--model-type", "onnx", "-c", f"{known['name']}.yaml", cwd=directory)
+    running = tool.start("hb_mapper", "makertbin", "--model-type", "onnx", "-c", f"{content['name']}.yaml", cwd=directory)
     try:
-        for _ in progress(_steps(running), len(STEPS), f"compiling for {known['march']}", show_progress):
+        for _ in progress(_steps(running), len(STEPS), f"compiling for {content['march']}", show_progress):
             pass
     finally:
         write_file(directory / LOG, running.text + "\n")
     if running.code or not binary.is_file():
         binary.unlink(missing_ok=True)
-        raise failure("hb_mapper", running.code, running.lines, known["layers"], str(directory / LOG))
+        raise failure("hb_mapper", running.code, running.lines, content["layers"], str(directory / LOG))
     return binary
 
 
 def _steps(running: Running) -> Iterator[int]:
     """Yield one item for each step of the compiler that has begun."""
-    done = -1
+    last = -1
     for line in running:
         step = step_of(line)
-        if step is not None and step > done:
-            yield from range(done + 1, step + 1)
-            done = step
+        if step is not None and step > last:
+            yield from range(last + 1, step + 1)
+            last = step
 
 
 def _known(directory: Path) -> dict[str, Any]:
     try:
-        known = json.loads((directory / LAYERS).read_text(encoding="utf-8"))
-        if not isinstance(known["layers"], dict) or not (directory / f"{known['name']}.yaml").is_file():
+        content = json.loads((directory / LAYERS).read_text(encoding="utf-8"))
+        if not isinstance(content["layers"], dict) or not (directory / f"{content['name']}.yaml").is_file():
             raise KeyError("name")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(
@@ -72,4 +72,4 @@ def _known(directory: Path) -> dict[str, Any]:
             because=f"it is not a folder that fxq.board.export_horizon wrote: {LAYERS} or what it names is missing or damaged",
             remedy="pass what fxq.board.export_horizon(integer, folder) returns",
         ) from error
-    return dict(known)
+    return dict(content)

@@ -328,8 +328,8 @@ def _outputs(integer: fx.GraphModule, model: Any, options: HorizonOptions) -> di
 
 def _layers(integer: fx.GraphModule, name: str, march: str) -> dict[str, Any]:
     """Return the content of layers.json for `compile_horizon`: the model's name, its march, and the source line of each layer."""
-    made = [node for node in integer.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
-    sources = {node.name: source(node) for node in made if node.target not in PRIMITIVES or operation(node) is not None}
+    operators = [node for node in integer.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+    sources = {node.name: source(node) for node in operators if node.target not in PRIMITIVES or operation(node) is not None}
     return {"name": name, "march": march, "layers": sources}
 
 
@@ -345,12 +345,12 @@ def check_march(name: str) -> None:
 
 def _check_node(node: fx.Node) -> None:
     """Raise ExportError for a node that the compiler would compute differently."""
-    known = fact(node)
-    if node.op == "placeholder" and isinstance(known, TensorFact) and not known.dtype.is_floating_point and node.users:
+    input_fact = fact(node)
+    if node.op == "placeholder" and isinstance(input_fact, TensorFact) and not input_fact.dtype.is_floating_point and node.users:
         raise ExportError(
             f"the input {node.name!r} cannot be written for the vendor's compiler",
             node=node,
-            because=f"it is {str(known.dtype).removeprefix('torch.')}, and the compiler takes float32 inputs",
+            because=f"it is {str(input_fact.dtype).removeprefix('torch.')}, and the compiler takes float32 inputs",
             remedy="take what depends on it out of the model",
         )
     if node.op == "call_function" and node.target in PRIMITIVES and PRIMITIVES[node.target].kind == "dynamic":

@@ -67,10 +67,10 @@ class SimulatedForm(Form):
 
     def _sum(self, feature: Feature) -> Place | None:
         """Return the place of an int32 sum that the model returns: it has no pair in the file, so it is found by the output's name."""
-        found = self.connections.output(feature.name) if feature.dtype == "int32" else None
-        if found is None:
+        output = self.connections.output(feature.name) if feature.dtype == "int32" else None
+        if output is None:
             return None
-        index, turned = found
+        index, turned = output
         ends = returned(self.reference.model)
         computed = ends[index].all_input_nodes if index < len(ends) else []
         return Place(computed[0].name, turned) if computed else None
@@ -96,11 +96,11 @@ class SimulatedForm(Form):
         """Return the model's inputs from a batch. Raises CalibrationError if it does not fit."""
         return self.reference.inputs(batch, index)
 
-    def run(self, inputs: Sequence[Any], wanted: Wanted) -> Values:
+    def run(self, inputs: Sequence[Any], selection: Wanted) -> Values:
         """Return the int64 integers that the programs compute for a batch; dequantized tensors are not returned."""
-        names = set(wanted.among(self.tensors))
+        names = set(selection.among(self.tensors))
         rows = [self._row(row, names) for row in self._rows(inputs)]
-        if ACCUMULATORS in wanted.kinds:  # in depth: also the tensors between the ends of the programs
+        if ACCUMULATORS in selection.kinds:  # in depth: also the tensors between the ends of the programs
             rows = [self._inner(values) | row for values, row in zip(self._rows(inputs), rows, strict=True)]
         return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
@@ -114,18 +114,18 @@ class SimulatedForm(Form):
         except CompilationError as error:
             logger.warning("the tensors between the ends of the programs cannot be compared: %s", error.because)
             return {}
-        found = Values()
+        integers = Values()
         for name, place in places.items():
-            wanted = graph.get(place.node)
-            if wanted is not None and wanted.numel() == values[name].numel():
-                turned = wanted.dim() == 4 and (place.channels_last or values[name].shape != wanted.shape)
-                found[place.node] = _in_order(values[name].to(torch.int64), wanted, turned)
-        return found
+            expected = graph.get(place.node)
+            if expected is not None and expected.numel() == values[name].numel():
+                turned = expected.dim() == 4 and (place.channels_last or values[name].shape != expected.shape)
+                integers[place.node] = _in_order(values[name].to(torch.int64), expected, turned)
+        return integers
 
     def _rows(self, inputs: Sequence[Any]) -> Iterable[list[Any]]:
         """Yield the inputs of each item of a batch; the batch as it is if the model has a fixed batch size."""
         shapes = [fact(node) for node in self.reference.model.graph.find_nodes(op="placeholder")]
-        batched = [isinstance(known, TensorFact) and bool(known.shape) and isinstance(known.shape[0], BatchDim) for known in shapes]
+        batched = [isinstance(each, TensorFact) and bool(each.shape) and isinstance(each.shape[0], BatchDim) for each in shapes]
         if not any(batched):
             return [list(inputs)]
         count = next(len(value) for value, rows in zip(inputs, batched, strict=True) if rows)
@@ -136,17 +136,17 @@ class SimulatedForm(Form):
     def _row(self, inputs: Sequence[Any], names: set[str]) -> Values:
         places = {place.node for place in (*self.given.values(), *self.places.values())}
         graph = self.reference.run(inputs, Wanted(frozenset(), frozenset(places)))
-        found = Values()
+        integers = Values()
         for program in self.binary.programs:
             if not names & {self.places[feature].node for feature in program.outputs if feature in self.places}:
                 continue
-            given = [self._arranged(graph[self.given[feature].node], self.given[feature], feature) for feature in program.inputs]
-            for feature, value in zip(program.outputs, self.binary.simulate(program, given), strict=True):
+            feeds = [self._arranged(graph[self.given[feature].node], self.given[feature], feature) for feature in program.inputs]
+            for feature, value in zip(program.outputs, self.binary.simulate(program, feeds), strict=True):
                 if feature in self.places:
                     place = self.places[feature]
-                    wanted = graph[place.node]
-                    found[place.node] = _in_order(value, wanted, self._last(wanted.dim(), place))
-        return found
+                    expected = graph[place.node]
+                    integers[place.node] = _in_order(value, expected, self._last(expected.dim(), place))
+        return integers
 
     def _last(self, rank: int, place: Place) -> bool:
         return rank == 4 and (place.channels_last or self.march in CHANNELS_LAST)
@@ -157,10 +157,10 @@ class SimulatedForm(Form):
         return (value.permute(0, 2, 3, 1) if turned else value).reshape(feature.shape)
 
 
-def _in_order(value: Tensor, wanted: Tensor, channels_last: bool) -> Tensor:
+def _in_order(value: Tensor, like: Tensor, channels_last: bool) -> Tensor:
     if not channels_last:
-        return value.reshape(wanted.shape)
-    rows, channels, height, width = wanted.shape
+        return value.reshape(like.shape)
+    rows, channels, height, width = like.shape
     return value.reshape(rows, height, width, channels).permute(0, 3, 1, 2)
 
 

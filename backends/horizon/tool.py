@@ -69,15 +69,15 @@ class Tool:
         named = os.environ.get(VARIABLE)
         if named:
             folders = [Path(named).absolute() / "bin", Path(named).absolute()]
-            found = next((folder for folder in folders if shutil.which(program, path=str(folder))), None)
+            home = next((folder for folder in folders if shutil.which(program, path=str(folder))), None)
             because = f"{VARIABLE} is {named}, and there is no {program} in it"
         else:
             place = shutil.which(program)
-            found = None if place is None else Path(place).absolute().parent
+            home = None if place is None else Path(place).absolute().parent
             because = f"there is no {program} in PATH, and {VARIABLE} is not set"
-        if found is None:
+        if home is None:
             raise ConfigurationError("the compiler of Horizon's BPUs is not installed", because=because, remedy=HOW_TO_GET)
-        return Tool(found)
+        return Tool(home)
 
     def start(self, program: str, *arguments: str, cwd: Path) -> Running:
         """Start a program of the tool with these arguments in its own process group. Raises ConfigurationError if it is missing."""
@@ -142,24 +142,24 @@ def reason(lines: Sequence[str]) -> str:
     messages: list[str] = []
     inside = False
     for line in lines:
-        found = MESSAGE.match(line)
-        if found:
-            inside = found[1] in ("ERROR", "CRITICAL", "FATAL")
+        match = MESSAGE.match(line)
+        if match:
+            inside = match[1] in ("ERROR", "CRITICAL", "FATAL")
             if inside:
-                messages.append(found[2].partition("error message:")[2].strip() or found[2])
+                messages.append(match[2].partition("error message:")[2].strip() or match[2])
         elif inside or line.startswith(("ERROR", "FATAL", "unsupported")):
             messages.append(line)
-    kept = [line.strip() for line in messages if not NOISE.search(line)]
-    if not kept:
-        plain = [found[2] if (found := MESSAGE.match(line)) else line for line in lines]
-        kept = [line.strip() for line in plain if not NOISE.search(line)][-3:]
-    return "\n".join(list(dict.fromkeys(kept))[:LONGEST_REASON]) or "its log is empty"
+    relevant = [line.strip() for line in messages if not NOISE.search(line)]
+    if not relevant:
+        plain = [match[2] if (match := MESSAGE.match(line)) else line for line in lines]
+        relevant = [line.strip() for line in plain if not NOISE.search(line)][-3:]
+    return "\n".join(list(dict.fromkeys(relevant))[:LONGEST_REASON]) or "its log is empty"
 
 
 def layer_of(text: str, layers: Mapping[str, str]) -> str | None:
     """Return the layer that a text names: the first of these names that begins the name of an ONNX node in it."""
-    found = {name: re.search(rf"(?<![\w/.]){re.escape(name)}(?=/\w|_quantized|\b(?!\w))", text) for name in layers}
-    places = {name: match.start() for name, match in found.items() if match}
+    matches = {name: re.search(rf"(?<![\w/.]){re.escape(name)}(?=/\w|_quantized|\b(?!\w))", text) for name in layers}
+    places = {name: match.start() for name, match in matches.items() if match}
     return min(places, key=lambda name: (places[name], -len(name)), default=None)
 
 

@@ -50,15 +50,15 @@ class Direct:
         """Return the plan of each node in a run, in order, without sizes; None if one of them cannot be written."""
         if self.opset < OPSET or not all(is_size(output) or (_is_float32(output) and not self._fold(output)) for output in outputs):
             return None
-        found: list[tuple[fx.Node, Plan]] = []
+        plans: list[tuple[fx.Node, Plan]] = []
         for node in nodes:
             if self._fold(node) or is_size(node):
                 continue  # shapes are known without sizes
             plan = self._plan(node)
             if plan is None:
                 return None
-            found.append((node, plan))
-        return found
+            plans.append((node, plan))
+        return plans
 
     def emit(self, plans: Sequence[tuple[fx.Node, Plan]], outputs: Sequence[fx.Node], emitter: Any, values: dict[fx.Node, Any]) -> None:
         """Append the planned nodes; the outputs get the names of their nodes."""
@@ -91,13 +91,13 @@ class Direct:
             return None  # sizes have no names here
 
         def write(e: Any, read: Read) -> str:
-            made: dict[Step, str] = {}
+            by_step: dict[Step, str] = {}
 
             def argument(value: Any) -> Any:
-                return made[value] if isinstance(value, Step) else read(value) if isinstance(value, fx.Node) else value
+                return by_step[value] if isinstance(value, Step) else read(value) if isinstance(value, fx.Node) else value
 
             for step in steps.calls:
-                made[step] = PRIMITIVES[step.primitive].onnx(e, *_mapped(step.arguments, argument))
+                by_step[step] = PRIMITIVES[step.primitive].onnx(e, *_mapped(step.arguments, argument))
             return str(argument(steps.result))
 
         return write
@@ -121,8 +121,8 @@ class Direct:
 
     @staticmethod
     def _moves(node: fx.Node) -> bool:
-        known = node.target in (*FORMS, index.getitem, operator.getitem) if node.op == "call_function" else node.target in MOVING
-        return known and node.op in ("call_function", "call_method") and bool(node.all_input_nodes)
+        moves = node.target in (*FORMS, index.getitem, operator.getitem) if node.op == "call_function" else node.target in MOVING
+        return moves and node.op in ("call_function", "call_method") and bool(node.all_input_nodes)
 
 
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
@@ -130,8 +130,8 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def _is_float32(node: fx.Node) -> bool:
-    known = fact(node)
-    return isinstance(known, TensorFact) and known.dtype == torch.float32
+    node_fact = fact(node)
+    return isinstance(node_fact, TensorFact) and node_fact.dtype == torch.float32
 
 
 def is_size(node: fx.Node) -> bool:
@@ -140,16 +140,16 @@ def is_size(node: fx.Node) -> bool:
 
 
 def _sizes(node: fx.Node) -> tuple[Size, ...]:
-    known: TensorFact = fact(node)
-    return known.shape
+    node_fact: TensorFact = fact(node)
+    return node_fact.shape
 
 
 @form(shape.reshape)
 def _reshape(node: fx.Node, input: fx.Node, shape: Any) -> Plan | None:
-    wanted = [-1 if isinstance(size, BatchDim) else size for size in _sizes(node)]
-    if wanted.count(-1) > 1 or 0 in wanted:
+    sizes = [-1 if isinstance(size, BatchDim) else size for size in _sizes(node)]
+    if sizes.count(-1) > 1 or 0 in sizes:
         return None
-    return lambda e, read: e.node("Reshape", read(input), e.constant(wanted, torch.int64))
+    return lambda e, read: e.node("Reshape", read(input), e.constant(sizes, torch.int64))
 
 
 @form(shape.permute)
@@ -162,9 +162,9 @@ def _permute(node: fx.Node, input: fx.Node, dims: list[int]) -> Plan:
 def _expand(node: fx.Node, input: fx.Node, sizes: list[Any]) -> Plan | None:
     """Return the plan of an expansion to sizes that do not depend on the batch, or that are multiples of a size of the first input."""
     first = next((each for each in node.graph.nodes if each.op == "placeholder" and isinstance(fact(each), TensorFact)), None)
-    wanted = _sizes(node)
+    target = _sizes(node)
     unit = None if first is None else next((size for size in _sizes(first) if isinstance(size, BatchDim)), None)
-    times = [1 if size == unit else 0 for size in wanted if isinstance(size, BatchDim)]
+    times = [1 if size == unit else 0 for size in target if isinstance(size, BatchDim)]
     if 0 in times:
         return None
 
@@ -176,7 +176,7 @@ def _expand(node: fx.Node, input: fx.Node, sizes: list[Any]) -> Plan | None:
             place = e.constant([_sizes(first).index(size)], torch.int64)
             return str(e.node("Gather", e.node("Shape", read(first)), place, axis=0))
 
-        return str(e.node("Expand", read(input), e.node("Concat", *map(extent, wanted), axis=0)))
+        return str(e.node("Expand", read(input), e.node("Concat", *map(extent, target), axis=0)))
 
     return write
 

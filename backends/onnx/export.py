@@ -116,10 +116,10 @@ def export_integer(integer: fx.GraphModule, path: str | os.PathLike[str], style:
 def build(integer: fx.GraphModule, style: str, io: str, opset: int, names: Names = (None, None)) -> onnx.ModelProto:
     """Return the model in memory."""
     if style == "auto":
-        found = _fast_if_exact(integer, io, opset, names) if has_kernels(integer) else None
+        model = _fast_if_exact(integer, io, opset, names) if has_kernels(integer) else None
         quicker = "" if has_kernels(integer) else ", which runs anywhere; onnxruntime runs 'fast' faster on processors with VNNI"
-        logger.info("style 'auto': written in style '%s'%s", "exact" if found is None else "fast", quicker)
-        return Writer(integer, io, opset).write(*names) if found is None else found
+        logger.info("style 'auto': written in style '%s'%s", "exact" if model is None else "fast", quicker)
+        return Writer(integer, io, opset).write(*names) if model is None else model
     if style == "fast":
         fast = write_fast(integer, io, opset, names)
         assert fast is not None
@@ -153,11 +153,11 @@ def check_arguments(integer: fx.GraphModule, style: str, io: str, opset: int | N
     check_choice("opset", default if opset is None else opset, list(opsets))
 
 
-def check_choice(name: str, value: object, known: list[object]) -> None:
+def check_choice(name: str, value: object, choices: list[object]) -> None:
     """Raise ConfigurationError for a value that is not one of these."""
-    if value not in known:
+    if value not in choices:
         raise ConfigurationError(
-            f"{name}={value!r} is unknown", because=f"it is one of {', '.join(map(str, known))}", remedy="pass one of these"
+            f"{name}={value!r} is unknown", because=f"it is one of {', '.join(map(str, choices))}", remedy="pass one of these"
         )
 
 
@@ -186,10 +186,10 @@ def export_float(traced: fx.GraphModule, path: str | os.PathLike[str], options: 
 
 
 def _check_outputs(traced: fx.GraphModule, model: onnx.ModelProto) -> None:
-    for name, found, wanted in results_of(traced, model, {}):
-        if not wanted.is_floating_point() and wanted.shape == found.shape:
+    for name, actual, expected in results_of(traced, model, {}):
+        if not expected.is_floating_point() and expected.shape == actual.shape:
             continue  # an index may change if two values are nearly equal
-        far = apart(found, wanted)
+        far = apart(actual, expected)
         logger.info("output %s in onnxruntime: %.3g of its largest number from PyTorch, at most", name, far)
         if far > LARGEST:
             raise ExportError(

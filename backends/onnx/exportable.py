@@ -145,8 +145,8 @@ def replacement(node: fx.Node) -> Callable[..., Any] | None:
     if node.target in (torch.clamp, torch.clip, activation.clamp, "clamp", "clip"):
         return clamp if {int, float}.issubset(map(type, (*node.args[1:], *node.kwargs.values()))) else None
     if node.target in RUNNING:
-        known, dim = _fact(node.args[0]), node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
-        sized = isinstance(known, TensorFact) and isinstance(dim, int) and known.shape and isinstance(known.shape[dim], int)
+        input_fact, dim = _fact(node.args[0]), node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+        sized = isinstance(input_fact, TensorFact) and isinstance(dim, int) and input_fact.shape and isinstance(input_fact.shape[dim], int)
         values = all(reader.target is operator.getitem and reader.args[1] == 0 for reader in node.users)
         return RUNNING[node.target] if sized and "dtype" not in node.kwargs and (values or RUNNING[node.target] is cumprod) else None
     if node.target is F.scaled_dot_product_attention:
@@ -154,18 +154,18 @@ def replacement(node: fx.Node) -> Callable[..., Any] | None:
     if node.target is scaled_dot_product_attention:
         return attention
     if node.target is torch.chunk or (node.op == "call_method" and node.target == "chunk"):
-        known, dim = _fact(node.args[0]), node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0)
+        input_fact, dim = _fact(node.args[0]), node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0)
         count = node.kwargs.get("chunks", node.args[1] if len(node.args) > 1 else None)
-        moving = isinstance(known, TensorFact) and isinstance(dim, int) and isinstance(known.shape[dim], BatchDim)
+        moving = isinstance(input_fact, TensorFact) and isinstance(dim, int) and isinstance(input_fact.shape[dim], BatchDim)
         return chunk if moving and isinstance(fact(node), tuple | list) and len(fact(node)) == count else None
     return _over_everything(node) or _empty(node)
 
 
 def _over_everything(node: fx.Node) -> Callable[..., Any] | None:
     """Return a function for a reduction of all dimensions, which are named: the exporter writes invalid files, or none, without them."""
-    function, known = REDUCTIONS.get(node.target), _fact(node.args[0]) if node.args else None
+    function, operand = REDUCTIONS.get(node.target), _fact(node.args[0]) if node.args else None
     dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
-    if function is None or not isinstance(known, TensorFact) or not known.shape or dim not in (None, (), []) or "dtype" in node.kwargs:
+    if function is None or not isinstance(operand, TensorFact) or not operand.shape or dim not in (None, (), []) or "dtype" in node.kwargs:
         return None
 
     def reduced(input: Tensor, dim: Any = None, keepdim: bool = False) -> Any:
@@ -176,10 +176,10 @@ def _over_everything(node: fx.Node) -> Callable[..., Any] | None:
 
 def _empty(node: fx.Node) -> Callable[..., Any] | None:
     """Return a function for an empty tensor with the operand's number of items: a file cannot have -1 next to 0 in a reshape."""
-    known, read = fact(node), _fact(node.args[0]) if node.args else None
-    if not isinstance(known, TensorFact) or not isinstance(read, TensorFact) or 0 not in known.shape or not read.shape:
+    result, read = fact(node), _fact(node.args[0]) if node.args else None
+    if not isinstance(result, TensorFact) or not isinstance(read, TensorFact) or 0 not in result.shape or not read.shape:
         return None
-    (items, *rest), dtype = known.shape, known.dtype
+    (items, *rest), dtype = result.shape, result.dtype
     sizes = [size for size in rest if isinstance(size, int)]
     if items != read.shape[0] or len(sizes) != len(rest):
         return None

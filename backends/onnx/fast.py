@@ -66,9 +66,9 @@ def write_fast(integer: fx.GraphModule, io: str, opset: int, names: Names, *, pl
         refused = [node for node in kernels if not _kernel_is_exact(integer, node, opset, settings)]
         logger.warning("style 'fast': onnxruntime needs the session options %s for exact kernels here", settings)
     _tell(integer, [node.name for node in refused], len(kernels))
-    left = [*looked_up, *(node.name for node in refused)]
+    exact = [*looked_up, *(node.name for node in refused)]
     sessions = [settings] if settings is PRECISE else [settings, PRECISE]
-    return _compared(integer, lambda io: FastWriter(integer, io, opset, left, settings), io, names, sessions)
+    return _compared(integer, lambda io: FastWriter(integer, io, opset, exact, settings), io, names, sessions)
 
 
 def _write_sums(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.ModelProto:
@@ -128,13 +128,13 @@ Draw = Callable[[fx.Node, int, torch.Generator], Tensor]  # returns an operand o
 
 def _whole_range(operand: fx.Node, images: int, generator: torch.Generator) -> Tensor:
     """Return integers of the whole range; every second item of the batch has pairs of its ends (`pairs_of_ends`)."""
-    grid, known = qparams(operand), fact(operand)
+    grid, operand_fact = qparams(operand), fact(operand)
     dtype, zero = (INT8, 0) if grid is None else (ACTIVATION_TYPES[grid.dtype], grid.zero_point)
-    value = whole_range(dtype, known.at(images), dtype.low, generator)
-    if known.batch_axis is None:
+    value = whole_range(dtype, operand_fact.at(images), dtype.low, generator)
+    if operand_fact.batch_axis is None:
         return value
-    odd = torch.arange(value.shape[known.batch_axis], device="cpu") % 2 == 1
-    odd = odd.view(-1, *[1] * (value.dim() - 1 - known.batch_axis))
+    odd = torch.arange(value.shape[operand_fact.batch_axis], device="cpu") % 2 == 1
+    odd = odd.view(-1, *[1] * (value.dim() - 1 - operand_fact.batch_axis))
     return torch.where(odd, pairs_of_ends(dtype, value.shape, dtype.low, zero, generator), value)
 
 
@@ -183,9 +183,9 @@ def _is_exact(writer: Writer, node: fx.Node, parts: Sequence[fx.Node], draw: Dra
     own = [helper.make_opsetid(DOMAIN, 1)] if e.functions else []
     opsets = [helper.make_opsetid("", writer.opset), *own]
     model = helper.make_model(graph, opset_imports=opsets, functions=list(e.functions.values()), ir_version=10)
-    wanted = writer.stored(node, evaluate(writer.integer, Match(node, (node,), ()), {**constants, **drawn})[0]).to(e.dtype(result))
+    expected = writer.stored(node, evaluate(writer.integer, Match(node, (node,), ()), {**constants, **drawn})[0]).to(e.dtype(result))
     # Without VNNI it may be that only one of the runtimes saturates.
-    return all(torch.equal(_run(model, fed, settings, runtime)[result], wanted) for runtime in MEASURED_RUNTIMES)
+    return all(torch.equal(_run(model, fed, settings, runtime)[result], expected) for runtime in MEASURED_RUNTIMES)
 
 
 def _tell(integer: fx.GraphModule, refused: Sequence[str], count: int) -> None:
@@ -199,11 +199,11 @@ def _check_whole(integer: fx.GraphModule, model: onnx.ModelProto, sessions: Sequ
     if float_nodes(integer):
         return  # rounding of host operators differs; the kernels were compared one by one
     for settings in sessions:
-        for name, found, wanted in results_of(integer, model, settings):
-            if not torch.equal(found, wanted):
+        for name, actual, expected in results_of(integer, model, settings):
+            if not torch.equal(actual, expected):
                 raise ExportError(
                     "the model in style 'fast' does not give the integer model's numbers in this onnxruntime",
-                    because=f"{int((found != wanted).sum())} elements of the output {name!r} differ on random inputs, "
+                    because=f"{int((actual != expected).sum())} elements of the output {name!r} differ on random inputs, "
                     "though every kernel alone is exact",
                     remedy="export with style='exact', and report this with the version of onnxruntime and the processor",
                 )
@@ -216,9 +216,9 @@ def results_of(graph: fx.GraphModule, model: onnx.ModelProto, settings: Mapping[
     device = next((buffer.device for buffer in graph.buffers()), torch.device("cpu"))
     with torch.no_grad():
         results = pytree.tree_leaves(graph(**by_name(graph, [value.to(device) for value in inputs])))
-    wanted = [value.cpu() for value in results if isinstance(value, Tensor)]
+    expected = [value.cpu() for value in results if isinstance(value, Tensor)]
     outputs = _run(model, dict(zip((info.name for info in model.graph.input), inputs, strict=True)), settings)
-    for info, value in zip(model.graph.output, wanted, strict=True):
+    for info, value in zip(model.graph.output, expected, strict=True):
         yield info.name, outputs[info.name], value
 
 

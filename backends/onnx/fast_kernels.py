@@ -115,27 +115,27 @@ class FastWriter(Writer):
         """Return an int8 value as its actual integers, which an exact form reads; an affine value as it is stored, or centred."""
         if plain(value) is not value:
             return self.real(value)
-        found = super().operand(value)
+        operand = super().operand(value)
         if not isinstance(value, fx.Node):  # a string among the arguments may also be the name of a value
-            return found
-        shifted = isinstance(found, str) and self._is_shifted(found) and fact(value).dtype == torch.int8
-        return self._as(found, torch.int8, ZERO_POINT) if shifted else found
+            return operand
+        shifted = isinstance(operand, str) and self._is_shifted(operand) and fact(value).dtype == torch.int8
+        return self._as(operand, torch.int8, ZERO_POINT) if shifted else operand
 
     def real(self, value: Any) -> Any:
         """Return a value's integers as float32; for an affine value, the centred integers."""
-        known = plain(value)
-        found = super().operand(known)
-        if isinstance(known, fx.Node) and isinstance(found, str) and self._is_shifted(found):
-            return self._as(found, torch.float32, stored_zero_point(known))
-        return found
+        source = plain(value)
+        operand = super().operand(source)
+        if isinstance(source, fx.Node) and isinstance(operand, str) and self._is_shifted(operand):
+            return self._as(operand, torch.float32, stored_zero_point(source))
+        return operand
 
     def shifted(self, value: Any) -> str:
         """Return an 8-bit tensor, or a constant, as uint8."""
         value = plain(value)
-        found = super().operand(value)
-        if isinstance(found, Tensor):
-            return self.emitter.constant(found if found.dtype == torch.uint8 else (found.to(torch.int16) + ZERO_POINT).to(torch.uint8))
-        return str(found) if self._is_shifted(found) else self._as(found, torch.uint8, ZERO_POINT)
+        stored = super().operand(value)
+        if isinstance(stored, Tensor):
+            return self.emitter.constant(stored if stored.dtype == torch.uint8 else (stored.to(torch.int16) + ZERO_POINT).to(torch.uint8))
+        return str(stored) if self._is_shifted(stored) else self._as(stored, torch.uint8, ZERO_POINT)
 
     def zero(self, value: Any) -> str:
         """Return the zero point of the result of `shifted`."""
@@ -294,8 +294,8 @@ def _looked_up(e: Emitter, value: str, table: str) -> str:
     """Append a look-up of bytes in a table of 256 entries; int8 counts from its end where it is negative."""
     flat = e.node("Reshape", value, e.constant([-1], torch.int64))
     # onnxruntime's Gather takes four times as long.
-    found = e.node("GatherElements", table, e.node("Cast", flat, to=torch.int32), axis=0)
-    return e.node("Reshape", found, e.node("Shape", value))
+    entries = e.node("GatherElements", table, e.node("Cast", flat, to=torch.int32), axis=0)
+    return e.node("Reshape", entries, e.node("Shape", value))
 
 
 def moved_by(input: fx.Node) -> int:
@@ -408,8 +408,8 @@ class SumsWriter(Writer):
         return role is Role.LINEAR or bool(node.args[6] == 1 and weight.shape[1] >= LEAST_CHANNELS)  # grouped sums gain no speed
 
     def metadata(self, outputs: list[onnx.ValueInfoProto]) -> dict[str, Any]:
-        found = self.kernels()
-        kernels = {"integer": [node.name for node in found], "computed": [], "refused": list(self.refused)}
+        nodes = self.kernels()
+        kernels = {"integer": [node.name for node in nodes], "computed": [], "refused": list(self.refused)}
         options = {"session_options_without_vnni": PRECISE, "relies_on_vnni": self.relies_on_vnni()}
         return {**super().metadata(outputs), **options, "kernels": kernels}
 

@@ -47,8 +47,8 @@ def stored_zero_point(node: Any) -> int:
 
 def is_8_bits(node: Any) -> bool:
     """Return whether a node holds a tensor of 8 bits."""
-    known = fact(node) if isinstance(node, fx.Node) else None
-    return isinstance(known, TensorFact) and known.dtype in EIGHT_BITS
+    node_fact = fact(node) if isinstance(node, fx.Node) else None
+    return isinstance(node_fact, TensorFact) and node_fact.dtype in EIGHT_BITS
 
 
 def parts_of(integer: fx.GraphModule, node: fx.Node, opset: int) -> tuple[fx.Node, ...]:
@@ -122,7 +122,7 @@ def placed(multiplier: tuple[int, ...], right_shift: tuple[int, ...], limit: int
     if bool((steps[open_].abs() >= limit).any()):
         return None
     results, width = torch.arange(low + 1, high + 1, device="cpu"), power_of_two(shift) / factor.double()
-    found = Placed(torch.zeros_like(factor), torch.full(factor.shape, 2.0**32, device="cpu", dtype=torch.float32), none.to(torch.int8))
+    placement = Placed(torch.zeros_like(factor), torch.full(factor.shape, 2.0**32, device="cpu", dtype=torch.float32), none.to(torch.int8))
     for near, zero in itertools.product((1 / 16, 1 / 2), sorted(range(-ZERO_POINT, ZERO_POINT), key=abs)):
         exact_offset = -(zero + 0.5) * width
         places = (open_ & ((exact_offset - exact_offset.round()).abs() <= near)).nonzero().flatten()
@@ -132,11 +132,11 @@ def placed(multiplier: tuple[int, ...], right_shift: tuple[int, ...], limit: int
         divisor = ((ends.amin(0).amax(1) + ends.amax(0).amin(1)) / 2).float()
         over, under = ((whole.float() / divisor[:, None]).round() for whole in (reached, reached - 1))
         right = ((over >= rank) & (under < rank)).all(1) & (divisor > 0)
-        done = places[right]
-        found.bias[done], found.divisor[done], found.zero[done] = offset[right], divisor[right], zero
-        open_[done] = False
-    farthest = (steps + found.bias[:, None]).abs()[factor > 0]
-    return None if bool(open_.any()) else (found, int(farthest.max()) + 1 if len(farthest) else 0)
+        finished = places[right]
+        placement.bias[finished], placement.divisor[finished], placement.zero[finished] = offset[right], divisor[right], zero
+        open_[finished] = False
+    farthest = (steps + placement.bias[:, None]).abs()[factor > 0]
+    return None if bool(open_.any()) else (placement, int(farthest.max()) + 1 if len(farthest) else 0)
 
 
 def layer_of(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -170,16 +170,16 @@ def placed_in(integer: fx.GraphModule, node: fx.Node, parts: Sequence[fx.Node], 
     if any(each != shape for each in shapes) or not whole or (PRIMITIVES[layer.target].wide and not in_bytes):  # type: ignore[index]
         return None
     own = [tuple(value.flatten().expand(channels).tolist()) for value in (multiplier, right_shift)]
-    known = placed(*own, 2 ** (node.args[4] - 1), *node.args[6:8])  # type: ignore[operator, arg-type]
-    if known is None:
+    result = placed(*own, 2 ** (node.args[4] - 1), *node.args[6:8])  # type: ignore[operator, arg-type]
+    if result is None:
         return None
-    found, farthest = known
-    moved = (found.bias << shift.flatten()) + sum(value.long() for value in bias)
+    placement, farthest = result
+    moved = (placement.bias << shift.flatten()) + sum(value.long() for value in bias)
     largest = float(accumulator_bound(weight, moved, 0, ZERO_POINT).max())
     products = sum(float(factor.abs().max()) * ZERO_POINT for factor, *_ in factors)
     added = sum(float((factor.abs() * (power_of_two(-by[0]) if by else 1)).max()) * ZERO_POINT + 1 for factor, *by in factors)
     in_float = max(farthest * 2.0 ** int(shift.max()) + added, products, 0.0 if in_bytes else largest)
-    return found._replace(bias=moved) if in_float < FLOAT32_EXACT and largest < 2**31 else None
+    return placement._replace(bias=moved) if in_float < FLOAT32_EXACT and largest < 2**31 else None
 
 
 # ---- the product of two tensors of bytes as one kernel: gates after a squeeze, hard swish, SiLU ----------------------
@@ -199,11 +199,11 @@ def exact_divisor(multiplier: float, left_zero: int, right_zero: int, zero: int)
     products = torch.unique(
         torch.outer(torch.arange(_BYTES, device="cpu") - left_zero, torch.arange(_BYTES, device="cpu") - right_zero)
     ).float()
-    wanted = _stored(torch.round(products * torch.tensor(multiplier, dtype=torch.float32, device="cpu")), zero)
+    expected = _stored(torch.round(products * torch.tensor(multiplier, dtype=torch.float32, device="cpu")), zero)
     start = 1 / torch.tensor(multiplier, dtype=torch.float32, device="cpu")
     for distance in NEIGHBOURS:
         candidate = (start.view(torch.int32) + distance).view(torch.float32)
-        if all(torch.equal(_stored(found, zero), wanted) for found in _ways(products, candidate, zero)):
+        if all(torch.equal(_stored(actual, zero), expected) for actual in _ways(products, candidate, zero)):
             return float(candidate)
     return None
 
@@ -247,11 +247,11 @@ def computes(integer: fx.GraphModule, node: fx.Node, opset: int) -> bool:
     assert isinstance(operand, fx.Node)
     assert isinstance(table, fx.Node)
     entries: Tensor = resolve(integer, str(table.target)).cpu()
-    given, made, known = qparams(operand), qparams(node), operation(node)
-    if given is None or made is None or known is None or entries.numel() != _BYTES or not (is_8_bits(operand) and is_8_bits(node)):
+    read_grid, grid, described = qparams(operand), qparams(node), operation(node)
+    if read_grid is None or grid is None or described is None or entries.numel() != _BYTES or not (is_8_bits(operand) and is_8_bits(node)):
         return False
-    function = exact(known.name, known.arguments)
-    return function is not None and _is_quick(node, opset) and _is_of(function, entries, given, made)
+    function = exact(described.name, described.arguments)
+    return function is not None and _is_quick(node, opset) and _is_of(function, entries, read_grid, grid)
 
 
 QUICK = frozenset({"Sigmoid", "LeakyRelu", "HardSigmoid", "Tanh"})
@@ -269,14 +269,14 @@ def _is_quick(node: fx.Node, opset: int) -> bool:
     return len(between) == 1 and between[0] in QUICK
 
 
-def _is_of(function: Callable[[float], float], entries: Tensor, given: QParams, made: QParams) -> bool:
+def _is_of(function: Callable[[float], float], entries: Tensor, input_grid: QParams, output_grid: QParams) -> bool:
     """Return whether a table holds the rounded values of a function, also where a runtime has a relative error of `ACCURACY`."""
     limits = torch.iinfo(entries.dtype)
-    assert isinstance(given.scale, float)
-    assert isinstance(made.scale, float)
+    assert isinstance(input_grid.scale, float)
+    assert isinstance(output_grid.scale, float)
     for index, entry in enumerate(entries.tolist()):
-        stored = index if given.dtype == "uint8" else index - _BYTES // 2
-        x = given.scale * (stored - given.zero_point)
+        stored = index if input_grid.dtype == "uint8" else index - _BYTES // 2
+        x = input_grid.scale * (stored - input_grid.zero_point)
         try:
             value, *beside = (function(x * factor) for factor in (1.0, 1 - ACCURACY / 4, 1 + ACCURACY / 4))
         except (OverflowError, ValueError):
@@ -284,7 +284,7 @@ def _is_of(function: Callable[[float], float], entries: Tensor, given: QParams, 
         if not math.isfinite(value):
             return False
         error = ACCURACY * max(1.0, abs(x), abs(value)) + max(abs(value - other) for other in beside)
-        ends = ((value + sign * error) / made.scale + made.zero_point for sign in (-1, 1))
+        ends = ((value + sign * error) / output_grid.scale + output_grid.zero_point for sign in (-1, 1))
         if {min(max(round(end), limits.min), limits.max) for end in ends} != {entry}:
             return False
     return True
@@ -292,18 +292,18 @@ def _is_of(function: Callable[[float], float], entries: Tensor, given: QParams, 
 
 def compute(e: Emitter, node: fx.Node, stored: str, zero: Callable[[fx.Node], str]) -> str:
     """Append the function of the value named `stored`, from uint8 to uint8; `zero` returns the zero points of stored values."""
-    operand, known, made = node.args[0], operation(node), qparams(node)
+    operand, described, output_grid = node.args[0], operation(node), qparams(node)
     assert isinstance(operand, fx.Node)
-    given = qparams(operand)
-    assert known is not None
-    assert given is not None
-    assert made is not None
-    real = e.node("DequantizeLinear", stored, e.constant(given.scale), zero(operand))  # type: ignore[arg-type]
-    arguments = {name: real if name == "input" else value for name, value in known.arguments.items()}
+    input_grid = qparams(operand)
+    assert described is not None
+    assert input_grid is not None
+    assert output_grid is not None
+    real = e.node("DequantizeLinear", stored, e.constant(input_grid.scale), zero(operand))  # type: ignore[arg-type]
+    arguments = {name: real if name == "input" else value for name, value in described.arguments.items()}
     whole = e.opset >= WHOLE_OPSET  # onnxruntime computes such operators fast
-    call = Call(e, known.name, arguments, {}, None, lambda value: value, node, [node], _exported, whole)
-    form = BY_NAME[known.name].onnx or _exported
-    return e.node("QuantizeLinear", form(call), e.constant(made.scale), zero(node))  # type: ignore[arg-type]
+    call = Call(e, described.name, arguments, {}, None, lambda value: value, node, [node], _exported, whole)
+    form = BY_NAME[described.name].onnx or _exported
+    return e.node("QuantizeLinear", form(call), e.constant(output_grid.scale), zero(node))  # type: ignore[arg-type]
 
 
 class _Exported(Exception):

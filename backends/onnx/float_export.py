@@ -67,13 +67,13 @@ class FloatRegions:
 
     def _plans(self) -> dict[fx.Node, list[tuple[fx.Node, Plan]] | None]:
         """Return, by each region's first node, the plan to write it without the exporter; None if it needs the exporter."""
-        found = {first: self.direct.plans(region.nodes, region.outputs) for first, region in self.regions.items()}
-        planned = {node for first, region in self.regions.items() if found[first] is not None for node in region.nodes}
+        plans = {first: self.direct.plans(region.nodes, region.outputs) for first, region in self.regions.items()}
+        planned = {node for first, region in self.regions.items() if plans[first] is not None for node in region.nodes}
         for first, region in reversed(self.regions.items()):
             if any(is_size(node) and not planned.issuperset(node.users) for node in region.outputs):
-                found[first] = None
+                plans[first] = None
                 planned.difference_update(region.nodes)
-        return found
+        return plans
 
     def emit(self, node: fx.Node, emitter: Any, values: dict[fx.Node, Any]) -> None:
         """Append the region that begins with this node; later nodes of it append nothing. A size or a pick is appended by itself."""
@@ -104,22 +104,22 @@ class FloatRegions:
 
     def _export_together(self) -> None:
         """Fill `exported` with all regions' models by one call of the exporter; if that fails, leave it and do not try again."""
-        left = {region.key: region for first, region in self.regions.items() if self.plans[first] is None}
-        if self.tried or len(left) < 2 or self.opset < OLDEST_OPSET:  # in an old opset each model is compared by itself
+        pending = {region.key: region for first, region in self.regions.items() if self.plans[first] is None}
+        if self.tried or len(pending) < 2 or self.opset < OLDEST_OPSET:  # in an old opset each model is compared by itself
             return
         self.tried = True
         graph = fx.Graph()
-        results = [self._copied(graph, region, f"part{index}_") for index, region in enumerate(left.values())]
+        results = [self._copied(graph, region, f"part{index}_") for index, region in enumerate(pending.values())]
         graph.output(tuple(itertools.chain(*results)))
-        facts = [fact(node) for region in left.values() for node in region.inputs]
-        counts = [(len(region.inputs), len(region.outputs)) for region in left.values()]
+        facts = [fact(node) for region in pending.values() for node in region.inputs]
+        counts = [(len(region.inputs), len(region.outputs)) for region in pending.values()]
         try:
             with quiet():
                 program = self._program(self._part(graph), facts, sum(outputs for _, outputs in counts))
                 models = [self._at_opset(model) for model in split(program, counts)]
         except Exception:  # exporting them one by one reports the operator
             return
-        self.exported.update(zip(left, models, strict=True))
+        self.exported.update(zip(pending, models, strict=True))
 
     def emit_function(
         self, node: fx.Node, function: Callable[..., Tensor], arguments: Mapping[str, Any], parameters: Mapping[str, Tensor], emitter: Any,
@@ -133,7 +133,7 @@ class FloatRegions:
         facts = {operand: _real(operand) for operand in nodes_in(dict(arguments))}
         index = {operand: position for position, operand in enumerate(facts)}
         placed = fx.map_arg(dict(arguments), index.__getitem__)
-        key = None if parameters else repr((function, placed, [str(known) for known in facts.values()]))
+        key = None if parameters else repr((function, placed, [str(each) for each in facts.values()]))
         if key is None or key not in self.exported:
             self.exported[key] = self._export_function(node, function, arguments, parameters, facts)
         name = f"{node.name}/float"
@@ -148,8 +148,8 @@ class FloatRegions:
         environment = {operand: graph.placeholder(operand.name) for operand in facts}
         for name, value in parameters.items():
             root.register_buffer(f"held_{name}", value)
-        held = {name: graph.create_node("get_attr", f"held_{name}") for name in parameters}
-        graph.output((graph.call_function(function, (), {**fx.map_arg(dict(arguments), environment.__getitem__), **held}),))
+        tensors = {name: graph.create_node("get_attr", f"held_{name}") for name in parameters}
+        graph.output((graph.call_function(function, (), {**fx.map_arg(dict(arguments), environment.__getitem__), **tensors}),))
         try:
             with quiet():
                 model = self._exported(fx.GraphModule(root, graph).eval(), list(facts.values()), 1)
@@ -169,13 +169,13 @@ class FloatRegions:
             with quiet():
                 model = self._written(region)
         except Exception as error:
-            found = self._culprit(region.nodes)
+            culprit = self._culprit(region.nodes)
             raise ExportError(
                 "an operator that stays in float cannot be exported",
-                node=found or region.nodes[0],
-                because=("" if found else "together with those after it: ") + f"PyTorch's ONNX exporter says: {_reason(error)}",
+                node=culprit or region.nodes[0],
+                because=("" if culprit else "together with those after it: ") + f"PyTorch's ONNX exporter says: {_reason(error)}",
                 remedy="call it on the model's inputs or outputs instead, outside of forward"
-                if found is not None and is_python(found)
+                if culprit is not None and is_python(culprit)
                 else "replace the operator, or cut the model before it",
             ) from error
         self._check_opset(model, region.nodes[0], "an operator that stays in float")
@@ -196,10 +196,10 @@ class FloatRegions:
         root = torch.nn.Module()
         for node in graph.nodes:
             if node.op in ("call_module", "get_attr"):
-                held = resolve(self.integer, str(node.target))
+                resolved = resolve(self.integer, str(node.target))
                 # The exporter reads attributes by name, so names that have another meaning in Python must not reach it.
                 node.target = "held_" + re.sub(r"\W", "_", str(node.target))
-                attach(root, node.target, held)
+                attach(root, node.target, resolved)
         return fx.GraphModule(root, graph).eval()
 
     def _culprit(self, region: list[fx.Node]) -> fx.Node | None:
@@ -250,10 +250,10 @@ class FloatRegions:
         """Return the exported model in the opset that the exporter writes."""
         program: Any = torch.onnx.export(
             part,
-            tuple(example_of(known) for known in inputs),
+            tuple(example_of(each) for each in inputs),
             dynamo=True,
             opset_version=max(self.opset, OLDEST_OPSET),
-            dynamic_shapes=tuple(dynamic_of(known) for known in inputs),
+            dynamic_shapes=tuple(dynamic_of(each) for each in inputs),
             verbose=False,
             input_names=[f"region_input_{i}" for i in range(len(inputs))],
             output_names=[f"region_output_{i}" for i in range(outputs)],  # no inner value has such a name
@@ -285,9 +285,9 @@ class FloatRegions:
         rename_values(copied, name)
         emitter.initializers.extend(copied.initializer)
         emitter.nodes.extend(copied.node)
-        known = {(f.domain, f.name, f.overload): f for f in self.functions}
+        by_key = {(f.domain, f.name, f.overload): f for f in self.functions}
         for function in model.functions:
-            other = known.get((function.domain, function.name, function.overload))
+            other = by_key.get((function.domain, function.name, function.overload))
             if other is None:
                 self.functions.append(function)
             elif other != function:
@@ -299,7 +299,7 @@ class FloatRegions:
                 )
         domains = {o.domain for o in self.opsets} | {""}
         self.opsets.extend(helper.make_opsetid(o.domain, o.version) for o in model.opset_import if o.domain not in domains)
-        emitter.types.update({name: known.dtype if isinstance(known, TensorFact) else torch.int64 for name, known in outputs.items()})
+        emitter.types.update({name: each.dtype if isinstance(each, TensorFact) else torch.int64 for name, each in outputs.items()})
 
 
 def _reason(error: BaseException) -> str:
@@ -326,8 +326,8 @@ def rename_values(graph: onnx.GraphProto, name: Callable[[str], str]) -> None:
 
 def _real(node: fx.Node) -> TensorFact:
     """Return the float value's fact for a node of an integer graph: float32 if it is quantized, otherwise unchanged."""
-    known: TensorFact = fact(node)
-    return known if qparams(node) is None else replace(known, dtype=torch.float32)
+    node_fact: TensorFact = fact(node)
+    return node_fact if qparams(node) is None else replace(node_fact, dtype=torch.float32)
 
 
 # ---- what determines the export of a region --------------------------------------------------------------------------
@@ -453,19 +453,19 @@ def opset_of(model: onnx.ModelProto) -> int:
     return int(next(entry.version for entry in model.opset_import if entry.domain == ""))
 
 
-def unchanged(model: onnx.ModelProto, written: int, wanted: int) -> bool:
+def unchanged(model: onnx.ModelProto, written: int, older: int) -> bool:
     """Return whether every operator of a model has the same definition in an older opset as in the one that was written."""
 
     def since(operator: str, opset: int) -> int:
         try:
-            found: int = onnx.defs.get_schema(operator, opset).since_version
+            version: int = onnx.defs.get_schema(operator, opset).since_version
         except onnx.defs.SchemaError:  # the operator was added later
             return 0
-        return found
+        return version
 
     nodes = model.graph.node
     plain = not model.functions and all(node.domain == "" and not any(a.HasField("g") for a in node.attribute) for node in nodes)
-    return plain and all(since(node.op_type, written) == since(node.op_type, wanted) for node in nodes)
+    return plain and all(since(node.op_type, written) == since(node.op_type, older) for node in nodes)
 
 
 def by_the_older_exporter(part: fx.GraphModule, inputs: list[Any], outputs: int, opset: int) -> onnx.ModelProto | None:
@@ -474,12 +474,12 @@ def by_the_older_exporter(part: fx.GraphModule, inputs: list[Any], outputs: int,
     Return None if the exporter fails, or PyTorch has it no more.
     """
     names = [f"region_input_{i}" for i in range(len(inputs))], [f"region_output_{i}" for i in range(outputs)]
-    moving = {name: list(axes) for name, known in zip(names[0], inputs, strict=True) if (axes := dynamic_of(known))}
+    moving = {name: list(axes) for name, each in zip(names[0], inputs, strict=True) if (axes := dynamic_of(each))}
     written = io.BytesIO()
     try:
         torch.onnx.export(
             part,
-            tuple(torch.as_tensor(example_of(known)) for known in inputs),
+            tuple(torch.as_tensor(example_of(each)) for each in inputs),
             written,  # type: ignore[arg-type]  # this exporter takes a buffer
             dynamo=False,
             opset_version=opset,
@@ -497,45 +497,45 @@ def by_the_older_exporter(part: fx.GraphModule, inputs: list[Any], outputs: int,
 LARGEST = 1e-3  # relative to the largest value of an output: float32 sums in another order differ by some millionths of it
 
 
-def apart(found: Tensor, wanted: Tensor) -> float:
+def apart(actual: Tensor, expected: Tensor) -> float:
     """Return the difference of two results relative to the largest expected value; infinity if shape or dtype differ."""
-    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return float("inf")
-    if not wanted.is_floating_point():
-        return 0.0 if torch.equal(found, wanted) else float("inf")
-    if wanted.numel() == 0:
+    if not expected.is_floating_point():
+        return 0.0 if torch.equal(actual, expected) else float("inf")
+    if expected.numel() == 0:
         return 0.0
-    largest = wanted.double().nan_to_num(0.0, 0.0, 0.0).abs().max().item()
-    return (found.double() - wanted.double()).nan_to_num(0.0).abs().max().item() / max(largest, 1e-30)
+    largest = expected.double().nan_to_num(0.0, 0.0, 0.0).abs().max().item()
+    return (actual.double() - expected.double()).nan_to_num(0.0).abs().max().item() / max(largest, 1e-30)
 
 
 def agrees(model: onnx.ModelProto, part: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     """Return whether onnxruntime and a module agree up to rounding on random inputs with these shapes and dtypes."""
     generator = torch.Generator().manual_seed(0)
-    given = [random_value(known, generator) for known in inputs]
+    samples = [random_value(each, generator) for each in inputs]
     copied = onnx.ModelProto()
     copied.CopyFrom(model)
     names = [info.name for info in model.graph.input]
     try:
         with torch.no_grad():
-            results = part(*given)
-        wanted = [value for value in (results if isinstance(results, tuple | list) else [results]) if isinstance(value, Tensor)]
-        feeds = dict(zip(names, (torch.as_tensor(value) for value in given), strict=True))
+            results = part(*samples)
+        expected = [value for value in (results if isinstance(results, tuple | list) else [results]) if isinstance(value, Tensor)]
+        feeds = dict(zip(names, (torch.as_tensor(value) for value in samples), strict=True))
         _, level, threads = RUNTIMES[0]
-        found = list(Runner(copied, level, threads)(feeds).values())
+        actual = list(Runner(copied, level, threads)(feeds).values())
     except (ExportError, ValueError):
         return False
-    return len(found) == len(wanted) and all(apart(one, other) <= LARGEST for one, other in zip(found, wanted, strict=True))
+    return len(actual) == len(expected) and all(apart(one, other) <= LARGEST for one, other in zip(actual, expected, strict=True))
 
 
-def random_value(known: Any, generator: torch.Generator) -> Any:
+def random_value(described: Any, generator: torch.Generator) -> Any:
     """Return a random tensor of this fact: normal values, integers 0 or 1; for a size, the integer itself."""
-    if not isinstance(known, TensorFact):
-        return known.at(BATCH_SIZES[0]) if isinstance(known, BatchDim) else int(known)
-    size = known.at(BATCH_SIZES[0])
-    if not known.dtype.is_floating_point:
-        return torch.randint(0, 2, size, generator=generator, device="cpu").to(known.dtype)
-    return torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(known.dtype)
+    if not isinstance(described, TensorFact):
+        return described.at(BATCH_SIZES[0]) if isinstance(described, BatchDim) else int(described)
+    size = described.at(BATCH_SIZES[0])
+    if not described.dtype.is_floating_point:
+        return torch.randint(0, 2, size, generator=generator, device="cpu").to(described.dtype)
+    return torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(described.dtype)
 
 
 # ---- one model for each of several independent parts -----------------------------------------------------------------
@@ -547,30 +547,30 @@ def split(model: onnx.ModelProto, parts: Sequence[tuple[int, int]]) -> list[onnx
     Constants that several parts read are in each of them; the order of nodes is kept. Unlike `onnx.utils.extract_model`, this searches
     the graphs inside nodes, and does not need shapes. Raises ValueError if a part reads an input of another.
     """
-    found: list[onnx.ModelProto] = []
+    models: list[onnx.ModelProto] = []
     maker = {name: index for index, node in enumerate(model.graph.node) for name in node.output if name}
-    held = {tensor.name: tensor for tensor in model.graph.initializer}
-    given = {entry.name for entry in model.graph.input}
+    initializers = {tensor.name: tensor for tensor in model.graph.initializer}
+    model_inputs = {entry.name for entry in model.graph.input}
     inputs, outputs = iter(model.graph.input), iter(model.graph.output)
     for many, results in parts:
         mine, ends = [next(inputs) for _ in range(many)], [next(outputs) for _ in range(results)]
         own, used, tensors = {entry.name for entry in mine}, set[int](), dict[str, onnx.TensorProto]()
-        left = [entry.name for entry in ends]
-        while left:
-            name = left.pop()
+        waiting = [entry.name for entry in ends]
+        while waiting:
+            name = waiting.pop()
             if name in own:
                 continue
-            if name in held:
-                tensors[name] = held[name]
-            elif name in given:
+            if name in initializers:
+                tensors[name] = initializers[name]
+            elif name in model_inputs:
                 raise ValueError(f"a part reads {name!r}, which is an input of another")
             elif maker[name] not in used:
                 used.add(maker[name])
-                left.extend(values_read(model.graph.node[maker[name]]))
+                waiting.extend(values_read(model.graph.node[maker[name]]))
         nodes = [model.graph.node[index] for index in sorted(used)]
         graph = helper.make_graph(nodes, model.graph.name, mine, ends, list(tensors.values()))
-        found.append(helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version, functions=model.functions))
-    return found
+        models.append(helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version, functions=model.functions))
+    return models
 
 
 # ---- sizes that depend on the batch, from which primitives make shapes, as int64 -------------------------------------
@@ -585,26 +585,26 @@ _ROUNDED: dict[Callable[..., Any], str] = {int: "", math.trunc: "", round: "Roun
 
 def sizes_for_primitives(graph: fx.Graph) -> set[fx.Node]:
     """Return the sizes, and sums and products of sizes, that only primitives read, and no float operator."""
-    found: set[fx.Node] = set()
+    sizes: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         readers = node.users
-        if _is_size(node) and readers and all(reader in found or reader.target in PRIMITIVES for reader in readers):
-            found.add(node)
-    return found
+        if _is_size(node) and readers and all(reader in sizes or reader.target in PRIMITIVES for reader in readers):
+            sizes.add(node)
+    return sizes
 
 
 def _is_size(node: fx.Node) -> bool:
-    known = fact(node)
-    if node.kwargs or not (known is None or isinstance(known, int | BatchDim)):
+    node_fact = fact(node)
+    if node.kwargs or not (node_fact is None or isinstance(node_fact, int | BatchDim)):
         return False
     if node.op == "call_method":
         return node.target == "size" and len(node.args) == 2 and isinstance(node.args[1], int)
     if node.op != "call_function" or not all(isinstance(each, fx.Node | int | float) for each in node.args):
         return False
-    if known is None and not all(fact(each) is None or isinstance(fact(each), int | BatchDim) for each in node.all_input_nodes):
+    if node_fact is None and not all(fact(each) is None or isinstance(fact(each), int | BatchDim) for each in node.all_input_nodes):
         return False
     known_form = node.target in _ARITHMETIC or node.target in _REAL or (node.target in _ROUNDED and len(node.args) == 1)
-    return known_form and (known is not None or node.target is not operator.floordiv)
+    return known_form and (node_fact is not None or node.target is not operator.floordiv)
 
 
 def emit_size(node: fx.Node, emitter: Any, values: dict[fx.Node, Any]) -> str:
@@ -645,9 +645,9 @@ def is_pick(node: fx.Node) -> bool:
     operand, index = node.args
     if not isinstance(operand, fx.Node) or not isinstance(index, list | tuple):
         return False
-    given = operand.op == "placeholder" or (operand.op == "call_function" and operand.target in PRIMITIVES)
+    readable = operand.op == "placeholder" or (operand.op == "call_function" and operand.target in PRIMITIVES)
     numbers = [each for each in index if type(each) is int]
-    return given and len(numbers) == 1 and all(each == WHOLE for each in index if type(each) is not int)
+    return readable and len(numbers) == 1 and all(each == WHOLE for each in index if type(each) is not int)
 
 
 def emit_pick(node: fx.Node, emitter: Any, values: dict[fx.Node, Any]) -> None:

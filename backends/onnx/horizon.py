@@ -240,8 +240,8 @@ def readers_of(graph: onnx.GraphProto) -> dict[str, list[onnx.NodeProto]]:
 def horizon_values(integer: fx.GraphModule) -> dict[str, str]:
     """Return the nodes of an integer graph by the names of their values in its file of style "horizon"."""
     writer = HorizonWriter(integer, "float", OPSET)
-    found = named_values(writer.write(None, None))
-    return {value: name for name, value in writer.reals.items()} | found  # operators that only move elements have no pair
+    by_value = named_values(writer.write(None, None))
+    return {value: name for name, value in writer.reals.items()} | by_value  # operators that only move elements have no pair
 
 
 # ---- the tensors of the vendor's quantized model ---------------------------------------------------------------------
@@ -269,15 +269,15 @@ class Place:
 def named_values(model: onnx.ModelProto) -> dict[str, str]:
     """Map values of a file of style "horizon" to nodes of the integer graph: the values before and after a pair, and their copies."""
     produced = {node.output[0]: node for node in model.graph.node}
-    found = {}
+    by_value = {}
     for node in model.graph.node:
         name = node.output[0]
         if node.op_type in ("DequantizeLinear", "HzDequantize") and node.input[0] in produced and "/" not in name:
-            found[name] = name
-            found.setdefault(produced[node.input[0]].input[0], name)
-        elif node.op_type == "Identity" and node.input[0] in found:
-            found[name] = found[node.input[0]]
-    return found
+            by_value[name] = name
+            by_value.setdefault(produced[node.input[0]].input[0], name)
+        elif node.op_type == "Identity" and node.input[0] in by_value:
+            by_value[name] = by_value[node.input[0]]
+    return by_value
 
 
 class Connections:
@@ -302,9 +302,9 @@ class Connections:
         """Return the node whose integers a tensor holds; None if it is not a value of the file."""
         node = self._named(tensor)
         for name, turned in (*self._behind(tensor), *self._before(tensor)):
-            found = self._named(name)
-            if name != tensor and found is not None and node in (None, found):
-                return Place(found, turned)
+            named = self._named(name)
+            if name != tensor and named is not None and node in (None, named):
+                return Place(named, turned)
         if node is None:
             return None
         producer = self.producers.get(tensor)  # the tool's own layers are channels last; tensors that it quantizes keep the file's order
@@ -319,13 +319,13 @@ class Connections:
 
     def _behind(self, tensor: str) -> Iterator[tuple[str, bool]]:
         """Yield the values after a tensor that hold its elements, and whether they are transposed relative to it."""
-        waiting, seen = [(tensor, False)], {tensor}
+        waiting, visited = [(tensor, False)], {tensor}
         while waiting:
             name, turned = waiting.pop(0)
             yield name, turned
             for node in self.readers.get(name, []):
-                if node.op_type in BEHIND and node.input[0] == name and node.output[0] not in seen:
-                    seen.add(node.output[0])
+                if node.op_type in BEHIND and node.input[0] == name and node.output[0] not in visited:
+                    visited.add(node.output[0])
                     waiting.append((node.output[0], turned ^ _turns(node) ^ (node.output[0] in self.last)))
 
     def _before(self, tensor: str) -> Iterator[tuple[str, bool]]:

@@ -29,16 +29,16 @@ Shape = tuple[int, ...]
 def write_images(graph: onnx.GraphProto, sizes: dict[str, Shape]) -> None:
     """Rewrite a file with a batch of one, in which values have these sizes; nodes that nothing reads are taken out."""
     images = Images(graph, sizes)
-    wanted, kept = {output.name for output in graph.output}, list[onnx.NodeProto]()
+    read, nodes = {output.name for output in graph.output}, list[onnx.NodeProto]()
     for node in graph.node:
-        if not images.written(node, node.output[0] in wanted):
+        if not images.written(node, node.output[0] in read):
             images.add(node, [images.alias.get(name) or images.tensor(name) for name in node.input])
     for node in reversed(images.nodes):
-        if wanted & set(node.output):
-            wanted |= set(node.input)
-            kept.insert(0, node)
+        if read & set(node.output):
+            read |= set(node.input)
+            nodes.insert(0, node)
     del graph.node[:]
-    graph.node.extend(kept)
+    graph.node.extend(nodes)
     described = [info for info in graph.value_info if info.name not in images.image]
     del graph.value_info[:]
     graph.value_info.extend(described)

@@ -78,18 +78,18 @@ def write_metadata(model: onnx.ModelProto, entries: Mapping[str, Any]) -> None:
 
 def read_metadata(model: onnx.ModelProto, path: Path) -> dict[str, Any]:
     """Return the properties of a model that was read from this path. Raises ExportError if fxquant did not write it."""
-    found = {entry.key.removeprefix(PREFIX): entry.value for entry in model.metadata_props if entry.key.startswith(PREFIX)}
-    if "tensors" not in found:
+    properties = {entry.key.removeprefix(PREFIX): entry.value for entry in model.metadata_props if entry.key.startswith(PREFIX)}
+    if "tensors" not in properties:
         raise ExportError(
             f"{path} was not written by fxquant",
             because="its metadata has no entry fxquant.tensors",
             remedy="pass a file written by fxq.export_onnx",
         )
     try:
-        entries = {name: value if name in _PLAIN else json.loads(value) for name, value in found.items()}
+        entries = {name: value if name in _PLAIN else json.loads(value) for name, value in properties.items()}
         _check(entries, model)
     except (Unusable, json.JSONDecodeError, RecursionError, OverflowError) as error:
-        version = found.get("version", "")
+        version = properties.get("version", "")
         raise ExportError(
             f"{path} has metadata that cannot be used",
             because=str(error) + (f"; it was written by fxquant {version}, and this is {__version__}" if version != __version__ else ""),
@@ -144,8 +144,8 @@ def _check(entries: Mapping[str, Any], model: onnx.ModelProto) -> None:
     provenance = entries.get("provenance", {})
     _require(isinstance(provenance, dict), "fxquant.provenance is not an object")
     for name, entry in provenance.items():
-        known: dict[str, Any] = entry if isinstance(entry, dict) else {"fused": None}
-        names, exponents = known.get("fused", []), known.get("exponents", [])
+        fields: dict[str, Any] = entry if isinstance(entry, dict) else {"fused": None}
+        names, exponents = fields.get("fused", []), fields.get("exponents", [])
         _require(
             isinstance(names, list) and all(isinstance(each, str) for each in names) and _are_exponents(exponents),
             f"fxquant.provenance of {name!r} is not an object of names and exponents",
@@ -259,8 +259,8 @@ def with_layouts(model: onnx.ModelProto, layouts: Mapping[str, str] | None, sour
     graph = model.graph
     inputs = {info.name: info for info in graph.input}
     called = dict(zip(map(argument_name, source.graph.find_nodes(op="placeholder")), inputs, strict=True))
-    for given, layout in (layouts or {}).items():
-        name = given if given in inputs else called.get(given, given)
+    for key, layout in (layouts or {}).items():
+        name = key if key in inputs else called.get(key, key)
         if name not in inputs:
             raise ConfigurationError(
                 f"layouts names {name!r}, which is not an input of the file",
@@ -289,9 +289,9 @@ def _permute(graph: onnx.GraphProto, info: onnx.ValueInfoProto, layout: str) -> 
     import onnx
     from onnx import helper
 
-    taken = {output for node in graph.node for output in node.output} | {tensor.name for tensor in graph.initializer}
+    names = {output for node in graph.node for output in node.output} | {tensor.name for tensor in graph.initializer}
     inner = f"{info.name}/{CHANNELS_LAST[layout]}"
-    while inner in taken:
+    while inner in names:
         inner += "_"
     for node in graph.node:
         node.input[:] = [inner if name == info.name else name for name in node.input]

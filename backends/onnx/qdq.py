@@ -37,7 +37,7 @@ class QdqWriter(Writer):
     def __init__(self, integer: fx.GraphModule, io: str, opset: int) -> None:
         super().__init__(integer, io, opset)
         self.nodes = {node.name: node for node in integer.graph.nodes}
-        self.operations = {node.name: found for node in integer.graph.nodes if (found := operation(node)) is not None}
+        self.operations = {node.name: described for node in integer.graph.nodes if (described := operation(node)) is not None}
         self.lowered: dict[str, list[fx.Node]] = {}  # the primitives of each operator
         for node in integer.graph.nodes:
             if node.op == "call_function" and node.target in PRIMITIVES:
@@ -66,7 +66,7 @@ class QdqWriter(Writer):
         """Return the int16 tensors if the opset does not support that dtype."""
         if self.opset >= INT16_OPSET:
             return []
-        return [node for node in self.nodes.values() if (known := qparams(node)) is not None and known.dtype == "int16"]
+        return [node for node in self.nodes.values() if (grid := qparams(node)) is not None and grid.dtype == "int16"]
 
     def _describe(self, node: fx.Node, name: str, kind: str) -> None:
         if kind == "quantized" and self.emitter.types[name].is_floating_point:
@@ -79,8 +79,8 @@ class QdqWriter(Writer):
     def emit(self, node: fx.Node, record: Primitive) -> str | None:
         if record.kind == "dynamic":  # operand and result are float values without a grid
             return super().emit(node, record)
-        known = self.operations[origin(node)]
-        operator = BY_NAME[known.name]
+        applied = self.operations[origin(node)]
+        operator = BY_NAME[applied.name]
         if operator.onnx is None and all(role_of(other.target) is Role.MOVEMENT for other in self.lowered[origin(node)]):
             value = record.onnx(self.emitter, *fx.node.map_aggregate(node.args, self._moved))
             if operation(node) is None and any(map(_repeats, self.lowered[origin(node)])):
@@ -90,13 +90,13 @@ class QdqWriter(Writer):
         elif operation(node) is None:
             return None
         elif operator is DEQUANTIZE:
-            value = self._dequantized(known.arguments["input"].node)
-            dtype = known.arguments.get("dtype")
+            value = self._dequantized(applied.arguments["input"].node)
+            dtype = applied.arguments.get("dtype")
             return value if dtype is None else self.emitter.node("Cast", value, to=dtype)
         elif operator is QUANTIZE:
-            value = as_float32(self.emitter, str(self.values[self.nodes[known.arguments["input"].node]]))
+            value = as_float32(self.emitter, str(self.values[self.nodes[applied.arguments["input"].node]]))
         else:
-            call = self._call(known, operator, node)
+            call = self._call(applied, operator, node)
             value = call.exported() if operator.onnx is None else operator.onnx(call)
         if operation(node) is None:
             return None
@@ -127,25 +127,25 @@ class QdqWriter(Writer):
     def _moved(self, value: Any) -> Any:
         return self._real(value.name) if isinstance(value, fx.Node) and value.op != "get_attr" else self.operand(value)
 
-    def _call(self, known: Operation, operator: Operator, node: fx.Node) -> Call:
+    def _call(self, described: Operation, operator: Operator, node: fx.Node) -> Call:
         def read(value: Any) -> Any:
             return self._real(value.node) if isinstance(value, Reference) else value
 
-        arguments = {name: fx.node.map_aggregate(value, read) for name, value in known.arguments.items()}
-        between = None if known.intermediate is None else self._requantized(known.intermediate)
-        constants = {role: self._constant(constant) for role, constant in known.constants.items()}
+        arguments = {name: fx.node.map_aggregate(value, read) for name, value in described.arguments.items()}
+        between = None if described.intermediate is None else self._requantized(described.intermediate)
+        constants = {role: self._constant(constant) for role, constant in described.constants.items()}
 
         def exported() -> str:
-            return self._exported(known, operator, node, call)
+            return self._exported(described, operator, node, call)
 
         call = self.calls(
-            self.emitter, known.name, arguments, constants, between, self._rounding(node), node, self.lowered[node.name], exported
+            self.emitter, described.name, arguments, constants, between, self._rounding(node), node, self.lowered[node.name], exported
         )
         return call
 
-    def _exported(self, known: Operation, operator: Operator, node: fx.Node, call: Call) -> str:
+    def _exported(self, described: Operation, operator: Operator, node: fx.Node, call: Call) -> str:
         """Write a node's operator with PyTorch's exporter, and its fused residual and clamp; return the name of the float value."""
-        rest = {name: value for name, value in known.arguments.items() if name not in ("residual", "clamp")}
+        rest = {name: value for name, value in described.arguments.items() if name not in ("residual", "clamp")}
 
         def referred(value: Any) -> Any:
             return self.nodes[value.node] if isinstance(value, Reference) else value

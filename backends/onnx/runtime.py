@@ -84,13 +84,13 @@ class Gather(OpRun):
 class MaxPool(op_max_pool.MaxPool):
     """The operator with padding in its shape if strides and dilations are all 1, and without NaN in the padding of integers."""
 
-    def _run(self, x: Any, **given: Any) -> Any:  # type: ignore[override]
-        kernel = given["kernel_shape"]
+    def _run(self, x: Any, **attributes: Any) -> Any:  # type: ignore[override]
+        kernel = attributes["kernel_shape"]
         rank = len(kernel)
-        if given.get("ceil_mode") or (given.get("auto_pad") or "NOTSET") != "NOTSET" or len(self.onnx_node.output) > 1:
-            return super()._run(x, **given)  # type: ignore[no-untyped-call]
-        pads = given.get("pads") or [0] * (2 * rank)
-        strides, dilations = (given.get(name) or [1] * rank for name in ("strides", "dilations"))
+        if attributes.get("ceil_mode") or (attributes.get("auto_pad") or "NOTSET") != "NOTSET" or len(self.onnx_node.output) > 1:
+            return super()._run(x, **attributes)  # type: ignore[no-untyped-call]
+        pads = attributes.get("pads") or [0] * (2 * rank)
+        strides, dilations = (attributes.get(name) or [1] * rank for name in ("strides", "dilations"))
         margin = [(0, 0), (0, 0), *zip(pads[:rank], pads[rank:], strict=True)]
         padded = np.pad(x, margin, constant_values=np.iinfo(x.dtype).min if np.issubdtype(x.dtype, np.integer) else -np.inf)
         reach = tuple(dilation * (size - 1) + 1 for size, dilation in zip(kernel, dilations, strict=True))
@@ -105,8 +105,8 @@ class GatherElements(OpRun):
     def _run(self, data: Any, indices: Any, axis: int | None = None) -> Any:
         along = axis or 0
         along %= data.ndim
-        kept = data[tuple(slice(None) if dim == along else slice(size) for dim, size in enumerate(indices.shape))]
-        return (np.take_along_axis(kept, indices, along),)
+        cropped = data[tuple(slice(None) if dim == along else slice(size) for dim, size in enumerate(indices.shape))]
+        return (np.take_along_axis(cropped, indices, along),)
 
 
 CORRECTED = (QLinearConv, QLinearMatMul, Gather, GatherElements, MaxPool)
@@ -201,9 +201,9 @@ class Runner:
 
     def __call__(self, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the outputs and exposed values by name."""
-        given = {name: feeds[name].permute(tuple(self.layouts[name])) if name in self.layouts else feeds[name] for name in self.inputs}
-        self._check_sizes(given)
-        arrays = {name: np.ascontiguousarray(value.numpy(force=True)).reshape(value.shape) for name, value in given.items()}
+        permuted = {name: feeds[name].permute(tuple(self.layouts[name])) if name in self.layouts else feeds[name] for name in self.inputs}
+        self._check_sizes(permuted)
+        arrays = {name: np.ascontiguousarray(value.numpy(force=True)).reshape(value.shape) for name, value in permuted.items()}
         try:
             results = self._run(arrays)
         except Exception as error:
@@ -213,15 +213,15 @@ class Runner:
             for name, value in zip(self.outputs, results, strict=True)
         }
 
-    def _check_sizes(self, given: Mapping[str, Tensor]) -> None:
+    def _check_sizes(self, inputs: Mapping[str, Tensor]) -> None:
         """Raise ExportError for a tensor whose sizes differ from the fixed sizes in the file."""
-        for name, value in given.items():
-            wanted, found = self.sizes[name], list(value.shape)
-            if len(wanted) != len(found) or any(size not in (None, own) for size, own in zip(wanted, found, strict=True)):
-                fixed = ["any" if size is None else size for size in wanted]
+        for name, value in inputs.items():
+            expected, actual = self.sizes[name], list(value.shape)
+            if len(expected) != len(actual) or any(size not in (None, own) for size, own in zip(expected, actual, strict=True)):
+                fixed = ["any" if size is None else size for size in expected]
                 raise ExportError(
                     f"{self.name} cannot be run on this batch",
-                    because=f"its input {name!r} has the sizes {fixed}, and this one {found}",
+                    because=f"its input {name!r} has the sizes {fixed}, and this one {actual}",
                     remedy="pass batches of these sizes, or export without batch_size= a model whose batch is dynamic",
                 )
 
@@ -239,14 +239,14 @@ def _with_values(model: onnx.ModelProto, expose: Sequence[str], feed: Sequence[s
     copied = onnx.ModelProto()
     copied.CopyFrom(model)
     graph = copied.graph
-    known = {info.name: info for info in (*graph.value_info, *graph.output, *graph.input)}
+    infos = {info.name: info for info in (*graph.value_info, *graph.output, *graph.input)}
     cut = set(feed)
-    kept = [node for node in graph.node if not (cut & set(node.output))]
+    nodes = [node for node in graph.node if not (cut & set(node.output))]
     del graph.node[:]
-    graph.node.extend(kept)
+    graph.node.extend(nodes)
     present = {info.name for info in graph.output}
-    graph.output.extend(known[name] for name in expose if name not in present and name not in cut)
-    graph.input.extend(known[name] for name in feed)
+    graph.output.extend(infos[name] for name in expose if name not in present and name not in cut)
+    graph.input.extend(infos[name] for name in feed)
     if cut:
         _prune(graph)
     return copied
@@ -255,13 +255,13 @@ def _with_values(model: onnx.ModelProto, expose: Sequence[str], feed: Sequence[s
 def _prune(graph: onnx.GraphProto) -> None:
     """Remove the nodes and inputs that no output needs, so that float nodes before the cut are not run in vain."""
     needed = {info.name for info in graph.output}
-    kept = []
+    nodes = []
     for node in reversed(graph.node):
         if needed & set(node.output):
             needed.update(values_read(node))
-            kept.append(node)
+            nodes.append(node)
     del graph.node[:]
-    graph.node.extend(reversed(kept))
+    graph.node.extend(reversed(nodes))
     inputs = [info for info in graph.input if info.name in needed]
     del graph.input[:]
     graph.input.extend(inputs)

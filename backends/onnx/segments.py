@@ -77,10 +77,10 @@ def export_segments(
         try:
             model = build(_alone(integer, nodes, part, outputs), "exact", "float", opset or STYLES["exact"][1])
         except ExportError:
-            kept = [node.name for node in nodes if is_python(node)]
-            if part.device != HOST or not kept:
+            python_nodes = [node.name for node in nodes if is_python(node)]
+            if part.device != HOST or not python_nodes:
                 raise
-            written.append({**entry, "file": None, "python": kept})
+            written.append({**entry, "file": None, "python": python_nodes})
             continue
         written.append(entry)
         models[file] = model
@@ -104,8 +104,8 @@ def _alone(integer: fx.GraphModule, nodes: list[fx.Node], part: Segment, outputs
     named = {node.name: node for node in integer.graph.nodes}
     copies: dict[fx.Node, fx.Node] = {}
     for name in part.inputs:
-        made = copies[named[name]] = graph.create_node("placeholder", name, name=name)
-        made.meta.update(named[name].meta)
+        placeholder = copies[named[name]] = graph.create_node("placeholder", name, name=name)
+        placeholder.meta.update(named[name].meta)
 
     def copied(node: fx.Node) -> fx.Node:
         """Return a node's copy; a parameter or a number is copied at its first reader."""
@@ -122,16 +122,16 @@ def _alone(integer: fx.GraphModule, nodes: list[fx.Node], part: Segment, outputs
 
 
 def _described(metadata: Mapping[str, Any], inputs: Sequence[str], outputs: Sequence[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    described: dict[str, Any] = {}
     for names, what in ((inputs, "inputs"), (outputs, "outputs")):
         for name, entry in zip(names, metadata[what], strict=True):
-            known: dict[str, Any] = metadata["tensors"].get(entry.get("tensor", ""), {}) if entry.get("tensor") == name else {}
-            kept: dict[str, Any] = {"dtype": entry["dtype"], "shape": entry["shape"]}
-            kept.update((key, known[key]) for key in ("scale", "axis", "zero_point") if key in known)
-            if "dtype" in known:
-                kept["range"] = known["dtype"]
-            found[name] = kept
-    return found
+            tensor: dict[str, Any] = metadata["tensors"].get(entry.get("tensor", ""), {}) if entry.get("tensor") == name else {}
+            fields: dict[str, Any] = {"dtype": entry["dtype"], "shape": entry["shape"]}
+            fields.update((key, tensor[key]) for key in ("scale", "axis", "zero_point") if key in tensor)
+            if "dtype" in tensor:
+                fields["range"] = tensor["dtype"]
+            described[name] = fields
+    return described
 
 
 @checked(folder=FOLDER, runtime=choice(*RUNTIME_NAMES), python=FUNCTIONS.or_none("every segment has a file"))
@@ -161,35 +161,35 @@ def run_segments(
         opened = OnnxModel(directory / entry["file"])
         if (len(opened.input_names), len(opened.output_names)) != (len(entry["inputs"]), len(entry["outputs"])):
             raise _unusable_manifest(directory / MANIFEST, f"{entry['file']} has other inputs or outputs than it says")
-        found = opened.runner(runtime, ())(dict(zip(opened.input_names, (values[name] for name in entry["inputs"]), strict=True)))
-        values.update(zip(entry["outputs"], (found[name] for name in opened.output_names), strict=True))
+        outputs = opened.runner(runtime, ())(dict(zip(opened.input_names, (values[name] for name in entry["inputs"]), strict=True)))
+        values.update(zip(entry["outputs"], (outputs[name] for name in opened.output_names), strict=True))
     return tuple(values[name] for name in manifest["outputs"])
 
 
-def _called(entry: dict[str, Any], python: Mapping[str, Callable[..., Any]], given: list[Tensor]) -> dict[str, Any]:
+def _called(entry: dict[str, Any], python: Mapping[str, Callable[..., Any]], inputs: list[Tensor]) -> dict[str, Any]:
     name, outputs = entry["outputs"][0], entry["outputs"]
-    wanted = f"pass python={{{name!r}: …}}, a function of {', '.join(entry['inputs'])} that returns {', '.join(outputs)}"
+    remedy = f"pass python={{{name!r}: …}}, a function of {', '.join(entry['inputs'])} that returns {', '.join(outputs)}"
     if name not in python:
         because = f"it has no file: {', '.join(entry['python'])} were kept as Python"
-        raise ConfigurationError(f"the segment that gives {name!r} cannot be run", because=because, remedy=wanted)
+        raise ConfigurationError(f"the segment that gives {name!r} cannot be run", because=because, remedy=remedy)
     function = python[name]
     try:
-        inspect.signature(function).bind(*given)
+        inspect.signature(function).bind(*inputs)
     except TypeError as error:
         raise ConfigurationError(
             f"the function for {name!r} cannot be called",
             because=f"segments pass tensors alone, here {', '.join(entry['inputs'])}: {error}",
-            remedy=f"{wanted}; put numbers that forward passes into it, as functools.partial does",
+            remedy=f"{remedy}; put numbers that forward passes into it, as functools.partial does",
         ) from None
     except ValueError:  # a builtin without a signature
         pass
-    found = function(*given)
-    results = found if len(outputs) > 1 else [found]
+    result = function(*inputs)
+    results = result if len(outputs) > 1 else [result]
     if not isinstance(results, tuple | list) or len(results) != len(outputs):
         raise ConfigurationError(
             f"the outputs of the function for {name!r} cannot be used",
-            because=f"the segment has {len(outputs)} outputs, {', '.join(outputs)}, and it returned {type(found).__name__}",
-            remedy=wanted,
+            because=f"the segment has {len(outputs)} outputs, {', '.join(outputs)}, and it returned {type(result).__name__}",
+            remedy=remedy,
         )
     return dict(zip(outputs, results, strict=True))
 
@@ -220,15 +220,15 @@ def _unusable(manifest: dict[str, Any]) -> str | None:
     lists += [entry["python"] for entry in entries if entry["file"] is None]
     if not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists):
         return "a value is not a list of names"
-    known = set(manifest["inputs"])
+    available = set(manifest["inputs"])
     for entry in entries:
         if not entry["outputs"]:
             return f"{entry['file']} gives nothing"
         if entry["file"] is not None and Path(entry["file"]).name != entry["file"]:
             return f"{entry['file']!r} is not a file in its folder"
-        missing = [name for name in entry["inputs"] if name not in known]
+        missing = [name for name in entry["inputs"] if name not in available]
         if missing:
             return f"{entry['file']} takes {missing[0]!r}, which no segment before it gives"
-        known.update(entry["outputs"])
-    missing = [name for name in manifest["outputs"] if name not in known]
+        available.update(entry["outputs"])
+    missing = [name for name in manifest["outputs"] if name not in available]
     return f"no segment gives {missing[0]!r}" if missing else None

@@ -216,7 +216,7 @@ class Writer:
 
     def write(self, input_names: Sequence[str] | None, output_names: Sequence[str] | None) -> onnx.ModelProto:
         placeholders = [node.name for node in self.integer.graph.nodes if node.op == "placeholder"]
-        given = dict(zip(placeholders, _given(input_names, len(placeholders), "input") or placeholders, strict=True))
+        names = dict(zip(placeholders, _given(input_names, len(placeholders), "input") or placeholders, strict=True))
         for node in self.integer.graph.nodes:
             self.emitter.scope, self.emitter.count = node.name, 0
             if node.op == "placeholder":
@@ -227,12 +227,12 @@ class Writer:
                 self._primitive(node)
             elif node.op != "output":
                 self.regions.emit(node, self.emitter, self.values)
-                known = fact(node)
+                node_fact = fact(node)
                 as_real = any(user.target in PRIMITIVES and PRIMITIVES[user.target].kind == "dynamic" for user in node.users)
-                handed = isinstance(known, TensorFact) and (known.dtype in PLAIN_TYPES.values() or as_real)
+                handed = isinstance(node_fact, TensorFact) and (node_fact.dtype in PLAIN_TYPES.values() or as_real)
                 if handed and self.values.get(node) == node.name:
-                    self.infos.append(value_info(node.name, known.dtype, known.shape))  # `verify` passes it to an integer segment
-        graph = self._graph(given, output_names)
+                    self.infos.append(value_info(node.name, node_fact.dtype, node_fact.shape))  # `verify` passes it to an integer segment
+        graph = self._graph(names, output_names)
         functions = [*self.emitter.functions.values(), *self.regions.functions]
         own = [helper.make_opsetid(DOMAIN, 1)] if self.emitter.functions else []
         standard = helper.make_opsetid("", self.opset)
@@ -267,18 +267,18 @@ class Writer:
 
     def _provenance(self) -> dict[str, dict[str, Any]]:
         """Return which values of the float model the described tensors are."""
-        found: dict[str, dict[str, Any]] = {}
+        provenance: dict[str, dict[str, Any]] = {}
         for node in self.integer.graph.nodes:
-            known = {"fused": [name for name in fused(node) if name != node.name], "exponents": channel_exponents(node)}
-            if node.name in self.tensors and any(known.values()):
-                found[node.name] = {key: value for key, value in known.items() if value}
-        return found
+            entry = {"fused": [name for name in fused(node) if name != node.name], "exponents": channel_exponents(node)}
+            if node.name in self.tensors and any(entry.values()):
+                provenance[node.name] = {key: value for key, value in entry.items() if value}
+        return provenance
 
     def _placeholder(self, node: fx.Node) -> None:
-        known, name = fact(node), node.name
-        real = isinstance(known, TensorFact) and known.dtype.is_floating_point
+        input_fact, name = fact(node), node.name
+        real = isinstance(input_fact, TensorFact) and input_fact.dtype.is_floating_point
         self.values[node] = name
-        self._declare_input(name, self._integers(node) if self.io == "integer" and real and node.users else known)
+        self._declare_input(name, self._integers(node) if self.io == "integer" and real and node.users else input_fact)
         if self.io == "float" and qparams(node) is not None:  # for a segment that begins where another one ends
             self._describe(node, name, "quantized")
             self.sources[name] = name
@@ -302,13 +302,13 @@ class Writer:
             )
         return fact(next(iter(node.users)))
 
-    def _declare_input(self, name: str, known: Any) -> None:
-        if not isinstance(known, TensorFact):
+    def _declare_input(self, name: str, input_fact: Any) -> None:
+        if not isinstance(input_fact, TensorFact):
             raise ExportError(
                 f"the input {name!r} is not a tensor", because="an ONNX input is a tensor of known type", remedy="trace with tensor inputs"
             )
-        self.inputs.append(value_info(name, known.dtype, known.shape))
-        self.emitter.types[name] = known.dtype
+        self.inputs.append(value_info(name, input_fact.dtype, input_fact.shape))
+        self.emitter.types[name] = input_fact.dtype
 
     def _primitive(self, node: fx.Node) -> None:
         record = PRIMITIVES[node.target]  # type: ignore[index]
@@ -369,11 +369,11 @@ class Writer:
 
     def _describe(self, node: fx.Node, name: str, kind: str) -> None:
         entry: dict[str, Any] = {"kind": kind}
-        known = qparams(node)
-        if known is not None:
-            entry.update(scale=known.scale, dtype=known.dtype)
-            if known.axis is not None:
-                entry.update(axis=known.axis)
+        grid = qparams(node)
+        if grid is not None:
+            entry.update(scale=grid.scale, dtype=grid.dtype)
+            if grid.axis is not None:
+                entry.update(axis=grid.axis)
         if kind == "quantized":
             entry.update(storage=str(self.emitter.types[name]).removeprefix("torch."), zero_point=self.zero_point(node, name))
         self.tensors[name] = entry
@@ -391,34 +391,34 @@ class Writer:
                 because="it returns no tensor, and an ONNX file returns tensors alone",
                 remedy="return a tensor; numbers and None among the results are left out of the file",
             )
-        given = _given(output_names, len(results), "output")
-        known = {node: self._value(node) for node in dict.fromkeys(results)}
-        values = [known[node][0] for node in results]
+        names = _given(output_names, len(results), "output")
+        by_node = {node: self._value(node) for node in dict.fromkeys(results)}
+        values = [by_node[node][0] for node in results]
         self.sources.update({value: value for value in values if self.tensors.get(value, {}).get("kind") == "quantized"})
-        renamed = self._renamed(inputs, dict(zip(given, values, strict=True)) if given else {})
+        renamed = self._renamed(inputs, dict(zip(names, values, strict=True)) if names else {})
         graph = helper.make_graph(self.emitter.nodes, "fxquant", self.inputs, [], self.emitter.initializers)
         graph.value_info.extend(self.infos)
         rename_values(graph, lambda value: renamed.get(value, value))
         self.inputs = list(graph.input)
         self.tensors = {inputs.get(name, name): entry for name, entry in self.tensors.items()}
         self.sources = {renamed.get(value, value): inputs.get(tensor, tensor) for value, tensor in self.sources.items()}
-        inner, taken = {name for node in graph.node for name in node.output}, set(inputs.values())
+        inner, reserved = {name for node in graph.node for name in node.output}, set(inputs.values())
         for index, node in enumerate(results):
             value = renamed.get(values[index], values[index])
-            name = given[index] if given else value
-            if given and name in taken:
+            name = names[index] if names else value
+            if names and name in reserved:
                 raise _taken(name, "output", "an input of the file has it")
-            while name in taken or (name in inner and name != value):
+            while name in reserved or (name in inner and name != value):
                 name += "_output"
-            taken.add(name)
+            reserved.add(name)
             if name != value:
                 graph.node.append(helper.make_node("Identity", [value], [name], name=name))
                 if value in self.sources:
                     self.sources[name] = self.sources[value]
-            graph.output.append(value_info(name, self.emitter.types[values[index]], known[node][1]))
-        kept = [info for info in graph.value_info if info.name not in taken]
+            graph.output.append(value_info(name, self.emitter.types[values[index]], by_node[node][1]))
+        infos = [info for info in graph.value_info if info.name not in reserved]
         del graph.value_info[:]
-        graph.value_info.extend(kept)
+        graph.value_info.extend(infos)
         return graph
 
     def _renamed(self, inputs: dict[str, str], outputs: dict[str, str]) -> dict[str, str]:
@@ -428,7 +428,7 @@ class Writer:
         """
         inner = {name for node in self.emitter.nodes for name in node.output} | {tensor.name for tensor in self.emitter.initializers}
         renamed = {value: name for value, name in inputs.items() if value != name}
-        taken = {*inner, *inputs, *inputs.values(), *outputs}
+        reserved = {*inner, *inputs, *inputs.values(), *outputs}
         for name in dict.fromkeys((*renamed.values(), *outputs)):
             if name not in inner or outputs.get(name) == name:
                 continue
@@ -438,25 +438,25 @@ class Writer:
             if what == "input" and self.io == "integer":
                 raise _taken(name, what, "an inner tensor has it, and io='integer' describes both by name")
             renamed[name] = f"{name}_inner"
-            while renamed[name] in taken:
+            while renamed[name] in reserved:
                 renamed[name] += "_"
-            taken.add(renamed[name])
+            reserved.add(renamed[name])
             if name in self.tensors:
                 self.tensors[name]["value"] = renamed[name]
         return renamed
 
     def _value(self, node: fx.Node) -> tuple[str, Sequence[Size]]:
         """Return the name and the shape of a returned value; a constant is written as a value."""
-        found, known = self.values.get(node), fact(node)
+        value, node_fact = self.values.get(node), fact(node)
         if self.io == "integer" and node.target is dequantize and not self._ends(node):  # a float operator reads the float value too
             operand: Any = node.args[0]
-            found = self.returned_integers(operand)
-            self.sources[found] = found
-        if isinstance(found, Tensor):
-            return self._named(self.emitter.node("Identity", self.emitter.constant(found)), node.name), tuple(found.shape)
-        assert isinstance(found, str)
-        assert isinstance(known, TensorFact)
-        return found, known.shape
+            value = self.returned_integers(operand)
+            self.sources[value] = value
+        if isinstance(value, Tensor):
+            return self._named(self.emitter.node("Identity", self.emitter.constant(value)), node.name), tuple(value.shape)
+        assert isinstance(value, str)
+        assert isinstance(node_fact, TensorFact)
+        return value, node_fact.shape
 
 
 def _in_float(integer: fx.GraphModule) -> dict[str, str]:

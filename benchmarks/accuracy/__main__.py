@@ -27,19 +27,19 @@ SEEDS = (0, 1, 2)
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=package.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, known in (("task", TASKS), ("network", NETWORKS), ("setting", SETTINGS), ("mode", MODES), ("method", (OURS, *PEERS))):
-        made.add_argument(f"--{name}", nargs="+", choices=list(known), default=list(known), metavar="NAME", help=", ".join(known))
-    made.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
-    made.add_argument("--cache", type=Path, default=CACHE, help="where checkpoints, results and environments are kept")
-    made.add_argument("--page", action="store_true", help=f"write {PAGE.relative_to(PAGE.parents[2])}")
-    made.add_argument("--again", action="store_true", help="measure what was measured before")
-    made.add_argument(
+    options = argparse.ArgumentParser(description=package.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, choices in (("task", TASKS), ("network", NETWORKS), ("setting", SETTINGS), ("mode", MODES), ("method", (OURS, *PEERS))):
+        options.add_argument(f"--{name}", nargs="+", choices=list(choices), default=list(choices), metavar="NAME", help=", ".join(choices))
+    options.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    options.add_argument("--cache", type=Path, default=CACHE, help="where checkpoints, results and environments are kept")
+    options.add_argument("--page", action="store_true", help=f"write {PAGE.relative_to(PAGE.parents[2])}")
+    options.add_argument("--again", action="store_true", help="measure what was measured before")
+    options.add_argument(
         "--minutes", type=float, help="begin nothing new after so many; what is measured is kept, and the same command goes on from there"
     )
-    made.add_argument("--kept", action="store_true", help="measure nothing: show what was measured before")
-    made.add_argument("--install", nargs="+", choices=list(PEERS), metavar="PEER", help="make the environments of these peers, and end")
-    return made
+    options.add_argument("--kept", action="store_true", help="measure nothing: show what was measured before")
+    options.add_argument("--install", nargs="+", choices=list(PEERS), metavar="PEER", help="make the environments of these peers, and end")
+    return options
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -49,15 +49,15 @@ def main(arguments: list[str] | None = None) -> None:
         environments.main(options.install, options.cache)
         return
     chosen = rows(options.task, options.network, options.setting, options.mode)
-    wanted = checkpoints(options.task, options.network, options.seeds)
+    needed = checkpoints(options.task, options.network, options.seeds)
     if options.kept:
-        wanted = [one for one in wanted if path_of(*one, options.cache).exists()]
-        chosen = [row for row in chosen if all((row.task, row.network, seed) in wanted for seed in options.seeds)]
+        needed = [one for one in needed if path_of(*one, options.cache).exists()]
+        chosen = [row for row in chosen if all((row.task, row.network, seed) in needed for seed in options.seeds)]
     end = math.inf if options.minutes is None else time.monotonic() + 60 * options.minutes
-    for task, network, seed in progress(wanted, len(wanted), "float networks"):
+    for task, network, seed in progress(needed, len(needed), "float networks"):
         if path_of(task, network, seed, options.cache).exists() or time.monotonic() < end:
             checkpoint(task, network, seed, options.cache)
-    trained = {one for one in wanted if path_of(*one, options.cache).exists()}
+    trained = {one for one in needed if path_of(*one, options.cache).exists()}
     untrained = [row for row in chosen if not all((row.task, row.network, seed) in trained for seed in options.seeds)]
     chosen = [row for row in chosen if row not in untrained]
     left_out: list[str] = [f"{' '.join(row)}: no time to train the float network" for row in untrained]
@@ -69,11 +69,11 @@ def main(arguments: list[str] | None = None) -> None:
             left_out.append(f"{' '.join(row)}, {method}, seed {seed}: the time was up")
         return result
 
-    found: dict[Row, list[Result]] = {row: [] for row in chosen}
+    results: dict[Row, list[Result]] = {row: [] for row in chosen}
     total = len(chosen) * len(options.method) * len(options.seeds)
     for row, result in progress(every(chosen, options.method, options.seeds, run), total, "quantized networks"):
-        found[row].append(result)
-    text = markdown(found, options.seeds)
+        results[row].append(result)
+    text = markdown(results, options.seeds)
     if options.page:
         PAGE.parent.mkdir(exist_ok=True)
         PAGE.write_text(text, encoding="utf-8")

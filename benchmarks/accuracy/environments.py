@@ -46,8 +46,8 @@ def install(peer: Peer, cache: Path) -> None:
 def version(peer: Peer, cache: Path) -> str:
     """The version of the toolkit, or nothing if it is not installed."""
     if peer.requires:
-        found = sorted(folder(peer, cache).glob(f"lib/python*/site-packages/{peer.package}-*.dist-info"))
-        return found[0].name.removeprefix(f"{peer.package}-").removesuffix(".dist-info") if found else ""
+        installed = sorted(folder(peer, cache).glob(f"lib/python*/site-packages/{peer.package}-*.dist-info"))
+        return installed[0].name.removeprefix(f"{peer.package}-").removesuffix(".dist-info") if installed else ""
     try:
         return importlib.metadata.version(peer.package)
     except importlib.metadata.PackageNotFoundError:
@@ -76,11 +76,11 @@ def _apart(peer: Peer, checkpoint: Checkpoint, setting: Setting, mode: str, cach
         command = [python(peer, cache), "-m", "benchmarks.accuracy.process", *names, written]
         programs = os.pathsep.join((str(folder(peer, cache) / "bin"), os.environ.get("PATH", "")))  # ninja is one of them
         environment = {**os.environ, **VARIABLES, "PATH": programs}
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LONGEST, check=False, env=environment)
-        if done.returncode != 0:
-            return _short((done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1])
-        found: Tensor = torch.load(written, weights_only=True)
-        return found
+        process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LONGEST, check=False, env=environment)
+        if process.returncode != 0:
+            return _short((process.stderr.strip().splitlines() or [f"ended with {process.returncode}"])[-1])
+        result: Tensor = torch.load(written, weights_only=True)
+        return result
 
 
 def _short(reason: str) -> str:

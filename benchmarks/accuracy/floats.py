@@ -49,10 +49,10 @@ def outputs_of(model: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
         return torch.cat([model(batch) for batch in torch.split(inputs, EVALUATED)])
 
 
-def sqnr(wanted: Tensor, found: Tensor) -> float:
+def sqnr(expected: Tensor, actual: Tensor) -> float:
     """The power of what is wanted over that of the error, in dB."""
-    wanted, error = wanted.double(), (found.double() - wanted.double())
-    return float(10 * (wanted.square().sum() / error.square().sum().clamp_min(1e-300)).log10())
+    expected, error = expected.double(), (actual.double() - expected.double())
+    return float(10 * (expected.square().sum() / error.square().sum().clamp_min(1e-300)).log10())
 
 
 def batches(count: int, size: int, epochs: int, seed: int) -> Iterator[Tensor]:
@@ -86,32 +86,32 @@ def path_of(task: str, network: str, seed: int, cache: Path = CACHE) -> Path:
 
 def checkpoint(task: str, network: str, seed: int, cache: Path = CACHE) -> Checkpoint:
     """The checkpoint of this recipe, trained now if the folder does not hold it yet."""
-    found = Checkpoint(TASKS[task], network, seed, path_of(task, network, seed, cache))
-    if found.path.exists():
-        return found
+    stored = Checkpoint(TASKS[task], network, seed, path_of(task, network, seed, cache))
+    if stored.path.exists():
+        return stored
     recipe = NETWORKS[network]
     if recipe.derived is not None:
         name, derive = recipe.derived
         trained = derive(checkpoint(task, name, seed, cache).load(), seed)
     else:
         with seeded(seed):
-            trained = recipe.new(found.task)
-        train_float(trained, found.task, found.data, recipe, seed)
+            trained = recipe.new(stored.task)
+        train_float(trained, stored.task, stored.data, recipe, seed)
     cache.mkdir(parents=True, exist_ok=True)
-    partial = found.path.with_suffix(".partial")
+    partial = stored.path.with_suffix(".partial")
     torch.save(trained.state_dict(), partial)
-    partial.replace(found.path)  # whole or not at all, also beside another process
-    return found
+    partial.replace(stored.path)  # whole or not at all, also beside another process
+    return stored
 
 
 def _recipe(task: str, network: str) -> str:
     """Ten hexadecimal digits of what the checkpoint is made from: the task's numbers, the network's modules and code, the training's."""
     recipe = NETWORKS[network]
-    made = recipe.new(TASKS[task])
-    code = [inspect.getsource(part) for part in (type(made), train_float, *([] if recipe.derived is None else [recipe.derived[1]]))]
+    model = recipe.new(TASKS[task])
+    code = [inspect.getsource(part) for part in (type(model), train_float, *([] if recipe.derived is None else [recipe.derived[1]]))]
     if recipe.derived is not None:
         code.append(_recipe(task, recipe.derived[0]))
-    parts = (TASKS[task].recipe, network, str(made), recipe.epochs, recipe.rate, recipe.batch, code, WEIGHT_DECAY)
+    parts = (TASKS[task].recipe, network, str(model), recipe.epochs, recipe.rate, recipe.batch, code, WEIGHT_DECAY)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:10]
 
 

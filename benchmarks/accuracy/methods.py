@@ -29,13 +29,13 @@ def quantize(checkpoint: Checkpoint, setting: Setting, mode: str) -> Tensor | st
 
 def exact_outputs(prepared: fx.GraphModule, integer: fx.GraphModule, inputs: Tensor) -> Tensor:
     """What both give. Raises AssertionError where they differ in a bit."""
-    found = []
+    results = []
     with torch.no_grad():
         for batch in torch.split(inputs, EVALUATED):
             outputs = integer(batch)
             assert torch.equal(outputs, prepared(batch)), "integer and prepared model differ"
-            found.append(outputs)
-    return torch.cat(found)
+            results.append(outputs)
+    return torch.cat(results)
 
 
 def outer_layers(network: nn.Module) -> tuple[str, str]:
@@ -71,9 +71,9 @@ def tuned(checkpoint: Checkpoint, setting: Setting) -> fx.GraphModule | str:
     if not any(_function(name) for name, _ in STEPS):
         return "this fxquant has no fxquant.tuning"
     prepared = fxq.calibrate(prepare(checkpoint, setting), checkpoint.data.calibration, show_progress=False)
-    for name, wanted in STEPS:
+    for name, applies in STEPS:
         function = _function(name)
-        if function is not None and wanted(setting):
+        if function is not None and applies(setting):
             function(prepared, checkpoint.data.calibration, show_progress=False)
     return prepared
 

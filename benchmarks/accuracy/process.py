@@ -18,9 +18,9 @@ from benchmarks.accuracy.settings import SETTINGS
 def main() -> None:
     name, task, network, seed, setting, mode, cache, output = sys.argv[1:]
     torch.set_num_threads(1)
-    found = checkpoint(task, network, int(seed), Path(cache))
-    made = PEERS[name].quantize(found, SETTINGS[setting], mode)
-    torch.save(outputs_of(made, found.data.test_inputs), output)
+    trained = checkpoint(task, network, int(seed), Path(cache))
+    quantized = PEERS[name].quantize(trained, SETTINGS[setting], mode)
+    torch.save(outputs_of(quantized, trained.data.test_inputs), output)
 
 
 if __name__ == "__main__":

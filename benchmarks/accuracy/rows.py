@@ -62,42 +62,42 @@ def measure(row: Row, method: str, seed: int, cache: Path, *, again: bool = Fals
 
     A peer that is missing, or failed, is asked again. With `kept_only`, nothing is measured: what is not kept was not run.
     """
-    found = checkpoint(row.task, row.network, seed, cache)
-    kept = cache / "results" / f"{found.path.stem}-{_key(row, method, cache)}.json"
-    if kept.exists() and not again:
-        known = Result(**json.loads(kept.read_text(encoding="utf-8")))
-        if kept_only or not known.reason:
-            return known
+    trained = checkpoint(row.task, row.network, seed, cache)
+    path = cache / "results" / f"{trained.path.stem}-{_key(row, method, cache)}.json"
+    if path.exists() and not again:
+        previous = Result(**json.loads(path.read_text(encoding="utf-8")))
+        if kept_only or not previous.reason:
+            return previous
     if kept_only:
         refused = None if method == OURS else PEERS[method].refuses(SETTINGS[row.setting], row.mode)
         return Result(method, seed, reason=refused or NOT_RUN)
-    wanted = float_outputs(found)
-    made: Tensor | str
+    expected = float_outputs(trained)
+    outputs: Tensor | str
     if method == OURS:
-        made = methods.quantize(found, SETTINGS[row.setting], row.mode)
+        outputs = methods.quantize(trained, SETTINGS[row.setting], row.mode)
     else:
-        made = environments.outputs(PEERS[method], found, SETTINGS[row.setting], row.mode, cache)
-    result = judged(method, found, wanted, made)
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    kept.write_text(json.dumps(asdict(result)), encoding="utf-8")
+        outputs = environments.outputs(PEERS[method], trained, SETTINGS[row.setting], row.mode, cache)
+    result = judged(method, trained, expected, outputs)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(result)), encoding="utf-8")
     return result
 
 
-def judged(method: str, found: Checkpoint, wanted: Tensor, made: Tensor | str) -> Result:
+def judged(method: str, trained: Checkpoint, expected: Tensor, outputs: Tensor | str) -> Result:
     """The result of these outputs; outputs that are float's own are none."""
-    score = found.score(wanted)
-    if isinstance(made, str):
-        return Result(method, found.seed, score, reason=made)
-    ratio = sqnr(wanted, made)
+    score = trained.score(expected)
+    if isinstance(outputs, str):
+        return Result(method, trained.seed, score, reason=outputs)
+    ratio = sqnr(expected, outputs)
     if not ratio < STILL_FLOAT:
-        return Result(method, found.seed, score, reason=f"SQNR of {ratio:.0f} dB: it was not quantized")
-    return Result(method, found.seed, score, found.score(made), ratio)
+        return Result(method, trained.seed, score, reason=f"SQNR of {ratio:.0f} dB: it was not quantized")
+    return Result(method, trained.seed, score, trained.score(outputs), ratio)
 
 
 @once
-def float_outputs(found: Checkpoint) -> Tensor:
+def float_outputs(trained: Checkpoint) -> Tensor:
     """What the float network gives for the whole test."""
-    return outputs_of(found.load(), found.data.test_inputs)
+    return outputs_of(trained.load(), trained.data.test_inputs)
 
 
 def _key(row: Row, method: str, cache: Path) -> str:

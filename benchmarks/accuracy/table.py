@@ -54,8 +54,8 @@ def summary(results: Sequence[Result], method: str) -> Summary | str:
 def best_peer(results: Sequence[Result]) -> Summary | None:
     """The peer with the smallest mean drop; of equal ones the one with the larger SQNR."""
     names = dict.fromkeys(result.method for result in results if result.method != OURS)
-    found = [made for name in names if isinstance(made := summary(results, name), Summary)]
-    return min(found, key=lambda made: (made.drop, -made.sqnr), default=None)
+    peers = [each for name in names if isinstance(each := summary(results, name), Summary)]
+    return min(peers, key=lambda peer: (peer.drop, -peer.sqnr), default=None)
 
 
 def verdict(ours: Summary, best: Summary | None) -> str:
@@ -68,17 +68,17 @@ def verdict(ours: Summary, best: Summary | None) -> str:
     return WON if ours.drop < best.drop else LOST
 
 
-def markdown(found: Found, seeds: Sequence[int]) -> str:
+def markdown(by_row: Found, seeds: Sequence[int]) -> str:
     """The whole page: a count, a section for each mode and setting, the reasons."""
     sections = []
     counts: dict[str, int] = {}
-    for mode in dict.fromkeys(row.mode for row in found):
-        for setting in dict.fromkeys(row.setting for row in found if row.mode == mode):
-            lines = {row: results for row, results in found.items() if (row.mode, row.setting) == (mode, setting)}
+    for mode in dict.fromkeys(row.mode for row in by_row):
+        for setting in dict.fromkeys(row.setting for row in by_row if row.mode == mode):
+            lines = {row: results for row, results in by_row.items() if (row.mode, row.setting) == (mode, setting)}
             sections.append(_section(mode, setting, lines, counts))
-    told = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+    totals = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
     single = " One seed has no spread: what is told of a hundredth is noise." if len(seeds) == 1 else ""
-    return f"{HEAD}\nSeeds: {', '.join(map(str, seeds))}.{single} fxquant's rows: {told or 'none'}.\n\n" + "\n".join(sections)
+    return f"{HEAD}\nSeeds: {', '.join(map(str, seeds))}.{single} fxquant's rows: {totals or 'none'}.\n\n" + "\n".join(sections)
 
 
 HEAD = """# Accuracy
@@ -107,8 +107,8 @@ def _section(mode: str, setting: str, lines: Found, counts: dict[str, int]) -> s
         if isinstance(ours, Summary):
             word = verdict(ours, best)
             counts[word] = counts.get(word, 0) + 1
-        known = next(made.unquantized for made in (ours, best) if isinstance(made, Summary))
-        cells = [f"{row.task}, {TASKS[row.task].unit}", row.network, f"{known:.2f}", *_cells(ours)]
+        unquantized = next(each.unquantized for each in (ours, best) if isinstance(each, Summary))
+        cells = [f"{row.task}, {TASKS[row.task].unit}", row.network, f"{unquantized:.2f}", *_cells(ours)]
         cells += [f"{best} ({best.method})", f"{best.sqnr:.1f}"] if best else ["–", "–"]
         cells += [f"**{word}**" if word == LOST else word, *(_cells(summary(results, name))[0] for name in peers)]
         text.append("| " + " | ".join(cells) + " |")
@@ -124,5 +124,5 @@ def _section(mode: str, setting: str, lines: Found, counts: dict[str, int]) -> s
     return "\n".join([*text, ""])
 
 
-def _cells(made: Summary | str) -> list[str]:
-    return ["–", "–"] if isinstance(made, str) else [str(made), f"{made.sqnr:.1f}"]
+def _cells(cell: Summary | str) -> list[str]:
+    return ["–", "–"] if isinstance(cell, str) else [str(cell), f"{cell.sqnr:.1f}"]

@@ -91,26 +91,26 @@ def measured(name: str, network: Network, march: str, calibrations: Sequence[str
         return Row(name, march, Program(reason=f"absent: {' '.join(str(error).split())}"), {})
     batches, samples = network.data()
     with torch.no_grad():
-        wanted = _outputs(model(samples))
+        expected = _outputs(model(samples))
     programs = []
     for calibration in ("", *calibrations):
         with tempfile.TemporaryDirectory(prefix="fxquant-") as folder:
             try:
                 programs.append(
-                    vendors(model, batches, samples, wanted, march, calibration, Path(folder))
+                    vendors(model, batches, samples, expected, march, calibration, Path(folder))
                     if calibration
-                    else ours(model, batches, samples, wanted, march, Path(folder))
+                    else ours(model, batches, samples, expected, march, Path(folder))
                 )
             except Exception as error:  # whatever it is, the row's note tells it
                 programs.append(Program(reason=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"))
     return Row(name, march, programs[0], dict(zip(calibrations, programs[1:], strict=True)))
 
 
-def ours(model: nn.Module, batches: Sequence[Tensor], samples: Tensor, wanted: list[Tensor], march: str, work: Path) -> Program:
+def ours(model: nn.Module, batches: Sequence[Tensor], samples: Tensor, expected: list[Tensor], march: str, work: Path) -> Program:
     """Quantize with fxquant's defaults, compile, and compare the integers."""
     integer = fxq.quantize(model, batches, target=march, show_progress=False).integer
     with torch.no_grad():
-        decibel = _worst(wanted, _outputs(integer(samples)))
+        decibel = _worst(expected, _outputs(integer(samples)))
     folder = fxq.board.export_horizon(integer, work / "ours", options=fxq.board.HorizonOptions(optimize_level=LEVEL))
     binary = fxq.board.compile_horizon(folder, show_progress=False)
     lines = (folder / LOG).read_text(encoding="utf-8").splitlines()
@@ -123,7 +123,7 @@ def ours(model: nn.Module, batches: Sequence[Tensor], samples: Tensor, wanted: l
 
 
 def vendors(
-    model: nn.Module, batches: Sequence[Tensor], samples: Tensor, wanted: list[Tensor], march: str, calibration: str, work: Path
+    model: nn.Module, batches: Sequence[Tensor], samples: Tensor, expected: list[Tensor], march: str, calibration: str, work: Path
 ) -> Program:
     """Quantize with the vendor's own calibration, from the same samples, and run the quantized model in its runtime."""
     tool = Tool.find()
@@ -142,17 +142,17 @@ def vendors(
     quantized = tool.run("python", "-c", OUTPUTS, "out/float_quantized_model.onnx", cwd=work)
     if quantized.code:
         raise failure("HB_ONNXRuntime", quantized.code, quantized.lines)
-    with np.load(work / "outputs.npz") as held:
-        found = [torch.from_numpy(held[name]) for name in held.files]
-    return Program(_worst(wanted, found), tuple(Binary(binary).costs()), _processor(running.lines))
+    with np.load(work / "outputs.npz") as arrays:
+        actual = [torch.from_numpy(arrays[name]) for name in arrays.files]
+    return Program(_worst(expected, actual), tuple(Binary(binary).costs()), _processor(running.lines))
 
 
-def _outputs(found: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    return [found] if isinstance(found, Tensor) else list(found)
+def _outputs(result: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else list(result)
 
 
-def _worst(wanted: Sequence[Tensor], found: Sequence[Tensor]) -> float:
-    return min(float(sqnr(ours, theirs.reshape(ours.shape))) for ours, theirs in zip(wanted, found, strict=True))
+def _worst(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> float:
+    return min(float(sqnr(ours, theirs.reshape(ours.shape))) for ours, theirs in zip(expected, actual, strict=True))
 
 
 def _processor(lines: Sequence[str]) -> Counter[str]:

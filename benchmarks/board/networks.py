@@ -43,8 +43,8 @@ class Network:
 
 
 def _seeded(name: str) -> Network:
-    made = SEEDED[name]
-    return Network(lambda: made()[0])  # type: ignore[index]
+    build = SEEDED[name]
+    return Network(lambda: build()[0])  # type: ignore[index]
 
 
 def _mobilenet() -> nn.Module:

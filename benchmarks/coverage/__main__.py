@@ -42,42 +42,42 @@ def main() -> int:
     arguments = parser.parse_args()
     for name in CHAPTERS:
         importlib.import_module(f"benchmarks.coverage.{name}")
-    wanted = [row for row in ROWS if arguments.only.lower() in f"{row.chapter} {row.words}".lower()]
+    chosen = [row for row in ROWS if arguments.only.lower() in f"{row.chapter} {row.words}".lower()]
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    found: list[State] = []
+    states: list[State] = []
     with tempfile.TemporaryDirectory() as folder:
         here = Here(Path(folder))
-        for row in progress(wanted, len(wanted), "trying"):
+        for row in progress(chosen, len(chosen), "trying"):
             torch.manual_seed(0)
             with contextlib.redirect_stdout(io.StringIO()):
-                found.append(row.tried(here)[0])
+                states.append(row.tried(here)[0])
     table = Table("chapter", "capability", "state", "")
-    for row, state in zip(wanted, found, strict=True):
+    for row, state in zip(chosen, states, strict=True):
         if not arguments.quiet or state.state != WORKS:
             table.add_row(row.chapter, row.words, state.state, state.because)
     Console().print(table)
-    counts = Counter(state.state for state in found)
-    print(f"{len(found)} capabilities: " + ", ".join(f"{name} {counts[name]}" for name in (WORKS, PART, ABSENT, FAILS)))
+    counts = Counter(state.state for state in states)
+    print(f"{len(states)} capabilities: " + ", ".join(f"{name} {counts[name]}" for name in (WORKS, PART, ABSENT, FAILS)))
     if arguments.page:
-        PAGE.write_text(page(wanted, found), encoding="utf-8")
+        PAGE.write_text(page(chosen, states), encoding="utf-8")
     return int(counts[FAILS] > 0)
 
 
-def page(rows: list[Row], found: list[State]) -> str:
+def page(rows: list[Row], results: list[State]) -> str:
     """The page: a table for each chapter, and one of their counts."""
     chapters = list(dict.fromkeys(row.chapter for row in rows))
-    states = {name: [state for row, state in zip(rows, found, strict=True) if row.chapter == name] for name in chapters}
+    states = {name: [state for row, state in zip(rows, results, strict=True) if row.chapter == name] for name in chapters}
     lines = [HEAD, f"| chapter | {' | '.join((WORKS, PART, ABSENT))} |", "|---|---|---|---|"]
     for name in (*chapters, None):
-        mine = found if name is None else states[name]
+        mine = results if name is None else states[name]
         counts = Counter(state.state for state in mine)
         lines.append(f"| {name or '**all**'} | {' | '.join(str(counts[one]) for one in (WORKS, PART, ABSENT))} |")
     for name in chapters:
         lines += ["", f"## {name}", "", "| capability | state | what is missing |", "|---|---|---|"]
         lines += [
             f"| {row.words} | {state.state} | {state.because.replace('|', '/')} |"
-            for row, state in zip(rows, found, strict=True)
+            for row, state in zip(rows, results, strict=True)
             if row.chapter == name
         ]
     return "\n".join(lines) + "\n"

@@ -50,8 +50,8 @@ def normalised(here: Here) -> None:
 
 def in_segments(here: Here) -> None:
     fxq.export.export_segments(here.result.integer, here.folder / "parts", cut=["deep"])
-    (found,) = fxq.export.run_segments(here.folder / "parts", here.x)
-    sure(torch.equal(found, here.result.integer(here.x)))
+    (output,) = fxq.export.run_segments(here.folder / "parts", here.x)
+    sure(torch.equal(output, here.result.integer(here.x)))
 
 
 def patterns(here: Here) -> None:
@@ -110,9 +110,9 @@ def engine(here: Here) -> State:
 
 
 def observer_dict(here: Here) -> State:
-    found: dict[str, Any] = {}
-    torch_ao.get_observer_dict(here.result.prepared, found)
-    sure(len(found) > 3 and next(fxq.inspect.record(here.result.integer, [here.x])))
+    observers: dict[str, Any] = {}
+    torch_ao.get_observer_dict(here.result.prepared, observers)
+    sure(len(observers) > 3 and next(fxq.inspect.record(here.result.integer, [here.x])))
     return part("a RecordingObserver is refused: fxq.inspect.record gives the values, without keeping them")
 
 
@@ -183,8 +183,8 @@ def compiled(here: Here) -> State:
 
 
 def perf_model(here: Here) -> State:
-    found = horizon.perf_model(here.result.integer, [here.x], out_dir=here.folder / "perf")
-    sure(sum(row.microseconds for row in found) > 0 and "nash-e" in (here.folder / "perf" / "estimate.txt").read_text())
+    costs = horizon.perf_model(here.result.integer, [here.x], out_dir=here.folder / "perf")
+    sure(sum(row.microseconds for row in costs) > 0 and "nash-e" in (here.folder / "perf" / "estimate.txt").read_text())
     return part("for nash fxquant's own bounds; the vendor's figures need its compiler, for bernoulli2, bayes and bayes-e")
 
 
@@ -243,8 +243,8 @@ def stubs(here: Here) -> None:
     sure(1 / 64 in scales.values(), str(scales))
     for scale in (None, 1 / 4096):
         prepared = here.quantized(Stubbed(scale), qconfig=M().set_module_name("quant", Q(A("int16")))).prepared
-        found = [layer.dtype for layer in fxq.inspect.layers(prepared)]
-        sure((found[0], found[1]) == ("int16", "int8"), str(found))
+        dtypes = [layer.dtype for layer in fxq.inspect.layers(prepared)]
+        sure((dtypes[0], dtypes[1]) == ("int16", "int8"), str(dtypes))
         here.exact(prepared)
 
 
@@ -343,8 +343,8 @@ NORMS = [
 ]
 
 
-def layers_of(*made: Any) -> list[Any]:
-    return [make() for make in made]
+def layers_of(*factories: Any) -> list[Any]:
+    return [make() for make in factories]
 
 
 class Behind(nn.Module):
@@ -360,8 +360,8 @@ class Behind(nn.Module):
 
 def boxes(here: Here) -> State:
     anchors, scores, deltas = torch.rand(6, 4).sort(1)[0], torch.rand(2, 6, 3), torch.zeros(2, 6, 4)
-    found = horizon.nn.DetectionPostProcess(0.1, iou_threshold=0.5, post_nms_top_n=4)([anchors], [scores], [deltas])
-    sure(len(found[0]) == 2 and all(1 <= len(each) <= 4 for each in found[1]))
+    detections = horizon.nn.DetectionPostProcess(0.1, iou_threshold=0.5, post_nms_top_n=4)([anchors], [scores], [deltas])
+    sure(len(detections[0]) == 2 and all(1 <= len(each) <= 4 for each in detections[1]))
     maps = torch.cat((torch.zeros(1, 4, 2, 2), torch.rand(1, 3, 2, 2)), 1)
     process = horizon.nn.DetectionPostProcessV1(3, 0.0, [0], False, None, 0.5, 9, 4, "pad_zero")
     sure(process([maps], [torch.rand(1, 4, 2, 2)])[0][0].shape == (4, 4))
@@ -389,9 +389,9 @@ def deformable(here: Here) -> State | None:
 
 
 def attention(here: Here) -> State | None:
-    found = here.integer(Behind(nn.MultiheadAttention(8, 2, batch_first=True), lambda layer, x: layer(x, x, x)[0]))
+    state = here.integer(Behind(nn.MultiheadAttention(8, 2, batch_first=True), lambda layer, x: layer(x, x, x)[0]))
     recurrent = [nn.LSTM(8, 4, batch_first=True), nn.GRU(8, 4, batch_first=True), nn.RNN(8, 4, batch_first=True)]
-    return found or here.integer(*(Behind(layer, lambda layer, x: layer(x[:, :4])[0]) for layer in recurrent))
+    return state or here.integer(*(Behind(layer, lambda layer, x: layer(x[:, :4])[0]) for layer in recurrent))
 
 
 chapter(

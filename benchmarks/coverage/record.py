@@ -52,11 +52,11 @@ class Row:
         """What came of it, and the seconds it took."""
         start = time.perf_counter()
         try:
-            found = self.run(here)
-            state = found if isinstance(found, State) else State(WORKS, "")
+            outcome = self.run(here)
+            state = outcome if isinstance(outcome, State) else State(WORKS, "")
         except Exception as error:  # a row that is lost is told, whatever it raised
-            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            state = State(FAILS, f"{type(error).__name__}: {said}")
+            lines = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            state = State(FAILS, f"{type(error).__name__}: {lines}")
         return state, time.perf_counter() - start
 
 
@@ -156,12 +156,12 @@ class Here:
 
     def integer(self, *functions: Callable[..., Any], target: str = "bayes-e", behind: bool = True, qconfig: Any = None) -> State | None:
         """Whether functions of the network's features become integers on a target, with equal bits; those that do not are told."""
-        left, total = [], 0
+        in_float, total = [], 0
         for function in functions:
             total += 1
             torch.manual_seed(0)
             result = self.quantized(Function(function, behind), target, qconfig=qconfig)
             self.exact(result.prepared)
             if any(not layer.integer and not layer.boundary for layer in fxq.inspect.layers(result.integer)):
-                left.append(left_in_float(fxq.inspect.layers(result.prepared))[0].reason.rpartition(": ")[2])
-        return part(f"{len(left)} of {total} stay in float: {'; '.join(dict.fromkeys(left))}") if left else None
+                in_float.append(left_in_float(fxq.inspect.layers(result.prepared))[0].reason.rpartition(": ")[2])
+        return part(f"{len(in_float)} of {total} stay in float: {'; '.join(dict.fromkeys(in_float))}") if in_float else None

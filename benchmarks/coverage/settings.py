@@ -42,13 +42,13 @@ def output_sums(here: Here) -> None:
 
 def nearest(here: Here) -> None:
     mapping = M().set_object_type(nn.Conv2d, Q(A("int16"))).set_module_name("deep", Q(A("int8")))
-    found = {layer.name: layer.dtype for layer in fxq.inspect.layers(here.prepared(qconfig=mapping))}
-    sure((found["stem_0"], found["deep"]) == ("int16", "int8"), str(found))
+    by_layer = {layer.name: layer.dtype for layer in fxq.inspect.layers(here.prepared(qconfig=mapping))}
+    sure((by_layer["stem_0"], by_layer["deep"]) == ("int16", "int8"), str(by_layer))
 
 
 def of_fused(here: Here) -> None:
-    found = {layer.name: layer.dtype for layer in fxq.inspect.layers(here.prepared(qconfig=M().set_module_name("stem.2", Q(A("int16")))))}
-    sure(found["stem_0"] == "int16", str(found))
+    layers = {layer.name: layer.dtype for layer in fxq.inspect.layers(here.prepared(qconfig=M().set_module_name("stem.2", Q(A("int16")))))}
+    sure(layers["stem_0"] == "int16", str(layers))
 
 
 def as_dict(here: Here) -> None:
@@ -62,8 +62,8 @@ def as_dict(here: Here) -> None:
 def setters(here: Here) -> None:
     horizon.set_march("nash-e")
     chosen = horizon.QconfigSetter(horizon.get_qconfig(), [horizon.ModuleNameTemplate({"stem": torch.int16})])
-    found = {layer.name: layer.dtype for layer in fxq.inspect.layers(horizon.prepare(here.model, (here.x,), chosen))}
-    sure((found["stem_0"], found["deep"]) == ("int16", "int8"), str(found))
+    by_layer = {layer.name: layer.dtype for layer in fxq.inspect.layers(horizon.prepare(here.model, (here.x,), chosen))}
+    sure((by_layer["stem_0"], by_layer["deep"]) == ("int16", "int8"), str(by_layer))
 
 
 class Own(fxq.observers.Observer):
@@ -98,8 +98,8 @@ def observer(here: Here, chosen: Any, **options: Any) -> None:
 def input_of_an_inner_operator(here: Here) -> None:
     prepared = here.prepared(qconfig=M().set_module_name("deep", Q(input=A("int16"))))
     here.exact(prepared)
-    found = {layer.name: layer.dtype for layer in fxq.inspect.layers(prepared)}
-    sure(found["stem_0_requantize"] == "int16", str(found))
+    by_layer = {layer.name: layer.dtype for layer in fxq.inspect.layers(prepared)}
+    sure(by_layer["stem_0_requantize"] == "int16", str(by_layer))
 
 
 def by_order(here: Here) -> None:
@@ -114,9 +114,9 @@ def by_order(here: Here) -> None:
 def operands(here: Here) -> None:
     mapping = M(Q(A("int16"))).set_object_type(nn.Conv2d, Q(A("int16"), W("int8"), A("int8")))
     prepared = here.prepared(qconfig=mapping)
-    found = {layer.name: layer.dtype for layer in fxq.inspect.layers(prepared)}
+    types = {layer.name: layer.dtype for layer in fxq.inspect.layers(prepared)}
     sure(
-        (found["x_quantize"], found["stem_0"], found["stem_0_requantize"], found["deep"]) == ("int8", "int16", "int8", "int16"), str(found)
+        (types["x_quantize"], types["stem_0"], types["stem_0_requantize"], types["deep"]) == ("int8", "int16", "int8", "int16"), str(types)
     )
     here.exact(prepared)
 
@@ -186,8 +186,8 @@ class Masked(Network):
 def another_without_batches(here: Here) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.SiLU(), nn.Conv2d(8, 8, 1), nn.Sigmoid()).eval()  # functions, whose inputs have scales too
     for first, second in (("int8", "int16"), ("int16", "int8")):
-        seen = fxq.observers.observations(here.quantized(model, qconfig=Q(A(first))).prepared)
-        again = fxq.prepare(model, here.x, "nash-e", Q(A(second, observer="percentile")), observations=seen)
+        observed = fxq.observers.observations(here.quantized(model, qconfig=Q(A(first))).prepared)
+        again = fxq.prepare(model, here.x, "nash-e", Q(A(second, observer="percentile")), observations=observed)
         sure(second in {layer.dtype for layer in fxq.inspect.layers(again)})
         here.exact(again)
 
@@ -198,11 +198,11 @@ def left_out(here: Here) -> None:
     fxq.calibrate(prepared, here.batches, show_progress=False)
     states = {name: operator.state for name, operator in quantized_operators(prepared).items()}
     sure({name for name, state in states.items() if state is fxq.State.FLOAT} == {"stem_0"}, str(states))
-    seen: list[Tensor] = []
+    results: list[Tensor] = []
     operator = quantized_operators(prepared)["stem_0"]
-    operator.register_forward_hook(lambda module, args, result: seen.append(result.detach()))
+    operator.register_forward_hook(lambda module, args, result: results.append(result.detach()))
     prepared(here.x)
-    steps = seen[0] / operator.output.scale.detach()
+    steps = results[0] / operator.output.scale.detach()
     sure(float((steps - steps.round()).abs().max()) > 0.1, "its result is on a grid")
 
 

@@ -67,8 +67,8 @@ def compiles(here: Here) -> State:
 
 def import_of(here: Here) -> State:
     horizon.install(replace=True)
-    found = [try_import(line) for line in import_lines()]
-    return part(f"{found.count('refused')} of {len(found)} import lines of public documents are refused, each with a remedy")
+    outcomes = [try_import(line) for line in import_lines()]
+    return part(f"{outcomes.count('refused')} of {len(outcomes)} import lines of public documents are refused, each with a remedy")
 
 
 def march(here: Here) -> None:

@@ -65,8 +65,8 @@ def mixed_in(here: Here) -> None:
     fxq.set_state(prepared, "train")
     fxq.freeze(prepared)
     with torch.autocast("cpu", torch.bfloat16):
-        found = prepared(here.x)
-    sure(torch.equal(found.float(), prepared(here.x)))
+        output = prepared(here.x)
+    sure(torch.equal(output.float(), prepared(here.x)))
     average = torch.optim.swa_utils.AveragedModel(prepared)
     average.update_parameters(prepared)
     fxq.set_state(average.module, "validate")

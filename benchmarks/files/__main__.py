@@ -32,7 +32,7 @@ def main() -> None:
     kinds = [options.kind] if options.kind else list(KINDS)
     each = -(-options.mutations // len(kinds))
     tally: Counter[tuple[str, str]] = Counter()
-    found: list[Outcome] = []
+    failures: list[Outcome] = []
     chunks = [
         (kind, range(first, min(first + CHUNK, options.seed + each)))
         for kind in kinds
@@ -45,11 +45,11 @@ def main() -> None:
             for outcome in outcomes(kind, seeds, Path(folder)):
                 tally[kind, outcome.result] += 1
                 if outcome.result not in ("refused", "read"):
-                    found.append(outcome)
+                    failures.append(outcome)
                     print(f"  {outcome.kind} --seed {outcome.seed}: {outcome.result}: {outcome.told}", flush=True)
     for kind in kinds:
         print(f"{kind:14}", ", ".join(f"{count} {result}" for (name, result), count in sorted(tally.items()) if name == kind))
-    raise SystemExit(1 if found else 0)
+    raise SystemExit(1 if failures else 0)
 
 
 def outcomes(kind: str, seeds: range, folder: Path) -> list[Outcome]:

@@ -161,20 +161,20 @@ def _checked(kind: str, seed: int, suffix: str, mutate: Mutate, load: Read, fold
     path = folder / f"damaged{suffix}"
     path.write_bytes(mutate(original(kind), random.Random(f"{kind} {seed}")))
     before, start = set(sys.modules), time.perf_counter()
-    result, told = "read", ""
+    result, detail = "read", ""
     try:
         with limited(SECONDS):
             load(path)
     except fxq.FxQuantError as error:
-        result, told = "refused", error.what
+        result, detail = "refused", error.what
     except TimeoutError:
-        result, told = "hang", f"after {time.perf_counter() - start:.0f} s"
+        result, detail = "hang", f"after {time.perf_counter() - start:.0f} s"
     except Exception as error:
-        result, told = "error", f"{type(error).__name__}: {error}"
+        result, detail = "error", f"{type(error).__name__}: {error}"
     new = {name for name in set(sys.modules) - before if name.partition(".")[0] not in KNOWN}
     if new:
         return Outcome(kind, seed, "import", ", ".join(sorted(new)))
-    return Outcome(kind, seed, result, told)
+    return Outcome(kind, seed, result, detail)
 
 
 KNOWN = {"encodings", "onnx", "onnxruntime", "numpy", "torch", "fxquant", "rich"}  # whose parts are imported when they are first needed

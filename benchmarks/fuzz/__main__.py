@@ -73,10 +73,10 @@ def show(tally: Tally) -> None:
             for (during, error), number in counted.most_common():
                 table.add_row(during, error, str(number))
             console.print(table)
-    known = [record.name for record in OPERATORS.values() if record.name not in UNWRITTEN]
-    reached = [name for name in known if tally.operators[name]]
-    missing = ", ".join(name for name in known if name not in reached) or "none"
-    console.print(f"operators that became integer: {len(reached)} of {len(known)}; not reached: {missing}")
+    names = [record.name for record in OPERATORS.values() if record.name not in UNWRITTEN]
+    reached = [name for name in names if tally.operators[name]]
+    missing = ", ".join(name for name in names if name not in reached) or "none"
+    console.print(f"operators that became integer: {len(reached)} of {len(names)}; not reached: {missing}")
     if tally.suspicious:
         worst = [f"{ratio:.1f} dB (seed {seed}, {target})" for ratio, seed, target in sorted(tally.suspicious)[:12]]
         console.print(f"suspicious, {len(tally.suspicious)} models far from the float model: {', '.join(worst)}")

@@ -130,19 +130,19 @@ def blocks(case: Case) -> list[Block]:
     player = Player(case.seed, case.inputs, case.batches[0])
     for step in case.steps:
         player.play(step)
-    found = [("model", _model(case, player)), ("prepare", _prepare(case)), ("calibrate", CALIBRATE)]
+    steps = [("model", _model(case, player)), ("prepare", _prepare(case)), ("calibrate", CALIBRATE)]
     if case.optimizer is not None:
-        found.append(("train", TRAIN.format(optimizer=case.optimizer)))
-    return [*found, ("convert", "integer = fxq.convert(prepared)")]
+        steps.append(("train", TRAIN.format(optimizer=case.optimizer)))
+    return [*steps, ("convert", "integer = fxq.convert(prepared)")]
 
 
 def _model(case: Case, player: Player) -> str:
     names = ", ".join(entry.name for entry in case.inputs)
     result = ", ".join(f"'{name}': {name}" if case.named_outputs else name for name in case.outputs)
-    made = ["def __init__(self):", "    super().__init__()", *(f"    {line}" for line in player.made)]
+    body = ["def __init__(self):", "    super().__init__()", *(f"    {line}" for line in player.made)]
     lines = [
         "class Model(nn.Module):",
-        *([*(f"    {line}" for line in made), ""] if player.made else []),
+        *([*(f"    {line}" for line in body), ""] if player.made else []),
         f"    def forward(self, {names}):",
         *(f"        {line}" for line in player.said),
         f"        return {f'{{{result}}}' if case.named_outputs else result}",
@@ -201,8 +201,8 @@ def qconfig(config: Config | None) -> str:
     if config is None:
         return "None"
     kinds = {"output": "ActivationConfig", "weight": "WeightConfig", "input": "ActivationConfig"}
-    given = {part: getattr(config, part) for part in kinds if getattr(config, part)}
-    return f"fxq.QConfig({', '.join(f'{part}=fxq.{kinds[part]}({_keywords(settings)})' for part, settings in given.items())})"
+    parts = {part: getattr(config, part) for part in kinds if getattr(config, part)}
+    return f"fxq.QConfig({', '.join(f'{part}=fxq.{kinds[part]}({_keywords(settings)})' for part, settings in parts.items())})"
 
 
 def _keywords(settings: Settings) -> str:

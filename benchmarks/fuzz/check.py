@@ -94,8 +94,8 @@ def accumulators_fit(model, prepared, integer, batches):
     allowed = {node.name: proved.get(origin(node)) for node in integer.graph.nodes if getattr(node.target, "__name__", "") != "centre"}
     for values in fxq.inspect.record(integer, batches, "accumulators"):
         for name, value in values.items():
-            largest, held = int(value.abs().max()), allowed.get(name)
-            assert not held or largest < 2 ** (held - 1), f"%{name} holds {largest}, and {held} bits were proved"
+            largest, width = int(value.abs().max()), allowed.get(name)
+            assert not width or largest < 2 ** (width - 1), f"%{name} holds {largest}, and {width} bits were proved"
 
 
 def integer_is_onnx(model, prepared, integer, batches, style="exact"):
@@ -115,11 +115,11 @@ def results_of_onnx(model, prepared, integer, batches, style="exact"):
         for runtime in ("onnxruntime", "onnxruntime, no optimisation"):
             run = file.runner(runtime, [])
             for batch in batches:
-                found = run(dict(zip(file.input_names, batch, strict=True)))
+                outputs = run(dict(zip(file.input_names, batch, strict=True)))
                 results = answer(integer, batch)
                 if isinstance(results, list):  # numbers and None are no part of a file
                     results = [one for one in results if isinstance(one, tuple)]
-                assert bits([found[name] for name in file.output_names]) == results, runtime
+                assert bits([outputs[name] for name in file.output_names]) == results, runtime
 
 
 def fast_is_integer(model, prepared, integer, batches):
@@ -147,10 +147,10 @@ def integers_in_and_out(model, prepared, integer, batches, style="exact"):
                 moved = 0 if integers.dtype == torch.uint8 else file.tensors[name].get("zero_point", 0)
                 return (integers.int() + moved).to(kinds[entry["dtype"]])
 
-            found = run({entry["name"]: stored(entry, x) for entry, x in zip(facts["inputs"], batch, strict=True)})
+            outputs = run({entry["name"]: stored(entry, x) for entry, x in zip(facts["inputs"], batch, strict=True)})
             for entry in facts["outputs"]:
                 if "tensor" in entry and entry["dtype"] != "float":
-                    assert torch.equal(found[entry["name"]], stored(entry, None)), entry
+                    assert torch.equal(outputs[entry["name"]], stored(entry, None)), entry
 
 
 def fast_integers_in_and_out(model, prepared, integer, batches):
@@ -199,13 +199,13 @@ def float_is_the_model(model, prepared, integer, batches):
     fxq.set_state(prepared, fxq.State.FLOAT)
     try:
         with torch.no_grad():
-            found, wanted = (tree_leaves(form(*[x.clone() for x in batches[0]])) for form in (prepared, model))
+            actual, expected = (tree_leaves(form(*[x.clone() for x in batches[0]])) for form in (prepared, model))
             try:
                 with AllInDouble():
                     exact = tree_leaves(copy.deepcopy(model).double()(*[x.double() for x in batches[0]]))
             except (RuntimeError, ValueError):  # a constant of its own is float32, or what a recurrent layer reads
-                exact = wanted
-        for one, other, right in zip(found, wanted, exact, strict=True):
+                exact = expected
+        for one, other, right in zip(actual, expected, exact, strict=True):
             own = float((other.double() - right.double()).abs().nan_to_num(0, 0, 0).max())
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3 * float(other.abs().max()) + 4 * own, equal_nan=True)
     finally:
@@ -295,25 +295,25 @@ def run(case: Case) -> Outcome:
     parts += [block(name) for name in case.checks]
     scope: dict[str, Any] = {"__name__": "__fuzz__"}
     exec(build.imports(), scope)
-    done: list[build.Block] = []
-    found: dict[str, Any] = {}
+    finished: list[build.Block] = []
+    facts: dict[str, Any] = {}
     with _quiet(), at_most(SECONDS):
         for name, text in parts:
-            if name in WRITING and found["floats"] and not case.float_onnx:
+            if name in WRITING and facts["floats"] and not case.float_onnx:
                 continue
             try:
                 _execute(name, text, case.seed, scope)
                 if name == "model":
                     _execute(name, "floats = [model(*[x.clone() for x in batch]) for batch in batches]", case.seed, scope)
                 if name == "convert":
-                    found = _facts(scope, case)
+                    facts = _facts(scope, case)
             except BaseException as error:
                 if name == "train" and _float_model_raises(error, scope):
                     return Outcome(INVALID, name, type(error).__name__, str(error))
-                return _ended(name, error, build.program([*done, (name, text)]), found)
+                return _ended(name, error, build.program([*finished, (name, text)]), facts)
             if name not in CHECKS:
-                done.append((name, text))
-    return Outcome(PASSED, **found)
+                finished.append((name, text))
+    return Outcome(PASSED, **facts)
 
 
 def _execute(name: str, text: str, seed: int, scope: dict[str, Any]) -> None:
@@ -338,15 +338,15 @@ def _float_model_raises(error: BaseException, scope: dict[str, Any]) -> bool:
     return False
 
 
-def _ended(name: str, error: BaseException, program: str, found: dict[str, Any]) -> Outcome:
+def _ended(name: str, error: BaseException, program: str, facts: dict[str, Any]) -> Outcome:
     if isinstance(error, KeyboardInterrupt):
         raise error
     text = str(error) if str(error) else _line(error)
     if name == "model":
         return Outcome(INVALID, name, type(error).__name__, text)
     if isinstance(error, FxQuantError) and type(error).__name__ != "StageViolation":
-        return Outcome(REFUSED, name, type(error).__name__, text, program, **found)
-    return Outcome(FAILED, name, _reason(error), text, program, **found)
+        return Outcome(REFUSED, name, type(error).__name__, text, program, **facts)
+    return Outcome(FAILED, name, _reason(error), text, program, **facts)
 
 
 def _reason(error: BaseException) -> str:
@@ -399,7 +399,7 @@ def _integer_operators(prepared: fx.GraphModule) -> set[str]:
     operators = {operator.operator.name for operator in quantized_operators(prepared).values()}
     operators |= {str(node.args[1]) for node in prepared.graph.nodes if _is_shifted(prepared, node)}  # a function with a number before it
     operators |= {name for node in prepared.graph.nodes for name in _in_curve(node)}
-    return operators | {found.composite for node in prepared.graph.nodes if (found := part(node)) is not None}
+    return operators | {node_part.composite for node in prepared.graph.nodes if (node_part := part(node)) is not None}
 
 
 def _facts(scope: dict[str, Any], case: Case) -> dict[str, Any]:
@@ -408,8 +408,8 @@ def _facts(scope: dict[str, Any], case: Case) -> dict[str, Any]:
     ratios: list[float] = []
     if case.optimizer is None:
         with torch.no_grad():
-            found = tree_leaves(scope["integer"](*[x.clone() for x in scope["batches"][0]]))
-        for one, other in zip(tree_leaves(scope["floats"][0]), found, strict=True):
+            outputs = tree_leaves(scope["integer"](*[x.clone() for x in scope["batches"][0]]))
+        for one, other in zip(tree_leaves(scope["floats"][0]), outputs, strict=True):
             noise, signal = float((one - other).double().square().sum()), float(one.double().square().sum())
             ratios.append(10 * float(torch.log10(torch.tensor(signal / noise))) if noise and signal else float("inf"))
     floats = [n for n in scope["integer"].graph.nodes if n.op in ("call_module", "call_method") or is_float_function(n)]

@@ -103,12 +103,12 @@ def pruned(case: Case) -> Case:
     for step in reversed(case.steps):
         if step.name in needed:
             needed.update(step.operands)
-    kept = tuple(step for step in case.steps if step.name in needed)
-    made = {step.name for step in kept}
-    kept = tuple(step if step.shares is None or step.shares in made else replace(step, shares=None) for step in kept)
-    layers = {f"l{step.holder}" for step in kept}
+    steps = tuple(step for step in case.steps if step.name in needed)
+    names = {step.name for step in steps}
+    steps = tuple(step if step.shares is None or step.shares in names else replace(step, shares=None) for step in steps)
+    layers = {f"l{step.holder}" for step in steps}
     rules = tuple(rule for rule in case.rules if not _layer(rule) or _layer(rule) in layers)
-    return replace(case, steps=kept, inputs=tuple(entry for entry in case.inputs if entry.name in needed), rules=rules)
+    return replace(case, steps=steps, inputs=tuple(entry for entry in case.inputs if entry.name in needed), rules=rules)
 
 
 def _layer(rule: Rule) -> str:
@@ -189,16 +189,16 @@ def draw(seed: int, targets: Sequence[str] = TARGETS, operator: str | None = Non
     operator = operator or lot.choice(list(by_operator()))
     while True:
         drawing = Drawing(lot, seed)
-        wanted = lot.choice((1, 1, 2, 3, 4, 5, 6, 8, 12)) if steps is None else steps
-        before = lot.randrange(wanted)
+        count = lot.choice((1, 1, 2, 3, 4, 5, 6, 8, 12)) if steps is None else steps
+        before = lot.randrange(count)
         for _ in range(3 * before):
             if len(drawing.steps) < before:
                 drawing.grow(drawing.next_operator())
         if not drawing.grow(operator, 12):
             continue
         starred = drawing.steps[-1].name
-        for _ in range(3 * wanted):
-            if len(drawing.steps) < wanted:
+        for _ in range(3 * count):
+            if len(drawing.steps) < count:
                 drawing.grow(drawing.next_operator())
         return _configured(lot, seed, target, drawing, starred)
 
@@ -234,58 +234,58 @@ def _config(lot: random.Random, target: str, common: bool = False) -> Config:
     """Any configuration that the target has dtypes for; the default more often than not where it is the `common` one."""
     if common and lot.random() < 0.4:
         return Config()
-    known = backends.get(target)
-    activations = [dtype for dtype in known.activations if dtype != "int32"] * 8 + ([] if common else ["int32", "int16"])
-    default = known.default_activation
+    record = backends.get(target)
+    activations = [dtype for dtype in record.activations if dtype != "int32"] * 8 + ([] if common else ["int32", "int16"])
+    default = record.default_activation
     edge = _activation(lot, activations, default) if lot.random() < 0.2 else {}
-    return Config(_activation(lot, activations, default), _weight(lot, known.weights), edge)
+    return Config(_activation(lot, activations, default), _weight(lot, record.weights), edge)
 
 
 def _activation(lot: random.Random, dtypes: Sequence[str], default: str) -> Settings:
-    found: Settings = {}
+    settings: Settings = {}
     if (dtype := lot.choice([*dtypes, *[default] * len(dtypes)])) != default:
-        found["dtype"] = repr(dtype)
+        settings["dtype"] = repr(dtype)
     if lot.random() < 0.4:
         observers = ("MinMaxObserver", "MovingAverageMinMaxObserver", "PercentileObserver")
-        found["observer"] = f"fxq.observers.{lot.choice(observers)}"
+        settings["observer"] = f"fxq.observers.{lot.choice(observers)}"
     if lot.random() < 0.15:
-        found[lot.choice(("scale", "threshold"))] = lot.choice(("0.05", "1.0", "0.001", "4.0", "1e-06"))
-        if dtype == "uint8" and "scale" in found:
-            found |= {"dtype": repr(dtype), "zero_point": lot.choice(("0", "1", "77", "128", "255"))}
+        settings[lot.choice(("scale", "threshold"))] = lot.choice(("0.05", "1.0", "0.001", "4.0", "1e-06"))
+        if dtype == "uint8" and "scale" in settings:
+            settings |= {"dtype": repr(dtype), "zero_point": lot.choice(("0", "1", "77", "128", "255"))}
     if lot.random() < 0.4:
-        found["training"] = lot.choice(("'learned'", "'frozen'", "'lsq+'", "'pact'", "'tqt'"))
+        settings["training"] = lot.choice(("'learned'", "'frozen'", "'lsq+'", "'pact'", "'tqt'"))
     if lot.random() < 0.15:
-        found["power_of_two"] = "True"
-    return found
+        settings["power_of_two"] = "True"
+    return settings
 
 
 def _weight(lot: random.Random, dtypes: Sequence[str]) -> Settings:
-    found: Settings = {}
+    settings: Settings = {}
     if (dtype := lot.choice([*dtypes, *["int8"] * len(dtypes)])) != "int8":
-        found["dtype"] = repr(dtype)
+        settings["dtype"] = repr(dtype)
     if lot.random() < 0.3:
-        found["per_channel"] = "False"
+        settings["per_channel"] = "False"
     if lot.random() < 0.3:
-        found["training"] = lot.choice(("'learned'", "'tqt'"))
+        settings["training"] = lot.choice(("'learned'", "'tqt'"))
     if lot.random() < 0.15:
-        found["power_of_two"] = "True"
-    return found
+        settings["power_of_two"] = "True"
+    return settings
 
 
 def _rules(lot: random.Random, case: Case) -> tuple[Rule, ...]:
     layers = [f"l{step.name[1:]}" for step in case.steps if step.spelling.layer and step.shares is None]
     kinds = [step.spelling.layer.partition("(")[0] for step in case.steps if step.spelling.layer]
     kinds = [kind for kind in kinds if "{" not in kind] + ["F.relu", "torch.add", "torch.sigmoid"]
-    found = []
-    while lot.random() < 0.35 and len(found) < 3:
+    rules = []
+    while lot.random() < 0.35 and len(rules) < 3:
         config = None if lot.random() < 0.25 else _config(lot, case.target)
         method = lot.choice(("set_module_name", "set_module_name", "attribute", "set_object_type"))
         if method == "set_object_type" or not layers:
-            found.append(Rule("set_object_type", lot.choice(kinds), config))
+            rules.append(Rule("set_object_type", lot.choice(kinds), config))
         else:
             layer = lot.choice(layers)
-            found.append(Rule(method, layer if method == "attribute" else repr(layer), config))
-    return tuple(found)
+            rules.append(Rule(method, layer if method == "attribute" else repr(layer), config))
+    return tuple(rules)
 
 
 def _checks(lot: random.Random, case: Case) -> tuple[str, ...]:

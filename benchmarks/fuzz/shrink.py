@@ -23,9 +23,9 @@ def shrink(case: Case, outcome: Outcome, seconds: float = 60, run: Callable[[Cas
     """The smallest case found in so many seconds that fails like this one, and its outcome."""
     deadline = time.monotonic() + seconds
     tried: set[str] = {_key(case)}
-    found = True
-    while found:
-        found = False
+    smaller = True
+    while smaller:
+        smaller = False
         for candidate in candidates(case):
             if time.monotonic() > deadline:
                 return case, outcome
@@ -35,7 +35,7 @@ def shrink(case: Case, outcome: Outcome, seconds: float = 60, run: Callable[[Cas
             tried.add(key)
             result = run(candidate)
             if result.kind == FAILED and result.like == outcome.like:
-                case, outcome, found = candidate, result, True
+                case, outcome, smaller = candidate, result, True
                 break
     return case, outcome
 

@@ -63,8 +63,8 @@ def _convolutions() -> Iterator[Spelling]:
     layer = f"nn.Conv{{rank}}d({{channels}}, {arguments}, padding_mode={{mode!r}})"
     yield _module("conv{rank}d", layer, "{odd}", **CONVOLUTION, mode=modes, odd=ODD)
     same = "nn.Conv{rank}d({channels}, {channels}, {kernel}, padding='same', groups={groups}, bias={bias})"
-    kept = {name: CONVOLUTION[name] for name in ("groups", "bias")}
-    yield _module("conv{rank}d", same, "{odd}", **kept, kernel=(1, 3, 2), odd=ODD)
+    keywords = {name: CONVOLUTION[name] for name in ("groups", "bias")}
+    yield _module("conv{rank}d", same, "{odd}", **keywords, kernel=(1, 3, 2), odd=ODD)
     weight = "torch.randn({outputs}, {channels}, *[{kernel}] * {rank})"
     options = {name: CONVOLUTION[name] for name in ("outputs", "kernel", "stride", "dilation")}
     yield _held("conv{rank}d", "F.conv{rank}d({0}, {p0}, None, {stride}, 0, {dilation})", weight, **options)
@@ -410,7 +410,7 @@ SKIPPED_METHODS = ("detach", "view_as", "reshape_as")
 
 def _public(function: Any) -> str | None:
     """The name a user writes for a function."""
-    return next((f"{space}.{name}" for space, names in SPACES.items() for name, known in vars(names).items() if known is function), None)
+    return next((f"{space}.{name}" for space, names in SPACES.items() for name, value in vars(names).items() if value is function), None)
 
 
 def plain(record: Operator) -> Iterator[Spelling]:
@@ -422,13 +422,13 @@ def plain(record: Operator) -> Iterator[Spelling]:
         return
     operands = {**dict.fromkeys(GUARDED, "({0}.abs() + 0.5)"), **dict.fromkeys(WITHIN_ONE, "(torch.sigmoid({0}) * 0.8 + 0.1)")}
     operand = {**operands, "acosh": "({0}.abs() + 1.5)"}.get(record.name, "{0}")
-    for function in [function for function, (known, _) in FUNCTIONS.items() if known is record]:
+    for function in [function for function, (entry, _) in FUNCTIONS.items() if entry is record]:
         name = _public(function)
         if name is not None:
             yield Spelling(record.name, f"{name}({operand}{'.clone()' if name.endswith('_') else ''})")
-    for method in [method for method, (known, _) in METHODS.items() if known is record and method not in SKIPPED_METHODS]:
+    for method in [method for method, (entry, _) in METHODS.items() if entry is record and method not in SKIPPED_METHODS]:
         yield Spelling(record.name, f"{operand}{'.clone()' if method.endswith('_') else ''}.{method}()")
-    for module in [module for module, (known, _) in MODULES.items() if known is record]:
+    for module in [module for module, (entry, _) in MODULES.items() if entry is record]:
         if getattr(nn, module.__name__, None) is module:
             yield Spelling(record.name, "{layer}({0})", f"nn.{module.__name__}()")
 
@@ -440,7 +440,7 @@ def sampled(record: Operator) -> Iterator[Spelling]:
         shape = "{0}" if sample.over is None else f"(torch.sigmoid({{0}}) * {sample.over[1] - sample.over[0]} + {sample.over[0]})"
         if sample.text and not set(sample.text).intersection("{;"):
             shapes = {name: shape.replace("{0}", f"{{{position}}}") for position, name in enumerate("xyz")}
-            yield Spelling(record.name, re.sub(INPUT, lambda found, shapes=shapes: shapes[found.group()], written_forms(sample.text)[0]))
+            yield Spelling(record.name, re.sub(INPUT, lambda match, shapes=shapes: shapes[match.group()], written_forms(sample.text)[0]))
         if sample.text or public is None:
             continue
         tensors = [name for name, value in sample.arguments.items() if name in record.operands and isinstance(value, tuple)]
@@ -501,15 +501,15 @@ SPELLINGS: tuple[Spelling, ...] = tuple(_and_those_of_records())
 
 def by_operator() -> dict[str, list[Spelling]]:
     """The spellings of every operator; those of all ranks under each name they stand for."""
-    found: dict[str, list[Spelling]] = {}
+    spellings: dict[str, list[Spelling]] = {}
     for spelling in SPELLINGS:
         names = [spelling.operator.format(rank=rank) for rank in (1, 2, 3)]
         for name in dict.fromkeys(names):
-            found.setdefault(name, []).append(spelling)
-    return found
+            spellings.setdefault(name, []).append(spelling)
+    return spellings
 
 
 def unspelled() -> list[str]:
     """The operators of the table that nothing here writes."""
-    known = by_operator()
-    return [record.name for record in OPERATORS.values() if record.name not in known and record.name not in UNWRITTEN]
+    spellings = by_operator()
+    return [record.name for record in OPERATORS.values() if record.name not in spellings and record.name not in UNWRITTEN]

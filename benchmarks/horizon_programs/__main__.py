@@ -82,7 +82,7 @@ def judge(name: str, folder: Path) -> str:
     refused = refusal(expected)
     try:
         with fresh(folder):
-            found = runpy.run_path(str(PROGRAMS / f"{name}.py"), run_name="__main__")
+            scope = runpy.run_path(str(PROGRAMS / f"{name}.py"), run_name="__main__")
     except fxq.FxQuantError as error:
         if not refused:
             return f"it is refused: {error.what}"
@@ -94,7 +94,7 @@ def judge(name: str, folder: Path) -> str:
     if refused:
         return "it is not refused"
     with fresh(folder):
-        return "; ".join(_differences(found, expected))
+        return "; ".join(_differences(scope, expected))
 
 
 def refusal(expected: Expected) -> str:
@@ -114,8 +114,8 @@ def is_installed() -> bool:
 def _wrong_file(integer: fx.GraphModule, path: Path, batch: torch.Tensor) -> Iterator[str]:
     """What is wrong with an ONNX file or a compiled program; one that takes integers is given those of the model's input."""
     if path.suffix == ".onnx" and fxq.export.onnx_metadata(path)["io"] == "integer":
-        (given, *_) = next(fxq.inspect.record(integer, [batch])).values()
-        if not torch.equal(computed(path, given.to(torch.int8)), Module(integer, io="integer")(given.to(torch.int8))):
+        (stored, *_) = next(fxq.inspect.record(integer, [batch])).values()
+        if not torch.equal(computed(path, stored.to(torch.int8)), Module(integer, io="integer")(stored.to(torch.int8))):
             yield "the file computes other integers"
     elif not (report := fxq.verify(integer, path, [batch], show_progress=False)):
         yield f"the file is not the integer model: {report}"
@@ -124,8 +124,8 @@ def _wrong_file(integer: fx.GraphModule, path: Path, batch: torch.Tensor) -> Ite
 def _wrong_folder(folder: Path) -> Iterator[str]:
     """What is wrong with a folder for hb_compile, held against the integer model beside it, at a batch of 1."""
     integer = fxq.load(folder.with_name("quantized.bc"))
-    (known,) = [fact(node) for node in integer.graph.find_nodes(op="placeholder")]
-    batch = torch.randn(known.at(1), generator=torch.Generator().manual_seed(0))
+    (input_fact,) = [fact(node) for node in integer.graph.find_nodes(op="placeholder")]
+    batch = torch.randn(input_fact.at(1), generator=torch.Generator().manual_seed(0))
     exact = integer(batch)
     step = [grid.scale for node in integer.graph.nodes if (grid := qparams(node)) is not None][-1]  # that of the output
     steps = ((computed(folder / f"{folder.name}.onnx", batch) - exact) / step).abs()
@@ -133,9 +133,9 @@ def _wrong_folder(folder: Path) -> Iterator[str]:
         yield f"the file for hb_compile is {float(steps.max()):.2g} steps off, in {int((steps > 0.5).sum())} elements"
 
 
-def _differences(found: dict[str, Any], expected: Expected) -> Iterator[str]:
-    model, batch = found["qat_model"], found["batches"][0]
-    integer = found.get("quantized_model")
+def _differences(scope: dict[str, Any], expected: Expected) -> Iterator[str]:
+    model, batch = scope["qat_model"], scope["batches"][0]
+    integer = scope.get("quantized_model")
     if fx_stage(model) == "PREPARED":
         operators = quantized_operators(model)
         yield from _wrong(model, operators, expected)
@@ -156,8 +156,8 @@ def _differences(found: dict[str, Any], expected: Expected) -> Iterator[str]:
         yield from _wrong_layers({layer.name: layer.dtype for layer in fxq.inspect.layers(model)})
 
 
-def _wrong_layers(found: dict[str, str]) -> Iterator[str]:
-    if not found:
+def _wrong_layers(layers: dict[str, str]) -> Iterator[str]:
+    if not layers:
         yield "there are no layers"
 
 
@@ -166,8 +166,8 @@ def fx_stage(model: nn.Module) -> str:
     return str(getattr(model, "meta", {}).get("stage", "")) if isinstance(model, fx.GraphModule) else ""
 
 
-def _decibels(exact: torch.Tensor, made: torch.Tensor) -> float:
-    noise = (exact - made).detach().square().sum()
+def _decibels(exact: torch.Tensor, actual: torch.Tensor) -> float:
+    noise = (exact - actual).detach().square().sum()
     return float(10 * torch.log10(exact.square().sum() / noise)) if noise > 0 else float("inf")
 
 
@@ -184,8 +184,8 @@ def _wrong(model: nn.Module, operators: dict[str, QuantizedOperator], expected: 
             continue
         operator = mine[0]
         read = operator.inputs.get("input")
-        made = operator.output.dtype.name, operator.weight_quantizer.dtype.name, None if read is None else read.dtype.name
-        for what, asked, has in zip(("output", "weight", "input"), (output, weight, input), made, strict=True):
+        dtypes = operator.output.dtype.name, operator.weight_quantizer.dtype.name, None if read is None else read.dtype.name
+        for what, asked, has in zip(("output", "weight", "input"), (output, weight, input), dtypes, strict=True):
             if asked is not None and asked != has:
                 yield f"the {what} of {path} is {has} in place of {asked}"
     for path, scale in expected.scales.items():
@@ -213,10 +213,10 @@ def main() -> int:
     for name in progress(names, len(names), "running"):
         start = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
-            found = judge(name, Path(folder))
-        wrong += bool(found)
+            problems = judge(name, Path(folder))
+        wrong += bool(problems)
         meant = "refused with a remedy" if refusal(EXPECTED[name]) else "as asked"
-        table.add_row(name, f"{time.perf_counter() - start:.1f}", found or meant)
+        table.add_row(name, f"{time.perf_counter() - start:.1f}", problems or meant)
     horizon.install(replace=True)
     outcomes = [try_import(line) for line in import_lines()]
     Console().print(table)

@@ -28,5 +28,5 @@ class HzCalibration(OpRun):
 def computed(path: Path, batch: Tensor) -> Tensor:
     """The first output of a file for one input, whose batch is 1."""
     file = onnx.load(path)
-    (found, *_) = ReferenceEvaluator(file, new_ops=[HzCalibration]).run(None, {file.graph.input[0].name: batch.numpy()})
-    return torch.from_numpy(found)
+    (output, *_) = ReferenceEvaluator(file, new_ops=[HzCalibration]).run(None, {file.graph.input[0].name: batch.numpy()})
+    return torch.from_numpy(output)

@@ -85,14 +85,14 @@ def main() -> None:
         print("\n".join(spelling.name for spelling in chosen))
         return
     pairs = [(target, dtype) for target in options.target for dtype in options.dtype if dtype == "int8" or has(target, dtype)]
-    kept = {(result.name, result.target, result.dtype): result for result in read(options.keep)}
-    missing = [(s, *pair) for pair in pairs for s in chosen if (s.name, *pair) not in kept]
+    by_key = {(result.name, result.target, result.dtype): result for result in read(options.keep)}
+    missing = [(s, *pair) for pair in pairs for s in chosen if (s.name, *pair) not in by_key]
     for result in measured(missing, options.onnx, options.processes):
-        kept[result.name, result.target, result.dtype] = result
+        by_key[result.name, result.target, result.dtype] = result
         if options.keep is not None:
             with options.keep.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(result)) + "\n")
-    results = [kept[s.name, pair[0], pair[1]] for pair in pairs for s in chosen]
+    results = [by_key[s.name, pair[0], pair[1]] for pair in pairs for s in chosen]
     for pair in pairs:
         show(chosen, [result for result in results if (result.target, result.dtype) == pair], options.reasons)
     raise SystemExit(1 if any(result.kind in (CRASH, WRONG) for result in results) else 0)
@@ -100,27 +100,27 @@ def main() -> None:
 
 def write_page(processes: int, keep: Path | None) -> None:
     """Measure what the page needs, and write it."""
-    kept = {(result.name, result.target, result.dtype): result for result in read(keep)}
-    wanted = list(page.wanted())
-    missing = [entry for entry in wanted if (entry[0].name, *entry[1:]) not in kept]
+    by_key = {(result.name, result.target, result.dtype): result for result in read(keep)}
+    needed = list(page.wanted())
+    missing = [entry for entry in needed if (entry[0].name, *entry[1:]) not in by_key]
     proved = [entry for entry in missing if entry[1:] == page.FIRST]
     decided = [entry for entry in missing if entry[1:] != page.FIRST]
     for result in itertools.chain(measured(decided, DECIDED, processes), measured(proved, NONE, processes)):
-        kept[result.name, result.target, result.dtype] = result
+        by_key[result.name, result.target, result.dtype] = result
         if keep is not None:
             with keep.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(result)) + "\n")
     PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(page.text([kept[s.name, target, dtype] for s, target, dtype in wanted]), encoding="utf-8")
+    PAGE.write_text(page.text([by_key[s.name, target, dtype] for s, target, dtype in needed]), encoding="utf-8")
 
 
-def measured(wanted: Sequence[Wanted], onnx: str, processes: int) -> Iterator[Result]:
+def measured(entries: Sequence[Wanted], onnx: str, processes: int) -> Iterator[Result]:
     """The results as they come, in order."""
     if processes <= 1:
-        for spelling, target, dtype in wanted:
+        for spelling, target, dtype in entries:
             yield timed(spelling, target, dtype, onnx)
         return
-    groups = [wanted[start : start + TOGETHER] for start in range(0, len(wanted), TOGETHER)]
+    groups = [entries[start : start + TOGETHER] for start in range(0, len(entries), TOGETHER)]
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         for results in pool.map(several, groups, [onnx] * len(groups)):
             yield from results

@@ -29,10 +29,10 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.rand(features) + 0.5), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = x.dtype
+        dtype = x.dtype
         x = x.to(torch.float32)
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * x.to(kept)
+        return self.weight * x.to(dtype)
 
 
 class LayerNorm2d(nn.Module):

@@ -63,9 +63,9 @@ class Result:
 
 def qconfig_of(target: str, dtype: str) -> fxq.QConfig:
     """Activations of this dtype, and weights as wide where the target has them; int8 on a processor is its own uint8."""
-    known = backends.get(target)
-    activation = known.default_activation if dtype == "int8" else dtype
-    return fxq.QConfig(fxq.ActivationConfig(activation), fxq.WeightConfig(dtype if dtype in known.weights else "int8"))
+    record = backends.get(target)
+    activation = record.default_activation if dtype == "int8" else dtype
+    return fxq.QConfig(fxq.ActivationConfig(activation), fxq.WeightConfig(dtype if dtype in record.weights else "int8"))
 
 
 def has(target: str, dtype: str) -> bool:
@@ -76,9 +76,9 @@ def has(target: str, dtype: str) -> bool:
 Wanted = tuple[Spelling, str, str]  # what is tried: a spelling, on a target, in a dtype
 
 
-def several(wanted: Sequence[Wanted], onnx: str) -> list[Result]:
+def several(entries: Sequence[Wanted], onnx: str) -> list[Result]:
     """The results of several spellings, on one thread: what a process of a pool runs."""
-    return [timed(spelling, target, dtype, onnx) for spelling, target, dtype in wanted]
+    return [timed(spelling, target, dtype, onnx) for spelling, target, dtype in entries]
 
 
 def timed(spelling: Spelling, target: str, dtype: str, onnx: str) -> Result:
@@ -114,7 +114,7 @@ def measure(spelling: Spelling, target: str, dtype: str, onnx: str = WHOLE) -> R
 def _measure(spelling: Spelling, target: str, dtype: str, onnx: str, place: list[str]) -> Result:
     model = spelling.model()
     batches = [spelling.batch(count, seed) for seed, count in enumerate(COUNTS if not spelling.fixed else COUNTS[:1] * 2)]
-    seen = [*batches, spelling.batch(COUNTS[0], 10, 1.2)]
+    samples = [*batches, spelling.batch(COUNTS[0], 10, 1.2)]
     place[0] = "the float model"
     with torch.no_grad():
         expected = [model(*_copied(batch)) for batch in batches]
@@ -122,16 +122,16 @@ def _measure(spelling: Spelling, target: str, dtype: str, onnx: str, place: list
     prepared = fxq.prepare(
         model, batches[0], target, qconfig_of(target, dtype), options=fxq.Options(dynamic_shapes={} if spelling.fixed else None)
     )
-    known = fxq.inspect.layers(prepared)
-    operators = [layer for layer in known if not layer.boundary]
-    floats = left_in_float(known)
+    layers = fxq.inspect.layers(prepared)
+    operators = [layer for layer in layers if not layer.boundary]
+    floats = left_in_float(layers)
     used = sorted({name for layer in operators if layer.integer for name in (layer.operator, layer.part.partition(":")[0]) if name})
     if onnx == DECIDED:
         kind = FLOAT if floats else INTEGER
         reasons = tuple(dict.fromkeys(f"{layer.operator}: {layer.reason}" for layer in floats))
         return Result(spelling.name, target, dtype, kind, reasons, nodes=(len(operators), len(floats)), operators=tuple(used))
     place[0] = "calibrate"
-    fxq.calibrate(prepared, seen, show_progress=False)
+    fxq.calibrate(prepared, samples, show_progress=False)
     place[0] = "convert"
     integer = fxq.convert(prepared)
     place[0] = "the result"
@@ -171,14 +171,14 @@ def gradients_are_finite(prepared: fx.GraphModule, batch: Sequence[Tensor]) -> N
     """In TRAIN, what the result's gradient becomes at the inputs and parameters is finite."""
     fxq.set_state(prepared, fxq.State.TRAIN)
     try:
-        given = [x.clone().requires_grad_(x.is_floating_point()) for x in batch]
-        results = [y for y in tree_leaves(prepared(*given)) if isinstance(y, Tensor) and y.requires_grad]
+        inputs = [x.clone().requires_grad_(x.is_floating_point()) for x in batch]
+        results = [y for y in tree_leaves(prepared(*inputs)) if isinstance(y, Tensor) and y.requires_grad]
         try:
             torch.autograd.backward([(y.real if y.is_complex() else y).float().sum() for y in results])
         except RuntimeError as error:
             if not any(text in str(error) for text in ("derivative for", "is not differentiable")):  # of which PyTorch has none
                 raise
-        values = [*given, *prepared.parameters()]
+        values = [*inputs, *prepared.parameters()]
         assert all(bool(torch.isfinite(x.grad).all()) for x in values if x.grad is not None), "a gradient is not finite"
     finally:
         prepared.zero_grad()
@@ -189,13 +189,13 @@ def _compared(prepared: fx.GraphModule, batches: Sequence[Any], expected: Sequen
     """The ratio of signal to noise, and the share of equal whole numbers. Raises Broken where shapes or dtypes are others."""
     signal = noise = 0.0
     equal = total = 0
-    for batch, wanted in zip(batches, expected, strict=True):
+    for batch, reference in zip(batches, expected, strict=True):
         with torch.no_grad():
-            found = tree_leaves(prepared(*_copied(batch)))
-        wants = tree_leaves(wanted)
-        if len(found) != len(wants):
-            raise Broken(f"{len(found)} results, and the float model has {len(wants)}")
-        for one, other in zip(wants, found, strict=True):
+            results = tree_leaves(prepared(*_copied(batch)))
+        wants = tree_leaves(reference)
+        if len(results) != len(wants):
+            raise Broken(f"{len(results)} results, and the float model has {len(wants)}")
+        for one, other in zip(wants, results, strict=True):
             if not isinstance(one, Tensor):
                 if one != other:
                     raise Broken(f"the result {other!r} is {one!r} in the float model")

@@ -59,36 +59,36 @@ def text(results: Sequence[Result]) -> str:
     bad = [result.name for result in results if result.kind in (CRASH, WRONG)]
     if bad:
         raise ValueError(f"these crash or are wrong: {bad}")
-    known = {(result.name, result.target, result.dtype): result for result in results}
-    lines = [HEAD, *_totals(known)]
+    by_key = {(result.name, result.target, result.dtype): result for result in results}
+    lines = [HEAD, *_totals(by_key)]
     for family, rows in FAMILIES.items():
         lines += [f"## {family[0].upper() + family[1:]}", "", *_header("operator", "written", "lists", *TARGETS, "call forms")]
-        lines += [_line(*cells(family, row, known)) for row in rows]
+        lines += [_line(*cells(family, row, by_key)) for row in rows]
         lines.append("")
-    return "\n".join([*lines, *_records(), *_limits(), *_floats(known)])
+    return "\n".join([*lines, *_records(), *_limits(), *_floats(by_key)])
 
 
 Known = Mapping[tuple[str, str, str], Result]
 
 
-def cells(family: str, row: Row, known: Known) -> list[str]:
+def cells(family: str, row: Row, by_key: Known) -> list[str]:
     """The cells of one operator's row."""
     spellings = [Spelling(family, row, text) for text in row.texts]
-    integer = sum(known[first(s)].kind == INTEGER for s in spellings)
+    integer = sum(by_key[first(s)].kind == INTEGER for s in spellings)
     lists = " ".join(letter for key, letter in LISTS.items() if key in row.lists)
     return [
         row.operator,
         _code(row.texts[0]),
         lists,
-        *(cell(spellings[0], target, known) for target in TARGETS),
+        *(cell(spellings[0], target, by_key) for target in TARGETS),
         f"{integer} of {len(spellings)}",
     ]
 
 
-def cell(spelling: Spelling, target: str, known: Known) -> str:
+def cell(spelling: Spelling, target: str, by_key: Known) -> str:
     """The dtypes with which a spelling is integer on a target, and whether the march has its operators."""
-    found = [known[spelling.name, target, dtype] for dtype in DTYPES if (spelling.name, target, dtype) in known]
-    integer = [result for result in found if result.kind == INTEGER]
+    results = [by_key[spelling.name, target, dtype] for dtype in DTYPES if (spelling.name, target, dtype) in by_key]
+    integer = [result for result in results if result.kind == INTEGER]
     if not integer:
         return "–"
     absent = {name for limit in backends.get(target).limits if limit.measure is None for name in limit.operators}
@@ -99,10 +99,10 @@ def cell(spelling: Spelling, target: str, known: Known) -> str:
 # ---- the other tables -------------------------------------------------------------------------------------------------
 
 
-def _totals(known: Known) -> list[str]:
-    found = [(entry, known[first(entry)].kind) for entry in spelled(FAMILIES)]
-    seed = [kind for entry, kind in found if entry.seed]
-    everything = [kind for _, kind in found]
+def _totals(by_key: Known) -> list[str]:
+    kinds = [(entry, by_key[first(entry)].kind) for entry in spelled(FAMILIES)]
+    seed = [kind for entry, kind in kinds if entry.seed]
+    everything = [kind for _, kind in kinds]
     lines = [
         f"On {FIRST[0]} at {FIRST[1]}, {_share(seed)} call forms of operators on these lists are integer, {_share(everything)} of all. No"
     ]
@@ -118,11 +118,11 @@ def record_rows() -> list[list[str]]:
     """A row for each record of the table: its name, how it is computed, and how many spellings lead to it."""
     rows = []
     for operator in sorted(OPERATORS.values(), key=lambda operator: operator.name):
-        made = "made by the compiler" if operator.name in (QUANTIZE.name, DEQUANTIZE.name) else _meaning(operator)
+        meaning = "made by the compiler" if operator.name in (QUANTIZE.name, DEQUANTIZE.name) else _meaning(operator)
         ours = operator.function.__module__.startswith("fxquant.")
         functions = {operator.function, *filter(callable, operator.calls)}
         counts = (len(functions) - ours, sum(isinstance(form, str) for form in operator.calls), len(operator.modules))
-        rows.append([operator.name, made, *(str(count or "") for count in counts)])
+        rows.append([operator.name, meaning, *(str(count or "") for count in counts)])
     return rows
 
 
@@ -177,14 +177,14 @@ def _limits() -> list[str]:
     ]
 
 
-def _floats(known: Known) -> list[str]:
+def _floats(by_key: Known) -> list[str]:
     """Every operator of which a spelling stays in float, or is refused, on the first target."""
     lines = ["## What stays in float", "", f"On {FIRST[0]} at {FIRST[1]}.", "", *_header("operator", "written", "why")]
     for family, rows in FAMILIES.items():
         for row in rows:
             reasons: dict[str, list[str]] = defaultdict(list)
             for entry in (Spelling(family, row, text) for text in row.texts):
-                result = known[first(entry)]
+                result = by_key[first(entry)]
                 if result.kind != INTEGER:
                     reasons[result.reasons[0] if result.reasons else result.kind].append(entry.text)
             for reason, texts in list(reasons.items())[:REASONS]:

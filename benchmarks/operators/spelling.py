@@ -154,16 +154,16 @@ class Spelling:
         module.__dict__.update(NAMESPACE)
         exec(compile(source, filename, "exec"), module.__dict__)
         with seeded(0):
-            made: nn.Module = module.__dict__["Model"]()
-        return made.eval()
+            instance: nn.Module = module.__dict__["Model"]()
+        return instance.eval()
 
     def source(self) -> str:
         """The text of that class."""
-        made: list[str] = []
+        layers: list[str] = []
 
         def hoist(match: re.Match[str]) -> str:
-            made.append(match.group(1))
-            return f"self.a{len(made)}"
+            layers.append(match.group(1))
+            return f"self.a{len(layers)}"
 
         names = ", ".join(self.inputs)
         text = f"{{{self.text}}}({names})" if self.is_module else self.text
@@ -174,7 +174,7 @@ class Spelling:
                 "class Model(nn.Module):",
                 "    def __init__(self):",
                 "        super().__init__()",
-                *(f"        self.a{index} = {entry}" for index, entry in enumerate(made, 1)),
+                *(f"        self.a{index} = {entry}" for index, entry in enumerate(layers, 1)),
                 f"    def forward(self, {names}):",
                 *(f"        {line}" for line in lines),
                 "",
@@ -244,12 +244,12 @@ def written_forms(text: str) -> list[str]:
     comma = next((at for at in range(call.end(), end) if text[at] == "," and depths[at] == 1), end)
     operand, others, behind = text[call.end() : comma], text[comma:end], text[end + 1 :]
     receiver = operand if re.fullmatch(r"[\w.]+(\(.*\)|\[.*\])?|\{.*\}", operand) else f"({operand})"
-    found: dict[typing.Any, str] = {}
+    forms: dict[typing.Any, str] = {}
     for name in (call[1], f"{call[1]}_"):
         copy = ".clone()" if name.endswith("_") else ""
         for label, home in (("torch", torch), ("torch.special", torch.special), ("F", F)):
             if getattr(home, name, None) in FUNCTIONS:
-                found.setdefault(getattr(home, name), f"{label}.{name}({receiver if copy else operand}{copy}{others}){behind}")
+                forms.setdefault(getattr(home, name), f"{label}.{name}({receiver if copy else operand}{copy}{others}){behind}")
         if name in METHODS:
-            found[name] = f"{receiver}{copy}.{name}({others.removeprefix(', ')}){behind}"
-    return list(found.values()) or [text]
+            forms[name] = f"{receiver}{copy}.{name}({others.removeprefix(', ')}){behind}"
+    return list(forms.values()) or [text]

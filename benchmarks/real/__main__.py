@@ -23,15 +23,15 @@ TARGETS = ("bayes-e", "bernoulli2", "nash-e", "x86")
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=package.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, known in (("networks", tuple(NETWORKS)), ("targets", TARGETS), ("settings", ("W8A8", "W4A8"))):
-        made.add_argument(f"--{name}", nargs="+", choices=known, default=known, metavar="NAME", help=", ".join(known))
-    made.add_argument("--peers", nargs="*", choices=COMPARED, default=None, metavar="NAME", help=f"all, or some of {', '.join(COMPARED)}")
-    made.add_argument(
+    flags = argparse.ArgumentParser(description=package.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, choices in (("networks", tuple(NETWORKS)), ("targets", TARGETS), ("settings", ("W8A8", "W4A8"))):
+        flags.add_argument(f"--{name}", nargs="+", choices=choices, default=choices, metavar="NAME", help=", ".join(choices))
+    flags.add_argument("--peers", nargs="*", choices=COMPARED, default=None, metavar="NAME", help=f"all, or some of {', '.join(COMPARED)}")
+    flags.add_argument(
         "--samples", type=int, default=TESTED, help=f"how many test samples (default: {TESTED}); one point of agreement needs some 432"
     )
-    made.add_argument("--cache", type=Path, default=CACHE, help="where the environments of peers are")
-    return made
+    flags.add_argument("--cache", type=Path, default=CACHE, help="where the environments of peers are")
+    return flags
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
         network = replace(NETWORKS[name], tested=options.samples)
         columns = (*options.targets, *peers)
         try:
-            wanted = outputs_of(network.load(), network.data.test_inputs)
+            expected = outputs_of(network.load(), network.data.test_inputs)
         except AbsentWheel as error:
             rows[name, "–"] = dict.fromkeys(columns, Cell(reason=f"not installed: {error.remedy}"))
             continue
@@ -51,10 +51,10 @@ def main(arguments: list[str] | None = None) -> None:
             cells = rows.setdefault((name, setting.name), {})
             for column in columns:
                 measured = column in options.targets
-                cell = ours(network, wanted, column, setting) if measured else theirs(network, wanted, column, setting, options.cache)
+                cell = ours(network, expected, column, setting) if measured else theirs(network, expected, column, setting, options.cache)
                 cells[column] = cell
-                told = cell.reason or f"{cell}, {cell.seconds:.0f} s"
-                print(f"{name}, {setting.name}, {column}: {told}", file=sys.stderr, flush=True)
+                outcome = cell.reason or f"{cell}, {cell.seconds:.0f} s"
+                print(f"{name}, {setting.name}, {column}: {outcome}", file=sys.stderr, flush=True)
     Console(width=200).print(Markdown(markdown(rows, (*options.targets, *peers), voices.source())))
 
 

@@ -35,22 +35,22 @@ def detections(output: Tensor) -> Detections:
     order = order[scores[order] > THRESHOLD]
     centre, half = output[:2, order].T, output[2:4, order].T / 2
     corners = torch.cat((centre - half, centre + half), 1)
-    kept = suppressed(corners)
-    return Detections(corners[kept], scores[order][kept], classes[order][kept])
+    indices = suppressed(corners)
+    return Detections(corners[indices], scores[order][indices], classes[order][indices])
 
 
 def suppressed(corners: Tensor) -> Tensor:
     """Return the indices of the boxes, the best first, that overlap no better one that stays: non-maximum suppression."""
-    overlapping, kept = overlaps(corners, corners) > OVERLAP, list[int]()
+    overlapping, indices = overlaps(corners, corners) > OVERLAP, list[int]()
     for index in range(len(corners)):
-        if not bool(overlapping[index, kept].any()):
-            kept.append(index)
-    return torch.tensor(kept, dtype=torch.long)
+        if not bool(overlapping[index, indices].any()):
+            indices.append(index)
+    return torch.tensor(indices, dtype=torch.long)
 
 
-def matches(found: Detections, wanted: Detections) -> int:
+def matches(actual: Detections, expected: Detections) -> int:
     """Return how many boxes have a partner of their class, each partner once; the best box chooses first."""
-    fits = overlaps(found.corners, wanted.corners) * (found.classes[:, None] == wanted.classes[None])
+    fits = overlaps(actual.corners, expected.corners) * (actual.classes[:, None] == expected.classes[None])
     count = 0
     for row in range(len(fits)):
         column = int(fits[row].argmax()) if fits.shape[1] else 0
@@ -60,8 +60,8 @@ def matches(found: Detections, wanted: Detections) -> int:
     return count
 
 
-def f1(found: Tensor, wanted: Tensor) -> float:
+def f1(actual: Tensor, expected: Tensor) -> float:
     """Return the F1 score in percent of the boxes of outputs (pictures, 4 + classes, places), pooled; 100 where neither has one."""
-    pairs = [(detections(mine), detections(theirs)) for mine, theirs in zip(found, wanted, strict=True)]
+    pairs = [(detections(mine), detections(theirs)) for mine, theirs in zip(actual, expected, strict=True)]
     boxes = sum(len(mine.scores) + len(theirs.scores) for mine, theirs in pairs)
     return 200 * sum(matches(*pair) for pair in pairs) / boxes if boxes else 100.0

@@ -81,24 +81,24 @@ def write(path: Path, rows: Iterable[Row]) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def compared(kept: Sequence[Row], measured: Sequence[Row]) -> Comparison:
+def compared(recorded: Sequence[Row], measured: Sequence[Row]) -> Comparison:
     """Compare measured rows with kept rows of the same network, target, samples and figure."""
-    before, found = {row.key: row.value for row in kept}, Comparison([], [], [])
+    before, comparison = {row.key: row.value for row in recorded}, Comparison([], [], [])
     for row in measured:
         if row.key not in before:
-            found.alone.append(f"{row.name}: {row.value:.1f} ({row.samples})")
+            comparison.alone.append(f"{row.name}: {row.value:.1f} ({row.samples})")
             continue
         change, allowed = row.value - before[row.key], ALLOWED.get(row.figure, DECIBELS)
         if abs(change) > allowed:
-            lines = found.rose if change > 0 else found.fell
+            lines = comparison.rose if change > 0 else comparison.fell
             lines.append(f"{row.name}: {before[row.key]:.1f} → {row.value:.1f} ({change:+.1f})")
-    return found
+    return comparison
 
 
-def merged(kept: Sequence[Row], measured: Sequence[Row]) -> list[Row]:
+def merged(recorded: Sequence[Row], measured: Sequence[Row]) -> list[Row]:
     """Return the rows that were measured, and the kept ones of other networks and targets, in the order of the networks."""
     anew = {(row.network, row.target) for row in measured}
-    rows = [row for row in kept if (row.network, row.target) not in anew] + list(measured)
+    rows = [row for row in recorded if (row.network, row.target) not in anew] + list(measured)
     return sorted(rows, key=lambda row: (list(NETWORKS).index(row.network), row.target))
 
 
@@ -118,29 +118,29 @@ def measure(name: str, target: str) -> Measured:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--keep", action="store_true", help="write the rows that are measured into the table")
-    made.add_argument("--networks", nargs="+", choices=NETWORKS, default=tuple(NETWORKS), metavar="NAME", help=", ".join(NETWORKS))
-    made.add_argument("--targets", nargs="+", choices=TARGETS, default=TARGETS, metavar="NAME", help=", ".join(TARGETS))
-    return made
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--keep", action="store_true", help="write the rows that are measured into the table")
+    arguments.add_argument("--networks", nargs="+", choices=NETWORKS, default=tuple(NETWORKS), metavar="NAME", help=", ".join(NETWORKS))
+    arguments.add_argument("--targets", nargs="+", choices=TARGETS, default=TARGETS, metavar="NAME", help=", ".join(TARGETS))
+    return arguments
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every network, print its figures and the comparison, and return the exit status."""
-    options, kept = parser().parse_args(arguments), read(TABLE)
+    options, recorded = parser().parse_args(arguments), read(TABLE)
     with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
         jobs = [pool.submit(measure, name, target) for name in options.networks for target in options.targets]
         for job in as_completed(jobs):
             print(*(f"{row.name}: {row.value:.1f}" for row in job.result().rows), sep="\n", file=sys.stderr, flush=True)
     rows = [row for job in jobs for row in job.result().rows]
     absent, failed = (sorted({text for job in jobs if (text := getattr(job.result(), kind))}) for kind in ("absent", "failed"))
-    found = compared(kept, rows)
-    sections = {"absent": absent, "without a kept figure": found.alone, "rose": found.rose, "fell": found.fell, "failed": failed}
+    result = compared(recorded, rows)
+    sections = {"absent": absent, "without a kept figure": result.alone, "rose": result.rose, "fell": result.fell, "failed": failed}
     for title, lines in sections.items():
         print(f"{title}: {len(lines)}", *lines, sep="\n  ")
     if options.keep:
-        write(TABLE, merged(kept, rows))
-    return int(bool(failed or (found.fell and not options.keep)))
+        write(TABLE, merged(recorded, rows))
+    return int(bool(failed or (result.fell and not options.keep)))
 
 
 if __name__ == "__main__":

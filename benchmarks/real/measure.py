@@ -43,30 +43,30 @@ def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:
         return torch.cat([model(batch) for batch in torch.split(inputs, BATCH)])
 
 
-def ours(network: Network, wanted: Tensor, target: str, setting: Setting) -> Cell:
+def ours(network: Network, expected: Tensor, target: str, setting: Setting) -> Cell:
     """Calibrate with fxquant's defaults; raises AssertionError where the integer model and the prepared one differ in a bit."""
     start, data = time.perf_counter(), network.data
     example = data.calibration[0]
     prepared = fxq.prepare(network.load(), example, target, mapping(network.load(), setting))
     fxq.calibrate(prepared, data.calibration, show_progress=False)
     integer = fxq.convert(prepared)
-    found = outputs_of(integer, data.test_inputs)
+    outputs = outputs_of(integer, data.test_inputs)
     with torch.no_grad():
-        assert torch.equal(prepared(data.test_inputs[:BATCH]), found[:BATCH]), "integer and prepared model differ"
-    return _cell(network, wanted, found, start)
+        assert torch.equal(prepared(data.test_inputs[:BATCH]), outputs[:BATCH]), "integer and prepared model differ"
+    return _cell(network, expected, outputs, start)
 
 
 def mapping(network: nn.Module, setting: Setting) -> fxq.QConfigMapping:
     """Return the setting's weights for all layers, and 8 bits for the first and the last."""
     few, eight = (fxq.QConfig(weight=fxq.WeightConfig(f"int{bits}")) for bits in (setting.weights, 8))
-    made = fxq.QConfigMapping(few)
+    rules = fxq.QConfigMapping(few)
     layers = [name for name, module in network.named_modules() if isinstance(module, LAYERS)]
     for name in (layers[0], layers[-1]) if setting.weights < 8 else ():
-        made = made.set_module_name(name, eight)
-    return made
+        rules = rules.set_module_name(name, eight)
+    return rules
 
 
-def theirs(network: Network, wanted: Tensor, peer: str, setting: Setting, cache: Path) -> Cell:
+def theirs(network: Network, expected: Tensor, peer: str, setting: Setting, cache: Path) -> Cell:
     """Quantize with a peer. A refusal, an environment that is missing, or an error of the peer is a reason in place of figures."""
     start, chosen = time.perf_counter(), PEERS[peer]
     reason = chosen.refuses(setting, CALIBRATION)
@@ -75,7 +75,7 @@ def theirs(network: Network, wanted: Tensor, peer: str, setting: Setting, cache:
     if reason is not None:
         return Cell(reason=reason)
     try:
-        return _cell(network, wanted, _outputs(network, chosen, setting, cache), start)
+        return _cell(network, expected, _outputs(network, chosen, setting, cache), start)
     except Exception as error:  # whatever a toolkit raises is printed in its place
         return Cell(reason=" ".join(f"{type(error).__name__}: {error}".split())[:120])
 
@@ -89,19 +89,19 @@ def _outputs(network: Network, peer: Peer, setting: Setting, cache: Path) -> Ten
         command.append(str(network.tested))
         programs = os.pathsep.join((str(environments.folder(peer, cache) / "bin"), os.environ.get("PATH", "")))
         variables = {**os.environ, **environments.VARIABLES, "PATH": programs}
-        done = subprocess.run(
+        process = subprocess.run(
             command, cwd=environments.ROOT, capture_output=True, text=True, timeout=environments.LONGEST, check=False, env=variables
         )
-        if done.returncode != 0:
-            raise RuntimeError((done.stderr.strip().splitlines() or [f"the process ended with {done.returncode}"])[-1])
-        found: Tensor = torch.load(written, weights_only=True)
-        return found
+        if process.returncode != 0:
+            raise RuntimeError((process.stderr.strip().splitlines() or [f"the process ended with {process.returncode}"])[-1])
+        outputs: Tensor = torch.load(written, weights_only=True)
+        return outputs
 
 
-def _cell(network: Network, wanted: Tensor, found: Tensor, start: float) -> Cell:
+def _cell(network: Network, expected: Tensor, actual: Tensor, start: float) -> Cell:
     seconds = time.perf_counter() - start
-    parts = {name: sqnr(wanted[:, channels], found[:, channels]) for name, channels in network.parts.items()}
-    return Cell(sqnr(wanted, found), network.agrees(found, wanted), seconds, parts=parts)
+    parts = {name: sqnr(expected[:, channels], actual[:, channels]) for name, channels in network.parts.items()}
+    return Cell(sqnr(expected, actual), network.agrees(actual, expected), seconds, parts=parts)
 
 
 __all__ = ["COMPARED", "SETTINGS", "Cell", "mapping", "ours", "outputs_of", "theirs"]

@@ -67,28 +67,28 @@ class Network:
         return Samples(list(torch.split(self.inputs(CALIBRATED, 0), BATCH)), self.inputs(self.tested, 1))
 
 
-def same_class(found: Tensor, wanted: Tensor) -> float:
-    return 100 * float((found.argmax(1) == wanted.argmax(1)).float().mean())
+def same_class(actual: Tensor, expected: Tensor) -> float:
+    return 100 * float((actual.argmax(1) == expected.argmax(1)).float().mean())
 
 
-def same_face(found: Tensor, wanted: Tensor) -> float:
+def same_face(actual: Tensor, expected: Tensor) -> float:
     """Whether there is a face, at each place where either says so; 100 where neither ever does."""
-    found, wanted = (each[:, 5] > each[:, 4] for each in (found, wanted))
-    either = found | wanted
-    return 100 * float((found & wanted).sum() / either.sum()) if bool(either.any()) else 100.0
+    actual, expected = (each[:, 5] > each[:, 4] for each in (actual, expected))
+    either = actual | expected
+    return 100 * float((actual & expected).sum() / either.sum()) if bool(either.any()) else 100.0
 
 
-def same_pitch(found: Tensor, wanted: Tensor) -> float:
+def same_pitch(actual: Tensor, expected: Tensor) -> float:
     """The same bin, or the next one."""
-    return 100 * float(((found.argmax(1) - wanted.argmax(1)).abs() <= 1).float().mean())
+    return 100 * float(((actual.argmax(1) - expected.argmax(1)).abs() <= 1).float().mean())
 
 
-def same_voice(found: Tensor, wanted: Tensor) -> float:
-    return 100 * float(((found > 0) == (wanted > 0)).float().mean())
+def same_voice(actual: Tensor, expected: Tensor) -> float:
+    return 100 * float(((actual > 0) == (expected > 0)).float().mean())
 
 
-def cosine(found: Tensor, wanted: Tensor) -> float:
-    return 100 * float(torch.cosine_similarity(found, wanted, dim=1).mean())
+def cosine(actual: Tensor, expected: Tensor) -> float:
+    return 100 * float(torch.cosine_similarity(actual, expected, dim=1).mean())
 
 
 def _lite0() -> nn.Module:
@@ -174,9 +174,9 @@ def _people(count: int, seed: int) -> Tensor:
 
 def _frames(count: int, seed: int) -> Tensor:
     """Each with a mean of 0 and a standard deviation of 1, as CREPE reads them."""
-    found = voices.windows(count, 1024, seed)
-    found = found - found.mean(1, keepdim=True)
-    return found / found.std(1, keepdim=True).clamp_min(1e-10)
+    frames = voices.windows(count, 1024, seed)
+    frames = frames - frames.mean(1, keepdim=True)
+    return frames / frames.std(1, keepdim=True).clamp_min(1e-10)
 
 
 def _mels(count: int, seed: int) -> Tensor:
@@ -185,9 +185,9 @@ def _mels(count: int, seed: int) -> Tensor:
 
 def _frames_of_bins(count: int, seed: int) -> Tensor:
     """Speech, and silence in every eighth frame, as recordings begin and end."""
-    found = voices.windows(count, 8192, seed)
-    found[::8] = 0
-    return voices.constant_q(found)
+    samples = voices.windows(count, 8192, seed)
+    samples[::8] = 0
+    return voices.constant_q(samples)
 
 
 NETWORKS = {

@@ -46,7 +46,7 @@ def crops(
 
     Place, extent and mirroring follow from `seed`.
     """
-    generator, found = torch.Generator().manual_seed(seed), []
+    generator, images = torch.Generator().manual_seed(seed), []
     for index in range(count):
         image = sources()[index % len(sources())]
         height, width = image.shape[1:]
@@ -54,5 +54,5 @@ def crops(
         top, left = (int(torch.randint(0, side - extent + 1, (), generator=generator)) for side in (height, width))
         crop = image[None, :, top : top + extent, left : left + extent]
         resized = F.interpolate(crop, size=(size, size), mode="bilinear", align_corners=False, antialias=True)[0]
-        found.append(resized.flip(-1) if bool(torch.rand((), generator=generator) < 0.5) else resized)
-    return (torch.stack(found) - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(deviation).view(3, 1, 1)
+        images.append(resized.flip(-1) if bool(torch.rand((), generator=generator) < 0.5) else resized)
+    return (torch.stack(images) - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(deviation).view(3, 1, 1)

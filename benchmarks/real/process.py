@@ -20,8 +20,8 @@ def main() -> None:
     peer, name, setting, output, samples = sys.argv[1:]
     torch.set_num_threads(1)
     network = replace(NETWORKS[name], tested=int(samples))
-    made = PEERS[peer].quantize(network, SETTINGS[setting], CALIBRATION)
-    torch.save(outputs_of(made, network.data.test_inputs), output)
+    quantized = PEERS[peer].quantize(network, SETTINGS[setting], CALIBRATION)
+    torch.save(outputs_of(quantized, network.data.test_inputs), output)
 
 
 if __name__ == "__main__":

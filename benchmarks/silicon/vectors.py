@@ -39,8 +39,8 @@ def record(rows: Sequence[Row], march: str, dtype: str, scales: str) -> Path:
     groups, arrays = [], {}
     for index, start in enumerate(range(0, len(rows), TOGETHER)):
         chosen = rows[start : start + TOGETHER]
-        outputs, found = _recorded(chosen, march, dtype, scales)
-        groups.append({"rows": [row.name for row in chosen], "scales": found})
+        outputs, by_name = _recorded(chosen, march, dtype, scales)
+        groups.append({"rows": [row.name for row in chosen], "scales": by_name})
         arrays.update({f"{index}/{number}": output for number, output in enumerate(outputs)})
     FOLDER.mkdir(parents=True, exist_ok=True)
     path = FOLDER / f"{march}-{dtype}{'' if scales == SCALES[0] else TIES}.npz"
@@ -50,19 +50,19 @@ def record(rows: Sequence[Row], march: str, dtype: str, scales: str) -> Path:
 
 def _recorded(rows: Sequence[Row], march: str, dtype: str, scales: str) -> tuple[list[Any], dict[str, float]]:
     prepared, integer = converted(rows, march, dtype, scales)
-    given = images()[1][:IMAGES]
+    inputs = images()[1][:IMAGES]
     with tempfile.TemporaryDirectory() as folder:
-        theirs = tool.outputs(compile_model(integer, Path(folder)), given)
+        theirs = tool.outputs(compile_model(integer, Path(folder)), inputs)
     outputs = []
     for index, step in enumerate(output_steps(integer)):
-        whole = [_integers(found[index], step) for found in theirs]
+        whole = [_integers(each[index], step) for each in theirs]
         together = torch.cat([kept(value) for value in whole]).numpy()
         narrow = next(
             kind for kind in (np.int8, np.int16, np.int32) if np.iinfo(kind).min <= together.min() and together.max() <= np.iinfo(kind).max
         )
         outputs.append(together.astype(narrow))
-    known = {name: float(scale) for name, scale in fxq.qparams(prepared).items() if math.isfinite(float(scale))}  # type: ignore[arg-type]
-    return outputs, known
+    by_name = {name: float(scale) for name, scale in fxq.qparams(prepared).items() if math.isfinite(float(scale))}  # type: ignore[arg-type]
+    return outputs, by_name
 
 
 def _integers(value: Tensor, step: Tensor | None) -> Tensor:
@@ -80,22 +80,22 @@ def write_common() -> None:
 
 def cases(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any], list[Tensor]]]:
     """For each network of a file: the file's facts, the network's, and the recorded integers of each output."""
-    with np.load(path) as held:
-        about = json.loads(bytes(held["about"]).decode())
+    with np.load(path) as arrays:
+        about = json.loads(bytes(arrays["about"]).decode())
         for index, group in enumerate(about["groups"]):
-            yield about, group, [torch.from_numpy(held[f"{index}/{number}"]).long() for number in range(len(group["rows"]))]
+            yield about, group, [torch.from_numpy(arrays[f"{index}/{number}"]).long() for number in range(len(group["rows"]))]
 
 
 def rebuilt(names: Sequence[str], scales: Mapping[str, float], march: str, dtype: str, how: str) -> fx.GraphModule:
     """The integer graph of rows, derived from recorded parameters and scales: nothing is calibrated."""
     rows = [ROWS[name] for name in names]
     model = Together(rows).eval()
-    with np.load(FOLDER / "weights.npz") as held:
+    with np.load(FOLDER / "weights.npz") as arrays:
         for row, network in zip(rows, model.rows, strict=True):
             state = network.state_dict()
-            network.load_state_dict({key: torch.from_numpy(held[f"{row.name}/{key}"]).to(value.dtype) for key, value in state.items()})
-    with np.load(FOLDER / "images.npz") as held:
-        example = torch.from_numpy(held["arr_0"])
+            network.load_state_dict({key: torch.from_numpy(arrays[f"{row.name}/{key}"]).to(value.dtype) for key, value in state.items()})
+    with np.load(FOLDER / "images.npz") as arrays:
+        example = torch.from_numpy(arrays["arr_0"])
     prepared = fxq.prepare(model, example, probe_target(march), mapping_of(rows, dtype, how))
     fxq.set_qparams(prepared, scales)
     fxq.set_state(prepared, fxq.State.VALIDATE)
@@ -104,7 +104,7 @@ def rebuilt(names: Sequence[str], scales: Mapping[str, float], march: str, dtype
 
 def computed(integer: fx.GraphModule) -> list[Tensor]:
     """The elements of each output of the recorded images that are kept, as integers."""
-    with np.load(FOLDER / "images.npz") as held:
-        results = [integer(torch.from_numpy(held[name])) for name in held.files]
+    with np.load(FOLDER / "images.npz") as arrays:
+        results = [integer(torch.from_numpy(arrays[name])) for name in arrays.files]
     steps = output_steps(integer)
     return [torch.cat([kept(_integers(result[index], step)) for result in results]) for index, step in enumerate(steps)]

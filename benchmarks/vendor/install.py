@@ -69,13 +69,13 @@ PROGRAMS = ("hb_mapper", "hb_extract_hbm", "hbdk-disas", "hbdk-sim", "hbdk-perf"
 
 def install(folder: Path, python: str) -> None:
     """Make the environment, and run each of its programs once. Raises SystemExit where something is missing."""
-    found = shutil.which(python)
-    if found is None:
+    interpreter = shutil.which(python)
+    if interpreter is None:
         sys.exit(f"there is no {python}: the tool needs Python 3.10 on x86-64 Linux; name one with --python (make: PYTHON_VENDOR=…)")
-    version = _said([found, "-c", "import sys, platform; print(*sys.version_info[:2], platform.system(), platform.machine())"])
+    version = _said([interpreter, "-c", "import sys, platform; print(*sys.version_info[:2], platform.system(), platform.machine())"])
     if version.split() != ["3", "10", "Linux", "x86_64"]:
         sys.exit(f"{python} is {version}: the tool is built for Python 3.10 on x86-64 Linux")
-    _run([found, "-m", "venv", str(folder)])
+    _run([interpreter, "-m", "venv", str(folder)])
     inner = folder.absolute() / "bin" / "python"
     pip = [str(inner), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     _run([*pip, "--no-deps", *TOOL])

@@ -58,7 +58,7 @@ def main() -> None:
         rows.append(row(name, ENTRIES[name], options.target, options.dtype, not options.no_export))
         print(line(rows[-1]), flush=True)
     show(rows)
-    raise SystemExit(0 if all(done.sound for done in rows) else 1)
+    raise SystemExit(0 if all(each.sound for each in rows) else 1)
 
 
 def quiet() -> None:

@@ -51,8 +51,8 @@ def _named(name: str) -> Any:
 
 
 def _configuration(name: str, settings: Mapping[str, Any]) -> Any:
-    made = {key: _configuration(*value) if isinstance(value, tuple) else value for key, value in settings.items()}
-    return _named(name)(**made)
+    arguments = {key: _configuration(*value) if isinstance(value, tuple) else value for key, value in settings.items()}
+    return _named(name)(**arguments)
 
 
 # ---- inputs -----------------------------------------------------------------------------------------------------------

@@ -126,10 +126,10 @@ def count_operators(row: Row, prepared: fx.GraphModule) -> None:
 
     What computes truth values and whole numbers is exact wherever it runs, and counts as integer.
     """
-    known = fxq.inspect.layers(prepared)
-    whole = [layer for layer in left_in_float(known) if layer.dtype in WHOLE]
-    row.integer = sum(layer.integer and not layer.inner and not layer.boundary for layer in known) + len(whole)
-    for layer in left_in_float(known):
+    layers = fxq.inspect.layers(prepared)
+    whole = [layer for layer in left_in_float(layers) if layer.dtype in WHOLE]
+    row.integer = sum(layer.integer and not layer.inner and not layer.boundary for layer in layers) + len(whole)
+    for layer in left_in_float(layers):
         if layer in whole:
             continue
         row.floats.setdefault(layer.reason, []).append(f"{layer.name} ({layer.operator})")
@@ -138,24 +138,24 @@ def count_operators(row: Row, prepared: fx.GraphModule) -> None:
 
 def count_crossings(integer: fx.GraphModule) -> int:
     """The values that go from float operators to integer ones, or back: model inputs and outputs are no crossings."""
-    found = 0
+    count = 0
     for node in integer.graph.nodes:
         if node.target is quantize:
-            found += node.args[0].op != "placeholder"
+            count += node.args[0].op != "placeholder"
         elif node.target is dequantize:
-            found += any(user.op != "output" for user in node.users)
-    return found
+            count += any(user.op != "output" for user in node.users)
+    return count
 
 
 def integer_share(traced: fx.GraphModule, integer: fx.GraphModule, batch: Inputs) -> float:
     """The share of a model's multiply-accumulates that its float operators do not compute any more."""
     total = sum(_products(traced, batch, lambda node: True))
-    left = sum(_products(integer, batch, lambda node: node.target not in PRIMITIVES and computes_tensor(node)))
-    return 1 - left / total if total else float("nan")
+    in_float = sum(_products(integer, batch, lambda node: node.target not in PRIMITIVES and computes_tensor(node)))
+    return 1 - in_float / total if total else float("nan")
 
 
 def _products(model: fx.GraphModule, batch: Inputs, counted: Any) -> Iterator[int]:
-    found: list[int] = []
+    products: list[int] = []
 
     class Counting(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
@@ -164,13 +164,13 @@ def _products(model: fx.GraphModule, batch: Inputs, counted: Any) -> Iterator[in
             # A fused kernel of attention is not counted; its products are.
             with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
                 result = super().run_node(n)
-            found.append(counter.get_total_flops() // 2)
+            products.append(counter.get_total_flops() // 2)
             return result
 
     names = [str(node.target) for node in model.graph.find_nodes(op="placeholder")]
     with torch.no_grad():
         Counting(model).run(*(batch[name] for name in names))
-    yield from found
+    yield from products
 
 
 def signal_to_noise(model: nn.Module, integer: Callable[..., Any], batches: Sequence[Inputs]) -> dict[str, float]:
@@ -179,11 +179,11 @@ def signal_to_noise(model: nn.Module, integer: Callable[..., Any], batches: Sequ
     noise: Counter[str] = Counter()
     with torch.no_grad():
         for batch in batches:
-            wanted, found = dict(named_tensors(model(**batch))), dict(named_tensors(integer(**batch)))
-            for name, tensor in wanted.items():
-                if tensor.is_floating_point() and name in found:
+            expected, actual = dict(named_tensors(model(**batch))), dict(named_tensors(integer(**batch)))
+            for name, tensor in expected.items():
+                if tensor.is_floating_point() and name in actual:
                     signal[name] += float(tensor.double().square().sum())
-                    noise[name] += float((tensor.double() - found[name].double()).square().sum())
+                    noise[name] += float((tensor.double() - actual[name].double()).square().sum())
     return {name: _decibel(signal[name], noise[name]) for name in signal}
 
 

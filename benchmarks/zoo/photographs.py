@@ -51,23 +51,23 @@ def _sample_photographs() -> tuple[Tensor, ...]:
 def signals(batch: int, length: int, seed: int = 0) -> Tensor:
     """Lines scanned across the photographs, in red, green and blue: float32 [batch, 3, length], normalised."""
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    rows = []
     for _ in range(batch):
         photograph = _sample_photographs()[_random_integer(0, 2, generator)]
         row = photograph[:, _random_integer(0, photograph.shape[1], generator)]
         start = _random_integer(0, row.shape[1] - length + 1, generator)
-        found.append(row[:, start : start + length])
-    return torch.stack(found)
+        rows.append(row[:, start : start + length])
+    return torch.stack(rows)
 
 
 def clips(batch: int, frames: int, size: int, seed: int = 0) -> Tensor:
     """A camera that moves across the photographs: float32 [batch, 3, frames, size, size], normalised."""
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    sequences = []
     for _ in range(batch):
         photograph = _sample_photographs()[_random_integer(0, 2, generator)][:, ::2, ::2]
         _, height, width = photograph.shape
         ends = [[_random_integer(0, extent - size + 1, generator) for extent in (height, width)] for _ in range(2)]
         places = [[begin + (end - begin) * frame // (frames - 1) for begin, end in zip(*ends, strict=True)] for frame in range(frames)]
-        found.append(torch.stack([photograph[:, top : top + size, left : left + size] for top, left in places], 1))
-    return torch.stack(found)
+        sequences.append(torch.stack([photograph[:, top : top + size, left : left + size] for top, left in places], 1))
+    return torch.stack(sequences)

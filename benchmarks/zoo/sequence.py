@@ -76,8 +76,8 @@ class ViT(nn.Module):
         x = self.patches(x).flatten(2).transpose(1, 2) + self.places
         for block in self.blocks:
             x = block(x)
-        found: Tensor = self.head(self.norm(x).mean(1))
-        return found
+        logits: Tensor = self.head(self.norm(x).mean(1))
+        return logits
 
 
 class _Block(nn.Module):

@@ -46,9 +46,9 @@ def explain(model: fx.GraphModule, *, steps: bool = False, machine: bool = False
 
     `model` is a prepared or an integer model, or any graph between. Raises ConfigurationError for a model that is not a graph.
     """
-    known = layers(model)
-    rows = [row for layer, again in (((layer, ()) for layer in known) if steps else alike(known)) for row in _rows(layer, again)]
-    lines = [*aligned(rows), "", summary(known)]
+    all_layers = layers(model)
+    rows = [row for layer, again in (((layer, ()) for layer in all_layers) if steps else alike(all_layers)) for row in _rows(layer, again)]
+    lines = [*aligned(rows), "", summary(all_layers)]
     fixed = [*assumptions(model)]
     for name, line in moved_by_forward(model).items():
         if not any(text.startswith(f"{name} is changed in place") for text in fixed):
@@ -92,21 +92,21 @@ def _where(layer: Layer, reason: str) -> str:
     return f"{reason}   [{place}]" if place and reason else reason or place
 
 
-def summary(known: tuple[Layer, ...]) -> str:
+def summary(all_layers: tuple[Layer, ...]) -> str:
     """Return one line with the numbers of integer and float layers, and reasons; a composite counts as one, a boundary not at all."""
-    integer = sum(layer.integer and not layer.inner and not layer.boundary for layer in known)
-    dynamic = sum(layer.dynamic for layer in known)
-    left = left_in_float(known)
+    integer = sum(layer.integer and not layer.inner and not layer.boundary for layer in all_layers)
+    dynamic = sum(layer.dynamic for layer in all_layers)
+    in_float = left_in_float(all_layers)
     counted = f"{integer} operator is integer" if integer == 1 else f"{integer} operators are integer"
     if dynamic:
         counted += f", {dynamic} {'is' if dynamic == 1 else 'are'} dynamic"
-    if not left:
+    if not in_float:
         return f"{counted}, none is left in float"
-    told = Counter(layer.reason for layer in left).most_common(SHOWN_REASONS)
-    listed = [f"{count} because {reason}" for reason, count in told]
-    others = len(left) - sum(count for _, count in told)
+    reasons = Counter(layer.reason for layer in in_float).most_common(SHOWN_REASONS)
+    listed = [f"{count} because {reason}" for reason, count in reasons]
+    others = len(in_float) - sum(count for _, count in reasons)
     listed += [f"{others} for other reasons"] if others else []
-    return f"{counted}, {len(left)} {'is' if len(left) == 1 else 'are'} left in float: {'; '.join(listed)}"
+    return f"{counted}, {len(in_float)} {'is' if len(in_float) == 1 else 'are'} left in float: {'; '.join(listed)}"
 
 
 # ---- how each operator of an integer model is computed on this machine ----------------------------------------------
@@ -186,14 +186,14 @@ def _on_this_machine(model: fx.GraphModule, machine: bool, steps: bool) -> Itera
     if not machine and (runner is None or not runner.choices(model)):
         return
     runs = {run.layer.name: run for run in operator_runs(model)}
-    known = tuple(run.layer for run in runs.values())
-    for layer, again in ((layer, []) for layer in known) if steps else alike(known):
-        told: dict[str, list[str]] = {}
+    all_layers = tuple(run.layer for run in runs.values())
+    for layer, again in ((layer, []) for layer in all_layers) if steps else alike(all_layers):
+        by_sentence: dict[str, list[str]] = {}
         for each in (layer, *again):
             run = runs[each.name]
             if machine or any(choice.implementation is None for choice in run.kernels.values()):
-                told.setdefault(_sentence(run), []).append(each.name)
-        for sentence, (first, *others) in told.items():
+                by_sentence.setdefault(_sentence(run), []).append(each.name)
+        for sentence, (first, *others) in by_sentence.items():
             yield f"%{first} {sentence}" + (f"; at {len(others) + 1} steps, up to %{others[-1]}" if others else "")
 
 
@@ -210,8 +210,8 @@ def _sentence(run: OperatorRun) -> str:
 
 
 def _run_once(model: fx.GraphModule, runner: Runner) -> dict[fx.Node, Choice]:
-    known: list[TensorFact] = [fact(node) for node in model.graph.find_nodes(op="placeholder")]
-    inputs = [torch.zeros(each.at(1), dtype=each.dtype, device="cpu") for each in known]
+    facts: list[TensorFact] = [fact(node) for node in model.graph.find_nodes(op="placeholder")]
+    inputs = [torch.zeros(each.at(1), dtype=each.dtype, device="cpu") for each in facts]
     if all(tensor.device.type == "cpu" for tensor in model.buffers()):
         runner.program(model, inputs)
     return runner.choices(model)
@@ -250,14 +250,14 @@ class Limits:
         absent = [limit for limit in mine if limit.measure is None]
         if absent:
             return [Breach(limit, (), f"{self.target.name} has no {site.operator.name}") for limit in absent]
-        found = []
+        breaches = []
         for limit in (*self.general, *mine):
             assert limit.measure is not None
             offending = limit.broken_by(MEASURES[limit.measure](site))
             if offending:
                 values = " and ".join(map(str, offending))
-                found.append(Breach(limit, offending, f"its {limit.measure} is {values}; {self.target.name} allows {limit}"))
-        return found
+                breaches.append(Breach(limit, offending, f"its {limit.measure} is {values}; {self.target.name} allows {limit}"))
+        return breaches
 
 
 FLOAT_REMEDY = "replace it, or run it on the host: fxq.explain says where the integer part ends"
@@ -341,17 +341,17 @@ class Findings:
 
 def findings(gm: fx.GraphModule, target: Target) -> Findings:
     """Return the broken limits of the target, and the operators that stay in float, of an annotated or prepared graph; linear in nodes."""
-    known = layers(gm)
+    all_layers = layers(gm)
     nodes = {node.name: node for node in gm.graph.nodes}
-    found = [*broken_limits(gm, known, target), *(_in_float(nodes[layer.name], layer) for layer in left_in_float(known))]
-    order = {layer.name: index for index, layer in enumerate(known)}
-    return Findings(target.name, tuple(sorted(found, key=lambda finding: order[finding.node])))
+    results = [*broken_limits(gm, all_layers, target), *(_in_float(nodes[layer.name], layer) for layer in left_in_float(all_layers))]
+    order = {layer.name: index for index, layer in enumerate(all_layers)}
+    return Findings(target.name, tuple(sorted(results, key=lambda finding: order[finding.node])))
 
 
-def broken_limits(gm: fx.GraphModule, known: tuple[Layer, ...], target: Target) -> Iterator[Finding]:
-    """Yield the limits that integer operators of an annotated or prepared graph break; `known` are its layers."""
+def broken_limits(gm: fx.GraphModule, all_layers: tuple[Layer, ...], target: Target) -> Iterator[Finding]:
+    """Yield the limits that integer operators of an annotated or prepared graph break; `all_layers` are its layers."""
     limits, nodes = Limits(target), {node.name: node for node in gm.graph.nodes}
-    for layer in known if target.limits else ():
+    for layer in all_layers if target.limits else ():
         node = nodes[layer.name]
         operator = record_of(gm, node) if layer.integer and not layer.boundary else None
         for breach in [] if operator is None else limits.broken(Site(node, operator, operator.arguments(node))):

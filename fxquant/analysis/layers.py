@@ -136,7 +136,7 @@ def layers(model: fx.GraphModule) -> tuple[Layer, ...]:
     device = HOST if target is None else target.name
     nodes = {node.name: node for node in model.graph.nodes}
     inside: dict[str, list[Intermediate]] = {}
-    found = []
+    all_layers = []
     for node in model.graph.nodes:
         primitive = primitive_of(node)
         if primitive is not None and is_inner(node):
@@ -144,22 +144,22 @@ def layers(model: fx.GraphModule) -> tuple[Layer, ...]:
             if grid is not None:
                 inside.setdefault(origin(node), []).append(Intermediate(node.name, primitive.name, grid))
         elif annotation(node) is not None or computes_tensor(node):
-            found.append(_layer(model, node, nodes, device, tuple(inside.pop(node.name, ()))))
-    return tuple(found)
+            all_layers.append(_layer(model, node, nodes, device, tuple(inside.pop(node.name, ()))))
+    return tuple(all_layers)
 
 
-def left_in_float(known: tuple[Layer, ...]) -> list[Layer]:
+def left_in_float(all_layers: tuple[Layer, ...]) -> list[Layer]:
     """Return the layers that the compiler left in float, without boundary nodes and without layers that are integer inside."""
-    return [layer for layer in known if not layer.integer and layer.reason and not layer.boundary and not layer.dynamic]
+    return [layer for layer in all_layers if not layer.integer and layer.reason and not layer.boundary and not layer.dynamic]
 
 
 def _layer(
     model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node], device: str, intermediates: tuple[Intermediate, ...]
 ) -> Layer:
-    spec, lowered, grid, known = annotation(node), operation(node), grid_of(model, node), fact(node)
+    spec, lowered, grid, result = annotation(node), operation(node), grid_of(model, node), fact(node)
     dtype = dtype_of(model, node)
     macs, weight_bytes, activation_bytes = cost_of(model, node, nodes, dtype)
-    tensor = known if isinstance(known, TensorFact) else None
+    tensor = result if isinstance(result, TensorFact) else None
     reason = "" if spec is None else spec.because
     module = quantized_operator(model, node)
     if module is not None:
@@ -173,10 +173,10 @@ def _layer(
     operator = called(model, node) if lowered is None else lowered.name
     shown = dtype or ("" if tensor is None else str(tensor.dtype).removeprefix("torch."))
     shape = () if tensor is None else tuple(size if isinstance(size, int) else str(size) for size in tensor.shape)
-    told = () if lowered is None else tuple(NOTES[key].format(value) for key, value in notes(node).items() if key in NOTES)
+    remarks = () if lowered is None else tuple(NOTES[key].format(value) for key, value in notes(node).items() if key in NOTES)
     return Layer(
         node.name, operator, dtype is not None, is_dynamic(model, node), at_boundary, shown, grid, shape, source(node), module_path(node),
-        where, reason, told, noted(node, "accumulator_bits") or 0, macs, weight_bytes, activation_bytes, fused(node),
+        where, reason, remarks, noted(node, "accumulator_bits") or 0, macs, weight_bytes, activation_bytes, fused(node),
         str(part(node) or ""), is_inner_part(node), step_of(node), intermediates, coarser(model, node, nodes),
     )  # fmt: skip
 
@@ -193,14 +193,14 @@ def coarser(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node]) 
         return ()
     if module is not None:
         operator, arguments = module.operator, module.operator.bind_call(node.args, dict(node.kwargs))
-    elif lowered is not None and (found := BY_NAME.get(lowered.name)) is not None:
-        operator, arguments = found, lowered.arguments
+    elif lowered is not None and (record := BY_NAME.get(lowered.name)) is not None:
+        operator, arguments = record, lowered.arguments
     else:
         return ()
-    held = [value for name in carried(operator) for value in _listed(arguments.get(name))]
-    tensors = [nodes[value.node] if isinstance(value, Reference) else value for value in held]
+    operands = [value for name in carried(operator) for value in _listed(arguments.get(name))]
+    tensors = [nodes[value.node] if isinstance(value, Reference) else value for value in operands]
     tensors = [value for value in dict.fromkeys(tensors) if isinstance(value, fx.Node) and not is_parameter(value)]
-    scales = {value.name: known.scale for value in tensors if (known := grid_of(model, value)) is not None}
+    scales = {value.name: each.scale for value in tensors if (each := grid_of(model, value)) is not None}
     if len(scales) < 2 or not all(isinstance(scale, float) and scale > 0 for scale in scales.values()):
         return ()
     return tuple((name, max(20 * math.log10(grid.scale / scale), 0.0)) for name, scale in scales.items())  # type: ignore[operator]
@@ -219,13 +219,13 @@ def _listed(value: Any) -> list[Any]:
 # ---- the operations of a recurrence that are alike at each of its steps ----------------------------------------------
 
 
-def alike(known: tuple[Layer, ...]) -> list[tuple[Layer, list[Layer]]]:
+def alike(all_layers: tuple[Layer, ...]) -> list[tuple[Layer, list[Layer]]]:
     """Return pairs of a layer and its repetitions: in a recurrence, a layer of the first step and its counterparts at later steps."""
     grouped: list[tuple[Layer, list[Layer]]] = []
     there: dict[Any, list[Layer]] = {}
     at: dict[Any, int] = {}  # how many of a kind there were at the current step
     number, before = 0, -1
-    for layer in known:
+    for layer in all_layers:
         if layer.step is None:
             grouped.append((layer, []))
             continue
@@ -241,10 +241,10 @@ def alike(known: tuple[Layer, ...]) -> list[tuple[Layer, list[Layer]]]:
     return grouped
 
 
-def recurrent_parts(known: tuple[Layer, ...]) -> frozenset[str]:
+def recurrent_parts(all_layers: tuple[Layer, ...]) -> frozenset[str]:
     """Return the names of all layers of recurrent composites, also of layers that are computed once for all steps."""
-    composites = {_composite(layer) for layer in known if layer.step is not None}
-    return frozenset(layer.name for layer in known if layer.part and _composite(layer) in composites)
+    composites = {_composite(layer) for layer in all_layers if layer.step is not None}
+    return frozenset(layer.name for layer in all_layers if layer.part and _composite(layer) in composites)
 
 
 def _composite(layer: Layer) -> tuple[str, str]:

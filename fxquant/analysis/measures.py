@@ -144,11 +144,11 @@ def _pattern(shape: tuple[Size, ...], result: tuple[Size, ...]) -> str:
 
 
 def _broadcast_dimensions(site: Site) -> list[Any]:
-    found: set[int] = set()
+    dims: set[int] = set()
     for shape in site.shapes:
         missing = len(site.result) - len(shape)
-        found.update(d + missing for d, size in enumerate(shape) if size != site.result[d + missing])
-    return sorted(found)
+        dims.update(d + missing for d, size in enumerate(shape) if size != site.result[d + missing])
+    return sorted(dims)
 
 
 def _bounds(site: Site) -> list[Any]:
@@ -262,8 +262,8 @@ def cost_of(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node], 
     if lowered is not None:
         operator, values = lowered_from(lowered, nodes)
         sums = operator is not None and Trait.SUMS in operator.traits
-        held = [constant.node for role, constant in lowered.constants.items() if role in (WEIGHT, BIAS) or sums]
-        weight_bytes = sum(_bytes(fact(nodes[name])) for name in held)
+        names = [constant.node for role, constant in lowered.constants.items() if role in (WEIGHT, BIAS) or sums]
+        weight_bytes = sum(_bytes(fact(nodes[name])) for name in names)
     else:
         operator, values = _written(model, node)
         integer = operator is not None and (dtype is not None or Trait.DYNAMIC in operator.traits)
@@ -300,16 +300,16 @@ def _written(model: fx.GraphModule, node: fx.Node) -> tuple[Operator | None, dic
     if operator is None or operator.layer.macs is None:
         return None, {}
     if module is not None:
-        taken: Any = take(module)
+        call_arguments: Any = take(module)
     else:
-        taken = operator.bind(node.args, node.kwargs) if take is None else take(*node.args, **node.kwargs)
-    if isinstance(taken, Instead):
-        operator, taken = OPERATORS[taken.function], taken.arguments
-    if isinstance(taken, str):
+        call_arguments = operator.bind(node.args, node.kwargs) if take is None else take(*node.args, **node.kwargs)
+    if isinstance(call_arguments, Instead):
+        operator, call_arguments = OPERATORS[call_arguments.function], call_arguments.arguments
+    if isinstance(call_arguments, str):
         return None, {}
     if module is None:
-        return operator, taken
-    arguments = {name: getattr(module, value.name) if isinstance(value, Parameter) else value for name, value in taken.items()}
+        return operator, call_arguments
+    arguments = {name: getattr(module, value.name) if isinstance(value, Parameter) else value for name, value in call_arguments.items()}
     return operator, {**arguments, **dict(zip(operator.operands, node.args, strict=False)), **node.kwargs}
 
 
@@ -323,20 +323,20 @@ def _at_one(shape: tuple[Size, ...]) -> tuple[int | Fraction, ...]:
     return tuple([size.numerator if size.denominator == 1 else size for size in at_one])
 
 
-def bytes_of(known: Any) -> int:
+def bytes_of(facts: Any) -> int:
     """Return the bytes of all tensors of a nest of facts, of one item."""
-    return sum(map(_bytes, _tensors(known)))
+    return sum(map(_bytes, _tensors(facts)))
 
 
-def _bytes(known: TensorFact, itemsize: int | None = None) -> int:
-    return math.ceil(math.prod(_at_one(known.shape))) * (itemsize or known.dtype.itemsize)
+def _bytes(tensor: TensorFact, itemsize: int | None = None) -> int:
+    return math.ceil(math.prod(_at_one(tensor.shape))) * (itemsize or tensor.dtype.itemsize)
 
 
-def _tensors(known: Any) -> list[TensorFact]:
+def _tensors(nest: Any) -> list[TensorFact]:
     """Return all tensors of a nest of facts."""
-    if isinstance(known, TensorFact):
-        return [known]
-    items = known.values() if isinstance(known, dict) else known if isinstance(known, list | tuple) else ()
+    if isinstance(nest, TensorFact):
+        return [nest]
+    items = nest.values() if isinstance(nest, dict) else nest if isinstance(nest, list | tuple) else ()
     return [tensor for item in items for tensor in _tensors(item)]
 
 
@@ -368,9 +368,9 @@ def _on_meta(value: Any) -> Any:
 def _float_bytes(model: fx.GraphModule, node: fx.Node) -> int:
     """Return the parameters and buffers of a module, and the parameters that a function reads."""
     read = [operand for operand in node.all_input_nodes if operand.op == "get_attr"] + [node] * (node.op == "call_module")
-    held = [resolve(model, str(each.target)) for each in read]
-    groups = ([*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else [value] for value in held)
+    values = [resolve(model, str(each.target)) for each in read]
+    groups = ([*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else [value] for value in values)
     tensors = [tensor for group in groups for tensor in group]
     computed = [fact(operand) for operand in node.all_input_nodes if operand.op != "get_attr" and is_parameter(operand)]
-    found = sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor))
-    return found + sum(_bytes(known) for known in computed if isinstance(known, TensorFact))
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor))
+    return total + sum(_bytes(each) for each in computed if isinstance(each, TensorFact))

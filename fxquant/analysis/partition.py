@@ -49,12 +49,12 @@ def segments(model: fx.GraphModule, cut: Sequence[str | Sequence[str]] = ()) -> 
     groups = grouped(model, cut)
     place = {node: number for number, (_, nodes) in enumerate(groups) for node in nodes}
     readers = [node for node in model.graph.nodes if _works(node) or node.op == "output"]
-    left = {read for node in readers for read in _reads(node) if place.get(read) != place.get(node)}
-    found = []
+    leaving = {read for node in readers for read in _reads(node) if place.get(read) != place.get(node)}
+    all_segments = []
     for number, (device, nodes) in enumerate(groups):
-        taken = dict.fromkeys(read for node in nodes for read in _reads(node) if place.get(read) != number)
-        found.append(Segment(device, _names(nodes), _names(taken), _names(node for node in nodes if node in left)))
-    return tuple(found)
+        entering = dict.fromkeys(read for node in nodes for read in _reads(node) if place.get(read) != number)
+        all_segments.append(Segment(device, _names(nodes), _names(entering), _names(node for node in nodes if node in leaving)))
+    return tuple(all_segments)
 
 
 def grouped(model: fx.GraphModule, cut: Sequence[str | Sequence[str]]) -> list[tuple[str, list[fx.Node]]]:
@@ -62,15 +62,15 @@ def grouped(model: fx.GraphModule, cut: Sequence[str | Sequence[str]]) -> list[t
     working = [node for node in model.graph.nodes if _works(node)]
     stage = _stages(model, working, cut)
     device = {node: _device(model, node) for node in working}
-    found: list[tuple[str, list[fx.Node]]] = []
+    groups: list[tuple[str, list[fx.Node]]] = []
     for number in sorted(set(stage.values())):
         mine = [node for node in working if stage[node] == number]
         tried = [_levels(mine, device, first) for first in dict.fromkeys(device[node] for node in mine)]
         levels = min(tried, key=lambda levels: len(set(levels.values())))
         for level in sorted(set(levels.values())):
             nodes = [node for node in mine if levels[node] == level]
-            found.append((device[nodes[0]], nodes))
-    return found
+            groups.append((device[nodes[0]], nodes))
+    return groups
 
 
 def _works(node: fx.Node) -> bool:
@@ -116,9 +116,9 @@ def _stages(model: fx.GraphModule, working: list[fx.Node], cut: Sequence[str | S
                 stage.setdefault(one, number)
     for node in working:
         # Dequantized values are in the stage of their integers, and a part of a value that is not a tensor is in the stage of that value.
-        held = [read for read in _reads(node) if read in stage and (is_dequantize(model, node) or not isinstance(fact(read), TensorFact))]
-        if held:
-            stage[node] = stage[held[0]]
+        reads = [read for read in _reads(node) if read in stage and (is_dequantize(model, node) or not isinstance(fact(read), TensorFact))]
+        if reads:
+            stage[node] = stage[reads[0]]
         stage.setdefault(node, len(cut))
     return {node: stage[node] for node in working}
 

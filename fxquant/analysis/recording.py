@@ -89,14 +89,14 @@ class Form(ABC):
         """Return the model's inputs out of a batch. Raises CalibrationError if it does not fit."""
 
     @abstractmethod
-    def run(self, inputs: Sequence[Any], wanted: Wanted) -> Values:
+    def run(self, inputs: Sequence[Any], selection: Wanted) -> Values:
         """Return the wanted tensors of one batch."""
 
     def values(self, inputs: Sequence[Any], names: Sequence[str]) -> Values:
         """Return the named tensors of a batch as floats; inputs of the model are returned unchanged. "output 0", … are the outputs."""
-        wanted = Wanted(frozenset([OUTPUTS]), frozenset(names) - frozenset(self.input_names), real=True)
-        given = {name: value for name, value in zip(self.input_names, inputs, strict=True) if name in names}
-        return self.run(inputs, wanted) | given
+        selection = Wanted(frozenset([OUTPUTS]), frozenset(names) - frozenset(self.input_names), real=True)
+        own_inputs = {name: value for name, value in zip(self.input_names, inputs, strict=True) if name in names}
+        return self.run(inputs, selection) | own_inputs
 
 
 @dataclass(frozen=True)
@@ -137,14 +137,14 @@ class GraphForm(Form):
 
     @cached_property
     def facts(self) -> Mapping[str, Facts]:
-        found = {}
+        all_facts = {}
         for layer in layers(self.model):
             node = self.nodes[layer.name]
             if layer.name in self.tensors and not is_dequantize(self.model, node):
                 reads = node.all_input_nodes[0].name if is_quantize(self.model, node) else ""
                 because = layer.reason or "; ".join(layer.notes)
-                found[layer.name] = Facts(layer.operator, layer.source, layer.grid, layer.fused, reads, because, layer.parts)
-        return found
+                all_facts[layer.name] = Facts(layer.operator, layer.source, layer.grid, layer.fused, reads, because, layer.parts)
+        return all_facts
 
     @cached_property
     def exponents(self) -> Mapping[str, Tensor]:
@@ -152,8 +152,8 @@ class GraphForm(Form):
             return tensor_exponents(self.model)
         if not is_deployed(self.model):
             return {}
-        known = {name: channel_exponents(node) for name, node in self.nodes.items()}
-        return {name: torch.tensor(value, device="cpu") for name, value in known.items() if value is not None}
+        exponents = {name: channel_exponents(node) for name, node in self.nodes.items()}
+        return {name: torch.tensor(value, device="cpu") for name, value in exponents.items() if value is not None}
 
     @cached_property
     def real(self) -> bool:
@@ -174,17 +174,17 @@ class GraphForm(Form):
     def inputs(self, batch: Any, index: int) -> list[Any]:
         return model_inputs(self.model, batch, index)
 
-    def run(self, inputs: Sequence[Any], wanted: Wanted) -> Values:
-        values, chosen = Values(), frozenset(wanted.among(self.tensors))
+    def run(self, inputs: Sequence[Any], selection: Wanted) -> Values:
+        values, chosen = Values(), frozenset(selection.among(self.tensors))
 
         def take(node: fx.Node, result: Any, read: tuple[Any, ...]) -> Any:
-            if node.name in chosen and isinstance(result, Tensor) and (value := self._shown(node, result, wanted.real)) is not None:
+            if node.name in chosen and isinstance(result, Tensor) and (value := self._shown(node, result, selection.real)) is not None:
                 values[node.name] = value
             return result
 
         with torch.no_grad(), still(self.model, self.state), same_draws():
             result = Seen(self.model, take).run(*inputs)
-        return values | (outputs(result) if OUTPUTS in wanted.kinds else {})
+        return values | (outputs(result) if OUTPUTS in selection.kinds else {})
 
     def _shown(self, node: fx.Node, value: Tensor, real: bool) -> Tensor | None:
         """Return a tensor as it is recorded; None where integers are wanted and it has none."""
@@ -207,25 +207,25 @@ class KernelForm(GraphForm):
     def __init__(self, model: fx.GraphModule, runner: Runner) -> None:
         super().__init__(model)
         self.runner, self.label = runner, "kernels"
-        made = (node for node in model.graph.nodes if kernel(node) is not None)
-        self.tensors = {node.name: PRIMITIVE_KINDS[PRIMITIVES[node.target].kind] for node in made}
+        nodes = (node for node in model.graph.nodes if kernel(node) is not None)
+        self.tensors = {node.name: PRIMITIVE_KINDS[PRIMITIVES[node.target].kind] for node in nodes}
 
-    def run(self, inputs: Sequence[Any], wanted: Wanted) -> Values:
+    def run(self, inputs: Sequence[Any], selection: Wanted) -> Values:
         if not runs_here(inputs):
             return Values()
         with torch.no_grad():
             with same_draws():
                 program = self.runner.program(self.model, inputs)
             with same_draws():
-                found, result = program.values(inputs)
-        values = {name: found[name] for name in wanted.among(self.tensors) if name in found}
-        return values | (outputs(result) if OUTPUTS in wanted.kinds else {})
+                computed, result = program.values(inputs)
+        values = {name: computed[name] for name in selection.among(self.tensors) if name in computed}
+        return values | (outputs(result) if OUTPUTS in selection.kinds else {})
 
 
 def runner_of(model: Any) -> Runner | None:
     """Return the runner of a model; None if the graph itself is run."""
-    found = getattr(model, "__dict__", {}).get(RUNNER)
-    return found if isinstance(found, Runner) else None
+    runner = getattr(model, "__dict__", {}).get(RUNNER)
+    return runner if isinstance(runner, Runner) else None
 
 
 def kernel_forms(*models: Any) -> list[KernelForm]:
@@ -258,8 +258,8 @@ def still(model: fx.GraphModule, state: State | None) -> Iterator[None]:
         model.eval()
     try:
         for operator in operators:
-            wanted = state or operator.state
-            operator.state = STILL.get(wanted, wanted)
+            target_state = state or operator.state
+            operator.state = STILL.get(target_state, target_state)
         yield
     finally:
         for operator, before in zip(operators, states, strict=True):
@@ -284,9 +284,9 @@ def real_values(value: Tensor, grid: QParams) -> Tensor:
 
 def outputs(result: Any) -> Values:
     """Return the outputs of a model, by name."""
-    found: list[Tensor] = []
-    fx.node.map_aggregate(result, lambda value: found.append(value) if isinstance(value, Tensor) else None)
-    return {f"output {index}": value for index, value in enumerate(found)}
+    tensors: list[Tensor] = []
+    fx.node.map_aggregate(result, lambda value: tensors.append(value) if isinstance(value, Tensor) else None)
+    return {f"output {index}": value for index, value in enumerate(tensors)}
 
 
 # ---- The boundaries between float operators on the host and the integer segments of a model --------------------------
@@ -302,8 +302,8 @@ def _is_handed(model: fx.GraphModule, node: fx.Node) -> bool:
         return computes_tensor(node) and not _is_integer(model, node)
     if is_quantize(model, node):
         return bool(node.args[0].op != "placeholder")  # type: ignore[union-attr]
-    known = fact(node)
-    plain = isinstance(known, TensorFact) and known.dtype in PLAIN_TYPES.values()
+    node_fact = fact(node)
+    plain = isinstance(node_fact, TensorFact) and node_fact.dtype in PLAIN_TYPES.values()
     return plain and computes_tensor(node) and not _is_integer(model, node) and any(_is_integer(model, user) for user in node.users)
 
 

@@ -162,9 +162,9 @@ class Deviation:
     signal: float = 0.0
     noise: float = 0.0
 
-    def add(self, wanted: Tensor, found: Tensor) -> None:
+    def add(self, expected: Tensor, actual: Tensor) -> None:
         """Take the values of one more batch into account."""
-        one, other = wanted.double(), found.double()
+        one, other = expected.double(), actual.double()
         self.signal += float(one.square().sum())
         self.noise += float((one - other).square().sum())
         if self.scale is not None:  # integers, in steps

@@ -34,8 +34,8 @@ def batches_from(path: Path, model: fx.GraphModule, size: int) -> list[Any]:
     """
     inputs = model.graph.find_nodes(op="placeholder")
     arrays = named(arrays_from(path), [str(node.target) for node in inputs])
-    facts = {str(node.target): known for node in inputs if isinstance(known := fact(node), TensorFact) and known.shape}
-    axes = {name: known.batch_axis for name, known in facts.items()}
+    facts = {str(node.target): node_fact for node in inputs if isinstance(node_fact := fact(node), TensorFact) and node_fact.shape}
+    axes = {name: entry.batch_axis for name, entry in facts.items()}
     if all(axis is None for axis in axes.values()):
         axes = dict.fromkeys(axes, 0)
     along = {name: axis for name, axis in axes.items() if axis is not None and name in arrays and arrays[name].dim() > axis}
@@ -141,13 +141,13 @@ def random_batches(model: fx.GraphModule, sizes: tuple[int, ...], seed: int = 0)
 
 
 def _drawn(model: fx.GraphModule, node: fx.Node, size: int, generator: torch.Generator) -> Any:
-    known = fact(node)
-    if not isinstance(known, TensorFact):
-        return known
-    shape = known.at(size)
-    if known.dtype.is_floating_point:
-        return (_normal(shape, generator) * (_input_range(model, node) / 2)).to(known.dtype)
-    return torch.randint(0, 2, shape, generator=generator, device="cpu").to(known.dtype)
+    node_fact = fact(node)
+    if not isinstance(node_fact, TensorFact):
+        return node_fact
+    shape = node_fact.at(size)
+    if node_fact.dtype.is_floating_point:
+        return (_normal(shape, generator) * (_input_range(model, node) / 2)).to(node_fact.dtype)
+    return torch.randint(0, 2, shape, generator=generator, device="cpu").to(node_fact.dtype)
 
 
 def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:

@@ -70,13 +70,13 @@ def _alike(gm: fx.GraphModule) -> dict[fx.Node, str]:
             runs.append([])
         if step is not None:
             runs[-1].append((node, step))
-    found: dict[fx.Node, str] = {}
+    replaced: dict[fx.Node, str] = {}
     for run in runs:
         middle = [node for node, step in run if 1 < step < run[-1][1]]
         if middle:
-            found |= dict.fromkeys(middle, "")
-            found[middle[0]] = f"…   # steps 2 to {run[-1][1] - 1}: {len(middle)} lines like those of step 1"
-    return found
+            replaced |= dict.fromkeys(middle, "")
+            replaced[middle[0]] = f"…   # steps 2 to {run[-1][1] - 1}: {len(middle)} lines like those of step 1"
+    return replaced
 
 
 def _row(gm: fx.GraphModule, node: fx.Node, kernels: bool) -> tuple[str, str, str, str]:
@@ -116,10 +116,10 @@ def _parameters(record: Operator | Primitive | None) -> list[tuple[str, Any]]:
     if isinstance(record, Operator) and record.parameters:
         return list(record.parameters.items())
     try:
-        known = [] if record is None else list(inspect.signature(record.function).parameters.values())
+        parameters = [] if record is None else list(inspect.signature(record.function).parameters.values())
     except ValueError:
-        known = []
-    return [(each.name, each.default) for each in known]
+        parameters = []
+    return [(each.name, each.default) for each in parameters]
 
 
 def _plain(value: Any) -> Any:
@@ -171,6 +171,6 @@ def _quantization(gm: fx.GraphModule, node: fx.Node) -> str:
 
 def _comment(node: fx.Node, kernels: bool) -> str:
     names, runs = (node.name, *fused(node)), kernel(node) if kernels else None
-    told = [f"was: {', '.join(names)}"] if len(names) > 1 else []
-    told += [f"kernel: {runs[0]}"] if runs is not None else []
-    return f"# {'; '.join(told)}" if told else ""
+    remarks = [f"was: {', '.join(names)}"] if len(names) > 1 else []
+    remarks += [f"kernel: {runs[0]}"] if runs is not None else []
+    return f"# {'; '.join(remarks)}" if remarks else ""

@@ -129,9 +129,9 @@ def _prepare(traced: fx.GraphModule, context: Context, passes: Sequence[Pass], u
     dress_carried(prepared)
     dial.write("trace", prepared)
     if not run(prepared, passes, replace(context, attached=attached), dial, until):
-        known = layers(prepared)
-        logger.info("%s", summary(known))
-        broken = sum(1 for _ in broken_limits(prepared, known, target))
+        prepared_layers = layers(prepared)
+        logger.info("%s", summary(prepared_layers))
+        broken = sum(1 for _ in broken_limits(prepared, prepared_layers, target))
         if broken:
             logger.warning("limits of %s that are broken: %d; fxq.check says where, and what to do", target.name, broken)
         moved = [name + f" ({line})" * bool(line) for name, line in moved_by_forward(prepared).items()]
@@ -178,7 +178,7 @@ def _warn(sentence: str, lines: Sequence[str]) -> None:
 def _require_float32(traced: fx.GraphModule) -> None:
     """Raise ConfigurationError for a half-precision input, and for float64 in place of float32."""
     inputs = {
-        str(node.target): known.dtype for node in traced.graph.find_nodes(op="placeholder") if isinstance(known := fact(node), TensorFact)
+        str(node.target): each.dtype for node in traced.graph.find_nodes(op="placeholder") if isinstance(each := fact(node), TensorFact)
     }
     refused = (torch.float16, torch.bfloat16, *([] if torch.float32 in inputs.values() else [torch.float64]))
     for input, dtype in inputs.items():

@@ -106,17 +106,17 @@ def _computing(model: nn.Module, others: Iterable[QuantizedOperator]) -> Iterato
     """
     out = [operator for operator in quantized_operators(model).values() if operator.left_out]
     needed = {id(quantizer) for operator in others for quantizer in _read(operator)}
-    seen = [each for each in out if each.state is State.FLOAT and not each.plain and each.owns_output and id(each.output) in needed]
-    unobserved = [operator.intermediate for operator in seen if operator.intermediate is not None]
+    observing = [each for each in out if each.state is State.FLOAT and not each.plain and each.owns_output and id(each.output) in needed]
+    unobserved = [operator.intermediate for operator in observing if operator.intermediate is not None]
     try:
         with (
             having([operator for operator in out if operator.state is State.TRAIN], state=State.VALIDATE),
-            having(seen, state=State.CALIBRATE),
+            having(observing, state=State.CALIBRATE),
             having(unobserved, paused=True),
         ):
             yield
     finally:
-        for operator in seen:
+        for operator in observing:
             operator.output.update_scale()
 
 
@@ -172,8 +172,8 @@ def calibrate(
     """
     require_prepared(prepared)
     open_ = [operator for operator in quantized_operators(prepared).values() if not operator.left_out]
-    known = {id(quantizer): quantizer for operator in open_ for quantizer in (*owned_quantizers(operator), *_read(operator))}.values()
-    if only_missing and all(quantizer.calibrated for quantizer in known):
+    quantizers = {id(quantizer): quantizer for operator in open_ for quantizer in (*owned_quantizers(operator), *_read(operator))}.values()
+    if only_missing and all(quantizer.calibrated for quantizer in quantizers):
         enter(prepared, open_, State.VALIDATE)
         return False
     several = options.distributed and ranks.count() > 1
@@ -182,10 +182,10 @@ def calibrate(
 
     def observe() -> int:
         nonlocal first
-        seen = 0
+        count = 0
         try:
             for batch in progress(first_batches(batches, num_batches), length(batches, num_batches), "calibrating", show_progress):
-                arguments = model_inputs(prepared, options.inputs(batch), seen)
+                arguments = model_inputs(prepared, options.inputs(batch), count)
                 if first is not None:
                     prelude, first = first, None
                     with timed("equalizing channels"):
@@ -194,15 +194,15 @@ def calibrate(
                     prepared(**by_name(prepared, arguments))
                 if each is not None:
                     each(arguments)
-                seen += 1
+                count += 1
         finally:
             if first is not None:
                 first(None)  # no other rank waits for this one
-        return seen
+        return count
 
     with _computing(prepared, open_):
         enter(prepared, open_, State.CALIBRATE)
-        with having([quantizer for quantizer in known if only_missing and quantizer.calibrated], paused=True):
+        with having([quantizer for quantizer in quantizers if only_missing and quantizer.calibrated], paused=True):
             if not (_on_all_ranks(prepared, observe) if several else observe()):
                 raise no_batches(num_batches)
         with repeatable(), timed("setting scales"):
@@ -218,11 +218,11 @@ def _on_all_ranks(prepared: nn.Module, observe: Callable[[], int]) -> int:
             for observer in observers.values():
                 observer.reset()
         try:
-            seen = observe()
+            count = observe()
         except Exception:
             ranks.merge(observers, None)
             raise
-        return ranks.merge(observers, seen)
+        return ranks.merge(observers, count)
 
 
 @contextmanager
@@ -241,8 +241,8 @@ def _all_or_nothing(prepared: nn.Module) -> Iterator[None]:
 def in_float(model: nn.Module) -> list[QuantizedOperator]:
     """Return the operators in state FLOAT; none if all are."""
     operators = quantized_operators(model).values()
-    found = [operator for operator in operators if operator.state is State.FLOAT]
-    return found if len(found) < len(operators) else []
+    float_operators = [operator for operator in operators if operator.state is State.FLOAT]
+    return float_operators if len(float_operators) < len(operators) else []
 
 
 @contextmanager
@@ -286,25 +286,25 @@ def keep_statistics(prepared: nn.Module, _: Any = None) -> None:
     graphs = [module.graph for module in prepared.modules() if isinstance(module, fx.GraphModule)]
     normed = {node.name for graph in graphs for node in graph.nodes if node.kwargs.get("batch_norm") is not None}
     cut: dict[Quantizer, str] = {}  # with the name of the tensor that does it
-    known: dict[Quantizer, bool] = {}
-    found: dict[str, list[str]] = {}
+    clips: dict[Quantizer, bool] = {}
+    by_cause: dict[str, list[str]] = {}
     for operator in operators.values():
         cause = next((cut[quantizer] for quantizer in operand_quantizers(operator) if quantizer in cut), None)
         if cause is not None and operator.live_batch_norm:
             operator.live_batch_norm = False
             if operator.name in normed or not graphs:  # a part of a model has no graph
-                found.setdefault(cause, []).append(operator.name)
+                by_cause.setdefault(cause, []).append(operator.name)
         if operator.plain:
             continue
         if cause is None and operator.owns_output:
-            if operator.output not in known:
+            if operator.output not in clips:
                 # Where channels are multiplied, their powers have no common unit, and the outliers are channels, not samples.
                 multiplied = operator.factors is not None and bool(operator.factors.outputs.any())
-                known[operator.output] = not multiplied and _cuts(operator.output)
-            cause = operator.output.name if known[operator.output] else None
+                clips[operator.output] = not multiplied and _cuts(operator.output)
+            cause = operator.output.name if clips[operator.output] else None
         if cause is not None:
             cut.setdefault(operator.output, cause)
-    for cause, names in found.items():
+    for cause, names in by_cause.items():
         logger.warning(
             "batch norms keep their running statistics in training at %s: calibration clipped a few outlier samples in %%%s, "
             "which the statistics of a batch would include; tensors with another observer, such as 'minmax', are not clipped",
@@ -353,18 +353,18 @@ def follow_unseen(prepared: nn.Module, _: Any = None) -> None:
     tensors = dict.fromkeys(each for operator in operators for each in (operator.output, operator.intermediate) if each is not None)
     for quantizer in tensors:
         quantizer.unseen = _limit(quantizer, limits) > 0
-    found = [quantizer for quantizer in tensors if quantizer.unseen and not quantizer.was_zero]
+    followed = [quantizer for quantizer in tensors if quantizer.unseen and not quantizer.was_zero]
     for operator in operators:
         learned = operator.weight_quantizer.learned
         if operator.unseen and learned is not None and learned.method is not None:
             learned.forget()
-    if found:
+    if followed:
         logger.warning(
             "in calibration %s %s below half a step of the sum that reads %s. In TRAIN all scales follow the batches, also learned and "
             "frozen ones, until the model is calibrated again",
-            _listed(found),
-            "was" if len(found) == 1 else "were",
-            "it" if len(found) == 1 else "them",
+            _listed(followed),
+            "was" if len(followed) == 1 else "were",
+            "it" if len(followed) == 1 else "them",
         )
 
 
@@ -449,13 +449,13 @@ def qparams(prepared: nn.Module) -> dict[str, float | tuple[float, int]]:
 
 def _by_name(operators: Mapping[str, QuantizedOperator]) -> dict[str, Quantizer]:
     """Return the quantizers of outputs, and of the tensors that residuals are added to, by their names in `qparams`."""
-    found: dict[str, Quantizer] = {}
+    quantizers: dict[str, Quantizer] = {}
     for name, operator in operators.items():
         if not operator.plain and not operator.output.follows_sum:
-            found[name] = operator.output
+            quantizers[name] = operator.output
         if operator.intermediate is not None:
-            found[name + INTERMEDIATE] = operator.intermediate
-    return found
+            quantizers[name + INTERMEDIATE] = operator.intermediate
+    return quantizers
 
 
 @checked(scales=Kind("a dict of scales, positive and finite numbers, by module path or node name", _scales))
@@ -470,9 +470,9 @@ def set_qparams(prepared: nn.Module, scales: Mapping[str, float | tuple[float, i
     require_prepared(prepared)
     operators = quantized_operators(prepared)
     named = _by_name(operators)
-    given: Mapping[str, tuple[float, int | None]] = scales  # type: ignore[assignment]  # as `_scales` has made them
+    pairs: Mapping[str, tuple[float, int | None]] = scales  # type: ignore[assignment]  # as `_scales` has made them
     chosen: list[tuple[str, Quantizer, tuple[float, int | None]]] = []
-    for name, (scale, zero_point) in given.items():
+    for name, (scale, zero_point) in pairs.items():
         what = f"the scale {scale} for {name!r} is not usable"
         if not 0 < scale < float("inf"):
             raise ConfigurationError(what, because="a scale is a positive, finite number", remedy="pass a positive scale")

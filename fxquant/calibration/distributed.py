@@ -30,20 +30,20 @@ def index() -> int:
 
 def gathered(value: Any) -> list[Any]:
     """Return the values that all ranks pass here, in the order of the ranks; each rank calls this once."""
-    found: list[Any] = [None] * count()
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * count()
+    dist.all_gather_object(values, value)
+    return values
 
 
-def merge(observers: Mapping[str, Observer], seen: int | None) -> int:
+def merge(observers: Mapping[str, Observer], batches: int | None) -> int:
     """Merge the observations of all ranks into every observer, and return the number of batches of all ranks.
 
-    Every rank calls this once. `seen` is this rank's number of batches, None if its calibration failed: the other
+    Every rank calls this once. `batches` is this rank's number of batches, None if its calibration failed: the other
     ranks then raise CalibrationError instead of waiting for it.
     """
     own = {path: {name: buffer.detach().cpu() for name, buffer in observer.named_buffers()} for path, observer in observers.items()}
-    every: list[tuple[int | None, Seen]] = gathered((seen, own))
-    if seen is None:
+    every: list[tuple[int | None, Seen]] = gathered((batches, own))
+    if batches is None:
         return 0
     failed = [rank for rank, (number, _) in enumerate(every) if number is None]
     if failed:

@@ -147,7 +147,7 @@ def observations(prepared: nn.Module) -> Observations:
     a part of them. Tensors with a scale that was given, and 32-bit sums, are not observed. Raises NotCalibrated if nothing was observed.
     """
     require_prepared(prepared)
-    found = []
+    all_observed = []
     for quantizer, places in _scales(prepared):
         if quantizer.observer is not None and all(observer.observed for observer in quantizer.observers):
             gathered = {
@@ -155,14 +155,14 @@ def observations(prepared: nn.Module) -> Observations:
                 for observer in quantizer.observers
                 if observer is not quantizer.range and (way := gathering(observer)) is not None
             }
-            found.append(Observed(places, dict(sorted(gathered.items()))))
-    if not found:
+            all_observed.append(Observed(places, dict(sorted(gathered.items()))))
+    if not all_observed:
         raise NotCalibrated(
             "nothing was observed in this model",
             because="no calibration batch has passed through it, or all of its scales were given, or are found at run time",
             remedy="run fxq.calibrate(prepared, batches) first",
         )
-    return Observations(found)
+    return Observations(all_observed)
 
 
 @torch.no_grad()
@@ -172,25 +172,25 @@ def restore(prepared: fx.GraphModule, observed: Observations) -> dict[str, str]:
     Raises ConfigurationError if they are of another model, so that not one of its tensors was observed.
     """
     _multiply(prepared, observed)
-    wanted = [(quantizer, places) for quantizer, places in _scales(prepared) if quantizer.observer is not None]
-    found = [(quantizer, places, _missing(quantizer, places, observed)) for quantizer, places in wanted]
-    missing = {", ".join(place.name for place in places): because for _, places, because in found if because is not None}
-    if wanted and not any(observed.at(places) for _, places in wanted):
+    needed = [(quantizer, places) for quantizer, places in _scales(prepared) if quantizer.observer is not None]
+    reasons = [(quantizer, places, _missing(quantizer, places, observed)) for quantizer, places in needed]
+    missing = {", ".join(place.name for place in places): because for _, places, because in reasons if because is not None}
+    if needed and not any(observed.at(places) for _, places in needed):
         raise ConfigurationError(
             "the observations are of another model",
             because="; ".join(f"%{name}: {because}" for name, because in list(missing.items())[:4]),
             remedy="pass what fxq.observers.observations returned for this model, or calibrate it",
         )
-    for quantizer, places, because in found:
+    for quantizer, places, because in reasons:
         if because is not None:
             continue
-        known = observed.at(places)
-        assert known is not None
+        match = observed.at(places)
+        assert match is not None
         for observer in quantizer.observers:
             way = gathering(observer)
             assert way is not None
             for name, buffer in observer.named_buffers():
-                buffer.copy_(known.gathered[way][name])
+                buffer.copy_(match.gathered[way][name])
         quantizer.update_scale()
     return missing
 
@@ -199,26 +199,26 @@ def _scales(prepared: nn.Module) -> list[tuple[Quantizer, Places]]:
     """Return every quantizer with the places that it observes."""
     assert isinstance(prepared, fx.GraphModule)
     nodes = {node.name: node for node in prepared.graph.nodes}
-    known = channels(prepared)
-    of_label = exponents(prepared, known)
+    channel_labels = channels(prepared)
+    of_label = exponents(prepared, channel_labels)
     quantizers: dict[int, tuple[Quantizer, list[Place]]] = {}
     for name, operator in quantized_operators(prepared).items():
         node = nodes[name]
         if operator.owns_output:
             _, places = quantizers.setdefault(id(operator.output), (operator.output, []))
-            places.append(_place(node, operator, of_label[known.tensors[node]]))
+            places.append(_place(node, operator, of_label[channel_labels.tensors[node]]))
         if operator.intermediate is not None:
-            place = Place(name + INTERMEDIATE, fused(node), str(fact(node)), EVERYTHING, _plainly(of_label[known.tensors[node]]))
+            place = Place(name + INTERMEDIATE, fused(node), str(fact(node)), EVERYTHING, _plainly(of_label[channel_labels.tensors[node]]))
             quantizers[id(operator.intermediate)] = (operator.intermediate, [place])
     return [(quantizer, tuple(places)) for quantizer, places in quantizers.values()]
 
 
 def _multiply(prepared: fx.GraphModule, observed: Observations) -> None:
     """Give channels the factors that they were observed with, where all tensors that share them agree."""
-    known = channels(prepared)
-    low = torch.full((known.number,), LARGEST_EXPONENT, dtype=torch.int64, device="cpu")
+    channel_labels = channels(prepared)
+    low = torch.full((channel_labels.number,), LARGEST_EXPONENT, dtype=torch.int64, device="cpu")
     high = -low
-    for node, labels in known.tensors.items():
+    for node, labels in channel_labels.tensors.items():
         for places in observed.named(node.name):
             place = next(place for place in places if place.name == node.name)
             own = torch.tensor(place.exponents or [0], dtype=torch.int64, device="cpu")
@@ -227,7 +227,7 @@ def _multiply(prepared: fx.GraphModule, observed: Observations) -> None:
                 high.scatter_reduce_(0, labels.flatten(), own.expand(labels.numel()), "amax")
     agreed = torch.where(low == high, low, 0)
     agreed[0] = 0
-    multiply(prepared, known, agreed)
+    multiply(prepared, channel_labels, agreed)
 
 
 def _plainly(exponents: Tensor) -> tuple[int, ...]:
@@ -243,14 +243,14 @@ def _place(node: fx.Node, operator: QuantizedOperator, exponents: Tensor) -> Pla
 
 def _missing(quantizer: Quantizer, places: Places, observed: Observations) -> str | None:
     """Return why the observations cannot give a scale; None if they can."""
-    known = observed.at(places)
-    if known is None:
+    match = observed.at(places)
+    if match is None:
         return _why_elsewhere(places, observed)
     for observer in quantizer.observers:
         way = gathering(observer)
         if way is None:
             return f"its observer {type(observer).__qualname__} collects statistics that no other observer collects"
-        if way not in known.gathered or {name for name, _ in observer.named_buffers()} != known.gathered[way].keys():
+        if way not in match.gathered or {name for name, _ in observer.named_buffers()} != match.gathered[way].keys():
             settings = ", ".join(f"{name}={value}" for name, value in way[1])
             return f"what {way[0]}({settings}) collects was not collected, since no observer had these settings"
     return None

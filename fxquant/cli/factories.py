@@ -33,8 +33,8 @@ def model_named(name: str) -> nn.Module:
     if not colon or not path or not all(part.isidentifier() for part in (*module.split("."), *path.split("."))):
         raise ConfigurationError(f"{name!r} does not name a model", because=f"a model is named as {FORM}", remedy=REMEDY)
     with working(f"importing {module}"):
-        found = _attribute(_imported(module), path, name)
-        model = found if isinstance(found, nn.Module) else _made(found, name)
+        value = _attribute(_imported(module), path, name)
+        model = value if isinstance(value, nn.Module) else _made(value, name)
     return model.eval()
 
 
@@ -47,16 +47,16 @@ def _imported(module: str) -> Any:
         return importlib.import_module(module)
 
 
-def _attribute(found: Any, path: str, name: str) -> Any:
+def _attribute(value: Any, path: str, name: str) -> Any:
     for part in path.split("."):
-        if not hasattr(found, part):
-            known = [each for each in vars(found) if not each.startswith("_")] if hasattr(found, "__dict__") else []
-            near = difflib.get_close_matches(part, known, n=1)
-            because = f"{getattr(found, '__name__', type(found).__name__)} has no {part}"
-            remedy = f"did you mean {near[0]!r}?" if near else f"its names are {', '.join(known) or 'none'}"
+        if not hasattr(value, part):
+            names = [each for each in vars(value) if not each.startswith("_")] if hasattr(value, "__dict__") else []
+            near = difflib.get_close_matches(part, names, n=1)
+            because = f"{getattr(value, '__name__', type(value).__name__)} has no {part}"
+            remedy = f"did you mean {near[0]!r}?" if near else f"its names are {', '.join(names) or 'none'}"
             raise ConfigurationError(f"{name} does not exist", because=because, remedy=remedy)
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def _made(factory: Any, name: str) -> nn.Module:

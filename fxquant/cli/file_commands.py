@@ -55,9 +55,9 @@ def add_diff(commands: Any) -> None:
 def _diff(options: argparse.Namespace) -> int:
     from fxquant.reporting.inspection import difference, read
 
-    found = difference(read(options.a), read(options.b))
-    print(found or "equal: the same graph, scales and tensors")
-    return 1 if found else 0
+    text = difference(read(options.a), read(options.b))
+    print(text or "equal: the same graph, scales and tensors")
+    return 1 if text else 0
 
 
 def add_report(commands: Any) -> None:
@@ -124,8 +124,8 @@ def add_export(commands: Any) -> None:
     rows = "rows of a batch: of the C program (default: 1), and of the ONNX file, which then has fixed sizes alone (default: any batch)"
     export.add_argument("--batch-size", type=positive, metavar="N", help=rows)
     add_form(export)
-    taken = "what the vendor's compiler for bernoulli2, bayes and bayes-e takes: a folder (see --out)"
-    export.add_argument("--to", choices=("horizon",), help=taken)
+    help_text = "what the vendor's compiler for bernoulli2, bayes and bayes-e takes: a folder (see --out)"
+    export.add_argument("--to", choices=("horizon",), help=help_text)
     fields = "optimize_level O2, outputs integer, layout NHWC, core_num 2, jobs 4, …; may be given several times"
     field = f"a field of fxq.board.HorizonOptions: {fields}"
     export.add_argument("--option", action="append", nargs=2, metavar=("NAME", "VALUE"), help=field)
@@ -166,14 +166,14 @@ def _export(options: argparse.Namespace) -> int:
     if options.to is not None:
         model = fxq.board.with_camera(integer, **colours) if colours else integer
         fields: dict[str, Any] = {name: int(value) if value.isdecimal() else value for name, value in options.option or ()}
-        made = fxq.board.export_horizon(model, options.out, camera=options.camera, options=fxq.board.HorizonOptions(**fields))
+        output = fxq.board.export_horizon(model, options.out, camera=options.camera, options=fxq.board.HorizonOptions(**fields))
         if colours:
-            print(fxq.save(model, made / "camera.fxq"))
+            print(fxq.save(model, output / "camera.fxq"))
         if options.compile or options.board:
-            made = fxq.board.compile_horizon(made)
-        print(made)
+            output = fxq.board.compile_horizon(output)
+        print(output)
         if options.board:
-            print(fxq.board.board_kit(options.board, model, made, _batches(options, model)))
+            print(fxq.board.board_kit(options.board, model, output, _batches(options, model)))
     return 0
 
 

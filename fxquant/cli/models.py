@@ -54,10 +54,10 @@ def add_check(commands: Any) -> None:
     more = "Each is listed with the line of the model's code and a remedy. The exit status is 0 if there is nothing, and 1 if there is."
     check = command(commands, "check", purpose, more)
     add_model(check)
-    given = check.add_mutually_exclusive_group(required=True)
+    source = check.add_mutually_exclusive_group(required=True)
     sizes = "sizes of a float32 input; once for each of forward's arguments"
-    given.add_argument("--shape", action="append", type=shape, metavar="N,C,…", help=sizes)
-    given.add_argument("--data", type=path, metavar="PATH", help=f"samples, of which the first is the input: {DATA}")
+    source.add_argument("--shape", action="append", type=shape, metavar="N,C,…", help=sizes)
+    source.add_argument("--data", type=path, metavar="PATH", help=f"samples, of which the first is the input: {DATA}")
     check.set_defaults(run=_check)
 
 
@@ -69,9 +69,9 @@ def _check(options: argparse.Namespace) -> int:
     mapping = None if options.qconfig is None else fxq.load_qconfig(options.qconfig)
     model = model_named(options.model)
     example = random_example(options.shape) if options.shape else example_from(options.data, model)
-    found = fxq.check(model, example, options.target, mapping, options=fxq.Options(adapt=options.adapt))
-    print(found)
-    return 0 if found else 1
+    result = fxq.check(model, example, options.target, mapping, options=fxq.Options(adapt=options.adapt))
+    print(result)
+    return 0 if result else 1
 
 
 def add_conformance(commands: Any) -> None:
@@ -102,8 +102,8 @@ def _conformance(options: argparse.Namespace) -> int:
 
     asked = [name for name in ("target", "results", "simulate") if getattr(options, name) is not None]
     if len(asked) != 1:
-        given = f"; given are --{' and --'.join(asked)}" if asked else ""
-        because = f"--target writes a kit, --results and --simulate compare results{given}"
+        others = f"; given are --{' and --'.join(asked)}" if asked else ""
+        because = f"--target writes a kit, --results and --simulate compare results{others}"
         raise ConfigurationError("the request is not clear", because=because, remedy="give one of them")
     if options.target is None:
         unused = [name for name in ("dtype", "operators") if getattr(options, name) is not None]
@@ -111,9 +111,9 @@ def _conformance(options: argparse.Namespace) -> int:
             because = "the kit was written for its operators and dtypes"
             raise ConfigurationError(f"--{unused[0]} means nothing here", because=because, remedy="leave it out")
         folder = options.results if options.simulate is None else fxq.board.simulate_conformance(options.kit, options.simulate)
-        found = fxq.board.check_conformance(options.kit, folder)
-        print(found)
-        print(found.to_json(folder / "conformance.json"))
-        return 0 if found else 1
+        result = fxq.board.check_conformance(options.kit, folder)
+        print(result)
+        print(result.to_json(folder / "conformance.json"))
+        return 0 if result else 1
     print(fxq.board.conformance_kit(options.kit, options.target, dtypes=options.dtype or ["int8"], operators=options.operators))
     return 0

@@ -100,12 +100,12 @@ def run(options: argparse.Namespace) -> int:
     mapping = None if options.qconfig is None else fxq.load_qconfig(options.qconfig)
     model = model_named(options.model)
     samples = samples_from(options.data, model)
-    calibration, held = _split(samples, options)
+    calibration, held_out = _split(samples, options)
     batches = _batches(calibration, options.batch_size)
     result = fxq.quantize(model, batches, options.target, mapping, options=fxq.Options(adapt=options.adapt))
-    with tempfile.TemporaryDirectory(prefix="fxquant-") as made:
-        folder = Path(made)
-        outcome = _written(result, folder, held, _count(calibration), options)
+    with tempfile.TemporaryDirectory(prefix="fxquant-") as temporary:
+        folder = Path(temporary)
+        outcome = _written(result, folder, held_out, _count(calibration), options)
         write_file(folder / SUMMARY, json.dumps(outcome.document(), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
         place_files(folder, out, SUMMARY)
     Console().print(outcome)
@@ -138,13 +138,13 @@ def _count(samples: Samples) -> int:
 def _split(samples: Samples, options: argparse.Namespace) -> tuple[Samples, Samples]:
     """Return the samples to calibrate, and those held back, which fill whole batches of a file of a fixed batch."""
     count, least = _count(samples), options.fixed_batch or 1
-    held = min(count // EVERY, MOST)
-    held = max(held - held % least, least)
-    if held >= count:
-        because = f"there are {count}, of which {held} would be held back to verify the file"
-        remedy = f"give {held + 1} or more; calibration needs some hundred"
+    held_out = min(count // EVERY, MOST)
+    held_out = max(held_out - held_out % least, least)
+    if held_out >= count:
+        because = f"there are {count}, of which {held_out} would be held back to verify the file"
+        remedy = f"give {held_out + 1} or more; calibration needs some hundred"
         raise ConfigurationError(f"{options.data} holds too few samples", because=because, remedy=remedy)
-    return {name: array[:-held] for name, array in samples.items()}, {name: array[-held:] for name, array in samples.items()}
+    return {name: array[:-held_out] for name, array in samples.items()}, {name: array[-held_out:] for name, array in samples.items()}
 
 
 def _batches(samples: Samples, size: int) -> list[dict[str, Tensor]]:
@@ -152,20 +152,20 @@ def _batches(samples: Samples, size: int) -> list[dict[str, Tensor]]:
     return [dict(zip(samples, batch, strict=True)) for batch in zip(*pieces, strict=True)]
 
 
-def _written(result: fxq.results.Result, folder: Path, held: Samples, calibrated: int, options: argparse.Namespace) -> Outcome:
+def _written(result: fxq.results.Result, folder: Path, held_out: Samples, calibrated: int, options: argparse.Namespace) -> Outcome:
     """Write the files of a result into a folder, verify them, and return the outcome."""
     if options.horizon:
         fxq.board.export_horizon(result.integer, folder / HORIZON)
     path = result.export(folder / MODEL, style=options.style, opset=options.opset, batch_size=options.fixed_batch)
     fxq.save(result.integer, folder / INTEGER)
-    verified = result.verify(path, _batches(held, options.fixed_batch or options.batch_size))
-    batches = _batches(held, options.batch_size)
+    verified = result.verify(path, _batches(held_out, options.fixed_batch or options.batch_size))
+    batches = _batches(held_out, options.batch_size)
     compared = result.compare(batches)
     if options.report:
         fxq.report(result.integer, folder / REPORT, batches, prepared=result.prepared, comparison=compared, title=options.model)
     operators = sum(layer.integer and not layer.boundary for layer in fxq.inspect.layers(result.prepared))
     files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
-    return Outcome(options.model, calibrated, _count(held), verified, compared, fxq.check(result.prepared), operators, files)
+    return Outcome(options.model, calibrated, _count(held_out), verified, compared, fxq.check(result.prepared), operators, files)
 
 
 def _finite(value: float) -> float | None:

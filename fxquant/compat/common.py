@@ -82,14 +82,14 @@ def foreign(toolkit: str, table: Mapping[str, Refusal] | None = None) -> Callabl
 
             @functools.wraps(function)
             def call(*args: Any, **kwargs: Any) -> R:
-                given = signature.bind(*args, **kwargs).arguments
-                for name, value in given.items():
+                arguments = signature.bind(*args, **kwargs).arguments
+                for name, value in arguments.items():
                     refusal, usual = own_table.get(name), signature.parameters[name].default
                     if refusal is None or usual is inspect.Parameter.empty or value is None or value == usual:
                         continue
                     if refusal.harmless is None or not refusal.harmless(value):
                         raise refusal.error(f"{function.__name__}({name}=…) cannot be done")
-                return function(**{name: value for name, value in given.items() if name in own.parameters})
+                return function(**{name: value for name, value in arguments.items() if name in own.parameters})
 
             call.__dict__["__signature__"] = signature
             return checked(**kinds)(call)
@@ -103,8 +103,8 @@ def settings_of(config: Any) -> dict[str, Any]:
     """Return the non-empty settings of a custom config, PyTorch's object or its dict form, by name."""
     if config is None:
         return {}
-    held = config if isinstance(config, Mapping) else vars(config)
-    return {name: value for name, value in held.items() if not isinstance(value, Iterable) or list(value)}
+    attributes = config if isinstance(config, Mapping) else vars(config)
+    return {name: value for name, value in attributes.items() if not isinstance(value, Iterable) or list(value)}
 
 
 def keeps_attributes(config: Any) -> bool:
@@ -117,9 +117,9 @@ def unserved(called: str, argument: str, because: str, remedy: str) -> Configura
     return Refusal(because, remedy).error(f"{called}({argument}=…) cannot be done")
 
 
-def unknown(argument: str, value: Any, known: str) -> ConfigurationError:
+def unknown(argument: str, value: Any, choices: str) -> ConfigurationError:
     """Return the error for a value that is none of the known ones of an argument."""
-    return Refusal(f"it is {known}", "pass one of these").error(f"{argument}={value!r} is unknown")
+    return Refusal(f"it is {choices}", "pass one of these").error(f"{argument}={value!r} is unknown")
 
 
 @contextlib.contextmanager
@@ -128,12 +128,12 @@ def reading_attributes(model: nn.Module, read: Callable[[Any], Any]) -> Iterator
     modules = model.modules() if isinstance(model, nn.Module) else ()
     before = {module: module.__dict__["qconfig"] for module in modules if "qconfig" in module.__dict__}
     try:
-        for module, given in before.items():
-            module.__dict__["qconfig"] = read(given)
+        for module, qconfig in before.items():
+            module.__dict__["qconfig"] = read(qconfig)
         yield
     finally:
-        for module, given in before.items():
-            module.__dict__["qconfig"] = given
+        for module, qconfig in before.items():
+            module.__dict__["qconfig"] = qconfig
 
 
 def traced(

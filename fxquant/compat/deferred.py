@@ -56,14 +56,14 @@ def prepared_in_place(
         source = object.__new__(type(model))
         object.__setattr__(source, "__dict__", model.__dict__)
     if example_inputs is None:
-        made: nn.Module = Deferred(source if inplace else copy.deepcopy(model), prepare, called, keeps)
+        prepared: nn.Module = Deferred(source if inplace else copy.deepcopy(model), prepare, called, keeps)
     else:
-        made = prepare(source, example_inputs)
+        prepared = prepare(source, example_inputs)
     if not inplace:
-        return made
-    if not isinstance(made, Deferred):
-        _keep_parameters(source, made)
-    become(model, made)
+        return prepared
+    if not isinstance(prepared, Deferred):
+        _keep_parameters(source, prepared)
+    become(model, prepared)
     return model
 
 
@@ -137,9 +137,9 @@ class Deferred(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load the state_dict of a prepared model, which records its inputs; any other is loaded once the model is prepared."""
-        known = shapes_of(state_dict)
-        if known is not None:
-            self._become(known, "the model whose state_dict is loaded")
+        shapes = shapes_of(state_dict)
+        if shapes is not None:
+            self._become(shapes, "the model whose state_dict is loaded")
             return self.load_state_dict(state_dict, strict)
         self.later(functools.partial(nn.Module.load_state_dict, state_dict=state_dict, strict=strict))
         return nn.modules.module._IncompatibleKeys([], [])
@@ -295,13 +295,13 @@ def _called(module: nn.Module) -> list[tuple[fx.Node, QuantizedOperator]]:
 def _numbered(module: nn.Module, foreign: dict[str, Any]) -> list[QuantizedOperator]:
     """Return the operators whose tensors PyTorch's graph numbers, in its order; none if it has a different number of them."""
     numbers = {int(match[1]) for key in foreign if (match := NUMBERED.fullmatch(key))}
-    known = [(node, operator) for node, operator in _called(module) if not operator.plain]
-    places: dict[fx.Node, float] = {node: place for place, (node, _) in enumerate(known)}
-    for node, operator in known:
+    ordered = [(node, operator) for node, operator in _called(module) if not operator.plain]
+    places: dict[fx.Node, float] = {node: place for place, (node, _) in enumerate(ordered)}
+    for node, operator in ordered:
         if operator.operator is QUANTIZE:  # PyTorch numbers an input at its first reader
             places[node] = min((places[user] for user in node.users if user in places), default=places[node]) - 0.5
-    known.sort(key=lambda pair: places[pair[0]])
-    operators = [operator for _, operator in known]
+    ordered.sort(key=lambda pair: places[pair[0]])
+    operators = [operator for _, operator in ordered]
     if numbers == set(range(len(operators))):
         return operators
     owners = [operator for operator in operators if operator.owns_output]  # PyTorch shares grids as well
@@ -315,7 +315,7 @@ def _take_scales(module: nn.Module, incompatible: Any) -> None:
     if not foreign:
         return
     operators = quantized_operators(module)
-    taken: set[str] = set()
+    assigned: set[str] = set()
     unused = []
     numbered = _numbered(module, foreign)
     zeros = {key.removesuffix("zero_point"): int(value.reshape(-1)[0]) for key, value in foreign.items() if _is_zero_point(key, value)}
@@ -331,16 +331,16 @@ def _take_scales(module: nn.Module, incompatible: Any) -> None:
             used = _assign(numbered[int(path)], value, zero_point) if numbered else None
         else:
             used = _activation(operators, path, value, zero_point) if place == ACTIVATION else _weight(operators, path, value)
-        taken |= used or set()
+        assigned |= used or set()
         if used is None:
             unused.append(key)
-    known = tuple(f"quantized.{name}." for name in operators if name in taken or not _has_scale(operators[name]))
-    incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if not key.startswith(known) and "weight_quantizer" not in key]
+    stems = tuple(f"quantized.{name}." for name in operators if name in assigned or not _has_scale(operators[name]))
+    incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if not key.startswith(stems) and "weight_quantizer" not in key]
     incompatible.unexpected_keys.extend(unused)
     scales = sum(1 for key in foreign if key.endswith(f"{ACTIVATION}.scale") or (key.endswith(".scale") and NUMBERED.fullmatch(key)))
     logger.info(
         "of %d scales of the checkpoint %d were taken, for %d of %d operators that have one; those of weights follow the weights",
-        scales, scales - sum(ACTIVATION in key for key in unused), len(taken), sum(map(_has_scale, operators.values())),
+        scales, scales - sum(ACTIVATION in key for key in unused), len(assigned), sum(map(_has_scale, operators.values())),
     )  # fmt: skip
 
 
@@ -350,8 +350,8 @@ def _has_scale(operator: QuantizedOperator) -> bool:
 
 def _activation(operators: dict[str, QuantizedOperator], path: str, scale: Tensor, zero_point: int | None) -> set[str] | None:
     """Set the output scale of a module's last operator; return the operators that have it, or None if the module does not exist."""
-    found = [operator for operator in operators.values() if operator.path == path and operator.owns_output and not operator.plain]
-    return _assign(found[-1], scale, zero_point) if found and scale.numel() == 1 else None
+    matches = [operator for operator in operators.values() if operator.path == path and operator.owns_output and not operator.plain]
+    return _assign(matches[-1], scale, zero_point) if matches and scale.numel() == 1 else None
 
 
 def _assign(operator: QuantizedOperator, scale: Tensor, zero_point: int | None) -> set[str]:
@@ -366,9 +366,9 @@ def _assign(operator: QuantizedOperator, scale: Tensor, zero_point: int | None) 
 
 def _weight(operators: dict[str, QuantizedOperator], path: str, scale: Tensor) -> set[str] | None:
     """Set the weight scale of a module's layer if it is learned; return None if the module does not exist."""
-    found = [operator for operator in operators.values() if operator.path == path and operator.operator is not QUANTIZE]
-    for operator in found:
+    layers = [operator for operator in operators.values() if operator.path == path and operator.operator is not QUANTIZE]
+    for operator in layers:
         learned = operator.weight_quantizer.learned
         if learned is not None and learned.base_scale.numel() == scale.numel():
             learned.assign(scale.reshape(learned.base_scale.shape).float())
-    return set() if found else None
+    return set() if layers else None

@@ -122,8 +122,8 @@ class Tables:
         if isinstance(row.served, Refusal):
             raise MissingName(f"{self.shown(path)} has no {name}", because=row.served.because, remedy=row.served.remedy)
         home, _, attribute = row.served.partition(":")
-        found = importlib.import_module(f"{self.homes}.{home}" if home else self.homes)
-        return getattr(found, attribute) if attribute else found
+        module = importlib.import_module(f"{self.homes}.{home}" if home else self.homes)
+        return getattr(module, attribute) if attribute else module
 
     def _own_value(self, path: str, name: str) -> Any:
         """Return the toolkit's own object of this name. Raises MissingName without the toolkit, AttributeError for an unknown name."""
@@ -147,8 +147,8 @@ class Tables:
 
     def own_modules(self, path: str) -> list[ModuleType]:
         """Return the toolkit's own modules of this path: at most one for each alias."""
-        found = [self.own_module(name) for name in self.aliased(path)] if self.partly else []
-        return [module for module in found if module is not None]
+        modules = [self.own_module(name) for name in self.aliased(path)] if self.partly else []
+        return [module for module in modules if module is not None]
 
     def own_module(self, name: str) -> ModuleType | None:
         """Return the toolkit's own module of this name, or None if there is none."""

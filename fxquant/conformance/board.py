@@ -99,19 +99,19 @@ def nv12(path: str, rows: int, width: int) -> Any:
 def inputs_of(program: Any, options: Any) -> Any:
     """Return the inputs of a program by name, with the sample as dimension 0."""
     if not options.images:
-        held = np.load(options.inputs or str(HERE / "inputs.npz"), allow_pickle=False)
-        return {name: held[name] for name in program["inputs"]}
+        arrays = np.load(options.inputs or str(HERE / "inputs.npz"), allow_pickle=False)
+        return {name: arrays[name] for name in program["inputs"]}
     if program.get("camera") != "nv12":
         raise RuntimeError("it does not take NV12, and how it takes a picture is not known here: give --inputs FILE.npz")
     ((name, (_, rows, width)),) = program["inputs"].items()
     return {name: np.concatenate([nv12(path, rows, width) for path in options.images])}
 
 
-def ordered(wanted: Any, outputs: Any) -> Any:
+def ordered(order: Any, outputs: Any) -> Any:
     """Return the arrays of outputs in the wanted order of their names; in their own if they have other names."""
-    if len(outputs) != len(wanted):
-        raise RuntimeError(f"it has {len(outputs)} outputs, and {len(wanted)} are expected")
-    return [np.array(outputs[name]) for name in (wanted if set(wanted) == set(outputs) else outputs)]
+    if len(outputs) != len(order):
+        raise RuntimeError(f"it has {len(outputs)} outputs, and {len(order)} are expected")
+    return [np.array(outputs[name]) for name in (order if set(order) == set(outputs) else outputs)]
 
 
 def results_of(program: Any, load: Any, inputs: Any) -> Any:
@@ -144,18 +144,18 @@ def equal(results: Any, expected: Any) -> bool:
     """Print how each output compares with its expected integers, then the first that differs; return whether all are equal."""
     first = ""
     for name, value in results.items():
-        wanted = expected[name]
-        value = value.reshape(wanted.shape)
-        if wanted.dtype.kind == "f":
-            print(f"  {name}: computed in float, at most {np.abs(value - wanted).max(initial=0):.3g} off")
+        reference = expected[name]
+        value = value.reshape(reference.shape)
+        if reference.dtype.kind == "f":
+            print(f"  {name}: computed in float, at most {np.abs(value - reference).max(initial=0):.3g} off")
             continue
         value = integers(value, expected.get(f"{name}/step", 1))
-        places = np.argwhere(value != wanted)
-        print(f"  {name}: {len(places)} of {wanted.size} integers differ")
+        places = np.argwhere(value != reference)
+        print(f"  {name}: {len(places)} of {reference.size} integers differ")
         if len(places) and not first:
             place = tuple(places[0].tolist())
-            given = "no multiple of its scale" if value[place] == UNKNOWN else value[place]
-            first = f"{name} is the first that differs: at {place} it is {given}, and {wanted[place]} is expected"
+            actual = "no multiple of its scale" if value[place] == UNKNOWN else value[place]
+            first = f"{name} is the first that differs: at {place} it is {actual}, and {reference[place]} is expected"
     print(f"  {first or 'equal'}")
     return not first
 
@@ -174,9 +174,9 @@ def main() -> int:
     parser.add_argument(
         "--runtime", default="auto", choices=["auto", *RUNTIMES], help="what runs the programs (default: what is installed)"
     )
-    given = parser.add_mutually_exclusive_group()
-    given.add_argument("--inputs", metavar="FILE", help="arrays by the names of the inputs, .npz (default: inputs.npz)")
-    given.add_argument("--images", nargs="+", metavar="FILE", help="pictures, each resized to the program's image")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--inputs", metavar="FILE", help="arrays by the names of the inputs, .npz (default: inputs.npz)")
+    group.add_argument("--images", nargs="+", metavar="FILE", help="pictures, each resized to the program's image")
     parser.add_argument("--expected", metavar="FILE", help="the integers to compare with, .npz (default: expected.npz, for inputs.npz)")
     options = parser.parse_args()
     name = chosen(options.runtime)

@@ -139,7 +139,7 @@ def on_processor(compiled: Compiled) -> list[list[str]]:
     """Return, for each output of a compiled model, the nodes before it that compute on the processor, as "name (type)"."""
     graph = onnx.load(str(compiled.quantized)).graph
     makers = {output: node for node in graph.node for output in node.output}
-    found = []
+    names = []
     for output in graph.output:
         waiting, before = [output.name], dict[str, onnx.NodeProto]()  # by their first output
         while waiting:
@@ -148,8 +148,8 @@ def on_processor(compiled: Compiled) -> list[list[str]]:
                 before[node.output[0]] = node
                 waiting += node.input
         computing = [node for node in before.values() if compiled.runs_on.get(node.name) == "CPU" and node.op_type not in MOVING]
-        found.append(list(dict.fromkeys(f"{node.name} ({node.op_type})" for node in computing)))
-    return found
+        names.append(list(dict.fromkeys(f"{node.name} ({node.op_type})" for node in computing)))
+    return names
 
 
 @checked(folder=FOLDER, compiled=PATH)
@@ -182,32 +182,32 @@ def board_kit(folder: str | os.PathLike[str], integer: fx.GraphModule, compiled:
     names = [f"output {index}" if step is None else ends[index].all_input_nodes[0].name for index, step in enumerate(steps)]
     samples: dict[str, list[Tensor]] = {name: [] for name in (*inputs, *outputs)}
     for index, batch in enumerate(batches):
-        given = form.inputs(batch, index)
-        computed = form.run(given, Wanted.of(OUTPUTS, *form.tensors.keys() & names))
-        for (name, rows), value in zip(samples.items(), (*given, *(computed[each] for each in names)), strict=True):
+        batch_inputs = form.inputs(batch, index)
+        computed = form.run(batch_inputs, Wanted.of(OUTPUTS, *form.tensors.keys() & names))
+        for (name, rows), value in zip(samples.items(), (*batch_inputs, *(computed[each] for each in names)), strict=True):
             rows.append(_samples(value, (inputs | outputs)[name]))
     if not all(samples.values()):
         raise ConfigurationError("there is nothing to run on a board", because="`batches` yielded no batch", remedy="pass one or more")
     arrays = {name: torch.cat(rows).numpy() for name, rows in samples.items()}
-    camera = next((known["type"] for known in inputs.values() if known["type"] != "float32"), None)
-    shapes = {name: known["shape"] if camera is None else [1, *arrays[name].shape[1:]] for name, known in inputs.items()}
+    camera = next((each["type"] for each in inputs.values() if each["type"] != "float32"), None)
+    shapes = {name: each["shape"] if camera is None else [1, *arrays[name].shape[1:]] for name, each in inputs.items()}
     listed = {"name": program.stem, "inputs": shapes, "outputs": list(outputs), "camera": camera}
     expected = {name: arrays[name] for name in outputs}
-    for (name, known), step in zip(outputs.items(), steps, strict=True):
-        if step is not None and "dtype" not in known:  # the program returns float32
-            expected[f"{name}/step"] = (step if known["layout"] is None else step.squeeze()).numpy()
+    for (name, entry), step in zip(outputs.items(), steps, strict=True):
+        if step is not None and "dtype" not in entry:  # the program returns float32
+            expected[f"{name}/step"] = (step if entry["layout"] is None else step.squeeze()).numpy()
     about = {manifest.PROGRAMS: json.dumps({"programs": [listed]}, indent=1).encode(), manifest.EXPECTED: packed(expected)}
     write_files(Path(folder), {program.name: program.read_bytes(), **about, **_shared({name: arrays[name] for name in inputs})})
     return Path(folder)
 
 
-def _samples(value: Tensor, known: Mapping[str, Any]) -> Tensor:
+def _samples(value: Tensor, entry: Mapping[str, Any]) -> Tensor:
     """Return an input or output (N, …) in the program's form; (1, …) for one without a batch."""
-    kind, turned = known.get("type"), value.permute(0, 2, 3, 1) if value.dim() == 4 else value
+    kind, turned = entry.get("type"), value.permute(0, 2, 3, 1) if value.dim() == 4 else value
     if kind == "nv12":
         return torch.stack([nv12_of(image[None]) for image in turned.round()])
-    value = (turned.round() + CENTRE).to(torch.uint8) if kind == "yuv444" else value if known.get("layout") is None else turned
-    return value if known["shape"][:1] == [1] else value[None]
+    value = (turned.round() + CENTRE).to(torch.uint8) if kind == "yuv444" else value if entry.get("layout") is None else turned
+    return value if entry["shape"][:1] == [1] else value[None]
 
 
 DTYPES = ("int8", "int16")
@@ -260,9 +260,9 @@ def conformance_kit(
     Tool.find()
     place = Path(folder)
     check_place(place / manifest.MANIFEST)
-    with tempfile.TemporaryDirectory(prefix="fxquant-") as made:
-        _write(Path(made), rows, march, dtypes, scales, show_progress)
-        place_files(Path(made), place, manifest.MANIFEST)
+    with tempfile.TemporaryDirectory(prefix="fxquant-") as temporary:
+        _write(Path(temporary), rows, march, dtypes, scales, show_progress)
+        place_files(Path(temporary), place, manifest.MANIFEST)
     return place
 
 
@@ -274,13 +274,13 @@ def _write(place: Path, rows: Sequence[Row], march: str, dtypes: Sequence[str], 
     files: dict[str, str] = {}
     arrays: dict[str, manifest.Array] = {}
     for group, dtype, how in progress(plan, len(plan), f"compiling probes for {march}", show):
-        for made in _made(place, group, march, dtype, how, len(programs)):
-            if isinstance(made, Refusal):
-                refused.append(made)
+        for outcome in _made(place, group, march, dtype, how, len(programs)):
+            if isinstance(outcome, Refusal):
+                refused.append(outcome)
                 continue
-            programs.append(made.program)
-            arrays.update(made.arrays)
-            files.update(made.files)
+            programs.append(outcome.program)
+            arrays.update(outcome.arrays)
+            files.update(outcome.files)
     if not programs:
         because = "\n".join(each.because for each in refused)
         raise ConfigurationError(f"no program is left for {march}", because=because, remedy="choose other operators")
@@ -289,8 +289,8 @@ def _write(place: Path, rows: Sequence[Row], march: str, dtypes: Sequence[str], 
     write_file(place / manifest.EXPECTED, expected := packed(arrays))
     files |= {manifest.EXPECTED: digest(expected), **{f"{manifest.BOARD}/{name}": digest(content) for name, content in shared.items()}}
     kit = Kit(place, probe_target(march).name, tuple(programs), tuple(refused), files)
-    taken = [1, 3, SIZE, SIZE]
-    listed = [{"name": program.name, "inputs": {program.input: taken}, "outputs": program.outputs} for program in programs]
+    shape = [1, 3, SIZE, SIZE]
+    listed = [{"name": program.name, "inputs": {program.input: shape}, "outputs": program.outputs} for program in programs]
     about = {"kit": kit.identity, "target": kit.target, "programs": listed}
     write_file(place / manifest.BOARD / manifest.PROGRAMS, json.dumps(about, indent=1))
     write_file(place / manifest.MANIFEST, kit.as_json())
@@ -302,9 +302,9 @@ def _chosen(march: str, dtypes: Sequence[str], operators: Sequence[str] | None, 
         because = f"its programs are compiled by the vendor's hb_mapper, for {', '.join(HB_MAPPER.marches)}"
         remedy = f"choose {' or '.join(HB_MAPPER.marches)}"
         raise ConfigurationError(f"a conformance kit cannot be written for {march}", because=because, remedy=remedy)
-    known = [dtype for dtype in DTYPES if dtype in probe_target(march).activations]
+    supported = [dtype for dtype in DTYPES if dtype in probe_target(march).activations]
     names = list(ROWS) if operators is None else list(dict.fromkeys(operators))
-    for what, asked, right in (("dtype", dtypes, known), ("operator", names, list(ROWS)), ("kind of scales", scales, list(SCALES))):
+    for what, asked, right in (("dtype", dtypes, supported), ("operator", names, list(ROWS)), ("kind of scales", scales, list(SCALES))):
         wrong = next((each for each in asked if each not in right), None)
         if wrong is not None or not asked:
             near = difflib.get_close_matches(str(wrong), right, n=3)
@@ -322,9 +322,9 @@ def _made(place: Path, rows: Sequence[Row], march: str, dtype: str, how: str, nu
         reasons.setdefault(_row_of(error, rows), error.because)
     if reasons:
         yield from (Refusal(rows[index].name, dtype, how, reason) for index, reason in sorted(reasons.items()))
-        left = [row for index, row in enumerate(rows) if index not in reasons]
-        if left:
-            yield from _made(place, left, march, dtype, how, number)
+        remaining = [row for index, row in enumerate(rows) if index not in reasons]
+        if remaining:
+            yield from _made(place, remaining, march, dtype, how, number)
         return
     try:
         yield _compiled(place, rows, prepared, integer, f"{dtype}-{number}", dtype, how)
@@ -335,7 +335,7 @@ def _made(place: Path, rows: Sequence[Row], march: str, dtype: str, how: str, nu
         middle = len(rows) // 2
         first = list(_made(place, rows[:middle], march, dtype, how, number))
         yield from first
-        yield from _made(place, rows[middle:], march, dtype, how, number + sum(isinstance(made, Made) for made in first))
+        yield from _made(place, rows[middle:], march, dtype, how, number + sum(isinstance(each, Made) for each in first))
 
 
 def _row_of(error: ExportError, rows: Sequence[Row]) -> int:
@@ -369,7 +369,7 @@ def _compiled(place: Path, rows: Sequence[Row], prepared: fx.GraphModule, intege
     write_files(place / manifest.BOARD, content)
     (place / manifest.MODELS).mkdir(exist_ok=True)
     model = save_model(prepared, place / manifest.MODELS / f"{name}.fxq", backends.get)
-    files = {f"{manifest.BOARD}/{path}": digest(held) for path, held in content.items()}
+    files = {f"{manifest.BOARD}/{path}": digest(data) for path, data in content.items()}
     return Made(program, {**files, f"{manifest.MODELS}/{name}.fxq": digest(model.read_bytes())}, arrays)
 
 

@@ -117,8 +117,8 @@ def packed(arrays: Mapping[str, Array]) -> bytes:
 def read_arrays(path: Path) -> dict[str, Array]:
     """Return the arrays in a .npz file, by name. Raises ExportError if the file has another format, or is truncated."""
     try:
-        with np.load(path, allow_pickle=False) as held:
-            return {name: held[name] for name in held.files}
+        with np.load(path, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
     except Exception as error:  # numpy and zipfile raise errors of many classes for a damaged file
         because = str(error).partition("\n")[0] or "it is truncated"
         remedy = "copy it again, or run the kit again"

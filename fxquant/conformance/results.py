@@ -156,8 +156,8 @@ class Ran:
 
     @property
     def largest(self) -> int:
-        known = self.found != UNKNOWN
-        return int(np.abs(self.found - self.expected)[known].max(initial=0))
+        comparable = self.found != UNKNOWN
+        return int(np.abs(self.found - self.expected)[comparable].max(initial=0))
 
 
 @checked(folder=FOLDER, results=FOLDER)
@@ -192,8 +192,8 @@ def check_conformance(folder: str | os.PathLike[str], results: str | os.PathLike
             name = f"{program.name}/{index}"
             if case.place == manifest.BPU and program.outputs[index] in arrays:
                 step = expected[f"{name}/step"]
-                found = _fitted(arrays[program.outputs[index]], expected[name], path, case)
-                ran[program.name, index] = Ran(program, index, step, expected[name].astype(np.int64), integers(found, step))
+                result = _fitted(arrays[program.outputs[index]], expected[name], path, case)
+                ran[program.name, index] = Ran(program, index, step, expected[name].astype(np.int64), integers(result, step))
     if not runtimes:
         because = f"there is none of {', '.join(f'{program.name}.npz' for program in kit.programs[:4])}"
         remedy = f"copy {kit.folder / manifest.BOARD} to the board, run `python3 run.py` there, and pass the folder that it fills"
@@ -215,18 +215,18 @@ def _of_kit(kit: Kit, path: Path) -> dict[str, Array]:
     return arrays
 
 
-def _fitted(found: Array, expected: Array, path: Path, case: Case) -> Array:
+def _fitted(actual: Array, expected: Array, path: Path, case: Case) -> Array:
     """Return a result in the expected shape; runtimes drop or add dimensions of size 1. Raises ExportError for another shape."""
-    if np.squeeze(found).shape != np.squeeze(expected).shape or found.dtype.kind not in "iuf":
-        because = f"the output of {case.operator!r} is {found.dtype} of shape {found.shape}, and {expected.shape} is expected"
+    if np.squeeze(actual).shape != np.squeeze(expected).shape or actual.dtype.kind not in "iuf":
+        because = f"the output of {case.operator!r} is {actual.dtype} of shape {actual.shape}, and {expected.shape} is expected"
         raise ExportError(f"{path} does not fit its program", because=because, remedy="write results by the kit's own run.py")
-    return found.reshape(expected.shape)
+    return actual.reshape(expected.shape)
 
 
 def _find_fits(kit: Kit, ran: Sequence[Ran], show: bool | None) -> None:
     """Find the variants that fit the outputs of differing operators: single changes, then pairs of changes for the remaining ones."""
-    wanted = {_operator(each) for each in ran if each.differing}
-    if not wanted:
+    differing = {_operator(each) for each in ran if each.differing}
+    if not differing:
         return
     target = backends.get(kit.target)
     variants = variants_of(target)
@@ -236,14 +236,14 @@ def _find_fits(kit: Kit, ran: Sequence[Ran], show: bool | None) -> None:
         name = each.program.outputs[each.index]
         if name in simulated and np.array_equal(integers(simulated[name], each.steps), each.found):
             each.fits.add(SIMULATOR)
-    _try(kit, ran, wanted, variants, show)
-    fitting = Counter(name for operator in wanted for name in fits_of(operator, ran) if name != SIMULATOR)
-    left = {operator for operator in wanted if not fits_of(operator, ran)}
-    if left and fitting:
+    _try(kit, ran, differing, variants, show)
+    fitting = Counter(name for operator in differing for name in fits_of(operator, ran) if name != SIMULATOR)
+    unexplained = {operator for operator in differing if not fits_of(operator, ran)}
+    if unexplained and fitting:
         most = next(variant for variant in variants if variant.name == fitting.most_common(1)[0][0])
         changed = [most.and_also(other) for other in variants if other is not most]
         both = [each for each in changed if each.of(target).arithmetic not in (target.arithmetic, most.of(target).arithmetic)]
-        _try(kit, ran, left, both, show)
+        _try(kit, ran, unexplained, both, show)
 
 
 def _operator(ran: Ran) -> tuple[str, str]:
@@ -266,12 +266,12 @@ def _try(kit: Kit, ran: Sequence[Ran], operators: set[tuple[str, str]], variants
     for program, variant in progress(plan, len(plan), "trying variants", show):
         chosen = {each.index: each for each in ran if each.program.name == program.name and _operator(each) in operators}
         try:
-            found = computed(model(program), variant.of(target), images, {index: each.steps for index, each in chosen.items()})
+            results = computed(model(program), variant.of(target), images, {index: each.steps for index, each in chosen.items()})
         except FxQuantError as error:
             failed[variant.name] = error.because
             continue
         for index, each in chosen.items():
-            if np.array_equal(found[index], each.found):
+            if np.array_equal(results[index], each.found):
                 each.fits.add(variant.name)
     for name, because in failed.items():
         logger.info("the variant %r could not be computed: %s", name, because)
@@ -285,7 +285,7 @@ def _rows(kit: Kit, ran: Mapping[tuple[str, int], Ran], notes: Mapping[str, str]
             cases.setdefault((case.operator, program.dtype), []).append((program, index))
     for refusal in kit.refusals:
         cases.setdefault((refusal.operator, refusal.dtype), [])
-    return [_row(*key, found, kit, ran, notes) for key, found in cases.items()]
+    return [_row(*key, places, kit, ran, notes) for key, places in cases.items()]
 
 
 def _row(
@@ -294,14 +294,14 @@ def _row(
     refused = [f"{each.scales}: {each.because}" for each in kit.refusals if (each.operator, each.dtype) == (operator, dtype)]
     on_bpu = [(program, index) for program, index in cases if program.cases[index].place == manifest.BPU]
     if not on_bpu:
-        left = dict.fromkeys(program.cases[index].note for program, index in cases)
-        return ProbeResult(operator, dtype, PROCESSOR if cases else REFUSED, note="; ".join([*left, *refused]))
-    given = [ran[program.name, index] for program, index in on_bpu if (program.name, index) in ran]
+        remarks = dict.fromkeys(program.cases[index].note for program, index in cases)
+        return ProbeResult(operator, dtype, PROCESSOR if cases else REFUSED, note="; ".join([*remarks, *refused]))
+    runs = [ran[program.name, index] for program, index in on_bpu if (program.name, index) in ran]
     missing = [f"{program.name}: {notes[program.name]}" for program, index in on_bpu if (program.name, index) not in ran]
-    differing = sum(each.differing for each in given)
-    single_first = sorted(fits_of((operator, dtype), given), key=lambda name: (name != SIMULATOR, " + " in name)) if differing else []
+    differing = sum(each.differing for each in runs)
+    single_first = sorted(fits_of((operator, dtype), runs), key=lambda name: (name != SIMULATOR, " + " in name)) if differing else []
     result = DIFFERS if differing else NOT_RUN if missing else EQUAL
-    elements, largest = sum(each.expected.size for each in given), max((each.largest for each in given), default=0)
+    elements, largest = sum(each.expected.size for each in runs), max((each.largest for each in runs), default=0)
     return ProbeResult(operator, dtype, result, elements, differing, largest, tuple(single_first), "; ".join([*missing, *refused]))
 
 
@@ -336,21 +336,21 @@ def _simulated(kit: Kit, program: ProbeProgram) -> dict[str, Array]:
     for image in kit_images(kit):
         values = form.run([image], Wanted(frozenset((QUANTIZED,))))
 
-        def taken(node: fx.Node, value: Any, read: tuple[Any, ...], values: dict[str, Tensor] = values) -> Any:
+        def override(node: fx.Node, value: Any, read: tuple[Any, ...], values: dict[str, Tensor] = values) -> Any:
             return values[node.name].to(value.dtype).reshape(value.shape) if node.name in values else value
 
-        outputs: Any = Seen(integer, taken).run(image)
-        rows.append({name: value for name, value, kept in zip(program.outputs, outputs, computed, strict=True) if kept})
+        outputs: Any = Seen(integer, override).run(image)
+        rows.append({name: value for name, value, keep in zip(program.outputs, outputs, computed, strict=True) if keep})
     return {name: torch.cat([row[name] for row in rows]).numpy() for name in rows[0]}
 
 
 def _along(node: fx.Node) -> Iterator[str]:
     """Yield a tensor and those before it with equal elements, nearest first: through dequantization and operators that move elements."""
-    seen: fx.Node | None = node
+    current: fx.Node | None = node
     first = True
-    while seen is not None:
-        yield seen.name
-        passes = seen.target in MOVES or (first and seen.op == "call_function")
+    while current is not None:
+        yield current.name
+        passes = current.target in MOVES or (first and current.op == "call_function")
         first = False
-        operands = [each for each in seen.all_input_nodes if each.op == "call_function"]
-        seen = operands[0] if passes and len(operands) == 1 else None
+        operands = [each for each in current.all_input_nodes if each.op == "call_function"]
+        current = operands[0] if passes and len(operands) == 1 else None

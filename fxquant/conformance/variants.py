@@ -79,15 +79,15 @@ class Variant:
 
 def variants_of(target: Target) -> list[Variant]:
     """Return the variants of a target's arithmetic that differ from it, and from each other."""
-    found: list[Variant] = []
-    known = [target.arithmetic]
+    variants: list[Variant] = []
+    arithmetics = [target.arithmetic]
     fixed = (*_roundings(), *_widths()) if isinstance(target.arithmetic, FixedArithmetic) else ()
     for variant in (*fixed, *_fields(), *_others(target)):
         changed = variant.change(target.arithmetic)
-        if changed not in known:
-            known.append(changed)
-            found.append(variant)
-    return found
+        if changed not in arithmetics:
+            arithmetics.append(changed)
+            variants.append(variant)
+    return variants
 
 
 def _roundings() -> Iterator[Variant]:
@@ -122,8 +122,8 @@ def _widths() -> Iterator[Variant]:
 def _width(old: FixedArithmetic, changed: Mapping[str, int]) -> Arithmetic:
     widths = {}
     for dtype, each in old.widths.items():
-        held: dict[str, Any] = {name: value for name, value in changed.items() if hasattr(each, name)}
-        widths[dtype] = replace(each, **held)
+        changes: dict[str, Any] = {name: value for name, value in changed.items() if hasattr(each, name)}
+        widths[dtype] = replace(each, **changes)
     return replace(old, widths=widths)
 
 

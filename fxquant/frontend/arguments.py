@@ -26,13 +26,13 @@ class Memory:
     """The changes that in-place operations have made during one trace.
 
     `record`, `note` and `overwritten` are those of the trace. `tensors` are the names of the model's parameters and buffers, by identity.
-    `known` maps identities to the values that are recorded for an argument; each change here adds to it.
+    `recorded` maps identities to the values that are recorded for an argument; each change here adds to it.
     """
 
     def __init__(
-        self, record: Record, note: Callable[[str], None], tensors: Mapping[int, str], known: dict[int, Any], overwritten: Overwritten
+        self, record: Record, note: Callable[[str], None], tensors: Mapping[int, str], recorded: dict[int, Any], overwritten: Overwritten
     ) -> None:
-        self._record, self._note, self._tensors, self._known = record, note, tensors, known
+        self._record, self._note, self._tensors, self._recorded = record, note, tensors, recorded
         self._overwritten = overwritten
         self._rebound: dict[int, TracedTensor] = {}  # plain tensors that were changed with a traced value, by identity
 
@@ -82,7 +82,7 @@ class Memory:
         elif target._is_view() or torch._C._storage_Use_Count(target.untyped_storage()._cdata) > 2:  # the storage asked for here is one
             _refuse_shared()
         self._rebound[id(target)] = self._as(target.dtype, result)
-        self._known[id(target)] = target
+        self._recorded[id(target)] = target
         return target
 
     def _as(self, dtype: torch.dtype, result: TracedTensor) -> TracedTensor:
@@ -279,8 +279,8 @@ class Arguments:
         )
 
 
-def is_tracked(args: Iterable[Any], known: dict[int, Any]) -> bool:
-    """Return whether a traced tensor, a batch number, or a tensor in `known` (by identity) is among the arguments."""
+def is_tracked(args: Iterable[Any], recorded: dict[int, Any]) -> bool:
+    """Return whether a traced tensor, a batch number, or a tensor in `recorded` (by identity) is among the arguments."""
     for arg in args:
         kind = type(arg)
         if kind is TracedTensor or kind is BatchInt or kind is BatchFloat or kind is Unknown:
@@ -288,14 +288,14 @@ def is_tracked(args: Iterable[Any], known: dict[int, Any]) -> bool:
         if kind in ATOMS:
             continue
         if isinstance(arg, torch.Tensor):
-            if id(arg) in known:
+            if id(arg) in recorded:
                 return True
         elif isinstance(arg, (tuple, list)):
-            if is_tracked(arg, known):
+            if is_tracked(arg, recorded):
                 return True
         elif isinstance(arg, dict):
-            if is_tracked(arg.values(), known):
+            if is_tracked(arg.values(), recorded):
                 return True
-        elif isinstance(arg, slice) and is_tracked((arg.start, arg.stop, arg.step), known):
+        elif isinstance(arg, slice) and is_tracked((arg.start, arg.stop, arg.step), recorded):
             return True
     return False

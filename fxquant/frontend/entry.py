@@ -89,10 +89,10 @@ def _follow_mode(program: Any) -> list[str]:
         for node in graph.nodes:
             if not isinstance(node.target, torch._ops.OpOverload):
                 continue
-            given = dict(zip([argument.name for argument in node.target._schema.arguments], node.args, strict=False))
-            names = _read_mode(node, given)
+            arguments = dict(zip([argument.name for argument in node.target._schema.arguments], node.args, strict=False))
+            names = _read_mode(node, arguments)
             followed |= names
-            inside += [node.name] if names and (given.get("dropout_p") or given.get("dropout")) else []
+            inside += [node.name] if names and (arguments.get("dropout_p") or arguments.get("dropout")) else []
             if node.target is torch.ops.aten.add_.Tensor and not node.users and "num_batches_tracked" in str(node.args[0]):
                 graph.erase_node(node)  # a batch norm that is a function does not read its counter
     if followed and followed <= {"train", "dropout_p"}:
@@ -103,16 +103,16 @@ def _follow_mode(program: Any) -> list[str]:
     return [f"dropout inside of attention and of recurrent layers is off in TRAIN: {', '.join(inside)}"] if inside else []
 
 
-def _read_mode(node: fx.Node, given: dict[str, Any]) -> set[str]:
+def _read_mode(node: fx.Node, arguments: dict[str, Any]) -> set[str]:
     """Replace the arguments of an operator that are true in train mode alone, and a share to drop, by the mode; return their names."""
-    if given.get("running_mean", 0) is None:
+    if arguments.get("running_mean", 0) is None:
         return set()
-    replaced = {name for name, value in given.items() if (value is True and name in _TRAINS) or (value and name == "dropout_p")}
+    replaced = {name for name, value in arguments.items() if (value is True and name in _TRAINS) or (value and name == "dropout_p")}
     if replaced:
         with node.graph.inserting_before(node):
             mode = node.graph.create_node("get_attr", "training")
-            drop = node.graph.call_function(operator.mul, (given["dropout_p"], mode)) if "dropout_p" in replaced else None
-        node.args = tuple((given | {name: mode if given[name] is True else drop for name in replaced}).values())
+            drop = node.graph.call_function(operator.mul, (arguments["dropout_p"], mode)) if "dropout_p" in replaced else None
+        node.args = tuple((arguments | {name: mode if arguments[name] is True else drop for name in replaced}).values())
     return replaced
 
 
@@ -198,16 +198,16 @@ def float_model(model: Any) -> nn.Module:
         raise ConfigurationError(
             f"a {type(model).__name__} cannot be traced", because="a model is an nn.Module", remedy="wrap the function in an nn.Module"
         )
-    found = uncompiled(model)
-    if isinstance(found, torch.jit.ScriptModule):
+    eager = uncompiled(model)
+    if isinstance(eager, torch.jit.ScriptModule):
         refuse_scripted("the model")
-    if is_unpacked(found):
+    if is_unpacked(eager):
         raise ConfigurationError(
             "the model is the module of an ExportedProgram, not the program",
             because="its graph has the guards of the example's sizes, and neither the lines nor the names of the model that was exported",
             remedy="pass the ExportedProgram itself: what torch.export.export or torch.export.load returns, without .module() or unflatten",
         )
-    for path, module in found.named_modules():
+    for path, module in eager.named_modules():
         stage = stage_of(module)
         if stage is not None:
             _refuse_stage(path, stage, model_meta(module).get("target"))
@@ -218,7 +218,7 @@ def float_model(model: Any) -> nn.Module:
                 because=f"{_at(path)} is a {kind.__module__}.{kind.__qualname__}, which already observes or quantizes",
                 remedy="pass the original float nn.Module; QuantStub, DeQuantStub and FloatFunctional may stay in it",
             )
-    return found
+    return eager
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
@@ -317,20 +317,20 @@ def note_batch_limits(traced: fx.Graph, batch: int) -> None:
             notes(node)[LARGEST] = limits.largest
 
 
-def noted_limits(made: fx.Graph) -> BatchLimits:
+def noted_limits(graph: fx.Graph) -> BatchLimits:
     """Return the limits that `note_batch_limits` noted on the graph that this one was made from."""
-    for node in made.find_nodes(op="placeholder"):
+    for node in graph.find_nodes(op="placeholder"):
         return BatchLimits(noted(node, SMALLEST) or 1, noted(node, LARGEST))
     return BatchLimits()
 
 
 def batch_limits(traced: fx.Graph) -> BatchLimits:
     """Return the smallest and the largest batch size at which all shapes of a traced graph hold, in one walk over its nodes."""
-    runner, limits, known = _Runner(), BatchLimits(), set()
+    runner, limits, checked = _Runner(), BatchLimits(), set()
     for node in traced.nodes:
-        if not _may_cut(node) or (key := _key(node)) in known:
+        if not _may_cut(node) or (key := _key(node)) in checked:
             continue
-        known.add(key)
+        checked.add(key)
         if not runner.holds(node, BATCH_SIZES[0]):
             continue  # it depends on more than sizes
         small = [size for size in range(limits.smallest, BATCH_SIZES[0]) if not runner.holds(node, size)]
@@ -349,10 +349,10 @@ def _may_cut(node: fx.Node) -> bool:
     result = fact(node)
     if node.op not in ("call_function", "call_method") or not isinstance(result, TensorFact):
         return False
-    operands = [known for operand in node.all_input_nodes if (known := fact(operand)) is not None]
-    if not any(_varies(known) for known in operands):
+    operands = [operand_fact for operand in node.all_input_nodes if (operand_fact := fact(operand)) is not None]
+    if not any(_varies(each) for each in operands):
         return False
-    tensors = [known.shape for known in operands if isinstance(known, TensorFact)]
+    tensors = [each.shape for each in operands if isinstance(each, TensorFact)]
     plain = all(_plain(shape) for shape in (result.shape, *tensors)) and bool(result.shape) and result.shape[0] == BatchDim()
     return not plain or node.target in _CUT or target_name(node) in _CUT
 
@@ -361,24 +361,24 @@ def _plain(shape: tuple[Any, ...]) -> bool:
     return all(dim == 0 and size == BatchDim() for dim, size in enumerate(shape) if isinstance(size, BatchDim))
 
 
-def _varies(known: Any) -> bool:
-    return isinstance(known, BatchDim) or not isinstance(known, TensorFact) or any(isinstance(size, BatchDim) for size in known.shape)
+def _varies(operand: Any) -> bool:
+    return isinstance(operand, BatchDim) or not isinstance(operand, TensorFact) or any(isinstance(size, BatchDim) for size in operand.shape)
 
 
 def _key(node: fx.Node) -> Any:
     """Equal for calls that have the same limits: the same function of operands with the same facts."""
 
     def described(operand: fx.Node) -> str:
-        known = fact(operand)
-        return str(known) if isinstance(known, TensorFact | BatchDim) else operand.name
+        operand_fact = fact(operand)
+        return str(operand_fact) if isinstance(operand_fact, TensorFact | BatchDim) else operand.name
 
     return node.target, repr(fx.map_arg((node.args, node.kwargs), described))
 
 
-def _size(known: BatchDim | TensorFact, batch: int) -> Any:
+def _size(node_fact: BatchDim | TensorFact, batch: int) -> Any:
     """Return a size, or the sizes of a tensor, at a batch size."""
     try:
-        return known.at(batch)
+        return node_fact.at(batch)
     except ValueError:
         raise _Uneven from None
 
@@ -396,8 +396,8 @@ class _Runner:
     def holds(self, node: fx.Node, batch: int, *, failed: bool = False) -> bool:
         """Return whether the node's result at a batch size has the shape and dtype of its fact; `failed` if PyTorch raises an error."""
         try:
-            result, said = self._run(node, batch), fact(node)
-            return bool(tuple(result.shape) == _size(said, batch) and result.dtype == said.dtype)
+            result, node_fact = self._run(node, batch), fact(node)
+            return bool(tuple(result.shape) == _size(node_fact, batch) and result.dtype == node_fact.dtype)
         except _Uneven:
             return True
         except Exception:  # whatever PyTorch raises
@@ -409,12 +409,12 @@ class _Runner:
 
     def _run(self, node: fx.Node, batch: int) -> Any:
         def example(operand: fx.Node) -> Any:
-            known = fact(operand)
-            if isinstance(known, BatchDim):
-                return _size(known, batch)
-            if isinstance(known, TensorFact):
-                return torch.empty(_size(known, batch), dtype=known.dtype, device="cpu")
-            return known if isinstance(known, int | float) else self._run(operand, batch)  # several results
+            operand_fact = fact(operand)
+            if isinstance(operand_fact, BatchDim):
+                return _size(operand_fact, batch)
+            if isinstance(operand_fact, TensorFact):
+                return torch.empty(_size(operand_fact, batch), dtype=operand_fact.dtype, device="cpu")
+            return operand_fact if isinstance(operand_fact, int | float) else self._run(operand, batch)  # several results
 
         with self.mode:
             args, kwargs = fx.map_arg((node.args, node.kwargs), example)
@@ -435,17 +435,17 @@ def with_fixed_batch(model: fx.GraphModule, batch_size: int) -> Model:
     graph = fx.Graph()
     copies: dict[fx.Node, Any] = {}
     for node in model.graph.nodes:
-        known = _fact_at(node, batch_size)
+        node_fact = _fact_at(node, batch_size)
         if isinstance(fact(node), BatchDim) and node.op != "placeholder":
-            copies[node] = known
+            copies[node] = node_fact
             continue
-        made = copies[node] = graph.node_copy(node, copies.__getitem__)
-        if known is not None:
-            set_fact(made, known)
+        copied = copies[node] = graph.node_copy(node, copies.__getitem__)
+        if node_fact is not None:
+            set_fact(copied, node_fact)
     for node in reversed(model.graph.nodes):
-        made = copies[node]
-        if isinstance(made, fx.Node) and node.users and not made.users and made.op != "placeholder":
-            graph.erase_node(made)  # only sizes were read of it
+        copied = copies[node]
+        if isinstance(copied, fx.Node) and node.users and not copied.users and copied.op != "placeholder":
+            graph.erase_node(copied)  # only sizes were read of it
     fixed = Model.of(model, graph)
     fixed.recompile()
     return fixed
@@ -476,7 +476,7 @@ def _check_batch(model: fx.GraphModule, batch_size: int) -> None:
             because=f"the model slices its batch at a fixed index, and takes from {limits.smallest} to {limits.largest or 'any'} rows",
             remedy="pass a batch size between these",
         )
-    shapes = [known.shape for node in model.graph.find_nodes(op="placeholder") if isinstance(known := fact(node), TensorFact)]
+    shapes = [node_fact.shape for node in model.graph.find_nodes(op="placeholder") if isinstance(node_fact := fact(node), TensorFact)]
     if not any(isinstance(size, BatchDim) for shape in shapes for size in shape):
         traced = next((shape[0] for shape in shapes if shape), batch_size)
         if traced != batch_size:

@@ -226,10 +226,10 @@ class _Replacements:
         return self._entries[id(holder), name].before
 
     @contextlib.contextmanager
-    def installed(self, wanted: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    def installed(self, entries: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
         """Inside, `name` of each `holder` is its `stand_in`; the original value is restored when the last trace ends."""
         with contextlib.ExitStack() as undo:
-            for holder, name, stand_in in wanted:
+            for holder, name, stand_in in entries:
                 undo.callback(self._release, holder, name, stand_in)
                 self._acquire(holder, name, stand_in)
             yield
@@ -265,15 +265,15 @@ def prepared_environment(model: nn.Module, numbers: OwnRandomNumbers) -> Iterato
 
     `numbers` records whether random numbers were drawn. Other threads may trace or run models at the same time, unaffected.
     """
-    wanted: list[tuple[Any, str, Any]] = [
+    entries: list[tuple[Any, str, Any]] = [
         (nn.Module, "__call__", _call_module),
         (nn.Module, "__getattribute__", _attribute_of_module),
         (torch.jit.ScriptFunction, "__call__", _call_scripted),
         (_FAKE_LOG, "filter", _keeps_to_itself),
     ]
-    wanted += STAND_INS
-    wanted += [entry for module in _python_modules(model) for entry in _stand_ins(module)]
-    with undisturbed(numbers=numbers), _replacements.installed(wanted):
+    entries += STAND_INS
+    entries += [entry for module in _python_modules(model) for entry in _stand_ins(module)]
+    with undisturbed(numbers=numbers), _replacements.installed(entries):
         yield
 
 
@@ -440,9 +440,9 @@ class Snapshot:
         return self._shells.values()
 
     def _tree(self, module: nn.Module, path: str) -> nn.Module:
-        known = self._shells.get(id(module))
-        if known is not None:
-            return known
+        previous = self._shells.get(id(module))
+        if previous is not None:
+            return previous
         if isinstance(module, torch.jit.ScriptModule):
             self._shells[id(module)] = module
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):

@@ -105,11 +105,11 @@ class Evaluator:
     def run_on_zeros(self, function: Callable[..., Any], args: Any, kwargs: Any, substitutes: dict[int, Value]) -> Outcome | None:
         """Run a function on zeros where its form for fake tensors raises an error; None if it fails on them as well."""
         try:
-            found = self.run(function, args, kwargs, 0, substitutes)
+            outcome = self.run(function, args, kwargs, 0, substitutes)
         except Exception:  # the error of the fake tensors is the one that tells
             return None
-        found.template = _without_content(found.template)
-        return found if isinstance(found.template, Value) else None
+        outcome.template = _without_content(outcome.template)
+        return outcome if isinstance(outcome.template, Value) else None
 
     def _run_side(self, function: Callable[..., Any], args: Any, kwargs: Any, side: _Side) -> Any:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
@@ -253,9 +253,9 @@ def _run(evaluator: Evaluator, name: str, function: Callable[..., Any], args: An
     fake = arguments.fake
     if fake and name in READS_CONTENT:
         refuse_data(name)
-    known = known_result(function, args, kwargs) if fake else None
-    if known is not None:
-        return Outcome(known, None, same_place=False)
+    result = known_result(function, args, kwargs) if fake else None
+    if result is not None:
+        return Outcome(result, None, same_place=False)
     try:
         return evaluator.run(function, args, kwargs, None if fake else lambda tensor: tensor, arguments.substitutes)
     except FxQuantError:
@@ -263,10 +263,10 @@ def _run(evaluator: Evaluator, name: str, function: Callable[..., Any], args: An
     except Exception as error:
         depends = any(word in type(error).__name__ for word in ("DataDependent", "DynamicOutput"))  # on the content of a fake tensor
         again = evaluator.run_on_content if depends else evaluator.run_on_zeros
-        found = again(function, args, kwargs, arguments.substitutes) if (arguments.known if depends else fake) else None
-        if found is None and not depends:
+        outcome = again(function, args, kwargs, arguments.substitutes) if (arguments.known if depends else fake) else None
+        if outcome is None and not depends:
             raise
-        return found or refuse_data(name)
+        return outcome or refuse_data(name)
 
 
 # ---- the result of a batch norm, which PyTorch computes by about fifteen operators on tensors without values ---------
@@ -279,8 +279,8 @@ def known_result(function: Callable[..., Any], args: Any, kwargs: Any) -> Value 
     module = getattr(function, "__self__", None)
     if kwargs or len(args) != 1 or not isinstance(args[0], TracedTensor) or not isinstance(module, _BatchNorm):
         return None
-    known = args[0].value.abstract
-    return known if all(_is_normalized_by(module, side) for side in (known.a, known.b)) else None
+    abstract = args[0].value.abstract
+    return abstract if all(_is_normalized_by(module, side) for side in (abstract.a, abstract.b)) else None
 
 
 def _is_normalized_by(module: _BatchNorm, input: torch.Tensor) -> bool:

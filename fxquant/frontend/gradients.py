@@ -38,11 +38,11 @@ class Gradients:
     switched  whether forward has switched gradients on or off
     """
 
-    def __init__(self, taken: set[str]) -> None:
+    def __init__(self, names: set[str]) -> None:
         self.rules: dict[str, GradientRule] = {}
         self.modes: Mapping[str, bool] = {}
         self.lines: dict[str, bool] = {}
-        self.switched, self._taken = False, taken
+        self.switched, self._taken = False, names
         self._without: set[fx.Node] = set()
         self._asked: set[fx.Node] = set()  # nodes on which forward called `requires_grad_`
         self._hooks = OrderedDict[int, tuple[fx.Node, Callable[..., Any]]]()  # by the number of its handle
@@ -55,24 +55,24 @@ class Gradients:
             if not self.modes.get(line, enabled):
                 self._without.add(node)
 
-    def ask(self, node: fx.Node, wanted: bool) -> None:
+    def ask(self, node: fx.Node, requires_grad: bool) -> None:
         """Note that forward sets `requires_grad` of a tensor."""
-        (self._asked.add if wanted else self._asked.discard)(node)
+        (self._asked.add if requires_grad else self._asked.discard)(node)
 
     def required(self, handler: Any, node: fx.Node) -> bool:
         """Return whether a tensor has a gradient while the float model trains: it depends on a parameter, in a region with gradients."""
-        found, waiting = {node}, [node]
+        visited, waiting = {node}, [node]
         while waiting:
             each = waiting.pop()
-            known = graph.fact(each)
+            each_fact = graph.fact(each)
             if each in self._asked:
                 return True
-            if each in self._without or is_stop(each) or (isinstance(known, TensorFact) and not known.dtype.is_floating_point):
+            if each in self._without or is_stop(each) or (isinstance(each_fact, TensorFact) and not each_fact.dtype.is_floating_point):
                 continue
             if each.op in ("call_module", "get_attr") and str(each.target) not in self.rules and handler.is_trained(each):
                 return True
-            waiting += [operand for operand in each.all_input_nodes if operand not in found]
-            found.update(each.all_input_nodes)
+            waiting += [operand for operand in each.all_input_nodes if operand not in visited]
+            visited.update(each.all_input_nodes)
         return False
 
     def hook(self, node: fx.Node, hook: Callable[..., Any]) -> RemovableHandle:
@@ -109,20 +109,20 @@ class Gradients:
 
     def _end(self, recorded: fx.Graph, node: fx.Node) -> None:
         """Insert a detach between a node of a region without gradients and its readers outside of the region."""
-        known = graph.fact(node)
-        if isinstance(known, TensorFact) and not known.dtype.is_floating_point and not known.dtype.is_complex:
+        node_fact = graph.fact(node)
+        if isinstance(node_fact, TensorFact) and not node_fact.dtype.is_floating_point and not node_fact.dtype.is_complex:
             return
-        if known is not None and not isinstance(known, TensorFact | tuple | list | dict):
+        if node_fact is not None and not isinstance(node_fact, TensorFact | tuple | list | dict):
             return
         outside = [user for user in node.users if user not in self._without and not is_stop(user) and not self._reroutes(user, node)]
         if not outside or all(graph.reads_shape_only(user) for user in outside):
             return
         with recorded.inserting_after(node):
-            written: tuple[str, Any] = ("call_method", "detach") if isinstance(known, TensorFact) else ("call_function", stopped)
-            made = recorded.create_node(*written, (node,))
-        _take_facts(made, node)
+            written: tuple[str, Any] = ("call_method", "detach") if isinstance(node_fact, TensorFact) else ("call_function", stopped)
+            inserted = recorded.create_node(*written, (node,))
+        _take_facts(inserted, node)
         for user in outside:
-            user.replace_input_with(node, made)
+            user.replace_input_with(node, inserted)
 
     def _reroutes(self, user: fx.Node, node: fx.Node) -> bool:
         """Return whether a node reads another for its value alone, and passes no gradient to it."""
@@ -134,9 +134,9 @@ def is_stop(node: fx.Node) -> bool:
     return node.target in ("detach", torch.detach, stopped) and node.op in ("call_method", "call_function")
 
 
-def _take_facts(made: fx.Node, node: fx.Node) -> None:
-    graph.describe(made, graph.fact(node), graph.source(node), graph.module_path(node))
-    graph.attach_qconfigs(made, graph.attached_qconfigs(node))
+def _take_facts(inserted: fx.Node, node: fx.Node) -> None:
+    graph.describe(inserted, graph.fact(node), graph.source(node), graph.module_path(node))
+    graph.attach_qconfigs(inserted, graph.attached_qconfigs(node))
 
 
 _NOT_KEPT = {
@@ -263,7 +263,7 @@ def _recorded(handler: Any, cls: Any, usual: Callable[..., Any], args: tuple[Any
     leaves, form = tree_flatten(returned)
     single = isinstance(returned, torch.Tensor)
     alone = nodes[0] if len(nodes) == 1 and _reads_no_values(handler, cls, arguments, operands) else None
-    found = [
+    rerouted = [
         _rerouted(handler, cls, leaf, CustomBackward(cls, arguments, None if single else index), nodes, alone)
         if isinstance(leaf, TracedTensor) and leaf.is_floating_point()
         else leaf
@@ -271,8 +271,8 @@ def _recorded(handler: Any, cls: Any, usual: Callable[..., Any], args: tuple[Any
     ]
     # An operand that the function returns, changed in place, stands for the new tensor everywhere.
     changed = {id(each) for each in operands}
-    pairs = zip(leaves, found, strict=True)
-    return tree_unflatten([handler.memory.advance(leaf, made) if id(leaf) in changed else made for leaf, made in pairs], form)
+    pairs = zip(leaves, rerouted, strict=True)
+    return tree_unflatten([handler.memory.advance(leaf, result) if id(leaf) in changed else result for leaf, result in pairs], form)
 
 
 def _reads_no_values(handler: Any, cls: Any, arguments: tuple[Any, ...], operands: list[Any]) -> bool:
@@ -282,8 +282,8 @@ def _reads_no_values(handler: Any, cls: Any, arguments: tuple[Any, ...], operand
     try:
         with handler.pausing(), handler.evaluator.mode, torch.enable_grad():
             fake = torch.empty_like(operands[0].value.abstract.a).requires_grad_().clone()
-            found = cls.apply(*(tree_map(lambda arg: fake if isinstance(arg, Slot) else arg, arg) for arg in arguments))
-            results = [each for each in tree_leaves(found) if isinstance(each, torch.Tensor) and each.grad_fn is not None]
+            outputs = cls.apply(*(tree_map(lambda arg: fake if isinstance(arg, Slot) else arg, arg) for arg in arguments))
+            results = [each for each in tree_leaves(outputs) if isinstance(each, torch.Tensor) and each.grad_fn is not None]
         contexts: list[Any] = [each.grad_fn for each in results]
         return bool(contexts) and not any(
             context.saved_tensors or any(isinstance(value, torch.Tensor) for value in tree_leaves(vars(context))) for context in contexts

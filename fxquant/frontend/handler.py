@@ -326,16 +326,16 @@ class Handler:
     def is_trained(self, node: fx.Node) -> bool:
         """Return whether a node is a parameter that requires a gradient, or a layer that has one."""
         try:
-            found: Any = graph.resolve(self.snapshot.root, str(node.target))
+            resolved: Any = graph.resolve(self.snapshot.root, str(node.target))
         except AttributeError:  # a constant, or a method that is kept as Python
             return False
-        return any(each.requires_grad for each in ([found] if isinstance(found, torch.Tensor) else found.parameters()))
+        return any(each.requires_grad for each in ([resolved] if isinstance(resolved, torch.Tensor) else resolved.parameters()))
 
     def attribute(self, tensor: torch.Tensor) -> tuple[fx.Node, Value]:
         """Return the `get_attr` node and the value of a parameter, a buffer or a constant."""
-        found = self._attributes.get(id(tensor))
-        if found is not None and found[2] == tensor._version:
-            return found[:2]
+        entry = self._attributes.get(id(tensor))
+        if entry is not None and entry[2] == tensor._version:
+            return entry[:2]
         name = self.snapshot.tensors.get(id(tensor))
         if name is None:
             name, value = self._constant(tensor), self.evaluator.known(tensor.detach().clone())
@@ -432,10 +432,10 @@ def leaf_rule(leaf: Leaves, model: nn.Module) -> LeafRule:
         return default_leaf
     if callable(leaf) and not isinstance(leaf, type):
         return leaf  # type: ignore[no-any-return]
-    wanted = [leaf] if isinstance(leaf, type | str) else list(leaf)
+    leaves = [leaf] if isinstance(leaf, type | str) else list(leaf)
     modules = dict(model.named_modules(remove_duplicate=False))
     first = {id(module): path for path, module in model.named_modules()}
-    for one in wanted:
+    for one in leaves:
         there = one in modules if isinstance(one, str) else any(isinstance(module, one) for module in modules.values())
         if not there:
             near = difflib.get_close_matches(one, modules, n=1) if isinstance(one, str) else []
@@ -444,8 +444,8 @@ def leaf_rule(leaf: Leaves, model: nn.Module) -> LeafRule:
                 because=f"the model has none {'at that path' if isinstance(one, str) else 'of that class'}",
                 remedy=f"did you mean {near[0]!r}?" if near else "its modules are what model.named_modules() lists",
             )
-    names = {first[id(modules[one])] for one in wanted if isinstance(one, str)}
-    kinds = tuple(one for one in wanted if isinstance(one, type))
+    names = {first[id(modules[one])] for one in leaves if isinstance(one, str)}
+    kinds = tuple(one for one in leaves if isinstance(one, type))
     return lambda module, path: path in names or isinstance(module, kinds) or default_leaf(module, path)
 
 
@@ -552,8 +552,8 @@ class ModuleCalls:
 
 def _say_padding(handler: Handler, module: nn.TransformerEncoder, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Add a note that padded positions are computed by the layers, if PyTorch's inference fast path would write 0 there."""
-    given = {**dict(zip(("src", "mask", "src_key_padding_mask"), args, strict=False)), **kwargs}
-    if given.get("src_key_padding_mask") is None or given.get("mask") is not None or not getattr(module, "use_nested_tensor", False):
+    passed = {**dict(zip(("src", "mask", "src_key_padding_mask"), args, strict=False)), **kwargs}
+    if passed.get("src_key_padding_mask") is None or passed.get("mask") is not None or not getattr(module, "use_nested_tensor", False):
         return
     text = (
         f"positions of {path or 'the model'} that src_key_padding_mask masks hold what its layers compute there, as in training; "

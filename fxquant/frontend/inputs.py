@@ -50,11 +50,11 @@ def signature_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     `names` yields the name of the input for each leaf of the arguments that is a tensor, and None for any other leaf.
     """
     bound = inspect.signature(model.forward).bind(*args, **kwargs)
-    given = {name: _form(value, names) for name, value in bound.arguments.items()}
+    forms = {name: _form(value, names) for name, value in bound.arguments.items()}
     entries = []
     for parameter in inspect.signature(model.forward).parameters.values():
         default = _default(parameter)
-        form = given.get(parameter.name, default)
+        form = forms.get(parameter.name, default)
         entries.append([parameter.name, int(parameter.kind), form == default or form[0] == "object", form])
     return entries
 
@@ -133,7 +133,7 @@ def _bind(signature: list[list[Any]], args: tuple[Any, ...], kwargs: dict[str, A
     # A parameter that may be left out can stand before one that may not, which Python does not know.
     declared = inspect.Signature(parameters, __validate_parameters__=False)
     try:
-        given = declared.bind(*args, **kwargs).arguments
+        values = declared.bind(*args, **kwargs).arguments
     except TypeError as error:
         written = ", ".join(name for name, *_ in signature)
         raise ConfigurationError(
@@ -142,8 +142,8 @@ def _bind(signature: list[list[Any]], args: tuple[Any, ...], kwargs: dict[str, A
             remedy="call it like the float model; arguments that had their default value may be left out",
         ) from None
     for name, kind, optional, form in signature:
-        if name in given:
-            _take(name, form, given[name], inputs)
+        if name in values:
+            _take(name, form, values[name], inputs)
         elif not optional and kind in _VARIADIC:
             _take(name, form, () if kind == inspect.Parameter.VAR_POSITIONAL else {}, inputs)
 
@@ -204,9 +204,9 @@ def is_signature(meta: dict[str, Any], inputs: list[str]) -> bool:
         return True
     try:
         parameters = meta[_SIGNATURE]["parameters"]
-        found = [name for _, _, _, form in parameters for name in _names(form)]
+        tensors = [name for _, _, _, form in parameters for name in _names(form)]
         sound = all(name.isidentifier() and kind in range(5) and type(optional) is bool for name, kind, optional, _ in parameters)
-        return sound and sorted(found) == sorted(inputs)
+        return sound and sorted(tensors) == sorted(inputs)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         return False
 
@@ -270,50 +270,50 @@ def batch_dimensions(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
     unknown = [str(name) for name in dynamic_shapes if name not in named]
     if unknown:
         _refuse(f"it has an entry for {', '.join(unknown)}, and forward is called with {', '.join(named)}")
-    found = [mark for name, value in named.items() for mark in _marks(name, value, dynamic_shapes.get(name))]
-    marks = [mark for mark in found if mark is not None]
+    leaf_marks = [mark for name, value in named.items() for mark in _marks(name, value, dynamic_shapes.get(name))]
+    marks = [mark for mark in leaf_marks if mark is not None]
     names = {mark.name for mark in marks if mark.name is not None}
     if len(names) > 1:
         _refuse_several(sorted(names))
     if len({mark.size for mark in marks}) > 1:
         sizes = ", ".join(f"{mark.size} in dimension {mark.dim} of {mark.path}" for mark in marks)
         _refuse(f"the dimensions that it marks differ in size in the example: {sizes}")
-    return tuple(None if mark is None else mark.dim for mark in found)
+    return tuple(None if mark is None else mark.dim for mark in leaf_marks)
 
 
-def _marks(path: str, value: Any, said: Any) -> list[_Varying | None]:
+def _marks(path: str, value: Any, declared: Any) -> list[_Varying | None]:
     """Return the mark of each leaf of an argument: its batch dimension, or None."""
     if isinstance(value, Tensor):
-        return [_of_tensor(path, value, said)]
-    if said is None or (isinstance(said, Mapping | tuple | list) and not said):
+        return [_of_tensor(path, value, declared)]
+    if declared is None or (isinstance(declared, Mapping | tuple | list) and not declared):
         return [None] * len(pytree.tree_leaves(value))
     children, _ = pytree.tree_flatten(value, is_leaf=lambda each: each is not value)
     if len(children) == 1 and children[0] is value:
         _refuse(f"it has an entry for {path}, which is a {type(value).__name__} and has no dimensions")
     keys: list[Any] = list(value) if isinstance(value, Mapping) else list(range(len(children)))
-    if isinstance(said, tuple | list) and len(said) == len(keys):
-        said = dict(zip(keys, said, strict=True))
-    if not isinstance(said, Mapping) or not set(said) <= set(keys):
+    if isinstance(declared, tuple | list) and len(declared) == len(keys):
+        declared = dict(zip(keys, declared, strict=True))
+    if not isinstance(declared, Mapping) or not set(declared) <= set(keys):
         _refuse(f"its entry for {path} does not have the structure of that argument, a {type(value).__name__} of {len(keys)}")
-    return [mark for key, child in zip(keys, children, strict=True) for mark in _marks(f"{path}[{key!r}]", child, said.get(key))]
+    return [mark for key, child in zip(keys, children, strict=True) for mark in _marks(f"{path}[{key!r}]", child, declared.get(key))]
 
 
-def _of_tensor(path: str, tensor: Tensor, said: Any) -> _Varying | None:
-    if isinstance(said, tuple | list) and len(said) == tensor.dim():
-        said = dict(enumerate(said))
-    if said is not None and not isinstance(said, Mapping):
-        _refuse(f"its entry for {path}, a tensor of {tensor.dim()} dimensions, is {said!r}")
-    found: list[_Varying] = []
-    for dim, entry in (said or {}).items():
+def _of_tensor(path: str, tensor: Tensor, declared: Any) -> _Varying | None:
+    if isinstance(declared, tuple | list) and len(declared) == tensor.dim():
+        declared = dict(enumerate(declared))
+    if declared is not None and not isinstance(declared, Mapping):
+        _refuse(f"its entry for {path}, a tensor of {tensor.dim()} dimensions, is {declared!r}")
+    varying: list[_Varying] = []
+    for dim, entry in (declared or {}).items():
         if type(dim) is not int or not 0 <= dim < tensor.dim():
             _refuse(f"{path} has no dimension {dim!r}, but {tensor.dim()} dimensions, counted from 0")
         size = int(tensor.shape[dim])
         varies, name = _varies(path, dim, size, entry)
         if varies:
-            found.append(_Varying(path, dim, name, size))
-    if len(found) > 1:
-        _refuse_several([f"dimension {each.dim} of {path}" for each in found])
-    return found[0] if found else None
+            varying.append(_Varying(path, dim, name, size))
+    if len(varying) > 1:
+        _refuse_several([f"dimension {each.dim} of {path}" for each in varying])
+    return varying[0] if varying else None
 
 
 def _varies(path: str, dim: int, size: int, entry: Any) -> tuple[bool, str | None]:
@@ -562,11 +562,11 @@ class InputCheck:
         for index, expected in enumerate(self.inputs):
             if expected.form is None or (index >= len(args) and expected.name not in kwargs):
                 continue
-            given = args[index] if index < len(args) else kwargs[expected.name]
-            self._check_kind(module, expected, given)
-            for dim, (size, wanted) in enumerate(zip(given.shape, expected.sizes, strict=True)):
-                if wanted is not None:
-                    if size != wanted:
+            value = args[index] if index < len(args) else kwargs[expected.name]
+            self._check_kind(module, expected, value)
+            for dim, (size, expected_size) in enumerate(zip(value.shape, expected.sizes, strict=True)):
+                if expected_size is not None:
+                    if size != expected_size:
                         fixed = "only B can vary" if None in expected.sizes else "every size of this input is fixed"
                         self._refuse(expected, f"dimension {dim} has size {size}", f"{self._made_with(expected)}, and {fixed}")
                 elif batch is None:
@@ -580,38 +580,38 @@ class InputCheck:
 
     def _check_number(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = [expected.name for expected in self.inputs]
-        taken = f"its graph takes {len(names)} input{'' if len(names) == 1 else 's'}, {', '.join(names)}"
+        signature = f"its graph takes {len(names)} input{'' if len(names) == 1 else 's'}, {', '.join(names)}"
         remedy = f"call the model with {', '.join(names)}"
         if len(args) > len(names):
-            raise ConfigurationError(f"the model is given {len(args)} inputs", because=taken, remedy=remedy)
+            raise ConfigurationError(f"the model is given {len(args)} inputs", because=signature, remedy=remedy)
         for name in kwargs:
             if name not in names:
-                raise ConfigurationError(f"the model has no input {name}", because=taken, remedy=remedy)
+                raise ConfigurationError(f"the model has no input {name}", because=signature, remedy=remedy)
             if name in names[: len(args)]:
                 because = "it is passed by position and by name"
                 raise ConfigurationError(f"input {name} is given twice", because=because, remedy="pass it once")
         for expected in self.inputs[len(args) :]:
             if not expected.optional and expected.name not in kwargs:
-                raise ConfigurationError(f"the model is not given its input {expected.name}", because=taken, remedy=remedy)
+                raise ConfigurationError(f"the model is not given its input {expected.name}", because=signature, remedy=remedy)
 
-    def _check_kind(self, module: torch.nn.Module, expected: Input, given: Any) -> None:
-        if not isinstance(given, torch.Tensor):
-            array = type(given).__module__.partition(".")[0] == "numpy"
-            kind = f"numpy.{type(given).__name__}" if array else type(given).__name__
+    def _check_kind(self, module: torch.nn.Module, expected: Input, value: Any) -> None:
+        if not isinstance(value, torch.Tensor):
+            array = type(value).__module__.partition(".")[0] == "numpy"
+            kind = f"numpy.{type(value).__name__}" if array else type(value).__name__
             because = f"the model was {self.made} with a tensor, {expected.form}"
             self._refuse(expected, f"it is a {kind}", because, "convert it with torch.from_numpy(array)" if array else None)
-        unusual = unusual_kind(given)
+        unusual = unusual_kind(value)
         if unusual is not None:
             self._refuse(expected, f"it is a {unusual[0]} tensor", f"{self._made_with(expected)}, a dense tensor with values", unusual[1])
-        if given.dim() != len(expected.sizes):
-            self._refuse(expected, f"it has {given.dim()} dimensions", self._made_with(expected))
-        if given.dtype != expected.dtype:
-            self._refuse(expected, f"its type is {given.dtype}", self._made_with(expected), f"convert it with .to({expected.dtype})")
+        if value.dim() != len(expected.sizes):
+            self._refuse(expected, f"it has {value.dim()} dimensions", self._made_with(expected))
+        if value.dtype != expected.dtype:
+            self._refuse(expected, f"its type is {value.dtype}", self._made_with(expected), f"convert it with .to({expected.dtype})")
         tensors = itertools.chain(module.buffers(), module.parameters())
-        home = next(tensors, given).device
-        if given.device != home and all(tensor.device != given.device for tensor in tensors):
-            remedy = f"move one to the other: x.to({str(home)!r}), or model.to({str(given.device)!r})"
-            self._refuse(expected, f"it is on {given.device}", f"the parameters and constants of the model are on {home}", remedy)
+        home = next(tensors, value).device
+        if value.device != home and all(tensor.device != value.device for tensor in tensors):
+            remedy = f"move one to the other: x.to({str(home)!r}), or model.to({str(value.device)!r})"
+            self._refuse(expected, f"it is on {value.device}", f"the parameters and constants of the model are on {home}", remedy)
 
     def _made_with(self, expected: Input) -> str:
         return f"the model was {self.made} with {expected.form}"
@@ -628,8 +628,8 @@ class InputCheck:
 def input_check(module: fx.GraphModule) -> InputCheck:
     """Return the check of the inputs that the placeholders of a graph describe."""
     inputs = module.graph.find_nodes(op="placeholder")
-    made = "prepared" if "target" in module.meta else "traced"
-    return InputCheck(tuple(map(_described, inputs)), made, noted_limits(module.graph))
+    kind = "prepared" if "target" in module.meta else "traced"
+    return InputCheck(tuple(map(_described, inputs)), kind, noted_limits(module.graph))
 
 
 def _described(node: fx.Node) -> Input:

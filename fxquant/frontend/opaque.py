@@ -64,14 +64,14 @@ def wrap(function: Any = None, *, fake: Callable[..., Any] | None = None) -> Any
     if isinstance(function, str):
         callers = (frame.f_globals for frame in frames())
         space = next(names for names in callers if not names.get("__name__", "").startswith("fxquant."))
-        found = space.get(function, getattr(builtins, function, None))
-        if not callable(found):
+        value = space.get(function, getattr(builtins, function, None))
+        if not callable(value):
             raise ConfigurationError(
                 f"the function {function!r} to wrap was not found",
                 because=f"the module {space.get('__name__')} has no global of that name yet",
                 remedy="call fxq.wrap after the function's definition or import, at the top level of the module",
             )
-        wrapped = space[function] = found if isinstance(found, Wrapped) else Wrapped(found, fake, f"{space.get('__name__')}:{function}")
+        wrapped = space[function] = value if isinstance(value, Wrapped) else Wrapped(value, fake, f"{space.get('__name__')}:{function}")
         return wrapped
     home, name = getattr(function, "__module__", None), getattr(function, "__qualname__", type(function).__name__)
     return Wrapped(function, fake, f"{home}:{name}")
@@ -118,9 +118,9 @@ def _found(key: str) -> Wrapped:
 class Holder(nn.Module):
     """A module that calls another one, `held[0]`, without owning it: its parameters are registered where they were."""
 
-    def __init__(self, held: nn.Module) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.held = (held,)  # in a tuple: not a child, whose parameters would have a second name
+        self.held = (module,)  # in a tuple: not a child, whose parameters would have a second name
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Holder:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -166,22 +166,22 @@ def _template(evaluator: Evaluator, function: Any, args: Any, kwargs: Any, argum
         return evaluator.run(function, args, kwargs, None, arguments.substitutes).template
     except Exception:  # whatever it does with a tensor that has no content
         pass
-    found: list[Any] = []
+    templates: list[Any] = []
     error: Exception | None = None
     for sample in _SAMPLES:
         try:
-            found.append(_without_numbers(evaluator.run(function, args, kwargs, sample, arguments.substitutes).template))
+            templates.append(_without_numbers(evaluator.run(function, args, kwargs, sample, arguments.substitutes).template))
         except FxQuantError:  # it returns something else at another batch size
-            found.append(UNKNOWN)
+            templates.append(UNKNOWN)
         except Exception as raised:
             error = raised
-    if len(found) < 2:
+    if len(templates) < 2:
         refuse(
             f"the result of {name} cannot be determined",
             because=f"it is kept as Python, and on tensors of zeros, ones and arbitrary numbers it raises {type(error).__name__}: {error}",
             remedy="describe its result by a function: fxq.wrap(…, fake=lambda x: x.new_empty(…))",
         )
-    return functools.reduce(_agreed, found)
+    return functools.reduce(_agreed, templates)
 
 
 def _without_numbers(template: Any) -> Any:

@@ -64,8 +64,8 @@ class ReturnInTraining:
 
     def __call__(self, module: Any, args: Any, result: Any) -> Any:
         branch = next(child for child in module.children() if isinstance(child, TrainingBranch))
-        found, branch.result = branch.result, None
-        return found if module.training else result
+        train_result, branch.result = branch.result, None
+        return train_result if module.training else result
 
 
 def lost_parameters(traced: fx.GraphModule, inputs: ExampleInputs, state: MovedState) -> list[str]:
@@ -105,7 +105,7 @@ class Branch:
     def __init__(self, first: Handler, second: Handler) -> None:
         constants: dict[str, str] = {}  # to names in the first trace: of an equal constant, or a free name, under which each is added
         for name, constant in second.constants.items():
-            equal = (known for known, other in first.constants.items() if same_tensor(constant, other))
+            equal = (first_name for first_name, other in first.constants.items() if same_tensor(constant, other))
             constants[name] = next(equal, f"_training{name}")
             first.constants.setdefault(constants[name], constant)
         self.snapshot, self.methods, self.rules = second.snapshot, second.methods, dict[str, GradientRule]()
@@ -113,24 +113,24 @@ class Branch:
             if path not in first.gradients.rules or not rule.same(first.gradients.rules[path]):
                 constants[path] = f"training_{path}"
                 self.rules[constants[path]] = rule
-        known: dict[Any, fx.Node] = {}
+        by_key: dict[Any, fx.Node] = {}
         for node in first.graph.nodes:
-            known.setdefault(_key(node, lambda operand: operand.name, {}), node)
+            by_key.setdefault(_key(node, lambda operand: operand.name, {}), node)
         common: dict[fx.Node, fx.Node] = {}  # nodes of the second trace that are ones of the first
         own: list[fx.Node] = []
         for node in second.graph.nodes:
-            found = known.get(_key(node, lambda o: common[o].name if o in common else f"own {o.name}", constants))
-            if found is not None and node.op != "output":
-                common[node] = found
+            same = by_key.get(_key(node, lambda o: common[o].name if o in common else f"own {o.name}", constants))
+            if same is not None and node.op != "output":
+                common[node] = same
             else:
                 own.append(node)
         _check(first, own, set(common.values()))
         read = dict.fromkeys(operand for node in own for operand in node.all_input_nodes if operand in common)
         self.form, self.steps = second.form, fx.Graph()
         self.inputs = [common[node] for node in read if node.op != "get_attr"]
-        made = {node: self.steps.placeholder(f"common_{index}") for index, node in enumerate(n for n in read if n.op != "get_attr")}
+        copies = {node: self.steps.placeholder(f"common_{index}") for index, node in enumerate(n for n in read if n.op != "get_attr")}
         for node in [*(n for n in read if n.op == "get_attr"), *own]:
-            copied = made[node] = self.steps.node_copy(node, made.__getitem__)
+            copied = copies[node] = self.steps.node_copy(node, copies.__getitem__)
             copied.meta = {}
             if node.op in ("get_attr", "call_module"):
                 copied.target = constants.get(str(node.target), node.target)
@@ -225,8 +225,8 @@ def build(
     module.meta[STAGE] = "traced"
     module.meta[CALLS] = tuple(recording.calls)
     module.meta[SETTINGS] = recording.settings
-    kept, frozen, note = own_train_mode(model)
-    module.meta.update({key: names for key, names in ((KEPT_IN_EVAL, kept), (FROZEN_BY_TRAIN, frozen)) if names})
+    in_eval, frozen, note = own_train_mode(model)
+    module.meta.update({key: names for key, names in ((KEPT_IN_EVAL, in_eval), (FROZEN_BY_TRAIN, frozen)) if names})
     module.meta[_ASSUMPTIONS] = [*recording.notes, *note, *_noted(module, model, called, beside)]
     module.meta[CARRIED] = carried
     carried.dress(module)
@@ -292,9 +292,9 @@ class _PlainTree:
         """Return the counterpart of a shell; `whole` says that it is inside of a module that the graph calls."""
         called = id(module) in self._called
         whole = whole or called
-        known = self._built.get((id(module), whole))
-        if known is not None or isinstance(module, torch.jit.ScriptModule):
-            return known or module
+        built = self._built.get((id(module), whole))
+        if built is not None or isinstance(module, torch.jit.ScriptModule):
+            return built or module
         plain: nn.Module = object.__new__(type(module)) if whole else _container(module)
         self._built[id(module), whole] = plain
         if whole:
@@ -348,8 +348,8 @@ def moved_by_forward(module: fx.GraphModule) -> dict[str, str]:
     """
     called = [str(node.target) for node in module.graph.find_nodes(op="call_module")]
     called += [path.rpartition(".")[0] for path in called if isinstance(graph.resolve(module, path), Method)]
-    found: dict[str, str] = model_meta(module).get(_MOVED, {})
-    return {name: line for name, line in found.items() if not any(name.startswith(f"{path}.") for path in called)}
+    moved: dict[str, str] = model_meta(module).get(_MOVED, {})
+    return {name: line for name, line in moved.items() if not any(name.startswith(f"{path}.") for path in called)}
 
 
 def random_by_forward(module: fx.GraphModule) -> list[Place]:
@@ -366,8 +366,8 @@ def note_state(module: fx.GraphModule, state: MovedState, recording: Handler, un
     """Store in a traced model's `meta` the tensors that forward changes and the calls that are random in train mode, and `untrained`."""
     module.meta[_ASSUMPTIONS] = [*assumptions(module), *state.notes()]
     named = (*module.named_buffers(remove_duplicate=False), *module.named_parameters(remove_duplicate=False))
-    held = {*recording.read, *(name for name, _ in named)}
-    moved = {name: line for name, line in state.moved.items() if name in held}
+    used = {*recording.read, *(name for name, _ in named)}
+    moved = {name: line for name, line in state.moved.items() if name in used}
     random = ["\t".join(place) for place in state.draws if place not in recording.draws]
     for key, value in ((_MOVED, moved), (FROZEN_NORMS, state.frozen_norms), (_RANDOM, random), (_UNTRAINED, untrained)):
         if value:
@@ -396,9 +396,9 @@ def own_train_mode(model: nn.Module) -> tuple[list[str], list[str], list[str]]:
         frozen = [name for name, copy in asked.items() if not copy.requires_grad]
     except Exception as error:  # whatever the user's code raises
         return [], [], [f"{method} raised {type(error).__name__}: {error}; its effect in train mode is left out"]
-    kept = [path for path, module in shells.root.named_modules() if not module.training]
-    said = [*([f"keeps {_listed(kept)} in eval mode"] if kept else []), *([f"freezes {_listed(frozen)}"] if frozen else [])]
-    return kept, frozen, [f"{method} {' and '.join(said)}, and so does train() of this model"] if said else []
+    in_eval = [path for path, module in shells.root.named_modules() if not module.training]
+    clauses = [*([f"keeps {_listed(in_eval)} in eval mode"] if in_eval else []), *([f"freezes {_listed(frozen)}"] if frozen else [])]
+    return in_eval, frozen, [f"{method} {' and '.join(clauses)}, and so does train() of this model"] if clauses else []
 
 
 def _listed(names: list[str]) -> str:

@@ -65,9 +65,9 @@ class MovedState:
 
     def notes(self) -> list[str]:
         """Return sentences for `explain` on changed attributes and a failed call; changed tensors are reported elsewhere."""
-        found = [f"attribute {name} is changed by forward in train mode: here it keeps its value of the trace" for name in self.numbers]
+        sentences = [f"attribute {name} is changed by forward in train mode: here it keeps its value of the trace" for name in self.numbers]
         unknown = f"whether forward moves buffers or draws random numbers in train mode is not known: {self.failed}"
-        return [*found, unknown] if self.failed else found
+        return [*sentences, unknown] if self.failed else sentences
 
 
 NOTHING_MOVED = MovedState()
@@ -99,7 +99,7 @@ def state_moved_by_forward(model: nn.Module, inputs: ExampleInputs) -> MovedStat
         except Exception as error:  # whatever the user's code raises: in train mode many models want labels
             return MovedState(failed=f"called on the example inputs it raises {type(error).__name__}: {error}".splitlines()[0])
     trained = set(map(id, with_gradient(result)))
-    found = MovedState(
+    moved = MovedState(
         watch.moved(),
         frozen_norms=[] if isinstance(model, fx.GraphModule) else sorted(watch.frozen - watch.live),
         draws=list(numbers.places),
@@ -108,8 +108,8 @@ def state_moved_by_forward(model: nn.Module, inputs: ExampleInputs) -> MovedStat
         trained={name: watch.read.get(name, "") for key, name in parameters.items() if key in trained},
     )
     for path, module in snapshot.root.named_modules():
-        _compare(path, before.get(path, {}), dict(_fingerprints(module)), found)
-    return found
+        _compare(path, before.get(path, {}), dict(_fingerprints(module)), moved)
+    return moved
 
 
 def own_parameters(shells: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
@@ -132,12 +132,12 @@ def overrides_train(module: nn.Module) -> bool:
 def with_gradient(result: Any) -> list[Tensor]:
     """Return the leaf tensors, such as parameters, that get gradients in a backward pass from the tensors of a nested result."""
     waiting = [value.grad_fn for value in tree_leaves(result) if isinstance(value, Tensor)]
-    seen, leaves = set[Any](), list[Tensor]()
+    visited, leaves = set[Any](), list[Tensor]()
     while waiting:
         function = waiting.pop()
-        if function is None or function in seen:
+        if function is None or function in visited:
             continue
-        seen.add(function)
+        visited.add(function)
         if hasattr(function, "variable"):
             leaves.append(function.variable)
         waiting += [following for following, _ in function.next_functions]
@@ -180,8 +180,8 @@ class _Watch(TorchFunctionMode):
         buffers = {id(tensor): tensor for shell in snapshot.modules for tensor in shell.buffers(recurse=False)}
         named = {**snapshot.attributes, **{key: name for key, name in snapshot.tensors.items() if key in buffers}, **parameters}
         self._paths, self.dropped, self.read, self._parameters = snapshot.paths, dict[Place, float](), dict[str, str](), parameters
-        held = [tensor for shell in snapshot.modules for tensor in shell.parameters(recurse=False)]
-        self._kept = [*held, *buffers.values(), *snapshot._copies.values()]  # so that identities stay taken
+        shell_parameters = [tensor for shell in snapshot.modules for tensor in shell.parameters(recurse=False)]
+        self._kept = [*shell_parameters, *buffers.values(), *snapshot._copies.values()]  # so that identities stay taken
         self._tensors = {id(tensor): tensor for tensor in self._kept if isinstance(tensor, Tensor) and id(tensor) in named}
         self._names = named
         self._versions = {key: tensor._version for key, tensor in self._tensors.items()}
@@ -194,8 +194,8 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _BATCH_NORMS and not any(frame.f_code in _FORWARDS for frame in itertools.islice(frames(), 10)):  # of the user's own
-            given = _BATCH_NORMS[func].bind(*args, **(kwargs or {})).arguments
-            mean, variance, training = given.get("running_mean"), given.get("running_var"), bool(given.get("training", False))
+            arguments = _BATCH_NORMS[func].bind(*args, **(kwargs or {})).arguments
+            mean, variance, training = arguments.get("running_mean"), arguments.get("running_var"), bool(arguments.get("training", False))
             if id(mean) in self._names:
                 (self.live if training else self.frozen).add(self._names[id(mean)])
                 self._followed |= {id(mean), id(variance)} if training else set()
@@ -221,9 +221,9 @@ class _Watch(TorchFunctionMode):
 
     def moved(self) -> dict[str, str]:
         """Return the names of tensors that were changed or replaced, with the line."""
-        found = set(self._lines) | {key for key, before in self._before.items() if not torch.equal(before, self._tensors[key])}
+        changed = set(self._lines) | {key for key, before in self._before.items() if not torch.equal(before, self._tensors[key])}
         lines = {**self._data_lines, **self._lines}
-        return {self._names[key]: lines.get(key, "") for key in self._names if key in found - self._followed}
+        return {self._names[key]: lines.get(key, "") for key in self._names if key in changed - self._followed}
 
 
 class Draws(OwnRandomNumbers):  # type: ignore[no-untyped-call]
@@ -289,16 +289,16 @@ def _fingerprints(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, list(items)
 
 
-def _compare(path: str, before: dict[str, list[Any]], after: dict[str, list[Any]], found: MovedState) -> None:
+def _compare(path: str, before: dict[str, list[Any]], after: dict[str, list[Any]], moved: MovedState) -> None:
     """Add the attributes that hold something else afterwards."""
     for name, items in after.items():
-        held, where = before.get(name), f"{path}.{name}".lstrip(".")
-        if held is None or (len(held) == len(items) and all(map(_unchanged, held, items))) or where in found.moved:
+        old_items, where = before.get(name), f"{path}.{name}".lstrip(".")
+        if old_items is None or (len(old_items) == len(items) and all(map(_unchanged, old_items, items))) or where in moved.moved:
             continue
-        if any(isinstance(item, Tensor) for item in held):
-            found.moved[where] = ""
+        if any(isinstance(item, Tensor) for item in old_items):
+            moved.moved[where] = ""
         else:
-            found.numbers.append(where)
+            moved.numbers.append(where)
 
 
 def _unchanged(one: Any, other: Any) -> bool:

@@ -80,8 +80,8 @@ class Returned:
             return nest if isinstance(output, list) else tuple(nest), ["items", [form for _, form in items]]
         if isinstance(output, _PLAIN):
             return output, None
-        found = self._dataclass(output) if is_dataclass(output) else None
-        return (self._object(output), None) if found is None else found
+        converted = self._dataclass(output) if is_dataclass(output) else None
+        return (self._object(output), None) if converted is None else converted
 
     def _class(self, output: Any, registered: Any) -> tuple[Any, Form]:
         children, context = registered.flatten_fn(output)
@@ -119,8 +119,8 @@ class Returned:
                 because="a graph returns tensors, numbers, and tuples, lists and dicts of them, and this object holds none",
                 remedy="return a tuple or a dict, or wrap the model in a module whose forward does",
             )
-        left = [name for name in getattr(output, "__dict__", {}) if name not in nest and not name.startswith("_")]
-        without = f", without {', '.join(map(repr, left))}" if left else ""
+        dropped = [name for name in getattr(output, "__dict__", {}) if name not in nest and not name.startswith("_")]
+        without = f", without {', '.join(map(repr, dropped))}" if dropped else ""
         self._note(f"forward returned a {type(output).__name__}, whose tensors are returned as a dict of its attributes{without}")
         return nest
 
@@ -133,9 +133,9 @@ class Returned:
         if isinstance(value, (list, tuple)):
             items = [self._attributes(item, depth - 1) for item in value]
             return items if any(item is not None for item in items) else None
-        held = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
-        found = {key: self._attributes(item, depth - 1) for key, item in held.items() if isinstance(key, str)}
-        return {key: item for key, item in found.items() if item is not None} or None
+        attributes = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+        nested = {key: self._attributes(item, depth - 1) for key, item in attributes.items() if isinstance(key, str)}
+        return {key: item for key, item in nested.items() if item is not None} or None
 
 
 def nest_of(output: Any) -> Any:
@@ -199,9 +199,9 @@ def rebuilt(form: Form, value: Any) -> Any:
     if len(parts) != len(form[-1]):
         return value
     parts = [rebuilt(inner, part) for inner, part in zip(form[-1], parts, strict=True)]
-    made = _maker(form[1]) if form[0] == "class" else None
-    if made is not None:
-        return made(parts, form[2])
+    maker = _maker(form[1]) if form[0] == "class" else None
+    if maker is not None:
+        return maker(parts, form[2])
     return dict(zip(value, parts, strict=True)) if isinstance(value, dict) else type(value)(parts)
 
 
@@ -214,9 +214,9 @@ def _name_of(kind: type) -> str:
 
 def _maker(name: str) -> Callable[[list[Any], Any], Any] | None:
     """Return a function that builds an object of the class of this name from its parts; None if the class is not known."""
-    known = next((each for each in pytree.SUPPORTED_NODES if _name_of(each) == name), None)
-    if known is not None:
-        return pytree.SUPPORTED_NODES[known].unflatten_fn
+    node_type = next((each for each in pytree.SUPPORTED_NODES if _name_of(each) == name), None)
+    if node_type is not None:
+        return pytree.SUPPORTED_NODES[node_type].unflatten_fn
     kind = _DATACLASSES.get(name)
     if kind is None:
         return None
@@ -412,8 +412,8 @@ def _compare_at(
             getattr(error, "add_note", logger.error)(note + (f", at {where}" if where else ""))  # Python 3.10 has no notes
             raise
     with torch.no_grad(), undisturbed():
-        found = traced(**{name: tensor.clone() for name, tensor in tensors.items()})
-    results = [[leaf for leaf in tree_leaves(nest_of(each)) if isinstance(leaf, torch.Tensor)] for each in (found, expected)]
+        actual = traced(**{name: tensor.clone() for name, tensor in tensors.items()})
+    results = [[leaf for leaf in tree_leaves(nest_of(each)) if isinstance(leaf, torch.Tensor)] for each in (actual, expected)]
     for index, (mine, theirs) in enumerate(zip(*results, strict=True)):
         if not same_tensor(mine, theirs):
             difference = ""

@@ -45,8 +45,8 @@ def python_form(overload: torch._ops.OpOverload) -> Callable[..., Any]:
         return lambda *args, **kwargs: function(*args, **kwargs, inplace=True)
     if name in _WITH_FLAG:
         return _WITH_FLAG[name]
-    found = next((getattr(home, name) for home in (torch, Tensor, torch._C._nn) if hasattr(home, name)), None)
-    return overload if found is None or name.startswith("_") else found
+    public = next((getattr(home, name) for home in (torch, Tensor, torch._C._nn) if hasattr(home, name)), None)
+    return overload if public is None or name.startswith("_") else public
 
 
 def _elu(input: Tensor, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0, inplace: bool = False) -> Tensor:
@@ -96,8 +96,8 @@ def _upsample(mode: str, aligned: bool) -> Callable[..., Any]:
 
     def resize(input: Any, size: Any, *rest: Any, **named: Any) -> Any:
         align = rest[0] if aligned else None
-        given = rest[1:] if aligned else rest
-        scales = given[0] if given and isinstance(given[0], (list, tuple)) else [scale for scale in given if scale is not None]
+        factors = rest[1:] if aligned else rest
+        scales = factors[0] if factors and isinstance(factors[0], (list, tuple)) else [scale for scale in factors if scale is not None]
         return F.interpolate(input, size=size, scale_factor=list(scales) or None if size is None else None, mode=mode, align_corners=align)
 
     return resize
@@ -240,8 +240,8 @@ def _real_copy(input: Tensor) -> Any:
 
 def _copied(view: Callable[..., Any]) -> Callable[..., Any]:
     def copy(*args: Any, **kwargs: Any) -> Any:
-        found = view(*args, **kwargs)
-        return tuple(each.clone() for each in found) if isinstance(found, tuple | list) else found.clone()
+        result = view(*args, **kwargs)
+        return tuple(each.clone() for each in result) if isinstance(result, tuple | list) else result.clone()
 
     return copy
 
@@ -274,14 +274,14 @@ def _flattened(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a reduction of all elements, where no size of them depends on the batch: that of one row."""
 
     def reduce(input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        given = args or "dim" in kwargs or "axis" in kwargs
-        if (given and (args[0] if args else kwargs.get("dim", 0)) is not None) or not input.dim() or not _fixed(input):
+        has_dim = args or "dim" in kwargs or "axis" in kwargs
+        if (has_dim and (args[0] if args else kwargs.get("dim", 0)) is not None) or not input.dim() or not _fixed(input):
             return NotImplemented
         named = {name: value for name, value in kwargs.items() if name not in ("dim", "keepdim")}
         keepdim = bool(kwargs.get("keepdim", args[1] if len(args) > 1 else False))
-        found = function(input.flatten(), **{**named, "dim": 0})
-        found = found if isinstance(found, Tensor) else found.values
-        return found.reshape([*found.shape, *[1] * input.dim()]) if keepdim else found
+        result = function(input.flatten(), **{**named, "dim": 0})
+        result = result if isinstance(result, Tensor) else result.values
+        return result.reshape([*result.shape, *[1] * input.dim()]) if keepdim else result
 
     return reduce
 
@@ -310,14 +310,14 @@ def _put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False)
 @_stands_for(*_methods("index_put"))
 def _index_put(input: Tensor, indices: Sequence[Tensor], values: Tensor, accumulate: bool = False) -> Any:
     """Return index_put with accumulate=True as an index_add along the indexed dimensions, flattened to one; else NotImplemented."""
-    given = list(indices)
-    sizes = input.shape[: len(given)]
-    if not accumulate or not _fixed(input) or any(each.is_floating_point() or each.dtype == torch.bool for each in given):
+    index_tensors = list(indices)
+    sizes = input.shape[: len(index_tensors)]
+    if not accumulate or not _fixed(input) or any(each.is_floating_point() or each.dtype == torch.bool for each in index_tensors):
         return NotImplemented
-    place, rest = torch.zeros((), dtype=torch.int64, device=input.device), list(input.shape[len(given) :])
-    for each, size in zip(given, sizes, strict=True):
+    place, rest = torch.zeros((), dtype=torch.int64, device=input.device), list(input.shape[len(index_tensors) :])
+    for each, size in zip(index_tensors, sizes, strict=True):
         place = place * size + each % size
-    flat = input.flatten(0, len(given) - 1) if len(given) > 1 else input
+    flat = input.flatten(0, len(index_tensors) - 1) if len(index_tensors) > 1 else input
     return flat.index_add(0, place.flatten(), values.expand([*place.shape, *rest]).reshape([-1, *rest])).reshape(input.shape)
 
 
@@ -396,17 +396,17 @@ def _cov(input: Tensor, *, correction: int = 1, fweights: Any = None, aweights: 
     if fweights is not None or aweights is not None or not _fixed(input) or not input.is_floating_point():
         return NotImplemented
     rows = _centred(input)
-    found = (rows @ rows.t()) / max(rows.shape[1] - correction, 0)
-    return found.reshape([]) if input.dim() < 2 else found
+    covariance = (rows @ rows.t()) / max(rows.shape[1] - correction, 0)
+    return covariance.reshape([]) if input.dim() < 2 else covariance
 
 
 @_stands_for(*_methods("corrcoef"))
 def _corrcoef(input: Tensor) -> Any:
     if not _fixed(input) or not input.is_floating_point() or input.dim() != 2:
         return NotImplemented
-    found = torch.cov(input)
-    deviation = found.diagonal().sqrt()
-    return (found / deviation.reshape(-1, 1) / deviation.reshape(1, -1)).clamp(-1, 1)
+    covariance = torch.cov(input)
+    deviation = covariance.diagonal().sqrt()
+    return (covariance / deviation.reshape(-1, 1) / deviation.reshape(1, -1)).clamp(-1, 1)
 
 
 # ---- The call form of a PyTorch function in the graph: a method, an operator or a function ---------------------------
@@ -462,8 +462,8 @@ def python_operator(func: Any) -> Callable[..., Any] | None:
     """Return the operator a tensor method stands for if it was called with as many operands as the operator has."""
     name = func.__name__
     in_place = name.endswith("_") and not name.endswith("__")
-    found = _OPERATORS.get(name[:-1] if in_place else name)
-    return found if found is not None and is_method(func) else None
+    function = _OPERATORS.get(name[:-1] if in_place else name)
+    return function if function is not None and is_method(func) else None
 
 
 def is_random(func: Any) -> bool:
@@ -473,8 +473,8 @@ def is_random(func: Any) -> bool:
 
 def is_method(func: Any) -> bool:
     """Return whether a function is a method of `torch.Tensor`, or wrapped for an operator by PyTorch: for `**` it reports `pow`."""
-    found = getattr(torch.Tensor, func.__name__, None)
-    return found is not None and bool(found == func or found == getattr(func, "__wrapped__", None))
+    method = getattr(torch.Tensor, func.__name__, None)
+    return method is not None and bool(method == func or method == getattr(func, "__wrapped__", None))
 
 
 @functools.cache
@@ -524,10 +524,10 @@ def _overload(func: torch._ops.OpOverload) -> Spelling:
     if not func._schema.is_mutable:
         return Spelling("call_function", func, func)
     packet, overload = func._schema.name.partition("::")[2], func._schema.overload_name
-    found = getattr(getattr(torch.ops.aten, packet[:-1], None), overload or "default", None) if packet.endswith("_") else None
-    if found is None or found._schema.is_mutable:
+    pure = getattr(getattr(torch.ops.aten, packet[:-1], None), overload or "default", None) if packet.endswith("_") else None
+    if pure is None or pure._schema.is_mutable:
         return _refuse_in_place(str(func))
-    return Spelling("call_function", found, found, mutates=True)
+    return Spelling("call_function", pure, pure, mutates=True)
 
 
 def _refuse_in_place(name: str) -> Spelling:

@@ -44,17 +44,17 @@ class Carried:
     """
 
     def __init__(
-        self, kind: type | None, attributes: dict[str, Any], preserved: dict[str, Any] | None = None, left: Sequence[str] = ()
+        self, kind: type | None, attributes: dict[str, Any], preserved: dict[str, Any] | None = None, omitted: Sequence[str] = ()
     ) -> None:
-        self.kind, self.attributes, self.preserved, self.left = kind, attributes, preserved or {}, tuple(left)
+        self.kind, self.attributes, self.preserved, self.left = kind, attributes, preserved or {}, tuple(omitted)
 
     @staticmethod
     def of(model: nn.Module, preserve: Sequence[str] = ()) -> Carried:
         """Return the attributes that a model carries. Raises AttributeError if a name in `preserve` is missing."""
         own = {name: value for name, value in vars(model).items() if name not in _OF_EVERY_MODULE}
-        found = {name: value for name, value in own.items() if not _holds_module(value)}
-        left = [*model._modules, *(name for name in own if name not in found)]
-        return Carried(type(model), _copied(found), {name: _preserved(model, name) for name in preserve}, left)
+        attributes = {name: value for name, value in own.items() if not _holds_module(value)}
+        omitted = [*model._modules, *(name for name in own if name not in attributes)]
+        return Carried(type(model), _copied(attributes), {name: _preserved(model, name) for name in preserve}, omitted)
 
     def modules(self) -> list[str]:
         """Return the paths of the modules that are to be preserved whole."""
@@ -86,8 +86,8 @@ class Carried:
             return self.attributes[name]
         for base in () if self.kind is None else self.kind.__mro__:
             if name in base.__dict__ and base is not object and not base.__module__.startswith("torch."):
-                found = base.__dict__[name]
-                return found.__get__(owner, self.kind) if hasattr(found, "__get__") else found
+                attribute = base.__dict__[name]
+                return attribute.__get__(owner, self.kind) if hasattr(attribute, "__get__") else attribute
         if name in self.left:
             _refuse(name)
         raise AttributeError(name)
@@ -97,9 +97,9 @@ class Carried:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Attributes that cannot be pickled are left out, so that the model can be.
-        kept = {name: value for name, value in self.attributes.items() if _can_be_pickled(value)}
+        attributes = {name: value for name, value in self.attributes.items() if _can_be_pickled(value)}
         preserved = {name: value for name, value in self.preserved.items() if _can_be_pickled(value)}
-        return Carried, (self.kind if _can_be_pickled(self.kind) else None, kept, preserved, self.left)
+        return Carried, (self.kind if _can_be_pickled(self.kind) else None, attributes, preserved, self.left)
 
 
 def calling_line() -> str | None:
@@ -199,12 +199,12 @@ def of_layer(layer: nn.Module) -> dict[str, Any]:
     A dropout that drops nothing becomes no operator, so its p is not read again.
     """
     later = next((names for kind, names in _READ_LATER if isinstance(layer, kind)), ())
-    found: dict[str, Any] = {_CLASS: f"{type(layer).__module__}.{type(layer).__qualname__}"}
+    attributes: dict[str, Any] = {_CLASS: f"{type(layer).__module__}.{type(layer).__qualname__}"}
     for name, value in vars(layer).items():
         if name[0] != "_" and name != "inplace" and (name not in later or (name == "p" and value == 0)):
-            note(found, name, value)
-    found.update((name, tuple(value.shape)) for name, value in layer._parameters.items() if value is not None)
-    return found
+            note(attributes, name, value)
+    attributes.update((name, tuple(value.shape)) for name, value in layer._parameters.items() if value is not None)
+    return attributes
 
 
 def refuse_changes(model: nn.Module, settings: Settings, name: str = "", value: Any = None) -> None:
@@ -221,7 +221,7 @@ def refuse_changes(model: nn.Module, settings: Settings, name: str = "", value: 
 
 def _assigned(model: nn.Module, settings: Settings, name: str, value: Any) -> Iterator[tuple[str, str, Any, Any]]:
     if isinstance(value, nn.Module):
-        inside = {path.removeprefix(name).removeprefix("."): known for path, known in settings.items() if f"{path}.".startswith(f"{name}.")}
+        inside = {path.removeprefix(name).removeprefix("."): each for path, each in settings.items() if f"{path}.".startswith(f"{name}.")}
         for path in inside:
             if _at(value, path) is None and _at(model, f"{name}.{path}".strip(".")) is not None:
                 yield f"{name}.{path}", _CLASS, "a module", "none"
@@ -234,15 +234,15 @@ def _assigned(model: nn.Module, settings: Settings, name: str, value: Any) -> It
 
 def _changes(model: nn.Module, settings: Settings) -> Iterator[tuple[str, str, Any, Any]]:
     """Yield the path, the name, the recorded and the present value of every setting that has changed."""
-    for path, known in settings.items():
+    for path, recorded in settings.items():
         module = _at(model, path)
         if module is None:  # a batch norm that is folded into its layer
             continue
         state = vars(module)
-        if _CLASS in known and isinstance(state.get("forward"), MethodType | FunctionType):
+        if _CLASS in recorded and isinstance(state.get("forward"), MethodType | FunctionType):
             yield path, "forward", "that of its class", "another function"
-        if _CLASS not in known or type(module) is not nn.Module:  # of a file, a layer that is part of an operator has no class
-            for name, before in known.items():
+        if _CLASS not in recorded or type(module) is not nn.Module:  # of a file, a layer that is part of an operator has no class
+            for name, before in recorded.items():
                 now = _present(module, state, name, before)
                 if not _equal(before, now):
                     yield path, name, before, now

@@ -120,7 +120,7 @@ def outside(gm: fx.GraphModule) -> dict[fx.Node, str]:
         return {}
     begins = quant_stub in targets
     inside: set[fx.Node] = set()
-    found: dict[fx.Node, str] = {}
+    reasons: dict[fx.Node, str] = {}
     for node in gm.graph.nodes:
         read = [operand for operand in node.all_input_nodes if not is_parameter(operand) and _is_real(operand)]
         if node.op == "placeholder":
@@ -132,10 +132,10 @@ def outside(gm: fx.GraphModule) -> dict[fx.Node, str]:
         if within:
             inside.add(node)
         elif computes_tensor(node) and read and node.target is not dequant_stub:
-            found[node] = "it lies outside of QuantStub and DeQuantStub"
-    return found
+            reasons[node] = "it lies outside of QuantStub and DeQuantStub"
+    return reasons
 
 
 def _is_real(node: fx.Node) -> bool:
-    known = fact(node)
-    return not isinstance(known, TensorFact) or known.dtype not in (torch.bool, torch.int64, torch.int32)
+    node_fact = fact(node)
+    return not isinstance(node_fact, TensorFact) or node_fact.dtype not in (torch.bool, torch.int64, torch.int32)

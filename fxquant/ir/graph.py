@@ -177,8 +177,8 @@ class Part:
 
 def is_inner_part(node: fx.Node) -> bool:
     """Return whether a node holds an inner tensor of a composite."""
-    known = part(node)
-    return known is not None and known.inner
+    node_part = part(node)
+    return node_part is not None and node_part.inner
 
 
 def set_inner(node: fx.Node, inner: bool) -> None:
@@ -188,8 +188,8 @@ def set_inner(node: fx.Node, inner: bool) -> None:
 
 def step_of(node: fx.Node) -> int | None:
     """Return the step of a recurrence at which a part of it is computed, counted from 0; None for any other node."""
-    known = part(node)
-    return None if known is None else known.step
+    node_part = part(node)
+    return None if node_part is None else node_part.step
 
 
 def tie(node: fx.Node, name: str) -> None:
@@ -246,8 +246,8 @@ def computes_tensor(node: fx.Node) -> bool:
     """Return whether the node computes tensors: it is neither an input nor the output, a parameter or a number."""
     if node.op in ("placeholder", "output") or is_parameter(node):
         return False
-    known = fact(node)
-    return isinstance(known, TensorFact | list | tuple | dict) or (known is None and refusal(node) is not None)  # kept as Python
+    node_fact = fact(node)
+    return isinstance(node_fact, TensorFact | list | tuple | dict) or (node_fact is None and refusal(node) is not None)  # kept as Python
 
 
 def is_detached(node: fx.Node) -> bool:
@@ -313,15 +313,15 @@ def pass_on(operand: fx.Node, node: fx.Node) -> None:
 
 def nodes_in(value: Any) -> list[fx.Node]:
     """Return the nodes in a nest of arguments, in order."""
-    found: list[fx.Node] = []
-    fx.map_arg(value, found.append)
-    return found
+    nodes: list[fx.Node] = []
+    fx.map_arg(value, nodes.append)
+    return nodes
 
 
 def model_meta(model: Any) -> dict[str, Any]:
     """Return the `meta` of a graph module; empty for any other module, and for subclasses whose constructors leave it out."""
-    found = getattr(model, "meta", None) if isinstance(model, fx.GraphModule) else None
-    return found if isinstance(found, dict) else {}
+    meta = getattr(model, "meta", None) if isinstance(model, fx.GraphModule) else None
+    return meta if isinstance(meta, dict) else {}
 
 
 def stage_of(model: Any) -> str | None:
@@ -399,9 +399,9 @@ def _member(holder: Any, name: str) -> Any:
     if isinstance(holder, nn.Module):
         state = holder.__dict__
         for kind in ("_modules", "_parameters", "_buffers"):
-            found = state[kind].get(name)
-            if found is not None:
-                return found
+            member = state[kind].get(name)
+            if member is not None:
+                return member
     return getattr(holder, name)
 
 
@@ -470,7 +470,7 @@ class Code(CodeGen):
         return f"return {self._written(output_args)}"
 
     def additional_globals(self) -> list[tuple[str, Any]]:
-        return [*super().additional_globals(), *((name, found) for found, name in self._classes.items())]
+        return [*super().additional_globals(), *((name, value) for value, name in self._classes.items())]
 
     def _written(self, value: Any) -> str:
         if isinstance(value, dict):

@@ -56,8 +56,8 @@ def channel_exponents(node: fx.Node) -> list[Any] | None:
 
     They are nested lists of its shape without the batch, where a list of one element is for a whole dimension.
     """
-    known = noted(node, "exponents")
-    return None if known is None else list(json.loads(known))
+    exponents = noted(node, "exponents")
+    return None if exponents is None else list(json.loads(exponents))
 
 
 def set_channel_exponents(node: fx.Node, value: list[Any]) -> None:
@@ -83,8 +83,8 @@ qparams: Reads[QParams | None] = reads("qparams", None)  # of the quantized tens
 
 def zero_point(node: fx.Node) -> int:
     """Return the integer that stands for 0 in the tensor a node of an integer graph holds."""
-    known = qparams(node)
-    return 0 if known is None else known.zero_point
+    grid = qparams(node)
+    return 0 if grid is None else grid.zero_point
 
 
 @dataclass(frozen=True)

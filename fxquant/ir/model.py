@@ -108,19 +108,19 @@ class Model(fx.GraphModule):
         mode = mode and not is_deployed(self)
         super().train(mode)
         meta = self.__dict__.get("meta", {})
-        kept, frozen = (set(meta.get(key, ())) if mode else set() for key in (KEPT_IN_EVAL, FROZEN_BY_TRAIN))
-        for path, module in self.named_modules() if kept else ():
-            module.training = path not in kept
+        in_eval, frozen = (set(meta.get(key, ())) if mode else set() for key in (KEPT_IN_EVAL, FROZEN_BY_TRAIN))
+        for path, module in self.named_modules() if in_eval else ():
+            module.training = path not in in_eval
         for name, parameter in self.named_parameters() if frozen else ():
             parameter.requires_grad_(parameter.requires_grad and name not in frozen)
         return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Model:
         """Move to another device; a change of the float dtype is refused before anything is changed."""
-        wanted = fn(torch.empty(0, dtype=torch.float32, device="cpu")).dtype
-        if wanted != torch.float32:
+        dtype = fn(torch.empty(0, dtype=torch.float32, device="cpu")).dtype
+        if dtype != torch.float32:
             raise ConfigurationError(
-                f"the model cannot be converted to {wanted}",
+                f"the model cannot be converted to {dtype}",
                 because="its integers and scales are exact in float32, and would be rounded",
                 remedy="leave it in float32; torch.autocast around a call lets its float operators compute in another type",
             )
@@ -163,14 +163,14 @@ class Model(fx.GraphModule):
         if self.__dict__.get("meta", {}).get("stage") == "PREPARED":
             raise no_program_of_prepared("torch.jit.script")
         inputs = self.graph.find_nodes(op="placeholder")
-        known = [value for value in map(fact, inputs) if isinstance(value, TensorFact)]
-        if not is_deployed(self) or len(known) < len(inputs):
+        facts = [value for value in map(fact, inputs) if isinstance(value, TensorFact)]
+        if not is_deployed(self) or len(facts) < len(inputs):
             raise ExportError(
                 "torch.jit.script cannot make a program of this model",
                 because="it checks its inputs in Python",
                 remedy="use torch.jit.trace or torch.export.export; export_torchscript and export_pt2 of fxq.export also compare the bits",
             )
-        zeros = tuple(torch.zeros(value.at(BATCH_SIZES[0]), dtype=value.dtype, device="cpu") for value in known)
+        zeros = tuple(torch.zeros(value.at(BATCH_SIZES[0]), dtype=value.dtype, device="cpu") for value in facts)
         traced: Any = torch.jit.trace(self, zeros, strict=False, check_trace=False)  # type: ignore[no-untyped-call]
         program, graph = nn.ModuleDict({"program": traced}), fx.Graph()
         graph.output(graph.call_module("program", tuple(graph.placeholder(node.name) for node in inputs)))
@@ -203,7 +203,7 @@ class Model(fx.GraphModule):
 def _of_other_grids(model: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> tuple[str, ...]:
     """Return the state_dict prefixes of operators whose tensors in `state_dict` have other shapes, or that differ in having zero points."""
     operators = model._modules.get(OPERATORS)
-    found = []
+    groups = []
     for name, operator in operators._modules.items() if operators is not None else ():
         group = f"{prefix}{OPERATORS}.{name}."
         own = {} if operator is None else operator.state_dict(prefix=group)
@@ -211,8 +211,8 @@ def _of_other_grids(model: torch.nn.Module, state_dict: dict[str, Any], prefix: 
         zero_points = [any(key.endswith(".zero_point") for key in keys) for keys in (own, loaded)]
         differs = [key for key in own.keys() & loaded.keys() if torch.is_tensor(own[key]) and own[key].shape != loaded[key].shape]
         if loaded and (differs or zero_points[0] != zero_points[1]):
-            found.append(group)
-    return tuple(found)
+            groups.append(group)
+    return tuple(groups)
 
 
 def no_program_of_prepared(by: str) -> ExportError:
@@ -313,8 +313,8 @@ def _by_name(value: Any) -> Any:
     """Return a `_Function` for a module's function with a local qualified name; any other value unchanged."""
     if not isinstance(value, FunctionType) or "<locals>" not in value.__qualname__:
         return value
-    found: Any = getattr(sys.modules.get(value.__module__), value.__name__, None)
-    return _Function(value.__module__, value.__name__) if found is value else value
+    function: Any = getattr(sys.modules.get(value.__module__), value.__name__, None)
+    return _Function(value.__module__, value.__name__) if function is value else value
 
 
 def _found(value: Any) -> Any:
@@ -412,7 +412,7 @@ class Passes:
 
 def _again(model: nn.Module, call: Callable[[], Any], inputs: Any) -> Any:
     key, passes = _key(inputs), model.__dict__.get(PASSES, Passes())
-    started = next((taken.buffers for taken in reversed(passes.taken) if taken.repeated_by(key)), None)
+    started = next((each.buffers for each in reversed(passes.taken) if each.repeated_by(key)), None)
     before: list[tuple[dict[str, Any], str, Tensor]] = []
     try:
         for path, name, value in list(_moving(model)):
@@ -442,8 +442,8 @@ def _transformed(model: nn.Module, call: Callable[[], Any]) -> Any:
         return call()
     except RuntimeError as error:
         with torch._C._DisableFuncTorch(), torch.no_grad():
-            for value, held in before:
-                value.copy_(held)
+            for value, saved in before:
+                value.copy_(saved)
         raise ConfigurationError(
             "torch.func cannot transform this pass of the prepared model",
             because="in train mode, scales and statistics change in place, and numbers are read from batched or differentiated tensors; "

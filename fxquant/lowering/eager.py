@@ -93,14 +93,14 @@ class EagerLowering(Lowering):
         return value
 
     def once(self, role: str, compute: Callable[[], Found]) -> Found:
-        kept = _ONCE.get()
-        if kept is None or self.training or self.observing or self.live_batch_norm or torch.is_grad_enabled():
+        cache = _ONCE.get()
+        if cache is None or self.training or self.observing or self.live_batch_norm or torch.is_grad_enabled():
             return compute()
         key = type(self), self.name, self.weight, role
-        if key not in kept:
-            kept[key] = compute()
-        found: Found = kept[key]
-        return found
+        if key not in cache:
+            cache[key] = compute()
+        value: Found = cache[key]
+        return value
 
     def remember(self, operand: Quantized) -> None:
         """Keep the known dequantized tensor of this operand, so that views of its integers are also views of that tensor."""
@@ -199,8 +199,8 @@ class FusedLowering(EagerLowering):
 
     def _fuses(self, to: Quantizer) -> bool:
         """Return whether a fused kernel can requantize to this grid: its scale learns nothing, and follows nothing but ends."""
-        learns, seen = to.learns and torch.is_grad_enabled(), self.seen is not None and to is self._output
-        return not learns and to.dtype != INT32 and (not self._follows(to) or (not seen and to.can_follow_ends))
+        learns, observed = to.learns and torch.is_grad_enabled(), self.seen is not None and to is self._output
+        return not learns and to.dtype != INT32 and (not self._follows(to) or (not observed and to.can_follow_ends))
 
     def requantize_by(self, accumulator: Any, end: Epilogue) -> Quantized:
         joined = self._joined(accumulator, end)
@@ -326,7 +326,7 @@ class FusedLowering(EagerLowering):
     @staticmethod
     def _is_exact(
         sums: Tensor, bound: float, bias: Tensor | None, residual: Quantized | None, multiplier: ResidualFactor | None,
-        known: fused_layers.Collected | None,
+        statistics: fused_layers.Collected | None,
     ) -> bool:  # fmt: skip
         """Return whether the accumulator stays below 2^24, for every operand or for these."""
         if bound < FLOAT32_EXACT:
@@ -334,7 +334,7 @@ class FusedLowering(EagerLowering):
         if sums.dtype != torch.float32:
             return False
         with torch.no_grad():
-            largest = max(map(abs, ends_of(sums))) if known is None else float(known.ends.abs().max())
+            largest = max(map(abs, ends_of(sums))) if statistics is None else float(statistics.ends.abs().max())
             largest += 0.0 if bias is None else float(bias.abs().max())
             if residual is not None and multiplier is not None:
                 largest += float(multiplier.value().abs().max()) * residual.grid.magnitude

@@ -218,9 +218,9 @@ class Lowering:
 
     def not_finite(self) -> NotFinite:
         """Return the error for integers that cannot be computed since a parameter, or a value computed from some, is NaN or infinite."""
-        found = first_not_finite({**self.parameters, **self.weight.trained()})
+        culprit = first_not_finite({**self.parameters, **self.weight.trained()})
         together = "its weight, bias and batch norm are finite, but their product is NaN or infinite"
-        return cannot_be_integers(self.name, found or together, **self.place)
+        return cannot_be_integers(self.name, culprit or together, **self.place)
 
     def requantize(
         self, accumulator: Any, ratio: Ratio, clamp: Clamp | None = None, *, bound: float = 0, lift: Lift | None = None, kind: str = VALUE
@@ -356,12 +356,12 @@ class Lowering:
         if not value.is_floating_point():  # a mask, or integers: next to an activation they count as float values
             value = value.to(torch.float32)
         self.parameters[f"its constant {role!r}"] = value
-        made = self.weight.integers(value.reshape(1, -1), by_threshold=self.arithmetic.float32_steps)  # the weight of one channel
-        scale, dtype = made.scale.reshape(()), self.weight.dtype
+        rounded = self.weight.integers(value.reshape(1, -1), by_threshold=self.arithmetic.float32_steps)  # the weight of one channel
+        scale, dtype = rounded.scale.reshape(()), self.weight.dtype
         if not bool(torch.isfinite(scale)):
             raise self.not_finite()
         self.describe(role, scale)
-        return Quantized(self.constant(role, made.integers.reshape(value.shape), dtype.storage), Grid(dtype, scale), tuple(value.shape))
+        return Quantized(self.constant(role, rounded.integers.reshape(value.shape), dtype.storage), Grid(dtype, scale), tuple(value.shape))
 
     def multiplied(self, primitive: Callable[..., Tensor], value: Any, ratio: Ratio, *constants: Any) -> Any:
         """Return `call(primitive, value, *constants)`: integers times `ratio`, rounded in the constants but not in the gradient."""

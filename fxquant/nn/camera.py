@@ -203,9 +203,9 @@ def with_camera(
     """
     require_integer(integer)
     image, *others = integer.graph.find_nodes(op="placeholder")
-    first, known = next(iter(image.users), image), fact(image)
+    first, image_fact = next(iter(image.users), image), fact(image)
     grid = qparams(first)
-    shape: tuple[Any, ...] = getattr(known, "shape", ())
+    shape: tuple[Any, ...] = getattr(image_fact, "shape", ())
     if others or len(image.users) != 1 or grid is None or grid.dtype != "int8" or len(shape) != 4 or shape[1] != 3:
         raise ConfigurationError(
             "the model cannot take its image from a camera",
@@ -218,18 +218,18 @@ def with_camera(
     graph.output(graph.call_module(first.name, (graph.placeholder(f"{first.name}_yuv"),)))
     qconfig = QConfig(ActivationConfig("int8", scale=float(grid.scale)), input=ActivationConfig("int8", scale=1.0))  # type: ignore[arg-type]
     model = fx.GraphModule({first.name: layer}, graph).eval()
-    front = convert(prepare(model, torch.zeros(known.at(2)), integer.meta["target"], qconfig))
+    front = convert(prepare(model, torch.zeros(image_fact.at(2)), integer.meta["target"], qconfig))
     start, _, quantized, *_ = front.graph.nodes
     set_operation(quantized, Operation("quantize", {"input": Reference(image.name)}, {}))
 
-    made, graph = copy.deepcopy(integer), fx.Graph()
+    result, graph = copy.deepcopy(integer), fx.Graph()
     copies = {image: graph.node_copy(image)}
     copies[start] = copies[image]
     for node in front.graph.nodes:
         if first not in copies and node is not start:
             copies[node] = graph.node_copy(node, copies.__getitem__)
             if node.op == "get_attr":
-                attach(made, node.target, resolve(front, node.target))
+                attach(result, node.target, resolve(front, node.target))
             else:
                 describe(copies[node], replace(fact(node), shape=shape), source(first), module_path(first), "with_camera")
             if node.name == first.name:
@@ -237,6 +237,6 @@ def with_camera(
     for node in integer.graph.nodes:
         if node not in copies and first not in node.users:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    replace_graph(made, graph)
-    made.recompile()
-    return made
+    replace_graph(result, graph)
+    result.recompile()
+    return result

@@ -122,10 +122,10 @@ class MultiScaleRoIAlign(nn.Module):
         size = (boxes[:, :, 2:] - boxes[:, :, :2]).clamp(min=0)
         area = (size[:, :, 0] * size[:, :, 1])[:, :, None, None, None]
         aligned = [level(maps, boxes) for level, maps in zip(self.levels, features, strict=True)]
-        found: Tensor = aligned[0]
+        pooled: Tensor = aligned[0]
         for side, coarser in zip(self.sides, aligned[1:], strict=True):
-            found = torch.where(area >= side * side, coarser, found)
-        return found
+            pooled = torch.where(area >= side * side, coarser, pooled)
+        return pooled
 
 
 class MultiScaleDeformableAttention(nn.Module):
@@ -179,14 +179,14 @@ class AnchorGenerator(nn.Module):
             self.register_buffer(f"boxes{level}", torch.tensor(boxes) / 2, persistent=False)
 
     def forward(self, features: Sequence[Tensor]) -> list[Tensor]:
-        found = []
+        anchors = []
         for level, (feature, stride) in enumerate(zip(features, self.strides, strict=True)):
             boxes: Tensor = getattr(self, f"boxes{level}")
             height, width = feature.shape[2:]
             y, x = torch.meshgrid(torch.arange(height) * stride, torch.arange(width) * stride, indexing="ij")
             shifts = torch.stack((x, y, x, y), -1).reshape(-1, 1, 4).to(boxes)
-            found.append((shifts + boxes).reshape(-1, 4))
-        return found
+            anchors.append((shifts + boxes).reshape(-1, 4))
+        return anchors
 
 
 class DetectionPostProcess(nn.Module):
@@ -212,11 +212,11 @@ class DetectionPostProcess(nn.Module):
         area = (boxes[..., 2:] - boxes[..., :2]).clamp(min=0).prod(-1)
         alike = labels[:, :, None] == labels[:, None, :]
         over = alike & (common > self.overlap * (area[:, :, None] + area[:, None, :] - common))
-        kept = best > self.score_threshold
+        mask = best > self.score_threshold
         for index in range(best.shape[1]):
-            beaten = over[:, index] & kept[:, index : index + 1] & (torch.arange(best.shape[1], device=best.device) > index)
-            kept = kept & ~beaten
-        return boxes, torch.where(kept, best, torch.zeros_like(best)), torch.where(kept, labels, torch.full_like(labels, -1))
+            beaten = over[:, index] & mask[:, index : index + 1] & (torch.arange(best.shape[1], device=best.device) > index)
+            mask = mask & ~beaten
+        return boxes, torch.where(mask, best, torch.zeros_like(best)), torch.where(mask, labels, torch.full_like(labels, -1))
 
 
 def _decode(deltas: Tensor, anchors: Tensor) -> Tensor:
@@ -292,15 +292,15 @@ class SegmentLUT(nn.Module):
 
     def __init__(self, function: Callable[[Tensor], Tensor], name: str | None = None) -> None:
         super().__init__()
-        known = function in FUNCTIONS or function in _DECLARED
+        registered = function in FUNCTIONS or function in _DECLARED
         called = name or str(getattr(function, "__name__", ""))
-        if not known and not called.isidentifier():
+        if not registered and not called.isidentifier():
             raise ConfigurationError(
                 "the table of a function without a name cannot be declared",
                 because=f"{called or type(function).__name__} is not a name, and a file identifies the function of a table by its name",
                 remedy='name it: SegmentLUT(function, name="…"), a different name for each function',
             )
-        if not known:
+        if not registered:
             _DECLARED[function] = custom.unary(called, function)
         self.function = _DECLARED.get(function, function)
 

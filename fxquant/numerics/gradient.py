@@ -83,15 +83,15 @@ class CustomBackward(GradientRule):
         if not torch.is_grad_enabled() or not any(isinstance(each, Tensor) and each.requires_grad for each in operands):
             return value
 
-        def given(argument: Any) -> Any:
+        def filled(argument: Any) -> Any:
             if not isinstance(argument, Slot):
                 return argument
             operand = operands[argument.position]
             # A clone, since the function may change its argument in place.
             return operand.clone() if isinstance(operand, Tensor) and operand.is_floating_point() else operand
 
-        found = self.function.apply(*(tree_map(given, argument) for argument in self.arguments))  # type: ignore[no-untyped-call]
-        result = found if self.index is None else found[self.index]
+        outputs = self.function.apply(*(tree_map(filled, argument) for argument in self.arguments))  # type: ignore[no-untyped-call]
+        result = outputs if self.index is None else outputs[self.index]
         return straight_through(result, value.detach()) if result.requires_grad else value.detach()
 
 

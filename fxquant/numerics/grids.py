@@ -157,8 +157,8 @@ def grid_from_range(low: Tensor, high: Tensor, dtype: IntType, on_steps: tuple[b
     span = (high - low).clamp_max(LARGEST_FLOAT32)
     scale = torch.where(span > 0, (span / steps).clamp_min(SMALLEST_SCALE), FLOAT32_EPSILON)
     zero_point = torch.round(-low / scale).clamp(dtype.low, dtype.high)
-    for wanted, end, steps in zip(on_steps, (-low, high), (zero_point - dtype.low, dtype.high - zero_point), strict=True):
-        scale = end_on_step(scale, end, steps) if wanted else scale
+    for needed, end, steps in zip(on_steps, (-low, high), (zero_point - dtype.low, dtype.high - zero_point), strict=True):
+        scale = end_on_step(scale, end, steps) if needed else scale
     return scale, zero_point.to(torch.int64)
 
 
@@ -319,9 +319,9 @@ def table(
     x = points * input_scale
     if in_float32:
         values = _values(function, (points.float() * input.scale.cpu()).double(), on_tensors)
-        found = round_away(values.float() / output.scale.cpu())
-        found = torch.where(torch.isnan(found), 0.0, found.clamp(output.low, output.high))
-        return found.to(storage)
+        integers = round_away(values.float() / output.scale.cpu())
+        integers = torch.where(torch.isnan(integers), 0.0, integers.clamp(output.low, output.high))
+        return integers.to(storage)
     if on_tensors is None:
         entries = [_table_entry(function, number, output_scale, output) for number in x.tolist()]
         return torch.tensor(entries, dtype=storage, device="cpu")
@@ -334,9 +334,9 @@ def table(
         without = has_none(x)
         result[without] = 0
         asked &= ~without
-    left = torch.nonzero(asked).flatten()
-    entries = [_table_entry(function, number, output_scale, output) for number in x[left].tolist()]
-    result[left] = torch.tensor(entries, dtype=storage, device="cpu")
+    places = torch.nonzero(asked).flatten()
+    entries = [_table_entry(function, number, output_scale, output) for number in x[places].tolist()]
+    result[places] = torch.tensor(entries, dtype=storage, device="cpu")
     return result
 
 
@@ -345,13 +345,13 @@ def _values(function: Callable[[float], float] | None, x: Tensor, on_tensors: Ca
     if on_tensors is not None and (function is None or x.numel() > 2**10):
         return on_tensors(x)
     assert function is not None
-    found = []
+    values = []
     for number in x.tolist():
         try:
-            found.append(function(number))
+            values.append(function(number))
         except OverflowError:
-            found.append(math.inf)
-    return torch.tensor(found, dtype=torch.float64, device="cpu")
+            values.append(math.inf)
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
 def _table_entry(function: Callable[[float], float] | None, x: float, output_scale: float, output: Grid) -> int:
@@ -472,9 +472,9 @@ class Ratio:
         """
         with torch.no_grad():
             numbers = self.numbers()
-        found = None if numbers is None else _mantissa(*numbers, bits, largest_exponent, carries)
-        if found is not None:
-            return torch.tensor(found[0], dtype=torch.int64, device="cpu"), torch.tensor(found[1], dtype=torch.int64, device="cpu")
+        fixed = None if numbers is None else _mantissa(*numbers, bits, largest_exponent, carries)
+        if fixed is not None:
+            return torch.tensor(fixed[0], dtype=torch.int64, device="cpu"), torch.tensor(fixed[1], dtype=torch.int64, device="cpu")
         k = (bits - torch.frexp(self.approximate()).exponent.to(torch.int64)).clamp_max(largest_exponent)
         mantissa = self.rounded(k, halves_up=not carries)
         if not carries:
@@ -611,9 +611,9 @@ def fixed_requantization(ratio: Ratio, widths: FixedWidths, output: IntType, acc
     largest_exponent = 1000 if first_shift else widths.largest_shift
     with torch.no_grad():
         numbers = ratio.numbers()
-    found = None if numbers is None else _mantissa(*numbers, bits, largest_exponent)
-    if found is not None:
-        return _fixed_of_numbers(*found, widths, output, accumulator_bits if first_shift else 0)
+    fixed = None if numbers is None else _mantissa(*numbers, bits, largest_exponent)
+    if fixed is not None:
+        return _fixed_of_numbers(*fixed, widths, output, accumulator_bits if first_shift else 0)
     multiplier, k = ratio.mantissa(bits, largest_exponent)
     largest_intermediate = 2 ** (widths.intermediate_bits - 1) - 1
     if first_shift:
@@ -663,10 +663,10 @@ def narrow_multipliers(ratios: Sequence[Ratio]) -> tuple[int, list[Tensor]]:
     float32 adds two terms of 8 bits and a zero point exactly, in any order.
     """
     for bits in range(NARROW_BITS, -1, -1):
-        found = [_limited_multiplier(ratio, bits) for ratio in ratios]
-        if bits == 0 or all(int(multiplier) <= LARGEST_NARROW_MULTIPLIER for multiplier in found):
+        multipliers = [_limited_multiplier(ratio, bits) for ratio in ratios]
+        if bits == 0 or all(int(multiplier) <= LARGEST_NARROW_MULTIPLIER for multiplier in multipliers):
             break
-    return bits, [multiplier.clamp_max(LARGEST_NARROW_MULTIPLIER) for multiplier in found]
+    return bits, [multiplier.clamp_max(LARGEST_NARROW_MULTIPLIER) for multiplier in multipliers]
 
 
 def _limited_multiplier(ratio: Ratio, bits: int) -> Tensor:

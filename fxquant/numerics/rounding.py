@@ -36,8 +36,8 @@ def _of_value(gradient: Tensor, value: Tensor, low: Limit, high: Limit) -> Tenso
     # One kernel, in every version: hardtanh has a gradient between its limits, and none at them.
     bottom = -math.inf if low is None else _beyond(low, -math.inf, value.dtype)
     top = math.inf if high is None else _beyond(high, math.inf, value.dtype)
-    found: Tensor = torch.ops.aten.hardtanh_backward(gradient, value, bottom, top)
-    return found
+    result: Tensor = torch.ops.aten.hardtanh_backward(gradient, value, bottom, top)
+    return result
 
 
 class _Clamped(torch.autograd.Function):

@@ -118,8 +118,8 @@ def _check_agreement(index: int, placeholders: list[fx.Node], values: list[Any])
     sizes = {
         node.name: value.shape[dim]
         for node, value in zip(placeholders, values, strict=True)
-        if isinstance(known := fact(node), TensorFact)
-        for dim, size in enumerate(known.shape)
+        if isinstance(node_fact := fact(node), TensorFact)
+        for dim, size in enumerate(node_fact.shape)
         if isinstance(size, BatchDim)
     }
     if len(set(sizes.values())) > 1:
@@ -129,13 +129,13 @@ def _check_agreement(index: int, placeholders: list[fx.Node], values: list[Any])
 
 def _by_name(batch: Mapping[Any, Any]) -> dict[str, Any]:
     """Flatten a dict to the names of the model's inputs: the items of a list "images" become images_0, images_1, …"""
-    found: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     for key, value in batch.items():
         if isinstance(value, list | tuple | Mapping):
-            found.update((f"{key}_{index}", leaf) for index, leaf in enumerate(pytree.tree_leaves(value)))
+            inputs.update((f"{key}_{index}", leaf) for index, leaf in enumerate(pytree.tree_leaves(value)))
         else:
-            found[str(key)] = value
-    return found
+            inputs[str(key)] = value
+    return inputs
 
 
 def _tell(model: fx.GraphModule, message: str, *arguments: Any) -> None:

@@ -54,15 +54,15 @@ def channels(prepared: fx.GraphModule, *, open_alone: bool = False) -> Channels:
         if is_parameter(node) or (node.op != "output" and not isinstance(fact(node), TensorFact | list | tuple | dict)):
             continue
         module = quantized_operator(prepared, node)
-        found = None if module is None or (open_alone and module.left_out) else walk.through(node, module)
-        if found is None:
+        labels = None if module is None or (open_alone and module.left_out) else walk.through(node, module)
+        if labels is None:
             for operand in node.all_input_nodes:
                 walk.pin(walk.labels.get(operand))
             rank = len(fact(node).shape) - 1 if isinstance(fact(node), TensorFact) else 0
-            found = torch.zeros([1] * rank, dtype=torch.int64, device="cpu")
-        walk.labels[node] = found
+            labels = torch.zeros([1] * rank, dtype=torch.int64, device="cpu")
+        walk.labels[node] = labels
         if module is not None and not _any_grid(module, open_alone):
-            walk.pin(found)
+            walk.pin(labels)
     return walk.solved()
 
 
@@ -73,27 +73,27 @@ def _any_grid(module: QuantizedOperator, open_alone: bool) -> bool:
     return module.output.observer is not None and not (open_alone and module.output.calibrated)
 
 
-def exponents(prepared: fx.GraphModule, known: Channels) -> Tensor:
+def exponents(prepared: fx.GraphModule, channel_labels: Channels) -> Tensor:
     """Return the exponent of every label: int64 of shape (number,)."""
-    found = torch.zeros(known.number, dtype=torch.int64, device="cpu")
-    for node, given in known.given.items():
-        found[given] = _factors(prepared, node).outputs.cpu().long()
-    return found
+    result = torch.zeros(channel_labels.number, dtype=torch.int64, device="cpu")
+    for node, labels in channel_labels.given.items():
+        result[labels] = _factors(prepared, node).outputs.cpu().long()
+    return result
 
 
-def multiply(prepared: fx.GraphModule, known: Channels, exponents: Tensor) -> None:
+def multiply(prepared: fx.GraphModule, channel_labels: Channels, exponents: Tensor) -> None:
     """Give every operator the factors 2^exponents of its labels; that of the label 0 is 1."""
-    for node, read in known.read.items():
-        _factors(prepared, node).assign(exponents[read], exponents[known.given[node]])
+    for node, read in channel_labels.read.items():
+        _factors(prepared, node).assign(exponents[read], exponents[channel_labels.given[node]])
 
 
 def tensor_exponents(prepared: fx.GraphModule) -> dict[str, Tensor]:
     """Return the exponents e, int64, of tensors that are the float model's times 2^e, by name; they broadcast to a sample's shape."""
     if not any(isinstance(module, ChannelFactors) and module.active for module in prepared.modules()):
         return {}
-    known = channels(prepared)
-    chosen = exponents(prepared, known)
-    return {node.name: found for node, labels in known.tensors.items() if bool((found := chosen[labels]).any())}
+    channel_labels = channels(prepared)
+    chosen = exponents(prepared, channel_labels)
+    return {node.name: own for node, labels in channel_labels.tensors.items() if bool((own := chosen[labels]).any())}
 
 
 def _factors(prepared: fx.GraphModule, node: fx.Node) -> ChannelFactors:
@@ -119,9 +119,9 @@ class _Walk:
         self.number = 1
 
     def fresh(self, count: int) -> Tensor:
-        made = torch.arange(self.number, self.number + count, dtype=torch.int64, device="cpu")
+        labels = torch.arange(self.number, self.number + count, dtype=torch.int64, device="cpu")
         self.number += count
-        return made
+        return labels
 
     def same(self, one: Tensor, other: Tensor) -> None:
         self.pairs.append((one.flatten(), other.flatten()))
@@ -148,13 +148,13 @@ class _Walk:
         """Return the labels of an operator's result; None if factors do not pass through it."""
         arguments = module.operator.bind_call(node.args, node.kwargs)
         operands = operand_nodes(module.operator, arguments)
-        known = fact(node)
-        if not isinstance(known, TensorFact) or not all(isinstance(size, int) for size in known.shape[1:]):
+        node_fact = fact(node)
+        if not isinstance(node_fact, TensorFact) or not all(isinstance(size, int) for size in node_fact.shape[1:]):
             return None
-        if not operands or any(operand not in self.labels or shape_of(operand)[:1] != known.shape[:1] for operand in operands):
+        if not operands or any(operand not in self.labels or shape_of(operand)[:1] != node_fact.shape[:1] for operand in operands):
             return None
         if module.factors is not None:
-            return self._layer(node, module, arguments) if len(known.shape) > 1 else None
+            return self._layer(node, module, arguments) if len(node_fact.shape) > 1 else None
         if not homogeneous(*(arguments.get("clamp") or (None, None))) or not homogeneous(*module.observed):
             return None
         rule = _rule(module.operator)
@@ -170,9 +170,9 @@ class _Walk:
         read = self.along(self.labels[arguments["input"]], dim, len(factors.inputs))
         if "weight" not in arguments:
             self.pin(read)  # a batch norm's statistics are of what it reads
-        given, residual = self.fresh(len(factors.outputs)), arguments.get("residual")
-        self.read[node], self.given[node] = read, given
-        shaped = given.reshape([-1 if index == dim else 1 for index in range(rank - 1)])
+        outputs, residual = self.fresh(len(factors.outputs)), arguments.get("residual")
+        self.read[node], self.given[node] = read, outputs
+        shaped = outputs.reshape([-1 if index == dim else 1 for index in range(rank - 1)])
         if isinstance(residual, fx.Node):
             shaped = self.joined(shaped, self.labels[residual])
         if not homogeneous(*(arguments.get("clamp") or (None, None))) or not homogeneous(*module.observed):
@@ -195,8 +195,8 @@ class _Walk:
                     break
                 root = lower
         number = torch.unique(root, return_inverse=True)[1]  # 0 is the least, and stays it
-        tensors, read, given = ({node: number[labels] for node, labels in found.items()} for found in (self.labels, self.read, self.given))
-        return Channels(tensors, read, given, int(number.max()) + 1)
+        tensors, read, written = ({node: number[labels] for node, labels in each.items()} for each in (self.labels, self.read, self.given))
+        return Channels(tensors, read, written, int(number.max()) + 1)
 
 
 Rule = Callable[[_Walk, fx.Node, dict[str, Any]], "Tensor | None"]

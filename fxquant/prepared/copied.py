@@ -68,14 +68,14 @@ def steps_of(node: fx.Node, parameter: Callable[[fx.Node], Tensor | None]) -> St
 
     Nodes among their arguments are tensors, or sizes that depend on the batch. `parameter` gives the value of a constant's node, else None.
     """
-    operator, known = operator_of(node), fact(node)
-    if operator is None or not isinstance(known, TensorFact) or known.dtype not in RESULTS or not copies(node):
+    operator, node_fact = operator_of(node), fact(node)
+    if operator is None or not isinstance(node_fact, TensorFact) or node_fact.dtype not in RESULTS or not copies(node):
         return None
     arguments = operator.arguments(node)
     if refusal(node) is not None or operator.expand is not None or operator.refuses(node, arguments) is not None:
         return None
     facts = {each: fact(each) for each in node.all_input_nodes if parameter(each) is None}
-    if not all(isinstance(known, int | BatchDim) or (isinstance(known, TensorFact) and known.dtype in KINDS) for known in facts.values()):
+    if not all(isinstance(each, int | BatchDim) or (isinstance(each, TensorFact) and each.dtype in KINDS) for each in facts.values()):
         return None
 
     def operand(_: str, value: fx.Node) -> Any:
@@ -84,9 +84,9 @@ def steps_of(node: fx.Node, parameter: Callable[[fx.Node], Tensor | None]) -> St
     def other(value: fx.Node) -> Any:
         return value if value in facts else parameter(value)
 
-    taken = map_operands(operator, arguments, operand)
+    operands = map_operands(operator, arguments, operand)
     rest = {name: fx.map_arg(value, other) for name, value in arguments.items() if name not in operator.operands}
     lowering = CopyLowering(node.name)
-    found = operator.lower(lowering, **{**taken, **rest})
-    value = found.value if isinstance(found, Quantized) else found
+    result = operator.lower(lowering, **{**operands, **rest})
+    value = result.value if isinstance(result, Quantized) else result
     return Steps(lowering.calls, value) if isinstance(value, Step | fx.Node) else None

@@ -94,8 +94,8 @@ def attach_hooks(prepared: fx.GraphModule, traced: fx.Graph) -> None:
     """Make hooks on the modules of a prepared model fire; `traced` is the graph that it was made from."""
     calls: Iterable[Call] = itertools.starmap(Call, prepared.meta.get(CALLS, ()))
     values = _values(prepared.graph, traced)
-    found = [_resolved(call, values) for call in calls]
-    prepared.meta[CALLS] = tuple((call.path, call.entry, call.args, call.kwargs, call.result) for call in found)
+    resolved = [_resolved(call, values) for call in calls]
+    prepared.meta[CALLS] = tuple((call.path, call.entry, call.args, call.kwargs, call.result) for call in resolved)
     restore_hooks(prepared)
 
 
@@ -110,8 +110,8 @@ def restore_hooks(prepared: fx.GraphModule) -> None:
         mine.setdefault(call.path, []).append(call)
     for path, module in own.items():
         if not isinstance(module, torch.jit.ScriptModule):
-            found = _registries(path, mine.get(path, []), near.get(path, ""), CALLS in prepared.meta)
-            module.__dict__.update(found if _is_below(path, drawing) else {"forward": Uncallable(path), **found})
+            registries = _registries(path, mine.get(path, []), near.get(path, ""), CALLS in prepared.meta)
+            module.__dict__.update(registries if _is_below(path, drawing) else {"forward": Uncallable(path), **registries})
     prepared.__dict__[HOOKS] = Hooks(tuple(calls))
 
 
@@ -128,12 +128,12 @@ def are_calls(value: Any, graph: fx.Graph | None) -> bool:
 
 def _next_computed(calls: list[Call]) -> dict[str, str]:
     """Return for each module, by path, the next one that ended after it and whose output is a tensor of the prepared graph."""
-    found, near = dict[str, str](), ""
+    following, near = dict[str, str](), ""
     for call in reversed(calls):
-        found[call.path] = near
+        following[call.path] = near
         names = _names(call.result)
         near = call.path if names and NOWHERE not in names else near
-    return found
+    return following
 
 
 def _is_below(path: str, others: set[str]) -> bool:
@@ -144,12 +144,12 @@ def _is_below(path: str, others: set[str]) -> bool:
 
 def _others(prepared: fx.GraphModule) -> set[str]:
     """Return the paths of modules whose hooks PyTorch calls: modules that the graph calls in float, and the holders of operators."""
-    found = {str(node.target) for node in prepared.graph.find_nodes(op="call_module")}
-    found |= set(prepared.meta[CARRIED].modules()) if CARRIED in prepared.meta else set()
+    paths = {str(node.target) for node in prepared.graph.find_nodes(op="call_module")}
+    paths |= set(prepared.meta[CARRIED].modules()) if CARRIED in prepared.meta else set()
     for module in prepared.children():
         steps = getattr(module, "steps", None)  # a training branch
-        found |= {str(node.target) for node in steps.find_nodes(op="call_module")} if isinstance(steps, fx.Graph) else set()
-    return {path.rpartition(".")[0] if isinstance(resolve(prepared, path), QuantizedOperator) else path for path in found}
+        paths |= {str(node.target) for node in steps.find_nodes(op="call_module")} if isinstance(steps, fx.Graph) else set()
+    return {path.rpartition(".")[0] if isinstance(resolve(prepared, path), QuantizedOperator) else path for path in paths}
 
 
 def _values(graph: fx.Graph, traced: fx.Graph) -> dict[str, fx.Node]:
@@ -160,26 +160,26 @@ def _values(graph: fx.Graph, traced: fx.Graph) -> dict[str, fx.Node]:
     """
     order = {node.name: index for index, node in enumerate(traced.nodes)}
     facts = {node.name: fact(node) for node in traced.nodes}
-    given: dict[fx.Node, str] = {}
-    found: dict[str, fx.Node] = {}
+    source_names: dict[fx.Node, str] = {}
+    by_name: dict[str, fx.Node] = {}
     for node in graph.nodes:
         names = [name for name in (node.name, *fused(node)) if name in order]
         if not names or node.op in ("get_attr", "output"):
             continue
-        names += [given[operand] for operand in node.all_input_nodes if operand in given]
-        given[node] = max(names, key=order.__getitem__)
-        if fact(node) == facts[given[node]]:
-            found[given[node]] = node
+        names += [source_names[operand] for operand in node.all_input_nodes if operand in source_names]
+        source_names[node] = max(names, key=order.__getitem__)
+        if fact(node) == facts[source_names[node]]:
+            by_name[source_names[node]] = node
         else:
-            found.pop(given[node], None)
+            by_name.pop(source_names[node], None)
     same = dict(pair for node in graph.nodes for pair in passed_on(node))
     for gone in same:
         name = gone
         while name in same:
             name = same[name]
-        if name in found:
-            found[gone] = found[name]
-    return found
+        if name in by_name:
+            by_name[gone] = by_name[name]
+    return by_name
 
 
 def _resolved(call: Call, values: Mapping[str, fx.Node]) -> Call:
@@ -211,25 +211,25 @@ def _names(nest: Any) -> list[str]:
     return [leaf.node for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Reference)]
 
 
-def _registries(path: str, calls: list[Call], near: str, known: bool) -> dict[str, Registry]:
-    """Return the hook registries of a module, by attribute; `near` names a module that can be hooked, `known` is False without records."""
+def _registries(path: str, calls: list[Call], near: str, recorded: bool) -> dict[str, Registry]:
+    """Return the hook registries of a module, by attribute; `near` is a module that can be hooked, `recorded` is False without records."""
     reads = NOWHERE in [name for call in calls for name in _names(call.read)]
     missing = [[name == NOWHERE for name in _names(call.result)] for call in calls]
     returns = any(each and all(each) for each in missing)
     remedy = f"hook a module whose output is computed, such as {near}" if near else "hook the float model"
     inside = "is inside of a fused operator of the integer graph"
-    unknown = "" if known else "the file that it was loaded from does not say what calls of modules read and return"
+    unknown = "" if recorded else "the file that it was loaded from does not say what calls of modules read and return"
     backward = "a forward hook can call output.register_hook(function), which is given the gradient of the output"
     absent = f"a tensor of its {'input' if reads else 'output'} {inside}, or nothing reads it, so the hook receives None instead"
     caution, lost = absent * (reads or any(map(any, missing))), unknown or f"its output {inside}" * returns
-    found = {
+    registries = {
         "_forward_hooks": Registry(f"a forward hook on {path}", lost, remedy, caution),
         "_forward_pre_hooks": Registry(f"a forward pre-hook on {path}", unknown or f"its input {inside}" * reads, remedy),
     }
     because = "operators run in place of modules, so no gradient passes through the module itself"
     for name, kind in (("_backward_hooks", "backward hook"), ("_backward_pre_hooks", "backward pre-hook")):
-        found[name] = Registry(f"a {kind} on {path}", because, backward)
-    return found
+        registries[name] = Registry(f"a {kind} on {path}", because, backward)
+    return registries
 
 
 class Hooks:
@@ -268,12 +268,12 @@ class _Run:
         ends = [(ready(call.result), call, module) for call, module in self.hooked if module._forward_hooks]
         starts = [(ready(call.read), call, module) for call, module in self.hooked if module._forward_pre_hooks]
         starts.sort(key=lambda start: start[1].entry)
-        given = iter(inputs)
+        rest = iter(inputs)
         for index, node in enumerate(self.model.graph.nodes):
             if node.op == "output":
                 return fx.map_arg(node.args[0], self._value)
             if node.op == "placeholder":
-                self.values[node.name] = named[str(node.target)] if node.target in named else next(given, *node.args)
+                self.values[node.name] = named[str(node.target)] if node.target in named else next(rest, *node.args)
             elif node.op != "get_attr":
                 self.values[node.name] = computed(self.model, node, self._value)
             for when, call, module in ends:

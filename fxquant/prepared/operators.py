@@ -160,10 +160,10 @@ class QuantizedOperator(nn.Module):
         try:
             value: Tensor = self.operator.function(*args, **kwargs)
             if self.owns_output:
-                seen = self.operator.layer.table(self.operator.bind_call(args, kwargs))
-                low, high = (-math.inf, math.inf) if seen is not None else _limits(kwargs.get("clamp"))
+                table = self.operator.layer.table(self.operator.bind_call(args, kwargs))
+                low, high = (-math.inf, math.inf) if table is not None else _limits(kwargs.get("clamp"))
                 within = self.observed[0] <= low and high <= self.observed[1]
-                self.output.observe(value if within else limited(value if seen is None else seen, self.observed))
+                self.output.observe(value if within else limited(value if table is None else table, self.observed))
                 if self.output.follows_sum and not self.output.paused:  # without observers, nothing says so later
                     self.weight_quantizer.forget_learned()
         except CalibrationError as error:
@@ -253,8 +253,8 @@ def take_integers(value: Tensor, quantizer: Quantizer) -> Quantized:
     grid = quantizer.grid
     carried = _CARRIED.get(value)
     if carried is not None and not value.is_inference() and fused_layers.admitted(value):
-        integers, made, version = carried
-        if version == value._version and not _watched(value, integers) and made.equals(grid):
+        integers, carried_grid, version = carried
+        if version == value._version and not _watched(value, integers) and carried_grid.equals(grid):
             return Quantized(integers, grid, tuple(value.shape), value)
     with torch.no_grad():
         integers = grid.quantize(value)
@@ -304,8 +304,8 @@ def link(prepared: nn.Module, graph: fx.Graph) -> None:
             path = str(batch_norm.target) if isinstance(batch_norm, fx.Node) else batch_norm_path(node)
             operator.owners = _owner(modules, module_path(node)), _owner(modules, path)
             operator.noise = (_owner(modules, noise(node) or ""),)
-            known = fx.map_arg(arguments, lambda value: parameter_value(prepared, value) if is_parameter(value) else value)
-            function = None if operator.plain else operator.operator.of_element(known)
+            values = fx.map_arg(arguments, lambda value: parameter_value(prepared, value) if is_parameter(value) else value)
+            function = None if operator.plain else operator.operator.of_element(values)
             for quantizer in operand_quantizers(operator):
                 if quantizer is not operator._shared[0]:
                     read.setdefault(quantizer, []).append(function)

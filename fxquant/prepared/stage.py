@@ -175,10 +175,10 @@ def kernels_of_their_own(gm: fx.GraphModule) -> Iterator[Violation]:
 
 def consistent(gm: fx.GraphModule) -> Iterator[Violation]:
     """Require that targets exist, every value is defined before it is used, and computed parameters read parameters only."""
-    seen: set[fx.Node] = set()
+    visited: set[fx.Node] = set()
     for node in gm.graph.nodes:
         for operand in node.all_input_nodes:
-            if operand not in seen:
+            if operand not in visited:
                 yield Violation(node, f"it uses %{operand.name} before its definition")
         if is_parameter(node) and node.op != "get_attr":
             others = [operand.name for operand in node.all_input_nodes if not is_parameter(operand)]
@@ -187,13 +187,13 @@ def consistent(gm: fx.GraphModule) -> Iterator[Violation]:
                 yield Violation(node, f"it is annotated as computed from parameters only but {read}")
         if node.op in ("call_module", "get_attr"):
             try:
-                found = resolve(gm, str(node.target))
+                resolved = resolve(gm, str(node.target))
             except AttributeError:
                 yield Violation(node, f"{node.target!r} does not exist")
             else:
-                if node.op == "call_module" and not isinstance(found, nn.Module):
+                if node.op == "call_module" and not isinstance(resolved, nn.Module):
                     yield Violation(node, f"{node.target!r} is not a module")
-        seen.add(node)
+        visited.add(node)
 
 
 SPECS: dict[Stage, tuple[Rule, ...]] = {
@@ -225,13 +225,13 @@ def require_integer(model: Any) -> None:
 
 def verify_stage(gm: fx.GraphModule, stage: Stage, made_by: str) -> None:
     """Raise StageViolation, with every offending node, if the graph breaks a rule of its stage."""
-    found = violations(gm, stage)
-    if found:
-        lines = "\n".join(f"%{violation.node.name}: {violation.because}" for violation in found[:20])
-        more = f"\nand {len(found) - 20} more" if len(found) > 20 else ""
+    broken = violations(gm, stage)
+    if broken:
+        lines = "\n".join(f"%{violation.node.name}: {violation.because}" for violation in broken[:20])
+        more = f"\nand {len(broken) - 20} more" if len(broken) > 20 else ""
         what = f"the graph is not a valid {stage.name.lower()} graph after {made_by}"
         remedy = f"this is a defect of {made_by}; run with options=fxq.Options(dump='dir') and compare the graphs before and after it"
-        raise StageViolation(what, node=found[0].node, because=lines + more, remedy=remedy)
+        raise StageViolation(what, node=broken[0].node, because=lines + more, remedy=remedy)
 
 
 # ---- The facts of one node, at whatever stage its graph is: what it calls, and the scale and dtype of its result -----

@@ -48,8 +48,8 @@ class Step:
 
         ∂L/∂s is the sum of gradient · (q - v/s) inside the grid, and of gradient · q outside.
         """
-        found = self.summed(self.gradient * (self.integers - self.real * self.inside)) * self.scale.reshape(self.base.shape)
-        return found if self.factor is None else found * self.factor.square() * self.proportion()
+        gradient = self.summed(self.gradient * (self.integers - self.real * self.inside)) * self.scale.reshape(self.base.shape)
+        return gradient if self.factor is None else gradient * self.factor.square() * self.proportion()
 
     def proportion(self) -> Tensor:
         """Compute the factor with which a weight's scale and its values change in proportion: 1 / (|v| · s · e).
@@ -238,11 +238,11 @@ class Remembered(Generic[Fact]):
             return self._fact
         if any(buffer.is_inference() for buffer in buffers):  # these have no version
             return compute()
-        seen = self._seen
+        previous = self._seen
         if (
-            seen is None
-            or len(seen) != len(buffers)
-            or any(known is not buffer or version != buffer._version for (known, version), buffer in zip(seen, buffers, strict=True))
+            previous is None
+            or len(previous) != len(buffers)
+            or any(old is not buffer or version != buffer._version for (old, version), buffer in zip(previous, buffers, strict=True))
         ):
             self._fact = compute()
             self._seen = tuple((buffer, buffer._version) for buffer in buffers)
@@ -364,8 +364,8 @@ class TrainableScale(nn.Module):
 
 def method_of(state_dict: Mapping[str, Any], prefix: str) -> Method | None:
     """Return the learning method of the scale under a prefix of a state_dict, by its parameters' names; None if it is not learned."""
-    known = (LSQ_PLUS, LSQ, PACT, TQT)  # one that has the parameters of another, and more, goes first
-    return next((method for method in known if all(prefix + name in state_dict for name in method.parameters)), None)
+    methods = (LSQ_PLUS, LSQ, PACT, TQT)  # one that has the parameters of another, and more, goes first
+    return next((method for method in methods if all(prefix + name in state_dict for name in method.parameters)), None)
 
 
 def _popped(state_dict: dict[str, Any], prefix: str, method: Method | None) -> Parameters:

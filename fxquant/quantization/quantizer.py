@@ -143,8 +143,8 @@ class Quantizer(TrainableScale):
         return float(max(self.dtype.high - zero_point, zero_point - self.dtype.low))
 
     def _reach_in(self, state_dict: Mapping[str, Any], prefix: str) -> float:
-        found = state_dict.get(prefix + "zero_point") if self.dtype.affine else None
-        return self.reach if found is None else self._reach_at(int(found))
+        zero_point = state_dict.get(prefix + "zero_point") if self.dtype.affine else None
+        return self.reach if zero_point is None else self._reach_at(int(zero_point))
 
     @torch.no_grad()
     def assign(self, scale: Tensor, zero_point: Tensor | int | None = None) -> None:
@@ -265,8 +265,8 @@ class Quantizer(TrainableScale):
 
     def affine_grid(self, low: Tensor, high: Tensor, dtype: IntType) -> tuple[Tensor, Tensor]:
         """Return scale and zero point of an affine dtype for an interval, float32. An end at which many values lie is on a step."""
-        seen = [each.count for each in self.observers]
-        return grid_from_range(low, high, dtype, self._many.get(lambda: many_at_ends(self.observers, dtype), *seen))
+        counts = [each.count for each in self.observers]
+        return grid_from_range(low, high, dtype, self._many.get(lambda: many_at_ends(self.observers, dtype), *counts))
 
     def covered(self) -> tuple[Tensor, Tensor]:
         """Return the calibrated range (low, high) from the observations, regardless of later changes of the scale."""

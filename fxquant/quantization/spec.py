@@ -39,13 +39,13 @@ def _observer(value: Any) -> Any:
     if isinstance(value, str):
         return observer_named(value)
     try:
-        made = value if isinstance(value, Observer) else value()
+        observer = value if isinstance(value, Observer) else value()
     except FxQuantError:
         raise
     except Exception as error:
         raise ValueError(f"calling it raises {type(error).__name__}: {error}") from error
-    if type(made) is Observer or not isinstance(made, Observer):
-        raise ValueError(f"{shown(made)} is not an observer")
+    if type(observer) is Observer or not isinstance(observer, Observer):
+        raise ValueError(f"{shown(observer)} is not an observer")
     return _unused(value) if isinstance(value, Observer) else value
 
 
@@ -133,14 +133,14 @@ class ActivationConfig:
 
     def _take_fixed_scale(self) -> None:
         """Set the scale or the threshold from a FixedScaleObserver; raise ConfigurationError if the config has another one as well."""
-        made = self.observer if isinstance(self.observer, Observer | type) else self.observer()
-        if not isinstance(made, FixedScaleObserver):
+        observer = self.observer if isinstance(self.observer, Observer | type) else self.observer()
+        if not isinstance(observer, FixedScaleObserver):
             return
         if (self.scale, self.threshold) != (None, None):
             raise ConfigurationError(
                 "a FixedScaleObserver and a scale are both given", because="either gives the scale", remedy="pass one of them"
             )
-        for name, value in (("scale", made.given_scale), ("threshold", made.given_threshold), ("observer", HistogramObserver)):
+        for name, value in (("scale", observer.given_scale), ("threshold", observer.given_threshold), ("observer", HistogramObserver)):
             object.__setattr__(self, name, value)
 
     def _check_zero_point(self) -> None:
@@ -256,18 +256,18 @@ class WeightConfig:
         return WEIGHT_TYPES[self.dtype]
 
 
-def _check(dtype: str, known: Any, what: str) -> None:
-    if dtype not in known:
+def _check(dtype: str, dtypes: Any, what: str) -> None:
+    if dtype not in dtypes:
         raise ConfigurationError(
-            f"{dtype!r} is not a dtype of {what}s", because=f"the {what} dtypes are {', '.join(known)}", remedy="pass one of them by name"
+            f"{dtype!r} is not a dtype of {what}s", because=f"the {what} dtypes are {', '.join(dtypes)}", remedy="pass one of them by name"
         )
 
 
-def _check_training(training: str, known: tuple[str, ...], what: str) -> None:
-    if training not in known:
+def _check_training(training: str, methods: tuple[str, ...], what: str) -> None:
+    if training not in methods:
         raise ConfigurationError(
             f"training={training!r} is unknown",
-            because=f"{what} is, in training, {' or '.join(map(repr, known))}",
+            because=f"{what} is, in training, {' or '.join(map(repr, methods))}",
             remedy="pass one of these",
         )
 
@@ -336,12 +336,12 @@ class State(enum.Enum):
     @classmethod
     def _missing_(cls, value: object) -> State:
         """Return a state by its name in any case. Raises ConfigurationError for anything else."""
-        found = cls.__members__.get(value.upper()) if isinstance(value, str) else None
-        if found is None:
+        state = cls.__members__.get(value.upper()) if isinstance(value, str) else None
+        if state is None:
             raise ConfigurationError(
                 f"{value!r} is not a state", because=f"the states are {', '.join(cls.__members__)}", remedy="pass a fxq.State, or its name"
             )
-        return found
+        return state
 
 
 # ---- where a QConfig applies: rules by name, pattern, type or function, and the attribute of a module ----------------
@@ -501,8 +501,8 @@ class QConfigMapping:
 
     @property
     def _value(self) -> tuple[Any, ...]:
-        held = (frozenset(self.types.items()), tuple(self.patterns.items()), frozenset(self.names.items()), frozenset(self.calls.items()))
-        return self.default, *held
+        rules = (frozenset(self.types.items()), tuple(self.patterns.items()), frozenset(self.names.items()), frozenset(self.calls.items()))
+        return self.default, *rules
 
     def __eq__(self, other: object) -> bool:
         return self._value == other._value if isinstance(other, QConfigMapping) else NotImplemented
@@ -512,7 +512,7 @@ class QConfigMapping:
 
     def __repr__(self) -> str:
         rules = {name: dict(getattr(self, name)) for name in _HELD}
-        return f"QConfigMapping({', '.join([f'default={self.default!r}', *(f'{name}={held!r}' for name, held in rules.items() if held)])})"
+        return f"QConfigMapping({', '.join([f'default={self.default!r}', *(f'{name}={rule!r}' for name, rule in rules.items() if rule)])})"
 
     def rules(self) -> list[tuple[Rule, Chosen]]:
         """Return every rule but the default, with its QConfig."""
@@ -539,13 +539,13 @@ def attached_qconfigs(model: nn.Module) -> dict[str, Chosen]:
 
     Objects of another library under that name are left out, with one log line; a None beside them is that library's, too.
     """
-    found = {path: module.__dict__["qconfig"] for path, module in model.named_modules() if "qconfig" in module.__dict__}
-    foreign = {path: qconfig for path, qconfig in found.items() if qconfig is not None and not isinstance(qconfig, QConfig)}
+    attributes = {path: module.__dict__["qconfig"] for path, module in model.named_modules() if "qconfig" in module.__dict__}
+    foreign = {path: qconfig for path, qconfig in attributes.items() if qconfig is not None and not isinstance(qconfig, QConfig)}
     if not foreign:
-        return found
+        return attributes
     kinds = ", ".join(sorted({f"{type(qconfig).__module__}.{type(qconfig).__qualname__}" for qconfig in foreign.values()}))
     logger.warning("the qconfig of %d modules is ignored, since it is not an fxquant.QConfig but a %s", len(foreign), kinds)
-    return {path: qconfig for path, qconfig in found.items() if isinstance(qconfig, QConfig)}
+    return {path: qconfig for path, qconfig in attributes.items() if isinstance(qconfig, QConfig)}
 
 
 def as_mapping(qconfig: QConfig | QConfigMapping | None) -> QConfigMapping:

@@ -49,22 +49,22 @@ class WeightScale(TrainableScale):
         It starts at the scale with the least Σ |error|^p. `keep` stores that as the scale from which training starts.
         """
         factor, base = self.factor(gain), self.base_scale
-        known = torch.isfinite(base)
-        if not bool(known.all()):
-            base = torch.where(known, base, self._start(weight, factor, ~known, dtype, p))
+        finite = torch.isfinite(base)
+        if not bool(finite.all()):
+            base = torch.where(finite, base, self._start(weight, factor, ~finite, dtype, p))
             if keep:  # the parameters keep their start values until there is a scale, and a forward pass never writes to them
                 live = weight.detach().flatten(1).ne(0).any(1) if base.numel() > 1 else weight.detach().ne(0).any().reshape(1)
-                self.base_scale.copy_(torch.where(known | live, base, self.base_scale))
+                self.base_scale.copy_(torch.where(finite | live, base, self.base_scale))
         return (self.current(base) * factor).clamp_min(SMALLEST_SCALE)
 
     def _start(self, weight: Tensor, factor: Tensor, missing: Tensor, dtype: IntType, p: float) -> Tensor:
         """Return the initial values of the missing scales; 1 for all others."""
         if self.base_scale.numel() == 1:
-            found = least_error_scale(weight, None, dtype, p=p)
+            scales = least_error_scale(weight, None, dtype, p=p)
         else:
-            found = torch.ones_like(self.base_scale)
-            found[missing] = least_error_scale(weight.detach()[missing], 0, dtype, p=p)
-        return torch.where(factor > 0, found / factor, found)
+            scales = torch.ones_like(self.base_scale)
+            scales[missing] = least_error_scale(weight.detach()[missing], 0, dtype, p=p)
+        return torch.where(factor > 0, scales / factor, scales)
 
     def factor(self, gain: Tensor | None) -> Tensor:
         """Return the factors of the learned scales, of their shape: the magnitudes of `gain`, or 1."""
@@ -160,8 +160,8 @@ class WeightQuantizer(torch.nn.Module):
     @property
     def description(self) -> str:
         """A description of the tuned parts; "" if nothing was tuned."""
-        done = {"weight rounded by samples": isinstance(self.rounding, AdaptiveRounding), "bias corrected": self.correction is not None}
-        return ", ".join(text for text, is_done in done.items() if is_done)
+        parts = {"weight rounded by samples": isinstance(self.rounding, AdaptiveRounding), "bias corrected": self.correction is not None}
+        return ", ".join(text for text, is_done in parts.items() if is_done)
 
     def corrected(self, bias: Tensor | None) -> Tensor | None:
         """Return the bias with its correction, of shape (C,); None where there is neither."""
@@ -277,10 +277,10 @@ class WeightQuantizer(torch.nn.Module):
             return self.learned.of(weight, gain, self.dtype, keep, 2.0 if self.p is None else self.p)
         axis = 0 if self.per_channel else None
         if self.p is not None:
-            found = least_error_scale(weight, axis, self.dtype, p=self.p, power_of_two=self.power_of_two)
+            scale = least_error_scale(weight, axis, self.dtype, p=self.p, power_of_two=self.power_of_two)
         else:
-            found = weight_scale(weight, axis, self.dtype)
-        return found if self.coverage is None else (found * self.coverage.share).clamp_min(SMALLEST_SCALE)
+            scale = weight_scale(weight, axis, self.dtype)
+        return scale if self.coverage is None else (scale * self.coverage.share).clamp_min(SMALLEST_SCALE)
 
     def _rounded(self, weight: Tensor, scale: Tensor, own: Tensor, gain: Tensor | None) -> Tensor:
         """Compute round(w / s); a scale that is not the weight's own has no gradient."""
@@ -298,8 +298,8 @@ class WeightQuantizer(torch.nn.Module):
     def trained(self) -> dict[str, Tensor | None]:
         """Return the trained tensors besides the weight, by a description for error messages."""
         learned = [] if self.learned is None else list(self.learned.trained.values())
-        found: dict[str, Tensor | None] = {"the learned scale of its weight": learned[0] if learned else None}
-        return found | {f"the {name} of its weight's rounding": value for name, value in self.rounding.named_parameters()}
+        tensors: dict[str, Tensor | None] = {"the learned scale of its weight": learned[0] if learned else None}
+        return tensors | {f"the {name} of its weight's rounding": value for name, value in self.rounding.named_parameters()}
 
     def extra_repr(self) -> str:
         return f"{self.dtype}, {'per channel' if self.per_channel else 'per tensor'}{', power of two' if self.power_of_two else ''}"
@@ -373,13 +373,13 @@ def correct_batch(
     """
     assert batch_norm.running_mean is not None
     assert batch_norm.running_var is not None
-    known = batch_norm.running_var + batch_norm.eps
+    running = batch_norm.running_var + batch_norm.eps
     gain = running_gain(batch_norm)
     usable = usable & (gain != 0)
     unit = step / torch.where(usable, gain, 1)  # of the layer before its batch norm
     of_batch = variance * unit.square()
-    correction = torch.where(usable, torch.sqrt(known / (of_batch + batch_norm.eps)), 1)
-    beta = torch.zeros_like(known) if batch_norm.bias is None else batch_norm.bias
+    correction = torch.where(usable, torch.sqrt(running / (of_batch + batch_norm.eps)), 1)
+    beta = torch.zeros_like(running) if batch_norm.bias is None else batch_norm.bias
     offset = -batch_norm.running_mean if weight_bias is None else weight_bias - batch_norm.running_mean
     bias = torch.where(usable, beta / correction - mean * step, offset * gain + beta)
     center = mean * unit if weight_bias is None else mean * unit + weight_bias
@@ -397,9 +397,9 @@ def _update_running(batch_norm: BatchNorm, mean: Tensor, variance: Tensor, count
     if momentum is None:
         momentum = 1.0 / float(batch_norm.num_batches_tracked) if batch_norm.num_batches_tracked is not None else 0.0
     unbiased = variance * (count / max(count - 1, 1))
-    for running, seen in ((batch_norm.running_mean, mean), (batch_norm.running_var, unbiased)):
+    for running, observed in ((batch_norm.running_mean, mean), (batch_norm.running_var, unbiased)):
         if not running.requires_grad:  # what is trained does not follow the batches
-            running.add_((seen - running) * momentum * usable)
+            running.add_((observed - running) * momentum * usable)
 
 
 # ---- Channel factors: powers of two that channels of a prepared model are multiplied by, and divided by where they are read

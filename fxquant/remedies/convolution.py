@@ -184,11 +184,11 @@ def as_convolution(b: Rewriting) -> fx.Node | None:
         operand, own = laid, b.parameter(torch.reshape, weight, [*shape_of(weight), 1, 1])
     residual = b.arguments.get("residual")
     added = None if residual is None else _as_image(b, residual)
-    made = b(conv2d, operand, own, bias, batch_norm=b.arguments.get("batch_norm"), residual=added, clamp=b.clamp)
+    result = b(conv2d, operand, own, bias, batch_norm=b.arguments.get("batch_norm"), residual=added, clamp=b.clamp)
     rank = len(b.result)
     if rank < 4:
-        made = b(reshape, made, numbers(shape_of(made)[:rank]))
-    return b(permute, made, [0, *range(2, rank), 1]) if rank > 2 else made
+        result = b(reshape, result, numbers(shape_of(result)[:rank]))
+    return b(permute, result, [0, *range(2, rank), 1]) if rank > 2 else result
 
 
 def _before_flatten(operand: fx.Node) -> fx.Node | None:
@@ -198,8 +198,8 @@ def _before_flatten(operand: fx.Node) -> fx.Node | None:
         return None
     image = operand.args[0]
     assert isinstance(image, fx.Node)
-    known = shape_of(image)
-    plain = len(known) == 4 and known[0] == shape_of(operand)[0] and all(isinstance(size, int) for size in known[1:])
+    image_shape = shape_of(image)
+    plain = len(image_shape) == 4 and image_shape[0] == shape_of(operand)[0] and all(isinstance(size, int) for size in image_shape[1:])
     return image if plain else None
 
 
@@ -214,8 +214,8 @@ def _as_image(b: Rewriting, rows: fx.Node) -> fx.Node | None:
     if rank > 2:
         rows = b(permute, rows, [0, rank - 1, *range(1, rank - 1)])
     if rank < 4:
-        known = shape_of(rows)
-        rows = b(reshape, rows, numbers([*known, *[1] * (4 - rank)]))
+        row_shape = shape_of(rows)
+        rows = b(reshape, rows, numbers([*row_shape, *[1] * (4 - rank)]))
     return rows
 
 

@@ -43,8 +43,8 @@ def as_depthwise(b: Rewriting) -> fx.Node | None:
     operand, constant = (right, left) if is_parameter(left) else (left, right)
     shape = shape_of(operand)
     channels = shape[1] if len(shape) == 4 else None
-    held = [1, *fact(constant).shape] if len(fact(constant).shape) == 3 else list(fact(constant).shape)
-    if not isinstance(channels, int) or held != [1, channels, 1, 1]:
+    full_shape = [1, *fact(constant).shape] if len(fact(constant).shape) == 3 else list(fact(constant).shape)
+    if not isinstance(channels, int) or full_shape != [1, channels, 1, 1]:
         return None
     if b.operator.function is mul:
         weight, bias = b.parameter(torch.reshape, constant, [channels, 1, 1, 1]), None
@@ -83,7 +83,7 @@ def flattened(b: Rewriting) -> fx.Node | None:
 @remedy("as a selection", "pad", "padding mode")
 def selected(b: Rewriting) -> fx.Node | None:
     """Pad a tensor with its own elements, selected by their positions; the integers are unchanged."""
-    mode, made = b.arguments["mode"], b.input
+    mode, value = b.arguments["mode"], b.input
     for dim, (before, behind) in enumerate(margins_of(b.arguments["padding"], len(b.shape))):
         if (before, behind) != (0, 0):
             size = b.shape[dim]
@@ -91,8 +91,8 @@ def selected(b: Rewriting) -> fx.Node | None:
                 return None
             index: list[Any] = [WHOLE] * len(b.shape)
             index[dim] = [OUTSIDE[mode](position, size) for position in range(-before, size + behind)]
-            made = b(getitem, made, index)
-    return made
+            value = b(getitem, value, index)
+    return value
 
 
 @remedy("in two steps", "cat", "number of operands")
@@ -114,7 +114,7 @@ def lifted(b: Rewriting) -> fx.Node | None:
     if b.operator.function is avg_pool1d:
         (kernel,), (stride,), (padding,) = window(b, 1)
         counted = b.arguments["count_include_pad"]
-        made = b(avg_pool2d, image, [1, kernel], [1, stride], [0, padding], b.arguments["ceil_mode"], counted, clamp=b.clamp)
+        result = b(avg_pool2d, image, [1, kernel], [1, stride], [0, padding], b.arguments["ceil_mode"], counted, clamp=b.clamp)
     else:
         own = b.parameter(torch.unsqueeze, b.arguments["weight"], 2)
         residual = b.arguments.get("residual")
@@ -122,8 +122,8 @@ def lifted(b: Rewriting) -> fx.Node | None:
         stride, padding, extra, dilation = (sizes(b.arguments[n], 1)[0] for n in ("stride", "padding", "output_padding", "dilation"))
         places = ([1, stride], [0, padding], [0, extra], b.arguments["groups"], [1, dilation])
         norm, bias = b.arguments.get("batch_norm"), b.arguments["bias"]
-        made = b(conv_transpose2d, image, own, bias, *places, batch_norm=norm, residual=added, clamp=b.clamp)
-    return b(reshape, made, numbers(b.result))
+        result = b(conv_transpose2d, image, own, bias, *places, batch_norm=norm, residual=added, clamp=b.clamp)
+    return b(reshape, result, numbers(b.result))
 
 
 @remedy("of a sigmoid", "gelu", "approximation")

@@ -150,8 +150,8 @@ def _overlap(taps: int, step: int, most: int) -> tuple[int, int]:
     """Return (kernel, stride) of the first step: the valid pair with the largest stride."""
     if taps <= most:
         return taps, step
-    found = [(math.gcd(taps - inner, step), inner) for inner in range(1, most + 1)]
-    between, inner = max((between, inner) for between, inner in found if between <= inner)
+    pairs = [(math.gcd(taps - inner, step), inner) for inner in range(1, most + 1)]
+    between, inner = max((between, inner) for between, inner in pairs if between <= inner)
     return inner, between
 
 
@@ -165,17 +165,17 @@ def as_pooling(b: Rewriting) -> fx.Node | None:
         return None
     clamp, keepdim, averages = b.clamp, b.arguments["keepdim"], b.operator.function is mean
     if rank == 4 and dims == [2, 3]:
-        made = b(adaptive_avg_pool2d, b.input, 1, clamp=clamp if averages else None)
+        result = b(adaptive_avg_pool2d, b.input, 1, clamp=clamp if averages else None)
         if not averages:
-            made = b(mul, made, float(b.shape[2] * b.shape[3]), clamp=b.clamp)  # type: ignore[operator]
+            result = b(mul, result, float(b.shape[2] * b.shape[3]), clamp=b.clamp)  # type: ignore[operator]
     elif b.limit.measure != "number of reduced dimensions" or len(dims) < 2:
         return None
     else:
-        made = b.input
+        result = b.input
         for d in reversed(dims):
             last = d == dims[0]
-            made = b(mean if averages else total, made, [d], True, clamp=clamp if last else None, dtype=b.dtype if last else b.partial)
-    return made if keepdim else b(reshape, made, numbers(b.result))
+            result = b(mean if averages else total, result, [d], True, clamp=clamp if last else None, dtype=b.dtype if last else b.partial)
+    return result if keepdim else b(reshape, result, numbers(b.result))
 
 
 @remedy("in two steps", "amax", "reduced size")

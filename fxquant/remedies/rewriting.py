@@ -125,15 +125,15 @@ class Rewriting(Builder):
     def __call__(self, function: Callable[..., Any], *args: Any, demand: Any = None, dtype: str | None = None, **kwargs: Any) -> fx.Node:
         """Append a call as `Builder` does, `batch_norm`, `residual` and `clamp` fused; `dtype` is its result's, by default the whole's."""
         fused = {name: value for name in FUSED if (value := kwargs.pop(name, None)) is not None}
-        made: fx.Node = super().__call__(function, *args, demand=demand, **kwargs)
-        made.kwargs = fused
+        call: fx.Node = super().__call__(function, *args, demand=demand, **kwargs)
+        call.kwargs = fused
         outer = part(self.node)
         if outer is not None:
-            set_part(made, Part(outer.composite, f"{outer.role}: {part(made)}"))
-        taken = annotation(made.args[0][0] if isinstance(made.args[0], list | tuple) else made.args[0])  # type: ignore[arg-type]
-        chosen = taken.dtype if shares(made) and taken is not None and taken.dtype is not None else dtype or self.dtype
-        annotate(made, Annotation(chosen, f"{self.name}, since {self.because}", self.spec.config))
-        return made
+            set_part(call, Part(outer.composite, f"{outer.role}: {part(call)}"))
+        source = annotation(call.args[0][0] if isinstance(call.args[0], list | tuple) else call.args[0])  # type: ignore[arg-type]
+        chosen = source.dtype if shares(call) and source is not None and source.dtype is not None else dtype or self.dtype
+        annotate(call, Annotation(chosen, f"{self.name}, since {self.because}", self.spec.config))
+        return call
 
     def again(self, **changes: Any) -> fx.Node:
         """Append the operator itself, with all that is fused into it and with other arguments, or the `dtype` of its result, as given."""
@@ -149,27 +149,27 @@ class Rewriting(Builder):
 
     def parameter(self, function: Callable[..., Tensor], *args: Any) -> fx.Node:
         """Append a value computed from parameters alone in every run: the parameters keep their names, and are trained."""
-        made = self._node("call_function", function, args, function.__name__)
-        mark_parameter(made)
-        value = parameter_value(self.gm, made)
-        set_fact(made, TensorFact(tuple(value.shape), value.dtype))
-        return made
+        added = self._node("call_function", function, args, function.__name__)
+        mark_parameter(added)
+        value = parameter_value(self.gm, added)
+        set_fact(added, TensorFact(tuple(value.shape), value.dtype))
+        return added
 
     def constant(self, value: Tensor) -> fx.Node:
         """Append a constant tensor that is not in any state_dict."""
         name = free_name(self.gm, f"{self.node.name}_constant")
         self.gm.register_buffer(name, value, persistent=False)
-        made = self._node("get_attr", name, (), name.removeprefix(f"{self.node.name}_"))
-        set_fact(made, TensorFact(tuple(value.shape), value.dtype))
-        return made
+        added = self._node("get_attr", name, (), name.removeprefix(f"{self.node.name}_"))
+        set_fact(added, TensorFact(tuple(value.shape), value.dtype))
+        return added
 
     def folded(self, axis: int) -> tuple[Any, Any]:
         """Return weight and bias with the fused batch norm folded in; training then uses its running statistics, too."""
         weight, bias, batch_norm = (self.arguments.get(name) for name in ("weight", "bias", "batch_norm"))
         if batch_norm is None:
             return weight, bias
-        kept = f"the batch norm of %{self.node.name} keeps its running statistics while training"
-        self.notes.append(f"{kept}, since the layer is {self.name}")
+        remark = f"the batch norm of %{self.node.name} keeps its running statistics while training"
+        self.notes.append(f"{remark}, since the layer is {self.name}")
         return self.parameter(folded_weight, weight, bias, batch_norm, axis), self.parameter(folded_bias, weight, bias, batch_norm, axis)
 
     def cut(self, value: Any, dim: int, start: int, stop: int) -> Any:

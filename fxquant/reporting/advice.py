@@ -61,7 +61,7 @@ def advise(tensors: Sequence[Judged], effects: Effects, cures: Cures) -> tuple[A
 
     Scales that are wrong come first: the statistics of a batch norm, which the float model has as well, explain no difference to it.
     """
-    found = list(_no_numbers(tensors))
+    advice = list(_no_numbers(tensors))
     first: dict[str, tuple[Judged, str, Found]] = {}
     for tensor in _owners(tensors):  # of each what the first rule says that applies
         for rule in RULES:
@@ -76,19 +76,19 @@ def advise(tensors: Sequence[Judged], effects: Effects, cures: Cures) -> tuple[A
     for tensor, name, proposal, effect in measured:
         if wrong_input and name in SCALES:
             continue  # its scale is that of other inputs
-        seen = tensor.statistics
+        statistics = tensor.statistics
         # An input that differs from calibration's: no observer clips as much, or leaves as much of a grid unused.
-        certain = name == "input_range" and (seen.reach <= 1 / UNUSED or seen.clipped > CLIPPED * seen.elements)
+        certain = name == "input_range" and (statistics.reach <= 1 / UNUSED or statistics.clipped > CLIPPED * statistics.elements)
         if name == "input_range":
             effect = max([effect, *follow])  # layers after an input are calibrated for it
         gain = gain_of(total, effect, proposal.left)
         if effect >= AUDIBLE and (gain >= WORTH or certain):
-            found.append(Advice(tensor.name, name, proposal.cause, proposal.cure, effect, gain, tensor.facts.source))
-    found += _batch_norms(effects, wrong_input)
-    found += _inside(tensors, effects, total, cures)
-    if not found and effects.noise > 10 ** (-POOR / 10):
-        found += _coarse(tensors, effects, cures)
-    return tuple(sorted(found, key=_order))
+            advice.append(Advice(tensor.name, name, proposal.cause, proposal.cure, effect, gain, tensor.facts.source))
+    advice += _batch_norms(effects, wrong_input)
+    advice += _inside(tensors, effects, total, cures)
+    if not advice and effects.noise > 10 ** (-POOR / 10):
+        advice += _coarse(tensors, effects, cures)
+    return tuple(sorted(advice, key=_order))
 
 
 Measured = tuple[Judged, str, Found, float]
@@ -100,19 +100,19 @@ def _with_followers(measured: Sequence[Measured], effects: Effects) -> list[Meas
     sources: dict[str, list[str]] = {}
     for name, (tensor, *_) in outliers.items():
         waiting: list[Sequence[str]] = [tensor.nodes]
-        seen = {name}
+        chain = {name}
         while waiting:
             for read in effects.operands(waiting.pop()) or ():
-                if read not in seen:
-                    seen.add(read)
+                if read not in chain:
+                    chain.add(read)
                     waiting.append((read,))
-        sources[name] = [each for each in outliers if each in seen]
+        sources[name] = [each for each in outliers if each in chain]
     counted: list[Measured] = []
     for name in sorted(outliers, key=lambda each: len(sources[each])):
-        tensor, rule, found, _ = outliers[name]
+        tensor, rule, proposal, _ = outliers[name]
         followers = [outliers[each] for each in outliers if name in sources[each]]
         worst = max(followers, key=lambda each: each[3] * (1 - each[2].left))
-        counted.append((tensor, rule, replace(found, left=worst[2].left), worst[3]))
+        counted.append((tensor, rule, replace(proposal, left=worst[2].left), worst[3]))
     return [*counted, *(each for each in measured if each[0].reference not in outliers)]
 
 
@@ -131,9 +131,9 @@ def _order(advice: Advice) -> tuple[int, float, float]:
     return first.get(advice.rule, 4), -advice.gain, -advice.effect
 
 
-def gain_of(total: float, effect: float, left: float) -> float:
-    """Return the gain in dB at the outputs, whose noise is `total`, if the share `left` of one tensor's effect remains."""
-    after = max(total - effect * (1 - left), total * 1e-12)
+def gain_of(total: float, effect: float, remaining: float) -> float:
+    """Return the gain in dB at the outputs, whose noise is `total`, if the share `remaining` of one tensor's effect remains."""
+    after = max(total - effect * (1 - remaining), total * 1e-12)
     return 10 * math.log10(total / after) if total > 0 else 0.0
 
 
@@ -214,10 +214,10 @@ def _of_constants(tensor: Judged, inside: Inside, holder: str, cures: Cures) -> 
 _LOOK_INSIDE = "compare with prepared=, the prepared model, which names the tensor inside that is wrong, its scale say; if none is, "
 
 
-def of_parts(given: Sequence[Advice], parts: Sequence[Advice]) -> Iterator[Advice]:
+def of_parts(advice: Sequence[Advice], parts: Sequence[Advice]) -> Iterator[Advice]:
     """Yield the advice; of an operator that is wrong inside, the advice on its own tensors instead, or on its weight if these have none."""
-    there = {each.layer for each in given}
-    for each in given:
+    there = {each.layer for each in advice}
+    for each in advice:
         inner = [part for part in parts if part.layer.startswith(f"{each.layer}_") and part.layer not in there and part.rule != "inside"]
         alone = replace(each, cure=each.cure.removeprefix(_LOOK_INSIDE))
         yield from inner if inner and each.rule == "inside" else [alone]
@@ -248,48 +248,48 @@ ASKED = 8  # tensors whose channels are looked at, at most
 
 def held_together(tensors: Sequence[Judged], effects: Effects, cures: Cures) -> Iterator[Advice]:
     """Yield advice on tensors that hold others: one loses clearly by the common grid, and the outputs show it or its SQNR is poor."""
-    known = {tensor.name: tensor for tensor in tensors}
+    by_name = {tensor.name: tensor for tensor in tensors}
     for whole in tensors:
         steps = whole.statistics.steps
-        losing = [(known[name], loss) for name, loss in whole.facts.parts if loss >= CLEARLY and name in known]
+        losing = [(by_name[name], loss) for name, loss in whole.facts.parts if loss >= CLEARLY and name in by_name]
         if steps is None or not losing:
             continue
         worst, loss = max(losing, key=lambda each: each[1])
-        seen = worst.statistics
-        left = sqnr_of(seen.signal, seen.noise_at(steps.scale / seen.steps.scale)) if seen.steps is not None else 0.0
+        observed = worst.statistics
+        sqnr = sqnr_of(observed.signal, observed.noise_at(steps.scale / observed.steps.scale)) if observed.steps is not None else 0.0
         effect = effects.of_grids([worst], steps)
-        if left >= POOR and effect < AUDIBLE:
+        if sqnr >= POOR and effect < AUDIBLE:
             continue
-        share = ratio(seen.noise_at(1.0), seen.signal)
-        gain = gain_of(max(effects.noise, effect), effect, min(share / max(10 ** (-left / 10), 1e-12), 1.0))
+        share = ratio(observed.noise_at(1.0), observed.signal)
+        gain = gain_of(max(effects.noise, effect), effect, min(share / max(10 ** (-sqnr / 10), 1e-12), 1.0))
         cause = (
             f"it holds tensors of different ranges on one scale, {steps.scale:.4g}: %{worst.name} loses {loss:.0f} dB by it, and "
-            f"{left:.1f} dB are left"
+            f"{sqnr:.1f} dB are left"
         )
         what = "keep the tensors apart where they are read apart, or bring them to one range before"
         cure = cures.apart(what, whole.name, whole.reference)
         yield Advice(whole.name, "held_together", cause, cure, effect, gain, whole.facts.source)
 
 
-def quiet_channels(tensors: Sequence[Judged], effects: Effects, cures: Cures, told: Iterable[str]) -> Iterator[Advice]:
+def quiet_channels(tensors: Sequence[Judged], effects: Effects, cures: Cures, advised: Iterable[str]) -> Iterator[Advice]:
     """Yield advice on tensors that an output returns, some of whose channels are so much smaller that they are lost by the common scale.
 
     In the noise of a whole output these channels do not count, so it is measured in the elements that they change. Tensors with other
-    advice, `told` by name, are left out, and so are tensors that are computed from one with advice.
+    advice, the names in `advised`, are left out, and so are tensors that are computed from one with advice.
     """
-    names, left = set(told), ASKED
+    names, remaining = set(advised), ASKED
     followed = {tensor.reference for tensor in tensors if tensor.name in names}
     for tensor in tensors:
-        seen = tensor.statistics
+        values = tensor.statistics
         if followed & {tensor.reference, *(effects.operands(tensor.nodes) or ())}:
             followed.add(tensor.reference)
-        elif left and not tensor.is_input and seen.steps is not None and seen.axis is not None and seen.channels is not None:
-            steps, channels, largest = seen.steps, seen.channels, float(seen.channels.max())
+        elif remaining and not tensor.is_input and values.steps is not None and values.axis is not None and values.channels is not None:
+            steps, channels, largest = values.steps, values.channels, float(values.channels.max())
             quiet = (channels > 0) & (channels < min(FEW_STEPS * steps.scale, largest / GAP))
             if not bool(quiet.any()):
                 continue
-            left -= 1
-            noise = effects.of_channels(tensor.reference, steps, tensor.factors, seen.axis, quiet)
+            remaining -= 1
+            noise = effects.of_channels(tensor.reference, steps, tensor.factors, values.axis, quiet)
             if sqnr_of(1.0, noise) < POOR:
                 followed.add(tensor.reference)
                 yield _quiet(tensor, steps, channels, quiet, noise, cures)

@@ -120,8 +120,8 @@ def not_fused(prepared: fx.GraphModule) -> Rows[Unfused]:
     """Return the batch norms, additions and limits (relu, clamp) of a prepared model that were not fused, each with the reason."""
     nodes = {node.name: node for node in prepared.graph.nodes}
     reasons = [(layer, unfused(nodes[layer.name])) for layer in layers(prepared)]
-    found = [Unfused(layer.name, layer.operator, because, layer.source) for layer, because in reasons if because is not None]
-    return Rows("not fused", tuple(found), "every batch norm, addition and limit after a layer is part of it")
+    missed = [Unfused(layer.name, layer.operator, because, layer.source) for layer, because in reasons if because is not None]
+    return Rows("not fused", tuple(missed), "every batch norm, addition and limit after a layer is part of it")
 
 
 @checked(model=instance("an nn.Module", nn.Module))
@@ -140,7 +140,7 @@ def call_counts(model: nn.Module, example_inputs: Any) -> Rows[Called]:
 @checked(prepared=PREPARED)
 def suspicious_settings(prepared: fx.GraphModule) -> Rows[Setting]:
     """Return settings of a prepared model that are allowed but probably unintended, and requested settings that have no effect."""
-    found: list[Setting] = []
+    settings: list[Setting] = []
     nodes = {node.name: node for node in prepared.graph.nodes}
     ends: dict[str, float] = {}  # of the grids
     for layer in layers(prepared):
@@ -148,15 +148,15 @@ def suspicious_settings(prepared: fx.GraphModule) -> Rows[Setting]:
         if steps is not None:
             ends[layer.name] = max(steps.high, -steps.low) * steps.scale
         node = nodes[layer.name]
-        found += _of_layer(prepared, node, layer.name)
+        settings += _of_layer(prepared, node, layer.name)
         read = [ends[each.name] for each in node.all_input_nodes if each.name in ends]
         joins = (operator := BY_NAME.get(layer.operator)) is not None and (Trait.ADDS in operator.traits or operator.function is cat)
         if joins and not layer.inner and read and max(read) > COMMON_RANGES * min(read):
             because = f"it concatenates ranges that are {max(read) / min(read):.0f} times apart: of the smaller values hardly a bit is left"
             remedy = "fxq.tuning.equalize, or int16 for this layer and the operand of the larger range"
-            found.append(Setting(layer.name, "ranges", because, remedy))
-    found += [Setting("", "qconfig", sentence, "change the rule, or leave it out") for sentence in prepared.meta.get("not_done", ())]
-    return Rows("suspicious settings", tuple(found))
+            settings.append(Setting(layer.name, "ranges", because, remedy))
+    settings += [Setting("", "qconfig", sentence, "change the rule, or leave it out") for sentence in prepared.meta.get("not_done", ())]
+    return Rows("suspicious settings", tuple(settings))
 
 
 def _of_layer(prepared: fx.GraphModule, node: fx.Node, name: str) -> list[Setting]:
@@ -164,23 +164,23 @@ def _of_layer(prepared: fx.GraphModule, node: fx.Node, name: str) -> list[Settin
     if module is None or spec is None or spec.config is None:
         return []
     weight: WeightConfig = spec.config.weight
-    found = []
+    settings = []
     has_weight = any(is_parameter(each) for each in node.all_input_nodes) and module.factors is not None
     if has_weight and not weight.per_channel:
-        found.append(Setting(name, "weight per tensor", "one scale serves all output channels", "WeightConfig(per_channel=True)"))
+        settings.append(Setting(name, "weight per tensor", "one scale serves all output channels", "WeightConfig(per_channel=True)"))
     if has_weight and weight.dtype == "int4":
-        found.append(Setting(name, "int4 weight", "16 steps for each channel", "WeightConfig('int8'), or train it"))
+        settings.append(Setting(name, "int4 weight", "16 steps for each channel", "WeightConfig('int8'), or train it"))
     if not module.plain and module.output.observer is None and not module.output.follows_sum and spec.config.output.scale is not None:
         because = f"calibration does not move {float(module.output.scale):.4g}"
-        found.append(Setting(name, "given scale", because, "leave scale= and threshold= out"))
-    return found
+        settings.append(Setting(name, "given scale", because, "leave scale= and threshold= out"))
+    return settings
 
 
 @checked(a=QUANTIZED, b=QUANTIZED)
 def compare_weights(a: Any, b: Any) -> Rows[Weight]:
     """Compare the layers' weights of two prepared or integer models, worst first; an integer model's weights are dequantized."""
     one, other = weights_of(a), weights_of(b)
-    found = []
+    weights = []
     for name, weight in one.items():
         if name not in other or other[name].shape != weight.shape:
             continue
@@ -190,8 +190,8 @@ def compare_weights(a: Any, b: Any) -> Rows[Weight]:
         worst = int(shares.argmax())
         cosine = float(nn.functional.cosine_similarity(left.flatten(), right.flatten(), 0))
         sqnr = sqnr_of(float(left.square().sum()), float(error.sum()))
-        found.append(Weight(name, cosine, sqnr, float(error.max().sqrt()), worst, sqnr_of(1.0, float(shares[worst]))))
-    return Rows("weights", tuple(sorted(found, key=lambda row: row.sqnr)), "no layer with a weight is in both")
+        weights.append(Weight(name, cosine, sqnr, float(error.max().sqrt()), worst, sqnr_of(1.0, float(shares[worst]))))
+    return Rows("weights", tuple(sorted(weights, key=lambda row: row.sqnr)), "no layer with a weight is in both")
 
 
 @checked(model=QUANTIZED)
@@ -241,39 +241,39 @@ def value_ranges(
     """
     source = as_batches(batches)
     form: Form | None = None
-    seen: dict[str, TensorStatistics] = {}
+    statistics: dict[str, TensorStatistics] = {}
     total = length(source, num_batches)
     count = 0
     try:
         for batch in progress(first_batches(source, num_batches), total, "values", show_progress):
-            taken = options.inputs(batch)
-            form = form or form_of(model, taken, None)
-            values = form.values(form.inputs(taken, count), list(form.facts))
+            inputs = options.inputs(batch)
+            form = form or form_of(model, inputs, None)
+            values = form.values(form.inputs(inputs, count), list(form.facts))
             with in_one_piece():
                 for name, value in values.items():
                     if value.is_floating_point() and name in form.facts:
-                        seen.setdefault(name, TensorStatistics(None, None)).add(value, value)
+                        statistics.setdefault(name, TensorStatistics(None, None)).add(value, value)
             count += 1
     except KeyboardInterrupt:
-        raise Interrupted(f"value_ranges was interrupted after {count} batches", _ranges(form, seen, spread)) from None
+        raise Interrupted(f"value_ranges was interrupted after {count} batches", _ranges(form, statistics, spread)) from None
     if form is None:
         raise no_batches(num_batches)
-    return _ranges(form, seen, spread)
+    return _ranges(form, statistics, spread)
 
 
-def _ranges(form: Form | None, seen: Mapping[str, TensorStatistics], spread: float) -> Rows[Values]:
-    lines = {} if form is None else {name: form.facts[name].source for name in seen}
-    return Rows("values", tuple(_values(name, lines[name], statistics, spread) for name, statistics in seen.items()))
+def _ranges(form: Form | None, by_name: Mapping[str, TensorStatistics], spread: float) -> Rows[Values]:
+    lines = {} if form is None else {name: form.facts[name].source for name in by_name}
+    return Rows("values", tuple(_values(name, lines[name], statistics, spread) for name, statistics in by_name.items()))
 
 
-def _values(name: str, where: str, seen: TensorStatistics, wide: float) -> Values:
-    count = max(seen.elements - seen.not_a_number - seen.infinite, 1)
-    mean = math.sqrt(seen.signal / count)
-    largest = max(abs(seen.low), abs(seen.high)) if seen.low <= seen.high else 0.0
+def _values(name: str, where: str, data: TensorStatistics, wide: float) -> Values:
+    count = max(data.elements - data.not_a_number - data.infinite, 1)
+    mean = math.sqrt(data.signal / count)
+    largest = max(abs(data.low), abs(data.high)) if data.low <= data.high else 0.0
     spread = largest / mean if mean else 0.0
-    remarks = [text for text, holds in (("NaN", seen.not_a_number), ("infinite", seen.infinite), ("wide range", spread > wide)) if holds]
-    low, high = (seen.low, seen.high) if seen.low <= seen.high else (math.nan, math.nan)
-    return Values(name, low, high, spread, seen.not_a_number, seen.infinite, ", ".join(remarks), where)
+    remarks = [text for text, holds in (("NaN", data.not_a_number), ("infinite", data.infinite), ("wide range", spread > wide)) if holds]
+    low, high = (data.low, data.high) if data.low <= data.high else (math.nan, math.nan)
+    return Values(name, low, high, spread, data.not_a_number, data.infinite, ", ".join(remarks), where)
 
 
 @checked(model=GRAPH)

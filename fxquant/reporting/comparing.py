@@ -39,17 +39,17 @@ def pairs(a: Form, b: Form) -> dict[str, str]:
     In a graph that was not prepared it is the last of the nodes that became the one; of several that one became a part of, the last has it.
     """
     order = {name: index for index, name in enumerate([*a.input_names, *a.tensors])}
-    holders = {other: name for name, known in b.facts.items() for other in known.fused}
-    found = {}
-    for name, known in b.facts.items():
-        if name in a.facts and a.facts[name].fused == known.fused:
-            found[name] = name
+    holders = {other: name for name, entry in b.facts.items() for other in entry.fused}
+    names = {}
+    for name, facts in b.facts.items():
+        if name in a.facts and a.facts[name].fused == facts.fused:
+            names[name] = name
             continue
-        there = [each for each in (name, *known.fused, known.reads) if each in order]
+        there = [each for each in (name, *facts.fused, facts.reads) if each in order]
         last = max(there, key=order.__getitem__, default=None)
         if last is not None and holders.get(last, name) == name:
-            found[name] = last
-    return found
+            names[name] = last
+    return names
 
 
 def shift(a: Form, b: Form, name: str, reference: str) -> Tensor | None:
@@ -57,8 +57,8 @@ def shift(a: Form, b: Form, name: str, reference: str) -> Tensor | None:
     mine, theirs = a.exponents.get(reference), b.exponents.get(name)
     if mine is None or theirs is None:
         return theirs if mine is None else -mine
-    found = theirs - mine
-    return found if bool(found.any()) else None
+    difference = theirs - mine
+    return difference if bool(difference.any()) else None
 
 
 class Reference(NamedTuple):
@@ -85,7 +85,7 @@ class Pairing:
 
     def __init__(self, left: Form, right: Form, prepared: fx.GraphModule | None) -> None:
         self.left, self.right, self.forms = left, right, [left]
-        found = {name: Reference(left, other, shift(left, right, name, other)) for name, other in pairs(left, right).items()}
+        references = {name: Reference(left, other, shift(left, right, name, other)) for name, other in pairs(left, right).items()}
         self.firsts: dict[str, str] = {}
         self.parts: frozenset[str] = frozenset()
         self.limits: dict[str, tuple[float, float]] = {}
@@ -93,9 +93,9 @@ class Pairing:
         self.outputs: Parts | None = None
         model = right.model if isinstance(right, GraphForm) else None
         if model is not None:
-            known = layers(model)
-            self.firsts = {other.name: layer.name for layer, others in alike(known) for other in others}
-            self.parts = recurrent_parts(known) & right.facts.keys() - found.keys()
+            all_layers = layers(model)
+            self.firsts = {other.name: layer.name for layer, others in alike(all_layers) for other in others}
+            self.parts = recurrent_parts(all_layers) & right.facts.keys() - references.keys()
             prepared = model if stage_of(model) == "PREPARED" else prepared
         self.whole = prepared or model
         operators = {} if prepared is None else quantized_operators(prepared)
@@ -103,13 +103,13 @@ class Pairing:
             inner = GraphForm(prepared, State.FLOAT)
             self.forms.append(inner)
             for name in self.parts & inner.facts.keys():
-                found[name] = Reference(inner, name, shift(inner, right, name, name))
+                references[name] = Reference(inner, name, shift(inner, right, name, name))
                 steps = Steps.of(right.facts[name].grid)
                 if steps is not None and operators[name].output.observer is None:
                     self.limits[name] = steps.low * steps.scale, steps.high * steps.scale
-        self.pairs = {name: found[name] for name in right.facts if name in found}
+        self.pairs = {name: references[name] for name in right.facts if name in references}
         for name, operator in operators.items():
-            if operator.observed != EVERYTHING and name in found and found[name].factors is None:
+            if operator.observed != EVERYTHING and name in references and references[name].factors is None:
                 self.limits[name] = operator.observed
 
     def add(self, batch: Any, index: int) -> tuple[list[Any], Values]:
@@ -129,9 +129,9 @@ class Pairing:
                     reference, value = (each.clamp(*self.limits[name]) for each in (reference, value))
                 first = self.firsts.get(name, name)
                 if first not in self.seen:
-                    known = self.right.facts.get(first)
+                    facts = self.right.facts.get(first)
                     axis = None if reference.dim() < 2 else 1 if reference.dim() > 3 else -1  # of channels: after the batch in maps
-                    self.seen[first] = TensorStatistics(None if known is None else known.grid, axis)
+                    self.seen[first] = TensorStatistics(None if facts is None else facts.grid, axis)
                 self.seen[first].add(shifted(reference, pair.factors), value)
             for name, reference, value in self._parts(batch, index, mine[self.left], theirs):
                 self.seen.setdefault(name, TensorStatistics(None, None)).add(reference, value)
@@ -170,13 +170,13 @@ class Pairing:
         members: dict[str, list[Reference]] = {}
         for name, pair in self.pairs.items():
             members.setdefault(self.firsts.get(name, name), []).append(pair)
-        found = []
+        tensors = []
         for name, (first, *later) in members.items():
             if name in self.seen:
                 references = (first.name, *(each.name for each in later))
                 is_input = first.name in self.left.input_names
-                found.append(Judged(name, self.right.facts[name], self.seen[name], references, is_input, self.pairs[name].factors))
-        return found
+                tensors.append(Judged(name, self.right.facts[name], self.seen[name], references, is_input, self.pairs[name].factors))
+        return tensors
 
     def of_left(self, tensors: Iterable[Judged]) -> list[Judged]:
         """Return the tensors whose reference is in the left form."""
@@ -255,10 +255,10 @@ class Comparison(Mapping[str, LayerComparison]):
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        said = "" if self.verdict is None else "".join(f"<p>{html.escape(line)}</p>" for line in self.verdict.lines)
+        verdict = "" if self.verdict is None else "".join(f"<p>{html.escape(line)}</p>" for line in self.verdict.lines)
         texts = [(html.escape(text) for text in (each.layer, each.cause, each.cure)) for each in self.advice]
         advice = "".join(f"<li><b>{layer}</b>: {cause}<br><i>{cure}</i></li>" for layer, cause, cure in texts)
-        return said + as_html(self.__rich__()) + (f"<p>Advice</p><ol>{advice}</ol>" if advice else f"<p>{NO_ADVICE}</p>")
+        return verdict + as_html(self.__rich__()) + (f"<p>Advice</p><ol>{advice}</ol>" if advice else f"<p>{NO_ADVICE}</p>")
 
     @checked(writer=WRITER, step=COUNT)
     def write_tensorboard(self, writer: Any, step: int = 0) -> None:
@@ -282,16 +282,16 @@ class Comparison(Mapping[str, LayerComparison]):
 FIGURES = ("sqnr", "own", "cosine", "mse", "steps", "clipped", "zeroed", "reach", "effect")
 
 
-def _histogram(writer: Any, layer: LayerComparison, seen: TensorStatistics, step: int) -> None:
+def _histogram(writer: Any, layer: LayerComparison, statistics: TensorStatistics, step: int) -> None:
     """Write a histogram of the reference within DRAWN ranges of the grid, in the columns of the page."""
-    assert seen.steps is not None
-    low, high = (end * seen.steps.scale for end in drawn(seen.steps))
-    counts = seen.columns[1:-1]
+    assert statistics.steps is not None
+    low, high = (end * statistics.steps.scale for end in drawn(statistics.steps))
+    counts = statistics.columns[1:-1]
     limits = [low + (high - low) * (index + 1) / len(counts) for index in range(len(counts))]
     number = int(counts.sum())
-    mean = seen.signal / max(number, 1)
+    mean = statistics.signal / max(number, 1)
     writer.add_histogram_raw(
-        f"values/{layer.name}", min=seen.low, max=seen.high, num=number, sum=0.0, sum_squares=mean * number,
+        f"values/{layer.name}", min=statistics.low, max=statistics.high, num=number, sum=0.0, sum_squares=mean * number,
         bucket_limits=limits, bucket_counts=counts.tolist(), global_step=step,
     )  # fmt: skip
 
@@ -352,15 +352,15 @@ def compare(
     """
     source = as_batches(batches)
     total = length(source, num_batches)
-    taken = map(options.inputs, first_batches(source, num_batches))
-    first = next(taken, None)
+    batch_inputs = map(options.inputs, first_batches(source, num_batches))
+    first = next(batch_inputs, None)
     if first is None:
         raise no_batches(num_batches)
     pairing = Pairing(form_of(a, first, states[0], b), form_of(b, first, states[1], a), prepared)
     effects: Effects | None = None
     count = 0
     try:
-        for batch in progress(itertools.chain([first], taken), total, "comparing", show_progress):
+        for batch in progress(itertools.chain([first], batch_inputs), total, "comparing", show_progress):
             inputs, values = pairing.add(batch, count)
             if not count and advice and pairing.left.real:
                 effects = pairing.effects(inputs, values)

@@ -57,9 +57,9 @@ class Effects:
         changed = [results[place].to(self.outputs[place].device) for place in there]
         self.noise = self.distance(changed, [self.outputs[place] for place in there])
 
-    def distance(self, found: Sequence[Tensor], wanted: Sequence[Tensor] | None = None) -> float:
-        """Return the mean noise of the parts of the outputs `found` against `wanted`, by default the float model's outputs."""
-        return noise(*(self._apart(side) for side in (self.outputs if wanted is None else wanted, found)))
+    def distance(self, actual: Sequence[Tensor], expected: Sequence[Tensor] | None = None) -> float:
+        """Return the mean noise of the parts of the outputs `actual` against `expected`, by default the float model's outputs."""
+        return noise(*(self._apart(side) for side in (self.outputs if expected is None else expected, actual)))
 
     def _apart(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
         real = [value for value in outputs if is_real(value)]
@@ -69,8 +69,8 @@ class Effects:
 
     def of_grids(self, tensors: Iterable[Judged], steps: Steps | None = None) -> float:
         """Return the effect of quantizing these tensors together, each with its own scale, or all with `steps`."""
-        known = [(each, grid) for each in tensors if (grid := steps or each.statistics.steps) is not None]
-        grids = {reference: (grid, each.factors) for each, grid in known for reference in each.references}
+        with_grids = [(each, grid) for each in tensors if (grid := steps or each.statistics.steps) is not None]
+        grids = {reference: (grid, each.factors) for each, grid in with_grids for reference in each.references}
         return self.distance(self._run(grids, lambda name, value, read: _rounded(value, *grids[name])))
 
     def of(self, tensor: Judged) -> float:
@@ -92,17 +92,17 @@ class Effects:
 
     def local_errors(self) -> dict[str, Tensor]:
         """Return for each tensor v' of the other form v' - f(w'), of the operator f in float and the other form's operands w'."""
-        found: dict[str, Tensor] = {}
+        errors: dict[str, Tensor] = {}
 
         def see(name: str, value: Any, read: tuple[Any, ...]) -> Any:
             other = self.others[name]
             if not isinstance(value, Tensor) or not value.is_floating_point() or value.shape != other.shape:
                 return value
-            found[name] = torch.nan_to_num(other.double() - value.double(), nan=0.0, posinf=0.0, neginf=0.0)
+            errors[name] = torch.nan_to_num(other.double() - value.double(), nan=0.0, posinf=0.0, neginf=0.0)
             return other.to(value.dtype)
 
         self._run(self.others, see)
-        return found
+        return errors
 
     def of_errors(self, errors: Mapping[str, Tensor]) -> float:
         """Return the effect of adding these errors to tensors of the float model."""
@@ -143,32 +143,32 @@ class Effects:
         read, reference = self.operands(names), names[0]
         if read is None:
             return None
-        kept: list[Tensor] = []
+        float_values: list[Tensor] = []
 
         def see(name: str, value: Any, _: tuple[Any, ...]) -> Any:
             if name == reference:
-                kept.append(value)
+                float_values.append(value)
                 return value
             return self.others[name].to(value.dtype) if isinstance(value, Tensor) else value
 
         self._run((*read, reference), see)
-        error = torch.nan_to_num(self.others[reference].double() - kept[0].double(), nan=0.0, posinf=0.0, neginf=0.0)
-        signal = torch.nan_to_num(kept[0].double(), nan=0.0, posinf=0.0, neginf=0.0)
+        error = torch.nan_to_num(self.others[reference].double() - float_values[0].double(), nan=0.0, posinf=0.0, neginf=0.0)
+        signal = torch.nan_to_num(float_values[0].double(), nan=0.0, posinf=0.0, neginf=0.0)
         effect = self.of_errors({reference: error})
         return Inside(float(error.square().sum()), float(signal.square().sum()), effect, self._constants(names))
 
     def _constants(self, names: Sequence[str]) -> dict[str, Tensor]:
-        found: dict[str, Any] = {}
+        tensors: dict[str, Any] = {}
         nodes = [each for name in names if name in self.nodes for each in (self.nodes[name], *self.nodes[name].all_input_nodes)]
         for path in [str(node.target) for node in nodes if node.op in ("get_attr", "call_module")]:
             value = resolve(self.model, path)
-            found |= dict(value.named_parameters(path)) if isinstance(value, nn.Module) else {path: value}
-        return {name: value for name, value in found.items() if is_real(value)}
+            tensors |= dict(value.named_parameters(path)) if isinstance(value, nn.Module) else {path: value}
+        return {name: value for name, value in tensors.items() if is_real(value)}
 
     def of_batch_statistics(self, name: str, mended: Sequence[str] = ()) -> float:
         """Return the effect of normalizing one batch norm with the batch's statistics, in addition to the `mended` ones."""
-        wanted = self._run(mended, self._with_own) if mended else self.outputs
-        return self.distance(self._run((*mended, name), self._with_own), wanted)
+        expected = self._run(mended, self._with_own) if mended else self.outputs
+        return self.distance(self._run((*mended, name), self._with_own), expected)
 
     def _with_own(self, name: str, value: Any, read: tuple[Any, ...]) -> Tensor:
         norm = resolve(self.model, str(self.nodes[name].target))
@@ -179,10 +179,10 @@ class Effects:
 
         The `mended` batch norms normalize with the batch's statistics, so that they do not disturb later batch norms.
         """
-        found: dict[str, MovedStatistics] = {}
+        moved: dict[str, MovedStatistics] = {}
 
         def see(name: str, value: Any, read: tuple[Any, ...]) -> Any:
-            found[name] = MovedStatistics.of(resolve(self.model, str(self.nodes[name].target)), read[0])
+            moved[name] = MovedStatistics.of(resolve(self.model, str(self.nodes[name].target)), read[0])
             return self._with_own(name, value, read) if name in mended else value
 
         modules = {name: resolve(self.model, str(node.target)) for name, node in self.nodes.items() if node.op == "call_module"}
@@ -190,7 +190,7 @@ class Effects:
         norms = [name for name, module in modules.items() if isinstance(module, kind) and isinstance(module.running_mean, Tensor)]
         if norms:
             self._run(norms, see)
-        return found
+        return moved
 
     def _run(self, names: Collection[str], change: Change) -> list[Tensor]:
         """Run the model and return its outputs, with `change` applied to the tensors of these names."""
@@ -212,13 +212,13 @@ def _rounded(value: Any, steps: Steps, exponents: Tensor | None) -> Any:
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
     finite = torch.nan_to_num(shifted(value, exponents), nan=0.0)
-    found = shifted(steps.rounded(finite), None if exponents is None else -exponents)
-    return torch.where(torch.isinf(value), value, found.to(value.dtype))
+    rounded = shifted(steps.rounded(finite), None if exponents is None else -exponents)
+    return torch.where(torch.isinf(value), value, rounded.to(value.dtype))
 
 
-def noise(wanted: Sequence[Tensor], found: Sequence[Tensor]) -> float:
+def noise(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> float:
     """Return the mean noise of floating-point outputs of one shape, over values that are finite in both forms, without outputs of 0."""
-    pairs = [(one, other) for one, other in zip(wanted, found, strict=True) if is_real(one) and one.shape == other.shape]
+    pairs = [(one, other) for one, other in zip(expected, actual, strict=True) if is_real(one) and one.shape == other.shape]
     both = [(one[there], other[there]) for one, other in pairs if bool((there := torch.isfinite(one) & torch.isfinite(other)).any())]
     pairs = [pair for pair in both if bool(pair[0].any())]
     return Noise.of([[one for one, _ in pairs]], [[other for _, other in pairs]]).pooled

@@ -128,15 +128,15 @@ class Estimate(Rows[LayerEstimate]):
             from plotly import graph_objects
         except ImportError as error:
             raise needs("plotly", error) from error
-        known = [row for row in self.items if row.macs and row.microseconds > 0]
-        intensity = [row.macs / row.bytes for row in known]
+        rows = [row for row in self.items if row.macs and row.microseconds > 0]
+        intensity = [row.macs / row.bytes for row in rows]
         ridge = self.roofline.macs_per_second / self.roofline.bytes_per_second
         ends = [min([*intensity, ridge]) / 2, ridge, max([*intensity, ridge]) * 2]
         roof = [min(self.roofline.macs_per_second, self.roofline.bytes_per_second * each) for each in ends]
         figure = graph_objects.Figure()
         figure.add_scatter(x=ends, y=roof, mode="lines", name="peak", line={"color": "#444444", "dash": "dash"})
         for bound, symbol, colour in (("compute", "circle", "#0072b2"), ("memory", "square", "#d55e00")):
-            chosen = [(row, x) for row, x in zip(known, intensity, strict=True) if row.bound == bound]
+            chosen = [(row, x) for row, x in zip(rows, intensity, strict=True) if row.bound == bound]
             figure.add_scatter(
                 x=[x for _, x in chosen],
                 y=[row.macs / row.microseconds * MILLION for row, _ in chosen],
@@ -199,15 +199,15 @@ def estimate(
     every = layers(integer)
     shown = operator_graph(integer, every)
     nodes = {node.name: node for node in integer.graph.nodes}
-    known = {layer.name: layer for layer in every}
+    by_name = {layer.name: layer for layer in every}
     rows = []
     for layer in every:
         operands = list(shown.predecessors(layer.name))
-        read = sum(known[each].activation_bytes if each in known else bytes_of(fact(nodes[each])) for each in operands)
+        read = sum(by_name[each].activation_bytes if each in by_name else bytes_of(fact(nodes[each])) for each in operands)
         moved = layer.weight_bytes + read + layer.activation_bytes
         compute, memory, bound = math.nan, math.nan, HOST
         if layer.integer or layer.boundary or layer.dynamic:
-            compute = layer.macs * _slowness(nodes[layer.name], nodes, known, operands) / rates.macs_per_second * MILLION
+            compute = layer.macs * _slowness(nodes[layer.name], nodes, by_name, operands) / rates.macs_per_second * MILLION
             memory = moved / rates.bytes_per_second * MILLION
             bound = "compute" if compute > memory else "memory"
         figures = layer.macs, moved, compute, memory, max(compute, memory)
@@ -215,12 +215,12 @@ def estimate(
     return Estimate(tuple(rows), rates, chosen.name, () if compiled is None else tuple(Binary(Path(compiled)).costs()))
 
 
-def _slowness(node: fx.Node, nodes: Mapping[str, fx.Node], known: Mapping[str, Layer], operands: list[str]) -> float:
+def _slowness(node: fx.Node, nodes: Mapping[str, fx.Node], by_name: Mapping[str, Layer], operands: list[str]) -> float:
     """Return the cost of one product relative to int8 times int8: the product of the operands' stored widths in bits, divided by 64."""
     lowered = operation(node)
-    held = None if lowered is None else lowered.constants.get("weight")
-    widths = [8 * ITEMSIZES.get(known[name].dtype, 1) for name in operands if name in known][:2]
-    if known[node.name].dynamic:
+    constant = None if lowered is None else lowered.constants.get("weight")
+    widths = [8 * ITEMSIZES.get(by_name[name].dtype, 1) for name in operands if name in by_name][:2]
+    if by_name[node.name].dynamic:
         widths = [8]  # of the bytes that its operand becomes
-    weight = widths[-1:] if held is None else [8 * fact(nodes[held.node]).dtype.itemsize]
+    weight = widths[-1:] if constant is None else [8 * fact(nodes[constant.node]).dtype.itemsize]
     return math.prod([*widths[:1], *weight]) / 64 if widths else 1.0

@@ -64,25 +64,25 @@ class OnnxForm(Form):
 
     @cached_property
     def exponents(self) -> Mapping[str, Tensor]:
-        known = {name: entry.get("exponents") for name, entry in self.onnx.metadata.get("provenance", {}).items()}
-        return {name: torch.tensor(value, device="cpu", dtype=torch.int64) for name, value in known.items() if value}
+        exponents = {name: entry.get("exponents") for name, entry in self.onnx.metadata.get("provenance", {}).items()}
+        return {name: torch.tensor(value, device="cpu", dtype=torch.int64) for name, value in exponents.items() if value}
 
     def inputs(self, batch: Any, index: int) -> list[Any]:
         """Return the inputs of a batch: the first tensors, or a dict's tensors of the inputs' names."""
         names = self.input_names
-        found = [batch.get(name) for name in names] if isinstance(batch, Mapping) else pytree.tree_leaves(batch)[: len(names)]
-        if len(found) < len(names) or not all(isinstance(value, Tensor) for value in found):
+        tensors = [batch.get(name) for name in names] if isinstance(batch, Mapping) else pytree.tree_leaves(batch)[: len(names)]
+        if len(tensors) < len(names) or not all(isinstance(value, Tensor) for value in tensors):
             because = f"the inputs of {self.onnx.path} are {', '.join(names)}"
             raise bad_batch(index, because, "yield a tensor for each, in this order or by name")
-        return found
+        return tensors
 
-    def run(self, inputs: Sequence[Any], wanted: Wanted) -> Values:
-        names = wanted.among(self.tensors)
+    def run(self, inputs: Sequence[Any], selection: Wanted) -> Values:
+        names = selection.among(self.tensors)
         feeds = dict(zip(self.input_names, inputs, strict=True))
         feeds.update({self.onnx.value(name): self._stored(name) for name in self.feed})
-        found = self._runner(names)(feeds) if names else {}
-        values = {name: self._shown(name, found[value], wanted.real) for name in names if (value := self.onnx.value(name)) in found}
-        if OUTPUTS not in wanted.kinds:
+        results = self._runner(names)(feeds) if names else {}
+        values = {name: self._shown(name, results[value], selection.real) for name in names if (value := self.onnx.value(name)) in results}
+        if OUTPUTS not in selection.kinds:
             return values
         # Exposing inner values keeps the runtime from some fusions, so the outputs come from the file as it is.
         plain = self._runner([])(feeds)
@@ -185,18 +185,18 @@ def _example(model: nn.Module, batch: Any, count: int) -> Any:
 
 def _dynamic_shapes(example: Any, inputs: Sequence[fx.Node]) -> Any:
     """Return `dynamic_shapes` for example inputs with the batch dimensions of a graph's inputs; None if all are 0, or unknown."""
-    axes = {argument_name(node): known.batch_axis if isinstance(known := fact(node), TensorFact) else None for node in inputs}
+    axes = {argument_name(node): node_fact.batch_axis if isinstance(node_fact := fact(node), TensorFact) else None for node in inputs}
     arguments = (example,) if isinstance(example, Tensor) else example
     if not any(axes.values()) or _tensors(arguments) != len(axes):
         return None
     named = isinstance(arguments, Mapping) and axes.keys() == arguments.keys()
     order = iter(axes[str(name)] for name in arguments) if named else iter(axes.values())
 
-    def said(leaf: Any) -> Any:
+    def batch_dims(leaf: Any) -> Any:
         axis = next(order) if isinstance(leaf, Tensor) else None
         return None if axis is None else {axis: "batch"}
 
-    return pytree.tree_map(said, arguments)
+    return pytree.tree_map(batch_dims, arguments)
 
 
 COMPARED = Wanted.of(QUANTIZED, DYNAMIC, OUTPUTS)
@@ -219,16 +219,16 @@ def check_same_model(left: GraphForm, opened: Any) -> None:
         remedy = "export with io='float'; the inner nodes of both files are the same"
         raise ExportError(f"{opened.path} cannot be verified", because=because, remedy=remedy)
     sizes = (sum(node.op == "placeholder" for node in left.model.graph.nodes), len(recording.returned(left.model)))
-    found = (len(opened.input_names), len(opened.output_names))
+    counts = (len(opened.input_names), len(opened.output_names))
     if is_deployed(left.model):
         names = [layer.name for layer in layers(left.model) if layer.grid is not None]
     else:
         names = [name for name, operator in quantized_operators(left.model).items() if operator.owns_output]
     missing = [name for name in names if name not in opened.tensors]
-    if sizes != found or missing:
+    if sizes != counts or missing:
         because = f"it has no {', '.join('%' + name for name in missing[:5])}{' …' if len(missing) > 5 else ''}"
-        if sizes != found:
-            because = f"it has {found[0]} inputs and {found[1]} outputs, and this model has {sizes[0]} and {sizes[1]}"
+        if sizes != counts:
+            because = f"it has {counts[0]} inputs and {counts[1]} outputs, and this model has {sizes[0]} and {sizes[1]}"
         remedy = "pass the file that fxq.export_onnx wrote of this model"
         raise ExportError(f"{opened.path} is the file of another model", because=because, remedy=remedy)
 
@@ -284,14 +284,14 @@ def compare(
 
 def measure(a: Form, others: Sequence[OnnxForm], batches: Iterable[list[Tensor]], report: DeviationReport) -> Iterator[None]:
     """Add the distance of the outputs of a file in style "qdq" from the model's; a step is one batch in one of the file's runtimes."""
-    for _, wanted, b, found in walk(a, others, batches):
+    for _, expected, b, actual in walk(a, others, batches):
         assert isinstance(b, OnnxForm)
         if b.label not in report.outputs:
             report.pairs.append(f"{a.label} ≈ {b.label}")
             entries = b.onnx.metadata["outputs"]
             report.outputs[b.label] = [Deviation(entry["name"], b.step(entry.get("tensor"))) for entry in entries]
         for index, output in enumerate(report.outputs[b.label]):
-            output.add(wanted[f"output {index}"], found[f"output {index}"])
+            output.add(expected[f"output {index}"], actual[f"output {index}"])
         outputs = [output for runtime in report.outputs.values() for output in runtime]
         report.names.update(output.name for output in outputs)
         report.elements, report.mismatches = (sum(getattr(each, name) for each in outputs) for name in ("elements", "differing"))
@@ -352,9 +352,9 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
     if isinstance(first, str | os.PathLike):
         first, second = second, first
     left, report = exact_form(first), Report()
-    given = as_batches(batches)
-    inputs: Iterable[list[Any]] = (left.inputs(batch, index) for index, batch in enumerate(given))
-    inputs = list(inputs) if isinstance(given, Sequence) else inputs  # what is there is checked before anything is run
+    all_batches = as_batches(batches)
+    inputs: Iterable[list[Any]] = (left.inputs(batch, index) for index, batch in enumerate(all_batches))
+    inputs = list(inputs) if isinstance(all_batches, Sequence) else inputs  # what is there is checked before anything is run
     integer = next((model for model in (first, second) if isinstance(model, fx.GraphModule) and is_deployed(model)), None)
     whole: OnnxForm | None = None
     others: Sequence[Form]
@@ -372,12 +372,12 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
         if opened.style == "qdq":
             deviations = DeviationReport(targets=targets)
             files = [OnnxForm(opened, runtime, []) for runtime in MEASURED_RUNTIMES]
-            _complete(measure(left, files, inputs, deviations), deviations, length(given, None), len(files), show_progress)
+            _complete(measure(left, files, inputs, deviations), deviations, length(all_batches, None), len(files), show_progress)
             return deviations
         report.targets, handed = targets, recording.crossings(left.model)
         others = [*(OnnxForm(opened, runtime, handed) for runtime in RUNTIME_NAMES), *recording.kernel_forms(first)]
         whole = OnnxForm(opened, RUNTIME_NAMES[0], []) if handed or float_outputs(left.model) else None
-    _complete(compare(left, others, inputs, integer, report, whole), report, length(given, None), len(others), show_progress)
+    _complete(compare(left, others, inputs, integer, report, whole), report, length(all_batches, None), len(others), show_progress)
     return report
 
 
@@ -396,13 +396,13 @@ def _simulated(left: GraphForm, path: Path, report: Report) -> Form:
 
 def _complete(steps: Iterator[None], report: Report, batches: int | None, forms: int, show: bool | None) -> None:
     """Take all steps, which add to the report; a KeyboardInterrupt is raised with the report."""
-    done, total = 0, None if batches is None else batches * forms
+    count, total = 0, None if batches is None else batches * forms
     try:
         for _ in progress(steps, total, "verifying", show):
-            done += 1
+            count += 1
     except KeyboardInterrupt:
         of = "" if total is None else f" of {total}"
-        raise Interrupted(f"verify was interrupted after {done}{of} comparisons", report) from None
+        raise Interrupted(f"verify was interrupted after {count}{of} comparisons", report) from None
 
 
 @checked()
@@ -433,7 +433,7 @@ def record(
 
     Raises ConfigurationError for a name that no tensor has, and while iterating CalibrationError for a batch that does not fit.
     """
-    wanted = Wanted.of(*kinds, real=real)
+    selection = Wanted.of(*kinds, real=real)
     form: Form
     if isinstance(model, str | os.PathLike):
         form = _file_form(accepted("record", "path", model, PATH), state, runtime)
@@ -444,6 +444,6 @@ def record(
         because = "only traced, prepared and integer models, and ONNX files, name them"
         remedy = "pass fxq.trace(model, example_inputs)"
         raise ConfigurationError(f"the tensors of a {type(model).__name__} cannot be recorded", because=because, remedy=remedy)
-    taken = as_batches(batches)
-    wanted.check(form)
-    return (form.run(form.inputs(batch, index), wanted) for index, batch in enumerate(taken))
+    all_batches = as_batches(batches)
+    selection.check(form)
+    return (form.run(form.inputs(batch, index), selection) for index, batch in enumerate(all_batches))

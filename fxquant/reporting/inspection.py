@@ -116,7 +116,7 @@ def _of_onnx(opened: OnnxModel) -> Contents:
         return Row(name, operators.get(value, "input"), grid, reading.shape(opened, value))
 
     # Tensors quantized inside of an operator have no entry.
-    known = [row(name, entry) for name, entry in opened.tensors.items() if "scale" in entry]
+    rows = [row(name, entry) for name, entry in opened.tensors.items() if "scale" in entry]
     return Contents(
         opened.path,
         "ONNX file",
@@ -125,7 +125,7 @@ def _of_onnx(opened: OnnxModel) -> Contents:
         tuple(f"{name} {reading.shape(opened, name)}" for name in opened.input_names),
         tuple(f"{name} {reading.shape(opened, name)}" for name in opened.output_names),
         Counter(operators.values()),
-        tuple(known),
+        tuple(rows),
         tuple(f"%{name}: {because}" for name, because in opened.in_float.items()),
         reading.constants(opened),
         reading.text(opened),
@@ -134,10 +134,10 @@ def _of_onnx(opened: OnnxModel) -> Contents:
 
 def of_model(path: Path, model: fx.GraphModule) -> Contents:
     """Return the contents of a graph; `path` is its name."""
-    target, known = model_meta(model).get("target"), layers(model)
+    target, all_layers = model_meta(model).get("target"), layers(model)
     nodes = {node.name: node for node in model.graph.nodes}
     (output,) = model.graph.find_nodes(op="output")
-    quantized = [found for layer in known for found in _quantized(layer)]
+    quantized = [each for layer in all_layers for each in _quantized(layer)]
     return Contents(
         path,
         "saved model",
@@ -147,7 +147,7 @@ def of_model(path: Path, model: fx.GraphModule) -> Contents:
         tuple(f"{node.name} {_shape(node)}" for node in nodes_in(output.args)),
         Counter(called(model, node) for node in model.graph.nodes if node.op not in ("placeholder", "get_attr", "output")),
         tuple(Row(name, operator, grid, _shape(nodes[name])) for name, operator, grid in quantized),
-        tuple(f"%{layer.name}: {layer.reason}" + (f"   [{layer.source}]" if layer.source else "") for layer in left_in_float(known)),
+        tuple(f"%{layer.name}: {layer.reason}" + (f"   [{layer.source}]" if layer.source else "") for layer in left_in_float(all_layers)),
         _tensors(model),
         text(model, kernels="reference"),
     )
@@ -166,8 +166,8 @@ def _shape(node: fx.Node) -> str:
 
 def _tensors(model: fx.GraphModule) -> dict[str, Tensor]:
     owners = [path for path, module in model.named_modules() if isinstance(module, Quantizer | Observer)]
-    found = dict(model.named_parameters()) | dict(model.named_buffers())
-    return {name: tensor.detach() for name, tensor in found.items() if name.rpartition(".")[0] not in owners}
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    return {name: tensor.detach() for name, tensor in tensors.items() if name.rpartition(".")[0] not in owners}
 
 
 def describe(contents: Contents) -> str:
@@ -201,9 +201,9 @@ def describe(contents: Contents) -> str:
 
 
 def _range(rows: Sequence[Row]) -> str:
-    known = [(scale, row.name) for row in rows for scale in row.scale]
+    scales = [(scale, row.name) for row in rows for scale in row.scale]
     unknown = [f"{count} {reason}" for reason, count in Counter(row.unknown for row in rows if not row.scale).items()]
-    ends = [f"{scale:.9g} (%{name})" for scale, name in (min(known), max(known))] if known else []
+    ends = [f"{scale:.9g} (%{name})" for scale, name in (min(scales), max(scales))] if scales else []
     return ", ".join([*([" to ".join(ends)] if ends else []), *unknown])
 
 

@@ -46,18 +46,18 @@ def contents(
     model: fx.GraphModule, comparison: Comparison | None, forms: Mapping[str, Comparison], findings: Sequence[Any], title: str
 ) -> dict[str, Any]:
     """Return the data of the page as values for JSON; infinite numbers and NaN are null."""
-    known = layers(model)
+    all_layers = layers(model)
     target = model_meta(model).get("target")
     shown = drawing(model)
     names = list(shown.graph)
     compared = {} if comparison is None else dict(comparison)
     verdict = None if comparison is None else comparison.verdict
-    found: dict[str, Any] = {
+    data: dict[str, Any] = {
         "title": title,
         "version": __version__,
         "stage": (stage_of(model) or "traced").lower(),
         "target": "" if target is None else target.name,
-        "summary": _summary(known, comparison),
+        "summary": _summary(all_layers, comparison),
         "forms": [_form(label, each) for label, each in forms.items()],
         "verdict": None if verdict is None else {"grade": verdict.grade, "sqnr": verdict.sqnr, "lines": list(verdict.lines)},
         "advice": [{key: getattr(each, key) for key in ADVICE} for each in (() if comparison is None else comparison.advice)],
@@ -75,26 +75,26 @@ def contents(
             if name in shown.places
         },
         "passes": _passes(model),
-        "floats": [[layer.name, layer.operator, layer.reason, layer.source] for layer in left_in_float(known)],
+        "floats": [[layer.name, layer.operator, layer.reason, layer.source] for layer in left_in_float(all_layers)],
         "disagreements": [[each.place, each.implementation, each.because] for each in disagreements(model)],
         "findings": [[each.layer, each.operator, each.limit, each.remedy, each.source] for each in findings],
     }
-    ready: dict[str, Any] = json_ready(found)
+    ready: dict[str, Any] = json_ready(data)
     return ready
 
 
-def _summary(known: tuple[Layer, ...], comparison: Comparison | None) -> list[list[str]]:
-    operators = [layer for layer in known if not layer.boundary]
+def _summary(all_layers: tuple[Layer, ...], comparison: Comparison | None) -> list[list[str]]:
+    operators = [layer for layer in all_layers if not layer.boundary]
     dtypes = Counter(layer.dtype for layer in operators if layer.integer)
-    dynamic = sum(layer.dynamic for layer in known)
+    dynamic = sum(layer.dynamic for layer in all_layers)
     at_run_time = f"{dynamic} quantized at run time, " if dynamic else ""
     integer = sum(layer.integer for layer in operators)
     rows = [
-        ["operators", f"{len(operators)}: {integer} on integers, {at_run_time}{len(left_in_float(known))} in float"],
+        ["operators", f"{len(operators)}: {integer} on integers, {at_run_time}{len(left_in_float(all_layers))} in float"],
         ["dtypes", ", ".join(f"{count} {dtype}" for dtype, count in dtypes.most_common()) or "none"],
-        ["multiply-accumulates", f"{sum(layer.macs for layer in known):,}"],
-        ["weights", f"{sum(layer.weight_bytes for layer in known):,} bytes"],
-        ["largest activation", f"{max((layer.activation_bytes for layer in known), default=0):,} bytes"],
+        ["multiply-accumulates", f"{sum(layer.macs for layer in all_layers):,}"],
+        ["weights", f"{sum(layer.weight_bytes for layer in all_layers):,} bytes"],
+        ["largest activation", f"{max((layer.activation_bytes for layer in all_layers), default=0):,} bytes"],
     ]
     if comparison is not None:
         rows += [[layer.name, f"SQNR {in_decibels(layer.sqnr, UNDEFINED)}, cosine {layer.cosine:.6f}"] for layer in comparison.outputs]
@@ -112,7 +112,7 @@ def _form(label: str, comparison: Comparison) -> list[Any]:
 def _node(layer: Layer | None, compared: LayerComparison | None, name: str, times: int) -> dict[str, Any]:
     if layer is None:
         return {"operator": "output" if name == "output" else "input", "kind": "end"}
-    found: dict[str, Any] = {
+    data: dict[str, Any] = {
         "operator": layer.operator,
         "kind": "boundary" if layer.boundary else "integer" if layer.integer or layer.dynamic else "float",
         "dtype": layer.dtype,
@@ -127,25 +127,25 @@ def _node(layer: Layer | None, compared: LayerComparison | None, name: str, time
     }
     if compared is not None:
         keys = ("sqnr", "own", "cosine", "steps", "clipped", "zeroed", "reach", "error", "effect", "try_this", "reference")
-        found.update({key: getattr(compared, key) for key in keys})
+        data.update({key: getattr(compared, key) for key in keys})
         if compared.sqnr == math.inf:
-            found["equal"] = True
-    return found
+            data["equal"] = True
+    return data
 
 
 def _details(statistics: TensorStatistics) -> dict[str, Any]:
     """Return the histogram and the range of each channel of a tensor."""
-    found: dict[str, Any] = {"low": statistics.low, "high": statistics.high}
+    data: dict[str, Any] = {"low": statistics.low, "high": statistics.high}
     if statistics.steps is not None:
         scale, ends = statistics.steps.scale, drawn(statistics.steps)
-        found.update(
+        data.update(
             counts=statistics.columns.tolist(),
             ends=[ends[0] * scale, ends[1] * scale],
             clip=[statistics.steps.low * scale, statistics.steps.high * scale],
         )
     if statistics.channels is not None:
-        found["channels"] = _fewer(statistics.channels)
-    return found
+        data["channels"] = _fewer(statistics.channels)
+    return data
 
 
 def _fewer(values: Tensor) -> list[float]:
@@ -182,16 +182,16 @@ def _weight_of(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node
 def _prepared_weight(model: fx.GraphModule, node: fx.Node, module: QuantizedOperator) -> Tensor | None:
     """Return the weight that an operator of a prepared model rounds: with its batch norm and its channels' factors multiplied in."""
     arguments = module.operator.bind_call(node.args, node.kwargs)
-    held: dict[str, Any] = {
+    values: dict[str, Any] = {
         name: resolve(model, str(value.target)) if isinstance(value, fx.Node) and value.op == "get_attr" else value
         for name, value in arguments.items()
     }
-    if not isinstance(held.get("weight"), Tensor):
+    if not isinstance(values.get("weight"), Tensor):
         return None
     if module.factors is not None:
-        held = module.factors.of(module.operator, held)
-    weight: Tensor = held["weight"].detach().double()
-    norm = held.get("batch_norm")
+        values = module.factors.of(module.operator, values)
+    weight: Tensor = values["weight"].detach().double()
+    norm = values.get("batch_norm")
     if norm is None:
         return weight
     if isinstance(norm, fx.Node) or Trait.OUTPUTS_FIRST not in module.operator.traits:
@@ -202,9 +202,9 @@ def _prepared_weight(model: fx.GraphModule, node: fx.Node, module: QuantizedOper
 
 def _passes(model: fx.GraphModule) -> dict[str, Any]:
     """Return the number of nodes that each pass made, the fused nodes with their parts, and requests that were not met, for the page."""
-    made = Counter(made_by(node) for node in model.graph.nodes if node.op not in ("placeholder", "output", "get_attr"))
+    counts = Counter(made_by(node) for node in model.graph.nodes if node.op not in ("placeholder", "output", "get_attr"))
     merged = [[node.name, ", ".join(fused(node))] for node in model.graph.nodes if fused(node)]
-    return {"made": list(map(list, made.most_common())), "fused": merged, "not_done": list(model_meta(model).get("not_done", ()))}
+    return {"made": list(map(list, counts.most_common())), "fused": merged, "not_done": list(model_meta(model).get("not_done", ()))}
 
 
 @checked(
@@ -264,8 +264,8 @@ def report(
     if prepared is not None and batches is not None:
         forms["integer against prepared"] = compare(prepared, model, batches, advice=False, states=("validate", None), **reading)
     checked_model = prepared if prepared is not None else model if stage_of(model) == "PREPARED" else None
-    found = () if checked_model is None else findings(checked_model, checked_model.meta["target"])
-    limits = [each for each in found if each.kind == "limit"]
+    results = () if checked_model is None else findings(checked_model, checked_model.meta["target"])
+    limits = [each for each in results if each.kind == "limit"]
     text = json.dumps(contents(model, comparison, forms, limits, title), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     page = resources.files("fxquant.reporting").joinpath("page.html").read_text(encoding="utf-8")
     head, rest = page.split("__DATA__")
@@ -321,9 +321,9 @@ def drawing(model: fx.GraphModule) -> Drawing:
     firsts = {other.name: layer.name for layer, others in groups for other in others}
     graph = operator_graph(model, every, firsts)
     places = _places(graph)
-    known = {layer.name: layer for layer in every if layer.name not in firsts}
+    by_name = {layer.name: layer for layer in every if layer.name not in firsts}
     times = {layer.name: len(others) + 1 for layer, others in groups}
-    return Drawing(graph, known, places, _lanes(graph, places), times)
+    return Drawing(graph, by_name, places, _lanes(graph, places), times)
 
 
 def operator_graph(model: fx.GraphModule, every: tuple[Layer, ...], firsts: Mapping[str, str] = MappingProxyType({})) -> networkx.DiGraph:
@@ -331,7 +331,7 @@ def operator_graph(model: fx.GraphModule, every: tuple[Layer, ...], firsts: Mapp
 
     `firsts` names, for operators that have no node of their own, the earlier one that stands for them.
     """
-    known = {layer.name for layer in every}
+    names = {layer.name for layer in every}
     graph = networkx.DiGraph()
     order: dict[str, int] = {}
     shown: dict[fx.Node, frozenset[str]] = {}  # the operators that a node's value comes from
@@ -341,7 +341,7 @@ def operator_graph(model: fx.GraphModule, every: tuple[Layer, ...], firsts: Mapp
             first = firsts[node.name]
             graph.add_edges_from((name, first) for name in sorted(read) if order[name] < order[first])
             shown[node] = frozenset([first])
-        elif node.name in known or node.op in ("placeholder", "output"):
+        elif node.name in names or node.op in ("placeholder", "output"):
             graph.add_node(node.name)
             order[node.name] = len(order)
             graph.add_edges_from((name, node.name) for name in sorted(read))
@@ -357,16 +357,16 @@ def _lanes(graph: networkx.DiGraph, places: Mapping[str, tuple[float, float]]) -
     for x, y in places.values():
         boxes.setdefault(round(-y), []).append(x)
     passing = [(one, other) for one, other in graph.edges if places[one][1] - places[other][1] > 1]
-    taken: dict[tuple[float, int], set[int]] = {}  # the rows of a lane
-    found = {}
+    occupied: dict[tuple[float, int], set[int]] = {}  # the rows of a lane
+    lanes = {}
     for one, other in sorted(passing, key=lambda edge: places[edge[0]][1] - places[edge[1]][1]):
         (x, y), (to_x, to_y) = places[one], places[other]
         rows = set(range(round(-y), round(-to_y)))
         side = round(_beside([each for row in rows - {round(-y)} for each in boxes.get(row, ())], max(x, to_x) + SIDE), 2)
-        lane = next((each for each in range(LANES - 1) if rows.isdisjoint(taken.get((side, each), ()))), LANES - 1)
-        taken.setdefault((side, lane), set()).update(rows)
-        found[one, other] = side + LANE * lane
-    return found
+        lane = next((each for each in range(LANES - 1) if rows.isdisjoint(occupied.get((side, each), ()))), LANES - 1)
+        occupied.setdefault((side, lane), set()).update(rows)
+        lanes[one, other] = side + LANE * lane
+    return lanes
 
 
 def _beside(boxes: list[float], x: float) -> float:

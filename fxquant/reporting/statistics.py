@@ -244,29 +244,29 @@ class LayerComparison:
     times: int = 1
 
 
-def row(name: str, reference: str, facts: Facts, seen: TensorStatistics, effect: float = math.nan, times: int = 1) -> LayerComparison:
+def row(name: str, reference: str, facts: Facts, data: TensorStatistics, effect: float = math.nan, times: int = 1) -> LayerComparison:
     """Return the row of a tensor; `effect` is its effect on the outputs, NaN where that was not measured."""
-    count = max(seen.elements - seen.not_a_number - seen.infinite, 1)
-    made = seen.truncation + seen.rounding
-    worse = "truncation" if seen.truncation > seen.rounding else "rounding"
-    error = "" if seen.steps is None else worse if made else "none"
+    count = max(data.elements - data.not_a_number - data.infinite, 1)
+    noise = data.truncation + data.rounding
+    worse = "truncation" if data.truncation > data.rounding else "rounding"
+    error = "" if data.steps is None else worse if noise else "none"
     dtype = "float" if facts.grid is None else facts.grid.dtype
-    cosine = seen.product / math.sqrt(seen.signal * seen.power) if seen.signal and seen.power else float(seen.signal == seen.power)
+    cosine = data.product / math.sqrt(data.signal * data.power) if data.signal and data.power else float(data.signal == data.power)
     steps = own = clipped = zeroed = math.nan
-    if seen.steps is not None:
-        steps, own = seen.largest / seen.steps.scale, sqnr_of(seen.signal, made)
-        clipped, zeroed = seen.clipped / count, ratio(seen.zeroed, seen.nonzero)
+    if data.steps is not None:
+        steps, own = data.largest / data.steps.scale, sqnr_of(data.signal, noise)
+        clipped, zeroed = data.clipped / count, ratio(data.zeroed, data.nonzero)
     return LayerComparison(
-        name, reference, facts.operator, dtype, facts.grid, facts.source, facts.because, seen.elements,
-        cosine, sqnr_of(seen.signal, seen.noise), seen.noise / count, seen.largest, steps, own, clipped, zeroed, seen.reach,
-        error, effect, _try(error, seen), seen.low, seen.high, times,
+        name, reference, facts.operator, dtype, facts.grid, facts.source, facts.because, data.elements,
+        cosine, sqnr_of(data.signal, data.noise), data.noise / count, data.largest, steps, own, clipped, zeroed, data.reach,
+        error, effect, _try(error, data), data.low, data.high, times,
     )  # fmt: skip
 
 
-def _try(error: str, seen: TensorStatistics) -> str:
+def _try(error: str, statistics: TensorStatistics) -> str:
     if error == "truncation":
         return "a larger scale: more calibration data, or an observer that clips less (MinMaxObserver)"
     if error == "rounding":
-        small = seen.reach < 0.5
+        small = statistics.reach < 0.5
         return "a smaller scale: the grid reaches further than the values" if small else "more bits (int16), or fxq.tuning.equalize"
     return ""

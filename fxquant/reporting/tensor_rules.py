@@ -33,8 +33,8 @@ class Cures:
         assert isinstance(left, GraphForm)
         self.model, self.nodes = left.model, left.nodes
         models = [form.model for form in (right, left) if isinstance(form, GraphForm)] + [prepared] * (prepared is not None)
-        found = [target for model in models if isinstance(target := model_meta(model).get("target"), Target)]
-        self.target: Target | None = found[0] if found else None
+        targets = [target for model in models if isinstance(target := model_meta(model).get("target"), Target)]
+        self.target: Target | None = targets[0] if targets else None
         self.known = right.facts
         self.integer = {each for name, facts in right.facts.items() if facts.grid is not None for each in (name, *facts.fused)}
 
@@ -47,8 +47,8 @@ class Cures:
         """More bits for this tensor of the second form, or float where the target has no more, as a sentence without its end."""
         if not self.has_wide:
             assert self.target is not None
-            kept = self.in_float(name, reference)
-            return f"{self.target.name} has no {WIDE} activations" + (f": leave what computes it in float, {kept}" if kept else "")
+            in_float = self.in_float(name, reference)
+            return f"{self.target.name} has no {WIDE} activations" + (f": leave what computes it in float, {in_float}" if in_float else "")
         rule = self.activation(name, reference, f"ActivationConfig({WIDE!r})")
         return f"{WIDE} for it: {rule}" if rule else "no rule changes this inner tensor alone: leave the operator that has it in float"
 
@@ -68,8 +68,8 @@ class Cures:
         """Return a cure that makes the weight of an operator of the float model's graph more exact."""
         if self.target is None or WIDE in self.target.weights:  # as far as it is known
             return f"one of more bits is nearer: {_mapping({name: f'QConfig(weight=WeightConfig({WIDE!r}))'})}"
-        kept = _mapping({name: "None"})
-        return f"{self.target.name} has no {WIDE} weights: fxq.tuning.adaround(prepared, batches), or leave it in float, {kept}"
+        rule = _mapping({name: "None"})
+        return f"{self.target.name} has no {WIDE} weights: fxq.tuning.adaround(prepared, batches), or leave it in float, {rule}"
 
     def in_float(self, name: str, reference: str) -> str:
         """Return the code that keeps a tensor's operator, or an input's readers, in float; "" if there are none."""
@@ -81,7 +81,7 @@ class Cures:
 
     def _readers(self, reference: str) -> list[str]:
         """Return the operators on integers that read an input of the model, as rules name them."""
-        found: dict[str, None] = {}
+        readers: dict[str, None] = {}
         waiting = list(self.nodes[reference].users)
         while waiting:
             node = waiting.pop(0)
@@ -91,10 +91,10 @@ class Cures:
             if isinstance(module, nn.Identity):  # which no prepared model has
                 waiting += node.users
                 continue
-            parts = any(known.startswith(f"{node.name}_") for known in self.known)  # of an operator that became several
+            parts = any(each.startswith(f"{node.name}_") for each in self.known)  # of an operator that became several
             if node.name in self.integer or parts or isinstance(module, DROPOUTS):  # which no integer model has
-                found[node.name] = None
-        return list(found)
+                readers[node.name] = None
+        return list(readers)
 
     def _passes_on(self, reader: str, tensor: str) -> bool:
         """Return whether an operator has its operand's grid: it only moves values."""
@@ -164,48 +164,48 @@ def _left(tensor: Judged, noise: float) -> float:
 
 def input_range(tensor: Judged, cures: Cures) -> Found | None:
     """Detect an input with values that calibration has not seen."""
-    seen = tensor.statistics
-    if not tensor.is_input or seen.steps is None or 1 / UNUSED < seen.reach < OUTSIDE:
+    statistics = tensor.statistics
+    if not tensor.is_input or statistics.steps is None or 1 / UNUSED < statistics.reach < OUTSIDE:
         return None
-    ends = f"{seen.steps.low * seen.steps.scale:.4g} to {seen.steps.high * seen.steps.scale:.4g}"
-    cause = f"input {tensor.reference} has values from {seen.low:.4g} to {seen.high:.4g}, and its grid is from {ends}"
+    ends = f"{statistics.steps.low * statistics.steps.scale:.4g} to {statistics.steps.high * statistics.steps.scale:.4g}"
+    cause = f"input {tensor.reference} has values from {statistics.low:.4g} to {statistics.high:.4g}, and its grid is from {ends}"
     cure = (
         "give the model what it was calibrated with (the same scaling, mean and standard deviation), or calibrate with batches like these; "
         "if the scale was given, leave that out"
     )
-    return Found(cause, cure, _left(tensor, seen.noise_at(seen.best_factor())))
+    return Found(cause, cure, _left(tensor, statistics.noise_at(statistics.best_factor())))
 
 
 def masked(tensor: Judged, cures: Cures) -> Found | None:
     """Detect a few equal values far beyond all others, which stretch the scale."""
-    seen = tensor.statistics
-    gap = seen.populations() if seen.steps is not None else None
-    if seen.steps is None or gap is None or gap[1] < GAP * gap[0]:
+    data = tensor.statistics
+    gap = data.populations() if data.steps is not None else None
+    if data.steps is None or gap is None or gap[1] < GAP * gap[0]:
         return None
-    count, spread = seen.above(gap[1])
-    limit = max(seen.steps.high, -seen.steps.low)
+    count, spread = data.above(gap[1])
+    limit = max(data.steps.high, -data.steps.low)
     if spread > 4 or gap[1] < limit / 8 or gap[0] > limit:  # a grid that ends before the other values do is too small, mask or not
         return None
-    if seen.channels is not None and seen.low >= -gap[0] * seen.steps.scale:  # no mask, which would be negative
-        far = int((seen.channels > gap[0] * seen.steps.scale).sum())
-        if 4 * far <= len(seen.channels):
+    if data.channels is not None and data.low >= -gap[0] * data.steps.scale:  # no mask, which would be negative
+        far = int((data.channels > gap[0] * data.steps.scale).sum())
+        if 4 * far <= len(data.channels):
             return None
     cause = (
-        f"{count} values are beyond {gap[1] * seen.steps.scale:.3g}, and all others below {gap[0] * seen.steps.scale:.3g}: a mask sets the "
-        f"scale, {seen.steps.scale:.3g}, and {100 * seen.zeroed / max(seen.nonzero, 1):.0f} % of the values that are not 0 become 0"
+        f"{count} values are beyond {gap[1] * data.steps.scale:.3g}, and all others below {gap[0] * data.steps.scale:.3g}: a mask sets the "
+        f"scale, {data.steps.scale:.3g}, and {100 * data.zeroed / max(data.nonzero, 1):.0f} % of the values that are not 0 become 0"
     )
-    step = seen.steps.scale * gap[0] / limit  # of the values below the gap; those above it do not count in what is left
-    return Found(cause, mask_cure(gap[0] * seen.steps.scale), _left(tensor, seen.elements * step * step / 12))
+    step = data.steps.scale * gap[0] / limit  # of the values below the gap; those above it do not count in what is left
+    return Found(cause, mask_cure(gap[0] * data.steps.scale), _left(tensor, data.elements * step * step / 12))
 
 
 def rounds_to_zero(tensor: Judged, cures: Cures) -> Found | None:
     """Most of an input's values are nearer to 0 than half a step."""
-    seen = tensor.statistics
-    if not tensor.is_input or seen.steps is None or seen.nonzero < 2 or seen.zeroed < LOST * seen.nonzero:
+    data = tensor.statistics
+    if not tensor.is_input or data.steps is None or data.nonzero < 2 or data.zeroed < LOST * data.nonzero:
         return None
     cause = (
-        f"{100 * seen.zeroed / seen.nonzero:.0f} % of the values of input {tensor.reference} that are not 0 become 0: its largest values, "
-        f"up to {max(abs(seen.low), abs(seen.high)):.4g}, set its scale, {seen.steps.scale:.4g}"
+        f"{100 * data.zeroed / data.nonzero:.0f} % of the values of input {tensor.reference} that are not 0 become 0: its largest values, "
+        f"up to {max(abs(data.low), abs(data.high)):.4g}, set its scale, {data.steps.scale:.4g}"
     )
     cure = f"{cures.wider(tensor.name, tensor.reference)}; or give the model its logarithm or its root, before it or in training"
     return Found(cause, cure, 2.0**-16 if cures.has_wide else 1.0 / 16)
@@ -213,26 +213,26 @@ def rounds_to_zero(tensor: Judged, cures: Cures) -> Found | None:
 
 def outlier_channel(tensor: Judged, cures: Cures) -> Found | None:
     """Detect one channel, or a few, that reach much further than the others, and set the scale for all."""
-    seen = tensor.statistics
-    if seen.channels is None or seen.steps is None or len(seen.channels) < 4:
+    statistics = tensor.statistics
+    if statistics.channels is None or statistics.steps is None or len(statistics.channels) < 4:
         return None
-    largest, where = seen.channels.max(0)
-    median = seen.channels.median()
+    largest, where = statistics.channels.max(0)
+    median = statistics.channels.median()
     if median <= 0 or largest < OUTLIER * median:
         return None
-    limit = max(seen.steps.high, -seen.steps.low)
-    own = torch.minimum(seen.channels / limit, torch.tensor(seen.steps.scale, dtype=torch.float64, device="cpu"))
-    left = float((own.square() / 12).mean()) * seen.elements
-    many = int((seen.channels >= OUTLIER * median).sum())
+    limit = max(statistics.steps.high, -statistics.steps.low)
+    own = torch.minimum(statistics.channels / limit, torch.tensor(statistics.steps.scale, dtype=torch.float64, device="cpu"))
+    noise = float((own.square() / 12).mean()) * statistics.elements
+    many = int((statistics.channels >= OUTLIER * median).sum())
     cause = (
         f"channel {int(where)} reaches {float(largest):.4g}, {float(largest / median):.0f} times as far as the median channel, "
-        f"and sets one scale for all; {many} of {len(seen.channels)} channels reach {OUTLIER:.0f} times as far or more"
+        f"and sets one scale for all; {many} of {len(statistics.channels)} channels reach {OUTLIER:.0f} times as far or more"
     )
     cure = (
         "fxq.tuning.equalize(prepared, batches), where calibrate had the option equalize=False; otherwise "
         f"{cures.wider(tensor.name, tensor.reference)}"
     )
-    return Found(cause, cure, _left(tensor, left))
+    return Found(cause, cure, _left(tensor, noise))
 
 
 def _observed(tensor: Judged, cures: Cures, observer: str) -> str:
@@ -242,41 +242,41 @@ def _observed(tensor: Judged, cures: Cures, observer: str) -> str:
 
 def scale_too_small(tensor: Judged, cures: Cures) -> Found | None:
     """Detect a grid that ends long before the values do."""
-    seen = tensor.statistics
-    if seen.steps is None or seen.truncation <= 3 * seen.rounding:
+    observed = tensor.statistics
+    if observed.steps is None or observed.truncation <= 3 * observed.rounding:
         return None
-    factor = seen.best_factor()
+    factor = observed.best_factor()
     if factor <= 1:
         return None
-    share = 100 * seen.clipped / max(seen.elements, 1)
+    share = 100 * observed.clipped / max(observed.elements, 1)
     cause = (
-        f"its scale, {seen.steps.scale:.4g}, is about {factor:.2g} times too small: {share:.2g} % of its values are clipped, and they "
-        f"reach {seen.reach:.2g} times as far as its grid"
+        f"its scale, {observed.steps.scale:.4g}, is about {factor:.2g} times too small: {share:.2g} % of its values are clipped, and they "
+        f"reach {observed.reach:.2g} times as far as its grid"
     )
     cure = (
         "calibrate again with batches like these; if the scale was given or frozen, leave that out; if the observer clips, take one that "
         f"does so less: {_observed(tensor, cures, 'MinMaxObserver')}"
     )
-    return Found(cause, cure, _left(tensor, seen.noise_at(factor)))
+    return Found(cause, cure, _left(tensor, observed.noise_at(factor)))
 
 
 def scale_too_large(tensor: Judged, cures: Cures) -> Found | None:
     """Detect a quantization range that reaches far beyond the values."""
-    seen = tensor.statistics
-    if seen.steps is None or seen.truncation > 3 * seen.rounding or (seen.reach >= 0.5 and seen.zeroed < 0.2 * seen.nonzero):
+    values = tensor.statistics
+    if values.steps is None or values.truncation > 3 * values.rounding or (values.reach >= 0.5 and values.zeroed < 0.2 * values.nonzero):
         return None
-    factor = seen.best_factor()
+    factor = values.best_factor()
     if factor >= 1 / 2:
         return None
     cause = (
-        f"its scale, {seen.steps.scale:.4g}, is about {1 / factor:.2g} times too large: "
-        f"{100 * seen.zeroed / max(seen.nonzero, 1):.0f} % of the values that are not 0 become 0"
+        f"its scale, {values.steps.scale:.4g}, is about {1 / factor:.2g} times too large: "
+        f"{100 * values.zeroed / max(values.nonzero, 1):.0f} % of the values that are not 0 become 0"
     )
     cure = (
         "calibrate again with batches like these; if rare, large values set the scale, take an observer that leaves them out: "
         f"{_observed(tensor, cures, 'MSEObserver')}, or fxq.search.search_observers"
     )
-    return Found(cause, cure, _left(tensor, seen.noise_at(factor)))
+    return Found(cause, cure, _left(tensor, values.noise_at(factor)))
 
 
 SCALES = ("scale_too_small", "scale_too_large")
@@ -285,8 +285,8 @@ RULES: tuple[Rule, ...] = (input_range, masked, rounds_to_zero, outlier_channel,
 
 def coarse(tensor: Judged, cures: Cures) -> Found | None:
     """Rounding alone loses too much; asked where nothing else is wrong."""
-    seen = tensor.statistics
-    if seen.steps is None or tensor.facts.grid is None or ACTIVATION_TYPES[tensor.facts.grid.dtype].high >= 2**15 - 1:
+    statistics = tensor.statistics
+    if statistics.steps is None or tensor.facts.grid is None or ACTIVATION_TYPES[tensor.facts.grid.dtype].high >= 2**15 - 1:
         return None
     cause = f"{tensor.facts.grid.dtype} is too coarse for it: rounding it alone leaves the outputs below {POOR:.0f} dB"
     return Found(cause, cures.wider(tensor.name, tensor.reference), 2.0**-16)
@@ -302,5 +302,5 @@ def mask_cure(reaches: float) -> str:
 
 def own_error(tensor: Judged) -> float:
     """Σ of the squared error that its grid alone makes of it, over Σ of its squares."""
-    seen = tensor.statistics
-    return (seen.truncation + seen.rounding) / seen.signal if seen.signal else 0.0
+    statistics = tensor.statistics
+    return (statistics.truncation + statistics.rounding) / statistics.signal if statistics.signal else 0.0

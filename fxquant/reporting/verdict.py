@@ -101,21 +101,21 @@ def causes_of(
     total = effects.of_errors(errors)
     if total <= 0:
         return (), ()
-    found = [_kinds(tensors, effects, total)]
-    found += _range(tensors, errors, effects, show_progress)
-    found += _offsets(errors, effects, total)
+    causes = [_kinds(tensors, effects, total)]
+    causes += _range(tensors, errors, effects, show_progress)
+    causes += _offsets(errors, effects, total)
     if prepared is not None:
-        found += _corrections(prepared, batch, effects)
-    return tuple(text for text, _ in found), tuple(dict.fromkeys(name for _, tries in found for name in tries))
+        causes += _corrections(prepared, batch, effects)
+    return tuple(text for text, _ in causes), tuple(dict.fromkeys(name for _, tries in causes for name in tries))
 
 
 def _kinds(tensors: Sequence[Judged], effects: Effects, total: float) -> _Share:
     """Return whether activations make most of the noise, or weights."""
     share = min(ratio(effects.of_grids(tensors), total), 1.0)
     count = len({reference for each in tensors if each.statistics.steps is not None for reference in each.references})
-    made = f"the noise is spread over {count} tensors: rounding activations makes about {100 * share:.0f} % of it"
+    spread = f"the noise is spread over {count} tensors: rounding activations makes about {100 * share:.0f} % of it"
     rest = f"weights, biases and tensors inside operators {100 * (1 - share):.0f} %"
-    return f"{made}, {rest}", OF_ACTIVATIONS if share >= 0.5 else OF_WEIGHTS
+    return f"{spread}, {rest}", OF_ACTIVATIONS if share >= 0.5 else OF_WEIGHTS
 
 
 def _range(tensors: Sequence[Judged], errors: Mapping[str, Tensor], effects: Effects, show_progress: bool | None) -> Iterator[_Share]:
@@ -126,18 +126,18 @@ def _range(tensors: Sequence[Judged], errors: Mapping[str, Tensor], effects: Eff
     count = min(len(there), SEGMENTS)
     ends = [round(len(there) * index / count) for index in range(count + 1)]
     segments = [there[first:last] for first, last in itertools.pairwise(ends)]
-    made = [
+    shares = [
         effects.of_errors({name: errors[name] for each in segment for name in each.references if name in errors})
         for segment in progress(segments, count, "where the noise is", show_progress)
     ]
-    windows = [(last - first, -sum(made[first:last]), first) for first in range(count) for last in range(first + 1, count + 1)]
-    length, noise_of, first = min(window for window in windows if -window[1] >= MOST * sum(made))
+    windows = [(last - first, -sum(shares[first:last]), first) for first in range(count) for last in range(first + 1, count + 1)]
+    length, noise_of, first = min(window for window in windows if -window[1] >= MOST * sum(shares))
     inside = [each for segment in segments[first : first + length] for each in segment]
     if len(inside) > NARROW * len(there):
         return
     names = f"%{inside[0].name} to %{inside[-1].name}, {len(inside)} of {len(there)} tensors," if len(inside) > 1 else f"%{inside[0].name}"
     cause, tries = _cause(inside, [each for each in there if each not in inside], errors)
-    yield (f"{names} make{'s' * (len(inside) == 1)} {100 * -noise_of / sum(made):.0f} % of it: {cause}", tries)
+    yield (f"{names} make{'s' * (len(inside) == 1)} {100 * -noise_of / sum(shares):.0f} % of it: {cause}", tries)
 
 
 def _cause(inside: Sequence[Judged], others: Sequence[Judged], errors: Mapping[str, Tensor]) -> tuple[str, tuple[str, ...]]:
@@ -161,8 +161,8 @@ def _power(tensor: Judged) -> float:
 
 def _crest(tensor: Judged) -> float:
     """Return the largest magnitude over the root mean square."""
-    seen = tensor.statistics
-    return ratio(max(abs(seen.low), abs(seen.high)), math.sqrt(_power(tensor))) if seen.low <= seen.high else 0.0
+    statistics = tensor.statistics
+    return ratio(max(abs(statistics.low), abs(statistics.high)), math.sqrt(_power(tensor))) if statistics.low <= statistics.high else 0.0
 
 
 def _median(values: Sequence[float]) -> float:

@@ -138,9 +138,9 @@ def costs(choices: Choices, dtypes: Mapping[str, str], speed: Speed | None = Non
     }
 
 
-def fits(found: Mapping[str, float], budget: Budget) -> bool:
+def fits(amounts: Mapping[str, float], budget: Budget) -> bool:
     """Return whether costs are within the budget, up to a rounding error."""
-    return all(found[name] <= limit * (1 + 1e-9) for name, limit in budget.limits.items())
+    return all(amounts[name] <= limit * (1 + 1e-9) for name, limit in budget.limits.items())
 
 
 # ---- The best dtypes under a budget, exactly: an integer program -----------------------------------------------------
@@ -196,16 +196,16 @@ def optimum(choices: Choices, losses: Mapping[str, Mapping[str, float]], budget:
     shape = len(rows), len(objective)
     places = [(index, place, value) for index, (row, *_) in enumerate(rows) for place, value in row.items()]
     sums = csr_array(([value for *_, value in places], ([row for row, *_ in places], [place for _, place, _ in places])), shape=shape)
-    found = milp(
+    solution = milp(
         np.array(objective) * (RESOLUTION / unit),
         integrality=np.array([1] * len(keys) + [0] * len(pairs)),
         bounds=Bounds(0, 1),
         constraints=LinearConstraint(sums, [low for _, low, _ in rows], [high for *_, high in rows]),
         options={"mip_rel_gap": 0.0},
     )
-    if found.x is None:
-        raise _beyond(choices, losses, budget, str(found.message))
-    return {name: dtype for (name, dtype), index in column.items() if found.x[index] > 0.5}
+    if solution.x is None:
+        raise _beyond(choices, losses, budget, str(solution.message))
+    return {name: dtype for (name, dtype), index in column.items() if solution.x[index] > 0.5}
 
 
 def _column(key: tuple[str, ...], column: Mapping[tuple[str, str], int], pairs: dict[Any, int]) -> int | None:
@@ -338,16 +338,16 @@ class Work:
         Raises NotCalibrated where the observations leave a scale open.
         """
         options = options or self.options
-        target, seen = self.prepared.meta["target"], self.seen_with(options)
-        found = prepare(self.model, self.example, target, mapping, observations=seen, options=options)
-        for operator in quantized_operators(found).values():
+        target, observed = self.prepared.meta["target"], self.seen_with(options)
+        prepared = prepare(self.model, self.example, target, mapping, observations=observed, options=options)
+        for operator in quantized_operators(prepared).values():
             if not operator.plain:
                 operator.output.require()
-        first = FirstSamples(found, options, observed=True, method=method_of(self.prepared))  # as calibration does
+        first = FirstSamples(prepared, options, observed=True, method=method_of(self.prepared))  # as calibration does
         for inputs in self.samples:
             first.take(inputs)
         first.use(False, False)
-        return found
+        return prepared
 
     def seen_with(self, options: Options) -> Observations:
         """Return the observations of a calibration with these options."""
@@ -358,8 +358,8 @@ class Work:
         """The observations of a calibration with equalization where the work has none, and without where it has it."""
         equalize = not self.options.equalize
         options = replace(self.options, equalize=equalize, round_weights=False, correct_bias=False, distributed=False)
-        found = prepare(self.model, self.example, self.prepared.meta["target"], self.base, options=options)
-        return observations(calibrate(found, self.samples, options=options, show_progress=False))
+        prepared = prepare(self.model, self.example, self.prepared.meta["target"], self.base, options=options)
+        return observations(calibrate(prepared, self.samples, options=options, show_progress=False))
 
 
 def work_of(
@@ -381,9 +381,9 @@ def search(work: Work, budget: Budget, metric: Metric | None) -> MixedPrecision:
     """Return the best dtypes for a prepared and calibrated model."""
     widths, checkpoint = work.options.widths, work.options.checkpoint
     budget = budget.on(work.prepared.meta["target"])
-    known = find(work.prepared, work.samples, work.options, work.show, kinds=budget.kinds)
+    sensitivities = find(work.prepared, work.samples, work.options, work.show, kinds=budget.kinds)
     choices = Choices(work.prepared, widths)
-    losses = {tensor.name: tensor.loss for tensor in known.tensors}
+    losses = {tensor.name: tensor.loss for tensor in sensitivities.tensors}
 
     def candidate(name: str, dtypes: Mapping[str, str]) -> Candidate:
         expected = sum(losses[key][dtype] for key, dtype in dtypes.items() if key in losses)
@@ -414,17 +414,17 @@ def search(work: Work, budget: Budget, metric: Metric | None) -> MixedPrecision:
         for name, (dtypes, noise, score) in results.items()
     )
     chosen = max(rest, key=lambda candidate: candidate.rank)
-    return MixedPrecision(choices.mapping(work.base, chosen.dtypes), built(chosen.name), chosen, tuple(rest), before, known, budget)
+    return MixedPrecision(choices.mapping(work.base, chosen.dtypes), built(chosen.name), chosen, tuple(rest), before, sensitivities, budget)
 
 
 def _uniform(choices: Choices, widths: Sequence[int], budget: Budget) -> list[tuple[str, dict[str, str]]]:
     """Return (name, dtypes) for every pair of one width for all weights and one for all tensors; a choice without it keeps its dtype."""
-    found: dict[tuple[tuple[str, str], ...], tuple[str, dict[str, str]]] = {}
+    by_dtypes: dict[tuple[tuple[str, str], ...], tuple[str, dict[str, str]]] = {}
     for weights in widths:
         for tensors in widths if len(budget.kinds) > 1 else [0]:
             width = {WEIGHT: weights, ACTIVATION: tensors}
             having = {name: [dtype for dtype in choice.dtypes if bits(dtype) == width[choice.kind]] for name, choice in choices.items()}
-            wanted = {name: (*dtypes, choices[name].dtype)[0] for name, dtypes in having.items()}
-            told = f"{weights}-bit weights" + (f", {tensors}-bit tensors" if tensors else "")
-            found.setdefault(tuple(sorted(wanted.items())), (told, wanted))
-    return list(found.values())
+            chosen = {name: (*dtypes, choices[name].dtype)[0] for name, dtypes in having.items()}
+            label = f"{weights}-bit weights" + (f", {tensors}-bit tensors" if tensors else "")
+            by_dtypes.setdefault(tuple(sorted(chosen.items())), (label, chosen))
+    return list(by_dtypes.values())

@@ -38,10 +38,10 @@ OBSERVERS: tuple[Any, ...] = (
 def _observers(value: Any) -> tuple[Any, ...]:
     if isinstance(value, str | bytes):
         raise TypeError
-    found = tuple(OBSERVER.take(one) for one in value)
-    if not found:
+    observers = tuple(OBSERVER.take(one) for one in value)
+    if not observers:
         raise ValueError
-    return found
+    return observers
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,13 @@ class ObserverSearch:
             (name, f"{decibels(noise):.2f} dB", f"{self.scores[name]:.4g}" if name in self.scores else "", "chosen" * (name == self.chosen))
             for name, noise in self.measured.items()
         ]
-        known = list(dict.fromkeys(name for tensor in self.tensors for name in tensor.noise))
+        names = list(dict.fromkeys(name for tensor in self.tensors for name in tensor.noise))
         each = [
-            (tensor.name, *(f"{decibels(tensor.noise[name]):.1f}" if name in tensor.noise else "" for name in known), tensor.chosen)
+            (tensor.name, *(f"{decibels(tensor.noise[name]):.1f}" if name in tensor.noise else "" for name in names), tensor.chosen)
             for tensor in self.tensors
         ]
         left_out = "".join(f"\nleft out, since calibration gathered nothing for it: {name}" for name in self.left_out)
-        return f"{table(('observers', 'measured', 'metric', ''), rows)}\n\n{table(('tensor', *known, 'chosen'), each)}{left_out}"
+        return f"{table(('observers', 'measured', 'metric', ''), rows)}\n\n{table(('tensor', *names, 'chosen'), each)}{left_out}"
 
 
 @checked(observers=Kind("a list of observers: classes, or observers with settings", _observers), metric=METRIC)
@@ -149,8 +149,8 @@ def search(work: Work, observers: Sequence[Any], metric: Metric | None) -> Obser
         return work.prepared if name == "as given" else work.with_mapping(mappings[name])
 
     def judged(name: str) -> tuple[float, float | None]:
-        made = together(name)
-        return reference.noise(partial(outputs_of, made)).pooled, None if metric is None else score_of(metric, made)
+        model = together(name)
+        return reference.noise(partial(outputs_of, model)).pooled, None if metric is None else score_of(metric, model)
 
     judgements = journal.gather({f"together: {name}": partial(judged, name) for name in mappings}, "observers together", work.show)
     measured = {name: judgements[f"together: {name}"][0] for name in mappings}
@@ -164,7 +164,7 @@ def _trial(reference: FloatOutputs, choice: Choice, observers: Mapping[str, Any]
     """Measure the noise of each observer for one tensor; observers with the same grid are measured once."""
     quantizer = choice.operators[0].output
     before = label(quantizer.observer)
-    seen: dict[tuple[float, int], Noise] = {}
+    measurements: dict[tuple[float, int], Noise] = {}
     noise = {}
 
     def measured(grid: Grid) -> Noise:
@@ -174,9 +174,9 @@ def _trial(reference: FloatOutputs, choice: Choice, observers: Mapping[str, Any]
     for name, observer in observers.items():
         grid = grid_for(quantizer, choice.dtype, ActivationConfig(observer=observer))
         key = float(grid.scale), grid.zero_point
-        if key not in seen:
-            seen[key] = measured(grid)
-        noise[name] = seen[key]
+        if key not in measurements:
+            measurements[key] = measured(grid)
+        noise[name] = measurements[key]
     if before not in noise:
         noise[before] = measured(quantizer.grid)
     return ObserverTrial(choice.name, {name: each.pooled for name, each in noise.items()}, before, best_of(noise, before))
@@ -187,9 +187,9 @@ _TELLING: Mapping[Any, str] = {kinds.PercentileObserver: "percentile", kinds.LpO
 
 def label(observer: Any) -> str:
     """Return a description of an observer: its class and settings."""
-    made = observer if isinstance(observer, kinds.Observer) else observer()
-    usual = type(made).__name__.removesuffix("Observer")
-    setting = next((getattr(made, name) for kind, name in _TELLING.items() if isinstance(made, kind)), None)
+    instance = observer if isinstance(observer, kinds.Observer) else observer()
+    usual = type(instance).__name__.removesuffix("Observer")
+    setting = next((getattr(instance, name) for kind, name in _TELLING.items() if isinstance(instance, kind)), None)
     return usual if setting is None else f"{usual} {setting:g}"
 
 

@@ -94,8 +94,8 @@ class Sensitivity(Mapping[str, TensorSensitivity]):
         def losses(tensor: TensorSensitivity) -> list[float]:
             return [loss for dtype, loss in tensor.loss.items() if (dtype == tensor.dtype if width is None else bits(dtype) == width)]
 
-        known = [tensor for tensor in self.tensors if losses(tensor)]
-        return tuple(sorted(known, key=lambda tensor: max(losses(tensor)), reverse=True))
+        tensors = [tensor for tensor in self.tensors if losses(tensor)]
+        return tuple(sorted(tensors, key=lambda tensor: max(losses(tensor)), reverse=True))
 
     def __str__(self) -> str:
         """Return the table: SQNR at the outputs in dB for each dtype, and the shares of multiply-accumulates and of current bytes."""
@@ -110,8 +110,8 @@ class Sensitivity(Mapping[str, TensorSensitivity]):
             rows.append((tensor.name, tensor.dtype, *cells, *drops, *shares))
         measured = all(tensor.noise for tensor in self.tensors)
         head = [f"{dtype} dB" for dtype in dtypes] + [f"{dtype} drop" for dtype in dtypes if self.score is not None]
-        told = f"SQNR at the outputs with one tensor alone quantized, {'measured' if measured else 'estimated to second order'}"
-        return f"{told}\n{table(('tensor', 'now', *head, 'MACs', 'bytes'), rows, left=2)}"
+        title = f"SQNR at the outputs with one tensor alone quantized, {'measured' if measured else 'estimated to second order'}"
+        return f"{title}\n{table(('tensor', 'now', *head, 'MACs', 'bytes'), rows, left=2)}"
 
 
 def _bytes(tensor: TensorSensitivity) -> float:
@@ -191,12 +191,12 @@ def find(
 ) -> Sensitivity:
     """Return the sensitivities of the choices of these kinds."""
     choices = Choices(prepared, options.widths)
-    wanted = [choice for choice in choices.values() if choice.kind in kinds]
+    chosen = [choice for choice in choices.values() if choice.kind in kinds]
     call = {"function": "sensitivity", "widths": options.widths, "kinds": tuple(kinds), "seed": options.seed}
     journal = Checkpoint(options.checkpoint, call_of(prepared, Samples(samples), **call, metric=metric is not None), options.distributed)
     reference = reference_of(prepared, samples)
     with still(prepared, State.FLOAT), autocast_off():
-        estimates = journal.at("estimate", lambda: _estimated(reference, wanted, options.seed))
+        estimates = journal.at("estimate", lambda: _estimated(reference, chosen, options.seed))
         score = None if metric is None else journal.at("score", lambda: score_of(metric, prepared))
 
         def trial(choice: Choice, dtype: str) -> list[float | None]:
@@ -204,11 +204,11 @@ def find(
                 noise = reference.noise(reference.float_form).pooled if options.measured else None
                 return [noise, None if metric is None else score_of(metric, prepared)]
 
-        trials = [(choice, dtype) for choice in wanted for dtype in choice.dtypes] if options.measured or metric is not None else []
+        trials = [(choice, dtype) for choice in chosen for dtype in choice.dtypes] if options.measured or metric is not None else []
         tasks = {f"{choice.name} {dtype}": partial(trial, choice, dtype) for choice, dtype in trials}
         results = journal.gather(tasks, "sensitivity", show_progress)
     tensors = []
-    for choice in wanted:
+    for choice in chosen:
         measured = {dtype: results[f"{choice.name} {dtype}"] for dtype in choice.dtypes if results}
         noise = {dtype: noise for dtype, (noise, _) in measured.items() if noise is not None}
         drop = {dtype: score - result for dtype, (_, result) in measured.items() if score is not None}
@@ -230,44 +230,44 @@ def reference_of(prepared: fx.GraphModule, samples: Sequence[Sequence[Any]]) -> 
 def score_of(metric: Metric, model: nn.Module) -> float:
     """Return the value of a metric for a model. Raises ConfigurationError unless it is a finite number."""
     with torch.no_grad():
-        found: Any = metric(model)
+        value: Any = metric(model)
     try:
-        number = float(found)
+        number = float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        what = f"the metric returned {found!r}" if not isinstance(found, Tensor) else "the metric returned no finite number"
+        what = f"the metric returned {value!r}" if not isinstance(value, Tensor) else "the metric returned no finite number"
         because = "a metric is a function of a model that returns a finite number, of which more is better"
         raise ConfigurationError(what, because=because, remedy="return a float: an accuracy, a PSNR, a loss with its sign changed")
     return number
 
 
-def _estimated(reference: FloatOutputs, wanted: Sequence[Choice], seed: int) -> dict[str, dict[str, float]]:
+def _estimated(reference: FloatOutputs, chosen: Sequence[Choice], seed: int) -> dict[str, dict[str, float]]:
     """Return the second-order estimate of every choice in every dtype."""
-    found: dict[str, dict[str, float]] = {choice.name: dict.fromkeys(choice.dtypes, 0.0) for choice in wanted}
+    estimates: dict[str, dict[str, float]] = {choice.name: dict.fromkeys(choice.dtypes, 0.0) for choice in chosen}
     generator = torch.Generator().manual_seed(seed)
     weights: dict[str, tuple[Tensor, Mapping[str, Any]]] = {}  # with the arguments of the call
     curvature: dict[str, Tensor] = {}  # of weights: Σ over batches of the squared gradient
-    seen: list[tuple[Choice, Tensor, Mapping[str, Any] | None]] = []
+    recorded: list[tuple[Choice, Tensor, Mapping[str, Any] | None]] = []
 
     def watch(choice: Choice, value: Any, arguments: Mapping[str, Any] | None = None) -> Any:
         if is_real(value):
             value = value.detach().clone().requires_grad_() if arguments is not None or not value.requires_grad else value
-            seen.append((choice, value, arguments))
+            recorded.append((choice, value, arguments))
         return value
 
     def watch_weight(choice: Choice, operator: QuantizedOperator, arguments: Mapping[str, Any]) -> Any:
         return watch(choice, arguments[weight_name(operator, arguments)], arguments)
 
     power = [sum(float(output.double().square().sum()) for output in each) or 1.0 for each in zip(*reference.wanted, strict=True)]
-    with changed(wanted, watch, watch_weight):
+    with changed(chosen, watch, watch_weight):
         for inputs in reference.chunks:
-            seen.clear()
+            recorded.clear()
             with torch.enable_grad(), torch.inference_mode(False):
                 probe = _probe(reference.apart(reference.float_form(inputs)), power, generator)
-                known = [value for _, value, _ in seen]
-                gradients = torch.autograd.grad(probe, known, allow_unused=True) if known and probe.requires_grad else [None] * len(known)
-            for (choice, value, arguments), gradient in zip(seen, gradients, strict=True):
+                inner = [value for _, value, _ in recorded]
+                gradients = torch.autograd.grad(probe, inner, allow_unused=True) if inner and probe.requires_grad else [None] * len(inner)
+            for (choice, value, arguments), gradient in zip(recorded, gradients, strict=True):
                 if gradient is None:
                     continue
                 squared = gradient.double().square()
@@ -278,14 +278,14 @@ def _estimated(reference: FloatOutputs, wanted: Sequence[Choice], seed: int) -> 
                 for dtype in choice.dtypes:
                     grid, real = grid_for(choice.operators[0].output, dtype), value.detach()
                     error = (grid.dequantize(grid.quantize(real)) - real).double().square()
-                    found[choice.name][dtype] += float((squared * error).sum())
-    for choice in wanted:
+                    estimates[choice.name][dtype] += float((squared * error).sum())
+    for choice in chosen:
         if choice.name in weights:
             weight, arguments = weights[choice.name]
             for dtype in choice.dtypes:
                 error = (rounded_weight(choice.operators[0], arguments, dtype) - weight).double().square()
-                found[choice.name][dtype] = float((curvature[choice.name] * error).sum())
-    return found
+                estimates[choice.name][dtype] = float((curvature[choice.name] * error).sum())
+    return estimates
 
 
 def _probe(outputs: Sequence[Tensor], powers: Sequence[float], generator: torch.Generator) -> Tensor:

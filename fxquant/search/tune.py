@@ -71,8 +71,8 @@ class State:
     def untuned(self) -> Work:
         """Return the work with the best mapping so far, before any method."""
         mapping, options = self.recipe.mapping, replace(self.work.options, **self.recipe.corrections)
-        prepared, seen = self.work.with_mapping(mapping, options), self.work.seen_with(options)
-        return replace(self.work, prepared=prepared, base=mapping, seen=seen, options=options)
+        prepared, observed = self.work.with_mapping(mapping, options), self.work.seen_with(options)
+        return replace(self.work, prepared=prepared, base=mapping, seen=observed, options=options)
 
 
 # Recipes to judge, with what each is in words, one after the other until the drop is within the tolerance; none where there is nothing to
@@ -83,9 +83,9 @@ Remedy = Callable[[State], Proposals]  # one way to lose less
 
 def _observers(state: State) -> Proposals:
     """Propose the result of `search_observers`, unless no observer is better."""
-    found = observer_search.search(state.untuned(), observer_search.OBSERVERS, None)
-    if found.chosen != "as given":
-        yield found.chosen, replace(state.recipe, mapping=found.qconfig)
+    result = observer_search.search(state.untuned(), observer_search.OBSERVERS, None)
+    if result.chosen != "as given":
+        yield result.chosen, replace(state.recipe, mapping=result.qconfig)
 
 
 def _sixteen(state: State) -> Proposals:
@@ -94,9 +94,9 @@ def _sixteen(state: State) -> Proposals:
         return
     work = state.untuned()
     choices = Choices(work.prepared, WIDTHS)
-    known = find(work.prepared, work.samples, replace(work.options, measured=False, widths=WIDTHS), work.show)
+    sensitivities = find(work.prepared, work.samples, replace(work.options, measured=False, widths=WIDTHS), work.show)
     gains = {}
-    for tensor in known.tensors:
+    for tensor in sensitivities.tensors:
         wide = [dtype for dtype in tensor.loss if bits(dtype) == 16]
         if wide and tensor.dtype != wide[0]:
             gains[tensor.name] = tensor.loss[tensor.dtype] - tensor.loss[wide[0]], wide[0]
@@ -111,8 +111,8 @@ def _sixteen(state: State) -> Proposals:
 def _within_budget(state: State) -> Proposals:
     """Propose the best dtypes within the budget."""
     if state.budget is not None:
-        found = bit_widths.search(state.untuned(), state.budget, None)
-        yield found.chosen.name, replace(state.recipe, mapping=found.qconfig)
+        result = bit_widths.search(state.untuned(), state.budget, None)
+        yield result.chosen.name, replace(state.recipe, mapping=result.qconfig)
 
 
 def _with(state: State, **corrections: bool) -> Recipe:
@@ -240,9 +240,9 @@ class Tuned:
         for step in self.steps:
             figures = f"{step.score:.5g}", f"{self.reference - step.score:+.4g}", f"{decibels(step.noise):.2f} dB", f"{step.gain:+.4g}"
             rows.append((step.remedy, *figures, "kept" if step.kept else "dropped", step.tried))
-        told = f"{'within' if self.reached else 'beyond'} the tolerance of {self.tolerance:.4g}"
+        within = f"{'within' if self.reached else 'beyond'} the tolerance of {self.tolerance:.4g}"
         head = ("remedy", "score", "drop", "SQNR", "gain", "", "what")
-        return f"float {self.reference:.5g}, tuned {self.score:.5g}: a drop of {self.drop:.4g}, {told}\n{table(head, rows)}"
+        return f"float {self.reference:.5g}, tuned {self.score:.5g}: a drop of {self.drop:.4g}, {within}\n{table(head, rows)}"
 
 
 @checked(
@@ -319,8 +319,8 @@ class _Session:
             if self.best is None or self.best.score < reference - enough:
                 self._try(name, REMEDIES[name], reference - enough)
         assert self.best is not None
-        made, best = self._built(self.recipe), self.recipe
-        return Tuned(made, best.mapping, best.methods, tuple(self.tried), reference, self.best.score, enough, best.corrections)
+        model, best = self._built(self.recipe), self.recipe
+        return Tuned(model, best.mapping, best.methods, tuple(self.tried), reference, self.best.score, enough, best.corrections)
 
     def _float_score(self) -> float:
         with still(self.work.prepared, OperatorState.FLOAT):
@@ -328,34 +328,34 @@ class _Session:
 
     def _try(self, name: str, remedy: Remedy, enough: float, refused: bool = False) -> None:
         """Evaluate the recipes that a remedy proposes, and keep the best one."""
-        known = self.journal.at(name, lambda: {"tried": [], "done": False})
+        document = self.journal.at(name, lambda: {"tried": [], "done": False})
         state = State(self.work, self.recipe, self.budget, self.steps)
-        for entry in known["tried"]:
+        for entry in document["tried"]:
             self._take(TuneStep(**entry["step"]), Recipe.of(entry["recipe"]), None)
-        if not known["done"]:
-            for index, (told, recipe) in enumerate(remedy(state)):
-                if index < len(known["tried"]):
+        if not document["done"]:
+            for index, (label, recipe) in enumerate(remedy(state)):
+                if index < len(document["tried"]):
                     continue
-                made = self._built(recipe)
-                noise = self.judge.noise(partial(outputs_of, made)).pooled
-                score = -100 * noise**0.5 if self.metric is None else score_of(self.metric, made)
+                model = self._built(recipe)
+                noise = self.judge.noise(partial(outputs_of, model)).pooled
+                score = -100 * noise**0.5 if self.metric is None else score_of(self.metric, model)
                 gain = 0.0 if self.best is None else score - self.best.score
                 better = self.best is None or (score, -noise) > (self.best.score, -self.best.noise)
-                step = TuneStep(name, told, score, noise, gain, better and not refused)
-                self._take(step, recipe, made)
+                step = TuneStep(name, label, score, noise, gain, better and not refused)
+                self._take(step, recipe, model)
                 if self.journal.path is not None:
-                    known["tried"].append({"step": asdict(step), "recipe": recipe.document()})
+                    document["tried"].append({"step": asdict(step), "recipe": recipe.document()})
                     self.journal.write()
                 if self.best is not None and self.best.score >= enough:
                     break
-            known["done"] = True
+            document["done"] = True
             self.journal.write()
 
-    def _take(self, step: TuneStep, recipe: Recipe, made: fx.GraphModule | None) -> None:
+    def _take(self, step: TuneStep, recipe: Recipe, model: fx.GraphModule | None) -> None:
         self.tried.append(step)
         logger.info("tune: %s (%s): score %.5g, %s", step.remedy, step.tried, step.score, "kept" if step.kept else "dropped")
         if step.kept:
-            self.best, self.recipe, self.made = step, recipe, made
+            self.best, self.recipe, self.made = step, recipe, model
 
     def _built(self, recipe: Recipe) -> fx.GraphModule:
         """Return the model of a recipe, built on the best model so far if the recipe only appends methods to it."""
@@ -363,19 +363,19 @@ class _Session:
             self.made = self._built(self.recipe)
         if self.made is not None and recipe == self.recipe:
             return self.made
-        done = self.recipe.methods
-        same = replace(recipe, methods=done) == self.recipe
-        if self.made is not None and same and recipe.methods[: len(done)] == done:
-            made = copy.deepcopy(self.made)
+        applied = self.recipe.methods
+        same = replace(recipe, methods=applied) == self.recipe
+        if self.made is not None and same and recipe.methods[: len(applied)] == applied:
+            model = copy.deepcopy(self.made)
         else:
-            made, done = self.work.with_mapping(recipe.mapping, replace(self.work.options, **recipe.corrections)), ()
-        for count in range(len(done), len(recipe.methods)):
+            model, applied = self.work.with_mapping(recipe.mapping, replace(self.work.options, **recipe.corrections)), ()
+        for count in range(len(applied), len(recipe.methods)):
             part = replace(recipe, methods=recipe.methods[: count + 1])
             options = replace(self.work.options, checkpoint=self._file(part))
-            METHODS[part.methods[-1]](made, self.work.samples, self.steps, options, self.work.show)
+            METHODS[part.methods[-1]](model, self.work.samples, self.steps, options, self.work.show)
         if recipe == self.recipe:
-            self.made = made
-        return made
+            self.made = model
+        return model
 
     def _file(self, recipe: Recipe) -> str | None:
         """Return the path of the checkpoint of a recipe's last method; None without a checkpoint."""

@@ -99,15 +99,15 @@ def _kept_of_model(name: str, value: Any) -> Any:
 
 def _preserved(model: fx.GraphModule) -> dict[str, Any]:
     """Return the preserved attributes of the float model, encoded; a warning lists the ones that a file cannot hold."""
-    kept, left = {}, []
+    encoded, unsaved = {}, []
     for name, value in model.meta[CARRIED].preserved.items() if CARRIED in model.meta else ():
         try:
-            kept[name] = encode(value)
+            encoded[name] = encode(value)
         except ExportError:
-            left.append(name)
-    if left:
-        logger.warning("not in the file, which holds no code: %s; set these on the loaded model", ", ".join(left))
-    return {PRESERVED: {"dict": [[name, value] for name, value in kept.items()]}} if kept else {}
+            unsaved.append(name)
+    if unsaved:
+        logger.warning("not in the file, which holds no code: %s; set these on the loaded model", ", ".join(unsaved))
+    return {PRESERVED: {"dict": [[name, value] for name, value in encoded.items()]}} if encoded else {}
 
 
 def _located(node: fx.Node, model: fx.GraphModule) -> dict[str, Any]:
@@ -236,9 +236,9 @@ def _check(model: Model, document: Mapping[str, Any], target_of: TargetOf) -> No
     stage = Stage[model.meta["stage"]] if "stage" in model.meta else Stage.TRACED
     if stage is Stage.INTEGER and "target" not in model.meta:
         raise Malformed("an integer model has no target")
-    found = [(violation.node, violation.because) for violation in violations(model, stage)] or list(_contradictions(model, stage))
-    if found:
-        raise Malformed(f"%{found[0][0].name}: {found[0][1]}")
+    contradictions = [(violation.node, violation.because) for violation in violations(model, stage)] or list(_contradictions(model, stage))
+    if contradictions:
+        raise Malformed(f"%{contradictions[0][0].name}: {contradictions[0][1]}")
 
 
 def _contradictions(model: Model, stage: Stage) -> Iterator[tuple[fx.Node, str]]:
@@ -246,19 +246,19 @@ def _contradictions(model: Model, stage: Stage) -> Iterator[tuple[fx.Node, str]]
     if stage is Stage.INTEGER:
         return
     for node in model.graph.nodes:
-        known = fact(node)
-        if node.op == "get_attr" and isinstance(known, TensorFact):
+        declared = fact(node)
+        if node.op == "get_attr" and isinstance(declared, TensorFact):
             tensor = resolve(model, str(node.target))
-            held = TensorFact(tuple(tensor.shape), tensor.dtype) if isinstance(tensor, Tensor) else None
-            if held != known:
-                yield node, f"it is {held}, and declared as {known}"
+            actual = TensorFact(tuple(tensor.shape), tensor.dtype) if isinstance(tensor, Tensor) else None
+            if actual != declared:
+                yield node, f"it is {actual}, and declared as {declared}"
         module = resolve(model, str(node.target)) if node.op == "call_module" else None
         if type(module) in MODULES:
             MODULES[type(module)][1](module)  # raises for settings that such a module cannot have
-        if stage is not Stage.PREPARED or not isinstance(module, QuantizedOperator) or not isinstance(known, TensorFact):
+        if stage is not Stage.PREPARED or not isinstance(module, QuantizedOperator) or not isinstance(declared, TensorFact):
             continue
-        if (found := _computed(model, node, module)) != known:
-            yield node, f"its result is {found}, and declared as {known}"
+        if (computed := _computed(model, node, module)) != declared:
+            yield node, f"its result is {computed}, and declared as {declared}"
 
 
 def _computed(model: Model, node: fx.Node, module: QuantizedOperator) -> TensorFact:
@@ -313,13 +313,13 @@ def _graph(entries: list[Any]) -> fx.Graph:
 
 
 def _check_operation(node: fx.Node, nodes: Mapping[str, fx.Node]) -> None:
-    known = operation(node)
-    if known is None:
+    described = operation(node)
+    if described is None:
         return
-    constants = list(known.constants.values())
+    constants = list(described.constants.values())
     if not all(isinstance(constant, Constant) for constant in constants):
         raise Malformed(f"the primitives of %{node.name} name values that are not constants")
-    named = [value.node for value in pytree.tree_leaves(known.arguments) if isinstance(value, Reference)]
+    named = [value.node for value in pytree.tree_leaves(described.arguments) if isinstance(value, Reference)]
     if not all(type(name) is str and name in nodes for name in (*named, *(constant.node for constant in constants))):
         raise Malformed(f"the primitives of %{node.name} read a node that does not exist")
 
@@ -381,11 +381,11 @@ def write_observations(observations: Observations) -> tuple[dict[str, Any], dict
 def read_observations(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Observations:
     """Return the observations of a document. Raises Malformed, or errors of the observers' constructors, for an invalid document."""
     _check_head(document, ["format", "version", "observed"], OBSERVATIONS, 1, "it holds no observations that fxquant saved")
-    left = dict(tensors)
-    found = [_observed(expect(entry, dict), index, left) for index, entry in enumerate(expect(document["observed"], list))]
-    if left:
+    remaining = dict(tensors)
+    observed = [_observed(expect(entry, dict), index, remaining) for index, entry in enumerate(expect(document["observed"], list))]
+    if remaining:
         raise Malformed("it holds tensors that belong to no observation")
-    return Observations(found)
+    return Observations(observed)
 
 
 def _observed(entry: dict[str, Any], index: int, tensors: dict[str, Tensor]) -> Observed:
@@ -397,10 +397,10 @@ def _observed(entry: dict[str, Any], index: int, tensors: dict[str, Tensor]) -> 
         way = gathering(observer)
         assert way is not None
         gathered[way] = {name: _buffer(f"{index}.{number}.{name}", like, tensors) for name, like in observer.named_buffers()}
-    found = Observed(tuple(_place(expect(place, list)) for place in expect(entry["places"], list)), gathered)
-    if not found.places or not found.count > 0:
+    observed = Observed(tuple(_place(expect(place, list)) for place in expect(entry["places"], list)), gathered)
+    if not observed.places or not observed.count > 0:
         raise Malformed("an observation is of nothing")
-    return found
+    return observed
 
 
 def _observer(part: Any) -> Observer:
@@ -411,10 +411,10 @@ def _observer(part: Any) -> Observer:
     if not set(chosen) <= set(ARGUMENTS[observer]) or chosen.get("bins", 0) > LARGEST_HISTOGRAM:
         raise Malformed(f"no {kind} gathers with these settings")
     with torch.device("meta"):
-        made: Observer = observer(**chosen)
-    if gathering(made) != (kind, tuple(chosen.items())):
+        created: Observer = observer(**chosen)
+    if gathering(created) != (kind, tuple(chosen.items())):
         raise Malformed(f"no {kind} gathers with these settings")
-    return made
+    return created
 
 
 def _buffer(name: str, like: Tensor, tensors: dict[str, Tensor]) -> Tensor:

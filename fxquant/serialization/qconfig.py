@@ -119,27 +119,27 @@ def _written(chosen: Chosen, rule: str) -> Any:
 
 
 def _part(config: Any, rule: str) -> dict[str, Any]:
-    default, found = type(config)(), {}
+    default, parts = type(config)(), {}
     for field in fields(config):
         value = getattr(config, field.name)
         if value != getattr(default, field.name):
-            found[field.name] = _value(value, config, rule)
+            parts[field.name] = _value(value, config, rule)
     # A function that makes the usual observer asks for nothing else.
-    if "observer" in found and settings(config.new_observer()) == settings(default.new_observer()):
-        del found["observer"]
-    return found
+    if "observer" in parts and settings(config.new_observer()) == settings(default.new_observer()):
+        del parts["observer"]
+    return parts
 
 
 def _value(value: Any, config: Any, rule: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    made: Any = value if isinstance(value, Observer) else value()
-    kind: Any = type(made)
-    if not isinstance(made, Observer | Rounding) or kind.__name__ not in {**OBSERVERS, **ROUNDINGS} or kind not in ARGUMENTS:
+    chosen: Any = value if isinstance(value, Observer) else value()
+    kind: Any = type(chosen)
+    if not isinstance(chosen, Observer | Rounding) or kind.__name__ not in {**OBSERVERS, **ROUNDINGS} or kind not in ARGUMENTS:
         raise _unnamed(getattr(kind, "__qualname__", str(value)), rule)
     usual = kind()
-    given = {name: getattr(made, name) for name in ARGUMENTS[kind] if getattr(made, name) != getattr(usual, name)}
-    return [kind.__name__, given] if given else kind.__name__
+    arguments = {name: getattr(chosen, name) for name in ARGUMENTS[kind] if getattr(chosen, name) != getattr(usual, name)}
+    return [kind.__name__, arguments] if arguments else kind.__name__
 
 
 def _unnamed(name: str, rule: str) -> ExportError:
@@ -175,13 +175,13 @@ def _section(document: Any, section: str) -> dict[Any, Chosen]:
 def _calls(document: Any) -> dict[Call, Chosen]:
     if not isinstance(document, list) or not all(isinstance(entry, list) and len(entry) == 4 for entry in document):
         raise ValueError("its calls are not a list of lists of four: a module's path, a type, how many run before it, and a QConfig")
-    found = {}
+    calls = {}
     for module, kind, index, chosen in document:
         if not isinstance(module, str) or not isinstance(kind, str) or not isinstance(index, int) or isinstance(index, bool):
             raise ValueError(f"{[module, kind, index]!r} is not a call: a module's path, a type, and an integer")
         call = Call(module, _type(kind), index)
-        found[call] = _read(chosen, str(call))
-    return found
+        calls[call] = _read(chosen, str(call))
+    return calls
 
 
 def _type(name: str) -> Any:
@@ -213,13 +213,13 @@ def _read(document: Any, rule: str) -> Chosen:
 
 
 def _read_part(kind: type, document: Any, where: str) -> Any:
-    known = [field.name for field in fields(kind) if field.default is not MISSING or field.default_factory is not MISSING]
+    names = [field.name for field in fields(kind) if field.default is not MISSING or field.default_factory is not MISSING]
     if not isinstance(document, dict):
         raise ValueError(f"{where}: it is not an object")
     values = {}
     for name, value in document.items():
-        if name not in known:
-            raise ValueError(f"{where}: {name!r} is unknown; it has {', '.join(known)}")
+        if name not in names:
+            raise ValueError(f"{where}: {name!r} is unknown; it has {', '.join(names)}")
         if name in ("observer", "rounding"):
             value = _made(value, name, where)
         values[name] = value
@@ -232,7 +232,7 @@ def _read_part(kind: type, document: Any, where: str) -> Any:
 def _made(value: Any, name: str, where: str) -> Any:
     """Return a class by its name, or an observer with settings: ["PercentileObserver", {"percentile": 99.9}]."""
     table: Mapping[str, Any] = OBSERVERS if name == "observer" else ROUNDINGS
-    called, given = value if isinstance(value, list) and len(value) == 2 else (value, None)
-    if not isinstance(called, str) or called not in table or not (given is None or isinstance(given, dict)):
+    called, arguments = value if isinstance(value, list) and len(value) == 2 else (value, None)
+    if not isinstance(called, str) or called not in table or not (arguments is None or isinstance(arguments, dict)):
         raise ValueError(f"{where}: {value!r} is not a known {name}: the names are {', '.join(table)}")
-    return table[called] if given is None else table[called](**given)
+    return table[called] if arguments is None else table[called](**arguments)

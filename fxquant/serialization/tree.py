@@ -115,8 +115,8 @@ class TreeWriter:
             return {"frozen": expect(module.frozen, bool), "method": None if module.method is None else module.method.name}
         if isinstance(module, GradientRule):
             because = f"it calls {module.label}, which is Python, and a file holds no code"
-            kept = "keep prepared.state_dict(), for a model that fxq.prepare makes of the same float model"
-            cannot_save(f"the module {path}", because, f"{kept}; or save what fxq.convert returns")
+            advice = "keep prepared.state_dict(), for a model that fxq.prepare makes of the same float model"
+            cannot_save(f"the module {path}", because, f"{advice}; or save what fxq.convert returns")
         if type(module) not in ARGUMENTS:
             because = f"its class {type(module).__qualname__} is not one of those a file can name; a file holds no code"
             remedy = "use PyTorch's layers and fxquant's observers, or save state_dict() and prepare the model again"
@@ -139,8 +139,8 @@ class TreeWriter:
         if WEIGHT_TYPES.get(module.dtype.name) != module.dtype:
             cannot_save(f"the weight quantizer {path}", f"{module.dtype!r} is not a dtype of fxquant", "use a dtype by name")
         parts = {name: self._module(getattr(module, name), f"{path}.{name}") for name in ("learned", "rounding", "correction", "coverage")}
-        kept = {name: part for name, part in parts.items() if part is not None or name in ("learned", "rounding")}
-        return {"dtype": module.dtype.name, **_fields(partial(getattr, module), WEIGHT_FIELDS), **kept}
+        present = {name: part for name, part in parts.items() if part is not None or name in ("learned", "rounding")}
+        return {"dtype": module.dtype.name, **_fields(partial(getattr, module), WEIGHT_FIELDS), **present}
 
     def _operator(self, module: QuantizedOperator, path: str) -> dict[str, Any]:
         if BY_NAME.get(module.operator.name) is not module.operator or module.arithmetic != self.arithmetic:
@@ -231,8 +231,8 @@ def _detached(content: Any, operator: Operator) -> bool | tuple[str, ...]:
     """Return whether an operator is computed without gradients, or the names of its arguments that have none."""
     if content is True:
         return True
-    known = (*operator.parameter_names, *operator.absorbs)
-    if not all(name in known for name in expect(content, list)):
+    names = (*operator.parameter_names, *operator.absorbs)
+    if not all(name in names for name in expect(content, list)):
         raise Malformed(f"a {operator.name} has no such arguments as are detached")
     return tuple(content)
 
@@ -264,9 +264,9 @@ class TreeReader:
         for name, tensor in expect(entry.get("buffers", {}), dict).items():
             module.register_buffer(name, self._tensor(tensor), persistent=name not in transient)
         if derived:
-            found = {**module._buffers, **derived}
+            buffers = {**module._buffers, **derived}
             module.__dict__["_buffers"].clear()
-            module.__dict__["_buffers"].update({name: found.pop(name) for name in order if name in found}, **found)
+            module.__dict__["_buffers"].update({name: buffers.pop(name) for name in order if name in buffers}, **buffers)
         for name, child in expect(entry.get("modules", {}), dict).items():
             module.add_module(name, self._module(child))
         return module
@@ -274,10 +274,10 @@ class TreeReader:
     def _make(self, entry: dict[str, Any]) -> nn.Module:
         name, arguments = entry["class"], expect(entry["arguments"], dict)
         module: nn.Module
-        made = {"Quantizer": self._quantizer, "QuantizedOperator": self._operator, "WeightQuantizer": self._weight_quantizer}
+        makers = {"Quantizer": self._quantizer, "QuantizedOperator": self._operator, "WeightQuantizer": self._weight_quantizer}
         made_by_buffers = {"ChannelFactors": self._factors, "WeightScale": self._learned}
-        if name in made:
-            module = made[name](arguments)
+        if name in makers:
+            module = makers[name](arguments)
         elif name in made_by_buffers:
             module = made_by_buffers[name](arguments, expect(entry["buffers"], dict))
         else:
@@ -388,8 +388,8 @@ class TreeReader:
         return self._modules[place]
 
     def _tensor(self, name: Any) -> Tensor | None:
-        found: Tensor | None = None if name is None else look_up(self._tensors, name, "tensor")
-        return found
+        tensor: Tensor | None = None if name is None else look_up(self._tensors, name, "tensor")
+        return tensor
 
 
 def _restored(tensor: Tensor, role: Any) -> Tensor:

@@ -125,8 +125,8 @@ def _encode_other(value: Any) -> Any:
         return {"tensor": [encode(value.dtype)["dtype"], [encode(size) for size in value.shape]]}
     if kind in RECORDS:
         usual = _USUAL.get(kind, {})
-        told = [name for name in RECORDS[kind] if name not in usual or getattr(value, name) != usual[name]]
-        return {kind.__name__: {name: encode(getattr(value, name)) for name in told}}
+        names = [name for name in RECORDS[kind] if name not in usual or getattr(value, name) != usual[name]]
+        return {kind.__name__: {name: encode(getattr(value, name)) for name in names}}
     for name, constant in _CONSTANTS.items():
         if value is constant:
             return {"constant": name}

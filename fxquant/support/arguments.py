@@ -110,9 +110,9 @@ def _public(record: type) -> str:
 OF_OTHERS = {"backend": "target", "march": "target", "quantizer": "qconfig", "qconfig_dict": "qconfig"}  # arguments of other toolkits
 
 
-def _wrong_call(called: str, signature: inspect.Signature, given: Mapping[str, Any], error: TypeError) -> ConfigurationError:
-    known = [name for name in signature.parameters if name != "self"]
-    unknown = [name for name in given if name not in known]
+def _wrong_call(called: str, signature: inspect.Signature, arguments: Mapping[str, Any], error: TypeError) -> ConfigurationError:
+    names = [name for name in signature.parameters if name != "self"]
+    unknown = [name for name in arguments if name not in names]
     inside = {
         field.name: f"{name}={_public(type(each.default))}({field.name}=…)"
         for name, each in signature.parameters.items()
@@ -120,10 +120,10 @@ def _wrong_call(called: str, signature: inspect.Signature, given: Mapping[str, A
         for field in fields(each.default)
     }
     asked = unknown and OF_OTHERS.get(unknown[0])
-    near = [asked] if asked in known else difflib.get_close_matches(unknown[0], [*known, *inside], n=1) if unknown else []
+    near = [asked] if asked in names else difflib.get_close_matches(unknown[0], [*names, *inside], n=1) if unknown else []
     return ConfigurationError(
         f"{called} cannot be called like this: {error}",
-        because=f"its arguments are {', '.join(known) or 'none'}",
+        because=f"its arguments are {', '.join(names) or 'none'}",
         remedy=f"did you mean {inside.get(near[0], repr(near[0]))}?" if near else "pass these",
     )
 
@@ -158,9 +158,9 @@ def such(right: str, take: Callable[[Any], Any], holds: Callable[[Any], bool]) -
     return Kind(right, narrowed)
 
 
-def choice(*known: str) -> Kind:
+def choice(*names: str) -> Kind:
     """Return the kind of these names."""
-    return such(f"one of {', '.join(map(repr, known))}", instance("", str).take, lambda value: value in known)
+    return such(f"one of {', '.join(map(repr, names))}", instance("", str).take, lambda value: value in names)
 
 
 def _whole(value: Any) -> int:
@@ -189,43 +189,43 @@ def _flag(value: Any) -> bool:
 
 def _path(value: Any) -> str:
     """Return a path as a string, with the home folder of a user in place of a leading ~ or ~user."""
-    found = os.fspath(value)
-    if not isinstance(found, str) or not found:
+    path = os.fspath(value)
+    if not isinstance(path, str) or not path:
         raise ValueError
-    if "\0" in found:
+    if "\0" in path:
         raise ValueError("a path has no NUL character")
-    os.fsencode(found)  # a UnicodeEncodeError is a ValueError
-    return os.path.expanduser(found)
+    os.fsencode(path)  # a UnicodeEncodeError is a ValueError
+    return os.path.expanduser(path)
 
 
 def _file(value: Any) -> str:
     """Return a path where a file can be: not a folder, but inside one."""
-    found = _path(value)
-    if os.path.isdir(found) or not os.path.basename(found):
+    path = _path(value)
+    if os.path.isdir(path) or not os.path.basename(path):
         raise ValueError("it is the path of a folder")
-    _folder(os.path.dirname(os.path.abspath(found)))
-    return found
+    _folder(os.path.dirname(os.path.abspath(path)))
+    return path
 
 
 def _folder(value: Any) -> str:
     """Return a path where a folder is or can be made."""
-    found = _path(value)
-    there = os.path.abspath(found)
+    path = _path(value)
+    there = os.path.abspath(path)
     while not os.path.exists(there):
         there = os.path.dirname(there)
     if not os.path.isdir(there):
         raise ValueError(f"{there} is a file")
-    return found
+    return path
 
 
 def words(value: Any) -> list[str]:
     """Return a list of strings; a single string is refused."""
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise TypeError
-    found = list(value)
-    if not all(isinstance(name, str) for name in found):
+    names = list(value)
+    if not all(isinstance(name, str) for name in names):
         raise TypeError
-    return found
+    return names
 
 
 def _names(value: Any) -> list[str]:
@@ -242,8 +242,8 @@ def _cuts(value: Any) -> list[str | list[str]]:
 
 def _leaf(value: Any) -> Any:
     if isinstance(value, str | type) or not callable(value):
-        wanted = [value] if isinstance(value, str | type) else list(value)
-        if not wanted or not all(isinstance(one, type) or (isinstance(one, str) and one) for one in wanted):
+        leaves = [value] if isinstance(value, str | type) else list(value)
+        if not leaves or not all(isinstance(one, type) or (isinstance(one, str) and one) for one in leaves):
             raise TypeError
     return value
 
@@ -251,10 +251,10 @@ def _leaf(value: Any) -> Any:
 def _passes(value: Any) -> dict[str, list[Any]]:
     if not isinstance(value, Mapping):
         raise TypeError
-    found = {_text(name): [own] if callable(own) else list(own) for name, own in value.items()}
-    if not all(callable(one) for own in found.values() for one in own):
+    by_name = {_text(name): [own] if callable(own) else list(own) for name, own in value.items()}
+    if not all(callable(one) for own in by_name.values() for one in own):
         raise TypeError
-    return found
+    return by_name
 
 
 def _pattern(value: Any) -> str:

@@ -63,17 +63,17 @@ def write_files(folder: str | os.PathLike[str], contents: Mapping[str, Content],
         _flush(place)
 
 
-def place_files(made: Path, folder: Path, last: str) -> None:
+def place_files(source: Path, folder: Path, last: str) -> None:
     """Write the files of a folder, and of the folders in it, into another one; `last` is the file at its top that refers to the others."""
     by_folder: dict[Path, dict[str, Content]] = {}
-    paths = [path for path in sorted(made.rglob("*")) if path.is_file()]
-    for path in sorted(paths, key=lambda path: path == made / last):
-        by_folder.setdefault(folder / path.parent.relative_to(made), {})[path.name] = _parts(path)
+    paths = [path for path in sorted(source.rglob("*")) if path.is_file()]
+    for path in sorted(paths, key=lambda path: path == source / last):
+        by_folder.setdefault(folder / path.parent.relative_to(source), {})[path.name] = _parts(path)
     for place in sorted(by_folder, key=lambda each: -len(each.parts)):
         write_files(place, by_folder[place])
     for path in paths:
         if path.stat().st_mode & stat.S_IXUSR:
-            (folder / path.relative_to(made)).chmod(path.stat().st_mode)
+            (folder / path.relative_to(source)).chmod(path.stat().st_mode)
 
 
 def _parts(path: Path) -> Iterator[bytes]:
@@ -96,18 +96,18 @@ def check_place(path: str | os.PathLike[str]) -> None:
 def _mode_of(path: Path) -> int | None:
     """Return the permissions of a file that will be replaced; None if it does not exist. Raises OSError if it must not be replaced."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except FileNotFoundError:
         return None
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is a device or a pipe, which a file would replace")
-    if stat.S_ISLNK(found.st_mode):
+    if stat.S_ISLNK(status.st_mode):
         return None
     if not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, "the file is write-protected")
-    return stat.S_IMODE(found.st_mode)
+    return stat.S_IMODE(status.st_mode)
 
 
 def _fill(path: Path, content: Content, mode: int | None) -> None:
@@ -206,10 +206,10 @@ def address(tensor: Tensor) -> int:
     Raises RuntimeError if its memory does not hold its values, or is not on the CPU: meta, sparse, fake or transformed tensors.
     """
     plain = tensor.is_cpu and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__  # else a class may keep values elsewhere
-    found = tensor.data_ptr() if plain else 0
-    if tensor.is_neg() or tensor.is_conj() or (not found and tensor.numel()):
+    pointer = tensor.data_ptr() if plain else 0
+    if tensor.is_neg() or tensor.is_conj() or (not pointer and tensor.numel()):
         raise RuntimeError(f"a function in C cannot read the memory of a tensor: {tensor.layout}, on {tensor.device}")
-    return found
+    return pointer
 
 
 memory_start = Tensor.data_ptr  # of a tensor with memory, to be compared with what it was
@@ -226,7 +226,7 @@ def point(structure: ctypes.Structure, tensors: Iterable[tuple[str, Tensor | Non
     The result owns the memory: keep it until the function in C has returned. A tensor that C writes to has to be new:
     it then has no lazy negation or conjugation.
     """
-    held = [(name, readable(tensor)) for name, tensor in tensors if tensor is not None]
-    for name, tensor in held:
+    pairs = [(name, readable(tensor)) for name, tensor in tensors if tensor is not None]
+    for name, tensor in pairs:
         setattr(structure, name, address(tensor))
-    return [tensor for _, tensor in held]
+    return [tensor for _, tensor in pairs]

@@ -63,8 +63,8 @@ def disagreed(model: Any, implementation: str, places: Sequence[str], because: s
 
     `model` is the model with these places, or None for a proof that concerns all models. `instead` names the replacement, for the log.
     """
-    known = {(each.implementation, each.place) for each in disagreements(model)}
-    new = [place for place in places if (implementation, place) not in known]
+    recorded = {(each.implementation, each.place) for each in disagreements(model)}
+    new = [place for place in places if (implementation, place) not in recorded]
     if not new:
         return
     RECORDED.extend((None if model is None else weakref.ref(model), Disagreement(implementation, place, because)) for place in new)

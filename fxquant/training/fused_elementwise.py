@@ -98,10 +98,10 @@ class Join:
 
 def join_of(value: Tensor | Deferred) -> Join | None:
     """Return the form of an accumulator; None if it has none of these forms."""
-    found = _form(value)
-    if found is None or not fused_layers.plain(found.a, found.b) or (found.c is not None and type(found.c) is not Tensor):
+    form = _form(value)
+    if form is None or not fused_layers.plain(form.a, form.b) or (form.c is not None and type(form.c) is not Tensor):
         return None
-    join = _laid_out(found)
+    join = _laid_out(form)
     return None if join is None or join.a.numel() < SMALLEST or offered(join.a) is None else join
 
 
@@ -274,9 +274,9 @@ def offered(value: Tensor) -> Joining | None:
 
 def passes_for(value: Tensor) -> Joining:
     """Return the kernels for a tensor that a backend offers kernels for."""
-    found = offered(value)
-    assert found is not None
-    return found
+    passes = offered(value)
+    assert passes is not None
+    return passes
 
 
 def _operand(value: Tensor, join: Join) -> Tensor:
@@ -292,8 +292,8 @@ class _Joined(torch.autograd.Function):
     def forward(ctx: Any, a: Tensor, b: Tensor | None, c: Tensor | None, join: Join, how: Rounded, ratio: Tensor) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         integers, real, inside, without = passes_for(a).forward(join, how, ratio, True)
-        held = (_operand(a, join), None if a is b else b) if join.product else (None, None)
-        ctx.save_for_backward(*held, None if inside is None else fused_layers.kept_mask(inside, without))
+        saved = (_operand(a, join), None if a is b else b) if join.product else (None, None)
+        ctx.save_for_backward(*saved, None if inside is None else fused_layers.kept_mask(inside, without))
         empty = torch.empty(0, device=a.device, dtype=torch.float32)
         ctx.join = replace(join, a=empty, b=None, c=None)
         ctx.shapes = a.shape, None if b is None else b.shape, None if c is None else c.shape
@@ -305,17 +305,17 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, of_integers: Tensor | None, of_real: Tensor | None) -> tuple[Tensor | None, ...]:
         if of_integers is None and of_real is None:
             return (None,) * 6
-        a, b, kept = ctx.saved_tensors
+        a, b, mask = ctx.saved_tensors
         join, ratio, (shape, of_b_shape, of_c_shape) = ctx.join, ctx.ratio, ctx.shapes
-        given: Tensor = of_integers if of_integers is not None else of_real  # type: ignore[assignment]
-        inside = fused_layers.opened_mask(kept, torch.empty(shape, device="meta", dtype=torch.float32))
-        a = given if a is None else a.float()
+        gradient: Tensor = of_integers if of_integers is not None else of_real  # type: ignore[assignment]
+        inside = fused_layers.opened_mask(mask, torch.empty(shape, device="meta", dtype=torch.float32))
+        a = gradient if a is None else a.float()
         if ctx.same:
             b, ratio = a, 2 * ratio
         join = replace(join, a=a, b=b)
         needs_a, needs_b, needs_c = ctx.needs_input_grad[:3]
         needs_b = needs_b and not ctx.same
-        passes = None if torch.is_grad_enabled() else offered(given)
+        passes = None if torch.is_grad_enabled() else offered(gradient)
         arguments = join, ctx.scale, ratio, inside, of_integers, of_real
         of_a, of_b, of_c = _back(*arguments, shape) if passes is None else passes.backward(*arguments)
         if of_c is None and needs_c:
@@ -387,8 +387,8 @@ def curve_of(function: Callable[[Tensor], Tensor], grid: Grid, slopes: bool, int
     with torch.enable_grad():
         points.requires_grad_()
         values = function(points)
-        found = torch.autograd.grad(values.sum(), points)[0] if values.requires_grad else torch.zeros_like(points)
-    return Curve(values.detach(), torch.where(torch.isfinite(found), found, 0.0), low)
+        derivative = torch.autograd.grad(values.sum(), points)[0] if values.requires_grad else torch.zeros_like(points)
+    return Curve(values.detach(), torch.where(torch.isfinite(derivative), derivative, 0.0), low)
 
 
 def tabulated(value: Tensor, grid: Grid) -> bool:
@@ -425,8 +425,8 @@ class _LookedUp(torch.autograd.Function):
         if of_integers is None and of_real is None:
             return (None,) * 5
         places, slopes = ctx.saved_tensors
-        given: Tensor = of_integers if of_integers is not None else of_real  # type: ignore[assignment]
-        passes = None if torch.is_grad_enabled() else offered(given)
+        gradient: Tensor = of_integers if of_integers is not None else of_real  # type: ignore[assignment]
+        passes = None if torch.is_grad_enabled() else offered(gradient)
         if passes is not None:
             return passes.look_back(places, slopes, ctx.scale, of_integers, of_real), None, None, None, None
         return Gradients(of_integers, of_real).of_steps(ctx.scale) * slopes[places.long() & 0xFFFF], None, None, None, None
@@ -466,9 +466,9 @@ def _narrow(value: Tensor) -> Tensor:
     flat = torch.empty_like(value, dtype=torch.int8, device="meta").stride() == value.stride()
     passes = offered(value) if flat else None
     if passes is not None:
-        found = passes.to_bytes(value.as_strided((value.numel(),), (1,)))
-        if found is not None:
-            return found.as_strided(value.shape, value.stride())
+        narrow = passes.to_bytes(value.as_strided((value.numel(),), (1,)))
+        if narrow is not None:
+            return narrow.as_strided(value.shape, value.stride())
     low, high = (float(end) for end in torch.aminmax(value))
     for dtype in _DTYPES:
         limits = torch.iinfo(dtype)

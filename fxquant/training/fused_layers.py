@@ -256,8 +256,8 @@ def admitted(*tensors: Tensor | None) -> bool:
 
 def plain(*tensors: Tensor | None, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> bool:
     """Return whether these are plain tensors, no subclasses, of one of these dtypes, outside of torch.func's transforms."""
-    given = all(type(t) in _PLAIN and t.dtype in dtypes for t in tensors if t is not None)
-    return given and not torch._C._are_functorch_transforms_active()
+    is_plain = all(type(t) in _PLAIN and t.dtype in dtypes for t in tensors if t is not None)
+    return is_plain and not torch._C._are_functorch_transforms_active()
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -310,8 +310,8 @@ class Collected(NamedTuple):
 def collected(sums: Tensor, form: Form) -> Collected:
     """Return mean and variance, float32, of the channels of sums, which are integers; differentiable."""
     token = Token()
-    found, mean, variance, ends = _Collected.apply(sums, form, token)  # type: ignore[no-untyped-call]
-    return Collected(found, mean, variance, ends, token)
+    result, mean, variance, ends = _Collected.apply(sums, form, token)  # type: ignore[no-untyped-call]
+    return Collected(result, mean, variance, ends, token)
 
 
 class _Finished(torch.autograd.Function):
@@ -332,13 +332,13 @@ class _Finished(torch.autograd.Function):
         sums, bias, residual, factor, ratio = ctx.saved_tensors
         passes = _passes(sums, residual, of_integers, of_real)
         form, how, token = ctx.ending
-        found = passes.finish_back(Accumulator(sums, form, bias, residual, factor), ratio, how, Gradients(of_integers, of_real))
-        of_sums, of_residual, of_bias, of_ratio, of_factor = found
+        results = passes.finish_back(Accumulator(sums, form, bias, residual, factor), ratio, how, Gradients(of_integers, of_real))
+        of_sums, of_residual, of_bias, of_ratio, of_factor = results
         if token is not None:
             token.start = start(of_sums)
-        wanted = ctx.needs_input_grad
-        given = (of_sums, of_bias, of_residual, of_factor, of_ratio)
-        return *(value if needed else None for value, needed in zip(given, wanted, strict=False)), None
+        needs = ctx.needs_input_grad
+        gradients = (of_sums, of_bias, of_residual, of_factor, of_ratio)
+        return *(value if needed else None for value, needed in zip(gradients, needs, strict=False)), None
 
 
 class _Marked(torch.autograd.Function):
@@ -359,13 +359,13 @@ class _Marked(torch.autograd.Function):
     def backward(ctx: Any, of_integers: Tensor | None, of_real: Tensor | None) -> tuple[Tensor | None, ...]:
         if of_integers is None and of_real is None:
             return (None,) * 7
-        kept, factor, ratio = ctx.saved_tensors
-        inside = opened_mask(kept, ctx.like)
+        mask, factor, ratio = ctx.saved_tensors
+        inside = opened_mask(mask, ctx.like)
         passes = _passes(of_integers, of_real)
         gradients = Gradients(of_integers, of_real)
         of_sums, of_residual, of_bias = passes.mark_back(ctx.form, inside, factor, ratio, ctx.scale, gradients, ctx.like)
-        given = zip((of_sums, of_bias, of_residual), ctx.needs_input_grad, strict=False)
-        return *(value if needed else None for value, needed in given), None, None, None, None
+        pairs = zip((of_sums, of_bias, of_residual), ctx.needs_input_grad, strict=False)
+        return *(value if needed else None for value, needed in pairs), None, None, None, None
 
 
 def finished(
@@ -437,8 +437,8 @@ class _OnGrid(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        kept, scale = ctx.saved_tensors
-        inside = opened_mask(kept, torch.empty(gradient.shape, device="meta", dtype=torch.float32))
+        mask, scale = ctx.saved_tensors
+        inside = opened_mask(mask, torch.empty(gradient.shape, device="meta", dtype=torch.float32))
         return (gradient if inside is None else torch.where(inside.bool(), gradient, 0.0)) / scale, None, None, None
 
 
@@ -477,8 +477,8 @@ class _Whole(torch.autograd.Function):
 def largest(weight: Tensor, gain: Tensor | None) -> Tensor:
     """Return the largest magnitude of each channel of a weight times the gain, (channels,). It is rounded as every element's product."""
     with torch.no_grad():
-        found = _passes(weight).weight_ends(weight)
-        return found if gain is None else found * gain.abs()
+        magnitudes = _passes(weight).weight_ends(weight)
+        return magnitudes if gain is None else magnitudes * gain.abs()
 
 
 def whole(weight: Tensor, gain: Tensor | None, scale: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
@@ -519,14 +519,14 @@ def kept_mask(inside: Tensor, without: int) -> Tensor | None:
     return torch.nonzero(flat == 0).flatten().int() if offered is None else offered.places(flat, without)
 
 
-def opened_mask(kept: Tensor | None, like: Tensor) -> Tensor | None:
+def opened_mask(mask: Tensor | None, like: Tensor) -> Tensor | None:
     """Return a saved mask as bytes with the shape and strides of another tensor."""
-    if kept is None or kept.dtype != torch.int32:
-        return kept
-    offered = MASKS.first(kept)
+    if mask is None or mask.dtype != torch.int32:
+        return mask
+    offered = MASKS.first(mask)
     if offered is None:
-        flat = torch.ones(like.numel(), dtype=torch.uint8, device=kept.device)
-        flat[kept.long()] = 0
+        flat = torch.ones(like.numel(), dtype=torch.uint8, device=mask.device)
+        flat[mask.long()] = 0
     else:
-        flat = offered.marks(kept, like.numel())
+        flat = offered.marks(mask, like.numel())
     return flat.as_strided(like.shape, like.stride())

@@ -74,22 +74,22 @@ def reestimate_batch_norm(
     Raises NotCalibrated before calibration and CalibrationError for batches that do not fit, and then changes nothing.
     """
     with tuning(prepared):
-        found, skipped = _batch_norms(prepared)
-        before = [(norm.running_mean.clone(), norm.running_var.clone()) for _, _, norm in found]
+        batch_norms, skipped = _batch_norms(prepared)
+        before = [(norm.running_mean.clone(), norm.running_var.clone()) for _, _, norm in batch_norms]
         source, count = as_batches(batches), 0
-        with _seeing(found), torch.no_grad():
+        with _seeing(batch_norms), torch.no_grad():
             for batch in progress(first_batches(source, num_batches), length(source, num_batches), "batch norms", show_progress):
                 prepared(**by_name(prepared, model_inputs(prepared, options.inputs(batch), count)))
                 count += 1
             if not count:
                 raise no_batches(num_batches)
-        rows = [_row(name, norm, *known) for (name, _, norm), known in zip(found, before, strict=True)]
+        rows = [_row(name, norm, *statistics) for (name, _, norm), statistics in zip(batch_norms, before, strict=True)]
     return BatchNormResult(tuple(rows), tuple(skipped), count)
 
 
 def _batch_norms(prepared: fx.GraphModule) -> tuple[list[tuple[str, QuantizedOperator, Any]], list[tuple[str, str]]]:
     """Return the batch norms as (name, operator, module), and the ones that cannot be re-estimated as (name, reason)."""
-    found: list[tuple[str, QuantizedOperator, Any]] = []
+    batch_norms: list[tuple[str, QuantizedOperator, Any]] = []
     skipped = []
     for node in prepared.graph.nodes:
         operator = operator_at(prepared, node)
@@ -99,14 +99,14 @@ def _batch_norms(prepared: fx.GraphModule) -> tuple[list[tuple[str, QuantizedOpe
         if not isinstance(norm, nn.modules.batchnorm._BatchNorm) or norm.num_batches_tracked is None:
             skipped.append((node.name, "its batch norm is a function, whose momentum is written in the model"))
         else:
-            found.append((node.name, operator, norm))
-    return found, skipped
+            batch_norms.append((node.name, operator, norm))
+    return batch_norms, skipped
 
 
 @contextmanager
-def _seeing(found: list[tuple[str, QuantizedOperator, Any]]) -> Iterator[None]:
+def _seeing(batch_norms: list[tuple[str, QuantizedOperator, Any]]) -> Iterator[None]:
     """Batches count equally in the statistics of these batch norms, which start anew; nothing else moves."""
-    norms, operators = [norm for _, _, norm in found], [operator for _, operator, _ in found]
+    norms, operators = [norm for _, _, norm in batch_norms], [operator for _, operator, _ in batch_norms]
     quantizers = [q for operator in operators for q in (operator.output, operator.intermediate) if q is not None]
     for norm in norms:
         norm.num_batches_tracked.zero_()

@@ -100,10 +100,10 @@ def corrections(
     return {name: each.value.tolist() for name, each in added.items() if each is not None}
 
 
-def apply(prepared: fx.GraphModule, found: Mapping[str, list[float]]) -> None:
+def apply(prepared: fx.GraphModule, by_layer: Mapping[str, list[float]]) -> None:
     """Set the bias corrections (C,) of layers, by the layer's name."""
     operators = quantized_operators(prepared)
-    for name, value in found.items():
+    for name, value in by_layer.items():
         _put(operators[name], value)
 
 
@@ -113,7 +113,7 @@ def _correct(
 ) -> TuningResult:  # fmt: skip
     outputs, operators = FloatOutputs(prepared, judging), tuned.operators
     before, previous = outputs.measure(), {name: operator.weight_quantizer.correction for name, operator in operators.items()}
-    units, ways, skipped, memory, known = layer_units(prepared), dict[str, _Way](), dict[str, str](), 0, dict[str, Noise]()
+    units, ways, skipped, memory, noises = layer_units(prepared), dict[str, _Way](), dict[str, str](), 0, dict[str, Noise]()
 
     def put(way: str, share: float) -> list[TunedLayer]:
         rows, values = ways[way]
@@ -143,12 +143,12 @@ def _correct(
                 _put(operator, outcome["value"])
                 ways[way][1][operator.name] = outcome["value"]
         if outputs.there and ways[way][1] and not any(previous.values()):  # which `put` adds with a rounding
-            known[f"{way} their limits"] = outputs.noise(_walked(prepared, samples, exact))
+            noises[f"{way} their limits"] = outputs.noise(_walked(prepared, samples, exact))
         memory = max(memory, exact.largest + real.largest)
     attempts = {f"{way} their limits{' by half' * (share < 1)}": partial(put, way, share) for way in used for share in SHARES}
     rows = max((rows for rows, _ in ways.values()), key=lambda rows: sum(row.kept for row in rows))
     result = TuningResult(
-        "correct_bias", judged(outputs, before, rows, tuned.undo, ("biases", "corrected"), attempts, known), tuple(skipped.items()), memory
+        "correct_bias", judged(outputs, before, rows, tuned.undo, ("biases", "corrected"), attempts, noises), tuple(skipped.items()), memory
     )
     logger.debug("%s", result)
     return result
@@ -189,7 +189,7 @@ def _correction(lesson: Lesson, operator: QuantizedOperator, way: str) -> Tensor
     """Return the bias correction (C,) that matches means of the learning samples after the fused limits, or before them."""
     node, learning = lesson.unit.weighted[0], lesson.samples.learning
     total, count = torch.zeros((), device="cpu", dtype=torch.float32), 0
-    wanted, found, clamp = [], [], None
+    float_values, values, clamp = [], [], None
     for index in learning:
         has = bound_arguments(node, operator, lesson.operands[index])
         weight, clamp, target = weight_of(operator, has), has.get("clamp"), lesson.targets[index].get(node)
@@ -205,19 +205,19 @@ def _correction(lesson: Lesson, operator: QuantizedOperator, way: str) -> Tensor
         total, count = total + difference.sum(1), count + difference.shape[1]
         if clamp is not None and way == AFTER:
             apart = max(1, real.shape[1] * len(learning) // PLACES) | 1  # odd: it meets every column of an image
-            wanted.append(real[:, ::apart])
-            found.append((real - difference)[:, ::apart])
+            float_values.append(real[:, ::apart])
+            values.append((real - difference)[:, ::apart])
     mean = total / max(count, 1)
-    return (mean if clamp is None or not wanted else _behind(clamp, torch.cat(wanted, 1), torch.cat(found, 1), mean)).float()
+    return (mean if clamp is None or not float_values else _behind(clamp, torch.cat(float_values, 1), torch.cat(values, 1), mean)).float()
 
 
-def _behind(clamp: Clamp, wanted: Tensor, found: Tensor, start: Tensor) -> Tensor:
-    """Return c of shape (C,) with mean clamp(found + c) = mean clamp(wanted), by Newton's method from `start` on; both (C, places)."""
+def _behind(clamp: Clamp, float_values: Tensor, values: Tensor, start: Tensor) -> Tensor:
+    """Return c (C,) with mean clamp(values + c) = mean clamp(float_values), by Newton's method from `start` on; both (C, places)."""
     low, high = (end if end is not None else other for end, other in zip(clamp, (-math.inf, math.inf), strict=True))
-    target, added = wanted.clamp(low, high).mean(1), start.clone()
-    longest = (wanted - found).square().mean(1).sqrt()  # where hardly anything is within the limits a step could be of any length
+    target, added = float_values.clamp(low, high).mean(1), start.clone()
+    longest = (float_values - values).square().mean(1).sqrt()  # where hardly anything is within the limits a step could be of any length
     for _ in range(NEWTON):
-        moved = found + added.unsqueeze(1)
+        moved = values + added.unsqueeze(1)
         slope = (((moved > low) & (moved < high)).sum(1).double() / moved.shape[1]).clamp_min(FEWEST)
         step = (target - moved.clamp(low, high).mean(1)) / slope
         added += torch.minimum(torch.maximum(step, -longest), longest)

@@ -154,12 +154,12 @@ def _digest_of(call: Mapping[str, str], document: Mapping[str, Any], tensors: Ma
 
 def digest(tensors: Iterable[Tensor]) -> str:
     """Return a number that tells tensors from others, as hexadecimal digits."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for tensor in tensors:
-        found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        hasher.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         plain = tensor.resolve_conj().resolve_neg().detach().cpu().contiguous()
-        found.update(plain.flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
+        hasher.update(plain.flatten().view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()[:16]
 
 
 def model_digest(prepared: fx.GraphModule) -> str:

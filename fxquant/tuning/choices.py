@@ -88,10 +88,10 @@ class Choices(Mapping[str, Choice]):
         self.nodes = {node.name: node for node in prepared.graph.nodes}
         self.known = {layer.name: layer for layer in layers(prepared)}
         self._of: dict[int, Choice] = {}  # by the identity of a quantizer
-        found = [*self._activations(widths), *self._weights(widths)]
+        choices = [*self._activations(widths), *self._weights(widths)]
         order = {name: index for index, name in enumerate(self.nodes)}
-        found.sort(key=lambda choice: (order[choice.operators[0].name], choice.kind == WEIGHT))
-        self._by_name = {choice.name: choice for choice in found}
+        choices.sort(key=lambda choice: (order[choice.operators[0].name], choice.kind == WEIGHT))
+        self._by_name = {choice.name: choice for choice in choices}
         self.products = tuple(self._products())
 
     def __getitem__(self, name: str) -> Choice:
@@ -126,8 +126,8 @@ class Choices(Mapping[str, Choice]):
         node = self.nodes[operator.name]
         if operator.operator is QUANTIZE:
             return all(_has_rules(reader) and part(reader) is None for reader in node.users)
-        known, demanded = part(node), stated_demand(node)
-        own_name = known is None or (not known.inner and re.search(rf"_{known.role.split()[-1]}(_\d+)?$", node.name) is None)
+        node_part, demanded = part(node), stated_demand(node)
+        own_name = node_part is None or (not node_part.inner and re.search(rf"_{node_part.role.split()[-1]}(_\d+)?$", node.name) is None)
         if demanded is None:
             demanded = operator.operator.demand
             demanded = demanded(node, operator.operator.arguments(node)) if callable(demanded) else demanded
@@ -137,7 +137,7 @@ class Choices(Mapping[str, Choice]):
         return any(one is quantizer for one in _operands(quantized_operator(self.prepared, self.nodes[layer])))
 
     def _weights(self, widths: Sequence[int]) -> list[Choice]:
-        found = []
+        choices = []
         for name, operator in quantized_operators(self.prepared).items():
             node = self.nodes[name]
             weight = weight_of(operator, constant_arguments(self.prepared, node, operator))
@@ -145,11 +145,11 @@ class Choices(Mapping[str, Choice]):
                 continue
             dtype = operator.weight_quantizer.dtype.name
             dtypes = _of_widths(WEIGHT_TYPES, self.prepared.meta["target"].weights, widths, dtype)
-            found.append(Choice(f"{name}.weight", WEIGHT, dtype, dtypes, (operator,), weight.numel(), self.known[name].macs))
-        return found
+            choices.append(Choice(f"{name}.weight", WEIGHT, dtype, dtypes, (operator,), weight.numel(), self.known[name].macs))
+        return choices
 
     def _products(self) -> list[Products]:
-        found = []
+        products = []
         for name, layer in self.known.items():
             operator = quantized_operator(self.prepared, self.nodes[name])
             if operator is None or not layer.macs:
@@ -160,10 +160,10 @@ class Choices(Mapping[str, Choice]):
             if len(read) < 2:
                 read.append((self._by_name.get(f"{name}.weight"), operator.weight_quantizer.dtype.bits))
             (left, left_bits), (right, right_bits) = read
-            found.append(
+            products.append(
                 Products(name, layer.macs, "" if left is None else left.name, "" if right is None else right.name, (left_bits, right_bits))
             )
-        return found
+        return products
 
     def mapping(
         self, base: QConfigMapping, dtypes: Mapping[str, str], configs: Mapping[str, ActivationConfig] | None = None
@@ -171,20 +171,20 @@ class Choices(Mapping[str, Choice]):
         """Return a copy of the base, with a rule for each node whose tensor or weight gets another dtype or config, by names of choices."""
         configs = configs or {}
         operators = {name: operator for name, operator in quantized_operators(self.prepared).items() if not operator.plain}
-        wanted: dict[str, QConfig] = {}
+        rules: dict[str, QConfig] = {}
         for name, operator in operators.items():
             read = [self._of.get(id(q)) for q in self._quantized_for(operator)]
             own = [self._of.get(id(operator.output)), self._by_name.get(f"{name}.weight"), *read]
             moved = any(c is not None and (dtypes.get(c.name, c.dtype) != c.dtype or c.name in configs) for c in own)
             ruled = operator.operator is not QUANTIZE and not is_inner_part(self.nodes[name])
             if moved and ruled and (operator.owns_output or decide(self.nodes[name]).asked):
-                wanted[name] = self._config_of(operator, dtypes, configs)
+                rules[name] = self._config_of(operator, dtypes, configs)
         # A rule for a module's first call covers its other calls, too: these say what they have.
         for name, operator in operators.items():
-            if name not in wanted and wanted.keys() & set(prefixes(module_path(self.nodes[name]))):
-                wanted[name] = self._config_of(operator, dtypes, configs)
+            if name not in rules and rules.keys() & set(prefixes(module_path(self.nodes[name]))):
+                rules[name] = self._config_of(operator, dtypes, configs)
         mapping = copy.copy(base)
-        for name, config in wanted.items():
+        for name, config in rules.items():
             mapping.set_module_name(name, config)
         return mapping
 
@@ -227,13 +227,13 @@ def bits(dtype: str) -> int:
     return (ACTIVATION_TYPES.get(dtype) or WEIGHT_TYPES[dtype]).bits
 
 
-def _of_widths(known: Mapping[str, Any], offered: Sequence[str], widths: Sequence[int], dtype: str) -> tuple[str, ...]:
+def _of_widths(dtypes: Mapping[str, Any], offered: Sequence[str], widths: Sequence[int], dtype: str) -> tuple[str, ...]:
     """Return the current dtype and one offered dtype of each other width in `widths` (bits), the narrowest first."""
-    found = {known[dtype].bits: dtype}
+    by_width = {dtypes[dtype].bits: dtype}
     for name in offered:
-        if name != "int32" and known[name].bits in widths:
-            found.setdefault(known[name].bits, name)
-    return tuple(found[width] for width in sorted(found))
+        if name != "int32" and dtypes[name].bits in widths:
+            by_width.setdefault(dtypes[name].bits, name)
+    return tuple(by_width[width] for width in sorted(by_width))
 
 
 def _has_rules(node: fx.Node) -> bool:
@@ -243,11 +243,11 @@ def _has_rules(node: fx.Node) -> bool:
 
 def _operands(operator: QuantizedOperator | None) -> list[Quantizer]:
     """Return the quantizers of an operator's operands, in order, without the residual that is fused into it."""
-    found: list[Quantizer] = []
+    quantizers: list[Quantizer] = []
     for name, quantizer in ({} if operator is None else operator.inputs).items():
         if name != "residual":
-            found += [one for one in (quantizer if isinstance(quantizer, list) else [quantizer]) if isinstance(one, Quantizer)]
-    return found
+            quantizers += [one for one in (quantizer if isinstance(quantizer, list) else [quantizer]) if isinstance(one, Quantizer)]
+    return quantizers
 
 
 # ---- A prepared model while it is tuned: in VALIDATE, without dropout and autocast, and as it was if anything is raised ----
@@ -299,11 +299,11 @@ def tuning(prepared: fx.GraphModule) -> Iterator[Tuned]:
             module.training = mode
 
 
-def _numbers(prepared: fx.GraphModule, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies of all parameters and buffers by name; reuse the copies in `known` that are still equal."""
+def _numbers(prepared: fx.GraphModule, copies: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of all parameters and buffers by name; reuse the copies in `copies` that are still equal."""
     state = prepared.state_dict(keep_vars=True)
-    same = {name for name, value in state.items() if name in known and torch.equal(known[name], value)}
-    return {name: known[name] if name in same else value.detach().clone() for name, value in state.items()}
+    same = {name for name, value in state.items() if name in copies and torch.equal(copies[name], value)}
+    return {name: copies[name] if name in same else value.detach().clone() for name, value in state.items()}
 
 
 @torch.no_grad()

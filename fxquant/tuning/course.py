@@ -37,7 +37,7 @@ def learn(
     with tuning(prepared) as tuned:
         samples = taken(prepared, batches, num_batches, options, show_progress)
         call = call_of(prepared, samples, method=method, steps=settings.steps, seed=options.seed, batch_size=options.batch_size)
-        known = LayerCheckpoint(options.checkpoint, call)
+        checkpoint = LayerCheckpoint(options.checkpoint, call)
         skipped = left_out(prepared)
         tried = [
             Unit(unit.nodes, free)
@@ -53,14 +53,14 @@ def learn(
         def run() -> Iterator[None]:
             nonlocal noise
             for unit in tried:
-                row = known.rows.get(unit.name)
+                row = checkpoint.rows.get(unit.name)
                 if row is None:
                     # The seed follows from the name, so that random numbers do not depend on the units before.
                     seed = int.from_bytes(hashlib.sha256(f"{options.seed} {unit.name}".encode()).digest()[:7], "big")
-                    noise = yield from _taught(Lesson(unit, samples, exact, real), settings, seed, known, outputs, noise)
+                    noise = yield from _taught(Lesson(unit, samples, exact, real), settings, seed, checkpoint, outputs, noise)
                     continue
                 if row.kept:
-                    put_unit(prepared, unit, known.learned(row))
+                    put_unit(prepared, unit, checkpoint.learned(row))
                     noise = max(noise, outputs.measure(), key=attrgetter("level"))
                 for _ in range(settings.steps):
                     yield
@@ -68,37 +68,37 @@ def learn(
         for _ in progress(run(), len(tried) * settings.steps, method, show_progress):
             pass
         # Units were chosen by the held-out samples, so that these alone would be too kind to the sum of all choices.
-        rows = judged(everything, start, [known.rows[unit.name] for unit in tried], tuned.undo, ("weights", f"learned by {method}"))
+        rows = judged(everything, start, [checkpoint.rows[unit.name] for unit in tried], tuned.undo, ("weights", f"learned by {method}"))
         return TuningResult(method, rows, tuple(skipped.items()), exact.largest + real.largest)
 
 
 def _taught(
-    lesson: Lesson, settings: Settings, seed: int, known: LayerCheckpoint, outputs: FloatOutputs, noise: Noise
+    lesson: Lesson, settings: Settings, seed: int, checkpoint: LayerCheckpoint, outputs: FloatOutputs, noise: Noise
 ) -> Generator[None, None, Noise]:
     """Train one unit; keep its parameters if its error falls and the outputs are not clearly noisier; return the outputs' least noise."""
     before, student = lesson.error(), Student(lesson, settings, seed)
     yield from student.study()
     learned, after = student.settled(lesson.error)
     learned_noise = outputs.measure()
-    kept = after < before and not is_lost(learned_noise, noise)
-    if not kept:
+    improved = after < before and not is_lost(learned_noise, noise)
+    if not improved:
         student.undo()
     names = tuple(node.name for node in lesson.unit.weighted)
-    known.add(TunedLayer(lesson.unit.name, names, before, after, kept, lesson.signal()), learned if kept else {})
-    return max(noise, learned_noise, key=attrgetter("level")) if kept else noise
+    checkpoint.add(TunedLayer(lesson.unit.name, names, before, after, improved, lesson.signal()), learned if improved else {})
+    return max(noise, learned_noise, key=attrgetter("level")) if improved else noise
 
 
 def left_out(prepared: fx.GraphModule) -> dict[str, str]:
     """Return the names of the nodes whose rounding must not be tuned, each with the reason."""
     shared = shared_weights(prepared)
-    found = {}
+    reasons = {}
     for node, operator in weighted_nodes(prepared).items():
         rounding = operator.weight_quantizer.rounding
         if type(rounding) not in (Nearest, AdaptiveRounding):
-            found[node.name] = f"it has a different rounding, {type(rounding).__name__}"
+            reasons[node.name] = f"it has a different rounding, {type(rounding).__name__}"
         elif node in shared:
-            found[node.name] = "other operators read its weight, too, and would round it otherwise"
-    return found
+            reasons[node.name] = "other operators read its weight, too, and would round it otherwise"
+    return reasons
 
 
 @checked(steps=POSITIVE)
@@ -159,13 +159,13 @@ def block_units(prepared: fx.GraphModule) -> list[Unit]:
         if node.op not in ("placeholder", "output") and not is_parameter(node):
             flow.add_node(node)
             flow.add_edges_from((operand, node) for operand in node.all_input_nodes if operand in flow)
-    found = []
+    units = []
     for block in _blocks(flow, set(layers)):
         weighted = tuple(sorted((node for node in block if node in layers), key=order.__getitem__))
         nodes = tuple(sorted(block, key=order.__getitem__))
         if weighted:
-            found.append(layers[weighted[0]] if block == {weighted[0]} else Unit(nodes, weighted))
-    return sorted(found, key=lambda unit: order[unit.nodes[-1]])
+            units.append(layers[weighted[0]] if block == {weighted[0]} else Unit(nodes, weighted))
+    return sorted(units, key=lambda unit: order[unit.nodes[-1]])
 
 
 def _blocks(flow: networkx.DiGraph, layers: set[fx.Node]) -> Iterator[set[fx.Node]]:
@@ -205,13 +205,13 @@ def _rows(row: Sequence[set[fx.Node]], layers: set[fx.Node]) -> Iterator[set[fx.
     """Nodes that follow each other directly, in stretches of about as many layers each."""
     count = max(sum(len(region & layers) for region in row), 1)
     pieces = -(-count // LAYERS_IN_A_ROW)
-    found: set[fx.Node] = set()
-    taken = 0
+    stretch: set[fx.Node] = set()
+    total = 0
     for region in row:
-        if region & layers and taken and taken * pieces // count != (taken - 1) * pieces // count:
-            yield found
-            found = set()
-        taken += len(region & layers)
-        found = found | region
-    if found:
-        yield found
+        if region & layers and total and total * pieces // count != (total - 1) * pieces // count:
+            yield stretch
+            stretch = set()
+        total += len(region & layers)
+        stretch = stretch | region
+    if stretch:
+        yield stretch

@@ -69,12 +69,12 @@ def distill(
         call = call_of(prepared, samples, method="distill", steps=steps, seed=options.seed, batch_size=options.batch_size)
         skipped = left_out(prepared)
         nodes = {node: operator for node, operator in weighted_nodes(prepared).items() if node.name not in skipped}
-        pupil, kept = _Pupil(prepared, nodes, samples, options.batch_size, options.seed), Checkpoint(options.checkpoint, call)
+        pupil, checkpoint = _Pupil(prepared, nodes, samples, options.batch_size, options.seed), Checkpoint(options.checkpoint, call)
         outputs = FloatOutputs(prepared, pupil.judging)
         if not nodes or not outputs.there:
             return TuningResult("distill", (), tuple(skipped.items()))
         before = outputs.measure()
-        for _ in progress(pupil.learn(steps, kept), steps, "distilling", show_progress):
+        for _ in progress(pupil.learn(steps, checkpoint), steps, "distilling", show_progress):
             pass
         after, names = outputs.measure(), tuple(node.name for node in nodes)
         for weight in pupil.weights:  # after they have seen what they are in steps of the last gains
@@ -133,8 +133,8 @@ class _Weight:
     @property
     def rates(self) -> list[tuple[nn.Parameter, float]]:
         """Return the parameters that Adam updates, and their learning rates."""
-        found = [(self.moved, RATE * max(float(self.real.abs().mean()), 1e-3))]
-        return found + [(part, SLOW_RATE) for part in (self.gain, self.shift) if part is not None]
+        rates = [(self.moved, RATE * max(float(self.real.abs().mean()), 1e-3))]
+        return rates + [(part, SLOW_RATE) for part in (self.gain, self.shift) if part is not None]
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -159,9 +159,9 @@ class _Pupil:
         self.losses: list[float] = []
         self.inputs = prepared.graph.find_nodes(op="placeholder")
         self.axes = batch_axes(prepared)
-        given = [[chunk[place] for chunk in samples.chunks] for place in range(len(self.inputs))]
-        self.mixes = [all(_largest(value) < math.inf for value in values) for values in given]
-        self.moves = [all(map(_is_image, values)) and axis == 0 for values, axis in zip(given, self.axes, strict=True)]
+        by_input = [[chunk[place] for chunk in samples.chunks] for place in range(len(self.inputs))]
+        self.mixes = [all(_largest(value) < math.inf for value in values) for values in by_input]
+        self.moves = [all(map(_is_image, values)) and axis == 0 for values, axis in zip(by_input, self.axes, strict=True)]
         self.size = size
         self.nodes = tuple(nodes)
         with torch.no_grad():
@@ -174,31 +174,31 @@ class _Pupil:
     def _run(self, inputs: Sequence[Any], *, exact: bool) -> tuple[list[Tensor], Values]:
         """Return the floating-point outputs, and the results of layers with weights."""
         values: Values = dict(zip(self.inputs, inputs, strict=True))
-        kept: Values = {}
-        left = {node: len(node.users) for node in self.prepared.graph.nodes}
+        results: Values = {}
+        readers = {node: len(node.users) for node in self.prepared.graph.nodes}
         for node in self.prepared.graph.nodes:
             if node.op == "output":
-                return real_outputs(fx.map_arg(node.args, values.__getitem__)), kept
+                return real_outputs(fx.map_arg(node.args, values.__getitem__)), results
             if node.op != "placeholder":
                 values[node] = run(self.prepared, node, values, exact=exact)
             if node in self.nodes:
-                kept[node] = values[node]
+                results[node] = values[node]
             for operand in node.all_input_nodes:
-                left[operand] -= 1
-                if not left[operand]:
+                readers[operand] -= 1
+                if not readers[operand]:
                     del values[operand]
         raise AssertionError("a graph ends with its output")
 
     def _alike(self) -> list[list[list[Any]]]:
         """Return for each training sample the list of training samples of the same shapes, itself included."""
         groups: dict[Any, list[list[Any]]] = {}
-        found = []
+        same_shapes = []
         for index in self.samples.learning or self.samples.judging:
             for item in single(self.samples.chunks[index], self.axes):
                 alike = groups.setdefault(tuple(getattr(value, "shape", None) for value in item), [])
                 alike.append(item)
-                found.append(alike)
-        return found
+                same_shapes.append(alike)
+        return same_shapes
 
     def learn(self, steps: int, checkpoint: Checkpoint) -> Iterator[None]:
         """Train from the checkpoint's step on; yield after each step."""
@@ -209,9 +209,9 @@ class _Pupil:
         rates = [rate for weight in self.weights for rate in weight.rates]
         parameters = [parameter for parameter, _ in rates]
         optimizer = torch.optim.Adam([{"params": [parameter], "lr": rate} for parameter, rate in rates], betas=BETAS)
-        done = self._resumed(checkpoint, optimizer, parameters)
+        finished = self._resumed(checkpoint, optimizer, parameters)
         for step in range(steps):
-            if step >= done:
+            if step >= finished:
                 for group, (_, rate) in zip(optimizer.param_groups, rates, strict=True):
                     group["lr"] = rate * (1 + math.cos(math.pi * step / steps)) / 2
                 self._step(optimizer, parameters)
@@ -222,11 +222,11 @@ class _Pupil:
     def _step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
         inputs = self._drawn()
         with torch.no_grad():
-            wanted, features = self._run(inputs, exact=False)
+            targets, features = self._run(inputs, exact=False)
         for weight in self.weights:
             weight.place()  # each step needs a new autograd graph of the shift
-        found, results = self._run(inputs, exact=True)
-        outputs = [_share(y, right) for y, right in zip(found, wanted, strict=True)]
+        actual, results = self._run(inputs, exact=True)
+        outputs = [_share(y, right) for y, right in zip(actual, targets, strict=True)]
         layers = [_share(results[node], features[node]) for node in self.nodes]
         loss = torch.stack(outputs).mean() + FEATURES * torch.stack(layers).mean()
         for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):
@@ -270,12 +270,12 @@ class _Pupil:
         shape = [-1 if dimension == axis else 1 for dimension in range(value.dim())]
         return torch.lerp(value, from_others, shares.to(value).reshape(shape))
 
-    def _keep(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], done: int) -> None:
+    def _keep(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], finished: int) -> None:
         tensors = {"generator": self.generator.get_state(), "losses": torch.tensor(self.losses, device="cpu", dtype=torch.float64)}
         for index, parameter in enumerate(parameters):
             tensors[f"{index}"] = parameter
             tensors.update({f"{index}/{name}": value for name, value in optimizer.state[parameter].items()})
-        checkpoint.document, checkpoint.tensors = {"done": done}, tensors
+        checkpoint.document, checkpoint.tensors = {"done": finished}, tensors
         checkpoint.write()
 
     def _resumed(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> int:
@@ -288,8 +288,8 @@ class _Pupil:
         with torch.no_grad():
             for index, parameter in enumerate(parameters):
                 parameter.copy_(tensors[f"{index}"])
-                held = {name: tensors[f"{index}/{name}"] for name in ("step", "exp_avg", "exp_avg_sq") if f"{index}/{name}" in tensors}
-                optimizer.state[parameter] = {name: value if name == "step" else value.to(parameter.device) for name, value in held.items()}
+                adam = {name: tensors[f"{index}/{name}"] for name in ("step", "exp_avg", "exp_avg_sq") if f"{index}/{name}" in tensors}
+                optimizer.state[parameter] = {name: value if name == "step" else value.to(parameter.device) for name, value in adam.items()}
             for weight in self.weights:
                 weight.place()
         return int(checkpoint.document["done"])
@@ -299,8 +299,8 @@ def _largest(value: Any) -> float:
     """Return the largest magnitude in a floating-point tensor; infinite if the tensor holds NaN, and for any other value."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return math.inf
-    found = float(value.abs().max()) if value.numel() else 0.0
-    return found if found < math.inf else math.inf
+    largest = float(value.abs().max()) if value.numel() else 0.0
+    return largest if largest < math.inf else math.inf
 
 
 def _is_image(value: Any) -> bool:
@@ -320,6 +320,6 @@ def _shifted(images: Tensor, ways: Tensor) -> Tensor:
     return images
 
 
-def _share(found: Tensor, wanted: Tensor) -> Tensor:
+def _share(actual: Tensor, target: Tensor) -> Tensor:
     """Return the share of noise in a tensor."""
-    return (found - wanted).square().sum() / wanted.square().sum().clamp_min(1e-30)
+    return (actual - target).square().sum() / target.square().sum().clamp_min(1e-30)

@@ -90,9 +90,9 @@ class Noise:
     samples: tuple[Tensor, ...] = ()  # the errors (samples,) of each part
 
     @staticmethod
-    def of(wanted: Sequence[Sequence[Tensor]], changed: Iterable[Sequence[Tensor]], counts: Sequence[int] = ()) -> Noise:
+    def of(targets: Sequence[Sequence[Tensor]], changed: Iterable[Sequence[Tensor]], counts: Sequence[int] = ()) -> Noise:
         """Return the noise of parts from the wanted and the changed values of each chunk, with the `counts` of samples in it, or 1."""
-        every = zip(wanted, changed, counts or [1] * len(wanted), strict=True)
+        every = zip(targets, changed, counts or [1] * len(targets), strict=True)
         chunks = [[_errors_and_power(a, b, count) for a, b in zip(these, those, strict=True)] for these, those, count in every]
         parts = [tuple(zip(*part, strict=True)) for part in zip(*chunks, strict=True)]
         samples = tuple(torch.cat(errors) for errors, _ in parts)
@@ -121,9 +121,9 @@ class Noise:
         return sum(map(decibels, there)) / len(there) if any(self.errors) else math.inf
 
 
-def _errors_and_power(wanted: Tensor, changed: Tensor, count: int) -> tuple[Tensor, float]:
+def _errors_and_power(target: Tensor, changed: Tensor, count: int) -> tuple[Tensor, float]:
     """Return the squared errors (count,) of the samples of one part, alike where its elements do not divide, and its power."""
-    reference, other = wanted.double(), changed.double()
+    reference, other = target.double(), changed.double()
     finite = torch.isfinite(reference)
     errors = (other - reference).square().where(finite, 0.0).nan_to_num(math.inf, math.inf)
     rows = errors.reshape(count, -1).sum(1) if count and errors.numel() % count == 0 else (errors.sum() / count).expand(count)
@@ -176,7 +176,7 @@ class Parts:
 def _copied(model: fx.GraphModule) -> set[fx.Node]:
     """Return the nodes that only copy elements, which only leave the model."""
     ends: set[fx.Node] = set()
-    found: set[fx.Node] = set()
+    copying: set[fx.Node] = set()
     for node in reversed(model.graph.nodes):
         operator = record_of(model, node)
         copies = operator is not None and (bool(carried(operator)) or operator in (QUANTIZE, DEQUANTIZE))
@@ -184,8 +184,8 @@ def _copied(model: fx.GraphModule) -> set[fx.Node]:
             ends.add(node)
         elif copies and node.users and ends.issuperset(node.users):
             ends.add(node)
-            found.add(node)
-    return found
+            copying.add(node)
+    return copying
 
 
 def _reduced(label: Tensor) -> Tensor:
@@ -240,21 +240,21 @@ class FloatOutputs:
 
 def judged(
     outputs: FloatOutputs, before: Noise, rows: Sequence[TunedLayer], undo: Callable[[], None], what: tuple[str, str],
-    attempts: Mapping[str, Callable[[], Sequence[TunedLayer]]] | None = None, known: Mapping[str, Noise] = MappingProxyType({}),
+    attempts: Mapping[str, Callable[[], Sequence[TunedLayer]]] | None = None, noises: Mapping[str, Noise] = MappingProxyType({}),
 ) -> tuple[TunedLayer, ...]:  # fmt: skip
     """Return the rows of a tuning method if it makes the outputs clearly better; else call `undo`, and return rows that are not kept.
 
     `before` is the noise of the outputs without it; `what` is the subject and the participle of the log line. Of several `attempts`, which
     each put something else into the model and return its rows, the best stays, and the first without floating-point outputs to judge by.
-    The noise of some is `known`.
+    `noises` holds the noise of some, by name.
     """
     if not any(row.kept for row in rows):
         return tuple(rows)
     attempts, noise, usual = attempts or {"as found": lambda: rows}, {"": before}, ""
     for name, attempt in attempts.items():
-        if name not in known:
+        if name not in noises:
             attempt()
-        noise[name] = known[name] if name in known else outputs.measure()
+        noise[name] = noises[name] if name in noises else outputs.measure()
     best = best_of(noise, usual) if outputs.there else next(iter(attempts))
     if best != usual:
         result = tuple(attempts[best]())

@@ -115,16 +115,16 @@ class LayerNoise:
 
     def _steps(self, factors: Tensor, read: Tensor) -> Tensor:
         """Return the scale of every output's weights, in numbers of the float model, (out,)."""
-        found = torch.empty(len(self.read), dtype=torch.float64, device="cpu")
+        maxima = torch.empty(len(self.read), dtype=torch.float64, device="cpu")
         for (largest, step), (_, met) in zip(
-            self._blocks(self.largest, found.unsqueeze(1)), self._blocks(self.largest, by_group=read), strict=True
+            self._blocks(self.largest, maxima.unsqueeze(1)), self._blocks(self.largest, by_group=read), strict=True
         ):
             torch.amax(largest / met, 2, keepdim=True, out=step)
-        steps = found / self.divisor
+        steps = maxima / self.divisor
         if self.per_channel:
             return steps
-        given = factors[self.given]
-        return (steps * given).amax() / given
+        output_factors = factors[self.given]
+        return (steps * output_factors).amax() / output_factors
 
     def _blocks(self, *tensors: Tensor, by_group: Tensor | None = None) -> Iterator[tuple[Tensor, ...]]:
         """Yield tensors with a row for each output, as (groups, outputs of a group, …), in pieces that fit in a processor's cache.
@@ -212,18 +212,18 @@ def equalize(
             because="scales were observed, and they fit the channels without equalization",
             remedy="call fxq.tuning.equalize before fxq.calibrate, on a model that fxq.prepare has just returned",
         )
-    taken = first_batches(as_batches(batches), num_batches)
-    seen = 0
+    first = first_batches(as_batches(batches), num_batches)
+    count = 0
 
     def inputs() -> Iterator[list[Any]]:
-        nonlocal seen
-        for batch in progress(taken, length(batches, num_batches), "equalizing", show_progress):
-            yield model_inputs(prepared, options.inputs(batch), seen)
-            seen += 1
+        nonlocal count
+        for batch in progress(first, length(batches, num_batches), "equalizing", show_progress):
+            yield model_inputs(prepared, options.inputs(batch), count)
+            count += 1
 
     with having(out_of_calibration(prepared), left_out=True):
         _equalize(prepared, inputs(), together if options.distributed else None)
-    if not seen and ranks.count() == 1:
+    if not count and ranks.count() == 1:
         raise no_batches(num_batches)
     return prepared
 
@@ -234,13 +234,13 @@ def by_first_batch(prepared: fx.GraphModule, distributed: bool) -> Callable[[lis
     Where ranks calibrate together it is the batch of the first rank, as one process would have it, and every rank calls this.
     """
     multiplied = any(each.factors is not None and each.factors.active for each in quantized_operators(prepared).values())
-    kept = multiplied or _begun(prepared)
+    fixed = multiplied or _begun(prepared)
 
-    def join(seen: Sequence[Statistics | None]) -> Statistics:
-        return {} if None in seen else next((one for one in seen if one), {})
+    def join(gathered: Sequence[Statistics | None]) -> Statistics:
+        return {} if None in gathered else next((one for one in gathered if one), {})
 
     def choose(inputs: list[Any] | None) -> None:
-        _equalize(prepared, [] if inputs is None else [inputs], join if distributed else None, kept)
+        _equalize(prepared, [] if inputs is None else [inputs], join if distributed else None, fixed)
 
     return choose
 
@@ -252,28 +252,28 @@ def _begun(prepared: fx.GraphModule) -> bool:
 
 
 def _equalize(
-    prepared: fx.GraphModule, batches: Iterable[Sequence[Any]], join: Callable[[Sequence[Any]], Statistics] | None, kept: bool = False
+    prepared: fx.GraphModule, batches: Iterable[Sequence[Any]], join: Callable[[Sequence[Any]], Statistics] | None, fixed: bool = False
 ) -> None:
-    """Choose and set the factors from statistics, which `join` combines over all ranks; if `kept`, the factors do not change."""
+    """Choose and set the factors from statistics, which `join` combines over all ranks; if `fixed`, the factors do not change."""
     joined = join is not None and ranks.count() > 1
-    if kept:
+    if fixed:
         if joined:
             ranks.gathered(None)
         return
-    known = channels(prepared, open_alone=True)
-    quantized = {node: labels for node, labels in known.tensors.items() if quantized_operator(prepared, node) is not None}
+    labelled = channels(prepared, open_alone=True)
+    quantized = {node: labels for node, labels in labelled.tensors.items() if quantized_operator(prepared, node) is not None}
     watched = {  # those whose channels may have factors, and those that a layer reads
-        node.name: labels for node, labels in quantized.items() if bool(labels.any()) or any(user in known.read for user in node.users)
+        node.name: labels for node, labels in quantized.items() if bool(labels.any()) or any(user in labelled.read for user in node.users)
     }
-    seen = statistics(prepared, watched, batches)
+    observed = statistics(prepared, watched, batches)
     if join is not None and joined:
-        seen = join(ranks.gathered(seen))
-    if not seen or not all(bool(torch.isfinite(part).all()) for entry in seen.values() for part in entry[:2]):
+        observed = join(ranks.gathered(observed))
+    if not observed or not all(bool(torch.isfinite(part).all()) for entry in observed.values() for part in entry[:2]):
         return  # calibration says what is wrong
     with repeatable():
-        found = _chosen(prepared, known, seen)
-    multiply(prepared, known, found)
-    layers = [node.name for node, given in known.given.items() if bool(found[given].any())]
+        exponents = _chosen(prepared, labelled, observed)
+    multiply(prepared, labelled, exponents)
+    layers = [node.name for node, own in labelled.given.items() if bool(exponents[own].any())]
     if layers:
         logger.info("channels are equalized in %d layers: %s", len(layers), ", ".join(layers))
 
@@ -281,12 +281,12 @@ def _equalize(
 class _Problem:
     """The errors of all layers and grids as functions of one factor for each label, and which of them a label has a part in."""
 
-    def __init__(self, prepared: fx.GraphModule, known: Channels, seen: Statistics) -> None:
-        self.number = known.number
-        gain = torch.zeros(known.number, dtype=torch.float64, device="cpu")
+    def __init__(self, prepared: fx.GraphModule, labelled: Channels, observed: Statistics) -> None:
+        self.number = labelled.number
+        gain = torch.zeros(labelled.number, dtype=torch.float64, device="cpu")
         # Last layers first: the cost of an error in a layer depends on its cost in the layers after it.
-        self.layers = [layer for node in reversed(known.read) if (layer := _layer(prepared, known, node, seen, gain)) is not None]
-        self.tensors = _grids(prepared, known, seen, gain)
+        self.layers = [layer for node in reversed(labelled.read) if (layer := _layer(prepared, labelled, node, observed, gain)) is not None]
+        self.tensors = _grids(prepared, labelled, observed, gain)
 
     def groups(self) -> Iterator[tuple[Tensor, list[LayerNoise | TensorNoise]]]:
         """Labels that one tensor holds or one layer reads belong together; with each group the terms that it has a part in."""
@@ -302,28 +302,28 @@ class _Problem:
                     root[own], changed = root[own].min(), True
         touched: dict[int, list[LayerNoise | TensorNoise]] = {}
         for labels, term in terms:
-            given = term.given if isinstance(term, LayerNoise) and not term.per_channel else labels[:0]
-            for group in set(root[torch.cat([labels, given])].tolist()):
+            output_labels = term.given if isinstance(term, LayerNoise) and not term.per_channel else labels[:0]
+            for group in set(root[torch.cat([labels, output_labels])].tolist()):
                 touched.setdefault(group, []).append(term)
         for group in sorted(touched.keys() - {0}):
             yield torch.nonzero(root == group).flatten(), touched[group]
 
 
-def _layer(prepared: fx.GraphModule, known: Channels, node: fx.Node, seen: Statistics, gain: Tensor) -> LayerNoise | None:
+def _layer(prepared: fx.GraphModule, channel_labels: Channels, node: fx.Node, observed: Statistics, gain: Tensor) -> LayerNoise | None:
     """Return the weight of a layer with its batch norm folded in; None if there are no statistics of its operand.
 
     `gain` holds the cost of an error of mean square one in a channel, by label; the cost in this layer is added to it.
     """
     module = quantized_operator(prepared, node)
     assert module is not None
-    operator, read = module.operator, known.read[node]
+    operator, read = module.operator, channel_labels.read[node]
     arguments = operator.bind_call(node.args, node.kwargs)
     values = {
         name: fx.map_arg(value, lambda operand: parameter_value(prepared, operand) if is_parameter(operand) else None)
         for name, value in arguments.items()
         if name in (*operator.parameter_names[1:], "batch_norm")
     }
-    if "weight" not in values or arguments["input"].name not in seen:
+    if "weight" not in values or arguments["input"].name not in observed:
         return None
     if values.get("batch_norm") is not None:
         assert operator.layer.folded is not None
@@ -333,7 +333,7 @@ def _layer(prepared: fx.GraphModule, known: Channels, node: fx.Node, seen: Stati
     rows = weight.detach().double().cpu().unsqueeze(2).flatten(2)
     outputs, inputs, taps = rows.shape
     groups = max(len(read) // inputs, 1)
-    _, power, count = seen[arguments["input"].name]
+    _, power, count = observed[arguments["input"].name]
     assert operator.layer.channels is not None
     dim = operator.layer.channels(arguments) % (power.dim() + 1) - 1
     moved = power.movedim(dim, 0)
@@ -342,39 +342,39 @@ def _layer(prepared: fx.GraphModule, known: Channels, node: fx.Node, seen: Stati
     by_group = (each.reshape(groups, 1, -1).expand(groups, outputs // groups, -1) for each in (read, means))
     labels, met = (each.flatten(0, 1) for each in by_group)  # (outputs, inputs of a group): each output's row is that of its group
     signal = (squares * met).sum(1) * outputs
-    given = known.given[node]
-    behind = torch.where(given > 0, gain[given], torch.where(signal > SMALLEST_NORMAL, 1 / signal.clamp_min(SMALLEST_NORMAL), 0))
+    written = channel_labels.given[node]
+    behind = torch.where(written > 0, gain[written], torch.where(signal > SMALLEST_NORMAL, 1 / signal.clamp_min(SMALLEST_NORMAL), 0))
     gain.index_add_(0, labels.flatten(), (squares * behind.unsqueeze(1)).flatten())
     quantizer = module.weight_quantizer
     return LayerNoise(
-        read=labels, groups=groups, given=given, squares=squares, largest=rows.abs().amax(2), share=met * behind.unsqueeze(1), taps=taps,
+        read=labels, groups=groups, given=written, squares=squares, largest=rows.abs().amax(2), share=met * behind.unsqueeze(1), taps=taps,
         divisor=quantizer.dtype.divisor, per_channel=quantizer.per_channel,
     )  # fmt: skip
 
 
-def _grids(prepared: fx.GraphModule, known: Channels, seen: Statistics, gain: Tensor) -> list[TensorNoise]:
+def _grids(prepared: fx.GraphModule, channel_labels: Channels, observed: Statistics, gain: Tensor) -> list[TensorNoise]:
     """Return the quantized tensors that have statistics, grouped by shared scale."""
-    held: dict[int, tuple[Any, list[str]]] = {}
-    nodes = {node.name: node for node in known.tensors}
+    by_quantizer: dict[int, tuple[Any, list[str]]] = {}
+    nodes = {node.name: node for node in channel_labels.tensors}
     for name, operator in quantized_operators(prepared).items():
-        if name in seen and not operator.plain and not operator.output.follows_sum:
-            held.setdefault(id(operator.output), (operator.output, []))[1].append(name)
-    found = []
-    for quantizer, names in held.values():
-        labels = torch.cat([known.tensors[nodes[name]].flatten() for name in names])
-        largest = torch.cat([seen[name][0].flatten() for name in names])
-        power = torch.cat([(seen[name][1] / seen[name][2]).flatten() for name in names])
+        if name in observed and not operator.plain and not operator.output.follows_sum:
+            by_quantizer.setdefault(id(operator.output), (operator.output, []))[1].append(name)
+    tensors = []
+    for quantizer, names in by_quantizer.values():
+        labels = torch.cat([channel_labels.tensors[nodes[name]].flatten() for name in names])
+        largest = torch.cat([observed[name][0].flatten() for name in names])
+        power = torch.cat([(observed[name][1] / observed[name][2]).flatten() for name in names])
         own, place, count = torch.unique(labels, return_inverse=True, return_counts=True)
         of_label = torch.zeros(len(own), dtype=torch.float64, device="cpu")
         largest, power = of_label.scatter_reduce(0, place, largest, "amax"), of_label.scatter_add(0, place, power) / count
-        found.append(TensorNoise(own, largest, power, gain[own] * (own > 0), quantizer.dtype.divisor))
-    return found
+        tensors.append(TensorNoise(own, largest, power, gain[own] * (own > 0), quantizer.dtype.divisor))
+    return tensors
 
 
-def _chosen(prepared: fx.GraphModule, known: Channels, seen: Statistics) -> Tensor:
+def _chosen(prepared: fx.GraphModule, channel_labels: Channels, observed: Statistics) -> Tensor:
     """Return the exponent of every label."""
-    problem = _Problem(prepared, known, seen)
-    exponents = torch.zeros(known.number, dtype=torch.int64, device="cpu")
+    problem = _Problem(prepared, channel_labels, observed)
+    exponents = torch.zeros(channel_labels.number, dtype=torch.int64, device="cpu")
 
     def better(group: Tensor, terms: list[LayerNoise | TensorNoise]) -> Tensor:
         """Return the exponents, changed for this group of labels if that lowers the error enough."""
@@ -408,7 +408,7 @@ def _chosen(prepared: fx.GraphModule, known: Channels, seen: Statistics) -> Tens
 
 def _candidates(group: Tensor, terms: list[LayerNoise | TensorNoise], problem: _Problem) -> Iterator[Tensor]:
     """Exponents for the labels of a group."""
-    nearest, rows, made, read = (torch.zeros(problem.number, dtype=torch.float64, device="cpu") for _ in range(4))
+    nearest, rows, written, read = (torch.zeros(problem.number, dtype=torch.float64, device="cpu") for _ in range(4))
     layers = [term for term in terms if isinstance(term, LayerNoise)]
     for term in terms:
         if isinstance(term, TensorNoise):
@@ -425,10 +425,10 @@ def _candidates(group: Tensor, terms: list[LayerNoise | TensorNoise], problem: _
         return
     for layer in layers:
         shares = layer.largest / layer.largest.max().clamp_min(1e-300)
-        made.scatter_reduce_(0, layer.given, shares.amax(1), "amax")
+        written.scatter_reduce_(0, layer.given, shares.amax(1), "amax")
         read.scatter_reduce_(0, layer.read.flatten(), shares.flatten(), "amax")
-    both = (made > 0) & (read > 0)
-    weights = torch.where(both, torch.log2(read.clamp_min(1e-300) / made.clamp_min(1e-300)) / 2, 0)[group]
+    both = (written > 0) & (read > 0)
+    weights = torch.where(both, torch.log2(read.clamp_min(1e-300) / written.clamp_min(1e-300)) / 2, 0)[group]
     for share in (0.0, 0.5):
         yield torch.round(weights * (1 - share) + short * share).clamp(-LARGEST, LARGEST).long()
 
@@ -467,9 +467,9 @@ class _Costs:
 
         both = (rising > 0) & (falling > 0)
         moved = torch.where(both, torch.log2(falling.clamp_min(1e-300) / rising.clamp_min(1e-300)) / 4, 0)
-        found = exponents.clone()
-        found[self.group] = torch.round(exponents + moved)[self.group].clamp(-LARGEST, LARGEST).long()
-        self.known[key] = _Cost(sum(errors), doubtful, found)
+        candidate = exponents.clone()
+        candidate[self.group] = torch.round(exponents + moved)[self.group].clamp(-LARGEST, LARGEST).long()
+        self.known[key] = _Cost(sum(errors), doubtful, candidate)
         return self.known[key]
 
 
@@ -482,7 +482,7 @@ class _Costs:
 @torch.no_grad()
 def statistics(prepared: fx.GraphModule, watched: Mapping[str, Tensor], batches: Iterable[Sequence[Any]]) -> Statistics:
     """Return the statistics, over these batches, of the watched tensors: node name -> labels."""
-    found: Statistics = {}
+    totals: Statistics = {}
 
     def watch(module: QuantizedOperator, _: Any, result: Tensor) -> None:
         labels = watched[module.name]
@@ -491,10 +491,10 @@ def statistics(prepared: fx.GraphModule, watched: Mapping[str, Tensor], batches:
         reduced = [0, *(dim + 1 for dim, size in enumerate(labels.shape) if size == 1)]
         magnitude = result.abs().flatten(1).amax(1)
         usual = ~(magnitude > OUTLIER * magnitude.median())  # NaN is not left out
-        taken = result if bool(usual.all()) else result[usual]
-        largest = taken.abs().amax(reduced, keepdim=True).squeeze(0).double().cpu()
-        power = taken.square().mean(reduced, keepdim=True, dtype=torch.float64).squeeze(0).cpu()
-        _add(found, module.name, (largest, power, 1))
+        usable = result if bool(usual.all()) else result[usual]
+        largest = usable.abs().amax(reduced, keepdim=True).squeeze(0).double().cpu()
+        power = usable.square().mean(reduced, keepdim=True, dtype=torch.float64).squeeze(0).cpu()
+        _add(totals, module.name, (largest, power, 1))
 
     operators = quantized_operators(prepared)
     handles = [operators[name].register_forward_hook(watch) for name in watched]
@@ -506,18 +506,18 @@ def statistics(prepared: fx.GraphModule, watched: Mapping[str, Tensor], batches:
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return totals
 
 
 def together(gathered: Sequence[Statistics]) -> Statistics:
     """Combine the statistics of all ranks."""
-    found: Statistics = {}
-    for name, seen in (entry for one in gathered for entry in one.items()):
-        _add(found, name, seen)
-    return found
+    totals: Statistics = {}
+    for name, counted in (entry for one in gathered for entry in one.items()):
+        _add(totals, name, counted)
+    return totals
 
 
-def _add(found: Statistics, name: str, seen: Seen) -> None:
-    largest, power, count = seen
-    before = found.get(name)
-    found[name] = seen if before is None else (torch.maximum(before[0], largest), before[1] + power, before[2] + count)
+def _add(totals: Statistics, name: str, added: Seen) -> None:
+    largest, power, count = added
+    before = totals.get(name)
+    totals[name] = added if before is None else (torch.maximum(before[0], largest), before[1] + power, before[2] + count)

@@ -84,9 +84,9 @@ class FirstSamples:
     def __init__(self, prepared: fx.GraphModule, options: Options = DEFAULTS, observed: bool = False, method: Method | None = None) -> None:
         self.prepared, self.method = prepared, method
         self.chooses, self.observed_before = options.choose_ranges, {} if observed else counts(prepared)
-        counted, known = _counts(prepared), prepared.__dict__.get(SAMPLES)
-        self.kept: Kept = known if known is not None and known.counts == counted else Kept(counts=counted)
-        self.lost = counted > 0 and self.kept is not known
+        counted, previous = _counts(prepared), prepared.__dict__.get(SAMPLES)
+        self.kept: Kept = previous if previous is not None and previous.counts == counted else Kept(counts=counted)
+        self.lost = counted > 0 and self.kept is not previous
         self.before = replace(self.kept, inputs=list(self.kept.inputs))
         rounds = options.round_weights
         self.bits = second_moment.FEW_BITS if rounds is None else second_moment.ALL_BITS if rounds else 0
@@ -98,15 +98,15 @@ class FirstSamples:
 
     def take(self, inputs: Sequence[Any]) -> None:
         """Take the model's inputs of the next batch."""
-        kept = self.kept
+        data = self.kept
         tensors = [value for value in inputs if isinstance(value, Tensor)]
         count = count_of(inputs, batch_axes(self.prepared))
-        kept.seen += count
-        if (self.rounds or self.corrects or self.chooses is not False) and kept.samples < ENOUGH and kept.elements < LARGEST and tensors:
-            kept.inputs = [_beside(inputs, each) for each in kept.inputs]
-            kept.inputs.append([value.clone() if isinstance(value, Tensor) else value for value in inputs])  # a loader may reuse its memory
-            kept.samples += count
-            kept.elements += sum(value.numel() for value in tensors)
+        data.seen += count
+        if (self.rounds or self.corrects or self.chooses is not False) and data.samples < ENOUGH and data.elements < LARGEST and tensors:
+            data.inputs = [_beside(inputs, each) for each in data.inputs]
+            data.inputs.append([value.clone() if isinstance(value, Tensor) else value for value in inputs])  # a loader may reuse its memory
+            data.samples += count
+            data.elements += sum(value.numel() for value in tensors)
 
     @contextmanager
     def remembered(self) -> Iterator[None]:
@@ -123,61 +123,61 @@ class FirstSamples:
 
     def use(self, distributed: bool, show_progress: bool | None) -> None:
         """Choose ranges, round and correct by them; where ranks calibrate together, by those of the first."""
-        prepared, kept, several = self.prepared, self.kept, distributed and ranks.count() > 1
-        seen = sum(ranks.gathered(kept.seen)) if several else kept.seen  # by all ranks
-        corrects = self.corrects and seen >= self.enough
+        prepared, data, several = self.prepared, self.kept, distributed and ranks.count() > 1
+        total = sum(ranks.gathered(data.seen)) if several else data.seen  # by all ranks
+        corrects = self.corrects and total >= self.enough
 
         @timed("rounding weights")
         def rounded() -> second_moment.Rounded:
-            return second_moment.rounded(prepared, cut(prepared, kept.inputs, 4), self.bits, show_progress)
+            return second_moment.rounded(prepared, cut(prepared, data.inputs, 4), self.bits, show_progress)
 
         @timed("correcting biases")
         def corrected() -> dict[str, list[float]]:
             return bias.corrections(prepared, *self._few(), show_progress)
 
         with _restoring(prepared):
-            roundings, corrections = kept.roundings, kept.corrections
+            roundings, corrections = data.roundings, data.corrections
             if self.rounds:
                 _undo(prepared, roundings)
             if corrects:
                 _undo(prepared, corrections)
-            self._choose_ranges(seen, several, show_progress)  # of layers that are as they were before these samples
+            self._choose_ranges(total, several, show_progress)  # of layers that are as they were before these samples
             if self.rounds:
                 roundings = self._again(roundings, lambda: second_moment.apply(prepared, self._of_first_rank(several, rounded, {})))
             if corrects:
                 corrections = self._again(corrections, lambda: bias.apply(prepared, self._of_first_rank(several, corrected, {})))
-            kept.roundings, kept.corrections = roundings, corrections
+            data.roundings, data.corrections = roundings, corrections
 
     @timed("choosing ranges")
-    def _choose_ranges(self, seen: int, several: bool, show_progress: bool | None) -> None:
+    def _choose_ranges(self, total: int, several: bool, show_progress: bool | None) -> None:
         """Choose ranges by the method that is best for the outputs, and narrow those of lost inputs, where that is better for them."""
         prepared, observed = self.prepared, observed_since(self.prepared, self.observed_before)
         free = [quantizer for quantizer in observed.values() if quantizer.can_choose]
         method = self.method or Method.ERROR
-        if free and self.method is None and (self.chooses or (self.chooses is None and seen >= ENOUGH)):
+        if free and self.method is None and (self.chooses or (self.chooses is None and total >= ENOUGH)):
             method = self._of_first_rank(several, lambda: best_method(prepared, free, self._few()[0].chunks, show_progress), method)
         choose(free, method)
         if self.chooses is not False:
             none: dict[str, float] = {}
             narrow(prepared, self._of_first_rank(several, lambda: narrower(prepared, observed, self._few()[0].chunks, show_progress), none))
 
-    def _again(self, known: Given, method: Callable[[], None]) -> Given:
-        """Run a method again and return the new and former parts of each layer that it changed; excluded layers keep their `known` ones."""
+    def _again(self, prior: Given, method: Callable[[], None]) -> Given:
+        """Run a method again and return the new and former parts of each layer that it changed; excluded layers keep their `prior` ones."""
         before, operators = _parts(self.prepared), quantized_operators(self.prepared)
         method()
         now = _parts(self.prepared)
-        given = {name: (now[name], had) for name, had in before.items() if any(a is not b for a, b in zip(now[name], had, strict=True))}
-        return {name: pair for name, pair in known.items() if operators[name].left_out} | given
+        replaced = {name: (now[name], had) for name, had in before.items() if any(a is not b for a, b in zip(now[name], had, strict=True))}
+        return {name: pair for name, pair in prior.items() if operators[name].left_out} | replaced
 
     def _of_first_rank(self, several: bool, find: Callable[[], Found], nothing: Found) -> Found:
         if not several:
             return find() if self.kept.inputs else nothing
-        found = nothing
+        value = nothing
         try:
             if self.kept.inputs and not ranks.index():
-                found = find()
+                value = find()
         finally:
-            every: Sequence[Found] = ranks.gathered(found)  # also where it raises: others wait
+            every: Sequence[Found] = ranks.gathered(value)  # also where it raises: others wait
         return every[0]
 
     def _few(self) -> tuple[Samples, list[list[Any]]]:
@@ -189,10 +189,10 @@ class FirstSamples:
         each = max(self.kept.elements // max(self.kept.samples, 1), 1)
         size = max(1, min(CHUNK, LARGEST_FOR_BIAS // (HELD_OUT_OF * each)))
         chunks = cut(self.prepared, self.kept.inputs, size).chunks
-        wanted = max(HELD_OUT_OF, LARGEST_FOR_BIAS // (size * each))
-        few = Samples(_spread(chunks, wanted))
+        count = max(HELD_OUT_OF, LARGEST_FOR_BIAS // (size * each))
+        few = Samples(_spread(chunks, count))
         chosen = {id(chunk) for chunk in few.chunks}
-        others = _spread([chunk for chunk in chunks if id(chunk) not in chosen], wanted)
+        others = _spread([chunk for chunk in chunks if id(chunk) not in chosen], count)
         return few, few.chunks + others if self.kept.samples >= ENOUGH else others or [few.chunks[index] for index in few.judging]
 
 
@@ -201,9 +201,9 @@ def _spread(chunks: list[list[Any]], count: int) -> list[list[Any]]:
     return [chunks[index * len(chunks) // count] for index in range(count)] if count < len(chunks) else chunks
 
 
-def _beside(inputs: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
+def _beside(inputs: Sequence[Any], stored: Sequence[Any]) -> list[Any]:
     """Return what was kept, on the devices of other inputs: the model may have moved between two calls."""
-    pairs = zip(kept, inputs, strict=True)
+    pairs = zip(stored, inputs, strict=True)
     return [mine.to(other.device) if isinstance(mine, Tensor) and isinstance(other, Tensor) else mine for mine, other in pairs]
 
 
@@ -224,12 +224,12 @@ def _put(prepared: fx.GraphModule, parts: Mapping[str, Parts]) -> None:
         operators[name].weight_quantizer.put(each)
 
 
-def _undo(prepared: fx.GraphModule, done: Given) -> None:
+def _undo(prepared: fx.GraphModule, changes: Given) -> None:
     """Layers that are not left out have again what they had, each part where it is still the one that was given."""
     now, operators = _parts(prepared), quantized_operators(prepared)
     restored = {
-        name: tuple(before if part is given else part for part, given, before in zip(now[name], *pair, strict=True))
-        for name, pair in done.items()
+        name: tuple(before if part is new else part for part, new, before in zip(now[name], *pair, strict=True))
+        for name, pair in changes.items()
         if not operators[name].left_out
     }
     _put(prepared, restored)  # type: ignore[arg-type]
@@ -238,12 +238,12 @@ def _undo(prepared: fx.GraphModule, done: Given) -> None:
 @contextmanager
 def _restoring(prepared: fx.GraphModule, always: bool = False) -> Iterator[None]:
     """Layers have what they had before if anything is raised inside, or `always`."""
-    now, done = _parts(prepared), False
+    now, completed = _parts(prepared), False
     try:
         yield
-        done = True
+        completed = True
     finally:
-        if always or not done:
+        if always or not completed:
             _put(prepared, now)
 
 
@@ -303,7 +303,7 @@ def narrower(prepared: fx.GraphModule, observed: Mapping[str, Quantizer], judgin
 
     Inputs and tensors of 16 bits that the default observer has `observed` have other candidates: each input, and all others together.
     """
-    nonzero, kept = Counter[str](), Counter[str]()
+    nonzero, survivors = Counter[str](), Counter[str]()
     owned = [(name.removesuffix(".0"), quantizer) for name, quantizer in observed.items() if name.endswith(".0")]
     owners = {id(quantizer): name for name, quantizer in reversed(owned)}  # the first of those that share it
     quantizes = {name for name, operator in quantized_operators(prepared).items() if operator.operator is QUANTIZE}
@@ -314,7 +314,7 @@ def narrower(prepared: fx.GraphModule, observed: Mapping[str, Quantizer], judgin
         if quantizer is not None and quantizer.can_choose and (quantizer.dtype.name == WIDE or node.name in sources):
             name = owners[id(quantizer)]
             nonzero[name] += int((value != 0).sum())
-            kept[name] += int((torch.round(value / quantizer.scale.to(value.device)) != 0).sum())
+            survivors[name] += int((torch.round(value / quantizer.scale.to(value.device)) != 0).sum())
         return value
 
     placeholders = [node.name for node in prepared.graph.find_nodes(op="placeholder")]
@@ -327,15 +327,15 @@ def narrower(prepared: fx.GraphModule, observed: Mapping[str, Quantizer], judgin
             values = dict(zip(placeholders, chunk, strict=True))
             for node in (node for node in prepared.graph.nodes if sources.get(node.name) in values):
                 see(node, values[sources[node.name]], ())
-    groups, found = dict[str, list[str]](), dict[str, float]()
-    for name in (name for name, count in nonzero.items() if count - kept[name] >= max(MANY * count, 1)):
+    groups, ratios = dict[str, list[str]](), dict[str, float]()
+    for name in (name for name, count in nonzero.items() if count - survivors[name] >= max(MANY * count, 1)):
         what = f"the range of input {sources[name]} is" if name in sources else "the ranges of tensors of 16 bits are"
         groups.setdefault(what, []).append(name)
     for what, names in groups.items():
         factors = {f"{factor:g}": partial(narrow, prepared, dict.fromkeys(names, factor) if factor < 1 else {}) for factor in FACTORS}
         factor = float(_chosen(prepared, factors, judging, f"{what} multiplied by", show_progress))
-        found.update(dict.fromkeys(names, factor) if factor < 1 else {})
-    return found
+        ratios.update(dict.fromkeys(names, factor) if factor < 1 else {})
+    return ratios
 
 
 def narrow(prepared: fx.GraphModule, factors: Mapping[str, float]) -> None:

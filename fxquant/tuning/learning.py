@@ -248,8 +248,8 @@ def _movable(prepared: fx.GraphModule, operators: Iterable[QuantizedOperator]) -
 
 def _numbers(quantizer: Quantizer) -> list[Tensor]:
     """Return the tensors that `_move` changes."""
-    found = [quantizer.base_scale, *quantizer.trained.values()]
-    return [*found, quantizer.ends, quantizer.zero_point] if quantizer.dtype.affine else found
+    tensors = [quantizer.base_scale, *quantizer.trained.values()]
+    return [*tensors, quantizer.ends, quantizer.zero_point] if quantizer.dtype.affine else tensors
 
 
 @torch.no_grad()
@@ -260,12 +260,12 @@ def _move(quantizer: Quantizer, scale: Tensor) -> None:
     quantizer.assign(scale)
 
 
-def _sharpness(done: float) -> float | None:
+def _sharpness(share: float) -> float | None:
     """β after a share of the steps; None before anything is penalised."""
-    if done < WITHOUT_PENALTY:
+    if share < WITHOUT_PENALTY:
         return None
-    left = 1 + math.cos(math.pi * (done - WITHOUT_PENALTY) / (1 - WITHOUT_PENALTY))
-    return SOFTEST + (SHARPEST - SOFTEST) * left / 2
+    remaining = 1 + math.cos(math.pi * (share - WITHOUT_PENALTY) / (1 - WITHOUT_PENALTY))
+    return SOFTEST + (SHARPEST - SOFTEST) * remaining / 2
 
 
 class LearnedRounding(NamedTuple):
@@ -331,7 +331,7 @@ def search(lesson: Lesson, operators: Mapping[fx.Node, QuantizedOperator]) -> di
     chunks = lesson.samples.learning[:CHUNKS]
     rounded = [dict(lesson.operands[index]) for index in chunks]
     real = [dict(lesson.float_operands[index]) for index in chunks]
-    found: dict[fx.Node, Tensor] = {}
+    shares: dict[fx.Node, Tensor] = {}
     for node in lesson.unit.nodes:
         for values in real:
             values[node] = run(lesson.prepared, node, values, exact=False)
@@ -339,10 +339,10 @@ def search(lesson: Lesson, operators: Mapping[fx.Node, QuantizedOperator]) -> di
         if quantizer is not None and quantizer.learned is None and not quantizer.power_of_two:  # else the weight does not give its scale
             share = _best(node, operators[node], rounded, real)
             if share is not None:
-                found[node] = share
+                shares[node] = share
         for values in rounded:
             values[node] = run(lesson.prepared, node, values, exact=True)
-    return found
+    return shares
 
 
 def _best(node: fx.Node, operator: QuantizedOperator, rounded: list[Values], real: list[Values]) -> Tensor | None:
@@ -365,8 +365,8 @@ def _best(node: fx.Node, operator: QuantizedOperator, rounded: list[Values], rea
                 return None
             error += rows.square().sum(1)
         errors.append(error if quantizer.per_channel else error.sum(0, keepdim=True))
-    found = torch.stack(errors)
-    least = found.min(0)
-    best = torch.where(least.values <= WORTH * found[0], least.indices, 0)
+    stacked = torch.stack(errors)
+    least = stacked.min(0)
+    best = torch.where(least.values <= WORTH * stacked[0], least.indices, 0)
     coverage.share.copy_(torch.tensor(SHARES, device=weight.device, dtype=torch.float32)[best])
     return coverage.share.clone()

@@ -109,11 +109,11 @@ def flipped(real: Tensor, moment: Tensor, low: int, high: int) -> Tensor:
             moved[:, index] = step[:, index] * (gain[:, index] + 2 * step[:, index] * others < enough[:, 0])
         gradient += (moved.unsqueeze(1) @ lines).squeeze(1)
         at.scatter_add_(1, place, moved)
-        done = ~(moved != 0).any(1)
-        if bool(done.any()):
-            result[row[done]] = at[done]
-            left = (row, group, gradient, diagonal, enough, at, pruned)
-            row, group, gradient, diagonal, enough, at, pruned = (part[~done] for part in left)
+        finished = ~(moved != 0).any(1)
+        if bool(finished.any()):
+            result[row[finished]] = at[finished]
+            state = (row, group, gradient, diagonal, enough, at, pruned)
+            row, group, gradient, diagonal, enough, at, pruned = (part[~finished] for part in state)
             if not len(row):
                 break
     result[row] = at
@@ -127,12 +127,12 @@ def joint_noise(parts: list[tuple[Tensor, Tensor]], effect: Tensor) -> float:
 
 def _one_after_another(gain: Tensor, beside: Tensor, enough: float) -> Tensor:
     """Return a mask (steps,) of greedily chosen steps that change J by less than `enough`. `beside` holds half of each pair's term."""
-    found, pairs = gain.cpu().numpy().copy(), (2 * beside).cpu().numpy()  # numpy: a tensor's call costs more than a short row's sum
+    gains, pairs = gain.cpu().numpy().copy(), (2 * beside).cpu().numpy()  # numpy: a tensor's call costs more than a short row's sum
     chosen = []
-    for index in range(len(found)):
-        if found[index] < enough:
+    for index in range(len(gains)):
+        if gains[index] < enough:
             chosen.append(index)
-            found += pairs[index]
+            gains += pairs[index]
     mask = torch.zeros(len(gain), dtype=torch.bool, device=gain.device)
     mask[chosen] = True
     return mask

@@ -98,8 +98,8 @@ class TuningResult(LayerTable[TunedLayer]):
             table.add_column(name, justify="left" if name in ("layer", "weights", "") else "right")
         for layer in self.layers:
             before, after = (f"{_decibels(layer.signal, noise):.2f} dB" for noise in (layer.before, layer.after))
-            kept = "kept" if layer.kept else "unchanged"
-            table.add_row(layer.name, ", ".join(layer.layers), before, after, f"{layer.gain:+.2f} dB", kept)
+            outcome = "kept" if layer.kept else "unchanged"
+            table.add_row(layer.name, ", ".join(layer.layers), before, after, f"{layer.gain:+.2f} dB", outcome)
         for name, because in self.skipped:
             table.add_row(name, "", "", "", "", because)
         return table

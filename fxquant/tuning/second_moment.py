@@ -117,10 +117,10 @@ def rounded(prepared: fx.GraphModule, samples: Samples, bits: int, show_progress
     return {name: learned_rounding(each).cpu() for name, each in quantizers.items() if isinstance(each.rounding, AdaptiveRounding)}
 
 
-def apply(prepared: fx.GraphModule, found: Rounded) -> None:
+def apply(prepared: fx.GraphModule, roundings: Rounded) -> None:
     """Set the learned roundings of layers, by the layer's name."""
     operators = quantized_operators(prepared)
-    for name, each in found.items():
+    for name, each in roundings.items():
         put(operators[name], each)
 
 
@@ -141,19 +141,19 @@ def _open(prepared: fx.GraphModule, bits: int, roundings: Roundings) -> dict[fx.
 @torch.no_grad()
 def _round(
     prepared: fx.GraphModule, samples: Samples, operators: Mapping[fx.Node, QuantizedOperator], show_progress: bool | None,
-    known: LayerCheckpoint, undo: Callable[[], None],
+    checkpoint: LayerCheckpoint, undo: Callable[[], None],
 ) -> TuningResult:  # fmt: skip
-    walk, found, skipped = Walk(prepared, samples.chunks, exact=False), [], []
-    open_nodes = [node for node, operator in operators.items() if node.name not in known.rows and _has_few_bits(operator)]
+    walk, tried, skipped = Walk(prepared, samples.chunks, exact=False), [], []
+    open_nodes = [node for node, operator in operators.items() if node.name not in checkpoint.rows and _has_few_bits(operator)]
     learning = [samples.chunks[index] for index in samples.learning or samples.judging]
     effects = output_effects(prepared, learning, open_nodes) if open_nodes else {}
     for node, operator in progress(operators.items(), len(operators), "rounding weights", show_progress):
-        if node.name in known.rows:
-            row = known.rows[node.name]
+        if node.name in checkpoint.rows:
+            row = checkpoint.rows[node.name]
             if row.kept:
-                learned = known.learned(row)
+                learned = checkpoint.learned(row)
                 put(operator, LearnedRounding(*(learned.get(f"{part}/{node.name}") for part in LearnedRounding._fields)))
-            found.append(row)
+            tried.append(row)
             continue
         values = walk.at((*node.all_input_nodes, node))
         layer = _Layer.of(node, operator, values)
@@ -171,9 +171,9 @@ def _round(
             if few:
                 _level(node, operator, [values[index] for index in samples.learning or samples.judging], integers)
         decided = learned_rounding(operator.weight_quantizer)._asdict() if row.kept else {}
-        known.add(row, {f"{part}/{node.name}": value for part, value in decided.items() if value is not None})
-        found.append(row)
-    rows = _judged(prepared, found, FloatOutputs(prepared, [samples.chunks[index] for index in samples.judging]), undo)
+        checkpoint.add(row, {f"{part}/{node.name}": value for part, value in decided.items() if value is not None})
+        tried.append(row)
+    rows = _judged(prepared, tried, FloatOutputs(prepared, [samples.chunks[index] for index in samples.judging]), undo)
     result = TuningResult("round_weights", rows, tuple(skipped), walk.largest)
     logger.debug("%s", result)
     return result
@@ -187,12 +187,12 @@ def _judged(
     prepared: fx.GraphModule, rows: Sequence[TunedLayer], outputs: FloatOutputs, undo: Callable[[], None]
 ) -> tuple[TunedLayer, ...]:
     """Return the rows with `kept` set by the outputs' gain: of layers below 8 bits together, then of 8-bit layers, which gain less."""
-    operators, found = quantized_operators(prepared), {row.name: row for row in rows}
-    kept: Rounded = {}
+    operators, by_name = quantized_operators(prepared), {row.name: row for row in rows}
+    accepted: Rounded = {}
 
     def put_back() -> None:
         undo()
-        apply(prepared, kept)
+        apply(prepared, accepted)
 
     decided = {row.name: learned_rounding(operators[row.name].weight_quantizer) for row in rows if row.kept}
     undo()
@@ -200,11 +200,11 @@ def _judged(
         group = [row for row in rows if _has_few_bits(operators[row.name]) is few]
         attempt = partial(_attempt, prepared, group, {row.name: decided[row.name] for row in group if row.kept})
         before = outputs.measure() if any(row.kept for row in group) else Noise((), ())
-        found.update(
+        by_name.update(
             {row.name: row for row in judged(outputs, before, group, put_back, (what, "rounded by samples"), {"as found": attempt})}
         )
-        kept = {name: decided[name] for name, row in found.items() if few and row.kept and _has_few_bits(operators[name])}
-    return tuple(found.values())
+        accepted = {name: decided[name] for name, row in by_name.items() if few and row.kept and _has_few_bits(operators[name])}
+    return tuple(by_name.values())
 
 
 def _attempt(prepared: fx.GraphModule, rows: Sequence[TunedLayer], rounded: Rounded) -> Sequence[TunedLayer]:
@@ -272,24 +272,24 @@ class _Layer(NamedTuple):
     @staticmethod
     def of(node: fx.Node, operator: QuantizedOperator, values: Sequence[Values]) -> _Layer | None:
         quantizer = operator.weight_quantizer
-        seen, previous = _Seen(), quantizer.rounding
-        with having([quantizer], rounding=seen):
+        watcher, previous = _Seen(), quantizer.rounding
+        with having([quantizer], rounding=watcher):
             real_result(operator, bound_arguments(node, operator, values[0]))
         calls = [operator.multiplied(*arguments_of(node, each))[0] for each in values]
         operands = [operator.operator.bind_call(positional, {}) for positional in calls]
         weight = weight_of(operator, operands[0])
-        if weight is None or not hasattr(seen, "real") or seen.real.shape != weight.shape:
+        if weight is None or not hasattr(watcher, "real") or watcher.real.shape != weight.shape:
             return None
         batch_norm = operands[0].get("batch_norm")
         folded = weight if batch_norm is None else weight * running_gain(batch_norm).reshape(-1, *[1] * (weight.dim() - 1))
-        real = seen.real
-        inside = torch.ones_like(real) if quantizer.learned is None else ((real > seen.limits[0]) & (real < seen.limits[1])).to(real)
+        real = watcher.real
+        inside = torch.ones_like(real) if quantizer.learned is None else ((real > watcher.limits[0]) & (real < watcher.limits[1])).to(real)
         scale = (folded.abs() * inside).flatten(1).sum(1) / (real.abs() * inside).flatten(1).sum(1).clamp_min(1e-30)
         if quantizer.learned is not None:  # others make up for what it clips
             step = scale.reshape(-1, *[1] * (weight.dim() - 1))
             real = torch.where((inside > 0) | (step == 0), real, folded / step)
-        rounded = previous.integers(seen.real, *seen.limits)
-        return _Layer(real, seen.real, rounded, seen.limits, operands[0].get("groups", 1), operator, operands, scale)
+        rounded = previous.integers(watcher.real, *watcher.limits)
+        return _Layer(real, watcher.real, rounded, watcher.limits, operands[0].get("groups", 1), operator, operands, scale)
 
     @property
     def columns(self) -> int:
@@ -298,7 +298,7 @@ class _Layer(NamedTuple):
 
     def moments(self, samples: Samples, places: int) -> tuple[Moment, Moment] | None:
         """Return M of the training and of the held-out samples, each from about `places` positions of the layer's result."""
-        found = []
+        moments = []
         for chosen in (samples.learning or samples.judging, samples.judging):
             moment = Moment(self.groups, self.columns, self.real[0, 0].numel() if self.real.dim() > 2 else 1, self.real.device)
             for index in chosen:
@@ -306,25 +306,25 @@ class _Layer(NamedTuple):
                 if rows is None:
                     return None
                 moment.add(rows)
-            found.append(moment)
-        return found[0], found[1]
+            moments.append(moment)
+        return moments[0], moments[1]
 
-    def _rows(self, index: int, wanted: int) -> Tensor | None:
-        """Return the inputs of a layer's sums for a chunk, (groups, positions, columns), at about `wanted` positions; None if unknown.
+    def _rows(self, index: int, count: int) -> Tensor | None:
+        """Return the inputs of a layer's sums for a chunk, (groups, positions, columns), at about `count` positions; None if unknown.
 
         They are computed by the layer's own function, with an identity in place of its weight.
         """
-        given = {name: None if name == "bias" else value for name, value in self.operands[index].items()}
+        operands = {name: None if name == "bias" else value for name, value in self.operands[index].items()}
         shape, size = self.real.shape, self.columns
-        name = "weight" if "weight" in given else "other"
+        name = "weight" if "weight" in operands else "other"
         one = torch.eye(size, device=self.real.device, dtype=torch.float32).repeat(self.groups, 1).reshape(-1, *shape[1:])
-        given[name] = self.operator.operator.layer.weight(**{**given, name: one})  # what arranges a weight undoes itself
-        result: Tensor = self.operator.operator.function(*_few(given, index, shape[2:], wanted).values())
+        operands[name] = self.operator.operator.layer.weight(**{**operands, name: one})  # what arranges a weight undoes itself
+        result: Tensor = self.operator.operator.function(*_few(operands, index, shape[2:], count).values())
         channels = by_channel(result, self.groups * size, len(shape))
         if channels is None:
             return None
         rows = channels.reshape(self.groups, size, -1).transpose(1, 2)
-        return rows[:, :: rows.shape[1] // wanted | 1]  # odd: it meets every column of an image whose width is a power of two
+        return rows[:, :: rows.shape[1] // count | 1]  # odd: it meets every column of an image whose width is a power of two
 
     def best(self, learned: Moment, judging: Moment, shares: Sequence[float], effect: Tensor | None) -> tuple[Tensor, float, float]:
         """Return the integers with the least noise on held-out samples, the noise of the current integers, and that of the returned ones.
@@ -335,10 +335,10 @@ class _Layer(NamedTuple):
         before = after = judging.noise(chosen, real)
         for share in shares:
             parts = [flipped(part, moment, *self.limits) for part, moment in learned.parts(real, share)]
-            found = torch.cat(parts, 2).flatten(0, 1)
-            noise = judging.noise(found, real)
+            candidates = torch.cat(parts, 2).flatten(0, 1)
+            noise = judging.noise(candidates, real)
             if noise < after:
-                chosen, after = found, noise
+                chosen, after = candidates, noise
         if effect is not None and self.groups == 1 and float(self.scale.max()) > 0:
             chosen, before, after = self._best_together(chosen, learned, judging, effect)
         return chosen.reshape(self.real.shape), before, after
@@ -367,16 +367,16 @@ class _Layer(NamedTuple):
         return candidates[noises.index(after)], noises[0], after
 
 
-def _few(given: dict[str, Any], index: int, kernel: Sequence[int], wanted: int) -> dict[str, Any]:
-    """Return the operands with the input cropped, and its items cut to about `wanted` output places; the crop moves with `index`."""
-    value, rank = given.get("input"), len(kernel)
-    if not isinstance(value, Tensor) or value.dim() < rank + 2 or sum(isinstance(each, Tensor) for each in given.values()) > 2:
-        return given  # another operand, which goes with it place by place
-    for axis, (size, spread) in enumerate(zip(kernel, sizes(given.get("dilation", 1), rank), strict=True), value.dim() - rank):
+def _few(operands: dict[str, Any], index: int, kernel: Sequence[int], count: int) -> dict[str, Any]:
+    """Return the operands with the input cropped, and its items cut to about `count` output places; the crop moves with `index`."""
+    value, rank = operands.get("input"), len(kernel)
+    if not isinstance(value, Tensor) or value.dim() < rank + 2 or sum(isinstance(each, Tensor) for each in operands.values()) > 2:
+        return operands  # another operand, which goes with it place by place
+    for axis, (size, spread) in enumerate(zip(kernel, sizes(operands.get("dilation", 1), rank), strict=True), value.dim() - rank):
         free = max(0, value.shape[axis] - max(WINDOW, 2 * spread * size))
         value = value.narrow(axis, int((0.5 + 0.618 * index) % 1 * free), value.shape[axis] - free)
     places = value[0].numel() // value.shape[1 if rank else -1]
-    return {**given, "input": value[: wanted // max(places, 1) + 1]}
+    return {**operands, "input": value[: count // max(places, 1) + 1]}
 
 
 # ---- The effect of errors of a layer's sums on the model's outputs: second moments of gradients ----------------------
@@ -401,8 +401,8 @@ def output_effects(prepared: fx.GraphModule, chunks: Sequence[Sequence[object]],
     The float model is run with gradients.
     """
     generator = torch.Generator().manual_seed(0)
-    found: dict[fx.Node, Tensor] = {}
-    seen = 0
+    effects: dict[fx.Node, Tensor] = {}
+    elements = 0
     for chunk in chunks:
         try:
             moments = _of_chunk(prepared, chunk, set(nodes), generator)
@@ -410,11 +410,11 @@ def output_effects(prepared: fx.GraphModule, chunks: Sequence[Sequence[object]],
             logger.warning("weights are rounded layer by layer, without regard to what the model returns: %s", error)
             return {}
         for node, moment in moments.items():
-            found[node] = found[node] + moment if node in found else moment
-        seen += sum(value.numel() for value in chunk if isinstance(value, Tensor))
-        if seen >= ELEMENTS:
+            effects[node] = effects[node] + moment if node in effects else moment
+        elements += sum(value.numel() for value in chunk if isinstance(value, Tensor))
+        if elements >= ELEMENTS:
             break
-    scaled = {node: moment / moment.diagonal().mean() for node, moment in found.items() if bool(moment.diagonal().mean() > 0)}
+    scaled = {node: moment / moment.diagonal().mean() for node, moment in effects.items() if bool(moment.diagonal().mean() > 0)}
     return {
         node: (1 - ALONE) * moment
         + ALONE * torch.diag(moment.diagonal())
@@ -438,14 +438,14 @@ def _of_chunk(
             if node in nodes and isinstance(result, Tensor):
                 result = result if result.requires_grad else result.detach().requires_grad_()
                 values[node] = result
-                held = _held(prepared, node, values)
-                if held is not None:
-                    sums[node] = (result, *held)
+                terms = _held(prepared, node, values)
+                if terms is not None:
+                    sums[node] = (result, *terms)
             values[node] = result
         outputs = [y for y in real_outputs(fx.map_arg(prepared.graph.output_node().args, values.__getitem__)) if y.requires_grad]
         if not outputs or not sums:
             return {}
-        found: dict[fx.Node, Tensor] = {}
+        moments: dict[fx.Node, Tensor] = {}
         for draw in range(DRAWN):
             drawn = [torch.randn(y.shape, generator=generator, device="cpu", dtype=torch.float32).to(y) for y in outputs]
             total = torch.stack([(u * y).sum() for u, y in zip(drawn, outputs, strict=True)]).sum()
@@ -453,8 +453,8 @@ def _of_chunk(
             for (node, (_, within, axis)), gradient in zip(sums.items(), gradients, strict=True):
                 if gradient is not None:
                     rows = (gradient * within).movedim(axis, -1).reshape(-1, gradient.shape[axis])
-                    found[node] = found.get(node, 0) + rows.t() @ rows
-    return found
+                    moments[node] = moments.get(node, 0) + rows.t() @ rows
+    return moments
 
 
 def _held(prepared: fx.GraphModule, node: fx.Node, values: Values) -> tuple[Tensor, int] | None:
@@ -484,13 +484,13 @@ def gain_of(node: fx.Node, operator: QuantizedOperator, values: Sequence[Values]
     product, power, noise, places = (torch.zeros(channels, dtype=torch.float64, device="cpu") for _ in range(4))
     for each in values:
         result = real_result(operator, bound_arguments(node, operator, each))
-        found, wanted = (by_channel(value.double().cpu(), channels, rank) for value in (result, each[node]))
-        if found is None or wanted is None:
+        actual, target = (by_channel(value.double().cpu(), channels, rank) for value in (result, each[node]))
+        if actual is None or target is None:
             return None
-        product += (found * wanted).sum(1)
-        power += wanted.square().sum(1)
-        noise += (found - wanted).square().sum(1)
-        places += wanted.shape[1]
+        product += (actual * target).sum(1)
+        power += target.square().sum(1)
+        noise += (actual - target).square().sum(1)
+        places += target.shape[1]
     if not operator.weight_quantizer.per_channel:
         product, power, noise, places = (value.sum(0, keepdim=True) for value in (product, power, noise, places))
     beyond = product / power.clamp_min(1e-30) - 1

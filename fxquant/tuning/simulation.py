@@ -36,8 +36,8 @@ def changed(choices: Iterable[Choice], result: Result, weight: Weight) -> Iterat
             arguments = module.operator.bind_call(args, kwargs)
             name, value = weight_name(module, arguments), weight(choice, module, arguments)
             names = list(module.operator.parameter_names)[: len(args)]
-            return tuple(value if known == name else arg for known, arg in zip(names, args, strict=True)), {
-                key: value if key == name else held for key, held in kwargs.items()
+            return tuple(value if each == name else arg for each, arg in zip(names, args, strict=True)), {
+                key: value if key == name else arg for key, arg in kwargs.items()
             }
 
         return hook
@@ -98,9 +98,9 @@ def taking_over(quantizer: Quantizer, config: ActivationConfig) -> Observer | No
     """Return a config's observer with the quantizer's calibration statistics; None if the quantizer has no statistics of that kind."""
     observer = config.new_observer()
     way = gathering(observer)
-    for known in quantizer.observers:
-        if known is not quantizer.range and way is not None and gathering(known) == way:
-            buffers = dict(known.named_buffers())
+    for source in quantizer.observers:
+        if source is not quantizer.range and way is not None and gathering(source) == way:
+            buffers = dict(source.named_buffers())
             if buffers.keys() == dict(observer.named_buffers()).keys():
                 for name, buffer in observer.named_buffers():
                     buffer.copy_(buffers[name])
@@ -140,8 +140,8 @@ def _rounded(operator: QuantizedOperator, arguments: Mapping[str, Any], name: st
     if dtype != quantizer.dtype.name:  # a copy, without what was learned
         quantizer = copy.deepcopy(quantizer)
         quantizer.dtype, quantizer.learned, quantizer.rounding = WEIGHT_TYPES[dtype], None, Nearest()
-    found = quantizer.integers(folded, gain)
-    real: Tensor = found.integers * found.scale.reshape(shape)
+    quantized = quantizer.integers(folded, gain)
+    real: Tensor = quantized.integers * quantized.scale.reshape(shape)
     if gain is not None:
         safe = torch.where(gain == 0, torch.ones_like(gain), gain).reshape(shape)
         real = torch.where(gain.reshape(shape) == 0, arranged, real / safe)

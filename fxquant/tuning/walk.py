@@ -58,27 +58,27 @@ def taken(prepared: fx.GraphModule, batches: Any, num_batches: int | None, optio
     A model of one batch size alone has its batches as chunks. Raises CalibrationError without a batch, if one does not fit, or only one
     sample is there.
     """
-    found = cut(prepared, inputs_of(prepared, batches, num_batches, options, show_progress), options.batch_size)
-    if len(found.chunks) < 2:
+    samples = cut(prepared, inputs_of(prepared, batches, num_batches, options, show_progress), options.batch_size)
+    if len(samples.chunks) < 2:
         raise CalibrationError(
             "there is too little to tune with",
             because="`batches` yielded one sample; tuning learns from some and is judged on others",
             remedy="pass at least 2 samples; 64 to 1024 are usual",
         )
-    return found
+    return samples
 
 
 def inputs_of(
     prepared: fx.GraphModule, batches: Any, num_batches: int | None, options: Options, show_progress: bool | None = False
 ) -> list[list[Any]]:
     """Return the model's inputs of each batch. Raises CalibrationError if there is none, or one does not fit."""
-    found: list[list[Any]] = []
+    all_inputs: list[list[Any]] = []
     source = as_batches(batches)
     for batch in progress(first_batches(source, num_batches), length(source, num_batches), "taking batches", show_progress):
-        found.append(model_inputs(prepared, options.inputs(batch), len(found)))
-    if not found:
+        all_inputs.append(model_inputs(prepared, options.inputs(batch), len(all_inputs)))
+    if not all_inputs:
         raise no_batches(num_batches)
-    return found
+    return all_inputs
 
 
 def cut(prepared: fx.GraphModule, whole: list[list[Any]], size: int) -> Samples:
@@ -94,7 +94,7 @@ def cut(prepared: fx.GraphModule, whole: list[list[Any]], size: int) -> Samples:
 def batch_axes(prepared: fx.GraphModule) -> list[int | None]:
     """Return for each input of the model the dimension that is the batch; None if there is none."""
     facts = [fact(node) for node in prepared.graph.find_nodes(op="placeholder")]
-    return [known.batch_axis if isinstance(known, TensorFact) else None for known in facts]
+    return [each.batch_axis if isinstance(each, TensorFact) else None for each in facts]
 
 
 def single(inputs: Sequence[Any], axes: Sequence[int | None]) -> Iterable[list[Any]]:
@@ -167,8 +167,8 @@ class Walk:
     @torch.no_grad()
     def at(self, nodes: Iterable[fx.Node]) -> list[Values]:
         """Return the values of these nodes for every chunk, computing the nodes that they depend on as needed."""
-        wanted = list(nodes)
-        for node in self._needed(wanted):
+        targets = list(nodes)
+        for node in self._needed(targets):
             with constants_kept():
                 for values in self._values:
                     values[node] = run(self.prepared, node, values, exact=self.exact)
@@ -177,13 +177,13 @@ class Walk:
             self._done.add(node)
             for operand in node.all_input_nodes:
                 self._left[operand] -= 1
-                if not self._left[operand] and operand not in wanted:
+                if not self._left[operand] and operand not in targets:
                     self._drop(operand)
-        found = [{node: values[node] for node in wanted} for values in self._values]
-        for node in wanted:
+        results = [{node: values[node] for node in targets} for values in self._values]
+        for node in targets:
             if not self._left[node]:
                 self._drop(node)
-        return found
+        return results
 
     def _drop(self, node: fx.Node) -> None:
         for values in self._values:
@@ -191,16 +191,16 @@ class Walk:
             if node.op != "get_attr":
                 self._kept.drop(value)
 
-    def _needed(self, wanted: Sequence[fx.Node]) -> list[fx.Node]:
+    def _needed(self, targets: Sequence[fx.Node]) -> list[fx.Node]:
         """Return the nodes that have to run for these nodes, in the order of the graph."""
-        found: set[fx.Node] = set()
-        left = [node for node in wanted if node not in self._done]
-        while left:
-            node = left.pop()
-            if node not in found:
-                found.add(node)
-                left.extend(operand for operand in node.all_input_nodes if operand not in self._done)
-        return sorted(found, key=self._order.__getitem__)
+        needed: set[fx.Node] = set()
+        waiting = [node for node in targets if node not in self._done]
+        while waiting:
+            node = waiting.pop()
+            if node not in needed:
+                needed.add(node)
+                waiting.extend(operand for operand in node.all_input_nodes if operand not in self._done)
+        return sorted(needed, key=self._order.__getitem__)
 
 
 def run(prepared: fx.GraphModule, node: fx.Node, values: Values, *, exact: bool) -> Any:
@@ -256,8 +256,8 @@ def real_result(operator: QuantizedOperator, arguments: dict[str, Any], *, whole
 
     The weight has its integers, or the values that its rounding gives in their place. Without `whole` the fused limits are left out.
     """
-    given = dict(arguments)
-    residual, clamp = given.pop("residual", None), given.pop("clamp", None)
+    operands = dict(arguments)
+    residual, clamp = operands.pop("residual", None), operands.pop("clamp", None)
     used = {name: iter(q if isinstance(q, list) else [q]) for name, q in operator.inputs.items()}
 
     def take(name: str, value: Tensor) -> Quantized | Tensor:
@@ -267,7 +267,7 @@ def real_result(operator: QuantizedOperator, arguments: dict[str, Any], *, whole
         grid = quantizer.grid
         return Quantized(value / grid.scale, grid, tuple(value.shape))
 
-    result = operator.operator.lower(operator.lowering(RealLowering), **map_operands(operator.operator, given, take))
+    result = operator.operator.lower(operator.lowering(RealLowering), **map_operands(operator.operator, operands, take))
     return epilogue(result.real(), residual, clamp if whole else None, None)
 
 
@@ -299,8 +299,8 @@ class Unit:
 
     @property
     def exits(self) -> tuple[fx.Node, ...]:
-        found = tuple(node for node in self.nodes if is_real(node) and any(user not in self.nodes for user in node.users))
-        return found or self.weighted[-1:]
+        exits = tuple(node for node in self.nodes if is_real(node) and any(user not in self.nodes for user in node.users))
+        return exits or self.weighted[-1:]
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
@@ -309,8 +309,8 @@ class Unit:
 
 def is_real(node: fx.Node) -> bool:
     """Return whether a node gives a floating point tensor."""
-    known = fact(node)
-    return isinstance(known, TensorFact) and known.dtype.is_floating_point
+    node_fact = fact(node)
+    return isinstance(node_fact, TensorFact) and node_fact.dtype.is_floating_point
 
 
 def operator_at(prepared: fx.GraphModule, node: fx.Node) -> QuantizedOperator | None:
@@ -321,12 +321,12 @@ def operator_at(prepared: fx.GraphModule, node: fx.Node) -> QuantizedOperator | 
 
 def weighted_nodes(prepared: fx.GraphModule) -> dict[fx.Node, QuantizedOperator]:
     """Return the nodes with a constant weight, and their operators, in the order they run, except operators with `left_out` set."""
-    found = {}
+    operators = {}
     for node in prepared.graph.nodes:
         operator = operator_at(prepared, node)
         if operator is not None and not operator.left_out and is_weighted(operator, constant_arguments(prepared, node, operator)):
-            found[node] = operator
-    return found
+            operators[node] = operator
+    return operators
 
 
 def constant_weight(prepared: fx.GraphModule, node: fx.Node, operator: QuantizedOperator) -> Tensor:
@@ -353,10 +353,10 @@ def shared_weights(prepared: fx.GraphModule) -> set[fx.Node]:
     """Return the weighted nodes with a weight that others read, too: it is one constant for all, as long as all round it alike."""
     readers: dict[str, set[fx.Node]] = {}
     for node in weighted_nodes(prepared):
-        left = [operand for operand in node.all_input_nodes if is_parameter(operand)]
-        while left:
-            operand = left.pop()
-            left.extend(operand.all_input_nodes)
+        open_nodes = [operand for operand in node.all_input_nodes if is_parameter(operand)]
+        while open_nodes:
+            operand = open_nodes.pop()
+            open_nodes.extend(operand.all_input_nodes)
             value = resolve(prepared, str(operand.target)) if operand.op == "get_attr" else None
             if isinstance(value, Tensor) and value.dim() > 1:
                 readers.setdefault(str(operand.target), set()).add(node)
@@ -390,8 +390,8 @@ class Lesson:
     @constants_kept()
     def error(self) -> float:
         """Return the mean squared error of the unit's current integer results on held-out samples."""
-        found: dict[int, Values] = {index: self.results(index) for index in self.samples.judging}
-        return self._mean(lambda index, node: (found[index][node] - self.targets[index][node]).double().square())
+        results: dict[int, Values] = {index: self.results(index) for index in self.samples.judging}
+        return self._mean(lambda index, node: (results[index][node] - self.targets[index][node]).double().square())
 
     def results(self, index: int) -> Values:
         """Return its values in integers for one chunk."""

@@ -44,8 +44,8 @@ class Peer(NamedTuple):
         return reason
 
     def quantize(self, checkpoint: Checkpoint, setting: Setting, mode: str) -> Quantized:
-        made: Quantized = self._module.quantize(checkpoint, setting, mode, **self.options)
-        return made
+        quantized: Quantized = self._module.quantize(checkpoint, setting, mode, **self.options)
+        return quantized
 
     @property
     def _module(self) -> Any:

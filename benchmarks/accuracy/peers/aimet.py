@@ -45,9 +45,9 @@ def quantize(checkpoint: Checkpoint, setting: Setting, mode: str, *, equalizatio
         )
         _keep_eight_bits(simulated.model)
         simulated.compute_encodings(lambda model: [model(batch) for batch in batches])
-    made = simulated.model.eval()
-    assert any(type(module).__name__ == "QuantizeDequantize" for module in made.modules()), "AIMET quantizes nothing"
-    return made  # type: ignore[no-any-return]
+    quantized = simulated.model.eval()
+    assert any(type(module).__name__ == "QuantizeDequantize" for module in quantized.modules()), "AIMET quantizes nothing"
+    return quantized  # type: ignore[no-any-return]
 
 
 def _keep_eight_bits(simulated: nn.Module) -> None:

@@ -28,7 +28,7 @@ def quantize(checkpoint: Checkpoint, setting: Setting, mode: str) -> Quantized:
         ready = preprocess_for_quantize(
             checkpoint.load(), equalize_iters=20 if mode == TUNING else 0, equalize_merge_bias=mode == TUNING, merge_bn=True
         )
-        made = quantize_model(
+        quantized = quantize_model(
             ready,
             backend="fx",
             weight_bit_width=setting.weights,
@@ -40,11 +40,11 @@ def quantize(checkpoint: Checkpoint, setting: Setting, mode: str) -> Quantized:
             scale_factor_type="po2_scale" if setting.power_of_two else "float_scale",
             quant_format="int",
         )
-        made.eval()
-        calibrate(loader, made)
+        quantized.eval()
+        calibrate(loader, quantized)
         if mode == TUNING:
-            apply_bias_correction(loader, made)
-    made.eval()
-    count = sum(type(module).__module__.startswith("brevitas.nn") for module in made.modules())
+            apply_bias_correction(loader, quantized)
+    quantized.eval()
+    count = sum(type(module).__module__.startswith("brevitas.nn") for module in quantized.modules())
     assert count, "Brevitas quantizes nothing"
-    return made
+    return quantized

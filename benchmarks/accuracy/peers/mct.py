@@ -31,6 +31,6 @@ def quantize(checkpoint: Checkpoint, setting: Setting, mode: str) -> Quantized:
     platform = toolkit.get_target_platform_capabilities("1.0", "imx500" if setting.power_of_two else "tflite")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made, _ = toolkit.ptq.pytorch_post_training_quantization(checkpoint.load(), samples, target_platform_capabilities=platform)
-    assert any("Quantiz" in type(module).__name__ for module in made.modules()), "MCT quantizes nothing"
-    return made.eval()  # type: ignore[no-any-return]
+        quantized, _ = toolkit.ptq.pytorch_post_training_quantization(checkpoint.load(), samples, target_platform_capabilities=platform)
+    assert any("Quantiz" in type(module).__name__ for module in quantized.modules()), "MCT quantizes nothing"
+    return quantized.eval()  # type: ignore[no-any-return]

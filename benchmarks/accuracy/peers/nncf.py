@@ -27,13 +27,13 @@ def quantize(checkpoint: Checkpoint, setting: Setting, mode: str) -> Quantized:
     weights = QuantizationParameters(per_channel=setting.per_channel)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = nncf.quantize(
+        quantized = nncf.quantize(
             checkpoint.load(),
             nncf.Dataset([sample.unsqueeze(0) for sample in samples]),
             subset_size=len(samples),
             fast_bias_correction=mode == CALIBRATION,
             advanced_parameters=AdvancedQuantizationParameters(weights_quantization_params=weights),
         )
-    count = sum("Quantizer" in type(module).__name__ for module in made.modules())
+    count = sum("Quantizer" in type(module).__name__ for module in quantized.modules())
     assert count, "NNCF quantizes nothing"
-    return made.eval()
+    return quantized.eval()

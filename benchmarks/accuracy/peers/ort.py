@@ -95,7 +95,7 @@ def _require_quantized(path: Path) -> None:
     import onnx
 
     graph = onnx.load(str(path)).graph
-    made = {name: node.op_type for node in graph.node for name in node.output}
+    producers = {name: node.op_type for node in graph.node for name in node.output}
     layers = [node for node in graph.node if node.op_type in ("Conv", "ConvTranspose", "MatMul", "Gemm")]
-    left = [node.name for node in layers if any(made.get(name) != "DequantizeLinear" for name in node.input[:2])]
-    assert not left, f"onnxruntime leaves layers in float: {left}"
+    in_float = [node.name for node in layers if any(producers.get(name) != "DequantizeLinear" for name in node.input[:2])]
+    assert not in_float, f"onnxruntime leaves layers in float: {in_float}"

@@ -71,8 +71,8 @@ def _train(prepared: nn.Module, checkpoint: Checkpoint) -> None:
 def _require_quantized(prepared: nn.Module, network: nn.Module) -> None:
     """Raise AssertionError where fewer activations are quantized than there are layers with weights."""
     layers = sum(isinstance(module, nn.Conv2d | nn.Linear | nn.ConvTranspose2d) for module in network.modules())
-    found = sum(name.startswith("activation_post_process") for name, _ in prepared.named_children())
-    assert found > layers, f"torch.ao leaves activations in float: it quantizes {found}, beside {layers} layers"
+    observers = sum(name.startswith("activation_post_process") for name, _ in prepared.named_children())
+    assert observers > layers, f"torch.ao leaves activations in float: it quantizes {observers}, beside {layers} layers"
 
 
 def _qconfig(weights: int, activations: int, *, per_channel: bool, reduce_range: bool) -> Any:

@@ -71,14 +71,14 @@ def install(replace: bool = True) -> None:
 
 def _remember_programs() -> None:
     """Make modules of exported programs refer to their program, because `prepare_pt2e` is given the module."""
-    made = torch.export.ExportedProgram.module
-    if getattr(made, "remembers", False):
+    original = torch.export.ExportedProgram.module
+    if getattr(original, "remembers", False):
         return
 
     def module(self: torch.export.ExportedProgram, *args: Any, **kwargs: Any) -> Any:
-        found = made(self, *args, **kwargs)
-        found.__dict__[PROGRAM] = self
-        return found
+        result = original(self, *args, **kwargs)
+        result.__dict__[PROGRAM] = self
+        return result
 
     module.remembers = True  # type: ignore[attr-defined]
     torch.export.ExportedProgram.module = module  # type: ignore[method-assign]

@@ -21,9 +21,9 @@ BITS = {15: 4, 16: 4, 127: 8, 128: 8, 255: 8, 256: 8, 65535: 16, 65536: 16}  # b
 
 # Observers of activations, by PyTorch's names.
 OBSERVERS: dict[str, Callable[[Any], Any]] = {
-    "HistogramObserver": lambda made: HistogramObserver(made.bins) if made.bins != HistogramObserver().bins else HistogramObserver,
-    "MovingAverageMinMaxObserver": lambda made: MovingAverageMinMaxObserver(made.averaging_constant),
-    "MinMaxObserver": lambda made: MinMaxObserver,
+    "HistogramObserver": lambda theirs: HistogramObserver(theirs.bins) if theirs.bins != HistogramObserver().bins else HistogramObserver,
+    "MovingAverageMinMaxObserver": lambda observer: MovingAverageMinMaxObserver(observer.averaging_constant),
+    "MinMaxObserver": lambda observer: MinMaxObserver,
 }
 WEIGHT_OBSERVERS = ("MinMaxObserver", "PerChannelMinMaxObserver")  # and their subclasses
 
@@ -70,12 +70,12 @@ def asked(factory: Any, what: str) -> Asked:
     if isinstance(factory, Asked):
         return factory
     try:
-        made = factory()
+        created = factory()
     except Exception as error:
         raise refused("observer of a QConfig", what=what, kind=type(error).__name__, error=error) from error
-    observer = getattr(made, "activation_post_process", made)
+    observer = getattr(created, "activation_post_process", created)
     kinds = [kind for kind in type(observer).__mro__ if kind.__module__.startswith(HOMES)]
-    written = type(made).__name__
+    written = type(created).__name__
     if not isinstance(observer, nn.Identity) and not (kinds and hasattr(observer, "calculate_qparams")):
         raise NOT_READ["own"].error(f"{what} {written} cannot be read")
     names = tuple(kind.__name__ for kind in kinds)
@@ -107,8 +107,8 @@ def activation(factory: Any, what: str = "the activation") -> ActivationConfig:
         scale, zero_point = float(one.observer.scale), int(one.observer.zero_point)
         moved = zero_point + (128 if one.dtype == "int8" else 0)  # equal float values, with integers counted from 0
         return ActivationConfig(dtype, scale=scale, zero_point=moved if affine else None)
-    found = next((OBSERVERS[name](one.observer) for name in one.names if name in OBSERVERS), None)
-    return ActivationConfig(dtype, observer=found or TheirObserver(factory), training=training)
+    observer = next((OBSERVERS[name](one.observer) for name in one.names if name in OBSERVERS), None)
+    return ActivationConfig(dtype, observer=observer or TheirObserver(factory), training=training)
 
 
 class TheirObserver(Observer):
@@ -125,8 +125,8 @@ class TheirObserver(Observer):
         self.reset()
 
     def reset(self) -> None:
-        made = self.factory()
-        self.theirs = getattr(made, "activation_post_process", made)
+        created = self.factory()
+        self.theirs = getattr(created, "activation_post_process", created)
         self.count.zero_()
 
     def observe(self, value: Tensor) -> None:
@@ -211,18 +211,18 @@ ATTRIBUTES = {
 }
 
 
-def mapping_of(given: Any, traced: fx.GraphModule) -> QConfigMapping:
+def mapping_of(mapping: Any, traced: fx.GraphModule) -> QConfigMapping:
     """Return the QConfigMapping equivalent to PyTorch's, a dict or one QConfig, for a traced model; fxquant's is returned unchanged.
 
     Rules equal to the global one are left out, and so are those of PyTorch's default mapping for operators that the model lacks.
     Every rule that is reported to match nothing is then the user's.
     """
-    if isinstance(given, QConfigMapping):
-        return given
-    if given is None or isinstance(given, QConfig) or is_foreign(given):
-        return QConfigMapping(default=read(given))
-    parts = _parts(given)
-    default = read(given.get("") if isinstance(given, Mapping) else given.global_qconfig)
+    if isinstance(mapping, QConfigMapping):
+        return mapping
+    if mapping is None or isinstance(mapping, QConfig) or is_foreign(mapping):
+        return QConfigMapping(default=read(mapping))
+    parts = _parts(mapping)
+    default = read(mapping.get("") if isinstance(mapping, Mapping) else mapping.global_qconfig)
     modules = dict(traced.named_modules())
     written = {type(modules[str(node.target)]) if node.op == "call_module" else node.target for node in traced.graph.nodes}
     types = {}
@@ -242,15 +242,15 @@ def mapping_of(given: Any, traced: fx.GraphModule) -> QConfigMapping:
     return QConfigMapping(default, types, patterns, names, calls)
 
 
-def _parts(given: Any) -> dict[str, list[Any]]:
-    if isinstance(given, Mapping):
-        unknown = [key for key in given if key not in ("", *ATTRIBUTES)]
+def _parts(mapping: Any) -> dict[str, list[Any]]:
+    if isinstance(mapping, Mapping):
+        unknown = [key for key in mapping if key not in ("", *ATTRIBUTES)]
         if not unknown:
-            return {key: _pairs(given.get(key, ())) for key in ATTRIBUTES}
+            return {key: _pairs(mapping.get(key, ())) for key in ATTRIBUTES}
         raise refused("mapping.rule", value=unknown[0], known=", ".join(map(repr, ATTRIBUTES)))
-    if not all(hasattr(given, name) for name in ("global_qconfig", *ATTRIBUTES.values())):
-        raise refused("mapping", kind=type(given).__name__)
-    return {key: _pairs(getattr(given, name)) for key, name in ATTRIBUTES.items()}
+    if not all(hasattr(mapping, name) for name in ("global_qconfig", *ATTRIBUTES.values())):
+        raise refused("mapping", kind=type(mapping).__name__)
+    return {key: _pairs(getattr(mapping, name)) for key, name in ATTRIBUTES.items()}
 
 
 def _pairs(rules: Any) -> list[Any]:

@@ -119,11 +119,11 @@ def _grid(node: fx.Node, marks: dict[fx.Node, Any], where: Any) -> ActivationCon
 @functools.lru_cache(maxsize=64)  # equal specifications are equal configs, with observers of a user's own, too
 def _factory(spec: Any) -> Any:
     """Return the factory of a QuantizationSpec's observer or fake quantize, with the settings of the specification."""
-    given = {field.name: getattr(spec, field.name) for field in fields(spec) if getattr(spec, field.name) is not None}
-    made = given.pop("observer_or_fake_quant_ctr")
-    if "PerChannel" not in repr(made):
-        given.pop("ch_axis", None)
-    return functools.partial(made, **given)
+    settings = {field.name: getattr(spec, field.name) for field in fields(spec) if getattr(spec, field.name) is not None}
+    factory = settings.pop("observer_or_fake_quant_ctr")
+    if "PerChannel" not in repr(factory):
+        settings.pop("ch_axis", None)
+    return functools.partial(factory, **settings)
 
 
 def _config(node: fx.Node, marks: dict[fx.Node, Any]) -> QConfig | None:

@@ -61,9 +61,9 @@ class Mask:
             self.hide(mask)
             return
         hiding = Hiding(self.build, mask)
-        found = None if is_parameter(mask) else hiding.kept(mask, dim)
-        if found is not None:
-            self.hide(found)
+        visible = None if is_parameter(mask) else hiding.kept(mask, dim)
+        if visible is not None:
+            self.hide(visible)
             self.empty = hiding.empty
             return
         terms = terms_of(mask)
@@ -135,14 +135,14 @@ def _repeated(build: Builder, operand: fx.Node, heads: int) -> Any:
 _TAKES = "query key value attn_mask dropout_p is_causal scale enable_gqa"
 
 
-def _attention_arguments(*given: Any, **named: Any) -> dict[str, Any] | str:
-    found: Any = taking(_TAKES, _TAKES.split())(*given, **named)
-    return "it drops elements at random in eval mode as well" if found.pop("dropout_p", 0.0) != 0 else found
+def _attention_arguments(*args: Any, **named: Any) -> dict[str, Any] | str:
+    arguments: Any = taking(_TAKES, _TAKES.split())(*args, **named)
+    return "it drops elements at random in eval mode as well" if arguments.pop("dropout_p", 0.0) != 0 else arguments
 
 
 def _refuses_attention(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     facts = [fact(arguments[name]) for name in ("query", "key", "value")]
-    if not all(isinstance(known, TensorFact) and len(known.shape) >= 2 for known in facts):
+    if not all(isinstance(each, TensorFact) and len(each.shape) >= 2 for each in facts):
         return "one of its operands is not a tensor of two or more dimensions"
     if not isinstance(facts[0].shape[-1], int) or not isinstance(facts[1].shape[-2], int):
         return "it sums over the batch, whose size is not fixed"
@@ -217,19 +217,19 @@ def _masks(
     mask = Mask(build)
     if more:
         both = (attn_mask, key_padding_mask)
-        attn_mask, key_padding_mask = (None if given is None else _never_hiding(build, given, more) for given in both)
+        attn_mask, key_padding_mask = (None if each is None else _never_hiding(build, each, more) for each in both)
     if attn_mask is not None:
-        given = build.host(torch.logical_not, attn_mask) if fact(attn_mask).dtype == torch.bool else attn_mask
-        shape = numbers(fact(given).shape)
+        tensor = build.host(torch.logical_not, attn_mask) if fact(attn_mask).dtype == torch.bool else attn_mask
+        shape = numbers(fact(tensor).shape)
         if len(shape) == 3 and len(fact(query).shape) == 4:  # samples and heads are one dimension
-            given = build.host(reshape, given, [-1, fact(query).shape[1], *shape[1:]])
-        mask.add(given)
+            tensor = build.host(reshape, tensor, [-1, fact(query).shape[1], *shape[1:]])
+        mask.add(tensor)
     elif is_causal:
         mask.causal(fact(query).shape[-2], fact(key).shape[-2])
     if key_padding_mask is not None:
         padding = fact(key_padding_mask).dtype == torch.bool
-        given = build.host(torch.logical_not, key_padding_mask) if padding else key_padding_mask
-        mask.add(given if len(fact(given).shape) == 1 else build.host(reshape, given, [-1, 1, 1, fact(given).shape[-1]]))
+        tensor = build.host(torch.logical_not, key_padding_mask) if padding else key_padding_mask
+        mask.add(tensor if len(fact(tensor).shape) == 1 else build.host(reshape, tensor, [-1, 1, 1, fact(tensor).shape[-1]]))
     return mask
 
 
@@ -245,10 +245,10 @@ def _never_hiding(build: Builder, mask: fx.Node, more: int) -> fx.Node:
 
 def _heads_module(module: Any) -> dict[str, Any] | str:
     projection = {"out_proj_weight": Parameter("out_proj.weight"), "out_proj_bias": Parameter("out_proj.bias")}
-    held = {name: Parameter(name) for name in HELD if not name.startswith("out") and getattr(module, name) is not None}
+    present = {name: Parameter(name) for name in HELD if not name.startswith("out") and getattr(module, name) is not None}
     if module.out_proj.bias is None:
         del projection["out_proj_bias"]
-    parameters = [{**held, **projection}.get(name) for name in HELD]
+    parameters = [{**present, **projection}.get(name) for name in HELD]
     settings = {name: getattr(module, name) for name in ("num_heads", "batch_first", "add_zero_attn")}
     return {"parameters": parameters, **settings, "dropout_p": module.dropout}
 
@@ -257,29 +257,29 @@ def _heads_function(*args: Any, **kwargs: Any) -> dict[str, Any] | str:
     """F.multi_head_attention_forward, which the module calls."""
     bound = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs)
     bound.apply_defaults()
-    given = bound.arguments
-    if given["training"] and given["dropout_p"]:
+    arguments = bound.arguments
+    if arguments["training"] and arguments["dropout_p"]:
         return "it drops elements at random"
-    if given["static_k"] is not None or given["static_v"] is not None:
+    if arguments["static_k"] is not None or arguments["static_v"] is not None:
         return "static_k and static_v, which are projected already, have no integer form: call F.scaled_dot_product_attention"
-    parameters = [given[name] for name in HELD]
-    if given["use_separate_proj_weight"]:
+    parameters = [arguments[name] for name in HELD]
+    if arguments["use_separate_proj_weight"]:
         parameters[0] = None
     names = (
         *("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights"),
         *("is_causal", "num_heads", "add_zero_attn", "dropout_p"),
     )
-    return {**{name: given[name] for name in names}, "parameters": parameters}
+    return {**{name: arguments[name] for name in names}, "parameters": parameters}
 
 
 def _refuses_heads(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     facts = [fact(arguments[name]) for name in ("query", "key", "value")]
-    if not all(isinstance(known, TensorFact) and len(known.shape) in (2, 3) for known in facts):
+    if not all(isinstance(each, TensorFact) and len(each.shape) in (2, 3) for each in facts):
         return "one of its operands is not a tensor of two or three dimensions"
     position = 1 if arguments["batch_first"] and len(facts[0].shape) == 3 else 0
-    if not all(isinstance(known.shape[position], int) for known in facts):
+    if not all(isinstance(each.shape[position], int) for each in facts):
         return "its positions depend on the batch size"
-    return MANY_SIZES if any(not isinstance(size, int) for known in facts for size in known.shape[2:]) else None
+    return MANY_SIZES if any(not isinstance(size, int) for each in facts for size in each.shape[2:]) else None
 
 
 @composite(

@@ -159,8 +159,8 @@ class Hiding:
             return None
         arguments = record.arguments(value)
         one = 1 if record.function is sub else -1
-        known = _everywhere(arguments["other"]) == one and arguments["alpha"] == 1
-        return self.holds(arguments["input"], dim, True) if known else None
+        subtracts_one = _everywhere(arguments["other"]) == one and arguments["alpha"] == 1
+        return self.holds(arguments["input"], dim, True) if subtracts_one else None
 
     def _chosen(self, condition: Any, input: Any, other: Any, dim: int | None) -> fx.Node | None:
         if not isinstance(condition, fx.Node):
@@ -183,8 +183,8 @@ class Hiding:
         if self.empty == "equal" and node is self._mask:
             self.otherwise = one
             return both
-        found = self._build.host(any_of, both, [dim], True)
-        alone = self._build.host(torch.logical_and, one, self._build.host(torch.logical_not, found))
+        nonempty = self._build.host(any_of, both, [dim], True)
+        alone = self._build.host(torch.logical_and, one, self._build.host(torch.logical_not, nonempty))
         return self._build.host(torch.logical_or, both, alone)
 
     def _of_constant(self, mask: fx.Node) -> fx.Node | None:
@@ -194,9 +194,9 @@ class Hiding:
         self._added |= set(value[value != 0].flatten().tolist())
         return self._build.host(torch.eq, mask, 0.0)
 
-    def _seen(self, adds: float, found: fx.Node | None) -> fx.Node | None:
+    def _seen(self, adds: float, visible: fx.Node | None) -> fx.Node | None:
         self._added.add(adds)
-        return found
+        return visible
 
     def _not(self, value: fx.Node | None) -> fx.Node | None:
         if value is not None and value.target is torch.logical_not:
@@ -207,13 +207,13 @@ class Hiding:
     def _both(self, left: Any, right: Any) -> fx.Node | None:
         return None if left is None or right is None else self._build.host(torch.logical_and, left, right)
 
-    def _moved(self, node: fx.Node, found: fx.Node | None) -> fx.Node | None:
+    def _moved(self, node: fx.Node, visible: fx.Node | None) -> fx.Node | None:
         """Move booleans as the node moves numbers."""
         record = operator_of(node)
         assert record is not None
-        if found is None or record.function in (identity, in_dtype):
-            return found
-        return self._build.host(node.target, found, *node.args[1:])  # type: ignore[arg-type]
+        if visible is None or record.function in (identity, in_dtype):
+            return visible
+        return self._build.host(node.target, visible, *node.args[1:])  # type: ignore[arg-type]
 
 
 def _numbers(value: Any) -> set[float]:
@@ -228,8 +228,8 @@ def _numbers(value: Any) -> set[float]:
 
 def level_of(constant: fx.Node) -> float | None:
     """Return the only nonzero number of a constant mask; None if there are several or none."""
-    found = {number for number in _numbers(constant) if number != 0}
-    return next(iter(found)) if len(found) == 1 else None
+    levels = {number for number in _numbers(constant) if number != 0}
+    return next(iter(levels)) if len(levels) == 1 else None
 
 
 def _dim_before(node: fx.Node, dim: int | None) -> int | None:
@@ -255,8 +255,8 @@ def _everywhere(value: Any) -> float | None:
     if not isinstance(value, fx.Node):
         return None
     if is_parameter(value):
-        held = constant_value(value)
-        return float(held.flatten()[0]) if held is not None and held.numel() and bool((held == held.flatten()[0]).all()) else None
+        tensor = constant_value(value)
+        return float(tensor.flatten()[0]) if tensor is not None and tensor.numel() and bool((tensor == tensor.flatten()[0]).all()) else None
     name = value.target if isinstance(value.target, str) else getattr(value.target, "__name__", "")
     if name in ("zeros_like", "zeros", "new_zeros"):
         return 0.0

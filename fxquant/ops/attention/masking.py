@@ -77,13 +77,13 @@ def may_hide(mask: fx.Node) -> bool:
 
 def is_scores(mask: fx.Node) -> bool:
     """Return whether an added mask depends on a layer with weights, so that it is a bias and hides nothing."""
-    seen, open_ = {mask}, [mask]
+    visited, open_ = {mask}, [mask]
     while open_:
         node = open_.pop()
         if has_weights(node):
             return True
-        new = [operand for operand in node.all_input_nodes if operand not in seen and isinstance(fact(operand), TensorFact)]
-        seen.update(new)
+        new = [operand for operand in node.all_input_nodes if operand not in visited and isinstance(fact(operand), TensorFact)]
+        visited.update(new)
         open_ += new
     return False
 
@@ -112,21 +112,21 @@ def repeated(mask: fx.Node) -> Tensor | None:
     return one if same else None
 
 
-def _at(node: fx.Node, batch: int, known: dict[fx.Node, Any]) -> Any:
+def _at(node: fx.Node, batch: int, values: dict[fx.Node, Any]) -> Any:
     """Return the value of a node at a batch size. Raise LookupError where it is not the same for all inputs of that size."""
-    if node in known:
-        return known[node]
+    if node in values:
+        return values[node]
     size, model = fact(node), node.graph.owning_module
     if isinstance(size, int | BatchDim):
-        known[node] = size if isinstance(size, int) else size.at(batch)
+        values[node] = size if isinstance(size, int) else size.at(batch)
     elif is_parameter(node) and model is not None:
-        known[node] = parameter_value(model, node)
+        values[node] = parameter_value(model, node)
     elif operator_of(node) is None or node.op != "call_function" or not node.all_input_nodes:
         raise LookupError(node.name)
     else:
-        arguments = fx.map_arg(node.args, lambda operand: _at(operand, batch, known))
-        known[node] = node.target(*arguments)  # type: ignore[operator]
-    return known[node]
+        arguments = fx.map_arg(node.args, lambda operand: _at(operand, batch, values))
+        values[node] = node.target(*arguments)  # type: ignore[operator]
+    return values[node]
 
 
 HOST = tuple(
@@ -155,9 +155,9 @@ register(
 
 def _masked_softmax(input: Tensor, keep: Tensor, dim: int, empty: str = "zeros", otherwise: Tensor | None = None) -> Tensor:
     missing = ~keep.expand_as(input).any(dim, keepdim=True)
-    kept = keep if empty == "zeros" else keep | (missing if otherwise is None else missing & otherwise)
+    visible = keep if empty == "zeros" else keep | (missing if otherwise is None else missing & otherwise)
     scores = torch.where(keep, input, LOWEST) if empty == "equal" else input
-    return torch.where(kept, torch.softmax(torch.where(kept, scores, -math.inf), dim), 0.0)
+    return torch.where(visible, torch.softmax(torch.where(visible, scores, -math.inf), dim), 0.0)
 
 
 def shares(
@@ -184,8 +184,8 @@ def with_empty_rows(build: Builder, keep: fx.Node, dim: int, otherwise: fx.Node 
     value = constant_value(keep)
     if value is not None and value.dim() >= -dim and bool(value.any(dim).all()):
         return keep
-    found = build.host(any_of, keep, [dim], True) if len(fact(keep).shape) >= -dim else keep
-    missing = build.host(torch.logical_not, found)
+    nonempty = build.host(any_of, keep, [dim], True) if len(fact(keep).shape) >= -dim else keep
+    missing = build.host(torch.logical_not, nonempty)
     return build.host(torch.logical_or, keep, missing if otherwise is None else build.host(torch.logical_and, missing, otherwise))
 
 

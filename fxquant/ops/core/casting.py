@@ -95,28 +95,28 @@ def _has_no_fraction(value: Any) -> bool:
     return Trait.INTEGERS in record.traits
 
 
-def changed(input: fx.Node, before: torch.dtype, wanted: torch.dtype) -> str | Instead:
+def changed(input: fx.Node, before: torch.dtype, dtype: torch.dtype) -> str | Instead:
     """Return the operator that a cast to another dtype is."""
-    if wanted == torch.bool:
+    if dtype == torch.bool:
         return Instead(torch.ne, {"input": input, "other": 0})
-    if before == torch.bool and wanted == torch.float32:
+    if before == torch.bool and dtype == torch.float32:
         return Instead(where, {"condition": input, "input": 1.0, "other": 0.0})
-    if wanted in DTYPES:
+    if dtype in DTYPES:
         if before == torch.bool or before in DTYPES:
-            return Instead(to_integer, {"input": input, "dtype": wanted})
+            return Instead(to_integer, {"input": input, "dtype": dtype})
         return Instead(truncated, {"input": input, "whole": _has_no_fraction(input)}) if before in REAL_DTYPES else "it changes the dtype"
-    if wanted == torch.float32 and before in DTYPES:
+    if dtype == torch.float32 and before in DTYPES:
         return Instead(to_real, {"input": input})
-    if wanted in REAL_DTYPES and (before == torch.float32 or input.target is in_dtype):
-        return Instead(in_dtype, {"input": input, "dtype": wanted})
+    if dtype in REAL_DTYPES and (before == torch.float32 or input.target is in_dtype):
+        return Instead(in_dtype, {"input": input, "dtype": dtype})
     return "it changes the dtype"
 
 
 def asked_dtype(asked: Any) -> torch.dtype | None:
     """Return the dtype that an argument of a cast asks for; None of a device."""
-    known = fact(asked) if isinstance(asked, fx.Node) else asked
-    if isinstance(known, TensorFact | torch.dtype):
-        return known if isinstance(known, torch.dtype) else known.dtype
+    value = fact(asked) if isinstance(asked, fx.Node) else asked
+    if isinstance(value, TensorFact | torch.dtype):
+        return value if isinstance(value, torch.dtype) else value.dtype
     name = str(asked)
     if name.startswith("torch.") and name.endswith("Tensor"):  # "torch.FloatTensor"
         return torch.empty(0, dtype=torch.float32, device="cpu").type(name).dtype if ".cuda." not in name else None
@@ -133,9 +133,7 @@ _FILLS: dict[Any, Callable[..., Any]] = {
         (torch.zeros, torch.zeros_like, "new_zeros", torch.empty, torch.empty_like, "new_empty", functional.zero), lambda *_, **__: 0.0
     ),
     **dict.fromkeys((torch.ones, torch.ones_like, "new_ones"), lambda *_, **__: 1.0),
-    **dict.fromkeys(
-        (torch.full, torch.full_like, "new_full"), lambda input, *given, fill_value=None, **_: given[-1] if given else fill_value
-    ),
+    **dict.fromkeys((torch.full, torch.full_like, "new_full"), lambda input, *args, fill_value=None, **_: args[-1] if args else fill_value),
     functional.fill: lambda tensor, value: value,
     "new_tensor": lambda input, data=None, **_: data,
 }
@@ -146,8 +144,8 @@ _BROADCASTING = {Trait.AFFINE, Trait.EXTREMUM, Trait.CHOOSES}
 
 def _number(node: fx.Node) -> float | None:
     """Return the number that a node fills a float32 tensor with, or computes from such a tensor and numbers; None for any other node."""
-    known = fact(node)
-    if node.op not in ("call_function", "call_method") or not isinstance(known, TensorFact) or known.dtype != torch.float32:
+    node_fact = fact(node)
+    if node.op not in ("call_function", "call_method") or not isinstance(node_fact, TensorFact) or node_fact.dtype != torch.float32:
         return None
     if node.target in _FILLS:
         fill = _FILLS[node.target](*node.args, **node.kwargs)
@@ -173,16 +171,16 @@ def _maker(node: fx.Node) -> fx.Node | None:
         or not all(isinstance(each, fx.Node | int | float) for each in node.args)
     ):
         return None
-    known, read = fact(node), fact(operands[0])
-    return operands[0] if isinstance(known, TensorFact) and isinstance(read, TensorFact) and read == known else None
+    node_fact, read = fact(node), fact(operands[0])
+    return operands[0] if isinstance(node_fact, TensorFact) and isinstance(read, TensorFact) and read == node_fact else None
 
 
 def made_anew(node: fx.Node) -> Tensor | None:
     """Return the float32 values of a tensor that a node creates with one number everywhere, at batch size 1; None for any other node."""
-    fill, known = _number(node), fact(node)
+    fill, node_fact = _number(node), fact(node)
     if fill is None:
         return None
-    return torch.full([size if isinstance(size, int) else 1 for size in known.shape], fill, device="cpu", dtype=torch.float32)
+    return torch.full([size if isinstance(size, int) else 1 for size in node_fact.shape], fill, device="cpu", dtype=torch.float32)
 
 
 def made_number(node: Any) -> float | None:
@@ -210,11 +208,11 @@ def sizes_of(node: fx.Node) -> list[Any] | None:
     None where no node gives such a size: a tensor that is created like another one has none, and needs `Tensor.size`.
     """
     node = filled(node)
-    known = fact(node)
-    assert isinstance(known, TensorFact)
+    node_fact = fact(node)
+    assert isinstance(node_fact, TensorFact)
     numbers = [operand for operand in node.all_input_nodes if not isinstance(fact(operand), TensorFact)]
-    found = [size if isinstance(size, int) else next((n for n in numbers if fact(n) == size), None) for size in known.shape]
-    return None if None in found else found
+    sizes = [size if isinstance(size, int) else next((n for n in numbers if fact(n) == size), None) for size in node_fact.shape]
+    return None if None in sizes else sizes
 
 
 def is_joined(node: fx.Node, value: Tensor, reader: fx.Node, record: Operator | None, arguments: dict[str, Any]) -> bool:
@@ -231,6 +229,6 @@ def is_broadcast(node: fx.Node, reader: fx.Node, record: Operator | None) -> boo
     if record is None or record.traits.isdisjoint(_BROADCASTING):
         return False
     others = [operand for operand in reader.all_input_nodes if operand is not node and not is_parameter(operand)]
-    shapes = [known.shape for other in others if isinstance(known := fact(other), TensorFact)]
+    shapes = [other_fact.shape for other in others if isinstance(other_fact := fact(other), TensorFact)]
     result = fact(reader)
     return isinstance(result, TensorFact) and result.dtype == torch.float32 and result.shape in shapes

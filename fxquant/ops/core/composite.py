@@ -57,28 +57,28 @@ class Builder:
         assert isinstance(bound, dict)
         if record.expand is not None and not self.real:
             return self._nested(record, bound, demand)
-        made = self._node("call_function", function, tuple(bound.values()), record.name)
-        set_fact(made, TensorFact.between(*(_on_meta(made, batch) for batch in graph.BATCH_SIZES)))
-        bound = record.normalize(made, bound)
+        added = self._node("call_function", function, tuple(bound.values()), record.name)
+        set_fact(added, TensorFact.between(*(_on_meta(added, batch) for batch in graph.BATCH_SIZES)))
+        bound = record.normalize(added, bound)
         assert isinstance(bound, dict), f"{self.name} cannot be expanded: {bound}"
-        made.args = tuple(bound.values())
-        if made.all_input_nodes and all(map(is_parameter, made.all_input_nodes)):
-            mark_parameter(made)
-            return made
-        graph.set_part(made, graph.Part(self.name, self._within + record.name, step=self.step))
-        graph.spell(made, *graph.spelling(self.node))
+        added.args = tuple(bound.values())
+        if added.all_input_nodes and all(map(is_parameter, added.all_input_nodes)):
+            mark_parameter(added)
+            return added
+        graph.set_part(added, graph.Part(self.name, self._within + record.name, step=self.step))
+        graph.spell(added, *graph.spelling(self.node))
         if demand is not None:
-            state_demand(made, demand)
-        self.parts.append(made)
-        return made
+            state_demand(added, demand)
+        self.parts.append(added)
+        return added
 
     def host(self, function: Callable[..., Any], *args: Any) -> fx.Node:
         """Add a call on float values or booleans, which is not quantized; a call that reads parameters alone is a parameter."""
-        made = self._node("call_function", function, args, getattr(function, "__name__", "host"))
-        set_fact(made, TensorFact.between(*(_on_meta(made, batch) for batch in graph.BATCH_SIZES)))
-        if all(map(is_parameter, made.all_input_nodes)):
-            mark_parameter(made)
-        return made
+        added = self._node("call_function", function, args, getattr(function, "__name__", "host"))
+        set_fact(added, TensorFact.between(*(_on_meta(added, batch) for batch in graph.BATCH_SIZES)))
+        if all(map(is_parameter, added.all_input_nodes)):
+            mark_parameter(added)
+        return added
 
     def reads(self, position: int) -> bool:
         """Return whether anything reads this member of the nest that the operator returns."""
@@ -89,31 +89,31 @@ class Builder:
         """Add a constant tensor, held by the model: one for all constants of equal content."""
         model = self.node.graph.owning_module
         assert model is not None
-        held = {name: tensor for name, tensor in model._buffers.items() if name.startswith(CONSTANT) and tensor is not None}
-        alike = (name for name, held_value in held.items() if held_value.dtype == value.dtype and held_value.shape == value.shape)
-        known = next((name for name in alike if torch.equal(held[name].cpu(), value)), None)
-        if known is None:
-            known = next(name for number in itertools.count() if (name := f"{CONSTANT}{number}") not in held)
-            graph.attach(model, known, value)
-        made = self._node("get_attr", known, (), "constant")
-        set_fact(made, TensorFact(tuple(value.shape), value.dtype))
-        return made
+        constants = {name: tensor for name, tensor in model._buffers.items() if name.startswith(CONSTANT) and tensor is not None}
+        alike = (name for name, held_value in constants.items() if held_value.dtype == value.dtype and held_value.shape == value.shape)
+        buffer = next((name for name in alike if torch.equal(constants[name].cpu(), value)), None)
+        if buffer is None:
+            buffer = next(name for number in itertools.count() if (name := f"{CONSTANT}{number}") not in constants)
+            graph.attach(model, buffer, value)
+        added = self._node("get_attr", buffer, (), "constant")
+        set_fact(added, TensorFact(tuple(value.shape), value.dtype))
+        return added
 
     def _node(self, op: str, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
-        made = self.node.graph.create_node(op, target, args, {}, name=f"{self.node.name}_{name}")
-        self.node.prepend(made)
-        inherit(made, self.node, self.made_by)
-        self._made.append(made)
-        return made
+        added = self.node.graph.create_node(op, target, args, {}, name=f"{self.node.name}_{name}")
+        self.node.prepend(added)
+        inherit(added, self.node, self.made_by)
+        self._made.append(added)
+        return added
 
-    def discard(self, *kept: fx.Node) -> None:
-        """Erase the nodes that this builder inserted and no node reads, except the nodes in `kept`."""
-        for made in reversed(self._made):
-            if made in kept or made.users:
+    def discard(self, *needed: fx.Node) -> None:
+        """Erase the nodes that this builder inserted and no node reads, except the nodes in `needed`."""
+        for added in reversed(self._made):
+            if added in needed or added.users:
                 continue
-            target, model = str(made.target), made.graph.owning_module
-            made.graph.erase_node(made)
-            if made.op == "get_attr" and model is not None and not made.graph.find_nodes(op="get_attr", target=target):
+            target, model = str(added.target), added.graph.owning_module
+            added.graph.erase_node(added)
+            if added.op == "get_attr" and model is not None and not added.graph.find_nodes(op="get_attr", target=target):
                 del model._buffers[target]
 
     def _nested(self, record: Operator, arguments: dict[str, Any], demand: Demand | None) -> Any:
@@ -135,18 +135,18 @@ class Builder:
     @staticmethod
     def fact(value: Any) -> TensorFact:
         """Return the shape and dtype of an operand, or of a part."""
-        known = fact(value)
-        assert isinstance(known, TensorFact)
-        return known
+        tensor_fact = fact(value)
+        assert isinstance(tensor_fact, TensorFact)
+        return tensor_fact
 
 
 def _on_meta(node: fx.Node, batch: int) -> Tensor:
     """Return the part's value on tensors without data."""
 
     def example(operand: fx.Node) -> Any:
-        known = fact(operand)
-        assert isinstance(known, TensorFact) or not is_parameter(operand), f"%{operand.name} has no known shape"
-        return graph.on_meta(known, batch)
+        operand_fact = fact(operand)
+        assert isinstance(operand_fact, TensorFact) or not is_parameter(operand), f"%{operand.name} has no known shape"
+        return graph.on_meta(operand_fact, batch)
 
     result: Tensor = node.target(*fx.map_arg(node.args, example), **fx.map_arg(node.kwargs, example))  # type: ignore[operator]
     return result

@@ -110,8 +110,8 @@ def _give_name(called: Callable[..., Any], name: str) -> None:
 
 
 def _require_free(name: str) -> None:
-    known = name in BY_NAME
-    if known or spelled(name):
-        because = "an operator of that name is registered already" if known else "PyTorch has a function of that name"
+    registered = name in BY_NAME
+    if registered or spelled(name):
+        because = "an operator of that name is registered already" if registered else "PyTorch has a function of that name"
         remedy = "give it another name, and declare it once, where its module is imported"
         raise ConfigurationError(f"the function {name!r} cannot be declared", because=because, remedy=remedy)

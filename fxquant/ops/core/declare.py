@@ -78,28 +78,28 @@ def declare(
     parameters = {p.name: p for p in list(inspect.signature(meaning).parameters.values())[1:]}
     canonical = {p.name: p.default for p in parameters.values() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD}
     canonical |= settings or {}
-    given = [name for name, p in parameters.items() if p.annotation in ACTIVATIONS] if operands is None else operands
-    found = [
+    activations = [name for name, p in parameters.items() if p.annotation in ACTIVATIONS] if operands is None else operands
+    call_forms = [
         *(f for f in forms if callable(f) and not isinstance(f, type)),
         *spelled(*[name] * by_name, *(f for f in forms if isinstance(f, str))),
     ]
     lists = [name for name, p in parameters.items() if p.annotation == "Sequence[int]"]
     classes = [*(form for form in forms if isinstance(form, type)), *module_of(name if by_name else "")]
     if function is None:
-        homes = (*spelled(name), *found) if by_name else (*found, *spelled(name))
+        homes = (*spelled(name), *call_forms) if by_name else (*call_forms, *spelled(name))
         own = _float_function(next(form for form in homes if callable(form)), name, meaning, canonical)
     else:
         own = _named(function, name, meaning)
-    found = [form for form in found if form not in (calls or {})]
-    every = {**dict.fromkeys(found, taking(takes, canonical) if takes else adapt), **(calls or {})}
+    call_forms = [form for form in call_forms if form not in (calls or {})]
+    every = {**dict.fromkeys(call_forms, taking(takes, canonical) if takes else adapt), **(calls or {})}
     register(
         Operator(
             name,
             own,
-            tuple(given),
+            tuple(activations),
             calls={form: how for form, how in every.items() if form is not own},
-            modules={**{kind: settings_of((p for p in canonical if p not in given), lists) for kind in classes}, **(modules or {})},
-            refuses=_where_known(given, first_reason(*([refuses] if callable(refuses) else refuses))),
+            modules={**{kind: settings_of((p for p in canonical if p not in activations), lists) for kind in classes}, **(modules or {})},
+            refuses=_where_known(activations, first_reason(*([refuses] if callable(refuses) else refuses))),
             parameters=canonical,
             **fields,
         )
@@ -109,12 +109,12 @@ def declare(
 
 def spelled(*names: str) -> list[Any]:
     """Return the functions of these names that PyTorch has, in place or not, and the names that are methods of tensors."""
-    found: list[Any] = []
+    forms: list[Any] = []
     for name in (n for plain in names for n in ((plain,) if plain.endswith("_") else (plain, f"{plain}_"))):
         homes = () if name.startswith("__") else (torch, torch.special, F)
         places = [getattr(home, name) for home in homes if hasattr(home, name)]
-        found += [*dict.fromkeys(places), *([name] if hasattr(Tensor, name) else [])]
-    return found
+        forms += [*dict.fromkeys(places), *([name] if hasattr(Tensor, name) else [])]
+    return forms
 
 
 def function_and_method(how: Any, *names: str) -> dict[Any, Any]:
@@ -124,9 +124,9 @@ def function_and_method(how: Any, *names: str) -> dict[Any, Any]:
 
 def bound(function: Function, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Return the arguments of a call of a Python function by name, with its defaults. Raise TypeError as the call would."""
-    found = inspect.signature(function).bind(*args, **kwargs)
-    found.apply_defaults()
-    return dict(found.arguments)
+    binding = inspect.signature(function).bind(*args, **kwargs)
+    binding.apply_defaults()
+    return dict(binding.arguments)
 
 
 def listed(values: Sequence[Any]) -> list[Any]:
@@ -141,12 +141,12 @@ def module_of(name: str) -> list[type]:
 
 def settings_of(names: Iterable[str], lists: Collection[str] = ()) -> Callable[[Any], dict[str, Any] | str | Instead]:
     """Return a function that reads the attributes of these names off a module as arguments, a tensor as a `Parameter`, `lists` as lists."""
-    wanted = tuple(names)
+    attributes = tuple(names)
 
     def read(module: Any) -> dict[str, Any]:
-        held = {name: getattr(module, name) for name in wanted if hasattr(module, name)}
-        held |= {name: list(value) for name, value in held.items() if name in lists}
-        return {name: Parameter(name) if isinstance(value, Tensor) else value for name, value in held.items()}
+        values = {name: getattr(module, name) for name in attributes if hasattr(module, name)}
+        values |= {name: list(value) for name, value in values.items() if name in lists}
+        return {name: Parameter(name) if isinstance(value, Tensor) else value for name, value in values.items()}
 
     return read
 
@@ -158,13 +158,13 @@ def taking(takes: str, canonical: Collection[str]) -> Adapt:
     """
     names = takes.split()
 
-    def adapt(*given: Any, **named: Any) -> dict[str, Any] | str:
-        found = {**dict(zip(names, given, strict=False)), **named}
-        if len(given) > len(names) or not set(names).issuperset(found):
+    def adapt(*args: Any, **named: Any) -> dict[str, Any] | str:
+        arguments = {**dict(zip(names, args, strict=False)), **named}
+        if len(args) > len(names) or not set(names).issuperset(arguments):
             raise TypeError(f"the parameters are {takes}")
-        if "dtype" not in canonical and found.get("dtype") not in (None, torch.float32):
-            return f"it computes in {found['dtype']}"
-        return {name: value for name, value in found.items() if name in canonical}
+        if "dtype" not in canonical and arguments.get("dtype") not in (None, torch.float32):
+            return f"it computes in {arguments['dtype']}"
+        return {name: value for name, value in arguments.items() if name in canonical}
 
     return adapt
 
@@ -196,8 +196,8 @@ def _float_function(function: Function, name: str, meaning: Function, canonical:
     defaults = {name: value for name, value in canonical.items() if value is not inspect.Parameter.empty}
 
     def called(*args: Any, clamp: Clamp | None = None, **kwargs: Any) -> Any:
-        given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-        value = function(given.pop(names[0]), **given)
+        arguments = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        value = function(arguments.pop(names[0]), **arguments)
         return value if clamp is None else clamped(value, *clamp)
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -224,8 +224,8 @@ COMPUTED = "one of its settings is computed, not a number"
 
 def shape_of(value: Any) -> tuple[Any, ...] | None:
     """Return the shape of a node's tensor; None for any other value."""
-    known = fact(value) if isinstance(value, fx.Node) else None
-    return known.shape if isinstance(known, TensorFact) else None
+    value_fact = fact(value) if isinstance(value, fx.Node) else None
+    return value_fact.shape if isinstance(value_fact, TensorFact) else None
 
 
 def is_tensor(value: Any) -> bool:

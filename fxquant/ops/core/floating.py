@@ -86,7 +86,7 @@ def needed_in_float(gm: fx.GraphModule, offered: Collection[str]) -> dict[fx.Nod
 
 def _ranked_in_float(gm: fx.GraphModule, leading: set[fx.Node], masked: set[fx.Node]) -> dict[fx.Node, str]:
     """Return the softmaxes of the table that read a mask, or the result of an operator in float that may bring one in."""
-    found: dict[fx.Node, str] = {}
+    reasons: dict[fx.Node, str] = {}
     after = dict.fromkeys(masked, "its operand %{} holds an attention mask, which would take the whole range of an integer grid")
     for node in gm.graph.nodes:
         operator = operator_of(node)
@@ -101,8 +101,8 @@ def _ranked_in_float(gm: fx.GraphModule, leading: set[fx.Node], masked: set[fx.N
         if because is not None and node in leading:
             after.setdefault(node, because[0])
         if because is not None and operator is not None and _is_ranking(operator):
-            found[node] = because[0].format(because[1].name)
-    return found
+            reasons[node] = because[0].format(because[1].name)
+    return reasons
 
 
 def reads_no_activation(operator: Operator, arguments: Mapping[str, Any]) -> str | None:
@@ -121,13 +121,13 @@ def reads_no_activation(operator: Operator, arguments: Mapping[str, Any]) -> str
 
 def _no_real_numbers(operand: fx.Node) -> str | None:
     """Return why an operand cannot be quantized; None if it can."""
-    known = fact(operand)
-    if not isinstance(known, TensorFact):
+    tensor = fact(operand)
+    if not isinstance(tensor, TensorFact):
         return f"its operand %{operand.name} is not a tensor"
-    if known.dtype == torch.float32 or operator_of(operand) is IN_DTYPE:
+    if tensor.dtype == torch.float32 or operator_of(operand) is IN_DTYPE:
         return None
-    remedy = "; convert it to float32" if known.dtype.is_floating_point else ""
-    return f"its operand %{operand.name} is {str(known.dtype).removeprefix('torch.')}, and only float32 tensors are quantized{remedy}"
+    remedy = "; convert it to float32" if tensor.dtype.is_floating_point else ""
+    return f"its operand %{operand.name} is {str(tensor.dtype).removeprefix('torch.')}, and only float32 tensors are quantized{remedy}"
 
 
 def in_front_of_softmax(gm: fx.GraphModule) -> set[fx.Node]:
@@ -141,7 +141,7 @@ def masks(gm: fx.GraphModule, leading: set[fx.Node]) -> set[fx.Node]:
     A mask is a constant that hides something, an input, or computed from these by operators without weights.
     """
     plain = given(gm)
-    found: set[fx.Node] = set()
+    nodes: set[fx.Node] = set()
     for node in reversed(gm.graph.nodes):
         operator = operator_of(node)
         if operator is None or node not in leading:
@@ -151,9 +151,9 @@ def masks(gm: fx.GraphModule, leading: set[fx.Node]) -> set[fx.Node]:
         given_ones = [operand for operand in operands if operand in plain and may_hide(operand)]
         adds = bool(operator.traits & {Trait.ADDS, Trait.EXTREMUM}) and len(operands) > 1 and bool(given_ones)
         adds = adds and (any(map(is_parameter, given_ones)) or (len(computed) > 1 and not _of_one_input(computed)))
-        if adds or (node in plain and found.issuperset(node.users)):
-            found.add(node)
-    return found
+        if adds or (node in plain and nodes.issuperset(node.users)):
+            nodes.add(node)
+    return nodes
 
 
 def _of_one_input(operands: list[fx.Node]) -> bool:
@@ -163,17 +163,17 @@ def _of_one_input(operands: list[fx.Node]) -> bool:
 
 def _real_inputs(node: fx.Node) -> set[fx.Node]:
     """Return the inputs that a node is computed from through float values alone: a comparison of an input gives a mask."""
-    seen, open_ = {node}, [node]
+    visited, open_ = {node}, [node]
     while open_:
-        real = [known for known in open_.pop().all_input_nodes if known not in seen and _is_real(known)]
-        seen.update(real)
+        real = [operand for operand in open_.pop().all_input_nodes if operand not in visited and _is_real(operand)]
+        visited.update(real)
         open_ += real
-    return {known for known in seen if known.op == "placeholder" and _is_real(known)}
+    return {each for each in visited if each.op == "placeholder" and _is_real(each)}
 
 
 def _is_real(node: fx.Node) -> bool:
-    known = fact(node)
-    first = known[0] if isinstance(known, tuple) and known else known  # of the largest elements and their places, say
+    node_fact = fact(node)
+    first = node_fact[0] if isinstance(node_fact, tuple) and node_fact else node_fact  # of the largest elements and their places, say
     return isinstance(first, TensorFact) and first.dtype.is_floating_point
 
 
@@ -182,8 +182,8 @@ def given(gm: fx.GraphModule) -> set[fx.Node]:
     plain: set[fx.Node] = set()
     for node in gm.graph.nodes:
         inputs = node.all_input_nodes
-        given = node.op == "placeholder" or is_parameter(node) or reads_shape_only(node)
-        if given or (node.op in ("call_function", "call_method") and inputs and plain.issuperset(inputs) and not has_weights(node)):
+        starts = node.op == "placeholder" or is_parameter(node) or reads_shape_only(node)
+        if starts or (node.op in ("call_function", "call_method") and inputs and plain.issuperset(inputs) and not has_weights(node)):
             plain.add(node)
     return plain
 
@@ -198,15 +198,15 @@ def _around_poles(gm: fx.GraphModule) -> dict[fx.Node, str]:
 
     A small square has hardly any of its 8 bits left, and the function is largest there.
     """
-    leading, found = _leading(gm, lambda reader, node: _is_pole(reader)), dict[fx.Node, str]()
+    leading, reasons = _leading(gm, lambda reader, node: _is_pole(reader)), dict[fx.Node, str]()
     for node in gm.graph.nodes:
-        after = next((operand for operand in node.all_input_nodes if operand in found and operand in leading), None)
+        after = next((operand for operand in node.all_input_nodes if operand in reasons and operand in leading), None)
         if node in leading and part(node) is None and (after is not None or _makes_smaller(node)):
             reads = "a divisor, a logarithm or a root reads its result, which must not be rounded to 0"
-            found[node] = f"{reads}: the target has no 16-bit dtype"
+            reasons[node] = f"{reads}: the target has no 16-bit dtype"
         elif after is not None and _is_pole(node):
-            found[node] = f"near its pole it needs %{after.name} in more than 8 bits, and the target has no 16-bit dtype"
-    return found
+            reasons[node] = f"near its pole it needs %{after.name} in more than 8 bits, and the target has no 16-bit dtype"
+    return reasons
 
 
 def _makes_smaller(node: fx.Node) -> bool:
@@ -229,12 +229,12 @@ def _is_pole(node: fx.Node) -> bool:
 
 def _leading(gm: fx.GraphModule, ends: Ends) -> set[fx.Node]:
     """Return the nodes of the table, without sums of products, all of whose readers are ends or lead to ends."""
-    found: set[fx.Node] = set()
+    nodes: set[fx.Node] = set()
     for node in reversed(gm.graph.nodes):
-        known = operator_of(node) is not None and not has_weights(node) and node.users
-        if known and all(reader in found or ends(reader, node) for reader in node.users):
-            found.add(node)
-    return found
+        in_table = operator_of(node) is not None and not has_weights(node) and node.users
+        if in_table and all(reader in nodes or ends(reader, node) for reader in node.users):
+            nodes.add(node)
+    return nodes
 
 
 def _is_ranking(operator: Operator) -> bool:
@@ -257,14 +257,14 @@ def _computing_masks(gm: fx.GraphModule) -> set[fx.Node]:
     Nodes that are computed from booleans and integers are left out: they are exact on integers.
     Nodes that distinguish the largest of a row are left out, too.
     """
-    plain, found, ranked = given(gm), set(), set[fx.Node]()
+    plain, nodes, ranked = given(gm), set(), set[fx.Node]()
     for node in reversed(gm.graph.nodes):
-        if node in plain and node.users and all(reader in found or _reads_mask(reader, node) for reader in node.users):
-            found.add(node)
+        if node in plain and node.users and all(reader in nodes or _reads_mask(reader, node) for reader in node.users):
+            nodes.add(node)
     for node in gm.graph.nodes:
         if node.target is finely or not ranked.isdisjoint(node.all_input_nodes):
             ranked.add(node)
-    return {node for node in found - ranked if not _of_plain_values(node)}
+    return {node for node in nodes - ranked if not _of_plain_values(node)}
 
 
 def _computing_whole_numbers(gm: fx.GraphModule) -> set[fx.Node]:
@@ -272,19 +272,19 @@ def _computing_whole_numbers(gm: fx.GraphModule) -> set[fx.Node]:
 
     A logarithm of 0 that a `where` does not choose is not a defect of a batch there.
     """
-    whole, found = set[fx.Node](), set[fx.Node]()
+    whole, nodes = set[fx.Node](), set[fx.Node]()
     for node in gm.graph.nodes:
-        known, inputs = fact(node), node.all_input_nodes
-        given = node.op == "placeholder" and isinstance(known, TensorFact) and not known.dtype.is_floating_point
+        node_fact, inputs = fact(node), node.all_input_nodes
+        starts = node.op == "placeholder" and isinstance(node_fact, TensorFact) and not node_fact.dtype.is_floating_point
         computed = node.op in ("call_function", "call_method") and inputs and whole.issuperset(inputs) and not has_weights(node)
-        if given or computed or is_parameter(node) or reads_shape_only(node):
+        if starts or computed or is_parameter(node) or reads_shape_only(node):
             whole.add(node)
     for node in reversed(gm.graph.nodes):
-        known = fact(node)
-        real = isinstance(known, TensorFact) and known.dtype == torch.float32 and not is_parameter(node)
-        if real and node in whole and node.users and all(reader in found or calls(reader, truncated) for reader in node.users):
-            found.add(node)
-    return found
+        node_fact = fact(node)
+        real = isinstance(node_fact, TensorFact) and node_fact.dtype == torch.float32 and not is_parameter(node)
+        if real and node in whole and node.users and all(reader in nodes or calls(reader, truncated) for reader in node.users):
+            nodes.add(node)
+    return nodes
 
 
 def _of_plain_values(node: fx.Node) -> bool:
@@ -294,8 +294,8 @@ def _of_plain_values(node: fx.Node) -> bool:
 
 def _reads_mask(reader: fx.Node, node: fx.Node) -> bool:
     """Return whether the reader takes a node as an added mask, or as booleans that a composite reads."""
-    record, known = operator_of(reader), fact(node)
-    if isinstance(known, TensorFact) and known.dtype == torch.int64:
+    record, node_fact = operator_of(reader), fact(node)
+    if isinstance(node_fact, TensorFact) and node_fact.dtype == torch.int64:
         return False
     if record is None or record in HOST:
         return record is not None

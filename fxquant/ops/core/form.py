@@ -157,8 +157,8 @@ class Call:
         """The shape of the first primitive's operand."""
         node = self.primitives[0].args[0]
         assert isinstance(node, fx.Node)
-        known: tuple[Size, ...] = fact(node).shape
-        return known
+        sizes: tuple[Size, ...] = fact(node).shape
+        return sizes
 
     def selected(self) -> str:
         """Return the operand's elements as the integer graph selects them; the operand itself where it does not."""

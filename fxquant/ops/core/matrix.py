@@ -65,10 +65,10 @@ def onnx_matrices(c: Call, value: str, shape: Sequence[Any], matrices: Sequence[
         if dim == -1:
             value = c.do("MatMul", value, c.e.constant(real.t().contiguous()))
             continue
-        kept, behind = [0] * (rank + dim), sizes[dim:]
-        flat = value if dim == -2 else c.do("Reshape", value, c.integers([*kept, real.shape[1], -1]))
+        leading, behind = [0] * (rank + dim), sizes[dim:]
+        flat = value if dim == -2 else c.do("Reshape", value, c.integers([*leading, real.shape[1], -1]))
         product = c.do("MatMul", c.e.constant(real), flat)
-        value = product if dim == -2 else c.do("Reshape", product, c.integers([*kept, *behind]))
+        value = product if dim == -2 else c.do("Reshape", product, c.integers([*leading, *behind]))
     return value
 
 
@@ -214,19 +214,19 @@ def is_computed(weight: Any) -> bool:
 
 def spelled(equation: str, *operands: Any) -> dict[str, Any] | str:
     """Return the canonical arguments of an equation: an ellipsis as letters, and the result, where it is not given, in their order."""
-    facts = [known for operand in operands if isinstance(operand, fx.Node) and isinstance(known := fact(operand), TensorFact)]
+    facts = [operand_fact for operand in operands if isinstance(operand, fx.Node) and isinstance(operand_fact := fact(operand), TensorFact)]
     if len(facts) < len(operands):
         return "one of its operands is not a tensor"
-    left, arrow, result = equation.replace(" ", "").partition("->")
-    letters = left.split(",")
+    subscripts, arrow, result = equation.replace(" ", "").partition("->")
+    letters = subscripts.split(",")
     free = [letter for letter in string.ascii_letters if letter not in equation]
-    wide = [len(known.shape) - len(each.replace("...", "")) for each, known in zip(letters, facts, strict=True)]
+    wide = [len(tensor.shape) - len(each.replace("...", "")) for each, tensor in zip(letters, facts, strict=True)]
     most = max((number for each, number in zip(letters, wide, strict=True) if "..." in each), default=0)
     names = "".join(free[:most])
     shapes = [each.replace("...", names[most - number :]) if "..." in each else each for each, number in zip(letters, wide, strict=True)]
     if not arrow:
-        once = sorted(letter for letter in set(left.replace(",", "").replace(".", "")) if left.count(letter) == 1)
-        result = ("..." if "..." in left else "") + "".join(once)
+        once = sorted(letter for letter in set(subscripts.replace(",", "").replace(".", "")) if subscripts.count(letter) == 1)
+        result = ("..." if "..." in subscripts else "") + "".join(once)
     return {"equation": f"{','.join(shapes)}->{result.replace('...', names)}", "operands": list(operands)}
 
 
@@ -237,5 +237,5 @@ def with_vectors(input: Any, other: Any) -> dict[str, Any] | str | Instead:
         return {"input": input, "other": other}
     matrices = len(left.shape) > 1, len(right.shape) > 1
     equation = f"{'...' * matrices[0]}k,{'...k' if matrices[1] else 'k'}{'n' * matrices[1]}->{'...' * any(matrices)}{'n' * matrices[1]}"
-    found = spelled(equation, input, other)
-    return found if isinstance(found, str) else Instead(einsum, found)
+    arguments = spelled(equation, input, other)
+    return arguments if isinstance(arguments, str) else Instead(einsum, arguments)

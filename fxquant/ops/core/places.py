@@ -72,19 +72,19 @@ def plain_entries(entries: list[Any]) -> list[Any]:
     """
     values = [constant_value(entry) for entry in entries]
     lists = sum(value is not None or isinstance(entry, list | tuple | range) for value, entry in zip(values, entries, strict=True))
-    found: list[Any] = []
+    plain: list[Any] = []
     for entry, value in zip(entries, values, strict=True):
         if isinstance(entry, range):
-            found.append(list(entry))
+            plain.append(list(entry))
         elif isinstance(entry, list | tuple) and entry and all(isinstance(number, bool) for number in entry):
-            found.append([place for place, holds in enumerate(entry) if holds])
+            plain.append([place for place, holds in enumerate(entry) if holds])
         elif value is not None and value.dtype == torch.bool and value.dim():
-            found.extend(places.tolist() for places in torch.nonzero(value, as_tuple=True))
+            plain.extend(places.tolist() for places in torch.nonzero(value, as_tuple=True))
         elif value is not None and value.dtype in WHOLE_NUMBERS and (lists > 1 or value.dim() != 1):
-            found.append(value.tolist())
+            plain.append(value.tolist())
         else:
-            found.append(entry)
-    return found
+            plain.append(entry)
+    return plain
 
 
 def is_list(entry: Any) -> bool:
@@ -94,10 +94,10 @@ def is_list(entry: Any) -> bool:
 
 def counts_the_batch(entry: Any, input: fx.Node, places: fx.Node) -> bool:
     """Return whether an entry of an index is `torch.arange` of the batch size of `input`, one number for each item of `places`."""
-    known, other, batch = fact(entry), fact(places), shape_of(input)[0]
-    if not isinstance(known, TensorFact) or not isinstance(other, TensorFact) or not other.shape:
+    entry_fact, other, batch = fact(entry), fact(places), shape_of(input)[0]
+    if not isinstance(entry_fact, TensorFact) or not isinstance(other, TensorFact) or not other.shape:
         return False
-    if known.shape != (batch, *[1] * (len(other.shape) - 1)) or other.shape[0] != batch:
+    if entry_fact.shape != (batch, *[1] * (len(other.shape) - 1)) or other.shape[0] != batch:
         return False
     value = constant_value(entry)
     if value is not None:

@@ -61,9 +61,9 @@ def promoted(node: fx.Node, operator: Operator, arguments: dict[str, Any] | str,
 
 
 def _nodes(arguments: dict[str, Any]) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg(list(arguments.values()), found.append)
-    return found
+    nodes: list[fx.Node] = []
+    fx.map_arg(list(arguments.values()), nodes.append)
+    return nodes
 
 
 def truth(value: Any, build: Builder) -> Any:
@@ -99,10 +99,10 @@ def real(value: Any, build: Builder) -> Any:
     """Return booleans or integers as float values; anything else as it is."""
     if isinstance(value, list | tuple):
         return type(value)(real(item, build) for item in value)
-    known = fact(value) if isinstance(value, fx.Node) and not is_parameter(value) else None
-    if not isinstance(known, TensorFact) or known.dtype.is_floating_point or known.dtype.is_complex:
+    value_fact = fact(value) if isinstance(value, fx.Node) and not is_parameter(value) else None
+    if not isinstance(value_fact, TensorFact) or value_fact.dtype.is_floating_point or value_fact.dtype.is_complex:
         return value
-    if known.dtype == torch.bool:
+    if value_fact.dtype == torch.bool:
         return build.host(where, value, 1.0, 0.0)
     return build.host(to_real, wide(value, build))
 
@@ -112,8 +112,8 @@ def _of_real_numbers(operator: Operator, arguments: dict[str, Any], build: Build
         return None if fact(arguments["input"]).dtype == torch.int64 else (to_real, {"input": wide(arguments["input"], build)})
     if operator.moves or not operator.operands:
         return None
-    made = {name: real(value, build) if name in operator.operands else value for name, value in arguments.items()}
-    return None if made == arguments else (operator.function, made)
+    converted = {name: real(value, build) if name in operator.operands else value for name, value in arguments.items()}
+    return None if converted == arguments else (operator.function, converted)
 
 
 def wide(value: Any, build: Builder) -> Any:
@@ -141,48 +141,48 @@ def _is_narrow_of_the_same(node: fx.Node) -> bool:
 
 def _narrow(node: fx.Node, function: Callable[..., Any], arguments: dict[str, Any], build: Builder) -> Call:
     """Return the call, followed by a cast to the dtype of the node's result."""
-    known = fact(node)
-    if not isinstance(known, TensorFact) or known.dtype not in DTYPES or known.dtype == torch.int64:
+    node_fact = fact(node)
+    if not isinstance(node_fact, TensorFact) or node_fact.dtype not in DTYPES or node_fact.dtype == torch.int64:
         return function, arguments
     bound = OPERATORS[function].bind((), arguments)
-    return to_integer, {"input": build.host(function, *bound.values()), "dtype": known.dtype}
+    return to_integer, {"input": build.host(function, *bound.values()), "dtype": node_fact.dtype}
 
 
 def _moved(node: fx.Node, operator: Operator, arguments: dict[str, Any], build: Builder) -> Call | None:
     """Move narrow integers as int64."""
     if fact(node).dtype not in DTYPES or fact(node).dtype == torch.int64:
         return None
-    made = {
+    widened = {
         name: [wide(item, build) for item in value] if isinstance(value, list | tuple) and name in operator.operands else wide(value, build)
         if name in operator.operands else value
         for name, value in arguments.items()
     }  # fmt: skip
-    bound = operator.normalize(node, made)
+    bound = operator.normalize(node, widened)
     return None if isinstance(bound, str) else _narrow(node, operator.function, bound, build)
 
 
 def _joined(node: fx.Node, operator: Operator, arguments: dict[str, Any], build: Builder) -> Call | None:
     """Concatenate integers or booleans."""
-    known, dim = fact(node), arguments["dim"]
-    made = [value if known.dtype == torch.bool else wide(value, build) for value in arguments["tensors"]]
+    node_fact, dim = fact(node), arguments["dim"]
+    tensors = [value if node_fact.dtype == torch.bool else wide(value, build) for value in arguments["tensors"]]
     if operator.function is stack:
-        dim %= len(known.shape)
-        shapes = [numbers(fact(value).shape) for value in made]
+        dim %= len(node_fact.shape)
+        shapes = [numbers(fact(value).shape) for value in tensors]
         if any(shape.count(-1) > 1 for shape in shapes):
             return None
-        made = [build.host(reshape, value, [*sizes[:dim], 1, *sizes[dim:]]) for value, sizes in zip(made, shapes, strict=True)]
-    return _narrow(node, WHOLE["cat"], {"tensors": made, "dim": dim}, build)
+        tensors = [build.host(reshape, value, [*sizes[:dim], 1, *sizes[dim:]]) for value, sizes in zip(tensors, shapes, strict=True)]
+    return _narrow(node, WHOLE["cat"], {"tensors": tensors, "dim": dim}, build)
 
 
 def _of_whole_numbers(node: fx.Node, operator: Operator, arguments: dict[str, Any], build: Builder) -> Call | str | None:
     if operator.name in RELATIONS:
         return _compared(operator.name, arguments, build)
     if operator.function is where:
-        made = {each: wide(value, build) if each != "condition" else value for each, value in arguments.items()}
-        if any(isinstance(value, float) and not value.is_integer() for value in made.values()):
+        widened = {each: wide(value, build) if each != "condition" else value for each, value in arguments.items()}
+        if any(isinstance(value, float) and not value.is_integer() for value in widened.values()):
             return None
-        made = {each: int(value) if isinstance(value, float) else value for each, value in made.items()}
-        return _narrow(node, WHOLE["where"], made, build)
+        widened = {each: int(value) if isinstance(value, float) else value for each, value in widened.items()}
+        return _narrow(node, WHOLE["where"], widened, build)
     if operator.function is to_integer:
         dtype = arguments["dtype"]
         return to_integer, {"input": arguments["input"] if dtype == torch.int64 else wide(arguments["input"], build), "dtype": dtype}
@@ -199,7 +199,7 @@ def _of_whole_numbers(node: fx.Node, operator: Operator, arguments: dict[str, An
 
 def _compared(relation: str, arguments: dict[str, Any], build: Builder) -> Call:
     """Return a comparison; one with a number that is not an integer becomes one with the integer next to it."""
-    made: dict[str, Any] = {}
+    operands: dict[str, Any] = {}
     for name, value in arguments.items():
         rounding = RELATIONS[relation if name == "other" else RELATIONS[relation].swapped].rounding
         if isinstance(value, bool):
@@ -207,8 +207,8 @@ def _compared(relation: str, arguments: dict[str, Any], build: Builder) -> Call:
         if isinstance(value, float) and math.isfinite(value):
             whole_number = math.floor(value) if rounding == "floor" else math.ceil(value)
             value = whole_number if rounding is not None or value.is_integer() else NEVER
-        made[name] = wide(value, build)
-    return WHOLE[relation], made
+        operands[name] = wide(value, build)
+    return WHOLE[relation], operands
 
 
 # ---- a layer that is called on one sample is called on a batch of one; a pool on a batch of its channels -------------
@@ -228,24 +228,24 @@ def give_batch(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
     place = _missing(node, modules)
     if place is None:
         return False
-    operand, known = node.args[0], fact(node)
+    operand, node_fact = node.args[0], fact(node)
     assert isinstance(operand, fx.Node)
-    given = fact(operand)
-    before = TensorFact((*given.shape[:place], 1, *given.shape[place:]), given.dtype)
+    operand_fact = fact(operand)
+    before = TensorFact((*operand_fact.shape[:place], 1, *operand_fact.shape[place:]), operand_fact.dtype)
     with node.graph.inserting_before(node):
         batch = _reshaped(node, operand, before, "batch")
     with node.graph.inserting_after(node):
-        sample = _reshaped(node, node, known, "sample")
+        sample = _reshaped(node, node, node_fact, "sample")
     node.replace_all_uses_with(sample, lambda reader: reader is not sample)
     node.args = (batch, *node.args[1:])
-    set_fact(node, TensorFact((*known.shape[:place], 1, *known.shape[place:]), known.dtype))
+    set_fact(node, TensorFact((*node_fact.shape[:place], 1, *node_fact.shape[place:]), node_fact.dtype))
     return True
 
 
 def _reshaped(node: fx.Node, operand: fx.Node, to: TensorFact, name: str) -> fx.Node:
-    made = node.graph.create_node("call_function", reshape, (operand, numbers(to.shape)), {}, name=f"{node.name}_{name}")
-    set_fact(inherit(made, node, "canonical.rewrite"), to)
-    return made
+    reshaped = node.graph.create_node("call_function", reshape, (operand, numbers(to.shape)), {}, name=f"{node.name}_{name}")
+    set_fact(inherit(reshaped, node, "canonical.rewrite"), to)
+    return reshaped
 
 
 def _missing(node: fx.Node, modules: Mapping[str, nn.Module]) -> int | None:
@@ -254,12 +254,12 @@ def _missing(node: fx.Node, modules: Mapping[str, nn.Module]) -> int | None:
     operand = node.args[0] if node.args else None
     if not rank or not isinstance(operand, fx.Node) or is_parameter(operand):
         return None
-    known, result = fact(operand), fact(node)
-    if not isinstance(known, TensorFact) or not isinstance(result, TensorFact):
+    operand_fact, result = fact(operand), fact(node)
+    if not isinstance(operand_fact, TensorFact) or not isinstance(result, TensorFact):
         return None
-    depending = sum(not isinstance(size, int) for size in known.shape)
-    fits = len(known.shape) == rank + 1 == len(result.shape) and not reads_shape_only(node)
-    return place if fits and depending <= place and all(isinstance(size, int) for size in known.shape[place:]) else None
+    depending = sum(not isinstance(size, int) for size in operand_fact.shape)
+    fits = len(operand_fact.shape) == rank + 1 == len(result.shape) and not reads_shape_only(node)
+    return place if fits and depending <= place and all(isinstance(size, int) for size in operand_fact.shape[place:]) else None
 
 
 def _rank(node: fx.Node, modules: Mapping[str, nn.Module]) -> tuple[int, int]:
@@ -268,17 +268,17 @@ def _rank(node: fx.Node, modules: Mapping[str, nn.Module]) -> tuple[int, int]:
         return NORMS[type(modules[str(node.target)])], 0
     operator = _operator(node, modules)
     for place, pattern in enumerate((LAYERS, POOLS)):
-        found = None if operator is None else pattern.fullmatch(operator.name)
-        if found is not None:
-            return int(found[2]), place
+        match = None if operator is None else pattern.fullmatch(operator.name)
+        if match is not None:
+            return int(match[2]), place
     return 0, 0
 
 
 def _operator(node: fx.Node, modules: Mapping[str, nn.Module]) -> Operator | None:
     tables: dict[str, Any] = {"call_module": MODULES, "call_function": FUNCTIONS, "call_method": METHODS}
     key = type(modules[str(node.target)]) if node.op == "call_module" else node.target
-    found: tuple[Operator, Any] | None = tables[node.op].get(key) if node.op in tables else None
-    return None if found is None else found[0]
+    entry: tuple[Operator, Any] | None = tables[node.op].get(key) if node.op in tables else None
+    return None if entry is None else entry[0]
 
 
 # ---- Sizes and bounds that a model computes from its constants as tensors of one integer: they are replaced by that integer ----
@@ -315,9 +315,9 @@ def _bounds(value: Any) -> Any:
 
 def _number(value: fx.Node) -> Any:
     """Return the number that a node holds, where it is one integer that follows from constants; otherwise the node."""
-    known, model = fact(value), value.graph.owning_module
-    if not is_parameter(value) or model is None or not isinstance(known, TensorFact) or known.shape:
+    value_fact, model = fact(value), value.graph.owning_module
+    if not is_parameter(value) or model is None or not isinstance(value_fact, TensorFact) or value_fact.shape:
         return value
-    if known.dtype.is_floating_point or known.dtype.is_complex or known.dtype == torch.bool:
+    if value_fact.dtype.is_floating_point or value_fact.dtype.is_complex or value_fact.dtype == torch.bool:
         return value
     return int(parameter_value(model, value))

@@ -282,10 +282,10 @@ class Operator:
         others = {name: value for name, value in arguments.items() if name not in self.operands}
         if (self.element is None and Trait.ELEMENTWISE not in self.traits) or any(isinstance(value, fx.Node) for value in others.values()):
             return None
-        made = partial(self._on_elements, **others)
+        function = partial(self._on_elements, **others)
         near = 2.0 ** -torch.arange(0, 12, dtype=torch.float32, device="cpu")
-        slopes = _slopes(made, torch.cat([-near, near]))
-        return None if has_poles(made) or bool((slopes.abs() > STEEPEST).any()) else made
+        slopes = _slopes(function, torch.cat([-near, near]))
+        return None if has_poles(function) or bool((slopes.abs() > STEEPEST).any()) else function
 
     def _on_elements(self, input: Tensor, **others: Any) -> Tensor:
         result: Tensor = (self.element or self.function)(input, **others)
@@ -386,11 +386,11 @@ def demand(node: fx.Node) -> Demand | None:
     operator = operator_of(node)
     if operator is None:
         return None
-    known, stated = fact(node), stated_demand(node)
+    node_fact, stated = fact(node), stated_demand(node)
     if stated is not None:
         return stated  # type: ignore[no-any-return]
-    if moved_plain(operator, operator.arguments(node)) and isinstance(known, TensorFact):
-        return Plain(str(known.dtype).removeprefix("torch."))
+    if moved_plain(operator, operator.arguments(node)) and isinstance(node_fact, TensorFact):
+        return Plain(str(node_fact.dtype).removeprefix("torch."))
     return operator.demand if isinstance(operator.demand, Own | Same | Fixed | Plain) else operator.demand(node, operator.arguments(node))
 
 
@@ -420,13 +420,13 @@ def on_grid_of(node: fx.Node) -> list[fx.Node]:
 
 def preferred_dtypes(graph: fx.Graph, offered: Collection[str]) -> dict[fx.Node, str]:
     """Return the dtypes, of those offered, that nodes should have for the operators that read them, directly or not (`Operator.dtypes`)."""
-    found: dict[fx.Node, str] = {}
+    preferred: dict[fx.Node, str] = {}
     for reader in reversed(graph.nodes):
         for operand in reader.all_input_nodes:
-            dtype = preferred_by(reader, operand, found)
+            dtype = preferred_by(reader, operand, preferred)
             if dtype is not None and dtype in offered:
-                found[operand] = dtype
-    return found
+                preferred[operand] = dtype
+    return preferred
 
 
 def preferred_by(reader: fx.Node, operand: fx.Node, preferred: Mapping[fx.Node, str]) -> str | None:
@@ -454,17 +454,17 @@ def matters(node: fx.Node, after: Interval, shares: bool, bits: int | None = Non
     within a quarter of a step are left out as well.
     """
     operator = operator_of(node)
-    kept = None if operator is None or operator.keeps is None else operator.keeps(operator.arguments(node), after, bits)
-    return kept or (after if shares else EVERYTHING)
+    distinguished = None if operator is None or operator.keeps is None else operator.keeps(operator.arguments(node), after, bits)
+    return distinguished or (after if shares else EVERYTHING)
 
 
 def operand_nodes(operator: Operator, arguments: Mapping[str, Any]) -> list[fx.Node]:
     """Return the nodes of all activations among the arguments, the residual included, in order; parameters are none."""
-    found: list[fx.Node] = []
+    values: list[fx.Node] = []
     for name in (*operator.operands, "residual"):
         value = arguments.get(name)
-        found.extend(value if isinstance(value, list | tuple) else [] if value is None else [value])
-    nodes = [value for value in found if isinstance(value, fx.Node) and not is_parameter(value)]
+        values.extend(value if isinstance(value, list | tuple) else [] if value is None else [value])
+    nodes = [value for value in values if isinstance(value, fx.Node) and not is_parameter(value)]
     return [value for value in nodes if not _is_plain(value)] if operator.moves else nodes
 
 
@@ -476,22 +476,22 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
 
 def read_nodes(operator: Operator, arguments: Mapping[str, Any]) -> list[fx.Node]:
     """Return the nodes whose bool or integer tensors an operator reads without a scale, in order, without parameters."""
-    found: list[fx.Node] = []
-    fx.map_arg([arguments.get(name) for name in operator.reads], found.append)
-    return [*moved_plain(operator, arguments), *(value for value in found if not is_parameter(value))]
+    values: list[fx.Node] = []
+    fx.map_arg([arguments.get(name) for name in operator.reads], values.append)
+    return [*moved_plain(operator, arguments), *(value for value in values if not is_parameter(value))]
 
 
 def moved_plain(operator: Operator, arguments: Mapping[str, Any]) -> list[fx.Node]:
     """Return the nodes of the booleans and integers that an operator moves, without parameters."""
-    found: list[fx.Node] = []
-    fx.map_arg([arguments.get(name) for name in operator.operands if operator.moves], found.append)
-    return [value for value in found if not is_parameter(value) and _is_plain(value)]
+    values: list[fx.Node] = []
+    fx.map_arg([arguments.get(name) for name in operator.operands if operator.moves], values.append)
+    return [value for value in values if not is_parameter(value) and _is_plain(value)]
 
 
 def _is_plain(value: fx.Node) -> bool:
     """Return whether a node holds booleans or integers that do not belong to a quantized tensor."""
-    known = fact(value)
-    return isinstance(known, TensorFact) and known.dtype in PLAIN_TYPES.values()
+    value_fact = fact(value)
+    return isinstance(value_fact, TensorFact) and value_fact.dtype in PLAIN_TYPES.values()
 
 
 def map_operands(operator: Operator, arguments: Mapping[str, Any], function: Callable[[str, Any], Any]) -> dict[str, Any]:
@@ -545,7 +545,7 @@ def _entry(kind: Any) -> _Entry | None:
         return _Entry(*METHODS[name], _bare(name)) if name in METHODS else None
     if isinstance(kind, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         homes = (getattr(home, name, None) for home in (torch, F))
-        return next((_Entry(*FUNCTIONS[found], _bare(name)) for found in homes if found in FUNCTIONS), None)
+        return next((_Entry(*FUNCTIONS[home], _bare(name)) for home in homes if home in FUNCTIONS), None)
     return None
 
 

@@ -58,10 +58,10 @@ def _lower_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], clam
         bound = bound + math.ceil(2.0**bits * operand.grid.magnitude)
     for role, (constant, factor) in constants.items():
         if magnitude:
-            held = _held(lowering, role, constant, factor, Ratio((unit,), larger.numerators))
-            bound = bound + float(held.detach().abs().max())
+            integers = _held(lowering, role, constant, factor, Ratio((unit,), larger.numerators))
+            bound = bound + float(integers.detach().abs().max())
             name = role if isinstance(constant, Tensor) else "number"
-            total = lowering.call(elementwise.add_constant, total, lowering.constant(name, held, torch.int32))
+            total = lowering.call(elementwise.add_constant, total, lowering.constant(name, integers, torch.int32))
     lowering.prove(bound, "the sum")
     return lowering.requantize(total, Ratio(larger.numerators, (unit,)), clamp)
 
@@ -105,10 +105,10 @@ def _lower_shifted_sum(
     for role, (operand, factor) in terms.items():
         if isinstance(operand, Quantized):
             zero = torch.zeros((), dtype=torch.int32, device=device)
-            held = lowering.constant(f"{role}_multiplier", factors[role], torch.int32)
+            stored = lowering.constant(f"{role}_multiplier", factors[role], torch.int32)
             shift = lowering.constant(f"{role}_right_shift", zero, torch.int32)
             exact = steps[role].over(*x.numerators).times(power_of_two(exponent))
-            term = lowering.multiplied(elementwise.align_fixed, operand.value, exact, held, shift, wide)
+            term = lowering.multiplied(elementwise.align_fixed, operand.value, exact, stored, shift, wide)
             total = _added(lowering, total, term, factor)
     for role, (operand, factor) in terms.items():
         if not isinstance(operand, Quantized):
@@ -122,8 +122,8 @@ def _lower_shifted_sum(
         return lowering.arithmetic.negated(unit.over(scale), lowering.output.grid)
 
     if not lowering.lifts_late:
-        held = lowering.constant("rest", lift(lowering.output.grid.scale), torch.int32)
-        total = lowering.call(elementwise.add_constant, total, held)
+        stored = lowering.constant("rest", lift(lowering.output.grid.scale), torch.int32)
+        total = lowering.call(elementwise.add_constant, total, stored)
     return lowering.requantize(total, unit, clamp, lift=lift, kind=SUM)
 
 
@@ -138,16 +138,16 @@ def _lower_narrow_sum(lowering: Lowering, terms: dict[str, tuple[Quantized, floa
         bits, multipliers = narrow_multipliers(list(ratios.values()))
         total: Any = None
         for (role, (operand, factor)), multiplier in zip(terms.items(), multipliers, strict=True):
-            held = lowering.constant(f"{role}_multiplier", multiplier.float(), torch.float32)
+            stored = lowering.constant(f"{role}_multiplier", multiplier.float(), torch.float32)
             step = ratios[role].times(_factor(2.0**bits, ratios[role]))
-            aligned = lowering.multiplied(elementwise.align_real, operand.value, step, held, False)
+            aligned = lowering.multiplied(elementwise.align_real, operand.value, step, stored, False)
             total = _added(lowering, total, aligned, factor)
         return total, _factor(2.0**-bits, next(iter(ratios.values())))
 
     def real() -> Tensor:
         summed: Any = sum(operand.real() * factor for operand, factor in terms.values())
-        found: Tensor = summed if clamp is None else clamped(summed, *clamp)
-        return found
+        result: Tensor = summed if clamp is None else clamped(summed, *clamp)
+        return result
 
     largest = sum(LARGEST_NARROW_MULTIPLIER * operand.grid.magnitude for operand, _ in terms.values())
     lowering.prove(largest, "the sum")

@@ -314,8 +314,8 @@ def lower_uniform(
     total = accumulator_bound(integers, None, 0, 1)
     layer = LayerSum(lowering, product, input, input.grid.magnitude, QuantizedWeight(integers, scale, torch.ones_like(scale).bool(), total))
     steps = lowering.arithmetic.step(input.scale, scale)
-    given = torch.tensor([bias], dtype=torch.float32, device=device)
-    bias_q = lowering.arithmetic.bias(given, input.scale, scale).expand(len(integers)) if bias else None
+    bias_value = torch.tensor([bias], dtype=torch.float32, device=device)
+    bias_q = lowering.arithmetic.bias(bias_value, input.scale, scale).expand(len(integers)) if bias else None
     lift = _lift(layer, bias_q, steps, lowering.output)
     bound, lifted = layer.bound(bias_q), torch.zeros(1, dtype=torch.float32, device=device)
     if lift is not None and not lowering.lifts_late:
@@ -349,13 +349,13 @@ def _lift(layer: LayerSum, bias: Tensor | None, steps: tuple[Tensor, ...], to: Q
 
 def _least_scale(lowering: Lowering, input: Quantized, bias: Tensor | None, residual: Quantized | None) -> Tensor | None:
     """Return the lower limit of the weight's scales at which bias and residual, in steps of the sum, leave the sum room, or None."""
-    found = []
+    scales = []
     if bias is not None:
-        found.append(grids.least_scale_for_bias(bias, input.scale, grids.bias_limit(input.dtype, lowering.weight.dtype)))
+        scales.append(grids.least_scale_for_bias(bias, input.scale, grids.bias_limit(input.dtype, lowering.weight.dtype)))
     if residual is not None and not requantizes_residuals(lowering):
         limit = (accumulator_limit(lowering) + 1) // 2
-        found.append(grids.least_scale_for_residual(residual.scale, residual.grid.magnitude, input.scale, limit))
-    return functools.reduce(torch.maximum, found) if found else None
+        scales.append(grids.least_scale_for_residual(residual.scale, residual.grid.magnitude, input.scale, limit))
+    return functools.reduce(torch.maximum, scales) if scales else None
 
 
 def _narrowed(lowering: Lowering, input: Quantized, weight: QuantizedWeight, bias: Tensor | None) -> tuple[Quantized, int]:
@@ -462,8 +462,8 @@ def shape_of(value: Any) -> tuple[Size, ...] | None:
     if isinstance(value, fx.Node) and value.op == "get_attr" and value.graph.owning_module is not None:
         parameter = resolve(value.graph.owning_module, str(value.target))
         return tuple(parameter.shape) if isinstance(parameter, Tensor) else None
-    known = fact(value) if isinstance(value, fx.Node) else None
-    return known.shape if isinstance(known, TensorFact) else None
+    value_fact = fact(value) if isinstance(value, fx.Node) else None
+    return value_fact.shape if isinstance(value_fact, TensorFact) else None
 
 
 def rescaled(
@@ -515,8 +515,8 @@ def by_whole_slope(lowering: Lowering, input: Quantized, slopes: Tensor, clamp: 
     """
     whole, shift = shifts_of(slopes, lowering.arithmetic.slope_bits, added)
     lowering.describe("slope", power_of_two(-shift).float().flatten(), -slopes.dim() if slopes.dim() else None)
-    held = lowering.constant("slope", whole, torch.int32)
-    multiplied = lowering.call(elementwise.multiply, input.value, held, False)
+    slope = lowering.constant("slope", whole, torch.int32)
+    multiplied = lowering.call(elementwise.multiply, input.value, slope, False)
     steeper = whole > torch.ones_like(shift) << shift
     if added and bool(steeper.any()):  # what is added to q is negative there, and its halves are rounded away from 0
         half_step = lowering.constant("half_step", -steeper.to(torch.int64), torch.int32)

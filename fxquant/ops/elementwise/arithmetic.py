@@ -189,11 +189,11 @@ def _lower_mul(lowering: Lowering, input: Operand, other: Operand, *, clamp: Cla
 def _multiplied(input: Any, other: Any) -> dict[str, Any] | Instead:
     """Turn a product with booleans into a choice: the tensor where they are true, else 0. A product with 0 is a clamp to 0."""
     for mask, tensor in ((input, other), (other, input)):
-        known = fact(mask) if isinstance(mask, fx.Node) and not is_parameter(mask) else None
-        if isinstance(known, TensorFact) and known.dtype == torch.bool and isinstance(tensor, fx.Node):
+        operand_fact = fact(mask) if isinstance(mask, fx.Node) and not is_parameter(mask) else None
+        if isinstance(operand_fact, TensorFact) and operand_fact.dtype == torch.bool and isinstance(tensor, fx.Node):
             return Instead(where, {"condition": mask, "input": tensor, "other": 0.0})
-        known = fact(tensor) if isinstance(tensor, fx.Node) and not is_parameter(tensor) else None
-        if _is(mask, 0) and isinstance(known, TensorFact) and known.dtype == torch.float32:
+        operand_fact = fact(tensor) if isinstance(tensor, fx.Node) and not is_parameter(tensor) else None
+        if _is(mask, 0) and isinstance(operand_fact, TensorFact) and operand_fact.dtype == torch.float32:
             return Instead(clamp, {"input": tensor, "min": 0.0, "max": 0.0})
     return {"input": input, "other": other}
 

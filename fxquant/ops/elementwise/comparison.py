@@ -112,8 +112,8 @@ LOGIC = frozenset({Trait.POINTWISE, Trait.COMPARES_WITH_ZERO})
 
 def _refuses_logic(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     for name, value in arguments.items():
-        known = fact(value) if isinstance(value, fx.Node) else None
-        if not isinstance(known, TensorFact) or known.dtype != torch.bool:
+        value_fact = fact(value) if isinstance(value, fx.Node) else None
+        if not isinstance(value_fact, TensorFact) or value_fact.dtype != torch.bool:
             return f"its {name!r} is not a boolean tensor"
     return None
 
@@ -185,14 +185,14 @@ _of_finite_numbers("isreal", "eq")
 
 
 def _refuses_truth(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    known = fact(arguments["input"])
-    if not isinstance(known, TensorFact) or known.dtype != torch.bool:
+    input_fact = fact(arguments["input"])
+    if not isinstance(input_fact, TensorFact) or input_fact.dtype != torch.bool:
         return "its operand is not a boolean tensor"
-    if not known.shape:
+    if not input_fact.shape:
         return "its operand is a single boolean without dimensions"
     dim = arguments["dim"]
-    reduced = range(len(known.shape)) if dim is None else dim if isinstance(dim, list | tuple) else [dim]
-    return None if dim is not None and builtins.all(isinstance(known.shape[d], int) for d in reduced) else "it reduces the batch"
+    reduced = range(len(input_fact.shape)) if dim is None else dim if isinstance(dim, list | tuple) else [dim]
+    return None if dim is not None and builtins.all(isinstance(input_fact.shape[d], int) for d in reduced) else "it reduces the batch"
 
 
 def _truth(every: bool, *texts: str) -> Callable[..., Tensor]:

@@ -33,8 +33,8 @@ def is_pointwise(name: str) -> bool:
 
 def curve(input: Tensor, steps: Steps) -> Tensor:
     """Compute the function that the nest describes. Raise ValueError for an entry that is not an operator that it may contain."""
-    found: Tensor = _value(steps, input, {})
-    return found if found.is_floating_point() else found.to(input.dtype)
+    result: Tensor = _value(steps, input, {})
+    return result if result.is_floating_point() else result.to(input.dtype)
 
 
 def _value(steps: Steps, input: Tensor, values: dict[Steps, Any]) -> Any:
@@ -78,9 +78,9 @@ def _keeps(steps: Steps, bits: int) -> Interval:
     return -end(sides[0]), end(sides[1])
 
 
-def settings_of(name: str, **given: Any) -> dict[str, Any]:
-    """Return all settings of the unary operator of this name: `given`, and the defaults of the others."""
-    return {key: value for key, value in BY_NAME[name].bind((None,), given).items() if key != "input"}
+def settings_of(name: str, **settings: Any) -> dict[str, Any]:
+    """Return all settings of the unary operator of this name: `settings`, and the defaults of the others."""
+    return {key: value for key, value in BY_NAME[name].bind((None,), settings).items() if key != "input"}
 
 
 @lru_cache(maxsize=256)

@@ -127,8 +127,8 @@ _rounded(trunc_remainder, _rounded_remainder, torch.trunc, "fmod(x, y)")
 
 
 def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    known = [fact(arguments[name]) for name in ("input", "other")]
-    real = all(isinstance(one, TensorFact) and one.dtype == torch.float32 for one in known)
+    facts = [fact(arguments[name]) for name in ("input", "other")]
+    real = all(isinstance(one, TensorFact) and one.dtype == torch.float32 for one in facts)
     return None if real else "its operands are not float32 tensors: compare integers by =="
 
 

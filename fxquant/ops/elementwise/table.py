@@ -173,11 +173,11 @@ def unary(
     if has_poles(partial(function, **{key: 0.5 if isinstance(value, float) else value for key, value in settings.items()})):
         SINGULAR.add(name)
     others = adapted or {}
-    found = [form for form in (*forms, *spelled(name, *(f for f in forms if isinstance(f, str)))) if form not in others]
+    call_forms = [form for form in (*forms, *spelled(name, *(f for f in forms if isinstance(f, str)))) if form not in others]
 
-    def arguments(input: Any, *given: Any, inplace: bool = False, **named: Any) -> dict[str, Any]:
+    def arguments(input: Any, *args: Any, inplace: bool = False, **named: Any) -> dict[str, Any]:
         """By name; PyTorch's `inplace` flag says nothing about the value."""
-        return {"input": input, **settings, **dict(zip(settings, given, strict=False)), **named}
+        return {"input": input, **settings, **dict(zip(settings, args, strict=False)), **named}
 
     def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         computed = [setting for setting in settings if isinstance(arguments[setting], fx.Node)]
@@ -186,7 +186,7 @@ def unary(
     def keeps(arguments: dict[str, Any], after: Interval, bits: int | None) -> Interval | None:
         return None if bits is None else _changing(name, tuple((key, arguments[key]) for key in settings), bits)
 
-    every = {**dict.fromkeys((function, *found), arguments), **others}
+    every = {**dict.fromkeys((function, *call_forms), arguments), **others}
     return register(
         Operator(
             name,
@@ -203,7 +203,7 @@ def unary(
             onnx=(lambda c: c.do(onnx, c.input)) if isinstance(onnx, str) else onnx,
             traits=traits | {Trait.ELEMENTWISE},
             samples=(
-                *(samples or (sample(over, input=(3, 6, 6), **given) for given in ([tried, {}] if tried else [{}]))),
+                *(samples or (sample(over, input=(3, 6, 6), **values) for values in ([tried, {}] if tried else [{}]))),
                 *getattr(function, "samples", ()),
             ),
         )
@@ -221,8 +221,8 @@ def _changing(name: str, settings: Settings, bits: int) -> Interval:
     def end(sign: int) -> float:
         limit = function(float(sign * FARTHEST), **chosen)
         away = (half for half in range(2 * FARTHEST, -1, -1) if abs(function(sign * half / 2, **chosen) - limit) > tolerance)
-        found = next(away, 0) + 1
-        return sign * (math.inf if found >= 2 * FARTHEST else found / 2)
+        first = next(away, 0) + 1
+        return sign * (math.inf if first >= 2 * FARTHEST else first / 2)
 
     return end(-1), end(1)
 

@@ -199,8 +199,8 @@ def raised(input: Any, exponent: Any) -> dict[str, Any] | Instead:
     """Adapt torch.pow: number ** tensor to `power_of`, tensor ** tensor to the composite `power`; else return the arguments."""
     if not isinstance(input, fx.Node):
         return Instead(power_of, {"input": exponent, "base": input})
-    given = {"input": input, "exponent": exponent}
-    return Instead(power, given) if is_tensor(exponent) else given
+    arguments = {"input": input, "exponent": exponent}
+    return Instead(power, arguments) if is_tensor(exponent) else arguments
 
 
 unary(

@@ -194,8 +194,8 @@ def _where(condition: Tensor, input: Any, other: Any) -> Tensor:
 
 
 def _chosen(steps: Steps, condition: Value, input: Value, other: Value) -> Any:
-    held = steps.lowering.given("condition", condition, torch.bool)
-    return steps.call(primitives.chosen, steps.held(input), steps.held(other), held)
+    mask = steps.lowering.given("condition", condition, torch.bool)
+    return steps.call(primitives.chosen, steps.held(input), steps.held(other), mask)
 
 
 def _cat(steps: Steps, tensors: list[Any], dim: int) -> Any:
@@ -211,10 +211,10 @@ def _argmax(steps: Steps, input: Value, dim: int, keepdim: bool) -> Any:
 
 
 def _refuses_place(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    known, dim = fact(arguments["input"]), arguments["dim"]
-    if not isinstance(known, TensorFact) or not known.shape or dim is None:
+    input_fact, dim = fact(arguments["input"]), arguments["dim"]
+    if not isinstance(input_fact, TensorFact) or not input_fact.shape or dim is None:
         return "it reduces all elements" if dim is None else "its operand has no dimensions"
-    return None if isinstance(known.shape[dim], int) else "it reduces the batch, whose size is not fixed"
+    return None if isinstance(input_fact.shape[dim], int) else "it reduces the batch, whose size is not fixed"
 
 
 # ---- the operators, by the name of the one that a call of integers is promoted from -----------------------------------

@@ -27,9 +27,9 @@ from fxquant.ops.reduction.progression import tril, triu
 
 def _joined_places(lists: Sequence[Any], sizes: Sequence[int]) -> Tensor:
     """Return the flat indices, row-major, of index lists along dimensions of these sizes, broadcast with each other."""
-    found = torch.broadcast_tensors(*places.tensors(lists))  # type: ignore[no-untyped-call]
-    joined = torch.zeros_like(found[0])
-    for place, size in zip(found, sizes, strict=True):
+    broadcast = torch.broadcast_tensors(*places.tensors(lists))  # type: ignore[no-untyped-call]
+    joined = torch.zeros_like(broadcast[0])
+    for place, size in zip(broadcast, sizes, strict=True):
         joined = joined * size + place % size
     return joined
 
@@ -66,10 +66,10 @@ def index(build: Builder, input: fx.Node, lists: list[Any]) -> Any:
 
 def _refuses_parts(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     """Its slices leave sizes that depend on the batch where they are whole."""
-    left = iter(shape_of(arguments["input"]))
+    sizes = iter(shape_of(arguments["input"]))
     lists = iter(arguments["lists"])
     for entry in arguments["index"]:
-        size = None if entry is None else next(left)
+        size = None if entry is None else next(sizes)
         if not isinstance(entry, int) and next(lists) is not None and not isinstance(size, int):
             return "it indexes the batch by a list"
     return None
@@ -107,10 +107,10 @@ def index_put(build: Builder, input: fx.Node, lists: list[Any], value: Any) -> A
 
 
 def _refuses_pick_each(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    sizes, known = shape_of(arguments["input"]), fact(arguments["places"])
-    if not isinstance(known, TensorFact) or known.dtype != torch.int64:
+    sizes, places_fact = shape_of(arguments["input"]), fact(arguments["places"])
+    if not isinstance(places_fact, TensorFact) or places_fact.dtype != torch.int64:
         return "its index is not an integer tensor"
-    return None if sizes[0] == known.shape[0] and are_fixed([*sizes[1:], *known.shape[1:]]) else "it indexes the batch"
+    return None if sizes[0] == places_fact.shape[0] and are_fixed([*sizes[1:], *places_fact.shape[1:]]) else "it indexes the batch"
 
 
 @composite(function=places.pick_each, operands=("input",), demand=Same(), moves=True, reads=("places",), refuses=_refuses_pick_each)
@@ -122,10 +122,10 @@ def pick_each(build: Builder, input: fx.Node, dim: int, places: fx.Node) -> Any:
     value = input if dim == 1 else build(permute, input, [0, dim, *others])
     rest: list[int] = [shape[d] for d in others]  # type: ignore[misc]
     counts: list[int] = list(build.fact(places).shape[1:])  # type: ignore[arg-type]
-    taken = math.prod(counts)
-    index = build(reshape, places, [-1, taken, *[1] * len(rest)])
+    count = math.prod(counts)
+    index = build(reshape, places, [-1, count, *[1] * len(rest)])
     if rest:
-        index = build(expand, index, [-1, taken, *rest])
+        index = build(expand, index, [-1, count, *rest])
     picked = build(gather, value, 1, index)
     return picked if len(counts) == 1 else build(reshape, picked, [-1, *counts, *rest])
 
@@ -134,9 +134,9 @@ def _refuses_pick_parts(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     if fact(arguments["places"]).dtype != torch.int64:
         return "its index is not an integer tensor"
     sizes = iter(shape_of(arguments["input"]))
-    left = [None if entry is None else next(sizes) for entry in arguments["index"]]
-    kept = [size for entry, size in zip(arguments["index"], left, strict=True) if not isinstance(entry, int)]
-    return None if isinstance(kept[arguments["dim"]], int) else "it indexes the batch"
+    remaining = [None if entry is None else next(sizes) for entry in arguments["index"]]
+    indexed = [size for entry, size in zip(arguments["index"], remaining, strict=True) if not isinstance(entry, int)]
+    return None if isinstance(indexed[arguments["dim"]], int) else "it indexes the batch"
 
 
 @composite(function=places.pick_parts, operands=("input",), demand=Same(), moves=True, reads=("places",), refuses=_refuses_pick_parts)
@@ -154,8 +154,8 @@ def _taken(input: Any, index: Any) -> dict[str, Any] | str:
 def _refuses_take(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     sizes = shape_of(arguments["input"])
     count = math.prod(size for size in sizes if isinstance(size, int))
-    (wanted,) = places.tensors([arguments["index"]])
-    inside = bool((wanted >= 0).all() and (wanted < count).all())
+    (indices,) = places.tensors([arguments["index"]])
+    inside = bool((indices >= 0).all() and (indices < count).all())
     return None if are_fixed(sizes) or inside else "it reads samples of the batch other than the first"
 
 
@@ -176,9 +176,9 @@ def take(build: Builder, input: fx.Node, index: Any) -> Any:
     if not isinstance(shape[0], int):
         input = build(getitem, input, [slice(0, 1), *[WHOLE] * (len(shape) - 1)])
     count = math.prod(size for size in shape if isinstance(size, int))
-    found = _joined_places([index], [count])
-    value = build(getitem, build(reshape, input, [count]), [found.flatten().tolist()])
-    return value if found.dim() == 1 else build(reshape, value, list(found.shape))
+    flat_places = _joined_places([index], [count])
+    value = build(getitem, build(reshape, input, [count]), [flat_places.flatten().tolist()])
+    return value if flat_places.dim() == 1 else build(reshape, value, list(flat_places.shape))
 
 
 def _refuses_diagonal(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -190,8 +190,8 @@ def _refuses_diagonal(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 def _diag(input: Any, diagonal: int = 0) -> dict[str, Any] | Instead:
     """Adapt torch.diag: return the arguments of diagonal for a matrix, and `diag_embed` for a vector."""
-    given = {"input": input, "offset": diagonal}
-    return Instead(diag_embed, given) if len(shape_of(input)) == 1 else given
+    arguments = {"input": input, "offset": diagonal}
+    return Instead(diag_embed, arguments) if len(shape_of(input)) == 1 else arguments
 
 
 @composite(
@@ -239,5 +239,5 @@ def diag_embed(build: Builder, input: fx.Node, offset: int = 0, dim1: int = -2, 
     one, other = dim1 % rank, dim2 % rank
     if (one, other) == (rank - 2, rank - 1):
         return value
-    left = iter(range(rank - 2))
-    return build(permute, value, [rank - 2 if d == one else rank - 1 if d == other else next(left) for d in range(rank)])
+    dims = iter(range(rank - 2))
+    return build(permute, value, [rank - 2 if d == one else rank - 1 if d == other else next(dims) for d in range(rank)])

@@ -26,8 +26,8 @@ def _positions(entry: Any, size: Size) -> list[int] | None:
     if isinstance(entry, builtins.slice) and entry == WHOLE:
         return None
     every = list(range(known_size(size)))
-    found = every[entry] if isinstance(entry, builtins.slice) else [every[place] for place in torch.as_tensor(entry).flatten().tolist()]
-    return None if found == every else found
+    positions = every[entry] if isinstance(entry, builtins.slice) else [every[place] for place in torch.as_tensor(entry).flatten().tolist()]
+    return None if positions == every else positions
 
 
 def _sizes(value: Branch) -> tuple[Size, ...]:
@@ -36,18 +36,18 @@ def _sizes(value: Branch) -> tuple[Size, ...]:
 
 def _aligned(index: Sequence[Any], sizes: tuple[Size, ...]) -> list[Size]:
     """Return the shape of a written value with a size for every dimension of the tensor: 1 for dimensions indexed by a number."""
-    left = list(sizes)
-    return [1 if isinstance(entry, int) or not left else left.pop() for entry in reversed(index)][::-1]
+    remaining = list(sizes)
+    return [1 if isinstance(entry, int) or not remaining else remaining.pop() for entry in reversed(index)][::-1]
 
 
 def _refuses_setitem(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    known, value = fact(arguments["input"]), arguments["value"]
-    if known.dtype != fact(node).dtype:
+    input_fact, value = fact(arguments["input"]), arguments["value"]
+    if input_fact.dtype != fact(node).dtype:
         return "it assigns to a value that is not a tensor"
     if not isinstance(value, fx.Node) and (not isinstance(value, int | float) or not math.isfinite(value)):
         return f"it assigns {value!r}"
     lists = 0
-    for entry, size in zip(arguments["index"], known.shape, strict=True):
+    for entry, size in zip(arguments["index"], input_fact.shape, strict=True):
         if isinstance(entry, builtins.slice):
             if not all(bound is None or isinstance(bound, int) for bound in (entry.start, entry.stop, entry.step)):
                 return "the bounds of its index are computed"
@@ -60,12 +60,12 @@ def _refuses_setitem(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def _assigned(tensor: Any, index: Any, value: Any) -> dict[str, Any] | str | Instead:
-    known = fact(tensor)
-    if not isinstance(known, TensorFact):
+    tensor_fact = fact(tensor)
+    if not isinstance(tensor_fact, TensorFact):
         return "it assigns to a value that is not a tensor"
     mask = fact(index) if isinstance(index, fx.Node) else None
     if isinstance(mask, TensorFact) and mask.dtype == torch.bool:
-        if mask.shape != known.shape:
+        if mask.shape != tensor_fact.shape:
             return "its mask is not of the shape of what it assigns to"
         if isinstance(value, fx.Node) and shape_of(value):
             return "how many elements it assigns depends on the data"
@@ -73,7 +73,7 @@ def _assigned(tensor: Any, index: Any, value: Any) -> dict[str, Any] | str | Ins
     entries = entries_of(index)
     if any(entry is None for entry in entries):
         return "its index adds dimensions"
-    whole = whole_index(known.shape, entries)
+    whole = whole_index(tensor_fact.shape, entries)
     if whole is None:
         return "its index has too many entries"
     if sum(map(is_list, whole)) > 1 and all(is_list(entry) or entry == WHOLE for entry in whole):
@@ -138,21 +138,21 @@ def setitem(lowering: Lowering, input: Branch, index: list[Any], value: Branch) 
     Spread the value out to where it is written, and choose it there.
     """
     whole = _sizes(input)
-    written = {dim: found for dim, entry in enumerate(index) if (found := _positions(entry, whole[dim])) is not None}
+    written = {dim: positions for dim, entry in enumerate(index) if (positions := _positions(entry, whole[dim])) is not None}
     device = lowering.device
     mask = torch.ones([1] * len(index), dtype=torch.bool, device=device)
-    for dim, found in written.items():
+    for dim, positions in written.items():
         along = torch.zeros(known_size(whole[dim]), dtype=torch.bool, device=device)
-        along[found] = True
+        along[positions] = True
         mask = mask & along.reshape([-1 if d == dim else 1 for d in range(len(index))])
 
     sizes = _aligned(index, _sizes(value))
 
     def source(dim: int) -> Tensor:
         """Return the index of the value's element that each position of `dim` takes, int64; 0 for a position that is not written."""
-        found = torch.zeros(known_size(whole[dim]), dtype=torch.int64, device=device)
-        found[written[dim]] = torch.arange(len(written[dim]), device=device)
-        return found
+        indices = torch.zeros(known_size(whole[dim]), dtype=torch.int64, device=device)
+        indices[written[dim]] = torch.arange(len(written[dim]), device=device)
+        return indices
 
     def exact() -> Any:
         if isinstance(value, Quantized):

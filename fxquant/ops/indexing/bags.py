@@ -74,9 +74,9 @@ def _why_not(max_norm: float | None, padding_idx: int | None, include_last_offse
 
 
 def _function(*args: Any, **kwargs: Any) -> dict[str, Any] | str:
-    given = bound(F.embedding_bag, *args, **kwargs)
-    because = _why_not(given["max_norm"], given["padding_idx"], given["include_last_offset"])
-    return because or {name: given[name] for name in operator_named("embedding_bag").parameter_names}
+    arguments = bound(F.embedding_bag, *args, **kwargs)
+    because = _why_not(arguments["max_norm"], arguments["padding_idx"], arguments["include_last_offset"])
+    return because or {name: arguments[name] for name in operator_named("embedding_bag").parameter_names}
 
 
 _settings = settings_of(("weight", "mode"))
@@ -87,10 +87,10 @@ def _module(module: nn.EmbeddingBag) -> dict[str, Any] | str | Instead:
 
 
 def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    known = fact(arguments["input"])
-    if not isinstance(known, TensorFact) or not isinstance(known.shape[-1], int):
+    input_fact = fact(arguments["input"])
+    if not isinstance(input_fact, TensorFact) or not isinstance(input_fact.shape[-1], int):
         return "the sizes of its bags depend on the batch size"
-    return None if len(known.shape) == 2 else OFFSETS
+    return None if len(input_fact.shape) == 2 else OFFSETS
 
 
 @composite(
@@ -114,7 +114,7 @@ def embedding_bag(
     The bags are the rows of `input`, int64 [bags, size]; `offsets`, for bags of different sizes, have no integer form. In a
     sum each row may have a factor, `per_sample_weights`, of the shape of `input`.
     """
-    taken = build(embedding, input, weight)
+    rows = build(embedding, input, weight)
     if per_sample_weights is not None:
-        taken = build(mul, taken, build(reshape, per_sample_weights, [-1, build.fact(per_sample_weights).shape[1], 1]))
-    return build({"sum": sum, "mean": mean, "max": amax}[mode], taken, [1], False)
+        rows = build(mul, rows, build(reshape, per_sample_weights, [-1, build.fact(per_sample_weights).shape[1], 1]))
+    return build({"sum": sum, "mean": mean, "max": amax}[mode], rows, [1], False)

@@ -30,8 +30,8 @@ CHANGES = "it changes its weight while it runs (max_norm)"
 
 def _function(*args: Any, **kwargs: Any) -> dict[str, Any] | str:
     """Adapt F.embedding; arguments for gradients alone do not change its result."""
-    given = bound(F.embedding, *args, **kwargs)
-    return CHANGES if given["max_norm"] is not None else {"input": given["input"], "weight": given["weight"]}
+    arguments = bound(F.embedding, *args, **kwargs)
+    return CHANGES if arguments["max_norm"] is not None else {"input": arguments["input"], "weight": arguments["weight"]}
 
 
 def _aten(weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False) -> dict[str, Any]:
@@ -41,13 +41,13 @@ def _aten(weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: 
 
 def refuses_embedding(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     """Return why rows of its table cannot be taken as integers."""
-    weight, known = arguments["weight"], fact(arguments["input"])
+    weight, indices = arguments["weight"], fact(arguments["input"])
     if not isinstance(weight, fx.Node) or not is_parameter(weight):
         return "its table is an activation, where an integer form takes a constant"
     table = fact(weight)
     if isinstance(table, TensorFact) and table.dtype != torch.float32:
         return f"its table is {str(table.dtype).removeprefix('torch.')}, and only float32 tensors are quantized"
-    return None if isinstance(known, TensorFact) and not known.dtype.is_floating_point else "its indices are not an integer tensor"
+    return None if isinstance(indices, TensorFact) and not indices.dtype.is_floating_point else "its indices are not an integer tensor"
 
 
 @lowered(
@@ -107,10 +107,10 @@ def places_of(c: Call) -> str:
 
 
 def _refuses_pick(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    known, index = fact(arguments["input"]), fact(arguments["index"])
+    input_fact, index = fact(arguments["input"]), fact(arguments["index"])
     if not isinstance(index, TensorFact) or index.dtype not in (torch.int64, torch.int32):
         return "its index is not an integer tensor"
-    constant = is_parameter(arguments["input"]) and known.dtype != torch.float32
+    constant = is_parameter(arguments["input"]) and input_fact.dtype != torch.float32
     return "it indexes a constant that is not a float32 tensor" if constant else None
 
 
@@ -141,12 +141,12 @@ def pick(lowering: Lowering, input: Quantized | Tensor, dim: int, index: Any) ->
 
 def _indexed(input: Any, index: Any) -> dict[str, Any] | str | Instead:
     """Return input[index] for a tensor, and for the pieces of a split one."""
-    known = fact(input)
-    if isinstance(known, list | tuple):
+    input_fact = fact(input)
+    if isinstance(input_fact, list | tuple):
         return _piece(input, index)
-    if not isinstance(known, TensorFact):
+    if not isinstance(input_fact, TensorFact):
         return "it indexes a value that is not a tensor"
-    whole = whole_index(known.shape, entries_of(index))
+    whole = whole_index(input_fact.shape, entries_of(index))
     if whole is None:
         return "its index has too many entries"
     computed = [dim for dim, entry in enumerate(whole) if _computed(entry)]
@@ -160,7 +160,7 @@ def _indexed(input: Any, index: Any) -> dict[str, Any] | str | Instead:
         return Instead(places.pick_parts, {"input": input, "index": first, "dim": dim, "places": whole[computed[0]]})
     if _of_each_item(input, whole, computed):
         return Instead(pick_each, {"input": input, "dim": computed[-1], "places": whole[computed[-1]]})
-    part = _of_the_batch(known.shape, whole)
+    part = _of_the_batch(input_fact.shape, whole)
     if part is not None:
         return Instead(piece, {"input": input, **part})
     if sum(map(is_list, whole)) > 1 or any(is_list(entry) and any(map(is_list, entry)) for entry in whole):
@@ -196,8 +196,8 @@ def _of_the_batch(shape: tuple[Size, ...], entries: list[Any]) -> dict[str, int]
         return None
     begin = start if isinstance(start, BatchDim) else BatchDim(Fraction(0))
     size = BatchDim(stop.coefficient - begin.coefficient, stop.offset - begin.offset)
-    found = pieces_of(shape[dim], begin, size)
-    return None if found is None else {"dim": dim, "count": found[0], "number": found[1]}
+    pieces = pieces_of(shape[dim], begin, size)
+    return None if pieces is None else {"dim": dim, "count": pieces[0], "number": pieces[1]}
 
 
 def _of_each_item(input: fx.Node, entries: list[Any], computed: list[int]) -> bool:
@@ -210,9 +210,9 @@ def _of_each_item(input: fx.Node, entries: list[Any], computed: list[int]) -> bo
 
 def dimensions(entry: Any) -> int:
     """Return the number of dimensions that an entry of an index consumes."""
-    known = fact(entry) if isinstance(entry, fx.Node) else None
-    if isinstance(known, TensorFact) and known.dtype == torch.bool:
-        return len(known.shape)
+    entry_fact = fact(entry) if isinstance(entry, fx.Node) else None
+    if isinstance(entry_fact, TensorFact) and entry_fact.dtype == torch.bool:
+        return len(entry_fact.shape)
     return int(entry is not None and entry is not Ellipsis)
 
 
@@ -242,10 +242,10 @@ def _refuses_getitem(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 def _keeps_everything(arguments: dict[str, Any]) -> bool:
     """Return whether an index whose result has its operand's shape has it at every batch size; `[:20]` has not."""
-    known = fact(arguments["input"])
-    return isinstance(known, TensorFact) and all(
+    input_fact = fact(arguments["input"])
+    return isinstance(input_fact, TensorFact) and all(
         isinstance(entry, builtins.slice) and (isinstance(size, int) or (not entry.start and entry.stop is None))
-        for entry, size in zip(arguments["index"], known.shape, strict=False)
+        for entry, size in zip(arguments["index"], input_fact.shape, strict=False)
     )
 
 
@@ -259,10 +259,10 @@ def _refuses_entry(entry: Any, size: Size) -> str | None:
     if isinstance(entry, int):
         return None
     if isinstance(entry, fx.Node):
-        known = fact(entry)
-        if not is_parameter(entry) or not isinstance(known, TensorFact):
+        entry_fact = fact(entry)
+        if not is_parameter(entry) or not isinstance(entry_fact, TensorFact):
             return f"its index is computed by %{entry.name}"
-        if len(known.shape) != 1 or known.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        if len(entry_fact.shape) != 1 or entry_fact.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
             return "its index is a constant that is not a list of integers"
     elif not isinstance(entry, list | tuple) or not all(type(number) is int for number in entry):
         return "its index is not a list of integers"
@@ -333,16 +333,16 @@ def _piece(pieces: fx.Node, number: Any) -> dict[str, Any] | str | Instead:
     if pieces.target in _SPLITS_ALONG:
         dim = _SPLITS_ALONG[pieces.target](rank_of(source))
     assert isinstance(dim, int)
-    known = fact(pieces)
-    number %= len(known)
+    facts = fact(pieces)
+    number %= len(facts)
     if pieces.target in _UNBINDS:
         return along_dimension(source, dim, number)
-    sizes = [piece.shape[dim] for piece in known]
+    sizes = [piece.shape[dim] for piece in facts]
     if not are_fixed(sizes):
-        found = pieces_of(shape_of(source)[dim], 0, sizes[0]) if len(set(sizes)) == 1 else None
-        if found is None:
+        equal_pieces = pieces_of(shape_of(source)[dim], 0, sizes[0]) if len(set(sizes)) == 1 else None
+        if equal_pieces is None:
             return "it splits the batch, whose size is not fixed"
-        return Instead(piece, {"input": source, "dim": dim % rank_of(source), "count": found[0], "number": number})
+        return Instead(piece, {"input": source, "dim": dim % rank_of(source), "count": equal_pieces[0], "number": number})
     start = sum(sizes[:number])
     return along_dimension(source, dim, builtins.slice(start, start + sizes[number]))
 

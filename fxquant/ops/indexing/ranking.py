@@ -70,8 +70,8 @@ def ranked(lowering: Lowering, input: Quantized, dim: int, count: int, largest: 
 def refuses_index(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     """Return why its index cannot say where elements are along its dimension."""
     index = arguments["index"]
-    known = fact(index) if isinstance(index, fx.Node) else None
-    if not isinstance(known, TensorFact) or known.dtype not in (torch.int64, torch.int32):
+    index_fact = fact(index) if isinstance(index, fx.Node) else None
+    if not isinstance(index_fact, TensorFact) or index_fact.dtype not in (torch.int64, torch.int32):
         return "its index is not an integer tensor"
     return fixed(because="it indexes the batch")(node, arguments)
 

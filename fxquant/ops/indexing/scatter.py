@@ -37,25 +37,25 @@ LARGEST = torch.finfo(torch.float32).max
 
 def _refuses_scatter(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     value = arguments["src"]
-    given = isinstance(value, fx.Node) or (isinstance(value, int | float) and math.isfinite(value))
-    return None if given else f"it scatters {value!r}"
+    supported = isinstance(value, fx.Node) or (isinstance(value, int | float) and math.isfinite(value))
+    return None if supported else f"it scatters {value!r}"
 
 
 def as_large_as_index(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
     """Crop a source that is larger than the index to its first elements."""
-    known, index = (fact(value) if isinstance(value, fx.Node) else None for value in (arguments["src"], arguments["index"]))
-    if not isinstance(known, TensorFact) or not isinstance(index, TensorFact) or known.shape == index.shape:
+    source, index = (fact(value) if isinstance(value, fx.Node) else None for value in (arguments["src"], arguments["index"]))
+    if not isinstance(source, TensorFact) or not isinstance(index, TensorFact) or source.shape == index.shape:
         return arguments
-    if len(known.shape) != len(index.shape):
+    if len(source.shape) != len(index.shape):
         return "its source and its index differ in their number of dimensions"
-    if not known.shape:  # a number, as a tensor
+    if not source.shape:  # a number, as a tensor
         return arguments
-    entries = [WHOLE if own == size else slice(0, size) for own, size in zip(known.shape, index.shape, strict=True)]
+    entries = [WHOLE if own == size else slice(0, size) for own, size in zip(source.shape, index.shape, strict=True)]
     if not all(entry == WHOLE or isinstance(entry.stop, int) for entry in entries):
         return "it scatters to a part of the batch"
     with node.graph.inserting_before(node):
         cut = inherit(node.graph.call_function(getitem, (arguments["src"], entries)), node, "canonical.rewrite")
-    set_fact(cut, TensorFact(index.shape, known.dtype))
+    set_fact(cut, TensorFact(index.shape, source.dtype))
     return {**arguments, "src": cut}
 
 
@@ -155,13 +155,13 @@ def index_sum(lowering: Lowering, src: Quantized, dim: int, index: Tensor, size:
 
 def _refuses_source(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     src, dim = arguments["src"], arguments["dim"]
-    known, wanted = fact(src) if isinstance(src, fx.Node) else None, list(fact(arguments["input"]).shape)
-    if not isinstance(known, TensorFact) or is_parameter(src):
+    src_fact, expected = fact(src) if isinstance(src, fx.Node) else None, list(fact(arguments["input"]).shape)
+    if not isinstance(src_fact, TensorFact) or is_parameter(src):
         return "its source is not an activation"
-    if not isinstance(known.shape[dim], int):
+    if not isinstance(src_fact.shape[dim], int):
         return "it adds up the batch, whose size is not fixed"
-    wanted[dim] = known.shape[dim]
-    return None if list(known.shape) == wanted else "its source and its input differ in a size that is not indexed"
+    expected[dim] = src_fact.shape[dim]
+    return None if list(src_fact.shape) == expected else "its source and its input differ in a size that is not indexed"
 
 
 ADDS = {
@@ -178,8 +178,8 @@ def _refuses_index_add(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         return "its index is computed"
     if not isinstance(fact(arguments["input"]).shape[arguments["dim"]], int):
         return "it adds to a part of the batch"
-    given = isinstance(arguments["source"], fx.Node) and isinstance(arguments["alpha"], int | float)
-    return None if given else "its source is not an activation"
+    supported = isinstance(arguments["source"], fx.Node) and isinstance(arguments["alpha"], int | float)
+    return None if supported else "its source is not an activation"
 
 
 def scatter_added(input: Any, dim: int, index: Any, src: Any) -> dict[str, Any]:
@@ -239,13 +239,13 @@ _REDUCTIONS = {"sum": None, "add": None, "amax": True, "amin": False}  # the wor
 def _scatter_reduced(
     input: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True
 ) -> dict[str, Any] | str | Instead:
-    given = scatter_added(input, dim, index, src)
+    arguments = scatter_added(input, dim, index, src)
     largest = _REDUCTIONS.get(reduce)
     if largest is None and reduce in _REDUCTIONS and (include_self or made_number(input) == 0):
-        return Instead(scatter_add, given)
+        return Instead(scatter_add, arguments)
     if largest is None:
         return f"a {reduce} of any number of elements exceeds every accumulator: add logarithms instead"
-    return {**given, "largest": largest, "include_self": include_self}
+    return {**arguments, "largest": largest, "include_self": include_self}
 
 
 @lowered("scatter_reduce", function=_scatter_extremum, adapt=_scatter_reduced, onnx=_onnx_scatter_extremum, **ADDS)
@@ -266,8 +266,8 @@ def scatter_extremum(
         value, other = on_the_output(lowering, input, "input"), on_the_output(lowering, src, "src")
         if not include_self:
             end = torch.tensor(float(grid.bounds[0] if largest else grid.bounds[1]), dtype=torch.float32, device=grid.scale.device)
-            held = lowering.constant("end", lowering.stored(end, grid), grid.type.storage)
-            value = lowering.call(selection.put_along, value, held, dim, places, True)
+            stored = lowering.constant("end", lowering.stored(end, grid), grid.type.storage)
+            value = lowering.call(selection.put_along, value, stored, dim, places, True)
         return lowering.call(primitives.extremum_along, value, other, dim, places, terms, largest)
 
     return lowering.result(exact, lambda: scatter_extremum(real(input), dim, index, real(src), largest, include_self))

@@ -33,8 +33,8 @@ def convolved(rank: int) -> Callable[..., dict[str, Any] | Instead]:
 
     def adapt(*args: Any, **kwargs: Any) -> dict[str, Any] | Instead:
         computed = operator_named(f"computed_conv{rank}d")
-        given = computed.bind(args, kwargs)
-        return Instead(computed.function, given) if is_computed(given["weight"]) else given
+        arguments = computed.bind(args, kwargs)
+        return Instead(computed.function, arguments) if is_computed(arguments["weight"]) else arguments
 
     return adapt
 
@@ -88,14 +88,14 @@ def _expand(
 
 def _refuses(rank: int) -> Guard:
     def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-        known, weight, number = fact(arguments["input"]), fact(arguments["weight"]), _number_of(arguments["groups"])
-        if len(known.shape) != rank + 2:
+        input_fact, weight, number = fact(arguments["input"]), fact(arguments["weight"]), _number_of(arguments["groups"])
+        if len(input_fact.shape) != rank + 2:
             return "its input has no batch dimension"
         by_item = isinstance(number, BatchDim)
-        if by_item and (known.shape[0] != 1 or number.offset != 0 or number.coefficient.denominator != 1):
+        if by_item and (input_fact.shape[0] != 1 or number.offset != 0 or number.coefficient.denominator != 1):
             return "its groups depend on the batch size, and its input is not one sample"
-        fixed = [*known.shape[2:], *weight.shape[1:], *(() if by_item else (known.shape[1], weight.shape[0], number))]
-        if not are_fixed(fixed) or not _each(weight.shape[0], number) or not _each(known.shape[1], number):
+        fixed = [*input_fact.shape[2:], *weight.shape[1:], *(() if by_item else (input_fact.shape[1], weight.shape[0], number))]
+        if not are_fixed(fixed) or not _each(weight.shape[0], number) or not _each(input_fact.shape[1], number):
             return "one of its sizes depends on the batch and is not the size of one sample"
         apart, taps = sizes(arguments["dilation"], rank), weight.shape[2:]
         if arguments["padding"] == "same" and any(each * (size - 1) % 2 for each, size in zip(apart, taps, strict=True)):

@@ -58,14 +58,14 @@ def _product(build: Builder, first: tuple[str, fx.Node], second: tuple[str, fx.N
     rows_apart = len(rows) == 1 or (not batch and rows)  # PyTorch's product takes any number of them in front
     if len(inner) > 1 or not rows_apart:
         length = _length(inner, sizes)
-        kept = [sizes[r] for r in rows] if rows_apart else [_length(rows, sizes)]
-        left = build(reshape, left, [*(sizes[b] for b in batch), *kept, length])
+        row_sizes = [sizes[r] for r in rows] if rows_apart else [_length(rows, sizes)]
+        left = build(reshape, left, [*(sizes[b] for b in batch), *row_sizes, length])
     if len(inner) > 1 or len(columns) != 1:
         right = build(reshape, right, [*(sizes[b] for b in batch), _length(inner, sizes), _length(columns, sizes)])
-    made = build(matmul, left, right)
+    product = build(matmul, left, right)
     if not rows_apart or len(columns) != 1:
-        made = build(reshape, made, [sizes[letter] for letter in batch + rows + columns])
-    return _ordered(build, made, batch + rows + columns, result)
+        product = build(reshape, product, [sizes[letter] for letter in batch + rows + columns])
+    return _ordered(build, product, batch + rows + columns, result)
 
 
 def _outer(build: Builder, first: tuple[str, fx.Node], second: tuple[str, fx.Node], result: str) -> Any:
@@ -86,16 +86,16 @@ def _length(letters: str, sizes: dict[str, int]) -> int:
     return -1 if -1 in lengths else math.prod(lengths)
 
 
-def _summed(build: Builder, letters: str, value: fx.Node, kept: set[str]) -> tuple[str, fx.Node]:
+def _summed(build: Builder, letters: str, value: fx.Node, needed: set[str]) -> tuple[str, fx.Node]:
     """Return the operand without the dimensions that nothing else has."""
-    alone = [position for position, letter in enumerate(letters) if letter not in kept]
+    alone = [position for position, letter in enumerate(letters) if letter not in needed]
     if not alone:
         return letters, value
-    return "".join(letter for letter in letters if letter in kept), build(sum, value, alone, False)
+    return "".join(letter for letter in letters if letter in needed), build(sum, value, alone, False)
 
 
-def _ordered(build: Builder, value: fx.Node, letters: str, wanted: str) -> Any:
-    return value if letters == wanted else build(permute, value, [letters.index(letter) for letter in wanted])
+def _ordered(build: Builder, value: fx.Node, letters: str, order: str) -> Any:
+    return value if letters == order else build(permute, value, [letters.index(letter) for letter in order])
 
 
 def _einsum(equation: Any, *operands: Any) -> dict[str, Any] | str:
@@ -147,8 +147,8 @@ def _tensordot(a: Any, b: Any, dims: Any = 2, out: Any = None) -> dict[str, Any]
     two = list(string.ascii_uppercase[: ranks[1]])
     for left, right in zip(first, second, strict=True):
         two[right] = one[left]
-    kept = [letter for letter in one if letter not in two] + [letter for letter in two if letter not in one]
-    return spelled(f"{''.join(one)},{''.join(two)}->{''.join(kept)}", a, b)
+    result = [letter for letter in one if letter not in two] + [letter for letter in two if letter not in one]
+    return spelled(f"{''.join(one)},{''.join(two)}->{''.join(result)}", a, b)
 
 
 def _vecdot(x: Any, y: Any, *, dim: int = -1) -> dict[str, Any] | str:
@@ -194,8 +194,8 @@ def einsum(build: Builder, equation: str, operands: Sequence[fx.Node]) -> Any:
         letters[:2] = [between]
     if len(values) == 2:
         return _product(build, (letters[0], values[0]), (letters[1], values[1]), result)
-    kept, value = _summed(build, letters[0], values[0], set(result))
-    return _ordered(build, value, kept, result)
+    remaining, value = _summed(build, letters[0], values[0], set(result))
+    return _ordered(build, value, remaining, result)
 
 
 def _added(equation: str, *names: str) -> Any:

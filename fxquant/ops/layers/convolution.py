@@ -64,10 +64,10 @@ def _lower(kind: Kind, rank: int) -> Callable[..., Quantized]:
         residual: Quantized | None = None, clamp: Clamp | None = None, **attributes: Any,
     ) -> Quantized:  # fmt: skip
         """Compute a convolution, or a transposed one, with the batch norm, residual and clamp that are fused into it."""
-        given: dict[str, Any] = {name: value if name == "groups" else sizes(value, rank) for name, value in attributes.items()}
-        groups = given["groups"]
+        settings: dict[str, Any] = {name: value if name == "groups" else sizes(value, rank) for name, value in attributes.items()}
+        groups = settings["groups"]
         product = Product(
-            kind.narrow, kind.wide, attributes=tuple(given[name] for name in kind.order), trailing=rank, channels=kind.channels,
+            kind.narrow, kind.wide, attributes=tuple(settings[name] for name in kind.order), trailing=rank, channels=kind.channels,
             layout=lambda integers: kind.arrange(integers, groups), transposed=kind is REVERSED, in_parts=True,
         )  # fmt: skip
         return lower_weighted(lowering, product, input, kind.arrange(weight, groups), bias, residual, clamp, batch_norm)
@@ -114,20 +114,20 @@ def _padded(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
 
 def _convolution_module(module: Any) -> dict[str, Any]:
     padding = _numbers(module.padding, list(module.kernel_size), module.dilation, module.padding_mode)
-    given: Any = settings_of(("weight", "bias", *PLAIN.attributes))(module)
-    return {**given, "padding": padding}
+    settings: Any = settings_of(("weight", "bias", *PLAIN.attributes))(module)
+    return {**settings, "padding": padding}
 
 
 def _output_padding(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the padding that gives the output size a module was called with: it is read off the result."""
     operand, result = fact(arguments["input"]), fact(node)
-    given = len(node.args) > 1 or "output_size" in node.kwargs
-    if node.op != "call_module" or not given or not isinstance(operand, TensorFact) or not isinstance(result, TensorFact):
+    has_size = len(node.args) > 1 or "output_size" in node.kwargs
+    if node.op != "call_module" or not has_size or not isinstance(operand, TensorFact) or not isinstance(result, TensorFact):
         return arguments
     kernel = resolve(node.graph.owning_module, str(node.target)).kernel_size  # type: ignore[arg-type]
     names = ("stride", "padding", "dilation")
     rows = zip(operand.shape[2:], result.shape[2:], kernel, *(sizes(arguments[name], len(kernel)) for name in names), strict=True)
-    extra = [found - (size - 1) * stride + 2 * padding - dilation * (taps - 1) - 1 for size, found, taps, stride, padding, dilation in rows]
+    extra = [after - (size - 1) * stride + 2 * padding - dilation * (taps - 1) - 1 for size, after, taps, stride, padding, dilation in rows]
     return {**arguments, "output_padding": extra}
 
 
@@ -146,8 +146,8 @@ def _onnx_convolution(c: Call) -> str:
         attributes |= {name: [*attributes[name], 1] for name in ("kernel_shape", "strides", "dilations")}
         attributes["pads"] = [before, 0, behind, 0]
         flat = c.unsqueezed(operand, 3)
-        made = c.with_bias(lambda *bias: c.do("Conv", flat, c.weight(lambda weight: weight[..., None]), *bias, **attributes), 2)
-        return c.epilogue(c.squeezed(made, 3))
+        output = c.with_bias(lambda *bias: c.do("Conv", flat, c.weight(lambda weight: weight[..., None]), *bias, **attributes), 2)
+        return c.epilogue(c.squeezed(output, 3))
     return c.epilogue(c.with_bias(lambda *bias: c.do("Conv", operand, c.weight(), *bias, **attributes), rank))
 
 

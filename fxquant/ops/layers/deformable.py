@@ -32,9 +32,9 @@ def _deform_conv2d(
     input: Tensor, offset: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
     mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    given = tuple(value for value in (input, offset, weight, bias, mask) if value is not None)
-    if has_torch_function(given):
-        result: Tensor = handle_torch_function(deform_conv2d, given, input, offset, weight, bias, stride, padding, dilation, mask)
+    tensors = tuple(value for value in (input, offset, weight, bias, mask) if value is not None)
+    if has_torch_function(tensors):
+        result: Tensor = handle_torch_function(deform_conv2d, tensors, input, offset, weight, bias, stride, padding, dilation, mask)
         return result
     kernel = list(weight.shape[2:])
     taps = deformed_taps(input, offset, kernel, stride, padding, dilation)
@@ -159,8 +159,8 @@ def deform_conv2d(
     taps = build(deformed_taps, input, offset, [rows, columns], stride, padding, dilation)
     channels, tall, wide = known_sizes(build.fact(taps).shape[1:])
     if mask is not None:
-        given, height, width = known_sizes(build.fact(mask).shape[1:])
-        groups = given // (rows * columns)
+        mask_channels, height, width = known_sizes(build.fact(mask).shape[1:])
+        groups = mask_channels // (rows * columns)
         factors = build(permute, build(reshape, mask, [-1, groups, rows, columns, height, width]), [0, 1, 4, 2, 5, 3])
         factors = build(reshape, factors, [-1, groups, 1, tall, wide])
         if groups > 1:

@@ -38,15 +38,15 @@ def dynamic_linear(lowering: Lowering, input: Any, weight: Tensor, bias: Tensor 
     """
     lowering.parameters.update(named_parameters(weight, bias, None))
     bias = lowering.weight.corrected(bias)
-    made = lowering.weight.integers(weight, keep=lowering.keeps_start)
-    lowering.prove(accumulator_bound(made.integers, None, 0, runtime_scales.MAGNITUDE), "the sum")
-    lowering.describe("weight", made.scale, -2)
+    quantized = lowering.weight.integers(weight, keep=lowering.keeps_start)
+    lowering.prove(accumulator_bound(quantized.integers, None, 0, runtime_scales.MAGNITUDE), "the sum")
+    lowering.describe("weight", quantized.scale, -2)
     lowering.describe("bias", torch.ones((), dtype=torch.float32, device="cpu"))
     return lowering.call(
         runtime_scales.dynamic_linear,
         input,
-        lowering.constant("weight", made.integers, lowering.weight.dtype.storage),
-        lowering.constant("scale", made.scale if made.scale.numel() > 1 else made.scale.reshape(()), torch.float32),
+        lowering.constant("weight", quantized.integers, lowering.weight.dtype.storage),
+        lowering.constant("scale", quantized.scale if quantized.scale.numel() > 1 else quantized.scale.reshape(()), torch.float32),
         None if bias is None else lowering.constant("bias", bias, torch.float32),
     )
 
@@ -62,14 +62,14 @@ def why_not_dynamic(node: fx.Node, input: Any, weight: Any, bias: Any) -> str | 
     for name, value in (("matrix", weight), ("bias", bias)):
         if isinstance(value, fx.Node) and not is_parameter(value):
             return f"dynamic quantization needs a constant matrix and bias, and its {name}, %{value.name}, is computed"
-    known, sizes = fact(input) if isinstance(input, fx.Node) else None, shape_of(weight)
-    if not isinstance(known, TensorFact) or is_parameter(input):
+    input_fact, sizes = fact(input) if isinstance(input, fx.Node) else None, shape_of(weight)
+    if not isinstance(input_fact, TensorFact) or is_parameter(input):
         return "its operand is not an activation"
-    if known.dtype != torch.float32 or not isinstance(fact(node), TensorFact) or fact(node).dtype != torch.float32:
-        return f"it is computed in {str(known.dtype).removeprefix('torch.')}, and dynamic quantization needs float32"
-    if sizes is None or len(sizes) != 2 or len(known.shape) < 2:
+    if input_fact.dtype != torch.float32 or not isinstance(fact(node), TensorFact) or fact(node).dtype != torch.float32:
+        return f"it is computed in {str(input_fact.dtype).removeprefix('torch.')}, and dynamic quantization needs float32"
+    if sizes is None or len(sizes) != 2 or len(input_fact.shape) < 2:
         return "dynamic quantization needs a weight of two dimensions and an input of two or more"
-    inputs = known.shape[-1]
+    inputs = input_fact.shape[-1]
     if not isinstance(inputs, int) or inputs > MOST_INPUTS:
         return f"its sum of {inputs} products may exceed 32 bits: at most {MOST_INPUTS} fit"
     return None

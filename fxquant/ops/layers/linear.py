@@ -46,18 +46,18 @@ def _onnx_convolution(c: Call) -> str:
     inner = range(1, len(sizes) + 1)
     if c.images_alone and len(sizes) < 2:
         image, outputs = c.do("ToImage", c.input, shape=[1, *sizes, features]), c.constants["weight"][0].shape[0]
-        made = c.with_bias(lambda *bias: c.do("Conv", image, c.weight(lambda w: w[:, :, None, None]), *bias, group=1), 2)
-        return c.epilogue(c.do("FromImage", made, shape=[1, *sizes, outputs]))
+        layer = c.with_bias(lambda *bias: c.do("Conv", image, c.weight(lambda w: w[:, :, None, None]), *bias, group=1), 2)
+        return c.epilogue(c.do("FromImage", layer, shape=[1, *sizes, outputs]))
     value = c.do("Transpose", c.input, perm=[0, len(sizes) + 1, *inner]) if sizes else c.input
     value = c.do("Reshape", value, c.integers([-1, features, math.prod(sizes), 1]))
-    made = c.with_bias(lambda *bias: c.do("Conv", value, c.weight(lambda w: w[:, :, None, None]), *bias, kernel_shape=[1, 1]), 2)
-    made = c.do("Reshape", made, c.integers([-1, c.constants["weight"][0].shape[0], *sizes]))
-    return c.epilogue(c.do("Transpose", made, perm=[0, *(d + 1 for d in inner), 1]) if sizes else made)
+    layer = c.with_bias(lambda *bias: c.do("Conv", value, c.weight(lambda w: w[:, :, None, None]), *bias, kernel_shape=[1, 1]), 2)
+    layer = c.do("Reshape", layer, c.integers([-1, c.constants["weight"][0].shape[0], *sizes]))
+    return c.epilogue(c.do("Transpose", layer, perm=[0, *(d + 1 for d in inner), 1]) if sizes else layer)
 
 
 def _called(*args: Any, **kwargs: Any) -> dict[str, Any] | Instead:
-    given = operator_named("linear").bind(args, kwargs)
-    return Instead(computed_linear, given) if is_computed(given["weight"]) else given
+    arguments = operator_named("linear").bind(args, kwargs)
+    return Instead(computed_linear, arguments) if is_computed(arguments["weight"]) else arguments
 
 
 @lowered(
@@ -117,8 +117,8 @@ def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -
     columns = isinstance(mat2, fx.Node) and is_parameter(mat2) and isinstance(input, fx.Node) and is_parameter(input)
     if columns and (beta, alpha) == (1, 1) and shape_of(input) == (shape_of(mat2) or (None,))[-1:]:
         return {"input": mat1, "other": mat2, "bias": input}
-    given = {"input": input, "one": mat1, "other": mat2, "equation": "ij,jk->ik", "beta": beta, "alpha": alpha}
-    return Instead(added_product, given)
+    arguments = {"input": input, "one": mat1, "other": mat2, "equation": "ij,jk->ik", "beta": beta, "alpha": alpha}
+    return Instead(added_product, arguments)
 
 
 @lowered(

@@ -50,12 +50,12 @@ def meshgrid(build: Builder, tensors: list[fx.Node], indexing: str = "ij") -> An
     places = list(range(len(tensors)))
     if indexing == "xy" and len(tensors) > 1:
         places[:2] = [1, 0]
-    found = []
-    for tensor, place, known in zip(tensors, places, fact(build.node), strict=True):
+    results = []
+    for tensor, place, result in zip(tensors, places, fact(build.node), strict=True):
         shape = [1] * len(tensors)
         (shape[place],) = numbers(build.fact(tensor).shape) or [1]
-        found.append(repeated(build, build(reshape, tensor, shape), tuple(known.shape)))
-    return tuple(found)
+        results.append(repeated(build, build(reshape, tensor, shape), tuple(result.shape)))
+    return tuple(results)
 
 
 def _places(arguments: dict[str, Any]) -> Tensor:

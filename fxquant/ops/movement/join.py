@@ -34,9 +34,9 @@ def _concatenated(lowering: Lowering, tensors: list[Branch], dim: int, shaped: C
 
 def _refuses_cat(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     for tensor in arguments["tensors"]:
-        known = fact(tensor)
-        if is_parameter(tensor) and isinstance(known, TensorFact) and known.dtype not in (torch.float32, fact(node).dtype):
-            return f"its operand %{tensor.name} is {str(known.dtype).removeprefix('torch.')}, and only float32 tensors are quantized"
+        tensor_fact = fact(tensor)
+        if is_parameter(tensor) and isinstance(tensor_fact, TensorFact) and tensor_fact.dtype not in (torch.float32, fact(node).dtype):
+            return f"its operand %{tensor.name} is {str(tensor_fact.dtype).removeprefix('torch.')}, and only float32 tensors are quantized"
     return None
 
 
@@ -45,7 +45,7 @@ def _along(dim: int, rank: int) -> Callable[..., dict[str, Any] | str]:
 
     def adapt(tensors: Sequence[Any]) -> dict[str, Any] | str:
         shapes = [shape_of(tensor) for tensor in tensors]
-        if any(known is None or len(known) < rank for known in shapes):
+        if any(each is None or len(each) < rank for each in shapes):
             return f"one of its operands has fewer than {rank} dimensions"
         return {"tensors": list(tensors), "dim": dim}
 
@@ -54,8 +54,8 @@ def _along(dim: int, rank: int) -> Callable[..., dict[str, Any] | str]:
 
 def _without_nothing(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
     """Drop empty tensors from a concatenation, unless all are empty; PyTorch ignores an empty 1-d tensor, the initial value of a cache."""
-    kept = [tensor for tensor in arguments["tensors"] if not isinstance(fact(tensor), TensorFact) or 0 not in fact(tensor).shape]
-    return {**arguments, "tensors": kept or arguments["tensors"]}
+    nonempty = [tensor for tensor in arguments["tensors"] if not isinstance(fact(tensor), TensorFact) or 0 not in fact(tensor).shape]
+    return {**arguments, "tensors": nonempty or arguments["tensors"]}
 
 
 def _joined(c: Call) -> list[str]:

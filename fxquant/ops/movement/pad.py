@@ -35,8 +35,8 @@ def margins_of(padding: list[int], rank: int) -> list[tuple[int, int]]:
 def elements(mode: str, size: int, begin: int, end: int) -> list[int]:
     """Return the elements of a padded dimension. One that is wrapped around is first cut off where a margin is negative."""
     if mode == "circular":
-        kept = range(max(-begin, 0), size - max(-end, 0))
-        return [kept[OUTSIDE[mode](position, len(kept))] for position in range(-max(begin, 0), len(kept) + max(end, 0))]
+        inner = range(max(-begin, 0), size - max(-end, 0))
+        return [inner[OUTSIDE[mode](position, len(inner))] for position in range(-max(begin, 0), len(inner) + max(end, 0))]
     return [OUTSIDE[mode](position, size) for position in range(-begin, size + end)]
 
 

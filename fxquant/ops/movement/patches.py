@@ -87,11 +87,11 @@ def unfold(lowering: Lowering, input: Quantized, **settings: Any) -> Quantized:
 
 def _places(length: int, window: Window) -> list[list[int]]:
     """Return for each position of an image dimension the flat indices (tap, window) of the column elements that lie there."""
-    found: list[list[int]] = [[] for _ in range(length)]
+    by_place: list[list[int]] = [[] for _ in range(length)]
     for element, place in enumerate(itertools.chain(*_taps(length, window))):
         if 0 <= place - window[2] < length:
-            found[place - window[2]].append(element)
-    return found
+            by_place[place - window[2]].append(element)
+    return by_place
 
 
 def _axes(arguments: dict[str, Any]) -> list[list[list[int]]]:
@@ -104,13 +104,13 @@ def _moves_only(arguments: dict[str, Any]) -> bool:
 
 
 def _matrices(axes: list[list[list[int]]], lengths: list[int]) -> list[Tensor]:
-    found = []
+    matrices = []
     for axis, length in zip(axes, lengths, strict=True):
         matrix = torch.zeros(len(axis), length, device="cpu", dtype=torch.float32)
         for position, elements in enumerate(axis):
             matrix[position, elements] = 1
-        found.append(matrix)
-    return found
+        matrices.append(matrix)
+    return matrices
 
 
 def _parts(shape: Any, arguments: dict[str, Any]) -> tuple[int, list[int]]:
@@ -153,14 +153,14 @@ def fold(lowering: Lowering, input: Quantized, output_size: Any, **window: Any) 
 
     The columns are arranged as an image of all taps of all windows; each result pixel is the sum of the taps that cover it.
     """
-    given = {"output_size": output_size, **window}
-    channels, (rows, down, columns, across) = _parts(input.shape, given)
+    arguments = {"output_size": output_size, **window}
+    channels, (rows, down, columns, across) = _parts(input.shape, arguments)
     value = lowering.call(shape.reshape, input.value, [-1, channels, rows, columns, down, across])
     value = lowering.call(shape.permute, value, [0, 1, 2, 4, 3, 5])
     lengths = [rows * down, columns * across]
     value = lowering.call(shape.reshape, value, [-1, channels, *lengths])
-    axes = _axes(given)
-    if not _moves_only(given):
+    axes = _axes(arguments)
+    if not _moves_only(arguments):
         image = replace(input, value=value, shape=(input.shape[0], channels, *lengths))
         return weighted_sums(lowering, image, _matrices(axes, lengths), Ratio((input.scale,)))
     for axis, elements in enumerate(axes):

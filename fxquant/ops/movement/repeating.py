@@ -53,19 +53,19 @@ def _refuses_parameter(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 def _expanded(input: Any, *sizes: Any, **keywords: Any) -> dict[str, Any] | str:
     """Adapt `expand` and `expand_as`: return sizes as numbers or nodes, -1 for an unchanged size; or a reason against it."""
-    wanted = listed([keywords.get("size", keywords.get("other", listed(sizes)))])
-    if len(wanted) == 1 and isinstance(wanted[0], fx.Node) and isinstance(fact(wanted[0]), TensorFact):
-        (other,) = wanted
-        wanted = [size if isinstance(size, int) else _computed_size(other, dim) for dim, size in enumerate(shape_of(other))]
-    present = [*[1] * (len(wanted) - rank_of(input)), *shape_of(input)]
-    plain = [_size_of(size, old) for size, old in zip(wanted, present, strict=True)]
+    requested = listed([keywords.get("size", keywords.get("other", listed(sizes)))])
+    if len(requested) == 1 and isinstance(requested[0], fx.Node) and isinstance(fact(requested[0]), TensorFact):
+        (other,) = requested
+        requested = [size if isinstance(size, int) else _computed_size(other, dim) for dim, size in enumerate(shape_of(other))]
+    present = [*[1] * (len(requested) - rank_of(input)), *shape_of(input)]
+    plain = [_size_of(size, old) for size, old in zip(requested, present, strict=True)]
     return "it is repeated for each sample of the batch" if None in plain else {"input": input, "sizes": plain}
 
 
 def _copied(tensor: Any, source: Any) -> dict[str, Any] | str:
     """Turn a copy into a tensor into its source, broadcast to the tensor's shape."""
-    known, wanted = (fact(value) if isinstance(value, fx.Node) else None for value in (source, tensor))
-    if not isinstance(known, TensorFact) or not isinstance(wanted, TensorFact) or known.dtype != wanted.dtype:
+    source_fact, tensor_fact = (fact(value) if isinstance(value, fx.Node) else None for value in (source, tensor))
+    if not isinstance(source_fact, TensorFact) or not isinstance(tensor_fact, TensorFact) or source_fact.dtype != tensor_fact.dtype:
         return "it changes the dtype"
     return _expanded(source, tensor)
 
@@ -73,18 +73,18 @@ def _copied(tensor: Any, source: Any) -> dict[str, Any] | str:
 def _computed_size(tensor: fx.Node, dim: int) -> fx.Node:
     """Return a node of a size that depends on the batch."""
     with tensor.graph.inserting_after(tensor):
-        made = inherit(tensor.graph.call_method("size", (tensor, dim)), tensor, "canonical.rewrite")
-    set_fact(made, shape_of(tensor)[dim])
-    return made
+        size_node = inherit(tensor.graph.call_method("size", (tensor, dim)), tensor, "canonical.rewrite")
+    set_fact(size_node, shape_of(tensor)[dim])
+    return size_node
 
 
-def _size_of(wanted: Any, present: Size) -> Any:
+def _size_of(requested: Any, present: Size) -> Any:
     """Return the size to expand to: a number, -1 if the dimension is unchanged, or the node of a batch-dependent size; else None."""
-    if isinstance(wanted, int):
-        return wanted
+    if isinstance(requested, int):
+        return requested
     if present != 1:
         return -1
-    return wanted if isinstance(wanted, fx.Node) else None
+    return requested if isinstance(requested, fx.Node) else None
 
 
 @lowered(
@@ -107,8 +107,8 @@ def _size_of(wanted: Any, present: Size) -> Any:
 @sampled("{P(1, 4, 5)}.expand(x.size(0) * 2, 4, 5)", within=ALIGNED)
 def expand(lowering: Lowering, input: Quantized | Tensor, sizes: list[Any]) -> Any:
     """Dimensions of size 1 repeated to these sizes, new ones in front; -1 keeps a size."""
-    kept = [*[None] * (len(sizes) - len(input.shape)), *input.shape]
-    same = all(isinstance(size, int) and (size == -1 or size == old) for size, old in zip(sizes, kept, strict=True))
+    old_sizes = [*[None] * (len(sizes) - len(input.shape)), *input.shape]
+    same = all(isinstance(size, int) and (size == -1 or size == old) for size, old in zip(sizes, old_sizes, strict=True))
     if same and isinstance(input, Quantized):
         return input
     return _of(lowering, input, lambda value: lowering.call(shape.expand, value, sizes), lambda: expand(input, sizes))
@@ -169,8 +169,8 @@ def repeated(build: Builder, input: fx.Node, sizes: Sequence[Size]) -> Any:
     old = [*[1] * (len(sizes) - len(present)), *present]
     if old == list(sizes) and len(present) == len(sizes):
         return input
-    wanted = [-1 if one == other and not isinstance(other, int) else other for one, other in zip(old, sizes, strict=True)]
-    return build(expand, input, wanted)
+    requested = [-1 if one == other and not isinstance(other, int) else other for one, other in zip(old, sizes, strict=True)]
+    return build(expand, input, requested)
 
 
 def why_not_repeated(shapes: Sequence[Sequence[Size]], common: Sequence[Size]) -> str | None:

@@ -108,19 +108,19 @@ def _cast(input: Any, *args: Any, **kwargs: Any) -> dict[str, Any] | str | Inste
     A device is ignored: a graph runs where its tensors are. A cast from float32 to float64 and back is the identity.
     """
     asked = [value for name, value in (*enumerate(args), *kwargs.items()) if name not in _UNASKED and not isinstance(value, bool)]
-    wanted = {dtype for dtype in map(asked_dtype, asked) if dtype is not None}
-    source, known = input, fact(input)
-    if not isinstance(known, TensorFact):
+    dtypes = {dtype for dtype in map(asked_dtype, asked) if dtype is not None}
+    source, input_fact = input, fact(input)
+    if not isinstance(input_fact, TensorFact):
         return "its operand is not a tensor"
-    if known.dtype == torch.float64 and (is_cast(source) or source.target is in_dtype):
+    if input_fact.dtype == torch.float64 and (is_cast(source) or source.target is in_dtype):
         source = source.args[0]
-    if wanted == {torch.float32} and is_power(source):
+    if dtypes == {torch.float32} and is_power(source):
         power = raised(*source.args, *source.kwargs.values())
         return power if isinstance(power, Instead) else Instead(torch.pow, power)
     before = fact(source)
-    if isinstance(before, TensorFact) and wanted <= {before.dtype}:
+    if isinstance(before, TensorFact) and dtypes <= {before.dtype}:
         return {"input": source}
-    return changed(input, known.dtype, next(iter(wanted))) if len(wanted) == 1 else "it changes the dtype"
+    return changed(input, input_fact.dtype, next(iter(dtypes))) if len(dtypes) == 1 else "it changes the dtype"
 
 
 def is_cast(node: fx.Node) -> bool:
@@ -183,8 +183,8 @@ def _moved(input: Any, source: Any, destination: Any) -> dict[str, Any]:
     rank = rank_of(input)
     sources, destinations = ([d % rank for d in listed([dims])] for dims in (source, destination))
     rest = iter(dim for dim in range(rank) if dim not in sources)
-    taken = dict(zip(destinations, sources, strict=True))
-    return {"input": input, "dims": [taken[dim] if dim in taken else next(rest) for dim in range(rank)]}
+    source_of = dict(zip(destinations, sources, strict=True))
+    return {"input": input, "dims": [source_of[dim] if dim in source_of else next(rest) for dim in range(rank)]}
 
 
 def _property(input: Any, name: str) -> dict[str, Any] | str:

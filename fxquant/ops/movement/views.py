@@ -51,24 +51,24 @@ def reach(shape: tuple[Size, ...], way: Any, dim: int) -> tuple[int, int] | None
 def _view(shape: Any, way: Any) -> Tensor | None:
     numbers = torch.arange(math.prod(shape), device="cpu").reshape(shape)
     try:
-        found: Tensor = functional.view_of(numbers, way)
+        view: Tensor = functional.view_of(numbers, way)
     except (RuntimeError, IndexError, TypeError):
         return None
-    return found
+    return view
 
 
 def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     nodes: list[fx.Node] = []
     fx.map_arg(arguments["way"], nodes.append)
-    known = fact(arguments["value"]) if isinstance(arguments["value"], fx.Node) else None
-    if nodes or not isinstance(known, TensorFact):
+    value_fact = fact(arguments["value"]) if isinstance(arguments["value"], fx.Node) else None
+    if nodes or not isinstance(value_fact, TensorFact):
         return "the region it writes is computed"
     shape = shape_of(arguments["input"])
     places = _places(shape, arguments["way"])
     if places is None or places.numel() == 0:
         return "it writes to a part of the batch"
     start = not are_fixed(shape)
-    return None if known.shape[start:] == places.shape[start:] else "the value and the region differ in shape"
+    return None if value_fact.shape[start:] == places.shape[start:] else "the value and the region differ in shape"
 
 
 def _scattered(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> dict[str, Any]:

@@ -40,10 +40,10 @@ def _by_function(
 
 
 def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    operand, taken = fact(arguments["input"]), arguments["batch_norm"]
+    operand, norm = fact(arguments["input"]), arguments["batch_norm"]
     if isinstance(operand, TensorFact) and (len(operand.shape) < 2 or not isinstance(operand.shape[1], int)):
         return "its input has no channels of a fixed number"
-    computed = [value.name for value in taken if isinstance(value, fx.Node) and not is_parameter(value)] if isinstance(taken, tuple) else []
+    computed = [value.name for value in norm if isinstance(value, fx.Node) and not is_parameter(value)] if isinstance(norm, tuple) else []
     return f"its statistics are computed by %{computed[0]}: neither stored nor computed from stored values" if computed else None
 
 

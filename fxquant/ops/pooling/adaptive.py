@@ -24,8 +24,8 @@ from fxquant.primitives.resize import transform
 
 def window_counts(shape: tuple[Any, ...], output_size: Any, rank: int) -> list[int]:
     """Return the number of windows along each of the last `rank` dimensions; None in `output_size` keeps the operand's size."""
-    wanted = list(output_size) if isinstance(output_size, list | tuple) else [output_size] * rank
-    return [size if count is None else count for count, size in zip(wanted * (rank if len(wanted) == 1 else 1), shape[-rank:], strict=True)]
+    counts = list(output_size) if isinstance(output_size, list | tuple) else [output_size] * rank
+    return [size if count is None else count for count, size in zip(counts * (rank if len(counts) == 1 else 1), shape[-rank:], strict=True)]
 
 
 def _kernel(shape: tuple[Any, ...], counts: list[int]) -> list[int] | None:

@@ -45,8 +45,8 @@ def lower_uneven(lowering: Lowering, input: Quantized, total: Any, largest: floa
         return lowering.arithmetic.layer_bias(torch.zeros_like(scale, dtype=torch.float64), steps[0], to.detach())
 
     if not lowering.lifts_late:
-        held = lowering.constant("bias", lift(lowering.output.grid.scale), torch.int32)
-        scaled = lowering.call(elementwise.add_constant, scaled, held)
+        bias = lowering.constant("bias", lift(lowering.output.grid.scale), torch.int32)
+        scaled = lowering.call(elementwise.add_constant, scaled, bias)
     return lowering.requantize(scaled, Ratio(steps), clamp, lift=lift, kind=LAYER)
 
 
@@ -61,16 +61,16 @@ class Run(NamedTuple):
 
 def runs(size: int, taps: int, step: int, padding: int, windows: int, counts_padding: bool) -> list[Run]:
     """Return the windows along one dimension, grouped into runs of one length and divisor."""
-    found: list[Run] = []
+    grouped: list[Run] = []
     for start in range(-padding, -padding + windows * step, step):
         low, high = max(start, 0), min(start + taps, size)
         divisor = min(start + taps, size + padding) - start if counts_padding else high - low
-        last = found[-1] if found else None
+        last = grouped[-1] if grouped else None
         if last is not None and (last.length, last.divisor, last.start + last.windows * step) == (high - low, divisor, low):
-            found[-1] = last._replace(windows=last.windows + 1)
+            grouped[-1] = last._replace(windows=last.windows + 1)
         else:
-            found.append(Run(low, high - low, divisor, 1))
-    return found
+            grouped.append(Run(low, high - low, divisor, 1))
+    return grouped
 
 
 def onnx_uneven(c: Call, along: list[list[Run]], stride: list[int], channels: int) -> str:
@@ -151,19 +151,19 @@ def _sees_only_padding(size: int, kernel: int, stride: int, padding: int, dilati
 def with_places_too(name: str) -> dict[str, Any]:
     """Return the call forms of a maximum pooling; with `return_indices` they call the operator {name}_with_indices."""
 
-    def chosen(given: dict[str, Any], return_indices: bool) -> dict[str, Any] | Instead:
-        return Instead(operator_named(f"{name}_with_indices").function, given) if return_indices else given
+    def chosen(arguments: dict[str, Any], return_indices: bool) -> dict[str, Any] | Instead:
+        return Instead(operator_named(f"{name}_with_indices").function, arguments) if return_indices else arguments
 
     def adapt(*args: Any, return_indices: bool = False, **kwargs: Any) -> dict[str, Any] | Instead:
         pooling = operator_named(name)
         count = len(pooling.parameter_names)
         return chosen(pooling.bind(args[:count], kwargs), any(args[count:]) or return_indices)
 
-    def taken(module: Any) -> dict[str, Any] | Instead:
+    def from_module(module: Any) -> dict[str, Any] | Instead:
         settings = operator_named(name).parameter_names[1:]
         return chosen({setting: getattr(module, setting) for setting in settings}, module.return_indices)
 
-    return {"adapt": adapt, "modules": dict.fromkeys(module_of(name), taken)}
+    return {"adapt": adapt, "modules": dict.fromkeys(module_of(name), from_module)}
 
 
 def _window(rank: int) -> Callable[[dict[str, Any]], list[int]]:
@@ -227,11 +227,11 @@ def _within(rank: int) -> Callable[[fx.Node, dict[str, Any]], dict[str, Any]]:
     """Return a normalization of average pooling: a single window larger than the input (`ceil_mode`) is cut to it, as its divisor is."""
 
     def normalize(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
-        known = fact(arguments["input"])
-        if not arguments["ceil_mode"] or not isinstance(known, TensorFact):
+        input_fact = fact(arguments["input"])
+        if not arguments["ceil_mode"] or not isinstance(input_fact, TensorFact):
             return arguments
         kernel, steps = kernel_and_steps(arguments["kernel_size"], arguments["stride"], rank)
-        rows = zip(known.shape[-rank:], fact(node).shape[-rank:], kernel, sizes(arguments["padding"], rank), strict=True)
+        rows = zip(input_fact.shape[-rank:], fact(node).shape[-rank:], kernel, sizes(arguments["padding"], rank), strict=True)
         fitting = [size if isinstance(size, int) and count == 1 and taps > size and not pad else taps for size, count, taps, pad in rows]
         if fitting == kernel:
             return arguments

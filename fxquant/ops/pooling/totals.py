@@ -79,8 +79,8 @@ def _on_integers(arguments: dict[str, Any], operand: TensorFact | None) -> tuple
 def _onnx_reduction(c: Call, operator: str) -> str:
     layer = onnx_layer(c)
     if layer is not None:
-        kept = c.epilogue(layer)
-        return kept if c["keepdim"] else c.do("Flatten", kept, axis=1)
+        reduced = c.epilogue(layer)
+        return reduced if c["keepdim"] else c.do("Flatten", reduced, axis=1)
     axes = None if c["dim"] is None else _dims((), c["dim"])
     return c.epilogue(c.reduced(operator, c.input, axes or None, c["keepdim"]))
 

@@ -110,13 +110,13 @@ def _refuses_unpool(rank: int) -> Guard:
     def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         if not arguments["disjoint"]:
             return "its windows overlap, so that two elements may share an index"
-        given = arguments["indices"]
-        if not isinstance(given, fx.Node) or INDICES[rank] is not given.target:
+        indices = arguments["indices"]
+        if not isinstance(indices, fx.Node) or INDICES[rank] is not indices.target:
             return "its indices are not those of a maximum pooling"
-        kernel, steps, _, _, spread = window_padding([0] * rank, given.args[1], given.args[2], 0, given.args[4], False)
+        kernel, steps, _, _, spread = window_padding([0] * rank, indices.args[1], indices.args[2], 0, indices.args[4], False)
         if any(step < apart * (taps - 1) + 1 for taps, step, apart in zip(kernel, steps, spread, strict=True)):
             return "its windows overlap, so that two elements may share an index"
-        planes = shape_of(given.args[0])[2:]  # type: ignore[arg-type]
+        planes = shape_of(indices.args[0])[2:]  # type: ignore[arg-type]
         fits = math.prod(planes) <= math.prod(arguments["size"])  # type: ignore[arg-type]
         return None if fits else "its result is smaller than the input of the pooling"
 

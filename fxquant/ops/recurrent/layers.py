@@ -78,8 +78,8 @@ def _layer(
         state = [sequence.new_zeros(layers, sequence.shape[axis], size) for size in sizes[: 2 if function is torch.lstm else 1]]
     else:
         state = [each.unsqueeze(1) if lacks else each for each in listed(hx)]
-    given = state if function is torch.lstm else state[0]
-    result = function(sequence, given, list(parameters), biases, num_layers, 0.0, False, bidirectional, batch_first)
+    initial = state if function is torch.lstm else state[0]
+    result = function(sequence, initial, list(parameters), biases, num_layers, 0.0, False, bidirectional, batch_first)
     return (result[0].squeeze(axis), *(each.squeeze(1) for each in result[1:])) if lacks else tuple(result)
 
 
@@ -139,19 +139,19 @@ def _called(**more: Any) -> Callable[..., dict[str, Any] | str]:
     names = ("params", "has_biases", "num_layers", "dropout", "train", "bidirectional", "batch_first")
 
     def adapt(input: Any, hx: Any, *rest: Any, **named: Any) -> dict[str, Any] | str:
-        given = {**dict(zip(names, rest, strict=False)), **named}
-        if not isinstance(given.get("params"), list | tuple) or len(given) != len(names):
+        named = {**dict(zip(names, rest, strict=False)), **named}
+        if not isinstance(named.get("params"), list | tuple) or len(named) != len(names):
             return PACKED
-        settings = {name: given[name] for name in ("num_layers", "bidirectional", "batch_first")}
-        return {"input": input, "hx": hx, "parameters": given["params"], "biases": given["has_biases"], **settings, "dropout": 0.0, **more}
+        settings = {name: named[name] for name in ("num_layers", "bidirectional", "batch_first")}
+        return {"input": input, "hx": hx, "parameters": named["params"], "biases": named["has_biases"], **settings, "dropout": 0.0, **more}
 
     return adapt
 
 
 def _cell_called(**more: Any) -> Callable[..., dict[str, Any]]:
     def adapt(*args: Any, **named: Any) -> dict[str, Any]:
-        given = {{"w_": "weight_", "b_": "bias_"}.get(name[:2], name[:2]) + name[2:]: value for name, value in named.items()}
-        return {**dict(zip(("input", "hx", *WEIGHTS), args, strict=False)), **given, **more}
+        renamed = {{"w_": "weight_", "b_": "bias_"}.get(name[:2], name[:2]) + name[2:]: value for name, value in named.items()}
+        return {**dict(zip(("input", "hx", *WEIGHTS), args, strict=False)), **renamed, **more}
 
     return adapt
 
@@ -159,8 +159,8 @@ def _cell_called(**more: Any) -> Callable[..., dict[str, Any]]:
 def _plain(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
     """Return the arguments, or why a layer or a cell cannot be unrolled."""
     operands = [arguments["input"], *listed(arguments["hx"])]
-    known = [fact(operand) if isinstance(operand, fx.Node) else None for operand in operands]
-    if not all(isinstance(entry, TensorFact) for entry in known):
+    facts = [fact(operand) if isinstance(operand, fx.Node) else None for operand in operands]
+    if not all(isinstance(entry, TensorFact) for entry in facts):
         return PACKED if len(operands) == 1 else "its state is not a tensor"
     if any(is_parameter(operand) for operand in operands[1:]):
         return "its initial state is a parameter or a constant"

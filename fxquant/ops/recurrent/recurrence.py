@@ -57,11 +57,11 @@ class _Layer:
         """Compute U h + b'; without a hidden state, before the first step, return the bias alone, which may be None, too."""
         return self.bias if hidden is None else self.made("recurrent", linear, hidden, self.weight, self.bias, demand=INNER)
 
-    def sum(self, given: fx.Node, recurrent: fx.Node | None, demand: Demand = BENT) -> fx.Node:
+    def sum(self, projected: fx.Node, recurrent: fx.Node | None, demand: Demand = BENT) -> fx.Node:
         """Add the parts of the input and of the hidden state."""
         if recurrent is None:
-            return self.made("sum", requantize, given, demand=demand)
-        return self.made("sum", add, given, recurrent, demand=demand)
+            return self.made("sum", requantize, projected, demand=demand)
+        return self.made("sum", add, projected, recurrent, demand=demand)
 
     def gate(self, value: fx.Node | None, number: int, count: int = 1) -> fx.Node | None:
         """Return `count` gates' parts of a value, from gate `number` on."""
@@ -79,45 +79,45 @@ State = tuple[fx.Node | None, ...]
 Step = Callable[[_Layer, fx.Node, State], tuple[fx.Node, ...]]
 
 
-def _lstm_step(layer: _Layer, given: fx.Node, state: State) -> tuple[fx.Node, ...]:
+def _lstm_step(layer: _Layer, projected: fx.Node, state: State) -> tuple[fx.Node, ...]:
     build, (hidden, before) = layer.build, state
-    bent = layer.sum(given, layer.recurrent(hidden))
+    bent = layer.sum(projected, layer.recurrent(hidden))
     entering, forgetting, candidate, leaving = (layer.gate(bent, number) for number in range(4))
     entered = build(torch.sigmoid, entering, demand=GATE), build(torch.tanh, candidate, demand=WITHIN_ONE)
     if before is None:
         cell = layer.made("cell", mul, *entered, demand=INNER)
     else:
-        kept = layer.made("cell", mul, build(torch.sigmoid, forgetting, demand=GATE), before, demand=INNER)
-        cell = layer.made("cell", add, kept, build(mul, *entered, demand=WITHIN_ONE), demand=INNER)
+        carried = layer.made("cell", mul, build(torch.sigmoid, forgetting, demand=GATE), before, demand=INNER)
+        cell = layer.made("cell", add, carried, build(mul, *entered, demand=WITHIN_ONE), demand=INNER)
     value = layer.made("value", mul, build(torch.sigmoid, leaving, demand=GATE), build(torch.tanh, cell, demand=WITHIN_ONE), demand=Own())
     return value if layer.projection is None else layer.made("state", linear, value, layer.projection, None, demand=Own()), cell
 
 
-def _gru_step(layer: _Layer, given: fx.Node, state: State) -> tuple[fx.Node, ...]:
+def _gru_step(layer: _Layer, projected: fx.Node, state: State) -> tuple[fx.Node, ...]:
     build, (hidden, before) = layer.build, state
     recurrent = layer.recurrent(hidden)
-    gates = layer.sum(layer.gate(given, 0, 2), layer.gate(recurrent, 0, 2))  # type: ignore[arg-type]
+    gates = layer.sum(layer.gate(projected, 0, 2), layer.gate(recurrent, 0, 2))  # type: ignore[arg-type]
     update, inner = layer.gate(gates, 1), layer.gate(recurrent, 2)
     if inner is not None:
         reset = build(torch.sigmoid, layer.gate(gates, 0), demand=GATE)
         inner = layer.made("reset", mul, reset, inner, demand=INNER)
-    candidate = build(torch.tanh, layer.sum(layer.gate(given, 2), inner), demand=WITHIN_ONE)  # type: ignore[arg-type]
+    candidate = build(torch.tanh, layer.sum(layer.gate(projected, 2), inner), demand=WITHIN_ONE)  # type: ignore[arg-type]
     share = build(shifted, update, "sigmoid", -1.0, 0.0, {}, demand=GATE)
     wide = "int16" in build.activations
     remembered = Own() if not wide else WITHIN_ONE if layer.bounded else INNER
     after = layer.made("state", mul, share, candidate, demand=remembered)
     if before is not None:
-        kept = layer.made("state", mul, build(torch.sigmoid, update, demand=GATE), before, demand=remembered)
-        after = layer.made("state", add, after, kept, demand=remembered)
+        carried = layer.made("state", mul, build(torch.sigmoid, update, demand=GATE), before, demand=remembered)
+        after = layer.made("state", add, after, carried, demand=remembered)
     return layer.made("shown", requantize, after, demand=Own()) if wide else after, after
 
 
-def _tanh_step(layer: _Layer, given: fx.Node, state: State) -> tuple[fx.Node, ...]:
-    return (layer.made("state", torch.tanh, layer.sum(given, layer.recurrent(state[0])), demand=Own()),)
+def _tanh_step(layer: _Layer, projected: fx.Node, state: State) -> tuple[fx.Node, ...]:
+    return (layer.made("state", torch.tanh, layer.sum(projected, layer.recurrent(state[0])), demand=Own()),)
 
 
-def _relu_step(layer: _Layer, given: fx.Node, state: State) -> tuple[fx.Node, ...]:
-    return (layer.build(clamp, layer.sum(given, layer.recurrent(state[0]), Own()), 0.0, None, demand=Same()),)
+def _relu_step(layer: _Layer, projected: fx.Node, state: State) -> tuple[fx.Node, ...]:
+    return (layer.build(clamp, layer.sum(projected, layer.recurrent(state[0]), Own()), 0.0, None, demand=Same()),)
 
 
 # Of each kind: its step, how many gates it has, and how many tensors its state.
@@ -173,15 +173,15 @@ class _Sequence:
             bias_ih, bias_hh = build.host(torch.add, bias_ih, bias_hh), None
         projection = weights[-1] if len(weights) in (3, 5) else None
         limit = None if self.kind == "relu" or projection is not None or state[0] is not None else _limit(build, weights[1], bias_hh)
-        given = build(linear, input, weights[0], bias_ih, demand=replace(INNER, limit=limit))
-        shape = build.fact(given).shape
+        projected = build(linear, input, weights[0], bias_ih, demand=replace(INNER, limit=limit))
+        shape = build.fact(projected).shape
         layer = _Layer(build, weights[1], bias_hh, projection, _whole(shape[-1]) // gates, bounded=state[0] is None)
         steps = range(_whole(shape[self.axis]))
         shown: dict[int, fx.Node] = {}
         after: tuple[fx.Node, ...] = ()
         for number, position in enumerate(reversed(steps) if backwards else steps):
             build.step = number
-            state = after = step(layer, build(getitem, given, [position if dim == self.axis else WHOLE for dim in range(3)]), state)
+            state = after = step(layer, build(getitem, projected, [position if dim == self.axis else WHOLE for dim in range(3)]), state)
             shown[position] = _with(build, after[0], self.axis)
         build.step = None
         for nodes in layer.tied.values():
@@ -194,15 +194,15 @@ class _Sequence:
         count = len(parameters) // (layers.num_layers * directions)
         last: list[tuple[fx.Node, ...]] = []
         for index in range(layers.num_layers):
-            found = []
+            outputs = []
             for backwards in (False, True)[:directions]:
                 begin = len(last)
                 weights = parameters[begin * count : (begin + 1) * count]
-                first = [build(getitem, held, [begin, WHOLE, WHOLE]) for held in state] if state else [None]
+                first = [build(getitem, each, [begin, WHOLE, WHOLE]) for each in state] if state else [None]
                 shown, after = self.direction(input, weights, layers.biases, _filled(first, self.kind), backwards)
                 last.append(after)
-                found.append(shown)
-            input = found[0] if directions == 1 else build(cat, found, 2)
+                outputs.append(shown)
+            input = outputs[0] if directions == 1 else build(cat, outputs, 2)
             if layers.dropout and index < layers.num_layers - 1:
                 input = build(dropout, input, layers.dropout, "dropout")
         return input, last
@@ -225,13 +225,13 @@ def listed(value: Any) -> list[Any]:
 
 def expand_layers(build: Builder, kind: str, input: fx.Node, hx: Any, layers: Layers) -> list[fx.Node]:
     """Return the results of a layer: its states at all steps, and those after the last step, one tensor for each kind of state."""
-    known = build.fact(input).shape
+    shape = build.fact(input).shape
     state = None if all(map(_is_zero, listed(hx))) else listed(hx)
     axis = 1 if layers.batch_first else 0
-    batched = len(known) == 3
+    batched = len(shape) == 3
     if not batched:
-        input = build(reshape, input, [1, *known] if layers.batch_first else [known[0], 1, known[1]])
-        state = None if state is None else [_with(build, held, 1) for held in state]
+        input = build(reshape, input, [1, *shape] if layers.batch_first else [shape[0], 1, shape[1]])
+        state = None if state is None else [_with(build, each, 1) for each in state]
     output, last = _Sequence(build, kind, axis).layers(input, state, layers)
     results = [output]
     for at, states in enumerate(list(zip(*last, strict=True))[: 2 if kind == "lstm" else 1]):
@@ -268,10 +268,10 @@ def expand_cell(build: Builder, kind: str, input: fx.Node, hx: Any, weights: Seq
     sizes = build.fact(input).shape
     if len(sizes) == 1:
         input = build(reshape, input, [1, *sizes])
-        state = None if state is None else [build(reshape, held, [1, *build.fact(held).shape]) for held in state]
+        state = None if state is None else [build(reshape, each, [1, *build.fact(each).shape]) for each in state]
     step, gates, _ = STEPS[kind]
-    given = build(linear, input, weights[0], weights[2], demand=INNER)
+    projected = build(linear, input, weights[0], weights[2], demand=INNER)
     assert weights[1] is not None
-    layer = _Layer(build, weights[1], weights[3], None, _whole(build.fact(given).shape[-1]) // gates, bounded=state is None)
-    results = step(layer, given, _filled(state or [None], kind))[: 2 if kind == "lstm" else 1]
+    layer = _Layer(build, weights[1], weights[3], None, _whole(build.fact(projected).shape[-1]) // gates, bounded=state is None)
+    results = step(layer, projected, _filled(state or [None], kind))[: 2 if kind == "lstm" else 1]
     return list(results) if len(sizes) == 2 else [build(reshape, value, [-1]) for value in results]

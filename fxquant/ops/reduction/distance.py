@@ -120,7 +120,7 @@ def _alike_along(shapes: Sequence[Sequence[Size]], dim: int) -> tuple[int, list[
 def _repeats(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     shapes = [fact(arguments[name]).shape for name in ("x1", "x2") if isinstance(arguments[name], fx.Node)]
     pairs = zip(shapes, _alike_along(shapes, arguments["dim"])[1], strict=True)
-    return next((because for sizes, wanted in pairs if (because := why_not_repeated([sizes], wanted)) is not None), None)
+    return next((because for sizes, expected in pairs if (because := why_not_repeated([sizes], expected)) is not None), None)
 
 
 @composite(refuses=_repeats, samples=(sample(within=NORMED, x1=(3, 8), x2=(3, 8)), sample(within=NORMED, x1=(3, 8), x2=(3, 8), dim=-1)))

@@ -62,11 +62,11 @@ def amax(lowering: Lowering, input: Quantized, dim: Any = (), keepdim: bool = Fa
     Move the dimensions to the end and pool them as one window, on the operand's own scale.
     """
     reduced = _reduced(len(input.shape), dim)
-    kept = [d for d in range(len(input.shape)) if d not in reduced]
+    others = [d for d in range(len(input.shape)) if d not in reduced]
     lengths: list[int] = [input.shape[d] for d in reduced]  # type: ignore[misc]
     count = math.prod(lengths)
-    sizes = [1 if d in reduced else size if isinstance(size, int) else -1 for d, size in enumerate(input.shape) if keepdim or d in kept]
-    rows = lowering.call(shape.reshape, lowering.call(shape.permute, input.value, [*kept, *reduced]), [-1, 1, count])
+    sizes = [1 if d in reduced else size if isinstance(size, int) else -1 for d, size in enumerate(input.shape) if keepdim or d in others]
+    rows = lowering.call(shape.reshape, lowering.call(shape.permute, input.value, [*others, *reduced]), [-1, 1, count])
     largest = lowering.call(pool.max_pool, rows, [count], [count], [0], [0], [1])
     return input.with_value(lowering.call(shape.reshape, largest, sizes))
 
@@ -89,14 +89,14 @@ def _at_larger_scale(lowering: Lowering, primitive: Callable[..., Tensor], input
     return least if to.grid.equals(grid) else _between(lowering, least, grid, to.grid, "")
 
 
-def _between(lowering: Lowering, value: Any, given: Grid, to: Grid, role: str) -> Any:
-    ratio = Ratio((given.scale,), (to.scale,))
-    return lowering.holds(lowering.arithmetic.requantize(lowering, value, ratio, *to.bounds, to, role, given.type.bits), to)
+def _between(lowering: Lowering, value: Any, before: Grid, to: Grid, role: str) -> Any:
+    ratio = Ratio((before.scale,), (to.scale,))
+    return lowering.holds(lowering.arithmetic.requantize(lowering, value, ratio, *to.bounds, to, role, before.type.bits), to)
 
 
 def _refuses_extremum(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    known = all(isinstance(arguments[name], fx.Node) and isinstance(fact(arguments[name]), TensorFact) for name in ("input", "other"))
-    return None if known else "one of its operands is not a tensor"
+    are_tensors = all(isinstance(arguments[name], fx.Node) and isinstance(fact(arguments[name]), TensorFact) for name in ("input", "other"))
+    return None if are_tensors else "one of its operands is not a tensor"
 
 
 def largest_along(input: Tensor, dim: int, keepdim: bool = False) -> Any:

@@ -139,10 +139,10 @@ def _triangle(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
         Choose them, else 0, which is on every grid.
         """
-        kept = function(torch.ones(known_sizes(input.shape[-2:]), dtype=torch.bool, device=input.scale.device), diagonal)
+        mask = function(torch.ones(known_sizes(input.shape[-2:]), dtype=torch.bool, device=input.scale.device), diagonal)
         zero = lowering.stored(torch.zeros((), dtype=torch.float32, device=input.scale.device), input.grid)
         zeros = lowering.constant("zero", zero, input.dtype.storage)
-        return input.with_value(lowering.call(comparison.choose, input.value, zeros, lowering.given("kept", kept, torch.bool)))
+        return input.with_value(lowering.call(comparison.choose, input.value, zeros, lowering.given("kept", mask, torch.bool)))
 
     return triangle
 

@@ -77,12 +77,12 @@ def _stepped_neighbours(length: int, size: int | None, factor: float | None, ali
     ratio = Fraction(length, size) if factor is None else 1 / Fraction(factor)
     step = ((length - 1) << bits) // max(size - 1, 1) if align_corners else math.floor(ratio * 2**bits)
     start = 0 if align_corners else (step - (1 << bits)) >> 1
-    found = []
+    neighbours = []
     for output in range(size):
         place = min(max(output * step + start, 0), (length - 1) << bits)
         first, fraction = place >> bits, (place & ((1 << bits) - 1)) >> (bits - STEPPED_BITS)
-        found.append((first, fraction if first + 1 < length else 0))
-    return tuple(found)
+        neighbours.append((first, fraction if first + 1 < length else 0))
+    return tuple(neighbours)
 
 
 def _weights(neighbours: tuple[tuple[int, int], ...], length: int, bits: int, device: torch.device) -> Tensor:
@@ -150,14 +150,14 @@ def _axes(shape: Sequence[Any], size: list[int] | None, scale_factor: list[float
 
 
 def _interpolate_arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    given = bound(F.interpolate, *args, **kwargs)
-    recomputed = given.pop("recompute_scale_factor")
-    return {**given, "scale_factor": None} if recomputed else given
+    arguments = bound(F.interpolate, *args, **kwargs)
+    recomputed = arguments.pop("recompute_scale_factor")
+    return {**arguments, "scale_factor": None} if recomputed else arguments
 
 
 def _interpolate_module(module: Any) -> dict[str, Any]:
-    given: Any = settings_of(("size", "scale_factor", "mode", "align_corners"))(module)
-    return {**given, "scale_factor": None} if module.recompute_scale_factor else given
+    settings: Any = settings_of(("size", "scale_factor", "mode", "align_corners"))(module)
+    return {**settings, "scale_factor": None} if module.recompute_scale_factor else settings
 
 
 def _plain_sizes(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:

@@ -51,9 +51,9 @@ def count(counts: Tensor, value: Tensor, low: Tensor, high: Tensor, reach: float
     there = sorted(set(octaves))
     for octave in there:
         own = None if len(there) == 1 else [item for item, of in enumerate(octaves) if of == octave]
-        found = ranges.signed(items, own, apart, 2 * BINS, reach * 2.0**-octave).double() * (items.shape[1] / counted)
-        counts[0, octave] += found[BINS:]
-        counts[1, octave] += found[:BINS].flip(0)
+        histogram = ranges.signed(items, own, apart, 2 * BINS, reach * 2.0**-octave).double() * (items.shape[1] / counted)
+        counts[0, octave] += histogram[BINS:]
+        counts[1, octave] += histogram[:BINS].flip(0)
 
 
 def _octave(largest: float, reach: float) -> int:
@@ -72,7 +72,7 @@ def doubled(counts: Tensor) -> None:
 
 def merged(states: Sequence[Mapping[str, Tensor]], name: str, reach: Tensor) -> Tensor:
     """Return the counts of several histograms, over the largest of their reaches."""
-    found = empty().to(reach.device)
+    total = empty().to(reach.device)
     middles = torch.arange(BINS, device=reach.device, dtype=torch.float64) + 0.5
     for state in states:
         if not float(state["reach"]) > 0:
@@ -82,8 +82,8 @@ def merged(states: Sequence[Mapping[str, Tensor]], name: str, reach: Tensor) -> 
         for octave in range(OCTAVES):
             to = min(octave + lower, OCTAVES - 1)
             bins = (middles * (2.0 ** (to - octave) / ratio)).long().clamp_max(BINS - 1)
-            found[:, to].index_add_(1, bins, state[name][:, octave])
-    return found
+            total[:, to].index_add_(1, bins, state[name][:, octave])
+    return total
 
 
 Functions = tuple[Callable[[Tensor], Tensor], ...]  # of one element each, on tensors
@@ -197,8 +197,8 @@ class HistogramObserver(Observer, names="histogram"):
         self._grow(largest)
         reach = float(self.reach)
         if reach > 0:
-            found, negative, share = ranges.magnitudes(value.detach(), self.sample, self.bins, reach, float(low) < 0)
-            self.counts.add_(found.double().mul_(share))
+            counts, negative, share = ranges.magnitudes(value.detach(), self.sample, self.bins, reach, float(low) < 0)
+            self.counts.add_(counts.double().mul_(share))
             if negative is not None:
                 self.negative.add_(negative.double().mul_(share))
         if items is not None and reach > 0 and value.numel() >= FEWEST * len(value):
@@ -258,10 +258,10 @@ class HistogramObserver(Observer, names="histogram"):
         ends = list(self.ends())
         if float(self.largest) == 0:
             return ends[0], ends[1]
-        seen, counts = self.points()
+        observed, counts = self.points()
         whole, widest = tuple(ends), self.read_by(()).interval(dtype) if self.read else (-math.inf, math.inf)
         beyond = (self._ahead(self.negative), self._ahead(self._positive()))
-        points = torch.cat((seen, torch.where(seen < 0, beyond[0] * seen, beyond[1] * seen)))
+        points = torch.cat((observed, torch.where(observed < 0, beyond[0] * observed, beyond[1] * observed)))
         counts, items = torch.cat((counts, counts)), self._items()
 
         def best(low: Tensor, high: Tensor) -> int:
@@ -286,27 +286,27 @@ class HistogramObserver(Observer, names="histogram"):
 
     def of_output(self) -> HistogramObserver:
         """Return a copy without the norms of samples: the error of an output of the model counts as it is."""
-        found = copy.copy(self)
-        found.each = False
-        return found
+        observer = copy.copy(self)
+        observer.each = False
+        return observer
 
     def read_by(self, functions: Functions) -> HistogramObserver:
         """Return a copy that measures errors after these functions, root mean square over the functions.
 
         Its range is a part of this observer's, which is already wide: it allows for later values.
         """
-        found = copy.copy(self)
-        found.read = functions
-        return found
+        observer = copy.copy(self)
+        observer.read = functions
+        return observer
 
     def by(self, method: Method) -> HistogramObserver:
         """Return an observer with the same counts that chooses in this way; by `EACH`, however small the gain."""
         if not self.each or method is Method.ERROR:
             return self
         if method is Method.EACH:
-            found = copy.copy(self)
-            found.apart, found.worth = 1, 0.0
-            return found
+            observer = copy.copy(self)
+            observer.apart, observer.worth = 1, 0.0
+            return observer
         chooser = PercentileObserver(100.0, self.bins, self.sample)
         chooser._buffers = self._buffers
         return chooser
@@ -600,15 +600,15 @@ def _divergences(counts: Tensor, ends: Tensor, levels: int) -> Tensor:
     """Return the Kullback-Leibler divergence for each end: counts clipped at it, against these averaged within each of `levels` steps."""
     position, end = torch.arange(len(counts), device=counts.device), ends.unsqueeze(1)
     inside = torch.where(position < end, counts, 0)
-    seen = inside + torch.where(position == end - 1, (counts.sum() - inside.sum(1)).unsqueeze(1), 0)
+    clipped = inside + torch.where(position == end - 1, (counts.sum() - inside.sum(1)).unsqueeze(1), 0)
     there = (inside > 0).to(counts.dtype)
     step = (position * levels // end).clamp_max(levels - 1)
     none = torch.zeros(len(ends), levels, dtype=counts.dtype, device=counts.device)
     totals, filled = none.scatter_add(1, step, inside), none.scatter_add(1, step, there)
     shown = (totals / filled.clamp_min(1)).gather(1, step) * there
-    seen, shown = seen / seen.sum(1, keepdim=True), shown / shown.sum(1, keepdim=True).clamp_min(1e-300)
+    clipped, shown = clipped / clipped.sum(1, keepdim=True), shown / shown.sum(1, keepdim=True).clamp_min(1e-300)
     # Where the last bin holds nothing but what lies beyond, `shown` is 0 and the divergence infinite.
-    return torch.where(seen > 0, seen * (seen / shown).log(), 0.0).sum(1)
+    return torch.where(clipped > 0, clipped * (clipped / shown).log(), 0.0).sum(1)
 
 
 def _similarity(histogram: HistogramObserver, threshold: Tensor, dtype: IntType) -> float:

@@ -66,11 +66,11 @@ def magnitudes(value: Tensor, count: int, bins: int, reach: float, negative: boo
     share = 1.0 if value.numel() < 2 * count else value.numel() / count
     offered = OFFERS.first(value)
     if offered is not None:
-        found, below = offered.magnitudes(value, None if share == 1.0 else places(value.numel(), count), bins, reach)
-        return found, below if negative else None, share
+        counts, below = offered.magnitudes(value, None if share == 1.0 else places(value.numel(), count), bins, reach)
+        return counts, below if negative else None, share
     values = sampled(value, count).float()
-    found = torch.histc(values.abs(), bins, 0.0, reach)
-    return found, torch.histc(-values[values < 0], bins, 0.0, reach) if negative and bool((values < 0).any()) else None, share
+    counts = torch.histc(values.abs(), bins, 0.0, reach)
+    return counts, torch.histc(-values[values < 0], bins, 0.0, reach) if negative and bool((values < 0).any()) else None, share
 
 
 def signed(rows: Tensor, chosen: Sequence[int] | None, apart: int, bins: int, top: float) -> Tensor:
@@ -125,11 +125,11 @@ class Observer(nn.Module):
     def __init_subclass__(cls, names: str | None = None, **rest: Any) -> None:
         super().__init_subclass__(**rest)
         if names is not None:
-            for known in (CLASSES.get(cls.__name__), *map(NAMED.get, names.split())):
-                if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            for other in (CLASSES.get(cls.__name__), *map(NAMED.get, names.split())):
+                if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
                     raise ConfigurationError(
                         f"the observer {cls.__name__} cannot be declared with names={names!r}",
-                        because=f"{known.__module__}.{known.__qualname__} has that name, and files and configs would mean either",
+                        because=f"{other.__module__}.{other.__qualname__} has that name, and files and configs would mean either",
                         remedy="choose another name; a class that is declared a second time replaces the first",
                     )
             NAMED.update(dict.fromkeys(names.split(), cls))
@@ -290,8 +290,8 @@ class MovingAverageMinMaxObserver(MinMaxObserver, names="moving_average"):
         """Take in a batch whose range is known."""
         self.count.add_(1)
         if in_numbers(low, high, self.low, self.high, self.count):
-            for end, found in ((self.low, low), (self.high, high)):
-                end.fill_(averaged(float(end), float(found), int(self.count), self.averaging_constant))
+            for end, observed in ((self.low, low), (self.high, high)):
+                end.fill_(averaged(float(end), float(observed), int(self.count), self.averaging_constant))
             return
         weight = torch.clamp_min(1 / self.count, self.averaging_constant)
         self.low.add_((low - self.low) * weight)
@@ -380,10 +380,10 @@ def settings(observer: Observer) -> tuple[Any, ...]:
 _EVERY_MODULES = frozenset(nn.Module().__dict__)
 
 
-def averaged(end: float, found: float, count: int, averaging_constant: float) -> float:
+def averaged(end: float, value: float, count: int, averaging_constant: float) -> float:
     """Return the end of an average of ranges after batch number `count`; each result is rounded to float32, as in a tensor."""
     weight = max(float32(1 / count), float32(averaging_constant))
-    return float32(end + float32(float32(found - end) * weight))
+    return float32(end + float32(float32(value - end) * weight))
 
 
 def in_numbers(*scalars: Tensor) -> bool:

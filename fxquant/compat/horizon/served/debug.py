@@ -240,9 +240,9 @@ TYPES = ("fake_quant", "pre_export", "export", "convert")
 
 def _left_out(called: str, options: Mapping[str, Any]) -> None:
     """Log which options of a call have no effect; an option of None is not logged."""
-    given = [name for name, value in options.items() if value is not None]
-    if given:
-        logger.info("QuantAnalysis%s: without effect here: %s", called, ", ".join(given))
+    ignored = [name for name, value in options.items() if value is not None]
+    if ignored:
+        logger.info("QuantAnalysis%s: without effect here: %s", called, ", ".join(ignored))
 
 
 class QuantAnalysis:
@@ -277,15 +277,15 @@ class QuantAnalysis:
     def auto_find_bad_case(self, dataloader: Iterable[Any], num_steps: int | None = None, **options: Any) -> int:
         """Select the batch on which the outputs differ most, by the mean of squares; return its index."""
         _left_out(".auto_find_bad_case", options)
-        worst, found = -1.0, -1
+        worst, worst_index = -1.0, -1
         for index, batch in enumerate(first_batches(dataloader, num_steps)):
             difference = fxq.compare(self.baseline, self.analysis, [batch], show_progress=False)
             largest = max((layer.mse for layer in difference.outputs if layer.name.startswith("output")), default=0.0)
             if largest > worst:
-                worst, found, self.case = largest, index, batch
-        if found < 0:
+                worst, worst_index, self.case = largest, index, batch
+        if worst_index < 0:
             raise ConfigurationError("a bad case was not found", because="the dataloader yielded no batch", remedy="pass one with a batch")
-        return found
+        return worst_index
 
     def set_bad_case(self, data: Any) -> None:
         self.case = data
@@ -336,7 +336,7 @@ class QuantAnalysis:
         _left_out(".sensitivity", options)
         if is_deployed(self.analysis):
             raise refused("QuantAnalysis.sensitivity")
-        found = fxq.search.sensitivity(self.analysis, [self._case()], options=fxq.Options(widths=(8,)), show_progress=False)
-        rows = [(tensor.name.removesuffix(".weight"), tensor.kind, max(tensor.noise.values(), default=0.0)) for tensor in found.ranked()]
-        write_file(self.out_dir / "output_sensitive_ops.txt", f"{found}\n")
+        result = fxq.search.sensitivity(self.analysis, [self._case()], options=fxq.Options(widths=(8,)), show_progress=False)
+        rows = [(tensor.name.removesuffix(".weight"), tensor.kind, max(tensor.noise.values(), default=0.0)) for tensor in result.ranked()]
+        write_file(self.out_dir / "output_sensitive_ops.txt", f"{result}\n")
         return rows

@@ -62,12 +62,12 @@ def nms_of_scores(
 
     Of the boxes (N, 4) whose score (N,) is not below the threshold, the best `pre_nms_top_n` are used. None sets no limit.
     """
-    taken = scores.argsort(descending=True, stable=True)
+    order = scores.argsort(descending=True, stable=True)
     if score_threshold is not None:
-        taken = taken[scores[taken] >= score_threshold]
-    taken = taken[:pre_nms_top_n]
-    taken = taken[_kept(boxes[taken], scores[taken], iou_threshold, category_idxs[taken])][:output_num]
-    return boxes[taken], scores[taken], category_idxs[taken]
+        order = order[scores[order] >= score_threshold]
+    order = order[:pre_nms_top_n]
+    order = order[_kept(boxes[order], scores[order], iou_threshold, category_idxs[order])][:output_num]
+    return boxes[order], scores[order], category_idxs[order]
 
 
 def _decoded(deltas: Tensor, anchors: Tensor, absolute: bool = False, exp: Callable[[Tensor], Tensor] = torch.exp) -> Tensor:
@@ -85,11 +85,11 @@ def _clipped(boxes: Tensor, size: Any) -> Tensor:
     return boxes.clamp(min=0).minimum(torch.tensor([width, height, width, height], dtype=boxes.dtype, device=boxes.device))
 
 
-def _rows(given: Tensor, count: int, batch: int) -> Tensor:
+def _rows(maps: Tensor, count: int, batch: int) -> Tensor:
     """Return maps (N, anchors · count, H, W) as (N, H · W · anchors, count), pixel by pixel; (A, count) and (N, A, count) likewise."""
-    if given.dim() == 4:
-        return given.permute(0, 2, 3, 1).reshape(len(given), -1, count)
-    return given.expand(batch, -1, -1) if given.dim() == 2 else given
+    if maps.dim() == 4:
+        return maps.permute(0, 2, 3, 1).reshape(len(maps), -1, count)
+    return maps.expand(batch, -1, -1) if maps.dim() == 2 else maps
 
 
 @fxq.wrap
@@ -97,7 +97,7 @@ def _detect(
     boxes: list[Tensor], scores: list[Tensor], regressions: list[Tensor], image_shapes: Tensor | None, settings: dict[str, Any]
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
     batch, each = len(scores[0]), settings["nms_on_each_level"]
-    found = []
+    detections = []
     for item in range(batch):
         size = settings["image_size"] if image_shapes is None else image_shapes[item]
         levels = []
@@ -105,22 +105,22 @@ def _detect(
             count = anchors.shape[1] // 4 if anchors.dim() == 4 else 0
             classes = score.shape[1] // count if count else score.shape[-1]
             coded = delta.shape[1] // count if count else delta.shape[-1]
-            parts = [_rows(given, width, batch)[item] for given, width in ((anchors, 4), (score, classes), (delta, coded))]
+            parts = [_rows(maps, width, batch)[item] for maps, width in ((anchors, 4), (score, classes), (delta, coded))]
             level = _of_level(parts[0], parts[1], parts[2], size, settings)
             levels.append(_best(level, settings) if each else level)
         boxes_, best, labels = (torch.cat(parts) for parts in zip(*levels, strict=True))
-        found.append((boxes_, best, labels) if each else _best((boxes_, best, labels), settings))
-    return tuple(zip(*found, strict=True))  # type: ignore[return-value]
+        detections.append((boxes_, best, labels) if each else _best((boxes_, best, labels), settings))
+    return tuple(zip(*detections, strict=True))  # type: ignore[return-value]
 
 
 def _of_level(anchors: Tensor, scores: Tensor, deltas: Tensor, size: Any, settings: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """Return the boxes, scores and labels of a level: one box for each anchor and class."""
     yolo = settings["mode"] == YOLO
     strength = scores[:, 0] if yolo else scores.amax(1)
-    taken = (strength >= settings["score_threshold"]).nonzero()[:, 0]
+    indices = (strength >= settings["score_threshold"]).nonzero()[:, 0]
     if settings["pre_decode_top_n"]:
-        taken = taken[scores[taken, 0].argsort(descending=True, stable=True)[: settings["pre_decode_top_n"]]]
-    anchors, scores, deltas = anchors[taken], scores[taken], deltas[taken]
+        indices = indices[scores[indices, 0].argsort(descending=True, stable=True)[: settings["pre_decode_top_n"]]]
+    anchors, scores, deltas = anchors[indices], scores[indices], deltas[indices]
     if yolo:
         scores = scores[:, 1:] * scores[:, :1]
     classes = scores.shape[1]
@@ -128,34 +128,34 @@ def _of_level(anchors: Tensor, scores: Tensor, deltas: Tensor, size: Any, settin
         scale = torch.tensor(settings["regression_scale"], dtype=deltas.dtype, device=deltas.device)
         deltas = deltas * scale.repeat(deltas.shape[1] // 4)
     own = deltas.reshape(len(deltas), -1, 4).expand(-1, classes, -1)
-    made = _decoded(own, anchors[:, None].expand(-1, classes, -1), yolo)
-    made = made if size is None else _clipped(made, size)
+    decoded = _decoded(own, anchors[:, None].expand(-1, classes, -1), yolo)
+    decoded = decoded if size is None else _clipped(decoded, size)
     labels = torch.arange(classes, dtype=torch.int64, device=scores.device).expand(len(scores), -1)
     stays = torch.ones_like(labels, dtype=torch.bool)
     if settings["background_class_idx"] is not None:
         stays &= labels != settings["background_class_idx"]
     if settings["size_threshold"] is not None:
-        stays &= ((made[..., 2:] - made[..., :2]) >= settings["size_threshold"]).all(-1)
-    boxes, best, kinds = made[stays], scores[stays], labels[stays]
+        stays &= ((decoded[..., 2:] - decoded[..., :2]) >= settings["size_threshold"]).all(-1)
+    boxes, best, kinds = decoded[stays], scores[stays], labels[stays]
     if settings["post_decode_top_n"]:
         order = best.argsort(descending=True, stable=True)[: settings["post_decode_top_n"]]
         boxes, best, kinds = boxes[order], best[order], kinds[order]
     return boxes, best, kinds
 
 
-def _best(made: tuple[Tensor, Tensor, Tensor], settings: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+def _best(detections: tuple[Tensor, Tensor, Tensor], settings: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     if settings["iou_threshold"] is None:
-        return made
+        return detections
     least = None if settings["mode"] == YOLO else settings["score_threshold"]
     limits = settings["iou_threshold"], least, settings["pre_nms_top_n"], settings["post_nms_top_n"]
-    return nms_of_scores(*made, *limits)  # type: ignore[no-any-return]
+    return nms_of_scores(*detections, *limits)  # type: ignore[no-any-return]
 
 
 def _settings(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a constructor that a graph can hold: numbers, strings, None and lists of numbers."""
-    given = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in arguments.items()}
+    plain = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in arguments.items()}
     kinds = (bool, int, float, str, list, tuple, type(None))
-    return {name: list(v) if isinstance(v, list | tuple) else v for name, v in given.items() if isinstance(v, kinds)}
+    return {name: list(v) if isinstance(v, list | tuple) else v for name, v in plain.items() if isinstance(v, kinds)}
 
 
 class DetectionPostProcess(nn.Module):
@@ -190,7 +190,7 @@ class DetectionPostProcess(nn.Module):
         self.settings = _settings(locals())
 
     def forward(self, boxes: Any, scores: Any, regressions: Any, image_shapes: Tensor | None = None) -> Any:
-        lists = [list(given) if isinstance(given, list | tuple) else [given] for given in (boxes, scores, regressions)]
+        lists = [list(each) if isinstance(each, list | tuple) else [each] for each in (boxes, scores, regressions)]
         return _detect(*lists, image_shapes, self.settings)
 
 
@@ -199,12 +199,12 @@ def _choose(
     data: list[Tensor], anchors: list[Tensor], image_sizes: Any, settings: dict[str, Any], exp: Any
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     width, batch = 4 + settings["num_classes"], len(data[0])
-    rows = torch.cat([_rows(given, width, batch) for given in data], 1)
-    boxes = _decoded(rows[..., :4], torch.cat([_rows(given, 4, batch) for given in anchors], 1).to(rows), exp=exp or torch.exp)
+    rows = torch.cat([_rows(each, width, batch) for each in data], 1)
+    boxes = _decoded(rows[..., :4], torch.cat([_rows(each, 4, batch) for each in anchors], 1).to(rows), exp=exp or torch.exp)
     scores, labels = rows[..., 4:].max(-1)
     offsets = [
-        torch.full((given.shape[1] // width * given.shape[2] * given.shape[3],), offset, dtype=labels.dtype, device=labels.device)
-        for given, offset in zip(data, settings["class_offsets"], strict=True)
+        torch.full((each.shape[1] // width * each.shape[2] * each.shape[3],), offset, dtype=labels.dtype, device=labels.device)
+        for each, offset in zip(data, settings["class_offsets"], strict=True)
     ]
     labels = labels + torch.cat(offsets)
     return [_chosen(boxes[item], scores[item], labels[item], _size(image_sizes, item, settings), settings) for item in range(batch)]
@@ -213,8 +213,8 @@ def _choose(
 def _size(image_sizes: Any, item: int, settings: dict[str, Any]) -> Any:
     if not settings["use_clippings"]:
         return None
-    given = settings["image_size"] if image_sizes is None else image_sizes
-    return given[item] if isinstance(given, Tensor) and given.dim() == 2 and len(given) > 1 else torch.as_tensor(given).flatten()[:2]
+    sizes = settings["image_size"] if image_sizes is None else image_sizes
+    return sizes[item] if isinstance(sizes, Tensor) and sizes.dim() == 2 and len(sizes) > 1 else torch.as_tensor(sizes).flatten()[:2]
 
 
 def _chosen(boxes: Tensor, scores: Tensor, labels: Tensor, size: Any, settings: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
@@ -224,14 +224,14 @@ def _chosen(boxes: Tensor, scores: Tensor, labels: Tensor, size: Any, settings: 
     good = (scores[order] >= settings["box_filter_threshold"]) & (boxes[order, :2] < boxes[order, 2:] - least).all(-1)
     order = order[good]
     count = settings["post_nms_top_k"]
-    kept = order[_kept(boxes[order], scores[order], settings["nms_threshold"], labels[order], margin=settings["nms_margin"])][:count]
-    found = boxes[kept], scores[kept], labels[kept].to(scores.dtype)
-    if settings["nms_padding_mode"] is None or len(kept) == count:
-        return found
-    if settings["nms_padding_mode"] == "rollover" and len(kept):
-        again = torch.arange(count, dtype=torch.int64, device=boxes.device) % len(kept)
-        return found[0][again], found[1][again], found[2][again]
-    boxes_, best, kinds = (torch.cat((part, part.new_zeros(count - len(kept), *part.shape[1:]))) for part in found)
+    indices = order[_kept(boxes[order], scores[order], settings["nms_threshold"], labels[order], margin=settings["nms_margin"])][:count]
+    chosen = boxes[indices], scores[indices], labels[indices].to(scores.dtype)
+    if settings["nms_padding_mode"] is None or len(indices) == count:
+        return chosen
+    if settings["nms_padding_mode"] == "rollover" and len(indices):
+        again = torch.arange(count, dtype=torch.int64, device=boxes.device) % len(indices)
+        return chosen[0][again], chosen[1][again], chosen[2][again]
+    boxes_, best, kinds = (torch.cat((part, part.new_zeros(count - len(indices), *part.shape[1:]))) for part in chosen)
     return boxes_, best, kinds
 
 
@@ -353,10 +353,10 @@ class MultiScaleRoIAlign(nn.Module):
         sides = boxes[..., 2:] - boxes[..., :2] + 1
         area = (sides[..., 0] * sides[..., 1])[:, :, None, None, None]
         read = [level(maps, boxes) for level, maps in zip(self.levels, features, strict=True)]
-        found: Tensor = read[0]
+        pooled: Tensor = read[0]
         for side, coarser in zip(self.sides, read[1:], strict=True):
-            found = torch.where(area >= side * side, coarser, found)
-        return found
+            pooled = torch.where(area >= side * side, coarser, pooled)
+        return pooled
 
 
 def _check(called: str, sampling_ratio: int, mode: str) -> None:
@@ -376,12 +376,12 @@ def _clips(ratio: Any) -> tuple[float, ...]:
 def bbox_clip(boxes: Any, clip_ratio: Any) -> list[Tensor]:
     """Return boxes, a list of (K, 4), without these parts of their widths and heights, at x1, y1, x2 and y2."""
     left, top, right, bottom = _clips(clip_ratio)
-    found = []
+    clipped = []
     for each in boxes:
         x1, y1, x2, y2 = each.unbind(1)
         width, height = x2 - x1, y2 - y1
-        found.append(torch.stack((x1 + width * left, y1 + height * top, x2 - width * right, y2 - height * bottom), 1))
-    return found
+        clipped.append(torch.stack((x1 + width * left, y1 + height * top, x2 - width * right, y2 - height * bottom), 1))
+    return clipped
 
 
 # ---- points as pillars, and pixels as a bird's-eye-view map ------------------------------------------------------------
@@ -405,16 +405,16 @@ def voxelization(
     inside = ((places >= 0) & (places < grid)).all(1)
     points, places = points[inside], places[inside]
     flat = (places[:, 2] * grid[1] + places[:, 1]) * grid[0] + places[:, 0]
-    known, which = torch.unique(flat, return_inverse=True)
+    flat_cells, which = torch.unique(flat, return_inverse=True)
     order = torch.arange(len(flat), dtype=torch.int64, device=flat.device)
-    first = torch.full((len(known),), len(flat), dtype=torch.int64, device=flat.device).scatter_reduce(0, which, order, "amin")
+    first = torch.full((len(flat_cells),), len(flat), dtype=torch.int64, device=flat.device).scatter_reduce(0, which, order, "amin")
     rank = first.argsort().argsort()[which]  # for each point, the rank of its cell in the order of first points
     sorted_rank, source = rank.sort(stable=True)
-    starts = torch.searchsorted(sorted_rank, torch.arange(len(known), dtype=torch.int64, device=flat.device))
+    starts = torch.searchsorted(sorted_rank, torch.arange(len(flat_cells), dtype=torch.int64, device=flat.device))
     nth = order - starts[sorted_rank]
-    taken = (sorted_rank < max_voxels) & (nth < max_points_per_voxel)
-    cell, nth, source = sorted_rank[taken], nth[taken], source[taken]
-    count = max_voxels if use_max else min(len(known), max_voxels)
+    fits = (sorted_rank < max_voxels) & (nth < max_points_per_voxel)
+    cell, nth, source = sorted_rank[fits], nth[fits], source[fits]
+    count = max_voxels if use_max else min(len(flat_cells), max_voxels)
     voxels = torch.zeros(count, max_points_per_voxel, points.shape[1], dtype=points.dtype, device=points.device)
     cells = torch.full((count, SPACE), -1, dtype=torch.int32, device=points.device)
     numbers = torch.zeros(count, dtype=torch.int32, device=points.device)

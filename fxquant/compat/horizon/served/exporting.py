@@ -101,12 +101,12 @@ def compiled(
     """Compile as `compile_model`; `camera` is that of `fxquant.export_horizon`."""
     path = Path(hbm)
     _, folder = _folder(module, path.with_suffix(""), march, name, opt, "compile_model", camera)
-    made = fxq.board.compile_horizon(folder, show_progress=None if progressbar else False)
-    shutil.copyfile(made, path.with_suffix(".bin"))
+    binary = fxq.board.compile_horizon(folder, show_progress=None if progressbar else False)
+    shutil.copyfile(binary, path.with_suffix(".bin"))
     if path.suffix == ".hbm":
-        opened = Binary(made)  # the extracted files exist as long as this object
+        opened = Binary(binary)  # the extracted files exist as long as this object
         shutil.copyfile(opened.hbm, path)
-    shutil.copyfile(made.with_name(f"{made.stem}_quantized_model.onnx"), path.with_name(f"{path.stem}_quantized_model.onnx"))
+    shutil.copyfile(binary.with_name(f"{binary.stem}_quantized_model.onnx"), path.with_name(f"{path.stem}_quantized_model.onnx"))
     return 0
 
 
@@ -131,23 +131,23 @@ def perf_model(
     elif integer.meta["target"].name in HB_MAPPER.marches:
         integer, folder = _folder(integer, directory, march, name, opt, "perf_model")
         binary = fxq.board.compile_horizon(folder, show_progress=None if progressbar else False)
-    found = fxq.estimate(integer, compiled=binary)
-    details = [" ".join(map(str, row)) for cost in found.compiled for row in cost.layers] if layer_details else []
+    estimate = fxq.estimate(integer, compiled=binary)
+    details = [" ".join(map(str, row)) for cost in estimate.compiled for row in cost.layers] if layer_details else []
     directory.mkdir(parents=True, exist_ok=True)
     head = [] if binary else [f"{integer.meta['target'].name}: bounds by fxquant's own model; the vendor's compiler was not run"]
-    text = "\n".join([*head, str(found), *details])
+    text = "\n".join([*head, str(estimate), *details])
     write_file(directory / "estimate.txt", text + "\n")
-    print(text if layer_details else "\n".join([*head, found.summary]))
-    return found
+    print(text if layer_details else "\n".join([*head, estimate.summary]))
+    return estimate
 
 
 @takes(save_path=FILE.or_none("model.html"), show=FLAG)
 def visualize_model(module: Any, save_path: str | os.PathLike[str] | None = None, show: bool = False) -> Path:
     """Write a page of the model's graph and layers, and open it in a browser with `show`; return its path. Nothing is compiled."""
-    made = fxq.report(integer_of(module, "visualize_model"), save_path or "model.html")
+    page = fxq.report(integer_of(module, "visualize_model"), save_path or "model.html")
     if show:
-        webbrowser.open_new_tab(made.resolve().as_uri())
-    return made
+        webbrowser.open_new_tab(page.resolve().as_uri())
+    return page
 
 
 @takes(hbir=FILE)
@@ -158,8 +158,8 @@ def export_hbir(module: Any, hbir: str | os.PathLike[str], march: str | None = N
     """
     path = Path(hbir)
     _, folder = _folder(module, path.with_suffix(""), march, path.stem, "O2", "export_hbir")
-    told = fxq.export.onnx_metadata(folder / f"{path.stem}.onnx")
-    return [entry["name"] for entry in told["inputs"]], [entry["name"] for entry in told["outputs"]]
+    metadata = fxq.export.onnx_metadata(folder / f"{path.stem}.onnx")
+    return [entry["name"] for entry in metadata["inputs"]], [entry["name"] for entry in metadata["outputs"]]
 
 
 @takes(f=FILE)
@@ -193,9 +193,9 @@ def save(m: torch.jit.ScriptModule, f: Any, _extra_files: dict[str, Any] | None 
     """Write a trace of an integer model together with the integer graph. Raises ConfigurationError for a program of another model."""
     integer = integer_of(m, "horizon.jit.save")
     with tempfile.TemporaryDirectory() as folder:
-        kept = fxq.save(integer, Path(folder) / KEPT).read_bytes()
+        saved = fxq.save(integer, Path(folder) / KEPT).read_bytes()
     archive = io.BytesIO()
-    torch.jit.save(m, archive, _extra_files={**(_extra_files or {}), KEPT: kept})
+    torch.jit.save(m, archive, _extra_files={**(_extra_files or {}), KEPT: saved})
     write_file(f, archive.getvalue())
 
 
@@ -211,8 +211,8 @@ def load(f: Any, map_location: Any = None) -> torch.jit.ScriptModule:
         ) from None
     if extra[KEPT]:
         with tempfile.TemporaryDirectory() as folder:
-            kept = Path(folder) / KEPT
-            held = extra[KEPT]
-            write_file(kept, held if isinstance(held, bytes) else held.encode("latin-1"))
-            object.__setattr__(program, "fxquant_integer", fxq.load(kept))
+            file = Path(folder) / KEPT
+            content = extra[KEPT]
+            write_file(file, content if isinstance(content, bytes) else content.encode("latin-1"))
+            object.__setattr__(program, "fxquant_integer", fxq.load(file))
     return program  # type: ignore[no-any-return]

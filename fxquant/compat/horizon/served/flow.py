@@ -100,8 +100,8 @@ def prepare(
     PrepareMethod(method)
     inputs = example_inputs
     if example_kw_inputs:
-        given = example_inputs if isinstance(example_inputs, tuple | list) else () if example_inputs is None else (example_inputs,)
-        inputs = dict(inspect.signature(model.forward).bind(*given, **example_kw_inputs).arguments)
+        args = example_inputs if isinstance(example_inputs, tuple | list) else () if example_inputs is None else (example_inputs,)
+        inputs = dict(inspect.signature(model.forward).bind(*args, **example_kw_inputs).arguments)
     has_attributes = any("qconfig" in module.__dict__ for module in model.modules())
     setters = fxq.QConfigMapping(default=None) if qconfig_setter is None and has_attributes else qconfig_setter
     return _prepared_as("prepare", model, inputs, setters, dynamic_shapes, training_branch, old=False)
@@ -112,12 +112,12 @@ def _prepared_as(
     inplace: bool = False,
 ) -> fx.GraphModule:  # fmt: skip
     """Return the model that is prepared by rules; `old`: as the plugin's first releases do it."""
-    made: fx.GraphModule = prepared_in_place(
+    prepared: fx.GraphModule = prepared_in_place(
         model, inplace, example_inputs, _prepare, called, keeps=False, old=old, rules=rules, dynamic_shapes=dynamic_shapes, branch=branch,
         march=required(called), batch_norm=get_qat_mode().value,
     )  # fmt: skip
-    PREPARED.add(made)
-    return made
+    PREPARED.add(prepared)
+    return prepared
 
 
 def _prepare(
@@ -171,7 +171,7 @@ def set_fake_quantize(model: nn.Module, fake_quant_state: FakeQuantState) -> Non
     if operators:
         enter(model, operators, state)
         return
-    whole = next((known for known in PREPARED if any(module is model for module in known.modules())), None)
+    whole = next((each for each in PREPARED if any(module is model for module in each.modules())), None)
     if whole is None:
         if isinstance(model, fx.GraphModule):
             require_prepared(model)
@@ -211,9 +211,9 @@ def integer_of(model: Any, called: str) -> fx.GraphModule:
         return carried
     if isinstance(model, torch.jit.ScriptModule):
         places = {start(tensor) for tensor in model.state_dict().values() if tensor.numel()}
-        for known in _converted:
-            if places and places == {start(tensor) for tensor in known.state_dict().values() if tensor.numel()}:
-                return known
+        for integer in _converted:
+            if places and places == {start(tensor) for tensor in integer.state_dict().values() if tensor.numel()}:
+                return integer
     raise refused("integer_of", called=called, kind=type(model).__name__)
 
 
@@ -256,15 +256,15 @@ def load_observer_params(from_model: nn.Module, to_model: nn.Module, verbose: bo
     require_prepared(from_model)
     require_prepared(to_model)
     set_observed_scales(from_model)
-    chosen, left = _matching(quantized_operators(from_model), quantized_operators(to_model))
+    chosen, unmatched = _matching(quantized_operators(from_model), quantized_operators(to_model))
     if not chosen:
         raise refused("load_observer_params")
     for mine, theirs in chosen:
         _take_over(mine, theirs)
         if verbose:
             print(f"{mine.name}: scale {float(mine.scale):.6g}")
-    if left:
-        logger.warning("scales copied: %d; without one in the first model: %s", len(chosen), ", ".join(left))
+    if unmatched:
+        logger.warning("scales copied: %d; without one in the first model: %s", len(chosen), ", ".join(unmatched))
 
 
 def _matching(
@@ -272,29 +272,29 @@ def _matching(
 ) -> tuple[list[tuple[Quantizer, Quantizer]], list[str]]:
     """Return the quantizers that take over a scale, each paired with its source, and the names of those without a source."""
     chosen: list[tuple[Quantizer, Quantizer]] = []
-    left = []
+    unmatched = []
     for name, operator in operators.items():
-        known = owned_quantizers(sources[name]) if name in sources else []
-        for mine, theirs in itertools.zip_longest(owned_quantizers(operator), known):
+        quantizers = owned_quantizers(sources[name]) if name in sources else []
+        for mine, theirs in itertools.zip_longest(owned_quantizers(operator), quantizers):
             if mine is None or mine.frozen or mine.given or mine.follows_sum:
                 continue
             if theirs is None or not theirs.calibrated:
-                left.append(mine.name)
+                unmatched.append(mine.name)
                 continue
             if mine.dtype != theirs.dtype:
                 raise refused("load_observer_params.dtype", name=name, dtype=theirs.dtype, dtype2=mine.dtype)
             chosen.append((mine, theirs))
-    return chosen, left
+    return chosen, unmatched
 
 
 def _take_over(mine: Quantizer, theirs: Quantizer) -> None:
     mine.assign(theirs.scale, theirs.grid.zero_point)
     if mine.dtype.affine:
         mine.ends.copy_(theirs.ends)
-    known = {gathering(observer): observer for observer in theirs.observers}
+    by_kind = {gathering(observer): observer for observer in theirs.observers}
     for observer in mine.observers:
-        if gathering(observer) in known:
-            observer.load_state_dict(known[gathering(observer)].state_dict())
+        if gathering(observer) in by_kind:
+            observer.load_state_dict(by_kind[gathering(observer)].state_dict())
     if mine.range is not None:
         mine.batches_used.copy_(mine.range.count)
 

@@ -121,8 +121,8 @@ class Function:
     flatten_inputs = inputs
 
     def __call__(self, *inputs: Any) -> list[Any]:
-        given = (torch.as_tensor(each) if hasattr(each, "__array__") else each for each in inputs)  # arrays of numpy
-        return pytree.tree_leaves(self._module(*given))
+        tensors = (torch.as_tensor(each) if hasattr(each, "__array__") else each for each in inputs)  # arrays of numpy
+        return pytree.tree_leaves(self._module(*tensors))
 
     def remove_io_op(self, op_types: Any = None, op_names: Any = None) -> None:
         """Make the module, and its files, take and return integers: the quantize of inputs and the dequantize of outputs are removed.
@@ -188,28 +188,28 @@ class Module:
 
 def _on_integers(model: fx.GraphModule, args: tuple[Any, ...]) -> Any:
     """Return the integers of an integer model's outputs, given those of its inputs; values that stay in float are unchanged."""
-    given = [_real(node, value) for node, value in zip(model.graph.find_nodes(op="placeholder"), args, strict=True)]
-    (held,) = fxq.inspect.record(model, [given], ("quantized", "accumulators"))
+    float_inputs = [_real(node, value) for node, value in zip(model.graph.find_nodes(op="placeholder"), args, strict=True)]
+    (recorded,) = fxq.inspect.record(model, [float_inputs], ("quantized", "accumulators"))
     (output,) = model.graph.find_nodes(op="output")
     nodes, _ = pytree.tree_flatten(output.args[0])
-    values, form = pytree.tree_flatten(model(*given))
-    return pytree.tree_unflatten([_integers(node, value, held) for node, value in zip(nodes, values, strict=True)], form)
+    values, form = pytree.tree_flatten(model(*float_inputs))
+    return pytree.tree_unflatten([_integers(node, value, recorded) for node, value in zip(nodes, values, strict=True)], form)
 
 
 def _real(node: fx.Node, value: Any) -> Any:
     """Return the float value of an input's integers. Quantizing restores them: the product with the scale is off by at most 2^-24."""
-    described = next((known for user in node.users if (known := qparams(user)) is not None), None)
+    described = next((params for user in node.users if (params := qparams(user)) is not None), None)
     if described is None or not isinstance(value, Tensor) or value.is_floating_point():
         return value
     return (value - described.zero_point) * described.scale
 
 
-def _integers(node: Any, value: Any, held: Any) -> Any:
+def _integers(node: Any, value: Any, recorded: Any) -> Any:
     """Return the integers that an output was dequantized from, or the output itself."""
     if not isinstance(node, fx.Node) or node.target is not fxq.primitives.dequantize:
         return value
-    (made, *_) = node.all_input_nodes
-    return held[made.name].to(fact(made).dtype)
+    (source, *_) = node.all_input_nodes
+    return recorded[source.name].to(fact(source).dtype)
 
 
 @takes()
@@ -231,31 +231,31 @@ def pre_export(model: fx.GraphModule) -> fx.GraphModule:
 @takes()
 def convert(m: Any, march: Any = None) -> Module:
     """Return a module of integers. Raises ConfigurationError for another march than the one that the model was prepared for."""
-    made = _module(m, "convert")
-    require_march(made.model, _march(march), "convert")
-    return Module(integer_of(made.model, "convert"), made.name, made.io, made.image, made.unit)
+    wrapped = _module(m, "convert")
+    require_march(wrapped.model, _march(march), "convert")
+    return Module(integer_of(wrapped.model, "convert"), wrapped.name, wrapped.io, wrapped.image, wrapped.unit)
 
 
 def _march(march: Any) -> str | None:
     return None if march is None else str(getattr(march, "value", march)).rpartition(".")[2].replace("_", "-")
 
 
-def _module(given: Any, called: str) -> Module:
-    if isinstance(given, Module):
-        return given
-    if isinstance(given, fx.GraphModule):
-        return Module(given)
-    raise refused("hbdk4.module", called=called, kind=type(given).__name__)
+def _module(model: Any, called: str) -> Module:
+    if isinstance(model, Module):
+        return model
+    if isinstance(model, fx.GraphModule):
+        return Module(model)
+    raise refused("hbdk4.module", called=called, kind=type(model).__name__)
 
 
 @checked(path=FILE)
 def save(m: Any, path: Any) -> None:
     """Write a module with its name and its ends, whatever the ending: a file that `load` and `fxq.load` read."""
-    made = _module(m, "save")
-    meta = made.model.meta
-    meta[META] = [made.name, made.io, made.image or "", str(made.unit)]
+    wrapped = _module(m, "save")
+    meta = wrapped.model.meta
+    meta[META] = [wrapped.name, wrapped.io, wrapped.image or "", str(wrapped.unit)]
     try:
-        fxq.save(made.model, path)
+        fxq.save(wrapped.model, path)
     finally:
         del meta[META]
 
@@ -274,9 +274,9 @@ def statistics(m: Any) -> dict[str, dict[str, int]]:
     for layer in fxq.inspect.layers(_module(m, "statistics").model):
         if not layer.boundary:
             counts["hbtl" if layer.device == "host" else "bpu"][layer.operator] += 1
-    found = {place: dict(each) for place, each in counts.items() if each}
-    print(found)
-    return found
+    nonzero = {place: dict(each) for place, each in counts.items() if each}
+    print(nonzero)
+    return nonzero
 
 
 @takes()
@@ -286,13 +286,13 @@ def compile(m: Any, path: Any, march: Any = None, opt: int = 2, progress_bar: bo
     For nash, write the folder that hb_compile takes at `path` without its ending, and raise ConfigurationError: it has to be compiled
     where that tool is. Even after `remove_io_op` a compiled program takes and returns float values, as a line of the log reports.
     """
-    made = _module(m, "compile")
-    if made.io == INTEGER:
+    wrapped = _module(m, "compile")
+    if wrapped.io == INTEGER:
         logger.warning("compile: the program takes and returns float tensors; visualize writes an ONNX file of integers at both ends")
-    camera = made.image if made.image in (YUV, NV12) and made.model.meta["target"].name in HB_MAPPER.marches else None
+    camera = wrapped.image if wrapped.image in (YUV, NV12) and wrapped.model.meta["target"].name in HB_MAPPER.marches else None
     if camera is None:
-        made.report("compile")
-    return compiled(made.model, path, _march(march), None, f"O{min(opt, 3)}", progress_bar, camera)
+        wrapped.report("compile")
+    return compiled(wrapped.model, path, _march(march), None, f"O{min(opt, 3)}", progress_bar, camera)
 
 
 @takes()
@@ -309,9 +309,9 @@ def visualize(m: Any, onnx_file: Any = None) -> Path:
 
     After `remove_io_op` the file takes and returns integers.
     """
-    made = _module(m, "visualize")
-    made.report("visualize")
-    return fxq.export_onnx(integer_of(made.model, "visualize"), onnx_file or "model.onnx", io=made.io)
+    wrapped = _module(m, "visualize")
+    wrapped.report("visualize")
+    return fxq.export_onnx(integer_of(wrapped.model, "visualize"), onnx_file or "model.onnx", io=wrapped.io)
 
 
 def get_hbir_input_flattener(m: Any) -> Any:

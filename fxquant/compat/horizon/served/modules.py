@@ -103,13 +103,13 @@ def filter(*inputs: Tensor, threshold: float, idx_range: tuple[int, int] | None 
     Each result is [largest values (M,), their channels (M,), row and column (M, 2), and of every map (M, C)]; in float, on the host.
     """
     best, index = (inputs[0] if idx_range is None else inputs[0][:, idx_range[0] : idx_range[1]]).max(1)
-    found = []
+    results = []
     for item in range(len(best)):
         places = (best[item] > threshold).nonzero()
         rows, columns = places[:, 0], places[:, 1]
         picked = [each[item].permute(1, 2, 0)[rows, columns] for each in inputs]
-        found.append([best[item][rows, columns], index[item][rows, columns] + (idx_range[0] if idx_range else 0), places, *picked])
-    return found
+        results.append([best[item][rows, columns], index[item][rows, columns] + (idx_range[0] if idx_range else 0), places, *picked])
+    return results
 
 
 @fxq.wrap
@@ -121,7 +121,7 @@ def rle(input: Tensor, dtype: torch.dtype) -> list[Tensor]:
     longest = {torch.int8: 255, torch.int16: 65535}.get(dtype)
     if longest is None:
         raise refused("rle", dtype=dtype)
-    found = []
+    encoded = []
     for item in input.flatten(1):
         values, counts = torch.unique_consecutive(item.long(), return_counts=True)
         parts = [
@@ -130,8 +130,8 @@ def rle(input: Tensor, dtype: torch.dtype) -> list[Tensor]:
             for start in range(0, count, longest)
         ]
         flat = [len(parts), *(number for part in parts for number in part)]
-        found.append(torch.tensor(flat, dtype=torch.int64, device=input.device))
-    return found
+        encoded.append(torch.tensor(flat, dtype=torch.int64, device=input.device))
+    return encoded
 
 
 def window_partition(x: Tensor, window_size: int) -> Tensor:
@@ -230,8 +230,8 @@ class Correlation(nn.Module):
         self.correlate = fxq.nn.Correlation(max_displacement, stride2)
 
     def forward(self, data1: Tensor, data2: Tensor) -> Tensor:
-        found: Tensor = self.correlate(data1, data2)
-        return found[:, :, self.cut : -self.cut, self.cut : -self.cut] if self.cut else found
+        correlation: Tensor = self.correlate(data1, data2)
+        return correlation[:, :, self.cut : -self.cut, self.cut : -self.cut] if self.cut else correlation
 
 
 class AnchorGenerator(fxq.nn.AnchorGenerator):
@@ -255,12 +255,12 @@ class AnchorGenerator(fxq.nn.AnchorGenerator):
         self.anchors = len(list(scales)) * len(list(ratios))
 
     def forward(self, features: Sequence[Tensor]) -> list[Tensor]:
-        found = []
+        anchors = []
         for feature, boxes in zip(features, super().forward(features), strict=True):
             height, width = feature.shape[2:]
             flat = boxes.reshape(height, width, self.anchors * 4).permute(2, 0, 1)
-            found.append(flat.unsqueeze(0).expand(feature.shape[0], -1, -1, -1))
-        return found
+            anchors.append(flat.unsqueeze(0).expand(feature.shape[0], -1, -1, -1))
+        return anchors
 
 
 LookUpTable = fxq.nn.SegmentLUT
@@ -352,8 +352,8 @@ class MultiScaleDeformableAttention(nn.Module):
         weights = self.attention_weights(query).view(batch, queries, self.heads, self.levels * self.points).softmax(-1)
         sizes = torch.tensor([[width, height] for height, width in spatial_shapes], dtype=query.dtype, device=query.device)
         where = reference_points[:, :, None, :, None, :] + offsets / sizes[None, None, None, :, None, :]
-        found = self.output_proj(
+        attended = self.output_proj(
             self.sample(values, where, weights.view(batch, queries, self.heads, self.levels, self.points), spatial_shapes)
         )
-        found = found if self.batch_first else found.transpose(0, 1)
-        return self.dropout(found) + identity  # type: ignore[no-any-return]
+        attended = attended if self.batch_first else attended.transpose(0, 1)
+        return self.dropout(attended) + identity  # type: ignore[no-any-return]

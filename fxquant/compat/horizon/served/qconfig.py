@@ -29,9 +29,9 @@ class NamedObserver(str):
     settings: Mapping[str, Any] = {}
 
     def with_args(self, **settings: Any) -> NamedObserver:
-        made = NamedObserver(self)
-        made.settings = {**self.settings, **settings}
-        return made
+        observer = NamedObserver(self)
+        observer.settings = {**self.settings, **settings}
+        return observer
 
     __call__ = with_args
 
@@ -50,15 +50,15 @@ class NamedObserver(str):
             raise unknown("method", method, "'mse' or 'percentile'")
         share = float((method_kwargs or {}).get("percentile", 0.9999))
         chosen = fxq.observers.PercentileObserver(100 * share) if method == "percentile" else fxq.observers.HistogramObserver()
-        wanted = None if dtype is None else str(dtype).removeprefix("torch.").removeprefix("q")
+        dtype_name = None if dtype is None else str(dtype).removeprefix("torch.").removeprefix("q")
         count = 0
         for operator in quantized_operators(model).values():
             inside = not prefix or operator.path == prefix or operator.path.startswith(prefix + ".")
             for quantizer in owned_quantizers(operator) if inside else ():
-                if wanted in (None, quantizer.dtype.name) and not (quantizer.given or quantizer.frozen or quantizer.follows_sum):
-                    made = taking_over(quantizer, fxq.ActivationConfig(observer=chosen))
-                    if made is not None and made.observed:
-                        quantizer.assign(made.scale(quantizer.dtype) * quantizer.headroom)
+                if dtype_name in (None, quantizer.dtype.name) and not (quantizer.given or quantizer.frozen or quantizer.follows_sum):
+                    observer = taking_over(quantizer, fxq.ActivationConfig(observer=chosen))
+                    if observer is not None and observer.observed:
+                        quantizer.assign(observer.scale(quantizer.dtype) * quantizer.headroom)
                         count += 1
         if not count:
             raise refused("reset_scale")
@@ -107,8 +107,8 @@ class qinfo:
     """The integers of a dtype: the smallest, the largest, and the number of bits."""
 
     def __init__(self, dtype: Any) -> None:
-        known = ACTIVATION_TYPES[dtype_of(dtype)]
-        self.min, self.max, self.bits = known.low, known.high, known.bits
+        limits = ACTIVATION_TYPES[dtype_of(dtype)]
+        self.min, self.max, self.bits = limits.low, limits.high, limits.bits
 
 
 # Factories of observers by name; each takes the averaging constant and further settings, and removes the settings that it knows.
@@ -116,9 +116,9 @@ OBSERVERS: dict[str, Callable[[float, dict[str, Any]], Any]] = {
     min_max: lambda constant, _: (
         fxq.observers.MovingAverageMinMaxObserver(constant) if constant > 0 else fxq.observers.MovingAverageMinMaxObserver
     ),
-    percentile: lambda _, given: fxq.observers.PercentileObserver(float(given.pop("percentile", 99.99)), int(given.pop("bins", 2048))),
+    percentile: lambda _, values: fxq.observers.PercentileObserver(float(values.pop("percentile", 99.99)), int(values.pop("bins", 2048))),
     mse: lambda *_: fxq.observers.HistogramObserver,  # the squared error, also of later values; one observer for calibration and training
-    clip_std: lambda _, given: fxq.observers.ClipStdObserver(float(given.pop("std_scale", 3.0))),
+    clip_std: lambda _, settings: fxq.observers.ClipStdObserver(float(settings.pop("std_scale", 3.0))),
     kl: lambda *_: fxq.observers.KLObserver,
     mix: lambda *_: fxq.observers.MixObserver,
 }
@@ -160,29 +160,29 @@ def _taken(settings: dict[str, Any], called: str) -> None:
         raise refused("FakeQuantize.argument", called=called, value=next(iter(settings)))
 
 
-def activation(given: Any) -> fxq.ActivationConfig:
+def activation(fake_quant: Any) -> fxq.ActivationConfig:
     """Return the ActivationConfig of a fake quantize. None means the int32 accumulator of a last layer."""
-    if given is None:
+    if fake_quant is None:
         return fxq.ActivationConfig("int32")
-    if isinstance(given, fxq.ActivationConfig):
-        return given
-    given = _of_torch(given)
-    settings = {**getattr(given.settings.get("observer"), "settings", {}), **given.settings}
-    dtype, observer, training = dtype_of(settings.pop("dtype", qint8)), settings.pop("observer", min_max), given.training
+    if isinstance(fake_quant, fxq.ActivationConfig):
+        return fake_quant
+    fake_quant = _of_torch(fake_quant)
+    settings = {**getattr(fake_quant.settings.get("observer"), "settings", {}), **fake_quant.settings}
+    dtype, observer, training = dtype_of(settings.pop("dtype", qint8)), settings.pop("observer", min_max), fake_quant.training
     constant = settings.pop("averaging_constant", 0.01)
     if constant == 0 and training == STATISTICS:
         training = FROZEN
-    made: dict[str, Any]
+    arguments: dict[str, Any]
     if observer == fixed_scale:
         if "scale" not in settings:
             raise ConfigurationError("a fixed scale is missing", because="the observer fixed_scale has nothing else", remedy="pass scale=…")
-        made = {"scale": float(settings.pop("scale"))}
+        arguments = {"scale": float(settings.pop("scale"))}
     elif observer == clip:
-        made = {"threshold": max(abs(float(settings.pop("xmin", -1.0))), abs(float(settings.pop("xmax", 1.0))))}
+        arguments = {"threshold": max(abs(float(settings.pop("xmin", -1.0))), abs(float(settings.pop("xmax", 1.0))))}
     else:
-        made = {"observer": _observer(observer, constant, settings), "training": training}
+        arguments = {"observer": _observer(observer, constant, settings), "training": training}
     _taken(settings, "an activation's fake quantize")
-    return fxq.ActivationConfig(dtype, **made)
+    return fxq.ActivationConfig(dtype, **arguments)
 
 
 def _observer(name: Any, constant: float, settings: dict[str, Any]) -> Any:
@@ -193,32 +193,32 @@ def _observer(name: Any, constant: float, settings: dict[str, Any]) -> Any:
     return OBSERVERS[name](constant, settings)
 
 
-def weight(given: Any) -> fxq.WeightConfig:
+def weight(fake_quant: Any) -> fxq.WeightConfig:
     """Return the WeightConfig of a fake quantize."""
-    if isinstance(given, fxq.WeightConfig):
-        return given
-    if given is None:
+    if isinstance(fake_quant, fxq.WeightConfig):
+        return fake_quant
+    if fake_quant is None:
         raise REFUSED["no-weight"].error("a weight without a fake quantize cannot be done")
-    given = _of_torch(given)
-    if given.training == PACT:
+    fake_quant = _of_torch(fake_quant)
+    if fake_quant.training == PACT:
         raise REFUSED["pact"].error("PACT of a weight is not supported")
-    settings = dict(given.settings)
+    settings = dict(fake_quant.settings)
     settings.pop("averaging_constant", None)
     if settings.pop("observer", min_max) not in WEIGHT_OBSERVERS:
         raise REFUSED["weight"].error("this observer of a weight is not supported")
     dtype, per_channel = dtype_of(settings.pop("dtype", qint8)), "per_tensor" not in str(settings.get("qscheme", ""))
     _taken(settings, "a weight's fake quantize")
-    return fxq.WeightConfig(dtype, per_channel=per_channel, training=LEARNED if given.training == LEARNED else STATISTICS)
+    return fxq.WeightConfig(dtype, per_channel=per_channel, training=LEARNED if fake_quant.training == LEARNED else STATISTICS)
 
 
-def _of_torch(given: Any) -> FakeQuant:
+def _of_torch(fake_quant: Any) -> FakeQuant:
     """Return a fake quantize, unwrapped from a partial of PyTorch's `with_args`. Raises ConfigurationError for anything else."""
-    partial = getattr(given, "p", None)
+    partial = getattr(fake_quant, "p", None)
     if partial is not None and isinstance(getattr(partial, "func", None), FakeQuant):
         return partial.func.with_args(**partial.keywords)  # type: ignore[no-any-return]
-    if not isinstance(given, FakeQuant):
-        raise refused("FakeQuantize", kind=type(given).__name__)
-    return given
+    if not isinstance(fake_quant, FakeQuant):
+        raise refused("FakeQuantize", kind=type(fake_quant).__name__)
+    return fake_quant
 
 
 @checked()
@@ -236,13 +236,13 @@ def QConfig(activation: Any = None, weight: Any = None, input: Any = None, outpu
     )
 
 
-def as_qconfig(given: Any) -> fxq.QConfig | None:
+def as_qconfig(qconfig: Any) -> fxq.QConfig | None:
     """Return a qconfig: fxquant's own, None, or a tuple of activation and weight, as PyTorch's. Raises ConfigurationError for others."""
-    if given is None or isinstance(given, fxq.QConfig):
-        return given
-    if isinstance(given, tuple) and hasattr(given, "activation") and hasattr(given, "weight"):
-        return QConfig(given.activation, given.weight, getattr(given, "input", None))
-    raise refused("QConfig of Horizon", kind=type(given).__name__)
+    if qconfig is None or isinstance(qconfig, fxq.QConfig):
+        return qconfig
+    if isinstance(qconfig, tuple) and hasattr(qconfig, "activation") and hasattr(qconfig, "weight"):
+        return QConfig(qconfig.activation, qconfig.weight, getattr(qconfig, "input", None))
+    raise refused("QConfig of Horizon", kind=type(qconfig).__name__)
 
 
 _activation, _weight = activation, weight
@@ -258,11 +258,11 @@ def get_default_qconfig(
         if kind is not None and kind not in KINDS:
             raise unknown(name, kind, "'fake_quant', 'lsq', 'pact' or None")
     parts = ((activation_fake_quant, activation_observer, activation_qkwargs), (weight_fake_quant, weight_observer, weight_qkwargs))
-    made = [
+    fake_quants = [
         None if kind is None else KINDS[kind].with_args(**({} if observer is None else {"observer": observer}) | dict(more or {}))
         for kind, observer, more in parts
     ]
-    return fxq.QConfig(activation(made[0]), weight(made[1]))
+    return fxq.QConfig(activation(fake_quants[0]), weight(fake_quants[1]))
 
 
 @checked(fix_scale=FLAG)
@@ -300,8 +300,8 @@ def get_default_qat_out_qconfig(
 
 def replace_qconfig_dtype(qconfig: Any, dtype: Any) -> fxq.QConfig | None:
     """Return the QConfig with another dtype of the output."""
-    made = as_qconfig(qconfig)
-    return None if made is None else fxq.QConfig(made.output.of(dtype_of(dtype)), made.weight, made.input)
+    converted = as_qconfig(qconfig)
+    return None if converted is None else fxq.QConfig(converted.output.of(dtype_of(dtype)), converted.weight, converted.input)
 
 
 # ---- by name ------------------------------------------------------------------------------------------------------------

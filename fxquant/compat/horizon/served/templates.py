@@ -215,11 +215,11 @@ class SensitivityTemplate(Template):
             raise unknown("sensitive_type", self.sensitive_type, f"one of {', '.join(parts)}")
         rows = [(row, None) if isinstance(row, str) else (str(row[0]), row[1] if len(row) > 1 else None) for row in self.sensitive_table]
         count = self.topk_or_ratio if isinstance(self.topk_or_ratio, int) else round(len(rows) * self.topk_or_ratio)
-        found = []
+        wide_operands = []
         for name, kind in rows[:count]:
-            said = parts[kind] if isinstance(kind, str) and kind in parts else parts[self.sensitive_type]
-            found += [(name, operand) for operand in said if operand in parts[self.sensitive_type]]
-        return found
+            operands = parts[kind] if isinstance(kind, str) and kind in parts else parts[self.sensitive_type]
+            wide_operands += [(name, operand) for operand in operands if operand in parts[self.sensitive_type]]
+        return wide_operands
 
     def apply(self, place: Place, asked: Asked) -> Asked:
         for name, operand in self.wide():
@@ -350,13 +350,13 @@ def _pairs(rules: Any) -> list[tuple[Any, Any]]:
     return list(rules.items()) if isinstance(rules, Mapping) else [(kind, chosen) for kind, chosen in rules]
 
 
-def _only(given: Any, known: tuple[str, ...], what: str) -> Mapping[str, Any]:
-    if not isinstance(given, Mapping):
-        raise refused("template.dict", kind=type(given).__name__, what=what, known=", ".join(map(repr, known)))
-    for key in given:
-        if key not in known:
-            raise refused("template.key", key=key, what=what, known=", ".join(map(repr, known)))
-    return given
+def _only(table: Any, names: tuple[str, ...], what: str) -> Mapping[str, Any]:
+    if not isinstance(table, Mapping):
+        raise refused("template.dict", kind=type(table).__name__, what=what, known=", ".join(map(repr, names)))
+    for key in table:
+        if key not in names:
+            raise refused("template.key", key=key, what=what, known=", ".join(map(repr, names)))
+    return table
 
 
 def of_dict(qconfig_dict: Any) -> fxq.QConfigMapping:
@@ -394,20 +394,20 @@ def of_setters(setters: Any, traced: fx.GraphModule, march: str) -> fxq.QConfigM
         for setter in several:
             asked = setter.of(place) if hasattr(setter, "of") else _of_mapping(of_dict(setter), place)
             if asked is not UNSAID:
-                made: Chosen = asked.qconfig(place) if isinstance(asked, Asked) else asked
+                qconfig: Chosen = asked.qconfig(place) if isinstance(asked, Asked) else asked
                 if isinstance(asked, Asked) and FLOAT in (asked.output, asked.input) and not backends.get(march).float16:
                     raise REFUSED["float"].error(f"a float dtype of {place.path or 'all operators'} cannot be used on {march}")
-                if is_open and made is not None and made.output.dtype == "int8":
-                    return replace(made, output=replace(made.output, dtype=None))
-                return made
+                if is_open and qconfig is not None and qconfig.output.dtype == "int8":
+                    return replace(qconfig, output=replace(qconfig.output, dtype=None))
+                return qconfig
         return None
 
     default = chosen(Place("", "", None))
     places = {place: chosen(place) for place in places_of(traced)}
     names = _by_name(traced, places, default)
     for setter in several:
-        given: Sequence[str] = getattr(setter, "names", tuple)()
-        names.update((name, default) for name in given if name and not any(place.below(name) for place in places))  # `prepare` reports it
+        listed: Sequence[str] = getattr(setter, "names", tuple)()
+        names.update((name, default) for name in listed if name and not any(place.below(name) for place in places))  # `prepare` reports it
     mapping = fxq.QConfigMapping(default, names=names)
     for setter in several:
         if getattr(setter, "save_dir", None) is not None:
@@ -417,11 +417,11 @@ def of_setters(setters: Any, traced: fx.GraphModule, march: str) -> fxq.QConfigM
 
 def _by_name(traced: fx.GraphModule, places: Mapping[Place, Chosen], default: Chosen) -> dict[str, Chosen]:
     """Return rules for the operators that differ from the default, by their nodes' names."""
-    names = {place.name: made for place, made in places.items() if made != default}
-    if default is None and any(made is not None and made.output.dtype == "int32" for made in names.values()):
+    names = {place.name: qconfig for place, qconfig in places.items() if qconfig != default}
+    if default is None and any(qconfig is not None and qconfig.output.dtype == "int32" for qconfig in names.values()):
         # The accumulator of a dequantized layer includes only its batch norm; operators after it would read their operands as integers.
-        names.update((place.name, None) for place, made in places.items() if made is None and not place.is_batch_norm)
-    of_node = {place.name: made for place, made in places.items()}
+        names.update((place.name, None) for place, qconfig in places.items() if qconfig is None and not place.is_batch_norm)
+    of_node = {place.name: qconfig for place, qconfig in places.items()}
     for node in traced.graph.nodes:  # the grid of a stub is its own rule's, not that of its readers
         if node.target is quant_stub and any(of_node.get(user.name, of_node[node.name]) != of_node[node.name] for user in node.users):
             names[node.name] = of_node[node.name]
