@@ -310,7 +310,7 @@ def pointwise(site: Site) -> Built:
 
 @implementation("moved bytes")
 def move(site: Site) -> Built:
-    """Build what moves bytes, from memory as kernels hold it to such memory: a concatenation, a crop, a padding, a permutation."""
+    """Build what moves bytes from held memory to held memory: a concatenation, crop, padding, permutation, or choice of rows."""
     root, result = site.match.root, site.result()
     if any((site.held(read).zero ^ result.zero) not in (0, BIASED) for read in site.match.reads):
         raise NotApplicable("its operands and its result have different memory layouts")
@@ -324,7 +324,8 @@ def move(site: Site) -> Built:
                 last[:] = inputs[0], output, list(_moves(site, inputs, output))
             if byte is not None:
                 output.fill_(byte)
-            for value, written, differs in last[2]:
+            for value, written, differs, rows in last[2]:
+                value = value if rows is None else value.index_select(*rows)
                 written.copy_(value ^ BIASED if differs else value)
 
         return bound
@@ -332,20 +333,29 @@ def move(site: Site) -> Built:
     return Binding(bind)
 
 
-def _moves(site: Site, inputs: Sequence[Tensor], output: Tensor) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Yield the view of each operand, the view of the part of the result that it fills, and whether one stores int8 and the other uint8."""
+def _moves(site: Site, inputs: Sequence[Tensor], output: Tensor) -> Iterator[tuple[Tensor, Tensor, bool, tuple[int, Tensor] | None]]:
+    """Yield the view of each operand, the view of the part of the result that it fills, and whether one stores int8 and the other uint8.
+
+    The last is the dimension and the indices of the elements that a choice takes from the operand; None for other movements.
+    """
     result, root = site.result(), site.match.root
     arguments: Any = root.args[1:]
     begins = list(arguments[0]) if root.target is shape.pad else [0] * len(result.sizes)
     for form, tensor in zip(map(site.held, site.match.reads), inputs, strict=True):
         value, written = form.of(tensor).view(tensor), result.of(output).view(output)
+        if root.target is shape.select:
+            rows = arguments[0] % value.dim(), site.constant(arguments[1])
+            order = range(1, value.dim()) if result.channels_first else ()  # a pixel's channels, which lie side by side, come last
+            value, written = (each.permute(0, *order[1:], *order[:1]) if order else each for each in (value, written))
+            yield value, written, form.zero != result.zero, ([0, value.dim() - 1, *order][rows[0]] if order else rows[0], rows[1])
+            return
         keeps = root.target is shape.pad or root.target is shape.concatenate
         value = value if keeps else root.target(value, *arguments)  # type: ignore[operator]
         for dim, (begin, size) in enumerate(zip(begins, value.shape, strict=True)):
             written = written.narrow(dim, begin, size)
         if root.target is shape.concatenate:
             begins[arguments[0]] += value.shape[arguments[0]]
-        yield value, written, form.zero != result.zero
+        yield value, written, form.zero != result.zero, None
 
 
 @implementation("native product", strided=True)
