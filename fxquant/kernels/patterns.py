@@ -459,7 +459,7 @@ def _connects(node: fx.Node, user: fx.Node) -> bool:
 
 
 def moved(root: fx.Node) -> Matched:
-    """Match a concatenation or permutation of channels, a crop, padding or choice of rows of images, unless a reshaping reads it as a view."""
+    """Match a concatenation or permutation of channels, a crop, padding or choice of rows, unless a reshaping reads it as a view."""
     record, concatenates = PRIMITIVES.get(root.target), root.target is shape.concatenate  # type: ignore[arg-type]
     if root.target is shape.permute:
         order = [*range(len(_sizes(root)))]
