@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks.operators import page
 from benchmarks.operators.__main__ import PAGE
-from benchmarks.operators.measure import CRASH, NONE, WRONG, Result, has, measure
+from benchmarks.operators.measure import NONE, has, measure
 from benchmarks.operators.rows import FAMILIES
-from benchmarks.operators.spelling import Spelling, spelled
+from benchmarks.operators.spelling import Spelling
 from fxquant.ops import OPERATORS
 
 SAMPLE = 6
@@ -57,17 +57,3 @@ def test_a_cell_is_what_is_measured(index: int) -> None:
     dtypes = [dtype for dtype in page.DTYPES if dtype == page.DTYPES[0] or has(target, dtype)]
     known = {(spelling.name, target, dtype): measure(spelling, target, dtype, NONE) for dtype in dtypes}
     assert written()[row.operator, row.texts[0]][3 + page.TARGETS.index(target)] == page.cell(spelling, target, known)
-
-
-def test_a_page_is_written_of_nothing_that_is_wrong() -> None:
-    entry = next(iter(spelled(FAMILIES)))
-    for kind in (CRASH, WRONG):
-        with pytest.raises(ValueError, match="crash or are wrong"):
-            page.text([Result(entry.name, "bayes-e", "int8", kind)])
-
-
-def test_what_is_wrong_is_found() -> None:
-    """A float model whose result is another than that of its graph: it changes from call to call."""
-    entry = next(entry for entry in spelled(FAMILIES) if entry.row.operator == "random" and "bernoulli" in entry.text)
-    deterministic = Spelling(entry.family, type(entry.row)(entry.row.operator, entry.row.texts, entry.row.over), entry.text)
-    assert measure(deterministic, "bayes-e", "int8", NONE).kind == WRONG
