@@ -15,6 +15,7 @@ import fxquant as fxq
 from fxquant.ops import BY_NAME, FUNCTIONS, OPERATORS
 from tests.shared import contract
 from tests.shared.contract import compiled
+from tests.shared.written import written
 
 
 class RoundedWeight(nn.Module):
@@ -54,15 +55,9 @@ class OutOfReachError(Exception):
     """An error of the user's own."""
 
 
-class Raises(nn.Module):
+def raises(function: Callable[[nn.Module, Tensor], Tensor]) -> Any:
     """A model that can be traced, and that raises when it is called on numbers."""
-
-    def __init__(self, function: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.function = nn.Linear(8, 8), function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, self.layer(x))
+    return written(lambda m, x: m.function(m, m.layer(x)), layer=nn.Linear(8, 8), function=function)
 
 
 def own(model: nn.Module, y: Tensor) -> Tensor:
@@ -85,7 +80,7 @@ RAISED: dict[str, tuple[Callable[[Any, Tensor], Tensor], type[Exception], str]] 
 def test_an_error_of_the_float_model_comes_through_as_it_is_with_a_note_where(form: str, caplog: pytest.LogCaptureFixture) -> None:
     function, kind, line = RAISED[form]
     with pytest.raises(kind) as raised, caplog.at_level(logging.ERROR, "fxquant"):
-        fxq.prepare(Raises(function).eval(), torch.rand(4, 8))
+        fxq.prepare(raises(function).eval(), torch.rand(4, 8))
     (note,) = getattr(raised.value, "__notes__", None) or caplog.messages  # Python 3.10 has no notes
     assert "raised by the float model, which fxquant calls on the example inputs" in note
     assert "test_gradients_at_compile_time.py" in note
@@ -108,6 +103,6 @@ def test_a_function_of_pytorchs_may_be_a_table_of_another_name(function: Any, de
     table = fxq.extend.unary("bent_elsewhere", function)
     declared.append(table)
     batches = [torch.randn(8, 8) for _ in range(2)]
-    prepared, integer = compiled(Raises(lambda m, y: table(y)).eval(), batches)
+    prepared, integer = compiled(raises(lambda m, y: table(y)).eval(), batches)
     assert "bent_elsewhere" in fxq.explain(prepared)
     contract.assert_validate_is_integer(prepared, integer, batches[0])

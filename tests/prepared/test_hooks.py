@@ -218,21 +218,6 @@ def test_methods_that_call_modules_are_refused_at_the_line_that_does(net: fx.Gra
         _ = integer.heads
 
 
-def test_a_pruned_layer_computes_its_weight_at_each_call(net: fx.GraphModule) -> None:
-    from torch.nn.utils import prune
-
-    prepared = copy.deepcopy(net)
-    prune.l1_unstructured(prepared.get_submodule("twice"), "weight", 0.5)
-    fxq.set_state(prepared, "train")
-    prepared.get_submodule("drop").eval()  # what it doubles is beyond the scale of its input, and has no gradient
-    weight = prepared.get_parameter("twice.weight_orig")
-    prepared(batch())["a"].sum().backward()
-    mask = prepared.get_buffer("twice.weight_mask")
-    assert weight.grad is not None
-    assert bool(weight.grad[mask == 1].any())
-    assert not bool(weight.grad[mask == 0].any())
-
-
 def test_outputs_that_nothing_reads_are_none_and_a_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
 
     x = torch.randn(2, 4)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxquant as fxq
 from fxquant.ir.model import Taken, _key
+from tests.shared.written import to_train
 
 LEARNED = fxq.QConfig(fxq.ActivationConfig(training="learned"), fxq.WeightConfig(training="learned"))
 SETTINGS: dict[str, tuple[str, str, Any]] = {
@@ -38,9 +39,7 @@ def prepared(setting: str) -> fx.GraphModule:
     )
     x = batches()[0]
     made = fxq.calibrate(fxq.prepare(model, x, target, qconfig, options=fxq.Options(batch_norm=mode)), [x], show_progress=False)
-    fxq.set_state(made, "train")
-    made.train()
-    return made
+    return to_train(made)
 
 
 def plainly(model: Any, x: Tensor) -> Any:
