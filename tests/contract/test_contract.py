@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, numpy_helper
@@ -27,6 +26,7 @@ from fxquant.primitives import PRIMITIVES, accumulate
 from tests.shared import contract
 from tests.shared.contract import Compiled, all_equal, graph_values, primitive_kind
 from tests.shared.networks import Network, held
+from tests.shared.written import to_train
 
 MODELS = ("demo network", "ResNet-18", "MobileNetV2")
 
@@ -107,8 +107,7 @@ def test_the_contract_holds_after_training(target: str, tmp_path: Path) -> None:
 
 def take_training_steps(prepared: fx.GraphModule, batch: Tensor, count: int) -> None:
     """With live batch norms and moving scales, as a user trains."""
-    fxq.set_state(prepared, fxq.State.TRAIN)
-    prepared.train()
+    to_train(prepared)
     optimizer = torch.optim.SGD(prepared.parameters(), lr=0.05)
     for _ in range(count):
         optimizer.zero_grad()
@@ -382,44 +381,6 @@ def weights_of_layers(model: onnx.ModelProto) -> list[np.ndarray]:
     return found
 
 
-@every_pair
-def test_the_runtime_fuses_no_scale_into_a_layer(name: str, target: str, tmp_path: Path) -> None:
-    path = exported(name, target, tmp_path)
-    options = onnxruntime.SessionOptions()
-    options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
-    options.log_severity_level = 3
-    onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    optimised = onnx.load(options.optimized_model_filepath)
-    initializers = {tensor.name: numpy_helper.to_array(tensor) for tensor in optimised.graph.initializer}
-    layers = [node for node in optimised.graph.node if "Conv" in node.op_type or "MatMul" in node.op_type or node.op_type == "Gemm"]
-    assert "FusedMatMul" not in {node.op_type for node in layers}
-    weights = [(node, initializers[node.input[1]]) for node in layers if node.input[1] in initializers]
-    assert len(weights) == len(layers) > 0
-    assert all(is_small_integers_times_a_power_of_two(weight) or is_a_product(node, weight) for node, weight in weights)
-
-
-def is_a_product(node: onnx.NodeProto, weight: np.ndarray) -> bool:
-    """Whether it multiplies each channel by a number, and adds nothing: onnxruntime writes products with constants in this way."""
-    group = next(attribute.i for attribute in node.attribute if attribute.name == "group")
-    return len(node.input) == 2 and weight.shape == (group, 1, 1, 1)
-
-
-def is_small_integers_times_a_power_of_two(weight: np.ndarray) -> bool:
-    """Whether every weight has seven significant bits; a scale multiplied in would leave 24.
-
-    The power may differ between channels: the runtime is free to move the first shift of *fixed* into the weights.
-    """
-    significand, _ = np.frexp(weight)
-    return bool(np.all(significand * 128 == np.round(significand * 128)))
-
-
-def test_a_scaled_weight_is_recognised() -> None:
-    integers = np.random.default_rng(0).integers(-127, 128, (8, 9)).astype(np.float32)
-    assert is_small_integers_times_a_power_of_two(integers)
-    assert is_small_integers_times_a_power_of_two(integers / 1024)
-    assert not is_small_integers_times_a_power_of_two(integers * np.float32(0.0173))
-
-
 # ---- E5: located --------------------------------------------------------------------------------------------------------
 
 LAYER = "block4_project_0"  # in the middle of the demo network
@@ -506,15 +467,6 @@ def test_a_constant_of_the_integer_graph_that_is_off_by_one_is_located(target: s
     spoiled, given = (accumulator, before) if role == "bias" else (result, accumulator)
     assert_located(fxq.verify(integer, path, batches, show_progress=False), spoiled.name, given.name)
     assert_located(fxq.verify(prepared, integer, batches, show_progress=False), result.name, before.name)
-
-
-@pytest.mark.usefixtures("default_outputs")
-def test_the_report_reads_as_a_place(golden: Callable[[str, str], None]) -> None:
-    torch.manual_seed(0)
-    prepared, integer = contract.compiled(nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, 1)), [torch.randn(4, 1, 5, 5)])
-    sound = str(fxq.verify(prepared, integer, [torch.randn(4, 1, 5, 5)], show_progress=False))
-    resolve(integer, "integer._0.bias").add_(50)
-    golden(f"{sound}\n\n{fxq.verify(prepared, integer, [torch.randn(4, 1, 5, 5)], show_progress=False)}\n", "report.txt")
 
 
 @pytest.mark.usefixtures("default_outputs")
