@@ -166,20 +166,6 @@ def test_a_model_that_fails_leaves_its_state_behind_as_it_was(forms: Any) -> Non
     assert {operator.state for operator in quantized_operators(fresh).values()} == {fxq.State.CALIBRATE}
 
 
-def test_state_float_gives_the_float_model(forms: Any) -> None:
-    prepared, _, _, found = forms
-    model = prepared
-    real = next(fxq.inspect.record(model, found[:1], ["quantized", "float", "outputs"], real=True, state="float"))
-    fxq.set_state(model, fxq.State.FLOAT)
-    try:
-        with torch.no_grad():
-            assert all_equal(model(found[0]), [real["output 0"], real["output 1"]])
-    finally:
-        fxq.set_state(model, fxq.State.VALIDATE)
-    assert "conv" in real
-    assert "conv" not in next(fxq.inspect.record(model, found[:1], state="float"))
-
-
 def test_names_and_kinds(forms: Any) -> None:
     prepared, integer, path, found = forms
     for form in (prepared, integer, path):
