@@ -191,7 +191,6 @@ def test_a_model_that_was_saved_has_the_same_layers(tmp_path: Path) -> None:
 
 
 def test_tensors_inside_of_a_layer() -> None:
-
     integer = compiled(
         written(lambda m, x: torch.cat((m.left(x), 4 * m.right(x)), 1).tanh(), left=nn.Conv2d(3, 4, 1), right=nn.Conv2d(3, 4, 1)),
         [torch.randn(2, 3, 4, 4)],

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -287,23 +286,6 @@ def test_a_late_batch_is_named() -> None:
     prepared = of_one()
     with pytest.raises(fxq.errors.CalibrationError, match="batch 2 does not fit the model"):
         fxq.calibrate(prepared, [images(4), images(4), images(4).numpy()])
-
-
-@pytest.mark.parametrize("batch", [np.zeros((4, 2, 6, 6), np.float32), (np.zeros((4, 2, 6, 6), np.float32), 1)])
-def test_quantize_refuses_arrays(batch: Any) -> None:
-    with pytest.raises(fxq.errors.CalibrationError, match=r"numpy\.ndarray") as caught:
-        fxq.quantize(One(), [batch])
-    assert "torch.from_numpy" in caught.value.remedy
-
-
-@pytest.mark.parametrize(
-    ("batches", "number", "text"),
-    [*((given, None, "yields no batches") for given in (5, None, One)), ([images()], -1, "num_batches=-1 is not usable")],
-)
-def test_what_yields_no_batches(batches: Any, number: int | None, text: str) -> None:
-    for use in (lambda: fxq.calibrate(of_one(), batches, number), lambda: fxq.quantize(One(), batches, num_batches=number)):
-        with pytest.raises(fxq.errors.ConfigurationError, match=text):
-            use()
 
 
 def test_verify_takes_the_same_batches(tmp_path: Path) -> None:

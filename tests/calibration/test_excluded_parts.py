@@ -85,11 +85,6 @@ METHODS: dict[str, Callable[[fx.GraphModule], Any]] = {
 }
 
 
-def test_without_it_everything_is_calibrated() -> None:
-    assert not same_state(numbers(whole()), numbers(fresh()))
-    assert {each.state for each in quantized_operators(whole()).values()} == {fxq.State.VALIDATE}
-
-
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", METHODS)
 def test_a_part_in_float_stays_as_it_is(name: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -12,8 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fxquant as fxq
-from fxquant.numerics.grids import FLOAT32_EXACT, INT8
+from fxquant import backends
+from fxquant.backends.bpu import CHIP, REAL, WIDTHS
+from fxquant.numerics.grids import FLOAT32_EXACT, INT8, IntType, Ratio
 from fxquant.primitives import accumulate
+from fxquant.primitives.arithmetic import Arithmetic, Composer, FixedArithmetic, RealArithmetic
+from fxquant.primitives.elementwise import align_fixed, align_real
+from fxquant.primitives.proof import unproved
 from fxquant.primitives.quantization import (
     HALF_STEPS,
     NEAREST_HALF_STEP,
@@ -22,10 +30,13 @@ from fxquant.primitives.quantization import (
     _rounded_half_step,
     half_step,
     requantize_fixed,
+    requantize_real,
     rounded,
     steps_of_fixed,
     steps_of_half_step,
 )
+from fxquant.target import Target
+from tests.shared import contract
 from tests.shared.drawn import EXACT
 from tests.shared.networks import Network
 
@@ -171,3 +182,68 @@ def test_every_block_stays_below_the_limit_and_few_are_no_more_than_eight() -> N
         assert int(block.abs().flatten(1).sum(1).max()) * 128 < FLOAT32_EXACT
     assert accumulate._blocks(torch.full((1, 4000, 3, 3), 127), 128) is None  # more than eight
     assert accumulate._blocks(torch.full((1, 64, 40, 40), 127), 128) is None  # one channel is too much
+
+
+# ---- an arithmetic is one class: a third one, made here, holds the contract ------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mixed(FixedArithmetic):
+    """Operands are aligned by float32 numbers, sums requantized by whole ones, which round down."""
+
+    final_rounding: str = "floor"
+
+    primitives = frozenset((requantize_fixed, align_real))
+
+    def align(self, composer: Composer, value: Any, ratio: Ratio, dtype: IntType, role: str, wide: bool) -> Any:
+        return RealArithmetic.align(self, composer, value, ratio, dtype, role, wide)  # type: ignore[arg-type]
+
+
+MIXED = Target("mixed", "an example", Mixed("mixed", widths=WIDTHS))
+
+
+class Net(nn.Module):
+    """A sum of products, an addition, a join and a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = torch.relu(self.left(x)), self.right(x)
+        return torch.cat((torch.sigmoid(left) + right, right), 1).mean((2, 3))
+
+
+def targets_of(integer: Any) -> set[Callable[..., Any]]:
+    return {node.target for node in integer.graph.nodes if node.op == "call_function"}
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target is known by name, as a family in a folder of its own would be."""
+    monkeypatch.setitem(backends.TARGETS, MIXED.name, MIXED)
+
+
+@pytest.mark.quick
+@pytest.mark.usefixtures("known")
+def test_a_third_arithmetic_holds_the_contract(tmp_path: Path) -> None:
+    batch = torch.randn(4, 3, 8, 8)
+    prepared, integer = contract.compiled(Net(), [batch], "mixed")
+    found = targets_of(integer)
+    assert Mixed.primitives <= found
+    assert not found & {requantize_real, align_fixed}
+    contract.assert_validate_is_integer(prepared, integer, batch)
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batch,)])
+    contract.assert_train_is_validate(prepared, batch)
+    loaded = fxq.load(fxq.save(integer, tmp_path / "model.fxq"))
+    assert torch.equal(loaded(batch), integer(batch))
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "fast.onnx", style="fast"), [batch], show_progress=False)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("other", [CHIP, REAL, FixedArithmetic("down", widths=WIDTHS, final_rounding="floor")], ids=lambda a: a.name)
+def test_a_graph_is_that_of_its_own_arithmetic_alone(other: Arithmetic) -> None:
+    integer = contract.compiled(Net(), [torch.randn(4, 3, 8, 8)], MIXED).integer  # type: ignore[arg-type]
+    assert not list(unproved(integer, MIXED.arithmetic))
+    _, because = next(unproved(integer, other))
+    assert because == f"its target requantizes by {other.multiplies_by}" or "as its target does" in because

@@ -219,7 +219,6 @@ def test_methods_that_call_modules_are_refused_at_the_line_that_does(net: fx.Gra
 
 
 def test_outputs_that_nothing_reads_are_none_and_a_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
-
     x = torch.randn(2, 4)
     two = written(lambda m, x: (torch.sigmoid(x), 2 * x))
     model = written(lambda m, x: m.linear(m.two(x)[0]), two=two, linear=nn.Linear(4, 2))

@@ -113,27 +113,6 @@ def slow_lsq(values: list[float], gradient: list[float], scale: float, dtype: In
     return of_values, of_scale
 
 
-@pytest.mark.parametrize("unit", [1.0, 2.0**10, 2.0**-10])
-def test_a_step_is_a_part_of_the_scale_whatever_the_unit_of_the_tensor(unit: float) -> None:
-    """Of an activation, and of a weight beside its own step: in another unit, both move by as much of themselves."""
-    generator = torch.Generator().manual_seed(0)
-    value, incoming = (torch.randn(3, 64, generator=generator) for _ in range(2))
-    found = []
-    for one in (1.0, unit):
-        activation, weight = TrainableScale(torch.tensor(0.1 * one), LSQ), TrainableScale(torch.full((3,), 0.1 * one), LSQ)
-        numbers = nn.Parameter(value * one)
-        for trained, limits, factor in ((activation, INT4, None), (weight, WEIGHT_INT4, torch.ones(3))):
-            scale = trained.current().reshape(-1, 1) if factor is not None else trained.current()
-            exact = torch.round(numbers.detach() / scale).clamp(limits.low, limits.high)
-            (learned_step(numbers, exact, scale, trained, limits, factor) * scale * incoming / one).sum().backward()
-            assert trained.scale_change.grad is not None
-        torch.optim.SGD([activation.scale_change], lr=1e-3).step()
-        torch.optim.SGD([weight.scale_change], lr=1e-3 * one**2).step()  # as the weight itself has to be trained, in this unit
-        found.append([float(activation.current()) / one, *(weight.current() / one).tolist()])
-    assert found[0] == pytest.approx(found[1], rel=1e-6)
-    assert all(abs(scale - 0.1) > 1e-5 for scale in found[0])
-
-
 @pytest.mark.parametrize("dtype", [WEIGHT_INT4, WEIGHT_INT8], ids=str)
 @pytest.mark.parametrize("fraction", [1.0, 0.3], ids=["covered", "clipped"])
 def test_a_weights_scale_moves_in_proportion_to_the_weight(dtype: IntType, fraction: float) -> None:
@@ -178,7 +157,6 @@ def test_learned_scales_need_no_freezing_to_train_on_what_is_validated() -> None
 
 
 def test_a_transposed_convolution_and_a_matrix_product_learn_the_scales_of_their_weights() -> None:
-
     batch = torch.randn(3, 4, 4, 4)
     prepared, integer = contract.compiled(
         written(
