@@ -78,7 +78,6 @@ def work(rank: int, directory: str, pickled: fx.GraphModule) -> None:
             "rounded": rounded(rank),
             "one without": one_without(rank),
             "failed": failed(rank),
-            "missing": missing(rank),
             "trained": trained(rank, pickled),
             "frozen": frozen(rank),
             "learned": learned(rank),
@@ -132,21 +131,6 @@ def failed(rank: int) -> Any:
         after = observations(prepared)
         return str(error), equal(before, {name: after[name] for name in before})
     return "no error", False
-
-
-def without_relu() -> fx.GraphModule:
-    """What it observes of the first convolution is in front of the ReLU, and says nothing of the two fused."""
-    mapping = fxq.QConfigMapping(fxq.QConfig(fxq.ActivationConfig(observer=MinMaxObserver))).set_module_name("2", None)
-    return fxq.prepare(network(), shards()[0], "bayes-e", mapping)
-
-
-def missing(rank: int) -> Any:
-    """Most scales come from what every rank was given, the others from all shards."""
-    seen = fxq.observers.observations(fxq.calibrate(without_relu(), shards(), options=fxq.Options(distributed=False)))
-    prepared = prepare(MinMaxObserver, observations=seen)
-    known = {name for name, scale in fxq.qparams(prepared).items() if scale == scale}
-    fxq.calibrate(prepared, shard(rank), only_missing=True)
-    return known, fxq.qparams(prepared), observations(prepared)
 
 
 def trained(rank: int, prepared: fx.GraphModule) -> Any:
@@ -329,17 +313,6 @@ def test_a_failure_reaches_all_ranks(found: list[dict[str, Any]]) -> None:
     assert "batch 1 does not fit the model" in own
     assert kept
     assert kept_too
-
-
-def test_ranks_that_observe_only_what_is_missing_agree(found: list[dict[str, Any]]) -> None:
-    (known, scales, seen), (_, others, others_seen) = (rank["missing"] for rank in found)
-    assert scales == others
-    assert equal(seen, others_seen)
-    single = prepare(MinMaxObserver)
-    fxq.calibrate(single, shards())
-    assert scales == fxq.qparams(single)
-    assert 0 < len(known) < len(scales)
-    assert {int(value) for name, value in seen.items() if name.endswith(".count")} == {len(shards())}
 
 
 # ---- training -----------------------------------------------------------------------------------------------------------

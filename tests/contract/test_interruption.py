@@ -253,13 +253,3 @@ def test_progress_is_seen_in_a_terminal_after_a_moment(monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     with shown.working("into a file"):
         assert not shown._displays
-
-
-def test_what_begins_inside_is_a_line_of_the_same_display(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    for _ in shown.progress(range(2), 2, "outer", True):
-        (display,) = shown._displays
-        for _ in shown.progress(range(2), 2, "inner", True):
-            assert [task.description for task in display.tasks] == ["outer", "inner"]
-        assert [task.description for task in display.tasks] == ["outer"]
-    assert not shown._displays

@@ -609,15 +609,12 @@ def test_every_public_name_is_in_the_table() -> None:
 
 ACCEPTED: dict[str, Callable[[World], Any]] = {
     "a state by name": lambda w: fxq.set_state(w.prepared, "VALIDATE"),
-    "a state by its value": lambda w: fxq.set_state(w.prepared, "validate"),
     "modules: an empty list is none of them": lambda w: fxq.set_state(w.prepared, fxq.State.FLOAT, []),
     "modules: a generator": lambda w: fxq.set_state(w.prepared, "validate", (name for name in ("conv", "head"))),
     "a target in another spelling": lambda w: fxq.prepare(w.model, batch(), "Bayes_E"),
     "a chip": lambda w: fxq.check(w.model, batch(), "x5"),
     "a pathlib.Path as dump": lambda w: fxq.prepare(w.model, batch(), options=fxq.Options(dump=w.directory / "graphs")),
-    "until: a stage": lambda w: fxq.prepare(w.model, batch(), until=fxq.results.Stage.CANONICAL),
     "num_batches: numpy's": lambda w: fxq.calibrate(fxq.prepare(w.model, batch()), [batch()], np.int64(1), show_progress=False),
-    "num_batches: more than there are": lambda w: fxq.calibrate(fxq.prepare(w.model, batch()), [batch()], 9, show_progress=False),
     "show_progress: numpy's": lambda w: fxq.verify(w.prepared, w.integer, [batch()], show_progress=np.bool_(False)),
     "scales: numpy's": lambda w: fxq.set_qparams(fxq.prepare(w.model, batch()), {"conv": np.float32(0.5)}),
     "scales: a tensor": lambda w: fxq.set_qparams(fxq.prepare(w.model, batch()), {"conv": torch.tensor(0.5)}),
@@ -626,23 +623,8 @@ ACCEPTED: dict[str, Callable[[World], Any]] = {
     "a dtype of PyTorch's": lambda w: (fxq.ActivationConfig(torch.int16), fxq.WeightConfig(torch.int8)),
     "opset: numpy's": lambda w: fxq.export_onnx(w.integer, w.directory / "numpy.onnx", opset=np.int32(17)),
     "names: a tuple": lambda w: fxq.export_onnx(w.integer, w.directory / "names.onnx", input_names=("a",), output_names=("b",)),
-    "a string as path": lambda w: fxq.load(str(w.file)),
-    "dynamic_shapes: nothing varies": lambda w: fxq.trace(w.model, batch(), options=fxq.Options(dynamic_shapes={})),
-    "one tensor as batches": lambda w: fxq.calibrate(fxq.prepare(w.model, batch()), batch(), show_progress=False),
-    "observations from a file": lambda w: fxq.prepare(
-        w.model, batch(), "nash-e", observations=fxq.load(fxq.save(w.observations, w.directory / "seen.fxq"))
-    ),
     "a mapping without rules": lambda w: fxq.prepare(w.model, batch(), "bayes", fxq.QConfigMapping()),
     "types: a class, a function, a method": lambda w: fxq.QConfigMapping(types={nn.Conv2d: None, F.relu: None, "relu": None}),
-    "an observer by class, instance, partial, function": lambda w: [
-        fxq.ActivationConfig(observer=made)
-        for made in (
-            fxq.observers.MinMaxObserver,
-            fxq.observers.MinMaxObserver(),
-            functools.partial(fxq.observers.PercentileObserver, 99.0),
-            lambda: fxq.observers.MinMaxObserver(),
-        )
-    ],
 }
 
 

@@ -1,4 +1,4 @@
-"""Examples and notebooks run, the site has every page, and measured figures of pages know what they rest on."""
+"""Examples and notebooks run, and measured figures of pages know what they rest on."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import importlib.util
 import io
 import json
 import math
-import re
 import runpy
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -153,9 +151,6 @@ def test_a_notebook_is_small_and_its_links_lead_somewhere(path: Path, tmp_path: 
 # ---- the site --------------------------------------------------------------------------------------------------------------
 
 
-MISSING = [name for name in ("mkdocs", "material", "mkdocstrings_handlers") if importlib.util.find_spec(name) is None]
-
-
 def script_of_docs(name: str) -> ModuleType:
     """Return a script in the folder docs as a module."""
     spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
@@ -163,51 +158,6 @@ def script_of_docs(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture(scope="module")
-def made() -> ModuleType:
-    return script_of_docs("site")
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if MISSING:
-        pytest.skip("the extra docs is not installed")
-    folder = tmp_path_factory.mktemp("docs")
-    built = subprocess.run([sys.executable, str(ROOT / "docs" / "site.py"), str(folder)], capture_output=True, text=True, timeout=300)
-    assert built.returncode == 0, built.stdout + built.stderr
-    assert "WARNING" not in built.stdout + built.stderr
-    return folder / "site"
-
-
-def test_the_site_has_every_page_the_reference_and_every_picture(made: ModuleType, site: Path) -> None:
-    shown = {page.relative_to(site).as_posix() for page in site.rglob("*.html")} - {
-        "404.html",
-        *(f"api/{name}.html" for name in made.public()),
-    }
-    assert shown == {re.sub(r"README$", "index", page.removesuffix(".md")) + ".html" for page in [*made.pages(), *made.notebooks()]}
-    reference = (site / "api" / "fxquant.html").read_text(encoding="utf-8")
-    assert 'id="fxquant.prepare"' in reference
-    assert "Observe the batches, set every scale" in reference  # a docstring
-    assert (site / "docs" / "report.png").stat().st_size == (ROOT / "docs" / "report.png").stat().st_size
-    for page in site.rglob("*.html"):  # every picture is there
-        for picture in re.findall(r'<img [^>]*src="(?!data:|https?:)([^"]+)"', page.read_text(encoding="utf-8")):
-            assert (page.parent / picture).exists(), f"{page.relative_to(site)}: {picture}"
-
-
-def test_every_page_is_in_the_navigation(made: ModuleType) -> None:
-    listed = re.findall(r": (\S+\.md)$|- (\S+\.md)$", made.navigation(), re.MULTILINE)
-    assert sorted(one or other for one, other in listed) == sorted(
-        [*made.pages(), *made.notebooks(), *(f"api/{name}.md" for name in made.public())]
-    )
-
-
-def test_links_to_files_that_are_not_pages_are_words(made: ModuleType) -> None:
-    text = (
-        "[a](guide/onnx.md#names) [b](../tests/cli/test_cli.py) [e](report.png) [f](missing.md)\n```\n[b](../tests/cli/test_cli.py)\n```\n"
-    )
-    assert made.linked(text, "docs/terms.md") == text.replace("[b](../tests/cli/test_cli.py) ", "b ")
 
 
 # ---- measured figures: docs/figures.py finds those that are older than what they rest on -----------------------------------

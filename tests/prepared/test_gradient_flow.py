@@ -75,33 +75,6 @@ class TwoResults(torch.autograd.Function):
         return first * ctx.factor - second, None
 
 
-class TwoOperands(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor) -> Tensor:
-        return x * weight
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        of_weight = 3 * (gradient * x).sum((0, 2, 3)).view_as(weight) if ctx.needs_input_grad[1] else None
-        return gradient * weight if ctx.needs_input_grad[0] else None, of_weight
-
-
-class InPlace(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.mark_dirty(x)
-        return x.mul_(2)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 5
-
-
 def no_grad(net: Net, x: Tensor) -> Tensor:
     with torch.no_grad():
         y = net.a(x)
@@ -262,8 +235,6 @@ FORMS: dict[str, Form] = {
     "custom backward with two results": lambda net, x: functools.reduce(
         lambda first, second: net.b(first) + second, TwoResults.apply(F.relu(net.a(x)), 3.0)
     ),
-    "custom backward with two operands": lambda net, x: net.b(TwoOperands.apply(net.c(x), net.factors)),
-    "custom backward in place": lambda net, x: net.b(InPlace.apply(net.a(x))),
     "checkpoint": lambda net, x: net.b(checkpoint(lambda y: F.relu(net.a(y)), x, use_reentrant=False)),
     "checkpoint, reentrant": lambda net, x: checkpoint(lambda y: net.b(F.relu(y)), net.a(x), use_reentrant=True),
     "data changed in place": data_changed,

@@ -170,18 +170,6 @@ def test_backward_hooks_are_refused_with_what_does_it(net: fx.GraphModule, kind:
         getattr(net.get_submodule("heads.a"), kind)(lambda *given: None)
 
 
-def test_a_module_that_stays_in_float_calls_its_hooks_itself_once() -> None:
-    mapping = fxq.QConfigMapping().set_module_name("1", None)
-    x = torch.randn(4, 4)
-    model = nn.Sequential(nn.Linear(4, 4), nn.GRUCell(4, 4), nn.Linear(4, 4))
-    prepared = fxq.calibrate(fxq.prepare(model, x, qconfig=mapping), [x], show_progress=False)
-    seen: list[Any] = []
-    for path in ("1", "2"):
-        prepared.get_submodule(path).register_forward_hook(lambda module, args, result: seen.append(type(module)))
-    prepared(x)
-    assert seen == [nn.GRUCell, nn.Linear]
-
-
 COPIES: dict[str, Callable[[fx.GraphModule, Path], Any]] = {
     "copied": lambda model, path: copy.deepcopy(model),
     "pickled": lambda model, path: pickle.loads(pickle.dumps(model)),

@@ -160,23 +160,6 @@ def test_the_whole_way_and_back_from_a_file(tmp_path: Path) -> None:
     assert "the qconfig keeps it in float" in fxq.explain(integer)
 
 
-class Foreign:
-    """A QConfig of another library."""
-
-
-def test_a_foreign_qconfig_is_ignored_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    model = network()
-    model.stem.qconfig = Foreign()
-    model.head.qconfig = Foreign()
-    model.blocks[0].qconfig = None  # a model that others have prepared holds such, too
-    with caplog.at_level(logging.WARNING, "fxquant"):
-        found = decisions(model, batch())
-    assert None not in found.values()
-    assert len(caplog.records) == 1
-    assert "the qconfig of 2 modules is ignored" in caplog.text
-    assert "Foreign" in caplog.text
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_a_model_that_torch_ao_has_prepared(caplog: pytest.LogCaptureFixture) -> None:
     model: fx.GraphModule | nn.Module = network()

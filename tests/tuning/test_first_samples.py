@@ -90,13 +90,6 @@ def test_by_fewer_samples_only_where_asked_for() -> None:
         assert bool(corrected(prepared)) == (asked is True)
 
 
-def test_one_sample_corrects_nothing() -> None:
-    one = batches()[0][:1]
-    prepared = contract.calibrated(network(), [one], "bernoulli")
-    assert not corrected(prepared)
-    contract.assert_validate_is_integer(prepared, fxq.convert(prepared), one)
-
-
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(("side", "count"), [(16, 64), (256, 10), (512, 4)])
 def test_of_large_images_fewer_are_looked_at_however_many_are_kept(side: int, count: int) -> None:
@@ -115,12 +108,6 @@ def test_large_images_are_corrected_by_as_well(monkeypatch: pytest.MonkeyPatch) 
     """Of 64 samples not all are kept, and still there are enough."""
     monkeypatch.setattr(first_samples, "LARGEST", 40 * 3 * 16 * 16)
     assert corrected(contract.calibrated(network(), batches(), "bernoulli"))
-
-
-def test_a_vector_without_a_batch_is_calibrated() -> None:
-    vector, fixed = torch.randn(6), fxq.Options(dynamic_shapes={})
-    prepared = fxq.calibrate(fxq.prepare(nn.Linear(6, 6).eval(), vector, options=fixed), [vector], show_progress=False)
-    contract.assert_validate_is_integer(prepared, fxq.convert(prepared), vector)
 
 
 def test_a_vector_without_a_batch_is_tuned(caplog: pytest.LogCaptureFixture) -> None:
