@@ -310,11 +310,6 @@ def test_limits_speak_of_operators_and_measures_that_exist() -> None:
             assert limit.remedy
 
 
-BITS = {
-    ("bayes", operator, "bits") for operator in ("conv3d", "conv_transpose2d", "linear", "interpolate", "avg_pool2d", "adaptive_avg_pool2d")
-} | {("bayes", "conv2d", "bits of the result where it is dilated")}
-BITS |= {("bayes", "conv2d", f"bits {where}") for where in ("where it is dilated", "with groups and a stride")}
-BITS |= {("bayes", operator, "bits of an averaged image") for operator in ("mean", "adaptive_avg_pool2d")}  # tested by the export
 WIDE = {
     "conv3d": conv3d(),
     "conv_transpose2d": transposed(),
