@@ -136,6 +136,3 @@ def test_a_wide_product_is_not_joined_with_a_transposition(product: Any, tmp_pat
             while name in made_by and made_by[name].op_type == "Cast":
                 name = made_by[name].input[0]
             assert name not in made_by or made_by[name].op_type != "Transpose"
-
-
-# ---- onnx's own evaluator -------------------------------------------------------------------------------------------
