@@ -150,9 +150,6 @@ def branches(_: Any, x: Tensor) -> Tensor:
     return -x
 
 
-# ---- arguments --------------------------------------------------------------------------------------------------------------
-
-
 ERRORS: dict[str, tuple[type[fxq.FxQuantError], Callable[[], object]]] = {
     "model-lazy": (fxq.errors.ConfigurationError, lambda: fxq.prepare(nn.Sequential(nn.LazyConv2d(4, 3)), batch())),
     "argument-target": (fxq.errors.UnknownTarget, lambda: fxq.prepare(small(), batch(), "byes-e")),

@@ -70,7 +70,6 @@ OF_WHOLE_NUMBERS: dict[str, list[Function]] = {
     "any": [lambda x, y, n, m: x.any(1)],
 }
 LARGE = 2**40
-# What only real numbers become: each is exact of the numbers that its grid holds.
 
 
 def exact() -> nn.Module:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -100,13 +99,6 @@ def test_copies_are_equal(copied: Callable[[Any], Any]) -> None:
     made = full().set_global(fxq.QConfig(ACT(observer=fxq.observers.PercentileObserver(99.0))))
     assert copied(made) == made
     assert copied(made).set_global(None) != made
-
-
-def told(caplog: pytest.LogCaptureFixture, qconfig: Any) -> list[str]:
-    caplog.clear()
-    with caplog.at_level(logging.WARNING, "fxquant"):
-        fxq.prepare(nn.Sequential(nn.Conv2d(2, 2, 1)), torch.randn(2, 2, 4, 4), qconfig=qconfig, until="rules.match")
-    return [record.getMessage() for record in caplog.records]
 
 
 # ---- observers in a config ------------------------------------------------------------------------------------------------------
