@@ -179,7 +179,7 @@ def fused(ranges: Ranges, writer: Writer, result: int = -1) -> tuple[list[Step],
         reached, by = ranges.get(step.a), ranges.get(step.b)
         stage = STAGES.get(step.op, -1)
         one = stage >= 0 and reached is not None and step.a not in constants
-        if not one or (step.op != Op.CLIP and (step.b not in constants or constants[step.b].numel() != 1)):
+        if not one or (step.op != Op.CLIP and (step.b not in constants or by is None or by[0] != by[1])):
             steps[step.to] = step
             continue
         number = by[0] if by is not None and step.op != Op.CLIP else 0

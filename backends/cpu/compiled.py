@@ -157,8 +157,8 @@ TILE_QUADS = 16  # quads of input bytes that a tile of AMX multiplies
 def packed(weight: Tensor, groups: int, pixel: int, run: int = 0) -> Tensor:
     """Pack as (group, block, tap, quad of input channels, 16 output channels, 4), with zeros for missing channels.
 
-    Tiles read up to 15 quads beyond the last one, and multiply them by 0. With a `run`, zeros follow each run of so many bytes of input
-    channels instead, up to the next whole tile.
+    Tiles read up to 15 quads beyond the last one, and multiply them by 0. `run` is the number of bytes that a tile's row reads side by
+    side: zeros follow the weights of each run, up to a multiple of 64 bytes. 0: there are no runs, and zeros follow the last weight only.
     """
     outer, inner, *area = weight.shape
     count = outer // groups
