@@ -35,6 +35,13 @@ def gathered(value: Any) -> list[Any]:
     return found
 
 
+def of_first(value: Any) -> Any:
+    """Return the value that rank 0 passes here; each rank calls this once."""
+    found = [value]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
 def merge(observers: Mapping[str, Observer], seen: int | None) -> int:
     """Merge the observations of all ranks into every observer, and return the number of batches of all ranks.
 

@@ -177,8 +177,8 @@ class FirstSamples:
             if self.kept.inputs and not ranks.index():
                 found = find()
         finally:
-            every: Sequence[Found] = ranks.gathered(found)  # also where it raises: others wait
-        return every[0]
+            found = ranks.of_first(found)  # also where it raises: others wait
+        return found
 
     def _few(self) -> tuple[Samples, list[list[Any]]]:
         """Return as many samples as a mean needs, from all that are kept, and the samples that judge the outputs by it.
