@@ -110,10 +110,13 @@ def is_wanted(prepared: fx.GraphModule, bits: int) -> bool:
     return any(_is_open(operator, bits, (Nearest,)) for operator in quantized_operators(prepared).values())
 
 
-def rounded(prepared: fx.GraphModule, samples: Samples, bits: int, show_progress: bool | None) -> Rounded:
-    """Round all weights of at most `bits` bits that are rounded to the nearest by these samples; return their roundings."""
+def rounded(prepared: fx.GraphModule, samples: Samples, bits: int, show_progress: bool | None, several: bool) -> Rounded:
+    """Round all weights of at most `bits` bits that are rounded to the nearest by these samples; return their roundings.
+
+    Where `several` ranks call this with the same model and samples, they divide the layers.
+    """
     with tuning(prepared) as tuned, repeatable():
-        result = _round(prepared, samples, _open(prepared, bits, (Nearest,)), show_progress, Checkpoint(None, {}), tuned.undo)
+        result = _round(prepared, samples, _open(prepared, bits, (Nearest,)), show_progress, Checkpoint(None, {}, several), tuned.undo)
     quantizers = {name: tuned.operators[name].weight_quantizer for layer in result.kept for name in layer.layers}
     return {name: learned_rounding(each).cpu() for name, each in quantizers.items() if isinstance(each.rounding, AdaptiveRounding)}
 

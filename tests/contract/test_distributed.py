@@ -21,6 +21,7 @@ import fxquant as fxq
 from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer, PercentileObserver
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.tuning.checkpoint import Checkpoint
+from fxquant.tuning.effects import FloatOutputs
 from fxquant.tuning.second_moment import _Layer as Layer
 
 pytestmark = pytest.mark.nightly
@@ -95,6 +96,7 @@ def work(rank: int, directory: str, pickled: fx.GraphModule) -> None:
             "tuned": {name: tuned(name) for name in METHODS},
             "apart": tuned("distill", steps=4 + rank),
             "taken over": taken_over(rank),
+            "of rank 0": of_rank_0(rank),
         }
         torch.save(found, f"{directory}/{rank}.pt")
         dist.barrier()
@@ -313,10 +315,23 @@ def taken_over(rank: int) -> Any:
     return agreed, {name: value.clone() for name, value in prepared.state_dict().items()}
 
 
+def counted(owner: type, name: str) -> Any:
+    return mock.patch.object(owner, name, autospec=True, side_effect=getattr(owner, name))
+
+
+def of_rank_0(rank: int) -> Any:
+    """Choices, roundings and corrections by the samples of rank 0; how often this process measured outputs and rounded a layer."""
+    prepared = fxq.prepare(network(), shards()[0], "bayes-e", fxq.QConfig(weight=fxq.WeightConfig("int4")))
+    options = fxq.Options(correct_bias=False)
+    with counted(Layer, "best") as best, counted(FloatOutputs, "measure") as measure:
+        fxq.calibrate(prepared, 4 * shards() if rank == 0 else [], options=options, show_progress=False)
+    return {name: value.clone() for name, value in prepared.state_dict().items()}, best.call_count, measure.call_count
+
+
 def tuned(name: str, **settings: Any) -> Any:
     """The numbers of a model after a method, what it returned, and how many layers this process rounded by samples."""
     prepared = four_bits()
-    with mock.patch.object(Layer, "best", autospec=True, side_effect=Layer.best) as best:
+    with counted(Layer, "best") as best:
         try:
             result = getattr(fxq.tuning, name)(prepared, 4 * shards(), **METHODS[name] | settings, show_progress=False)
         except fxq.errors.ConfigurationError as error:
@@ -495,6 +510,16 @@ def test_ranks_tune_alike_and_as_one_process_does(found: list[dict[str, Any]], n
     assert rows == other_rows == alone_rows
     assert calls + other_calls == alone_calls
     assert max(calls, other_calls) == -(-alone_calls // 2)
+
+
+def test_ranks_divide_what_calibration_chooses_by_the_samples_of_rank_0(found: list[dict[str, Any]]) -> None:
+    (state, rounded, measured), (other, other_rounded, other_measured) = (rank["of rank 0"] for rank in found)
+    alone, alone_rounded, alone_measured = of_rank_0(0)
+    assert equal(state, other)
+    assert equal(state, alone)
+    assert (rounded, other_rounded, alone_rounded) == (2, 1, 3)
+    assert measured < alone_measured
+    assert other_measured < alone_measured
 
 
 def test_a_rank_that_computed_other_numbers_takes_over_those_of_rank_0(found: list[dict[str, Any]]) -> None:
