@@ -97,6 +97,7 @@ def work(rank: int, directory: str, pickled: fx.GraphModule) -> None:
             "apart": tuned("distill", steps=4 + rank),
             "taken over": taken_over(rank),
             "of rank 0": of_rank_0(rank),
+            "kept": tuned("round_weights", options=fxq.Options(checkpoint=f"{directory}/rounding")),
         }
         torch.save(found, f"{directory}/{rank}.pt")
         dist.barrier()
@@ -510,6 +511,14 @@ def test_ranks_tune_alike_and_as_one_process_does(found: list[dict[str, Any]], n
     assert rows == other_rows == alone_rows
     assert calls + other_calls == alone_calls
     assert max(calls, other_calls) == -(-alone_calls // 2)
+
+
+def test_one_process_goes_on_from_the_layers_of_all_ranks(found: list[dict[str, Any]], directory: Path) -> None:
+    (state, rows, _), (_, _, calls) = found[0]["kept"], found[1]["kept"]
+    assert calls == 1
+    again, again_rows, calls = tuned("round_weights", options=fxq.Options(checkpoint=str(directory / "rounding")))
+    assert equal(state, again)
+    assert (rows, 0) == (again_rows, calls)
 
 
 def test_ranks_divide_what_calibration_chooses_by_the_samples_of_rank_0(found: list[dict[str, Any]]) -> None:
