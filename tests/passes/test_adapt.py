@@ -45,7 +45,6 @@ def adapted(row: Row) -> fxq.results.Findings:
     )
 
 
-@pytest.mark.nightly
 def test_what_breaks_a_limit_keeps_it_once_it_is_adapted() -> None:
     assert [(row.family, row.operator, row.measure, str(found)) for row in MENDED if len(found := adapted(row))] == []
 
