@@ -312,7 +312,9 @@ def taken_over(rank: int) -> Any:
     prepared = four_bits()
     if rank == 0:
         fxq.tuning.round_weights(prepared, 4 * shards(), options=fxq.Options(distributed=False), show_progress=False)
-    agreed = Checkpoint(None, {"method": "own"}, True, divided=False).agreed(prepared, f"of rank {rank}")
+    with mock.patch("fxquant.tuning.checkpoint.logger.info") as told:
+        agreed = Checkpoint(None, {"method": "own"}, True, divided=False).agreed(prepared, f"of rank {rank}")
+    assert "each rank does all of the work" in str(told.call_args)
     return agreed, {name: value.clone() for name, value in prepared.state_dict().items()}
 
 
