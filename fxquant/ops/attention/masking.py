@@ -18,11 +18,9 @@ from torch import Tensor, fx
 from fxquant.ir.graph import BatchDim, TensorFact, fact, is_parameter, parameter_value
 from fxquant.ops.attention.hiding import HIDDEN, only_views
 from fxquant.ops.attention.softmax import AT_MOST_ONE
-from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.declare import composite
+from fxquant.ops.core.operators import NORMED, Builder, composite, sampled, written
 from fxquant.ops.core.places import constant_value
 from fxquant.ops.core.record import OPERATORS, WIDE, Operator, Same, Trait, calls, has_weights, operator_of, register
-from fxquant.ops.core.samples import NORMED, sampled, written
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.comparison import any as any_of

@@ -12,9 +12,8 @@ from fxquant.ir import functional
 from fxquant.ir.graph import fact, inherit, is_parameter, set_fact, shape_of
 from fxquant.numerics.grids import PLAIN_TYPES
 from fxquant.ops.core.declare import listed, needs, on_the_output
-from fxquant.ops.core.operators import Builder, Call, Lowering, Quantized, Size, TensorFact, Trait, lowered
+from fxquant.ops.core.operators import ALIGNED, EXACT, Builder, Call, Lowering, Quantized, Size, TensorFact, Trait, lowered, sampled
 from fxquant.ops.core.record import Demand, Own, Plain, Same
-from fxquant.ops.core.samples import ALIGNED, EXACT, sampled
 from fxquant.ops.movement.shape import numbers, one_varying, rank_of
 from fxquant.primitives import shape
 

@@ -11,10 +11,8 @@ from torch import Tensor, fx
 from fxquant.ir import functional
 from fxquant.ir.graph import Size, TensorFact, fact, shape_of
 from fxquant.ops.core.casting import made_number
-from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import are_fixed, composite, function_and_method
-from fxquant.ops.core.record import Trait
-from fxquant.ops.core.samples import ALIGNED, ROUNDED, sampled
+from fxquant.ops.core.operators import ALIGNED, ROUNDED, Builder, Trait, sampled
 from fxquant.ops.elementwise.comparison import where
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.movement.shape import reshape
