@@ -38,10 +38,10 @@ from fxquant.ir.graph import (
 from fxquant.ir.integer import Constant, Operation, QParams, Reference, notes, qparams, set_operation, set_qparams, zero_point
 from fxquant.ir.model import CARRIED, free_name, replace_graph
 from fxquant.lowering.lowering import Lowering, Place, Quantized, plainly
-from fxquant.numerics.gradient import GradientRule
 from fxquant.numerics.grids import WEIGHT_INT8, Grid
+from fxquant.numerics.rounding import GradientRule
 from fxquant.ops import map_operands, operator_of
-from fxquant.ops.core.boundary import DEQUANTIZE
+from fxquant.ops.core.composite import DEQUANTIZE
 from fxquant.passes.rewriting import eliminate_dead, substitute
 from fxquant.pipeline import Context
 from fxquant.prepared.operators import QuantizedOperator

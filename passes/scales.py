@@ -17,7 +17,7 @@ from fxquant.errors import ScaleConflict
 from fxquant.ir.graph import annotate, annotation, observed, set_observed, ties
 from fxquant.numerics.grids import ACTIVATION_TYPES, EVERYTHING, Interval
 from fxquant.ops import Own, demand, matters, on_grid_of, operands_of, operator_of, shares, sharing_operands
-from fxquant.ops.core.boundary import DEQUANTIZE
+from fxquant.ops.core.composite import DEQUANTIZE
 from fxquant.passes.rewriting import decide, result_config
 from fxquant.pipeline import Context
 from fxquant.prepared.stage import is_integer, is_quantized

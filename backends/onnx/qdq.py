@@ -21,7 +21,7 @@ from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.integer import Constant, Operation, QParams, Reference, operation, origin, qparams
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops import BY_NAME, Operator, Own
-from fxquant.ops.core.boundary import DEQUANTIZE, QUANTIZE
+from fxquant.ops.core.composite import DEQUANTIZE, QUANTIZE
 from fxquant.ops.core.form import INT16_OPSET, Call
 from fxquant.ops.movement.pad import pad
 from fxquant.primitives import PRIMITIVES, Primitive, Role, role_of, shape

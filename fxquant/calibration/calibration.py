@@ -17,7 +17,7 @@ from fxquant.ir.graph import argument_name, by_name, source, stage_of
 from fxquant.ir.model import repeatable
 from fxquant.numerics.grids import is_scale
 from fxquant.ops import Trait
-from fxquant.ops.core.boundary import QUANTIZE
+from fxquant.ops.core.composite import QUANTIZE
 from fxquant.options import Options
 from fxquant.prepared.batches import first_batches, length, model_inputs, no_batches
 from fxquant.prepared.operators import QuantizedOperator, operand_quantizers, quantized_operators

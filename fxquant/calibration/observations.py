@@ -16,7 +16,7 @@ from fxquant.calibration.calibration import INTERMEDIATE, require_prepared
 from fxquant.errors import ConfigurationError, NotCalibrated
 from fxquant.ir.graph import fact, fused
 from fxquant.numerics.grids import EVERYTHING, Interval
-from fxquant.ops.core.boundary import QUANTIZE
+from fxquant.ops.core.composite import QUANTIZE
 from fxquant.prepared.channels import channels, exponents, multiply
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.observers import MinMaxObserver

@@ -24,7 +24,7 @@ from fxquant.frontend.values import BatchNumber, TracedTensor, Value, active, is
 from fxquant.ir import graph
 from fxquant.ir.functional import stopped
 from fxquant.ir.graph import TensorFact
-from fxquant.numerics.gradient import CustomBackward, GradientHooks, GradientRule, Overwritten, Slot
+from fxquant.numerics.rounding import CustomBackward, GradientHooks, GradientRule, Overwritten, Slot
 
 _COPIES = frozenset(("clone", "view_as", "contiguous", "alias", "detach"))
 

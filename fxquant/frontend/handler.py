@@ -36,7 +36,7 @@ from fxquant.ir.carried import of_layer
 from fxquant.ir.functional import stub_of
 from fxquant.ir.graph import LEAF, spell
 from fxquant.ir.integer import Reference
-from fxquant.numerics.gradient import GradientRule
+from fxquant.numerics.rounding import GradientRule
 from fxquant.support import logger
 
 

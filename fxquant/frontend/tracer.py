@@ -24,7 +24,7 @@ from fxquant.frontend.state import NOTHING_MOVED, Draws, MovedState
 from fxquant.frontend.values import BatchNumber, TracedTensor, Unknown, refuse, tracing
 from fxquant.ir import graph
 from fxquant.ir.graph import BATCH_SIZES, BatchDim, TensorFact
-from fxquant.numerics.gradient import GradientRule
+from fxquant.numerics.rounding import GradientRule
 from fxquant.support import logger
 
 # ---- the result of a model -------------------------------------------------------------------------------------------

@@ -287,8 +287,7 @@ class Quantizer(TrainableScale):
     @property
     def can_follow_ends(self) -> bool:
         """Whether `follow` needs only the smallest and the largest value of a batch."""
-        observe = None if self.range is None else type(self.range).observe
-        return self.calibrated and observe in (MinMaxObserver.observe, MovingAverageMinMaxObserver.observe)
+        return self.calibrated and self.range is not None and type(self.range).observe is MinMaxObserver.observe
 
     @torch.no_grad()
     def follow(self, value: Tensor) -> None:

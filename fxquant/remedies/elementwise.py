@@ -10,7 +10,7 @@ from torch import fx
 from torch.nn import functional as F
 
 from fxquant.ir.graph import fact, is_parameter, shape_of
-from fxquant.ops.core.boundary import REQUANTIZE
+from fxquant.ops.core.composite import REQUANTIZE
 from fxquant.ops.core.declare import are_fixed, known_sizes
 from fxquant.ops.core.parameters import channel_weight
 from fxquant.ops.core.record import BY_NAME

@@ -40,7 +40,7 @@ WORDS = {
     # words for an argument of a primitive, where it is declared, and in C: `relation`, `operation`
     ("fxquant.primitives.comparison", "eq"),
     ("fxquant.primitives.whole", "add"),
-    ("fxquant.backends.c.elementwise_forms", "eq"),
+    ("fxquant.backends.c.forms", "eq"),
     # keywords of a layer's function for what is fused into it
     ("fxquant.ops.core.weighted", "batch_norm"),
     # an arithmetic's own primitives

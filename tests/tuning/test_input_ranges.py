@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxquant as fxq
-from fxquant.ops.core.boundary import QUANTIZE
+from fxquant.ops.core.composite import QUANTIZE
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.observers import MinMaxObserver
 from fxquant.tuning import first_samples

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from fxquant.ir.graph import TensorFact, computes_tensor, fact, is_parameter, part, reads_shape_only, refusal, resolve
 from fxquant.ops.attention.hiding import finely
-from fxquant.ops.attention.masking import HOST, may_hide
-from fxquant.ops.core.boundary import QUANTIZE
+from fxquant.ops.attention.softmax import HOST, may_hide
 from fxquant.ops.core.casting import IN_DTYPE, truncated
+from fxquant.ops.core.composite import QUANTIZE
 from fxquant.ops.core.record import Operator, Own, Plain, Trait, calls, demand, has_weights, operand_nodes, operator_of, read_nodes
 from fxquant.ops.elementwise.division import true_divide
 from fxquant.ops.elementwise.table import STEEP, has_pole, steep
