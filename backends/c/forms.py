@@ -8,24 +8,8 @@ from typing import Any
 
 import torch
 
+from fxquant import primitives
 from fxquant.backends.c.program import C_TYPES, VIEWS, Call, Value, Window, form
-from fxquant.primitives import (
-    accumulate,
-    comparison,
-    elementwise,
-    pool,
-    position,
-    product,
-    quantization,
-    resize,
-    runtime_scales,
-    sampling,
-    scatter,
-    selection,
-    shape,
-    transposed,
-    whole,
-)
 
 # ---- Strides for reading tensors of different shapes together over common dimensions, with as few dimensions as possible ----
 
@@ -58,8 +42,8 @@ def around(shape: Sequence[int], dim: int) -> tuple[int, int, int]:
     return math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :])
 
 
-ROUNDINGS = {"floor": 0, "half_up": 1, quantization.HALF_STEP: 2, quantization.NEAREST_HALF_STEP: 3}
-ROUNDINGS |= {quantization.HALF_AWAY: 4, quantization.HALF_EVEN: 5}
+ROUNDINGS = {"floor": 0, "half_up": 1, primitives.quantization.HALF_STEP: 2, primitives.quantization.NEAREST_HALF_STEP: 3}
+ROUNDINGS |= {primitives.quantization.HALF_AWAY: 4, primitives.quantization.HALF_EVEN: 5}
 
 
 def sum_types(call: Call, input: Value, weight: Value, bias: Value | None) -> list[torch.dtype]:
@@ -82,25 +66,25 @@ def _in_one_shape(call: Call, *constants: Value) -> list[Value]:
     return [call.constant(tensor) for tensor in torch.broadcast_tensors(*tensors)]  # type: ignore[no-untyped-call]
 
 
-@form(quantization.quantize)
+@form(primitives.quantization.quantize)
 def _quantize(call: Call, input: Value, scale: Value, low: int, high: int, dtype: torch.dtype, zero_point: int = 0) -> None:
     assert scale.constant is not None
     call.emit("quantize", [input.dtype, call.dtype], call.count, input, float(scale.constant), low, high, zero_point)
 
 
-@form(quantization.dequantize)
+@form(primitives.quantization.dequantize)
 def _dequantize(call: Call, input: Value, scale: Value, dtype: torch.dtype = torch.float32, zero_point: int = 0) -> None:
     call.emit("dequantize", [input.dtype, call.dtype], *_beside(call, scale), input, scale, zero_point)
 
 
-@form(quantization.requantize_fixed)
+@form(primitives.quantization.requantize_fixed)
 def _requantize_fixed(call: Call, acc: Value, shift: Value, multiplier: Value, right: Value, *settings: Any) -> None:
     bits, rounding, low, high, _ = settings
     constants, numbers = _in_one_shape(call, shift, multiplier, right), (bits, ROUNDINGS[rounding], low, high)
     call.emit("requantize_fixed", [acc.dtype, call.dtype], *_beside(call, constants[0]), acc, *constants, *numbers)
 
 
-@form(quantization.requantize_real)
+@form(primitives.quantization.requantize_real)
 def _requantize_real(call: Call, acc: Value, multiplier: Value, low: int, high: int, dtype: torch.dtype, zero_point: int = 0) -> None:
     call.emit("requantize_real", [acc.dtype, call.dtype], *_beside(call, multiplier), acc, multiplier, low, high, zero_point)
 
@@ -117,35 +101,35 @@ def _by_constants(name: str, residual: bool = False) -> Any:
     return written
 
 
-form(elementwise.align_fixed)(_by_constants("align_fixed"))
-form(elementwise.align_real)(_by_constants("align_real"))
-form(accumulate.add_residual)(_by_constants("add_residual", residual=True))
-form(accumulate.add_residual_shifted)(_by_constants("add_residual_shifted", residual=True))
+form(primitives.elementwise.align_fixed)(_by_constants("align_fixed"))
+form(primitives.elementwise.align_real)(_by_constants("align_real"))
+form(primitives.accumulate.add_residual)(_by_constants("add_residual", residual=True))
+form(primitives.accumulate.add_residual_shifted)(_by_constants("add_residual_shifted", residual=True))
 
 
-@form(quantization.clamp_accumulator)
+@form(primitives.quantization.clamp_accumulator)
 def _clamp_accumulator(call: Call, input: Value, low: Value, high: Value) -> None:
     limits = _in_one_shape(call, low, high)
     call.emit("clamp_accumulator", [input.dtype, limits[0].dtype, call.dtype], *_beside(call, limits[0]), input, *limits)
 
 
-@form(elementwise.lookup)
+@form(primitives.elementwise.lookup)
 def _lookup(call: Call, input: Value, table: Value, first: int | None = None) -> None:
     call.emit("lookup", [input.dtype, call.dtype], call.count, input, table, -(table.count // 2) if first is None else first)
 
 
-@form(product.rectify)
+@form(primitives.product.rectify)
 def _rectify(call: Call, input: Value, positive: int, negative: Value, wide: bool = False) -> None:
     call.emit("rectify", [input.dtype, negative.dtype, call.dtype], *_beside(call, negative), input, positive, negative)
 
 
-@form(product.scale_channels, product.scale_channels_wide)
+@form(primitives.product.scale_channels, primitives.product.scale_channels_wide)
 def _scale_channels(call: Call, input: Value, weight: Value, bias: Value | None, trailing: int) -> None:
     place = _beside(call, Value("", weight.dtype, (weight.count, *[1] * trailing)))
     call.emit("scale_channels", sum_types(call, input, weight, bias), *place, input, weight, bias)
 
 
-@form(whole.truncated)
+@form(primitives.whole.truncated)
 def _truncated(call: Call, input: Value, scale: Value, margin: Value) -> None:
     assert scale.constant is not None
     assert margin.constant is not None
@@ -161,14 +145,14 @@ def _each(name: str, numbers: int = 0) -> Any:
     return written
 
 
-form(quantization.accumulator_output)(_each("accumulator_output"))
-form(elementwise.widen)(_each("widen"))
-form(elementwise.negate)(_each("negate"))
-form(comparison.opposite)(_each("opposite"))
-form(whole.converted)(_each("converted"))
-form(elementwise.centre)(_each("centre", 1))
-form(elementwise.shift_right)(_each("shift_right", 1))
-form(elementwise.clamp)(_each("clamp", 2))
+form(primitives.quantization.accumulator_output)(_each("accumulator_output"))
+form(primitives.elementwise.widen)(_each("widen"))
+form(primitives.elementwise.negate)(_each("negate"))
+form(primitives.comparison.opposite)(_each("opposite"))
+form(primitives.whole.converted)(_each("converted"))
+form(primitives.elementwise.centre)(_each("centre", 1))
+form(primitives.elementwise.shift_right)(_each("shift_right", 1))
+form(primitives.elementwise.clamp)(_each("clamp", 2))
 
 RELATIONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 LOGIC = {"and": "a && b", "or": "a || b", "xor": "!a != !b"}
@@ -202,27 +186,27 @@ def _pair_form(primitive: Any, document: str, expression: str) -> None:
     form(primitive)(written)
 
 
-_pair_form(elementwise.add, "The sum of two accumulators.", "(Y)a + (Y)b")
-_pair_form(elementwise.subtract, "The difference of two accumulators.", "(Y)a - (Y)b")
-_pair_form(elementwise.add_constant, "An accumulator and a whole number.", "(Y)a + (Y)b")
-_pair_form(elementwise.multiply, "Section 16: the product of two integers.", "(Y)a * (Y)b")
-_pair_form(product.maximum, "The larger of two integers on one scale.", "a > b ? a : b")
-_pair_form(product.minimum, "The smaller of two integers on one scale.", "a < b ? a : b")
+_pair_form(primitives.elementwise.add, "The sum of two accumulators.", "(Y)a + (Y)b")
+_pair_form(primitives.elementwise.subtract, "The difference of two accumulators.", "(Y)a - (Y)b")
+_pair_form(primitives.elementwise.add_constant, "An accumulator and a whole number.", "(Y)a + (Y)b")
+_pair_form(primitives.elementwise.multiply, "Section 16: the product of two integers.", "(Y)a * (Y)b")
+_pair_form(primitives.product.maximum, "The larger of two integers on one scale.", "a > b ? a : b")
+_pair_form(primitives.product.minimum, "The smaller of two integers on one scale.", "a < b ? a : b")
 
 
-@form(comparison.compare)
+@form(primitives.comparison.compare)
 def _compare(call: Call, input: Value, other: Value, relation: str) -> None:
     width = torch.promote_types(input.dtype, other.dtype)
     kind = {torch.float32: "float", torch.float64: "double"}.get(width, "int64_t")
     pair(call, f"compare_{relation}", "Section 16, truth values.", f"({kind})a {RELATIONS[relation]} ({kind})b", input, other)
 
 
-@form(comparison.logic)
+@form(primitives.comparison.logic)
 def _logic(call: Call, input: Value, other: Value, operation: str) -> None:
     pair(call, f"logic_{operation}", "Two truth values joined.", LOGIC[operation], input, other)
 
 
-@form(whole.joined)
+@form(primitives.whole.joined)
 def _joined(call: Call, input: Value, other: Value, operation: str) -> None:
     if operation in WHOLE:
         pair(call, f"joined_{operation}", "Section 16: two whole numbers, modulo 2^64.", WHOLE[operation], input, other)
@@ -232,7 +216,7 @@ def _joined(call: Call, input: Value, other: Value, operation: str) -> None:
     call.emit(f"joined_{operation}", [input.dtype, other.dtype], *place, input, other, template="DIVISION", replaced=words, fails=True)
 
 
-@form(comparison.choose, whole.chosen)
+@form(primitives.comparison.choose, primitives.whole.chosen)
 def _choose(call: Call, input: Value, other: Value, condition: Value) -> None:
     types = [input.dtype, other.dtype, condition.dtype, call.dtype]
     call.emit("choose", types, *_beside(call, input, other, condition), input, other, condition)
@@ -251,21 +235,21 @@ def _moved(call: Call, input: Value, size: list[int], step: list[int], start: in
     call.emit("moved", [input.dtype], call.count, len(sizes), sizes, moved, first)
 
 
-VIEWS.add(shape.reshape)
+VIEWS.add(primitives.shape.reshape)
 
 
-@form(shape.reshape)
+@form(primitives.shape.reshape)
 def _reshape(call: Call, input: Value, shape: list[int]) -> Value:
     return Value(input.text, input.dtype, call.shape)
 
 
-@form(shape.permute)
+@form(primitives.shape.permute)
 def _permute(call: Call, input: Value, dims: list[int]) -> None:
     strides = strides_of(input.shape)
     _moved(call, input, list(call.shape), [strides[dim] for dim in dims])
 
 
-@form(shape.crop)
+@form(primitives.shape.crop)
 def _crop(call: Call, input: Value, dims: list[int], starts: list[int], stops: list[int], step: list[int]) -> None:
     strides = strides_of(input.shape)
     moved, start = list(strides), 0
@@ -276,19 +260,19 @@ def _crop(call: Call, input: Value, dims: list[int], starts: list[int], stops: l
     _moved(call, input, list(call.shape), moved, start if math.prod(call.shape) else 0)
 
 
-@form(shape.expand)
+@form(primitives.shape.expand)
 def _expand(call: Call, input: Value, sizes: list[int]) -> None:
     _moved(call, input, list(call.shape), steps(input.shape, call.shape))
 
 
-@form(shape.tile)
+@form(primitives.shape.tile)
 def _tile(call: Call, input: Value, repeats: list[int]) -> None:
     inner = [1] * (len(repeats) - len(input.shape)) + list(input.shape)
     size = [number for pair in zip(repeats, inner, strict=True) for number in pair]
     _moved(call, input, size, [number for step in strides_of(inner) for number in (0, step)])
 
 
-@form(shape.concatenate)
+@form(primitives.shape.concatenate)
 def _concatenate(call: Call, tensors: list[Value], dim: int) -> None:
     y = call.result()
     outer, whole, inner = around(y.shape, dim)
@@ -300,7 +284,7 @@ def _concatenate(call: Call, tensors: list[Value], dim: int) -> None:
         start += length
 
 
-@form(shape.pad)
+@form(primitives.shape.pad)
 def _pad(call: Call, input: Value, begin: list[int], end: list[int], value: int) -> None:
     call.emit("pad", [input.dtype], call.count, len(call.shape), list(call.shape), list(begin), list(input.shape), value, input)
 
@@ -310,10 +294,10 @@ def _pick(call: Call, input: Value, dim: int, index: Value) -> None:
     call.emit("pick", [input.dtype, index.dtype], outer, terms, inner, index.count, input, index, fails=True)
 
 
-form(shape.select, selection.pick)(_pick)
+form(primitives.shape.select, primitives.selection.pick)(_pick)
 
 
-@form(shape.rows)
+@form(primitives.shape.rows)
 def _rows(call: Call, table: Value, indices: Value) -> None:
     _pick(call, table, 0, indices)
 
@@ -330,45 +314,45 @@ def _along(shape: Sequence[int], index: Value, dim: int, *others: Value) -> tupl
     return (index.count, len(sizes), sizes, *moved, shape[dim], strides[dim])
 
 
-@form(selection.take_along)
+@form(primitives.selection.take_along)
 def _take_along(call: Call, input: Value, dim: int, index: Value) -> None:
     call.emit("take_along", [input.dtype, index.dtype], *_along(input.shape, index, dim), input, index, fails=True)
 
 
-@form(selection.put_along)
+@form(primitives.selection.put_along)
 def _put_along(call: Call, input: Value, source: Value, dim: int, index: Value, number: bool = False) -> None:
     places = _along(input.shape, index, dim, source)
     call.emit("put_along", [input.dtype, source.dtype, index.dtype], call.count, *places, input, source, index, fails=True)
 
 
-@form(scatter.sum_along)
+@form(primitives.scatter.sum_along)
 def _sum_along(call: Call, source: Value, dim: int, index: Value, size: int, wide: bool) -> None:
     call.emit("sum_along", [source.dtype, index.dtype, call.dtype], call.count, *_along(call.shape, index, dim), source, index, fails=True)
 
 
-@form(scatter.extremum_along)
+@form(primitives.scatter.extremum_along)
 def _extremum_along(call: Call, input: Value, source: Value, dim: int, index: Value, terms: int, largest: bool) -> None:
     places = _along(input.shape, index, dim)
     call.emit("extremum_along", [input.dtype, index.dtype], call.count, *places, largest, input, source, index, fails=True)
 
 
-@form(position.unpool)
+@form(primitives.position.unpool)
 def _unpool(call: Call, input: Value, indices: Value, sizes: list[int], outside: int) -> None:
     planes, count = math.prod(input.shape[:2]), math.prod(sizes)
     call.emit("unpool", [input.dtype], planes, math.prod(input.shape[2:]), count, outside, input, indices, fails=True)
 
 
-@form(selection.arg_extremum)
+@form(primitives.selection.arg_extremum)
 def _arg_extremum(call: Call, input: Value, dim: int, keepdim: bool, largest: bool) -> None:
     call.emit("arg_extremum", [input.dtype], *around(input.shape, dim), largest, input)
 
 
-@form(selection.ranking)
+@form(primitives.selection.ranking)
 def _ranking(call: Call, input: Value, dim: int, count: int, largest: bool) -> None:
     call.emit("ranking", [input.dtype], *around(input.shape, dim), count, largest, input)
 
 
-@form(sampling.sample)
+@form(primitives.sampling.sample)
 def _sample(call: Call, input: Value, coordinates: Value, sizes: list[int], *settings: Any) -> None:
     bits, mode, padding, corners, outside, _ = settings
     rank = len(sizes)
@@ -395,7 +379,7 @@ def _planes(input: Value, rank: int) -> int:
     return math.prod(input.shape[: len(input.shape) - rank])
 
 
-@form(accumulate.convolution, accumulate.convolution_wide)
+@form(primitives.accumulate.convolution, primitives.accumulate.convolution_wide)
 def _convolution(call: Call, input: Value, weight: Value, bias: Value | None, *settings: Any) -> None:
     stride, padding, dilation, groups, *_ = settings  # the cut is a method of the float kernels, not another sum
     kernel = list(weight.shape[2:])
@@ -404,7 +388,7 @@ def _convolution(call: Call, input: Value, weight: Value, bias: Value | None, *s
     call.emit("convolution", sum_types(call, input, weight, bias), *sizes, window, input, weight, bias)
 
 
-@form(transposed.transposed_convolution, transposed.transposed_convolution_wide)
+@form(primitives.transposed.transposed_convolution, primitives.transposed.transposed_convolution_wide)
 def _transposed_convolution(call: Call, input: Value, weight: Value, bias: Value | None, *settings: Any) -> None:
     stride, padding, _, dilation, groups, *_ = settings  # the output's own padding is in its shape
     kernel = list(weight.shape[2:])
@@ -413,20 +397,20 @@ def _transposed_convolution(call: Call, input: Value, weight: Value, bias: Value
     call.emit("transposed_convolution", sum_types(call, input, weight, bias), *sizes, window, input, weight, bias)
 
 
-@form(accumulate.linear, accumulate.linear_wide)
+@form(primitives.accumulate.linear, primitives.accumulate.linear_wide)
 def _linear(call: Call, input: Value, weight: Value, bias: Value | None) -> None:
     columns, terms = weight.shape
     call.emit("linear", sum_types(call, input, weight, bias), math.prod(input.shape[:-1]), terms, columns, input, weight, bias)
 
 
-@form(runtime_scales.dynamic_linear)
+@form(primitives.runtime_scales.dynamic_linear)
 def _dynamic_linear(call: Call, input: Value, weight: Value, scale: Value, bias: Value | None) -> None:
     columns, terms = weight.shape
     step = 1 if scale.count > 1 else 0
     call.emit("dynamic_linear", [weight.dtype], math.prod(input.shape[:-1]), terms, columns, input, weight, scale, step, bias)
 
 
-@form(product.matrix_product, product.matrix_product_wide)
+@form(primitives.product.matrix_product, primitives.product.matrix_product_wide)
 def _matrix_product(call: Call, input: Value, other: Value) -> None:
     (*_, rows, terms), (*batch, _, columns) = input.shape, call.shape
     items = ((operand, math.prod(operand.shape[-2:])) for operand in (input, other))
@@ -435,13 +419,13 @@ def _matrix_product(call: Call, input: Value, other: Value) -> None:
     call.emit("matrix_product", [input.dtype, other.dtype, call.dtype], *numbers, input, other)
 
 
-@form(resize.transform)
+@form(primitives.resize.transform)
 def _transform(call: Call, input: Value, matrix: Value, dim: int, rank: int, wide: bool) -> None:
     outer, terms, inner = around(input.shape, dim)
     call.emit("transform", [input.dtype, matrix.dtype, call.dtype], outer, terms, matrix.shape[0], inner, input, matrix)
 
 
-@form(resize.resize_linear)
+@form(primitives.resize.resize_linear)
 def _resize_linear(
     call: Call, input: Value, rows: Value | None, columns: Value | None, bits: int, wide: bool, nearest: bool = True
 ) -> None:
@@ -450,7 +434,7 @@ def _resize_linear(
     call.emit("resize_linear", [input.dtype, weights[0].dtype, call.dtype], *sizes, input, rows, columns, *numbers)
 
 
-@form(pool.max_pool)
+@form(primitives.pool.max_pool)
 def _max_pool(
     call: Call, input: Value, kernel: list[int], stride: list[int], begin: list[int], end: list[int], dilation: list[int]
 ) -> None:
@@ -458,12 +442,12 @@ def _max_pool(
     call.emit("max_pool", [input.dtype, call.dtype], _planes(input, len(kernel)), window, input)
 
 
-@form(pool.sum_pool)
+@form(primitives.pool.sum_pool)
 def _sum_pool(call: Call, input: Value, kernel: list[int], stride: list[int], begin: list[int], end: list[int], wide: bool = False) -> None:
     call.emit("sum_pool", [input.dtype, call.dtype], _planes(input, len(kernel)), _window(call, input, kernel, stride, begin), input)
 
 
-@form(position.pool_indices)
+@form(primitives.position.pool_indices)
 def _pool_indices(call: Call, input: Value, kernel: list[int], stride: list[int], begin: list[int], *rest: Any) -> None:
     _, dilation, _, _, places = rest if len(rest) == 5 else (*rest, None)
     window = _window(call, input, kernel, stride, begin, dilation)
@@ -490,12 +474,12 @@ def _reduce_form(primitive: Any, document: str, expression: str) -> None:
     form(primitive)(lambda call, input, dim, *_: _reduce(call, primitive.__name__, document, expression, input, dim))
 
 
-_reduce_form(pool.sum, "Section 15: Σ q over dimensions.", "total + q")
-_reduce_form(selection.least, "The smallest element along dimensions.", "k == 0 || q < total ? q : total")
-_reduce_form(scatter.count, "How many elements hold.", "total + (q != 0)")
+_reduce_form(primitives.pool.sum, "Section 15: Σ q over dimensions.", "total + q")
+_reduce_form(primitives.selection.least, "The smallest element along dimensions.", "k == 0 || q < total ? q : total")
+_reduce_form(primitives.scatter.count, "How many elements hold.", "total + (q != 0)")
 
 
-@form(selection.truth)
+@form(primitives.selection.truth)
 def _truth(call: Call, input: Value, dim: list[int], keepdim: bool, every: bool) -> None:
     if every:
         _reduce(call, "truth_every", "Whether every element holds.", "total && q", input, dim, 1)
@@ -503,11 +487,11 @@ def _truth(call: Call, input: Value, dim: list[int], keepdim: bool, every: bool)
         _reduce(call, "truth_any", "Whether any element holds.", "total || q", input, dim)
 
 
-@form(whole.reduced)
+@form(primitives.whole.reduced)
 def _reduced(call: Call, input: Value, dim: list[int], keepdim: bool, operation: str) -> None:
     _reduce(call, f"reduced_{operation}", "Of whole numbers along dimensions.", REDUCED[operation], input, dim)
 
 
-@form(whole.running)
+@form(primitives.whole.running)
 def _running(call: Call, input: Value, dim: int) -> None:
     call.emit("running", [input.dtype], *around(input.shape, dim), input)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fxquant.errors import ConfigurationError
 from fxquant.ops import FUNCTIONS
 from fxquant.ops.core import custom
-from fxquant.ops.layers.deformable import deform_conv2d
+from fxquant.ops.layers.convolution import deform_conv2d
 from fxquant.ops.sampling.grid import warp
 
 

@@ -10,58 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.errors import CalibrationError, NotCalibrated, NotFinite
-from fxquant.numerics.grids import (
-    INT32,
-    SMALLEST_SCALE,
-    Grid,
-    IntType,
-    float32,
-    grid_from_range,
-    round_up_to_power_of_two,
-    scale_from_range,
-)
+from fxquant.numerics.grids import INT32, SMALLEST_SCALE, Grid, IntType, grid_from_range, round_up_to_power_of_two, scale_from_range
 from fxquant.quantization.learning import LSQ, LSQ_PLUS, METHODS, Remembered, TrainableScale, method_of
 from fxquant.quantization.observers.histogram import HistogramObserver, beside, many_at_ends, observe_together, on_step
-from fxquant.quantization.observers.ranges import Method, MinMaxObserver, MovingAverageMinMaxObserver, Observer, averaged, in_numbers
+from fxquant.quantization.observers.ranges import Method, MinMaxObserver, Observer, follow_in_numbers, stays
 from fxquant.quantization.spec import FROZEN, STATISTICS
-
-FAR = 2.0  # times as far as a threshold
-
-
-def stays(threshold: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """Return whether a threshold stays where it is, as the end of the range falls from `before` to `after`."""
-    return (after.abs() < before.abs()) & (FAR * threshold.double().abs() < after.double().abs())
-
-
-def follow_in_numbers(value: Tensor, range: MinMaxObserver, scale: Tensor, batches_used: Tensor, high: int) -> bool:
-    """Update range and scale from a batch in Python numbers, rounded to float32 like tensors, which is faster for scalars.
-
-    The dtype is symmetric with the largest integer `high`. The range, the scale and the number of batches are changed in place. Return
-    whether the observer and the devices allow this; if not, nothing is changed.
-    """
-    if type(range) not in (MinMaxObserver, MovingAverageMinMaxObserver) or not value.numel():
-        return False
-    moved = (range.low, range.high, range.count, scale)
-    if not in_numbers(*moved):
-        return False
-    low, most = (float(end.float()) for end in torch.aminmax(value.detach()))
-    own_low, own_high, count, step = float(moved[0]), float(moved[1]), int(moved[2]), float(scale)
-    before = max(abs(own_low), abs(own_high))
-    if not (math.isfinite(low) and math.isfinite(most) and 0 < before < math.inf) or count == 0:
-        return False
-    if isinstance(range, MovingAverageMinMaxObserver):
-        constant = range.averaging_constant
-        low, most = (averaged(own, end, count + 1, constant) for own, end in ((own_low, low), (own_high, most)))
-    else:
-        low, most = min(own_low, low), max(own_high, most)
-    largest = max(abs(low), abs(most))
-    if not (largest < before and FAR * step * high < largest):  # `stays`
-        step = max(float32(step * float32(largest / before)), SMALLEST_SCALE)
-    if not math.isfinite(step):
-        return False
-    for buffer, number in zip((*moved, batches_used), (low, most, count + 1, step, count + 1), strict=True):
-        buffer.fill_(number)
-    return True
 
 
 class Quantizer(TrainableScale):

@@ -19,9 +19,8 @@ from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.layers.convolution import conv2d, conv_transpose2d
-from fxquant.ops.movement.join import cat
 from fxquant.ops.movement.pad import OUTSIDE, margins_of
-from fxquant.ops.movement.repeating import expand
+from fxquant.ops.movement.repeating import cat, expand
 from fxquant.ops.movement.shape import identity, numbers, reshape
 from fxquant.ops.pooling.pool import avg_pool1d, avg_pool2d
 from fxquant.ops.reduction.extremum import maximum

@@ -16,22 +16,11 @@ from torch.nn import functional as F
 
 from fxquant.ir.graph import BatchDim, Size, TensorFact, fact, is_parameter, shape_of
 from fxquant.ops.core import places
-from fxquant.ops.core.declare import (
-    are_fixed,
-    bound,
-    dtype_of,
-    first_reason,
-    fixed,
-    function_and_method,
-    known_size,
-    lowered,
-    needs,
-    on_the_output,
-    selected,
-    settings_of,
-)
-from fxquant.ops.core.operators import ROUNDED, Call, Instead, Layer, Lowering, Own, Quantized, Same, Trait, sampled
+from fxquant.ops.core.declare import bound, dtype_of, first_reason, fixed, function_and_method, needs, on_the_output
+from fxquant.ops.core.operators import Call, Layer, Lowering, Quantized, are_fixed, known_size, lowered, selected, settings_of
 from fxquant.ops.core.places import constant_value, counts_the_batch, is_list, pick_each, plain_entries
+from fxquant.ops.core.record import Instead, Own, Same, Trait
+from fxquant.ops.core.samples import ROUNDED, sampled
 from fxquant.ops.movement.shape import MANY_SIZES, interleave, many_sizes, piece, pieces_of, rank_of
 from fxquant.primitives import selection, shape
 

@@ -11,24 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxquant.ir.graph import parameter_value
+from fxquant.ir.graph import TensorFact, fact, is_parameter, parameter_value
 from fxquant.ops.core.composite import requantize
-from fxquant.ops.core.operators import (
-    INNER,
-    Builder,
-    Fixed,
-    Instead,
-    Operator,
-    Own,
-    Same,
-    TensorFact,
-    Trait,
-    fact,
-    is_parameter,
-    known_size,
-    register,
-    settings_of,
-)
+from fxquant.ops.core.operators import INNER, Builder, Fixed, Instead, Operator, Own, Same, Trait, known_size, register, settings_of
 from fxquant.ops.core.record import Adapt, Demand, Parameter, traits_of
 from fxquant.ops.core.samples import RECURRENT, written
 from fxquant.ops.elementwise.activation import clamp, dropout
@@ -36,7 +21,7 @@ from fxquant.ops.elementwise.arithmetic import add, mul
 from fxquant.ops.elementwise.table import shifted
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.layers.linear import linear
-from fxquant.ops.movement.join import cat, stack
+from fxquant.ops.movement.repeating import cat, stack
 from fxquant.ops.movement.shape import numbers, reshape
 
 WITHIN_ONE = Fixed(2.0**-15, "int16", otherwise=Fixed(2.0**-7, "int8"))

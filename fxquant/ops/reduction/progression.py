@@ -20,7 +20,7 @@ from fxquant.ops.core.operators import FLOAT32_EXACT, WIDE, Builder, Lowering, Q
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.elementwise.whole import alike
 from fxquant.ops.indexing.index import WHOLE, getitem
-from fxquant.ops.movement.join import cat
+from fxquant.ops.movement.repeating import cat
 from fxquant.ops.movement.shape import numbers, reshape
 from fxquant.primitives import accumulate, comparison, shape
 
