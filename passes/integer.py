@@ -122,12 +122,9 @@ class GraphLowering(Lowering):
 
     def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> fx.Node:
         if role in self.constants:
-            raise StageViolation(
-                f"two constants of one operator have the role {role!r}",
-                node=self.node,
-                because="the second would replace the first, which its primitives still read",
-                remedy="this is a defect of the operator's `lower`; give every constant a different role",
-            )
+            because = "the second would replace the first, which its primitives still read"
+            remedy = "this is a defect of the operator's `lower`; give every constant a different role"
+            raise StageViolation(f"two constants of one operator have the role {role!r}", node=self.node, because=because, remedy=remedy)
         stored = value.detach().to(dtype).contiguous()
         key = (role, dtype, stored.shape, stored.numpy(force=True).tobytes()) if self.held is not None else None
         if self.held is not None and key in self.held:

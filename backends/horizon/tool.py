@@ -209,11 +209,9 @@ def compile_horizon(folder: str | os.PathLike[str], *, show_progress: bool | Non
     directory = Path(folder).absolute()
     content = _known(directory)
     if content["march"] not in HB_MAPPER.marches:
-        raise ConfigurationError(
-            f"{directory} cannot be compiled here",
-            because=f"it is for {content['march']}, and hb_mapper compiles for {', '.join(HB_MAPPER.marches)}",
-            remedy=f"run {directory / SCRIPT} where hb_compile is installed",
-        )
+        because = f"it is for {content['march']}, and hb_mapper compiles for {', '.join(HB_MAPPER.marches)}"
+        remedy = f"run {directory / SCRIPT} where hb_compile is installed"
+        raise ConfigurationError(f"{directory} cannot be compiled here", because=because, remedy=remedy)
     tool = Tool.find()
     binary = directory / OUTPUT / f"{content['name']}.bin"
     binary.unlink(missing_ok=True)
@@ -245,9 +243,7 @@ def _known(directory: Path) -> dict[str, Any]:
         if not isinstance(content["layers"], dict) or not (directory / f"{content['name']}.yaml").is_file():
             raise KeyError("name")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(
-            f"{directory} cannot be compiled",
-            because=f"it is not a folder that fxq.board.export_horizon wrote: {LAYERS} or what it names is missing or damaged",
-            remedy="pass what fxq.board.export_horizon(integer, folder) returns",
-        ) from error
+        because = f"it is not a folder that fxq.board.export_horizon wrote: {LAYERS} or what it names is missing or damaged"
+        remedy = "pass what fxq.board.export_horizon(integer, folder) returns"
+        raise ConfigurationError(f"{directory} cannot be compiled", because=because, remedy=remedy) from error
     return dict(content)

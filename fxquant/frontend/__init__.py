@@ -134,12 +134,10 @@ def _recorded(inputs: ExampleInputs, trace_at: _TraceAt, qconfigs: Mapping[str, 
     except TraceError as error:
         if error.__cause__ is None or inputs.batch is None or not _runs_at_one_size(inputs, trace_at):
             raise
-        raise TraceError(
-            f"the batch size of the example, {inputs.batch}, is written into forward",
-            at=error.at,
-            because=f"with that size forward runs; with another one this line fails: {error.because}",
-            remedy="write x.shape[0], or -1, in place of the number, or pass options=fxq.Options(dynamic_shapes={}) to fix the batch size",
-        ) from error.__cause__
+        what = f"the batch size of the example, {inputs.batch}, is written into forward"
+        because = f"with that size forward runs; with another one this line fails: {error.because}"
+        remedy = "write x.shape[0], or -1, in place of the number, or pass options=fxq.Options(dynamic_shapes={}) to fix the batch size"
+        raise TraceError(what, at=error.at, because=because, remedy=remedy) from error.__cause__
 
 
 def _runs_at_one_size(inputs: ExampleInputs, trace_at: _TraceAt) -> bool:

@@ -439,11 +439,10 @@ def leaf_rule(leaf: Leaves, model: nn.Module) -> LeafRule:
         there = one in modules if isinstance(one, str) else any(isinstance(module, one) for module in modules.values())
         if not there:
             near = difflib.get_close_matches(one, modules, n=1) if isinstance(one, str) else []
-            raise ConfigurationError(
-                f"leaf={one!r} names no module" if isinstance(one, str) else f"leaf={one.__name__} names no module",
-                because=f"the model has none {'at that path' if isinstance(one, str) else 'of that class'}",
-                remedy=f"did you mean {near[0]!r}?" if near else "its modules are what model.named_modules() lists",
-            )
+            what = f"leaf={one!r} names no module" if isinstance(one, str) else f"leaf={one.__name__} names no module"
+            because = f"the model has none {'at that path' if isinstance(one, str) else 'of that class'}"
+            remedy = f"did you mean {near[0]!r}?" if near else "its modules are what model.named_modules() lists"
+            raise ConfigurationError(what, because=because, remedy=remedy)
     names = {first[id(modules[one])] for one in leaves if isinstance(one, str)}
     kinds = tuple(one for one in leaves if isinstance(one, type))
     return lambda module, path: path in names or isinstance(module, kinds) or default_leaf(module, path)

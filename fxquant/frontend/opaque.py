@@ -66,11 +66,9 @@ def wrap(function: Any = None, *, fake: Callable[..., Any] | None = None) -> Any
         space = next(names for names in callers if not names.get("__name__", "").startswith("fxquant."))
         value = space.get(function, getattr(builtins, function, None))
         if not callable(value):
-            raise ConfigurationError(
-                f"the function {function!r} to wrap was not found",
-                because=f"the module {space.get('__name__')} has no global of that name yet",
-                remedy="call fxq.wrap after the function's definition or import, at the top level of the module",
-            )
+            because = f"the module {space.get('__name__')} has no global of that name yet"
+            remedy = "call fxq.wrap after the function's definition or import, at the top level of the module"
+            raise ConfigurationError(f"the function {function!r} to wrap was not found", because=because, remedy=remedy)
         wrapped = space[function] = value if isinstance(value, Wrapped) else Wrapped(value, fake, f"{space.get('__name__')}:{function}")
         return wrapped
     home, name = getattr(function, "__module__", None), getattr(function, "__qualname__", type(function).__name__)

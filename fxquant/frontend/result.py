@@ -273,11 +273,9 @@ def _preservable(model: nn.Module, preserve: Sequence[str]) -> Sequence[str]:
                 else "pass names of attributes, methods or modules of the model",
             ) from None
         if not parents and last in own_names():
-            raise ConfigurationError(
-                f"preserve={name!r} cannot be kept",
-                because="a GraphModule already has an attribute of that name",
-                remedy="give yours another name",
-            )
+            because = "a GraphModule already has an attribute of that name"
+            remedy = "give yours another name"
+            raise ConfigurationError(f"preserve={name!r} cannot be kept", because=because, remedy=remedy)
     return preserve
 
 

@@ -116,11 +116,9 @@ def tracing(handler: Any) -> Iterator[None]:
 def active() -> Any:
     """Return the handler of the trace in progress in this thread. Raises TraceError if there is none."""
     if not _traces.handlers:
-        raise TraceError(
-            "a tensor of a trace is used where nothing is traced",
-            because="the model's forward handed it to another thread, or kept it after the trace: it has a shape but no content",
-            remedy="compute in the thread that calls forward, and keep no tensor outside of the model",
-        )
+        because = "the model's forward handed it to another thread, or kept it after the trace: it has a shape but no content"
+        remedy = "compute in the thread that calls forward, and keep no tensor outside of the model"
+        raise TraceError("a tensor of a trace is used where nothing is traced", because=because, remedy=remedy)
     return _traces.handlers[-1]
 
 

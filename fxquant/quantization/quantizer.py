@@ -299,13 +299,10 @@ class Quantizer(TrainableScale):
         try:
             observe_together(observers, value, items)
         except ValueError as error:
-            raise CalibrationError(
-                f"the values of %{self.name} cannot be observed",
-                at=self.source,
-                module=self.module_path,
-                because=f"{error}; a scale computed from them would be meaningless",
-                remedy="look at the batch and at the layers before this one; what was observed earlier is kept",
-            ) from None
+            what = f"the values of %{self.name} cannot be observed"
+            because = f"{error}; a scale computed from them would be meaningless"
+            remedy = "look at the batch and at the layers before this one; what was observed earlier is kept"
+            raise CalibrationError(what, at=self.source, module=self.module_path, because=because, remedy=remedy) from None
 
     def set_scale(self, scale: float, zero_point: int | None = None) -> None:
         """Fix the scale at this value, and the zero point at this one or at its current value; they follow nothing any more."""
@@ -339,21 +336,14 @@ class Quantizer(TrainableScale):
     def require(self) -> None:
         """Raise NotCalibrated if the scale is unknown, and NotFinite if training has made it NaN or infinite."""
         if self.method is not None and self.calibrated and not bool(torch.isfinite(self.current())):
-            raise NotFinite(
-                f"the scale of %{self.name} is {float(self.current())}",
-                at=self.source,
-                module=self.module_path,
-                because=f"it is learned, and training has made its parameter `{next(iter(self.trained))}` NaN or infinite",
-                remedy="load the last checkpoint whose parameters are finite; then lower the learning rate or clip gradients",
-            )
+            what = f"the scale of %{self.name} is {float(self.current())}"
+            because = f"it is learned, and training has made its parameter `{next(iter(self.trained))}` NaN or infinite"
+            remedy = "load the last checkpoint whose parameters are finite; then lower the learning rate or clip gradients"
+            raise NotFinite(what, at=self.source, module=self.module_path, because=because, remedy=remedy)
         if not self.calibrated:
-            raise NotCalibrated(
-                f"%{self.name} has no scale yet",
-                at=self.source,
-                module=self.module_path,
-                because="no calibration batch has passed through it",
-                remedy="run fxq.calibrate(prepared, batches) first, or set its scale with fxq.set_qparams",
-            )
+            because = "no calibration batch has passed through it"
+            remedy = "run fxq.calibrate(prepared, batches) first, or set its scale with fxq.set_qparams"
+            raise NotCalibrated(f"%{self.name} has no scale yet", at=self.source, module=self.module_path, because=because, remedy=remedy)
 
     def extra_repr(self) -> str:
         zero_point = f", zero_point={self.grid.zero_point}" if self.dtype.affine else ""

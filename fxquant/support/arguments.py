@@ -95,11 +95,9 @@ def accepted(called: str, name: str, value: Any, kind: Kind) -> Any:
     try:
         return kind.take(value)
     except (TypeError, ValueError, OSError) as error:
-        raise ConfigurationError(
-            f"{name}={shown(value)} is not usable",
-            because=f"{called} takes {kind.right}" + (f"; {error}" if str(error) else ""),
-            remedy=f"pass it instead of this {type(value).__name__}",
-        ) from error.__cause__
+        because = f"{called} takes {kind.right}" + (f"; {error}" if str(error) else "")
+        remedy = f"pass it instead of this {type(value).__name__}"
+        raise ConfigurationError(f"{name}={shown(value)} is not usable", because=because, remedy=remedy) from error.__cause__
 
 
 def _public(record: type) -> str:

@@ -84,11 +84,9 @@ class Quantizer:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise MissingName(
-            f"{type(self).__name__} has no {name}",
-            because="it holds rules for a target, which finds the patterns of operators itself",
-            remedy="call set_global, set_module_name, set_module_type or set_function_type, or pass torchao's own quantizer",
-        )
+        because = "it holds rules for a target, which finds the patterns of operators itself"
+        remedy = "call set_global, set_module_name, set_module_type or set_function_type, or pass torchao's own quantizer"
+        raise MissingName(f"{type(self).__name__} has no {name}", because=because, remedy=remedy)
 
     set_module_name_qconfig = set_module_name
     set_module_type_qconfig = set_module_type

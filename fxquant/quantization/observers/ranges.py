@@ -127,11 +127,10 @@ class Observer(nn.Module):
         if names is not None:
             for other in (CLASSES.get(cls.__name__), *map(NAMED.get, names.split())):
                 if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
-                    raise ConfigurationError(
-                        f"the observer {cls.__name__} cannot be declared with names={names!r}",
-                        because=f"{other.__module__}.{other.__qualname__} has that name, and files and configs would mean either",
-                        remedy="choose another name; a class that is declared a second time replaces the first",
-                    )
+                    what = f"the observer {cls.__name__} cannot be declared with names={names!r}"
+                    because = f"{other.__module__}.{other.__qualname__} has that name, and files and configs would mean either"
+                    remedy = "choose another name; a class that is declared a second time replaces the first"
+                    raise ConfigurationError(what, because=because, remedy=remedy)
             NAMED.update(dict.fromkeys(names.split(), cls))
             CLASSES[cls.__name__] = cls
             SETTINGS[cls] = tuple(inspect.signature(cls.__init__).parameters)[1:]
@@ -313,11 +312,9 @@ class ClipObserver(MinMaxObserver, names=""):
     def __init__(self, lowest: float, highest: float) -> None:
         super().__init__()
         if not lowest <= 0 <= highest or lowest == highest:
-            raise ConfigurationError(
-                f"ClipObserver({lowest}, {highest}) covers nothing",
-                because="0 has an integer in every dtype, so it lies between the bounds",
-                remedy="pass lowest=… that is 0 or negative and highest=… that is 0 or positive",
-            )
+            because = "0 has an integer in every dtype, so it lies between the bounds"
+            remedy = "pass lowest=… that is 0 or negative and highest=… that is 0 or positive"
+            raise ConfigurationError(f"ClipObserver({lowest}, {highest}) covers nothing", because=because, remedy=remedy)
         self.lowest, self.highest = lowest, highest
 
     @property
@@ -345,11 +342,10 @@ class FixedScaleObserver(Observer):
     def __init__(self, scale: float | None = None, threshold: float | None = None) -> None:
         super().__init__()
         if (scale is None) == (threshold is None):
-            raise ConfigurationError(
-                f"FixedScaleObserver(scale={scale}, threshold={threshold}) gives {'no scale' if scale is None else 'two scales'}",
-                because="a threshold also defines the scale: it is the float value of the largest integer",
-                remedy="pass one of them",
-            )
+            what = f"FixedScaleObserver(scale={scale}, threshold={threshold}) gives {'no scale' if scale is None else 'two scales'}"
+            because = "a threshold also defines the scale: it is the float value of the largest integer"
+            remedy = "pass one of them"
+            raise ConfigurationError(what, because=because, remedy=remedy)
         self.given_scale, self.given_threshold = scale, threshold
 
     def observe(self, value: Tensor) -> None:
