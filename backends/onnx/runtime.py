@@ -225,11 +225,9 @@ class Runner:
 
     def _failed(self, error: Exception) -> ExportError:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return ExportError(
-            f"{self.name} cannot be run",
-            because=f"{self.runtime} says: {reason}",
-            remedy="export it again with fxq.export_onnx, and keep its .data file, if any, in the same folder",
-        )
+        because = f"{self.runtime} says: {reason}"
+        remedy = "export it again with fxq.export_onnx, and keep its .data file, if any, in the same folder"
+        return ExportError(f"{self.name} cannot be run", because=because, remedy=remedy)
 
 
 def _with_values(model: onnx.ModelProto, expose: Sequence[str], feed: Sequence[str]) -> onnx.ModelProto:

@@ -24,8 +24,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fxquant.analysis.layers import HOST
-from fxquant.analysis.partition import Segment, grouped, segments
+from fxquant.analysis.layers import HOST, Segment, grouped, segments
 from fxquant.analysis.recording import returned
 from fxquant.backends.onnx.export import STYLES, build, check_arguments, save_models
 from fxquant.backends.onnx.metadata import read_metadata

@@ -174,11 +174,9 @@ def _template(evaluator: Evaluator, function: Any, args: Any, kwargs: Any, argum
         except Exception as raised:
             error = raised
     if len(templates) < 2:
-        refuse(
-            f"the result of {name} cannot be determined",
-            because=f"it is kept as Python, and on tensors of zeros, ones and arbitrary numbers it raises {type(error).__name__}: {error}",
-            remedy="describe its result by a function: fxq.wrap(…, fake=lambda x: x.new_empty(…))",
-        )
+        because = f"it is kept as Python, and on tensors of zeros, ones and arbitrary numbers it raises {type(error).__name__}: {error}"
+        remedy = "describe its result by a function: fxq.wrap(…, fake=lambda x: x.new_empty(…))"
+        refuse(f"the result of {name} cannot be determined", because=because, remedy=remedy)
     return functools.reduce(_agreed, templates)
 
 

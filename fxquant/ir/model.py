@@ -213,11 +213,9 @@ def _of_other_grids(model: torch.nn.Module, state_dict: dict[str, Any], prefix: 
 
 def no_program_of_prepared(by: str) -> ExportError:
     """Return the error for a function of PyTorch that is to make a program of a prepared model."""
-    return ExportError(
-        f"{by} cannot make a program of a prepared model",
-        because="it observes, trains and proves its integers in Python",
-        remedy="export what fxq.convert(prepared) returns: by fxq.export.export_torchscript, fxq.export.export_pt2 or fxq.export_onnx",
-    )
+    because = "it observes, trains and proves its integers in Python"
+    remedy = "export what fxq.convert(prepared) returns: by fxq.export.export_torchscript, fxq.export.export_pt2 or fxq.export_onnx"
+    return ExportError(f"{by} cannot make a program of a prepared model", because=because, remedy=remedy)
 
 
 def look_at_constants(model: Any) -> None:

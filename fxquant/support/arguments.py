@@ -119,11 +119,9 @@ def _wrong_call(called: str, signature: inspect.Signature, arguments: Mapping[st
     }
     asked = unknown and OF_OTHERS.get(unknown[0])
     near = [asked] if asked in names else difflib.get_close_matches(unknown[0], [*names, *inside], n=1) if unknown else []
-    return ConfigurationError(
-        f"{called} cannot be called like this: {error}",
-        because=f"its arguments are {', '.join(names) or 'none'}",
-        remedy=f"did you mean {inside.get(near[0], repr(near[0]))}?" if near else "pass these",
-    )
+    because = f"its arguments are {', '.join(names) or 'none'}"
+    remedy = f"did you mean {inside.get(near[0], repr(near[0]))}?" if near else "pass these"
+    return ConfigurationError(f"{called} cannot be called like this: {error}", because=because, remedy=remedy)
 
 
 def shown(value: Any) -> str:
