@@ -1,4 +1,4 @@
-"""The C forms of primitives: first of elementwise ones, and of quantization and dequantization at the ends of the integer part."""
+"""The C forms of primitives, elementwise ones first, with quantization and dequantization at the ends of the integer part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Location and execution of the programs of the vendor's tool."""
+"""Location and execution of the programs of the vendor's tool; compilation of a folder by them."""
 
 from __future__ import annotations
 

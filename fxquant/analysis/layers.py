@@ -1,4 +1,4 @@
-"""The facts of a model's operators, as values: the common source of `explain`, `check`, `inspect` and every report."""
+"""The facts of a model's operators, as values: the common source of `explain`, `check`, `inspect` and every report; and its segments."""
 
 from __future__ import annotations
 

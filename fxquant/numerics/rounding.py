@@ -1,4 +1,4 @@
-"""Round weights to integers, with a straight-through gradient."""
+"""Round weights to integers, with a straight-through gradient; and modules that change gradients alone."""
 
 from __future__ import annotations
 

@@ -538,7 +538,9 @@ def as_mapping(qconfig: QConfig | QConfigMapping | None) -> QConfigMapping:
     if isinstance(qconfig, QConfigMapping):
         return copy.copy(qconfig)
     if qconfig is not None and not isinstance(qconfig, QConfig):
-        because = "a qconfig is a fxq.QConfig for every operator, a fxq.QConfigMapping, or None for the default"
-        remedy = "pass one of these"
-        raise ConfigurationError(f"a {type(qconfig).__name__} is not a qconfig", because=because, remedy=remedy)
+        raise ConfigurationError(
+            f"a {type(qconfig).__name__} is not a qconfig",
+            because="a qconfig is a fxq.QConfig for every operator, a fxq.QConfigMapping, or None for the default",
+            remedy="pass one of these",
+        )
     return QConfigMapping(default=qconfig or QConfig())

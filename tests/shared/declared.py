@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from benchmarks.operators.spelling import NAMESPACE, Input, Row, Spelling, written_forms
 from fxquant.ir import functional
 from fxquant.ops import OPERATORS, Operator
-from fxquant.ops.core.record import Sample
+from fxquant.ops.core.samples import Sample
 
 Shape = tuple[int, ...]
 REVERSED = ("__rdiv__", "__rtruediv__", "__rfloordiv__", "__rmod__")  # of a number by a tensor, which is another operator

@@ -1,4 +1,4 @@
-"""Softmax and its logarithm: composites, 16 bits wide inside.
+"""Softmax, its logarithm, and softmax with a mask: composites, 16 bits wide inside.
 
     softmax(x) = e / Σ e,   log_softmax(x) = d - log Σ e,   logsumexp(x) = max x + log Σ e,   with d = x - max x, e = exp(d)
 

@@ -1,4 +1,4 @@
-"""Expansion of composite operators into others: `Builder`, the first argument of `expand`."""
+"""Operators that are not the user's: the parts of composites, by `Builder`, the first argument of `expand`, and quantize to requantize."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import EVERYTHING, Grid, Interval, IntType, table
 from fxquant.ops.core.declare import module_of, settings_of, spelled
 from fxquant.ops.core.operators import OPERATORS, Call, Instead, Operator, Own, Trait, clamped, fact, is_parameter, operator_of, register
-from fxquant.ops.core.record import BY_NAME, Adapt, OnIntegers, Sample, has_poles
-from fxquant.ops.core.samples import LIMITED, POSITIVE, sample, written
+from fxquant.ops.core.record import BY_NAME, Adapt, OnIntegers, has_poles
+from fxquant.ops.core.samples import LIMITED, POSITIVE, Sample, sample, written
 
 UNARY: dict[str, tuple[Callable[..., Tensor], Callable[..., float]]] = {}  # on tensors, and on one Python float
 WITHOUT_NEGATIVE: set[str] = set()  # those of them that have no value below 0

@@ -17,8 +17,7 @@ from fxquant.ops.core.casting import made_number
 from fxquant.ops.core.declare import Branch, composite, is_finite, known_size, lowered, meets, on_the_output, real
 from fxquant.ops.core.operators import FLOAT32_EXACT, INNER, NORMED, Builder, Call, Instead, Lowering, Quantized, Ratio, Trait, sampled
 from fxquant.ops.elementwise.arithmetic import add, mul
-from fxquant.ops.indexing.index import WHOLE, getitem, places_of
-from fxquant.ops.indexing.ranking import refuses_index
+from fxquant.ops.indexing.index import WHOLE, getitem, places_of, refuses_index
 from fxquant.ops.movement.shape import rank_of
 from fxquant.ops.pooling.pool import too_many
 from fxquant.ops.reduction.progression import length_of, sums_along

@@ -1,4 +1,4 @@
-"""Convolution and transposed convolution in one to three dimensions: one description, two kinds."""
+"""Convolution and transposed convolution in one to three dimensions: one description, two kinds. Deformable convolution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Repeating a tensor along dimensions: expand, repeat, and broadcasting."""
+"""Repeating a tensor along dimensions: expand, repeat, and broadcasting; cat and stack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One factor and one bias per channel: batch normalization that is not folded into a layer, and the affine part of layer norms."""
+"""Batch normalization that is not folded into a layer: one factor and one bias per channel, as in a layer norm; and layer norms."""
 
 from __future__ import annotations
 

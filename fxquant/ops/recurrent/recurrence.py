@@ -1,4 +1,4 @@
-"""How recurrent layers and cells are written in other operators: step by step, 16 bits wide inside where the target has them."""
+"""Recurrent layers and cells, written in other operators step by step, 16 bits wide inside where the target has them."""
 
 from __future__ import annotations
 
