@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[1]
 CHECKED = ("fxquant", "passes", "backends")
 NAMES_ALONE = "benchmarks"  # only names of variables are checked there
 NAMES = frozenset({"found", "known", "given", "made"})  # no variable has such a name: scales, matches, by_name say what it holds
-NAMES_UNCHECKED = ("fxquant/kernels/", "fxquant/primitives/", "backends/cpu/")
 PAGES = ("*.md", "docs/**/*.md", "backends/**/*.md")
 OPTIONS = "dynamic_shapes|leaf|preserve|training_branch|adapt|integer_tail|dump|distributed|equalize|round_weights|correct_bias"
 BANNED = {
@@ -134,8 +133,7 @@ def findings(path: Path, source: str) -> Iterator[str]:
         yield from (f"{name}:{line}: {change}" for line, change in of_page(source))
         return
     tree = ast.parse(source)
-    if not name.as_posix().startswith(NAMES_UNCHECKED):
-        yield from (f"{name}:{line}: {change}" for line, change in vague_names(tree))
+    yield from (f"{name}:{line}: {change}" for line, change in vague_names(tree))
     if name.parts[0] == NAMES_ALONE:
         return
     texts = [(line, text) for line, text, _ in docstrings(tree)] + list(comments(source))

@@ -34,16 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # Two processes share the files, and the last one to begin decides how long they wait for each other: those of long tests begin first.
-LONG = (
-    "test_operators",
-    "test_random_graphs",
-    "test_kernels",
-    "test_readme",
-    "test_zoo",
-    "test_distributed",
-    "test_counts",
-    "test_contract",
-)
+LONG = ("test_operators", "test_random_graphs", "test_kernels", "test_readme", "test_distributed", "test_counts", "test_contract")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -90,12 +90,12 @@ def chain(site: Site) -> Built:
     constants = [_constant(value, torch.int64 if wide else torch.int32) for value in values]
     zeros = [_zero(site, value) if isinstance(value, fx.Node) else 0 for value in values]
     rows, tables = _structures(steps, [0] * len(steps))
-    made = _Chain(operands=len(values), count=len(steps), used=used, wide=wide)
-    made.steps = ctypes.addressof(rows)
+    structure = _Chain(operands=len(values), count=len(steps), used=used, wide=wide)
+    structure.steps = ctypes.addressof(rows)
     registers_of = [*(register for register, _ in operands), result]
-    held = torch.tensor([places[register] for register in registers_of], dtype=torch.int64, device="cpu")
-    made.registers = address(held)
-    return _Built(library.fxq_chain, made, constants, zeros, (rows, tables, held))
+    lanes = torch.tensor([places[register] for register in registers_of], dtype=torch.int64, device="cpu")
+    structure.registers = address(lanes)
+    return _Built(library.fxq_chain, structure, constants, zeros, (rows, tables, lanes))
 
 
 def _constant(value: Any, whole: torch.dtype) -> Tensor | None:
@@ -143,18 +143,18 @@ def packed(
     for register in operands:
         places[register] = used
         used += size(register)
-    kept, free, made = used, dict[int, list[int]](), list[Step]()
+    reserved, free, placed = used, dict[int, list[int]](), list[Step]()
     for index, step in enumerate(steps):
         a, b = places.get(step.a, 0), places.get(step.b, 0)
         if not free.setdefault(size(step.to), []):
             free[size(step.to)].append(used)
             used += size(step.to)
         places[step.to] = free[size(step.to)].pop()
-        made.append(step._replace(to=places[step.to], a=a, b=b))
+        placed.append(step._replace(to=places[step.to], a=a, b=b))
         for register in {step.a, step.b}:
-            if last.get(register) == index and places.get(register, -1) >= kept:
+            if last.get(register) == index and places.get(register, -1) >= reserved:
                 free.setdefault(size(register), []).append(places[register])
-    return made, places, used
+    return placed, places, used
 
 
 def _ranges(site: Site, writer: Writer) -> Ranges:
@@ -179,7 +179,7 @@ def fused(ranges: Ranges, writer: Writer, result: int = -1) -> tuple[list[Step],
         reached, by = ranges.get(step.a), ranges.get(step.b)
         stage = STAGES.get(step.op, -1)
         one = stage >= 0 and reached is not None and step.a not in constants
-        if not one or (step.op != Op.CLIP and (step.b not in constants or constants[step.b].numel() != 1)):
+        if not one or (step.op != Op.CLIP and (step.b not in constants or by is None or by[0] != by[1])):
             steps[step.to] = step
             continue
         number = by[0] if by is not None and step.op != Op.CLIP else 0
@@ -205,10 +205,10 @@ def fused(ranges: Ranges, writer: Writer, result: int = -1) -> tuple[list[Step],
 
 def _is_wide(ranges: Ranges, writer: Writer, nodes: Iterable[fx.Node]) -> bool:
     """Return whether steps need 64 bits: the primitives do, or say so, and the ranges of the operands allow numbers beyond int32."""
-    if any(known is not None and (known[0] < -(2**63) or known[1] >= 2**63) for known in ranges.values()):
+    if any(ends is not None and (ends[0] < -(2**63) or ends[1] >= 2**63) for ends in ranges.values()):
         raise NotApplicable("its numbers may have more than 64 bits")  # a comparison by the sign of a difference would be wrong
     says = writer.wide or any(node.op != "get_attr" and fact(node).dtype == torch.int64 for node in nodes)
-    return says and any(known is not None and (known[0] < -(2**31) or known[1] >= 2**31) for known in ranges.values())
+    return says and any(ends is not None and (ends[0] < -(2**31) or ends[1] >= 2**31) for ends in ranges.values())
 
 
 def _range(site: Site, value: Any) -> tuple[int, int] | None:
@@ -260,16 +260,16 @@ class _Built:
         place, count = ctypes.addressof(own), len(self.constants) + 1
         data = (ctypes.c_void_p * count)()
         own.data = ctypes.addressof(data)
-        known: dict[Any, Any] = {}
+        plans: dict[Any, Any] = {}
 
         def bound(inputs: Sequence[Tensor], output: Tensor, _keeps: Any = (own, self.keeps, data)) -> None:
-            given = iter(inputs)
-            tensors = [next(given) if constant is None else constant for constant in self.constants]
+            operands = iter(inputs)
+            tensors = [next(operands) if constant is None else constant for constant in self.constants]
             key = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in (*inputs, output))
-            if key not in known:
-                known.clear()
-                known[key] = self.plan(tensors, output)
-            own.kinds, own.offsets, own.sizes, own.strides = map(address, known[key])
+            if key not in plans:
+                plans.clear()
+                plans[key] = self.plan(tensors, output)
+            own.kinds, own.offsets, own.sizes, own.strides = map(address, plans[key])
             for index, tensor in enumerate((*tensors, output)):
                 data[index] = address(tensor)
             own.threads = torch.get_num_threads()
@@ -359,7 +359,7 @@ class _Rows:
 
     def computed(self, node: fx.Node, width: int, arguments: tuple[Any, ...]) -> int:
         """Write the steps of a node of `width` columns and return its register."""
-        made: Any
+        result: Any
         before = max(self.columns, default=-1) + 1
         if node.target is shape.crop:
             operand, _, starts, stops, _ = arguments
@@ -374,16 +374,16 @@ class _Rows:
         if role_of(node.target) is Role.LINEAR:
             operand, weight, bias = map(self.value, arguments[:3])
             bias = torch.zeros((), dtype=torch.int32, device="cpu") if bias is None else bias
-            made = self.step(SUM, width, operand, bias, 0, weight.shape[1], weight)
+            result = self.step(SUM, width, operand, bias, 0, weight.shape[1], weight)
         else:
             args, kwargs = fx.map_arg((arguments, node.kwargs), lambda operand: self.spread(operand, width))
-            made = PRIMITIVES[node.target].steps(self.writer, *args, **kwargs)  # type: ignore[index, misc]
-            if made is None:
+            result = PRIMITIVES[node.target].steps(self.writer, *args, **kwargs)  # type: ignore[index, misc]
+            if result is None:
                 raise NotApplicable(f"{PRIMITIVES[node.target].name} has no elementwise steps for its arguments")  # type: ignore[index]
-        for register in range(before, made + 1):
+        for register in range(before, result + 1):
             self.columns.setdefault(register, width)  # what is read has its own
             self.shapes.setdefault(register, fact(node).shape)
-        return made  # type: ignore[no-any-return]
+        return result  # type: ignore[no-any-return]
 
     def value(self, node: Any) -> Any:
         """Return the register of a node, which may be one that is read, or the tensor of a constant."""
@@ -402,9 +402,9 @@ class _Rows:
         return self.copies[value, width]
 
     def step(self, op: int, width: int, *arguments: Any) -> int:
-        made = self.writer.write(op, *arguments)  # type: ignore[arg-type]
-        self.columns[made] = width
-        return made
+        register = self.writer.write(op, *arguments)  # type: ignore[arg-type]
+        self.columns[register] = width
+        return register
 
     def read(self, node: fx.Node, width: int, view: View) -> int:
         place = self.site.match.reads.index(node)
@@ -426,14 +426,14 @@ class _Rows:
         first: list[Step] = []
         for register, value in operands:
             width = self.columns[register]
-            known = _constant(value, torch.int64 if wide else torch.int32)
-            assert known is not None
-            if wide and known.is_floating_point():
+            constant = _constant(value, torch.int64 if wide else torch.int32)
+            assert constant is not None
+            if wide and constant.is_floating_point():
                 raise NotApplicable("it needs integers of 64 bits and floats")
-            if known.numel() not in (1, known.shape[-1] if known.dim() else 1):
-                first.append(self.differing(register, known))
+            if constant.numel() not in (1, constant.shape[-1] if constant.dim() else 1):
+                first.append(self.differing(register, constant))
                 continue
-            row = known.flatten().expand(width).contiguous()
+            row = constant.flatten().expand(width).contiguous()
             key = row.dtype, row.numpy().tobytes()
             names[register] = same.setdefault(key, register)
             if names[register] == register:
@@ -445,21 +445,21 @@ class _Rows:
         constants = torch.cat(values) if values else torch.zeros(1, dtype=torch.int32, device="cpu")
         fixed, most = sum(map(len, values)), max(1, min(MOST_ROWS, MOST_LANES // max(widths)))
         depth = max(((step.high + 1) // 2 for step in steps if step.op == SUM), default=1)
-        made = _Program(most=most, fixed=fixed, used=used - fixed, depth=depth, count=len(steps), wide=wide)
-        made.steps, made.constants = ctypes.addressof(structures_of), address(constants)
+        structure = _Program(most=most, fixed=fixed, used=used - fixed, depth=depth, count=len(steps), wide=wide)
+        structure.steps, structure.constants = ctypes.addressof(structures_of), address(constants)
         keeps = structures_of, tables, constants
 
         def bind() -> Bound:
-            own, known = _Program.from_buffer_copy(made), dict[Any, tuple[Tensor, Tensor]]()
+            own, plans = _Program.from_buffer_copy(structure), dict[Any, tuple[Tensor, Tensor]]()
 
             def bound(inputs: Sequence[Tensor], output: Any, _keeps: Any = keeps) -> None:
                 tensors = [*inputs, *(output if isinstance(output, list) else [output]), *self.varying]
                 key = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
-                if key not in known:
-                    known.clear()
-                    known[key] = self.plan(tensors)
-                    own.rows = known[key][1].shape[1]
-                    own.moves, own.places = map(address, known[key])
+                if key not in plans:
+                    plans.clear()
+                    plans[key] = self.plan(tensors)
+                    own.rows = plans[key][1].shape[1]
+                    own.moves, own.places = map(address, plans[key])
                 data = (ctypes.c_void_p * len(tensors))(*map(address, tensors))
                 own.data, own.threads = ctypes.addressof(data), torch.get_num_threads()
                 function(ctypes.addressof(own))

@@ -56,12 +56,12 @@ class Call:
         place = ctypes.addressof(own)
 
         def bound(inputs: Sequence[Tensor], output: Tensor, _keeps: Any = (own, self.keeps)) -> None:
-            held = point(own, zip(self.names, inputs, strict=True))
+            operands = point(own, zip(self.names, inputs, strict=True))
             own.output = address(output)
             own.batch = inputs[0].shape[0] * self.batch // self.rows
             own.threads = torch.get_num_threads()
             self.function(place)
-            del held
+            del operands
 
         return bound
 
@@ -114,15 +114,15 @@ class Requantization:
             values = {"shift": shift, "multiplier": multiplier, "right_shift": right_shift, "half": half, "before": before}
             constants.update({name: value.to(torch.int32) for name, value in values.items()})
         if epilogue.mode != SUM:  # a sum may have no grid: a clamp that follows it has
-            known = qparams(root)
-            if known is None or known.zero_point != zero_point:
+            described = qparams(root)
+            if described is None or described.zero_point != zero_point:
                 raise NotApplicable("its zero point is not that of its grid")
             epilogue.zero = site.result().zero
         if "factor" in site.match.parts and site.match.parts["factor"] is not None:
             constants["residual_factor"] = _per_channel(site.tensor("factor"), channels, torch.int32)
             shift = site.constant(site.match.parts["factor_shift"])
-            held = torch.zeros((), dtype=torch.int32, device="cpu") if shift is None else shift
-            constants["residual_shift"] = _per_channel(held, channels, torch.int32)
+            shifts = torch.zeros((), dtype=torch.int32, device="cpu") if shift is None else shift
+            constants["residual_shift"] = _per_channel(shifts, channels, torch.int32)
             epilogue.residual_zero = site.held(site.match.reads[1]).zero
         padded = {name: _padded(tensor, site.result().pixel) for name, tensor in constants.items()}
         return Requantization(epilogue, tuple(point(epilogue, padded.items())))
@@ -142,12 +142,12 @@ class Summed(Call):
         """Return rows of accumulators requantized to bytes."""
         rows, channels = sums.shape
         output = torch.empty(rows, channels, dtype=torch.uint8, device="cpu")
-        made = Sum(input=address(sums), output=address(output), batch=rows, threads=1)
-        made.out_channels = made.out_pixel = channels
+        structure = Sum(input=address(sums), output=address(output), batch=rows, threads=1)
+        structure.out_channels = structure.out_pixel = channels
         assert isinstance(self.structure, Sum)
-        made.epilogue = self.structure.epilogue
+        structure.epilogue = self.structure.epilogue
         assert self.finish is not None
-        self.finish(ctypes.addressof(made))
+        self.finish(ctypes.addressof(structure))
         return output
 
 
@@ -157,8 +157,8 @@ TILE_QUADS = 16  # quads of input bytes that a tile of AMX multiplies
 def packed(weight: Tensor, groups: int, pixel: int, run: int = 0) -> Tensor:
     """Pack as (group, block, tap, quad of input channels, 16 output channels, 4), with zeros for missing channels.
 
-    Tiles read up to 15 quads beyond the last one, and multiply them by 0. With a `run`, zeros follow each run of so many bytes of input
-    channels instead, up to the next whole tile.
+    Tiles read up to 15 quads beyond the last one, and multiply them by 0. `run` is the number of bytes that a tile's row reads side by
+    side: zeros follow the weights of each run, up to a multiple of 64 bytes. 0: there are no runs, and zeros follow the last weight only.
     """
     outer, inner, *area = weight.shape
     count = outer // groups
@@ -181,17 +181,17 @@ def _summed(site: Site, layer: Layer, function: Callable[[Any], None], pack: Cal
     outside, area, calls = torch.full((input.pixel,), input.zero, dtype=torch.uint8, device="cpu"), result.grid[1:-1], list[Summed]()
     for part, outputs in layer.convolutions(area):
         bias = _padded(part.bias(input.zero), result.pixel)
-        made = Sum(outside=address(outside), bias=address(bias), epilogue=own.epilogue, threads=1, groups=groups)
-        made.batch, made.channels, made.out_channels, made.out_pixel = input.grid[0], input.pixel, result.channels, result.pixel
+        sums = Sum(outside=address(outside), bias=address(bias), epilogue=own.epilogue, threads=1, groups=groups)
+        sums.batch, sums.channels, sums.out_channels, sums.out_pixel = input.grid[0], input.pixel, result.channels, result.pixel
         window = (part.window[key] for key in WINDOW)
-        _set_window(made, input.grid[1:-1], outputs[0], part.weight.shape[2:], *window)
-        _set_each(made, ("whole", "first", "step"), (area, *outputs[1:]))
-        made.fused = groups == 1 and made.kernel_width > 1 and made.dilation_width == 1
-        made.in_place = groups and loaded_library().fxq_reads_in_place(ctypes.addressof(made))
-        weight = pack(part.weight, made.in_place * made.channels * (made.kernel_width if made.fused else 1))
-        made.weight = address(weight)
+        _set_window(sums, input.grid[1:-1], outputs[0], part.weight.shape[2:], *window)
+        _set_each(sums, ("whole", "first", "step"), (area, *outputs[1:]))
+        sums.fused = groups == 1 and sums.kernel_width > 1 and sums.dilation_width == 1
+        sums.in_place = groups and loaded_library().fxq_reads_in_place(ctypes.addressof(sums))
+        weight = pack(part.weight, sums.in_place * sums.channels * (sums.kernel_width if sums.fused else 1))
+        sums.weight = address(weight)
         names, keeps = ("input", "residual")[: len(site.match.reads)], (weight, outside, bias, *own.keeps)
-        calls.append(Summed(function, made, names, keeps, _area(input), finish=loaded_library().fxq_finish))
+        calls.append(Summed(function, sums, names, keeps, _area(input), finish=loaded_library().fxq_finish))
     layer.prove_requantization(site, calls[0].requantized)
 
     def bind() -> Bound:
@@ -263,9 +263,9 @@ def _move(input: Held, result: Held, **values: int) -> Move:
 def quantize(site: Site) -> Built:
     """Build the quantization of a float tensor to bytes, channels last."""
     loaded, root, result = loaded_library(), site.match.root, site.result()
-    made = _move(result, result, low=root.args[2], high=root.args[3], zero=result.zero)  # type: ignore[arg-type]
-    made.scale = float(site.constant(root.args[1]))
-    call = Call(loaded.fxq_quantize, made, ("input",), batch=result.grid[0] // result.sizes[0])
+    structure = _move(result, result, low=root.args[2], high=root.args[3], zero=result.zero)  # type: ignore[arg-type]
+    structure.scale = float(site.constant(root.args[1]))
+    call = Call(loaded.fxq_quantize, structure, ("input",), batch=result.grid[0] // result.sizes[0])
 
     def bind() -> Bound:
         bound = call.bind()
@@ -281,10 +281,10 @@ def max_pool(site: Site) -> Built:
     input, result = site.held(site.match.reads[0]), site.result()
     if input.zero != result.zero:
         raise NotApplicable("its result and its operand have different memory layouts")
-    made = _move(input, result)
-    made.channels = input.pixel
-    _set_window(made, input.grid[1:-1], result.grid[1:-1], *(parts[key] for key in ("kernel", "stride", "begin", "dilation")))
-    return Call(loaded.fxq_max_pool, made, ("input",), rows=_area(input))
+    structure = _move(input, result)
+    structure.channels = input.pixel
+    _set_window(structure, input.grid[1:-1], result.grid[1:-1], *(parts[key] for key in ("kernel", "stride", "begin", "dilation")))
+    return Call(loaded.fxq_max_pool, structure, ("input",), rows=_area(input))
 
 
 @implementation("native table")
@@ -293,24 +293,24 @@ def pointwise(site: Site) -> Built:
     loaded, result = loaded_library(), site.result()
     forms = [site.held(read) for read in site.match.reads]
     table = enumerated(site, forms, result)
-    made = _move(forms[0], result)
-    made.table = address(table)
+    structure = _move(forms[0], result)
+    structure.table = address(table)
     if len(forms) == 1:
-        made.channels = forms[0].pixel
-        made.out_height = int(site.match.parts["channels"])
-        return Call(loaded.fxq_lookup, made, ("input",), (table,))
+        structure.channels = forms[0].pixel
+        structure.out_height = int(site.match.parts["channels"])
+        return Call(loaded.fxq_lookup, structure, ("input",), (table,))
     first, second = forms
-    made.channels = first.pixel
-    made.out_height = int(second.sizes != first.sizes)
+    structure.channels = first.pixel
+    structure.out_height = int(second.sizes != first.sizes)
     one = second.sizes == (*first.sizes[:2], *[1] * (len(first.sizes) - 2)) and first.channels_first
-    if result.sizes != first.sizes or (made.out_height and not one):
+    if result.sizes != first.sizes or (structure.out_height and not one):
         raise NotApplicable("its operands have different sizes")
-    return Call(loaded.fxq_pairs, made, ("input", "other"), (table,), rows=_area(first))
+    return Call(loaded.fxq_pairs, structure, ("input", "other"), (table,), rows=_area(first))
 
 
 @implementation("moved bytes")
 def move(site: Site) -> Built:
-    """Build what moves bytes, from memory as kernels hold it to such memory: a concatenation, a crop, a padding, a permutation."""
+    """Build what moves bytes from held memory to held memory: a concatenation, crop, padding, permutation, or choice of rows."""
     root, result = site.match.root, site.result()
     if any((site.held(read).zero ^ result.zero) not in (0, BIASED) for read in site.match.reads):
         raise NotApplicable("its operands and its result have different memory layouts")
@@ -324,7 +324,8 @@ def move(site: Site) -> Built:
                 last[:] = inputs[0], output, list(_moves(site, inputs, output))
             if byte is not None:
                 output.fill_(byte)
-            for value, written, differs in last[2]:
+            for value, written, differs, rows in last[2]:
+                value = value if rows is None else value.index_select(*rows)
                 written.copy_(value ^ BIASED if differs else value)
 
         return bound
@@ -332,20 +333,29 @@ def move(site: Site) -> Built:
     return Binding(bind)
 
 
-def _moves(site: Site, inputs: Sequence[Tensor], output: Tensor) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Yield the view of each operand, the view of the part of the result that it fills, and whether one stores int8 and the other uint8."""
+def _moves(site: Site, inputs: Sequence[Tensor], output: Tensor) -> Iterator[tuple[Tensor, Tensor, bool, tuple[int, Tensor] | None]]:
+    """Yield the view of each operand, the view of the part of the result that it fills, and whether one stores int8 and the other uint8.
+
+    The last is the dimension and the indices of the elements that a choice takes from the operand; None for other movements.
+    """
     result, root = site.result(), site.match.root
     arguments: Any = root.args[1:]
     begins = list(arguments[0]) if root.target is shape.pad else [0] * len(result.sizes)
     for form, tensor in zip(map(site.held, site.match.reads), inputs, strict=True):
         value, written = form.of(tensor).view(tensor), result.of(output).view(output)
+        if root.target is shape.select:
+            rows = arguments[0] % value.dim(), site.constant(arguments[1])
+            order = range(1, value.dim()) if result.channels_first else ()  # a pixel's channels, which lie side by side, come last
+            value, written = (each.permute(0, *order[1:], *order[:1]) if order else each for each in (value, written))
+            yield value, written, form.zero != result.zero, ([0, value.dim() - 1, *order][rows[0]] if order else rows[0], rows[1])
+            return
         keeps = root.target is shape.pad or root.target is shape.concatenate
         value = value if keeps else root.target(value, *arguments)  # type: ignore[operator]
         for dim, (begin, size) in enumerate(zip(begins, value.shape, strict=True)):
             written = written.narrow(dim, begin, size)
         if root.target is shape.concatenate:
             begins[arguments[0]] += value.shape[arguments[0]]
-        yield value, written, form.zero != result.zero
+        yield value, written, form.zero != result.zero, None
 
 
 @implementation("native product", strided=True)
@@ -368,10 +378,10 @@ def product(site: Site) -> Built:
             is_byte = [tensor.dtype == torch.uint8 for tensor in inputs]  # the first operand is to be bytes, the second int8
             own.input_flip, own.input_zero = (0, zeros[0]) if is_byte[0] else (BIASED, BIASED)
             own.other_flip, own.other_zero = (BIASED, zeros[1] - BIASED) if is_byte[1] else (0, 0)
-            held = point(own, zip(("input", "other"), inputs, strict=True))
+            operands = point(own, zip(("input", "other"), inputs, strict=True))
             own.output, own.threads = address(output), torch.get_num_threads()
             loaded.fxq_product(place)
-            del held
+            del operands
 
         return bound
 
@@ -386,22 +396,22 @@ def native_dynamic(site: Site) -> Built:
     outputs, inputs = weight.shape
     pixel = -(-inputs // ALIGNMENT) * ALIGNMENT
     summed = packed(weight[..., None], 1, pixel)
-    kept = {
+    tensors = {
         "totals": weight.to(torch.int32).sum(1, dtype=torch.int32),
         "scale": scale.expand(outputs).contiguous(),
         **({} if bias is None else {"bias": bias.contiguous()}),
     }
-    made = native.Dynamic(inputs=inputs, smallest=SMALLEST_DYNAMIC, largest=LARGEST_DYNAMIC)
-    made.sum.channels, made.sum.out_channels, made.sum.out_pixel = pixel, outputs, outputs
-    made.sum.weight = address(summed)
-    keeps = summed, *point(made, kept.items())
+    structure = native.Dynamic(inputs=inputs, smallest=SMALLEST_DYNAMIC, largest=LARGEST_DYNAMIC)
+    structure.sum.channels, structure.sum.out_channels, structure.sum.out_pixel = pixel, outputs, outputs
+    structure.sum.weight = address(summed)
+    keeps = summed, *point(structure, tensors.items())
 
     def bind() -> Bound:
-        own = native.Dynamic.from_buffer_copy(made)
+        own = native.Dynamic.from_buffer_copy(structure)
         place, sums = ctypes.addressof(own), own.sum
 
-        def bound(given: Sequence[Tensor], output: Tensor, _keeps: Any = (own, keeps)) -> None:
-            (operand,) = point(own, [("input", given[0].contiguous())])
+        def bound(operands: Sequence[Tensor], output: Tensor, _keeps: Any = (own, keeps)) -> None:
+            (operand,) = point(own, [("input", operands[0].contiguous())])
             own.output = address(output)
             sums.batch = operand.numel() // inputs
             sums.threads = torch.get_num_threads()

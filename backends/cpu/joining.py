@@ -42,64 +42,64 @@ class NativeJoining:
 
     def ends(self, join: Join) -> Tensor:
         width = join.columns if join.each else 1
-        found = torch.empty(2 * width, dtype=torch.float64, device="cpu")
-        _call("join_ends", _made(join), _operands(join) | {"ends": found})
-        return found.view(2, -1)
+        ends = torch.empty(2 * width, dtype=torch.float64, device="cpu")
+        _call("join_ends", _structure(join), _operands(join) | {"ends": ends})
+        return ends.view(2, -1)
 
     def forward(self, join: Join, how: Rounded, ratio: Tensor, marks: bool) -> tuple[Tensor, Tensor, Tensor | None, int]:
         shape = join.a.shape
         integers, real = (torch.empty(shape, dtype=torch.float32, device="cpu") for _ in range(2))
         inside = torch.empty(shape, dtype=torch.uint8, device="cpu") if marks else None
-        made = _made(join)
+        structure = _structure(join)
         for name, number in numbers(how).items():
-            setattr(made, name, number)
+            setattr(structure, name, number)
         written = {"ratio": _each(join, ratio, torch.float64), "integers": integers, "real": real, "inside": inside}
-        _call("join_forward", made, _operands(join) | constants(how, partial(_each, join)) | written)
-        return integers, real, inside, made.outside
+        _call("join_forward", structure, _operands(join) | constants(how, partial(_each, join)) | written)
+        return integers, real, inside, structure.outside
 
     def backward(
         self, join: Join, scale: Tensor, ratio: Tensor, inside: Tensor | None, of_integers: Tensor | None, of_real: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        given = of_integers if of_integers is not None else of_real
-        assert given is not None
-        of_a = torch.empty(given.shape, dtype=torch.float32, device="cpu")
-        made = _made(join)
-        made.factor_a, made.factor_b = join.slopes
-        made.scale = float(scale)
+        gradient = of_integers if of_integers is not None else of_real
+        assert gradient is not None
+        of_a = torch.empty(gradient.shape, dtype=torch.float32, device="cpu")
+        structure = _structure(join)
+        structure.factor_a, structure.factor_b = join.slopes
+        structure.scale = float(scale)
         totals = torch.empty(2 * join.columns, dtype=torch.float64, device="cpu") if join.each else None
-        of_b = None if join.each else torch.empty(given.numel() if join.of_b.step else join.rows, dtype=torch.float32, device="cpu")
+        of_b = None if join.each else torch.empty(gradient.numel() if join.of_b.step else join.rows, dtype=torch.float32, device="cpu")
         gradients = {"of_integers": of_integers, "of_real": of_real, "mask": inside, "ratio": _each(join, ratio, torch.float64)}
-        operands = {"a": join.a, "b": join.b} if join.product else {"b": given}
-        _call("join_backward", made, operands | gradients | {"of_a": of_a, "of_b": of_b, "totals": totals})
+        operands = {"a": join.a, "b": join.b} if join.product else {"b": gradient}
+        _call("join_backward", structure, operands | gradients | {"of_a": of_a, "of_b": of_b, "totals": totals})
         if totals is None:
             return of_a, of_b, None
         of_c, of_b = totals.float().view(2, -1).unbind()
         return of_a, of_b, of_c
 
     def occurs(self, value: Tensor, low: int, high: int) -> Tensor:
-        found = torch.zeros(high - low + 1, dtype=torch.uint8, device="cpu")
-        _call("occurs", _Join(rows=value.numel(), low=low), {"a": value, "inside": found})
-        return found.bool()
+        marks = torch.zeros(high - low + 1, dtype=torch.uint8, device="cpu")
+        _call("occurs", _Join(rows=value.numel(), low=low), {"a": value, "inside": marks})
+        return marks.bool()
 
     def look_up(self, value: Tensor, table: Tensor, low: int, scale: Tensor, keeps: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         integers, real = (torch.empty(value.shape, dtype=torch.float32, device="cpu") for _ in range(2))
         wide = len(table) > 2**8
         places = torch.empty(value.shape, dtype=torch.int16 if wide else torch.uint8, device="cpu") if keeps else None
-        made = _Join(rows=value.numel(), low=low, scale=float(scale), wide=wide)
-        _call("look_up", made, {"a": value, "multiplier": table, "integers": integers, "real": real, "inside": places})
+        structure = _Join(rows=value.numel(), low=low, scale=float(scale), wide=wide)
+        _call("look_up", structure, {"a": value, "multiplier": table, "integers": integers, "real": real, "inside": places})
         return integers, real, places
 
     def look_back(self, places: Tensor, slopes: Tensor, scale: Tensor, of_integers: Tensor | None, of_real: Tensor | None) -> Tensor:
-        found = torch.empty(places.shape, dtype=torch.float32, device="cpu")
-        made = _Join(rows=places.numel(), scale=float(scale), wide=len(slopes) > 2**8)
-        _call("look_back", made, {"mask": places, "multiplier": slopes, "of_integers": of_integers, "of_real": of_real, "of_a": found})
-        return found
+        gradient = torch.empty(places.shape, dtype=torch.float32, device="cpu")
+        join = _Join(rows=places.numel(), scale=float(scale), wide=len(slopes) > 2**8)
+        _call("look_back", join, {"mask": places, "multiplier": slopes, "of_integers": of_integers, "of_real": of_real, "of_a": gradient})
+        return gradient
 
     def to_bytes(self, value: Tensor) -> Tensor | None:
-        found = torch.empty(value.shape, dtype=torch.int8, device="cpu")
-        made = _Join(rows=value.numel())
-        _call("to_bytes", made, {"a": value, "inside": found})
-        return None if made.outside else found
+        integers = torch.empty(value.shape, dtype=torch.int8, device="cpu")
+        structure = _Join(rows=value.numel())
+        _call("to_bytes", structure, {"a": value, "inside": integers})
+        return None if structure.outside else integers
 
 
 class NativeMarks:
@@ -110,30 +110,30 @@ class NativeMarks:
         return inside.device.type == "cpu" and not isinstance(native.joining_library(), str)
 
     def places(self, marks: Tensor, count: int) -> Tensor:
-        found = torch.empty(count, dtype=torch.int32, device="cpu")
-        _call("places", _Join(rows=marks.numel()), {"mask": marks, "integers": found})
-        return found
+        places = torch.empty(count, dtype=torch.int32, device="cpu")
+        _call("places", _Join(rows=marks.numel()), {"mask": marks, "integers": places})
+        return places
 
     def marks(self, places: Tensor, size: int) -> Tensor:
-        found = torch.empty(size, dtype=torch.uint8, device="cpu")
-        _call("marks", _Join(rows=size, columns=places.numel()), {"a": places, "inside": found})
-        return found
+        marks = torch.empty(size, dtype=torch.uint8, device="cpu")
+        _call("marks", _Join(rows=size, columns=places.numel()), {"a": places, "inside": marks})
+        return marks
 
 
 fused_layers.MASKS.add(NativeMarks())
 fused_elementwise.OFFERS.add(NativeJoining())
 
 
-def _made(join: Join) -> _Join:
+def _structure(join: Join) -> _Join:
     """Return the structure for an accumulator, without its tensors."""
-    made = _Join(rows=join.rows, columns=join.columns, wide=join.wide, each=join.each)
-    made.kind = PRODUCT if join.product else DOWN if join.down else NEAREST
-    made.mode = REAL if made.kind == NEAREST else FIXED  # equal accumulators; forward sets the mode
-    made.b_rows, made.b_stride, made.b_step = join.of_b
-    made.c_rows, made.c_stride, made.c_step = join.of_c
-    made.factor_a, made.factor_b = join.factors
-    made.sign_a, made.sign_b = join.signs
-    return made
+    structure = _Join(rows=join.rows, columns=join.columns, wide=join.wide, each=join.each)
+    structure.kind = PRODUCT if join.product else DOWN if join.down else NEAREST
+    structure.mode = REAL if structure.kind == NEAREST else FIXED  # equal accumulators; forward sets the mode
+    structure.b_rows, structure.b_stride, structure.b_step = join.of_b
+    structure.c_rows, structure.c_stride, structure.c_step = join.of_c
+    structure.factor_a, structure.factor_b = join.factors
+    structure.sign_a, structure.sign_b = join.signs
+    return structure
 
 
 def _operands(join: Join) -> dict[str, Tensor | None]:
@@ -146,6 +146,6 @@ def _each(join: Join, value: Tensor, dtype: torch.dtype) -> Tensor:
     return value.expand(join.columns) if join.each else value
 
 
-def _call(function: str, made: _Join, tensors: dict[str, Tensor | None]) -> None:
+def _call(function: str, structure: _Join, tensors: dict[str, Tensor | None]) -> None:
     plain = [(name, tensor.detach().contiguous()) for name, tensor in tensors.items() if tensor is not None]
-    native.run(native.joining_library(), function, made, plain)
+    native.run(native.joining_library(), function, structure, plain)

@@ -352,29 +352,29 @@ static void chunk_of(const Sum *s, int64_t group, int64_t count, int64_t begin, 
 }
 #endif
 
-enum { ROWS = 16, DEEP = 64, HELD = 1 << 19, WIDE = 512 }; /* HELD, WIDE: the bytes and about the pixels that are computed at a time */
+enum { ROWS = 16, DEEP = 64, HELD = 1 << 19, WIDE = 512 }; /* at most HELD bytes of operands, and about WIDE pixels, are computed at a time */
 
-/* The bytes of a pixel's taps that lie side by side. */
+/* The number of bytes of one run: taps of a pixel that lie side by side in memory. */
 static int64_t run_of(const Sum *s) { return s->channels / s->groups * (s->fused ? s->kernel_width : 1); }
 
 static int64_t upward(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
 
-/* A kernel of one tap that reads every pixel: its pixels are one line. */
+/* Whether each pixel of the output reads the same pixel of the input alone. Then all pixels of a batch are one line. */
 static int64_t is_pointwise(const Sum *s) {
     return s->kernel_depth * s->kernel_height * s->kernel_width * s->stride_depth * s->stride_height * s->stride_width == 1 &&
            !(s->pad_depth | s->pad_height | s->pad_width) && s->depth == s->out_depth && s->height == s->out_height && s->width == s->out_width;
 }
 
-static int64_t is_flat(const Sum *s) { return s->stride_height == 1 && s->stride_width == 1; } /* the lines of a plane are one line */
+static int64_t is_flat(const Sum *s) { return s->stride_height == 1 && s->stride_width == 1; } /* tiles run on from one line to the next */
 
 static int64_t reach(int64_t out, int64_t stride, int64_t kernel, int64_t dilation) { return (out - 1) * stride + (kernel - 1) * dilation + 1; }
 
-/* The pixels that tiles compute for this many lines of this width, of which those between two lines are not stored. */
+/* The number of pixels that tiles compute for `lines` lines of `width` pixels. Pixels between two lines are computed, but not stored. */
 static int64_t computed(const Sum *s, int64_t lines, int64_t width) {
     return is_flat(s) ? upward((lines - 1) * reach(width, 1, s->kernel_width, s->dilation_width) + width, ROWS) : lines * upward(width, ROWS);
 }
 
-/* Whether tiles are to read a sum's operand in place: they are of use, and most of their rows are pixels of the output. */
+/* Whether tiles read a sum's operand in place. At least half of the pixels that they then compute have to be stored. */
 int64_t fxq_reads_in_place(const Sum *s) {
 #if AMX
     int64_t pixels = s->out_depth * s->out_height * s->out_width;
@@ -391,7 +391,7 @@ int64_t fxq_reads_in_place(const Sum *s) {
 
 #if AMX
 /* Tiles of 16 rows: pixels by 64 bytes of their operands, times 64 bytes by 16 output channels, are sums of 16 pixels by 16 channels.
-   The pixels of a tile lie `pitch` bytes apart, from a base on, and their operands are runs of taps, `steps` bytes after each. */
+   The pixels of a tile lie `pitch` bytes apart, the first one at a base; the operands of a pixel are 64 bytes at each of `steps`. */
 
 typedef struct {
     uint8_t palette, start, reserved[14];
@@ -449,7 +449,7 @@ static void collect(const Sum *s, const uint8_t *const *table, int64_t stride, i
     for (int64_t i = 0; i < to->tiles; i++) to->bases[i] = to->bytes + i * ROWS * to->pitch;
 }
 
-/* How a sum is divided whose operand is read in place: `planes` planes of `lines` lines of `width` pixels at a time. */
+/* The division of a sum into chunks, where its operand is read in place: `planes` planes of `lines` lines of `width` pixels each. */
 typedef struct {
     int64_t planes, lines, width, whole_lines, whole_width, copied; /* whole: of a plane; copied: bytes of a plane's operands */
     int64_t parts, columns, chunks; /* parts of a plane's lines, of a line's pixels, and all chunks */
@@ -476,7 +476,7 @@ static Division divided(const Sum *s) {
     return d;
 }
 
-/* Copy what `lines` lines of `width` pixels from `line` and `column` on read, with the zeros of the padding. */
+/* Copy the pixels of the input that `lines` lines of `width` pixels of the output read, from `line` and `column` on, with their padding. */
 static void copy_plane(const Sum *s, int64_t plane, int64_t line, int64_t column, int64_t lines, int64_t width, uint8_t *to) {
     int64_t image = plane / s->out_depth, left = column * s->stride_width - s->pad_width;
     int64_t high = reach(lines, s->stride_height, s->kernel_height, s->dilation_height), pixel = s->channels;
@@ -495,6 +495,7 @@ static void copy_plane(const Sum *s, int64_t plane, int64_t line, int64_t column
     }
 }
 
+/* Write the bases, places and steps of a chunk, and copy its operands where they have padding or end the input. */
 static void find_operands(const Sum *s, const Division *d, int64_t chunk, Operands *to) {
     int64_t column = chunk % d->columns * d->width, line = chunk / d->columns % d->parts * d->lines, pointwise = is_pointwise(s);
     int64_t first = chunk / d->columns / d->parts * d->planes, last = pointwise ? 1 : least(first + d->planes, s->batch * s->out_depth);

@@ -133,9 +133,9 @@ class Count(ctypes.Structure):
 def run(library: Any, function: str, structure: Any, tensors: Iterable[tuple[str, Tensor | None]]) -> Any:
     """Call a function of a library on a structure, whose fields get the addresses of these tensors; return the structure."""
     structure.threads = torch.get_num_threads()
-    held = point(structure, tensors)
+    arguments = point(structure, tensors)
     getattr(library, f"fxq_{function}")(ctypes.addressof(structure))
-    del held
+    del arguments
     return structure
 
 
@@ -179,7 +179,7 @@ def _loaded(source: Path, functions: tuple[str, ...]) -> Any:
     if instructions not in LIMITS:
         return f"{INSTRUCTIONS} is {instructions}; it can be {' or '.join(filter(None, LIMITS))}"
     flags = (*FLAGS, *LIMITS[instructions])
-    compiler = next((found for name in (os.environ.get("CC", ""), "cc", "gcc", "clang") if name and (found := shutil.which(name))), None)
+    compiler = next((path for name in (os.environ.get("CC", ""), "cc", "gcc", "clang") if name and (path := shutil.which(name))), None)
     if compiler is None:
         return "a C compiler was not found"
     try:
@@ -204,12 +204,12 @@ def _name(compiler: str, file: Path, flags: Sequence[str]) -> str:
 def _compiled(compiler: str, file: Path, flags: Sequence[str]) -> bytes:
     logger.info("compiling the integer kernels for this processor, once: %s", file.name)
     with tempfile.TemporaryDirectory() as directory:
-        made = Path(directory) / "made.so"
+        binary = Path(directory) / "made.so"
         for threads in (["-fopenmp"], []):  # without OpenMP, one thread
-            done = subprocess.run([compiler, *flags, *threads, str(file), "-o", str(made)], capture_output=True, timeout=300, check=False)
-            if done.returncode == 0:
-                return made.read_bytes()
-    raise OSError(done.stderr.decode(errors="replace").strip()[:500])
+            call = subprocess.run([compiler, *flags, *threads, str(file), "-o", str(binary)], capture_output=True, timeout=300, check=False)
+            if call.returncode == 0:
+                return binary.read_bytes()
+    raise OSError(call.stderr.decode(errors="replace").strip()[:500])
 
 
 def _processor() -> str:
@@ -218,8 +218,8 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return " ".join(platform.uname())
-    kept = {line for line in lines if line.split("\t")[0] in ("model name", "flags", "Features", "CPU part", "CPU implementer")}
-    return "\n".join([platform.machine(), *sorted(kept)])
+    properties = {line for line in lines if line.split("\t")[0] in ("model name", "flags", "Features", "CPU part", "CPU implementer")}
+    return "\n".join([platform.machine(), *sorted(properties)])
 
 
 # ---- Compiled libraries in the user's cache. A library is loaded only if this user wrote it and it is complete; else it is compiled
@@ -269,22 +269,22 @@ def folder() -> Path:
         above = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
     except RuntimeError as error:
         raise OSError("this user has no home directory; the variable XDG_CACHE_HOME can name a folder") from error
-    found = above / "fxquant"
-    found.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _require_own(found.stat(), found)
-    return found
+    path = above / "fxquant"
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _require_own(path.stat(), path)
+    return path
 
 
 def read(file: Path) -> bytes:
     """Return the library that a file holds. Raises OSError for a link, a damaged file, and one that others own or can write to."""
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     with open(os.open(file, flags), "rb") as stream:
-        known = os.fstat(stream.fileno())
-        if not stat.S_ISREG(known.st_mode):
+        status = os.fstat(stream.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(f"{file} is not a file")
-        _require_own(known, file)
-        held = stream.read()
-    checksum, content = held[:CHECKSUM], held[CHECKSUM:]
+        _require_own(status, file)
+        data = stream.read()
+    checksum, content = data[:CHECKSUM], data[CHECKSUM:]
     if not content or hashlib.sha256(content).digest() != checksum:
         raise OSError(f"{file} is damaged")
     return content
@@ -321,8 +321,8 @@ def load(name: str, content: bytes) -> ctypes.CDLL:
         return ctypes.CDLL(str(file))
 
 
-def _require_own(known: os.stat_result, path: Path) -> None:
-    if hasattr(os, "geteuid") and known.st_uid != os.geteuid():
+def _require_own(status: os.stat_result, path: Path) -> None:
+    if hasattr(os, "geteuid") and status.st_uid != os.geteuid():
         raise OSError(f"{path} belongs to another user")
-    if known.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise OSError(f"others can write to {path}")

@@ -92,11 +92,11 @@ class _Sums:
     def sums(self, images: Tensor) -> Tensor:
         """Return the sums (images, channels, depth · height, width) of images of bytes, channels last."""
         window = [self.layer.window[name][self.skipped :] for name in ("stride", "padding", "dilation")]
-        found: Tensor = torch.ops.onednn.qconv_pointwise(
+        sums: Tensor = torch.ops.onednn.qconv_pointwise(
             images, 1.0, self.input.zero, self.packed, self.ones, self.zeros, self.bias,
             *window, self.layer.window["groups"], 1.0, 0, torch.float32, "none", [], "",
         )  # fmt: skip
-        return found.flatten(2, -2)
+        return sums.flatten(2, -2)
 
     def requantized(self, sums: Tensor) -> Tensor:
         return self.requantized_sums(sums.float()[..., None, None]).to(torch.uint8)[..., 0, 0]
@@ -111,11 +111,11 @@ class _Sums:
 
         def bound(inputs: Sequence[Tensor], output: Tensor) -> None:
             packed = self.input.pixel if self.layer.window["groups"] == 1 else self.input.channels
-            given = images_of(self.input, inputs[0], self.input.grid[1 + self.skipped : -1], packed)
+            images = images_of(self.input, inputs[0], self.input.grid[1 + self.skipped : -1], packed)
             written = images_of(result, output, area, channels)
             added = None if residual is None else images_of(residual, inputs[1], area, channels)
-            for first in range(0, given.shape[0], step):
-                sums = self.sums(given[first : first + step])
+            for first in range(0, images.shape[0], step):
+                sums = self.sums(images[first : first + step])
                 if added is not None and residual is not None:
                     centred = added[first : first + step].float()
                     centred = centred.sub_(residual.zero) if residual.zero else centred

@@ -24,9 +24,9 @@ class NativePasses(Passes):
 
     def takes(self, tensors: Sequence[Tensor | None]) -> bool:
         """Return whether there is a library, and the tensors are large enough to be worth a call."""
-        given = [t for t in tensors if t is not None]
-        known = all(t.device.type == "cpu" and t.dtype == torch.float32 for t in given)
-        return known and given[0].numel() >= SMALLEST and not isinstance(native.training_library(), str)
+        present = [t for t in tensors if t is not None]
+        fits = all(t.device.type == "cpu" and t.dtype == torch.float32 for t in present)
+        return fits and present[0].numel() >= SMALLEST and not isinstance(native.training_library(), str)
 
     def collect(self, sums: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
         totals, ends = _vector(2 * form.channels, torch.float64), _vector(2 * form.channels)
@@ -53,18 +53,18 @@ class NativePasses(Passes):
         sums, form = accumulator.sums, accumulator.form
         integers, real = torch.empty_like(sums), torch.empty_like(sums)
         own = constants(how, lambda value, dtype: _each(value, form, dtype))
-        given = {"sums": sums, **_added(accumulator), **own, **marks}
-        made = _call("finish_forward", form, numbers(how), **given, integers=integers, real=real)
-        return integers, real, made.outside
+        operands = {"sums": sums, **_added(accumulator), **own, **marks}
+        structure = _call("finish_forward", form, numbers(how), **operands, integers=integers, real=real)
+        return integers, real, structure.outside
 
     def mark_back(
         self, form: Form, inside: Tensor | None, factor: Tensor | None, ratio: Tensor, scale: Tensor, gradients: Gradients, like: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         of_sums, totals = torch.empty_like(like, dtype=torch.float32, device="cpu"), _vector(form.channels, torch.float64)
         of_residual = None if factor is None else torch.empty_like(of_sums)
-        given = {"inside": inside, "factor": None if factor is None else _each(factor, form), "ratio": _each(ratio, form)}
-        made = {"of_sums": of_sums, "of_residual": of_residual, "totals": totals}
-        _call("marked_backward", form, {"scale": float(scale)}, **given, **_gradients(gradients, scale, of_sums), **made)
+        operands = {"inside": inside, "factor": None if factor is None else _each(factor, form), "ratio": _each(ratio, form)}
+        results = {"of_sums": of_sums, "of_residual": of_residual, "totals": totals}
+        _call("marked_backward", form, {"scale": float(scale)}, **operands, **_gradients(gradients, scale, of_sums), **results)
         return of_sums, of_residual, totals.float()
 
     def finish_back(
@@ -74,8 +74,8 @@ class NativePasses(Passes):
         of_sums = torch.empty_like(sums)
         of_residual = None if residual is None else torch.empty_like(sums)
         totals = _vector(3 * form.channels, torch.float64)
-        given = {"sums": sums, **_added(accumulator), "ratio": _each(ratio, form), **_gradients(gradients, how.scale, sums)}
-        _call("finish_backward", form, numbers(how), **given, of_sums=of_sums, of_residual=of_residual, totals=totals)
+        operands = {"sums": sums, **_added(accumulator), "ratio": _each(ratio, form), **_gradients(gradients, how.scale, sums)}
+        _call("finish_backward", form, numbers(how), **operands, of_sums=of_sums, of_residual=of_residual, totals=totals)
         of_bias, of_ratio, of_factor = totals.float().view(3, -1).unbind()
         return of_sums, of_residual, of_bias, of_ratio, None if residual is None else of_factor
 
@@ -85,23 +85,23 @@ class NativePasses(Passes):
         return result
 
     def weight_ends(self, weight: Tensor) -> Tensor:
-        found = _vector(len(weight))
-        _call("weight_ends", _rows(weight), sums=weight.contiguous(), ends=found)
-        return found
+        ends = _vector(len(weight))
+        _call("weight_ends", _rows(weight), sums=weight.contiguous(), ends=ends)
+        return ends
 
     def weigh(self, weight: Tensor, gain: Tensor | None, scale: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
         form, weight = _rows(weight), weight.contiguous()
         integers, totals = torch.empty_like(weight), _vector(len(weight), torch.float64)
-        given = {"ratio": _gain(gain, form), "multiplier": _each(scale, form)}
-        _call("weight_forward", form, {"low": low, "high": high}, sums=weight, **given, integers=integers, totals=totals)
+        factors = {"ratio": _gain(gain, form), "multiplier": _each(scale, form)}
+        _call("weight_forward", form, {"low": low, "high": high}, sums=weight, **factors, integers=integers, totals=totals)
         return integers, totals
 
     def weigh_back(self, weight: Tensor, gain: Tensor | None, scale: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
         form, weight = _rows(weight), weight.contiguous()
-        found, totals = torch.empty_like(weight), _vector(len(weight), torch.float64)
-        given = {"ratio": _gain(gain, form), "multiplier": _each(scale, form)}
-        _call("weight_backward", form, sums=weight, **given, of_integers=_like(gradient, weight), of_sums=found, totals=totals)
-        return found, None if gain is None else totals.float()
+        of_weight, totals = torch.empty_like(weight), _vector(len(weight), torch.float64)
+        factors = {"ratio": _gain(gain, form), "multiplier": _each(scale, form)}
+        _call("weight_backward", form, sums=weight, **factors, of_integers=_like(gradient, weight), of_sums=of_weight, totals=totals)
+        return of_weight, None if gain is None else totals.float()
 
 
 SMALLEST = 2**12  # elements of a tensor
@@ -110,9 +110,9 @@ fused_layers.OFFERS.add(NativePasses())
 
 def _call(function: str, form: Form, numbers: dict[str, float] | None = None, /, **tensors: Tensor | None) -> Pass:
     """Call a function of training.c, and return its arguments; all tensors are contiguous or have equal strides."""
-    made = Pass(outer=form.outer, channels=form.channels, inner=form.inner, **(numbers or {}))
-    native.run(native.training_library(), function, made, tensors.items())
-    return made
+    structure = Pass(outer=form.outer, channels=form.channels, inner=form.inner, **(numbers or {}))
+    native.run(native.training_library(), function, structure, tensors.items())
+    return structure
 
 
 def numbers(how: Rounded) -> dict[str, float]:
@@ -132,10 +132,10 @@ def constants(how: Rounded, each: Callable[[Tensor, torch.dtype], Tensor]) -> di
 def _added(accumulator: Accumulator) -> dict[str, Any]:
     """Return the bias and the residual that are added to sums, as arguments of a kernel."""
     sums, form, bias, residual, factor = accumulator
-    found = {"bias": torch.zeros(form.channels, dtype=torch.float32, device="cpu") if bias is None else _each(bias, form)}
+    added = {"bias": torch.zeros(form.channels, dtype=torch.float32, device="cpu") if bias is None else _each(bias, form)}
     if residual is not None and factor is not None:
-        found |= {"residual": _like(residual, sums), "factor": _each(factor, form)}
-    return found
+        added |= {"residual": _like(residual, sums), "factor": _each(factor, form)}
+    return added
 
 
 def _gradients(gradients: Gradients, scale: Tensor, like: Tensor) -> dict[str, Tensor]:
@@ -179,24 +179,24 @@ class NativeCounting:
 
     def ends(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         low, high = torch.empty(2, len(rows), dtype=torch.float32, device="cpu").unbind()
-        made = Count(rows=len(rows), columns=rows.shape[1])
-        native.run(native.training_library(), "row_ends", made, (("value", rows), ("low", low), ("high", high)))
+        structure = Count(rows=len(rows), columns=rows.shape[1])
+        native.run(native.training_library(), "row_ends", structure, (("value", rows), ("low", low), ("high", high)))
         return low, high
 
     def magnitudes(self, value: Tensor, places: Tensor | None, bins: int, reach: float) -> tuple[Tensor, Tensor]:
         counts, negative = torch.empty(2, bins, dtype=torch.float32, device="cpu").unbind()
-        made = Count(bins=bins, last=reach, count=value.numel() if places is None else len(places))
+        structure = Count(bins=bins, last=reach, count=value.numel() if places is None else len(places))
         tensors = ("value", value), ("counts", counts), ("negative", negative), ("places", places)
-        native.run(native.training_library(), "magnitudes", made, tensors)
+        native.run(native.training_library(), "magnitudes", structure, tensors)
         return counts, negative
 
     def signed(self, rows: Tensor, chosen: Sequence[int], apart: int, bins: int, top: float) -> Tensor:
         counts = torch.zeros(bins + 1, dtype=torch.float32, device="cpu")  # the last counts the values outside
-        made = Count(bins=bins, columns=rows.shape[1], step=apart, first=-top, last=top)
-        made.counts, rows = address(counts), readable(rows)
+        structure = Count(bins=bins, columns=rows.shape[1], step=apart, first=-top, last=top)
+        structure.counts, rows = address(counts), readable(rows)
         for row in chosen:
-            made.value = address(rows) + row * rows.shape[1] * rows.element_size()
-            native.training_library().fxq_signed(ctypes.addressof(made))
+            structure.value = address(rows) + row * rows.shape[1] * rows.element_size()
+            native.training_library().fxq_signed(ctypes.addressof(structure))
         return counts[:bins]
 
 
@@ -209,11 +209,11 @@ def _admitted() -> bool:
     edges = torch.linspace(-reach, reach, bins + 1, dtype=torch.float32, device="cpu")
     between = (torch.arange(2**13, dtype=torch.float32, device="cpu") / 2**12 - 1) * reach
     value = torch.cat((edges, torch.nextafter(edges, edges + 1), torch.nextafter(edges, edges - 1), between)).clamp_(-reach, reach)
-    found = NativeCounting().signed(value.unsqueeze(0), range(1), 1, bins, reach)
+    counted = NativeCounting().signed(value.unsqueeze(0), range(1), 1, bins, reach)
     counts, negative = NativeCounting().magnitudes(value, None, bins, reach)
-    wanted = [torch.histc(each, bins, 0.0, reach) for each in (value.abs(), -value[value < 0])]
+    expected = [torch.histc(each, bins, 0.0, reach) for each in (value.abs(), -value[value < 0])]
     signed = torch.histc(value, bins, -reach, reach)
-    pairs = ((found, signed), (counts, wanted[0]), (negative, wanted[1]))
+    pairs = ((counted, signed), (counts, expected[0]), (negative, expected[1]))
     apart = [int((one != other).sum()) for one, other in pairs]
     if any(apart):
         because = f"it differs from torch.histc in {sum(apart)} bins on this machine"

@@ -65,9 +65,9 @@ def _random_bits(dtype: torch.dtype, sizes: Sequence[int], generator: torch.Gene
     return words.view(dtype)[:count].reshape(sizes)
 
 
-def evaluate(model: fx.GraphModule, match: Match, given: dict[fx.Node, Tensor]) -> list[Tensor]:
+def evaluate(model: fx.GraphModule, match: Match, inputs: dict[fx.Node, Tensor]) -> list[Tensor]:
     """Return the reference results: of the primitives that a kernel replaces, on these operands; the root's, then others that are read."""
-    values: dict[fx.Node, Any] = dict(given)
+    values: dict[fx.Node, Any] = dict(inputs)
     with torch.no_grad():
         for node in in_order(values, match.root, *match.results):
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
@@ -103,16 +103,16 @@ def _pairs(site: Site, node: fx.Node, generator: torch.Generator) -> Tensor:
 
 def operands(site: Site, generator: torch.Generator) -> dict[fx.Node, Tensor]:
     """Draw operands of a kernel from the whole range; float ones exceed that of the quantization, with NaN and ±∞ among them."""
-    given = {}
+    values = {}
     for node in site.match.reads:
         if fact(node).dtype.is_floating_point:
-            given[node] = _real(site, node, generator)
+            values[node] = _real(site, node, generator)
         elif qparams(node) is None:
-            given[node] = _accumulators(site, node, generator)
+            values[node] = _accumulators(site, node, generator)
         else:
             dtype, low, _ = _grid(site, node)
-            given[node] = whole_range(dtype, site.sizes[node], low, generator)
-    return given
+            values[node] = whole_range(dtype, site.sizes[node], low, generator)
+    return values
 
 
 def _accumulators(site: Site, node: fx.Node, generator: torch.Generator) -> Tensor:
@@ -150,21 +150,21 @@ def of_any_range(sizes: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.where(choice == 2, value + between, value).clamp_(SMALLEST_REAL, LARGEST_REAL)
 
 
-def run(site: Site, implementation: Implementation, built: Built, given: dict[fx.Node, Tensor], like: list[Tensor]) -> list[Tensor]:
+def run(site: Site, implementation: Implementation, built: Built, drawn: dict[fx.Node, Tensor], like: list[Tensor]) -> list[Tensor]:
     """Return the results of an implementation for these operands, as kernels hold them, or, of a strided one, as primitives do: `like`.
 
     Raises Disagrees where a strided one gives different results for the two forms of its operands.
     """
     if implementation.strided:
-        forms = [[given[node] for node in site.match.reads], [_viewed(site, node, given[node]) for node in site.match.reads]]
-        plain, held = ([torch.empty_like(each) for each in like] for _ in forms)
-        for inputs, outputs in zip(forms, (plain, held), strict=True):
+        forms = [[drawn[node] for node in site.match.reads], [_viewed(site, node, drawn[node]) for node in site.match.reads]]
+        plain, viewed = ([torch.empty_like(each) for each in like] for _ in forms)
+        for inputs, outputs in zip(forms, (plain, viewed), strict=True):
             built.bind()(inputs, outputs if site.match.results else outputs[0])
-        if not all(map(torch.equal, plain, held)):
+        if not all(map(torch.equal, plain, viewed)):
             raise Disagrees("it differs between the two forms of its operands on this machine")
         return plain
     are_held = [implementation.reads_held and not fact(node).dtype.is_floating_point for node in site.match.reads]
-    inputs = [site.held(node).holding(given[node]) if held else given[node] for node, held in zip(site.match.reads, are_held, strict=True)]
+    inputs = [site.held(node).holding(drawn[node]) if held else drawn[node] for node, held in zip(site.match.reads, are_held, strict=True)]
     is_real = fact(site.match.root).dtype.is_floating_point
     output = torch.empty(site.sizes[site.match.root], dtype=torch.float32, device="cpu") if is_real else site.result().memory()
     built.bind()(inputs, output)
@@ -181,17 +181,17 @@ def _viewed(site: Site, node: fx.Node, value: Tensor) -> Tensor:
 
 def prove(site: Site, implementation: Implementation, built: Built) -> None:
     """Raise Disagrees if an implementation differs from the primitives for one of `draws`, NotApplicable if it does not run here."""
-    for given in draws(site, torch.Generator().manual_seed(0)):
+    for values in draws(site, torch.Generator().manual_seed(0)):
         try:
-            wanted = evaluate(site.model, site.match, given)
-            found = run(site, implementation, built, given, wanted)
+            expected = evaluate(site.model, site.match, values)
+            results = run(site, implementation, built, values, expected)
         except RuntimeError as error:
             raise NotApplicable(f"it does not run here: {str(error).splitlines()[0]}") from error
-        if wanted[0].is_floating_point() or implementation.strided:
-            apart = torch.cat([(one != other).flatten() for one, other in zip(found, wanted, strict=True)])
+        if expected[0].is_floating_point() or implementation.strided:
+            apart = torch.cat([(one != other).flatten() for one, other in zip(results, expected, strict=True)])
         else:
             zero = grid(site.match.root).zero_point if site.result().dtype == torch.uint8 else 0
-            apart = site.result().centred(found[0]) != wanted[0].to(torch.int64) - zero
+            apart = site.result().centred(results[0]) != expected[0].to(torch.int64) - zero
         if bool(apart.any()):
             raise Disagrees(f"it differs from the primitives in {int(apart.sum())} of {apart.numel()} elements on this machine")
 
@@ -208,8 +208,8 @@ AROUND = (-1, 0, 1, 2)  # of the sum below a step of the result, those that are 
 
 def magnitude(node: fx.Node) -> int:
     """Return the largest absolute value of a centred integer of a tensor of bytes."""
-    known = grid(node)
-    return max(known.zero_point, 255 - known.zero_point) if known.dtype == "uint8" else 128
+    described = grid(node)
+    return max(described.zero_point, 255 - described.zero_point) if described.dtype == "uint8" else 128
 
 
 @dataclass(frozen=True)
@@ -243,12 +243,12 @@ class Layer:
         parts["transposed"] = role_of(parts["sum"].target) is Role.TRANSPOSED
         weight = swap_channels(weight, parts["groups"]) if parts["transposed"] else weight
         weight = weight.reshape(*weight.shape[:2], *(1, 1, 1, *weight.shape[2:])[-3:])
-        given = site.constant(parts["bias"])
-        bound = accumulator_bound(weight, given, 0, magnitude(reads[0]))
+        bias = site.constant(parts["bias"])
+        bound = accumulator_bound(weight, bias, 0, magnitude(reads[0]))
         if parts["factor"] is not None:
             bound = bound + torch.ceil(residual_factor(site).flatten().abs() * magnitude(reads[1]))
         names = (*WINDOW, "groups", "transposed", "uneven")
-        return Layer(weight, given, float(bound.max()), {name: parts[name] for name in names})
+        return Layer(weight, bias, float(bound.max()), {name: parts[name] for name in names})
 
     def convolutions(self, area: Sequence[int]) -> Iterator[tuple[Layer, tuple[Sequence[int], ...]]]:
         """Yield convolutions that compute the sums of an image of this area (depth, height, width) together: each with its outputs.
@@ -290,9 +290,9 @@ class Layer:
         sums = self._steps(site)
         is_linear = role_of(site.match.parts["sum"].target) is Role.LINEAR
         constants = [site.constant(node) if isinstance(node, fx.Node) else node for node in root.args[1:]]
-        given = sums if is_linear else sums.reshape(*sums.shape, *[1] * (len(site.sizes[root]) - 2))
-        wanted: Tensor = root.target(given, *constants)  # type: ignore[operator]
-        centred = wanted.to(torch.int32).reshape(sums.shape).sub_(grid(root).zero_point)
+        accumulator = sums if is_linear else sums.reshape(*sums.shape, *[1] * (len(site.sizes[root]) - 2))
+        expected: Tensor = root.target(accumulator, *constants)  # type: ignore[operator]
+        centred = expected.to(torch.int32).reshape(sums.shape).sub_(grid(root).zero_point)
         apart = requantized(sums).to(torch.int32).sub_(site.result().zero) != centred
         if bool(apart.any()):
             raise Disagrees(f"its requantization differs from the primitive's for {int(apart.sum())} of {apart.numel()} sums")
@@ -309,16 +309,16 @@ class Layer:
             low, high = int(arguments[6]), int(arguments[7])
         steps = torch.arange(low - 1, high + 2, dtype=torch.float64, device="cpu")
         largest = min(self.largest, float(INT32_MAX))
-        found = []
+        edges = []
         for place in (0.0, 0.5):  # where results round, and where they are floors
             below = torch.floor((steps[:, None] + place) / ratio.clamp_min(2.0**-60).expand(channels))
-            found.append(below)
+            edges.append(below)
             if root.target is quantization.requantize_fixed:  # a first shift moves a step to a multiple of its power, this one or the next
                 first = power_of_two(shift).expand(channels)
-                found += [(torch.floor(below / first) + later) * first for later in (0, 1)]
+                edges += [(torch.floor(below / first) + later) * first for later in (0, 1)]
         ends = torch.tensor([-largest, 1 - largest, -1.0, 0.0, 1.0, largest - 1, largest], dtype=torch.float64, device="cpu")
         around = torch.tensor(AROUND, dtype=torch.float64, device="cpu")[:, None, None]
-        sums = (torch.cat([*found, ends[:, None].expand(-1, channels)]) + around).clamp_(-largest, largest).flatten(0, 1)
+        sums = (torch.cat([*edges, ends[:, None].expand(-1, channels)]) + around).clamp_(-largest, largest).flatten(0, 1)
         return sums.to(torch.int32)
 
 
@@ -335,7 +335,7 @@ def enumerated(site: Site, forms: Sequence[Held], result: Held) -> Tensor:
     The primitives compute it, so it is right for every operand. Where constants differ between channels, each byte of a pixel has 256.
     """
     valid = torch.ones((), dtype=torch.bool, device="cpu")
-    given: dict[fx.Node, Tensor] = {}
+    values: dict[fx.Node, Tensor] = {}
     size = [256] * len(forms)
     if any(form.channels_first != result.channels_first for form in forms):
         raise NotApplicable("its operands and its result have different memory layouts")
@@ -349,7 +349,7 @@ def enumerated(site: Site, forms: Sequence[Held], result: Held) -> Tensor:
         stored = torch.arange(256, device="cpu") - form.zero + grid(read).zero_point
         shape = [256 if axis == index else 1 for index in range(len(forms))]
         valid = valid & ((stored >= dtype.low) & (stored <= dtype.high)).reshape(shape)
-        given[read] = (
+        values[read] = (
             stored.clamp(dtype.low, dtype.high)
             .to(dtype.storage)
             .reshape(shape)
@@ -357,6 +357,6 @@ def enumerated(site: Site, forms: Sequence[Held], result: Held) -> Tensor:
             .reshape(*size, *[1] * len(ones))
             .expand(*size, *ones)
         )
-    found = evaluate(site.model, site.match, given)[0].to(torch.int64) - grid(site.match.root).zero_point + result.zero
-    table = torch.where(valid, found.reshape(*size, channels).movedim(-1, 0), 0).to(torch.uint8).flatten(1)
+    integers = evaluate(site.model, site.match, values)[0].to(torch.int64) - grid(site.match.root).zero_point + result.zero
+    table = torch.where(valid, integers.reshape(*size, channels).movedim(-1, 0), 0).to(torch.uint8).flatten(1)
     return F.pad(table, (0, 0, 0, result.pixel - channels if vary else 0)).flatten().contiguous()

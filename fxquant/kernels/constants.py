@@ -52,7 +52,7 @@ class Checksums:
         chosen = self.parts
         if self.turns and not everything:
             chosen, self.next = [self.parts[self.next]], (self.next + 1) % len(self.parts)
-        return any(zlib.crc32(memory) != known for memory, known in chosen)
+        return any(zlib.crc32(memory) != checksum for memory, checksum in chosen)
 
 
 def _memory(span: Span) -> memoryview:
@@ -77,8 +77,8 @@ class Constants:
             module = resolve(model, ".".join(parents)) if parents else model
             value: Any = resolve(model, path)
             for holder in (module._buffers, module._parameters, module._modules):
-                held: Any = holder.get(name)
-                if held is value:
+                present: Any = holder.get(name)
+                if present is value:
                     counted = isinstance(value, Tensor) and not value.is_inference()
                     # An alias keeps the memory from being reused; a value without memory on the CPU has none.
                     holds = isinstance(value, Tensor) and value.layout == torch.strided and value.is_cpu
@@ -88,8 +88,8 @@ class Constants:
     def same(self) -> bool:
         """Return whether tensors, memory and versions are unchanged; strides and dtype are compared for one tensor in each call."""
         for holder, name, value, version, alias, place in self.found:
-            held: Any = holder.get(name)
-            if held is not value or (version is not None and value._version != version):
+            present: Any = holder.get(name)
+            if present is not value or (version is not None and value._version != version):
                 return False
             if alias is not None and memory_start(value) != place:
                 return False
@@ -97,16 +97,16 @@ class Constants:
         return not self.found or self._lies_as_it_did(self.found[self.turn])
 
     @staticmethod
-    def _lies_as_it_did(found: _Found) -> bool:
+    def _lies_as_it_did(entry: _Found) -> bool:
         """Return whether a tensor that begins at its former address has its former strides and dtype."""
-        _, _, value, _, alias, _ = found
+        _, _, value, _, alias, _ = entry
         return alias is None or (value.is_set_to(alias) and value.dtype is alias.dtype)
 
     def look(self) -> None:
         """Record the present contents of memory: kernels are built from it from now on."""
         if self.watch is None:
             always, by_turns = _spans([alias for _, _, _, _, alias, _ in self.found if alias is not None and start(alias)])
-            self.watch = next((made for make in WATCHES.known if (made := make(always, by_turns)) is not None), None)
+            self.watch = next((watch for make in WATCHES.known if (watch := make(always, by_turns)) is not None), None)
             self.watch = self.watch or Checksums(always, by_turns)
 
     def changed(self, everything: bool = False) -> bool:

@@ -44,16 +44,16 @@ class Match:
     results: tuple[fx.Node, ...] = ()
 
 
-def in_order(known: Iterable[fx.Node], *roots: fx.Node) -> list[fx.Node]:
-    """Return the nodes that compute the roots from the known ones, constants included, each after its operands."""
-    done = dict.fromkeys(known)
-    given, waiting = len(done), [*roots]
+def in_order(sources: Iterable[fx.Node], *roots: fx.Node) -> list[fx.Node]:
+    """Return the nodes that compute the roots from the sources, constants included, each after its operands."""
+    order = dict.fromkeys(sources)
+    count, waiting = len(order), [*roots]
     while waiting:
-        missing = [operand for operand in waiting[-1].all_input_nodes if operand not in done]
+        missing = [operand for operand in waiting[-1].all_input_nodes if operand not in order]
         waiting += missing
         if not missing:
-            done[waiting.pop()] = None
-    return list(done)[given:]
+            order[waiting.pop()] = None
+    return list(order)[count:]
 
 
 Matched = Match | str | None
@@ -130,13 +130,13 @@ class Held:
     def plain(self, held: Tensor, dtype: torch.dtype, strides: SIZES) -> Tensor:
         """Return a tensor in the form of primitives, with these strides."""
         value = self.view(held)
-        found = torch.empty_strided(self.sizes, strides, dtype=value.dtype, device="cpu")
-        found.copy_(value)
+        result = torch.empty_strided(self.sizes, strides, dtype=value.dtype, device="cpu")
+        result.copy_(value)
         if dtype == torch.int8:
             if self.zero:
-                found.bitwise_xor_(BIASED)
-            return found.view(torch.int8)
-        return found
+                result.bitwise_xor_(BIASED)
+            return result.view(torch.int8)
+        return result
 
     def centred(self, held: Tensor) -> Tensor:
         return self.view(held).to(torch.int64) - self.zero
@@ -194,8 +194,8 @@ class Site:
 
     def tensor(self, name: str) -> Tensor:
         """Return a constant among the parts, by name."""
-        found: Tensor = self.constant(self.match.parts[name])
-        return found
+        constant: Tensor = self.constant(self.match.parts[name])
+        return constant
 
     def held(self, node: fx.Node) -> Held:
         """Return how a quantized tensor, or an accumulator, is held."""
@@ -207,9 +207,9 @@ class Site:
 
 def grid(node: fx.Node) -> QParams:
     """Return the grid of a quantized tensor."""
-    known = qparams(node)
-    assert known is not None
-    return known
+    described = qparams(node)
+    assert described is not None
+    return described
 
 
 Bound = Callable[[Sequence[Tensor], Any], None]  # from what is read, as it is held, into the result; into a list with more `results`

@@ -36,8 +36,8 @@ WINDOW = {"kernel": 1, "stride": 1, "begin": 0, "end": 0, "padding": 0, "dilatio
 
 def known_tensor(node: Any, *dtypes: torch.dtype, ranks: Sequence[int] = RANKS) -> bool:
     """Return whether a value is a tensor of one of these dtypes and ranks."""
-    known = fact(node) if isinstance(node, fx.Node) else None
-    return isinstance(known, TensorFact) and known.dtype in dtypes and len(known.shape) in ranks
+    node_fact = fact(node) if isinstance(node, fx.Node) else None
+    return isinstance(node_fact, TensorFact) and node_fact.dtype in dtypes and len(node_fact.shape) in ranks
 
 
 def bytes_of(node: Any, ranks: Sequence[int] = RANKS) -> fx.Node | None:
@@ -51,15 +51,15 @@ def bytes_of(node: Any, ranks: Sequence[int] = RANKS) -> fx.Node | None:
 
 def _lacking(verb: str, node: Any, ranks: Sequence[int] = RANKS) -> str:
     """Return why a tensor that is read or written is not one for kernels."""
-    known = fact(node) if isinstance(node, fx.Node) else None
-    if not isinstance(known, TensorFact):
+    node_fact = fact(node) if isinstance(node, fx.Node) else None
+    if not isinstance(node_fact, TensorFact):
         return f"it {verb}s what is not a tensor"
-    if known.dtype not in BYTES:
-        return f"it {verb}s {str(known.dtype).removeprefix('torch.')}; kernels {verb} 8 bits"
-    if len(known.shape) in ranks:
+    if node_fact.dtype not in BYTES:
+        return f"it {verb}s {str(node_fact.dtype).removeprefix('torch.')}; kernels {verb} 8 bits"
+    if len(node_fact.shape) in ranks:
         return f"it {verb}s 8 bits inside of an operator, where they have no scale"
-    count, taken = len(known.shape), " or ".join(map(str, ranks))
-    return f"it {verb}s a tensor of {count} dimension{'s' * (count != 1)}; kernels {verb} {taken} dimensions"
+    count, allowed = len(node_fact.shape), " or ".join(map(str, ranks))
+    return f"it {verb}s a tensor of {count} dimension{'s' * (count != 1)}; kernels {verb} {allowed} dimensions"
 
 
 def sum_of_products(root: fx.Node) -> Matched:
@@ -126,8 +126,8 @@ def _stays_wide(total: fx.Node) -> bool:
 
 def _summed(total: fx.Node) -> dict[str, Any] | str:
     """Return the weight, the bias and the window of a sum of products; or why kernels do not compute it."""
-    given: Any = total.args
-    operand, *arguments = given
+    args: Any = total.args
+    operand, *arguments = args
     one: dict[str, Any] = {"weight": None, "bias": None, "stride": [1], "padding": [0], "dilation": [1], "groups": 1}
     if role_of(total.target) is Role.LINEAR:
         one["weight"], one["bias"], *_ = arguments
@@ -153,9 +153,9 @@ def _volume(values: Sequence[int], missing: int) -> list[int]:
 
 
 def _sizes(node: Any) -> tuple[Any, ...]:
-    known = fact(node)
-    assert isinstance(known, TensorFact)
-    return tuple(known.shape)
+    node_fact = fact(node)
+    assert isinstance(node_fact, TensorFact)
+    return tuple(node_fact.shape)
 
 
 def product(root: fx.Node) -> Matched:
@@ -238,17 +238,17 @@ def _apart(node: fx.Node, covers: list[fx.Node], reads: list[fx.Node], vary: lis
 
     Constants of more than one element are appended to `vary`.
     """
-    known = fact(node)
-    if not isinstance(known, TensorFact):
+    node_fact = fact(node)
+    if not isinstance(node_fact, TensorFact):
         return _lacking("read", node)
     if node.op == "get_attr":
-        if any(size != 1 for size in known.shape) and any(user.target is not elementwise.lookup for user in node.users):
+        if any(size != 1 for size in node_fact.shape) and any(user.target is not elementwise.lookup for user in node.users):
             vary.append(node)
         return None
-    if known.dtype in BYTES and qparams(node) is not None:
+    if node_fact.dtype in BYTES and qparams(node) is not None:
         if node not in reads:
             reads.append(node)
-        return None if len(known.shape) in RANKS else _lacking("read", node)
+        return None if len(node_fact.shape) in RANKS else _lacking("read", node)
     if not _is_elementwise(node):
         record = PRIMITIVES.get(node.target)  # type: ignore[arg-type]
         if record is None or record.kind == "quantized":
@@ -357,13 +357,13 @@ def _joins(node: fx.Node) -> bool:
 def _repeats(nodes: set[fx.Node], order: Mapping[fx.Node, int]) -> bool:
     """Return whether the last linear layer among these nodes reads what another one with its weight computed."""
     last = max(nodes, key=lambda node: (_is_product(node), order[node]))
-    waiting, done = [last], {last}
+    waiting, visited = [last], {last}
     while waiting:
-        near = (nodes & set(waiting.pop().all_input_nodes)) - done
+        near = (nodes & set(waiting.pop().all_input_nodes)) - visited
         if any(_is_product(node) and node.args[1] is last.args[1] for node in near):
             return _is_product(last)
         waiting += near
-        done |= near
+        visited |= near
     return False
 
 
@@ -459,7 +459,7 @@ def _connects(node: fx.Node, user: fx.Node) -> bool:
 
 
 def moved(root: fx.Node) -> Matched:
-    """Match a concatenation or a permutation of channels, a crop or a padding of images, unless a reshaping reads it as a view."""
+    """Match a concatenation or permutation of channels, a crop, padding or choice of rows, unless a reshaping reads it as a view."""
     record, concatenates = PRIMITIVES.get(root.target), root.target is shape.concatenate  # type: ignore[arg-type]
     if root.target is shape.permute:
         order = [*range(len(_sizes(root)))]
@@ -525,7 +525,7 @@ def _channels_first(model: fx.GraphModule) -> frozenset[fx.Node]:
 
 def _without_negatives(model: fx.GraphModule) -> frozenset[fx.Node]:
     """Return the quantized tensors that never hold negative centred integers."""
-    found: set[fx.Node] = set()
+    non_negative: set[fx.Node] = set()
     for node in model.graph.nodes:
         record = PRIMITIVES.get(node.target)
         if record is None:
@@ -537,9 +537,9 @@ def _without_negatives(model: fx.GraphModule) -> frozenset[fx.Node]:
             operands = [
                 operand for operand in node.all_input_nodes if operand.op != "get_attr" and known_tensor(operand, *BYTES, ranks=range(9))
             ]
-            never = bool(operands) and len(operands) == len(node.all_input_nodes) and found.issuperset(operands)
+            never = bool(operands) and len(operands) == len(node.all_input_nodes) and non_negative.issuperset(operands)
         else:
             continue
         if never:
-            found.add(node)
-    return frozenset(found)
+            non_negative.add(node)
+    return frozenset(non_negative)

@@ -149,7 +149,7 @@ class Program:
         if (node, True) not in self.places:
             place = self._place(node, True)
             form = self.buffers[place] = self.held(node)
-            built = Binding(lambda: lambda given, held: form.hold(given[0], held))
+            built = Binding(lambda: lambda inputs, held: form.hold(inputs[0], held))
             self.steps.append((partial(_into, built), [self._plain(node)], place))
         return self.places[node, True]
 
@@ -193,16 +193,16 @@ class Program:
         """Return the stored integers of every tensor that a kernel computes, by name, in order; and the model's output."""
         with torch.inference_mode(False):
             instance = _Instance(self)
-        found: dict[str, Tensor] = {}
+        integers: dict[str, Tensor] = {}
         kernels = {node for node, chosen in self.chosen.items() if chosen.built is not None}
         names = {place: node for (node, is_held), place in self.places.items() if node in kernels and is_held != self._is_real(node)}
 
         def show(place: int, value: Tensor) -> None:
             if place in names:
                 node = names[place]
-                found[node.name] = value.clone() if self._is_real(node) else self.held(node).centred(value)
+                integers[node.name] = value.clone() if self._is_real(node) else self.held(node).centred(value)
 
-        return found, instance.run(inputs, show)
+        return integers, instance.run(inputs, show)
 
 
 class _Instance:
@@ -216,11 +216,11 @@ class _Instance:
             size = form.rows * form.pixel * form.dtype.itemsize
             self.buffers[place] = memory[program.slot_of[place]][:size].view(form.dtype).view(form.rows, form.pixel)
         last = {place: index for index, (_, reads, _) in enumerate(program.steps) for place in reads}
-        kept: set[int] = set()
-        own(program.result, lambda at: kept.add(at.place), _At)
+        results: set[int] = set()
+        own(program.result, lambda at: results.add(at.place), _At)
         self.steps: list[tuple[Step, int, tuple[int, ...]]] = []
         for index, (maker, reads, writes) in enumerate(program.steps):
-            gone = tuple(place for place in set(reads) if last[place] == index and place not in kept and place not in self.buffers)
+            gone = tuple(place for place in set(reads) if last[place] == index and place not in results and place not in self.buffers)
             self.steps.append((maker(reads, writes, self.buffers.get(writes)), writes, gone))
 
     def run(self, inputs: Sequence[Any], show: Callable[[int, Any], None] | None = None) -> Any:
@@ -255,11 +255,11 @@ def _real_kernel(built: Built, layout: Layout, reads: list[int], writes: int, bu
     sizes, strides, dtype = layout
 
     def run(values: list[Any]) -> None:
-        made = torch.empty(sizes, dtype=dtype, device="cpu")
-        bound([values[place] for place in reads], made)
-        if made.stride() != strides:
-            made = torch.empty_strided(sizes, strides, dtype=dtype, device="cpu").copy_(made)
-        values[writes] = made
+        result = torch.empty(sizes, dtype=dtype, device="cpu")
+        bound([values[place] for place in reads], result)
+        if result.stride() != strides:
+            result = torch.empty_strided(sizes, strides, dtype=dtype, device="cpu").copy_(result)
+        values[writes] = result
 
     return run
 
@@ -296,21 +296,21 @@ def _plain(form: Held, layout: Layout, reads: list[int], writes: int, buffer: Te
 
 
 def _primitive(
-    model: fx.GraphModule, node: fx.Node, held: Mapping[tuple[fx.Node, bool], int], reads: list[int], writes: int, buffer: Tensor | None
+    model: fx.GraphModule, node: fx.Node, place_of: Mapping[tuple[fx.Node, bool], int], reads: list[int], writes: int, buffer: Tensor | None
 ) -> Step:
     """Return the step of a node that runs as it is in the graph."""
-    places = {read: held[read, False] for read in node.all_input_nodes if read.op != "get_attr"}
+    places = {read: place_of[read, False] for read in node.all_input_nodes if read.op != "get_attr"}
     constants = {read: resolve(model, str(read.target)) for read in node.all_input_nodes if read.op == "get_attr"}
     nested = any(nodes_in(value) for value in (*node.args, node.kwargs) if not isinstance(value, fx.Node))
     if node.op == "call_function" and not is_python(node) and not nested:
         target: Any = node.target
         kwargs = dict(node.kwargs)
-        given = [constants.get(each, each) if isinstance(each, fx.Node) else each for each in node.args]
-        taken = [(index, places[each]) for index, each in enumerate(node.args) if isinstance(each, fx.Node) and each in places]
+        args = [constants.get(each, each) if isinstance(each, fx.Node) else each for each in node.args]
+        operands = [(index, places[each]) for index, each in enumerate(node.args) if isinstance(each, fx.Node) and each in places]
 
         def call(values: list[Any]) -> None:
-            arguments = given.copy()
-            for index, place in taken:
+            arguments = args.copy()
+            for index, place in operands:
                 arguments[index] = values[place]
             values[writes] = target(*arguments, **kwargs)
 

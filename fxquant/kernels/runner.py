@@ -78,23 +78,23 @@ class Runner:
                 recorder = _Recorder(model)
                 recorder.run(*inputs)
                 self._keep(key, recorder.layouts)
-            found = self._known(model, key)
-        assert found is not None
-        return found
+            program = self._known(model, key)
+        assert program is not None
+        return program
 
     def _known(self, model: fx.GraphModule, key: Any) -> Program | None:
         """Return the program for inputs that were seen before, and make it at the first request; None for other inputs."""
-        found = self.programs.get(key)
-        if found is None:
+        entry = self.programs.get(key)
+        if entry is None:
             return None
-        if not isinstance(found, Program):
+        if not isinstance(entry, Program):
             with torch.inference_mode(False), torch.no_grad(), autocast_off():
-                found = self._make(model, found)
-        self._keep(key, found)
-        return found
+                entry = self._make(model, entry)
+        self._keep(key, entry)
+        return entry
 
-    def _keep(self, key: Any, found: Program | Mapping[fx.Node, Layout]) -> None:
-        self.programs[key] = found
+    def _keep(self, key: Any, entry: Program | Mapping[fx.Node, Layout]) -> None:
+        self.programs[key] = entry
         self.programs.move_to_end(key)
         while len(self.programs) > MOST_PROGRAMS:
             self.programs.popitem(last=False)
@@ -106,14 +106,14 @@ class Runner:
                 self._follow(model, everything=True)
 
     def _follow(self, model: fx.GraphModule, everything: bool = False) -> None:
-        known = self._is_of(model)
-        if known and self.constants is not None and self.constants.changed(everything):
+        current = self._is_of(model)
+        if current and self.constants is not None and self.constants.changed(everything):
             logger.warning(
                 "a constant of the integer model was written to where PyTorch does not count it (.data, NumPy, inference mode): "
                 "its kernels are built again. Write to it under torch.no_grad(), which is seen at once"
             )
-            known = False
-        if not known:
+            current = False
+        if not current:
             self.reset()
             self.made_for, self.constants = (id(model), id(model.graph)), Constants(model)
 
@@ -128,13 +128,13 @@ class Runner:
             program = self._known(model, proved[0]) if proved else None
         if program is None:
             return {}
-        found, alone = program.computed()
-        covered = {each for node, choice in found.items() for each in program.chosen[node].match.covers if choice.implementation is None}
+        choices, alone = program.computed()
+        covered = {each for node, choice in choices.items() for each in program.chosen[node].match.covers if choice.implementation is None}
         for node in alone:
             if node not in covered:
                 reasons = (kernel.match(node) for kernel in self.source())
-                found[node] = Choice("", None, {"": next((because for because in reasons if isinstance(because, str)), "")})
-        return found
+                choices[node] = Choice("", None, {"": next((because for because in reasons if isinstance(because, str)), "")})
+        return choices
 
     def _is_of(self, model: fx.GraphModule) -> bool:
         return self.made_for == (id(model), id(model.graph)) and self.constants is not None and self.constants.same()
@@ -145,22 +145,22 @@ class Runner:
         sizes = {node: layout[0] for node, layout in layouts.items()}
         forms = forms_of(model)
         chosen: dict[fx.Node, Chosen] = {}
-        fused = [(node, known[0]) for node in model.graph.nodes if (known := kernel(node)) is not None]
+        fused = [(node, entry[0]) for node in model.graph.nodes if (entry := kernel(node)) is not None]
         within: set[fx.Node] = set()  # what kernels that were proved compute: those of the most nodes come first
         largest = sorted(fused, key=lambda each: -len(kernel(each[0])[1]))  # type: ignore[index]
         for node, name in progress(largest, len(fused), "proving kernels"):
             if node in within:
                 continue
-            found = next((each for each in self.source() if each.name == name), None)
-            matched = None if found is None else found.match(node)
+            candidate = next((each for each in self.source() if each.name == name), None)
+            matched = None if candidate is None else candidate.match(node)
             match = matched if isinstance(matched, Match) else None
             key = (node.name, _proved_for(sizes, node, () if match is None else match.reads))
             if key not in self.chosen:
-                if found is None or match is None:
+                if candidate is None or match is None:
                     refused = {"": "its pattern is not there any more"}
                     self.chosen[key] = Chosen(Match(node, (node,), ()), Choice(name, None, refused))
                 else:
-                    self.chosen[key] = _choose(found, Site(model, match, _few(found, match, sizes), forms))
+                    self.chosen[key] = _choose(candidate, Site(model, match, _few(candidate, match, sizes), forms))
                 while len(self.chosen) > MOST_PROGRAMS * len(fused):
                     self.chosen.popitem(last=False)
             chosen[node] = self.chosen[key]
@@ -181,11 +181,11 @@ def _few(kernel: Kernel, match: Match, sizes: Mapping[fx.Node, tuple[int, ...]])
     return {node: (min(sizes[node][0], PROVED), *sizes[node][1:]) if node in varying else sizes[node] for node in nodes}
 
 
-def _choose(wanted: Kernel, site: Site) -> Chosen:
+def _choose(kernel: Kernel, site: Site) -> Chosen:
     """Return the first implementation that is proved at this site; the primitives if none is."""
     refused: dict[str, str] = {}
     disagrees: list[str] = []
-    for implementation in wanted.implementations:
+    for implementation in kernel.implementations:
         if any(0 in site.sizes[read] for read in site.match.reads):
             refused[implementation.name] = "its operand is empty"
             continue
@@ -200,8 +200,8 @@ def _choose(wanted: Kernel, site: Site) -> Chosen:
             instead = "another implementation or its primitives run instead"
             disagreed(site.model, f"the kernel '{implementation.name}'", [f"%{site.match.root.name}"], str(error), instead)
         else:
-            return Chosen(site.match, Choice(wanted.name, implementation.name, refused, tuple(disagrees)), implementation, built)
-    return Chosen(site.match, Choice(wanted.name, None, refused, tuple(disagrees)))
+            return Chosen(site.match, Choice(kernel.name, implementation.name, refused, tuple(disagrees)), implementation, built)
+    return Chosen(site.match, Choice(kernel.name, None, refused, tuple(disagrees)))
 
 
 def _key(inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -210,8 +210,8 @@ def _key(inputs: Sequence[Any]) -> tuple[Any, ...]:
 
 def _proved_for(sizes: Mapping[fx.Node, tuple[int, ...]], root: fx.Node, reads: Sequence[fx.Node]) -> Any:
     """Return the key of a proof: the sizes around a node but for the number of images, and which tensors have that number in common."""
-    found = [sizes[node] for node in (root, *reads) if node in sizes]
-    return tuple((size[1:], size[:1] == found[0][:1], 0 in size) for size in found)
+    shapes = [sizes[node] for node in (root, *reads) if node in sizes]
+    return tuple((size[1:], size[:1] == shapes[0][:1], 0 in size) for size in shapes)
 
 
 def runs_here(inputs: Sequence[Any]) -> bool:

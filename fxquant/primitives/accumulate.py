@@ -53,23 +53,23 @@ def split(value: Tensor, parts: int, bits: int) -> list[Tensor]:
 
     `value` and the parts are integers in a floating-point dtype, all of one shape.
     """
-    found = []
+    lower = []
     for _ in range(parts - 1):
         high = torch.floor((value + 2 ** (bits - 1)) * 2.0**-bits)
-        found.append(value - high * 2**bits)
+        lower.append(value - high * 2**bits)
         value = high
-    return [*found, value]
+    return [*lower, value]
 
 
 def onnx_split(e: Emitter, value: str, parts: int, bits: int) -> list[str]:
     """Emit the ONNX form of `split` and return the names of the parts."""
-    found = []
+    lower = []
     for _ in range(parts - 1):
         raised = e.node("Add", value, e.constant(float(2 ** (bits - 1))))
         high = e.node("Floor", e.node("Mul", raised, e.constant(2.0**-bits)))
-        found.append(e.node("Sub", value, e.node("Mul", high, e.constant(float(2**bits)))))
+        lower.append(e.node("Sub", value, e.node("Mul", high, e.constant(float(2**bits)))))
         value = high
-    return [*found, value]
+    return [*lower, value]
 
 
 def sum_parts(input: Tensor, weight: Tensor, bias: Tensor | None, cut: Split, kernel: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -133,9 +133,9 @@ def check_cut(x: Value, weight: Tensor, cut: Sizes) -> None:
     need(min(chosen) >= 1 and max(chosen) <= 64, f"it splits its operands into {list(chosen)} parts and bits")
     part = 2 ** (chosen.bits - 1)
     need(x.largest <= part * 2 ** (chosen.bits * (chosen.parts - 1)), "the parts of its operand hold fewer bits than it has")
-    held = 2 ** (chosen.weight_parts * chosen.weight_bits - 1)
+    limit = 2 ** (chosen.weight_parts * chosen.weight_bits - 1)
     low, high = map(int, torch.aminmax(weight))
-    need(-held < low and high < held, "the parts of its weight hold fewer bits than it has")
+    need(-limit < low and high < limit, "the parts of its weight hold fewer bits than it has")
     for factor in [weight] if chosen.weight_parts == 1 else split(weight.double(), chosen.weight_parts, chosen.weight_bits):
         largest = float(accumulator_bound(factor, None, 0, part).max())
         need(largest < FLOAT32_EXACT, f"a sum of its parts can reach {largest:.0f}")
@@ -205,16 +205,16 @@ def _onnx_sum_blocks(e: Emitter, x: str, w: str, bias: tuple[str, ...], blocks: 
 def _onnx_convolution_wide(e: Emitter, input: str, weight: Tensor, bias: Tensor | None, *window_and_cut: Any) -> str:
     *window, cut = window_and_cut
     attributes = attributes_of(weight, *window)
-    held = 2 ** (cut[0] * cut[1] - 1)
-    kept = e.dtype(input)
-    blocks = _blocks(weight, held if kept.is_floating_point else min(held, -torch.iinfo(kept).min or 255)) if window[-1] == 1 else None
+    limit = 2 ** (cut[0] * cut[1] - 1)
+    dtype = e.dtype(input)
+    blocks = _blocks(weight, limit if dtype.is_floating_point else min(limit, -torch.iinfo(dtype).min or 255)) if window[-1] == 1 else None
 
     def body(e: Emitter, x: str, w: str, *bias: str) -> str:
         if blocks is not None:
             return _onnx_sum_blocks(e, x, w, bias, blocks, attributes)
         return onnx_sum_parts(e, x, w, bias, Split(*cut), lambda part, factor: e.node("Conv", part, factor, **attributes))
 
-    values = (*attributes.values(), list(cut if blocks is None else blocks), bias is not None, str(kept).removeprefix("torch."))
+    values = (*attributes.values(), list(cut if blocks is None else blocks), bias is not None, str(dtype).removeprefix("torch."))
     name = "convolution_wide_" + "_".join(str(v).strip("[]").replace(", ", "x") for v in values)
     added = [] if bias is None else [e.constant(per_channel(bias.double(), weight.dim() - 2))]
     return e.call(name, body, input, e.constant(weight), *added)

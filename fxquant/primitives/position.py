@@ -29,8 +29,8 @@ def _onnx_pool_indices(e: Emitter, input: str, *window_and_plane: Any) -> str:
     key = e.node("Add", key, e.constant(_positions(sizes, width, torch.device("cpu"))))
     largest = e.node("MaxPool", key, **attributes_of(*window))
     rest = e.node("Sub", largest, e.node("Mul", e.node("Floor", e.node("Div", largest, whole)), whole))
-    found = e.node("Cast", e.node("Sub", e.constant(count - 1.0, width), rest), to=torch.int64)
-    return found if not places or places[0] is None else e.node("Gather", e.constant(places[0]), found, axis=0)
+    indices = e.node("Cast", e.node("Sub", e.constant(count - 1.0, width), rest), to=torch.int64)
+    return indices if not places or places[0] is None else e.node("Gather", e.constant(places[0]), indices, axis=0)
 
 
 def _bounds_pool_indices(input: Value, sizes: list[int], wide: bool, places: Value | None = None, **window: list[int]) -> Range:
@@ -39,9 +39,9 @@ def _bounds_pool_indices(input: Value, sizes: list[int], wide: bool, places: Val
     need_elements(*(window[name] for name in ("kernel", "begin", "end", "dilation")))
     if places is None:
         return Range(0.0, float(math.prod(sizes) - 1))
-    known = constant_of(places, "places")
-    need(list(known.shape) == [math.prod(sizes)], "it does not give a position for each element")
-    return Range(float(known.min()), float(known.max()))
+    numbers = constant_of(places, "places")
+    need(list(numbers.shape) == [math.prod(sizes)], "it does not give a position for each element")
+    return Range(float(numbers.min()), float(numbers.max()))
 
 
 @primitive(_onnx_pool_indices, bounds=_bounds_pool_indices, kind="plain")
@@ -65,8 +65,8 @@ def pool_indices(
     if any(begin) or any(end):
         key = F.pad(key, window_padding(begin, end), value=-torch.inf)
     largest = MAX_POOLS[len(kernel)](key, kernel, stride, 0, dilation).to(torch.int64)
-    found = count - 1 - largest % count
-    return found if places is None else places[found]
+    indices = count - 1 - largest % count
+    return indices if places is None else places[indices]
 
 
 def _onnx_unpool(e: Emitter, input: str, indices: str, sizes: list[int], outside: int) -> str:

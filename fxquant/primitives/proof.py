@@ -31,8 +31,8 @@ class Shapes:
     def infer(self, node: fx.Node) -> Any:
         key = (node.target, _key(node.args), _key(node.kwargs))
         if key not in self.known:
-            known = _requantized(node)
-            self.known[key] = TensorFact.between(*(self._run(node, batch) for batch in BATCH_SIZES)) if known is None else known
+            inferred = _requantized(node)
+            self.known[key] = TensorFact.between(*(self._run(node, batch) for batch in BATCH_SIZES)) if inferred is None else inferred
         return self.known[key]
 
     @staticmethod
@@ -66,8 +66,8 @@ def _requantized(node: fx.Node) -> TensorFact | None:
 def _key(value: Any) -> Any:
     """Return arguments as a dictionary key, with nodes replaced by their facts."""
     if isinstance(value, fx.Node):
-        known = fact(value)
-        return known if isinstance(known, TensorFact) else repr(known)
+        node_fact = fact(value)
+        return node_fact if isinstance(node_fact, TensorFact) else repr(node_fact)
     if isinstance(value, list | tuple):
         return tuple(_key(item) for item in value)
     if isinstance(value, dict):
@@ -101,9 +101,9 @@ def unproved(gm: fx.GraphModule, arithmetic: Arithmetic) -> Iterator[tuple[fx.No
             if node.op == "call_function" and PRIMITIVES[node.target].kind == "accumulator" and node.target is not elementwise.centre:
                 bits[origin(node)] = max(bits.get(origin(node), 0), bits_of(value.largest))
     for node in gm.graph.nodes:
-        said = noted(node, "accumulator_bits")
-        if said is not None and said < bits.get(node.name, 0):
-            yield node, f"its accumulator has {bits[node.name]} bits, and is declared with {said}"
+        declared = noted(node, "accumulator_bits")
+        if declared is not None and declared < bits.get(node.name, 0):
+            yield node, f"its accumulator has {bits[node.name]} bits, and is declared with {declared}"
 
 
 def ranges(gm: fx.GraphModule) -> dict[fx.Node, Value]:
@@ -130,21 +130,21 @@ def _arguments(node: fx.Node, values: Mapping[fx.Node, Value]) -> dict[str, Any]
 
 
 def _constant(gm: fx.GraphModule, node: fx.Node) -> Value | None:
-    tensor, known = resolve(gm, str(node.target)), fact(node)
-    if not isinstance(tensor, Tensor) or not isinstance(known, TensorFact):
+    tensor, declared = resolve(gm, str(node.target)), fact(node)
+    if not isinstance(tensor, Tensor) or not isinstance(declared, TensorFact):
         return None
-    found = TensorFact(tuple(tensor.shape), tensor.dtype)
-    need(found == known, f"it is {found}, and declared as {known}")
+    actual = TensorFact(tuple(tensor.shape), tensor.dtype)
+    need(actual == declared, f"it is {actual}, and declared as {declared}")
     tensor = tensor.detach().cpu()
     if tensor.is_complex() or tensor.numel() == 0:
-        return Value(as_double(0.0), as_double(0.0), known, constant=tensor)
+        return Value(as_double(0.0), as_double(0.0), declared, constant=tensor)
     # A small constant may hold one number per channel, and broadcast; for a large one the extremes are enough.
     low, high = (tensor, tensor) if tensor.numel() <= 2**16 else torch.aminmax(tensor)
-    return Value(low.double(), high.double(), known, constant=tensor)
+    return Value(low.double(), high.double(), declared, constant=tensor)
 
 
 def _proved(node: fx.Node, values: Mapping[fx.Node, Value], arithmetic: Arithmetic) -> Value | None:
-    record, known = PRIMITIVES[node.target], fact(node)  # type: ignore[index]
+    record, declared = PRIMITIVES[node.target], fact(node)  # type: ignore[index]
     described = qparams(node)
     if record.kind == "float":
         _check_dequantize(node, values)
@@ -155,26 +155,26 @@ def _proved(node: fx.Node, values: Mapping[fx.Node, Value], arithmetic: Arithmet
     real = node.target is quantization.quantize or record.kind == "dynamic"
     if not real and any(value is None for name, value in arguments.items() if name in _ACTIVATIONS):
         refuse("it reads a value that is not an integer tensor of this graph")
-    found = record.bounds(**arguments)
+    bounds = record.bounds(**arguments)
     if record.kind == "dynamic":
         return None  # a float tensor, computed from a sum that fits
-    held = {name: value.constant if isinstance(value, Value) else value for name, value in arguments.items()}
-    because = arithmetic.refuses(record.function, held, known.dtype)
+    operands = {name: value.constant if isinstance(value, Value) else value for name, value in arguments.items()}
+    because = arithmetic.refuses(record.function, operands, declared.dtype)
     if because is not None:
         refuse(because)
-    value = Value(as_double(found.low), as_double(found.high), known, found.exact)
-    _check_range(value, "plain" if known.dtype in PLAIN_TYPES.values() and record.kind == "quantized" else record.kind, described)
+    value = Value(as_double(bounds.low), as_double(bounds.high), declared, bounds.exact)
+    _check_range(value, "plain" if declared.dtype in PLAIN_TYPES.values() and record.kind == "quantized" else record.kind, described)
     _check_zero_points(node, described)
     return value
 
 
 def _given(node: fx.Node) -> Value | None:
     """Return the range of a bool or integer tensor that is an input or that float operators computed: any value of its dtype."""
-    known = fact(node)
-    if not isinstance(known, TensorFact) or known.dtype.is_floating_point or known.dtype.is_complex:
+    node_fact = fact(node)
+    if not isinstance(node_fact, TensorFact) or node_fact.dtype.is_floating_point or node_fact.dtype.is_complex:
         return None
-    low, high = (0, 1) if known.dtype == torch.bool else (torch.iinfo(known.dtype).min, torch.iinfo(known.dtype).max)
-    return Value(as_double(float(low)), as_double(float(high)), known)
+    low, high = (0, 1) if node_fact.dtype == torch.bool else (torch.iinfo(node_fact.dtype).min, torch.iinfo(node_fact.dtype).max)
+    return Value(as_double(float(low)), as_double(float(high)), node_fact)
 
 
 _ACTIVATIONS = frozenset(("input", "other", "accumulator", "residual"))
@@ -211,8 +211,8 @@ def _check_zero_points(node: fx.Node, described: QParams | None) -> None:
     if "zero_point" not in record.signature.parameters or (rounds and described is None):
         return
     used = record.signature.bind(*node.args, **node.kwargs).arguments.get("zero_point", 0)
-    said = described.zero_point if rounds and described is not None else zero_point(node.args[0])  # type: ignore[arg-type]
-    need(said == used, f"its zero point is {used!r}, and declared as {said}")
+    declared = described.zero_point if rounds and described is not None else zero_point(node.args[0])  # type: ignore[arg-type]
+    need(declared == used, f"its zero point is {used!r}, and declared as {declared}")
 
 
 def _check_dequantize(node: fx.Node, values: Mapping[fx.Node, Value]) -> None:
@@ -226,5 +226,5 @@ def _check_dequantize(node: fx.Node, values: Mapping[fx.Node, Value]) -> None:
     need(torch.isfinite(tensor).all() and (tensor > 0).all(), f"its scale is {tensor.tolist()}")
     described = qparams(operand)
     if described is not None:
-        said = described.scale if isinstance(described.scale, tuple) else (described.scale,)
-        need(list(said) == tensor.flatten().tolist(), "its scale is not the scale of its operand")
+        scales = described.scale if isinstance(described.scale, tuple) else (described.scale,)
+        need(list(scales) == tensor.flatten().tolist(), "its scale is not the scale of its operand")

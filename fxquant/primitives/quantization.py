@@ -276,8 +276,8 @@ def _rounded_fixed(multiplier: Tensor, right_shift: Tensor, limit: int, low: int
         steps = steps_of_half_step(none, multiplier, right_shift, none, low, high)
     else:
         steps = steps_of_fixed(multiplier, right_shift, low, high)
-    held = steps[whole.flatten()]
-    if held.numel() and not -limit < int(held.min()) <= int(held.max()) < limit:
+    nonzero = steps[whole.flatten()]
+    if nonzero.numel() and not -limit < int(nonzero.min()) <= int(nonzero.max()) < limit:
         return None  # where the intermediate saturates
     size = torch.where(whole, power_of_two(right_shift) / multiplier.double(), 2.0 * FLOAT32_EXACT)
     if lowered and float(size.max()) > limit:

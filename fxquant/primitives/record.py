@@ -68,10 +68,10 @@ class Value:
 
     def size(self, dim: int) -> int:
         """Return the size of a dimension; raise Unproved if it depends on the batch."""
-        found = self.fact.shape[dim]
-        if isinstance(found, BatchDim):
+        size = self.fact.shape[dim]
+        if isinstance(size, BatchDim):
             refuse(f"it reduces or picks from dimension {dim}, whose size depends on the batch")
-        return found
+        return size
 
 
 @dataclass(frozen=True)
@@ -349,9 +349,9 @@ class Switches(AbstractContextManager[None]):
     def __enter__(self) -> None:
         with self.lock:
             for switch in self.switches:
-                found = switch.get()
-                if found not in switch.exact:
-                    self.before[switch] = found
+                value = switch.get()
+                if value not in switch.exact:
+                    self.before[switch] = value
                     switch.set(switch.value)
             self.inside += 1
 
@@ -379,11 +379,11 @@ def _switches() -> dict[str, Switches]:
     if not hasattr(torch._C, "_get_fp32_precision_getter"):  # before PyTorch 2.9
         products = Switch(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, ("highest",), "highest")
         return {"cpu": Switches([products], [products]), "cuda": Switches([cudnn, products], [cudnn, products])}
-    found = {}
+    switches = {}
     for device, backend, others in (("cpu", "mkldnn", []), ("cuda", "cuda", [cudnn])):
         deciding = [*others, _precision(backend, "matmul"), _precision(backend, "conv")]
-        found[device] = Switches(deciding, [_precision("generic", "all"), _precision(backend, "all"), *deciding])
-    return found
+        switches[device] = Switches(deciding, [_precision("generic", "all"), _precision(backend, "all"), *deciding])
+    return switches
 
 
 SWITCHES = _switches()

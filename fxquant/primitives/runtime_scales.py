@@ -92,8 +92,8 @@ def _bounds_dynamic_linear(input: Value | None, weight: Value, scale: Value, bia
 def _surrogate_dynamic_linear(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """Compute the product of the dequantized operand and weight; the rounding of the operand has a straight-through gradient."""
     with torch.no_grad():
-        made = centred(input)
-        error = made.integers * made.scale - input
+        quantized = centred(input)
+        error = quantized.integers * quantized.scale - input
     return F.linear(input.float() + error, weight * scale.reshape(-1, 1), bias)
 
 
@@ -104,10 +104,10 @@ def dynamic_linear(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | 
     `centred` gives q, zero_point and s_x. `input` is float32 of shape (…, in), `weight` int8 of shape (out, in), `scale` float32 of
     shape (out,) or (), `bias` float32 of shape (out,). The sum is exact: Σ |w| · 255 is below 2^31 for each output.
     """
-    made = centred(input)
+    quantized = centred(input)
     # A float32 kernel is exact where no sum of this many products reaches 2^24.
     exact = torch.float32 if weight.shape[-1] * MAGNITUDE * 128 < FLOAT32_EXACT else torch.float64
     with full_precision(input):
-        total = F.linear(made.integers.to(exact), weight.to(exact)).float().add_(0.0)  # a sum is never -0.0
-    value = total.mul_(made.scale * scale)
+        total = F.linear(quantized.integers.to(exact), weight.to(exact)).float().add_(0.0)  # a sum is never -0.0
+    value = total.mul_(quantized.scale * scale)
     return value if bias is None else value.add_(bias)

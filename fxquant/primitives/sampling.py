@@ -67,9 +67,9 @@ def _onnx_sample(e: Emitter, input: str, coordinates: str | Tensor, sizes: list[
             if factor is not None:
                 factor = e.node("Cast", factor, to=width)
                 weight = e.node("Mul", weight, factor) if weight else factor
-        found = e.node("GatherND", pixels, place, batch_dims=1)
-        found = e.node("Mul", found, weight) if weight else found
-        total = e.node("Add", total, found) if total else found
+        term = e.node("GatherND", pixels, place, batch_dims=1)
+        term = e.node("Mul", term, weight) if weight else term
+        total = e.node("Add", total, term) if total else term
     if mode != "nearest":
         # Round is a barrier: without it the runtime may fold the constant into the product.
         total = e.node("Mul", e.node("Round", total), e.constant(2.0 ** (-bits * rank), width))
@@ -139,11 +139,11 @@ def sample(
     total = torch.zeros((), dtype=image.dtype, device=image.device)
     for corner in itertools.product(*axes):
         place = torch.stack([index * stride for (index, _), stride in zip(corner, strides, strict=True)]).sum(0)
-        found = pixels.gather(2, place.flatten(1).unsqueeze(1).expand(-1, pixels.shape[1], -1))
+        term = pixels.gather(2, place.flatten(1).unsqueeze(1).expand(-1, pixels.shape[1], -1))
         for _, weight in corner:
             if weight is not None:
-                found = found * weight.flatten(1).unsqueeze(1).to(found.dtype)
-        total = total + found
+                term = term * weight.flatten(1).unsqueeze(1).to(term.dtype)
+        total = total + term
     if mode != "nearest":
         total = torch.floor(total * 2.0 ** (-bits * len(sizes)) + 0.5)
     return stored(total.reshape(*input.shape[:2], *positions[0].shape[1:]), input, input.dtype)

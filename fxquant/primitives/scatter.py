@@ -51,13 +51,13 @@ def _onnx_extremum_along(
     dtype = e.dtype(names[0])
     total, values = (e.node("Cast", name, to=torch.float32) for name in names)
     if e.opset >= LEAST_OPSET:
-        found = e.node("ScatterElements", total, places, values, axis=dim, reduction="max" if largest else "min")
-        return e.node("Cast", found, to=dtype)
+        result = e.node("ScatterElements", total, places, values, axis=dim, reduction="max" if largest else "min")
+        return e.node("Cast", result, to=dtype)
     for term in range(terms):  # one after another: indices of one term are distinct
         bounds = (e.constant([term]), e.constant([term + 1]), e.constant([dim]))
         at, value = (e.node("Slice", each, *bounds) for each in (places, values))
-        kept = e.node("Max" if largest else "Min", e.node("GatherElements", total, at, axis=dim), value)
-        total = e.node("ScatterElements", total, at, kept, axis=dim)
+        extremes = e.node("Max" if largest else "Min", e.node("GatherElements", total, at, axis=dim), value)
+        total = e.node("ScatterElements", total, at, extremes, axis=dim)
     return e.node("Cast", total, to=dtype)
 
 

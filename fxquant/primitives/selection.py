@@ -57,8 +57,8 @@ def _onnx_take_along(e: Emitter, input: str | Tensor, dim: int, index: str | Ten
     dtype = e.dtype(value)
     if dtype in (torch.int64, torch.bool):
         return e.node("GatherElements", value, named(e, index), axis=dim)
-    taken = e.node("GatherElements", e.node("Cast", value, to=torch.float32), named(e, index), axis=dim)
-    return e.node("Cast", taken, to=dtype)
+    elements = e.node("GatherElements", e.node("Cast", value, to=torch.float32), named(e, index), axis=dim)
+    return e.node("Cast", elements, to=dtype)
 
 
 @primitive(_onnx_take_along, bounds=lambda input, dim, index: union(input), role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT)
@@ -87,8 +87,8 @@ def _onnx_put_along(e: Emitter, input: str | Tensor, source: str | Tensor, dim: 
     if dtype != torch.int64:  # which has more bits than a float
         value, put = (e.node("Cast", each, to=torch.float32) for each in (value, put))
     put = e.node("Expand", put, e.node("Shape", places)) if number else put
-    found = e.node("ScatterElements", value, places, put, axis=dim)
-    return found if dtype == torch.int64 else e.node("Cast", found, to=dtype)
+    result = e.node("ScatterElements", value, places, put, axis=dim)
+    return result if dtype == torch.int64 else e.node("Cast", result, to=dtype)
 
 
 def _bounds_put_along(input: Value, source: Value, dim: int, index: Value | None, number: bool = False) -> Range:

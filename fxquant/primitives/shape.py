@@ -95,7 +95,7 @@ def _bounds_select(input: Value, dim: int, indices: Value) -> Range:
     return union(input)
 
 
-@primitive(_onnx_select, bounds=_bounds_select, role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT)
+@primitive(_onnx_select, bounds=_bounds_select, role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT, layout="same")
 def select(input: Tensor, dim: int, indices: Tensor) -> Tensor:
     """Return the elements at these indices along `dim`, in this order."""
     return input.index_select(dim, indices)

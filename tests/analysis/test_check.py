@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -311,11 +310,6 @@ def test_limits_speak_of_operators_and_measures_that_exist() -> None:
             assert limit.remedy
 
 
-BITS = {
-    ("bayes", operator, "bits") for operator in ("conv3d", "conv_transpose2d", "linear", "interpolate", "avg_pool2d", "adaptive_avg_pool2d")
-} | {("bayes", "conv2d", "bits of the result where it is dilated")}
-BITS |= {("bayes", "conv2d", f"bits {where}") for where in ("where it is dilated", "with groups and a stride")}
-BITS |= {("bayes", operator, "bits of an averaged image") for operator in ("mean", "adaptive_avg_pool2d")}  # tested by the export
 WIDE = {
     "conv3d": conv3d(),
     "conv_transpose2d": transposed(),
@@ -403,15 +397,6 @@ def test_a_finding_says_where_and_what_to_do() -> None:
     assert text.startswith("2 limits of bernoulli2 are broken, 1 operator would stay in float on bernoulli2\n")
     for finding in found:
         assert all(part in text for part in (finding.layer, finding.limit, finding.source, finding.remedy))
-
-
-def test_the_table_of_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    Console(width=200).print(fxq.check(Network(), torch.randn(2, 2, 20, 20), "x3"))
-    shown = capsys.readouterr().out
-    assert "its kernel is 9; bernoulli2 allows 1 to 7" in shown
-    assert "layers.0" in shown
-    Console(width=200).print(fxq.check(nn.Conv2d(2, 2, 3), torch.randn(2, 2, 8, 8), "x3"))
-    assert "within every limit" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("target", ["x86", "qnnpack", "bernoulli"])

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+import functools
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.analysis import explain
-from fxquant.api import preparing
+from fxquant import backends
 from fxquant.ir.integer import Constant, operation
+from fxquant.search.bit_widths import Budget
 from tests.shared.contract import NOT_LOWERED, compiled, graph_values
 from tests.shared.written import written
 
@@ -190,7 +191,6 @@ def test_a_model_that_was_saved_has_the_same_layers(tmp_path: Path) -> None:
 
 
 def test_tensors_inside_of_a_layer() -> None:
-
     integer = compiled(
         written(lambda m, x: torch.cat((m.left(x), 4 * m.right(x)), 1).tanh(), left=nn.Conv2d(3, 4, 1), right=nn.Conv2d(3, 4, 1)),
         [torch.randn(2, 3, 4, 4)],
@@ -201,14 +201,84 @@ def test_tensors_inside_of_a_layer() -> None:
     assert {inner.name for inner in layer.intermediates} < {node.name for node in integer.graph.nodes}
 
 
-def test_every_report_reads_the_layers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+# ---- what a model would cost -----------------------------------------------------------------------------------------------
 
-    model, x = written(lambda m, x: m.conv(x).logcumsumexp(1), conv=nn.Conv2d(3, 4, 1)), torch.randn(2, 3, 4, 4)
-    changed = lambda gm: tuple(replace(layer, reason="the moon says so") for layer in fxq.inspect.layers(gm))  # noqa: E731
-    for module in (preparing, explain):
-        monkeypatch.setattr(module, "layers", changed)
-    with caplog.at_level("INFO", "fxquant"):
-        prepared = fxq.prepare(model, x)
-    assert "the moon says so" in caplog.text
-    assert "the moon says so" in fxq.explain(prepared)
-    assert any("the moon says so" in finding.limit for finding in fxq.check(model, x))
+
+class Mixed(nn.Module):
+    """A convolution, a product of activations, a linear layer, and an operator that stays in float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x).flatten(2)
+        scores = self.head((x @ x.transpose(1, 2)).mean(1))
+        return torch.fft.rfft(scores).abs()
+
+
+@functools.cache
+def integer_of(dtype: str = "int8") -> fx.GraphModule:
+    activations = fxq.QConfig(fxq.ActivationConfig(dtype))
+    return fxq.quantize(Mixed().eval(), [torch.randn(4, 3, 6, 6)], target="nash-e", qconfig=activations).integer
+
+
+def test_products_and_bytes_are_those_of_the_layers() -> None:
+    found = fxq.estimate(integer_of())
+    rows = {row.layer: row for row in found}
+    assert rows["conv"].macs == 8 * 36 * 27
+    assert rows["conv"].bytes == 8 * 27 + 4 * 8 + 3 * 36 + 8 * 36  # weight, bias, operand, result
+    assert rows["matmul"].macs == 8 * 8 * 36
+    assert rows["matmul"].bytes == 2 * 8 * 36 + 8 * 8  # both operands are tensors of their own
+    assert rows["x_quantize"].bytes == (4 + 1) * 3 * 36
+    assert (found.macs, found.bytes) == (sum(row.macs for row in found), sum(row.bytes for row in found))
+
+
+def test_an_operator_takes_the_longer_of_its_times() -> None:
+    integer = integer_of()
+    slow = fxq.estimate(integer, roofline=fxq.extend.Roofline(1e6, 1e12))
+    rows = {row.layer: row for row in slow}
+    assert rows["conv"].bound == "compute"
+    assert rows["conv"].microseconds == pytest.approx(rows["conv"].macs)  # one product a microsecond; float sums, a few roundings
+    narrow = {row.layer: row for row in fxq.estimate(integer, roofline=fxq.extend.Roofline(1e12, 1e6))}
+    assert narrow["conv"].bound == "memory"
+    assert narrow["conv"].microseconds == pytest.approx(narrow["conv"].bytes)
+    assert slow.seconds == pytest.approx(sum(row.microseconds for row in slow if row.bound != "host") / 1e6)
+    assert set(slow.on_host) == {row.layer for row in slow if row.bound == "host"} != set()
+    assert all(name in str(slow) for name in slow.on_host)
+
+
+def test_sixteen_bits_take_their_time() -> None:
+    roofline = fxq.extend.Roofline(1e6, 1e12)
+    narrow, wide = ({row.layer: row for row in fxq.estimate(integer_of(dtype), roofline=roofline)} for dtype in ("int8", "int16"))
+    assert wide["matmul"].microseconds == 4 * narrow["matmul"].microseconds  # both factors are twice as wide
+    assert wide["head"].microseconds == 2 * narrow["head"].microseconds  # one of them is
+
+
+def test_every_march_has_rates_that_say_where_they_are_from() -> None:
+    integer = integer_of()
+    for target in backends.TARGETS.values():
+        if target.roofline is not None:
+            found = fxq.estimate(integer, target)
+            assert "TOPS" in found.roofline.source
+            assert ("factor of 2" in found.summary) == found.roofline.assumed
+    assert {target.name for target in backends.TARGETS.values() if target.roofline is None} == {"x86", "qnnpack"}
+
+
+def test_a_page_stands_alone(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    page = fxq.estimate(integer_of()).to_html(tmp_path / "estimate.html").read_text(encoding="utf-8")
+    assert "bound by memory" in page
+    assert "conv2d" in page
+    assert "<script src" not in page
+
+
+def test_a_latency_is_estimated_by_the_targets_rates() -> None:
+    nash = backends.get("nash-e")
+    budget = Budget(latency=1e-6).on(nash)
+    assert budget.speed is not None
+    assert nash.roofline is not None
+    assert (budget.speed.macs_per_second, budget.speed.bytes_per_second) == (nash.roofline.macs_per_second, nash.roofline.bytes_per_second)
+    assert Budget(weight_bits=5).on(nash).speed is None
+    with pytest.raises(fxq.errors.ConfigurationError, match="a latency on x86"):
+        Budget(latency=1e-6).on(backends.get("x86"))

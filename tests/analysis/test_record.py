@@ -95,19 +95,6 @@ def test_values_are_those_of_hooks_and_of_a_plain_interpreter(forms: Any) -> Non
         assert all(torch.equal(value, hooked[name]) for name, value in real.items())
 
 
-def test_float_values_of_any_form(forms: Any) -> None:
-    prepared, integer, _, found = forms
-    traced = fxq.trace(Mixed().eval(), found[0])
-    whole = next(fxq.inspect.record(traced, found[:1], ["float", "outputs"]))
-    assert {"conv", "bn", "relu", "logsumexp", "output 0", "output 1"} <= whole.keys()
-    assert torch.equal(whole["output 1"], whole["relu"])
-    for one, other in zip(
-        fxq.inspect.record(prepared, found, "float", state="validate"), fxq.inspect.record(integer, found, "float"), strict=True
-    ):
-        assert one.keys() == other.keys()
-        assert all_equal(one, other)
-
-
 def test_the_ends_of_segments_of_a_file_with_float_operators(forms: Any) -> None:
     _, integer, path, found = forms
     for one, other in zip(fxq.inspect.record(integer, found), fxq.inspect.record(path, found), strict=True):
@@ -164,20 +151,6 @@ def test_a_model_that_fails_leaves_its_state_behind_as_it_was(forms: Any) -> Non
         next(fxq.inspect.record(fresh, forms[3], state="validate"))
     assert "While executing" not in str(caught.value)
     assert {operator.state for operator in quantized_operators(fresh).values()} == {fxq.State.CALIBRATE}
-
-
-def test_state_float_gives_the_float_model(forms: Any) -> None:
-    prepared, _, _, found = forms
-    model = prepared
-    real = next(fxq.inspect.record(model, found[:1], ["quantized", "float", "outputs"], real=True, state="float"))
-    fxq.set_state(model, fxq.State.FLOAT)
-    try:
-        with torch.no_grad():
-            assert all_equal(model(found[0]), [real["output 0"], real["output 1"]])
-    finally:
-        fxq.set_state(model, fxq.State.VALIDATE)
-    assert "conv" in real
-    assert "conv" not in next(fxq.inspect.record(model, found[:1], state="float"))
 
 
 def test_names_and_kinds(forms: Any) -> None:

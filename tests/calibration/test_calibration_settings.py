@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -166,36 +164,3 @@ def test_autocast_reaches_the_users_batches_alone() -> None:
         fxq.calibrate(found, stream(), show_progress=False)
     assert seen == [(True, 2)] * len(BATCHES)
     assert same_state(found, calibrated())
-
-
-# ---- every tensor that this project makes ---------------------------------------------------------------------------------
-
-FLOAT_BY_DEFAULT = {"zeros", "ones", "eye", "empty", "empty_strided", "full", "rand", "randn"}
-ON_A_DEVICE = FLOAT_BY_DEFAULT | {"tensor", "arange", "randperm", "randint"}
-
-
-def unstated(tree: ast.AST) -> Iterator[str]:
-    """Calls that make a tensor of PyTorch's default dtype, or on its default device."""
-    for node in ast.walk(tree):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name)):
-            continue
-        if node.func.value.id != "torch":
-            continue
-        given = {keyword.arg for keyword in node.keywords}
-        wanted = {"device": node.func.attr in ON_A_DEVICE, "dtype": node.func.attr in FLOAT_BY_DEFAULT}
-        missing = [name for name, needed in wanted.items() if needed and not given & {name, None}]
-        if missing:
-            yield f"line {node.lineno}: {ast.unparse(node)} without {' and '.join(missing)}"
-
-
-@pytest.mark.nightly
-def test_every_tensor_has_a_dtype_and_a_device_of_its_own() -> None:
-    """But for modules of float models, whose tensors are the user's."""
-    root = Path(fxq.__file__).parent
-    folders = [path.resolve() for path in (root, root.parent / "passes", root.parent / "backends", root / "passes", root / "backends")]
-    files = {file for folder in folders if folder.exists() for file in folder.rglob("*.py")}
-    own = [file for file in files if "nn" not in file.relative_to(root.parent).parts]
-    assert len(own) > 200
-    found = [f"{file}: {line}" for file in sorted(own) for line in unstated(ast.parse(file.read_text()))]
-    assert not found
-    assert list(unstated(ast.parse("torch.zeros(3, device=d)"))) == ["line 1: torch.zeros(3, device=d) without dtype"]

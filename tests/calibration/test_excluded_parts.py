@@ -85,11 +85,6 @@ METHODS: dict[str, Callable[[fx.GraphModule], Any]] = {
 }
 
 
-def test_without_it_everything_is_calibrated() -> None:
-    assert not same_state(numbers(whole()), numbers(fresh()))
-    assert {each.state for each in quantized_operators(whole()).values()} == {fxq.State.VALIDATE}
-
-
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", METHODS)
 def test_a_part_in_float_stays_as_it_is(name: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -129,17 +124,6 @@ def test_the_model_runs_with_that_part_in_float() -> None:
     for handle in handles:
         handle.remove()
     assert operators["head"].output.calibrated
-
-
-def test_a_single_layer_and_several_are_named_as_well() -> None:
-    prepared = fresh()
-    fxq.set_state(prepared, "float", ["stem", "head"])
-    before = {name: numbers(copy.deepcopy(prepared), name, without="stem") for name in ("stem",)}
-    calibrate(prepared)
-    assert {node for node, each in quantized_operators(prepared).items() if each.state is fxq.State.FLOAT} >= {"head"}
-    assert same_state(numbers(prepared, "stem", without="stem"), before["stem"])
-    assert not any(each.weight_quantizer.description for each in (*part(prepared, "stem").values(), *part(prepared, "head").values()))
-    assert any(each.weight_quantizer.description for each in part(prepared).values())
 
 
 @pytest.mark.sweep(2)

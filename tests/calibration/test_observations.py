@@ -19,21 +19,15 @@ from fxquant.prepared.operators import quantized_operators
 from fxquant.serialization import pack, unpack
 from tests.shared.contract import assert_train_is_validate, assert_validate_is_integer, calibrated, same_state
 from tests.shared.networks import Network
+from tests.shared.written import to_train, written
 
 pytestmark = pytest.mark.usefixtures("default_outputs")  # these read scales, and are not about outputs
 
 ACT, Mapping = fxq.ActivationConfig, fxq.QConfigMapping
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(4, 4, 3, padding=1)
-        self.bn = nn.BatchNorm2d(4)
-        self.relu = nn.ReLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.relu(self.bn(self.conv(x)) + x)
+def block() -> Any:
+    return written(lambda m, x: m.relu(m.bn(m.conv(x)) + x), conv=nn.Conv2d(4, 4, 3, padding=1), bn=nn.BatchNorm2d(4), relu=nn.ReLU())
 
 
 class Fused(nn.Module):
@@ -41,7 +35,7 @@ class Fused(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.block, self.head = nn.Conv2d(2, 4, 1), Block(), nn.Conv2d(12, 2, 1)
+        self.stem, self.block, self.head = nn.Conv2d(2, 4, 1), block(), nn.Conv2d(12, 2, 1)
         self.limit = nn.Hardtanh(-0.5, 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -203,9 +197,7 @@ def test_a_restored_model_holds_the_contract_and_goes_on(seen: fxq.observers.Obs
     models = restored(seen, OTHERS["layers of different dtypes"][0]), fresh(OTHERS["layers of different dtypes"][0])
     assert_validate_is_integer(models[0], fxq.convert(models[0]), batches()[1])
     for model in models:
-        fxq.set_state(model, fxq.State.TRAIN)
-        model.train()
-        model(batches()[2] * 3)
+        to_train(model)(batches()[2] * 3)
     assert_same_state(*models)
     for model in models:
         fxq.calibrate(model, [batches()[0] * 7], show_progress=False)
@@ -225,9 +217,7 @@ def test_observations_do_not_change() -> None:
     prepared = fresh()
     seen, again = fxq.observers.observations(prepared), fxq.observers.observations(prepared)
     assert seen == again
-    fxq.set_state(prepared, fxq.State.TRAIN)
-    prepared.train()
-    prepared(batches()[0] * 9)
+    to_train(prepared)(batches()[0] * 9)
     assert fxq.observers.observations(prepared) == seen  # what training moves is no part of them
     fxq.calibrate(prepared, [batches()[0] * 9], show_progress=False)
     assert seen == again
@@ -262,12 +252,6 @@ def test_where_nothing_is_missing_no_batch_is_taken(seen: fxq.observers.Observat
     result = fxq.quantize(network(), no_more(), "nash-e", OTHERS["int16"][0], observations=seen, show_progress=False)
     assert_same_state(result.prepared, fresh(*OTHERS["int16"]))
     fxq.calibrate(result.prepared, no_more(), only_missing=True)
-
-
-def test_quantize_observes_what_is_missing(seen: fxq.observers.Observations) -> None:
-    qconfig = Mapping().set_module_name("block.relu", None)
-    result = fxq.quantize(network(), batches(), "nash-e", qconfig, observations=seen, show_progress=False)
-    assert_same_state(result.prepared, fresh(qconfig))
 
 
 def test_values_that_another_reader_tells_apart_are_not_known(seen: fxq.observers.Observations, caplog: pytest.LogCaptureFixture) -> None:
@@ -356,10 +340,6 @@ def test_observations_are_kept_in_a_file(seen: fxq.observers.Observations, tmp_p
     assert loaded == seen
     assert fxq.save(loaded, tmp_path / "again.fxq").read_bytes() == path.read_bytes()
     assert_same_state(restored(loaded), fresh())
-
-
-def test_a_model_from_a_file_has_seen_the_same(seen: fxq.observers.Observations, tmp_path: Path) -> None:
-    assert fxq.observers.observations(fxq.load(fxq.save(fresh(), tmp_path / "model.fxq"))) == seen
 
 
 DAMAGE: dict[str, tuple[Any, ...]] = {  # where in the document, and what stands there then

@@ -14,7 +14,6 @@ from torch import Tensor, fx, nn
 
 import fxquant as fxq
 from fxquant.cli import main
-from fxquant.conformance import board
 from fxquant.conformance.manifest import Array, packed, read_arrays
 
 # Samples come in order: the stand-ins return the rows of answers.npz one after another, and keep what they are given.
@@ -194,18 +193,6 @@ def test_a_program_that_reads_a_camera_is_given_its_bytes(camera: str, tmp_path:
         assert "none.png is not a picture that cv2 reads" in run(kit, "--images", "none.png").stderr
     else:
         assert "does not take NV12" in done.stderr
-
-
-def test_pictures_become_the_bytes_that_rgb_to_nv12_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "cv2.py").write_text(CV2, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "cv2", raising=False)
-    image = torch.randint(0, 256, (1, 3, 64, 48), dtype=torch.uint8)
-    np.save(tmp_path / "image.npy", image[0].permute(1, 2, 0).numpy())
-    y, uv = fxq.nn.rgb_to_nv12(image)
-    wanted = torch.cat([y[..., 0], uv.reshape(1, 32, 48)], 1).numpy()
-    assert np.array_equal(board.nv12(str(tmp_path / "image.npy"), 96, 48), wanted)
-    sys.modules.pop("cv2")
 
 
 def test_an_output_in_float_is_shown_and_not_compared(tmp_path: Path) -> None:

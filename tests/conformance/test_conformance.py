@@ -5,13 +5,11 @@ from __future__ import annotations
 import io
 import json
 import pickle
-import random
 import shutil
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,6 @@ from fxquant.conformance.board import integers
 from fxquant.conformance.kit import SCALES, Compiled, probe_target
 from fxquant.conformance.manifest import Array, Kit, packed, read_arrays, read_kit
 from fxquant.conformance.results import SIMULATOR, computed, kit_images, model_of
-from fxquant.conformance.rows import ROWS
 from fxquant.conformance.variants import Variant, variants_of
 
 pytestmark = pytest.mark.nightly
@@ -261,15 +258,6 @@ def test_results_that_do_not_fit_are_refused(change: Change, said: str, kit: Kit
         fxq.board.check_conformance(kit.folder, write_results(kit, tmp_path / "results", change))
 
 
-def test_a_truncated_result_is_refused(kit: Kit, tmp_path: Path) -> None:
-    folder = write_results(kit, tmp_path / "results")
-    whole = (folder / "int8-1.npz").read_bytes()
-    for size in (0, 10, len(whole) // 2, len(whole) - 1):
-        (folder / "int8-1.npz").write_bytes(whole[:size])
-        with pytest.raises(fxq.errors.ExportError, match="holds no arrays"):
-            fxq.board.check_conformance(kit.folder, folder)
-
-
 def test_no_kit_and_no_results_are_misuse(kit: Kit, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(fxq.errors.ConfigurationError, match="is not a conformance kit"):
         fxq.board.check_conformance(tmp_path, tmp_path)
@@ -345,6 +333,8 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "petabytes": _of_petabytes,
     "a bad stream": _with_a_bad_stream,
     "a pickle": lambda content: pickle.dumps({"kit": 1}),
+    "empty": lambda content: b"",
+    "truncated": lambda content: content[:-1],
     "text": lambda content: b"hello",
     "one array": lambda content: _one_array(),
 }
@@ -357,18 +347,6 @@ def test_a_damaged_result_is_refused(damage: str, kit: Kit, tmp_path: Path) -> N
     path.write_bytes(DAMAGE[damage](path.read_bytes()))
     with pytest.raises(fxq.errors.ExportError, match=r"int8-0\.npz holds no arrays that can be read[\s\S]*because[\s\S]*remedy"):
         fxq.board.check_conformance(kit.folder, folder)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_flipped_bytes_of_a_result_are_refused_or_compared(seed: int, kit: Kit, tmp_path: Path) -> None:
-    folder, draw = write_results(kit, tmp_path / "results"), random.Random(seed)
-    path = folder / "int8-0.npz"
-    changed = bytearray(path.read_bytes())
-    for _ in range((1, 3, 40)[seed % 3]):
-        changed[draw.randrange(len(changed))] = draw.randrange(256)
-    path.write_bytes(changed)
-    with suppress(fxq.errors.ExportError):
-        assert isinstance(fxq.board.check_conformance(kit.folder, folder), fxq.results.Conformance)
 
 
 def _cases(about: Any) -> list[dict[str, Any]]:
@@ -417,7 +395,6 @@ def test_without_the_tool_a_kit_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, fxq.errors.CompilationError("no", because="it crashed", remedy="none")])
 def test_a_kit_that_is_not_finished_leaves_the_one_before(
     stop: type[BaseException] | BaseException, kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -459,84 +436,13 @@ def test_variants_differ_from_the_target_and_each_other() -> None:
         assert all(one != other for index, one in enumerate(arithmetics) for other in arithmetics[:index])
 
 
-def test_every_row_of_operators_has_a_name_of_its_own() -> None:
-    assert len(ROWS) > 130
-    assert set(OPERATORS) <= set(ROWS)
-
-
 # ---- the board's script -----------------------------------------------------------------------------------------------------
-
-RUNTIME = """
-import json, pathlib
-import numpy as np
-here = pathlib.Path(__file__).resolve().parent
-while not (here / "expected.npz").exists():
-    here = here.parent
-expected = np.load(here / "expected.npz")
-inputs = np.load(here / "board" / "inputs.npz")["image"]
-outputs = {each["name"]: each["outputs"] for each in json.loads((here / "board" / "programs.json").read_text())["programs"]}
-def computed(path, image):
-    name = pathlib.Path(path).stem
-    row = next(index for index, each in enumerate(inputs) if np.array_equal(each[None], image))
-    names = outputs[name]
-    keys = ["%s/%d" % (name, index) for index in range(len(names))]
-    return names, [(expected[key][row:row + 1] * expected[key + "/step"]).astype(np.float32) for key in keys]
-"""
-HOBOT = """
-from types import SimpleNamespace
-class Model:
-    def __init__(self, path):
-        self.path = path
-    def forward(self, image):
-        return [SimpleNamespace(name=name, buffer=value) for name, value in zip(*computed(self.path, image))]
-def load(path):
-    return [Model(path)]
-"""
-INFER = """
-from types import SimpleNamespace
-class Infer:
-    def __init__(self, debug):
-        self.inputs = {}
-    def load_model(self, path):
-        self.path = path
-    def read_input(self, array, index):
-        self.inputs[index] = array
-    def forward(self):
-        self.values = computed(self.path, self.inputs[0])[1]
-    def get_output(self):
-        self.outputs = [SimpleNamespace(data=value) for value in self.values]
-"""
-HBM = """
-class HB_HBMRuntime:
-    def __init__(self, path):
-        self.path, name = path, pathlib.Path(path).stem
-        self.model_names, self.input_names, self.output_names = [name], {name: ["image"]}, {name: outputs[name][::-1]}
-    def run(self, given):
-        ((name, inputs),) = given.items()
-        return {name: dict(zip(*computed(self.path, inputs["image"])))}
-"""
 
 
 def run_on_board(kit: Kit, *options: str) -> subprocess.CompletedProcess[str]:
     """The kit's script, where modules of a board stand beside it."""
     board = kit.folder / manifest.BOARD
     return subprocess.run([sys.executable, "run.py", *options], cwd=board, capture_output=True, text=True, timeout=120, check=False)
-
-
-@pytest.mark.parametrize(
-    ("place", "module", "runtime"),
-    [("hobot_dnn/pyeasy_dnn.py", HOBOT, "hobot_dnn"), ("bpu_infer_lib.py", INFER, "bpu_infer_lib"), ("hbm_runtime.py", HBM, "hbm_runtime")],
-)
-def test_the_script_runs_the_programs_by_the_runtime_of_a_board(place: str, module: str, runtime: str, kit: Kit) -> None:
-    file = kit.folder / manifest.BOARD / place
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(RUNTIME + module, encoding="utf-8")
-    done = run_on_board(kit, "--results", "out")
-    assert done.returncode == 0, done.stderr
-    found = fxq.board.check_conformance(kit.folder, kit.folder / manifest.BOARD / "out")
-    assert found, str(found)
-    assert found.runtime == runtime
-    assert [path.suffix for path in (kit.folder / manifest.BOARD / "out").iterdir()] == [".npz"] * len(kit.programs)
 
 
 def test_a_program_that_a_board_refuses_is_reported(kit: Kit) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ from fxquant.ir.graph import fact
 from fxquant.tuning.first_samples import FirstSamples
 from tests.backends import test_reference_c
 from tests.shared import contract
-from tests.shared.networks import Network
+from tests.shared.networks import Network, held
 
 BATCH = Dim("batch")
 
@@ -249,7 +250,126 @@ def test_what_does_not_fit_is_refused_by_name(form: str) -> None:
         fxq.trace(Nested(), nest(), options=fxq.Options(dynamic_shapes=said))
 
 
-def test_bounds_of_a_dimension_are_said_to_be_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "fxquant"):
-        fxq.trace(made("lstm"), inputs("lstm", 4), options=fxq.Options(dynamic_shapes=({1: Dim("batch", min=3, max=8)},)))
-    assert "the bounds of Dim('batch', min=3, max=8) are ignored" in caplog.text
+# ---- numbers that Python computes of the batch size, and activations that are written into constants -----------------------
+
+
+class Model(nn.Module):
+    """A layer, and what a function makes of its result; it stands here, for numbers are followed where `forward` is written."""
+
+    def __init__(self, body: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.body = nn.Linear(4, 4), body
+        self.register_buffer("held", torch.randn(3, 4))
+        self.row = nn.Parameter(torch.randn(1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, self.layer(x))
+
+
+SIZES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a quotient": lambda model, x: x.relu().reshape(int(x.shape[0] / 1), 2, 2),
+    "a length": lambda model, x: x.relu().reshape(len(x), 2, 2),
+    "rounded": lambda model, x: x.relu().reshape(round(x.shape[0] / 1), 2, 2),
+    "a root": lambda model, x: x.relu().reshape(int(math.sqrt(x.shape[0] ** 2)), 2, 2),
+    "a float": lambda model, x: x.relu().reshape(int(float(x.shape[0])), 2, 2),
+    "an exponent": lambda model, x: x.relu().reshape(int(2 ** math.log2(x.shape[0]) + 0.5), 2, 2),
+    "repeated": lambda model, x: torch.cat((x, model.row.expand(int(x.shape[0] / 1), 4)), 1).tanh(),
+    "repeated, rounded down": lambda model, x: torch.cat((x, model.row.expand(math.floor(x.shape[0] * 1.5 - x.shape[0] / 2), 4)), 1).tanh(),
+    "repeated, rounded up": lambda model, x: torch.cat((x, model.row.expand(math.ceil(math.sqrt(x.shape[0] * x.shape[0])), 4)), 1).tanh(),
+}
+
+
+def put(model: Any, x: Tensor, index: Any, value: Tensor) -> Tensor:
+    held = model.held.clone()
+    held[index] = value
+    return x + held.mean(0).tanh()
+
+
+WRITES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a row": lambda model, x: put(model, x, 1, x.amax(0) if x.shape[0] == 0 else x[0]),
+    "a slice": lambda model, x: put(model, x, slice(0, 1), x[:1]),
+    "an element": lambda model, x: put(model, x, (slice(None), 0), x[0, :3]),
+    "by a list": lambda model, x: put(model, x, [2, 0], x[:2]),
+    "by slice_scatter": lambda model, x: x + model.held.slice_scatter(x[:1], 0, 1, 2).mean(0).tanh(),
+    "by a view": lambda model, x: x + model.held.clone().diagonal_scatter(x[0, :3]).mean(0).tanh(),
+    "into a factor": lambda model, x: x @ model.held.new_zeros(4, 4).index_copy(0, torch.tensor([1]), x[:1]),
+}
+
+
+FILLED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "ones times a number": lambda model, x: x + x.new_ones(x.shape[0], 4) * 0.1,
+    "zeros plus a number": lambda model, x: x * (torch.zeros(x.shape[0], 4) + 3),
+    "a number less zeros": lambda model, x: x + (2 - torch.zeros_like(x)),
+    "beside": lambda model, x: torch.cat((x, (torch.zeros_like(x[:, :1]) + 2).div(4)), 1).tanh(),
+}
+
+
+@pytest.mark.sweep(6)
+@pytest.mark.parametrize("name", [*SIZES, *WRITES, *FILLED])
+def test_a_size_that_python_computes_and_what_is_written_or_filled_hold_the_contract(name: str, tmp_path: Path) -> None:
+    model = Model({**SIZES, **WRITES, **FILLED}[name])
+    prepared, _ = held(model, [torch.randn(4, 4), torch.randn(3, 4)], tmp_path / "model.onnx", train=False)
+    assert name in WRITES or "none is left in float" in fxq.explain(prepared)
+
+
+# ---- empty batches ---------------------------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Sums that can exceed 2^24, with and without a batch norm and a residual, and a table of 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.same = nn.Conv2d(256, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1)
+        self.linear = nn.Linear(2000, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.conv(x))
+        y = torch.relu(self.same(y) + y)
+        return self.linear(torch.sigmoid(y).flatten(1).repeat(1, 10))
+
+
+WIDE_BATCH = torch.randn(4, 256, 5, 5, generator=torch.Generator().manual_seed(0))
+LEARNED = fxq.QConfig(fxq.ActivationConfig(training="learned"), weight=fxq.WeightConfig(training="learned"))
+FROZEN = fxq.QConfig(fxq.ActivationConfig(training="frozen"))
+INT16 = fxq.QConfig(fxq.ActivationConfig("int16"))
+CASES: dict[str, tuple[str, Any]] = {
+    "bayes-e": ("bayes-e", None), "nash-e": ("nash-e", None), "x86": ("x86", None), "qnnpack": ("qnnpack", None),
+    "learned": ("x86", LEARNED), "frozen": ("bayes-e", FROZEN), "int16": ("nash-e", INT16),
+}  # fmt: skip
+
+
+def wide_network(case: str) -> tuple[fx.GraphModule, fx.GraphModule]:
+    torch.manual_seed(0)
+    target, qconfig = CASES[case]
+    prepared, integer = contract.compiled(Wide().eval(), [WIDE_BATCH], target, qconfig)
+    return prepared, integer
+
+
+def finite_state(model: fx.GraphModule) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items() if not (value.is_floating_point() and value.isnan().any())}
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("case", CASES)
+def test_an_empty_batch(case: str) -> None:
+    prepared, integer = wide_network(case)
+    for form in (integer, integer, prepared):
+        assert form(WIDE_BATCH[:0]).shape == (0, 4)
+    fxq.set_state(prepared, "float")
+    assert prepared(WIDE_BATCH[:0]).shape == (0, 4)
+    fxq.set_state(prepared, "train")
+    prepared(WIDE_BATCH)
+    before = finite_state(prepared)
+    with pytest.raises(fxq.FxQuantError, match=r"cannot be observed|cannot use the statistics"):
+        prepared(WIDE_BATCH[:0])
+    after = prepared.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    fxq.freeze(prepared)
+    output = prepared(WIDE_BATCH[:0])
+    assert output.shape == (0, 4)
+    output.sum().backward()
+    assert all(float(each.grad.abs().sum()) == 0 for each in prepared.parameters() if each.grad is not None)
+    fxq.set_state(prepared, "validate")
+    assert fxq.verify(prepared, fxq.convert(prepared), [WIDE_BATCH], show_progress=False)

@@ -1,9 +1,10 @@
-"""A GPU computes the bits of the processor: what was validated on one device is what is exported from the other."""
+"""Every operator on bernoulli2, whose rules differ most from other targets', and on a GPU, which computes the bits of the processor."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -14,7 +15,7 @@ from torch import Tensor, fx, nn
 import fxquant as fxq
 from fxquant.primitives.record import PRIMITIVES
 from fxquant.quantization.weights import running_gain
-from tests.ops.test_operators import FIRST, FORMATS, NAMED, Pack, Sample, covering, inputs_of, kept_integer, quick_format
+from tests.ops.test_operators import FIRST, FORMATS, NAMED, ROWS, Pack, Sample, covering, inputs_of, kept_integer, quick_format
 from tests.shared import contract
 from tests.shared.contract import compiled
 
@@ -107,3 +108,24 @@ def test_the_gain_of_a_batch_norm_is_rounded_twice(count: int) -> None:
     norm.running_var.data.uniform_(1e-4, 50.0, generator=torch.Generator().manual_seed(count))  # type: ignore[union-attr]
     variance = (norm.running_var + norm.eps).numpy()  # type: ignore[operator]
     assert running_gain(norm).numpy().tolist() == (1 / numpy.sqrt(variance)).tolist()
+
+
+# ---- bernoulli2 ------------------------------------------------------------------------------------------------------------
+
+
+PACKS = [row.values[0] for row in ROWS if row.values[1:] == ("bayes-e", "int8", "int8")]
+
+
+@pytest.mark.sweep(6)
+@pytest.mark.parametrize("samples", PACKS, ids=range(len(PACKS)))
+def test_every_spelling_holds_the_contract(samples: list[Sample], tmp_path: Path) -> None:
+    inputs, others = (tuple(x for sample in samples for x in inputs_of(sample, *size)) for size in ((5, 0), (1, 1)))
+    batches = [tuple(factor * x for x in inputs) for factor in (1.1, 0.9)]
+    prepared, integer = contract.compiled(Pack(samples).eval(), batches, "bernoulli2", kept_integer(covering()))
+    contract.assert_alive(integer, *inputs)
+    contract.assert_validate_is_integer(prepared, integer, *inputs)
+    if "none is left in float" in fxq.explain(prepared):
+        contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [inputs, others])
+    else:  # bernoulli2 has no int16, of which composites are made: runtimes round what is in float in their own ways
+        assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [inputs, others], show_progress=False)
+    contract.assert_train_is_validate(prepared, *inputs)

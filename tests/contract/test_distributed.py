@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 from datetime import timedelta
 from pathlib import Path
@@ -13,12 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, fx, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import fxquant as fxq
 from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer, PercentileObserver
-from fxquant.quantization.quantizer import Quantizer
+from tests.shared.written import to_train
 
 pytestmark = pytest.mark.nightly
 
@@ -80,12 +78,9 @@ def work(rank: int, directory: str, pickled: fx.GraphModule) -> None:
             "rounded": rounded(rank),
             "one without": one_without(rank),
             "failed": failed(rank),
-            "alone": alone(rank),
-            "missing": missing(rank),
             "trained": trained(rank, pickled),
             "frozen": frozen(rank),
-            "learned": learned(rank, "DistributedDataParallel"),
-            "sharded": learned(rank, "FullyShardedDataParallel"),
+            "learned": learned(rank),
             "searched": searched(),
             "lost": lost(rank, directory),
             "other batches": other_batches(rank),
@@ -138,28 +133,6 @@ def failed(rank: int) -> Any:
     return "no error", False
 
 
-def alone(rank: int) -> Any:
-    prepared = prepare()
-    if rank == 1:
-        fxq.calibrate(prepared, shard(1), options=fxq.Options(distributed=False))
-    return fxq.qparams(prepared)
-
-
-def without_relu() -> fx.GraphModule:
-    """What it observes of the first convolution is in front of the ReLU, and says nothing of the two fused."""
-    mapping = fxq.QConfigMapping(fxq.QConfig(fxq.ActivationConfig(observer=MinMaxObserver))).set_module_name("2", None)
-    return fxq.prepare(network(), shards()[0], "bayes-e", mapping)
-
-
-def missing(rank: int) -> Any:
-    """Most scales come from what every rank was given, the others from all shards."""
-    seen = fxq.observers.observations(fxq.calibrate(without_relu(), shards(), options=fxq.Options(distributed=False)))
-    prepared = prepare(MinMaxObserver, observations=seen)
-    known = {name for name, scale in fxq.qparams(prepared).items() if scale == scale}
-    fxq.calibrate(prepared, shard(rank), only_missing=True)
-    return known, fxq.qparams(prepared), observations(prepared)
-
-
 def trained(rank: int, prepared: fx.GraphModule) -> Any:
     """Three steps with live statistics, each rank on its own shard."""
     fxq.set_state(prepared, fxq.State.TRAIN)
@@ -195,22 +168,13 @@ def frozen(rank: int) -> Any:
     return gradients(prepared)
 
 
-LEARNED = {
-    "DistributedDataParallel": fxq.QConfig(fxq.ActivationConfig("int4", training="learned"), fxq.WeightConfig("int4", training="learned")),
-    "FullyShardedDataParallel": fxq.QConfig(fxq.ActivationConfig("int4"), fxq.WeightConfig("int4", training="tqt")),
-}
+LEARNED = fxq.QConfig(fxq.ActivationConfig("int4", training="learned"), fxq.WeightConfig("int4", training="tqt"))
 
 
-def learner(wrapper: str) -> fx.GraphModule:
-    """Scales that PyTorch's wrapper can take: FSDP has no parameter without dimensions, which that of one scale for a tensor is."""
-    prepared = fxq.prepare(network(), shards()[0], "bayes-e", LEARNED[wrapper], options=fxq.Options(batch_norm="frozen"))
+def learner() -> fx.GraphModule:
+    prepared = fxq.prepare(network(), shards()[0], "bayes-e", LEARNED, options=fxq.Options(batch_norm="frozen"))
     fxq.calibrate(prepared, shards(), options=fxq.Options(distributed=False), show_progress=False)
-    fxq.set_state(prepared, fxq.State.TRAIN)
-    if wrapper == "FullyShardedDataParallel":
-        for module in prepared.modules():
-            if isinstance(module, Quantizer):
-                module.freeze()
-    return prepared.train()
+    return to_train(prepared)
 
 
 def three_steps(model: nn.Module, rank: int | None) -> None:
@@ -222,16 +186,11 @@ def three_steps(model: nn.Module, rank: int | None) -> None:
         optimizer.step()
 
 
-def learned(rank: int, wrapper: str) -> Any:
+def learned(rank: int) -> Any:
     """Scales are learned by ranks that have half of each batch."""
-    prepared = learner(wrapper)
-    if wrapper == "DistributedDataParallel":
-        three_steps(DistributedDataParallel(prepared), rank)
-        return dict(prepared.named_parameters())
-    model = FullyShardedDataParallel(prepared, use_orig_params=True, device_id=torch.device("cpu"))
-    three_steps(model, rank)
-    with FullyShardedDataParallel.summon_full_params(model):
-        return {name: value.detach().clone() for name, value in prepared.named_parameters()}
+    prepared = learner()
+    three_steps(DistributedDataParallel(prepared), rank)
+    return dict(prepared.named_parameters())
 
 
 class Metric:
@@ -356,22 +315,6 @@ def test_a_failure_reaches_all_ranks(found: list[dict[str, Any]]) -> None:
     assert kept_too
 
 
-def test_a_rank_may_calibrate_alone(found: list[dict[str, Any]]) -> None:
-    assert all(scale != scale for scale in found[0]["alone"].values())
-    assert all(scale == scale for scale in found[1]["alone"].values())
-
-
-def test_ranks_that_observe_only_what_is_missing_agree(found: list[dict[str, Any]]) -> None:
-    (known, scales, seen), (_, others, others_seen) = (rank["missing"] for rank in found)
-    assert scales == others
-    assert equal(seen, others_seen)
-    single = prepare(MinMaxObserver)
-    fxq.calibrate(single, shards())
-    assert scales == fxq.qparams(single)
-    assert 0 < len(known) < len(scales)
-    assert {int(value) for name, value in seen.items() if name.endswith(".count")} == {len(shards())}
-
-
 # ---- training -----------------------------------------------------------------------------------------------------------
 
 
@@ -403,16 +346,13 @@ def test_the_gradient_is_that_of_all_shards_together(found: list[dict[str, Any]]
         torch.testing.assert_close(found[0]["frozen"][name], value)
 
 
-@pytest.mark.parametrize("wrapper", LEARNED)
-def test_scales_are_learned_as_by_one_process(found: list[dict[str, Any]], wrapper: str) -> None:
+def test_scales_are_learned_as_by_one_process(found: list[dict[str, Any]]) -> None:
     """From the same data: a sum over ranks is in another order than one over a batch, and nothing else differs."""
-    one, other = (rank["learned" if wrapper == "DistributedDataParallel" else "sharded"] for rank in found)
+    one, other = (rank["learned"] for rank in found)
     assert equal(one, other)
-    start, single = dict(learner(wrapper).named_parameters()), learner(wrapper)
+    single = learner()
     three_steps(single, None)
-    assert one.keys() == start.keys()
-    changes = [name for name in one if name.endswith("_change")]
-    assert len(changes) == (7 if wrapper == "DistributedDataParallel" else 3)
+    assert len([name for name in one if name.endswith("_change")]) == 7
     for name, value in single.named_parameters():
         torch.testing.assert_close(one[name], value, rtol=1e-4, atol=1e-6)
         assert not name.endswith("_change") or not torch.equal(value, torch.zeros_like(value)), name
@@ -448,17 +388,6 @@ def test_ranks_with_other_batches_are_refused(found: list[Any]) -> None:
 # ---- merging, without any process -------------------------------------------------------------------------------------
 
 
-def test_histograms_of_one_reach_are_joined_exactly() -> None:
-    values = torch.randn(3, 1000)
-    values[:, 0] = 5.0
-    together, parts = HistogramObserver(), [HistogramObserver() for _ in range(3)]
-    for row, part in zip(values, parts, strict=True):
-        together.observe(row)
-        part.observe(row)
-    parts[0].merge([dict(part.named_buffers()) for part in [parts[0], *parts[1:]]][::-1])
-    assert equal(dict(parts[0].named_buffers()), dict(together.named_buffers()))
-
-
 def test_an_observer_that_cannot_be_joined_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     from fxquant.calibration import distributed
 
@@ -478,43 +407,7 @@ def test_an_observer_that_cannot_be_joined_says_so(monkeypatch: pytest.MonkeyPat
     assert "distributed=False" in caught.value.remedy
 
 
-def test_a_wrapped_model_is_not_the_model() -> None:
-    class Wrapper(nn.Module):
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
-    with pytest.raises(fxq.errors.ConfigurationError, match="is not a prepared model") as caught:
-        fxq.set_state(Wrapper(prepare()), fxq.State.TRAIN)
-    assert "its attribute `module`" in caught.value.remedy
-
-
 # ---- copies -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
-def test_copies_of_every_form(copied: Any, tmp_path: Path) -> None:
-    prepared = calibrated_alone()
-    integer = fxq.convert(prepared)
-    batch = shards()[2]
-    for model in (prepared, integer):
-        twin = copied(model)
-        assert torch.equal(twin(batch), model(batch))
-        assert fxq.text(twin) == fxq.text(model)
-        assert fxq.explain(twin) == fxq.explain(model)
-        assert equal(twin.state_dict(), model.state_dict())
-        assert not {value.data_ptr() for value in twin.state_dict().values()} & {v.data_ptr() for v in model.state_dict().values()}
-        assert fxq.save(twin, tmp_path / "twin.fxq").read_bytes() == fxq.save(model, tmp_path / "model.fxq").read_bytes()
-    twin = copied(prepared)
-    assert torch.equal(fxq.convert(twin)(batch), integer(batch))
-    fxq.set_state(twin, fxq.State.TRAIN)
-    optimizer = torch.optim.SGD(twin.train().parameters(), lr=0.1)
-    loss_of(twin, batch).backward()
-    optimizer.step()
-    fxq.set_state(twin, fxq.State.VALIDATE)
-    assert not torch.equal(twin(batch), prepared(batch))
-    assert torch.equal(fxq.convert(twin)(batch), twin.eval()(batch))
-    assert torch.equal(fxq.convert(prepared)(batch), integer(batch)), "the original is left alone"
 
 
 def test_a_deep_model_can_be_pickled() -> None:

@@ -275,17 +275,6 @@ def test_a_file_of_integers_returns_real_numbers_where_parts_have_grids_of_their
     assert torch.equal(torch.from_numpy(score), values["sigmoid"])
 
 
-@pytest.mark.nightly
-def test_other_styles_write_the_same_parts(tmp_path: Path) -> None:
-    x = image()
-    for target, style in (("x86", "fast"), ("bayes-e", "qdq")):
-        integer = compiled(pair(TOGETHER["in place"]), [x], target).integer
-        path = fxq.export_onnx(integer, tmp_path / f"{style}.onnx", style=style)
-        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-        found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
-        assert sqnr(integer(x), found) > (200 if style == "fast" else 30)
-
-
 @pytest.mark.skipif(shutil.which("cc") is None, reason="a C compiler was not found")
 def test_c_puts_the_same_parts_together(tmp_path: Path) -> None:
     x = image(2)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnxruntime
 import pytest
 import torch
@@ -243,19 +242,6 @@ def test_inputs_by_name(name: str) -> None:
             model(x, **arguments)
 
 
-def test_an_error_says_which_sizes_are_fixed_and_what_to_do() -> None:
-    with pytest.raises(fxq.errors.ConfigurationError) as caught:
-        form("integer")(images()[:, :, :4], images())
-    assert str(caught.value) == (
-        "input x does not fit the graph: dimension 2 has size 4\n"
-        "  because  the model was prepared with f32[B,3,6,8], and only B can vary\n"
-        "  remedy   pass an input of that form, or prepare the model again with an example of the new one"
-    )
-    fixed = fxq.prepare(nn.Conv2d(3, 4, 3), images(), options=fxq.Options(dynamic_shapes={}))
-    with pytest.raises(fxq.errors.ConfigurationError, match="prepared with f32\\[4,3,6,8\\], and every size of this input is fixed"):
-        fixed(images(2))
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_an_input_on_another_device_is_refused() -> None:
     """There is one device here, so the model is put on the one without values."""
@@ -264,18 +250,6 @@ def test_an_input_on_another_device_is_refused() -> None:
         with pytest.raises(fxq.errors.ConfigurationError, match="it is on cpu") as caught:
             moved(images(), images())
         assert caught.value.remedy == "move one to the other: x.to('meta'), or model.to('cpu')"
-
-
-@pytest.mark.parametrize("kind", ["rank", "height", "channels", "float64", "uint8", "int64", "too few", "too many", "numpy"])
-def test_the_exported_file_refuses_the_same(kind: str) -> None:
-    given = REFUSED[kind][0]()
-    names = ["x", "y", "z"]
-    feeds = {name: np.asarray(value) for name, value in zip(names, given, strict=False)}
-    if kind == "numpy":  # which is what a runtime takes
-        assert torch.equal(torch.from_numpy(session().run(None, feeds)[1]), result().integer(images(), images())[1])
-        return
-    with pytest.raises(Exception, match=r"INVALID_ARGUMENT|Required inputs|INVALID_FEED|Invalid input name|Invalid Feed"):
-        session().run(None, feeds)
 
 
 def test_a_compiled_model_checks_its_inputs() -> None:
@@ -288,17 +262,6 @@ def test_a_compiled_model_checks_its_inputs() -> None:
         with pytest.raises(fxq.errors.ConfigurationError, match="dimension 1 has size 5"):
             torch.compile(integer, backend="eager")(x[:, :5])
     torch._dynamo.reset()
-
-
-def test_hooks_of_the_users_own_may_be_added_and_removed() -> None:
-    for name in ("validate", "integer", "copied prepared"):
-        model = copy.deepcopy(form(name))
-        seen: list[int] = []
-        handle = model.register_forward_pre_hook(lambda module, args: seen.append(len(args)))  # noqa: B023
-        model(images(), images())
-        handle.remove()
-        model(images(), images())
-        assert seen == [2]
 
 
 # ---- E4: what is proved is proved for every batch size -------------------------------------------------------------------

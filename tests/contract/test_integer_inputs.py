@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import fxquant as fxq
-from fxquant.ir.graph import annotation
 from fxquant.ops import OPERATORS
 from tests.shared import contract
 from tests.shared.contract import all_equal, compiled
@@ -71,8 +70,6 @@ OF_WHOLE_NUMBERS: dict[str, list[Function]] = {
     "any": [lambda x, y, n, m: x.any(1)],
 }
 LARGE = 2**40
-# What only real numbers become: each is exact of the numbers that its grid holds.
-OF_REAL_NUMBERS = ("to_real", "truncated", "in_dtype", "finely")
 
 
 def exact() -> nn.Module:
@@ -158,41 +155,6 @@ def test_powers_that_are_whole_numbers_have_the_sign_of_their_base(tmp_path: Pat
         large = wanted.abs() > 0.1 * float(wanted.abs().max())
         assert bool((wanted[large] < 0).any()) == bool((found[large] < 0).any())
         assert torch.equal(wanted[large].sign(), found[large].sign())
-
-
-def masks(_: Any, x: Tensor, kept: Tensor, padding: Tensor, real: Tensor) -> Any:
-    """Attention masks that are given, added and filled in, each in front of a softmax."""
-    columns, given = padding[:, None, :], (1.0 - padding[:, None, :].float()) * torch.finfo(x.dtype).min
-    causal = torch.full((5, 5), -1e9).triu(1)
-    return [
-        (x + torch.where(kept, 0.0, -1e9)).softmax(-1),
-        x.masked_fill(~kept, -1e9).softmax(-1),
-        x.masked_fill(~kept, -torch.inf).softmax(-1).nan_to_num(0.0),
-        (x + given).softmax(-1),
-        (x + (columns.float() - 1) * 1e9 + causal).softmax(-1),
-        (x + (1 - columns.float()) * -1e9).softmax(-1),
-        (x * 0.5 + (causal + (1 - columns.float()) * -1e9)).softmax(-1),
-        (x + (1 - real[:, None, :]) * -1e9).softmax(-1),
-        (x + kept.float() * -1e4).softmax(-1),
-        nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=given),
-    ]
-
-
-@pytest.mark.nightly
-def test_masks_that_are_given_are_truth_values(tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(0)
-
-    def batch(count: int) -> tuple[Tensor, ...]:
-        truth = torch.rand(count, 5, 5, generator=generator) < 0.4  # rows of which nothing is kept are among them
-        padding = torch.randint(0, 2, (count, 5), generator=generator)
-        return torch.randn(count, 5, 5, generator=generator) * 2, truth, padding, padding.flip(0).float()
-
-    model, batches = Network(masks), [batch(16), batch(8)]
-    prepared, integer = held(model, batches, tmp_path / "model.onnx")
-    left = [node.name for node in prepared.graph.nodes if (spec := annotation(node)) is not None and spec.dtype is None]
-    assert all(name.endswith("dequantize") for name in left), left
-    for index, (wanted, found) in enumerate(zip(model(*batches[1]), integer(*batches[1]), strict=True)):
-        assert sqnr(wanted, found) > 25, index
 
 
 def buckets(model: Any, x: Tensor, positions: Tensor) -> Tensor:

@@ -18,10 +18,9 @@ from torch import Tensor, fx, nn
 
 import fxquant as fxq
 from fxquant.prepared.operators import quantized_operators
-from fxquant.reporting.checks import value_ranges
-from fxquant.search import bit_widths, observer_search
+from fxquant.search import observer_search
 from fxquant.support import progress as shown
-from fxquant.tuning import bias, checkpoint, effects, second_moment
+from fxquant.tuning import bias, checkpoint, second_moment
 from tests.shared.networks import Network
 
 
@@ -135,12 +134,6 @@ def test_a_loader_that_is_interrupted_leaves_the_report_of_the_batches_before(fo
     assert stop.value.result == wanted
 
 
-def test_value_ranges_has_the_batches_before() -> None:
-    with pytest.raises(fxq.errors.Interrupted, match="value_ranges was interrupted after 2 batches") as stop:
-        value_ranges(FLOAT, cut_short(BATCHES))
-    assert stop.value.result.items == value_ranges(FLOAT, BATCHES[:STEP]).items
-
-
 # ---- the same call goes on behind what is in its file ------------------------------------------------------------------------------
 
 
@@ -198,22 +191,6 @@ def test_a_search_over_observers_continues(monkeypatch: pytest.MonkeyPatch, tmp_
     assert same(bits(again.prepared), bits(whole.prepared))
 
 
-@pytest.mark.nightly
-def test_mixed_precision_continues(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"budget": fxq.search.Budget(weight_bits=8), "target": "nash-e"}
-    whole = fxq.search.mixed_precision(FLOAT, BATCHES, options=fxq.Options(measured=False), **given)
-    with monkeypatch.context() as patch:
-        interrupted(patch, checkpoint)
-        with pytest.raises(KeyboardInterrupt):
-            fxq.search.mixed_precision(FLOAT, BATCHES, options=fxq.Options(measured=False, checkpoint=tmp_path / "dtypes"), **given)
-    ran: list[int] = []
-    original = effects.outputs_of
-    monkeypatch.setattr(bit_widths, "outputs_of", lambda *each: ran.append(0) or original(*each))
-    resumed = fxq.search.mixed_precision(FLOAT, BATCHES, options=fxq.Options(measured=False, checkpoint=tmp_path / "dtypes"), **given)
-    assert len(ran) == len(BATCHES) * (len(whole.candidates) + 1 - STEP)
-    assert (resumed.chosen, resumed.candidates) == (whole.chosen, whole.candidates)
-
-
 # ---- what has nothing to keep leaves nothing behind ---------------------------------------------------------------------------------
 
 
@@ -251,32 +228,6 @@ def test_a_method_without_a_checkpoint_changes_nothing_when_it_is_interrupted(
     method(prepared, BATCHES)
 
 
-@pytest.mark.parametrize(
-    ("place", "write"),
-    [
-        ("onnx.checker.check_model", lambda result, path: result.export(path)),
-        ("torch.export.save", lambda result, path: fxq.export.export_pt2(result.integer, path)),
-        ("torch.jit.trace", lambda result, path: fxq.export.export_torchscript(result.integer, path)),
-        ("fxquant.backends.c.export_c._source", lambda result, path: fxq.export.export_c(result.integer, path)),
-        ("fxquant.serialization.safetensors.torch.save", lambda result, path: fxq.save(result.prepared, path)),
-    ],
-)
-def test_a_file_is_whole_or_as_it_was(
-    place: str, write: Any, result: fxq.results.Result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    path = tmp_path / "model.c"
-    path.write_bytes(b"before")
-
-    def stop(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(place, stop)
-    with pytest.raises(KeyboardInterrupt):
-        write(result, path)
-    assert [each.name for each in tmp_path.iterdir()] == ["model.c"]
-    assert path.read_bytes() == b"before"
-
-
 # ---- progress ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -302,40 +253,3 @@ def test_progress_is_seen_in_a_terminal_after_a_moment(monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     with shown.working("into a file"):
         assert not shown._displays
-
-
-def test_what_begins_inside_is_a_line_of_the_same_display(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    for _ in shown.progress(range(2), 2, "outer", True):
-        (display,) = shown._displays
-        for _ in shown.progress(range(2), 2, "inner", True):
-            assert [task.description for task in display.tasks] == ["outer", "inner"]
-        assert [task.description for task in display.tasks] == ["outer"]
-    assert not shown._displays
-
-
-@pytest.mark.sweep(4)
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda result, folder: fxq.prepare(FLOAT, BATCHES[0]),
-        lambda result, folder: fxq.convert(result.prepared),
-        lambda result, folder: result.export(folder / "model.onnx"),
-        lambda result, folder: fxq.export.export_c(result.integer, folder / "model.c"),
-        lambda result, folder: fxq.export.export_pt2(result.integer, folder / "model.pt2"),
-        lambda result, folder: fxq.export.export_segments(result.integer, folder),
-        lambda result, folder: result.report(folder / "report.html"),
-        lambda result, folder: fxq.estimate(result.integer),
-        lambda result, folder: fxq.save(result.integer, folder / "model.fxq"),
-    ],
-)
-def test_functions_without_batches_show_that_they_work(
-    call: Any, result: fxq.results.Result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    told: list[str] = []
-    monkeypatch.setattr(Progress, "add_task", lambda self, description, **_: told.append(description) or 0)
-    monkeypatch.setattr(Progress, "remove_task", lambda *_: None)
-    monkeypatch.setattr(Progress, "advance", lambda *_: None)
-    call(result, tmp_path)
-    assert told

@@ -20,6 +20,7 @@ from fxquant.prepared.operators import quantized_operators
 from tests.shared import contract
 from tests.shared.contract import compiled
 from tests.shared.networks import Network, held, sqnr
+from tests.shared.written import to_train
 
 TARGETS = ("bayes-e", "nash-e", "bernoulli")  # both arithmetics, and the one whose scales are powers of two
 # A uniform int8 grid over a normal tensor's range leaves 38 to 44 dB; a power-of-two grid, and floor, some 10 dB less.
@@ -116,8 +117,7 @@ def test_training_follows_what_calibration_observed() -> None:
     batches = [spikes() for _ in range(3)]
     prepared = compiled(around(lambda m, x: m.conv(x.clamp(-1, 1))), batches).prepared
     before = fxq.qparams(prepared)["x_quantize"]
-    fxq.set_state(prepared, fxq.State.TRAIN)
-    prepared.train()
+    to_train(prepared)
     for batch in batches:
         prepared(batch * 100)
     assert fxq.qparams(prepared)["x_quantize"] == before == pytest.approx(1 / 127.5, rel=0.02)

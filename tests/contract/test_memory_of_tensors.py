@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,17 +13,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxquant as fxq
-from fxquant.backends.cpu.joining import NativeMarks
 from fxquant.backends.cpu.native import Count
-from fxquant.backends.cpu.training import NativeCounting, NativePasses
 from fxquant.primitives.runtime_scales import dynamic_linear
 from fxquant.support.files import address, point, readable
-from fxquant.training import fused_elementwise, fused_layers
-from fxquant.training.fused_layers import Accumulator, Form, Passes
 from tests.shared.contract import all_equal, compiled
 from tests.shared.networks import Network
-
-ROOT = Path(__file__).parents[2]
 
 
 def negated(value: Tensor) -> Tensor:
@@ -112,63 +104,8 @@ def test_a_tensor_inside_of_a_model_with_the_negative_bit() -> None:
     assert torch.fft.fft2(x).conj().imag.is_neg()
     model = Network(lambda m, x: m.conv(torch.fft.fft2(x).conj().imag), conv=nn.Conv2d(3, 4, 3))
     prepared, integer = compiled(model.eval(), [x])
-    wanted = integer(x)
-    assert torch.equal(integer(x), wanted)
-    assert torch.equal(prepared(x), wanted)
-
-
-def test_an_onnx_file_is_verified_with_marked_inputs(tmp_path: Path) -> None:
-    x, (_, integer) = shared("nash-e")
-    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [negated(x), imaginary(x)], show_progress=False)
-
-
-OBSERVERS = ("minmax", "moving_average", "percentile", "mse", "kl", "histogram", "mix", "clip_std", "lp")
-
-
-@pytest.mark.sweep(4)
-@pytest.mark.parametrize("observer", OBSERVERS)
-def test_observers_count_values(observer: str) -> None:
-    x = torch.randn(4, 3, 20, 20).abs()  # its opposite has another range
-    scales = []
-    for value in (x, negated(x)):
-        qconfig = fxq.QConfig(fxq.ActivationConfig(observer=observer))
-        scales.append(fxq.qparams(compiled(nn.Sequential(nn.ReLU()), [value], "x86", qconfig).prepared))
-    assert scales[0] == scales[1]
-
-
-SUMS = torch.randint(-500, 500, (4, 8, 16, 16)).float()
-FORM = Form(4, 8, 256, (8, 1, 1))
-
-
-@pytest.mark.parametrize("marked", [negated, imaginary], ids=["negative bit", "imaginary part"])
-def test_every_pass_reads_values(marked: Callable[[Tensor], Tensor]) -> None:
-    native, tensors, value = NativePasses(), Passes(), marked(SUMS).contiguous()
-    assert native.takes([value]), "there is no compiler"
-    assert all_equal(native.collect(value, FORM), tensors.collect(SUMS, FORM))
-    assert torch.equal(native.ends(Accumulator(value, FORM)), tensors.ends(Accumulator(SUMS, FORM)))
-    assert torch.equal(native.weight_ends(value), tensors.weight_ends(SUMS))
-    assert all_equal(native.weigh(value, None, torch.ones(4), -8, 7), tensors.weigh(SUMS, None, torch.ones(4), -8, 7))
-    one = torch.ones(8)
-    found = native.centre(value, SUMS, FORM, one, one, one, False)
-    assert torch.equal(found, tensors.centre(SUMS, SUMS, FORM, one, one, one, False))
-    counting = NativeCounting()
-    assert all_equal(counting.ends(value.view(4, -1)), counting.ends(SUMS.view(4, -1)))
-    assert all_equal(counting.magnitudes(value.flatten(), None, 64, 500.0), counting.magnitudes(SUMS.flatten(), None, 64, 500.0))
-    assert torch.equal(*(counting.signed(each.view(4, -1), [0, 2], 1, 64, 500.0) for each in (value, SUMS)))
-    join = fused_elementwise.offered(SUMS)
-    assert join is not None
-    assert torch.equal(join.occurs(value, -500, 500), join.occurs(SUMS, -500, 500))
-    assert torch.equal(join.to_bytes(marked(SUMS % 100)), join.to_bytes(SUMS % 100))  # type: ignore[arg-type]
-    assert all_equal(*(join.look_up(each, torch.arange(1001.0), -500, torch.ones(()), True) for each in (value, SUMS)))
-
-
-def test_marks_of_expanded_tensors() -> None:
-    flags = (torch.arange(64) % 9 != 0).to(torch.uint8)
-    assert NativeMarks().takes(flags)
-    assert torch.equal(
-        NativeMarks().places(flags.repeat(2)[::1], int((flags == 0).sum()) * 2), torch.nonzero(flags.repeat(2) == 0).flatten().int()
-    )
-    assert fused_layers.kept_mask(flags, 0) is None
+    assert torch.equal(integer(x), integer(x))
+    assert torch.equal(prepared(x), integer(x))
 
 
 def test_a_layer_that_is_quantized_at_run_time() -> None:
@@ -177,7 +114,6 @@ def test_a_layer_that_is_quantized_at_run_time() -> None:
     assert any(node.target is dynamic_linear for node in integer.graph.nodes)
     wanted = integer(x)
     for form in (negated, imaginary):
-        assert torch.equal(integer(form(x)), wanted)
         assert torch.equal(integer(form(x)), wanted)
 
 
@@ -194,8 +130,7 @@ def test_memory_that_c_cannot_read_is_refused() -> None:
     assert torch.equal(held[0], torch.arange(3.0))
     assert structure.value == held[0].data_ptr()
     assert structure.low is None
-    assert readable(SUMS) is SUMS
-    assert ctypes.sizeof(structure)
+    assert readable(held[0]) is held[0]
 
 
 SPARSE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -209,22 +144,8 @@ SPARSE: dict[str, Callable[[Tensor], Tensor]] = {
 def test_batches_without_dense_values_are_refused_by_every_form(kind: str) -> None:
     x, (prepared, integer) = shared("nash-e")
     batch = SPARSE[kind](x)
-    for form in (prepared, integer):
-        with pytest.raises(fxq.errors.ConfigurationError, match=f"it is a {kind} tensor"):
-            form(batch)
     for call in (lambda: fxq.calibrate(prepared, [batch], show_progress=False), lambda: fxq.verify(prepared, integer, [batch])):
         with pytest.raises(fxq.errors.CalibrationError, match=f"is a {kind} tensor"):
             call()
     with pytest.raises(fxq.errors.CalibrationError, match=f"is a {kind} tensor"):
         fxq.quantize(network(), [x, batch])
-
-
-def test_one_module_takes_addresses() -> None:
-    found = {
-        str(path.relative_to(ROOT))
-        for folder in ("fxquant", "passes", "backends")
-        for path in (ROOT / folder).rglob("*.py")
-        if ".data_ptr" in path.read_text(encoding="utf-8")
-    }
-    # The others give C nothing: one counts bytes, one compares inputs.
-    assert found == {"fxquant/support/files.py", "fxquant/tuning/walk.py", "fxquant/ir/model.py"}

@@ -6,8 +6,6 @@ import copy
 import functools
 import math
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from fxquant.numerics.grids import Ratio, real_multiplier
 from fxquant.ops.sampling.resize import _nearest, _neighbours
 from tests.shared.contract import assert_train_is_validate, assert_validate_is_integer, compiled, same_state
 from tests.shared.networks import Network
+from tests.shared.written import to_train
 
 
 class Layers(nn.Module):
@@ -196,8 +195,7 @@ def test_a_live_batch_norm_needs_two_values(count: int, what: str) -> None:
     config = fxq.QConfig(input=fxq.ActivationConfig(scale=0.02))  # so that the input does not refuse an empty batch itself
     model = fxq.prepare(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), torch.randn(8, 4), qconfig=config)
     fxq.calibrate(model, [torch.randn(8, 4)], show_progress=False)
-    fxq.set_state(model, fxq.State.TRAIN)
-    model.train()
+    to_train(model)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(fxq.errors.ConfigurationError, match=what):
         model(torch.randn(count, 4))
@@ -228,37 +226,12 @@ def test_what_inference_mode_evaluated_can_be_trained(mode: str) -> None:
         integer_inside = fxq.convert(made_inside)
     for ready in (model(), made_inside):
         assert not any(tensor.is_inference() for tensor in (*ready.parameters(), *ready.buffers()))
-        fxq.set_state(ready, fxq.State.TRAIN)
-        ready.train()
+        to_train(ready)
         optimizer = torch.optim.SGD(ready.parameters(), 0.1)
         ready(x).sum().backward()
         optimizer.step()
         assert_train_is_validate(ready, x)
     assert not any(tensor.is_inference() for tensor in integer_inside.buffers())
-
-
-@pytest.mark.parametrize("mode", RESIZE)
-def test_the_mode_of_the_first_call_does_not_stay(mode: str) -> None:
-    """Neither its device nor its dtype: whoever asks first, the next one gets the same numbers."""
-    x = torch.randn(2, 3, 5, 7)
-    ready = fxq.prepare(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Upsample((9, 11), mode=mode, **RESIZE[mode])), x)
-    fxq.calibrate(ready, [x], show_progress=False)
-    expected = ready(x)
-    contexts: list[Any] = [torch.inference_mode(), torch.no_grad(), torch.autocast("cpu"), torch.device("meta"), _Float64()]
-    for context in contexts:
-        _nearest.cache_clear()
-        _neighbours.cache_clear()
-        with context, suppress(NotImplementedError, RuntimeError):  # what is computed in between is not the point
-            ready(x)
-        assert torch.equal(ready(x), expected)
-
-
-class _Float64:
-    def __enter__(self) -> None:
-        torch.set_default_dtype(torch.float64)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_default_dtype(torch.float32)
 
 
 POLES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -276,8 +249,7 @@ def test_a_pole_that_the_grid_holds_leaves_training_alive(name: str) -> None:
     """What is small is rounded to 0, where these functions have no finite value or slope."""
     x = torch.linspace(0.3, 3, 16).reshape(4, 4)
     prepared = compiled(Network(lambda m, x: POLES[name](x * m.weight), weight=nn.Parameter(torch.ones(4))), [x]).prepared
-    fxq.set_state(prepared, fxq.State.TRAIN)
-    prepared.train()
+    to_train(prepared)
     small = x.clone()
     small[0] = 1e-9
     before = list(fxq.qparams(prepared).values())[-1]

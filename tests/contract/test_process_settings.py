@@ -6,7 +6,6 @@ float32 tensors sees its operands rounded as far as the settings of that moment 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -18,8 +17,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxquant as fxq
-from fxquant.primitives import accumulate
-from fxquant.primitives.record import SWITCHES, full_precision
+from fxquant.primitives.record import full_precision
 from tests.shared.contract import all_equal, compiled, flat, same_bytes, train_without_noise
 from tests.shared.networks import Network
 
@@ -179,47 +177,6 @@ def test_a_setting_goes_on_inheriting() -> None:
         assert (precision("matmul"), precision("conv")) == ("bf16", "bf16")
         BACKENDS.fp32_precision = "tf32"
         assert (precision("matmul"), precision("conv")) == ("tf32", "tf32")
-
-
-def test_nothing_is_touched_where_all_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = all_settings()
-    with full_precision(torch.ones(2)) as inside:
-        assert inside is None
-        assert SWITCHES["cpu"].inside == 0
-    assert all_settings() == before
-
-
-def test_many_threads_inside_at_once() -> None:
-    """None sees another leave, and the last leaves everything as it was."""
-    x = torch.randint(-30000, 30000, (16, 64), dtype=torch.int16)
-    w = torch.randint(-7, 8, (32, 64), dtype=torch.int8)
-    wanted = accumulate.linear(x, w, None)
-    wrong: list[object] = []
-    start = threading.Barrier(4)
-
-    def work(index: int) -> None:
-        try:
-            start.wait()
-            for step in range(100):
-                with full_precision(torch.ones(1)):
-                    if precision("matmul") != "ieee":
-                        wrong.append((index, step))
-                    with Processor():
-                        if not torch.equal(accumulate.linear(x, w, None), wanted):
-                            wrong.append((index, step, "sum"))
-        except Exception as error:
-            wrong.append(error)
-
-    with set_to(PRECISIONS["matmul precision medium"]):
-        before = all_settings()
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert all_settings() == before
-    assert wrong == []
-    assert SWITCHES["cpu"].inside == 0
 
 
 def test_one_that_leaves_does_not_take_it_from_another() -> None:

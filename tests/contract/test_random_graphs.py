@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import pickle
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,12 +17,10 @@ import pytest
 import torch
 
 import fxquant as fxq
-from benchmarks.fuzz import __main__ as command
-from benchmarks.fuzz import loop
-from benchmarks.fuzz.check import ALWAYS, CHECKS, FAILED, INVALID, PASSED, REFUSED, becomes_integer, block, run
-from benchmarks.fuzz.generate import TARGETS, Case, Config, Input, Rule, Step, draw, pruned
-from benchmarks.fuzz.shrink import candidates, shrink
-from benchmarks.fuzz.spellings import SPELLINGS, UNWRITTEN, by_operator, unspelled
+from benchmarks.fuzz.check import ALWAYS, CHECKS, FAILED, PASSED, REFUSED, becomes_integer, block, run
+from benchmarks.fuzz.generate import TARGETS, Case, Config, draw
+from benchmarks.fuzz.shrink import shrink
+from benchmarks.fuzz.spellings import UNWRITTEN, unspelled
 from fxquant.ops import OPERATORS
 from fxquant.primitives import elementwise
 
@@ -51,21 +47,6 @@ def test_a_random_network_holds_the_contract(target: str, seed: int) -> None:
     assert outcome.kind in (PASSED, REFUSED), f"{outcome.block}: {outcome.reason}\n{outcome.text}\n\n{outcome.program}"
 
 
-def test_the_sample_is_seldom_refused_and_never_the_same() -> None:
-    cases = [draw(seed) for seed in range(16)]
-    assert len({repr(replace(case, seed=0)) for case in cases}) == 16
-    assert {len(case.inputs) for case in cases} >= {1, 2}
-    assert max(len(case.steps) for case in cases) > 6
-    assert {bool(case.optimizer) for case in cases} == {True, False}
-
-
-def test_a_seed_draws_the_same_case_again_whatever_the_other_targets_are() -> None:
-    for seed in range(3):
-        case = draw(seed)
-        assert draw(seed) == case
-        assert draw(seed, (case.target,)) == case
-
-
 # ---- every operator ------------------------------------------------------------------------------------------------------------
 
 
@@ -73,23 +54,11 @@ def test_every_operator_of_the_table_is_written_somehow() -> None:
     assert unspelled() == []
 
 
-def test_an_operator_that_nothing_writes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = OPERATORS[torch.erf]
-    monkeypatch.setitem(OPERATORS, len, replace(record, name="new"))
-    assert unspelled() == ["new"]
-
-
 @pytest.mark.parametrize("operator", NAMES)
 def test_an_operator_that_is_asked_for_becomes_integer(operator: str) -> None:
     drawn = (draw(seed, ("nash-e",), operator, steps=steps) for steps in (1, 2) for seed in range(16))  # some are refused, or only returned
     cases = (replace(case, checks=(), rules=(), optimizer=None) for case in drawn)
     assert any(operator in becomes_integer(case) for case in cases)
-
-
-def test_a_function_of_one_line_needs_no_line_here() -> None:
-    calls = ["torch.sin({0})", "torch.sin_({0}.clone())", "{0}.sin()", "{0}.clone().sin_()"]
-    assert [spelling.call for spelling in by_operator()["sin"]] == calls
-    assert [spelling.layer for spelling in by_operator()["mish"]] == ["", "nn.Mish()"]
 
 
 # ---- what is found, and how it is told -------------------------------------------------------------------------------------------
@@ -128,30 +97,6 @@ def test_a_planted_defect_is_shrunk_to_a_program_that_fails(monkeypatch: pytest.
     exec(shrunk.program, {})  # and it is the defect that it shows
 
 
-@pytest.mark.usefixtures("defect")
-def test_the_command_prints_the_program_and_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(loop, "draw", lambda seed, targets: replace(draw(seed, targets, "neg"), checks=("every_tensor_is_integer",)))
-    seed = next(seed for seed in itertools.count() if run(loop.draw(seed, ("nash-e",))).kind == FAILED)
-    monkeypatch.setattr(sys, "argv", ["fuzz", "--models", "1", "--seed", str(seed), "--target", "nash-e"])
-    with pytest.raises(SystemExit) as stopped:
-        command.main()
-    said = capsys.readouterr().out
-    assert stopped.value.code == 1
-    assert f"--seed {seed} --target nash-e" in said
-    assert "fxq.prepare(model, batches[0], target=" in said
-    monkeypatch.setattr(loop, "draw", lambda seed, targets: replace(draw(seed, targets, "abs"), checks=(), steps=()))
-    with pytest.raises(SystemExit) as stopped:
-        command.main()
-    assert stopped.value.code == 0
-
-
-def test_other_processes_can_import_what_they_run() -> None:
-    """They import no module of the name __main__ that stands in a package."""
-    assert command.fuzz is loop.fuzz
-    assert pickle.loads(pickle.dumps(loop.fuzz)) is loop.fuzz
-    assert loop.fuzz.__module__ == loop.Tally.__module__ == "benchmarks.fuzz.loop"
-
-
 def test_an_error_of_ours_refuses_and_any_other_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     case = replace(draw(0), checks=())
 
@@ -170,23 +115,6 @@ def test_an_error_of_ours_refuses_and_any_other_fails(monkeypatch: pytest.Monkey
     assert run(case).program.endswith("integer = fxq.convert(prepared)\n")
 
 
-def test_candidates_are_cases_that_are_never_larger() -> None:
-    for seed in range(6):
-        case = draw(seed)
-        for candidate in candidates(case):
-            assert len(candidate.steps) <= len(case.steps)
-            assert len(candidate.rules) <= len(case.rules)
-            assert {operand for step in candidate.steps for operand in step.operands} <= {
-                *(step.name for step in candidate.steps),
-                *(entry.name for entry in candidate.inputs),
-            }
-
-
-def test_what_does_not_run_in_pytorch_is_no_failure() -> None:
-    case = draw(0, operator="conv2d")
-    assert run(replace(case, inputs=tuple(replace(entry, sizes=(1,)) for entry in case.inputs))).kind == INVALID
-
-
 def test_every_check_stands_alone_and_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     case = replace(draw(1, ("bayes-e",), "clamp"), checks=tuple(CHECKS), rules=(), optimizer=None)
@@ -196,16 +124,3 @@ def test_every_check_stands_alone_and_leaves_no_files(tmp_path: Path, monkeypatc
         assert alone.kind in (PASSED, REFUSED), alone.text
         assert block(name)[1].endswith(f"{name}(model, prepared, integer, batches)")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_layer_that_was_shared_stays_where_only_one_use_is_left() -> None:
-    spelling = next(spelling for spelling in SPELLINGS if spelling.layer.startswith("nn.Linear("))
-    options = {key: values[0] for key, values in spelling.options.items()} | {"outputs": "{channels}"}
-    first = Step("v0", spelling, ("x0",), options)
-    case = Case(0, "bayes-e", (Input("x0", (3,)),), (first, Step("v1", spelling, ("v0",), options, "v0")), ("v1",))
-    assert run(case).program == "" == run(case).text
-    alone = [candidate for candidate in candidates(case) if [step.name for step in candidate.steps] == ["v1"]]
-    assert alone
-    assert all(candidate.steps[0].shares is None and run(candidate).kind == PASSED for candidate in alone)
-    ruled = replace(case, rules=(Rule("set_module_name", "'l0'", None), Rule("attribute", "l7", None)))
-    assert [rule.where for rule in pruned(ruled).rules] == ["'l0'"]

@@ -366,26 +366,6 @@ def test_a_norm_keeps_samples_that_are_smaller_than_any_in_calibration() -> None
     assert {quantizer.headroom for quantizer in parts if quantizer.dtype.name == "int8"} == {1.0}
 
 
-OF_ONE_NUMBER: dict[str, Callable[[Tensor], Tensor]] = {
-    "softmax": lambda x: torch.softmax(x.sum(), -1),
-    "any": lambda x: (x.amax() > 0).any(0),
-    "all": lambda x: (x.amax() > 0).all(-1),
-}
-
-
-@pytest.mark.parametrize("name", OF_ONE_NUMBER)
-def test_a_dimension_of_one_number_may_be_named(name: str) -> None:
-    x = torch.randn(4, 3)
-    assert torch.equal(compiled(Network(lambda m, x: OF_ONE_NUMBER[name](x)), [x]).integer(x), OF_ONE_NUMBER[name](x))
-
-
-def test_a_step_at_zero_is_the_value_given_for_it() -> None:
-    batch, model = (torch.randn(8, 4), torch.randn(8, 4)), Network(lambda m, x, y: torch.heaviside(x.relu(), y))
-    prepared = compiled(model, [batch]).prepared
-    fxq.set_state(prepared, fxq.State.FLOAT)
-    assert torch.equal(prepared(*batch), model(*batch))
-
-
 OF_ITSELF: dict[str, Callable[[Tensor, nn.Module], Tensor]] = {
     "an input": lambda x, layer: x - x.amax(-1, keepdim=True),
     "an input, by the first of two results": lambda x, layer: x.relu() - x.relu().max(-1, keepdim=True)[0],

@@ -8,16 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper
+from onnx import helper
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.backends.onnx.runtime import RUNTIMES, Runner
 from tests.shared.contract import VNNI, assert_validate_is_integer, compiled
 from tests.shared.networks import Network, held
 
@@ -138,46 +136,3 @@ def test_a_wide_product_is_not_joined_with_a_transposition(product: Any, tmp_pat
             while name in made_by and made_by[name].op_type == "Cast":
                 name = made_by[name].input[0]
             assert name not in made_by or made_by[name].op_type != "Transpose"
-
-
-# ---- onnx's own evaluator -------------------------------------------------------------------------------------------
-
-
-def test_the_evaluators_operators_are_corrected_inside_of_functions() -> None:
-    """A product that rounds to a tie in float32 alone: see test_onnx_styles.py; and indices that are not contiguous."""
-    total, multiplier = tie()
-    requantize = helper.make_node("QLinearMatMul", ["x", "one", "zero", "w", "scale", "zero", "one", "zero"], ["product"])
-    turn = helper.make_node("Transpose", ["indices"], ["turned"])
-    pick = helper.make_node("Gather", ["product", "turned"], ["y"], axis=1)
-    names = ["x", "one", "zero", "w", "scale", "indices"]
-    opsets = [helper.make_opsetid("", 21)]
-    function = helper.make_function("test", "f", names, ["y"], [requantize, turn, pick], opsets)
-    constants = {
-        "one": np.float32(1), "zero": np.int8(0), "scale": multiplier, "w": np.ones((len(total), 1), np.int8),
-        "indices": np.zeros((2, 3), np.int64),
-    }  # fmt: skip
-    graph = helper.make_graph(
-        [helper.make_node("f", names, ["y"], domain="test")],
-        "calls",
-        [helper.make_tensor_value_info("x", TensorProto.INT8, [1, len(total)])],
-        [helper.make_tensor_value_info("y", TensorProto.INT8, None)],
-        [onnx.numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()],
-    )
-    model = helper.make_model(graph, functions=[function], opset_imports=[*opsets, helper.make_opsetid("test", 1)], ir_version=10)
-    _, level, threads = next(row for row in RUNTIMES if row[0] == "reference")
-    found = Runner(model, level, threads)({"x": torch.from_numpy(total[None])})["y"]
-    wanted = np.rint(np.float32(total.sum()) * multiplier).astype(np.int8)
-    assert found.shape == (1, 3, 2)
-    assert bool((found == int(wanted)).all())
-
-
-def tie() -> tuple[np.ndarray[Any, Any], Any]:
-    """int8 numbers, and a multiplier of their sum whose float32 product is a tie to even that the exact product is not."""
-    for count in range(200, 100_000, 7):
-        total = np.int64(127) * count
-        for half in (0.5, 1.5, 2.5, 3.5):
-            multiplier = np.float32(half / total)
-            exact = float(total) * float(multiplier)
-            if np.float32(total) * multiplier == half and np.rint(exact) != np.rint(half):
-                return np.full(count, 127, np.int8), multiplier
-    raise AssertionError("there is none")

@@ -156,6 +156,17 @@ def test_padding_is_part_of_a_window_and_crops_move_bytes(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("area", [(9,), (5, 6), (3, 4, 5)])
+def test_choices_of_rows_and_of_channels_move_bytes(area: tuple[int, ...], target: str) -> None:
+    conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(area) - 1]
+    model = Network(
+        lambda s, x: (s.last(F.interpolate(y := s.wide(x), scale_factor=2)), s.last(y[:, [4, 0, 0, 6, 1]]), s.last(y.flip(-1))),
+        wide=conv(3, 7, 1), last=Network(lambda s, x: s.five(x[:, :5]), five=conv(5, 4, 1)),
+    )  # fmt: skip
+    assert_kernels(model, target, 2, 3, *area)
+
+
+@pytest.mark.parametrize("target", TARGETS)
 def test_means_divided_by_the_elements_of_each_window(target: str) -> None:
     model = Network(
         lambda s, x: (

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.numerics.grids import WEIGHT_INT4, WEIGHT_INT8, WEIGHT_INT16, IntType
 from fxquant.numerics.rounding import straight_through
-from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.weights import WeightQuantizer, WeightScale
 from tests.shared import contract, oracle
+from tests.shared.written import to_train
 
 
 class Adaptive(fxq.tuning.Rounding):
@@ -93,20 +93,6 @@ def test_a_scale_with_the_least_error_is_found(p: float, per_channel: bool, powe
     assert torch.equal(found.integers.reshape(rows.shape), (rows / found.scale.unsqueeze(1)).round().clamp(-7, 7))
 
 
-@pytest.mark.parametrize(("target", "config"), [
-    ("bayes-e", fxq.WeightConfig("int4", p=3.0)),
-    ("bernoulli", fxq.WeightConfig("int4", p=2.0, per_channel=False, power_of_two=True)),
-    ("nash-e", fxq.WeightConfig("int4", p=2.4, training="learned")),
-])  # fmt: skip
-@pytest.mark.sweep(1)
-def test_least_errors_hold_the_contract_after_training(target: str, config: fxq.WeightConfig, tmp_path: Path) -> None:
-    torch.manual_seed(1)
-    prepared = contract.calibrated(Net(), batches(), target, fxq.QConfig(fxq.ActivationConfig(observer="lp"), config))
-    train(prepared, 2)
-    assert all(float(layer.weight.grad.abs().max()) > 0 for layer in (prepared.conv, prepared.head))
-    contract.assert_contract(prepared, tmp_path / "model.onnx", batches()[0])
-
-
 def test_a_learned_scale_starts_where_it_is_kept() -> None:
     weight = torch.randn(4, 9)
     learned = WeightScale(4)
@@ -140,9 +126,6 @@ class Net(nn.Module):
         return self.head(x.mean((2, 3)) @ self.matrix)
 
 
-LAYERS = {"conv": (6, 3, 3, 3), "up": (4, 3, 2, 2), "matmul": (5, 4), "head": (3, 5)}
-
-
 def batches() -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
     return [torch.randn(6, 3, 6, 6, generator=generator) for _ in range(3)]
@@ -155,8 +138,7 @@ def adaptive(training: str = "statistics", target: str = "bayes-e") -> fx.GraphM
 
 
 def train(prepared: fx.GraphModule, steps: int = 3) -> None:
-    fxq.set_state(prepared, fxq.State.TRAIN)
-    prepared.train()
+    to_train(prepared)
     optimizer = torch.optim.Adam(prepared.parameters(), 0.01)
     for step in range(steps):
         optimizer.zero_grad()
@@ -166,16 +148,6 @@ def train(prepared: fx.GraphModule, steps: int = 3) -> None:
 
 def offsets(prepared: fx.GraphModule) -> dict[str, Tensor]:
     return {name: parameter for name, parameter in prepared.named_parameters() if name.endswith(".rounding.offset")}
-
-
-def test_each_layer_has_a_rounding_in_the_shape_of_its_weight() -> None:
-    prepared = adaptive()
-    found = {name.split(".")[1]: tuple(offset.shape) for name, offset in offsets(prepared).items()}
-    assert found == {f"quantized.{name}".split(".")[1]: shape for name, shape in LAYERS.items()}
-    keys = set(prepared.state_dict()) - set(Net().state_dict())
-    assert set(offsets(prepared)) <= keys
-    rest = [o for name, o in quantized_operators(prepared).items() if name not in LAYERS]
-    assert all(type(operator.weight_quantizer.rounding) is fxq.tuning.Nearest for operator in rest)
 
 
 @pytest.mark.sweep(2)

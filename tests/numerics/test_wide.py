@@ -20,9 +20,7 @@ from fxquant.ir.graph import resolve
 from fxquant.ir.integer import notes, qparams
 from fxquant.numerics.grids import INT8, INT16, WEIGHT_INT8, WEIGHT_INT16, Grid, IntType, accumulator_bound, table
 from fxquant.ops.core import weighted
-from fxquant.ops.elementwise import unary
-from fxquant.ops.elementwise.table import UNARY as TABLES
-from fxquant.ops.elementwise.table import for_positive
+from fxquant.ops.elementwise.table import ON_TENSORS, UNARY
 from fxquant.primitives import accumulate, elementwise, product, quantization, transposed
 from fxquant.quantization.observers import MinMaxObserver
 from tests.shared import contract
@@ -262,31 +260,23 @@ def test_what_has_or_reads_no_32_bit_output_says_why(layer: str, said: str) -> N
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
-UNARY = {
-    "sigmoid": (torch.sigmoid, unary._sigmoid), "tanh": (torch.tanh, math.tanh), "gelu": (F.gelu, unary._gelu),
-    "gelu, tanh": (partial(F.gelu, approximate="tanh"), partial(unary._gelu, approximate="tanh")),
-    "hardswish": (F.hardswish, lambda x: x * unary._hardsigmoid(x)), "elu": (F.elu, unary._elu), "selu": (F.selu, TABLES["selu"][1]),
-    "softplus": (F.softplus, unary._softplus), "mish": (F.mish, lambda x: x * math.tanh(unary._softplus(x))),
-    "exp": (torch.exp, math.exp), "log": (torch.log, for_positive(math.log, -math.inf)),
-    "rsqrt": (torch.rsqrt, for_positive(lambda x: 1 / math.sqrt(x), math.inf)), "square": (torch.square, lambda x: x * x),
-    "power": (lambda x: torch.pow(x, 2.5), partial(unary._power, exponent=2.5)), "sin": (torch.sin, math.sin), "erf": (torch.erf, math.erf),
-    "leaky": (partial(F.leaky_relu, negative_slope=0.125), partial(TABLES["leaky_relu"][1], negative_slope=0.125)),
-}  # fmt: skip
+SETTINGS: dict[str, dict[str, Any]] = {"pow": {"exponent": 2.5}, "threshold": {"threshold": 0.1, "value": -0.3}}
+FUNCTIONS = [*((name, SETTINGS.get(name, {})) for name in UNARY if name not in ON_TENSORS), ("gelu", {"approximate": "tanh"})]
 
 
-@pytest.mark.parametrize("name", UNARY)
+@pytest.mark.parametrize(("name", "options"), FUNCTIONS)
 @settings(deadline=None, derandomize=True, max_examples=2)
 @given(
     st.floats(2.0**-18, 2.0**-10, width=32), st.floats(2.0**-18, 2.0**-6, width=32), st.booleans(),
     st.sampled_from([(INT16, INT16), (INT8, INT16), (INT16, INT8)]),
 )  # fmt: skip
 def test_a_table_made_from_tensors_is_the_one_made_element_by_element(
-    name: str, s_in: float, s_out: float, powers: bool, types: tuple[IntType, IntType]
+    name: str, options: dict[str, Any], s_in: float, s_out: float, powers: bool, types: tuple[IntType, IntType]
 ) -> None:
     """Powers of two make ties, which the tensor's value must not decide."""
     if powers:
         s_in, s_out = 2.0 ** round(math.log2(s_in)), 2.0 ** round(math.log2(s_out))
-    on_tensors, exact = UNARY[name]
+    on_tensors, exact = (partial(function, **options) for function in UNARY[name])
     grids = Grid(types[0], torch.tensor(s_in)), Grid(types[1], torch.tensor(s_out))
     assert torch.equal(table(exact, *grids, on_tensors), table(exact, *grids))
 

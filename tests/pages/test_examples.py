@@ -1,18 +1,29 @@
-"""The examples run, and write what they say; with a few steps of training, so that what they reach is not looked at."""
+"""Examples and notebooks run, and measured figures of pages know what they rest on."""
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import importlib.util
+import io
+import json
 import math
 import runpy
+import subprocess
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.pages.test_readme import broken, prints
+
 pytestmark = pytest.mark.nightly
 
 pytest.importorskip("matplotlib")
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
 WRITTEN = {
     "classify_digits": {"classifier.onnx", "mistakes.png"},
     "denoise_photographs": {"denoiser.onnx", "cuttings.png"},
@@ -33,7 +44,7 @@ def test_an_example_runs_and_writes_its_files(name: str, tmp_path: Path, monkeyp
 
 def test_the_first_steps_are_those_of_the_readme() -> None:
     """tests/pages/test_readme.py runs them."""
-    readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     lines = (EXAMPLES / "first_steps.py").read_text(encoding="utf-8").partition('"""\n\n')[2]
     assert f"```python\n{lines}```\n" in readme
     assert lines.count("\n") <= 30
@@ -67,3 +78,160 @@ def test_without_a_wheel_the_example_says_what_to_install(monkeypatch: pytest.Mo
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="the package onnx2torch is not installed: pip install onnx2torch"):
         runpy.run_path(str(EXAMPLES / "find_faces.py"))["main"](8, tmp_path)
+
+
+# ---- notebooks -------------------------------------------------------------------------------------------------------------
+
+
+plt = pytest.importorskip("matplotlib.pyplot")
+pytest.importorskip("sklearn")
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+LARGEST = 400_000  # bytes of a notebook with its pictures
+
+
+def outputs(source: str, namespace: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Run a cell, and return what it prints and draws, as a notebook holds it."""
+    pictures: list[str] = []
+
+    def show() -> None:
+        with io.BytesIO() as file:
+            plt.gcf().savefig(file, dpi=80, format="png", metadata={"Software": None})
+            pictures.append(base64.b64encode(file.getvalue()).decode())
+        plt.close("all")
+
+    monkeypatch.setattr(plt, "show", show)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(source, "cell.py", "exec"), namespace)
+    text = printed.getvalue()
+    found: list[dict[str, Any]] = [
+        {"output_type": "display_data", "data": {"image/png": each, "text/plain": ["<Figure>"]}, "metadata": {}} for each in pictures
+    ]
+    return [*found, {"output_type": "stream", "name": "stdout", "text": text.splitlines(keepends=True)}] if text else found
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_shows_what_it_holds(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    plt.switch_backend("Agg")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FXQUANT_HORIZON", raising=False)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")  # without the vendor's tool
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    for number, cell in enumerate(cells, 1):
+        found = outputs("".join(cell["source"]), namespace, monkeypatch)
+        if request.config.getoption("--update-golden"):
+            cell["outputs"], cell["execution_count"] = found, number
+            continue
+        assert [each["output_type"] for each in cell["outputs"]] == [each["output_type"] for each in found], f"cell {number}"
+        for held, made in zip(cell["outputs"], found, strict=True):
+            assert prints("".join(held.get("text", ())), "".join(made.get("text", ()))), f"cell {number} prints {made['text']}"
+    if request.config.getoption("--update-golden"):
+        path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert len(cells) >= 5
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_small_and_its_links_lead_somewhere(path: Path, tmp_path: Path) -> None:
+    assert path.stat().st_size < LARGEST
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    text = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    folder = tmp_path / "docs" / "notebooks"
+    folder.mkdir(parents=True)
+    (tmp_path / "docs" / "guide").symlink_to(path.parents[1] / "guide")
+    (folder / "page.md").write_text(text, encoding="utf-8")
+    assert "](" in text
+    assert broken(folder / "page.md") == []
+
+
+# ---- the site --------------------------------------------------------------------------------------------------------------
+
+
+def script_of_docs(name: str) -> ModuleType:
+    """Return a script in the folder docs as a module."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
+    assert spec is not None and spec.loader is not None  # noqa: PT018
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---- measured figures: docs/figures.py finds those that are older than what they rest on -----------------------------------
+
+
+PAGE = "# Page\n\nFast: 3.5 times float, by a command.\n\n| | ms |\n|---|---|\n| net | 1.5 ms |\n\nAs given: 0.5.\n"
+COMMAND = "python -m bench.speed --runs 3"
+
+
+@pytest.fixture(scope="module")
+def figures() -> ModuleType:
+    return script_of_docs("figures")
+
+
+def git(folder: Path, *arguments: str) -> None:
+    author = ["-c", "user.name=someone", "-c", "user.email=someone@example.com", "-c", "protocol.file.allow=always"]
+    subprocess.run(["git", *author, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def commit(repository: Path, message: str) -> None:
+    git(repository, "add", "-A")
+    git(repository, "commit", "-q", "-m", message)
+
+
+@pytest.fixture
+def repository(figures: ModuleType, tmp_path: Path) -> Path:
+    """A repository with a page of two figures, one of which rests on a folder and one on a file, just measured."""
+    root = tmp_path / "repository"
+    for name, text in {"page.md": PAGE, "bench/speed.py": "1\n", "kernels/one.py": "1\n", "other.py": "1\n"}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text, encoding="utf-8")
+    rows = [
+        ("page.md", "3.5 times float", COMMAND, "kernels@ other.py@", "none"),
+        ("page.md", "| net | 1.5 ms |", COMMAND, "other.py@", "none"),
+    ]
+    (root / "docs").mkdir()
+    (root / figures.TABLE).write_text("".join("\t".join(row) + "\n" for row in (figures.COLUMNS, *rows)), encoding="utf-8")
+    git(tmp_path, "init", "-q", str(root))
+    commit(root, "first")
+    assert len(list(figures.measure(root, ["bench.speed"]))) == 2
+    commit(root, "measured")
+    return root
+
+
+def test_nothing_is_stale_until_a_folder_changes(figures: ModuleType, repository: Path) -> None:
+    assert list(figures.stale(repository)) == []
+    (repository / "page.md").write_text(PAGE + "More.\n", encoding="utf-8")
+    commit(repository, "words")
+    assert list(figures.stale(repository)) == []
+    (repository / "kernels/one.py").write_text("2\n", encoding="utf-8")
+    commit(repository, "a kernel")
+    (found,) = figures.stale(repository)
+    assert found.startswith("page.md: 3.5 times float\n")
+    assert "changed since: kernels (" in found
+    assert COMMAND in found
+    assert len(list(figures.measure(repository, ["bench.speed"]))) == 2
+    assert list(figures.stale(repository)) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "expected"),
+    [
+        ("page.md", "3.5 times float", "3.6 times float", "does not show '3.5 times float'"),
+        ("page.md", "As given: 0.5.", "It loses 0.5 dB.", "page.md:9: '0.5 dB' is measured"),
+        ("page.md", "As given: 0.5.", "It takes twenty minutes.", "page.md:9: 'twenty minutes' is measured"),
+        ("page.md", "As given: 0.5.", "| a | 1.5 | 2.5 |", "page.md:9: '| 1.5 | 2.5 |' is measured"),
+        ("page.md", "As given: 0.5.", "Equal: 12 of 12 networks.", "page.md:9: '12 of 12 ' is measured"),
+        ("docs/figures.tsv", "bench.speed", "bench.gone", "no module for 'python -m bench.gone"),
+        ("docs/figures.tsv", "kernels@", "nowhere@", "there is no nowhere"),
+    ],
+)
+def test_what_is_wrong_is_found(file: str, old: str, new: str, expected: str, figures: ModuleType, repository: Path) -> None:
+    assert list(figures.wrong(repository)) == []
+    text = (repository / file).read_text(encoding="utf-8")
+    assert old in text
+    (repository / file).write_text(text.replace(old, new), encoding="utf-8")
+    assert any(expected in each for each in figures.wrong(repository))

@@ -1,15 +1,20 @@
-"""Who may import whom: packages have an order. `ast` holds the code to it, imports inside functions included."""
+"""Who may import whom, held by `ast`, imports inside functions included; and what is imported when."""
 
 from __future__ import annotations
 
 import ast
 import functools
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import networkx
 import pytest
+
+import fxquant as fxq
 
 pytestmark = pytest.mark.quick
 
@@ -182,18 +187,10 @@ def test_imports_form_no_circle() -> None:
     assert circles(library()) == []
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "from fxquant.frontend import handler",
-        "import fxquant.frontend.handler",
-        "def f():\n    from fxquant.frontend.handler import Handler",
-        "if TYPE_CHECKING:\n    from fxquant.frontend.handler import Handler",
-    ],
-)
-def test_a_planted_circle_is_found(source: str) -> None:
+@pytest.mark.parametrize("line", ["import fxquant.frontend.handler", "def f():\n    from fxquant.frontend.handler import Handler"])
+def test_a_planted_circle_is_found(line: str) -> None:
     modules = library()
-    planted = {**modules, "fxquant.frontend.arguments": modules["fxquant.frontend.arguments"] + source}
+    planted = {**modules, "fxquant.frontend.arguments": modules["fxquant.frontend.arguments"] + line}
     (circle,) = circles(planted)
     assert {"fxquant.frontend.handler", "fxquant.frontend.arguments"} <= set(circle)
 
@@ -212,54 +209,59 @@ def test_every_row_is_about_a_module_that_exists() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "source", "expected"),
+    ("name", "line", "expected"),
     [
-        ("fxquant.errors", "import fxquant.ir.graph", "fxquant.errors imports fxquant.ir.graph"),
-        ("fxquant.numerics.grids", "from fxquant.ir import graph", "fxquant.numerics.grids imports fxquant.ir.graph"),
-        ("fxquant.ops.pooling.pool", "from fxquant.prepared.stage import Stage", "fxquant.ops.pooling.pool imports fxquant.prepared.stage"),
-        (
-            "fxquant.ops.pooling.pool",
-            "def f():\n    from fxquant.backends import bpu",
-            "fxquant.ops.pooling.pool imports fxquant.backends.bpu",
-        ),
-        ("fxquant.primitives.pool", "import onnx", "fxquant.primitives.pool imports onnx"),
-        ("fxquant.passes.scales", "from fxquant.passes import specs", "fxquant.passes.scales imports fxquant.passes.specs"),
-        ("fxquant.passes.scales", "from fxquant.passes.specs import annotate", "fxquant.passes.scales imports fxquant.passes.specs"),
-        ("fxquant.passes.scales", "from . import specs", "fxquant.passes.scales imports .: imports are absolute"),
-        ("fxquant.passes.scales", "import fxquant.backends", "fxquant.passes.scales imports fxquant.backends"),
-        ("fxquant.passes.scales", "from onnx import helper", "fxquant.passes.scales imports onnx"),
-        ("fxquant.passes.scales", "from fxquant.frontend import trace", "fxquant.passes.scales imports fxquant.frontend"),
-        ("fxquant.passes.scales", "import fxquant as fxq", "fxquant.passes.scales imports fxquant"),
-        ("fxquant.backends.onnx.export", "from fxquant.passes import scales", "fxquant.backends.onnx.export imports fxquant.passes.scales"),
-        ("fxquant.backends.onnx.export", "import onnxruntime", "fxquant.backends.onnx.export imports onnxruntime"),
-        ("fxquant.backends.bpu", "import onnx", "fxquant.backends.bpu imports onnx"),
-        ("fxquant.analysis.explain", "from fxquant.api import prepare", "fxquant.analysis.explain imports fxquant.api"),
-        ("fxquant.cli", "from fxquant.passes import PIPELINE", "fxquant.cli imports fxquant.passes"),
-        ("fxquant.api", "from torch import ao", "fxquant.api imports torch.ao"),
-        ("fxquant.api", "import torch.ao.quantization", "fxquant.api imports torch.ao.quantization"),
-        ("fxquant.ir.graph", "import torch\nx = torch.quint8", "fxquant.ir.graph uses torch.quint8"),
-        ("fxquant.ir.graph", "import torch\nx = torch.ops.quantized.add(1)", "fxquant.ir.graph uses torch.ops.quantized"),
-        ("fxquant.furniture", "", "fxquant.furniture is in no package"),
+        ("fxquant.errors", "import fxquant.ir.graph", "imports fxquant.ir.graph"),
+        ("fxquant.ops.pooling.pool", "def f():\n    from fxquant.backends import bpu", "imports fxquant.backends.bpu"),
+        ("fxquant.primitives.pool", "import onnx", "imports onnx"),
+        ("fxquant.passes.scales", "from fxquant.passes.specs import annotate", "imports fxquant.passes.specs"),
+        ("fxquant.passes.scales", "from . import specs", "imports .: imports are absolute"),
+        ("fxquant.passes.scales", "import fxquant as fxq", "imports fxquant"),
+        ("fxquant.backends.onnx.export", "from fxquant.passes import scales", "imports fxquant.passes.scales"),
+        ("fxquant.api", "from torch import ao", "imports torch.ao"),
+        ("fxquant.ir.graph", "import torch\nx = torch.ops.quantized.add(1)", "uses torch.ops.quantized"),
+        ("fxquant.furniture", "", "is in no package"),
     ],
 )
-def test_a_planted_violation_is_found(name: str, source: str, expected: str) -> None:
-    assert violations({**library(), name: source}) == [expected]
+def test_a_planted_violation_is_found(name: str, line: str, expected: str) -> None:
+    assert violations({**library(), name: line}) == [f"{name} {expected}"]
 
 
 # ---- names of files ----------------------------------------------------------------------------------------------------------
 
-COMMON = ("__init__", "__main__", "export")  # fxquant.export is what users import
+
+HEAVY = ("onnx", "onnxruntime", "onnxscript", "networkx", "rich", "scipy", "matplotlib", "plotly", "sklearn", "safetensors", "PIL")
+STEPS = {
+    "import fxquant as fxq": (*HEAVY, "fxquant.api", "fxquant.ops", "fxquant.backends", "fxquant.tuning", "fxquant.reporting"),
+    "fxq.prepare": ("onnx", "onnxruntime", "onnxscript", "scipy", "matplotlib", "plotly", "sklearn", "PIL", "fxquant.backends.onnx.export"),
+    "fxq.QConfigMapping, fxq.State, fxq.Target": ("onnx", "onnxruntime", "fxquant.search.tune"),
+}
 
 
-def repeated(modules: Iterable[str]) -> list[str]:
-    """The base names that more than two modules have, packages apart."""
-    names = list(modules)
-    packages = {name.rpartition(".")[0] for name in names}
-    counts = Counter(name.rsplit(".", 1)[-1] for name in names if name not in packages)
-    return sorted(name for name, count in counts.items() if count > 2 and name not in COMMON)
+def test_importing_fxquant_imports_nothing_that_is_not_used_yet() -> None:
+    lines = [f"{step}; print(json.dumps(sorted(sys.modules)))" for step in STEPS]
+    code = "; ".join(["import sys, json, torch", *lines])
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    loaded = [set(json.loads(line)) for line in ran.stdout.splitlines()]
+    for (step, names), there in zip(STEPS.items(), loaded, strict=True):
+        assert not there.intersection(names), step
+    assert "fxquant.api" in loaded[1]
 
 
-def test_no_base_name_occurs_more_than_twice() -> None:
-    """A search for a file finds it, or a pair such as the operators and the primitives of one subject."""
-    assert repeated(library()) == []
-    assert repeated(["a.sums", "b.sums", "c.pool", "d.pool", "e.pool"]) == ["pool"]
+def test_every_public_name_is_where_the_type_checker_is_told() -> None:
+    source = ast.parse(Path(str(fxq.__file__)).read_text(encoding="utf-8"))
+    (typed,) = (node for node in source.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    known = {alias.name: node.module for node in typed.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert {name: module for name, module in known.items() if module != "fxquant"} == fxq._WHERE  # type: ignore[attr-defined]
+    assert {*known, "__version__"} == set(fxq.__all__)
+    assert len(fxq.__all__) <= 45
+    for name, module in known.items():
+        holder = importlib.import_module(str(module))
+        assert getattr(fxq, name) is getattr(holder, name)
+    assert set(fxq.__all__) <= set(dir(fxq))
+
+
+def test_modules_are_attributes_and_other_names_are_none() -> None:
+    assert fxq.backends.get("bayes-e").name == "bayes-e"  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="has no attribute 'quantise'"):
+        fxq.quantise  # type: ignore[attr-defined]  # noqa: B018

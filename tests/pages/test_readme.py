@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import random
 import re
 import shutil
 import subprocess
@@ -22,6 +23,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.operators import page
+from benchmarks.operators.__main__ import PAGE
+from benchmarks.operators.measure import NONE, has, measure
+from benchmarks.operators.rows import FAMILIES
+from benchmarks.operators.spelling import Spelling
 from fxquant.ops import BY_NAME, FUNCTIONS, METHODS, MODULES, OPERATORS
 from fxquant.ops.elementwise.table import UNARY
 
@@ -138,31 +144,9 @@ def test_the_code_of_a_page_runs_and_prints_what_it_shows(name: str, tmp_path: P
     assert compared >= COMPARED.get(name, 3)
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_a_page_of_the_guide_begins_with_a_program_and_is_short(name: str) -> None:
-    text = (GUIDE / f"{name}.md").read_text(encoding="utf-8")
-    first = blocks(text)[0]
-    assert first.language == ("diff" if name in OLD_AND_NEW else "python")
-    assert first.line < 10
-    assert text.count("\n") <= 250
-
-
 def test_the_guide_lists_every_page_once() -> None:
     linked = re.findall(r"^\|.*\]\(([\w-]+)\.md\) \|$", (GUIDE / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(linked) == PAGES
-
-
-def test_a_readme_that_is_wrong_is_noticed() -> None:
-    assert prints("a 1.5 b\n…\nc", "a 1.51 b\nx\ny\nc\n")
-    assert prints("20,… bytes, 2.00e-07", "20,688 bytes, 2.01e-07")
-    assert not prints("0 mismatching elements", "0 matching elements")
-    assert not prints("0 of 1246656 elements", "0 of 2296064 elements")
-    assert not prints("in 6 tensors", "in 7 tensors")
-    assert not prints("a 38.0 dB", "a 36.8 dB")
-    assert not prints("fxquant 0.1.0", "fxquant 0.2.0")
-    assert not prints("a 1.5 b", "a 27 b")
-    assert not prints("a\nb", "a\nx\nb")
-    assert [block.follows for block in blocks("```python\n1\n```\n\n```text\n2\n```\nwords\n```text\n3\n```\n")] == [False, True, False]
 
 
 def anchors(text: str) -> set[str]:
@@ -186,12 +170,6 @@ def broken(page: Path) -> list[str]:
 @pytest.mark.parametrize("name", sorted(str(page.relative_to(ROOT)) for folder in PLACES for page in (ROOT / folder).glob("*.md")))
 def test_the_links_of_a_page_lead_somewhere(name: str) -> None:
     assert broken(ROOT / name) == []
-
-
-def test_a_broken_link_is_noticed(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("# One head\n[a](page.md#one-head) [b](other.md) [c](#two) `[d](e.md)`\n", encoding="utf-8")
-    assert broken(page) == ["other.md", "#two"]
 
 
 def apply(diff: str, root: Path) -> None:
@@ -259,5 +237,54 @@ def test_an_elementwise_operator_and_a_composite_are_one_edit_in_one_file_each(t
         apply(diff, repository)
     listing = "every_registered or every_operator or every_call_form or written_somehow or every_row or second_time"
     names = ("ops/test_operators", "ops/test_unary_oracle", "contract/test_random_graphs")
-    files = [f"tests/{name}.py" for name in (*names, "pages/test_operators_page")]
+    files = [f"tests/{name}.py" for name in (*names, "pages/test_readme")]
     assert_passes(repository, " or ".join((listing, *ONE_EDIT.values())), *files)
+
+
+# ---- the page of operators -------------------------------------------------------------------------------------------------
+
+
+SAMPLE = 6
+COLUMNS = 8  # of a table of operators
+
+
+def cells() -> list[list[str]]:
+    """The cells of every row of every table of the page."""
+    lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    return [[cell.strip().replace("\0", "|") for cell in line.replace("\\|", "\0")[2:-2].split(" | ")] for line in lines]
+
+
+def written() -> dict[tuple[str, str], list[str]]:
+    """The cells of the tables of operators, by operator and first spelling."""
+    return {(row[0], row[1].strip("`")): row for row in cells() if len(row) == COLUMNS and row[1].startswith("`")}
+
+
+def test_every_operator_that_is_tried_has_its_row() -> None:
+    assert set(written()) == {(row.operator, row.texts[0]) for family in FAMILIES.values() for row in family}
+
+
+def test_every_limit_has_its_row_and_every_row_of_a_record_is_true() -> None:
+    """A record that is newer than the page has no row until the page is written again."""
+    found = [tuple(row) for row in cells()]
+    names = {record.name for record in OPERATORS.values()}
+    text = PAGE.read_text(encoding="utf-8")
+    lines = text[text.index("## Operator records") : text.index("## Limits")].splitlines()
+    written = [tuple(cell.strip() for cell in line[2:-2].split(" | ")) for line in lines if line.startswith("| ")][1:]
+    known = {tuple(cell.strip() for cell in row) for row in page.record_rows()}
+    assert {row[0] for row in page.record_rows()} == names
+    assert set(written) <= known
+    assert len(written) > len(names) / 2
+    assert {tuple(cell.strip() for cell in row) for row in page.limit_rows()} <= {row[:5] for row in found}
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("index", range(SAMPLE))
+def test_a_cell_is_what_is_measured(index: int) -> None:
+    """One row of each sixth of the table, on one target."""
+    every = [(family, row) for family, entries in FAMILIES.items() for row in entries if not row.random]
+    family, row = random.Random(index).choice(every[index::SAMPLE])
+    target = page.TARGETS[index % len(page.TARGETS)]
+    spelling = Spelling(family, row, row.texts[0])
+    dtypes = [dtype for dtype in page.DTYPES if dtype == page.DTYPES[0] or has(target, dtype)]
+    known = {(spelling.name, target, dtype): measure(spelling, target, dtype, NONE) for dtype in dtypes}
+    assert written()[row.operator, row.texts[0]][3 + page.TARGETS.index(target)] == page.cell(spelling, target, known)

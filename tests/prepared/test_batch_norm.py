@@ -15,6 +15,7 @@ import fxquant as fxq
 from fxquant.prepared.operators import quantized_operators
 from tests.ops.test_weighted_operators import COVERING, Case, assert_contract, built, layer, left_in_float, weights
 from tests.shared import contract
+from tests.shared.written import to_train, to_validate, written
 
 MODES = ("live", "frozen", "folded")
 
@@ -43,9 +44,7 @@ def with_room(prepared: fx.GraphModule) -> fx.GraphModule:
 
 
 def optimise(prepared: fx.GraphModule, batch: Tensor, steps: int = 2) -> None:
-    fxq.set_state(prepared, fxq.State.TRAIN)
-    prepared.train()
-    optimizer = torch.optim.SGD(prepared.parameters(), 1e-2)
+    optimizer = torch.optim.SGD(to_train(prepared).parameters(), 1e-2)
     for _ in range(steps):
         optimizer.zero_grad()
         prepared(batch).square().mean().backward()
@@ -76,15 +75,18 @@ def test_contract_in_every_mode(name: str, mode: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", LAYERS)
 def test_live_is_what_the_float_model_does_in_training(name: str) -> None:
     model, batches = built(LAYERS[name], 1)
-    prepared = with_room(contract.compiled(model, batches, qconfig=COVERING, batch_norm="live").prepared)
-    fxq.set_state(prepared, fxq.State.TRAIN)
-    prepared.train()
+    prepared = to_train(with_room(contract.compiled(model, batches, qconfig=COVERING, batch_norm="live").prepared))
     model.train()
     found, expected = prepared(*batches[0]), model(*batches[0])
     assert (found - expected).square().mean() < 0.005 * expected.var()
     for statistic in ("running_mean", "running_var"):
         torch.testing.assert_close(getattr(prepared.norm, statistic), getattr(model.norm, statistic), rtol=1e-2, atol=1e-2)
     assert torch.equal(prepared.norm.num_batches_tracked, model.norm.num_batches_tracked)
+    incoming = torch.randn(found.shape)
+    for output in (found, expected):
+        (output * incoming).sum().backward()
+    own, wanted = (each.get_parameter("layer.weight").grad.flatten() for each in (prepared, model))
+    assert F.cosine_similarity(own, wanted, 0) > 0.99
 
 
 # ---- folded once ----------------------------------------------------------------------------------------------------
@@ -149,43 +151,34 @@ def test_functional_norms_and_computed_weights_are_folded(tmp_path: Path) -> Non
     torch.testing.assert_close(compiled.prepared(*batches[0]), model(*batches[0]), rtol=1e-5, atol=1e-5)
 
 
-class Functional(nn.Module):
+def functional(statistics: Tensor) -> nn.Module:
     """A batch norm whose statistics are parts of a tensor."""
-
-    def __init__(self, known: Tensor) -> None:
-        super().__init__()
-        self.scale, self.shift = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
-        if isinstance(known, nn.Parameter):
-            self.known = known
-        else:
-            self.register_buffer("known", known)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.batch_norm(x, self.known[0], self.known[1], self.scale, self.shift)
+    return written(
+        lambda m, x: F.batch_norm(x, m.statistics[0], m.statistics[1], m.scale, m.shift),
+        scale=nn.Parameter(torch.randn(3)),
+        shift=nn.Parameter(torch.randn(3)),
+        statistics=statistics,
+    )
 
 
-def test_statistics_of_functional_norms_follow_the_batches() -> None:
-    model, batch = Functional(torch.rand(2, 3) + 0.5), torch.randn(4, 3, 6, 6)
-    prepared = contract.compiled(model, [batch]).prepared
+def test_statistics_of_functional_norms_follow_the_batches_unless_they_are_parameters() -> None:
+    start, batch = torch.rand(2, 3) + 0.5, torch.randn(4, 3, 6, 6)
+    prepared = contract.compiled(functional(start.clone()).eval(), [batch]).prepared
     optimise(prepared, batch, 60)
-    assert bool(((prepared.known[0] - batch.mean((0, 2, 3))).abs() < 0.02).all())
-    assert bool(((prepared.known[1] - batch.var((0, 2, 3))).abs() < 0.02).all())
-    prepared.eval()
-    fxq.set_state(prepared, fxq.State.VALIDATE)
+    assert bool(((prepared.statistics[0] - batch.mean((0, 2, 3))).abs() < 0.02).all())
+    assert bool(((prepared.statistics[1] - batch.var((0, 2, 3))).abs() < 0.02).all())
+    to_validate(prepared)
     contract.assert_validate_is_integer(prepared, fxq.convert(prepared), batch)
-
-
-def test_statistics_that_are_parameters_do_not_follow_the_batches() -> None:
-    model, batch = Functional(nn.Parameter(torch.rand(2, 3) + 0.5)), torch.randn(4, 3, 6, 6)
-    prepared = contract.compiled(model, [batch]).prepared
-    fxq.set_state(prepared, fxq.State.TRAIN)
-    prepared.train()
+    prepared = to_train(contract.compiled(functional(nn.Parameter(start.clone())), [batch]).prepared)
     prepared(batch).square().mean().backward()
-    assert torch.equal(prepared.known, model.known)
+    assert torch.equal(prepared.statistics, start)
 
 
-def test_a_weight_that_is_a_buffer_stays_one() -> None:
-    model, batches = built(LAYERS["conv2d"])
+def test_a_weight_that_is_a_buffer_or_frozen_stays_so_when_folded() -> None:
+    model, batches = built(LAYERS["linear"])
+    model.layer.weight.requires_grad_(False)
+    prepared = contract.compiled(model, batches, batch_norm="folded").prepared
+    assert not prepared.get_parameter("layer.weight").requires_grad
     weight = model.layer.weight.detach()
     del model.layer.weight
     model.layer.register_buffer("weight", weight)
@@ -194,18 +187,11 @@ def test_a_weight_that_is_a_buffer_stays_one() -> None:
     assert {"layer.weight", "layer.bias"} <= {name for name, _ in prepared.named_buffers()}
 
 
-def test_a_frozen_weight_stays_frozen_when_folded() -> None:
-    model, batches = built(LAYERS["linear"])
-    model.layer.weight.requires_grad_(False)
-    prepared = contract.compiled(model, batches, batch_norm="folded").prepared
-    assert not prepared.get_parameter("layer.weight").requires_grad
-
-
 def test_a_folded_model_is_saved(tmp_path: Path) -> None:
-    model, batches = built(lambda: Case((4, 3, 6, 6), lambda s, x: s.shared(x), shared=SharedLayer()))
+    model, batches = built(lambda: Case((4, 3, 6, 6), lambda s, x: s.shared(x), shared=shared_layer()))
     compiled = contract.compiled(model, batches, batch_norm="folded")
     loaded = fxq.load(fxq.save(compiled.prepared, tmp_path / "model.fxq"))
-    assert list(loaded.state_dict()) == list(compiled.prepared.state_dict())
+    assert contract.same_state(loaded, compiled.prepared)
     assert torch.equal(loaded(*batches[0]), compiled.prepared(*batches[0]))
     assert torch.equal(fxq.convert(loaded)(*batches[0]), compiled.integer(*batches[0]))
 
@@ -224,6 +210,10 @@ def test_nothing_is_divided_by_a_small_weight(name: str, gamma: float, mode: str
     compiled = contract.compiled(model, batches, "bayes-e", COVERING, batch_norm=mode)
     assert (compiled.integer(*batches[0]) - model(*batches[0])).square().mean() < 0.005 * model(*batches[0]).var()
     assert torch.allclose(compiled.integer(*batches[0])[:, 1], model.norm.bias[1], atol=0.02)
+    trained = copy.deepcopy(compiled.prepared)
+    optimise(trained, batches[0][0], 1)
+    assert all(bool(parameter.isfinite().all()) for parameter in trained.parameters())
+    assert mode != "live" or gamma != 0 or trained.norm.running_var[1] == model.norm.running_var[1]
     contract.assert_validate_is_integer(*compiled, *batches[0])
     contract.assert_integer_is_onnx(compiled.integer, tmp_path / "model.onnx", [batches[0]])
     contract.assert_train_is_validate(compiled.prepared, *batches[0])
@@ -236,41 +226,39 @@ def test_nothing_is_divided_by_a_small_weight(name: str, gamma: float, mode: str
 # ---- sharing --------------------------------------------------------------------------------------------------------
 
 
-class SharedLayer(nn.Module):
+def convolution() -> nn.Module:
+    return nn.Conv2d(3, 4, 3, bias=False)
+
+
+def shared_layer() -> nn.Module:
     """One convolution, called twice, with a batch norm for each call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.one, self.other = nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.BatchNorm2d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.one(self.conv(x)) - self.other(self.conv(x.flip(-1))).relu()
-
-
-class SharedNorm(nn.Module):
-    """Two convolutions with one batch norm behind both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other, self.norm = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.one(x)) - self.norm(self.other(x)).relu()
+    return written(
+        lambda m, x: m.one(m.conv(x)) - m.other(m.conv(x.flip(-1))).relu(),
+        conv=convolution(),
+        one=nn.BatchNorm2d(4),
+        other=nn.BatchNorm2d(4),
+    )
 
 
-class ReadTwice(nn.Module):
+def shared_norm() -> nn.Module:
+    """Two convolutions with one batch norm after both."""
+    return written(
+        lambda m, x: m.norm(m.one(x)) - m.norm(m.other(x)).relu(), one=convolution(), other=convolution(), norm=nn.BatchNorm2d(4)
+    )
+
+
+def read_twice() -> nn.Module:
     """One convolution, called once, whose output goes to two batch norms; nothing can be folded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.one, self.other = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.BatchNorm2d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.conv(x)
-        return self.one(x) - self.other(x).relu()
+    return written(
+        lambda m, x: m.one(y := m.conv(x)) - m.other(y).relu(), conv=convolution(), one=nn.BatchNorm2d(4), other=nn.BatchNorm2d(4)
+    )
 
 
-SHARED: dict[str, tuple[Callable[[], nn.Module], int]] = {"layer": (SharedLayer, 0), "norm": (SharedNorm, 0), "read twice": (ReadTwice, 2)}
+SHARED: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "layer": (shared_layer, 0),
+    "norm": (shared_norm, 0),
+    "read twice": (read_twice, 2),
+}
 
 
 @pytest.mark.sweep
@@ -304,9 +292,7 @@ def test_what_is_shared_is_not_merged(name: str, target: str, mode: str, tmp_pat
 @pytest.mark.parametrize("name", SHARED)
 def test_live_statistics_of_what_is_shared(name: str) -> None:
     model, batches = built(lambda: Case((4, 3, 6, 6), lambda s, x: s.shared(x), shared=SHARED[name][0]()), 1)
-    prepared = with_room(contract.compiled(model, batches, qconfig=COVERING, batch_norm="live").prepared)
-    fxq.set_state(prepared, fxq.State.TRAIN)
-    prepared.train()
+    prepared = to_train(with_room(contract.compiled(model, batches, qconfig=COVERING, batch_norm="live").prepared))
     model.train()
     found, expected = prepared(*batches[0]), model(*batches[0])
     assert (found - expected).square().mean() < 0.01 * expected.var()

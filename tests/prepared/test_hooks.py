@@ -170,18 +170,6 @@ def test_backward_hooks_are_refused_with_what_does_it(net: fx.GraphModule, kind:
         getattr(net.get_submodule("heads.a"), kind)(lambda *given: None)
 
 
-def test_a_module_that_stays_in_float_calls_its_hooks_itself_once() -> None:
-    mapping = fxq.QConfigMapping().set_module_name("1", None)
-    x = torch.randn(4, 4)
-    model = nn.Sequential(nn.Linear(4, 4), nn.GRUCell(4, 4), nn.Linear(4, 4))
-    prepared = fxq.calibrate(fxq.prepare(model, x, qconfig=mapping), [x], show_progress=False)
-    seen: list[Any] = []
-    for path in ("1", "2"):
-        prepared.get_submodule(path).register_forward_hook(lambda module, args, result: seen.append(type(module)))
-    prepared(x)
-    assert seen == [nn.GRUCell, nn.Linear]
-
-
 COPIES: dict[str, Callable[[fx.GraphModule, Path], Any]] = {
     "copied": lambda model, path: copy.deepcopy(model),
     "pickled": lambda model, path: pickle.loads(pickle.dumps(model)),
@@ -218,23 +206,7 @@ def test_methods_that_call_modules_are_refused_at_the_line_that_does(net: fx.Gra
         _ = integer.heads
 
 
-def test_a_pruned_layer_computes_its_weight_at_each_call(net: fx.GraphModule) -> None:
-    from torch.nn.utils import prune
-
-    prepared = copy.deepcopy(net)
-    prune.l1_unstructured(prepared.get_submodule("twice"), "weight", 0.5)
-    fxq.set_state(prepared, "train")
-    prepared.get_submodule("drop").eval()  # what it doubles is beyond the scale of its input, and has no gradient
-    weight = prepared.get_parameter("twice.weight_orig")
-    prepared(batch())["a"].sum().backward()
-    mask = prepared.get_buffer("twice.weight_mask")
-    assert weight.grad is not None
-    assert bool(weight.grad[mask == 1].any())
-    assert not bool(weight.grad[mask == 0].any())
-
-
 def test_outputs_that_nothing_reads_are_none_and_a_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
-
     x = torch.randn(2, 4)
     two = written(lambda m, x: (torch.sigmoid(x), 2 * x))
     model = written(lambda m, x: m.linear(m.two(x)[0]), two=two, linear=nn.Linear(4, 2))

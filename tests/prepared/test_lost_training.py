@@ -1,8 +1,9 @@
-"""A parameter that trains in the float model, and not in a prepared one, is a warning with its line."""
+"""What does not train as in the float model is told with its line; what raises by itself is met while a model is compiled."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,43 +12,40 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from fxquant.ops import BY_NAME, FUNCTIONS, OPERATORS
+from tests.shared import contract
+from tests.shared.contract import compiled
+from tests.shared.written import written
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 
 
-class Copied(nn.Linear):
+class Edited(nn.Linear):
+    """A linear layer whose forward edits its weight before it computes."""
+
+    def __init__(self, edit: Callable[[nn.Linear], Any]) -> None:
+        super().__init__(6, 4)
+        self.edit = edit
+
     def forward(self, x: Tensor) -> Tensor:
+        self.edit(self)
+        return super().forward(x)
+
+
+def copied(layer: nn.Linear) -> None:
+    with torch.no_grad():
+        layer.weight.copy_(torch.renorm(layer.weight, 2, 0, 0.25))
+
+
+def clamped(layer: nn.Linear) -> None:
+    with torch.no_grad():
+        layer.weight.clamp_(-0.1, 0.1)
+
+
+def decayed(layer: nn.Linear) -> None:
+    if layer.training:
         with torch.no_grad():
-            self.weight.copy_(torch.renorm(self.weight, 2, 0, 0.25))
-        return super().forward(x)
-
-
-class Clamped(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.weight.clamp_(-0.1, 0.1)
-        return super().forward(x)
-
-
-class Data(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        self.weight.data.clamp_(-0.1, 0.1)
-        return super().forward(x)
-
-
-class Decayed(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            with torch.no_grad():
-                self.weight.mul_(0.5)
-        return super().forward(x)
-
-
-class DecayedData(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.weight.data.mul_(0.5)
-        return super().forward(x)
+            layer.weight.mul_(0.5)
 
 
 class Cached(nn.Module):
@@ -137,20 +135,20 @@ def test_parameters_that_are_merged_in_eval_mode(caplog: pytest.LogCaptureFixtur
     assert "F.linear(F.linear(x, self.down), self.up)" in text
 
 
-@pytest.mark.parametrize("kind", [Copied, Clamped])
-def test_a_parameter_that_forward_edits(kind: type[nn.Linear], caplog: pytest.LogCaptureFixture) -> None:
-    text = warnings(kind(6, 4), caplog)
+@pytest.mark.parametrize("edit", [copied, clamped])
+def test_a_parameter_that_forward_edits(edit: Callable[[nn.Linear], Any], caplog: pytest.LogCaptureFixture) -> None:
+    text = warnings(Edited(edit), caplog)
     assert f"{LOST}: 1" in text
     assert f"{MOVED}: 1; move them in your training loop" in text
     assert text.count("weight (test_lost_training.py:") == 2
 
 
-@pytest.mark.parametrize("kind", [Data, Decayed, DecayedData])
-def test_a_parameter_that_forward_moves_trains_and_is_told(kind: type[nn.Linear], caplog: pytest.LogCaptureFixture) -> None:
-    text = warnings(kind(6, 4), caplog)
+@pytest.mark.parametrize("edit", [lambda layer: layer.weight.data.clamp_(-0.1, 0.1), decayed])
+def test_a_parameter_that_forward_moves_trains_and_is_told(edit: Callable[[nn.Linear], Any], caplog: pytest.LogCaptureFixture) -> None:
+    text = warnings(Edited(edit), caplog)
     assert f"{MOVED}: 1" in text
     assert "weight (test_lost_training.py:" in text
-    assert "self.weight" in text
+    assert "layer.weight" in text
 
 
 def test_a_head_of_train_mode_trains_with_a_training_branch(caplog: pytest.LogCaptureFixture) -> None:
@@ -165,3 +163,96 @@ def test_what_does_not_train_in_the_float_model_is_not_told(caplog: pytest.LogCa
     with caplog.at_level(logging.WARNING, "fxquant"), torch.no_grad():
         fxq.prepare(model.eval(), X)
     assert not caplog.text
+
+
+# ---- what has no gradient, or raises by itself -----------------------------------------------------------------------------
+
+
+class RoundedWeight(nn.Module):
+    """A linear layer whose weight goes through PyTorch's fake quantization, with scales that are parameters."""
+
+    def __init__(self, rounded: Callable[[nn.Module], Tensor]) -> None:
+        super().__init__()
+        self.rounded, self.layer = rounded, nn.Linear(8, 8)
+        self.scale, self.scales = nn.Parameter(torch.tensor([0.05])), nn.Parameter(torch.full((8,), 0.05))
+        self.zero, self.zeros = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.rounded(self), self.layer.bias)
+
+
+ROUNDED: dict[str, Callable[[Any], Tensor]] = {
+    "per channel": lambda m: torch.fake_quantize_per_channel_affine(m.layer.weight, m.scales, m.zeros.int(), 0, -128, 127),
+    "per tensor": lambda m: torch.fake_quantize_per_tensor_affine(m.layer.weight, m.scale, m.zero.int(), -128, 127),
+    "computed": lambda m: torch.fake_quantize_per_channel_affine(m.layer.weight, m.scales.abs() + 0.01, m.zeros.int(), 0, -128, 127),
+    "learned": lambda m: torch._fake_quantize_learnable_per_channel_affine(m.layer.weight, m.scales, m.zeros, 0, -128, 127, 1.0),
+    "without a gradient": lambda m: torch.fake_quantize_per_channel_affine(
+        m.layer.weight, m.scales.detach(), m.zeros.detach().int(), 0, -128, 127
+    ),
+}
+
+
+@pytest.mark.parametrize("form", ROUNDED)
+def test_a_weight_with_fake_quantization_is_compiled_whatever_its_scale_is(form: str) -> None:
+    torch.manual_seed(0)
+    batches = [torch.randn(8, 8) for _ in range(3)]
+    prepared, integer = compiled(RoundedWeight(ROUNDED[form]).eval(), batches)
+    assert fxq.explain(prepared).count("none is left in float") == 1
+    contract.assert_validate_is_integer(prepared, integer, batches[0])
+
+
+class OutOfReachError(Exception):
+    """An error of the user's own."""
+
+
+def raises(function: Callable[[nn.Module, Tensor], Tensor]) -> Any:
+    """A model that can be traced, and that raises when it is called on numbers."""
+    return written(lambda m, x: m.function(m, m.layer(x)), layer=nn.Linear(8, 8), function=function)
+
+
+def own(model: nn.Module, y: Tensor) -> Tensor:
+    if type(y) is Tensor:
+        raise OutOfReachError("the lidar is off")
+    return y
+
+
+RAISED: dict[str, tuple[Callable[[Any, Tensor], Tensor], type[Exception], str]] = {
+    "its own": (own, OutOfReachError, "raise OutOfReachError"),
+    "an index": (lambda m, y: F.embedding((y * 1000).long(), m.layer.weight), IndexError, "F.embedding"),
+    "a singular matrix": (lambda m, y: torch.linalg.inv(torch.zeros_like(y.t() @ y)), RuntimeError, "linalg.inv"),
+    "a class": (lambda m, y: F.cross_entropy(y, (y[:, 0] * 0).long() + 99), IndexError, "cross_entropy"),
+    "a gather": (lambda m, y: y.gather(1, (y * 0).long() + 8), RuntimeError, "gather"),
+    "no such row": (lambda m, y: y.index_select(0, (y[:, 0] * 0).long() + 8), IndexError, "index_select"),
+}
+
+
+@pytest.mark.parametrize("form", RAISED)
+def test_an_error_of_the_float_model_comes_through_as_it_is_with_a_note_where(form: str, caplog: pytest.LogCaptureFixture) -> None:
+    function, kind, line = RAISED[form]
+    with pytest.raises(kind) as raised, caplog.at_level(logging.ERROR, "fxquant"):
+        fxq.prepare(raises(function).eval(), torch.rand(4, 8))
+    (note,) = getattr(raised.value, "__notes__", None) or caplog.messages  # Python 3.10 has no notes
+    assert "raised by the float model, which fxquant calls on the example inputs" in note
+    assert "test_lost_training.py" in note
+    assert line in note
+
+
+@pytest.fixture
+def declared() -> Iterator[list[Callable[..., Tensor]]]:
+    """Functions that are operators as long as a test runs."""
+    found: list[Callable[..., Tensor]] = []
+    yield found
+    for function in found:
+        del BY_NAME[OPERATORS[function].name]
+        for table in (OPERATORS, FUNCTIONS):
+            del table[function]
+
+
+@pytest.mark.parametrize("function", [torch.tanh, F.mish, nn.Tanh(), nn.Softplus(2.0)], ids=["torch", "functional", "module", "settings"])
+def test_a_function_of_pytorchs_may_be_a_table_of_another_name(function: Any, declared: list[Any]) -> None:
+    table = fxq.extend.unary("bent_elsewhere", function)
+    declared.append(table)
+    batches = [torch.randn(8, 8) for _ in range(2)]
+    prepared, integer = compiled(raises(lambda m, y: table(y)).eval(), batches)
+    assert "bent_elsewhere" in fxq.explain(prepared)
+    contract.assert_validate_is_integer(prepared, integer, batches[0])

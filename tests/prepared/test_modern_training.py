@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fxquant as fxq
-from benchmarks.train_gap import gap, table
 from tests.prepared.test_training import Net, batches, config
 from tests.shared import contract
+from tests.shared.written import to_train, to_validate
 
 TARGETS = torch.arange(8) % 4
 SCALES = {"learned": "learned", "statistics": "statistics", "lsq+": "tqt", "pact": "learned"}  # of activations, and of weights
@@ -31,8 +29,7 @@ def calibrated(activations: str, host: str | None, batch_norm: str) -> fx.GraphM
         Net(), batches()[0], "nash-e", mapping.set_host(host) if host else mapping, options=fxq.Options(batch_norm=batch_norm)
     )
     fxq.calibrate(prepared, batches(), show_progress=False)
-    fxq.set_state(prepared, fxq.State.TRAIN)
-    return prepared.train()
+    return to_train(prepared)
 
 
 def student(activations: str = "learned", host: str | None = None, batch_norm: str = "live") -> fx.GraphModule:
@@ -60,14 +57,6 @@ def same(one: nn.Module, other: nn.Module) -> bool:
     return left.keys() == right.keys() and all(contract.same_bytes(left[name], right[name]) for name in left)
 
 
-def assert_deployed(prepared: fx.GraphModule) -> None:
-    """What is validated now is what is deployed."""
-    prepared.eval()
-    integer = fxq.convert(prepared)
-    contract.assert_alive(integer, batches()[0])
-    contract.assert_validate_is_integer(prepared, integer, batches()[0])
-
-
 # ---- mixed precision ------------------------------------------------------------------------------------------------------
 
 
@@ -92,8 +81,7 @@ def test_float_layers_compute_in_bfloat16_beside_integers(host: str) -> None:
     assert all(value.dtype == torch.float32 for value in mixed.values())
     equal = [name for name in wanted if torch.equal(mixed[name], wanted[name])]
     assert len(equal) == len(wanted) if host == "head" else 0 < len(equal) < len(wanted)
-    fxq.set_state(prepared, fxq.State.TRAIN)
-    prepared.train()
+    to_train(prepared)
     optimizer = torch.optim.SGD(prepared.parameters(), 0.02)
     mixed_step(prepared, optimizer, batches()[0])
     gradients = {name: parameter.grad for name, parameter in prepared.named_parameters() if "intermediate" not in name}
@@ -102,7 +90,7 @@ def test_float_layers_compute_in_bfloat16_beside_integers(host: str) -> None:
     assert fxq.verify(prepared, fxq.convert(prepared), batches(), show_progress=False)
 
 
-# ---- accumulation, averages -----------------------------------------------------------------------------------------------
+# ---- accumulation ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.sweep(1)
@@ -120,23 +108,6 @@ def test_gradients_of_parts_of_a_batch_add_up_to_those_of_the_batch(activations:
         assert one.grad is not None, name
         assert other.grad is not None, name
         torch.testing.assert_close(other.grad, one.grad, rtol=1e-4, atol=1e-6)  # sums in another order
-
-
-@pytest.mark.parametrize("activations", ["learned", "statistics"])
-def test_an_average_of_models_is_deployed_as_any_model(activations: str) -> None:
-    prepared = student(activations)
-    average = AveragedModel(prepared, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    optimizer = torch.optim.SGD(prepared.parameters(), 0.05)
-    seen: list[dict[str, Tensor]] = []
-    for batch in batches():
-        step(prepared, optimizer, batch)
-        average.update_parameters(prepared)
-        seen.append({name: value.detach().clone() for name, value in prepared.named_parameters()})
-    found = average.module
-    assert isinstance(found, fx.GraphModule)
-    for name, value in found.named_parameters():
-        torch.testing.assert_close(value.detach(), 0.25 * seen[0][name] + 0.25 * seen[1][name] + 0.5 * seen[2][name])
-    assert_deployed(found)
 
 
 # ---- compilation ------------------------------------------------------------------------------------------------------------
@@ -165,8 +136,7 @@ def test_a_compiled_model_has_the_same_bits() -> None:
     assert same(prepared, reference)
     assert len(graphs) == 2
     for model in (prepared, reference):
-        fxq.set_state(model, fxq.State.VALIDATE)
-        model.eval()
+        to_validate(model)
     with torch.no_grad():
         assert torch.equal(compiled(rows[1]), reference(rows[1]))
     torch._dynamo.reset()
@@ -206,26 +176,3 @@ def test_training_goes_on_as_if_it_had_not_been_stopped(activations: str, kept: 
     schedule.load_state_dict(state["schedule"])
     go(other, optimizer, schedule)
     assert same(other, one)
-
-
-# ---- the gap between training and deployment ---------------------------------------------------------------------------------
-
-
-def test_the_gap_is_measured_layer_by_layer(capsys: pytest.CaptureFixture[str]) -> None:
-    prepared = student("statistics")
-    before = {name: value.clone() for name, value in prepared.state_dict().items()}
-    found = gap(prepared, 3 * batches()[0])
-    assert [name for name, layer in found.items() if layer.frozen] == []
-    assert found["x_quantize"].live > 0, "its scale follows the range of the batch"
-    assert found["conv1"].live > 0, "its statistics are the batch's"
-    assert all(torch.equal(value, before[name]) for name, value in prepared.state_dict().items())
-    Console(width=120).print(table("a network", {0: found}, whole=True))
-    assert capsys.readouterr().out.count("│ conv1") == 1
-
-
-def test_a_layer_that_trains_on_something_else_is_seen() -> None:
-    prepared = student("statistics", batch_norm="frozen")
-    fxq.set_state(prepared, fxq.State.FLOAT, "conv2")
-    found = gap(prepared, batches()[0])
-    assert found["x_quantize"].frozen == found["conv1"].frozen == 0
-    assert found["conv2"].frozen > 0

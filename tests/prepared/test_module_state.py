@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import fxquant as fxq
 from fxquant.quantization.learning import Remembered
-from fxquant.quantization.weights import ChannelFactors
+from tests.shared.written import to_train, to_validate, written
 
 TARGETS = {"uint8": "x86", "int8": "bayes-e", "int4": "nash-e"}
 METHODS = [  # of activations, and of weights
@@ -28,19 +29,18 @@ METHODS = [  # of activations, and of weights
 BATCHES = [torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 
 
-class Net(nn.Module):
+def net() -> Any:
     """A residual, a fused batch norm, a channel whose weights are 0, and a constant that is added."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.bn, self.last = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.Conv2d(3, 2, 1)
-        self.shift = nn.Parameter(torch.randn(3, 1, 1))
-        with torch.no_grad():
-            self.last.weight[1] = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(torch.relu(x + self.bn(self.conv(x))) + self.shift)
-        return y
+    model = written(
+        lambda m, x: m.last(torch.relu(x + m.bn(m.conv(x))) + m.shift),
+        conv=nn.Conv2d(3, 3, 3, padding=1),
+        bn=nn.BatchNorm2d(3),
+        last=nn.Conv2d(3, 2, 1),
+        shift=nn.Parameter(torch.randn(3, 1, 1)),
+    )
+    with torch.no_grad():
+        model.last.weight[1] = 0
+    return model
 
 
 @functools.cache
@@ -54,7 +54,7 @@ def _prepared(dtype: str, activations: str, weights: str) -> fx.GraphModule:
     qconfig = fxq.QConfig(
         fxq.ActivationConfig(dtype, training=activations), fxq.WeightConfig("int4" if dtype == "int4" else "int8", training=weights)
     )
-    return fxq.prepare(Net(), BATCHES[0], TARGETS[dtype], qconfig)
+    return fxq.prepare(net(), BATCHES[0], TARGETS[dtype], qconfig)
 
 
 def step(model: fx.GraphModule, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
@@ -76,7 +76,7 @@ def assert_one_meaning(model: fx.GraphModule, fresh: fx.GraphModule) -> None:
     for held in (state, model.state_dict()):
         loaded = copy.deepcopy(fresh)
         loaded.load_state_dict(held)
-        fxq.set_state(loaded.eval(), fxq.State.VALIDATE)
+        to_validate(loaded)
         assert torch.equal(fxq.convert(loaded)(BATCHES[0]), integer(BATCHES[0]))
         with torch.no_grad():
             assert torch.equal(loaded(BATCHES[0]), found)
@@ -113,8 +113,7 @@ def test_no_copy_changes_what_validate_computes(dtype: str, activations: str, we
     """The copies are made before the first batch of training, when learned scales of weights have not started."""
     model = copy.deepcopy(_calibrated(dtype, activations, weights, rounded=dtype != "int8"))
     fresh = _prepared(dtype, activations, weights)
-    fxq.set_state(model, fxq.State.TRAIN)
-    model.train()
+    to_train(model)
     copies = {how: copy.deepcopy(model) for how in COPIES}
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     for index in range(3):
@@ -131,8 +130,7 @@ def test_no_copy_changes_what_validate_computes(dtype: str, activations: str, we
 @pytest.mark.parametrize("buffers", [False, True])
 def test_averaged_models_of_pytorch_average_prepared_ones(buffers: bool) -> None:
     model, fresh = copy.deepcopy(_calibrated("int4", "learned", "learned", rounded=True)), _prepared("int4", "learned", "learned")
-    fxq.set_state(model, fxq.State.TRAIN)
-    model.train()
+    to_train(model)
     averaged = AveragedModel(model, use_buffers=buffers)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     for batch in BATCHES:
@@ -149,29 +147,6 @@ def test_a_copy_that_takes_over_the_buffers_of_a_frozen_model_is_frozen() -> Non
     averaged.update_parameters(model)
     averaged.update_parameters(model)
     assert all(each.quantizer.frozen for each in averaged.module.quantized.children() if hasattr(each, "quantizer"))
-
-
-@pytest.mark.nightly
-def test_states_of_earlier_versions_load() -> None:
-    """There, what says that a scale stands still is bool."""
-    model = copy.deepcopy(_calibrated("int8", "pact", "learned", rounded=False))
-    fxq.set_qparams(model, {"last": 0.25})
-    state = {name: value.bool() if name.endswith(".stopped") else value for name, value in model.state_dict().items()}
-    for assign in (False, True):
-        loaded = _prepared("int8", "pact", "learned")
-        loaded.load_state_dict(copy.deepcopy(state), assign=assign)
-        assert loaded.quantized.last.quantizer.frozen
-        assert not loaded.quantized.conv.quantizer.frozen
-        assert not any(buffer.dtype == torch.bool for buffer in loaded.buffers())
-        assert_one_meaning(loaded, _prepared("int8", "pact", "learned"))
-
-
-def test_exponents_that_are_written_on_a_buffer_act() -> None:
-    factors = ChannelFactors(2, 2)
-    found = [factors.active]
-    factors.state_dict()["outputs"].fill_(1)
-    found += [factors.active, copy.deepcopy(factors).active]
-    assert found == [False, True, True]
 
 
 def test_a_fact_is_remembered_until_its_buffer_changes() -> None:

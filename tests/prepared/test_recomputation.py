@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call, grad, jvp, vmap
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import fxquant as fxq
-from fxquant.ir.model import Taken, _key
+from tests.shared.written import to_train
 
 LEARNED = fxq.QConfig(fxq.ActivationConfig(training="learned"), fxq.WeightConfig(training="learned"))
 SETTINGS: dict[str, tuple[str, str, Any]] = {
@@ -38,9 +37,7 @@ def prepared(setting: str) -> fx.GraphModule:
     )
     x = batches()[0]
     made = fxq.calibrate(fxq.prepare(model, x, target, qconfig, options=fxq.Options(batch_norm=mode)), [x], show_progress=False)
-    fxq.set_state(made, "train")
-    made.train()
-    return made
+    return to_train(made)
 
 
 def plainly(model: Any, x: Tensor) -> Any:
@@ -102,15 +99,6 @@ def test_a_pass_that_repeats_none_is_refused_unless_nothing_moves() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items() if not value.isnan().any())
     fxq.freeze(model)
     Inside.apply(x).sum().backward()
-
-
-def test_a_freed_input_is_not_mistaken_for_one_at_its_address() -> None:
-    x = torch.zeros(3)
-    taken = Taken(_key(x), [StorageWeakRef(x.untyped_storage())], {})
-    key = _key(x)
-    assert taken.repeated_by(key)
-    del x
-    assert not taken.repeated_by(key)
 
 
 def transforms(model: nn.Module, x: Tensor) -> dict[str, Callable[[], Any]]:

@@ -86,9 +86,6 @@ RANDOM: dict[str, Net] = {
     "dropout, a function": Net(lambda net, x: net.b(F.dropout(net.a(x), net.p, net.training))),
     "stochastic depth": Net(lambda net, x: x + net.parts[0](net.a(x)), StochasticDepth(0.5)),
     "stochastic depth before a relu": Net(lambda net, x: net.b(F.relu(x + net.parts[0](net.a(x)))), StochasticDepth(0.5)),
-    "stochastic depth of both terms": Net(
-        lambda net, x: net.parts[0](net.a(x)) + net.parts[1](net.b(x)), StochasticDepth(0.5), StochasticDepth(0.2)
-    ),
     "one stochastic depth, called twice": Net(
         lambda net, x: (lambda y: y + net.parts[0](net.b(y)))(x + net.parts[0](net.a(x))), StochasticDepth(0.5)
     ),
@@ -143,16 +140,6 @@ def test_what_is_random_in_train_mode_is_random_in_train_alone(name: str, target
     assert fxq.verify(prepared, integer, [X])
 
 
-@pytest.mark.parametrize("name", ["stochastic depth", "stochastic depth before a relu", "noise before a sum"])
-def test_noise_before_a_sum_changes_no_bit_of_the_integer_model(name: str) -> None:
-    model = copy.deepcopy(RANDOM[name])
-    with_noise = fxq.convert(training(model))
-    model.parts[0] = nn.Identity()
-    without = fxq.convert(training(model))
-    assert torch.equal(with_noise(X), without(X))
-    assert len(with_noise.graph.nodes) == len(without.graph.nodes)
-
-
 def test_samples_are_dropped_whole_and_have_no_gradient() -> None:
     model = Net(lambda net, x: x + net.parts[0](net.a(x)), StochasticDepth(0.5))
     prepared, x = training(model), X.clone().requires_grad_()
@@ -179,16 +166,6 @@ def test_a_schedule_changes_the_probability(part: nn.Module) -> None:
     assert not spread(prepared).any()
 
 
-@pytest.mark.parametrize("name", ["stochastic depth", "attention layer", "attention function"])
-def test_regularization_stands_beside_a_training_branch(name: str) -> None:
-    model = copy.deepcopy(RANDOM[name])
-    form = model.form
-    model.form = lambda net, x: (form(net, x), net.b(x)) if net.training else form(net, x)
-    prepared = training(model, options=fxq.Options(training_branch=True))
-    assert not torch.equal(prepared(X)[0], prepared(X)[0])
-    assert torch.equal(prepared(X)[1], prepared(X)[1])
-
-
 @pytest.mark.parametrize("name", LOST)
 def test_what_is_not_random_in_train_is_a_warning_with_its_line(name: str, caplog: pytest.LogCaptureFixture) -> None:
     model, line = LOST[name]
@@ -209,12 +186,6 @@ def test_a_dropout_in_float_is_a_warning(name: str, caplog: pytest.LogCaptureFix
         training(model)
     assert "(module parts.0" in caplog.text
     assert len(set(lines := [line for line in caplog.text.splitlines() if "(module parts.0" in line])) == len(lines)
-
-
-def test_what_draws_in_eval_mode_too_is_no_regularization(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "fxquant"):
-        fxq.prepare(Net(lambda net, x: net.b(net.a(x) + torch.randn_like(x))), X)
-    assert "forward is random" not in caplog.text
 
 
 def test_a_file_says_that_it_goes_without_noise(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -142,22 +142,13 @@ def test_with_everything_frozen_by_hand_train_is_validate(net: fx.GraphModule) -
     assert torch.equal(trained, prepared(x))
 
 
-@pytest.mark.parametrize("part", ["dropout", ""])
+@pytest.mark.parametrize("part", ["inner.dropout", "inner"])
 def test_a_dropout_that_is_evaluated_drops_nothing(part: str) -> None:
-    class Dropping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Module()
-            self.inner.dropout, self.linear = nn.Dropout(0.5), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Any:
-            return self.linear(self.inner.dropout(x))  # type: ignore[operator]
-
-    x = torch.randn(16, 4)
-    prepared = calibrated(Dropping(), x)
+    x, inner = torch.randn(16, 4), nn.ModuleDict({"dropout": nn.Dropout(0.5)})
+    prepared = calibrated(written(lambda m, x: m.linear(m.inner["dropout"](x)), inner=inner, linear=nn.Linear(4, 4)), x)
     fxq.freeze(prepared)
     assert not torch.equal(prepared(x), prepared(x))
-    prepared.get_submodule("inner." + part if part else "inner").eval()
+    prepared.get_submodule(part).eval()
     assert torch.equal(prepared(x), prepared(x))
 
 

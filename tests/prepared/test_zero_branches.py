@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ import fxquant as fxq
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.training import fused_layers
+from tests.shared.written import to_train, to_validate, written
 
 pytestmark = pytest.mark.usefixtures("default_outputs")
 
@@ -23,98 +24,67 @@ IMAGES = [torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
 ROWS = [torch.randn(16, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 
 
-class Gate(nn.Module):
-    """ReZero, NAFNet, layer scales."""
+class Model(NamedTuple):
+    """Return the float model by `build`; `trains` is the parameter that starts at 0."""
 
-    trains, batches = "gate", IMAGES
-
-    def __init__(self, start: float = 0.0) -> None:
-        super().__init__()
-        self.conv, self.gate = nn.Conv2d(3, 3, 1), nn.Parameter(torch.full((1, 3, 1, 1), start))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.conv(x) * self.gate
-        return y
+    trains: str
+    batches: list[Tensor]
+    build: Callable[[], nn.Module]
 
 
-class LastNorm(nn.Module):
-    """torchvision's `zero_init_residual`."""
-
-    trains, batches = "norm.weight", IMAGES
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
-        nn.init.zeros_(self.norm.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x - self.norm(self.conv(x))
-        return y
+def gate(start: float = 0.0) -> nn.Module:
+    return written(lambda m, x: x + m.conv(x) * m.gate, conv=nn.Conv2d(3, 3, 1), gate=nn.Parameter(torch.full((1, 3, 1, 1), start)))
 
 
-class LastConv(nn.Module):
-    """Diffusion models, ControlNet, flows."""
-
-    trains, batches = "last.weight", IMAGES
-
-    def __init__(self, alone: bool = False) -> None:
-        super().__init__()
-        self.first, self.last, self.alone = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 3, 1), alone
-        nn.init.zeros_(self.last.weight)
-        nn.init.zeros_(self.last.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(F.silu(self.first(x)))
-        return y if self.alone else x + y
+def tanh_gate() -> nn.Module:
+    return written(lambda m, x: x + torch.tanh(m.gate) * m.conv(x), conv=nn.Conv2d(3, 3, 1), gate=nn.Parameter(torch.zeros(1)))
 
 
-class Lora(nn.Module):
-    trains, batches = "up.weight", ROWS
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.down, self.up = nn.Linear(8, 8), nn.Linear(8, 4, bias=False), nn.Linear(4, 8, bias=False)
-        nn.init.zeros_(self.up.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x) + self.up(self.down(x)) * 2
-        return y
+def last_norm() -> nn.Module:
+    model = written(lambda m, x: x - m.norm(m.conv(x)), conv=nn.Conv2d(3, 3, 3, padding=1), norm=nn.BatchNorm2d(3))
+    nn.init.zeros_(model.norm.weight)
+    return model
 
 
-class Tanh(nn.Module):
-    """Flamingo's gated attention."""
-
-    trains, batches = "gate", IMAGES
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.gate = nn.Conv2d(3, 3, 1), nn.Parameter(torch.zeros(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + torch.tanh(self.gate) * self.conv(x)
-        return y
+def last_layer(forward: Callable[..., Tensor]) -> nn.Module:
+    model = written(forward, first=nn.Conv2d(3, 8, 3, padding=1), last=nn.Conv2d(8, 3, 1))
+    nn.init.zeros_(model.last.weight)
+    nn.init.zeros_(model.last.bias)
+    return model
 
 
-MODELS: dict[str, Callable[[], Any]] = {
-    "gate": Gate,
-    "norm": LastNorm,
-    "conv": LastConv,
-    "head": lambda: LastConv(alone=True),
-    "lora": Lora,
-    "tanh": Tanh,
+def head() -> nn.Module:
+    return last_layer(lambda m, x: m.last(F.silu(m.first(x))))
+
+
+def lora() -> nn.Module:
+    layers = {"linear": nn.Linear(8, 8), "down": nn.Linear(8, 4, bias=False), "up": nn.Linear(4, 8, bias=False)}
+    model = written(lambda m, x: m.linear(x) + m.up(m.down(x)) * 2, **layers)
+    nn.init.zeros_(model.up.weight)
+    return model
+
+
+MODELS = {
+    "gate": Model("gate", IMAGES, gate),  # ReZero, NAFNet, layer scales
+    "norm": Model("norm.weight", IMAGES, last_norm),  # torchvision's `zero_init_residual`
+    "conv": Model("last.weight", IMAGES, lambda: last_layer(lambda m, x: x + m.last(F.silu(m.first(x))))),  # diffusion models, flows
+    "head": Model("last.weight", IMAGES, head),
+    "lora": Model("up.weight", ROWS, lora),
+    "tanh": Model("gate", IMAGES, tanh_gate),  # Flamingo's gated attention
 }
-
-
-SMALL = {"small gate": lambda: Gate(1e-6)}
+SMALL = {"small gate": Model("gate", IMAGES, lambda: gate(1e-6))}
 
 
 def calibrated(
-    model: Any, target: str, activations: str = "statistics", weights: str = "statistics", dtype: str | None = None
+    model: nn.Module,
+    batches: list[Tensor],
+    target: str,
+    activations: str = "statistics",
+    weights: str = "statistics",
+    dtype: str | None = None,
 ) -> fx.GraphModule:
     qconfig = fxq.QConfig(fxq.ActivationConfig(dtype, training=activations), fxq.WeightConfig(training=weights))
-    prepared = fxq.calibrate(fxq.prepare(model, model.batches[0], target, qconfig), model.batches, show_progress=False)
-    fxq.set_state(prepared, fxq.State.TRAIN)
-    return prepared.train()
+    return to_train(fxq.calibrate(fxq.prepare(model, batches[0], target, qconfig), batches, show_progress=False))
 
 
 def loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -127,11 +97,12 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
 def test_the_first_gradient_is_the_float_models(name: str, target: str) -> None:
     """Batch norms have running statistics on both sides: integers that are all 0 show nothing of those of a batch."""
     torch.manual_seed(3)
-    model = MODELS[name]().eval()
-    prepared = calibrated(model, target)
-    loss(prepared, model.batches[0]).backward()
-    loss(model, model.batches[0]).backward()
-    found, wanted = (each.get_parameter(model.trains).grad.flatten() for each in (prepared, model))
+    trains, batches, build = MODELS[name]
+    model = build().eval()
+    prepared = calibrated(model, batches, target)
+    loss(prepared, batches[0]).backward()
+    loss(model, batches[0]).backward()
+    found, wanted = (each.get_parameter(trains).grad.flatten() for each in (prepared, model))
     assert float(F.cosine_similarity(found, wanted, 0)) > 0.99
     assert 0.9 < float(found.norm() / wanted.norm()) < 1.1
 
@@ -143,8 +114,8 @@ def test_the_first_gradient_is_the_float_models(name: str, target: str) -> None:
 def test_a_small_term_of_a_sum_has_its_gradient(start: float, dtype: str, fused: bool) -> None:
     """Its multiplier is rounded, to 0 or to few bits; its gradient is not."""
     torch.manual_seed(3)
-    model = Gate(start)
-    prepared = calibrated(model, "x86" if dtype == "uint8" else "nash-e", dtype=dtype)
+    model = gate(start)
+    prepared = calibrated(model, IMAGES, "x86" if dtype == "uint8" else "nash-e", dtype=dtype)
     if fused:
         loss(prepared, IMAGES[0]).backward()
     else:
@@ -169,28 +140,29 @@ CASES = [(name, *SETTINGS[(at + other) % len(SETTINGS)]) for at, name in enumera
 @pytest.mark.parametrize(("name", "target", "activations", "weights"), CASES, ids=["-".join(case) for case in CASES])
 def test_a_branch_that_starts_at_zero_trains_as_the_float_one_does(name: str, target: str, activations: str, weights: str) -> None:
     torch.manual_seed(3)
-    model = (MODELS | SMALL)[name]().train()
-    prepared = calibrated(model, target, activations, weights)
+    trains, batches, build = (MODELS | SMALL)[name]
+    model = build().train()
+    prepared = calibrated(model, batches, target, activations, weights)
     losses: dict[nn.Module, Tensor] = {}
     for each in (prepared, model):
         optimizer = torch.optim.SGD(each.parameters(), 0.2)
         for step in range(25):
             optimizer.zero_grad()
-            losses[each] = loss(each, model.batches[step % 3])
+            losses[each] = loss(each, batches[step % 3])
             if step == 0:
                 start = losses[each].detach()
             losses[each].backward()
             optimizer.step()
-    assert float(prepared.get_parameter(model.trains).detach().abs().max()) > 0.01
+    assert float(prepared.get_parameter(trains).detach().abs().max()) > 0.01
     gained = float(start - losses[model].detach())
     assert float(start - losses[prepared].detach()) > 0.6 * gained > 0
-    fxq.set_state(prepared.eval(), fxq.State.VALIDATE)
-    assert fxq.verify(prepared, fxq.convert(prepared), model.batches[:1])
+    to_validate(prepared)
+    assert fxq.verify(prepared, fxq.convert(prepared), batches[:1])
 
 
 def test_calibration_names_the_tensors_that_were_zero(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "fxquant"):
-        prepared = calibrated(Lora(), "bayes-e", "learned")
+        prepared = calibrated(lora(), ROWS, "bayes-e", "learned")
     (said,) = [record.getMessage() for record in caplog.records if "only zeros" in record.getMessage()]
     assert "%up (" in said
     assert f"{__file__}:" in said or "test_zero_branches.py:" in said
@@ -198,31 +170,27 @@ def test_calibration_names_the_tensors_that_were_zero(caplog: pytest.LogCaptureF
     assert prepared.quantized.up.quantizer.was_zero
     caplog.clear()
     with caplog.at_level(logging.WARNING, "fxquant"):
-        calibrated(Gate(1.0), "bayes-e", "learned")
+        calibrated(gate(1.0), IMAGES, "bayes-e", "learned")
     assert not caplog.records
 
 
-class Overwritten(nn.Module):
-    """Zeros that are overwritten, and an input that is zero."""
-
-    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        y = torch.zeros_like(x)
-        y[:, :2] = x[:, :2] * 2
-        return y + memory
+def overwritten(m: nn.Module, x: Tensor, memory: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    y[:, :2] = x[:, :2] * 2
+    return y + memory
 
 
 def test_zeros_that_forward_makes_are_not_named_and_zeros_that_it_is_given_are(caplog: pytest.LogCaptureFixture) -> None:
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
     with caplog.at_level(logging.WARNING, "fxquant"):
-        fxq.calibrate(fxq.prepare(Overwritten().eval(), (x, x * 0)), [(x, x * 0)])
+        fxq.calibrate(fxq.prepare(written(overwritten), (x, x * 0)), [(x, x * 0)])
     (said,) = [record.getMessage() for record in caplog.records if "only zeros" in record.getMessage()]
     assert said.count("%") == 1
     assert "%memory_quantize" in said
 
 
 def test_calibrating_again_lets_a_scale_that_was_zero_learn() -> None:
-    model = LastConv(alone=True)
-    prepared = calibrated(model, "bayes-e", "learned")
+    prepared = calibrated(head(), IMAGES, "bayes-e", "learned")
     quantizer: Quantizer = prepared.quantized.last.quantizer
     loss(prepared, IMAGES[0]).backward()
     assert quantizer.scale_change.grad is None
@@ -235,27 +203,15 @@ def test_calibrating_again_lets_a_scale_that_was_zero_learn() -> None:
     assert bool(quantizer.scale_change.grad != 0)
 
 
-def test_a_scale_that_is_given_stays_where_the_tensor_is_zero() -> None:
-    model = LastConv(alone=True)
-    prepared = calibrated(model, "bayes-e")
-    fxq.set_qparams(prepared, {"last": 0.5})
-    prepared(IMAGES[0])
-    assert fxq.qparams(prepared)["last"] == 0.5
-
-
-class Scaled(nn.Module):
+def scaled(m: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     """A branch times 1e-6, which only the sum reads, and a tensor just as small that is an output, too."""
-
-    batches = ROWS
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        branch, shown = torch.relu(x) * 1e-6, x.tanh() * 1e-6
-        return x + branch.reshape(-1, 8) * 2.0 + shown, shown
+    branch, shown = torch.relu(x) * 1e-6, x.tanh() * 1e-6
+    return x + branch.reshape(-1, 8) * 2.0 + shown, shown
 
 
 def test_tensors_that_a_sum_does_not_see_follow_their_batches(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     with caplog.at_level(logging.WARNING, "fxquant"):
-        prepared = calibrated(Scaled(), "bayes-e", "learned")
+        prepared = calibrated(written(scaled), ROWS, "bayes-e", "learned")
     unseen = {operator.output.name for operator in quantized_operators(prepared).values() if operator.output.unseen}
     assert unseen == {"mul", "mul_2"}
     (said,) = [record.getMessage() for record in caplog.records]
@@ -272,16 +228,6 @@ def test_tensors_that_a_sum_does_not_see_follow_their_batches(caplog: pytest.Log
 
 
 def test_a_tensor_that_something_else_reads_is_seen() -> None:
-    class Read(nn.Module):
-        batches = ROWS
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(8, 4)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            y = x * 1e-6
-            return x + y, self.head(y)
-
-    prepared = calibrated(Read(), "nash-e", "learned")
+    model = written(lambda m, x: (x + (y := x * 1e-6), m.head(y)), head=nn.Linear(8, 4))
+    prepared = calibrated(model, ROWS, "nash-e", "learned")
     assert not any(operator.output.unseen for operator in quantized_operators(prepared).values())

@@ -31,17 +31,11 @@ def network() -> nn.Module:
     )
 
 
-class Shared(nn.Module):
+def shared() -> Any:
     """One layer called from two places: by itself, and inside of a block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = block_model()
-        self.second = block_model()
-        self.second.conv = self.first.conv
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x))
+    model = written(lambda m, x: m.second(m.first(x)), first=block_model(), second=block_model())
+    model.second.conv = model.first.conv
+    return model
 
 
 def batch() -> Tensor:
@@ -63,14 +57,6 @@ def scales(model: nn.Module, example: Tensor, **options: Any) -> dict[str, float
     """The scales that a QConfig fixes, by node; the others are not known before calibration."""
     found = fxq.qparams(fxq.prepare(model, example, "bayes-e", **options))
     return {name: scale for name, scale in found.items() if scale == scale}
-
-
-def test_none_keeps_a_module_and_all_below_it_in_float() -> None:
-    model = network()
-    model.blocks[0].qconfig = None
-    found = decisions(model, batch())
-    assert {name for name, dtype in found.items() if dtype is None} == {"blocks_0_conv", "mul", "sigmoid"}
-    assert found["blocks_1_conv"] == found["sigmoid_1"] == "int8"
 
 
 def test_the_nearest_counts() -> None:
@@ -119,7 +105,7 @@ def test_a_qconfig_brings_back_what_lies_below_a_none() -> None:
 
 
 def test_a_module_called_from_two_places_has_its_own_qconfig_or_that_of_the_caller() -> None:
-    model = Shared()
+    model = shared()
     model.second.qconfig = fixed(0.25)
     example = torch.randn(4, 4, 8, 8)
     assert scales(model, example) == pytest.approx({"first_conv_1": 0.25, "mul_1": 0.25, "sigmoid_1": 0.25})
@@ -172,30 +158,6 @@ def test_the_whole_way_and_back_from_a_file(tmp_path: Path) -> None:
     assert torch.equal(loaded(x), prepared(x))
     assert torch.equal(fxq.convert(loaded)(x), integer(x))
     assert "the qconfig keeps it in float" in fxq.explain(integer)
-
-
-class Foreign:
-    """A QConfig of another library."""
-
-
-def test_a_foreign_qconfig_is_ignored_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    model = network()
-    model.stem.qconfig = Foreign()
-    model.head.qconfig = Foreign()
-    model.blocks[0].qconfig = None  # a model that others have prepared holds such, too
-    with caplog.at_level(logging.WARNING, "fxquant"):
-        found = decisions(model, batch())
-    assert None not in found.values()
-    assert len(caplog.records) == 1
-    assert "the qconfig of 2 modules is ignored" in caplog.text
-    assert "Foreign" in caplog.text
-
-
-def test_a_qconfig_of_ours_beside_foreign_ones_counts(caplog: pytest.LogCaptureFixture) -> None:
-    model = network()
-    model.stem.qconfig = Foreign()
-    model.head.qconfig = fixed(0.25)
-    assert scales(model, batch()) == {"head": 0.25}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")

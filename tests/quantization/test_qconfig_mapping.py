@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 import pickle
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -60,13 +58,6 @@ def test_a_setter_changes_the_mapping_and_returns_it(name: str) -> None:
     assert [rule for rule, _ in mapping.rules()] == [rule for rule, _ in before.rules()]
 
 
-def test_the_default_is_set_in_place() -> None:
-    mapping = full()
-    assert mapping.set_global(None) is mapping
-    assert mapping.default is None
-    assert mapping.rules() == full().rules()
-
-
 def test_a_mapping_that_changes_after_the_call_changes_nothing_that_was_prepared() -> None:
     model, x = nn.Sequential(nn.Conv2d(2, 2, 1)), torch.randn(2, 2, 4, 4)
     mapping = fxq.QConfigMapping()
@@ -108,45 +99,6 @@ def test_copies_are_equal(copied: Callable[[Any], Any]) -> None:
     made = full().set_global(fxq.QConfig(ACT(observer=fxq.observers.PercentileObserver(99.0))))
     assert copied(made) == made
     assert copied(made).set_global(None) != made
-
-
-def test_a_mapping_is_shown_as_it_is_made() -> None:
-    made = fxq.QConfigMapping(
-        fxq.QConfig(ACT(observer=fxq.observers.MinMaxObserver, scale=0.5)), {nn.Linear: WIDE}, {"stem": None}, {"head": None}
-    )
-    classes = (
-        nn.Linear,
-        type(made),
-        fxq.QConfig,
-        ACT,
-        fxq.WeightConfig,
-        fxq.observers.MinMaxObserver,
-        fxq.observers.HistogramObserver,
-        WIDE.weight.rounding,
-    )
-    written = re.sub(r"<class '[\w.]*\.(\w+)'>", r"\1", repr(made))
-    assert eval(written, {kind.__name__: kind for kind in classes}) == made
-
-
-def told(caplog: pytest.LogCaptureFixture, qconfig: Any) -> list[str]:
-    caplog.clear()
-    with caplog.at_level(logging.WARNING, "fxquant"):
-        fxq.prepare(nn.Sequential(nn.Conv2d(2, 2, 1)), torch.randn(2, 2, 4, 4), qconfig=qconfig, until="rules.match")
-    return [record.getMessage() for record in caplog.records]
-
-
-def test_the_rules_in_effect_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "fxquant"):
-        fxq.prepare(nn.Conv2d(2, 2, 1), torch.randn(2, 2, 4, 4), qconfig=full(), until="rules.match")
-    assert "rules of the qconfig: call 0 of Conv2d in stem, name stem.0, pattern stem\\..*, type Conv2d" in [
-        record.getMessage() for record in caplog.records
-    ]
-
-
-def test_a_mapping_used_again_tells_again_what_matched_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    mapping = fxq.QConfigMapping().set_module_name("typo", WIDE)
-    first, second = told(caplog, mapping), told(caplog, mapping)
-    assert first == second == ["this rule of the qconfig matched nothing: name typo"]
 
 
 # ---- observers in a config ------------------------------------------------------------------------------------------------------

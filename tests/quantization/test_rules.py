@@ -6,7 +6,7 @@ import copy
 import functools
 import logging
 import operator
-import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.ir.graph import annotation, fused
 from fxquant.ir.integer import qparams
+from fxquant.ops.core.record import is_meant
 from tests.shared.contract import VNNI, assert_train_is_validate, assert_validate_is_integer, compiled
 from tests.shared.written import written
 
@@ -201,49 +202,70 @@ def not_done(model: fx.GraphModule) -> list[str]:
     ]
 
 
-def test_a_mapping_serves_several_models() -> None:
-    made = mapping(rule("name", "conv", WIDE), ("module_name", "typo", WIDE))
-    before = copy.deepcopy(made)
-    for model in (network(), nn.Sequential(nn.Conv2d(2, 2, 1))):
-        found = not_done(fxq.prepare(model, batch(), "nash-e", made))
-        expected = ["name block.conv", "name typo"] if isinstance(model, nn.Sequential) else ["name typo"]
-        assert found == [f"this rule of the qconfig matched nothing: {name}" for name in expected]
-    assert made == before
+INPUT = fxq.QConfig(input=ACT("int16", scale=1 / 1024))
 
 
-# ---- nothing that was asked is lost in silence ----------------------------------------------------------------------------------------
+def fork() -> nn.Module:
+    """Two layers that read one input, and one behind them."""
+    return written(lambda m, x: (m.left(x), m.last(m.right(x))), left=nn.Conv2d(2, 2, 1), right=nn.Conv2d(2, 2, 1), last=nn.Conv2d(2, 2, 1))
 
 
-def test_rules_and_attributes_that_match_nothing_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def with_spare_layer() -> nn.Module:
+    """The network, and a layer that is not called and has a qconfig."""
     model = network()
     model.block.spare = nn.Linear(2, 2)  # type: ignore[assignment]
     model.block.spare.qconfig = WIDE  # type: ignore[assignment]
-    made = mapping(("module_name_regex", "blok", WIDE), ("object_type", nn.GELU, None), ("object_type", F.gelu, None))
+    return model
+
+
+def after_a_layer(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 2, 1), *layers)
+
+
+POOLED, BESSEL = after_a_layer(nn.MaxPool2d(2)), after_a_layer(written(lambda m, x: torch.special.bessel_j0(x)), nn.Conv2d(2, 2, 1))
+NOTHING = "this rule of the qconfig matched nothing: "
+TOLD: dict[str, tuple[nn.Module, Any, list[str]]] = {  # of a model and a mapping
+    "nothing that matches": (
+        with_spare_layer(),
+        mapping(("module_name_regex", "blok", WIDE), ("object_type", nn.GELU, None), ("object_type", F.gelu, None)),
+        [NOTHING + name for name in ("pattern blok", "type GELU", "type gelu", "attribute block.spare")],
+    ),
+    "a name of another model": (network(), mapping(rule("name", "conv", WIDE), ("module_name", "typo", WIDE)), [NOTHING + "name typo"]),
+    "a type that the table does not know": (
+        after_a_layer(nn.FractionalMaxPool2d(2, output_size=2)), mapping(("object_type", nn.FractionalMaxPool2d, None)), []
+    ),
+    "others go before": (
+        network(),
+        mapping(("object_type", nn.BatchNorm2d, WIDE), rule("name", "relu", EIGHT), rule("name", "conv", EIGHT)),
+        ["this rule of the qconfig has no effect, since other rules override it wherever it matches: type BatchNorm2d"],
+    ),
+    "a dtype that an operator cannot have": (
+        POOLED,
+        mapping(("object_type", nn.MaxPool2d, fxq.QConfig(ACT("int32")))),
+        ["%_1 is int8, as the graph requires, and not int32 as the qconfig's type MaxPool2d says"],
+    ),
+    "an input that means nothing": (
+        POOLED,
+        mapping(("object_type", nn.MaxPool2d, INPUT)),
+        ["the input= of the qconfig's type MaxPool2d is not used by %_1: what is read there is quantized already"],
+    ),
+    "the input of the default, which is the model's": (fork(), INPUT, []),
+    "an input behind a float operator": (BESSEL, mapping(("module_name", "2", INPUT)), []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_what_is_asked_for_and_not_done_is_told(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, qconfig, expected = TOLD[name]
+    before = copy.deepcopy(qconfig)
     with caplog.at_level(logging.WARNING, "fxquant"):
-        prepared = fxq.prepare(model, batch(), "nash-e", made)
-    expected = [
-        f"this rule of the qconfig matched nothing: {name}" for name in ("pattern blok", "type GELU", "type gelu", "attribute block.spare")
-    ]
-    assert not_done(prepared) == expected
-    assert [record.getMessage() for record in caplog.records] == expected
+        prepared = fxq.prepare(model, batch(), "nash-e", qconfig)
+    assert not_done(prepared) == [record.getMessage() for record in caplog.records] == expected
+    assert qconfig == before
+    assert fxq.qparams(prepared).get("special_bessel_j0_quantize", 1 / 1024) == 1 / 1024
 
 
-def test_a_type_that_the_table_does_not_know_is_matched() -> None:
-    model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.FractionalMaxPool2d(2, output_size=2))
-    assert not_done(fxq.prepare(model, batch(), qconfig=mapping(("object_type", nn.FractionalMaxPool2d, None)))) == []
-
-
-def test_a_rule_that_others_go_before_everywhere_is_told() -> None:
-    made = mapping(("object_type", nn.BatchNorm2d, WIDE), rule("name", "relu", EIGHT), rule("name", "conv", EIGHT))
-    assert not_done(fxq.prepare(network(), batch(), "nash-e", made)) == [
-        "this rule of the qconfig has no effect, since other rules override it wherever it matches: type BatchNorm2d"
-    ]
-
-
-def test_a_dtype_that_an_operator_cannot_have_is_told() -> None:
-    model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.MaxPool2d(2))
-    prepared = fxq.prepare(model, batch(), "nash-e", mapping(("object_type", nn.MaxPool2d, fxq.QConfig(ACT("int32")))))
-    assert not_done(prepared) == ["%_1 is int8, as the graph requires, and not int32 as the qconfig's type MaxPool2d says"]
+# ---- nothing that was asked is lost in silence ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.sweep(1)
@@ -271,14 +293,6 @@ def test_an_operator_that_moves_values_is_given_another_dtype_by_a_requantizatio
         assert not VNNI or max(output.largest for outputs in report.outputs.values() for output in outputs) <= 1  # ties are rounded to even
 
 
-INPUT = fxq.QConfig(input=ACT("int16", scale=1 / 1024))
-
-
-def fork() -> nn.Module:
-    """Two layers that read one input, and one behind them."""
-    return written(lambda m, x: (m.left(x), m.last(m.right(x))), left=nn.Conv2d(2, 2, 1), right=nn.Conv2d(2, 2, 1), last=nn.Conv2d(2, 2, 1))
-
-
 @pytest.mark.parametrize("name", ["left", "right"])
 def test_readers_that_ask_for_different_inputs_have_a_quantize_each(name: str, tmp_path: Path) -> None:
     result = compiled(fork(), [batch()], "nash-e", qconfig=mapping(("module_name", name, INPUT)))
@@ -287,27 +301,6 @@ def test_readers_that_ask_for_different_inputs_have_a_quantize_each(name: str, t
     assert [scales[entry] == 1 / 1024 for entry in names] == [True, False]
     assert_validate_is_integer(result.prepared, result.integer, batch())
     assert fxq.verify(result.integer, fxq.export_onnx(result.integer, tmp_path / "model.onnx"), [batch()], show_progress=False)
-
-
-def test_an_input_is_honoured_behind_a_float_operator() -> None:
-    model = nn.Sequential(nn.Conv2d(2, 2, 1), written(lambda m, x: torch.special.bessel_j0(x)), nn.Conv2d(2, 2, 1))
-    prepared = fxq.prepare(model, batch(), "nash-e", mapping(("module_name", "2", INPUT)))
-    assert fxq.qparams(prepared)["special_bessel_j0_quantize"] == 1 / 1024
-    assert not_done(prepared) == []
-
-
-def test_an_input_that_means_nothing_is_told() -> None:
-    pooled = nn.Sequential(nn.Conv2d(2, 2, 1), nn.MaxPool2d(2))
-    prepared = fxq.prepare(pooled, batch(), "nash-e", mapping(("object_type", nn.MaxPool2d, INPUT)))
-    assert not_done(prepared) == ["the input= of the qconfig's type MaxPool2d is not used by %_1: what is read there is quantized already"]
-    assert not_done(fxq.prepare(fork(), batch(), "nash-e", INPUT)) == []  # the default's input is the model's
-
-
-def test_a_message_names_a_few_of_the_many_operators_of_a_recurrent_layer() -> None:
-    rules = fxq.QConfigMapping().set_object_type(nn.LSTM, fxq.QConfig(input=fxq.ActivationConfig("int16")))
-    (text,) = not_done(fxq.prepare(nn.Sequential(nn.LSTM(4, 5, batch_first=True)), torch.randn(2, 7, 4), "bayes-e", rules))
-    assert text.count("%") == 8
-    assert re.search(r" and \d+ more: what is read there is quantized already$", text)
 
 
 def test_what_was_told_is_kept_by_copies_files_and_the_integer_model(tmp_path: Path) -> None:
@@ -351,20 +344,128 @@ def test_every_tensor_has_an_observer_of_its_own(maker: Any) -> None:
     assert len({float(observer.largest) for observer in found}) > 1
 
 
-@pytest.mark.parametrize("maker", ["a class", "an instance", "a partial"])
-def test_observers_are_kept_in_a_file(maker: str, tmp_path: Path) -> None:
-    prepared = fxq.prepare(network(), batch(), qconfig=fxq.QConfig(ACT(observer=MAKERS[maker])))
-    loaded = fxq.load(fxq.save(prepared, tmp_path / "model.fxq"))
-    assert [observer.extra_repr() for observer in observers(loaded)] == [observer.extra_repr() for observer in observers(prepared)]
+# ---- a rule for a function is about that function however the model calls it; a rule for a class is about that class -------
 
 
-def test_an_observer_of_the_users() -> None:
-    class Halved(fxq.observers.MinMaxObserver):
-        def scale(self, dtype: Any) -> Tensor:
-            return super().scale(dtype) / 2
+ONE_FUNCTION: dict[str, list[Any]] = {
+    "softmax": [torch.softmax, F.softmax, torch.Tensor.softmax, "softmax", torch.special.softmax, torch.ops.aten.softmax],
+    "add": [torch.add, operator.add, operator.iadd, "add", "add_", torch.Tensor.add, torch.Tensor.__add__, torch.ops.aten.add.Tensor],
+    "sub": [torch.sub, torch.subtract, operator.sub, operator.isub, "sub", "subtract_", torch.Tensor.__sub__],
+    "mul": [torch.mul, torch.multiply, operator.mul, operator.imul, "mul", "mul_", torch.Tensor.__mul__],
+    "div": [torch.div, torch.divide, torch.true_divide, operator.truediv, "div", "true_divide", torch.Tensor.__truediv__],
+    "matmul": [torch.matmul, operator.matmul, "matmul", torch.Tensor.__matmul__, torch.linalg.matmul],
+    "relu": [torch.relu, F.relu, torch.relu_, F.relu_, "relu", "relu_", torch.Tensor.relu],
+    "sigmoid": [torch.sigmoid, F.sigmoid, torch.special.expit, "sigmoid", "sigmoid_", torch.Tensor.sigmoid],
+    "cat": [torch.cat, torch.concat, torch.concatenate],
+    "clamp": [torch.clamp, torch.clip, "clamp", "clip_"],
+    "pow": [torch.pow, operator.pow, "pow", torch.Tensor.__pow__],
+    "mean": [torch.mean, "mean", torch.Tensor.mean],
+    "flatten": [torch.flatten, "flatten", torch.Tensor.flatten],
+    "log_softmax": [torch.log_softmax, F.log_softmax, "log_softmax"],
+    "transpose": [torch.transpose, torch.swapdims, "transpose"],
+}
+MODULES: dict[Any, type] = {
+    torch.softmax: nn.Softmax,
+    F.relu: nn.ReLU,
+    F.relu6: nn.ReLU6,
+    F.hardtanh: nn.Hardtanh,
+    F.linear: nn.Linear,
+    F.conv2d: nn.Conv2d,
+    F.layer_norm: nn.LayerNorm,
+    F.batch_norm: nn.BatchNorm2d,
+    F.interpolate: nn.Upsample,
+    F.gelu: nn.GELU,
+    F.dropout: nn.Dropout,
+    F.embedding: nn.Embedding,
+    torch.lstm: nn.LSTM,
+    "sigmoid": nn.Sigmoid,
+    torch.flatten: nn.Flatten,
+    F.multi_head_attention_forward: nn.MultiheadAttention,
+}
+OTHERS: list[tuple[Any, Any]] = [
+    (F.relu, F.relu6), (F.relu, nn.ReLU6), (F.relu, torch.clamp), (torch.clamp, nn.ReLU), (F.dropout, nn.Dropout2d),
+    (torch.add, operator.sub), (torch.mul, operator.truediv), (torch.hstack, torch.cat), (torch.hstack, torch.vstack),
+    (torch.softmax, F.log_softmax), (torch.flatten, "squeeze"), (torch.flatten, "reshape"), (F.conv2d, nn.Linear), (torch.dot, torch.trace),
+    ("nonsense", operator.add), (nn.Softmax, F.softmax), (nn.Softmax, "softmax"), (nn.ReLU, F.relu), (nn.Linear, F.linear),
+    (nn.BatchNorm2d, nn.BatchNorm1d),
+]  # fmt: skip
 
-    data, model = batch(), nn.Conv2d(2, 2, 1)
-    whole = fxq.qparams(compiled(model, [data], qconfig=fxq.QConfig(ACT(observer=fxq.observers.MinMaxObserver))).prepared)
-    for maker in (Halved, Halved()):
-        halved = fxq.qparams(compiled(model, [data], qconfig=fxq.QConfig(ACT(observer=maker))).prepared)
-        assert halved == {name: scale / 2 for name, scale in whole.items()}
+
+@pytest.mark.parametrize("name", ONE_FUNCTION)
+def test_every_spelling_of_a_function_means_every_other(name: str) -> None:
+    spellings = ONE_FUNCTION[name]
+    assert [(one, other) for one in spellings for other in spellings if not is_meant(one, other)] == []
+
+
+def test_a_function_means_the_layer_that_calls_it() -> None:
+    assert [(one, other) for one, other in MODULES.items() if not is_meant(one, other)] == []
+    assert [(one, other) for one, other in MODULES.items() if is_meant(other, one)] == []
+
+
+def test_other_functions_and_classes_are_not_meant() -> None:
+    assert [(one, other) for one, other in OTHERS if is_meant(one, other)] == []
+
+
+class Followed(nn.Module):
+    """A layer, and a function behind it."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(8, 8), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.layer(x), x)
+
+
+def added_in_place(y: Tensor, x: Tensor) -> Tensor:
+    y += x
+    return y
+
+
+CALLS: dict[str, tuple[list[Callable[[Tensor, Tensor], Tensor]], list[Any]]] = {
+    "softmax": (
+        [lambda y, x: torch.softmax(y, 1), lambda y, x: F.softmax(y, dim=1), lambda y, x: y.softmax(dim=-1), lambda y, x: nn.Softmax(1)(y)],
+        [torch.softmax, F.softmax, "softmax", torch.Tensor.softmax],
+    ),
+    "add": (
+        [torch.add, operator.add, added_in_place, lambda y, x: y.add(x), lambda y, x: x.add_(y)],
+        [torch.add, operator.add, operator.iadd, "add", torch.Tensor.__iadd__],
+    ),
+}
+
+
+def in_float(model: nn.Module, kind: Any) -> tuple[bool, bool]:
+    """Whether a rule keeps something in float, and whether the prepared model says that it matched nothing."""
+    torch.manual_seed(0)
+    prepared = fxq.prepare(model, torch.randn(4, 8), "nash-e", fxq.QConfigMapping().set_object_type(kind, None))
+    said = fxq.explain(prepared)
+    return "the qconfig keeps it in float" in said, "matched nothing" in said
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_rule_reaches_the_function_however_it_is_called(name: str) -> None:
+    calls, kinds = CALLS[name]
+    for index, call in enumerate(calls):
+        for kind in kinds:
+            assert in_float(Followed(call), kind) == (True, False), (index, kind)
+
+
+def test_a_rule_for_a_class_is_about_its_modules_alone_and_says_where_it_matched_nothing() -> None:
+    layer, model = nn.Sequential(nn.Linear(8, 8), nn.Softmax(1)), Followed(lambda y, x: y.softmax(1))
+    assert in_float(layer, nn.Softmax) == (True, False)
+    assert in_float(model, nn.Softmax) == (False, True)
+    assert in_float(model, torch.add) == (False, True)
+
+
+def test_the_spelling_that_the_model_has_goes_before_others() -> None:
+    asked = fxq.QConfigMapping().set_object_type(F.linear, None).set_object_type(nn.Linear, fxq.QConfig(fxq.ActivationConfig("int16")))
+    for rules in (asked, fxq.QConfigMapping(types=dict(reversed(asked.types.items())))):
+        said = fxq.explain(fxq.prepare(Followed(lambda y, x: F.linear(y, torch.ones(2, 8))), torch.randn(4, 8), "nash-e", rules))
+        assert [line.split()[0] for line in said.splitlines() if line.startswith("%") and "keeps it in float" in line] == ["%linear"]
+        assert "matched nothing" not in said
+
+
+def test_a_rule_for_two_spellings_of_a_function_takes_the_models_own() -> None:
+    rules = fxq.QConfigMapping().set_object_type(F.softmax, None).set_object_type("softmax", fxq.QConfig())
+    said = fxq.explain(fxq.prepare(Followed(lambda y, x: y.softmax(1)), torch.randn(4, 8), "nash-e", rules))
+    assert "the qconfig keeps it in float" not in said

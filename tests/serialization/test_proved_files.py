@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,14 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from benchmarks.files.check import check, compiled
 from fxquant import backends, serialization
+from fxquant.ir.integer import operation, set_operation
 from fxquant.lowering import lowering
 from fxquant.primitives import accumulate, product
 from fxquant.serialization import pack
 from fxquant.serialization.document import write_model
+from tests.shared.networks import Network
 
 Forward = Callable[[Any, Tensor], Tensor]
 
@@ -111,35 +116,24 @@ def test_a_file_that_would_not_give_the_model_back_is_not_put_in_place(
     assert list(tmp_path.iterdir()) == [path]
 
 
+def named(name: str) -> nn.Module:
+    """A layer of this name."""
+    return Network(lambda m, x: m.parts[name](x).relu(), parts=nn.ModuleDict({name: nn.Linear(4, 4)})).eval()
+
+
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", ["skip connect", 'a"b', "a'b", "a\\b", "a\tb", "a\rb", "é", "a(b)", "#a", "'''", "a{b}", '")or("'])
 def test_a_module_may_have_any_name_without_a_line_break(name: str, tmp_path: Path) -> None:
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = nn.ModuleDict({name: nn.Linear(4, 4)})
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.parts[name](x).relu()
-
     x = torch.randn(2, 4)
-    result = fxq.quantize(Named().eval(), [x], show_progress=False)
+    result = fxq.quantize(named(name), [x], show_progress=False)
     for model in (fxq.trace(result.float, x), result.prepared, result.integer):
         assert torch.equal(fxq.load(fxq.save(model, tmp_path / "model.fxq"))(x), model(x))
     assert result.verify(result.export(tmp_path / "model.onnx"), [x])
 
 
 def test_a_line_break_in_a_name_is_refused_by_save_alone(tmp_path: Path) -> None:
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = nn.ModuleDict({"a\nb": nn.Linear(4, 4)})
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.parts["a\nb"](x)
-
     x = torch.randn(2, 4)
-    result = fxq.quantize(Named().eval(), [x], show_progress=False)
+    result = fxq.quantize(named("a\nb"), [x], show_progress=False)
     assert fxq.verify(result.prepared, result.integer, [x], show_progress=False)
     assert torch.equal(fxq.load(fxq.save(result.integer, tmp_path / "model.fxq"))(x), result.integer(x))
     with pytest.raises(fxq.errors.ExportError, match=r"the path 'parts.a\\nb.weight' cannot be saved[\s\S]*remedy"):
@@ -160,26 +154,18 @@ FAR_APART: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("dtype", ["int4", "int8"])
 @pytest.mark.parametrize("name", FAR_APART)
 def test_a_sum_beyond_24_bits_between_two_scales_is_formed_in_float64(name: str, dtype: str, tmp_path: Path) -> None:
-    class Joined(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return FAR_APART[name](x)
-
     torch.manual_seed(0)
     x = torch.randn(2, 3, 6, 6)
     qconfig = fxq.QConfig(fxq.ActivationConfig(dtype))
-    result = fxq.quantize(Joined().eval(), [x], "bernoulli2", qconfig, show_progress=False)
+    result = fxq.quantize(Network(lambda _, x: FAR_APART[name](x)), [x], "bernoulli2", qconfig, show_progress=False)
     assert fxq.verify(result.prepared, result.integer, [x], show_progress=False)
     assert torch.equal(fxq.load(fxq.save(result.integer, tmp_path / "model.fxq"))(x), result.integer(x))
     assert result.verify(result.export(tmp_path / "model.onnx"), [x])
 
 
 def test_what_is_not_proved_is_neither_converted_nor_saved_nor_loaded_nor_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Joined(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return FAR_APART["maximum"](x)
-
     x = torch.randn(2, 3, 6, 6)
-    prepared = fxq.calibrate(fxq.prepare(Joined().eval(), x, "bernoulli2"), [x], show_progress=False)
+    prepared = fxq.calibrate(fxq.prepare(Network(lambda _, x: FAR_APART["maximum"](x)), x, "bernoulli2"), [x], show_progress=False)
     monkeypatch.setattr(lowering, "scale_channels_wide", product.scale_channels)
     with pytest.raises(fxq.errors.StageViolation, match=r"its sum can reach \d+, and is exact below 16777216"):
         fxq.convert(prepared)
@@ -227,16 +213,9 @@ CASTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 @pytest.mark.parametrize("target", ["bayes-e", "x86"])
 @pytest.mark.parametrize("name", CASTS)
 def test_a_cast_to_integers_is_converted_and_saved(name: str, target: str, tmp_path: Path) -> None:
-    class Cast(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return CASTS[name](self, x)
-
     x = torch.randn(2, 3, 8, 8)
-    result = fxq.quantize(Cast().eval(), [x], target, show_progress=False)
+    model = Network(CASTS[name], first=nn.Conv2d(3, 4, 1), second=nn.Conv2d(3, 4, 1)).eval()
+    result = fxq.quantize(model, [x], target, show_progress=False)
     assert "has no integer form" not in fxq.explain(result.prepared)
     assert fxq.verify(result.prepared, result.integer, [x], show_progress=False)
     assert torch.equal(fxq.load(fxq.save(result.integer, tmp_path / "model.fxq"))(x), result.integer(x))
@@ -245,9 +224,28 @@ def test_a_cast_to_integers_is_converted_and_saved(name: str, target: str, tmp_p
 
 @pytest.mark.parametrize(("alpha", "whole"), [(0.5, False), (2, True), (1.0, True)])
 def test_a_sum_of_integers_times_a_fraction_is_truncated_and_not_rounded(alpha: float, whole: bool) -> None:
-    class Sum(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.add(x.round(), x.floor(), alpha=alpha).int()
-
-    canonical = fxq.prepare(Sum().eval(), torch.randn(2, 3), until="canonical.rewrite")
+    model = Network(lambda _, x: torch.add(x.round(), x.floor(), alpha=alpha).int())
+    canonical = fxq.prepare(model, torch.randn(2, 3), until="canonical.rewrite")
     assert ("truncated(%add, whole=True)" in fxq.text(canonical)) == whole
+
+
+# ---- damaged files of other kinds ------------------------------------------------------------------------------------------
+
+
+def test_an_operator_that_nobody_knows_is_told_without_its_cost(tmp_path: Path) -> None:
+    """As a function of the user's that another process has declared, or a damaged name."""
+    loaded = fxq.load(fxq.save(compiled()[0].integer, tmp_path / "integer.fxq"))
+    head = next(node for node in loaded.graph.nodes if (found := operation(node)) is not None and found.name == "linear")
+    set_operation(head, replace(operation(head), name="undeclared"))
+    layer = next(layer for layer in fxq.inspect.layers(loaded) if layer.name == head.name)
+    assert (layer.operator, layer.macs) == ("undeclared", 0)
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize(("kind", "mutations"), [("qconfig", 120), ("onnx", 16), ("manifest", 120), ("data-npy", 200)])
+def test_damage_is_an_error_and_nothing_else(kind: str, mutations: int, tmp_path: Path) -> None:
+    found = check(kind, range(mutations), tmp_path, limit_memory=False)
+    assert not [outcome for outcome in found if outcome.result not in ("refused", "read")]
+    results = Counter(outcome.result for outcome in found)
+    assert results["refused"] > mutations / 4  # the damage is seen
+    assert results["read"] > 0  # and is not all there is

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import fxquant as fxq
-from fxquant.lowering.eager import FusedLowering
 from fxquant.reporting.effects import noise
-from fxquant.tuning.effects import FloatOutputs, Noise, best_of, is_lower, outputs_of, support
+from fxquant.tuning.effects import FloatOutputs, Noise, best_of, is_lower, support
 from tests.shared import contract
 
 HALF = Noise((0.5,), (1.0,))
@@ -24,11 +23,12 @@ def noise_of(changed: Tensor, wanted: Tensor = WANTED) -> Noise:
     return Noise.of([[wanted]], [[changed]])
 
 
-def test_noise_is_the_squared_error_over_the_power() -> None:
+def test_noise_is_the_squared_error_over_the_power_of_what_is_finite_in_the_reference() -> None:
     measured = noise_of(torch.tensor([3.0, 4.0, 1.0]))
-    assert measured.pooled == 1 / 25
-    assert measured.parts == (1 / 25,)
+    assert (measured.pooled, measured.parts) == (1 / 25, (1 / 25,))
     assert noise_of(WANTED).pooled == 0
+    wanted = torch.tensor([3.0, math.inf, math.nan, 4.0])
+    assert noise_of(torch.tensor([3.0, math.inf, 7.0, 5.0]), wanted).pooled == 1 / 25
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -38,11 +38,6 @@ def test_an_output_that_is_no_longer_finite_is_the_worst_and_is_never_chosen(val
         assert measured.pooled == math.inf
         assert not is_lower(measured, HALF)
         assert best_of({"usual": HALF, "broken": measured}, "usual") == "usual"
-
-
-def test_values_that_are_not_finite_in_the_reference_count_in_nothing() -> None:
-    wanted = torch.tensor([3.0, math.inf, math.nan, 4.0])
-    assert noise_of(torch.tensor([3.0, math.inf, 7.0, 5.0]), wanted).pooled == 1 / 25
 
 
 def test_advice_leaves_out_what_is_not_finite_in_either_form_and_outputs_of_zero() -> None:
@@ -121,26 +116,3 @@ def test_sensitivity_estimates_by_parts() -> None:
     inputs = torch.randn(4, 3, 8, 8)
     found = fxq.search.sensitivity(Detector().eval(), [inputs], "bayes-e", options=fxq.Options(measured=False), show_progress=False)
     assert {"boxes.weight", "scores.weight"} <= {tensor.name for tensor in found.tensors}
-
-
-@pytest.mark.parametrize("target", ["bayes-e", "bernoulli2", "x86"])
-def test_weights_are_rounded_once_for_all_samples_that_judge(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    batches = [torch.randn(4, 3, 8, 8) for _ in range(3)]
-    prepared = contract.calibrated(
-        nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3)).eval(), batches, target
-    )
-    counted: list[str] = []
-    once = FusedLowering.once
-
-    def counting(lowering: FusedLowering, role: str, compute: Callable[[], Any]) -> Any:
-        return once(lowering, role, lambda: counted.append(lowering.name) or compute() if role == "weight" else compute())
-
-    monkeypatch.setattr(FusedLowering, "once", counting)
-    outputs, weights, seen = FloatOutputs(prepared, [[batch] for batch in batches]), 2, list[list[Tensor]]()
-    first = outputs.noise(lambda chunk: seen.append(outputs_of(prepared, chunk)) or seen[-1])
-    assert len(counted) == weights
-    with torch.no_grad():
-        assert contract.all_equal(seen, [outputs_of(prepared, [batch]) for batch in batches])
-        next(prepared.parameters()).mul_(2)
-    assert outputs.measure().errors != first.errors

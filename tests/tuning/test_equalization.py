@@ -17,8 +17,8 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.prepared.channels import channels, exponents, multiply
 from fxquant.prepared.operators import quantized_operators
-from fxquant.tuning.equalization import LayerNoise
 from tests.shared import contract
+from tests.shared.written import to_train
 
 
 class Chain(nn.Module):
@@ -265,9 +265,7 @@ def test_the_contract_holds_with_factors_and_parameters_are_the_users(tmp_path: 
 
 def test_training_moves_the_users_parameters_and_statistics() -> None:
     model, prepared = rescaled(), equalized()
-    fxq.set_state(prepared, "train")
-    prepared.train()
-    prepared(image(7, 32)).square().mean().backward()
+    to_train(prepared)(image(7, 32)).square().mean().backward()
     assert all(parameter.grad is not None and bool(parameter.grad.any()) for parameter in prepared.parameters())
     model.train()
     model(image(7, 32))
@@ -302,23 +300,3 @@ def test_all_batches_may_decide_and_only_before_calibration() -> None:
     assert torch.equal(factors.outputs, before)
     with pytest.raises(fxq.errors.ConfigurationError, match="any more"):
         fxq.tuning.equalize(prepared, [image()])
-
-
-def test_a_choice_of_factors_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wide layers take seconds for each."""
-    seen: list[tuple[int, bytes]] = []
-    error = LayerNoise.error
-
-    def counted(self: LayerNoise, factors: Tensor, *sums: Tensor) -> float:
-        seen.append((id(self), factors.numpy().tobytes()))
-        return error(self, factors, *sums)
-
-    monkeypatch.setattr(LayerNoise, "error", counted)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 5)).eval()
-    with torch.no_grad():
-        model[0].weight.mul_(torch.exp2(torch.arange(16.0) % 7 - 3).unsqueeze(1))  # type: ignore[operator,union-attr]
-    rows = torch.randn(8, 12)
-    fxq.tuning.equalize(fxq.prepare(model, rows, "nash-e"), [rows], show_progress=False)
-    assert len(seen) > 1
-    assert len(set(seen)) == len(seen)

@@ -15,10 +15,10 @@ from torch import Tensor, fx, nn
 import fxquant as fxq
 from fxquant.ops import Trait
 from fxquant.prepared.operators import quantized_operators
-from fxquant.tuning import bias, effects, first_samples
+from fxquant.tuning import bias, first_samples
 from fxquant.tuning.first_samples import LARGEST, FirstSamples
 from fxquant.tuning.result import TunedLayer
-from fxquant.tuning.walk import Samples, cut
+from fxquant.tuning.walk import cut
 from tests.shared import contract
 from tests.shared.networks import Network
 
@@ -90,23 +90,6 @@ def test_by_fewer_samples_only_where_asked_for() -> None:
         assert bool(corrected(prepared)) == (asked is True)
 
 
-@pytest.mark.nightly
-def test_it_is_repeatable_and_goes_on_where_more_is_observed() -> None:
-    first, model = calibrated("bernoulli"), network()
-    state = torch.get_rng_state()
-    assert contract.same_state(contract.calibrated(model, batches(), "bernoulli"), first)
-    assert torch.equal(torch.get_rng_state(), state)
-    before = noise(first)
-    assert noise(fxq.calibrate(first, batches(), show_progress=False)) < 1.1 * before
-
-
-def test_one_sample_corrects_nothing() -> None:
-    one = batches()[0][:1]
-    prepared = contract.calibrated(network(), [one], "bernoulli")
-    assert not corrected(prepared)
-    contract.assert_validate_is_integer(prepared, fxq.convert(prepared), one)
-
-
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(("side", "count"), [(16, 64), (256, 10), (512, 4)])
 def test_of_large_images_fewer_are_looked_at_however_many_are_kept(side: int, count: int) -> None:
@@ -125,12 +108,6 @@ def test_large_images_are_corrected_by_as_well(monkeypatch: pytest.MonkeyPatch) 
     """Of 64 samples not all are kept, and still there are enough."""
     monkeypatch.setattr(first_samples, "LARGEST", 40 * 3 * 16 * 16)
     assert corrected(contract.calibrated(network(), batches(), "bernoulli"))
-
-
-def test_a_vector_without_a_batch_is_calibrated() -> None:
-    vector, fixed = torch.randn(6), fxq.Options(dynamic_shapes={})
-    prepared = fxq.calibrate(fxq.prepare(nn.Linear(6, 6).eval(), vector, options=fixed), [vector], show_progress=False)
-    contract.assert_validate_is_integer(prepared, fxq.convert(prepared), vector)
 
 
 def test_a_vector_without_a_batch_is_tuned(caplog: pytest.LogCaptureFixture) -> None:
@@ -161,22 +138,6 @@ def test_what_was_cut_off_does_not_count() -> None:
     means = bias._without_outliers(loud).mean(1)
     assert (means - usual.mean(1)).abs().max() < 0.02
     assert torch.equal(bias._without_outliers(usual), usual)
-
-
-def test_means_are_matched_behind_the_limits() -> None:
-    """Noise without a mean has one behind a ReLU6, which no correction before it takes away."""
-    generator = torch.Generator().manual_seed(0)
-    wanted = torch.randn(4, 20000, generator=generator, dtype=torch.float64) + torch.tensor([[-1.0], [0.0], [5.5], [-50.0]])
-    found = wanted + torch.randn(4, 20000, generator=generator, dtype=torch.float64)
-    before = (wanted - found).mean(1)
-    added = bias._behind((0.0, 6.0), wanted, found, before)
-
-    def shift(correction: Tensor) -> Tensor:
-        return ((found + correction.unsqueeze(1)).clamp(0, 6).mean(1) - wanted.clamp(0, 6).mean(1)).abs()
-
-    assert (shift(before)[:3] > 0.05).all()
-    assert (shift(added) < 1e-3).all()
-    assert torch.equal(added[3], before[3])  # it is always cut off: nothing says what to add
 
 
 def test_a_layer_is_corrected_behind_its_limits() -> None:
@@ -224,37 +185,6 @@ def test_corrections_that_only_overshoot_are_halved(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(bias, "_tried", _kept)
     halved = next(iter(bias.corrections(prepared, samples, judging, False).values()))
     assert torch.allclose(torch.tensor(halved), 1.1 * torch.tensor(right), rtol=1e-3)
-
-
-@pytest.mark.parametrize("judges", [slice(None), slice(4)])
-def test_whole_corrections_are_judged_where_their_samples_have_arrived(judges: slice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs with all corrections are computed while these are learned; the model runs again for others, and for halves."""
-    prepared, runs, whole = calibrated("bayes-e", correct_bias=False), list[Any](), dict[str, bool]()
-    samples = cut(prepared, [[batch] for batch in batches()], 8)
-    outputs_of, judged = effects.outputs_of, effects.judged
-
-    def judging(outputs: Any, before: Any, rows: Any, undo: Any, what: Any, attempts: Any, known: Any) -> Any:
-        for name in known:
-            attempts[name]()
-            whole[name] = contract.all_equal(outputs.measure().samples, known[name].samples)
-        runs.clear()
-        return judged(outputs, before, rows, undo, what, attempts, known)
-
-    monkeypatch.setattr(bias, "judged", judging)
-    for module in (bias, effects):
-        monkeypatch.setattr(module, "outputs_of", lambda *arguments: runs.append(arguments) or outputs_of(*arguments))
-    chunks = samples.chunks[judges]
-    assert bias.corrections(prepared, Samples(chunks), samples.chunks, False)
-    assert whole == {"after their limits": True, "before their limits": True}
-    assert len(runs) == 2 * len(samples.chunks)
-
-
-def test_calibration_says_how_long_its_steps_took(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "fxquant"):
-        fxq.calibrate(fxq.prepare(network(), batches()[0]), batches(), show_progress=False)
-    assert [step.rsplit(" ", 2)[0] for step in caplog.messages[-1].split(": ")[1].split(", ")] == [
-        "equalizing channels", "setting scales", "observing", "narrowing ranges", "choosing ranges", "correcting biases",
-    ]  # fmt: skip
 
 
 def _kept(lesson: Any, operator: object, correction: Tensor) -> object:

@@ -272,13 +272,6 @@ def test_8_bits_are_judged_by_the_outputs(worse: bool, monkeypatch: pytest.Monke
     )
 
 
-def test_it_is_repeatable_and_moves_no_generator() -> None:
-    first, model = prepared_of(), network()
-    state = torch.get_rng_state()
-    assert contract.same_state(contract.calibrated(model, BATCHES, qconfig=FOUR_BITS), first)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_the_figures_are_those_of_what_is_held_out() -> None:
     prepared = prepared_of(round_weights=False)
     result = fxq.tuning.round_weights(prepared, BATCHES, show_progress=False)
@@ -289,11 +282,6 @@ def test_the_figures_are_those_of_what_is_held_out() -> None:
         assert layer.gain < known.gain
     assert sum(layer.gain for layer in again) < sum(layer.gain for layer in result) / 10  # dB
     assert "round_weights" in str(result)
-
-
-def test_one_sample_is_enough_for_calibration() -> None:
-    prepared = contract.calibrated(network(), [BATCHES[0][:1]], qconfig=FOUR_BITS)
-    contract.assert_validate_is_integer(prepared, fxq.convert(prepared), UNSEEN)
 
 
 @pytest.mark.sweep(1)
