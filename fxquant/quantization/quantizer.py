@@ -13,7 +13,7 @@ from fxquant.errors import CalibrationError, NotCalibrated, NotFinite
 from fxquant.numerics.grids import INT32, SMALLEST_SCALE, Grid, IntType, grid_from_range, round_up_to_power_of_two, scale_from_range
 from fxquant.quantization.learning import LSQ, LSQ_PLUS, METHODS, Remembered, TrainableScale, method_of
 from fxquant.quantization.observers.histogram import HistogramObserver, beside, many_at_ends, observe_together, on_step
-from fxquant.quantization.observers.ranges import Method, MinMaxObserver, Observer, follow_in_numbers, stays
+from fxquant.quantization.observers.ranges import Method, MinMaxObserver, MovingAverageMinMaxObserver, Observer, follow_in_numbers, stays
 from fxquant.quantization.spec import FROZEN, STATISTICS
 
 
@@ -240,7 +240,8 @@ class Quantizer(TrainableScale):
     @property
     def can_follow_ends(self) -> bool:
         """Whether `follow` needs only the smallest and the largest value of a batch."""
-        return self.calibrated and self.range is not None and type(self.range).observe is MinMaxObserver.observe
+        observe = None if self.range is None else type(self.range).observe
+        return self.calibrated and observe in (MinMaxObserver.observe, MovingAverageMinMaxObserver.observe)
 
     @torch.no_grad()
     def follow(self, value: Tensor) -> None:

@@ -282,6 +282,9 @@ class MovingAverageMinMaxObserver(MinMaxObserver, names="moving_average"):
         super().__init__()
         self.averaging_constant = averaging_constant
 
+    def observe(self, value: Tensor) -> None:
+        self.take(value, *finite_range(value))  # its own: observers are told apart by the `observe` of their class
+
     def take(self, value: Tensor, low: Tensor, high: Tensor, items: tuple[Tensor, Tensor] | None = None) -> None:
         """Take in a batch whose range is known."""
         self.count.add_(1)
