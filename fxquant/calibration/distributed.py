@@ -35,6 +35,13 @@ def gathered(value: Any) -> list[Any]:
     return values
 
 
+def of_first(value: Any) -> Any:
+    """Return the value that rank 0 passes here; each rank calls this once."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
 def merge(observers: Mapping[str, Observer], batches: int | None) -> int:
     """Merge the observations of all ranks into every observer, and return the number of batches of all ranks.
 

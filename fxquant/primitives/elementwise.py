@@ -262,7 +262,7 @@ def _bounds_lookup(input: Value, table: Value, first: int | None = None) -> Rang
     lowest = _first(entries, first)
     covers = lowest <= int(input.low.min()) and int(input.high.max()) < lowest + entries.numel()
     need(covers, f"its table of {entries.numel()} entries does not cover its operand")
-    return Range(table.low, table.high)
+    return Range(table.low.min(), table.high.max())
 
 
 @primitive(

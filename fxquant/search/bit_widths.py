@@ -298,16 +298,9 @@ class MixedPrecision:
 
 @checked(budget=BUDGET, metric=METRIC)
 def mixed_precision(
-    model: nn.Module,
-    batches: Any,
-    target: str | Target = "bayes-e",
-    qconfig: QConfig | QConfigMapping | None = None,
-    *,
-    budget: Budget,
-    metric: Metric | None = None,
-    options: Options = DEFAULTS,
-    show_progress: bool | None = None,
-) -> MixedPrecision:
+    model: nn.Module, batches: Any, target: str | Target = "bayes-e", qconfig: QConfig | QConfigMapping | None = None, *, budget: Budget,
+    metric: Metric | None = None, options: Options = DEFAULTS, show_progress: bool | None = None,
+) -> MixedPrecision:  # fmt: skip
     """Choose int4, int8 or int16, as the target has them, for every weight, and for every tensor unless the budget limits weights only.
 
     The dtypes are the exact optimum of the sum of the sensitivities within the budget, found by integer programming. They are prepared
@@ -363,13 +356,9 @@ class Work:
 
 
 def work_of(
-    model: nn.Module,
-    batches: Any,
-    target: str | Target,
-    qconfig: QConfig | QConfigMapping | None,
-    options: Options,
+    model: nn.Module, batches: Any, target: str | Target, qconfig: QConfig | QConfigMapping | None, options: Options,
     show_progress: bool | None,
-) -> Work:
+) -> Work:  # fmt: skip
     """Prepare and calibrate a float model; return it with the data to prepare it again."""
     prepared, example = calibrated(model, batches, target, qconfig, None, options, show_progress)
     samples = inputs_of(prepared, batches, None, options)

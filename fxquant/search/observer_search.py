@@ -97,16 +97,9 @@ class ObserverSearch:
 
 @checked(observers=Kind("a list of observers: classes, or observers with settings", _observers), metric=METRIC)
 def search_observers(
-    model: nn.Module,
-    batches: Any,
-    target: str | Target = "bayes-e",
-    qconfig: QConfig | QConfigMapping | None = None,
-    *,
-    observers: Sequence[Any] = OBSERVERS,
-    metric: Metric | None = None,
-    options: Options = DEFAULTS,
-    show_progress: bool | None = None,
-) -> ObserverSearch:
+    model: nn.Module, batches: Any, target: str | Target = "bayes-e", qconfig: QConfig | QConfigMapping | None = None, *,
+    observers: Sequence[Any] = OBSERVERS, metric: Metric | None = None, options: Options = DEFAULTS, show_progress: bool | None = None,
+) -> ObserverSearch:  # fmt: skip
     """Choose for every tensor the observer with the least error at the outputs, from one calibration.
 
     Each tensor alone is quantized by each observer. The model with the best observer of each tensor, and models with one observer for all

@@ -120,16 +120,9 @@ def _bytes(tensor: TensorSensitivity) -> float:
 
 @checked(metric=METRIC)
 def sensitivity(
-    model: nn.Module,
-    batches: Any,
-    target: str | Target = "bayes-e",
-    qconfig: QConfig | QConfigMapping | None = None,
-    *,
-    metric: Metric | None = None,
-    num_batches: int | None = None,
-    options: Options = DEFAULTS,
-    show_progress: bool | None = None,
-) -> Sensitivity:
+    model: nn.Module, batches: Any, target: str | Target = "bayes-e", qconfig: QConfig | QConfigMapping | None = None, *,
+    metric: Metric | None = None, num_batches: int | None = None, options: Options = DEFAULTS, show_progress: bool | None = None,
+) -> Sensitivity:  # fmt: skip
     """Measure the loss at the outputs if each quantized tensor or weight alone has 4, 8 or 16 bits, where the target supports them.
 
     `model` is a float model, which is prepared and calibrated with the batches, or a calibrated prepared model, whose own target and
@@ -182,13 +175,9 @@ def calibrated(
 
 
 def find(
-    prepared: fx.GraphModule,
-    samples: list[list[Any]],
-    options: Options,
-    show_progress: bool | None,
-    metric: Metric | None = None,
+    prepared: fx.GraphModule, samples: list[list[Any]], options: Options, show_progress: bool | None, metric: Metric | None = None,
     kinds: Sequence[str] = (ACTIVATION, WEIGHT),
-) -> Sensitivity:
+) -> Sensitivity:  # fmt: skip
     """Return the sensitivities of the choices of these kinds."""
     choices = Choices(prepared, options.widths)
     chosen = [choice for choice in choices.values() if choice.kind in kinds]

@@ -252,18 +252,10 @@ class Tuned:
     steps=COUNT,
 )
 def tune(
-    model: nn.Module,
-    batches: Any,
-    target: str | Target = "bayes-e",
-    qconfig: QConfig | QConfigMapping | None = None,
-    *,
-    metric: Metric | None = None,
-    budget: Budget | None = None,
-    tolerance: float | None = None,
-    steps: int = 1000,
-    options: Options = DEFAULTS,
-    show_progress: bool | None = None,
-) -> Tuned:
+    model: nn.Module, batches: Any, target: str | Target = "bayes-e", qconfig: QConfig | QConfigMapping | None = None, *,
+    metric: Metric | None = None, budget: Budget | None = None, tolerance: float | None = None, steps: int = 1000,
+    options: Options = DEFAULTS, show_progress: bool | None = None,
+) -> Tuned:  # fmt: skip
     """Quantize a model so that it loses no more than the tolerance, trying one remedy after the other, the cheapest first.
 
     Three of four batches are for calibration and training; every fourth is held out. The score is `metric`, for instance the accuracy on a

@@ -75,14 +75,15 @@ def correct_bias(
     the bias, which does not change. So state FLOAT is not affected, `convert`, `save` and `state_dict` include the correction, and a
     batch norm that is trained live replaces it.
 
-    The bits do not depend on the number of threads. Batches, memory and errors are as in `adaround`.
+    The bits do not depend on the number of threads. Batches, memory, errors and ranks are as in `adaround`.
     """
     with tuning(prepared) as tuned:
         samples = taken(prepared, batches, num_batches, options, show_progress)
         call = call_of(prepared, samples, method="correct_bias", batch_size=options.batch_size)
         with repeatable():
             judging = [samples.chunks[index] for index in samples.judging]
-            return _correct(prepared, samples, judging, tuned, Checkpoint(options.checkpoint, call), show_progress)
+            checkpoint = Checkpoint(options.checkpoint, call, options.distributed, divided=False)
+            return checkpoint.agreed(prepared, _correct(prepared, samples, judging, tuned, checkpoint, show_progress))
 
 
 def corrections(

@@ -1,7 +1,7 @@
 """Checkpoints of long calls: after a kill the same call continues from its file, and returns the same bits.
 
-A search's trials are independent of each other, so the ranks of torch.distributed share them: each computes a part, and all gather the
-results, which are a few numbers for each trial.
+The trials of a search are independent of each other, and so are the layers that `round_weights` rounds: the ranks of torch.distributed
+divide them, each computes a part, and all gather the results. A method that tunes one layer after the other is not divided.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import safetensors
 import safetensors.torch
@@ -21,11 +21,14 @@ from torch import Tensor, fx
 
 import fxquant.calibration.distributed as ranks
 from fxquant.errors import ConfigurationError
+from fxquant.support import logger
 from fxquant.support.files import check_place, write_file
 from fxquant.support.progress import progress
 from fxquant.tuning.learning import Learned
 from fxquant.tuning.result import TunedLayer
 from fxquant.tuning.walk import Samples
+
+Agreed = TypeVar("Agreed")
 
 
 def call_of(prepared: fx.GraphModule, samples: Samples, **arguments: Any) -> dict[str, Any]:
@@ -39,12 +42,14 @@ class Checkpoint:
     `write` replaces the file, whole or not at all; without a path, nothing is kept. `call` identifies the call: the function with its
     arguments, the model and the samples. Raises ConfigurationError for the file of another call, and for any other file.
 
-    In a `shared` call the ranks of torch.distributed divide the tasks of `gather`. Rank 0 writes to `path`, rank N to `path`.rank-N, and a
-    repeated call, by any number of ranks, reads all of these files.
+    In a `shared` call the ranks of torch.distributed have equal models, samples and arguments; else ConfigurationError is raised. They
+    divide the tasks of `gather`, unless `divided` is False. Rank 0 writes to `path`, rank N to `path`.rank-N, and a repeated call, by any
+    number of ranks, reads all of these files.
     """
 
-    def __init__(self, path: str | None, call: Mapping[str, Any], shared: bool = False) -> None:
+    def __init__(self, path: str | None, call: Mapping[str, Any], shared: bool = False, *, divided: bool = True) -> None:
         self.call, self.shared = {name: str(value) for name, value in call.items()}, shared and ranks.count() > 1
+        self.divided = divided and self.shared
         self.path = f"{path}.rank-{ranks.index()}" if path is not None and self.shared and ranks.index() else path
         self.document: dict[str, Any] = {}
         self.tensors: dict[str, Tensor] = {}
@@ -53,6 +58,10 @@ class Checkpoint:
                 self._read(file)
             else:
                 check_place(file)
+        if self.shared:
+            self._exchange()
+        if self.shared and not divided:
+            logger.info("%s: each rank does all of the work, which cannot be divided, and has the result of rank 0", call["method"])
 
     def _read(self, path: str) -> None:
         try:
@@ -87,37 +96,44 @@ class Checkpoint:
     def gather(self, tasks: Mapping[str, Callable[[], Any]], title: str = "", show_progress: bool | None = False) -> dict[str, Any]:
         """Return the value of each task by its name: from the document, or computed now and written to the file.
 
-        In a shared call each rank computes a part of the tasks, and every rank returns the values of all. Raises ConfigurationError if
-        the ranks' models, samples or arguments differ, and on the other ranks if a task of one rank raises.
+        In a divided call each rank computes a part of the tasks, and every rank returns the values of all. Raises ConfigurationError on
+        the other ranks if a task of one rank raises.
         """
-        self._exchange()
         missing = [name for name in tasks if name not in self.document]
-        own = missing[ranks.index() :: ranks.count()] if self.shared else missing
+        own = missing[ranks.index() :: ranks.count()] if self.divided else missing
         try:
             for name in progress(own, len(own), title, show_progress):
                 self.document[name] = tasks[name]()
                 self.write()
         finally:
-            self._exchange()  # also where a task raises: the other ranks wait
+            if self.divided:
+                self._exchange()  # also where a task raises: the other ranks wait
         if lost := [name for name in missing if name not in self.document]:
             raise ConfigurationError(
-                f"{len(lost)} of {len(missing)} trials of this search failed on another rank",
+                f"{len(lost)} of {len(missing)} parts of this call failed on another rank",
                 because=f"{lost[0]} has no result",
-                remedy="see the error of that rank; with a checkpoint the same call continues from the finished trials",
+                remedy="see the error of that rank; with a checkpoint the same call continues from the finished parts",
             )
         return {name: self.document[name] for name in tasks}
 
     def _exchange(self) -> None:
-        if not self.shared:
-            return
-        for call, document in ranks.gathered((self.call, self.document)):
+        for call, document, tensors in ranks.gathered((self.call, self.document, self.tensors)):
             if differences := [name for name in self.call if call.get(name) != self.call[name]]:
                 raise ConfigurationError(
-                    f"the ranks search with different {' and '.join(differences)}",
-                    because="they divide the trials of one search, whose results must not depend on the rank",
+                    f"the ranks call this with different {' and '.join(differences)}",
+                    because="they compute one result, which must not depend on the rank",
                     remedy="pass every rank the same model, batches and arguments, or options=fxq.Options(distributed=False)",
                 )
             self.document |= document
+            self.tensors |= tensors
+
+    def agreed(self, prepared: fx.GraphModule, result: Agreed) -> Agreed:
+        """Return the result of rank 0; where the model has other numbers than that of rank 0, it takes these over."""
+        if self.shared:
+            result = ranks.of_first(result)
+            if len(set(ranks.gathered(model_digest(prepared)))) > 1:
+                prepared.load_state_dict(ranks.of_first({name: value.cpu() for name, value in prepared.state_dict().items()}))
+        return result
 
     def write(self) -> None:
         """Replace the file by one with the present document and tensors."""
@@ -127,24 +143,15 @@ class Checkpoint:
             metadata["digest"] = _digest_of(self.call, self.document, tensors)
             write_file(self.path, safetensors.torch.save(tensors, metadata))
 
-
-class LayerCheckpoint(Checkpoint):
-    """The checkpoint of a method that tunes layer by layer: `rows` holds the finished layers, and the tensors what they learned."""
-
-    def __init__(self, path: str | None, call: Mapping[str, Any]) -> None:
-        super().__init__(path, call)
-        self.rows = {name: TunedLayer.of(row) for name, row in self.document.items()}
-
     def learned(self, row: TunedLayer) -> Learned:
-        """Return the learned tensors of a finished row, by name."""
+        """Return the learned tensors of a finished layer, by name."""
         start = f"{row.name}/"
         return {name.removeprefix(start): value for name, value in self.tensors.items() if name.startswith(start)}
 
-    def add(self, row: TunedLayer, learned: Learned) -> None:
-        """Add a finished row and its learned tensors, empty if the model does not keep them; write the file."""
-        self.rows[row.name], self.document[row.name] = row, asdict(row)
-        self.tensors.update({f"{row.name}/{name}": value.detach().clone() for name, value in learned.items()})
-        self.write()
+    def row(self, row: TunedLayer, learned: Learned) -> dict[str, Any]:
+        """Return the entry of a finished layer, and hold its learned tensors, which are empty if the model does not keep them."""
+        self.tensors.update({f"{row.name}/{name}": value.detach().cpu().clone() for name, value in learned.items()})
+        return asdict(row)
 
 
 def _digest_of(call: Mapping[str, str], document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:

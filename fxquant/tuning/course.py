@@ -16,7 +16,7 @@ from fxquant.numerics.rounding import AdaptiveRounding, Nearest
 from fxquant.options import DEFAULTS, Options
 from fxquant.support.arguments import POSITIVE, checked
 from fxquant.support.progress import progress
-from fxquant.tuning.checkpoint import LayerCheckpoint, call_of
+from fxquant.tuning.checkpoint import Checkpoint, call_of
 from fxquant.tuning.choices import tuning
 from fxquant.tuning.effects import FloatOutputs, Noise, is_lost, judged
 from fxquant.tuning.learning import Settings, Student, put_unit
@@ -37,7 +37,7 @@ def learn(
     with tuning(prepared) as tuned:
         samples = taken(prepared, batches, num_batches, options, show_progress)
         call = call_of(prepared, samples, method=method, steps=settings.steps, seed=options.seed, batch_size=options.batch_size)
-        checkpoint = LayerCheckpoint(options.checkpoint, call)
+        checkpoint = Checkpoint(options.checkpoint, call, options.distributed, divided=False)
         skipped = left_out(prepared)
         tried = [
             Unit(unit.nodes, free)
@@ -53,12 +53,12 @@ def learn(
         def run() -> Iterator[None]:
             nonlocal noise
             for unit in tried:
-                row = checkpoint.rows.get(unit.name)
-                if row is None:
+                if unit.name not in checkpoint.document:
                     # The seed follows from the name, so that random numbers do not depend on the units before.
                     seed = int.from_bytes(hashlib.sha256(f"{options.seed} {unit.name}".encode()).digest()[:7], "big")
                     noise = yield from _taught(Lesson(unit, samples, exact, real), settings, seed, checkpoint, outputs, noise)
                     continue
+                row = TunedLayer.of(checkpoint.document[unit.name])
                 if row.kept:
                     put_unit(prepared, unit, checkpoint.learned(row))
                     noise = max(noise, outputs.measure(), key=attrgetter("level"))
@@ -68,12 +68,13 @@ def learn(
         for _ in progress(run(), len(tried) * settings.steps, method, show_progress):
             pass
         # Units were chosen by the held-out samples, so that these alone would be too kind to the sum of all choices.
-        rows = judged(everything, start, [checkpoint.rows[unit.name] for unit in tried], tuned.undo, ("weights", f"learned by {method}"))
-        return TuningResult(method, rows, tuple(skipped.items()), exact.largest + real.largest)
+        rows = [TunedLayer.of(checkpoint.document[unit.name]) for unit in tried]
+        judgements = judged(everything, start, rows, tuned.undo, ("weights", f"learned by {method}"))
+        return checkpoint.agreed(prepared, TuningResult(method, judgements, tuple(skipped.items()), exact.largest + real.largest))
 
 
 def _taught(
-    lesson: Lesson, settings: Settings, seed: int, checkpoint: LayerCheckpoint, outputs: FloatOutputs, noise: Noise
+    lesson: Lesson, settings: Settings, seed: int, checkpoint: Checkpoint, outputs: FloatOutputs, noise: Noise
 ) -> Generator[None, None, Noise]:
     """Train one unit; keep its parameters if its error falls and the outputs are not clearly noisier; return the outputs' least noise."""
     before, student = lesson.error(), Student(lesson, settings, seed)
@@ -84,7 +85,9 @@ def _taught(
     if not improved:
         student.undo()
     names = tuple(node.name for node in lesson.unit.weighted)
-    checkpoint.add(TunedLayer(lesson.unit.name, names, before, after, improved, lesson.signal()), learned if improved else {})
+    row = TunedLayer(lesson.unit.name, names, before, after, improved, lesson.signal())
+    checkpoint.document[row.name] = checkpoint.row(row, learned if improved else {})
+    checkpoint.write()
     return max(noise, learned_noise, key=attrgetter("level")) if improved else noise
 
 
@@ -115,7 +118,8 @@ def adaround(
     set are left out. The decisions are an `AdaptiveRounding` in place of `Nearest`, in the file of `save` and in `state_dict`.
 
     With a checkpoint the same call continues after the last finished layer. Memory holds the inputs and, for every tensor between layers
-    that is still to be read, its float and its integer value.
+    that is still to be read, its float and its integer value. A layer reads what the layers before it have become, so the ranks of
+    torch.distributed do not divide the work: each does all of it with the same batches, and has the result of rank 0.
 
     Raises NotCalibrated before calibration, CalibrationError for batches that do not fit, and ConfigurationError for the checkpoint of
     another call; on any error the model is unchanged.

@@ -62,14 +62,15 @@ def distill(
     for `convert`, `save` and `state_dict`, and state FLOAT is still the teacher. Layers whose rounding the user set, or whose weight other
     layers read, too, are left out. A step takes about four times as long as forward and backward of the float model.
 
-    `batches` and errors are as in `adaround`; with a checkpoint a repeated call continues after the last finished tenth of its steps.
+    `batches`, errors and ranks are as in `adaround`; with a checkpoint the same call continues after the last finished tenth of its steps.
     """
     with tuning(prepared) as tuned:
         samples = taken(prepared, batches, num_batches, options, show_progress)
         call = call_of(prepared, samples, method="distill", steps=steps, seed=options.seed, batch_size=options.batch_size)
         skipped = left_out(prepared)
         nodes = {node: operator for node, operator in weighted_nodes(prepared).items() if node.name not in skipped}
-        pupil, checkpoint = _Pupil(prepared, nodes, samples, options.batch_size, options.seed), Checkpoint(options.checkpoint, call)
+        pupil = _Pupil(prepared, nodes, samples, options.batch_size, options.seed)
+        checkpoint = Checkpoint(options.checkpoint, call, options.distributed, divided=False)
         outputs = FloatOutputs(prepared, pupil.judging)
         if not nodes or not outputs.there:
             return TuningResult("distill", (), tuple(skipped.items()))
@@ -81,7 +82,7 @@ def distill(
             weight.settle()
         row = TunedLayer(prepared.graph.output_node().name, names, before.pooled, after.pooled, True, 1.0)
         rows = judged(outputs, before, [row], tuned.undo, ("weights", "learned by distillation"))
-        return TuningResult("distill", rows, tuple(skipped.items()), losses=tuple(pupil.losses))
+        return checkpoint.agreed(prepared, TuningResult("distill", rows, tuple(skipped.items()), losses=tuple(pupil.losses)))
 
 
 class _Weight:

@@ -33,8 +33,8 @@ from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.spec import State
 from fxquant.quantization.weights import Parts
 from fxquant.support import logger, timed
-from fxquant.support.progress import progress
 from fxquant.tuning import bias, second_moment
+from fxquant.tuning.checkpoint import Checkpoint
 from fxquant.tuning.choices import tuning
 from fxquant.tuning.effects import FloatOutputs, Noise, best_of, is_real, support
 from fxquant.tuning.walk import HELD_OUT_OF, Samples, batch_axes, count_of, cut, weighted_nodes
@@ -45,8 +45,6 @@ LARGEST_FOR_BIAS = 2**21  # a mean needs fewer
 CHUNK = 16  # samples
 
 Found = TypeVar("Found")
-
-
 Given = Mapping[str, tuple[Parts, Parts]]  # by layer: what it was given, and what it had before
 
 
@@ -87,7 +85,7 @@ class FirstSamples:
         counted, previous = _counts(prepared), prepared.__dict__.get(SAMPLES)
         self.kept: Kept = previous if previous is not None and previous.counts == counted else Kept(counts=counted)
         self.lost = counted > 0 and self.kept is not previous
-        self.before = replace(self.kept, inputs=list(self.kept.inputs))
+        self.before, self.first = replace(self.kept, inputs=list(self.kept.inputs)), self.kept
         rounds = options.round_weights
         self.bits = second_moment.FEW_BITS if rounds is None else second_moment.ALL_BITS if rounds else 0
         with _restoring(prepared, always=True):
@@ -122,18 +120,19 @@ class FirstSamples:
             self.prepared.__dict__[SAMPLES] = self.kept
 
     def use(self, distributed: bool, show_progress: bool | None) -> None:
-        """Choose ranges, round and correct by them; where ranks calibrate together, by those of the first."""
+        """Choose ranges, round and correct by them; where ranks calibrate together, by those of rank 0, and they divide the first two."""
         prepared, data, several = self.prepared, self.kept, distributed and ranks.count() > 1
         total = sum(ranks.gathered(data.seen)) if several else data.seen  # by all ranks
+        self.first = self._of_rank_0() if several else data
         corrects = self.corrects and total >= self.enough
 
         @timed("rounding weights")
         def rounded() -> second_moment.Rounded:
-            return second_moment.rounded(prepared, cut(prepared, data.inputs, 4), self.bits, show_progress)
+            return second_moment.rounded(prepared, cut(prepared, self.first.inputs, 4), self.bits, show_progress, several)
 
         @timed("correcting biases")
         def corrected() -> dict[str, list[float]]:
-            return bias.corrections(prepared, *self._few(), show_progress)
+            return bias.corrections(prepared, *self._few(), show_progress) if not (several and ranks.index()) else {}
 
         with _restoring(prepared):
             roundings, corrections = data.roundings, data.corrections
@@ -143,9 +142,9 @@ class FirstSamples:
                 _undo(prepared, corrections)
             self._choose_ranges(total, several, show_progress)  # of layers that are as they were before these samples
             if self.rounds:
-                roundings = self._again(roundings, lambda: second_moment.apply(prepared, self._of_first_rank(several, rounded, {})))
+                roundings = self._again(roundings, lambda: second_moment.apply(prepared, self._agreed(several, rounded)))
             if corrects:
-                corrections = self._again(corrections, lambda: bias.apply(prepared, self._of_first_rank(several, corrected, {})))
+                corrections = self._again(corrections, lambda: bias.apply(prepared, self._agreed(several, corrected)))
             data.roundings, data.corrections = roundings, corrections
 
     @timed("choosing ranges")
@@ -154,12 +153,12 @@ class FirstSamples:
         prepared, observed = self.prepared, observed_since(self.prepared, self.observed_before)
         free = [quantizer for quantizer in observed.values() if quantizer.can_choose]
         method = self.method or Method.ERROR
-        if free and self.method is None and (self.chooses or (self.chooses is None and total >= ENOUGH)):
-            method = self._of_first_rank(several, lambda: best_method(prepared, free, self._few()[0].chunks, show_progress), method)
+        judging = self._few()[0].chunks if self.first.inputs else []
+        if judging and free and self.method is None and (self.chooses or (self.chooses is None and total >= ENOUGH)):
+            method = best_method(prepared, free, judging, show_progress, several)
         choose(free, method)
-        if self.chooses is not False:
-            none: dict[str, float] = {}
-            narrow(prepared, self._of_first_rank(several, lambda: narrower(prepared, observed, self._few()[0].chunks, show_progress), none))
+        if judging and self.chooses is not False:
+            narrow(prepared, narrower(prepared, observed, judging, show_progress, several))
 
     def _again(self, prior: Given, method: Callable[[], None]) -> Given:
         """Run a method again and return the new and former parts of each layer that it changed; excluded layers keep their `prior` ones."""
@@ -169,16 +168,19 @@ class FirstSamples:
         replaced = {name: (now[name], had) for name, had in before.items() if any(a is not b for a, b in zip(now[name], had, strict=True))}
         return {name: pair for name, pair in prior.items() if operators[name].left_out} | replaced
 
-    def _of_first_rank(self, several: bool, find: Callable[[], Found], nothing: Found) -> Found:
-        if not several:
-            return find() if self.kept.inputs else nothing
-        value = nothing
+    def _agreed(self, several: bool, find: Callable[[], dict[str, Found]]) -> dict[str, Found]:
+        """Return what rank 0 finds; nothing without samples."""
+        changes: dict[str, Found] = {}
         try:
-            if self.kept.inputs and not ranks.index():
-                value = find()
+            changes = find() if self.first.inputs else changes
         finally:
-            every: Sequence[Found] = ranks.gathered(value)  # also where it raises: others wait
-        return every[0]
+            changes = ranks.of_first(changes) if several else changes  # also where it raises: others wait
+        return changes
+
+    def _of_rank_0(self) -> Kept:
+        """Return the samples of rank 0, on the device of this model."""
+        first: Kept = ranks.of_first(Kept(_on("cpu", self.kept.inputs), self.kept.samples, self.kept.elements))
+        return replace(first, inputs=_on(next(self.prepared.buffers(), torch.empty(0, device="cpu")).device, first.inputs))
 
     def _few(self) -> tuple[Samples, list[list[Any]]]:
         """Return as many samples as a mean needs, from all that are kept, and the samples that judge the outputs by it.
@@ -186,19 +188,23 @@ class FirstSamples:
         These are the same and about as many others: a mean of `ENOUGH` samples learns little of each, and few samples judge by chance. Of
         fewer samples others judge, or those that are held out, where no others are left.
         """
-        each = max(self.kept.elements // max(self.kept.samples, 1), 1)
+        each = max(self.first.elements // max(self.first.samples, 1), 1)
         size = max(1, min(CHUNK, LARGEST_FOR_BIAS // (HELD_OUT_OF * each)))
-        chunks = cut(self.prepared, self.kept.inputs, size).chunks
+        chunks = cut(self.prepared, self.first.inputs, size).chunks
         count = max(HELD_OUT_OF, LARGEST_FOR_BIAS // (size * each))
         few = Samples(_spread(chunks, count))
         chosen = {id(chunk) for chunk in few.chunks}
         others = _spread([chunk for chunk in chunks if id(chunk) not in chosen], count)
-        return few, few.chunks + others if self.kept.samples >= ENOUGH else others or [few.chunks[index] for index in few.judging]
+        return few, few.chunks + others if self.first.samples >= ENOUGH else others or [few.chunks[index] for index in few.judging]
 
 
 def _spread(chunks: list[list[Any]], count: int) -> list[list[Any]]:
     """Return `count` chunks, evenly spaced: neighbouring batches may show one scene."""
     return [chunks[index * len(chunks) // count] for index in range(count)] if count < len(chunks) else chunks
+
+
+def _on(device: torch.device | str, chunks: list[list[Any]]) -> list[list[Any]]:
+    return [[value.to(device) if isinstance(value, Tensor) else value for value in inputs] for inputs in chunks]
 
 
 def _beside(inputs: Sequence[Any], stored: Sequence[Any]) -> list[Any]:
@@ -291,14 +297,16 @@ def choose(quantizers: Sequence[Quantizer], method: Method) -> None:
         quantizer.choose_by(method)
 
 
-def best_method(prepared: fx.GraphModule, quantizers: Sequence[Quantizer], judging: Chunks, show_progress: bool | None) -> Method:
+def best_method(prepared: fx.GraphModule, quantizers: Sequence[Quantizer], judging: Chunks, show: bool | None, several: bool) -> Method:
     """Return the method whose ranges are clearly best for the outputs; the scales stay what they were."""
     candidates = {method.value: partial(choose, quantizers, method) for method in Method}
-    return Method(_chosen(prepared, candidates, judging, "ranges are chosen by", show_progress))
+    return Method(_chosen(prepared, candidates, judging, "ranges are chosen by", show, several))
 
 
 @timed("narrowing ranges")
-def narrower(prepared: fx.GraphModule, observed: Mapping[str, Quantizer], judging: Chunks, show_progress: bool | None) -> dict[str, float]:
+def narrower(
+    prepared: fx.GraphModule, observed: Mapping[str, Quantizer], judging: Chunks, show_progress: bool | None, several: bool = False
+) -> dict[str, float]:
     """Return the factors below 1 of the ranges of lost tensors with which the outputs are best, by node; the ranges stay.
 
     Inputs and tensors of 16 bits that the default observer has `observed` have other candidates: each input, and all others together.
@@ -331,9 +339,9 @@ def narrower(prepared: fx.GraphModule, observed: Mapping[str, Quantizer], judgin
     for name in (name for name, count in nonzero.items() if count - survivors[name] >= max(MANY * count, 1)):
         what = f"the range of input {sources[name]} is" if name in sources else "the ranges of tensors of 16 bits are"
         groups.setdefault(what, []).append(name)
-    for what, names in groups.items():
+    for what, names in (ranks.of_first(groups) if several else groups).items():
         factors = {f"{factor:g}": partial(narrow, prepared, dict.fromkeys(names, factor) if factor < 1 else {}) for factor in FACTORS}
-        factor = float(_chosen(prepared, factors, judging, f"{what} multiplied by", show_progress))
+        factor = float(_chosen(prepared, factors, judging, f"{what} multiplied by", show_progress, several))
         ratios.update(dict.fromkeys(names, factor) if factor < 1 else {})
     return ratios
 
@@ -345,17 +353,23 @@ def narrow(prepared: fx.GraphModule, factors: Mapping[str, float]) -> None:
         operators[name].output.narrow(factor)
 
 
-def _chosen(prepared: fx.GraphModule, candidates: Mapping[str, Callable[[], None]], judging: Chunks, what: str, show: bool | None) -> str:
+def _chosen(
+    prepared: fx.GraphModule, candidates: Mapping[str, Callable[[], None]], judging: Chunks, what: str, show: bool | None, several: bool
+) -> str:
     """Return the candidate that is clearly best for the outputs, or the first, the usual one, which the model has again afterwards."""
     usual, *others = candidates
-    noise: dict[str, Noise] = {}
     with tuning(prepared) as tuned, repeatable():
         outputs = FloatOutputs(prepared, judging)
+
+        def measured(name: str) -> Noise:
+            candidates[name]()
+            noise = outputs.measure()
+            tuned.undo()
+            return noise
+
+        tasks = {name: partial(measured, name) for name in candidates} if outputs.there else {}
         try:
-            for name in progress(candidates, len(candidates), "comparing ranges", show) if outputs.there else ():
-                candidates[name]()
-                noise[name] = outputs.measure()
-                tuned.undo()
+            noise: dict[str, Noise] = Checkpoint(None, {}, several).gather(tasks, "comparing ranges", show)
         finally:
             candidates[usual]()
     if not noise:

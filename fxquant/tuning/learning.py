@@ -276,7 +276,7 @@ class LearnedRounding(NamedTuple):
     scale   where a learned scale starts, (C,) or (1,); None: the scale is not learned
     """
 
-    offset: Tensor | None
+    offset: Tensor | None = None
     share: Tensor | None = None
     scale: Tensor | None = None
 

@@ -44,8 +44,7 @@ from fxquant.quantization.learning import LSQ
 from fxquant.quantization.weights import running_gain
 from fxquant.support import logger
 from fxquant.support.arguments import checked
-from fxquant.support.progress import progress
-from fxquant.tuning.checkpoint import LayerCheckpoint, call_of
+from fxquant.tuning.checkpoint import Checkpoint, call_of
 from fxquant.tuning.choices import tuning
 from fxquant.tuning.effects import FloatOutputs, Noise, judged, real_outputs
 from fxquant.tuning.learning import LearnedRounding, learned_rounding, put
@@ -91,14 +90,16 @@ def round_weights(
     step, and a `Coverage`, or for a learned scale the value that training starts from; all are in the file of `save` and in `state_dict`.
     Layers whose rounding the user set, or whose weight other layers read as well, are left out.
 
-    The bits do not depend on the number of threads. Batches and errors are as in `adaround`.
+    The bits do not depend on the number of threads. Batches and errors are as in `adaround`. The ranks of torch.distributed, which pass the
+    same batches, divide the layers.
     """
     with tuning(prepared) as tuned:
         samples = taken(prepared, batches, num_batches, options, show_progress)
         call = call_of(prepared, samples, method="round_weights", batch_size=options.batch_size)
         nodes = _open(prepared, ALL_BITS, (Nearest, AdaptiveRounding))
+        checkpoint = Checkpoint(options.checkpoint, call, options.distributed)
         with repeatable():
-            return _round(prepared, samples, nodes, show_progress, LayerCheckpoint(options.checkpoint, call), tuned.undo)
+            return checkpoint.agreed(prepared, _round(prepared, samples, nodes, show_progress, checkpoint, tuned.undo))
 
 
 Rounded = dict[str, LearnedRounding]  # by layer
@@ -109,10 +110,13 @@ def is_wanted(prepared: fx.GraphModule, bits: int) -> bool:
     return any(_is_open(operator, bits, (Nearest,)) for operator in quantized_operators(prepared).values())
 
 
-def rounded(prepared: fx.GraphModule, samples: Samples, bits: int, show_progress: bool | None) -> Rounded:
-    """Round all weights of at most `bits` bits that are rounded to the nearest by these samples; return their roundings."""
+def rounded(prepared: fx.GraphModule, samples: Samples, bits: int, show_progress: bool | None, several: bool) -> Rounded:
+    """Round all weights of at most `bits` bits that are rounded to the nearest by these samples; return their roundings.
+
+    Where `several` ranks call this with the same model and samples, they divide the layers.
+    """
     with tuning(prepared) as tuned, repeatable():
-        result = _round(prepared, samples, _open(prepared, bits, (Nearest,)), show_progress, LayerCheckpoint(None, {}), tuned.undo)
+        result = _round(prepared, samples, _open(prepared, bits, (Nearest,)), show_progress, Checkpoint(None, {}, several), tuned.undo)
     quantizers = {name: tuned.operators[name].weight_quantizer for layer in result.kept for name in layer.layers}
     return {name: learned_rounding(each).cpu() for name, each in quantizers.items() if isinstance(each.rounding, AdaptiveRounding)}
 
@@ -141,39 +145,37 @@ def _open(prepared: fx.GraphModule, bits: int, roundings: Roundings) -> dict[fx.
 @torch.no_grad()
 def _round(
     prepared: fx.GraphModule, samples: Samples, operators: Mapping[fx.Node, QuantizedOperator], show_progress: bool | None,
-    checkpoint: LayerCheckpoint, undo: Callable[[], None],
+    checkpoint: Checkpoint, undo: Callable[[], None],
 ) -> TuningResult:  # fmt: skip
-    walk, tried, skipped = Walk(prepared, samples.chunks, exact=False), [], []
-    open_nodes = [node for node, operator in operators.items() if node.name not in checkpoint.rows and _has_few_bits(operator)]
-    learning = [samples.chunks[index] for index in samples.learning or samples.judging]
-    effects = output_effects(prepared, learning, open_nodes) if open_nodes else {}
-    for node, operator in progress(operators.items(), len(operators), "rounding weights", show_progress):
-        if node.name in checkpoint.rows:
-            row = checkpoint.rows[node.name]
-            if row.kept:
-                learned = checkpoint.learned(row)
-                put(operator, LearnedRounding(*(learned.get(f"{part}/{node.name}") for part in LearnedRounding._fields)))
-            tried.append(row)
-            continue
+    walk, learning = Walk(prepared, samples.chunks, exact=False), samples.learning or samples.judging
+    few = [node for node, operator in operators.items() if _has_few_bits(operator)]
+    missing = not checkpoint.document.keys() >= {node.name for node in operators}
+    effects = output_effects(prepared, [samples.chunks[index] for index in learning], few) if few and missing else {}
+
+    def rounded(node: fx.Node, operator: QuantizedOperator) -> dict[str, Any] | None:
         values = walk.at((*node.all_input_nodes, node))
         layer = _Layer.of(node, operator, values)
-        few = _has_few_bits(operator)
-        moments = None if layer is None else layer.moments(samples, ROWS if few else ROWS // 2)
+        moments = None if layer is None else layer.moments(samples, ROWS if node in few else ROWS // 2)
         if layer is None or moments is None:
-            skipped.append((node.name, "the terms of an output are not known"))
-            continue
-        shares = SHRUNK if few else SHRUNK_8_BITS
+            return None
+        shares = SHRUNK if node in few else SHRUNK_8_BITS
         shares = shares if samples.learning else shares[-1:]  # what is judged by itself is not to be learned from in full
         integers, before, after = layer.best(*moments, shares, effects.get(node))
         row = TunedLayer(node.name, (node.name,), before, after, after < before, 1.0)
         if row.kept:
             put(operator, LearnedRounding(integers - layer.clipped))
-            if few:
-                _level(node, operator, [values[index] for index in samples.learning or samples.judging], integers)
+            if node in few:
+                _level(node, operator, [values[index] for index in learning], integers)
         decided = learned_rounding(operator.weight_quantizer)._asdict() if row.kept else {}
-        checkpoint.add(row, {f"{part}/{node.name}": value for part, value in decided.items() if value is not None})
-        tried.append(row)
-    rows = _judged(prepared, tried, FloatOutputs(prepared, [samples.chunks[index] for index in samples.judging]), undo)
+        return checkpoint.row(row, {part: value for part, value in decided.items() if value is not None})
+
+    # A layer's numbers are those of the float model alone, so they do not depend on which layers are rounded before it, or here.
+    tasks = {node.name: partial(rounded, node, operator) for node, operator in operators.items()}
+    results = checkpoint.gather(tasks, "rounding weights", show_progress)
+    skipped = [(name, "the terms of an output are not known") for name, row in results.items() if row is None]
+    layers = [TunedLayer.of(row) for row in results.values() if row is not None]
+    apply(prepared, {row.name: LearnedRounding(**checkpoint.learned(row)) for row in layers})
+    rows = _judged(prepared, layers, FloatOutputs(prepared, [samples.chunks[index] for index in samples.judging]), undo)
     result = TuningResult("round_weights", rows, tuple(skipped), walk.largest)
     logger.debug("%s", result)
     return result

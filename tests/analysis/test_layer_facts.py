@@ -263,6 +263,9 @@ def test_every_march_has_rates_that_say_where_they_are_from() -> None:
             assert "TOPS" in found.roofline.source
             assert ("factor of 2" in found.summary) == found.roofline.assumed
     assert {target.name for target in backends.TARGETS.values() if target.roofline is None} == {"x86", "qnnpack"}
+    rates = backends.get("bernoulli2").roofline  # 5 TOPS, of which a multiply-accumulate is two; 32 bits at 3200 MT/s
+    assert rates is not None
+    assert (rates.macs_per_second, rates.bytes_per_second) == (2.5e12, 12.8e9)
 
 
 def test_a_page_stands_alone(tmp_path: Path) -> None:

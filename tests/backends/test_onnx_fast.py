@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import onnx
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.backends.onnx import fast, fast_kernels, fast_parts
 from fxquant.backends.onnx.metadata import PRECISE
+from fxquant.backends.onnx.writer import Emitter
 from fxquant.ir.integer import qparams
 from fxquant.primitives import elementwise
 from tests.shared.contract import VNNI, needs_vnni
@@ -139,6 +141,15 @@ def test_a_computed_table_that_differs_is_found(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("opset", [17, 19, 21])
 def test_fast_files_on_every_target_and_opset(target: str, opset: int, tmp_path: Path) -> None:
     exported(known("residual", target), tmp_path / "model.onnx", style="fast", opset=opset)
+
+
+@pytest.mark.parametrize(("multiplier", "bits", "limits"), [(1.0, 32, True), (0.99, 32, False), (2.0**24, 8, True), (2.0**23, 8, False)])
+def test_a_product_is_limited_where_it_could_leave_int32(multiplier: float, bits: int, limits: bool) -> None:
+    """A runtime that saturates, as onnxruntime does, returns the same without."""
+    emitter = Emitter({}, 21)
+    writer = SimpleNamespace(emitter=emitter, zero=lambda node: emitter.constant(128, torch.uint8))
+    fast_kernels._rounded(writer, None, emitter.constant(2.0), torch.tensor(multiplier), bits)
+    assert ("Clip" in {node.op_type for node in emitter.nodes}) == limits
 
 
 def test_products_far_beyond_what_is_stored_saturate_in_every_runtime(tmp_path: Path) -> None:

@@ -10,14 +10,16 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import numpy_helper
+from onnx import helper, numpy_helper
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.analysis.report import FloatDifference, differing
-from fxquant.backends.onnx.float_export import built_once, settings_of
+from fxquant.backends.onnx.float_export import agrees, built_once, settings_of
 from fxquant.backends.onnx.runtime import OnnxModel
+from fxquant.backends.onnx.writer import value_info
+from fxquant.ir.graph import TensorFact
 from fxquant.reporting import inspection
 from tests.ops.test_operators import BY_OPERATOR, inputs_of, model_of
 from tests.shared.contract import assert_train_is_validate, compiled, same_bytes
@@ -337,3 +339,11 @@ def test_a_tensor_without_elements_is_flattened(tmp_path: Path) -> None:
     path = result.export(tmp_path / "empty.onnx")
     found = OnnxModel(path).runner("onnxruntime", [], [])({"x": torch.randn(5, 3, 4, 4)})
     assert [tuple(value.shape) for value in found.values()] == [(5, 3, 4, 4), (5, 0)]
+
+
+@pytest.mark.parametrize(("module", "right"), [(nn.ReLU(), True), (nn.Sigmoid(), False)])
+def test_a_part_that_computes_other_numbers_does_not_agree(module: nn.Module, right: bool) -> None:
+    ends = [value_info(name, torch.float32, (2, 3)) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "part", ends[:1], ends[1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+    assert agrees(model, fx.symbolic_trace(module), [TensorFact((2, 3), torch.float32)]) == right

@@ -6,6 +6,7 @@ import pickle
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fxquant as fxq
 from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer, PercentileObserver
+from fxquant.tuning.checkpoint import Checkpoint
+from fxquant.tuning.effects import FloatOutputs
+from fxquant.tuning.second_moment import _Layer as Layer
 from tests.shared.written import to_train
 
 pytestmark = pytest.mark.nightly
@@ -84,6 +88,11 @@ def work(rank: int, directory: str, pickled: fx.GraphModule) -> None:
             "searched": searched(),
             "lost": lost(rank, directory),
             "other batches": other_batches(rank),
+            "tuned": {name: tuned(name) for name in METHODS},
+            "apart": tuned("distill", steps=4 + rank),
+            "taken over": taken_over(rank),
+            "of rank 0": of_rank_0(rank),
+            "kept": tuned("round_weights", options=fxq.Options(checkpoint=f"{directory}/rounding")),
         }
         torch.save(found, f"{directory}/{rank}.pt")
         dist.barrier()
@@ -245,6 +254,53 @@ def other_batches(rank: int) -> str:
     return "no error"
 
 
+METHODS: dict[str, dict[str, Any]] = {
+    "round_weights": {}, "correct_bias": {}, "adaround": {"steps": 3}, "reconstruct": {"steps": 3}, "distill": {"steps": 4}
+}  # fmt: skip
+
+
+def four_bits() -> fx.GraphModule:
+    """Calibrated without any method of tuning."""
+    options = fxq.Options(correct_bias=False, round_weights=False, choose_ranges=False, distributed=False)
+    prepared = fxq.prepare(network(), shards()[0], "bayes-e", fxq.QConfig(weight=fxq.WeightConfig("int4")))
+    return fxq.calibrate(prepared, shards(), options=options, show_progress=False)
+
+
+def taken_over(rank: int) -> Any:
+    """Rank 0 alone rounds weights; then both agree."""
+    prepared = four_bits()
+    if rank == 0:
+        fxq.tuning.round_weights(prepared, 4 * shards(), options=fxq.Options(distributed=False), show_progress=False)
+    with mock.patch("fxquant.tuning.checkpoint.logger.info") as told:
+        agreed = Checkpoint(None, {"method": "own"}, True, divided=False).agreed(prepared, f"of rank {rank}")
+    assert "each rank does all of the work" in str(told.call_args)
+    return agreed, {name: value.clone() for name, value in prepared.state_dict().items()}
+
+
+def counted(owner: type, name: str) -> Any:
+    return mock.patch.object(owner, name, autospec=True, side_effect=getattr(owner, name))
+
+
+def of_rank_0(rank: int) -> Any:
+    """Choices, roundings and corrections by the samples of rank 0; how often this process measured outputs and rounded a layer."""
+    prepared = fxq.prepare(network(), shards()[0], "bayes-e", fxq.QConfig(weight=fxq.WeightConfig("int4")))
+    options = fxq.Options(correct_bias=False)
+    with counted(Layer, "best") as best, counted(FloatOutputs, "measure") as measure:
+        fxq.calibrate(prepared, 4 * shards() if rank == 0 else [], options=options, show_progress=False)
+    return {name: value.clone() for name, value in prepared.state_dict().items()}, best.call_count, measure.call_count
+
+
+def tuned(name: str, **settings: Any) -> Any:
+    """The numbers of a model after a method, what it returned, and how many layers this process rounded by samples."""
+    prepared = four_bits()
+    with counted(Layer, "best") as best:
+        try:
+            result = getattr(fxq.tuning, name)(prepared, 4 * shards(), **METHODS[name] | settings, show_progress=False)
+        except fxq.errors.ConfigurationError as error:
+            return str(error)
+    return {name: value.clone() for name, value in prepared.state_dict().items()}, repr((result.layers, result.losses)), best.call_count
+
+
 def calibrated_alone() -> fx.GraphModule:
     prepared = prepare()
     fxq.calibrate(prepared, shards(), options=fxq.Options(distributed=False))
@@ -381,8 +437,47 @@ def test_one_process_goes_on_after_a_rank_was_lost(found: list[Any], directory: 
 
 def test_ranks_with_other_batches_are_refused(found: list[Any]) -> None:
     for rank in found:
-        assert "the ranks search with different" in rank["other batches"]
-        assert "samples" in rank["other batches"]
+        assert "the ranks call this with different model and samples" in rank["other batches"]
+        assert "the ranks call this with different steps" in rank["apart"]
+
+
+# ---- tuning -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_ranks_tune_alike_and_as_one_process_does(found: list[dict[str, Any]], name: str) -> None:
+    (state, rows, calls), (other, other_rows, other_calls) = (rank["tuned"][name] for rank in found)
+    alone, alone_rows, alone_calls = tuned(name)
+    assert equal(state, other)
+    assert equal(state, alone)
+    assert rows == other_rows == alone_rows
+    assert calls + other_calls == alone_calls
+    assert max(calls, other_calls) == -(-alone_calls // 2)
+
+
+def test_one_process_goes_on_from_the_layers_of_all_ranks(found: list[dict[str, Any]], directory: Path) -> None:
+    (state, rows, _), (_, _, calls) = found[0]["kept"], found[1]["kept"]
+    assert calls == 1
+    again, again_rows, calls = tuned("round_weights", options=fxq.Options(checkpoint=str(directory / "rounding")))
+    assert equal(state, again)
+    assert (rows, 0) == (again_rows, calls)
+
+
+def test_ranks_divide_what_calibration_chooses_by_the_samples_of_rank_0(found: list[dict[str, Any]]) -> None:
+    (state, rounded, measured), (other, other_rounded, other_measured) = (rank["of rank 0"] for rank in found)
+    alone, alone_rounded, alone_measured = of_rank_0(0)
+    assert equal(state, other)
+    assert equal(state, alone)
+    assert (rounded, other_rounded, alone_rounded) == (2, 1, 3)
+    assert measured < alone_measured
+    assert other_measured < alone_measured
+
+
+def test_a_rank_that_computed_other_numbers_takes_over_those_of_rank_0(found: list[dict[str, Any]]) -> None:
+    (agreed, state), (other, other_state) = (rank["taken over"] for rank in found)
+    assert agreed == other == "of rank 0"
+    assert any(name.endswith("rounding.offset") for name in state)
+    assert equal(state, other_state)
 
 
 # ---- merging, without any process -------------------------------------------------------------------------------------

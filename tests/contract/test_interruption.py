@@ -137,9 +137,11 @@ def test_a_loader_that_is_interrupted_leaves_the_report_of_the_batches_before(fo
 # ---- the same call goes on behind what is in its file ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("method", "module"), [(fxq.tuning.correct_bias, bias), (fxq.tuning.round_weights, second_moment)])
+@pytest.mark.parametrize(
+    ("method", "module", "loops"), [(fxq.tuning.correct_bias, bias, bias), (fxq.tuning.round_weights, second_moment, checkpoint)]
+)
 def test_a_method_leaves_the_model_as_it_was_and_continues(
-    method: Callable[..., Any], module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    method: Callable[..., Any], module: Any, loops: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     few_bits = fxq.QConfig(weight=fxq.WeightConfig("int4"))
     torch.manual_seed(1)  # a network whose outputs keep its corrections
@@ -153,7 +155,7 @@ def test_a_method_leaves_the_model_as_it_was_and_continues(
     before = bits(stopped)
     rows = method(whole, BATCHES).layers
     with monkeypatch.context() as patch:
-        interrupted(patch, module)
+        interrupted(patch, loops)
         with pytest.raises(KeyboardInterrupt):
             method(stopped, BATCHES, options=fxq.Options(checkpoint=tmp_path / "done"))
     assert same(bits(stopped), before)

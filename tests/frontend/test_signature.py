@@ -163,8 +163,9 @@ def test_a_forward_pre_hook_of_the_user_runs_on_a_prepared_model():
     assert torch.equal(prepared(A), prepared(B))
 
 
-def test_a_file_whose_signature_is_damaged_is_refused(tmp_path):
+@pytest.mark.parametrize("damaged", [["x", 1, False, "y"], ["a b", 1, False, "x"], ["x", 5, False, "x"], ["x", 1, 0, "x"]], ids=str)
+def test_a_file_whose_signature_is_damaged_is_refused(damaged, tmp_path):
     integer = fxq.quantize(Mask(), [A], show_progress=False).integer
-    integer.meta["fxquant.signature"] = {"parameters": [["x", 1, False, ["tensor", "y"]]]}
+    integer.meta["fxquant.signature"] = {"parameters": [[*damaged[:3], ["tensor", damaged[3]]]]}
     with pytest.raises(fxq.errors.ExportError, match="how its inputs are given"):
         fxq.load(fxq.save(integer, tmp_path / "model.fxq"))

@@ -371,6 +371,8 @@ def test_integers_of_other_signs_are_multiplied() -> None:
         assert_same(integer, reference, x, y, runs=1)
         assert_same(integer, reference, x.mT, y.mT, runs=1)
         assert [name for name, choice in choices(integer).items() if choice.disagrees] == []
+        centred = {len(how[1]) for node in integer.graph.nodes if (how := kernel(node)) and how[0] == "product"}
+        assert centred == ({3} if target == "x86" else {1})  # with both operands less their zero points
 
 
 class Deep(nn.Module):

@@ -17,7 +17,7 @@ from fxquant.backends import bpu
 from fxquant.backends.bpu import MEASURED, WIDTHS
 from fxquant.numerics import grids
 from fxquant.numerics.grids import INT4, INT8, INT16, WEIGHT_INT4, WEIGHT_INT8, WEIGHT_INT16, Grid, IntType, Ratio, round_up_to_power_of_two
-from fxquant.ops.pooling.pool import _windows, window_divisor
+from fxquant.ops.pooling.pool import _windows, runs, window_divisor
 from fxquant.primitives.arithmetic import _without_last_bits
 from tests.shared import oracle
 from tests.shared.drawn import EXACT, SLOW, float32
@@ -443,6 +443,12 @@ def test_window_divisor(first: tuple[int, ...], second: tuple[int, ...], ceil_mo
     expected = np.array(oracle.window_counts(*zip(*rows, strict=True), ceil_mode, include_padding), dtype=np.float32)  # type: ignore[call-arg]
     assert np.array_equal(np.broadcast_to(counts.numpy(), expected.shape), expected)
     assert (counts.dim() == 0) == bool((expected == expected.flat[0]).all())
+    starts = [oracle.window_starts(*row, 1, ceil_mode) for row in rows]
+    joined = [runs(*row, len(each), include_padding) for row, each in zip(rows, starts, strict=True)]
+    along = [[run.divisor for run in each for _ in range(run.windows)] for each in joined]
+    assert np.array_equal(np.outer(*along), expected)
+    firsts = [[run.start + index * step for run in each for index in range(run.windows)] for each, step in zip(joined, stride, strict=True)]
+    assert firsts == [[max(start, 0) for start in each] for each in starts]
 
 
 def test_the_largest_numbers_have_a_scale_on_which_every_integer_is_finite() -> None:

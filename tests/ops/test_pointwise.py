@@ -15,6 +15,7 @@ import fxquant as fxq
 from fxquant.numerics.grids import EVERYTHING
 from fxquant.ops import BY_NAME, operator_of
 from fxquant.ops.elementwise.curve import curve, same_as
+from tests.shared.networks import Network
 
 
 class Net(nn.Module):
@@ -54,6 +55,12 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def seeded(function: Callable[[Tensor], Tensor]) -> tuple[Net, list[Tensor]]:
     torch.manual_seed(0)
     return Net(function).eval(), [torch.randn(4, 3, 8, 8) for _ in range(3)]
+
+
+def test_a_constant_exponent_of_a_few_values_is_a_power_for_each() -> None:
+    x, exponent = torch.rand(64, 6), torch.tensor([1.0, 2, 3, 2, 1, 2])
+    integer = fxq.quantize(Network(lambda m, y: y**exponent), [x], show_progress=False).integer
+    assert float((integer(x) - x**exponent).abs().max()) < 0.02
 
 
 def names_of(model: nn.Module, example: Tensor, qconfig: fxq.QConfigMapping | None = None) -> list[str]:

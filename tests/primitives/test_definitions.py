@@ -19,7 +19,10 @@ from torch import Tensor
 
 from fxquant.backends.onnx.runtime import RUNTIMES, Runner
 from fxquant.backends.onnx.writer import Emitter, value_info
+from fxquant.ir.graph import TensorFact
+from fxquant.numerics.grids import FLOAT32_EXACT
 from fxquant.primitives import BY_NAME, PRIMITIVES
+from fxquant.primitives.record import FLOAT64_EXACT, Unproved, Value
 from tests.shared import oracle
 from tests.shared.c_cases import Case, cases
 
@@ -377,3 +380,33 @@ def test_its_onnx_form_gives_the_same_numbers_in_two_runtimes(name: str) -> None
             found = Runner(model, level, threads, None, {})(feeds)[result]
             assert found.dtype == wanted.dtype or PRIMITIVES[case.primitive].kind == "accumulator"
             assert torch.equal(found.double(), wanted.double()), case
+
+
+# ---- ranges -------------------------------------------------------------------------------------------------------------
+
+
+def known(value: Any, constant: bool, below: int) -> Any:
+    """What a proof knows of an argument: a constant, or how far a tensor reaches."""
+    if isinstance(value, list):
+        return [known(each, constant, below) for each in value]
+    if not isinstance(value, Tensor):
+        return value
+    low, high = (value, value) if constant else torch.aminmax(value)
+    return Value(low.double(), high.double(), TensorFact(tuple(value.shape), value.dtype), below, value if constant else None)
+
+
+@pytest.mark.parametrize("name", sorted(BY_NAME.keys() - {"dequantize", "dynamic_linear"}))
+def test_every_element_lies_within_the_range_that_proofs_rest_on(name: str) -> None:
+    record = BY_NAME[name]
+    proved = 0
+    for case, below in itertools.product(some(name, 10), (FLOAT32_EXACT, FLOAT64_EXACT)):
+        pairs = zip(record.signature.parameters, case.arguments, strict=False)
+        try:
+            found = record.bounds(**{part: known(value, part not in TENSORS, below) for part, value in pairs})
+        except Unproved:
+            continue  # the sum of these may be too large for the operator's width
+        proved += 1
+        result = case.primitive(*case.arguments).double()
+        low, high = (torch.as_tensor(end).double().expand(result.shape) for end in (found.low, found.high))
+        assert bool(((low <= result) & (result <= high)).all()), case
+    assert proved

@@ -384,29 +384,29 @@ def test_deviations_from_the_mean_bound_the_range() -> None:
     assert float(wide.scale(INT8)) * INT8.divisor == pytest.approx(float(values.max()), rel=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [INT4, INT8], ids=str)
-def test_the_divergence_is_that_of_the_formula(dtype: IntType) -> None:
+@pytest.mark.parametrize(("dtype", "bins"), [(INT4, 256), (INT8, 256), (UINT8, 512)], ids=str)
+def test_the_divergence_is_that_of_the_formula(dtype: IntType, bins: int) -> None:
     """The smallest of all ends that the formula, written out slowly, gives."""
-    observer = observed(KLObserver(bins=256), torch.distributions.Laplace(0.0, 1.0).sample((20_000,)))  # type: ignore[no-untyped-call]
+    observer = observed(KLObserver(bins=bins), torch.distributions.Laplace(0.0, 1.0).sample((20_000,)))  # type: ignore[no-untyped-call]
     counts = observer.counts.tolist()
     counts[0] = counts[1]
-    levels = dtype.high + 1
+    levels = dtype.high + 1 if dtype.low < 0 else (dtype.high + 1) // 2  # of magnitudes: half of the integers are for negative values
 
     def divergence(end: int) -> float:
         seen, inside = counts[:end], counts[:end]
         seen[-1] += sum(counts[end:])
         shown = [0.0] * end
         for level in range(levels):
-            bins = [i for i in range(end) if i * levels // end == level]
-            there = [i for i in bins if inside[i] > 0]
+            these = [i for i in range(end) if i * levels // end == level]
+            there = [i for i in these if inside[i] > 0]
             for i in there:
-                shown[i] = sum(inside[j] for j in bins) / len(there)
+                shown[i] = sum(inside[j] for j in these) / len(there)
         total, whole = sum(seen), sum(shown)
         terms = [(p / total, q / whole) for p, q in zip(seen, shown, strict=True) if p > 0]
         return math.inf if any(q == 0 for _, q in terms) else sum(p * math.log(p / q) for p, q in terms)
 
-    found = round(float(observer.threshold(dtype)) / float(observer.reach) * 256)
-    ends = range(levels, 257, max(1, (256 - levels) // 64))
+    found = round(float(observer.threshold(dtype)) / float(observer.reach) * bins)
+    ends = range(levels, bins + 1, max(1, (bins - levels) // 64))
     assert divergence(found) == pytest.approx(min(divergence(end) for end in ends))
 
 

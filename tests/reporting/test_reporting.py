@@ -193,6 +193,7 @@ def test_tensorboard_is_given_every_figure(compiled: Compiled) -> None:
 
         def add_histogram_raw(self, tag: str, *, bucket_limits: list[float], bucket_counts: list[int], **rest: Any) -> None:
             assert len(bucket_limits) == len(bucket_counts)
+            assert bucket_limits[0] <= rest["min"] <= rest["max"] <= bucket_limits[-1]
             assert sum(bucket_counts) == rest["num"]
             written.append(("histogram", tag))
 

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import onnx
@@ -21,6 +22,7 @@ import fxquant as fxq
 from fxquant.backends.onnx import export as onnx_files
 from fxquant.compat import horizon
 from fxquant.serialization.qconfig import written
+from fxquant.support import files
 from fxquant.support.files import write_file, write_files
 from tests.pages.test_layers import library
 
@@ -387,3 +389,15 @@ def test_a_qconfig_that_is_nested_too_deeply_is_none(text: str, tmp_path: Path) 
     (tmp_path / "q.json").write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(fxq.errors.ExportError, match=r"is not a qconfig[\s\S]*because[\s\S]*remedy"):
         fxq.load_qconfig(tmp_path / "q.json")
+
+
+def test_in_a_child_a_lock_that_another_thread_held_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, interrupted, forked = SimpleNamespace(lock=threading.Lock()), list[Any](), list[Callable[[Any], None]]()
+    monkeypatch.setattr(files, "in_child", lambda _, function: forked.append(function))
+    files.free_in_child(owner, "lock", threading.Lock, interrupted.append)
+    lock = owner.lock
+    forked[0](owner)
+    assert (owner.lock is lock, interrupted) == (True, [])
+    with lock:
+        forked[0](owner)
+    assert (owner.lock is lock, interrupted) == (False, [owner])
