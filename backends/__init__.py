@@ -43,11 +43,9 @@ def get(name: str | Target) -> Target:
     hint = f"did you mean {near[0]!r}? " if near else ""
     listed = ", ".join(target.name for target in TARGETS.values() if not target.consistency)
     others = ", ".join(target.aliases[0] for target in TARGETS.values() if target.aliases and not target.consistency)
-    raise UnknownTarget(
-        f"the target {shown(named)} is not known",
-        because=f"the targets are {listed}; some have the names of their chips or of PyTorch's engines, too: {others}",
-        remedy=f"{hint}pass one of these names",
-    )
+    because = f"the targets are {listed}; some have the names of their chips or of PyTorch's engines, too: {others}"
+    remedy = f"{hint}pass one of these names"
+    raise UnknownTarget(f"the target {shown(named)} is not known", because=because, remedy=remedy)
 
 
 def require_dtypes(target: Target, asked: Iterable[tuple[Rule, QConfig | None]]) -> None:

@@ -14,7 +14,7 @@ import ast
 import sys
 from pathlib import Path
 
-BUDGET = {"lines": 72_000, "files": 334, "small": 19, "wide": 15}
+BUDGET = {"lines": 71_700, "files": 320, "small": 19, "wide": 15}
 SLACK = {"lines": 200, "files": 3, "small": 3, "wide": 3}  # how far the tree may be below its budget before that is lowered
 SMALLEST, LARGEST = 80, 800  # lines of a file
 PARAMETERS = 8

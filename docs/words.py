@@ -43,8 +43,7 @@ BANNED = {
 START = re.compile(r"(The same|What|See)\b")
 LONGEST = 35  # words of a sentence in the docstring of a module, or on a page
 WRITTEN_OUT = {  # files whose string literals may hold such words, and why
-    "backends/c/reductions.py": "comments of the exported C program, which stays equal byte for byte",
-    "backends/c/elementwise_forms.py": "comments of the exported C program, which stays equal byte for byte",
+    "backends/c/forms.py": "comments of the exported C program, which stays equal byte for byte"
 }
 
 

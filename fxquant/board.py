@@ -4,8 +4,8 @@
 conversion of a camera's format in front of a model. A kit is a folder with inputs and expected outputs that a board runs by itself.
 """
 
-from fxquant.backends.horizon.compiling import compile_horizon
 from fxquant.backends.horizon.export import HorizonOptions, export_horizon
+from fxquant.backends.horizon.tool import compile_horizon
 from fxquant.conformance.kit import board_kit, conformance_kit
 from fxquant.conformance.results import check_conformance, simulate_conformance
 from fxquant.nn.camera import with_camera

@@ -1,7 +1,6 @@
 """Look into a model: its layers and segments, the tensors of a run, the difference of two graphs, and tables of single facts."""
 
-from fxquant.analysis.layers import layers
-from fxquant.analysis.partition import segments
+from fxquant.analysis.layers import layers, segments
 from fxquant.reporting.checks import (
     call_counts,
     compare_weights,

@@ -138,11 +138,9 @@ def run(gm: fx.GraphModule, passes: Sequence[Pass], context: Context, dial: Dial
 
 def _counted(step: Pass, changes: Any) -> int:
     if isinstance(changes, bool) or not isinstance(changes, int) or changes < 0:
-        raise ConfigurationError(
-            f"the pass {step.name} returned {shown(changes)}",
-            because="a pass returns how many changes it made",
-            remedy="return an integer: 0 where the graph is unchanged",
-        )
+        because = "a pass returns how many changes it made"
+        remedy = "return an integer: 0 where the graph is unchanged"
+        raise ConfigurationError(f"the pass {step.name} returned {shown(changes)}", because=because, remedy=remedy)
     return changes
 
 
@@ -150,11 +148,9 @@ def with_own(passes: Sequence[Pass], own: Mapping[str, Sequence[Callable[..., in
     """Return the pipeline with the user's passes after those that they are keyed by. Raises ConfigurationError for an unknown name."""
     unknown = [name for name in own if name not in [step.name for step in passes]]
     if unknown:
-        raise ConfigurationError(
-            f"passes={{{unknown[0]!r}: …}} names no pass",
-            because=f"the passes are {', '.join(step.name for step in passes)}",
-            remedy="name the pass after which yours runs",
-        )
+        because = f"the passes are {', '.join(step.name for step in passes)}"
+        remedy = "name the pass after which yours runs"
+        raise ConfigurationError(f"passes={{{unknown[0]!r}: …}} names no pass", because=because, remedy=remedy)
     steps: list[Pass] = []
     for step in passes:
         steps += [step, *(Pass(function, step.reaches, own=True) for function in own.get(step.name, ()))]
@@ -165,8 +161,6 @@ def check_until(until: str | Stage | None, passes: Sequence[Pass]) -> None:
     """Raise ConfigurationError if `until` is neither the name of a pass nor a stage that the passes reach."""
     names, stages = [step.name for step in passes], dict.fromkeys(step.reaches for step in passes)
     if until is not None and until not in (stages if isinstance(until, Stage) else names):
-        raise ConfigurationError(
-            f"until={shown(until)} names no pass",
-            because=f"the passes are {', '.join(names)}, and the stages they reach {', '.join(stage.name for stage in stages)}",
-            remedy="pass the name of a pass, or a fxq.results.Stage that is reached",
-        )
+        because = f"the passes are {', '.join(names)}, and the stages they reach {', '.join(stage.name for stage in stages)}"
+        remedy = "pass the name of a pass, or a fxq.results.Stage that is reached"
+        raise ConfigurationError(f"until={shown(until)} names no pass", because=because, remedy=remedy)

@@ -1,8 +1,7 @@
 """Classes of the values that public functions return, for annotations. No program constructs them."""
 
 from fxquant.analysis.explain import Finding, Findings
-from fxquant.analysis.layers import Intermediate, Layer
-from fxquant.analysis.partition import Segment
+from fxquant.analysis.layers import Intermediate, Layer, Segment
 from fxquant.analysis.report import DeviationReport, Report
 from fxquant.api import Result
 from fxquant.backends.horizon.compiled_program import CompiledCost

@@ -123,11 +123,9 @@ class Target:
         if how == self.arithmetic.residual:
             return self
         if how not in RESIDUALS:
-            raise ConfigurationError(
-                f"{self.name} has no variant {how!r}",
-                because=f"a variant says how residuals are added: {' or '.join(map(repr, RESIDUALS))}",
-                remedy=f'append one of them to the target, as in "{self.name}/{RESIDUALS[0]}", or nothing',
-            )
+            because = f"a variant says how residuals are added: {' or '.join(map(repr, RESIDUALS))}"
+            remedy = f'append one of them to the target, as in "{self.name}/{RESIDUALS[0]}", or nothing'
+            raise ConfigurationError(f"{self.name} has no variant {how!r}", because=because, remedy=remedy)
         return replace(self, name=f"{self.name}/{how}", arithmetic=replace(self.arithmetic, residual=how))
 
     def computes_in_float16(self, name: str) -> bool:

@@ -18,7 +18,7 @@ from torch import fx
 from fxquant.ir.graph import Annotation, annotate, annotation, fact, inherit, reads_shape_only, set_fact
 from fxquant.numerics.grids import EVERYTHING, Interval
 from fxquant.ops import matters, operands_of, operator_of, preferred_by, preferred_dtypes
-from fxquant.ops.core.boundary import DEQUANTIZE, QUANTIZE
+from fxquant.ops.core.composite import DEQUANTIZE, QUANTIZE
 from fxquant.ops.core.record import Operator
 from fxquant.passes.rewriting import decide
 from fxquant.pipeline import Context

@@ -34,9 +34,8 @@ from fxquant.ir.graph import (
     state_demand,
 )
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Fixed, Instead, Operator, Own, Parameter, Plain, operands_of, operator_of
-from fxquant.ops.core.boundary import QUANTIZE
 from fxquant.ops.core.casting import MADE, filled, is_broadcast, is_joined, made_anew, sizes_of
-from fxquant.ops.core.composite import Builder
+from fxquant.ops.core.composite import QUANTIZE, Builder
 from fxquant.ops.core.places import is_arange
 from fxquant.ops.core.promotion import fold_sizes, give_batch, promoted
 from fxquant.ops.elementwise.activation import OF_MODULE, dropout

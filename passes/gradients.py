@@ -33,7 +33,7 @@ from fxquant.ir.graph import (
     resolve,
     set_fact,
 )
-from fxquant.numerics.gradient import GradientRule
+from fxquant.numerics.rounding import GradientRule
 from fxquant.ops import calls, operator_of
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.movement.shape import identity

@@ -38,10 +38,10 @@ from fxquant.ir.graph import (
 from fxquant.ir.integer import Constant, Operation, QParams, Reference, notes, qparams, set_operation, set_qparams, zero_point
 from fxquant.ir.model import CARRIED, free_name, replace_graph
 from fxquant.lowering.lowering import Lowering, Place, Quantized, plainly
-from fxquant.numerics.gradient import GradientRule
 from fxquant.numerics.grids import WEIGHT_INT8, Grid
+from fxquant.numerics.rounding import GradientRule
 from fxquant.ops import map_operands, operator_of
-from fxquant.ops.core.boundary import DEQUANTIZE
+from fxquant.ops.core.composite import DEQUANTIZE
 from fxquant.passes.rewriting import eliminate_dead, substitute
 from fxquant.pipeline import Context
 from fxquant.prepared.operators import QuantizedOperator
@@ -122,12 +122,9 @@ class GraphLowering(Lowering):
 
     def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> fx.Node:
         if role in self.constants:
-            raise StageViolation(
-                f"two constants of one operator have the role {role!r}",
-                node=self.node,
-                because="the second would replace the first, which its primitives still read",
-                remedy="this is a defect of the operator's `lower`; give every constant a different role",
-            )
+            because = "the second would replace the first, which its primitives still read"
+            remedy = "this is a defect of the operator's `lower`; give every constant a different role"
+            raise StageViolation(f"two constants of one operator have the role {role!r}", node=self.node, because=because, remedy=remedy)
         stored = value.detach().to(dtype).contiguous()
         key = (role, dtype, stored.shape, stored.numpy(force=True).tobytes()) if self.held is not None else None
         if self.held is not None and key in self.held:

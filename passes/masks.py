@@ -19,8 +19,7 @@ from torch import fx
 from fxquant.ir.graph import TensorFact, absorb, fact, inherit, is_parameter, refusal, set_fact
 from fxquant.ops import Operator, Trait, calls, operator_of
 from fxquant.ops.attention.hiding import ABSORBING, Hiding, far_below, level_of
-from fxquant.ops.attention.masking import added, kept, masked_softmax, may_hide, parts_of, terms_of
-from fxquant.ops.attention.softmax import softmax
+from fxquant.ops.attention.softmax import added, kept, masked_softmax, may_hide, parts_of, softmax, terms_of
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.floating import given
 from fxquant.ops.elementwise.arithmetic import add, sub

@@ -22,7 +22,7 @@ from fxquant.ir.graph import Size, TensorFact, fact, inherit, is_parameter, set_
 from fxquant.ops import calls, operator_of
 from fxquant.ops.indexing.assignment import setitem
 from fxquant.ops.indexing.index import WHOLE, getitem
-from fxquant.ops.movement.join import cat, stack
+from fxquant.ops.movement.repeating import cat, stack
 from fxquant.ops.movement.shape import permute, reshape
 from fxquant.ops.movement.views import reach, write
 from fxquant.passes.rewriting import eliminate_dead, is_named

@@ -101,12 +101,9 @@ def _has_table(target: Target, inner: Sequence[fx.Node], steps: Steps) -> bool:
 def _is_worth(inner: Sequence[fx.Node]) -> bool:
     """Return whether operators are better as one: several read a tensor, or there are two tables, or a clamp and a table."""
     reads = [operand for node in inner for operand in node.all_input_nodes if not is_parameter(operand)]
-    tables = sum(is_table(node) or _is_squared(node) or Trait.CHOOSES in traits_of(node) for node in inner)
+    squares = [node for node in inner if len(node.args) > 1 and node.args[0] is node.args[1]]
+    tables = sum(is_table(node) or node in squares or Trait.CHOOSES in traits_of(node) for node in inner)
     return len(inner) > 1 and (len(set(reads)) < len(reads) or tables + (tables and sum(calls(node, clamp) for node in inner)) > 1)
-
-
-def _is_squared(node: fx.Node) -> bool:
-    return len(node.args) > 1 and node.args[0] is node.args[1]
 
 
 def _goes_on(root: fx.Node, last: fx.Node, inner: Sequence[fx.Node]) -> bool:

@@ -30,7 +30,7 @@ from fxquant.ir.model import FROZEN_NORMS, KEPT_IN_EVAL, free_name
 from fxquant.lowering.lowering import cannot_be_integers, first_not_finite, named_parameters
 from fxquant.numerics.grids import EVERYTHING
 from fxquant.ops import Operator, Own, Trait, demand, map_operands, operator_of, read_nodes, shares
-from fxquant.ops.core.boundary import DEQUANTIZE
+from fxquant.ops.core.composite import DEQUANTIZE
 from fxquant.passes.rewriting import decide, result_config
 from fxquant.pipeline import Context
 from fxquant.prepared.operators import QuantizedOperator, Quantizers, link, quantized_operators

@@ -15,7 +15,7 @@ from torch import fx
 from fxquant.ir.graph import Annotation, Part, annotate, annotation, fact, inherit, part, set_fact, set_part
 from fxquant.numerics.grids import PLAIN_TYPES
 from fxquant.ops import operands_of, shares, sharing_operands
-from fxquant.ops.core.boundary import QUANTIZE, REQUANTIZE
+from fxquant.ops.core.composite import QUANTIZE, REQUANTIZE
 from fxquant.passes.rewriting import decide, result_config
 from fxquant.pipeline import Context
 from fxquant.prepared.stage import is_integer

@@ -11,7 +11,7 @@ from torch import fx
 
 from fxquant.ir.graph import annotate, annotation, attached_qconfigs, is_inner_part, matched_rules, module_path, pass_on, set_unfused
 from fxquant.ops import Fixed, demand
-from fxquant.ops.core.boundary import QUANTIZE
+from fxquant.ops.core.composite import QUANTIZE
 from fxquant.pipeline import Context
 from fxquant.quantization.spec import DEFAULT, ActivationConfig, Call, Chosen, MatchedRules, QConfig, QConfigMapping, Rule, prefixes
 

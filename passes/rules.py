@@ -27,11 +27,10 @@ def _check_target(gm: fx.GraphModule, context: Context) -> None:
     asked = [*(pair for pair in context.qconfig.rules()), *attributes(gm, context.attached), (DEFAULT, context.qconfig.default)]
     for rule, chosen in asked:
         if is_dynamic(chosen):
-            raise ConfigurationError(
-                f"{context.target.name} has no dynamic quantization, which the qconfig's {rule} asks for",
-                because="its operators compute with scales that are constants of the model",
-                remedy="leave dynamic=True out and calibrate, or compile for a target that finds scales at run time: x86 or qnnpack",
-            )
+            what = f"{context.target.name} has no dynamic quantization, which the qconfig's {rule} asks for"
+            because = "its operators compute with scales that are constants of the model"
+            remedy = "leave dynamic=True out and calibrate, or compile for a target that finds scales at run time: x86 or qnnpack"
+            raise ConfigurationError(what, because=because, remedy=remedy)
 
 
 def match(gm: fx.GraphModule, context: Context) -> int:

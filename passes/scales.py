@@ -17,7 +17,7 @@ from fxquant.errors import ScaleConflict
 from fxquant.ir.graph import annotate, annotation, observed, set_observed, ties
 from fxquant.numerics.grids import ACTIVATION_TYPES, EVERYTHING, Interval
 from fxquant.ops import Own, demand, matters, on_grid_of, operands_of, operator_of, shares, sharing_operands
-from fxquant.ops.core.boundary import DEQUANTIZE
+from fxquant.ops.core.composite import DEQUANTIZE
 from fxquant.passes.rewriting import decide, result_config
 from fxquant.pipeline import Context
 from fxquant.prepared.stage import is_integer, is_quantized
@@ -130,9 +130,7 @@ def _conflict(one: fx.Node, other: fx.Node, asked: dict[fx.Node, Asked], demands
         return f"%{node.name} asks for {dtype}" + ("" if grid is None else suffix)
 
     path = " – ".join(f"%{node.name}" for node in nx.shortest_path(demands, one, other))
-    return ScaleConflict(
-        f"%{one.name} and %{other.name} must share one scale but ask for different ones",
-        node=other,
-        because=f"{asks_for(one)}, {asks_for(other)}; they are tied by {path}",
-        remedy="give both the same scale and dtype, or keep an operator between them in float",
-    )
+    what = f"%{one.name} and %{other.name} must share one scale but ask for different ones"
+    because = f"{asks_for(one)}, {asks_for(other)}; they are tied by {path}"
+    remedy = "give both the same scale and dtype, or keep an operator between them in float"
+    return ScaleConflict(what, node=other, because=because, remedy=remedy)

@@ -26,8 +26,8 @@ from fxquant.ir.graph import (
 from fxquant.ir.graph import annotate as set_annotation
 from fxquant.numerics.grids import PLAIN_TYPES
 from fxquant.ops import Fixed, Operator, Own, Plain, Trait, demand, operands_of, operator_of, preferred_dtypes, shares
-from fxquant.ops.core.boundary import QUANTIZE
 from fxquant.ops.core.casting import IN_DTYPE
+from fxquant.ops.core.composite import QUANTIZE
 from fxquant.ops.core.floating import needed_in_float, reads_no_activation, reason_of
 from fxquant.passes.rewriting import Decision, decide
 from fxquant.pipeline import Context

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, fx
 
-from fxquant.backends.c import elementwise_forms, places, reductions
+from fxquant.backends.c import forms
 from fxquant.backends.c.program import C_TYPES, FOLDER, WIDTH, Program, Value, comment, identifier, number, pool_name
 from fxquant.errors import ConfigurationError
 from fxquant.frontend.entry import noted_limits
@@ -20,7 +20,7 @@ from fxquant.support.files import Content, write_files
 from fxquant.support.progress import working
 from fxquant.version import __version__
 
-__all__ = ["elementwise_forms", "export_c", "places", "reductions"]  # the three modules declare the C forms
+__all__ = ["export_c", "forms"]  # which declares the C forms
 
 FLAGS = "-std=c99 -O2 -ffp-contract=off"
 MOST_NAMED = 16  # inputs and outputs in a line of help

@@ -146,11 +146,9 @@ def nv12_of(image: Tensor) -> Tensor:
     planes = (image[0] + CENTRE).to(torch.uint8)
     chroma = planes[::HALF, ::HALF, 1:]
     if not torch.equal(chroma.repeat_interleave(HALF, 0).repeat_interleave(HALF, 1), planes[..., 1:]):
-        raise ConfigurationError(
-            "a batch is not an NV12 image",
-            because="its U and V differ within two by two pixels, and NV12 has one of each for these four",
-            remedy="pass images that fxq.nn.Nv12ToYuv444(centred=True) made of NV12",
-        )
+        because = "its U and V differ within two by two pixels, and NV12 has one of each for these four"
+        remedy = "pass images that fxq.nn.Nv12ToYuv444(centred=True) made of NV12"
+        raise ConfigurationError("a batch is not an NV12 image", because=because, remedy=remedy)
     return torch.cat([planes[..., 0], chroma.reshape(height // HALF, width)])
 
 
@@ -234,15 +232,15 @@ def export_horizon(
     model = format.writer(integer, "float", format.opset).write(input_names, output_names)
     for info in model.graph.input:
         if not PLAIN.fullmatch(info.name):
-            raise ConfigurationError(
-                f"the input name {info.name!r} cannot be written",
-                because="the compiler's configuration lists names with ; between them",
-                remedy="pass input_names of letters, digits, _, . and -",
-            )
+            because = "the compiler's configuration lists names with ; between them"
+            remedy = "pass input_names of letters, digits, _, . and -"
+            raise ConfigurationError(f"the input name {info.name!r} cannot be written", because=because, remedy=remedy)
     if options.layout is not None:
         turn_outputs(model)
     inputs = {info.name: {"shape": fixed_shape(info), "type": camera or "float32"} for info in model.graph.input}
-    layers = {**_layers(integer, name, target), "inputs": inputs, "outputs": _outputs(integer, model, options)}
+    operators = [node for node in integer.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+    sources = {node.name: source(node) for node in operators if node.target not in PRIMITIVES or operation(node) is not None}
+    layers = {"name": name, "march": target, "layers": sources, "inputs": inputs, "outputs": _outputs(integer, model, options)}
     directory = Path(folder)
     beside = {
         f"{name}.yaml": _configuration(integer, model, name, options, camera),
@@ -326,40 +324,26 @@ def _outputs(integer: fx.GraphModule, model: Any, options: HorizonOptions) -> di
     return described
 
 
-def _layers(integer: fx.GraphModule, name: str, march: str) -> dict[str, Any]:
-    """Return the content of layers.json for `compile_horizon`: the model's name, its march, and the source line of each layer."""
-    operators = [node for node in integer.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
-    sources = {node.name: source(node) for node in operators if node.target not in PRIMITIVES or operation(node) is not None}
-    return {"name": name, "march": march, "layers": sources}
-
-
 def check_march(name: str) -> None:
     """Raise ConfigurationError if no compiler of the vendor's computes the integers of the target of this name."""
     if name not in FORMATS:
-        raise ConfigurationError(
-            f"an integer model of {name} cannot be written for the vendor's compilers",
-            because=f"they compile for {', '.join(FORMATS)}, and their programs compute other integers than {name}",
-            remedy="prepare the model for one of them, or write it with fxq.export_onnx(style='qdq')",
-        )
+        because = f"they compile for {', '.join(FORMATS)}, and their programs compute other integers than {name}"
+        remedy = "prepare the model for one of them, or write it with fxq.export_onnx(style='qdq')"
+        raise ConfigurationError(f"an integer model of {name} cannot be written for the vendor's compilers", because=because, remedy=remedy)
 
 
 def _check_node(node: fx.Node) -> None:
     """Raise ExportError for a node that the compiler would compute differently."""
     input_fact = fact(node)
     if node.op == "placeholder" and isinstance(input_fact, TensorFact) and not input_fact.dtype.is_floating_point and node.users:
-        raise ExportError(
-            f"the input {node.name!r} cannot be written for the vendor's compiler",
-            node=node,
-            because=f"it is {str(input_fact.dtype).removeprefix('torch.')}, and the compiler takes float32 inputs",
-            remedy="take what depends on it out of the model",
-        )
+        because = f"it is {str(input_fact.dtype).removeprefix('torch.')}, and the compiler takes float32 inputs"
+        remedy = "take what depends on it out of the model"
+        raise ExportError(f"the input {node.name!r} cannot be written for the vendor's compiler", node=node, because=because, remedy=remedy)
     if node.op == "call_function" and node.target in PRIMITIVES and PRIMITIVES[node.target].kind == "dynamic":
-        raise ExportError(
-            "a layer that is quantized at run time cannot be written for the vendor's compiler",
-            node=node,
-            because="its scales are not known before it runs",
-            remedy="leave out dynamic=True, or keep the layer in float",
-        )
+        what = "a layer that is quantized at run time cannot be written for the vendor's compiler"
+        because = "its scales are not known before it runs"
+        remedy = "leave out dynamic=True, or keep the layer in float"
+        raise ExportError(what, node=node, because=because, remedy=remedy)
     _check_bits(node)
     described, lowered = qparams(node), operation(node)
     if described is None or lowered is None or described.dtype not in ("int8", "int4", "int16"):
@@ -392,9 +376,6 @@ def _check_bits(node: fx.Node) -> None:
     grids = [grid for operand in node.all_input_nodes if (grid := qparams(operand)) is not None]
     wide = next((grid.dtype for grid in grids if ACTIVATION_TYPES[grid.dtype].bits > record.chip_bits), None)
     if wide is not None:
-        raise ExportError(
-            f"%{node.name} cannot be computed of {wide} on the chip",
-            node=node,
-            because=f"the vendor's compiler computes {record.name} of {record.chip_bits} bits; of {wide} its program gives other values",
-            remedy="quantize what it reads as int8: set_module_name(…, fxq.QConfig(fxq.ActivationConfig('int8'))) in the qconfig mapping",
-        )
+        because = f"the vendor's compiler computes {record.name} of {record.chip_bits} bits; of {wide} its program gives other values"
+        remedy = "quantize what it reads as int8: set_module_name(…, fxq.QConfig(fxq.ActivationConfig('int8'))) in the qconfig mapping"
+        raise ExportError(f"%{node.name} cannot be computed of {wide} on the chip", node=node, because=because, remedy=remedy)

@@ -23,7 +23,7 @@ from fxquant.ops.elementwise import arithmetic, division, unary
 from fxquant.ops.indexing import index
 from fxquant.ops.layers import linear
 from fxquant.ops.movement import repeating, shape
-from fxquant.ops.normalization import layer_norm
+from fxquant.ops.normalization import channels as layer_norm
 from fxquant.prepared.copied import Step, steps_of
 from fxquant.primitives import PRIMITIVES
 from fxquant.support.offers import declaring

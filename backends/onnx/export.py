@@ -59,11 +59,9 @@ def _contents(model: onnx.ModelProto, name: str, external_data: bool | None) -> 
     """Return the files of a model: its tensors, if they have their own file, and the model."""
     size = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
     if external_data is False and size > LARGEST_FILE:
-        raise ExportError(
-            f"{name} cannot be one file",
-            because=f"its tensors have {size:,} bytes, and a file of ONNX ends at 2 GiB",
-            remedy="leave external_data out, or pass external_data=True",
-        )
+        because = f"its tensors have {size:,} bytes, and a file of ONNX ends at 2 GiB"
+        remedy = "leave external_data out, or pass external_data=True"
+        raise ExportError(f"{name} cannot be one file", because=because, remedy=remedy)
     parts: list[bytes] = []
     if size > LARGEST_FILE if external_data is None else external_data:
         offset = 0
@@ -81,11 +79,9 @@ def _check_files(written: Path, models: Mapping[str, onnx.ModelProto], folder: s
         try:
             onnx.checker.check_model(str(written / name), full_check=True)
         except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-            raise ExportError(
-                f"the file {Path(folder, name)} would not be valid",
-                because=f"onnx says: {str(error).strip().splitlines()[0]}",
-                remedy="keep the operator it names, if any, out of the model, and report this with the model",
-            ) from error
+            because = f"onnx says: {str(error).strip().splitlines()[0]}"
+            remedy = "keep the operator it names, if any, out of the model, and report this with the model"
+            raise ExportError(f"the file {Path(folder, name)} would not be valid", because=because, remedy=remedy) from error
         try:
             if opened:
                 open_file(written / name)
@@ -192,8 +188,6 @@ def _check_outputs(traced: fx.GraphModule, model: onnx.ModelProto) -> None:
         far = apart(actual, expected)
         logger.info("output %s in onnxruntime: %.3g of its largest number from PyTorch, at most", name, far)
         if far > LARGEST:
-            raise ExportError(
-                f"the file would not compute the model's output {name!r}",
-                because=f"onnxruntime is up to {far:.3g} of its largest number away from PyTorch on random inputs",
-                remedy="export with another opset, and report this with the model",
-            )
+            because = f"onnxruntime is up to {far:.3g} of its largest number away from PyTorch on random inputs"
+            remedy = "export with another opset, and report this with the model"
+            raise ExportError(f"the file would not compute the model's output {name!r}", because=because, remedy=remedy)

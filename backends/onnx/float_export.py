@@ -154,12 +154,9 @@ class FloatRegions:
             with quiet():
                 model = self._exported(fx.GraphModule(root, graph).eval(), list(facts.values()), 1)
         except Exception as error:
-            raise ExportError(
-                "an operator cannot be written in style 'qdq'",
-                node=node,
-                because=f"its record has no ONNX form, and PyTorch's ONNX exporter says of its float function: {_reason(error)}",
-                remedy="export with style='exact', or keep this operator in float",
-            ) from error
+            because = f"its record has no ONNX form, and PyTorch's ONNX exporter says of its float function: {_reason(error)}"
+            remedy = "export with style='exact', or keep this operator in float"
+            raise ExportError("an operator cannot be written in style 'qdq'", node=node, because=because, remedy=remedy) from error
         self._check_opset(model, node, "an operator")
         return model
 
@@ -184,12 +181,9 @@ class FloatRegions:
     def _check_opset(self, model: onnx.ModelProto, node: fx.Node, what: str) -> None:
         written = opset_of(model)
         if written != self.opset:  # the conversion does not report a failure
-            raise ExportError(
-                f"{what} cannot be exported with opset={self.opset}",
-                node=node,
-                because=f"PyTorch's ONNX exporter writes opset {written}, and cannot convert it",
-                remedy=f"export with opset={written} or later",
-            )
+            because = f"PyTorch's ONNX exporter writes opset {written}, and cannot convert it"
+            remedy = f"export with opset={written} or later"
+            raise ExportError(f"{what} cannot be exported with opset={self.opset}", node=node, because=because, remedy=remedy)
 
     def _part(self, graph: fx.Graph) -> fx.GraphModule:
         """Return a model of this graph, with only the modules and tensors that the graph reads."""
@@ -291,12 +285,9 @@ class FloatRegions:
             if other is None:
                 self.functions.append(function)
             elif other != function:
-                raise ExportError(
-                    "operators that stay in float cannot be exported together",
-                    node=node,
-                    because=f"PyTorch's ONNX exporter writes two different functions named {function.name}",
-                    remedy="replace one of the operators, or cut the model between them",
-                )
+                because = f"PyTorch's ONNX exporter writes two different functions named {function.name}"
+                remedy = "replace one of the operators, or cut the model between them"
+                raise ExportError("operators that stay in float cannot be exported together", node=node, because=because, remedy=remedy)
         domains = {o.domain for o in self.opsets} | {""}
         self.opsets.extend(helper.make_opsetid(o.domain, o.version) for o in model.opset_import if o.domain not in domains)
         emitter.types.update({name: each.dtype if isinstance(each, TensorFact) else torch.int64 for name, each in outputs.items()})

@@ -74,12 +74,8 @@ class HorizonCall(Call):
         if self.stays(role):
             return value
         if axis is not None and integers.shape[axis] != scale.numel():
-            raise ExportError(
-                f"the weight scales of %{self.node.name} cannot be carried to the chip",
-                node=self.node,
-                because=self.uncarried,
-                remedy=self.remedy,
-            )
+            what = f"the weight scales of %{self.node.name} cannot be carried to the chip"
+            raise ExportError(what, node=self.node, because=self.uncarried, remedy=self.remedy)
         return self.on_grid(self.e, value, scale, integers.dtype, None if axis is None else channel_axis(integers, scale, axis, arrange))
 
     def as_convolution(self) -> bool:
@@ -287,11 +283,9 @@ class Connections:
         try:
             model = onnx.load(str(path))
         except Exception as error:
-            raise ExportError(
-                f"{path} cannot be read",
-                because="the names of a program's tensors are in the quantized model that the compiler writes into the same folder",
-                remedy="keep the folder that fxq.board.compile_horizon fills together",
-            ) from error
+            because = "the names of a program's tensors are in the quantized model that the compiler writes into the same folder"
+            remedy = "keep the folder that fxq.board.compile_horizon fills together"
+            raise ExportError(f"{path} cannot be read", because=because, remedy=remedy) from error
         self.values, self.last = values, last
         self.outputs = [output.name for output in model.graph.output]
         self.producers = {name: node for node in model.graph.node for name in node.output}

@@ -80,21 +80,17 @@ def read_metadata(model: onnx.ModelProto, path: Path) -> dict[str, Any]:
     """Return the properties of a model that was read from this path. Raises ExportError if fxquant did not write it."""
     properties = {entry.key.removeprefix(PREFIX): entry.value for entry in model.metadata_props if entry.key.startswith(PREFIX)}
     if "tensors" not in properties:
-        raise ExportError(
-            f"{path} was not written by fxquant",
-            because="its metadata has no entry fxquant.tensors",
-            remedy="pass a file written by fxq.export_onnx",
-        )
+        because = "its metadata has no entry fxquant.tensors"
+        remedy = "pass a file written by fxq.export_onnx"
+        raise ExportError(f"{path} was not written by fxquant", because=because, remedy=remedy)
     try:
         entries = {name: value if name in _PLAIN else json.loads(value) for name, value in properties.items()}
         _check(entries, model)
     except (Unusable, json.JSONDecodeError, RecursionError, OverflowError) as error:
         version = properties.get("version", "")
-        raise ExportError(
-            f"{path} has metadata that cannot be used",
-            because=str(error) + (f"; it was written by fxquant {version}, and this is {__version__}" if version != __version__ else ""),
-            remedy="export the model again with fxq.export_onnx",
-        ) from None
+        because = str(error) + (f"; it was written by fxquant {version}, and this is {__version__}" if version != __version__ else "")
+        remedy = "export the model again with fxq.export_onnx"
+        raise ExportError(f"{path} has metadata that cannot be used", because=because, remedy=remedy) from None
     return entries
 
 
@@ -203,11 +199,9 @@ def read_model(path: Path) -> onnx.ModelProto:
         _require(all(isinstance(text, str) for text in _texts(model)), "a name in it is not a text")
         return model
     except (OSError, DecodeError, Unusable) as error:
-        raise ExportError(
-            f"{path} cannot be read as ONNX",
-            because=str(error).splitlines()[0] or type(error).__name__,
-            remedy="pass a file written by fxq.export_onnx",
-        ) from None
+        because = str(error).splitlines()[0] or type(error).__name__
+        remedy = "pass a file written by fxq.export_onnx"
+        raise ExportError(f"{path} cannot be read as ONNX", because=because, remedy=remedy) from None
 
 
 def _texts(message: Any) -> Iterator[object]:
@@ -262,18 +256,14 @@ def with_layouts(model: onnx.ModelProto, layouts: Mapping[str, str] | None, sour
     for key, layout in (layouts or {}).items():
         name = key if key in inputs else called.get(key, key)
         if name not in inputs:
-            raise ConfigurationError(
-                f"layouts names {name!r}, which is not an input of the file",
-                because=f"its inputs are {', '.join(inputs)}",
-                remedy="use these names, or give others by input_names=",
-            )
+            because = f"its inputs are {', '.join(inputs)}"
+            remedy = "use these names, or give others by input_names="
+            raise ConfigurationError(f"layouts names {name!r}, which is not an input of the file", because=because, remedy=remedy)
         sizes = inputs[name].type.tensor_type.shape.dim
         if len(sizes) != len(layout):
-            raise ConfigurationError(
-                f"the input {name!r} cannot be {layout}",
-                because=f"it has {len(sizes)} dimensions",
-                remedy=f"leave it out of layouts: {layout} is of tensors with {len(layout)}",
-            )
+            because = f"it has {len(sizes)} dimensions"
+            remedy = f"leave it out of layouts: {layout} is of tensors with {len(layout)}"
+            raise ConfigurationError(f"the input {name!r} cannot be {layout}", because=because, remedy=remedy)
         if layout in CHANNELS_LAST:
             _permute(graph, inputs[name], layout)
             _describe(model, name, layout)

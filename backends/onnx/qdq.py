@@ -21,7 +21,7 @@ from fxquant.errors import ConfigurationError, ExportError
 from fxquant.ir.integer import Constant, Operation, QParams, Reference, operation, origin, qparams
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops import BY_NAME, Operator, Own
-from fxquant.ops.core.boundary import DEQUANTIZE, QUANTIZE
+from fxquant.ops.core.composite import DEQUANTIZE, QUANTIZE
 from fxquant.ops.core.form import INT16_OPSET, Call
 from fxquant.ops.movement.pad import pad
 from fxquant.primitives import PRIMITIVES, Primitive, Role, role_of, shape
@@ -48,18 +48,14 @@ class QdqWriter(Writer):
     def _check(self) -> None:
         for node in self.in_floats if self.io == "integer" else ():
             if node.op == "placeholder" or any(user.op == "output" or user.target is dequantize for user in node.users):
-                raise ConfigurationError(
-                    f"io='integer' cannot be used with opset={self.opset}",
-                    because=f"%{node.name} is int16, which QuantizeLinear and DequantizeLinear know since opset {INT16_OPSET}",
-                    remedy=f"export with opset={INT16_OPSET}, or with io='float'",
-                )
+                because = f"%{node.name} is int16, which QuantizeLinear and DequantizeLinear know since opset {INT16_OPSET}"
+                remedy = f"export with opset={INT16_OPSET}, or with io='float'"
+                raise ConfigurationError(f"io='integer' cannot be used with opset={self.opset}", because=because, remedy=remedy)
         missing = next((name for name in self.lowered if name not in self.operations), None)
         if missing is not None:
-            raise ExportError(
-                "this integer model cannot be written in style 'qdq'",
-                because=f"it does not say which operator %{missing} is the result of",
-                remedy="convert the prepared model again",
-            )
+            because = f"it does not say which operator %{missing} is the result of"
+            remedy = "convert the prepared model again"
+            raise ExportError("this integer model cannot be written in style 'qdq'", because=because, remedy=remedy)
 
     @property
     def in_floats(self) -> list[fx.Node]:
@@ -105,12 +101,9 @@ class QdqWriter(Writer):
             return value
         if described.dtype == "int32":  # the accumulator of a last layer is returned unchanged
             if self.io == "integer":
-                raise ExportError(
-                    "io='integer' cannot be used",
-                    node=node,
-                    because="its 32-bit output is a float in style 'qdq'",
-                    remedy="export with io='float', or with style='exact'",
-                )
+                because = "its 32-bit output is a float in style 'qdq'"
+                remedy = "export with io='float', or with style='exact'"
+                raise ExportError("io='integer' cannot be used", node=node, because=because, remedy=remedy)
             self.reals[node.name] = value
             self.tensors[node.name] = {"kind": "float"}
             return None

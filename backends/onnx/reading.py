@@ -28,11 +28,9 @@ def _of_any_file(function: Callable[Concatenate[OnnxModel, P], R]) -> Callable[C
         try:
             return function(opened, *args, **kwargs)
         except Exception as error:  # their errors have no common class
-            raise ExportError(
-                f"{opened.path} cannot be read as ONNX",
-                because=str(error).strip().split("\n")[0] or type(error).__name__,
-                remedy="export it again with fxq.export_onnx, and keep its .data file, if any, in the same folder",
-            ) from error
+            because = str(error).strip().split("\n")[0] or type(error).__name__
+            remedy = "export it again with fxq.export_onnx, and keep its .data file, if any, in the same folder"
+            raise ExportError(f"{opened.path} cannot be read as ONNX", because=because, remedy=remedy) from error
 
     return call
 

@@ -219,19 +219,15 @@ class Runner:
             expected, actual = self.sizes[name], list(value.shape)
             if len(expected) != len(actual) or any(size not in (None, own) for size, own in zip(expected, actual, strict=True)):
                 fixed = ["any" if size is None else size for size in expected]
-                raise ExportError(
-                    f"{self.name} cannot be run on this batch",
-                    because=f"its input {name!r} has the sizes {fixed}, and this one {actual}",
-                    remedy="pass batches of these sizes, or export without batch_size= a model whose batch is dynamic",
-                )
+                because = f"its input {name!r} has the sizes {fixed}, and this one {actual}"
+                remedy = "pass batches of these sizes, or export without batch_size= a model whose batch is dynamic"
+                raise ExportError(f"{self.name} cannot be run on this batch", because=because, remedy=remedy)
 
     def _failed(self, error: Exception) -> ExportError:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return ExportError(
-            f"{self.name} cannot be run",
-            because=f"{self.runtime} says: {reason}",
-            remedy="export it again with fxq.export_onnx, and keep its .data file, if any, in the same folder",
-        )
+        because = f"{self.runtime} says: {reason}"
+        remedy = "export it again with fxq.export_onnx, and keep its .data file, if any, in the same folder"
+        return ExportError(f"{self.name} cannot be run", because=because, remedy=remedy)
 
 
 def _with_values(model: onnx.ModelProto, expose: Sequence[str], feed: Sequence[str]) -> onnx.ModelProto:

@@ -24,8 +24,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fxquant.analysis.layers import HOST
-from fxquant.analysis.partition import Segment, grouped, segments
+from fxquant.analysis.layers import HOST, Segment, grouped, segments
 from fxquant.analysis.recording import returned
 from fxquant.backends.onnx.export import STYLES, build, check_arguments, save_models
 from fxquant.backends.onnx.metadata import read_metadata
@@ -148,11 +147,9 @@ def run_segments(
     directory = Path(folder)
     manifest = _read(directory / MANIFEST)
     if len(inputs) != len(manifest["inputs"]) or not all(isinstance(value, Tensor) for value in inputs):
-        raise ConfigurationError(
-            f"the segments in {directory} cannot be run with {len(inputs)} inputs",
-            because=f"the model takes {', '.join(manifest['inputs'])}",
-            remedy="pass a tensor for each, in this order",
-        )
+        because = f"the model takes {', '.join(manifest['inputs'])}"
+        remedy = "pass a tensor for each, in this order"
+        raise ConfigurationError(f"the segments in {directory} cannot be run with {len(inputs)} inputs", because=because, remedy=remedy)
     values = dict(zip(manifest["inputs"], inputs, strict=True))
     for entry in manifest["segments"]:
         if entry["file"] is None:

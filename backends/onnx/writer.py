@@ -183,11 +183,9 @@ def value_info(name: str, dtype: torch.dtype, shape: Sequence[Size]) -> onnx.Val
     """Return the type of a value; the batch is symbolic."""
     dims: list[int | str] = [str(size).replace("B", "batch") if isinstance(size, BatchDim) else size for size in shape]
     if dtype not in TYPES:
-        raise ExportError(
-            f"the value {name!r} cannot be written",
-            because=f"it is {str(dtype).removeprefix('torch.')}, which has no element type in ONNX that runtimes support",
-            remedy="convert it to another dtype in forward",
-        )
+        because = f"it is {str(dtype).removeprefix('torch.')}, which has no element type in ONNX that runtimes support"
+        remedy = "convert it to another dtype in forward"
+        raise ExportError(f"the value {name!r} cannot be written", because=because, remedy=remedy)
     return helper.make_tensor_value_info(name, TYPES[dtype], dims)
 
 
@@ -287,19 +285,15 @@ class Writer:
         """Return the shape and dtype of the integers that replace a float input (io="integer"); ExportError if they are not one tensor."""
         others = [user.name for user in node.users if user.target is not quantize]
         if others:
-            raise ExportError(
-                f"io='integer' cannot be used: the input {node.name!r} is also read in float",
-                node=node,
-                because=f"{', '.join('%' + other for other in others)} stays in float",
-                remedy="export with io='float'",
-            )
+            what = f"io='integer' cannot be used: the input {node.name!r} is also read in float"
+            because = f"{', '.join('%' + other for other in others)} stays in float"
+            remedy = "export with io='float'"
+            raise ExportError(what, node=node, because=because, remedy=remedy)
         if len(node.users) > 1:
-            raise ExportError(
-                f"io='integer' cannot be used: the input {node.name!r} is quantized on {len(node.users)} scales",
-                node=node,
-                because=f"{', '.join('%' + user.name for user in node.users)} are read by operators that limit it to different ranges",
-                remedy="export with io='float', or limit the input once, before anything else reads it",
-            )
+            what = f"io='integer' cannot be used: the input {node.name!r} is quantized on {len(node.users)} scales"
+            because = f"{', '.join('%' + user.name for user in node.users)} are read by operators that limit it to different ranges"
+            remedy = "export with io='float', or limit the input once, before anything else reads it"
+            raise ExportError(what, node=node, because=because, remedy=remedy)
         return fact(next(iter(node.users)))
 
     def _declare_input(self, name: str, input_fact: Any) -> None:
@@ -386,11 +380,9 @@ class Writer:
         """Return the ONNX graph with the user's names of outputs, and `inputs`, the names of all inputs by their names in the model."""
         results = returned(self.integer)
         if not results:
-            raise ExportError(
-                "what the model returns cannot be written",
-                because="it returns no tensor, and an ONNX file returns tensors alone",
-                remedy="return a tensor; numbers and None among the results are left out of the file",
-            )
+            because = "it returns no tensor, and an ONNX file returns tensors alone"
+            remedy = "return a tensor; numbers and None among the results are left out of the file"
+            raise ExportError("what the model returns cannot be written", because=because, remedy=remedy)
         names = _given(output_names, len(results), "output")
         by_node = {node: self._value(node) for node in dict.fromkeys(results)}
         values = [by_node[node][0] for node in results]

@@ -17,8 +17,7 @@ import fxquant as fxq
 from benchmarks.accuracy.floats import sqnr
 from benchmarks.board.networks import Network
 from fxquant.backends.horizon.compiled_program import Binary, CompiledCost
-from fxquant.backends.horizon.compiling import LOG
-from fxquant.backends.horizon.tool import Tool, failure
+from fxquant.backends.horizon.tool import LOG, Tool, failure
 
 LEVEL = "O2"  # of the compiler's optimization, for both
 VERIFIED = 2  # samples that the simulator computes

@@ -22,7 +22,7 @@ from benchmarks.fuzz.spelling import spell as _spell
 from benchmarks.fuzz.whole import whole_numbers
 from benchmarks.operators.spelling import INPUT, written_forms
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Operator
-from fxquant.ops.core.boundary import DEQUANTIZE, QUANTIZE, REQUANTIZE
+from fxquant.ops.core.composite import DEQUANTIZE, QUANTIZE, REQUANTIZE
 
 FLOAT = "float"  # the operator of what the table may not know
 UNWRITTEN = (  # made by passes, never written by a user

@@ -13,7 +13,7 @@ from benchmarks.operators.rows import FAMILIES
 from benchmarks.operators.spelling import HORIZON, NASH, PYTORCH, Row, Spelling, spelled
 from fxquant import backends
 from fxquant.ops import OPERATORS, Fixed, Operator, Own, Same, Trait
-from fxquant.ops.core.boundary import DEQUANTIZE, QUANTIZE
+from fxquant.ops.core.composite import DEQUANTIZE, QUANTIZE
 
 TARGETS = ("bayes-e", "nash-e", "bernoulli2", "x86")
 DTYPES = ("int8", "int16")

@@ -4,6 +4,6 @@
 read the result. `recording` alone reads the values of tensors: a `Form` runs a batch, and `verify`, `compare` and `record`
 read what it returns.
 
-`partition` assigns every operator to the first segment of its device after its operands; the primitives of one operator stay
+`layers.segments` assigns every operator to the first segment of its device after its operands; the primitives of one operator stay
 together.
 """

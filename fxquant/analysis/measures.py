@@ -19,7 +19,7 @@ from fxquant.ir.graph import Size, TensorFact, annotation, fact, is_parameter, r
 from fxquant.ir.integer import Operation, Reference, operation, qparams
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops import BY_NAME, FUNCTIONS, METHODS, MODULES, OPERATORS, Instead, Operator, Parameter, Trait
-from fxquant.ops.core.boundary import DEQUANTIZE
+from fxquant.ops.core.composite import DEQUANTIZE
 from fxquant.ops.core.record import operand_nodes
 from fxquant.ops.core.weighted import shape_of, sizes
 from fxquant.ops.elementwise.activation import clamp

@@ -88,17 +88,13 @@ def export_onnx(
         model, style = convert(model, kernels="reference"), "qdq" if style == "auto" else style
     elif isinstance(model, nn.Module) and not is_deployed(model):
         if style not in ("auto", "float") or io != "float":
-            raise ConfigurationError(
-                f"a float model cannot be written with style={style!r} and io={io!r}",
-                because="it has no integers",
-                remedy="leave both out, or pass what fxq.prepare or fxq.convert returns",
-            )
+            because = "it has no integers"
+            remedy = "leave both out, or pass what fxq.prepare or fxq.convert returns"
+            raise ConfigurationError(f"a float model cannot be written with style={style!r} and io={io!r}", because=because, remedy=remedy)
         if example_inputs is None and not is_traced(model):
-            raise ConfigurationError(
-                "a float model cannot be exported without example inputs",
-                because="they give its graph shapes and dtypes",
-                remedy="pass example_inputs=, or what fxq.convert returns if the integer model was meant",
-            )
+            because = "they give its graph shapes and dtypes"
+            remedy = "pass example_inputs=, or what fxq.convert returns if the integer model was meant"
+            raise ConfigurationError("a float model cannot be exported without example inputs", because=because, remedy=remedy)
         traced = trace(model, example_inputs)
         fixed = traced if batch_size is None else with_fixed_batch(traced, batch_size)
         return export_float(fixed, path, options)

@@ -73,11 +73,9 @@ def prepare(
     chosen, mapping = backends.get(target), _rules(qconfig)
     pipeline = with_own(PREPARE, options.passes or {})
     if until is not None and observations is not None:
-        raise ConfigurationError(
-            "observations cannot be used with until=",
-            because="observations give scales, which only a fully prepared graph has",
-            remedy="leave one of them out",
-        )
+        because = "observations give scales, which only a fully prepared graph has"
+        remedy = "leave one of them out"
+        raise ConfigurationError("observations cannot be used with until=", because=because, remedy=remedy)
     check_until(until, pipeline)
     dial = Dial.of(options)
     traced = trace(model, example_inputs, options=options)
@@ -184,11 +182,9 @@ def _require_float32(traced: fx.GraphModule) -> None:
     for input, dtype in inputs.items():
         if dtype in refused:
             name = str(dtype).removeprefix("torch.")
-            raise ConfigurationError(
-                f"a {name} model cannot be prepared",
-                because=f"its input {input} is {name}, and integers and scales are those of float32 tensors",
-                remedy="convert model and inputs first: model.float() and x.float()",
-            )
+            because = f"its input {input} is {name}, and integers and scales are those of float32 tensors"
+            remedy = "convert model and inputs first: model.float() and x.float()"
+            raise ConfigurationError(f"a {name} model cannot be prepared", because=because, remedy=remedy)
 
 
 @checked()

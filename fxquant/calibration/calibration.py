@@ -17,7 +17,7 @@ from fxquant.ir.graph import argument_name, by_name, source, stage_of
 from fxquant.ir.model import repeatable
 from fxquant.numerics.grids import is_scale
 from fxquant.ops import Trait
-from fxquant.ops.core.boundary import QUANTIZE
+from fxquant.ops.core.composite import QUANTIZE
 from fxquant.options import Options
 from fxquant.prepared.batches import first_batches, length, model_inputs, no_batches
 from fxquant.prepared.operators import QuantizedOperator, operand_quantizers, quantized_operators
@@ -35,16 +35,12 @@ def require_prepared(model: nn.Module) -> None:
     """Raise ConfigurationError if this is not a prepared model."""
     if not isinstance(model, fx.GraphModule) or stage_of(model) != "PREPARED":
         if isinstance(getattr(model, "module", None), fx.GraphModule):
-            raise ConfigurationError(
-                f"a {type(model).__name__} is not a prepared model",
-                because="it wraps one",
-                remedy="pass what it wraps, its attribute `module`",
-            )
-        raise ConfigurationError(
-            f"{type(model).__name__} is not a prepared model",
-            because="it was not returned by fxq.prepare, or its preparation was stopped early with until=",
-            remedy="call fxq.prepare(model, example_inputs, target=...) and pass its result",
-        )
+            because = "it wraps one"
+            remedy = "pass what it wraps, its attribute `module`"
+            raise ConfigurationError(f"a {type(model).__name__} is not a prepared model", because=because, remedy=remedy)
+        because = "it was not returned by fxq.prepare, or its preparation was stopped early with until="
+        remedy = "call fxq.prepare(model, example_inputs, target=...) and pass its result"
+        raise ConfigurationError(f"{type(model).__name__} is not a prepared model", because=because, remedy=remedy)
 
 
 @checked()
@@ -150,11 +146,9 @@ def select(operators: Mapping[str, QuantizedOperator], names: list[str]) -> list
             if node == name or operator.path == name or operator.path.startswith(name + ".")
         }
         if not matches:
-            raise ConfigurationError(
-                f"no operator belongs to {name!r}",
-                because=f"the operators are {', '.join(operators) if len(operators) <= 12 else ', '.join(list(operators)[:12]) + ', …'}",
-                remedy="pass a module path of the model, or a node name",
-            )
+            because = f"the operators are {', '.join(operators) if len(operators) <= 12 else ', '.join(list(operators)[:12]) + ', …'}"
+            remedy = "pass a module path of the model, or a node name"
+            raise ConfigurationError(f"no operator belongs to {name!r}", because=because, remedy=remedy)
         chosen.update(matches)
     return list(chosen.values())
 

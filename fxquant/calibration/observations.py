@@ -16,7 +16,7 @@ from fxquant.calibration.calibration import INTERMEDIATE, require_prepared
 from fxquant.errors import ConfigurationError, NotCalibrated
 from fxquant.ir.graph import fact, fused
 from fxquant.numerics.grids import EVERYTHING, Interval
-from fxquant.ops.core.boundary import QUANTIZE
+from fxquant.ops.core.composite import QUANTIZE
 from fxquant.prepared.channels import channels, exponents, multiply
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.observers import MinMaxObserver
@@ -157,11 +157,9 @@ def observations(prepared: nn.Module) -> Observations:
             }
             all_observed.append(Observed(places, dict(sorted(gathered.items()))))
     if not all_observed:
-        raise NotCalibrated(
-            "nothing was observed in this model",
-            because="no calibration batch has passed through it, or all of its scales were given, or are found at run time",
-            remedy="run fxq.calibrate(prepared, batches) first",
-        )
+        because = "no calibration batch has passed through it, or all of its scales were given, or are found at run time"
+        remedy = "run fxq.calibrate(prepared, batches) first"
+        raise NotCalibrated("nothing was observed in this model", because=because, remedy=remedy)
     return Observations(all_observed)
 
 

@@ -25,7 +25,7 @@ from fxquant.calibration.calibration import owned_quantizers, require_prepared, 
 from fxquant.compat.common import refused
 from fxquant.errors import ConfigurationError, NotCalibrated
 from fxquant.ir.graph import resolve
-from fxquant.ops.core.boundary import QUANTIZE
+from fxquant.ops.core.composite import QUANTIZE
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.spec import State
 from fxquant.support import logger

@@ -167,11 +167,9 @@ class Tables:
             return MissingImport(f"{self.shown(path)} has no {name}", because=row.served.because, remedy=row.served.remedy)
         if absent := self.absent(path):
             return MissingImport(f"{self.shown(path)} has no {name}", because=absent.because, remedy=absent.remedy)
-        return MissingImport(
-            f"{self.shown(path)} has no {name}",
-            because=f"the tables of {self.package} have no such name",
-            remedy=f"leave it out, or use fxquant's own functions; {self.package} lists what there is: dir() of its modules",
-        )
+        because = f"the tables of {self.package} have no such name"
+        remedy = f"leave it out, or use fxquant's own functions; {self.package} lists what there is: dir() of its modules"
+        return MissingImport(f"{self.shown(path)} has no {name}", because=because, remedy=remedy)
 
     def aliased(self, path: str) -> list[str]:
         """Return the toolkit's names of a module: below the aliases whose own path is the longest part of this one."""

@@ -19,9 +19,8 @@ from torch import Tensor, fx, nn
 from fxquant import backends
 from fxquant.analysis.recording import OUTPUTS, GraphForm, Wanted, returned
 from fxquant.api import calibrate, convert, prepare
-from fxquant.backends.horizon.compiling import LOG, compile_horizon
 from fxquant.backends.horizon.export import CENTRE, HB_MAPPER, LAYERS, HorizonOptions, export_horizon, nv12_of, refusals
-from fxquant.backends.horizon.tool import Tool
+from fxquant.backends.horizon.tool import LOG, Tool, compile_horizon
 from fxquant.conformance import board, manifest
 from fxquant.conformance.manifest import Case, Kit, ProbeProgram, Refusal, digest, packed
 from fxquant.conformance.rows import ROWS, SIZE, Row

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from fxquant import backends
 from fxquant.analysis.recording import QUANTIZED, Seen, Wanted, returned
 from fxquant.api import convert, load
-from fxquant.backends.horizon.simulated import SimulatedForm
+from fxquant.backends.horizon.compiled_program import SimulatedForm
 from fxquant.conformance import manifest
 from fxquant.conformance.board import UNKNOWN, integers
 from fxquant.conformance.manifest import Array, Case, Kit, ProbeProgram, packed, read_arrays, read_kit

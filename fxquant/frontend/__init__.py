@@ -5,7 +5,7 @@ numbers; if these runs disagree, the node's `fact` is None. Operations that forw
 trace, in a module next to the graph. Tensors that forward changes in train mode are detected by calling it once on copies (`state`).
 
 Gradient rules are in the graph. The tracer inserts a `detach` between a region without gradients and its readers, and a module
-(`numerics.gradient`) for a hook, a custom `torch.autograd.Function` or an in-place change without gradients. `gradients.mark` turns
+(`numerics.rounding`) for a hook, a custom `torch.autograd.Function` or an in-place change without gradients. `gradients.mark` turns
 detaches into annotations, which prevent no fusion and change no bits: a node that all its readers detach is computed under
 `torch.no_grad()`, and a fused operator detaches some of its arguments. If only some readers detach a tensor, an identity with its scale
 stays. The modules are identities until `gradients.attach` restores them between the operators of the prepared model, on dequantized
@@ -134,12 +134,10 @@ def _recorded(inputs: ExampleInputs, trace_at: _TraceAt, qconfigs: Mapping[str, 
     except TraceError as error:
         if error.__cause__ is None or inputs.batch is None or not _runs_at_one_size(inputs, trace_at):
             raise
-        raise TraceError(
-            f"the batch size of the example, {inputs.batch}, is written into forward",
-            at=error.at,
-            because=f"with that size forward runs; with another one this line fails: {error.because}",
-            remedy="write x.shape[0], or -1, in place of the number, or pass options=fxq.Options(dynamic_shapes={}) to fix the batch size",
-        ) from error.__cause__
+        what = f"the batch size of the example, {inputs.batch}, is written into forward"
+        because = f"with that size forward runs; with another one this line fails: {error.because}"
+        remedy = "write x.shape[0], or -1, in place of the number, or pass options=fxq.Options(dynamic_shapes={}) to fix the batch size"
+        raise TraceError(what, at=error.at, because=because, remedy=remedy) from error.__cause__
 
 
 def _runs_at_one_size(inputs: ExampleInputs, trace_at: _TraceAt) -> bool:

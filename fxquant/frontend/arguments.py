@@ -176,11 +176,9 @@ def _apart(one: tuple[View, ...] | None, other: tuple[View, ...] | None) -> bool
 
 
 def _refuse_shared() -> NoReturn:
-    refuse(
-        "a tensor is read after its memory was changed through a view",
-        because="a graph computes new tensors and changes none, so views do not follow an in-place operation",
-        remedy="replace the in-place operation by its out-of-place form (x = x + y), or clone() the tensor first",
-    )
+    because = "a graph computes new tensors and changes none, so views do not follow an in-place operation"
+    remedy = "replace the in-place operation by its out-of-place form (x = x + y), or clone() the tensor first"
+    refuse("a tensor is read after its memory was changed through a view", because=because, remedy=remedy)
 
 
 ATOMS = frozenset((
@@ -272,11 +270,9 @@ class Arguments:
             return self.convert(list(arg))
         if hasattr(arg, "item") and getattr(arg, "shape", None) == ():
             return self.convert(arg.item())
-        refuse(
-            f"an argument of type {type(arg).__name__} cannot be part of a graph",
-            because="graphs hold tensors, numbers, strings, None, dtypes, devices, and tuples, lists, dicts and slices of them",
-            remedy="pass such values to modules at construction, not to operators in forward",
-        )
+        because = "graphs hold tensors, numbers, strings, None, dtypes, devices, and tuples, lists, dicts and slices of them"
+        remedy = "pass such values to modules at construction, not to operators in forward"
+        refuse(f"an argument of type {type(arg).__name__} cannot be part of a graph", because=because, remedy=remedy)
 
 
 def is_tracked(args: Iterable[Any], recorded: dict[int, Any]) -> bool:

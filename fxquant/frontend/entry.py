@@ -202,22 +202,19 @@ def float_model(model: Any) -> nn.Module:
     if isinstance(eager, torch.jit.ScriptModule):
         refuse_scripted("the model")
     if is_unpacked(eager):
-        raise ConfigurationError(
-            "the model is the module of an ExportedProgram, not the program",
-            because="its graph has the guards of the example's sizes, and neither the lines nor the names of the model that was exported",
-            remedy="pass the ExportedProgram itself: what torch.export.export or torch.export.load returns, without .module() or unflatten",
-        )
+        because = "its graph has the guards of the example's sizes, and neither the lines nor the names of the model that was exported"
+        remedy = "pass the ExportedProgram itself: what torch.export.export or torch.export.load returns, without .module() or unflatten"
+        raise ConfigurationError("the model is the module of an ExportedProgram, not the program", because=because, remedy=remedy)
     for path, module in eager.named_modules():
         stage = stage_of(module)
         if stage is not None:
             _refuse_stage(path, stage, model_meta(module).get("target"))
         kind = type(module)
         if is_quantized_by_torch(kind):
-            raise ConfigurationError(
-                "the model is not a float model: torch.ao has prepared or converted it",
-                because=f"{_at(path)} is a {kind.__module__}.{kind.__qualname__}, which already observes or quantizes",
-                remedy="pass the original float nn.Module; QuantStub, DeQuantStub and FloatFunctional may stay in it",
-            )
+            what = "the model is not a float model: torch.ao has prepared or converted it"
+            because = f"{_at(path)} is a {kind.__module__}.{kind.__qualname__}, which already observes or quantizes"
+            remedy = "pass the original float nn.Module; QuantStub, DeQuantStub and FloatFunctional may stay in it"
+            raise ConfigurationError(what, because=because, remedy=remedy)
     return eager
 
 
@@ -231,12 +228,9 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 def refuse_scripted(what: str, at: str | None = None) -> NoReturn:
     """Raise the error for a module whose Python is gone."""
-    raise ConfigurationError(
-        f"{what} is a torch.jit.ScriptModule",
-        because="scripting and torch.jit.trace replace a module's Python, which fxquant traces, by a TorchScript program",
-        remedy="pass the module it was made from, with no scripted part",
-        at=at,
-    )
+    because = "scripting and torch.jit.trace replace a module's Python, which fxquant traces, by a TorchScript program"
+    remedy = "pass the module it was made from, with no scripted part"
+    raise ConfigurationError(f"{what} is a torch.jit.ScriptModule", at=at, because=because, remedy=remedy)
 
 
 def is_quantized_by_torch(kind: type) -> bool:
@@ -256,11 +250,9 @@ def _refuse_stage(path: str, stage: str, target: Any) -> NoReturn:
     kinds = {"PREPARED": prepared, "INTEGER": integer, "FUSED": integer}
     kind, going_on = kinds.get(stage, (f"a graph that was stopped at stage {stage}", ""))
     march = f" for {target.name}" if target is not None else ""
-    raise ConfigurationError(
-        f"{_at(path)} is not a float model, but {kind}",
-        because=f"it was compiled{march} already, and quantizing it twice would mix two arithmetics",
-        remedy="pass the float nn.Module it was made from, also for another target" + going_on,
-    )
+    because = f"it was compiled{march} already, and quantizing it twice would mix two arithmetics"
+    remedy = "pass the float nn.Module it was made from, also for another target" + going_on
+    raise ConfigurationError(f"{_at(path)} is not a float model, but {kind}", because=because, remedy=remedy)
 
 
 # ---- the batch sizes between which the facts of a traced graph hold --------------------------------------------------
@@ -304,12 +296,9 @@ def note_batch_limits(traced: fx.Graph, batch: int) -> None:
     limits = batch_limits(traced)
     beyond = limits.beyond(batch)
     if beyond is not None:
-        raise TraceError(
-            f"the batch size of the example, {batch}, is too {beyond[0]}",
-            node=beyond[2],
-            because=f"the size of what this line computes follows the batch evenly only {beyond[1]}",
-            remedy="trace with an example of such a size, or with options=fxq.Options(dynamic_shapes={}) to fix the batch size",
-        )
+        because = f"the size of what this line computes follows the batch evenly only {beyond[1]}"
+        remedy = "trace with an example of such a size, or with options=fxq.Options(dynamic_shapes={}) to fix the batch size"
+        raise TraceError(f"the batch size of the example, {batch}, is too {beyond[0]}", node=beyond[2], because=because, remedy=remedy)
     for node in traced.find_nodes(op="placeholder"):
         if limits.smallest > 1:
             notes(node)[SMALLEST] = limits.smallest
@@ -460,28 +449,21 @@ def _fact_at(node: fx.Node, batch_size: int) -> Any:
     try:
         return fx.node.map_aggregate(fact(node), fixed)
     except ValueError as error:
-        raise ConfigurationError(
-            f"batch_size={batch_size} cannot be used",
-            node=node,
-            because=f"here {error}",
-            remedy="pass a batch size that this line can divide",
-        ) from None
+        because = f"here {error}"
+        remedy = "pass a batch size that this line can divide"
+        raise ConfigurationError(f"batch_size={batch_size} cannot be used", node=node, because=because, remedy=remedy) from None
 
 
 def _check_batch(model: fx.GraphModule, batch_size: int) -> None:
     limits = noted_limits(model.graph)
     if not limits.smallest <= batch_size <= (limits.largest or batch_size):
-        raise ConfigurationError(
-            f"batch_size={batch_size} cannot be used",
-            because=f"the model slices its batch at a fixed index, and takes from {limits.smallest} to {limits.largest or 'any'} rows",
-            remedy="pass a batch size between these",
-        )
+        because = f"the model slices its batch at a fixed index, and takes from {limits.smallest} to {limits.largest or 'any'} rows"
+        remedy = "pass a batch size between these"
+        raise ConfigurationError(f"batch_size={batch_size} cannot be used", because=because, remedy=remedy)
     shapes = [node_fact.shape for node in model.graph.find_nodes(op="placeholder") if isinstance(node_fact := fact(node), TensorFact)]
     if not any(isinstance(size, BatchDim) for shape in shapes for size in shape):
         traced = next((shape[0] for shape in shapes if shape), batch_size)
         if traced != batch_size:
-            raise ConfigurationError(
-                f"batch_size={batch_size} cannot be used",
-                because=f"the model was traced with fixed sizes, and a batch of {traced}",
-                remedy=f"leave it out, or trace with an example of {batch_size} rows, or without the option dynamic_shapes={{}}",
-            )
+            because = f"the model was traced with fixed sizes, and a batch of {traced}"
+            remedy = f"leave it out, or trace with an example of {batch_size} rows, or without the option dynamic_shapes={{}}"
+            raise ConfigurationError(f"batch_size={batch_size} cannot be used", because=because, remedy=remedy)

@@ -135,11 +135,9 @@ class _Float(_AnswersLike):
 class _Range(_AnswersLike):
     def __call__(cls, *args: Any) -> Any:
         if any(isinstance(arg, BatchNumber) for arg in args):
-            refuse(
-                "a loop runs over the batch",
-                because="a graph has a fixed number of operations, and range() was given a number that depends on the batch size",
-                remedy="write the loop with whole tensors, or fix the batch size by options=fxq.Options(dynamic_shapes={})",
-            )
+            because = "a graph has a fixed number of operations, and range() was given a number that depends on the batch size"
+            remedy = "write the loop with whole tensors, or fix the batch size by options=fxq.Options(dynamic_shapes={})"
+            refuse("a loop runs over the batch", because=because, remedy=remedy)
         return builtins.range(*args)
 
 

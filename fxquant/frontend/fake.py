@@ -124,11 +124,9 @@ class Evaluator:
             return self._merge_tensors(a, b)
         if isinstance(a, (tuple, list)):
             if len(a) != len(b):
-                refuse(
-                    "the number of results depends on the batch size",
-                    because=f"an operator returned {len(a)} results at one batch size and {len(b)} at another",
-                    remedy="keep the batch dimension inside the tensors; do not split along it",
-                )
+                because = f"an operator returned {len(a)} results at one batch size and {len(b)} at another"
+                remedy = "keep the batch dimension inside the tensors; do not split along it"
+                refuse("the number of results depends on the batch size", because=because, remedy=remedy)
             return Sequenced(type(a), [self._merge(x, y) for x, y in zip(a, b, strict=True)])
         if isinstance(a, dict):
             return Sequenced(type(a), [self._merge(a[key], b[key]) for key in a], list(a))
@@ -141,11 +139,9 @@ class Evaluator:
 
     def _merge_tensors(self, a: torch.Tensor, b: torch.Tensor) -> Value:
         if a.dim() != b.dim() or a.dtype != b.dtype:
-            refuse(
-                "the rank or type of a tensor depends on the batch size",
-                because=f"an operator returned {a.dim()} dimensions of {a.dtype} at one batch size and {b.dim()} of {b.dtype} at another",
-                remedy="avoid squeeze() without a dimension, and conditions on the batch size",
-            )
+            because = f"an operator returned {a.dim()} dimensions of {a.dtype} at one batch size and {b.dim()} of {b.dtype} at another"
+            remedy = "avoid squeeze() without a dimension, and conditions on the batch size"
+            refuse("the rank or type of a tensor depends on the batch size", because=because, remedy=remedy)
         abstract = self.intern(a, b)
         return abstract if isinstance(a, FakeTensor) else Value(a, b, abstract)
 
@@ -302,11 +298,9 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 def refuse_data(name: str) -> NoReturn:
     """Raise the error for a function that asks a tensor for its content."""
     if calls_from("torch/distributions/"):
-        refuse(
-            "a distribution checks its arguments by their content",
-            because=f"{name} needs numbers that are known only when the graph runs",
-            remedy="pass validate_args=False to it, or call torch.distributions.Distribution.set_default_validate_args(False)",
-        )
+        because = f"{name} needs numbers that are known only when the graph runs"
+        remedy = "pass validate_args=False to it, or call torch.distributions.Distribution.set_default_validate_args(False)"
+        refuse("a distribution checks its arguments by their content", because=because, remedy=remedy)
     if name == "_pack_padded_sequence":
         refuse(
             "packed sequences cannot be traced",
@@ -329,8 +323,6 @@ def refuse_data(name: str) -> NoReturn:
 
 def refuse_batch_condition() -> NoReturn:
     """Raise the error of a branch that would go both ways."""
-    refuse(
-        "control flow depends on the batch size",
-        because="a condition is true at some batch sizes and false at others, and a graph has no branches",
-        remedy="make the condition independent of the batch, or trace with options=fxq.Options(dynamic_shapes={}) to fix the batch size",
-    )
+    because = "a condition is true at some batch sizes and false at others, and a graph has no branches"
+    remedy = "make the condition independent of the batch, or trace with options=fxq.Options(dynamic_shapes={}) to fix the batch size"
+    refuse("control flow depends on the batch size", because=because, remedy=remedy)

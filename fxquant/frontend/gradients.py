@@ -24,7 +24,7 @@ from fxquant.frontend.values import BatchNumber, TracedTensor, Value, active, is
 from fxquant.ir import graph
 from fxquant.ir.functional import stopped
 from fxquant.ir.graph import TensorFact
-from fxquant.numerics.gradient import CustomBackward, GradientHooks, GradientRule, Overwritten, Slot
+from fxquant.numerics.rounding import CustomBackward, GradientHooks, GradientRule, Overwritten, Slot
 
 _COPIES = frozenset(("clone", "view_as", "contiguous", "alias", "detach"))
 
@@ -159,17 +159,13 @@ def about_gradients(handler: Any, func: Any, args: Any, kwargs: Any) -> Any:
 def _register_hook(handler: Any, tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
     tensor = handler.memory.current(tensor)
     if not isinstance(tensor, TracedTensor):
-        refuse(
-            "forward registers a hook on a parameter or a buffer",
-            because="every call would add another hook to it",
-            remedy="register it once, outside of forward, on the parameter of the prepared model",
-        )
+        because = "every call would add another hook to it"
+        remedy = "register it once, outside of forward, on the parameter of the prepared model"
+        refuse("forward registers a hook on a parameter or a buffer", because=because, remedy=remedy)
     if any(isinstance(value, TracedTensor) for value in _captured(hook)):
-        refuse(
-            "a hook on a gradient reads a tensor that forward computes",
-            because="the hook is called in the backward pass, when the graph no longer holds that tensor for it",
-            remedy="write the function and its backward as a torch.autograd.Function, which saves the tensor in its context",
-        )
+        because = "the hook is called in the backward pass, when the graph no longer holds that tensor for it"
+        remedy = "write the function and its backward as a torch.autograd.Function, which saves the tensor in its context"
+        refuse("a hook on a gradient reads a tensor that forward computes", because=because, remedy=remedy)
     if any(isinstance(value, nn.Module) for value in _captured(hook)):
         name = getattr(hook, "__qualname__", type(hook).__name__)
         handler.warn(f"the hook {name} sees a copy of the module that registers it: what it stores there is not in your model")
@@ -250,11 +246,9 @@ def _recorded(handler: Any, cls: Any, usual: Callable[..., Any], args: tuple[Any
                 operands.append(arg)
             return slots[id(arg)]
         if type(arg) not in ATOMS and isinstance(arg, nn.Module | FunctionType | MethodType):
-            refuse(
-                f"the custom function {cls.__qualname__} is given a {type(arg).__name__}",
-                because="its backward would reach parameters of another copy of the model",
-                remedy="pass tensors and numbers to apply, or call the module in place of the function",
-            )
+            because = "its backward would reach parameters of another copy of the model"
+            remedy = "pass tensors and numbers to apply, or call the module in place of the function"
+            refuse(f"the custom function {cls.__qualname__} is given a {type(arg).__name__}", because=because, remedy=remedy)
         return arg
 
     arguments = tuple(tree_map(slot, arg) for arg in args)

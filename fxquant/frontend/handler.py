@@ -36,7 +36,7 @@ from fxquant.ir.carried import of_layer
 from fxquant.ir.functional import stub_of
 from fxquant.ir.graph import LEAF, spell
 from fxquant.ir.integer import Reference
-from fxquant.numerics.gradient import GradientRule
+from fxquant.numerics.rounding import GradientRule
 from fxquant.support import logger
 
 
@@ -125,11 +125,9 @@ class Handler:
         if not a:
             raise TypeError("iteration over a 0-d tensor")
         if a[0] != b[0]:
-            refuse(
-                "the model iterates over the batch",
-                because="a graph has a fixed number of operations, and the number of rows depends on the batch size",
-                remedy="write the loop with whole tensors, or fix the batch size by options=fxq.Options(dynamic_shapes={})",
-            )
+            because = "a graph has a fixed number of operations, and the number of rows depends on the batch size"
+            remedy = "write the loop with whole tensors, or fix the batch size by options=fxq.Options(dynamic_shapes={})"
+            refuse("the model iterates over the batch", because=because, remedy=remedy)
         return self.record("call_method", "unbind", torch.Tensor.unbind, (tensor, 0), {})
 
     def sizes(self, tensor: TracedTensor) -> tuple[Any, ...]:
@@ -242,11 +240,9 @@ class Handler:
 
     def _describe(self, node: fx.Node, fact: Any, path: str | None = None) -> None:
         if torch._C._is_any_autocast_enabled():
-            refuse(
-                "autocast is switched inside forward",
-                because="a graph has no place for autocast: the numbers would differ from the model's",
-                remedy="remove torch.autocast from forward, or convert explicitly with .to(dtype)",
-            )
+            because = "a graph has no place for autocast: the numbers would differ from the model's"
+            remedy = "remove torch.autocast from forward, or convert explicitly with .to(dtype)"
+            refuse("autocast is switched inside forward", because=because, remedy=remedy)
         graph.describe(node, fact, self.source() if self.locate else "", self.path if path is None else path)
         if share := self.random.dropped.get((graph.module_path(node), graph.source(node))):
             graph.drop_in_training(node, share)
@@ -310,11 +306,9 @@ class Handler:
     def _set_property(self, func: Any, args: Any) -> None:
         name = func.__self__.__name__
         if name not in ("requires_grad", "grad"):
-            refuse(
-                f"the model assigns to .{name} of a tensor",
-                because="a graph computes new tensors and changes none",
-                remedy="compute a new tensor instead of changing one",
-            )
+            because = "a graph computes new tensors and changes none"
+            remedy = "compute a new tensor instead of changing one"
+            refuse(f"the model assigns to .{name} of a tensor", because=because, remedy=remedy)
         if name == "requires_grad" and isinstance(args[0], TracedTensor):
             args[0].requires_grad_(args[1])
 
@@ -439,11 +433,10 @@ def leaf_rule(leaf: Leaves, model: nn.Module) -> LeafRule:
         there = one in modules if isinstance(one, str) else any(isinstance(module, one) for module in modules.values())
         if not there:
             near = difflib.get_close_matches(one, modules, n=1) if isinstance(one, str) else []
-            raise ConfigurationError(
-                f"leaf={one!r} names no module" if isinstance(one, str) else f"leaf={one.__name__} names no module",
-                because=f"the model has none {'at that path' if isinstance(one, str) else 'of that class'}",
-                remedy=f"did you mean {near[0]!r}?" if near else "its modules are what model.named_modules() lists",
-            )
+            what = f"leaf={one!r} names no module" if isinstance(one, str) else f"leaf={one.__name__} names no module"
+            because = f"the model has none {'at that path' if isinstance(one, str) else 'of that class'}"
+            remedy = f"did you mean {near[0]!r}?" if near else "its modules are what model.named_modules() lists"
+            raise ConfigurationError(what, because=because, remedy=remedy)
     names = {first[id(modules[one])] for one in leaves if isinstance(one, str)}
     kinds = tuple(one for one in leaves if isinstance(one, type))
     return lambda module, path: path in names or isinstance(module, kinds) or default_leaf(module, path)

@@ -136,11 +136,9 @@ def _bind(signature: list[list[Any]], args: tuple[Any, ...], kwargs: dict[str, A
         values = declared.bind(*args, **kwargs).arguments
     except TypeError as error:
         written = ", ".join(name for name, *_ in signature)
-        raise ConfigurationError(
-            "the arguments do not fit the model's forward",
-            because=f"{error}; it was traced as forward({written})",
-            remedy="call it like the float model; arguments that had their default value may be left out",
-        ) from None
+        because = f"{error}; it was traced as forward({written})"
+        remedy = "call it like the float model; arguments that had their default value may be left out"
+        raise ConfigurationError("the arguments do not fit the model's forward", because=because, remedy=remedy) from None
     for name, kind, optional, form in signature:
         if name in values:
             _take(name, form, values[name], inputs)
@@ -332,11 +330,9 @@ def _varies(path: str, dim: int, size: int, entry: Any) -> tuple[bool, str | Non
 
 
 def _refuse_several(which: list[str]) -> NoReturn:
-    raise ConfigurationError(
-        f"dynamic_shapes lets more than one size vary: {', '.join(which)}",
-        because="one size can vary, that of the batch, which all inputs that have it share",
-        remedy="mark only the batch, with the same Dim in each input; a prepared model for each of the other sizes",
-    )
+    because = "one size can vary, that of the batch, which all inputs that have it share"
+    remedy = "mark only the batch, with the same Dim in each input; a prepared model for each of the other sizes"
+    raise ConfigurationError(f"dynamic_shapes lets more than one size vary: {', '.join(which)}", because=because, remedy=remedy)
 
 
 def _refuse(because: str) -> NoReturn:
@@ -403,20 +399,16 @@ def bind_inputs(model: nn.Module, example_inputs: Any, dynamic_shapes: Any, comp
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
-        raise TraceError(
-            "the example inputs do not fit the model's forward",
-            because=str(error),
-            remedy="pass a tuple of positional arguments, or a dict of keyword arguments",
-        ) from error
+        because = str(error)
+        remedy = "pass a tuple of positional arguments, or a dict of keyword arguments"
+        raise TraceError("the example inputs do not fit the model's forward", because=because, remedy=remedy) from error
     by_path = {**dict(zip(_positional_names(model, len(args)), args, strict=True)), **kwargs}
     leaves, spec = pytree.tree_flatten((list(args), kwargs))
     names = [name for path, value in by_path.items() for name in _leaf_names(path, value)]
     if not any(name is not None for name in names):
-        raise ConfigurationError(
-            "the example inputs hold no tensor",
-            because="tensors among the inputs become the inputs of the graph",
-            remedy="pass at least one tensor, for example (torch.randn(1, 3, 224, 224),)",
-        )
+        because = "tensors among the inputs become the inputs of the graph"
+        remedy = "pass at least one tensor, for example (torch.randn(1, 3, 224, 224),)"
+        raise ConfigurationError("the example inputs hold no tensor", because=because, remedy=remedy)
     require_values(model, zip(names, leaves, strict=True), compared)
     written: list[str | None] = []
     for name in names:
@@ -430,11 +422,9 @@ def bind_inputs(model: nn.Module, example_inputs: Any, dynamic_shapes: Any, comp
     tensors = [(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
     batches = [leaf.shape[axis] for leaf, axis in tensors if axis is not None] or [leaf.shape[0] for leaf, _ in tensors[:1]]
     if 0 in batches:
-        raise ConfigurationError(
-            "the example inputs hold an empty batch",
-            because="the graph is compared with the model on them, and nothing would be compared",
-            remedy="pass at least one row, for example (torch.randn(1, 3, 224, 224),)",
-        )
+        because = "the graph is compared with the model on them, and nothing would be compared"
+        remedy = "pass at least one row, for example (torch.randn(1, 3, 224, 224),)"
+        raise ConfigurationError("the example inputs hold an empty batch", because=because, remedy=remedy)
     signature = signature_of(model, args, kwargs, iter(names))
     renamed = {new: old for new, old in zip(names, written, strict=True) if new is not None and old is not None and new != old}
     return ExampleInputs(leaves=tuple(leaves), names=tuple(names), spec=spec, axes=axes, signature=signature, renamed=renamed)
@@ -447,11 +437,9 @@ def _as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return tuple(example_inputs), {}
     if isinstance(example_inputs, dict) and all(isinstance(name, str) for name in example_inputs):
         return (), dict(example_inputs)
-    raise ConfigurationError(
-        f"example inputs of type {type(example_inputs).__name__} cannot be used",
-        because="forward is called with them",
-        remedy="pass a tuple of positional arguments, or a dict of keyword arguments",
-    )
+    because = "forward is called with them"
+    remedy = "pass a tuple of positional arguments, or a dict of keyword arguments"
+    raise ConfigurationError(f"example inputs of type {type(example_inputs).__name__} cannot be used", because=because, remedy=remedy)
 
 
 def _positional_names(model: nn.Module, count: int) -> list[str]:
@@ -495,30 +483,22 @@ def require_values(model: nn.Module, inputs: Iterable[tuple[str | None, Any]], c
             continue
         if value.is_nested or value.layout is not torch.strided:
             kind = "a nested" if value.is_nested else f"a {str(value.layout).removeprefix('torch.')}"
-            raise ConfigurationError(
-                f"the example input {name} is {kind} tensor",
-                because="the inputs of a graph are dense: every element is stored",
-                remedy="pad it with torch.nested.to_padded_tensor" if value.is_nested else "convert it with .to_dense()",
-            )
+            because = "the inputs of a graph are dense: every element is stored"
+            remedy = "pad it with torch.nested.to_padded_tensor" if value.is_nested else "convert it with .to_dense()"
+            raise ConfigurationError(f"the example input {name} is {kind} tensor", because=because, remedy=remedy)
         if value.is_meta and compared:
-            raise ConfigurationError(
-                f"the example input {name} has no values",
-                because="it is on the device meta, and the graph is compared with the model on the example inputs",
-                remedy="pass a tensor with values, of the device the model is on",
-            )
+            because = "it is on the device meta, and the graph is compared with the model on the example inputs"
+            remedy = "pass a tensor with values, of the device the model is on"
+            raise ConfigurationError(f"the example input {name} has no values", because=because, remedy=remedy)
     for name, parameter in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(parameter, UninitializedTensorMixin):
-            raise ConfigurationError(
-                f"the model's {name} has no shape yet",
-                because="it belongs to a lazy module, which learns its sizes from the first inputs",
-                remedy="call the model on the example inputs once",
-            )
+            because = "it belongs to a lazy module, which learns its sizes from the first inputs"
+            remedy = "call the model on the example inputs once"
+            raise ConfigurationError(f"the model's {name} has no shape yet", because=because, remedy=remedy)
         if parameter.is_meta:
-            raise ConfigurationError(
-                f"the model's {name} has no values",
-                because="it is on the device meta, and values become integers",
-                remedy='give the model memory with model.to_empty(device="cpu"), and load its parameters',
-            )
+            because = "it is on the device meta, and values become integers"
+            remedy = 'give the model memory with model.to_empty(device="cpu"), and load its parameters'
+            raise ConfigurationError(f"the model's {name} has no values", because=because, remedy=remedy)
 
 
 # ---- The check of a graph's inputs: what the graph was made for is computed, anything else is refused ----------------

@@ -66,11 +66,9 @@ def wrap(function: Any = None, *, fake: Callable[..., Any] | None = None) -> Any
         space = next(names for names in callers if not names.get("__name__", "").startswith("fxquant."))
         value = space.get(function, getattr(builtins, function, None))
         if not callable(value):
-            raise ConfigurationError(
-                f"the function {function!r} to wrap was not found",
-                because=f"the module {space.get('__name__')} has no global of that name yet",
-                remedy="call fxq.wrap after the function's definition or import, at the top level of the module",
-            )
+            because = f"the module {space.get('__name__')} has no global of that name yet"
+            remedy = "call fxq.wrap after the function's definition or import, at the top level of the module"
+            raise ConfigurationError(f"the function {function!r} to wrap was not found", because=because, remedy=remedy)
         wrapped = space[function] = value if isinstance(value, Wrapped) else Wrapped(value, fake, f"{space.get('__name__')}:{function}")
         return wrapped
     home, name = getattr(function, "__module__", None), getattr(function, "__qualname__", type(function).__name__)
@@ -176,11 +174,9 @@ def _template(evaluator: Evaluator, function: Any, args: Any, kwargs: Any, argum
         except Exception as raised:
             error = raised
     if len(templates) < 2:
-        refuse(
-            f"the result of {name} cannot be determined",
-            because=f"it is kept as Python, and on tensors of zeros, ones and arbitrary numbers it raises {type(error).__name__}: {error}",
-            remedy="describe its result by a function: fxq.wrap(…, fake=lambda x: x.new_empty(…))",
-        )
+        because = f"it is kept as Python, and on tensors of zeros, ones and arbitrary numbers it raises {type(error).__name__}: {error}"
+        remedy = "describe its result by a function: fxq.wrap(…, fake=lambda x: x.new_empty(…))"
+        refuse(f"the result of {name} cannot be determined", because=because, remedy=remedy)
     return functools.reduce(_agreed, templates)
 
 

@@ -23,7 +23,7 @@ from fxquant.ir.carried import SETTINGS, Carried
 from fxquant.ir.graph import Interpreter, TensorFact, attach, model_meta, own_names
 from fxquant.ir.integer import Reference
 from fxquant.ir.model import CALLS, CARRIED, FROZEN_BY_TRAIN, FROZEN_NORMS, KEPT_IN_EVAL, Model, free_name, replace_graph
-from fxquant.numerics.gradient import GradientRule
+from fxquant.numerics.rounding import GradientRule
 from fxquant.support import logger
 
 # ---- code that forward runs only in train mode: auxiliary heads, and outputs that a loss needs -----------------------
@@ -273,11 +273,9 @@ def _preservable(model: nn.Module, preserve: Sequence[str]) -> Sequence[str]:
                 else "pass names of attributes, methods or modules of the model",
             ) from None
         if not parents and last in own_names():
-            raise ConfigurationError(
-                f"preserve={name!r} cannot be kept",
-                because="a GraphModule already has an attribute of that name",
-                remedy="give yours another name",
-            )
+            because = "a GraphModule already has an attribute of that name"
+            remedy = "give yours another name"
+            raise ConfigurationError(f"preserve={name!r} cannot be kept", because=because, remedy=remedy)
     return preserve
 
 

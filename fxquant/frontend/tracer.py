@@ -19,12 +19,11 @@ from fxquant.frontend.environment import Snapshot, prepared_environment, raised_
 from fxquant.frontend.fake import Evaluator
 from fxquant.frontend.handler import Handler, LeafRule, ModuleCalls
 from fxquant.frontend.inputs import ExampleInputs
-from fxquant.frontend.selected import Selected
 from fxquant.frontend.state import NOTHING_MOVED, Draws, MovedState
-from fxquant.frontend.values import BatchNumber, TracedTensor, Unknown, refuse, tracing
+from fxquant.frontend.values import BatchNumber, Selected, TracedTensor, Unknown, refuse, tracing
 from fxquant.ir import graph
 from fxquant.ir.graph import BATCH_SIZES, BatchDim, TensorFact
-from fxquant.numerics.gradient import GradientRule
+from fxquant.numerics.rounding import GradientRule
 from fxquant.support import logger
 
 # ---- the result of a model -------------------------------------------------------------------------------------------
@@ -114,11 +113,9 @@ class Returned:
         """Return the attributes of an object that hold tensors, as a dict. Raises TraceError if there are none."""
         nest = self._attributes(output, _DEEPEST)
         if nest is None:
-            refuse(
-                f"forward returned a {type(output).__name__}",
-                because="a graph returns tensors, numbers, and tuples, lists and dicts of them, and this object holds none",
-                remedy="return a tuple or a dict, or wrap the model in a module whose forward does",
-            )
+            because = "a graph returns tensors, numbers, and tuples, lists and dicts of them, and this object holds none"
+            remedy = "return a tuple or a dict, or wrap the model in a module whose forward does"
+            refuse(f"forward returned a {type(output).__name__}", because=because, remedy=remedy)
         dropped = [name for name in getattr(output, "__dict__", {}) if name not in nest and not name.startswith("_")]
         without = f", without {', '.join(map(repr, dropped))}" if dropped else ""
         self._note(f"forward returned a {type(output).__name__}, whose tensors are returned as a dict of its attributes{without}")

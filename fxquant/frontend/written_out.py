@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxquant.frontend.selected import assign, select
-from fxquant.frontend.values import COMPARISONS, ON_TENSORS, UNARY, Functions, TracedTensor, active, python_name, refuse
+from fxquant.frontend.values import COMPARISONS, ON_TENSORS, UNARY, Functions, TracedTensor, active, assign, python_name, refuse, select
 from fxquant.ir import functional
 
 _END = 2**63 - 1  # how ATen says that a slice goes to the end
@@ -531,11 +530,9 @@ def _overload(func: torch._ops.OpOverload) -> Spelling:
 
 
 def _refuse_in_place(name: str) -> Spelling:
-    refuse(
-        f"the in-place operation {name} cannot be traced",
-        because="a graph computes new tensors and changes none, and this operation has no out-of-place form",
-        remedy="compute a new tensor instead of changing one",
-    )
+    because = "a graph computes new tensors and changes none, and this operation has no out-of-place form"
+    remedy = "compute a new tensor instead of changing one"
+    refuse(f"the in-place operation {name} cannot be traced", because=because, remedy=remedy)
 
 
 def _inplace_position(func: Any) -> int | None:

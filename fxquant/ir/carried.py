@@ -211,12 +211,10 @@ def refuse_changes(model: nn.Module, settings: Settings, name: str = "", value: 
     """Raise ConfigurationError if a setting has changed; with a name, if assigning the value to that attribute of the model changes one."""
     for path, attribute, before, now in _assigned(model, settings, name, value) if name else _changes(model, settings):
         where = f"{path}.{attribute}".strip(".")
-        raise ConfigurationError(
-            f"{where.removesuffix('.' + _CLASS)} is {now}, and was {before} when the model was prepared",
-            at=calling_line(),
-            because="the graph was made with the former value, and does not read it again",
-            remedy="change the float model and prepare it again; what was trained moves there by load_state_dict",
-        )
+        what = f"{where.removesuffix('.' + _CLASS)} is {now}, and was {before} when the model was prepared"
+        because = "the graph was made with the former value, and does not read it again"
+        remedy = "change the float model and prepare it again; what was trained moves there by load_state_dict"
+        raise ConfigurationError(what, at=calling_line(), because=because, remedy=remedy)
 
 
 def _assigned(model: nn.Module, settings: Settings, name: str, value: Any) -> Iterator[tuple[str, str, Any, Any]]:

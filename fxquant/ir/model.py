@@ -119,11 +119,9 @@ class Model(fx.GraphModule):
         """Move to another device; a change of the float dtype is refused before anything is changed."""
         dtype = fn(torch.empty(0, dtype=torch.float32, device="cpu")).dtype
         if dtype != torch.float32:
-            raise ConfigurationError(
-                f"the model cannot be converted to {dtype}",
-                because="its integers and scales are exact in float32, and would be rounded",
-                remedy="leave it in float32; torch.autocast around a call lets its float operators compute in another type",
-            )
+            because = "its integers and scales are exact in float32, and would be rounded"
+            remedy = "leave it in float32; torch.autocast around a call lets its float operators compute in another type"
+            raise ConfigurationError(f"the model cannot be converted to {dtype}", because=because, remedy=remedy)
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             result = fn(tensor)
@@ -165,11 +163,9 @@ class Model(fx.GraphModule):
         inputs = self.graph.find_nodes(op="placeholder")
         facts = [value for value in map(fact, inputs) if isinstance(value, TensorFact)]
         if not is_deployed(self) or len(facts) < len(inputs):
-            raise ExportError(
-                "torch.jit.script cannot make a program of this model",
-                because="it checks its inputs in Python",
-                remedy="use torch.jit.trace or torch.export.export; export_torchscript and export_pt2 of fxq.export also compare the bits",
-            )
+            because = "it checks its inputs in Python"
+            remedy = "use torch.jit.trace or torch.export.export; export_torchscript and export_pt2 of fxq.export also compare the bits"
+            raise ExportError("torch.jit.script cannot make a program of this model", because=because, remedy=remedy)
         zeros = tuple(torch.zeros(value.at(BATCH_SIZES[0]), dtype=value.dtype, device="cpu") for value in facts)
         traced: Any = torch.jit.trace(self, zeros, strict=False, check_trace=False)  # type: ignore[no-untyped-call]
         program, graph = nn.ModuleDict({"program": traced}), fx.Graph()
@@ -217,11 +213,9 @@ def _of_other_grids(model: torch.nn.Module, state_dict: dict[str, Any], prefix: 
 
 def no_program_of_prepared(by: str) -> ExportError:
     """Return the error for a function of PyTorch that is to make a program of a prepared model."""
-    return ExportError(
-        f"{by} cannot make a program of a prepared model",
-        because="it observes, trains and proves its integers in Python",
-        remedy="export what fxq.convert(prepared) returns: by fxq.export.export_torchscript, fxq.export.export_pt2 or fxq.export_onnx",
-    )
+    because = "it observes, trains and proves its integers in Python"
+    remedy = "export what fxq.convert(prepared) returns: by fxq.export.export_torchscript, fxq.export.export_pt2 or fxq.export_onnx"
+    return ExportError(f"{by} cannot make a program of a prepared model", because=because, remedy=remedy)
 
 
 def look_at_constants(model: Any) -> None:
@@ -234,11 +228,9 @@ def look_at_constants(model: Any) -> None:
 def _refuse_proxies(inputs: tuple[Any, ...]) -> None:
     """Raise ExportError if torch.fx traces the model: it computes with proxies of tensors."""
     if any(isinstance(value, fx.Proxy) for value in inputs):
-        raise ExportError(
-            "torch.fx cannot trace a prepared or an integer model",
-            because="it computes with the values of its inputs, in Python",
-            remedy="trace the float model; fxq.compare compares a model with it, and fxq.inspect.record reads tensors",
-        )
+        because = "it computes with the values of its inputs, in Python"
+        remedy = "trace the float model; fxq.compare compares a model with it, and fxq.inspect.record reads tensors"
+        raise ExportError("torch.fx cannot trace a prepared or an integer model", because=because, remedy=remedy)
 
 
 def _run_by(reference: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fxquant.errors import ConfigurationError
 from fxquant.ops import FUNCTIONS
 from fxquant.ops.core import custom
-from fxquant.ops.layers.deformable import deform_conv2d
+from fxquant.ops.layers.convolution import deform_conv2d
 from fxquant.ops.sampling.grid import warp
 
 
@@ -295,11 +295,9 @@ class SegmentLUT(nn.Module):
         registered = function in FUNCTIONS or function in _DECLARED
         called = name or str(getattr(function, "__name__", ""))
         if not registered and not called.isidentifier():
-            raise ConfigurationError(
-                "the table of a function without a name cannot be declared",
-                because=f"{called or type(function).__name__} is not a name, and a file identifies the function of a table by its name",
-                remedy='name it: SegmentLUT(function, name="…"), a different name for each function',
-            )
+            because = f"{called or type(function).__name__} is not a name, and a file identifies the function of a table by its name"
+            remedy = 'name it: SegmentLUT(function, name="…"), a different name for each function'
+            raise ConfigurationError("the table of a function without a name cannot be declared", because=because, remedy=remedy)
         if not registered:
             _DECLARED[function] = custom.unary(called, function)
         self.function = _DECLARED.get(function, function)

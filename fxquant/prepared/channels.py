@@ -19,8 +19,8 @@ from fxquant.ir.graph import TensorFact, fact, is_parameter, shape_of
 from fxquant.ops import Operator, Trait, operand_nodes
 from fxquant.ops.indexing.index import getitem
 from fxquant.ops.layers.linear import matmul
-from fxquant.ops.movement.join import cat
 from fxquant.ops.movement.pad import elements, margins_of, pad
+from fxquant.ops.movement.repeating import cat
 from fxquant.ops.movement.shape import channel_shuffle, numbers, permute, reshape
 from fxquant.prepared.operators import QuantizedOperator
 from fxquant.prepared.stage import quantized_operator

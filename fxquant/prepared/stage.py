@@ -15,7 +15,7 @@ from fxquant.ir.graph import TensorFact, annotation, fact, is_deployed, is_param
 from fxquant.ir.integer import QParams, kernel, kernel_results, qparams
 from fxquant.numerics.grids import PLAIN_TYPES, is_scale
 from fxquant.ops import Operator, Trait, on_grid_of, operator_of
-from fxquant.ops.core.boundary import DEQUANTIZE, QUANTIZE
+from fxquant.ops.core.composite import DEQUANTIZE, QUANTIZE
 from fxquant.ops.core.weighted import FUSED
 from fxquant.prepared.operators import QuantizedOperator
 from fxquant.primitives import PRIMITIVES, quantization

@@ -10,58 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.errors import CalibrationError, NotCalibrated, NotFinite
-from fxquant.numerics.grids import (
-    INT32,
-    SMALLEST_SCALE,
-    Grid,
-    IntType,
-    float32,
-    grid_from_range,
-    round_up_to_power_of_two,
-    scale_from_range,
-)
+from fxquant.numerics.grids import INT32, SMALLEST_SCALE, Grid, IntType, grid_from_range, round_up_to_power_of_two, scale_from_range
 from fxquant.quantization.learning import LSQ, LSQ_PLUS, METHODS, Remembered, TrainableScale, method_of
 from fxquant.quantization.observers.histogram import HistogramObserver, beside, many_at_ends, observe_together, on_step
-from fxquant.quantization.observers.ranges import Method, MinMaxObserver, MovingAverageMinMaxObserver, Observer, averaged, in_numbers
+from fxquant.quantization.observers.ranges import Method, MinMaxObserver, MovingAverageMinMaxObserver, Observer, follow_in_numbers, stays
 from fxquant.quantization.spec import FROZEN, STATISTICS
-
-FAR = 2.0  # times as far as a threshold
-
-
-def stays(threshold: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """Return whether a threshold stays where it is, as the end of the range falls from `before` to `after`."""
-    return (after.abs() < before.abs()) & (FAR * threshold.double().abs() < after.double().abs())
-
-
-def follow_in_numbers(value: Tensor, range: MinMaxObserver, scale: Tensor, batches_used: Tensor, high: int) -> bool:
-    """Update range and scale from a batch in Python numbers, rounded to float32 like tensors, which is faster for scalars.
-
-    The dtype is symmetric with the largest integer `high`. The range, the scale and the number of batches are changed in place. Return
-    whether the observer and the devices allow this; if not, nothing is changed.
-    """
-    if type(range) not in (MinMaxObserver, MovingAverageMinMaxObserver) or not value.numel():
-        return False
-    moved = (range.low, range.high, range.count, scale)
-    if not in_numbers(*moved):
-        return False
-    low, most = (float(end.float()) for end in torch.aminmax(value.detach()))
-    own_low, own_high, count, step = float(moved[0]), float(moved[1]), int(moved[2]), float(scale)
-    before = max(abs(own_low), abs(own_high))
-    if not (math.isfinite(low) and math.isfinite(most) and 0 < before < math.inf) or count == 0:
-        return False
-    if isinstance(range, MovingAverageMinMaxObserver):
-        constant = range.averaging_constant
-        low, most = (averaged(own, end, count + 1, constant) for own, end in ((own_low, low), (own_high, most)))
-    else:
-        low, most = min(own_low, low), max(own_high, most)
-    largest = max(abs(low), abs(most))
-    if not (largest < before and FAR * step * high < largest):  # `stays`
-        step = max(float32(step * float32(largest / before)), SMALLEST_SCALE)
-    if not math.isfinite(step):
-        return False
-    for buffer, number in zip((*moved, batches_used), (low, most, count + 1, step, count + 1), strict=True):
-        buffer.fill_(number)
-    return True
 
 
 class Quantizer(TrainableScale):
@@ -347,13 +300,10 @@ class Quantizer(TrainableScale):
         try:
             observe_together(observers, value, items)
         except ValueError as error:
-            raise CalibrationError(
-                f"the values of %{self.name} cannot be observed",
-                at=self.source,
-                module=self.module_path,
-                because=f"{error}; a scale computed from them would be meaningless",
-                remedy="look at the batch and at the layers before this one; what was observed earlier is kept",
-            ) from None
+            what = f"the values of %{self.name} cannot be observed"
+            because = f"{error}; a scale computed from them would be meaningless"
+            remedy = "look at the batch and at the layers before this one; what was observed earlier is kept"
+            raise CalibrationError(what, at=self.source, module=self.module_path, because=because, remedy=remedy) from None
 
     def set_scale(self, scale: float, zero_point: int | None = None) -> None:
         """Fix the scale at this value, and the zero point at this one or at its current value; they follow nothing any more."""
@@ -387,21 +337,14 @@ class Quantizer(TrainableScale):
     def require(self) -> None:
         """Raise NotCalibrated if the scale is unknown, and NotFinite if training has made it NaN or infinite."""
         if self.method is not None and self.calibrated and not bool(torch.isfinite(self.current())):
-            raise NotFinite(
-                f"the scale of %{self.name} is {float(self.current())}",
-                at=self.source,
-                module=self.module_path,
-                because=f"it is learned, and training has made its parameter `{next(iter(self.trained))}` NaN or infinite",
-                remedy="load the last checkpoint whose parameters are finite; then lower the learning rate or clip gradients",
-            )
+            what = f"the scale of %{self.name} is {float(self.current())}"
+            because = f"it is learned, and training has made its parameter `{next(iter(self.trained))}` NaN or infinite"
+            remedy = "load the last checkpoint whose parameters are finite; then lower the learning rate or clip gradients"
+            raise NotFinite(what, at=self.source, module=self.module_path, because=because, remedy=remedy)
         if not self.calibrated:
-            raise NotCalibrated(
-                f"%{self.name} has no scale yet",
-                at=self.source,
-                module=self.module_path,
-                because="no calibration batch has passed through it",
-                remedy="run fxq.calibrate(prepared, batches) first, or set its scale with fxq.set_qparams",
-            )
+            because = "no calibration batch has passed through it"
+            remedy = "run fxq.calibrate(prepared, batches) first, or set its scale with fxq.set_qparams"
+            raise NotCalibrated(f"%{self.name} has no scale yet", at=self.source, module=self.module_path, because=because, remedy=remedy)
 
     def extra_repr(self) -> str:
         zero_point = f", zero_point={self.grid.zero_point}" if self.dtype.affine else ""

@@ -111,25 +111,20 @@ class ActivationConfig:
         _check_training(self.training, (STATISTICS, LEARNED, LSQ_PLUS, PACT, TQT, FROZEN), "an activation's scale")
         self._take_fixed_scale()
         if self.scale is not None and self.threshold is not None:
-            raise ConfigurationError(
-                f"scale={self.scale:g} and threshold={self.threshold:g} are both given",
-                because="a threshold also defines the scale: it is the float value of the largest integer",
-                remedy="pass one of them",
-            )
+            what = f"scale={self.scale:g} and threshold={self.threshold:g} are both given"
+            because = "a threshold also defines the scale: it is the float value of the largest integer"
+            remedy = "pass one of them"
+            raise ConfigurationError(what, because=because, remedy=remedy)
         if self.dtype == "int32" and (self.scale, self.threshold) != (None, None):
-            raise ConfigurationError(
-                "an int32 output has no scale to give",
-                because="it is the accumulator itself, on the scale of its weight times that of its input",
-                remedy="leave scale and threshold out, or ask for int8 or int16",
-            )
+            because = "it is the accumulator itself, on the scale of its weight times that of its input"
+            remedy = "leave scale and threshold out, or ask for int8 or int16"
+            raise ConfigurationError("an int32 output has no scale to give", because=because, remedy=remedy)
         self._check_zero_point()
         for name, value in (("scale", self.scale), ("threshold", self.threshold)):
             if value is not None and not is_scale(value if name == "scale" else scale_from_threshold(value, self.type)):
-                raise ConfigurationError(
-                    f"{name}={value} is not usable",
-                    because="a scale is a float32 number, which lies between 2^-126 (1.2e-38) and 3.4e38",
-                    remedy=f"pass a {name} that is of the size of the tensor's values",
-                )
+                because = "a scale is a float32 number, which lies between 2^-126 (1.2e-38) and 3.4e38"
+                remedy = f"pass a {name} that is of the size of the tensor's values"
+                raise ConfigurationError(f"{name}={value} is not usable", because=because, remedy=remedy)
 
     def _take_fixed_scale(self) -> None:
         """Set the scale or the threshold from a FixedScaleObserver; raise ConfigurationError if the config has another one as well."""
@@ -147,23 +142,18 @@ class ActivationConfig:
         if self.zero_point is None:
             return
         if self.dtype is None or not self.type.affine:
-            raise ConfigurationError(
-                f"zero_point={self.zero_point} is given for {self.dtype or 'the default dtype of the target'}",
-                because="only integers of uint8 have a zero point; those of other dtypes are symmetric",
-                remedy='pass dtype="uint8" with it, or leave it out',
-            )
+            what = f"zero_point={self.zero_point} is given for {self.dtype or 'the default dtype of the target'}"
+            because = "only integers of uint8 have a zero point; those of other dtypes are symmetric"
+            remedy = 'pass dtype="uint8" with it, or leave it out'
+            raise ConfigurationError(what, because=because, remedy=remedy)
         if self.scale is None:
-            raise ConfigurationError(
-                f"zero_point={self.zero_point} is given without a scale",
-                because="both are observed, or both are fixed",
-                remedy="pass scale=… as well, or leave it out",
-            )
+            because = "both are observed, or both are fixed"
+            remedy = "pass scale=… as well, or leave it out"
+            raise ConfigurationError(f"zero_point={self.zero_point} is given without a scale", because=because, remedy=remedy)
         if not self.type.low <= self.zero_point <= self.type.high:
-            raise ConfigurationError(
-                f"zero_point={self.zero_point} is not usable",
-                because=f"it is one of the integers of {self.dtype}, {self.type.low} to {self.type.high}",
-                remedy="pass one of these",
-            )
+            because = f"it is one of the integers of {self.dtype}, {self.type.low} to {self.type.high}"
+            remedy = "pass one of these"
+            raise ConfigurationError(f"zero_point={self.zero_point} is not usable", because=because, remedy=remedy)
 
     @property
     def type(self) -> IntType:
@@ -265,11 +255,9 @@ def _check(dtype: str, dtypes: Any, what: str) -> None:
 
 def _check_training(training: str, methods: tuple[str, ...], what: str) -> None:
     if training not in methods:
-        raise ConfigurationError(
-            f"training={training!r} is unknown",
-            because=f"{what} is, in training, {' or '.join(map(repr, methods))}",
-            remedy="pass one of these",
-        )
+        because = f"{what} is, in training, {' or '.join(map(repr, methods))}"
+        remedy = "pass one of these"
+        raise ConfigurationError(f"training={training!r} is unknown", because=because, remedy=remedy)
 
 
 OUTPUT = instance("an ActivationConfig, as in QConfig(output=ActivationConfig('int8'))", ActivationConfig)
@@ -298,17 +286,14 @@ class QConfig:
         if not self.dynamic:
             return
         if self.output != ActivationConfig() or self.input is not None:
-            raise ConfigurationError(
-                f"a dynamic QConfig is given {'an input' if self.input is not None else 'an output'}",
-                because="its layers find the grid of their input at run time, and their outputs are float",
-                remedy="leave it out, or leave out dynamic=True",
-            )
+            what = f"a dynamic QConfig is given {'an input' if self.input is not None else 'an output'}"
+            because = "its layers find the grid of their input at run time, and their outputs are float"
+            remedy = "leave it out, or leave out dynamic=True"
+            raise ConfigurationError(what, because=because, remedy=remedy)
         if self.weight.type.bits > 8:
-            raise ConfigurationError(
-                f"a dynamic QConfig has {self.weight.dtype} weights",
-                because="its products are of 8-bit integers",
-                remedy="pass a WeightConfig of int8 or int4",
-            )
+            because = "its products are of 8-bit integers"
+            remedy = "pass a WeightConfig of int8 or int4"
+            raise ConfigurationError(f"a dynamic QConfig has {self.weight.dtype} weights", because=because, remedy=remedy)
 
     def resolved(self, default: str) -> QConfig:
         """Return this config, with the dtype `default` for activations without a dtype."""

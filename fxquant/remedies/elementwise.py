@@ -10,7 +10,7 @@ from torch import fx
 from torch.nn import functional as F
 
 from fxquant.ir.graph import fact, is_parameter, shape_of
-from fxquant.ops.core.boundary import REQUANTIZE
+from fxquant.ops.core.composite import REQUANTIZE
 from fxquant.ops.core.declare import are_fixed, known_sizes
 from fxquant.ops.core.parameters import channel_weight
 from fxquant.ops.core.record import BY_NAME
@@ -19,9 +19,8 @@ from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.layers.convolution import conv2d, conv_transpose2d
-from fxquant.ops.movement.join import cat
 from fxquant.ops.movement.pad import OUTSIDE, margins_of
-from fxquant.ops.movement.repeating import expand
+from fxquant.ops.movement.repeating import cat, expand
 from fxquant.ops.movement.shape import identity, numbers, reshape
 from fxquant.ops.pooling.pool import avg_pool1d, avg_pool2d
 from fxquant.ops.reduction.extremum import maximum

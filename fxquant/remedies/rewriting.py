@@ -35,7 +35,7 @@ from fxquant.ops.core.record import demand, shares
 from fxquant.ops.core.weighted import FUSED
 from fxquant.ops.indexing.index import WHOLE, getitem
 from fxquant.ops.layers.linear import linear
-from fxquant.ops.movement.join import cat
+from fxquant.ops.movement.repeating import cat
 from fxquant.target import Target
 
 Remedy = Callable[["Rewriting"], fx.Node | None]

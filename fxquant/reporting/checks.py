@@ -18,7 +18,7 @@ from fxquant.errors import Interrupted
 from fxquant.frontend import trace
 from fxquant.ir.graph import annotation, is_parameter, module_path, stage_of, unfused
 from fxquant.ops import BY_NAME, Trait
-from fxquant.ops.movement.join import cat
+from fxquant.ops.movement.repeating import cat
 from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.batches import as_batches, first_batches, length, no_batches
 from fxquant.prepared.stage import quantized_operator

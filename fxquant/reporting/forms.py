@@ -387,7 +387,7 @@ def _simulated(left: GraphForm, path: Path, report: Report) -> Form:
         because = "programs are fed the integers of an integer model"
         remedy = "pass fxq.convert(prepared)"
         raise ConfigurationError("a prepared model cannot be verified against a BPU program", because=because, remedy=remedy)
-    from fxquant.backends.horizon.simulated import SimulatedForm
+    from fxquant.backends.horizon.compiled_program import SimulatedForm
 
     form = SimulatedForm(path, left.model)
     report.given, report.unseen = form.fed, report.unseen | form.unseen

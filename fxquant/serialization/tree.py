@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxquant.numerics.gradient import GradientRule
 from fxquant.numerics.grids import ACTIVATION_TYPES, WEIGHT_TYPES, Interval
-from fxquant.numerics.rounding import Rounding
+from fxquant.numerics.rounding import GradientRule, Rounding
 from fxquant.ops import BY_NAME, Operator
 from fxquant.prepared.operators import QuantizedOperator, Quantizers
 from fxquant.primitives.arithmetic import Arithmetic
@@ -311,25 +310,17 @@ class TreeReader:
         plain = _fields(arguments.__getitem__, QUANTIZER_FIELDS)
         if plain["mode"] not in MODES:
             raise Malformed("a Quantizer has an unknown training mode")
-        observer, range = self._module(arguments["observer"]), self._module(arguments["range"])
-        if not isinstance(range, MinMaxObserver if observer is not None else NoneType):
-            raise Malformed("the range of a Quantizer is not a range")
-        if not isinstance(observer, Observer | None):
-            raise Malformed("the observer of a Quantizer is not an observer")
+        observer = self._module(arguments["observer"], Observer | None)
+        self._module(arguments["range"], NoneType if observer is None else MinMaxObserver)
         quantizer = Quantizer(look_up(ACTIVATION_TYPES, arguments["dtype"], "dtype"), observer, training=plain["mode"])
         for name, value in plain.items():
             setattr(quantizer, name, value)
         return quantizer
 
     def _weight_quantizer(self, arguments: dict[str, Any]) -> WeightQuantizer:
-        learned, rounding = self._module(arguments["learned"]), self._module(arguments["rounding"])
-        correction, coverage = (self._module(arguments.get(name)) for name in ("correction", "coverage"))
-        if not isinstance(learned, WeightScale | None) or not isinstance(rounding, Rounding):
-            raise Malformed("the scale or the rounding of a WeightQuantizer has a wrong type")
-        if not isinstance(correction, BiasCorrection | None):
-            raise Malformed("the correction of a WeightQuantizer has a wrong type")
-        if not isinstance(coverage, Coverage | None):
-            raise Malformed("the coverage of a WeightQuantizer has a wrong type")
+        learned, rounding = self._module(arguments["learned"], WeightScale | None), self._module(arguments["rounding"], Rounding)
+        correction = self._module(arguments.get("correction"), BiasCorrection | None)
+        coverage = self._module(arguments.get("coverage"), Coverage | None)
         dtype, plain = look_up(WEIGHT_TYPES, arguments["dtype"], "dtype"), _fields(arguments.__getitem__, WEIGHT_FIELDS)
         quantizer = WeightQuantizer(dtype, **plain, learned=learned, rounding=rounding)
         quantizer.correction, quantizer.coverage = correction, coverage
@@ -354,16 +345,13 @@ class TreeReader:
     def _operator(self, arguments: dict[str, Any]) -> QuantizedOperator:
         plain = _fields(arguments.__getitem__, OPERATOR_FIELDS)
         operator = BY_NAME.get(expect(arguments["operator"], str))
-        output = self._as_quantizer(arguments["output"])
-        weight_quantizer, factors = self._module(arguments["weight_quantizer"]), self._module(arguments["factors"])
+        output = self._module(arguments["output"], Quantizer | None)
+        weight_quantizer = self._module(arguments["weight_quantizer"], WeightQuantizer)
+        factors = self._module(arguments["factors"], ChannelFactors | None)
         if operator is None or self.arithmetic is None or (output is None and plain["owns_output"]):
             raise Malformed("a QuantizedOperator has no operator, no target or no output")
-        if not isinstance(weight_quantizer, WeightQuantizer):
-            raise Malformed(f"a {type(weight_quantizer).__name__} is in the place of a WeightQuantizer")
-        if not isinstance(factors, ChannelFactors | None):
-            raise Malformed(f"a {type(factors).__name__} is in the place of ChannelFactors")
         inputs = {name: self._inputs(value) for name, value in expect(arguments["inputs"], dict).items()}
-        intermediate, observed = self._as_quantizer(arguments["intermediate"]), _interval(arguments["observed"])
+        intermediate, observed = self._module(arguments["intermediate"], Quantizer | None), _interval(arguments["observed"])
         quantizers = Quantizers(inputs, output, plain["owns_output"], intermediate, weight_quantizer, factors, observed)
         name, path, live = (plain[key] for key in ("name", "path", "live_batch_norm"))
         detached = _detached(arguments.get("detached", []), operator)
@@ -372,20 +360,18 @@ class TreeReader:
         return module
 
     def _inputs(self, value: Any) -> Any:
-        return [self._as_quantizer(item) for item in value] if isinstance(value, list) else self._as_quantizer(value)
+        several = value if isinstance(value, list) else [value]
+        modules = [self._module(item, Quantizer | None) for item in several]
+        return modules if isinstance(value, list) else modules[0]
 
-    def _as_quantizer(self, place: Any) -> Quantizer | None:
-        module = self._module(place)
-        if not isinstance(module, Quantizer | None):
-            raise Malformed(f"a {type(module).__name__} is in the place of a Quantizer")
-        return module
-
-    def _module(self, place: int | None) -> nn.Module | None:
-        if place is None:
-            return None
-        if not 0 <= expect(place, int) < len(self._modules):
+    def _module(self, place: int | None, kind: Any = nn.Module | None) -> Any:
+        """Return the module at a place, None without one, which has to be of this class, or one of these."""
+        if place is not None and not 0 <= expect(place, int) < len(self._modules):
             raise Malformed(f"module {place} does not precede the one that refers to it")
-        return self._modules[place]
+        module = None if place is None else self._modules[place]
+        if not isinstance(module, kind):
+            raise Malformed(f"a {type(module).__name__} is in the place of a {getattr(kind, '__args__', (kind,))[0].__name__}")
+        return module
 
     def _tensor(self, name: Any) -> Tensor | None:
         tensor: Tensor | None = None if name is None else look_up(self._tensors, name, "tensor")

@@ -95,11 +95,9 @@ def accepted(called: str, name: str, value: Any, kind: Kind) -> Any:
     try:
         return kind.take(value)
     except (TypeError, ValueError, OSError) as error:
-        raise ConfigurationError(
-            f"{name}={shown(value)} is not usable",
-            because=f"{called} takes {kind.right}" + (f"; {error}" if str(error) else ""),
-            remedy=f"pass it instead of this {type(value).__name__}",
-        ) from error.__cause__
+        because = f"{called} takes {kind.right}" + (f"; {error}" if str(error) else "")
+        remedy = f"pass it instead of this {type(value).__name__}"
+        raise ConfigurationError(f"{name}={shown(value)} is not usable", because=because, remedy=remedy) from error.__cause__
 
 
 def _public(record: type) -> str:
@@ -121,11 +119,9 @@ def _wrong_call(called: str, signature: inspect.Signature, arguments: Mapping[st
     }
     asked = unknown and OF_OTHERS.get(unknown[0])
     near = [asked] if asked in names else difflib.get_close_matches(unknown[0], [*names, *inside], n=1) if unknown else []
-    return ConfigurationError(
-        f"{called} cannot be called like this: {error}",
-        because=f"its arguments are {', '.join(names) or 'none'}",
-        remedy=f"did you mean {inside.get(near[0], repr(near[0]))}?" if near else "pass these",
-    )
+    because = f"its arguments are {', '.join(names) or 'none'}"
+    remedy = f"did you mean {inside.get(near[0], repr(near[0]))}?" if near else "pass these"
+    return ConfigurationError(f"{called} cannot be called like this: {error}", because=because, remedy=remedy)
 
 
 def shown(value: Any) -> str:

@@ -22,7 +22,7 @@ from fxquant.ir.graph import annotation, is_inner_part, matched_rules, module_pa
 from fxquant.ir.model import autocast_off
 from fxquant.numerics.grids import ACTIVATION_TYPES, UINT8, WEIGHT_TYPES
 from fxquant.ops import Own, Trait
-from fxquant.ops.core.boundary import QUANTIZE
+from fxquant.ops.core.composite import QUANTIZE
 from fxquant.passes.rewriting import decide
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.prepared.stage import quantized_operator

@@ -26,7 +26,7 @@ from fxquant.ir.graph import by_name, reads_shape_only
 from fxquant.ir.model import autocast_off
 from fxquant.lowering.eager import constants_kept
 from fxquant.ops import carried
-from fxquant.ops.core.boundary import DEQUANTIZE, QUANTIZE
+from fxquant.ops.core.composite import DEQUANTIZE, QUANTIZE
 from fxquant.prepared.stage import record_of
 from fxquant.quantization.spec import State
 from fxquant.support import logger

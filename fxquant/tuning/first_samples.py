@@ -24,7 +24,7 @@ import fxquant.calibration.distributed as ranks
 from fxquant.analysis.recording import Seen, still
 from fxquant.calibration.calibration import WIDE, owned_quantizers
 from fxquant.ir.model import SAMPLES, autocast_off, repeatable
-from fxquant.ops.core.boundary import QUANTIZE
+from fxquant.ops.core.composite import QUANTIZE
 from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.observers import Observer

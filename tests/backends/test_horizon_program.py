@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from benchmarks.vendor import install
-from fxquant.backends.horizon import compiling
+from fxquant.backends.horizon import tool as compiling
 from fxquant.backends.horizon.export import refusals
 from fxquant.backends.horizon.tool import STEPS
 from fxquant.backends.onnx.horizon import fixed_shape

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.ir.graph import part
 from fxquant.ir.integer import qparams
-from fxquant.ops.normalization.layer_norm import COARSE
+from fxquant.ops.normalization.channels import COARSE
 from tests.shared import contract, oracle
 from tests.shared.contract import compiled
 from tests.shared.oracle import Grid, Rules

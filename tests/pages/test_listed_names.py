@@ -20,8 +20,8 @@ APART = "fxquant.compat"  # tables of other libraries' names
 # Words of another vocabulary, which are names of operators or primitives, too: a module, and the first word of a collection in it.
 WORDS = {
     # methods of tensors and functions of PyTorch, in graphs that are not canonical yet
-    ("fxquant.frontend.selected", "add"),
-    ("fxquant.frontend.selected", "lt"),
+    ("fxquant.frontend.values", "add"),
+    ("fxquant.frontend.values", "lt"),
     ("fxquant.frontend.written_out", "batch_norm"),
     ("fxquant.frontend.written_out", "div"),
     ("fxquant.frontend.written_out", "narrow"),
@@ -41,7 +41,7 @@ WORDS = {
     # words for an argument of a primitive, where it is declared, and in C: `relation`, `operation`
     ("fxquant.primitives.comparison", "eq"),
     ("fxquant.primitives.whole", "add"),
-    ("fxquant.backends.c.elementwise_forms", "eq"),
+    ("fxquant.backends.c.forms", "eq"),
     # keywords of a layer's function for what is fused into it
     ("fxquant.ops.core.weighted", "batch_norm"),
     # an arithmetic's own primitives

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxquant as fxq
-from fxquant.ops.core.boundary import QUANTIZE
+from fxquant.ops.core.composite import QUANTIZE
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.observers import MinMaxObserver
 from fxquant.quantization.observers.ranges import Method

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from fxquant.ir.graph import dropped_in_training
 from fxquant.ops.attention.hiding import HIDDEN, Hiding
-from fxquant.ops.attention.masking import added, is_scores, kept, may_hide, parts_of, repeated, shares, terms_of, with_empty_rows
+from fxquant.ops.attention.softmax import added, is_scores, kept, may_hide, parts_of, repeated, shares, terms_of, with_empty_rows
 from fxquant.ops.core.operators import OPERATORS, WIDE, Builder, TensorFact, composite, fact, is_parameter, taking
 from fxquant.ops.core.record import Parameter, calls
 from fxquant.ops.core.samples import ATTENDED, HEADS, sampled

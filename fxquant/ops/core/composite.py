@@ -1,4 +1,4 @@
-"""Expansion of composite operators into others: `Builder`, the first argument of `expand`."""
+"""Operators that are not the user's: the parts of composites, by `Builder`, the first argument of `expand`, and quantize to requantize."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from torch import Tensor, fx
 
 from fxquant.ir import graph
 from fxquant.ir.graph import TensorFact, fact, inherit, is_parameter, mark_parameter, part, set_fact, state_demand
-from fxquant.ops.core.boundary import requantize
-from fxquant.ops.core.record import BY_NAME, OPERATORS, Demand, Operator, Own, Same, demand, operator_of
+from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.ops.core.declare import lowered
+from fxquant.ops.core.record import BY_NAME, OPERATORS, Demand, Operator, Own, Same, Trait, demand, operator_of
+from fxquant.primitives import quantization
 
 CONSTANT = "_constant_"  # the prefix of the names of constants, as of those that the tracer holds
 
@@ -172,3 +174,30 @@ def copies(node: fx.Node) -> bool:
         return True
     composite = BY_NAME.get(whole.composite)
     return composite is not None and bool(carried(composite))  # a part of what was legalized computes
+
+
+# ---- Quantize, requantize and dequantize: inserted by passes, never written by a user --------------------------------
+
+
+@lowered(function=lambda input: input, by_name=False)
+def quantize(lowering: Lowering, input: Tensor) -> Quantized:
+    """Return the input itself, as the float model sees it; its integers are clip(round(x / s))."""
+    return lowering.quantize(input)
+
+
+@lowered(function=lambda input, dtype=None: input if dtype is None else input.to(dtype), by_name=False, demand=Same())
+def dequantize(lowering: Lowering, input: Quantized, dtype: torch.dtype | None = None) -> Quantized:
+    """Return the input itself, as the float model sees it: the integers times their scale, in `dtype` where that is not float32."""
+    arguments: list[Any] = [input.value, lowering.constant("scale", input.scale, input.scale.dtype)]
+    return input.with_value(lowering.call(quantization.dequantize, *arguments, *([] if dtype is None else [dtype])))
+
+
+@lowered(
+    function=lambda input: input, keeps=lambda arguments, after, bits: after, onnx=lambda c: c.input, traits=frozenset({Trait.HOMOGENEOUS})
+)
+def requantize(lowering: Lowering, input: Quantized) -> Quantized:
+    """Return the input itself, as the float model sees it; its integers are on another grid than the operand's."""
+    return lowering.result(lambda: lowering.rescale(input, lowering.output, ""), input.real)
+
+
+QUANTIZE, DEQUANTIZE, REQUANTIZE = (OPERATORS[function] for function in (quantize, dequantize, requantize))

@@ -228,6 +228,17 @@ def shape_of(value: Any) -> tuple[Any, ...] | None:
     return value_fact.shape if isinstance(value_fact, TensorFact) else None
 
 
+def dtype_of(value: Any) -> torch.dtype | None:
+    """Return the dtype of a node's tensor; None for any other value."""
+    value_fact = fact(value) if isinstance(value, fx.Node) else None
+    return value_fact.dtype if isinstance(value_fact, TensorFact) else None
+
+
+def is_finite(value: Any) -> bool:
+    """Return whether an argument is a finite number."""
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
 def is_tensor(value: Any) -> bool:
     """Return whether an argument is a node with a tensor, an activation or a parameter."""
     return isinstance(value, fx.Node) and (isinstance(fact(value), TensorFact) or is_parameter(value))
@@ -244,7 +255,7 @@ def numbers(*names: str, because: str = COMPUTED, finite: bool = False, none: bo
     def fits(value: Any) -> bool:
         if isinstance(value, list | tuple):
             return all(map(fits, value))
-        return (none and value is None) or (isinstance(value, int | float) and (not finite or math.isfinite(value)))
+        return (none and value is None) or (is_finite(value) if finite else isinstance(value, int | float))
 
     return lambda node, arguments: None if all(fits(arguments[name]) for name in names) else because
 
@@ -259,9 +270,14 @@ def with_batch(spatial: int) -> Guard:
     return needs("its input has no batch dimension", lambda arguments: len(fact(arguments["input"]).shape) == spatial + 2)
 
 
+def meets(name: str, holds: Callable[[Any], bool], because: Callable[[Any], str]) -> Guard:
+    """Refuse a setting that does not meet a condition, with a reason that is made of its value."""
+    return lambda node, arguments: None if holds(arguments[name]) else because(arguments[name])
+
+
 def one_of(name: str, *values: Any, because: Callable[[Any], str]) -> Guard:
     """Refuse other values of a setting, with a reason that is made of the value."""
-    return lambda node, arguments: None if arguments[name] in values else because(arguments[name])
+    return meets(name, values.__contains__, because)
 
 
 def has_dimensions(name: str = "input", because: str = NO_DIMENSIONS) -> Guard:

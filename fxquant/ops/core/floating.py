@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from fxquant.ir.graph import TensorFact, computes_tensor, fact, is_parameter, part, reads_shape_only, refusal, resolve
 from fxquant.ops.attention.hiding import finely
-from fxquant.ops.attention.masking import HOST, may_hide
-from fxquant.ops.core.boundary import QUANTIZE
+from fxquant.ops.attention.softmax import HOST, may_hide
 from fxquant.ops.core.casting import IN_DTYPE, truncated
+from fxquant.ops.core.composite import QUANTIZE
 from fxquant.ops.core.record import Operator, Own, Plain, Trait, calls, demand, has_weights, operand_nodes, operator_of, read_nodes
 from fxquant.ops.elementwise.division import true_divide
 from fxquant.ops.elementwise.table import STEEP, has_pole, steep
@@ -150,15 +150,12 @@ def masks(gm: fx.GraphModule, leading: set[fx.Node]) -> set[fx.Node]:
         computed = [operand for operand in operands if not is_parameter(operand)]
         given_ones = [operand for operand in operands if operand in plain and may_hide(operand)]
         adds = bool(operator.traits & {Trait.ADDS, Trait.EXTREMUM}) and len(operands) > 1 and bool(given_ones)
-        adds = adds and (any(map(is_parameter, given_ones)) or (len(computed) > 1 and not _of_one_input(computed)))
+        # Values that are all computed from one input, as x and its maximum, hide no elements of each other.
+        apart = len(computed) > 1 and not set.intersection(*map(_real_inputs, computed))
+        adds = adds and (any(map(is_parameter, given_ones)) or apart)
         if adds or (node in plain and nodes.issuperset(node.users)):
             nodes.add(node)
     return nodes
-
-
-def _of_one_input(operands: list[fx.Node]) -> bool:
-    """Return whether all are computed from float values of one input, as x and its maximum: none of them hides elements of the others."""
-    return bool(set.intersection(*map(_real_inputs, operands)))
 
 
 def _real_inputs(node: fx.Node) -> set[fx.Node]:

@@ -23,7 +23,7 @@ from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.record import FUNCTIONS, METHODS, MODULES, OPERATORS, Operator, Trait, operator_of
 from fxquant.ops.elementwise.comparison import where
 from fxquant.ops.elementwise.whole import WHOLE
-from fxquant.ops.movement.join import cat, stack
+from fxquant.ops.movement.repeating import cat, stack
 from fxquant.ops.movement.shape import identity, numbers, reshape
 from fxquant.primitives.comparison import RELATIONS
 from fxquant.primitives.whole import DTYPES

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.graph import fact, is_parameter
 from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.ops.core.operators import FLOAT32_EXACT, Call, Clamp, Instead, Ratio, TensorFact, Trait, clamped, lowered
+from fxquant.ops.core.operators import FLOAT32_EXACT, Call, Clamp, Instead, Ratio, TensorFact, Trait, clamped, fact, is_parameter, lowered
 from fxquant.ops.core.samples import ALIGNED, sample, sampled
 from fxquant.ops.core.sums import Operand, lower_add, lower_sub
 from fxquant.ops.core.weighted import Product, lower_uniform

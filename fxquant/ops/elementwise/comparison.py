@@ -6,7 +6,6 @@ integer. Two tensors on different grids are brought to the common scale of a sum
 
 from __future__ import annotations
 
-import builtins
 import math
 import operator
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.numerics.grids import BOUNDARY_LIMIT, Grid, Ratio
-from fxquant.ops.core.declare import Branch, on_the_output, real
+from fxquant.ops.core.declare import Branch, are_fixed, dtype_of, is_finite, on_the_output, real
 from fxquant.ops.core.operators import Lowering, Plain, Quantized, Same, TensorFact, Trait, fact, is_parameter, lowered
 from fxquant.ops.core.samples import ALIGNED, sample, sampled, written
 from fxquant.ops.elementwise.whole import WHOLE, alike
@@ -111,11 +110,7 @@ LOGIC = frozenset({Trait.POINTWISE, Trait.COMPARES_WITH_ZERO})
 
 
 def _refuses_logic(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    for name, value in arguments.items():
-        value_fact = fact(value) if isinstance(value, fx.Node) else None
-        if not isinstance(value_fact, TensorFact) or value_fact.dtype != torch.bool:
-            return f"its {name!r} is not a boolean tensor"
-    return None
+    return next((f"its {name!r} is not a boolean tensor" for name, value in arguments.items() if dtype_of(value) != torch.bool), None)
 
 
 def _combines(operation: str, bitwise: Callable[..., Any]) -> None:
@@ -185,14 +180,13 @@ _of_finite_numbers("isreal", "eq")
 
 
 def _refuses_truth(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    input_fact = fact(arguments["input"])
-    if not isinstance(input_fact, TensorFact) or input_fact.dtype != torch.bool:
+    if dtype_of(arguments["input"]) != torch.bool:
         return "its operand is not a boolean tensor"
-    if not input_fact.shape:
+    sizes, dim = fact(arguments["input"]).shape, arguments["dim"]
+    if not sizes:
         return "its operand is a single boolean without dimensions"
-    dim = arguments["dim"]
-    reduced = range(len(input_fact.shape)) if dim is None else dim if isinstance(dim, list | tuple) else [dim]
-    return None if dim is not None and builtins.all(isinstance(input_fact.shape[d], int) for d in reduced) else "it reduces the batch"
+    reduced = dim if isinstance(dim, list | tuple) else [dim]
+    return None if dim is not None and are_fixed(sizes[d] for d in reduced) else "it reduces the batch"
 
 
 def _truth(every: bool, *texts: str) -> Callable[..., Tensor]:
@@ -233,15 +227,11 @@ def _where(condition: Tensor, input: Tensor | float, other: Tensor | float) -> T
 
 
 def _refuses_where(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    condition = fact(arguments["condition"]) if isinstance(arguments["condition"], fx.Node) else None
-    if not isinstance(condition, TensorFact) or condition.dtype != torch.bool:
+    if dtype_of(arguments["condition"]) != torch.bool:
         return "its condition is not a boolean tensor"
     for name in ("input", "other"):
         value = arguments[name]
-        if isinstance(value, fx.Node):
-            if not isinstance(fact(value), TensorFact):
-                return f"its {name!r} is a number that is computed"
-        elif not isinstance(value, int | float) or not math.isfinite(value):
+        if not isinstance(value, fx.Node) and not is_finite(value):
             return f"its {name!r} is {value!r}"
     return None
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from fxquant.numerics.grids import Interval
-from fxquant.ops.core import samples
 from fxquant.ops.core.operators import Call, Lowering, Quantized
 from fxquant.ops.core.record import BY_NAME, Operator, Trait, register
+from fxquant.ops.core.samples import LIMITED, written
 from fxquant.ops.elementwise.functions import by_torch
 from fxquant.ops.elementwise.table import FARTHEST, MAPPING, ON_TENSORS, SINGULAR, UNARY, by_table, hashable
 
@@ -126,6 +126,6 @@ register(
         keeps=lambda arguments, after, bits: None if bits is None else _keeps(hashable(arguments["steps"]), bits),
         onnx=_onnx,
         traits=frozenset({Trait.ELEMENTWISE}),
-        samples=samples.written("torch.where(x > 0, x.sqrt(), x)", within=samples.LIMITED),
+        samples=written("torch.where(x > 0, x.sqrt(), x)", within=LIMITED),
     )
 )

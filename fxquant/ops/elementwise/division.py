@@ -5,7 +5,6 @@ x / y = x · (1 / y)     with the reciprocal by a table, 16 bits wide
 
 from __future__ import annotations
 
-import math
 import operator
 from typing import Any
 
@@ -14,19 +13,13 @@ from torch import fx
 
 from fxquant.ir.graph import absorb, is_parameter
 from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.ops.core.declare import is_finite, meets, needs
 from fxquant.ops.core.operators import OPERATORS, WIDE, Builder, Clamp, Instead, Ratio, Trait, composite, is_tensor, lowered
 from fxquant.ops.core.samples import POSITIVE, sample, sampled
 from fxquant.ops.elementwise.arithmetic import limited, mul
 from fxquant.ops.elementwise.functions import floor_divided, floor_quotient, quotient_of, trunc_divided, trunc_quotient
 from fxquant.ops.elementwise.table import SHIFTED, of_inverse, with_offset
 from fxquant.primitives import elementwise
-
-
-def _refuses_div(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    other = arguments["other"]
-    if isinstance(other, fx.Node):
-        return "it divides by a number that is computed"
-    return None if isinstance(other, int | float) and math.isfinite(other) and other != 0 else f"it divides by {other}"
 
 
 def reciprocal_of(build: Builder, divisor: fx.Node) -> Any:
@@ -69,7 +62,10 @@ def _divided(input: Any, other: Any, rounding_mode: str | None = None) -> dict[s
     idle=lambda arguments: isinstance(arguments["other"], int | float) and arguments["other"] == 1,
     traits=frozenset({Trait.AFFINE, Trait.POINTWISE}),
     absorbs=frozenset({"clamp"}),
-    refuses=_refuses_div,
+    refuses=(
+        needs("it divides by a number that is computed", lambda arguments: not isinstance(arguments["other"], fx.Node)),
+        meets("other", lambda other: is_finite(other) and other != 0, lambda other: f"it divides by {other}"),
+    ),
     onnx=lambda c: c.epilogue(c.do("Div", c.operand("input"), c.operand("other"))),
     samples=(sample(input=(3, 6), other=3), sample(input=(3, 6), other=-0.7)),
 )

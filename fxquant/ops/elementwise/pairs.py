@@ -16,12 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxquant.ir.graph import TensorFact, fact, is_parameter
 from fxquant.ops.core.casting import to_real
-from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.declare import composite, needs, numbers
+from fxquant.ops.core.declare import composite, dtype_of, needs, numbers
+from fxquant.ops.core.operators import INNER, WIDE, Builder, Operator, Plain, Trait, is_parameter, register
 from fxquant.ops.core.places import constant_value
-from fxquant.ops.core.record import INNER, WIDE, Operator, Plain, Trait, register
 from fxquant.ops.core.samples import COMPOSED, JUMPS, NORMED, POSITIVE, sampled, written
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.comparison import where
@@ -126,16 +124,16 @@ _rounded(trunc_remainder, _rounded_remainder, torch.trunc, "fmod(x, y)")
 # isclose(x, y)   →   |x - y| <= rtol · |y| + atol
 
 
-def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    facts = [fact(arguments[name]) for name in ("input", "other")]
-    real = all(isinstance(one, TensorFact) and one.dtype == torch.float32 for one in facts)
-    return None if real else "its operands are not float32 tensors: compare integers by =="
-
-
 @composite(
     takes="input other rtol atol equal_nan",  # no grid has a NaN
     demand=Plain("bool"),
-    refuses=(_refuses, numbers("rtol", "atol", because="rtol or atol is computed", finite=True)),
+    refuses=(
+        needs(
+            "its operands are not float32 tensors: compare integers by ==",
+            lambda arguments: dtype_of(arguments["input"]) == dtype_of(arguments["other"]) == torch.float32,
+        ),
+        numbers("rtol", "atol", because="rtol or atol is computed", finite=True),
+    ),
 )
 @sampled("isclose(x, y, atol=0.2)", "isclose(x, y[:, :1], rtol=0, atol=0.3)", share=0.02)
 def isclose(build: Builder, input: fx.Node, other: fx.Node, rtol: float = 1e-05, atol: float = 1e-08) -> Any:

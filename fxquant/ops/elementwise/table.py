@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.graph import fact, is_parameter
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import EVERYTHING, Grid, Interval, IntType, table
 from fxquant.ops.core.declare import module_of, settings_of, spelled
-from fxquant.ops.core.operators import OPERATORS, Call, Instead, Operator, Own, Trait, clamped, operator_of, register
+from fxquant.ops.core.operators import OPERATORS, Call, Instead, Operator, Own, Trait, clamped, fact, is_parameter, operator_of, register
 from fxquant.ops.core.record import BY_NAME, Adapt, OnIntegers, has_poles
 from fxquant.ops.core.samples import LIMITED, POSITIVE, Sample, sample, written
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxquant.ops.core.declare import Guard, first_reason, fixed, meets, needs
 from fxquant.ops.core.operators import Lowering, Operator, Plain, TensorFact, fact, is_parameter, register, written
 from fxquant.ops.core.record import OnIntegers
 from fxquant.primitives import comparison, selection, shape
@@ -52,10 +53,7 @@ def as_whole(value: Any) -> Tensor:
     return (value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")).to(torch.int64)
 
 
-Refuses = Callable[[fx.Node, dict[str, Any]], str | None]
-
-
-def _needs_numbers(*names: str) -> Refuses:
+def _needs_numbers(*names: str) -> Guard:
     """Return a check that these arguments are tensors or integers that do not depend on the batch size."""
 
     def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -74,7 +72,7 @@ def _needs_numbers(*names: str) -> Refuses:
 
 def _whole(
     name: str, function: Callable[..., Any], steps: Callable[..., Any], *samples: str, reads: tuple[str, ...] = ("input", "other"),
-    demand: Any = WHOLE_NUMBERS, refuses: Refuses | None = None, **forms: Any,
+    demand: Any = WHOLE_NUMBERS, refuses: Guard | None = None, **forms: Any,
 ) -> Callable[..., Any]:  # fmt: skip
     """Register an operator on integers with this float meaning, and return that; `steps(Steps, **arguments)` writes its primitives."""
 
@@ -135,11 +133,6 @@ def _compared(relation: str) -> Callable[..., Any]:
     )
 
 
-def _refuses_shift(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    other = arguments["other"]
-    return None if isinstance(other, int) and 0 <= other <= 62 else f"it shifts by {other!r}, which is not an integer from 0 to 62"
-
-
 def _shifts(name: str, function: Callable[..., Tensor], step: str) -> Callable[..., Any]:
     """Register a shift by a number of bits, which multiplies by a power of two, or divides by one."""
     return _whole(
@@ -150,7 +143,7 @@ def _shifts(name: str, function: Callable[..., Tensor], step: str) -> Callable[.
         *(f"operator.{i}{name}(x.argmax(3), 1)" for i in ("", "i")),
         *(f"x.argmax(3).__{i}{name}__(1)" for i in ("", "i")),
         reads=("input",),
-        refuses=_refuses_shift,
+        refuses=meets("other", lambda n: isinstance(n, int) and 0 <= n <= 62, lambda n: f"it shifts by {n!r}, not by 0 to 62 bits"),
         integers=alike(name),
         calls=dict.fromkeys(
             (
@@ -183,11 +176,6 @@ def _power(steps: Steps, input: Value, exponent: int) -> Any:
     return value
 
 
-def _refuses_power(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    exponent = arguments["exponent"]
-    return None if isinstance(exponent, int) and 1 < exponent <= 64 else f"its exponent is {exponent!r}"
-
-
 def _where(condition: Tensor, input: Any, other: Any) -> Tensor:
     device = condition.device
     return torch.where(condition, as_whole(input).to(device), as_whole(other).to(device))
@@ -208,13 +196,6 @@ def _argmax(steps: Steps, input: Value, dim: int, keepdim: bool) -> Any:
     largest = steps.call(primitives.reduced, input, [dim], True, "largest")
     equal = steps.call(primitives.converted, steps.call(comparison.compare, input, largest, "eq"), torch.int64)
     return steps.call(selection.arg_extremum, equal, dim, keepdim, True)
-
-
-def _refuses_place(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    input_fact, dim = fact(arguments["input"]), arguments["dim"]
-    if not isinstance(input_fact, TensorFact) or not input_fact.shape or dim is None:
-        return "it reduces all elements" if dim is None else "its operand has no dimensions"
-    return None if isinstance(input_fact.shape[dim], int) else "it reduces the batch, whose size is not fixed"
 
 
 # ---- the operators, by the name of the one that a call of integers is promoted from -----------------------------------
@@ -265,7 +246,12 @@ WHOLE: dict[str, Callable[..., Any]] = {
             refuses=_refuses_clamp,
         ),
         _whole(
-            "pow", lambda input, exponent: torch.pow(input, exponent), _power, "x.argmax(3) ** 3", reads=("input",), refuses=_refuses_power
+            "pow",
+            lambda input, exponent: torch.pow(input, exponent),
+            _power,
+            "x.argmax(3) ** 3",
+            reads=("input",),
+            refuses=meets("exponent", lambda n: isinstance(n, int) and 1 < n <= 64, lambda n: f"its exponent is {n!r}"),
         ),
         _whole(
             "where",
@@ -304,7 +290,10 @@ WHOLE: dict[str, Callable[..., Any]] = {
             _argmax,
             "torch.argmax(x.argmax(1), 1)",
             reads=("input",),
-            refuses=_refuses_place,
+            refuses=first_reason(
+                needs("it reduces all elements", lambda arguments: arguments["dim"] is not None),
+                fixed(because="it reduces the batch, whose size is not fixed"),
+            ),
         ),
     )
 }

@@ -14,9 +14,8 @@ from torch import Tensor, fx
 
 from fxquant.ir.graph import fact, shape_of
 from fxquant.ops.core import places
-from fxquant.ops.core.declare import fixed, fixed_sizes, function_and_method
-from fxquant.ops.core.operators import Builder, Instead, Same, TensorFact, are_fixed, composite
-from fxquant.ops.core.samples import ALIGNED, sample, sampled
+from fxquant.ops.core.declare import dtype_of, fixed, fixed_sizes, function_and_method, is_finite
+from fxquant.ops.core.operators import ALIGNED, Builder, Instead, Same, are_fixed, composite, sample, sampled
 from fxquant.ops.elementwise.comparison import where
 from fxquant.ops.indexing.index import WHOLE, getitem, pick
 from fxquant.ops.indexing.ranking import gather
@@ -86,7 +85,7 @@ def _refuses_put(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     value = arguments["value"]
     if isinstance(value, fx.Node):
         return "it assigns a different element to each of several lists of indices" if fact(value).shape else None
-    return None if isinstance(value, int | float) and math.isfinite(value) else f"it assigns {value!r}"
+    return None if is_finite(value) else f"it assigns {value!r}"
 
 
 @composite(
@@ -107,10 +106,10 @@ def index_put(build: Builder, input: fx.Node, lists: list[Any], value: Any) -> A
 
 
 def _refuses_pick_each(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    sizes, places_fact = shape_of(arguments["input"]), fact(arguments["places"])
-    if not isinstance(places_fact, TensorFact) or places_fact.dtype != torch.int64:
+    if dtype_of(arguments["places"]) != torch.int64:
         return "its index is not an integer tensor"
-    return None if sizes[0] == places_fact.shape[0] and are_fixed([*sizes[1:], *places_fact.shape[1:]]) else "it indexes the batch"
+    sizes, counts = shape_of(arguments["input"]), shape_of(arguments["places"])
+    return None if sizes[0] == counts[0] and are_fixed([*sizes[1:], *counts[1:]]) else "it indexes the batch"
 
 
 @composite(function=places.pick_each, operands=("input",), demand=Same(), moves=True, reads=("places",), refuses=_refuses_pick_each)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, fx
 
 from fxquant.ir import functional
 from fxquant.ir.graph import fact, is_parameter, resolve, shape_of
-from fxquant.ops.core.declare import Branch, function_and_method, lowered, on_the_output, real, selected, spelled
+from fxquant.ops.core.declare import Branch, function_and_method, is_finite, lowered, on_the_output, real, selected, spelled
 from fxquant.ops.core.operators import NORMED, Call, Instead, Lowering, Quantized, Size, TensorFact, Trait, known_size, sampled
 from fxquant.ops.core.places import index_put, is_list
 from fxquant.ops.elementwise.comparison import where
@@ -44,7 +43,7 @@ def _refuses_setitem(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     input_fact, value = fact(arguments["input"]), arguments["value"]
     if input_fact.dtype != fact(node).dtype:
         return "it assigns to a value that is not a tensor"
-    if not isinstance(value, fx.Node) and (not isinstance(value, int | float) or not math.isfinite(value)):
+    if not isinstance(value, fx.Node) and not is_finite(value):
         return f"it assigns {value!r}"
     lists = 0
     for entry, size in zip(arguments["index"], input_fact.shape, strict=True):

@@ -8,12 +8,10 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from fxquant.ir.graph import TensorFact, fact, shape_of
-from fxquant.lowering.lowering import Lowering
-from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.declare import bound, composite, fixed_along, has_dimensions, listed, lowered, needs, settings_of
+from fxquant.ir.graph import shape_of
+from fxquant.ops.core.declare import bound, composite, dtype_of, fixed_along, has_dimensions, listed, lowered, needs, settings_of
+from fxquant.ops.core.operators import NORMED, Builder, Lowering, TensorFact, fact, sampled
 from fxquant.ops.core.record import Instead, Plain, operator_named
-from fxquant.ops.core.samples import NORMED, sampled
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.indexing.index import CHANGES, embedding, refuses_embedding
 from fxquant.ops.movement.shape import reshape
@@ -26,7 +24,7 @@ from fxquant.primitives import scatter, shape
     adapt=lambda tensor, num_classes=-1: {"input": tensor, "num_classes": num_classes},
     reads=("input",),
     refuses=(
-        needs("its operand is not an integer tensor", lambda arguments: getattr(fact(arguments["input"]), "dtype", None) == torch.int64),
+        needs("its operand is not an integer tensor", lambda arguments: dtype_of(arguments["input"]) == torch.int64),
         needs(
             "the size of its result depends on the data",
             lambda arguments: isinstance(arguments["num_classes"], int) and arguments["num_classes"] > 0,

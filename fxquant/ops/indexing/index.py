@@ -15,12 +15,11 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxquant.ir.graph import BatchDim, Size, TensorFact, fact, is_parameter, shape_of
-from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.ops.core import places
-from fxquant.ops.core.declare import are_fixed, bound, fixed, function_and_method, known_size, lowered, on_the_output, selected, settings_of
-from fxquant.ops.core.form import Call
+from fxquant.ops.core.declare import bound, dtype_of, first_reason, fixed, function_and_method, needs, on_the_output
+from fxquant.ops.core.operators import Call, Layer, Lowering, Quantized, are_fixed, known_size, lowered, selected, settings_of
 from fxquant.ops.core.places import constant_value, counts_the_batch, is_list, pick_each, plain_entries
-from fxquant.ops.core.record import Instead, Layer, Own, Same, Trait
+from fxquant.ops.core.record import Instead, Own, Same, Trait
 from fxquant.ops.core.samples import ROUNDED, sampled
 from fxquant.ops.movement.shape import MANY_SIZES, interleave, many_sizes, piece, pieces_of, rank_of
 from fxquant.primitives import selection, shape
@@ -106,12 +105,10 @@ def places_of(c: Call) -> str:
     return index if isinstance(index, str) else c.e.constant(c.real("index"))
 
 
-def _refuses_pick(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    input_fact, index = fact(arguments["input"]), fact(arguments["index"])
-    if not isinstance(index, TensorFact) or index.dtype not in (torch.int64, torch.int32):
-        return "its index is not an integer tensor"
-    constant = is_parameter(arguments["input"]) and input_fact.dtype != torch.float32
-    return "it indexes a constant that is not a float32 tensor" if constant else None
+refuses_index = first_reason(
+    needs("its index is not an integer tensor", lambda arguments: dtype_of(arguments["index"]) in (torch.int64, torch.int32)),
+    fixed(because="it indexes the batch"),
+)
 
 
 def _computed(entry: Any) -> bool:
@@ -125,7 +122,13 @@ def _computed(entry: Any) -> bool:
     reads=("index",),
     layer=Layer(table=lambda arguments: arguments["input"] if isinstance(arguments["input"], Tensor) else None),
     onnx=lambda c: c.do("Gather", c.operand("input"), places_of(c), axis=c["dim"]),
-    refuses=(_refuses_pick, fixed(because="it indexes the batch")),
+    refuses=(
+        refuses_index,
+        needs(
+            "it indexes a constant that is not a float32 tensor",
+            lambda arguments: not is_parameter(arguments["input"]) or dtype_of(arguments["input"]) == torch.float32,
+        ),
+    ),
     demand=lambda node, arguments: Own() if is_parameter(arguments["input"]) else Same(),
 )
 @sampled("torch.linspace(-1, 1, 6)[x.argmax(3)]", within=ROUNDED)

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.ir.graph import fact, shape_of
-from fxquant.ops.core.declare import Guard, are_fixed, composite, first_reason, fixed, function_and_method, has_dimensions, lowered
-from fxquant.ops.core.operators import Builder, Lowering, Operator, Plain, Quantized, Same, TensorFact, register
-from fxquant.ops.core.samples import EXACT, sampled, written
+from fxquant.ir.graph import shape_of
+from fxquant.ops.core.declare import Guard, are_fixed, composite, first_reason, function_and_method, has_dimensions, lowered
+from fxquant.ops.core.operators import EXACT, Builder, Lowering, Operator, Plain, Quantized, Same, register, sampled, written
 from fxquant.ops.elementwise.whole import alike
+from fxquant.ops.indexing.index import refuses_index
 from fxquant.ops.reduction.extremum import amax, amin, largest_along, smallest_along
 from fxquant.ops.reduction.progression import along, length_of
 from fxquant.primitives import selection
@@ -65,15 +65,6 @@ def argmin(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool 
 def ranked(lowering: Lowering, input: Quantized, dim: int, count: int, largest: bool) -> Any:
     """Return the places of the `count` largest, or smallest, elements along a dimension, in their order."""
     return lowering.call(selection.ranking, input.value, dim, count, largest)
-
-
-def refuses_index(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    """Return why its index cannot say where elements are along its dimension."""
-    index = arguments["index"]
-    index_fact = fact(index) if isinstance(index, fx.Node) else None
-    if not isinstance(index_fact, TensorFact) or index_fact.dtype not in (torch.int64, torch.int32):
-        return "its index is not an integer tensor"
-    return fixed(because="it indexes the batch")(node, arguments)
 
 
 def _taken(input: Any, indices: Any, dim: int | None = None) -> dict[str, Any] | str:

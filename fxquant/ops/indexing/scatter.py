@@ -7,24 +7,17 @@ Where the places are a constant, the sum is a product with a matrix of zeros and
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fxquant.ir.graph import TensorFact, fact, inherit, is_parameter, set_fact
-from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.numerics.grids import FLOAT32_EXACT, Ratio
 from fxquant.ops.core.casting import made_number
-from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.declare import Branch, composite, known_size, lowered, on_the_output, real
-from fxquant.ops.core.form import Call
-from fxquant.ops.core.record import INNER, Instead, Trait
-from fxquant.ops.core.samples import NORMED, sampled
+from fxquant.ops.core.declare import Branch, composite, is_finite, known_size, lowered, meets, on_the_output, real
+from fxquant.ops.core.operators import FLOAT32_EXACT, INNER, NORMED, Builder, Call, Instead, Lowering, Quantized, Ratio, Trait, sampled
 from fxquant.ops.elementwise.arithmetic import add, mul
-from fxquant.ops.indexing.index import WHOLE, getitem, places_of
-from fxquant.ops.indexing.ranking import refuses_index
+from fxquant.ops.indexing.index import WHOLE, getitem, places_of, refuses_index
 from fxquant.ops.movement.shape import rank_of
 from fxquant.ops.pooling.pool import too_many
 from fxquant.ops.reduction.progression import length_of, sums_along
@@ -33,12 +26,6 @@ from fxquant.primitives import scatter as primitives
 
 SUMMING_OPSET = 16  # the first whose ScatterElements adds
 LARGEST = torch.finfo(torch.float32).max
-
-
-def _refuses_scatter(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    value = arguments["src"]
-    supported = isinstance(value, fx.Node) or (isinstance(value, int | float) and math.isfinite(value))
-    return None if supported else f"it scatters {value!r}"
 
 
 def as_large_as_index(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
@@ -85,7 +72,7 @@ def _onnx_scatter(c: Call) -> str:
     traits=frozenset({Trait.COLLECTS}),
     reads=("index",),
     onnx=_onnx_scatter,
-    refuses=(_refuses_scatter, refuses_index),
+    refuses=(meets("src", lambda src: isinstance(src, fx.Node) or is_finite(src), lambda src: f"it scatters {src!r}"), refuses_index),
     normalize=as_large_as_index,
 )
 @sampled("scatter(x, 1, y.argmax(1, True), y[:, :1])", "x.scatter(3, y.argsort(3), y)", "x.scatter(1, y.argmax(1, True), y)")

@@ -12,14 +12,10 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from fxquant.ir.graph import Size, TensorFact, fact, shape_of
-from fxquant.lowering.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics.grids import FLOAT32_EXACT, INT8, SMALLEST_SCALE, WEIGHT_INT8, Ratio
-from fxquant.numerics.rounding import clamped
-from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.declare import Guard, composite, first_reason, fixed_sizes, known_sizes, lowered, module_of, with_batch
-from fxquant.ops.core.form import Call
+from fxquant.ops.core.declare import Guard, composite, first_reason, fixed_sizes, is_finite, known_sizes, meets, module_of, with_batch
+from fxquant.ops.core.operators import IMAGES, NORMED, POSITIVE, Builder, Call, Clamp, Lowering, Quantized, clamped, lowered, sample
 from fxquant.ops.core.record import WIDE, Instead, Layer, Same, Trait, operator_named
-from fxquant.ops.core.samples import IMAGES, NORMED, POSITIVE, sample
 from fxquant.ops.core.weighted import Product, lower_uniform, sizes
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.elementwise.table import SHIFTED
@@ -218,11 +214,6 @@ def too_many(window: list[int], limit: int) -> str | None:
     return f"its sum of {terms} terms may exceed {limit}" if terms * INT8.magnitude >= limit else None
 
 
-def _refuses_divisor(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    divisor = arguments["divisor_override"]
-    return f"divisor_override={divisor} is not positive" if divisor is not None and divisor <= 0 else None
-
-
 def _within(rank: int) -> Callable[[fx.Node, dict[str, Any]], dict[str, Any]]:
     """Return a normalization of average pooling: a single window larger than the input (`ceil_mode`) is cut to it, as its divisor is."""
 
@@ -306,7 +297,8 @@ def _avg_pool(rank: int) -> Callable[..., Tensor]:
         idle=lambda arguments: set(sizes(arguments["kernel_size"], 1)) == {1} and arguments["divisor_override"] in (None, 1),
         absorbs=frozenset({"clamp"}),
         refuses=(
-            *(_refuses_divisor, needs_batch(rank)),
+            meets("divisor_override", lambda n: n is None or n > 0, lambda n: f"divisor_override={n} is not positive"),
+            needs_batch(rank),
             lambda node, arguments: too_many(sizes(arguments["kernel_size"], rank), POOLED_EXACT),
         ),
         traits=frozenset({Trait.SPATIAL, Trait.HOMOGENEOUS}),
@@ -354,11 +346,6 @@ avg_pool1d, avg_pool2d, avg_pool3d = map(_avg_pool, (1, 2, 3))
 AVERAGES = {1: avg_pool1d, 2: avg_pool2d, 3: avg_pool3d}
 
 
-def _refuses_norm(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    p = arguments["norm_type"]
-    return None if isinstance(p, int | float) and 0 < p < math.inf else f"the {p}-norm has no integer form"
-
-
 def _lp_pool(rank: int) -> Callable[..., Any]:
     samples = (
         sample(input=IMAGES[rank], norm_type=2.0, kernel_size=3, stride=2),
@@ -366,7 +353,9 @@ def _lp_pool(rank: int) -> Callable[..., Any]:
         sample(over=POSITIVE, input=IMAGES[rank], norm_type=3.0, kernel_size=2),
     )
 
-    @composite(name=f"lp_pool{rank}d", refuses=(_refuses_norm, needs_batch(rank)), samples=samples)
+    has_form = meets("norm_type", lambda p: is_finite(p) and p > 0, lambda p: f"the {p}-norm has no integer form")
+
+    @composite(name=f"lp_pool{rank}d", refuses=(has_form, needs_batch(rank)), samples=samples)
     def lp_pool(build: Builder, input: fx.Node, norm_type: float, kernel_size: Any, stride: Any = None, ceil_mode: bool = False) -> Any:
         """Return the p-norm of windows in one, two or three dimensions."""
         count = float(math.prod(sizes(kernel_size, rank)))

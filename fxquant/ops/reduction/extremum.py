@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.graph import TensorFact
 from fxquant.lowering.lowering import Lowering, Quantized
 from fxquant.numerics.grids import Grid
-from fxquant.ops.core.declare import Branch, on_the_output, real, refuse_nan
+from fxquant.ops.core.declare import NO_DIMENSIONS, Branch, are_fixed, nodes, on_the_output, real, refuse_nan
 from fxquant.ops.core.operators import NORMED, Builder, Call, Instead, Operator, Ratio, Same, Trait, fact, lowered, register
 from fxquant.ops.core.record import Adapt
 from fxquant.ops.core.samples import sample, written
@@ -27,16 +26,12 @@ def _reduced(rank: int, dim: Any) -> list[int]:
 
 
 def _refuses_amax(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    operand = fact(arguments["input"])
-    if not isinstance(operand, TensorFact):
-        return "its operand is not a tensor"
-    if not operand.shape:
-        return "its operand has no dimensions"
-    reduced = _reduced(len(operand.shape), arguments["dim"])
-    if any(not isinstance(operand.shape[d], int) for d in reduced):
+    sizes = fact(arguments["input"]).shape
+    if not sizes:
+        return NO_DIMENSIONS
+    if not are_fixed(sizes[d] for d in _reduced(len(sizes), arguments["dim"])):
         return "it reduces the batch, whose size is not fixed"
-    depending = [size for size in operand.shape if not isinstance(size, int)]
-    return "two of its sizes depend on the batch" if len(depending) > 1 else None
+    return "two of its sizes depend on the batch" if sum(not isinstance(size, int) for size in sizes) > 1 else None
 
 
 def _axes(c: Call) -> list[int] | None:
@@ -94,11 +89,6 @@ def _between(lowering: Lowering, value: Any, before: Grid, to: Grid, role: str) 
     return lowering.holds(lowering.arithmetic.requantize(lowering, value, ratio, *to.bounds, to, role, before.type.bits), to)
 
 
-def _refuses_extremum(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    are_tensors = all(isinstance(arguments[name], fx.Node) and isinstance(fact(arguments[name]), TensorFact) for name in ("input", "other"))
-    return None if are_tensors else "one of its operands is not a tensor"
-
-
 def largest_along(input: Tensor, dim: int, keepdim: bool = False) -> Any:
     """Return the largest elements along a dimension, and where they are."""
     return torch.max(input, dim, keepdim)
@@ -131,7 +121,7 @@ def _extremum(primitive: Callable[..., Tensor], name: str, over_all: Any, along:
         name=name,
         operands=("input", "other"),
         calls=dict.fromkeys((getattr(torch, short), short), _one_or_two(over_all, along)),
-        refuses=_refuses_extremum,
+        refuses=nodes("input", "other", because="one of its operands is not a tensor"),
         traits=frozenset({Trait.HOMOGENEOUS, Trait.EXTREMUM, Trait.POINTWISE, *traits}),
         integers=alike(name),
         onnx=lambda c: c.do(onnx, c.operand("input"), c.operand("other")),

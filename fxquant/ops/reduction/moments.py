@@ -23,8 +23,7 @@ from fxquant.ops.elementwise.arithmetic import mul, sub
 from fxquant.ops.elementwise.division import div
 from fxquant.ops.elementwise.table import shifted
 from fxquant.ops.movement.shape import MANY_SIZES, numbers, reshape
-from fxquant.ops.normalization.channels import scale_channels
-from fxquant.ops.normalization.layer_norm import extent_of, magnitude_of, unit_and_inverse
+from fxquant.ops.normalization.channels import extent_of, magnitude_of, scale_channels, unit_and_inverse
 from fxquant.ops.pooling.totals import mean, sum
 
 

@@ -19,7 +19,7 @@ from fxquant.ops.core.operators import NORMED, POSITIVE, WIDE, Builder, Instead,
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.elementwise.comparison import where
 from fxquant.ops.elementwise.table import tabled
-from fxquant.ops.normalization.layer_norm import NOT_ZERO, magnitude_of, of_one_magnitude
+from fxquant.ops.normalization.channels import NOT_ZERO, magnitude_of, of_one_magnitude
 from fxquant.ops.pooling.totals import sum
 from fxquant.ops.reduction.extremum import amax, amin
 from fxquant.ops.reduction.moments import reduced, refuses_reduction

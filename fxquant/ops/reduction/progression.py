@@ -15,17 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.ir.graph import fact
-from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.numerics.grids import FLOAT32_EXACT, Ratio
-from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.declare import are_fixed, composite, fixed, known_size, known_sizes, lowered, needs
-from fxquant.ops.core.record import WIDE, Same
-from fxquant.ops.core.samples import sample
+from fxquant.ops.core.operators import FLOAT32_EXACT, WIDE, Builder, Lowering, Quantized, Ratio, Same, fact, sample
 from fxquant.ops.elementwise.arithmetic import mul
 from fxquant.ops.elementwise.whole import alike
 from fxquant.ops.indexing.index import WHOLE, getitem
-from fxquant.ops.movement.join import cat
+from fxquant.ops.movement.repeating import cat
 from fxquant.ops.movement.shape import numbers, reshape
 from fxquant.primitives import accumulate, comparison, shape
 

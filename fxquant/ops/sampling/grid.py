@@ -17,8 +17,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from fxquant.ir.graph import fact, shape_of
 from fxquant.numerics.grids import EVERYTHING, FLOAT32_EXACT, INT16, Grid
 from fxquant.ops.core.declare import fixed_sizes, known_sizes, real
-from fxquant.ops.core.operators import Call, Lowering, Quantized, Ratio, Same, are_fixed, lowered
-from fxquant.ops.core.samples import IMAGES, SAMPLED, sampled
+from fxquant.ops.core.operators import IMAGES, SAMPLED, Call, Lowering, Quantized, Ratio, Same, are_fixed, lowered, sampled
 from fxquant.primitives import elementwise, product, shape
 from fxquant.primitives.sampling import sample
 

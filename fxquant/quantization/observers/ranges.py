@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.errors import ConfigurationError
-from fxquant.numerics.grids import FLOAT32_EPSILON, INT8, IntType, float32, scale_from_range, scale_from_threshold
+from fxquant.numerics.grids import FLOAT32_EPSILON, INT8, SMALLEST_SCALE, IntType, float32, scale_from_range, scale_from_threshold
 from fxquant.support.arguments import checked
 from fxquant.support.offers import Offers
 
@@ -127,11 +127,10 @@ class Observer(nn.Module):
         if names is not None:
             for other in (CLASSES.get(cls.__name__), *map(NAMED.get, names.split())):
                 if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
-                    raise ConfigurationError(
-                        f"the observer {cls.__name__} cannot be declared with names={names!r}",
-                        because=f"{other.__module__}.{other.__qualname__} has that name, and files and configs would mean either",
-                        remedy="choose another name; a class that is declared a second time replaces the first",
-                    )
+                    what = f"the observer {cls.__name__} cannot be declared with names={names!r}"
+                    because = f"{other.__module__}.{other.__qualname__} has that name, and files and configs would mean either"
+                    remedy = "choose another name; a class that is declared a second time replaces the first"
+                    raise ConfigurationError(what, because=because, remedy=remedy)
             NAMED.update(dict.fromkeys(names.split(), cls))
             CLASSES[cls.__name__] = cls
             SETTINGS[cls] = tuple(inspect.signature(cls.__init__).parameters)[1:]
@@ -284,7 +283,7 @@ class MovingAverageMinMaxObserver(MinMaxObserver, names="moving_average"):
         self.averaging_constant = averaging_constant
 
     def observe(self, value: Tensor) -> None:
-        self.take(value, *finite_range(value))
+        self.take(value, *finite_range(value))  # its own: observers are told apart by the `observe` of their class
 
     def take(self, value: Tensor, low: Tensor, high: Tensor, items: tuple[Tensor, Tensor] | None = None) -> None:
         """Take in a batch whose range is known."""
@@ -316,11 +315,9 @@ class ClipObserver(MinMaxObserver, names=""):
     def __init__(self, lowest: float, highest: float) -> None:
         super().__init__()
         if not lowest <= 0 <= highest or lowest == highest:
-            raise ConfigurationError(
-                f"ClipObserver({lowest}, {highest}) covers nothing",
-                because="0 has an integer in every dtype, so it lies between the bounds",
-                remedy="pass lowest=… that is 0 or negative and highest=… that is 0 or positive",
-            )
+            because = "0 has an integer in every dtype, so it lies between the bounds"
+            remedy = "pass lowest=… that is 0 or negative and highest=… that is 0 or positive"
+            raise ConfigurationError(f"ClipObserver({lowest}, {highest}) covers nothing", because=because, remedy=remedy)
         self.lowest, self.highest = lowest, highest
 
     @property
@@ -348,11 +345,10 @@ class FixedScaleObserver(Observer):
     def __init__(self, scale: float | None = None, threshold: float | None = None) -> None:
         super().__init__()
         if (scale is None) == (threshold is None):
-            raise ConfigurationError(
-                f"FixedScaleObserver(scale={scale}, threshold={threshold}) gives {'no scale' if scale is None else 'two scales'}",
-                because="a threshold also defines the scale: it is the float value of the largest integer",
-                remedy="pass one of them",
-            )
+            what = f"FixedScaleObserver(scale={scale}, threshold={threshold}) gives {'no scale' if scale is None else 'two scales'}"
+            because = "a threshold also defines the scale: it is the float value of the largest integer"
+            remedy = "pass one of them"
+            raise ConfigurationError(what, because=because, remedy=remedy)
         self.given_scale, self.given_threshold = scale, threshold
 
     def observe(self, value: Tensor) -> None:
@@ -393,6 +389,45 @@ def in_numbers(*scalars: Tensor) -> bool:
 
 
 _PLAIN = (Tensor, nn.Parameter)
+
+
+FAR = 2.0  # times as far as a threshold
+
+
+def stays(threshold: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    """Return whether a threshold stays where it is, as the end of the range falls from `before` to `after`."""
+    return (after.abs() < before.abs()) & (FAR * threshold.double().abs() < after.double().abs())
+
+
+def follow_in_numbers(value: Tensor, range: MinMaxObserver, scale: Tensor, batches_used: Tensor, high: int) -> bool:
+    """Update range and scale from a batch in Python numbers, rounded to float32 like tensors, which is faster for scalars.
+
+    The dtype is symmetric with the largest integer `high`. The range, the scale and the number of batches are changed in place. Return
+    whether the observer and the devices allow this; if not, nothing is changed.
+    """
+    if type(range) not in (MinMaxObserver, MovingAverageMinMaxObserver) or not value.numel():
+        return False
+    moved = (range.low, range.high, range.count, scale)
+    if not in_numbers(*moved):
+        return False
+    low, most = (float(end.float()) for end in torch.aminmax(value.detach()))
+    own_low, own_high, count, step = float(moved[0]), float(moved[1]), int(moved[2]), float(scale)
+    before = max(abs(own_low), abs(own_high))
+    if not (math.isfinite(low) and math.isfinite(most) and 0 < before < math.inf) or count == 0:
+        return False
+    if isinstance(range, MovingAverageMinMaxObserver):
+        constant = range.averaging_constant
+        low, most = (averaged(own, end, count + 1, constant) for own, end in ((own_low, low), (own_high, most)))
+    else:
+        low, most = min(own_low, low), max(own_high, most)
+    largest = max(abs(low), abs(most))
+    if not (largest < before and FAR * step * high < largest):  # `stays`
+        step = max(float32(step * float32(largest / before)), SMALLEST_SCALE)
+    if not math.isfinite(step):
+        return False
+    for buffer, number in zip((*moved, batches_used), (low, most, count + 1, step, count + 1), strict=True):
+        buffer.fill_(number)
+    return True
 
 
 def finite_range(value: Tensor) -> tuple[Tensor, Tensor]:
