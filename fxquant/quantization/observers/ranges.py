@@ -283,7 +283,7 @@ class MovingAverageMinMaxObserver(MinMaxObserver, names="moving_average"):
         self.averaging_constant = averaging_constant
 
     def observe(self, value: Tensor) -> None:
-        self.take(value, *finite_range(value))  # its own: observers are told apart by the `observe` of their class
+        self.take(value, *finite_range(value))  # its own: observers are distinguished apart by the `observe` of their class
 
     def take(self, value: Tensor, low: Tensor, high: Tensor, items: tuple[Tensor, Tensor] | None = None) -> None:
         """Take in a batch whose range is known."""
