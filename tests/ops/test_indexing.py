@@ -96,33 +96,6 @@ def test_places_are_written_at_every_opset(opset: int, tmp_path: Path) -> None:
     contract.assert_validate_is_integer(prepared, integer, batches()[0])
 
 
-REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "a product": (lambda x: x.scatter_reduce(1, x.argmax(1, True), x, "prod"), "exceeds every accumulator"),
-    "what is multiplied": (lambda x: x.scatter(1, x.argmax(1, True), 2.0, reduce="multiply"), "it reduces by 'multiply'"),
-    "bags of any size": (
-        lambda x: nn.functional.embedding_bag(x[:, 0, 0].argmax(1), torch.eye(5), offsets=torch.tensor([0])), "depend on the batch size"
-    ),
-    "an order of the batch": (lambda x: torch.sort(x, 0)[0], "it ranks the batch"),
-    "the second item": (lambda x: torch.take(x, torch.tensor([61])), "samples of the batch other than the first"),
-    "a list of the batch": (lambda x: x[[0, 1], [1, 2]], "it indexes the batch by a list"),
-    "counts of the batch": (lambda x: torch.count_nonzero(x > 0, 0), "it counts over the batch"),
-    "what is accumulated": (
-        lambda x: x.index_put((torch.tensor([0, 0]),), x[:1].expand(2, -1, -1, -1), accumulate=True), "accumulates values at one index"
-    ),
-}  # fmt: skip
-
-
-def test_what_has_no_integer_form_says_why_and_gives_what_pytorch_does() -> None:
-    model = Model(lambda x: tuple(function(x) for function, _ in REFUSED.values())).eval()
-    prepared, integer = compiled(model, batches())
-    told = fxq.explain(prepared)
-    for name, (_, reason) in REFUSED.items():
-        assert reason in told, (name, told)
-    for wanted, found in zip(model(batches()[1]), integer(batches()[1]), strict=True):
-        assert wanted.shape == found.shape
-        assert wanted.dtype == found.dtype
-
-
 def assigned(x: Tensor, index: Any) -> Tensor:
     result = x * 1.5
     result[index] = 0.25

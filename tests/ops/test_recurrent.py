@@ -138,15 +138,6 @@ def test_a_long_sequence_is_told_once_and_its_constants_are_held_once(tmp_path: 
     assert len(files[0].functions) == len(files[1].functions)
 
 
-@pytest.mark.nightly
-def test_a_saved_one_is_the_same(tmp_path: Path) -> None:
-    for form in compiled(model("gru"), [sequences(steps=3)], "nash-e"):
-        fxq.save(form, tmp_path / "model.fxq")
-        loaded = fxq.load(tmp_path / "model.fxq")
-        assert (fxq.explain(loaded), fxq.text(loaded)) == (fxq.explain(form), fxq.text(form))
-        assert contract.all_equal(loaded(sequences(steps=3)), form(sequences(steps=3)))
-
-
 # ---- what stays in float ------------------------------------------------------------------------------------------------------
 
 
@@ -172,13 +163,6 @@ def test_a_first_state_that_is_a_parameter_stays_in_float_and_says_so() -> None:
             return self.cell(x[0, :1], self.first)  # type: ignore[no-any-return]
 
     assert "its initial state is a parameter" in left(Learned(), sequences(steps=2))
-
-
-def test_without_gradients_a_float_lstm_has_the_same_bits() -> None:
-    prepared, _ = compiled(model("lstm"), [sequences()], "bayes-e", fxq.QConfigMapping().set_object_type(nn.LSTM, None))
-    with torch.no_grad():
-        expected = prepared(sequences())
-    assert contract.all_equal(prepared(sequences()), expected)
 
 
 @pytest.mark.sweep(2)
