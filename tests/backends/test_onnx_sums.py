@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import onnx
 import onnxruntime
 import pytest
 import torch
@@ -21,7 +20,6 @@ from fxquant.backends.onnx import fast, fast_parts
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.ir.graph import resolve
 from fxquant.ir.integer import qparams
-from fxquant.primitives import accumulate
 from tests.shared.contract import needs_vnni
 from tests.shared.networks import Network
 from tests.shared.onnx_files import (
@@ -102,40 +100,6 @@ def test_sums_of_bytes_give_the_integer_models_bits(name: str, target: str, tmp_
     assert metadata["session_options_without_vnni"] == PRECISE
 
 
-@pytest.mark.parametrize(
-    ("name", "wide"), [("beyond 24 bits", accumulate.convolution_wide), ("beyond 24 bits, linear", accumulate.linear_wide)]
-)
-def test_what_is_beyond_24_bits_is_added_in_32(name: str, wide: Callable[..., Tensor]) -> None:
-    assert any(node.target is wide for node in known(name).graph.nodes)
-
-
-IN_FLOAT = ["Cast", "Cast", "Cast", "Conv", "Mul", "Floor", "QuantizeLinear"]  # the constants are cast, too
-IN_BYTES = ["ConvInteger", "Add", "DequantizeLinear", "Floor", "QuantizeLinear"]
-SHIFTED = ["ConvInteger", "Add", "DequantizeLinear", "DequantizeLinear", "Floor", "Mul", "Add", "Floor", "QuantizeLinear", "Clip"]
-
-
-@needs_vnni
-@pytest.mark.parametrize(
-    ("name", "target", "wanted"),
-    [
-        ("residual", "bayes-e", {"a": IN_FLOAT, "b": SHIFTED, "c": IN_BYTES}),
-        ("residual", "bernoulli2", {"a": IN_FLOAT, "b": [each for i, each in enumerate(SHIFTED) if i not in (4, 5)], "c": IN_BYTES}),
-        ("beyond 24 bits", "bayes-e", {"a": IN_FLOAT, "b": [*IN_BYTES, "Clip"]}),
-    ],
-)
-def test_operators_of_each_layer(name: str, target: str, wanted: dict[str, list[str]], tmp_path: Path) -> None:
-    path = fxq.export_onnx(known(name, target), tmp_path / "model.onnx", style="fast")
-    assert operators_of(path, wanted) == {"x_quantize": ["QuantizeLinear", "IsNaN", "Where"], **wanted}
-
-
-def operators_of(path: Path, layers: Iterable[str]) -> dict[str, list[str]]:
-    """The operators of the quantized input and of these layers, in order."""
-    found: dict[str, list[str]] = {layer: [] for layer in ("x_quantize", *layers)}
-    for node in onnx.load(str(path)).graph.node:
-        found.get(node.name.split("/")[0], []).append(node.op_type)
-    return found
-
-
 @pytest.mark.parametrize(("low", "high"), [(-128, 127), (0, 127), (-8, 7), (-20, 90)])
 def test_placed_requantizations_are_equal_everywhere(low: int, high: int) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -166,13 +130,6 @@ def test_a_sum_whose_bias_would_leave_24_bits_in_float_is_written_as_in_style_ex
     resolve(integer, parts[0].args[2].target).fill_(2**24 - 1)
     assert fast_parts.placed_in(integer, node, parts, False) is None
     assert fast_parts.placed_in(integer, node, parts, True) is not None
-
-
-def test_tables_are_looked_up_by_int8_itself(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    integer = integer_of(Network(lambda s, x: F.silu(s.b(F.hardswish(s.a(x)))), a=conv(3, 8), b=conv(8, 8)), None, "bayes-e")
-    path = exported(integer, tmp_path / "model.onnx", style="fast")
-    assert (operators(path).count("GatherElements"), operators(path).count("Gather")) == (2, 0)
 
 
 @pytest.mark.sweep

@@ -54,18 +54,6 @@ def roles(graph: fx.GraphModule) -> list[str]:
 # ---- the contract -------------------------------------------------------------------------------------------------------
 
 
-# Inside they are the same in both dtypes, and on targets of one arithmetic.
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize(("dtype", "target"), [*(("int8", target) for target in WIDE_TARGETS), ("int16", "bayes-e"), ("int16", "nash-e")])
-def test_composites_hold_the_contract(target: str, dtype: str, tmp_path: Path) -> None:
-    prepared, integer = compiled(head(), [rows()], target, fxq.QConfig(fxq.ActivationConfig(dtype)))
-    contract.assert_alive(integer, rows())
-    contract.assert_validate_is_integer(prepared, integer, rows())
-    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(rows(),), (rows(1, seed=1),)])
-    contract.assert_train_is_validate(prepared, rows())
-    contract.assert_gradients_reach_every_parameter(prepared, rows())
-
-
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("target", WIDE_TARGETS)
 def test_inner_tensors_are_wide_and_the_result_is_what_was_asked_for(target: str) -> None:
@@ -111,26 +99,6 @@ def test_the_parts_together_are_the_float_function(name: str) -> None:
     assert len(roles(expanded)) > 3
     for scale in (0.01, 1.0, 30.0):
         torch.testing.assert_close(expanded(scale * rows(4, seed=3)), model(scale * rows(4, seed=3)), atol=1e-5, rtol=1e-4)
-
-
-def test_a_difference_is_located_at_the_part() -> None:
-    prepared, integer = compiled(head(), [rows()], "bayes-e")
-    table = integer.get_submodule("integer.softmax_exp").table
-    table[: table.numel() // 2] -= 1
-    report = fxq.verify(prepared, integer, [rows()])
-    assert not report
-    assert report.mismatches > 0
-    assert "%softmax_exp" in str(report).split("first")[1], str(report)
-
-
-def test_a_saved_model_knows_its_parts(tmp_path: Path) -> None:
-    prepared, integer = compiled(head(), [rows()], "nash-e")
-    for model in (prepared, integer):
-        fxq.save(model, tmp_path / "model.fxq")
-        loaded = fxq.load(tmp_path / "model.fxq")
-        assert roles(loaded) == roles(model) != []
-        assert fxq.explain(loaded) == fxq.explain(model)
-        assert torch.equal(loaded(rows()), model(rows()))
 
 
 def test_training_moves_inner_scales_but_not_a_given_one() -> None:

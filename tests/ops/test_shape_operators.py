@@ -1,4 +1,4 @@
-"""Operators that move values about, and resizing: every spelling is integer, keeps the contract, and means what PyTorch means."""
+"""Moves along the batch, odd indices, sums at places, resizing, tensors without dimensions: integer, equal in all forms, as PyTorch's."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.ir.graph import annotation
+from fxquant.ir.graph import BatchDim, TensorFact, annotation
 from fxquant.ir.integer import qparams
 from fxquant.ops.sampling.resize import _nearest, _neighbours, _weights
+from fxquant.primitives import PRIMITIVES, scatter
+from fxquant.primitives.record import Unproved, Value
 from tests.shared.contract import (
     TARGETS,
     all_equal,
+    assert_contract,
     assert_gradients_reach_every_parameter,
     assert_integer_is_onnx,
     assert_train_is_validate,
@@ -27,7 +30,7 @@ from tests.shared.contract import (
     compiled,
     flat,
 )
-from tests.shared.networks import Network
+from tests.shared.networks import Network, sqnr
 
 Body = Callable[[Tensor], Any]
 
@@ -95,7 +98,7 @@ def left_in_float(body: Body, target: str) -> dict[str, str]:
     return {node.name: spec.because for node in graph.nodes if (spec := annotation(node)) is not None and spec.dtype is None}
 
 
-def assert_contract(body: Body, target: str, path: Path, steps: float) -> None:
+def assert_within(body: Body, target: str, path: Path, steps: float) -> None:
     """The body is integer as a whole, agrees with itself everywhere, and is within `steps` of its float function."""
     assert left_in_float(body, target) == {}
     prepared, integer = compiled(network(body), batches(), target)
@@ -128,11 +131,11 @@ class Several(nn.Module):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(("bodies", "steps"), [(EXACT, 0), (EVERY_SECOND, 0), (ROUNDING, 1.5)], ids=["exact", "every second", "rounding"])
 def test_moves_and_resizing_keep_the_contract(bodies: dict[str, Body], steps: float, target: str, tmp_path: Path) -> None:
-    assert_contract(Several(list(bodies.values())), target, tmp_path, steps)
+    assert_within(Several(list(bodies.values())), target, tmp_path, steps)
 
 
 def test_eight_fraction_bits_keep_the_contract_in_float32(tmp_path: Path) -> None:
-    assert_contract(nn.Upsample(scale_factor=(1.7, 0.6), mode="bilinear"), "bernoulli2", tmp_path, 2.5)  # each dimension rounds down
+    assert_within(nn.Upsample(scale_factor=(1.7, 0.6), mode="bilinear"), "bernoulli2", tmp_path, 2.5)  # each dimension rounds down
 
 
 @pytest.mark.usefixtures("default_outputs")
@@ -223,3 +226,73 @@ def test_tensors_without_dimensions(name: str, dynamic_shapes: Any, tmp_path: Pa
         assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [x], show_progress=False)
     with torch.no_grad():
         torch.testing.assert_close(integer(x), SCALARS[name](x), atol=0.1, rtol=0.02)  # a few steps of eight bits
+
+
+# ---- indices, and what is brought together at places -----------------------------------------------------------------
+
+
+def live(function: Callable[[Tensor], Any]) -> nn.Module:
+    """A function of a layer's output of shape (B, 3, 4, 5)."""
+    return Network(lambda m, x: function(m.layer(x)), layer=nn.Conv2d(3, 3, 1)).eval()
+
+
+def planes() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(count, 3, 4, 5, generator=generator) for count in (4, 3)]
+
+
+def test_a_sum_whose_terms_are_not_known_is_not_proved() -> None:
+    one, bounds = torch.ones((), dtype=torch.float64), PRIMITIVES[scatter.sum_along].bounds
+    assert bounds is not None
+    source = Value(-one, one, TensorFact((BatchDim(1, 0), 3), torch.int8))
+    with pytest.raises(Unproved, match="depends on the batch"):
+        bounds(source, 0, None, 3, False)
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("opset", [17, 21])
+def test_places_are_written_at_every_opset(opset: int, tmp_path: Path) -> None:
+    def brought(x: Tensor) -> Any:
+        index = x.argmax(2, keepdim=True).expand_as(x)
+        return (
+            x.scatter_add(2, index, x),
+            x.scatter_reduce(2, index, x.flip(3), "amax"),
+            x.scatter_reduce(1, x.argmin(1, keepdim=True), x, "amin", include_self=False),
+            torch.zeros_like(x).scatter(1, x.argmax(1, keepdim=True), 1.0),
+        )
+
+    prepared, integer = compiled(live(brought), planes())
+    assert "none is left in float" in fxq.explain(prepared)
+    path = fxq.export_onnx(integer, tmp_path / "model.onnx", opset=opset)
+    assert fxq.verify(integer, path, [(batch,) for batch in planes()])
+    assert_validate_is_integer(prepared, integer, planes()[0])
+
+
+def assigned(x: Tensor, index: Any) -> Tensor:
+    result = x * 1.5
+    result[index] = 0.25
+    return result
+
+
+LISTS: dict[str, list[Any]] = {
+    "slices": [slice(None), slice(0, 2)],
+    "an ellipsis": [..., 0],
+    "lists": [slice(None), [0, 1], [1, 2]],
+    "tensors": [slice(None), torch.tensor([0, 2]), torch.tensor([1, 1])],
+    "a range": [slice(None), range(2)],
+    "steps": [slice(None), slice(None, None, 2), 1],
+}
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_of_entries_is_the_index_that_pytorch_takes_it_for(name: str, tmp_path: Path) -> None:
+    index = LISTS[name]
+    model = live(lambda x: (x[index], assigned(x, index)))
+    prepared, integer = compiled(model, planes())
+    assert_contract(prepared, tmp_path / "model.onnx", planes()[0], integer=integer)
+    assert next(layer.dtype for layer in fxq.inspect.layers(prepared) if layer.name == "getitem") == "int8"
+    for wanted, found in zip(model(planes()[1]), integer(planes()[1]), strict=True):
+        assert wanted.shape == found.shape
+        assert sqnr(wanted, found) > 20

@@ -71,26 +71,6 @@ def test_one_module_opens_files_for_writing() -> None:
     assert found[BOARD] == ["np.savez_compressed(str(partial), **arrays)"]
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "open(path, 'w')", "open(path, mode='wb')", "open(path, 'r+b')", "open(path, 'a')", "path.open('x')", "path.open(mode)",
-        "io.open(path, 'w')", "os.fdopen(handle, 'w')", "gzip.open(path, 'wb')", "path.write_text(text)", "path.write_bytes(content)",
-        "onnx.save(model, path)", "torch.save(tensors, path)", "torch.jit.save(program, path)", "program.save(path)",
-        "np.save(path, array)", "torch.export.save(exported, path)", "figure.savefig(path)", "figure.write_html(path)",
-        "safetensors.torch.save_file(held, path)",
-        "def f():\n    with open(path, 'w') as file:\n        pass",
-    ],
-)  # fmt: skip
-def test_a_planted_write_is_found(source: str) -> None:
-    assert list(calls_that_write(source))
-
-
-@pytest.mark.parametrize("source", ["open(path)", "open(path, 'rb')", "path.open('rb')", "torch.export.save(exported, archive)"])
-def test_what_reads_or_stays_in_memory_is_not(source: str) -> None:
-    assert not list(calls_that_write(source))
-
-
 # ---- a full disk, and a kill ---------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Layers whose results only dequantizations read return their sums, by default."""
+"""Last layers return their sums by default, and functions that saturate behind them are float functions of these sums."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from tests.shared.networks import Network
 
 IMAGES = (4, 3, 8, 8)
 
@@ -69,15 +70,6 @@ def test_what_only_a_dequantization_reads_is_a_sum(target: str, tmp_path: Path) 
         assert (now[name] - exact[name]).norm() < 0.8 * (before[name] - exact[name]).norm()
 
 
-def test_explain_says_why_a_layer_returns_its_sum() -> None:
-    lines = str(fxq.explain(calibrated(Outputs().eval(), "bayes-e"))).splitlines()
-    told = {line.split()[0]: line for line in lines if line.startswith("%")}
-    assert "int32" in told["%image"]
-    assert "its sum, with a scale for each channel: only a dequantization reads it" in told["%image"]
-    assert "it only passes on the 32-bit sum of %moved" in told["%permute"]
-    assert "its sum" not in told["%read"]
-
-
 @pytest.mark.parametrize("training", ["statistics", "learned"])
 def test_sums_train_and_are_loaded(training: str, tmp_path: Path) -> None:
     model, x = Outputs().eval(), batches()[0]
@@ -91,17 +83,6 @@ def test_sums_train_and_are_loaded(training: str, tmp_path: Path) -> None:
     assert fxq.verify(prepared, fxq.convert(prepared), [x])
 
 
-class Larger(nn.Module):
-    """A map of more elements than the input, which is moved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down, self.up = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 12, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.pixel_shuffle(self.up(F.relu(self.down(x))), 2)
-
-
 @pytest.mark.parametrize(
     ("target", "dtype", "because"),
     [
@@ -111,7 +92,9 @@ class Larger(nn.Module):
     ],
 )
 def test_a_large_map_has_fewer_bits_on_a_chip(target: str, dtype: str, because: str) -> None:
-    prepared = calibrated(Larger().eval(), target)
+    layers = {"down": nn.Conv2d(3, 8, 3, padding=1), "up": nn.Conv2d(8, 12, 1)}
+    model = Network(lambda m, x: F.pixel_shuffle(m.up(m.down(x).relu()), 2), **layers)  # a map of more elements than the input
+    prepared = calibrated(model.eval(), target)
     assert dtypes(prepared)["up"] == dtype
     assert dtypes(prepared)["pixel_shuffle"] == ("float32" if dtype == "int32" else dtype)
     assert because in str(fxq.explain(prepared))
@@ -133,11 +116,6 @@ def test_a_grid_that_a_rule_gives_is_kept(config: fxq.ActivationConfig) -> None:
     assert {name for name, dtype in dtypes(prepared).items() if dtype == "int32"} == SUMS - {"image"}
 
 
-def test_a_rule_about_the_weight_leaves_the_dtype_of_the_output_open() -> None:
-    rules = fxq.QConfigMapping().set_module_name("image", fxq.QConfig(weight=fxq.WeightConfig("int4")))
-    assert dtypes(fxq.prepare(Outputs().eval(), batches()[0], qconfig=rules))["image"] == "int32"
-
-
 @pytest.mark.parametrize("target", ["bernoulli2", "bayes-e"])
 def test_a_sum_has_the_biases_of_the_target(target: str) -> None:
     """Those of bernoulli2 give up their last bits, also before the scale of an output is known."""
@@ -148,3 +126,105 @@ def test_a_sum_has_the_biases_of_the_target(target: str) -> None:
     prepared = fxq.calibrate(fxq.prepare(model, inputs[0], target), inputs)
     assert set(dtypes(prepared).values()) >= {"int32"}
     assert fxq.verify(prepared, fxq.convert(prepared), inputs)
+
+
+# ---- functions that saturate, between last layers and outputs, are float functions of the layers' sums ---------------
+
+
+ITEM = (3, 16, 16)
+OPTIONS = fxq.Options(integer_tail=False)
+
+
+class Heads(nn.Module):
+    """Scores of two maps behind each other, probabilities after a batch norm, a scaled tanh, and functions that stay integer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.gate = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 8, 1)
+        self.heads = nn.ModuleList(nn.Conv2d(8, 3, 1) for _ in range(2))
+        self.classes, self.norm, self.angle, self.shown = nn.Conv2d(8, 5, 1), nn.BatchNorm2d(5), nn.Linear(8, 2), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.stem(x).relu()
+        x = x * torch.sigmoid(self.gate(x))  # inside the network
+        maps = zip(self.heads, (x, nn.functional.max_pool2d(x, 2)), strict=True)
+        means = x.mean((2, 3))
+        return {
+            "scores": torch.sigmoid(torch.cat([head(each).flatten(2) for head, each in maps], 2)),
+            "classes": self.norm(self.classes(x)).mean((2, 3)).softmax(1),  # a mean comes between
+            "map": self.norm(self.classes(x)).softmax(1).permute(0, 2, 3, 1),
+            "angle": torch.tanh(self.angle(means)) * 3 - 1,
+            "means": torch.sigmoid(means),  # no layer
+            "gelu": nn.functional.gelu(self.shown(means)),  # no limit above
+        }
+
+
+IN_FLOAT = {"scores": "sigmoid_1", "map": "softmax_1", "angle": "sub"}
+FUNCTIONS = {"sigmoid", "softmax", "tanh", "mul", "sub", "gelu"}
+
+
+def heads() -> Heads:
+    torch.manual_seed(1)
+    made = Heads().eval()
+    for layer in (*made.heads, made.classes, made.angle):
+        layer.weight.data *= 8  # large scores, whose step of 8 bits is large, too
+    return made
+
+
+def images() -> list[Tensor]:
+    torch.manual_seed(6)
+    return [torch.randn(4, *ITEM) for _ in range(3)]
+
+
+def prepared_heads(target: str, qconfig: fxq.QConfig | fxq.QConfigMapping | None = None, **options: bool) -> torch.fx.GraphModule:
+    prepared = fxq.prepare(heads(), images()[0], target, qconfig, options=fxq.Options(**{"integer_tail": False, **options}))
+    return fxq.calibrate(prepared, images(), show_progress=False)
+
+
+def in_float(prepared: torch.fx.GraphModule) -> set[str]:
+    return {layer.name for layer in fxq.inspect.layers(prepared) if layer.operator in FUNCTIONS and not layer.integer}
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("target", ["bayes-e", "bernoulli2", "x86"])
+def test_functions_of_last_layers_are_in_float(target: str, tmp_path: Path) -> None:
+    prepared = prepared_heads(target)
+    assert in_float(prepared) - {"softmax"} == {*IN_FLOAT.values(), "tanh", "mul_1"}  # x86 has no integers for the other softmax
+    assert {layer.name for layer in fxq.inspect.layers(prepared) if layer.dtype == "int32"} >= {"heads_0", "heads_1", "classes_1", "angle"}
+    integer = fxq.convert(prepared)
+    assert fxq.verify(prepared, integer, images())
+    report = fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), images())
+    assert report
+    assert all(difference.largest < 1e-5 for difference in report.floats.values())
+
+
+def test_outputs_are_more_accurate_so() -> None:
+    exact, x = heads()(images()[0]), images()[0]
+    now, integers = prepared_heads("bayes-e"), prepared_heads("bayes-e", integer_tail=True)
+    assert not in_float(integers)
+    for name in IN_FLOAT:
+        noise, before = ((prepared(x)[name] - exact[name]).norm() for prepared in (now, integers))
+        assert noise < 0.9 * before, name
+
+
+def test_explain_and_check_say_that_nothing_is_left_to_do() -> None:
+    lines = {line.split()[0]: line for line in str(fxq.explain(prepared_heads("bayes-e"))).splitlines() if line.startswith("%")}
+    assert "only outputs read it, so it is a float function of a last layer's sum" in lines["%softmax_1"]
+    assert all(
+        finding.kind == "host"
+        for finding in fxq.check(heads(), images()[0], "bayes-e", options=OPTIONS)
+        if finding.node in IN_FLOAT.values()
+    )
+
+
+def test_a_rule_about_the_result_keeps_a_function_integer() -> None:
+    rules = fxq.QConfigMapping().set_object_type(torch.tanh, fxq.QConfig(fxq.ActivationConfig("int8")))
+    assert in_float(prepared_heads("bayes-e", rules)) == {"sigmoid_1", "softmax_1"}
+    assert not in_float(prepared_heads("bayes-e", fxq.QConfig(fxq.ActivationConfig("int8"))))
+
+
+@pytest.mark.parametrize(("target", "integer"), [("bayes-e", True), ("x86", False)])
+def test_a_large_map_stays_integer_on_a_chip(target: str, integer: bool) -> None:
+    network = nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), nn.Sigmoid()).eval()
+    prepared = fxq.prepare(network, torch.randn(1, 3, 192, 192), target, options=OPTIONS)
+    assert [layer.integer for layer in fxq.inspect.layers(prepared) if layer.operator == "sigmoid"] == [integer]
