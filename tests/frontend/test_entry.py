@@ -53,12 +53,6 @@ def test_a_model_that_is_prepared_already(entry, compiled):
     )
 
 
-@pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
-def test_a_model_that_is_integer_already(entry, compiled):
-    with pytest.raises(ConfigurationError, match="the model is not a float model, but an integer model"):
-        entry(compiled.integer)
-
-
 def test_such_models_inside_of_others_in_copies_in_files_and_stopped_half_way(compiled, tmp_path):
     with pytest.raises(ConfigurationError, match="the submodule 0 is not a float model, but a prepared model"):
         fxq.prepare(nn.Sequential(compiled.prepared, nn.ReLU()), X)

@@ -175,15 +175,6 @@ def test_a_batch_size_written_into_forward(batch):
     assert torch.equal(trace(model, x, options=eval(remedy[1]))(x), model(x))
 
 
-def test_a_loop_over_a_batch_size_written_into_forward(caplog):
-    def forward(self, x):
-        return torch.stack([x[index] for index in range(8)]) + torch.zeros(8, 3)
-
-    assert refusal(forward, torch.randn(8, 3)).startswith("the batch size of the example, 8, is written into forward\n")
-    assert refusal(lambda self, x: x + torch.zeros(8, 3), torch.randn(8, 3)).startswith("the batch size of the example, 8,")
-    assert not caplog.records
-
-
 def test_inputs_that_do_not_fit():
     with pytest.raises(TraceError, match="the example inputs do not fit the model's forward"):
         trace(nn.Identity(), (torch.ones(1), torch.ones(1)))

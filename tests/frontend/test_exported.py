@@ -270,9 +270,3 @@ def test_the_module_of_a_program_says_to_pass_the_program(make: Callable[[], nn.
     for call in (fxq.prepare, fxq.trace, fxq.check, lambda model, example: fxq.quantize(model, [example])):
         with pytest.raises(fxq.errors.ConfigurationError, match="pass the ExportedProgram itself"):
             call(model, image())
-
-
-def test_the_program_itself_is_taken() -> None:
-    program = exported_program(dynamic=True)
-    result = fxq.quantize(program, [image(), image(4)], show_progress=False)
-    assert fxq.verify(result.prepared, result.integer, [image(3)], show_progress=False)

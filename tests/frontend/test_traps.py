@@ -8,11 +8,10 @@ import functools
 import pytest
 import torch
 from torch import fx, nn
-from torch.nn.utils import parametrize, weight_norm
 
 import fxquant as fxq
 from fxquant.errors import ConfigurationError, TraceError
-from fxquant.frontend import assumptions, attach_call_hooks, default_leaf, is_traced, trace
+from fxquant.frontend import assumptions, attach_call_hooks, default_leaf, trace
 from fxquant.ir import graph
 from fxquant.ir.graph import BatchDim, TensorFact
 from tests.shared.written import written
@@ -179,27 +178,6 @@ def test_the_leaf_rule_can_be_replaced():
     assert torch.equal(open_(x), model(x))
 
 
-def test_weight_norm_and_parametrizations_are_traced_through():
-
-    first = weight_norm(nn.Linear(4, 4))
-    second = nn.Linear(4, 4)
-    parametrize.register_parametrization(second, "weight", written(lambda m, weight: weight * 2))
-    model = nn.Sequential(first, second)
-    traced = trace(model, torch.randn(2, 4))
-    assert "0.weight_g" in targets(traced)
-    assert "1.parametrizations.weight.original" in targets(traced)
-    assert list(traced.state_dict()) == list(model.state_dict())
-
-
-def test_forward_hooks_are_traced():
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    model[0].register_forward_hook(lambda module, args, output: output * 2)
-    traced = trace(model, torch.randn(2, 4))
-    x = torch.randn(3, 4)
-    assert "0" in targets(traced)
-    assert torch.equal(traced(x), model(x))
-
-
 def test_bound_methods_partials_and_unregistered_modules():
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -237,23 +215,6 @@ def test_inputs_with_another_first_dimension_are_fixed():
     traced = trace(written(lambda m, x, table, scalar: x @ table + scalar), (torch.randn(2, 3), torch.randn(3, 5), torch.tensor(2.0)))
     found = [str(graph.fact(node)) for node in traced.graph.nodes if node.op == "placeholder"]
     assert found == ["f32[B,3]", "f32[3,5]", "f32[]"]
-
-
-@pytest.mark.parametrize("static", [{}, False])
-def test_a_fixed_batch(static):
-    model = written(lambda m, x: sum(row for row in x) * x.shape[0])
-
-    x = torch.randn(3, 4)
-    traced = trace(model, (x,), options=fxq.Options(dynamic_shapes=static))
-    assert torch.equal(traced(x), model(x))
-    with pytest.raises(ConfigurationError):
-        traced(torch.randn(2, 4))
-
-
-def test_a_traced_graph_is_returned_as_it_is():
-    traced = trace(nn.Linear(4, 4), torch.randn(2, 4))
-    assert is_traced(traced)
-    assert trace(traced, torch.randn(2, 4)) is traced
 
 
 def test_the_input_check_survives_deepcopy_and_can_be_attached_again():

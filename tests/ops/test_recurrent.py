@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import onnx
 import pytest
 import torch
 from torch import Tensor, nn
@@ -116,26 +115,6 @@ def test_what_is_remembered_is_wide_and_what_is_shown_is_as_asked_for() -> None:
     assert found["bayes-e", "lstm"] == found["bayes-e", "steps first"] == {"int16", "int8"}
     assert found["bernoulli2", "lstm"] == found["bernoulli2", "steps first"] == {"int8"}
     assert found["x86", "lstm"] == found["x86", "steps first"] == {"int16", "uint8"}
-
-
-# ---- long sequences -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.nightly
-def test_a_long_sequence_is_told_once_and_its_constants_are_held_once(tmp_path: Path) -> None:
-    few, many = ([*compiled(model("lstm"), [sequences(steps=steps)], "bayes-e")] for steps in (4, STEPS))
-    for short, long in zip(few, many, strict=True):
-        assert len(fxq.explain(short).splitlines()) == len(fxq.explain(long).splitlines())
-        assert len(fxq.explain(long, steps=True).splitlines()) > 2 * len(fxq.explain(long).splitlines())
-        shown = ([line for line in fxq.text(graph).splitlines() if " = [" not in line] for graph in (short, long))
-        assert len({len(lines) for lines in shown}) == 1  # constants aside: those of equal value are one
-        assert f"steps 2 to {STEPS - 2}" in fxq.text(long)
-        assert len(fxq.text(long, steps=True).splitlines()) == len(long.graph.nodes) + 1
-    assert f"at {STEPS} steps" in fxq.explain(many[0])
-    held = [{name: buffer.shape for name, buffer in forms[1].named_buffers() if buffer.dim()} for forms in (few, many)]
-    assert held[0] == held[1]
-    files = [onnx.load(fxq.export_onnx(forms[1], tmp_path / f"{index}.onnx")) for index, forms in enumerate((few, many))]
-    assert len(files[0].functions) == len(files[1].functions)
 
 
 # ---- what stays in float ------------------------------------------------------------------------------------------------------

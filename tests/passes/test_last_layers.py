@@ -116,18 +116,6 @@ def test_a_grid_that_a_rule_gives_is_kept(config: fxq.ActivationConfig) -> None:
     assert {name for name, dtype in dtypes(prepared).items() if dtype == "int32"} == SUMS - {"image"}
 
 
-@pytest.mark.parametrize("target", ["bernoulli2", "bayes-e"])
-def test_a_sum_has_the_biases_of_the_target(target: str) -> None:
-    """Those of bernoulli2 give up their last bits, also before the scale of an output is known."""
-    torch.manual_seed(0)
-    model = nn.Linear(16, 8).eval()
-    model.bias.data *= 100
-    inputs = [torch.rand(4, 16) for _ in range(3)]
-    prepared = fxq.calibrate(fxq.prepare(model, inputs[0], target), inputs)
-    assert set(dtypes(prepared).values()) >= {"int32"}
-    assert fxq.verify(prepared, fxq.convert(prepared), inputs)
-
-
 # ---- functions that saturate, between last layers and outputs, are float functions of the layers' sums ---------------
 
 

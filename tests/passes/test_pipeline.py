@@ -296,14 +296,6 @@ def test_dumps_are_the_graphs_after_every_pass(tmp_path: Path) -> None:
     assert files[f"{len(PIPELINE) - 1:02d}-integer.lower.txt"] == reference
 
 
-def test_dump_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FXQUANT_DUMP", str(tmp_path / "new" / "directory"))
-    fxq.prepare(tiny(), batch(), until="batchnorm.fold")
-    names = ["trace", *(step.name for step in PIPELINE)]
-    files = [f"{index:02d}-{name}.txt" for index, name in enumerate(names[: names.index("batchnorm.fold") + 1])]
-    assert sorted(file.name for file in (tmp_path / "new" / "directory").iterdir()) == files
-
-
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_the_debug_dial(level: int, capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
     fxq.prepare(tiny(), batch(), options=fxq.Options(debug=level))
@@ -432,15 +424,6 @@ def test_operators_that_share_a_scale_report_it(prepared: fx.GraphModule) -> Non
 
 def fixed(scale: float) -> fxq.QConfig:
     return fxq.QConfig(output=fxq.ActivationConfig(scale=scale))
-
-
-@pytest.mark.parametrize(
-    ("config", "scale"),
-    [(fxq.ActivationConfig(scale=0.25), 0.25), (fxq.ActivationConfig(threshold=6.0), 6.0 / 128)],
-    ids=["scale", "threshold"],
-)
-def test_one_qconfig_applies_to_everything(config: fxq.ActivationConfig, scale: float) -> None:
-    assert set(fxq.qparams(calibrated(tiny(), [batch()], qconfig=fxq.QConfig(output=config))).values()) == {scale}
 
 
 def test_precedence_is_name_over_pattern_over_type_over_default() -> None:
