@@ -88,13 +88,6 @@ def test_the_installer_tries_every_program_and_leaves_no_log(tool: FakeTool) -> 
 # ---- writing ------------------------------------------------------------------------------------------------------------
 
 
-def test_equal_models_are_written_with_equal_bytes(integer: fx.GraphModule, tmp_path: Path) -> None:
-    folders = [fxq.board.export_horizon(integer, tmp_path / name) for name in ("one", "two")]
-    files = [sorted(file.name for file in folder.iterdir()) for folder in folders]
-    assert files == [["compile.sh", "layers.json", "model.onnx", "model.yaml"]] * 2
-    assert all((folders[0] / name).read_bytes() == (folders[1] / name).read_bytes() for name in files[0])
-
-
 def test_a_file_has_opset_11_and_a_batch_of_one(integer: fx.GraphModule, tmp_path: Path) -> None:
     folder = fxq.board.export_horizon(integer, tmp_path, "net", options=fxq.board.HorizonOptions(optimize_level="O1"))
     model = onnx.load(folder / "net.onnx")

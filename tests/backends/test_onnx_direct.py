@@ -109,6 +109,20 @@ def test_what_there_is_no_form_for_is_left_to_the_exporter(name: str, tmp_path: 
             exported(LEFT[name], tmp_path)
 
 
+def test_the_forms_agree_with_the_float_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float nodes alone, nothing rounded behind them: the numbers are those of PyTorch to float32's last digits."""
+    monkeypatch.setattr(torch.onnx, "export", refuse)
+
+    torch.manual_seed(0)
+    tail, x = (
+        Network(lambda s, x: attended(None, s.norm(s.first(x))), first=nn.Linear(12, 16), norm=nn.LayerNorm(16)),
+        torch.randn(3, 6, 12),
+    )
+    result = fxq.quantize(tail.eval(), [x], target="bernoulli2")
+    (found,) = run(result.export(tmp_path / "model.onnx"), x)
+    assert torch.allclose(found, result.integer(x), rtol=1e-5, atol=1e-5)  # float sums, in another order
+
+
 def test_a_module_that_the_exporter_imports_may_export() -> None:
     with float_export.quiet():
         assert float_export._exporting.acquire(blocking=False)  # it would wait for itself
@@ -159,6 +173,16 @@ def test_float_attention_opens_and_computes_what_pytorch_does(names: str, rank: 
     assert result.verify(path, batches)
     for wanted, found in zip(result.integer(batches[0]), run(path, batches[0]), strict=True):
         torch.testing.assert_close(torch.as_tensor(found), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_groups_of_queries_share_keys_in_float(tmp_path: Path) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        query, key = m.a(x).view(-1, 6, 4, 2).transpose(1, 2), m.b(x).view(-1, 6, 2, 2).transpose(1, 2)
+        return F.scaled_dot_product_attention(query, key, key, attn_mask=KEPT, enable_gqa=True)
+
+    batches = [torch.randn(2, 6, 8)]
+    result = fxq.quantize(Network(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 4)).eval(), batches, target="x86")
+    assert result.verify(result.export(tmp_path / "model.onnx", style="exact"), batches)
 
 
 def test_a_file_that_onnxruntime_cannot_open_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,11 @@ def test_a_table_with_an_entry_beside_a_tie_is_looked_up(scale: float, wanted: i
     assert operators(path).count("GatherElements") == 1 - wanted
 
 
+def test_a_function_that_is_left_to_the_exporter_is_looked_up(tmp_path: Path) -> None:
+    integer = integer_of(Network(lambda s, x: s.a(x).round(decimals=1), a=conv(3, 8)))
+    assert computed(exported(integer, tmp_path / "model.onnx", style="fast")) == 0
+
+
 def test_a_table_that_is_not_of_its_function_is_looked_up() -> None:
     integer = two_sigmoids()
     node = next(node for node in integer.graph.nodes if node.target is elementwise.lookup)

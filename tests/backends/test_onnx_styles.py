@@ -28,13 +28,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {entry.name: entry.read_bytes() for entry in folder.iterdir()}
 
 
-@every_style
-def test_a_saved_model_exports_as_before(style: str, tmp_path: Path) -> None:
-    loaded = fxq.load(fxq.save(known("residual"), tmp_path / "model.fxq"))
-    one, other = (fxq.export_onnx(m, tmp_path / f"{i}.onnx", style=style) for i, m in enumerate((known("residual"), loaded)))
-    assert one.read_bytes() == other.read_bytes()
-
-
 # ---- external data ----------------------------------------------------------------------------------------------------
 
 
@@ -113,15 +106,6 @@ def test_what_a_file_says_about_itself(style: str, tmp_path: Path) -> None:
     same = {"kind": "quantized", "dtype": "int8", "storage": storage, "zero_point": zero_point}
     scales = {node.name: qparams(node).scale for node in integer.graph.nodes if qparams(node) is not None}
     assert {name: found["tensors"][name] for name in scales} == {name: {**same, "scale": scale} for name, scale in scales.items()}
-
-
-def test_metadata_of_another_file_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "foreign.onnx"
-    value, result = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy")
-    onnx.save(helper.make_model(helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "foreign", [value], [result])), str(path))
-    for file, text in ((path, "was not written by fxquant"), (tmp_path / "missing.onnx", "cannot be read as ONNX")):
-        with pytest.raises(fxq.errors.ExportError, match=text):
-            fxq.export.onnx_metadata(file)
 
 
 @pytest.mark.parametrize(("style", "opset"), [("exact", 16), ("fast", 13), ("qdq", 10), ("qdq", 0)])

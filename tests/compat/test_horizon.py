@@ -159,21 +159,6 @@ def test_a_stub_is_an_operator_for_the_rules() -> None:
         assert (next(iter(found.values())), found["skip"]) == ("int16", "int8")
 
 
-def test_a_model_is_prepared_by_its_first_batch() -> None:
-    model = horizon.prepare_qat_fx(Net().eval(), {"": horizon.default_calib_8bit_fake_quant_qconfig})
-    horizon.set_fake_quantize(model, STATE.CALIBRATION)
-    for batch in BATCHES:
-        model(batch)
-    horizon.set_fake_quantize(model, STATE.VALIDATION)
-    expected = calibrated(prepared_as(horizon.default_calib_8bit_fake_quant_qconfig))
-    assert fxq.qparams(model) == fxq.qparams(expected)
-    assert torch.equal(model(BATCHES[0]), expected(BATCHES[0]))
-    student = horizon.prepare_qat_fx(Net().train(), {"": horizon.default_qat_8bit_fake_quant_qconfig})
-    student.load_state_dict(model.state_dict())
-    assert fxq.qparams(student) == fxq.qparams(model)
-    assert list(student.parameters())
-
-
 @pytest.mark.parametrize("example", [{}, {"example_inputs": BATCHES[0]}])
 def test_a_model_is_stored_as_an_object(example: dict[str, Any]) -> None:
     def stored(model: nn.Module) -> nn.Module:
@@ -452,6 +437,16 @@ def test_templates_are_merged_operand_by_operand_in_the_order_of_their_list() ->
     made = asked(prepared)
     assert (made["skip"], made["conv"], made["head"]) == (("int16", "int16"), ("int8", "int8"), ("int16", "int16"))  # weights stay 16 bits
     assert fxq.qparams(prepared)["skip"] == 4.0 / 32768
+    assert fxq.verify(calibrated(prepared), horizon.convert_fx(prepared), BATCHES[:1])
+
+
+def test_products_read_what_the_template_says() -> None:
+    horizon.set_march("nash-e")
+    wide = horizon.TemplateQconfigSetter(Q(A("int16")), [horizon.GEMMInt8Template()])
+    prepared = horizon.prepare(Net().eval(), BATCHES[0], wide)
+    reads = {name: {each.dtype.name for each in operator.inputs.values() if each is not None and not isinstance(each, list)}
+             for name, operator in quantized_operators(prepared).items() if Trait.SUMS in operator.operator.traits}  # fmt: skip
+    assert all("int8" in found for found in reads.values()), reads
     assert fxq.verify(calibrated(prepared), horizon.convert_fx(prepared), BATCHES[:1])
 
 

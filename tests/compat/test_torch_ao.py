@@ -387,6 +387,15 @@ def test_what_forward_computes_only_in_train_mode_is_kept(eager: bool) -> None:
     assert isinstance(prepared(training_branch=False)(BATCHES[0]), Tensor)
 
 
+def test_sizes_are_those_that_are_asked_for() -> None:
+    model, mapping = nn.Sequential(nn.Conv2d(3, 4, 1)).eval(), ao.get_default_qconfig_mapping("x86")
+    fixed = calibrated(torch_ao.prepare_fx(model, mapping, (BATCHES[0],), dynamic_shapes={}))
+    with pytest.raises(fxq.FxQuantError):
+        fixed(BATCHES[0][:2])
+    free = calibrated(torch_ao.prepare_fx(model, mapping, (BATCHES[0],)))
+    assert free(BATCHES[0][:2]).shape == (2, 4, 8, 8)
+
+
 # ---- what PyTorch's objects mean ----------------------------------------------------------------------------------------
 
 A, W = fxq.ActivationConfig, fxq.WeightConfig
@@ -455,22 +464,6 @@ def test_a_learnable_fake_quantize_is_a_learned_scale() -> None:
     )
     qconfig = read(ao.QConfig(learnable, by_weight))
     assert (qconfig.output.training, qconfig.weight.training) == ("learned", "learned")
-
-
-def test_the_integers_of_a_signed_and_an_unsigned_affine_observer_stand_for_the_same_numbers() -> None:
-    found = []
-    for dtype in (torch.quint8, torch.qint8):
-        observer = ao.MinMaxObserver(dtype=dtype)
-        observer(BATCHES[0])
-        scale, zero_point = observer.calculate_qparams()
-        prepared = torch_ao.prepare_fx(small(), activation(ao.MinMaxObserver, dtype=dtype), (BATCHES[0],))
-        prepared(BATCHES[0])
-        torch_ao.convert_fx(prepared)
-        ours = next(iter(fxq.qparams(prepared).values()))
-        found.append(ours)
-        assert ours[0] == pytest.approx(float(scale))
-        assert ours[1] == int(zero_point) + (128 if dtype == torch.qint8 else 0)
-    assert found[0] == found[1]
 
 
 REFUSED = {
@@ -616,6 +609,11 @@ def test_every_kind_of_rule(form: str) -> None:
     assert (found["conv"], found["up"], found["act"], found["fc"]) == ("uint8", "int8", "float32", "int8")
 
 
+def test_a_mapping_without_a_global_rule_leaves_the_rest_in_float() -> None:
+    found = dtypes(torch_ao.prepare_fx(Net().eval(), ao.QConfigMapping().set_module_name("fc", SYMMETRIC), (BATCHES[0],)))
+    assert (found["conv"], found["fc"]) == ("float32", "int8")
+
+
 def test_a_module_that_is_not_traced_stays_whole() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), written(lambda m, x: x * 2 + 1), nn.Conv2d(4, 2, 1)).eval()
     custom = PrepareCustomConfig().set_non_traceable_module_names(["1"])
@@ -673,6 +671,14 @@ def test_a_call_that_cannot_be_done(name: str) -> None:
         CALLS[name](small())
     assert caught.value.because
     assert caught.value.remedy
+
+
+def test_a_model_is_fused_when_it_is_prepared() -> None:
+    model = Net().eval()
+    assert torch_ao.fuse_fx(model) is model
+    prepared = torch_ao.prepare_fx(model, ao.get_default_qconfig("x86"), (BATCHES[0],))
+    assert "bn" not in dtypes(prepared)
+    assert "relu" not in dtypes(prepared)
 
 
 def test_a_pytorch_without_torch_ao(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -232,7 +232,7 @@ def test_what_a_graph_module_has_itself_is_not_replaced():
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("name", ["torch", "inf", "getattr", "input", "self", "_fxquant_registered"])
+@pytest.mark.parametrize("name", ["torch", "inf", "getattr", "input", "_fxquant_registered"])
 def test_an_argument_of_any_name(name, tmp_path):
     source = f"def forward(me, {name}):\n    return me.layer({name}).clamp(-1, 1)[:, 1:]"
     scope: dict[str, object] = {}
@@ -254,6 +254,12 @@ def test_arguments_whose_names_are_not_python_names():
     inputs = {"x": x, "class": x + 1, "a b": x + 2}
     result = fxq.quantize(model, [inputs], show_progress=False)
     assert torch.equal(result.integer(x, **{"a b": x + 2, "class": x + 1}), result.integer(**inputs))
+
+
+def test_an_argument_called_self():
+    x = torch.randn(2, 8)
+    result = fxq.quantize(written(lambda me, self: me.layer(self), layer=nn.Linear(8, 8)), [x], show_progress=False)
+    assert torch.equal(result.prepared(x), result.integer(x))
 
 
 @pytest.mark.sweep(2)

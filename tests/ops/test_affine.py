@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 import fxquant as fxq
 from fxquant.ir.integer import qparams
-from fxquant.numerics.grids import UINT8, FixedWidths, Grid, grid_from_range
+from fxquant.numerics.grids import UINT8, FixedWidths, Grid, IntType, grid_from_range
 from fxquant.prepared.operators import quantized_operators
 from fxquant.primitives import elementwise, quantization
 from fxquant.primitives.arithmetic import FixedArithmetic
 from fxquant.quantization.observers import Observer
+from fxquant.quantization.quantizer import Quantizer
 from fxquant.serialization import pack, unpack
 from fxquant.target import Target
 from tests.shared import contract, oracle
@@ -246,21 +247,25 @@ def test_the_histogram_finds_the_interval_of_least_error() -> None:
         assert best < 1.01 * error(values, low * less, high * more)
 
 
-def test_observers_on_several_ranks_find_one_interval() -> None:
-    values = skewed()
-    parts = [observed(fxq.observers.HistogramObserver(), part) for part in (values[:7000], values[7000:])]
-    merged = fxq.observers.HistogramObserver()
-    merged.merge([dict(part.named_buffers()) for part in parts])
-    whole = observed(fxq.observers.HistogramObserver(), values)
-    assert float(merged.negative.sum()) == float((values < 0).sum())
-    assert error(values, *merged.interval(UINT8)) <= 1.02 * error(values, *whole.interval(UINT8))
-
-
 def test_a_percentile_covers_its_share() -> None:
     values = skewed()
     low, high = observed(fxq.observers.PercentileObserver(99.0), values).interval(UINT8)
     assert 0.985 < float(((values >= low) & (values <= high)).float().mean()) <= 0.995
     assert float(low) == pytest.approx(float(values.min()), abs=0.05)
+
+
+def test_an_observer_that_knows_scales_alone_is_symmetric() -> None:
+    class Own(Observer):
+        def observe(self, value: Tensor) -> None:
+            self.count += 1
+
+        def scale(self, dtype: IntType) -> Tensor:
+            return torch.tensor(0.25)
+
+    quantizer = Quantizer(UINT8, Own())
+    quantizer.observe(torch.ones(3))
+    quantizer.update_scale()
+    assert (float(quantizer.grid.scale), quantizer.grid.zero_point) == (0.25, 128)
 
 
 # ---- training -------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from fxquant.prepared.operators import quantized_operators
 from tests.shared import contract
 from tests.shared.contract import compiled
 from tests.shared.networks import Network, sqnr
+from tests.shared.written import to_train
 
 WIDE_TARGETS = ("bayes", "bayes-e", "nash-e", "nash-m")  # with int16 activations
 NARROW_TARGETS = ("bernoulli2", "x86", "qnnpack")
@@ -215,6 +216,17 @@ def test_a_recurrence_has_one_grid_for_its_state(target: str, tmp_path: Path) ->
         assert (found - expected).abs().max() < 0.05
     shapes = [tuple(integer.get_buffer(str(node.target)).shape) for node in integer.graph.nodes if node.op == "get_attr"]
     assert (shapes.count((8, 12)), shapes.count((8, 8))) == (1, 1), "each weight is one constant, read at every step"
+
+
+@pytest.mark.parametrize("training", ["statistics", "learned"])
+def test_a_shared_grid_trains(training: str) -> None:
+    """Each step moves the scale that the one before has used."""
+    config = fxq.QConfig(fxq.ActivationConfig("int8", training=training))
+    prepared = compiled(Network(lambda m, x: m.rnn(x), rnn=nn.RNN(12, 8, batch_first=True)), [rows()[:, :3]], "nash-e", config).prepared
+    to_train(prepared)
+    steps, last = prepared(2 * rows(seed=4)[:, :3])
+    (steps.square().mean() + last.square().mean()).backward()
+    assert all(parameter.grad is not None and bool(torch.isfinite(parameter.grad).all()) for parameter in prepared.parameters())
 
 
 # ---- a last part that only moves values ---------------------------------------------------------------------------------------

@@ -137,6 +137,11 @@ def test_what_is_not_fused_says_why(compiled: Compiled, tmp_path: Path) -> None:
     assert "<pre" in fxq.inspect.not_fused(loaded)._repr_html_()
 
 
+def test_modules_are_counted(compiled: Compiled) -> None:
+    counts = {row.module: row.times for row in fxq.inspect.call_counts(compiled.model, compiled.batches[0])}
+    assert counts == {"conv": 1, "norm": 1, "again": 2, "unused": 0}
+
+
 def test_weights_of_the_integer_model_are_near_those_that_were_rounded(compiled: Compiled) -> None:
     rows = {row.layer: row for row in fxq.inspect.compare_weights(compiled.result.prepared, compiled.result.integer)}
     assert set(rows) >= {"conv", "again", "again_1"}

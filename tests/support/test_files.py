@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import onnx
 import pytest
 import torch
 from torch import nn
 
 import fxquant as fxq
-from fxquant.backends.onnx import export as onnx_files
 from fxquant.compat import horizon
 from fxquant.serialization.qconfig import written
 from fxquant.support.files import write_file, write_files
@@ -187,26 +185,6 @@ def test_threads_may_write_to_one_path(result: fxq.results.Result, tmp_path: Pat
     assert errors == []
     assert [path.name for path in tmp_path.iterdir()] == ["m.fxq"]
     assert fxq.text(fxq.load(tmp_path / "m.fxq")) == fxq.text(result.integer)
-
-
-def test_a_model_that_one_file_cannot_hold_is_refused_before_it_is_written(
-    result: fxq.results.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(onnx_files, "LARGEST_FILE", 100)
-    with pytest.raises(fxq.errors.ExportError, match="cannot be one file"):
-        fxq.export_onnx(result.integer, tmp_path / "m.onnx", external_data=False)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_external_data_holds_the_tensors_that_are_taken_out_of_the_model(tmp_path: Path) -> None:
-    result = fxq.quantize(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 40)).eval(), [torch.randn(4, 32)], show_progress=False)
-    whole = fxq.export_onnx(result.integer, tmp_path / "whole.onnx", external_data=False)
-    parts = fxq.export_onnx(result.integer, tmp_path / "parts.onnx", external_data=True)
-    inside, beside = ({tensor.name: tensor.raw_data for tensor in onnx.load(path).graph.initializer} for path in (whole, parts))
-    assert inside == beside
-    large = [content for content in inside.values() if len(content) >= onnx_files.SMALLEST_EXTERNAL]
-    assert (tmp_path / "parts.onnx.data").read_bytes() == b"".join(large) != b""
-    assert result.verify(parts, [torch.randn(4, 32)])
 
 
 # ---- paths that cannot be used -------------------------------------------------------------------------------------------
