@@ -144,7 +144,7 @@ REFUSED: dict[str, tuple[str, Callable[[Any, Tensor], Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(20)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_no_integer_form_stays_in_float_and_says_why(name: str) -> None:
     reason, function = REFUSED[name]

@@ -103,6 +103,22 @@ def test_a_tensor_is_brought_to_another_scale_by_a_layer_on_bernoulli2() -> None
         assert len(set(expected)) > 20
 
 
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("slopes", [[0.25], [0.3, -0.9, 1.0], [0.3, 2.0, -7.0]])
+def test_a_prelu_keeps_the_contract_whether_steep_or_not(slopes: list[float], tmp_path: Path) -> None:
+    made = nn.PReLU(len(slopes))
+    made.weight.data = torch.tensor(slopes)
+    torch.manual_seed(4)
+    batch = torch.randn(4, 3, 5)
+    prepared, integer = contract.compiled(nn.Sequential(made), [batch], "bayes-e")
+    contract.assert_validate_is_integer(prepared, integer, batch)
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batch,)])
+    contract.assert_train_is_validate(prepared, batch)
+    with torch.no_grad():
+        near = bool((integer(batch) - made(batch)).square().mean() < 0.001 * made(batch).var())
+    assert near == (max(map(abs, slopes)) <= 1)  # a steeper product saturates on the operand's grid, as the chip's does
+
+
 def test_a_concatenation_shares_its_scale_with_what_it_alone_reads() -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:

@@ -60,6 +60,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "conv_transpose2d, groups": lambda: layer(
         (4, 4, 5, 6), nn.ConvTranspose2d(4, 8, 3, (2, 3), 1, 1, groups=2, bias=False), nn.BatchNorm2d(8)
     ),
+    # additions behind a layer that its accumulator cannot hold
+    "a multiple added": lambda: Case(IMAGE, lambda s, x: torch.add(s.a(x), x, alpha=2), a=nn.Conv2d(3, 3, 1)),
+    "the layer multiplied": lambda: Case(IMAGE, lambda s, x: torch.add(x, s.a(x), alpha=0.5), a=nn.Conv2d(3, 3, 1)),
     # batch norm that follows no layer
     "batch_norm, features": lambda: Case((8, 3), lambda s, x: s.norm(x), norm=nn.BatchNorm1d(3)),
     "batch_norm, one channel": lambda: Case((8, 1, 5), lambda s, x: s.norm(x), norm=nn.BatchNorm1d(1)),
@@ -197,6 +200,24 @@ def test_contract(name: str, target: str, tmp_path: Path) -> None:
     expected, found = model(*batches[0]), compiled.integer(*batches[0])
     assert found.shape == expected.shape
     assert (found - expected).square().mean() < 0.005 * expected.var(), "far from the float model"
+    assert_contract(compiled, tmp_path / "model.onnx", batches)
+
+
+WIDE: dict[str, Callable[[], Case]] = {
+    "transposed_convolution_wide": lambda: layer((1, 300, 4, 4), nn.ConvTranspose2d(300, 2, 5, 1)),
+    "transposed_convolution_wide, groups": lambda: layer((1, 600, 3, 3), nn.ConvTranspose2d(600, 4, 5, 2, groups=2)),
+    "matrix_product_wide": lambda: Case((2, 2, 1100), lambda s, x: x @ s.a(x).reshape(-1, 1100, 2), a=nn.Linear(1100, 1100)),
+    "linear_wide": lambda: Case((2, 3, 6000), lambda s, x: x @ s.w, w=weights(6000, 3)),
+}
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("target", contract.TARGETS)
+@pytest.mark.parametrize("name", WIDE)
+def test_wide_sums(name: str, target: str, tmp_path: Path) -> None:
+    model, batches = built(WIDE[name], 1)
+    compiled = contract.compiled(model, batches, target)
+    assert any(getattr(node.target, "__name__", "") == name.split(",")[0] for node in compiled.integer.graph.nodes)
     assert_contract(compiled, tmp_path / "model.onnx", batches)
 
 

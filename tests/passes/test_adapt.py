@@ -177,3 +177,10 @@ def test_each_remedy_is_named_with_its_limit(caplog: pytest.LogCaptureFixture) -
     ):
         assert sentence in told
     assert "limits of bernoulli2 that are broken" not in caplog.text
+
+
+def test_what_is_on_the_host_is_said_by_check() -> None:
+    found = fxq.check(nn.Hardtanh(0, 4), torch.randn(2, 2, 4, 4), "bernoulli2", options=fxq.Options(adapt=True))
+    assert found
+    assert found.summary == "within every limit of bernoulli2 that is known, 1 operator runs on the host"
+    assert [finding.kind for finding in found] == ["host"]

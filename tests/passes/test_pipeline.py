@@ -253,6 +253,13 @@ def test_equal_models_give_equal_texts_and_bits() -> None:
 # ---- until, dumps, the dial -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(6)
+@pytest.mark.parametrize("step", PREPARE, ids=lambda step: step.name)
+def test_until_a_pass_gives_a_graph_that_runs(step: Pass) -> None:
+    gm = fxq.prepare(tiny(), batch(), until=step.name)
+    torch.testing.assert_close(gm(batch()), tiny()(batch()), rtol=1e-5, atol=1e-6)  # float in every one, with batch norms folded in some
+
+
 @pytest.mark.quick
 def test_the_graphs_read_as_they_should_after_each_pass_that_changes_them(tmp_path: Path, golden: Golden) -> None:
     fxq.prepare(tiny(), batch(), options=fxq.Options(dump=tmp_path))
