@@ -475,7 +475,11 @@ def moved(root: fx.Node) -> Matched:
         return "it joins along another dimension than the channels"
     operands: Any = tuple(root.args[0]) if concatenates else (root.args[0],)  # type: ignore[arg-type]
     unfit = next((operand for operand in operands if bytes_of(operand, IMAGES) is not operand), None)
-    return Match(root, (root,), operands) if unfit is None else _lacking("read", unfit, IMAGES)
+    if unfit is not None:
+        return _lacking("read", unfit, IMAGES)
+    if any(_sizes(operand)[0] != _sizes(root)[0] for operand in operands) or (root.target is shape.select and not root.args[1]):
+        return "it takes items of a batch, or adds some"
+    return Match(root, (root,), operands)
 
 
 def dynamic_layer(root: fx.Node) -> Matched:

@@ -114,26 +114,6 @@ def recurrent(kind: type[nn.Module]) -> nn.Module:
     return Network(lambda s, x: s.b(s.r(s.a(x.flatten(2)))[0]), a=nn.Linear(64, 8), r=layer, b=nn.Linear(6, 4))
 
 
-class Windows(nn.Module):
-    """Attention of five dimensions within windows, cut out and put back by permutes, as in Hiera and NesT."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patch, self.norm, self.qkv, self.out = nn.Conv2d(3, 8, 2, 2), nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
-        self.conv, self.head = nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.patch(x).permute(0, 2, 3, 1)
-        batch, height, width, channels = x.shape
-        blocks = x.reshape(batch, height // 2, 2, width // 2, 2, channels).transpose(2, 3).reshape(batch, -1, 4, channels)
-        q, k, v = self.qkv(self.norm(blocks)).reshape(batch, 4, 4, 3, 2, 4).permute(3, 0, 4, 1, 2, 5).unbind(0)
-        q = q.view(batch, 2, 4, 2, 2, 4).max(dim=3).values.repeat_interleave(2, 3)
-        y = F.scaled_dot_product_attention(q, k, v).permute(0, 2, 3, 4, 1).reshape(batch, 4, 4, channels)
-        x = (blocks + self.out(y)).reshape(batch, 2, 2, 2, 2, channels).transpose(2, 3).reshape(batch, height, width, channels)
-        x = self.conv(x.permute(0, 3, 1, 2))
-        return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
-
-
 class Flow(nn.Module):
     """A correlation volume that a loop samples at moving places, as in RAFT."""
 
@@ -170,7 +150,6 @@ FLOAT_MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
         lambda: Network(lambda s, i: s.b(s.e(i)), e=nn.EmbeddingBag(10, 8, mode="sum"), b=nn.Linear(8, 4)),
         torch.randint(0, 10, (4, 6), generator=torch.Generator().manual_seed(0)),
     ),
-    "windows": (Windows, None),
     "flow": (Flow, None),
 }
 

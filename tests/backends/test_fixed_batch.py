@@ -10,7 +10,6 @@ import onnx
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import fxquant as fxq
 from tests.shared.networks import Network
@@ -31,23 +30,8 @@ class Sizes(nn.Module):
         return self.head(rows), features.new_zeros(batch, 2) + 1, halves, rows.sort(1).values.cumsum(1)
 
 
-class Pair(nn.Module):
-    """Two inputs, one of integers, and a size that the model returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.linear = nn.Embedding(10, 8), nn.Linear(8, 8)
-
-    def forward(self, words: Tensor, image: Tensor) -> tuple[Tensor, int]:
-        return F.relu(self.linear(self.embed(words))) + image.unsqueeze(1), words.shape[0]
-
-
 def images(batch: int) -> Tensor:
     return torch.randn(batch, 3, 8, 8)
-
-
-def pair(batch: int) -> tuple[Tensor, Tensor]:
-    return torch.randint(0, 10, (batch, 5)), torch.randn(batch, 8)
 
 
 def unfixed(path: Path) -> list[str]:
@@ -92,16 +76,6 @@ def test_every_size_is_a_number_and_the_bits_are_the_models(style: str, batch: i
     assert [entry["shape"][0] for entry in fxq.export.onnx_metadata(fixed)["inputs"]] == [batch]
 
 
-@pytest.mark.parametrize("target", ["bayes-e", "x86"])
-def test_on_other_targets(target: str, tmp_path: Path) -> None:
-    result = fxq.quantize(Pair().eval(), [pair(4)], target, show_progress=False)
-    path = result.export(tmp_path / "m.onnx", batch_size=1)
-    assert unfixed(path) == []
-    assert result.verify(path, [pair(1)])
-    integers = result.export(tmp_path / "integer.onnx", batch_size=1, io="integer", style="exact")
-    assert unfixed(integers) == []
-
-
 @pytest.mark.nightly
 def test_of_prepared_and_float_models(result: fxq.results.Result, tmp_path: Path) -> None:
     path = fxq.export_onnx(result.prepared, tmp_path / "prepared.onnx", batch_size=1)
@@ -120,13 +94,6 @@ def test_a_batch_of_one_may_be_flipped(tmp_path: Path) -> None:
     path = result.export(tmp_path / "m.onnx", batch_size=1)
     assert unfixed(path) == []
     assert result.verify(path, [torch.randn(1, 4)])
-
-
-def test_the_model_keeps_its_dynamic_batch(result: fxq.results.Result, tmp_path: Path) -> None:
-    before = fxq.text(result.integer)
-    result.export(tmp_path / "m.onnx", batch_size=1)
-    assert fxq.text(result.integer) == before
-    assert result.integer(images(5))[0].shape == (5, 4)
 
 
 def test_batches_of_another_size_are_refused_by_name(result: fxq.results.Result, tmp_path: Path) -> None:

@@ -12,16 +12,19 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from onnx import TensorProto
+from onnx import TensorProto, helper
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.backends.onnx import fast, fast_kernels, fast_parts
+from fxquant.backends.onnx.fast_parts import exact_divisor, multiply
 from fxquant.backends.onnx.metadata import PRECISE
-from fxquant.backends.onnx.writer import Emitter
+from fxquant.backends.onnx.runtime import RUNTIMES, Runner
+from fxquant.backends.onnx.writer import Emitter, value_info
 from fxquant.ir.integer import qparams
 from fxquant.primitives import elementwise
+from fxquant.primitives.quantization import requantize_real
 from tests.shared.contract import VNNI, needs_vnni
 from tests.shared.networks import Network
 from tests.shared.onnx_files import (
@@ -277,9 +280,68 @@ def test_maxima_are_of_bytes_where_a_convolution_leaves_the_pixels_together(name
     assert pools.count(TensorProto.FLOAT) == len(pools) - bytewise
 
 
-@needs_vnni
-def test_float_operators_among_fast_kernels(tmp_path: Path) -> None:
+# ---- products of two tensors of bytes as one kernel ------------------------------------------------------------------
+
+
+# Multiplier, zero points of both operands and of the result: small and large, powers of two with ties, and such as saturate.
+GATES = {
+    "a gate": (0.0043219, 128, 128, 128),
+    "affine": (0.00712771, 3, 0, 17),
+    "odd zero point": (0.0371313, 128, 0, 129),
+    "saturating": (0.9013771, 128, 128, 128),
+    "small": (3.1337e-5, 0, 0, 0),
+    "a power of two, even zero point": (2.0**-7, 128, 0, 128),
+}
+
+
+@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_every_pair_of_bytes_in_every_runtime(name: str, broadcast: bool) -> None:
+    multiplier, left_zero, right_zero, zero = GATES[name]
+    divisor = exact_divisor(float(torch.tensor(multiplier)), left_zero, right_zero, zero)
+    assert divisor is not None
+    left, right = torch.arange(256, dtype=torch.uint8), torch.arange(256, dtype=torch.uint8)
+    shape = (1, 256, 16, 16), (1, 256, 1, 1) if broadcast else (1, 256, 16, 16)
+    a = left.reshape(1, 1, 16, 16).expand(shape[0]).contiguous()
+    b = right.reshape(1, 256, 1, 1).expand(shape[1]).contiguous()
+    emitter = Emitter({}, 21)
+    found = multiply(
+        emitter,
+        ("a", emitter.constant(left_zero, torch.uint8)),
+        ("b", emitter.constant(right_zero, torch.uint8)),
+        divisor,
+        emitter.constant(zero, torch.uint8),
+    )
+    infos = [value_info("a", torch.uint8, a.shape), value_info("b", torch.uint8, b.shape)]
+    output = helper.make_tensor_value_info(found, onnx.TensorProto.UINT8, None)
+    graph = helper.make_graph(emitter.nodes, "gate", infos, [output], emitter.initializers)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    sums = (a.int() - left_zero) * (b.int() - right_zero)
+    wanted = requantize_real(sums, torch.tensor(multiplier), -zero, 255 - zero, torch.uint8, zero)
+    for _, level, threads in RUNTIMES:
+        assert torch.equal(Runner(model, level, threads, None, {})({"a": a, "b": b})[found], wanted)
+
+
+def test_ties_that_a_zero_point_would_move_have_no_divisor() -> None:
+    """2.5 becomes 2, and with an odd zero point added first 2.5 + 1 = 3.5 becomes 4: it would stand for 3."""
+    assert exact_divisor(2.0**-7, 128, 0, 129) is None
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("target", ["x86", "nash-e"])
+def test_gates_are_one_kernel_and_exact(target: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    integer = integer_of(Network(lambda s, x: s.b(torch.logaddexp(s.a(x), 0.5 * s.a(x))), a=conv(3, 8), b=conv(8, 4)))
-    path = exported(integer, tmp_path / "model.onnx", [batch(), batch(1)], style="fast")
-    assert operators(path).count("QLinearConv") == 3
+
+    def gated(m: Network, x: Tensor) -> Tensor:
+        """A squeeze, and SiLU as a product."""
+        x = m.first(x)
+        x = x * torch.sigmoid(x)
+        return m.last(x * F.hardsigmoid(m.squeeze(F.adaptive_avg_pool2d(x, 1))))
+
+    model = Network(gated, first=conv(3, 8), squeeze=nn.Conv2d(8, 8, 1), last=nn.Conv2d(8, 4, 1))
+    batches = [torch.randn(4, 3, 12, 12) for _ in range(3)]
+    integer = fxq.quantize(model, batches, target=target, show_progress=False).integer
+    path = fxq.export_onnx(integer, tmp_path / "gated.onnx", style="fast")
+    assert fxq.verify(integer, path, batches, show_progress=False)
+    gated = {node.name for node in integer.graph.nodes if qparams(node) is not None and node.name.startswith("mul")}
+    assert gated & set(fxq.export.onnx_metadata(path)["kernels"]["integer"])

@@ -21,7 +21,7 @@ from fxquant.backends.onnx.runtime import OnnxModel
 from fxquant.backends.onnx.writer import value_info
 from fxquant.ir.graph import TensorFact
 from fxquant.reporting import inspection
-from tests.ops.test_operators import BY_OPERATOR, inputs_of, model_of
+from tests.ops.test_operators import BY_OPERATOR, Pack, inputs_of
 from tests.shared.contract import assert_train_is_validate, compiled, same_bytes
 from tests.shared.networks import Network
 from tests.shared.onnx_files import assert_verified, batch, exported, integer_of, linear_of, rows
@@ -126,21 +126,6 @@ def test_a_fault_on_either_side_of_a_float_operator_is_located(layer: str, tmp_p
 # ---- one model with every operator and every width --------------------------------------------------------------------
 
 
-class Many(nn.Module):
-    """Operators beside each other, each behind an input of its own."""
-
-    def __init__(self, models: list[nn.Module], counts: list[int]) -> None:
-        super().__init__()
-        self.models, self.counts = nn.ModuleList(models), counts
-
-    def forward(self, *inputs: Tensor) -> list[Any]:
-        found, start = [], 0
-        for model, count in zip(self.models, self.counts, strict=True):
-            found.append(model(*inputs[start : start + count]))
-            start += count
-        return found
-
-
 WIDTHS = ("int4", "int8", "int16")
 
 
@@ -149,8 +134,8 @@ def test_operators_of_every_width_in_one_file(target: str, tmp_path: Path) -> No
     """Every fourth operator is there twice, in two widths, so what a file names by too little would be shared wrongly."""
     torch.manual_seed(0)
     samples = list(BY_OPERATOR.values())[4 * (target == "bayes-e") :: 8]
-    inputs = [inputs_of(sample, 2) for sample in samples for _ in range(2)]
-    model = Many([model_of(sample) for sample in samples for _ in range(2)], [len(x) for x in inputs]).eval()
+    twice = [sample for sample in samples for _ in range(2)]
+    inputs, model = [inputs_of(sample, 2) for sample in twice], Pack(twice).eval()
     config = fxq.QConfigMapping()
     for index in range(len(inputs)):
         width = WIDTHS[(index + index // 2) % 3] if target == "nash-e" else WIDTHS[1 + index % 2]

@@ -182,11 +182,6 @@ def test_the_file_of_another_version_is_read_or_its_version_is_told(written: tup
         fxq.export.onnx_metadata(tamper(newer, newer, put("style", "newest")))
 
 
-def test_a_known_session_option_is_taken(written: tuple[fx.GraphModule, Path], tmp_path: Path) -> None:
-    copy = tamper(written[1], tmp_path / "model.onnx", put("session_options", '{"session.x64quantprecision": "1"}'))
-    assert fxq.verify(written[0], copy, [rows()], show_progress=False)
-
-
 def test_a_file_of_other_inputs_is_another_models(written: tuple[fx.GraphModule, Path]) -> None:
     other = integer_of(Network(lambda s, x: (s.l(x), x), l=nn.Linear(8, 4)), rows())
     with pytest.raises(fxq.errors.ExportError, match="it has 1 inputs and 1 outputs, and this model has 1 and 2"):

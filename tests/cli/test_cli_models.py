@@ -12,12 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 from torch import Tensor
 
 import fxquant as fxq
-from fxquant.analysis.sample import samples_from
 from fxquant.cli import main
 
 NETWORKS = """
@@ -199,34 +197,6 @@ def test_a_file_that_differs_is_status_1(monkeypatch: pytest.MonkeyPatch, capsys
     verified = json.loads(Path("out/summary.json").read_text(encoding="utf-8"))["verified"]
     assert not verified["equal"]
     assert verified["mismatches"] > 0
-
-
-def test_files_of_before_are_replaced_and_others_stay(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("out").mkdir()
-    Path("out/notes.txt").write_text("kept")
-    Path("out/model.onnx").write_text("old")
-    assert called(capsys, "quantize", "networks:Network", "--data", "images.npy", "--out", "out", "--no-report")[0] == 0
-    assert Path("out/notes.txt").read_text() == "kept"
-    assert fxq.export.onnx_metadata("out/model.onnx")["target"] == "bayes-e"
-
-
-# ---- data ---------------------------------------------------------------------------------------------------------------
-
-
-def test_data_of_several_inputs_in_every_format() -> None:
-    image, mask = images(), torch.rand(ROWS, 4, 6, 6)
-    np.savez("named.npz", mask=mask.numpy(), image=image.numpy())
-    np.savez("ordered.npz", image.numpy(), mask.numpy())
-    torch.save({"image": image, "mask": mask}, "named.pt")
-    safetensors.torch.save_file({"image": image, "mask": mask}, "named.safetensors")
-    Path("folder").mkdir()
-    np.save("folder/image.npy", image.numpy())
-    np.save("folder/mask.npy", mask.numpy())
-    for name in ("named.npz", "ordered.npz", "named.pt", "named.safetensors", "folder"):
-        found = samples_from(Path(name), network_of("Two"))
-        assert set(found) == {"image", "mask"}
-        assert torch.equal(found["image"], image)
-        assert torch.equal(found["mask"], mask)
 
 
 # ---- check --------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import fxquant as fxq
 from fxquant.compat import horizon, torch_ao
@@ -98,10 +97,3 @@ def test_every_name_is_on_its_page(pages: list[str], module: Any) -> None:
     names = [name for name in module.__all__ if not isinstance(getattr(module, name), ModuleType)]
     assert len(names) >= 15
     assert [name for name in names if not re.search(rf"\b{name}\b", text)] == []
-
-
-def test_a_block_has_two_columns(tmp_path: Path) -> None:
-    (block,) = PROGRAM.findall("```diff\n a = 1\n-b = a\n+b = a + 1\n```\n")
-    assert block == " a = 1\n-b = a\n+b = a + 1\n"
-    value: Tensor = run("import torch\nx = torch.ones(2)\n", "tiny", tmp_path)["x"]
-    assert value.tolist() == [1, 1]

@@ -126,13 +126,6 @@ def test_states_are_those_of_operators_and_a_part_has_its_own() -> None:
     assert {name for name, state in states.items() if state is fxq.State.FLOAT} == {"skip"}
 
 
-def test_batch_norms_are_folded_unless_they_are_to_live() -> None:
-    assert not any("bn" in name for name in prepared_as(fxq.QConfig()).state_dict())
-    horizon.set_qat_mode(horizon.QATMode.WithBN)
-    assert horizon.get_qat_mode() is horizon.QATMode.WithBN
-    assert "bn.running_mean" in prepared_as(fxq.QConfig()).state_dict()
-
-
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(("chip", "fixed"), [("bernoulli2", True), ("bayes", True), ("bayes-e", True), ("nash-e", False)])
 def test_the_scale_of_a_stub_is_that_of_the_release(chip: str, fixed: bool, caplog: pytest.LogCaptureFixture) -> None:
@@ -164,31 +157,6 @@ def test_a_stub_is_an_operator_for_the_rules() -> None:
     for prepared in made:
         found = dtypes(prepared)
         assert (next(iter(found.values())), found["skip"]) == ("int16", "int8")
-
-
-def test_a_functional_is_an_operator_for_the_rules() -> None:
-    wide = horizon.default_qat_8bit_weight_16bit_act_fake_quant_qconfig
-    rules = {"": horizon.default_qat_8bit_fake_quant_qconfig, "module_name": {"sum": wide}}
-    for sums in (horizon.FloatFunctional(), torch.ao.nn.quantized.FloatFunctional(), horizon.FloatFunctional(qconfig=wide)):
-        model = Net().eval()
-        model.sum = sums
-        found = dtypes(horizon.prepare_qat_fx(model, {"": rules[""]} if hasattr(sums, "qconfig") else rules, example_inputs=BATCHES[0]))
-        assert (found["skip"], found["conv"], found["head"]) == ("int16", "int8", "int8"), found  # the sum is fused into skip
-
-
-def test_a_model_is_prepared_by_its_first_batch() -> None:
-    model = horizon.prepare_qat_fx(Net().eval(), {"": horizon.default_calib_8bit_fake_quant_qconfig})
-    horizon.set_fake_quantize(model, STATE.CALIBRATION)
-    for batch in BATCHES:
-        model(batch)
-    horizon.set_fake_quantize(model, STATE.VALIDATION)
-    expected = calibrated(prepared_as(horizon.default_calib_8bit_fake_quant_qconfig))
-    assert fxq.qparams(model) == fxq.qparams(expected)
-    assert torch.equal(model(BATCHES[0]), expected(BATCHES[0]))
-    student = horizon.prepare_qat_fx(Net().train(), {"": horizon.default_qat_8bit_fake_quant_qconfig})
-    student.load_state_dict(model.state_dict())
-    assert fxq.qparams(student) == fxq.qparams(model)
-    assert list(student.parameters())
 
 
 @pytest.mark.parametrize("example", [{}, {"example_inputs": BATCHES[0]}])
@@ -236,6 +204,16 @@ def test_inplace_makes_the_object_itself_the_prepared_and_the_integer_model() ->
     assert fxq.inspect.layers(model)
 
 
+def test_a_functional_is_an_operator_for_the_rules() -> None:
+    wide = horizon.default_qat_8bit_weight_16bit_act_fake_quant_qconfig
+    rules = {"": horizon.default_qat_8bit_fake_quant_qconfig, "module_name": {"sum": wide}}
+    for sums in (horizon.FloatFunctional(), torch.ao.nn.quantized.FloatFunctional(), horizon.FloatFunctional(qconfig=wide)):
+        model = Net().eval()
+        model.sum = sums
+        found = dtypes(horizon.prepare_qat_fx(model, {"": rules[""]} if hasattr(sums, "qconfig") else rules, example_inputs=BATCHES[0]))
+        assert (found["skip"], found["conv"], found["head"]) == ("int16", "int8", "int8"), found  # the sum is fused into skip
+
+
 def test_scales_of_a_model_in_calibration_are_taken_over() -> None:
     calib = prepared_as(horizon.default_calib_8bit_fake_quant_qconfig)
     horizon.set_fake_quantize(calib, STATE.CALIBRATION)
@@ -247,18 +225,18 @@ def test_scales_of_a_model_in_calibration_are_taken_over() -> None:
     assert {operator.state for operator in quantized_operators(calib).values()} == {fxq.State.CALIBRATE}
 
 
-class Auxiliary(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.aux = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1)
+def auxiliary() -> nn.Module:
+    """A layer, and one more that acts in train mode alone."""
 
-    def forward(self, x: Tensor) -> Any:
-        x = self.conv(x)
-        return (x, self.aux(x)) if self.training else x
+    def forward(m: Any, x: Tensor) -> Any:
+        x = m.conv(x)
+        return (x, m.aux(x)) if m.training else x
+
+    return written(forward, conv=nn.Conv2d(3, 4, 1), aux=nn.Conv2d(4, 2, 1))
 
 
 def test_what_forward_computes_only_in_train_mode_is_kept() -> None:
-    prepared = horizon.prepare(Auxiliary().train(), BATCHES[0], horizon.default_qat_qconfig_setter)
+    prepared = horizon.prepare(auxiliary(), BATCHES[0], horizon.default_qat_qconfig_setter)
     horizon.set_fake_quantize(prepared, STATE.CALIBRATION)
     prepared.eval()(BATCHES[0])
     horizon.set_fake_quantize(prepared, STATE.QAT)
@@ -266,7 +244,7 @@ def test_what_forward_computes_only_in_train_mode_is_kept() -> None:
     assert [tuple(each.shape) for each in found] == [(4, 4, 8, 8), (4, 2, 8, 8)]
     found[1].sum().backward()
     assert prepared.aux.weight.grad is not None
-    without = horizon.prepare(Auxiliary().train(), BATCHES[0], horizon.default_qat_qconfig_setter, training_branch=False)
+    without = horizon.prepare(auxiliary(), BATCHES[0], horizon.default_qat_qconfig_setter, training_branch=False)
     horizon.set_fake_quantize(without, STATE.CALIBRATION)
     assert isinstance(without.train()(BATCHES[0]), Tensor)
 

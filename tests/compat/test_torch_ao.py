@@ -199,18 +199,6 @@ def test_an_eager_model_has_integers_between_its_stubs(fused: bool) -> None:
     assert isinstance(model.qconfig, ao.QConfig)  # the caller's model is as it was
 
 
-def test_an_eager_model_is_trained() -> None:
-    model = Eager().train()
-    model.qconfig = ao.get_default_qat_qconfig("x86")
-    model.skip.qconfig = None
-    prepared = torch_ao.prepare_qat(model, example_inputs=(BATCHES[0],))
-    assert {"conv"} <= set(fxq.qparams(prepared))
-    assert "skip" not in fxq.qparams(prepared)
-    prepared(BATCHES[0]).sum().backward()
-    assert prepared.conv.weight.grad.abs().sum() > 0
-    assert fxq.verify(prepared.eval(), torch_ao.convert(prepared), BATCHES[:1])
-
-
 def trained_eager(optimizer: str) -> tuple[nn.Module, nn.Module]:
     """Train an eager model as PyTorch's pages write it; return its prepared and its integer form.
 
@@ -282,19 +270,9 @@ def test_a_model_is_dynamic_from_its_first_batch_on(inplace: bool) -> None:
     assert fxq.inspect.layers(quantized)
 
 
-class Squeezed(nn.Module):
-    """A model of one item: its output has no dimension for the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x).squeeze(0).permute(1, 2, 0)
-
-
 def test_a_batch_size_that_forward_needs_is_fixed(caplog: pytest.LogCaptureFixture) -> None:
-    model, x = Squeezed().eval(), torch.randn(1, 3, 4, 5)
+    model = written(lambda m, x: m.conv(x).squeeze(0).permute(1, 2, 0), conv=nn.Conv2d(3, 4, 1)).eval()
+    x = torch.randn(1, 3, 4, 5)
     prepared = torch_ao.prepare_fx(model, ao.get_default_qconfig("x86"), (x,))
     assert prepared(x).shape == (4, 5, 4)
     assert "the batch size is fixed" in caplog.text
@@ -389,20 +367,15 @@ def test_zero_points_of_signed_integers_count_from_the_least() -> None:
     assert list(fxq.qparams(mine).values()) == [(0.25, 123), (0.25, 135)]
 
 
-class Auxiliary(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.aux = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1)
-
-    def forward(self, x: Tensor) -> Any:
-        x = self.conv(x)
-        return (x, self.aux(x)) if self.training else x
+def with_auxiliary(model: Any, x: Tensor) -> Any:
+    x = model.conv(x)
+    return (x, model.aux(x)) if model.training else x
 
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_what_forward_computes_only_in_train_mode_is_kept(eager: bool) -> None:
     def prepared(**options: Any) -> Any:
-        model = Auxiliary().train()
+        model = written(with_auxiliary, conv=nn.Conv2d(3, 4, 1), aux=nn.Conv2d(4, 2, 1))
         model.qconfig = ao.get_default_qat_qconfig("x86")
         if eager:
             return torch_ao.prepare_qat(model, example_inputs=(BATCHES[0],), **options)
@@ -493,22 +466,6 @@ def test_a_learnable_fake_quantize_is_a_learned_scale() -> None:
     assert (qconfig.output.training, qconfig.weight.training) == ("learned", "learned")
 
 
-def test_the_integers_of_a_signed_and_an_unsigned_affine_observer_stand_for_the_same_numbers() -> None:
-    found = []
-    for dtype in (torch.quint8, torch.qint8):
-        observer = ao.MinMaxObserver(dtype=dtype)
-        observer(BATCHES[0])
-        scale, zero_point = observer.calculate_qparams()
-        prepared = torch_ao.prepare_fx(small(), activation(ao.MinMaxObserver, dtype=dtype), (BATCHES[0],))
-        prepared(BATCHES[0])
-        torch_ao.convert_fx(prepared)
-        ours = next(iter(fxq.qparams(prepared).values()))
-        found.append(ours)
-        assert ours[0] == pytest.approx(float(scale))
-        assert ours[1] == int(zero_point) + (128 if dtype == torch.qint8 else 0)
-    assert found[0] == found[1]
-
-
 REFUSED = {
     "dynamic and half": (ao.float16_dynamic_qconfig, "dynamic"),
     "half": (ao.float16_static_qconfig, "PlaceholderObserver"),
@@ -572,12 +529,6 @@ def test_quantize_dynamic(name: str, caplog: pytest.LogCaptureFixture) -> None:
     assert float((ours(x) - wanted).square().mean()) < float((theirs - wanted).square().mean())  # theirs have seven bits
 
 
-def test_a_dynamic_mapping_needs_no_batches() -> None:
-    mapping = ao.QConfigMapping().set_global(ao.default_dynamic_qconfig)
-    prepared = torch_ao.prepare_fx(nn.Linear(6, 4).eval(), mapping, (torch.randn(2, 6),))
-    assert fxq.verify(prepared, torch_ao.convert_fx(prepared), [torch.randn(3, 6)])
-
-
 class Mine(ao.ObserverBase):
     """An observer of a user's own, which covers 3/4 of the largest magnitude."""
 
@@ -616,13 +567,6 @@ def test_functions_that_quantize_whole() -> None:
     trained = torch_ao.quantize_qat(model, lambda m, data: [m(batch).sum().backward() for batch in data], [BATCHES], inplace=True)
     assert trained is model
     assert fxq.inspect.layers(trained)
-
-
-def test_a_graph_is_prepared_by_its_first_batch() -> None:
-    mapping = ao.get_default_qconfig_mapping("x86")
-    prepared = torch_ao.prepare_fx(Net().eval(), mapping)
-    expected = torch_ao.prepare_fx(Net().eval(), mapping, (BATCHES[0],), backend_config=ao.backend_config.BackendConfig("native"))
-    assert torch.equal(torch_ao.convert_fx(calibrated(prepared))(BATCHES[0]), torch_ao.convert_fx(calibrated(expected))(BATCHES[0]))
 
 
 def test_a_rule_for_a_function_of_a_float_functional() -> None:
@@ -670,16 +614,7 @@ def test_a_mapping_without_a_global_rule_leaves_the_rest_in_float() -> None:
     assert (found["conv"], found["fc"]) == ("float32", "int8")
 
 
-def test_an_attribute_goes_before_the_mapping() -> None:
-    model = Net().eval()
-    model.up.qconfig = SYMMETRIC
-    found = dtypes(torch_ao.prepare_fx(model, ao.get_default_qconfig_mapping(), (BATCHES[0],)))
-    assert (found["conv"], found["up"]) == ("uint8", "int8")
-    assert model.up.qconfig is SYMMETRIC
-
-
 def test_a_module_that_is_not_traced_stays_whole() -> None:
-
     model = nn.Sequential(nn.Conv2d(3, 4, 1), written(lambda m, x: x * 2 + 1), nn.Conv2d(4, 2, 1)).eval()
     custom = PrepareCustomConfig().set_non_traceable_module_names(["1"])
     custom.set_preserved_attributes(["names"])
@@ -744,12 +679,6 @@ def test_a_model_is_fused_when_it_is_prepared() -> None:
     prepared = torch_ao.prepare_fx(model, ao.get_default_qconfig("x86"), (BATCHES[0],))
     assert "bn" not in dtypes(prepared)
     assert "relu" not in dtypes(prepared)
-
-
-def test_pytorch_s_own_objects_are_its_own() -> None:
-    assert torch_ao.QConfigMapping is ao.QConfigMapping
-    assert torch_ao.HistogramObserver is ao.HistogramObserver
-    assert not hasattr(torch_ao, "nonsense")
 
 
 def test_a_pytorch_without_torch_ao(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,42 +54,6 @@ class Stubbed(nn.Module):
 
 # By name: the program, the words of its refusal (empty: it runs), and the edit that its remedy asks for.
 PROGRAMS: dict[str, tuple[str, str, tuple[str, str]]] = {
-    "graphs, after training": ("""
-from torch.ao.quantization import get_default_qconfig_mapping
-from torch.ao.quantization.quantize_fx import convert_fx, fuse_fx, prepare_fx
-def size(model):
-    file = io.BytesIO(); torch.save(model.state_dict(), file); return file.tell()
-model = Classifier().eval()
-to_quantize = copy.deepcopy(model)
-prepared = prepare_fx(to_quantize, get_default_qconfig_mapping("x86"), (images[0],))
-with torch.inference_mode():
-    for batch in images:
-        prepared(batch)
-quantized = convert_fx(prepared)
-print(quantized, size(quantized), fuse_fx(copy.deepcopy(model)))
-assert error(model, quantized, images) < 1e-3
-""", "", ("", "")),
-    "graphs, while training": ("""
-import torch.ao.quantization as tq
-import torch.ao.quantization.quantize_fx as quantize_fx
-model = Classifier().train()
-mapping = tq.QConfigMapping()
-mapping.set_global(tq.get_default_qat_qconfig("x86"))
-mapping.set_module_name("head", None)
-prepared = quantize_fx.prepare_qat_fx(model, mapping, (images[0],))
-optimizer = torch.optim.SGD(prepared.parameters(), lr=0.01, momentum=0.9)
-for epoch in range(3):
-    for batch in images:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(prepared(batch), torch.arange(8) % 4).backward()
-        optimizer.step()
-    if epoch == 1:
-        prepared.apply(tq.disable_observer)
-        prepared.apply(torch.nn.intrinsic.qat.freeze_bn_stats)
-prepared.eval()
-quantized = quantize_fx.convert_fx(copy.deepcopy(prepared))
-assert torch.equal(quantized(images[0]), prepared(images[0]))
-""", "", ("", "")),
     "modules in place": ("""
 model = Stubbed().eval()
 exact = copy.deepcopy(model)
@@ -105,53 +69,11 @@ file = os.path.join(tempfile.mkdtemp(), "model.pt")
 torch.jit.save(torch.jit.script(model), file)
 assert torch.equal(torch.jit.load(file)(images[0][:3]), model(images[0][:3]))
 """, "", ("", "")),
-    "modules, while training": ("""
-from torch.quantization import convert, disable_observer, fuse_modules_qat, get_default_qat_qconfig, prepare_qat
-model = Stubbed()
-model.train()
-model = fuse_modules_qat(model, [["conv", "bn", "relu"]])
-model.qconfig = get_default_qat_qconfig("fbgemm")
-prepare_qat(model, inplace=True)
-optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-for epoch in range(2):
-    for batch in images:
-        loss = model(batch).square().mean(); optimizer.zero_grad(); loss.backward(); optimizer.step()
-    with torch.no_grad():
-        quantized = convert(copy.deepcopy(model).eval(), inplace=False)
-        assert quantized(images[0]).shape == (8, 4)
-assert torch.equal(convert(model.eval(), inplace=False)(images[1]), model(images[1]))
-""", "", ("", "")),
-    "a language model, dynamic": ("""
-class Words(nn.Module):
-    def __init__(self):
-        super().__init__(); self.embed, self.lstm, self.out = nn.Embedding(20, 16), nn.LSTM(16, 24, batch_first=True), nn.Linear(24, 20)
-    def forward(self, tokens):
-        return self.out(self.lstm(self.embed(tokens))[0])
-model = Words().eval()
-tokens = torch.randint(0, 20, (2, 5))
-quantized = torch.ao.quantization.quantize_dynamic(model, {nn.LSTM, nn.Linear}, dtype=torch.qint8)
-assert error(model, quantized, [tokens]) < 1e-2
-""", "", ("", "")),
     "half precision, dynamic": ("""
 model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
 quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.float16)
 assert quantized(torch.randn(3, 8)).shape == (3, 2)
 """, "leave dtype out", (", dtype=torch.float16", "")),
-    "an exported program for x86": ("""
-import torchao.quantization.pt2e.quantizer.x86_inductor_quantizer as xiq
-from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
-model = Classifier().eval()
-with torch.no_grad():
-    exported = torch.export.export(model, (images[0],)).module()
-    quantizer = xiq.X86InductorQuantizer()
-    quantizer.set_global(xiq.get_default_x86_inductor_quantization_config())
-    prepared = prepare_pt2e(exported, quantizer)
-    for batch in images:
-        prepared(batch)
-    quantized = convert_pt2e(prepared)
-    optimized = torch.compile(quantized, backend="eager")
-    assert error(model, optimized, images) < 1e-3
-""", "", ("", "")),
     "an exported program, trained": ("""
 from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import XNNPACKQuantizer, get_symmetric_quantization_config
 from torchao.quantization.pt2e import move_exported_model_to_eval, move_exported_model_to_train
@@ -169,28 +91,6 @@ quantized = convert_pt2e(prepared)
 move_exported_model_to_eval(quantized)
 assert torch.equal(quantized(images[0]), quantized(images[0]))
 assert torch.equal(quantized(images[0]), prepared(images[0]))
-""", "", ("", "")),
-    "rules, and an observer of one's own": ("""
-from torch.ao.quantization import MinMaxObserver, ObserverBase, QConfig, QConfigMapping, default_per_channel_weight_observer
-from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
-class Tight(ObserverBase):
-    def __init__(self, dtype=torch.quint8, quant_min=0, quant_max=255):
-        super().__init__(dtype); self.quant_min, self.quant_max, self.low, self.high = quant_min, quant_max, 0.0, 0.0
-    def forward(self, x):
-        self.low, self.high = min(self.low, float(x.min())), max(self.high, float(x.max())); return x
-    def calculate_qparams(self):
-        scale = max((self.high - self.low) / 255, 1e-8)
-        return torch.tensor([scale]), torch.tensor([round(-self.low / scale)])
-model = Classifier().eval()
-tight = QConfig(Tight, default_per_channel_weight_observer)
-mapping = QConfigMapping().set_global(tight)
-mapping.set_object_type(nn.functional.relu, QConfig(MinMaxObserver, default_per_channel_weight_observer))
-mapping.set_module_name_regex("features.*", tight)
-mapping.set_module_name("head", None)
-prepared = prepare_fx(model, mapping, (images[0],))
-for batch in images:
-    prepared(batch)
-assert error(model, convert_fx(prepared), images) < 1e-3
 """, "", ("", "")),
     "weights alone": ("""
 model = Classifier().eval()
@@ -254,17 +154,6 @@ for exported in (export_for_training(model, (images[0],)).module(), capture_pre_
         prepared(batch)
     assert error(model, convert_pt2e(prepared), images) < 1e-3
 """, "", ("", "")),
-    "weights side by side": ("""
-import torch.ao.ns._numeric_suite as ns
-import fxquant as fxq
-model = Stubbed().eval()
-exact = copy.deepcopy(model)
-model.qconfig = torch.ao.quantization.get_default_qconfig("x86")
-prepared = torch.ao.quantization.prepare(model); prepared(images[0])
-quantized = torch.ao.quantization.convert(prepared)
-ns.compare_weights(exact.state_dict(), quantized.state_dict())
-""", "fxq.compare(model, quantized, batches)",
-                             ("ns.compare_weights(exact.state_dict(), quantized.state_dict())", "fxq.compare(exact, quantized, images)")),
     "a language model, steps first": ("""
 class Words(nn.Module):
     def __init__(self):
@@ -280,21 +169,6 @@ for tokens in torch.randint(0, 20, (4, 5, 3)):
 import fxquant as fxq
 assert sum(layer.dynamic for layer in fxq.inspect.layers(quantized)) > 5
 assert quantized(torch.randint(0, 20, (5, 1)), (torch.zeros(2, 1, 24), torch.zeros(2, 1, 24)))[0].shape == (5, 1, 20)
-""", "", ("", "")),
-    "a model of the first releases": ("""
-from torch.quantization import get_default_qconfig, quantize
-from torch.quantization.quantize_fx import convert_fx, prepare_fx
-model = Classifier().eval()
-prepared = prepare_fx(model, {"": get_default_qconfig("fbgemm"), "module_name": [("head", None)]})
-for batch in images:
-    prepared(batch)
-assert error(model, convert_fx(prepared), images) < 1e-3
-stubbed = Stubbed().eval()
-stubbed.qconfig = get_default_qconfig("fbgemm")
-def evaluate(model, batches):
-    for batch in batches:
-        model(batch)
-assert error(stubbed, quantize(stubbed, evaluate, [images]), images) < 1e-3
 """, "", ("", "")),
 }  # fmt: skip
 

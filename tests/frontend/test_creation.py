@@ -1,9 +1,11 @@
-"""Tensors that a model makes anew at every run are constants where an activation gives the size."""
+"""Tensors made anew at every run are constants where an activation gives the size; sizes and shapes that are known without running."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from fxquant.frontend import fake
+from fxquant.frontend.values import Value
+from fxquant.ir.graph import BATCH_SIZES, BatchDim, fact
 from tests.shared import contract
 from tests.shared.contract import compiled
 
@@ -93,3 +98,79 @@ def test_sizes_that_follow_from_constants_are_numbers() -> None:
     result = fxq.quantize(model, [batch], show_progress=False)
     assert "none is left in float" in fxq.explain(result.prepared)
     assert fxq.verify(result.prepared, result.integer, [batch], show_progress=False)
+
+
+# ---- the shape of a batch norm's result, known without running it ----------------------------------------------------
+
+
+NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+
+
+class Norms(nn.Module):
+    """Batch norms of a new tensor, and of tensors of unusual strides, one of those of one channel."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm, self.one, self.plain = NORMS[dim](6), NORMS[dim](1), NORMS[dim](6, affine=False)
+
+    def forward(self, x: Tensor) -> Any:
+        turned = x.flip(0).transpose(0, 1).contiguous().transpose(0, 1)
+        return self.norm(x), self.plain(x), self.norm(turned), self.one(x[:, :1]), self.one(x[:, :1].clone())
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("dim", [2, 3, 4, 5])
+def test_it_is_what_running_the_norm_gives(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, original = [], fake.known_result
+
+    def compared(function: Any, args: Any, kwargs: Any) -> Value | None:
+        known = original(function, args, kwargs)
+        if known is not None:
+            given: Value = args[0].value.abstract
+            for side, result in ((given.a, known.a), (given.b, known.b)):
+                real = function(torch.empty_strided(side.shape, side.stride()).zero_())
+                assert (result.shape, result.stride(), result.dtype) == (real.shape, real.stride(), real.dtype)
+                found.append(real)
+        return known
+
+    x = torch.randn(4, 6, *[3] * (dim - 2))
+    monkeypatch.setattr(fake, "known_result", compared)
+    short = fxq.trace(Norms(dim).eval(), x)
+    assert len(found) >= 4
+    monkeypatch.setattr(fake, "known_result", lambda *_: None)
+    whole = fxq.trace(Norms(dim).eval(), x)
+    assert [(node.name, fact(node)) for node in short.graph.nodes] == [(node.name, fact(node)) for node in whole.graph.nodes]
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm2d(5), nn.BatchNorm1d(6), nn.Linear(5, 2), nn.LayerNorm((6, 4))])
+def test_a_layer_of_another_size_is_refused_as_before(layer: nn.Module) -> None:
+    with pytest.raises((fxq.errors.TraceError, RuntimeError, ValueError)):
+        fxq.trace(nn.Sequential(layer).eval(), torch.randn(2, 6, 4, 4))
+
+
+# ---- sizes that depend on the batch ----------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (BatchDim(), "B"),
+        (BatchDim(Fraction(2)), "2B"),
+        (BatchDim(Fraction(1, 2)), "B/2"),
+        (BatchDim(offset=Fraction(-1)), "B-1"),
+        (BatchDim(Fraction(3, 2), Fraction(4)), "3B/2+4"),
+    ],
+)
+def test_a_size_prints_as_what_it_is_for_a_batch_of_b(size: BatchDim, text: str) -> None:
+    assert str(size) == text
+
+
+def test_two_sizes_determine_how_one_grows_with_the_batch() -> None:
+    assert BatchDim.between(7, 7) == 7
+    assert BatchDim.between(2 * BATCH_SIZES[0] + 1, 2 * BATCH_SIZES[1] + 1) == BatchDim(Fraction(2), Fraction(1))
+
+
+def test_a_size_that_is_not_whole_is_an_error() -> None:
+    with pytest.raises(ValueError, match="B/2 is not an integer at batch size 3"):
+        BatchDim(Fraction(1, 2)).at(3)

@@ -1,9 +1,11 @@
-"""What may be passed as a model: a float module, or what stands for one. Anything else is told what it is."""
+"""What may be passed as a model: a float module, or what stands for one, also with stubs. Anything else is told what it is."""
 
 from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 import fxquant as fxq
 from fxquant.errors import ConfigurationError, FxQuantError
 from fxquant.frontend import trace
+from tests.shared.written import written
 
 
 class Net(nn.Module):
@@ -48,12 +51,6 @@ def test_a_model_that_is_prepared_already(entry, compiled):
         "  remedy   pass the float nn.Module it was made from, also for another target; continue this one with fxq.calibrate, "
         "fxq.set_state and fxq.convert"
     )
-
-
-@pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
-def test_a_model_that_is_integer_already(entry, compiled):
-    with pytest.raises(ConfigurationError, match="the model is not a float model, but an integer model"):
-        entry(compiled.integer)
 
 
 def test_such_models_inside_of_others_in_copies_in_files_and_stopped_half_way(compiled, tmp_path):
@@ -159,3 +156,66 @@ def test_a_scripted_module_is_refused_as_such():
     lines = str(caught.value).splitlines()
     assert lines[0] == "a module that forward calls is a torch.jit.ScriptModule"
     assert lines[1].endswith("in forward:  return self.head(self.relu(self.conv(x)))")
+
+
+# ---- stubs say where the integer part begins and ends ----------------------------------------------------------------
+
+
+class QuantStub(nn.Module):
+    """As Horizon's: on a fixed scale unless told otherwise."""
+
+    def __init__(self, scale: float | None = 1 / 128) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+QuantStub.__module__ = "horizon_plugin_pytorch.quantization.stubs"
+
+
+def marked(stub: nn.Module | None, end: nn.Module, ao: Any) -> nn.Module:
+    """A layer before the stub, and layers, a sum and a mean after it."""
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        x = m.before(x)
+        x = x if stub is None else m.stub(x)
+        return torch.relu(m.end(m.floats.add(m.bn(m.conv(x)), m.conv(x)))).mean((2, 3))
+
+    layers = {"before": nn.Conv2d(3, 3, 1), "conv": nn.Conv2d(3, 4, 3), "bn": nn.BatchNorm2d(4)}
+    return written(forward, **layers, stub=stub, end=end, floats=ao.nn.quantized.FloatFunctional()).eval()
+
+
+STUBS: dict[str, Any] = {
+    "torch": lambda ao: ao.quantization.QuantStub(),
+    "horizon": lambda ao: QuantStub(),
+    "horizon, observed": lambda ao: QuantStub(None),
+    "none": lambda ao: None,
+}
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("kind", STUBS)
+def test_stubs_mark_the_boundary(kind: str, ao: Any, tmp_path: Path) -> None:
+    x = torch.randn(2, 3, 8, 8)
+    model = marked(STUBS[kind](ao), ao.quantization.DeQuantStub(), ao)
+    loaded = fxq.load(fxq.save(fxq.trace(model, (x,)), tmp_path / "traced.fxq"))
+    prepared = fxq.calibrate(fxq.prepare(loaded, (x,)), [x], show_progress=False)
+    integer = fxq.convert(prepared)
+    known = {layer.name: layer for layer in fxq.inspect.layers(prepared)}
+    floats = {name for name, layer in known.items() if not layer.integer and not layer.boundary}
+    assert floats == {"relu", "mean", *(["before"] if kind != "none" else [])}
+    assert {known[name].reason for name in floats} == {"it lies outside of QuantStub and DeQuantStub"}
+    assert not any("stub" in name for name in known) or kind == "horizon"
+    if kind == "horizon":
+        assert known["quant_stub"].grid.scale == 1 / 128
+        assert known["quant_stub"].reason == "on a scale of 0.0078125"  # and not 16 bits wide
+    assert fxq.verify(prepared, integer, [x], show_progress=False)
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [x], show_progress=False)
+
+
+def test_a_class_of_that_name_elsewhere_is_what_it_computes(ao: Any) -> None:
+    x = torch.randn(2, 3, 8, 8)
+    prepared = fxq.prepare(marked(None, written(lambda m, x: x * 2), ao), (x,))
+    assert all(layer.integer or layer.boundary for layer in fxq.inspect.layers(prepared))

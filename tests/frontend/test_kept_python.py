@@ -321,16 +321,7 @@ def test_a_branch_that_changes_the_rest_is_refused_and_one_that_is_none_is_nothi
 
 
 def test_a_prepared_model_with_a_branch_is_kept_as_its_error_says(tmp_path: Path) -> None:
-    class Headed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.head, self.auxiliary = nn.Conv2d(3, 4, 1), nn.Linear(4, 2), nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Any:
-            x = self.conv(x).mean((2, 3))
-            return (self.head(x), self.auxiliary(x)) if self.training else self.head(x)
-
-    model, batch = Headed().eval(), torch.randn(4, 3, 5, 5)
+    model, batch = WithBranch().eval(), torch.randn(4, 3, 5, 5)
     prepared, again = (fxq.prepare(model, batch, options=fxq.Options(training_branch=True)) for _ in range(2))
     fxq.calibrate(prepared, [batch])
     with pytest.raises(fxq.errors.ExportError, match=r"keep prepared\.state_dict\(\)"):
@@ -339,7 +330,6 @@ def test_a_prepared_model_with_a_branch_is_kept_as_its_error_says(tmp_path: Path
     again.load_state_dict(torch.load(tmp_path / "prepared.pt"))
     fxq.set_state(again, "validate")
     assert fxq.verify(prepared, again, [batch])
-    assert all(torch.equal(mine, its) for mine, its in zip(prepared.train()(batch), again.train()(batch), strict=True))
     fxq.save(fxq.convert(prepared), tmp_path / "integer.fxq")
 
 

@@ -14,84 +14,54 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, spectral_norm
 
 import fxquant as fxq
-from tests.shared.written import to_train
+from tests.shared.written import to_train, written
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
+def counter(m: Any, x: Tensor) -> Any:
+    m.calls += 1
+    return m.linear(x)
 
 
-class Counter(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Any:
-        self.calls += 1
-        return self.linear(x)
+def average(m: Any, x: Tensor) -> Any:
+    if m.training:
+        with torch.no_grad():
+            m.mean.lerp_(x.mean(0), 0.1)
+    return m.linear(x - m.mean)
 
 
-class Average(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(4))
-
-    def forward(self, x: Tensor) -> Any:
-        if self.training:
-            with torch.no_grad():
-                self.mean.lerp_(x.mean(0), 0.1)
-        return self.linear(x - self.mean)
+def recurrent(m: Any, x: Tensor) -> Any:
+    m.hidden = torch.tanh(m.linear(x[:1]) + m.hidden)
+    return x + m.hidden
 
 
-class Recurrent(Layer):
-    hidden: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("hidden", torch.zeros(1, 4))
-
-    def forward(self, x: Tensor) -> Any:
-        self.hidden = torch.tanh(self.linear(x[:1]) + self.hidden)
-        return x + self.hidden
+def cached(m: Any, x: Tensor) -> Any:
+    if m.training:
+        m.cache[1].copy_(x.mean(0))
+    return m.linear(x) + m.cache.mean(0)
 
 
-class Cache(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("cache", torch.zeros(3, 4))
-
-    def forward(self, x: Tensor) -> Any:
-        if self.training:
-            self.cache[1].copy_(x.mean(0))
-        return self.linear(x) + self.cache.mean(0)
+def hidden(m: Any, x: Tensor) -> Any:
+    y = m.linear(x) + m.state
+    m.state = y.detach().mean(0)
+    return y
 
 
-class Hidden(Layer):
-    """Its state is a plain attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.state = torch.zeros(4)
-
-    def forward(self, x: Tensor) -> Any:
-        y = self.linear(x) + self.state
-        self.state = y.detach().mean(0)
-        return y
+def replaced(m: Any, x: Tensor) -> Any:
+    """Through `data`, which no version counts."""
+    if m.training:
+        m.mean.data.mul_(0.5)
+    return m.linear(x) * m.mean
 
 
-class Replaced(Layer):
-    """A buffer that is assigned by another function than forward, through `data`, which no version counts."""
+def layer(forward: Callable[..., Any], **buffers: Tensor) -> nn.Module:
+    return written(forward, linear=nn.Linear(4, 4), **buffers)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.ones(4))
 
-    def forward(self, x: Tensor) -> Any:
-        if self.training:
-            self.mean.data.mul_(0.5)
-        return self.linear(x) * self.mean
+def with_attribute() -> nn.Module:
+    """Return a model whose state is a plain attribute."""
+    model = layer(hidden)
+    model.state = torch.zeros(4)
+    return model
 
 
 def instance_norm() -> nn.Module:
@@ -99,12 +69,12 @@ def instance_norm() -> nn.Module:
 
 
 MOVING: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = {
-    "a counter": (Counter, (4, 4), {"calls"}),
-    "a moving average": (Average, (4, 4), {"mean"}),
-    "a recurrent state": (Recurrent, (4, 4), {"hidden"}),
-    "a cache, written through a view": (Cache, (4, 4), {"cache"}),
-    "a plain attribute": (Hidden, (4, 4), {"state"}),
-    "a change of its data": (Replaced, (4, 4), {"mean"}),
+    "a counter": (lambda: layer(counter, calls=torch.zeros(())), (4, 4), {"calls"}),
+    "a moving average": (lambda: layer(average, mean=torch.zeros(4)), (4, 4), {"mean"}),
+    "a recurrent state": (lambda: layer(recurrent, hidden=torch.zeros(1, 4)), (4, 4), {"hidden"}),
+    "a cache, written through a view": (lambda: layer(cached, cache=torch.zeros(3, 4)), (4, 4), {"cache"}),
+    "a plain attribute": (with_attribute, (4, 4), {"state"}),
+    "a change of its data": (lambda: layer(replaced, mean=torch.ones(4)), (4, 4), {"mean"}),
     "spectral norm": (lambda: nn.Sequential(spectral_norm(nn.Linear(4, 4)), nn.ReLU()), (4, 4), {"0.weight_u", "0.weight_v"}),
     "parametrized spectral norm": (
         lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4)), nn.ReLU()),
@@ -130,61 +100,52 @@ def test_what_forward_moves_is_named_when_the_model_is_prepared(name: str, caplo
         assert "test_moved_state.py" in said or name in ("a plain attribute", "a change of its data")
 
 
-class Constants(Layer):
+def test_nothing_is_said_of_what_stands_still(caplog: pytest.LogCaptureFixture) -> None:
     """Buffers that nothing moves, a tensor that is computed anew at each call, and a batch norm."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.rand(4))
-        self.norm, self.seen = nn.BatchNorm1d(4), torch.zeros(())
+    def forward(m: Any, x: Tensor) -> Any:
+        m.seen = x.mean()
+        return m.norm(m.linear(x * m.scale))
 
-    def forward(self, x: Tensor) -> Any:
-        self.seen = x.mean()
-        return self.norm(self.linear(x * self.scale))
-
-
-@pytest.mark.parametrize("leaf", [None, Average])
-def test_nothing_is_said_of_what_stands_still_or_moves(leaf: Any, caplog: pytest.LogCaptureFixture) -> None:
-    model = Constants() if leaf is None else nn.Sequential(nn.Linear(4, 4), Average())
+    model = written(forward, linear=nn.Linear(4, 4), norm=nn.BatchNorm1d(4), scale=torch.rand(4))
+    model.seen = torch.zeros(())
     with caplog.at_level(logging.WARNING, "fxquant"):
-        prepared = fxq.prepare(model, torch.randn(4, 4), options=fxq.Options(leaf=leaf))
+        fxq.prepare(model, torch.randn(4, 4))
     assert "forward moves" not in caplog.text
-    if leaf is not None:  # kept whole, it moves as in the float model
-        prepared.train()
-        prepared(torch.ones(2, 4))
-        assert bool(prepared.get_submodule("1").mean.any())
+
+
+def test_what_a_leaf_moves_it_moves_as_in_the_float_model(caplog: pytest.LogCaptureFixture) -> None:
+    leaf = layer(average, mean=torch.zeros(4))
+    with caplog.at_level(logging.WARNING, "fxquant"):
+        prepared = fxq.prepare(nn.Sequential(nn.Linear(4, 4), leaf), torch.randn(4, 4), options=fxq.Options(leaf=type(leaf)))
+    assert "forward moves" not in caplog.text
+    prepared.train()
+    prepared(torch.ones(2, 4))
+    assert bool(prepared.get_submodule("1").mean.any())
 
 
 def test_a_model_that_wants_labels_in_train_mode_is_told_of() -> None:
-    class Wants(Average):
-        def forward(self, x: Tensor, labels: Any = None) -> Any:
-            if self.training:
-                return F.cross_entropy(super().forward(x), labels)
-            return super().forward(x)
+    def forward(m: Any, x: Tensor, labels: Any = None) -> Any:
+        return F.cross_entropy(average(m, x), labels) if m.training else average(m, x)
 
-    prepared = fxq.prepare(Wants(), torch.randn(4, 4))
-    assert (
-        "whether forward moves buffers or draws random numbers in train mode is not known: called on the example inputs it raises"
-        in fxq.explain(prepared)
-    )
+    prepared = fxq.prepare(layer(forward, mean=torch.zeros(4)), torch.randn(4, 4))
+    told = "whether forward moves buffers or draws random numbers in train mode is not known: called on the example inputs it raises"
+    assert told in fxq.explain(prepared)
 
 
-class FrozenNorm(nn.Module):
+def frozen_norm(wanted: bool | None) -> nn.Module:
     """As detectors write it: a function of batch norm that never trains."""
 
-    def __init__(self, training: bool | None) -> None:
-        super().__init__()
-        self.conv, self.norm, self.wanted = nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), training
+    def forward(m: Any, x: Tensor) -> Tensor:
+        bn, training = m.norm, m.training if wanted is None else wanted
+        return F.batch_norm(m.conv(x), bn.running_mean, bn.running_var, bn.weight, bn.bias, training, 0.1, bn.eps)
 
-    def forward(self, x: Tensor) -> Tensor:
-        bn = self.norm
-        training = self.training if self.wanted is None else self.wanted
-        return F.batch_norm(self.conv(x), bn.running_mean, bn.running_var, bn.weight, bn.bias, training, 0.1, bn.eps)
+    return written(forward, conv=nn.Conv2d(1, 2, 1), norm=nn.BatchNorm2d(2))
 
 
 @pytest.mark.parametrize("training", [False, None])
 def test_a_function_of_batch_norm_that_never_trains_stands_still(training: bool | None) -> None:
     x = torch.randn(4, 1, 4, 4)
-    prepared = to_train(fxq.calibrate(fxq.prepare(FrozenNorm(training), x), [x], show_progress=False))
+    prepared = to_train(fxq.calibrate(fxq.prepare(frozen_norm(training), x), [x], show_progress=False))
     prepared(x + 1)
     assert bool(prepared.get_buffer("norm.running_mean").any()) == (training is None)

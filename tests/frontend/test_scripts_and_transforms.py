@@ -130,15 +130,9 @@ def test_a_branch_in_a_scripted_helper_is_refused_at_its_line() -> None:
 
 TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "vmap": lambda y: torch.vmap(lambda a: a * 2 + a.sum())(y),
-    "func.vmap": lambda y: torch.func.vmap(torch.dot)(y, y)[:, None].expand(-1, 8),
-    "vmap of one": lambda y: torch.vmap(lambda a, b: a * b, in_dims=(0, None))(y, y[0]),
-    "vmap of a layer": lambda y: torch.vmap(lambda a: F.linear(a, torch.ones(8, 8)))(y),
-    "vmap of a norm": lambda y: torch.vmap(lambda a: F.normalize(a, dim=0))(y),
     "grad": lambda y: torch.func.grad(lambda a: a.square().sum())(y),
-    "vjp": lambda y: torch.func.vjp(torch.sin, y)[1](y)[0],
     "jvp": lambda y: torch.func.jvp(torch.sin, (y,), (y,))[1],
     "hessian": lambda y: torch.func.hessian(lambda a: a.square().sum())(y[0])[0] + y,
-    "vmap of grad": lambda y: torch.vmap(torch.func.grad(lambda a: a.square().sum()))(y),
 }
 
 
@@ -164,14 +158,8 @@ def test_functional_call_is_no_transform() -> None:
 Normal, Categorical = distributions.Normal, distributions.Categorical
 DISTRIBUTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "density": lambda y: Normal(y, 1.0).log_prob(y),
-    "mean": lambda y: Normal(y, F.softplus(y) + 0.1).mean,
-    "sample": lambda y: Normal(y, F.softplus(y) + 0.1).rsample(),
-    "probabilities": lambda y: Categorical(logits=y).probs,
-    "entropy": lambda y: Categorical(probs=y.softmax(1)).entropy()[:, None].expand(-1, 8),
     "mode": lambda y: Categorical(logits=y).mode[:, None] + y,
     "divergence": lambda y: distributions.kl_divergence(Normal(y, 1.0), Normal(y * 0, 1.0)),
-    "independent": lambda y: distributions.Independent(Normal(y, 1.0), 1).log_prob(y)[:, None] + y,
-    "bernoulli": lambda y: distributions.Bernoulli(logits=y).probs,
     "covariance": lambda y: distributions.MultivariateNormal(y, torch.eye(8)).mean,
 }
 

@@ -195,17 +195,6 @@ def test_other_threads_draw_the_numbers_they_would_have_drawn():
     assert torch.equal(torch.cat(found), wanted)
 
 
-@pytest.mark.nightly
-def test_models_that_draw_numbers_are_traced_in_several_threads():
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)  # threads meet each other in the middle of everything
-    try:
-        for _ in range(12):
-            together(*(lambda: trace(Random(), torch.ones(2, 3)) for _ in range(3)))
-    finally:
-        sys.setswitchinterval(interval)
-
-
 # ---- settings --------------------------------------------------------------------------------------------------------
 
 

@@ -15,20 +15,15 @@ from torch.nn import functional as F
 import fxquant as fxq
 from tests.shared import contract
 from tests.shared.contract import compiled
+from tests.shared.networks import Network
 from tests.shared.written import written
 
 TORCH: Any = torch  # whose stubs do not know NumPy's names of arguments
 
 
-class Model(nn.Module):
+def live(function: Callable[[Tensor], Any]) -> nn.Module:
     """A function of a live tensor of shape (4, 3, 6, 6)."""
-
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.layer, self.function = nn.Conv2d(3, 3, 1), function
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self.layer(x))
+    return Network(lambda m, x: function(m.layer(x)), layer=nn.Conv2d(3, 3, 1))
 
 
 def batch(seed: int = 1, *shape: int) -> Tensor:
@@ -51,7 +46,7 @@ def many(x: Any) -> tuple[Any, ...]:
 
 
 def test_what_is_other_calls_is_integer_and_holds_the_contract(tmp_path: Path) -> None:
-    model, batches = Model(many).eval(), [batch(seed) for seed in (1, 2)]
+    model, batches = live(many).eval(), [batch(seed) for seed in (1, 2)]
     prepared, integer = compiled(model, batches, dynamic_shapes={})
     contract.assert_all_is_integer(prepared)
     path = fxq.export_onnx(integer, tmp_path / "model.onnx")
@@ -92,8 +87,8 @@ def slopes_in_full(x: Tensor) -> Tensor:
 
 
 def test_what_a_mask_selects_is_assigned_by_where(tmp_path: Path) -> None:
-    model, batches = Model(slopes).eval(), [batch(seed) for seed in (1, 2)]
-    full = Model(slopes_in_full).eval()
+    model, batches = live(slopes).eval(), [batch(seed) for seed in (1, 2)]
+    full = live(slopes_in_full).eval()
     full.load_state_dict(model.state_dict())
     assert torch.equal(model(batches[0]), full(batches[0]))
     prepared, integer = compiled(model, batches)
@@ -131,7 +126,7 @@ SELECTED: tuple[Callable[[Tensor], Any], ...] = (
 @pytest.mark.parametrize("function", SELECTED)
 def test_what_a_mask_selects_is_nothing_else(function: Callable[[Tensor], Any]) -> None:
     with pytest.raises(fxq.errors.FxQuantError):
-        fxq.trace(Model(function).eval(), (batch(),))
+        fxq.trace(live(function).eval(), (batch(),))
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
@@ -152,22 +147,11 @@ def test_a_sample_without_a_batch_has_the_bits_of_a_batch_of_one(name: str) -> N
     assert alone(x).shape == layer(x).shape
 
 
-def test_a_row_has_the_gradients_of_a_batch_of_one() -> None:
-    layer, x, found = nn.Linear(6, 3), batch(3, 6), []
-    for given_, shapes in ((x, {}), (x[None], None)):
-        prepared, _ = compiled(layer, [given_], dynamic_shapes=shapes)
-        fxq.set_state(prepared, fxq.State.TRAIN)
-        prepared(given_).square().sum().backward()
-        found.append([parameter.grad for parameter in prepared.parameters() if parameter.grad is not None])
-    assert found[0]
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
 @pytest.mark.parametrize("function", [torch.acos, torch.asin, torch.atanh, torch.erfinv], ids=lambda function: function.__name__)
 def test_a_grid_that_reaches_beyond_where_a_function_has_values_trains(function: Callable[[Tensor], Tensor]) -> None:
     """The grid of a tanh: 127 steps are 1.003."""
     x = torch.linspace(-4, 4, 3 * 4 * 36).reshape(4, 3, 6, 6)
-    model, options = Model(lambda y: function(y.tanh())).eval(), fxq.Options(integer_tail=True)
+    model, options = live(lambda y: function(y.tanh())).eval(), fxq.Options(integer_tail=True)
     prepared = fxq.calibrate(fxq.prepare(model, (x,), options=options), [x], show_progress=False)
     fxq.set_qparams(prepared, {"tanh": 0.0079})
     fxq.set_state(prepared, fxq.State.TRAIN)
@@ -193,7 +177,7 @@ def test_what_a_mask_of_padding_hides_changes_no_bit(options: dict[str, bool]) -
 
 
 def test_tensors_without_elements_stay_on_the_host() -> None:
-    model, x = Model(lambda x: (x[..., 6:].sum(-1), x[:, :0].flatten(1), torch.cat([x[:, 3:], x, x[:, :0]], 1))).eval(), batch()
+    model, x = live(lambda x: (x[..., 6:].sum(-1), x[:, :0].flatten(1), torch.cat([x[:, 3:], x, x[:, :0]], 1))).eval(), batch()
     prepared, integer = compiled(model, [x])
     assert "has no elements" in fxq.explain(prepared)
     for wanted, found in zip(model(x), integer(x), strict=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ from torch import Tensor, nn
 
 import fxquant as fxq
 from fxquant.ir.integer import qparams
-from fxquant.numerics.grids import INT8, UINT8, FixedWidths, Grid, IntType, grid_from_range
+from fxquant.numerics.grids import UINT8, FixedWidths, Grid, IntType, grid_from_range
 from fxquant.prepared.operators import quantized_operators
-from fxquant.primitives import elementwise, quantization, shape
+from fxquant.primitives import elementwise, quantization
 from fxquant.primitives.arithmetic import FixedArithmetic
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.quantizer import Quantizer
@@ -31,8 +30,6 @@ from tests.shared.contract import compiled, graph_values
 pytestmark = pytest.mark.usefixtures("default_outputs")
 
 EXACT = settings(deadline=None, derandomize=True, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
-EVERY = torch.arange(256).to(torch.uint8)
-AFFINE = fxq.ActivationConfig("uint8")
 
 exponents = st.integers(-12, 4)
 scales = st.builds(lambda m, e: Fraction(m) * Fraction(2) ** (e - 23), st.integers(2**23, 2**24 - 1), exponents)
@@ -92,23 +89,6 @@ def test_requantization_adds_the_zero_point_behind_its_rounding(sums: list[int],
     assert quantization.requantize_real(torch.tensor(sums, dtype=torch.float32), *arguments).tolist() == centred  # as it trains
 
 
-# ---- operators ------------------------------------------------------------------------------------------------------
-
-
-integers = st.lists(st.integers(0, 255), min_size=12, max_size=12)
-
-
-@pytest.mark.parametrize(
-    ("primitive", "arguments", "moved"),
-    [(elementwise.clamp, (-20, 30), lambda z: (-20 + z, 30 + z)), (shape.pad, ([1], [2], -3), lambda z: ([1], [2], -3 + z))],
-    ids=["clamp", "pad"],
-)
-def test_what_moves_integers_gives_the_same_on_stored_ones(primitive: Any, arguments: Any, moved: Callable[[int], Any]) -> None:
-    for zero_point in (20, 128, 200):
-        centred = primitive(elementwise.centre(EVERY, zero_point), *arguments)
-        assert torch.equal(elementwise.centre(primitive(EVERY, *moved(zero_point)), zero_point), centred)
-
-
 # ---- networks -------------------------------------------------------------------------------------------------------
 
 
@@ -165,18 +145,6 @@ def test_a_network_holds_the_contract(network: contract.Compiled, tmp_path: Path
     assert kernels["refused"] == [] or not contract.VNNI
     contract.assert_train_is_validate(again, batch())
     contract.assert_gradients_reach_every_parameter(again, batch())
-
-
-@pytest.mark.disagrees  # kernels take the zero point of the grid
-def test_the_first_difference_is_found_where_a_zero_point_is_wrong(network: contract.Compiled, tmp_path: Path) -> None:
-    path = fxq.export_onnx(network.integer, tmp_path / "model.onnx")
-    broken = fxq.convert(network.prepared)
-    node = next(node for node in broken.graph.nodes if node.target is elementwise.centre and node.name.startswith("head"))
-    node.args = (node.args[0], node.args[1] + 1)
-    broken.recompile()
-    report = fxq.verify(broken, path, [batch()], show_progress=False)
-    assert report.mismatches
-    assert "%head" in str(report)
 
 
 def test_moving_and_comparing_needs_no_centred_integers(network: contract.Compiled) -> None:
@@ -269,17 +237,6 @@ def observed(made: Observer, *batches: Tensor) -> Observer:
     return made
 
 
-@pytest.mark.parametrize(
-    "made", [fxq.observers.MinMaxObserver, fxq.observers.MovingAverageMinMaxObserver], ids=["min max", "moving average"]
-)
-def test_a_range_is_the_interval(made: Callable[[], Observer]) -> None:
-    values = skewed()
-    low, high = observed(made(), values).interval(UINT8)
-    assert (low, high) == (values.min(), values.max())
-    low, high = observed(made(), values + 7).interval(UINT8)
-    assert (low, high) == (0, (values + 7).max())
-
-
 def test_the_histogram_finds_the_interval_of_least_error() -> None:
     values = skewed()
     low, high = observed(fxq.observers.MSEObserver(), *values.split(3000)).interval(UINT8)
@@ -288,16 +245,6 @@ def test_the_histogram_finds_the_interval_of_least_error() -> None:
     assert best < 0.5 * error(values, *(torch.tensor(sign) * values.abs().max() for sign in (-1.0, 1.0)))
     for more, less in ((0.97, 1.0), (1.03, 1.0), (1.0, 0.8), (1.0, 1.25)):
         assert best < 1.01 * error(values, low * less, high * more)
-
-
-def test_observers_on_several_ranks_find_one_interval() -> None:
-    values = skewed()
-    parts = [observed(fxq.observers.HistogramObserver(), part) for part in (values[:7000], values[7000:])]
-    merged = fxq.observers.HistogramObserver()
-    merged.merge([dict(part.named_buffers()) for part in parts])
-    whole = observed(fxq.observers.HistogramObserver(), values)
-    assert float(merged.negative.sum()) == float((values < 0).sum())
-    assert error(values, *merged.interval(UINT8)) <= 1.02 * error(values, *whole.interval(UINT8))
 
 
 def test_a_percentile_covers_its_share() -> None:
@@ -422,11 +369,6 @@ def test_a_fixed_grid() -> None:
     contract.assert_validate_is_integer(prepared, integer, torch.randn(8, 4))
 
 
-def test_int8_is_still_symmetric_there() -> None:
-    prepared = fxq.prepare(nn.Sequential(nn.Linear(4, 4)), torch.zeros(2, 4), "x86", fxq.QConfig(fxq.ActivationConfig("int8")))
-    assert {operator.output.dtype for operator in quantized_operators(prepared).values()} == {INT8}
-
-
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
@@ -440,12 +382,6 @@ def test_int8_is_still_symmetric_there() -> None:
 def test_zero_points_that_make_no_sense(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(fxq.errors.ConfigurationError, match=reason):
         fxq.ActivationConfig(**settings)
-
-
-@pytest.mark.parametrize("target", ["bernoulli", "bayes-e", "nash-e"])
-def test_targets_that_are_symmetric_say_so(target: str) -> None:
-    with pytest.raises(fxq.errors.ConfigurationError, match="x86, qnnpack"):
-        fxq.prepare(nn.Linear(4, 4), torch.zeros(2, 4), target, fxq.QConfig(AFFINE))
 
 
 def test_a_target_with_shifts_cannot_be_affine() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,25 +21,6 @@ from tests.shared.oracle import Grid, Rules
 pytestmark = pytest.mark.nightly
 
 EPS, SIZE = 1e-5, 24
-FORMATS = [("nash-e", "int8"), ("nash-e", "int16"), ("nash-m", "int8"), ("nash-e-level2", "int16")]
-
-
-class Norms(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.plain, self.planes = nn.LayerNorm(SIZE), nn.LayerNorm((6, SIZE), 0.1, False), nn.LayerNorm((6, SIZE))
-        self.group, self.instance, self.root = nn.GroupNorm(2, 6), nn.InstanceNorm1d(6, affine=True), nn.RMSNorm(SIZE)
-        for parameter in self.parameters():
-            nn.init.normal_(parameter, 1, 0.3)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        norms = (self.layer, self.plain, self.planes, self.group, self.instance, self.root)
-        return (*(norm(x) for norm in norms), F.normalize(x, dim=-1), F.normalize(x, 1.0, -1))
-
-
-def norms() -> nn.Module:
-    torch.manual_seed(0)
-    return Norms().eval()
 
 
 def items(decades: float, count: int = 8, seed: int = 0, offset: float = 0.0) -> Tensor:
@@ -81,19 +61,6 @@ def gain(decades: float, target: str, dtype: str) -> float:
     exact = F.layer_norm(x, (SIZE,), eps=EPS)
     hand, norm = (sqnr(exact, compiled(Row(each), calibration, target, wide)[1](x)) for each in (True, False))
     return norm - hand
-
-
-@pytest.mark.parametrize(("target", "dtype"), FORMATS)
-def test_norms_of_spread_items_hold_the_contract(target: str, dtype: str, tmp_path: Path) -> None:
-    x = items(2)
-    prepared, integer = compiled(norms(), [x], target, of_dtype(dtype))
-    assert len([node for node in integer.graph.nodes if "of_one_magnitude" in str(part(node)) and qparams(node)]) >= 8
-    contract.assert_all_is_integer(prepared)
-    contract.assert_alive(integer, x)
-    contract.assert_validate_is_integer(prepared, integer, x)
-    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(x,), (items(3, 1, 1),)])
-    contract.assert_train_is_validate(prepared, x)
-    contract.assert_gradients_reach_every_parameter(prepared, x)
 
 
 def roles(integer: fx.GraphModule, role: str) -> list[fx.Node]:
@@ -154,9 +121,3 @@ def test_factors_of_items_change_no_gradient() -> None:
     upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(3))
     found, expected = (torch.autograd.grad((each(x) * upstream).sum(), x)[0] for each in (prepared, Row(False)))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("target", ["bayes", "bayes-e"])
-def test_a_measured_march_has_the_operators_that_its_compiler_runs_on_the_bpu(target: str) -> None:
-    _, integer = compiled(norms(), [items(2)], target, of_dtype("int8"))
-    assert not [node for node in integer.graph.nodes if "of_one_magnitude" in str(part(node))]

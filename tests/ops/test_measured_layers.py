@@ -103,19 +103,6 @@ def test_a_tensor_is_brought_to_another_scale_by_a_layer_on_bernoulli2() -> None
         assert len(set(expected)) > 20
 
 
-@every_target
-def test_a_mean_over_an_image_has_batches_of_any_size(target: str, tmp_path: Path) -> None:
-    class Mean(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return x.mean((2, 3)), x.mean((2, 3), keepdim=True)
-
-    torch.manual_seed(3)
-    batch = torch.randn(3, 5, 4, 6)
-    prepared, integer = contract.compiled(Mean(), [batch], target)
-    contract.assert_validate_is_integer(prepared, integer, batch)
-    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batch,), (batch[:1],)])
-
-
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("slopes", [[0.25], [0.3, -0.9, 1.0], [0.3, 2.0, -7.0]])
 def test_a_prelu_keeps_the_contract_whether_steep_or_not(slopes: list[float], tmp_path: Path) -> None:

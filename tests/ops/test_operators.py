@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,12 +11,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.ir import graph
-from fxquant.ir.graph import annotation, resolve
 from fxquant.ir.graph import part as part_of
+from fxquant.ir.graph import resolve
 from fxquant.ir.integer import qparams
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Same
 from fxquant.ops.core.samples import ATTENDED, COMPOSED, EXACT, HEADS, LIMITED, NORMED, RECURRENT, ROUNDED, SAMPLED
@@ -25,7 +23,7 @@ from fxquant.ops.elementwise.table import UNARY
 from fxquant.ops.movement.shape import identity
 from fxquant.quantization.observers import MinMaxObserver
 from tests.shared import contract, declared
-from tests.shared.contract import all_equal, compiled, graph_values
+from tests.shared.contract import compiled, graph_values
 
 Forward = Callable[..., Any]
 
@@ -328,77 +326,3 @@ def assert_float_function_within_bound(
         bound = sampled + {**EXTRA, "int16": fine}.get(activation, 0)
         far = (one.double() - other.double()).abs() / known.scale
         assert float((far > bound).double().mean()) <= sample.share, (sample, float(far.max()), float((far > bound).double().mean()))
-
-
-# ---- an addition behind a layer that cannot be done in its accumulator ---------------------------------------------------
-
-BEHIND_A_LAYER: dict[str, Forward] = {
-    "a number": lambda m, x: m.layer(x) + 1.5,
-    "a number on the left": lambda m, x: (1.5 + m.layer(x)).relu(),
-    "a multiple": lambda m, x: torch.add(m.layer(x), x, alpha=2),
-    "the layer itself multiplied": lambda m, x: torch.add(x, m.layer(x), alpha=0.5),
-    "a multiple of a number": lambda m, x: torch.add(m.layer(x), 1.5, alpha=-2),
-}
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("target", contract.TARGETS)
-@pytest.mark.parametrize("name", BEHIND_A_LAYER)
-def test_an_addition_that_is_no_residual_keeps_its_meaning(name: str, target: str, tmp_path: Path) -> None:
-    build = lambda: declared.Called(BEHIND_A_LAYER[name], nn.Conv2d(3, 3, 1))  # noqa: E731
-    sample = Sample("add", 1.5, ((3, 6, 6),), build)  # the layer's output is rounded too
-    model, inputs = model_of(sample), inputs_of(sample, 5)
-    prepared, integer = compiled(model, [tuple(1.1 * x for x in inputs)], target, covering())
-    assert "none is left in float" in fxq.explain(prepared)
-    assert_float_function_within_bound([sample], model, integer, inputs)
-    contract.assert_validate_is_integer(prepared, integer, *inputs)
-    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [inputs])
-    contract.assert_train_is_validate(prepared, *inputs)
-    contract.assert_gradients_reach_every_parameter(prepared, *inputs)
-
-
-# ---- what has no integer form stays in float, with its reason -----------------------------------------------------------
-
-
-class Own(nn.Module):
-    def __init__(self, forward: Forward, layer: nn.Module | None = None) -> None:
-        super().__init__()
-        self.function, self.layer = forward, layer
-        self.constant = nn.Parameter(torch.randn(3, 6, 6))
-        self.kernel = nn.Conv2d(3, 3, 1)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self, self.kernel(x))
-
-
-REFUSED: dict[str, tuple[str, Forward, nn.Module | None]] = {
-    "add infinity": ("one of its numbers is not finite", lambda m, x: x + math.inf, None),
-    "multiply too many": ("it multiplies 36 elements", lambda m, x: x.flatten(2).prod(-1), None),
-    "divide by zero": ("it divides by 0.0", lambda m, x: (x.relu() + 1) / 0.0, None),
-    "power of a negative constant": ("its base, a constant, is not positive", lambda m, x: torch.tensor(-2.0) ** x.exp(), None),
-    "maximum of everything": ("it reduces the batch", lambda m, x: torch.max(x).reshape(1), None),
-    "computed weight": ("its weight is computed by", lambda m, x: F.conv_transpose2d(x, m.kernel.weight * x.std()), None),
-    "mean over the batch": ("it averages over the batch", lambda m, x: x.mean(0), None),
-    "mean of everything": ("it averages over the batch", lambda m, x: x.mean().reshape(1), None),
-    "mean to a dtype": ("a dtype argument", lambda m, x: x.mean(1, dtype=torch.float64), None),
-    "overlapping windows": (
-        "two elements may share an index", lambda m, x: F.max_unpool2d(*F.max_pool2d(x, 3, 1, return_indices=True), 3, 1), None
-    ),
-    "memory": ("only the strides of model inputs are known", lambda m, x: x.as_strided((2, 3), (3, 1)), None),
-    "norm without statistics": ("it has no running statistics", lambda m, x: m.layer(x), nn.BatchNorm2d(3, track_running_stats=False)),
-    "bytes as another dtype": ("it reinterprets the bytes", lambda m, x: x.view(torch.int32).float(), None),
-}  # fmt: skip
-
-
-@pytest.mark.sweep(5)
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_stays_in_float_and_says_why(name: str) -> None:
-    reason, forward, layer = REFUSED[name]
-    images = torch.randn(4, 3, 6, 6)
-    prepared, integer = compiled(Own(forward, layer).eval(), [images])
-    specs = [annotation(node) for node in prepared.graph.nodes]
-    reasons = [spec.because for spec in specs if spec is not None and spec.dtype is None]
-    assert any(reason in because for because in reasons), reasons
-    assert reason in fxq.explain(prepared)
-    contract.assert_validate_is_integer(prepared, integer, images)
-    assert all_equal(integer(images), prepared(images))

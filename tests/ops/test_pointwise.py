@@ -1,4 +1,4 @@
-"""Functions of one tensor that are written in several operators, which become one table."""
+"""Functions of one tensor in one or several operators, which become one table; comparisons with numbers at every integer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from fxquant.ir.integer import qparams
 from fxquant.numerics.grids import EVERYTHING
-from fxquant.ops import BY_NAME, operator_of
+from fxquant.ops import BY_NAME, FUNCTIONS, OPERATORS, operator_of
 from fxquant.ops.elementwise.curve import curve, same_as
+from tests.shared import contract
+from tests.shared.contract import compiled
 from tests.shared.networks import Network
 
 
@@ -42,7 +45,7 @@ def guarded(x: Tensor) -> Tensor:
     return torch.where(torch.isnan(y), torch.zeros_like(y), y).clamp(min=-3)
 
 
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+CHOICES: dict[str, Callable[[Tensor], Tensor]] = {
     "gamma": gamma,
     "far side": far_side,
     "guarded": guarded,
@@ -70,9 +73,9 @@ def names_of(model: nn.Module, example: Tensor, qconfig: fxq.QConfigMapping | No
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("target", ["bayes-e", "nash-e", "x86"])
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", CHOICES)
 def test_a_choice_is_one_table_with_equal_bits(name: str, target: str, tmp_path: Path) -> None:
-    model, batches = seeded(FUNCTIONS[name])
+    model, batches = seeded(CHOICES[name])
     names = names_of(model, batches[0])
     assert names.count("curve") == 1
     assert not {"where", "nan_to_num", "pow", "quotient_of"} & set(names)
@@ -174,11 +177,6 @@ def test_a_part_that_others_read_is_computed_for_them() -> None:
     assert names_of(model, batches[0]) == ["conv2d", "sigmoid", "curve", "flip", "add"]
 
 
-def test_a_part_without_gradients_is_not_taken_in() -> None:
-    model, batches = seeded(lambda x: x * torch.sigmoid(x).detach())
-    assert "curve" not in names_of(model, batches[0])
-
-
 def test_the_table_holds_the_function_at_every_point_of_the_grid(tmp_path: Path) -> None:
     model, batches = seeded(gamma)
     result = fxq.quantize(model, batches, target="bayes-e")
@@ -200,15 +198,24 @@ def test_training_has_gradients_on_both_sides() -> None:
     assert float((x.grad != 0).float().mean()) > 0.9
 
 
-OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "another tensor": lambda x: torch.where(x > 0, x, x.mean(1, keepdim=True)),
-    "of neighbours": lambda x: torch.where(x > 0, x, torch.cumsum(x, 1)),
+def deep(x: Tensor) -> Tensor:
+    y, z = x, x + 1
+    for _ in range(9):
+        y, z = z, y * z  # as a nest it would be half as large again at each step
+    return torch.where(y > 0, y, z)
+
+
+NO_CURVE: dict[str, Callable[[Tensor], Tensor]] = {
+    "a choice of another tensor": lambda x: torch.where(x > 0, x, x.mean(1, keepdim=True)),
+    "a choice of neighbours": lambda x: torch.where(x > 0, x, torch.cumsum(x, 1)),
+    "a part without gradients": lambda x: x * torch.sigmoid(x).detach(),
+    "too much": deep,
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_what_reads_more_than_the_element_is_no_function_of_it(name: str) -> None:
-    model, batches = seeded(OTHERS[name])
+@pytest.mark.parametrize("name", NO_CURVE)
+def test_what_is_no_single_table_is_left_as_it_is(name: str) -> None:
+    model, batches = seeded(NO_CURVE[name])
     assert "curve" not in names_of(model, batches[0])
 
 
@@ -219,17 +226,37 @@ def test_what_the_user_keeps_in_float_is_not_taken_in() -> None:
     assert "curve" not in names_of(model, batches[0], mapping)
 
 
-def test_much_is_left_as_it_is() -> None:
-    def deep(x: Tensor) -> Tensor:
-        y, z = x, x + 1
-        for _ in range(9):
-            y, z = z, y * z  # as a nest it would be half as large again at each step
-        return torch.where(y > 0, y, z)
-
-    model, batches = seeded(deep)
-    assert "curve" not in names_of(model, batches[0])
-
-
 def test_a_nest_holds_nothing_else() -> None:
     with pytest.raises(ValueError, match="'load' is not an elementwise function"):
         curve(torch.zeros(3), ("load", "input"))
+
+
+def test_a_function_of_ones_own_is_one_table(tmp_path: Path) -> None:
+    bent = fxq.extend.unary("bent_by_a_test", lambda x: x * torch.sigmoid(1.5 * x) + torch.sin(x))
+
+    images = [torch.randn(3, 3, 6, 6) for _ in range(2)]
+    prepared, integer = compiled(Network(lambda _, x: bent(x)), images)
+    assert [layer.operator for layer in fxq.inspect.layers(integer)] == ["quantize", "bent_by_a_test", "dequantize"]
+    contract.assert_validate_is_integer(prepared, integer, images[0])
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(images[1],)])
+    assert float((integer(images[0]) - bent(images[0])).abs().max()) < 0.05
+    with pytest.raises(fxq.errors.ConfigurationError, match="bent_by_a_test"):
+        fxq.extend.unary("bent_by_a_test", torch.sin)
+    function = BY_NAME.pop("bent_by_a_test").function
+    for table in (OPERATORS, FUNCTIONS):
+        del table[function]
+
+
+def test_thresholds_are_exact() -> None:
+    """A comparison with a number is the comparison of what the integers stand for, at every integer and at numbers between."""
+    images = torch.linspace(-1, 1, 256).reshape(1, 1, 16, 16).expand(2, -1, -1, -1)
+    numbers = [0.0, 0.25, 1e-3, -0.5, 0.99, 5.0, -5.0]
+    relations = (torch.gt, torch.ge, torch.lt, torch.le, torch.eq, torch.ne)
+    compared = [(number, relation) for number in numbers for relation in relations]
+    model = Network(lambda _, x: (x.relu(), x.abs(), [relation(x.clamp(-1, 1), number) for number, relation in compared]))
+    _, integer = compiled(model, [images])
+    values = contract.graph_values(integer, images)
+    clamp = next(node for node in integer.graph.nodes if node.name.startswith("clamp") and qparams(node) is not None)
+    real = values[clamp.name].double() * qparams(clamp).scale
+    for (number, relation), found in zip(compared, integer(images)[2], strict=True):
+        assert torch.equal(found, relation(real, float(torch.tensor(number, dtype=torch.float32)))), (number, relation)

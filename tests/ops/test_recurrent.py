@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import onnx
 import pytest
 import torch
 from torch import Tensor, nn
@@ -118,35 +117,6 @@ def test_what_is_remembered_is_wide_and_what_is_shown_is_as_asked_for() -> None:
     assert found["x86", "lstm"] == found["x86", "steps first"] == {"int16", "uint8"}
 
 
-# ---- long sequences -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.nightly
-def test_a_long_sequence_is_told_once_and_its_constants_are_held_once(tmp_path: Path) -> None:
-    few, many = ([*compiled(model("lstm"), [sequences(steps=steps)], "bayes-e")] for steps in (4, STEPS))
-    for short, long in zip(few, many, strict=True):
-        assert len(fxq.explain(short).splitlines()) == len(fxq.explain(long).splitlines())
-        assert len(fxq.explain(long, steps=True).splitlines()) > 2 * len(fxq.explain(long).splitlines())
-        shown = ([line for line in fxq.text(graph).splitlines() if " = [" not in line] for graph in (short, long))
-        assert len({len(lines) for lines in shown}) == 1  # constants aside: those of equal value are one
-        assert f"steps 2 to {STEPS - 2}" in fxq.text(long)
-        assert len(fxq.text(long, steps=True).splitlines()) == len(long.graph.nodes) + 1
-    assert f"at {STEPS} steps" in fxq.explain(many[0])
-    held = [{name: buffer.shape for name, buffer in forms[1].named_buffers() if buffer.dim()} for forms in (few, many)]
-    assert held[0] == held[1]
-    files = [onnx.load(fxq.export_onnx(forms[1], tmp_path / f"{index}.onnx")) for index, forms in enumerate((few, many))]
-    assert len(files[0].functions) == len(files[1].functions)
-
-
-@pytest.mark.nightly
-def test_a_saved_one_is_the_same(tmp_path: Path) -> None:
-    for form in compiled(model("gru"), [sequences(steps=3)], "nash-e"):
-        fxq.save(form, tmp_path / "model.fxq")
-        loaded = fxq.load(tmp_path / "model.fxq")
-        assert (fxq.explain(loaded), fxq.text(loaded)) == (fxq.explain(form), fxq.text(form))
-        assert contract.all_equal(loaded(sequences(steps=3)), form(sequences(steps=3)))
-
-
 # ---- what stays in float ------------------------------------------------------------------------------------------------------
 
 
@@ -172,13 +142,6 @@ def test_a_first_state_that_is_a_parameter_stays_in_float_and_says_so() -> None:
             return self.cell(x[0, :1], self.first)  # type: ignore[no-any-return]
 
     assert "its initial state is a parameter" in left(Learned(), sequences(steps=2))
-
-
-def test_without_gradients_a_float_lstm_has_the_same_bits() -> None:
-    prepared, _ = compiled(model("lstm"), [sequences()], "bayes-e", fxq.QConfigMapping().set_object_type(nn.LSTM, None))
-    with torch.no_grad():
-        expected = prepared(sequences())
-    assert contract.all_equal(prepared(sequences()), expected)
 
 
 @pytest.mark.sweep(2)

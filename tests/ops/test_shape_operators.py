@@ -1,4 +1,4 @@
-"""Operators that move values about, and resizing: every spelling is integer, keeps the contract, and means what PyTorch means."""
+"""Moves along the batch, odd indices, sums at places, resizing, tensors without dimensions: integer, equal in all forms, as PyTorch's."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.ir.graph import annotation
+from fxquant.ir.graph import BatchDim, TensorFact, annotation
 from fxquant.ir.integer import qparams
 from fxquant.ops.sampling.resize import _nearest, _neighbours, _weights
+from fxquant.primitives import PRIMITIVES, scatter
+from fxquant.primitives.record import Unproved, Value
 from tests.shared.contract import (
     TARGETS,
     all_equal,
+    assert_contract,
     assert_gradients_reach_every_parameter,
     assert_integer_is_onnx,
     assert_train_is_validate,
@@ -27,6 +30,7 @@ from tests.shared.contract import (
     compiled,
     flat,
 )
+from tests.shared.networks import Network, sqnr
 
 Body = Callable[[Tensor], Any]
 
@@ -35,111 +39,33 @@ def _thirds(x: Tensor, batch: int) -> tuple[Tensor, ...]:
     return x[:batch], x[batch : 2 * batch], x[batch * 2 :]
 
 
-# Operators that only move values: the integer result is the float result of the same integers.
-MOVES: dict[str, Body] = {
-    "Tensor.permute": lambda x: x.permute(0, 2, 3, 1),
-    "torch.permute": lambda x: torch.permute(x, (0, -1, 1, 2)),
-    "Tensor.transpose": lambda x: x.transpose(1, -1),
-    "torch.transpose": lambda x: torch.transpose(x, dim0=1, dim1=2),
-    "Tensor.movedim": lambda x: x.movedim(1, -1),
-    "torch.movedim": lambda x: torch.movedim(x, (1, 2), (3, 1)),
-    "Tensor.swapaxes": lambda x: x.swapaxes(1, 2),
-    "torch.swapdims": lambda x: torch.swapdims(x, 1, 2),
-    "mT": lambda x: x.mT,
-    "T": lambda x: x.flatten(1).T,
-    "t": lambda x: x.flatten(1).t(),
-    "narrow": lambda x: x.narrow(1, 2, 3),
-    "select": lambda x: x.select(1, -1),
-    "x[:, 1]": lambda x: x[:, 1],
+# What samples on records do not have: moves along the batch, mixed indices, factors that are not whole. Bounds in steps of the result.
+EXACT: dict[str, Body] = {
     "x[0]": lambda x: x[0],
-    "x[::2]": lambda x: x[::2],
-    "steps": lambda x: x[:, ::3, 1:-1, None, ::2],
-    "ellipsis": lambda x: x[..., 0],
-    "list": lambda x: x[:, [0, -1, 2]],
-    "constant index": lambda x: x[:, :, torch.tensor([3, -1])],
     "mixed index": lambda x: x[:, 1, ..., [0, 2], None],
     "constant mask": lambda x: x[:, torch.tensor([True, False] * 4)],
     "two lists": lambda x: x[:, [0, 1], [1, 2]],
-    "index_select": lambda x: torch.index_select(x, 1, torch.tensor([1, 1, 0])),
-    "repeat_interleave": lambda x: x.repeat_interleave(2, 1),
-    "repeat_interleave, the batch": lambda x: x.repeat_interleave(3, 0),
     "repeat_interleave, the batch behind": lambda x: x.transpose(0, 1).repeat_interleave(2, 1),
-    "Tensor.chunk": lambda x: x.chunk(2, 1),
-    "torch.chunk": lambda x: torch.chunk(x, 3, dim=1)[2],
     "Tensor.split": lambda x: x.split([1, 3, 4], 1),
-    "torch.split": lambda x: torch.split(x, 3, dim=-1),
-    "unsafe_chunk": lambda x: x.unsafe_chunk(2, 1)[1],
     "torch.hsplit": lambda x: torch.hsplit(x, 2)[1],
     "unbind": lambda x: x.unbind(1)[3],
     "pieces of the batch": lambda x: torch.cat((x, x.flip(1), x.roll(1, 1))).chunk(3),
     "slices of the batch": lambda x: _thirds(torch.cat((x, x.flip(1), x.roll(1, 1))), x.shape[0]),
     "split by the batch": lambda x: torch.cat((x, x.flip(1)), 0).transpose(0, 1).split(x.shape[0], 1)[1],
     "tensor_split": lambda x: torch.tensor_split(x, (2, 5), dim=1),
-    "squeeze": lambda x: x[:, :1].squeeze(1).unsqueeze(-1),
-    "unflatten": lambda x: x.unflatten(1, (2, 4)),
-    "nn.Unflatten": nn.Unflatten(1, (4, 2)),
-    "Tensor.expand": lambda x: x[:, :1].expand(-1, 4, -1, -1),
     "expand to the batch": lambda x: x[:, :, :1, :1].expand(x.shape[0], 8, 4, 4),
-    "expand_as": lambda x: x[:, :1].expand_as(x),
-    "broadcast_to": lambda x: torch.broadcast_to(x, (2, *x.shape)),
-    "Tensor.repeat": lambda x: x.repeat(1, 2, 1, 3),
     "repeat, more dimensions": lambda x: x.repeat(2, 1, 1, 2, 1),
-    "torch.tile": lambda x: torch.tile(x, (2, 1)),
-    "Tensor.tile": lambda x: x.tile(2),
-    "Tensor.roll": lambda x: x.roll((1, -2), (2, 3)),
-    "torch.roll": lambda x: torch.roll(x, 3, 1),
-    "Tensor.flip": lambda x: x.flip(1, 2),
-    "torch.flip": lambda x: torch.flip(x, [-1]),
-    "F.pad": lambda x: F.pad(x, (1, 2)),
-    "F.pad, negative": lambda x: F.pad(x, (-1, 2)),
-    "F.pad, reflect": lambda x: F.pad(x, (2, 3, 1, 0), mode="reflect"),
     "F.pad, replicate": lambda x: F.pad(x, (2, 3, 1, 0), mode="replicate"),
-    "F.pad, circular": lambda x: F.pad(x, (2, 3, 1, 0), mode="circular"),
-    "nn.ZeroPad2d": nn.ZeroPad2d(1),
-    "nn.ReflectionPad2d": nn.ReflectionPad2d(2),
-    "nn.ReplicationPad2d": nn.ReplicationPad2d((1, 2, 3, 4)),
-    "nn.CircularPad2d": nn.CircularPad2d(1),
-    "nn.PixelShuffle": nn.PixelShuffle(2),
-    "nn.PixelUnshuffle": nn.PixelUnshuffle(2),
-    "nn.ChannelShuffle": nn.ChannelShuffle(4),
-    "F.pixel_shuffle": lambda x: F.pixel_shuffle(x, 2),
-    "nearest": nn.Upsample(scale_factor=2),
-    "nearest, size": nn.Upsample(size=(7, 5)),
     "nearest-exact": nn.Upsample(scale_factor=1.5, mode="nearest-exact"),
-    "nn.UpsamplingNearest2d": nn.UpsamplingNearest2d(scale_factor=3),
-    "nearest, 1d": lambda x: F.interpolate(x.flatten(2), size=23),
     "nearest, 3d": lambda x: F.interpolate(x.unflatten(1, (2, 4)), scale_factor=(1, 2, 1.3)),
+    "x[::2]": lambda x: x[::2],
 }
-
-# Operators that round: the integer result is within some steps of the float result of the same integers.
-ROUNDING: dict[str, tuple[float, Body]] = {
-    "F.pad, value": (1, lambda x: F.pad(x, (1, 2, 0, 1, 3, 0), value=0.37)),
-    "nn.ConstantPad2d": (1, nn.ConstantPad2d((1, 0, 2, 1), -0.5)),
-    "stack": (1, lambda x: torch.stack([x, x.relu()], 1)),
-    "stack, last": (1, lambda x: torch.stack((x, x.flip(1), x), dim=-1)),
-    "nn.UpsamplingBilinear2d": (1.5, nn.UpsamplingBilinear2d(scale_factor=2)),
-    "bilinear": (1.5, nn.Upsample(scale_factor=2, mode="bilinear")),
-    "bilinear, size": (1.5, nn.Upsample(size=5, mode="bilinear")),
-    "bilinear, factors": (1.5, nn.Upsample(scale_factor=(1.7, 0.6), mode="bilinear")),
-    "bilinear, recomputed": (1.5, nn.Upsample(scale_factor=1.7, mode="bilinear", recompute_scale_factor=True)),
-    "bilinear, one dimension": (1.5, lambda x: F.interpolate(x, scale_factor=(2.0, 1.0), mode="bilinear", align_corners=True)),
-    "F.upsample": (1.5, lambda x: F.upsample(x, scale_factor=2, mode="bilinear")),
-    "linear": (1.5, lambda x: F.interpolate(x.flatten(2), scale_factor=2.5, mode="linear")),
-}
-
-REFUSED: dict[str, tuple[str, Body]] = {
-    "resizing with the batch": (
-        "the size of its input or output depends on the batch size",
-        lambda x: F.interpolate(x.transpose(0, 2), scale_factor=2),
-    ),
-    "list of the batch": ("it indexes the batch by a list", lambda x: x[[0, 1]]),
-    "roll of the batch": ("it rolls along the batch", lambda x: x.roll(1, 0)),
-    "flip of the batch": ("it reverses the batch", lambda x: x.flip(0)),
-    "roll of everything": ("it rolls the flattened tensor", lambda x: x.roll(1)),
-    "repeats of the batch": ("it repeats along the batch", lambda x: x.repeat_interleave(torch.tensor([2]), 0)),
-    "slice of the batch": ("the bounds of its index are computed", lambda x: x[: x.shape[0] // 2]),
-    "piece of the batch": ("it splits the batch, whose size is not fixed", lambda x: x.chunk(2, 0)[0]),
-    "pieces of a sort": ("it selects a result of %sort, which is computed in float", lambda x: torch.sort(x, 0)[0]),
+ROUNDING: dict[str, Body] = {
+    "F.pad, value": lambda x: F.pad(x, (1, 2, 0, 1, 3, 0), value=0.37),
+    "bilinear, factors": nn.Upsample(scale_factor=(1.7, 0.6), mode="bilinear"),
+    "bilinear, recomputed": nn.Upsample(scale_factor=1.7, mode="bilinear", recompute_scale_factor=True),
+    "bilinear, one dimension": lambda x: F.interpolate(x, scale_factor=(2.0, 1.0), mode="bilinear", align_corners=True),
+    "linear": lambda x: F.interpolate(x.flatten(2), scale_factor=2.5, mode="linear"),
 }
 
 
@@ -172,7 +98,7 @@ def left_in_float(body: Body, target: str) -> dict[str, str]:
     return {node.name: spec.because for node in graph.nodes if (spec := annotation(node)) is not None and spec.dtype is None}
 
 
-def assert_contract(body: Body, target: str, path: Path, steps: float) -> None:
+def assert_within(body: Body, target: str, path: Path, steps: float) -> None:
     """The body is integer as a whole, agrees with itself everywhere, and is within `steps` of its float function."""
     assert left_in_float(body, target) == {}
     prepared, integer = compiled(network(body), batches(), target)
@@ -201,36 +127,15 @@ class Several(nn.Module):
         return [body(x) for body in self.bodies]
 
 
-NAMES = list(MOVES)
-PACKS = [NAMES[start : start + 8] for start in range(0, len(NAMES), 8)]
-
-
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("names", PACKS, ids=lambda names: f"{names[0]} to {names[-1]}")
-def test_moves_are_exact(names: list[str], target: str, tmp_path: Path) -> None:
-    assert_contract(Several([MOVES[name] for name in names]), target, tmp_path, 0)
-
-
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", ROUNDING)
-def test_rounding_operators_keep_the_contract(name: str, target: str, tmp_path: Path) -> None:
-    steps, body = ROUNDING[name]
-    assert_contract(body, target, tmp_path, steps)
+@pytest.mark.parametrize(("bodies", "steps"), [(EXACT, 0), (ROUNDING, 1.5)], ids=["exact", "rounding"])
+def test_moves_and_resizing_keep_the_contract(bodies: dict[str, Body], steps: float, target: str, tmp_path: Path) -> None:
+    assert_within(Several(list(bodies.values())), target, tmp_path, steps)
 
 
 def test_eight_fraction_bits_keep_the_contract_in_float32(tmp_path: Path) -> None:
-    assert_contract(nn.Upsample(scale_factor=(1.7, 0.6), mode="bilinear"), "bernoulli2", tmp_path, 2.5)  # each dimension rounds down
-
-
-@pytest.mark.sweep(4)
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_integer_form_stays_in_float_and_says_why(name: str) -> None:
-    reason, body = REFUSED[name]
-    assert reason in left_in_float(body, "bayes-e").values()
-    prepared, integer = compiled(network(body), batches())
-    assert all_equal(prepared(*batches()[0]), integer(*batches()[0]))
+    assert_within(nn.Upsample(scale_factor=(1.7, 0.6), mode="bilinear"), "bernoulli2", tmp_path, 2.5)  # each dimension rounds down
 
 
 @pytest.mark.usefixtures("default_outputs")
@@ -315,7 +220,7 @@ def test_tensors_without_dimensions(name: str, dynamic_shapes: Any, tmp_path: Pa
     """PyTorch promotes them differently, and lets dimension 0 of them be named."""
     torch.manual_seed(0)
     x = torch.randn(4, 3, 5)
-    prepared, integer = compiled(Written(SCALARS[name]), [x], "nash-e", dynamic_shapes=dynamic_shapes)
+    prepared, integer = compiled(Network(lambda _, x: SCALARS[name](x)), [x], "nash-e", dynamic_shapes=dynamic_shapes)
     assert_validate_is_integer(prepared, integer, x)
     if "none is left in float" in fxq.explain(integer):
         assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [x], show_progress=False)
@@ -323,10 +228,71 @@ def test_tensors_without_dimensions(name: str, dynamic_shapes: Any, tmp_path: Pa
         torch.testing.assert_close(integer(x), SCALARS[name](x), atol=0.1, rtol=0.02)  # a few steps of eight bits
 
 
-class Written(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
+# ---- indices, and what is brought together at places -----------------------------------------------------------------
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
+
+def live(function: Callable[[Tensor], Any]) -> nn.Module:
+    """A function of a layer's output of shape (B, 3, 4, 5)."""
+    return Network(lambda m, x: function(m.layer(x)), layer=nn.Conv2d(3, 3, 1)).eval()
+
+
+def planes() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(count, 3, 4, 5, generator=generator) for count in (4, 3)]
+
+
+def test_a_sum_whose_terms_are_not_known_is_not_proved() -> None:
+    one, bounds = torch.ones((), dtype=torch.float64), PRIMITIVES[scatter.sum_along].bounds
+    assert bounds is not None
+    source = Value(-one, one, TensorFact((BatchDim(1, 0), 3), torch.int8))
+    with pytest.raises(Unproved, match="depends on the batch"):
+        bounds(source, 0, None, 3, False)
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("opset", [17, 21])
+def test_places_are_written_at_every_opset(opset: int, tmp_path: Path) -> None:
+    def brought(x: Tensor) -> Any:
+        index = x.argmax(2, keepdim=True).expand_as(x)
+        return (
+            x.scatter_add(2, index, x),
+            x.scatter_reduce(2, index, x.flip(3), "amax"),
+            x.scatter_reduce(1, x.argmin(1, keepdim=True), x, "amin", include_self=False),
+            torch.zeros_like(x).scatter(1, x.argmax(1, keepdim=True), 1.0),
+        )
+
+    prepared, integer = compiled(live(brought), planes())
+    assert "none is left in float" in fxq.explain(prepared)
+    path = fxq.export_onnx(integer, tmp_path / "model.onnx", opset=opset)
+    assert fxq.verify(integer, path, [(batch,) for batch in planes()])
+    assert_validate_is_integer(prepared, integer, planes()[0])
+
+
+def assigned(x: Tensor, index: Any) -> Tensor:
+    result = x * 1.5
+    result[index] = 0.25
+    return result
+
+
+LISTS: dict[str, list[Any]] = {
+    "slices": [slice(None), slice(0, 2)],
+    "an ellipsis": [..., 0],
+    "lists": [slice(None), [0, 1], [1, 2]],
+    "tensors": [slice(None), torch.tensor([0, 2]), torch.tensor([1, 1])],
+    "a range": [slice(None), range(2)],
+    "steps": [slice(None), slice(None, None, 2), 1],
+}
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_of_entries_is_the_index_that_pytorch_takes_it_for(name: str, tmp_path: Path) -> None:
+    index = LISTS[name]
+    model = live(lambda x: (x[index], assigned(x, index)))
+    prepared, integer = compiled(model, planes())
+    assert_contract(prepared, tmp_path / "model.onnx", planes()[0], integer=integer)
+    assert next(layer.dtype for layer in fxq.inspect.layers(prepared) if layer.name == "getitem") == "int8"
+    for wanted, found in zip(model(planes()[1]), integer(planes()[1]), strict=True):
+        assert wanted.shape == found.shape
+        assert sqnr(wanted, found) > 20

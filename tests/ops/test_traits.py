@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fxquant import primitives
 from fxquant.backends.onnx.writer import Emitter
-from fxquant.ops import BY_NAME, OPERATORS, Operator, Trait
+from fxquant.ops import OPERATORS, Operator, Trait
 from fxquant.ops.elementwise.curve import INPUT
 from fxquant.ops.elementwise.table import UNARY
 from fxquant.primitives import POINTWISE, PRIMITIVES, Primitive, Role, ZeroPoint
@@ -326,55 +324,6 @@ def test_operators_meet_the_criteria_of_their_traits() -> None:
     assert {operator.name: traits for operator in OPERATORS.values() if (traits := broken(operator))} == {}
 
 
-@pytest.mark.parametrize(
-    ("name", "trait"),
-    [
-        ("softmax", Trait.ELEMENTWISE),
-        ("tanh", Trait.HOMOGENEOUS),
-        ("mul", Trait.HOMOGENEOUS),
-        ("pow", Trait.AFFINE),
-        ("conv2d", Trait.SPATIAL),
-        ("softmax", Trait.REDUCTION),
-        ("amax", Trait.SUMMATION),
-        ("mean", Trait.STATISTIC),
-        ("neg", Trait.REARRANGES),
-        ("mul", Trait.MATRIX_PRODUCT),
-        ("mul", Trait.DIVIDES),
-        ("identity", Trait.CHOOSES),
-        ("minimum", Trait.BOUNDED_BELOW),
-        ("permute", Trait.RESHAPES),
-        ("tanh", Trait.REARRANGES),
-        ("sign", Trait.HOMOGENEOUS),
-        ("mul", Trait.ADDS),
-        ("add", Trait.EXTREMUM),
-        ("neg", Trait.INTEGERS),
-        ("div", Trait.KEEPS_INTEGERS),
-        ("maximum", Trait.SUMS),
-        ("tanh", Trait.DYNAMIC),
-        ("mul", Trait.VIEWS),
-        ("softmax", Trait.COLLECTS),
-        ("softmax", Trait.POINTWISE),
-        ("maximum", Trait.COMPARES_WITH_ZERO),
-        ("maximum", Trait.CONJUNCTION),
-        ("mul", Trait.DISJUNCTION),
-        ("sign", Trait.LEAVES_INTEGERS),
-        ("sqrt", Trait.SINGULAR_AT_ZERO),
-    ],
-)
-def test_a_wrong_trait_is_found(name: str, trait: Trait) -> None:
-    assert broken(replace(BY_NAME[name], traits=frozenset({trait}))) == [trait]
-
-
-def test_a_running_sum_is_no_softmax() -> None:
-    assert not ranks_rows(BY_NAME["cumsum"], (X, -1))
-
-
-def test_a_transposed_weight_does_not_begin_with_output_channels() -> None:
-    turned = BY_NAME["conv_transpose2d"]
-    assert Trait.OUTPUTS_FIRST not in turned.traits
-    assert not outputs_first(turned, (IMAGES[2], drawn(4, 4, 3, 3)))
-
-
 # ---- the facts of primitives --------------------------------------------------------------------------------------------
 
 CASES = [case for seed in range(3) for case in cases(seed)]
@@ -476,23 +425,3 @@ def untrue(record: Primitive) -> Iterator[str]:
 
 def test_primitives_are_what_their_records_say() -> None:
     assert {record.name: found for record in PRIMITIVES.values() if (found := list(untrue(record)))} == {}
-
-
-@pytest.mark.parametrize(
-    ("name", "facts", "fact"),
-    [
-        ("multiply", {"zero_point": ZeroPoint.EQUIVARIANT}, "zero point"),
-        ("clamp", {"shifted": ()}, "zero point"),
-        ("arg_extremum", {"zero_point": ZeroPoint.EQUIVARIANT}, "zero point"),
-        ("lookup", {"shifted": ()}, "zero point"),
-        ("linear", {"zero_point": ZeroPoint.EQUIVARIANT}, "zero point"),
-        ("add", {"casts": True}, "cast"),
-        ("negate", {"zero_point": ZeroPoint.INVARIANT}, "zero point"),
-        ("negate", {"role": Role.MOVEMENT}, "movement"),
-        ("clamp", {"role": Role.MOVEMENT}, "movement"),
-        ("crop", {"view": True}, "view"),
-        ("running", {"role": Role.POINTWISE}, "pointwise"),
-    ],
-)
-def test_a_wrong_fact_of_a_primitive_is_found(name: str, facts: dict[str, Any], fact: str) -> None:
-    assert fact in list(untrue(replace(PRIMITIVES[getattr(primitives, name)], **facts)))

@@ -190,13 +190,6 @@ def test_each_remedy_is_named_with_its_limit(caplog: pytest.LogCaptureFixture) -
     assert "limits of bernoulli2 that are broken" not in caplog.text
 
 
-def test_nothing_is_adapted_unless_it_is_asked_for() -> None:
-    x = torch.randn(2, 2, 20, 20)
-    assert "split" not in fxq.explain(fxq.prepare(nn.Conv2d(2, 2, 9), x, "bernoulli2"))
-    plain = fxq.text(fxq.prepare(nn.Conv2d(2, 2, 3), x, "bernoulli2"))
-    assert fxq.text(fxq.prepare(nn.Conv2d(2, 2, 3), x, "bernoulli2", options=fxq.Options(adapt=True))) == plain
-
-
 def test_what_is_on_the_host_is_said_by_check() -> None:
     found = fxq.check(nn.Hardtanh(0, 4), torch.randn(2, 2, 4, 4), "bernoulli2", options=fxq.Options(adapt=True))
     assert found

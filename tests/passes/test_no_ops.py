@@ -14,6 +14,7 @@ import fxquant as fxq
 from fxquant.prepared.operators import quantized_operators
 from tests.shared import contract
 from tests.shared.contract import compiled
+from tests.shared.networks import Network
 
 Step = Callable[[nn.Module, Tensor], Tensor]
 NOTHING: dict[str, Step] = {
@@ -21,25 +22,13 @@ NOTHING: dict[str, Step] = {
     "Identity of several": lambda m, x: m.identity((x, x + 1))[0],
     "Identity of names": lambda m, x: m.identity(input={"x": [x]})["x"][0],
     "Identity of pieces": lambda m, x: m.identity(x.chunk(1, 1))[0],
-    "contiguous": lambda m, x: x.contiguous(),
     "clone": lambda m, x: x.clone(),
-    "detach": lambda m, x: x.detach(),
-    "to its dtype": lambda m, x: x.to(torch.float32),
-    "to by keyword": lambda m, x: x.to(dtype=torch.float32, copy=True),
     "to that of another": lambda m, x: x.to(m.layer.weight),
-    "type": lambda m, x: x.type(torch.float32),
-    "type_as": lambda m, x: x.type_as(x),
     "float": lambda m, x: x.float(),
-    "type of tensors": lambda m, x: x.type(torch.FloatTensor),
     "type by name": lambda m, x: x.type("torch.FloatTensor"),
     "to where it is": lambda m, x: x.to(x.device),
-    "to where it is, by name": lambda m, x: x.to(device="cpu", dtype=torch.float32),
     "cpu": lambda m, x: x.cpu(),
-    "wider and back": lambda m, x: x.double().float(),
     "wider and back by to": lambda m, x: x.to(torch.float64).to(x.dtype),
-    "positive": lambda m, x: +x.positive(),
-    "view_as": lambda m, x: x.view_as(x),
-    "expand_as": lambda m, x: x.expand_as(x),
     "view": lambda m, x: x.view(-1, 4, 6, 6),
     "flatten": lambda m, x: torch.flatten(x, 3),
     "unsqueeze and squeeze": lambda m, x: x.squeeze(2),
@@ -129,19 +118,14 @@ def test_what_changes_something_stays(name: str) -> None:
     assert kinds(prepared) != ["quantize", "conv2d", "conv2d"]
 
 
-class Dropping(nn.Module):
-    def __init__(self, dropout: nn.Module, limit: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.dropout, self.limit = nn.Conv2d(3, 4, 3), dropout, limit
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.limit(self.dropout(self.layer(x)))
+def dropping(dropout: nn.Module, limit: Callable[[Tensor], Tensor]) -> Network:
+    return Network(lambda m, x: limit(m.dropout(m.layer(x))), layer=nn.Conv2d(3, 4, 3), dropout=dropout)
 
 
 @pytest.mark.parametrize("dropout", [nn.Dropout(0.5), nn.Dropout1d(0.5), nn.Dropout2d(0.5)], ids=str)
 def test_a_relu_behind_dropout_belongs_to_the_layer_and_dropout_still_acts(dropout: nn.Module) -> None:
     x = torch.randn(4, 3, 8, 8) if not isinstance(dropout, nn.Dropout1d) else torch.randn(4, 3, 8)
-    model = Dropping(dropout, F.relu).eval()
+    model = dropping(dropout, F.relu).eval()
     model.layer = model.layer if x.dim() == 4 else nn.Conv1d(3, 4, 3)
     prepared = compiled(model, [x]).prepared
     assert kinds(prepared) == ["quantize", model.layer.__class__.__name__.lower(), "dropout"]
@@ -161,7 +145,7 @@ def test_a_relu_behind_dropout_belongs_to_the_layer_and_dropout_still_acts(dropo
     ids=["relu6", "a limit that is not 0", "alpha dropout"],
 )
 def test_a_limit_that_dropout_would_move_stays_behind_it(dropout: nn.Module, limit: Callable[[Tensor], Tensor]) -> None:
-    prepared = compiled(Dropping(dropout, limit).eval(), [torch.randn(4, 3, 8, 8)]).prepared
+    prepared = compiled(dropping(dropout, limit).eval(), [torch.randn(4, 3, 8, 8)]).prepared
     assert kinds(prepared) == ["quantize", "conv2d", "dropout", "clamp"]
 
 
@@ -180,21 +164,14 @@ CHAINS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", CHAINS)
 @pytest.mark.parametrize("layer", [nn.Identity(), nn.Conv2d(3, 3, 1)], ids=["alone", "fused"])
 def test_clamps_that_follow_one_another_are_one(name: str, layer: nn.Module, tmp_path: Path) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x: Tensor) -> Tensor:
-            return CHAINS[name](self.layer(x))
-
+    model = Network(lambda m, x: CHAINS[name](m.layer(x)), layer=layer)
     x = torch.randn(4, 3, 6, 6)
-    prepared, integer = compiled(Model(), [x])
+    prepared, integer = compiled(model, [x])
     assert len(kinds(prepared)) == (3 if isinstance(layer, nn.Identity) else 2)  # an identity of the input, whose scale it has
     contract.assert_validate_is_integer(prepared, integer, x)
     contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(x,)])
-    exact = Model()(x).detach()
+    exact = model(x).detach()
     assert float(integer(x).min()) >= float(exact.min()) - 0.01
     assert float(integer(x).max()) <= float(exact.max()) + 0.01
     fxq.set_state(prepared, fxq.State.FLOAT)
-    assert torch.equal(prepared(x), Model()(x))
+    assert torch.equal(prepared(x), model(x))

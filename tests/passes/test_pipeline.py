@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import onnx
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -20,7 +19,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fxquant as fxq
 from fxquant.backends import get as get_target
-from fxquant.backends.onnx.runtime import OnnxModel
 from fxquant.ir.graph import copy_parameters
 from fxquant.ir.integer import is_inner, qparams
 from fxquant.ir.model import Model, copy_graph
@@ -32,7 +30,7 @@ from fxquant.primitives import shape
 from fxquant.quantization.spec import DEFAULT, QConfigMapping
 from tests.conftest import Golden
 from tests.shared import contract
-from tests.shared.contract import all_equal, calibrated, compiled
+from tests.shared.contract import calibrated, compiled
 from tests.shared.written import to_train, written
 
 pytestmark = pytest.mark.usefixtures("default_outputs")  # these read scales, and are not about outputs
@@ -234,10 +232,6 @@ def test_the_callers_model_is_left_untouched(training: bool) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_model_in_train_mode_is_compiled_as_in_eval_mode(integer: fx.GraphModule) -> None:
-    assert torch.equal(compiled(tiny().train(), [batch()]).integer(batch()), integer(batch()))
-
-
 def test_converting_leaves_the_prepared_model_as_it_was(prepared: fx.GraphModule) -> None:
     text, tensors = fxq.text(prepared), {name: value.clone() for name, value in prepared.state_dict().items()}
     expected = prepared(batch())
@@ -247,16 +241,6 @@ def test_converting_leaves_the_prepared_model_as_it_was(prepared: fx.GraphModule
     assert all(torch.equal(value, tensors[name]) for name, value in prepared.state_dict().items())
     assert torch.equal(prepared(batch()), expected)
     assert fxq.text(first) == fxq.text(second)
-
-
-def test_an_integer_model_does_not_follow_later_training(prepared: fx.GraphModule) -> None:
-    integer = fxq.convert(prepared)
-    expected = integer(batch())
-    with torch.no_grad():
-        for parameter in prepared.parameters():
-            parameter.add_(1)
-    fxq.set_qparams(prepared, {"head": 1.0})
-    assert torch.equal(integer(batch()), expected)
 
 
 def test_equal_models_give_equal_texts_and_bits() -> None:
@@ -319,20 +303,6 @@ def test_dumps_are_the_graphs_after_every_pass(tmp_path: Path) -> None:
     assert files[f"{len(PIPELINE) - 1:02d}-integer.lower.txt"] == reference
 
 
-def test_dump_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FXQUANT_DUMP", str(tmp_path / "new" / "directory"))
-    fxq.prepare(tiny(), batch(), until="batchnorm.fold")
-    names = ["trace", *(step.name for step in PIPELINE)]
-    files = [f"{index:02d}-{name}.txt" for index, name in enumerate(names[: names.index("batchnorm.fold") + 1])]
-    assert sorted(file.name for file in (tmp_path / "new" / "directory").iterdir()) == files
-
-
-def test_dump_of_one_graph(prepared: fx.GraphModule, tmp_path: Path) -> None:
-    directory = fxq.dump(prepared, tmp_path / "graph")
-    assert (directory / "graph.txt").read_text(encoding="utf-8") == fxq.text(prepared)
-    assert (directory / "explain.txt").read_text(encoding="utf-8") == fxq.explain(prepared)
-
-
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_the_debug_dial(level: int, capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
     fxq.prepare(tiny(), batch(), options=fxq.Options(debug=level))
@@ -359,22 +329,6 @@ def test_every_node_knows_the_pass_and_the_line_it_came_from(integer: fx.GraphMo
 # ---- copies and checkpoints -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["prepared", "integer"])
-def test_a_copy_is_equal_and_independent(form: str) -> None:
-    model = getattr(once_compiled(), form)
-    other = copy.deepcopy(model)
-    expected = model(batch())
-    assert torch.equal(other(batch()), expected)
-    assert fxq.text(other) == fxq.text(model)
-    assert list(other.state_dict()) == list(model.state_dict())
-    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
-    assert not {value.data_ptr() for value in other.state_dict().values()} & {value.data_ptr() for value in model.state_dict().values()}
-    with torch.no_grad():
-        for value in other.state_dict().values():
-            value.zero_()
-    assert torch.equal(model(batch()), expected)
-
-
 def test_the_keys_are_the_float_models_and_the_quantizers(prepared: fx.GraphModule) -> None:
     float_keys, keys = set(tiny().state_dict()), set(prepared.state_dict())
     assert float_keys <= keys
@@ -398,12 +352,6 @@ def test_float_weights_load_into_a_prepared_model() -> None:
 
 def observed(prepared: fx.GraphModule) -> dict[str, int]:
     return {name: int(value) for name, value in prepared.state_dict().items() if name.endswith("range.count")}
-
-
-def test_a_new_model_calibrates_and_computes_the_float_function() -> None:
-    prepared = fxq.prepare(tiny(), batch())
-    assert {operator.state for operator in operators(prepared).values()} == {fxq.State.CALIBRATE}
-    torch.testing.assert_close(prepared(batch()), tiny()(batch()), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -463,15 +411,6 @@ def test_leaving_calibrate_sets_the_scales_and_returning_continues(prepared: fx.
     assert all(after[name] > before[name] for name in ("x_quantize", "conv1", "head"))
 
 
-def test_freeze_keeps_scales_and_statistics_through_training(prepared: fx.GraphModule) -> None:
-    fxq.set_state(prepared, fxq.State.TRAIN)
-    fxq.freeze(prepared)
-    scales, statistics = fxq.qparams(prepared), prepared.bn1.running_mean.clone()
-    prepared.train()(4 * batch())
-    assert fxq.qparams(prepared) == scales
-    assert torch.equal(prepared.bn1.running_mean, statistics)
-
-
 def test_set_scales_survive_calibration_and_training(prepared: fx.GraphModule) -> None:
     fxq.set_qparams(prepared, {"head": 0.5, "x_quantize": 0.25})
     fxq.calibrate(prepared, [3 * batch()], show_progress=False)
@@ -492,15 +431,6 @@ def test_operators_that_share_a_scale_report_it(prepared: fx.GraphModule) -> Non
 
 def fixed(scale: float) -> fxq.QConfig:
     return fxq.QConfig(output=fxq.ActivationConfig(scale=scale))
-
-
-@pytest.mark.parametrize(
-    ("config", "scale"),
-    [(fxq.ActivationConfig(scale=0.25), 0.25), (fxq.ActivationConfig(threshold=6.0), 6.0 / 128)],
-    ids=["scale", "threshold"],
-)
-def test_one_qconfig_applies_to_everything(config: fxq.ActivationConfig, scale: float) -> None:
-    assert set(fxq.qparams(calibrated(tiny(), [batch()], qconfig=fxq.QConfig(output=config))).values()) == {scale}
 
 
 def test_precedence_is_name_over_pattern_over_type_over_default() -> None:
@@ -530,16 +460,6 @@ def test_the_input_has_a_configuration_of_its_own() -> None:
     assert scales["conv1"] != 1 / 64
 
 
-@pytest.mark.parametrize("per_channel", [False, True])
-def test_weight_scales_per_tensor_and_per_channel_hold_the_contract(per_channel: bool, tmp_path: Path) -> None:
-    weight = fxq.WeightConfig("int8", per_channel=per_channel)
-    prepared, integer = compiled(tiny(), [batch()], qconfig=fxq.QConfig(weight=weight))
-    contract.assert_validate_is_integer(prepared, integer, batch())
-    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batch(),)])
-    assert integer.integer.conv1.weight.abs().amax((1, 2, 3)).eq(127).all() == per_channel
-    contract.assert_train_is_validate(prepared, batch())
-
-
 INT16 = fxq.QConfig(output=fxq.ActivationConfig("int16"))
 NASH = "nash-e, nash-m, nash-b, nash-p, nash-h"
 WIDE = f"bayes, bayes-e, {NASH}"  # the targets with int16 activations
@@ -567,24 +487,11 @@ def test_a_dtype_the_target_lacks_is_an_error_that_names_those_that_have_it(
         assert caught.value.remedy.endswith(f"{kind}: {able}")
 
 
-def test_an_attribute_that_asks_for_a_dtype_the_target_lacks() -> None:
-    model = tiny()
-    model.head.qconfig = INT16  # type: ignore[assignment]
-    with pytest.raises(fxq.errors.ConfigurationError, match=r"bernoulli has no int16 activations[\s\S]*\(attribute head\)"):
-        fxq.prepare(model, batch(), "bernoulli")
-
-
 # ---- batches ----------------------------------------------------------------------------------------------------------------
 
 
 def loader() -> DataLoader:
     return DataLoader(TensorDataset(torch.cat([batch(seed=2), batch(seed=3)]), torch.arange(8)), batch_size=4)
-
-
-def test_batches_of_other_sizes_are_fine() -> None:
-    prepared, integer = compiled(tiny(), [batch(4), batch(1), batch(7)])
-    for count in (1, 2, 9):
-        contract.assert_validate_is_integer(prepared, integer, batch(count))
 
 
 def test_quantize_does_all_of_it_in_one_call(tmp_path: Path) -> None:
@@ -596,76 +503,6 @@ def test_quantize_does_all_of_it_in_one_call(tmp_path: Path) -> None:
 
 
 # ---- inputs and outputs -----------------------------------------------------------------------------------------------------
-
-
-class Branching(nn.Module):
-    """Two inputs by name, and a nest of outputs, one of which is returned twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(4, 3), nn.Linear(5, 3)
-
-    def forward(self, a: Tensor, b: Tensor) -> dict[str, Any]:
-        left, right = self.left(a), self.right(b)
-        return {"sum": left + right, "parts": (left, [right.relu(), left]), "raw": a}
-
-
-def test_nested_outputs_keep_their_structure(tmp_path: Path) -> None:
-    example = {"b": torch.randn(6, 5), "a": torch.randn(6, 4)}
-    model = Branching()
-    prepared = fxq.calibrate(fxq.prepare(model, example), [example], show_progress=False)
-    integer = fxq.convert(prepared)
-    inputs = [example[str(node.target)] for node in integer.graph.nodes if node.op == "placeholder"]
-    for form in (prepared, integer):
-        found, expected = form(*inputs), model(**example)
-        assert torch.utils._pytree.tree_structure(found) == torch.utils._pytree.tree_structure(expected)
-        assert torch.equal(found["raw"], example["a"])
-        assert torch.equal(found["parts"][0], found["parts"][1][1])
-    assert all_equal(prepared(*inputs), integer(*inputs))
-    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [example], show_progress=False)
-
-
-class Token(nn.Module):
-    """Sizes of the batch are read twice: for a reshape, which needs none in the end, and for a parameter that is expanded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.token, self.head = nn.Conv1d(2, 4, 1), nn.Parameter(torch.randn(1, 4, 1)), nn.Linear(24, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.conv(x).relu()
-        x = torch.cat([self.token.expand(x.size(0), -1, -1), x], 2)
-        return self.head(x.view(x.shape[0], -1))
-
-
-def test_sizes_may_be_read_inside_the_integer_part(tmp_path: Path) -> None:
-    lines = torch.randn(4, 2, 5)
-    prepared, integer = compiled(Token(), [lines])
-    methods = {node.name: node for node in integer.graph.nodes if node.op == "call_method"}
-    assert list(methods) == ["size"]
-    assert [node.target for node in methods["size"].users] == [shape.expand]  # of the token's integers
-    contract.assert_validate_is_integer(prepared, integer, lines)
-    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(lines,), (lines[:1],)])
-    contract.assert_train_is_validate(prepared, lines)
-
-
-def test_names_of_the_file_are_those_asked_for(integer: fx.GraphModule, tmp_path: Path) -> None:
-    path = fxq.export_onnx(integer, tmp_path / "model.onnx", input_names=["image"], output_names=["logits"])
-    report = fxq.verify(integer, path, [batch()], show_progress=False)
-    assert report, str(report)
-    graph = onnx.load(path).graph
-    assert ([entry.name for entry in graph.input], [entry.name for entry in graph.output]) == (["image"], ["logits"])
-
-
-def test_the_integer_interface_takes_and_returns_the_integers(integer: fx.GraphModule, tmp_path: Path) -> None:
-    model = OnnxModel(fxq.export_onnx(integer, tmp_path / "model.onnx", io="integer"))
-    values = contract.graph_values(integer, batch())
-    (name,), (output,) = model.input_names, model.output_names
-    found = model.runner("onnxruntime", [])({name: values["x_quantize"]})[output]
-    assert torch.equal(found, values["head"])
-    nodes = {node.name: node for node in integer.graph.nodes}
-    assert model.tensors[name]["scale"] == qparams(nodes["x_quantize"]).scale
-    assert model.tensors[output]["scale"] == qparams(nodes["head"]).scale
 
 
 @pytest.mark.sweep(2)

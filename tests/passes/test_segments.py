@@ -15,6 +15,7 @@ import fxquant as fxq
 from fxquant.cli import main
 from tests.shared import contract
 from tests.shared.contract import compiled
+from tests.shared.networks import Network
 
 pytestmark = pytest.mark.usefixtures("default_outputs")  # these read scales, and are not about outputs
 
@@ -163,12 +164,7 @@ def test_what_cannot_be_cut_or_run_is_said(mixed: fx.GraphModule, tmp_path: Path
 
 def floats(function: Any, qconfig: Any = None) -> dict[str, str]:
     """What stays in float of a function of an image, by operator, with its reason."""
-
-    class Called(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return function(x)
-
-    prepared = fxq.prepare(Called(), torch.randn(4, 2, 4, 4), qconfig=qconfig)
+    prepared = fxq.prepare(Network(lambda _, x: function(x)), torch.randn(4, 2, 4, 4), qconfig=qconfig)
     return {layer.operator: layer.reason for layer in fxq.inspect.layers(prepared) if not layer.integer and not layer.boundary}
 
 

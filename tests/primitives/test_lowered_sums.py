@@ -20,7 +20,6 @@ from fxquant.lowering.lowering import Quantized
 from fxquant.numerics.grids import INT8, WEIGHT_INT8, Grid, IntType, Ratio
 from fxquant.numerics.rounding import straight_through
 from fxquant.ops import BY_NAME
-from fxquant.ops.core.sums import lower_add
 from fxquant.ops.core.weighted import lower_weighted
 from fxquant.ops.layers.linear import PRODUCT
 from fxquant.ops.sampling.resize import _stepped_neighbours
@@ -29,7 +28,7 @@ from fxquant.primitives.arithmetic import Arithmetic
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import WeightQuantizer
 from tests.shared import oracle
-from tests.shared.drawn import EXACT, SLOW, float32, random_integers, seeds
+from tests.shared.drawn import EXACT, float32, random_integers
 
 pytestmark = pytest.mark.quick
 
@@ -92,81 +91,11 @@ RULES[id(CHIP_8)] = oracle.Rules("fixed", resize_bits=8, measured=True, by_layer
 near_scales = st.builds(lambda m, e: Fraction(m) * Fraction(2) ** (e - 23), st.integers(2**23, 2**24 - 1), st.integers(-8, 0))
 
 
-@measured_and_real
-@SLOW
-@given(one=near_scales, other=near_scales, output=near_scales, seed=seeds, clamp=st.sampled_from([None, (0.0, None)]))
-def test_addition(arithmetic: Arithmetic, one: Fraction, other: Fraction, output: Fraction, seed: int, clamp: Any) -> None:
-    input, second = random_integers(seed, (40,)), random_integers(seed + 1, (40,))
-    with torch.no_grad():
-        result = lower_add(lowering(arithmetic, output), quantized(input, one), quantized(second, other), clamp=clamp)
-    low = -128 if clamp is None else 0
-    expected = [
-        oracle.add(q, r, one, other, output, RULES[id(arithmetic)], low, 127) for q, r in zip(input.tolist(), second.tolist(), strict=True)
-    ]
-    assert result.value.tolist() == expected
-
-
 def requantized(
     arithmetic: Arithmetic, accumulator: int, ratio: Fraction, low: int = -128, high: int = 127, bits: int = 32, kind: str = "value"
 ) -> int:
     """An int8 output, by the oracle."""
     return oracle.requantized(accumulator, ratio, oracle.Grid(Fraction(1), low, high, 8), RULES[id(arithmetic)], None, bits, kind)
-
-
-@both_arithmetics
-@SLOW
-@given(one=near_scales, other=near_scales, same=st.booleans())
-def test_concatenation(arithmetic: Arithmetic, one: Fraction, other: Fraction, same: bool) -> None:
-    output = other if same else (one + other) / 2
-    output = oracle.float32(output)
-    with torch.no_grad():
-        operator = lowering(arithmetic, output)
-        result = BY_NAME["cat"].lower(operator, [quantized(EVERY_INT8, one), quantized(EVERY_INT8, other)], 0)
-    expected = [
-        q if scale == output else requantized(arithmetic, q, scale / output, bits=8) for scale in (one, other) for q in range(-128, 128)
-    ]
-    assert result.value.tolist() == expected
-    assert [f"operand{index}_multiplier" in operator.constants for index in (0, 1)] == [one != output, other != output]
-
-
-@measured_and_real
-@EXACT
-@given(seed=seeds, scales=st.tuples(near_scales, near_scales, near_scales, near_scales), small=st.booleans(), clamp=st.booleans())
-def test_linear_layer_with_residual(arithmetic: Arithmetic, seed: int, scales: Any, small: bool, clamp: bool) -> None:
-    """Weights, biases, the residual in the accumulator or after a requantization, and the clamp, from real weights."""
-    input_scale, residual_scale, intermediate, output = scales
-    if small:
-        residual_scale /= 2**12
-    generator = torch.Generator().manual_seed(seed)
-    weight, bias = torch.randn(3, 8, generator=generator), torch.randn(3, generator=generator)
-    input, residual = random_integers(seed, (2, 8)), random_integers(seed + 1, (2, 3))
-    operator = lowering(arithmetic, output, intermediate)
-    with torch.no_grad():
-        behind = quantized(residual, residual_scale), (0.0, None) if clamp else None
-        result = lower_weighted(operator, PRODUCT, quantized(input, input_scale), weight, bias, *behind)
-    rules = RULES[id(arithmetic)]
-    x, r, between, to = (oracle.Grid(scale, -128, 127, 8) for scale in (input_scale, residual_scale, intermediate, output))
-    made = oracle.layer(weight.tolist(), bias.tolist(), x, rules)
-    steps = [rules.product_step(input_scale, scale) for scale in made.scales]
-    shifted = arithmetic is CHIP
-    fused = shifted or min(oracle.half_even(residual_scale / step) for step in steps) >= arithmetic.smallest_residual_multiplier
-    assert operator.constants["weight"].tolist() == made.weight
-    assert operator.constants["bias"].tolist() == made.bias  # half a step is added where the scale of the output is known
-    assert ("residual_multiplier" in operator.constants) == fused
-    assert ("residual_right_shift" in operator.constants) == shifted
-    if fused and not shifted:
-        assert operator.constants["residual_multiplier"].flatten().tolist() == [oracle.half_even(residual_scale / step) for step in steps]
-    sums = oracle.linear(input.tolist(), made.weight, made.bias)
-    limits = behind[1]
-    if fused:
-        assert result.value.tolist() == oracle.finished(sums, made, x, to, rules, limits, (residual.tolist(), r))
-        return
-    inner = oracle.finished(sums, made, x, between, rules)
-    expected = [
-        [oracle.added(q, e, between, r, to, rules, clamp=limits) for q, e in zip(*pair, strict=True)]
-        for pair in zip(inner, residual.tolist(), strict=True)
-    ]
-    assert result.value.tolist() == expected
 
 
 @pytest.mark.parametrize(

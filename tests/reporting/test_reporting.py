@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from pathlib import Path
@@ -234,39 +233,3 @@ def test_a_file_whose_provenance_is_damaged_is_refused(tmp_path: Path) -> None:
         onnx.save(model, str(path))
         with pytest.raises(fxq.errors.ExportError, match=r"fxquant\.provenance"):
             fxq.export.onnx_metadata(path)
-
-
-def test_edges_that_pass_rows_lie_beside_each_other() -> None:
-    """The inner one of two in the inner lane; none on top of another."""
-
-    class Nested(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            a = torch.tanh(x)
-            b = torch.tanh(a)
-            return torch.tanh(torch.tanh(b) + b) + a
-
-    found = drawing(fxq.trace(Nested(), torch.randn(2, 3)))
-    sides = sorted({path[1][0] for edge in found.graph.edges if len(path := found.path(*edge)) == 4})
-    assert len(found.lanes) == len(sides) == 2
-
-
-def test_edges_pass_beside_boxes() -> None:
-    class Skips(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            a, b, c = torch.tanh(x), torch.sigmoid(x), torch.relu(x)
-            d = torch.tanh(a) + torch.sigmoid(b)
-            e = torch.tanh(torch.tanh(d)) + torch.relu(torch.relu(c))
-            return torch.tanh(e) + a + b * c + d + x
-
-    for model in (fxq.trace(Skips(), torch.randn(2, 3)),):
-        found = drawing(model)
-        assert found.lanes
-        assert all(found.places[one][1] - found.places[other][1] > 1 for one, other in found.lanes)
-        for one, other in found.lanes:
-            for (x, y), (to_x, to_y) in itertools.pairwise(found.path(one, other)):
-                for name, (middle, row) in found.places.items():
-                    if name in (one, other):
-                        continue
-                    for share in (step / 50 for step in range(51)):
-                        inside = abs(x + share * (to_x - x) - middle) < 0.35 and abs(y + share * (to_y - y) - row) < 0.25
-                        assert not inside, (one, other, name)

@@ -122,16 +122,10 @@ def test_the_page_of_a_recurrent_layer_has_a_node_for_each_operator_of_the_cell(
 
 
 def test_a_part_of_an_output_is_named_whatever_the_whole_says() -> None:
-    class Detector(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.boxes, self.scores = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.cat([self.boxes(x) * 100, self.scores(x)], 1).flatten(2)
-
     torch.manual_seed(0)
-    model, inputs = Detector().eval(), torch.randn(8, 3, 8, 8)
+    layers = {"boxes": nn.Conv2d(3, 4, 1), "scores": nn.Conv2d(3, 4, 1)}
+    model = written(lambda m, x: torch.cat([m.boxes(x) * 100, m.scores(x)], 1).flatten(2), **layers).eval()
+    inputs = torch.randn(8, 3, 8, 8)
     prepared = contract.calibrated(model, [inputs])
     fxq.set_qparams(prepared, {"scores": 1.0})
     result = fxq.compare(model, fxq.convert(prepared), [inputs])

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.reporting.verdict import OF_ACTIVATIONS, OF_WEIGHTS, TRIED
 from fxquant.search import observer_search
 from fxquant.search import tune as tuner
 from fxquant.search.bit_widths import costs, fits, optimum, work_of
@@ -409,7 +408,3 @@ def test_tune_tries_what_calibration_corrects_off_and_on(model: nn.Module) -> No
         wanted = fxq.calibrate(prepared, batches, options=options, show_progress=False)
         assert fxq.verify(made, fxq.convert(wanted), batches[:1]), told
         assert told.endswith("all weights") or not fxq.verify(made, fxq.convert(work.prepared), batches[:1]), told
-
-
-def test_the_verdict_names_what_tune_tries() -> None:
-    assert {*OF_ACTIVATIONS, *OF_WEIGHTS} <= set(TRIED)

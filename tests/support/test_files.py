@@ -13,13 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import onnx
 import pytest
 import torch
 from torch import nn
 
 import fxquant as fxq
-from fxquant.backends.onnx import export as onnx_files
 from fxquant.compat import horizon
 from fxquant.serialization.qconfig import written
 from fxquant.support import files
@@ -71,26 +69,6 @@ def test_one_module_opens_files_for_writing() -> None:
     assert sorted(found[CACHE]) == LIBRARIES
     assert all("work / " in call for call in found[PROGRAM])
     assert found[BOARD] == ["np.savez_compressed(str(partial), **arrays)"]
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "open(path, 'w')", "open(path, mode='wb')", "open(path, 'r+b')", "open(path, 'a')", "path.open('x')", "path.open(mode)",
-        "io.open(path, 'w')", "os.fdopen(handle, 'w')", "gzip.open(path, 'wb')", "path.write_text(text)", "path.write_bytes(content)",
-        "onnx.save(model, path)", "torch.save(tensors, path)", "torch.jit.save(program, path)", "program.save(path)",
-        "np.save(path, array)", "torch.export.save(exported, path)", "figure.savefig(path)", "figure.write_html(path)",
-        "safetensors.torch.save_file(held, path)",
-        "def f():\n    with open(path, 'w') as file:\n        pass",
-    ],
-)  # fmt: skip
-def test_a_planted_write_is_found(source: str) -> None:
-    assert list(calls_that_write(source))
-
-
-@pytest.mark.parametrize("source", ["open(path)", "open(path, 'rb')", "path.open('rb')", "torch.export.save(exported, archive)"])
-def test_what_reads_or_stays_in_memory_is_not(source: str) -> None:
-    assert not list(calls_that_write(source))
 
 
 # ---- a full disk, and a kill ---------------------------------------------------------------------------------------------
@@ -209,26 +187,6 @@ def test_threads_may_write_to_one_path(result: fxq.results.Result, tmp_path: Pat
     assert errors == []
     assert [path.name for path in tmp_path.iterdir()] == ["m.fxq"]
     assert fxq.text(fxq.load(tmp_path / "m.fxq")) == fxq.text(result.integer)
-
-
-def test_a_model_that_one_file_cannot_hold_is_refused_before_it_is_written(
-    result: fxq.results.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(onnx_files, "LARGEST_FILE", 100)
-    with pytest.raises(fxq.errors.ExportError, match="cannot be one file"):
-        fxq.export_onnx(result.integer, tmp_path / "m.onnx", external_data=False)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_external_data_holds_the_tensors_that_are_taken_out_of_the_model(tmp_path: Path) -> None:
-    result = fxq.quantize(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 40)).eval(), [torch.randn(4, 32)], show_progress=False)
-    whole = fxq.export_onnx(result.integer, tmp_path / "whole.onnx", external_data=False)
-    parts = fxq.export_onnx(result.integer, tmp_path / "parts.onnx", external_data=True)
-    inside, beside = ({tensor.name: tensor.raw_data for tensor in onnx.load(path).graph.initializer} for path in (whole, parts))
-    assert inside == beside
-    large = [content for content in inside.values() if len(content) >= onnx_files.SMALLEST_EXTERNAL]
-    assert (tmp_path / "parts.onnx.data").read_bytes() == b"".join(large) != b""
-    assert result.verify(parts, [torch.randn(4, 32)])
 
 
 # ---- paths that cannot be used -------------------------------------------------------------------------------------------
