@@ -3,6 +3,7 @@
 lines    lines of Python of fxquant, passes and backends
 files    files of Python there
 small    modules of fewer than SMALLEST lines, besides passes and `__init__`: a file is a unit of thought
+tests    lines of Python of tests
 wide     functions with more than PARAMETERS parameters: public ones, whose options are keywords, and functions with PyTorch's arguments
 
 A number that the tree has come below is lowered here in the same change, so that what was gained stays.
@@ -14,22 +15,23 @@ import ast
 import sys
 from pathlib import Path
 
-BUDGET = {"lines": 71_700, "files": 320, "small": 19, "wide": 15}
-SLACK = {"lines": 200, "files": 3, "small": 3, "wide": 3}  # how far the tree may be below its budget before that is lowered
-SMALLEST, LARGEST = 80, 800  # lines of a file
+BUDGET = {"lines": 71_700, "files": 320, "small": 19, "wide": 15, "tests": 44_700}
+SLACK = {"lines": 200, "files": 3, "small": 3, "wide": 3, "tests": 500}  # how far the tree may be below its budget before that is lowered
+SMALLEST, LARGEST = 80, 800  # lines of a file of the library
 PARAMETERS = 8
 # A primitive's parameters are the arguments of its calls in saved files; functions of `compat` have the signatures of other toolkits.
 FOREIGN_SIGNATURES = ("fxquant/primitives/", "fxquant/compat/")
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("fxquant", "passes", "backends")
+TESTS = "tests/"
 
 
 def sources() -> dict[str, str]:
-    """Return the text of every Python file of the library, by its path."""
+    """Return the text of every Python file of the library and of the tests, by its path."""
     return {
         str(file.relative_to(ROOT)): file.read_text(encoding="utf-8")
-        for package in PACKAGES
+        for package in (*PACKAGES, TESTS)
         for file in sorted((ROOT / package).rglob("*.py"))
     }
 
@@ -50,17 +52,21 @@ def wide_functions(files: dict[str, str]) -> list[str]:
 
 def measured(files: dict[str, str]) -> dict[str, int]:
     """Return what the budget limits, of these files."""
+    tests = sum(len(text.splitlines()) for path, text in files.items() if path.startswith(TESTS))
+    files = {path: text for path, text in files.items() if not path.startswith(TESTS)}
     lengths = {path: len(text.splitlines()) for path, text in files.items()}
     small = [
         path for path, lines in lengths.items() if lines < SMALLEST and not path.startswith("passes/") and Path(path).name != "__init__.py"
     ]
-    return {"lines": sum(lengths.values()), "files": len(files), "small": len(small), "wide": len(wide_functions(files))}
+    return {"lines": sum(lengths.values()), "files": len(files), "small": len(small), "wide": len(wide_functions(files)), "tests": tests}
 
 
 def complaints(files: dict[str, str], budget: dict[str, int]) -> list[str]:
     """Return a sentence for each number that differs from the budget, and for each file that is too long."""
     sentences = [
-        f"{path} has {lines} lines; {LARGEST} are allowed" for path, text in files.items() if (lines := len(text.splitlines())) > LARGEST
+        f"{path} has {lines} lines; {LARGEST} are allowed"
+        for path, text in files.items()
+        if (lines := len(text.splitlines())) > LARGEST and not path.startswith(TESTS)
     ]
     for name, size in measured(files).items():
         if size > budget[name]:
