@@ -30,7 +30,7 @@ LAYERS = ((16, 128, 512), (32, 768, 768), (32, 768, 3072), (128, 512, 512))  # r
 
 
 class Recurrent(nn.Module):
-    """The class of an image by the state behind its last row."""
+    """The class of an image by the state after its last row."""
 
     def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The class of an image by the mean of its rows, behind two blocks."""
+    """The class of an image by the mean of its rows, after two blocks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ from fxquant.support import seeded
 from fxquant.support.progress import progress
 
 BATCH = 16
-MEASURED = (0, 1, 4, 16)  # steps behind which the gap is measured
+MEASURED = (0, 1, 4, 16)  # steps after which the gap is measured
 RATE = 0.003  # of Adam
 
 
@@ -101,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", nargs="*", default=list(NETWORKS), choices=NETWORKS)
     parser.add_argument("--training", nargs="*", default=list(WAYS), choices=WAYS)
-    parser.add_argument("--steps", nargs="*", type=int, default=list(MEASURED), help="behind which the gap is measured")
+    parser.add_argument("--steps", nargs="*", type=int, default=list(MEASURED), help="after which the gap is measured")
     parser.add_argument("--all", action="store_true", help="a line for each layer")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     options = parser.parse_args()
@@ -117,7 +117,7 @@ def main() -> None:
 
 
 def gaps(network: str, way: Way, steps: list[int], show: bool | None) -> Iterator[tuple[int, dict[str, Gap]]]:
-    """Each of these steps of a course of training, with the gap of every layer behind it."""
+    """Each of these steps of a course of training, with the gap of every layer after it."""
     images, labels = load_digits_dataset()[:2]
     images = F.avg_pool2d(images, 2)
     with seeded(0):

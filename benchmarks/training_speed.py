@@ -3,7 +3,7 @@
 One row for each network and target: milliseconds of the float model's step of training (forward, cross entropy, backward, SGD), and how
 many times as long fxquant's step and torch.ao's (prepare_qat_fx) take; the same of a step of calibration, over the float model's forward in
 eval mode; and the peak of the memory that a step of training allocates, over the float model's. Medians of warm steps taken in turn, so
-that what else the machine does falls on all alike; behind them in brackets half the distance between the quartiles, in percent.
+that what else the machine does falls on all alike; after them in brackets half the distance between the quartiles, in percent.
 
 Before anything is timed, three steps of training are taken with fused functions and without ("bits"): outputs, scales and running
 statistics have to be equal, bit for bit, at every step that starts from equal parameters. Fused gradients round elsewhere: the largest

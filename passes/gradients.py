@@ -196,7 +196,7 @@ def attach(gm: fx.GraphModule, context: Context) -> int:
             _call(node, node.args[0], applied[0], readers)
             changes += 1
         elif is_detached(node) and quantized_operator(gm, node) is None:
-            changes += _stop_behind(gm, node)
+            changes += _stop_after(gm, node)
     for reader in readers.values():
         gm.graph.erase_node(reader)
     if changes:
@@ -229,7 +229,7 @@ def _attach_outputs(gm: fx.GraphModule, output: fx.Node, readers: dict[str, fx.N
     return len(changes)
 
 
-def _stop_behind(gm: fx.GraphModule, node: fx.Node) -> int:
+def _stop_after(gm: fx.GraphModule, node: fx.Node) -> int:
     """Stop the gradient after a float operator, where a reader has one."""
     value = fact(node)
     live = [user for user in node.users if not is_detached(user)]

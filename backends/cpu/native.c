@@ -1130,7 +1130,7 @@ typedef struct {
     const uint8_t *const *starts;
     const int64_t *sizes;
     uint64_t *known;              /* the checksum of each span */
-    int64_t always, count, next;  /* the first spans are for every call, those behind them by turns, `next` the first of them */
+    int64_t always, count, next;  /* the first spans are for every call, those after them by turns, `next` the first of them */
     int64_t remember, everything; /* whether checksums are written down, and whether all spans are compared */
     int64_t changed;              /* written: whether a span was found to have another checksum */
 } Watch;

@@ -178,7 +178,7 @@ def failure(
     if code < 0:
         died = f"it was ended by {signal.Signals(-code).name}" if -code in list(signal.Signals) else f"it was ended by signal {-code}"
         begun = [STEPS[step] for line in lines if (step := step_of(line)) is not None]
-        text = f"{died}" + (f" behind {begun[-1]!r}" if begun else "") + f"; its last words:\n{text}"
+        text = f"{died}" + (f" after {begun[-1]!r}" if begun else "") + f"; its last words:\n{text}"
     name = layer_of(text, layers)
     remedy = next((remedy for words, remedy in REMEDIES if re.search(words, text, re.IGNORECASE)), OTHERWISE)
     layer = "" if name is None else f" at layer %{name}"

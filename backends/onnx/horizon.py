@@ -204,9 +204,9 @@ def join_layers(graph: onnx.GraphProto) -> None:
         chain = [node]
         while len(chain) < 3 and len(following := readers.get(chain[-1].output[0], [])) == 1:
             chain += following
-        operand, behind = produced.get(node.input[0]), readers.get(chain[-1].output[0], [])
+        operand, after = produced.get(node.input[0]), readers.get(chain[-1].output[0], [])
         same = operand is not None and (operand.op_type, operand.input[1:]) == (chain[-1].op_type, chain[-1].input[1:])
-        if not same or "Dequantize" not in chain[-1].op_type or {reader.op_type for reader in behind} != {layers[node.op_type]}:
+        if not same or "Dequantize" not in chain[-1].op_type or {reader.op_type for reader in after} != {layers[node.op_type]}:
             continue
         margins = list[int]()
         if node.op_type != "Pad" and sizes[node.input[0]][2:] != [1, 1]:
@@ -216,7 +216,7 @@ def join_layers(graph: onnx.GraphProto) -> None:
             margins = [*begin[2:], *end[2:]]
             if any((*begin[:2], *end[:2])) or min(margins) < 0 or constants[node.input[2]]:
                 continue
-        for reader in behind:
+        for reader in after:
             for pads in (entry for entry in reader.attribute if entry.name == "pads"):
                 pads.ints[:] = [old + new for old, new in zip(pads.ints, margins, strict=True)]
             reader.input[0] = node.input[0] if margins else node.output[0]
@@ -295,7 +295,7 @@ class Connections:
     def place(self, tensor: str) -> Place | None:
         """Return the node whose integers a tensor holds; None if it is not a value of the file."""
         node = self._named(tensor)
-        for name, turned in (*self._behind(tensor), *self._before(tensor)):
+        for name, turned in (*self._after(tensor), *self._before(tensor)):
             named = self._named(name)
             if name != tensor and named is not None and node in (None, named):
                 return Place(named, turned)
@@ -306,12 +306,12 @@ class Connections:
 
     def output(self, tensor: str) -> tuple[int, bool] | None:
         """Return which output of the file has a tensor's elements, and whether it is transposed relative to it; None if none has."""
-        return next(((self.outputs.index(name), turned) for name, turned in self._behind(tensor) if name in self.outputs), None)
+        return next(((self.outputs.index(name), turned) for name, turned in self._after(tensor) if name in self.outputs), None)
 
     def _named(self, tensor: str) -> str | None:
         return self.values.get(tensor) or self.values.get(tensor.removesuffix(SUFFIX))
 
-    def _behind(self, tensor: str) -> Iterator[tuple[str, bool]]:
+    def _after(self, tensor: str) -> Iterator[tuple[str, bool]]:
         """Yield the values after a tensor that hold its elements, and whether they are transposed relative to it."""
         waiting, visited = [(tensor, False)], {tensor}
         while waiting:

@@ -53,7 +53,7 @@ def _requantized(sums: np.ndarray[Any, Any], multiplier: Any, zero_point: Any) -
 
 
 class QLinearConv(OpRun):
-    """The operator with the sum in float64, in which it is exact; `x_scale` and `y_scale` are 1 in fxquant's files."""
+    """ONNX's QLinearConv for the reference evaluator: sums of products in float64, which are exact, then requantized in float32."""
 
     def _run(self, *inputs: Any, **attributes: Any) -> tuple[np.ndarray[Any, Any]]:
         x, x_scale, x_zero, w, w_scale, w_zero, y_scale, y_zero, *bias = inputs
@@ -66,7 +66,7 @@ class QLinearConv(OpRun):
 
 
 class QLinearMatMul(OpRun):
-    """The operator with the sum in float64, for a matrix product."""
+    """ONNX's QLinearMatMul for the reference evaluator: sums of products in float64, which are exact, then requantized in float32."""
 
     def _run(self, *inputs: Any) -> Any:
         a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero = inputs

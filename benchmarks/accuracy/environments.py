@@ -1,4 +1,4 @@
-"""A peer whose pins may clash has an environment of its own, which sees fxquant's behind its own packages.
+"""A peer whose pins may clash has an environment of its own, which sees fxquant's after its own packages.
 
 python -m benchmarks.accuracy --install NNCF Brevitas     makes them in CACHE/environments
 """
@@ -39,7 +39,7 @@ def install(peer: Peer, cache: Path) -> None:
     place = folder(peer, cache)
     venv.create(place, with_pip=True, clear=True)
     packages = next((place / "lib").glob("python*")) / "site-packages"
-    (packages / "behind.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    (packages / "after.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     subprocess.run([python(peer, cache), "-m", "pip", "install", "--quiet", *peer.requires], check=True)
 
 

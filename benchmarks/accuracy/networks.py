@@ -88,7 +88,7 @@ def mobilenet_relu(channels: int, size: int, outputs: int) -> MobileNetV2:
 
 
 def rescale(network: nn.Module, seed: int) -> nn.Module:
-    """The same function from channels rescaled by 2^-3 to 2^3: the batch norm before each ReLU grows, the layer behind it shrinks.
+    """The same function from channels rescaled by 2^-3 to 2^3: the batch norm before each ReLU grows, the layer after it shrinks.
 
     The factors are powers of two, so in float the two networks give the same bits unless a number gets subnormal. What a shortcut
     reads keeps its scale.
@@ -251,7 +251,7 @@ class UNet(nn.Module):
 
 
 class PlainResidual(nn.Module):
-    """EDSR's block: two convolutions, no batch norm, no activation behind the sum."""
+    """EDSR's block: two convolutions, no batch norm, no activation after the sum."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()

@@ -348,7 +348,7 @@ def layers_of(*factories: Any) -> list[Any]:
 
 
 class Behind(nn.Module):
-    """A layer of sequences behind a map."""
+    """A layer of sequences after a map."""
 
     def __init__(self, layer: nn.Module, call: Any) -> None:
         super().__init__()

@@ -97,11 +97,11 @@ class Network(nn.Module):
 
 
 class Function(nn.Module):
-    """A function behind a convolution, or alone."""
+    """A function after a convolution, or alone."""
 
-    def __init__(self, function: Callable[..., Any], behind: bool = True) -> None:
+    def __init__(self, function: Callable[..., Any], after: bool = True) -> None:
         super().__init__()
-        self.function, self.conv = function, nn.Conv2d(3, 8, 3, padding=1) if behind else nn.Identity()
+        self.function, self.conv = function, nn.Conv2d(3, 8, 3, padding=1) if after else nn.Identity()
         self.held = nn.ModuleList([function] if isinstance(function, nn.Module) else [])
 
     def forward(self, x: Tensor) -> Any:
@@ -154,13 +154,13 @@ class Here:
         sure(report, str(report))
         self.exact(result.prepared)
 
-    def integer(self, *functions: Callable[..., Any], target: str = "bayes-e", behind: bool = True, qconfig: Any = None) -> State | None:
+    def integer(self, *functions: Callable[..., Any], target: str = "bayes-e", after: bool = True, qconfig: Any = None) -> State | None:
         """Whether functions of the network's features become integers on a target, with equal bits; those that do not are told."""
         in_float, total = [], 0
         for function in functions:
             total += 1
             torch.manual_seed(0)
-            result = self.quantized(Function(function, behind), target, qconfig=qconfig)
+            result = self.quantized(Function(function, after), target, qconfig=qconfig)
             self.exact(result.prepared)
             if any(not layer.integer and not layer.boundary for layer in fxq.inspect.layers(result.integer)):
                 in_float.append(left_in_float(fxq.inspect.layers(result.prepared))[0].reason.rpartition(": ")[2])

@@ -153,7 +153,7 @@ chapter(
         "calibration from any iterable",
         lambda h: fxq.calibrate(fxq.prepare(h.model, h.x), ({"x": b, "label": 0} for b in h.batches), num_batches=2, show_progress=False),
     ),
-    ("training behind it", stepwise),
+    ("training after it", stepwise),
     ("to fixed point", lambda h: sure(fxq.convert(h.prepared())(h.x).shape == (8, 5))),
     ("check before deployment", lambda h: sure(fxq.check(h.model, h.x, "bayes-e"))),
     (

@@ -118,7 +118,7 @@ def _layer(rule: Rule) -> str:
 
 # ---- drawing a model -----------------------------------------------------------------------------------------------------------
 
-FOLLOWERS = ("batch_norm", "clamp", "clamp", "add", "mul", "cat", "sigmoid")  # what stands behind a layer more often than by chance
+FOLLOWERS = ("batch_norm", "clamp", "clamp", "add", "mul", "cat", "sigmoid")  # what stands after a layer more often than by chance
 LAYERS = ("conv1d", "conv2d", "conv3d", "linear", "conv_transpose2d", "matmul")
 
 

@@ -19,7 +19,7 @@ TARGETS = ("bayes-e", "nash-e", "bernoulli2", "x86")
 DTYPES = ("int8", "int16")
 FIRST = (TARGETS[0], DTYPES[0])  # where every spelling is tried
 LISTS = {HORIZON: "H", NASH: "N", PYTORCH: "P"}
-ABSENT = "¹"  # behind a cell: the march has no such operator, as far as its public lists say
+ABSENT = "¹"  # after a cell: the march has no such operator, as far as its public lists say
 REASONS = 3  # of one operator
 
 HEAD = """# Operators

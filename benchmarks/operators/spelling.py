@@ -242,14 +242,14 @@ def written_forms(text: str) -> list[str]:
     depths = list(itertools.accumulate((each in "([{") - (each in ")]}") for each in text))
     end = next(at for at in range(call.end(), len(text)) if depths[at] == 0)
     comma = next((at for at in range(call.end(), end) if text[at] == "," and depths[at] == 1), end)
-    operand, others, behind = text[call.end() : comma], text[comma:end], text[end + 1 :]
+    operand, others, after = text[call.end() : comma], text[comma:end], text[end + 1 :]
     receiver = operand if re.fullmatch(r"[\w.]+(\(.*\)|\[.*\])?|\{.*\}", operand) else f"({operand})"
     forms: dict[typing.Any, str] = {}
     for name in (call[1], f"{call[1]}_"):
         copy = ".clone()" if name.endswith("_") else ""
         for label, home in (("torch", torch), ("torch.special", torch.special), ("F", F)):
             if getattr(home, name, None) in FUNCTIONS:
-                forms.setdefault(getattr(home, name), f"{label}.{name}({receiver if copy else operand}{copy}{others}){behind}")
+                forms.setdefault(getattr(home, name), f"{label}.{name}({receiver if copy else operand}{copy}{others}){after}")
         if name in METHODS:
-            forms[name] = f"{receiver}{copy}.{name}({others.removeprefix(', ')}){behind}"
+            forms[name] = f"{receiver}{copy}.{name}({others.removeprefix(', ')}){after}"
     return list(forms.values()) or [text]

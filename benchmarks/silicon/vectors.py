@@ -23,7 +23,7 @@ from fxquant.conformance.kit import SCALES, TOGETHER, Together, compile_model, c
 from fxquant.conformance.rows import ROWS, Row
 
 FOLDER = Path(__file__).parents[2] / "tests" / "golden" / "silicon"
-TIES = ".ties"  # behind the name of a file whose scales are powers of two, at which many results lie halfway between integers
+TIES = ".ties"  # after the name of a file whose scales are powers of two, at which many results lie halfway between integers
 ELEMENTS = 512  # of an output that are kept, of each image
 IMAGES = 2
 

@@ -50,7 +50,7 @@ class Site:
 
     @property
     def result(self) -> tuple[Size, ...]:
-        """Return the shape of its result; empty if it is not a tensor."""
+        """Return the shape of the operator's result; () for a result that is not a tensor."""
         value = fact(self.node)
         return value.shape if isinstance(value, TensorFact) else ()
 

@@ -370,10 +370,10 @@ def _listed(quantizers: Sequence[Quantizer]) -> str:
 
 def _unseen_read(operator: QuantizedOperator, limits: Mapping[Quantizer, float]) -> Iterator[tuple[Quantizer, float]]:
     """Yield the quantizers of an operator's operands and intermediate, with the limit that unseen tensors stay below; 0 where seen."""
-    behind = _limit(operator.output, limits)
+    after = _limit(operator.output, limits)
     adds = Trait.ADDS in operator.operator.traits or operator.intermediate is not None
-    of_sum = max(behind, _half_step(operator.output)) if adds else behind
-    before = behind
+    of_sum = max(after, _half_step(operator.output)) if adds else after
+    before = after
     if operator.intermediate is not None:
         yield operator.intermediate, of_sum
         before = of_sum if _is_below(operator.intermediate, of_sum) else 0.0

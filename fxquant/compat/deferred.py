@@ -106,7 +106,7 @@ def _is_shape(value: Any) -> bool:
 
 
 class Deferred(nn.Module):
-    """A model that its first batch prepares. `prepared_in_place` constructs it from its own arguments."""
+    """A model that is prepared at its first call, with that batch as example inputs; `prepared_in_place` returns it."""
 
     def __init__(self, model: nn.Module, prepare: Callable[[nn.Module, Any], fx.GraphModule], called: str, keeps: bool = False) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ from fxquant.support.files import readable
 SIZES = tuple[int, ...]
 BIASED = 128  # what is added to int8, where it has negative integers
 ALIGNMENT = 4  # the elements of a pixel are a multiple of this
-SLACK = 64  # bytes behind a held tensor that vector instructions may read
+SLACK = 64  # bytes after a held tensor that vector instructions may read
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ def window_padding(begin: list[int], end: list[int]) -> list[int]:
 
 def need_elements(kernel: list[int], begin: list[int], end: list[int], dilation: list[int]) -> None:
     """Raise Unproved if a window may cover padding only."""
-    for taps, before, behind, spread in zip(kernel, begin, end, dilation, strict=True):
-        need(0 <= before <= spread * (taps - 1) and 0 <= behind <= spread * (taps - 1), "one of its windows covers padding only")
+    for taps, before, after, spread in zip(kernel, begin, end, dilation, strict=True):
+        need(0 <= before <= spread * (taps - 1) and 0 <= after <= spread * (taps - 1), "one of its windows covers padding only")
 
 
 def attributes_of(kernel: list[int], stride: list[int], begin: list[int], end: list[int], dilation: list[int]) -> dict[str, object]:

@@ -57,8 +57,8 @@ def _requantized(node: fx.Node) -> TensorFact | None:
         return None
     for parameter in parameters:
         sizes = parameter.shape if isinstance(parameter, TensorFact) else (None,)
-        behind = operand.shape[len(operand.shape) - len(sizes) :] if len(sizes) <= len(operand.shape) else ()
-        if len(behind) != len(sizes) or any(size not in (1, whole) for size, whole in zip(sizes, behind, strict=True)):
+        after = operand.shape[len(operand.shape) - len(sizes) :] if len(sizes) <= len(operand.shape) else ()
+        if len(after) != len(sizes) or any(size not in (1, whole) for size, whole in zip(sizes, after, strict=True)):
             return None
     return TensorFact(operand.shape, dtype)
 

@@ -148,7 +148,7 @@ def stored_limits(low: int, high: int, zero_point: int) -> Range:
 
 
 class Emitter(Protocol):
-    """The interface of the exporter that ONNX forms use. Values are names; constants are tensors.
+    """The ONNX writer that a primitive's `onnx` function receives. Values are names (str); constants are torch tensors.
 
     opset   the version of the standard operators
     """

@@ -157,14 +157,14 @@ def padded_before(b: Rewriting) -> fx.Node | None:
 
 
 @remedy("with its residual added after it", f"{PLAIN} {REVERSED}", "stride with a residual added")
-def residual_behind(b: Rewriting) -> fx.Node | None:
+def residual_after(b: Rewriting) -> fx.Node | None:
     """Add the residual in a separate operator."""
     own = b.again(**_attributes(b), dtype=b.partial, residual=None, clamp=None)
     return b(add, own, b.arguments["residual"], clamp=b.clamp)
 
 
 @remedy("with its limits after it", "*", "bounds")
-def limits_behind(b: Rewriting) -> fx.Node | None:
+def limits_after(b: Rewriting) -> fx.Node | None:
     """Move the fused clamp into a separate operator, which can then run elsewhere."""
     return None if b.clamp is None else b(clamp, b.again(clamp=None), *b.clamp)
 

@@ -83,13 +83,13 @@ def flattened(b: Rewriting) -> fx.Node | None:
 def selected(b: Rewriting) -> fx.Node | None:
     """Pad a tensor with its own elements, selected by their positions; the integers are unchanged."""
     mode, value = b.arguments["mode"], b.input
-    for dim, (before, behind) in enumerate(margins_of(b.arguments["padding"], len(b.shape))):
-        if (before, behind) != (0, 0):
+    for dim, (before, after) in enumerate(margins_of(b.arguments["padding"], len(b.shape))):
+        if (before, after) != (0, 0):
             size = b.shape[dim]
             if not isinstance(size, int):
                 return None
             index: list[Any] = [WHOLE] * len(b.shape)
-            index[dim] = [OUTSIDE[mode](position, size) for position in range(-before, size + behind)]
+            index[dim] = [OUTSIDE[mode](position, size) for position in range(-before, size + after)]
             value = b(getitem, value, index)
     return value
 

@@ -108,7 +108,7 @@ def _as_depthwise(b: Rewriting, kernel: list[int], stride: list[int], padding: l
 
 
 @remedy("divided after it", "avg_pool2d", "divisor_override")
-def divided_behind(b: Rewriting) -> fx.Node | None:
+def divided_after(b: Rewriting) -> fx.Node | None:
     """Return the mean over the window's size, times a factor."""
     if b.arguments["ceil_mode"]:
         return None  # the last windows may be cut off
@@ -117,7 +117,7 @@ def divided_behind(b: Rewriting) -> fx.Node | None:
 
 
 @remedy("counted after it", "avg_pool2d", "count_include_pad")
-def counted_behind(b: Rewriting) -> fx.Node | None:
+def counted_after(b: Rewriting) -> fx.Node | None:
     """Return the mean over whole windows, times a factor for each position."""
     arguments = b.arguments
     if arguments["ceil_mode"] or arguments["divisor_override"] is not None or not all(isinstance(size, int) for size in b.shape[2:]):

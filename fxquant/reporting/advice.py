@@ -198,7 +198,7 @@ def _inside(tensors: Sequence[Judged], effects: Effects, total: float, cures: Cu
 
 
 def _of_constants(tensor: Judged, inside: Inside, holder: str, cures: Cures) -> tuple[str, str, str]:
-    """Return (rule, cause, cure) of an error inside of an operator, judged by its constants."""
+    """Return (rule, cause, remedy) for a tensor whose operator adds the error itself: by a mask among its constants, or by its weight."""
     reaches = max(abs(tensor.statistics.low), abs(tensor.statistics.high))
     for name, value in inside.constants.items():
         largest = float(torch.nan_to_num(value.detach().abs(), posinf=torch.finfo(torch.float32).max).max()) if value.numel() else 0.0

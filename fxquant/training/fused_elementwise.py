@@ -209,9 +209,9 @@ def _layout(own: Sequence[int], shape: Sequence[int], trailing: int, columns: in
     """
     own = [*[1] * (len(shape) - len(own)), *own]
     split = len(shape) - trailing
-    behind, before = own[split:], own[:split]
-    whole = list(behind) == list(shape[split:])
-    if not whole and any(size != 1 for size in behind):
+    after, before = own[split:], own[:split]
+    whole = list(after) == list(shape[split:])
+    if not whole and any(size != 1 for size in after):
         return None
     while before and before[0] == 1:
         before = before[1:]

@@ -391,14 +391,14 @@ def ends(sums: Tensor, form: Form, bias: Tensor | None, residual: Tensor | None,
 
 
 class Constants:
-    """An `arithmetic.Composer` that keeps the arguments of a requantization."""
+    """A recorder of one requantization: it stores the primitive and the arguments that an `arithmetic.Composer` would emit as a node."""
 
     def __init__(self) -> None:
         self.primitive: Any = None
         self.arguments: tuple[Any, ...] = ()
 
     def call(self, primitive: Any, *arguments: Any) -> None:
-        """Keep the call."""
+        """Store the primitive and its arguments."""
         self.primitive, self.arguments = primitive, arguments
 
     def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -57,9 +57,9 @@ WAYS = AFTER, BEFORE = "after", "before"  # the fused limits, where means are ma
 SHARES = (1.0, 0.5)  # of the corrections
 
 _Way = tuple[list[TunedLayer], dict[str, list[float]]]  # a row for each layer, and the corrections of those that are better with it
-NEWTON = 6  # steps: the mean behind limits is nearly linear in what is added
+NEWTON = 6  # steps: the mean after limits is nearly linear in what is added
 FEWEST = 0.05  # of a channel's values that are taken to lie within the limits, at least: what is always cut off has no slope
-PLACES = 2**15  # of a channel, about, by which means behind limits are matched
+PLACES = 2**15  # of a channel, about, by which means after limits are matched
 OUTLIER = 6.0  # times the median magnitude of a channel's differences: what is beyond counts as so much
 
 
@@ -209,11 +209,11 @@ def _correction(lesson: Lesson, operator: QuantizedOperator, way: str) -> Tensor
             float_values.append(real[:, ::apart])
             values.append((real - difference)[:, ::apart])
     mean = total / max(count, 1)
-    return (mean if clamp is None or not float_values else _behind(clamp, torch.cat(float_values, 1), torch.cat(values, 1), mean)).float()
+    return (mean if clamp is None or not float_values else _clamped(clamp, torch.cat(float_values, 1), torch.cat(values, 1), mean)).float()
 
 
-def _behind(clamp: Clamp, float_values: Tensor, values: Tensor, start: Tensor) -> Tensor:
-    """Return c (C,) with mean clamp(values + c) = mean clamp(float_values), by Newton's method from `start` on; both (C, places)."""
+def _clamped(clamp: Clamp, float_values: Tensor, values: Tensor, start: Tensor) -> Tensor:
+    """Return c (C,) with mean clamp(values + c) = mean clamp(float_values), by Newton's method from `start` (C,); values (C, places)."""
     low, high = (end if end is not None else other for end, other in zip(clamp, (-math.inf, math.inf), strict=True))
     target, added = float_values.clamp(low, high).mean(1), start.clone()
     longest = (float_values - values).square().mean(1).sqrt()  # where hardly anything is within the limits a step could be of any length

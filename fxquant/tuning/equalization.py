@@ -343,11 +343,11 @@ def _layer(prepared: fx.GraphModule, channel_labels: Channels, node: fx.Node, ob
     labels, met = (each.flatten(0, 1) for each in by_group)  # (outputs, inputs of a group): each output's row is that of its group
     signal = (squares * met).sum(1) * outputs
     written = channel_labels.given[node]
-    behind = torch.where(written > 0, gain[written], torch.where(signal > SMALLEST_NORMAL, 1 / signal.clamp_min(SMALLEST_NORMAL), 0))
-    gain.index_add_(0, labels.flatten(), (squares * behind.unsqueeze(1)).flatten())
+    after = torch.where(written > 0, gain[written], torch.where(signal > SMALLEST_NORMAL, 1 / signal.clamp_min(SMALLEST_NORMAL), 0))
+    gain.index_add_(0, labels.flatten(), (squares * after.unsqueeze(1)).flatten())
     quantizer = module.weight_quantizer
     return LayerNoise(
-        read=labels, groups=groups, given=written, squares=squares, largest=rows.abs().amax(2), share=met * behind.unsqueeze(1), taps=taps,
+        read=labels, groups=groups, given=written, squares=squares, largest=rows.abs().amax(2), share=met * after.unsqueeze(1), taps=taps,
         divisor=quantizer.dtype.divisor, per_channel=quantizer.per_channel,
     )  # fmt: skip
 

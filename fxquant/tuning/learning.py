@@ -98,7 +98,7 @@ class _Choice:
 
     @torch.no_grad()
     def decided(self) -> AdaptiveRounding:
-        """Return a rounding that gives the integer h(v) is nearer to."""
+        """Return a new rounding to the floor plus round(h(v)), where h(v) is the learned share of each weight, from 0 to 1."""
         rounding = AdaptiveRounding(self.shape).to(self.start.device)
         rounding.settle(self.start, torch.floor(self.start) + torch.round(self.share()))
         return rounding

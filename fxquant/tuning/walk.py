@@ -365,10 +365,10 @@ def shared_weights(prepared: fx.GraphModule) -> set[fx.Node]:
 
 def layer_units(prepared: fx.GraphModule) -> list[Unit]:
     """Return a unit for every weighted node, with the function of one tensor that alone reads it, if there is one."""
-    return [Unit((node, *_function_behind(prepared, node)), (node,)) for node in weighted_nodes(prepared)]
+    return [Unit((node, *_function_after(prepared, node)), (node,)) for node in weighted_nodes(prepared)]
 
 
-def _function_behind(prepared: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, ...]:
+def _function_after(prepared: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, ...]:
     users = list(node.users)
     operator = operator_at(prepared, users[0]) if len(users) == 1 else None
     return (users[0],) if operator is not None and operator.operator.name in UNARY and fact(users[0]) == fact(node) else ()

@@ -269,7 +269,7 @@ def by_channel(known: Known) -> Nested:
     return oracle.finished(sums, made, known.x, known.to, known.rules)
 
 
-def added_behind(m: Any, a: Tensor, b: Tensor) -> Tensor:
+def added_after(m: Any, a: Tensor, b: Tensor) -> Tensor:
     return torch.relu(m.layer(a) + b)
 
 
@@ -359,8 +359,8 @@ CASES: dict[str, Case] = {
         lambda k: k.layer(lambda w, b: oracle.transposed_convolution(k.a, w, b, [2, 2], [1, 1], [1, 1]), out=1),
     ),
     "batch_norm": layers(batch_norm, by_channel),
-    "residual_in_the_accumulator": layers(lambda: scaled_layer(nn.Conv2d(3, 3, 3, padding=1), 0.2), residual, added_behind),
-    "residual_behind_the_layer": layers(lambda: scaled_layer(nn.Conv2d(3, 3, 3, padding=1), 30), residual, added_behind),
+    "residual_in_the_accumulator": layers(lambda: scaled_layer(nn.Conv2d(3, 3, 3, padding=1), 0.2), residual, added_after),
+    "residual_behind_the_layer": layers(lambda: scaled_layer(nn.Conv2d(3, 3, 3, padding=1), 30), residual, added_after),
 }
 
 

@@ -26,7 +26,7 @@ static void dequantize(ptrdiff_t count, int rank, const ptrdiff_t *size, const p
 }
 
 /// requantize_fixed: X Y
-/* Section 8: clip(round(sat(floor(acc / 2^a)) · M / 2^b), low, high). rounding: 0 is floor, 1 half up, 2 floor behind half a step, 3 the same
+/* Section 8: clip(round(sat(floor(acc / 2^a)) · M / 2^b), low, high). rounding: 0 is floor, 1 half up, 2 floor after half a step, 3 the same
    of the nearest integer, 4 half away from zero, 5 half to even. */
 static void requantize_fixed(ptrdiff_t count, int rank, const ptrdiff_t *size, const ptrdiff_t *step, const X *x, const int32_t *shift,
                              const int32_t *multiplier, const int32_t *right_shift, int bits, int rounding, int32_t low, int32_t high,

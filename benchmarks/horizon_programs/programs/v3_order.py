@@ -1,4 +1,4 @@
-"""3.x: a name behind the templates keeps the weights that they chose."""
+"""3.x: a name after the templates keeps the weights that they chose."""
 
 import copy
 

@@ -181,7 +181,7 @@ def move_exported_model_to_eval(model: nn.Module) -> nn.Module:
 
 
 def move_exported_model_to_train(model: nn.Module) -> nn.Module:
-    """Return the model in train mode."""
+    """Set the model to train mode, in place, and return it; an exported module that is not prepared is left to PyTorch's function."""
     return _own("move_exported_model_to_train", model) or model.train()
 
 

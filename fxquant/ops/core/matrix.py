@@ -65,10 +65,10 @@ def onnx_matrices(c: Call, value: str, shape: Sequence[Any], matrices: Sequence[
         if dim == -1:
             value = c.do("MatMul", value, c.e.constant(real.t().contiguous()))
             continue
-        leading, behind = [0] * (rank + dim), sizes[dim:]
+        leading, after = [0] * (rank + dim), sizes[dim:]
         flat = value if dim == -2 else c.do("Reshape", value, c.integers([*leading, real.shape[1], -1]))
         product = c.do("MatMul", c.e.constant(real), flat)
-        value = product if dim == -2 else c.do("Reshape", product, c.integers([*leading, *behind]))
+        value = product if dim == -2 else c.do("Reshape", product, c.integers([*leading, *after]))
     return value
 
 
@@ -208,7 +208,7 @@ def computed_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -
 
 
 def is_computed(weight: Any) -> bool:
-    """Return whether the model computes a weight from more than parameters."""
+    """Return whether a weight is a node that depends on activations: neither a constant nor computed from parameters alone."""
     return isinstance(weight, fx.Node) and not is_parameter(weight) and weight.op != "get_attr"
 
 

@@ -15,12 +15,12 @@ def folded_weight(weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm, ax
 
 
 def folded_bias(weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm, axis: int) -> Tensor:
-    """Return the bias beside that weight."""
+    """Return a layer's bias (C,), multiplied by the factors (C,)."""
     return fold(weight.transpose(0, axis), bias, batch_norm, 0)[1]
 
 
 def multiplied_weight(weight: Tensor, factors: Tensor) -> Tensor:
-    """Return the weight of a layer, whose output channels are dimension 0, with a factor for each of them."""
+    """Return a layer's weight (C, …), with output channel c multiplied by element c of the factors (C,)."""
     return weight * factors.reshape(-1, *[1] * (weight.dim() - 1))
 
 

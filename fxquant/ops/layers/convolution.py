@@ -100,7 +100,7 @@ def _numbers(padding: Any, kernel: list[int], dilation: Any, mode: str = "zeros"
         pairs = [(total // 2, total - total // 2) for total in totals]
     else:
         pairs = [(size, size) for size in sizes(0 if padding == "valid" else padding, rank)]
-    if all(before == behind for before, behind in pairs) and (mode == "zeros" or not any(before for before, _ in pairs)):
+    if all(before == after for before, after in pairs) and (mode == "zeros" or not any(before for before, _ in pairs)):
         return [before for before, _ in pairs]
     return Margin([size for pair in reversed(pairs) for size in pair], "constant" if mode == "zeros" else mode)
 
@@ -152,9 +152,9 @@ def _onnx_convolution(c: Call) -> str:
     rank = len(attributes["kernel_shape"])
     operand = c.selected()  # with its own elements around it, where it is padded with those
     if rank == 1 and c.as_convolution():
-        before, behind = attributes["pads"]
+        before, after = attributes["pads"]
         attributes |= {name: [*attributes[name], 1] for name in ("kernel_shape", "strides", "dilations")}
-        attributes["pads"] = [before, 0, behind, 0]
+        attributes["pads"] = [before, 0, after, 0]
         flat = c.unsqueezed(operand, 3)
         output = c.with_bias(lambda *bias: c.do("Conv", flat, c.weight(lambda weight: weight[..., None]), *bias, **attributes), 2)
         return c.epilogue(c.squeezed(output, 3))

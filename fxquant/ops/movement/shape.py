@@ -330,10 +330,10 @@ def pieces_of(whole: Size, start: Size, size: Size) -> tuple[int, int] | None:
 @sampled("torch.cat((x, x.relu())).chunk(2)[1]", within=LIMITED)
 def piece(lowering: Lowering, input: Quantized, dim: int, count: int, number: int) -> Quantized:
     """Return one of `count` pieces of equal size along a dimension."""
-    before, behind = input.shape[:dim], input.shape[dim + 1 :]
-    value = lowering.call(shape.reshape, input.value, [*before, count, -1, *behind])
+    before, after = input.shape[:dim], input.shape[dim + 1 :]
+    value = lowering.call(shape.reshape, input.value, [*before, count, -1, *after])
     value = lowering.call(shape.crop, value, [dim], [number], [number + 1], [1])
-    return input.with_value(lowering.call(shape.reshape, value, [*before, -1, *behind]))
+    return input.with_value(lowering.call(shape.reshape, value, [*before, -1, *after]))
 
 
 @lowered(
@@ -345,7 +345,7 @@ def piece(lowering: Lowering, input: Quantized, dim: int, count: int, number: in
 @sampled("x.repeat_interleave(2, 0)")
 def interleave(lowering: Lowering, input: Quantized, dim: int, repeats: int) -> Quantized:
     """Repeat each item along a dimension this many times, one after another."""
-    before, behind = input.shape[:dim], input.shape[dim + 1 :]
-    value = lowering.call(shape.reshape, input.value, [*before, -1, 1, *behind])
-    value = lowering.call(shape.tile, value, [*[1] * (dim + 1), repeats, *[1] * len(behind)])
-    return input.with_value(lowering.call(shape.reshape, value, [*before, -1, *behind]))
+    before, after = input.shape[:dim], input.shape[dim + 1 :]
+    value = lowering.call(shape.reshape, input.value, [*before, -1, 1, *after])
+    value = lowering.call(shape.tile, value, [*[1] * (dim + 1), repeats, *[1] * len(after)])
+    return input.with_value(lowering.call(shape.reshape, value, [*before, -1, *after]))

@@ -41,10 +41,10 @@ def reach(shape: tuple[Size, ...], way: Any, dim: int) -> tuple[int, int] | None
     nodes: list[fx.Node] = []
     fx.map_arg(way, nodes.append)
     places, size = None if nodes else _places(shape, way), shape[dim]
-    behind: tuple[Any, ...] = shape[dim + 1 :]
-    if places is None or not places.numel() or not isinstance(size, int) or not are_fixed(behind):
+    after: tuple[Any, ...] = shape[dim + 1 :]
+    if places is None or not places.numel() or not isinstance(size, int) or not are_fixed(after):
         return None
-    along = places // math.prod(behind) % size
+    along = places // math.prod(after) % size
     return int(along.min()), int(along.max()) + 1
 
 

@@ -237,7 +237,7 @@ def window_divisor(
 ) -> Tensor:
     """Return the divisor of each window's sum: a scalar if all agree, else one number per output position.
 
-    `arguments` are the operator's; the windows begin `begin` before the tensor of this shape, and end `end` after it.
+    `arguments` are those of the pooling operator's call; `begin` and `end` are the elements of padding before and after each dimension.
     """
     if arguments.get("divisor_override") is not None:
         return torch.tensor(float(arguments["divisor_override"]), dtype=torch.float32, device="cpu")

@@ -111,10 +111,10 @@ def cdist(build: Builder, x1: fx.Node, x2: fx.Node, p: float = 2.0, compute_mode
 
 def _alike_along(shapes: Sequence[Sequence[Size]], dim: int) -> tuple[int, list[list[Size]]]:
     """Return the dimension counted from the end, and the shapes with the size there that they are repeated to together."""
-    behind = dim if dim < 0 else dim - max(map(len, shapes))
-    padded = [[*[1] * (-behind - len(sizes)), *sizes] for sizes in shapes]
-    size = next((sizes[behind] for sizes in padded if sizes[behind] != 1), 1)
-    return behind, [[*sizes[:behind], size, *sizes[len(sizes) + behind + 1 :]] for sizes in padded]
+    after = dim if dim < 0 else dim - max(map(len, shapes))
+    padded = [[*[1] * (-after - len(sizes)), *sizes] for sizes in shapes]
+    size = next((sizes[after] for sizes in padded if sizes[after] != 1), 1)
+    return after, [[*sizes[:after], size, *sizes[len(sizes) + after + 1 :]] for sizes in padded]
 
 
 def _repeats(node: fx.Node, arguments: dict[str, Any]) -> str | None:
