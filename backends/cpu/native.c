@@ -92,9 +92,12 @@ static inline int32_t nearest(float value) { /* half to even; |value| < 2^22 */
     return u.i - 0x4B400000;
 }
 
-static inline int32_t requantized(const Epilogue *e, int32_t sum, int64_t c) {
+#define INLINE static inline __attribute__((always_inline))
+
+/* mode and adds are constants where these are inlined. */
+INLINE int32_t requantized(const Epilogue *e, int mode, int32_t sum, int64_t c) {
     int32_t low = (int32_t)e->low, high = (int32_t)e->high, q;
-    if (e->mode == REAL) {
+    if (mode == REAL) {
         float v = (float)sum * e->factor[c];
         v = v < (float)low ? (float)low : v;
         v = v > (float)high ? (float)high : v;
@@ -110,14 +113,28 @@ static inline int32_t requantized(const Epilogue *e, int32_t sum, int64_t c) {
     return q + (int32_t)e->zero;
 }
 
-static inline void finish_one(const Epilogue *e, int32_t sum, int64_t c, const uint8_t *residual, void *output, int64_t at) {
-    if (residual) sum += (((int32_t)residual[at] - (int32_t)e->residual_zero) * e->residual_factor[c]) >> e->residual_shift[c];
-    if (e->mode == SUM) ((int32_t *)output)[at] = sum;
-    else ((uint8_t *)output)[at] = (uint8_t)requantized(e, sum, c);
+enum { TOGETHER = 64 }; /* channels: they are finished in an array of their own, since what is written there aliases no operand */
+
+INLINE void finish_channels(const Epilogue *e, int mode, int adds, const int32_t *sums, int64_t channels, const uint8_t *residual, void *output, int64_t at) {
+    for (int64_t begin = 0; begin < channels; begin += TOGETHER) {
+        int64_t n = channels - begin < TOGETHER ? channels - begin : TOGETHER;
+        int32_t total[TOGETHER];
+        uint8_t bytes[TOGETHER];
+        for (int64_t i = 0; i < n; i++) {
+            int64_t c = begin + i;
+            total[i] = sums[c];
+            if (adds) total[i] += (((int32_t)residual[at + c] - (int32_t)e->residual_zero) * e->residual_factor[c]) >> e->residual_shift[c];
+        }
+        if (mode == SUM) {
+            memcpy((int32_t *)output + at + begin, total, (size_t)n * sizeof *total);
+            continue;
+        }
+        for (int64_t i = 0; i < n; i++) bytes[i] = (uint8_t)requantized(e, mode, total[i], begin + i);
+        memcpy((uint8_t *)output + at + begin, bytes, (size_t)n);
+    }
 }
 
 #if VNNI
-#define INLINE static inline __attribute__((always_inline))
 typedef struct {
     __m512 factor;
     __m512i shift, multiplier, right_shift, half, before, residual_factor, residual_shift;
@@ -174,6 +191,8 @@ INLINE void finish(const Epilogue *e, const Lanes *l, int mode, int adds, int fu
     else _mm_mask_storeu_epi8((uint8_t *)output + at, mask, bytes);
 }
 
+#endif
+
 /* BODY(mode, adds) with constants, for what the structure says. */
 #define FOR_EACH_EPILOGUE(s, BODY)                                                                                                     \
     switch ((s)->epilogue.mode * 2 + ((s)->residual != NULL)) {                                                                        \
@@ -184,7 +203,6 @@ INLINE void finish(const Epilogue *e, const Lanes *l, int mode, int adds, int fu
         case 2 * FIXED: BODY(FIXED, 0); break;                                                                                         \
         default: BODY(FIXED, 1); break;                                                                                                \
     }
-#endif
 
 static void finish_row(const Sum *s, const int32_t *sums, int64_t at) {
     int64_t channels = s->out_channels;
@@ -197,7 +215,9 @@ static void finish_row(const Sum *s, const int32_t *sums, int64_t at) {
     }
     FOR_EACH_EPILOGUE(s, ROW)
 #else
-    for (int64_t c = 0; c < channels; c++) finish_one(&s->epilogue, sums[c], c, s->residual, s->output, at + c);
+    const Epilogue own = s->epilogue;
+#define ROW(MODE, ADDS) finish_channels(&own, MODE, ADDS, sums, channels, s->residual, s->output, at)
+    FOR_EACH_EPILOGUE(s, ROW)
 #endif
 }
 
@@ -352,6 +372,7 @@ static void chunk_of(const Sum *s, int64_t group, int64_t count, int64_t begin, 
 }
 #endif
 
+#if AMX
 enum { ROWS = 16, DEEP = 64, HELD = 1 << 19, WIDE = 512 }; /* at most HELD bytes of operands, and about WIDE pixels, are computed at a time */
 
 /* The number of bytes of one run: taps of a pixel that lie side by side in memory. */
@@ -373,6 +394,8 @@ static int64_t reach(int64_t out, int64_t stride, int64_t kernel, int64_t dilati
 static int64_t computed(const Sum *s, int64_t lines, int64_t width) {
     return is_flat(s) ? upward((lines - 1) * reach(width, 1, s->kernel_width, s->dilation_width) + width, ROWS) : lines * upward(width, ROWS);
 }
+
+#endif
 
 /* Whether tiles read a sum's operand in place. At least half of the pixels that they then compute have to be stored. */
 int64_t fxq_reads_in_place(const Sum *s) {
@@ -602,32 +625,46 @@ static void tiles_of(const Sum *s, int64_t group, const Operands *o, int64_t beg
 #endif
 
 #if WORDS
-enum { NARROW = 4, CHUNK = 48 }; /* pixels side by side */
+#ifdef __AVXVNNI__
+enum { NARROW = 6, CHUNK = 48 }; /* pixels side by side */
+#else
+enum { NARROW = 4, CHUNK = 48 };
+#endif
 
-/* The sums of NARROW pixels by 16 channels: even and odd bytes are widened apart, and products of two of them are exact in 32 bits. */
+/* The sums of NARROW pixels by 16 channels. Without dot products of bytes, even and odd bytes are widened apart, and products of two of
+   them are exact in 32 bits. */
 static void sum_words(const Sum *s, const uint8_t *const *table, int64_t offset, const int8_t *weight, int64_t quads, int32_t (*sums)[16]) {
-    const __m256i low = _mm256_set1_epi32(0x00FF00FF);
     __m256i sum[NARROW][2];
     int64_t taps = taps_of(s);
+#pragma GCC unroll 8
     for (int m = 0; m < NARROW; m++) sum[m][0] = sum[m][1] = _mm256_setzero_si256();
     for (int64_t t = 0; t < taps; t++)
         for (int64_t k = 0; k < quads; k++, weight += 64) {
+            __m256i w[2];
+#pragma GCC unroll 2
+            for (int b = 0; b < 2; b++) w[b] = _mm256_loadu_si256((const __m256i *)(weight + 32 * b));
+#ifndef __AVXVNNI__
+            const __m256i low = _mm256_set1_epi32(0x00FF00FF);
             __m256i even[2], odd[2];
 #pragma GCC unroll 2
-            for (int b = 0; b < 2; b++) {
-                __m256i w = _mm256_loadu_si256((const __m256i *)(weight + 32 * b));
-                even[b] = _mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8), odd[b] = _mm256_srai_epi16(w, 8);
-            }
-#pragma GCC unroll 4
+            for (int b = 0; b < 2; b++) even[b] = _mm256_srai_epi16(_mm256_slli_epi16(w[b], 8), 8), odd[b] = _mm256_srai_epi16(w[b], 8);
+#endif
+#pragma GCC unroll 8
             for (int m = 0; m < NARROW; m++) {
                 int32_t word;
                 memcpy(&word, table[t * CHUNK + m] + offset + 4 * k, 4);
-                __m256i x = _mm256_set1_epi32(word), first = _mm256_and_si256(x, low), second = _mm256_srli_epi16(x, 8);
+                __m256i x = _mm256_set1_epi32(word);
+#ifdef __AVXVNNI__
+#pragma GCC unroll 2
+                for (int b = 0; b < 2; b++) sum[m][b] = _mm256_dpbusd_avx_epi32(sum[m][b], x, w[b]);
+#else
+                __m256i first = _mm256_and_si256(x, low), second = _mm256_srli_epi16(x, 8);
 #pragma GCC unroll 2
                 for (int b = 0; b < 2; b++) {
                     __m256i pairs = _mm256_add_epi32(_mm256_madd_epi16(first, even[b]), _mm256_madd_epi16(second, odd[b]));
                     sum[m][b] = _mm256_add_epi32(sum[m][b], pairs);
                 }
+#endif
             }
         }
     for (int m = 0; m < NARROW; m++)
@@ -882,11 +919,23 @@ void fxq_depthwise(const Sum *s) {
             FOR_EACH_EPILOGUE(s, FILTER)
 #else
             for (int64_t m = 0; m < s->out_width; m++) {
-                memcpy(sums, s->bias, (size_t)channels * sizeof *sums);
+                int64_t begin = 0;
+#if WORDS
+                for (; begin + 8 <= channels; begin += 8) {
+                    __m256i sum = _mm256_loadu_si256((const __m256i *)(s->bias + begin));
+                    for (int64_t t = 0; t < taps; t++) {
+                        __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(table[t * s->out_width + m] + begin)));
+                        __m256i w = _mm256_loadu_si256((const __m256i *)(weight + t * channels + begin));
+                        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(x, w)); /* the upper halves of both are 0 */
+                    }
+                    _mm256_storeu_si256((__m256i *)(sums + begin), sum);
+                }
+#endif
+                for (int64_t c = begin; c < channels; c++) sums[c] = s->bias[c];
                 for (int64_t t = 0; t < taps; t++) {
                     const uint8_t *p = table[t * s->out_width + m];
                     const int32_t *w = weight + t * channels;
-                    for (int64_t c = 0; c < channels; c++) sums[c] += (int32_t)p[c] * (int16_t)w[c];
+                    for (int64_t c = begin; c < channels; c++) sums[c] += (int32_t)p[c] * (int16_t)w[c];
                 }
                 finish_row(s, sums, places_of(s, table, s->out_width)[m]);
             }

@@ -2,8 +2,8 @@
 
 They are optional, and so is a compiler.
 
-FXQUANT_NATIVE=0 disables them. FXQUANT_ISA=vnni leaves out the tiles of AMX, and FXQUANT_ISA=avx2 AVX-512, too. The name of a cached
-library is a hash of the source, the compiler and the processor.
+FXQUANT_NATIVE=0 disables them. FXQUANT_ISA=vnni leaves out the tiles of AMX, avxvnni AVX-512, too, and avx2 all dot products of bytes.
+The name of a cached library is a hash of the source, the compiler and the processor.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from fxquant.support.files import point
 SOURCE, TRAINING, JOINING, CHAINS = (Path(__file__).with_name(f"{name}.c") for name in ("native", "training", "joining", "chains"))
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")  # IEEE's roundings
 SWITCH, INSTRUCTIONS = "FXQUANT_NATIVE", "FXQUANT_ISA"
-LIMITS = {"": (), "vnni": ("-mno-amx-tile", "-mno-amx-int8"), "avx2": ("-mno-avx512f",)}  # flags, by the value of FXQUANT_ISA
+# Flags, by the value of FXQUANT_ISA.
+LIMITS = {"": (), "vnni": ("-mno-amx-tile", "-mno-amx-int8"), "avxvnni": ("-mno-avx512f",), "avx2": ("-mno-avx512f", "-mno-avxvnni")}
 SUM, REAL, FIXED = 0, 1, 2
 
 _int64, _pointer = ctypes.c_int64, ctypes.c_void_p
