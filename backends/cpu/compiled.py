@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from fxquant.backends.cpu import native
 from fxquant.backends.cpu.native import FIXED, REAL, SUM, Epilogue, Move, Sum
+from fxquant.ir.graph import fact
 from fxquant.ir.integer import qparams
 from fxquant.kernels import constants
 from fxquant.kernels.admission import WINDOW, Layer, enumerated
@@ -187,6 +188,7 @@ def _summed(site: Site, layer: Layer, function: Callable[[Any], None], pack: Cal
         _set_window(sums, input.grid[1:-1], outputs[0], part.weight.shape[2:], *window)
         _set_each(sums, ("whole", "first", "step"), (area, *outputs[1:]))
         sums.fused = groups == 1 and sums.kernel_width > 1 and sums.dilation_width == 1
+        sums.small = input.zero == 0 and fact(site.match.reads[0]).dtype == torch.int8
         sums.in_place = groups and loaded_library().fxq_reads_in_place(ctypes.addressof(sums))
         weight = pack(part.weight, sums.in_place * sums.channels * (sums.kernel_width if sums.fused else 1))
         sums.weight = address(weight)

@@ -54,6 +54,7 @@ typedef struct {
     int64_t out_channels, out_pixel; /* out_pixel: elements of a pixel of the output, and of the residual */
     int64_t groups, threads;
     int64_t fused; /* whether the taps of a row, which lie side by side, are summed as one */
+    int64_t small; /* whether no byte of the input is above 127: a sum of two of its products with weights then fits in 16 bits */
     int64_t in_place; /* whether tiles read pixels where they lie: every run of the weight then fills whole tiles, with zeros */
     Window;
     int64_t whole_depth, whole_height, whole_width; /* of the output and the residual, of which these pixels are written and read: */
@@ -633,7 +634,7 @@ enum { NARROW = 4, CHUNK = 48 };
 
 /* The sums of NARROW pixels by 16 channels. Without dot products of bytes, even and odd bytes are widened apart, and products of two of
    them are exact in 32 bits. */
-static void sum_words(const Sum *s, const uint8_t *const *table, int64_t offset, const int8_t *weight, int64_t quads, int32_t (*sums)[16]) {
+INLINE void sum_words(const Sum *s, int small, const uint8_t *const *table, int64_t offset, const int8_t *weight, int64_t quads, int32_t (*sums)[16]) {
     __m256i sum[NARROW][2];
     int64_t taps = taps_of(s);
 #pragma GCC unroll 8
@@ -644,7 +645,7 @@ static void sum_words(const Sum *s, const uint8_t *const *table, int64_t offset,
 #pragma GCC unroll 2
             for (int b = 0; b < 2; b++) w[b] = _mm256_loadu_si256((const __m256i *)(weight + 32 * b));
 #ifndef __AVXVNNI__
-            const __m256i low = _mm256_set1_epi32(0x00FF00FF);
+            const __m256i low = _mm256_set1_epi32(0x00FF00FF), ones = _mm256_set1_epi16(1);
             __m256i even[2], odd[2];
 #pragma GCC unroll 2
             for (int b = 0; b < 2; b++) even[b] = _mm256_srai_epi16(_mm256_slli_epi16(w[b], 8), 8), odd[b] = _mm256_srai_epi16(w[b], 8);
@@ -661,7 +662,8 @@ static void sum_words(const Sum *s, const uint8_t *const *table, int64_t offset,
                 __m256i first = _mm256_and_si256(x, low), second = _mm256_srli_epi16(x, 8);
 #pragma GCC unroll 2
                 for (int b = 0; b < 2; b++) {
-                    __m256i pairs = _mm256_add_epi32(_mm256_madd_epi16(first, even[b]), _mm256_madd_epi16(second, odd[b]));
+                    __m256i pairs = small ? _mm256_madd_epi16(_mm256_maddubs_epi16(x, w[b]), ones)
+                                          : _mm256_add_epi32(_mm256_madd_epi16(first, even[b]), _mm256_madd_epi16(second, odd[b]));
                     sum[m][b] = _mm256_add_epi32(sum[m][b], pairs);
                 }
 #endif
@@ -678,7 +680,9 @@ static void sum_chunk(const Sum *s, const uint8_t *const *table, int64_t count, 
     for (int64_t block = 0; block < blocks * s->groups; block++) {
         int64_t group = block / blocks, channel = group * outer + block % blocks * 16, channels = least(16, (group + 1) * outer - channel);
         for (int64_t m = 0; m < count; m += NARROW) {
-            sum_words(s, table + m, group * inner, (const int8_t *)s->weight + block * block_bytes, quads, sums);
+            const int8_t *weight = (const int8_t *)s->weight + block * block_bytes;
+            if (s->small) sum_words(s, 1, table + m, group * inner, weight, quads, sums);
+            else sum_words(s, 0, table + m, group * inner, weight, quads, sums);
             for (int64_t i = m; i < least(m + NARROW, count); i++)
                 for (int64_t c = 0; c < channels; c++) rows[i * s->out_channels + channel + c] = sums[i - m][c] + s->bias[channel + c];
         }

@@ -64,7 +64,7 @@ class Sum(ctypes.Structure):
 
     _fields_ = [
         *_fields(_pointer, "input residual outside weight bias output"),
-        *_fields(_int64, "batch channels out_channels out_pixel groups threads fused in_place"),
+        *_fields(_int64, "batch channels out_channels out_pixel groups threads fused small in_place"),
         *_WINDOW,
         *((f"{name}_{side}", _int64) for name in ("whole", "first", "step") for side in AREA),
         ("epilogue", Epilogue),

@@ -126,6 +126,25 @@ def test_tiles_read_the_pixels_of_a_window_in_place(name: str, target: str, monk
     assert not answers or set(answers) == {int(reads and bool(library.fxq_has_tiles()))}
 
 
+@pytest.mark.parametrize("instructions", ["", "avx2"])
+@pytest.mark.parametrize(("target", "small"), [("bayes-e", [0, 1]), ("x86", [0, 0])])
+def test_products_with_bytes_up_to_127_are_summed_in_16_bits(
+    target: str, small: list[int], instructions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AVX2 without dot products of bytes takes half as many instructions where an operand is a non-negative int8 tensor."""
+    monkeypatch.setenv(native.INSTRUCTIONS, instructions)
+    library = native.library.__wrapped__()
+    if isinstance(library, str):
+        pytest.skip(library)
+    function, flags = library.fxq_reads_in_place, list[int]()
+    monkeypatch.setattr(library, "fxq_reads_in_place", lambda place: flags.append(native.Sum.from_address(place).small) or function(place))
+    monkeypatch.setattr(native, "library", lambda: library)
+    first, second = nn.Conv2d(3, 20, 1), nn.Conv2d(20, 17, 3)
+    second.weight.data = second.weight.data.sign()  # pairs of products reach 2 · 127 · 127
+    assert_kernels(nn.Sequential(first, nn.ReLU(), second, nn.ReLU()), target, 2, 3, 9, 8, moves=False)
+    assert flags == small
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_linear_layers_of_more_dimensions(target: str) -> None:
     model = Network(
