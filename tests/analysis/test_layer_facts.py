@@ -177,7 +177,7 @@ def test_a_batch_that_is_fixed_and_half_a_batch() -> None:
     assert (free.shape, free.macs) == (("B/2", 3, 4, 3), 3 * 12 * 2 // 2)
 
 
-def test_what_leaves_nothing_behind_is_no_layer_of_the_integer_model() -> None:
+def test_what_leaves_nothing_after_is_no_layer_of_the_integer_model() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Dropout(0.5), nn.Conv2d(4, 5, 1)).train()
     prepared, integer = compiled(model, [torch.randn(2, 3, 4, 4)])
     missing = by_name(prepared).keys() - by_name(integer).keys()

@@ -98,7 +98,7 @@ def test_values_are_those_of_hooks_and_of_a_plain_interpreter(forms: Any) -> Non
 def test_the_ends_of_segments_of_a_file_with_float_operators(forms: Any) -> None:
     _, integer, path, found = forms
     for one, other in zip(fxq.inspect.record(integer, found), fxq.inspect.record(path, found), strict=True):
-        first = [name for name in other if not name.startswith(("head", "cut"))]  # behind them values may be flipped
+        first = [name for name in other if not name.startswith(("head", "cut"))]  # after them values may be flipped
         assert set(first) == {name for name in quantized_names(integer) if not name.startswith(("head", "cut"))}
         assert all(torch.equal(one[name], other[name]) for name in first)
 
@@ -145,7 +145,7 @@ def test_nothing_is_changed(state: fxq.State) -> None:
         assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def test_a_model_that_fails_leaves_its_state_behind_as_it_was(forms: Any) -> None:
+def test_a_model_that_fails_leaves_its_state_after_as_it_was(forms: Any) -> None:
     fresh = fxq.prepare(Mixed().eval(), forms[3][0])
     with pytest.raises(fxq.errors.NotCalibrated) as caught:
         next(fxq.inspect.record(fresh, forms[3], state="validate"))

@@ -140,7 +140,7 @@ def test_without_a_folder_of_the_users_own_nothing_is_kept(
 
 
 @pytest.mark.parametrize("function", ["fsync", "replace"])
-def test_what_cannot_be_written_leaves_nothing_behind(
+def test_what_cannot_be_written_leaves_nothing(
     function: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: object) -> None:

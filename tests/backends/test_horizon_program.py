@@ -135,7 +135,7 @@ HEADS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_a_layer_whose_weight_is_behind_a_pair_is_a_convolution(kind: str, tmp_path: Path) -> None:
+def test_a_layer_whose_weight_is_after_a_pair_is_a_convolution(kind: str, tmp_path: Path) -> None:
     nodes = onnx.load(fxq.board.export_horizon(in_powers_of_two(HEADS[kind]()), tmp_path) / "model.onnx").graph.node
     operators = {node.op_type for node in nodes}
     assert {"HzQuantize", "Conv"} <= operators
@@ -217,7 +217,7 @@ def test_the_mean_of_an_image_of_prime_sides_is_refused(how: str, tmp_path: Path
 
 
 def limited(low: float, high: float, lone: bool = False, **scales: float) -> fx.GraphModule:
-    """A clamp behind a layer, or alone behind a pool."""
+    """A clamp after a layer, or alone after a pool."""
     model = Network(lambda s, x: torch.clamp(F.max_pool2d(s.a(x), 2) if lone else s.a(x), low, high), a=nn.Conv2d(3, 4, 3))
     return converted(model, **scales)
 
@@ -339,7 +339,7 @@ def test_a_death_is_told_with_the_step_and_leaves_no_file(integer: fx.GraphModul
     folder = fxq.board.export_horizon(integer, tmp_path / "net")
     assert fxq.board.compile_horizon(folder).is_file()
     tool.tell(log=[f"{DATE} INFO {STEPS[3]}."], signal=int(signal.SIGFPE))
-    with pytest.raises(fxq.errors.CompilationError, match="SIGFPE behind 'Start to quantize the model'"):
+    with pytest.raises(fxq.errors.CompilationError, match="SIGFPE after 'Start to quantize the model'"):
         fxq.board.compile_horizon(folder)
     assert not (folder / "model_output" / "model.bin").exists()
 

@@ -255,11 +255,11 @@ def test_a_file_that_is_wrong_as_a_whole_is_not_written(tmp_path: Path, monkeypa
 # ---- single operators -----------------------------------------------------------------------------------------------------
 
 POOLS: dict[str, tuple[Callable[..., Tensor], int]] = {
-    "behind a convolution": (lambda s, x: F.max_pool2d(F.relu(s.a(x)), 3, 2, 1), 1),
-    "behind a convolution that is not clamped": (lambda s, x: F.max_pool2d(s.a(x), (2, 3), (1, 2), (0, 1), dilation=(2, 1)), 1),
-    "behind an addition": (lambda s, x: F.max_pool2d(s.a(x) + s.b(x), 2), 1),
-    "one behind another, with padding": (lambda s, x: F.max_pool2d(F.max_pool2d(s.a(x), 3, 1, 1), 5, 1, 2), 2),
-    "behind zeros": (lambda s, x: F.max_pool2d(F.pad(s.a(x), (1, 1, 1, 1)), 3), 0),
+    "after a convolution": (lambda s, x: F.max_pool2d(F.relu(s.a(x)), 3, 2, 1), 1),
+    "after a convolution that is not clamped": (lambda s, x: F.max_pool2d(s.a(x), (2, 3), (1, 2), (0, 1), dilation=(2, 1)), 1),
+    "after an addition": (lambda s, x: F.max_pool2d(s.a(x) + s.b(x), 2), 1),
+    "one after another, with padding": (lambda s, x: F.max_pool2d(F.max_pool2d(s.a(x), 3, 1, 1), 5, 1, 2), 2),
+    "after zeros": (lambda s, x: F.max_pool2d(F.pad(s.a(x), (1, 1, 1, 1)), 3), 0),
     "of the input": (lambda s, x: s.a(F.max_pool2d(x, 3, 2, 1)), 0),
 }
 

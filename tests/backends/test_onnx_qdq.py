@@ -183,7 +183,7 @@ def test_weights_are_the_integer_graphs_own(tmp_path: Path) -> None:
 
 
 def test_large_biases_do_not_overflow(tmp_path: Path) -> None:
-    """onnxruntime quantizes a float bias behind an int16 weight to int32, in steps that may be too small for that."""
+    """onnxruntime quantizes a float bias after an int16 weight to int32, in steps that may be too small for that."""
     torch.manual_seed(0)
     model = MODELS["linear"]()
     nn.init.constant_(model.a.bias, 50.0)

@@ -1,4 +1,4 @@
-"""Calibration and what is learned behind it have the same bits, whatever autocast, default dtype, default device or threads are set."""
+"""Calibration and what is learned after it have the same bits, whatever autocast, default dtype, default device or threads are set."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def calibrated(**options: Any) -> fx.GraphModule:
 PLAIN = calibrated(round_weights=False, correct_bias=False)
 
 
-def behind(method: Callable[..., Any], **options: Any) -> Callable[[], Any]:
+def after(method: Callable[..., Any], **options: Any) -> Callable[[], Any]:
     def call() -> Any:
         tuned = copy.deepcopy(PLAIN)
         result = method(tuned, BATCHES, show_progress=False, **options)
@@ -68,10 +68,10 @@ def searched(method: Callable[..., Any], **options: Any) -> Callable[[], str]:
 ALIKE_IN_THREADS: dict[str, Callable[[], Any]] = {
     "calibrate": lambda: state(calibrated()),
     "equalize": lambda: state(fxq.tuning.equalize(prepared(), BATCHES[:2], show_progress=False)),
-    "round_weights": behind(fxq.tuning.round_weights),
-    "correct_bias": behind(fxq.tuning.correct_bias),
+    "round_weights": after(fxq.tuning.round_weights),
+    "correct_bias": after(fxq.tuning.correct_bias),
 }
-LEARNED = {name: behind(getattr(fxq.tuning, name), steps=3) for name in ("adaround", "reconstruct", "distill")}
+LEARNED = {name: after(getattr(fxq.tuning, name), steps=3) for name in ("adaround", "reconstruct", "distill")}
 SEARCHED = {
     "sensitivity": searched(fxq.search.sensitivity),
     "mixed_precision": searched(fxq.search.mixed_precision, budget=fxq.search.Budget(weight_bytes=700)),

@@ -1,4 +1,4 @@
-"""Parts that `set_state` has taken out of calibration are left as they are, by it and by all that it does behind it."""
+"""Parts that `set_state` has taken out of calibration are left as they are, by it and by all that it does after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Items of a batch that are far louder than the others: what the default observer makes of them, and the batch norms behind."""
+"""Items of a batch that are far louder than the others: what the default observer makes of them, and the batch norms after."""
 
 from __future__ import annotations
 
@@ -120,11 +120,11 @@ def test_half_of_the_reach_is_the_next_octave_exactly() -> None:
         assert histogram._octave(reach * 2.0**-40, reach) == OCTAVES - 1
 
 
-# ---- batch norms behind tensors that cut off what a few outlier items hold -------------------------------------------------
+# ---- batch norms after tensors that cut off what a few outlier items hold -------------------------------------------------
 
 
 class OutlierNetwork(nn.Module):
-    """One batch norm beside the sum that has outlier noise, two behind it; the last channel of the input makes them outliers."""
+    """One batch norm beside the sum that has outlier noise, two after it; the last channel of the input makes them outliers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def trained_statistics(outliers: bool, observer: str | None = None) -> tuple[nn.
 
 
 @pytest.mark.nightly
-def test_batch_norms_behind_what_is_cut_off_keep_their_statistics(caplog: pytest.LogCaptureFixture) -> None:
+def test_batch_norms_after_what_is_cut_off_keep_their_statistics(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "fxquant"):
         prepared, live, error = trained_statistics(outliers=True)
     norms = {name: buffer for name, buffer in prepared.named_buffers() if name.endswith("num_batches_tracked")}

@@ -47,7 +47,7 @@ def small() -> nn.Module:
 
 
 class Eager(nn.Module):
-    """The same with stubs, and with a layer behind the second one."""
+    """The same with stubs, and with a layer after the second one."""
 
     def __init__(self) -> None:
         super().__init__()

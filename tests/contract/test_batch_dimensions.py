@@ -214,7 +214,7 @@ def test_a_collection_of_shapes_is_taken() -> None:
     assert input_shapes(traced) == ["f32[5,B,6]", "f32[2,B,4]", "f32[2,B,4]"]
 
 
-def test_inputs_behind_a_star_have_their_own_entries() -> None:
+def test_inputs_after_a_star_have_their_own_entries() -> None:
     x = torch.ones(5, 3, 2)
     traced = fxq.trace(
         Nested(),
@@ -232,7 +232,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no such input": ({"z": {1: BATCH}}, "an entry for z, and forward is called with x, pair, named, scale"),
     "too few": (({1: BATCH},), "a tuple of 1 entries, and forward is called with x, pair, named, scale"),
     "no such dimension": ({"x": {3: BATCH}}, "x has no dimension 3, but 3 dimensions"),
-    "from behind": ({"x": {-1: BATCH}}, "x has no dimension -1"),
+    "from after": ({"x": {-1: BATCH}}, "x has no dimension -1"),
     "another number": ({"x": {1: 4}}, "dimension 1 of x, whose size is 3, is said to be 4"),
     "no form": ({"x": 1}, "its entry for x, a tensor of 3 dimensions, is 1"),
     "too long": ({"x": (None, BATCH)}, "its entry for x, a tensor of 3 dimensions, is"),

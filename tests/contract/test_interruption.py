@@ -35,7 +35,7 @@ STEP = 2  # batches, or layers, or trials, before Ctrl-C
 
 
 def cut_short(items: Any, after: int = STEP) -> Iterator[Any]:
-    """The items, and a Ctrl-C behind some of them."""
+    """The items, and a Ctrl-C after some of them."""
     for index, item in enumerate(items):
         if index == after:
             raise KeyboardInterrupt
@@ -134,7 +134,7 @@ def test_a_loader_that_is_interrupted_leaves_the_report_of_the_batches_before(fo
     assert stop.value.result == wanted
 
 
-# ---- the same call goes on behind what is in its file ------------------------------------------------------------------------------
+# ---- the same call goes on after what is in its file ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_a_search_over_observers_continues(monkeypatch: pytest.MonkeyPatch, tmp_
     assert same(bits(again.prepared), bits(whole.prepared))
 
 
-# ---- what has nothing to keep leaves nothing behind ---------------------------------------------------------------------------------
+# ---- what has nothing to keep leaves nothing after ---------------------------------------------------------------------------------
 
 
 class Stops(nn.Module):

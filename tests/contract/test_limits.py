@@ -44,7 +44,7 @@ def around(form: Callable[[Any, Tensor], Any]) -> nn.Module:
 LIMITED: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], Tensor]]] = {
     "a clamp of the input": (lambda m, x: m.conv(x.clamp(-1, 1)), spikes),
     "relu6 of the input": (lambda m, x: m.conv(F.relu6(x)), spikes),
-    "hardtanh behind moves": (lambda m, x: m.conv(F.hardtanh(x.flip(3).permute(0, 1, 3, 2).contiguous())), spikes),
+    "hardtanh after moves": (lambda m, x: m.conv(F.hardtanh(x.flip(3).permute(0, 1, 3, 2).contiguous())), spikes),
     "relu of what is negative": (lambda m, x: m.conv(F.relu(x)), lambda: torch.where(torch.rand(4, 3, 16, 16) < 0.2, -1000.0, normal())),
     "clamp_min and clamp_max": (lambda m, x: m.conv(x.clamp_min(-1.0).clamp_max(2.0)), spikes),
     "a table": (lambda m, x: torch.exp(5 * m.conv(x)).clamp(max=1.0), normal),
@@ -75,7 +75,7 @@ PADDED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "larger": lambda m, x: F.pad(m.conv(x), (1, 1, 1, 1), value=5.0),
     "much larger, negative": lambda m, x: F.pad(x, (1, 0, 2, 1), value=-50.0),
     "twice": lambda m, x: F.pad(F.pad(m.conv(x), (1, 1), value=5.0), (0, 0, 1, 1), value=-7.0),
-    "behind a pool": lambda m, x: F.pad(m.pool(x), (2, 2, 2, 2), value=30.0),
+    "after a pool": lambda m, x: F.pad(m.pool(x), (2, 2, 2, 2), value=30.0),
     "cropped as well": lambda m, x: F.pad(x, (2, -1, 0, 0), value=20.0),
     "limited again": lambda m, x: m.conv(F.hardtanh(F.pad(x, (1, 1, 1, 1), value=1e4))),
     "wins in a pool": lambda m, x: F.max_pool2d(F.pad(m.conv(x), (1, 1, 1, 1), value=5.0), 3),

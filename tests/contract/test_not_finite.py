@@ -104,7 +104,7 @@ def _expect(todo: dict[str, Callable[[], object]], node: str, module: str | None
         with pytest.raises(fxq.FxQuantError) as caught:
             action()
         error = caught.value
-        if name == "calibrate" and not isinstance(error, fxq.errors.NotFinite):  # seen behind another operator first
+        if name == "calibrate" and not isinstance(error, fxq.errors.NotFinite):  # seen after another operator first
             assert isinstance(error, fxq.errors.CalibrationError)
             continue
         assert isinstance(error, fxq.errors.NotFinite), name

@@ -369,7 +369,7 @@ def test_a_norm_keeps_samples_that_are_smaller_than_any_in_calibration() -> None
 OF_ITSELF: dict[str, Callable[[Tensor, nn.Module], Tensor]] = {
     "an input": lambda x, layer: x - x.amax(-1, keepdim=True),
     "an input, by the first of two results": lambda x, layer: x.relu() - x.relu().max(-1, keepdim=True)[0],
-    "behind a layer": lambda x, layer: layer(x) - layer(x).max(-1, keepdim=True)[0],
+    "after a layer": lambda x, layer: layer(x) - layer(x).max(-1, keepdim=True)[0],
 }
 
 

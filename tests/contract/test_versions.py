@@ -97,7 +97,7 @@ def test_float_operators_are_exported_with_every_opset(opset: int, tmp_path: Pat
         lambda n, y: F.avg_pool2d(y, 3, 2, (1, 0)),
         lambda n, y: F.avg_pool2d(y, 3, 2, (0, 1), ceil_mode=True, count_include_pad=False),
     ],
-    ids=["behind", "before", "left out"],
+    ids=["after", "before", "left out"],
 )
 def test_uneven_padding_is_never_counted_by_the_runtime(pool: Any, opset: int, dtype: str, tmp_path: Path) -> None:
     """onnxruntime 1.21 to 1.23 divides by too few elements there from opset 19 on."""

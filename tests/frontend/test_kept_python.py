@@ -63,7 +63,7 @@ class Rescale(nn.Module):
 
 
 class Kept(nn.Module):
-    """Every way of keeping Python, behind and between layers."""
+    """Every way of keeping Python, after and between layers."""
 
     gain = 3
 

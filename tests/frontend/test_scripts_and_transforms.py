@@ -116,7 +116,7 @@ def test_scripted_helpers_hold_at_every_batch_size(name: str) -> None:
         contract.assert_validate_is_integer(prepared, integer, batch)
 
 
-def test_a_scripted_function_is_what_it_was_behind_a_trace() -> None:
+def test_a_scripted_function_is_what_it_was_after_a_trace() -> None:
     before = vars(torch.jit.ScriptFunction)["__call__"]
     fxq.trace(SCRIPTED["whole"], rows())
     assert vars(torch.jit.ScriptFunction)["__call__"] is before
@@ -280,7 +280,7 @@ def test_where_pytorch_has_no_such_path_nothing_is_said(form: str) -> None:
 
 
 def test_results_of_one_float_function_that_are_read_apart_are_exported_together() -> None:
-    """Of two results in float the second one is read behind integers: both belong to what gives them, and only tensors go further."""
+    """Of two results in float the second one is read after integers: both belong to what gives them, and only tensors go further."""
     _, integer = compiled(Written(lambda y: Normal(y, 1.0, validate_args=False).log_prob(y)).eval(), [rows(0), rows(1)])
     (region,) = FloatRegions(integer, 17).regions.values()
     assert [node.name for node in region.nodes] == ["broadcast_tensors", "getitem", "getitem_1"]

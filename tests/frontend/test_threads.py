@@ -1,4 +1,4 @@
-"""Several threads at once: a trace is its own thread's affair, and nothing of it is left behind."""
+"""Several threads at once: a trace is its own thread's affair, and nothing of it is left after."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def of_the_process():
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left_behind():
+def nothing_is_left():
     before = of_the_process()
     yield
     assert of_the_process() == before

@@ -1,4 +1,4 @@
-"""What real models do behind a tracer's back: caches, state, views, hooks, shared modules."""
+"""What real models do after a tracer's back: caches, state, views, hooks, shared modules."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Counter(nn.Module):
         return self.linear(x)
 
 
-def test_what_forward_leaves_behind_is_not_left_on_the_model():
+def test_what_forward_leaves_after_is_not_left_on_the_model():
     model = Counter()
     trace(model, torch.randn(2, 4))
     assert model.seen == []

@@ -205,14 +205,14 @@ def test_what_is_written_on_a_real_tensor_is_read() -> None:
     fxq.set_state(own, "validate")
     first = next(iter(quantized_operators(own).values()))
 
-    def behind(hook: Callable[..., Tensor]) -> Tensor:
+    def after(hook: Callable[..., Tensor]) -> Tensor:
         handle = first.register_forward_hook(lambda module, arguments, result: hook(result))
         found: Tensor = own(images())
         handle.remove()
         return found
 
     with torch.no_grad():
-        before, written, given = own(images()), behind(lambda result: result.mul_(-1)), behind(lambda result: -result)
+        before, written, given = own(images()), after(lambda result: result.mul_(-1)), after(lambda result: -result)
     assert not torch.equal(before, written)
     assert torch.equal(written, given)
 

@@ -121,7 +121,7 @@ def plain_result(integer: fx.GraphModule, x: Tensor) -> Any:
 
 
 def assert_same(integer: fx.GraphModule, reference: fx.GraphModule, *inputs: Tensor, runs: int = 2) -> None:
-    """Bits and strides, in the first run, which is the primitives', and behind it."""
+    """Bits and strides, in the first run, which is the primitives', and after it."""
     wanted = reference(*inputs)
     for _ in range(1 + runs):
         found = integer(*inputs)
@@ -601,8 +601,8 @@ def test_a_requantization_is_compared_where_its_steps_are(shifted: bool, monkeyp
             layer.prove_requantization(site, too_late(built, result, late))
 
 
-def test_the_compared_sums_stand_on_both_sides_of_every_step_behind_a_first_shift(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By all sums there are: wherever the result changes, the sums before and behind it are among them."""
+def test_the_compared_sums_stand_on_both_sides_of_every_step_after_a_first_shift(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By all sums there are: wherever the result changes, the sums before and after it are among them."""
     site = convolution_in_c(nn.Conv2d(4, 4, 1), monkeypatch)
     layer, root = Layer.of(site), site.match.root
     constants = [site.constant(node) if isinstance(node, fx.Node) else node for node in root.args[1:]]

@@ -160,7 +160,7 @@ def test_positions_are_16_bits_wide_unless_a_rule_says_otherwise() -> None:
     assert {layer.name: layer.dtype for layer in fxq.inspect.layers(fxq.prepare(model, inputs, qconfig=asked))}["flow"] == "int8"
 
 
-# ---- what cameras deliver, against each other and against Pillow's; a network behind NV12 in integers ----------------
+# ---- what cameras deliver, against each other and against Pillow's; a network after NV12 in integers ----------------
 
 
 CAMERA = fxq.nn
@@ -190,7 +190,7 @@ def test_full_swing_is_the_one_of_jpeg() -> None:
     image = photograph()
     pillow = np.asarray(Image.fromarray(image[0].permute(1, 2, 0).numpy()).convert("YCbCr")).astype(np.int64)
     ours = CAMERA.RgbToYuv444()(image.float())[0].permute(1, 2, 0).round().long().numpy()
-    assert np.abs(ours - pillow).max() <= 1  # Pillow multiplies by numbers of 6 bits behind the point
+    assert np.abs(ours - pillow).max() <= 1  # Pillow multiplies by numbers of 6 bits after the point
 
 
 def test_nv12_keeps_what_has_no_fine_colours() -> None:
@@ -231,7 +231,7 @@ def test_what_is_no_image_is_refused() -> None:
 
 
 class Behind(nn.Module):
-    """A network that was written for normalised RGB, behind a camera."""
+    """A network that was written for normalised RGB, after a camera."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ class Behind(nn.Module):
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", ["bayes-e", "x86"])
-def test_a_network_behind_a_camera_is_integer_from_the_bytes_on(target: str, tmp_path: Path) -> None:
+def test_a_network_after_a_camera_is_integer_from_the_bytes_on(target: str, tmp_path: Path) -> None:
     y, uv = CAMERA.rgb_to_nv12(torch.cat([photograph(), photograph().flip(3)]))
     model = Behind().eval()
     prepared, integer = contract.compiled(model, [(y, uv)], target)

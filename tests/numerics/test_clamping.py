@@ -160,7 +160,7 @@ def limited(function: Callable[[Any, Tensor], Tensor]) -> nn.Module:
 CROSSING: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "function": lambda model, x: torch.clamp(x, 1.0, -1.0), "positive": lambda model, x: x.clip(0.5, 0.2),
     "in place, read by a layer": lambda model, x: model.last(x.clamp_(0.9, -0.9)),
-    "two clamps": lambda model, x: x.clamp(min=1.0).clamp(max=-1.0), "behind relu": lambda model, x: torch.relu(x).clamp(3.0, 2.0),
+    "two clamps": lambda model, x: x.clamp(min=1.0).clamp(max=-1.0), "after relu": lambda model, x: torch.relu(x).clamp(3.0, 2.0),
     "before relu": lambda model, x: torch.relu(x.clamp(1.0, -1.0)), "tensors": lambda model, x: torch.clamp(x, model.low, model.high),
     "of a mean": lambda model, x: x.mean((2, 3)).clamp(0.3, 0.1), "of a sum": lambda model, x: (x + x).clamp(0.3, 0.1),
     "of a product": lambda model, x: (x * x.sigmoid()).clamp(0.3, 0.1), "of a pooling": lambda model, x: F.avg_pool2d(x, 2).clamp(0.3, 0.1),

@@ -139,7 +139,7 @@ def test_what_is_rounded_down_is_a_division_wherever_one_is_found(numbers: list[
     if how is not None:
         wanted = by_definition(SIXTEEN_BITS, 0, multiplier[:, 0], right_shift, "floor", *limits)
         assert torch.equal(by_quotient(SIXTEEN_BITS, how, *limits), wanted)
-        if limits[0] == 0:  # files have a Relu before, and no lower limit behind
+        if limits[0] == 0:  # files have a Relu before, and no lower limit after
             rectified = SIXTEEN_BITS.clamp_min(0)
             assert torch.equal(by_quotient(rectified, how, -128, limits[1]), wanted)
 

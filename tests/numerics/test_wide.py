@@ -182,13 +182,13 @@ def test_a_target_without_int16_says_so(target: str) -> None:
 # ---- 32-bit outputs --------------------------------------------------------------------------------------------------
 
 
-def head(last: nn.Module, behind: Callable[[Any, Tensor], Tensor] = lambda y, x: y) -> nn.Module:
-    """A layer of 32 bits behind another one, and what is done with its result and its operand."""
+def head(last: nn.Module, after: Callable[[Any, Tensor], Tensor] = lambda y, x: y) -> nn.Module:
+    """A layer of 32 bits after another one, and what is done with its result and its operand."""
     rows = isinstance(last, nn.Linear)
 
     def forward(s: Any, x: Tensor) -> Tensor:
         x = F.relu(s.first(x))
-        return behind(s.last(x.mean((2, 3)) if rows else x), x)
+        return after(s.last(x.mean((2, 3)) if rows else x), x)
 
     return Network(forward, first=nn.Conv2d(3, 6, 3, padding=1), last=last)
 

@@ -80,7 +80,7 @@ def test_quantize_and_dequantize(values: list[float], given_grid: tuple[Fraction
 
 @EXACT
 @given(st.lists(st.integers(-(2**24), 2**24), min_size=1, max_size=20), scales, grids)
-def test_requantization_adds_the_zero_point_behind_its_rounding(sums: list[int], step: Fraction, to: tuple[Fraction, int]) -> None:
+def test_requantization_adds_the_zero_point_after_its_rounding(sums: list[int], step: Fraction, to: tuple[Fraction, int]) -> None:
     scale, zero_point = to
     factor = oracle.real_multiplier(step * Fraction(2) ** -10 / scale)
     centred = [oracle.requantize_real(value, factor, -zero_point, 255 - zero_point) for value in sums]

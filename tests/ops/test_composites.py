@@ -26,7 +26,7 @@ NARROW_TARGETS = ("bernoulli2", "x86", "qnnpack")
 
 
 class Head(nn.Module):
-    """A linear layer, a layer norm with a clamp behind it, and a softmax."""
+    """A linear layer, a layer norm with a clamp after it, and a softmax."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ def test_a_similarity_counts_what_is_repeated_along_its_dimension() -> None:
     torch.testing.assert_close(prepared(x), model(x), atol=1e-5, rtol=0)
 
 
-def test_what_has_two_sizes_of_the_batch_stays_whole_and_leaves_nothing_behind() -> None:
+def test_what_has_two_sizes_of_the_batch_stays_whole_and_leaves_nothing() -> None:
     example, model = torch.randn(2, 1, 4), Network(lambda _, x: F.scaled_dot_product_attention(x.flatten(1), x, x))
     assert whole(model, example, "scaled_dot_product_attention") == "more than one of its sizes depends on the batch size"
     names = [node.name for node in fxq.prepare(model, example).graph.nodes if "attention" in node.name]

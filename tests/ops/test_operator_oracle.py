@@ -97,13 +97,13 @@ class Known:
         shape = shape_of(self.a)
         return nested(shape, lambda index: oracle.added_constant(at(self.a, index), exact[index[1] % len(exact)], *on))
 
-    def layer(self, sums: Callable[[Nested, list[int]], Nested], out: int = 0, **behind: Any) -> Nested:
+    def layer(self, sums: Callable[[Nested, list[int]], Nested], out: int = 0, **after: Any) -> Nested:
         weight = self.module.layer.weight.detach().transpose(0, out)
         made = oracle.layer(weight.tolist(), self.module.layer.bias.tolist(), self.x, self.rules)
-        return oracle.finished(sums(made.weight, made.bias), made, self.x, self.to, self.rules, transposed=out == 1, **behind)
+        return oracle.finished(sums(made.weight, made.bias), made, self.x, self.to, self.rules, transposed=out == 1, **after)
 
-    def convolution(self, stride: int, padding: int, groups: int, **behind: Any) -> Nested:
-        return self.layer(lambda w, b: oracle.convolution(self.a, w, b, [stride] * 2, [padding] * 2, [1, 1], groups), **behind)
+    def convolution(self, stride: int, padding: int, groups: int, **after: Any) -> Nested:
+        return self.layer(lambda w, b: oracle.convolution(self.a, w, b, [stride] * 2, [padding] * 2, [1, 1], groups), **after)
 
 
 @dataclass(frozen=True)
@@ -360,7 +360,7 @@ CASES: dict[str, Case] = {
     ),
     "batch_norm": layers(batch_norm, by_channel),
     "residual_in_the_accumulator": layers(lambda: scaled_layer(nn.Conv2d(3, 3, 3, padding=1), 0.2), residual, added_after),
-    "residual_behind_the_layer": layers(lambda: scaled_layer(nn.Conv2d(3, 3, 3, padding=1), 30), residual, added_after),
+    "residual_after_the_layer": layers(lambda: scaled_layer(nn.Conv2d(3, 3, 3, padding=1), 30), residual, added_after),
 }
 
 

@@ -45,7 +45,7 @@ EXACT: dict[str, Body] = {
     "mixed index": lambda x: x[:, 1, ..., [0, 2], None],
     "constant mask": lambda x: x[:, torch.tensor([True, False] * 4)],
     "two lists": lambda x: x[:, [0, 1], [1, 2]],
-    "repeat_interleave, the batch behind": lambda x: x.transpose(0, 1).repeat_interleave(2, 1),
+    "repeat_interleave, the batch after": lambda x: x.transpose(0, 1).repeat_interleave(2, 1),
     "Tensor.split": lambda x: x.split([1, 3, 4], 1),
     "torch.hsplit": lambda x: torch.hsplit(x, 2)[1],
     "unbind": lambda x: x.unbind(1)[3],

@@ -36,7 +36,7 @@ class Case(nn.Module):
 
 
 def layer(shape: tuple[int, ...], module: nn.Module, norm: nn.Module | None = None) -> Case:
-    """A layer, and a batch norm behind it."""
+    """A layer, and a batch norm after it."""
     return Case(shape, lambda s, x: s.norm(s.layer(x)), layer=module, norm=nn.Identity() if norm is None else norm)
 
 
@@ -60,7 +60,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "conv_transpose2d, groups": lambda: layer(
         (4, 4, 5, 6), nn.ConvTranspose2d(4, 8, 3, (2, 3), 1, 1, groups=2, bias=False), nn.BatchNorm2d(8)
     ),
-    # additions behind a layer that its accumulator cannot hold
+    # additions after a layer that its accumulator cannot hold
     "a multiple added": lambda: Case(IMAGE, lambda s, x: torch.add(s.a(x), x, alpha=2), a=nn.Conv2d(3, 3, 1)),
     "the layer multiplied": lambda: Case(IMAGE, lambda s, x: torch.add(x, s.a(x), alpha=0.5), a=nn.Conv2d(3, 3, 1)),
     # batch norm that follows no layer
@@ -273,7 +273,7 @@ def test_two_batch_norms_on_one_convolution(twice: bool, target: str, tmp_path: 
 
 
 def test_padded_zeros_are_zeros_and_no_other_number() -> None:
-    """With a kernel that picks the last element of its window, the padding behind "same" is seen by itself."""
+    """With a kernel that picks the last element of its window, the padding after "same" is seen by itself."""
     conv = nn.Conv1d(1, 1, 2, padding="same", bias=False)
     with torch.no_grad():
         conv.weight.copy_(torch.tensor([[[0.0, 1.0]]]))

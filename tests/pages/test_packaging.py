@@ -41,7 +41,7 @@ def package_folders() -> list[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """The wheel of a copy, so that nothing is left behind in the checkout and nothing left behind gets in."""
+    """The wheel of a copy, so that nothing stays in the checkout, and nothing that lies there gets in."""
     copy = tmp_path_factory.mktemp("copy")
     for name in repository_files():
         (copy / name).parent.mkdir(parents=True, exist_ok=True)

@@ -95,7 +95,7 @@ def prints(shown: str, printed: str) -> bool:
 
 @pytest.fixture
 def _own_operators() -> Iterator[None]:
-    """The operators that a page declares are unknown to the tests behind it."""
+    """The operators that a page declares are unknown to the tests after it."""
     tables: tuple[dict[Any, Any], ...] = (OPERATORS, BY_NAME, FUNCTIONS, METHODS, MODULES, UNARY)
     before = [dict(table) for table in tables]
     yield
@@ -228,7 +228,7 @@ ONE_EDIT = {"fxquant/ops/elementwise/unary.py": "spherical_bessel_j0", "fxquant/
 
 @pytest.mark.nightly
 def test_an_elementwise_operator_and_a_composite_are_one_edit_in_one_file_each(tmp_path: Path) -> None:
-    """All tests that list operators are green behind the two diffs, and hold the two to their float functions and to the contract."""
+    """All tests that list operators are green after the two diffs, and hold the two to their float functions and to the contract."""
     diffs = [block.text for block in blocks((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")) if block.language == "diff"]
     repository = copy_of_the_code(tmp_path)
     for path, name in ONE_EDIT.items():

@@ -1,4 +1,4 @@
-"""The pictures in the classes of fusions: the graph in `before` becomes the one in `after`; and factors of channels behind a layer."""
+"""The pictures in the classes of fusions: the graph in `before` becomes the one in `after`; and factors of channels after a layer."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_every_fusion_has_a_picture() -> None:
     assert {*Fusion.__subclasses__()} == {*INPUTS}
 
 
-# ---- factors of channels behind a layer: they are in its weight ------------------------------------------------------
+# ---- factors of channels after a layer: they are in its weight ------------------------------------------------------
 
 
 class Branches(nn.Module):
@@ -128,7 +128,7 @@ def test_layers_with_factors_hold_the_contract(target: str, dtype: str, tmp_path
     given = model()
     prepared, integer = compiled(given, batches(), target, fxq.QConfig(fxq.ActivationConfig(dtype)))
     products = [layer.name for layer in fxq.inspect.layers(prepared) if layer.operator == "mul"]
-    assert len(products) == 3, "behind a batch norm, of a layer with two users, and of columns"
+    assert len(products) == 3, "after a batch norm, of a layer with two users, and of columns"
     assert {"conv", "down"} <= {layer.name for layer in fxq.inspect.layers(prepared) if len(layer.fused) == 2}, (
         "the factors and the addition"
     )
@@ -151,7 +151,7 @@ def test_in_float_it_is_the_model_and_layers_are_compared_with_their_products() 
     assert found["down"].sqnr > 30
     (moved,) = [layer.name for layer in fxq.inspect.layers(prepared) if layer.operator == "permute" and layer.fused]
     assert found[moved].sqnr > 30
-    assert "last" in found.unmatched, "behind a permutation the factors have been multiplied in already"
+    assert "last" in found.unmatched, "after a permutation the factors have been multiplied in already"
 
 
 def test_both_are_trained_and_kept_in_files(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Last layers return their sums by default, and functions that saturate behind them are float functions of these sums."""
+"""Last layers return their sums by default, and functions that saturate after them are float functions of these sums."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Outputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.image, self.limited, self.read, self.squashed, self.twice, self.moved = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(6))
-        self.behind = nn.Linear(6, 2)
+        self.after = nn.Linear(6, 2)
         self.boxes, self.scores = nn.Conv2d(3, 2, 1), nn.Conv2d(3, 1, 1)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
@@ -31,7 +31,7 @@ class Outputs(nn.Module):
             "limited": F.relu6(self.limited(x)),
             "read": read,
             "squashed": squashed,
-            "behind": self.behind(torch.cat([read, squashed], 1).mean((2, 3))),
+            "after": self.after(torch.cat([read, squashed], 1).mean((2, 3))),
             "twice": self.twice(self.twice(x)),
             "moved": self.moved(x).permute(0, 2, 3, 1).reshape(x.shape[0], -1),
             "float": torch.fft.fft(self.moved(x)).real,
@@ -39,7 +39,7 @@ class Outputs(nn.Module):
         }
 
 
-SUMS = {"image", "behind", "twice_1", "moved", "moved_1", "boxes", "scores"}
+SUMS = {"image", "after", "twice_1", "moved", "moved_1", "boxes", "scores"}
 
 
 def batches() -> list[Tensor]:
@@ -124,7 +124,7 @@ OPTIONS = fxq.Options(integer_tail=False)
 
 
 class Heads(nn.Module):
-    """Scores of two maps behind each other, probabilities after a batch norm, a scaled tanh, and functions that stay integer."""
+    """Scores of two maps after each other, probabilities after a batch norm, a scaled tanh, and functions that stay integer."""
 
     def __init__(self) -> None:
         super().__init__()

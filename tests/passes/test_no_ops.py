@@ -123,7 +123,7 @@ def dropping(dropout: nn.Module, limit: Callable[[Tensor], Tensor]) -> Network:
 
 
 @pytest.mark.parametrize("dropout", [nn.Dropout(0.5), nn.Dropout1d(0.5), nn.Dropout2d(0.5)], ids=str)
-def test_a_relu_behind_dropout_belongs_to_the_layer_and_dropout_still_acts(dropout: nn.Module) -> None:
+def test_a_relu_after_dropout_belongs_to_the_layer_and_dropout_still_acts(dropout: nn.Module) -> None:
     x = torch.randn(4, 3, 8, 8) if not isinstance(dropout, nn.Dropout1d) else torch.randn(4, 3, 8)
     model = dropping(dropout, F.relu).eval()
     model.layer = model.layer if x.dim() == 4 else nn.Conv1d(3, 4, 3)
@@ -144,7 +144,7 @@ def test_a_relu_behind_dropout_belongs_to_the_layer_and_dropout_still_acts(dropo
     [(nn.Dropout(0.5), F.relu6), (nn.Dropout(0.5), lambda x: x.clamp(min=0.1)), (nn.AlphaDropout(0.5), F.relu)],
     ids=["relu6", "a limit that is not 0", "alpha dropout"],
 )
-def test_a_limit_that_dropout_would_move_stays_behind_it(dropout: nn.Module, limit: Callable[[Tensor], Tensor]) -> None:
+def test_a_limit_that_dropout_would_move_stays_after_it(dropout: nn.Module, limit: Callable[[Tensor], Tensor]) -> None:
     prepared = compiled(dropping(dropout, limit).eval(), [torch.randn(4, 3, 8, 8)]).prepared
     assert kinds(prepared) == ["quantize", "conv2d", "dropout", "clamp"]
 

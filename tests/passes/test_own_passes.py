@@ -39,7 +39,7 @@ def operators(model: fx.GraphModule) -> list[str]:
     return [layer.operator for layer in fxq.inspect.layers(model) if not layer.boundary]
 
 
-def test_a_pass_runs_behind_the_one_it_is_named_after_and_the_whole_contract_holds(tmp_path: Path) -> None:
+def test_a_pass_runs_after_the_one_it_is_named_after_and_the_whole_contract_holds(tmp_path: Path) -> None:
     seen: list[str] = []
 
     def watch(gm: fx.GraphModule, context: Any) -> int:

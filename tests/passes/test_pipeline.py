@@ -111,7 +111,7 @@ class Reversed(torch.autograd.Function):
 
 
 class Around(nn.Module):
-    """Before the tiny network what bayes-e pads in another way; behind it factors, a composite, and integers between float operators."""
+    """Before the tiny network what bayes-e pads in another way; after it factors, a composite, and integers between float operators."""
 
     def __init__(self) -> None:
         super().__init__()

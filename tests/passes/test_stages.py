@@ -122,7 +122,7 @@ def test_every_rule_is_broken_by_some_test() -> None:
     assert {rule for rules in SPECS.values() for rule in rules} == caught
 
 
-def test_the_pipeline_stops_behind_the_pass_that_broke_the_graph(golden: Golden) -> None:
+def test_the_pipeline_stops_after_the_pass_that_broke_the_graph(golden: Golden) -> None:
     def spoil(gm: fx.GraphModule, context: Context) -> int:
         set_fact(node(gm, "conv"), None)
         return 1

@@ -1,4 +1,4 @@
-"""Batch norm behind every layer and in every mode: live, frozen, folded; tiny weights; layers and norms that are shared."""
+"""Batch norm after every layer and in every mode: live, frozen, folded; tiny weights; layers and norms that are shared."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def optimise(prepared: fx.GraphModule, batch: Tensor, steps: int = 2) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_contract_in_every_mode(name: str, mode: str, tmp_path: Path) -> None:
-    """Before training and behind two steps of it, which move weights, norms and statistics."""
+    """Before training and after two steps of it, which move weights, norms and statistics."""
     model, batches = built(LAYERS[name])
     batch = batches[0][0]
     prepared = contract.compiled(model, batches, "bayes-e", COVERING, batch_norm=mode).prepared
@@ -118,14 +118,14 @@ def test_a_norm_that_nothing_absorbs_stays_when_the_others_are_folded(tmp_path: 
     model, batches = built(
         lambda: Case(
             (4, 3, 6, 6),
-            lambda s, x: s.alone(s.behind(s.conv(x)).relu()),
+            lambda s, x: s.alone(s.after(s.conv(x)).relu()),
             conv=nn.Conv2d(3, 4, 3),
-            behind=nn.BatchNorm2d(4),
+            after=nn.BatchNorm2d(4),
             alone=nn.BatchNorm2d(4),
         )
     )
     compiled = contract.compiled(model, batches, batch_norm="folded")
-    assert not hasattr(compiled.prepared, "behind")
+    assert not hasattr(compiled.prepared, "after")
     statistics = compiled.prepared.alone.running_mean.clone()
     optimise(compiled.prepared, batches[0][0])
     assert torch.equal(statistics, compiled.prepared.alone.running_mean)

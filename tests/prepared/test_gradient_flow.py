@@ -175,7 +175,7 @@ def forms(stop: Callable[[Tensor], Tensor]) -> dict[str, Form]:
         "between layer and batch norm": lambda net, x: net.b(F.relu(net.norm(stop(net.a(x))))),
         "in front of a residual": lambda net, x: net.b(F.relu(stop(net.a(x)) + net.c(x))),
         "of a residual": lambda net, x: net.b(F.relu(net.a(x) + stop(net.c(x)))),
-        "behind a batch norm, in front of a residual": lambda net, x: net.b(F.relu(net.norm(stop(net.a(x))) + net.c(x))),
+        "after a batch norm, in front of a residual": lambda net, x: net.b(F.relu(net.norm(stop(net.a(x))) + net.c(x))),
         "in front of factors": lambda net, x: net.b(stop(net.a(x)) * net.factors + net.c(x)),
         "of an output": lambda net, x: operator.itemgetter(0, 1)((net.b(net.a(x)), stop(net.c(x)))),
         "of an output that is returned twice": lambda net, x: (lambda y: (y, stop(y)))(net.b(net.a(x))),
@@ -310,7 +310,7 @@ def test_the_integer_model_has_the_bits_of_train_and_nothing_of_gradients(form: 
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("form", ["half detached", "behind a batch norm, in front of a residual", "of an output that is returned twice"])
+@pytest.mark.parametrize("form", ["half detached", "after a batch norm, in front of a residual", "of an output that is returned twice"])
 def test_stops_survive_files_copies_and_pickles(form: str, tmp_path: Path) -> None:
     prepared = calibrated(Net(STOPS.get(form, FORMS[form])).train())
     fxq.set_state(prepared, "train")

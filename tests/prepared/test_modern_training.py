@@ -71,7 +71,7 @@ def test_autocast_changes_no_bit_of_integers_nor_of_their_training() -> None:
 
 @pytest.mark.parametrize("host", ["conv1", "head"])
 def test_float_layers_compute_in_bfloat16_beside_integers(host: str) -> None:
-    """In front of the integers, and behind them: these have the bits that their inputs have without autocast, and train in float32."""
+    """In front of the integers, and after them: these have the bits that their inputs have without autocast, and train in float32."""
     prepared = student(host=host)
     fxq.set_state(prepared, fxq.State.VALIDATE)
     wanted = contract.operator_outputs(prepared, batches()[0])
@@ -115,7 +115,7 @@ def test_gradients_of_parts_of_a_batch_add_up_to_those_of_the_batch(activations:
 
 @pytest.mark.nightly
 def test_a_compiled_model_has_the_same_bits() -> None:
-    """What is beside the operators is compiled; here the layer on the host, in one graph behind that of the input's check."""
+    """What is beside the operators is compiled; here the layer on the host, in one graph after that of the input's check."""
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:

@@ -83,7 +83,7 @@ def test_nor_does_any_grid(options: dict[str, Any], monkeypatch: pytest.MonkeyPa
     assert returned(prepared) == 0
 
 
-def test_a_weight_that_is_pruned_behind_calibration_becomes_zero() -> None:
+def test_a_weight_that_is_pruned_after_calibration_becomes_zero() -> None:
     prepared = calibrated("calibrate")
     weights = [value for value in prepared.parameters() if value.dim() > 1]
     with torch.no_grad():

@@ -104,7 +104,7 @@ def product_model() -> Any:
 
 
 class Sequence(nn.Module):
-    """A recurrent layer and a layer behind the mean of its states."""
+    """A recurrent layer and a layer after the mean of its states."""
 
     def __init__(self, kind: type, **options: Any) -> None:
         super().__init__()

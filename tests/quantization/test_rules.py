@@ -138,7 +138,7 @@ CONFLICTS: dict[str, tuple[list[tuple[str, Any, Any]], str, str]] = {  # rules, 
     "names, in another order": ([rule("name", "relu", EIGHT), rule("name", "conv", WIDE)], "int8", "int8"),
     "patterns": ([rule("pattern", "conv", WIDE), rule("pattern", "relu", INT4)], "int4", "int8"),
     "types": ([rule("type", "conv", INT4), rule("type", "relu", WIDE)], "int16", "int4"),
-    "a name before, a type behind": ([rule("name", "conv", INT4), rule("type", "relu", WIDE)], "int16", "int4"),
+    "a name before, a type after": ([rule("name", "conv", INT4), rule("type", "relu", WIDE)], "int16", "int4"),
     "the addition and the layer": ([rule("name", "conv", INT4), rule("name", "add", WIDE)], "int16", "int4"),
     "batch norm and layer": ([rule("name", "conv", WIDE), rule("name", "bn", INT4)], "int4", "int8"),
     "batch norm and relu": ([rule("name", "relu", WIDE), rule("name", "bn", INT4)], "int16", "int8"),
@@ -171,7 +171,7 @@ def test_attributes_give_way_like_other_rules() -> None:
     assert fused_config(None, model).output.dtype == "int16"
 
 
-def test_a_relu_that_is_asked_to_be_integer_behind_a_float_layer_is_not_fused() -> None:
+def test_a_relu_that_is_asked_to_be_integer_after_a_float_layer_is_not_fused() -> None:
     found = parts(annotated(mapping(rule("name", "conv", None), rule("name", "add", EIGHT))))
     assert found["block_conv"] == (None, ("block_bn",))
     assert found["add"] == ("int8", ("block_relu",))
@@ -206,7 +206,7 @@ INPUT = fxq.QConfig(input=ACT("int16", scale=1 / 1024))
 
 
 def fork() -> nn.Module:
-    """Two layers that read one input, and one behind them."""
+    """Two layers that read one input, and one after them."""
     return written(lambda m, x: (m.left(x), m.last(m.right(x))), left=nn.Conv2d(2, 2, 1), right=nn.Conv2d(2, 2, 1), last=nn.Conv2d(2, 2, 1))
 
 
@@ -250,7 +250,7 @@ TOLD: dict[str, tuple[nn.Module, Any, list[str]]] = {  # of a model and a mappin
         ["the input= of the qconfig's type MaxPool2d is not used by %_1: what is read there is quantized already"],
     ),
     "the input of the default, which is the model's": (fork(), INPUT, []),
-    "an input behind a float operator": (BESSEL, mapping(("module_name", "2", INPUT)), []),
+    "an input after a float operator": (BESSEL, mapping(("module_name", "2", INPUT)), []),
 }  # fmt: skip
 
 
@@ -407,7 +407,7 @@ def test_other_functions_and_classes_are_not_meant() -> None:
 
 
 class Followed(nn.Module):
-    """A layer, and a function behind it."""
+    """A layer, and a function after it."""
 
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()

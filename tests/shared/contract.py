@@ -24,7 +24,7 @@ from fxquant.primitives.quantization import quantize
 VNNI = torch.cpu._is_vnni_supported()  # without it, sums of pairs of products saturate, and kernels that form them are refused
 needs_vnni = pytest.mark.skipif(not VNNI, reason="without VNNI, sums of pairs of products saturate, and such kernels are refused")
 TARGETS = ("bayes-e", "nash-e")
-NOT_LOWERED = ("identity", "dropout", "nan_to_num", "requantize", "in_dtype", "finely")  # operators that may leave no primitive behind
+NOT_LOWERED = ("identity", "dropout", "nan_to_num", "requantize", "in_dtype", "finely")  # operators that may leave no primitive after
 
 Inputs = tuple[Tensor, ...]
 

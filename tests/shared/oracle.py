@@ -715,7 +715,7 @@ def rescaled(q: int, x: Grid, to: Grid, rules: Rules) -> int:
 
 
 def resized_nearest(input: Nested, sizes: Sequence[int]) -> Nested:
-    """The element at ⌊i · in / out⌋ in every dimension behind the channels."""
+    """The element at ⌊i · in / out⌋ in every dimension after the channels."""
     batch, channels, *spatial = shape_of(input)
     return nested(
         (batch, channels, *sizes),
@@ -768,7 +768,7 @@ def resized_by_steps(input: Nested, sizes: Sequence[int], align_corners: bool, r
 
 
 def resized_linear(input: Nested, sizes: Sequence[int], align_corners: bool, rules: Rules) -> Nested:
-    """Fixed-point weights along every dimension behind the channels, and one rounding."""
+    """Fixed-point weights along every dimension after the channels, and one rounding."""
     if rules.measured:
         return resized_by_steps(input, sizes, align_corners, rules)
     batch, channels, *spatial = shape_of(input)
@@ -891,7 +891,7 @@ def finished(
     sums: Nested, made: Layer, x: Grid, to: Grid, rules: Rules,
     clamp: Clamp | None = None, residual: tuple[Nested, Grid] | None = None, channels: int = 1, transposed: bool = False,
 ) -> Nested:  # fmt: skip
-    """The sums of a layer, whose channels are that dimension, requantized, with a residual in the accumulator or behind it."""
+    """The sums of a layer, whose channels are that dimension, requantized, with a residual in the accumulator or after it."""
     bias_bits = 16 if transposed else rules.bias_bits
     bits = 48 if rules.weight_bits == 16 else 32
     steps = [rules.product_step(x.scale, scale) for scale in made.scales]

@@ -22,7 +22,7 @@ from tests.shared.written import to_train
 
 
 class Chain(nn.Module):
-    """A convolution with a batch norm, what stands behind it, and a convolution that reads it."""
+    """A convolution with a batch norm, what stands after it, and a convolution that reads it."""
 
     def __init__(self, between: Callable[[Any, Tensor], Tensor], inner: int = 8, outer: int = 8, **layers: nn.Module) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def _first(prepared: fx.GraphModule) -> fx.Node:
 
 
 class Rescaled(nn.Module):
-    """An inverted residual and a head, with channels of very different ranges, which the layers behind them undo."""
+    """An inverted residual and a head, with channels of very different ranges, which the layers after them undo."""
 
     def __init__(self, bits: int) -> None:
         super().__init__()
@@ -154,12 +154,12 @@ class Rescaled(nn.Module):
         self.widen, self.widened = nn.Conv2d(8, 24, 1, bias=False), nn.BatchNorm2d(24)
         self.filter, self.filtered = nn.Conv2d(24, 24, 3, padding=1, groups=24, bias=False), nn.BatchNorm2d(24)
         self.narrow, self.head = nn.Conv2d(24, 8, 1), nn.Linear(8, 5)
-        for norm, behind in ((self.widened, self.filter), (self.filtered, self.narrow)):
+        for norm, after in ((self.widened, self.filter), (self.filtered, self.narrow)):
             factors = 2.0 ** torch.randint(-bits, bits + 1, (24,))
             with torch.no_grad():
                 norm.weight.mul_(factors)
                 norm.bias.uniform_(-0.5, 0.5).mul_(factors)
-                behind.weight.div_(factors.reshape((-1, 1, 1, 1) if behind.groups > 1 else (1, -1, 1, 1)))
+                after.weight.div_(factors.reshape((-1, 1, 1, 1) if after.groups > 1 else (1, -1, 1, 1)))
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.stem(x))

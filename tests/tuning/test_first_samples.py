@@ -1,4 +1,4 @@
-"""What calibration does by its first samples behind the scales: biases take back what rounding shifts on average."""
+"""What calibration does by its first samples after the scales: biases take back what rounding shifts on average."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_what_was_cut_off_does_not_count() -> None:
     assert torch.equal(bias._without_outliers(usual), usual)
 
 
-def test_a_layer_is_corrected_behind_its_limits() -> None:
+def test_a_layer_is_corrected_after_its_limits() -> None:
     generator = torch.Generator().manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 16), nn.ReLU6()).eval()
     inputs = torch.randn(256, 32, generator=generator)

@@ -135,7 +135,7 @@ def saturating(bounded: bool) -> nn.Module:
 
 
 def powers(seed: int, count: int = 64) -> Tensor:
-    """Small values, behind one that is 0 or large."""
+    """Small values, after one that is 0 or large."""
     generator = torch.Generator().manual_seed(seed)
     made = 0.5 * torch.rand(count, 16, generator=generator)
     made[:, 0] = torch.where(made[:, 0] < 0.25, 0, 200 * made[:, 0])

@@ -290,7 +290,7 @@ class Masked(nn.Module):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("masked", [-math.inf, torch.finfo(torch.float32).min])
-def test_distillation_behind_a_mask_learns(masked: float) -> None:
+def test_distillation_after_a_mask_learns(masked: float) -> None:
     """A mask of four dimensions is no image, and one of infinities is not mixed: what was no number before taught nothing."""
     torch.manual_seed(0)
     basis = torch.randn(4, 16)
@@ -472,7 +472,7 @@ def test_live_statistics_take_the_place_of_a_correction(network: nn.Module) -> N
 # ---- batch norms ------------------------------------------------------------------------------------------------------------------
 
 
-def test_statistics_are_those_of_the_batches_behind_quantized_weights(network: nn.Module) -> None:
+def test_statistics_are_those_of_the_batches_after_quantized_weights(network: nn.Module) -> None:
     prepared = calibrated(network)
     scales, trained = fxq.qparams(prepared), {name: value.clone() for name, value in prepared.named_parameters()}
     norm = prepared.get_submodule("block.norm")
