@@ -1,4 +1,4 @@
-"""Several threads at once: a trace is its own thread's affair, and nothing of it is left after."""
+"""Several threads at once: a trace is its own thread's affair, and nothing of it is left."""
 
 from __future__ import annotations
 
