@@ -127,7 +127,7 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def findings(path: Path, source: str) -> Iterator[str]:
-    """Yield what is to be changed in the docstrings, comments, string literals and names of a file, or in the prose of a page."""
+    """Yield a sentence (str) for each refused word in the docstrings, comments, strings and names of a file, or in the text of a page."""
     name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
     if path.suffix == ".md":
         yield from (f"{name}:{line}: {change}" for line, change in of_page(source))

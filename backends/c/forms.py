@@ -188,7 +188,7 @@ def _pair_form(primitive: Any, document: str, expression: str) -> None:
 
 _pair_form(primitives.elementwise.add, "The sum of two accumulators.", "(Y)a + (Y)b")
 _pair_form(primitives.elementwise.subtract, "The difference of two accumulators.", "(Y)a - (Y)b")
-_pair_form(primitives.elementwise.add_constant, "An accumulator and a whole number.", "(Y)a + (Y)b")
+_pair_form(primitives.elementwise.add_constant, "An accumulator plus an integer constant.", "(Y)a + (Y)b")
 _pair_form(primitives.elementwise.multiply, "Section 16: the product of two integers.", "(Y)a * (Y)b")
 _pair_form(primitives.product.maximum, "The larger of two integers on one scale.", "a > b ? a : b")
 _pair_form(primitives.product.minimum, "The smaller of two integers on one scale.", "a < b ? a : b")
@@ -198,18 +198,25 @@ _pair_form(primitives.product.minimum, "The smaller of two integers on one scale
 def _compare(call: Call, input: Value, other: Value, relation: str) -> None:
     width = torch.promote_types(input.dtype, other.dtype)
     kind = {torch.float32: "float", torch.float64: "double"}.get(width, "int64_t")
-    pair(call, f"compare_{relation}", "Section 16, truth values.", f"({kind})a {RELATIONS[relation]} ({kind})b", input, other)
+    pair(
+        call,
+        f"compare_{relation}",
+        "Section 16: a comparison; the result is bool.",
+        f"({kind})a {RELATIONS[relation]} ({kind})b",
+        input,
+        other,
+    )
 
 
 @form(primitives.comparison.logic)
 def _logic(call: Call, input: Value, other: Value, operation: str) -> None:
-    pair(call, f"logic_{operation}", "Two truth values joined.", LOGIC[operation], input, other)
+    pair(call, f"logic_{operation}", "A logical operation on two bool tensors.", LOGIC[operation], input, other)
 
 
 @form(primitives.whole.joined)
 def _joined(call: Call, input: Value, other: Value, operation: str) -> None:
     if operation in WHOLE:
-        pair(call, f"joined_{operation}", "Section 16: two whole numbers, modulo 2^64.", WHOLE[operation], input, other)
+        pair(call, f"joined_{operation}", "Section 16: an operation on two int64 tensors, modulo 2^64.", WHOLE[operation], input, other)
         return
     words = dict(zip(("DOCUMENT", "EXPRESSION"), DIVISIONS[operation], strict=True))
     place = _beside(call, input, other)
@@ -489,7 +496,7 @@ def _truth(call: Call, input: Value, dim: list[int], keepdim: bool, every: bool)
 
 @form(primitives.whole.reduced)
 def _reduced(call: Call, input: Value, dim: list[int], keepdim: bool, operation: str) -> None:
-    _reduce(call, f"reduced_{operation}", "Of whole numbers along dimensions.", REDUCED[operation], input, dim)
+    _reduce(call, f"reduced_{operation}", "A reduction of int64 tensors along dimensions.", REDUCED[operation], input, dim)
 
 
 @form(primitives.whole.running)

@@ -1,8 +1,8 @@
-/* What training computes of two float tensors whose elements are whole numbers, element by element, and its requantization: in one
+/* What training computes of two float tensors whose elements are integers, element by element, and its requantization: in one
    pass over memory each, without the accumulators. The words are those of fxquant/training/fused_elementwise.py, which says what each function gives.
 
-   The accumulator of an element is a product, a * b, or a sum, of terms that are brought to a common scale; and a constant. It is a
-   whole number below 2^53, in float64. The elements are rows of columns; what is smaller than `a` is read again in other rows, or
+   The accumulator of an element is a product, a * b, or a sum, of terms that are brought to a common scale; and a constant. It is an
+   integer below 2^53, in float64. The elements are rows of columns; what is smaller than `a` is read again in other rows, or
    columns. Sums of gradients are formed in BLOCKS parts and joined in order, so that the number of threads changes nothing. */
 
 #include <math.h>
@@ -296,7 +296,7 @@ void fxq_join_backward(const Join *p) {
     free(parts);
 }
 
-/* ---- tables: `a` holds whole numbers from `low` to `high`; `multiplier` is the table ---- */
+/* ---- tables: `a` holds integers from `low` to `high`; `multiplier` is the table ---- */
 
 /* inside[i]: whether low + i occurs. */
 void fxq_occurs(const Join *p) {
@@ -350,9 +350,9 @@ void fxq_look_back(const Join *p) {
     }
 }
 
-/* ---- whole numbers in bytes ---- */
+/* ---- integers in bytes ---- */
 
-/* inside: `rows` whole numbers as int8; outside: how many of the BLOCKS parts hold one that is no int8. */
+/* inside: `rows` integers as int8; outside: how many of the BLOCKS parts hold one that is no int8. */
 void fxq_to_bytes(Join *p) {
     int64_t outside = 0;
 #pragma omp parallel for num_threads(p->threads) reduction(+ : outside) if (p->threads > 1)

@@ -1,7 +1,7 @@
-/* What training computes of large float tensors whose elements are whole numbers, in one pass over memory each.
+/* What training computes of large float tensors whose elements are integers, in one pass over memory each.
 
    A tensor is (outer, channels, inner): an image that lies contiguously, or, with inner = 1, rows or an image channels last. Sums of
-   whole numbers are exact. Sums of gradients are formed in BLOCKS parts and joined in order, so that the number of threads changes
+   integers are exact. Sums of gradients are formed in BLOCKS parts and joined in order, so that the number of threads changes
    nothing. The words are those of fxquant/training/fused_layers.py, which says what each function gives. */
 
 #include <math.h>

@@ -1,4 +1,4 @@
-"""A peer whose pins may clash has an environment of its own, which sees fxquant's after its own packages.
+"""Install each peer toolkit whose pinned versions may clash in a separate virtual environment, with fxquant's packages after its own.
 
 python -m benchmarks.accuracy --install NNCF Brevitas     makes them in CACHE/environments
 """

@@ -88,7 +88,7 @@ def mobilenet_relu(channels: int, size: int, outputs: int) -> MobileNetV2:
 
 
 def rescale(network: nn.Module, seed: int) -> nn.Module:
-    """The same function from channels rescaled by 2^-3 to 2^3: the batch norm before each ReLU grows, the layer after it shrinks.
+    """Rescale channels by powers of two, 2^-3 to 2^3, without changing the function: in a batch norm before a ReLU and the layer after it.
 
     The factors are powers of two, so in float the two networks give the same bits unless a number gets subnormal. What a shortcut
     reads keeps its scale.

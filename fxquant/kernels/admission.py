@@ -349,14 +349,8 @@ def enumerated(site: Site, forms: Sequence[Held], result: Held) -> Tensor:
         stored = torch.arange(256, device="cpu") - form.zero + grid(read).zero_point
         shape = [256 if axis == index else 1 for index in range(len(forms))]
         valid = valid & ((stored >= dtype.low) & (stored <= dtype.high)).reshape(shape)
-        values[read] = (
-            stored.clamp(dtype.low, dtype.high)
-            .to(dtype.storage)
-            .reshape(shape)
-            .expand(size)
-            .reshape(*size, *[1] * len(ones))
-            .expand(*size, *ones)
-        )
+        stored = stored.clamp(dtype.low, dtype.high).to(dtype.storage)
+        values[read] = stored.reshape(*shape, *[1] * len(ones)).expand(*size, *ones)
     integers = evaluate(site.model, site.match, values)[0].to(torch.int64) - grid(site.match.root).zero_point + result.zero
     table = torch.where(valid, integers.reshape(*size, channels).movedim(-1, 0), 0).to(torch.uint8).flatten(1)
     return F.pad(table, (0, 0, 0, result.pixel - channels if vary else 0)).flatten().contiguous()

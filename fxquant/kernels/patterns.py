@@ -14,7 +14,7 @@ from torch import fx
 from fxquant.ir.graph import BATCH_SIZES, TensorFact, fact
 from fxquant.ir.integer import qparams
 from fxquant.kernels.kernel import Forms, Match, Matched, grid, in_order
-from fxquant.primitives import POINTWISE, PRIMITIVES, Role, ZeroPoint, elementwise, pool, role_of, runtime_scales, shape
+from fxquant.primitives import PRIMITIVES, Role, ZeroPoint, elementwise, pool, role_of, runtime_scales, shape
 from fxquant.primitives.quantization import accumulator_output, quantize
 from fxquant.primitives.steps import Op
 
@@ -223,7 +223,7 @@ def pointwise(root: fx.Node) -> Matched:
 
 def _is_elementwise(node: fx.Node) -> bool:
     record = PRIMITIVES.get(node.target)  # type: ignore[arg-type]
-    return role_of(node.target) in POINTWISE or (record is not None and record.steps is not None)
+    return record is not None and record.steps is not None
 
 
 def _differs_between_channels(constant: fx.Node, root: fx.Node) -> bool:
@@ -281,8 +281,7 @@ def elementwise_chain(root: fx.Node) -> Matched:
 
 
 def _is_step(node: fx.Node) -> bool:
-    record = PRIMITIVES.get(node.target)  # type: ignore[arg-type]
-    return record is not None and record.steps is not None and known_tensor(node, *INTEGERS, torch.float32, torch.bool, ranks=range(9))
+    return _is_elementwise(node) and known_tensor(node, *INTEGERS, torch.float32, torch.bool, ranks=range(9))
 
 
 def _is_passed_on(node: fx.Node) -> bool:

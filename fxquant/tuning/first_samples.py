@@ -120,7 +120,7 @@ class FirstSamples:
             self.prepared.__dict__[SAMPLES] = self.kept
 
     def use(self, distributed: bool, show_progress: bool | None) -> None:
-        """Choose ranges, round and correct by them; where ranks calibrate together, by those of rank 0, and they divide the first two."""
+        """Choose ranges, round weights and correct biases by the samples; several ranks use those of rank 0, and divide the first two."""
         prepared, data, several = self.prepared, self.kept, distributed and ranks.count() > 1
         total = sum(ranks.gathered(data.seen)) if several else data.seen  # by all ranks
         self.first = self._of_rank_0() if several else data

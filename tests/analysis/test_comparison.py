@@ -284,7 +284,7 @@ def test_a_scale_inside_of_an_attention_is_named(layer: str) -> None:
 @pytest.mark.parametrize("what", ["running_mean", "running_var", "both"])
 @pytest.mark.parametrize("layer", ["stem", "body", "down"])
 def test_a_batch_norm_without_statistics_is_named(layer: str, what: str) -> None:
-    """It alone: those after it read what it has made."""
+    """One operator is reported: the operators after it read its wrong result."""
 
     def forget(model: Any) -> None:
         norm = model.get_submodule(layer)[1]

@@ -22,7 +22,7 @@ Body = Callable[[Tensor], Any]
 
 
 def written(body: Body) -> nn.Module:
-    """A layer, and what is written after it."""
+    """A layer, and the operators that follow it."""
     return Network(lambda m, x: body(m.conv(x)), conv=nn.Conv2d(3, 8, 3, padding=1))
 
 

@@ -110,7 +110,7 @@ def test_what_there_is_no_form_for_is_left_to_the_exporter(name: str, tmp_path: 
 
 
 def test_the_forms_agree_with_the_float_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Float nodes alone, nothing rounded after them: the numbers are those of PyTorch to float32's last digits."""
+    """A file of float nodes alone, without a rounding after them, has PyTorch's numbers to the last digits of float32."""
     monkeypatch.setattr(torch.onnx, "export", refuse)
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What every export style has: external weights, metadata, opsets; files of prepared and float models, and of other layouts."""
+"""Properties of all export styles: external weights, metadata, opsets; exports of prepared and float models, and of other layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calibration and what is learned after it have the same bits, whatever autocast, default dtype, default device or threads are set."""
+"""Calibration and the methods of tuning have the same bits under any autocast, default dtype, default device and number of threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts that `set_state` has taken out of calibration are left as they are, by it and by all that it does after it."""
+"""Calibration, with its choice of ranges, rounding and bias correction, does not change parts that `set_state` has excluded."""
 
 from __future__ import annotations
 

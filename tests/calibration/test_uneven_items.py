@@ -120,7 +120,7 @@ def test_half_of_the_reach_is_the_next_octave_exactly() -> None:
         assert histogram._octave(reach * 2.0**-40, reach) == OCTAVES - 1
 
 
-# ---- batch norms after tensors that cut off what a few outlier items hold -------------------------------------------------
+# ---- batch norms after tensors whose ranges clip a few outlier items -------------------------------------------------
 
 
 class OutlierNetwork(nn.Module):

@@ -47,7 +47,7 @@ def small() -> nn.Module:
 
 
 class Eager(nn.Module):
-    """The same with stubs, and with a layer after the second one."""
+    """The network above with quantization stubs and a third layer."""
 
     def __init__(self) -> None:
         super().__init__()

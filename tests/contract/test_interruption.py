@@ -134,7 +134,7 @@ def test_a_loader_that_is_interrupted_leaves_the_report_of_the_batches_before(fo
     assert stop.value.result == wanted
 
 
-# ---- the same call goes on after what is in its file ------------------------------------------------------------------------------
+# ---- a repeated call continues from the results in its file ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_a_search_over_observers_continues(monkeypatch: pytest.MonkeyPatch, tmp_
     assert same(bits(again.prepared), bits(whole.prepared))
 
 
-# ---- what has nothing to keep leaves nothing after ---------------------------------------------------------------------------------
+# ---- an interrupted call without results leaves no file ---------------------------------------------------------------------------------
 
 
 class Stops(nn.Module):

@@ -1,4 +1,4 @@
-"""Tensors made anew at every run are constants where an activation gives the size; sizes and shapes that are known without running."""
+"""Tensors that forward creates with the size of an activation are constants; sizes and shapes are computed without running."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNor
 
 
 class Norms(nn.Module):
-    """Batch norms of a new tensor, and of tensors of unusual strides, one of those of one channel."""
+    """Batch norms of a new tensor and of tensors with unusual strides, of which one tensor has one channel."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What may be passed as a model: a float module, or what stands for one, also with stubs. Anything else is told what it is."""
+"""Models that are accepted: a float module, a traced one, one with quantization stubs. An error names the type of any other object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What real models do after a tracer's back: caches, state, views, hooks, shared modules."""
+"""Side effects that a tracer does not see: caches, state, views, hooks, shared modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fxq.nn: what the modules mean in float, that they become integers as they are, and what cameras deliver."""
+"""The modules of fxq.nn: their float results, their integer forms, and the image formats of cameras."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ static int64_t half_step(int32_t shift, int32_t multiplier, int32_t right_shift,
 }
 
 /// wrapped
-/* A whole number modulo 2^64, as two's complement. */
+/* An integer modulo 2^64, as two's complement. */
 static int64_t wrapped(uint64_t v)
 {
     return v <= INT64_MAX ? (int64_t)v : -(int64_t)~v - 1;

@@ -223,7 +223,7 @@ static void REDUCE(ptrdiff_t count, int rank, const ptrdiff_t *size, const ptrdi
 }
 
 /// running: X
-/* The sum of the whole numbers up to each one along a dimension, modulo 2^64. */
+/* The sum of the integers up to each one along a dimension, modulo 2^64. */
 static void running(ptrdiff_t outer, ptrdiff_t terms, ptrdiff_t inner, const X *x, int64_t *y)
 {
     for (ptrdiff_t n = 0; n < outer; n++)
