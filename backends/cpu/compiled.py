@@ -363,7 +363,7 @@ def _moves(site: Site, inputs: Sequence[Tensor], output: Tensor) -> Iterator[tup
 @implementation("native product", strided=True)
 def product(site: Site) -> Built:
     """Build the product of two activations of bytes over their last two dimensions, an int32 accumulator."""
-    loaded = loaded_library("dot_products")
+    loaded = loaded_library("sums_of_products")
     zeros = [site.held(read).zero for read in site.match.reads]  # of bytes, also where they are those of a uint8 tensor
 
     def bind() -> Bound:

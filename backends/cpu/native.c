@@ -293,7 +293,7 @@ static void find_pixels(const Sum *s, int64_t first, int64_t count, int64_t stri
     }
 }
 
-#if VNNI
+#if VNNI || WORDS
 /* A sum of one pixel for each of its rows, as that of a linear layer. */
 static void set_one_pixel(Sum *s) {
     s->depth = s->height = s->width = s->out_depth = s->out_height = s->out_width = s->kernel_depth = s->kernel_height = s->kernel_width = 1;
@@ -784,37 +784,43 @@ typedef struct {
     int64_t threads;
 } Product;
 
-#if VNNI
+#if VNNI || WORDS
 /* Write `columns` columns of a quad of rows as one vector of a weight, and add them to their sums. */
 INLINE void pack_block(const uint8_t *from, int64_t row, int64_t column, int64_t rows, int64_t columns, uint8_t turn, int8_t *to, int32_t *sums) {
-    __m512i quads = _mm512_setzero_si512(), flip = _mm512_set1_epi8((char)turn);
     if (rows == 4 && columns == 16 && column == 1) {
-        __m128i r[4], low, high;
-        for (int i = 0; i < 4; i++) r[i] = _mm_loadu_si128((const void *)(from + i * row));
+        __m128i r[4], low, high, flip = _mm_set1_epi8((char)turn), quads[4];
+        for (int i = 0; i < 4; i++) r[i] = _mm_xor_si128(_mm_loadu_si128((const void *)(from + i * row)), flip);
         low = _mm_unpacklo_epi8(r[0], r[1]), high = _mm_unpackhi_epi8(r[0], r[1]);
         r[0] = _mm_unpacklo_epi8(r[2], r[3]), r[1] = _mm_unpackhi_epi8(r[2], r[3]);
-        quads = _mm512_castsi128_si512(_mm_unpacklo_epi16(low, r[0]));
-        quads = _mm512_inserti32x4(quads, _mm_unpackhi_epi16(low, r[0]), 1);
-        quads = _mm512_inserti32x4(quads, _mm_unpacklo_epi16(high, r[1]), 2);
-        quads = _mm512_xor_si512(_mm512_inserti32x4(quads, _mm_unpackhi_epi16(high, r[1]), 3), flip);
-    } else if (rows == 4 && columns == 16 && row == 1) {
-        int32_t words[16];
-        for (int i = 0; i < 16; i++) memcpy(words + i, from + i * column, 4);
-        quads = _mm512_xor_si512(_mm512_loadu_si512(words), flip);
-    } else {
-        int8_t bytes[64] = {0};
+        quads[0] = _mm_unpacklo_epi16(low, r[0]), quads[1] = _mm_unpackhi_epi16(low, r[0]);
+        quads[2] = _mm_unpacklo_epi16(high, r[1]), quads[3] = _mm_unpackhi_epi16(high, r[1]);
+        memcpy(to, quads, 64);
+    } else if (rows == 4 && row == 1)
+        for (int64_t n = 0; n < columns; n++) {
+            uint32_t word;
+            memcpy(&word, from + n * column, 4);
+            word ^= 0x01010101u * turn;
+            memcpy(to + 4 * n, &word, 4);
+        }
+    else
         for (int64_t n = 0; n < columns; n++)
-            for (int64_t k = 0; k < rows; k++) bytes[4 * n + k] = (int8_t)(from[k * row + n * column] ^ turn);
-        quads = _mm512_loadu_si512(bytes);
+            for (int64_t k = 0; k < rows; k++) to[4 * n + k] = (int8_t)(from[k * row + n * column] ^ turn);
+#if VNNI
+    _mm512_storeu_si512(sums, _mm512_dpbusd_epi32(_mm512_loadu_si512(sums), _mm512_set1_epi8(1), _mm512_loadu_si512(to)));
+#else
+    const __m256i ones = _mm256_set1_epi8(1), words = _mm256_set1_epi16(1);
+    for (int i = 0; i < 2; i++) {
+        __m256i *sum = (__m256i *)sums + i, quads = _mm256_loadu_si256((const __m256i *)to + i);
+        quads = _mm256_madd_epi16(_mm256_maddubs_epi16(ones, quads), words);
+        _mm256_storeu_si256(sum, _mm256_add_epi32(_mm256_loadu_si256(sum), quads));
     }
-    _mm512_storeu_si512(to, quads);
-    _mm512_storeu_si512(sums, _mm512_dpbusd_epi32(_mm512_loadu_si512(sums), _mm512_set1_epi8(1), quads));
+#endif
 }
 #endif
 
 /* Σ (a - input_zero) (b - other_zero) = Σ a·b - input_zero Σ b - other_zero Σ a + depth · input_zero · other_zero, in 32 bits. */
 void fxq_product(const Product *p) {
-#if VNNI
+#if VNNI || WORDS
     int64_t quads = (p->depth + 3) / 4, pixel = 4 * quads, blocks = (p->columns + 15) / 16, count = p->sizes[0] * p->sizes[1] * p->sizes[2];
     const int64_t *of_input = p->strides, *of_other = p->strides + 5;
 #pragma omp parallel num_threads(p->threads) if (p->threads > 1 && count > 1)

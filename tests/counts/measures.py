@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import platform
 import re
 import tempfile
@@ -111,8 +112,9 @@ def instructions() -> str:
 
 
 def compiler() -> str:
-    """Return whether there are kernels in C."""
-    return NO_COMPILER if isinstance(native.library(), str) else "C"
+    """Return whether there are kernels in C, and the limit of their instructions where the processor has more."""
+    limit = os.environ.get(native.INSTRUCTIONS, "") if instructions() in (VNNI, AVX_VNNI) else ""
+    return NO_COMPILER if isinstance(native.library(), str) else f"C limited to {limit}" if limit else "C"
 
 
 def processor() -> str:

@@ -108,7 +108,7 @@ def test_sums_that_become_16_bits_have_a_kernel(layer: nn.Module) -> None:
     network = Network(lambda s, x: s.last(s.layer(s.first(x))), layer=layer, first=nn.Hardtanh(), last=nn.Hardtanh())
     integer, reference = both(network, "bayes-e", ordinary(4, 6, 24), qconfig=wide)
     assert_same(integer, reference, images(3, 6, 24).nan_to_num(0, 3, -3))
-    if not isinstance(native.library(), str) and native.library().fxq_has_dot_products():
+    if not isinstance(native.library(), str) and native.library().fxq_has_sums_of_products():
         sums = {name: choice.implementation for name, choice in choices(integer).items() if choice.kernel == "sum of products"}
         assert list(sums.values()) == ["native convolution"]
         assert fact(next(node for node in integer.graph.nodes if node.name in sums)).dtype == torch.int32
