@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx
 
 from fxquant.analysis.text import text
-from fxquant.errors import ConfigurationError, FxQuantError
+from fxquant.errors import ConfigurationError
 from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.stage import Stage, verify_stage
 from fxquant.quantization.spec import QConfig, QConfigMapping, Rule
@@ -76,6 +76,20 @@ class Pass:
         return f"{self.function.__module__.rsplit('.', 1)[-1]}.{getattr(self.function, '__name__', type(self.function).__name__)}"
 
 
+# Names of passes in earlier versions, which `until` and `passes` still take in this one.
+FORMER = {
+    "stubs.settle": "rules.quantize_stubs",
+    "parts.pick": "parts.read_directly",
+    "pointwise.join": "pointwise.to_table",
+    "sums.keep": "outputs.keep_float",
+    "dynamic.choose": "composite.choose_dynamic",
+    "islands.sink": "adapt.keep_islands",
+    "sums.widen": "outputs.keep_sums",
+    "requantize.insert": "boundary.requantize",
+    "kernels.fuse": "integer.find_kernels",
+}
+
+
 @dataclass
 class Dial:
     """The amount of output: `debug` 0–3, and the directory for dumps of graphs. The environment sets the defaults."""
@@ -112,23 +126,24 @@ class Dial:
 def run(gm: fx.GraphModule, passes: Sequence[Pass], context: Context, dial: Dial, until: str | Stage | None = None) -> bool:
     """Run the passes over the graph in place, verifying after each one that changed it; the graph is recompiled once, at the end.
 
-    `until` names the last pass to run, or the stage to stop at. Return True if it was met. An error raised
-    in a pass names the pass.
+    `until` names the last pass to run, or the stage to stop at. Return True if it was met. An exception raised
+    in a pass names the pass, and a graph is shown and dumped before it is verified.
     """
+    until = FORMER.get(until, until) if isinstance(until, str) else until
     for step in progress(passes, len(passes), "compiling"):
         start = time.perf_counter()
         try:
             changes = step.function(gm, context)
-        except FxQuantError as error:
+        except Exception as error:
             if hasattr(error, "add_note"):
                 error.add_note(f"raised by pass {step.name}")
             raise
         if step.own:
             changes = _counted(step, changes)
-        if changes or step.own or gm.meta.get("stage") != step.reaches.name:  # else the graph is unchanged since the previous pass
-            verify_stage(gm, step.reaches, step.name)
-        gm.meta["stage"] = step.reaches.name
+        before, gm.meta["stage"] = gm.meta.get("stage"), step.reaches.name
         dial.show(step.name, gm, changes, (time.perf_counter() - start) * 1e3)
+        if changes or step.own or before != step.reaches.name:  # else the graph is unchanged since the previous pass
+            verify_stage(gm, step.reaches, step.name)
         if until == step.name or (until is step.reaches and step is [each for each in passes if each.reaches is until][-1]):
             gm.recompile()
             return True
@@ -146,6 +161,7 @@ def _counted(step: Pass, changes: Any) -> int:
 
 def with_own(passes: Sequence[Pass], own: Mapping[str, Sequence[Callable[..., int]]]) -> tuple[Pass, ...]:
     """Return the pipeline with the user's passes after those that they are keyed by. Raises ConfigurationError for an unknown name."""
+    own = {FORMER.get(name, name): functions for name, functions in own.items()}
     unknown = [name for name in own if name not in [step.name for step in passes]]
     if unknown:
         because = f"the passes are {', '.join(step.name for step in passes)}"
@@ -160,7 +176,7 @@ def with_own(passes: Sequence[Pass], own: Mapping[str, Sequence[Callable[..., in
 def check_until(until: str | Stage | None, passes: Sequence[Pass]) -> None:
     """Raise ConfigurationError if `until` is neither the name of a pass nor a stage that the passes reach."""
     names, stages = [step.name for step in passes], dict.fromkeys(step.reaches for step in passes)
-    if until is not None and until not in (stages if isinstance(until, Stage) else names):
+    if until is not None and until not in (stages if isinstance(until, Stage) else (*names, *FORMER)):
         because = f"the passes are {', '.join(names)}, and the stages they reach {', '.join(stage.name for stage in stages)}"
         remedy = "pass the name of a pass, or a fxq.results.Stage that is reached"
         raise ConfigurationError(f"until={shown(until)} names no pass", because=because, remedy=remedy)

@@ -12,12 +12,48 @@ Integers that leave the model only as float tensors need no scale either.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 
+import torch
 from torch import Tensor, fx
 
-from fxquant.ir.graph import computes_tensor, is_parameter, parameter_value, reads_shape_only, ties
-from fxquant.ops import Fixed, Operator, carried, copies, demand, operands_of, operator_of, read_nodes, shares
+from fxquant.analysis.explain import Limits
+from fxquant.analysis.measures import Site
+from fxquant.ir.graph import (
+    TensorFact,
+    annotate,
+    annotation,
+    computes_tensor,
+    fact,
+    is_parameter,
+    parameter_value,
+    part,
+    reads_shape_only,
+    refusal,
+    refuse,
+    ties,
+)
+from fxquant.numerics.grids import EVERYTHING
+from fxquant.ops import (
+    Fixed,
+    Operator,
+    Own,
+    Trait,
+    calls,
+    carried,
+    copies,
+    demand,
+    matters,
+    operands_of,
+    operator_of,
+    read_nodes,
+    shares,
+    traits_of,
+)
+from fxquant.ops.elementwise.activation import clamp
+from fxquant.ops.normalization.channels import batch_norm
 from fxquant.passes.rewriting import decide, is_named, keep_in_float, result_config
 from fxquant.pipeline import Context
 from fxquant.prepared.stage import is_integer, is_quantized
@@ -78,14 +114,14 @@ def _ranges(gm: fx.GraphModule, node: fx.Node) -> Iterator[object]:
     arguments = operator.arguments(node)
     for name in carried(operator):
         value = arguments.get(name)
-        for part in value if isinstance(value, list | tuple) else [value]:
-            if not isinstance(part, fx.Node):
-                yield from [float(part)] if part else []
-            elif is_parameter(part):
-                constant = parameter_value(gm, part)
-                yield from [part] if not isinstance(constant, Tensor) or bool(constant.any()) else []
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if not isinstance(each, fx.Node):
+                yield from [float(each)] if each else []
+            elif is_parameter(each):
+                constant = parameter_value(gm, each)
+                yield from [each] if not isinstance(constant, Tensor) or bool(constant.any()) else []
             else:
-                yield from _origins(gm, part)
+                yield from _origins(gm, each)
 
 
 def _origins(gm: fx.GraphModule, node: fx.Node) -> Iterator[object]:
@@ -97,3 +133,140 @@ def _origins(gm: fx.GraphModule, node: fx.Node) -> Iterator[object]:
         yield demanded
     else:
         yield min(ties(node), default=node)
+
+
+# ---- Sums of last layers --------------------------------------------------------------------------------------------
+#
+# Layers whose results only dequantizations read return their sums: 32 bits, with a scale for each channel, not rounded, not clipped.
+#
+# %x_quantize = quantize(%x)                     %x_quantize = quantize(%x)
+# %y = conv2d(%x_quantize, %w)   (int8)    →     %y = conv2d(%x_quantize, %w)   (int32)
+# %y_dequantize = dequantize(%y)                 %y_dequantize = dequantize(%y)
+# %z = softmax(%y)               (int8)          %z = softmax(%y_dequantize)    in float
+#
+# Operators that move the elements on to outputs stay in float. So do a softmax and a function that saturates, whose operand and result
+# would have 8 bits for an output alone, and functions of one tensor after them. On a chip, where bytes cost time, a result of more
+# elements than the model's inputs has 16 bits instead, if the chip has them, and functions of many elements stay integer. A layer with a
+# fused clamp, and one whose dtype or scale a rule of the qconfig gives, keep their grids.
+
+
+SUM, LARGE = "int32", "int16"
+READ_ONCE = "only a dequantization reads it"
+MOST = 2**16  # elements for each item of a batch; the processor beside a chip takes about a millisecond for functions of so many
+IN_FLOAT = "only outputs read it, so it is a float function of a last layer's sum; the option integer_tail=True keeps it integer"
+
+
+def keep_float(gm: fx.GraphModule, context: Context) -> int:
+    """Keep functions that saturate in float where they read last layers and lead to outputs, with the functions that follow them."""
+    leaving, integer = set[fx.Node](), context.options.integer_tail
+    if integer is None:
+        integer = context.target.roofline is not None  # a chip computes them itself; elsewhere one processor computes everything
+    if integer:
+        return 0
+    for node in reversed(gm.graph.nodes):
+        passes = copies(node) or _is_function(node, context)
+        if node.op == "output" or reads_shape_only(node) or (passes and leaving.issuperset(node.users)):
+            leaving.add(node)
+    sums, in_float = set[fx.Node](), set[fx.Node]()
+    for node in gm.graph.nodes:
+        read = set(operands_of(node))
+        if _is_sum_of(node, read, sums, context):
+            sums.add(node)
+        if node in leaving and not (in_float | sums if _saturates(node) else in_float).isdisjoint(read):
+            in_float.add(node)
+            if not copies(node):
+                refuse(node, IN_FLOAT, on_host=True)
+                context.say(f"%{node.name} stays in float: {IN_FLOAT}")
+    return len(in_float)
+
+
+def keep_sums(gm: fx.GraphModule, context: Context) -> int:
+    """Give the sums of layers that only outputs and float operators read 32 bits, or 16 bits where they are large on a chip."""
+    leaving, limits = _leaving_sums(gm.graph, context), Limits(context.target)
+    inputs = sum(map(_elements, gm.graph.find_nodes(op="placeholder")))
+    wide: dict[fx.Node, str] = {}
+    for node in gm.graph.nodes:
+        if node not in leaving:
+            continue
+        if _is_sum(node):
+            large = context.target.roofline is not None and _elements(node) > inputs
+            dtype = _widened(node, LARGE if large else SUM, large, limits, context)
+        else:
+            moved = operands_of(node)[0]
+            dtype = wide.get(moved)
+            if dtype == SUM:
+                keep_in_float(node, f"it only passes on the 32-bit sum of %{moved.name}", context, on_host=True)
+            elif dtype is not None:
+                annotate(node, replace(annotation(node), dtype=dtype))  # type: ignore[arg-type, type-var]
+        if dtype is not None:
+            wide[node] = dtype
+    return len(wide)
+
+
+def _widened(node: fx.Node, dtype: str, large: bool, limits: Limits, context: Context) -> str | None:
+    """Annotate a layer with a dtype, and return it; or with the reason against it, and return None."""
+    operator, before = operator_of(node), annotation(node)
+    assert operator is not None
+    assert before is not None
+    site = Site(node, operator, operator.arguments(node))
+    broken = limits.broken(site)
+    size = ", and it has more elements than the inputs" if large else ""
+    because = f"{'with its own scale, 16 bits wide' if large else 'its sum, with a scale for each channel'}: {READ_ONCE}{size}"
+    annotate(node, replace(before, dtype=dtype, because=because))
+    against = [each.sentence for each in limits.broken(site) if each not in broken]
+    if dtype in context.target.activations and not against:
+        context.say(f"%{node.name} is {dtype}: {READ_ONCE}{size}")
+        return dtype
+    against = against or ["it has more elements than the inputs" if large else f"{context.target.name} has no {dtype}"]
+    annotate(node, replace(before, because=f"{before.because}; its sum is not returned: {against[0]}"))
+    return None
+
+
+def _leaving_sums(graph: fx.Graph, context: Context) -> set[fx.Node]:
+    """Return the layers whose sums no integer operator reads, and the operators that only move one of these on to readers in float."""
+    layers: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if not is_quantized(node) or part(node) is not None or not node.users or decide(node).output not in context.open:
+            continue
+        if all((user in layers and not _is_sum(user)) or not is_integer(user) for user in node.users) and (_is_sum(node) or _moves(node)):
+            layers.add(node)
+    return layers
+
+
+def _is_sum(node: fx.Node) -> bool:
+    """Return whether a node is a layer's sum without a clamp, whose scale no other tensor shares."""
+    return Trait.SUMS in traits_of(node) and demand(node) == Own() and not ties(node) and node.kwargs.get("clamp") is None
+
+
+def _moves(node: fx.Node) -> bool:
+    return shares(node) and copies(node) and len(operands_of(node)) == 1 and not is_named(node)
+
+
+def _elements(node: fx.Node) -> int:
+    """Return the number of elements of a tensor for each item of a batch, as far as its sizes are numbers; 0 without a tensor."""
+    node_fact = fact(node)
+    return math.prod(size for size in node_fact.shape if isinstance(size, int)) if isinstance(node_fact, TensorFact) else 0
+
+
+def _is_function(node: fx.Node, context: Context) -> bool:
+    """Return whether a node is a function of one tensor, without a rule that gives it a grid, and small enough for the host."""
+    tensor = fact(node)
+    if refusal(node) is not None or not isinstance(tensor, TensorFact) or tensor.dtype != torch.float32 or len(operands_of(node)) != 1:
+        return False
+    if traits_of(node).isdisjoint({Trait.ELEMENTWISE, Trait.SOFTMAX, Trait.AFFINE}) or decide(node).output not in context.open:
+        return False
+    return context.target.roofline is None or _elements(node) <= MOST
+
+
+def _saturates(node: fx.Node) -> bool:
+    """Return whether a node is a softmax, or a function, other than a clamp, with a limit at both ends."""
+    return Trait.SOFTMAX in traits_of(node) or (not calls(node, clamp) and all(map(math.isfinite, matters(node, EVERYTHING, False, 8))))
+
+
+def _is_sum_of(node: fx.Node, read: set[fx.Node], sums: set[fx.Node], context: Context) -> bool:
+    """Return whether a node is a layer, moves the sums of layers, or becomes a part of one: a batch norm, an addition."""
+    if copies(node):
+        return bool(read) and sums.issuperset(read)
+    if Trait.SUMS in traits_of(node):
+        return decide(node).output in context.open
+    return (calls(node, batch_norm) or Trait.ADDS in traits_of(node)) and not sums.isdisjoint(read)

@@ -29,7 +29,7 @@ from fxquant.passes.rewriting import eliminate_dead, is_named
 from fxquant.pipeline import Context
 
 
-def pick(gm: fx.GraphModule, context: Context) -> int:
+def read_directly(gm: fx.GraphModule, context: Context) -> int:
     """Replace every slice of a concatenation by a slice of one of its parts, or by the part, where possible."""
     changes = 0
     for node in list(gm.graph.nodes):
@@ -159,7 +159,7 @@ def _sliced(value: fx.Node, dim: int, bounds: tuple[int, int], reader: fx.Node) 
     index = [WHOLE] * len(shape)
     index[dim] = slice(*bounds)
     # The rules and the source line are those of the user's slice: an input has none, and a producer's are about another operator.
-    return inherit(_made(value, getitem, (value, index), shape, reader), reader, "parts.pick")
+    return inherit(_made(value, getitem, (value, index), shape, reader), reader, "parts.read_directly")
 
 
 def _kept(before: Sequence[Size], after: Sequence[Size], dim: int) -> int | None:
@@ -184,4 +184,4 @@ def _made(like: fx.Node, function: Any, arguments: tuple[Any, ...], shape: Seque
     with reader.graph.inserting_before(reader):
         part = reader.graph.create_node("call_function", function, arguments, name=f"{like.name}_part")
     set_fact(part, replace(fact(like), shape=tuple(shape)))
-    return inherit(part, like, "parts.pick")
+    return inherit(part, like, "parts.read_directly")

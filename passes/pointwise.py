@@ -31,7 +31,7 @@ from fxquant.target import Target
 MOST = 64  # parts of a function
 
 
-def join(gm: fx.GraphModule, context: Context) -> int:
+def to_table(gm: fx.GraphModule, context: Context) -> int:
     """Replace operators that together compute a function of one tensor by a `curve` of that tensor, the longest such functions first."""
     changes, places = 0, {node: place for place, node in enumerate(gm.graph.nodes)}
     for node in reversed(list(gm.graph.nodes)):

@@ -1,8 +1,8 @@
 """Run an integer graph fast: kernels, each proved equal to the primitives it stands for, on the machine it runs on.
 
 A `kernel.Kernel` is a pattern of primitives (`patterns`), which are its reference, and implementations, the fastest first. The pass
-`passes.kernels.fuse` notes on a node which kernel computes it. The graph still consists of primitives, which files, exports, `record` and
-`proof` read. Patterns are equal on every machine; the machine decides which implementation runs.
+`passes.integer.find_kernels` notes on a node which kernel computes it. The graph still consists of primitives, which files, exports,
+`record` and `proof` read. Patterns are equal on every machine; the machine decides which implementation runs.
 
 A `runner.Runner` is called by the `forward` of an integer model, unless that was converted or loaded with `kernels="reference"`. The
 first call with inputs of some sizes and strides runs the primitives and notes the layout of every tensor. The second makes a

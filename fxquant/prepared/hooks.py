@@ -25,7 +25,7 @@ from fxquant.prepared.channels import tensor_exponents
 from fxquant.prepared.operators import QuantizedOperator
 from fxquant.support import logger
 
-_BOUNDARIES = ("boundary.insert", "requantize.insert")
+_BOUNDARIES = ("boundary.insert", "boundary.requantize", "requantize.insert")  # the last one in files of earlier versions
 NOWHERE = ""  # the name of a tensor that a prepared model does not compute
 
 

@@ -5,7 +5,7 @@ A remedy is a function of a `Rewriting`, registered for operators and measures o
 A target's limits are rows of data: an operator, a measure (`analysis.measures`), the values allowed, and what the user can do.
 `analysis.explain` compares one operator with them, and `check` reports the result. A remedy builds operators as a composite's `expand`
 does; each of these is compared with the limits again. An operator that still breaks one runs on the host. The pass runs
-after `specs.annotate`, since limits are about fused operators of known dtype; `islands.sink` then leaves more to the host.
+after `specs.annotate`, since limits are about fused operators of known dtype; `adapt.keep_islands` then leaves more to the host.
 """
 
 from fxquant.remedies import convolution, elementwise, pooling

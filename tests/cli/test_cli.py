@@ -110,7 +110,7 @@ def test_the_demonstration(outcomes: list[run.Outcome], tmp_path: Path, capsys: 
 
     steps = ["trace", *(step.name for step in PIPELINE)]
     assert sorted(file.name for file in (tmp_path / "passes").iterdir()) == [f"{i:02d}-{name}.txt" for i, name in enumerate(steps)]
-    assert steps[-1] == "kernels.fuse"
+    assert steps[-1] == "integer.find_kernels"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["explain.txt", "model.onnx", "passes"]
     assert "none is left in float" in (tmp_path / "explain.txt").read_text(encoding="utf-8")
     shown = capsys.readouterr().out

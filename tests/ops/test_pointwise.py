@@ -67,7 +67,7 @@ def test_a_constant_exponent_of_a_few_values_is_a_power_for_each() -> None:
 
 
 def names_of(model: nn.Module, example: Tensor, qconfig: fxq.QConfigMapping | None = None) -> list[str]:
-    graph = fxq.prepare(model, example, qconfig=qconfig, until="pointwise.join").graph
+    graph = fxq.prepare(model, example, qconfig=qconfig, until="pointwise.to_table").graph
     return [record.name for node in graph.nodes if (record := operator_of(node)) is not None]
 
 
@@ -121,7 +121,7 @@ def test_operators_that_read_one_tensor_are_one_table(name: str, target: str, tm
     real, expected = prepared(x), model(y)
     assert torch.equal(real, expected)
     assert torch.equal(*(torch.autograd.grad(value.square().sum(), at)[0] for value, at in ((real, x), (expected, y))))
-    curves = [node for node in fxq.prepare(model, batches[0], until="pointwise.join", target=target).graph.nodes if node.target is curve]
+    curves = [node for node in fxq.prepare(model, batches[0], until="pointwise.to_table", target=target).graph.nodes if node.target is curve]
     known = same is not None and (target != "bernoulli2" or same in ("silu", "gelu")) and "tanh" not in name
     assert len(curves) == int(known or name == "masked" or target in ("nash-e", "x86"))
     if curves:

@@ -141,7 +141,7 @@ def traced_model() -> fx.GraphModule:
 
 def context(step: Pass | None = None) -> Context:
     """Of which every pass has something to do: a pool that is to have another dtype than the layer before it; a dynamic layer."""
-    if step is not None and step.name == "dynamic.choose":
+    if step is not None and step.name == "composite.choose_dynamic":
         return Context(get_target("x86"), QConfigMapping().set_object_type(nn.Linear, fxq.QConfig(dynamic=True)))
     mapping = QConfigMapping().set_object_type(nn.MaxPool2d, fxq.QConfig(fxq.ActivationConfig("int16")))
     return Context(get_target("bayes-e"), mapping, fxq.Options(adapt=True, integer_tail=False), open={DEFAULT})
@@ -285,7 +285,7 @@ def test_until_a_stage_stops_at_its_last_pass(stage: Stage) -> None:
 
 def test_convert_until_its_pass(prepared: fx.GraphModule) -> None:
     assert fxq.text(fxq.convert(prepared, until="integer.lower")) == fxq.text(fxq.convert(prepared, kernels="reference"))
-    assert fxq.text(fxq.convert(prepared, until="kernels.fuse")) == fxq.text(fxq.convert(prepared))
+    assert fxq.text(fxq.convert(prepared, until="integer.find_kernels")) == fxq.text(fxq.convert(prepared))
 
 
 def without_lines(text: str) -> str:
@@ -298,7 +298,7 @@ def test_dumps_are_the_graphs_after_every_pass(tmp_path: Path) -> None:
     files = {file.name: file.read_text(encoding="utf-8") for file in tmp_path.iterdir()}
     assert sorted(files) == ["00-trace.txt", *(f"{index:02d}-{step.name}.txt" for index, step in enumerate(PIPELINE, start=1))]
     assert files["00-trace.txt"] == fxq.text(fxq.trace(tiny(), batch()))
-    assert files[f"{len(PIPELINE):02d}-kernels.fuse.txt"] == fxq.text(integer)
+    assert files[f"{len(PIPELINE):02d}-integer.find_kernels.txt"] == fxq.text(integer)
     reference = fxq.text(fxq.convert(prepared, kernels="reference"))
     assert files[f"{len(PIPELINE) - 1:02d}-integer.lower.txt"] == reference
 

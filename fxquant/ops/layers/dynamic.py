@@ -1,7 +1,7 @@
 """Dynamic quantization: a linear layer between float tensors, whose operand is quantized at run time.
 
 For the rest of the compiler it is an operator in float: nothing of it is calibrated, and its input and output have no grid.
-The QConfig asks for it (`QConfig(dynamic=True)`). The pass `dynamic.choose` replaces layers and products with a parameter by it.
+The QConfig asks for it (`QConfig(dynamic=True)`). The pass `composite.choose_dynamic` replaces layers and products with a parameter by it.
 """
 
 from __future__ import annotations
