@@ -37,7 +37,7 @@ PIPELINE = (
     Pass(masks.recognise, Stage.CANONICAL),  # after the rules, which are about what was written; before a softmax is its parts
     Pass(pointwise.to_table, Stage.CANONICAL),  # after masks, which are not functions of scores; before what widens single operators
     Pass(precision.widen, Stage.CANONICAL),  # after masks, which are not scores; a composite's last part is as wide as the whole
-    Pass(outputs.keep_float, Stage.CANONICAL),  # after functions of one tensor are joined: one may saturate; before a softmax is its parts
+    Pass(outputs.keep_float, Stage.CANONICAL),  # after pointwise, whose functions may saturate; before a softmax is its parts
     Pass(composite.expand, Stage.CANONICAL),  # after the rules, which are about the whole operator; before fusions, which meet its parts
     Pass(composite.choose_dynamic, Stage.CANONICAL),  # after the parts of recurrent layers; before fusions, which fuse nothing with these
     Pass(batchnorm.fold, Stage.CANONICAL),  # before the fusions: conv-bn-add-relu must become conv-add-relu

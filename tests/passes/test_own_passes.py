@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from fxquant import pipeline
 from fxquant.ops import operator_of
 from fxquant.ops.core.record import BY_NAME, FUNCTIONS, METHODS, MODULES, OPERATORS
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
+from fxquant.passes import PIPELINE
 from tests.shared.written import written
 
 TABLES: tuple[dict[Any, Any], ...] = (OPERATORS, BY_NAME, FUNCTIONS, METHODS, MODULES)
@@ -59,13 +62,35 @@ def test_a_pass_runs_after_the_one_it_is_named_after_and_the_whole_contract_hold
     assert "silu" in fxq.text(stopped)
 
 
-def test_what_a_pass_leaves_is_held_against_the_stage_even_if_it_says_that_it_changed_nothing() -> None:
+@pytest.mark.parametrize("former", pipeline.FORMER)
+def test_the_former_name_of_a_pass_is_taken(former: str) -> None:
+    pipeline.check_until(former, PIPELINE)
+    assert pipeline.FORMER[former] in [step.name for step in PIPELINE]
+    assert len(pipeline.with_own(PIPELINE, {former: [to_silu]})) == len(PIPELINE) + 1
+
+
+def test_until_takes_the_former_name_of_a_pass() -> None:
+    graphs = [fxq.prepare(gated().eval(), BATCH, until=name) for name in ("parts.pick", "parts.read_directly")]
+    assert fxq.text(graphs[0]) == fxq.text(graphs[1])
+
+
+def test_what_a_pass_leaves_is_held_against_the_stage_even_if_it_says_that_it_changed_nothing(tmp_path: Path) -> None:
     def breaks(gm: fx.GraphModule, context: Any) -> int:
         next(node for node in gm.graph.nodes if operator_of(node) is not None).meta.pop("fact")
         return 0
 
     with pytest.raises(fxq.errors.StageViolation, match="breaks"):
-        fxq.prepare(gated().eval(), BATCH, options=fxq.Options(passes={"canonical.rewrite": breaks}))
+        fxq.prepare(gated().eval(), BATCH, options=fxq.Options(passes={"canonical.rewrite": breaks}, dump=tmp_path))
+    assert "hardswish" in next(tmp_path.glob("*.breaks.txt")).read_text(encoding="utf-8")  # the broken graph itself
+
+
+def test_any_exception_in_a_pass_names_the_pass() -> None:
+    def fails(gm: fx.GraphModule, context: Any) -> int:
+        return int(gm.graph.there_is_no_such_attribute)
+
+    with pytest.raises(AttributeError) as raised:
+        fxq.prepare(gated().eval(), BATCH, options=fxq.Options(passes={"canonical.rewrite": fails}))
+    assert sys.version_info < (3, 11) or "raised by pass test_own_passes.fails" in raised.value.__notes__
 
 
 def test_a_pass_that_counts_nothing_and_a_name_of_no_pass_are_told() -> None:
