@@ -9,9 +9,10 @@ Where limits are fused into the operator, as of a ReLU6, means are matched after
     mean clamp(ŷ + c) = mean clamp(y)
 
 A rectifier turns noise of mean zero into noise with a positive mean, so matching means before the limits leaves a shift after them. The
-left side grows with c, and Newton's method finds c for each channel. Where limits are fused, layers are corrected a second time, with
-means matched before the limits. Then the corrections of each way, all of them or half of each, are judged by the outputs of the model on
-held-out samples (`effects`): the best are kept, and none where none of the four clearly lowers the noise.
+left side grows with c, and Newton's method finds c for each channel. A layer's sums are formed once: means, the error on held-out samples
+with and without the correction, and the choice between them follow from these sums. All corrections together, and half of each, are then
+judged by the outputs of the model on held-out samples (`effects`): the better of the two is kept, and neither where the noise does not
+clearly fall.
 """
 
 from __future__ import annotations
@@ -36,27 +37,11 @@ from fxquant.support.arguments import checked
 from fxquant.support.progress import progress
 from fxquant.tuning.checkpoint import Checkpoint, call_of
 from fxquant.tuning.choices import Tuned, tuning
-from fxquant.tuning.effects import FloatOutputs, Noise, Run, judged, outputs_of, real_outputs
+from fxquant.tuning.effects import FloatOutputs, Run, judged, outputs_of, real_outputs
 from fxquant.tuning.result import TunedLayer, TuningResult
-from fxquant.tuning.walk import (
-    Lesson,
-    Samples,
-    Unit,
-    Walk,
-    arguments_of,
-    bound_arguments,
-    by_channel,
-    constant_arguments,
-    layer_units,
-    real_result,
-    taken,
-    weight_of,
-)
+from fxquant.tuning.walk import Samples, Walk, bound_arguments, by_channel, real_result, taken, weight_of, weighted_nodes
 
-WAYS = AFTER, BEFORE = "after", "before"  # the fused limits, where means are matched
-SHARES = (1.0, 0.5)  # of the corrections
-
-_Way = tuple[list[TunedLayer], dict[str, list[float]]]  # a row for each layer, and the corrections of those that are better with it
+SHARES = {"in full": 1.0, "by half": 0.5}  # of the corrections
 NEWTON = 6  # steps: the mean after limits is nearly linear in what is added
 FEWEST = 0.05  # of a channel's values that are taken to lie within the limits, at least: what is always cut off has no slope
 PLACES = 2**15  # of a channel, about, by which means after limits are matched
@@ -114,43 +99,31 @@ def _correct(
 ) -> TuningResult:  # fmt: skip
     outputs, operators = FloatOutputs(prepared, judging), tuned.operators
     before, previous = outputs.measure(), {name: operator.weight_quantizer.correction for name, operator in operators.items()}
-    units, ways, skipped, memory, noises = layer_units(prepared), dict[str, _Way](), dict[str, str](), 0, dict[str, Noise]()
+    rows, values, skipped = list[TunedLayer](), dict[str, list[float]](), dict[str, str]()
+    exact, real = Walk(prepared, samples.chunks, exact=True), Walk(prepared, samples.chunks, exact=False)
 
-    def put(way: str, share: float) -> list[TunedLayer]:
-        rows, values = ways[way]
-        for name, had in previous.items():
-            operators[name].weight_quantizer.correct(had)
-            if name in values:
-                value = torch.tensor(values[name], dtype=torch.float32, device="cpu")
-                start = torch.zeros_like(value) if had is None else had.value.cpu()
-                _put(operators[name], start + share * (value - start))
+    def put(share: float) -> list[TunedLayer]:
+        for name, found in values.items():
+            value, had = torch.tensor(found, dtype=torch.float32, device="cpu"), previous[name]
+            start = torch.zeros_like(value) if had is None else had.value.cpu()
+            _put(operators[name], start + share * (value - start))
         return rows
 
-    limited = any(constant_arguments(prepared, unit.weighted[0], operators[unit.weighted[0].name]).get("clamp") for unit in units)
-    used = WAYS if limited else WAYS[:1]  # without limits both are the same
-    for way in used:
-        exact, real = Walk(prepared, samples.chunks, exact=True), Walk(prepared, samples.chunks, exact=False)
-        ways[way] = [], {}
-        put(way, 0.0)
-        for unit in progress(units, len(units), f"correcting biases {way} their limits", show_progress):
-            operator = operators[unit.weighted[0].name]
-            outcome = checkpoint.at(f"{way} {unit.name}", partial(_found, unit, samples, exact, real, operator, way))
-            if outcome is None:
-                skipped[unit.name] = "its channels are not those of its weight"
-                continue
-            row = TunedLayer.of(outcome["row"])
-            ways[way][0].append(row)
-            if row.kept:
-                _put(operator, outcome["value"])
-                ways[way][1][operator.name] = outcome["value"]
-        if outputs.there and ways[way][1] and not any(previous.values()):  # which `put` adds with a rounding
-            noises[f"{way} their limits"] = outputs.noise(_walked(prepared, samples, exact))
-        memory = max(memory, exact.largest + real.largest)
-    attempts = {f"{way} their limits{' by half' * (share < 1)}": partial(put, way, share) for way in used for share in SHARES}
-    rows = max((rows for rows, _ in ways.values()), key=lambda rows: sum(row.kept for row in rows))
-    result = TuningResult(
-        "correct_bias", judged(outputs, before, rows, tuned.undo, ("biases", "corrected"), attempts, noises), tuple(skipped.items()), memory
-    )
+    weighted = weighted_nodes(prepared)
+    for node in progress(weighted, len(weighted), "correcting biases", show_progress):
+        outcome = checkpoint.at(node.name, partial(_found, node, samples, exact, real, weighted[node]))
+        if outcome is None:
+            skipped[node.name] = "its channels are not those of its weight"
+            continue
+        rows.append(TunedLayer.of(outcome["row"]))
+        if rows[-1].kept:
+            values[node.name] = outcome["value"]
+            _put(weighted[node], outcome["value"])
+    there = outputs.there and values and not any(previous.values())  # `put` adds to a former correction with a rounding
+    noises = {"in full": outputs.noise(_walked(prepared, samples, exact))} if there else {}
+    attempts = {name: partial(put, share) for name, share in SHARES.items()}
+    rows_judged = judged(outputs, before, rows, tuned.undo, ("biases", "corrected"), attempts, noises)
+    result = TuningResult("correct_bias", rows_judged, tuple(skipped.items()), exact.largest + real.largest)
     logger.debug("%s", result)
     return result
 
@@ -167,15 +140,29 @@ def _walked(prepared: fx.GraphModule, samples: Samples, exact: Walk) -> Run:
     return run
 
 
-def _found(unit: Unit, samples: Samples, exact: Walk, real: Walk, operator: QuantizedOperator, way: str) -> dict[str, Any] | None:
+@torch.no_grad()
+@constants_kept()
+def _found(node: fx.Node, samples: Samples, exact: Walk, real: Walk, operator: QuantizedOperator) -> dict[str, Any] | None:
     """Return the outcome for one layer, as a file holds it: its row, and what is added to its bias if that is better."""
-    lesson = Lesson(unit, samples, exact, real)
-    correction = _correction(lesson, operator, way)
-    if correction is None:
-        return None
-    row = _tried(lesson, operator, correction)
-    added = operator.weight_quantizer.correction
-    return {"row": asdict(row), "value": added.value.tolist() if row.kept and added is not None else None}
+    operands, targets = exact.at(node.all_input_nodes), real.at([node])
+    pairs = list[tuple[Tensor, Tensor]]()  # of each chunk: the float results and the sums before fused limits, (C, places)
+    for values, target in zip(operands, targets, strict=True):
+        arguments = bound_arguments(node, operator, values)
+        weight, limits = weight_of(operator, arguments), arguments.get("clamp")
+        assert weight is not None
+        results = target[node], real_result(operator, arguments, whole=False)
+        result, sums = (by_channel(each, len(weight), weight.dim()) for each in results)
+        if result is None or sums is None:
+            return None
+        pairs.append((result, sums))
+    learning, judging = ([pairs[index] for index in part] for part in (samples.learning or samples.judging, samples.judging))
+    added = _correction(learning, limits)
+    previous = operator.weight_quantizer.correction
+    before, after = (_error(judging, value, limits) for value in (torch.zeros_like(added), added))
+    signal = sum(float(result.double().square().sum()) for result, _ in judging) / max(sum(result.numel() for result, _ in judging), 1)
+    row = TunedLayer(node.name, (node.name,), before, after, after < before, signal)
+    value = added.float() if previous is None else previous.value + added.float()
+    return {"row": asdict(row), "value": value.tolist() if row.kept else None}
 
 
 def _put(operator: QuantizedOperator, value: list[float] | Tensor) -> None:
@@ -184,59 +171,35 @@ def _put(operator: QuantizedOperator, value: list[float] | Tensor) -> None:
     operator.weight_quantizer.correct(added)
 
 
-@torch.no_grad()
-@constants_kept()
-def _correction(lesson: Lesson, operator: QuantizedOperator, way: str) -> Tensor | None:
-    """Return the bias correction (C,) that matches means of the learning samples after the fused limits, or before them."""
-    node, learning = lesson.unit.weighted[0], lesson.samples.learning
-    total, count = torch.zeros((), device="cpu", dtype=torch.float32), 0
-    float_values, values, clamp = [], [], None
-    for index in learning:
-        has = bound_arguments(node, operator, lesson.operands[index])
-        weight, clamp, target = weight_of(operator, has), has.get("clamp"), lesson.targets[index].get(node)
-        assert weight is not None
-        if clamp is not None or target is None:  # without the fused limits
-            args, kwargs = operator.multiplied(*arguments_of(node, lesson.float_operands[index]))
-            target = operator.operator.function(*args, **{name: value for name, value in kwargs.items() if name != "clamp"})
-        results = target, real_result(operator, has, whole=False)
-        real, integer = (by_channel(result.double(), len(weight), weight.dim()) for result in results)
-        if real is None or integer is None:
-            return None
-        difference = _without_outliers(real - integer)
-        total, count = total + difference.sum(1), count + difference.shape[1]
-        if clamp is not None and way == AFTER:
-            apart = max(1, real.shape[1] * len(learning) // PLACES) | 1  # odd: it meets every column of an image
-            float_values.append(real[:, ::apart])
-            values.append((real - difference)[:, ::apart])
-    mean = total / max(count, 1)
-    return (mean if clamp is None or not float_values else _clamped(clamp, torch.cat(float_values, 1), torch.cat(values, 1), mean)).float()
-
-
-def _clamped(clamp: Clamp, float_values: Tensor, values: Tensor, start: Tensor) -> Tensor:
-    """Return c (C,) with mean clamp(values + c) = mean clamp(float_values), by Newton's method from `start` (C,); values (C, places)."""
-    low, high = (end if end is not None else other for end, other in zip(clamp, (-math.inf, math.inf), strict=True))
-    target, added = float_values.clamp(low, high).mean(1), start.clone()
-    longest = (float_values - values).square().mean(1).sqrt()  # where hardly anything is within the limits a step could be of any length
+def _correction(pairs: Sequence[tuple[Tensor, Tensor]], limits: Clamp | None) -> Tensor:
+    """Return the bias correction (C,), float64, that matches the means of float results and of sums within their limits."""
+    apart = max(1, sum(result.shape[1] for result, _ in pairs) // PLACES) | 1 if limits is not None else 1  # odd: it meets every column
+    results, sums = (torch.cat([each[:, ::apart].double() for each in part], 1) for part in zip(*pairs, strict=True))
+    difference = results - _within(sums, limits)
+    # Where both are at a limit the difference is 0 and says nothing; where an operand was clipped it is not that of rounding.
+    median = difference.abs().where(difference != 0, math.nan).nanmedian(1, keepdim=True).values
+    limit = (OUTLIER * median).nan_to_num(math.inf)
+    usual = difference.abs() <= limit
+    difference = difference.clamp(-limit, limit)
+    added = difference.mean(1)
+    if limits is None:
+        return added
+    sums = torch.where(usual, sums, results - difference)
+    low, high = (end if end is not None else other for end, other in zip(limits, (-math.inf, math.inf), strict=True))
+    longest = difference.square().mean(1).sqrt()  # where hardly anything is within the limits a step could be of any length
     for _ in range(NEWTON):
-        moved = values + added.unsqueeze(1)
+        moved = sums + added.unsqueeze(1)
         slope = (((moved > low) & (moved < high)).sum(1).double() / moved.shape[1]).clamp_min(FEWEST)
-        step = (target - moved.clamp(low, high).mean(1)) / slope
+        step = (results - moved.clamp(low, high)).mean(1) / slope
         added += torch.minimum(torch.maximum(step, -longest), longest)
     return added
 
 
-def _without_outliers(rows: Tensor) -> Tensor:
-    """Limit the values of each row to some times their median magnitude: where an operand was cut off, differences are not rounding's."""
-    limit = OUTLIER * rows.abs().median(1, keepdim=True).values
-    return rows.clamp(-limit, limit)
+def _within(sums: Tensor, limits: Clamp | None) -> Tensor:
+    return sums if limits is None else sums.clamp(*limits)
 
 
-def _tried(lesson: Lesson, operator: QuantizedOperator, correction: Tensor) -> TunedLayer:
-    """Apply the correction, and keep it if it lowers the error on held-out samples."""
-    quantizer, previous = operator.weight_quantizer, operator.weight_quantizer.correction
-    before = lesson.error()
-    _put(operator, correction if previous is None else previous.value + correction)
-    after = lesson.error()
-    if not after < before:
-        quantizer.correct(previous)
-    return TunedLayer(lesson.unit.name, (lesson.unit.weighted[0].name,), before, after, after < before, lesson.signal())
+def _error(pairs: Sequence[tuple[Tensor, Tensor]], added: Tensor, limits: Clamp | None) -> float:
+    """Return the mean squared error of sums (C, places) with a correction (C,), within their limits, against float results."""
+    squares = [(_within(sums + added.unsqueeze(1), limits) - result).square() for result, sums in pairs]
+    return sum(float(each.sum()) for each in squares) / max(sum(each.numel() for each in squares), 1)
