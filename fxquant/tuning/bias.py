@@ -103,8 +103,8 @@ def _correct(
     exact, real = Walk(prepared, samples.chunks, exact=True), Walk(prepared, samples.chunks, exact=False)
 
     def put(share: float) -> list[TunedLayer]:
-        for name, found in values.items():
-            value, had = torch.tensor(found, dtype=torch.float32, device="cpu"), previous[name]
+        for name, corrected in values.items():
+            value, had = torch.tensor(corrected, dtype=torch.float32, device="cpu"), previous[name]
             start = torch.zeros_like(value) if had is None else had.value.cpu()
             _put(operators[name], start + share * (value - start))
         return rows

@@ -11,6 +11,7 @@ import contextlib
 import io
 import random
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -105,8 +106,11 @@ def _own_operators() -> Iterator[None]:
 
 
 PAGES = sorted(page.stem for page in GUIDE.glob("*.md") if page.name != "README.md")
-COMPARED = {"README": 1, "four-bits": 2, "train": 1, "python": 2, "board": 1, "yolo": 1}  # outputs that a page shows; others show 3
+COMPARED = {"README": 2, "four-bits": 2, "train": 1, "python": 2, "board": 1, "yolo": 1}  # outputs that a page shows; others show 3
 OLD_AND_NEW = ("from-torch-ao", "from-horizon")  # tests/compat/test_guides.py runs their programs
+
+
+GIVEN: dict[str, Any] = {}  # names that a page has before its first block: in README.md the reader's own model and batches
 
 
 def run(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
@@ -116,6 +120,7 @@ def run(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int,
     file = folder / "example.py"  # so that source lines in the outputs are those of one file a reader would have
     file.write_text("\n".join(block.text for block in code), encoding="utf-8")
     module = types.ModuleType("example")
+    vars(module).update(GIVEN)
     monkeypatch.setitem(sys.modules, "example", module)  # PyTorch's compiler imports the module of a function
     offset, printed, compared = 0, "", 0
     for block in document:
@@ -139,6 +144,9 @@ LONG = {"four-bits": pytest.mark.nightly}  # a page that trains
 @pytest.mark.parametrize("name", ["README", *(pytest.param(page, marks=LONG.get(page, ())) for page in PAGES if page not in OLD_AND_NEW)])
 def test_the_code_of_a_page_runs_and_prints_what_it_shows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    if name == "README":
+        monkeypatch.setitem(GIVEN, "model", (steps := runpy.run_path(str(ROOT / "examples" / "first_steps.py")))["model"])
+        monkeypatch.setitem(GIVEN, "batches", steps["batches"])
     ran, compared = run(ROOT / "README.md" if name == "README" else GUIDE / f"{name}.md", tmp_path, monkeypatch)
     assert ran >= 1
     assert compared >= COMPARED.get(name, 3)
