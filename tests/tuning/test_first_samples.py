@@ -6,7 +6,6 @@ import copy
 import functools
 import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from fxquant.ops import Trait
 from fxquant.prepared.operators import quantized_operators
 from fxquant.tuning import bias, first_samples
 from fxquant.tuning.first_samples import LARGEST, FirstSamples
-from fxquant.tuning.result import TunedLayer
 from fxquant.tuning.walk import cut
 from tests.shared import contract
 from tests.shared.networks import Network
@@ -169,7 +167,7 @@ def test_the_outputs_judge_all_corrections_together(caplog: pytest.LogCaptureFix
         assert "biases are not corrected" in caplog.text
         found = bias.corrections(prepared, samples, [[alike]], False)
     assert list(found) == corrected(prepared) != []
-    assert "biases are corrected in 1 of 1 layers, after their limits: the outputs have" in caplog.text
+    assert "biases are corrected in 1 of 1 layers, in full: the outputs have" in caplog.text
     assert caplog.text.count("correct_bias: 1 of 1 tuned") == 1  # the table of the layers
 
 
@@ -182,15 +180,9 @@ def test_corrections_that_only_overshoot_are_halved(monkeypatch: pytest.MonkeyPa
     operator.weight_quantizer.correct(None)
 
     monkeypatch.setattr(bias, "_correction", lambda *arguments: 2.2 * whole(*arguments))
-    monkeypatch.setattr(bias, "_tried", _kept)
+    monkeypatch.setattr(bias, "_error", lambda pairs, added, limits: -float(added.abs().sum()))  # whatever its samples say
     halved = next(iter(bias.corrections(prepared, samples, judging, False).values()))
     assert torch.allclose(torch.tensor(halved), 1.1 * torch.tensor(right), rtol=1e-3)
-
-
-def _kept(lesson: Any, operator: object, correction: Tensor) -> object:
-    """A layer that keeps its correction, whatever its samples say."""
-    bias._put(operator, correction.tolist())
-    return TunedLayer("_0", (lesson.unit.weighted[0].name,), 1.0, 0.5, True, 1.0)
 
 
 def test_samples_are_taken_from_all_that_are_kept() -> None:
