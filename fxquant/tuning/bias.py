@@ -9,16 +9,16 @@ Where limits are fused into the operator, as of a ReLU6, means are matched after
     mean clamp(ŷ + c) = mean clamp(y)
 
 A rectifier turns noise of mean zero into noise with a positive mean, so matching means before the limits leaves a shift after them. The
-left side grows with c, and Newton's method finds c for each channel. A layer's sums are formed once: means, the error on held-out samples
-with and without the correction, and the choice between them follow from these sums. All corrections together, and half of each, are then
-judged by the outputs of the model on held-out samples (`effects`): the better of the two is kept, and neither where the noise does not
-clearly fall.
+left side grows with c, and Newton's method finds c for each channel. A layer's sums are formed once. Its correction follows from these
+sums, and so does the error on held-out samples with it and without it, after the function that alone reads the layer, if there is one.
+All corrections together, and half of each, are then judged by the outputs of the model on held-out samples (`effects`): the better of
+the two is kept, and neither where the noise does not clearly fall.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -39,7 +39,7 @@ from fxquant.tuning.checkpoint import Checkpoint, call_of
 from fxquant.tuning.choices import Tuned, tuning
 from fxquant.tuning.effects import FloatOutputs, Run, judged, outputs_of, real_outputs
 from fxquant.tuning.result import TunedLayer, TuningResult
-from fxquant.tuning.walk import Samples, Walk, bound_arguments, by_channel, real_result, taken, weight_of, weighted_nodes
+from fxquant.tuning.walk import Samples, Unit, Walk, bound_arguments, by_channel, layer_units, real_result, run, taken, weight_of
 
 SHARES = {"in full": 1.0, "by half": 0.5}  # of the corrections
 NEWTON = 6  # steps: the mean after limits is nearly linear in what is added
@@ -109,16 +109,17 @@ def _correct(
             _put(operators[name], start + share * (value - start))
         return rows
 
-    weighted = weighted_nodes(prepared)
-    for node in progress(weighted, len(weighted), "correcting biases", show_progress):
-        outcome = checkpoint.at(node.name, partial(_found, node, samples, exact, real, weighted[node]))
+    units = layer_units(prepared)
+    for unit in progress(units, len(units), "correcting biases", show_progress):
+        name = unit.name
+        outcome = checkpoint.at(name, partial(_found, unit, samples, exact, real, operators[name]))
         if outcome is None:
-            skipped[node.name] = "its channels are not those of its weight"
+            skipped[name] = "its channels are not those of its weight"
             continue
         rows.append(TunedLayer.of(outcome["row"]))
         if rows[-1].kept:
-            values[node.name] = outcome["value"]
-            _put(weighted[node], outcome["value"])
+            values[name] = outcome["value"]
+            _put(operators[name], outcome["value"])
     there = outputs.there and values and not any(previous.values())  # `put` adds to a former correction with a rounding
     noises = {"in full": outputs.noise(_walked(prepared, samples, exact))} if there else {}
     attempts = {name: partial(put, share) for name, share in SHARES.items()}
@@ -142,8 +143,9 @@ def _walked(prepared: fx.GraphModule, samples: Samples, exact: Walk) -> Run:
 
 @torch.no_grad()
 @constants_kept()
-def _found(node: fx.Node, samples: Samples, exact: Walk, real: Walk, operator: QuantizedOperator) -> dict[str, Any] | None:
+def _found(unit: Unit, samples: Samples, exact: Walk, real: Walk, operator: QuantizedOperator) -> dict[str, Any] | None:
     """Return the outcome for one layer, as a file holds it: its row, and what is added to its bias if that is better."""
+    node, *after = unit.nodes
     operands, targets = exact.at(node.all_input_nodes), real.at([node])
     pairs = list[tuple[Tensor, Tensor]]()  # of each chunk: the float results and the sums before fused limits, (C, places)
     for values, target in zip(operands, targets, strict=True):
@@ -156,13 +158,28 @@ def _found(node: fx.Node, samples: Samples, exact: Walk, real: Walk, operator: Q
             return None
         pairs.append((result, sums))
     learning, judging = ([pairs[index] for index in part] for part in (samples.learning or samples.judging, samples.judging))
-    added = _correction(learning, limits)
+    added = _correction(learning, limits).float()
     previous = operator.weight_quantizer.correction
-    before, after = (_error(judging, value, limits) for value in (torch.zeros_like(added), added))
-    signal = sum(float(result.double().square().sum()) for result, _ in judging) / max(sum(result.numel() for result, _ in judging), 1)
-    row = TunedLayer(node.name, (node.name,), before, after, after < before, signal)
-    value = added.float() if previous is None else previous.value + added.float()
+
+    def function(value: Tensor) -> Tensor:  # elements of any layout
+        for reader in after:
+            value = run(real.prepared, reader, {node: value}, exact=False)
+        return value
+
+    wanted = [function(result) for result, _ in judging]
+    before, after_it = (
+        _mean(function(_within(sums + each.unsqueeze(1), limits)) - target for (_, sums), target in zip(judging, wanted, strict=True))
+        for each in (torch.zeros_like(added), added)
+    )
+    row = TunedLayer(unit.name, (unit.name,), before, after_it, after_it < before, _mean(wanted))
+    value = added if previous is None else previous.value + added
     return {"row": asdict(row), "value": value.tolist() if row.kept else None}
+
+
+def _mean(values: Iterable[Tensor]) -> float:
+    """Return the mean square of all elements."""
+    squares = [(float(each.double().square().sum()), each.numel()) for each in values]
+    return sum(square for square, _ in squares) / max(sum(count for _, count in squares), 1)
 
 
 def _put(operator: QuantizedOperator, value: list[float] | Tensor) -> None:
@@ -197,9 +214,3 @@ def _correction(pairs: Sequence[tuple[Tensor, Tensor]], limits: Clamp | None) ->
 
 def _within(sums: Tensor, limits: Clamp | None) -> Tensor:
     return sums if limits is None else sums.clamp(*limits)
-
-
-def _error(pairs: Sequence[tuple[Tensor, Tensor]], added: Tensor, limits: Clamp | None) -> float:
-    """Return the mean squared error of sums (C, places) with a correction (C,), within their limits, against float results."""
-    squares = [(_within(sums + added.unsqueeze(1), limits) - result).square() for result, sums in pairs]
-    return sum(float(each.sum()) for each in squares) / max(sum(each.numel() for each in squares), 1)
