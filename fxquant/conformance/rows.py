@@ -182,6 +182,8 @@ FUNCTIONS = (
     unary("hardtanh", lambda x: F.hardtanh(F.max_pool2d(x, 2))),
     unary("leaky relu", lambda x: F.leaky_relu(x, 0.1)),
     unary("leaky relu, slope 0.01", F.leaky_relu),
+    unary("leaky relu, slope 0.1, ties", lambda x: F.leaky_relu(F.hardtanh(x), 0.1)),  # on one scale, where the slope's last bit decides
+    unary("leaky relu, slope 0.3, ties", lambda x: F.leaky_relu((0.9 * x).clamp(-0.9, 0.9), 0.3)),
     unary("leaky relu, slope 0.3, pool", lambda x: F.leaky_relu(F.max_pool2d(x, 2), 0.3)),
     layer("prelu by channel", fixed(lambda: nn.PReLU(CHANNELS), lambda prelu: prelu.weight.copy_(torch.linspace(-0.4, 1.2, CHANNELS)))),
     layer("prelu", lambda: {"c": nn.PReLU()}),

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -199,6 +200,13 @@ def scale_from_threshold(threshold: float, dtype: IntType) -> float:
     return threshold / ((dtype.high - dtype.low + 1) // 2)
 
 
+def to_float32(value: Any) -> Any:
+    """Return a number rounded to float32, as PyTorch passes it to a function of such tensors; of a tuple, its numbers. Others are kept."""
+    if isinstance(value, tuple):
+        return tuple(to_float32(item) for item in value)
+    return ctypes.c_float(value).value if isinstance(value, float) else value
+
+
 def round_half_up(value: float) -> int:
     """Return ⌊value + ½⌋, the rounding of tables and clamp bounds."""
     return math.floor(value + 0.5)
@@ -212,12 +220,12 @@ def round_away(value: Tensor) -> Tensor:
 
 
 def clamp_bound(value: float | None, scale: float, default: int, limits: IntType | Grid) -> int:
-    """Return the integer bound ⌊value/scale + ½⌋ of a clamp, saturated to these limits; `default` if `value` is None."""
+    """Return the integer bound ⌊f32(value)/scale + ½⌋ of a clamp, saturated to these limits; `default` if `value` is None."""
     if value is None:
         return default
     if math.isinf(value):
         return limits.high if value > 0 else limits.low
-    return min(max(round_half_up(value / scale), limits.low), limits.high)
+    return min(max(round_half_up(to_float32(value) / scale), limits.low), limits.high)
 
 
 def ends_of(value: Tensor) -> tuple[float, float]:

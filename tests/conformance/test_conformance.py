@@ -31,7 +31,9 @@ from fxquant.conformance.board import integers
 from fxquant.conformance.kit import SCALES, Compiled, probe_target
 from fxquant.conformance.manifest import Array, Kit, packed, read_arrays, read_kit
 from fxquant.conformance.results import SIMULATOR, computed, kit_images, model_of
+from fxquant.conformance.rows import ROWS
 from fxquant.conformance.variants import Variant, variants_of
+from fxquant.ops.elementwise import table
 
 pytestmark = pytest.mark.nightly
 
@@ -424,6 +426,14 @@ def test_what_the_compiler_refuses_is_reported_and_the_rest_compiled(tmp_path: P
     assert [found[name].result for name in names] == ["equal", "refused", "equal"]
     with pytest.raises(fxq.errors.ConfigurationError, match="no program is left for bayes-e"):
         fxq.board.conformance_kit(tmp_path / "none", "bayes-e", operators=["sigmoid"], show_progress=False)
+
+
+def test_the_kit_sees_whether_a_slope_is_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, image = [ROWS[f"leaky relu, slope {slope}, ties"] for slope in (0.1, 0.3)], kit_module.images()[1][0]
+    found = kit_module.converted(rows, "bayes-e", "int8", SCALES[0])[1](image)
+    monkeypatch.setattr(table, "to_float32", lambda value: value)
+    others = kit_module.converted(rows, "bayes-e", "int8", SCALES[0])[1](image)
+    assert not any(torch.equal(one, other) for one, other in zip(found, others, strict=True))
 
 
 def test_variants_differ_from_the_target_and_each_other() -> None:

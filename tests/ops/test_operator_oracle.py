@@ -251,7 +251,7 @@ def leaky(known: Known) -> Nested:
     slope = Fraction(oracle.float32(0.3))
     if known.rules.by_layers and not known.x.wide:
         return each(lambda q: oracle.by_slope(q, slope, known.x, known.to, known.rules, False), known.a)
-    return table(lambda value: value if value > 0 else 0.3 * value)(known)
+    return table(lambda value: value if value > 0 else float(slope) * value)(known)
 
 
 def layers(made: Callable[[], nn.Module], expected: Callable[[Known], Nested], function: Any = None) -> Case:

@@ -6,10 +6,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from mpmath import mp, mpf
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+import fxquant as fxq
 from fxquant.numerics.grids import ACTIVATION_TYPES, Grid, table
 from fxquant.ops import BY_NAME
 from fxquant.ops.elementwise.table import UNARY
@@ -158,6 +162,38 @@ def test_a_table_is_the_function(name: str) -> None:
         found = table(lambda x: on_numbers(x, **settings), input, output, lambda x: on_tensors(x, **settings)).tolist()
         assert len(set(found)) > 2
         assert found[::stride] == [expected(function, x, output) for x in points[::stride]]
+
+
+def functions_of(x: Tensor, c: float) -> tuple[Any, ...]:
+    """Functions of a float32 tensor with a number from 0.1 to 0.9."""
+    y = x.abs() + 0.5
+    return (
+        *(F.leaky_relu(x, c), F.elu(x, c), F.celu(x, c), F.softplus(x, c, 3), F.softplus(x, 2, c), F.threshold(x, c, -c), x.clamp(-c, c)),
+        *(F.hardshrink(x, c), F.softshrink(x, c), F.rrelu(x, c, c), y**c, c**x, c / y, x / c, x * c, x + c, torch.sub(x, y, alpha=c)),
+        *(x % c, torch.fmod(x, c), torch.sigmoid(x + c), torch.where(x > c, x, c), F.hardtanh(x, c, 2.0)),
+        *(torch.where(x > 0, x, x * c), F.leaky_relu(x, c).clamp(-c), torch.floor(x / c), torch.round(y * c, decimals=1)),
+    )
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "bernoulli2", "nash-e", "x86"])
+def test_a_number_is_that_of_float32(target: str) -> None:
+    """PyTorch passes it so to a function of float32 tensors, and ONNX to a chip."""
+
+    class Net(nn.Module):
+        def __init__(self, round_to: Callable[[float], float]) -> None:
+            super().__init__()
+            self.round_to = round_to
+
+        def forward(self, x: Tensor) -> tuple[Any, ...]:
+            return tuple(y for c in (0.1, 0.3, 0.7, 0.9) for y in functions_of(x, self.round_to(c)))
+
+    def outputs(round_to: Callable[[float], float]) -> Any:
+        config = fxq.QConfig(fxq.ActivationConfig("int8", observer="min_max"))
+        return fxq.quantize(Net(round_to).eval(), [x], target, config, show_progress=False).integer(x)
+
+    x = torch.linspace(-6.4, 6.35, 256).reshape(1, 4, 8, 8)  # PyTorch computes powers in vectors with a float32 exponent
+    for found, right in zip(outputs(float), outputs(lambda c: float(np.float32(c))), strict=True):
+        assert torch.equal(found, right)
 
 
 def by_torch(name: str) -> bool:

@@ -267,10 +267,10 @@ def add(q: int, r: int, scale: Fraction, other: Fraction, output: Fraction, rule
 
 
 def clamp_bound(value: float | None, scale: float, default: int, low: int, high: int) -> int:
-    """⌊value / scale + ½⌋ in float64, saturated."""
+    """⌊f32(value) / scale + ½⌋ in float64, saturated."""
     if value is None or math.isinf(value):
         return default
-    return limited(math.floor(value / scale + 0.5), low, high)
+    return limited(math.floor(float(float32(value)) / scale + 0.5), low, high)
 
 
 def table(function: Callable[[float], float], input_scale: float, output_scale: float, inputs: range, low: int, high: int) -> list[int]:

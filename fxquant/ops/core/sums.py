@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fxquant.lowering.lowering import Clamp, Lowering, Quantized
+from fxquant.numerics import grids
 from fxquant.numerics.grids import FLOAT32_EXACT, INT32, LARGEST_NARROW_MULTIPLIER, WEIGHT_INT8, Ratio, narrow_multipliers, power_of_two
 from fxquant.numerics.rounding import clamped, straight_through
 from fxquant.primitives import elementwise
@@ -31,6 +32,7 @@ def lower_sub(lowering: Lowering, input: Operand, other: Operand, alpha: float =
 
 def _lower_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], clamp: Clamp | None) -> Quantized:
     """Add the activations on a common scale, and a constant in whole steps of it, and requantize once."""
+    terms = {role: grids.to_float32(term) for role, term in terms.items()}
     tensors = {role: (operand, factor) for role, (operand, factor) in terms.items() if isinstance(operand, Quantized)}
     wide = any(operand.dtype.bits > 8 for operand, _ in tensors.values())
     narrow = not wide and lowering.output.dtype.bits <= 8

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.numerics.grids import to_float32
 from fxquant.ops.core.operators import FLOAT32_EXACT, Call, Clamp, Instead, Ratio, TensorFact, Trait, clamped, fact, is_parameter, lowered
 from fxquant.ops.core.samples import ALIGNED, sample, sampled
 from fxquant.ops.core.sums import Operand, lower_add, lower_sub
@@ -41,7 +42,7 @@ def needs_activation(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     if any(isinstance(o, fx.Node) and not isinstance(fact(o), TensorFact) and not is_parameter(o) for o in operands):
         return "one of its operands depends on the batch size"
     numbers = [arguments.get("alpha", 1), *(o for o in operands if not isinstance(o, fx.Node))]
-    return None if all(isinstance(n, int | float) and math.isfinite(n) for n in numbers) else "one of its numbers is not finite"
+    return None if all(isinstance(n, int | float) and math.isfinite(to_float32(n)) for n in numbers) else "one of its numbers is not finite"
 
 
 def constant_operand(lowering: Lowering, operand: Operand, role: str) -> Quantized | float:
@@ -181,7 +182,7 @@ def _lower_mul(lowering: Lowering, input: Operand, other: Operand, *, clamp: Cla
     assert not isinstance(number, Quantized)
     if lowering.arithmetic.multiplies_by_layers:
         return lower_uniform(lowering, SCALED, tensor, (1, 1), float(number), clamp)
-    step = Ratio((tensor.scale, torch.tensor(abs(float(number)), dtype=torch.float64, device=tensor.scale.device)))
+    step = Ratio((tensor.scale, torch.tensor(abs(to_float32(number)), dtype=torch.float64, device=tensor.scale.device)))
     return lowering.requantize(lowering.call(elementwise.widen if number > 0 else elementwise.negate, tensor.value), step, clamp)
 
 
@@ -205,7 +206,7 @@ mul = lowered(
     operands=("input", "other"),
     idle=lambda arguments: _is(arguments["input"], 1) or _is(arguments["other"], 1),
     absorbs=frozenset({"clamp"}),
-    refuses=(lambda node, arguments: "it multiplies by zero" if 0 in (arguments["input"], arguments["other"]) else None, needs_activation),
+    refuses=(lambda node, arguments: "it multiplies by zero" if 0 in to_float32((*arguments.values(),)) else None, needs_activation),
     traits=frozenset({Trait.AFFINE, Trait.KEEPS_INTEGERS, Trait.POINTWISE, Trait.CONJUNCTION}),
     integers=alike("mul"),
     samples=(sample(input=(3, 6), other=(3, 6)), sample(input=(3, 6), other=-0.3)),

@@ -13,6 +13,7 @@ from torch import fx
 
 from fxquant.ir.graph import absorb, is_parameter
 from fxquant.lowering.lowering import Lowering, Quantized
+from fxquant.numerics.grids import to_float32
 from fxquant.ops.core.declare import is_finite, meets, needs
 from fxquant.ops.core.operators import OPERATORS, WIDE, Builder, Clamp, Instead, Ratio, Trait, composite, is_tensor, lowered
 from fxquant.ops.core.samples import POSITIVE, sample, sampled
@@ -64,14 +65,14 @@ def _divided(input: Any, other: Any, rounding_mode: str | None = None) -> dict[s
     absorbs=frozenset({"clamp"}),
     refuses=(
         needs("it divides by a number that is computed", lambda arguments: not isinstance(arguments["other"], fx.Node)),
-        meets("other", lambda other: is_finite(other) and other != 0, lambda other: f"it divides by {other}"),
+        meets("other", lambda other: is_finite(to_float32(other)) and to_float32(other) != 0, lambda other: f"it divides by {other}"),
     ),
     onnx=lambda c: c.epilogue(c.do("Div", c.operand("input"), c.operand("other"))),
     samples=(sample(input=(3, 6), other=3), sample(input=(3, 6), other=-0.7)),
 )
 def div(lowering: Lowering, input: Quantized, other: float, *, clamp: Clamp | None = None) -> Quantized:
     """Compute input / other for a number, and a fused clamp."""
-    step = Ratio((input.scale,), (torch.tensor(abs(float(other)), dtype=torch.float64, device=input.scale.device),))
+    step = Ratio((input.scale,), (torch.tensor(abs(to_float32(other)), dtype=torch.float64, device=input.scale.device),))
     return lowering.requantize(lowering.call(elementwise.widen if other > 0 else elementwise.negate, input.value), step, clamp)
 
 

@@ -131,7 +131,7 @@ def _lower_rrelu(lowering: Lowering, input: Quantized, lower: float, upper: floa
     """Look up the leaky relu of the mean slope; in state TRAIN, in train mode, draw slopes as the module of the call does."""
     module = lowering.called
     if not lowering.training or not isinstance(module, nn.RReLU):
-        return by_table(lowering, input, "rrelu", lower=lower, upper=upper)
+        return by_table(lowering, input, "leaky_relu", negative_slope=(lower + upper) / 2)
     real = F.rrelu(input.real(), module.lower, module.upper, True)
     return lowering.result(lambda: lowering.output.grid.quantize(real.detach()), lambda: real)
 

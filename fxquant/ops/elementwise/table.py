@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.lowering.lowering import Lowering, Quantized
-from fxquant.numerics.grids import EVERYTHING, Grid, Interval, IntType, table
+from fxquant.numerics.grids import EVERYTHING, Grid, Interval, IntType, table, to_float32
 from fxquant.ops.core.declare import module_of, settings_of, spelled
 from fxquant.ops.core.operators import OPERATORS, Call, Instead, Operator, Own, Trait, clamped, fact, is_parameter, operator_of, register
 from fxquant.ops.core.record import BY_NAME, Adapt, OnIntegers, has_poles
@@ -29,11 +29,12 @@ STEEP = 2.0**7  # a slope at which one step of an 8-bit operand of ±1 is the wh
 
 
 def by_table(lowering: Lowering, input: Quantized, name: str, factor: float = 1.0, offset: float = 0.0, **settings: Any) -> Quantized:
-    """Return the integers of a unary function of factor · input + offset, by a table on the operand's grid."""
+    """Return the integers of a unary function of factor · input + offset, by a table on the operand's grid; of float32 numbers."""
     in_float32 = lowering.arithmetic.float32_tables and input.dtype.bits <= 8
+    numbers = to_float32((factor, offset, tuple(settings.items())))
 
     def entries(points: Tensor | None = None) -> Tensor:
-        chosen = name, factor, offset, tuple(settings.items()), _plain(input.grid), _plain(lowering.output.grid), in_float32
+        chosen = name, *numbers, _plain(input.grid), _plain(lowering.output.grid), in_float32
         return (_entries(*chosen) if points is None else _made(*chosen, points)).to(input.scale.device)
 
     def function(x: Tensor) -> Tensor:
