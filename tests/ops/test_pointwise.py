@@ -221,6 +221,28 @@ def test_what_is_no_single_table_is_left_as_it_is(name: str) -> None:
     assert "curve" not in names_of(model, batches[0])
 
 
+LIMIT = torch.tensor(0.05)
+OF_A_CONSTANT: dict[str, Callable[[Tensor], Tensor]] = {
+    "maximum": lambda x: torch.maximum(x, LIMIT) * x,
+    "maximum of a constant": lambda x: torch.maximum(LIMIT, x) * x,
+    "minimum": lambda x: x * torch.sigmoid(torch.minimum(x, LIMIT)),
+    "fmax": lambda x: torch.rsqrt(torch.fmax(x, LIMIT).abs() + 0.5),
+    "max": lambda x: torch.max(x, LIMIT.reshape(1)) * x,
+    "clamp": lambda x: x.clamp(-LIMIT, LIMIT) * x,
+    "a comparison of a constant": lambda x: torch.where(torch.lt(LIMIT, x), x, x * x),
+}
+
+
+@pytest.mark.parametrize("name", OF_A_CONSTANT)
+@pytest.mark.parametrize("target", ["bayes-e", "nash-e"])
+def test_a_constant_of_one_number_is_that_number(name: str, target: str) -> None:
+    model, batches = seeded(OF_A_CONSTANT[name])
+    prepared, integer = compiled(model, batches, target)
+    contract.assert_validate_is_integer(prepared, integer, batches[0])
+    fxq.set_state(prepared, "float")
+    assert torch.equal(prepared(batches[0]), model(batches[0]))
+
+
 def test_what_the_user_keeps_in_float_is_not_taken_in() -> None:
     model, batches = seeded(lambda x: torch.where(x > 0, torch.sqrt(x), x))
     mapping = fxq.QConfigMapping().set_object_type(torch.sqrt, None)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fxquant.numerics.grids import Interval
-from fxquant.ops.core.operators import Call, Lowering, Quantized
+from fxquant.ops.core.operators import Call, Lowering, Plain, Quantized
 from fxquant.ops.core.record import BY_NAME, Operator, Trait, register
 from fxquant.ops.core.samples import LIMITED, written
 from fxquant.ops.elementwise.functions import by_torch
@@ -50,7 +50,10 @@ def _value(steps: Steps, input: Tensor, values: dict[Steps, Any]) -> Any:
         raise ValueError(f"{name!r} is not an elementwise function of one tensor")
     key = hashable(steps)
     if key not in values:
-        values[key] = BY_NAME[name].function(*(_value(argument, input, values) for argument in arguments))
+        record, operands = BY_NAME[name], [_value(argument, input, values) for argument in arguments]
+        if isinstance(record.demand, Plain) or Trait.EXTREMUM in record.traits:  # PyTorch's takes no number, or none on the left
+            operands = [input.new_full((), value) if isinstance(value, float) else value for value in operands]
+        values[key] = record.function(*operands)
     return values[key]
 
 
