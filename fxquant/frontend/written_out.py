@@ -151,7 +151,9 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "glu": F.glu,
     "pad": F.pad,
     "constant_pad_nd": lambda input, pad, value=0: F.pad(input, list(pad), "constant", value),
-    "embedding": lambda weight, indices, padding_idx=-1, *_: F.embedding(indices, weight),
+    "embedding": lambda weight, indices, padding_idx=-1, *flags: F.embedding(
+        indices, weight, None if padding_idx < 0 else padding_idx, None, 2.0, *flags
+    ),
     **{name: _dropout(name) for name in ("dropout", "alpha_dropout")},
     "feature_dropout": _dropout("dropout2d"),
     "native_dropout": lambda input, p, train: (F.dropout(input, p, bool(train)), None),

@@ -279,6 +279,44 @@ def test_gradients_in_train_are_the_float_models(form: str, target: str) -> None
     assert_like(gradients(prepared.train()), gradients(model))
 
 
+class Rows(nn.Module):
+    """Rows of a table of nine, and a head that may be the table itself."""
+
+    def __init__(self, kind: str, **settings: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.e = (nn.EmbeddingBag if kind == "bag" else nn.Embedding)(9, 4, **({} if kind == "function" else settings))
+        self.kind, self.settings, self.head = kind, settings, nn.Linear(4, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self.head(F.embedding(ids, self.e.weight, **self.settings) if self.kind == "function" else self.e(ids))
+        return rows @ self.e.weight.t() if self.kind == "tied" else rows
+
+
+EMBEDDINGS = [{"padding_idx": 3}, {"padding_idx": -6, "scale_grad_by_freq": True}, {"scale_grad_by_freq": True}, {"sparse": True}]
+
+
+@pytest.mark.parametrize("settings", EMBEDDINGS, ids=lambda settings: " ".join(settings))
+@pytest.mark.parametrize("kind", ["module", "function", "tied", "bag", "program"])
+def test_arguments_for_gradients_alone_are_the_float_models(kind: str, settings: dict[str, Any]) -> None:
+    ids = torch.tensor([[3, 3, 1, 2, 3], [0, 3, 5, 1, 3]])
+    model = Rows(kind, **settings)
+    sizes = {"ids": {0: torch.export.Dim("batch", min=2)}}
+    source = torch.export.export(model.eval(), (ids,), dynamic_shapes=sizes) if kind == "program" else model.eval()
+    prepared = fxq.calibrate(fxq.prepare(source, ids), [ids], show_progress=False)
+    fxq.set_state(prepared, "train")
+    found = []
+    for each in (prepared.train(), model.train()):
+        each(ids).sum().backward()
+        found.append(next(weight.grad for weight in each.parameters() if weight.shape == (9, 4)))
+        each.zero_grad()
+    (mine, right) = found
+    assert mine.is_sparse == right.is_sparse
+    mine, right = mine.to_dense(), right.to_dense()
+    assert torch.equal(mine.any(1), right.any(1))
+    torch.testing.assert_close(mine, right, rtol=0.03, atol=0.01)  # that of the quantized head
+
+
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize("form", STOPS)
 def test_a_stop_changes_no_bit(form: str, tmp_path: Path) -> None:

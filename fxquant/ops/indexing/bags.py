@@ -65,23 +65,31 @@ def count_nonzero(lowering: Lowering, input: Any, dim: list[int]) -> Any:
 OFFSETS = "its bags begin at offsets: give bags of one size, [bags, size]"
 
 
-def _why_not(max_norm: float | None, padding_idx: int | None, include_last_offset: bool) -> str | None:
+def _why_not(max_norm: float | None, padding_idx: int | None, include_last_offset: bool, scale_grad_by_freq: bool) -> str | None:
     """Return why bags with these settings have no integer form; None where they have one."""
-    padded = None if padding_idx is None else "its bags leave out the rows of its padding_idx"
-    return CHANGES if max_norm is not None else padded or (OFFSETS if include_last_offset else None)
+    reasons = {
+        CHANGES: max_norm is not None,
+        "its bags leave out the rows of its padding_idx": padding_idx is not None,
+        "PyTorch divides the gradient of a bag by counts of other rows (scale_grad_by_freq)": scale_grad_by_freq,
+        OFFSETS: include_last_offset,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+WHY = ("max_norm", "padding_idx", "include_last_offset", "scale_grad_by_freq")
 
 
 def _function(*args: Any, **kwargs: Any) -> dict[str, Any] | str:
     arguments = bound(F.embedding_bag, *args, **kwargs)
-    because = _why_not(arguments["max_norm"], arguments["padding_idx"], arguments["include_last_offset"])
+    because = _why_not(*(arguments[name] for name in WHY))
     return because or {name: arguments[name] for name in operator_named("embedding_bag").parameter_names}
 
 
-_settings = settings_of(("weight", "mode"))
+_settings = settings_of(("weight", "mode", "sparse"))
 
 
 def _module(module: nn.EmbeddingBag) -> dict[str, Any] | str | Instead:
-    return _why_not(module.max_norm, module.padding_idx, module.include_last_offset) or _settings(module)
+    return _why_not(*(getattr(module, name) for name in WHY)) or _settings(module)
 
 
 def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -93,8 +101,8 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 @composite(
     operands=("per_sample_weights",),
-    function=lambda input, offsets=None, per_sample_weights=None, weight=None, mode="mean": F.embedding_bag(
-        input, weight, offsets, mode=mode, per_sample_weights=per_sample_weights
+    function=lambda input, offsets=None, per_sample_weights=None, weight=None, mode="mean", sparse=False: F.embedding_bag(
+        input, weight, offsets, mode=mode, per_sample_weights=per_sample_weights, sparse=sparse
     ),
     by_name=False,
     calls={F.embedding_bag: _function},
@@ -105,14 +113,20 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 @sampled("F.embedding_bag(x[:, 0].argmax(2), {P(6, 5)}, mode='max')", "{nn.EmbeddingBag(6, 5)}(x[:, 1].argmax(2))", within=NORMED)
 @sampled("F.embedding_bag(x[:, 0].argmax(2), {P(6, 5)}, mode='sum', per_sample_weights=y[:, 0, 0])", within=NORMED)
 def embedding_bag(
-    build: Builder, input: fx.Node, offsets: None = None, per_sample_weights: fx.Node | None = None, weight: Any = None, mode: str = "mean"
+    build: Builder,
+    input: fx.Node,
+    offsets: None = None,
+    per_sample_weights: fx.Node | None = None,
+    weight: Any = None,
+    mode: str = "mean",
+    sparse: bool = False,
 ) -> Any:
     """Return the "sum", "mean" or "max" of the rows of `weight` that each bag names, [bags, features].
 
     The bags are the rows of `input`, int64 [bags, size]; `offsets`, for bags of different sizes, have no integer form. In a
     sum each row may have a factor, `per_sample_weights`, of the shape of `input`.
     """
-    rows = build(embedding, input, weight)
+    rows = build(embedding, input, weight, None, False, sparse)
     if per_sample_weights is not None:
         rows = build(mul, rows, build(reshape, per_sample_weights, [-1, build.fact(per_sample_weights).shape[1], 1]))
     return build({"sum": sum, "mean": mean, "max": amax}[mode], rows, [1], False)

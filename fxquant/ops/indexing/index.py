@@ -24,18 +24,24 @@ from fxquant.ops.core.samples import ROUNDED, sampled
 from fxquant.ops.movement.shape import MANY_SIZES, interleave, many_sizes, piece, pieces_of, rank_of
 from fxquant.primitives import selection, shape
 
+FOR_GRADIENTS = ("padding_idx", "scale_grad_by_freq", "sparse")  # arguments of an embedding that do not change its result
 CHANGES = "it changes its weight while it runs (max_norm)"
 
 
 def _function(*args: Any, **kwargs: Any) -> dict[str, Any] | str:
-    """Adapt F.embedding; arguments for gradients alone do not change its result."""
+    """Adapt F.embedding."""
     arguments = bound(F.embedding, *args, **kwargs)
-    return CHANGES if arguments["max_norm"] is not None else {"input": arguments["input"], "weight": arguments["weight"]}
+    return CHANGES if arguments["max_norm"] is not None else {name: arguments[name] for name in ("input", "weight", *FOR_GRADIENTS)}
 
 
 def _aten(weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False) -> dict[str, Any]:
     """Adapt torch.embedding, and that of an exported program, which take the weight first."""
-    return {"input": indices, "weight": weight}
+    padding = None if padding_idx < 0 else padding_idx
+    return {"input": indices, "weight": weight, "padding_idx": padding, "scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse}
+
+
+def _rows(input: Tensor, weight: Tensor, padding_idx: int | None = None, scale_grad_by_freq: bool = False, sparse: bool = False) -> Tensor:
+    return F.embedding(input, weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
 
 
 def refuses_embedding(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -50,10 +56,10 @@ def refuses_embedding(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 @lowered(
-    function=lambda input, weight: F.embedding(input, weight),
+    function=_rows,
     adapt=_function,
     calls={torch.embedding: _aten},
-    modules={nn.Embedding: lambda module: CHANGES if module.max_norm is not None else settings_of(("weight",))(module)},
+    modules={nn.Embedding: lambda module: CHANGES if module.max_norm is not None else settings_of(("weight", *FOR_GRADIENTS))(module)},
     reads=("input",),
     refuses=refuses_embedding,
     layer=Layer(table=lambda arguments: arguments["weight"]),
@@ -61,14 +67,17 @@ def refuses_embedding(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 )
 @sampled("torch.embedding({P(6, 5)}, x.argmax(-1))", "F.embedding(x.argmax(-1), {P(6, 5)}, padding_idx=2)")
 @sampled("{nn.Embedding(6, 5)}(x.argmin(-1))")
-def embedding(lowering: Lowering, input: Any, weight: Tensor) -> Quantized:
+def embedding(
+    lowering: Lowering, input: Any, weight: Tensor, padding_idx: int | None = None, scale_grad_by_freq: bool = False, sparse: bool = False
+) -> Quantized:
     """Look up rows of `weight` [rows, features] at the indices `input`, int64 or int32 of any shape.
 
-    Take rows of the table, which is on the output's grid.
+    Take rows of the table, which is on the output's grid. The other arguments say how its gradient is formed.
     """
     indices = lowering.given("input", input, torch.int64)
     return lowering.result(
-        lambda: lowering.call(shape.rows, on_the_output(lowering, weight, "weight"), indices), lambda: embedding(input, weight)
+        lambda: lowering.call(shape.rows, on_the_output(lowering, weight, "weight"), indices),
+        lambda: embedding(input, weight, padding_idx, scale_grad_by_freq, sparse),
     )
 
 
