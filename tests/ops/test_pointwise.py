@@ -229,6 +229,7 @@ OF_A_CONSTANT: dict[str, Callable[[Tensor], Tensor]] = {
     "fmax": lambda x: torch.rsqrt(torch.fmax(x, LIMIT).abs() + 0.5),
     "max": lambda x: torch.max(x, LIMIT.reshape(1)) * x,
     "clamp": lambda x: x.clamp(-LIMIT, LIMIT) * x,
+    "a comparison as a number": lambda x: (x > LIMIT).float(),
     "a comparison of a constant": lambda x: torch.where(torch.lt(LIMIT, x), x, x * x),
 }
 

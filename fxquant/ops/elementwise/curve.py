@@ -34,7 +34,7 @@ def is_pointwise(name: str) -> bool:
 def curve(input: Tensor, steps: Steps) -> Tensor:
     """Compute the function that the nest describes. Raise ValueError for an entry that is not an operator that it may contain."""
     result: Tensor = _value(steps, input, {})
-    return result if result.is_floating_point() else result.to(input.dtype)
+    return result.to(input.dtype)  # of numbers alone, a choice is float32
 
 
 def _value(steps: Steps, input: Tensor, values: dict[Steps, Any]) -> Any:
