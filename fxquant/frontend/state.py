@@ -27,14 +27,15 @@ from fxquant.frontend.environment import OwnRandomNumbers, Snapshot, frames, und
 from fxquant.frontend.inputs import ExampleInputs
 from fxquant.support.files import memory_start
 
-_FORWARDS = {nn.modules.batchnorm._BatchNorm.forward.__code__, nn.SyncBatchNorm.forward.__code__}
+_FORWARDS = {kind.forward.__code__ for kind in (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm, nn.modules.instancenorm._InstanceNorm)}
+_WEIGHTS_FIRST = inspect.Signature([
+    inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    for name in ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled")
+])  # fmt: skip
 _BATCH_NORMS: dict[Any, inspect.Signature] = {
-    F.batch_norm: inspect.signature(F.batch_norm),
-    torch.batch_norm: inspect.Signature([
-        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        for name in ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled")
-    ]),
-}  # fmt: skip
+    **{function: inspect.signature(function) for function in (F.batch_norm, F.instance_norm)},
+    **dict.fromkeys((torch.batch_norm, torch.instance_norm), _WEIGHTS_FIRST),
+}
 
 
 Place = tuple[str, str]
@@ -149,8 +150,8 @@ def _call(root: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def _is_plain_norm(module: nn.Module) -> bool:
-    """Return whether this is a batch norm whose forward is PyTorch's."""
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) and type(module).forward.__module__.startswith("torch.nn.modules.")
+    """Return whether this is a batch or instance norm whose forward is PyTorch's."""
+    return isinstance(module, nn.modules.batchnorm._NormBase) and type(module).forward.__module__.startswith("torch.nn.modules.")
 
 
 class _Registry(dict[str, Any]):
@@ -195,7 +196,8 @@ class _Watch(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func in _BATCH_NORMS and not any(frame.f_code in _FORWARDS for frame in itertools.islice(frames(), 10)):  # of the user's own
             arguments = _BATCH_NORMS[func].bind(*args, **(kwargs or {})).arguments
-            mean, variance, training = arguments.get("running_mean"), arguments.get("running_var"), bool(arguments.get("training", False))
+            mean, variance = arguments.get("running_mean"), arguments.get("running_var")
+            training = bool(arguments.get("use_input_stats", arguments.get("training", func is F.instance_norm)))
             if id(mean) in self._names:
                 (self.live if training else self.frozen).add(self._names[id(mean)])
                 self._followed |= {id(mean), id(variance)} if training else set()

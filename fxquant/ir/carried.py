@@ -171,7 +171,7 @@ _NO_SETTINGS = frozenset((*vars(nn.Module()), "forward"))
 _ATOMS = frozenset((type(None), bool, int, float, str))
 _FUNCTIONS = frozenset((FunctionType, BuiltinFunctionType))
 PLAIN = _ATOMS | _FUNCTIONS | {tuple, list}  # the types of values that a setting may have
-_READ_LATER = ((nn.modules.batchnorm._BatchNorm, ("eps", "momentum", "track_running_stats")), (nn.modules.dropout._DropoutNd, ("p",)))
+_READ_LATER = ((nn.modules.batchnorm._NormBase, ("eps", "momentum", "track_running_stats")), (nn.modules.dropout._DropoutNd, ("p",)))
 Settings = Mapping[str, Mapping[str, Any]]
 
 

@@ -301,7 +301,8 @@ def link(prepared: nn.Module, graph: fx.Graph) -> None:
         if isinstance(operator, QuantizedOperator):
             arguments = operator.operator.arguments(node)
             batch_norm = arguments.get("batch_norm")
-            path = str(batch_norm.target) if isinstance(batch_norm, fx.Node) else batch_norm_path(node)
+            where = batch_norm_path(node) if "batch_norm" in node.kwargs else module_path(node)  # that of a function
+            path = str(batch_norm.target) if isinstance(batch_norm, fx.Node) else where
             operator.owners = _owner(modules, module_path(node)), _owner(modules, path)
             operator.noise = (_owner(modules, noise(node) or ""),)
             values = fx.map_arg(arguments, lambda value: parameter_value(prepared, value) if is_parameter(value) else value)

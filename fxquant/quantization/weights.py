@@ -325,7 +325,7 @@ class BatchNormTensors(NamedTuple):
     track_running_stats: bool = True
 
 
-BatchNorm = torch.nn.modules.batchnorm._BatchNorm | BatchNormTensors
+BatchNorm = torch.nn.modules.batchnorm._NormBase | BatchNormTensors
 
 
 def multiplied(batch_norm: BatchNorm, factors: Tensor) -> BatchNorm:

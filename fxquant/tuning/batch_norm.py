@@ -97,7 +97,7 @@ def _batch_norms(prepared: fx.GraphModule) -> tuple[list[tuple[str, QuantizedOpe
         if operator is None or operator.left_out or norm is None:
             continue
         if not isinstance(norm, nn.modules.batchnorm._BatchNorm) or norm.num_batches_tracked is None:
-            skipped.append((node.name, "its batch norm is a function, whose momentum is written in the model"))
+            skipped.append((node.name, "it is an instance norm, or a function whose momentum is written in the model"))
         else:
             batch_norms.append((node.name, operator, norm))
     return batch_norms, skipped

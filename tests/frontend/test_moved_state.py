@@ -64,10 +64,6 @@ def with_attribute() -> nn.Module:
     return model
 
 
-def instance_norm() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(1, 2, 1), nn.InstanceNorm2d(2, affine=True, track_running_stats=True))
-
-
 MOVING: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = {
     "a counter": (lambda: layer(counter, calls=torch.zeros(())), (4, 4), {"calls"}),
     "a moving average": (lambda: layer(average, mean=torch.zeros(4)), (4, 4), {"mean"}),
@@ -81,7 +77,6 @@ MOVING: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = {
         (4, 4),
         {"0.parametrizations.weight.0._u", "0.parametrizations.weight.0._v"},
     ),
-    "instance norm": (instance_norm, (2, 1, 4, 4), {"1.running_mean", "1.running_var"}),
 }
 
 

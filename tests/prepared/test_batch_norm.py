@@ -89,6 +89,50 @@ def test_live_is_what_the_float_model_does_in_training(name: str) -> None:
     assert F.cosine_similarity(own, wanted, 0) > 0.99
 
 
+def of_instances(norm: Callable[..., Tensor]) -> Callable[[], nn.Module]:
+    """Return a factory of a model that calls a function of instance norms with buffers."""
+    return lambda: written(
+        lambda m, x: norm(m, x, m.training), mean=torch.full((3,), 0.3), var=torch.full((3,), 2.0), weight=nn.Parameter(torch.rand(3))
+    )
+
+
+INSTANCE_NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "1d": (lambda: nn.InstanceNorm1d(3, track_running_stats=True), (9,)),
+    "2d": (lambda: nn.InstanceNorm2d(3, track_running_stats=True, affine=True, momentum=0.3), (6, 6)),
+    "3d": (lambda: nn.InstanceNorm3d(3, track_running_stats=True, momentum=None), (4, 3, 3)),
+    "F": (of_instances(lambda m, x, own: F.instance_norm(x, m.mean, m.var, m.weight, None, own, 0.2)), (6, 6)),
+    "torch": (of_instances(lambda m, x, own: torch.instance_norm(x, m.weight, None, m.mean, m.var, own, 0.2, 1e-5, False)), (6, 6)),
+    "never its own": (of_instances(lambda m, x, own: F.instance_norm(x, m.mean, m.var, m.weight, None, False)), (6, 6)),
+}
+
+
+@pytest.mark.parametrize("name", INSTANCE_NORMS)
+def test_instance_norms_normalize_by_each_sample_in_train_mode_and_move_statistics(name: str) -> None:
+    make, sizes = INSTANCE_NORMS[name]
+    torch.manual_seed(0)
+    model = nn.Sequential(make())
+    x = torch.randn(8, 3, *sizes) * torch.arange(1.0, 9.0).reshape(-1, 1, *[1] * len(sizes)) + 2
+    prepared, integer = contract.compiled(model.eval(), [x])
+    contract.assert_validate_is_integer(prepared, integer, x)
+    buffers = [key for key, _ in model.named_buffers()]
+    found, expected = to_train(prepared)(x), model.train()(x)
+    assert (found - expected).square().mean() < 0.005 * expected.var()
+    for key in buffers:
+        torch.testing.assert_close(prepared.get_buffer(key), model.get_buffer(key), rtol=0.02, atol=0.02)
+    fxq.freeze(prepared)
+    contract.assert_validate_is_integer(prepared, fxq.convert(prepared), x)
+    assert torch.equal(to_train(prepared)(x), to_validate(prepared)(x))
+
+
+@pytest.mark.parametrize("form", ["function", "module"])
+def test_an_instance_norm_that_moves_statistics_in_eval_mode_stays_in_float(form: str) -> None:
+    model = of_instances(lambda m, x, own: F.instance_norm(x, m.mean, m.var, m.weight, None, True))()
+    if form == "module":
+        model = nn.Sequential(nn.InstanceNorm2d(3, track_running_stats=True))
+        model[0].track_running_stats = False
+    assert "moves its running statistics in eval mode" in str(fxq.explain(fxq.prepare(model.eval(), torch.randn(2, 3, 6, 6))))
+
+
 # ---- folded once ----------------------------------------------------------------------------------------------------
 
 

@@ -394,7 +394,7 @@ def _live(layer: LayerSum, batch_norm: BatchNorm, bias: Tensor | None) -> _Live:
     sums = _narrow(lowering.computed(layer.form(lowering.prove(layer.bound(None), "the sum", layer.limit), None)))
     axis = sums.dim() - 1 - layer.product.trailing
     count = sums.numel() // sums.shape[axis]
-    _check_statistics(lowering, count)
+    check_statistics(lowering, count)
     one = weight.scale.numel() == 1
     alive = torch.ones_like(weight.own) if one else weight.integers.detach().flatten(1).abs().amax(1) > 0
     usable = weight.own & alive & (weight.scale > SMALLEST_SCALE)
@@ -418,7 +418,8 @@ def _narrow(sums: Tensor) -> Tensor:
     return sums.float() if max(-low, high) < FLOAT32_EXACT else sums
 
 
-def _check_statistics(lowering: Lowering, values: int) -> None:
+def check_statistics(lowering: Lowering, values: int) -> None:
+    """Raise ConfigurationError for so few values of each channel that they have no variance."""
     if values < 2:
         what = f"the batch norm of %{lowering.name} cannot use the statistics of this batch"
         because = f"the batch has {values} value{'' if values == 1 else 's'} for each channel, and fewer than 2 have no variance"

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from fxquant.ir.graph import TensorFact, fact, is_parameter
 from fxquant.numerics.grids import FLOAT32_EXACT, INT16, Grid, Ratio
 from fxquant.ops.core.operators import WIDE, Builder, Call, Clamp, Layer, Lowering, Own, Quantized, composite, lowered, numbers, sample
-from fxquant.ops.core.record import Parameter
+from fxquant.ops.core.record import BY_NAME, Parameter
 from fxquant.ops.core.samples import IMAGES, NORMED, sampled
-from fxquant.ops.core.weighted import Product, epilogue, lower_weighted, refuses_weighted
+from fxquant.ops.core.weighted import Product, check_statistics, epilogue, lower_weighted, refuses_weighted
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.table import shifted, tabled
 from fxquant.ops.pooling.totals import mean
@@ -101,6 +101,30 @@ def batch_norm(lowering: Lowering, input: Quantized, batch_norm: BatchNorm, *, c
     assert mean is not None
     form = _form(len(input.shape) - 2)
     return lower_weighted(lowering, form, input, torch.ones_like(mean).unsqueeze(1), None, clamp=clamp, batch_norm=batch_norm)
+
+
+def _function_of_instances(input: Tensor, batch_norm: BatchNorm, *, clamp: Clamp | None = None, own: bool = False) -> Tensor:
+    bn = batch_norm
+    statistics = bn.running_mean, bn.running_var, bn.weight, bn.bias
+    return epilogue(F.instance_norm(input, *statistics, own, bn.momentum or 0.0, bn.eps), None, clamp, None)
+
+
+@lowered(
+    function=_function_of_instances,
+    by_name=False,
+    absorbs=frozenset({"clamp"}),
+    refuses=_refuses,
+    layer=BY_NAME["batch_norm"].layer,
+    onnx=BY_NAME["batch_norm"].onnx,
+)
+@sampled("nn.InstanceNorm2d(3, track_running_stats=True)")
+def normalized_instances(lowering: Lowering, input: Quantized, batch_norm: BatchNorm, *, clamp: Clamp | None = None) -> Quantized:
+    """Normalize channels with running statistics; while these are live, with those of each sample, in float, which move them."""
+    if not lowering.live_batch_norm:
+        return BY_NAME["batch_norm"].lower(lowering, input, batch_norm, clamp=clamp)  # type: ignore[no-any-return]
+    check_statistics(lowering, math.prod(size for size in input.shape[2:] if isinstance(size, int)))
+    real = _function_of_instances(input.real(), batch_norm, clamp=clamp, own=True)
+    return lowering.result(lambda: lowering.output.grid.quantize(real.detach()), lambda: real)
 
 
 # ---- channels of one dimension, before `trailing` others ---------------------------------------------------------------

@@ -15,16 +15,18 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.ops.core.declare import COMPUTED, NO_DIMENSIONS, settings_of, shape_of, taking
-from fxquant.ops.core.operators import WIDE, Builder, Trait, composite, fact
+from fxquant.ops.core.declare import COMPUTED, NO_DIMENSIONS, settings_of, shape_of
+from fxquant.ops.core.operators import WIDE, Builder, Instead, Trait, composite, fact
 from fxquant.ops.core.operators import numbers as numeric
+from fxquant.ops.core.record import Parameter
 from fxquant.ops.core.samples import IMAGES, NORMED, sample, sampled, written
 from fxquant.ops.elementwise.arithmetic import mul, sub
 from fxquant.ops.elementwise.division import div
 from fxquant.ops.elementwise.table import shifted
 from fxquant.ops.movement.shape import MANY_SIZES, numbers, reshape
-from fxquant.ops.normalization.channels import extent_of, magnitude_of, scale_channels, unit_and_inverse
+from fxquant.ops.normalization.channels import extent_of, magnitude_of, normalized_instances, scale_channels, unit_and_inverse
 from fxquant.ops.pooling.totals import mean, sum
+from fxquant.quantization.weights import BatchNormTensors
 
 
 def centre(build: Builder, input: fx.Node, dims: Sequence[int]) -> Any:
@@ -147,14 +149,32 @@ group_norm = composite(
 )(_in_groups)
 
 
-RUNNING = ("running_mean", "running_var")
-WEIGHTS_FIRST = "input weight bias running_mean running_var use_input_stats momentum eps cudnn_enabled"  # as torch.instance_norm takes them
+MOVES = "it moves its running statistics in eval mode as well"
 
 
-def _instance_norm_module(module: Any) -> dict[str, Any]:
-    running = module.running_mean is not None
-    names = ("weight", "bias", *(RUNNING if running else ()))
-    return {**settings_of(names)(module), "use_input_stats": not running, "eps": module.eps}  # type: ignore[dict-item]
+def _by_statistics(
+    input: Any, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None, use_input_stats: bool = True,
+    momentum: float = 0.1, eps: float = 1e-05,
+) -> dict[str, Any] | str | Instead:  # fmt: skip
+    """Adapt F.instance_norm: with running statistics, which are live in train mode, it is an operator of its own."""
+    if running_mean is None or running_var is None:
+        return {"input": input, "weight": weight, "bias": bias, "eps": eps}
+    norm = BatchNormTensors(running_mean, running_var, weight, bias, momentum, eps)
+    return MOVES if use_input_stats else Instead(normalized_instances, {"input": input, "batch_norm": norm})
+
+
+def _weights_first(
+    input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, use_input_stats: bool, momentum: float, eps: float, *_: Any
+) -> dict[str, Any] | str | Instead:
+    """Adapt torch.instance_norm, whose weight and bias stand first."""
+    return _by_statistics(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+
+
+def _instance_norm_module(module: Any) -> dict[str, Any] | str | Instead:
+    if module.running_mean is None:
+        return settings_of(("weight", "bias", "eps"))(module)
+    norm = {"batch_norm": Parameter("")}
+    return Instead(normalized_instances, norm) if module.track_running_stats else MOVES
 
 
 def _refuses_instance_norm(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -164,37 +184,20 @@ def _refuses_instance_norm(node: fx.Node, arguments: dict[str, Any]) -> str | No
     return _refuses_group_norm(node, {**arguments, "num_groups": shape[1] if isinstance(shape[1], int) else 1})
 
 
-def _float_instance_norm(
-    input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Tensor | None = None,
-    bias: Tensor | None = None, use_input_stats: bool = True, eps: float = 1e-5,
-) -> Tensor:  # fmt: skip
-    return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, 0.0, eps)
-
-
 @composite(
-    function=_float_instance_norm,
-    takes="input running_mean running_var weight bias use_input_stats momentum eps",
-    calls={torch.instance_norm: taking(WEIGHTS_FIRST, ("input", *RUNNING, "weight", "bias", "use_input_stats", "eps"))},
-    normalize=lambda node, arguments: {**arguments, **dict.fromkeys(RUNNING)} if arguments["use_input_stats"] else arguments,
+    function=lambda input, weight=None, bias=None, eps=1e-5: F.instance_norm(input, None, None, weight, bias, True, 0.0, eps),
+    adapt=_by_statistics,
+    calls={torch.instance_norm: _weights_first},
     modules=dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), _instance_norm_module),
     refuses=_refuses_instance_norm,
 )
 @sampled("F.instance_norm(x)", "torch.instance_norm(x, {P(3)}, {P(3)}, None, None, True, 0.1, 1e-5, True)", within=NORMED)
 @sampled("nn.InstanceNorm2d(3)", within=NORMED)
-@sampled("nn.InstanceNorm2d(3, track_running_stats=True)", within=NORMED)
 @sampled("nn.InstanceNorm1d(3, affine=True)", within=NORMED, x=IMAGES[1])
 @sampled("nn.InstanceNorm3d(3)", within=NORMED, x=IMAGES[3])
-def instance_norm(
-    build: Builder, input: fx.Node, running_mean: fx.Node | None = None, running_var: fx.Node | None = None, weight: fx.Node | None = None,
-    bias: fx.Node | None = None, use_input_stats: bool = True, eps: float = 1e-05,
-) -> Any:  # fmt: skip
-    """Normalize each channel of each sample to mean 0 and variance 1, or by running statistics; multiply by weight and add bias."""
-    if use_input_stats:
-        return _in_groups(build, input, fact(input).shape[1], weight, bias, eps)
-    factor = build(shifted, running_var, "rsqrt", 1.0, float(eps), {})
-    factor = factor if weight is None else build(mul, factor, weight)
-    offset = build(mul, running_mean, factor)
-    return scaled(build, input, factor, build(torch.neg, offset) if bias is None else build(sub, bias, offset))
+def instance_norm(build: Builder, input: fx.Node, weight: fx.Node | None = None, bias: fx.Node | None = None, eps: float = 1e-05) -> Any:
+    """Normalize each channel of each sample to mean 0 and variance 1, then multiply by weight and add bias."""
+    return _in_groups(build, input, fact(input).shape[1], weight, bias, eps)
 
 
 @composite(
