@@ -37,7 +37,7 @@ from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Fixed, Instead, 
 from fxquant.ops.core.casting import MADE, filled, is_broadcast, is_joined, made_anew, sizes_of
 from fxquant.ops.core.composite import QUANTIZE, Builder
 from fxquant.ops.core.places import is_arange
-from fxquant.ops.core.promotion import fold_sizes, give_batch, promoted
+from fxquant.ops.core.promotion import fold_sizes, give_batch, of_an_index, promoted
 from fxquant.ops.elementwise.activation import OF_MODULE, dropout
 from fxquant.ops.elementwise.table import SHIFTED, with_offset
 from fxquant.ops.movement.repeating import expand
@@ -78,7 +78,8 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
             continue
         operator, arguments, written = recognised
         spell(node, *written)
-        meant = promoted(node, operator, arguments, Builder(node.name, node, (), "canonical.rewrite"))
+        because = of_an_index(node, operator, arguments)
+        meant = because or promoted(node, operator, arguments, Builder(node.name, node, (), "canonical.rewrite"))
         if isinstance(meant, tuple):
             operator = OPERATORS[meant[0]]
             arguments = _bind(operator, (), meant[1])

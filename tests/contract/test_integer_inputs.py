@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable
 from pathlib import Path
@@ -113,7 +114,7 @@ def casts(_: Any, x: Tensor, image: Tensor) -> Any:
     pixels = image.permute(0, 3, 1, 2).float() / 255 - 0.5
     rounded = [cast(x.round()) for cast in (Tensor.long, Tensor.int, Tensor.short, Tensor.char)]
     real = [x.half(), x.to(torch.float64), x.half().float() * 2, x.bfloat16().float() + 1, (x > 0).sum(1, keepdim=True) * x]
-    return [pixels, x.long(), x.abs().byte(), x.bool(), x.sign().long(), *rounded, *real, x.argmax(1).float() / 6]
+    return [pixels, x.long(), x.abs().byte(), x.bool(), x.sign().long(), *rounded, *real, (x > 0).sum(1).float() / 6]
 
 
 def integer_contract(model: nn.Module, batches: list[tuple[Tensor, ...]], path: Path, target: str = "bayes-e", qconfig: Any = None) -> Any:
@@ -121,6 +122,34 @@ def integer_contract(model: nn.Module, batches: list[tuple[Tensor, ...]], path: 
     prepared, integer = held(model, batches, path, target, qconfig)
     assert not [layer.name for layer in fxq.inspect.layers(prepared) if not layer.integer and not layer.boundary]
     return zip(model(*batches[1]), integer(*batches[1]), strict=True)
+
+
+def peaks(_: Any, x: Tensor) -> Any:
+    """Places of the largest elements, decoded to columns and rows as by HRNet and CenterNet, and otherwise."""
+    width, place, best = x.shape[3], x.flatten(2).argmax(2), torch.topk(x.flatten(1), 3)[1]
+    inside, real = best % (x.shape[2] * width), place.float()
+    return [
+        torch.stack((real % width, torch.floor(real / width)), -1) * 4,
+        torch.cat((torch.stack(((inside % width).int().float(), (inside / width).int().float()), 2), best[..., None].float()), 2),
+        *(
+            place / width,
+            torch.fmod(real, width),
+            real // width,
+            place.to(torch.float32) * 2.0 - 0.5,
+            x.flatten(2).max(2)[1].float().trunc(),
+        ),
+        *(torch.where(x.amax((2, 3)) > 0.5, real, -1.0) * 1.5, (-x).flatten(2).argmin(2).type(torch.float32).clamp(max=70) / width),
+    ]
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "nash-e", "x86"])
+def test_an_index_that_becomes_a_number_stays_exact(target: str, tmp_path: Path) -> None:
+    x = torch.rand(4, 3, 16, 12, generator=torch.Generator().manual_seed(0)) * 0.1
+    for item, channel in itertools.product(range(4), range(3)):
+        x[item, channel, (5 * item + channel) % 16, (7 * channel + 3 * item) % 12] = 1 + channel + 0.1 * item
+    model = Network(peaks)
+    _, integer = held(model, [(x,), (x,)], tmp_path / "model.onnx", target)
+    assert all(map(torch.equal, integer(x), model(x)))
 
 
 @pytest.mark.sweep(1)

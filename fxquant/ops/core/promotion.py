@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxquant.ir.graph import TensorFact, fact, inherit, is_parameter, parameter_value, reads_shape_only, set_fact
+from fxquant.ir.graph import TensorFact, fact, inherit, is_parameter, parameter_value, reads_shape_only, refusal, set_fact
 from fxquant.ops.core.casting import to_integer, to_real, truncated
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.record import FUNCTIONS, METHODS, MODULES, OPERATORS, Operator, Trait, operator_of
@@ -58,6 +58,40 @@ def promoted(node: fx.Node, operator: Operator, arguments: dict[str, Any] | str,
     if operator.moves:
         return _moved(node, operator, arguments, build)
     return _of_whole_numbers(node, operator, arguments, build)
+
+
+OF_AN_INDEX = "it computes with an index as a number, which a grid would round to another place"
+_EACH = {Trait.ELEMENTWISE, Trait.POINTWISE, Trait.DIVIDES, Trait.EXTREMUM}
+_PASSING = {to_real, to_integer, cat, stack, *WHOLE.values()}  # they return an index, or compute one exactly
+
+
+def of_an_index(node: fx.Node, operator: Operator, arguments: dict[str, Any] | str) -> str | None:
+    """Return why an operator on elements stays in float: one of its operands is an index, or is computed from one."""
+    result = fact(node)
+    if isinstance(arguments, str) or not isinstance(result, TensorFact) or operator.carries or operator.function in _PASSING:
+        return None
+    each = result.dtype == torch.float32 and not operator.traits.isdisjoint(_EACH)
+    return OF_AN_INDEX if (each or operator.function is truncated) and any(map(_is_index, _read(operator, arguments))) else None
+
+
+def _is_index(value: fx.Node) -> bool:
+    """Return whether a node holds places of elements, such as those of the largest, or numbers that are computed from these."""
+    value_fact, maker = fact(value), value
+    if refusal(value) == OF_AN_INDEX:
+        return True
+    if operator_of(value) is None and value.args and isinstance(value.args[0], fx.Node):
+        maker = value.args[0]  # of elements and their places
+    record = operator_of(maker)
+    if is_parameter(value) or not isinstance(value_fact, TensorFact) or record is None or record.function is truncated:
+        return False
+    read = _read(record, record.arguments(maker))
+    if value_fact.dtype in DTYPES and any(isinstance(of := fact(each), TensorFact) and of.dtype.is_floating_point for each in read):
+        return True
+    return (record.moves or bool(record.carries) or record.function in _PASSING) and any(map(_is_index, read))
+
+
+def _read(operator: Operator, arguments: dict[str, Any]) -> list[fx.Node]:
+    return _nodes({name: arguments.get(name) for name in operator.operands or operator.reads})
 
 
 def _nodes(arguments: dict[str, Any]) -> list[fx.Node]:
