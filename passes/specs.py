@@ -25,13 +25,14 @@ from fxquant.ir.graph import (
 )
 from fxquant.ir.graph import annotate as set_annotation
 from fxquant.numerics.grids import PLAIN_TYPES
-from fxquant.ops import Fixed, Operator, Own, Plain, Trait, demand, operands_of, operator_of, preferred_dtypes, shares
+from fxquant.ops import Fixed, Operator, Own, Plain, Trait, demand, operands_of, operator_of, preferred_dtypes, shares, sharing_operands
 from fxquant.ops.core.casting import IN_DTYPE
 from fxquant.ops.core.composite import QUANTIZE
 from fxquant.ops.core.floating import needed_in_float, reads_no_activation, reason_of
 from fxquant.passes.rewriting import Decision, decide
 from fxquant.pipeline import Context
 from fxquant.prepared.stage import is_integer
+from fxquant.primitives.arithmetic import Arithmetic
 from fxquant.quantization.spec import DEFAULT, QConfig, Rule
 
 AT_RUN_TIME = "its input is quantized at run time, its weight is integers, and its result is float"
@@ -62,7 +63,7 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
         if decision.asked and dtype != qconfig.output.dtype and not is_inner_part(node) and dtype not in PLAIN_TYPES:
             configured = f"{qconfig.output.dtype} as the qconfig's {decision.output} says"
             context.not_done(gm, f"%{node.name} is {dtype}, as the graph requires, and not {configured}")
-        set_annotation(node, Annotation(dtype, _why_integer(node, dtype), qconfig))
+        set_annotation(node, Annotation(dtype, _why_integer(node, dtype, context.target.arithmetic), qconfig))
         changes += 1
     asked = dict.fromkeys(rule for node in gm.graph.nodes for rules in matched_rules(node) for rule, _ in rules)
     for rule in asked:
@@ -169,16 +170,16 @@ def _dtype(node: fx.Node, decision: Decision, default: str, preferred: str | Non
     return default if read == "int32" else read
 
 
-def _why_integer(node: fx.Node, dtype: str) -> str:
-    demanded, node_part = demand(node), part(node)
+def _why_integer(node: fx.Node, dtype: str, arithmetic: Arithmetic) -> str:
+    demanded, node_part, sharing = demand(node), part(node), sharing_operands(node, arithmetic)
     if isinstance(demanded, Fixed):
         grid = f"on a scale of {demanded.scale:g}"
     elif isinstance(demanded, Plain):
         grid = "as it is, without a scale"
-    elif shares(node):
+    elif shares(node) or len(sharing) == 1:
         grid = "on its operand's scale"
     else:
-        grid = "with its own scale" if not ties(node) else "on the scale that it shares"
+        grid = "with its own scale" if not ties(node) and not sharing else "on the scale that it shares"
     if node_part is None and dtype == "int16" and stated_demand(node) is not None:
         return f"{grid}, 16 bits wide for its readers"
     return grid if node_part is None else f"{node_part}, {grid}"

@@ -119,6 +119,14 @@ def test_a_prelu_keeps_the_contract_whether_steep_or_not(slopes: list[float], tm
     assert near == (max(map(abs, slopes)) <= 1)  # a steeper product saturates on the operand's grid, as the chip's does
 
 
+@pytest.mark.parametrize("layer", [nn.PReLU(), nn.LeakyReLU(0.1)], ids=["prelu", "leaky relu"])
+def test_explain_says_whose_scale_a_slope_has(layer: nn.Module) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), layer, nn.Conv2d(4, 4, 1)).eval()
+    for target, said in (("bernoulli2", "on its operand's scale"), ("bayes-e", "with its own scale")):
+        prepared = fxq.prepare(model, torch.randn(2, 3, 4, 4), target)
+        assert next(each for each in fxq.inspect.layers(prepared) if "relu" in each.operator).reason.startswith(said)
+
+
 def test_a_concatenation_shares_its_scale_with_what_it_alone_reads() -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:

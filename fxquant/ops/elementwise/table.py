@@ -31,7 +31,7 @@ STEEP = 2.0**7  # a slope at which one step of an 8-bit operand of ±1 is the wh
 def by_table(lowering: Lowering, input: Quantized, name: str, factor: float = 1.0, offset: float = 0.0, **settings: Any) -> Quantized:
     """Return the integers of a unary function of factor · input + offset, by a table on the operand's grid; of float32 numbers."""
     in_float32 = lowering.arithmetic.float32_tables and input.dtype.bits <= 8
-    numbers = to_float32((factor, offset, tuple(settings.items())))
+    numbers: tuple[float, float, Settings] = to_float32((factor, offset, tuple(settings.items())))
 
     def entries(points: Tensor | None = None) -> Tensor:
         chosen = name, *numbers, _plain(input.grid), _plain(lowering.output.grid), in_float32
