@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from fxquant.analysis.explain import broken_limits
 from fxquant.analysis.layers import layers
 from fxquant.calibration.calibration import enter, having, in_float, require_prepared
-from fxquant.ir.graph import annotation, is_inner_part, matched_rules, module_path, part, stated_demand
+from fxquant.ir.graph import annotate, annotation, is_inner_part, matched_rules, module_path, part, stated_demand
 from fxquant.ir.model import autocast_off
 from fxquant.numerics.grids import ACTIVATION_TYPES, UINT8, WEIGHT_TYPES
 from fxquant.ops import Own, Trait
@@ -113,6 +114,7 @@ class Choices(Mapping[str, Choice]):
             if quantizer.observer is None or quantizer.frozen or not all(map(self._is_free, operators)):
                 continue
             dtypes = _of_widths(ACTIVATION_TYPES, self.prepared.meta["target"].activations, widths, quantizer.dtype.name)
+            dtypes = tuple(dtype for dtype in dtypes if dtype == quantizer.dtype.name or not self._breaks_limit(operators, dtype))
             elements = sum(self.known[operator.name].activation_bytes // quantizer.dtype.storage.itemsize for operator in operators)
             name = operators[0].name
             macs = sum(layer.macs for layer in self.known.values() if layer.macs and self._reads(layer.name, quantizer))
@@ -120,6 +122,25 @@ class Choices(Mapping[str, Choice]):
             passes = 1 + -(-readers // len(operators))
             self._of[key] = Choice(name, ACTIVATION, quantizer.dtype.name, dtypes, tuple(operators), elements, macs, passes)
         return list(self._of.values())
+
+    def _breaks_limit(self, operators: list[QuantizedOperator], dtype: str) -> bool:
+        """Return whether a dtype of the results of these operators breaks a limit of the target that the present one keeps."""
+        groups = {spec.group for operator in operators if (spec := annotation(self.nodes[operator.name])) is not None}
+        specs = {node: spec for node in self.nodes.values() if (spec := annotation(node)) is not None and spec.group in groups}
+        near = {each.name for node in specs for each in (node, *node.users)}
+        about = tuple(layer for layer in self.known.values() if layer.name in near)
+
+        def broken() -> set[tuple[str, str]]:
+            return {(each.node, each.limit) for each in broken_limits(self.prepared, about, self.prepared.meta["target"])}
+
+        before = broken()
+        try:
+            for node, spec in specs.items():
+                annotate(node, replace(spec, dtype=dtype))
+            return not broken() <= before
+        finally:
+            for node, spec in specs.items():
+                annotate(node, spec)
 
     def _is_free(self, operator: QuantizedOperator) -> bool:
         """Return whether a rule of a mapping can say which dtype the result has."""

@@ -408,3 +408,25 @@ def test_tune_tries_what_calibration_corrects_off_and_on(model: nn.Module) -> No
         wanted = fxq.calibrate(prepared, batches, options=options, show_progress=False)
         assert fxq.verify(made, fxq.convert(wanted), batches[:1]), told
         assert told.endswith("all weights") or not fxq.verify(made, fxq.convert(work.prepared), batches[:1]), told
+
+
+class Averaged(nn.Module):
+    """A mean over an image and a linear layer, whose operands a march computes at 8 bits alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c, self.d, self.l = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.l(self.d(self.c(x).relu()).reshape(-1, 4, 4, 4).mean((2, 3)))
+
+
+@pytest.mark.parametrize(("target", "narrow"), [("bayes-e", {"d", "mean"}), ("nash-e", set())])
+def test_a_dtype_that_check_refuses_is_no_choice(target: str, narrow: set[str]) -> None:
+    x = torch.randn(4, 3, 8, 8)
+    prepared = fxq.calibrate(fxq.prepare(Averaged().eval(), x, target), [x], show_progress=False)
+    choices = Choices(prepared, (8, 16))
+    assert {name for name, choice in choices.items() if choice.kind == "activation" and choice.dtypes == ("int8",)} == narrow
+    wide = {name: "int16" for name, choice in choices.items() if "int16" in choice.dtypes}
+    widest = fxq.prepare(Averaged().eval(), x, target, choices.mapping(fxq.QConfigMapping(), wide))
+    assert set(fxq.check(widest)) <= set(fxq.check(prepared))
