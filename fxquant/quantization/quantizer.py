@@ -303,6 +303,8 @@ class Quantizer(TrainableScale):
             what = f"the values of %{self.name} cannot be observed"
             because = f"{error}; a scale computed from them would be meaningless"
             remedy = "look at the batch and at the layers before this one; what was observed earlier is kept"
+            if "infinite" in str(error):
+                remedy += ". Where forward writes -inf itself, as a masked_fill in front of an exp: write a number whose exp is 0, as -20"
             raise CalibrationError(what, at=self.source, module=self.module_path, because=because, remedy=remedy) from None
 
     def set_scale(self, scale: float, zero_point: int | None = None) -> None:
