@@ -1,18 +1,20 @@
-"""Fold a factor per channel, such as LayerScale of a transformer's branch, into the layer before it.
+"""Fold a factor or a term per channel, such as LayerScale of a transformer's branch, into the layer before it.
 
-A permutation may stand between the two: the channels are those of the layer. The parameters are not changed: the products are computed
-from them in every state, and all of them are trained. The result is rounded once instead of twice, and an addition after it can be done
-in the accumulator.
+A quotient by a constant is a product by now. A permutation may stand between the two: the channels are those of the layer. The parameters
+are not changed: products and sums are computed from them in every state, and all of them are trained. The result is rounded once instead
+of twice, and an addition after it can be done in the accumulator.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fxquant.ir.graph import (
+    TensorFact,
     absorb,
     detach_arguments,
     fact,
@@ -21,27 +23,27 @@ from fxquant.ir.graph import (
     is_parameter,
     mark_parameter,
     parameter_value,
-    part,
     set_fact,
     shape_of,
+    state_demand,
     stated_demand,
     ties,
 )
 from fxquant.ops import Trait, calls, operator_of
-from fxquant.ops.core.parameters import multiplied_bias, multiplied_weight
-from fxquant.ops.elementwise.arithmetic import mul
+from fxquant.ops.core.parameters import increased_bias, multiplied_bias, multiplied_weight
+from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.movement.shape import permute
 from fxquant.passes.rewriting import Fusion
 from fxquant.pipeline import Context
 
 
 def fold(gm: fx.GraphModule, context: Context) -> int:
-    """Fold every factor for each channel into the layer before it, where the layer's weight can absorb it."""
+    """Fold every factor and term for each channel into the layer before it, where the layer's parameters can absorb it."""
     return LayerScale(gm, context).run()
 
 
 class LayerScale(Fusion):
-    """A factor for each channel is multiplied into the weight and the bias of the layer before it."""
+    """A factor for each channel is multiplied into the weight and the bias of the layer before it; a term is added to the bias."""
 
     before = """
         %l = linear(%x, %w, %b)
@@ -58,12 +60,17 @@ class LayerScale(Fusion):
 
     def __init__(self, gm: fx.GraphModule, context: Context) -> None:
         super().__init__(gm, context)
-        self.ways: dict[fx.Node, tuple[list[fx.Node], fx.Node]] = {}  # by the product: the layer, permutations after it, and the factors
+        self.ways: dict[
+            fx.Node, tuple[list[fx.Node], fx.Node]
+        ] = {}  # by the product or sum: the layer, permutations after it, and the constant
+        self.took: set[fx.Node] = set()  # layers whose result's grid is that of a product or sum which they took in
 
     def match(self, node: fx.Node) -> list[fx.Node] | None:
-        if not calls(node, mul) or part(node) is not None:
+        if not any(calls(node, each) for each in (mul, add, sub)) or ties(node):
             return None
         for operand, factors in (node.args[:2], node.args[1::-1]):
+            if operand is not node.args[0] and not calls(node, mul) and _times(node) != 1:
+                continue  # the layer's result is multiplied before it is added or subtracted
             if not isinstance(operand, fx.Node) or not isinstance(factors, fx.Node) or is_parameter(operand) or not is_parameter(factors):
                 continue
             way = _way_from_layer(operand)
@@ -85,7 +92,7 @@ class LayerScale(Fusion):
             return f"%{several.name} has {len(several.users)} users"
         if layer.kwargs:
             return f"%{layer.name} already has fused parts"
-        if stated_demand(layer) is not None or ties(layer):
+        if (stated_demand(layer) is not None and layer not in self.took) or ties(layer):
             return f"its composite defines the grid of %{layer.name}"
         reads = [operand for operand in layer.args[1:3] if isinstance(operand, fx.Node)]
         return None if all(map(is_parameter, reads)) else f"the parameters of %{layer.name} are computed from more than parameters"
@@ -96,9 +103,15 @@ class LayerScale(Fusion):
         for moved in way:
             node.prepend(moved)
         input, weight, bias, *others = layer.args
-        weight = _multiplied(layer, multiplied_weight, weight, factors)
-        bias = None if bias is None else _multiplied(layer, multiplied_bias, bias, factors)
+        if calls(node, mul):
+            weight = _computed(layer, multiplied_weight, weight, factors)
+            bias = None if bias is None else _computed(layer, multiplied_bias, bias, factors)
+        else:
+            bias = _computed(layer, increased_bias, bias, factors, _times(node))
         layer.args = (input, weight, bias, *others)
+        if stated_demand(node) is not None or layer in self.took:
+            state_demand(layer, stated_demand(node))
+            self.took.add(layer)
         stopped = is_detached(layer) and not is_detached(node)
         for passed in way:  # none of them has the values any more that it had before
             absorb(passed, node)
@@ -125,16 +138,21 @@ def _channels(way: list[fx.Node]) -> int:
     return place
 
 
-def _multiplied(layer: fx.Node, function: Callable[[Tensor, Tensor], Tensor], parameter: object, factors: fx.Node) -> fx.Node:
-    """Return a parameter of a layer that is computed from this one and the factors, of its shape."""
-    assert isinstance(parameter, fx.Node)
-    parameter_fact = fact(parameter)
-    steps: list[tuple[Callable[..., Tensor], tuple[fx.Node, ...]]] = [(function, (factors,))]
-    if is_detached(layer):  # the factors may have gradients all the same
+def _times(node: fx.Node) -> float:
+    """Return the factor of the second operand of a sum or a difference."""
+    alpha = node.args[2] if len(node.args) > 2 else 1
+    return -alpha if calls(node, sub) else alpha  # type: ignore[operator,return-value]
+
+
+def _computed(layer: fx.Node, function: Callable[..., Tensor], parameter: Any, terms: fx.Node, *numbers: float) -> fx.Node:
+    """Return a parameter of a layer that is computed from this one and a tensor with one element for each channel."""
+    parameter_fact = fact(parameter) if isinstance(parameter, fx.Node) else TensorFact((max(shape_of(terms)),), torch.float32)  # type: ignore[type-var]
+    steps: list[tuple[Callable[..., Tensor], tuple[Any, ...]]] = [(function, (terms, *numbers))]
+    if is_detached(layer) and parameter is not None:  # the terms may have gradients all the same
         steps.insert(0, (torch.detach, ()))
     for function, others in steps:
         with layer.graph.inserting_before(layer):
             parameter = inherit(layer.graph.call_function(function, (parameter, *others)), layer, "layerscale.fold")
         set_fact(parameter, parameter_fact)
         mark_parameter(parameter)
-    return parameter
+    return parameter  # type: ignore[no-any-return]

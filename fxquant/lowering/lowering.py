@@ -351,13 +351,14 @@ class Lowering:
         """Return the operand's integers times `ratio`, as an accumulator on the finer scale that results; `wide` beyond 2^24."""
         return self.arithmetic.align(self, operand.value, ratio, operand.dtype, role, wide)
 
-    def quantize_constant(self, value: Tensor, role: str) -> Quantized:
-        """Quantize a constant tensor with one scale, as a weight is; its gradient passes straight through."""
+    def quantize_constant(self, value: Tensor, role: str, wide: bool = False) -> Quantized:
+        """Quantize a constant tensor with one scale, as a weight is, or to int16 if `wide`; its gradient passes straight through."""
         if not value.is_floating_point():  # a mask, or integers: next to an activation they count as float values
             value = value.to(torch.float32)
         self.parameters[f"its constant {role!r}"] = value
-        rounded = self.weight.integers(value.reshape(1, -1), by_threshold=self.arithmetic.float32_steps)  # the weight of one channel
-        scale, dtype = rounded.scale.reshape(()), self.weight.dtype
+        quantizer = WeightQuantizer(grids.WEIGHT_INT16) if wide else self.weight
+        rounded = quantizer.integers(value.reshape(1, -1), by_threshold=self.arithmetic.float32_steps)  # the weight of one channel
+        scale, dtype = rounded.scale.reshape(()), quantizer.dtype
         if not bool(torch.isfinite(scale)):
             raise self.not_finite()
         self.describe(role, scale)

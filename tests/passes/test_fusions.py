@@ -166,3 +166,82 @@ def test_both_are_trained_and_kept_in_files(tmp_path: Path) -> None:
     with torch.no_grad():
         prepared.of_conv.mul_(0)
         assert torch.equal(fxq.convert(prepared)(batches()[0])[0], prepared(batches()[0])[0])
+
+
+# ---- constants of other columns: they cost no more than a batch norm of the same numbers ------------------------------
+
+
+GAINS = torch.tensor([600.0, 400.0, 2.0, 1.0])
+OF_LAYERS: dict[str, Any] = {  # of a layer's columns, which are 3 · GAINS + about GAINS
+    "a quotient": lambda y, k: y / k,
+    "normalized": lambda y, k: (y - 3 * k) / k,
+    "by a sum": lambda y, k: (-3 * k + y) * k.reciprocal(),
+    "addcmul": lambda y, k: torch.addcmul(-3 * k.sign(), y, 1 / k),
+    "addcdiv": lambda y, k: torch.addcdiv(-3 * k.sign(), y, k),
+    "twice a term": lambda y, k: torch.sub(y / k, k.sign(), alpha=3),
+    "detached": lambda y, k: y.detach() / k - 3 * k.sign(),
+}
+OF_OTHERS: dict[str, Any] = {  # of columns near 1; compared at 16 bits, where the result's scale does not hide the constant's
+    "a gain": lambda y, k: (torch.relu(y) + 0.1) * k,
+    "a quotient": lambda y, k: (torch.relu(y) + 0.1) / (1 / k),
+    "a numerator": lambda y, k: k / (torch.relu(y) + 0.5),
+    "addcmul": lambda y, k: torch.addcmul(0 * torch.relu(y), torch.relu(y) + 0.1, k),
+    "of two dimensions": lambda y, k: (torch.relu(y).unsqueeze(1) + 0.1) * torch.stack((k, k.flip(0))),
+}
+
+
+class Columns(nn.Module):
+    def __init__(self, form: Any, k: Tensor, offset: float = 0.0, bias: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.form, self.linear = form, nn.Linear(8, 4, bias=bias)
+        self.register_buffer("k", k)
+        with torch.no_grad():
+            self.linear.weight.mul_(GAINS[:, None] if offset else 1)
+            if bias:
+                self.linear.bias.copy_(offset * GAINS)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.form(self.linear(x), self.k)
+
+
+def least_decibels(given: nn.Module, x: Tensor, target: str, dtype: str, path: Path) -> float:
+    """The decibels of the worst column, of a model that holds the contract."""
+    prepared, integer = compiled(given, [x], target, fxq.QConfig(fxq.ActivationConfig(dtype)))
+    contract.assert_validate_is_integer(prepared, integer, x)
+    contract.assert_integer_is_onnx(integer, path, [(x,)])
+    with torch.no_grad():
+        wanted = given(x)
+        error = integer(x) - wanted
+    return float((10 * torch.log10(wanted.square().sum(0) / error.square().sum(0))).min())
+
+
+@pytest.mark.sweep(8)
+@pytest.mark.parametrize("target", ["bayes-e", "nash-e", "x86"])
+@pytest.mark.parametrize("form", OF_LAYERS)
+def test_constants_of_channels_after_a_layer_cost_nothing(form: str, target: str, tmp_path: Path) -> None:
+    x = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
+    dtype = "uint8" if target == "x86" else "int8"
+    assert least_decibels(Columns(OF_LAYERS[form], GAINS, 3.0), x, target, dtype, tmp_path / "model.onnx") > 33
+
+
+def test_a_layer_without_a_bias_gets_the_term(tmp_path: Path) -> None:
+    x = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
+    given = Columns(lambda y, k: y / GAINS + k, GAINS.sign() / 2, 3.0, bias=False)
+    assert least_decibels(given, x, "bayes-e", "int8", tmp_path / "model.onnx") > 33
+
+
+@pytest.mark.sweep(5)
+@pytest.mark.parametrize("target", ["bayes-e", "nash-e"])
+@pytest.mark.parametrize("form", OF_OTHERS)
+def test_a_constant_beside_sixteen_bits_is_as_fine_as_they_are(form: str, target: str, tmp_path: Path) -> None:
+    x = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
+    given = Columns(OF_OTHERS[form], torch.tensor([1.0, 0.5, 0.02, 0.01]))
+    assert least_decibels(given, x, target, "int16", tmp_path / "model.onnx") > 28
+
+
+def test_what_the_layers_result_is_multiplied_by_is_not_left_out(tmp_path: Path) -> None:
+    """Sums that are no term for each channel: of the layer's negative, and of its double."""
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    given = Columns(lambda y, k: (k - y) + torch.add(k, y, alpha=2), torch.ones(4))
+    assert least_decibels(given, x, "nash-e", "int8", tmp_path / "model.onnx") > 30

@@ -29,6 +29,12 @@ def multiplied_bias(bias: Tensor, factors: Tensor) -> Tensor:
     return bias * factors.reshape(-1)
 
 
+def increased_bias(bias: Tensor | None, terms: Tensor, times: float) -> Tensor:
+    """Return a layer's bias (C,), or 0 where it has none, plus `times` · the C elements of the terms."""
+    added = terms.reshape(-1) * times
+    return added if bias is None else bias + added
+
+
 def spread(weight: Tensor, dilation: list[int]) -> Tensor:
     """Return a kernel with zeros between its taps, whose convolution without dilation equals that of `weight` with `dilation`."""
     sizes = [(taps - 1) * step + 1 for taps, step in zip(weight.shape[2:], dilation, strict=True)]
@@ -43,4 +49,4 @@ def channel_weight(like: Tensor, factor: float) -> Tensor:
     return torch.full((like.numel(), 1, 1, 1), factor, dtype=like.dtype, device=like.device)
 
 
-FUNCTIONS = (folded_weight, folded_bias, multiplied_weight, multiplied_bias, spread, channel_weight)
+FUNCTIONS = (folded_weight, folded_bias, multiplied_weight, multiplied_bias, increased_bias, spread, channel_weight)

@@ -2,7 +2,8 @@
 
 The terms of a sum are brought to a common scale, 2^-14 of the largest term's, added, and requantized once; a number or a constant
 tensor is rounded to that scale, which is coarser where the constant is much larger than the terms. Products are formed from the
-operands' integers directly: a constant tensor is quantized like a weight, a number is an exact factor.
+operands' integers directly: a constant with one element for each channel is the weight of a layer, which has a scale for each; any other
+constant tensor has one scale, and 16 bits beside 16-bit operands; a number is an exact factor.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fxquant.numerics.grids import to_float32
 from fxquant.ops.core.operators import FLOAT32_EXACT, Call, Clamp, Instead, Ratio, TensorFact, Trait, clamped, fact, is_parameter, lowered
 from fxquant.ops.core.samples import ALIGNED, sample, sampled
 from fxquant.ops.core.sums import Operand, lower_add, lower_sub
-from fxquant.ops.core.weighted import Product, lower_uniform
+from fxquant.ops.core.weighted import Product, lower_uniform, lower_weighted, per_channel
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.ops.elementwise.comparison import where
 from fxquant.ops.elementwise.whole import WHOLE, alike
@@ -27,6 +28,11 @@ from fxquant.primitives import elementwise, product
 from fxquant.primitives.arithmetic import PRODUCT
 
 SCALED = Product(product.scale_channels, product.scale_channels_wide, (0,), layout=torch.flatten)  # by one number
+
+
+def by_channels(trailing: int) -> Product:
+    """Return the product of channels, before `trailing` other dimensions, with a weight (C, 1): one factor for each channel."""
+    return Product(product.scale_channels, product.scale_channels_wide, (trailing,), trailing, layout=torch.flatten, channels=1)
 
 
 def limited(value: Tensor, clamp: Clamp | None) -> Tensor:
@@ -45,9 +51,20 @@ def needs_activation(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if all(isinstance(n, int | float) and math.isfinite(to_float32(n)) for n in numbers) else "one of its numbers is not finite"
 
 
-def constant_operand(lowering: Lowering, operand: Operand, role: str) -> Quantized | float:
-    """Quantize a constant tensor with one scale; return activations and numbers unchanged."""
-    return lowering.quantize_constant(operand, role) if isinstance(operand, Tensor) else operand
+def constant_operand(lowering: Lowering, operand: Operand, role: str, beside: Operand) -> Quantized | float:
+    """Quantize a constant tensor with one scale, to 16 bits beside a 16-bit operand; return activations and numbers unchanged."""
+    wide = isinstance(beside, Quantized) and beside.dtype.bits > 8
+    return lowering.quantize_constant(operand, role, wide) if isinstance(operand, Tensor) else operand
+
+
+def _channels_of(input: Operand, other: Operand) -> tuple[Quantized, Tensor, int] | None:
+    """Return (tensor, constant, dimensions after the channels) where one operand is a constant with an element for each channel."""
+    for tensor, constant in ((input, other), (other, input)):
+        if isinstance(tensor, Quantized) and isinstance(constant, Tensor) and len(tensor.shape) >= constant.dim():
+            trailing = next((after for after, size in enumerate(reversed(constant.shape)) if size != 1), len(tensor.shape))
+            if trailing < len(tensor.shape) - 1 and constant.numel() == constant.shape[-1 - trailing] == tensor.shape[-1 - trailing]:
+                return tensor, constant, trailing
+    return None
 
 
 def _add(input: Tensor, other: Tensor, alpha: float = 1, *, clamp: Clamp | None = None) -> Tensor:
@@ -171,7 +188,11 @@ def _lower_mul(lowering: Lowering, input: Operand, other: Operand, *, clamp: Cla
 
     Return the product of the integers; a number only changes the step and, if negative, the sign.
     """
-    left, right = constant_operand(lowering, input, "input"), constant_operand(lowering, other, "other")
+    of_channels = _channels_of(input, other)
+    if of_channels is not None:
+        channels, factors, trailing = of_channels
+        return lower_weighted(lowering, by_channels(trailing), channels, factors.float().reshape(-1, 1), None, clamp=clamp)
+    left, right = constant_operand(lowering, input, "input", other), constant_operand(lowering, other, "other", input)
     if isinstance(left, Quantized) and isinstance(right, Quantized):
         largest = lowering.prove(left.grid.magnitude * right.grid.magnitude, "the product")
         multiplied = lowering.call(elementwise.multiply, left.value, right.value, largest >= FLOAT32_EXACT)
@@ -184,6 +205,13 @@ def _lower_mul(lowering: Lowering, input: Operand, other: Operand, *, clamp: Cla
         return lower_uniform(lowering, SCALED, tensor, (1, 1), float(number), clamp)
     step = Ratio((tensor.scale, torch.tensor(abs(to_float32(number)), dtype=torch.float64, device=tensor.scale.device)))
     return lowering.requantize(lowering.call(elementwise.widen if number > 0 else elementwise.negate, tensor.value), step, clamp)
+
+
+def _onnx_mul(c: Call) -> str:
+    if "weight" not in c.constants:
+        return c.epilogue(c.do("Mul", c.operand("input"), c.operand("other")))
+    tensor, primitive = next(c[role] for role in ("input", "other") if isinstance(c.arguments.get(role), str)), c.primitives[0]
+    return c.epilogue(c.do("Mul", tensor, c.e.constant(per_channel(c.real("weight"), primitive.args[3]))))  # type: ignore[arg-type]
 
 
 def _multiplied(input: Any, other: Any) -> dict[str, Any] | Instead:
@@ -210,7 +238,7 @@ mul = lowered(
     traits=frozenset({Trait.AFFINE, Trait.KEEPS_INTEGERS, Trait.POINTWISE, Trait.CONJUNCTION}),
     integers=alike("mul"),
     samples=(sample(input=(3, 6), other=(3, 6)), sample(input=(3, 6), other=-0.3)),
-    onnx=lambda c: c.epilogue(c.do("Mul", c.operand("input"), c.operand("other"))),
+    onnx=_onnx_mul,
 )(_lower_mul)
 
 

@@ -16,12 +16,12 @@ from fxquant.numerics.grids import FLOAT32_EXACT, INT16, Grid, Ratio
 from fxquant.ops.core.operators import WIDE, Builder, Call, Clamp, Layer, Lowering, Own, Quantized, composite, lowered, numbers, sample
 from fxquant.ops.core.record import BY_NAME, Parameter
 from fxquant.ops.core.samples import IMAGES, NORMED, sampled
-from fxquant.ops.core.weighted import Product, check_statistics, epilogue, lower_weighted, refuses_weighted
-from fxquant.ops.elementwise.arithmetic import add, mul, sub
+from fxquant.ops.core.weighted import check_statistics, epilogue, lower_weighted, refuses_weighted
+from fxquant.ops.elementwise.arithmetic import add, by_channels, mul, sub
 from fxquant.ops.elementwise.table import shifted, tabled
 from fxquant.ops.pooling.totals import mean
 from fxquant.ops.reduction.extremum import amax, amin
-from fxquant.primitives import elementwise, product
+from fxquant.primitives import elementwise
 from fxquant.primitives.arithmetic import PRODUCT
 from fxquant.quantization.weights import BatchNorm, BatchNormTensors, multiplied
 
@@ -67,10 +67,6 @@ def _onnx_scaled(c: Call, trailing: int) -> str:
     return c.epilogue(c.do("Add", scaled, *bias) if bias else scaled)
 
 
-def _form(trailing: int) -> Product:
-    return Product(product.scale_channels, product.scale_channels_wide, (trailing,), trailing, layout=torch.flatten, channels=1)
-
-
 @lowered(
     function=_batch_norm,
     adapt=_functional,
@@ -99,7 +95,7 @@ def batch_norm(lowering: Lowering, input: Quantized, batch_norm: BatchNorm, *, c
     """
     mean = batch_norm.running_mean
     assert mean is not None
-    form = _form(len(input.shape) - 2)
+    form = by_channels(len(input.shape) - 2)
     return lower_weighted(lowering, form, input, torch.ones_like(mean).unsqueeze(1), None, clamp=clamp, batch_norm=batch_norm)
 
 
@@ -156,7 +152,7 @@ def scale_channels(
     lowering: Lowering, input: Quantized, weight: Tensor, bias: Tensor | None = None, trailing: int = 0, *, clamp: Clamp | None = None
 ) -> Quantized:
     """Compute x · weight + bias per channel, and a fused clamp; `trailing` dimensions follow the channels."""
-    return lower_weighted(lowering, _form(trailing), input, weight.unsqueeze(1), bias, clamp=clamp)
+    return lower_weighted(lowering, by_channels(trailing), input, weight.unsqueeze(1), bias, clamp=clamp)
 
 
 # ---- Layer normalisation: a composite, 16 bits wide inside -----------------------------------------------------------

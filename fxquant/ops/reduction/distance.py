@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ops.core.declare import fixed, needs, nodes, one_of
-from fxquant.ops.core.operators import INNER, WIDE, Builder, Fixed, Size, are_fixed, composite, fact
+from fxquant.ops.core.operators import INNER, WIDE, Builder, Fixed, Size, are_fixed, composite, fact, is_parameter
 from fxquant.ops.core.samples import COMPOSED, NORMED, POSITIVE, sample, sampled
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.ops.elementwise.comparison import where
@@ -36,7 +36,8 @@ def addcmul(build: Builder, input: fx.Node, tensor1: fx.Node, tensor2: fx.Node, 
 @composite(samples=(sample(over=POSITIVE, input=(3, 6), tensor1=(3, 6), tensor2=(3, 6), value=0.5),))
 def addcdiv(build: Builder, input: fx.Node, tensor1: fx.Node, tensor2: fx.Node, value: float = 1) -> Any:
     """input + value · tensor1 / tensor2."""
-    return build(add, input, build(true_divide, tensor1, tensor2, demand=WIDE), value)
+    quotient = INNER if is_parameter(tensor2) else WIDE  # a product, or one with a reciprocal
+    return build(add, input, build(true_divide, tensor1, tensor2, demand=quotient), value)
 
 
 @composite(operands=("input", "end", "weight"), samples=(sample(input=(3, 6), end=(3, 6), weight=0.3),))
