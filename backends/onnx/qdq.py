@@ -104,7 +104,7 @@ class QdqWriter(Writer):
                 because = "its 32-bit output is a float in style 'qdq'"
                 remedy = "export with io='float', or with style='exact'"
                 raise ExportError("io='integer' cannot be used", node=node, because=because, remedy=remedy)
-            self.reals[node.name] = value
+            self.reals[node.name] = self.values[node] = value  # a size is read from it
             self.tensors[node.name] = {"kind": "float"}
             return None
         # The results of these are within the range of their operands; onnxruntime fails on a Clip after some of them.

@@ -259,3 +259,36 @@ def test_what_is_no_model_to_be_written(model: nn.Module, both: Compiled, pictur
         with pytest.raises(fxq.errors.ConfigurationError, match=because):
             call()
     assert not list(tmp_path.iterdir())
+
+
+# ---- style qdq: sizes of a layer's result, and files that onnxruntime can change -----------------------------------------
+
+
+SIZED: dict[str, Any] = {
+    "expand": lambda token, y: torch.cat((token.expand(y.shape[0], -1, -1), y), 1),
+    "zeros": lambda token, y: torch.cat((torch.zeros(y.shape[0], 2, 4), y), 1),
+    "repeat": lambda token, y: torch.cat((token.repeat(len(y), 1, 1), y), 1),
+    "computed": lambda token, y: y.view(y.shape[0] * 6 // 3, -1),
+}
+
+
+class Sized(nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.linear, self.again, self.token = form, nn.Linear(4, 4), nn.Linear(4, 4), nn.Parameter(torch.randn(1, 2, 4))
+
+    def forward(self, x: Tensor) -> Any:
+        return SIZED[self.form](self.token, self.again(self.linear(x)))
+
+
+@pytest.mark.parametrize("form", SIZED)
+def test_a_size_is_read_from_a_sum_of_32_bits(form: str, tmp_path: Path) -> None:
+    import onnxruntime
+
+    integer = compiled(Sized(form).eval(), [torch.randn(6, 4, 4)], "nash-e").integer
+    path, x = fxq.export_onnx(integer, tmp_path / "model.onnx", style="qdq"), torch.randn(3, 4, 4)
+    (report,) = fxq.verify(integer, path, [x], show_progress=False).outputs["onnxruntime, no optimisation"]  # type: ignore[union-attr]
+    assert report.largest < 1e-5  # sums of 32 bits, as float32
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry("session.x64quantprecision", "1")  # it changes the zero point of each weight
+    assert onnxruntime.InferenceSession(path, options).run(None, {"x": x.numpy()})[0].shape == tuple(integer(x).shape)

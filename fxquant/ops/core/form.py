@@ -107,7 +107,7 @@ class Call:
             return e.constant(arrange(self.grouped(role)))
         attributes = {} if axis is None else {"axis": channel_axis(integers, scale, axis, arrange)}
         zero = torch.zeros(scale.shape, dtype=integers.dtype, device="cpu")
-        return self.do("DequantizeLinear", e.constant(arrange(integers).contiguous()), e.constant(scale), e.constant(zero), **attributes)
+        return self.do("DequantizeLinear", e.constant(arrange(integers).contiguous()), e.constant(scale), e.own_constant(zero), **attributes)
 
     def grouped(self, role: str) -> Tensor:
         """Return a dequantized weight, whose scales may run through groups along its first dimension."""
