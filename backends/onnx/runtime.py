@@ -175,6 +175,7 @@ class Runner:
         self.inputs = [info.name for info in model.graph.input]
         dims = {info.name: info.type.tensor_type.shape.dim for info in model.graph.input}
         self.sizes = {name: [size.dim_value if size.HasField("dim_value") else None for size in shape] for name, shape in dims.items()}
+        self.dtypes = {info.name: helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type) for info in model.graph.input}
         self.name, self.runtime = name, "ONNX's reference evaluator" if level is None else "onnxruntime"
         try:
             self._open(model, level, threads, folder, settings)
@@ -202,8 +203,8 @@ class Runner:
     def __call__(self, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the outputs and exposed values by name."""
         permuted = {name: feeds[name].permute(tuple(self.layouts[name])) if name in self.layouts else feeds[name] for name in self.inputs}
-        self._check_sizes(permuted)
         arrays = {name: np.ascontiguousarray(value.numpy(force=True)).reshape(value.shape) for name, value in permuted.items()}
+        self._check(arrays)
         try:
             results = self._run(arrays)
         except Exception as error:
@@ -213,9 +214,13 @@ class Runner:
             for name, value in zip(self.outputs, results, strict=True)
         }
 
-    def _check_sizes(self, inputs: Mapping[str, Tensor]) -> None:
-        """Raise ExportError for a tensor whose sizes differ from the fixed sizes in the file."""
+    def _check(self, inputs: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        """Raise ExportError for an array whose dtype differs from the file's, or whose sizes differ from the fixed sizes in it."""
         for name, value in inputs.items():
+            if value.dtype != self.dtypes[name]:
+                because = f"its input {name!r} is {self.dtypes[name]}, and this one {value.dtype}"
+                remedy = f"convert it: tensor.to(torch.{self.dtypes[name]})"
+                raise ExportError(f"{self.name} cannot be run on this batch", because=because, remedy=remedy)
             expected, actual = self.sizes[name], list(value.shape)
             if len(expected) != len(actual) or any(size not in (None, own) for size, own in zip(expected, actual, strict=True)):
                 fixed = ["any" if size is None else size for size in expected]

@@ -69,6 +69,10 @@ def samples_from(path: Path, model: nn.Module) -> Named:
         sizes = ", ".join(f"{count} of {name}" for name, count in counts.items()) or "none"
         because = f"dimension 0 of every array is the sample, and the sizes are {sizes}"
         raise ConfigurationError(f"{path} does not hold samples", because=because, remedy="give each array one row for each sample")
+    doubles, dtypes = [name for name, array in arrays.items() if array.dtype == torch.float64], {each.dtype for each in model.parameters()}
+    if doubles and torch.float32 in dtypes and torch.float64 not in dtypes:
+        because = f"{', '.join(doubles)} is float64, NumPy's default, and the model computes in float32"
+        raise ConfigurationError(f"{path} does not fit the model", because=because, remedy="save it as float32: array.astype('float32')")
     return arrays
 
 
@@ -102,6 +106,8 @@ def arrays_from(path: Path) -> Named:
         raise
     except Exception as error:  # what is read of a damaged file raises errors of many classes
         because = (str(error) or type(error).__name__).splitlines()[0]
+        if any(advice in because for advice in ("pickle", "weights_only", "Weights only")):  # to load it unsafely
+            because = "it is damaged, or holds other objects than arrays and tensors, which could run code"
         remedy = "pass a file that numpy.save, numpy.savez, torch.save of tensors or safetensors.torch.save_file wrote"
         raise ConfigurationError(f"{path} cannot be read as data", because=because, remedy=remedy) from error
 

@@ -75,7 +75,7 @@ def add_report(commands: Any) -> None:
 
 def _report(options: argparse.Namespace) -> int:
     import fxquant as fxq
-    from fxquant.reporting.inspection import saved_model
+    from fxquant.reporting.forms import saved_model
 
     model = saved_model(options.file)
     reference = None if options.reference is None else saved_model(options.reference)
@@ -102,7 +102,7 @@ def add_segments(commands: Any) -> None:
 
 def _segments(options: argparse.Namespace) -> int:
     import fxquant as fxq
-    from fxquant.reporting.inspection import saved_model
+    from fxquant.reporting.forms import saved_model
 
     integer = saved_model(options.file)
     manifest = fxq.export.export_segments(integer, options.folder, cut=options.cut)
@@ -142,7 +142,7 @@ def add_export(commands: Any) -> None:
 
 def _export(options: argparse.Namespace) -> int:
     import fxquant as fxq
-    from fxquant.reporting.inspection import saved_model
+    from fxquant.reporting.forms import saved_model
 
     writers: dict[str, Callable[..., Path]] = {
         "onnx": functools.partial(fxq.export_onnx, batch_size=options.batch_size, style=options.style, opset=options.opset),
@@ -195,16 +195,12 @@ def add_verify(commands: Any) -> None:
 
 def _verify(options: argparse.Namespace) -> int:
     import fxquant as fxq
-    from fxquant.reporting.inspection import saved_model
+    from fxquant.reporting.forms import saved_model
 
     first, second = (path if path.suffix.lower() in (".onnx", ".bin", ".hbm") else saved_model(path) for path in (options.a, options.b))
     model = next((form for form in (first, second) if not isinstance(form, Path)), None)
-    if model is None:
-        because = "inputs, and where a difference is, are known from the graph of a saved model"
-        remedy = "pass the integer model that one of them was exported from: fxq.save(integer, 'model.fxq')"
-        raise ConfigurationError("two exported files cannot be verified against each other", because=because, remedy=remedy)
     try:
-        report = fxq.verify(first, second, _batches(options, model))
+        report = fxq.verify(first, second, () if model is None else _batches(options, model))
     except Interrupted as stopped:
         print(stopped.result)
         raise

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxquant.errors import ConfigurationError
+from fxquant.errors import ConfigurationError, TraceError
 from fxquant.frontend.arguments import ATOMS, Arguments, Memory, is_tracked, share_memory, view_step
 from fxquant.frontend.entry import refuse_scripted, uncompiled
-from fxquant.frontend.environment import Snapshot, user_source
+from fxquant.frontend.environment import Snapshot, source_of_error, user_source
 from fxquant.frontend.fake import READS_CONTENT, Evaluator, Sequenced, evaluate, refuse_batch_condition
 from fxquant.frontend.gradients import Gradients, about_gradients, called_again, overwritten
 from fxquant.frontend.opaque import record
@@ -425,7 +425,7 @@ def leaf_rule(leaf: Leaves, model: nn.Module) -> LeafRule:
     if leaf is None:
         return default_leaf
     if callable(leaf) and not isinstance(leaf, type):
-        return leaf  # type: ignore[no-any-return]
+        return _told(leaf)
     leaves = [leaf] if isinstance(leaf, type | str) else list(leaf)
     modules = dict(model.named_modules(remove_duplicate=False))
     first = {id(module): path for path, module in model.named_modules()}
@@ -440,6 +440,20 @@ def leaf_rule(leaf: Leaves, model: nn.Module) -> LeafRule:
     names = {first[id(modules[one])] for one in leaves if isinstance(one, str)}
     kinds = tuple(one for one in leaves if isinstance(one, type))
     return lambda module, path: path in names or isinstance(module, kinds) or default_leaf(module, path)
+
+
+def _told(leaf: LeafRule) -> LeafRule:
+    """Return the user's function with a TraceError about it in place of its own errors, which are none of the model's."""
+
+    def is_leaf(module: nn.Module, path: str) -> bool:
+        try:
+            return leaf(module, path)
+        except Exception as error:
+            what = f"leaf= raised {type(error).__name__} for the module {path}, a {type(module).__name__}"
+            remedy = "correct the function, which is called with each module and its path, or pass classes and paths"
+            raise TraceError(what, at=source_of_error(error, is_leaf.__code__), because=str(error), remedy=remedy) from error
+
+    return is_leaf
 
 
 class ModuleCalls:

@@ -79,11 +79,11 @@ def example_inputs(model: nn.Module, batch: Any) -> Any:
     return tuple(batch[:required])
 
 
-def model_inputs(model: fx.GraphModule, batch: Any, index: int = 0) -> list[Any]:
+def model_inputs(model: fx.GraphModule, batch: Any, index: int = 0, *, finite: bool = True) -> list[Any]:
     """Return the model's inputs out of a batch: a tensor, a sequence whose leading items are inputs, or a dict by name.
 
     Items may be nested, as in ((image, mask), target): the leading tensors count. The rest is dropped, and logged once.
-    Raises CalibrationError, naming the batch, if an input is missing, of another shape or dtype, NaN or infinite.
+    Raises CalibrationError, naming the batch, if an input is missing, of another shape or dtype, or, where it is to be `finite`, is not.
     """
     placeholders = [node for node in model.graph.nodes if node.op == "placeholder"]
     names = [argument_name(node) for node in placeholders]
@@ -108,7 +108,7 @@ def model_inputs(model: fx.GraphModule, batch: Any, index: int = 0) -> list[Any]
             _tell(model, "batches have %d items; the model takes the first %d", len(leaves), len(placeholders))
         values = leaves[: len(placeholders)]
     for node, value in zip(placeholders, values, strict=True):
-        _check_input(index, node, value)
+        _check_input(index, node, value, finite)
     _check_agreement(index, placeholders, values)
     return values
 
@@ -153,7 +153,7 @@ def check_kind(index: int, name: str, value: Any) -> None:
         raise bad_batch(index, f"{what} is a numpy.{type(value).__name__}, not a tensor", remedy)
 
 
-def _check_input(index: int, node: fx.Node, value: Any) -> None:
+def _check_input(index: int, node: fx.Node, value: Any, finite: bool) -> None:
     expected = fact(node)
     if not isinstance(expected, TensorFact):
         return
@@ -172,7 +172,7 @@ def _check_input(index: int, node: fx.Node, value: Any) -> None:
             remedy += "; items of a dataset need a batch dimension, which a DataLoader gives them"
         because = f"its value for {node.name!r} has shape {list(value.shape)}, and the model was traced with {expected}"
         raise bad_batch(index, because, remedy)
-    if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+    if finite and value.is_floating_point() and not bool(torch.isfinite(value).all()):
         kind = "NaN" if bool(torch.isnan(value).any()) else "infinite values"
         if kind != "NaN" and not any(map(_quantized, node.users)):
             return  # an attention mask, say: nothing derives a scale from it

@@ -164,6 +164,9 @@ class Emitter(Protocol):
     def constant(self, value: Tensor | float | int | list[int], dtype: torch.dtype | None = None) -> str:
         """Return the name of an initializer with this value; equal values share one."""
 
+    def own_constant(self, value: Tensor) -> str:
+        """Return the name of an initializer with this value that no other node shares."""
+
     def call(self, name: str, body: Callable[..., str], *inputs: str) -> str:
         """Append one call of the model-local function that `body(emitter, *inputs)` defines; equal bodies of one name are one function."""
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from fxquant import backends
 from fxquant.analysis import recording
 from fxquant.analysis.layers import layers
 from fxquant.analysis.recording import DYNAMIC, OUTPUTS, QUANTIZED, Facts, Form, GraphForm, Values, Wanted, float_outputs, real_values
@@ -25,10 +26,11 @@ from fxquant.frontend import trace
 from fxquant.ir.graph import TensorFact, argument_name, fact, is_deployed, source, stage_of
 from fxquant.ir.integer import QParams
 from fxquant.options import Options
-from fxquant.prepared.batches import as_batches, bad_batch, example_inputs, length
+from fxquant.prepared.batches import as_batches, bad_batch, example_inputs, length, model_inputs
 from fxquant.prepared.operators import quantized_operators
 from fxquant.prepared.stage import called
 from fxquant.quantization.spec import State
+from fxquant.serialization import load_file
 from fxquant.support.arguments import PATH, accepted, checked
 from fxquant.support.progress import progress
 
@@ -128,10 +130,11 @@ def described_grid(entry: Mapping[str, Any], zero_point: int) -> QParams:
 
 
 def form_of(model: Any, batch: Any, state: State | str | None, beside: Any = None) -> Form:
-    """Return the form of a float model, a graph at any stage, or the path of an ONNX file. Raises ConfigurationError for anything else.
+    """Return the form of a float model, a graph, a path of one or of an ONNX file. Raises ConfigurationError for anything else.
 
     `beside` is the other form of a comparison: if it is a graph, a float model is traced with its batch dimensions.
     """
+    model = _opened(model)
     if isinstance(model, str | os.PathLike):
         form = _file_form(model, state, None)
         if form.onnx.io != "float":
@@ -139,7 +142,7 @@ def form_of(model: Any, batch: Any, state: State | str | None, beside: Any = Non
             raise ConfigurationError(f"{form.onnx.path} cannot be compared", because=because, remedy="export with io='float'")
         return form
     if not isinstance(model, nn.Module | torch.export.ExportedProgram):
-        because = "it is neither a model, nor a graph of one, nor the path of an ONNX file"
+        because = "it is neither a model, nor a graph of one, nor the path of a saved model or an ONNX file"
         remedy = "pass a float model, the result of fxq.trace, fxq.prepare or fxq.convert, or a path"
         raise ConfigurationError(f"a {type(model).__name__} cannot be compared", because=because, remedy=remedy)
     graph = model
@@ -199,6 +202,19 @@ def _dynamic_shapes(example: Any, inputs: Sequence[fx.Node]) -> Any:
     return pytree.tree_map(batch_dims, arguments)
 
 
+def saved_model(path: str | os.PathLike[str]) -> fx.GraphModule:
+    """Return the model in a file that `save` wrote. Raises ExportError if it holds none."""
+    loaded = load_file(path, backends.get)
+    if not isinstance(loaded, fx.GraphModule):
+        raise ExportError(f"{path} holds no model", because="it holds observations, not a graph", remedy="pass a file with a saved model")
+    return loaded
+
+
+def _opened(model: Any) -> Any:
+    """Return the saved model at a path with the suffix .fxq; anything else is returned as it is."""
+    return saved_model(model) if isinstance(model, str | os.PathLike) and Path(model).suffix.lower() == ".fxq" else model
+
+
 COMPARED = Wanted.of(QUANTIZED, DYNAMIC, OUTPUTS)
 IN_DEPTH = Wanted.of(QUANTIZED, DYNAMIC, recording.ACCUMULATORS, OUTPUTS)
 
@@ -207,7 +223,7 @@ def exact_form(model: Any) -> GraphForm:
     """Return the form of a model object. Raises ConfigurationError if it is neither prepared nor integer."""
     if isinstance(model, fx.GraphModule) and (is_deployed(model) or stage_of(model) == "PREPARED"):
         return GraphForm(model, State.VALIDATE)
-    because = "it is neither a prepared model, nor an integer model, nor the path of an ONNX file"
+    because = "it is neither a prepared model, nor an integer model, nor the path of a saved model or an ONNX file"
     remedy = "pass the results of fxq.prepare, fxq.convert or fxq.export_onnx"
     raise ConfigurationError(f"{type(model).__name__} cannot be verified", because=because, remedy=remedy)
 
@@ -330,10 +346,10 @@ PROGRAMS = (".bin", ".hbm")  # files of the vendor's compiler
 
 @checked()
 def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | None = None) -> Report:
-    """Compare two forms of a model bit for bit: prepared, integer, or the path of an exported ONNX file or BPU program.
+    """Compare two forms of a model bit for bit: prepared, integer, or the path of a saved model, an ONNX file or a BPU program.
 
     An ONNX file is run with all optimisations, with none, with one thread and two, and by the reference
-    evaluator. An integer model is run with its primitives and with its kernels.
+    evaluator. Inputs may be NaN and infinite. An integer model is run with its primitives and with its kernels.
     Every quantized tensor is compared, not only the outputs, byte for byte: 0.0 is not -0.0. If float
     operators lie between integer segments, each segment is fed from PyTorch and must be equal; elements that differ because of
     float operators, in later segments or in float outputs, are counted in `flips`, and `floats` holds the error of such outputs.
@@ -349,11 +365,16 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
 
     A KeyboardInterrupt is raised as `Interrupted`, whose `result` is the report of what was compared until then.
     """
+    first, second = _opened(first), _opened(second)
     if isinstance(first, str | os.PathLike):
         first, second = second, first
+    if isinstance(first, str | os.PathLike):
+        because = "inputs, and where a difference is, are known from the graph of a model"
+        remedy = "pass the integer model that one of them was exported from, or its file: fxq.save(integer, 'model.fxq')"
+        raise ConfigurationError("two exported files cannot be verified against each other", because=because, remedy=remedy)
     left, report = exact_form(first), Report()
     all_batches = as_batches(batches)
-    inputs: Iterable[list[Any]] = (left.inputs(batch, index) for index, batch in enumerate(all_batches))
+    inputs: Iterable[list[Any]] = (model_inputs(left.model, batch, index, finite=False) for index, batch in enumerate(all_batches))
     inputs = list(inputs) if isinstance(all_batches, Sequence) else inputs  # what is there is checked before anything is run
     integer = next((model for model in (first, second) if isinstance(model, fx.GraphModule) and is_deployed(model)), None)
     whole: OnnxForm | None = None
@@ -417,8 +438,8 @@ def record(
 ) -> Iterator[dict[str, Tensor]]:
     """Yield the values of chosen tensors, a dict by name for each batch; a batch is taken, and run, when its values are asked for.
 
-    `model` is a graph at any stage (a float model as `trace` returns it) or the path of an exported ONNX file. `kinds` are any of these,
-    and names of tensors:
+    `model` is a graph at any stage (a float model as `trace` returns it) or the path of a saved one, or of an ONNX file. `kinds`
+    are any of these, and names of tensors:
 
         "quantized"     the integers of quantized tensors, as int64
         "accumulators"  the sums between them, as int64; of an integer model or a file
@@ -433,7 +454,7 @@ def record(
 
     Raises ConfigurationError for a name that no tensor has, and while iterating CalibrationError for a batch that does not fit.
     """
-    selection = Wanted.of(*kinds, real=real)
+    selection, model = Wanted.of(*kinds, real=real), _opened(model)
     form: Form
     if isinstance(model, str | os.PathLike):
         form = _file_form(accepted("record", "path", model, PATH), state, runtime)

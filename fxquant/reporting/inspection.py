@@ -15,20 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant import backends
 from fxquant.analysis.layers import Layer, layers, left_in_float
 from fxquant.analysis.text import aligned, text
 from fxquant.backends.onnx import reading
 from fxquant.backends.onnx.runtime import OnnxModel
-from fxquant.errors import ConfigurationError, ExportError
+from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import DTYPE_NAMES, TensorFact, fact, is_deployed, model_meta, nodes_in, stage_of
 from fxquant.ir.integer import QParams
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.prepared.stage import called
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.quantizer import Quantizer
-from fxquant.reporting.forms import described_grid
-from fxquant.serialization import load_file
+from fxquant.reporting.forms import described_grid, saved_model
 from fxquant.support.arguments import checked
 
 
@@ -98,14 +96,6 @@ class Contents:
 def read(path: str | os.PathLike[str]) -> Contents:
     """Read the contents of a file: an ONNX file if its name ends so, else a saved model. Raises ExportError if it is neither."""
     return _of_onnx(OnnxModel(path)) if Path(path).suffix.lower() == ".onnx" else of_model(Path(path), saved_model(path))
-
-
-def saved_model(path: str | os.PathLike[str]) -> fx.GraphModule:
-    """Return the model in a file that `save` wrote. Raises ExportError if it holds none."""
-    loaded = load_file(path, backends.get)
-    if not isinstance(loaded, fx.GraphModule):
-        raise ExportError(f"{path} holds no model", because="it holds observations, not a graph", remedy="pass a file with a saved model")
-    return loaded
 
 
 def _of_onnx(opened: OnnxModel) -> Contents:

@@ -287,8 +287,17 @@ def test_a_size_is_read_from_a_sum_of_32_bits(form: str, tmp_path: Path) -> None
 
     integer = compiled(Sized(form).eval(), [torch.randn(6, 4, 4)], "nash-e").integer
     path, x = fxq.export_onnx(integer, tmp_path / "model.onnx", style="qdq"), torch.randn(3, 4, 4)
-    (report,) = fxq.verify(integer, path, [x], show_progress=False).outputs["onnxruntime, no optimisation"]  # type: ignore[union-attr]
+    (report,) = fxq.verify(integer, path, [x], show_progress=False).outputs["onnxruntime, no optimisation"]  # type: ignore[attr-defined]
     assert report.largest < 1e-5  # sums of 32 bits, as float32
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry("session.x64quantprecision", "1")  # it changes the zero point of each weight
     assert onnxruntime.InferenceSession(path, options).run(None, {"x": x.numpy()})[0].shape == tuple(integer(x).shape)
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "x86"])
+def test_verify_compares_inputs_that_are_not_finite(target: str, tmp_path: Path) -> None:
+    both = compiled(nn.Linear(4, 3).eval(), [torch.randn(6, 4)], target)
+    x = torch.tensor([[float("nan"), float("inf"), -float("inf"), 1e30]])
+    assert torch.equal(both.integer(x), both.integer(torch.tensor([[0, 1e30, -1e30, 1e30]])))
+    assert fxq.verify(both.prepared, both.integer, [x], show_progress=False)
+    assert fxq.verify(both.integer, fxq.export_onnx(both.integer, tmp_path / "model.onnx", style="exact"), [x], show_progress=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -366,10 +367,10 @@ def test_verify_a_model_of_a_fixed_batch(tmp_path: Path, capsys: pytest.CaptureF
     [
         ("wrong-names.npz", "it has no image"),
         ("wrong-dtype.npz", "is torch.float64"),
-        ("wrong-pickled.npz", "allow_pickle=False"),
+        ("wrong-pickled.npz", "holds other objects than arrays"),
         ("wrong-single.npy", "it has no image, mask"),
         ("wrong-format.pkl", "other formats can hold code"),
-        ("wrong-arrays.pt", "Weights only load failed"),
+        ("wrong-arrays.pt", "holds other objects than arrays"),
         ("wrong-list.pt", "neither a tensor nor a dict of tensors"),
         ("wrong-folder", "the folder holds no .npy file"),
         ("wrong-damaged.pt", "cannot be read as data"),
@@ -386,6 +387,7 @@ def test_bad_data(name: str, because: str, data: Path, files: dict[str, Path], c
     assert because in error
     assert "remedy" in error
     assert "Traceback" not in error
+    assert not re.search("allow_pickle|weights_only|unsafe", error)
 
 
 @pytest.mark.parametrize("command", ["inspect", "diff", "verify"])

@@ -265,7 +265,7 @@ def test_data_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
         ("Two", "missing.npz"): "has no array for mask",
         ("Two", "uneven.npz"): "24 of image, 5 of mask",
         ("Two", "images.npy"): "has no array for image, mask",
-        ("Network", "wide.npy"): "Input type (double)",
+        ("Network", "wide.npy"): "is float64, NumPy's default",
         ("Network", "channels.npy"): "networks.py:14 in forward",
         ("Network", "scalar.npy"): "does not hold samples",
         ("Network", "single.npy"): "holds too few samples",

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.cli import main
-from fxquant.reporting.inspection import saved_model
+from fxquant.reporting.forms import saved_model
 from tests.shared.written import written
 
 
@@ -620,6 +620,12 @@ ACCEPTED: dict[str, Callable[[World], Any]] = {
     "scales: a tensor": lambda w: fxq.set_qparams(fxq.prepare(w.model, batch()), {"conv": torch.tensor(0.5)}),
     "scales: none": lambda w: fxq.set_qparams(fxq.prepare(w.model, batch()), {}),
     "scale: numpy's, an int": lambda w: (fxq.ActivationConfig(scale=np.float64(0.5)), fxq.ActivationConfig(threshold=6)),
+    "saved models by their paths": lambda w: (
+        fxq.verify(w.integer, str(w.file), [batch()]),
+        fxq.verify(w.file, w.onnx, [batch()]),
+        next(fxq.inspect.record(w.file, [batch()])),
+        fxq.compare(w.model, w.file, [batch()]),
+    ),
     "a dtype of PyTorch's": lambda w: (fxq.ActivationConfig(torch.int16), fxq.WeightConfig(torch.int8)),
     "opset: numpy's": lambda w: fxq.export_onnx(w.integer, w.directory / "numpy.onnx", opset=np.int32(17)),
     "names: a tuple": lambda w: fxq.export_onnx(w.integer, w.directory / "names.onnx", input_names=("a",), output_names=("b",)),
@@ -644,7 +650,10 @@ TOGETHER: dict[str, Callable[[World], Any]] = {
     "load: a text": lambda w: fxq.load(w.text),
     "load: an ONNX file": lambda w: fxq.load(w.onnx),
     "metadata: a text": lambda w: fxq.export.onnx_metadata(w.text),
-    "verify: a saved model": lambda w: fxq.verify(w.integer, w.file, [batch()]),
+    "run_segments: doubles": lambda w: fxq.export.run_segments(
+        fxq.export.export_segments(w.integer, w.directory / "of_doubles").parent, batch().double()
+    ),
+    "record: doubles for a file": lambda w: next(fxq.inspect.record(w.onnx, [batch().double()])),
     "verify: two files": lambda w: fxq.verify(w.onnx, w.onnx, [batch()]),
     "observations of another model": lambda w: fxq.prepare(nn.Linear(6, 2), batch(), observations=w.observations),
     "observations and until": lambda w: fxq.prepare(w.model, batch(), observations=w.observations, until="rules.match"),

@@ -188,6 +188,8 @@ def test_what_nothing_is_known_of_cannot_be_computed_with(image: Tensor) -> None
         fxq.wrap("nothing")
     with pytest.raises(fxq.errors.ConfigurationError, match="did you mean 'rescale'"):
         fxq.prepare(Kept(), image, options=fxq.Options(leaf="rescaled"))
+    with pytest.raises(fxq.errors.TraceError, match=r"(?s)^leaf= raised KeyError for the module .*test_kept_python.py.*because +'none'"):
+        fxq.prepare(Kept(), image, options=fxq.Options(leaf=lambda module, path: {}["none"]))
 
 
 # ---- what is preserved -----------------------------------------------------------------------------------------------
