@@ -65,6 +65,18 @@ _FROM = {
 }
 _WHERE = {name: module for module, names in _FROM.items() for name in names.split()}
 
+
+def _moved(name: str) -> str:
+    """Return where a name of the modules that gather others is, or of the module that they have names from; "" if it is in none."""
+    for gathering in () if name.startswith("_") else ("board", "export", "extend", "inspect", "observers", "results", "search", "tuning"):
+        module = import_module(f"{__name__}.{gathering}")
+        if name in module.__all__:
+            return f"; it is fxq.{gathering}.{name}"
+        if any(getattr(getattr(module, public), "__module__", "").endswith(f".{name}") for public in module.__all__):
+            return f"; what it held is in fxq.{gathering}"
+    return ""
+
+
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
@@ -72,7 +84,7 @@ if not TYPE_CHECKING:
         if name in _WHERE:
             value = getattr(import_module(_WHERE[name]), name)
         elif name.startswith("__") or find_spec(f"{__name__}.{name}") is None:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_moved(name)}")
         else:
             value = import_module(f"{__name__}.{name}")
         globals()[name] = value

@@ -19,6 +19,7 @@ from fxquant.cli.file_commands import add_diff, add_export, add_inspect, add_rep
 from fxquant.cli.models import add_check, add_conformance, add_quantize
 from fxquant.errors import FxQuantError
 from fxquant.support.arguments import Kind, checked, words
+from fxquant.version import __version__
 
 COMMANDS = (add_quantize, add_check, add_inspect, add_diff, add_report, add_segments, add_export, add_conformance, add_verify)
 
@@ -68,9 +69,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fxquant",
         description="Quantization whose numbers are exact: training, integer graph and ONNX agree bit for bit.",
-        epilog="The exit status is 0, 1 if something is not equal or breaks a limit, 2 for an error, and 130 after Ctrl-C. "
+        epilog="The exit status is 0, 1 if something is not equal or breaks a limit, 2 for an error, 130 after Ctrl-C, and 141 "
+        "if the output was closed. "
         "`fxquant COMMAND --help` says more of a command.",
     )
+    parser.add_argument("--version", action="version", version=f"fxquant {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in COMMANDS:
         add(commands)

@@ -37,6 +37,9 @@ def test_help(arguments: list[str], shown: tuple[str, ...], capsys: pytest.Captu
     assert stopped.value.code == 0
     printed = capsys.readouterr().out
     assert all(text in printed for text in shown)
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"fxquant {fxq.__version__}\n"
 
 
 UNKNOWN = ("", "unknown", "inspect one --grph")

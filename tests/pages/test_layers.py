@@ -263,5 +263,14 @@ def test_every_public_name_is_where_the_type_checker_is_told() -> None:
 
 def test_modules_are_attributes_and_other_names_are_none() -> None:
     assert fxq.backends.get("bayes-e").name == "bayes-e"  # type: ignore[attr-defined]
+    moved = {
+        "layers": "; it is fxq.inspect.layers",
+        "with_camera": "; it is fxq.board.with_camera",
+        "checks": "; what it held is in fxq.inspect",
+    }
+    for name, said in {**moved, "quantize_": "", "_layers": ""}.items():
+        with pytest.raises(AttributeError) as caught:
+            getattr(fxq, name)
+        assert str(caught.value) == f"module 'fxquant' has no attribute {name!r}{said}"
     with pytest.raises(AttributeError, match="has no attribute 'quantise'"):
         fxq.quantise  # type: ignore[attr-defined]  # noqa: B018
