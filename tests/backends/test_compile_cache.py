@@ -26,6 +26,7 @@ def with_checksum(content: bytes) -> bytes:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(native.SWITCH, raising=False)
     return native.folder()
 
 

@@ -47,6 +47,7 @@ from tests.shared.contract import all_equal, compiled, flat
 from tests.shared.networks import Network
 
 TARGETS = ("bayes-e", "nash-e", "x86", "bernoulli")
+IN_C = not isinstance(native.library(), str)  # with any set of instructions; without a compiler fewer kernels are there
 INT8 = fxq.QConfig(fxq.ActivationConfig("int8"))  # also of a last layer, which returns its sum by default
 
 
@@ -137,6 +138,13 @@ def chosen(integer: fx.GraphModule) -> dict[str, str | None]:
 def choices(integer: fx.GraphModule) -> dict[str, Choice]:
     """The choice at each node with a kernel."""
     return {node.name: choice for node, choice in runner_of(integer).choices(integer).items() if choice.kernel}
+
+
+def slow(integer: fx.GraphModule) -> list[tuple[str, str]]:
+    """The operators that run primitives, with the reasons, which all of them have; none where this machine has no kernels in C."""
+    runs = [(run.layer.name, run.because) for run in computed(integer) if not run.fast]
+    assert all(because for _, because in runs)
+    return runs if IN_C else []
 
 
 @pytest.fixture
@@ -298,7 +306,7 @@ def test_a_network_of_sequences_has_the_bits_of_its_primitives(target: str) -> N
         assert_same(integer, reference, images(batch, 3, 90, seed=batch))
     assert_same(integer, reference, images(90, 3, 2).permute(2, 1, 0))
     kernels = {kernel for choice in choices(integer).values() if choice.implementation is not None and (kernel := choice.kernel)}
-    assert kernels == {each.name for each in backends.kernels()} - {"dynamic layer", "product", "recurrence"}
+    assert not IN_C or kernels == {each.name for each in backends.kernels()} - {"dynamic layer", "product", "recurrence"}
     assert [name for name, choice in choices(integer).items() if choice.disagrees] == []
 
 
@@ -359,7 +367,8 @@ def test_a_long_chain_is_matched_without_recursion() -> None:
 
     integer, reference = both(Network(repeated), "bayes-e", ordinary(2, 8), qconfig=fxq.QConfig(fxq.ActivationConfig("int16")))
     assert_same(integer, reference, images(2, 8).nan_to_num(0, 3, -3), runs=1)
-    assert {choice.implementation for choice in choices(integer).values() if choice.kernel == "chain"} == {"native elementwise chain"}
+    used = {choice.implementation for choice in choices(integer).values() if choice.kernel == "chain"}
+    assert used == {"native elementwise chain" if IN_C else None}
 
 
 def test_integers_of_other_signs_are_multiplied() -> None:
@@ -421,6 +430,7 @@ def _flags() -> set[str]:
 
 def test_an_unknown_set_of_instructions_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(native.INSTRUCTIONS, "avx9")
+    monkeypatch.delenv(native.SWITCH, raising=False)
     assert native.library.__wrapped__() == "FXQUANT_ISA is avx9; it can be vnni or avxvnni or avx2"
 
 
@@ -441,7 +451,7 @@ def test_layers_after_a_clamp_at_zero_are_proved_for_integers_that_they_read(tar
     integer, reference = both(limited, target, ordinary(2, 3, 12, 12))
     assert_same(integer, reference, images(2, 3, 12, 12))
     assert len(choices(integer)) > 8
-    assert [name for name, choice in choices(integer).items() if choice.implementation is None or choice.disagrees] == []
+    assert [name for name, choice in choices(integer).items() if choice.disagrees or (IN_C and choice.implementation is None)] == []
 
 
 class Wrong:
@@ -514,6 +524,7 @@ def test_an_implementation_that_is_wrong_is_not_admitted_and_explain_says_so(
     assert told in fxq.explain(integer)
 
 
+@pytest.mark.skipif(not IN_C, reason="the counting is in C")
 @pytest.mark.disagrees
 def test_counting_that_differs_from_that_of_pytorch_is_recorded_like_a_kernel(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -644,8 +655,8 @@ def test_kernels_compute_networks_of_images(network: type[nn.Module], target: st
     """`benchmarks.integer_speed` has the count for every target."""
     integer, reference = both(live(network(), 3, 32, 32), target, ordinary(2, 3, 32, 32))
     assert_same(integer, reference, images(2, 3, 32, 32), runs=1)
-    assert sum(run.fast for run in computed(integer)) >= 0.95 * len(computed(integer))
-    assert sum(run.macs for run in computed(integer)) == sum(run.layer.macs for run in computed(integer)) > 10**6
+    assert len(slow(integer)) <= 0.05 * len(computed(integer))
+    assert not IN_C or sum(run.macs for run in computed(integer)) == sum(run.layer.macs for run in computed(integer)) > 10**6
 
 
 @pytest.mark.parametrize("target", ["bayes-e", "x86"])
@@ -663,7 +674,10 @@ def test_explain_has_a_reason_for_every_operator_without_a_kernel(target: str) -
     runs = operator_runs(integer)
     assert [run.layer.name for run in runs if f"%{run.layer.name}" not in lines] == []
     assert [run.layer.name for run in runs if not run.fast and not run.moves and run.because not in lines[f"%{run.layer.name}"]] == []
-    assert {run.because for run in runs} >= {"no kernel computes transform", "it joins along another dimension than the channels"}
+    assert not IN_C or {run.because for run in runs} >= {
+        "no kernel computes transform",
+        "it joins along another dimension than the channels",
+    }
 
 
 @pytest.mark.sweep(2)
@@ -677,7 +691,7 @@ def test_means_over_windows_and_images_have_kernels(target: str) -> None:
     integer, reference = both(means, target, ordinary(2, 3, 8, 10))
     assert_same(integer, reference, images(3, 3, 8, 10))
     assert_same(integer, reference, images(3, 3, 8, 10).sign() * 100)
-    assert [(run.layer.name, run.because) for run in computed(integer) if not run.fast] == []
+    assert slow(integer) == []
 
 
 @pytest.mark.sweep
@@ -698,9 +712,10 @@ def test_sums_that_are_outputs_have_kernels_whatever_their_channels(target: str,
     integer, reference = both(sums, target, x, qconfig=qconfig)
     assert_same(integer, reference, images(3, channels, 6, 7))
     wide = [run for run in computed(integer) if run.layer.dtype == "int32"]
-    assert [(run.layer.name, run.macs) for run in wide] == [(run.layer.name, run.layer.macs) for run in wide]
     assert len(wide) == len(layers)
-    assert {run.because for run in wide} == {"", "no kernel computes clamp_accumulator"}
+    if IN_C:
+        assert [(run.layer.name, run.macs) for run in wide] == [(run.layer.name, run.layer.macs) for run in wide]
+        assert {run.because for run in wide} == {"", "no kernel computes clamp_accumulator"}
 
 
 SCRIPT = """

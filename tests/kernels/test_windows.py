@@ -15,7 +15,7 @@ from fxquant.backends.cpu import native
 from fxquant.ir.integer import kernel
 from fxquant.kernels.admission import Layer
 from fxquant.primitives import shape
-from tests.kernels.test_kernels import assert_same, both, choices, chosen, computed, images, no_compiler, ordinary
+from tests.kernels.test_kernels import IN_C, assert_same, both, choices, chosen, computed, images, no_compiler, ordinary, slow
 from tests.shared.networks import Network
 
 TARGETS = ("bayes-e", "x86", "bernoulli2")
@@ -27,9 +27,10 @@ def assert_kernels(model: nn.Module, target: str, *sizes: int, moves: bool = Tru
     integer, reference = both(model, target, ordinary(*sizes))
     for x in (images(*sizes), images(*sizes, seed=1).sign() * 100):
         assert_same(integer, reference, x)
-    assert [(run.layer.name, run.because) for run in computed(integer) if not run.fast] == []
-    assert sum(run.macs for run in computed(integer)) == sum(run.layer.macs for run in computed(integer)) > 0
-    assert not moves or {choice.implementation for choice in choices(integer).values()} >= {"moved bytes"}
+    assert slow(integer) == []
+    if IN_C:
+        assert sum(run.macs for run in computed(integer)) == sum(run.layer.macs for run in computed(integer)) > 0
+        assert not moves or {choice.implementation for choice in choices(integer).values()} >= {"moved bytes"}
 
 
 TRANSPOSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -197,7 +198,7 @@ def test_means_divided_by_the_elements_of_each_window(target: str) -> None:
     integer, reference = both(model, target, ordinary(2, 3, 7, 9))
     assert_same(integer, reference, images(2, 3, 7, 9))
     assert_same(integer, reference, images(2, 3, 7, 9).sign() * 100)
-    assert [(run.layer.name, run.because) for run in computed(integer) if not run.fast] == []
+    assert slow(integer) == []
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -230,7 +231,7 @@ def test_functions_with_a_slope_for_each_channel_are_chains(target: str) -> None
 def test_a_transposed_convolution_of_a_large_stride_stays_primitives() -> None:
     integer, reference = both(nn.Sequential(nn.ConvTranspose1d(3, 8, 64, 48), nn.ReLU()), "bayes-e", ordinary(2, 3, 9))
     assert_same(integer, reference, images(2, 3, 9))
-    assert any("its strides make 48 convolutions of it" in choice.because for choice in choices(integer).values())
+    assert not IN_C or any("its strides make 48 convolutions of it" in choice.because for choice in choices(integer).values())
 
 
 def test_the_windows_of_a_transposed_convolution_are_those_of_convolutions() -> None:

@@ -133,9 +133,10 @@ def test_what_was_cut_off_does_not_count() -> None:
     usual = torch.randn(3, 400) * 0.1 + 0.05
     loud = usual.clone()
     loud[:, ::100] += 1000
-    means = bias._without_outliers(loud).mean(1)
-    assert (means - usual.mean(1)).abs().max() < 0.02
-    assert torch.equal(bias._without_outliers(usual), usual)
+    for limits in (None, (-2000.0, 2000.0)):
+        means, of_usual = (bias._correction([(result, torch.zeros_like(result))], limits) for result in (loud, usual))
+        assert (means - usual.mean(1)).abs().max() < 0.02
+        assert torch.allclose(of_usual, usual.double().mean(1))
 
 
 def test_a_layer_is_corrected_after_its_limits() -> None:
