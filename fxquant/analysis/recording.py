@@ -28,6 +28,7 @@ from fxquant.prepared.batches import model_inputs
 from fxquant.prepared.channels import tensor_exponents
 from fxquant.prepared.operators import quantized_operators
 from fxquant.prepared.stage import grid_of, is_dequantize, is_dynamic, is_quantize, primitive_of, quantized_operator
+from fxquant.prepared.undo import Having
 from fxquant.primitives import PRIMITIVES
 from fxquant.quantization.spec import State
 
@@ -248,24 +249,12 @@ class Seen(Interpreter):
         return self.see(n, result, () if n.op == "placeholder" else self.fetch_args_kwargs_from_env(n)[0])
 
 
-@contextmanager
-def still(model: fx.GraphModule, state: State | None) -> Iterator[None]:
-    """Inside, the operators of a prepared model are in `state`, or in their own, and nothing of the model changes by running it."""
+def still(model: fx.GraphModule, state: State | None) -> Having:
+    """Return a context in which the operators of a prepared model are in `state`, or in their own, and nothing changes by running it."""
     operators = quantized_operators(model).values()
-    states = [operator.state for operator in operators]
-    training = [module for module in model.modules() if module.training]  # float operators on the host may depend on it
-    if training:
-        model.eval()
-    try:
-        for operator in operators:
-            target_state = state or operator.state
-            operator.state = STILL.get(target_state, target_state)
-        yield
-    finally:
-        for operator, before in zip(operators, states, strict=True):
-            operator.state = before
-        for module in training:
-            module.training = True
+    states = [(operator, {"state": STILL.get(state or operator.state, state or operator.state)}) for operator in operators]
+    # float operators on the host may depend on the flag
+    return Having([*states, *((module, {"training": False}) for module in model.modules() if module.training)])
 
 
 @contextmanager

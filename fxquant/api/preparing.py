@@ -13,7 +13,7 @@ from fxquant import backends
 from fxquant.analysis.explain import Findings, broken_limits, findings, summary
 from fxquant.analysis.layers import layers
 from fxquant.calibration import calibration
-from fxquant.calibration.calibration import having, warn_of_lost_inputs
+from fxquant.calibration.calibration import warn_of_lost_inputs
 from fxquant.calibration.observations import Observations, restore
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import attach_call_hooks, moved_by_forward, random_by_forward, trace, untrained_here
@@ -32,6 +32,7 @@ from fxquant.prepared.channels import tensor_exponents
 from fxquant.prepared.hooks import attach_hooks
 from fxquant.prepared.operators import quantized_operators
 from fxquant.prepared.stage import Stage, quantized_operator
+from fxquant.prepared.undo import Snapshot, having, inside_operators, tensors_of
 from fxquant.quantization.spec import DEFAULT, QConfig, QConfigMapping, State, as_mapping, attached_qconfigs
 from fxquant.reporting.forms import Batches
 from fxquant.support import logger, timed
@@ -240,8 +241,11 @@ def calibrate(
     observed for readers that take it as integers. `only_missing` observes only tensors without a scale, and leaves the others
     unchanged; if there are none, no batch is taken. The last line of the log is the seconds that each step took.
 
-    Raises CalibrationError if batches are missing, do not fit the model, or hold NaN or infinite
-    values, and ConfigurationError for unusable arguments; what was observed before stays observed.
+    Whatever is raised, Ctrl-C too, the batches before stay observed, and the model has its former state, scales and weights. A warning says
+    how many batches these are; a call with the others, or with [] if none is left, ends with the bits of one call.
+
+    Raises CalibrationError if batches are missing, do not fit the model, or hold NaN or infinite values, and ConfigurationError for
+    unusable arguments.
     """
     calibration.require_prepared(prepared)
     batches = as_batches(batches)
@@ -250,20 +254,15 @@ def calibrate(
         names = ", ".join(f"%{each.name} ({each.state.value})" for each in out)
         logger.info("left out of calibration, by the state they are in: %s", names)
     with having(out, left_out=True), timed("calibration"):
+        inside = inside_operators(prepared)
+        before = Snapshot(inside, tensors_of(module for module in inside if not isinstance(module, calibration.OBSERVED)))
         samples = FirstSamples(prepared, options)
-        first_inputs: list[Any] = []
-
-        def take(inputs: Sequence[Any]) -> None:
-            samples.take(inputs)
-            if not first_inputs:  # a loader may reuse its memory
-                first_inputs.extend(value.clone() if isinstance(value, torch.Tensor) else value for value in inputs)
-
         if samples.lost and not only_missing and (samples.rounds or samples.corrects):
             logger.warning(
                 "this calibration goes on from batches whose samples are not there any more: weights are rounded, and biases corrected,"
                 " by the samples of this call alone; to have what one call gives, calibrate a model that fxq.prepare has just returned"
             )
-        with samples.remembered():
+        try:
             with timed("observing"):
                 observed = calibration.calibrate(
                     prepared,
@@ -272,13 +271,30 @@ def calibrate(
                     only_missing=only_missing,
                     options=options,
                     show_progress=show_progress,
+                    samples=samples,
                     first=by_first_batch(prepared, options.distributed) if options.equalize else None,
-                    each=take,
                 )
             if observed:
                 samples.use(options.distributed, show_progress)
-                warn_of_lost_inputs(prepared, first_inputs)
+                warn_of_lost_inputs(prepared, samples.first_inputs)
+            samples.remember(ended=True)
+        except BaseException:
+            before.restore()
+            samples.remember(ended=False)
+            if samples.batches:
+                logger.warning("%s", _interrupted(prepared, samples.batches))
+            raise
     return prepared
+
+
+def _interrupted(prepared: fx.GraphModule, batches: int) -> str:
+    """Return a sentence about a model whose calibration has not ended."""
+    observing = any(operator.state is State.CALIBRATE for operator in quantized_operators(prepared).values())
+    state = "is in state CALIBRATE as before, computes in float, and observes what it is given" if observing else "is as it was before"
+    return (
+        f"calibration was stopped after {batches} batch{'es' * (batches > 1)}, which it has observed; otherwise the model {state};"
+        " fxq.calibrate with the other batches, or with [] if there are none, ends as one call would"
+    )
 
 
 # ---- Convert a prepared model to its integer model -------------------------------------------------------------------

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import index
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -21,10 +21,12 @@ from fxquant.ops.core.composite import QUANTIZE
 from fxquant.options import Options
 from fxquant.prepared.batches import first_batches, length, model_inputs, no_batches
 from fxquant.prepared.operators import QuantizedOperator, operand_quantizers, quantized_operators
+from fxquant.prepared.undo import Snapshot, all_or_nothing, having, inside_operators, tensors_of
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.observers.histogram import HistogramObserver
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.spec import State
+from fxquant.quantization.weights import ChannelFactors
 from fxquant.support import logger, timed
 from fxquant.support.arguments import FLAG, Kind, checked
 from fxquant.support.progress import progress
@@ -44,6 +46,7 @@ def require_prepared(model: nn.Module) -> None:
 
 
 @checked()
+@all_or_nothing
 def set_state(prepared: nn.Module, state: State | str, modules: str | Iterable[str] | None = None) -> None:
     """Set the state, a `State` or its name, of all operators, or of the named modules or nodes and everything below them.
 
@@ -104,16 +107,14 @@ def _computing(model: nn.Module, others: Iterable[QuantizedOperator]) -> Iterato
     needed = {id(quantizer) for operator in others for quantizer in _read(operator)}
     observing = [each for each in out if each.state is State.FLOAT and not each.plain and each.owns_output and id(each.output) in needed]
     unobserved = [operator.intermediate for operator in observing if operator.intermediate is not None]
-    try:
-        with (
-            having([operator for operator in out if operator.state is State.TRAIN], state=State.VALIDATE),
-            having(observing, state=State.CALIBRATE),
-            having(unobserved, paused=True),
-        ):
-            yield
-    finally:
-        for operator in observing:
-            operator.output.update_scale()
+    with (
+        having([operator for operator in out if operator.state is State.TRAIN], state=State.VALIDATE),
+        having(observing, state=State.CALIBRATE),
+        having(unobserved, paused=True),
+    ):
+        yield
+    for operator in observing:
+        operator.output.update_scale()
 
 
 def _read(operator: QuantizedOperator) -> Iterator[Quantizer]:
@@ -153,16 +154,26 @@ def select(operators: Mapping[str, QuantizedOperator], names: list[str]) -> list
     return list(chosen.values())
 
 
+OBSERVED = Observer, ChannelFactors  # modules that hold what batches have shown, which stays where a calibration does not end
+
+
+class Samples(Protocol):
+    """Keeps samples of the batches that are observed, in attributes that it replaces and does not change in place."""
+
+    def take(self, inputs: Sequence[Any]) -> None:
+        """Take the model's inputs of the next batch."""
+
+
 @torch.no_grad()
 def calibrate(
     prepared: fx.GraphModule, batches: Iterable[Any], num_batches: int | None = None, *, only_missing: bool, options: Options,
-    show_progress: bool | None, first: Callable[[list[Any] | None], None] | None = None,
-    each: Callable[[list[Any]], None] | None = None,
+    show_progress: bool | None, samples: Samples, first: Callable[[list[Any] | None], None] | None = None,
 ) -> bool:  # fmt: skip
     """Observe the batches as `fxq.calibrate` says, without corrections; return whether any batch was asked for.
 
     Operators that are `left_out` keep their state and their scales. `first` is called with the first batch before that is observed, or
-    with None on a rank without batches; `each` with every batch after that is observed. The state is CALIBRATE if anything is raised.
+    with None on a rank without batches; `samples` take every batch after that is observed. A batch in which anything is raised is not
+    observed, and channels are not multiplied by it. Without batches scales are set from what was observed before and is not in them yet.
     """
     require_prepared(prepared)
     open_ = [operator for operator in quantized_operators(prepared).values() if not operator.left_out]
@@ -171,6 +182,7 @@ def calibrate(
         enter(prepared, open_, State.VALIDATE)
         return False
     several = options.distributed and ranks.count() > 1
+    unsure = [quantizer for quantizer in quantizers if not (only_missing and quantizer.calibrated)]
     if several and ranks.index() > 0 and show_progress is None:
         show_progress = False
 
@@ -180,15 +192,19 @@ def calibrate(
         try:
             for batch in progress(first_batches(batches, num_batches), length(batches, num_batches), "calibrating", show_progress):
                 arguments = model_inputs(prepared, options.inputs(batch), count)
-                if first is not None:
-                    prelude, first = first, None
-                    with timed("equalizing channels"):
-                        prelude(arguments)
-                with _all_or_nothing(prepared), repeatable():
-                    prepared(**by_name(prepared, arguments))
-                if each is not None:
-                    each(arguments)
-                count += 1
+                before = _observations(prepared, samples)
+                try:
+                    if first is not None:
+                        prelude, first = first, None
+                        with timed("equalizing channels"):
+                            prelude(arguments)
+                    with repeatable():
+                        prepared(**by_name(prepared, arguments))
+                    samples.take(arguments)
+                    count += 1
+                except BaseException:
+                    before.restore()
+                    raise
         finally:
             if first is not None:
                 first(None)  # no other rank waits for this one
@@ -197,17 +213,20 @@ def calibrate(
     with _computing(prepared, open_):
         enter(prepared, open_, State.CALIBRATE)
         with having([quantizer for quantizer in quantizers if only_missing and quantizer.calibrated], paused=True):
-            if not (_on_all_ranks(prepared, observe) if several else observe()):
+            count = _on_all_ranks(prepared, observe, samples) if several else observe()
+            if not count and not any(quantizer.pending for quantizer in unsure):
                 raise no_batches(num_batches)
         with repeatable(), timed("setting scales"):
             enter(prepared, open_, State.VALIDATE)
     return True
 
 
-def _on_all_ranks(prepared: nn.Module, observe: Callable[[], int]) -> int:
+def _on_all_ranks(prepared: nn.Module, observe: Callable[[], int], samples: Samples) -> int:
     """Observe, and merge the observations of all ranks; earlier observations count once, as rank 0 has them."""
+    ranks.require_equal(prepared)
     observers = {path: module for path, module in prepared.named_modules() if isinstance(module, Observer)}
-    with _all_or_nothing(prepared):
+    before = _observations(prepared, samples)
+    try:
         if ranks.index() > 0:
             for observer in observers.values():
                 observer.reset()
@@ -217,19 +236,15 @@ def _on_all_ranks(prepared: nn.Module, observe: Callable[[], int]) -> int:
             ranks.merge(observers, None)
             raise
         return ranks.merge(observers, count)
-
-
-@contextmanager
-def _all_or_nothing(prepared: nn.Module) -> Iterator[None]:
-    """Inside, an exception restores the buffers of all observers, so that a failed batch is not observed in part."""
-    buffers = [buffer for module in prepared.modules() if isinstance(module, Observer) for buffer in module.buffers()]
-    before = [buffer.clone() for buffer in buffers]
-    try:
-        yield
     except BaseException:
-        for buffer, value in zip(buffers, before, strict=True):
-            buffer.copy_(value)
+        before.restore()
         raise
+
+
+def _observations(prepared: nn.Module, samples: Samples) -> Snapshot:
+    """Return what a batch changes: the observers, the factors of channels by which it is observed, and the samples that are kept."""
+    modules = [module for module in inside_operators(prepared) if isinstance(module, OBSERVED)]
+    return Snapshot([samples, *modules], tensors_of(modules))
 
 
 def in_float(model: nn.Module) -> list[QuantizedOperator]:
@@ -237,21 +252,6 @@ def in_float(model: nn.Module) -> list[QuantizedOperator]:
     operators = quantized_operators(model).values()
     float_operators = [operator for operator in operators if operator.state is State.FLOAT]
     return float_operators if len(float_operators) < len(operators) else []
-
-
-@contextmanager
-def having(objects: Iterable[Any], **values: Any) -> Iterator[None]:
-    """Inside, these objects have these values of their attributes, as in `having(operators, left_out=True)`."""
-    before = [(each, {name: getattr(each, name) for name in values}) for each in objects]
-    try:
-        for each, _ in before:
-            for name, value in values.items():
-                setattr(each, name, value)
-        yield
-    finally:
-        for each, had in before:
-            for name, value in had.items():
-                setattr(each, name, value)
 
 
 # ---- Tensors whose calibrated range clips a few outlier samples, and the batch norms after them ----------------------
@@ -453,6 +453,7 @@ def _by_name(operators: Mapping[str, QuantizedOperator]) -> dict[str, Quantizer]
 
 
 @checked(scales=Kind("a dict of scales, positive and finite numbers, by module path or node name", _scales))
+@all_or_nothing
 def set_qparams(prepared: nn.Module, scales: Mapping[str, float | tuple[float, int]]) -> None:
     """Fix scales by module path or by the names of `qparams`; they no longer follow any observation.
 
@@ -499,6 +500,7 @@ def set_qparams(prepared: nn.Module, scales: Mapping[str, float | tuple[float, i
 
 
 @checked(scales=FLAG, batch_norm=FLAG)
+@all_or_nothing
 def freeze(prepared: nn.Module, *, scales: bool = True, batch_norm: bool = True) -> None:
     """Freeze scales, followed or learned, and running statistics of batch norms; in training only the model's parameters then change.
 

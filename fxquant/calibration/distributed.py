@@ -1,18 +1,22 @@
 """Calibration on several ranks: every rank observes its shard, and at the end the observations of all ranks are merged.
 
-There is one collective operation, when a calibration ends, so ranks may have different numbers of batches. In training,
-DistributedDataParallel's `broadcast_buffers` gives every rank the scales and statistics of rank 0 before each forward pass.
+The ranks communicate when a calibration begins, where their weights are compared, and when it ends, so they may have different numbers of
+batches. In training, DistributedDataParallel's `broadcast_buffers` gives every rank the scales and statistics of rank 0 before each
+forward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxquant.errors import CalibrationError, ConfigurationError
+from fxquant.prepared.undo import inside_operators, tensors_of
 from fxquant.quantization.observers import Observer
 
 Seen = dict[str, dict[str, Tensor]]  # the buffers of every observer, by the observer's path
@@ -40,6 +44,28 @@ def of_first(value: Any) -> Any:
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """Return a number that tells tensors from others, as hexadecimal digits."""
+    hasher = hashlib.sha256()
+    for tensor in tensors:
+        hasher.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        plain = tensor.resolve_conj().resolve_neg().detach().cpu().contiguous()
+        hasher.update(plain.flatten().view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()[:16]
+
+
+def require_equal(prepared: nn.Module) -> None:
+    """Raise ConfigurationError on every rank if the model's parameters or statistics differ between ranks; each rank calls this once."""
+    inside = set(inside_operators(prepared))
+    digests = gathered(digest(tensors_of(module for module in prepared.modules() if module not in inside)))
+    if others := [str(rank) for rank, each in enumerate(digests) if each != digests[0]]:
+        raise ConfigurationError(
+            f"the model of rank {', '.join(others)} has other parameters or statistics than that of rank 0",
+            because="the ranks observe parts of one model's values, and all get the same scales",
+            remedy="load the same state_dict on every rank first, or pass options=fxq.Options(distributed=False)",
+        )
 
 
 def merge(observers: Mapping[str, Observer], batches: int | None) -> int:

@@ -27,6 +27,7 @@ from fxquant.errors import ConfigurationError, NotCalibrated
 from fxquant.ir.graph import resolve
 from fxquant.ops.core.composite import QUANTIZE
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
+from fxquant.prepared.undo import all_or_nothing
 from fxquant.quantization.spec import State
 from fxquant.support import logger
 
@@ -167,6 +168,7 @@ class Deferred(nn.Module):
         return getattr(self.__dict__["_model"], name)
 
 
+@all_or_nothing
 def set_observed_scales(prepared: nn.Module) -> None:
     """Set the scales from everything observed so far; the states of operators stay."""
     for operator in quantized_operators(prepared).values():

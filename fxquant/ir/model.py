@@ -482,7 +482,8 @@ class _Collection:
     @classmethod
     def resume(cls, thread: int) -> None:
         """Record that a compilation of this thread has ended."""
-        cls.paused_by.remove(thread)
+        if thread in cls.paused_by:
+            cls.paused_by.remove(thread)
         if not cls.paused_by and cls.was_on:
             gc.enable()
 
@@ -498,12 +499,11 @@ def collection_paused() -> Iterator[None]:
     Compiling creates almost no garbage, and scanning its objects takes half the time. The last of several concurrent compilations
     restores the setting from before the first.
     """
-    with _Collection.lock:
-        if not _Collection.paused_by:
-            _Collection.was_on = gc.isenabled()
-            gc.disable()
-        _Collection.paused_by.append(threading.get_ident())
     try:
+        with _Collection.lock:
+            _Collection.was_on = _Collection.was_on if _Collection.paused_by else gc.isenabled()
+            _Collection.paused_by.append(threading.get_ident())
+            gc.disable()
         yield
     finally:
         with _Collection.lock:
@@ -538,11 +538,8 @@ def repeatable() -> Iterator[None]:
     """
     threads = torch.get_num_threads()
     with autocast_off():
-        if threads == 1:
-            yield
-            return
-        torch.set_num_threads(1)
         try:
+            torch.set_num_threads(1)
             yield
         finally:
             torch.set_num_threads(threads)

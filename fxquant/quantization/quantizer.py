@@ -344,7 +344,7 @@ class Quantizer(TrainableScale):
             remedy = "load the last checkpoint whose parameters are finite; then lower the learning rate or clip gradients"
             raise NotFinite(what, at=self.source, module=self.module_path, because=because, remedy=remedy)
         if not self.calibrated:
-            because = "no calibration batch has passed through it"
+            because = "its calibration has not ended" if self.pending else "no calibration batch has passed through it"
             remedy = "run fxq.calibrate(prepared, batches) first, or set its scale with fxq.set_qparams"
             raise NotCalibrated(f"%{self.name} has no scale yet", at=self.source, module=self.module_path, because=because, remedy=remedy)
 

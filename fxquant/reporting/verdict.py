@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor, fx
 from fxquant.analysis.recording import GraphForm, Wanted
 from fxquant.numerics.rounding import AdaptiveRounding, Nearest
 from fxquant.prepared.operators import quantized_operators
+from fxquant.prepared.undo import restored
 from fxquant.quantization.spec import State
 from fxquant.reporting.advice import WORTH
 from fxquant.reporting.effects import Effects
@@ -182,19 +182,6 @@ def _offsets(errors: Mapping[str, Tensor], effects: Effects, total: float) -> It
         yield f"{makes}, which biases could take back", ("corrections",)
 
 
-@contextmanager
-def _without(weights: Sequence[Any], part: str) -> Iterator[None]:
-    """Inside, layers have no correction of their bias, or no rounding by samples."""
-    before = [weight.parts for weight in weights]
-    try:
-        for weight, (rounding, coverage, correction) in zip(weights, before, strict=True):
-            weight.put((rounding, coverage, None) if part == "bias correction" else (Nearest(), None, correction))
-        yield
-    finally:
-        for weight, parts in zip(weights, before, strict=True):
-            weight.put(parts)
-
-
 def _corrections(prepared: fx.GraphModule, batch: Any, effects: Effects) -> Iterator[_Share]:
     """Yield the cost at the outputs of each correction that calibration made, if they are better without it."""
     operators = [operator.weight_quantizer for operator in quantized_operators(prepared).values()]
@@ -213,7 +200,10 @@ def _corrections(prepared: fx.GraphModule, batch: Any, effects: Effects) -> Iter
         weights = [weight for weight in operators if has(weight)]
         if not weights:
             continue
-        with _without(weights, name):
+        with restored(weights):
+            for weight in weights:
+                rounding, coverage, correction = weight.parts
+                weight.put((rounding, coverage, None) if name == "bias correction" else (Nearest(), None, correction))
             without = measured()
         gained = sqnr_of(with_all, without) if without > 0 else math.inf
         if gained >= WORTH:

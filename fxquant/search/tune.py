@@ -18,6 +18,7 @@ from torch import fx, nn
 
 from fxquant.analysis.recording import still
 from fxquant.analysis.text import table
+from fxquant.calibration.distributed import digest
 from fxquant.errors import CalibrationError
 from fxquant.numerics.rounding import AdaptiveRounding
 from fxquant.options import DEFAULTS, WIDTHS, Options
@@ -34,7 +35,7 @@ from fxquant.support import logger
 from fxquant.support.arguments import COUNT, Kind, checked
 from fxquant.target import Target
 from fxquant.tuning import adaround, correct_bias, distill, reconstruct
-from fxquant.tuning.checkpoint import Checkpoint, call_of, digest
+from fxquant.tuning.checkpoint import Checkpoint, call_of
 from fxquant.tuning.choices import Choices, bits
 from fxquant.tuning.effects import decibels, outputs_of
 from fxquant.tuning.walk import Samples, inputs_of

@@ -11,11 +11,11 @@ import torch
 from rich.table import Table
 from torch import Tensor, fx, nn
 
-from fxquant.calibration.calibration import having
 from fxquant.ir.graph import by_name
 from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.batches import as_batches, first_batches, length, model_inputs, no_batches
 from fxquant.prepared.operators import QuantizedOperator
+from fxquant.prepared.undo import having
 from fxquant.quantization.spec import FROZEN, State
 from fxquant.support.arguments import checked
 from fxquant.support.progress import progress

@@ -10,7 +10,7 @@ import glob
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 import fxquant.calibration.distributed as ranks
+from fxquant.calibration.distributed import digest
 from fxquant.errors import ConfigurationError
 from fxquant.support import logger
 from fxquant.support.files import check_place, write_file
@@ -157,16 +158,6 @@ class Checkpoint:
 def _digest_of(call: Mapping[str, str], document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     names = sorted(tensors)
     return hashlib.sha256(json.dumps([call, document, digest(tensors[name] for name in names), names]).encode()).hexdigest()[:16]
-
-
-def digest(tensors: Iterable[Tensor]) -> str:
-    """Return a number that tells tensors from others, as hexadecimal digits."""
-    hasher = hashlib.sha256()
-    for tensor in tensors:
-        hasher.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        plain = tensor.resolve_conj().resolve_neg().detach().cpu().contiguous()
-        hasher.update(plain.flatten().view(torch.uint8).numpy().tobytes())
-    return hasher.hexdigest()[:16]
 
 
 def model_digest(prepared: fx.GraphModule) -> str:

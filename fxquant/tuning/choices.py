@@ -10,15 +10,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from fxquant.analysis.explain import broken_limits
 from fxquant.analysis.layers import layers
-from fxquant.calibration.calibration import enter, having, in_float, require_prepared
+from fxquant.calibration.calibration import enter, in_float, require_prepared
 from fxquant.ir.graph import annotate, annotation, is_inner_part, matched_rules, module_path, part, stated_demand
 from fxquant.ir.model import autocast_off
 from fxquant.numerics.grids import ACTIVATION_TYPES, UINT8, WEIGHT_TYPES
@@ -27,9 +26,9 @@ from fxquant.ops.core.composite import QUANTIZE
 from fxquant.passes.rewriting import decide
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.prepared.stage import quantized_operator
+from fxquant.prepared.undo import Having, Snapshot, having, inside_operators, tensors_of
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.spec import DEFAULT, ActivationConfig, QConfig, QConfigMapping, State, prefixes
-from fxquant.quantization.weights import Parts, WeightQuantizer
 from fxquant.tuning.walk import constant_arguments, weight_of
 
 ACTIVATION, WEIGHT = "activation", "weight"
@@ -291,45 +290,24 @@ def tuning(prepared: fx.GraphModule) -> Iterator[Tuned]:
     """
     require_prepared(prepared)
     operators = quantized_operators(prepared)
-    modes = {module: module.training for module in prepared.modules()}
-    states = {operator: operator.state for operator in operators.values()}
-    parts = {quantizer: quantizer.parts for quantizer in (operator.weight_quantizer for operator in operators.values())}
-    trained = [parameter for parameter in prepared.parameters() if parameter.requires_grad]
-    numbers = _numbers(prepared, {})
+    weights = [module for operator in operators.values() for module in operator.weight_quantizer.modules()]
+    still = [(module, {"training": False}) for module in prepared.modules()]
+    untrained = [(parameter, {"requires_grad": False}) for parameter in prepared.parameters()]  # what is tuned is not
+    inside = inside_operators(prepared)
+    before = [Snapshot(inside, tensors_of(inside))]
     out = {operator for operator in operators.values() if operator.left_out}.union(in_float(prepared))
     try:
         enter(prepared, (operator for operator in operators.values() if operator not in out), State.VALIDATE)
-        prepared.eval()
         for operator in operators.values():
             if not operator.plain and operator not in out:
                 operator.output.require()
-        for parameter in trained:
-            parameter.requires_grad_(False)  # the tuned tensors are not parameters of the model
-        with having(out, left_out=True), autocast_off(), torch.inference_mode(False), torch.enable_grad():
-            # Leaving CALIBRATE has set scales, which stay if the tuning is undone.
-            yield Tuned(prepared, operators, partial(_restore, prepared, parts, _numbers(prepared, numbers)))
-    except BaseException:
-        for operator, state in states.items():
-            operator.state = state
-        _restore(prepared, parts, numbers)
+        # Leaving CALIBRATE has set scales, which stay if the tuning is undone.
+        before.append(Snapshot(weights, tensors_of(prepared.modules())))
+        with Having([*still, *untrained]), having(out, left_out=True), autocast_off(), torch.inference_mode(False), torch.enable_grad():
+            yield Tuned(prepared, operators, before[-1].restore)
+    except GeneratorExit:  # an interrupt just after what is inside has ended, when the model is as it should be
         raise
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)
-        for module, mode in modes.items():
-            module.training = mode
-
-
-def _numbers(prepared: fx.GraphModule, copies: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies of all parameters and buffers by name; reuse the copies in `copies` that are still equal."""
-    state = prepared.state_dict(keep_vars=True)
-    same = {name for name, value in state.items() if name in copies and torch.equal(copies[name], value)}
-    return {name: copies[name] if name in same else value.detach().clone() for name, value in state.items()}
-
-
-@torch.no_grad()
-def _restore(prepared: fx.GraphModule, parts: Mapping[WeightQuantizer, Parts], numbers: Mapping[str, Tensor]) -> None:
-    for quantizer, before in parts.items():
-        quantizer.put(before)
-    for name, value in prepared.state_dict(keep_vars=True).items():
-        value.copy_(numbers[name])
+    except BaseException:
+        for each in reversed(before):
+            each.restore()
+        raise

@@ -24,7 +24,7 @@ from torch import Tensor, fx
 
 import fxquant.calibration.distributed as ranks
 from fxquant.analysis.recording import still
-from fxquant.calibration.calibration import having, out_of_calibration, require_prepared
+from fxquant.calibration.calibration import out_of_calibration, require_prepared
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import by_name, is_parameter, parameter_value
 from fxquant.ir.model import repeatable
@@ -34,6 +34,7 @@ from fxquant.prepared.batches import as_batches, first_batches, length, model_in
 from fxquant.prepared.channels import Channels, channels, multiply
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.prepared.stage import quantized_operator
+from fxquant.prepared.undo import all_or_nothing, having
 from fxquant.quantization.spec import State
 from fxquant.support import logger
 from fxquant.support.arguments import checked
@@ -191,6 +192,7 @@ Statistics = dict[str, Seen]  # by node
 
 
 @checked()
+@all_or_nothing
 def equalize(
     prepared: fx.GraphModule, batches: Iterable[Any], num_batches: int | None = None, *, options: Options = DEFAULTS,
     show_progress: bool | None = None,

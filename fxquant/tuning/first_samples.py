@@ -11,14 +11,13 @@ arithmetic rounds the middle between two integers up, every pixel that is the me
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 import fxquant.calibration.distributed as ranks
 from fxquant.analysis.recording import Seen, still
@@ -27,6 +26,7 @@ from fxquant.ir.model import SAMPLES, autocast_off, repeatable
 from fxquant.ops.core.composite import QUANTIZE
 from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.operators import quantized_operators
+from fxquant.prepared.undo import restored
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.observers.ranges import Method
 from fxquant.quantization.quantizer import Quantizer
@@ -48,7 +48,7 @@ Found = TypeVar("Found")
 Given = Mapping[str, tuple[Parts, Parts]]  # by layer: what it was given, and what it had before
 
 
-@dataclass
+@dataclass(frozen=True)
 class Kept:
     """The state that a calibration leaves on the model, so that a second one that goes on ends as one call with all batches would.
 
@@ -77,6 +77,8 @@ class FirstSamples:
 
     A calibration that goes on begins with what the one before has kept on the model, and does what that did to weights and biases again.
     Where batches were observed whose samples are not there (`lost`), what was done by them stays.
+
+    batches  how many batches were taken, and the inputs of the first
     """
 
     def __init__(self, prepared: fx.GraphModule, options: Options = DEFAULTS, observed: bool = False, method: Method | None = None) -> None:
@@ -85,10 +87,11 @@ class FirstSamples:
         counted, previous = _counts(prepared), prepared.__dict__.get(SAMPLES)
         self.kept: Kept = previous if previous is not None and previous.counts == counted else Kept(counts=counted)
         self.lost = counted > 0 and self.kept is not previous
-        self.before, self.first = replace(self.kept, inputs=list(self.kept.inputs)), self.kept
+        self.before = self.first = self.kept
+        self.batches, self.first_inputs = 0, list[Any]()
         rounds = options.round_weights
         self.bits = second_moment.FEW_BITS if rounds is None else second_moment.ALL_BITS if rounds else 0
-        with _restoring(prepared, always=True):
+        with restored(_weight_modules(prepared)):
             _undo(prepared, self.kept.roundings)
             self.rounds = second_moment.is_wanted(prepared, self.bits)
         self.corrects = options.correct_bias is not False and bool(weighted_nodes(prepared))
@@ -96,28 +99,23 @@ class FirstSamples:
 
     def take(self, inputs: Sequence[Any]) -> None:
         """Take the model's inputs of the next batch."""
-        data = self.kept
-        tensors = [value for value in inputs if isinstance(value, Tensor)]
-        count = count_of(inputs, batch_axes(self.prepared))
-        data.seen += count
-        if (self.rounds or self.corrects or self.chooses is not False) and data.samples < ENOUGH and data.elements < LARGEST and tensors:
-            data.inputs = [_beside(inputs, each) for each in data.inputs]
-            data.inputs.append([value.clone() if isinstance(value, Tensor) else value for value in inputs])  # a loader may reuse its memory
-            data.samples += count
-            data.elements += sum(value.numel() for value in tensors)
+        count, elements = count_of(inputs, batch_axes(self.prepared)), sum(value.numel() for value in inputs if isinstance(value, Tensor))
+        data = replace(self.kept, seen=self.kept.seen + count)
+        wanted = self.rounds or self.corrects or self.chooses is not False
+        wanted = wanted and data.samples < ENOUGH and data.elements < LARGEST and any(isinstance(value, Tensor) for value in inputs)
+        if wanted or not self.batches:
+            own = [value.clone() if isinstance(value, Tensor) else value for value in inputs]  # a loader may reuse its memory
+            self.first_inputs = self.first_inputs or own
+        if wanted:
+            stored = [*(_beside(inputs, each) for each in data.inputs), own]
+            data = replace(data, inputs=stored, samples=data.samples + count, elements=data.elements + elements)
+        self.kept = self.first = data
+        self.batches += 1
 
-    @contextmanager
-    def remembered(self) -> Iterator[None]:
-        """Keep the samples taken inside in the model on exit, also after an exception; on ranks that failed, keep the former ones."""
-        try:
-            yield
-        except Exception:
-            if ranks.count() > 1:
-                self.kept = self.before
-            raise
-        finally:
-            self.kept.counts = _counts(self.prepared)
-            self.prepared.__dict__[SAMPLES] = self.kept
+    def remember(self, *, ended: bool) -> None:
+        """Keep in the model what the next calibration goes on with: where this one has not `ended`, the weights are as they were before."""
+        kept = self.kept if ended else replace(self.kept, roundings=self.before.roundings, corrections=self.before.corrections)
+        self.prepared.__dict__[SAMPLES] = replace(kept, counts=_counts(self.prepared))
 
     def use(self, distributed: bool, show_progress: bool | None) -> None:
         """Choose ranges, round weights and correct biases by the samples; several ranks use those of rank 0, and divide the first two."""
@@ -134,18 +132,17 @@ class FirstSamples:
         def corrected() -> dict[str, list[float]]:
             return bias.corrections(prepared, *self._few(), show_progress) if not (several and ranks.index()) else {}
 
-        with _restoring(prepared):
-            roundings, corrections = data.roundings, data.corrections
-            if self.rounds:
-                _undo(prepared, roundings)
-            if corrects:
-                _undo(prepared, corrections)
-            self._choose_ranges(total, several, show_progress)  # of layers that are as they were before these samples
-            if self.rounds:
-                roundings = self._again(roundings, lambda: second_moment.apply(prepared, self._agreed(several, rounded)))
-            if corrects:
-                corrections = self._again(corrections, lambda: bias.apply(prepared, self._agreed(several, corrected)))
-            data.roundings, data.corrections = roundings, corrections
+        roundings, corrections = data.roundings, data.corrections
+        if self.rounds:
+            _undo(prepared, roundings)
+        if corrects:
+            _undo(prepared, corrections)
+        self._choose_ranges(total, several, show_progress)  # of layers that are as they were before these samples
+        if self.rounds:
+            roundings = self._again(roundings, lambda: second_moment.apply(prepared, self._agreed(several, rounded)))
+        if corrects:
+            corrections = self._again(corrections, lambda: bias.apply(prepared, self._agreed(several, corrected)))
+        self.kept = replace(data, roundings=roundings, corrections=corrections)
 
     @timed("choosing ranges")
     def _choose_ranges(self, total: int, several: bool, show_progress: bool | None) -> None:
@@ -224,33 +221,18 @@ def _parts(prepared: fx.GraphModule) -> dict[str, Parts]:
     return {name: operator.weight_quantizer.parts for name, operator in quantized_operators(prepared).items()}
 
 
-def _put(prepared: fx.GraphModule, parts: Mapping[str, Parts]) -> None:
-    operators = quantized_operators(prepared)
-    for name, each in parts.items():
-        operators[name].weight_quantizer.put(each)
-
-
 def _undo(prepared: fx.GraphModule, changes: Given) -> None:
     """Layers that are not left out have again what they had, each part where it is still the one that was given."""
     now, operators = _parts(prepared), quantized_operators(prepared)
-    restored = {
-        name: tuple(before if part is new else part for part, new, before in zip(now[name], *pair, strict=True))
-        for name, pair in changes.items()
-        if not operators[name].left_out
-    }
-    _put(prepared, restored)  # type: ignore[arg-type]
+    for name, pair in changes.items():
+        if not operators[name].left_out:
+            parts = (before if part is new else part for part, new, before in zip(now[name], *pair, strict=True))
+            operators[name].weight_quantizer.put(tuple(parts))  # type: ignore[arg-type]
 
 
-@contextmanager
-def _restoring(prepared: fx.GraphModule, always: bool = False) -> Iterator[None]:
-    """Layers have what they had before if anything is raised inside, or `always`."""
-    now, completed = _parts(prepared), False
-    try:
-        yield
-        completed = True
-    finally:
-        if always or not completed:
-            _put(prepared, now)
+def _weight_modules(prepared: fx.GraphModule) -> list[nn.Module]:
+    """Return all weight quantizers, with the modules in them."""
+    return [module for operator in quantized_operators(prepared).values() for module in operator.weight_quantizer.modules()]
 
 
 # ---- Ranges that calibration chooses by the outputs of the model, after observers have chosen each by the error of its own tensor
@@ -276,14 +258,15 @@ Chunks = Sequence[Sequence[Any]]  # the inputs of the model that judge
 
 
 def counts(prepared: fx.GraphModule) -> dict[str, int]:
-    """Return how many batches each quantizer's observer has seen, by the name of its operator and its role."""
-    return {name: int(quantizer.observer.count) for name, quantizer in _quantizers(prepared).items() if quantizer.observer is not None}
+    """Return how many batches each quantizer's observer has seen, by operator and role, where the scale follows from all of them."""
+    there = {name: quantizer for name, quantizer in _quantizers(prepared).items() if not quantizer.pending}
+    return {name: int(quantizer.observer.count) for name, quantizer in there.items() if quantizer.observer is not None}
 
 
 def observed_since(prepared: fx.GraphModule, before: Mapping[str, int]) -> dict[str, Quantizer]:
     """Return the quantizers that have observed anything since `counts` were `before`."""
-    quantizers = _quantizers(prepared)
-    return {name: quantizers[name] for name, count in counts(prepared).items() if count > before.get(name, 0)}
+    there = _quantizers(prepared)
+    return {name: each for name, each in there.items() if each.observer is not None and int(each.observer.count) > before.get(name, 0)}
 
 
 def method_of(prepared: fx.GraphModule) -> Method:

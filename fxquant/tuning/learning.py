@@ -25,6 +25,7 @@ from torch import Tensor, fx, nn
 
 from fxquant.numerics.rounding import AdaptiveRounding, Nearest, clamped, straight_through
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
+from fxquant.prepared.undo import Snapshot
 from fxquant.quantization.learning import LSQ
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import Coverage, WeightQuantizer
@@ -107,7 +108,8 @@ class _Choice:
 class Student:
     """A unit while it learns.
 
-    Between `study` and `settled` its operators have roundings that give no integers; whatever is raised there, `undo` is for.
+    Between `study` and `settled` its operators have roundings that give no integers; whatever is raised there, `undo` is for. It restores
+    the rounding, coverage and scales from before learning.
     """
 
     def __init__(self, lesson: Lesson, settings: Settings, seed: int) -> None:
@@ -115,13 +117,13 @@ class Student:
         self.generator = torch.Generator().manual_seed(seed)
         operators = ((node, operator_at(self.prepared, node)) for node in self.unit.nodes)
         self.operators = {node: operator for node, operator in operators if operator is not None and not operator.left_out}
-        self.before = {node: self.operators[node].weight_quantizer.parts for node in self.unit.weighted}
         self.shares: dict[fx.Node, Tensor] = {}
         weights = {node: constant_weight(self.prepared, node, self.operators[node]) for node in self.unit.weighted}
         self.choices = {node: _Choice(tuple(weight.shape)) for node, weight in weights.items()}
         quantizers = _movable(self.prepared, self.operators.values()) if settings.scales else []
         self.starts = {quantizer: quantizer.current().detach().clone() for quantizer in quantizers}
-        self.numbers = [(number, number.detach().clone()) for quantizer in quantizers for number in _numbers(quantizer)]
+        parts = [module for node in self.unit.weighted for module in self.operators[node].weight_quantizer.modules()]
+        self.undo = Snapshot(parts, (number for quantizer in quantizers for number in _numbers(quantizer))).restore
         self.growth = {quantizer: nn.Parameter(torch.zeros_like(start)) for quantizer, start in self.starts.items()}
 
     def study(self) -> Iterator[None]:
@@ -216,14 +218,6 @@ class Student:
         self.undo()
         put_unit(self.prepared, self.unit, candidates[best])
         return candidates[best], errors[best]
-
-    @torch.no_grad()
-    def undo(self) -> None:
-        """Restore the rounding, coverage and scales from before learning."""
-        for node, parts in self.before.items():
-            self.operators[node].weight_quantizer.put(parts)
-        for number, before in self.numbers:
-            number.copy_(before)
 
 
 @torch.no_grad()

@@ -34,12 +34,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from fxquant.calibration.calibration import having
 from fxquant.ir.model import repeatable
 from fxquant.numerics.rounding import AdaptiveRounding, Nearest, Rounding
 from fxquant.ops.core.weighted import sizes
 from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
+from fxquant.prepared.undo import having
 from fxquant.quantization.learning import LSQ
 from fxquant.quantization.weights import running_gain
 from fxquant.support import logger

@@ -13,6 +13,7 @@ from torch import Tensor
 from fxquant.numerics.grids import ACTIVATION_TYPES, WEIGHT_TYPES, Grid, round_up_to_power_of_two
 from fxquant.numerics.rounding import Nearest
 from fxquant.prepared.operators import QuantizedOperator
+from fxquant.prepared.undo import restored
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.observers.histogram import gathering
 from fxquant.quantization.quantizer import Quantizer
@@ -42,18 +43,14 @@ def changed(choices: Iterable[Choice], result: Result, weight: Weight) -> Iterat
 
         return hook
 
-    handles = [
-        operator.register_forward_pre_hook(of_weight(choice), with_kwargs=True)
-        if choice.kind == WEIGHT
-        else operator.register_forward_hook(lambda module, read, value, choice=choice: result(choice, value))
-        for choice in choices
-        for operator in choice.operators
-    ]
-    try:
+    pairs = [(choice, operator) for choice in choices for operator in choice.operators]
+    with restored([operator for _, operator in pairs]):  # without the hooks
+        for choice, operator in pairs:
+            if choice.kind == WEIGHT:
+                operator.register_forward_pre_hook(of_weight(choice), with_kwargs=True)
+            else:
+                operator.register_forward_hook(lambda module, read, value, choice=choice: result(choice, value))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def rounded(choices: Mapping[str, Choice], ways: Mapping[str, Way]) -> AbstractContextManager[None]:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import copy
+import functools
+import gc
 import io
+import linecache
+import os
+import random
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,7 +25,11 @@ from rich.progress import Progress
 from torch import Tensor, fx, nn
 
 import fxquant as fxq
-from fxquant.prepared.operators import quantized_operators
+from fxquant.compat.horizon.served import flow
+from fxquant.compat.torch_ao import functions
+from fxquant.prepared.operators import QuantizedOperator, quantized_operators
+from fxquant.quantization.observers import Observer
+from fxquant.quantization.quantizer import Quantizer
 from fxquant.search import observer_search
 from fxquant.support import progress as shown
 from fxquant.tuning import bias, checkpoint, second_moment
@@ -63,30 +75,74 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 # ---- what was done is kept ----------------------------------------------------------------------------------------------------
 
 
-def test_calibration_keeps_what_it_has_observed_and_goes_on() -> None:
+@pytest.mark.parametrize(("where", "error"), [("loader", OSError), ("layer", KeyboardInterrupt)])
+@pytest.mark.parametrize(("before", "ends"), [(0, 0), (0, STEP), (0, len(BATCHES)), (1, 1), (1, STEP), (1, len(BATCHES))])
+def test_a_calibration_that_does_not_end_leaves_the_state_and_ends_with_what_is_left(
+    where: str, error: type[BaseException], before: int, ends: int, caplog: pytest.LogCaptureFixture
+) -> None:
     whole, stopped = (fxq.prepare(FLOAT, BATCHES[0], "nash-e") for _ in range(2))
     fxq.calibrate(whole, BATCHES)
-    with pytest.raises(KeyboardInterrupt):
-        fxq.calibrate(stopped, cut_short(BATCHES))
-    assert {operator.state for operator in quantized_operators(stopped).values()} == {fxq.State.CALIBRATE}
-    fxq.calibrate(stopped, BATCHES[STEP:])
+    if before:
+        fxq.calibrate(stopped, BATCHES[:before])
+    was, seen, count = fxq.qparams(stopped), list[Any](), ends - before
+
+    def stop(head: QuantizedOperator, _: Any) -> None:
+        seen.extend([0] * (head.state is fxq.State.CALIBRATE))  # not where the float model is looked at
+        if len(seen) > count:
+            raise error
+
+    def loader() -> Iterator[Tensor]:
+        yield from BATCHES[before:ends]
+        if where == "loader":
+            raise error
+        yield BATCHES[0]
+
+    handle = quantized_operators(stopped)["head"].register_forward_pre_hook(stop)
+    with pytest.raises(error):
+        fxq.calibrate(stopped, loader())
+    handle.remove()
+    state = fxq.State.VALIDATE if before else fxq.State.CALIBRATE
+    assert {operator.state for operator in quantized_operators(stopped).values()} == {state}
+    assert str(fxq.qparams(stopped)) == str(was)  # NaN where it had none
+    assert (f"calibration was stopped after {count} batch" in caplog.text) is (count > 0)
+    if count and not before:
+        with pytest.raises(fxq.errors.NotCalibrated, match="its calibration has not ended"):
+            fxq.convert(stopped)
+    fxq.calibrate(stopped, BATCHES[ends:] if count or ends < len(BATCHES) else BATCHES)
+    assert same(bits(stopped), bits(whole))
+    with pytest.raises(fxq.errors.CalibrationError, match="nothing to calibrate with"):
+        fxq.calibrate(stopped, [])
     assert same(bits(stopped), bits(whole))
 
 
-def test_calibration_that_stops_inside_a_batch_has_not_seen_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared, few = (fxq.prepare(FLOAT, BATCHES[0], "nash-e") for _ in range(2))
-    fxq.calibrate(few, BATCHES[:1])
+ONE_BY_ONE: dict[str, tuple[str, Callable[[fx.GraphModule], Any]]] = {  # and what each operator is changed by
+    "set_state": ("update_scale", lambda prepared: fxq.set_state(prepared, "validate")),
+    "set_qparams": ("set_scale", lambda prepared: fxq.set_qparams(prepared, dict.fromkeys(fxq.qparams(prepared), 0.5))),
+    "freeze": ("freeze", fxq.freeze),
+    "disable_observer": ("freeze", functions.disable_observer),
+    "set_fake_quantize": ("update_scale", lambda prepared: flow.set_fake_quantize(prepared, flow.FakeQuantState.VALIDATION)),
+}
 
-    def stop(*_: Any) -> None:
-        raise KeyboardInterrupt
 
-    fxq.calibrate(prepared, BATCHES[:1])
-    handle = quantized_operators(prepared)["head"].register_forward_pre_hook(stop)
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+def test_what_changes_operators_one_by_one_changes_all_or_none(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = fxq.prepare(FLOAT, BATCHES[0], "nash-e")
+    prepared(BATCHES[0])  # observed, without scales
+    (method, call), was = ONE_BY_ONE[name], bits(prepared)
+    original, calls = getattr(Quantizer, method), []
+
+    def stop(quantizer: Quantizer, *given: Any) -> None:
+        original(quantizer, *given)
+        calls.append(quantizer)
+        if len(calls) == STEP:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Quantizer, method, stop)
     with pytest.raises(KeyboardInterrupt):
-        fxq.calibrate(prepared, BATCHES[1:])
-    handle.remove()
-    fxq.set_state(prepared, "validate")
-    assert same(bits(prepared), bits(few))
+        call(prepared)
+    assert same(bits(prepared), was)
+    assert {operator.state for operator in quantized_operators(prepared).values()} == {fxq.State.CALIBRATE}
+    call(prepared)
 
 
 def test_a_comparison_has_the_batches_before(result: fxq.results.Result) -> None:
@@ -255,3 +311,120 @@ def test_progress_is_seen_in_a_terminal_after_a_moment(monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     with shown.working("into a file"):
         assert not shown._displays
+
+
+# ---- Ctrl-C at any line: the model is in one state, and a second call ends with the bits of one that nothing disturbed -------------------
+
+FEW_BITS = fxq.QConfig(weight=fxq.WeightConfig("int4"))
+ALL = fxq.Options(correct_bias=True, choose_ranges=True)
+UNEQUAL = [BATCHES[index] * (index % 3 + 1) for index in range(4)]
+FOLDERS = tuple(f"{Path(fxq.__file__).parents[1] / name}{os.sep}" for name in ("fxquant", "passes", "backends"))
+
+
+@contextmanager
+def stopped_at(line: int) -> Iterator[list[int]]:
+    """Count the lines of the library that run inside, and be a Ctrl-C at this one, or after a `with`, which Python never interrupts."""
+    count = [0]
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        count[0] += event == "line"
+        due = event == "line" and count[0] >= line > 0
+        if due and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
+            raise KeyboardInterrupt
+        return trace if frame.f_code.co_filename.startswith(FOLDERS) else None
+
+    former = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield count
+    finally:
+        sys.settrace(former)
+
+
+@functools.cache
+def calibrated(count: int) -> fx.GraphModule:
+    """A model that has seen so many batches, to be copied."""
+    prepared = fxq.prepare(FLOAT, UNEQUAL[0], "nash-e", FEW_BITS)
+    return fxq.calibrate(prepared, UNEQUAL[:count], options=ALL, show_progress=False) if count else prepared
+
+
+def calibrate(prepared: fx.GraphModule) -> None:
+    """All batches that the model has not seen, as somebody does who goes on."""
+    seen = max(int(module.count) for module in prepared.modules() if isinstance(module, Observer))
+    pending = any(module.pending for module in prepared.modules() if isinstance(module, Quantizer))
+    if pending or seen < len(UNEQUAL):
+        fxq.calibrate(prepared, UNEQUAL[seen:], options=ALL, show_progress=False)
+
+
+def train(prepared: fx.GraphModule) -> None:
+    """One step, from the state that a checkpoint holds."""
+    prepared.load_state_dict(bits(calibrated(len(UNEQUAL))))
+    fxq.set_state(prepared, "train")
+    prepared.train().zero_grad()
+    optimizer = torch.optim.SGD(prepared.parameters(), 0.1)
+    prepared(UNEQUAL[0]).square().mean().backward()
+    optimizer.step()
+    fxq.set_state(prepared.eval(), "validate")
+
+
+def tune(prepared: fx.GraphModule) -> None:
+    prepared.load_state_dict(bits(calibrated(len(UNEQUAL))))
+    fxq.tuning.reconstruct(prepared, UNEQUAL, steps=2)
+
+
+def convert(prepared: fx.GraphModule) -> None:
+    integer = fxq.convert(prepared)
+    assert torch.equal(integer(UNEQUAL[0]), prepared(UNEQUAL[0]))
+
+
+CALLS: dict[str, tuple[Callable[[fx.GraphModule], None], int]] = {  # and how many batches the model has seen before
+    "calibrate": (calibrate, 0),
+    "calibrate again": (calibrate, 2),
+    "tune": (tune, len(UNEQUAL)),
+    "train": (train, len(UNEQUAL)),
+    "convert": (convert, len(UNEQUAL)),
+}
+
+
+def facts(prepared: nn.Module) -> list[Any]:
+    """What may be left changed, and no state_dict has."""
+    modules, parameters = [*prepared.modules()], [*prepared.parameters()]
+    states = [(each.state, each.left_out, len(each._forward_hooks)) for each in modules if isinstance(each, QuantizedOperator)]
+    flags = [[each.training for each in modules], [each.paused for each in modules if isinstance(each, Quantizer)]]
+    return [states, flags, [each.requires_grad for each in parameters], torch.get_num_threads(), gc.isenabled(), torch.is_grad_enabled()]
+
+
+@functools.cache
+def undisturbed(name: str) -> tuple[dict[str, Tensor], list[Any], int]:
+    """The bits and the facts that a call leaves, and how many lines it runs when caches are filled."""
+    call, before = CALLS[name]
+    for _ in range(2):
+        prepared = copy.deepcopy(calibrated(before))
+        with stopped_at(0) as count:
+            call(prepared)
+    return bits(prepared), facts(prepared), *count
+
+
+@pytest.mark.parametrize("times", [5, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_after_an_interrupt_at_any_line_ends_with_the_bits_of_one(name: str, times: int) -> None:
+    wanted, facts_wanted, count = undisturbed(name)
+    (call, before), generator = CALLS[name], random.Random(name)
+    was, facts_before = bits(calibrated(before)), facts(calibrated(before))
+    scales = [key for key in was if not re.search(r"\.(observer|range|others|factors)\.", key)]
+    for at in [generator.randint(1, count) for _ in range(times)]:
+        prepared = copy.deepcopy(calibrated(before))
+        with suppress(KeyboardInterrupt), stopped_at(at):
+            call(prepared)
+        found = bits(prepared)
+        if name != "train" and not same(found, wanted):  # it has not ended
+            assert same({key: found[key] for key in scales}, {key: was[key] for key in scales}), at
+            assert facts(prepared) == facts_before, at
+        states = {operator.state for operator in quantized_operators(prepared).values()}
+        assert len(states) == 1, at
+        if states != {fxq.State.CALIBRATE}:
+            fxq.set_state(other := copy.deepcopy(prepared).eval(), "validate")
+            assert torch.equal(other(BATCHES[0]), fxq.convert(other)(BATCHES[0])), at
+        call(prepared)
+        assert same(bits(prepared), wanted), at
+        assert facts(prepared) == facts_wanted, at

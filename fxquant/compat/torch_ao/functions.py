@@ -16,6 +16,7 @@ from fxquant.compat.torch_ao.reading import dynamic_mapping, mapping_of, own_qco
 from fxquant.frontend import default_leaf
 from fxquant.frontend.entry import is_quantized_by_torch
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
+from fxquant.prepared.undo import all_or_nothing
 from fxquant.quantization.spec import State
 from fxquant.support.arguments import FLAG, checked
 
@@ -206,6 +207,7 @@ def _prepared(
 
 def _switch(switch: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
     """Apply a switch to a model that is not prepared yet as soon as it is."""
+    switch = all_or_nothing(switch)
 
     @functools.wraps(switch)
     def apply(module: nn.Module) -> None:

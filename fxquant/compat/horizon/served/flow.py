@@ -25,6 +25,7 @@ from fxquant.compat.horizon.served.qconfig import as_qconfig
 from fxquant.compat.horizon.served.templates import of_dict, of_setters, on_host
 from fxquant.ir.graph import is_deployed, stage_of
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
+from fxquant.prepared.undo import all_or_nothing
 from fxquant.quantization.observers.histogram import gathering
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.spec import State
@@ -153,6 +154,7 @@ class FakeQuantState(enum.Enum):
 
 
 @checked()
+@all_or_nothing
 def set_fake_quantize(model: nn.Module, fake_quant_state: FakeQuantState) -> None:
     """Put a prepared model, or the operators of a part of one (`prepared.backbone`), into a state. Leaving CALIBRATION sets the scales.
 
@@ -242,6 +244,7 @@ def fuse_known_modules(mod_list: Any) -> Any:
 
 
 @checked(verbose=FLAG)
+@all_or_nothing
 def load_observer_params(from_model: nn.Module, to_model: nn.Module, verbose: bool = False) -> None:
     """Copy the scales of a prepared model to another by operator names, with their training state.
 

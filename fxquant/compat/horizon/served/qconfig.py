@@ -14,6 +14,7 @@ from fxquant.compat.common import Refusal, refusals, refused, unknown
 from fxquant.errors import ConfigurationError
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.prepared.operators import quantized_operators
+from fxquant.prepared.undo import all_or_nothing
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.spec import FROZEN, LEARNED, PACT, STATISTICS
@@ -35,6 +36,7 @@ class NamedObserver(str):
 
     __call__ = with_args
 
+    @all_or_nothing
     def reset_scale(
         self, model: nn.Module, method: str = "mse", method_kwargs: Mapping[str, Any] | None = None, dtype: Any = None, prefix: str = ""
     ) -> int:

@@ -1,0 +1,121 @@
+"""Put a prepared model back as it was: the one way to undo what a call has changed when an error, or Ctrl-C at any moment, ends it.
+
+A call that changes operators one by one takes a `Snapshot` first, and restores it where anything is raised: the model is in the state from
+before the call, or in the one that the call leaves, and never between them. What has another value only for a while has it in `Having`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from fxquant.prepared.operators import quantized_operators
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Snapshot:
+    """The attributes of objects, with the entries of their dicts (modules, buffers, hooks), and the numbers of tensors, at one moment.
+
+    `restore` puts them into the same objects and tensors, and may be called more than once. A number whose tensor an attribute refers to no
+    more is put back as well, since the attribute refers to that tensor again.
+    """
+
+    def __init__(self, objects: Iterable[Any], tensors: Iterable[Tensor] = ()) -> None:
+        attributes = [vars(each) for each in objects]
+        dicts = [*attributes, *(value for had in attributes for value in had.values() if isinstance(value, dict))]
+        self.dicts = [(each, dict(each)) for each in dicts]
+        self.numbers = [(tensor, tensor.detach().clone()) for tensor in {id(tensor): tensor for tensor in tensors}.values()]
+
+    def restore(self) -> None:
+        """Put everything back, all of it also where this is interrupted."""
+        _surely(self._restore)
+
+    @torch.no_grad()
+    def _restore(self) -> None:
+        for there, before in self.dicts:
+            if list(there) != list(before):
+                there.clear()
+            there.update(before)
+        for tensor, value in self.numbers:
+            tensor.copy_(value)
+
+
+def _surely(step: Callable[[], None]) -> None:
+    """Call a function that may be called again, and once more where Ctrl-C interrupts it."""
+    try:
+        step()
+    except BaseException:
+        step()
+        raise
+
+
+def inside_operators(model: nn.Module) -> list[nn.Module]:
+    """Return the operators of a prepared model, or of a part of one, with all modules in them."""
+    return [module for operator in quantized_operators(model).values() for module in operator.modules()]
+
+
+def tensors_of(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Return the parameters and buffers that these modules hold themselves."""
+    return [tensor for module in modules for each in (module.parameters, module.buffers) for tensor in each(recurse=False)]
+
+
+def all_or_nothing(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function so that it leaves the operators of the models among its positional arguments as they were if it raises."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        modules = [module for model in args if isinstance(model, nn.Module) for module in inside_operators(model)]
+        before = Snapshot(modules, tensors_of(modules))
+        try:
+            return function(*args, **kwargs)
+        except BaseException:
+            before.restore()
+            raise
+
+    return cast(Callable[P, R], call)
+
+
+@contextmanager
+def restored(objects: Iterable[Any]) -> Iterator[None]:
+    """Inside, attributes of these objects may be set in any way; afterwards they are as before."""
+    before = Snapshot(objects)
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+class Having:
+    """A context in which objects have other values of some attributes, as in `Having([(module, {"training": False})])`."""
+
+    def __init__(self, values: Iterable[tuple[Any, Mapping[str, Any]]]) -> None:
+        self.inside = list(values)
+        self.before = [(each, {name: getattr(each, name) for name in values}) for each, values in self.inside]
+
+    def __enter__(self) -> None:
+        try:
+            _set(self.inside)
+        except BaseException:
+            _set(self.before)
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        _surely(functools.partial(_set, self.before))
+
+
+def _set(values: Iterable[tuple[Any, Mapping[str, Any]]]) -> None:
+    for each, attributes in values:
+        for name, value in attributes.items():
+            setattr(each, name, value)
+
+
+def having(objects: Iterable[Any], **values: Any) -> Having:
+    """Return a context in which these objects have these values of their attributes, as in `having(operators, left_out=True)`."""
+    return Having([(each, values) for each in objects])
