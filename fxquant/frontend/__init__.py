@@ -91,7 +91,7 @@ def _traced(model: nn.Module, inputs: ExampleInputs, trace_at: _TraceAt, check: 
             "backward hooks have no effect in the new model: those of %s; call register_hook on a tensor in forward instead",
             ", ".join(path or "the model itself" for path in hooked),
         )
-    hooked = [name for name, parameter in model.named_parameters() if parameter._backward_hooks]
+    hooked = [name for name, parameter in model.named_parameters() if parameter._backward_hooks or parameter._post_accumulate_grad_hooks]
     if hooked:
         logger.warning("hooks on parameters are not copied; register them on those of the new model: %s", ", ".join(hooked))
     recording = _recorded(inputs, trace_at, qconfigs)

@@ -440,11 +440,12 @@ def test_what_cannot_be_kept_is_refused_or_told(caplog: pytest.LogCaptureFixture
     model = Net(lambda net, x: net.b(net.a(x)))
     model.a.register_full_backward_hook(lambda *_: None)
     model.b.weight.register_hook(lambda gradient: gradient * 0)
+    model.b.bias.register_post_accumulate_grad_hook(lambda _: None)
     with caplog.at_level(logging.WARNING, "fxquant"):
         fxq.prepare(model, BATCHES[0])
     assert "backward hooks have no effect in the new model: those of a;" in caplog.text
     assert "hooks on parameters are not copied" in caplog.text
-    assert "b.weight" in caplog.text
+    assert "b.weight, b.bias" in caplog.text
 
 
 # ---- train mode in Python that is kept --------------------------------------------------------------------------------
