@@ -23,7 +23,7 @@ from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.stage import Stage, verify_stage
 from fxquant.quantization.spec import QConfig, QConfigMapping, Rule
 from fxquant.support import logger
-from fxquant.support.arguments import FOLDER, KINDS, accepted, shown
+from fxquant.support.arguments import FOLDER, KINDS, accepted, of_environment, shown
 from fxquant.support.files import write_file
 from fxquant.support.progress import progress
 from fxquant.target import Target
@@ -101,8 +101,7 @@ class Dial:
     @staticmethod
     def of(options: Options) -> Dial:
         """Return the dial requested by the options, or else by the environment. Raises ConfigurationError if that cannot be used."""
-        written = os.environ.get("FXQUANT_DEBUG", "") or "0"
-        asked = accepted("the environment", "FXQUANT_DEBUG", written, KINDS["FXQUANT_DEBUG"]) if options.debug is None else options.debug
+        asked = of_environment("FXQUANT_DEBUG", "0", KINDS["FXQUANT_DEBUG"]) if options.debug is None else options.debug
         chosen = options.dump if options.dump is not None else os.environ.get("FXQUANT_DUMP") or None
         return Dial(asked, None if chosen is None else Path(accepted("the environment", "FXQUANT_DUMP", chosen, FOLDER)))
 

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant.support import logger
+from fxquant.support import arguments, logger
+from fxquant.support.arguments import choice, of_environment
 from fxquant.support.files import point
 
 SOURCE, TRAINING, JOINING, CHAINS = (Path(__file__).with_name(f"{name}.c") for name in ("native", "training", "joining", "chains"))
@@ -174,12 +175,9 @@ def chains_library() -> Any:
 
 
 def _loaded(source: Path, functions: tuple[str, ...]) -> Any:
-    if os.environ.get(SWITCH, "1") == "0":
-        return f"{SWITCH} is 0"
-    instructions = os.environ.get(INSTRUCTIONS, "")
-    if instructions not in LIMITS:
-        return f"{INSTRUCTIONS} is {instructions}; it can be {' or '.join(filter(None, LIMITS))}"
-    flags = (*FLAGS, *LIMITS[instructions])
+    if not of_environment(SWITCH, "1", arguments.SWITCH):
+        return f"{SWITCH} is {os.environ[SWITCH]}"
+    flags = (*FLAGS, *LIMITS[of_environment(INSTRUCTIONS, "", choice(*LIMITS))])
     compiler = next((path for name in (os.environ.get("CC", ""), "cc", "gcc", "clang") if name and (path := shutil.which(name))), None)
     if compiler is None:
         return "a C compiler was not found"

@@ -216,7 +216,7 @@ def run_program(called: str, install: Callable[[bool], None], arguments: Sequenc
     try:
         runpy.run_path(str(program), run_name="__main__")
     except FxQuantError as error:
-        if os.environ.get("FXQUANT_DEBUG", "0") != "0":
+        if os.environ.get("FXQUANT_DEBUG") not in (None, "", "0"):
             raise
         print(error, file=sys.stderr)
         own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(program)]

@@ -267,6 +267,14 @@ def _text(value: Any) -> str:
     return value
 
 
+def of_environment(name: str, default: str, kind: Kind) -> Any:
+    """Return the value of an environment variable as the kind converts it; an empty one is the default."""
+    return accepted("the environment", name, os.environ.get(name) or default, kind)
+
+
+_SWITCH = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
+
+SWITCH = such("1, true, yes or on, or 0, false, no or off", lambda value: _SWITCH.get(value.lower()), lambda value: value is not None)
 TEXT = Kind("a text that is not empty", _text)
 FLAG = Kind("True or False", _flag)
 COUNT = such("an integer of 0 or more", _whole, lambda value: value >= 0)

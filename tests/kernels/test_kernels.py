@@ -428,10 +428,14 @@ def _flags() -> set[str]:
     return {flag for line in lines if line.startswith("flags") for flag in line.split()}
 
 
-def test_an_unknown_set_of_instructions_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(native.INSTRUCTIONS, "avx9")
+@pytest.mark.parametrize(
+    ("name", "value", "right"), [(native.INSTRUCTIONS, "avx9", "'vnni', 'avxvnni', 'avx2'"), (native.SWITCH, "nope", "no")]
+)
+def test_what_the_environment_cannot_mean_is_an_error(name: str, value: str, right: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(native.SWITCH, raising=False)
-    assert native.library.__wrapped__() == "FXQUANT_ISA is avx9; it can be vnni or avxvnni or avx2"
+    monkeypatch.setenv(name, value)
+    with pytest.raises(fxq.errors.ConfigurationError, match=f"{name}='{value}' is not usable[\\s\\S]*{right}"):
+        native.library.__wrapped__()
 
 
 # ---- admission ------------------------------------------------------------------------------------------------------
@@ -825,10 +829,11 @@ def test_what_is_traced_or_transformed_runs_the_primitives() -> None:
     assert all_equal(torch.func.vmap(integer)(x[None])[0], reference(x))
 
 
-def test_the_switch_leaves_out_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(native.SWITCH, "0")
-    assert native.library.__wrapped__() == "FXQUANT_NATIVE is 0"
-    monkeypatch.setenv(native.SWITCH, "1")
+@pytest.mark.parametrize(("off", "on"), [("0", "1"), ("false", "True"), ("no", "yes"), ("OFF", "on"), ("0", "")])
+def test_the_switch_leaves_out_what_is_compiled(off: str, on: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native.SWITCH, off)
+    assert native.library.__wrapped__() == f"FXQUANT_NATIVE is {off}"
+    monkeypatch.setenv(native.SWITCH, on)
     monkeypatch.setenv("PATH", "")
     assert native.library.__wrapped__() == "a C compiler was not found"
 
