@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,8 @@ def work(rank: int, directory: str, pickled: fx.GraphModule) -> None:
             "learned": learned(rank),
             "searched": searched(),
             "lost": lost(rank, directory),
-            "other batches": other_batches(rank),
+            "other batches": refused(lambda: fxq.search.sensitivity(network(), shard(rank))),
+            "other weights": refused(lambda: fxq.calibrate(other_weights(rank), shard(rank))),
             "tuned": {name: tuned(name) for name in METHODS},
             "apart": tuned("distill", steps=4 + rank),
             "taken over": taken_over(rank),
@@ -246,12 +248,18 @@ def lost(rank: int, directory: str) -> Any:
     return "no error"
 
 
-def other_batches(rank: int) -> str:
+def refused(call: Callable[[], Any]) -> str:
     try:
-        fxq.search.sensitivity(network(), shard(rank))
+        call()
     except fxq.errors.ConfigurationError as error:
         return str(error)
     return "no error"
+
+
+def other_weights(rank: int) -> fx.GraphModule:
+    prepared = prepare()
+    torch.nn.init.constant_(prepared.get_parameter("3.bias"), rank)
+    return prepared
 
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -439,6 +447,7 @@ def test_ranks_with_other_batches_are_refused(found: list[Any]) -> None:
     for rank in found:
         assert "the ranks call this with different model and samples" in rank["other batches"]
         assert "the ranks call this with different steps" in rank["apart"]
+        assert "the model of rank 1 has other parameters or statistics than that of rank 0" in rank["other weights"]
 
 
 # ---- tuning -------------------------------------------------------------------------------------------------------------
