@@ -1,7 +1,7 @@
 """Writing files: every file of the library is written here.
 
 A file is written into a temporary folder in its folder, flushed to the disk and then renamed to its place. An error, a full disk or a
-kill leaves the previous file unchanged. After a kill a folder named `.fxquant-…` may remain, which can be deleted.
+kill leaves the previous file unchanged. A folder that remains after a kill, named `.fxquant-writing-…`, is removed by the next write.
 
 Several files are all complete before the first is renamed. Only a kill between two renames leaves new files with old ones, each complete.
 A symbolic link is replaced by the file; the permissions of a file that is replaced are kept.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import shutil
 import stat
 import tempfile
 import weakref
@@ -25,9 +26,15 @@ from torch import Tensor
 
 from fxquant.errors import ExportError
 
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None  # type: ignore[assignment]
+
 # A text, which is written as UTF-8; bytes; or the parts of a file, bytes-like each, for one that is too large to copy in memory.
 Content = str | bytes | Iterable[bytes | memoryview]
 
+TEMPORARY = ".fxquant-writing-"  # what the names of temporary folders begin with
 PART = 2**24  # bytes of a file that are copied at a time
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -51,7 +58,7 @@ def write_files(folder: str | os.PathLike[str], contents: Mapping[str, Content],
     with ExitStack() as stack:
         with _explained(place):
             place.mkdir(parents=True, exist_ok=True)
-            temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=place, prefix=".fxquant-", ignore_cleanup_errors=True)))
+            temporary = stack.enter_context(_temporary(place))
         for name, content in contents.items():
             with _explained(place / name):
                 _fill(temporary / name, content, _mode_of(place / name))
@@ -61,6 +68,38 @@ def write_files(folder: str | os.PathLike[str], contents: Mapping[str, Content],
             with _explained(place / name):
                 os.replace(temporary / name, place / name)
         _flush(place)
+
+
+@contextmanager
+def _temporary(place: Path) -> Iterator[Path]:
+    """Make a folder inside a folder, which is removed afterwards; remove those that killed processes have left there."""
+    for left in place.glob(f"{TEMPORARY}*"):
+        with suppress(OSError), _locked(left):
+            shutil.rmtree(left, ignore_errors=True)
+    with ExitStack() as stack:
+        made = Path()
+        while not made.name or not made.is_dir():
+            made = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=place, prefix=TEMPORARY, ignore_cleanup_errors=True)))
+            try:
+                stack.enter_context(_locked(made))
+            except (BlockingIOError, FileNotFoundError):  # another writer took it for one that was left
+                made = Path()
+            except OSError:  # a file system without locks: nothing is removed there
+                break
+        yield made
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Inside, a folder has a lock, which a killed process loses. Raises OSError if another writer has it, or there are no locks."""
+    if fcntl is None:
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(opened)
 
 
 def place_files(source: Path, folder: Path, last: str) -> None:

@@ -114,6 +114,26 @@ def test_of_several_files_each_is_whole_wherever_putting_them_in_place_ends(tmp_
         assert [path.read_text() for path in sorted(tmp_path.iterdir())] == [*list(new.values())[:most], *list(old.values())[most:]]
 
 
+def test_a_write_removes_what_a_killed_one_has_left_and_nothing_else(tmp_path: Path) -> None:
+    write = "import os, signal, sys; from fxquant.support.files import write_files; "
+    write += "write_files(sys.argv[1], {{'a': 'new'}}, lambda folder: os.kill(os.getpid(), signal.SIG" + "{}))"
+    for kind in ("KILL", "TERM"):
+        done = subprocess.run([sys.executable, "-c", write.format(kind), str(tmp_path)], cwd=ROOT, check=False)
+        assert done.returncode < 0
+    left = [path for path in tmp_path.iterdir() if path.name.startswith(files.TEMPORARY)]
+    assert left
+    (tmp_path / ".fxquant-settings").mkdir()
+    inside: list[bool] = []
+
+    def check(folder: Path) -> None:  # while one writes, another one does
+        write_files(tmp_path, {"b": "2"})
+        inside.append((folder / "a").is_file())
+
+    write_files(tmp_path, {"a": "1"}, check)
+    assert inside == [True]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".fxquant-settings", "a", "b"]
+
+
 def test_all_files_are_flushed_to_the_disk_before_the_first_is_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     real = os.replace
