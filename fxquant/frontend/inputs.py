@@ -499,6 +499,13 @@ def require_values(model: nn.Module, inputs: Iterable[tuple[str | None, Any]], c
             because = "it is on the device meta, and values become integers"
             remedy = 'give the model memory with model.to_empty(device="cpu"), and load its parameters'
             raise ConfigurationError(f"the model's {name} has no values", because=because, remedy=remedy)
+        made_of = type(parameter)
+        if made_of.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:  # torchao's quantize_ makes such, and DTensor is one
+            because = (
+                f"a {made_of.__module__}.{made_of.__qualname__} replaces PyTorch's operators, and may hold other numbers than it shows"
+            )
+            remedy = "pass the float model, before quantize_ or the like; or set the parameter to its .dequantize() or .full_tensor()"
+            raise ConfigurationError(f"the model's {name} is no plain tensor", because=because, remedy=remedy)
 
 
 # ---- The check of a graph's inputs: what the graph was made for is computed, anything else is refused ----------------

@@ -646,6 +646,30 @@ def test_verifying_with_no_batches_is_never_true(batches: Any, world: World) -> 
 
 # ---- arguments that do not fit together; of paths see tests/support/test_files.py ------------------------------------------------
 
+
+class Scaled(Tensor):
+    """A weight as torchao's: integers and a scale, which replace PyTorch's operators."""
+
+    @staticmethod
+    def __new__(cls, integers: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, integers.shape)  # type: ignore[attr-defined]
+
+    def __init__(self, integers: Tensor) -> None:
+        self.integers = integers
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].integers)
+        raise NotImplementedError(f"{func} of {cls}")
+
+
+def with_scaled_weight() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 3))
+    model[0].weight = nn.Parameter(Scaled(torch.ones(3, 6)), requires_grad=False)
+    return model
+
+
 TOGETHER: dict[str, Callable[[World], Any]] = {
     "load: a text": lambda w: fxq.load(w.text),
     "load: an ONNX file": lambda w: fxq.load(w.onnx),
@@ -670,6 +694,7 @@ TOGETHER: dict[str, Callable[[World], Any]] = {
     "prepare: a meta model": lambda w: fxq.prepare(copy.deepcopy(w.model).to("meta"), batch()),
     "prepare: a meta layer": lambda w: fxq.prepare(nn.Sequential(w.model, nn.Linear(3, 2, device="meta")), batch()),
     "prepare: a meta input": lambda w: fxq.prepare(w.model, batch().to("meta")),
+    "prepare: a parameter as torchao makes them": lambda w: fxq.prepare(with_scaled_weight(), batch()),
     "prepare: a sparse input": lambda w: fxq.prepare(nn.Linear(6, 3), torch.eye(6).to_sparse()),
     "prepare: a nested input": lambda w: fxq.prepare(nn.Linear(6, 3), torch.nested.nested_tensor([torch.ones(2, 6), torch.ones(3, 6)])),
     "export: no scales yet": lambda w: fxq.export_onnx(w.uncalibrated, w.directory / "uncalibrated.onnx"),
