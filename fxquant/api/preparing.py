@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -102,10 +102,9 @@ def _restore(prepared: fx.GraphModule, observations: Observations) -> None:
         )
     if not missing:
         calibration.set_state(prepared, State.VALIDATE)
-    _warn(
-        "scales that the observations cannot give: %d; fxq.calibrate(prepared, batches, only_missing=True) finds them\n%s",
-        [f"%{name}: {because}" for name, because in missing.items()],
-    )
+    sentence = "scales that the observations cannot give: %d; fxq.calibrate(prepared, batches, only_missing=True) finds them\n%s"
+    if missing:
+        logger.warning("%s", _listed(sentence, [f"%{name}: {because}" for name, because in missing.items()]))
 
 
 def _rules(qconfig: QConfig | QConfigMapping | None) -> QConfigMapping:
@@ -133,24 +132,31 @@ def _prepare(traced: fx.GraphModule, context: Context, passes: Sequence[Pass], u
         broken = sum(1 for _ in broken_limits(prepared, prepared_layers, target))
         if broken:
             logger.warning("limits of %s that are broken: %d; fxq.check says where, and what to do", target.name, broken)
-        moved = [name + f" ({line})" * bool(line) for name, line in moved_by_forward(prepared).items()]
-        _warn(
-            "forward moves tensors in train mode that training here does not move: %d; move them in your training loop, replace them by "
-            "constants first (torch.nn.utils.parametrize.remove_parametrizations), or keep their module in float by the option leaf\n%s",
-            moved,
-        )
-        _warn(
-            "forward is random in train mode where training here is not: %d; draw in a module of its own that is given one tensor, "
-            "returns it in eval mode, and returns one of its shape in train mode, or use PyTorch's dropout in a part that is quantized\n%s",
-            _random_in_float_alone(prepared),
-        )
-        _warn(
-            "parameters that train in the float model and have no gradient here: %d; compute with the parameter itself in eval mode too, "
-            "not with what forward under no_grad, or train(False), made of it; for heads of train mode: option training_branch=True\n%s",
-            untrained_here(prepared),
-        )
+        sentences = [text for sentence, lines in _apart_in_training(prepared) if (text := _listed(sentence, lines))]
+        if sentences:  # told where somebody trains
+            prepared.meta["lost_gradients"] = [*prepared.meta.get("lost_gradients", ()), *sentences]
         attach_hooks(prepared, traced.graph)
     return prepared
+
+
+def _apart_in_training(prepared: fx.GraphModule) -> Iterator[tuple[str, list[str]]]:
+    """Yield each way in which state TRAIN differs from the float model's training, with the lines where it does."""
+    moved = [name + f" ({line})" * bool(line) for name, line in moved_by_forward(prepared).items()]
+    yield (
+        "forward moves tensors in train mode that training here does not move: %d; move them in your training loop, replace them by "
+        "constants first (torch.nn.utils.parametrize.remove_parametrizations), or keep their module in float by the option leaf\n%s",
+        moved,
+    )
+    yield (
+        "forward is random in train mode where training here is not: %d; draw in a module of its own that is given one tensor, "
+        "returns it in eval mode, and returns one of its shape in train mode, or use PyTorch's dropout in a part that is quantized\n%s",
+        _random_in_float_alone(prepared),
+    )
+    yield (
+        "parameters that train in the float model and have no gradient here: %d; compute with the parameter itself in eval mode too, "
+        "not with what forward under no_grad, or train(False), made of it; for heads of train mode: option training_branch=True\n%s",
+        untrained_here(prepared),
+    )
 
 
 def _random_in_float_alone(prepared: fx.GraphModule) -> list[str]:
@@ -167,11 +173,10 @@ def _random_in_float_alone(prepared: fx.GraphModule) -> list[str]:
     return [line + f" (module {path})" * bool(path) for path, line in asked]
 
 
-def _warn(sentence: str, lines: Sequence[str]) -> None:
-    """Log a warning with the number of lines and the first of them, if there are any."""
-    if lines:
-        more = [f"and {len(lines) - SHOWN_MISSING} more"] * (len(lines) > SHOWN_MISSING)
-        logger.warning(sentence, len(lines), "\n".join(f"  {line}" for line in [*lines[:SHOWN_MISSING], *more]))
+def _listed(sentence: str, lines: Sequence[str]) -> str:
+    """Return a sentence with the number of lines and the first of them; "" where there are none."""
+    more = [f"and {len(lines) - SHOWN_MISSING} more"] * (len(lines) > SHOWN_MISSING)
+    return sentence % (len(lines), "\n".join(f"  {line}" for line in [*lines[:SHOWN_MISSING], *more])) if lines else ""
 
 
 def _require_float32(traced: fx.GraphModule) -> None:

@@ -76,8 +76,10 @@ def enter(model: nn.Module, chosen: Iterable[QuantizedOperator], state: State) -
     if state is State.TRAIN:
         keep_statistics(model)
         follow_unseen(model)
-        for sentence in (vars(model).get("meta") or {}).get("lost_gradients", ()):
+        meta = vars(model).get("meta") or {}
+        for sentence in () if meta.get("told_of_training") else meta.get("lost_gradients", ()):
             logger.warning("%s", sentence)
+            meta["told_of_training"] = True
 
 
 def out_of_calibration(model: nn.Module) -> list[QuantizedOperator]:

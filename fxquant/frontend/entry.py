@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.graph import _PyTreeCodeGen
 
 from fxquant.errors import ConfigurationError, TraceError
-from fxquant.frontend.environment import is_library
+from fxquant.frontend.environment import EXPORTED_AT, is_library
 from fxquant.frontend.values import active, is_tracing
 from fxquant.frontend.written_out import CHECKS, python_form
 from fxquant.ir.graph import BATCH_SIZES, BatchDim, TensorFact, fact, model_meta, set_fact, stage_of, target_name
@@ -147,7 +147,8 @@ def is_unpacked(module: nn.Module) -> bool:
 
 
 def _exported_at(path: str, line: str) -> None:
-    """Tells a trace in progress where the operators that follow were written."""
+    """Tells where the operators that follow were written: a trace in progress, and whoever looks at this call."""
+    EXPORTED_AT.set((path, line))
     if is_tracing():
         handler = active()
         handler.path, handler.line = path, line

@@ -18,6 +18,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -59,6 +60,9 @@ def user_source(root: CodeType) -> str:
         if not is_library(frame.f_code.co_filename):
             return _text(frame.f_code, frame.f_lineno)
     return ""
+
+
+EXPORTED_AT: ContextVar[tuple[str, str]] = ContextVar("EXPORTED_AT")  # the module and the line of what an exported program computes now
 
 
 def calls_from(folder: str) -> bool:

@@ -505,7 +505,7 @@ def require_values(model: nn.Module, inputs: Iterable[tuple[str | None, Any]], c
                 f"a {made_of.__module__}.{made_of.__qualname__} replaces PyTorch's operators, and may hold other numbers than it shows"
             )
             remedy = "pass the float model, before quantize_ or the like; or set the parameter to its .dequantize() or .full_tensor()"
-            raise ConfigurationError(f"the model's {name} is no plain tensor", because=because, remedy=remedy)
+            raise ConfigurationError(f"the model's {name} is not a plain tensor", because=because, remedy=remedy)
 
 
 # ---- The check of a graph's inputs: what the graph was made for is computed, anything else is refused ----------------

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from fxquant.frontend.arguments import ATOMS
-from fxquant.frontend.environment import OwnRandomNumbers, Snapshot, frames, undisturbed, user_source
+from fxquant.frontend.environment import EXPORTED_AT, OwnRandomNumbers, Snapshot, frames, undisturbed, user_source
 from fxquant.frontend.inputs import ExampleInputs
 from fxquant.support.files import memory_start
 
@@ -101,7 +101,7 @@ def state_moved_by_forward(model: nn.Module, inputs: ExampleInputs) -> MovedStat
             return MovedState(failed=f"called on the example inputs it raises {type(error).__name__}: {error}".splitlines()[0])
     trained = set(map(id, with_gradient(result)))
     moved = MovedState(
-        watch.moved(),
+        {name: line for name, line in watch.moved().items() if not _counts_batches(snapshot.root, name)},
         frozen_norms=[] if isinstance(model, fx.GraphModule) else sorted(watch.frozen - watch.live),
         draws=list(numbers.places),
         noise=frozenset(numbers.fits),
@@ -152,6 +152,12 @@ def _call(root: nn.Module, args: Any, kwargs: Any) -> Any:
 def _is_plain_norm(module: nn.Module) -> bool:
     """Return whether this is a batch or instance norm whose forward is PyTorch's."""
     return isinstance(module, nn.modules.batchnorm._NormBase) and type(module).forward.__module__.startswith("torch.nn.modules.")
+
+
+def _counts_batches(root: nn.Module, name: str) -> bool:
+    """Return whether a buffer is the counter of a batch norm whose statistics do not depend on it, as they have a momentum."""
+    path, _, counter = name.rpartition(".")
+    return counter == "num_batches_tracked" and getattr(root.get_submodule(path), "momentum", None) is not None
 
 
 class _Registry(dict[str, Any]):
@@ -272,13 +278,16 @@ class Draws(OwnRandomNumbers):  # type: ignore[no-untyped-call]
 
 def place(paths: Mapping[int, str], root: CodeType) -> Place:
     """Return the path of the module that is being called, and the line of the user's code that is being executed."""
+    line = user_source(root)
+    if line.startswith("<eval_with_key>"):  # generated code, as of an exported program
+        return EXPORTED_AT.get(("", line))
     for frame in frames():
         if frame.f_code is root:
             break
         path = paths.get(id(frame.f_locals.get("self")))
         if path is not None:
-            return path, user_source(root)
-    return "", user_source(root)
+            return path, line
+    return "", line
 
 
 def _fingerprints(module: nn.Module) -> Iterator[tuple[str, Any]]:

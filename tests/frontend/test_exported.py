@@ -151,9 +151,15 @@ def test_slopes_that_a_program_draws_are_a_warning(caplog: pytest.LogCaptureFixt
     """A function's slopes are those of eval mode here, for the graph does not say that the module of the call was a RReLU."""
     torch.manual_seed(0)
     model, batch = conv(nn.RReLU()), torch.randn(IMAGE)
-    fxq.prepare(torch.export.export(model, (batch,)), (batch,), "x86", options=fxq.Options(dynamic_shapes={}))
+    prepared = fxq.prepare(torch.export.export(model, (batch,)), (batch,), "x86", options=fxq.Options(dynamic_shapes={}))
+    fxq.set_state(prepared, "train")
     assert "forward is random in train mode where training here is not: 1" in caplog.text
-    assert "rrelu(conv2d" in caplog.text
+    assert "in forward:  " in caplog.text
+    assert "eval_with_key" not in caplog.text
+    caplog.clear()
+    model = conv(nn.Dropout(0.5))  # acts here, as in the program
+    fxq.set_state(fxq.prepare(torch.export.export(model, (batch,)), (batch,), "x86", options=fxq.Options(dynamic_shapes={})), "train")
+    assert "forward is random" not in caplog.text
 
 
 def test_attention_and_dropouts_of_a_program_drop_nothing_in_eval_mode(caplog: pytest.LogCaptureFixture) -> None:

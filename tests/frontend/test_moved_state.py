@@ -1,4 +1,4 @@
-"""State that forward moves between calls: each buffer that training does not move is named when the model is prepared."""
+"""State that forward moves between calls: each buffer that training does not move is named when training begins."""
 
 from __future__ import annotations
 
@@ -81,13 +81,16 @@ MOVING: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = {
 
 
 @pytest.mark.parametrize("name", MOVING)
-def test_what_forward_moves_is_named_when_the_model_is_prepared(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_forward_moves_is_named_when_training_begins(name: str, caplog: pytest.LogCaptureFixture) -> None:
     make, shape, expected = MOVING[name]
     model = make()
     before = copy.deepcopy(model.state_dict())
     with caplog.at_level(logging.WARNING, "fxquant"):
         prepared = fxq.prepare(model, torch.randn(shape))
-    said = next(record.getMessage() for record in caplog.records if "forward moves" in record.getMessage())
+        assert "forward moves" not in caplog.text, "many quantize and never train"
+        fxq.set_state(prepared, "train")
+        fxq.set_state(prepared, "train")
+    (said,) = (record.getMessage() for record in caplog.records if "forward moves" in record.getMessage())
     assert {line.split(" (")[0].strip() for line in said.splitlines()[1:]} == expected
     assert all(f"model's Python: {each} is " in fxq.explain(prepared) for each in expected)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())  # the caller's own did not move
@@ -102,10 +105,16 @@ def test_nothing_is_said_of_what_stands_still(caplog: pytest.LogCaptureFixture) 
         m.seen = x.mean()
         return m.norm(m.linear(x * m.scale))
 
-    model = written(forward, linear=nn.Linear(4, 4), norm=nn.BatchNorm1d(4), scale=torch.rand(4))
+    class Counting(nn.BatchNorm1d):  # as timm's
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum).relu()
+
+    model = written(forward, linear=nn.Linear(4, 4), norm=nn.Sequential(nn.BatchNorm1d(4), Counting(4)), scale=torch.rand(4))
     model.seen = torch.zeros(())
     with caplog.at_level(logging.WARNING, "fxquant"):
-        fxq.prepare(model, torch.randn(4, 4))
+        fxq.set_state(fxq.prepare(model, torch.randn(4, 4)), "train")
     assert "forward moves" not in caplog.text
 
 
@@ -113,6 +122,7 @@ def test_what_a_leaf_moves_it_moves_as_in_the_float_model(caplog: pytest.LogCapt
     leaf = layer(average, mean=torch.zeros(4))
     with caplog.at_level(logging.WARNING, "fxquant"):
         prepared = fxq.prepare(nn.Sequential(nn.Linear(4, 4), leaf), torch.randn(4, 4), options=fxq.Options(leaf=type(leaf)))
+        fxq.set_state(prepared, "train")
     assert "forward moves" not in caplog.text
     prepared.train()
     prepared(torch.ones(2, 4))
