@@ -18,6 +18,7 @@ from fxquant.backends.onnx.qdq import QdqWriter
 from fxquant.backends.onnx.runtime import open_file
 from fxquant.backends.onnx.writer import Writer
 from fxquant.errors import ConfigurationError, ExportError
+from fxquant.ops.core.form import INT16_OPSET
 from fxquant.prepared.stage import require_integer
 from fxquant.support import logger
 from fxquant.support.files import Content, write_files
@@ -90,7 +91,7 @@ def _check_files(written: Path, models: Mapping[str, onnx.ModelProto], folder: s
                 f"onnxruntime could not open the file {Path(folder, name)}",
                 because=f"it says: {str(error).strip().splitlines()[0]}",
                 remedy="change the float operators that read or compute the value it names, or call them outside of the model; "
-                "multiply by a number after a matrix product instead of before it",
+                "multiply by a number after a matrix product instead of before it; in style 'qdq' at opset 21, pass opset=17",
             ) from error
 
 
@@ -104,8 +105,10 @@ def export_integer(integer: fx.GraphModule, path: str | os.PathLike[str], style:
     check_arguments(integer, style, io, options.opset)
     version = STYLES[style][1] if options.opset is None else options.opset
     model = with_layouts(build(integer, style, io, version, (options.input_names, options.output_names)), options.layouts, integer)
-    # Float operators as PyTorch's exporter writes them can form what onnxruntime's optimizer breaks.
-    save_models({Path(path).name: model}, Path(path).parent, options.external_data, opened=bool(float_nodes(integer)))
+    # Float operators as PyTorch's exporter writes them can form what onnxruntime's optimizer breaks; without VNNI it also breaks
+    # QuantizeLinear of opset 21 in front of a linear layer whose operand has three dimensions of fixed sizes (1.31, 1.32).
+    opened = bool(float_nodes(integer)) or (style == "qdq" and version >= INT16_OPSET)
+    save_models({Path(path).name: model}, Path(path).parent, options.external_data, opened=opened)
     return Path(path)
 
 

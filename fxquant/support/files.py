@@ -77,16 +77,16 @@ def _temporary(place: Path) -> Iterator[Path]:
         with suppress(OSError), _locked(left):
             shutil.rmtree(left, ignore_errors=True)
     with ExitStack() as stack:
-        made = Path()
-        while not made.name or not made.is_dir():
-            made = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=place, prefix=TEMPORARY, ignore_cleanup_errors=True)))
+        folder = Path()
+        while not folder.name or not folder.is_dir():
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=place, prefix=TEMPORARY, ignore_cleanup_errors=True)))
             try:
-                stack.enter_context(_locked(made))
+                stack.enter_context(_locked(folder))
             except (BlockingIOError, FileNotFoundError):  # another writer took it for one that was left
-                made = Path()
+                folder = Path()
             except OSError:  # a file system without locks: nothing is removed there
                 break
-        yield made
+        yield folder
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper
@@ -301,3 +302,18 @@ def test_verify_compares_inputs_that_are_not_finite(target: str, tmp_path: Path)
     assert torch.equal(both.integer(x), both.integer(torch.tensor([[0, 1e30, -1e30, 1e30]])))
     assert fxq.verify(both.prepared, both.integer, [x], show_progress=False)
     assert fxq.verify(both.integer, fxq.export_onnx(both.integer, tmp_path / "model.onnx", style="exact"), [x], show_progress=False)
+
+
+def test_a_file_that_onnxruntime_does_not_open_is_refused_with_the_opset_to_take(tmp_path: Path) -> None:
+    """Whether it opens this one depends on the processor: without VNNI its optimizer breaks QuantizeLinear of opset 21."""
+    layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4), nn.ReLU()).eval()
+    integer = compiled(layers, [torch.randn(4, 6, 8)], "nash-e").integer
+    said = []
+    for opset in (21, 17):
+        try:
+            path = fxq.export_onnx(integer, tmp_path / "model.onnx", style="qdq", opset=opset, batch_size=4)
+        except fxq.errors.ExportError as error:
+            said.append((opset, "pass opset=17" in error.remedy))
+        else:
+            assert onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"]).get_inputs()[0].shape == [4, 6, 8]
+    assert said in ([], [(21, True)])

@@ -402,7 +402,7 @@ def undisturbed(name: str) -> tuple[dict[str, Tensor], list[Any], int]:
         prepared = copy.deepcopy(calibrated(before))
         with stopped_at(0) as count:
             call(prepared)
-    return bits(prepared), facts(prepared), *count
+    return bits(prepared), facts(prepared), count[0]
 
 
 @pytest.mark.parametrize("times", [5, pytest.param(200, marks=pytest.mark.nightly)])
