@@ -341,6 +341,8 @@ class SimulatedForm(Form):
 
     def _arranged(self, value: Tensor, place: Place, feature: Feature) -> Tensor:
         """Return a tensor of the graph in the program's order of dimensions; an image from a camera is channels last."""
+        sizes = f"its input {feature.name} has the sizes {list(feature.shape)}, and a row of the model's {list(value.shape)}"
+        _require(value.numel() == math.prod(feature.shape), self.binary.path, f"{sizes}: is input_batch in its configuration?")
         turned = self._last(value.dim(), place) or feature.pyramid or (value.dim() == 4 and feature.shape != tuple(value.shape))
         return (value.permute(0, 2, 3, 1) if turned else value).reshape(feature.shape)
 

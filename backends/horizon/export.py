@@ -98,6 +98,7 @@ fxquant's tests evaluate such files with a reference implementation of HzCalibra
 Compare the outputs of the .hbm with those of the integer model before you rely on it.
 """,
 )
+ONE_CORE = ("bayes-e",)
 FORMATS = {march: format for format in (HB_MAPPER, HB_COMPILE) for march in format.marches}
 
 
@@ -222,6 +223,9 @@ def export_horizon(
     check_arguments(integer, "qdq", "float", OPSET)
     target = integer.meta["target"].name
     check_march(target)
+    if options.core_num > 1 and target in ONE_CORE:
+        because = f"{target} has one core, and its compiler refuses a model on more"
+        raise ConfigurationError(f"core_num={options.core_num} cannot be used", because=because, remedy="leave core_num out")
     if not returned(integer):
         raise ExportError("there is nothing to write", because="the model returns no tensor", remedy="return a tensor in forward")
     format = FORMATS[target]

@@ -124,6 +124,7 @@ def add_export(commands: Any) -> None:
     rows = "rows of a batch: of the C program (default: 1), and of the ONNX file, which then has fixed sizes alone (default: any batch)"
     export.add_argument("--batch-size", type=positive, metavar="N", help=rows)
     add_form(export)
+    export.add_argument("--output-names", nargs="+", metavar="NAME", help="names of the outputs of --onnx and --to")
     help_text = "what the vendor's compiler for bernoulli2, bayes and bayes-e takes: a folder (see --out)"
     export.add_argument("--to", choices=("horizon",), help=help_text)
     fields = "optimize_level O2, outputs integer, layout NHWC, core_num 2, jobs 4, …; may be given several times"
@@ -142,10 +143,12 @@ def add_export(commands: Any) -> None:
 
 def _export(options: argparse.Namespace) -> int:
     import fxquant as fxq
+    from fxquant.prepared.batches import model_inputs
     from fxquant.reporting.forms import saved_model
 
+    names = {"output_names": options.output_names}
     writers: dict[str, Callable[..., Path]] = {
-        "onnx": functools.partial(fxq.export_onnx, batch_size=options.batch_size, style=options.style, opset=options.opset),
+        "onnx": functools.partial(fxq.export_onnx, batch_size=options.batch_size, style=options.style, opset=options.opset, **names),
         "c": functools.partial(fxq.export.export_c, batch_size=options.batch_size or 1),
         "pt2": fxq.export.export_pt2,
         "torchscript": fxq.export.export_torchscript,
@@ -160,20 +163,31 @@ def _export(options: argparse.Namespace) -> int:
     if unused and options.to is None:
         what = f"--{unused[0].replace('_', '-')} means nothing here"
         raise ConfigurationError(what, because="it is about the folder of --to", remedy="give --to horizon")
+    if options.output_names and options.onnx is None and options.to is None:
+        raise ConfigurationError("--output-names means nothing here", because="it is about --onnx and --to", remedy="give one of them")
+    if colours and options.camera is None:
+        because = "it is about images of a camera, and without --camera the program takes float32 in place of them"
+        raise ConfigurationError(
+            f"--{next(iter(colours)).replace('_', '-')} means nothing here", because=because, remedy="give --camera nv12"
+        )
     integer = saved_model(options.file)
     for name, path in asked.items():
         print(writers[name](integer, path))
     if options.to is not None:
         model = fxq.board.with_camera(integer, **colours) if colours else integer
         fields: dict[str, Any] = {name: int(value) if value.isdecimal() else value for name, value in options.option or ()}
-        output = fxq.board.export_horizon(model, options.out, camera=options.camera, options=fxq.board.HorizonOptions(**fields))
+        batches = _batches(options, model) if options.board else []
+        for index, batch in enumerate(batches):  # before minutes of compiling
+            model_inputs(model, batch, index)
+        horizon = fxq.board.HorizonOptions(**fields)
+        output = fxq.board.export_horizon(model, options.out, camera=options.camera, options=horizon, **names)
         if colours:
             print(fxq.save(model, output / "camera.fxq"))
         if options.compile or options.board:
             output = fxq.board.compile_horizon(output)
         print(output)
         if options.board:
-            print(fxq.board.board_kit(options.board, model, output, _batches(options, model)))
+            print(fxq.board.board_kit(options.board, model, output, batches))
     return 0
 
 

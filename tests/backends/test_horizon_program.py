@@ -392,6 +392,11 @@ def test_the_program_of_another_model_is_refused(integer: fx.GraphModule, tool: 
         fxq.verify(integer, binary, batches())
     with pytest.raises(fxq.errors.ConfigurationError, match="prepared model"):
         fxq.verify(fxq.prepare(small(), batches()[0]), binary, batches())
+    tool.computes(integer, "b", integers(integer, "b", X))
+    tool.told["programs"][0]["input features"][0]["valid dim"][0] = 2
+    tool.tell()
+    with pytest.raises(fxq.errors.ExportError, match="is input_batch in its configuration"):
+        fxq.verify(integer, program(integer, tmp_path), [X])
 
 
 def test_estimate_shows_the_figures_of_the_compiler(integer: fx.GraphModule, tool: FakeTool, tmp_path: Path) -> None:

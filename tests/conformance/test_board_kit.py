@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxquant as fxq
+from fxquant.analysis.sample import random_batches
+from fxquant.backends.horizon.export import nv12_of
 from fxquant.cli import main
 from fxquant.conformance.manifest import Array, packed, read_arrays
 
@@ -258,3 +260,20 @@ def test_the_command_line_has_the_options_and_writes_the_folder(
     for option in (("--compile",), ("--option", "jobs", "2"), ("--train-type", "rgb"), ("--camera", "nv12"), ("--board", "kit")):
         assert main(["export", "model.fxq", "--onnx", "m.onnx", *option]) == 2
         assert f"{option[0]} means nothing here" in capsys.readouterr().err
+    refused = {
+        ("--std", "1", "1", "2"): "--std means nothing here",
+        ("--option", "core_num", "2"): "bayes-e has one core",
+        ("--board", "other", "--data", "model.fxq"): "model.fxq cannot be read as data",
+        ("--board", "other", "--data", "wide.npz"): "float64",
+    }
+    np.savez("wide.npz", yuv.double().numpy())
+    monkeypatch.setattr(fxq.board, "compile_horizon", None)  # nothing is compiled before it is refused
+    for options, said in refused.items():
+        assert main([*to, *options]) == 2
+        assert said in capsys.readouterr().err
+    assert main(["export", "model.fxq", "--pt2", "m.pt2", "--output-names", "logits"]) == 2
+    assert main([*to, "--onnx", "m.onnx", "--output-names", "logits"]) == 0
+    assert "logits" in Path("net/layers.json").read_text()
+    (batch, _) = random_batches(camera, (2, 1))  # verify camera.fxq draws images that NV12 can hold
+    (image,) = batch.values()
+    assert nv12_of((image[:1].permute(0, 2, 3, 1)).round().clamp(-128, 127)).shape == (12, 12)
