@@ -66,22 +66,20 @@ def correct_bias(
         samples = taken(prepared, batches, num_batches, options, show_progress)
         call = call_of(prepared, samples, method="correct_bias", batch_size=options.batch_size)
         with repeatable():
-            judging = [samples.chunks[index] for index in samples.judging]
+            judge = FloatOutputs(prepared, [samples.chunks[index] for index in samples.judging])
             checkpoint = Checkpoint(options.checkpoint, call, options.distributed, divided=False)
-            return checkpoint.agreed(prepared, _correct(prepared, samples, judging, tuned, checkpoint, show_progress))
+            return checkpoint.agreed(prepared, _correct(prepared, samples, judge, tuned, checkpoint, show_progress))
 
 
-def corrections(
-    prepared: fx.GraphModule, samples: Samples, judging: Sequence[Sequence[Any]], show_progress: bool | None
-) -> dict[str, list[float]]:
-    """Correct biases by these samples, judged by the outputs for the chunks `judging`; return what is added to each now, by layer.
+def corrections(prepared: fx.GraphModule, samples: Samples, judge: FloatOutputs, show_progress: bool | None) -> dict[str, list[float]]:
+    """Correct biases by these samples, judged by the outputs; return what is added to each now, by layer.
 
     Nothing is done with one chunk alone.
     """
     if len(samples.chunks) < 2:
         return {}
     with tuning(prepared) as tuned, repeatable():
-        result = _correct(prepared, samples, judging, tuned, Checkpoint(None, {}), show_progress)
+        result = _correct(prepared, samples, judge, tuned, Checkpoint(None, {}), show_progress)
     added = {name: tuned.operators[name].weight_quantizer.correction for layer in result.kept for name in layer.layers}
     return {name: each.value.tolist() for name, each in added.items() if each is not None}
 
@@ -94,11 +92,11 @@ def apply(prepared: fx.GraphModule, by_layer: Mapping[str, list[float]]) -> None
 
 
 def _correct(
-    prepared: fx.GraphModule, samples: Samples, judging: Sequence[Sequence[Any]], tuned: Tuned, checkpoint: Checkpoint,
-    show_progress: bool | None,
-) -> TuningResult:  # fmt: skip
-    outputs, operators = FloatOutputs(prepared, judging), tuned.operators
-    before, previous = outputs.measure(), {name: operator.weight_quantizer.correction for name, operator in operators.items()}
+    prepared: fx.GraphModule, samples: Samples, outputs: FloatOutputs, tuned: Tuned, checkpoint: Checkpoint, show_progress: bool | None
+) -> TuningResult:
+    operators = tuned.operators
+    before = outputs.current or outputs.measure()
+    previous = {name: operator.weight_quantizer.correction for name, operator in operators.items()}
     rows, values, skipped = list[TunedLayer](), dict[str, list[float]](), dict[str, str]()
     exact, real = Walk(prepared, samples.chunks, exact=True), Walk(prepared, samples.chunks, exact=False)
 

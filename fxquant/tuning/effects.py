@@ -13,9 +13,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, fx
@@ -205,15 +205,26 @@ def _split(value: Tensor, label: Tensor) -> list[tuple[int, Tensor]]:
 
 
 class FloatOutputs:
-    """The floating-point outputs of a prepared model in its float form for some chunks of inputs, from which others are so far."""
+    """The floating-point outputs of a prepared model in its float form for some chunks of inputs, from which others are so far.
+
+    current  the noise of the model as it is now, where that was measured already
+    """
 
     def __init__(self, prepared: fx.GraphModule, chunks: Sequence[Sequence[Any]]) -> None:
-        self.prepared, self.chunks = prepared, chunks
-        self.parts = Parts(prepared, chunks[0], State.FLOAT) if chunks else None
-        with torch.no_grad():
-            self.wanted = [self.apart(self.float_form(chunk)) for chunk in chunks]
+        self.prepared, self.chunks, self.current = prepared, chunks, cast("Noise | None", None)
         axes = batch_axes(prepared)
         self.counts = [count_of(chunk, axes) for chunk in chunks]
+
+    @cached_property
+    def parts(self) -> Parts | None:
+        """The parts of the outputs; None without chunks."""
+        return Parts(self.prepared, self.chunks[0], State.FLOAT) if self.chunks else None
+
+    @cached_property
+    def wanted(self) -> list[list[Tensor]]:
+        """The parts of the outputs of each chunk in float, computed when they are first asked for."""
+        with torch.no_grad():
+            return [self.apart(self.float_form(chunk)) for chunk in self.chunks]
 
     def apart(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Return the parts of floating-point outputs."""

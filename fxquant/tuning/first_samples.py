@@ -43,6 +43,7 @@ ENOUGH = 64  # samples: so many are kept, of the first batches, and biases are c
 LARGEST = 2**24  # elements of what is kept
 LARGEST_FOR_BIAS = 2**21  # a mean needs fewer
 CHUNK = 16  # samples
+JUDGES = 32  # samples by which the outputs are judged
 
 Found = TypeVar("Found")
 Given = Mapping[str, tuple[Parts, Parts]]  # by layer: what it was given, and what it had before
@@ -88,7 +89,7 @@ class FirstSamples:
         self.kept: Kept = previous if previous is not None and previous.counts == counted else Kept(counts=counted)
         self.lost = counted > 0 and self.kept is not previous
         self.before = self.first = self.kept
-        self.batches, self.first_inputs = 0, list[Any]()
+        self.batches, self.first_inputs, self.judge = 0, list[Any](), FloatOutputs(prepared, [])
         rounds = options.round_weights
         self.bits = second_moment.FEW_BITS if rounds is None else second_moment.ALL_BITS if rounds else 0
         with restored(_weight_modules(prepared)):
@@ -122,7 +123,10 @@ class FirstSamples:
         prepared, data, several = self.prepared, self.kept, distributed and ranks.count() > 1
         total = sum(ranks.gathered(data.seen)) if several else data.seen  # by all ranks
         self.first = self._of_rank_0() if several else data
-        corrects = self.corrects and total >= self.enough
+        corrects, few, judging = self.corrects and total >= self.enough, Samples([]), list[list[Any]]()
+        if self.first.inputs:
+            few, judging = self._few()
+        self.judge = FloatOutputs(prepared, judging if self.first.samples >= ENOUGH else few.chunks)
 
         @timed("rounding weights")
         def rounded() -> second_moment.Rounded:
@@ -130,7 +134,8 @@ class FirstSamples:
 
         @timed("correcting biases")
         def corrected() -> dict[str, list[float]]:
-            return bias.corrections(prepared, *self._few(), show_progress) if not (several and ranks.index()) else {}
+            judge = self.judge if self.first.samples >= ENOUGH else FloatOutputs(prepared, judging)
+            return bias.corrections(prepared, few, judge, show_progress) if not (several and ranks.index()) else {}
 
         roundings, corrections = data.roundings, data.corrections
         if self.rounds:
@@ -140,6 +145,7 @@ class FirstSamples:
         self._choose_ranges(total, several, show_progress)  # of layers that are as they were before these samples
         if self.rounds:
             roundings = self._again(roundings, lambda: second_moment.apply(prepared, self._agreed(several, rounded)))
+            self.judge.current = None
         if corrects:
             corrections = self._again(corrections, lambda: bias.apply(prepared, self._agreed(several, corrected)))
         self.kept = replace(data, roundings=roundings, corrections=corrections)
@@ -150,12 +156,12 @@ class FirstSamples:
         prepared, observed = self.prepared, observed_since(self.prepared, self.observed_before)
         free = [quantizer for quantizer in observed.values() if quantizer.can_choose]
         method = self.method or Method.ERROR
-        judging = self._few()[0].chunks if self.first.inputs else []
+        judging = self.judge.chunks
         if judging and free and self.method is None and (self.chooses or (self.chooses is None and total >= ENOUGH)):
-            method = best_method(prepared, free, judging, show_progress, several)
+            method = best_method(self.judge, free, show_progress, several)
         choose(free, method)
         if judging and self.chooses is not False:
-            narrow(prepared, narrower(prepared, observed, judging, show_progress, several))
+            narrow(prepared, narrower(self.judge, observed, show_progress, several))
 
     def _again(self, prior: Given, method: Callable[[], None]) -> Given:
         """Run a method again and return the new and former parts of each layer that it changed; excluded layers keep their `prior` ones."""
@@ -180,10 +186,10 @@ class FirstSamples:
         return replace(first, inputs=_on(next(self.prepared.buffers(), torch.empty(0, device="cpu")).device, first.inputs))
 
     def _few(self) -> tuple[Samples, list[list[Any]]]:
-        """Return as many samples as a mean needs, from all that are kept, and the samples that judge the outputs by it.
+        """Return as many samples as a mean needs, from all that are kept, and the samples by which outputs are judged after it.
 
-        These are the same and about as many others: a mean of `ENOUGH` samples learns little of each, and few samples judge by chance. Of
-        fewer samples others judge, or those that are held out, where no others are left.
+        A mean of `ENOUGH` samples learns little of each, so `JUDGES` of all samples judge, these among them. Of fewer samples others judge,
+        or those that are held out, where no others are left.
         """
         each = max(self.first.elements // max(self.first.samples, 1), 1)
         size = max(1, min(CHUNK, LARGEST_FOR_BIAS // (HELD_OUT_OF * each)))
@@ -192,7 +198,9 @@ class FirstSamples:
         few = Samples(_spread(chunks, count))
         chosen = {id(chunk) for chunk in few.chunks}
         others = _spread([chunk for chunk in chunks if id(chunk) not in chosen], count)
-        return few, few.chunks + others if self.first.samples >= ENOUGH else others or [few.chunks[index] for index in few.judging]
+        if self.first.samples >= ENOUGH:
+            return few, _spread(few.chunks + others, max(JUDGES // size, 1))
+        return few, others or [few.chunks[index] for index in few.judging]
 
 
 def _spread(chunks: list[list[Any]], count: int) -> list[list[Any]]:
@@ -254,8 +262,6 @@ FEWEST = 3  # samples that gain by another choice than the usual, or half of all
 MANY = 0.2  # of an input's values that are not 0, and become 0
 FACTORS = (1.0, 0.5, 0.25, 0.125, 0.0625)
 
-Chunks = Sequence[Sequence[Any]]  # the inputs of the model that judge
-
 
 def counts(prepared: fx.GraphModule) -> dict[str, int]:
     """Return how many batches each quantizer's observer has seen, by operator and role, where the scale follows from all of them."""
@@ -280,21 +286,21 @@ def choose(quantizers: Sequence[Quantizer], method: Method) -> None:
         quantizer.choose_by(method)
 
 
-def best_method(prepared: fx.GraphModule, quantizers: Sequence[Quantizer], judging: Chunks, show: bool | None, several: bool) -> Method:
+def best_method(judge: FloatOutputs, quantizers: Sequence[Quantizer], show: bool | None, several: bool) -> Method:
     """Return the method whose ranges are clearly best for the outputs; the scales stay what they were."""
     candidates = {method.value: partial(choose, quantizers, method) for method in Method}
-    return Method(_chosen(prepared, candidates, judging, "ranges are chosen by", show, several))
+    best, noise = _chosen(judge, candidates, "ranges are chosen by", show, several)
+    judge.current = noise.get(best)  # of the model that has the ranges of this method
+    return Method(best)
 
 
 @timed("narrowing ranges")
-def narrower(
-    prepared: fx.GraphModule, observed: Mapping[str, Quantizer], judging: Chunks, show_progress: bool | None, several: bool = False
-) -> dict[str, float]:
+def narrower(judge: FloatOutputs, observed: Mapping[str, Quantizer], show_progress: bool | None, several: bool = False) -> dict[str, float]:
     """Return the factors below 1 of the ranges of lost tensors with which the outputs are best, by node; the ranges stay.
 
     Inputs and tensors of 16 bits that the default observer has `observed` have other candidates: each input, and all others together.
     """
-    nonzero, survivors = Counter[str](), Counter[str]()
+    prepared, nonzero, survivors = judge.prepared, Counter[str](), Counter[str]()
     owned = [(name.removesuffix(".0"), quantizer) for name, quantizer in observed.items() if name.endswith(".0")]
     owners = {id(quantizer): name for name, quantizer in reversed(owned)}  # the first of those that share it
     quantizes = {name for name, operator in quantized_operators(prepared).items() if operator.operator is QUANTIZE}
@@ -311,7 +317,7 @@ def narrower(
     placeholders = [node.name for node in prepared.graph.find_nodes(op="placeholder")]
     runs = any(quantizer.can_choose and quantizer.dtype.name == WIDE and name not in sources for name, quantizer in owned)
     with torch.no_grad(), repeatable(), still(prepared, State.FLOAT), autocast_off():
-        for chunk in judging:
+        for chunk in judge.chunks:
             if runs:
                 Seen(prepared, see).run(*chunk)
                 continue
@@ -324,8 +330,10 @@ def narrower(
         groups.setdefault(what, []).append(name)
     for what, names in (ranks.of_first(groups) if several else groups).items():
         factors = {f"{factor:g}": partial(narrow, prepared, dict.fromkeys(names, factor) if factor < 1 else {}) for factor in FACTORS}
-        factor = float(_chosen(prepared, factors, judging, f"{what} multiplied by", show_progress, several))
+        best, noise = _chosen(judge, factors, f"{what} multiplied by", show_progress, several)
+        judge.current, factor = noise.get("1"), float(best)
         ratios.update(dict.fromkeys(names, factor) if factor < 1 else {})
+    judge.current = None if ratios else judge.current
     return ratios
 
 
@@ -337,31 +345,33 @@ def narrow(prepared: fx.GraphModule, factors: Mapping[str, float]) -> None:
 
 
 def _chosen(
-    prepared: fx.GraphModule, candidates: Mapping[str, Callable[[], None]], judging: Chunks, what: str, show: bool | None, several: bool
-) -> str:
-    """Return the candidate that is clearly best for the outputs, or the first, the usual one, which the model has again afterwards."""
+    judge: FloatOutputs, candidates: Mapping[str, Callable[[], None]], what: str, show: bool | None, several: bool
+) -> tuple[str, dict[str, Noise]]:
+    """Return the candidate that is clearly best for the outputs, or the first, which the model has again; and the noise of each."""
     usual, *others = candidates
-    with tuning(prepared) as tuned, repeatable():
-        outputs = FloatOutputs(prepared, judging)
+    with tuning(judge.prepared) as tuned, repeatable():
 
         def measured(name: str) -> Noise:
             candidates[name]()
-            noise = outputs.measure()
+            noise = judge.measure()
             tuned.undo()
             return noise
 
-        tasks = {name: partial(measured, name) for name in candidates} if outputs.there else {}
+        asked = [name for name in candidates if name != usual or judge.current is None] if judge.there else []
         try:
-            noise: dict[str, Noise] = Checkpoint(None, {}, several).gather(tasks, "comparing ranges", show)
+            noise: dict[str, Noise] = Checkpoint(None, {}, several).gather(
+                {name: partial(measured, name) for name in asked}, "comparing ranges", show
+            )
         finally:
             candidates[usual]()
     if not noise:
-        return usual
-    fewest = min(FEWEST, sum(outputs.counts) / 2)
+        return usual, {}
+    noise.setdefault(usual, judge.current)  # type: ignore[arg-type]
+    fewest = min(FEWEST, sum(judge.counts) / 2)
     best = best_of({name: each for name, each in noise.items() if name == usual or support(each, noise[usual]) >= fewest}, usual)
     other = max(others, key=lambda name: noise[name].level) if best == usual else usual
     logger.info("%s %s: the outputs have %.1f dB, and %.1f dB with %s", what, best, noise[best].level, noise[other].level, other)
-    return best
+    return best, noise
 
 
 def _quantizers(prepared: fx.GraphModule) -> dict[str, Quantizer]:

@@ -15,6 +15,7 @@ import fxquant as fxq
 from fxquant.ops import Trait
 from fxquant.prepared.operators import quantized_operators
 from fxquant.tuning import bias, first_samples
+from fxquant.tuning.effects import FloatOutputs
 from fxquant.tuning.first_samples import LARGEST, FirstSamples
 from fxquant.tuning.walk import cut
 from tests.shared import contract
@@ -144,7 +145,7 @@ def test_a_layer_is_corrected_after_its_limits() -> None:
     model = nn.Sequential(nn.Linear(32, 16), nn.ReLU6()).eval()
     inputs = torch.randn(256, 32, generator=generator)
     prepared = unchanged(model, [inputs])
-    found = bias.corrections(prepared, cut(prepared, [[inputs]], 16), [[inputs]], False)
+    found = bias.corrections(prepared, cut(prepared, [[inputs]], 16), FloatOutputs(prepared, [[inputs]]), False)
     assert found
     bias.apply(prepared, found)
     learned = torch.cat([chunk for index, chunk in enumerate(inputs.split(16)) if index % 4 != 3])
@@ -163,10 +164,10 @@ def test_the_outputs_judge_all_corrections_together(caplog: pytest.LogCaptureFix
     prepared = unchanged(model, [learned, -learned])
     samples = cut(prepared, [[learned]], 4)
     with caplog.at_level(logging.DEBUG, "fxquant"):
-        assert bias.corrections(prepared, samples, [[-alike]], False) == {}
+        assert bias.corrections(prepared, samples, FloatOutputs(prepared, [[-alike]]), False) == {}
         assert not corrected(prepared)
         assert "biases are not corrected" in caplog.text
-        found = bias.corrections(prepared, samples, [[alike]], False)
+        found = bias.corrections(prepared, samples, FloatOutputs(prepared, [[alike]]), False)
     assert list(found) == corrected(prepared) != []
     assert "biases are corrected in 1 of 1 layers, in full: the outputs have" in caplog.text
     assert caplog.text.count("correct_bias: 1 of 1 tuned") == 1  # the table of the layers
@@ -175,7 +176,7 @@ def test_the_outputs_judge_all_corrections_together(caplog: pytest.LogCaptureFix
 def test_corrections_that_only_overshoot_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = torch.rand(64, 32, generator=torch.Generator().manual_seed(0))
     prepared = unchanged(nn.Linear(32, 16).eval(), [inputs])
-    samples, judging = cut(prepared, [[inputs]], 8), [[inputs]]
+    samples, judging = cut(prepared, [[inputs]], 8), FloatOutputs(prepared, [[inputs]])
     right = next(iter(bias.corrections(prepared, samples, judging, False).values()))
     whole, (operator,) = bias._correction, [each for each in quantized_operators(prepared).values() if Trait.SUMS in each.operator.traits]
     operator.weight_quantizer.correct(None)
