@@ -606,3 +606,18 @@ def test_a_call_that_cannot_be_done(name: str) -> None:
         CALLS[name]()
     assert caught.value.because
     assert caught.value.remedy
+
+
+def test_names_that_examples_read_from_the_top_module() -> None:
+    assert horizon.March.Bayes == horizon.March.BAYES == "bayes"
+    assert horizon.Tracer is horizon.fx.Tracer
+    assert horizon.qconfig is horizon.quantization.qconfig
+
+
+def test_the_remedy_for_a_float_dtype_is_one() -> None:
+    with pytest.raises(fxq.errors.ConfigurationError, match=r"fxq\.QConfigMapping\(names=\{name: None\}\) as the qconfig_setter"):
+        horizon.quantization.qconfig.get_qconfig(out_dtype=torch.float32)
+    horizon.set_march("nash-e")
+    model = nn.Sequential(horizon.quantization.QuantStub(), nn.Linear(4, 4), nn.Linear(4, 2))
+    prepared = horizon.quantization.prepare(model.eval(), torch.randn(3, 4), fxq.QConfigMapping(names={"2": None}))
+    assert "the qconfig keeps it in float" in fxq.explain(prepared)

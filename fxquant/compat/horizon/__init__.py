@@ -37,7 +37,7 @@ def install(replace: bool = False) -> None:
 
 def __getattr__(name: str) -> Any:
     """Return the implementation of a name of the plugin. Raises MissingName, an AttributeError with the remedy, for an unsupported one."""
-    return TABLES.value("", name)
+    return TABLES.value("quantization" if name == "qconfig" else "", name)
 
 
 def __dir__() -> list[str]:

@@ -11,7 +11,8 @@ from fxquant.support.arguments import checked
 
 UNKNOWN = refusals("march")
 NAMES = ["bernoulli", "bernoulli2", "bayes", "bayes-e", "bayes-a825-03", "nash", "nash-b", "nash-e", "nash-h", "nash-m", "nash-p", "meta"]
-March = type("March", (), {name.upper().replace("-", "_"): name for name in NAMES})  # the marches by Horizon's names
+SPELLED = {name.upper().replace("-", "_"): name for name in NAMES}
+March = type("March", (), SPELLED | {spelled.title(): name for spelled, name in SPELLED.items()})  # the marches by Horizon's names
 
 
 _march: list[str] = []
