@@ -17,23 +17,10 @@ import fxquant as fxq
 from fxquant.backends.aten import programs
 from tests.shared.contract import all_equal, compiled
 from tests.shared.networks import Network
+from tests.shared.programs import program
 
 WRITERS = {"pt2": fxq.export.export_pt2, "torchscript": fxq.export.export_torchscript}
-ALONE = """
-import sys
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "fxquant":
-            raise ImportError(name)
-sys.meta_path.insert(0, Refuse())
-import torch
-x, results = torch.load(sys.argv[1])
-programs = torch.export.load(sys.argv[2]).module(), torch.jit.load(sys.argv[3])
-for program, size, wanted in ((program, size, wanted) for program in programs for size, wanted in results.items()):
-    assert all(torch.equal(a, b) for a, b in zip(program(x[:size]), wanted, strict=True)), size
-assert not any(name.startswith("fxquant") for name in sys.modules)
-print("equal")
-"""
+ALONE = program("programs_alone")
 
 
 class Mixed(nn.Module):

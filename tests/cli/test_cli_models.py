@@ -17,60 +17,9 @@ from torch import Tensor
 
 import fxquant as fxq
 from fxquant.cli import main
+from tests.shared.programs import program
 
-NETWORKS = """
-import torch
-from torch import nn
-
-
-class Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv = nn.Conv2d(2, 4, 3)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, image):
-        return self.head(torch.relu(self.conv(image)).mean((2, 3)))
-
-
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv = nn.Conv2d(2, 4, 3)
-
-    def forward(self, image, mask, offset=0.0):
-        return self.conv(image) * mask + offset
-
-
-def made():
-    return Network()
-
-
-def raising():
-    raise OSError("weights.pt is not there")
-
-
-def number():
-    return 3
-
-
-def sized(width):
-    return Network()
-
-
-def leaving():
-    raise SystemExit(4)
-
-
-class Holder:
-    network = Network()
-
-
-ready = Network()
-figure = 5
-"""
+NETWORKS = program("cli_models_networks")
 ROWS = 24
 
 

@@ -23,6 +23,7 @@ from fxquant.compat.common import Refusal
 from fxquant.compat.horizon import TABLES
 from fxquant.compat.mirror import Row, Tables
 from fxquant.compat.torch_ao import TABLES as TORCH_AO
+from tests.shared.programs import program
 
 pytestmark = pytest.mark.nightly
 
@@ -133,96 +134,11 @@ def test_the_runner_runs_a_file(name: str, code: int, words: str, tmp_path: Path
     assert "Traceback" not in done.stderr
 
 
-PROGRAM = """
-import torch
-from torch import nn
-from torch.ao.quantization import get_default_qconfig_mapping
-from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
-from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
-from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import X86InductorQuantizer, get_default_x86_inductor_quantization_config
-
-torch.manual_seed(0)
-model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
-x = torch.randn(4, 3, 8, 8)
-prepared = prepare_fx(model, get_default_qconfig_mapping("x86"), (x,))
-prepared(x)
-first = convert_fx(prepared)
-exported = torch.export.export(model, (x,)).module()
-quantizer = X86InductorQuantizer().set_global(get_default_x86_inductor_quantization_config())
-quantizer.set_module_type(nn.Linear, None)
-prepared = prepare_pt2e(exported, quantizer)
-prepared(x)
-second = convert_pt2e(prepared)
-for made in (first, second):
-    assert made.meta["target"].name == "x86"
-    noise = (made(x) - model(x)).square().sum() / model(x).square().sum()
-    assert noise < 0.01, noise
-try:
-    from torch.ao.quantization.quantize_fx import convert_to_reference_fx
-except ImportError as error:
-    assert "export_onnx" in str(error)
-else:
-    raise AssertionError("convert_to_reference_fx is served")
-"""
+PROGRAM = program("mirror_program")
 
 
 # The rest of PyTorch in an installed process.
-OWN_PROGRAM = """
-import importlib.util, pickle, sys
-from fxquant.errors import ConfigurationError
-import torch
-from torch import nn
-import torch.ao.quantization as mirror
-from torch.ao.quantization import quantize_fx
-from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
-
-torch.manual_seed(0)
-model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
-x = torch.randn(2, 3, 8, 8)
-# Modules and names without a row are PyTorch's own, and one object under each of their names.
-import torch.ao.quantization.fx._equalize, torch.ao.quantization.observer, torch.quantization.fx.graph_module
-assert sys.modules["torch.ao.quantization.observer"].__spec__.name == "torch.ao.quantization.observer"
-assert mirror.HistogramObserver is torch.ao.quantization.observer.HistogramObserver
-assert mirror.fx._equalize is sys.modules["torch.ao.quantization.fx._equalize"]
-assert type(pickle.loads(pickle.dumps(mirror.default_observer()))) is torch.ao.quantization.observer.MinMaxObserver
-names = {}
-exec("from torch.ao.quantization.quantize_fx import *", names)
-assert names["prepare_fx"] is prepare_fx and names["PrepareCustomConfig"] is quantize_fx.PrepareCustomConfig
-# PyTorch's own modules import PyTorch's own functions.
-import torch.ao.ns._numeric_suite, torch.ao.ns._numeric_suite_fx
-own = torch.ao.ns._numeric_suite_fx.quantize_fx
-assert torch.ao.ns._numeric_suite.prepare.__module__ == "torch.ao.quantization.quantize"
-assert own.prepare_fx is not prepare_fx and own.prepare_fx.__module__ == "torch.ao.quantization.quantize_fx"
-prepared = own.prepare_fx(model, mirror.get_default_qconfig_mapping("x86"), (x,))
-prepared(x)
-assert torch.ao.ns._numeric_suite_fx.extract_weights("one", model, "other", own.convert_fx(prepared))
-assert torch.ao.quantization is mirror and sys.modules["torch.ao.quantization.quantize_fx"] is quantize_fx
-# So do the compiler and the exporters.
-import torch._inductor.compile_fx
-assert torch.allclose(torch.compile(model, backend="aot_eager")(x), model(x), atol=1e-5)
-assert torch.equal(torch.export.export(model, (x,)).module()(x), model(x))
-assert importlib.util.find_spec("torch._inductor.config") and importlib.util.find_spec("torch.nowhere") is None
-# A switch of a program's layers is served under the name that PyTorch documents, and does not take PyTorch's observers.
-from torch.ao.nn.intrinsic.qat import ConvBn2d, freeze_bn_stats
-assert ConvBn2d.__module__ == "torch.ao.nn.intrinsic.qat.modules.conv_fused"
-trained = quantize_fx.prepare_qat_fx(model.train(), mirror.get_default_qat_qconfig_mapping("x86"), (x,))
-trained.apply(freeze_bn_stats)
-assert not any(module.live_batch_norm for module in trained.modules() if hasattr(module, "live_batch_norm"))
-for wrong in (lambda: prepared.apply(mirror.disable_observer), lambda: convert_fx(prepared), lambda: prepare_fx(prepared, None, (x,))):
-    try:
-        wrong()
-    except ConfigurationError as error:
-        assert error.remedy
-    else:
-        raise AssertionError("a model that PyTorch has prepared is taken")
-for line in ("import torch.ao.quantization.nowhere", "from torch.ao.quantization import nothing", "import torch.ao.quantization.tables"):
-    try:
-        exec(line)
-    except ImportError as error:
-        assert not hasattr(error, "remedy"), line
-    else:
-        raise AssertionError(line)
-"""
+OWN_PROGRAM = program("mirror_own_program")
 # A package of the name of torchao, with a part that is mirrored and a part that is not.
 TORCHAO = {
     "__init__.py": "__version__ = '9'",
@@ -232,18 +148,7 @@ TORCHAO = {
     "quantization/pt2e/observer.py": "from . import prepare_pt2e",
     "quantization/pt2e/quantize_pt2e.py": "def prepare_pt2e(): pass\ndef extra(): pass",
 }
-TORCHAO_PROGRAM = """
-import torchao
-from torchao.quantization.pt2e.quantize_pt2e import extra, prepare_pt2e
-import torchao.quantization.pt2e.observer, torchao.other
-
-assert torchao.__version__ == "9" and prepare_pt2e.__module__.startswith("fxquant.")
-assert extra.__module__ == "torchao.quantization.pt2e.quantize_pt2e"
-own = torchao.quantization.own.prepare_pt2e
-assert own is not prepare_pt2e
-assert torchao.quantization.pt2e.observer.prepare_pt2e is own and torchao.other.prepare_pt2e is own
-assert torchao.quantization.pt2e.prepare_pt2e is prepare_pt2e
-"""
+TORCHAO_PROGRAM = program("mirror_torchao_program")
 
 
 @pytest.mark.parametrize("program", [PROGRAM, OWN_PROGRAM, TORCHAO_PROGRAM], ids=["mirrored", "PyTorch's own", "an installed torchao"])

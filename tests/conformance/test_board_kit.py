@@ -17,19 +17,10 @@ from fxquant.analysis.sample import random_batches
 from fxquant.backends.horizon.export import nv12_of
 from fxquant.cli import main
 from fxquant.conformance.manifest import Array, packed, read_arrays
+from tests.shared.programs import program
 
 # Samples come in order: the stand-ins return the rows of answers.npz one after another, and keep what they are given.
-ANSWERS = """
-import pathlib
-import numpy as np
-from types import SimpleNamespace
-answers = {name: list(array) for name, array in np.load(pathlib.Path(__file__).parent / "answers.npz").items()}
-given = []
-def computed(inputs):
-    given.append([(each.dtype.name, each.shape) for each in inputs])
-    pathlib.Path("given.txt").write_text(repr(given))
-    return {name: rows.pop(0)[None] for name, rows in answers.items()}
-"""
+ANSWERS = program("board_kit_answers")
 HOBOT = """
 class Model:
     def forward(self, given):
@@ -38,19 +29,7 @@ def load(path):
     assert path.endswith("model.bin")
     return [Model()]
 """
-INFER = """
-class Infer:
-    def __init__(self, debug):
-        self.inputs = {}
-    def load_model(self, path):
-        assert path.endswith("model.bin")
-    def read_input(self, array, index):
-        self.inputs[index] = array
-    def forward(self):
-        self.values = computed([self.inputs[index] for index in sorted(self.inputs)])
-    def get_output(self):
-        self.outputs = [SimpleNamespace(data=value) for value in self.values.values()]
-"""
+INFER = program("board_kit_infer")
 HBM = """
 class HB_HBMRuntime:
     def __init__(self, path):

@@ -45,6 +45,7 @@ from fxquant.prepared.stage import Stage
 from fxquant.reporting.page import contents
 from tests.shared.contract import all_equal, compiled, flat
 from tests.shared.networks import Network
+from tests.shared.programs import program
 
 TARGETS = ("bayes-e", "nash-e", "x86", "bernoulli")
 IN_C = not isinstance(native.library(), str)  # with any set of instructions; without a compiler fewer kernels are there
@@ -541,16 +542,7 @@ def test_counting_that_differs_from_that_of_pytorch_is_recorded_like_a_kernel(
     assert contents(known()[0], None, {}, [], "")["disagreements"][0][0] == "histograms"
 
 
-FAULT = """
-import pytest, torch
-from tests.kernels import test_kernels as kernels
-
-{mark}
-def test_a_network(monkeypatch):
-    monkeypatch.setattr(kernels.backends, "KERNELS", kernels.only(kernels.Wrong("saturating", {change})))
-    integer, reference = kernels.both(torch.nn.Conv2d(3, 8, 3), "nash-e", kernels.ordinary(2, 3, 9, 9), qconfig=kernels.INT8)
-    kernels.assert_same(integer, reference, kernels.images(2, 3, 9, 9))
-"""
+FAULT = program("kernels_fault")
 
 
 @pytest.mark.sweep(1)
@@ -722,19 +714,7 @@ def test_sums_that_are_outputs_have_kernels_whatever_their_channels(target: str,
         assert {run.because for run in wide} == {"", "no kernel computes clamp_accumulator"}
 
 
-SCRIPT = """
-import torch
-from fxquant.support import offers
-from tests.kernels.test_kernels import Everything, assert_same, both, choices, images, ordinary
-for target in ("bayes-e", "x86"):
-    integer, reference = both(Everything(), target, ordinary(4, 3, 18, 22))
-    assert_same(integer, reference, images(2, 3, 18, 22))
-    assert_same(integer, reference, images(2, 3, 18, 22).sign() * 100)
-    told = {name: choice.because for name, choice in choices(integer).items()}
-    assert "they saturate: it differs" in told["wide"] and "they saturate" not in told["depthwise"], told
-assert offers.RECORDED == []  # that oneDNN saturates there is known
-print("equal")
-"""
+SCRIPT = program("kernels_script")
 
 
 @pytest.mark.nightly
@@ -967,50 +947,7 @@ def test_large_constants_are_looked_at_before_files_are_written(look: str, tmp_p
 
 # ---- forks ------------------------------------------------------------------------------------------------------------
 
-FORKS = """
-import os, select, sys, threading, torch, fxquant as fxq
-from torch import nn
-torch.set_num_threads(1)
-model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
-x = torch.randn(4, 3, 8, 8)
-integer = fxq.quantize(model, [x], target="nash-e").integer
-wanted = integer(x)
-runner = integer.__dict__["_fxquant_runner"]
-
-def forked(action):
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            action()
-            os.write(write, b"1")
-        finally:
-            os._exit(0)
-    os.close(write)
-    answered = bool(select.select([read], [], [], 20)[0]) and os.read(read, 1) == b"1"
-    if not answered:
-        os.kill(child, 9)
-    os.waitpid(child, 0)
-    os.close(read)
-    return answered
-
-def held(lock):
-    inside, leave = threading.Event(), threading.Event()
-    def hold():
-        with lock:
-            inside.set()
-            leave.wait()
-    thread = threading.Thread(target=hold)
-    thread.start()
-    inside.wait()
-    return leave, thread
-
-def runs():
-    assert torch.equal(integer(x), wanted) and torch.equal(integer(x), wanted)
-
-def compiles():
-    assert torch.equal(fxq.quantize(model, [x], target="nash-e").integer(x), wanted)
-"""
+FORKS = program("kernels_forks")
 
 
 LOCKS = {
@@ -1021,23 +958,7 @@ LOCKS = {
 }
 
 
-COLLECTION = """
-import gc
-from fxquant.ir.model import collection_paused
-from tests.shared.networks import Network
-leave, thread = held(collection_paused())
-def collects():
-    assert gc.isenabled()  # the compilation of the other thread does not go on in the child
-    compiles()
-    assert gc.isenabled()
-print(not gc.isenabled() and forked(collects))
-leave.set()
-thread.join()
-print(gc.isenabled())
-with collection_paused():
-    print(forked(lambda: 1 / int(not gc.isenabled())))
-print(gc.isenabled())
-"""
+COLLECTION = program("kernels_collection")
 
 
 @pytest.mark.nightly

@@ -15,42 +15,10 @@ from torch import Tensor, fx
 import fxquant as fxq
 from fxquant.ir.graph import shape_of
 from fxquant.ir.integer import qparams
+from tests.shared.programs import program
 
 PROGRAMS = ("hb_mapper", "hb_extract_hbm", "hbdk-disas", "hbdk-sim", "hbdk-perf", "python")
-SCRIPT = """#!{python}
-import json, os, pathlib, shutil, signal, sys
-here, program = pathlib.Path(sys.argv[0]).resolve().parent, pathlib.Path(sys.argv[0]).name
-told = json.loads((here / "told.json").read_text())
-with open(here / "calls.txt", "a") as calls:
-    print(program, *sys.argv[1:], file=calls)
-pathlib.Path(program + ".log").write_text("as the vendor's programs do, in the current folder")
-if program == "hb_mapper":
-    for line in told["log"]:
-        print(line, flush=True)
-    if told["signal"]:
-        os.kill(os.getpid(), told["signal"])
-    if told["makes"]:
-        folder = pathlib.Path("model_output")
-        folder.mkdir(exist_ok=True)
-        name = pathlib.Path(sys.argv[-1]).stem
-        (folder / (name + ".bin")).write_text("program")
-        if (here / "quantized.onnx").exists():
-            shutil.copy(here / "quantized.onnx", folder / (name + "_quantized_model.onnx"))
-    sys.exit(told["code"])
-if program == "hb_extract_hbm":
-    pathlib.Path("model.hbm").write_text("programs")
-if program == "hbdk-disas":
-    pathlib.Path(sys.argv[-1]).write_text(json.dumps(told["programs"]))
-if program == "hbdk-sim":
-    for index, values in enumerate(told["outputs"]):
-        text = "# elements" + chr(10) + " ".join(map(str, values))
-        pathlib.Path("out", "hbdk_output%d_y_elem_int.txt" % index).write_text(text)
-if program == "hbdk-perf":
-    for summary in told["figures"]:
-        pathlib.Path(sys.argv[3], summary["model name"] + ".json").write_text(json.dumps({{"summary": summary}}))
-if program == "python":
-    sys.exit(told["python"])
-"""
+SCRIPT = program("horizon_tool_script")
 DATE = "2026-01-01 10:00:00,000"
 
 
@@ -62,9 +30,9 @@ class FakeTool:
         self.told: dict[str, Any] = {"log": [], "signal": 0, "makes": True, "code": 0, "python": 3}
         self.told.update(programs=[], outputs=[], figures=[])
         folder.mkdir()
-        for program in PROGRAMS:
-            (folder / program).write_text(SCRIPT.format(python=sys.executable), encoding="utf-8")
-            (folder / program).chmod(0o755)
+        for name in PROGRAMS:
+            (folder / name).write_text(SCRIPT.format(python=sys.executable), encoding="utf-8")
+            (folder / name).chmod(0o755)
         self.tell()
 
     def tell(self, **changed: Any) -> None:
