@@ -175,7 +175,8 @@ def with_own(passes: Sequence[Pass], own: Mapping[str, Sequence[Callable[..., in
 def check_until(until: str | Stage | None, passes: Sequence[Pass]) -> None:
     """Raise ConfigurationError if `until` is neither the name of a pass nor a stage that the passes reach."""
     names, stages = [step.name for step in passes], dict.fromkeys(step.reaches for step in passes)
-    if until is not None and until not in (stages if isinstance(until, Stage) else (*names, *FORMER)):
+    reached = stages if isinstance(until, Stage) else [*names, *FORMER] if isinstance(until, str) else ()
+    if until is not None and until not in reached:
         because = f"the passes are {', '.join(names)}, and the stages they reach {', '.join(stage.name for stage in stages)}"
         remedy = "pass the name of a pass, or a fxq.results.Stage that is reached"
         raise ConfigurationError(f"until={shown(until)} names no pass", because=because, remedy=remedy)

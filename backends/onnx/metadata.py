@@ -198,7 +198,7 @@ def read_model(path: Path) -> onnx.ModelProto:
         model = onnx.load(str(path), load_external_data=False)
         _require(all(isinstance(text, str) for text in _texts(model)), "a name in it is not a text")
         return model
-    except (OSError, DecodeError, Unusable) as error:
+    except (OSError, ValueError, DecodeError, Unusable) as error:
         because = str(error).splitlines()[0] or type(error).__name__
         remedy = "pass a file written by fxq.export_onnx"
         raise ExportError(f"{path} cannot be read as ONNX", because=because, remedy=remedy) from None

@@ -255,7 +255,7 @@ def batch_dimensions(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
     if dynamic_shapes is None or dynamic_shapes is True:
         first = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
         return tuple(0 if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == first else None for leaf in leaves)
-    if dynamic_shapes is False or dynamic_shapes == {}:
+    if dynamic_shapes is False or (isinstance(dynamic_shapes, dict) and not dynamic_shapes):
         return (None,) * len(leaves)
     if isinstance(dynamic_shapes, torch.export.ShapesCollection | torch.export.AdditionalInputs):
         dynamic_shapes = dynamic_shapes.dynamic_shapes(model, args, dict(kwargs))  # type: ignore[no-untyped-call]

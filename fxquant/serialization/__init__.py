@@ -88,7 +88,7 @@ def load_file(path: str | os.PathLike[str], target_of: TargetOf) -> fx.GraphModu
     """Return the model, or the observations, in a file. Raises ExportError if there are none that this fxquant saved."""
     try:
         content = Path(path).read_bytes()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a ValueError: it has a NUL character
         raise ExportError(f"{path} cannot be read", because=str(error), remedy="pass the path of a file that fxq.save wrote") from error
     try:
         return _read(*unpack(content), target_of)
