@@ -88,6 +88,7 @@ class Target:
     recurrent names the dtypes that the tensors inside of its recurrences may have besides.
     normalizes_items is whether norms first bring the items of a batch to one magnitude, by operators that it runs on 16 bits.
     roofline holds the peak rates of its chip, for `fxq.estimate`; None if they are those of the machine.
+    compiler names the program of the chip's vendor whose programs compute its integers, for `export_horizon`; None if there is none.
     """
 
     name: str
@@ -105,6 +106,7 @@ class Target:
     dynamic: bool = False
     normalizes_items: bool = True
     recurrent: tuple[str, ...] = ()
+    compiler: str | None = None
 
     def __post_init__(self) -> None:
         if not self.arithmetic.adds_zero_points and any(ACTIVATION_TYPES[name].affine for name in self.activations):
@@ -126,7 +128,7 @@ class Target:
             because = f"a variant says how residuals are added: {' or '.join(map(repr, RESIDUALS))}"
             remedy = f'append one of them to the target, as in "{self.name}/{RESIDUALS[0]}", or nothing'
             raise ConfigurationError(f"{self.name} has no variant {how!r}", because=because, remedy=remedy)
-        return replace(self, name=f"{self.name}/{how}", arithmetic=replace(self.arithmetic, residual=how))
+        return replace(self, name=f"{self.name}/{how}", compiler=None, arithmetic=replace(self.arithmetic, residual=how))
 
     def computes_in_float16(self, name: str) -> bool:
         """Return whether it computes an operator of this name in float16: a function's, or a module's class ("LayerNorm")."""

@@ -1,11 +1,12 @@
 """Horizon's BPU: the complete target of each march. The arithmetic is specified in ARITHMETIC.md."""
 
 from dataclasses import replace
+from typing import Any
 
-from fxquant.backends.bpu.limits import FLOAT16, limited, with_rooflines
+from fxquant.backends.bpu import limits as chips
 from fxquant.numerics.grids import FixedWidths, MeasuredWidths
 from fxquant.primitives.arithmetic import LAYER, PRODUCT, READ_ONCE, SUM, FixedArithmetic, RealArithmetic, ShiftedSums
-from fxquant.target import Target
+from fxquant.target import Limit, Roofline, Target
 
 _SHORT = FixedWidths(intermediate_bits=16, multiplier_bits=15, first_shift=True)
 WIDTHS = {
@@ -65,13 +66,16 @@ WEIGHTS = ("int4", "int8")
 WEIGHTS_16 = ("int4", "int8", "int16")
 
 
-def _fixed(name: str, description: str, arithmetic: FixedArithmetic, activations: tuple[str, ...], *aliases: str) -> Target:
-    words = f"BPU {description}: fixed-point requantization"
-    return Target(name, words, arithmetic, activations, WEIGHTS, aliases=aliases, normalizes_items=False)
+def _fixed(
+    name: str, arithmetic: FixedArithmetic, dtypes: tuple[str, ...], limits: tuple[Limit, ...], roofline: Roofline, *aliases: str
+) -> Target:
+    words, row = f"BPU {name.capitalize()}: fixed-point requantization", {"limits": limits, "roofline": roofline, "aliases": aliases}
+    return Target(name, words, arithmetic, dtypes, WEIGHTS, normalizes_items=False, compiler="hb_mapper", **row)  # type: ignore[arg-type]
 
 
-def _nash(name: str, description: str, *aliases: str, float16: frozenset[str] = frozenset()) -> Target:
-    return Target(name, f"BPU {description}: float32 requantization", REAL, ACTIVATIONS_16, WEIGHTS_16, aliases=aliases, float16=float16)
+def _nash(name: str, roofline: Roofline, *aliases: str, float16: frozenset[str] = frozenset()) -> Target:
+    row: dict[str, Any] = {"limits": chips.NASH, "roofline": roofline, "aliases": aliases, "float16": float16, "compiler": "hb_compile"}
+    return Target(name, f"BPU {name.capitalize()}: float32 requantization", REAL, ACTIVATIONS_16, WEIGHTS_16, **row)
 
 
 def _consistent(target: Target, level: int) -> Target:
@@ -87,25 +91,23 @@ def _consistent(target: Target, level: int) -> Target:
         arithmetic=replace(REAL, power_of_two_scales=True, power_of_two_weights=level == 2),
         aliases=tuple(f"{alias}-level{level}" for alias in target.aliases),
         consistency=level,
+        compiler=None,
     )
 
 
-NASH_E = _nash("nash-e", "Nash-e", "j6e", "s100", "rdk-s100", "nash-e-level0")
-NASH_M = _nash("nash-m", "Nash-m", "j6m", "s100p", "rdk-s100p", "nash-m-level0")
+NASH_E = _nash("nash-e", chips.JOURNEY_6E, "j6e", "s100", "rdk-s100", "nash-e-level0")
+NASH_M = _nash("nash-m", chips.JOURNEY_6M, "j6m", "s100p", "rdk-s100p", "nash-m-level0")
+SHIFTED = "BPU Bernoulli: power-of-two scales, requantization by shifting"
 
-TARGETS = with_rooflines(
-    limited(
-        Target(
-            "bernoulli", "BPU Bernoulli: power-of-two scales, requantization by shifting", SHIFT, ACTIVATIONS, WEIGHTS, aliases=("xj2",)
-        ),
-        _fixed("bernoulli2", "Bernoulli2", CHIP_8, ACTIVATIONS, "x3", "j3", "rdk-x3"),
-        _fixed("bayes", "Bayes", CHIP, ACTIVATIONS_16, "j5", "rdk-ultra"),
-        _fixed("bayes-e", "Bayes-e", CHIP, ACTIVATIONS_16, "x5", "rdk-x5"),
-        NASH_E,
-        NASH_M,
-        _nash("nash-b", "Nash-b", "j6b", "nash-b-lite", "nash-b-plus"),
-        _nash("nash-p", "Nash-p", "j6p", float16=FLOAT16),
-        _nash("nash-h", "Nash-h", "j6h", float16=FLOAT16),
-        *(_consistent(target, level) for target in (NASH_E, NASH_M) for level in (1, 2)),
-    )
+TARGETS = (
+    Target("bernoulli", SHIFTED, SHIFT, ACTIVATIONS, WEIGHTS, aliases=("xj2",), roofline=chips.JOURNEY_2),
+    _fixed("bernoulli2", CHIP_8, ACTIVATIONS, chips.BERNOULLI2, chips.JOURNEY_3, "x3", "j3", "rdk-x3"),
+    _fixed("bayes", CHIP, ACTIVATIONS_16, chips.BAYES, chips.JOURNEY_5, "j5", "rdk-ultra"),
+    _fixed("bayes-e", CHIP, ACTIVATIONS_16, chips.BAYES, chips.RDK_X5, "x5", "rdk-x5"),
+    NASH_E,
+    NASH_M,
+    _nash("nash-b", chips.JOURNEY_6B, "j6b", "nash-b-lite", "nash-b-plus"),
+    _nash("nash-p", chips.JOURNEY_6P, "j6p", float16=chips.FLOAT16),
+    _nash("nash-h", chips.JOURNEY_6H, "j6h", float16=chips.FLOAT16),
+    *(_consistent(target, level) for target in (NASH_E, NASH_M) for level in (1, 2)),
 )

@@ -13,12 +13,10 @@ are published. For Nash the published tables give dtypes rather than sizes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from fxquant.target import Limit, Roofline, Target
+from fxquant.target import Limit, Roofline
 
 CONVOLUTION = "conv2d"
 TRANSPOSED = "conv_transpose2d"
@@ -189,13 +187,6 @@ NASH = (
     _absent("conv_transpose1d conv_transpose3d avg_pool1d avg_pool3d max_pool3d", "use the two-dimensional layer"),
 )
 
-LIMITS = {"bernoulli2": BERNOULLI2, "bayes": BAYES, "bayes-e": BAYES, "nash": NASH}
-
-
-def limited(*targets: Target) -> tuple[Target, ...]:
-    """Return the targets, each with its known limits."""
-    return tuple(replace(target, limits=LIMITS.get("nash" if target.name.startswith("nash") else target.name, ())) for target in targets)
-
 
 # ---- the peak rates of the chips
 #
@@ -204,37 +195,24 @@ def limited(*targets: Target) -> tuple[Target, ...]:
 # No source says what fraction of the peak a program reaches.
 
 
-def _peak(tops: float, bits: int, megatransfers: int, source: str, assumed: bool = True) -> Roofline:
+def peak(tops: float, bits: int, megatransfers: int, source: str, assumed: bool = True) -> Roofline:
+    """Return the rates of a chip by its published TOPS, the width of its memory in bits, and the memory's million transfers a second."""
     return Roofline(tops * 1e12 / 2, bits / 8 * megatransfers * 1e6, source, assumed)
 
 
-# By march name or prefix: the longest key that the target's name begins with is used.
-ROOFLINES: Mapping[str, Roofline] = {
-    "bernoulli": _peak(4, 32, 2400, "Journey 2: 4 TOPS (the vendor's announcement, 2019); memory assumed, 32 bits of LPDDR4-2400"),
-    "bernoulli2": _peak(
-        5, 32, 3200, "Journey 3: 5 TOPS, 32 bits of memory at 3200 MT/s (eet-china.com/mp/a330998.html); X3 is the same", assumed=False
-    ),
-    "bayes": _peak(
-        128, 128, 3200, "Journey 5: 128 TOPS (42how.com, 2021-07-31), RDK Ultra 96; memory assumed, 128 bits of LPDDR4 at 3200 MT/s"
-    ),
-    "bayes-e": _peak(10, 32, 4266, "RDK X5: 10 TOPS (the vendor's announcement); memory assumed, 32 bits of LPDDR4-4266"),
-    "nash-e": _peak(
-        80, 96, 6400, "Journey 6E, RDK S100: 80 TOPS (the vendor's announcement, 2024); memory assumed, 96 bits of LPDDR5-6400"
-    ),
-    "nash-m": _peak(128, 96, 6400, "Journey 6M, RDK S100P: 128 TOPS (the same); memory assumed, 96 bits of LPDDR5-6400"),
-    "nash-b": _peak(18, 32, 4266, "Journey 6B: 18 TOPS (the same); memory assumed, 32 bits of LPDDR4X-4266"),
-    "nash-p": _peak(560, 256, 6400, "Journey 6P: 560 TOPS (chinaevtimes.com, 2025-07-22); memory assumed, 256 bits of LPDDR5-6400"),
-    "nash-h": _peak(420, 192, 6400, "Journey 6H: 420 TOPS (the vendor's announcement, 2024); memory assumed, 192 bits of LPDDR5-6400"),
-}
-
-
-def with_rooflines(targets: tuple[Target, ...]) -> tuple[Target, ...]:
-    """Return the targets, each with the peak rates of its chip where they are known."""
-    return tuple(replace(target, roofline=_of(target.name)) for target in targets)
-
-
-def _of(target: str) -> Roofline | None:
-    return ROOFLINES.get(max((name for name in ROOFLINES if target.startswith(name)), key=len, default=""))
+JOURNEY_2 = peak(4, 32, 2400, "Journey 2: 4 TOPS (the vendor's announcement, 2019); memory assumed, 32 bits of LPDDR4-2400")
+JOURNEY_3 = peak(
+    5, 32, 3200, "Journey 3: 5 TOPS, 32 bits of memory at 3200 MT/s (eet-china.com/mp/a330998.html); X3 is the same", assumed=False
+)
+JOURNEY_5 = peak(
+    128, 128, 3200, "Journey 5: 128 TOPS (42how.com, 2021-07-31), RDK Ultra 96; memory assumed, 128 bits of LPDDR4 at 3200 MT/s"
+)
+RDK_X5 = peak(10, 32, 4266, "RDK X5: 10 TOPS (the vendor's announcement); memory assumed, 32 bits of LPDDR4-4266")
+JOURNEY_6E = peak(80, 96, 6400, "Journey 6E, RDK S100: 80 TOPS (the vendor's announcement, 2024); memory assumed, 96 bits of LPDDR5-6400")
+JOURNEY_6M = peak(128, 96, 6400, "Journey 6M, RDK S100P: 128 TOPS (the same); memory assumed, 96 bits of LPDDR5-6400")
+JOURNEY_6B = peak(18, 32, 4266, "Journey 6B: 18 TOPS (the same); memory assumed, 32 bits of LPDDR4X-4266")
+JOURNEY_6P = peak(560, 256, 6400, "Journey 6P: 560 TOPS (chinaevtimes.com, 2025-07-22); memory assumed, 256 bits of LPDDR5-6400")
+JOURNEY_6H = peak(420, 192, 6400, "Journey 6H: 420 TOPS (the vendor's announcement, 2024); memory assumed, 192 bits of LPDDR5-6400")
 
 
 # ---- The float16 operators of Nash-p and Nash-h: every operator of their export that has no integer form, except sums of products

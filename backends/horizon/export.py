@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
+from fxquant import backends
 from fxquant.analysis.explain import refused
 from fxquant.analysis.recording import returned
 from fxquant.backends.onnx.export import check_arguments, save_models
@@ -29,6 +30,7 @@ from fxquant.primitives.quantization import dequantize
 from fxquant.support import logger
 from fxquant.support.arguments import FOLDER, POSITIVE, TEXT, checked, checked_class, choice, such
 from fxquant.support.progress import working
+from fxquant.target import Target
 
 # ---- The files that each of the vendor's compilers reads: one record for hb_mapper, one for hb_compile -----------------
 #
@@ -44,8 +46,7 @@ README = "README.txt"
 class Format:
     """The files of one compiler.
 
-    compiler       its command
-    marches        the targets that it compiles for
+    compiler       its command, which targets name in their rows
     writer, opset  the class that writes the ONNX file, and its opset
     highest        the highest level of its optimization
     commands       the script, with names in braces
@@ -54,7 +55,6 @@ class Format:
     """
 
     compiler: str
-    marches: tuple[str, ...]
     writer: type[HorizonWriter]
     opset: int
     highest: str
@@ -62,10 +62,14 @@ class Format:
     unknown: tuple[str, ...] = ()
     untried: str | None = None
 
+    @property
+    def marches(self) -> tuple[str, ...]:
+        """Return the names of the targets whose integers its programs compute."""
+        return tuple(target.name for target in backends.TARGETS.values() if target.compiler == self.compiler)
+
 
 HB_MAPPER = Format(
     "hb_mapper",
-    ("bernoulli2", "bayes", "bayes-e"),
     HorizonWriter,
     OPSET,
     "O3",
@@ -80,7 +84,6 @@ hb_perf {output}/{name}.bin
 )
 HB_COMPILE = Format(
     "hb_compile",
-    ("nash-e", "nash-m", "nash-b", "nash-p", "nash-h"),
     CalibratedWriter,
     CALIBRATED_OPSET,
     "O2",
@@ -99,7 +102,7 @@ Compare the outputs of the .hbm with those of the integer model before you rely 
 """,
 )
 ONE_CORE = ("bayes-e",)
-FORMATS = {march: format for format in (HB_MAPPER, HB_COMPILE) for march in format.marches}
+FORMATS = {format.compiler: format for format in (HB_MAPPER, HB_COMPILE)}
 
 
 # ---- Images from a camera as the input of a compiled program ---------------------------------------------------------
@@ -120,8 +123,8 @@ def check_camera(integer: fx.GraphModule, camera: str) -> None:
     shape: tuple[Any, ...] = getattr(fact(first), "shape", ())
     wrong = [user for user in first.users if qparams(user) != QParams(1.0, "int8")]
     because = None
-    if integer.meta["target"].name not in HB_MAPPER.marches:
-        because = f"files with a camera are not written for {FORMATS[integer.meta['target'].name].compiler}"
+    if (compiler := integer.meta["target"].compiler) != HB_MAPPER.compiler:
+        because = f"files with a camera are not written for {compiler}"
     elif others:
         because = f"it has {1 + len(others)} inputs, and one alone may come from a camera"
     elif len(shape) != 4 or shape[1] != 3:
@@ -221,14 +224,14 @@ def export_horizon(
     the range of its grid.
     """
     check_arguments(integer, "qdq", "float", OPSET)
-    target = integer.meta["target"].name
+    target = integer.meta["target"]
     check_march(target)
-    if options.core_num > 1 and target in ONE_CORE:
-        because = f"{target} has one core, and its compiler refuses a model on more"
+    if options.core_num > 1 and target.name in ONE_CORE:
+        because = f"{target.name} has one core, and its compiler refuses a model on more"
         raise ConfigurationError(f"core_num={options.core_num} cannot be used", because=because, remedy="leave core_num out")
     if not returned(integer):
         raise ExportError("there is nothing to write", because="the model returns no tensor", remedy="return a tensor in forward")
-    format = FORMATS[target]
+    format = FORMATS[target.compiler]
     if camera is not None:
         check_camera(integer, camera)
     for error in refusals(integer):
@@ -244,7 +247,7 @@ def export_horizon(
     inputs = {info.name: {"shape": fixed_shape(info), "type": camera or "float32"} for info in model.graph.input}
     operators = [node for node in integer.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
     sources = {node.name: source(node) for node in operators if node.target not in PRIMITIVES or operation(node) is not None}
-    layers = {"name": name, "march": target, "layers": sources, "inputs": inputs, "outputs": _outputs(integer, model, options)}
+    layers = {"name": name, "march": target.name, "layers": sources, "inputs": inputs, "outputs": _outputs(integer, model, options)}
     directory = Path(folder)
     beside = {
         f"{name}.yaml": _configuration(integer, model, name, options, camera),
@@ -254,7 +257,7 @@ def export_horizon(
     if format.untried is not None:
         beside[README] = format.untried
         logger.warning(
-            "the files for %s follow public documents of %s, and no compiler has tried them: see %s", target, format.compiler, README
+            "the files for %s follow public documents of %s, and no compiler has tried them: see %s", target.name, format.compiler, README
         )
     save_models({f"{name}.onnx": model}, directory, None, beside)
     (directory / SCRIPT).chmod(0o755)
@@ -277,7 +280,7 @@ def refusals(integer: fx.GraphModule) -> list[ExportError]:
 
 def _configuration(integer: fx.GraphModule, model: Any, name: str, options: HorizonOptions, camera: str | None) -> str:
     march, inputs = integer.meta["target"].name, model.graph.input
-    image, format = camera is not None, FORMATS[march]
+    image, format = camera is not None, FORMATS[integer.meta["target"].compiler]
     level = min(options.optimize_level, format.highest)
     if level != options.optimize_level:
         logger.info("%s is replaced by %s, the highest level of %s", options.optimize_level, level, format.compiler)
@@ -317,7 +320,7 @@ def _outputs(integer: fx.GraphModule, model: Any, options: HorizonOptions) -> di
         entry = described[output.name] = {"shape": shape, "layout": options.layout if len(shape) == 4 else None}
         if options.outputs == "integer":
             grid = qparams(node.all_input_nodes[0]) if node.target is dequantize else None
-            if grid is None or integer.meta["target"].name not in HB_MAPPER.marches:
+            if grid is None or integer.meta["target"].compiler != HB_MAPPER.compiler:
                 raise ConfigurationError(
                     f"the output {output.name!r} cannot be an integer",
                     because=f"%{node.name} is computed in float, on the processor",
@@ -328,10 +331,11 @@ def _outputs(integer: fx.GraphModule, model: Any, options: HorizonOptions) -> di
     return described
 
 
-def check_march(name: str) -> None:
-    """Raise ConfigurationError if no compiler of the vendor's computes the integers of the target of this name."""
-    if name not in FORMATS:
-        because = f"they compile for {', '.join(FORMATS)}, and their programs compute other integers than {name}"
+def check_march(target: Target) -> None:
+    """Raise ConfigurationError if no compiler of the vendor's computes the integers of the target."""
+    name, marches = target.name, [march for format in FORMATS.values() for march in format.marches]
+    if target.compiler is None:
+        because = f"they compile for {', '.join(marches)}, and their programs compute other integers than {name}"
         remedy = "prepare the model for one of them, or write it with fxq.export_onnx(style='qdq')"
         raise ConfigurationError(f"an integer model of {name} cannot be written for the vendor's compilers", because=because, remedy=remedy)
 

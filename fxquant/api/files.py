@@ -154,4 +154,4 @@ def check_horizon(target: str) -> None:
     """Raise ConfigurationError if there is no target of this name, or `export_horizon` cannot write its integer models."""
     from fxquant.backends.horizon.export import check_march
 
-    check_march(backends.get(target).name)
+    check_march(backends.get(target))

@@ -14,8 +14,10 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant import backends
+from fxquant.backends.bpu import _nash
 from fxquant.ir.integer import Constant, operation
 from fxquant.search.bit_widths import Budget
+from fxquant.target import Roofline
 from tests.shared.contract import NOT_LOWERED, compiled, graph_values
 from tests.shared.written import written
 
@@ -266,6 +268,16 @@ def test_every_march_has_rates_that_say_where_they_are_from() -> None:
     rates = backends.get("bernoulli2").roofline  # 5 TOPS, of which a multiply-accumulate is two; 32 bits at 3200 MT/s
     assert rates is not None
     assert (rates.macs_per_second, rates.bytes_per_second) == (2.5e12, 12.8e9)
+
+
+def test_a_march_is_one_row(tmp_path: Path) -> None:
+    """A row that is in no table besides has limits and rates, and files for the compiler that it names."""
+    row = _nash("nash-x", Roofline(1e12, 1e10, "X: 2 TOPS"), "x9")
+    model, x = written(lambda m, x: m.pool(m.layer(x)), layer=nn.Conv2d(3, 4, 1), pool=nn.MaxPool2d(2, dilation=2)), torch.randn(2, 3, 8, 8)
+    assert [found.limit for found in fxq.check(model, x, row)] == ["its dilation is 2; nash-x allows at most 1"]
+    integer = compiled(model, [x], row).integer
+    assert fxq.estimate(integer).roofline.source == "X: 2 TOPS"
+    assert any("nash-x" in file.read_text(encoding="utf-8") for file in fxq.board.export_horizon(integer, tmp_path).parent.rglob("*.yaml"))
 
 
 def test_a_page_stands_alone(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx
 
 import fxquant as fxq
+from fxquant import backends
 from fxquant.analysis.explain import operator_runs
 from fxquant.analysis.layers import HOST
 from fxquant.analysis.recording import runner_of
@@ -340,7 +341,7 @@ def devices(network: str, target: str) -> dict[str, Count]:
         "operators on the target": counted(len(layers), ((layer.operator, layer.name) for layer in layers if layer.device == HOST)),
         "segments": counted(None, ((segment.device, segment.nodes[0]) for segment in segments)),
     }
-    if target not in FORMATS:
+    if backends.get(target).compiler is None:
         return found
     refused = ((str(error).splitlines()[0], "") for error in refusals(integer))
     return found | {"nodes that the vendor's compiler refuses": counted(None, refused)}
@@ -348,7 +349,7 @@ def devices(network: str, target: str) -> dict[str, Count]:
 
 def board_file(network: str, target: str) -> dict[str, Count]:
     """Count the nodes of the file that the vendor's compiler takes, and those among them that run on the processor."""
-    integer, format = compiled(network, target).integer, FORMATS[target]
+    integer, format = compiled(network, target).integer, FORMATS[str(backends.get(target).compiler)]
     model = format.writer(integer, "float", format.opset).write(None, None)
     nodes, processor = _nodes(model), set(float_nodes(integer, model))
     beside = counted(None, (node for node in nodes if node[1] in processor))
