@@ -259,7 +259,7 @@ def calibrate(
         names = ", ".join(f"%{each.name} ({each.state.value})" for each in out)
         logger.info("left out of calibration, by the state they are in: %s", names)
     with having(out, left_out=True), timed("calibration"):
-        inside = inside_operators(prepared)
+        inside, gradients = inside_operators(prepared), torch.is_grad_enabled()
         before = Snapshot(inside, tensors_of(module for module in inside if not isinstance(module, calibration.OBSERVED)))
         samples = FirstSamples(prepared, options)
         if samples.lost and not only_missing and (samples.rounds or samples.corrects):
@@ -284,6 +284,7 @@ def calibrate(
                 warn_of_lost_inputs(prepared, samples.first_inputs)
             samples.remember(ended=True)
         except BaseException:
+            torch.set_grad_enabled(gradients)
             before.restore()
             samples.remember(ended=False)
             if samples.batches:

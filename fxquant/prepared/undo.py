@@ -72,10 +72,11 @@ def all_or_nothing(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         modules = [module for model in args if isinstance(model, nn.Module) for module in inside_operators(model)]
-        before = Snapshot(modules, tensors_of(modules))
+        before, gradients = Snapshot(modules, tensors_of(modules)), torch.is_grad_enabled()
         try:
             return function(*args, **kwargs)
         except BaseException:
+            torch.set_grad_enabled(gradients)  # PyTorch's no_grad leaves them off where an interrupt meets it just as it begins
             before.restore()
             raise
 
