@@ -259,7 +259,7 @@ def calibrate(
         names = ", ".join(f"%{each.name} ({each.state.value})" for each in out)
         logger.info("left out of calibration, by the state they are in: %s", names)
     with having(out, left_out=True), timed("calibration"):
-        inside, gradients = inside_operators(prepared), torch.is_grad_enabled()
+        inside = inside_operators(prepared)
         before = Snapshot(inside, tensors_of(module for module in inside if not isinstance(module, calibration.OBSERVED)))
         samples = FirstSamples(prepared, options)
         if samples.lost and not only_missing and (samples.rounds or samples.corrects):
@@ -268,24 +268,17 @@ def calibrate(
                 " by the samples of this call alone; to have what one call gives, calibrate a model that fxq.prepare has just returned"
             )
         try:
-            with timed("observing"):
-                observed = calibration.calibrate(
-                    prepared,
-                    batches,
-                    num_batches,
-                    only_missing=only_missing,
-                    options=options,
-                    show_progress=show_progress,
-                    samples=samples,
-                    first=by_first_batch(prepared, options.distributed) if options.equalize else None,
-                )
-            if observed:
-                samples.use(options.distributed, show_progress)
-                warn_of_lost_inputs(prepared, samples.first_inputs)
-            samples.remember(ended=True)
+            with before:
+                with timed("observing"):
+                    observed = calibration.calibrate(
+                        prepared, batches, num_batches, only_missing=only_missing, options=options, show_progress=show_progress,
+                        samples=samples, first=by_first_batch(prepared, options.distributed) if options.equalize else None,
+                    )  # fmt: skip
+                if observed:
+                    samples.use(options.distributed, show_progress)
+                    warn_of_lost_inputs(prepared, samples.first_inputs)
+                samples.remember(ended=True)
         except BaseException:
-            torch.set_grad_enabled(gradients)
-            before.restore()
             samples.remember(ended=False)
             if samples.batches:
                 logger.warning("%s", _interrupted(prepared, samples.batches))
@@ -296,9 +289,9 @@ def calibrate(
 def _interrupted(prepared: fx.GraphModule, batches: int) -> str:
     """Return a sentence about a model whose calibration has not ended."""
     observing = any(operator.state is State.CALIBRATE for operator in quantized_operators(prepared).values())
-    state = "is in state CALIBRATE as before, computes in float, and observes what it is given" if observing else "is as it was before"
+    state = "in state CALIBRATE as before, computes in float, and observes what it is given" if observing else "as it was before"
     return (
-        f"calibration was stopped after {batches} batch{'es' * (batches > 1)}, which it has observed; otherwise the model {state};"
+        f"calibration was stopped after {batches} batch{'es' * (batches > 1)}, which it has observed; otherwise the model is {state};"
         " fxq.calibrate with the other batches, or with [] if there are none, ends as one call would"
     )
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import index
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -159,23 +159,17 @@ def select(operators: Mapping[str, QuantizedOperator], names: list[str]) -> list
 OBSERVED = Observer, ChannelFactors  # modules that hold what batches have shown, which stays where a calibration does not end
 
 
-class Samples(Protocol):
-    """Keeps samples of the batches that are observed, in attributes that it replaces and does not change in place."""
-
-    def take(self, inputs: Sequence[Any]) -> None:
-        """Take the model's inputs of the next batch."""
-
-
 @torch.no_grad()
 def calibrate(
     prepared: fx.GraphModule, batches: Iterable[Any], num_batches: int | None = None, *, only_missing: bool, options: Options,
-    show_progress: bool | None, samples: Samples, first: Callable[[list[Any] | None], None] | None = None,
+    show_progress: bool | None, samples: Any, first: Callable[[list[Any] | None], None] | None = None,
 ) -> bool:  # fmt: skip
     """Observe the batches as `fxq.calibrate` says, without corrections; return whether any batch was asked for.
 
     Operators that are `left_out` keep their state and their scales. `first` is called with the first batch before that is observed, or
-    with None on a rank without batches; `samples` take every batch after that is observed. A batch in which anything is raised is not
-    observed, and channels are not multiplied by it. Without batches scales are set from what was observed before and is not in them yet.
+    with None on a rank without batches; `samples.take` with every batch after that is observed. Where anything is raised in a batch,
+    observers, the factors of channels and the attributes of `samples` are as before it. Without batches scales are set from what was
+    observed before and is not in them yet.
     """
     require_prepared(prepared)
     open_ = [operator for operator in quantized_operators(prepared).values() if not operator.left_out]
@@ -194,8 +188,7 @@ def calibrate(
         try:
             for batch in progress(first_batches(batches, num_batches), length(batches, num_batches), "calibrating", show_progress):
                 arguments = model_inputs(prepared, options.inputs(batch), count)
-                before = _observations(prepared, samples)
-                try:
+                with _observations(prepared, samples):
                     if first is not None:
                         prelude, first = first, None
                         with timed("equalizing channels"):
@@ -204,9 +197,6 @@ def calibrate(
                         prepared(**by_name(prepared, arguments))
                     samples.take(arguments)
                     count += 1
-                except BaseException:
-                    before.restore()
-                    raise
         finally:
             if first is not None:
                 first(None)  # no other rank waits for this one
@@ -223,12 +213,11 @@ def calibrate(
     return True
 
 
-def _on_all_ranks(prepared: nn.Module, observe: Callable[[], int], samples: Samples) -> int:
+def _on_all_ranks(prepared: nn.Module, observe: Callable[[], int], samples: Any) -> int:
     """Observe, and merge the observations of all ranks; earlier observations count once, as rank 0 has them."""
     ranks.require_equal(prepared)
     observers = {path: module for path, module in prepared.named_modules() if isinstance(module, Observer)}
-    before = _observations(prepared, samples)
-    try:
+    with _observations(prepared, samples):
         if ranks.index() > 0:
             for observer in observers.values():
                 observer.reset()
@@ -238,12 +227,9 @@ def _on_all_ranks(prepared: nn.Module, observe: Callable[[], int], samples: Samp
             ranks.merge(observers, None)
             raise
         return ranks.merge(observers, count)
-    except BaseException:
-        before.restore()
-        raise
 
 
-def _observations(prepared: nn.Module, samples: Samples) -> Snapshot:
+def _observations(prepared: nn.Module, samples: Any) -> Snapshot:
     """Return what a batch changes: the observers, the factors of channels by which it is observed, and the samples that are kept."""
     modules = [module for module in inside_operators(prepared) if isinstance(module, OBSERVED)]
     return Snapshot([samples, *modules], tensors_of(modules))

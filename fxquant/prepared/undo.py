@@ -1,14 +1,13 @@
 """Put a prepared model back as it was: the one way to undo what a call has changed when an error, or Ctrl-C at any moment, ends it.
 
-A call that changes operators one by one takes a `Snapshot` first, and restores it where anything is raised: the model is in the state from
-before the call, or in the one that the call leaves, and never between them. What has another value only for a while has it in `Having`.
+A call that changes operators one by one takes a `Snapshot` first. So the model is in the state from before the call, or in the one that
+the call leaves, and never between them. What has another value only for a while has it in `Having`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -23,15 +22,26 @@ R = TypeVar("R")
 class Snapshot:
     """The attributes of objects, with the entries of their dicts (modules, buffers, hooks), and the numbers of tensors, at one moment.
 
-    `restore` puts them into the same objects and tensors, and may be called more than once. A number whose tensor an attribute refers to no
-    more is put back as well, since the attribute refers to that tensor again.
+    `restore` puts them into the same objects and tensors, and may be called more than once; a context does so at its end, `always` or if
+    anything is raised inside.
     """
 
-    def __init__(self, objects: Iterable[Any], tensors: Iterable[Tensor] = ()) -> None:
+    def __init__(self, objects: Iterable[Any], tensors: Iterable[Tensor] = (), *, always: bool = False) -> None:
         attributes = [vars(each) for each in objects]
         dicts = [*attributes, *(value for had in attributes for value in had.values() if isinstance(value, dict))]
         self.dicts = [(each, dict(each)) for each in dicts]
+        self.always, self.gradients = always, torch.is_grad_enabled()
         self.numbers = [(tensor, tensor.detach().clone()) for tensor in {id(tensor): tensor for tensor in tensors}.values()]
+
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        failed = kind not in (None, GeneratorExit)  # that is an interrupt after all was done, when a context's generator is thrown away
+        if failed:
+            torch.set_grad_enabled(self.gradients)  # PyTorch's no_grad leaves them off where an interrupt meets it just as it begins
+        if failed or self.always:
+            self.restore()
 
     def restore(self) -> None:
         """Put everything back, all of it also where this is interrupted."""
@@ -72,25 +82,10 @@ def all_or_nothing(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         modules = [module for model in args if isinstance(model, nn.Module) for module in inside_operators(model)]
-        before, gradients = Snapshot(modules, tensors_of(modules)), torch.is_grad_enabled()
-        try:
+        with Snapshot(modules, tensors_of(modules)):
             return function(*args, **kwargs)
-        except BaseException:
-            torch.set_grad_enabled(gradients)  # PyTorch's no_grad leaves them off where an interrupt meets it just as it begins
-            before.restore()
-            raise
 
     return cast(Callable[P, R], call)
-
-
-@contextmanager
-def restored(objects: Iterable[Any]) -> Iterator[None]:
-    """Inside, attributes of these objects may be set in any way; afterwards they are as before."""
-    before = Snapshot(objects)
-    try:
-        yield
-    finally:
-        before.restore()
 
 
 class Having:

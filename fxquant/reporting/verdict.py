@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from fxquant.analysis.recording import GraphForm, Wanted
 from fxquant.numerics.rounding import AdaptiveRounding, Nearest
 from fxquant.prepared.operators import quantized_operators
-from fxquant.prepared.undo import restored
+from fxquant.prepared.undo import Snapshot
 from fxquant.quantization.spec import State
 from fxquant.reporting.advice import WORTH
 from fxquant.reporting.effects import Effects
@@ -200,7 +200,7 @@ def _corrections(prepared: fx.GraphModule, batch: Any, effects: Effects) -> Iter
         weights = [weight for weight in operators if has(weight)]
         if not weights:
             continue
-        with restored(weights):
+        with Snapshot(weights, always=True):
             for weight in weights:
                 rounding, coverage, correction = weight.parts
                 weight.put((rounding, coverage, None) if name == "bias correction" else (Nearest(), None, correction))

@@ -294,20 +294,19 @@ def tuning(prepared: fx.GraphModule) -> Iterator[Tuned]:
     still = [(module, {"training": False}) for module in prepared.modules()]
     untrained = [(parameter, {"requires_grad": False}) for parameter in prepared.parameters()]  # what is tuned is not
     inside = inside_operators(prepared)
-    before = [Snapshot(inside, tensors_of(inside))]
     out = {operator for operator in operators.values() if operator.left_out}.union(in_float(prepared))
-    try:
+    with Snapshot(inside, tensors_of(inside)):
         enter(prepared, (operator for operator in operators.values() if operator not in out), State.VALIDATE)
         for operator in operators.values():
             if not operator.plain and operator not in out:
                 operator.output.require()
         # Leaving CALIBRATE has set scales, which stay if the tuning is undone.
-        before.append(Snapshot(weights, tensors_of(prepared.modules())))
-        with Having([*still, *untrained]), having(out, left_out=True), autocast_off(), torch.inference_mode(False), torch.enable_grad():
-            yield Tuned(prepared, operators, before[-1].restore)
-    except GeneratorExit:  # an interrupt just after what is inside has ended, when the model is as it should be
-        raise
-    except BaseException:
-        for each in reversed(before):
-            each.restore()
-        raise
+        with (
+            Snapshot(weights, tensors_of(prepared.modules())) as start,
+            Having([*still, *untrained]),
+            having(out, left_out=True),
+            autocast_off(),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
+            yield Tuned(prepared, operators, start.restore)

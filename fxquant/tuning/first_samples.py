@@ -26,7 +26,7 @@ from fxquant.ir.model import SAMPLES, autocast_off, repeatable
 from fxquant.ops.core.composite import QUANTIZE
 from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.operators import quantized_operators
-from fxquant.prepared.undo import restored
+from fxquant.prepared.undo import Snapshot
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.observers.ranges import Method
 from fxquant.quantization.quantizer import Quantizer
@@ -92,7 +92,7 @@ class FirstSamples:
         self.batches, self.first_inputs, self.judge = 0, list[Any](), FloatOutputs(prepared, [])
         rounds = options.round_weights
         self.bits = second_moment.FEW_BITS if rounds is None else second_moment.ALL_BITS if rounds else 0
-        with restored(_weight_modules(prepared)):
+        with Snapshot(_weight_modules(prepared), always=True):
             _undo(prepared, self.kept.roundings)
             self.rounds = second_moment.is_wanted(prepared, self.bits)
         self.corrects = options.correct_bias is not False and bool(weighted_nodes(prepared))

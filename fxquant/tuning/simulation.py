@@ -13,7 +13,7 @@ from torch import Tensor
 from fxquant.numerics.grids import ACTIVATION_TYPES, WEIGHT_TYPES, Grid, round_up_to_power_of_two
 from fxquant.numerics.rounding import Nearest
 from fxquant.prepared.operators import QuantizedOperator
-from fxquant.prepared.undo import restored
+from fxquant.prepared.undo import Snapshot
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.observers.histogram import gathering
 from fxquant.quantization.quantizer import Quantizer
@@ -44,7 +44,7 @@ def changed(choices: Iterable[Choice], result: Result, weight: Weight) -> Iterat
         return hook
 
     pairs = [(choice, operator) for choice in choices for operator in choice.operators]
-    with restored([operator for _, operator in pairs]):  # without the hooks
+    with Snapshot([operator for _, operator in pairs], always=True):  # without the hooks
         for choice, operator in pairs:
             if choice.kind == WEIGHT:
                 operator.register_forward_pre_hook(of_weight(choice), with_kwargs=True)
