@@ -2,7 +2,7 @@
 
 Sources: the operator lists of the RDK X3 (Bernoulli2) and RDK Ultra (Bayes) user guides, and the lists of the conversion tool for the same
 chips where they state more. For Nash: the constraints that its export publishes. Where the documents give two different values, the
-looser one is used here, and a comment gives the other.
+looser one is used, and the note of the row gives the other. The rows are those of limits.tsv, in the order in which they are reported.
 
 A composite is checked against the limits of its parts, not against limits published for the composite as a whole.
 A softmax, for example, accepts any rank and axis that its parts accept.
@@ -13,179 +13,33 @@ are published. For Nash the published tables give dtypes rather than sizes.
 
 from __future__ import annotations
 
+import csv
+from ast import literal_eval
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from fxquant.target import Limit, Roofline
 
-CONVOLUTION = "conv2d"
-TRANSPOSED = "conv_transpose2d"
-AVERAGES = "avg_pool2d adaptive_avg_pool2d"
-SUMS = "add sub"
-ELEMENTWISE = "add sub mul"
-GIGABYTE = 2**30
+
+def _limits(march: str) -> tuple[Limit, ...]:
+    """Return the rows of limits.tsv of a march; a row without a measure says that the march has no such operator."""
+    with Path(__file__).with_suffix(".tsv").open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE) if march in row["marches"].split()]
+    return tuple(
+        Limit(
+            tuple(row["operators"].split()), row["measure"] or None, _number(row["low"]), _number(row["high"]),
+            literal_eval(row["among"]) if row["among"] else None, row["remedy"], row["allows"], bool(row["always"]),
+        )
+        for row in rows
+    )  # fmt: skip
 
 
-def _limit(operators: str, measure: str | None, remedy: str, **allowed: Any) -> Limit:
-    return Limit(tuple(operators.split()), measure, remedy=remedy, **allowed)
+def _number(text: str) -> Any:
+    return None if not text else Fraction(text) if "/" in text else int(text)
 
 
-def _absent(operators: str, remedy: str) -> Limit:
-    return _limit(operators, None, remedy)
-
-
-SMALLER_KERNEL = "use several smaller kernels one after another"
-SMALLER_STRIDE = "use a smaller stride, or pool in two steps"
-STEPS = "pool in two steps, by windows of at most 7: resize or crop to sides of such factors first"
-NARROW = "give its input dtype='int8'"
-FEWER_CHANNELS = "split the channels, or use fewer"
-UNDILATED = "use stride 1 in the dilated layer, and the stride in the layer before or after it"
-ON_THE_HOST = "replace it, or keep it in float on the host with a QConfig of None"
-
-# Averages divide by the window's size, padding included, on every march.
-COUNTED = (
-    _limit(AVERAGES, "count_include_pad", "pass count_include_pad=True, or pad nothing", among=(True,)),
-    _limit("avg_pool2d", "divisor_override", "multiply by a constant after the pooling instead", among=(None,)),
-)
-
-SHARED = (
-    _limit(CONVOLUTION, "stride where it is dilated", UNDILATED, high=1),
-    _limit(CONVOLUTION, "stride with a residual added", "add the residual to a layer of stride 1 or 2", high=2),
-    _limit("interpolate", "align_corners", "pass align_corners=False", among=(False,)),
-    _limit("amax argmax argmin", "reduced size", FEWER_CHANNELS, high=64),  # on Bayes by the conversion tool
-    *COUNTED,
-)
-
-BERNOULLI2 = (
-    _limit("", "rank", "reshape to four dimensions: batch, channels, height, width", low=4, high=4),
-    _limit("", "batch", "run smaller batches", high=128),
-    _limit("", "bounds", "use relu or relu6", among=((0, None), (0, 6)), allows="relu and relu6"),
-    # conv3d, and the modules and functions that the operator list has for Bayes alone
-    _absent("linear", "write it as a convolution with a 1×1 kernel"),
-    _absent("conv3d conv_transpose1d conv_transpose3d avg_pool3d max_pool3d adaptive_avg_pool3d", "use two-dimensional layers"),
-    _absent("reshape permute expand repeat", "leave it out, or do it after the model's output; pixel and channel shuffles are available"),
-    _absent("div", "multiply by the reciprocal"),
-    _absent("prelu leaky_relu elu selu softplus hardsigmoid", "use relu, relu6, sigmoid, tanh, silu or gelu"),
-    # The published tables serve exp, sigmoid, tanh, silu and gelu; no document says that they serve another function.
-    _absent(
-        "abs log sqrt rsqrt reciprocal erf sin cos pow square hardswish mish softsign tanhshrink logsigmoid maximum minimum", ON_THE_HOST
-    ),
-    _absent(
-        "acos acosh asin asinh atan atanh ceil celu cosh deg2rad digamma entr erfc erfcx erfinv exp2 expm1 floor frac hardshrink i0 i0e "
-        "i1 i1e lgamma log10 log1p log2 log_ndtr logit ndtr ndtri rad2deg round rrelu sign sinc sinh softshrink tan threshold trunc",
-        ON_THE_HOST,
-    ),
-    _absent(
-        "eq ne lt le gt ge logical_and logical_or logical_xor logical_not isfinite isinf isnan where all any amin gather scatter setitem "
-        "sum_at index_sum scatter_extremum "
-        "embedding cumsum tril triu flip roll floor_divide fmod remainder trunc_divide grid_sample warp affine_grid fold "
-        "unfold signbit",
-        ON_THE_HOST,
-    ),
-    _limit(CONVOLUTION, "kernel", SMALLER_KERNEL, low=1, high=7),
-    _limit(CONVOLUTION, "channels of a kernel without groups", FEWER_CHANNELS, high=4096),
-    _limit(CONVOLUTION, "channels of a kernel with groups", FEWER_CHANNELS, high=2048),
-    _limit(CONVOLUTION, "weights for one output channel", "use a smaller kernel or fewer channels", high=32768),
-    _limit(CONVOLUTION, "dilation", "use a dilation of 1, 2 or 4", among=(1, 2, 4)),
-    _limit(TRANSPOSED, "kernel", "use a kernel of 2 to 14", low=2, high=14),
-    _limit(TRANSPOSED, "stride", "use a stride of 2 or 4", low=2, high=4),  # the conversion tool: 2 or 4
-    _limit(TRANSPOSED, "padding beyond (kernel - 1) / 2", "pad less", high=0, allows="none"),
-    _limit(TRANSPOSED, "dilation", "use dilation 1", high=1),
-    # The tool makes one depthwise convolution of an average, whose kernel it cannot split.
-    _limit(AVERAGES, "kernel", STEPS, low=1, high=7, always=True),
-    _limit("adaptive_avg_pool2d mean", "side of an averaged image", STEPS, high=7, always=True),
-    _limit("mean", "rank of an averaged image", "pass keepdim=True, and flatten afterwards", low=4, always=True),
-    _limit(AVERAGES, "stride", SMALLER_STRIDE, high=185),
-    _limit("adaptive_avg_pool2d", "area of a global average", "pool in two steps", high=8192),
-    _limit("max_pool2d", "kernel", "pool in two steps", high=64),
-    _limit("max_pool2d", "stride", SMALLER_STRIDE, high=256),  # the conversion tool: 185
-    _limit(f"{TRANSPOSED} {ELEMENTWISE} cat", "channels", FEWER_CHANNELS, high=2048),
-    _limit(ELEMENTWISE, "number of constant operands", "fold the constant into the layer before it", high=0),
-    _limit(SUMS, "broadcasting", "bring both operands to one shape first", among=("equal", "NC11")),
-    _limit("mul", "broadcasting", "bring both operands to one shape first", among=("equal", "NC11", "1111")),
-    _limit("cat", "output channels", FEWER_CHANNELS, high=2048),
-    _limit("interpolate", "resize factor", "resize in two steps", low=Fraction(1, 256), high=256),
-    _limit("interpolate", "resize factor that is not a power of two", "resize by 2, 4, 8, …", among=(), allows="powers of two"),
-    _limit("mean", "reduced dimension", "average height and width with adaptive_avg_pool2d(1)", among=(1,)),
-    _limit("sum", "reduced dimension", "average height and width with adaptive_avg_pool2d(1)", among=(0, 1)),
-    _limit("amax argmax argmin", "number of readers inside the model", "take the maximum at the model's output only", high=0),
-    _limit("amax argmax argmin", "reduced dimension", "take the maximum over the channels", among=(1,)),
-    _limit("pad", "padding mode", "pad with a constant, or replicate", among=("constant", "replicate")),
-    _limit("exp sigmoid tanh silu gelu", "elements, aligned", "use a smaller image or fewer channels", high=8192),
-    *SHARED,
-)
-
-BAYES = (
-    _limit("", "batch", "run smaller batches", high=4096),
-    _limit("", "sizes", "split the tensor", high=65536),
-    _limit("", "bytes", "split the tensor", high=GIGABYTE),
-    _limit(CONVOLUTION, "kernel", SMALLER_KERNEL, high=31),
-    _limit(CONVOLUTION, "channels", FEWER_CHANNELS, high=8192),
-    # As the model's output it may have 16384, or 65536 by the conversion tool.
-    _limit(CONVOLUTION, "output channels inside the model", FEWER_CHANNELS, high=8192),
-    _limit(CONVOLUTION, "output channels", FEWER_CHANNELS, high=65536),
-    _limit(CONVOLUTION, "weights for one output channel", "use a smaller kernel or fewer channels", high=65535),
-    _limit(CONVOLUTION, "stride", SMALLER_STRIDE, low=1, high=256),
-    _limit(CONVOLUTION, "dilation", "use a smaller dilation", low=1, high=16),
-    _limit(CONVOLUTION, "bits of the result where it is dilated", "give its output dtype='int8'", high=8),
-    _limit(CONVOLUTION, "padding", "pad less, or in a separate layer", high=256),
-    _limit("conv3d", "kernel in depth and height", SMALLER_KERNEL, high=9),
-    _limit("conv3d", "kernel in width", SMALLER_KERNEL, high=8191),  # the conversion tool: 31 in height and width
-    _limit("conv3d", "padding beyond kernel / 2", "pad less", high=0, allows="none"),
-    _limit("conv3d", "stride", SMALLER_STRIDE, low=1, high=2),
-    _limit("conv3d", "number of different strides", "use one stride for all dimensions", high=1),
-    _limit("conv3d", "groups", "use groups=1", high=1),
-    _limit(f"conv3d {TRANSPOSED}", "dilation", "use dilation 1", high=1),
-    _limit(f"conv3d {TRANSPOSED}", "batch", "run smaller batches", high=128),
-    _limit(TRANSPOSED, "kernel", "use a kernel of 1 to 14", low=1, high=14),  # in another place: 2 to 14
-    _limit(TRANSPOSED, "stride", "use a stride of 1 to 14", low=1, high=14),
-    _limit(TRANSPOSED, "stride beyond the kernel", "use a stride no larger than the kernel", high=0, allows="none"),
-    _limit(TRANSPOSED, "channels", FEWER_CHANNELS, high=2048),
-    _limit(TRANSPOSED, "output channels", FEWER_CHANNELS, high=2048),
-    _limit(TRANSPOSED, "padding beyond kernel / stride", "pad less", high=0, allows="none"),
-    _limit(TRANSPOSED, "output padding", "use an output padding of 0 or 1", low=0, high=1),
-    _limit(TRANSPOSED, "weights for one output channel", "use a smaller kernel or fewer channels", high=65535),
-    _limit("linear", "features", "split the layer", high=8192),
-    _limit(f"{AVERAGES} max_pool2d", "kernel", "pool in two steps", high=256),
-    _limit(f"{AVERAGES} max_pool2d", "stride", SMALLER_STRIDE, high=256),
-    _limit("avg_pool2d", "padding", "pad less", high=256),
-    _limit("max_pool2d", "padding", "pad less", high=255),
-    _limit("max_pool2d", "sizes", "pool in parts", high=8192),
-    _limit(ELEMENTWISE, "rank", "reshape to two to five dimensions", low=2, high=5),
-    _limit(ELEMENTWISE, "dimension that is broadcast", "give both operands the same batch", low=1, allows="all but the batch"),
-    _limit(ELEMENTWISE, "number of operands that are broadcast", "expand one of them first", high=1),
-    _limit(ELEMENTWISE, "number of constant operands", "combine the constants first", high=1),
-    _limit("cat", "number of operands", "concatenate in two steps", low=2, high=1024),
-    _limit("cat", "concatenated dimension", "concatenate along another dimension than the batch", low=1, allows="all but the batch"),
-    _limit("matmul", "matrix sizes", "split the matrices", high=8192),
-    _limit("interpolate", "sizes", "resize in parts", high=8192),
-    _limit("permute", "place of the batch", "leave the batch in its place", high=0, allows="the first dimension"),
-    _limit("argmax argmin", "number of readers inside the model", "take the index at the model's output only", high=0),
-    _limit("grid_sample", "image size", "sample a smaller image", high=1024),
-    _limit("grid_sample", "image area", "sample a smaller image", high=720 * 1024),  # in an older edition: 512 · 1024
-    _limit("pad", "padding mode", "pad with a constant, or replicate", among=("constant", "replicate", "circular")),
-    # Int16 is for convolutions, elementwise operators and tables; max pooling is listed both ways.
-    _limit("conv3d conv_transpose2d linear interpolate avg_pool2d adaptive_avg_pool2d", "bits", NARROW, high=8),
-    # The compiler brings int16 operands of these to int8.
-    _limit("mean adaptive_avg_pool2d", "bits of an averaged image", NARROW, high=8, always=True),
-    _limit(CONVOLUTION, "bits where it is dilated", NARROW, high=8, always=True),
-    _limit(CONVOLUTION, "bits with groups and a stride", NARROW, high=8, always=True),
-    *SHARED,
-)
-
-NASH = (
-    # Padding is counted, or there is none. The windows of an adaptive pooling have equal sizes, which the arithmetic requires anyway.
-    *COUNTED,
-    _limit("max_pool1d max_pool2d", "dilation", "use dilation 1", high=1),
-    _limit("pad", "padding mode", "pad with a constant, or replicate", among=("constant", "replicate")),
-    _limit("argmax argmin", "reduced size", FEWER_CHANNELS, high=32767),
-    _limit("all any", "reduced size", "reduce in two steps", high=65535),
-    _limit("gelu", "approximation", "pass approximate='none'", among=("none",)),
-    _limit("matmul", "rank", "give both operands at least two dimensions", low=2),
-    _limit("mean sum", "number of reduced dimensions", "reduce one dimension after another", high=1),
-    # No published table of operators has these; an unpublished one may.
-    _absent("conv_transpose1d conv_transpose3d avg_pool1d avg_pool3d max_pool3d", "use the two-dimensional layer"),
-)
+BERNOULLI2, BAYES, NASH = map(_limits, ("bernoulli2", "bayes", "nash"))
 
 
 # ---- the peak rates of the chips
