@@ -78,16 +78,10 @@ class Pass:
 
 # Names of passes in earlier versions, which `until` and `passes` still take in this one.
 FORMER = {
-    "stubs.settle": "rules.quantize_stubs",
-    "parts.pick": "parts.read_directly",
-    "pointwise.join": "pointwise.to_table",
-    "sums.keep": "outputs.keep_float",
-    "dynamic.choose": "composite.choose_dynamic",
-    "islands.sink": "adapt.keep_islands",
-    "sums.widen": "outputs.keep_sums",
-    "requantize.insert": "boundary.requantize",
-    "kernels.fuse": "integer.find_kernels",
-}
+    "stubs.settle": "rules.quantize_stubs", "parts.pick": "parts.read_directly", "pointwise.join": "pointwise.to_table",
+    "sums.keep": "outputs.keep_float", "dynamic.choose": "composite.choose_dynamic", "islands.sink": "adapt.keep_islands",
+    "sums.widen": "outputs.keep_sums", "requantize.insert": "boundary.requantize", "kernels.fuse": "integer.find_kernels",
+}  # fmt: skip
 
 
 @dataclass

@@ -287,18 +287,17 @@ NAMES = Kind("a list of names: strings that are not empty", _names)
 CALLABLE = such("a function, or anything that can be called", lambda value: value, callable)
 
 KINDS: dict[str, Kind] = {
+    **dict.fromkeys((
+        "adapt", "check", "distributed", "equalize", "machine", "only_missing", "per_channel", "power_of_two", "real", "steps", "training_branch",
+    ), FLAG),
     "FXQUANT_DEBUG": such("0, 1, 2 or 3", int, lambda value: 0 <= value <= 3),
-    "adapt": FLAG,
     "batch_fn": CALLABLE.or_none("batches are taken as they are"),
     "batch_size": POSITIVE,
     "bins": such("an even number of at least 2", _whole, lambda value: value >= 2 and value % 2 == 0),
-    "check": FLAG,
     "cut": Kind("a list of names of tensors, or of lists of such names", _cuts),
     "debug": such("0, 1, 2 or 3", _whole, lambda value: 0 <= value <= 3).or_none("the value of FXQUANT_DEBUG"),
-    "distributed": FLAG,
     "deviations": NUMBER,
     "dump": FOLDER.or_none("the value of FXQUANT_DUMP"),
-    "equalize": FLAG,
     "external_data": FLAG.or_none("only where one file cannot hold the model"),
     "averaging_constant": such("a number above 0 and at most 1", _number, lambda value: 0 < value <= 1),
     "highest": Kind("a finite number", _number),
@@ -311,14 +310,12 @@ KINDS: dict[str, Kind] = {
     "leaf": Kind("a class of modules, the path of one, several of these, or a function of a module and its path", _leaf).or_none(
         "PyTorch's own modules are not traced into"
     ),
-    "machine": FLAG,
     "lowest": Kind("a finite number", _number),
     "modules": Kind(
         "the name of a module or node, or a list of such names", lambda value: [_text(value)] if isinstance(value, str) else _names(value)
     ).or_none("all of them"),
     "name": Kind("a module's path or a node's name: a string that is not empty", _text),
     "num_batches": COUNT.or_none("all there are"),
-    "only_missing": FLAG,
     "out_dir": FOLDER.or_none("nothing is written"),
     "opset": Kind("an integer", _whole).or_none("the style's usual one"),
     "output_names": NAMES.or_none("made from the names of the graph"),
@@ -328,11 +325,8 @@ KINDS: dict[str, Kind] = {
     ),
     "path": FILE,
     "pattern": Kind("a regular expression that re.compile takes: a string that is not empty", _pattern),
-    "per_channel": FLAG,
     "percentile": such("a number above 0 and at most 100", _number, lambda value: 0 < value <= 100),
-    "power_of_two": FLAG,
     "preserve": NAMES,
-    "real": FLAG,
     "round_weights": FLAG.or_none("those of less than 8 bits are"),
     "correct_bias": FLAG.or_none("biases are, by 64 samples or more"),
     "choose_ranges": FLAG.or_none("ranges are, by 64 samples or more"),
@@ -342,7 +336,5 @@ KINDS: dict[str, Kind] = {
     "scale": NUMBER.or_none("it is observed"),
     "seed": COUNT,
     "show_progress": FLAG.or_none("in a terminal"),
-    "steps": FLAG,
-    "training_branch": FLAG,
     "threshold": NUMBER.or_none("it is observed"),
-}
+}  # fmt: skip

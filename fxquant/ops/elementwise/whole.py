@@ -203,97 +203,41 @@ def _argmax(steps: Steps, input: Value, dim: int, keepdim: bool) -> Any:
 WHOLE: dict[str, Callable[..., Any]] = {
     function.__name__.removeprefix("whole_"): function
     for function in (
-        _whole(
-            "add",
-            lambda input, other, alpha=1: as_whole(input + alpha * other),
-            lambda steps, input, other, alpha: steps("add", input, _scaled(steps, other, alpha)),
-            "torch.add(x.argmax(3), y.argmax(3), alpha=2)",
-        ),
-        _whole(
-            "sub",
-            lambda input, other, alpha=1: as_whole(input - alpha * other),
-            lambda steps, input, other, alpha: steps("subtract", input, _scaled(steps, other, alpha)),
-            "x.argmax(3) - y.argmax(3)",
-        ),
+        _whole("add", lambda input, other, alpha=1: as_whole(input + alpha * other),
+               lambda steps, input, other, alpha: steps("add", input, _scaled(steps, other, alpha)),
+               "torch.add(x.argmax(3), y.argmax(3), alpha=2)"),
+        _whole("sub", lambda input, other, alpha=1: as_whole(input - alpha * other),
+               lambda steps, input, other, alpha: steps("subtract", input, _scaled(steps, other, alpha)), "x.argmax(3) - y.argmax(3)"),
         _pairs("mul", torch.mul, "multiply"),
         _pairs("floor_divide", torch.floor_divide, "quotient", refuses=_refuses_division),
         _pairs("trunc_divide", torch.div, _truncated_quotient, {"rounding_mode": "trunc"}, refuses=_refuses_division),
         _pairs("remainder", torch.remainder, "remainder", refuses=_refuses_division),
-        _pairs("maximum", torch.maximum, "larger"),
-        _pairs("minimum", torch.minimum, "smaller"),
-        _pairs("and", torch.bitwise_and, "and"),
+        _pairs("maximum", torch.maximum, "larger"), _pairs("minimum", torch.minimum, "smaller"), _pairs("and", torch.bitwise_and, "and"),
         *(  # a + b - (a and b), once and twice
-            _pairs(
-                function.__name__.removeprefix("bitwise_"),
-                function,
-                lambda steps, input, other, times=times: steps(
-                    "subtract", steps("add", input, other), _scaled(steps, steps("and", input, other), times)
-                ),
-            )
+            _pairs(function.__name__.removeprefix("bitwise_"), function, lambda steps, input, other, times=times: steps(
+                "subtract", steps("add", input, other), _scaled(steps, steps("and", input, other), times)))
             for function, times in ((torch.bitwise_or, 1), (torch.bitwise_xor, 2))
         ),
         *map(_compared, comparison.RELATIONS),
-        _shifts("lshift", torch.bitwise_left_shift, "multiply"),
-        _shifts("rshift", torch.bitwise_right_shift, "quotient"),
+        _shifts("lshift", torch.bitwise_left_shift, "multiply"), _shifts("rshift", torch.bitwise_right_shift, "quotient"),
         _whole("abs", lambda input: torch.abs(input), _magnitude, "(x.argmax(3) - 3).abs()", reads=("input",)),
-        _whole(
-            "clamp",
-            _clamp_number,
-            _clamp,
-            "x.argmax(3).clamp(1, 4)",
-            "x.argmax(3).clamp(max=y.argmax(3))",
-            reads=("input", "min", "max"),
-            refuses=_refuses_clamp,
-        ),
-        _whole(
-            "pow",
-            lambda input, exponent: torch.pow(input, exponent),
-            _power,
-            "x.argmax(3) ** 3",
-            reads=("input",),
-            refuses=meets("exponent", lambda n: isinstance(n, int) and 1 < n <= 64, lambda n: f"its exponent is {n!r}"),
-        ),
-        _whole(
-            "where",
-            _where,
-            _chosen,
-            "torch.where(x > 0, x.argmax(1, True), y.argmax(1, True))",
-            reads=("condition", "input", "other"),
-            refuses=_needs_numbers("input", "other"),
-        ),
-        _whole(
-            "cat",
-            lambda tensors, dim=0: torch.cat(tensors, dim),
-            _cat,
-            "torch.cat((x.argmax(1), y.argmin(1)), 1)",
-            reads=("tensors",),
-            demand=lambda node, arguments: TRUTH_VALUES if fact(node).dtype == torch.bool else WHOLE_NUMBERS,
-            refuses=lambda node, arguments: None,
-        ),
-        _whole(
-            "sum",
-            lambda input, dim, keepdim=False: torch.sum(input, dim, keepdim),
-            lambda steps, input, dim, keepdim: steps.call(primitives.reduced, input, list(dim), keepdim, "sum"),
-            "torch.sum(x.argmax(1), 1)",
-            reads=("input",),
-        ),
-        _whole(
-            "cumsum",
-            lambda input, dim: torch.cumsum(input, dim),
-            lambda steps, input, dim: steps.call(primitives.running, input, dim),
-            "x.argmax(1).cumsum(1)",
-            reads=("input",),
-        ),
-        _whole(
-            "argmax",
-            lambda input, dim, keepdim=False: torch.argmax(input, dim, keepdim),
-            _argmax,
-            "torch.argmax(x.argmax(1), 1)",
-            reads=("input",),
-            refuses=first_reason(
-                needs("it reduces all elements", lambda arguments: arguments["dim"] is not None),
-                fixed(because="it reduces the batch, whose size is not fixed"),
-            ),
-        ),
+        _whole("clamp", _clamp_number, _clamp, "x.argmax(3).clamp(1, 4)", "x.argmax(3).clamp(max=y.argmax(3))",
+               reads=("input", "min", "max"), refuses=_refuses_clamp),
+        _whole("pow", lambda input, exponent: torch.pow(input, exponent), _power, "x.argmax(3) ** 3", reads=("input",),
+               refuses=meets("exponent", lambda n: isinstance(n, int) and 1 < n <= 64, lambda n: f"its exponent is {n!r}")),
+        _whole("where", _where, _chosen, "torch.where(x > 0, x.argmax(1, True), y.argmax(1, True))", reads=("condition", "input", "other"),
+               refuses=_needs_numbers("input", "other")),
+        _whole("cat", lambda tensors, dim=0: torch.cat(tensors, dim), _cat, "torch.cat((x.argmax(1), y.argmin(1)), 1)", reads=("tensors",),
+               demand=lambda node, arguments: TRUTH_VALUES if fact(node).dtype == torch.bool else WHOLE_NUMBERS,
+               refuses=lambda node, arguments: None),
+        _whole("sum", lambda input, dim, keepdim=False: torch.sum(input, dim, keepdim),
+               lambda steps, input, dim, keepdim: steps.call(primitives.reduced, input, list(dim), keepdim, "sum"),
+               "torch.sum(x.argmax(1), 1)", reads=("input",)),
+        _whole("cumsum", lambda input, dim: torch.cumsum(input, dim),
+               lambda steps, input, dim: steps.call(primitives.running, input, dim), "x.argmax(1).cumsum(1)", reads=("input",)),
+        _whole("argmax", lambda input, dim, keepdim=False: torch.argmax(input, dim, keepdim), _argmax, "torch.argmax(x.argmax(1), 1)",
+               reads=("input",), refuses=first_reason(
+                   needs("it reduces all elements", lambda arguments: arguments["dim"] is not None),
+                   fixed(because="it reduces the batch, whose size is not fixed"))),
     )
-}
+}  # fmt: skip
