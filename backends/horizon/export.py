@@ -101,7 +101,6 @@ fxquant's tests evaluate such files with a reference implementation of HzCalibra
 Compare the outputs of the .hbm with those of the integer model before you rely on it.
 """,
 )
-ONE_CORE = ("bayes-e",)
 FORMATS = {format.compiler: format for format in (HB_MAPPER, HB_COMPILE)}
 
 
@@ -226,7 +225,7 @@ def export_horizon(
     check_arguments(integer, "qdq", "float", OPSET)
     target = integer.meta["target"]
     check_march(target)
-    if options.core_num > 1 and target.name in ONE_CORE:
+    if options.core_num > 1 and target.name == "bayes-e":
         because = f"{target.name} has one core, and its compiler refuses a model on more"
         raise ConfigurationError(f"core_num={options.core_num} cannot be used", because=because, remedy="leave core_num out")
     if not returned(integer):

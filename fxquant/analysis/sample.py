@@ -153,15 +153,11 @@ def _drawn(model: fx.GraphModule, node: fx.Node, size: int, generator: torch.Gen
     shape = node_fact.at(size)
     if node_fact.dtype.is_floating_point:
         drawn = (_normal(shape, generator) * (_input_range(model, node) / 2)).to(node_fact.dtype)
-        if any((grid := grid_of(model, user)) is not None and grid.scale == 1.0 for user in node.users) and _may_be_nv12(shape):
+        steps = [grid.scale for user in node.users if (grid := grid_of(model, user)) is not None]
+        if 1.0 in steps and len(shape) == 4 and shape[1] == 3 and not any(size % 2 for size in shape[2:]):  # YUV less 128, also as NV12
             drawn[:, 1:] = drawn[:, 1:, ::2, ::2].repeat_interleave(2, 2).repeat_interleave(2, 3)
         return drawn
     return torch.randint(0, 2, shape, generator=generator, device="cpu").to(node_fact.dtype)
-
-
-def _may_be_nv12(shape: Sequence[int]) -> bool:
-    """Return whether images of YUV less 128 have such a shape, of a camera that has one U and one V for two by two pixels."""
-    return len(shape) == 4 and shape[1] == 3 and not any(size % 2 for size in shape[2:])
 
 
 def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -132,31 +132,27 @@ def _prepare(traced: fx.GraphModule, context: Context, passes: Sequence[Pass], u
         broken = sum(1 for _ in broken_limits(prepared, prepared_layers, target))
         if broken:
             logger.warning("limits of %s that are broken: %d; fxq.check says where, and what to do", target.name, broken)
-        sentences = [text for sentence, lines in _apart_in_training(prepared) if (text := _listed(sentence, lines))]
-        if sentences:  # told where somebody trains
-            prepared.meta["lost_gradients"] = [*prepared.meta.get("lost_gradients", ()), *sentences]
+        if told := _apart_in_training(prepared):  # where somebody trains
+            prepared.meta["lost_gradients"] = [*prepared.meta.get("lost_gradients", ()), *told]
         attach_hooks(prepared, traced.graph)
     return prepared
 
 
-def _apart_in_training(prepared: fx.GraphModule) -> Iterator[tuple[str, list[str]]]:
-    """Yield each way in which state TRAIN differs from the float model's training, with the lines where it does."""
-    moved = [name + f" ({line})" * bool(line) for name, line in moved_by_forward(prepared).items()]
-    yield (
+def _apart_in_training(prepared: fx.GraphModule) -> list[str]:
+    """Return a sentence for each way in which state TRAIN differs from the float model's training, with the lines where it does."""
+    found = {
         "forward moves tensors in train mode that training here does not move: %d; move them in your training loop, replace them by "
-        "constants first (torch.nn.utils.parametrize.remove_parametrizations), or keep their module in float by the option leaf\n%s",
-        moved,
-    )
-    yield (
+        "constants first (torch.nn.utils.parametrize.remove_parametrizations), or keep their module in float by the option leaf\n%s": [
+            name + f" ({line})" * bool(line) for name, line in moved_by_forward(prepared).items()
+        ],
         "forward is random in train mode where training here is not: %d; draw in a module of its own that is given one tensor, "
-        "returns it in eval mode, and returns one of its shape in train mode, or use PyTorch's dropout in a part that is quantized\n%s",
-        _random_in_float_alone(prepared),
-    )
-    yield (
+        "returns it in eval mode, and returns one of its shape in train mode, or use PyTorch's dropout in a part that is quantized\n%s":
+            _random_in_float_alone(prepared),
         "parameters that train in the float model and have no gradient here: %d; compute with the parameter itself in eval mode too, "
-        "not with what forward under no_grad, or train(False), made of it; for heads of train mode: option training_branch=True\n%s",
-        untrained_here(prepared),
-    )
+        "not with what forward under no_grad, or train(False), made of it; for heads of train mode: option training_branch=True\n%s":
+            untrained_here(prepared),
+    }  # fmt: skip
+    return [_listed(sentence, lines) for sentence, lines in found.items() if lines]
 
 
 def _random_in_float_alone(prepared: fx.GraphModule) -> list[str]:
@@ -174,9 +170,9 @@ def _random_in_float_alone(prepared: fx.GraphModule) -> list[str]:
 
 
 def _listed(sentence: str, lines: Sequence[str]) -> str:
-    """Return a sentence with the number of lines and the first of them; "" where there are none."""
+    """Return a sentence with the number of lines and the first of them."""
     more = [f"and {len(lines) - SHOWN_MISSING} more"] * (len(lines) > SHOWN_MISSING)
-    return sentence % (len(lines), "\n".join(f"  {line}" for line in [*lines[:SHOWN_MISSING], *more])) if lines else ""
+    return sentence % (len(lines), "\n".join(f"  {line}" for line in [*lines[:SHOWN_MISSING], *more]))
 
 
 def _require_float32(traced: fx.GraphModule) -> None:

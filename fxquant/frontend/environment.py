@@ -62,9 +62,6 @@ def user_source(root: CodeType) -> str:
     return ""
 
 
-EXPORTED_AT: ContextVar[tuple[str, str]] = ContextVar("EXPORTED_AT")  # the module and the line of what an exported program computes now
-
-
 def calls_from(folder: str) -> bool:
     """Return whether a function of a file in this folder, "torch/distributions/", is being executed."""
     return any(folder in frame.f_code.co_filename.replace(os.sep, "/") for frame in frames())
@@ -98,6 +95,7 @@ def source_of_error(error: BaseException, root: CodeType) -> str | None:
     return text
 
 
+EXPORTED_AT: ContextVar[tuple[str, str]] = ContextVar("EXPORTED_AT")  # the module and the line of what an exported program computes now
 _MATH = (
     math.sqrt, math.log, math.log2, math.log10, math.log1p, math.exp, math.floor, math.ceil, math.trunc, math.pow, math.fabs, math.gcd,
     math.isqrt, math.sin, math.cos, math.atan,

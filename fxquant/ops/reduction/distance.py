@@ -36,8 +36,7 @@ def addcmul(build: Builder, input: fx.Node, tensor1: fx.Node, tensor2: fx.Node, 
 @composite(samples=(sample(over=POSITIVE, input=(3, 6), tensor1=(3, 6), tensor2=(3, 6), value=0.5),))
 def addcdiv(build: Builder, input: fx.Node, tensor1: fx.Node, tensor2: fx.Node, value: float = 1) -> Any:
     """input + value · tensor1 / tensor2."""
-    quotient = INNER if is_parameter(tensor2) else WIDE  # a product, or one with a reciprocal
-    return build(add, input, build(true_divide, tensor1, tensor2, demand=quotient), value)
+    return build(add, input, build(true_divide, tensor1, tensor2, demand=INNER if is_parameter(tensor2) else WIDE), value)
 
 
 @composite(operands=("input", "end", "weight"), samples=(sample(input=(3, 6), end=(3, 6), weight=0.3),))
