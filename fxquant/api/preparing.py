@@ -140,7 +140,7 @@ def _prepare(traced: fx.GraphModule, context: Context, passes: Sequence[Pass], u
 
 def _apart_in_training(prepared: fx.GraphModule) -> list[str]:
     """Return a sentence for each way in which state TRAIN differs from the float model's training, with the lines where it does."""
-    found = {
+    lines_by_sentence = {
         "forward moves tensors in train mode that training here does not move: %d; move them in your training loop, replace them by "
         "constants first (torch.nn.utils.parametrize.remove_parametrizations), or keep their module in float by the option leaf\n%s": [
             name + f" ({line})" * bool(line) for name, line in moved_by_forward(prepared).items()
@@ -152,7 +152,7 @@ def _apart_in_training(prepared: fx.GraphModule) -> list[str]:
         "not with what forward under no_grad, or train(False), made of it; for heads of train mode: option training_branch=True\n%s":
             untrained_here(prepared),
     }  # fmt: skip
-    return [_listed(sentence, lines) for sentence, lines in found.items() if lines]
+    return [_listed(sentence, lines) for sentence, lines in lines_by_sentence.items() if lines]
 
 
 def _random_in_float_alone(prepared: fx.GraphModule) -> list[str]:
