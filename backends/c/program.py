@@ -30,15 +30,10 @@ from fxquant.support.offers import declaring
 FOLDER = Path(__file__).parent / "functions"
 FILES = ("values.c", "sums.c", "places.c")
 C_TYPES = {
-    torch.float32: "float",
-    torch.float64: "double",
-    torch.int8: "int8_t",
-    torch.uint8: "uint8_t",
-    torch.int16: "int16_t",
-    torch.int32: "int32_t",
-    torch.int64: "int64_t",
+    torch.float32: "float", torch.float64: "double", torch.int8: "int8_t", torch.uint8: "uint8_t", torch.int16: "int16_t",
+    torch.int32: "int32_t", torch.int64: "int64_t",
     torch.bool: "uint8_t",  # 0 or 1
-}
+}  # fmt: skip
 _SHORT = {
     "float": "f32", "double": "f64", "uint8_t": "u8", "int8_t": "i8", "int16_t": "i16", "int32_t": "i32", "int64_t": "i64",
 }  # fmt: skip

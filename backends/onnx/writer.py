@@ -32,16 +32,10 @@ from fxquant.version import __version__
 
 DOMAIN = "fxquant"
 TYPES = {
-    torch.float32: TensorProto.FLOAT,
-    torch.float64: TensorProto.DOUBLE,
-    torch.float16: TensorProto.FLOAT16,
-    torch.int8: TensorProto.INT8,
-    torch.uint8: TensorProto.UINT8,
-    torch.int16: TensorProto.INT16,
-    torch.int32: TensorProto.INT32,
-    torch.int64: TensorProto.INT64,
+    torch.float32: TensorProto.FLOAT, torch.float64: TensorProto.DOUBLE, torch.float16: TensorProto.FLOAT16, torch.int8: TensorProto.INT8,
+    torch.uint8: TensorProto.UINT8, torch.int16: TensorProto.INT16, torch.int32: TensorProto.INT32, torch.int64: TensorProto.INT64,
     torch.bool: TensorProto.BOOL,
-}
+}  # fmt: skip
 # The result has the element type of the input with this index; Cast and the listed constants give theirs themselves.
 _TYPE_INPUT = {"Where": 1, "QuantizeLinear": 2, "QLinearConv": 7, "QLinearMatMul": 7}
 _FIXED_TYPE = {

@@ -188,20 +188,13 @@ def test_modules_without_parameters_are_told_apart() -> None:
 # ---- outputs, names, dtypes -------------------------------------------------------------------------------------------
 
 OUTPUTS: dict[str, Callable[..., Any]] = {
-    "a constant": lambda s, x: (s.l(x), torch.ones(3)),
-    "a buffer, twice": lambda s, x: (s.i, s.l(x), s.i),
-    "a parameter": lambda s, x: (s.l(x), s.l.weight),
-    "what is computed of a parameter": lambda s, x: (s.l(x), s.l.weight * 2),
-    "nothing else": lambda s, x: torch.ones(3),
-    "an input": lambda s, x: (x, s.l(x)),
-    "one tensor twice": lambda s, x: (lambda y: (y, y))(s.l(x)),
-    "None": lambda s, x: (s.l(x), None),
-    "a number": lambda s, x: (s.l(x), 3),
-    "a text": lambda s, x: {"y": s.l(x), "kind": "map"},
-    "a size": lambda s, x: (s.l(x), x.shape[0]),
-    "a comparison": lambda s, x: {"y": s.l(x) > 0},
-    "another dtype": lambda s, x: [s.l(x).double(), s.l(x).half()],
-}
+    "a constant": lambda s, x: (s.l(x), torch.ones(3)), "a buffer, twice": lambda s, x: (s.i, s.l(x), s.i),
+    "a parameter": lambda s, x: (s.l(x), s.l.weight), "what is computed of a parameter": lambda s, x: (s.l(x), s.l.weight * 2),
+    "nothing else": lambda s, x: torch.ones(3), "an input": lambda s, x: (x, s.l(x)),
+    "one tensor twice": lambda s, x: (lambda y: (y, y))(s.l(x)), "None": lambda s, x: (s.l(x), None), "a number": lambda s, x: (s.l(x), 3),
+    "a text": lambda s, x: {"y": s.l(x), "kind": "map"}, "a size": lambda s, x: (s.l(x), x.shape[0]),
+    "a comparison": lambda s, x: {"y": s.l(x) > 0}, "another dtype": lambda s, x: [s.l(x).double(), s.l(x).half()],
+}  # fmt: skip
 
 
 @pytest.mark.sweep(6)

@@ -165,20 +165,12 @@ def test_check_lists_what_is_broken_with_line_and_remedy(capsys: pytest.CaptureF
 # ---- errors -------------------------------------------------------------------------------------------------------------
 
 FACTORIES = {
-    "networks": "does not name a model",
-    "networks:": "does not name a model",
-    "networks.py:Network": "networks.py cannot be imported",
-    "net works:Network": "does not name a model",
-    "absent:Network": "No module named 'absent'",
-    "broken:f": "ZeroDivisionError",
-    "unwritten:f": "SyntaxError",
-    "networks:Netwerk": "did you mean 'Network'?",
-    "networks:raising": "weights.pt is not there",
-    "networks:leaving": "SystemExit: 4",
-    "networks:number": "it returns a int",
-    "networks:sized": "it requires width",
+    "networks": "does not name a model", "networks:": "does not name a model", "networks.py:Network": "networks.py cannot be imported",
+    "net works:Network": "does not name a model", "absent:Network": "No module named 'absent'", "broken:f": "ZeroDivisionError",
+    "unwritten:f": "SyntaxError", "networks:Netwerk": "did you mean 'Network'?", "networks:raising": "weights.pt is not there",
+    "networks:leaving": "SystemExit: 4", "networks:number": "it returns a int", "networks:sized": "it requires width",
     "networks:figure": "it is a int",
-}
+}  # fmt: skip
 LINES = {"broken:f": "broken.py:2", "unwritten:f": "unwritten.py:1", "networks:raising": "networks.py:32 in raising:  raise OSError("}
 
 

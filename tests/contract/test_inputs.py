@@ -268,23 +268,14 @@ def test_a_compiled_model_checks_its_inputs() -> None:
 
 
 OVER_THE_BATCH: dict[str, Callable[[Tensor], Tensor]] = {
-    "mean": lambda x: x.mean(0),
-    "sum": lambda x: x.sum((0, 1)),
-    "mean of everything": lambda x: x.mean(),
-    "sum of everything": lambda x: x.sum(),
-    "product": lambda x: x.t() @ x,
-    "bmm": lambda x: torch.bmm(x.t()[None], x[None]),
-    "einsum": lambda x: torch.einsum("bi,bj->ij", x, x),
-    "linear": lambda x: nn.functional.linear(x.t(), x.t()),
-    "flattened": lambda x: x.reshape(1, -1).sum(1),
-    "halves": lambda x: x.reshape(2, -1, 6).sum(1),
-    "moved": lambda x: x.unsqueeze(0).transpose(1, 2).mean(-1),
-    "window": lambda x: nn.functional.avg_pool1d(x.t().unsqueeze(0), 2),
-    "all windows": lambda x: nn.functional.adaptive_avg_pool1d(x.t().unsqueeze(0), 1),
-    "cumulated": lambda x: x.cumsum(0),
-    "largest": lambda x: x.amax(0),
-    "norm": lambda x: x.norm(dim=0),
-}
+    "mean": lambda x: x.mean(0), "sum": lambda x: x.sum((0, 1)), "mean of everything": lambda x: x.mean(),
+    "sum of everything": lambda x: x.sum(), "product": lambda x: x.t() @ x, "bmm": lambda x: torch.bmm(x.t()[None], x[None]),
+    "einsum": lambda x: torch.einsum("bi,bj->ij", x, x), "linear": lambda x: nn.functional.linear(x.t(), x.t()),
+    "flattened": lambda x: x.reshape(1, -1).sum(1), "halves": lambda x: x.reshape(2, -1, 6).sum(1),
+    "moved": lambda x: x.unsqueeze(0).transpose(1, 2).mean(-1), "window": lambda x: nn.functional.avg_pool1d(x.t().unsqueeze(0), 2),
+    "all windows": lambda x: nn.functional.adaptive_avg_pool1d(x.t().unsqueeze(0), 1), "cumulated": lambda x: x.cumsum(0),
+    "largest": lambda x: x.amax(0), "norm": lambda x: x.norm(dim=0),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OVER_THE_BATCH)
@@ -308,21 +299,14 @@ def test_what_reduces_the_batch_is_not_integer_or_is_proved_for_every_batch(name
 # ---- what cuts the batch off at a fixed place ----------------------------------------------------------------------------
 
 CUT: dict[str, tuple[Callable[[Tensor], Tensor], int, int | None]] = {
-    "first": (lambda x: x[:2].relu(), 2, None),
-    "without the first": (lambda x: x[1:].relu(), 1, None),
-    "all but three": (lambda x: x[3:].relu(), 3, None),
-    "at most twenty": (lambda x: x[:20].relu(), 1, 20),
-    "the last twenty": (lambda x: x[-20:].sum(0), 1, 20),
-    "between": (lambda x: x[2:20].relu(), 2, 20),
-    "narrow": (lambda x: x.narrow(0, 1, 2).relu(), 3, None),
-    "split": (lambda x: x.split(20)[0].relu(), 1, 20),
-    "halves": (lambda x: x.chunk(2)[0].relu(), 1, None),
-    "diagonal": (lambda x: torch.diagonal(x[:, :3]).relu(), 3, None),
-    "topk": (lambda x: x.topk(3, 0)[0], 3, None),
-    "everything": (lambda x: x[:].relu(), 1, None),
-    "window": (lambda x: nn.functional.max_pool1d(x.t()[None], 3, 1), 3, None),
-    "a column": (lambda x: x[:, :2].relu(), 1, None),
-}
+    "first": (lambda x: x[:2].relu(), 2, None), "without the first": (lambda x: x[1:].relu(), 1, None),
+    "all but three": (lambda x: x[3:].relu(), 3, None), "at most twenty": (lambda x: x[:20].relu(), 1, 20),
+    "the last twenty": (lambda x: x[-20:].sum(0), 1, 20), "between": (lambda x: x[2:20].relu(), 2, 20),
+    "narrow": (lambda x: x.narrow(0, 1, 2).relu(), 3, None), "split": (lambda x: x.split(20)[0].relu(), 1, 20),
+    "halves": (lambda x: x.chunk(2)[0].relu(), 1, None), "diagonal": (lambda x: torch.diagonal(x[:, :3]).relu(), 3, None),
+    "topk": (lambda x: x.topk(3, 0)[0], 3, None), "everything": (lambda x: x[:].relu(), 1, None),
+    "window": (lambda x: nn.functional.max_pool1d(x.t()[None], 3, 1), 3, None), "a column": (lambda x: x[:, :2].relu(), 1, None),
+}  # fmt: skip
 
 
 @pytest.mark.sweep

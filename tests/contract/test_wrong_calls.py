@@ -118,25 +118,15 @@ NUMBERS = [0, 0.0, -1.0, math.nan, math.inf, -math.inf, True, "1", "", [], [1.0]
 NO_BATCHES = ["", [], (), iter(())]
 # Values of an argument that are wrong in any function and no VALUES, or that its kind takes and the function refuses.
 LATER: dict[str, Sequence[Any]] = {
-    "batches": [[{}], *NO_BATCHES],
-    "bins": [-2, "2048", 2048.0],
-    "cut": ["cnv", ["cnv"], [["conv", "cnv"]]],
-    "debug": ["1", "abc"],
-    "dynamic_shapes": [{"image": 0}],
-    "example_inputs": [{"imag": torch.zeros(1)}, {5: torch.zeros(1)}, (None,), {"image": 5}],
-    "input_names": [["a;b"]],
-    "leaf": [["conv", "cnv"], nn.LSTM, [nn.LSTM], "model"],
-    "metric": [lambda model: "good", lambda model: math.nan, lambda model: None],
-    "num_batches": [0],
-    "observations": [{"conv": (0.0, 1.0)}],
-    "opset": [9, 22, -1],
-    "options": [{"adapt": True}],
-    "passes": [{"rules.match": 5}, {"nonsense": len}],
-    "preserve": [["naems"], ["conv.strid"], ["graph"], ["training"]],
-    **{"io": ["int", ["float"]], "style": ["EXACT", "qdqq", ["exact"]]},
-    "target": ["bayse", "bayes e"],
+    "batches": [[{}], *NO_BATCHES], "bins": [-2, "2048", 2048.0], "cut": ["cnv", ["cnv"], [["conv", "cnv"]]], "debug": ["1", "abc"],
+    "dynamic_shapes": [{"image": 0}], "example_inputs": [{"imag": torch.zeros(1)}, {5: torch.zeros(1)}, (None,), {"image": 5}],
+    "input_names": [["a;b"]], "leaf": [["conv", "cnv"], nn.LSTM, [nn.LSTM], "model"],
+    "metric": [lambda model: "good", lambda model: math.nan, lambda model: None], "num_batches": [0],
+    "observations": [{"conv": (0.0, 1.0)}], "opset": [9, 22, -1], "options": [{"adapt": True}],
+    "passes": [{"rules.match": 5}, {"nonsense": len}], "preserve": [["naems"], ["conv.strid"], ["graph"], ["training"]],
+    **{"io": ["int", ["float"]], "style": ["EXACT", "qdqq", ["exact"]]}, "target": ["bayse", "bayes e"],
     "until": ["activation.fold", "fuse", "CANONICAL"],
-}
+}  # fmt: skip
 
 
 def taken(kind: Kind, value: Any) -> bool:
@@ -225,35 +215,17 @@ GRAPHS = [5, nn.Linear(2, 2), "none.onnx"]
 EMPTY = [[{}]]  # batches: none at all are left to the function
 # What is right for an argument that is required, by its name; for `self` by its class.
 RIGHT: dict[str, Callable[[World], Any]] = {
-    "Comparison": lambda w: w.comparison,
-    "Estimate": lambda w: fxq.estimate(w.integer),
-    "Report": lambda w: fxq.results.Report(),
-    "Result": lambda w: w.result,
-    **dict.fromkeys(("a", "b", "gm", "integer"), lambda w: w.integer),
-    **dict.fromkeys(("batches", "inputs"), lambda w: [batch()]),
-    **dict.fromkeys(("bytes_per_second", "macs_per_second"), lambda w: 1e9),
-    "compiled": lambda w: w.directory / "none.bin",
-    "example_inputs": lambda w: batch(),
-    "expand": lambda w: None,
-    "first": lambda w: w.prepared,
-    "folder": lambda w: w.directory / "folder",
-    "function": lambda w: torch.exp,
-    "kind": lambda w: nn.Conv2d,
-    "mapping": lambda w: fxq.QConfigMapping(),
-    "model": lambda w: w.integer,
-    "name": lambda w: "never_declared",
-    "operands": lambda w: [],
-    "other": lambda w: fxq.results.Report(),
-    "path": lambda w: w.directory / "path",
-    "pattern": lambda w: "conv.*",
-    "prepared": lambda w: w.prepared,
-    "qconfig": lambda w: None,
-    "results": lambda w: w.directory,
-    "second": lambda w: w.integer,
-    "state": lambda w: fxq.State.VALIDATE,
-    "target": lambda w: "bayes-e",
+    "Comparison": lambda w: w.comparison, "Estimate": lambda w: fxq.estimate(w.integer), "Report": lambda w: fxq.results.Report(),
+    "Result": lambda w: w.result, **dict.fromkeys(("a", "b", "gm", "integer"), lambda w: w.integer),
+    **dict.fromkeys(("batches", "inputs"), lambda w: [batch()]), **dict.fromkeys(("bytes_per_second", "macs_per_second"), lambda w: 1e9),
+    "compiled": lambda w: w.directory / "none.bin", "example_inputs": lambda w: batch(), "expand": lambda w: None,
+    "first": lambda w: w.prepared, "folder": lambda w: w.directory / "folder", "function": lambda w: torch.exp,
+    "kind": lambda w: nn.Conv2d, "mapping": lambda w: fxq.QConfigMapping(), "model": lambda w: w.integer,
+    "name": lambda w: "never_declared", "operands": lambda w: [], "other": lambda w: fxq.results.Report(),
+    "path": lambda w: w.directory / "path", "pattern": lambda w: "conv.*", "prepared": lambda w: w.prepared, "qconfig": lambda w: None,
+    "results": lambda w: w.directory, "second": lambda w: w.integer, "state": lambda w: fxq.State.VALIDATE, "target": lambda w: "bayes-e",
     "writer": lambda w: Writer(),
-}
+}  # fmt: skip
 FLOAT = {"model": lambda w: w.model}
 UNCALIBRATED = {"prepared": lambda w: w.uncalibrated}
 ROWS = (

@@ -197,20 +197,12 @@ def test_padded_pools_that_move_by_one_run_in_every_runtime(pool: nn.Module, sha
 
 
 SCALARS: dict[str, Callable[[Tensor], Tensor]] = {
-    "mean": lambda x: x.amax().mean(-1),
-    "sum": lambda x: x.amax().sum(0) + 1,
-    "amax": lambda x: x.amax().amax(-1),
-    "transpose": lambda x: x.amax().transpose(0, -1),
-    "flip": lambda x: x.amax().flip(0),
-    "roll": lambda x: x.amax().roll(1),
-    "stack": lambda x: torch.stack([x.amax(), x.amax()]),
-    "expand": lambda x: x.amax().expand(3),
-    "unsqueeze": lambda x: x.amax().unsqueeze(0),
-    "its product with many": lambda x: x.amax() * x,
-    "many times it": lambda x: x * x.amax(),
-    "its sum with many": lambda x: x.amax() + x,
-    "the larger": lambda x: torch.maximum(x.amax() / 2, x),
-}
+    "mean": lambda x: x.amax().mean(-1), "sum": lambda x: x.amax().sum(0) + 1, "amax": lambda x: x.amax().amax(-1),
+    "transpose": lambda x: x.amax().transpose(0, -1), "flip": lambda x: x.amax().flip(0), "roll": lambda x: x.amax().roll(1),
+    "stack": lambda x: torch.stack([x.amax(), x.amax()]), "expand": lambda x: x.amax().expand(3),
+    "unsqueeze": lambda x: x.amax().unsqueeze(0), "its product with many": lambda x: x.amax() * x, "many times it": lambda x: x * x.amax(),
+    "its sum with many": lambda x: x.amax() + x, "the larger": lambda x: torch.maximum(x.amax() / 2, x),
+}  # fmt: skip
 
 
 @pytest.mark.sweep(12)

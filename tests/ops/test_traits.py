@@ -281,36 +281,18 @@ def leaves_integers(operator: Operator, arguments: Arguments) -> bool:
 
 
 CRITERIA: dict[Trait, Callable[[Operator, Arguments], bool]] = {
-    Trait.ELEMENTWISE: elementwise,
-    Trait.HOMOGENEOUS: homogeneous,
-    Trait.AFFINE: affine,
-    Trait.SPATIAL: spatial,
-    Trait.REDUCTION: reduction,
-    Trait.SUMMATION: summation,
-    Trait.STATISTIC: statistic,
-    Trait.SOFTMAX: ranks_rows,
-    Trait.MATRIX_PRODUCT: matrix_product,
-    Trait.DIVIDES: divides,
-    Trait.CHOOSES: chooses,
-    Trait.BOUNDED_BELOW: bounded_below,
-    Trait.RESHAPES: reshapes,
-    Trait.REARRANGES: rearranges,
-    Trait.EXTREMUM: extremum,
-    Trait.INTEGERS: integers,
-    Trait.KEEPS_INTEGERS: keeps_integers,
-    Trait.ADDS: adds,
-    Trait.SUMS: sums,
-    Trait.DYNAMIC: lambda operator, arguments: not operator.operands and sums(operator, arguments),
-    Trait.VIEWS: views,
-    Trait.COLLECTS: collects,
-    Trait.POINTWISE: pointwise,
-    Trait.COMPARES_WITH_ZERO: compares_with_zero,
-    Trait.CONJUNCTION: of_truth_values(torch.logical_and),
-    Trait.DISJUNCTION: of_truth_values(torch.logical_or),
+    Trait.ELEMENTWISE: elementwise, Trait.HOMOGENEOUS: homogeneous, Trait.AFFINE: affine, Trait.SPATIAL: spatial,
+    Trait.REDUCTION: reduction, Trait.SUMMATION: summation, Trait.STATISTIC: statistic, Trait.SOFTMAX: ranks_rows,
+    Trait.MATRIX_PRODUCT: matrix_product, Trait.DIVIDES: divides, Trait.CHOOSES: chooses, Trait.BOUNDED_BELOW: bounded_below,
+    Trait.RESHAPES: reshapes, Trait.REARRANGES: rearranges, Trait.EXTREMUM: extremum, Trait.INTEGERS: integers,
+    Trait.KEEPS_INTEGERS: keeps_integers, Trait.ADDS: adds, Trait.SUMS: sums,
+    Trait.DYNAMIC: lambda operator, arguments: not operator.operands and sums(operator, arguments), Trait.VIEWS: views,
+    Trait.COLLECTS: collects, Trait.POINTWISE: pointwise, Trait.COMPARES_WITH_ZERO: compares_with_zero,
+    Trait.CONJUNCTION: of_truth_values(torch.logical_and), Trait.DISJUNCTION: of_truth_values(torch.logical_or),
     Trait.LEAVES_INTEGERS: leaves_integers,
     Trait.SINGULAR_AT_ZERO: lambda operator, arguments: bool(changed(operator, arguments, torch.zeros_like).isinf().all()),
     Trait.OUTPUTS_FIRST: outputs_first,
-}
+}  # fmt: skip
 
 
 def broken(operator: Operator) -> list[Trait]:

@@ -365,23 +365,11 @@ ONE_FUNCTION: dict[str, list[Any]] = {
     "transpose": [torch.transpose, torch.swapdims, "transpose"],
 }
 MODULES: dict[Any, type] = {
-    torch.softmax: nn.Softmax,
-    F.relu: nn.ReLU,
-    F.relu6: nn.ReLU6,
-    F.hardtanh: nn.Hardtanh,
-    F.linear: nn.Linear,
-    F.conv2d: nn.Conv2d,
-    F.layer_norm: nn.LayerNorm,
-    F.batch_norm: nn.BatchNorm2d,
-    F.interpolate: nn.Upsample,
-    F.gelu: nn.GELU,
-    F.dropout: nn.Dropout,
-    F.embedding: nn.Embedding,
-    torch.lstm: nn.LSTM,
-    "sigmoid": nn.Sigmoid,
-    torch.flatten: nn.Flatten,
+    torch.softmax: nn.Softmax, F.relu: nn.ReLU, F.relu6: nn.ReLU6, F.hardtanh: nn.Hardtanh, F.linear: nn.Linear, F.conv2d: nn.Conv2d,
+    F.layer_norm: nn.LayerNorm, F.batch_norm: nn.BatchNorm2d, F.interpolate: nn.Upsample, F.gelu: nn.GELU, F.dropout: nn.Dropout,
+    F.embedding: nn.Embedding, torch.lstm: nn.LSTM, "sigmoid": nn.Sigmoid, torch.flatten: nn.Flatten,
     F.multi_head_attention_forward: nn.MultiheadAttention,
-}
+}  # fmt: skip
 OTHERS: list[tuple[Any, Any]] = [
     (F.relu, F.relu6), (F.relu, nn.ReLU6), (F.relu, torch.clamp), (torch.clamp, nn.ReLU), (F.dropout, nn.Dropout2d),
     (torch.add, operator.sub), (torch.mul, operator.truediv), (torch.hstack, torch.cat), (torch.hstack, torch.vstack),
