@@ -189,11 +189,16 @@ def converted(prepared: fx.GraphModule, inplace: bool = False) -> fx.GraphModule
         raise NotCalibrated(error.what, because=error.because, remedy=more, at=error.at, module=error.module) from None
     integer.register_state_dict_post_hook(_record_graph)  # type: ignore[no-untyped-call]
     integer.register_load_state_dict_pre_hook(_check_graph)  # type: ignore[no-untyped-call]
+    logger.info("%s", WITHOUT_MODULES)
     if inplace:
         become(prepared, integer)
     return prepared if inplace else integer
 
 
+WITHOUT_MODULES = (
+    "the integer model is a graph, without quantized modules to be found by class: fxq.text(integer) shows its weights, scales and zero "
+    "points, and fxq.qparams(prepared) returns the scales and zero points"
+)
 GRAPH = "fxquant.graph"  # in the metadata of an integer model's state_dict: the checksum of its graph, which has the zero points
 SAVED = "load the state_dict of the prepared model before it is converted, or load the whole integer model, written by torch.save(model, …)"
 

@@ -90,6 +90,19 @@ def test_a_model_is_calibrated_by_calling_it(backend: str, tmp_path: Any) -> Non
     assert weights == {backend == "x86"}
 
 
+def test_a_line_of_the_log_says_where_weights_and_scales_are_that_a_loop_over_modules_does_not_find(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU()).eval()
+    prepared = torch_ao.prepare_fx(copy.deepcopy(model), torch_ao.get_default_qconfig_mapping("x86"), (torch.randn(2, 4),))
+    prepared(torch.randn(8, 4))
+    with caplog.at_level("INFO", "fxquant"):
+        integer = torch_ao.convert_fx(prepared)
+    assert "fxq.text(integer) shows its weights, scales and zero points" in caplog.text
+    assert "weight" in fxq.text(integer)
+    assert fxq.qparams(prepared)
+
+
 def test_a_prepared_model_goes_on_after_it_was_converted() -> None:
     prepared = torch_ao.prepare_fx(small(), ao.get_default_qconfig_mapping(), (BATCHES[0],))
     prepared(BATCHES[0] / 8)
