@@ -78,7 +78,7 @@ class LayerScale(Fusion):
                 continue
             shape, value = shape_of(node), parameter_value(self.gm, factors)
             channels = _channels(way) - len(shape)
-            if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < -channels:
+            if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < -channels or not value.isfinite().all():
                 continue
             if value.shape[channels] == shape[channels] == value.numel():
                 self.ways[node] = way, factors

@@ -147,16 +147,6 @@ def slopes_of(known: Known) -> Nested:
     return nested(shape_of(known.a), lambda index: oracle.prelu(at(known.a, index), slopes[index[1]], *on))
 
 
-def times_constant(known: Known) -> Nested:
-    (made,) = [known.module.constant.flatten().tolist()]
-    largest = max(abs(Fraction(value)) for value in made)
-    scale = oracle.scale_from_range(-largest, largest, Fraction(known.rules.largest_weight))
-    scale = oracle.power_of_two_scale(scale) if known.rules.power_of_two_weights else scale
-    integers = [oracle.weight_integer(Fraction(value), scale) for value in made]
-    products = nested(shape_of(known.a), lambda index: at(known.a, index) * integers[index[1]])
-    return known.brought(products, known.rules.product_step(known.x.scale, scale), kind="product")
-
-
 def multiplied(known: Known) -> Nested:
     products = each(lambda q, r: q * r, known.a, known.b)
     return known.brought(products, known.rules.product_step(known.x.scale, known.y.scale), kind="product")
@@ -263,8 +253,16 @@ def residual(known: Known) -> Nested:
 
 
 def by_channel(known: Known) -> Nested:
-    norm = known.module.layer
-    made = oracle.layer([[w] for w in norm.weight.tolist()], norm.bias.tolist(), known.x, known.rules)
+    return scaled_channels(known, known.module.layer.weight.tolist(), known.module.layer.bias.tolist())
+
+
+def times_constant(known: Known) -> Nested:
+    """A factor for each channel is a layer of one weight for each."""
+    return scaled_channels(known, known.module.constant.flatten().tolist(), [0.0] * 3)
+
+
+def scaled_channels(known: Known, weights: list[float], biases: list[float]) -> Nested:
+    made = oracle.layer([[weight] for weight in weights], biases, known.x, known.rules)
     sums = nested(shape_of(known.a), lambda index: at(known.a, index) * made.weight[index[1]][0] + made.bias[index[1]])
     return oracle.finished(sums, made, known.x, known.to, known.rules)
 
