@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import fxquant as fxq
 from fxquant.ops import Trait
@@ -199,3 +200,15 @@ def test_samples_are_taken_from_all_that_are_kept() -> None:
     assert max(numbers) >= 6
     assert {id(chunk) for chunk in few.chunks} < {id(chunk) for chunk in judging}
     assert len(judging) == 2 * len(few.chunks)
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "x86"])
+def test_a_calibration_computes_the_network_at_most_eight_times(target: str) -> None:
+    """Counted in products, over all 64 samples; ranges, roundings and biases share what they compute."""
+    model, inputs = network(), list(torch.randn(64, 3, 16, 16, generator=torch.Generator().manual_seed(0)).split(16))
+    with FlopCounterMode(display=False) as once, torch.no_grad():
+        [model(batch) for batch in inputs]
+    prepared = fxq.prepare(model, inputs[0], target)
+    with FlopCounterMode(display=False) as counted:
+        fxq.calibrate(prepared, inputs, show_progress=False)
+    assert 1 <= counted.get_total_flops() / once.get_total_flops() <= 8
