@@ -170,7 +170,7 @@ def _random_in_float_alone(prepared: fx.GraphModule) -> list[str]:
 
 
 def _listed(sentence: str, lines: Sequence[str]) -> str:
-    """Return a sentence with the number of lines and the first of them."""
+    """Return a sentence with the number of lines, followed by the first lines."""
     more = [f"and {len(lines) - SHOWN_MISSING} more"] * (len(lines) > SHOWN_MISSING)
     return sentence % (len(lines), "\n".join(f"  {line}" for line in [*lines[:SHOWN_MISSING], *more]))
 

@@ -443,7 +443,7 @@ def leaf_rule(leaf: Leaves, model: nn.Module) -> LeafRule:
 
 
 def _told(leaf: LeafRule) -> LeafRule:
-    """Return the user's function with a TraceError about it in place of its own errors, which are none of the model's."""
+    """Return the user's `leaf` function, whose errors are raised as a TraceError that names the function and not the model."""
 
     def is_leaf(module: nn.Module, path: str) -> bool:
         try:

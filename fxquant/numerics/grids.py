@@ -220,7 +220,7 @@ def round_away(value: Tensor) -> Tensor:
 
 
 def clamp_bound(value: float | None, scale: float, default: int, limits: IntType | Grid) -> int:
-    """Return the integer bound ⌊f32(value)/scale + ½⌋ of a clamp, saturated to these limits; `default` if `value` is None."""
+    """Return the integer bound ⌊f32(value)/scale + ½⌋ of a clamp, limited to the range of the dtype; `default` if `value` is None."""
     if value is None:
         return default
     if math.isinf(value):

@@ -44,7 +44,7 @@ class Snapshot:
             self.restore()
 
     def restore(self) -> None:
-        """Put everything back, all of it also where this is interrupted."""
+        """Put all attributes and numbers back, also where an interrupt meets the restoring."""
         _surely(self._restore)
 
     @torch.no_grad()
@@ -72,7 +72,7 @@ def inside_operators(model: nn.Module) -> list[nn.Module]:
 
 
 def tensors_of(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Return the parameters and buffers that these modules hold themselves."""
+    """Return the parameters and buffers of these modules, without the parameters and buffers of their submodules."""
     return [tensor for module in modules for each in (module.parameters, module.buffers) for tensor in each(recurse=False)]
 
 
@@ -113,5 +113,5 @@ def _set(values: Iterable[tuple[Any, Mapping[str, Any]]]) -> None:
 
 
 def having(objects: Iterable[Any], **values: Any) -> Having:
-    """Return a context in which these objects have these values of their attributes, as in `having(operators, left_out=True)`."""
+    """Return a context in which attributes of these objects have other values, as in `having(operators, left_out=True)`."""
     return Having([(each, values) for each in objects])

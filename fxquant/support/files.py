@@ -72,7 +72,7 @@ def write_files(folder: str | os.PathLike[str], contents: Mapping[str, Content],
 
 @contextmanager
 def _temporary(place: Path) -> Iterator[Path]:
-    """Make a folder inside a folder, which is removed afterwards; remove those that killed processes have left there."""
+    """Make a temporary folder inside `place` for the context; remove temporary folders that killed processes left in `place`."""
     for left in place.glob(f"{TEMPORARY}*"):
         with suppress(OSError), _locked(left):
             shutil.rmtree(left, ignore_errors=True)

@@ -75,7 +75,7 @@ def of_an_index(node: fx.Node, operator: Operator, arguments: dict[str, Any] | s
 
 
 def _is_index(value: fx.Node) -> bool:
-    """Return whether a node holds places of elements, such as those of the largest, or numbers that are computed from these."""
+    """Return whether a node holds indices of elements, such as argmax returns, or integers that are computed from such indices."""
     value_fact, maker = fact(value), value
     if refusal(value) == OF_AN_INDEX:
         return True

@@ -115,7 +115,7 @@ def _function_of_instances(input: Tensor, batch_norm: BatchNorm, *, clamp: Clamp
 )
 @sampled("nn.InstanceNorm2d(3, track_running_stats=True)")
 def normalized_instances(lowering: Lowering, input: Quantized, batch_norm: BatchNorm, *, clamp: Clamp | None = None) -> Quantized:
-    """Normalize channels with running statistics; while these are live, with those of each sample, in float, which move them."""
+    """Normalize channels by running statistics; in live training by the statistics of each sample, which update the running ones."""
     if not lowering.live_batch_norm:
         return BY_NAME["batch_norm"].lower(lowering, input, batch_norm, clamp=clamp)  # type: ignore[no-any-return]
     check_statistics(lowering, math.prod(size for size in input.shape[2:] if isinstance(size, int)))

@@ -156,7 +156,7 @@ def _by_statistics(
     input: Any, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None, use_input_stats: bool = True,
     momentum: float = 0.1, eps: float = 1e-05,
 ) -> dict[str, Any] | str | Instead:  # fmt: skip
-    """Adapt F.instance_norm: with running statistics, which are live in train mode, it is an operator of its own."""
+    """Adapt F.instance_norm: a call with running statistics becomes the operator normalized_instances."""
     if running_mean is None or running_var is None:
         return {"input": input, "weight": weight, "bias": bias, "eps": eps}
     norm = BatchNormTensors(running_mean, running_var, weight, bias, momentum, eps)
