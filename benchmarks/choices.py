@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, fx
+from torch.multiprocessing.spawn import spawn
 
 import fxquant as fxq
 from fxquant.prepared.operators import quantized_operators
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(start + line, flush=True)
             continue
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(on_rank, (folder, network, target, call, asked.ranks), asked.ranks)
+            spawn(on_rank, (folder, network, target, call, asked.ranks), asked.ranks)
             for rank in range(asked.ranks):
                 with open(f"{folder}/{rank}", encoding="utf-8") as file:
                     for line in file:

@@ -22,10 +22,10 @@ from fxquant.version import __version__
 
 if TYPE_CHECKING:
     from fxquant import board, errors, export, extend, inspect, nn, observers, primitives, results, search, tuning
+    from fxquant.accuracy.states import freeze, qparams, set_qparams, set_state
     from fxquant.analysis.explain import explain
     from fxquant.analysis.text import text
     from fxquant.api import calibrate, check, convert, dump, export_onnx, load, prepare, quantize, save
-    from fxquant.calibration.calibration import freeze, qparams, set_qparams, set_state
     from fxquant.errors import FxQuantError
     from fxquant.frontend import trace, wrap
     from fxquant.options import Options
@@ -50,7 +50,7 @@ _FROM = {
     "fxquant.analysis.explain": "explain",
     "fxquant.analysis.text": "text",
     "fxquant.api": "calibrate check convert dump export_onnx load prepare quantize save",
-    "fxquant.calibration.calibration": "freeze qparams set_qparams set_state",
+    "fxquant.accuracy.states": "freeze qparams set_qparams set_state",
     "fxquant.errors": "FxQuantError",
     "fxquant.frontend": "trace wrap",
     "fxquant.options": "Options",

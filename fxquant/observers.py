@@ -1,6 +1,6 @@
 """Observers of activations, and what they recorded: files of observations that a later calibration starts from."""
 
-from fxquant.calibration.observations import Observations, observations
+from fxquant.accuracy.observations import Observations, observations
 from fxquant.quantization.observers import (
     ClipObserver,
     ClipStdObserver,

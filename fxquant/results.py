@@ -1,5 +1,6 @@
 """Classes of the values that public functions return, for annotations. No program constructs them."""
 
+from fxquant.accuracy.result import TunedLayer, TuningResult
 from fxquant.analysis.explain import Finding, Findings
 from fxquant.analysis.layers import Intermediate, Layer, Segment
 from fxquant.analysis.report import DeviationReport, Report
@@ -16,7 +17,6 @@ from fxquant.search.bit_widths import MixedPrecision
 from fxquant.search.observer_search import ObserverSearch, ObserverTrial
 from fxquant.search.sensitivity import Sensitivity, TensorSensitivity
 from fxquant.search.tune import Tuned, TuneStep
-from fxquant.tuning.result import TunedLayer, TuningResult
 
 __all__ = [
     "Advice", "Comparison", "CompiledCost", "Conformance", "DeviationReport", "Estimate", "Finding", "Findings", "GraphDifference",

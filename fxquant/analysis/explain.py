@@ -37,7 +37,7 @@ SHOWN_REASONS = 4  # in the line of the summary; the table has them all
 
 @checked()
 def explain(model: fx.GraphModule, *, steps: bool = False, machine: bool = False) -> str:
-    """Return a table of all operators (integer or float, dtype, scale, reason), values fixed while tracing, and requests that were not met.
+    """Return a table of all operators (integer or float, dtype, scale, reason), values fixed while tracing, requests not met, and steps of calibration.
 
     The corresponding operations of a recurrence's steps have one row, under the name of the first; with `steps`, a row for each.
 
@@ -55,6 +55,7 @@ def explain(model: fx.GraphModule, *, steps: bool = False, machine: bool = False
             fixed.append(f"{name} is changed by forward in train mode, and not here" + f" ({line})" * bool(line))
     lines.extend(f"fixed by the model's Python: {text}" for text in fixed)
     lines.extend(model_meta(model).get("not_done", ()))
+    lines.extend(f"calibration: {text}" for text in model_meta(model).get("chosen", ()))
     lines.extend(_on_this_machine(model, machine, steps))
     return "\n".join(lines) + "\n"
 

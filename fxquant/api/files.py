@@ -10,12 +10,12 @@ from typing import Any
 from torch import fx, nn
 
 from fxquant import backends
+from fxquant.accuracy.observations import Observations
+from fxquant.accuracy.states import follow_unseen
 from fxquant.analysis.explain import explain
 from fxquant.analysis.text import text
 from fxquant.api.preparing import convert, run_with_kernels
 from fxquant.backends.onnx.metadata import LAYOUTS
-from fxquant.calibration.calibration import follow_unseen
-from fxquant.calibration.observations import Observations
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import is_traced, trace
 from fxquant.frontend.entry import with_fixed_batch

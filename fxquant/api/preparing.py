@@ -10,11 +10,12 @@ import torch
 from torch import fx, nn
 
 from fxquant import backends
+from fxquant.accuracy import BY_SAMPLES, STEPS, observe
+from fxquant.accuracy.observations import Observations, restore
+from fxquant.accuracy.states import out_of_calibration, require_prepared, set_state
+from fxquant.accuracy.step import Run
 from fxquant.analysis.explain import Findings, broken_limits, findings, summary
 from fxquant.analysis.layers import layers
-from fxquant.calibration import calibration
-from fxquant.calibration.calibration import warn_of_lost_inputs
-from fxquant.calibration.observations import Observations, restore
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import attach_call_hooks, moved_by_forward, random_by_forward, trace, untrained_here
 from fxquant.ir.carried import SETTINGS, refuse_changes
@@ -38,8 +39,6 @@ from fxquant.reporting.forms import Batches
 from fxquant.support import logger, timed
 from fxquant.support.arguments import checked, instance
 from fxquant.target import Target
-from fxquant.tuning.equalization import by_first_batch
-from fxquant.tuning.first_samples import FirstSamples
 
 SHOWN_MISSING = 12  # tensors without a scale that are logged, a line each
 OBSERVATIONS = instance("what fxq.observers.observations returned", Observations).or_none("calibration observes")
@@ -89,19 +88,19 @@ def prepare(
 
 def _restore(prepared: fx.GraphModule, observations: Observations) -> None:
     missing = restore(prepared, observations)
-    first = FirstSamples(prepared)
-    if first.rounds:
+    wanted = {step.option for step in BY_SAMPLES if step.is_wanted(Run(prepared, BY_SAMPLES))}
+    if "round_weights" in wanted:
         logger.warning(
             "weights of less than 8 bits are rounded to the nearest, since observations hold no samples;"
             " fxq.tuning.round_weights(prepared, batches) rounds them so that their errors cancel, as calibration does"
         )
-    if first.corrects:
+    if "correct_bias" in wanted:
         logger.info(
             "biases are not corrected, since observations hold no samples;"
             " fxq.tuning.correct_bias(prepared, batches) corrects them, as calibration does by 64 samples"
         )
     if not missing:
-        calibration.set_state(prepared, State.VALIDATE)
+        set_state(prepared, State.VALIDATE)
     sentence = "scales that the observations cannot give: %d; fxq.calibrate(prepared, batches, only_missing=True) finds them\n%s"
     if missing:
         logger.warning("%s", _listed(sentence, [f"%{name}: {because}" for name, because in missing.items()]))
@@ -248,36 +247,31 @@ def calibrate(
     Raises CalibrationError if batches are missing, do not fit the model, or hold NaN or infinite values, and ConfigurationError for
     unusable arguments.
     """
-    calibration.require_prepared(prepared)
+    require_prepared(prepared)
     batches = as_batches(batches)
-    out = calibration.out_of_calibration(prepared)
+    out = out_of_calibration(prepared)
     if out:
         names = ", ".join(f"%{each.name} ({each.state.value})" for each in out)
         logger.info("left out of calibration, by the state they are in: %s", names)
     with having(out, left_out=True), timed("calibration"):
         inside = inside_operators(prepared)
-        before = Snapshot(inside, tensors_of(module for module in inside if not isinstance(module, calibration.OBSERVED)))
-        samples = FirstSamples(prepared, options)
-        if samples.lost and not only_missing and (samples.rounds or samples.corrects):
-            logger.warning(
-                "this calibration goes on from batches whose samples are not there any more: weights are rounded, and biases corrected,"
-                " by the samples of this call alone; to have what one call gives, calibrate a model that fxq.prepare has just returned"
-            )
+        seen = [module for module in inside if isinstance(module, observe.OBSERVED)]
+        before = Snapshot(inside, tensors_of(module for module in inside if module not in seen))
+        untouched = Snapshot(seen, tensors_of(seen))
+        run = Run(prepared, STEPS, batches, num_batches, options, show_progress, only_missing)
+        run.warn_of_lost_samples()
         try:
             with before:
-                with timed("observing"):
-                    observed = calibration.calibrate(
-                        prepared, batches, num_batches, only_missing=only_missing, options=options, show_progress=show_progress,
-                        samples=samples, first=by_first_batch(prepared, options.distributed) if options.equalize else None,
-                    )  # fmt: skip
-                if observed:
-                    samples.use(options.distributed, show_progress)
-                    warn_of_lost_inputs(prepared, samples.first_inputs)
-                samples.remember(ended=True)
+                if observe.is_missing(run):
+                    run.perform()
+                    observe.warn_of_lost_inputs(prepared, run.first_inputs)
+                run.remember(ended=True)
         except BaseException:
-            samples.remember(ended=False)
-            if samples.batches:
-                logger.warning("%s", _interrupted(prepared, samples.batches))
+            if run.taken:
+                logger.warning("%s", _interrupted(prepared, run.taken))
+            else:
+                untouched.restore()
+            run.remember(ended=False)
             raise
     return prepared
 
@@ -309,7 +303,7 @@ def convert(
 
     Raises NotCalibrated if a scale is unknown, and AccumulatorOverflow if a sum cannot be proved to fit.
     """
-    calibration.require_prepared(prepared)
+    require_prepared(prepared)
     target: Target = prepared.meta["target"]
     for operator in quantized_operators(prepared).values():
         if not operator.plain:

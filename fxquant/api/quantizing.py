@@ -12,10 +12,10 @@ import torch
 from torch import fx, nn
 
 from fxquant import backends
+from fxquant.accuracy.observations import Observations
 from fxquant.analysis.report import Report
 from fxquant.api.files import export_onnx
 from fxquant.api.preparing import OBSERVATIONS, calibrate, convert, prepare
-from fxquant.calibration.observations import Observations
 from fxquant.frontend import float_model
 from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.batches import as_batches, no_batches

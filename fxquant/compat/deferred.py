@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import fxquant as fxq
-from fxquant.calibration.calibration import owned_quantizers, require_prepared, update_scales
+from fxquant.accuracy.states import owned_quantizers, require_prepared, update_scales
 from fxquant.compat.common import refused
 from fxquant.errors import ConfigurationError, NotCalibrated
 from fxquant.ir.graph import resolve

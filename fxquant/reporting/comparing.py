@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 from torch import Tensor, fx
 
+from fxquant.accuracy.measure import Parts, is_real
 from fxquant.analysis.layers import GRAPH, alike, layers, recurrent_parts
 from fxquant.analysis.recording import Facts, Form, GraphForm, Values
 from fxquant.errors import Interrupted
@@ -30,7 +31,6 @@ from fxquant.reporting.tensor_rules import Cures, Judged
 from fxquant.reporting.verdict import Verdict, causes_of, verdict_on
 from fxquant.support.arguments import COUNT, FLAG, POSITIVE, Kind, checked, such
 from fxquant.support.progress import in_one_piece, progress
-from fxquant.tuning.effects import Parts, is_real
 
 
 def pairs(a: Form, b: Form) -> dict[str, str]:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from fxquant.accuracy.measure import Noise, Parts, is_real
 from fxquant.analysis.recording import GraphForm, Seen, outputs, still
 from fxquant.ir.graph import is_parameter, resolve
 from fxquant.reporting.statistics import Steps
 from fxquant.reporting.tensor_rules import Judged
-from fxquant.tuning.effects import Noise, Parts, is_real
 
 Change = Callable[[str, Any, tuple[Any, ...]], Any]  # of a tensor's name, its value and what its node read
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
+from fxquant.accuracy.observe import LOST
 from fxquant.analysis.recording import Facts, Form, GraphForm
-from fxquant.calibration.calibration import LOST
 from fxquant.ir.graph import model_meta, resolve
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.reporting.statistics import TensorStatistics

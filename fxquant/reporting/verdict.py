@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from fxquant.accuracy import STEPS
 from fxquant.analysis.recording import GraphForm, Wanted
 from fxquant.numerics.rounding import AdaptiveRounding, Nearest
 from fxquant.prepared.operators import quantized_operators
@@ -35,10 +36,10 @@ FEWEST = 6  # layers that a model has for one to be a range
 OFFSET = 0.25  # the share of the noise that a constant for each channel makes
 FAR = 2.0  # how many times as far as elsewhere the largest values of a range of layers are from their root mean square
 
-# What fxq.tune tries, in its order.
+# What fxq.tune tries, in its order: what calibration does, otherwise, the last step first, then wider types, and last what learns.
 TRIED = (
-    *("observers", "bias correction", "rounding of weights", "equalization", "16 bits", "mixed precision"),
-    *("distillation", "AdaRound", "reconstruction"),
+    *("observers", *(step.name for step in reversed(STEPS) if step.remedies is not None), "16 bits", "mixed precision"),
+    *(step.name for step in STEPS if step.find is None),
 )
 OF_ACTIVATIONS = ("observers", "16 bits")
 OF_WEIGHTS = ("rounding of weights", "AdaRound")

@@ -10,9 +10,16 @@ from typing import Any
 import numpy as np
 from torch import fx, nn
 
+from fxquant.accuracy import BY_SAMPLES
+from fxquant.accuracy.checkpoint import Checkpoint, model_digest
+from fxquant.accuracy.choices import ACTIVATION, WEIGHT, Choices, bits
+from fxquant.accuracy.measure import decibels, outputs_of
+from fxquant.accuracy.observations import Observations, observations
+from fxquant.accuracy.ranges import method_of
+from fxquant.accuracy.step import Run
+from fxquant.accuracy.walk import inputs_of
 from fxquant.analysis.text import table
 from fxquant.api import calibrate, prepare
-from fxquant.calibration.observations import Observations, observations
 from fxquant.errors import ConfigurationError
 from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.operators import quantized_operators
@@ -20,11 +27,6 @@ from fxquant.quantization.spec import QConfig, QConfigMapping, as_mapping
 from fxquant.search.sensitivity import METRIC, Metric, Sensitivity, calibrated, find, reference_of, score_of
 from fxquant.support.arguments import NUMBER, Kind, checked, checked_class, instance
 from fxquant.target import Target
-from fxquant.tuning.checkpoint import Checkpoint, model_digest
-from fxquant.tuning.choices import ACTIVATION, WEIGHT, Choices, bits
-from fxquant.tuning.effects import decibels, outputs_of
-from fxquant.tuning.first_samples import FirstSamples, method_of
-from fxquant.tuning.walk import inputs_of
 
 _NONE = NUMBER.or_none("no limit")
 
@@ -336,10 +338,11 @@ class Work:
         for operator in quantized_operators(prepared).values():
             if not operator.plain:
                 operator.output.require()
-        first = FirstSamples(prepared, options, observed=True, method=method_of(self.prepared))  # as calibration does
+        alone = replace(options, distributed=False)
+        run = Run(prepared, BY_SAMPLES, options=alone, method=method_of(self.prepared))  # as calibration does
         for inputs in self.samples:
-            first.take(inputs)
-        first.use(False, False)
+            run.take(inputs)
+        run.perform()
         return prepared
 
     def seen_with(self, options: Options) -> Observations:

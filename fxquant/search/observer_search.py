@@ -9,6 +9,12 @@ from typing import Any
 
 from torch import fx, nn
 
+from fxquant.accuracy.checkpoint import Checkpoint, call_of
+from fxquant.accuracy.choices import ACTIVATION, Choice, Choices
+from fxquant.accuracy.judge import FloatOutputs
+from fxquant.accuracy.measure import Noise, best_of, decibels, outputs_of
+from fxquant.accuracy.simulation import grid_for, rounded, taking_over
+from fxquant.accuracy.walk import Samples
 from fxquant.analysis.text import table
 from fxquant.errors import ConfigurationError
 from fxquant.numerics.grids import Grid
@@ -19,11 +25,6 @@ from fxquant.search.bit_widths import Work, work_of
 from fxquant.search.sensitivity import METRIC, Metric, reference_of, score_of
 from fxquant.support.arguments import Kind, checked
 from fxquant.target import Target
-from fxquant.tuning.checkpoint import Checkpoint, call_of
-from fxquant.tuning.choices import ACTIVATION, Choice, Choices
-from fxquant.tuning.effects import FloatOutputs, Noise, best_of, decibels, outputs_of
-from fxquant.tuning.simulation import grid_for, rounded, taking_over
-from fxquant.tuning.walk import Samples
 
 OBSERVERS: tuple[Any, ...] = (
     *(kinds.HistogramObserver, kinds.MSEObserver),

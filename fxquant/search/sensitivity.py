@@ -17,6 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxquant.accuracy.checkpoint import Checkpoint, call_of
+from fxquant.accuracy.choices import ACTIVATION, WEIGHT, Choice, Choices, bits
+from fxquant.accuracy.judge import FloatOutputs
+from fxquant.accuracy.measure import decibels, is_real
+from fxquant.accuracy.simulation import changed, grid_for, rounded, rounded_weight, weight_name
+from fxquant.accuracy.walk import Samples, inputs_of
 from fxquant.analysis.recording import still
 from fxquant.analysis.text import table
 from fxquant.api import calibrate, prepare
@@ -30,11 +36,6 @@ from fxquant.prepared.operators import QuantizedOperator, quantized_operators
 from fxquant.quantization.spec import QConfig, QConfigMapping, State
 from fxquant.support.arguments import CALLABLE, Kind, checked
 from fxquant.target import Target
-from fxquant.tuning.checkpoint import Checkpoint, call_of
-from fxquant.tuning.choices import ACTIVATION, WEIGHT, Choice, Choices, bits
-from fxquant.tuning.effects import FloatOutputs, decibels, is_real
-from fxquant.tuning.simulation import changed, grid_for, rounded, rounded_weight, weight_name
-from fxquant.tuning.walk import Samples, inputs_of
 
 Metric = Callable[[Any], float]  # a function of a model; more is better
 METRIC: Kind = CALLABLE.or_none("the error of the outputs alone")

@@ -7,6 +7,7 @@ in order. A remedy proposes recipes, which `tune` builds, evaluates on held-out 
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -16,14 +17,18 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxquant.accuracy import STEPS
+from fxquant.accuracy.checkpoint import Checkpoint, call_of
+from fxquant.accuracy.choices import Choices, bits
+from fxquant.accuracy.measure import decibels, outputs_of
+from fxquant.accuracy.ranks import digest
+from fxquant.accuracy.step import Step
+from fxquant.accuracy.walk import Samples, inputs_of
 from fxquant.analysis.recording import still
 from fxquant.analysis.text import table
-from fxquant.calibration.distributed import digest
 from fxquant.errors import CalibrationError
-from fxquant.numerics.rounding import AdaptiveRounding
 from fxquant.options import DEFAULTS, WIDTHS, Options
 from fxquant.prepared.batches import as_batches
-from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.spec import QConfig, QConfigMapping
 from fxquant.quantization.spec import State as OperatorState
 from fxquant.reporting.verdict import TRIED
@@ -34,11 +39,6 @@ from fxquant.serialization.qconfig import read, written
 from fxquant.support import logger
 from fxquant.support.arguments import COUNT, Kind, checked
 from fxquant.target import Target
-from fxquant.tuning import adaround, correct_bias, distill, reconstruct
-from fxquant.tuning.checkpoint import Checkpoint, call_of
-from fxquant.tuning.choices import Choices, bits
-from fxquant.tuning.effects import decibels, outputs_of
-from fxquant.tuning.walk import Samples, inputs_of
 
 
 @dataclass(frozen=True)
@@ -116,63 +116,20 @@ def _within_budget(state: State) -> Proposals:
         yield result.chosen.name, replace(state.recipe, mapping=result.qconfig)
 
 
-def _with(state: State, **corrections: bool) -> Recipe:
-    return replace(state.recipe, corrections={**state.recipe.corrections, **corrections})
+def _step(step: Step, state: State) -> Proposals:
+    """Propose the other values of the option of a step of calibration, and the step by all samples, or in steps of learning."""
+    recipe = state.recipe
+    for words, value in () if step.remedies is None else step.remedies(state.untuned().prepared):
+        assert step.option is not None
+        yield words, replace(recipe, corrections={**recipe.corrections, step.option: value})
+    if step.learn is not None:
+        words = f"{state.steps} steps" if step.find is None else "by all samples"
+        yield words, replace(recipe, methods=(*recipe.methods, step.name))
 
 
-def _bias_correction(state: State) -> Proposals:
-    """No bias correction, where calibration made one; and one by all samples."""
-    operators = quantized_operators(state.untuned().prepared).values()
-    if any(operator.weight_quantizer.correction is not None for operator in operators):
-        yield "off", _with(state, correct_bias=False)
-    yield "by all samples", replace(state.recipe, methods=(*state.recipe.methods, "bias correction"))
-
-
-def _rounding(state: State) -> Proposals:
-    """Weights of every dtype rounded by samples; and to the nearest, where calibration rounded some by samples."""
-    operators = quantized_operators(state.untuned().prepared).values()
-    yield "by samples, all weights", _with(state, round_weights=True)
-    if any(isinstance(operator.weight_quantizer.rounding, AdaptiveRounding) for operator in operators):
-        yield "to the nearest", _with(state, round_weights=False)
-
-
-def _equalization(state: State) -> Proposals:
-    """No powers of two for channels, where calibration chose some."""
-    operators = quantized_operators(state.untuned().prepared).values()
-    if any(operator.factors is not None and operator.factors.active for operator in operators):
-        yield "off", _with(state, equalize=False)
-
-
-Tuner = Callable[[fx.GraphModule, list[list[Any]], int, Options, bool | None], Any]  # model, samples, steps, options, show progress
-
-
-def _learning(method: Callable[..., Any]) -> Tuner:
-    return lambda model, samples, steps, options, show: method(model, samples, steps=steps, options=options, show_progress=show)
-
-
-METHODS: dict[str, Tuner] = {
-    "bias correction": lambda model, samples, _, options, show: correct_bias(
-        model, samples, options=replace(options, checkpoint=None), show_progress=show
-    ),
-    "distillation": _learning(distill),
-    "AdaRound": _learning(adaround),
-    "reconstruction": _learning(reconstruct),
-}
-
-
-def _tuning(name: str, state: State) -> Proposals:
-    yield f"{state.steps} steps", replace(state.recipe, methods=(*state.recipe.methods, name))
-
-
-_PROPOSALS: dict[str, Remedy] = {
-    "observers": _observers,
-    "bias correction": _bias_correction,
-    "rounding of weights": _rounding,
-    "equalization": _equalization,
-    "16 bits": _sixteen,
-    "mixed precision": _within_budget,
-}
-REMEDIES: dict[str, Remedy] = {name: _PROPOSALS.get(name) or partial(_tuning, name) for name in TRIED}
+_WIDER: dict[str, Remedy] = {"observers": _observers, "16 bits": _sixteen, "mixed precision": _within_budget}
+_STEPS = {step.name: step for step in STEPS}
+REMEDIES: dict[str, Remedy] = {name: _WIDER.get(name) or partial(_step, _STEPS[name]) for name in TRIED}
 WITHIN_BUDGET = "mixed precision"
 WITHIN = 0.01  # of the float model's score, where no tolerance is given
 
@@ -364,8 +321,10 @@ class _Session:
             model, applied = self.work.with_mapping(recipe.mapping, replace(self.work.options, **recipe.corrections)), ()
         for count in range(len(applied), len(recipe.methods)):
             part = replace(recipe, methods=recipe.methods[: count + 1])
-            options = replace(self.work.options, checkpoint=self._file(part))
-            METHODS[part.methods[-1]](model, self.work.samples, self.steps, options, self.work.show)
+            learn, options = _STEPS[part.methods[-1]].learn, replace(self.work.options, checkpoint=self._file(part))
+            assert learn is not None
+            steps = {"steps": self.steps} if "steps" in inspect.signature(learn).parameters else {}
+            learn(model, self.work.samples, **steps, options=options, show_progress=self.work.show)
         if recipe == self.recipe:
             self.made = model
         return model

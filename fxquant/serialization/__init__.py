@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, fx
 
-from fxquant.calibration.observations import Observations
+from fxquant.accuracy.observations import Observations
 from fxquant.errors import ExportError, FxQuantError
 from fxquant.ir.model import collection_paused
 from fxquant.serialization.document import OBSERVATIONS, read_model, read_observations, write_model, write_observations

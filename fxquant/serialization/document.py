@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from fxquant.calibration.observations import Observations, Observed, Place
+from fxquant.accuracy.observations import Observations, Observed, Place
 from fxquant.errors import ExportError, FxQuantError
 from fxquant.frontend import InputCheck, attach_call_hooks, is_traced
 from fxquant.frontend.inputs import CallSignature, is_signature

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.calibration import distributed
+from fxquant.accuracy import ranks
 from fxquant.numerics.rounding import AdaptiveRounding
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.observers import MinMaxObserver
@@ -377,6 +377,6 @@ def test_the_ranges_of_all_ranks_are_merged(monkeypatch: pytest.MonkeyPatch) -> 
     own, other = MinMaxObserver(), MinMaxObserver()
     own.observe(torch.tensor([-1.0, 2.0]))
     other.observe(torch.tensor([-4.0, 1.0]))
-    monkeypatch.setattr(distributed, "gathered", lambda value: [value, (3, {"own": dict(other.named_buffers())})])
-    assert distributed.merge({"own": own}, 1) == 4
+    monkeypatch.setattr(ranks, "gathered", lambda value: [value, (3, {"own": dict(other.named_buffers())})])
+    assert ranks.merge({"own": own}, 1) == 4
     assert (float(own.low), float(own.high), int(own.count)) == (-4.0, 2.0, 2)

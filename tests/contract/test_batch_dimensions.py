@@ -18,10 +18,11 @@ from torch import Tensor, fx, nn
 from torch.export import Dim
 
 import fxquant as fxq
+from fxquant.accuracy import BY_SAMPLES
+from fxquant.accuracy.step import Run
 from fxquant.analysis.sample import batches_from
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import fact
-from fxquant.tuning.first_samples import FirstSamples
 from tests.backends import test_reference_c
 from tests.shared import contract
 from tests.shared.networks import Network, held
@@ -124,7 +125,7 @@ def test_an_exported_program_has_its_batch_there(tmp_path: Path) -> None:
 def test_samples_are_counted_and_cut_along_the_batch(caplog: pytest.LogCaptureFixture) -> None:
     batches = [inputs("lstm", 32, seed) for seed in range(2)]
     prepared = fxq.prepare(made("lstm"), batches[0], options=fxq.Options(dynamic_shapes=SHAPES["lstm"]))
-    first = FirstSamples(prepared)
+    first = Run(prepared, BY_SAMPLES)
     first.take(batches[0])
     assert first.kept.seen == first.kept.samples == 32
     with caplog.at_level("INFO", "fxquant"):

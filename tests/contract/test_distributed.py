@@ -17,10 +17,10 @@ from torch import Tensor, fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fxquant as fxq
+from fxquant.accuracy.checkpoint import Checkpoint
+from fxquant.accuracy.judge import FloatOutputs
+from fxquant.accuracy.weights import _Layer as Layer
 from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer, PercentileObserver
-from fxquant.tuning.checkpoint import Checkpoint
-from fxquant.tuning.effects import FloatOutputs
-from fxquant.tuning.second_moment import _Layer as Layer
 from tests.shared.written import to_train
 
 pytestmark = pytest.mark.nightly
@@ -279,7 +279,7 @@ def taken_over(rank: int) -> Any:
     prepared = four_bits()
     if rank == 0:
         fxq.tuning.round_weights(prepared, 4 * shards(), options=fxq.Options(distributed=False), show_progress=False)
-    with mock.patch("fxquant.tuning.checkpoint.logger.info") as told:
+    with mock.patch("fxquant.accuracy.checkpoint.logger.info") as told:
         agreed = Checkpoint(None, {"method": "own"}, True, divided=False).agreed(prepared, f"of rank {rank}")
     assert "each rank does all of the work" in str(told.call_args)
     return agreed, {name: value.clone() for name, value in prepared.state_dict().items()}
@@ -493,7 +493,7 @@ def test_a_rank_that_computed_other_numbers_takes_over_those_of_rank_0(found: li
 
 
 def test_an_observer_that_cannot_be_joined_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fxquant.calibration import distributed
+    from fxquant.accuracy import ranks
 
     class Own(MinMaxObserver):
         merge = Observer.merge
@@ -504,10 +504,10 @@ def test_an_observer_that_cannot_be_joined_says_so(monkeypatch: pytest.MonkeyPat
     def gather(into: list[Any], value: Any) -> None:
         into[:] = [value, value]
 
-    monkeypatch.setattr(distributed, "count", lambda: 2)
-    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    monkeypatch.setattr(ranks, "count", lambda: 2)
+    monkeypatch.setattr("torch.ranks.all_gather_object", gather)
     with pytest.raises(fxq.errors.ConfigurationError, match="cannot be merged") as caught:
-        distributed.merge({"own": own}, 1)
+        ranks.merge({"own": own}, 1)
     assert "distributed=False" in caught.value.remedy
 
 

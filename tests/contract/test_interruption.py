@@ -25,6 +25,7 @@ from rich.progress import Progress
 from torch import Tensor, fx, nn
 
 import fxquant as fxq
+from fxquant.accuracy import bias, checkpoint, weights
 from fxquant.compat.horizon.served import flow
 from fxquant.compat.torch_ao import functions
 from fxquant.prepared.operators import QuantizedOperator, quantized_operators
@@ -32,7 +33,6 @@ from fxquant.quantization.observers import Observer
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.search import observer_search
 from fxquant.support import progress as shown
-from fxquant.tuning import bias, checkpoint, second_moment
 from tests.shared.networks import Network
 
 
@@ -194,7 +194,7 @@ def test_a_loader_that_is_interrupted_leaves_the_report_of_the_batches_before(fo
 
 
 @pytest.mark.parametrize(
-    ("method", "module", "loops"), [(fxq.tuning.correct_bias, bias, bias), (fxq.tuning.round_weights, second_moment, checkpoint)]
+    ("method", "module", "loops"), [(fxq.tuning.correct_bias, bias, bias), (fxq.tuning.round_weights, weights, checkpoint)]
 )
 def test_a_method_leaves_the_model_as_it_was_and_continues(
     method: Callable[..., Any], module: Any, loops: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import fxquant as fxq
+from fxquant.accuracy.walk import real_result
 from fxquant.numerics.rounding import straight_through
 from fxquant.prepared.operators import quantized_operators
 from fxquant.primitives.accumulate import linear
 from fxquant.primitives.product import matrix_product
 from fxquant.training import fused_elementwise, fused_layers
-from fxquant.tuning.walk import real_result
 from tests.shared import contract
 
 

@@ -41,11 +41,10 @@ PACKAGES = (
     "analysis",  # what can be said of a model
     "remedies",  # operators within the limits of a target
     "pipeline",
-    "calibration",
     "passes",
+    "accuracy",  # scales, weights and biases of one model
     "serialization",
     "backends",
-    "tuning",  # methods that make one model more exact
     "reporting",
     "api",
     "nn",
@@ -58,7 +57,7 @@ PACKAGES = (
 # Beyond the order: imports that a package, or a part of it, does not have.
 APART = {
     "passes": ("serialization", "kernels", "frontend"),  # a pass knows graphs, operators and facts
-    "backends": ("passes", "calibration", "remedies", "pipeline", "serialization"),  # nor does a target know how a graph came about
+    "backends": ("passes", "accuracy", "remedies", "pipeline", "serialization"),  # nor does a target know how a graph came about
     "backends.aten": ("backends.bpu", "backends.c", "backends.cpu", "backends.horizon", "backends.onnx"),
     "backends.bpu": ("backends.aten", "backends.c", "backends.cpu", "backends.horizon", "backends.onnx"),
     "backends.c": ("backends.aten", "backends.bpu", "backends.cpu", "backends.horizon", "backends.onnx"),
@@ -67,7 +66,7 @@ APART = {
     "backends.onnx": ("backends.aten", "backends.bpu", "backends.c", "backends.cpu", "backends.horizon"),
     "cli": ("passes", "backends", "ops", "ir", "compat"),  # the command line is a user of the public functions
 }
-PUBLIC = ("board", "export", "extend", "inspect", "observers", "results")  # modules that only gather names of packages
+PUBLIC = ("board", "export", "extend", "inspect", "observers", "results", "tuning")  # modules that only gather names of packages
 SINGLE = {"passes"}  # packages whose modules import none of their own but what SHARED names: they are run by the table of contents
 SHARED = {"fxquant.passes.rewriting"}
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxquant as fxq
+from fxquant.accuracy.moments import flipped, flipped_together
 from fxquant.numerics.rounding import AdaptiveRounding
-from fxquant.tuning.moments import flipped, flipped_together
 
 Method = Callable[[fx.GraphModule, list[Tensor]], Any]
 
@@ -77,7 +77,7 @@ def test_no_method_moves_a_pruned_weight(method: str) -> None:
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("options", [{"target": "x86"}, {"bits": "int8"}, {"per_channel": False}, {"power_of_two": True}], ids=str)
 def test_nor_does_any_grid(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxquant.tuning.effects.is_lower", lambda *_: True)  # whatever the outputs say of roundings of 8 bits
+    monkeypatch.setattr("fxquant.accuracy.measure.is_lower", lambda *_: True)  # whatever the outputs say of roundings of 8 bits
     prepared = calibrated("all layers", **options)
     assert roundings(prepared)
     assert returned(prepared) == 0

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import fxquant as fxq
 from fxquant import primitives
+from fxquant.accuracy.choices import Choices
 from fxquant.search.observer_search import with_observer
-from fxquant.tuning.choices import Choices
 from tests.shared import oracle
 from tests.shared.contract import (
     all_equal,

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from fxquant.accuracy import measure
+from fxquant.accuracy.choices import Choices
 from fxquant.search import observer_search
 from fxquant.search import tune as tuner
 from fxquant.search.bit_widths import costs, fits, optimum, work_of
 from fxquant.search.tune import REMEDIES, Recipe, State
 from fxquant.serialization.qconfig import written
-from fxquant.tuning import effects
-from fxquant.tuning.choices import Choices
 from tests.shared import networks as shared
 from tests.shared.contract import same_state
 
@@ -348,7 +348,7 @@ def test_tune_keeps_what_gains_and_goes_on_after_a_kill(
     assert {step.remedy for step in whole.steps} >= {"calibration", "observers", "16 bits"}
     assert fxq.verify(whole.prepared, fxq.convert(whole.prepared), batches[:1])
 
-    judge, judged = effects.outputs_of, 0
+    judge, judged = measure.outputs_of, 0
 
     def killing(*given: Any) -> Any:
         nonlocal judged

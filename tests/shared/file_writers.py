@@ -25,10 +25,10 @@ import torch
 from torch import nn
 
 import fxquant as fxq
+from fxquant.accuracy.checkpoint import Checkpoint
 from fxquant.cli import _parser
 from fxquant.cli.quantizing import run
 from fxquant.compat import horizon
-from fxquant.tuning.checkpoint import Checkpoint
 
 SMALL = 200  # bytes, for a function that has written nothing before
 

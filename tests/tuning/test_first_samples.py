@@ -13,12 +13,12 @@ from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxquant as fxq
+from fxquant.accuracy import BY_SAMPLES, bias, step
+from fxquant.accuracy.judge import FloatOutputs
+from fxquant.accuracy.step import LARGEST_KEPT, Run
+from fxquant.accuracy.walk import cut
 from fxquant.ops import Trait
 from fxquant.prepared.operators import quantized_operators
-from fxquant.tuning import bias, first_samples
-from fxquant.tuning.effects import FloatOutputs
-from fxquant.tuning.first_samples import LARGEST, FirstSamples
-from fxquant.tuning.walk import cut
 from tests.shared import contract
 from tests.shared.networks import Network
 
@@ -93,20 +93,20 @@ def test_by_fewer_samples_only_where_asked_for() -> None:
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(("side", "count"), [(16, 64), (256, 10), (512, 4)])
 def test_of_large_images_fewer_are_looked_at_however_many_are_kept(side: int, count: int) -> None:
-    first = FirstSamples(fxq.prepare(network(), batches()[0], "bernoulli"))
+    run = Run(fxq.prepare(network(), batches()[0], "bernoulli"), BY_SAMPLES)
     for _ in range(8):
-        first.take([torch.rand(8, 3, side, side)])
-    few, judging = first._few()
-    assert first.kept.seen == 64
+        run.take([torch.rand(8, 3, side, side)])
+    few, judging = run.few, run.held_out
+    assert run.kept.seen == 64
     assert sum(len(chunk[0]) for chunk in few.chunks) in range(count, 2 * count)
     assert few.judging
     assert judging
-    assert first.kept.elements <= LARGEST + 8 * 3 * side**2
+    assert run.kept.elements <= LARGEST_KEPT + 8 * 3 * side**2
 
 
 def test_large_images_are_corrected_by_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 64 samples not all are kept, and still there are enough."""
-    monkeypatch.setattr(first_samples, "LARGEST", 40 * 3 * 16 * 16)
+    monkeypatch.setattr(step, "LARGEST_KEPT", 40 * 3 * 16 * 16)
     assert corrected(contract.calibrated(network(), batches(), "bernoulli"))
 
 
@@ -148,11 +148,11 @@ def test_a_layer_is_corrected_after_its_limits() -> None:
     prepared = unchanged(model, [inputs])
     found = bias.corrections(prepared, cut(prepared, [[inputs]], 16), FloatOutputs(prepared, [[inputs]]), False)
     assert found
-    bias.apply(prepared, found)
+    bias.put_corrections(prepared, found)
     learned = torch.cat([chunk for index, chunk in enumerate(inputs.split(16)) if index % 4 != 3])
     with torch.no_grad():
         corrected_shift = (prepared(learned) - model(learned)).mean(0).abs().mean()
-        bias.apply(prepared, {name: [0.0] * len(value) for name, value in found.items()})
+        bias.put_corrections(prepared, {name: [0.0] * len(value) for name, value in found.items()})
         plain_shift = (prepared(learned) - model(learned)).mean(0).abs().mean()
     assert corrected_shift < 0.2 * plain_shift
 
@@ -169,6 +169,8 @@ def test_the_outputs_judge_all_corrections_together(caplog: pytest.LogCaptureFix
         assert not corrected(prepared)
         assert "biases are not corrected" in caplog.text
         found = bias.corrections(prepared, samples, FloatOutputs(prepared, [[alike]]), False)
+    assert corrected(prepared) == []
+    bias.put_corrections(prepared, found)
     assert list(found) == corrected(prepared) != []
     assert "biases are corrected in 1 of 1 layers, in full: the outputs have" in caplog.text
     assert caplog.text.count("correct_bias: 1 of 1 tuned") == 1  # the table of the layers
@@ -191,10 +193,10 @@ def test_corrections_that_only_overshoot_are_halved(monkeypatch: pytest.MonkeyPa
 
 def test_samples_are_taken_from_all_that_are_kept() -> None:
     """Batches beside each other may be of one scene; these and about as many others judge the outputs."""
-    first = FirstSamples(fxq.prepare(network(), batches()[0], "bernoulli"))
+    run = Run(fxq.prepare(network(), batches()[0], "bernoulli"), BY_SAMPLES)
     for index in range(8):
-        first.take([torch.full((8, 3, 256, 256), float(index))])
-    few, judging = first._few()
+        run.take([torch.full((8, 3, 256, 256), float(index))])
+    few, judging = run.few, run.held_out
     numbers = [float(chunk[0].flatten()[0]) for chunk in few.chunks]
     assert {0.0, 4.0} < set(numbers)
     assert max(numbers) >= 6

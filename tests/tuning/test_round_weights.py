@@ -17,11 +17,11 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from examples.demo import load_digits_dataset
+from fxquant.accuracy import measure, walk, weights
+from fxquant.accuracy.moments import flipped, flipped_together, joint_noise
+from fxquant.accuracy.walk import Samples, Walk, bound_arguments, real_result, weight_of, weighted_nodes
+from fxquant.accuracy.weights import ALONE, FLOOR, WINDOW, _Layer, output_effects
 from fxquant.prepared.operators import quantized_operators
-from fxquant.tuning import effects, second_moment, walk
-from fxquant.tuning.moments import flipped, flipped_together, joint_noise
-from fxquant.tuning.second_moment import ALONE, FLOOR, WINDOW, _Layer, output_effects
-from fxquant.tuning.walk import Samples, Walk, bound_arguments, real_result, weight_of, weighted_nodes
 from tests.shared import contract
 from tests.shared.networks import Network
 
@@ -127,7 +127,7 @@ def test_of_large_images_parts_are_looked_at() -> None:
 
 @pytest.mark.parametrize("columns", [5, 600])  # in one part, and in several
 def test_no_single_step_leaves_less(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxquant.tuning.moments.SWEEPS", 10**4)
+    monkeypatch.setattr("fxquant.accuracy.moments.SWEEPS", 10**4)
     generator = torch.Generator().manual_seed(0)
     rows = torch.rand(2, 3 * columns, columns, generator=generator, dtype=torch.float64)
     moment = rows.transpose(1, 2) @ rows / rows.shape[1]
@@ -208,7 +208,7 @@ def test_vectors_inference_mode_and_functions_without_a_gradient(monkeypatch: py
         found = original(*arguments, **settings)
         return Stairs.apply(found) if isinstance(found, Tensor) else found  # type: ignore[no-untyped-call]
 
-    monkeypatch.setattr(second_moment, "run", without_gradient)
+    monkeypatch.setattr(weights, "run", without_gradient)
     with caplog.at_level(logging.WARNING, "fxquant"):
         alone = contract.calibrated(network(), BATCHES, qconfig=FOUR_BITS)
     assert [record for record in caplog.records if "layer by layer" in record.message]
@@ -262,7 +262,7 @@ def test_with_8_bits_only_where_asked_for() -> None:
 def test_8_bits_are_judged_by_the_outputs(worse: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     prepared = contract.calibrated(network(), BATCHES, correct_bias=False)
     noise = iter([1.0, 2.0] if worse else [2.0, 1.0])  # without the new roundings, and with them
-    monkeypatch.setattr("fxquant.tuning.effects.FloatOutputs.measure", lambda self: effects.Noise((next(noise),), (1.0,)))
+    monkeypatch.setattr("fxquant.accuracy.judge.FloatOutputs.measure", lambda self: measure.Noise((next(noise),), (1.0,)))
     with caplog.at_level("INFO", "fxquant"):
         result = fxq.tuning.round_weights(prepared, BATCHES, show_progress=False)
     found = {type(operator.weight_quantizer.rounding) for operator in quantized_operators(prepared).values()}

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxquant as fxq
+from fxquant.accuracy import measure, ranges
 from fxquant.ops.core.composite import QUANTIZE
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.observers import MinMaxObserver
 from fxquant.quantization.observers.ranges import Method
-from fxquant.tuning import effects, first_samples
 from tests.shared import contract
 from tests.shared.networks import Network, sqnr
 
@@ -63,8 +63,8 @@ def test_two_populations_are_served_alike(target: str, caplog: pytest.LogCapture
     batches = list(images(CORNER_FACTOR).split(16))
     with caplog.at_level("INFO", "fxquant"), torch.no_grad():
         usual, chosen = (calibrated(batches, target, balance) for balance in (False, None))
-        assert first_samples.method_of(chosen) is not Method.ERROR
-        assert first_samples.method_of(usual) is Method.ERROR
+        assert ranges.method_of(chosen) is not Method.ERROR
+        assert ranges.method_of(usual) is Method.ERROR
         assert noise(chosen, images(CORNER_FACTOR, seed=1)) < 0.95 * noise(usual, images(CORNER_FACTOR, seed=1))
         contract.assert_validate_is_integer(chosen, fxq.convert(chosen), batches[0])
     assert sum("ranges are chosen by" in line for line in caplog.messages) == 1
@@ -76,7 +76,7 @@ def test_samples_whose_largest_values_decide_keep_them(target: str, caplog: pyte
     batches = list(images(CORNER_FACTOR).split(16))
     with caplog.at_level("INFO", "fxquant"), torch.no_grad():
         usual, chosen = (calibrated(batches, target, balance, bounded=False) for balance in (False, None))
-    assert first_samples.method_of(chosen) is Method.ERROR
+    assert ranges.method_of(chosen) is Method.ERROR
     assert fxq.qparams(chosen) == fxq.qparams(usual)
     assert any("ranges are chosen by the squared error of all samples" in line for line in caplog.messages)
 
@@ -97,12 +97,12 @@ def test_an_interrupted_choice_leaves_the_scales(monkeypatch: pytest.MonkeyPatch
     with torch.no_grad():
         usual = calibrated(batches, "bayes-e", False)
 
-        def interrupted(self: Any) -> effects.Noise:
-            if first_samples.method_of(self.prepared) is not Method.ERROR:
+        def interrupted(self: Any) -> measure.Noise:
+            if ranges.method_of(self.prepared) is not Method.ERROR:
                 raise KeyboardInterrupt
-            return effects.Noise((1.0,), (1.0,))
+            return measure.Noise((1.0,), (1.0,))
 
-        monkeypatch.setattr("fxquant.tuning.first_samples.FloatOutputs.measure", interrupted)
+        monkeypatch.setattr("fxquant.accuracy.judge.FloatOutputs.measure", interrupted)
         prepared = fxq.prepare(Classifier().eval(), batches[0], "bayes-e")
         with pytest.raises(KeyboardInterrupt):
             fxq.calibrate(prepared, batches, options=fxq.Options(correct_bias=False), show_progress=False)
@@ -117,9 +117,9 @@ def test_one_sample_does_not_choose_for_all_others(target: str, monkeypatch: pyt
     batch[1] *= 300  # it is among those that judge
     with torch.no_grad():
         chosen = calibrated(list(batch.split(16)), target, None, bounded=False)
-        assert first_samples.method_of(chosen) is Method.ERROR
-        monkeypatch.setattr(first_samples, "FEWEST", 0)
-        assert first_samples.method_of(calibrated(list(batch.split(16)), target, None, bounded=False)) is Method.MIN_MAX
+        assert ranges.method_of(chosen) is Method.ERROR
+        monkeypatch.setattr(ranges, "FEWEST", 0)
+        assert ranges.method_of(calibrated(list(batch.split(16)), target, None, bounded=False)) is Method.MIN_MAX
 
 
 # ---- ranges of inputs ------------------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def test_magnitudes_keep_small_values(target: str, least: float) -> None:
 def test_it_stays_where_they_count() -> None:
     prepared, usual = with_powers(saturating(bounded=False)), with_powers(saturating(bounded=False), choose_ranges=False)
     (quantizer,) = (each.output for each in quantized_operators(usual).values() if each.operator is QUANTIZE)
-    quantizer.choose_by(first_samples.method_of(prepared))
+    quantizer.choose_by(ranges.method_of(prepared))
     assert range_of(prepared) == range_of(usual)
 
 

@@ -17,10 +17,10 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from examples.demo import load_digits_dataset
+from fxquant.accuracy import distill, judge, learn, measure
+from fxquant.accuracy.learn import block_units
+from fxquant.accuracy.walk import layer_units
 from fxquant.prepared.operators import quantized_operators
-from fxquant.tuning import course, distillation, effects
-from fxquant.tuning.course import block_units
-from fxquant.tuning.walk import layer_units
 from tests.shared import contract
 from tests.shared.contract import compiled, same_state
 from tests.shared.written import to_train, written
@@ -155,7 +155,7 @@ def test_a_method_that_makes_the_outputs_worse_is_undone(
     fxq.calibrate(prepared, LEARNED, options=fxq.Options(round_weights=False, correct_bias=False), show_progress=False)
     prepared(LEARNED[0])  # sets the learned scales of weights
     before, noise = bits(prepared), itertools.count(1)
-    monkeypatch.setattr(effects.FloatOutputs, "noise", lambda self, *_: effects.Noise((next(noise),), (1.0,)))
+    monkeypatch.setattr(judge.FloatOutputs, "noise", lambda self, *_: measure.Noise((next(noise),), (1.0,)))
     result = JUDGED[name](prepared)
     assert len(result)
     assert not result.kept
@@ -168,7 +168,7 @@ def test_the_scales_of_a_calibration_stay_if_a_method_is_undone(network: nn.Modu
     prepared, noise = fxq.prepare(network, LEARNED[0], "bayes-e"), itertools.count(1)
     fxq.set_state(prepared, fxq.State.CALIBRATE)
     prepared(LEARNED[0])
-    monkeypatch.setattr(effects.FloatOutputs, "measure", lambda self: effects.Noise((next(noise),), (1.0,)))
+    monkeypatch.setattr(judge.FloatOutputs, "measure", lambda self: measure.Noise((next(noise),), (1.0,)))
     assert not fxq.tuning.adaround(prepared, LEARNED, **SHORT).kept
     fxq.convert(prepared)
 
@@ -178,9 +178,9 @@ def test_the_scales_of_a_calibration_stay_if_a_method_is_undone(network: nn.Modu
 
 # The steps, where progress is made, at which step the call is killed, what is counted then, and how often it is called by the next call.
 KILLED: dict[str, tuple[Method, int, Any, int, tuple[Any, str], Callable[[fx.GraphModule], int]]] = {
-    "adaround": (fxq.tuning.adaround, 12, course, 26, (course, "_taught"), lambda p: len(layer_units(p)) - 2),
-    "reconstruct": (fxq.tuning.reconstruct, 16, course, 34, (course, "_taught"), lambda p: len(block_units(p)) - 2),
-    "distill": (fxq.tuning.distill, 20, distillation, 11, (distillation._Pupil, "_step"), lambda p: 20 - 12),  # six tenths were kept
+    "adaround": (fxq.tuning.adaround, 12, learn, 26, (learn, "_taught"), lambda p: len(layer_units(p)) - 2),
+    "reconstruct": (fxq.tuning.reconstruct, 16, learn, 34, (learn, "_taught"), lambda p: len(block_units(p)) - 2),
+    "distill": (fxq.tuning.distill, 20, distill, 11, (distill._Pupil, "_step"), lambda p: 20 - 12),  # six tenths were kept
 }
 
 
@@ -192,8 +192,8 @@ def test_a_call_that_was_killed_continues_and_ends_with_the_same_bits(
     method, steps, module, stop, (owner, counted), rest = KILLED[name]
     path, losses = str(tmp_path / "checkpoint"), []
     if not undoes:  # so few steps are undone for their small gain
-        monkeypatch.setattr(course, "judged", lambda outputs, before, rows, *_: tuple(rows))
-        monkeypatch.setattr(course, "is_lost", lambda after, before: False)
+        monkeypatch.setattr(learn, "judged", lambda outputs, before, rows, *_: tuple(rows))
+        monkeypatch.setattr(learn, "is_lost", lambda after, before: False)
 
     def tune(prepared: fx.GraphModule, path: str | None = None, seed: int = 7) -> fx.GraphModule:
         result = method(prepared, LEARNED, steps=steps, options=fxq.Options(batch_size=8, seed=seed, checkpoint=path))
@@ -241,7 +241,7 @@ def test_a_call_that_was_killed_continues_and_ends_with_the_same_bits(
 @pytest.mark.nightly
 def test_distillation_says_what_the_outputs_have_and_keeps_nothing_else(network: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it says of the samples that are held out is what the integers give for them; nothing is kept that is no better."""
-    monkeypatch.setattr(distillation, "COPIES", 0)  # of what is held out, moved by ways that nobody else knows
+    monkeypatch.setattr(distill, "COPIES", 0)  # of what is held out, moved by ways that nobody else knows
     prepared = calibrated(network)
     (row,) = fxq.tuning.distill(prepared, LEARNED, **LONG)
     assert row.layers == ("stem", "block_a", "block_b", "up", "matmul", "head")
@@ -261,17 +261,17 @@ def test_images_are_moved_each_by_its_own_way_and_reflected() -> None:
     torch.manual_seed(0)
     several = torch.randn(5, 3, 17, 24)
     ways = torch.tensor([[0.0, 0.0], [1.0, -1.0], [-1.0, 0.4], [0.2, 1.0], [-0.3, -0.6]])
-    moved = distillation._shifted(several, ways)
+    moved = distill._shifted(several, ways)
     padded = torch.nn.functional.pad(several, (3, 3, 2, 2), mode="reflect")
     for index, (down, right) in enumerate([(0, 0), (2, -3), (-2, 1), (0, 3), (-1, -2)]):
         assert torch.equal(moved[index], padded[index, :, 2 + down : 19 + down, 3 + right : 27 + right])
     videos = torch.randn(2, 3, 8, 9, 16)
-    moved = distillation._shifted(videos, torch.tensor([[1.0, -1.0, 0.5], [0.0, 0.0, -1.0]]))
+    moved = distill._shifted(videos, torch.tensor([[1.0, -1.0, 0.5], [0.0, 0.0, -1.0]]))
     padded = torch.nn.functional.pad(videos, (2, 2, 1, 1, 1, 1), mode="reflect")
     assert torch.equal(moved[0], padded[0, :, 2:10, 0:9, 3:19])
     assert torch.equal(moved[1], padded[1, :, 1:9, 1:10, 0:16])
     tiny = torch.randn(2, 3, 1, 7)
-    assert torch.equal(distillation._shifted(tiny, torch.ones(2, 2)), tiny)
+    assert torch.equal(distill._shifted(tiny, torch.ones(2, 2)), tiny)
 
 
 class Masked(nn.Module):
@@ -300,8 +300,8 @@ def test_distillation_after_a_mask_learns(masked: float) -> None:
     (row,) = fxq.tuning.distill(prepared, given, steps=3 * STEPS)
     assert row.kept
     assert row.gain > 0.5  # dB
-    assert not distillation._is_image(mask)
-    assert distillation._is_image(torch.randn(2, 3, 8, 8))
+    assert not distill._is_image(mask)
+    assert distill._is_image(torch.randn(2, 3, 8, 8))
 
 
 def test_distillation_of_whole_numbers_and_shared_weights() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx, nn
 
 import fxquant as fxq
-from fxquant.calibration.calibration import follow_unseen, keep_statistics, owned_quantizers, require_prepared, update_scales
+from fxquant.accuracy.states import follow_unseen, keep_statistics, owned_quantizers, require_prepared, update_scales
 from fxquant.compat.common import BRANCH, Refusal, foreign, keeps_attributes, reading_attributes, refusals, refused, settings_of, traced
 from fxquant.compat.deferred import Deferred, converted, keep_shapes, prepared_in_place, take_checkpoints
 from fxquant.compat.torch_ao.reading import dynamic_mapping, mapping_of, own_qconfig

@@ -16,7 +16,8 @@ from torch import fx, nn
 
 import fxquant as fxq
 from fxquant import backends
-from fxquant.calibration.calibration import enter, owned_quantizers, require_prepared
+from fxquant.accuracy.learn import adaround
+from fxquant.accuracy.states import enter, owned_quantizers, require_prepared
 from fxquant.compat.common import BRANCH, foreign, keeps_attributes, reading_attributes, refusals, refused, traced, unknown, unserved
 from fxquant.compat.deferred import Deferred, converted, keep_shapes, prepared_in_place, set_observed_scales, take_checkpoints
 from fxquant.compat.horizon.served.march import get_qat_mode, required
@@ -32,7 +33,6 @@ from fxquant.quantization.spec import State
 from fxquant.support import logger
 from fxquant.support.arguments import FLAG, checked
 from fxquant.support.files import start
-from fxquant.tuning.course import adaround
 
 ARGUMENTS = refusals(
     "horizon",

@@ -14,8 +14,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import fxquant as fxq
+from fxquant.accuracy.states import require_prepared
 from fxquant.backends.horizon.export import HB_MAPPER
-from fxquant.calibration.calibration import require_prepared
 from fxquant.compat.common import foreign, refused
 from fxquant.compat.horizon.served.exporting import compiled, perf_model, require_march
 from fxquant.compat.horizon.served.flow import integer_of

@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 import fxquant as fxq
-from fxquant.calibration.calibration import owned_quantizers, require_prepared
+from fxquant.accuracy.simulation import taking_over
+from fxquant.accuracy.states import owned_quantizers, require_prepared
 from fxquant.compat.common import Refusal, refusals, refused, unknown
 from fxquant.errors import ConfigurationError
 from fxquant.numerics.grids import ACTIVATION_TYPES
@@ -19,7 +20,6 @@ from fxquant.quantization.observers import Observer
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.spec import FROZEN, LEARNED, PACT, STATISTICS
 from fxquant.support.arguments import FLAG, checked
-from fxquant.tuning.simulation import taking_over
 
 FLOAT = "float"  # the training mode of a FakeCast, which has no scale
 

@@ -24,18 +24,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxquant.accuracy.checkpoint import Checkpoint, call_of
+from fxquant.accuracy.choices import tuning
+from fxquant.accuracy.judge import FloatOutputs, judged
+from fxquant.accuracy.learn import left_out
+from fxquant.accuracy.measure import real_outputs
+from fxquant.accuracy.result import TunedLayer, TuningResult
+from fxquant.accuracy.walk import Samples, Values, batch_axes, by_channel, constant_weight, run, single, taken, weighted_nodes
 from fxquant.numerics.rounding import AdaptiveRounding, straight_through
 from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.operators import QuantizedOperator
 from fxquant.quantization.weights import BiasCorrection, Coverage, WeightQuantizer
 from fxquant.support.arguments import POSITIVE, checked
 from fxquant.support.progress import progress
-from fxquant.tuning.checkpoint import Checkpoint, call_of
-from fxquant.tuning.choices import tuning
-from fxquant.tuning.course import left_out
-from fxquant.tuning.effects import FloatOutputs, judged, real_outputs
-from fxquant.tuning.result import TunedLayer, TuningResult
-from fxquant.tuning.walk import Samples, Values, batch_axes, by_channel, constant_weight, run, single, taken, weighted_nodes
 
 FEATURES = 0.1
 MIXED = 0.5  # the largest λ

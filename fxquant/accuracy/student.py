@@ -23,14 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from fxquant.numerics.rounding import AdaptiveRounding, Nearest, clamped, straight_through
-from fxquant.prepared.operators import QuantizedOperator, quantized_operators
-from fxquant.prepared.undo import Snapshot
-from fxquant.quantization.learning import LSQ
-from fxquant.quantization.quantizer import Quantizer
-from fxquant.quantization.weights import Coverage, WeightQuantizer
-from fxquant.tuning.effects import is_real
-from fxquant.tuning.walk import (
+from fxquant.accuracy.measure import is_real
+from fxquant.accuracy.walk import (
     Lesson,
     Unit,
     Values,
@@ -43,6 +37,12 @@ from fxquant.tuning.walk import (
     run,
     weight_of,
 )
+from fxquant.numerics.rounding import AdaptiveRounding, Nearest, clamped, straight_through
+from fxquant.prepared.operators import QuantizedOperator, quantized_operators
+from fxquant.prepared.undo import Snapshot
+from fxquant.quantization.learning import LSQ
+from fxquant.quantization.quantizer import Quantizer
+from fxquant.quantization.weights import Coverage, WeightQuantizer
 
 PENALTY = 1.0
 REACH = 10.0  # how far v can move in all steps together; where h(v) is one half, 2.4 decide
@@ -274,9 +274,9 @@ class LearnedRounding(NamedTuple):
     share: Tensor | None = None
     scale: Tensor | None = None
 
-    def cpu(self) -> LearnedRounding:
-        """Return the same numbers in the memory of the host."""
-        return LearnedRounding(*(None if each is None else each.cpu() for each in self))
+    def copied(self) -> LearnedRounding:
+        """Return the same numbers in the memory of the host, which no change of the model reaches."""
+        return LearnedRounding(*(None if each is None else each.to("cpu", copy=True) for each in self))
 
 
 def learned_rounding(quantizer: WeightQuantizer) -> LearnedRounding:

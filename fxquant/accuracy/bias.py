@@ -18,7 +18,7 @@ the two is kept, and neither where the noise does not clearly fall.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -26,6 +26,26 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+import fxquant.accuracy.ranks as ranks
+from fxquant.accuracy.checkpoint import Checkpoint, call_of
+from fxquant.accuracy.choices import Tuned, tuning
+from fxquant.accuracy.judge import FloatOutputs, judged
+from fxquant.accuracy.measure import outputs_of, real_outputs
+from fxquant.accuracy.result import TunedLayer, TuningResult
+from fxquant.accuracy.step import ENOUGH, Run
+from fxquant.accuracy.walk import (
+    Samples,
+    Unit,
+    Walk,
+    bound_arguments,
+    by_channel,
+    layer_units,
+    real_result,
+    run,
+    taken,
+    weight_of,
+    weighted_nodes,
+)
 from fxquant.ir.model import repeatable
 from fxquant.lowering.eager import constants_kept
 from fxquant.lowering.lowering import Clamp
@@ -35,11 +55,6 @@ from fxquant.quantization.weights import BiasCorrection
 from fxquant.support import logger
 from fxquant.support.arguments import checked
 from fxquant.support.progress import progress
-from fxquant.tuning.checkpoint import Checkpoint, call_of
-from fxquant.tuning.choices import Tuned, tuning
-from fxquant.tuning.effects import FloatOutputs, Run, judged, outputs_of, real_outputs
-from fxquant.tuning.result import TunedLayer, TuningResult
-from fxquant.tuning.walk import Samples, Unit, Walk, bound_arguments, by_channel, layer_units, real_result, run, taken, weight_of
 
 SHARES = {"in full": 1.0, "by half": 0.5}  # of the corrections
 NEWTON = 6  # steps: the mean after limits is nearly linear in what is added
@@ -71,8 +86,42 @@ def correct_bias(
             return checkpoint.agreed(prepared, _correct(prepared, samples, judge, tuned, checkpoint, show_progress))
 
 
+NAME = "bias correction"
+
+
+def has_work(run: Run) -> bool:
+    """Return whether the model has layers whose biases can be corrected."""
+    return bool(weighted_nodes(run.prepared))
+
+
+def find(run: Run) -> dict[str, list[float]] | None:
+    """Return what is added to the biases of layers, by layer; None for fewer than `ENOUGH` samples, unless options ask for it."""
+    asked = run.options.correct_bias or bool(run.before.given.get(NAME))
+    if not (asked or run.total >= ENOUGH) or not run.samples.inputs:
+        return None
+    judge = run.judge if run.samples.samples >= ENOUGH else FloatOutputs(run.prepared, run.held_out)
+    return corrections(run.prepared, run.few, judge, run.show) if not (run.several and ranks.index()) else {}
+
+
+def apply(run: Run, by_layer: Mapping[str, list[float]]) -> str:
+    """Set the bias corrections (C,) of layers, by the layer's name."""
+    run.give(NAME, partial(put_corrections, run.prepared, by_layer))
+    return f"{len(by_layer)} layers"
+
+
+def undo(run: Run) -> None:
+    """Let layers have the bias corrections that they had before an earlier calibration."""
+    run.take_back(NAME)
+
+
+def remedies(prepared: fx.GraphModule) -> Iterator[tuple[str, bool]]:
+    """Yield no correction of biases, where calibration corrected some."""
+    if any(operator.weight_quantizer.correction is not None for operator in quantized_operators(prepared).values()):
+        yield "off", False
+
+
 def corrections(prepared: fx.GraphModule, samples: Samples, judge: FloatOutputs, show_progress: bool | None) -> dict[str, list[float]]:
-    """Correct biases by these samples, judged by the outputs; return what is added to each now, by layer.
+    """Correct biases by these samples, judged by the outputs; return what is added to each, by layer; the model stays.
 
     Nothing is done with one chunk alone.
     """
@@ -80,11 +129,13 @@ def corrections(prepared: fx.GraphModule, samples: Samples, judge: FloatOutputs,
         return {}
     with tuning(prepared) as tuned, repeatable():
         result = _correct(prepared, samples, judge, tuned, Checkpoint(None, {}), show_progress)
-    added = {name: tuned.operators[name].weight_quantizer.correction for layer in result.kept for name in layer.layers}
-    return {name: each.value.tolist() for name, each in added.items() if each is not None}
+        added = {name: tuned.operators[name].weight_quantizer.correction for layer in result.kept for name in layer.layers}
+        found = {name: each.value.tolist() for name, each in added.items() if each is not None}
+        tuned.undo()
+    return found
 
 
-def apply(prepared: fx.GraphModule, by_layer: Mapping[str, list[float]]) -> None:
+def put_corrections(prepared: fx.GraphModule, by_layer: Mapping[str, list[float]]) -> None:
     """Set the bias corrections (C,) of layers, by the layer's name."""
     operators = quantized_operators(prepared)
     for name, value in by_layer.items():
@@ -127,7 +178,7 @@ def _correct(
     return result
 
 
-def _walked(prepared: fx.GraphModule, samples: Samples, exact: Walk) -> Run:
+def _walked(prepared: fx.GraphModule, samples: Samples, exact: Walk) -> Callable[[Sequence[Any]], list[Tensor]]:
     """Return a function from a chunk of inputs to the model's outputs, which are taken from `exact` for the chunks that it has walked."""
     (output,) = prepared.graph.find_nodes(op="output")
     ends = dict(zip(map(id, samples.chunks), exact.at(output.all_input_nodes), strict=True))

@@ -11,6 +11,9 @@ import torch
 from rich.table import Table
 from torch import Tensor, fx, nn
 
+from fxquant.accuracy.choices import tuning
+from fxquant.accuracy.result import LayerTable
+from fxquant.accuracy.walk import constant_arguments, operator_at
 from fxquant.ir.graph import by_name
 from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.batches import as_batches, first_batches, length, model_inputs, no_batches
@@ -19,9 +22,6 @@ from fxquant.prepared.undo import having
 from fxquant.quantization.spec import FROZEN, State
 from fxquant.support.arguments import checked
 from fxquant.support.progress import progress
-from fxquant.tuning.choices import tuning
-from fxquant.tuning.result import LayerTable
-from fxquant.tuning.walk import constant_arguments, operator_at
 
 
 @dataclass(frozen=True)

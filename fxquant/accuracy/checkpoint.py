@@ -19,15 +19,15 @@ import safetensors.torch
 import torch
 from torch import Tensor, fx
 
-import fxquant.calibration.distributed as ranks
-from fxquant.calibration.distributed import digest
+import fxquant.accuracy.ranks as ranks
+from fxquant.accuracy.ranks import digest
+from fxquant.accuracy.result import TunedLayer
+from fxquant.accuracy.student import Learned
+from fxquant.accuracy.walk import Samples
 from fxquant.errors import ConfigurationError
 from fxquant.support import logger
 from fxquant.support.files import check_place, write_file
 from fxquant.support.progress import progress
-from fxquant.tuning.learning import Learned
-from fxquant.tuning.result import TunedLayer
-from fxquant.tuning.walk import Samples
 
 Agreed = TypeVar("Agreed")
 

@@ -11,17 +11,18 @@ from typing import Any
 import networkx
 from torch import fx
 
+from fxquant.accuracy.checkpoint import Checkpoint, call_of
+from fxquant.accuracy.choices import tuning
+from fxquant.accuracy.judge import FloatOutputs, judged
+from fxquant.accuracy.measure import Noise, is_lost
+from fxquant.accuracy.result import TunedLayer, TuningResult
+from fxquant.accuracy.student import Settings, Student, put_unit
+from fxquant.accuracy.walk import Lesson, Unit, Walk, layer_units, shared_weights, taken, weighted_nodes
 from fxquant.ir.graph import is_parameter
 from fxquant.numerics.rounding import AdaptiveRounding, Nearest
 from fxquant.options import DEFAULTS, Options
 from fxquant.support.arguments import POSITIVE, checked
 from fxquant.support.progress import progress
-from fxquant.tuning.checkpoint import Checkpoint, call_of
-from fxquant.tuning.choices import tuning
-from fxquant.tuning.effects import FloatOutputs, Noise, is_lost, judged
-from fxquant.tuning.learning import Settings, Student, put_unit
-from fxquant.tuning.result import TunedLayer, TuningResult
-from fxquant.tuning.walk import Lesson, Unit, Walk, layer_units, shared_weights, taken, weighted_nodes
 
 ROUNDED = 0.5  # the probability that `reconstruct` rounds an element of an activation while a block learns
 

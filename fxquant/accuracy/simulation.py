@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxquant.accuracy.choices import WEIGHT, Choice
+from fxquant.accuracy.measure import is_real
+from fxquant.accuracy.walk import weight_of
 from fxquant.numerics.grids import ACTIVATION_TYPES, WEIGHT_TYPES, Grid, round_up_to_power_of_two
 from fxquant.numerics.rounding import Nearest
 from fxquant.prepared.operators import QuantizedOperator
@@ -19,9 +22,6 @@ from fxquant.quantization.observers.histogram import gathering
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.spec import ActivationConfig
 from fxquant.quantization.weights import running_gain
-from fxquant.tuning.choices import WEIGHT, Choice
-from fxquant.tuning.effects import is_real
-from fxquant.tuning.walk import weight_of
 
 Way = str | Grid  # in which a choice is rounded: to a dtype with its observer's scale, or a tensor to this grid
 Result = Callable[[Choice, Tensor], Any]  # what a tensor becomes

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from fxquant.accuracy.states import enter, in_float, require_prepared
+from fxquant.accuracy.walk import constant_arguments, weight_of
 from fxquant.analysis.explain import broken_limits
 from fxquant.analysis.layers import layers
-from fxquant.calibration.calibration import enter, in_float, require_prepared
 from fxquant.ir.graph import annotate, annotation, is_inner_part, matched_rules, module_path, part, stated_demand
 from fxquant.ir.model import autocast_off
 from fxquant.numerics.grids import ACTIVATION_TYPES, UINT8, WEIGHT_TYPES
@@ -29,7 +30,6 @@ from fxquant.prepared.stage import quantized_operator
 from fxquant.prepared.undo import Having, Snapshot, having, inside_operators, tensors_of
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.spec import DEFAULT, ActivationConfig, QConfig, QConfigMapping, State, prefixes
-from fxquant.tuning.walk import constant_arguments, weight_of
 
 ACTIVATION, WEIGHT = "activation", "weight"
 
@@ -290,7 +290,6 @@ def tuning(prepared: fx.GraphModule) -> Iterator[Tuned]:
     """
     require_prepared(prepared)
     operators = quantized_operators(prepared)
-    weights = [module for operator in operators.values() for module in operator.weight_quantizer.modules()]
     still = [(module, {"training": False}) for module in prepared.modules()]
     untrained = [(parameter, {"requires_grad": False}) for parameter in prepared.parameters()]  # what is tuned is not
     inside = inside_operators(prepared)
@@ -300,11 +299,11 @@ def tuning(prepared: fx.GraphModule) -> Iterator[Tuned]:
         for operator in operators.values():
             if not operator.plain and operator not in out:
                 operator.output.require()
-        # Leaving CALIBRATE has set scales, which stay if the tuning is undone.
         with (
-            Snapshot(weights, tensors_of(prepared.modules())) as start,
             Having([*still, *untrained]),
             having(out, left_out=True),
+            # Leaving CALIBRATE has set scales, which stay if the tuning is undone.
+            Snapshot(inside, tensors_of(prepared.modules())) as start,
             autocast_off(),
             torch.inference_mode(False),
             torch.enable_grad(),

@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-import fxquant.calibration.distributed as ranks
+import fxquant.accuracy.ranks as ranks
+from fxquant.accuracy.states import out_of_calibration, require_prepared
+from fxquant.accuracy.step import Run
 from fxquant.analysis.recording import still
-from fxquant.calibration.calibration import out_of_calibration, require_prepared
 from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import by_name, is_parameter, parameter_value
 from fxquant.ir.model import repeatable
@@ -224,27 +225,46 @@ def equalize(
             count += 1
 
     with having(out_of_calibration(prepared), left_out=True):
-        _equalize(prepared, inputs(), together if options.distributed else None)
+        labelled = channels(prepared, open_alone=True)
+        observed = _observed(prepared, labelled, inputs())
+        if options.distributed and ranks.count() > 1:
+            observed = together(ranks.gathered(observed))
+        found = _exponents(prepared, labelled, observed)
+        if found is not None:
+            _multiply(prepared, *found)
     if not count and ranks.count() == 1:
         raise no_batches(num_batches)
     return prepared
 
 
-def by_first_batch(prepared: fx.GraphModule, distributed: bool) -> Callable[[list[Any] | None], None]:
-    """Return a function that equalizes by one batch, unless the model has scales or factors now; it takes None on a rank without a batch.
+def find(run: Run) -> tuple[Channels, Tensor] | None:
+    """Return the exponents of channels by the first batch of a run; None for a model that has scales or factors now.
 
-    Where ranks calibrate together it is the batch of the first rank, as one process would have it, and every rank calls this.
+    Where ranks calibrate together it is the batch of the first rank that has one, as one process would have it.
     """
+    prepared, observed = run.prepared, None
     multiplied = any(each.factors is not None and each.factors.active for each in quantized_operators(prepared).values())
-    fixed = multiplied or _begun(prepared)
+    labelled = channels(prepared, open_alone=True)
+    try:
+        if not multiplied and not _begun(prepared):
+            inputs = run.first_batch()
+            observed = {} if inputs is None else _observed(prepared, labelled, [inputs])
+    finally:
+        if run.several:
+            gathered = ranks.gathered(observed)
+            observed = None if None in gathered else next((one for one in gathered if one), None)
+    return _exponents(prepared, labelled, observed)
 
-    def join(gathered: Sequence[Statistics | None]) -> Statistics:
-        return {} if None in gathered else next((one for one in gathered if one), {})
 
-    def choose(inputs: list[Any] | None) -> None:
-        _equalize(prepared, [] if inputs is None else [inputs], join if distributed else None, fixed)
+def apply(run: Run, found: tuple[Channels, Tensor]) -> str:
+    """Multiply the channels of tensors by powers of two."""
+    return _multiply(run.prepared, *found)
 
-    return choose
+
+def remedies(prepared: fx.GraphModule) -> Iterator[tuple[str, bool]]:
+    """Yield no powers of two for channels, where calibration chose some."""
+    if any(operator.factors is not None and operator.factors.active for operator in quantized_operators(prepared).values()):
+        yield "off", False
 
 
 def _begun(prepared: fx.GraphModule) -> bool:
@@ -253,31 +273,29 @@ def _begun(prepared: fx.GraphModule) -> bool:
     return any(operator.output.observer is not None and operator.output.observer.observed for operator in operators)
 
 
-def _equalize(
-    prepared: fx.GraphModule, batches: Iterable[Sequence[Any]], join: Callable[[Sequence[Any]], Statistics] | None, fixed: bool = False
-) -> None:
-    """Choose and set the factors from statistics, which `join` combines over all ranks; if `fixed`, the factors do not change."""
-    joined = join is not None and ranks.count() > 1
-    if fixed:
-        if joined:
-            ranks.gathered(None)
-        return
-    labelled = channels(prepared, open_alone=True)
+def _observed(prepared: fx.GraphModule, labelled: Channels, batches: Iterable[Sequence[Any]]) -> Statistics:
+    """Return the statistics of the tensors whose channels may have factors, and of those that a layer reads."""
     quantized = {node: labels for node, labels in labelled.tensors.items() if quantized_operator(prepared, node) is not None}
-    watched = {  # those whose channels may have factors, and those that a layer reads
+    watched = {
         node.name: labels for node, labels in quantized.items() if bool(labels.any()) or any(user in labelled.read for user in node.users)
     }
-    observed = statistics(prepared, watched, batches)
-    if join is not None and joined:
-        observed = join(ranks.gathered(observed))
+    return statistics(prepared, watched, batches)
+
+
+def _exponents(prepared: fx.GraphModule, labelled: Channels, observed: Statistics | None) -> tuple[Channels, Tensor] | None:
+    """Return labelled channels with the exponent of each label; None without finite statistics, of which calibration says what is wrong."""
     if not observed or not all(bool(torch.isfinite(part).all()) for entry in observed.values() for part in entry[:2]):
-        return  # calibration says what is wrong
+        return None
     with repeatable():
-        exponents = _chosen(prepared, labelled, observed)
+        return labelled, _chosen(prepared, labelled, observed)
+
+
+def _multiply(prepared: fx.GraphModule, labelled: Channels, exponents: Tensor) -> str:
     multiply(prepared, labelled, exponents)
     layers = [node.name for node, own in labelled.given.items() if bool(exponents[own].any())]
     if layers:
         logger.info("channels are equalized in %d layers: %s", len(layers), ", ".join(layers))
+    return f"{len(layers)} layers"
 
 
 class _Problem:

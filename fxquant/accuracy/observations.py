@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, fx, nn
 
-from fxquant.calibration.calibration import INTERMEDIATE, require_prepared
+from fxquant.accuracy.states import INTERMEDIATE, require_prepared
 from fxquant.errors import ConfigurationError, NotCalibrated
 from fxquant.ir.graph import fact, fused
 from fxquant.numerics.grids import EVERYTHING, Interval

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import index
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
-import fxquant.calibration.distributed as ranks
 from fxquant.errors import ConfigurationError
-from fxquant.ir.graph import argument_name, by_name, source, stage_of
-from fxquant.ir.model import repeatable
+from fxquant.ir.graph import stage_of
 from fxquant.numerics.grids import is_scale
 from fxquant.ops import Trait
-from fxquant.ops.core.composite import QUANTIZE
-from fxquant.options import Options
-from fxquant.prepared.batches import first_batches, length, model_inputs, no_batches
 from fxquant.prepared.operators import QuantizedOperator, operand_quantizers, quantized_operators
-from fxquant.prepared.undo import Snapshot, all_or_nothing, having, inside_operators, tensors_of
-from fxquant.quantization.observers import Observer
+from fxquant.prepared.undo import all_or_nothing
 from fxquant.quantization.observers.histogram import HistogramObserver
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.spec import State
-from fxquant.quantization.weights import ChannelFactors
-from fxquant.support import logger, timed
+from fxquant.support import logger
 from fxquant.support.arguments import FLAG, Kind, checked
-from fxquant.support.progress import progress
-from fxquant.target import Target
 
 
 def require_prepared(model: nn.Module) -> None:
@@ -99,33 +89,6 @@ def _is_calibrated(operator: QuantizedOperator) -> bool:
     return (operator.plain or operator.output.calibrated) and all(quantizer.calibrated for quantizer in owned_quantizers(operator))
 
 
-@contextmanager
-def _computing(model: nn.Module, others: Iterable[QuantizedOperator]) -> Iterator[None]:
-    """Inside, operators with `left_out` compute as in their state, but their scales and statistics do not change.
-
-    An operator in state FLOAT whose result `others` read as integers observes it, since they need the scale of their operand.
-    """
-    out = [operator for operator in quantized_operators(model).values() if operator.left_out]
-    needed = {id(quantizer) for operator in others for quantizer in _read(operator)}
-    observing = [each for each in out if each.state is State.FLOAT and not each.plain and each.owns_output and id(each.output) in needed]
-    unobserved = [operator.intermediate for operator in observing if operator.intermediate is not None]
-    with (
-        having([operator for operator in out if operator.state is State.TRAIN], state=State.VALIDATE),
-        having(observing, state=State.CALIBRATE),
-        having(unobserved, paused=True),
-    ):
-        yield
-    for operator in observing:
-        operator.output.update_scale()
-
-
-def _read(operator: QuantizedOperator) -> Iterator[Quantizer]:
-    """Yield the quantizers of an operator's quantized operands, and of its result."""
-    yield from operand_quantizers(operator)
-    if not operator.plain:
-        yield operator.output
-
-
 def update_scales(operator: QuantizedOperator) -> None:
     """Set the scales an operator owns from its observers."""
     if operator.weight_quantizer.learned is not None and not operator.plain and operator.output.pending:
@@ -154,85 +117,6 @@ def select(operators: Mapping[str, QuantizedOperator], names: list[str]) -> list
             raise ConfigurationError(f"no operator belongs to {name!r}", because=because, remedy=remedy)
         chosen.update(matches)
     return list(chosen.values())
-
-
-OBSERVED = Observer, ChannelFactors  # modules that hold what batches have shown, which stays where a calibration does not end
-
-
-@torch.no_grad()
-def calibrate(
-    prepared: fx.GraphModule, batches: Iterable[Any], num_batches: int | None = None, *, only_missing: bool, options: Options,
-    show_progress: bool | None, samples: Any, first: Callable[[list[Any] | None], None] | None = None,
-) -> bool:  # fmt: skip
-    """Observe the batches as `fxq.calibrate` says, without corrections; return whether any batch was asked for.
-
-    Operators that are `left_out` keep their state and their scales. `first` is called with the first batch before that is observed, or
-    with None on a rank without batches; `samples.take` with every batch after that is observed. Where anything is raised in a batch,
-    observers, the factors of channels and the attributes of `samples` are as before it. Without batches scales are set from what was
-    observed before and is not in them yet.
-    """
-    require_prepared(prepared)
-    open_ = [operator for operator in quantized_operators(prepared).values() if not operator.left_out]
-    quantizers = {id(quantizer): quantizer for operator in open_ for quantizer in (*owned_quantizers(operator), *_read(operator))}.values()
-    if only_missing and all(quantizer.calibrated for quantizer in quantizers):
-        enter(prepared, open_, State.VALIDATE)
-        return False
-    several = options.distributed and ranks.count() > 1
-    unsure = [quantizer for quantizer in quantizers if not (only_missing and quantizer.calibrated)]
-    if several and ranks.index() > 0 and show_progress is None:
-        show_progress = False
-
-    def observe() -> int:
-        nonlocal first
-        count = 0
-        try:
-            for batch in progress(first_batches(batches, num_batches), length(batches, num_batches), "calibrating", show_progress):
-                arguments = model_inputs(prepared, options.inputs(batch), count)
-                with _observations(prepared, samples):
-                    if first is not None:
-                        prelude, first = first, None
-                        with timed("equalizing channels"):
-                            prelude(arguments)
-                    with repeatable():
-                        prepared(**by_name(prepared, arguments))
-                    samples.take(arguments)
-                    count += 1
-        finally:
-            if first is not None:
-                first(None)  # no other rank waits for this one
-        return count
-
-    with _computing(prepared, open_):
-        enter(prepared, open_, State.CALIBRATE)
-        with having([quantizer for quantizer in quantizers if only_missing and quantizer.calibrated], paused=True):
-            count = _on_all_ranks(prepared, observe, samples) if several else observe()
-            if not count and not any(quantizer.pending for quantizer in unsure):
-                raise no_batches(num_batches)
-        with repeatable(), timed("setting scales"):
-            enter(prepared, open_, State.VALIDATE)
-    return True
-
-
-def _on_all_ranks(prepared: nn.Module, observe: Callable[[], int], samples: Any) -> int:
-    """Observe, and merge the observations of all ranks; earlier observations count once, as rank 0 has them."""
-    ranks.require_equal(prepared)
-    observers = {path: module for path, module in prepared.named_modules() if isinstance(module, Observer)}
-    with _observations(prepared, samples):
-        if ranks.index() > 0:
-            for observer in observers.values():
-                observer.reset()
-        try:
-            count = observe()
-        except Exception:
-            ranks.merge(observers, None)
-            raise
-        return ranks.merge(observers, count)
-
-
-def _observations(prepared: nn.Module, samples: Any) -> Snapshot:
-    """Return what a batch changes: the observers, the factors of channels by which it is observed, and the samples that are kept."""
-    modules = [module for module in inside_operators(prepared) if isinstance(module, OBSERVED)]
-    return Snapshot([samples, *modules], tensors_of(modules))
 
 
 def in_float(model: nn.Module) -> list[QuantizedOperator]:
@@ -506,52 +390,3 @@ def freeze(prepared: nn.Module, *, scales: bool = True, batch_norm: bool = True)
                 quantizer.freeze()
             if operator.weight_quantizer.learned is not None:
                 operator.weight_quantizer.learned.stop()
-
-
-# ---- Inputs whose values are lost to rounding -------------------------------------------------------------------------
-
-
-LOST = 0.5  # the share of an input's values that are not 0, and become 0
-WIDE = "int16"
-
-
-def warn_of_lost_inputs(prepared: fx.GraphModule, inputs: Sequence[object]) -> None:
-    """Warn of each model input that rounding makes 0 in at least half of its values other than 0, and name the line that reads it."""
-    target: Target = prepared.meta["target"]
-    placeholders = {node.name: value for node, value in zip(prepared.graph.find_nodes(op="placeholder"), inputs, strict=False)}
-    for node, operator, share in lost(prepared, placeholders):
-        line = next((text for reader in node.users if (text := source(reader))), "")
-        logger.warning(
-            "%.0f %% of the values of input %s that are not 0 become 0 at its scale of %.4g%s: its few large values set the scale; %s, or"
-            " give the model its logarithm or its root; fxq.compare shows what this costs",
-            100 * share,
-            argument_name(node.all_input_nodes[0]),
-            float(operator.output.scale),
-            f", read in {line}" if line else "",
-            _finer(operator, target),
-        )
-
-
-def _finer(operator: QuantizedOperator, target: Target) -> str:
-    if operator.output.dtype.name == WIDE:
-        return f"{WIDE} is too coarse for it: leave what reads it in float"
-    if WIDE not in target.activations:
-        return f"{target.name} has no {WIDE} to round it more finely"
-    return f"where it is read, QConfig(input=ActivationConfig({WIDE!r})) rounds it more finely"
-
-
-def lost(prepared: fx.GraphModule, inputs: Mapping[str, object]) -> Iterator[tuple[fx.Node, QuantizedOperator, float]]:
-    """Yield the nodes and operators that quantize inputs, with the share of values lost there, where that is at least `LOST`."""
-    operators = quantized_operators(prepared)
-    for node in prepared.graph.nodes:
-        operator = operators.get(node.name) if node.op == "call_module" else None
-        read = node.all_input_nodes
-        if operator is None or operator.operator is not QUANTIZE or not read or not isinstance(value := inputs.get(read[0].name), Tensor):
-            continue
-        scale = operator.output.scale
-        if not value.is_floating_point() or scale.numel() != 1 or not bool(torch.isfinite(scale)):
-            continue
-        real = value.detach()
-        nonzero = int((real != 0).sum())
-        if nonzero > 1 and (share := int((real != 0).sum() - (torch.round(real / scale.to(real.device)) != 0).sum()) / nonzero) >= LOST:
-            yield node, operator, share

@@ -27,13 +27,37 @@ as in float on average over the samples: Σ y y' / Σ y². One hundredth too lit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
+from fxquant.accuracy.checkpoint import Checkpoint, call_of
+from fxquant.accuracy.choices import tuning
+from fxquant.accuracy.judge import FloatOutputs, judged
+from fxquant.accuracy.measure import Noise, real_outputs
+from fxquant.accuracy.moments import Moment, flipped, flipped_together, joint_noise
+from fxquant.accuracy.result import TunedLayer, TuningResult
+from fxquant.accuracy.step import Run
+from fxquant.accuracy.student import LearnedRounding, learned_rounding, put
+from fxquant.accuracy.walk import (
+    Samples,
+    Values,
+    Walk,
+    arguments_of,
+    bound_arguments,
+    by_channel,
+    cut,
+    operator_at,
+    real_result,
+    run,
+    shared_weights,
+    taken,
+    weight_of,
+    weighted_nodes,
+)
 from fxquant.ir.model import repeatable
 from fxquant.numerics.rounding import AdaptiveRounding, Nearest, Rounding
 from fxquant.ops.core.weighted import sizes
@@ -44,27 +68,6 @@ from fxquant.quantization.learning import LSQ
 from fxquant.quantization.weights import running_gain
 from fxquant.support import logger
 from fxquant.support.arguments import checked
-from fxquant.tuning.checkpoint import Checkpoint, call_of
-from fxquant.tuning.choices import tuning
-from fxquant.tuning.effects import FloatOutputs, Noise, judged, real_outputs
-from fxquant.tuning.learning import LearnedRounding, learned_rounding, put
-from fxquant.tuning.moments import Moment, flipped, flipped_together, joint_noise
-from fxquant.tuning.result import TunedLayer, TuningResult
-from fxquant.tuning.walk import (
-    Samples,
-    Values,
-    Walk,
-    arguments_of,
-    bound_arguments,
-    by_channel,
-    operator_at,
-    real_result,
-    run,
-    shared_weights,
-    taken,
-    weight_of,
-    weighted_nodes,
-)
 
 FEW_BITS, ALL_BITS = 7, 32  # of a weight; with 8 there is less to gain
 ROWS = 8192  # places of all samples that M is the mean over, about; half as many with 8 bits
@@ -103,6 +106,42 @@ def round_weights(
 
 
 Rounded = dict[str, LearnedRounding]  # by layer
+NAME = "rounding of weights"
+
+
+def _bits(run: Run) -> int:
+    return FEW_BITS if run.options.round_weights is None else ALL_BITS
+
+
+def has_work(run: Run) -> bool:
+    """Return whether the model has weights that this step rounds, or has rounded by samples that a calibration goes on from."""
+    return bool(run.given.get(NAME)) or is_wanted(run.prepared, _bits(run))
+
+
+def find(run: Run) -> Rounded | None:
+    """Return the roundings of weights by the samples of a run, by layer; None without samples."""
+    if not run.samples.inputs:
+        return None
+    return rounded(run.prepared, cut(run.prepared, run.samples.inputs, 4), _bits(run), run.show, run.several)
+
+
+def apply(run: Run, roundings: Rounded) -> str:
+    """Set the roundings of layers, by the layer's name."""
+    run.give(NAME, partial(put_roundings, run.prepared, roundings))
+    run.judge.current = None
+    return f"{len(roundings)} layers"
+
+
+def undo(run: Run) -> None:
+    """Let layers have the roundings that they had before an earlier calibration."""
+    run.take_back(NAME)
+
+
+def remedies(prepared: fx.GraphModule) -> Iterator[tuple[str, bool]]:
+    """Yield weights of every dtype rounded by samples; and to the nearest, where calibration rounded some by samples."""
+    yield "by samples, all weights", True
+    if any(isinstance(each.weight_quantizer.rounding, AdaptiveRounding) for each in quantized_operators(prepared).values()):
+        yield "to the nearest", False
 
 
 def is_wanted(prepared: fx.GraphModule, bits: int) -> bool:
@@ -113,15 +152,17 @@ def is_wanted(prepared: fx.GraphModule, bits: int) -> bool:
 def rounded(prepared: fx.GraphModule, samples: Samples, bits: int, show_progress: bool | None, several: bool) -> Rounded:
     """Round all weights of at most `bits` bits that are rounded to the nearest by these samples; return their roundings.
 
-    Where `several` ranks call this with the same model and samples, they divide the layers.
+    The model stays. Where `several` ranks call this with the same model and samples, they divide the layers.
     """
     with tuning(prepared) as tuned, repeatable():
         result = _round(prepared, samples, _open(prepared, bits, (Nearest,)), show_progress, Checkpoint(None, {}, several), tuned.undo)
-    quantizers = {name: tuned.operators[name].weight_quantizer for layer in result.kept for name in layer.layers}
-    return {name: learned_rounding(each).cpu() for name, each in quantizers.items() if isinstance(each.rounding, AdaptiveRounding)}
+        quantizers = {name: tuned.operators[name].weight_quantizer for layer in result.kept for name in layer.layers}
+        found = {name: learned_rounding(each).copied() for name, each in quantizers.items() if isinstance(each.rounding, AdaptiveRounding)}
+        tuned.undo()
+    return found
 
 
-def apply(prepared: fx.GraphModule, roundings: Rounded) -> None:
+def put_roundings(prepared: fx.GraphModule, roundings: Rounded) -> None:
     """Set the learned roundings of layers, by the layer's name."""
     operators = quantized_operators(prepared)
     for name, each in roundings.items():
@@ -174,7 +215,7 @@ def _round(
     results = checkpoint.gather(tasks, "rounding weights", show_progress)
     skipped = [(name, "the terms of an output are not known") for name, row in results.items() if row is None]
     layers = [TunedLayer.of(row) for row in results.values() if row is not None]
-    apply(prepared, {row.name: LearnedRounding(**checkpoint.learned(row)) for row in layers})
+    put_roundings(prepared, {row.name: LearnedRounding(**checkpoint.learned(row)) for row in layers})
     rows = _judged(prepared, layers, FloatOutputs(prepared, [samples.chunks[index] for index in samples.judging]), undo)
     result = TuningResult("round_weights", rows, tuple(skipped), walk.largest)
     logger.debug("%s", result)
@@ -194,7 +235,7 @@ def _judged(
 
     def put_back() -> None:
         undo()
-        apply(prepared, accepted)
+        put_roundings(prepared, accepted)
 
     decided = {row.name: learned_rounding(operators[row.name].weight_quantizer) for row in rows if row.kept}
     undo()
@@ -210,7 +251,7 @@ def _judged(
 
 
 def _attempt(prepared: fx.GraphModule, rows: Sequence[TunedLayer], rounded: Rounded) -> Sequence[TunedLayer]:
-    apply(prepared, rounded)
+    put_roundings(prepared, rounded)
     return rows
 
 

@@ -1,0 +1,323 @@
+"""The record of a step that chooses numbers of a prepared model, and the run of several steps over the batches of one call.
+
+A run reads each batch once, and keeps the first samples: all steps after the observation know these samples alone. A second calibration
+takes back what the steps of the one before did by its samples, and finds it anew by the samples of both.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+import fxquant.accuracy.ranks as ranks
+from fxquant.accuracy.judge import FloatOutputs
+from fxquant.accuracy.result import TuningResult
+from fxquant.accuracy.states import owned_quantizers
+from fxquant.accuracy.walk import HELD_OUT_OF, Samples, batch_axes, count_of, cut
+from fxquant.ir.model import SAMPLES
+from fxquant.options import DEFAULTS, Options
+from fxquant.prepared.batches import first_batches, length, model_inputs
+from fxquant.prepared.operators import quantized_operators
+from fxquant.quantization.observers import Observer
+from fxquant.quantization.observers.ranges import Method
+from fxquant.quantization.quantizer import Quantizer
+from fxquant.quantization.weights import Parts
+from fxquant.support import logger, timed
+from fxquant.support.progress import progress
+
+ENOUGH = 64  # samples: so many are kept, of the first batches, and ranges are judged and biases corrected if there are so many
+LARGEST_KEPT = 2**24  # elements of what is kept
+LARGEST_FOR_BIAS = 2**21  # a mean needs fewer
+CHUNK = 16  # samples
+JUDGES = 32  # samples by which the outputs are judged
+CHOSEN = "chosen"  # in the meta of a prepared model: what each step of its calibration did
+
+Given = Mapping[str, tuple[Parts, Parts]]  # by layer: what it was given, and what it had before
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One choice of numbers, a row of the table `STEPS`.
+
+    name      in the log, in the record of a calibration, and in the table of `fxq.tune`
+    because   the reason for its place
+    find      return what is to be changed, None for nothing; the model stays as it was. Without it `fxq.tune` alone takes the step
+    apply     put what was found into the model, and return a few words about it
+    undo      take back what this step of an earlier calibration did, before it is found anew
+    option    the field of `fxq.Options` that turns it off (False)
+    has_work  whether the model has anything to choose
+    sampled   whether it takes the samples that are kept, and not the batches
+    remedies  values of `option` that `fxq.tune` tries for a calibrated model, each after a few words about it
+    learn     the function of `fxq.tuning` that does this by all samples, which `fxq.tune` tries too
+    """
+
+    name: str
+    because: str
+    find: Callable[[Run], Any] | None = None
+    apply: Callable[[Run, Any], str] = lambda run, found: ""
+    undo: Callable[[Run], None] | None = None
+    option: str | None = None
+    has_work: Callable[[Run], bool] = lambda run: True
+    sampled: bool = True
+    remedies: Callable[[fx.GraphModule], Iterable[tuple[str, bool]]] | None = None
+    learn: Callable[..., TuningResult] | None = None
+
+    def is_wanted(self, run: Run) -> bool:
+        """Return whether a run takes this step."""
+        return self.find is not None and (self.option is None or getattr(run.options, self.option) is not False) and self.has_work(run)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The state that a calibration leaves on the model, so that a second one that goes on ends as one call with all batches would.
+
+    inputs    the model's inputs of the first batches
+    samples   how many samples these have, and how many elements
+    seen      how many samples have gone by
+    counts    what the observers have counted by then: if it is another number, something else has observed since
+    given     by step, what layers were given by these samples
+    """
+
+    inputs: list[list[Any]] = field(default_factory=list)
+    samples: int = 0
+    elements: int = 0
+    seen: int = 0
+    counts: int = 0
+    given: Mapping[str, Given] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Run:
+    """Steps on one prepared model: its batches, the samples that are kept of them, and a record of what each step did.
+
+    Where batches were observed whose samples are not there (`lost`), what was done by them stays.
+
+    batches       what the caller passes; the model's inputs of each batch are in `inputs`, each taken once
+    only_missing  whether tensors with a scale keep it
+    method        by which ranges are chosen; all that was observed before then counts as observed in this run
+    taken         how many batches were taken, and the inputs of the first
+    given         by step, what layers were given by samples, and what they had before
+    record        by step, a few words about what it did
+    """
+
+    prepared: fx.GraphModule
+    steps: Sequence[Step]
+    batches: Iterable[Any] = ()
+    num_batches: int | None = None
+    options: Options = DEFAULTS
+    show: bool | None = False
+    only_missing: bool = False
+    method: Method | None = None
+
+    def __post_init__(self) -> None:
+        self.several = self.options.distributed and ranks.count() > 1
+        self.show = False if self.show is None and self.several and ranks.index() else self.show
+        self.observed_before = counts(self.prepared) if self.method is None else {}
+        counted, previous = _counts(self.prepared), self.prepared.__dict__.get(SAMPLES)
+        self.kept: Kept = previous if previous is not None and previous.counts == counted else Kept(counts=counted)
+        self.lost = counted > 0 and self.kept is not previous
+        self.before, self.given = self.kept, dict(self.kept.given)
+        self.taken, self.first_inputs, self.record, self.merged = 0, list[Any](), dict[str, str](), False
+        every = progress(first_batches(self.batches, self.num_batches), length(self.batches, self.num_batches), "calibrating", self.show)
+        self.inputs: Iterator[list[Any]] = (
+            model_inputs(self.prepared, self.options.inputs(batch), index) for index, batch in enumerate(every)
+        )
+
+    def perform(self) -> None:
+        """Take the steps one after the other. Several ranks have equal models, and what rank 0 finds."""
+        if self.several:
+            ranks.require_equal(self.prepared)
+        try:
+            for step in reversed(self.steps):
+                if step.undo is not None and step.is_wanted(self):
+                    step.undo(self)
+            for step in self.steps:
+                if step.is_wanted(self):
+                    with timed(step.name):
+                        found = self._found(step)
+                        if found is not None:
+                            self.record[step.name] = step.apply(self, found)
+            self.prepared.meta[CHOSEN] = [f"{name}: {words}" for name, words in self.record.items()]
+            logger.info("calibration chose: %s", "; ".join(self.prepared.meta[CHOSEN]))
+        except Exception:
+            if self.several and not self.merged:
+                self.merge(None)  # the other ranks wait for what this one has observed
+            raise
+
+    def _found(self, step: Step) -> Any:
+        found = None
+        try:
+            assert step.find is not None
+            found = step.find(self)
+        finally:
+            found = ranks.of_first(found) if self.several and step.sampled else found  # also where it raises: others wait
+        return found
+
+    def merge(self, batches: int | None) -> int:
+        """Merge what all ranks have observed, and return the number of their batches; None if observing has failed here."""
+        self.merged = True
+        observers = {path: module for path, module in self.prepared.named_modules() if isinstance(module, Observer)}
+        return ranks.merge(observers, batches)
+
+    # ---- batches and samples ----
+
+    def first_batch(self) -> list[Any] | None:
+        """Return the model's inputs of the first batch, which stays among `inputs`; None without one."""
+        first = list(itertools.islice(self.inputs, 1))
+        self.inputs = _popped(first, self.inputs)
+        return first[0] if first else None
+
+    def take(self, inputs: Sequence[Any]) -> None:
+        """Count the model's inputs of the next batch, and keep them if they are among the first samples."""
+        count, elements = count_of(inputs, batch_axes(self.prepared)), sum(value.numel() for value in inputs if isinstance(value, Tensor))
+        kept = replace(self.kept, seen=self.kept.seen + count)
+        wanted = kept.samples < ENOUGH and kept.elements < LARGEST_KEPT and any(isinstance(value, Tensor) for value in inputs)
+        wanted = wanted and any(step.sampled and step.is_wanted(self) for step in self.steps)
+        if wanted or not self.taken:
+            own = [value.clone() if isinstance(value, Tensor) else value for value in inputs]  # a loader may reuse its memory
+            self.first_inputs = self.first_inputs or own
+        if wanted:
+            stored = [*(_beside(inputs, each) for each in kept.inputs), own]
+            kept = replace(kept, inputs=stored, samples=kept.samples + count, elements=kept.elements + elements)
+        self.kept = kept
+        self.taken += 1
+
+    def remember(self, *, ended: bool) -> None:
+        """Keep in the model what the next calibration goes on with: where this one has not `ended`, the weights are as they were before."""
+        given = self.given if ended else self.before.given
+        self.prepared.__dict__[SAMPLES] = replace(self.kept, given=given, counts=_counts(self.prepared))
+
+    @cached_property
+    def total(self) -> int:
+        """The number of samples that have gone by, on all ranks together; each rank asks for it."""
+        return sum(ranks.gathered(self.kept.seen)) if self.several else self.kept.seen
+
+    @cached_property
+    def samples(self) -> Kept:
+        """The samples that steps take: those of rank 0, on the device of this model; each rank asks for it."""
+        if not self.several:
+            return self.kept
+        first: Kept = ranks.of_first(Kept(_on("cpu", self.kept.inputs), self.kept.samples, self.kept.elements))
+        return replace(first, inputs=_on(next(self.prepared.buffers(), torch.empty(0, device="cpu")).device, first.inputs))
+
+    @cached_property
+    def few(self) -> Samples:
+        """The samples, evenly spaced among all that are kept, by which biases are corrected: a mean learns little of each."""
+        return Samples(_spread(self._chunks, self._count))
+
+    @cached_property
+    def held_out(self) -> list[list[Any]]:
+        """The samples by which corrected biases are judged: `JUDGES` of `ENOUGH`, of fewer samples others than `few`."""
+        chosen = {id(chunk) for chunk in self.few.chunks}
+        others = _spread([chunk for chunk in self._chunks if id(chunk) not in chosen], self._count)
+        if self.samples.samples >= ENOUGH:
+            return _spread(self.few.chunks + others, max(JUDGES // self._size, 1))
+        return others or [self.few.chunks[index] for index in self.few.judging]
+
+    @cached_property
+    def judge(self) -> FloatOutputs:
+        """The float outputs by which ranges are judged."""
+        return FloatOutputs(self.prepared, self.held_out if self.samples.samples >= ENOUGH else self.few.chunks)
+
+    @property
+    def _each(self) -> int:
+        return max(self.samples.elements // max(self.samples.samples, 1), 1)
+
+    @property
+    def _size(self) -> int:
+        return max(1, min(CHUNK, LARGEST_FOR_BIAS // (HELD_OUT_OF * self._each)))
+
+    @property
+    def _count(self) -> int:
+        return max(HELD_OUT_OF, LARGEST_FOR_BIAS // (self._size * self._each))
+
+    @cached_property
+    def _chunks(self) -> list[list[Any]]:
+        return cut(self.prepared, self.samples.inputs, self._size).chunks if self.samples.inputs else []
+
+    # ---- what layers are given by samples, and have had before ----
+
+    def give(self, name: str, change: Callable[[], None]) -> None:
+        """Let a step change layers, and note what each has since and had before."""
+        before = _parts(self.prepared)
+        change()
+        pairs = {layer: (now, before[layer]) for layer, now in _parts(self.prepared).items()}
+        changed = {layer: pair for layer, pair in pairs.items() if any(new is not had for new, had in zip(*pair, strict=True))}
+        self.given[name] = {**self.given.get(name, {}), **changed}
+
+    def take_back(self, name: str) -> None:
+        """Give layers that are not left out what they had before a step, each part where it is still the one that was given."""
+        now, operators = _parts(self.prepared), quantized_operators(self.prepared)
+        for layer, pair in self.given.get(name, {}).items():
+            if not operators[layer].left_out:
+                parts = (before if part is new else part for part, new, before in zip(now[layer], *pair, strict=True))
+                operators[layer].weight_quantizer.put(tuple(parts))
+        self.given[name] = {layer: pair for layer, pair in self.given.get(name, {}).items() if operators[layer].left_out}
+
+    def warn_of_lost_samples(self) -> None:
+        """Warn if layers are changed by samples, and the batches that were observed before have none here."""
+        if self.lost and not self.only_missing and any(step.undo is not None and step.is_wanted(self) for step in self.steps):
+            logger.warning(
+                "this calibration goes on from batches whose samples are not there any more: weights are rounded, and biases corrected,"
+                " by the samples of this call alone; to have what one call gives, calibrate a model that fxq.prepare has just returned"
+            )
+
+    def observed(self) -> dict[str, Quantizer]:
+        """Return the quantizers that have observed anything in this run, by name."""
+        there, before = owned_quantizers_by_name(self.prepared), self.observed_before
+        return {name: each for name, each in there.items() if each.observer is not None and int(each.observer.count) > before.get(name, 0)}
+
+
+def _popped(first: list[Any], others: Iterator[Any]) -> Iterator[Any]:
+    """Yield what the list holds and then the others, and keep none of them."""
+    while first:
+        yield first.pop()
+    yield from others
+
+
+def _spread(chunks: list[list[Any]], count: int) -> list[list[Any]]:
+    """Return `count` chunks, evenly spaced: neighbouring batches may show one scene."""
+    return [chunks[index * len(chunks) // count] for index in range(count)] if count < len(chunks) else chunks
+
+
+def _on(device: torch.device | str, chunks: list[list[Any]]) -> list[list[Any]]:
+    return [[value.to(device) if isinstance(value, Tensor) else value for value in inputs] for inputs in chunks]
+
+
+def _beside(inputs: Sequence[Any], stored: Sequence[Any]) -> list[Any]:
+    """Return what was kept, on the devices of other inputs: the model may have moved between two calls."""
+    pairs = zip(stored, inputs, strict=True)
+    return [mine.to(other.device) if isinstance(mine, Tensor) and isinstance(other, Tensor) else mine for mine, other in pairs]
+
+
+def _counts(prepared: fx.GraphModule) -> int:
+    """Return how many batches all observers together have seen."""
+    counts = [module.count for module in prepared.modules() if isinstance(module, Observer)]
+    return int(torch.stack([count.cpu() for count in counts]).sum()) if counts else 0
+
+
+def _parts(prepared: fx.GraphModule) -> dict[str, Parts]:
+    """Return the rounding, coverage and correction of every layer."""
+    return {name: operator.weight_quantizer.parts for name, operator in quantized_operators(prepared).items()}
+
+
+def counts(prepared: fx.GraphModule) -> dict[str, int]:
+    """Return how many batches each quantizer's observer has seen, by operator and role, where the scale follows from all of them."""
+    there = {name: quantizer for name, quantizer in owned_quantizers_by_name(prepared).items() if not quantizer.pending}
+    return {name: int(quantizer.observer.count) for name, quantizer in there.items() if quantizer.observer is not None}
+
+
+def owned_quantizers_by_name(prepared: fx.GraphModule) -> dict[str, Quantizer]:
+    """Return the quantizers of results and of what residuals are added to, by name."""
+    return {
+        f"{name}.{index}": quantizer
+        for name, operator in quantized_operators(prepared).items()
+        if not operator.plain
+        for index, quantizer in enumerate(owned_quantizers(operator))
+    }
