@@ -124,10 +124,9 @@ class Run:
         self.lost = counted > 0 and self.kept is not previous
         self.before, self.given = self.kept, dict(self.kept.given)
         self.taken, self.first_inputs, self.record, self.merged = 0, list[Any](), dict[str, str](), False
-        every = progress(first_batches(self.batches, self.num_batches), length(self.batches, self.num_batches), "calibrating", self.show)
-        self.inputs: Iterator[list[Any]] = (
-            model_inputs(self.prepared, self.options.inputs(batch), index) for index, batch in enumerate(every)
-        )
+        wanted = first_batches(self.batches, self.num_batches), length(self.batches, self.num_batches)
+        every = enumerate(progress(*wanted, "calibrating", self.show))
+        self.inputs: Iterator[list[Any]] = (model_inputs(self.prepared, self.options.inputs(batch), index) for index, batch in every)
 
     def perform(self) -> None:
         """Take the steps one after the other. Several ranks have equal models, and what rank 0 finds."""

@@ -37,7 +37,7 @@ SHOWN_REASONS = 4  # in the line of the summary; the table has them all
 
 @checked()
 def explain(model: fx.GraphModule, *, steps: bool = False, machine: bool = False) -> str:
-    """Return a table of all operators (integer or float, dtype, scale, reason), values fixed while tracing, requests not met, and steps of calibration.
+    """Return a table of all operators (integer or float, dtype, scale, reason), and of what tracing, requests and calibration came to.
 
     The corresponding operations of a recurrence's steps have one row, under the name of the first; with `steps`, a row for each.
 

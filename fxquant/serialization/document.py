@@ -50,7 +50,7 @@ _META: Mapping[str, tuple[type, ...] | None] = {
     "python": (bool,),
 }  # fmt: skip
 _MODEL_META: Mapping[str, tuple[type, ...]] = {
-    "stage": (str,), "target": (str,), "not_done": (list,), "qconfigs": (list,), "lost_gradients": (list,),
+    "stage": (str,), "target": (str,), "not_done": (list,), "chosen": (list,), "qconfigs": (list,), "lost_gradients": (list,),
     "warned_of_dropped_batches": (bool,), "told_of_training": (bool,),
 }  # fmt: skip
 _PATH = re.compile(r"[^.\n]+(\.[^.\n]+)*")  # a line break in it could stand for a line of the generated code
