@@ -490,8 +490,9 @@ def one_layer_in_float(run):
 
 CALIB, QAT = default_calib_8bit_fake_quant_qconfig, default_qat_8bit_fake_quant_qconfig
 WIDE_CALIB, SUM_CALIB = default_calib_8bit_weight_16bit_act_fake_quant_qconfig, default_calib_8bit_weight_32bit_out_fake_quant_qconfig
+WIDE_QAT = default_qat_8bit_weight_16bit_act_fake_quant_qconfig
 HOST_DEEP = {"hybrid": True, "hybrid_dict": {"module_name": ["deep"]}}
-MSE = {"observer": "mse"}
+BY_MSE, WIDE_BY_MSE = (get_default_qconfig(activation_qkwargs={"observer": "mse", **more}) for more in ({}, {"dtype": "qint16"}))
 CHANNELS = {"qscheme": torch.per_channel_symmetric, "ch_axis": 0}
 BY_PERCENTILE = get_default_qconfig(
     activation_fake_quant="fake_quant",
@@ -518,8 +519,11 @@ BY_NAME = ModuleNameQconfigSetter(
 BY_SENSITIVITY = sensitive_op_calibration_8bit_weight_16bit_act_qconfig_setter(
     [["stem.0", "activation", 0.5], ["deep", "activation", 0.1]], topk=1
 )
+WIDE_WEIGHTS = ConvDtypeTemplate(input_dtype=qint8, weight_dtype=qint16)
 CONVS_IN_8_BITS = ConvDtypeTemplate(input_dtype=qint8, weight_dtype=qint8)
 MATMULS_IN_8_BITS = MatmulDtypeTemplate(input_dtypes=[qint8, qint8])
+FROZEN_HEAD = ModuleNameTemplate({"head": {"dtype": qint16, "threshold": {"output": 8.0}}}, freeze=True)
+SENSITIVE_HEAD = SensitivityTemplate(sensitive_table=[["deep", "activation"], ["head", "weight"]], topk_or_ratio=1, sensitive_type="both")
 IN_8_BITS = ModuleNameTemplate({"": qint8}), CONVS_IN_8_BITS, MATMULS_IN_8_BITS
 CALIBRATED = calibrated_fx({"": CALIB})
 QUICK_START = (
@@ -532,29 +536,14 @@ QUICK_START = (
 
 PROGRAMS = {
     # eager mode: fused by hand, qconfigs as attributes
-    "eager_quick_start": (
-        March.BAYES,
-        Eager,
-        lambda run: run.float_model.fuse_model(),
-        calibrated_eager({"": get_default_qat_qconfig()}),
-        lambda run: train(run.qat_model, run.batches),
-        to_integers_eager,
-    ),
+    "eager_quick_start": (March.BAYES, Eager, lambda run: run.float_model.fuse_model(), calibrated_eager({"": get_default_qat_qconfig()}),
+        lambda run: train(run.qat_model, run.batches), to_integers_eager),
     "eager_inplace": (March.BAYES_E, OBSERVED_EAGER, calibrated_eager({"": get_default_qat_qconfig()}, inplace=True), to_integers_eager),
-    "eager_attributes": (
-        March.BAYES,
-        OBSERVED_EAGER,
-        calibrated_eager(
-            {"": get_default_qat_qconfig(), "conv2": default_qat_8bit_weight_16bit_act_fake_quant_qconfig, "head": None}, by_example=True
-        ),
-        to_integers_eager,
-    ),
-    "eager_stub_qconfig": (
-        March.BAYES,
-        OBSERVED_EAGER,
+    "eager_attributes": (March.BAYES, OBSERVED_EAGER,
+        calibrated_eager({"": get_default_qat_qconfig(), "conv2": WIDE_QAT, "head": None}, by_example=True), to_integers_eager),
+    "eager_stub_qconfig": (March.BAYES, OBSERVED_EAGER,
         calibrated_eager({"": get_default_qat_qconfig(), "quant": get_default_qat_qconfig(dtype="qint16")}, by_example=True),
-        to_integers_eager,
-    ),
+        to_integers_eager),
     # 1.x: calibration, training, fixed point, a trace, and the check; to its end the model is compiled, priced and drawn
     "v1_quick_start": (March.BAYES_E, GIVEN, *QUICK_START, check_a_trace),
     "v1_quick_start_compile": (March.BAYES_E, GIVEN, *QUICK_START, compile_a_trace),
@@ -565,66 +554,26 @@ PROGRAMS = {
     "v1_camera": (March.BAYES_E, GIVEN, images_of_a_camera, CALIBRATED, to_integers),
     # dtypes and rules
     "v1_int16": (March.BAYES, OBSERVED, calibrated_fx({"": WIDE_CALIB}), to_integers),
-    "v1_module_type": (
-        March.BAYES_E,
-        OBSERVED,
-        calibrated_fx({"": CALIB, "module_type": [(nn.Conv2d, WIDE_CALIB)], "module_name": [("head", SUM_CALIB)]}),
-        to_integers,
-    ),
+    "v1_module_type": (March.BAYES_E, OBSERVED,
+        calibrated_fx({"": CALIB, "module_type": [(nn.Conv2d, WIDE_CALIB)], "module_name": [("head", SUM_CALIB)]}), to_integers),
     "v1_float_part": (March.BAYES, OBSERVED, calibrated_fx({"": CALIB, "module_name": [("deep", None)]}), to_integers),
-    "v1_functional_rule": (
-        March.BAYES_E,
-        Gated,
-        calibrated_fx(
-            {
-                "": get_default_qconfig(activation_qkwargs=MSE),
-                "module_name": {"gate.skip": get_default_qconfig(activation_qkwargs={**MSE, "dtype": "qint16"})},
-            }
-        ),
-        to_integers,
-    ),
-    "v1_detector": (
-        March.BAYES_E,
-        Detector,
-        calibrated_fx({"": CALIB, "module_name": [("cls", SUM_CALIB), ("reg", SUM_CALIB)]}),
-        to_integers,
-    ),
+    "v1_functional_rule": (March.BAYES_E, Gated, calibrated_fx({"": BY_MSE, "module_name": {"gate.skip": WIDE_BY_MSE}}), to_integers),
+    "v1_detector": (March.BAYES_E, Detector, calibrated_fx({"": CALIB, "module_name": [("cls", SUM_CALIB), ("reg", SUM_CALIB)]}),
+        to_integers),
     "v1_get_default_qconfig": (March.BAYES, OBSERVED, calibrated_fx({"": BY_PERCENTILE}), to_integers),
-    "v1_fixed_scale_observer": (
-        March.BAYES,
-        OBSERVED,
-        calibrated_fx({"": get_default_qconfig(), "module_name": {"head": FIXED_SCALE}}),
-        to_integers,
-    ),
-    "v1_lambda_qconfig_of_torch": (
-        March.BAYES,
-        OBSERVED,
-        calibrated_fx({"": OF_TORCH, "module_name": {"deep": WIDE_OF_TORCH}}),
-        to_integers,
-    ),
+    "v1_fixed_scale_observer": (March.BAYES, OBSERVED, calibrated_fx({"": get_default_qconfig(), "module_name": {"head": FIXED_SCALE}}),
+        to_integers),
+    "v1_lambda_qconfig_of_torch": (March.BAYES, OBSERVED, calibrated_fx({"": OF_TORCH, "module_name": {"deep": WIDE_OF_TORCH}}),
+        to_integers),
     # names of releases before 1.0
     "v1_old_calibration": (March.BAYES, Net, before_1_0),
-    "v1_old_qconfigs": (
-        March.BAYES,
-        OBSERVED,
-        calibrated_fx({"": get_default_calib_qconfig(), "module_name": {"head": get_default_qat_out_qconfig()}}),
-        to_integers,
-    ),
+    "v1_old_qconfigs": (March.BAYES, OBSERVED,
+        calibrated_fx({"": get_default_calib_qconfig(), "module_name": {"head": get_default_qat_out_qconfig()}}), to_integers),
     # training: learned scales, PACT, scales that stay, live batch norms, roundings that are learned, checkpoints, ranks
-    "v1_lsq": (
-        March.BAYES_E,
-        OBSERVED,
-        CALIBRATED,
-        trained_fx({"": default_qat_8bit_lsq_quant_qconfig}, load_observer_params, by_example=True),
-        to_integers,
-    ),
-    "v1_pact": (
-        March.BAYES,
-        OBSERVED,
-        CALIBRATED,
-        trained_fx({"": default_qat_8bit_pact_quant_qconfig}, load_observer_params, by_example=True),
-        to_integers,
-    ),
+    "v1_lsq": (March.BAYES_E, OBSERVED, CALIBRATED,
+        trained_fx({"": default_qat_8bit_lsq_quant_qconfig}, load_observer_params, by_example=True), to_integers),
+    "v1_pact": (March.BAYES, OBSERVED, CALIBRATED,
+        trained_fx({"": default_qat_8bit_pact_quant_qconfig}, load_observer_params, by_example=True), to_integers),
     "v1_fixed_act": (March.BAYES, OBSERVED, CALIBRATED, trained_fx({"": default_qat_8bit_fixed_act_fake_quant_qconfig}), to_integers),
     "v1_with_bn": (March.BAYES, OBSERVED, lambda run: set_qat_mode(QATMode.WithBN), CALIBRATED, trained_fx({"": QAT}), to_integers),
     "v1_adaround": (March.BAYES, OBSERVED, CALIBRATED, reconstruct, to_integers),
@@ -642,18 +591,10 @@ PROGRAMS = {
     "v1_tools": (March.BAYES_E, OBSERVED, tools_before_prepare, CALIBRATED, tools_with_folders),
     # 2.x: ready setters, setters by name and by a table of sensitivities, analysis
     "v2_default_setters": (March.NASH_E, Net, calibrated_by(default_calibration_qconfig_setter), trained_by(default_qat_qconfig_setter)),
-    "v2_int16_setters": (
-        March.NASH_M,
-        Net,
-        calibrated_by(calibration_8bit_weight_16bit_act_qconfig_setter),
-        trained_by(qat_8bit_weight_16bit_fixed_act_qconfig_setter),
-    ),
-    "v2_auxiliary_loss": (
-        March.NASH_E,
-        WithAuxiliaryLoss,
-        calibrated_by(default_calibration_qconfig_setter),
-        trained_by(default_qat_qconfig_setter, loss=auxiliary_loss),
-    ),
+    "v2_int16_setters": (March.NASH_M, Net, calibrated_by(calibration_8bit_weight_16bit_act_qconfig_setter),
+        trained_by(qat_8bit_weight_16bit_fixed_act_qconfig_setter)),
+    "v2_auxiliary_loss": (March.NASH_E, WithAuxiliaryLoss, calibrated_by(default_calibration_qconfig_setter),
+        trained_by(default_qat_qconfig_setter, loss=auxiliary_loss)),
     "v2_module_names": (March.NASH_E, Net, calibrated_by((BY_NAME, default_calibration_qconfig_setter))),
     "v2_sensitive": (March.NASH_E, Net, calibrated_by((BY_SENSITIVITY, default_calibration_qconfig_setter))),
     "v2_attention": (March.NASH_E, Attention, calibrated_by(gemm_int8_calibration_qconfig_setter)),
@@ -665,43 +606,18 @@ PROGRAMS = {
     # 3.x: templates in their order
     "v3_all_int8": ("nash-e", Net, calibrated_from(*IN_8_BITS)),
     "v3_int16_gemm_int8": ("nash-e", Net, calibrated_from(ModuleNameTemplate({"": qint16}), CONVS_IN_8_BITS)),
-    "v3_order": (  # a name after the templates keeps the weights that they chose
-        "nash-m",
-        Net,
-        calibrated_from(
-            ModuleNameTemplate({"": qint8}), ConvDtypeTemplate(input_dtype=qint8, weight_dtype=qint16), ModuleNameTemplate({"deep": qint16})
-        ),
-    ),
-    "v3_freeze_and_threshold": (
-        "nash-e",
-        Net,
-        calibrated_from(
-            ModuleNameTemplate({"": qint8, "quant": {"threshold": 4.0}}),
-            ModuleNameTemplate({"head": {"dtype": qint16, "threshold": {"output": 8.0}}}, freeze=True),
-            CONVS_IN_8_BITS,
-        ),
-    ),
-    "v3_sensitivity": (
-        "nash-e",
-        Net,
-        calibrated_from(
-            *IN_8_BITS,
-            SensitivityTemplate(sensitive_table=[["deep", "activation"], ["head", "weight"]], topk_or_ratio=1, sensitive_type="both"),
-        ),
-    ),
+    # a name after the templates keeps the weights that they chose
+    "v3_order": ("nash-m", Net, calibrated_from(ModuleNameTemplate({"": qint8}), WIDE_WEIGHTS, ModuleNameTemplate({"deep": qint16}))),
+    "v3_freeze_and_threshold": ("nash-e", Net,
+        calibrated_from(ModuleNameTemplate({"": qint8, "quant": {"threshold": 4.0}}), FROZEN_HEAD, CONVS_IN_8_BITS)),
+    "v3_sensitivity": ("nash-e", Net, calibrated_from(*IN_8_BITS, SENSITIVE_HEAD)),
     "v3_mixed": ("nash-e", OBSERVED, train_after_templates),
     "v3_dynamic": ("nash-e", Net, scales_at_run_time),
     "v3_matmul": ("nash-e", Attention, calibrated_from(ModuleNameTemplate({"": qint16}), MATMULS_IN_8_BITS)),
-    "v3_matmul_mixed": (
-        "nash-e",
-        Attention,
-        calibrated_from(ModuleNameTemplate({"": qint8}), MatmulDtypeTemplate(input_dtypes=[qint8, qint16])),
-    ),
-    "v3_float16": (
-        "nash-p",
-        Net,
-        calibrated_from(ModuleNameTemplate({"": torch.float16}), CONVS_IN_8_BITS, MatmulDtypeTemplate(input_dtypes=qint8)),
-    ),
+    "v3_matmul_mixed": ("nash-e", Attention,
+        calibrated_from(ModuleNameTemplate({"": qint8}), MatmulDtypeTemplate(input_dtypes=[qint8, qint16]))),
+    "v3_float16": ("nash-p", Net,
+        calibrated_from(ModuleNameTemplate({"": torch.float16}), CONVS_IN_8_BITS, MatmulDtypeTemplate(input_dtypes=qint8))),
     "v3_float16_on_s100": ("nash-e", Net, calibrated_from(ModuleNameTemplate({"": torch.float16}))),
     "v3_nn_modules": ("nash-e", OfPluginModules, calibrated_from(ModuleNameTemplate({"": qint16}))),
     "v3_correlation": ("nash-e", Net, calibrated_from(*IN_8_BITS), correlate),
@@ -711,7 +627,7 @@ PROGRAMS = {
     "v3_s100_compile": ("nash-e", Net, calibrated_from(*IN_8_BITS), compile_for_the_s100),
     "v3_camera": ("nash-e", OBSERVED, camera_before_compile),
     "v3_onnx_front": ("nash-e", Net, module_of_an_onnx_file),
-}
+}  # fmt: skip
 
 
 def run(name):
