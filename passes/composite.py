@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxquant.ir.graph import (
     TensorFact,
+    fact,
     inherit,
     is_parameter,
     mark_parameter,
@@ -28,15 +30,16 @@ from fxquant.ir.graph import (
     state_demand,
     stated_demand,
 )
+from fxquant.numerics.grids import INT32_MAX
 from fxquant.ops import Fixed, Operator, Own, Same, Trait, demand, operands_of, operator_of, supported_demand
 from fxquant.ops.core.composite import Builder
 from fxquant.ops.core.floating import needed_in_float, reads_no_activation
 from fxquant.ops.core.weighted import shape_of
-from fxquant.ops.layers.dynamic import dynamic_linear, may_be_dynamic, why_not_dynamic
-from fxquant.ops.layers.linear import matmul
+from fxquant.ops.layers.linear import dynamic_linear, matmul
 from fxquant.ops.movement.shape import MANY_SIZES, ManySizes, permute
-from fxquant.passes.rewriting import decide, eliminate_dead, substitute
+from fxquant.passes.rewriting import decide, eliminate_dead, may_be_dynamic, substitute
 from fxquant.pipeline import Context
+from fxquant.primitives.runtime_scales import MAGNITUDE
 
 
 def expand(gm: fx.GraphModule, context: Context) -> int:
@@ -163,6 +166,9 @@ def _pass_on(node: fx.Node, result: fx.Node) -> None:
 #                                    %y = dynamic_linear(%x, %w_permute)
 
 
+MOST_INPUTS = INT32_MAX // (MAGNITUDE * 127)  # of a layer whose sum fits 32 bits whatever its weight
+
+
 def choose_dynamic(gm: fx.GraphModule, context: Context) -> int:
     """Make every layer whose QConfig is dynamic a dynamic one, or record why it stays in float."""
     changes = 0
@@ -176,7 +182,7 @@ def choose_dynamic(gm: fx.GraphModule, context: Context) -> int:
         arguments = operator.arguments(node)
         product = operator.function is matmul
         input, weight, bias = arguments["input"], arguments["other" if product else "weight"], arguments.get("bias")
-        because = why_not_dynamic(node, input, weight, bias)
+        because = _why_not_dynamic(node, input, weight, bias)
         if because is not None:
             refuse(node, because)
             context.say(f"%{node.name} stays in float: {because}")
@@ -195,3 +201,21 @@ def _transposed(node: fx.Node, weight: fx.Node) -> fx.Node:
     mark_parameter(transposed)
     set_fact(transposed, TensorFact(tuple(reversed(shape)), dtype))
     return transposed
+
+
+def _why_not_dynamic(node: fx.Node, input: Any, weight: Any, bias: Any) -> str | None:
+    """Return why a layer or a product stays in float; None if it can be a dynamic layer. `weight` is the matrix, either way round."""
+    for name, value in (("matrix", weight), ("bias", bias)):
+        if isinstance(value, fx.Node) and not is_parameter(value):
+            return f"dynamic quantization needs a constant matrix and bias, and its {name}, %{value.name}, is computed"
+    input_fact, sizes = fact(input) if isinstance(input, fx.Node) else None, shape_of(weight)
+    if not isinstance(input_fact, TensorFact) or is_parameter(input):
+        return "its operand is not an activation"
+    if input_fact.dtype != torch.float32 or not isinstance(fact(node), TensorFact) or fact(node).dtype != torch.float32:
+        return f"it is computed in {str(input_fact.dtype).removeprefix('torch.')}, and dynamic quantization needs float32"
+    if sizes is None or len(sizes) != 2 or len(input_fact.shape) < 2:
+        return "dynamic quantization needs a weight of two dimensions and an input of two or more"
+    inputs = input_fact.shape[-1]
+    if not isinstance(inputs, int) or inputs > MOST_INPUTS:
+        return f"its sum of {inputs} products may exceed 32 bits: at most {MOST_INPUTS} fit"
+    return None

@@ -22,8 +22,8 @@ from torch import Tensor, fx
 from fxquant.ir.graph import TensorFact, absorb, detached_arguments, fact, gradient_changes, is_detached, is_parameter, refusal, resolve
 from fxquant.ops import Trait, calls, operator_of, traits_of
 from fxquant.ops.elementwise.activation import clamp
-from fxquant.ops.elementwise.curve import INPUT, Steps, curve, is_pointwise, same_as, settings_of
-from fxquant.ops.elementwise.table import hashable, is_table, steep
+from fxquant.ops.elementwise.curve import INPUT, Steps, curve, same_as, settings_of
+from fxquant.ops.elementwise.table import hashable, is_pointwise, is_table, steep
 from fxquant.passes.rewriting import apart, decide, eliminate_dead
 from fxquant.pipeline import Context
 from fxquant.target import Target

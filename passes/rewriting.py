@@ -10,8 +10,10 @@ from typing import Any
 from torch import fx
 
 from fxquant.ir.graph import annotate, annotation, attached_qconfigs, is_inner_part, matched_rules, module_path, pass_on, set_unfused
-from fxquant.ops import Fixed, demand
+from fxquant.ops import Fixed, demand, operator_of
+from fxquant.ops.attention.attention import multi_head_attention
 from fxquant.ops.core.composite import QUANTIZE
+from fxquant.ops.layers.linear import linear, matmul
 from fxquant.pipeline import Context
 from fxquant.quantization.spec import DEFAULT, ActivationConfig, Call, Chosen, MatchedRules, QConfig, QConfigMapping, Rule, prefixes
 
@@ -68,6 +70,12 @@ class Decision:
     def asked(self) -> bool:
         """Whether a rule other than the default chose the config of its result."""
         return self.output != DEFAULT
+
+
+def may_be_dynamic(node: fx.Node) -> bool:
+    """Return whether a node is of the kind that dynamic quantization is about: a linear layer, a product, or made of such."""
+    operator = operator_of(node)
+    return operator is not None and (operator.function in (linear, matmul, multi_head_attention) or "hx" in operator.operands)
 
 
 def is_named(node: fx.Node) -> bool:

@@ -27,10 +27,11 @@ from fxquant.ir.graph import (
 )
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops.core.record import is_meant
-from fxquant.ops.layers.dynamic import NOT_DYNAMIC, may_be_dynamic
-from fxquant.passes.rewriting import attributes, bypass, covering, decide, is_named
+from fxquant.passes.rewriting import attributes, bypass, covering, decide, is_named, may_be_dynamic
 from fxquant.pipeline import Context
 from fxquant.quantization.spec import DEFAULT, Call, Chosen, Rule, is_dynamic
+
+NOT_DYNAMIC = "the qconfig is dynamic, and only linear and recurrent layers are quantized dynamically"
 
 
 def _check_target(gm: fx.GraphModule, context: Context) -> None:

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
+from fxquant import support
 from fxquant.quantization.spec import ActivationConfig
-from fxquant.support import offers
 
 pytest.register_assert_rewrite("tests.shared.contract")
 
@@ -89,10 +89,10 @@ def _reproducible(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _every_implementation_agrees(request: pytest.FixtureRequest) -> Iterator[None]:
     """Where an implementation computed other bits than its reference, the library goes on without it; a test without a mark fails."""
-    before = len(offers.RECORDED)
+    before = len(support.RECORDED)
     yield
-    found = [each for _, each in offers.RECORDED[before:]]
-    del offers.RECORDED[before:]
+    found = [each for _, each in support.RECORDED[before:]]
+    del support.RECORDED[before:]
     planted = request.node.get_closest_marker("disagrees") is not None
     if not planted and not torch.cpu._is_vnni_supported():  # there onnxruntime adds pairs of products in 16 bits
         found = [each for each in found if not each.implementation.startswith("onnxruntime")]

@@ -18,7 +18,7 @@ from fxquant.errors import ExportError
 from fxquant.ir.graph import BatchDim, TensorFact, annotation, argument_name, fact, resolve, source
 from fxquant.prepared.copied import Step, steps_of
 from fxquant.primitives import PRIMITIVES
-from fxquant.support.offers import declaring
+from fxquant.support import declaring
 
 # ---- The C functions of `functions/`: one template each, instantiated for the element types that it is called with ----
 #

@@ -13,8 +13,8 @@ from torch import Tensor
 from fxquant.backends.cpu import native
 from fxquant.backends.cpu.native import FIXED, REAL, Count, Pass
 from fxquant.quantization.observers import ranges
+from fxquant.support import disagreed
 from fxquant.support.files import address, readable
-from fxquant.support.offers import disagreed
 from fxquant.training import fused_layers
 from fxquant.training.fused_layers import Accumulator, Form, Gradients, Passes, Rounded
 

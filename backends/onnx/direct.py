@@ -26,7 +26,7 @@ from fxquant.ops.movement import repeating, shape
 from fxquant.ops.normalization import channels as layer_norm
 from fxquant.prepared.copied import Step, steps_of
 from fxquant.primitives import PRIMITIVES
-from fxquant.support.offers import declaring
+from fxquant.support import declaring
 
 OPSET = 18  # the first in which all of these operators have their present definition
 

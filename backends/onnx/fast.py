@@ -30,8 +30,7 @@ from fxquant.primitives import PRIMITIVES, Role, role_of
 from fxquant.primitives.elementwise import lookup
 from fxquant.primitives.quantization import quantize, requantize_real
 from fxquant.primitives.runtime_scales import dynamic_linear
-from fxquant.support import logger
-from fxquant.support.offers import disagreed
+from fxquant.support import disagreed, logger
 
 Names = tuple[Sequence[str] | None, Sequence[str] | None]  # that the user gives to inputs and to outputs
 

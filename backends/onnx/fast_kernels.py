@@ -28,7 +28,7 @@ from fxquant.primitives.accumulate import attributes_of, per_channel
 from fxquant.primitives.quantization import as_float32, clipped, dequantize, quantize, requantize_fixed, requantize_real
 from fxquant.primitives.runtime_scales import dynamic_linear
 from fxquant.primitives.runtime_scales import emit as emit_dynamic
-from fxquant.support.offers import declaring
+from fxquant.support import declaring
 
 # Their ONNX forms commute with adding a constant to all elements; the rows of a table are int8, as constants are.
 SHIFTED = [

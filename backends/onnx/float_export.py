@@ -62,8 +62,10 @@ class FloatRegions:
                 home[node] = home.get(whole, runs[-1])  # type: ignore[arg-type]
                 home[node].append(node)
         self.regions = {run[0]: region_of(integer, run) for run in runs if run}
-        self.direct = Direct(integer, opset)
-        self.plans = self._plans()
+        self.plans: dict[fx.Node, list[tuple[fx.Node, Plan]] | None] = {}
+        if self.regions:
+            self.direct = Direct(integer, opset)
+            self.plans = self._plans()
 
     def _plans(self) -> dict[fx.Node, list[tuple[fx.Node, Plan]] | None]:
         """Return, by each region's first node, the plan to write it without the exporter; None if it needs the exporter."""

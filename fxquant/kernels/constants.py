@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.ir.graph import resolve
+from fxquant.support import Offers
 from fxquant.support.files import memory_start, start
-from fxquant.support.offers import Offers
 
 EACH_CALL = 2**16  # bytes
 SAMPLE, SAMPLES = 64, 4  # bytes of a sample, and how many of each tensor there are

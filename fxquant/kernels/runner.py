@@ -18,9 +18,8 @@ from fxquant.kernels.constants import Constants
 from fxquant.kernels.kernel import Disagrees, Kernel, Match, NotApplicable, Site
 from fxquant.kernels.patterns import forms_of
 from fxquant.kernels.program import Choice, Chosen, Layout, Program
-from fxquant.support import logger
+from fxquant.support import disagreed, logger
 from fxquant.support.files import free_in_child
-from fxquant.support.offers import disagreed
 from fxquant.support.progress import progress
 
 PROVED = 2  # images that an implementation is compared with the primitives on, at most

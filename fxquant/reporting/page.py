@@ -31,9 +31,9 @@ from fxquant.quantization.weights import running_gain
 from fxquant.reporting.advice import grid_text
 from fxquant.reporting.comparing import Comparison, compare
 from fxquant.reporting.statistics import LayerComparison, TensorStatistics, drawn, in_decibels, json_ready
+from fxquant.support import disagreements
 from fxquant.support.arguments import FILE, FLAG, TEXT, checked, instance
 from fxquant.support.files import check_place, write_file
-from fxquant.support.offers import disagreements
 from fxquant.support.progress import working
 from fxquant.version import __version__
 

@@ -1,6 +1,6 @@
 """Fused kernels for training, as autograd functions: layers, elementwise operators, lookup tables, and tensors saved for backward.
 
-Each kernel equals its reference in PyTorch bit for bit; a backend may offer a faster one (`fxquant.support.offers`).
+Each kernel equals its reference in PyTorch bit for bit; a backend may offer a faster one (`fxquant.support`).
 
 The extra cost of a training step over the float model's is memory traffic over large tensors. `fused_layers` has kernels for accumulators
 and weights, which replace compositions of primitives. Tests and `benchmarks.training_speed` compare the two, and

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fxquant.numerics.grids import Grid, ends_of
 from fxquant.primitives import PRIMITIVES, Role, elementwise, role_of
-from fxquant.support.offers import Offers
+from fxquant.support import Offers
 from fxquant.training import fused_layers
 from fxquant.training.fused_layers import Gradients, Rounded
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from fxquant.numerics.grids import power_of_two
 from fxquant.primitives.quantization import HALF_STEPS, half_step, requantize_fixed, requantize_real
+from fxquant.support import Offers
 from fxquant.support.files import start
-from fxquant.support.offers import Offers
 
 # ---- The kernels of `fused_layers` in PyTorch: for every device, and as the reference that those in C are compared with ----
 

@@ -29,7 +29,7 @@ WORDS = {
     ("fxquant.ops.core.floating", "div"),
     ("fxquant.ops.core.floating", "softmax"),
     ("fxquant.ops.core.places", "view"),
-    ("fxquant.ops.core.promotion", "pad"),
+    ("fxquant.passes.canonical", "pad"),
     ("fxquant.backends.onnx.direct", "view"),
     ("fxquant.ir.functional", "__getitem__"),
     # words for an argument of PyTorch: `rounding_mode`, `mode`, `reduce`, and the kinds of recurrent layers

@@ -19,16 +19,11 @@ from fxquant.ops.core.operators import Call, Lowering, Plain, Quantized
 from fxquant.ops.core.record import BY_NAME, Operator, Trait, register
 from fxquant.ops.core.samples import LIMITED, written
 from fxquant.ops.elementwise.functions import by_torch
-from fxquant.ops.elementwise.table import FARTHEST, MAPPING, ON_TENSORS, SINGULAR, UNARY, by_table, hashable
+from fxquant.ops.elementwise.table import FARTHEST, MAPPING, ON_TENSORS, SINGULAR, UNARY, by_table, hashable, is_pointwise
 
 INPUT = "input"
 
 Steps = Any  # a nest as above
-
-
-def is_pointwise(name: str) -> bool:
-    """Return whether the operator of this name may be a part of such a function, should its operands be of one size."""
-    return name in BY_NAME and (name in UNARY or Trait.POINTWISE in BY_NAME[name].traits)
 
 
 def curve(input: Tensor, steps: Steps) -> Tensor:

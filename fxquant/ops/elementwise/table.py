@@ -344,3 +344,8 @@ def with_offset(function: Operator, arguments: dict[str, Any], addition: fx.Node
     if is_parameter(tensor) or fact(tensor) != fact(addition) or not math.isfinite(offset) or not math.isfinite(factor):
         return None
     return {"input": tensor, "function": function.name, "factor": factor, "offset": float(offset), "settings": settings}
+
+
+def is_pointwise(name: str) -> bool:
+    """Return whether the operator of this name may be a part of such a function, should its operands be of one size."""
+    return name in BY_NAME and (name in UNARY or Trait.POINTWISE in BY_NAME[name].traits)

@@ -2,7 +2,7 @@
 
 All of them are int64 in the graph, and exact: sums and products wrap around beyond 64 bits, as PyTorch's do. Operands of a narrower
 dtype are converted to int64 first, and the result back to that dtype, so that it wraps around at the same values.
-`fxquant.ops.core.promotion` converts calls to these operators; any other call, such as a maximum of integers, runs on the host.
+The pass `canonical.rewrite` converts calls to these operators; any other call, such as a maximum of integers, runs on the host.
 """
 
 from __future__ import annotations

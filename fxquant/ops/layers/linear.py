@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from fxquant.numerics.grids import FLOAT32_EXACT, INT32_MAX, INT48_MAX
+from fxquant.lowering.lowering import named_parameters
+from fxquant.numerics.grids import FLOAT32_EXACT, INT32_MAX, INT48_MAX, accumulator_bound
 from fxquant.ops.core.declare import function_and_method, lowered
 from fxquant.ops.core.matrix import added_product, computed_linear, is_computed, with_vectors
 from fxquant.ops.core.operators import FOLDED, BatchDim, Call, Clamp, Instead, Lowering, Quantized, Ratio, Trait, is_parameter, sampled
 from fxquant.ops.core.record import Layer, operator_named
 from fxquant.ops.core.weighted import ABSORBED, Product, absorbing, epilogue, lower_weighted, refuses_weighted, rescaled, shape_of
-from fxquant.primitives import accumulate, product
+from fxquant.primitives import accumulate, product, runtime_scales
 from fxquant.primitives.arithmetic import MATRIX
 from fxquant.quantization.weights import BatchNorm, fold
 
@@ -161,3 +162,33 @@ def matmul(
     multiply = product.matrix_product if largest < FLOAT32_EXACT else product.matrix_product_wide
     accumulator = lowering.call(multiply, input.value, other.value)
     return lowering.requantize(accumulator, Ratio(lowering.arithmetic.step(input.scale, other.scale)), clamp, bound=largest, kind=MATRIX)
+
+
+# ---- Dynamic quantization: a linear layer between float tensors, whose operand is quantized at run time ----------------
+#
+# For the rest of the compiler it is an operator in float: nothing of it is calibrated, and its input and output have no grid.
+
+
+@lowered(
+    function=lambda input, weight, bias=None: F.linear(input, weight, bias),
+    layer=Layer(weight=lambda weight, **_: weight, macs=lambda shapes, result: math.prod(result) * shapes["weight"][-1]),
+    traits=frozenset({Trait.DYNAMIC}),
+)
+def dynamic_linear(lowering: Lowering, input: Any, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """Compute x · wᵀ + b over the last dimension, as the float model sees it; x becomes integers on a grid that is found at run time.
+
+    Call the primitive on float values; the weight's integers and scales are constants, and its bias stays in float.
+    """
+    lowering.parameters.update(named_parameters(weight, bias, None))
+    bias = lowering.weight.corrected(bias)
+    quantized = lowering.weight.integers(weight, keep=lowering.keeps_start)
+    lowering.prove(accumulator_bound(quantized.integers, None, 0, runtime_scales.MAGNITUDE), "the sum")
+    lowering.describe("weight", quantized.scale, -2)
+    lowering.describe("bias", torch.ones((), dtype=torch.float32, device="cpu"))
+    return lowering.call(
+        runtime_scales.dynamic_linear,
+        input,
+        lowering.constant("weight", quantized.integers, lowering.weight.dtype.storage),
+        lowering.constant("scale", quantized.scale if quantized.scale.numel() > 1 else quantized.scale.reshape(()), torch.float32),
+        None if bias is None else lowering.constant("bias", bias, torch.float32),
+    )

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from fxquant.errors import ConfigurationError
 from fxquant.numerics.grids import FLOAT32_EPSILON, INT8, SMALLEST_SCALE, IntType, float32, scale_from_range, scale_from_threshold
+from fxquant.support import Offers
 from fxquant.support.arguments import checked
-from fxquant.support.offers import Offers
 
 # ---- the statistics that observers compute of a whole tensor: the minimum and maximum of its items, and histograms ---
 #
