@@ -123,7 +123,8 @@ class Run:
         self.kept: Kept = previous if previous is not None and previous.counts == counted else Kept(counts=counted)
         self.lost = counted > 0 and self.kept is not previous
         self.before, self.given = self.kept, dict(self.kept.given)
-        self.taken, self.first_inputs, self.record, self.merged = 0, list[Any](), dict[str, str](), False
+        self.taken, self.first_inputs, self.record = 0, list[Any](), dict[str, str]()
+        self.told = list[int | None]()  # the other ranks, once: the number of batches here
         wanted = first_batches(self.batches, self.num_batches), length(self.batches, self.num_batches)
         every = enumerate(progress(*wanted, "calibrating", self.show))
         self.inputs: Iterator[list[Any]] = (model_inputs(self.prepared, self.options.inputs(batch), index) for index, batch in every)
@@ -145,7 +146,7 @@ class Run:
             self.prepared.meta[CHOSEN] = [f"{name}: {words}" for name, words in self.record.items()]
             logger.info("calibration chose: %s", "; ".join(self.prepared.meta[CHOSEN]))
         except Exception:
-            if self.several and not self.merged:
+            if self.several and not self.told:
                 self.merge(None)  # the other ranks wait for what this one has observed
             raise
 
@@ -160,7 +161,7 @@ class Run:
 
     def merge(self, batches: int | None) -> int:
         """Merge what all ranks have observed, and return the number of their batches; None if observing has failed here."""
-        self.merged = True
+        self.told.append(batches)
         observers = {path: module for path, module in self.prepared.named_modules() if isinstance(module, Observer)}
         return ranks.merge(observers, batches)
 

@@ -118,7 +118,7 @@ def again(rank: int) -> Any:
 
 def rounded(rank: int) -> Any:
     """Weights of four bits, and biases after them, by the samples of the first rank."""
-    prepared = fxq.prepare(network(), shards()[0], "bayes-e", fxq.QConfig(weight=fxq.WeightConfig("int4")))
+    prepared = fxq.prepare(network(), shards()[0], "bernoulli", fxq.QConfig(weight=fxq.WeightConfig("int4")))
     fxq.calibrate(prepared, 4 * shard(rank))  # 48 samples here and 32 there: only together are there enough for biases
     return {name: value.clone() for name, value in prepared.state_dict().items() if name.endswith(("offset", "correction.value"))}
 
