@@ -15,6 +15,7 @@ from fxquant.passes import (
     layerscale,
     masks,
     outputs,
+    padding,
     parts,
     pointwise,
     precision,
@@ -40,6 +41,7 @@ PIPELINE = (
     Pass(outputs.keep_float, Stage.CANONICAL),  # after pointwise, whose functions may saturate; before a softmax is its parts
     Pass(composite.expand, Stage.CANONICAL),  # after the rules, which are about the whole operator; before fusions, which meet its parts
     Pass(composite.choose_dynamic, Stage.CANONICAL),  # after the parts of recurrent layers; before fusions, which fuse nothing with these
+    Pass(padding.fuse, Stage.CANONICAL),  # after the rules, which may be about a pad alone; before limits, which are about what runs
     Pass(batchnorm.fold, Stage.CANONICAL),  # before the fusions: conv-bn-add-relu must become conv-add-relu
     Pass(layerscale.fold, Stage.CANONICAL),  # after batch norms, which a layer absorbs alone; before residuals, which are added later
     Pass(residual.fuse, Stage.CANONICAL),  # before clamps: a relu after the addition belongs to the fused layer

@@ -1,4 +1,4 @@
-"""Changes of a graph by passes: fuse a node into an earlier one, erase nodes that are no longer read, and query the matched rules."""
+"""Changes of a graph by passes: fuse one node into another, erase nodes that are no longer read, and query the matched rules."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def keep_in_float(node: fx.Node, because: str, context: Context, **changes: Any)
 
 
 class Fusion:
-    """A rewrite that fuses a node into an earlier one.
+    """A rewrite that fuses a node into an earlier or a later one.
 
     before, after  a graph that it rewrites, and the result; a test runs these
     verb           the verb for the node in messages: "fused", …
@@ -180,7 +180,7 @@ class Fusion:
         raise NotImplementedError
 
     def merge(self, layer: fx.Node, node: fx.Node) -> fx.Node:
-        """Fuse the node into the layer; return the node that replaces it for its readers."""
+        """Fuse the node into the layer; return the node that replaces it for its readers: of a pad before the layer its operand."""
         raise NotImplementedError
 
     def run(self) -> int:

@@ -390,7 +390,7 @@ def _planes(input: Value, rank: int) -> int:
 def _convolution(call: Call, input: Value, weight: Value, bias: Value | None, *settings: Any) -> None:
     stride, padding, dilation, groups, *_ = settings  # the cut is a method of the float kernels, not another sum
     kernel = list(weight.shape[2:])
-    window = _window(call, input, kernel, stride, padding, dilation)
+    window = _window(call, input, kernel, stride, padding[: len(kernel)], dilation)
     sizes = _planes(input, len(kernel) + 1), input.shape[-len(kernel) - 1], weight.shape[0], groups
     call.emit("convolution", sum_types(call, input, weight, bias), *sizes, window, input, weight, bias)
 

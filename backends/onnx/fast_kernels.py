@@ -232,15 +232,13 @@ def _rounded(w: FastWriter, node: fx.Node, value: str, multiplier: Tensor, bits:
 
 
 def _convolution(w: FastWriter, node: fx.Node, multiplier: Tensor, x: Any, weight: Any, bias: Any, *settings: Any) -> str:
-    stride, padding, dilation, groups = settings[:4]
     e, one, zero = w.emitter, w.emitter.constant(1.0), w.zero(node)
     scale = multiplier.flatten() if multiplier.numel() > 1 else multiplier.reshape(())
     # onnxruntime rewrites weights and their zero points in place for "x64quantprecision", so each kernel has its own.
     stored, weight_zero = e.own_constant(w.values[weight]), e.own_constant(torch.zeros_like(scale, dtype=torch.int8))
     inputs = [w.shifted(x), one, w.zero(x), stored, e.constant(scale), weight_zero, one, zero]
     inputs += [] if bias is None else [e.constant(w.values[bias])]
-    attributes = {"kernel_shape": list(w.values[weight].shape[2:]), "strides": list(stride), "pads": list(padding) * 2}
-    return e.node("QLinearConv", *inputs, dilations=list(dilation), group=groups, **attributes)
+    return e.node("QLinearConv", *inputs, **attributes_of(w.values[weight], *settings[:4]))
 
 
 def _linear(w: FastWriter, node: fx.Node, multiplier: Tensor, x: Any, weight: Any, bias: Any) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 import onnx
 import torch
-from onnx import helper, numpy_helper
+from onnx import helper
 from torch import Tensor, fx
 
 from fxquant.backends.onnx.images import write_images
@@ -180,7 +180,7 @@ class HorizonWriter(QdqWriter):
         if self.integer.meta["target"].name in IMAGES_ALONE:
             inputs = [*model.graph.input, *model.graph.value_info]
             write_images(model.graph, {info.name: tuple(fixed_shape(info)) for info in inputs})
-        join_layers(model.graph)
+        join_means(model.graph)
         for info in (*model.graph.input, *model.graph.output, *model.graph.value_info):
             for dim, size in zip(info.type.tensor_type.shape.dim, fixed_shape(info), strict=True):
                 dim.dim_value = size
@@ -190,38 +190,26 @@ class HorizonWriter(QdqWriter):
         self.tensors[name] = {"kind": "float"}
 
 
-def join_layers(graph: onnx.GraphProto) -> None:
-    """Fuse a Pad, or remove the pair after a Flatten or Reshape, before a layer that alone reads it, if it shares its operand's scale.
+def join_means(graph: onnx.GraphProto) -> None:
+    """Remove the pair after a Flatten or Reshape of a mean, before a layer that alone reads it, if it shares its operand's scale.
 
-    Pad → QuantizeLinear → DequantizeLinear → Conv         →     Conv, with the margins of zeros in its `pads`
     Flatten → QuantizeLinear → DequantizeLinear → Gemm     →     Flatten → Gemm: with the pair, bernoulli2 flattens means on the processor
     """
-    layers = {"Pad": "Conv", "Reshape": "Gemm", "Flatten": "Gemm"}
     produced = {node.output[0]: node for node in graph.node}
-    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
     readers, sizes = readers_of(graph), {info.name: fixed_shape(info) for info in graph.value_info}
-    for node in [node for node in graph.node if node.op_type in layers]:
+    for node in [node for node in graph.node if node.op_type in ("Reshape", "Flatten")]:
         chain = [node]
         while len(chain) < 3 and len(following := readers.get(chain[-1].output[0], [])) == 1:
             chain += following
         operand, after = produced.get(node.input[0]), readers.get(chain[-1].output[0], [])
         same = operand is not None and (operand.op_type, operand.input[1:]) == (chain[-1].op_type, chain[-1].input[1:])
-        if not same or "Dequantize" not in chain[-1].op_type or {reader.op_type for reader in after} != {layers[node.op_type]}:
+        if not same or "Dequantize" not in chain[-1].op_type or {reader.op_type for reader in after} != {"Gemm"}:
             continue
-        margins = list[int]()
-        if node.op_type != "Pad" and sizes[node.input[0]][2:] != [1, 1]:
-            continue
-        if node.op_type == "Pad":
-            begin, end = constants[node.input[1]].reshape(2, -1).tolist()
-            margins = [*begin[2:], *end[2:]]
-            if any((*begin[:2], *end[:2])) or min(margins) < 0 or constants[node.input[2]]:
-                continue
-        for reader in after:
-            for pads in (entry for entry in reader.attribute if entry.name == "pads"):
-                pads.ints[:] = [old + new for old, new in zip(pads.ints, margins, strict=True)]
-            reader.input[0] = node.input[0] if margins else node.output[0]
-        for each in chain if margins else chain[1:]:
-            graph.node.remove(each)
+        if sizes[node.input[0]][2:] == [1, 1]:
+            for reader in after:
+                reader.input[0] = node.output[0]
+            for each in chain[1:]:
+                graph.node.remove(each)
 
 
 def readers_of(graph: onnx.GraphProto) -> dict[str, list[onnx.NodeProto]]:

@@ -261,7 +261,7 @@ class Writer:
         """Return which values of the float model the described tensors are."""
         provenance: dict[str, dict[str, Any]] = {}
         for node in self.integer.graph.nodes:
-            entry = {"fused": [name for name in fused(node) if name != node.name], "exponents": channel_exponents(node)}
+            entry = {"fused": list(fused(node)), "exponents": channel_exponents(node)}
             if node.name in self.tensors and any(entry.values()):
                 provenance[node.name] = {key: value for key, value in entry.items() if value}
         return provenance

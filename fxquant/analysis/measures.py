@@ -24,6 +24,7 @@ from fxquant.ops.core.record import operand_nodes
 from fxquant.ops.core.weighted import shape_of, sizes
 from fxquant.ops.elementwise.activation import clamp
 from fxquant.prepared.stage import quantized_operator, record_of
+from fxquant.primitives.accumulate import sides
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,12 @@ class Site:
         return len(self.shape()) - 2
 
     def spatial(self, name: str) -> list[int]:
-        """Return an argument that is one number, or one for each spatial dimension, as a list; empty if it has no such argument."""
+        """Return an argument's number for each spatial dimension, the larger of both sides of a padding; empty without this argument."""
         value = self.arguments.get(name)
         if name == "stride" and value in (None, [], ()):
             value = self.arguments.get("kernel_size")
-        return [] if value is None or isinstance(value, str) else sizes(value, self.rank)
+        numbers = [] if value is None or isinstance(value, str) else sizes(value, self.rank)
+        return [max(both) for both in zip(*sides(numbers, self.rank), strict=True)] if name == "padding" and numbers else numbers
 
 
 def known(values: Any) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxquant.ir.graph import annotation, fact, fused, resolve, stage_of, step_of
+from fxquant.ir.graph import annotation, fact, origins, resolve, stage_of, step_of
 from fxquant.ir.integer import kernel, origin
 from fxquant.numerics.grids import ACTIVATION_TYPES
 from fxquant.ops import Operator
@@ -170,7 +170,7 @@ def _quantization(gm: fx.GraphModule, node: fx.Node) -> str:
 
 
 def _comment(node: fx.Node, kernels: bool) -> str:
-    names, runs = (node.name, *fused(node)), kernel(node) if kernels else None
+    names, runs = origins(node), kernel(node) if kernels else None
     remarks = [f"was: {', '.join(names)}"] if len(names) > 1 else []
     remarks += [f"kernel: {runs[0]}"] if runs is not None else []
     return f"# {'; '.join(remarks)}" if remarks else ""

@@ -283,19 +283,31 @@ def spell(node: fx.Node, *written: Any) -> None:
 
 
 def absorb(node: fx.Node, other: fx.Node) -> None:
-    """Record that `other` is now part of `node`.
+    """Record that `other`, a node before or after `node`, is now part of it.
 
-    If `node` is detached and `other` is not, the arguments of `node` that do not come from operands of `other` are marked as detached.
+    If `node` is detached and a later node is not, the arguments of `node` that do not come from operands of `other` are marked as detached.
     """
-    if is_detached(node) and not is_detached(other):
+    parts = [node, other] if node < other else [other, node]
+    if is_detached(node) and not is_detached(other) and parts[0] is node:
         brought = {operand for operand in other.all_input_nodes if operand is not node}
         own = [name for name, value in node.kwargs.items() if not brought.intersection(nodes_in(value))]
         detach_arguments(node, *range(len(node.args)), *own)
     set_matched_rules(node, *matched_rules(node), *matched_rules(other))
-    node.meta["fused"] = (*fused(node), *fused(other), other.name)
+    node.meta["fused"] = tuple(name for part in parts for name in origins(part))
     if passed_on(other):
         node.meta["passed_on"] = (*passed_on(node), *passed_on(other))
     spell(node, *spelling(other))
+
+
+def origins(node: fx.Node) -> tuple[str, ...]:
+    """Return the names of the nodes that were fused into one, its own among them, in the order of the graph in which they were fused."""
+    names: tuple[str, ...] = node.meta.get("fused", ())
+    return names if node.name in names else (node.name, *names)
+
+
+def fused(node: fx.Node) -> tuple[str, ...]:
+    """Return the names of the nodes that were fused into this one."""
+    return tuple(name for name in origins(node) if name != node.name)
 
 
 def pass_on(operand: fx.Node, node: fx.Node) -> None:
@@ -361,7 +373,6 @@ set_noise = writes("noise", str)
 dropped_in_training = reads("dropped_in_training", 0.0)  # the probability with which an attention drops weights in train mode
 drop_in_training = writes("dropped_in_training", float)
 spelling: Reads[tuple[Any, ...]] = reads("spelling", ())  # the functions, or classes of modules, that the user called for the node
-fused: Reads[tuple[str, ...]] = reads("fused", ())  # the names of the nodes fused into this one
 passed_on: Reads[tuple[tuple[str, str], ...]] = reads("passed_on", ())  # a removed node and the operand that its readers read instead
 unfused: Reads[str | None] = reads("unfused", None)  # why the node was not fused into its operand
 set_unfused = writes("unfused", str)

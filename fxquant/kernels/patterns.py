@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from operator import add
 from typing import Any
 
 import torch
@@ -13,8 +12,9 @@ from torch import fx
 
 from fxquant.ir.graph import BATCH_SIZES, TensorFact, fact
 from fxquant.ir.integer import qparams
-from fxquant.kernels.kernel import Forms, Match, Matched, grid, in_order
+from fxquant.kernels.kernel import Forms, Match, Matched, in_order
 from fxquant.primitives import PRIMITIVES, Role, ZeroPoint, elementwise, pool, role_of, runtime_scales, shape
+from fxquant.primitives.accumulate import sides
 from fxquant.primitives.quantization import accumulator_output, quantize
 from fxquant.primitives.steps import Op
 
@@ -92,24 +92,9 @@ def sum_of_products(root: fx.Node) -> Matched:
         return _lacking("write", root)
     if window["weight"] is None and any(math.prod(_sizes(node)) != 1 for node in root.all_input_nodes[1:]):
         return "its divisor depends on the place of a window; kernels take one divisor"
-    input = _padded(total, window, covers)
     parts = {"factor": factor, "factor_shift": factor_shift, "sum": total, **window}
-    return Match(root, tuple(reversed(covers)), (input,) if residual is None else (input, residual), parts)
-
-
-def _padded(total: fx.Node, window: dict[str, Any], covers: list[fx.Node]) -> fx.Node:
-    """Return what a sum over windows reads: the operand of a padding with zeros before it, which becomes part of the window."""
-    operand: Any = bytes_of(total.args[0])
-    window.setdefault("end", window["padding"])
-    pads = operand.target is shape.pad and role_of(total.target) is Role.CONVOLUTION and operand.args[3] == grid(operand).zero_point
-    input, begin, end = operand.args[:3] if pads else (operand, (), ())
-    if not pads or bytes_of(input) is not input or any((*begin[:2], *end[:2])):
-        return operand  # type: ignore[no-any-return]
-    for name, more in (("padding", begin), ("end", end)):
-        window[name] = [*map(add, window[name], _volume(more[2:], 0))]
-    between = list(dict.fromkeys((total.args[0], operand)))
-    covers += between if all(len(each.users) == 1 for each in between) else ()
-    return input  # type: ignore[return-value]
+    reads = tuple(read for read in (bytes_of(total.args[0]), residual) if read is not None)
+    return Match(root, tuple(reversed(covers)), reads, parts)
 
 
 def _stays_wide(total: fx.Node) -> bool:
@@ -128,11 +113,12 @@ def _summed(total: fx.Node) -> dict[str, Any] | str:
     """Return the weight, the bias and the window of a sum of products; or why kernels do not compute it."""
     args: Any = total.args
     operand, *arguments = args
-    one: dict[str, Any] = {"weight": None, "bias": None, "stride": [1], "padding": [0], "dilation": [1], "groups": 1}
+    one: dict[str, Any] = {"weight": None, "bias": None, "stride": [1], "padding": [0], "end": [0], "dilation": [1], "groups": 1}
     if role_of(total.target) is Role.LINEAR:
         one["weight"], one["bias"], *_ = arguments
     elif (names := CONVOLUTIONS.get(role_of(total.target))) is not None:  # type: ignore[arg-type]
         one |= zip(names, arguments, strict=False)
+        one["padding"], one["end"] = sides(one["padding"], len(one["stride"]))
     elif total.target is pool.sum_pool:
         one["kernel"], one["stride"], one["padding"], one["end"], *_ = arguments
     elif sorted(dim % len(_sizes(operand)) for dim in arguments[0]) != list(range(2, len(_sizes(operand)))):

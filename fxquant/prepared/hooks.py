@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from fxquant.errors import ConfigurationError
 from fxquant.ir.carried import calling_line
-from fxquant.ir.graph import computed, fact, fused, made_by, module_path, noise, passed_on, resolve
+from fxquant.ir.graph import computed, fact, made_by, module_path, noise, origins, passed_on, resolve
 from fxquant.ir.integer import Reference
 from fxquant.ir.model import CALLS, CARRIED, HOOKS
 from fxquant.prepared.channels import tensor_exponents
@@ -163,7 +163,7 @@ def _values(graph: fx.Graph, traced: fx.Graph) -> dict[str, fx.Node]:
     source_names: dict[fx.Node, str] = {}
     by_name: dict[str, fx.Node] = {}
     for node in graph.nodes:
-        names = [name for name in (node.name, *fused(node)) if name in order]
+        names = [name for name in origins(node) if name in order]
         if not names or node.op in ("get_attr", "output"):
             continue
         names += [source_names[operand] for operand in node.all_input_nodes if operand in source_names]

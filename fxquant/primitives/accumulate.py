@@ -8,7 +8,8 @@ convolutions of parts of the operand's and the weight's bits, each below 2^24.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +38,27 @@ CHANNELS_TOGETHER = 16  # runtimes have their quickest kernels for multiples of 
 MOST_BLOCKS = 8
 Sizes = list[int]  # one number for each dimension of a window; of a cut, the fields of a `Split`
 CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+def sides(padding: Sequence[int], rank: int) -> tuple[list[int], list[int]]:
+    """Return the zeros before and after each dimension; `padding` has a number for each, or those before each and then those after each."""
+    return list(padding[:rank]), list(padding[-rank:])
+
+
+def window_padding(begin: list[int], end: list[int]) -> list[int]:
+    """Return PyTorch's padding list: last dimension first, begin before end."""
+    return [p for pair in reversed(list(zip(begin, end, strict=True))) for p in pair]
+
+
+def convolve(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+) -> Tensor:
+    """Compute a convolution of floats; `padding` is that of `sides`, or one number."""
+    rank = weight.dim() - 2
+    if isinstance(padding, list | tuple) and len(padding) > rank:
+        input, padding = F.pad(input, window_padding(*sides(padding, rank))), 0
+    result: Tensor = CONVOLUTIONS[rank](input, weight, bias, stride, padding, dilation, groups)
+    return result
 
 
 class Split(NamedTuple):
@@ -116,7 +138,7 @@ def attributes_of(weight: Tensor, stride: Sizes, padding: Sizes, dilation: Sizes
     return {
         "kernel_shape": list(weight.shape[2:]),
         "strides": list(stride),
-        "pads": list(padding) * 2,
+        "pads": [*itertools.chain(*sides(padding, len(stride)))],
         "dilations": list(dilation),
         "group": groups,
     }
@@ -157,14 +179,13 @@ _CONVOLUTION: dict[str, Any] = {"bounds": _bounds_convolution, "kind": "accumula
 
 @primitive(_onnx_convolution, **_CONVOLUTION)
 def convolution(input: Tensor, weight: Tensor, bias: Tensor | None, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int) -> Tensor:
-    """Compute Σ x·w + bias with zero padding, as int32; |result| < 2^24 for every input of its dtype."""
+    """Compute Σ x·w + bias with zero padding (`sides`), as int32; |result| < 2^24 for every input of its dtype."""
     return stored(_convolution_real(input.float(), weight.float(), bias, stride, padding, dilation, groups), input, torch.int32)
 
 
 def _convolution_real(input: Tensor, weight: Tensor, bias: Tensor | None, *window_and_cut: Any) -> Tensor:
     with full_precision(input):
-        result: Tensor = CONVOLUTIONS[weight.dim() - 2](input, weight, None if bias is None else bias.float(), *window_and_cut[:4])
-    return result
+        return convolve(input, weight, None if bias is None else bias.float(), *window_and_cut[:4])
 
 
 def _blocks(weight: Tensor, largest: int) -> list[int] | None:

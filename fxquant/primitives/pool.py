@@ -10,18 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxquant.primitives.accumulate import onnx_split
+from fxquant.primitives.accumulate import onnx_split, window_padding
 from fxquant.primitives.record import FLOAT64_EXACT, Emitter, Range, Role, Value, ZeroPoint, exact_below, need, primitive, stored, within
 from fxquant.primitives.steps import Op, over_rows
 
 POOLED_EXACT = 2**22  # sums over windows stay below, so that ONNX can recover them from a float32 mean
 HALF_BITS = 8  # where a wide sum over windows cuts its operand
 MAX_POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
-
-
-def window_padding(begin: list[int], end: list[int]) -> list[int]:
-    """Return PyTorch's padding list: last dimension first, begin before end."""
-    return [p for pair in reversed(list(zip(begin, end, strict=True))) for p in pair]
 
 
 def need_elements(kernel: list[int], begin: list[int], end: list[int], dilation: list[int]) -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxquant.primitives.pool import MAX_POOLS, attributes_of, need_elements, window_padding
+from fxquant.primitives.accumulate import window_padding
+from fxquant.primitives.pool import MAX_POOLS, attributes_of, need_elements
 from fxquant.primitives.record import Emitter, Range, Value, ZeroPoint, constant_of, exact_below, need, primitive
 
 # An element and its position are one number, q · count + (count - 1 - position): the largest of a window is its largest element, and

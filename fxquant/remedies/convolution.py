@@ -24,6 +24,7 @@ from fxquant.ops.layers.convolution import conv2d
 from fxquant.ops.layers.linear import matmul
 from fxquant.ops.movement.pad import pad
 from fxquant.ops.movement.shape import numbers, permute, reshape
+from fxquant.primitives.accumulate import sides, window_padding
 from fxquant.remedies.rewriting import Rewriting, even, remedy
 
 PLAIN = "conv1d conv2d conv3d"
@@ -88,7 +89,7 @@ def _tiles(b: Rewriting, largest: int) -> fx.Node | None:
 
 
 def _padded(b: Rewriting, attributes: dict[str, Any]) -> fx.Node:
-    return b(pad, b.input, [size for size in reversed(attributes["padding"]) for _ in range(2)])
+    return b(pad, b.input, window_padding(*sides(attributes["padding"], len(attributes["stride"]))))
 
 
 @remedy("split by channels", f"{PLAIN} {REVERSED}", *INPUTS)
@@ -153,7 +154,7 @@ def _groups(b: Rewriting, attributes: dict[str, Any]) -> fx.Node | None:
 def padded_before(b: Rewriting) -> fx.Node | None:
     """Pad the operand with zeros in a separate operator."""
     attributes = _attributes(b)
-    return b.again(**{**attributes, "input": _padded(b, attributes), "padding": [0] * len(attributes["padding"])})
+    return b.again(**{**attributes, "input": _padded(b, attributes), "padding": [0] * len(attributes["stride"])})
 
 
 @remedy("with its residual added after it", f"{PLAIN} {REVERSED}", "stride with a residual added")

@@ -117,11 +117,11 @@ class Device(NamedTuple):
 
 @checked(prepared=PREPARED)
 def not_fused(prepared: fx.GraphModule) -> Rows[Unfused]:
-    """Return the batch norms, additions and limits (relu, clamp) of a prepared model that were not fused, each with the reason."""
+    """Return the batch norms, additions, limits (relu, clamp) and zeros of a prepared model that were not fused, each with the reason."""
     nodes = {node.name: node for node in prepared.graph.nodes}
     reasons = [(layer, unfused(nodes[layer.name])) for layer in layers(prepared)]
     missed = [Unfused(layer.name, layer.operator, because, layer.source) for layer, because in reasons if because is not None]
-    return Rows("not fused", tuple(missed), "every batch norm, addition and limit after a layer is part of it")
+    return Rows("not fused", tuple(missed), "every batch norm, addition and limit after a layer, and every zero before it, is part of it")
 
 
 @checked(model=instance("an nn.Module", nn.Module))

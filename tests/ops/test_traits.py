@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fxquant.backends.onnx.writer import Emitter
 from fxquant.ops import OPERATORS, Operator, Trait
@@ -236,6 +237,13 @@ def outputs_first(operator: Operator, arguments: Arguments) -> bool:
     return equal(scaled.movedim(channel, -1), found.movedim(channel, -1) * factors)
 
 
+def pads_zeros(operator: Operator, arguments: Arguments) -> bool:
+    (input, weight), around = arguments, [2, 0, 1, 1, 3, 2][: 2 * (arguments[0].dim() - 2)]
+    before, after = around[: len(around) // 2], around[len(around) // 2 :]
+    padded = F.pad(input, [size for pair in zip(before[::-1], after[::-1], strict=True) for size in pair])
+    return torch.equal(operator.function(input, weight, None, 1, around), operator.function(padded, weight))
+
+
 def views(operator: Operator, arguments: Arguments) -> bool:
     return torch.equal(changed(operator, arguments, lambda x: x > 0), changed(operator, arguments, lambda x: x) > 0)
 
@@ -291,7 +299,7 @@ CRITERIA: dict[Trait, Callable[[Operator, Arguments], bool]] = {
     Trait.CONJUNCTION: of_truth_values(torch.logical_and), Trait.DISJUNCTION: of_truth_values(torch.logical_or),
     Trait.LEAVES_INTEGERS: leaves_integers,
     Trait.SINGULAR_AT_ZERO: lambda operator, arguments: bool(changed(operator, arguments, torch.zeros_like).isinf().all()),
-    Trait.OUTPUTS_FIRST: outputs_first,
+    Trait.OUTPUTS_FIRST: outputs_first, Trait.PADS_ZEROS: pads_zeros,
 }  # fmt: skip
 
 

@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant import backends
+from fxquant import backends, passes
+from fxquant.api import preparing
 from fxquant.ir.graph import TensorFact, mark_parameter, set_fact, set_matched_rules
 from fxquant.ops import BY_NAME
 from fxquant.ops.core import parameters
 from fxquant.passes.activation import Clamp
 from fxquant.passes.batchnorm import BatchNorm
 from fxquant.passes.layerscale import LayerScale
+from fxquant.passes.padding import Padding
 from fxquant.passes.residual import Residual
 from fxquant.passes.rewriting import Fusion
 from fxquant.pipeline import Context
 from fxquant.quantization.spec import DEFAULT, QConfig, QConfigMapping
 from tests.shared import contract
 from tests.shared.contract import compiled
+from tests.shared.networks import Network
 
 IMAGE, KERNEL = (2, 4, 8, 8), (4, 4, 1, 1)
-INPUTS = {Clamp: {"x": IMAGE}, Residual: {"x": IMAGE, "r": IMAGE}, BatchNorm: {"x": IMAGE}, LayerScale: {"x": (2, 4)}}
-HELD = {Clamp: {"w": KERNEL}, Residual: {"w": KERNEL}, BatchNorm: {"w": KERNEL}, LayerScale: {"w": (4, 4), "b": (4,), "g": (4,)}}
+FUSIONS = (BatchNorm, Clamp, LayerScale, Padding, Residual)
+INPUTS = {**{key: {"x": IMAGE} for key in FUSIONS}, Residual: {"x": IMAGE, "r": IMAGE}, LayerScale: {"x": (2, 4)}}
+HELD = {**{key: {"w": KERNEL} for key in FUSIONS}, LayerScale: {"w": (4, 4), "b": (4,), "g": (4,)}}
 
 
 def parsed(picture: str, inputs: dict[str, tuple[int, ...]], held: dict[str, tuple[int, ...]]) -> fx.GraphModule:
@@ -83,6 +89,75 @@ def test_the_graph_before_becomes_the_graph_after(fusion: type[Fusion]) -> None:
 
 def test_every_fusion_has_a_picture() -> None:
     assert {*Fusion.__subclasses__()} == {*INPUTS}
+
+
+# ---- zeros before a convolution: they are its padding ----------------------------------------------------------------
+
+
+PADDED: dict[str, Callable[[], nn.Module]] = {
+    "one dimension": lambda: Network(
+        lambda s, x: s.b(F.relu(s.a(F.pad(x.flatten(2), (4, 0))))), a=nn.Conv1d(3, 6, 3, dilation=2), b=nn.Conv1d(6, 4, 4, padding=1)
+    ),
+    "groups": lambda: Network(
+        lambda s, x: s.b(F.pad(F.relu(s.a(F.pad(x, (1, 1, 2, 2)))), (0, 1, 2, 3))), a=nn.Conv2d(3, 4, 3), b=nn.Conv2d(4, 4, 3, 1, 1, 1, 4)
+    ),
+    "volumes": lambda: Network(lambda s, x: s.a(F.pad(x.unsqueeze(2), (1, 1, 0, 1, 1, 0))), a=nn.Conv3d(3, 4, (2, 3, 3))),
+    "several": lambda: Network(
+        lambda s, x: s.a(p := F.pad(F.relu(s.z(x)), (1, 1, 0, 2))) + s.b(p),
+        z=nn.Conv2d(3, 4, 1),
+        a=nn.Conv2d(4, 4, 3),
+        b=nn.Conv2d(4, 4, 3),
+    ),
+}
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("target", ["bayes-e", "nash-e", "x86"])
+@pytest.mark.parametrize("name", PADDED)
+def test_zeros_before_convolutions_are_their_padding_with_equal_bits(
+    name: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    given = PADDED[name]().eval()
+    images = [torch.randn(count, 3, 6, 7) for count in (4, 2)]
+    prepared, integer = compiled(given, images, target)
+    assert "pad(" not in fxq.text(integer)
+    contract.assert_validate_is_integer(prepared, integer, images[0])
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(images[1],)])
+    contract.assert_train_is_validate(prepared, images[0])
+    monkeypatch.setattr(preparing, "PREPARE", tuple(step for step in passes.PREPARE if step.name != "padding.fuse"))
+    _, apart = compiled(given, images, target)
+    assert "pad(" in fxq.text(apart)
+    assert torch.equal(apart(images[1]), integer(images[1]))
+
+
+APART = {
+    "crop": (lambda s, x: s.a(F.pad(x, (1, -1))), {}, "it pads channels or the batch, or crops"),
+    "a maximum as well": (
+        lambda s, x: (s.a(p := F.pad(x, (1, 1))), F.max_pool2d(p, 3)), {},
+        "%max_pool2d reads it as well, and has no padding of zeros",
+    ),
+    "a rule": (lambda s, x: s.a(s.z(x)), {nn.ZeroPad2d: fxq.QConfig()}, "the qconfig has a rule for it that is not about %a"),
+    "limit": (lambda s, x: s.v(F.pad(x.unsqueeze(2), (2, 2))), {}, "its padding beyond kernel / 2 is 1; bayes allows none"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", APART)
+def test_zeros_that_stay_apart_say_why(name: str) -> None:
+    forward, rules, because = APART[name]
+    given = Network(forward, a=nn.Conv2d(3, 1, 3), z=nn.ZeroPad2d(1), v=nn.Conv3d(3, 4, (1, 3, 3))).eval()
+    prepared = fxq.prepare(given, torch.randn(2, 3, 6, 7), "bayes", fxq.QConfigMapping(types=rules))
+    (row,) = fxq.inspect.not_fused(prepared)
+    assert because in row.because
+
+
+def test_a_pad_without_gradients_passes_none_on() -> None:
+    given = Network(lambda s, x: s.b(F.pad(s.a(x).detach(), (1, 1, 1, 1))), a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(4, 2, 3))
+    prepared, _ = compiled(given.eval(), [torch.randn(2, 3, 6, 6)])
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    prepared(torch.randn(2, 3, 6, 6)).sum().backward()
+    gradients = {name: parameter.grad is not None for name, parameter in prepared.named_parameters()}
+    assert (gradients["a.weight"], gradients["b.weight"]) == (False, True)
 
 
 # ---- factors of channels after a layer: they are in its weight ------------------------------------------------------

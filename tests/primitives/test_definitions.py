@@ -120,7 +120,7 @@ def crop(x: Array, dims: Any, starts: Any, stops: Any, steps: Any) -> Array:
 
 
 def convolution(x: Array, weight: Array, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int, cut: Any = None) -> Array:
-    windows = taps(x, weight.shape[2:], stride, padding, padding, dilation, 0)
+    windows = taps(x, weight.shape[2:], stride, padding[: len(stride)], padding[-len(stride) :], dilation, 0)
     parts = zip(np.split(windows, groups, 1), np.split(weight.reshape(*weight.shape[:2], -1), groups), strict=True)
     found = [np.moveaxis(np.tensordot(window, factors, ((1, -1), (1, 2))), -1, 1) for window, factors in parts]
     return plus(np.concatenate(found, 1), None if bias is None else bias.reshape(-1, *[1] * len(stride)))

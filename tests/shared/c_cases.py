@@ -113,10 +113,12 @@ def _sums(draw: Draw) -> Calls:
         padding = [int(draw.whole(low=0, high=max(k - 1, 0))) for k in kernel]
         weight, bias = draw.whole(4, 4 // groups, *kernel, low=-127), draw.whole(4, dtype=I32, low=-5000, high=5000)
         sizes = [max(n, d * (k - 1) + 1) for n, k, d in zip(sizes, kernel, dilation, strict=True)]
+        around = [*padding, *(int(draw.whole(low=0, high=3)) for _ in kernel)]
+        yield "convolution", draw.whole(2, 4, *sizes), weight, bias, stride, around, dilation, groups
         yield "convolution", draw.whole(2, 4, *sizes), weight, bias, stride, padding, dilation, groups
         wide = draw.whole(4, 4 // groups, *kernel, dtype=I16)
         yield "convolution_wide", draw.whole(2, 4, *sizes, dtype=I16), wide, None, stride, padding, dilation, groups, [2, 8, 2, 8]
-        yield "convolution_wide", draw.whole(2, 4, *sizes, dtype=I16), weight, bias, stride, padding, dilation, groups, [2, 8, 1, 8]
+        yield "convolution_wide", draw.whole(2, 4, *sizes, dtype=I16), weight, bias, stride, around, dilation, groups, [2, 8, 1, 8]
         yield "convolution_wide", draw.whole(2, 4, *sizes), weight, bias, stride, padding, dilation, groups, [2, 4, 1, 8]
         turned, more = draw.whole(4, 3, *kernel, low=-127), draw.whole(3 * groups, dtype=I32, low=-5000, high=5000)
         out = [int(draw.whole(low=0, high=s - 1)) for s in stride]

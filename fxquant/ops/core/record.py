@@ -132,6 +132,7 @@ class Trait(Enum):
     DISJUNCTION = "Of 0 and 1 it is 0 where both are: f(x > 0, y > 0) is not 0 where x > 0 or y > 0."
     LEAVES_INTEGERS = "Returns integers as they are: f(round(x)) = round(x)."
     SINGULAR_AT_ZERO = "f(0) is infinite."
+    PADS_ZEROS = "Its `padding` is zeros around x, before each trailing dimension and then after each: f(x, padding=p) = f(padded x)."
     OUTPUTS_FIRST = "Dimension 0 of its weight is the output channels: twice the weight at one index doubles that channel only."
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from fxquant.ops.movement.repeating import expand
 from fxquant.ops.movement.shape import permute, reshape
 from fxquant.ops.sampling.grid import GRID_SAMPLE_OPSET, LINEAR_OPSET, Positions, lower_sample, refuses_image, spatial_of
 from fxquant.primitives import accumulate, shape, transposed
-from fxquant.primitives.accumulate import CONVOLUTIONS
+from fxquant.primitives.accumulate import CONVOLUTIONS, convolve, sides
 from fxquant.primitives.sampling import sample
 from fxquant.primitives.transposed import TRANSPOSED, swap_channels
 from fxquant.quantization.weights import BatchNorm, fold
@@ -58,8 +58,9 @@ class Kind:
 
 
 PLAIN = Kind(
-    "conv", CONVOLUTIONS, {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}, ("stride", "padding", "dilation", "groups"),
-    lambda weight, groups: weight, 0, accumulate.convolution, accumulate.convolution_wide, "result",
+    "conv", dict.fromkeys(CONVOLUTIONS, convolve), {"stride": 1, "padding": 0, "dilation": 1, "groups": 1},
+    ("stride", "padding", "dilation", "groups"), lambda weight, groups: weight, 0,
+    accumulate.convolution, accumulate.convolution_wide, "result",
 )  # fmt: skip
 REVERSED = Kind(
     "conv_transpose", TRANSPOSED, {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1},
@@ -86,30 +87,36 @@ def _lower(kind: Kind, rank: int) -> Callable[..., Quantized]:
 
 
 class Margin(NamedTuple):
-    """Padding that is not symmetric zeros, done by a separate pad: `around` and `mode` are arguments of F.pad."""
+    """Padding with something else than zeros, done by a separate pad: `around` and `mode` are arguments of F.pad."""
 
     around: list[int]
     mode: str
 
 
 def _numbers(padding: Any, kernel: list[int], dilation: Any, mode: str = "zeros") -> Any:
-    """Return padding as one number per spatial dimension, or as a `Margin` if its mode is not zeros, or "same" is asymmetric."""
+    """Return padding as one number per spatial dimension, or as those before each and then after each; a `Margin` if it is not of zeros."""
     rank = len(kernel)
     if padding == "same":
         totals = [taps * (size - 1) for taps, size in zip(sizes(dilation, rank), kernel, strict=True)]
         pairs = [(total // 2, total - total // 2) for total in totals]
     else:
         pairs = [(size, size) for size in sizes(0 if padding == "valid" else padding, rank)]
-    if all(before == after for before, after in pairs) and (mode == "zeros" or not any(before for before, _ in pairs)):
-        return [before for before, _ in pairs]
-    return Margin([size for pair in reversed(pairs) for size in pair], "constant" if mode == "zeros" else mode)
+    if mode == "zeros" or not any(map(any, pairs)):
+        return padding_of(pairs)
+    return Margin([size for pair in reversed(pairs) for size in pair], mode)
+
+
+def padding_of(pairs: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the canonical padding with these zeros before and after each dimension: one number for each if the two are always equal."""
+    before, after = ([pair[side] for pair in pairs] for side in range(2))
+    return before if before == after else [*before, *after]
 
 
 def _padded(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
     """Return padding by name as numbers; a margin becomes a pad before the convolution, which then has none.
 
-    %y = conv2d(%x, %w, padding="same")     →       %y_pad = pad(%x, [0, 1, 0, 1])
-                                                    %y = conv2d(%y_pad, %w)
+    %y = conv2d[circular](%x, %w, padding=[1, 1])     →       %y_pad = pad(%x, [1, 1, 1, 1], mode=circular)
+                                                              %y = conv2d(%y_pad, %w)
     """
     padding = arguments["padding"]
     if isinstance(padding, str):
@@ -144,7 +151,8 @@ def _output_padding(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
 def _onnx_window(c: Call) -> dict[str, Any]:
     kernel = list(c.constants["weight"][0].shape[2:])
     stride, padding, dilation = (sizes(c[name], len(kernel)) for name in ("stride", "padding", "dilation"))
-    return {"kernel_shape": kernel, "strides": stride, "pads": padding * 2, "dilations": dilation, "group": c["groups"]}
+    before, after = sides(padding, len(kernel))
+    return {"kernel_shape": kernel, "strides": stride, "pads": [*before, *after], "dilations": dilation, "group": c["groups"]}
 
 
 def _onnx_convolution(c: Call) -> str:
@@ -192,7 +200,7 @@ def _declare(
         settings=kind.attributes,
         adapt=convolved(rank) if kind is PLAIN and rank in COMPUTED else None,
         modules=dict.fromkeys(module_of(name), extract),
-        traits=frozenset({Trait.SUMS, Trait.OUTPUTS_FIRST} if kind is PLAIN else {Trait.SUMS}),
+        traits=frozenset({Trait.SUMS, Trait.OUTPUTS_FIRST, Trait.PADS_ZEROS} if kind is PLAIN else {Trait.SUMS}),
         absorbs=ABSORBED,
         refuses=(with_batch(rank), refuses_weighted),
         read_off=frozenset({"output_size"} if kind is REVERSED else ()),
