@@ -5,21 +5,28 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import inspect
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from fxquant.ir.graph import annotation, fact, origins, resolve, stage_of, step_of
+from fxquant.errors import ConfigurationError
+from fxquant.ir import graph as facts
+from fxquant.ir.graph import annotation, fact, is_parameter, origins, resolve, stage_of, step_of
 from fxquant.ir.integer import kernel, origin
 from fxquant.numerics.grids import ACTIVATION_TYPES
-from fxquant.ops import Operator
+from fxquant.ops import BY_NAME, Operator
+from fxquant.ops.core import parameters
 from fxquant.prepared.stage import called, grid_of, is_dynamic, primitive_of, record_of
-from fxquant.primitives import Primitive
-from fxquant.support.arguments import checked, instance
+from fxquant.primitives import PRIMITIVES, Primitive
+from fxquant.quantization.spec import DEFAULT, QConfig
+from fxquant.support.arguments import TEXT, checked, instance
 
 
 @checked(gm=instance("a traced, prepared or integer model", fx.GraphModule))
@@ -174,3 +181,114 @@ def _comment(node: fx.Node, kernels: bool) -> str:
     remarks = [f"was: {', '.join(names)}"] if len(names) > 1 else []
     remarks += [f"kernel: {runs[0]}"] if runs is not None else []
     return f"# {'; '.join(remarks)}" if remarks else ""
+
+
+# ---- A text as a graph: it holds no values of parameters, no modules, no rules of the qconfig, and four digits of a float -------------
+
+
+@checked(written=TEXT, attributes=instance("a dict of tensors and modules by their paths", dict).or_none("parameters are zeros"))
+def parse(written: str, attributes: Mapping[str, Any] | None = None) -> fx.GraphModule:
+    """Return the canonical, annotated, bounded or integer graph of a text of `fxq.text`: text in, pass, text out is a test of a pass.
+
+    `attributes` holds tensors and modules by path; other parameters are zeros. Every operator has the default rule, without a reason.
+    Raises ConfigurationError with the number of a line that cannot be read.
+    """
+    reader = _Reader(attributes or {})
+    for number, line in enumerate(written.splitlines(), 1):
+        try:
+            reader.read(*re.split(r"\s{2,}", line.strip()))
+        except (AttributeError, KeyError, SyntaxError, TypeError, ValueError) as error:
+            because = f"{error.args[0]!r} is not known" if isinstance(error, KeyError) else str(error)
+            remedy = "write it as fxq.text does, with two spaces before its shape; pass what it calls by a path in `attributes`"
+            raise ConfigurationError(f"line {number} cannot be read: {line.strip()}", because=because, remedy=remedy) from error
+    gm = fx.GraphModule(reader.root, reader.graph)
+    gm.meta["stage"] = reader.stage
+    return gm
+
+
+class _Reader:
+    """Makes a graph from the lines of a text."""
+
+    def __init__(self, attributes: Mapping[str, Any]) -> None:
+        self.root, self.graph, self.stage = nn.Module(), fx.Graph(), "CANONICAL"
+        self.attributes, self.nodes = attributes, dict[str, fx.Node]()
+
+    def read(self, call: str, *cells: str) -> None:
+        """Add the node of a line, from its call and the cells after it."""
+        if call.startswith("graph") and cells:
+            self.stage = cells[0].removeprefix("# ").upper()
+            if self.stage in ("TRACED", "PREPARED"):
+                raise ValueError(f"a {self.stage.lower()} graph calls modules, which its text does not hold")
+        elif call.startswith("return "):
+            self.graph.output(self.values(call.removeprefix("return "))[0][0])
+        elif call:
+            name, called = re.fullmatch(r"%(\w+) = (.+)", call).groups()  # type: ignore[union-attr]
+            described = next((_described(cell) for cell in cells if re.match(r"\(?[\w.]+\[", cell)), None)
+            node = self.nodes[name] = self.node(name, called, described)
+            facts.set_fact(node, described)
+            facts.set_matched_rules(node, ((DEFAULT, QConfig()),))
+            if node.all_input_nodes and all(map(is_parameter, node.all_input_nodes)):
+                facts.mark_parameter(node)
+            for cell in cells:
+                if cell.startswith("# was: "):
+                    node.meta["fused"] = tuple(cell.removeprefix("# was: ").partition(";")[0].split(", "))
+                elif (spec := re.fullmatch(r"(float|u?int\d+)\b(?:.* g(\d+))?.*", cell)) is not None:
+                    group = None if spec[2] is None else int(spec[2])
+                    facts.annotate(node, facts.Annotation(None if spec[1] == "float" else spec[1], "", QConfig(), group))
+
+    def node(self, name: str, called: str, described: Any) -> fx.Node:
+        """Return a new node for the text of its call."""
+        if called == "input":
+            return self.graph.placeholder(name)
+        if (path := re.fullmatch(r"\w*\[(.+)\](?: #\w+)?", called)) is not None:
+            is_given = described is None or path[1] in self.attributes
+            zeros = None if is_given else torch.zeros(described.at(1), dtype=described.dtype, device="cpu")
+            facts.attach(self.root, path[1], self.attributes[path[1]] if zeros is None else zeros)
+            return self.graph.create_node("get_attr", path[1], name=name)
+        operator, _, arguments = called.removesuffix(")").partition("(")
+        args, named = self.values(arguments)
+        table: dict[str, Any] = {**BY_NAME}
+        if self.stage in ("INTEGER", "FUSED"):
+            table |= {each.name: each for each in PRIMITIVES.values()}
+        if operator not in table:
+            function = self.attributes.get(operator) or getattr(parameters, operator, None) or getattr(torch, operator)
+            return self.graph.create_node("call_function", function, args, named, name=name)
+        record, defaults = table[operator], dict(_parameters(table[operator]))
+        fused = {key: named.pop(key) for key in [*named] if key in getattr(record, "absorbs", ())}
+        named |= zip((each for each in defaults if each not in named), args, strict=False)
+        values = record.bind((), named) if isinstance(record, Operator) else {**defaults, **named}
+        return self.graph.create_node("call_function", record.function, tuple(values.values()), fused, name=name)
+
+    def values(self, arguments: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a call without names, and those with names, which may come before others."""
+        tree: Any = ast.parse(re.sub(r"(\w+)=", r"\1:=", re.sub(r"%(\w+)", r"{\1}", f"_({arguments})")), mode="eval").body
+        named = {each.target.id: self.value(each.value) for each in tree.args if isinstance(each, ast.NamedExpr)}
+        return tuple(self.value(each) for each in tree.args if not isinstance(each, ast.NamedExpr)), named
+
+    def value(self, tree: Any) -> Any:
+        """Return the value of an argument: of a set of one name its node, of a word a dtype of PyTorch or a string."""
+        match tree:
+            case ast.Set(elts=[ast.Name(id=name)]):
+                return self.nodes[name]
+            case ast.Name(id=word):
+                value = float(word) if word in ("inf", "nan") else getattr(torch, word, word)
+                return value if isinstance(value, float | torch.dtype) else word
+            case ast.List() | ast.Tuple():
+                return (list if isinstance(tree, ast.List) else tuple)(map(self.value, tree.elts))
+            case ast.Call(func=ast.Name(id="slice")):
+                return slice(*map(self.value, tree.args))
+        return ast.literal_eval(tree)
+
+
+def _described(cell: str) -> Any:
+    """Return the fact of which `_fact_text` makes this cell."""
+    if cell.startswith("("):
+        return tuple(map(_described, re.findall(r"[\w.]+\[.*?\]", cell)))
+    dtype, sizes = cell.removesuffix("]").split("[")
+    shape = []
+    for size in filter(None, sizes.split(",")):
+        factor, batch, rest = size.rpartition("B")
+        divisor, offset = re.fullmatch(r"(?:/(\d+))?(.*)", rest).groups()  # type: ignore[union-attr]
+        shape.append(facts.BatchDim(Fraction(int(factor or 1), int(divisor or 1)), Fraction(offset or 0)) if batch else int(size))
+    names = {name: key for key, name in facts.DTYPE_NAMES.items()}
+    return facts.TensorFact(tuple(shape), names.get(dtype) or getattr(torch, dtype.removeprefix("torch.")))

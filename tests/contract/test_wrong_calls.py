@@ -238,6 +238,7 @@ ROWS = (
     *map(row, (fxq.observers.HistogramObserver, fxq.observers.MSEObserver, fxq.observers.KLObserver, fxq.observers.MixObserver)),
     *map(row, (fxq.observers.PercentileObserver, fxq.observers.LpObserver, fxq.observers.ClipStdObserver)),
     row(fxq.observers.MovingAverageMinMaxObserver),
+    row(fxq.inspect.parse, {"written": lambda w: "%x = input"}, written=["", 5, "%x = "], attributes=[5, "conv"]),
     *(row(spread(method, "batch_fn batch_size seed checkpoint")) for method in TUNING),
     row(spread(fxq.inspect.value_ranges, "batch_fn")),
     row(spread(fxq.trace, TRACING), FLOAT),

@@ -219,7 +219,7 @@ def test_the_changes_in_contributing_apply_and_work(tmp_path: Path) -> None:
     script.write_text("\n".join([*checks, f"assert str(fxq.__file__).startswith({str(repository)!r}), fxq.__file__"]), encoding="utf-8")
     result = subprocess.run([sys.executable, script], cwd=repository, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert len(checks) == 11
+    assert len(checks) == 12
     added = "every_registered or every_operator or fftshift or LaplaceObserver or roll"  # of the others see the test below
     files = ("ops/test_operators", "quantization/test_observers", "primitives/test_definitions", "primitives/test_public_primitives")
     assert_passes(repository, added, *(f"tests/{name}.py" for name in files))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,6 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant import backends, passes
 from fxquant.api import preparing
-from fxquant.ir.graph import TensorFact, mark_parameter, set_fact, set_matched_rules
-from fxquant.ops import BY_NAME
-from fxquant.ops.core import parameters
 from fxquant.passes.activation import Clamp
 from fxquant.passes.batchnorm import BatchNorm
 from fxquant.passes.layerscale import LayerScale
@@ -25,46 +21,24 @@ from fxquant.passes.padding import Padding
 from fxquant.passes.residual import Residual
 from fxquant.passes.rewriting import Fusion
 from fxquant.pipeline import Context
-from fxquant.quantization.spec import DEFAULT, QConfig, QConfigMapping
+from fxquant.quantization.spec import QConfigMapping
 from tests.shared import contract
 from tests.shared.contract import compiled
 from tests.shared.networks import Network
 
+Shapes = dict[str, tuple[int, ...]]
 IMAGE, KERNEL = (2, 4, 8, 8), (4, 4, 1, 1)
 FUSIONS = (BatchNorm, Clamp, LayerScale, Padding, Residual)
 INPUTS = {**{key: {"x": IMAGE} for key in FUSIONS}, Residual: {"x": IMAGE, "r": IMAGE}, LayerScale: {"x": (2, 4)}}
 HELD = {**{key: {"w": KERNEL} for key in FUSIONS}, LayerScale: {"w": (4, 4), "b": (4,), "g": (4,)}}
 
 
-def parsed(picture: str, inputs: dict[str, tuple[int, ...]], held: dict[str, tuple[int, ...]]) -> fx.GraphModule:
-    """Return the graph that a picture shows: lines `%name = operator(arguments)`, and `return %name`."""
-    root, graph = nn.Module(), fx.Graph()
-    nodes: dict[str, fx.Node] = {name: graph.placeholder(name) for name in inputs}
-    for name, shape in held.items():
-        root.register_parameter(name, nn.Parameter(torch.rand(shape)))
-        nodes[name] = graph.create_node("get_attr", name, name=name)
-    if "%bn" in picture:
-        root.add_module("bn", nn.BatchNorm2d(4))
-        nodes["bn"] = graph.create_node("get_attr", "bn", name="bn")
-    for name, shape in {**inputs, **held}.items():
-        set_fact(nodes[name], TensorFact(shape, torch.float32))
-    for line in filter(None, map(str.strip, picture.splitlines())):
-        name, call, arguments = re.fullmatch(r"(?:%(\w+) = (\w+)|return )(?:\((.*)\)|%\w+)", line).groups()  # type: ignore[union-attr]
-        if name is None:
-            graph.output(nodes[line.removeprefix("return %")])
-            continue
-        args, kwargs = eval(re.sub(r"%(\w+)", r"nodes['\1']", f"(lambda *a, **k: (a, k))({arguments})"), {"nodes": nodes})
-        if call in BY_NAME:
-            record = BY_NAME[call]
-            fused = {key: kwargs.pop(key) for key in [*kwargs] if key in record.absorbs}
-            nodes[name] = graph.create_node("call_function", record.function, tuple(record.bind(args, kwargs).values()), fused, name=name)
-            set_fact(nodes[name], TensorFact(inputs["x"], torch.float32))
-        else:
-            nodes[name] = graph.create_node("call_function", getattr(parameters, call), args, name=name)
-            mark_parameter(nodes[name])
-    for node in graph.nodes:
-        set_matched_rules(node, ((DEFAULT, QConfig()),))
-    return fx.GraphModule(root, graph)
+def parsed(picture: str, inputs: Shapes, held: Shapes) -> fx.GraphModule:
+    """Return the graph that a picture shows, with its inputs and parameters; every result has the shape of the input."""
+    first = [f"%{name} = {'input' if name in inputs else f'[{name}]'}  f32{[*shape]}" for name, shape in {**inputs, **held}.items()]
+    first += ["%bn = BatchNorm2d[bn]"] if "%bn" in picture else []
+    shown = [f"{line}  f32{[*inputs['x']]}" if "(" in line else line for line in picture.splitlines()]
+    return fxq.inspect.parse("\n".join([*first, *shown]), {"bn": nn.BatchNorm2d(4)} | {name: torch.rand(held[name]) for name in held})
 
 
 def result(gm: fx.GraphModule) -> Any:

@@ -193,6 +193,41 @@ def test_a_second_run_of_a_pass_changes_no_text_and_of_a_fusion_nothing(step: Pa
     assert fxq.text(gm) == text
 
 
+HELD = {"fft_fft": torch.fft.fft, "getattr": getattr}  # functions that the host calls
+
+
+@pytest.mark.parametrize("step", FLOAT_PASSES[2:], ids=lambda step: step.name)
+def test_a_text_is_read_back(step: Pass) -> None:
+    gm = run_up_to(step)
+    gm.meta["stage"] = PREPARE[PREPARE.index(step) - 1].reaches.name
+    held = {**HELD, **dict(gm.named_modules()), **dict(gm.named_parameters()), **dict(gm.named_buffers())}
+    text = fxq.text(gm, steps=True)
+    assert fxq.text(fxq.inspect.parse(text, held), steps=True) == text
+
+
+def test_a_text_of_an_integer_graph_is_a_graph_with_its_bits() -> None:
+    integer = fxq.convert(compiled(Around(), [batch()]).prepared, kernels="reference")
+    text = fxq.text(integer)
+    graph = fxq.inspect.parse(text, {**HELD, **dict(integer.named_parameters()), **dict(integer.named_buffers())})
+    assert fxq.text(graph) == text
+    assert torch.equal(graph(batch()), integer(batch()))
+
+
+@pytest.mark.parametrize(
+    ("text", "because"),
+    [
+        ("%x = input  f32[B,3]\n%y = neg(%z)  f32[B,3]", "line 2 cannot be read: %y = neg.*'z' is not known"),
+        ("%bn = BatchNorm2d[bn]", "line 1 cannot be read.*'bn' is not known.*`attributes`"),
+        ("%x = input  f32[B,3]\n%y = nought(%x)", "line 2 cannot be read.*nought"),
+        ("%y = neg()", "line 1 cannot be read.*neg is missing its argument 'input'"),
+        ("graph   # prepared", "line 1 cannot be read.*a prepared graph calls modules"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_named(text: str, because: str) -> None:
+    with pytest.raises(fxq.errors.ConfigurationError, match=f"(?s){because}"):
+        fxq.inspect.parse(text)
+
+
 def test_the_pipeline_climbs_the_stages() -> None:
     reached = [step.reaches for step in PIPELINE]
     assert reached == sorted(reached)
