@@ -33,10 +33,10 @@ from fxquant.ir.graph import (
 from fxquant.numerics.grids import INT32_MAX
 from fxquant.ops import Fixed, Operator, Own, Same, Trait, demand, operands_of, operator_of, supported_demand
 from fxquant.ops.core.composite import Builder
-from fxquant.ops.core.floating import needed_in_float, reads_no_activation
 from fxquant.ops.core.weighted import shape_of
 from fxquant.ops.layers.linear import dynamic_linear, matmul
 from fxquant.ops.movement.shape import MANY_SIZES, ManySizes, permute
+from fxquant.passes.floating import needed_in_float, reads_no_activation
 from fxquant.passes.rewriting import decide, eliminate_dead, may_be_dynamic, substitute
 from fxquant.pipeline import Context
 from fxquant.primitives.runtime_scales import MAGNITUDE

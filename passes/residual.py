@@ -9,9 +9,9 @@ from torch import fx
 
 from fxquant.ir.graph import TensorFact, absorb, fact, is_parameter, noise, set_noise, stated_demand, ties
 from fxquant.ops import calls, operator_of
-from fxquant.ops.core.floating import in_front_of_softmax, masks
 from fxquant.ops.elementwise.activation import dropout
 from fxquant.ops.elementwise.arithmetic import add
+from fxquant.passes.floating import in_front_of_softmax, masks
 from fxquant.passes.rewriting import Fusion
 from fxquant.pipeline import Context
 

@@ -28,7 +28,7 @@ from fxquant.numerics.grids import PLAIN_TYPES
 from fxquant.ops import Fixed, Operator, Own, Plain, Trait, demand, operands_of, operator_of, preferred_dtypes, shares, sharing_operands
 from fxquant.ops.core.casting import IN_DTYPE
 from fxquant.ops.core.composite import QUANTIZE
-from fxquant.ops.core.floating import needed_in_float, reads_no_activation, reason_of
+from fxquant.passes.floating import needed_in_float, reads_no_activation, reason_of
 from fxquant.passes.rewriting import Decision, decide
 from fxquant.pipeline import Context
 from fxquant.prepared.stage import is_integer

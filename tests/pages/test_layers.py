@@ -68,7 +68,7 @@ APART = {
 }
 PUBLIC = ("board", "export", "extend", "inspect", "observers", "results", "tuning")  # modules that only gather names of packages
 SINGLE = {"passes"}  # packages whose modules import none of their own but what SHARED names: they are run by the table of contents
-SHARED = {"fxquant.passes.rewriting"}
+SHARED = {"fxquant.passes.floating", "fxquant.passes.rewriting"}
 
 ONNX_WRITERS = {
     "export", "fast", "fast_kernels", "float_export", "horizon", "images", "metadata", "reading", "runtime", "writer",
