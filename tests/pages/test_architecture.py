@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -114,3 +115,23 @@ def test_the_paths_exist() -> None:
     paths = {*links, *re.findall(r"\b(?:[\w-]+/)+[\w-]+\.(?:py|md|c|txt)\b", page())}
     assert len(paths) > 10
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+MOST_FILES = 99  # of the library, which a reader may have to open to follow one convolution
+
+
+def test_one_convolution_enters_few_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second run of the page's program is counted: the first one imports modules and fills caches."""
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", page(), re.MULTILINE | re.DOTALL)
+    program = compile("".join(blocks), "ARCHITECTURE.md", "exec")
+    entered: set[str] = set()
+    for hook in (None, lambda frame, event, _: entered.add(frame.f_code.co_filename)):
+        sys.setprofile(hook)
+        try:
+            exec(program, {"torch": torch, "nn": nn, "fxq": fxq})
+        finally:
+            sys.setprofile(None)
+    files = {Path(name).resolve() for name in entered if not name.startswith("<")}
+    library = [file for file in files if any(file.is_relative_to(ROOT / part) for part in ("fxquant", "passes", "backends"))]
+    assert 50 < len(library) <= MOST_FILES, sorted(map(str, library))
