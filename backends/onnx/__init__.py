@@ -1,6 +1,6 @@
 """ONNX: the files that integer models are exported to, the styles they are written in, and the runtimes that run them.
 
-`writer` walks the integer graph once; a style says how a primitive is written.
+`writer` walks the integer graph once; a style, a row of `export.STYLES`, says how a primitive is written.
 
 exact   the ONNX form of each primitive, on integers held in floats, with equal bits in every runtime. A fixed-point requantization
         after its first shift is one QuantizeLinear where a float32 divisor per channel gives the same 255 steps

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,36 +96,53 @@ def _check_files(written: Path, models: Mapping[str, onnx.ModelProto], folder: s
             ) from error
 
 
-# For each style: the opsets that it can be written in, and the default.
-FLOAT_OPSETS = (range(11, 22), 18)  # those of a float model
-STYLES = {**dict.fromkeys(("auto", "exact", "fast"), (range(17, 22), 21)), "qdq": (range(11, 22), 17)}
+# ---- styles: how the file of an integer model is written ---------------------------------------------------------------
 
 
-def export_integer(integer: fx.GraphModule, path: str | os.PathLike[str], style: str, io: str, options: FileOptions) -> Path:
-    """Write an integer model, and return the path; `style` and `io` are as in `fxq.export_onnx`."""
-    check_arguments(integer, style, io, options.opset)
-    version = STYLES[style][1] if options.opset is None else options.opset
-    model = with_layouts(build(integer, style, io, version, (options.input_names, options.output_names)), options.layouts, integer)
-    # Float operators as PyTorch's exporter writes them can form what onnxruntime's optimizer breaks; without VNNI it also breaks
-    # QuantizeLinear of opset 21 in front of a linear layer whose operand has three dimensions of fixed sizes (1.31, 1.32).
-    opened = bool(float_nodes(integer)) or (style == "qdq" and version >= INT16_OPSET)
-    save_models({Path(path).name: model}, Path(path).parent, options.external_data, opened=opened)
-    return Path(path)
+@dataclass(frozen=True)
+class Style:
+    """A way to write an integer model.
+
+    write    an integer model, `io`, the opset and the names of inputs and outputs -> the model in memory
+    words    what it is, for messages
+    opsets   the opsets in which it can be written, and the default
+    exact    whether a file has the integer model's bits; `verify` measures the difference of one that has not
+    opened   the opset from which on a file is opened in onnxruntime before it appears, also without float operators
+    """
+
+    write: Callable[[fx.GraphModule, str, int, Names], onnx.ModelProto]
+    words: str
+    opsets: range = range(17, 22)
+    default: int = 21
+    exact: bool = True
+    opened: float = math.inf
 
 
-def build(integer: fx.GraphModule, style: str, io: str, opset: int, names: Names = (None, None)) -> onnx.ModelProto:
-    """Return the model in memory."""
-    if style == "auto":
-        model = _fast_if_exact(integer, io, opset, names) if has_kernels(integer) else None
-        quicker = "" if has_kernels(integer) else ", which runs anywhere; onnxruntime runs 'fast' faster on processors with VNNI"
-        logger.info("style 'auto': written in style '%s'%s", "exact" if model is None else "fast", quicker)
-        return Writer(integer, io, opset).write(*names) if model is None else model
-    if style == "fast":
-        fast = write_fast(integer, io, opset, names)
-        assert fast is not None
-        return fast
-    writer = (QdqWriter if style == "qdq" else Writer)(integer, io, opset)
-    if isinstance(writer, QdqWriter) and writer.in_floats:
+def _auto(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.ModelProto:
+    model, quicker = None, ", which runs anywhere; onnxruntime runs 'fast' faster on processors with VNNI"
+    if has_kernels(integer):
+        quicker = ""
+        try:
+            model = write_fast(integer, io, opset, names, plain=True)
+        except ExportError as error:  # the model differs as a whole, or nothing can be written, which the exact style reports as well
+            logger.warning("style 'auto': 'fast' cannot be used: %s", error.because)
+    logger.info("style 'auto': written in style '%s'%s", "exact" if model is None else "fast", quicker)
+    return _exact(integer, io, opset, names) if model is None else model
+
+
+def _exact(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.ModelProto:
+    return Writer(integer, io, opset).write(*names)
+
+
+def _fast(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.ModelProto:
+    model = write_fast(integer, io, opset, names)
+    assert model is not None
+    return model
+
+
+def _qdq(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.ModelProto:
+    writer = QdqWriter(integer, io, opset)
+    if writer.in_floats:
         logger.warning(
             "int16 tensors that opset %d has no integers for: %d, %s; they are rounded by Div, Round, Clip and Mul,"
             " which compilers for chips drop or keep in float: pass opset=21, or use fxq.board.export_horizon for Horizon's compiler",
@@ -135,21 +153,36 @@ def build(integer: fx.GraphModule, style: str, io: str, opset: int, names: Names
     return writer.write(*names)
 
 
-def _fast_if_exact(integer: fx.GraphModule, io: str, opset: int, names: Names) -> onnx.ModelProto | None:
-    try:
-        return write_fast(integer, io, opset, names, plain=True)
-    except ExportError as error:  # the model differs as a whole, or nothing can be written, which the exact style reports as well
-        logger.warning("style 'auto': 'fast' cannot be used: %s", error.because)
-        return None
+# Without VNNI onnxruntime breaks QuantizeLinear of opset 21 in front of a linear layer whose operand has three dimensions of fixed
+# sizes (1.31, 1.32).
+STYLES = {
+    "auto": Style(_auto, "'fast' where that is exact here without options of a session, else 'exact'"),
+    "exact": Style(_exact, "integers in standard operators, with equal bits in every runtime"),
+    "fast": Style(_fast, "kernels of 8 bits, with equal bits in onnxruntime as its metadata says"),
+    "qdq": Style(_qdq, "floats between QuantizeLinear and DequantizeLinear, whose bits differ", range(11, 22), 17, False, INT16_OPSET),
+}
+FLOAT_OPSETS = (range(11, 22), 18)  # those of a float model
+
+
+def export_integer(integer: fx.GraphModule, path: str | os.PathLike[str], style: str, io: str, options: FileOptions) -> Path:
+    """Write an integer model, and return the path; `style` and `io` are as in `fxq.export_onnx`."""
+    check_arguments(integer, style, io, options.opset)
+    version = STYLES[style].default if options.opset is None else options.opset
+    model = with_layouts(STYLES[style].write(integer, io, version, (options.input_names, options.output_names)), options.layouts, integer)
+    # Float operators as PyTorch's exporter writes them can form what onnxruntime's optimizer breaks.
+    opened = bool(float_nodes(integer)) or version >= STYLES[style].opened
+    save_models({Path(path).name: model}, Path(path).parent, options.external_data, opened=opened)
+    return Path(path)
 
 
 def check_arguments(integer: fx.GraphModule, style: str, io: str, opset: int | None) -> None:
     """Raise ConfigurationError or ExportError for unsupported arguments."""
     require_integer(integer)
-    check_choice("style", style, list(STYLES))
+    if style not in list(STYLES):
+        because = "; ".join(f"'{name}' is {each.words}" for name, each in STYLES.items())
+        raise ConfigurationError(f"style={style!r} is unknown", because=because, remedy="pass one of these")
     check_choice("io", io, ["float", "integer"])
-    opsets, default = STYLES[style]
-    check_choice("opset", default if opset is None else opset, list(opsets))
+    check_choice("opset", STYLES[style].default if opset is None else opset, list(STYLES[style].opsets))
 
 
 def check_choice(name: str, value: object, choices: list[object]) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor, fx
 
 from fxquant.analysis.layers import HOST, Segment, grouped, segments
 from fxquant.analysis.recording import returned
-from fxquant.backends.onnx.export import STYLES, build, check_arguments, save_models
+from fxquant.backends.onnx.export import STYLES, check_arguments, save_models
 from fxquant.backends.onnx.metadata import read_metadata
 from fxquant.backends.onnx.runtime import RUNTIME_NAMES, OnnxModel
 from fxquant.errors import ConfigurationError, ExportError
@@ -74,7 +74,7 @@ def export_segments(
         file = f"{index}-{part.device}.onnx"
         entry: dict[str, Any] = {"file": file, "device": part.device, "inputs": list(part.inputs), "outputs": outputs}
         try:
-            model = build(_alone(integer, nodes, part, outputs), "exact", "float", opset or STYLES["exact"][1])
+            model = STYLES["exact"].write(_alone(integer, nodes, part, outputs), "float", opset or STYLES["exact"].default, (None, None))
         except ExportError:
             python_nodes = [node.name for node in nodes if is_python(node)]
             if part.device != HOST or not python_nodes:

@@ -384,13 +384,14 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
     elif Path(second).suffix in PROGRAMS:
         others = [_simulated(left, Path(second), report)]
     else:
+        from fxquant.backends.onnx.export import STYLES
         from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIME_NAMES, OnnxModel
 
         opened = OnnxModel(accepted("verify", "path", second, PATH))
         check_same_model(left, opened)
         mine = left.model.meta["target"].name
         targets = (mine, opened.target) if opened.target not in (mine, "") else None
-        if opened.style == "qdq":
+        if opened.style in STYLES and not STYLES[opened.style].exact:
             deviations = DeviationReport(targets=targets)
             files = [OnnxForm(opened, runtime, []) for runtime in MEASURED_RUNTIMES]
             _complete(measure(left, files, inputs, deviations), deviations, length(all_batches, None), len(files), show_progress)
