@@ -163,7 +163,9 @@ def check_cut(x: Value, weight: Tensor, cut: Sizes) -> None:
         need(largest < FLOAT32_EXACT, f"a sum of its parts can reach {largest:.0f}")
 
 
-def _bounds_convolution(input: Value, weight: Value, bias: Value | None, groups: int, cut: Sizes | None = None, **_: Any) -> Range:
+def _bounds_convolution(input: Value, weight: Value, bias: Value | None, padding: Sizes, cut: Sizes | None = None, **_: Any) -> Range:
+    rank = constant_of(weight, "weight").dim() - 2
+    need(len(padding) in (rank, 2 * rank) and min(padding) >= 0, "its padding is not a number, or two, for each dimension")
     return bounds_of_sums(input, constant_of(weight, "weight"), bias, cut)
 
 
