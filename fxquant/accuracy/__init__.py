@@ -5,7 +5,7 @@ a search takes those by samples again for each mapping. A new way to choose a nu
 """
 
 from fxquant.accuracy import bias, distill, equalize, learn, observe, ranges, weights
-from fxquant.accuracy.step import Step
+from fxquant.accuracy.step import ENOUGH, Run, Step, has_layers
 
 STEPS = (
     Step(
@@ -18,21 +18,21 @@ STEPS = (
     ),
     Step(
         name="ranges", because="they are judged on layers as they are before the samples change them",
-        find=ranges.find_method, apply=ranges.apply_method, option="choose_ranges",
+        find=ranges.find_method, apply=ranges.apply_method, option="choose_ranges", least=ENOUGH,
     ),
     Step(
         name="narrowing", because="it divides the ranges that the method before has chosen",
         find=ranges.find_factors, apply=ranges.apply_factors, option="choose_ranges",
     ),
     Step(
-        name=weights.NAME, because="biases take back what it leaves",
-        find=weights.find, apply=weights.apply, undo=weights.undo, option="round_weights", has_work=weights.has_work,
+        name="rounding of weights", because="biases take back what it leaves",
+        find=weights.find, apply=weights.apply, undo=Run.take_back, option="round_weights", has_work=weights.has_work,
         remedies=weights.remedies,
     ),
     Step(
-        name=bias.NAME, because="it takes back the mean of all errors before it",
-        find=bias.find, apply=bias.apply, undo=bias.undo, option="correct_bias", has_work=bias.has_work, remedies=bias.remedies,
-        learn=bias.correct_bias,
+        name="bias correction", because="it takes back the mean of all errors before it",
+        find=bias.find, apply=bias.apply, undo=Run.take_back, option="correct_bias", least=ENOUGH, has_work=has_layers,
+        remedies=bias.remedies, learn=bias.correct_bias,
     ),
     Step(name="distillation", because="a step learns for the whole model, which is cheaper than for each layer", learn=distill.distill),
     Step(name="AdaRound", because="it learns in steps for each layer", learn=learn.adaround),

@@ -33,19 +33,7 @@ from fxquant.accuracy.judge import FloatOutputs, judged
 from fxquant.accuracy.measure import outputs_of, real_outputs
 from fxquant.accuracy.result import TunedLayer, TuningResult
 from fxquant.accuracy.step import ENOUGH, Run
-from fxquant.accuracy.walk import (
-    Samples,
-    Unit,
-    Walk,
-    bound_arguments,
-    by_channel,
-    layer_units,
-    real_result,
-    run,
-    taken,
-    weight_of,
-    weighted_nodes,
-)
+from fxquant.accuracy.walk import Samples, Unit, Walk, bound_arguments, by_channel, layer_units, real_result, run, taken, weight_of
 from fxquant.ir.model import repeatable
 from fxquant.lowering.eager import constants_kept
 from fxquant.lowering.lowering import Clamp
@@ -86,32 +74,16 @@ def correct_bias(
             return checkpoint.agreed(prepared, _correct(prepared, samples, judge, tuned, checkpoint, show_progress))
 
 
-NAME = "bias correction"
-
-
-def has_work(run: Run) -> bool:
-    """Return whether the model has layers whose biases can be corrected."""
-    return bool(weighted_nodes(run.prepared))
-
-
-def find(run: Run) -> dict[str, list[float]] | None:
-    """Return what is added to the biases of layers, by layer; None for fewer than `ENOUGH` samples, unless options ask for it."""
-    asked = run.options.correct_bias or bool(run.before.given.get(NAME))
-    if not (asked or run.total >= ENOUGH) or not run.samples.inputs:
-        return None
+def find(run: Run) -> dict[str, list[float]]:
+    """Return what is added to the biases of layers, by layer, as rank 0 finds it."""
     judge = run.judge if run.samples.samples >= ENOUGH else FloatOutputs(run.prepared, run.held_out)
     return corrections(run.prepared, run.few, judge, run.show) if not (run.several and ranks.index()) else {}
 
 
 def apply(run: Run, by_layer: Mapping[str, list[float]]) -> str:
     """Set the bias corrections (C,) of layers, by the layer's name."""
-    run.give(NAME, partial(put_corrections, run.prepared, by_layer))
+    put_corrections(run.prepared, by_layer)
     return f"{len(by_layer)} layers"
-
-
-def undo(run: Run) -> None:
-    """Let layers have the bias corrections that they had before an earlier calibration."""
-    run.take_back(NAME)
 
 
 def remedies(prepared: fx.GraphModule) -> Iterator[tuple[str, bool]]:

@@ -21,13 +21,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 import fxquant.accuracy.ranks as ranks
 from fxquant.accuracy.judge import pick
-from fxquant.accuracy.measure import Noise, is_real, support
+from fxquant.accuracy.measure import Noise, support
 from fxquant.accuracy.observe import WIDE
-from fxquant.accuracy.step import ENOUGH, Run, owned_quantizers_by_name
+from fxquant.accuracy.step import Run, owned_quantizers_by_name
 from fxquant.analysis.recording import Seen, still
 from fxquant.ir.model import autocast_off, repeatable
 from fxquant.ops.core.composite import QUANTIZE
@@ -43,9 +43,9 @@ FACTORS = (1.0, 0.5, 0.25, 0.125, 0.0625)
 
 
 def find_method(run: Run) -> Method | None:
-    """Return the method whose ranges are clearly best for the outputs, or the one that the run was given; None for too few samples."""
+    """Return the method whose ranges are clearly best for the outputs, or the one that the run was given; None without such tensors."""
     free = _free(run)
-    if run.method is not None or not free or not run.judge.chunks or not (run.options.choose_ranges or run.total >= ENOUGH):
+    if run.method is not None or not free:
         return run.method
     best, noise = _picked(run, {method.value: partial(choose, free, method) for method in Method}, "ranges are chosen by")
     run.judge.current = noise.get(best)  # of the model that has the ranges of this method
@@ -79,16 +79,14 @@ def find_factors(run: Run) -> dict[str, float] | None:
 
     Inputs and tensors of 16 bits that the default observer has observed have other candidates: each input, and all others together.
     """
-    if not run.judge.chunks:
-        return None
-    judge, observed, prepared, nonzero, survivors = run.judge, run.observed(), run.prepared, Counter[str](), Counter[str]()
+    observed, prepared, nonzero, survivors = run.observed(), run.prepared, Counter[str](), Counter[str]()
     owned = [(name.removesuffix(".0"), quantizer) for name, quantizer in observed.items() if name.endswith(".0")]
     owners = {id(quantizer): name for name, quantizer in reversed(owned)}  # the first of those that share it
     quantizes = {name for name, operator in quantized_operators(prepared).items() if operator.operator is QUANTIZE}
     sources = {node.name: node.all_input_nodes[0].name for node in prepared.graph.nodes if node.name in quantizes}
 
     def see(node: fx.Node, value: Any, read: tuple[Any, ...]) -> Any:
-        quantizer = observed.get(f"{node.name}.0") if is_real(value) else None
+        quantizer = observed.get(f"{node.name}.0") if isinstance(value, Tensor) and value.is_floating_point() else None
         if quantizer is not None and quantizer.can_choose and (quantizer.dtype.name == WIDE or node.name in sources):
             name = owners[id(quantizer)]
             nonzero[name] += int((value != 0).sum())
@@ -98,7 +96,7 @@ def find_factors(run: Run) -> dict[str, float] | None:
     placeholders = [node.name for node in prepared.graph.find_nodes(op="placeholder")]
     runs = any(quantizer.can_choose and quantizer.dtype.name == WIDE and name not in sources for name, quantizer in owned)
     with torch.no_grad(), repeatable(), still(prepared, State.FLOAT), autocast_off():
-        for chunk in judge.chunks:
+        for chunk in run.judging:
             if runs:
                 Seen(prepared, see).run(*chunk)
                 continue
@@ -112,9 +110,10 @@ def find_factors(run: Run) -> dict[str, float] | None:
     for what, names in (ranks.of_first(groups) if run.several else groups).items():
         factors = {f"{factor:g}": partial(narrow, prepared, dict.fromkeys(names, factor) if factor < 1 else {}) for factor in FACTORS}
         best, noise = _picked(run, factors, f"{what} multiplied by")
-        judge.current, factor = noise.get("1"), float(best)
+        run.judge.current, factor = noise.get("1"), float(best)
         ratios.update(dict.fromkeys(names, factor) if factor < 1 else {})
-    judge.current = None if ratios else judge.current
+    if ratios:
+        run.judge.current = None
     return ratios or None
 
 

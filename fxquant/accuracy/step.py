@@ -13,13 +13,14 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 
 import fxquant.accuracy.ranks as ranks
 from fxquant.accuracy.judge import FloatOutputs
 from fxquant.accuracy.result import TuningResult
 from fxquant.accuracy.states import owned_quantizers
-from fxquant.accuracy.walk import HELD_OUT_OF, Samples, batch_axes, count_of, cut
+from fxquant.accuracy.walk import HELD_OUT_OF, Samples, batch_axes, count_of, cut, weighted_nodes
 from fxquant.ir.model import SAMPLES
 from fxquant.options import DEFAULTS, Options
 from fxquant.prepared.batches import first_batches, length, model_inputs
@@ -49,8 +50,9 @@ class Step:
     because   the reason for its place
     find      return what is to be changed, None for nothing; the model stays as it was. Without it `fxq.tune` alone takes the step
     apply     put what was found into the model, and return a few words about it
-    undo      take back what this step of an earlier calibration did, before it is found anew
+    undo      take back what the step of this name of an earlier calibration did, before it is found anew
     option    the field of `fxq.Options` that turns it off (False)
+    least     how many samples it takes at least, unless the option is True, or an earlier calibration has taken it
     has_work  whether the model has anything to choose
     sampled   whether it takes the samples that are kept, and not the batches
     remedies  values of `option` that `fxq.tune` tries for a calibrated model, each after a few words about it
@@ -61,8 +63,9 @@ class Step:
     because: str
     find: Callable[[Run], Any] | None = None
     apply: Callable[[Run, Any], str] = lambda run, found: ""
-    undo: Callable[[Run], None] | None = None
+    undo: Callable[[Run, str], None] | None = None
     option: str | None = None
+    least: int = 0
     has_work: Callable[[Run], bool] = lambda run: True
     sampled: bool = True
     remedies: Callable[[fx.GraphModule], Iterable[tuple[str, bool]]] | None = None
@@ -116,7 +119,7 @@ class Run:
     method: Method | None = None
 
     def __post_init__(self) -> None:
-        self.several = self.options.distributed and ranks.count() > 1
+        self.several = self.options.distributed and dist.is_available() and dist.is_initialized()
         self.show = False if self.show is None and self.several and ranks.index() else self.show
         self.observed_before = counts(self.prepared) if self.method is None else {}
         counted, previous = _counts(self.prepared), self.prepared.__dict__.get(SAMPLES)
@@ -136,13 +139,15 @@ class Run:
         try:
             for step in reversed(self.steps):
                 if step.undo is not None and step.is_wanted(self):
-                    step.undo(self)
+                    step.undo(self, step.name)
             for step in self.steps:
                 if step.is_wanted(self):
                     with timed(step.name):
                         found = self._found(step)
+                        before = {} if step.undo is None else _parts(self.prepared)
                         if found is not None:
                             self.record[step.name] = step.apply(self, found)
+                            self._note(step.name, before)
             self.prepared.meta[CHOSEN] = [f"{name}: {words}" for name, words in self.record.items()]
             logger.info("calibration chose: %s", "; ".join(self.prepared.meta[CHOSEN]))
         except Exception:
@@ -151,7 +156,11 @@ class Run:
             raise
 
     def _found(self, step: Step) -> Any:
+        """Return what a step finds, or what rank 0 finds by samples; None for a step that lacks samples."""
         found = None
+        asked = bool(step.option and getattr(self.options, step.option)) or bool(self.before.given.get(step.name))
+        if step.sampled and not (self.samples.inputs and (asked or not step.least or self.total >= step.least)):
+            return None
         try:
             assert step.find is not None
             found = step.find(self)
@@ -220,10 +229,15 @@ class Run:
             return _spread(self.few.chunks + others, max(JUDGES // self._size, 1))
         return others or [self.few.chunks[index] for index in self.few.judging]
 
+    @property
+    def judging(self) -> list[list[Any]]:
+        """The samples by which ranges are judged."""
+        return self.held_out if self.samples.samples >= ENOUGH else self.few.chunks
+
     @cached_property
     def judge(self) -> FloatOutputs:
         """The float outputs by which ranges are judged."""
-        return FloatOutputs(self.prepared, self.held_out if self.samples.samples >= ENOUGH else self.few.chunks)
+        return FloatOutputs(self.prepared, self.judging)
 
     @property
     def _each(self) -> int:
@@ -243,11 +257,9 @@ class Run:
 
     # ---- what layers are given by samples, and have had before ----
 
-    def give(self, name: str, change: Callable[[], None]) -> None:
-        """Let a step change layers, and note what each has since and had before."""
-        before = _parts(self.prepared)
-        change()
-        pairs = {layer: (now, before[layer]) for layer, now in _parts(self.prepared).items()}
+    def _note(self, name: str, before: Mapping[str, Parts]) -> None:
+        """Note which layers a step has changed: what each has since, and had before."""
+        pairs = {layer: (now, before[layer]) for layer, now in _parts(self.prepared).items() if before}
         changed = {layer: pair for layer, pair in pairs.items() if any(new is not had for new, had in zip(*pair, strict=True))}
         self.given[name] = {**self.given.get(name, {}), **changed}
 
@@ -279,6 +291,11 @@ def _popped(first: list[Any], others: Iterator[Any]) -> Iterator[Any]:
     while first:
         yield first.pop()
     yield from others
+
+
+def has_layers(run: Run) -> bool:
+    """Return whether the model has operators with a constant weight."""
+    return bool(weighted_nodes(run.prepared))
 
 
 def _spread(chunks: list[list[Any]], count: int) -> list[list[Any]]:

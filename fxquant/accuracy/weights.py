@@ -106,7 +106,6 @@ def round_weights(
 
 
 Rounded = dict[str, LearnedRounding]  # by layer
-NAME = "rounding of weights"
 
 
 def _bits(run: Run) -> int:
@@ -114,27 +113,20 @@ def _bits(run: Run) -> int:
 
 
 def has_work(run: Run) -> bool:
-    """Return whether the model has weights that this step rounds, or has rounded by samples that a calibration goes on from."""
-    return bool(run.given.get(NAME)) or is_wanted(run.prepared, _bits(run))
+    """Return whether the model has weights that this step rounds, or had before an earlier calibration rounded them by samples."""
+    return bool(run.before.given.get("rounding of weights")) or is_wanted(run.prepared, _bits(run))
 
 
-def find(run: Run) -> Rounded | None:
-    """Return the roundings of weights by the samples of a run, by layer; None without samples."""
-    if not run.samples.inputs:
-        return None
+def find(run: Run) -> Rounded:
+    """Return the roundings of weights by the samples of a run, by layer."""
     return rounded(run.prepared, cut(run.prepared, run.samples.inputs, 4), _bits(run), run.show, run.several)
 
 
 def apply(run: Run, roundings: Rounded) -> str:
     """Set the roundings of layers, by the layer's name."""
-    run.give(NAME, partial(put_roundings, run.prepared, roundings))
+    put_roundings(run.prepared, roundings)
     run.judge.current = None
     return f"{len(roundings)} layers"
-
-
-def undo(run: Run) -> None:
-    """Let layers have the roundings that they had before an earlier calibration."""
-    run.take_back(NAME)
 
 
 def remedies(prepared: fx.GraphModule) -> Iterator[tuple[str, bool]]:

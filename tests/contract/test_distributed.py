@@ -505,7 +505,7 @@ def test_an_observer_that_cannot_be_joined_says_so(monkeypatch: pytest.MonkeyPat
         into[:] = [value, value]
 
     monkeypatch.setattr(ranks, "count", lambda: 2)
-    monkeypatch.setattr("torch.ranks.all_gather_object", gather)
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
     with pytest.raises(fxq.errors.ConfigurationError, match="cannot be merged") as caught:
         ranks.merge({"own": own}, 1)
     assert "distributed=False" in caught.value.remedy

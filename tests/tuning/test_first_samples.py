@@ -6,6 +6,7 @@ import copy
 import functools
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,13 @@ from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxquant as fxq
-from fxquant.accuracy import BY_SAMPLES, bias, step
+from fxquant.accuracy import BY_SAMPLES, STEPS, bias, step
 from fxquant.accuracy.judge import FloatOutputs
-from fxquant.accuracy.step import LARGEST_KEPT, Run
+from fxquant.accuracy.step import LARGEST_KEPT, Run, Step
 from fxquant.accuracy.walk import cut
 from fxquant.ops import Trait
 from fxquant.prepared.operators import quantized_operators
+from fxquant.search import tune
 from tests.shared import contract
 from tests.shared.networks import Network
 
@@ -214,3 +216,26 @@ def test_a_calibration_computes_the_network_at_most_eight_times(target: str) -> 
     with FlopCounterMode(display=False) as counted:
         fxq.calibrate(prepared, inputs, show_progress=False)
     assert 1 <= counted.get_total_flops() / once.get_total_flops() <= 8
+
+
+def test_calibration_and_searches_take_the_table_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, find = list[str](), Run._found
+
+    def noting(run: Run, step: Step) -> Any:
+        taken.append(step.name)
+        return find(run, step)
+
+    monkeypatch.setattr(Run, "_found", noting)
+    prepared = contract.calibrated(network(), batches(), "bayes-e", FOUR_BITS)
+    every = [each.name for each in STEPS if each.find is not None]
+    assert taken == every
+    assert [line.partition(":")[0] for line in prepared.meta["chosen"]] == [
+        name for name in taken if name != "narrowing"
+    ]  # nothing is lost
+    assert all(f"calibration: {line}" in fxq.explain(fxq.convert(prepared)) for line in prepared.meta["chosen"])
+    taken.clear()
+    fxq.search.search_observers(network(), batches(), "bayes-e", FOUR_BITS, observers=["histogram", "minmax"], show_progress=False)
+    assert taken[: len(every)] == every
+    sampled = [each.name for each in BY_SAMPLES if each.find is not None]
+    assert taken[len(every) :] == sampled * ((len(taken) - len(every)) // len(sampled)) != []
+    assert {each.name for each in STEPS if each.remedies is not None or each.learn is not None} < set(tune.REMEDIES)
