@@ -1,7 +1,5 @@
 """What every test may rely on: fixed seeds, few threads, a clean environment, and golden files."""
 
-from __future__ import annotations
-
 import difflib
 import gc
 import logging

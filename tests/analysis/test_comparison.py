@@ -1,7 +1,5 @@
 """Two forms of a model compared: what is measured is right, and models that were broken on purpose are told what is wrong with them."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from tests.shared.networks import Network
+from tests.shared.networks import Network, members
 
 pytestmark = pytest.mark.usefixtures("default_outputs")  # these read scales, and are not about outputs
 
@@ -63,16 +61,12 @@ class Attention(nn.Module):
         return self.head((x + torch.softmax(q @ k.transpose(1, 2) / 4 + self.mask, -1) @ v).mean(1))
 
 
-class Encoder(nn.Module):
+@members(
+    lambda: dict(embed=nn.Linear(8, 16), head=nn.Linear(16, 10), layer=nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True))
+)
+def Encoder(self, image: Tensor) -> Tensor:
     """The rows of a digit through PyTorch's own layer of a transformer, whose attention is one module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(8, 16), nn.Linear(16, 10)
-        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-
-    def forward(self, image: Tensor) -> Tensor:
-        return self.head(self.layer(self.embed(image.squeeze(1))).mean(1))
+    return self.head(self.layer(self.embed(image.squeeze(1))).mean(1))
 
 
 class Two(nn.Module):
@@ -140,8 +134,6 @@ def first(found: fxq.results.Comparison) -> fxq.results.Advice:
 
 
 # ---- what is measured ------------------------------------------------------------------------------------------------
-
-
 def test_figures_are_those_of_the_tensors_recorded_in_both_forms(tmp_path: Path) -> None:
     """Against the definitions, from the tensors of all batches at once."""
     result, several = compiled(), batches(3)
@@ -209,8 +201,6 @@ def test_channels_that_equalization_multiplied_are_multiplied_for_the_comparison
 
 
 # ---- models that are broken on purpose -------------------------------------------------------------------------------
-
-
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(("kind", "target"), [(Digits, "x86"), (Attention, "nash-e")])
 def test_a_healthy_model_has_no_advice(kind: Callable[[], nn.Module], target: str) -> None:
@@ -303,7 +293,6 @@ def test_a_batch_norm_without_statistics_is_named(layer: str, what: str) -> None
 @pytest.mark.nightly
 @pytest.mark.parametrize(("after", "hidden"), [(nn.ReLU(), -1e9), (nn.Identity(), -1e6)])
 def test_a_mask_that_sets_a_scale_is_named(after: nn.Module, hidden: float) -> None:
-    torch.manual_seed(0)
     model = trained(Rows(hidden, after))
     found = quantized(model).compare(batches())
     assert (first(found).layer, first(found).rule) == ("add", "masked")
@@ -325,22 +314,16 @@ def test_a_tensor_with_nan_is_named() -> None:
     assert (first(found).layer, first(found).rule) == ("sqrt", "no_numbers")
 
 
-class Residuals(nn.Module):
+@members(lambda: dict(stem=nn.Linear(6, 12), up=nn.Linear(12, 24), down=nn.Linear(24, 12), head=nn.Linear(12, 4), added=torch.zeros(8, 1)))
+def Residuals(self, x: Tensor) -> Tensor:
     """A stream of 12 channels with two branches, and numbers that are added to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.up, self.down, self.head = nn.Linear(6, 12), nn.Linear(12, 24), nn.Linear(24, 12), nn.Linear(12, 4)
-        self.register_buffer("added", torch.zeros(8, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        x = torch.tanh(x + self.added)
-        x = x + self.down(torch.relu(self.up(x)))
-        return self.head(x.mean(1))
+    x = self.stem(x)
+    x = torch.tanh(x + self.added)
+    x = x + self.down(torch.relu(self.up(x)))
+    return self.head(x.mean(1))
 
 
-def residuals() -> tuple[Residuals, list[Tensor]]:
+def residuals() -> tuple[nn.Module, list[Tensor]]:
     torch.manual_seed(0)
     return Residuals().eval(), [torch.randn(16, 8, 6) for _ in range(2)]
 
@@ -367,12 +350,11 @@ def test_a_scale_too_small_beside_a_mask_is_no_mask() -> None:
 
 @pytest.mark.parametrize("function", [F.silu, F.hardswish])
 def test_what_no_reader_tells_apart_is_no_error(function: Callable[[Tensor], Tensor]) -> None:
-    torch.manual_seed(0)
     layer = nn.Conv2d(1, 4, 1)
     nn.init.constant_(layer.weight, -30.0)
     nn.init.constant_(layer.bias, 5.0)
     model, x = Network(lambda s, x: function(s.layer(x)), layer=layer).eval(), digits()[0][:16]
-    prepared = fxq.calibrate(fxq.prepare(model, x, "bayes-e"), [x], show_progress=False)
+    prepared = fxq.calibrate(fxq.prepare(model, x, "bayes-e"), [x])
     row = fxq.compare(model, prepared, x)["layer"]
     assert row.clipped == 0
     assert row.own > 35

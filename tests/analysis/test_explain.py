@@ -1,7 +1,5 @@
 """What explain says: every reason is true for the operator as the user wrote it, and operators are counted, not the boundary."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -102,7 +100,7 @@ def test_the_boundary_is_not_counted_at_any_stage() -> None:
     for stage in ("boundary.insert", None):
         gm = fxq.prepare(model, example(), until=stage)
         assert summary(layers(gm)).startswith("3 operators are integer, 1 is left in float: 1 because")
-    fxq.calibrate(gm, [example()], show_progress=False)
+    fxq.calibrate(gm, [example()])
     assert summary(layers(fxq.convert(gm))) == summary(layers(gm))
 
 

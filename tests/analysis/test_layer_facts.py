@@ -1,7 +1,5 @@
 """The facts of layers: computed by hand for known layers, the same from every form of a model, and true of the tensors themselves."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import fields
 from pathlib import Path
@@ -19,6 +17,7 @@ from fxquant.ir.integer import Constant, operation
 from fxquant.search.bit_widths import Budget
 from fxquant.target import Roofline
 from tests.shared.contract import NOT_LOWERED, compiled, graph_values
+from tests.shared.networks import members
 from tests.shared.written import written
 
 pytestmark = pytest.mark.quick
@@ -154,7 +153,7 @@ def test_a_convolution_whose_weight_is_computed_is_compared_and_costs_what_it_do
     model = written(lambda m, x: F.conv2d(x, torch.sign(m.c.weight)), c=nn.Conv2d(3, 4, 3)).eval()
     assert {layer.macs for layer in fxq.inspect.layers(fxq.trace(model, example())) if layer.name == "conv2d"} == {4 * 8 * 7 * 27}
     prepared, _ = compiled(model, [example()], "bayes-e")
-    assert "conv2d" in fxq.compare(model, prepared, [example()], show_progress=False)
+    assert "conv2d" in fxq.compare(model, prepared, [example()])
 
 
 def test_scales_from_unknown_to_known() -> None:
@@ -164,7 +163,7 @@ def test_scales_from_unknown_to_known() -> None:
     before = by_name(prepared)
     assert before["_0"].grid.scale != before["_0"].grid.scale  # NaN
     assert before["_1"].grid.scale == ()
-    fxq.calibrate(prepared, [x], show_progress=False)
+    fxq.calibrate(prepared, [x])
     assert by_name(prepared)["_0"].grid.scale == fxq.qparams(prepared)["_0"]
     assert len(by_name(fxq.convert(prepared))["_1"].grid.scale) == 5
 
@@ -204,19 +203,12 @@ def test_tensors_inside_of_a_layer() -> None:
 
 
 # ---- what a model would cost -----------------------------------------------------------------------------------------------
-
-
-class Mixed(nn.Module):
+@members(lambda: dict(conv=nn.Conv2d(3, 8, 3, padding=1), head=nn.Linear(8, 5)))
+def Mixed(self, x: Tensor) -> Tensor:
     """A convolution, a product of activations, a linear layer, and an operator that stays in float."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.conv(x).flatten(2)
-        scores = self.head((x @ x.transpose(1, 2)).mean(1))
-        return torch.fft.rfft(scores).abs()
+    x = self.conv(x).flatten(2)
+    scores = self.head((x @ x.transpose(1, 2)).mean(1))
+    return torch.fft.rfft(scores).abs()
 
 
 @functools.cache
@@ -266,7 +258,6 @@ def test_every_march_has_rates_that_say_where_they_are_from() -> None:
             assert ("factor of 2" in found.summary) == found.roofline.assumed
     assert {target.name for target in backends.TARGETS.values() if target.roofline is None} == {"x86", "qnnpack"}
     rates = backends.get("bernoulli2").roofline  # 5 TOPS, of which a multiply-accumulate is two; 32 bits at 3200 MT/s
-    assert rates is not None
     assert (rates.macs_per_second, rates.bytes_per_second) == (2.5e12, 12.8e9)
 
 
@@ -291,8 +282,6 @@ def test_a_page_stands_alone(tmp_path: Path) -> None:
 def test_a_latency_is_estimated_by_the_targets_rates() -> None:
     nash = backends.get("nash-e")
     budget = Budget(latency=1e-6).on(nash)
-    assert budget.speed is not None
-    assert nash.roofline is not None
     assert (budget.speed.macs_per_second, budget.speed.bytes_per_second) == (nash.roofline.macs_per_second, nash.roofline.bytes_per_second)
     assert Budget(weight_bits=5).on(nash).speed is None
     with pytest.raises(fxq.errors.ConfigurationError, match="a latency on x86"):

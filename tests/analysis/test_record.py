@@ -1,7 +1,5 @@
 """Recorded values: those of hooks and of a plain interpreter, equal in every form, one batch at a time, and nothing changed by it."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,25 +14,21 @@ import fxquant as fxq
 from fxquant.prepared.operators import quantized_operators
 from fxquant.primitives import PRIMITIVES
 from tests.shared.contract import all_equal, compiled, graph_values, operator_outputs, quantized_names
+from tests.shared.networks import members
 from tests.shared.written import written
 
 pytestmark = pytest.mark.usefixtures("default_outputs")  # these read scales, and are not about outputs
 
 
-class Mixed(nn.Module):
+@members(
+    lambda: dict(conv=nn.Conv2d(3, 6, 3, padding=1), bn=nn.BatchNorm2d(6), cut=nn.Threshold(5.0, 1.0, inplace=True), head=nn.Linear(6, 4))
+)
+def Mixed(self, x: Tensor) -> Any:
     """Two integer segments with float operators between, one of which writes into its operand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.bn = nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6)
-        self.cut = nn.Threshold(5.0, 1.0, inplace=True)
-        self.head = nn.Linear(6, 4)
-
-    def forward(self, x: Tensor) -> Any:
-        y = F.relu(self.bn(self.conv(x)) + self.conv(x))
-        z = torch.logsumexp(y, (2, 3))
-        z = self.cut(z.cumsum(1))
-        return self.head(z), y
+    y = F.relu(self.bn(self.conv(x)) + self.conv(x))
+    z = torch.logsumexp(y, (2, 3))
+    z = self.cut(z.cumsum(1))
+    return self.head(z), y
 
 
 def batches(count: int = 3) -> list[Tensor]:
@@ -187,17 +181,12 @@ def test_batches_that_do_not_fit(forms: Any) -> None:
     assert all_equal(next(fxq.inspect.record(path, [{"x": found[0]}])), next(fxq.inspect.record(path, [(found[0], torch.zeros(1))])))
 
 
-class Drawing(nn.Module):
+@members(lambda: dict(first=nn.Linear(8, 8), second=nn.Linear(8, 4)))
+def Drawing(self, x: Tensor) -> Tensor:
     """Reads the places that it draws."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
-        drawn: Tensor = self.second(y[:, torch.randint(0, y.shape[1], (3,))])
-        return drawn
+    y = self.first(x)
+    drawn: Tensor = self.second(y[:, torch.randint(0, y.shape[1], (3,))])
+    return drawn
 
 
 def test_every_form_of_a_model_that_draws_random_numbers_draws_the_same() -> None:

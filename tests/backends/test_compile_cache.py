@@ -1,7 +1,5 @@
 """The cache of compiled libraries: damaged files, files of others and missing folders cost time, and are never loaded."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Images from a camera as the input of a compiled program: what is written, what is refused, and the bytes of NV12."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +9,22 @@ from torch import Tensor, fx, nn
 
 import fxquant as fxq
 from fxquant.backends.horizon.export import nv12_of
+from tests.shared.networks import members
 
 MEAN, STD = (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)
 
 
-class Camera(nn.Module):
+@members(lambda: dict(colour=fxq.nn.YuvToRgb(centred=True, mean=MEAN, std=STD), layer=nn.Conv2d(3, 4, 3, 2, 1)))
+def Camera(self, image: Tensor) -> Tensor:
     """Centred YUV as normalised RGB, and a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.colour = fxq.nn.YuvToRgb(centred=True, mean=MEAN, std=STD)
-        self.layer = nn.Conv2d(3, 4, 3, 2, 1)
-
-    def forward(self, image: Tensor) -> Tensor:
-        return torch.relu(self.layer(self.colour(image)))
+    return torch.relu(self.layer(self.colour(image)))
 
 
 def converted(target: str = "bayes-e", scale: float | None = 1.0, size: tuple[int, int] = (8, 8)) -> fx.GraphModule:
     torch.manual_seed(0)
     images = torch.randint(-128, 128, (4, 3, *size)).float()
     prepared = fxq.prepare(Camera().eval(), images, target)
-    fxq.calibrate(prepared, [images], show_progress=False)
+    fxq.calibrate(prepared, [images])
     if scale is not None:
         fxq.set_qparams(prepared, {"image_quantize": scale})
     return fxq.convert(prepared)
@@ -44,7 +37,7 @@ def of_rgb(target: str = "bayes-e", train_type: str = "rgb") -> tuple[fx.GraphMo
     yuv = fxq.nn.Nv12ToYuv444(centred=True)(*fxq.nn.rgb_to_nv12(torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)))
     colours = fxq.nn.YuvToRgb if train_type == "rgb" else fxq.nn.YuvToBgr
     images = colours(centred=True, mean=MEAN, std=STD)(yuv)
-    return fxq.quantize(model, [images], target, show_progress=False).integer, yuv, images
+    return fxq.quantize(model, [images], target).integer, yuv, images
 
 
 @pytest.mark.parametrize("train_type", ["rgb", "bgr"])
@@ -95,12 +88,12 @@ class Two(nn.Module):
 
 
 def gray() -> fx.GraphModule:
-    return fxq.quantize(nn.Conv2d(1, 2, 1).eval(), [torch.randn(1, 1, 8, 8)], target="bayes-e", show_progress=False).integer
+    return fxq.quantize(nn.Conv2d(1, 2, 1).eval(), [torch.randn(1, 1, 8, 8)], target="bayes-e").integer
 
 
 def two() -> fx.GraphModule:
     batch = (torch.randn(1, 3, 8, 8), torch.randn(1, 3, 8, 8))
-    return fxq.quantize(Two(), [batch], target="bayes-e", show_progress=False).integer
+    return fxq.quantize(Two(), [batch], target="bayes-e").integer
 
 
 REFUSED: dict[str, tuple[Any, str]] = {

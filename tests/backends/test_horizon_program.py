@@ -1,7 +1,5 @@
 """The vendor's compiler without the vendor's compiler: what is written for it, and what is made of what it says."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -45,7 +43,7 @@ X = torch.randn(1, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 def converted(model: nn.Module, target: str = "bayes-e", qconfig: fxq.QConfig | None = None, **scales: float) -> fx.GraphModule:
     given = batches()
     prepared = fxq.prepare(model.eval(), given[0], target, qconfig)
-    fxq.calibrate(prepared, given, show_progress=False)
+    fxq.calibrate(prepared, given)
     fxq.set_qparams(prepared, scales)
     return fxq.convert(prepared)
 
@@ -86,8 +84,6 @@ def test_the_installer_tries_every_program_and_leaves_no_log(tool: FakeTool) -> 
 
 
 # ---- writing ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_file_has_opset_11_and_a_batch_of_one(integer: fx.GraphModule, tmp_path: Path) -> None:
     folder = fxq.board.export_horizon(integer, tmp_path, "net", options=fxq.board.HorizonOptions(optimize_level="O1"))
     model = onnx.load(folder / "net.onnx")
@@ -143,10 +139,6 @@ def test_a_layer_whose_weight_is_after_a_pair_is_a_convolution(kind: str, tmp_pa
     assert all(len(node.attribute[0].ints) == 2 for node in nodes if node.op_type == "Conv")
 
 
-def padded(s: Network, x: Tensor) -> Tensor:
-    return s.b(F.relu(s.a(s.z(F.relu(s.c(x))))))
-
-
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("z", "a", "pads"),
@@ -160,7 +152,7 @@ def padded(s: Network, x: Tensor) -> Tensor:
     ids=["uneven", "same", "number", "crop", "pool"],
 )
 def test_zeros_around_what_convolutions_read_are_their_padding(z: nn.Module, a: nn.Module, pads: list[int] | None, tmp_path: Path) -> None:
-    integer = converted(Network(padded, c=nn.Conv2d(3, 4, 1), z=z, a=a, b=nn.Conv2d(4, 4, 1)))
+    integer = converted(Network(lambda s, x: s.b(F.relu(s.a(s.z(F.relu(s.c(x)))))), c=nn.Conv2d(3, 4, 1), z=z, a=a, b=nn.Conv2d(4, 4, 1)))
     nodes = onnx.load(fxq.board.export_horizon(integer, tmp_path) / "model.onnx").graph.node
     assert ("Pad" in {node.op_type for node in nodes}) == (pads is None)
     if pads is not None:
@@ -183,7 +175,7 @@ def test_the_mean_of_an_image_is_several_on_bernoulli2(how: str, size: int, kern
 
 def test_layers_of_vectors_are_convolutions_of_images_on_bernoulli2(tmp_path: Path) -> None:
     model = Network(lambda s, x: s.b(s.a(x.squeeze(1))[0][:, -1]), a=nn.LSTM(6, 4, batch_first=True), b=nn.Linear(4, 3)).eval()
-    integer = fxq.quantize(model, [torch.randn(2, 1, 3, 6)], "bernoulli2", show_progress=False).integer
+    integer = fxq.quantize(model, [torch.randn(2, 1, 3, 6)], "bernoulli2").integer
     nodes = onnx.load(fxq.board.export_horizon(integer, tmp_path) / "model.onnx").graph.node
     used = [node.op_type for node in nodes]
     assert not {"Gemm", "MatMul", "ToImage", "FromImage"} & set(used)
@@ -201,7 +193,7 @@ def averaged(how: str, size: int) -> fx.GraphModule:
         "window": lambda x: F.avg_pool2d(x, size).flatten(1),
     }
     model = Network(lambda s, x: s.fc(means[how](s.a(x))), a=nn.Conv2d(3, 4, 1), fc=nn.Linear(4, 5))
-    return fxq.quantize(model.eval(), [torch.randn(2, 3, size, size)], "bernoulli2", show_progress=False).integer
+    return fxq.quantize(model.eval(), [torch.randn(2, 3, size, size)], "bernoulli2").integer
 
 
 @pytest.mark.sweep(2)
@@ -286,8 +278,6 @@ def test_scales_that_have_no_place_are_refused(tmp_path: Path) -> None:
 
 
 # ---- compiling ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("named", [None, "nowhere"])
 def test_an_absent_tool_is_an_error_that_says_how_to_get_it(
     named: str | None, integer: fx.GraphModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -356,8 +346,6 @@ def test_any_other_folder_is_refused(tool: FakeTool, tmp_path: Path) -> None:
 
 
 # ---- verifying ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_a_program_is_verified_in_its_order_of_dimensions(
     channels_last: bool, integer: fx.GraphModule, tool: FakeTool, tmp_path: Path
@@ -379,7 +367,6 @@ def test_a_difference_is_named_with_both_values(integer: fx.GraphModule, tool: F
     report = fxq.verify(integer, program(integer, tmp_path), [X])
     assert not report
     assert report.mismatches == 1
-    assert report.first is not None
     assert (report.first.name, report.first.index) == ("b", (0, 2, 1, 3))
     assert report.first.values == (float(wanted[0, 2, 1, 3]), float(wanted[0, 2, 1, 3] + 1))
     assert "test_horizon_program.py" in report.first.source
@@ -412,8 +399,6 @@ def test_estimate_shows_the_figures_of_the_compiler(integer: fx.GraphModule, too
 
 
 # ---- the command line, and Horizon's names ------------------------------------------------------------------------------
-
-
 def test_the_command_line_exports_compiles_and_verifies(
     integer: fx.GraphModule, tool: FakeTool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -449,8 +434,6 @@ def test_horizons_names_compile_what_is_prepared(
 
 
 # ---- files for the nash marches, held by a reference implementation of HzCalibration ---------------------------------
-
-
 CONFIGS = {
     "int8": None,
     "int16": fxq.QConfig(fxq.ActivationConfig("int16")),
@@ -460,10 +443,9 @@ CONFIGS = {
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_file_computes_the_integers_of_the_model(kind: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
     batches = [torch.randn(1, 3, 8, 8) for _ in range(2)]
-    result = fxq.quantize(model, batches, target="nash-e", qconfig=CONFIGS[kind], show_progress=False)
+    result = fxq.quantize(model, batches, target="nash-e", qconfig=CONFIGS[kind])
     folder = fxq.board.export_horizon(result.integer, tmp_path / "net")
     file = onnx.load(folder / "model.onnx")
     assert {each.domain: each.version for each in file.opset_import}[""] == 19
@@ -475,7 +457,7 @@ def test_a_file_computes_the_integers_of_the_model(kind: str, tmp_path: Path) ->
 
 
 def test_what_hb_mapper_does_not_compile_is_refused(tmp_path: Path) -> None:
-    result = fxq.quantize(nn.Conv2d(3, 4, 1).eval(), [torch.randn(1, 3, 4, 4)], target="nash-e", show_progress=False)
+    result = fxq.quantize(nn.Conv2d(3, 4, 1).eval(), [torch.randn(1, 3, 4, 4)], target="nash-e")
     folder = fxq.board.export_horizon(result.integer, tmp_path / "net")
     with pytest.raises(fxq.errors.ConfigurationError, match="cannot be compiled here") as refused:
         fxq.board.compile_horizon(folder)
@@ -485,6 +467,6 @@ def test_what_hb_mapper_does_not_compile_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", ["nash-e/requantize", "nash-e-level1", "bernoulli"])
 def test_other_integers_are_refused(target: str, tmp_path: Path) -> None:
-    result = fxq.quantize(nn.Conv2d(3, 4, 1).eval(), [torch.randn(1, 3, 4, 4)], target=target, show_progress=False)
+    result = fxq.quantize(nn.Conv2d(3, 4, 1).eval(), [torch.randn(1, 3, 4, 4)], target=target)
     with pytest.raises(fxq.errors.ConfigurationError, match=f"an integer model of {target} cannot be written"):
         fxq.board.export_horizon(result.integer, tmp_path / "net")

@@ -1,8 +1,5 @@
 """Style "fast" gives the integer model's bits by kernels of bytes; what a runtime computes otherwise is written as in style "exact"."""
 
-from __future__ import annotations
-
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,7 +67,6 @@ def test_fast_files_give_the_integer_models_bits(name: str, tmp_path: Path) -> N
 
 
 # ---- tables -----------------------------------------------------------------------------------------------------------
-
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], str | None]] = {  # and the operator that computes each; None: it is looked up
     "sigmoid": (torch.sigmoid, "Sigmoid"), "hardsigmoid": (F.hardsigmoid, "HardSigmoid"), "tanh": (torch.tanh, "Tanh"),
     "leaky_relu": (lambda x: F.leaky_relu(x, 0.1), "LeakyRelu"), "silu": (F.silu, None), "gelu": (F.gelu, None), "elu": (F.elu, None),
@@ -80,7 +76,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], str | None]] = {  # and t
 
 def on_scales(model: nn.Module, target: str, scales: dict[int, float]) -> fx.GraphModule:
     """The model as integers, with the scales of some tensors given, by their place."""
-    prepared = fxq.calibrate(fxq.prepare(model.eval(), (batch(),), target=target), [batch()], show_progress=False)
+    prepared = fxq.calibrate(fxq.prepare(model.eval(), (batch(),), target=target), [batch()])
     names = list(fxq.qparams(prepared))
     fxq.set_qparams(prepared, {names[place]: scale for place, scale in scales.items()})
     return fxq.convert(prepared)
@@ -137,8 +133,6 @@ def test_a_computed_table_that_differs_is_found(monkeypatch: pytest.MonkeyPatch,
 
 
 # ---- targets, numbers and widths ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize("target", REAL_TARGETS)
 @pytest.mark.parametrize("opset", [17, 19, 21])
@@ -156,9 +150,8 @@ def test_a_product_is_limited_where_it_could_leave_int32(multiplier: float, bits
 
 
 def test_products_far_beyond_what_is_stored_saturate_in_every_runtime(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval(), torch.randn(4, 8)
-    prepared = fxq.calibrate(fxq.prepare(model, x, "nash-e"), [x], show_progress=False)
+    prepared = fxq.calibrate(fxq.prepare(model, x, "nash-e"), [x])
     fxq.set_qparams(prepared, {"_2": 1e-14})
     exported(fxq.convert(prepared), tmp_path / "model.onnx", [x], style="fast")
 
@@ -216,8 +209,6 @@ def test_a_word_among_the_arguments_may_be_the_name_of_a_value(tmp_path: Path) -
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------------
-
-
 @needs_vnni
 @pytest.mark.disagrees
 def test_a_kernel_that_is_not_exact_here_is_written_as_in_style_exact(
@@ -225,8 +216,7 @@ def test_a_kernel_that_is_not_exact_here_is_written_as_in_style_exact(
 ) -> None:
     honest = fast._kernel_is_exact
     monkeypatch.setattr(fast, "_kernel_is_exact", lambda integer, node, *rest: node.name != "b" and honest(integer, node, *rest))
-    with caplog.at_level(logging.WARNING, "fxquant"):
-        path = exported(two_sigmoids(), tmp_path / "model.onnx", style="fast")
+    path = exported(two_sigmoids(), tmp_path / "model.onnx", style="fast")
     assert fxq.export.onnx_metadata(path)["kernels"] == {"integer": ["a"], "computed": ["sigmoid"], "refused": ["b"]}
     assert fxq.export.onnx_metadata(path)["session_options"] == PRECISE
     assert "onnxruntime's kernel is not used for %b, because it differs from the integer graph for 1 of 2 operators" in caplog.text
@@ -253,7 +243,6 @@ def test_a_file_that_is_wrong_as_a_whole_is_not_written(tmp_path: Path, monkeypa
 
 
 # ---- single operators -----------------------------------------------------------------------------------------------------
-
 POOLS: dict[str, tuple[Callable[..., Tensor], int]] = {
     "after a convolution": (lambda s, x: F.max_pool2d(F.relu(s.a(x)), 3, 2, 1), 1),
     "after a convolution that is not clamped": (lambda s, x: F.max_pool2d(s.a(x), (2, 3), (1, 2), (0, 1), dilation=(2, 1)), 1),
@@ -271,7 +260,7 @@ POOLS: dict[str, tuple[Callable[..., Tensor], int]] = {
 def test_maxima_are_of_bytes_where_a_convolution_leaves_the_pixels_together(name: str, target: str, tmp_path: Path) -> None:
     forward, bytewise = POOLS[name]
     torch.manual_seed(0)
-    integer = fxq.quantize(Network(forward, a=conv(3, 8), b=conv(3, 8)).eval(), [batch()], target, show_progress=False).integer
+    integer = fxq.quantize(Network(forward, a=conv(3, 8), b=conv(3, 8)).eval(), [batch()], target).integer
     path = exported(integer, tmp_path / "model.onnx", style="fast")
     graph = onnx.shape_inference.infer_shapes(onnx.load(path)).graph
     types = {info.name: info.type.tensor_type.elem_type for info in (*graph.value_info, *graph.output)}
@@ -281,8 +270,6 @@ def test_maxima_are_of_bytes_where_a_convolution_leaves_the_pixels_together(name
 
 
 # ---- products of two tensors of bytes as one kernel ------------------------------------------------------------------
-
-
 # Multiplier, zero points of both operands and of the result: small and large, powers of two with ties, and such as saturate.
 GATES = {
     "a gate": (0.0043219, 128, 128, 128),
@@ -330,8 +317,6 @@ def test_ties_that_a_zero_point_would_move_have_no_divisor() -> None:
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", ["x86", "nash-e"])
 def test_gates_are_one_kernel_and_exact(target: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-
     def gated(m: Network, x: Tensor) -> Tensor:
         """A squeeze, and SiLU as a product."""
         x = m.first(x)
@@ -340,8 +325,8 @@ def test_gates_are_one_kernel_and_exact(target: str, tmp_path: Path) -> None:
 
     model = Network(gated, first=conv(3, 8), squeeze=nn.Conv2d(8, 8, 1), last=nn.Conv2d(8, 4, 1))
     batches = [torch.randn(4, 3, 12, 12) for _ in range(3)]
-    integer = fxq.quantize(model, batches, target=target, show_progress=False).integer
+    integer = fxq.quantize(model, batches, target=target).integer
     path = fxq.export_onnx(integer, tmp_path / "gated.onnx", style="fast")
-    assert fxq.verify(integer, path, batches, show_progress=False)
+    assert fxq.verify(integer, path, batches)
     gated = {node.name for node in integer.graph.nodes if qparams(node) is not None and node.name.startswith("mul")}
     assert gated & set(fxq.export.onnx_metadata(path)["kernels"]["integer"])

@@ -1,7 +1,5 @@
 """Style "qdq" is measured: files of every opset and operator are within a few steps of the integer model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ OPSETS = (11, 13, 17, 21)
 
 
 def measured(integer: fx.GraphModule, path: Path, inputs: Any = None) -> fxq.results.DeviationReport:
-    report = fxq.verify(integer, path, [batch(3, seed=3) if inputs is None else inputs], show_progress=False)
+    report = fxq.verify(integer, path, [batch(3, seed=3) if inputs is None else inputs])
     assert isinstance(report, fxq.results.DeviationReport)
     assert not report
     assert set(report.outputs) == set(MEASURED_RUNTIMES)
@@ -71,7 +69,6 @@ def test_narrow_integers_are_near(activation: str, weight: str, name: str, opset
 
 
 # ---- every operator -------------------------------------------------------------------------------------------------------
-
 # Written by PyTorch's exporter, from opset 18 on; as are operators on integers.
 NEW_FORMS = ("tril", "triu", "signbit", "isposinf", "isneginf", "isreal", "piece", "sum_at")
 # Their records have no form of ONNX, and PyTorch's exporters write none.
@@ -128,7 +125,6 @@ def test_what_has_no_qdq_form_is_refused(operator: str, tmp_path: Path) -> None:
 def test_an_operator_without_a_form_is_written_by_its_float_function(
     operator: str, model: Any, written: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.manual_seed(0)
     integer = integer_of(Network(model, a=conv(3, 8), b=nn.PReLU(8), c=nn.Sequential(nn.Flatten(), nn.Linear(512, 5))))
     record, path = BY_NAME[operator], tmp_path / "model.onnx"
     for table, key in ((OPERATORS, record.function), (BY_NAME, operator)):
@@ -144,8 +140,6 @@ def test_an_operator_without_a_form_is_written_by_its_float_function(
 
 
 # ---- widths and numbers ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("opset", [11, 20, 21])
 def test_int16_is_rounded_by_float_operators_before_opset_21(opset: int, tmp_path: Path) -> None:
     integer = known("silu", "nash-e", "int16", "int16")
@@ -184,7 +178,6 @@ def test_weights_are_the_integer_graphs_own(tmp_path: Path) -> None:
 
 def test_large_biases_do_not_overflow(tmp_path: Path) -> None:
     """onnxruntime quantizes a float bias after an int16 weight to int32, in steps that may be too small for that."""
-    torch.manual_seed(0)
     model = MODELS["linear"]()
     nn.init.constant_(model.a.bias, 50.0)
     integer = integer_of(model, qconfig=fxq.QConfig(fxq.ActivationConfig("int16"), fxq.WeightConfig("int16")))

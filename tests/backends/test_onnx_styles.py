@@ -1,7 +1,5 @@
 """Properties of all export styles: external weights, metadata, opsets; exports of prepared and float models, and of other layouts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from fxquant.backends.onnx.writer import Emitter
 from fxquant.ir.integer import is_inner, qparams
 from fxquant.reporting.inspection import read
 from tests.shared.contract import Compiled, compiled, needs_vnni
+from tests.shared.networks import members
 from tests.shared.onnx_files import assert_verified, batch, exported, known, run
 
 every_style = pytest.mark.parametrize("style", ["exact", "fast", "qdq"])
@@ -30,8 +29,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 # ---- external data ----------------------------------------------------------------------------------------------------
-
-
 @needs_vnni
 @every_style
 def test_weights_beside_the_file(style: str, tmp_path: Path) -> None:
@@ -43,9 +40,8 @@ def test_weights_beside_the_file(style: str, tmp_path: Path) -> None:
     assert plain.stat().st_size - path.stat().st_size > 2000
     assert torch.equal(run(path, batch())[0], run(plain, batch())[0])
     if style == "qdq":
-        report = fxq.verify(integer, path, [batch(3, seed=3)], show_progress=False)
-        assert isinstance(report, fxq.results.DeviationReport)
-        assert max(output.largest for outputs in report.outputs.values() for output in outputs) <= 3
+        report = fxq.verify(integer, path, [batch(3, seed=3)])
+        assert max(output.largest for outputs in report.outputs.values() for output in outputs) <= 3  # type: ignore[attr-defined]
     else:
         assert len(assert_verified(integer, path).pairs) == 5
 
@@ -92,8 +88,6 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.
 
 
 # ---- metadata ---------------------------------------------------------------------------------------------------------
-
-
 @every_style
 def test_what_a_file_says_about_itself(style: str, tmp_path: Path) -> None:
     integer = known("silu")
@@ -137,8 +131,6 @@ def test_the_evaluators_operators_are_corrected_where_a_product_rounds_to_a_tie(
 
 
 # ---- prepared and float models, inputs with their channels last, files for other loaders -----------------------------
-
-
 class Classifier(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -201,11 +193,10 @@ def test_a_prepared_model_is_a_file_with_its_grids(both: Compiled, pictures: tup
     known = fxq.qparams(prepared)
     assert scales
     assert all(known[name] == pytest.approx(scale) for name, scale in scales.items() if name in known)  # printed as float64
-    report = fxq.verify(prepared, path, [pictures], show_progress=False)
-    assert isinstance(report, fxq.results.DeviationReport)
-    (output,) = report.outputs["onnxruntime"]
+    report = fxq.verify(prepared, path, [pictures])
+    (output,) = report.outputs["onnxruntime"]  # type: ignore[attr-defined]
     assert output.largest <= 1
-    assert fxq.verify(prepared, fxq.export_onnx(prepared, tmp_path / "exact.onnx", "exact"), [pictures], show_progress=False)
+    assert fxq.verify(prepared, fxq.export_onnx(prepared, tmp_path / "exact.onnx", "exact"), [pictures])
 
 
 @pytest.mark.sweep(1)
@@ -221,10 +212,10 @@ def test_an_input_may_have_its_channels_last(style: str, pictures: tuple[Tensor,
     assert (described["layout"], described["shape"]) == ("NHWC", ["batch", 8, 8, 3])
     assert "layout" not in other
     if style != "qdq":
-        assert fxq.verify(integer, path, [pictures], show_progress=False)  # given in PyTorch's layout
+        assert fxq.verify(integer, path, [pictures])  # given in PyTorch's layout
         path = fxq.export_onnx(integer, tmp_path / "integers.onnx", style, io="integer", **options)
         assert fxq.export.onnx_metadata(path)["inputs"][0]["shape"] == ["batch", 8, 8, 3]
-        assert fxq.verify(integer, plain, [pictures], show_progress=False)
+        assert fxq.verify(integer, plain, [pictures])
 
 
 @pytest.mark.nightly
@@ -263,8 +254,6 @@ def test_what_is_no_model_to_be_written(model: nn.Module, both: Compiled, pictur
 
 
 # ---- style qdq: sizes of a layer's result, and files that onnxruntime can change -----------------------------------------
-
-
 SIZED: dict[str, Any] = {
     "expand": lambda token, y: torch.cat((token.expand(y.shape[0], -1, -1), y), 1),
     "zeros": lambda token, y: torch.cat((torch.zeros(y.shape[0], 2, 4), y), 1),
@@ -273,13 +262,9 @@ SIZED: dict[str, Any] = {
 }
 
 
-class Sized(nn.Module):
-    def __init__(self, form: str) -> None:
-        super().__init__()
-        self.form, self.linear, self.again, self.token = form, nn.Linear(4, 4), nn.Linear(4, 4), nn.Parameter(torch.randn(1, 2, 4))
-
-    def forward(self, x: Tensor) -> Any:
-        return SIZED[self.form](self.token, self.again(self.linear(x)))
+@members(lambda form: dict(form=form, linear=nn.Linear(4, 4), again=nn.Linear(4, 4), token=nn.Parameter(torch.randn(1, 2, 4))))
+def Sized(self, x: Tensor) -> Any:
+    return SIZED[self.form](self.token, self.again(self.linear(x)))
 
 
 @pytest.mark.parametrize("form", SIZED)
@@ -288,7 +273,7 @@ def test_a_size_is_read_from_a_sum_of_32_bits(form: str, tmp_path: Path) -> None
 
     integer = compiled(Sized(form).eval(), [torch.randn(6, 4, 4)], "nash-e").integer
     path, x = fxq.export_onnx(integer, tmp_path / "model.onnx", style="qdq"), torch.randn(3, 4, 4)
-    (report,) = fxq.verify(integer, path, [x], show_progress=False).outputs["onnxruntime, no optimisation"]  # type: ignore[attr-defined]
+    (report,) = fxq.verify(integer, path, [x]).outputs["onnxruntime, no optimisation"]  # type: ignore[attr-defined]
     assert report.largest < 1e-5  # sums of 32 bits, as float32
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry("session.x64quantprecision", "1")  # it changes the zero point of each weight
@@ -300,8 +285,8 @@ def test_verify_compares_inputs_that_are_not_finite(target: str, tmp_path: Path)
     both = compiled(nn.Linear(4, 3).eval(), [torch.randn(6, 4)], target)
     x = torch.tensor([[float("nan"), float("inf"), -float("inf"), 1e30]])
     assert torch.equal(both.integer(x), both.integer(torch.tensor([[0, 1e30, -1e30, 1e30]])))
-    assert fxq.verify(both.prepared, both.integer, [x], show_progress=False)
-    assert fxq.verify(both.integer, fxq.export_onnx(both.integer, tmp_path / "model.onnx", style="exact"), [x], show_progress=False)
+    assert fxq.verify(both.prepared, both.integer, [x])
+    assert fxq.verify(both.integer, fxq.export_onnx(both.integer, tmp_path / "model.onnx", style="exact"), [x])
 
 
 def test_a_file_that_onnxruntime_does_not_open_is_refused_with_the_opset_to_take(tmp_path: Path) -> None:

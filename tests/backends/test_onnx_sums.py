@@ -1,10 +1,7 @@
 """Style "fast" of targets that requantize by shifts: convolutions as sums of products of bytes, with the integer model's bits."""
 
-from __future__ import annotations
-
 import copy
 import functools
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,7 +140,6 @@ def test_no_half_step_becomes_a_part_of_a_bias(target: str, tmp_path: Path) -> N
 
 
 # ---- runtimes that compute otherwise --------------------------------------------------------------------------------------
-
 Changed = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
@@ -171,8 +167,7 @@ def test_a_sum_that_the_runtime_does_not_compute_is_written_as_in_style_exact(
     change: Changed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_otherwise(monkeypatch, change)
-    with caplog.at_level(logging.WARNING, "fxquant"):
-        path = exported(known("residual"), tmp_path / "model.onnx", style="fast")
+    path = exported(known("residual"), tmp_path / "model.onnx", style="fast")
     assert "for 2 of 2 operators" in caplog.text or "for 2 of 2 layers" in caplog.text
     metadata = fxq.export.onnx_metadata(path)
     assert (metadata["relies_on_vnni"], len(metadata["kernels"]["refused"]), operators(path).count("ConvInteger")) == (False, 2, 0)
@@ -182,15 +177,13 @@ def test_a_sum_that_the_runtime_does_not_compute_is_written_as_in_style_exact(
 def test_a_network_of_few_products_is_told_to_be_slower_than_float(
     name: str, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, "fxquant"):
-        fxq.export_onnx(known(name), tmp_path / "model.onnx", style="fast")
+    fxq.export_onnx(known(name), tmp_path / "model.onnx", style="fast")
     assert ("onnxruntime is likely to run the float model's file faster" in caplog.text) is warned
 
 
 @needs_vnni
 def test_the_file_is_told_to_rely_on_the_processor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "fxquant"):
-        fxq.export_onnx(known("plain"), tmp_path / "model.onnx", style="fast")
+    fxq.export_onnx(known("plain"), tmp_path / "model.onnx", style="fast")
     assert "without VNNI" in caplog.text
 
 

@@ -1,7 +1,5 @@
 """The integer model as a C program: every primitive and whole models, the bits of PyTorch, without a warning of compiler or sanitizers."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -69,8 +67,6 @@ def assert_equal(integer: fx.GraphModule, inputs: Sequence[Tensor], source: Path
 
 
 # ---- every primitive ------------------------------------------------------------------------------------------------
-
-
 def graph_of(drawn: Sequence[Case]) -> fx.GraphModule:
     """An integer graph that calls primitives on constants, and returns each result."""
     root, graph, results = nn.Module(), fx.Graph(), []
@@ -105,8 +101,6 @@ def test_every_primitive_has_its_numbers(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 # ---- whole models ---------------------------------------------------------------------------------------------------
-
-
 class Convolutions(nn.Module):
     """What networks of images are made of, two results, one of them whole numbers."""
 
@@ -175,8 +169,6 @@ def test_another_compiler_gives_the_same_bits(tmp_path: Path) -> None:
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
-
-
 def test_float_operators_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     integer = integer_of(Network(lambda s, x: torch.fft.rfft(s.layer(x)).abs(), layer=nn.Linear(8, 8)), torch.randn(4, 8), "bayes-e")
     with pytest.raises(fxq.errors.ExportError, match="in float") as caught:

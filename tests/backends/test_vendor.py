@@ -1,7 +1,5 @@
 """The vendor's compiler and simulator themselves, where they are installed: `make test-vendor`."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -21,7 +19,7 @@ from fxquant.compat import horizon
 from fxquant.compat.horizon.served import march
 from tests.backends.test_horizon_camera import MEAN, STD, of_rgb
 from tests.backends.test_horizon_camera import converted as with_camera
-from tests.shared.networks import Network
+from tests.shared.networks import Network, members
 
 INSTALLED = bool(os.environ.get("FXQUANT_HORIZON")) or shutil.which("hb_mapper") is not None
 pytestmark = [pytest.mark.vendor, pytest.mark.skipif(not INSTALLED, reason="the vendor's tool is not installed: make vendor")]
@@ -42,13 +40,13 @@ def batches() -> list[Tensor]:
 
 
 def converted(model: nn.Module, target: str = "bayes-e", qconfig: fxq.QConfig | None = None) -> torch.fx.GraphModule:
-    return fxq.quantize(model.eval(), batches(), target, qconfig, show_progress=False).integer
+    return fxq.quantize(model.eval(), batches(), target, qconfig).integer
 
 
 def verified(integer: torch.fx.GraphModule, folder: Path, given: list[Tensor] | None = None, **options: Any) -> tuple[Any, Path]:
     """Compile a model and hold the program to it; return the report of `verify` and the program's path."""
-    binary = fxq.board.compile_horizon(fxq.board.export_horizon(integer, folder / "net", **options), show_progress=False)
-    report = fxq.verify(integer, binary, batches() if given is None else given, show_progress=False)
+    binary = fxq.board.compile_horizon(fxq.board.export_horizon(integer, folder / "net", **options))
+    report = fxq.verify(integer, binary, batches() if given is None else given)
     assert report, str(report)
     assert report.elements > 0
     return report, binary
@@ -83,14 +81,13 @@ def test_a_planted_difference_is_located_inside_of_the_program(tmp_path: Path) -
             value += 200
     report = fxq.verify(integer, binary, batches())
     assert not report
-    assert report.first is not None
     assert (report.first.name, report.first.inputs_equal) == ("a", True)
     assert "self.a(x)" in report.first.source
 
 
 def test_the_upper_limit_that_the_compiler_drops_is_dropped(tmp_path: Path) -> None:
     prepared = fxq.prepare(nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU6()).eval(), batches()[0], "bayes-e")
-    fxq.calibrate(prepared, batches(), show_progress=False)
+    fxq.calibrate(prepared, batches())
     fxq.set_qparams(prepared, {next(layer.name for layer in fxq.inspect.layers(prepared) if layer.integer and layer.macs): 0.06})
     verified(fxq.convert(prepared), tmp_path, [20 * batch for batch in batches()])
 
@@ -109,22 +106,17 @@ def test_uneven_margins_of_zeros_cost_no_layer(target: str, tmp_path: Path) -> N
     assert programs(integer, verified(integer, tmp_path)[1]) == [3]
 
 
-class Recurrent(nn.Module):
+@members(lambda: dict(rows=nn.LSTM(8, 8, batch_first=True), a=nn.Linear(8, 6), b=nn.Linear(6, 4)))
+def Recurrent(self, x: Tensor) -> Tensor:
     """An LSTM over the rows of an image, and a hard swish between vectors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows, self.a, self.b = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 6), nn.Linear(6, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(nn.functional.hardswish(self.a(self.rows(x.squeeze(1))[0][:, -1])))
+    return self.b(nn.functional.hardswish(self.a(self.rows(x.squeeze(1))[0][:, -1])))
 
 
 @pytest.mark.parametrize("target", ["bayes-e", "bernoulli2"])
 def test_an_lstm_and_layers_of_vectors_are_one_program(target: str, tmp_path: Path) -> None:
     model, rows = Recurrent().eval(), [torch.randn(2, 1, 3, 8) for _ in range(2)]
     qconfig = fxq.QConfig(fxq.ActivationConfig("int8"))
-    integer = fxq.quantize(model, rows, target, qconfig, show_progress=False).integer
+    integer = fxq.quantize(model, rows, target, qconfig).integer
     assert len(programs(integer, verified(integer, tmp_path, rows)[1])) == 1
 
 
@@ -132,7 +124,7 @@ def test_an_lstm_and_layers_of_vectors_are_one_program(target: str, tmp_path: Pa
 def test_a_mean_over_an_image_is_computed_in_steps_on_bernoulli2(size: int, tmp_path: Path) -> None:
     images = [torch.randn(2, 8, size, size) for _ in range(2)]
     layers = nn.Conv2d(8, 8, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)
-    integer = fxq.quantize(nn.Sequential(*layers).eval(), images, "bernoulli2", show_progress=False).integer
+    integer = fxq.quantize(nn.Sequential(*layers).eval(), images, "bernoulli2").integer
     assert programs(integer, verified(integer, tmp_path, images)[1]) == [4]  # the processor takes no part
 
 
@@ -163,8 +155,8 @@ def test_horizons_names_end_in_a_file_that_is_verified(tmp_path: Path, monkeypat
 
 
 def test_a_conformance_kit_of_two_operators_is_equal_in_the_simulator_and_in_the_tools_runtime(tmp_path: Path) -> None:
-    kit = fxq.board.conformance_kit(tmp_path / "kit", "bayes-e", operators=["conv 3x3", "add"], scales=["observed"], show_progress=False)
-    found = fxq.board.check_conformance(kit, fxq.board.simulate_conformance(kit, show_progress=False))
+    kit = fxq.board.conformance_kit(tmp_path / "kit", "bayes-e", operators=["conv 3x3", "add"], scales=["observed"])
+    found = fxq.board.check_conformance(kit, fxq.board.simulate_conformance(kit))
     assert found, str(found)
     assert [(row.operator, row.result, row.differing) for row in found] == [("conv 3x3", "equal", 0), ("add", "equal", 0)]
     python = Tool.find().folder / "python"
@@ -179,7 +171,7 @@ def test_a_conformance_kit_of_two_operators_is_equal_in_the_simulator_and_in_the
 def test_a_sum_of_32_bits_that_leaves_the_model_is_compared(tmp_path: Path) -> None:
     qconfig = fxq.QConfig(fxq.ActivationConfig("int32"))
     prepared = fxq.prepare(nn.Conv2d(8, 6, 3).eval(), batches()[0], "bayes-e", fxq.QConfigMapping().set_object_type(nn.Conv2d, qconfig))
-    fxq.calibrate(prepared, batches(), show_progress=False)
+    fxq.calibrate(prepared, batches())
     assert verified(fxq.convert(prepared), tmp_path)[0].unseen == {}
 
 
@@ -203,7 +195,7 @@ def test_a_module_with_the_image_of_a_camera_is_compiled_with_it(tmp_path: Path)
     image.insert_image_preprocess("yuvbt601full2rgb", 1, MEAN, STD).insert_image_convert("nv12")
     assert horizon.hbdk4.compiler.compile(module, tmp_path / "net.hbm", "bayes-e") == 0
     assert "input_type_rt: 'nv12'" in (tmp_path / "net" / "model.yaml").read_text(encoding="utf-8")
-    report = fxq.verify(module.model, tmp_path / "net.bin", [yuv], show_progress=False)
+    report = fxq.verify(module.model, tmp_path / "net.bin", [yuv])
     assert report, str(report)
 
 
@@ -219,7 +211,7 @@ def test_a_program_that_returns_integers_channels_last_is_compared(target: str, 
 def test_what_stays_in_float_runs_on_the_processor(tmp_path: Path) -> None:
     model = layers(lambda m, x: m.a(torch.tanh(m.b(torch.relu(m.a(x)))))).eval()
     hosted = fxq.QConfigMapping().set_module_name("b", None).set_object_type(torch.tanh, None)
-    result = fxq.quantize(model, batches(), "bayes-e", hosted, show_progress=False)
+    result = fxq.quantize(model, batches(), "bayes-e", hosted)
     assert verified(result.integer, tmp_path, batches()[:1])[0].tensors == 2
 
 
@@ -238,12 +230,11 @@ def test_a_function_by_hand_is_one_table_of_one_program(function: Callable[[Tens
 def test_a_network_that_was_trained_with_learned_scales_is_compiled(
     network: Callable[[int], nn.Module], target: str, tmp_path: Path
 ) -> None:
-    torch.manual_seed(0)
     images = [torch.randn(4, 3, 32, 32) for _ in range(2)]
     learned = fxq.QConfig(fxq.ActivationConfig(training="learned"), fxq.WeightConfig(training="learned"))
     model, _ = live(lambda: network(10), 3, 32)()  # with statistics of its own activations
     prepared = fxq.prepare(model, images[0], target, learned)
-    fxq.calibrate(prepared, images, show_progress=False)
+    fxq.calibrate(prepared, images)
     fxq.set_state(prepared, "train")
     optimizer = torch.optim.SGD(prepared.train().parameters(), 1e-3)
     for batch in images * 2:

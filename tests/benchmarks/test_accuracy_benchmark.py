@@ -1,7 +1,5 @@
 """The benchmark of accuracy on networks that nobody has trained: what it makes, keeps, compares and prints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -103,7 +101,6 @@ def test_a_row_is_won_tied_or_lost_by_the_spread_of_the_smaller_drop(
     found = [*results(OURS, *ours), *results("far", *(score - 5 for score in theirs)), *results("near", *theirs)]
     summary, best = table.summary(found, OURS), table.best_peer(found)
     assert isinstance(summary, table.Summary)
-    assert best is not None
     assert best.method == "near"
     assert table.verdict(summary, best) == expected
 

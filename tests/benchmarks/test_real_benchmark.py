@@ -1,7 +1,5 @@
 """The benchmark of pretrained networks: what it says where wheels are absent, its measures, and one cell of a small network."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

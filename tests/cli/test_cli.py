@@ -1,7 +1,5 @@
 """The command line: what it says when it is misused, files, differences, verification, the demonstration, and statuses of the shell."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import re
@@ -26,6 +24,7 @@ from fxquant import backends
 from fxquant.cli import main
 from fxquant.ir.integer import qparams
 from fxquant.passes import PIPELINE
+from tests.shared.networks import members
 
 COMMANDS = ("quantize", "check", "export", "inspect", "diff", "conformance", "verify")
 
@@ -123,21 +122,13 @@ def test_the_demonstration(outcomes: list[run.Outcome], tmp_path: Path, capsys: 
 
 
 # ---- files ------------------------------------------------------------------------------------------------------------------
-
-
 INT8 = fxq.QConfig(fxq.ActivationConfig("int8"))  # also of the last layer, which returns its sum by default
 
 
-class Network(nn.Module):
+@members(lambda: dict(conv=nn.Conv2d(2, 4, 3), head=nn.Conv2d(4, 3, 1)))
+def Network(self, image: Tensor, mask: Tensor) -> Tensor:
     """Two layers, and between them an operator that stays in float."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(2, 4, 3)
-        self.head = nn.Conv2d(4, 3, 1)
-
-    def forward(self, image: Tensor, mask: Tensor) -> Tensor:
-        return self.head((self.conv(image) * mask).cumsum(0))
+    return self.head((self.conv(image) * mask).cumsum(0))
 
 
 def inputs(batch: int = 4) -> tuple[Tensor, Tensor]:
@@ -225,8 +216,6 @@ def test_inspect_the_graph_of_a_file(files: dict[str, Path], capsys: pytest.Capt
 
 
 # ---- diff ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("form", ["traced", "prepared", "integer", "onnx", "uncalibrated"])
 def test_a_file_is_equal_to_itself(form: str, files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert called(capsys, "diff", files[form], files[form]) == (0, "equal: the same graph, scales and tensors\n", "")
@@ -277,8 +266,6 @@ def test_different_kinds_have_no_difference(files: dict[str, Path], capsys: pyte
 
 
 # ---- verify -------------------------------------------------------------------------------------------------------------
-
-
 PAIRS = [("integer", "onnx"), ("onnx", "integer"), ("prepared", "integer"), ("prepared", "onnx")]
 
 
@@ -451,8 +438,6 @@ def test_the_scales_of_a_32_bit_output(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 # ---- output that cannot be written, and sizes that are absurd --------------------------------------------------------
-
-
 ROOT = Path(__file__).parents[2]
 MODEL = """
 from torch import nn

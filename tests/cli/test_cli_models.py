@@ -1,7 +1,5 @@
 """The commands that take a model from Python to files: what they write, what they find, and what they say when they cannot."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re
@@ -58,7 +56,7 @@ def files_of(folder: str) -> list[str]:
 def by_hand(target: str = "bayes-e", qconfig: Any = None) -> fxq.results.Result:
     """What Python's functions make of the same samples: the last fifth is held back."""
     batches = [{"image": rows} for rows in images()[: -(ROWS // 5)].split(8)]
-    return fxq.quantize(network_of("Network"), batches, target, qconfig, show_progress=False)
+    return fxq.quantize(network_of("Network"), batches, target, qconfig)
 
 
 def test_a_command_imports_from_the_current_folder_and_leaves_the_paths_of_imports(
@@ -71,8 +69,6 @@ def test_a_command_imports_from_the_current_folder_and_leaves_the_paths_of_impor
 
 
 # ---- quantize -----------------------------------------------------------------------------------------------------------
-
-
 def test_quantize_writes_what_pythons_functions_make(capsys: pytest.CaptureFixture[str]) -> None:
     given = ("quantize", "networks:Network", "--data", "images.npy", "--batch-size", 8, "--target", "nash-e", "--out", "out")
     status, shown, _ = called(capsys, *given)
@@ -149,8 +145,6 @@ def test_a_file_that_differs_is_status_1(monkeypatch: pytest.MonkeyPatch, capsys
 
 
 # ---- check --------------------------------------------------------------------------------------------------------------
-
-
 def test_check_lists_what_is_broken_with_line_and_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     status, shown, _ = called(capsys, "check", "networks:Network", "--target", "bernoulli2", "--shape", "1,2,8,8")
     assert status == 1
@@ -163,7 +157,6 @@ def test_check_lists_what_is_broken_with_line_and_remedy(capsys: pytest.CaptureF
 
 
 # ---- errors -------------------------------------------------------------------------------------------------------------
-
 FACTORIES = {
     "networks": "does not name a model", "networks:": "does not name a model", "networks.py:Network": "networks.py cannot be imported",
     "net works:Network": "does not name a model", "absent:Network": "No module named 'absent'", "broken:f": "ZeroDivisionError",

@@ -1,7 +1,5 @@
 """The pages for those who come from elsewhere: both columns of their programs run, and the names of their tables are there."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

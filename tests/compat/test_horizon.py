@@ -1,7 +1,5 @@
 """Horizon's names over fxquant: its flow, its qconfigs and setters, its tools, and what has no equal here."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Iterator
@@ -250,8 +248,6 @@ def test_what_forward_computes_only_in_train_mode_is_kept() -> None:
 
 
 # ---- the plugin's checkpoints ---------------------------------------------------------------------------------------------------
-
-
 def test_a_checkpoint_of_the_plugin_loads(caplog: pytest.LogCaptureFixture) -> None:
     student = prepared_as(horizon.default_qat_8bit_lsq_quant_qconfig, Net().train())
     folded = {name: value for name, value in student.state_dict().items() if not name.startswith("quantized.")}
@@ -270,7 +266,6 @@ def test_a_checkpoint_of_the_plugin_loads(caplog: pytest.LogCaptureFixture) -> N
     assert found["head"] == pytest.approx(0.05)
     assert next(iter(found.values())) == pytest.approx(0.03)
     learned = quantized_operators(student)["head"].weight_quantizer.learned
-    assert learned is not None
     assert torch.equal(learned.base_scale, torch.full((5,), 0.004))
     assert any("of 4 scales of the checkpoint 4 were taken" in record.getMessage() for record in caplog.records)
     with pytest.raises(RuntimeError, match=r"nowhere\.activation_post_process\.scale"):
@@ -290,8 +285,7 @@ def test_a_checkpoint_of_a_wrapped_model_and_of_another_head_loads(caplog: pytes
     other.head = nn.Conv2d(8, 7, 1)
     tuned = prepared_as(horizon.default_qat_8bit_fake_quant_qconfig, other)
     before = tuned.head.weight.clone()
-    with caplog.at_level("WARNING", "fxquant"):
-        left = tuned.load_state_dict(wrapped, strict=False)
+    left = tuned.load_state_dict(wrapped, strict=False)
     assert {"head.weight", "head.bias"} <= set(left.missing_keys)
     assert left.unexpected_keys == ["head.weight (5, 8, 1, 1) in place of (7, 8, 1, 1)", "head.bias (5,) in place of (7,)"]
     assert any("head.weight (5, 8, 1, 1) in place of (7, 8, 1, 1)" in record.getMessage() for record in caplog.records)
@@ -323,7 +317,6 @@ def test_batch_norms_of_a_checkpoint_are_not_left_out_of_folded_weights() -> Non
 
 
 # ---- what is quantized how ------------------------------------------------------------------------------------------------
-
 A, W, Q = fxq.ActivationConfig, fxq.WeightConfig, fxq.QConfig
 MOVING = fxq.observers.MovingAverageMinMaxObserver(0.01)
 FAKE = horizon.FakeQuantize
@@ -482,8 +475,6 @@ def test_the_template_for_high_precision_outputs_finds_the_last_layer() -> None:
 
 
 # ---- tools ------------------------------------------------------------------------------------------------------------------
-
-
 def test_similarity_of_float_prepared_and_integer_models(tmp_path: Path) -> None:
     model = Net().eval()
     prepared = calibrated(prepared_as(horizon.default_calib_8bit_fake_quant_qconfig, model))
@@ -537,8 +528,6 @@ def test_a_model_is_checked_and_written(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 # ---- what is refused --------------------------------------------------------------------------------------------------------
-
-
 def with_template(template: Any) -> Any:
     return horizon.prepare(Net().eval(), BATCHES[0], horizon.QconfigSetter(templates=[template]))
 

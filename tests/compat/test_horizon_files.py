@@ -1,7 +1,5 @@
 """What the plugin's and its compiler's names write, what is kept whole, and what a line of the log says of it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -53,8 +51,6 @@ def calibrated(model: nn.Module | None = None, setter: Any = NARROW) -> Any:
 
 
 # ---- modules of the compiler ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("setter", [NARROW, horizon.default_calibration_qconfig_setter], ids=["int8", "int32"])
 def test_a_module_whose_ends_were_left_out_takes_and_returns_integers(setter: Any, tmp_path: Path) -> None:
     made = compiler.convert(hbdk4.export(calibrated(setter=setter), BATCHES[0], name="net"), "nash-e")
@@ -84,7 +80,7 @@ def test_a_module_takes_the_image_of_a_camera(order: str, tmp_path: Path, caplog
     planes = fxq.nn.rgb_to_nv12(torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)))
     yuv = fxq.nn.Nv12ToYuv444()(*planes)
     prepared = horizon.prepare(Net().eval(), colours(yuv), NARROW)
-    fxq.calibrate(prepared, [colours(yuv)], show_progress=False)
+    fxq.calibrate(prepared, [colours(yuv)])
     made = compiler.convert(hbdk4.export(prepared, colours(yuv)), "nash-e")
     (expected,) = made.functions[0](colours(yuv).numpy())
     taken = made.graphs[0].flatten_inputs[0].insert_transpose([0, 3, 1, 2])
@@ -97,8 +93,7 @@ def test_a_module_takes_the_image_of_a_camera(order: str, tmp_path: Path, caplog
     assert torch.equal(found, of_bytes)
     assert torch.equal(hbdk4.get_hbir_output_unflattener(made)(made[0](*planes)), found)
     assert (found - expected).norm() < 0.1 * expected.norm()
-    with caplog.at_level("WARNING", "fxquant"):
-        file = compiler.visualize(made, tmp_path / "nv12.onnx")
+    file = compiler.visualize(made, tmp_path / "nv12.onnx")
     assert torch.equal(computed(file, yuv - 128), found)
     assert any("Y, U and V minus 128, times 1; calls of the module take nv12" in record.getMessage() for record in caplog.records)
 
@@ -146,7 +141,7 @@ def test_the_folder_for_hb_compile_is_left_where_its_compiler_is_not(tmp_path: P
     assert torch.equal(computed(tmp_path / "model" / "model.onnx", BATCHES[0][:1]), integer(BATCHES[0][:1]))
     made = compiler.convert(calibrated(), "nash-e")
     made[0].remove_io_op()
-    with caplog.at_level("WARNING", "fxquant"), pytest.raises(fxq.errors.ConfigurationError, match="cannot be compiled here"):
+    with pytest.raises(fxq.errors.ConfigurationError, match="cannot be compiled here"):
         compiler.compile(made, tmp_path / "other.hbm", "nash-e")
     assert any("float tensors" in record.getMessage() for record in caplog.records)
 
@@ -161,7 +156,7 @@ def test_what_stays_in_float_is_named_for_the_processor(tmp_path: Path) -> None:
         model, {"": horizon.default_calib_8bit_fake_quant_qconfig}, hybrid=True, hybrid_dict={"module_name": ["1", "2"]},
         example_inputs=BATCHES[0],
     )  # fmt: skip
-    fxq.calibrate(hybrid, BATCHES, show_progress=False)
+    fxq.calibrate(hybrid, BATCHES)
     folder = fxq.board.export_horizon(fxq.convert(hybrid), tmp_path / "hybrid")
     (line,) = [line for line in (folder / "model.yaml").read_text().splitlines() if "run_on_cpu" in line]
     named = line.split("'")[1].split(";")
@@ -169,8 +164,6 @@ def test_what_stays_in_float_is_named_for_the_processor(tmp_path: Path) -> None:
 
 
 # ---- wrapped --------------------------------------------------------------------------------------------------------------
-
-
 @fx_helper.wrap(skip_compile=True)
 def ranked(x: Tensor) -> Tensor:
     return x * 2 if float(x.detach().sum()) > 0 else x * 3
@@ -220,8 +213,6 @@ def test_what_is_wrapped_is_traced_unless_it_is_not_to_be_compiled() -> None:
 
 
 # ---- the log ----------------------------------------------------------------------------------------------------------------
-
-
 def test_options_without_effect_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = Net().eval()
     with caplog.at_level("INFO", "fxquant"):

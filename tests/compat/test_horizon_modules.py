@@ -3,8 +3,6 @@
 Operands are whole numbers and fractions of powers of two, so that every order of additions gives the same bits.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable
@@ -37,8 +35,6 @@ def boxes_of(count: int, side: int = 32) -> Tensor:
 
 
 # ---- suppression --------------------------------------------------------------------------------------------------------
-
-
 def overlap(a: list[float], b: list[float]) -> float:
     width = max(0.0, min(a[2], b[2]) - max(a[0], b[0]))
     height = max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
@@ -68,8 +64,6 @@ def test_of_boxes_that_overlap_the_better_stays(seed: int) -> None:
 
 
 # ---- detectors ----------------------------------------------------------------------------------------------------------
-
-
 def test_anchors_are_the_channels_of_a_map() -> None:
     generator = hnn.AnchorGenerator(feat_strides=[4, 8], scales=[2, 4], ratios=[1, 4])
     maps = generator([torch.zeros(2, 1, 3, 5), torch.zeros(2, 1, 2, 2)])
@@ -232,8 +226,6 @@ def test_a_detector_with_its_boxes_becomes_integers_up_to_them() -> None:
 
 
 # ---- regions ------------------------------------------------------------------------------------------------------------
-
-
 def between(plane: Tensor, y: float, x: float) -> float:
     """The value of a map between its pixels; outside, that of its border."""
     height, width = plane.shape
@@ -290,8 +282,6 @@ def test_a_box_is_read_from_the_level_of_its_size() -> None:
 
 
 # ---- points and maps ------------------------------------------------------------------------------------------------------
-
-
 def cells_of(points: Tensor, size: list[float], ends: list[float], most: int, each: int) -> dict[tuple[int, ...], list[list[float]]]:
     found: dict[tuple[int, ...], list[list[float]]] = {}
     for point in points.tolist():
@@ -367,7 +357,6 @@ def test_displaced_maps_are_compared() -> None:
 
 
 def test_deformable_attention_is_the_sum_at_its_points() -> None:
-    torch.manual_seed(0)
     shapes = [(4, 4), (2, 2)]
     layer = hnn.MultiScaleDeformableAttention(8, 2, 2, 2, dropout=0.0, batch_first=True).eval()
     query, value, points = torch.randn(1, 3, 8), torch.randn(1, 20, 8), torch.rand(1, 3, 2, 2)
@@ -387,7 +376,6 @@ def test_deformable_attention_is_the_sum_at_its_points() -> None:
 
 
 # ---- the others -----------------------------------------------------------------------------------------------------------
-
 X = whole(2, 4, 6, 8)
 POSITIVE = X.abs() + 1
 OTHERS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {

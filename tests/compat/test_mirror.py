@@ -1,7 +1,5 @@
 """The mirrored modules: every name of the tables is served or refused, every import line of public documents is, and the page is theirs."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.machinery

@@ -1,7 +1,5 @@
 """PT2E: exported programs, quantizers of PyTorch's kind and of the user's own, and a target as a quantizer for torchao."""
 
-from __future__ import annotations
-
 import sys
 import types
 from collections.abc import Callable
@@ -24,8 +22,6 @@ ATEN: Any = torch.ops.aten
 
 
 # ---- what torchao's annotations are: dataclasses with these names and fields ------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class QuantizationSpec:
     dtype: torch.dtype
@@ -279,8 +275,6 @@ def test_ranges_of_weights_are_read() -> None:
 
 
 # ---- a target as a quantizer --------------------------------------------------------------------------------------------
-
-
 def test_a_target_is_a_quantizer(monkeypatch: pytest.MonkeyPatch) -> None:
     quantizer = torch_ao.BpuQuantizer("x5")
     prepared = calibrated(torch_ao.prepare_pt2e(program(), quantizer))

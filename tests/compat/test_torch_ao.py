@@ -1,7 +1,5 @@
 """PyTorch's torch.ao.quantization over fxquant: its own objects read into ours, its functions, and what has no equal here."""
 
-from __future__ import annotations
-
 import copy
 import io
 import sys
@@ -274,7 +272,6 @@ def test_switches_wait_for_the_first_batch() -> None:
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_a_model_is_dynamic_from_its_first_batch_on(inplace: bool) -> None:
-    torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)), torch.randn(4, 8)
     expected = torch_ao.quantize_dynamic(model, {nn.Linear}, example_inputs=(x,))
     quantized = torch_ao.quantize_dynamic(model, {nn.Linear}, inplace=inplace)
@@ -295,8 +292,6 @@ def test_a_batch_size_that_forward_needs_is_fixed(caplog: pytest.LogCaptureFixtu
 
 
 # ---- checkpoints, branches of training, shapes ------------------------------------------------------------------------------
-
-
 class Pooled(nn.Module):
     """A fused layer, a pool that keeps its grid, and two inputs, the second of which is read first."""
 
@@ -410,7 +405,6 @@ def test_sizes_are_those_that_are_asked_for() -> None:
 
 
 # ---- what PyTorch's objects mean ----------------------------------------------------------------------------------------
-
 A, W = fxq.ActivationConfig, fxq.WeightConfig
 HIST = fxq.observers.HistogramObserver
 WEIGHT = ao.default_weight_observer
@@ -599,7 +593,6 @@ def test_a_model_that_is_prepared_is_not_traced_again() -> None:
 
 
 # ---- mappings -------------------------------------------------------------------------------------------------------------
-
 SYMMETRIC = activation(ao.MinMaxObserver, dtype=torch.qint8, qscheme=torch.per_tensor_symmetric)
 
 
@@ -646,8 +639,6 @@ def test_a_rule_for_one_call_of_a_type_is_read() -> None:
 
 
 # ---- what is refused, and where PyTorch's objects come from -------------------------------------------------------------
-
-
 CALLS = {
     "backend_config": lambda m: torch_ao.prepare_fx(m, None, (BATCHES[0],), backend_config=ao.backend_config.BackendConfig("mine")),
     "equalization": lambda m: torch_ao.prepare_fx(m, None, (BATCHES[0],), _equalization_config={}),

@@ -1,7 +1,5 @@
 """Whole programs for torch.ao and PT2E, and the lines of the guide: each runs, or is refused by a remedy that works."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib.util

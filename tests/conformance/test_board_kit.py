@@ -1,7 +1,5 @@
 """A user's own model on a board: stand-ins for the runtimes return what the integer model computes, or something else."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +15,7 @@ from fxquant.analysis.sample import random_batches
 from fxquant.backends.horizon.export import nv12_of
 from fxquant.cli import main
 from fxquant.conformance.manifest import Array, packed, read_arrays
+from tests.shared.networks import members
 from tests.shared.programs import program
 
 # Samples come in order: the stand-ins return the rows of answers.npz one after another, and keep what they are given.
@@ -42,23 +41,18 @@ class HB_HBMRuntime:
 RUNTIMES = {"hobot_dnn": ("__init__.py", HOBOT), "bpu_infer_lib": ("bpu_infer_lib.py", INFER), "hbm_runtime": ("hbm_runtime.py", HBM)}
 
 
-class Two(nn.Module):
+@members(lambda: dict(a=nn.Conv2d(3, 4, 3), b=nn.Conv2d(4, 2, 1)))
+def Two(self, image: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Two images, two maps: one for each channel's own scale."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 1)
-
-    def forward(self, image: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        y = torch.relu(self.a(image)) * mask
-        return y, self.b(y)
+    y = torch.relu(self.a(image)) * mask
+    return y, self.b(y)
 
 
 def two(**options: Any) -> tuple[fx.GraphModule, list[Tensor], Any]:
     torch.manual_seed(0)
     batch = [torch.randn(3, 3, 8, 8), torch.rand(3, 1, 6, 6)]
     mapping = fxq.QConfigMapping().set_module_name("b", fxq.QConfig(fxq.ActivationConfig("int32")))
-    result = fxq.quantize(Two().eval(), [batch], "bayes-e", mapping, show_progress=False)
+    result = fxq.quantize(Two().eval(), [batch], "bayes-e", mapping)
     return result.integer, batch, {"output_names": ["y", "z"], "options": fxq.board.HorizonOptions(**options)}
 
 
@@ -148,11 +142,10 @@ def resize(image, size):
 
 @pytest.mark.parametrize("camera", ["nv12", "yuv444"])
 def test_a_program_that_reads_a_camera_is_given_its_bytes(camera: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
     pictures = torch.randint(0, 256, (2, 3, 8, 12), dtype=torch.uint8)
     model, planes = nn.Conv2d(3, 4, 3).eval(), fxq.nn.rgb_to_nv12(pictures)
     yuv = fxq.nn.Nv12ToYuv444(centred=True)(*planes)
-    integer = fxq.board.with_camera(fxq.quantize(model, [pictures.float()], "bayes-e", show_progress=False).integer)
+    integer = fxq.board.with_camera(fxq.quantize(model, [pictures.float()], "bayes-e").integer)
     kit = fxq.board.board_kit(tmp_path / "kit", integer, program_of(integer, tmp_path / "net", camera=camera, output_names=["y"]), [yuv])
     install(kit, "hobot_dnn", {"y": integer(yuv).numpy()})
     assert run(kit).returncode == 0
@@ -177,10 +170,9 @@ def test_a_program_that_reads_a_camera_is_given_its_bytes(camera: str, tmp_path:
 
 
 def test_an_output_in_float_is_shown_and_not_compared(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     model, batch = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Tanh()).eval(), torch.randn(2, 3, 4, 4)
     mapping = fxq.QConfigMapping().set_object_type(nn.Tanh, None)
-    integer = fxq.quantize(model, [batch], "bayes-e", mapping, show_progress=False).integer
+    integer = fxq.quantize(model, [batch], "bayes-e", mapping).integer
     kit = fxq.board.board_kit(tmp_path / "kit", integer, program_of(integer, tmp_path / "net", output_names=["y"]), [batch])
     install(kit, "hobot_dnn", {"y": integer(batch).numpy() + np.float32(0.25)})
     done = run(kit)
@@ -190,7 +182,7 @@ def test_an_output_in_float_is_shown_and_not_compared(tmp_path: Path) -> None:
 def test_another_program_is_refused(tmp_path: Path) -> None:
     integer, batch, names = two()
     program = program_of(integer, tmp_path / "net", **names)
-    other = fxq.quantize(nn.Conv2d(3, 4, 1).eval(), batch[:1], "bayes-e", show_progress=False).integer
+    other = fxq.quantize(nn.Conv2d(3, 4, 1).eval(), batch[:1], "bayes-e").integer
     for model, path in ((other, program), (integer, tmp_path / "none.bin"), (integer, tmp_path / "net" / "model.onnx")):
         with pytest.raises(fxq.errors.ConfigurationError, match="is not the program of this model"):
             fxq.board.board_kit(tmp_path / "kit", model, path, [batch])
@@ -213,7 +205,7 @@ def test_the_command_line_has_the_options_and_writes_the_folder(
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     images = torch.randn(2, 3, 8, 12)
-    integer = fxq.quantize(nn.Conv2d(3, 4, 3).eval(), [images], "bayes-e", show_progress=False).integer
+    integer = fxq.quantize(nn.Conv2d(3, 4, 3).eval(), [images], "bayes-e").integer
     fxq.save(integer, "model.fxq")
     yuv = fxq.nn.Nv12ToYuv444(centred=True)(*fxq.nn.rgb_to_nv12(torch.randint(0, 256, (2, 3, 8, 12), dtype=torch.uint8)))
     np.savez("yuv.npz", yuv.numpy())

@@ -1,7 +1,5 @@
 """Conformance kits without the vendor's tool: a stand-in compiles, and results are our own integers, or those of planted variants."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle
@@ -79,7 +77,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Kit:
         patched.setattr(kit_module, "compile_model", stand_in)
         patched.setattr(Tool, "find", lambda: None)
         folder = tmp_path_factory.mktemp("kits") / "kit"
-        return read_kit(fxq.board.conformance_kit(folder, "x5", operators=OPERATORS, show_progress=False))
+        return read_kit(fxq.board.conformance_kit(folder, "x5", operators=OPERATORS))
 
 
 @pytest.fixture
@@ -244,8 +242,6 @@ def test_what_was_not_run_is_reported(kit: Kit, tmp_path: Path, capsys: pytest.C
 
 
 # ---- misuse ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -406,7 +402,7 @@ def test_a_kit_that_is_not_finished_leaves_the_one_before(
 
     monkeypatch.setattr(kit_module, "compile_model", refuse)
     with pytest.raises((KeyboardInterrupt, fxq.FxQuantError)):
-        fxq.board.conformance_kit(kit.folder, "x5", operators=("relu", "add"), show_progress=False)
+        fxq.board.conformance_kit(kit.folder, "x5", operators=("relu", "add"))
     assert fxq.board.check_conformance(kit.folder, write_results(kit, tmp_path / "results"))
 
 
@@ -419,13 +415,13 @@ def test_what_the_compiler_refuses_is_reported_and_the_rest_compiled(tmp_path: P
 
     monkeypatch.setattr(kit_module, "compile_model", refuses)
     names = ["conv 1x1", "sigmoid", "relu"]
-    kit = read_kit(fxq.board.conformance_kit(tmp_path / "kit", "bayes-e", operators=names, scales=SCALES[:1], show_progress=False))
+    kit = read_kit(fxq.board.conformance_kit(tmp_path / "kit", "bayes-e", operators=names, scales=SCALES[:1]))
     assert [[case.operator for case in program.cases] for program in kit.programs] == [["conv 1x1"], ["relu"]]
     assert [(refusal.operator, refusal.because) for refusal in kit.refusals] == [("sigmoid", "there is a sigmoid")]
     found = rows(fxq.board.check_conformance(kit.folder, write_results(kit, tmp_path / "results")))
     assert [found[name].result for name in names] == ["equal", "refused", "equal"]
     with pytest.raises(fxq.errors.ConfigurationError, match="no program is left for bayes-e"):
-        fxq.board.conformance_kit(tmp_path / "none", "bayes-e", operators=["sigmoid"], show_progress=False)
+        fxq.board.conformance_kit(tmp_path / "none", "bayes-e", operators=["sigmoid"])
 
 
 def test_the_kit_sees_whether_a_slope_is_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,8 +443,6 @@ def test_variants_differ_from_the_target_and_each_other() -> None:
 
 
 # ---- the board's script -----------------------------------------------------------------------------------------------------
-
-
 def run_on_board(kit: Kit, *options: str) -> subprocess.CompletedProcess[str]:
     """The kit's script, where modules of a board stand beside it."""
     board = kit.folder / manifest.BOARD

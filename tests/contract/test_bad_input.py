@@ -1,7 +1,5 @@
 """Bad input is met by an error that says what, where, why and what to do, and nothing is lost; a few texts are golden."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging
@@ -74,13 +72,11 @@ def observations(prepared: fx.GraphModule) -> dict[str, Tensor]:
 
 def assert_still_usable(prepared: fx.GraphModule) -> None:
     """Calibration goes on, and what comes of it holds the contract."""
-    fxq.calibrate(prepared, [batch()], show_progress=False)
+    fxq.calibrate(prepared, [batch()])
     assert_validate_is_integer(prepared, fxq.convert(prepared), batch())
 
 
 # ---- calibration --------------------------------------------------------------------------------------------------------
-
-
 def with_value(value: float) -> Tensor:
     bad = batch()
     bad[1, 0, 2, 3] = value
@@ -106,10 +102,10 @@ def test_a_bad_batch_is_refused_and_earlier_ones_are_kept(prepared: fx.GraphModu
     if name == "overflow":
         torch.nn.init.constant_(prepared.conv.weight, 10.0)
     good, reference = batch(), copy.deepcopy(prepared)
-    fxq.calibrate(reference, [good], show_progress=False)
+    fxq.calibrate(reference, [good])
     bad = torch.full((4, *SHAPE), 1e38) if name == "overflow" else BAD_BATCHES[name]()
     with pytest.raises(fxq.errors.CalibrationError, match=r"because[\s\S]*remedy"):
-        fxq.calibrate(prepared, [good, bad], show_progress=False)
+        fxq.calibrate(prepared, [good, bad])
     expected = observations(reference)
     assert all(torch.equal(value, expected[key]) for key, value in observations(prepared).items())
     assert {module.state for module in prepared.modules() if hasattr(module, "state")} == {fxq.State.CALIBRATE}
@@ -137,13 +133,11 @@ def test_an_error_of_the_data_itself_passes_through(prepared: fx.GraphModule) ->
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone"):
-        fxq.calibrate(prepared, broken(), show_progress=False)
+        fxq.calibrate(prepared, broken())
     assert_still_usable(prepared)
 
 
 # ---- the wrong model at the wrong time ------------------------------------------------------------------------------------
-
-
 def branches(_: Any, x: Tensor) -> Tensor:
     if x.mean() > 0:
         return x.relu()
@@ -165,8 +159,6 @@ def test_an_error_says_what_where_why_and_what_to_do(name: str, golden: Golden) 
 
 
 # ---- files ------------------------------------------------------------------------------------------------------------------
-
-
 def write_foreign_model(path: Path) -> None:
     value = helper.make_tensor_value_info("image", TensorProto.FLOAT, ["batch", *SHAPE])
     result = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", *SHAPE])
@@ -210,15 +202,13 @@ def test_verifying_with_a_bad_batch(integer: fx.GraphModule, exported: Path, nam
     """What NaN and infinity become is defined, so that they are compared."""
     batches = [batch(), BAD_BATCHES[name]()]
     if name in ("nan", "infinite"):
-        assert fxq.verify(integer, exported, batches, show_progress=False)
+        assert fxq.verify(integer, exported, batches)
         return
     with pytest.raises(fxq.errors.CalibrationError):
-        fxq.verify(integer, exported, batches, show_progress=False)
+        fxq.verify(integer, exported, batches)
 
 
 # ---- an operator that no record takes ---------------------------------------------------------------------------------------
-
-
 def odd(m: Any, image: Tensor) -> Tensor:
     """Between two layers stand operators that have no integer form."""
     x = m.conv(image).relu()
@@ -240,7 +230,7 @@ def test_an_unknown_operator_stays_in_float_and_says_so_and_every_integer_segmen
     assert_validate_is_integer(prepared, integer, batch())
     path = fxq.export_onnx(integer, tmp_path / "model.onnx")
     batches = [batch(16), batch(1)]
-    report = fxq.verify(integer, path, batches, show_progress=False)
+    report = fxq.verify(integer, path, batches)
     assert report, str(report)
     assert {"conv", "head"} <= report.names
     assert report.flips == count_flips(integer, path, batches)
@@ -254,7 +244,7 @@ def test_what_float_operators_flip_is_counted_apart(tmp_path: Path) -> None:
     softmax.op_type = "LogSoftmax"  # a float operator that computes something else
     onnx.save(model, path)
     batches = [batch(16), batch(1)]
-    report = fxq.verify(integer, path, batches, show_progress=False)
+    report = fxq.verify(integer, path, batches)
     assert report, "equal inputs of a segment give equal outputs"
     assert report.flips == count_flips(integer, path, batches) > 0
     assert f"{report.flips} elements flipped" in str(report)

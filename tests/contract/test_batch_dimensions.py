@@ -1,7 +1,5 @@
 """`dynamic_shapes` says which dimension of each input is the batch: that is the one that varies, everywhere."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math
@@ -25,7 +23,7 @@ from fxquant.errors import ConfigurationError
 from fxquant.ir.graph import fact
 from tests.backends import test_reference_c
 from tests.shared import contract
-from tests.shared.networks import Network, held
+from tests.shared.networks import Network, held, members
 
 BATCH = Dim("batch")
 
@@ -41,16 +39,11 @@ def attention(m: Any, x: Tensor) -> Tensor:
     return x + m.attention(x, x, x, need_weights=False)[0]
 
 
-class States(nn.Module):
+@members(lambda: dict(cells=nn.LSTM(6, 4, 2), head=nn.Linear(4, 3)))
+def States(self, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A recurrent layer that takes its states, (layers, B, 4), and returns the next ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cells, self.head = nn.LSTM(6, 4, 2), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        y, (h, c) = self.cells(x, (h, c))
-        return self.head(y), h, c
+    y, (h, c) = self.cells(x, (h, c))
+    return self.head(y), h, c
 
 
 def inputs(name: str, batch: int, seed: int = 0) -> tuple[Tensor, ...]:
@@ -99,7 +92,7 @@ def test_the_batch_is_the_dimension_that_is_named_and_every_form_has_the_same_bi
         contract.assert_validate_is_integer(prepared, integer, *inputs(name, size, 9))
     path = tmp_path / "model.onnx"
     fxq.export_onnx(integer, path, style="exact")
-    report = fxq.verify(integer, path, [inputs(name, 2, 9), inputs(name, 7, 9)], show_progress=False)
+    report = fxq.verify(integer, path, [inputs(name, 2, 9), inputs(name, 7, 9)])
     assert report, str(report)
     for value in onnx.load(path).graph.input:
         assert [dim.dim_param for dim in value.type.tensor_type.shape.dim] == ["", "batch", ""]
@@ -129,9 +122,9 @@ def test_samples_are_counted_and_cut_along_the_batch(caplog: pytest.LogCaptureFi
     first.take(batches[0])
     assert first.kept.seen == first.kept.samples == 32
     with caplog.at_level("INFO", "fxquant"):
-        fxq.calibrate(prepared, batches, show_progress=False)
+        fxq.calibrate(prepared, batches)
     assert any(message.startswith("biases are") for message in caplog.messages)  # there are 64, though dimension 0 counts ten
-    result = fxq.tuning.adaround(prepared, batches, steps=3, show_progress=False)
+    result = fxq.tuning.adaround(prepared, batches, steps=3)
     assert result.layers
     contract.assert_validate_is_integer(prepared, fxq.convert(prepared), *inputs("lstm", 3, 9))
 
@@ -139,14 +132,14 @@ def test_samples_are_counted_and_cut_along_the_batch(caplog: pytest.LogCaptureFi
 def test_a_float_model_is_compared_with_its_batch_where_the_other_form_has_it() -> None:
     batches = [inputs("attention", size, seed) for seed, size in enumerate((4, 3))]
     prepared, integer = compiled("attention")
-    assert fxq.compare(made("attention"), integer, batches, advice=False, show_progress=False).batches == 2
-    assert fxq.compare(prepared, made("attention"), batches, advice=False, show_progress=False).batches == 2
+    assert fxq.compare(made("attention"), integer, batches, advice=False).batches == 2
+    assert fxq.compare(prepared, made("attention"), batches, advice=False).batches == 2
 
 
 def test_a_traced_model_brings_its_batch_along_to_a_search() -> None:
     batches = [inputs("attention", 8, seed) for seed in range(4)]
     traced = fxq.trace(made("attention"), batches[0], options=fxq.Options(dynamic_shapes=SHAPES["attention"]))
-    found = fxq.search.sensitivity(traced, batches, "bayes-e", options=fxq.Options(measured=False), show_progress=False)
+    found = fxq.search.sensitivity(traced, batches, "bayes-e", options=fxq.Options(measured=False))
     assert "project" in str(found)
 
 
@@ -252,8 +245,6 @@ def test_what_does_not_fit_is_refused_by_name(form: str) -> None:
 
 
 # ---- numbers that Python computes of the batch size, and activations that are written into constants -----------------------
-
-
 class Model(nn.Module):
     """A layer, and what a function makes of its result; it stands here, for numbers are followed where `forward` is written."""
 
@@ -315,20 +306,12 @@ def test_a_size_that_python_computes_and_what_is_written_or_filled_hold_the_cont
 
 
 # ---- empty batches ---------------------------------------------------------------------------------------------------------
-
-
-class Wide(nn.Module):
+@members(lambda: dict(conv=nn.Conv2d(256, 8, 3, padding=1), norm=nn.BatchNorm2d(8), same=nn.Conv2d(8, 8, 1), linear=nn.Linear(2000, 4)))
+def Wide(self, x: Tensor) -> Tensor:
     """Sums that can exceed 2^24, with and without a batch norm and a residual, and a table of 16 bits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm, self.same = nn.Conv2d(256, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1)
-        self.linear = nn.Linear(2000, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(self.conv(x))
-        y = torch.relu(self.same(y) + y)
-        return self.linear(torch.sigmoid(y).flatten(1).repeat(1, 10))
+    y = self.norm(self.conv(x))
+    y = torch.relu(self.same(y) + y)
+    return self.linear(torch.sigmoid(y).flatten(1).repeat(1, 10))
 
 
 WIDE_BATCH = torch.randn(4, 256, 5, 5, generator=torch.Generator().manual_seed(0))
@@ -373,4 +356,107 @@ def test_an_empty_batch(case: str) -> None:
     output.sum().backward()
     assert all(float(each.grad.abs().sum()) == 0 for each in prepared.parameters() if each.grad is not None)
     fxq.set_state(prepared, "validate")
-    assert fxq.verify(prepared, fxq.convert(prepared), [WIDE_BATCH], show_progress=False)
+    assert fxq.verify(prepared, fxq.convert(prepared), [WIDE_BATCH])
+
+
+@members(lambda: dict(conv=nn.Conv2d(3, 8, 3), head=nn.Linear(8 * 36, 4)))
+def Sizes(self, image: Tensor) -> tuple[Tensor, ...]:
+    """Sizes of the batch in views, in new tensors and on the host, beside layers and float operators."""
+    features = self.conv(image).relu()
+    batch = features.shape[0]
+    rows = features.flatten(2).transpose(1, 2).reshape(batch, -1)
+    halves = rows.view(image.size(0) * 2, -1).sinh().sum(1)
+    return self.head(rows), features.new_zeros(batch, 2) + 1, halves, rows.sort(1).values.cumsum(1)
+
+
+def images(batch: int) -> Tensor:
+    return torch.randn(batch, 3, 8, 8)
+
+
+def unfixed(path: Path) -> list[str]:
+    """The values of a file that onnx checks and infers whose shape is not all numbers."""
+    model = onnx.load(path)
+    onnx.checker.check_model(model, full_check=True)
+    inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True).graph
+    known = {info.name: info.type.tensor_type for info in (*inferred.input, *inferred.value_info, *inferred.output)}
+    names = [info.name for info in inferred.input] + [name for node in inferred.node for name in node.output if name]
+    assert len(names) > 3
+    return [
+        name
+        for name in names
+        if name not in known or not known[name].HasField("shape") or not all(dim.HasField("dim_value") for dim in known[name].shape.dim)
+    ]
+
+
+@pytest.fixture(scope="module")
+def result() -> fxq.results.Result:
+    torch.manual_seed(0)
+    return fxq.quantize(Sizes().eval(), [images(2), images(2)], "nash-e")
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize(("style", "batch"), [("exact", 1), ("fast", 3), ("qdq", 1)])
+def test_every_size_is_a_number_and_the_bits_are_the_models(style: str, batch: int, result: fxq.results.Result, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"style": style, "opset": 21}
+    dynamic = fxq.export_onnx(result.integer, tmp_path / "dynamic.onnx", **options)
+    fixed = result.export(tmp_path / "fixed.onnx", batch_size=batch, **options)
+    assert unfixed(dynamic)
+    assert unfixed(fixed) == []
+    batches = [images(batch) for _ in range(2)]
+    report: Any = result.verify(fixed, batches)
+    if style == "qdq":
+        assert max(output.largest for outputs in report.outputs.values() for output in outputs) < 4
+    else:
+        assert report
+        assert report.tensors > 10
+    ours, theirs = (next(iter(fxq.inspect.record(path, batches[:1], ["quantized", "outputs"]))) for path in (dynamic, fixed))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert [entry["shape"][0] for entry in fxq.export.onnx_metadata(fixed)["inputs"]] == [batch]
+
+
+@pytest.mark.nightly
+def test_of_prepared_and_float_models(result: fxq.results.Result, tmp_path: Path) -> None:
+    path = fxq.export_onnx(result.prepared, tmp_path / "prepared.onnx", batch_size=1)
+    assert unfixed(path) == []
+    assert fxq.export.onnx_metadata(path)["style"] == "qdq"
+    path = fxq.export_onnx(Sizes().eval(), tmp_path / "float.onnx", example_inputs=images(2), batch_size=3)
+    assert unfixed(path) == []
+    assert next(iter(fxq.inspect.record(path, [images(3)], "outputs")))["output 0"].shape == (3, 4)
+
+
+def test_a_batch_of_one_may_be_flipped(tmp_path: Path) -> None:
+    """It is what ONNX's reference evaluator gives as an array of negative strides."""
+    result = fxq.quantize(Network(lambda s, x: s.linear(x).flip(0), linear=nn.Linear(4, 4)).eval(), [torch.randn(4, 4)])
+    path = result.export(tmp_path / "m.onnx", batch_size=1)
+    assert unfixed(path) == []
+    assert result.verify(path, [torch.randn(1, 4)])
+
+
+def test_batches_of_another_size_are_refused_by_name(result: fxq.results.Result, tmp_path: Path) -> None:
+    path = result.export(tmp_path / "m.onnx", batch_size=1, style="exact")
+    for run in (lambda: fxq.verify(result.integer, path, [images(2)]), lambda: next(iter(fxq.inspect.record(path, [images(2)])))):
+        with pytest.raises(fxq.errors.ExportError, match=r"input 'image' has the sizes \[1, 3, 8, 8\], and this one \[2, 3, 8, 8\]"):
+            run()
+
+
+def test_a_batch_size_that_the_graph_does_not_hold_for(tmp_path: Path) -> None:
+    only_even = Network(lambda s, image: s.conv(image).view(image.shape[0] // 2, 2, 4, 8, 8).sum(1), conv=nn.Conv2d(3, 4, 1))
+    halves = fxq.quantize(only_even.eval(), [images(4)])
+    with pytest.raises(fxq.errors.ConfigurationError, match=r"batch_size=1 cannot be used[\s\S]*because[\s\S]*remedy"):
+        halves.export(tmp_path / "m.onnx", batch_size=1)
+    assert halves.verify(halves.export(tmp_path / "m.onnx", batch_size=2), [images(2)])
+
+
+def test_a_model_that_was_traced_with_a_fixed_batch(tmp_path: Path) -> None:
+    static = fxq.quantize(nn.Conv2d(3, 4, 1).eval(), [images(2)], options=fxq.Options(dynamic_shapes={}))
+    assert static.export(tmp_path / "a.onnx", batch_size=2).read_bytes() == static.export(tmp_path / "b.onnx").read_bytes()
+    with pytest.raises(fxq.errors.ConfigurationError, match="traced with fixed sizes, and a batch of 2"):
+        static.export(tmp_path / "m.onnx", batch_size=1)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "1"])
+def test_a_batch_size_is_a_positive_whole_number(value: Any, result: fxq.results.Result, tmp_path: Path) -> None:
+    write: Callable[..., Any] = fxq.export_onnx
+    with pytest.raises(fxq.errors.ConfigurationError, match=r"batch_size=.* is not usable"):
+        write(result.integer, tmp_path / "m.onnx", batch_size=value)

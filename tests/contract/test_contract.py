@@ -1,7 +1,5 @@
 """The exactness contract, held by whole models: E1 integer = ONNX, E2 validate = integer, E3 train = validate, E4 proved, E5 located."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable
@@ -70,8 +68,6 @@ def exported(name: str, target: str, directory: Path) -> Path:
 
 
 # ---- E1, E2, E3 on whole models ---------------------------------------------------------------------------------------
-
-
 @every_pair
 def test_validate_is_integer(name: str, target: str) -> None:
     contract.assert_alive(compiled(name, target).integer, images(name, 8))
@@ -108,8 +104,6 @@ def test_other_networks_of_the_zoo(name: str, target: str, tmp_path: Path) -> No
 
 
 # ---- E3: statistics and gradients -------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("default_outputs")
 def test_gradients_stop_where_a_value_saturates() -> None:
     prepared = contract.compiled(nn.Sequential(nn.Conv2d(1, 1, 1)), [torch.randn(4, 1, 2, 2)]).prepared
@@ -138,8 +132,6 @@ def test_dropout_acts_only_in_train_with_train_mode() -> None:
 
 
 # ---- E4: proved accumulators ------------------------------------------------------------------------------------------
-
-
 def accumulators(integer: fx.GraphModule) -> list[tuple[fx.Node, fx.Node]]:
     """Every accumulator with the quantized node whose notes bound it."""
     nodes = {node.name: node for node in integer.graph.nodes}
@@ -287,7 +279,6 @@ def test_the_largest_sums_that_fit_are_exact(model: nn.Module, shape: tuple[int,
         if node.target in (accumulate.convolution, accumulate.convolution_wide):  # a pooling as a layer (CHIP.md, section 15)
             weight, bias = constants(integer, node)
             assert weight.unique().tolist() == [127]
-            assert bias is not None
             sums = 127 * sums + bias.long()
         assert torch.equal(values[node.name].long().flatten(), sums)
 
@@ -320,8 +311,6 @@ def test_a_bias_beyond_the_accumulator_raises_the_scale_of_its_channel_alone() -
 
 
 # ---- nothing but integers between the boundary nodes --------------------------------------------------------------------
-
-
 @every_pair
 def test_no_float_stands_between_the_boundary_nodes(name: str, target: str) -> None:
     integer = compiled(name, target).integer
@@ -368,7 +357,6 @@ def weights_of_layers(model: onnx.ModelProto) -> list[np.ndarray]:
 
 
 # ---- E5: located --------------------------------------------------------------------------------------------------------
-
 LAYER = "block4_project_0"  # in the middle of the demo network
 """The layer whose constants the tests below spoil."""
 
@@ -388,7 +376,6 @@ def assert_located(report: fxq.results.Report, name: str, *inputs: str) -> None:
     """The report names this node first, with its inputs, which were equal, and two values one step apart."""
     assert not report
     assert report.mismatches > 0
-    assert report.first is not None
     assert (report.first.name, report.first.inputs) == (name, inputs)
     assert report.first.inputs_equal
     one, other = report.first.values
@@ -435,7 +422,7 @@ def test_a_constant_of_the_file_that_is_off_by_one_is_located(spoil: Callable[..
     model = onnx.load(str(path))
     spoil(model, accumulator.name, result.name, target)
     onnx.save(model, str(path))
-    report = fxq.verify(integer, path, entry("demo network").test_batches, show_progress=False)
+    report = fxq.verify(integer, path, entry("demo network").test_batches)
     spoiled, given = (accumulator, before) if spoil is spoil_bias else (result, accumulator)
     assert_located(report, spoiled.name, given.name)
 
@@ -451,8 +438,8 @@ def test_a_constant_of_the_integer_graph_that_is_off_by_one_is_located(target: s
     constant.copy_(constant * (1 + LAST_OF_15_BITS) if constant.is_floating_point() else constant + 1)
     batches = entry("demo network").test_batches[:1]
     spoiled, given = (accumulator, before) if role == "bias" else (result, accumulator)
-    assert_located(fxq.verify(integer, path, batches, show_progress=False), spoiled.name, given.name)
-    assert_located(fxq.verify(prepared, integer, batches, show_progress=False), result.name, before.name)
+    assert_located(fxq.verify(integer, path, batches), spoiled.name, given.name)
+    assert_located(fxq.verify(prepared, integer, batches), result.name, before.name)
 
 
 @pytest.mark.usefixtures("default_outputs")

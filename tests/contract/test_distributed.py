@@ -1,7 +1,5 @@
 """Several ranks: equal scales from different shards, training in DistributedDataParallel, copies and pickles of a prepared model."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from datetime import timedelta
@@ -69,8 +67,6 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 # ---- what the ranks do; each writes down what it has found --------------------------------------------------------------
-
-
 def work(rank: int, directory: str, pickled: fx.GraphModule) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -184,7 +180,7 @@ LEARNED = fxq.QConfig(fxq.ActivationConfig("int4", training="learned"), fxq.Weig
 
 def learner() -> fx.GraphModule:
     prepared = fxq.prepare(network(), shards()[0], "bayes-e", LEARNED, options=fxq.Options(batch_norm="frozen"))
-    fxq.calibrate(prepared, shards(), options=fxq.Options(distributed=False), show_progress=False)
+    fxq.calibrate(prepared, shards(), options=fxq.Options(distributed=False))
     return to_train(prepared)
 
 
@@ -271,14 +267,14 @@ def four_bits() -> fx.GraphModule:
     """Calibrated without any method of tuning."""
     options = fxq.Options(correct_bias=False, round_weights=False, choose_ranges=False, distributed=False)
     prepared = fxq.prepare(network(), shards()[0], "bayes-e", fxq.QConfig(weight=fxq.WeightConfig("int4")))
-    return fxq.calibrate(prepared, shards(), options=options, show_progress=False)
+    return fxq.calibrate(prepared, shards(), options=options)
 
 
 def taken_over(rank: int) -> Any:
     """Rank 0 alone rounds weights; then both agree."""
     prepared = four_bits()
     if rank == 0:
-        fxq.tuning.round_weights(prepared, 4 * shards(), options=fxq.Options(distributed=False), show_progress=False)
+        fxq.tuning.round_weights(prepared, 4 * shards(), options=fxq.Options(distributed=False))
     with mock.patch("fxquant.accuracy.checkpoint.logger.info") as told:
         agreed = Checkpoint(None, {"method": "own"}, True, divided=False).agreed(prepared, f"of rank {rank}")
     assert "each rank does all of the work" in str(told.call_args)
@@ -294,7 +290,7 @@ def of_rank_0(rank: int) -> Any:
     prepared = fxq.prepare(network(), shards()[0], "bayes-e", fxq.QConfig(weight=fxq.WeightConfig("int4")))
     options = fxq.Options(correct_bias=False)
     with counted(Layer, "best") as best, counted(FloatOutputs, "measure") as measure:
-        fxq.calibrate(prepared, 4 * shards() if rank == 0 else [], options=options, show_progress=False)
+        fxq.calibrate(prepared, 4 * shards() if rank == 0 else [], options=options)
     return {name: value.clone() for name, value in prepared.state_dict().items()}, best.call_count, measure.call_count
 
 
@@ -303,7 +299,7 @@ def tuned(name: str, **settings: Any) -> Any:
     prepared = four_bits()
     with counted(Layer, "best") as best:
         try:
-            result = getattr(fxq.tuning, name)(prepared, 4 * shards(), **METHODS[name] | settings, show_progress=False)
+            result = getattr(fxq.tuning, name)(prepared, 4 * shards(), **METHODS[name] | settings)
         except fxq.errors.ConfigurationError as error:
             return str(error)
     return {name: value.clone() for name, value in prepared.state_dict().items()}, repr((result.layers, result.losses)), best.call_count
@@ -327,8 +323,6 @@ def found(directory: Path) -> list[dict[str, Any]]:
 
 
 # ---- calibration --------------------------------------------------------------------------------------------------------
-
-
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     """Whether they are equal; the scale of a 32-bit output is NaN, as those of its weight and its operand decide."""
     return a.keys() == b.keys() and all(torch.equal(a[name].nan_to_num(-1), b[name].nan_to_num(-1)) for name in a)
@@ -380,8 +374,6 @@ def test_a_failure_reaches_all_ranks(found: list[dict[str, Any]]) -> None:
 
 
 # ---- training -----------------------------------------------------------------------------------------------------------
-
-
 def test_gradients_are_equal_on_all_ranks(found: list[dict[str, Any]]) -> None:
     for one, other in zip(*(rank["trained"]["gradients"] for rank in found), strict=True):
         assert equal(one, other)
@@ -423,8 +415,6 @@ def test_scales_are_learned_as_by_one_process(found: list[dict[str, Any]]) -> No
 
 
 # ---- searches -----------------------------------------------------------------------------------------------------------
-
-
 def test_ranks_share_the_trials_of_a_search_and_have_the_results_of_one_process(found: list[Any]) -> None:
     alone, one, other = searches(Metric()), found[0]["searched"], found[1]["searched"]
     for name, (result, calls) in alone.items():
@@ -451,8 +441,6 @@ def test_ranks_with_other_batches_are_refused(found: list[Any]) -> None:
 
 
 # ---- tuning -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", METHODS)
 def test_ranks_tune_alike_and_as_one_process_does(found: list[dict[str, Any]], name: str) -> None:
     (state, rows, calls), (other, other_rows, other_calls) = (rank["tuned"][name] for rank in found)
@@ -490,8 +478,6 @@ def test_a_rank_that_computed_other_numbers_takes_over_those_of_rank_0(found: li
 
 
 # ---- merging, without any process -------------------------------------------------------------------------------------
-
-
 def test_an_observer_that_cannot_be_joined_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     from fxquant.accuracy import ranks
 
@@ -512,8 +498,6 @@ def test_an_observer_that_cannot_be_joined_says_so(monkeypatch: pytest.MonkeyPat
 
 
 # ---- copies -------------------------------------------------------------------------------------------------------------
-
-
 def test_a_deep_model_can_be_pickled() -> None:
     prepared = fxq.prepare(nn.Sequential(*(nn.Sigmoid() for _ in range(400))), torch.randn(2, 4))
     again = pickle.loads(pickle.dumps(prepared))

@@ -4,8 +4,6 @@ Each vector of golden/requantization.json holds every intermediate value of sect
 that it can be checked by hand.
 """
 
-from __future__ import annotations
-
 import json
 from fractions import Fraction
 from pathlib import Path
@@ -111,8 +109,6 @@ def test_the_widths_are_those_of_the_text() -> None:
 
 
 # ---- what the vendor's compiled program gave; benchmarks.silicon recorded it, and the tool is not needed here --------------
-
-
 CASES = [
     pytest.param(march, dtype, about["scales"], group, recorded, id=f"{path.stem}-{index}")
     for path in sorted(FOLDER.glob("b*-int*.npz"))

@@ -1,7 +1,5 @@
 """Heads that put boxes, scores, classes and masks together: every part is as good as it is when it is returned apart."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -60,8 +58,6 @@ def rows(value: Tensor) -> Tensor:
 
 
 # ---- what each head computes of its branches, part by part, and how it puts these together ------------------------------
-
-
 def yolo_v3(head: Head, parts: Parts) -> Parts:
     """Centres, sizes by anchors, and scores, of every cell."""
     box = parts["box"]
@@ -182,8 +178,6 @@ def test_a_part_is_as_good_as_it_is_apart(name: str, target: str, tmp_path: Path
 
 
 # ---- what else is to hold ------------------------------------------------------------------------------------------------
-
-
 def pair(together: Callable[[Tensor, Tensor], Any]) -> nn.Module:
     """Boxes in pixels and scores, which a function puts together."""
     torch.manual_seed(3)
@@ -307,17 +301,15 @@ def test_a_common_scale_in_the_middle_is_told() -> None:
     model = pair(lambda box, score: torch.cat((box, score), 1).atan()).eval()
     prepared = compiled(model, [x], "nash-e", integer_tail=True).prepared
     assert "all its tensors share one scale: %sigmoid loses" in fxq.explain(prepared)
-    advice = next(each for each in fxq.compare(model, prepared, [x], show_progress=False).advice if each.rule == "held_together")
+    advice = next(each for each in fxq.compare(model, prepared, [x]).advice if each.rule == "held_together")
     assert advice.layer == "cat"
     assert "%sigmoid loses" in advice.cause
     assert "QConfigMapping().set_module_name('cat'" in advice.cure
     cured = compiled(model, [x], "nash-e", qconfig=fxq.QConfigMapping().set_module_name("cat", None), integer_tail=True).prepared
-    assert not [each for each in fxq.compare(model, cured, [x], show_progress=False).advice if each.rule == "held_together"]
+    assert not [each for each in fxq.compare(model, cured, [x]).advice if each.rule == "held_together"]
 
 
 # ---- a part that is an input ------------------------------------------------------------------------------------------------
-
-
 def token(m: Network, x: Tensor) -> Tensor:
     return torch.cat((m.token.expand(x.shape[0], -1, -1), x), 1)
 

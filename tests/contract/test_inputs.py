@@ -1,9 +1,9 @@
-"""Every form of a model refuses an input or computes it exactly, for every input that can be given."""
-
-from __future__ import annotations
+"""Every form of a model refuses an input or computes it exactly, for every input that can be given: floats, integers, booleans."""
 
 import copy
 import functools
+import itertools
+import operator
 import pickle
 import tempfile
 from collections.abc import Callable
@@ -17,8 +17,10 @@ from torch import Tensor, fx, nn
 
 import fxquant as fxq
 from fxquant.ir.integer import notes
-from tests.shared.contract import all_equal, flat, graph_values
-from tests.shared.networks import Network
+from fxquant.ops import OPERATORS
+from tests.shared import contract
+from tests.shared.contract import all_equal, compiled, flat, graph_values
+from tests.shared.networks import Network, held, sqnr
 
 SHAPE = (3, 6, 8)
 
@@ -46,14 +48,14 @@ def images(batch: int = 4, seed: int = 0) -> Tensor:
 @functools.cache
 def result() -> fxq.results.Result:
     torch.manual_seed(0)
-    return fxq.quantize(Pair(nn.CELU()).eval(), [(images(), images(seed=1))], show_progress=False)
+    return fxq.quantize(Pair(nn.CELU()).eval(), [(images(), images(seed=1))])
 
 
 @functools.cache
 def session() -> Any:
     """The same model in onnxruntime; its second result does not depend on the float operator, so it is left out."""
     torch.manual_seed(0)
-    integer = fxq.quantize(Pair(nn.Identity()).eval(), [(images(), images(seed=1))], show_progress=False).integer
+    integer = fxq.quantize(Pair(nn.Identity()).eval(), [(images(), images(seed=1))]).integer
     with tempfile.TemporaryDirectory() as directory:
         path = fxq.export_onnx(integer, Path(directory) / "model.onnx")
         return onnxruntime.InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
@@ -100,8 +102,6 @@ def form(name: str) -> fx.GraphModule:
 
 
 # ---- what is computed ---------------------------------------------------------------------------------------------------
-
-
 def strided() -> Tensor:
     return images(8)[::2, :, :, :].transpose(2, 3).contiguous().transpose(2, 3)
 
@@ -190,7 +190,6 @@ def test_a_strided_input_has_the_gradient_of_a_contiguous_one() -> None:
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------------
-
 REFUSED: dict[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
     "rank": (lambda: (images()[0], images()), "input x does not fit the graph: it has 3 dimensions"),
     "scalar": (lambda: (torch.tensor(1.0), images()), "it has 0 dimensions"),
@@ -256,7 +255,7 @@ def test_a_compiled_model_checks_its_inputs() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     x = torch.randn(4, 6)
-    integer = fxq.quantize(nn.Linear(6, 3), [x], "nash-e", show_progress=False).integer
+    integer = fxq.quantize(nn.Linear(6, 3), [x], "nash-e").integer
     with torch.no_grad():
         assert torch.equal(torch.compile(integer, backend="eager", fullgraph=True)(x), integer(x))
         with pytest.raises(fxq.errors.ConfigurationError, match="dimension 1 has size 5"):
@@ -265,8 +264,6 @@ def test_a_compiled_model_checks_its_inputs() -> None:
 
 
 # ---- E4: what is proved is proved for every batch size -------------------------------------------------------------------
-
-
 OVER_THE_BATCH: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda x: x.mean(0), "sum": lambda x: x.sum((0, 1)), "mean of everything": lambda x: x.mean(),
     "sum of everything": lambda x: x.sum(), "product": lambda x: x.t() @ x, "bmm": lambda x: torch.bmm(x.t()[None], x[None]),
@@ -281,9 +278,8 @@ OVER_THE_BATCH: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", OVER_THE_BATCH)
 def test_what_reduces_the_batch_is_not_integer_or_is_proved_for_every_batch(name: str) -> None:
     """An accumulator is proved before the batch is known: one that grows with it must stay in float."""
-    torch.manual_seed(0)
     model = Network(lambda _, x: OVER_THE_BATCH[name](x))
-    outcome = fxq.quantize(model, [torch.randn(8, 6)], "nash-e", show_progress=False)
+    outcome = fxq.quantize(model, [torch.randn(8, 6)], "nash-e")
     integer = outcome.integer
     proved = {node.name: notes(node)["accumulator_bits"] for node in integer.graph.nodes if "accumulator_bits" in notes(node)}
     large = torch.full((200_000, 6), 100.0)
@@ -297,7 +293,6 @@ def test_what_reduces_the_batch_is_not_integer_or_is_proved_for_every_batch(name
 
 
 # ---- what cuts the batch off at a fixed place ----------------------------------------------------------------------------
-
 CUT: dict[str, tuple[Callable[[Tensor], Tensor], int, int | None]] = {
     "first": (lambda x: x[:2].relu(), 2, None), "without the first": (lambda x: x[1:].relu(), 1, None),
     "all but three": (lambda x: x[3:].relu(), 3, None), "at most twenty": (lambda x: x[:20].relu(), 1, 20),
@@ -315,7 +310,7 @@ def test_a_batch_that_is_cut_off_is_computed_where_its_shapes_hold_and_refused_e
     function, smallest, largest = CUT[name]
     torch.manual_seed(0)
     model = Network(lambda m, x: function(m.layer(x)), layer=nn.Linear(6, 6)).eval()
-    outcome = fxq.quantize(model, [torch.randn(8, 6)], "nash-e", show_progress=False)
+    outcome = fxq.quantize(model, [torch.randn(8, 6)], "nash-e")
     for batch in (1, 2, 3, 5, 20, 21, 40):
         x = torch.randn(batch, 6, generator=torch.Generator().manual_seed(batch))
         if smallest <= batch <= (largest or batch):
@@ -340,9 +335,8 @@ def test_an_example_beyond_what_the_shapes_allow_is_refused_with_its_line() -> N
 
 
 def test_limits_of_the_batch_are_saved_and_the_file_cuts_off_like_the_model(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     model = Network(lambda m, x: m.layer(x)[-20:].relu(), layer=nn.Linear(6, 6)).eval()
-    outcome = fxq.quantize(model, [torch.randn(8, 6)], "nash-e", show_progress=False)
+    outcome = fxq.quantize(model, [torch.randn(8, 6)], "nash-e")
     fxq.save(outcome.integer, tmp_path / "model.fxq")
     with pytest.raises(fxq.errors.ConfigurationError, match="up to a batch of 20"):
         fxq.load(tmp_path / "model.fxq")(torch.randn(21, 6))
@@ -351,3 +345,190 @@ def test_limits_of_the_batch_are_saved_and_the_file_cuts_off_like_the_model(tmp_
     x = torch.randn(30, 6)
     found = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
     assert torch.equal(torch.from_numpy(found), outcome.integer(x[-20:]))
+
+
+Function = Callable[[Tensor, Tensor, Tensor, Tensor], Any]  # of numbers, of others, of narrow ones, and of truth values
+
+# By the operator that each becomes.
+OF_WHOLE_NUMBERS: dict[str, list[Function]] = {
+    "whole_add": [lambda x, y, n, m: x + y, lambda x, y, n, m: torch.add(x, 3, alpha=2), lambda x, y, n, m: n + n],
+    "whole_sub": [lambda x, y, n, m: 1 - x, lambda x, y, n, m: -y, lambda x, y, n, m: ~x, lambda x, y, n, m: torch.rsub(n, 7)],
+    "whole_mul": [lambda x, y, n, m: x * y, lambda x, y, n, m: n * 5, lambda x, y, n, m: x.square(), lambda x, y, n, m: m * 3],
+    "whole_floor_divide": [lambda x, y, n, m: x // 3, lambda x, y, n, m: torch.div(x, y.abs() + 1, rounding_mode="floor")],
+    "whole_trunc_divide": [lambda x, y, n, m: torch.div(x, -3, rounding_mode="trunc")],
+    "whole_remainder": [lambda x, y, n, m: x % -3, lambda x, y, n, m: x % (y.abs() + 1), lambda x, y, n, m: n % 7],
+    "whole_maximum": [lambda x, y, n, m: torch.maximum(x, y)],
+    "whole_minimum": [lambda x, y, n, m: torch.minimum(n, n * 2)],
+    "whole_and": [lambda x, y, n, m: x & y, lambda x, y, n, m: n & -4, lambda x, y, n, m: torch.bitwise_and(x, 6)],
+    "whole_or": [lambda x, y, n, m: x | y, lambda x, y, n, m: n | 3],
+    "whole_xor": [lambda x, y, n, m: x ^ y, lambda x, y, n, m: x.bitwise_xor(-5)],
+    "whole_abs": [lambda x, y, n, m: x.abs()],
+    "whole_clamp": [lambda x, y, n, m: x.clamp(-2, 5), lambda x, y, n, m: torch.clamp(x, max=y), lambda x, y, n, m: x.relu()],
+    "whole_pow": [lambda x, y, n, m: x**3],
+    **{
+        f"whole_{side}": [
+            lambda x, y, n, m, side=side: getattr(operator, side)(x, 2),
+            lambda x, y, n, m, side=side: getattr(operator, f"i{side}")(x.clone(), 3),
+            lambda x, y, n, m, long=long: getattr(torch, f"bitwise_{long}")(n, 1),
+            *[
+                lambda x, y, n, m, method=method: getattr(x * 3, method)(1)
+                for method in (f"__{side}__", f"__i{side}__", f"bitwise_{long}", f"bitwise_{long}_")
+            ],
+        ]
+        for side, long in (("lshift", "left_shift"), ("rshift", "right_shift"))
+    },
+    **{
+        f"whole_{name}": [
+            lambda x, y, n, m, name=name: getattr(torch, name)(x, y),
+            lambda x, y, n, m, name=name: getattr(torch, name)(n, 2.5),
+        ]
+        for name in ("eq", "ne", "lt", "le", "gt", "ge")
+    },
+    "whole_where": [lambda x, y, n, m: torch.where(x > 2, x, 0), lambda x, y, n, m: n.masked_fill(m, 9)],
+    "whole_sum": [lambda x, y, n, m: x.sum(1), lambda x, y, n, m: m.sum((1, 2)), lambda x, y, n, m: n.sum(-1, keepdim=True)],
+    "whole_cumsum": [lambda x, y, n, m: x.cumsum(-1), lambda x, y, n, m: m.long().cumsum(1) - 1],
+    "whole_argmax": [lambda x, y, n, m: x.argmax(-1)],
+    "whole_cat": [lambda x, y, n, m: torch.cat((x, y), 1), lambda x, y, n, m: torch.stack((m, x > 0), -1)],
+    "to_integer": [
+        *[lambda x, y, n, m, cast=cast: getattr(x * 40, cast)() for cast in ("int", "short", "char", "byte", "long")],
+        *[lambda x, y, n, m: m.long(), lambda x, y, n, m: n.transpose(1, 2), lambda x, y, n, m: n.flatten(1)[:, ::2]],
+    ],
+    "logical_and": [lambda x, y, n, m: torch.logical_and(x, n), lambda x, y, n, m: m * (x > 0)],
+    "logical_or": [lambda x, y, n, m: torch.logical_or(m, y), lambda x, y, n, m: m | True],
+    "logical_not": [lambda x, y, n, m: torch.logical_not(x), lambda x, y, n, m: ~m],
+    "ne": [],
+    "any": [lambda x, y, n, m: x.any(1)],
+}
+LARGE = 2**40
+
+
+def exact() -> nn.Module:
+    functions = [function for functions in OF_WHOLE_NUMBERS.values() for function in functions]
+    return Network(lambda _, *inputs: [function(*inputs) for function in functions]).eval()
+
+
+def inputs_of(count: int, large: bool = False) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(count)
+    most = LARGE if large else 9
+    numbers = [torch.randint(-most, most + 1, (count, 3, 4), generator=generator) for _ in range(2)]
+    narrow = torch.randint(-128, 128, (count, 3, 4), generator=generator, dtype=torch.int8)
+    return *numbers, narrow, torch.rand(count, 3, 4, generator=generator) < 0.5
+
+
+@pytest.mark.nightly
+def test_arithmetic_on_whole_numbers_is_pytorchs_in_every_form(tmp_path: Path) -> None:
+    model, batches = exact(), [inputs_of(4), inputs_of(2), inputs_of(3, large=True)]
+    prepared, integer = compiled(model, batches[:1])
+    assert not [layer.name for layer in fxq.inspect.layers(prepared) if not layer.integer]
+    for batch in batches:
+        wanted = model(*batch)
+        for form in (prepared, integer):
+            results = form(*batch)
+            assert all(one.dtype == other.dtype for one, other in zip(contract.flat(wanted), contract.flat(results), strict=True))
+            assert all_equal(wanted, results)
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", batches)
+    before = fxq.export_onnx(integer, tmp_path / "before.onnx", opset=17)  # without operators on bits
+    report = fxq.verify(integer, before, batches)
+    assert report, str(report)
+
+
+def test_each_becomes_its_operator() -> None:
+    prepared = fxq.prepare(exact(), inputs_of(4), until="canonical.rewrite")
+    found = {OPERATORS[node.target].name for node in prepared.graph.nodes if node.target in OPERATORS}
+    assert found >= OF_WHOLE_NUMBERS.keys() - {"ne"}
+
+
+def casts(_: Any, x: Tensor, image: Tensor) -> Any:
+    """Bytes become floats, and floats integers."""
+    pixels = image.permute(0, 3, 1, 2).float() / 255 - 0.5
+    rounded = [cast(x.round()) for cast in (Tensor.long, Tensor.int, Tensor.short, Tensor.char)]
+    real = [x.half(), x.to(torch.float64), x.half().float() * 2, x.bfloat16().float() + 1, (x > 0).sum(1, keepdim=True) * x]
+    return [pixels, x.long(), x.abs().byte(), x.bool(), x.sign().long(), *rounded, *real, (x > 0).sum(1).float() / 6]
+
+
+def integer_contract(model: nn.Module, batches: list[tuple[Tensor, ...]], path: Path, target: str = "bayes-e", qconfig: Any = None) -> Any:
+    """Hold a model to the contract, all of it in integers; returns the float results and the integer model's of the second batch."""
+    prepared, integer = held(model, batches, path, target, qconfig)
+    assert not [layer.name for layer in fxq.inspect.layers(prepared) if not layer.integer and not layer.boundary]
+    return zip(model(*batches[1]), integer(*batches[1]), strict=True)
+
+
+def peaks(_: Any, x: Tensor) -> Any:
+    """Places of the largest elements, decoded to columns and rows as by HRNet and CenterNet, and otherwise."""
+    width, place, best = x.shape[3], x.flatten(2).argmax(2), torch.topk(x.flatten(1), 3)[1]
+    inside, real = best % (x.shape[2] * width), place.float()
+    return [
+        torch.stack((real % width, torch.floor(real / width)), -1) * 4,
+        torch.cat((torch.stack(((inside % width).int().float(), (inside / width).int().float()), 2), best[..., None].float()), 2),
+        *(
+            place / width,
+            torch.fmod(real, width),
+            real // width,
+            place.to(torch.float32) * 2.0 - 0.5,
+            x.flatten(2).max(2)[1].float().trunc(),
+        ),
+        *(torch.where(x.amax((2, 3)) > 0.5, real, -1.0) * 1.5, (-x).flatten(2).argmin(2).type(torch.float32).clamp(max=70) / width),
+    ]
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "nash-e", "x86"])
+def test_an_index_that_becomes_a_number_stays_exact(target: str, tmp_path: Path) -> None:
+    x = torch.rand(4, 3, 16, 12, generator=torch.Generator().manual_seed(0)) * 0.1
+    for item, channel in itertools.product(range(4), range(3)):
+        x[item, channel, (5 * item + channel) % 16, (7 * channel + 3 * item) % 12] = 1 + channel + 0.1 * item
+    model = Network(peaks)
+    _, integer = held(model, [(x,), (x,)], tmp_path / "model.onnx", target)
+    assert all(map(torch.equal, integer(x), model(x)))
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize(("target", "dtype"), [("bayes-e", "int8"), ("nash-e", "int16"), ("x86", "uint8")])
+def test_casts_hold_the_contract(target: str, dtype: str, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def batch(count: int) -> tuple[Tensor, ...]:
+        images = torch.randint(0, 256, (count, 6, 6, 3), generator=generator, dtype=torch.uint8)
+        return torch.randn(count, 3, 6, 6, generator=generator) * 3, images
+
+    qconfig = fxq.QConfig(fxq.ActivationConfig(dtype))
+    for wanted, found in integer_contract(Network(casts), [batch(4), batch(3)], tmp_path / "model.onnx", target, qconfig):
+        assert wanted.dtype == found.dtype
+        if wanted.dtype.is_floating_point:
+            assert sqnr(wanted, found) > 22
+        else:
+            assert float((wanted == found).double().mean()) > 0.93
+
+
+def test_powers_that_are_whole_numbers_have_the_sign_of_their_base(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def batch(count: int) -> tuple[Tensor, ...]:
+        x = torch.randn(count, 6, 8, generator=generator)
+        x[0, 0] = 0
+        return x, torch.randint(1, 4, (count, 6, 8), generator=generator)
+
+    model = Network(lambda _, x, n: [x ** (n % 4), torch.pow(x, n - 1), x.abs() ** n])
+    for wanted, found in integer_contract(model, [batch(4), batch(8)], tmp_path / "model.onnx"):
+        assert sqnr(wanted, found) > 25
+        large = wanted.abs() > 0.1 * float(wanted.abs().max())
+        assert bool((wanted[large] < 0).any()) == bool((found[large] < 0).any())
+        assert torch.equal(wanted[large].sign(), found[large].sign())
+
+
+def buckets(model: Any, x: Tensor, positions: Tensor) -> Tensor:
+    """Distances of positions that are given, in buckets that grow with them: the logarithm of 0 is passed over."""
+    apart = (positions.unsqueeze(-2) - positions.unsqueeze(-1)).abs()
+    far = 4 + (torch.log(apart.float() / 4) / 3.0 * 4).to(torch.long)
+    far = torch.min(far, torch.full_like(far, 7))
+    return model.linear(x) + model.biases(torch.where(apart < 4, apart, far)).sum(2)
+
+
+def test_whole_numbers_computed_from_whole_ones_are_those_of_the_model(tmp_path: Path) -> None:
+    model = Network(buckets, biases=nn.Embedding(8, 4), linear=nn.Linear(4, 4)).eval()
+    batches = [(torch.randn(3, 5, 4), torch.randint(0, 200, (3, 5))) for _ in range(2)]
+    prepared, integer = contract.compiled(model, batches)
+    assert fxq.verify(prepared, integer, batches)
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), batches)
+    wanted, found = model(*batches[0]), integer(*batches[0])
+    assert sqnr(wanted, found) > 30.5  # in another bucket it would be the whole of an embedding
+    assert "before they are truncated" in fxq.explain(prepared)

@@ -1,7 +1,5 @@
 """Ctrl-C in the middle of everything that may take long: the model is as it was or can be used, and what was done is kept."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc
@@ -61,7 +59,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
 
 @pytest.fixture(scope="module")
 def result() -> fxq.results.Result:
-    return fxq.quantize(FLOAT, BATCHES, "nash-e", show_progress=False)
+    return fxq.quantize(FLOAT, BATCHES, "nash-e")
 
 
 def bits(prepared: nn.Module) -> dict[str, Tensor]:
@@ -73,8 +71,6 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 
 # ---- what was done is kept ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("where", "error"), [("loader", OSError), ("layer", KeyboardInterrupt)])
 @pytest.mark.parametrize(("before", "ends"), [(0, 0), (0, STEP), (0, len(BATCHES)), (1, 1), (1, STEP), (1, len(BATCHES))])
 def test_a_calibration_that_does_not_end_leaves_the_state_and_ends_with_what_is_left(
@@ -180,7 +176,7 @@ def test_verify_reports_what_it_has_compared(result: fxq.results.Result, monkeyp
 def test_a_loader_that_is_interrupted_leaves_the_report_of_the_batches_before(form: str, tmp_path: Path) -> None:
     over_the_batch = lambda m, x: m.head(torch.softmax(m.conv(x).mean((2, 3)), 0))  # noqa: E731  # stays in float
     model = FLOAT if form != "flips" else Network(over_the_batch, conv=nn.Conv2d(2, 4, 3), head=nn.Linear(4, 3)).eval()
-    made = fxq.quantize(model, BATCHES, "nash-e", show_progress=False)
+    made = fxq.quantize(model, BATCHES, "nash-e")
     style = {"exact": "exact", "flips": "exact", "qdq": "qdq"}.get(form)
     second = {"prepared": made.prepared, "kernels": made.integer}.get(form) or made.export(tmp_path / "model.onnx", style=style)
     with pytest.raises(fxq.errors.Interrupted, match=r"verify was interrupted after \d+ comparisons") as stop:
@@ -191,8 +187,6 @@ def test_a_loader_that_is_interrupted_leaves_the_report_of_the_batches_before(fo
 
 
 # ---- a repeated call continues from the results in its file ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("method", "module", "loops"), [(fxq.tuning.correct_bias, bias, bias), (fxq.tuning.round_weights, weights, checkpoint)]
 )
@@ -250,8 +244,6 @@ def test_a_search_over_observers_continues(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 # ---- an interrupted call without results leaves no file ---------------------------------------------------------------------------------
-
-
 class Stops(nn.Module):
     """A layer whose forward is interrupted while it is armed."""
 
@@ -287,8 +279,6 @@ def test_a_method_without_a_checkpoint_changes_nothing_when_it_is_interrupted(
 
 
 # ---- progress ----------------------------------------------------------------------------------------------------------------------
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -314,7 +304,6 @@ def test_progress_is_seen_in_a_terminal_after_a_moment(monkeypatch: pytest.Monke
 
 
 # ---- Ctrl-C at any line: the model is in one state, and a second call ends with the bits of one that nothing disturbed -------------------
-
 FEW_BITS = fxq.QConfig(weight=fxq.WeightConfig("int4"))
 ALL = fxq.Options(correct_bias=True, choose_ranges=True)
 UNEQUAL = [BATCHES[index] * (index % 3 + 1) for index in range(4)]
@@ -345,7 +334,7 @@ def stopped_at(line: int) -> Iterator[list[int]]:
 def calibrated(count: int) -> fx.GraphModule:
     """A model that has seen so many batches, to be copied."""
     prepared = fxq.prepare(FLOAT, UNEQUAL[0], "nash-e", FEW_BITS)
-    return fxq.calibrate(prepared, UNEQUAL[:count], options=ALL, show_progress=False) if count else prepared
+    return fxq.calibrate(prepared, UNEQUAL[:count], options=ALL) if count else prepared
 
 
 def calibrate(prepared: fx.GraphModule) -> None:
@@ -353,7 +342,7 @@ def calibrate(prepared: fx.GraphModule) -> None:
     seen = max(int(module.count) for module in prepared.modules() if isinstance(module, Observer))
     pending = any(module.pending for module in prepared.modules() if isinstance(module, Quantizer))
     if pending or seen < len(UNEQUAL):
-        fxq.calibrate(prepared, UNEQUAL[seen:], options=ALL, show_progress=False)
+        fxq.calibrate(prepared, UNEQUAL[seen:], options=ALL)
 
 
 def train(prepared: fx.GraphModule) -> None:

@@ -1,7 +1,5 @@
 """Operators that throw values away, or bring some in: no scale is spent on what they discard, and none is too small for what they add."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -130,7 +128,7 @@ def test_explain_says_what_a_scale_covers_and_a_saved_model_keeps_it(tmp_path: P
     fxq.save(prepared, tmp_path / "model.fxq")
     loaded = fxq.load(tmp_path / "model.fxq")
     for model in (prepared, loaded):
-        fxq.calibrate(model, [x], show_progress=False)
+        fxq.calibrate(model, [x])
     assert fxq.qparams(loaded) == fxq.qparams(prepared)
 
 

@@ -1,7 +1,5 @@
 """Functions in C read memory. Tensors whose memory does not hold their values give the same results, or are refused."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable
@@ -72,7 +70,7 @@ def test_inputs_whose_memory_does_not_hold_their_values(target: str, form: str) 
     for _ in range(2):
         assert torch.equal(integer(value), integer(written))
     assert torch.equal(prepared(value), prepared(written))
-    assert fxq.verify(prepared, integer, [value], show_progress=False)
+    assert fxq.verify(prepared, integer, [value])
 
 
 @pytest.mark.sweep(2)
@@ -144,7 +142,7 @@ SPARSE: dict[str, Callable[[Tensor], Tensor]] = {
 def test_batches_without_dense_values_are_refused_by_every_form(kind: str) -> None:
     x, (prepared, integer) = shared("nash-e")
     batch = SPARSE[kind](x)
-    for call in (lambda: fxq.calibrate(prepared, [batch], show_progress=False), lambda: fxq.verify(prepared, integer, [batch])):
+    for call in (lambda: fxq.calibrate(prepared, [batch]), lambda: fxq.verify(prepared, integer, [batch])):
         with pytest.raises(fxq.errors.CalibrationError, match=f"is a {kind} tensor"):
             call()
     with pytest.raises(fxq.errors.CalibrationError, match=f"is a {kind} tensor"):

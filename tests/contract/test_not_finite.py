@@ -1,7 +1,5 @@
 """Parameters and scales that are NaN, infinite or no float32 numbers are met by an error that names the layer, in every state."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math
@@ -48,7 +46,7 @@ def batch() -> Tensor:
 def made(qconfig: fxq.QConfig | None) -> fx.GraphModule:
     torch.manual_seed(0)
     model = fxq.prepare(Layers().eval(), batch(), "nash-e", qconfig)
-    return fxq.calibrate(model, [batch()], show_progress=False)
+    return fxq.calibrate(model, [batch()])
 
 
 def prepared(qconfig: fxq.QConfig | None = None) -> fx.GraphModule:
@@ -82,7 +80,7 @@ def actions(model: fx.GraphModule) -> dict[str, Callable[[], object]]:
         "train": lambda: run(fxq.State.TRAIN, True),
         "evaluate": lambda: run(fxq.State.TRAIN, False),
         "convert": lambda: fxq.convert(model),
-        "calibrate": lambda: fxq.calibrate(model, [batch()], show_progress=False),
+        "calibrate": lambda: fxq.calibrate(model, [batch()]),
     }
 
 
@@ -157,8 +155,6 @@ def test_a_learned_scale_that_is_not_finite() -> None:
 
 
 # ---- scales -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("scale", [1e-60, 1e-45, 1e-39, 1e39, 1e300])
 def test_a_scale_is_a_float32_number(scale: float) -> None:
     model = prepared()
@@ -188,13 +184,11 @@ def test_a_multiplier_beyond_float32_is_the_largest_one() -> None:
 
 
 # ---- batches that are too small ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("count", "what"), [(1, "1 value for each"), (0, "0 values for each")])
 def test_a_live_batch_norm_needs_two_values(count: int, what: str) -> None:
     config = fxq.QConfig(input=fxq.ActivationConfig(scale=0.02))  # so that the input does not refuse an empty batch itself
     model = fxq.prepare(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), torch.randn(8, 4), qconfig=config)
-    fxq.calibrate(model, [torch.randn(8, 4)], show_progress=False)
+    fxq.calibrate(model, [torch.randn(8, 4)])
     to_train(model)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(fxq.errors.ConfigurationError, match=what):
@@ -206,7 +200,6 @@ def test_a_live_batch_norm_needs_two_values(count: int, what: str) -> None:
 
 
 # ---- what is kept between calls ------------------------------------------------------------------------------------------
-
 RESIZE = {"nearest": {}, "bilinear": {"align_corners": False}}
 
 
@@ -216,7 +209,7 @@ def test_what_inference_mode_evaluated_can_be_trained(mode: str) -> None:
 
     def model() -> fx.GraphModule:
         ready = fxq.prepare(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Upsample(scale_factor=2, mode=mode)), x)
-        return fxq.calibrate(ready, [x], show_progress=False)
+        return fxq.calibrate(ready, [x])
 
     _nearest.cache_clear()
     _neighbours.cache_clear()
@@ -266,7 +259,7 @@ def test_a_pole_that_the_grid_holds_leaves_training_alive(name: str) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_weight_that_passes_over_memory_make_integers_of_is_named_as_well(value: float) -> None:
     x = torch.randn(4, 128)
-    model = fxq.calibrate(fxq.prepare(nn.Sequential(nn.Linear(128, 64)), x, "nash-e"), [x], show_progress=False)
+    model = fxq.calibrate(fxq.prepare(nn.Sequential(nn.Linear(128, 64)), x, "nash-e"), [x])
     with torch.no_grad():
         model.get_parameter("0.weight")[3, 5] = value
     fxq.set_state(model, fxq.State.VALIDATE)

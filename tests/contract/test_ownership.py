@@ -1,7 +1,5 @@
 """Who owns what: no form of a model follows, or disturbs, another one."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle
@@ -51,7 +49,7 @@ def made() -> fxq.results.Result:
     kept = fxq.QConfigMapping().set_object_type(torch.cumsum, None)
     for name in ("norm", "again", "encoder", "recurrent"):
         kept = kept.set_module_name(name, None)
-    return fxq.quantize(Mixed().eval(), [batch()], "nash-e", kept, show_progress=False)
+    return fxq.quantize(Mixed().eval(), [batch()], "nash-e", kept)
 
 
 def result() -> fxq.results.Result:
@@ -149,7 +147,7 @@ def test_float_modules_are_computed_by_the_same_kernels_in_every_form(layer: nn.
     model = Network(lambda m, x: m.layer(x, x, x)[0] if attends else m.layer(x)[0], layer=layer).eval()
     examples = [torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(20)]
     prepared = fxq.prepare(model, examples[0])
-    fxq.calibrate(prepared, examples, show_progress=False)
+    fxq.calibrate(prepared, examples)
     integer = fxq.convert(prepared)
     loaded = fxq.load(fxq.save(integer, tmp_path / "model.fxq"))
     with torch.no_grad():
@@ -204,7 +202,6 @@ def test_containers_and_plain_tensors_of_a_module_are_copied() -> None:
 
 
 # ---- dtypes and devices -------------------------------------------------------------------------------------------------
-
 CONVERSIONS = {
     "double": lambda m: m.double(),
     "half": lambda m: m.half(),
@@ -248,6 +245,6 @@ def test_what_keeps_the_dtype_keeps_the_numbers() -> None:
 def test_what_is_not_float32_inside_of_a_model_stays_in_float_and_says_why() -> None:
     model = Network(lambda m, x: m.last(torch.relu(m.first(x).half()).float()), first=nn.Linear(8, 8), last=nn.Linear(8, 4))
     x = torch.randn(4, 8)
-    found = fxq.quantize(model, [x], show_progress=False)
+    found = fxq.quantize(model, [x])
     assert "its result is float16, and only float32 tensors are quantized" in fxq.explain(found.prepared)
     assert torch.equal(found.prepared(x), found.integer(x))

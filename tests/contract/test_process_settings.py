@@ -4,8 +4,6 @@ Few processors have kernels that round float32 to bfloat16, so one is played her
 float32 tensors sees its operands rounded as far as the settings of that moment allow.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -28,8 +26,6 @@ MATRIX = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.de
 
 
 # ---- the settings -----------------------------------------------------------------------------------------------------
-
-
 def precision(operators: str) -> str:
     """What float32 operands are rounded to now: "ieee", "tf32" or "bf16"."""
     if NEW:
@@ -203,8 +199,6 @@ def test_what_is_set_meanwhile_stays() -> None:
 
 
 # ---- other settings ---------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def between(enter: Callable[[Any], object], inside: Any, outside: Any) -> Iterator[None]:
     enter(inside)
@@ -265,9 +259,9 @@ def test_settings_change_no_bit(name: str, tmp_path: Any, monkeypatch: pytest.Mo
         if name != "autocast":  # which prepare refuses by an error of its own
             again_prepared, again, found = run_all(model, target)
             assert all_equal(found, wanted)
-            assert fxq.verify(again_prepared, again, [batch()], show_progress=False)
+            assert fxq.verify(again_prepared, again, [batch()])
             assert fxq.export_onnx(again, tmp_path / "found.onnx").read_bytes() == wanted_file
-        assert fxq.verify(integer, tmp_path / "wanted.onnx", [batch()], show_progress=False)
+        assert fxq.verify(integer, tmp_path / "wanted.onnx", [batch()])
 
 
 @pytest.mark.sweep(1)
@@ -287,7 +281,6 @@ def test_vmap_gives_the_same_bytes(target: str, state: str) -> None:
 @pytest.mark.parametrize("training", ["statistics", "learned"])
 def test_gradients_of_functional_training(training: str) -> None:
     """torch.func.grad gives what backward gives, for each sample at once as well."""
-    torch.manual_seed(0)
     config = fxq.QConfig(fxq.ActivationConfig(training=training), fxq.WeightConfig(training=training))
     model, x = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).eval(), torch.randn(4, 6)
     prepared = compiled(model, [x], "nash-e", config).prepared

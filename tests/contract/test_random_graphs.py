@@ -3,8 +3,6 @@
 They are drawn by `benchmarks.fuzz`, which draws fresh ones when it is run by itself; here is a sample that never changes.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import tempfile
@@ -31,8 +29,6 @@ NAMES = sorted(record.name for record in OPERATORS.values() if record.name not i
 
 
 # ---- the sample ----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("target", "seed"),
     [
@@ -48,8 +44,6 @@ def test_a_random_network_holds_the_contract(target: str, seed: int) -> None:
 
 
 # ---- every operator ------------------------------------------------------------------------------------------------------------
-
-
 def test_every_operator_of_the_table_is_written_somehow() -> None:
     assert unspelled() == []
 
@@ -62,8 +56,6 @@ def test_an_operator_that_is_asked_for_becomes_integer(operator: str) -> None:
 
 
 # ---- what is found, and how it is told -------------------------------------------------------------------------------------------
-
-
 def off_by_one(input: torch.Tensor) -> torch.Tensor:
     return -input if input.is_floating_point() else 1 - input.to(torch.int32)
 

@@ -1,7 +1,5 @@
 """What integers cannot hold: masks that are far larger than the scores they are added to, and numbers far below a step."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable
@@ -63,7 +61,7 @@ def batches() -> list[Tensor]:
 
 
 def quality(model: nn.Module, data: list[tuple[Tensor, ...]], target: str) -> tuple[float, str]:
-    result = fxq.quantize(model.eval(), data, target=target, show_progress=False)
+    result = fxq.quantize(model.eval(), data, target=target)
     with torch.no_grad():
         return sqnr(model(*data[0]), result.integer(*data[0])), fxq.explain(result.prepared)
 
@@ -100,7 +98,7 @@ def test_a_mask_may_be_an_input_and_infinite(name: str, tmp_path: Path) -> None:
     assert "masked_softmax: exponential" in fxq.explain(prepared)
     fxq.save(prepared, tmp_path / "prepared.fxq")
     assert torch.equal(fxq.load(tmp_path / "prepared.fxq")(*data[0]), prepared(*data[0]))
-    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), data, show_progress=False).mismatches == 0
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), data).mismatches == 0
 
 
 def test_a_mask_whose_batch_is_that_of_an_activation(tmp_path: Path) -> None:
@@ -141,7 +139,6 @@ JOINED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", JOINED)
 def test_a_bias_beside_a_mask_is_no_mask_and_a_hidden_row_has_equal_shares(name: str) -> None:
-    torch.manual_seed(0)
     data = [(x, torch.arange(LENGTH) < torch.tensor([[LENGTH], [LENGTH - 3], [2], [LENGTH]])) for x in batches()]
     found, explained = quality(Biased(JOINED[name]), data, "bayes-e")
     assert found > 25
@@ -206,8 +203,6 @@ def test_an_infinite_constant_elsewhere_keeps_its_operator_in_float() -> None:
 
 
 # ---- below a step -------------------------------------------------------------------------------------------------------
-
-
 def normed(form: Callable[[Tensor], Tensor]) -> nn.Module:
     return Network(lambda m, x: form(m.layer(x)), layer=nn.Linear(WIDTH, WIDTH, bias=False))
 
@@ -290,7 +285,7 @@ def test_a_number_in_front_of_a_table_is_part_of_it(tmp_path: Path) -> None:
         assert float((found - limits).abs().max()) <= 0.501 * scale, name
     fxq.save(prepared, tmp_path / "model.fxq")
     assert torch.equal(fxq.load(tmp_path / "model.fxq")(x)[0], prepared(x)[0])
-    report = fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "qdq.onnx", style="qdq"), [(x,)], show_progress=False)
+    report = fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "qdq.onnx", style="qdq"), [(x,)])
     assert not report.mismatches
 
 
@@ -342,7 +337,6 @@ class Windows(nn.Module):
 
 @pytest.mark.nightly
 def test_windows_and_position_biases_leave_nothing_in_float(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     model = Windows().eval()
     keep = torch.ones(4, 2, 4, dtype=torch.bool)
     keep[1::2, 1, 2:] = False
@@ -354,7 +348,6 @@ def test_windows_and_position_biases_leave_nothing_in_float(tmp_path: Path) -> N
 
 def test_a_norm_keeps_samples_that_are_smaller_than_any_in_calibration() -> None:
     """Their inverse deviation is larger than any that was seen: on a grid that ends there they would come out smaller than they are."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)).eval()
     _, integer = compiled(model, [torch.randn(4, LENGTH, WIDTH)], qconfig=fxq.QConfig(fxq.ActivationConfig("int16")))
     small = 0.6 * torch.randn(4, LENGTH, WIDTH)

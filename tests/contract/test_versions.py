@@ -1,7 +1,5 @@
 """What PyTorch, onnx and onnxruntime do differently from version to version, between the oldest and the newest that are supported."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable
@@ -34,8 +32,6 @@ def wide() -> fxq.QConfigMapping:
 
 
 # ---- PyTorch --------------------------------------------------------------------------------------------------------
-
-
 class Pair(NamedTuple):
     first: Any
     second: Any
@@ -81,12 +77,10 @@ def test_float_operators_are_exported_with_every_opset(opset: int, tmp_path: Pat
     integer = compiled(net(lambda n, y: n.conv(torch.logaddexp(y, y.asinh())[:, :3])), [batch()]).integer
     path = fxq.export_onnx(integer, tmp_path / "model.onnx", opset=opset)
     assert [entry.version for entry in onnx.load(str(path)).opset_import if entry.domain == ""] == [opset]
-    assert fxq.verify(integer, path, [batch(), batch(1)], show_progress=False)
+    assert fxq.verify(integer, path, [batch(), batch(1)])
 
 
 # ---- onnxruntime ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("dtype", ["int8", "int16"])
 @pytest.mark.parametrize("opset", [17, 21])
@@ -110,7 +104,7 @@ def test_uneven_padding_is_never_counted_by_the_runtime(pool: Any, opset: int, d
             if node.op_type == "AveragePool":
                 found = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
                 assert len(set(found["pads"])) == 1 or not found["count_include_pad"], style
-        report = fxq.verify(integer, path, [batch(), batch(1)], show_progress=False)
+        report = fxq.verify(integer, path, [batch(), batch(1)])
         if isinstance(report, fxq.results.DeviationReport):
             assert max(output.largest for outputs in report.outputs.values() for output in outputs) <= 1
         else:

@@ -4,8 +4,6 @@ An argument gets each of `VALUES` that it does not take by `TAKEN`, and what is 
 function that works and what is special there, `ACCEPTED` what looks wrong and is accepted.
 """
 
-from __future__ import annotations
-
 import copy
 import enum
 import functools
@@ -56,7 +54,7 @@ class World:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.model = network().eval()
-        self.result = fxq.quantize(self.model, [batch()], "nash-e", show_progress=False)
+        self.result = fxq.quantize(self.model, [batch()], "nash-e")
         self.prepared, self.integer = self.result.prepared, self.result.integer
         self.onnx, self.file = fxq.export_onnx(self.integer, directory / "model.onnx"), fxq.save(self.integer, directory / "model.fxq")
         self.rules = fxq.save_qconfig(RULES, directory / "rules.json")
@@ -431,8 +429,6 @@ def test_every_public_name_is_in_the_table() -> None:
 
 
 # ---- what is accepted, and what it means -----------------------------------------------------------------------------------------
-
-
 ACCEPTED: dict[str, Callable[[World], Any]] = {
     "a state by name": lambda w: fxq.set_state(w.prepared, "VALIDATE"),
     "modules: an empty list is none of them": lambda w: fxq.set_state(w.prepared, fxq.State.FLOAT, []),
@@ -440,7 +436,7 @@ ACCEPTED: dict[str, Callable[[World], Any]] = {
     "a target in another spelling": lambda w: fxq.prepare(w.model, batch(), "Bayes_E"),
     "a chip": lambda w: fxq.check(w.model, batch(), "x5"),
     "a pathlib.Path as dump": lambda w: fxq.prepare(w.model, batch(), options=fxq.Options(dump=w.directory / "graphs")),
-    "num_batches: numpy's": lambda w: fxq.calibrate(fxq.prepare(w.model, batch()), [batch()], np.int64(1), show_progress=False),
+    "num_batches: numpy's": lambda w: fxq.calibrate(fxq.prepare(w.model, batch()), [batch()], np.int64(1)),
     "show_progress: numpy's": lambda w: fxq.verify(w.prepared, w.integer, [batch()], show_progress=np.bool_(False)),
     "scales: numpy's": lambda w: fxq.set_qparams(fxq.prepare(w.model, batch()), {"conv": np.float32(0.5)}),
     "scales: a tensor": lambda w: fxq.set_qparams(fxq.prepare(w.model, batch()), {"conv": torch.tensor(0.5)}),
@@ -467,12 +463,10 @@ def test_what_is_accepted(call: Callable[[World], Any], world: World) -> None:
 
 @pytest.mark.parametrize("batches", NO_BATCHES, ids=lambda batches: type(batches).__name__)
 def test_verifying_with_no_batches_is_never_true(batches: Any, world: World) -> None:
-    assert not fxq.verify(world.prepared, world.integer, batches, show_progress=False)
+    assert not fxq.verify(world.prepared, world.integer, batches)
 
 
 # ---- arguments that do not fit together; of paths see tests/support/test_files.py ------------------------------------------------
-
-
 class Scaled(Tensor):
     """A weight as torchao's: integers and a scale, which replace PyTorch's operators."""
 

@@ -1,7 +1,5 @@
 """What is counted of a network on a target: kernels, fusions, nodes of files, operators beside the chip."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import os
@@ -90,12 +88,11 @@ def compiled(network: str, target: str) -> Compiled:
         return 0
 
     prepared = fxq.prepare(model, batch, target, options=fxq.Options(passes={"activation.fuse": count}))
-    fxq.calibrate(prepared, [batch], show_progress=False)
+    fxq.calibrate(prepared, [batch])
     return Compiled(batch, fused, prepared, fxq.convert(prepared))
 
 
 # ---- machines ---------------------------------------------------------------------------------------------------------
-
 ANY = ""  # of counts that are the same on every machine
 VNNI, AVX_VNNI, AVX2 = "AVX-512 VNNI", "AVX-VNNI", "AVX2"
 NO_COMPILER = "no C compiler"
@@ -138,7 +135,6 @@ def _version(package: Any) -> str:
 
 
 # ---- passes -----------------------------------------------------------------------------------------------------------
-
 FUSIONS = (
     ("fused batch norms", "batch_norm", "batch_norm"),
     ("fused additions", "residual", "add"),
@@ -168,8 +164,6 @@ def passes(network: str, target: str) -> dict[str, Count]:
 
 
 # ---- kernels of the integer graph -------------------------------------------------------------------------------------
-
-
 def integer_kernels(network: str, target: str) -> dict[str, Count]:
     """Count what kernels compute in the integer graph: multiply-accumulates, and primitives."""
     made = compiled(network, target)
@@ -190,8 +184,6 @@ def integer_kernels(network: str, target: str) -> dict[str, Count]:
 
 
 # ---- kernels of training ----------------------------------------------------------------------------------------------
-
-
 class Watch:
     """The requests of a step.
 
@@ -294,8 +286,6 @@ def training_kernels(network: str, target: str) -> dict[str, Count]:
 
 
 # ---- ONNX files -------------------------------------------------------------------------------------------------------
-
-
 def onnx_files(network: str, target: str) -> dict[str, Count]:
     """Count the nodes of the file in style "exact", and what onnxruntime makes of that in style "fast"."""
     integer = compiled(network, target).integer
@@ -330,8 +320,6 @@ def _nodes(model: onnx.ModelProto) -> list[tuple[str, str]]:
 
 
 # ---- devices ----------------------------------------------------------------------------------------------------------
-
-
 def devices(network: str, target: str) -> dict[str, Count]:
     """Count what runs on the target and what beside it; for a board also what the vendor's compiler would compute differently."""
     integer = compiled(network, target).integer
@@ -357,8 +345,6 @@ def board_file(network: str, target: str) -> dict[str, Count]:
 
 
 # ---- all of them ------------------------------------------------------------------------------------------------------
-
-
 class Measure(NamedTuple):
     """A function that counts, and the function that returns on what machine its counts depend."""
 

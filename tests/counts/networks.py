@@ -1,7 +1,5 @@
 """Nine small networks: classifiers, a U-Net, a detector's head, transformers, one for signals, a recurrent one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

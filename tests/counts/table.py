@@ -5,8 +5,6 @@ that this machine can imitate are written with it: without a C compiler, and wit
 Rows of other machines stay as they are.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging
@@ -82,8 +80,6 @@ def measured(network: str, target: str, measure: str) -> Table:
 
 
 # ---- comparing --------------------------------------------------------------------------------------------------------
-
-
 def changes(held: Mapping[Row, Count], found: Mapping[Row, Count]) -> list[str]:
     """Return a paragraph for each count that is not the one in the table; the falls first."""
     falls, others = [], []
@@ -125,7 +121,6 @@ def _moved(before: Count, now: Count) -> Iterator[str]:
 
 
 # ---- machines ---------------------------------------------------------------------------------------------------------
-
 DEPENDENT = ("integer kernels", "training kernels")  # measures that depend on the C compiler
 NO_DOT_PRODUCTS = ("-mno-avx512vnni", "-mno-avxvnni")
 
@@ -154,8 +149,6 @@ def can_imitate() -> bool:
 
 
 # ---- writing ----------------------------------------------------------------------------------------------------------
-
-
 def written(before: Mapping[Row, Count]) -> Table:
     """Return the table as it is to be written: everything that this machine can count, and the rows of other machines."""
     jobs = [(network, target) for network in NETWORKS for target in TARGETS]

@@ -3,8 +3,6 @@
 The numbers stand in table.json; `make counts` writes it again. Nothing here depends on time, and a slow path of equal bits is seen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import pytest
@@ -75,7 +73,6 @@ def test_the_table_is_of_these_networks_and_is_sorted() -> None:
 
 
 # ---- messages ---------------------------------------------------------------------------------------------------------
-
 KERNELS = Row("U-Net", "bayes-e", "integer kernels", "primitives in kernels", "C")
 
 

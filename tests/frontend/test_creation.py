@@ -1,7 +1,5 @@
 """Tensors that forward creates with the size of an activation are constants; sizes and shapes are computed without running."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -18,6 +16,7 @@ from fxquant.frontend.values import Value
 from fxquant.ir.graph import BATCH_SIZES, BatchDim, fact
 from tests.shared import contract
 from tests.shared.contract import compiled
+from tests.shared.networks import members
 
 MADE: dict[str, Callable[[Tensor], Tensor]] = {
     "like it": lambda x: torch.maximum((x + torch.ones_like(x)) * torch.full_like(x, 0.5), torch.zeros_like(x)),
@@ -48,13 +47,9 @@ def _without_middle(bias: Tensor) -> Tensor:
     return bias
 
 
-class Model(nn.Module):
-    def __init__(self, body: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.body = nn.Linear(6, 6), body
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(self.layer(x))
+@members(lambda body: dict(layer=nn.Linear(6, 6), body=body))
+def Model(self, x: Tensor) -> Tensor:
+    return self.body(self.layer(x))
 
 
 @pytest.mark.sweep(4)
@@ -77,45 +72,31 @@ def test_what_only_gives_its_own_size_stays_in_float() -> None:
     assert torch.equal(integer(torch.randn(2, 4, 6)), torch.zeros(2, 3))
 
 
-class Padded(nn.Module):
+@members(lambda: dict(conv=nn.Conv1d(2, 4, 5, 2), reach=torch.tensor(3), table=nn.Parameter(torch.randn(9, 10))))
+def Padded(self, x: Tensor) -> Tensor:
     """Sizes and bounds that are computed as tensors from buffers, as the codecs of sound have them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(2, 4, 5, 2)
-        self.register_buffer("reach", torch.tensor(3))
-        self.table = nn.Parameter(torch.randn(9, 10))
-
-    def forward(self, x: Tensor) -> Tensor:
-        frames = (x.shape[-1] - 5 + self.reach) / 2 + 1
-        more = (torch.ceil(frames).to(torch.int64) - 1) * 2 + 5 - self.reach - x.shape[-1]
-        y = self.conv(F.pad(x, (self.reach, more)))
-        return y[..., : self.reach * 2] + self.table[self.reach : self.reach + 4, : y[..., : self.reach * 2].shape[-1]]
+    frames = (x.shape[-1] - 5 + self.reach) / 2 + 1
+    more = (torch.ceil(frames).to(torch.int64) - 1) * 2 + 5 - self.reach - x.shape[-1]
+    y = self.conv(F.pad(x, (self.reach, more)))
+    return y[..., : self.reach * 2] + self.table[self.reach : self.reach + 4, : y[..., : self.reach * 2].shape[-1]]
 
 
 def test_sizes_that_follow_from_constants_are_numbers() -> None:
     model, batch = Padded().eval(), (torch.randn(3, 2, 16),)
-    result = fxq.quantize(model, [batch], show_progress=False)
+    result = fxq.quantize(model, [batch])
     assert "none is left in float" in fxq.explain(result.prepared)
-    assert fxq.verify(result.prepared, result.integer, [batch], show_progress=False)
+    assert fxq.verify(result.prepared, result.integer, [batch])
 
 
 # ---- the shape of a batch norm's result, known without running it ----------------------------------------------------
-
-
 NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 
 
-class Norms(nn.Module):
+@members(lambda dim: dict(norm=NORMS[dim](6), one=NORMS[dim](1), plain=NORMS[dim](6, affine=False)))
+def Norms(self, x: Tensor) -> Any:
     """Batch norms of a new tensor and of tensors with unusual strides, of which one tensor has one channel."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.norm, self.one, self.plain = NORMS[dim](6), NORMS[dim](1), NORMS[dim](6, affine=False)
-
-    def forward(self, x: Tensor) -> Any:
-        turned = x.flip(0).transpose(0, 1).contiguous().transpose(0, 1)
-        return self.norm(x), self.plain(x), self.norm(turned), self.one(x[:, :1]), self.one(x[:, :1].clone())
+    turned = x.flip(0).transpose(0, 1).contiguous().transpose(0, 1)
+    return self.norm(x), self.plain(x), self.norm(turned), self.one(x[:, :1]), self.one(x[:, :1].clone())
 
 
 @pytest.mark.sweep(2)
@@ -149,8 +130,6 @@ def test_a_layer_of_another_size_is_refused_as_before(layer: nn.Module) -> None:
 
 
 # ---- sizes that depend on the batch ----------------------------------------------------------------------------------
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("size", "text"),

@@ -1,7 +1,5 @@
 """Models that are accepted: a float module, a traced one, one with quantization stubs. An error names the type of any other object."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from pathlib import Path
@@ -14,23 +12,20 @@ from torch import nn
 import fxquant as fxq
 from fxquant.errors import ConfigurationError, FxQuantError
 from fxquant.frontend import trace
+from tests.shared.networks import members
 from tests.shared.written import written
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.relu, self.head = nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1)
-
-    def forward(self, x):
-        return self.head(self.relu(self.conv(x)))
+@members(lambda: dict(conv=nn.Conv2d(3, 4, 3), relu=nn.ReLU(), head=nn.Conv2d(4, 2, 1)))
+def Net(self, x):
+    return self.head(self.relu(self.conv(x)))
 
 
 X = torch.randn(2, 3, 6, 6)
 
 ENTRIES = {
     "prepare": lambda model: fxq.prepare(model, X),
-    "quantize": lambda model: fxq.quantize(model, [X], show_progress=False),
+    "quantize": lambda model: fxq.quantize(model, [X]),
     "check": lambda model: fxq.check(model, X),
     "trace": lambda model: fxq.trace(model, X),
 }
@@ -38,7 +33,7 @@ ENTRIES = {
 
 @pytest.fixture(scope="module")
 def compiled():
-    return fxq.quantize(Net(), [X], target="nash-e", show_progress=False)
+    return fxq.quantize(Net(), [X], target="nash-e")
 
 
 @pytest.mark.parametrize("entry", [name for name in ENTRIES if name != "check"])  # a prepared model is checked as it stands
@@ -73,8 +68,6 @@ def test_a_traced_model_may_be_prepared(tmp_path):
 
 
 # ---- torch.ao --------------------------------------------------------------------------------------------------------
-
-
 class Stubs(nn.Module):
     """Written for PyTorch's eager mode."""
 
@@ -115,29 +108,27 @@ def test_a_model_that_torch_ao_has_changed(ao, kind, entry, monkeypatch):
 
 
 def test_a_model_that_is_only_written_for_torch_ao(ao):
-    result = fxq.quantize(Stubs(ao), [X], show_progress=False)
+    result = fxq.quantize(Stubs(ao), [X])
     assert fxq.verify(result.prepared, result.integer, [X])
     fused = nn.Sequential(ao.nn.intrinsic.ConvReLU2d(nn.Conv2d(3, 4, 3), nn.ReLU()))
     assert fxq.prepare(fused, X).meta["stage"] == "PREPARED"
 
 
 # ---- torch.compile and torch.jit -------------------------------------------------------------------------------------
-
-
 def test_a_compiled_model_is_the_model_it_was_made_from():
     model = Net().eval()
-    wanted = fxq.quantize(model, [X], show_progress=False)
-    result = fxq.quantize(torch.compile(model, backend="eager"), [X], show_progress=False)
+    wanted = fxq.quantize(model, [X])
+    result = fxq.quantize(torch.compile(model, backend="eager"), [X])
     assert torch.equal(result.integer(X), wanted.integer(X))
     assert list(result.prepared.state_dict()) == list(wanted.prepared.state_dict())
 
 
 def test_submodules_may_be_compiled():
     model = Net().eval()
-    wanted = fxq.quantize(model, [X], show_progress=False).integer(X)
+    wanted = fxq.quantize(model, [X]).integer(X)
     model.conv = torch.compile(model.conv, backend="eager")
     model.head.compile(backend="eager")
-    result = fxq.quantize(model, [X], show_progress=False)
+    result = fxq.quantize(model, [X])
     assert torch.equal(result.integer(X), wanted)
     assert "conv._orig_mod.weight" in model.state_dict()
     assert model.state_dict().keys() <= result.prepared.state_dict().keys()
@@ -159,17 +150,10 @@ def test_a_scripted_module_is_refused_as_such():
 
 
 # ---- stubs say where the integer part begins and ends ----------------------------------------------------------------
-
-
-class QuantStub(nn.Module):
+@members(lambda scale=1 / 128: dict(scale=scale))
+def QuantStub(self, x: torch.Tensor) -> torch.Tensor:
     """As Horizon's: on a fixed scale unless told otherwise."""
-
-    def __init__(self, scale: float | None = 1 / 128) -> None:
-        super().__init__()
-        self.scale = scale
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
+    return x
 
 
 QuantStub.__module__ = "horizon_plugin_pytorch.quantization.stubs"
@@ -201,7 +185,7 @@ def test_stubs_mark_the_boundary(kind: str, ao: Any, tmp_path: Path) -> None:
     x = torch.randn(2, 3, 8, 8)
     model = marked(STUBS[kind](ao), ao.quantization.DeQuantStub(), ao)
     loaded = fxq.load(fxq.save(fxq.trace(model, (x,)), tmp_path / "traced.fxq"))
-    prepared = fxq.calibrate(fxq.prepare(loaded, (x,)), [x], show_progress=False)
+    prepared = fxq.calibrate(fxq.prepare(loaded, (x,)), [x])
     integer = fxq.convert(prepared)
     known = {layer.name: layer for layer in fxq.inspect.layers(prepared)}
     floats = {name for name, layer in known.items() if not layer.integer and not layer.boundary}
@@ -211,8 +195,8 @@ def test_stubs_mark_the_boundary(kind: str, ao: Any, tmp_path: Path) -> None:
     if kind == "horizon":
         assert known["quant_stub"].grid.scale == 1 / 128
         assert known["quant_stub"].reason == "on a scale of 0.0078125"  # and not 16 bits wide
-    assert fxq.verify(prepared, integer, [x], show_progress=False)
-    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [x], show_progress=False)
+    assert fxq.verify(prepared, integer, [x])
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [x])
 
 
 def test_a_class_of_that_name_elsewhere_is_what_it_computes(ao: Any) -> None:

@@ -1,7 +1,5 @@
 """What cannot be traced is refused with a text that says where and why, and what to do."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -11,6 +9,7 @@ from torch import nn
 import fxquant as fxq
 from fxquant.errors import ConfigurationError, FxQuantError, TraceError
 from fxquant.frontend import trace
+from tests.shared.networks import members
 from tests.shared.written import written
 
 
@@ -34,28 +33,16 @@ def branch_on_the_batch(self, x):
     return -x
 
 
-def loop_over_the_batch(self, x):
-    return sum(x[index] for index in range(x.shape[0]))
-
-
 def autocast(self, x):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = x @ x.mT
     return y
 
 
-def leak_of_the_batch(self, x):
-    return x * x.shape.numel()
-
-
 def assigned_data(self, x):
     y = x * 1
     y.data = x
     return y
-
-
-def wrong_view(self, x):
-    return x.view(x.shape[0], 7)
 
 
 # A forward with the shape of its input, and what is said: what is wrong, the line, why, and the remedy.
@@ -68,7 +55,7 @@ REFUSALS = {
         (2, 3), "control flow depends on the batch size", "if x.shape[0] > 5:",
         "a condition is true at some batch sizes and false at others", "options=fxq.Options(dynamic_shapes={})",
     ),
-    loop_over_the_batch: (
+    lambda self, x: sum(x[index] for index in range(x.shape[0])): (
         (2, 3), "a loop runs over the batch", "return sum(x[index] for index in range(x.shape[0]))",
         "range() was given a number that depends on the batch size", "options=fxq.Options(dynamic_shapes={})",
     ),
@@ -76,12 +63,12 @@ REFUSALS = {
         (2, 3, 3), "autocast is switched inside forward", "y = x @ x.mT",
         "the numbers would differ from the model's", "remove torch.autocast from forward",
     ),
-    leak_of_the_batch: (
+    lambda self, x: x * x.shape.numel(): (
         (2, 3), "Python code in the model turned the batch size into a constant (node %mul)", "return x * x.shape.numel()",
         "an argument of mul is 12 at one batch size and 30 at another", "keep batch sizes as x.shape[0] or x.size(0) gives them",
     ),
     assigned_data: ((2, 3), "the model assigns to .data of a tensor", "y.data = x", "", ""),
-    wrong_view: ((2, 3), "the model's forward raised RuntimeError", "return x.view(x.shape[0], 7)", "", ""),
+    lambda self, x: x.view(x.shape[0], 7): ((2, 3), "the model's forward raised RuntimeError", "return x.view(x.shape[0], 7)", "", ""),
 }  # fmt: skip
 
 
@@ -119,14 +106,10 @@ def test_single_calls_that_cannot_be_traced_are_named():
 
 
 def test_state_that_the_graph_does_not_keep():
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("calls", torch.zeros(1))
-
-        def forward(self, x):
-            self.calls.add_(1)
-            return x + self.calls.clone() * counter()
+    @members(lambda: dict(calls=torch.zeros(1)))
+    def Model(self, x):
+        self.calls.add_(1)
+        return x + self.calls.clone() * counter()
 
     numbers = iter(range(100))
 
@@ -171,7 +154,6 @@ def test_a_batch_size_written_into_forward(batch):
     )
     model = type("Model", (nn.Module,), {"forward": forward})()
     remedy = re.search(r"pass options=(\S+)", refusal(forward, x))
-    assert remedy is not None
     assert torch.equal(trace(model, x, options=eval(remedy[1]))(x), model(x))
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.compat import torch_ao
 from fxquant.errors import TraceError
+from tests.shared.networks import members
 from tests.shared.written import written
 
 
@@ -60,7 +61,7 @@ def test_a_program_gives_the_bits_of_its_module(case: str, tmp_path: Path) -> No
     kind, draw = CASES[case]
     model, batches = kind().eval(), [draw(4) for _ in range(3)]
     program = torch.export.export(model, (batches[0],), dynamic_shapes=({0: torch.export.Dim("batch")},))
-    results = [fxq.quantize(source, batches, options=fxq.Options(integer_tail=True), show_progress=False) for source in (model, program)]
+    results = [fxq.quantize(source, batches, options=fxq.Options(integer_tail=True)) for source in (model, program)]
     mine, theirs = (result.integer for result in results)
     assert all(torch.equal(a, b) for a, b in zip(bits(mine(batches[0])), bits(theirs(batches[0])), strict=True))
     kinds = [{layer.operator for layer in fxq.inspect.layers(result.prepared)} for result in results]
@@ -70,7 +71,7 @@ def test_a_program_gives_the_bits_of_its_module(case: str, tmp_path: Path) -> No
     assert lines - {""} == {"test_exported.py"}  # an input has no line
     parameters = dict(model.named_parameters())
     assert parameters.keys() == dict(results[1].prepared.named_parameters()).keys() & parameters.keys()
-    assert fxq.verify(theirs, results[1].export(tmp_path / "model.onnx"), [draw(3)], show_progress=False)
+    assert fxq.verify(theirs, results[1].export(tmp_path / "model.onnx"), [draw(3)])
 
 
 def test_a_program_with_a_fixed_batch() -> None:
@@ -81,18 +82,13 @@ def test_a_program_with_a_fixed_batch() -> None:
     assert fxq.trace(program, (x,), options=fxq.Options(dynamic_shapes={}))(x)["map"].shape[0] == 2
 
 
-class Mode(nn.Module):
+@members(lambda *layers, function=lambda model, x: x: dict(layers=nn.Sequential(*layers), function=function))
+def Mode(self, x: torch.Tensor) -> torch.Tensor:
     """Layers, and a function of the model and their result."""
-
-    def __init__(self, *layers: nn.Module, function: Any = lambda model, x: x) -> None:
-        super().__init__()
-        self.layers, self.function = nn.Sequential(*layers), function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(self, self.layers(x))
+    return self.function(self, self.layers(x))
 
 
-def conv(*rest: nn.Module, function: Any = lambda model, x: x) -> Mode:
+def conv(*rest: nn.Module, function: Any = lambda model, x: x) -> nn.Module:
     return Mode(nn.Conv2d(3, 4, 3), *rest, function=function)
 
 
@@ -149,7 +145,6 @@ def test_a_program_exported_in_train_mode_follows_the_mode_of_the_model(case: st
 
 def test_slopes_that_a_program_draws_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     """A function's slopes are those of eval mode here, for the graph does not say that the module of the call was a RReLU."""
-    torch.manual_seed(0)
     model, batch = conv(nn.RReLU()), torch.randn(IMAGE)
     prepared = fxq.prepare(torch.export.export(model, (batch,)), (batch,), "x86", options=fxq.Options(dynamic_shapes={}))
     fxq.set_state(prepared, "train")
@@ -163,11 +158,10 @@ def test_slopes_that_a_program_draws_are_a_warning(caplog: pytest.LogCaptureFixt
 
 
 def test_attention_and_dropouts_of_a_program_drop_nothing_in_eval_mode(caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True))
     batches = [torch.randn(4, 5, 8) for _ in range(2)]
     prepared = fxq.prepare(torch.export.export(model, (batches[0],)), (batches[0],), "x86", options=fxq.Options(dynamic_shapes={}))
-    fxq.calibrate(prepared, batches, show_progress=False)
+    fxq.calibrate(prepared, batches)
     integer = fxq.convert(prepared)
     assert torch.equal(integer(batches[0]), integer(batches[0]))
     fxq.set_state(prepared, fxq.State.TRAIN)
@@ -176,8 +170,6 @@ def test_attention_and_dropouts_of_a_program_drop_nothing_in_eval_mode(caplog: p
 
 
 # ---- GraphModules that others made: subclasses without meta, and modules of exported programs ------------------------
-
-
 def made_backbone() -> nn.Module:
     return written(
         lambda m, image: m.head(m.layer(m.stem(image)).mean((2, 3))),
@@ -215,13 +207,9 @@ def extractor() -> nn.Module:
     return DualGraphModule(backbone, graph).eval()
 
 
-class Segmenter(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone, self.head = extractor(), nn.Conv2d(8, 2, 1)
-
-    def forward(self, image: Tensor) -> Tensor:
-        return F.interpolate(self.head(self.backbone(image)["coarse"]), size=image.shape[-2:], mode="bilinear")
+@members(lambda: dict(backbone=extractor(), head=nn.Conv2d(8, 2, 1)))
+def Segmenter(self, image: Tensor) -> Tensor:
+    return F.interpolate(self.head(self.backbone(image)["coarse"]), size=image.shape[-2:], mode="bilinear")
 
 
 def image(batch: int = 2) -> Tensor:
@@ -231,9 +219,9 @@ def image(batch: int = 2) -> Tensor:
 @pytest.mark.parametrize("make", [extractor, Segmenter])
 def test_a_graph_module_without_meta_is_quantized(make: Callable[[], nn.Module], tmp_path: Path) -> None:
     model = make().eval()
-    result = fxq.quantize(model, [image(), image()], show_progress=False)
+    result = fxq.quantize(model, [image(), image()])
     assert result.verify(result.export(tmp_path / "m.onnx"), [image()])
-    assert fxq.verify(result.prepared, result.integer, [image()], show_progress=False)
+    assert fxq.verify(result.prepared, result.integer, [image()])
     assert result.compare([image()])
     assert all(layer.integer for layer in fxq.inspect.layers(result.integer) if layer.operator == "conv2d")
 

@@ -1,11 +1,10 @@
-"""Python that stays Python: wrapped functions and methods, leaf modules, what is preserved of a model, and branches that only train."""
-
-from __future__ import annotations
+"""Python that stays Python: wrapped functions, leaf modules, attributes and methods of a model, branches that only train."""
 
 import copy
 import functools
 import logging
 import pickle
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import fxquant as fxq
 from fxquant.backends.onnx.segments import _called
 from fxquant.frontend.opaque import WRAPPED
 from tests.shared.contract import compiled
+from tests.shared.networks import members
 from tests.shared.written import to_validate, written
 
 
@@ -53,13 +53,9 @@ def picked(x: Tensor, places: list[int]) -> Tensor:
     return x[:, places]
 
 
-class Rescale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((4,), 2.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight if float(x.max()) > 0 else x
+@members(lambda: dict(weight=nn.Parameter(torch.full((4,), 2.0))))
+def Rescale(self, x: Tensor) -> Tensor:
+    return x * self.weight if float(x.max()) > 0 else x
 
 
 class Kept(nn.Module):
@@ -90,7 +86,7 @@ def image() -> Tensor:
 @pytest.fixture(scope="module")
 def kept(image: Tensor) -> fxq.results.Result:
     torch.manual_seed(0)
-    return fxq.quantize(Kept().eval(), [image, image[:2]], options=fxq.Options(leaf=Rescale), show_progress=False)
+    return fxq.quantize(Kept().eval(), [image, image[:2]], options=fxq.Options(leaf=Rescale))
 
 
 def test_what_is_kept_is_one_call_and_runs_at_every_stage(kept: fxq.results.Result, image: Tensor) -> None:
@@ -124,7 +120,7 @@ def test_gradients_pass_through_and_parameters_of_leaves_train(kept: fxq.results
         x,
         options=fxq.Options(leaf="rescale"),
     )
-    fxq.calibrate(prepared, [x], show_progress=False)
+    fxq.calibrate(prepared, [x])
     fxq.set_state(prepared, "train")
     prepared(x).sum().backward()
     assert prepared.layer.weight.grad.abs().sum() > 0
@@ -134,7 +130,7 @@ def test_gradients_pass_through_and_parameters_of_leaves_train(kept: fxq.results
 def test_a_file_names_wrapped_functions_and_imports_nothing(image: Tensor, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     x = torch.randn(6, 8)
-    result = fxq.quantize(written(lambda m, x: above(ranked(m.layer(x)), 0.0), layer=nn.Linear(8, 4)), [x], show_progress=False)
+    result = fxq.quantize(written(lambda m, x: above(ranked(m.layer(x)), 0.0), layer=nn.Linear(8, 4)), [x])
     path = fxq.save(result.integer, tmp_path / "ranked.fxq")
     assert all(map(torch.equal, fxq.load(path)(x)[0], result.integer(x)[0]))
     monkeypatch.delitem(WRAPPED, f"{__name__}:ranked")
@@ -193,8 +189,6 @@ def test_what_nothing_is_known_of_cannot_be_computed_with(image: Tensor) -> None
 
 
 # ---- what is preserved -----------------------------------------------------------------------------------------------
-
-
 class Head(nn.Module):
     kind = "linear"
 
@@ -226,7 +220,7 @@ def preserving() -> nn.Module:
 def test_what_is_preserved_is_at_every_stage_and_values_in_files(image: Tensor, tmp_path, caplog: pytest.LogCaptureFixture) -> None:
     model = preserving().eval()
     preserve = ["names", "head.strides", "head.anchors", "head.levels", "head.kind", "head.decode", "head.key", "other"]
-    result = fxq.quantize(model, [image], options=fxq.Options(preserve=preserve), show_progress=False)
+    result = fxq.quantize(model, [image], options=fxq.Options(preserve=preserve))
     for found in (
         fxq.trace(model, image, options=fxq.Options(preserve=preserve)),
         result.prepared,
@@ -258,8 +252,6 @@ def test_a_name_that_there_is_not_is_an_error(name: str, because: str, image: Te
 
 
 # ---- branches that only train ----------------------------------------------------------------------------------------
-
-
 class WithBranch(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -276,8 +268,8 @@ class WithBranch(nn.Module):
 
 def test_a_training_branch_trains_and_is_gone_from_the_integer_model(image: Tensor, tmp_path) -> None:
     model = WithBranch().eval()
-    prepared = fxq.calibrate(fxq.prepare(model, image, "nash-e", options=fxq.Options(training_branch=True)), [image], show_progress=False)
-    without = fxq.calibrate(fxq.prepare(model, image, "nash-e"), [image], show_progress=False)
+    prepared = fxq.calibrate(fxq.prepare(model, image, "nash-e", options=fxq.Options(training_branch=True)), [image])
+    without = fxq.calibrate(fxq.prepare(model, image, "nash-e"), [image])
     assert torch.equal(prepared(image), without(image))
     fxq.set_state(prepared, "train")
     assert isinstance(prepared(image), Tensor)
@@ -378,19 +370,175 @@ WRITING: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", [*WRITING, "a module"])
 def test_what_is_kept_as_python_may_write_into_what_it_is_given(name: str) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.writes = nn.Linear(4, 4), Writes()
-
-        def forward(self, x: Tensor) -> Any:
-            y = self.linear(x)
-            return self.writes({"x": y}) if name == "a module" else WRITING[name](y)
+    @members(lambda: dict(linear=nn.Linear(4, 4), writes=Writes()))
+    def Net(self, x: Tensor) -> Any:
+        y = self.linear(x)
+        return self.writes({"x": y}) if name == "a module" else WRITING[name](y)
 
     batch = torch.randn(4, 4)
-    prepared = fxq.calibrate(fxq.prepare(Net().eval(), batch, options=fxq.Options(leaf=Writes)), [batch], show_progress=False)
+    prepared = fxq.calibrate(fxq.prepare(Net().eval(), batch, options=fxq.Options(leaf=Writes)), [batch])
     expected = prepared(batch)
     for kernels in ("auto", "reference"):
         integer = fxq.convert(prepared, kernels=kernels)
         assert all(torch.equal(integer(batch), expected) for _ in range(3))  # the first call sees sizes, later ones run kernels
         assert fxq.verify(prepared, integer, [batch])
+
+
+class Detector(nn.Module):
+    """Written as users write them: attributes and methods of many kinds beside the layers."""
+
+    threshold = 0.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.class_names = ["cat", "dog"]
+        self.num_classes = 2
+        self.anchors = torch.tensor([1.0, 2.0])
+        self.lock = threading.Lock()
+        self.by_name = {"graph": lambda x: x}
+        self.helpers = [nn.Linear(8, 8)]
+        self.quantized = False
+        self.meta_info, self.graph_kind = "info", "none"
+        self.layer, self.head = nn.Linear(8, 4), nn.Linear(4, 2)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.head(F.relu(self.layer(x)))
+
+    def predict(self, x):
+        return [self.class_names[index] for index in self(x).argmax(1)]
+
+    def postprocess(self, y, *, scale=1.0):
+        return self._scaled(y, scale) + self.anchors
+
+    def _scaled(self, y, scale):
+        return y * scale * self.size
+
+    @property
+    def size(self):
+        return self.head.weight.shape[0]
+
+    @property
+    def broken(self):
+        return self.not_there
+
+    @classmethod
+    def build(cls):
+        return cls()
+
+    @staticmethod
+    def twice(x):
+        return 2 * x
+
+    def convert(self):
+        return "mine"
+
+    def recompile(self):
+        return "mine"
+
+    @property
+    def code(self):
+        return "mine"
+
+
+X = torch.randn(6, 8)
+
+
+@pytest.fixture(scope="module")
+def result():
+    torch.manual_seed(0)
+    return fxq.quantize(Detector().eval(), [X])
+
+
+@pytest.mark.parametrize("stage", ["prepared", "integer"])
+@pytest.mark.parametrize("made", [lambda model: model, copy.deepcopy, lambda model: copy.deepcopy(copy.copy(model))])
+def test_attributes_and_methods_are_there(result, stage, made):
+    model = made(getattr(result, stage))
+    assert model.class_names == ["cat", "dog"]
+    assert (model.num_classes, model.threshold, model.twice(3), model.convert()) == (2, 0.5, 6, "mine")
+    assert isinstance(model.build(), Detector)
+    assert model.lock is result.float.lock
+    assert model.predict(X) == [model.class_names[index] for index in model(X).argmax(1)]
+    if stage == "prepared":
+        y = model(X)
+        assert torch.equal(model.postprocess(y, scale=3.0), y * 3.0 * 2 + model.anchors)
+
+
+def test_nothing_of_the_graph_is_hidden(result):
+    assert isinstance(result.prepared.graph, torch.fx.Graph)
+    assert result.prepared.code != "mine"
+    assert result.prepared.recompile() != "mine"
+    assert "quantized" in dict(result.prepared.named_children())
+    assert torch.equal(result.prepared(X), result.integer(X))
+
+
+def test_what_is_missing_is_said_as_python_says_it(result):
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = result.integer.nothing
+    with pytest.raises(AttributeError, match="not_there"):
+        _ = result.integer.broken
+    assert not hasattr(result.integer, "helpers")  # modules belong to forward
+
+
+def test_the_models_are_the_callers_own(result):
+    result.prepared.class_names.append("bird")
+    assert result.float.class_names == ["cat", "dog"]
+    assert result.integer.class_names[:2] == ["cat", "dog"]
+    result.prepared.class_names.pop()
+
+
+def test_files_and_pickles_hold_what_they_can(result, tmp_path):
+    loaded = fxq.load(fxq.save(result.prepared, tmp_path / "model.fxq"))
+    assert fxq.verify(loaded, result.integer, [X])
+    assert not hasattr(loaded, "class_names")
+    again = pickle.loads(pickle.dumps(result.integer))
+    assert again.class_names == ["cat", "dog"]
+    assert again.predict(X) == result.integer.predict(X)
+    assert not hasattr(again, "lock")
+
+
+def test_methods_of_containers_of_pytorch_are_not_carried():
+    prepared = fxq.prepare(nn.Sequential(nn.Linear(8, 8)), X)
+    assert not hasattr(prepared, "append")
+
+
+# ---- dropout that acts at inference ------------------------------------------------------------------------------------
+@members(lambda drop: dict(layer=nn.Linear(8, 16), head=nn.Linear(16, 4), drop=drop))
+def Monte(self, x):
+    return self.head(self.drop(F.relu(self.layer(x))))
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [
+        lambda x: F.dropout(x, 0.5, training=True),
+        lambda x: F.dropout(x),
+        lambda x: torch.dropout(x, 0.5, True),
+        lambda x: F.alpha_dropout(x, 0.5, True),
+    ],
+)
+def test_dropout_that_acts_in_eval_mode_stays_random(drop):
+    result = fxq.quantize(Monte(drop).eval(), [X])
+    assert "it drops at random in eval mode as well (training=True), so no two runs are equal" in fxq.explain(result.integer)
+    for model in (result.float, result.prepared, result.integer):
+        assert not torch.equal(model(X), model(X))
+    torch.manual_seed(0)
+    one = result.prepared(X)
+    torch.manual_seed(0)
+    assert torch.equal(result.integer(X), one)
+
+
+@pytest.mark.parametrize("drop", [lambda x: F.dropout(x, 0.0, training=True), lambda x: F.dropout(x, 0.5, training=False)])
+def test_dropout_that_does_nothing_in_eval_mode_is_an_operator(drop):
+    result = fxq.quantize(Monte(drop).eval(), [X])
+    assert fxq.verify(result.prepared, result.integer, [X])
+    assert "none is left in float" in fxq.explain(result.integer)
+
+
+def test_a_dropout_that_alone_is_in_train_mode_is_told_of():
+    model = Monte(nn.Dropout(0.5)).eval()
+    model.drop.train()
+    note = "drop is in train mode, and the model is not: it was traced in eval mode"
+    assert note in fxq.explain(fxq.prepare(model, X))
+    assert model.drop.training
+    assert note not in fxq.explain(fxq.prepare(model.train(), X))

@@ -1,9 +1,6 @@
 """State that forward moves between calls: each buffer that training does not move is named when training begins."""
 
-from __future__ import annotations
-
 import copy
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -85,11 +82,10 @@ def test_what_forward_moves_is_named_when_training_begins(name: str, caplog: pyt
     make, shape, expected = MOVING[name]
     model = make()
     before = copy.deepcopy(model.state_dict())
-    with caplog.at_level(logging.WARNING, "fxquant"):
-        prepared = fxq.prepare(model, torch.randn(shape))
-        assert "forward moves" not in caplog.text, "many quantize and never train"
-        fxq.set_state(prepared, "train")
-        fxq.set_state(prepared, "train")
+    prepared = fxq.prepare(model, torch.randn(shape))
+    assert "forward moves" not in caplog.text, "many quantize and never train"
+    fxq.set_state(prepared, "train")
+    fxq.set_state(prepared, "train")
     (said,) = (record.getMessage() for record in caplog.records if "forward moves" in record.getMessage())
     assert {line.split(" (")[0].strip() for line in said.splitlines()[1:]} == expected
     assert all(f"model's Python: {each} is " in fxq.explain(prepared) for each in expected)
@@ -113,16 +109,14 @@ def test_nothing_is_said_of_what_stands_still(caplog: pytest.LogCaptureFixture) 
 
     model = written(forward, linear=nn.Linear(4, 4), norm=nn.Sequential(nn.BatchNorm1d(4), Counting(4)), scale=torch.rand(4))
     model.seen = torch.zeros(())
-    with caplog.at_level(logging.WARNING, "fxquant"):
-        fxq.set_state(fxq.prepare(model, torch.randn(4, 4)), "train")
+    fxq.set_state(fxq.prepare(model, torch.randn(4, 4)), "train")
     assert "forward moves" not in caplog.text
 
 
 def test_what_a_leaf_moves_it_moves_as_in_the_float_model(caplog: pytest.LogCaptureFixture) -> None:
     leaf = layer(average, mean=torch.zeros(4))
-    with caplog.at_level(logging.WARNING, "fxquant"):
-        prepared = fxq.prepare(nn.Sequential(nn.Linear(4, 4), leaf), torch.randn(4, 4), options=fxq.Options(leaf=type(leaf)))
-        fxq.set_state(prepared, "train")
+    prepared = fxq.prepare(nn.Sequential(nn.Linear(4, 4), leaf), torch.randn(4, 4), options=fxq.Options(leaf=type(leaf)))
+    fxq.set_state(prepared, "train")
     assert "forward moves" not in caplog.text
     prepared.train()
     prepared(torch.ones(2, 4))
@@ -151,6 +145,6 @@ def frozen_norm(wanted: bool | None) -> nn.Module:
 @pytest.mark.parametrize("training", [False, None])
 def test_a_function_of_batch_norm_that_never_trains_stands_still(training: bool | None) -> None:
     x = torch.randn(4, 1, 4, 4)
-    prepared = to_train(fxq.calibrate(fxq.prepare(frozen_norm(training), x), [x], show_progress=False))
+    prepared = to_train(fxq.calibrate(fxq.prepare(frozen_norm(training), x), [x]))
     prepared(x + 1)
     assert bool(prepared.get_buffer("norm.running_mean").any()) == (training is None)

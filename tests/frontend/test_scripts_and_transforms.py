@@ -1,7 +1,5 @@
 """Scripted functions are traced as the Python they were scripted from; what cannot be traced says so, with the line and a remedy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -16,18 +14,14 @@ from fxquant.frontend import assumptions
 from fxquant.ir.graph import TensorFact, fact
 from tests.shared import contract
 from tests.shared.contract import compiled
+from tests.shared.networks import members
 
 
-class Written(nn.Module):
+@members(lambda function, width=8: dict(first=nn.Linear(8, 8), function=function, last=nn.Linear(width, 4)))
+def Written(self, x: Tensor) -> Tensor:
     """A function between two layers."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor], width: int = 8) -> None:
-        super().__init__()
-        self.first, self.function, self.last = nn.Linear(8, 8), function, nn.Linear(width, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.last(self.function(self.first(x)))
-        return found
+    found: Tensor = self.last(self.function(self.first(x)))
+    return found
 
 
 def rows(seed: int = 0) -> Tensor:
@@ -100,7 +94,7 @@ def branching(x: Tensor) -> Tensor:
     return x * 2
 
 
-SCRIPTED: dict[str, Written] = {
+SCRIPTED: dict[str, nn.Module] = {
     "gated": Written(lambda y: gated(y, y * 0.5, torch.IntTensor([4])), 4),
     "traced": Written(torch.jit.trace(lambda y: y[:, :] * torch.sigmoid(y), rows(), check_trace=False)),
     **{f.name: Written(f) for f in (whole, viewed, expanded, looped, listed, assigned, flagged, itself, nested)},
@@ -253,8 +247,7 @@ PADDING = "positions of encoder that src_key_padding_mask masks hold what its la
 @pytest.mark.nightly
 def test_padded_positions_of_an_encoder_are_said_to_differ_from_pytorchs_path_for_inference(caplog: pytest.LogCaptureFixture) -> None:
     model, batches = Padded().eval(), [sequences(seed) for seed in range(3)]
-    with caplog.at_level("WARNING", "fxquant"):
-        prepared, integer = compiled(model, batches)
+    prepared, integer = compiled(model, batches)
     assert [PADDING in message for message in caplog.messages].count(True) == 1
     assert PADDING in fxq.explain(prepared)
     with torch.no_grad():

@@ -1,20 +1,22 @@
-"""A graph is called like the float model it was made from, at every stage, whatever the names of arguments and modules are."""
-
-from __future__ import annotations
+"""A graph is called like the float model it was made from, and returns what that returns: names of arguments, classes of outputs."""
 
 import copy
+import dataclasses
 import pickle
 from collections import OrderedDict, namedtuple
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 import fxquant as fxq
 from fxquant.errors import ConfigurationError
-from fxquant.frontend import trace
+from fxquant.frontend import assumptions, trace, tracer
+from tests.shared.networks import members
 from tests.shared.written import written
 
 Pair = namedtuple("Pair", "a b")
@@ -169,15 +171,13 @@ def test_a_forward_pre_hook_of_the_user_runs_on_a_prepared_model():
 
 @pytest.mark.parametrize("damaged", [["x", 1, False, "y"], ["a b", 1, False, "x"], ["x", 5, False, "x"], ["x", 1, 0, "x"]], ids=str)
 def test_a_file_whose_signature_is_damaged_is_refused(damaged, tmp_path):
-    integer = fxq.quantize(Mask(), [A], show_progress=False).integer
+    integer = fxq.quantize(Mask(), [A]).integer
     integer.meta["fxquant.signature"] = {"parameters": [[*damaged[:3], ["tensor", damaged[3]]]]}
     with pytest.raises(fxq.errors.ExportError, match="how its inputs are given"):
         fxq.load(fxq.save(integer, tmp_path / "model.fxq"))
 
 
 # ---- names that the user has chosen, where Python or a GraphModule means something else by them ----------------------
-
-
 OWN = ["graph", "code", "meta", "recompile", "print_readable", "_graph", "_code"]
 PYTHON = ["if", "None", "self", "torch", "inf", "getattr", "a b"]
 
@@ -209,7 +209,7 @@ def test_a_module_of_any_name_is_compiled_trained_copied_saved_and_exported(name
     with torch.no_grad():
         fxq.set_state(prepared, fxq.State.FLOAT)
         assert torch.equal(prepared(x), model(x))
-    fxq.calibrate(prepared, [x], show_progress=False)
+    fxq.calibrate(prepared, [x])
     integer = fxq.convert(prepared)
     assert fxq.verify(prepared, integer, [x])
     wanted = integer(x)
@@ -224,7 +224,7 @@ def test_a_module_of_any_name_is_compiled_trained_copied_saved_and_exported(name
 
 @pytest.mark.parametrize("name", ["graph", "if"])
 def test_float_operators_that_read_such_a_parameter_are_exported(name, tmp_path):
-    result = fxq.quantize(Named(name), [torch.randn(4, 8)], show_progress=False)
+    result = fxq.quantize(Named(name), [torch.randn(4, 8)])
     report = result.verify(result.export(tmp_path / "model.onnx"), [torch.randn(3, 8)])
     assert report or report.first.name == "output 0"  # what float operators compute is not the same to the bit everywhere
 
@@ -247,7 +247,7 @@ def test_an_argument_of_any_name(name, tmp_path):
     Model = type("Model", (nn.Module,), {"forward": scope["forward"]})
     model, x = Model(), torch.randn(4, 8)
     model.layer = nn.Linear(8, 8)
-    prepared = fxq.calibrate(fxq.prepare(model, {name: x}), [{name: x}], show_progress=False)
+    prepared = fxq.calibrate(fxq.prepare(model, {name: x}), [{name: x}])
     integer = fxq.convert(prepared)
     assert torch.equal(integer(**{name: x}), integer(x))
     assert fxq.verify(prepared, integer, [{name: x}])
@@ -259,13 +259,13 @@ def test_arguments_whose_names_are_not_python_names():
     model = written(lambda me, x, **others: me.layer(x) + others["class"] + others["a b"], layer=nn.Linear(8, 8))
     x = torch.randn(2, 8)
     inputs = {"x": x, "class": x + 1, "a b": x + 2}
-    result = fxq.quantize(model, [inputs], show_progress=False)
+    result = fxq.quantize(model, [inputs])
     assert torch.equal(result.integer(x, **{"a b": x + 2, "class": x + 1}), result.integer(**inputs))
 
 
 def test_an_argument_called_self():
     x = torch.randn(2, 8)
-    result = fxq.quantize(written(lambda me, self: me.layer(self), layer=nn.Linear(8, 8)), [x], show_progress=False)
+    result = fxq.quantize(written(lambda me, self: me.layer(self), layer=nn.Linear(8, 8)), [x])
     assert torch.equal(result.prepared(x), result.integer(x))
 
 
@@ -275,7 +275,114 @@ def test_an_argument_called_self():
 def test_a_constant_that_is_no_float(constant, operator, tmp_path):
     value = constant.long() if operator is torch.sub else constant
     x = torch.randn(4, 8)
-    result = fxq.quantize(written(lambda m, x: operator(m.layer(x), value), layer=nn.Linear(8, 8)), [x], show_progress=False)
+    result = fxq.quantize(written(lambda m, x: operator(m.layer(x), value), layer=nn.Linear(8, 8)), [x])
     assert fxq.verify(result.prepared, result.integer, [x])
     assert result.verify(result.export(tmp_path / "model.onnx"), [x])
     assert "none is left in float" in fxq.explain(result.integer)
+
+
+class Outcome(OrderedDict):
+    """As `ModelOutput` of transformers is: a dict whose keys are attributes, too."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+pytree.register_pytree_node(
+    Outcome,
+    lambda outcome: (list(outcome.values()), list(outcome)),
+    lambda values, names: Outcome(zip(names, values, strict=True)),
+    flatten_with_keys_fn=lambda outcome: ([(pytree.MappingKey(key), value) for key, value in outcome.items()], list(outcome)),
+)
+
+
+@dataclasses.dataclass
+class Halves:
+    left: Any
+    right: Any
+
+
+@dataclasses.dataclass
+class Unknown:
+    value: Any
+    count: int = 3
+
+
+class Cache:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.layers, self.kind, self.length = [Unknown(value)], Cache, 3
+
+
+torch.export.register_dataclass(Halves)
+
+
+@members(lambda wrap: dict(linear=nn.Linear(4, 4), wrap=wrap))
+def Net(self, x: torch.Tensor) -> Any:
+    y = self.linear(x)
+    return self.wrap(y, torch.relu(y))
+
+
+RESULTS = {
+    "mapping": lambda y, z: Outcome(last=y, hidden=(y, z)),
+    "dataclass": lambda y, z: Halves(y, [z, {"again": z}]),
+    "inside": lambda y, z: (Outcome(last=Halves(y, z)), z),
+    "unknown dataclass": lambda y, z: Unknown((y, z)),
+    "cache": lambda y, z: Outcome(last=y, cache=Cache(z)),
+}
+
+
+def leaves(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, Cache):
+        return [layer.value for layer in value.layers]
+    if isinstance(value, Unknown):
+        return leaves(value.value)
+    if isinstance(value, (tuple, list)):
+        return [leaf for item in value for leaf in leaves(item)]
+    return [value] if isinstance(value, torch.Tensor) else [leaf for item in pytree.tree_leaves(value) for leaf in leaves(item)]
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("case", RESULTS)
+def test_every_form_returns_what_the_model_does(case: str, tmp_path: Path) -> None:
+    model, x = Net(RESULTS[case]).eval(), torch.randn(3, 4)
+    expected = model(x)
+    prepared = fxq.calibrate(fxq.prepare(model, (x,)), [x])
+    integer = fxq.convert(prepared)
+    fxq.set_state(prepared, fxq.State.VALIDATE)
+    loaded = fxq.load(fxq.save(integer, tmp_path / "model.fxq"))
+    assert all(torch.equal(a, b) for a, b in zip(leaves(fxq.trace(model, (x,))(x)), leaves(expected), strict=True))
+    for form in (prepared, integer, loaded):
+        assert type(form(x)) is type(expected)
+        assert all(torch.equal(a, b) for a, b in zip(leaves(form(x)), leaves(integer(x)), strict=True))
+    assert all(torch.allclose(a, b, atol=0.1) for a, b in zip(leaves(integer(x)), leaves(expected), strict=True))
+    path = fxq.export_onnx(integer, tmp_path / "model.onnx")
+    assert fxq.verify(integer, path, [x])
+
+
+def test_an_object_of_another_library_is_told_of() -> None:
+    traced = fxq.trace(Net(RESULTS["cache"]).eval(), (torch.randn(3, 4),))
+    told = "forward returned a Cache, whose tensors are returned as a dict of its attributes, without 'kind', 'length'"
+    assert any(told in a for a in assumptions(traced))
+    assert list(traced(torch.randn(2, 4))["cache"]) == ["layers"]
+
+
+def test_a_class_that_nobody_registered_again_is_a_dict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(3, 4)
+    path = fxq.save(fxq.trace(Net(RESULTS["mapping"]).eval(), (x,)), tmp_path / "model.fxq")
+    monkeypatch.delitem(pytree.SUPPORTED_NODES, Outcome)
+    assert type(fxq.load(path)(x)) is dict
+
+
+def test_a_dataclass_keeps_its_numbers_and_is_a_dict_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(3, 4)
+    traced = fxq.trace(Net(RESULTS["unknown dataclass"]).eval(), (x,))
+    assert isinstance(traced(x), Unknown)
+    assert traced(x).count == 3
+    path = fxq.save(traced, tmp_path / "model.fxq")
+    monkeypatch.delitem(tracer._DATACLASSES, f"{Unknown.__module__}.{Unknown.__qualname__}")
+    found = fxq.load(path)(x)
+    assert type(found) is dict
+    assert found["count"] == 3

@@ -1,7 +1,5 @@
 """Several threads at once: a trace is its own thread's affair, and nothing of it is left."""
 
-from __future__ import annotations
-
 import builtins
 import gc
 import math
@@ -19,20 +17,16 @@ from fxquant.errors import TraceError
 from fxquant.frontend import trace
 from fxquant.frontend.environment import Snapshot
 from fxquant.ir.model import collection_paused
+from tests.shared.networks import members
 
 
-class Sized(nn.Module):
+@members(lambda width: dict(layer=nn.Linear(6, width), norm=nn.BatchNorm1d(width), drop=nn.Dropout(0.5)))
+def Sized(self, x: torch.Tensor) -> torch.Tensor:
     """Python's `int`, `len`, `range` and `math` beside a layer, and what behaves differently in train mode."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layer, self.norm, self.drop = nn.Linear(6, width), nn.BatchNorm1d(width), nn.Dropout(0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if len(x) > 0 and isinstance(x.shape[1], int):
-            for _ in range(int(x.shape[1] / 6)):
-                x = self.layer(x) * math.sqrt(4.0)
-        return self.drop(self.norm(x))
+    if len(x) > 0 and isinstance(x.shape[1], int):
+        for _ in range(int(x.shape[1] / 6)):
+            x = self.layer(x) * math.sqrt(4.0)
+    return self.drop(self.norm(x))
 
 
 def together(*works: Callable[[], None]) -> None:
@@ -77,10 +71,10 @@ def test_many_rounds_of_preparing_calibrating_converting_and_running_in_three_th
     qconfig = fxq.QConfig(fxq.ActivationConfig(observer=fxq.observers.MinMaxObserver))
 
     def compiled(model: nn.Module) -> torch.Tensor:
-        prepared = fxq.calibrate(fxq.prepare(model, x, qconfig=qconfig), [x], show_progress=False)
+        prepared = fxq.calibrate(fxq.prepare(model, x, qconfig=qconfig), [x])
         return fxq.convert(prepared)(x)
 
-    finished = fxq.quantize(shared, [x], show_progress=False).integer
+    finished = fxq.quantize(shared, [x]).integer
     found = {model: model.eval()(x).detach() for model in (shared, *own)}
     wanted = {model: compiled(model) for model in (shared, *own)}
     deployed = finished(x)
@@ -153,18 +147,11 @@ def test_a_trace_keeps_what_another_library_replaced_meanwhile(monkeypatch):
 
 
 # ---- random numbers --------------------------------------------------------------------------------------------------
-
-
-class Random(nn.Module):
+@members(lambda: dict(generator=torch.Generator().manual_seed(1)))
+def Random(self, x: torch.Tensor) -> torch.Tensor:
     """Draws numbers in every way there is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        torch.empty(3).uniform_(generator=self.generator)
-        return F.dropout(x + torch.randn_like(x) * torch.rand(3), 0.5, training=True)
+    torch.empty(3).uniform_(generator=self.generator)
+    return F.dropout(x + torch.randn_like(x) * torch.rand(3), 0.5, training=True)
 
 
 def test_tracing_a_model_that_draws_numbers_moves_no_generator():
@@ -196,8 +183,6 @@ def test_other_threads_draw_the_numbers_they_would_have_drawn():
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
-
-
 def test_the_collection_is_paused_until_the_last_compilation_ends():
     inside, leave = threading.Event(), threading.Event()
 

@@ -1,7 +1,5 @@
 """The modules of fxq.nn: their float results, their integer forms, and the image formats of cameras."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 
@@ -27,10 +25,7 @@ def images(*shape: int, seed: int = 0) -> Tensor:
 
 
 # ---- meaning --------------------------------------------------------------------------------------------------------
-
-
 def test_a_deformable_convolution_whose_offsets_are_whole_is_the_convolution_moved() -> None:
-    torch.manual_seed(0)
     layer, image = fxq.nn.DeformConv2d(4, 6, 3, padding=1, groups=2), images(2, 4, 7, 8)
     offset = torch.zeros(2, 18, 7, 8)
     torch.testing.assert_close(layer(image, offset), nn.Conv2d.forward(layer, image), atol=1e-4, rtol=1e-4)
@@ -113,8 +108,6 @@ def test_pillars_and_points_land_in_their_cells() -> None:
 
 
 # ---- as integers ----------------------------------------------------------------------------------------------------
-
-
 class Vision(nn.Module):
     """Every module that is integer, in one model."""
 
@@ -136,7 +129,6 @@ class Vision(nn.Module):
 
 @pytest.mark.nightly
 def test_they_become_integers_by_the_contract(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     model = Vision().eval()
     corners = torch.rand(2, 3, 2) * 5
     inputs = images(2, 3, 8, 9) * 60 + 128, torch.cat((corners, corners + 3 + torch.rand(2, 3, 2)), -1)
@@ -161,8 +153,6 @@ def test_positions_are_16_bits_wide_unless_a_rule_says_otherwise() -> None:
 
 
 # ---- what cameras deliver, against each other and against Pillow's; a network after NV12 in integers ----------------
-
-
 CAMERA = fxq.nn
 
 

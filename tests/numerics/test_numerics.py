@@ -1,7 +1,5 @@
 """The parameters of the arithmetic (scales, mantissas, shifts, biases, tables, proofs) against the oracle, bit for bit."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from fractions import Fraction
@@ -61,8 +59,6 @@ def mantissas_of(ratio: Ratio, *settings: int) -> list[tuple[int, int]]:
 
 
 # ---- scales ---------------------------------------------------------------------------------------------------------
-
-
 @EXACT
 @given(st.lists(st.tuples(any_mantissa, any_mantissa), min_size=1, max_size=40), st.sampled_from([INT4, INT8, INT16, WEIGHT_INT8]))
 def test_observed_scale_is_the_correctly_rounded_quotient(ranges: list[tuple[Fraction, Fraction]], dtype: IntType) -> None:
@@ -114,8 +110,6 @@ def test_clamp_bound_of_nothing_and_of_ties() -> None:
 
 
 # ---- ratios ---------------------------------------------------------------------------------------------------------
-
-
 @EXACT
 @given(
     st.lists(triples, min_size=1, max_size=12), st.integers(-2, 30), st.sampled_from([8, 15, 21, 24]), st.sampled_from([1000, 31, 10])
@@ -200,8 +194,6 @@ def test_ratio_broadcasts() -> None:
 
 
 # ---- requantization parameters -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("name", "dtype", "widths"), [("int8", INT8, oracle.INT8_WIDTHS), ("int16", INT16, oracle.INT16_WIDTHS)])
 @EXACT
 @given(rows=st.lists(triples, min_size=1, max_size=12), exponent=st.integers(-45, 25), bits=st.sampled_from([32, 48]))
@@ -280,8 +272,6 @@ def test_residual_multiplier(rows: list[Row]) -> None:
 
 
 # ---- weights and biases ----------------------------------------------------------------------------------------------------
-
-
 weight_types = st.sampled_from([WEIGHT_INT8, WEIGHT_INT16, WEIGHT_INT4])
 
 
@@ -352,8 +342,6 @@ def test_biases_of_16_bits_lose_their_last_ones_towards_zero() -> None:
 
 
 # ---- tables -----------------------------------------------------------------------------------------------------------------
-
-
 def _sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
@@ -394,8 +382,6 @@ def test_a_table_saturates() -> None:
 
 
 # ---- proofs -----------------------------------------------------------------------------------------------------------------
-
-
 @SLOW
 @given(st.integers(0, 2**32 - 1), st.sampled_from([128, 32768]))
 def test_accumulator_bound(seed: int, magnitude: int) -> None:
@@ -417,7 +403,6 @@ def test_bits_of() -> None:
 
 
 # ---- windows of pools --------------------------------------------------------------------------------------------------------
-
 windows = st.tuples(st.integers(1, 9), st.integers(1, 4), st.integers(1, 4), st.integers(0, 2), st.integers(1, 2), st.booleans()).filter(
     lambda row: 2 * row[3] <= row[1] and row[4] * (row[1] - 1) + 1 <= row[0] + 2 * row[3]
 )

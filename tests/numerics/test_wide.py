@@ -1,7 +1,5 @@
 """int16 and int32: sums beyond 2^24, operands that give up bits, 48-bit accumulators, and 32-bit outputs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +23,7 @@ from fxquant.primitives import accumulate, elementwise, product, quantization, t
 from fxquant.quantization.observers import MinMaxObserver
 from tests.shared import contract
 from tests.shared.contract import compiled, graph_values
-from tests.shared.networks import Network
+from tests.shared.networks import Network, members
 
 pytestmark = pytest.mark.nightly
 
@@ -63,8 +61,6 @@ def said(integer: Any, key: str) -> list[str]:
 
 
 # ---- sums of parts --------------------------------------------------------------------------------------------------
-
-
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(st.integers(1, 4000), st.sampled_from([4, 8, 9, 13, 16]), st.sampled_from([WEIGHT_INT8, WEIGHT_INT16]))
 def test_a_cut_keeps_every_sum_of_parts_below_2_24_and_is_the_smallest(inputs: int, bits: int, dtype: Any) -> None:
@@ -119,22 +115,16 @@ def test_an_operand_gives_up_the_fewest_bits_that_make_its_sum_fit(tmp_path: Pat
 
 
 # ---- mixed precision ------------------------------------------------------------------------------------------------
-
-
-class Mixed(nn.Module):
+@members(
+    lambda: dict(first=nn.Conv2d(3, 8, 3, padding=1), second=nn.Conv2d(8, 8, 3, padding=1), third=nn.Conv2d(16, 8, 1), last=nn.Linear(8, 5))
+)
+def Mixed(self, x: Tensor) -> Tensor:
     """Layers, a residual, a product, tables and a concatenation, for which every pair of dtypes can meet."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(16, 8, 1)
-        self.last = nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.silu(self.first(x))
-        y = self.second(x) + x
-        y = torch.cat([y, x * torch.sigmoid(y)], 1)
-        result: Tensor = self.last(F.max_pool2d(self.third(y), 2).mean((2, 3)))
-        return result
+    x = F.silu(self.first(x))
+    y = self.second(x) + x
+    y = torch.cat([y, x * torch.sigmoid(y)], 1)
+    result: Tensor = self.last(F.max_pool2d(self.third(y), 2).mean((2, 3)))
+    return result
 
 
 @pytest.mark.parametrize("wide", [("first",), ("second", "third"), ("last",), ("first", "third")])
@@ -163,7 +153,6 @@ def test_int16_is_far_nearer_to_float_than_int8(target: str, weight: str) -> Non
 
 @pytest.mark.parametrize("target", contract.TARGETS)
 def test_a_product_of_int16_activations_has_48_bits(target: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
     model = Network(lambda s, x: s.left(x) @ s.right(x).transpose(1, 2), left=nn.Linear(16, 600), right=nn.Linear(16, 600))
     batch = torch.randn(2, 4, 16)
     integer = assert_contract(model, batch, target, wide_config("int8"), tmp_path)
@@ -180,8 +169,6 @@ def test_a_target_without_int16_says_so(target: str) -> None:
 
 
 # ---- 32-bit outputs --------------------------------------------------------------------------------------------------
-
-
 def head(last: nn.Module, after: Callable[[Any, Tensor], Tensor] = lambda y, x: y) -> nn.Module:
     """A layer of 32 bits after another one, and what is done with its result and its operand."""
     rows = isinstance(last, nn.Linear)
@@ -259,7 +246,6 @@ def test_what_has_or_reads_no_32_bit_output_says_why(layer: str, said: str) -> N
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
-
 SETTINGS: dict[str, dict[str, Any]] = {"pow": {"exponent": 2.5}, "threshold": {"threshold": 0.1, "value": -0.3}}
 FUNCTIONS = [*((name, SETTINGS.get(name, {})) for name in UNARY if name not in ON_TENSORS), ("gelu", {"approximate": "tanh"})]
 

@@ -1,7 +1,5 @@
 """Numbers and constant tensors that are added: held by the oracle, and within a step or a few of the true sum whatever their size."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any

@@ -1,7 +1,5 @@
 """Affine activations: uint8 with a zero point, from the arithmetic of one operator to whole networks, held by the slow oracle."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 from pathlib import Path
@@ -47,8 +45,6 @@ def grid(scale: Fraction, zero_point: int) -> Grid:
 
 
 # ---- grids ----------------------------------------------------------------------------------------------------------
-
-
 @EXACT
 @given(st.lists(st.tuples(numbers, numbers), min_size=1, max_size=20))
 def test_the_grid_of_an_interval(intervals: list[tuple[float, float]]) -> None:
@@ -90,8 +86,6 @@ def test_requantization_adds_the_zero_point_after_its_rounding(sums: list[int], 
 
 
 # ---- networks -------------------------------------------------------------------------------------------------------
-
-
 class Network(nn.Module):
     """Most of the ways operators treat a zero point: sums, a residual, tables, pools, padding, joining, moving."""
 
@@ -138,7 +132,7 @@ def test_a_network_holds_the_contract(network: contract.Compiled, tmp_path: Path
     assert contract.all_equal(fxq.convert(again)(batch()), integer(batch()))
     for style in ("fast", "qdq"):
         path = fxq.export_onnx(integer, tmp_path / f"{style}.onnx", style=style)
-        report = fxq.verify(integer, path, [batch()], show_progress=False)
+        report = fxq.verify(integer, path, [batch()])
         assert report or style == "qdq", str(report)
     kernels = fxq.export.onnx_metadata(tmp_path / "fast.onnx")["kernels"]
     assert len(kernels["integer"]) + len(kernels["refused"]) == 6
@@ -219,8 +213,6 @@ def test_sums_are_proved_for_the_whole_grid() -> None:
 
 
 # ---- how a grid is found --------------------------------------------------------------------------------------------
-
-
 def skewed(count: int = 20_000) -> Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(3)).exp() - 0.5
 
@@ -269,14 +261,12 @@ def test_an_observer_that_knows_scales_alone_is_symmetric() -> None:
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
-
-
 def layers(**settings: Any) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 3))
     config = fxq.QConfig(fxq.ActivationConfig("uint8", **settings))
     prepared = fxq.prepare(model, batch(), "x86", config)
-    fxq.calibrate(prepared, [batch(seed=seed) for seed in range(2)], show_progress=False)
+    fxq.calibrate(prepared, [batch(seed=seed) for seed in range(2)])
     fxq.set_state(prepared, fxq.State.TRAIN)
     return prepared.train()
 
@@ -317,7 +307,7 @@ def test_a_learned_scale_holds_its_zero_point() -> None:
 def test_gradients_stop_where_the_grid_ends() -> None:
     config = fxq.ActivationConfig("uint8", scale=1.0, zero_point=100)
     prepared = fxq.prepare(nn.Sequential(nn.Tanh()), torch.zeros(1, 4), "x86", fxq.QConfig(input=config))
-    fxq.calibrate(prepared, [torch.zeros(1, 4)], show_progress=False)
+    fxq.calibrate(prepared, [torch.zeros(1, 4)])
     fxq.set_state(prepared, fxq.State.TRAIN)
     x = torch.tensor([[-101.0, 0.0, 0.25, 156.0]], requires_grad=True)
     quantize = quantized_operators(prepared)["input_1_quantize"]
@@ -351,8 +341,6 @@ def test_qparams_are_what_set_qparams_takes() -> None:
 
 
 # ---- what can be asked for ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("target", "dtype"), [("x86", "uint8"), ("qnnpack", "uint8"), ("nash-e", "int8"), ("bayes-e", "int8")])
 @pytest.mark.parametrize(
     "config", [None, fxq.QConfig(), fxq.QConfigMapping().set_module_name("0", fxq.QConfig())], ids=["none", "config", "mapping"]

@@ -1,7 +1,5 @@
 """Norms of items of very different size: what brings them to one magnitude is the oracle's, and keeps the small ones."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 
@@ -16,6 +14,7 @@ from fxquant.ir.integer import qparams
 from fxquant.ops.normalization.channels import COARSE
 from tests.shared import contract, oracle
 from tests.shared.contract import compiled
+from tests.shared.networks import members
 from tests.shared.oracle import Grid, Rules
 
 pytestmark = pytest.mark.nightly
@@ -41,13 +40,9 @@ def by_hand(x: Tensor) -> Tensor:
     return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + EPS)
 
 
-class Row(nn.Module):
-    def __init__(self, hand: bool) -> None:
-        super().__init__()
-        self.hand = hand
-
-    def forward(self, x: Tensor) -> Tensor:
-        return by_hand(x) if self.hand else F.layer_norm(x, (SIZE,), eps=EPS)
+@members(lambda hand: dict(hand=hand))
+def Row(self, x: Tensor) -> Tensor:
+    return by_hand(x) if self.hand else F.layer_norm(x, (SIZE,), eps=EPS)
 
 
 def sqnr(exact: Tensor, found: Tensor) -> float:
@@ -69,7 +64,6 @@ def roles(integer: fx.GraphModule, role: str) -> list[fx.Node]:
 
 def grid_of(node: fx.Node) -> Grid:
     known = qparams(node)
-    assert known is not None
     return Grid(Fraction(float(known.scale)), -(2**15), 2**15 - 1, 16)
 
 

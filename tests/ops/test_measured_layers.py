@@ -1,7 +1,5 @@
 """Layers of the measured targets: half a step in their bias, their residuals and changes of scale, in every form and against the oracle."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The operators stand side by side in one model, each an output, so that one compi
 grids of the test's choice, and consists of integers of its choice.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,6 +23,7 @@ from fxquant.primitives.quantization import dequantize
 from fxquant.target import Target
 from tests.shared import oracle
 from tests.shared.contract import compiled, graph_values
+from tests.shared.networks import members
 from tests.shared.oracle import Grid, Nested, Rules, at, each, nested, shape_of
 
 FLOOR = Target("floor", "int16 that is rounded down", FixedArithmetic("fixed", final_rounding="floor", widths=WIDTHS), ("int8", "int16"))
@@ -50,15 +49,10 @@ class Turned(nn.Module):
         return x.mT
 
 
-class Model(nn.Module):
-    def __init__(self, cases: dict[str, Case]) -> None:
-        super().__init__()
-        self.first, self.second = Turned(), Turned()
-        self.operators = nn.ModuleDict({name: case.made() for name, case in cases.items()})
-
-    def forward(self, x: Tensor, y: Tensor) -> list[Tensor]:
-        a, b = self.first(x), self.second(y)
-        return [operator(a, b.mT if name == "matmul" else b) for name, operator in self.operators.items()]
+@members(lambda cases: dict(first=Turned(), second=Turned(), operators=nn.ModuleDict({name: case.made() for name, case in cases.items()})))
+def Model(self, x: Tensor, y: Tensor) -> list[Tensor]:
+    a, b = self.first(x), self.second(y)
+    return [operator(a, b.mT if name == "matmul" else b) for name, operator in self.operators.items()]
 
 
 @dataclass(frozen=True)
@@ -363,8 +357,6 @@ CASES: dict[str, Case] = {
 
 
 # ---- the formats ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Format:
     """A target, the dtypes of both operands and of the result, and that of weights."""

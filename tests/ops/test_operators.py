@@ -1,7 +1,5 @@
 """Every spelling of every operator of the table: the float function within a stated bound, and the contract E1 to E3 by bits."""
 
-from __future__ import annotations
-
 import itertools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +22,7 @@ from fxquant.ops.movement.shape import identity
 from fxquant.quantization.observers import MinMaxObserver
 from tests.shared import contract, declared
 from tests.shared.contract import compiled, graph_values
+from tests.shared.networks import members
 
 Forward = Callable[..., Any]
 
@@ -177,18 +176,12 @@ ROWS = [
 ]
 
 
-class Pack(nn.Module):
+@members(lambda samples: dict(models=nn.ModuleList(map(model_of, samples)), counts=[len(sample.shapes) for sample in samples]))
+def Pack(self, *inputs: Tensor) -> Any:
     """The models of several samples, each with inputs of its own, as one model."""
-
-    def __init__(self, samples: list[Sample]) -> None:
-        super().__init__()
-        self.models = nn.ModuleList(map(model_of, samples))
-        self.counts = [len(sample.shapes) for sample in samples]
-
-    def forward(self, *inputs: Tensor) -> Any:
-        left = iter(inputs)
-        results = [model(*itertools.islice(left, count)) for model, count in zip(self.models, self.counts, strict=True)]
-        return tuple(results)
+    left = iter(inputs)
+    results = [model(*itertools.islice(left, count)) for model, count in zip(self.models, self.counts, strict=True)]
+    return tuple(results)
 
 
 def inputs_of(sample: Sample, count: int, seed: int = 0) -> tuple[Tensor, ...]:
@@ -207,8 +200,6 @@ def real_of(integer: fx.GraphModule, values: dict[str, Tensor], name: str) -> Te
 
 
 # ---- the table is complete ----------------------------------------------------------------------------------------------
-
-
 UNSAMPLED = {
     "quantize": "every model has it",
     "dequantize": "every model has it",
@@ -265,8 +256,6 @@ def test_every_call_form_becomes_its_operator_with_the_arguments_of_the_sample(p
 
 
 # ---- meaning ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("samples", "target", "activation", "weight"), ROWS)
 def test_a_spelling_means_the_float_function_and_holds_the_contract(
     samples: list[Sample], target: str, activation: str, weight: str, tmp_path: Path

@@ -1,7 +1,5 @@
 """Functions of one tensor in one or several operators, which become one table; comparisons with numbers at every integer."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -18,26 +16,17 @@ from fxquant.ops import BY_NAME, FUNCTIONS, OPERATORS, operator_of
 from fxquant.ops.elementwise.curve import curve, same_as
 from tests.shared import contract
 from tests.shared.contract import compiled
-from tests.shared.networks import Network
+from tests.shared.networks import Network, members
 
 
-class Net(nn.Module):
+@members(lambda function: dict(conv=nn.Conv2d(3, 4, 3), function=function))
+def Net(self, x: Tensor) -> Tensor:
     """A convolution, then the function, on values on both sides of 0."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.conv, self.function = nn.Conv2d(3, 4, 3), function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self.conv(x))
+    return self.function(self.conv(x))
 
 
 def gamma(x: Tensor) -> Tensor:
     return torch.where(x <= 0.0031308, 12.92 * x, 1.055 * x.pow(1 / 2.4) - 0.055)
-
-
-def far_side(x: Tensor) -> Tensor:
-    return torch.where((x > 0.5) | (x < -0.5), 1 / x, 4 * x)
 
 
 def guarded(x: Tensor) -> Tensor:
@@ -47,7 +36,7 @@ def guarded(x: Tensor) -> Tensor:
 
 CHOICES: dict[str, Callable[[Tensor], Tensor]] = {
     "gamma": gamma,
-    "far side": far_side,
+    "far side": lambda x: torch.where((x > 0.5) | (x < -0.5), 1 / x, 4 * x),
     "guarded": guarded,
     "filled": lambda x: x.sqrt().masked_fill(x < 0, 0.0),
     "not a number": lambda x: (x + 0.1).sqrt().nan_to_num(0.25),
@@ -55,14 +44,14 @@ CHOICES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def seeded(function: Callable[[Tensor], Tensor]) -> tuple[Net, list[Tensor]]:
+def seeded(function: Callable[[Tensor], Tensor]) -> tuple[nn.Module, list[Tensor]]:
     torch.manual_seed(0)
     return Net(function).eval(), [torch.randn(4, 3, 8, 8) for _ in range(3)]
 
 
 def test_a_constant_exponent_of_a_few_values_is_a_power_for_each() -> None:
     x, exponent = torch.rand(64, 6), torch.tensor([1.0, 2, 3, 2, 1, 2])
-    integer = fxq.quantize(Network(lambda m, y: y**exponent), [x], show_progress=False).integer
+    integer = fxq.quantize(Network(lambda m, y: y**exponent), [x]).integer
     assert float((integer(x) - x**exponent).abs().max()) < 0.02
 
 
@@ -84,12 +73,12 @@ def test_a_choice_is_one_table_with_equal_bits(name: str, target: str, tmp_path:
     expected = model(batches[0])
     assert torch.equal(prepared(batches[0]), expected)
     fxq.set_state(prepared, "calibrate")
-    fxq.calibrate(prepared, batches, show_progress=False)
+    fxq.calibrate(prepared, batches)
     integer = fxq.load(fxq.save(fxq.convert(prepared), tmp_path / "model.fxq"))
     fxq.set_state(prepared, "validate")
     with torch.no_grad():
         assert torch.equal(integer(batches[0]), prepared(batches[0]))
-    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), batches[:1], show_progress=False)
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), batches[:1])
 
 
 WRITTEN: dict[str, tuple[Callable[[Tensor], Tensor], str | None]] = {  # a function, and the operator that computes the same
@@ -130,12 +119,12 @@ def test_operators_that_read_one_tensor_are_one_table(name: str, target: str, tm
         found = same_as(curves[0].args[1])
         assert (found if found is None else found[0]) == same
     fxq.set_state(prepared, "calibrate")
-    fxq.calibrate(prepared, batches, show_progress=False)
+    fxq.calibrate(prepared, batches)
     integer = fxq.load(fxq.save(fxq.convert(prepared), tmp_path / "model.fxq"))
     fxq.set_state(prepared, "validate")
     with torch.no_grad():
         assert torch.equal(integer(batches[0]), prepared(batches[0]))
-    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), batches[:1], show_progress=False)
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), batches[:1])
 
 
 def test_the_range_ends_where_the_whole_function_saturates() -> None:
@@ -191,7 +180,7 @@ def test_the_table_holds_the_function_at_every_point_of_the_grid(tmp_path: Path)
 
 def test_training_has_gradients_on_both_sides() -> None:
     model, batches = seeded(gamma)
-    prepared = fxq.calibrate(fxq.prepare(model, batches[0], target="nash-e"), batches, show_progress=False)
+    prepared = fxq.calibrate(fxq.prepare(model, batches[0], target="nash-e"), batches)
     fxq.set_state(prepared, "train")
     prepared.train()
     x = batches[0].clone().requires_grad_()

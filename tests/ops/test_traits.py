@@ -1,7 +1,5 @@
 """The criteria of traits and of facts about primitives, run on samples of everything that has them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -84,8 +82,6 @@ def samples(operator: Operator) -> list[Arguments]:
 
 
 # ---- the criteria of operators ------------------------------------------------------------------------------------------
-
-
 def equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.isnan(), other.isnan()) and torch.allclose(one.nan_to_num(), other.nan_to_num(), rtol=1e-5, atol=1e-5)
 
@@ -315,7 +311,6 @@ def test_operators_meet_the_criteria_of_their_traits() -> None:
 
 
 # ---- the facts of primitives --------------------------------------------------------------------------------------------
-
 CASES = [case for seed in range(3) for case in cases(seed)]
 
 

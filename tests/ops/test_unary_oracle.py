@@ -1,7 +1,5 @@
 """Every unary function's table, entry by entry, against the same function in arithmetic of forty digits."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 from mpmath import mp, mpf
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.numerics.grids import ACTIVATION_TYPES, Grid, table
 from fxquant.ops import BY_NAME
 from fxquant.ops.elementwise.table import UNARY
+from tests.shared.networks import members
 
 mp.dps = 40
 NAN = mpf("nan")
@@ -148,17 +147,13 @@ def functions_of(x: Tensor, c: float) -> tuple[Any, ...]:
 def test_a_number_is_that_of_float32(target: str) -> None:
     """PyTorch passes it so to a function of float32 tensors, and ONNX to a chip."""
 
-    class Net(nn.Module):
-        def __init__(self, round_to: Callable[[float], float]) -> None:
-            super().__init__()
-            self.round_to = round_to
-
-        def forward(self, x: Tensor) -> tuple[Any, ...]:
-            return tuple(y for c in (0.1, 0.3, 0.7, 0.9) for y in functions_of(x, self.round_to(c)))
+    @members(lambda round_to: dict(round_to=round_to))
+    def Net(self, x: Tensor) -> tuple[Any, ...]:
+        return tuple(y for c in (0.1, 0.3, 0.7, 0.9) for y in functions_of(x, self.round_to(c)))
 
     def outputs(round_to: Callable[[float], float]) -> Any:
         config = fxq.QConfig(fxq.ActivationConfig("int8", observer="min_max"))
-        return fxq.quantize(Net(round_to).eval(), [x], target, config, show_progress=False).integer(x)
+        return fxq.quantize(Net(round_to).eval(), [x], target, config).integer(x)
 
     x = torch.linspace(-6.4, 6.35, 256).reshape(1, 4, 8, 8)  # PyTorch computes powers in vectors with a float32 exponent
     for found, right in zip(outputs(float), outputs(lambda c: float(np.float32(c))), strict=True):

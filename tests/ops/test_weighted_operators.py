@@ -1,7 +1,5 @@
 """Geometries, paddings and computed weights that no sample has: the contract by bits, and closeness to the float model."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +14,7 @@ from fxquant.ir.graph import annotation, is_parameter
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.observers import MinMaxObserver
 from tests.shared import contract
+from tests.shared.networks import members
 
 Parameter = nn.Parameter
 LINE, IMAGE, VOLUME = (4, 3, 9), (3, 3, 6, 7), (2, 2, 4, 5, 4)
@@ -222,8 +221,6 @@ def test_wide_sums(name: str, target: str, tmp_path: Path) -> None:
 
 
 # ---- batch norm -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["batch_norm, features", "conv_transpose2d, groups", "conv3d", "linear"])
 def test_live_statistics(name: str) -> None:
     model, batches = built(CASES[name], 1)
@@ -240,17 +237,11 @@ def test_live_statistics(name: str) -> None:
     assert not torch.equal(prepared.norm.running_mean, before)
 
 
-class Shared(nn.Module):
+@members(lambda twice: dict(twice=twice, conv=nn.Conv2d(3, 4, 3, bias=False), one=nn.BatchNorm2d(4), other=nn.BatchNorm2d(4)))
+def Shared(self, x: Tensor) -> Tensor:
     """One convolution with two batch norms: its output read twice, or called twice."""
-
-    def __init__(self, twice: bool) -> None:
-        super().__init__()
-        self.twice = twice
-        self.conv, self.one, self.other = nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.BatchNorm2d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.conv(x)
-        return self.one(first) * self.other(self.conv(x) if self.twice else first)
+    first = self.conv(x)
+    return self.one(first) * self.other(self.conv(x) if self.twice else first)
 
 
 @pytest.mark.sweep(2)
@@ -270,8 +261,6 @@ def test_two_batch_norms_on_one_convolution(twice: bool, target: str, tmp_path: 
 
 
 # ---- paddings, and weights that are computed ------------------------------------------------------------------------
-
-
 def test_padded_zeros_are_zeros_and_no_other_number() -> None:
     """With a kernel that picks the last element of its window, the padding after "same" is seen by itself."""
     conv = nn.Conv1d(1, 1, 2, padding="same", bias=False)

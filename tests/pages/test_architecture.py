@@ -1,7 +1,5 @@
 """ARCHITECTURE.md: its dumps, its pass names, its packages and its paths are those of the code."""
 
-from __future__ import annotations
-
 import functools
 import re
 import sys

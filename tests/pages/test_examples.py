@@ -1,7 +1,5 @@
 """Examples and notebooks run, and measured figures of pages know what they rest on."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import importlib.util
@@ -81,8 +79,6 @@ def test_without_a_wheel_the_example_says_what_to_install(monkeypatch: pytest.Mo
 
 
 # ---- notebooks -------------------------------------------------------------------------------------------------------------
-
-
 plt = pytest.importorskip("matplotlib.pyplot")
 pytest.importorskip("sklearn")
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
@@ -149,8 +145,6 @@ def test_a_notebook_is_small_and_its_links_lead_somewhere(path: Path, tmp_path: 
 
 
 # ---- the site --------------------------------------------------------------------------------------------------------------
-
-
 def script_of_docs(name: str) -> ModuleType:
     """Return a script in the folder docs as a module."""
     spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
@@ -161,8 +155,6 @@ def script_of_docs(name: str) -> ModuleType:
 
 
 # ---- measured figures: docs/figures.py finds those that are older than what they rest on -----------------------------------
-
-
 PAGE = "# Page\n\nFast: 3.5 times float, by a command.\n\n| | ms |\n|---|---|\n| net | 1.5 ms |\n\nAs given: 0.5.\n"
 COMMAND = "python -m bench.speed --runs 3"
 

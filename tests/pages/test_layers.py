@@ -1,7 +1,5 @@
 """Who may import whom, held by `ast`, imports inside functions included; and what is imported when."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib
@@ -227,8 +225,6 @@ def test_a_planted_violation_is_found(name: str, line: str, expected: str) -> No
 
 
 # ---- names of files ----------------------------------------------------------------------------------------------------------
-
-
 HEAVY = ("onnx", "onnxruntime", "onnxscript", "networkx", "rich", "scipy", "matplotlib", "plotly", "sklearn", "safetensors", "PIL")
 STEPS = {
     "import fxquant as fxq": (*HEAVY, "fxquant.api", "fxquant.ops", "fxquant.backends", "fxquant.tuning", "fxquant.reporting"),

@@ -1,7 +1,5 @@
 """Names in the code: no module lists operators by name or compares a name, and names of modules in docstrings are those of the code."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

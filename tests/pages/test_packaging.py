@@ -1,7 +1,5 @@
 """What is installed: a wheel puts nothing but `fxquant` into site-packages, everything that belongs to it, and asks for what it imports."""
 
-from __future__ import annotations
-
 import ast
 import email.message
 import email.parser
@@ -91,7 +89,6 @@ def test_everything_is_inside(wheel: zipfile.ZipFile) -> None:
 def test_the_listed_packages_are_the_folders() -> None:
     # A table of TOML is read by hand here: Python 3.10 has no tomllib.
     listed = re.search(r"^packages = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    assert listed is not None
     assert sorted(re.findall(r'"([^"]+)"', listed[1])) == package_folders()
 
 

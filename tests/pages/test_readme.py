@@ -5,8 +5,6 @@ prints, in words and integers. Decimal fractions are near; a line of … means a
 CONTRIBUTING.md: its ```diff blocks are applied to a copy of the repository, and its ```python blocks run in that copy.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import random
@@ -221,7 +219,7 @@ def test_the_changes_in_contributing_apply_and_work(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert len(checks) == 12
     added = "every_registered or every_operator or fftshift or LaplaceObserver or roll"  # of the others see the test below
-    files = ("ops/test_operators", "quantization/test_observers", "primitives/test_definitions", "primitives/test_public_primitives")
+    files = ("ops/test_operators", "quantization/test_observers", "primitives/test_definitions")
     assert_passes(repository, added, *(f"tests/{name}.py" for name in files))
 
 
@@ -250,8 +248,6 @@ def test_an_elementwise_operator_and_a_composite_are_one_edit_in_one_file_each(t
 
 
 # ---- the page of operators -------------------------------------------------------------------------------------------------
-
-
 SAMPLE = 6
 COLUMNS = 8  # of a table of operators
 

@@ -1,7 +1,5 @@
 """Operators that break a limit become others that keep it and mean the same: which, how exactly, and what is said of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from fxquant.remedies import REMEDIES
 from tests.analysis.test_check import FAMILIES, ROWS, Row
 from tests.shared import contract
 from tests.shared.contract import compiled
+from tests.shared.networks import members
 
 # What is broken where no remedy keeps the meaning in this case: that row's operator runs on the host.
 HOSTED = {
@@ -71,8 +70,6 @@ def test_what_no_remedy_mends_runs_on_the_host(place: int) -> None:
 
 
 # ---- the contract ---------------------------------------------------------------------------------------------------
-
-
 class Camera(nn.Module):
     """For bernoulli2: a large kernel, a dilation of 3, constants, a division, two poolings too large, linear layers."""
 
@@ -92,31 +89,20 @@ class Camera(nn.Module):
         return self.head(F.relu(self.hidden(F.max_pool2d(x, (1, 4)).flatten(1))))
 
 
-class Wide(nn.Module):
+@members(lambda: dict(conv=nn.Conv2d(2, 4, 3, padding=2, dilation=2), up=nn.ConvTranspose2d(4, 3, 2, stride=2), head=nn.Linear(8, 3)))
+def Wide(self, x: Tensor) -> Tensor:
     """For bayes-e: int16 where it has 8 bits, a dilated int16 result, a mean that counts what is there, reflection, many features."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.up = nn.Conv2d(2, 4, 3, padding=2, dilation=2), nn.ConvTranspose2d(4, 3, 2, stride=2)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.pad(F.interpolate(self.conv(x), scale_factor=2), (1, 1, 1, 1), "reflect")
-        x = F.avg_pool2d(self.up(x), 3, 2, 1, count_include_pad=False)
-        return self.head(torch.amax(x[..., :8].repeat(1, 25, 1, 1), 1))
+    x = F.pad(F.interpolate(self.conv(x), scale_factor=2), (1, 1, 1, 1), "reflect")
+    x = F.avg_pool2d(self.up(x), 3, 2, 1, count_include_pad=False)
+    return self.head(torch.amax(x[..., :8].repeat(1, 25, 1, 1), 1))
 
 
-class Long(nn.Module):
+@members(lambda: dict(up=nn.ConvTranspose1d(3, 4, 4, stride=2, padding=1), pool=nn.AvgPool1d(3, 2, 1)))
+def Long(self, x: Tensor) -> tuple[Tensor, Tensor]:
     """For nash-e: layers of one dimension, and reductions of several."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.pool = nn.ConvTranspose1d(3, 4, 4, stride=2, padding=1), nn.AvgPool1d(3, 2, 1)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.pool(F.relu(self.up(x)))
-        images = F.gelu(x.reshape(-1, 4, 4, 4), approximate="tanh")
-        return images.mean((2, 3)), images.sum((1, 3))
+    x = self.pool(F.relu(self.up(x)))
+    images = F.gelu(x.reshape(-1, 4, 4, 4), approximate="tanh")
+    return images.mean((2, 3)), images.sum((1, 3))
 
 
 INT16 = fxq.QConfig(output=fxq.ActivationConfig("int16"))
@@ -126,7 +112,6 @@ WHOLE = {"bernoulli2": (Camera, (4, 2, 16, 80), None), "bayes-e": (Wide, (4, 2, 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", WHOLE)
 def test_an_adapted_model_is_held_to_the_contract(target: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
     build, shape, qconfig = WHOLE[target]
     model = build().eval()
     batches = [torch.randn(shape) for _ in range(2)]
@@ -172,8 +157,6 @@ def test_what_is_only_moved_or_summed_alike_has_the_bits_of_the_whole(target: st
 
 
 # ---- what is said ---------------------------------------------------------------------------------------------------
-
-
 def test_each_remedy_is_named_with_its_limit(caplog: pytest.LogCaptureFixture) -> None:
     prepared = fxq.prepare(Camera(), torch.randn(4, 2, 16, 80), "bernoulli2", options=fxq.Options(adapt=True))
     told = fxq.explain(prepared)

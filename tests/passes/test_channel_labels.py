@@ -1,7 +1,5 @@
 """Factors of channels pass through whatever works along channels as the elements do, or stop in front of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -118,5 +116,5 @@ def test_factors_of_any_size_leave_the_float_function_its_bits(name: str) -> Non
 @pytest.mark.parametrize("target", ["bayes-e", "x86"])
 def test_they_are_calibrated_and_equal_in_every_form(name: str, target: str) -> None:
     prepared, batches = prepared_of(name, target)
-    fxq.calibrate(prepared, batches, show_progress=False)
+    fxq.calibrate(prepared, batches)
     contract.assert_validate_is_integer(prepared, fxq.convert(prepared), batches[0])

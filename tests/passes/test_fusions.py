@@ -1,7 +1,5 @@
 """The pictures in the classes of fusions: the graph in `before` becomes the one in `after`; and factors of channels after a layer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,8 +133,6 @@ def test_a_pad_without_gradients_passes_none_on() -> None:
 
 
 # ---- factors of channels after a layer: they are in its weight ------------------------------------------------------
-
-
 class Branches(nn.Module):
     """A branch of a convolution and one of linear layers, each with a factor for each channel; products that are no such thing."""
 
@@ -194,7 +190,7 @@ def test_in_float_it_is_the_model_and_layers_are_compared_with_their_products() 
     for wanted, found in zip(given(batches()[0]), prepared(batches()[0]), strict=True):
         torch.testing.assert_close(found, wanted)
     fxq.set_state(prepared, fxq.State.VALIDATE)
-    found = fxq.compare(given, prepared, batches(), advice=False, show_progress=False)
+    found = fxq.compare(given, prepared, batches(), advice=False)
     assert found["conv"].reference == "add"
     assert found["conv"].sqnr > 30
     assert found["down"].sqnr > 30
@@ -218,8 +214,6 @@ def test_both_are_trained_and_kept_in_files(tmp_path: Path) -> None:
 
 
 # ---- constants of other columns: they cost no more than a batch norm of the same numbers ------------------------------
-
-
 GAINS = torch.tensor([600.0, 400.0, 2.0, 1.0])
 OF_LAYERS: dict[str, Any] = {  # of a layer's columns, which are 3 · GAINS + about GAINS
     "a quotient": lambda y, k: y / k,

@@ -1,7 +1,5 @@
 """Last layers return their sums by default, and functions that saturate after them are float functions of these sums."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -117,8 +115,6 @@ def test_a_grid_that_a_rule_gives_is_kept(config: fxq.ActivationConfig) -> None:
 
 
 # ---- functions that saturate, between last layers and outputs, are float functions of the layers' sums ---------------
-
-
 ITEM = (3, 16, 16)
 OPTIONS = fxq.Options(integer_tail=False)
 
@@ -166,7 +162,7 @@ def images() -> list[Tensor]:
 
 def prepared_heads(target: str, qconfig: fxq.QConfig | fxq.QConfigMapping | None = None, **options: bool) -> torch.fx.GraphModule:
     prepared = fxq.prepare(heads(), images()[0], target, qconfig, options=fxq.Options(**{"integer_tail": False, **options}))
-    return fxq.calibrate(prepared, images(), show_progress=False)
+    return fxq.calibrate(prepared, images())
 
 
 def in_float(prepared: torch.fx.GraphModule) -> set[str]:

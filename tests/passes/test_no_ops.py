@@ -1,7 +1,5 @@
 """What changes nothing is gone before the fusions look at the graph, and fused clamps follow one another."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Passes and operators of the user's own."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +17,7 @@ from fxquant.ops import operator_of
 from fxquant.ops.core.record import BY_NAME, FUNCTIONS, METHODS, MODULES, OPERATORS
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.passes import PIPELINE
+from tests.shared.networks import members
 from tests.shared.written import written
 
 TABLES: tuple[dict[Any, Any], ...] = (OPERATORS, BY_NAME, FUNCTIONS, METHODS, MODULES)
@@ -103,8 +102,6 @@ def test_a_pass_that_counts_nothing_and_a_name_of_no_pass_are_told() -> None:
 
 
 # ---- operators -----------------------------------------------------------------------------------------------------------------
-
-
 def faded(first: Tensor, second: Tensor, weight: Tensor, gain: float = 1.0) -> Tensor:
     share = torch.sigmoid(weight)
     return (first * share + second * (1 - share)) * gain
@@ -125,14 +122,9 @@ def fade() -> Iterator[Callable[..., Tensor]]:
         table.update(known)
 
 
-class Fade(nn.Module):
-    def __init__(self, fade: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.fade = fade
-        self.left, self.right, self.weight = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1), nn.Parameter(torch.randn(4, 1, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fade(self.left(x), second=self.right(x), weight=self.weight, gain=0.5)
+@members(lambda fade: dict(fade=fade, left=nn.Conv2d(3, 4, 1), right=nn.Conv2d(3, 4, 1), weight=nn.Parameter(torch.randn(4, 1, 1))))
+def Fade(self, x: Tensor) -> Tensor:
+    return self.fade(self.left(x), second=self.right(x), weight=self.weight, gain=0.5)
 
 
 @pytest.mark.sweep(1)

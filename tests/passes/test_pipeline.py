@@ -1,7 +1,5 @@
 """The pipeline's laws, what it shows, and what a prepared model is: states, copies, checkpoints, configuration, batches and outputs."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools
@@ -93,7 +91,6 @@ def operators(prepared: fx.GraphModule) -> Mapping[str, QuantizedOperator]:
 
 
 # ---- the laws of passes -------------------------------------------------------------------------------------------------
-
 FLOAT_PASSES = [step for step in PREPARE if step.reaches < Stage.PREPARED]
 by_pass = pytest.mark.parametrize("step", FLOAT_PASSES, ids=lambda step: step.name)
 
@@ -236,8 +233,6 @@ def test_the_pipeline_climbs_the_stages() -> None:
 
 
 # ---- the caller's model -------------------------------------------------------------------------------------------------
-
-
 def portrait(model: nn.Module) -> list[Any]:
     """Everything a user could notice a change of."""
     return [
@@ -258,7 +253,7 @@ def test_the_callers_model_is_left_untouched(training: bool) -> None:
     looks, tensors = portrait(model), {name: value.clone() for name, value in model.state_dict().items()}
     memory = {name: value.data_ptr() for name, value in model.state_dict().items()}
 
-    prepared = to_train(fxq.calibrate(fxq.prepare(model, batch()), [batch()], show_progress=False))
+    prepared = to_train(fxq.calibrate(fxq.prepare(model, batch()), [batch()]))
     optimizer = torch.optim.SGD(prepared.parameters(), lr=1.0)
     prepared(batch()).sum().backward()
     optimizer.step()
@@ -289,8 +284,6 @@ def test_equal_models_give_equal_texts_and_bits() -> None:
 
 
 # ---- until, dumps, the dial -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize("step", PREPARE, ids=lambda step: step.name)
 def test_until_a_pass_gives_a_graph_that_runs(step: Pass) -> None:
@@ -331,7 +324,7 @@ def without_lines(text: str) -> str:
 
 
 def test_dumps_are_the_graphs_after_every_pass(tmp_path: Path) -> None:
-    prepared = fxq.calibrate(fxq.prepare(tiny(), batch(), options=fxq.Options(dump=tmp_path)), [batch()], show_progress=False)
+    prepared = fxq.calibrate(fxq.prepare(tiny(), batch(), options=fxq.Options(dump=tmp_path)), [batch()])
     integer = fxq.convert(prepared, options=fxq.Options(dump=tmp_path))
     files = {file.name: file.read_text(encoding="utf-8") for file in tmp_path.iterdir()}
     assert sorted(files) == ["00-trace.txt", *(f"{index:02d}-{step.name}.txt" for index, step in enumerate(PIPELINE, start=1))]
@@ -365,8 +358,6 @@ def test_every_node_knows_the_pass_and_the_line_it_came_from(integer: fx.GraphMo
 
 
 # ---- copies and checkpoints -------------------------------------------------------------------------------------------------
-
-
 def test_the_keys_are_the_float_models_and_the_quantizers(prepared: fx.GraphModule) -> None:
     float_keys, keys = set(tiny().state_dict()), set(prepared.state_dict())
     assert float_keys <= keys
@@ -386,8 +377,6 @@ def test_float_weights_load_into_a_prepared_model() -> None:
 
 
 # ---- states -----------------------------------------------------------------------------------------------------------------
-
-
 def observed(prepared: fx.GraphModule) -> dict[str, int]:
     return {name: int(value) for name, value in prepared.state_dict().items() if name.endswith("range.count")}
 
@@ -451,7 +440,7 @@ def test_leaving_calibrate_sets_the_scales_and_returning_continues(prepared: fx.
 
 def test_set_scales_survive_calibration_and_training(prepared: fx.GraphModule) -> None:
     fxq.set_qparams(prepared, {"head": 0.5, "x_quantize": 0.25})
-    fxq.calibrate(prepared, [3 * batch()], show_progress=False)
+    fxq.calibrate(prepared, [3 * batch()])
     to_train(prepared)(4 * batch())
     scales = fxq.qparams(prepared)
     assert (scales["head"], scales["x_quantize"]) == (0.5, 0.25)
@@ -465,8 +454,6 @@ def test_operators_that_share_a_scale_report_it(prepared: fx.GraphModule) -> Non
 
 
 # ---- configuration ----------------------------------------------------------------------------------------------------------
-
-
 def fixed(scale: float) -> fxq.QConfig:
     return fxq.QConfig(output=fxq.ActivationConfig(scale=scale))
 
@@ -526,27 +513,23 @@ def test_a_dtype_the_target_lacks_is_an_error_that_names_those_that_have_it(
 
 
 # ---- batches ----------------------------------------------------------------------------------------------------------------
-
-
 def loader() -> DataLoader:
     return DataLoader(TensorDataset(torch.cat([batch(seed=2), batch(seed=3)]), torch.arange(8)), batch_size=4)
 
 
 def test_quantize_does_all_of_it_in_one_call(tmp_path: Path) -> None:
     model = tiny()
-    result = fxq.quantize(model, loader(), target="nash-e", show_progress=False)
+    result = fxq.quantize(model, loader(), target="nash-e")
     assert result.float is model
     assert fxq.text(result.integer) == fxq.text(compiled(tiny(), [batch(seed=2), batch(seed=3)], "nash-e").integer)
     assert result.verify(result.export(tmp_path / "model.onnx"), loader())
 
 
 # ---- inputs and outputs -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("opset", [17, 18, 19, 20, 21])
 def test_every_opset_gives_the_same_bits(opset: int, integer: fx.GraphModule, tmp_path: Path) -> None:
-    report = fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx", opset=opset), [batch()], show_progress=False)
+    report = fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx", opset=opset), [batch()])
     assert report, str(report)
 
 
@@ -583,8 +566,6 @@ def test_a_model_may_use_the_names_the_passes_use() -> None:
 
 
 # ---- what an operator is lowered to -----------------------------------------------------------------------------------------
-
-
 class Skipping(nn.Module):
     """A residual that is too fine to be added in the accumulator, tensors that are joined, and channels that are shuffled."""
 
@@ -618,11 +599,11 @@ def test_inner_tensors_say_which_scale_they_are_on(target: str, tmp_path: Path) 
     path = fxq.export_onnx(integer, tmp_path / "model.onnx")
     entry = fxq.export.onnx_metadata(path)["tensors"][between.name]
     assert (entry["kind"], entry["dtype"], entry["scale"]) == ("quantized", "int8", qparams(between).scale)
-    report = fxq.verify(integer, path, [x], show_progress=False)
+    report = fxq.verify(integer, path, [x])
     assert report
     assert between.name in report.names
     for style in ("qdq", "fast") if target == "nash-e" else ("qdq",):
-        fxq.verify(integer, fxq.export_onnx(integer, tmp_path / f"{style}.onnx", style), [x], show_progress=False)
+        fxq.verify(integer, fxq.export_onnx(integer, tmp_path / f"{style}.onnx", style), [x])
 
 
 def test_two_constants_of_one_role_are_a_defect_of_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:

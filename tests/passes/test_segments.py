@@ -1,7 +1,5 @@
 """Segments: as few as can be, convex, cut where it is asked for, exported one by one, and joined equal to the whole."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -110,7 +108,6 @@ def test_joined_they_are_the_whole(cut: Any, count: int, mixed: fx.GraphModule, 
 
 
 def test_an_integer_model_cut_passes_integers(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 5)).eval()
     x = torch.randn(3, 3, 8, 8)
     for target in ("nash-e", "x86"):
@@ -160,8 +157,6 @@ def test_what_cannot_be_cut_or_run_is_said(mixed: fx.GraphModule, tmp_path: Path
 
 
 # ---- what is not worth a crossing -------------------------------------------------------------------------------------
-
-
 def floats(function: Any, qconfig: Any = None) -> dict[str, str]:
     """What stays in float of a function of an image, by operator, with its reason."""
     prepared = fxq.prepare(Network(lambda _, x: function(x)), torch.randn(4, 2, 4, 4), qconfig=qconfig)
@@ -200,7 +195,6 @@ def test_what_a_march_computes_in_float16_is_named_and_crosses_nothing() -> None
 
 @pytest.mark.parametrize(("level", "weights"), [(1, False), (2, True)])
 def test_consistency_levels_have_powers_of_two(level: int, weights: bool, tmp_path: Path) -> None:
-    torch.manual_seed(0)
     model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(4, 3, 1)).eval(), torch.randn(4, 3, 8, 8)
     prepared, integer = compiled(model, [x], f"j6m-level{level}")
     assert integer.meta["target"].consistency == level

@@ -1,7 +1,5 @@
 """The stage verifier finds what is broken on purpose, and scales that cannot be shared are a conflict with an explanation."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable
@@ -23,22 +21,17 @@ from fxquant.prepared.stage import SPECS, Stage, verify_stage, violations
 from fxquant.quantization.spec import QConfigMapping
 from tests.conftest import Golden
 from tests.shared.contract import compiled
+from tests.shared.networks import members
 
 pytestmark = pytest.mark.quick
 
 Break = Callable[[fx.GraphModule], object]
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(2, 4, 3)
-        self.pool = nn.MaxPool2d(2)
-        self.head = nn.Linear(16, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.pool(self.conv(x).relu())
-        return self.head(torch.flatten(x, 1))
+@members(lambda: dict(conv=nn.Conv2d(2, 4, 3), pool=nn.MaxPool2d(2), head=nn.Linear(16, 3)))
+def Net(self, x: Tensor) -> Tensor:
+    x = self.pool(self.conv(x).relu())
+    return self.head(torch.flatten(x, 1))
 
 
 def image() -> Tensor:
@@ -59,8 +52,6 @@ def node(gm: fx.GraphModule, name: str) -> fx.Node:
 
 
 # ---- one way to break a graph of every stage ----------------------------------------------------------------------------
-
-
 def change(gm: fx.GraphModule, name: str, **values: Any) -> None:
     for key, value in values.items():
         setattr(node(gm, name), key, value)
@@ -144,8 +135,6 @@ def test_an_error_inside_a_pass_says_which_one() -> None:
 
 
 # ---- shared scales ------------------------------------------------------------------------------------------------------
-
-
 def fixed(scale: float, dtype: str = "int8") -> fxq.QConfig:
     return fxq.QConfig(output=fxq.ActivationConfig(dtype, scale=scale))
 
@@ -154,17 +143,12 @@ def conflicting() -> QConfigMapping:
     return QConfigMapping().set_module_name("conv", fixed(0.5)).set_module_name("pool", fixed(0.25))
 
 
-class Ladder(nn.Module):
+@members(lambda: dict(first=nn.Conv2d(2, 4, 3), second=nn.Conv2d(2, 4, 3)))
+def Ladder(self, x: Tensor) -> Tensor:
     """Two layers whose outputs a chain of operators without arithmetic ties together."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(2, 4, 3), nn.Conv2d(2, 4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        left = F.max_pool2d(F.max_pool2d(self.first(x), 2).flatten(1).reshape(-1, 4, 2, 2), 2)
-        right = F.max_pool2d(self.second(x), 4)
-        return torch.cat([left.flatten(1), right.flatten(1)], 1)
+    left = F.max_pool2d(F.max_pool2d(self.first(x), 2).flatten(1).reshape(-1, 4, 2, 2), 2)
+    right = F.max_pool2d(self.second(x), 4)
+    return torch.cat([left.flatten(1), right.flatten(1)], 1)
 
 
 def conflict_text(model: nn.Module, mapping: QConfigMapping) -> str:

@@ -1,7 +1,5 @@
 """Batch norm after every layer and in every mode: live, frozen, folded; tiny weights; layers and norms that are shared."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -134,8 +132,6 @@ def test_an_instance_norm_that_moves_statistics_in_eval_mode_stays_in_float(form
 
 
 # ---- folded once ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", LAYERS)
 def test_folded_and_frozen_are_equal_bit_for_bit(name: str) -> None:
@@ -241,8 +237,6 @@ def test_a_folded_model_is_saved(tmp_path: Path) -> None:
 
 
 # ---- small weights --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("gamma", [0.0, 1e-30, -1e-30])
@@ -268,8 +262,6 @@ def test_nothing_is_divided_by_a_small_weight(name: str, gamma: float, mode: str
 
 
 # ---- sharing --------------------------------------------------------------------------------------------------------
-
-
 def convolution() -> nn.Module:
     return nn.Conv2d(3, 4, 3, bias=False)
 

@@ -1,23 +1,24 @@
-"""While a prepared model trains, its gradients are the float model's in direction, and nothing where the float model has none."""
-
-from __future__ import annotations
+"""While a prepared model trains, its gradients are the float model's in direction, also those of branches that start at zero."""
 
 import copy
 import functools
-import logging
 import operator
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fxquant as fxq
+from fxquant.prepared.operators import quantized_operators
+from fxquant.quantization.quantizer import Quantizer
+from fxquant.training import fused_layers
+from tests.shared.written import to_train, to_validate, written
 
 Form = Callable[["Net", Tensor], Any]
 
@@ -145,11 +146,6 @@ def half(net: Net, x: Tensor) -> Tensor:
     return net.b(y * 0.3 + y.detach() * 0.7)
 
 
-def binary_weight(net: Net, x: Tensor) -> Tensor:
-    weight = net.b.weight
-    return F.conv2d(net.a(x), weight + (weight.sign() * weight.abs().mean() - weight).detach(), net.b.bias, padding=1)
-
-
 def data_changed(net: Net, x: Tensor) -> Tensor:
     y = net.a(x)
     y.data.mul_(2)
@@ -223,7 +219,9 @@ FORMS: dict[str, Form] = {
     "SimSiam": lambda net, x: net.b(net.a(x)) * net.a(x).detach(),
     "a detached weight": lambda net, x: F.conv2d(F.relu(net.a(x)), net.b.weight.detach(), net.b.bias, padding=1),
     "a weight's data": lambda net, x: F.conv2d(x, net.a.weight.data, net.a.bias, padding=1),
-    "a straight-through weight": binary_weight,
+    "a straight-through weight": lambda net, x: F.conv2d(
+        net.a(x), (weight := net.b.weight) + (weight.sign() * weight.abs().mean() - weight).detach(), net.b.bias, padding=1
+    ),
     "hook": hooked,
     "hook for all readers": hooked_for_all_readers,
     "gradient reversal": lambda net, x: net.b(reverse(F.relu(net.a(x)), 0.5)),
@@ -244,7 +242,7 @@ BATCHES = list(torch.randn(2, 4, 3, 8, 8, generator=torch.Generator().manual_see
 
 
 def calibrated(model: Any, target: str = "bayes-e") -> torch.fx.GraphModule:
-    return fxq.calibrate(fxq.prepare(model, BATCHES[0], target), BATCHES, show_progress=False)
+    return fxq.calibrate(fxq.prepare(model, BATCHES[0], target), BATCHES)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -303,7 +301,7 @@ def test_arguments_for_gradients_alone_are_the_float_models(kind: str, settings:
     model = Rows(kind, **settings)
     sizes = {"ids": {0: torch.export.Dim("batch", min=2)}}
     source = torch.export.export(model.eval(), (ids,), dynamic_shapes=sizes) if kind == "program" else model.eval()
-    prepared = fxq.calibrate(fxq.prepare(source, ids), [ids], show_progress=False)
+    prepared = fxq.calibrate(fxq.prepare(source, ids), [ids])
     fxq.set_state(prepared, "train")
     found = []
     for each in (prepared.train(), model.train()):
@@ -390,8 +388,6 @@ def test_a_traced_model_says_the_same_of_gradients_and_is_traced_again() -> None
 
 
 # ---- exported programs -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_program_keeps_its_stops_and_says_what_it_has_lost(strict: bool, caplog: pytest.LogCaptureFixture) -> None:
     batch = ({0: torch.export.Dim("batch")},)
@@ -400,8 +396,7 @@ def test_an_exported_program_keeps_its_stops_and_says_what_it_has_lost(strict: b
         model = Net(FORMS[form]).train()
         prepared = calibrated(torch.export.export(model, (BATCHES[0],), dynamic_shapes=batch, strict=strict))
         caplog.clear()
-        with caplog.at_level(logging.WARNING, "fxquant"):
-            fxq.set_state(prepared, "train")
+        fxq.set_state(prepared, "train")
         assert "an exported program holds no hooks" in caplog.text
         expected = gradients(model)
         assert_like(gradients(prepared), expected)
@@ -409,14 +404,11 @@ def test_an_exported_program_keeps_its_stops_and_says_what_it_has_lost(strict: b
         prepared = calibrated(
             torch.export.export(Net(FORMS["gradient reversal"]).train(), (BATCHES[0],), dynamic_shapes=batch, strict=True)
         )
-        with caplog.at_level(logging.WARNING, "fxquant"):
-            fxq.set_state(prepared, "train")
+        fxq.set_state(prepared, "train")
         assert "passes no gradient: its backward is not in the program" in caplog.text
 
 
 # ---- what is refused, and what is told -------------------------------------------------------------------------------
-
-
 def test_what_cannot_be_kept_is_refused_or_told(caplog: pytest.LogCaptureFixture) -> None:
     def on_a_parameter(net: Net, x: Tensor) -> Tensor:
         net.a.weight.register_hook(lambda gradient: gradient * 2)
@@ -441,16 +433,13 @@ def test_what_cannot_be_kept_is_refused_or_told(caplog: pytest.LogCaptureFixture
     model.a.register_full_backward_hook(lambda *_: None)
     model.b.weight.register_hook(lambda gradient: gradient * 0)
     model.b.bias.register_post_accumulate_grad_hook(lambda _: None)
-    with caplog.at_level(logging.WARNING, "fxquant"):
-        fxq.prepare(model, BATCHES[0])
+    fxq.prepare(model, BATCHES[0])
     assert "backward hooks have no effect in the new model: those of a;" in caplog.text
     assert "hooks on parameters are not copied" in caplog.text
     assert "b.weight, b.bias" in caplog.text
 
 
 # ---- train mode in Python that is kept --------------------------------------------------------------------------------
-
-
 def test_a_wrapped_method_sees_train_mode_and_may_stand_in_a_training_branch() -> None:
     def returned(net: Net, x: Tensor) -> Any:
         features = F.relu(net.a(x))
@@ -462,7 +451,7 @@ def test_a_wrapped_method_sees_train_mode_and_may_stand_in_a_training_branch() -
     assert torch.equal(prepared.train()(BATCHES[0]), expected * 10)
     assert torch.equal(prepared.eval()(BATCHES[0]), expected)
     model = Net(returned).eval()
-    prepared = fxq.calibrate(fxq.prepare(model, BATCHES[0], options=fxq.Options(training_branch=True)), BATCHES, show_progress=False)
+    prepared = fxq.calibrate(fxq.prepare(model, BATCHES[0], options=fxq.Options(training_branch=True)), BATCHES)
     fxq.set_state(prepared, "float")
     main, tail = copy.deepcopy(prepared).train()(BATCHES[0])
     torch.testing.assert_close(tail, F.relu(model.a(BATCHES[0])) * 10)
@@ -491,3 +480,214 @@ def test_a_second_derivative_has_the_derivative_of_a_table_as_a_constant(functio
     assert bias is None  # reached by the derivative of the function alone
     assert F.cosine_similarity(first.flatten(), wanted.flatten(), 0) > 0.98
     assert F.cosine_similarity(last.flatten(), wanted_last.flatten(), 0) > 0.98
+
+
+pytestmark = pytest.mark.usefixtures("default_outputs")
+
+IMAGES = [torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+ROWS = [torch.randn(16, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+
+class Model(NamedTuple):
+    """Return the float model by `build`; `trains` is the parameter that starts at 0."""
+
+    trains: str
+    batches: list[Tensor]
+    build: Callable[[], nn.Module]
+
+
+def gate(start: float = 0.0) -> nn.Module:
+    return written(lambda m, x: x + m.conv(x) * m.gate, conv=nn.Conv2d(3, 3, 1), gate=nn.Parameter(torch.full((1, 3, 1, 1), start)))
+
+
+def tanh_gate() -> nn.Module:
+    return written(lambda m, x: x + torch.tanh(m.gate) * m.conv(x), conv=nn.Conv2d(3, 3, 1), gate=nn.Parameter(torch.zeros(1)))
+
+
+def last_norm() -> nn.Module:
+    model = written(lambda m, x: x - m.norm(m.conv(x)), conv=nn.Conv2d(3, 3, 3, padding=1), norm=nn.BatchNorm2d(3))
+    nn.init.zeros_(model.norm.weight)
+    return model
+
+
+def last_layer(forward: Callable[..., Tensor]) -> nn.Module:
+    model = written(forward, first=nn.Conv2d(3, 8, 3, padding=1), last=nn.Conv2d(8, 3, 1))
+    nn.init.zeros_(model.last.weight)
+    nn.init.zeros_(model.last.bias)
+    return model
+
+
+def head() -> nn.Module:
+    return last_layer(lambda m, x: m.last(F.silu(m.first(x))))
+
+
+def lora() -> nn.Module:
+    layers = {"linear": nn.Linear(8, 8), "down": nn.Linear(8, 4, bias=False), "up": nn.Linear(4, 8, bias=False)}
+    model = written(lambda m, x: m.linear(x) + m.up(m.down(x)) * 2, **layers)
+    nn.init.zeros_(model.up.weight)
+    return model
+
+
+MODELS = {
+    "gate": Model("gate", IMAGES, gate),  # ReZero, NAFNet, layer scales
+    "norm": Model("norm.weight", IMAGES, last_norm),  # torchvision's `zero_init_residual`
+    "conv": Model("last.weight", IMAGES, lambda: last_layer(lambda m, x: x + m.last(F.silu(m.first(x))))),  # diffusion models, flows
+    "head": Model("last.weight", IMAGES, head),
+    "lora": Model("up.weight", ROWS, lora),
+    "tanh": Model("gate", IMAGES, tanh_gate),  # Flamingo's gated attention
+}
+SMALL = {"small gate": Model("gate", IMAGES, lambda: gate(1e-6))}
+
+
+def in_training(
+    model: nn.Module,
+    batches: list[Tensor],
+    target: str,
+    activations: str = "statistics",
+    weights: str = "statistics",
+    dtype: str | None = None,
+) -> fx.GraphModule:
+    qconfig = fxq.QConfig(fxq.ActivationConfig(dtype, training=activations), fxq.WeightConfig(training=weights))
+    return to_train(fxq.calibrate(fxq.prepare(model, batches[0], target, qconfig), batches))
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return (model(batch) - 1).square().mean()
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("target", ["bayes-e", "x86", "qnnpack"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_first_gradient_is_the_float_models(name: str, target: str) -> None:
+    """Batch norms have running statistics on both sides: integers that are all 0 show nothing of those of a batch."""
+    torch.manual_seed(3)
+    trains, batches, build = MODELS[name]
+    model = build().eval()
+    prepared = in_training(model, batches, target)
+    loss(prepared, batches[0]).backward()
+    loss(model, batches[0]).backward()
+    found, wanted = (each.get_parameter(trains).grad.flatten() for each in (prepared, model))
+    assert float(F.cosine_similarity(found, wanted, 0)) > 0.99
+    assert 0.9 < float(found.norm() / wanted.norm()) < 1.1
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("dtype", ["int8", "int16", "uint8"])
+@pytest.mark.parametrize("start", [1e-9, 1e-6, 1e-4, -1e-5])
+def test_a_small_term_of_a_sum_has_its_gradient(start: float, dtype: str, fused: bool) -> None:
+    """Its multiplier is rounded, to 0 or to few bits; its gradient is not."""
+    torch.manual_seed(3)
+    model = gate(start)
+    prepared = in_training(model, IMAGES, "x86" if dtype == "uint8" else "nash-e", dtype=dtype)
+    if fused:
+        loss(prepared, IMAGES[0]).backward()
+    else:
+        with fused_layers.unfused():
+            loss(prepared, IMAGES[0]).backward()
+    loss(model, IMAGES[0]).backward()
+    torch.testing.assert_close(prepared.gate.grad, model.gate.grad, rtol=0.03, atol=0.003)
+
+
+SETTINGS = [  # target, training of activations, training of weights
+    ("x86", "statistics", "statistics"),
+    ("x86", "lsq+", "learned"),
+    ("x86", "frozen", "statistics"),
+    ("bayes-e", "learned", "tqt"),
+    ("bayes-e", "pact", "learned"),
+    ("qnnpack", "tqt", "statistics"),
+]
+CASES = [(name, *SETTINGS[(at + other) % len(SETTINGS)]) for at, name in enumerate(MODELS | SMALL) for other in (0, 3)]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("name", "target", "activations", "weights"), CASES, ids=["-".join(case) for case in CASES])
+def test_a_branch_that_starts_at_zero_trains_as_the_float_one_does(name: str, target: str, activations: str, weights: str) -> None:
+    torch.manual_seed(3)
+    trains, batches, build = (MODELS | SMALL)[name]
+    model = build().train()
+    prepared = in_training(model, batches, target, activations, weights)
+    losses: dict[nn.Module, Tensor] = {}
+    for each in (prepared, model):
+        optimizer = torch.optim.SGD(each.parameters(), 0.2)
+        for step in range(25):
+            optimizer.zero_grad()
+            losses[each] = loss(each, batches[step % 3])
+            if step == 0:
+                start = losses[each].detach()
+            losses[each].backward()
+            optimizer.step()
+    assert float(prepared.get_parameter(trains).detach().abs().max()) > 0.01
+    gained = float(start - losses[model].detach())
+    assert float(start - losses[prepared].detach()) > 0.6 * gained > 0
+    to_validate(prepared)
+    assert fxq.verify(prepared, fxq.convert(prepared), batches[:1])
+
+
+def test_calibration_names_the_tensors_that_were_zero(caplog: pytest.LogCaptureFixture) -> None:
+    prepared = in_training(lora(), ROWS, "bayes-e", "learned")
+    (said,) = [record.getMessage() for record in caplog.records if "only zeros" in record.getMessage()]
+    assert "%up (" in said
+    assert f"{__file__}:" in said or "test_gradient_flow.py:" in said
+    assert "%down" not in said
+    assert prepared.quantized.up.quantizer.was_zero
+    caplog.clear()
+    in_training(gate(1.0), IMAGES, "bayes-e", "learned")
+    assert not caplog.records
+
+
+def overwritten(m: nn.Module, x: Tensor, memory: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    y[:, :2] = x[:, :2] * 2
+    return y + memory
+
+
+def test_zeros_that_forward_makes_are_not_named_and_zeros_that_it_is_given_are(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    fxq.calibrate(fxq.prepare(written(overwritten), (x, x * 0)), [(x, x * 0)])
+    (said,) = [record.getMessage() for record in caplog.records if "only zeros" in record.getMessage()]
+    assert said.count("%") == 1
+    assert "%memory_quantize" in said
+
+
+def test_calibrating_again_lets_a_scale_that_was_zero_learn() -> None:
+    prepared = in_training(head(), IMAGES, "bayes-e", "learned")
+    quantizer: Quantizer = prepared.quantized.last.quantizer
+    loss(prepared, IMAGES[0]).backward()
+    assert quantizer.scale_change.grad is None
+    with torch.no_grad():
+        prepared.get_parameter("last.weight").fill_(0.1)
+    fxq.calibrate(prepared, IMAGES)
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    loss(prepared, IMAGES[0]).backward()
+    assert not quantizer.was_zero
+    assert bool(quantizer.scale_change.grad != 0)
+
+
+def scaled(m: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """A branch times 1e-6, which only the sum reads, and a tensor just as small that is an output, too."""
+    branch, shown = torch.relu(x) * 1e-6, x.tanh() * 1e-6
+    return x + branch.reshape(-1, 8) * 2.0 + shown, shown
+
+
+def test_tensors_that_a_sum_does_not_see_follow_their_batches(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    prepared = in_training(written(scaled), ROWS, "bayes-e", "learned")
+    unseen = {operator.output.name for operator in quantized_operators(prepared).values() if operator.output.unseen}
+    assert unseen == {"mul", "mul_2"}
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "%mul (" in said
+    assert "below half a step of the sum that reads them" in said
+    loaded = fxq.load(fxq.save(prepared, tmp_path / "model.fxq"))
+    assert {operator.output.name for operator in quantized_operators(loaded).values() if operator.output.unseen} == unseen
+    before = fxq.qparams(prepared)
+    for model in (prepared, loaded):
+        model(ROWS[0] / 2)
+    after = fxq.qparams(prepared)
+    assert {name for name in after if after[name] != before[name]} == unseen
+    assert after == fxq.qparams(loaded)
+
+
+def test_a_tensor_that_something_else_reads_is_seen() -> None:
+    model = written(lambda m, x: (x + (y := x * 1e-6), m.head(y)), head=nn.Linear(8, 4))
+    prepared = in_training(model, ROWS, "nash-e", "learned")
+    assert not any(operator.output.unseen for operator in quantized_operators(prepared).values())

@@ -1,7 +1,5 @@
 """Containers of a prepared model, hooks on its modules, and what cannot be called: each works, or says at once why it does not."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable
@@ -14,17 +12,13 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from tests.shared.networks import members
 from tests.shared.written import to_train, written
 
 
-class Block(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
-        self.act = nn.ReLU()
-
-    def forward(self, x: Tensor) -> Any:
-        return self.act(self.norm(self.conv(x)) + x)
+@members(lambda channels: dict(conv=nn.Conv2d(channels, channels, 3, padding=1, bias=False), norm=nn.BatchNorm2d(channels), act=nn.ReLU()))
+def Block(self, x: Tensor) -> Any:
+    return self.act(self.norm(self.conv(x)) + x)
 
 
 class Net(nn.Module):
@@ -66,7 +60,7 @@ def float_net() -> Net:
 @pytest.fixture(scope="module")
 def net() -> fx.GraphModule:
     x = batch()
-    return fxq.calibrate(fxq.prepare(float_net(), x), [x], show_progress=False)
+    return fxq.calibrate(fxq.prepare(float_net(), x), [x])
 
 
 def test_containers_are_indexed_and_iterated_over(net: fx.GraphModule) -> None:
@@ -210,10 +204,9 @@ def test_outputs_that_nothing_reads_are_none_and_a_warning_says_so(caplog: pytes
     x = torch.randn(2, 4)
     two = written(lambda m, x: (torch.sigmoid(x), 2 * x))
     model = written(lambda m, x: m.linear(m.two(x)[0]), two=two, linear=nn.Linear(4, 2))
-    prepared = fxq.calibrate(fxq.prepare(model, x), [x], show_progress=False)
+    prepared = fxq.calibrate(fxq.prepare(model, x), [x])
     seen: list[Any] = []
-    with caplog.at_level("WARNING", "fxquant"):
-        prepared.get_submodule("two").register_forward_hook(lambda module, args, result: seen.append(result))
+    prepared.get_submodule("two").register_forward_hook(lambda module, args, result: seen.append(result))
     assert "a forward hook on two: a tensor of its output" in caplog.text
     prepared(x)
     first, second = seen[0]

@@ -15,6 +15,7 @@ import fxquant as fxq
 from fxquant.ops import BY_NAME, FUNCTIONS, OPERATORS
 from tests.shared import contract
 from tests.shared.contract import compiled
+from tests.shared.networks import members
 from tests.shared.written import written
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
@@ -91,14 +92,10 @@ class Merged(nn.Linear):
         return y if self.merged else y + F.linear(F.linear(x, self.down), self.up)
 
 
-class Head(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.auxiliary = nn.Linear(6, 6), nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Any:
-        y = self.layer(x)
-        return (y, self.auxiliary(y)) if self.training else y
+@members(lambda: dict(layer=nn.Linear(6, 6), auxiliary=nn.Linear(6, 2)))
+def Head(self, x: Tensor) -> Any:
+    y = self.layer(x)
+    return (y, self.auxiliary(y)) if self.training else y
 
 
 LOST = "parameters that train in the float model and have no gradient here"
@@ -106,8 +103,7 @@ MOVED = "forward moves tensors in train mode that training here does not move"
 
 
 def warnings(model: nn.Module, caplog: pytest.LogCaptureFixture, **settings: Any) -> str:
-    with caplog.at_level(logging.WARNING, "fxquant"):
-        prepared = fxq.calibrate(fxq.prepare(model.eval(), X, options=fxq.Options(**settings)), [X], show_progress=False)
+    prepared = fxq.calibrate(fxq.prepare(model.eval(), X, options=fxq.Options(**settings)), [X])
     fxq.set_state(prepared, "train")
     result = prepared.train()(X)
     sum(each.square().mean() for each in (result if isinstance(result, tuple) else (result,))).backward()
@@ -160,14 +156,12 @@ def test_a_head_of_train_mode_trains_with_a_training_branch(caplog: pytest.LogCa
 def test_what_does_not_train_in_the_float_model_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
     model[0].requires_grad_(False)
-    with caplog.at_level(logging.WARNING, "fxquant"), torch.no_grad():
+    with torch.no_grad():
         fxq.prepare(model.eval(), X)
     assert not caplog.text
 
 
 # ---- what has no gradient, or raises by itself -----------------------------------------------------------------------------
-
-
 class RoundedWeight(nn.Module):
     """A linear layer whose weight goes through PyTorch's fake quantization, with scales that are parameters."""
 
@@ -194,7 +188,6 @@ ROUNDED: dict[str, Callable[[Any], Tensor]] = {
 
 @pytest.mark.parametrize("form", ROUNDED)
 def test_a_weight_with_fake_quantization_is_compiled_whatever_its_scale_is(form: str) -> None:
-    torch.manual_seed(0)
     batches = [torch.randn(8, 8) for _ in range(3)]
     prepared, integer = compiled(RoundedWeight(ROUNDED[form]).eval(), batches)
     assert fxq.explain(prepared).count("none is left in float") == 1

@@ -1,7 +1,5 @@
 """What training is like today: mixed precision, accumulated gradients, averaged models, compilation, and going on after a kill."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from pathlib import Path
@@ -28,7 +26,7 @@ def calibrated(activations: str, host: str | None, batch_norm: str) -> fx.GraphM
     prepared = fxq.prepare(
         Net(), batches()[0], "nash-e", mapping.set_host(host) if host else mapping, options=fxq.Options(batch_norm=batch_norm)
     )
-    fxq.calibrate(prepared, batches(), show_progress=False)
+    fxq.calibrate(prepared, batches())
     return to_train(prepared)
 
 
@@ -58,8 +56,6 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 
 
 # ---- mixed precision ------------------------------------------------------------------------------------------------------
-
-
 def test_autocast_changes_no_bit_of_integers_nor_of_their_training() -> None:
     plain, mixed = student(), student()
     optimizers = [torch.optim.SGD(model.parameters(), 0.02, momentum=0.9) for model in (plain, mixed)]
@@ -87,12 +83,10 @@ def test_float_layers_compute_in_bfloat16_beside_integers(host: str) -> None:
     gradients = {name: parameter.grad for name, parameter in prepared.named_parameters() if "intermediate" not in name}
     assert all(gradient is not None and gradient.dtype == torch.float32 for gradient in gradients.values())
     prepared.eval()
-    assert fxq.verify(prepared, fxq.convert(prepared), batches(), show_progress=False)
+    assert fxq.verify(prepared, fxq.convert(prepared), batches())
 
 
 # ---- accumulation ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("activations", ["learned", "lsq+", "pact"])
 def test_gradients_of_parts_of_a_batch_add_up_to_those_of_the_batch(activations: str) -> None:
@@ -111,8 +105,6 @@ def test_gradients_of_parts_of_a_batch_add_up_to_those_of_the_batch(activations:
 
 
 # ---- compilation ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.nightly
 def test_a_compiled_model_has_the_same_bits() -> None:
     """What is beside the operators is compiled; here the layer on the host, in one graph after that of the input's check."""
@@ -126,7 +118,7 @@ def test_a_compiled_model_has_the_same_bits() -> None:
     network = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))
     mapping = fxq.QConfigMapping(config("learned", "learned", bits=4)).set_host("2")
     rows = [batch[:, 0, 0] for batch in batches()]
-    prepared = fxq.calibrate(fxq.prepare(network, rows[0], "nash-e", mapping), rows, show_progress=False)
+    prepared = fxq.calibrate(fxq.prepare(network, rows[0], "nash-e", mapping), rows)
     fxq.set_state(prepared, fxq.State.TRAIN)
     reference = copy.deepcopy(prepared)
     compiled = torch.compile(prepared, backend=backend)
@@ -143,8 +135,6 @@ def test_a_compiled_model_has_the_same_bits() -> None:
 
 
 # ---- going on ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(("activations", "kept"), [*((name, "state_dict") for name in SCALES), ("lsq+", "file")])
 def test_training_goes_on_as_if_it_had_not_been_stopped(activations: str, kept: str, tmp_path: Path) -> None:

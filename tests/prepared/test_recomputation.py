@@ -1,7 +1,5 @@
 """Activation checkpointing around a prepared model, and torch.func's transforms of one: equal gradients, or an error of ours."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +34,7 @@ def prepared(setting: str) -> fx.GraphModule:
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.25), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.SiLU()
     )
     x = batches()[0]
-    made = fxq.calibrate(fxq.prepare(model, x, target, qconfig, options=fxq.Options(batch_norm=mode)), [x], show_progress=False)
+    made = fxq.calibrate(fxq.prepare(model, x, target, qconfig, options=fxq.Options(batch_norm=mode)), [x])
     return to_train(made)
 
 

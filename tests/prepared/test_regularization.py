@@ -1,9 +1,6 @@
 """What is random in train mode is in state TRAIN, and nowhere else; what cannot be is a warning with its line."""
 
-from __future__ import annotations
-
 import copy
-import logging
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from tests.shared.networks import members
 
 pytestmark = pytest.mark.nightly
 
@@ -26,15 +24,10 @@ def stochastic(x: Tensor, p: float) -> Tensor:
     return x * x.new_empty((x.shape[0],) + (1,) * (x.dim() - 1)).bernoulli_(1 - p).div_(1 - p)
 
 
-class StochasticDepth(nn.Module):
+@members(lambda p: dict(p=p))
+def StochasticDepth(self, x: Tensor) -> Tensor:
     """Drops samples, as those of timm and torchvision do."""
-
-    def __init__(self, p: float) -> None:
-        super().__init__()
-        self.p = p
-
-    def forward(self, x: Tensor) -> Tensor:
-        return stochastic(x, self.p) if self.training and self.p > 0 else x
+    return stochastic(x, self.p) if self.training and self.p > 0 else x
 
 
 class Noise(nn.Module):
@@ -109,7 +102,7 @@ LOST: dict[str, tuple[Net, str]] = {
 
 def training(model: nn.Module, **settings: Any) -> torch.fx.GraphModule:
     """The prepared model in TRAIN, with scales that do not move."""
-    prepared = fxq.calibrate(fxq.prepare(copy.deepcopy(model).eval(), X, **settings), [X], show_progress=False)
+    prepared = fxq.calibrate(fxq.prepare(copy.deepcopy(model).eval(), X, **settings), [X])
     fxq.freeze(prepared)
     fxq.set_state(prepared, "train")
     return prepared.train()
@@ -125,8 +118,7 @@ def spread(model: nn.Module) -> Tensor:
 @pytest.mark.parametrize("name", RANDOM)
 def test_what_is_random_in_train_mode_is_random_in_train_alone(name: str, target: str, caplog: pytest.LogCaptureFixture) -> None:
     model = RANDOM[name]
-    with caplog.at_level(logging.WARNING, "fxquant"):
-        prepared = training(model, target=target)
+    prepared = training(model, target=target)
     assert "random" not in caplog.text
     expected = spread(copy.deepcopy(model).train()).mean()
     assert 0.8 < spread(prepared).mean() / expected < 1.25
@@ -170,8 +162,7 @@ def test_a_schedule_changes_the_probability(part: nn.Module) -> None:
 def test_what_is_not_random_in_train_is_a_warning_with_its_line(name: str, caplog: pytest.LogCaptureFixture) -> None:
     model, line = LOST[name]
     state = random.getstate()
-    with caplog.at_level(logging.WARNING, "fxquant"):
-        prepared = training(model)
+    prepared = training(model)
     assert random.getstate() == state
     assert caplog.text.count("forward is random in train mode where training here is not: 1; draw in a module of its own") == 1
     assert line in caplog.text
@@ -182,16 +173,14 @@ def test_what_is_not_random_in_train_is_a_warning_with_its_line(name: str, caplo
 def test_a_dropout_in_float_is_a_warning(name: str, caplog: pytest.LogCaptureFixture) -> None:
     model = copy.deepcopy(RANDOM[name])
     model.parts[0].qconfig = None  # type: ignore[assignment]
-    with caplog.at_level(logging.WARNING, "fxquant"):
-        training(model)
+    training(model)
     assert "(module parts.0" in caplog.text
     assert len(set(lines := [line for line in caplog.text.splitlines() if "(module parts.0" in line])) == len(lines)
 
 
 def test_a_file_says_that_it_goes_without_noise(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     prepared = training(RANDOM["stochastic depth"])
-    with caplog.at_level(logging.WARNING, "fxquant"):
-        loaded = fxq.load(fxq.save(prepared, tmp_path / "prepared.fxq"))
+    loaded = fxq.load(fxq.save(prepared, tmp_path / "prepared.fxq"))
     assert "the loaded model trains without the noise of StochasticDepth (%a)" in caplog.text
     assert not spread(loaded.train()).any()
     assert torch.equal(loaded.eval()(X), prepared.eval()(X))

@@ -14,22 +14,18 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from tests.shared.networks import members
 from tests.shared.written import to_train, written
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-class Functional(nn.Module):
+@members(lambda: dict(norm=nn.BatchNorm2d(4)))
+def Functional(self, x: Tensor) -> Tensor:
     """A batch norm and a dropout that are functions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm2d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        bn = self.norm
-        x = F.batch_norm(x, bn.running_mean, bn.running_var, bn.weight, bn.bias, self.training, 0.1, bn.eps)
-        return F.dropout(x, 0.5, self.training)
+    bn = self.norm
+    x = F.batch_norm(x, bn.running_mean, bn.running_var, bn.weight, bn.bias, self.training, 0.1, bn.eps)
+    return F.dropout(x, 0.5, self.training)
 
 
 class Net(nn.Module):
@@ -57,7 +53,7 @@ def batch() -> Tensor:
 
 
 def calibrated(model: nn.Module, x: Tensor) -> fx.GraphModule:
-    prepared = to_train(fxq.calibrate(fxq.prepare(model, x), [x], show_progress=False))
+    prepared = to_train(fxq.calibrate(fxq.prepare(model, x), [x]))
     return prepared
 
 

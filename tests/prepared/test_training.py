@@ -1,7 +1,5 @@
 """Scales in training: LSQ, LSQ+, PACT and TQT number by number, statistics, powers of two, freezing, loading, and the contract after it."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import io
@@ -62,7 +60,7 @@ def config(
 @functools.cache
 def once_calibrated(qconfig: fxq.QConfig, target: str, **options: Any) -> fx.GraphModule:
     torch.manual_seed(3)
-    return fxq.calibrate(fxq.prepare(Net(), batches()[0], target, qconfig, options=fxq.Options(**options)), batches(), show_progress=False)
+    return fxq.calibrate(fxq.prepare(Net(), batches()[0], target, qconfig, options=fxq.Options(**options)), batches())
 
 
 def calibrated(qconfig: fxq.QConfig, target: str = "bayes-e", **options: Any) -> fx.GraphModule:
@@ -91,8 +89,6 @@ def growths(prepared: fx.GraphModule) -> dict[str, nn.Parameter]:
 
 
 # ---- LSQ --------------------------------------------------------------------------------------------------------------------
-
-
 def slow_lsq(values: list[float], gradient: list[float], scale: float, dtype: IntType) -> tuple[list[float], float]:
     """The gradients of the values and of their one scale, number by number, from the paper; `gradient` is that of the real numbers.
 
@@ -198,13 +194,11 @@ def test_a_scale_raised_for_a_bias_is_not_the_learned_one_and_has_no_gradient() 
 
 
 # ---- statistics -------------------------------------------------------------------------------------------------------------
-
-
 def test_the_first_training_batch_continues_where_calibration_ended() -> None:
     """A histogram's threshold lies below the largest value, and training does not pull it there."""
     batch = torch.randn(64, 2, 6, 6)
     batch[0, 0, 0, 0] = 12.0
-    prepared = fxq.calibrate(fxq.prepare(Net(), batch, qconfig=config(bits=4)), [batch], show_progress=False)
+    prepared = fxq.calibrate(fxq.prepare(Net(), batch, qconfig=config(bits=4)), [batch])
     quantizer = prepared.quantized.x_quantize.output
     calibrated = float(quantizer.scale)
     assert calibrated < 0.8 * 12 / 7.5
@@ -219,7 +213,7 @@ def test_the_first_training_batch_continues_where_calibration_ended() -> None:
 
 
 def test_a_tensor_that_was_all_zeros_gets_a_scale_when_it_comes_to_life() -> None:
-    prepared = fxq.calibrate(fxq.prepare(Net(), batches()[0], qconfig=config()), [torch.zeros(8, 2, 6, 6)], show_progress=False)
+    prepared = fxq.calibrate(fxq.prepare(Net(), batches()[0], qconfig=config()), [torch.zeros(8, 2, 6, 6)])
     quantizer = prepared.quantized.x_quantize.output
     assert quantizer.scale == 2.0**-23
     to_train(prepared)(torch.full((8, 2, 6, 6), 3.0))
@@ -246,8 +240,6 @@ def test_training_without_calibration_starts_from_the_first_batch_unless_scales_
 
 
 # ---- powers of two ------------------------------------------------------------------------------------------------------------
-
-
 def is_power_of_two(scale: Tensor) -> bool:
     return bool((torch.frexp(scale).mantissa == 0.5).all())
 
@@ -281,8 +273,6 @@ def test_a_power_of_two_that_is_learned_moves_when_enough_steps_add_up() -> None
 
 
 # ---- freezing and fixing ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_freezing_stops_every_scale_even_under_an_optimizer_in_motion(mode: str) -> None:
@@ -308,8 +298,6 @@ def test_a_scale_that_is_set_stays_through_training(mode: str) -> None:
 
 
 # ---- loading --------------------------------------------------------------------------------------------------------------------
-
-
 GRIDS = (("bayes-e", "int8", MODES), ("x86", "uint8", ("statistics", "learned", "lsq+", "pact")))
 
 
@@ -341,7 +329,7 @@ def test_scales_load_into_a_new_model_whatever_either_does_in_training(target: s
 def test_calibrating_again_starts_learned_scales_anew() -> None:
     prepared = calibrated(config("learned", "learned"))
     train(prepared)
-    fxq.calibrate(prepared, batches(), show_progress=False)
+    fxq.calibrate(prepared, batches())
     assert all(bool((scale_change == 0).all()) for scale_change in growths(prepared).values())
     contract.assert_validate_is_integer(prepared, fxq.convert(prepared), batches()[0])
 
@@ -355,8 +343,6 @@ def test_a_model_saved_between_observing_and_setting_its_scales_goes_on(tmp_path
 
 
 # ---- what stands still stays so ---------------------------------------------------------------------------------------
-
-
 ON_SCALES = fxq.QConfig(fxq.ActivationConfig("int8"))  # the output too
 
 
@@ -409,7 +395,7 @@ def test_scales_that_stand_still_do_so_through_a_checkpoint(stop: str) -> None:
     assert (after == scales) == (stop != "set")
     scales_of = [module for module in loaded.modules() if isinstance(module, TrainableScale)]
     assert not any(module.frozen and any(parameter.requires_grad for parameter in module.trained.values()) for module in scales_of)
-    assert fxq.verify(loaded, fxq.convert(loaded), [images()], show_progress=False)
+    assert fxq.verify(loaded, fxq.convert(loaded), [images()])
 
 
 def test_a_given_scale_loads_where_scales_are_observed_and_an_observed_one_takes_no_given_ones_place() -> None:
@@ -444,7 +430,7 @@ def test_an_output_and_what_a_residual_is_added_to_have_scales_of_their_own(name
     (other,) = {"second", "second.intermediate"} - {name}
     assert after[name] == 0.75
     assert after[other] > 1.02 * before[other]
-    assert fxq.verify(prepared, fxq.convert(prepared), [images()], show_progress=False)
+    assert fxq.verify(prepared, fxq.convert(prepared), [images()])
     fxq.freeze(prepared)
     train_on(prepared, images(9.0))
     assert fxq.qparams(prepared) == after
@@ -462,15 +448,13 @@ def test_scales_that_are_read_and_set_again_give_the_same_bits_with_a_residual_t
         fxq.convert(fresh)
     fxq.set_qparams(fresh, scales)
     assert torch.equal(to_validate(fresh)(images()), prepared(images()))
-    assert fxq.verify(prepared, fxq.convert(fresh), [images()], show_progress=False)
+    assert fxq.verify(prepared, fxq.convert(fresh), [images()])
 
 
 FAMILY = tuple(METHODS)
 
 
 # ---- gradients ----------------------------------------------------------------------------------------------------------
-
-
 def stepped(dtype: IntType, training: str, value: Tensor, incoming: Tensor) -> Quantizer:
     """A quantizer that has had the gradient `incoming` of the real numbers that the integers of `value` stand for."""
     quantizer = Quantizer(dtype, fxq.observers.MinMaxObserver(), training=training)
@@ -538,8 +522,6 @@ def test_what_saturates_has_a_gradient_whatever_its_scale_rounds_to() -> None:
 
 
 # ---- what is learned ----------------------------------------------------------------------------------------------------
-
-
 def test_alpha_is_the_largest_number_and_decays_to_zero() -> None:
     prepared = calibrated(config("pact", "learned", dtype="uint8"), "x86")
     quantizer = prepared.quantized.conv1.quantizer
@@ -596,7 +578,6 @@ def test_an_offset_that_is_learned_moves_the_zero_point() -> None:
 
 
 # ---- the contract ---------------------------------------------------------------------------------------------------------
-
 TRAINED: dict[str, tuple[str, fxq.QConfig]] = {
     "learned": ("bayes-e", config("learned", "learned")),
     "learned, 4 bits": ("nash-e", config("learned", "learned", 4)),

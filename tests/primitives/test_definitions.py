@@ -1,7 +1,6 @@
 """Every primitive on integers, on the same integers as floats and as ONNX in two runtimes, against its definition on Python's integers."""
 
-from __future__ import annotations
-
+import doctest
 import itertools
 import math
 import operator
@@ -17,10 +16,12 @@ import torch
 from onnx import helper
 from torch import Tensor
 
+import fxquant as fxq
+from fxquant import primitives
 from fxquant.backends.onnx.runtime import RUNTIMES, Runner
 from fxquant.backends.onnx.writer import Emitter, value_info
 from fxquant.ir.graph import TensorFact
-from fxquant.numerics.grids import FLOAT32_EXACT
+from fxquant.numerics.grids import FLOAT32_EXACT, INT8, Ratio, real_multiplier
 from fxquant.primitives import BY_NAME, PRIMITIVES
 from fxquant.primitives.record import FLOAT64_EXACT, Unproved, Value
 from tests.shared import oracle
@@ -56,8 +57,6 @@ def each(function: Callable[..., Any]) -> Callable[..., Array]:
 
 
 # ---- windows and places -----------------------------------------------------------------------------------------------
-
-
 ITEMS = slice(None), slice(None)  # and channels
 
 
@@ -117,8 +116,6 @@ def crop(x: Array, dims: Any, starts: Any, stops: Any, steps: Any) -> Array:
 
 
 # ---- sums of products -------------------------------------------------------------------------------------------------
-
-
 def convolution(x: Array, weight: Array, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int, cut: Any = None) -> Array:
     windows = taps(x, weight.shape[2:], stride, padding[: len(stride)], padding[-len(stride) :], dilation, 0)
     parts = zip(np.split(windows, groups, 1), np.split(weight.reshape(*weight.shape[:2], -1), groups), strict=True)
@@ -157,8 +154,6 @@ def resize_linear(x: Array, rows: Any, columns: Any, bits: int, wide: bool, near
 
 
 # ---- images at places between their pixels ------------------------------------------------------------------------------
-
-
 def inside(place: int, size: int, padding: str, corners: bool) -> int | None:
     """The pixel that stands for one outside; None for what is outside of all."""
     if padding == "reflection":
@@ -169,8 +164,6 @@ def inside(place: int, size: int, padding: str, corners: bool) -> int | None:
 
 
 # ---- rounding -----------------------------------------------------------------------------------------------------------
-
-
 def quantize(x: Any, scale: Any, low: int, high: int, dtype: Any, zero: int = 0) -> Any:
     return each(lambda number, step: oracle.quantize(float(oracle_float(number)), Fraction(step), low, high) + zero)(x, scale)
 
@@ -308,7 +301,6 @@ def test_a_primitive_is_its_definition(name: str) -> None:
 
 
 # ---- as floats, and as ONNX ---------------------------------------------------------------------------------------------
-
 TENSORS = (
     "input",
     "other",
@@ -383,8 +375,6 @@ def test_its_onnx_form_gives_the_same_numbers_in_two_runtimes(name: str) -> None
 
 
 # ---- ranges -------------------------------------------------------------------------------------------------------------
-
-
 def known(value: Any, constant: bool, below: int) -> Any:
     """What a proof knows of an argument: a constant, or how far a tensor reaches."""
     if isinstance(value, list):
@@ -410,3 +400,46 @@ def test_every_element_lies_within_the_range_that_proofs_rest_on(name: str) -> N
         low, high = (torch.as_tensor(end).double().expand(result.shape) for end in (found.low, found.high))
         assert bool(((low <= result) & (result <= high)).all()), case
     assert proved
+
+
+def test_every_primitive_has_its_public_name() -> None:
+    assert len(BY_NAME) == len(PRIMITIVES)
+    assert set(BY_NAME) <= set(dir(primitives))
+    assert not set(BY_NAME) & set(primitives.__all__), "no module hides a function"
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_primitive_has_one_record_and_says_what_it_computes(name: str) -> None:
+    function = getattr(fxq.primitives, name)
+    record = PRIMITIVES[function]
+    assert (record.name, record.function, function.__name__) == (name, function, name)
+    assert record.kind in ("quantized", "accumulator", "plain", "float", "dynamic")
+    assert function.__doc__
+    assert function.__doc__.strip().splitlines()[0].endswith((".", "float64."))
+
+
+def test_a_name_that_is_none() -> None:
+    with pytest.raises(AttributeError, match="no primitive is named 'requantise'"):
+        primitives.requantise  # noqa: B018
+
+
+def test_a_layer_made_of_primitives_is_the_layer_of_a_model() -> None:
+    """Quantize, multiply and requantize by hand, with the scales of a model: its own integers come out."""
+    model, x = torch.nn.Linear(6, 4), torch.randn(8, 6)
+    result = fxq.quantize(model, [x], target="nash-e", qconfig=fxq.QConfig(fxq.ActivationConfig("int8")))
+    scales = fxq.qparams(result.prepared)
+    s_x, s_y = (torch.tensor(scale) for scale in scales.values())  # of the quantized input, and of the output
+    s_w = (model.weight.abs().amax(1) / 127).detach()
+    weight = torch.round(model.weight / s_w[:, None]).to(torch.int8)
+    bias = torch.round(model.bias.double() / (s_x.double() * s_w.double())).to(torch.int32)
+    q = primitives.quantize(x, s_x, INT8.low, INT8.high, torch.int8)
+    acc = primitives.linear(q, weight, bias)
+    y = primitives.requantize_real(acc, real_multiplier(Ratio((s_x, s_w), (s_y,))), INT8.low, INT8.high, torch.int8)
+    assert len(y.unique()) > 10
+    assert torch.equal(primitives.dequantize(y, s_y), result.integer(x))
+
+
+def test_the_example_of_the_documentation() -> None:
+    outcome = doctest.testmod(primitives)
+    assert outcome.attempted >= 6
+    assert outcome.failed == 0

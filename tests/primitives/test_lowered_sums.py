@@ -1,7 +1,5 @@
 """Operators as primitives at once: additions, joins, means, layers and resizing against the oracle, on scales at random; and gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any

@@ -1,7 +1,5 @@
 """Sums at the ends of what is exact, and every rounding at its ties, on each path against the oracle, bit for bit."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from fractions import Fraction

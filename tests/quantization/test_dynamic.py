@@ -1,7 +1,5 @@
 """Dynamic quantization: the arithmetic against the oracle, the contract in every form, what is refused and what is told."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from tests.shared.contract import (
     assert_validate_is_integer,
     same_bytes,
 )
+from tests.shared.networks import members
 from tests.shared.written import written
 
 DYNAMIC = fxq.QConfig(dynamic=True)
@@ -49,7 +48,6 @@ def converted(model: nn.Module, example: Any, qconfig: Any = DYNAMIC, target: st
 
 
 # ---- the arithmetic --------------------------------------------------------------------------------------------------------
-
 X = drawn(3, 5)
 OPERANDS = {
     "both signs": X,
@@ -91,8 +89,6 @@ def test_long_sums_are_exact(terms: int) -> None:
 
 
 # ---- the contract ----------------------------------------------------------------------------------------------------------
-
-
 def product_model() -> Any:
     """Two layers, and a product with a parameter."""
     return written(
@@ -120,16 +116,10 @@ def cells(kind: type) -> Any:
     return written(lambda m, x: m.cell(x[:, 1], m.cell(x[:, 0])), cell=kind(5, 4))
 
 
-class Attention(nn.Module):
+@members(lambda: dict(attention=nn.MultiheadAttention(6, 2, batch_first=True), mask=torch.triu(torch.ones(4, 4, dtype=torch.bool), 1)))
+def Attention(self, x: Tensor) -> Tensor:
     """Attention that sees what is before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
-        self.register_buffer("mask", torch.triu(torch.ones(4, 4, dtype=torch.bool), 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x, x, x, attn_mask=self.mask, need_weights=False)[0]
+    return self.attention(x, x, x, attn_mask=self.mask, need_weights=False)[0]
 
 
 MODELS: dict[str, tuple[Any, Tensor, int]] = {  # with how many dynamic layers
@@ -203,13 +193,11 @@ def test_learned_scales_and_saved_files(tmp_path: Path) -> None:
 
 
 # ---- beside other operators ------------------------------------------------------------------------------------------------
-
-
 def test_beside_layers_that_are_calibrated() -> None:
     rules = fxq.QConfigMapping().set_module_name("dynamic", DYNAMIC)
     layers = {"conv": nn.Conv1d(3, 6, 1), "dynamic": nn.Linear(6, 5), "static": nn.Linear(5, 4)}
     model = live(written(lambda m, x: m.static(torch.relu(m.dynamic(m.conv(x).mean(2)))), **layers))
-    result = fxq.quantize(model, [drawn(8, 3, 4)], target="x86", qconfig=rules, show_progress=False)
+    result = fxq.quantize(model, [drawn(8, 3, 4)], target="x86", qconfig=rules)
     known = {layer.name: layer for layer in fxq.inspect.layers(result.integer)}
     assert [known[name].dynamic for name in ("conv", "dynamic", "static")] == [False, True, False]
     assert (known["dynamic"].integer, known["dynamic"].device, known["dynamic"].weight_bytes) == (False, "x86", 6 * 5 + 5 * 4)
@@ -221,7 +209,7 @@ def test_searches_leave_dynamic_layers_as_they_are() -> None:
     model = live(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5)))
     rules = fxq.QConfigMapping().set_module_name("2", DYNAMIC)
     assert with_observer(rules, fxq.observers.MinMaxObserver).names["2"] == DYNAMIC
-    prepared = fxq.calibrate(fxq.prepare(model, (drawn(4, 6),), "x86", rules), [drawn(4, 6)], show_progress=False)
+    prepared = fxq.calibrate(fxq.prepare(model, (drawn(4, 6),), "x86", rules), [drawn(4, 6)])
     choices = Choices(prepared, (4, 8))
     assert "_2.weight" not in choices
     assert [product.width for product in choices.products if product.layer == "_2"] == [(8, 8)]
@@ -237,8 +225,6 @@ def test_the_batch_has_one_grid() -> None:
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("target", ["bayes-e", "nash-e", "bernoulli2"])
 @pytest.mark.parametrize("where", ["everywhere", "one layer", "an attribute"])
 def test_a_march_has_none(target: str, where: str) -> None:

@@ -1,7 +1,5 @@
 """Observers: what they cover, and that they stream."""
 
-from __future__ import annotations
-
 import functools
 import math
 import pickle
@@ -52,7 +50,6 @@ def test_min_max_covers_everything_seen() -> None:
 @pytest.mark.parametrize("dtype", [INT4, INT8, INT16, UINT8], ids=str)
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-1.0, 1.0), (-0.3, 1.0), (-6.0, 0.0), (0.0, 6.0)])
 def test_an_end_of_the_range_at_which_many_values_lie_is_on_a_step(low: float, high: float, dtype: IntType) -> None:
-    torch.manual_seed(0)
     values = torch.cat((low + (high - low) * torch.rand(4000), torch.full((500,), low), torch.full((500,), high)))
     for kind in (
         MinMaxObserver,
@@ -83,7 +80,6 @@ def test_an_end_without_a_step_on_its_side_changes_no_scale() -> None:
 
 
 def test_an_end_with_few_values_keeps_the_whole_range() -> None:
-    torch.manual_seed(0)
     for kind in (MinMaxObserver, HistogramObserver, PercentileObserver):
         quantizer = Quantizer(INT8, kind())
         quantizer.observe(torch.rand(5000))
@@ -133,7 +129,6 @@ def slope(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [INT4, INT8, UINT8], ids=str)
 def test_of_what_functions_read_the_range_has_the_smallest_error_after_them(read: tuple[Any, ...], dtype: IntType) -> None:
     """Against an exhaustive search of both ends, within the range of the values' own smallest error."""
-    torch.manual_seed(0)
     values = torch.cat((2 * torch.randn(3000) - 2, -8 * torch.rand(300)))
     observer = observed(MSEObserver(), values)
     assert isinstance(observer, MSEObserver)
@@ -168,7 +163,6 @@ def test_an_observer_that_weighs_no_errors_does_not_ask_what_reads_the_tensor(ob
 @pytest.mark.parametrize("dtype", [INT8, UINT8], ids=str)
 def test_the_noise_of_samples_is_weighed_after_the_functions_too(dtype: IntType) -> None:
     """Half of the samples are large below zero, where the function is nearly flat: the range is that of the other half."""
-    torch.manual_seed(0)
     quantizers = [Quantizer(dtype, HistogramObserver(), items=True) for _ in range(2)]
     values = torch.randn(8, 1000)
     values[:4] = -30 * values[:4].abs()
@@ -195,7 +189,7 @@ def sloped() -> nn.PReLU:
 def test_the_operand_of_a_prelu_is_covered_for_what_is_left_of_it(target: str, tmp_path: Path) -> None:
     """For a leaky ReLU with the mean square of its slopes; files and pickles hold the function."""
     batches = [torch.randn(8, 4, 8, 8) for _ in range(2)]
-    prepared = fxq.calibrate(fxq.prepare(reads_model(sloped()).eval(), batches[0], target), batches, show_progress=False)
+    prepared = fxq.calibrate(fxq.prepare(reads_model(sloped()).eval(), batches[0], target), batches)
     x = torch.linspace(-3, 3, 7)
     wanted = nn.functional.leaky_relu(x, float(torch.linspace(-0.2, 0.2, 8).square().mean().sqrt()))
     loaded = fxq.load(fxq.save(prepared, tmp_path / "prepared.fxq"))
@@ -297,7 +291,7 @@ def test_an_outlier_that_calibration_cut_off_does_not_take_the_scale_with_it(tar
     model, example = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()), torch.randn(2, 3, 8, 8)
     qconfig = fxq.QConfig(output=fxq.ActivationConfig(observer=PercentileObserver(97)))
     prepared = fxq.prepare(model, (example,), qconfig=qconfig, target=target)
-    fxq.calibrate(prepared, [torch.cat((torch.randn(63, 3, 8, 8), 40 * torch.randn(1, 3, 8, 8)))], show_progress=False)
+    fxq.calibrate(prepared, [torch.cat((torch.randn(63, 3, 8, 8), 40 * torch.randn(1, 3, 8, 8)))])
     (name,) = (name for name in fxq.qparams(prepared) if "quantize" not in name)
 
     def scale() -> float:
@@ -312,7 +306,6 @@ def test_an_outlier_that_calibration_cut_off_does_not_take_the_scale_with_it(tar
 
 
 # ---- what a histogram sees of a large tensor ------------------------------------------------------------------------------
-
 SAMPLE = 2**10  # so small that every tensor here is sampled
 SHAPES = ((2048, 3), (SAMPLE * 8, 1), (4, 64, 16, 16), (128, 64, 4), (1, 8192), (7, 11, 13, 17), (2, 3, 32, 33), (5, 4099))
 ERRORS = 5  # standard deviations of a sample in which every element is as likely as any other
@@ -367,8 +360,6 @@ def test_the_same_values_give_the_same_scale_in_every_layout(observer: type[Hist
 
 
 # ---- the others -----------------------------------------------------------------------------------------------------------
-
-
 def test_what_lies_beyond_the_bounds_counts_as_the_bound() -> None:
     observer = observed(ClipObserver(-1.0, 2.0), torch.tensor([-0.5, 1.0]), torch.tensor([9.0]))
     assert observer.scale(INT8) == torch.tensor(2.0) / torch.tensor(127.5)
@@ -466,12 +457,10 @@ def test_observers_with_settings_go_through_a_file(tmp_path: Path) -> None:
     for index, observer in enumerate(observers):
         mapping = mapping.set_module_name(str(index), fxq.QConfig(fxq.ActivationConfig(observer=observer), fxq.WeightConfig("int4", p=2.5)))
     example = torch.randn(64, 4)
-    prepared = fxq.calibrate(fxq.prepare(model, example, "nash-e", mapping), [example], show_progress=False)
+    prepared = fxq.calibrate(fxq.prepare(model, example, "nash-e", mapping), [example])
     loaded = fxq.load(fxq.save(prepared, tmp_path / "prepared.fxq"))
     for one in (prepared, loaded):
-        fxq.calibrate(
-            one, [2 * example], show_progress=False, options=fxq.Options(round_weights=False, correct_bias=False)
-        )  # no file holds samples
+        fxq.calibrate(one, [2 * example], options=fxq.Options(round_weights=False, correct_bias=False))  # no file holds samples
     assert fxq.qparams(loaded) == fxq.qparams(prepared)
     assert torch.equal(loaded(example), prepared(example))
 
@@ -479,7 +468,7 @@ def test_observers_with_settings_go_through_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("target", ["bayes-e", "bernoulli2", "x86"])
 def test_probabilities_stay_probabilities(target: str) -> None:
     x = torch.linspace(-4, 3.5, 400).reshape(50, 8)
-    result = fxq.quantize(nn.Sigmoid(), [x], target, show_progress=False)
+    result = fxq.quantize(nn.Sigmoid(), [x], target)
     with torch.no_grad():
         assert float(result.integer(4 * x).max()) <= 1
         nn.functional.binary_cross_entropy(result.integer(4 * x), torch.ones(50, 8))

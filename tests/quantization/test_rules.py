@@ -1,10 +1,7 @@
 """What a qconfig's rules come to where several operators of the model became one, and what is told of a rule that does nothing."""
 
-from __future__ import annotations
-
 import copy
 import functools
-import logging
 import operator
 from collections.abc import Callable
 from pathlib import Path
@@ -79,7 +76,6 @@ def rule(how: str, part: str, chosen: Any) -> tuple[str, Any, Any]:
 
 
 # ---- each part of a fused operator, by every kind of rule ------------------------------------------------------------------
-
 KINDS = [
     (how, part)
     for how in ("name", "pattern", "type", "attribute")
@@ -124,15 +120,12 @@ def test_none_for_one_part_keeps_it_apart_and_in_float(how: str, part: str) -> N
 @pytest.mark.parametrize("batch_norm", ["live", "frozen", "folded"])
 def test_what_is_kept_apart_holds_the_contract(part: str, batch_norm: str) -> None:
     qconfig, model = asked("name", part, None)
-    prepared = fxq.calibrate(
-        fxq.prepare(model, batch(), "bayes-e", qconfig, options=fxq.Options(batch_norm=batch_norm)), [batch()], show_progress=False
-    )
+    prepared = fxq.calibrate(fxq.prepare(model, batch(), "bayes-e", qconfig, options=fxq.Options(batch_norm=batch_norm)), [batch()])
     assert_validate_is_integer(prepared, fxq.convert(prepared), batch())
     assert_train_is_validate(prepared, batch())
 
 
 # ---- conflicts -------------------------------------------------------------------------------------------------------------------
-
 CONFLICTS: dict[str, tuple[list[tuple[str, Any, Any]], str, str]] = {  # rules, dtype of the output, dtype of the weight
     "names": ([rule("name", "conv", WIDE), rule("name", "relu", EIGHT)], "int8", "int8"),
     "names, in another order": ([rule("name", "relu", EIGHT), rule("name", "conv", WIDE)], "int8", "int8"),
@@ -193,8 +186,6 @@ def test_the_scale_of_a_relu_rule_is_the_layers() -> None:
 
 
 # ---- the mapping is only read -------------------------------------------------------------------------------------------------------
-
-
 def not_done(model: fx.GraphModule) -> list[str]:
     """What explain says was asked for and is not done."""
     return [
@@ -258,16 +249,13 @@ TOLD: dict[str, tuple[nn.Module, Any, list[str]]] = {  # of a model and a mappin
 def test_what_is_asked_for_and_not_done_is_told(name: str, caplog: pytest.LogCaptureFixture) -> None:
     model, qconfig, expected = TOLD[name]
     before = copy.deepcopy(qconfig)
-    with caplog.at_level(logging.WARNING, "fxquant"):
-        prepared = fxq.prepare(model, batch(), "nash-e", qconfig)
+    prepared = fxq.prepare(model, batch(), "nash-e", qconfig)
     assert not_done(prepared) == [record.getMessage() for record in caplog.records] == expected
     assert qconfig == before
     assert fxq.qparams(prepared).get("special_bessel_j0_quantize", 1 / 1024) == 1 / 1024
 
 
 # ---- nothing that was asked is lost in silence ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("target", "first", "second"), [("bayes-e", "int8", "int16"), ("nash-e", "int16", "int8"), ("x86", "uint8", "int8")]
@@ -286,9 +274,9 @@ def test_an_operator_that_moves_values_is_given_another_dtype_by_a_requantizatio
         assert_validate_is_integer(result.prepared, result.integer, data)
         assert_train_is_validate(result.prepared, data)
         path = fxq.export_onnx(result.integer, tmp_path / "exact.onnx", style="exact", opset=21)
-        assert not fxq.verify(result.integer, path, [data], show_progress=False).mismatches
+        assert not fxq.verify(result.integer, path, [data]).mismatches
         path = fxq.export_onnx(result.integer, tmp_path / "qdq.onnx", style="qdq", opset=21)
-        report = fxq.verify(result.integer, path, [data], show_progress=False)
+        report = fxq.verify(result.integer, path, [data])
         assert isinstance(report, fxq.results.DeviationReport)
         assert not VNNI or max(output.largest for outputs in report.outputs.values() for output in outputs) <= 1  # ties are rounded to even
 
@@ -300,7 +288,7 @@ def test_readers_that_ask_for_different_inputs_have_a_quantize_each(name: str, t
     names = {"left": ("x_quantize", "x_quantize_right"), "right": ("x_quantize_right", "x_quantize")}[name]
     assert [scales[entry] == 1 / 1024 for entry in names] == [True, False]
     assert_validate_is_integer(result.prepared, result.integer, batch())
-    assert fxq.verify(result.integer, fxq.export_onnx(result.integer, tmp_path / "model.onnx"), [batch()], show_progress=False)
+    assert fxq.verify(result.integer, fxq.export_onnx(result.integer, tmp_path / "model.onnx"), [batch()])
 
 
 def test_what_was_told_is_kept_by_copies_files_and_the_integer_model(tmp_path: Path) -> None:
@@ -319,7 +307,6 @@ def test_an_input_of_the_default_is_for_every_reader() -> None:
 
 
 # ---- observers: whatever makes one ---------------------------------------------------------------------------------------------------
-
 MAKERS: dict[str, Any] = {
     "a class": fxq.observers.PercentileObserver,
     "an instance": fxq.observers.PercentileObserver(99.5, bins=64),
@@ -345,8 +332,6 @@ def test_every_tensor_has_an_observer_of_its_own(maker: Any) -> None:
 
 
 # ---- a rule for a function is about that function however the model calls it; a rule for a class is about that class -------
-
-
 ONE_FUNCTION: dict[str, list[Any]] = {
     "softmax": [torch.softmax, F.softmax, torch.Tensor.softmax, "softmax", torch.special.softmax, torch.ops.aten.softmax],
     "add": [torch.add, operator.add, operator.iadd, "add", "add_", torch.Tensor.add, torch.Tensor.__add__, torch.ops.aten.add.Tensor],

@@ -1,7 +1,5 @@
 """A QuantStub is an operator for the rules, and the `input=` of a rule says on which grid an operator reads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ class Stubbed(nn.Module):
 
 
 def prepared_of(model: nn.Module, qconfig: Any, target: str = "bayes-e") -> Any:
-    return fxq.calibrate(fxq.prepare(model.eval(), BATCHES[0], target, qconfig), BATCHES, show_progress=False)
+    return fxq.calibrate(fxq.prepare(model.eval(), BATCHES[0], target, qconfig), BATCHES)
 
 
 def input_of(prepared: Any) -> tuple[str, float]:
@@ -63,7 +61,7 @@ def test_a_stub_is_an_operator_for_the_rules(scale: float | None, rule: Any, dty
     assert found[0] == ("int16" if rule == M().set_module_name("conv", WIDE) and scale is None else dtype)  # the first reader's
     if fixed is not None or scale is not None:
         assert found[1] == (scale if fixed is None else fixed)
-    assert fxq.verify(prepared, fxq.convert(prepared), BATCHES, show_progress=False)
+    assert fxq.verify(prepared, fxq.convert(prepared), BATCHES)
 
 
 def test_the_qconfig_on_a_stub_is_its_own() -> None:
@@ -99,8 +97,8 @@ def test_operators_read_the_dtype_that_their_rule_asks_for(tmp_path: Path) -> No
     )
     assert (found["conv"], found["other"], found["matmul"], found["head"]) == ("int16",) * 4
     integer = fxq.convert(prepared)
-    assert fxq.verify(prepared, integer, BATCHES, show_progress=False)
-    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), BATCHES[:1], show_progress=False)
+    assert fxq.verify(prepared, integer, BATCHES)
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), BATCHES[:1])
     to_train(prepared)(BATCHES[0]).sum().backward()
     assert all(parameter.grad is not None for parameter in prepared.parameters())
 
@@ -108,4 +106,4 @@ def test_operators_read_the_dtype_that_their_rule_asks_for(tmp_path: Path) -> No
 def test_a_given_scale_of_an_input_requantizes_what_is_on_another() -> None:
     prepared = prepared_of(Chain(), M().set_module_name("other", Q(A("int8"), input=A("int8", scale=1 / 16))), "nash-e")
     assert fxq.qparams(prepared)["conv_requantize"] == 1 / 16
-    assert fxq.verify(prepared, fxq.convert(prepared), BATCHES, show_progress=False)
+    assert fxq.verify(prepared, fxq.convert(prepared), BATCHES)

@@ -1,11 +1,12 @@
-"""What advice says, done: every rule that it prints is given to `prepare`, and changes what it names."""
-
-from __future__ import annotations
+"""What advice says, done: every rule that it prints changes what it names; and the verdict on the outputs, with its causes."""
 
 import copy
+import json
 import logging
+import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,11 @@ from torch import Tensor, nn
 import fxquant as fxq
 from fxquant import ActivationConfig, QConfig, QConfigMapping, WeightConfig
 from fxquant.prepared.operators import quantized_operators
-from tests.analysis.test_comparison import Digits, broken, network, quantized, residuals
+from fxquant.quantization.weights import BiasCorrection
+from fxquant.reporting.verdict import GOOD, VISIBLE
+from tests.analysis.test_comparison import Digits, batches, broken, compiled, network, quantized, residuals
 from tests.analysis.test_comparison import batches as digits
+from tests.shared import contract
 from tests.shared.written import written
 
 pytestmark = pytest.mark.usefixtures("default_outputs")  # these read scales, and are not about outputs
@@ -107,8 +111,8 @@ def rescaled(layer: str, factor: float) -> Callable[[str], tuple[nn.Module, list
 def compared(make: Callable[[], nn.Module], batches: Callable[[], list[Any]], **options: Any) -> Callable[[str], Any]:
     def found(target: str) -> tuple[nn.Module, list[Any], fxq.results.Comparison]:
         model, given = make(), batches()
-        result = fxq.quantize(model, given, target, show_progress=False, **options)
-        return model, given, result.compare(given, show_progress=False)
+        result = fxq.quantize(model, given, target, **options)
+        return model, given, result.compare(given)
 
     return found
 
@@ -202,13 +206,12 @@ class Normed(nn.Module):
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(("layer", "factor"), [("up", 1 / 10), ("stem", 1 / 10), ("up", 64), ("stem", 64)])
 def test_a_wrong_scale_comes_before_statistics_that_the_float_model_has_as_well(layer: str, factor: float) -> None:
-    torch.manual_seed(0)
     model, batches = Normed().eval(), [torch.randn(8, 3, 12, 12) * 2 + 1 for _ in range(3)]
-    prepared = fxq.calibrate(fxq.prepare(model, batches[0], "bayes-e"), batches, show_progress=False)
+    prepared = fxq.calibrate(fxq.prepare(model, batches[0], "bayes-e"), batches)
     scale = fxq.qparams(prepared)[layer]
     assert isinstance(scale, float)
     fxq.set_qparams(prepared, {layer: scale * factor})
-    advice = fxq.compare(model, fxq.convert(prepared), batches, show_progress=False).advice
+    advice = fxq.compare(model, fxq.convert(prepared), batches).advice
     assert (advice[0].layer, advice[0].rule) == (layer, "scale_too_small" if factor < 1 else "scale_too_large")
     assert "batch_norm_statistics" in {each.rule for each in advice}
 
@@ -219,46 +222,148 @@ def test_a_wrong_scale_comes_before_statistics_that_the_float_model_has_as_well(
 )
 def test_channels_of_an_output_that_are_lost_are_told_once(returned: Callable[[Tensor], Any]) -> None:
     """The output as a whole is good: the channels that are lost are a thousandth of it."""
-    torch.manual_seed(0)
     model = written(lambda m, x: returned(m.head(x)), head=nn.Conv2d(3, 12, 3)).eval()
     with torch.no_grad():
         for parameter in model.head.parameters():
             parameter[4:] *= 0.001
     batches = [torch.randn(4, 3, 8, 8) for _ in range(2)]
     for target in ("nash-e", "x86"):
-        found = fxq.quantize(model, batches, target, show_progress=False).compare(batches, show_progress=False)
+        found = fxq.quantize(model, batches, target).compare(batches)
         assert found.outputs[0].sqnr > 30
         (advice,) = found.advice
         assert (advice.layer, advice.rule) == ("head", "quiet_channels")
         assert "8 of its 12 channels (4, 5, 6, 7, …)" in advice.cause
         assert "return them apart" in advice.cure
-    (mapping, _) = rules(fxq.quantize(model, batches, "nash-e", show_progress=False).compare(batches, show_progress=False).advice[0])
-    assert not fxq.quantize(model, batches, "nash-e", mapping, show_progress=False).compare(batches, show_progress=False).advice
+    (mapping, _) = rules(fxq.quantize(model, batches, "nash-e").compare(batches).advice[0])
+    assert not fxq.quantize(model, batches, "nash-e", mapping).compare(batches).advice
 
 
 @pytest.mark.nightly
 def test_following_the_advice_about_an_input_helps(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "fxquant"):
-        model, batches, found = compared(spectrum, spectrograms)("bayes-e")
+    model, batches, found = compared(spectrum, spectrograms)("bayes-e")
     (line,) = [record.getMessage() for record in caplog.records if "become 0" in record.getMessage()]
     assert re.search(r"\d+ % of the values of input mels that are not 0 become 0 at its scale of ", line)
     assert "test_advice.py:" in line
     assert "QConfig(input=ActivationConfig('int16'))" in line
     (mapping,) = rules(found.advice[0])
     caplog.clear()
-    with caplog.at_level(logging.WARNING, "fxquant"):
-        better = fxq.quantize(model, batches, "bayes-e", mapping, show_progress=False).compare(batches, show_progress=False)
+    better = fxq.quantize(model, batches, "bayes-e", mapping).compare(batches)
     assert "become 0" not in caplog.text
     assert better.outputs[0].sqnr > found.outputs[0].sqnr + found.advice[0].gain / 2 > found.outputs[0].sqnr + 2
 
 
 @pytest.mark.nightly
 def test_an_input_of_a_target_without_int16_is_warned_of_and_others_are_not(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "fxquant"):
-        fxq.quantize(spectrum(), spectrograms(), "x86", show_progress=False)
+    fxq.quantize(spectrum(), spectrograms(), "x86")
     assert "x86 has no int16" in caplog.text
     caplog.clear()
-    with caplog.at_level(logging.WARNING, "fxquant"):
-        quantized(network(Digits))
-        fxq.quantize(*residuals(), target="bayes-e")
+    quantized(network(Digits))
+    fxq.quantize(*residuals(), target="bayes-e")
     assert "become 0" not in caplog.text
+
+
+POOR = fxq.QConfig(fxq.ActivationConfig("int4"), fxq.WeightConfig("int4"))
+
+
+def test_the_verdict_comes_first_with_its_thresholds() -> None:
+    found = compiled().compare(batches())
+    assert found.verdict.grade == "good"
+    assert found.verdict.sqnr == min(output.sqnr for output in found.outputs) >= GOOD
+    first = str(found).splitlines()[0]
+    assert first == found.verdict.lines[0]
+    assert f"output 0 is {found.outputs[0].sqnr:.1f} dB (good from 30 dB on, visible from 15 dB on, poor below)" in first
+    equal = fxq.compare(compiled().prepared, compiled().integer, batches(), states=("validate", None)).verdict
+    assert (equal.grade, equal.sqnr) == ("good", math.inf)
+
+
+@pytest.mark.nightly
+def test_noise_that_no_layer_explains_is_traced_to_activations_and_to_what_tune_tries() -> None:
+    found = quantized(network(), target="bayes-e", qconfig=POOR).compare(batches())
+    assert not found.advice
+    assert found.verdict.sqnr < GOOD
+    assert found.verdict.grade == ("poor" if found.verdict.sqnr < VISIBLE else "visible")
+    share = re.search(r"rounding activations makes about (\d+) % of it", str(found))
+    assert int(share[1]) > 60
+    assert found.verdict.tries == ("observers", "16 bits")
+    assert "fxq.tune(model, batches) tries observers, bias correction, rounding of weights, equalization" in str(found)
+    assert "none stands out" in str(found)
+    silent = quantized(network(), target="bayes-e", qconfig=POOR).compare(batches(), advice=False).verdict
+    assert (silent.grade, silent.causes) == (found.verdict.grade, ())
+
+
+def test_a_correction_that_costs_is_named_with_what_is_without_it() -> None:
+    result = quantized(network(), target="bayes-e")
+    for operator in quantized_operators(result.prepared).values():
+        operator.weight_quantizer.correct(None)
+    before = fxq.compare(result.float, result.prepared, batches()).outputs[0].sqnr
+    operators = [each for each in quantized_operators(result.prepared).values() if each.operator.name == "conv2d"]
+    assert len(operators) == 3
+    for operator, count, size in zip(operators, (12, 12, 24), (0.057, 0.06, 0.065), strict=True):  # too small for one layer to stand out
+        added = BiasCorrection(count)
+        added.value.copy_(size * (-1.0) ** torch.arange(count))
+        operator.weight_quantizer.correct(added)
+    found = fxq.compare(result.float, result.prepared, batches())
+    assert found.verdict is not None
+    if found.advice:
+        pytest.fail(str(found))
+    (line,) = [line for line in found.verdict.causes if line.startswith("bias correction costs")]
+    without = re.search(r"without it the outputs are at ([\d.]+) dB", line)
+    assert float(without[1]) == pytest.approx(before, abs=1.0)
+    assert "bias correction" in found.verdict.tries
+    assert all(operator.weight_quantizer.correction is not None for operator in operators)  # it was put back
+
+
+@pytest.fixture(scope="module")
+def recurrent() -> fxq.results.Result:
+    torch.manual_seed(0)
+    return quantized(
+        written(
+            lambda m, image: m.head(m.rnn(image.squeeze(1))[0][:, -1]), rnn=nn.LSTM(8, 12, batch_first=True), head=nn.Linear(12, 10)
+        ).eval(),
+        target="nash-e",
+    )
+
+
+@pytest.mark.nightly
+def test_inside_of_a_recurrent_layer_there_is_a_row_for_each_operator_of_the_cell(recurrent: fxq.results.Result) -> None:
+    found = recurrent.compare(batches())
+    inside = {name: row for name, row in found.items() if name.startswith("rnn_")}
+    steps = [layer for layer in fxq.inspect.layers(recurrent.integer) if layer.name.startswith("rnn_")]
+    assert sum(row.times for row in inside.values()) == len(steps) > 100
+    assert len(inside) < 40
+    assert found.hidden == 0
+    linear = inside["rnn_linear"]
+    want = next(iter(fxq.inspect.record(recurrent.prepared, batches(1), ["rnn_linear"], real=True, state="float")))["rnn_linear"].double()
+    have = next(iter(fxq.inspect.record(recurrent.integer, batches(1), ["rnn_linear"], real=True)))["rnn_linear"].double()
+    one = recurrent.compare(batches(1))["rnn_linear"]
+    assert one.sqnr == pytest.approx(10 * math.log10(float(want.square().sum() / (want - have).square().sum())))
+    assert linear.times == 1
+    assert max(row.times for row in inside.values()) == 8
+    assert all(math.isfinite(row.sqnr) for row in inside.values())
+    assert "(at 8 steps)" in str(found)
+    alone = fxq.compare(recurrent.float, recurrent.integer, batches(1))
+    assert alone.hidden == len(steps) - sum(name.startswith("rnn_") for name in alone)
+    assert "pass prepared=" in str(alone)
+
+
+def test_the_page_of_a_recurrent_layer_has_a_node_for_each_operator_of_the_cell(recurrent: fxq.results.Result, tmp_path: Path) -> None:
+    page = recurrent.report(tmp_path / "page.html", batches()).read_text(encoding="utf-8")
+    text = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    data = json.loads(text[1])
+    compared = {node["name"] for node in data["nodes"] if "sqnr" in node}
+    assert compared == set(recurrent.compare(batches()))
+    assert any("at 8 steps" in node.get("why", "") for node in data["nodes"])
+    assert data["verdict"]["lines"][0].startswith("the outputs are ")
+    assert len(data["nodes"]) < 60
+
+
+def test_a_part_of_an_output_is_named_whatever_the_whole_says() -> None:
+    layers = {"boxes": nn.Conv2d(3, 4, 1), "scores": nn.Conv2d(3, 4, 1)}
+    model = written(lambda m, x: torch.cat([m.boxes(x) * 100, m.scores(x)], 1).flatten(2), **layers).eval()
+    inputs = torch.randn(8, 3, 8, 8)
+    prepared = contract.calibrated(model, [inputs])
+    fxq.set_qparams(prepared, {"scores": 1.0})
+    result = fxq.compare(model, fxq.convert(prepared), [inputs])
+    assert result["output 0"].sqnr > 30
+    assert result.verdict.output == "output 0 (%scores)"
+    assert result.verdict.grade == "poor"

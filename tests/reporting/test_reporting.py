@@ -1,9 +1,10 @@
 """Pages, pictures, differences and questions about one model: what they show is what the model has."""
 
-from __future__ import annotations
-
 import json
+import math
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,16 @@ import fxquant as fxq
 from fxquant.cli import main
 from fxquant.compat import horizon
 from fxquant.reporting.page import drawing
+from tests.shared.networks import members
 
 
-class Network(nn.Module):
+@members(lambda: dict(conv=nn.Conv2d(3, 6, 3), norm=nn.BatchNorm2d(6), again=nn.Conv2d(6, 6, 1), unused=nn.Linear(2, 2)))
+def Network(self, image: Tensor) -> Tensor:
     """Two readers of one convolution, a module called twice, one never, a name that is markup, and an operator left in float."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm, self.again, self.unused = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.Conv2d(6, 6, 1), nn.Linear(2, 2)
-
-    def forward(self, image: Tensor) -> Tensor:
-        read = self.conv(image)
-        x = self.norm(read) + read
-        x = self.again(self.again(x).relu())
-        return torch.fft.fft(x.mean((2, 3))).abs()  # </script><b> & "quoted"
+    read = self.conv(image)
+    x = self.norm(read) + read
+    x = self.again(self.again(x).relu())
+    return torch.fft.fft(x.mean((2, 3))).abs()  # </script><b> & "quoted"
 
 
 class Compiled:
@@ -49,13 +46,10 @@ def compiled() -> Compiled:
 def shown(page: str) -> Any:
     """The data of a page."""
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    assert found is not None
     return json.loads(found[1])
 
 
 # ---- the page ----------------------------------------------------------------------------------------------------------
-
-
 def test_the_page_holds_what_is_known_of_the_model(compiled: Compiled, tmp_path: Path) -> None:
     result = compiled.result
     page = result.report(tmp_path / "folder" / "report.html", compiled.batches, title="a </script> title").read_text(encoding="utf-8")
@@ -100,8 +94,6 @@ def test_every_stage_has_a_page_and_the_command_writes_one(compiled: Compiled, t
 
 
 # ---- pictures ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_drawing_has_every_operator_and_every_value_once(compiled: Compiled) -> None:
     found = drawing(compiled.result.prepared)
     assert networkx.is_directed_acyclic_graph(found.graph)
@@ -111,8 +103,6 @@ def test_a_drawing_has_every_operator_and_every_value_once(compiled: Compiled) -
 
 
 # ---- differences -------------------------------------------------------------------------------------------------------
-
-
 def test_graphs_and_files_are_compared_as_text(compiled: Compiled, tmp_path: Path) -> None:
     prepared, integer = compiled.result.prepared, compiled.result.integer
     file = fxq.save(integer, tmp_path / "model.fxq")
@@ -125,8 +115,6 @@ def test_graphs_and_files_are_compared_as_text(compiled: Compiled, tmp_path: Pat
 
 
 # ---- questions ---------------------------------------------------------------------------------------------------------
-
-
 def test_what_is_not_fused_says_why(compiled: Compiled, tmp_path: Path) -> None:
     found = {row.layer: row for row in fxq.inspect.not_fused(compiled.result.prepared)}
     assert found["norm"].because == "%conv has 2 users"
@@ -205,8 +193,6 @@ def test_tensorboard_is_given_every_figure(compiled: Compiled) -> None:
 
 
 # ---- Horizon's names ---------------------------------------------------------------------------------------------------
-
-
 def test_horizons_profiling_tools_are_these(compiled: Compiled, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prepared, integer = compiled.result.prepared, compiled.result.integer
     page = horizon.model_profiler(compiled.model, integer, compiled.batches[0], out_dir=tmp_path)
@@ -218,8 +204,6 @@ def test_horizons_profiling_tools_are_these(compiled: Compiled, tmp_path: Path, 
 
 
 # ---- what a file says of where its tensors come from -------------------------------------------------------------------
-
-
 DAMAGED = ('["conv"]', '{"_0": 5}', '{"_0": {"fused": "bn"}}', '{"_0": {"fused": [5]}}', '{"_0": {"exponents": 3}}',
            '{"_0": {"exponents": [[1], [2, 3]]}}', '{"_0": {"exponents": [0.5]}}', '{"_0": {"exponents": [1000]}}')  # fmt: skip
 
@@ -233,3 +217,31 @@ def test_a_file_whose_provenance_is_damaged_is_refused(tmp_path: Path) -> None:
         onnx.save(model, str(path))
         with pytest.raises(fxq.errors.ExportError, match=r"fxquant\.provenance"):
             fxq.export.onnx_metadata(path)
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+SETTINGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync", "--virtual-time-budget=4000", "--dump-dom"),
+)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+def test_a_browser_shows_every_layer_of_the_report(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4)).eval()
+    batches = [torch.randn(4, 3, 8, 8)]
+    result = fxq.quantize(model, batches, target="nash-e")
+    page = result.report(tmp_path / "report.html", batches)
+    settings = (*SETTINGS, f"--user-data-dir={tmp_path / 'browser'}")
+    shown = subprocess.run([str(BROWSER), *settings, page.as_uri()], capture_output=True, text=True, timeout=120).stdout
+    written = page.read_text(encoding="utf-8")
+    body = shown[shown.index("<body") :]
+    assert body.count("<tr") > written[written.index("<body") :].count("<tr")  # rows that its script has made
+    assert "<svg" in body
+    plot = body[body.index('<div id="errors-plot"') : body.index('<section id="drawing"')]
+    compared = result.compare(batches)
+    assert plot.count('class="point"') == sum(math.isfinite(layer.sqnr) + math.isfinite(layer.own) for layer in compared.layers)
+    assert re.findall(r'class="ytick"[^/]*<text[^>]*>([^<]*)<', plot) == list(compared)
+    for layer in fxq.inspect.layers(result.integer):
+        if layer.macs:
+            assert f">{layer.name}<" in body

@@ -1,7 +1,5 @@
 """Models as files: what is kept, what is refused, and what damaged files do."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools
@@ -95,7 +93,7 @@ def prepared(calibrated: bool = True, target: str = "bayes-e", **options: Any) -
 
 @functools.cache
 def _calibrated(target: str) -> Any:
-    return fxq.calibrate(fxq.prepare(traced(), (images()[0],), target), images(), show_progress=False)
+    return fxq.calibrate(fxq.prepare(traced(), (images()[0],), target), images())
 
 
 def training(steps: int = 2) -> Any:
@@ -144,8 +142,6 @@ def equal(first: Any, second: Any) -> bool:
 
 
 # ---- what is kept -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sweep(4)
 @pytest.mark.quick
 @pytest.mark.parametrize("stage", STAGES)
@@ -168,7 +164,7 @@ def test_a_loaded_model_goes_on_where_the_saved_one_was(save: Save) -> None:
     model = prepared(calibrated=False)
     loaded = fxq.load(save(model))
     for each in (model, loaded):
-        fxq.calibrate(each, images(), show_progress=False)
+        fxq.calibrate(each, images())
     assert fxq.qparams(loaded) == fxq.qparams(model)
 
     model = training()
@@ -199,17 +195,17 @@ def test_what_is_shared_stays_shared(save: Save) -> None:
 def test_a_loaded_model_is_exported_to_the_same_file(save: Save, tmp_path: Path) -> None:
     torch.manual_seed(0)
     rows = [torch.randn(4, 6)]
-    integer = fxq.quantize(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).eval(), rows, show_progress=False).integer
+    integer = fxq.quantize(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).eval(), rows).integer
     path = fxq.export_onnx(fxq.load(save(integer)), tmp_path / "loaded.onnx")
     assert path.read_bytes() == fxq.export_onnx(integer, tmp_path / "model.onnx").read_bytes()
-    assert fxq.verify(integer, path, rows, show_progress=False)
+    assert fxq.verify(integer, path, rows)
 
 
 @pytest.mark.nightly
 def test_layers_that_stay_in_float(save: Save) -> None:
     torch.manual_seed(0)
     rows = [torch.randn(4, 5, 6)]
-    model = fxq.quantize(Leaves().eval(), rows, show_progress=False)
+    model = fxq.quantize(Leaves().eval(), rows)
     for each in (fxq.trace(Leaves().eval(), (rows[0],)), model.prepared, model.integer):
         with torch.no_grad():
             assert torch.equal(fxq.load(save(each))(rows[0]), each(rows[0]))
@@ -282,8 +278,6 @@ def test_every_operator_and_primitive_has_a_name_of_its_own() -> None:
 
 
 # ---- what is refused --------------------------------------------------------------------------------------------------
-
-
 class OwnObserver(fxq.observers.MinMaxObserver):
     pass
 
@@ -332,8 +326,6 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(case: str, t
 
 
 # ---- damaged files ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("stage", ["traced", "training", "integer"])
 def test_a_damaged_file_is_an_error_and_nothing_else(stage: str, save: Save, tmp_path: Path) -> None:
@@ -385,8 +377,6 @@ def test_code_in_names_is_never_run(save: Save, tmp_path: Path) -> None:
 
 
 # ---- files that claim what is not so ---------------------------------------------------------------------------------------
-
-
 class Everything(nn.Module):
     """Most primitives: wide and narrow sums, tables, means, interpolation, joins, residuals, constants."""
 
@@ -420,7 +410,7 @@ def everything(target: str) -> Any:
     wide = fxq.QConfig(fxq.ActivationConfig("int16"), fxq.WeightConfig("int16" if target == "nash-e" else "int8"))
     mapping = fxq.QConfigMapping().set_module_name("act", wide).set_module_name("again", wide)
     mapping = mapping.set_module_name("head", fxq.QConfig(fxq.ActivationConfig("int32")))
-    return fxq.quantize(Everything().eval(), [x], target, mapping, show_progress=False).integer
+    return fxq.quantize(Everything().eval(), [x], target, mapping).integer
 
 
 @pytest.mark.parametrize("target", ["bayes-e", "nash-e"])

@@ -1,7 +1,5 @@
 """Calls of every primitive on small random operands, for the C program to be held against."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 

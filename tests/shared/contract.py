@@ -1,7 +1,5 @@
 """The contract E1 to E3 as assertions, for any model: used by the tests of whole models, of operators and of random graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,18 +37,16 @@ class Compiled(NamedTuple):
 def compiled(model: nn.Module, batches: Sequence[Any], target: str = "bayes-e", qconfig: Any = None, **options: Any) -> Compiled:
     """The model prepared on the first batch, calibrated on all of them, and converted."""
     prepared = fxq.prepare(model, batches[0], target, qconfig, options=fxq.Options(**options))
-    fxq.calibrate(prepared, batches, show_progress=False)
+    fxq.calibrate(prepared, batches)
     return Compiled(prepared, fxq.convert(prepared))
 
 
 def calibrated(model: nn.Module, batches: Sequence[Any], target: str = "bayes-e", qconfig: Any = None, **options: Any) -> fx.GraphModule:
     """The model prepared on the first batch and calibrated on all of them, with options of the calibration."""
-    return fxq.calibrate(fxq.prepare(model, batches[0], target, qconfig), batches, options=fxq.Options(**options), show_progress=False)
+    return fxq.calibrate(fxq.prepare(model, batches[0], target, qconfig), batches, options=fxq.Options(**options))
 
 
 # ---- values ---------------------------------------------------------------------------------------------------------
-
-
 def operator_outputs(prepared: fx.GraphModule, *inputs: Tensor) -> dict[str, Tensor]:
     """The real tensor that every quantized operator puts out."""
     found: dict[str, Tensor] = {}
@@ -127,8 +123,6 @@ def same_state(one: Any, other: Any) -> bool:
 
 
 # ---- the contract ---------------------------------------------------------------------------------------------------
-
-
 def assert_validate_is_integer(prepared: fx.GraphModule, integer: fx.GraphModule, *inputs: Tensor) -> None:
     """E2: VALIDATE gives the integers of the integer model, times their scale, at every operator and at the outputs."""
     fxq.set_state(prepared, fxq.State.VALIDATE)
@@ -146,13 +140,13 @@ def assert_validate_is_integer(prepared: fx.GraphModule, integer: fx.GraphModule
         assert same_bytes(real[name], integers[name]), name
     missing = {name: operator.operator.name for name, operator in quantized_operators(prepared).items() if name not in compared + plain}
     assert not [name for name, kind in missing.items() if kind not in NOT_LOWERED], missing
-    assert fxq.verify(prepared, integer, [inputs], show_progress=False).mismatches == 0
+    assert fxq.verify(prepared, integer, [inputs]).mismatches == 0
 
 
 def assert_integer_is_onnx(integer: fx.GraphModule, path: Path, batches: Sequence[Inputs]) -> None:
     """E1: every runtime gives the integer model's bits at every quantized tensor, and the file as it is gives its outputs."""
     fxq.export_onnx(integer, path, style="exact")
-    report = fxq.verify(integer, path, batches, show_progress=False)
+    report = fxq.verify(integer, path, batches)
     assert report, str(report)
     assert len(report.pairs) == len(RUNTIME_NAMES) + len(kernel_forms(integer))
     assert len(RUNTIME_NAMES) == 4

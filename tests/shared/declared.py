@@ -1,7 +1,5 @@
 """The samples that operators have on their records, as calls of each of their call forms."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import operator

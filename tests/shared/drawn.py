@@ -1,7 +1,5 @@
 """Numbers for tests by properties: integers with the ends of their range, and scales with ties among their products."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import torch

@@ -6,8 +6,6 @@ A limit of the size of files stands for the full disk: half of the size of a fun
 or kills the process there. Prints a JSON document: for each function what happened, and whether the files of before are unchanged.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -48,7 +46,7 @@ class World:
         self.float = network()
         self.batches = [torch.randn(2, 3, 8, 8) for _ in range(2)]
         self.prepared = fxq.prepare(self.float, self.batches[0], "nash-e")
-        fxq.calibrate(self.prepared, self.batches, show_progress=False)
+        fxq.calibrate(self.prepared, self.batches)
         self.integer = fxq.convert(self.prepared)
         self.mapping = fxq.QConfigMapping()
         for index in range(100):

@@ -1,7 +1,5 @@
 """Stand-ins for the programs of the vendor's tool: one script under their names, which does what a file beside it says."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Networks of one function and its members, how near a result is to another one, and the whole contract in one call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from torch import Tensor, nn
 
 from tests.shared import contract
 from tests.shared.contract import Compiled
+from tests.shared.written import add_members
 
 
 class Network(nn.Module):
@@ -19,14 +18,27 @@ class Network(nn.Module):
     def __init__(self, function: Callable[..., Any], **members: Any) -> None:
         super().__init__()
         self.function = function
-        for name, member in members.items():
-            if isinstance(member, Tensor) and not isinstance(member, nn.Parameter):
-                self.register_buffer(name, member)
-            else:
-                setattr(self, name, member)
+        add_members(self, members)
 
     def forward(self, x: Any, *more: Any) -> Any:
         return self.function(self, x, *more)
+
+
+def members(named: Callable[..., dict[str, Any]]) -> Callable[[Callable[..., Any]], type[nn.Module]]:
+    """Make a forward function a class of modules. A new module has the members that `named` returns for its arguments."""
+
+    def initialize(self: nn.Module, *arguments: Any, **options: Any) -> None:
+        nn.Module.__init__(self)
+        add_members(self, named(*arguments, **options))
+
+    def class_of(forward: Callable[..., Any]) -> type[nn.Module]:
+        kept = {name: getattr(forward, name) for name in ("__module__", "__qualname__", "__doc__")}
+        model = type(forward.__name__, (nn.Module,), {"__init__": initialize, "forward": forward, **kept})
+        forward.__name__, forward.__qualname__ = "forward", f"{model.__qualname__}.forward"
+        forward.__code__ = forward.__code__.replace(co_name="forward")  # as errors name the user's line
+        return model
+
+    return class_of
 
 
 def sqnr(wanted: Tensor, found: Tensor) -> float:

@@ -1,7 +1,5 @@
 """Small networks of images for tests of ONNX files, and what such a test asks of a file."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -98,7 +96,7 @@ def run(path: Path, *inputs: Tensor, options: Any = None) -> list[Tensor]:
 def assert_verified(integer: fx.GraphModule, path: Path, batches: Sequence[Any] | None = None) -> fxq.results.Report:
     """Every runtime gives the bits of the integer model; without batches on two sizes, of which much of the second saturates."""
     given = [batch(3, seed=3), 40 * batch(1, seed=2)] if batches is None else batches
-    report = fxq.verify(integer, path, given, show_progress=False)
+    report = fxq.verify(integer, path, given)
     assert report, str(report)
     return report
 

@@ -21,8 +21,6 @@ SMALLEST_SCALE = Fraction(1, 2**48)
 
 
 # ---- rounding (section 1) -------------------------------------------------------------------------------------------
-
-
 def half_even(value: Fraction) -> int:
     """The nearest integer, the even one of two that are equally near."""
     below = math.floor(value)
@@ -68,8 +66,6 @@ def limited(value: int, low: int, high: int) -> int:
 
 
 # ---- scales (section 3) ---------------------------------------------------------------------------------------------
-
-
 def scale_from_range(low: Fraction, high: Fraction, divisor: Fraction) -> Fraction:
     """max(|low|, |high|) / divisor in float32, at least 2^-48; 2^-23 for zeros."""
     largest = max(abs(low), abs(high))
@@ -91,8 +87,6 @@ def power_of_two_scale(scale: Fraction) -> Fraction:
 
 
 # ---- boundary (section 4) -------------------------------------------------------------------------------------------
-
-
 def quantize(x: float, scale: Fraction, low: int, high: int) -> int:
     """The integer of a float32 number."""
     if math.isnan(x):
@@ -108,8 +102,6 @@ def dequantize(q: int, scale: Fraction) -> Fraction:
 
 
 # ---- weights, biases and residuals (sections 5 and 7) ----------------------------------------------------------------
-
-
 def weight_integer(weight: Fraction, scale: Fraction) -> int:
     """round_half_even of the float32 quotient."""
     return half_even(float32(weight / scale))
@@ -153,8 +145,6 @@ def residual_multiplier(residual_scale: Fraction, input_scale: Fraction, weight_
 
 
 # ---- requantization (sections 8 and 9) -------------------------------------------------------------------------------
-
-
 @functools.cache
 def mantissa(ratio: Fraction, bits: int, largest_exponent: int | None = None) -> tuple[int, int]:
     """(M, k) with ratio ≈ M · 2^-k and M of `bits` bits, fewer where k would exceed `largest_exponent`."""
@@ -248,8 +238,6 @@ def requantize_real(accumulator: int, multiplier: Fraction, low: int, high: int)
 
 
 # ---- clamps, addition and tables (sections 10, 11 and 13) ------------------------------------------------------------
-
-
 def align_fixed(q: int, multiplier: int, shift: int) -> int:
     """⌊q · M / 2^k⌋."""
     return math.floor(Fraction(q * multiplier, 2**shift))
@@ -308,7 +296,6 @@ def measured_table(function: Callable[[float], float], input_scale: Fraction, to
 
 
 # ---- sums of products (section 6) -----------------------------------------------------------------------------------
-
 Nested = list[Any]
 
 
@@ -371,8 +358,6 @@ def split(value: int, bits: int) -> tuple[int, int]:
 
 
 # ---- pooling (sections 14 and 15) -----------------------------------------------------------------------------------
-
-
 def window_starts(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> list[int]:
     """Where each window starts, counted from the first element of the input; at least one window must exist.
 
@@ -436,8 +421,6 @@ def window_counts(
 
 
 # ---- whole operators (sections 6 to 16, and 20) -----------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Grid:
     """What the centred integers of a tensor are: their scale, their range, and the bits of their type.
@@ -953,8 +936,6 @@ def each(function: Callable[..., int], *tensors: Nested) -> Nested:
 
 
 # ---- layers that are quantized at run time (section 22) -------------------------------------------------------------------
-
-
 def considered(value: float) -> Fraction:
     """What counts of a float32 number."""
     if math.isnan(value) or abs(value) < 2.0**-110:

@@ -1,7 +1,5 @@
 """Programs that tests run in processes of their own, or write into files: those of tests/programs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "programs"

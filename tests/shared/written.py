@@ -1,7 +1,5 @@
 """Small float models written in one expression, and the steps that tests take with a prepared model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -10,15 +8,20 @@ from torch import Tensor, fx, nn
 import fxquant as fxq
 
 
+def add_members(model: nn.Module, members: dict[str, Any]) -> None:
+    """Give a module members by name; a tensor that is no parameter becomes a buffer."""
+    for name, member in members.items():
+        if isinstance(member, Tensor) and not isinstance(member, nn.Parameter):
+            model.register_buffer(name, member)
+        else:
+            setattr(model, name, member)
+
+
 def written(forward: Callable[..., Any], /, **parts: Any) -> nn.Module:
     """A module with these attributes, in train mode; a tensor that is no parameter is a buffer. `forward` takes the module first."""
-    made = type("Written", (nn.Module,), {"forward": forward, "__module__": forward.__module__})()
-    for name, part in parts.items():
-        if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
-            made.register_buffer(name, part)
-        else:
-            setattr(made, name, part)
-    return made
+    model = type("Written", (nn.Module,), {"forward": forward, "__module__": forward.__module__})()
+    add_members(model, parts)
+    return model
 
 
 def to_train(prepared: fx.GraphModule) -> fx.GraphModule:

@@ -1,7 +1,5 @@
 """Files appear whole or not at all: on a full disk, after a kill, from several threads; and one module writes all of them."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -28,7 +26,6 @@ ROOT = Path(__file__).parents[2]
 
 
 # ---- one module writes ---------------------------------------------------------------------------------------------------
-
 WRITES = frozenset(("write_text", "write_bytes", "savefig", "save_file", "tofile", "to_csv", "mkstemp", "NamedTemporaryFile"))
 SAVES = frozenset(("save", "save_model", "savez", "savez_compressed", "savefig", "write_html", "write_image"))
 OURS = ("safetensors.torch.save", "save_model", "fxq.save")  # the first returns bytes
@@ -72,8 +69,6 @@ def test_one_module_opens_files_for_writing() -> None:
 
 
 # ---- a full disk, and a kill ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.nightly
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="limits of file sizes and forks are POSIX's")
 def test_a_full_disk_is_an_error_and_a_kill_while_writing_leaves_every_file_of_before(tmp_path: Path) -> None:
@@ -91,8 +86,6 @@ def test_a_full_disk_is_an_error_and_a_kill_while_writing_leaves_every_file_of_b
 
 
 # ---- the function itself -------------------------------------------------------------------------------------------------
-
-
 def test_of_several_files_each_is_whole_wherever_putting_them_in_place_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = {"a": "old a", "b": "old b", "c": "old c"}, {"a": "new a", "b": "new b", "c": "new c"}
     for most in range(4):
@@ -180,7 +173,7 @@ def test_a_device_is_not_replaced_by_a_file() -> None:
 @pytest.fixture(scope="module")
 def result() -> fxq.results.Result:
     torch.manual_seed(0)
-    return fxq.quantize(nn.Conv2d(3, 8, 3).eval(), [torch.randn(2, 3, 8, 8)], show_progress=False)
+    return fxq.quantize(nn.Conv2d(3, 8, 3).eval(), [torch.randn(2, 3, 8, 8)])
 
 
 def test_what_a_killed_process_of_the_same_id_left_is_in_nobodys_way(result: fxq.results.Result, tmp_path: Path) -> None:
@@ -210,7 +203,6 @@ def test_threads_may_write_to_one_path(result: fxq.results.Result, tmp_path: Pat
 
 
 # ---- paths that cannot be used -------------------------------------------------------------------------------------------
-
 IMAGES = torch.zeros(2, 3, 8, 8)
 
 WRITE: Mapping[str, Callable[[fxq.results.Result, Any], object]] = {
@@ -332,7 +324,7 @@ def test_a_tilde_is_the_home_folder_of_what_is_read(result: fxq.results.Result, 
     assert not fxq.load_qconfig("~/rules.json").rules()
     fxq.export_onnx(result.integer, "~/model.onnx")
     assert fxq.export.onnx_metadata("~/model.onnx")["inputs"]
-    assert fxq.verify(result.integer, "~/model.onnx", [x], show_progress=False)
+    assert fxq.verify(result.integer, "~/model.onnx", [x])
     fxq.export.export_segments(result.integer, "~/segments")
     assert torch.equal(fxq.export.run_segments("~/segments", x)[0], result.integer(x))
 

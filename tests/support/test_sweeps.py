@@ -1,7 +1,5 @@
 """Sweeps: which of their cases are in `make test`, and which in the nightly lane."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any
