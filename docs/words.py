@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CHECKED = ("fxquant", "passes", "backends")
+CHECKED = ("fxquant", "passes", "backends", "tests")
 NAMES_ALONE = "benchmarks"  # only names of variables are checked there
 NAMES = frozenset({"found", "known", "given", "made"})  # no variable has such a name: scales, matches, by_name say what it holds
 PAGES = ("*.md", "docs/**/*.md", "backends/**/*.md")

@@ -1,4 +1,4 @@
-"""What every test may rely on: fixed seeds, few threads, a clean environment, and golden files."""
+"""Settings of every test: fixed seeds, few threads, a clean environment, and golden files."""
 
 import difflib
 import gc
@@ -89,13 +89,13 @@ def _every_implementation_agrees(request: pytest.FixtureRequest) -> Iterator[Non
     """Where an implementation computed other bits than its reference, the library goes on without it; a test without a mark fails."""
     before = len(support.RECORDED)
     yield
-    found = [each for _, each in support.RECORDED[before:]]
+    result = [each for _, each in support.RECORDED[before:]]
     del support.RECORDED[before:]
     planted = request.node.get_closest_marker("disagrees") is not None
     if not planted and not torch.cpu._is_vnni_supported():  # there onnxruntime adds pairs of products in 16 bits
-        found = [each for each in found if not each.implementation.startswith("onnxruntime")]
-    if bool(found) != planted:
-        told = "; ".join(f"{each.implementation} at {each.place}: {each.because}" for each in found)
+        result = [each for each in result if not each.implementation.startswith("onnxruntime")]
+    if bool(result) != planted:
+        told = "; ".join(f"{each.implementation} at {each.place}: {each.because}" for each in result)
         pytest.fail(told or "no implementation disagreed, though the test is marked `disagrees`", pytrace=False)
 
 

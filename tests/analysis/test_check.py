@@ -13,8 +13,7 @@ import fxquant as fxq
 from fxquant.analysis.measures import MEASURES
 from fxquant.backends import TARGETS
 from fxquant.ops import OPERATORS
-from tests.shared.networks import members
-from tests.shared.written import written
+from tests.shared.networks import members, written
 
 
 class Built(NamedTuple):
@@ -73,8 +72,8 @@ def chain(channels: int) -> Built:
 
 def index(x: Tensor, function: str) -> Tensor:
     """Where the largest or the smallest channel is."""
-    found: Tensor = getattr(torch, function)(x, 1, True)
-    return found
+    result: Tensor = getattr(torch, function)(x, 1, True)
+    return result
 
 
 def sampled(height: int, width: int) -> Built:
@@ -95,7 +94,7 @@ ARITHMETIC: dict[str, Callable[[Any, Any], Tensor]] = {"add": torch.add, "sub": 
 
 
 class Row(NamedTuple):
-    """A limit: whose, of which operator, what of it; a model for a value; a value that is allowed and one that is not."""
+    """A limit: its family, operator and measure; a model for a value; a value that is allowed and one that is not."""
 
     family: str
     operator: str
@@ -269,15 +268,15 @@ ROWS += [Row("bayes", *row) for row in BAYES + BOTH + EVERY] + [Row("nash", *row
 
 
 def check(one: Built, target: str, qconfig: Any = None) -> fxq.results.Findings:
-    """What a target has against a model, with the batch of these shapes; large tensors have no content."""
+    """Return a target's findings for a model and a batch of these shapes; large tensors have no content."""
     large = max(torch.Size(shape).numel() for shape in one.shapes) > 2**24
     inputs = tuple(torch.empty(shape, device="meta" if large else "cpu") for shape in one.shapes)
     traced = fxq.trace(one.model, inputs, options=fxq.Options(dynamic_shapes={}), check=False)
     return fxq.check(traced, inputs, target, qconfig)
 
 
-def broken(found: fxq.results.Findings, operator: str, measure: str) -> bool:
-    return any(f.limit.startswith(f"its {measure} is ") and operator in ("", f.operator) for f in found if f.kind == "limit")
+def broken(findings: fxq.results.Findings, operator: str, measure: str) -> bool:
+    return any(f.limit.startswith(f"its {measure} is ") and operator in ("", f.operator) for f in findings if f.kind == "limit")
 
 
 def test_every_nash_march_has_the_limits_of_nash() -> None:
@@ -355,9 +354,9 @@ ABSENT: dict[str, tuple[str, Built]] = {
 @pytest.mark.parametrize("operator", ABSENT)
 def test_an_operator_the_march_lacks(operator: str) -> None:
     target, one = ABSENT[operator]
-    found = [f for f in check(one, target) if f.operator == operator]
-    assert [f.limit for f in found] == [f"{target} has no {operator}"], "and nothing else is said of it"
-    assert found[0].remedy
+    result = [f for f in check(one, target) if f.operator == operator]
+    assert [f.limit for f in result] == [f"{target} has no {operator}"], "and nothing else is said of it"
+    assert result[0].remedy
     assert not any("has no" in f.limit for f in check(one, "bayes"))
 
 
@@ -371,10 +370,10 @@ def Network(self, x: Tensor) -> Tensor:
 
 
 def test_a_finding_says_where_and_what_to_do() -> None:
-    found = fxq.check(Network(), torch.randn(2, 2, 20, 20), "x3")
-    assert not found
-    assert len(found) == 3
-    kernel, unknown, dilation = found
+    findings = fxq.check(Network(), torch.randn(2, 2, 20, 20), "x3")
+    assert not findings
+    assert len(findings) == 3
+    kernel, unknown, dilation = findings
     assert (kernel.layer, kernel.operator, kernel.kind) == ("layers.0", "conv2d", "limit")
     assert kernel.limit == "its kernel is 9; bernoulli2 allows 1 to 7"
     assert "test_check.py" in kernel.source
@@ -383,25 +382,25 @@ def test_a_finding_says_where_and_what_to_do() -> None:
     assert "no registered operator matches special_bessel_j0" in unknown.limit
     assert (dilation.layer, dilation.limit) == ("head", "its dilation is 3; bernoulli2 allows 1, 2, 4")
     assert "self.head(x)" in dilation.source
-    text = str(found)
+    text = str(findings)
     assert text.startswith("2 limits of bernoulli2 are broken, 1 operator would stay in float on bernoulli2\n")
-    for finding in found:
+    for finding in findings:
         assert all(part in text for part in (finding.layer, finding.limit, finding.source, finding.remedy))
 
 
 @pytest.mark.parametrize("target", ["x86", "qnnpack", "bernoulli"])
 def test_targets_without_limits(target: str) -> None:
-    found = fxq.check(nn.Conv2d(2, 2, 9, dilation=3), torch.randn(2, 2, 40, 40), target)
-    assert found
-    assert list(found) == []
-    assert str(found) == f"within every limit of {target} that is known"
+    findings = fxq.check(nn.Conv2d(2, 2, 9, dilation=3), torch.randn(2, 2, 40, 40), target)
+    assert findings
+    assert list(findings) == []
+    assert str(findings) == f"within every limit of {target} that is known"
 
 
 def test_what_the_qconfig_keeps_in_float_is_not_held_against_limits() -> None:
     mapping = fxq.QConfigMapping().set_module_name("layers", None)
-    found = fxq.check(Network(), torch.randn(2, 2, 20, 20), "x3", mapping)
-    assert not any("kernel" in f.limit for f in found)
-    assert ("layers.0", "give it a QConfig") in [(f.layer, f.remedy) for f in found]
+    findings = fxq.check(Network(), torch.randn(2, 2, 20, 20), "x3", mapping)
+    assert not any("kernel" in f.limit for f in findings)
+    assert ("layers.0", "give it a QConfig") in [(f.layer, f.remedy) for f in findings]
 
 
 def test_prepare_says_in_one_line_that_limits_are_broken(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Two forms of a model compared: what is measured is right, and models that were broken on purpose are told what is wrong with them."""
+"""Two forms of a model compared: what is measured is right, and for models that were broken on purpose advice names the fault."""
 
 import copy
 import functools
@@ -128,21 +128,21 @@ def broken(change: Callable[[Any], None]) -> nn.Module:
     return model
 
 
-def first(found: fxq.results.Comparison) -> fxq.results.Advice:
-    assert found.advice, str(found)
-    return found.advice[0]
+def first(comparison: fxq.results.Comparison) -> fxq.results.Advice:
+    assert comparison.advice, str(comparison)
+    return comparison.advice[0]
 
 
 # ---- what is measured ------------------------------------------------------------------------------------------------
 def test_figures_are_those_of_the_tensors_recorded_in_both_forms(tmp_path: Path) -> None:
     """Against the definitions, from the tensors of all batches at once."""
     result, several = compiled(), batches(3)
-    found = fxq.compare(result.prepared, result.export(tmp_path / "model.onnx"), several, states=("float", None))
+    comparison = fxq.compare(result.prepared, result.export(tmp_path / "model.onnx"), several, states=("float", None))
     left = list(fxq.inspect.record(result.prepared, several, "quantized", real=True, state="float"))
     right = list(fxq.inspect.record(tmp_path / "model.onnx", several, "quantized", real=True))
-    assert set(found) == set(left[0])
-    assert found.batches == 3
-    for name, layer in found.items():
+    assert set(comparison) == set(left[0])
+    assert comparison.batches == 3
+    for name, layer in comparison.items():
         one, other = (torch.cat([values[name] for values in side]).double() for side in (left, right))
         noise = (one - other).square()
         scale = fxq.qparams(result.prepared)[name]
@@ -165,14 +165,14 @@ def test_every_form_is_matched_with_every_other(kind: Callable[[], nn.Module], t
     path = result.export(tmp_path / "model.onnx")
     forms = [result.prepared, result.integer, path]
     against_float = [fxq.compare(result.float, form, batches(1), advice=False) for form in forms]
-    for found in against_float:
-        assert all(layer.sqnr > 15 for layer in (*found.values(), *found.outputs)), str(found)
-        assert {name: layer.sqnr for name, layer in found.items()} == {name: against_float[1][name].sqnr for name in found}
+    for actual in against_float:
+        assert all(layer.sqnr > 15 for layer in (*actual.values(), *actual.outputs)), str(actual)
+        assert {name: layer.sqnr for name, layer in actual.items()} == {name: against_float[1][name].sqnr for name in actual}
     for one, other in zip(forms, [*forms[1:], forms[0]], strict=True):
-        found = fxq.compare(one, other, batches(1))
-        assert found
-        assert all(layer.mse == 0 for layer in (*found.values(), *found.outputs))
-        assert not found.advice
+        actual = fxq.compare(one, other, batches(1))
+        assert actual
+        assert all(layer.mse == 0 for layer in (*actual.values(), *actual.outputs))
+        assert not actual.advice
     if kind is Digits:
         references = {name: layer.reference for name, layer in against_float[2].items()}
         assert references == {"image_quantize": "image", "stem_0": "stem_2", "body_0": "body_2", "add": "add", "down_0": "down_2",
@@ -196,17 +196,17 @@ def test_channels_that_equalization_multiplied_are_multiplied_for_the_comparison
     assert "equalized" in fxq.explain(result.prepared)
     loaded = fxq.load(fxq.save(result.integer, tmp_path / "model.fxq"))
     for form in (result.prepared, loaded, result.export(tmp_path / "model.onnx")):
-        found = fxq.compare(result.float, form, batches(1), advice=False)
-        assert min(layer.sqnr for layer in found.values()) > 20, str(found)
+        comparison = fxq.compare(result.float, form, batches(1), advice=False)
+        assert min(layer.sqnr for layer in comparison.values()) > 20, str(comparison)
 
 
 # ---- models that are broken on purpose -------------------------------------------------------------------------------
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(("kind", "target"), [(Digits, "x86"), (Attention, "nash-e")])
 def test_a_healthy_model_has_no_advice(kind: Callable[[], nn.Module], target: str) -> None:
-    found = compiled(kind, target).compare(batches())
-    assert not found.advice, str(found)
-    assert "no advice" in str(found)
+    comparison = compiled(kind, target).compare(batches())
+    assert not comparison.advice, str(comparison)
+    assert "no advice" in str(comparison)
 
 
 @pytest.mark.parametrize(
@@ -220,28 +220,30 @@ def test_a_healthy_model_has_no_advice(kind: Callable[[], nn.Module], target: st
 def test_a_scale_that_does_not_fit_is_named(layer: str, factor: float, rule: str, error: str) -> None:
     prepared = copy.deepcopy(compiled().prepared)
     fxq.set_qparams(prepared, {layer: fxq.qparams(prepared)[layer] * factor})
-    found = fxq.compare(compiled().float, fxq.convert(prepared), batches())
-    assert (first(found).layer, first(found).rule, found[layer].error) == (layer, rule, error)
-    assert "calibrate again" in first(found).cure
-    assert rule == "scale_too_large" or found.worst(1)[0].name in (layer, "flatten")  # which has the scale of what it reads
+    comparison = fxq.compare(compiled().float, fxq.convert(prepared), batches())
+    assert (first(comparison).layer, first(comparison).rule, comparison[layer].error) == (layer, rule, error)
+    assert "calibrate again" in first(comparison).cure
+    assert rule == "scale_too_large" or comparison.worst(1)[0].name in (layer, "flatten")  # which has the scale of what it reads
 
 
 @pytest.mark.parametrize(("factor", "ends"), [(8, "-8 to 8"), (1 / 32, "-0.03125 to 0.03125")])
 def test_inputs_of_another_range_than_calibrations_are_named(factor: float, ends: str) -> None:
-    found = compiled().compare([factor * batch for batch in batches()])
-    assert (first(found).layer, first(found).rule) == ("image_quantize", "input_range")
-    assert f"input image has values from {ends}" in first(found).cause
+    comparison = compiled().compare([factor * batch for batch in batches()])
+    assert (first(comparison).layer, first(comparison).rule) == ("image_quantize", "input_range")
+    assert f"input image has values from {ends}" in first(comparison).cause
 
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("wrong", [0, 1])
 @pytest.mark.parametrize("factor", [8, 60])
 def test_the_one_of_two_inputs_that_is_not_like_calibrations_is_named(wrong: int, factor: float) -> None:
-    """Behind it scales are those of other inputs: they are not what is told, and neither are more bits."""
+    """Behind it scales are those of other inputs: advice names neither those scales nor more bits."""
     result, pairs = two()
-    found = result.compare([tuple(value * factor if at == wrong else value for at, value in enumerate(pair)) for pair in pairs])
-    assert (first(found).layer, first(found).rule) == (("image_quantize", "vector_quantize")[wrong], "input_range"), str(found)
-    assert len(found.advice) == 1
+    comparison = result.compare([tuple(value * factor if at == wrong else value for at, value in enumerate(pair)) for pair in pairs])
+    assert (first(comparison).layer, first(comparison).rule) == (("image_quantize", "vector_quantize")[wrong], "input_range"), str(
+        comparison
+    )
+    assert len(comparison.advice) == 1
 
 
 @functools.cache
@@ -283,10 +285,10 @@ def test_a_batch_norm_without_statistics_is_named(layer: str, what: str) -> None
         if what != "running_mean":
             norm.running_var.fill_(1)
 
-    found = quantized(broken(forget)).compare(batches())
-    told = [each for each in found.advice if each.rule == "batch_norm_statistics"]
-    assert [each.layer for each in told] == [f"{layer}_1"], str(found)
-    assert found.advice[0] is told[0]
+    comparison = quantized(broken(forget)).compare(batches())
+    told = [each for each in comparison.advice if each.rule == "batch_norm_statistics"]
+    assert [each.layer for each in told] == [f"{layer}_1"], str(comparison)
+    assert comparison.advice[0] is told[0]
     assert "state_dict" in told[0].cure
 
 
@@ -294,9 +296,9 @@ def test_a_batch_norm_without_statistics_is_named(layer: str, what: str) -> None
 @pytest.mark.parametrize(("after", "hidden"), [(nn.ReLU(), -1e9), (nn.Identity(), -1e6)])
 def test_a_mask_that_sets_a_scale_is_named(after: nn.Module, hidden: float) -> None:
     model = trained(Rows(hidden, after))
-    found = quantized(model).compare(batches())
-    assert (first(found).layer, first(found).rule) == ("add", "masked")
-    assert "torch.where" in first(found).cure
+    comparison = quantized(model).compare(batches())
+    assert (first(comparison).layer, first(comparison).rule) == ("add", "masked")
+    assert "torch.where" in first(comparison).cure
     cured = trained(Rows(-4.0, after), 0)
     cured.load_state_dict({**model.state_dict(), "mask": cured.mask})
     assert not quantized(cured).compare(batches()).advice
@@ -310,8 +312,8 @@ def test_a_tensor_with_nan_is_named() -> None:
     model = Rooted()
     model.load_state_dict(network().state_dict())
     result = fxq.quantize(model.eval(), [batch.abs() + 0.1 for batch in batches()], target="nash-e")
-    found = result.compare(batches())
-    assert (first(found).layer, first(found).rule) == ("sqrt", "no_numbers")
+    comparison = result.compare(batches())
+    assert (first(comparison).layer, first(comparison).rule) == ("sqrt", "no_numbers")
 
 
 @members(lambda: dict(stem=nn.Linear(6, 12), up=nn.Linear(12, 24), down=nn.Linear(24, 12), head=nn.Linear(12, 4), added=torch.zeros(8, 1)))
@@ -344,8 +346,8 @@ def test_a_scale_too_small_beside_a_mask_is_no_mask() -> None:
     prepared = copy.deepcopy(fxq.quantize(model, batches, target="nash-e").prepared)
     (name,) = (each for each in fxq.qparams(prepared) if each.startswith("add") and "1" not in each)
     fxq.set_qparams(prepared, {name: fxq.qparams(prepared)[name] / 512})
-    found = first(fxq.compare(model, fxq.convert(prepared), batches))
-    assert (found.layer, found.rule) == (name, "scale_too_small")
+    comparison = first(fxq.compare(model, fxq.convert(prepared), batches))
+    assert (comparison.layer, comparison.rule) == (name, "scale_too_small")
 
 
 @pytest.mark.parametrize("function", [F.silu, F.hardswish])

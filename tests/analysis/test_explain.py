@@ -1,4 +1,4 @@
-"""What explain says: every reason is true for the operator as the user wrote it, and operators are counted, not the boundary."""
+"""Explanations: every reason is true for the operator as the user wrote it, and operators are counted, not the boundary."""
 
 from collections.abc import Callable
 from typing import Any
@@ -71,9 +71,9 @@ def example() -> Tensor:
 
 def reasons(body: Body) -> list[str]:
     gm = fxq.prepare(written(body), example(), until="specs.annotate")
-    found = [layer.reason for layer in left_in_float(layers(gm))]
-    assert all(reason in fxq.explain(gm) for reason in found)
-    return found
+    result = [layer.reason for layer in left_in_float(layers(gm))]
+    assert all(reason in fxq.explain(gm) for reason in result)
+    return result
 
 
 @pytest.mark.parametrize(("body", "reason"), REASONS.values(), ids=REASONS)

@@ -17,8 +17,7 @@ from fxquant.ir.integer import Constant, operation
 from fxquant.search.bit_widths import Budget
 from fxquant.target import Roofline
 from tests.shared.contract import NOT_LOWERED, compiled, graph_values
-from tests.shared.networks import members
-from tests.shared.written import written
+from tests.shared.networks import members, written
 
 pytestmark = pytest.mark.quick
 
@@ -218,14 +217,14 @@ def integer_of(dtype: str = "int8") -> fx.GraphModule:
 
 
 def test_products_and_bytes_are_those_of_the_layers() -> None:
-    found = fxq.estimate(integer_of())
-    rows = {row.layer: row for row in found}
+    estimate = fxq.estimate(integer_of())
+    rows = {row.layer: row for row in estimate}
     assert rows["conv"].macs == 8 * 36 * 27
     assert rows["conv"].bytes == 8 * 27 + 4 * 8 + 3 * 36 + 8 * 36  # weight, bias, operand, result
     assert rows["matmul"].macs == 8 * 8 * 36
     assert rows["matmul"].bytes == 2 * 8 * 36 + 8 * 8  # both operands are tensors of their own
     assert rows["x_quantize"].bytes == (4 + 1) * 3 * 36
-    assert (found.macs, found.bytes) == (sum(row.macs for row in found), sum(row.bytes for row in found))
+    assert (estimate.macs, estimate.bytes) == (sum(row.macs for row in estimate), sum(row.bytes for row in estimate))
 
 
 def test_an_operator_takes_the_longer_of_its_times() -> None:
@@ -253,9 +252,9 @@ def test_every_march_has_rates_that_say_where_they_are_from() -> None:
     integer = integer_of()
     for target in backends.TARGETS.values():
         if target.roofline is not None:
-            found = fxq.estimate(integer, target)
-            assert "TOPS" in found.roofline.source
-            assert ("factor of 2" in found.summary) == found.roofline.assumed
+            estimate = fxq.estimate(integer, target)
+            assert "TOPS" in estimate.roofline.source
+            assert ("factor of 2" in estimate.summary) == estimate.roofline.assumed
     assert {target.name for target in backends.TARGETS.values() if target.roofline is None} == {"x86", "qnnpack"}
     rates = backends.get("bernoulli2").roofline  # 5 TOPS, of which a multiply-accumulate is two; 32 bits at 3200 MT/s
     assert (rates.macs_per_second, rates.bytes_per_second) == (2.5e12, 12.8e9)
@@ -265,7 +264,7 @@ def test_a_march_is_one_row(tmp_path: Path) -> None:
     """A row that is in no table besides has limits and rates, and files for the compiler that it names."""
     row = _nash("nash-x", Roofline(1e12, 1e10, "X: 2 TOPS"), "x9")
     model, x = written(lambda m, x: m.pool(m.layer(x)), layer=nn.Conv2d(3, 4, 1), pool=nn.MaxPool2d(2, dilation=2)), torch.randn(2, 3, 8, 8)
-    assert [found.limit for found in fxq.check(model, x, row)] == ["its dilation is 2; nash-x allows at most 1"]
+    assert [result.limit for result in fxq.check(model, x, row)] == ["its dilation is 2; nash-x allows at most 1"]
     integer = compiled(model, [x], row).integer
     assert fxq.estimate(integer).roofline.source == "X: 2 TOPS"
     assert any("nash-x" in file.read_text(encoding="utf-8") for file in fxq.board.export_horizon(integer, tmp_path).parent.rglob("*.yaml"))

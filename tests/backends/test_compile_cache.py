@@ -80,9 +80,9 @@ def test_a_file_that_cannot_be_trusted_is_made_again_and_replaced(case: str, fol
     assert str(folder / NAME) in caplog.text
     assert native.cached(NAME, make) == GOOD
     assert make.calls == 1
-    known = (folder / NAME).lstat()
-    assert stat.S_ISREG(known.st_mode)
-    assert known.st_mode & 0o077 == 0
+    before = (folder / NAME).lstat()
+    assert stat.S_ISREG(before.st_mode)
+    assert before.st_mode & 0o077 == 0
     assert os.listdir(folder) == [NAME]
     assert not (folder.parent / "elsewhere").exists() or (folder.parent / "elsewhere").read_bytes() == with_checksum(EVIL)
 
@@ -174,10 +174,10 @@ def test_libraries_are_loaded_from_bytes_and_told_apart(in_memory: bool, tmp_pat
         monkeypatch.delattr(os, "memfd_create", raising=False)
     contents = []
     for number in (1, 2):
-        source, made = tmp_path / f"{number}.c", tmp_path / f"{number}.so"
+        source, built = tmp_path / f"{number}.c", tmp_path / f"{number}.so"
         source.write_text(SOURCE.format(number))
-        subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(made)], check=True)
-        contents.append(made.read_bytes())
+        subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(built)], check=True)
+        contents.append(built.read_bytes())
     loaded = [native.load("same", content) for content in contents]
     assert [library.fxq_number() for library in loaded] == [1, 2]
     with pytest.raises(OSError, match=r"."):

@@ -75,10 +75,10 @@ def test_a_reduction_over_everything_is_exported(name: str, tmp_path: Path) -> N
 
 
 def test_of_a_float_model(tmp_path: Path) -> None:
-    model, given = Beside(FUNCTIONS["hypot, a method"]).eval(), (torch.randn(3, 4, 4), torch.randn(3, 4, 4))
-    path = fxq.export_onnx(model, tmp_path / "m.onnx", example_inputs=given)
-    found = next(iter(fxq.inspect.record(path, [given], "outputs")))["output 0"]
-    assert (found - model(*given)).abs().max() < 1e-5
+    model, inputs = Beside(FUNCTIONS["hypot, a method"]).eval(), (torch.randn(3, 4, 4), torch.randn(3, 4, 4))
+    path = fxq.export_onnx(model, tmp_path / "m.onnx", example_inputs=inputs)
+    recorded = next(iter(fxq.inspect.record(path, [inputs], "outputs")))["output 0"]
+    assert (recorded - model(*inputs)).abs().max() < 1e-5
 
 
 def test_what_is_called_instead_computes_the_same() -> None:
@@ -147,12 +147,12 @@ FLOAT_MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 
 @pytest.mark.parametrize("name", FLOAT_MODELS)
 def test_float_operators_beside_integer_parts(name: str, tmp_path: Path) -> None:
-    make, given = FLOAT_MODELS[name]
+    make, inputs = FLOAT_MODELS[name]
     torch.manual_seed(0)
-    given = batch(2) if given is None else given
-    prepared, integer = compiled(make().eval(), [given], "nash-e")
-    assert fxq.verify(prepared, integer, [given])
-    report = assert_verified(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [given, given[:1]])
+    inputs = batch(2) if inputs is None else inputs
+    prepared, integer = compiled(make().eval(), [inputs], "nash-e")
+    assert fxq.verify(prepared, integer, [inputs])
+    report = assert_verified(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [inputs, inputs[:1]])
     assert all(difference.largest < 1e-3 for difference in report.floats.values()), str(report)
 
 
@@ -173,10 +173,10 @@ SPELLINGS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_other_spellings_in_float_are_exported(name: str, tmp_path: Path) -> None:
     layers = {"layer": nn.Linear(8, 8), "norm": nn.InstanceNorm1d(4)}
     model = Network(lambda m, x: SPELLINGS[name](m.norm(m.layer(x))), **layers).eval()
-    given = torch.randn(3, 4, 8)
-    result = fxq.quantize(model, [given], target="bernoulli2")
-    assert result.verify(result.export(tmp_path / "model.onnx", style="exact"), [given])
-    fxq.export_onnx(model, tmp_path / "float.onnx", example_inputs=given)  # which compares the file with PyTorch
+    inputs = torch.randn(3, 4, 8)
+    result = fxq.quantize(model, [inputs], target="bernoulli2")
+    assert result.verify(result.export(tmp_path / "model.onnx", style="exact"), [inputs])
+    fxq.export_onnx(model, tmp_path / "float.onnx", example_inputs=inputs)  # which compares the file with PyTorch
 
 
 def test_joins_by_their_other_names_are_integer() -> None:
@@ -204,7 +204,7 @@ def islands(last: Callable[[Tensor], Tensor]) -> fx.GraphModule:
 
 def test_all_float_parts_are_written_by_one_call_of_the_exporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, original = list[object](), torch.onnx.export
-    monkeypatch.setattr(torch.onnx, "export", lambda *given, **named: (calls.append(given), original(*given, **named))[1])
+    monkeypatch.setattr(torch.onnx, "export", lambda *arguments, **named: (calls.append(arguments), original(*arguments, **named))[1])
     integer = islands(lambda y: y.log_softmax(1))
     path = fxq.export_onnx(integer, tmp_path / "model.onnx")
     assert len(calls) == 1
@@ -236,7 +236,7 @@ def test_a_model_of_parts_is_cut_also_where_graphs_inside_of_nodes_read_values()
 
 
 class Between(nn.Module):
-    """A function between two layers that are integers for bernoulli2; two tokens of the sequence carry most of it."""
+    """A function between two layers that are integers for bernoulli2; two tokens of the sequence carry most of the sequence's norm."""
 
     def __init__(self, function: Callable[..., Tensor], width: int = 16) -> None:
         super().__init__()
@@ -301,10 +301,10 @@ def test_nothing_of_these_is_left_to_the_exporter(
     result, path, batches = exported(DIRECT[name], tmp_path, opset)
     assert any(node.op_type in ("LayerNormalization", "Softmax") for node in onnx.load(path).graph.node)
     for count in (1, 3):
-        given = batches[0][:count]
-        assert result.verify(path, [given])
-        (found,), wanted = run(path, given), result.integer(given)
-        assert float((found - wanted).abs().max()) < 0.1 * float(wanted.std())  # a float that rounds otherwise is a step
+        inputs = batches[0][:count]
+        assert result.verify(path, [inputs])
+        (actual,), wanted = run(path, inputs), result.integer(inputs)
+        assert float((actual - wanted).abs().max()) < 0.1 * float(wanted.std())  # a float that rounds otherwise is a step
 
 
 @pytest.mark.parametrize("name", LEFT)
@@ -327,8 +327,8 @@ def test_the_forms_agree_with_the_float_functions(tmp_path: Path, monkeypatch: p
         torch.randn(3, 6, 12),
     )
     result = fxq.quantize(tail.eval(), [x], target="bernoulli2")
-    (found,) = run(result.export(tmp_path / "model.onnx"), x)
-    assert torch.allclose(found, result.integer(x), rtol=1e-5, atol=1e-5)  # float sums, in another order
+    (output,) = run(result.export(tmp_path / "model.onnx"), x)
+    assert torch.allclose(output, result.integer(x), rtol=1e-5, atol=1e-5)  # float sums, in another order
 
 
 def test_a_module_that_the_exporter_imports_may_export() -> None:
@@ -378,8 +378,8 @@ def test_float_attention_opens_and_computes_what_pytorch_does(names: str, rank: 
     result = fxq.quantize(model, batches, target="x86")
     path = result.export(tmp_path / "model.onnx", style="exact")
     assert result.verify(path, batches)
-    for wanted, found in zip(result.integer(batches[0]), run(path, batches[0]), strict=True):
-        torch.testing.assert_close(torch.as_tensor(found), wanted, rtol=1e-4, atol=1e-5)
+    for wanted, actual in zip(result.integer(batches[0]), run(path, batches[0]), strict=True):
+        torch.testing.assert_close(torch.as_tensor(actual), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_groups_of_queries_share_keys_in_float(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def converted(target: str = "bayes-e", scale: float | None = 1.0, size: tuple[in
 
 
 def of_rgb(target: str = "bayes-e", train_type: str = "rgb") -> tuple[fx.GraphModule, Tensor, Tensor]:
-    """Return a model that was calibrated with normalized images, YUV less 128 (2, 3, 32, 32), and what it is after normalization."""
+    """Return a model that was calibrated with normalized images, YUV less 128 (2, 3, 32, 32), and that image after normalization."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 1)).eval()
     yuv = fxq.nn.Nv12ToYuv444(centred=True)(*fxq.nn.rgb_to_nv12(torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)))

@@ -1,4 +1,4 @@
-"""The vendor's compiler without the vendor's compiler: what is written for it, and what is made of what it says."""
+"""The vendor's compiler without the vendor's compiler: files for the compiler, and the reading of its answers."""
 
 import itertools
 import json
@@ -41,9 +41,9 @@ X = torch.randn(1, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 
 
 def converted(model: nn.Module, target: str = "bayes-e", qconfig: fxq.QConfig | None = None, **scales: float) -> fx.GraphModule:
-    given = batches()
-    prepared = fxq.prepare(model.eval(), given[0], target, qconfig)
-    fxq.calibrate(prepared, given)
+    inputs = batches()
+    prepared = fxq.prepare(model.eval(), inputs[0], target, qconfig)
+    fxq.calibrate(prepared, inputs)
     fxq.set_qparams(prepared, scales)
     return fxq.convert(prepared)
 
@@ -66,11 +66,11 @@ def integer() -> fx.GraphModule:
 @pytest.fixture
 def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTool]:
     """Yield a stand-in for the tool, whose programs write a log to the folder that they run in: never to the caller's."""
-    made, here = FakeTool(tmp_path / "tool"), tmp_path / "here"
+    built, here = FakeTool(tmp_path / "tool"), tmp_path / "here"
     here.mkdir()
-    monkeypatch.setenv("FXQUANT_HORIZON", str(made.folder))
+    monkeypatch.setenv("FXQUANT_HORIZON", str(built.folder))
     monkeypatch.chdir(here)
-    yield made
+    yield built
     assert list(here.iterdir()) == []
 
 
@@ -392,9 +392,9 @@ def test_estimate_shows_the_figures_of_the_compiler(integer: fx.GraphModule, too
     figures = {"model name": "part_0", "latency (us)": 8.7, "FPS": 114573.79, "DDR bytes per run": 3552, "BPU OPs per run (effective)": 9}
     tool.tell(figures=[{**figures, "layer details": table}])
     binary = program(integer, tmp_path)
-    found = fxq.estimate(integer, compiled=binary)
-    assert [(cost.microseconds, cost.bytes, cost.layers[0].layer) for cost in found.compiled] == [(8.7, 3552, "a/Conv_1")]
-    assert "8.7 µs, 3,552 bytes moved, of 1 BPU programs" in str(found)
+    estimate = fxq.estimate(integer, compiled=binary)
+    assert [(cost.microseconds, cost.bytes, cost.layers[0].layer) for cost in estimate.compiled] == [(8.7, 3552, "a/Conv_1")]
+    assert "8.7 µs, 3,552 bytes moved, of 1 BPU programs" in str(estimate)
     assert fxq.estimate(integer).compiled == ()
 
 

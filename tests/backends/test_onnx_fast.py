@@ -228,7 +228,7 @@ def test_a_kernel_that_saturates_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     node = next(node for node in known("silu").graph.nodes if node.name == "b")
     assert fast._kernel_is_exact(known("silu"), node, 21, {})
     honest = fast._run
-    monkeypatch.setattr(fast, "_run", lambda *given: {name: value.clamp(max=254) for name, value in honest(*given).items()})
+    monkeypatch.setattr(fast, "_run", lambda *arguments: {name: value.clamp(max=254) for name, value in honest(*arguments).items()})
     assert not fast._kernel_is_exact(known("silu"), node, 21, {})
 
 
@@ -292,7 +292,7 @@ def test_every_pair_of_bytes_in_every_runtime(name: str, broadcast: bool) -> Non
     a = left.reshape(1, 1, 16, 16).expand(shape[0]).contiguous()
     b = right.reshape(1, 256, 1, 1).expand(shape[1]).contiguous()
     emitter = Emitter({}, 21)
-    found = multiply(
+    result = multiply(
         emitter,
         ("a", emitter.constant(left_zero, torch.uint8)),
         ("b", emitter.constant(right_zero, torch.uint8)),
@@ -300,13 +300,13 @@ def test_every_pair_of_bytes_in_every_runtime(name: str, broadcast: bool) -> Non
         emitter.constant(zero, torch.uint8),
     )
     infos = [value_info("a", torch.uint8, a.shape), value_info("b", torch.uint8, b.shape)]
-    output = helper.make_tensor_value_info(found, onnx.TensorProto.UINT8, None)
+    output = helper.make_tensor_value_info(result, onnx.TensorProto.UINT8, None)
     graph = helper.make_graph(emitter.nodes, "gate", infos, [output], emitter.initializers)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     sums = (a.int() - left_zero) * (b.int() - right_zero)
     wanted = requantize_real(sums, torch.tensor(multiplier), -zero, 255 - zero, torch.uint8, zero)
     for _, level, threads in RUNTIMES:
-        assert torch.equal(Runner(model, level, threads, None, {})({"a": a, "b": b})[found], wanted)
+        assert torch.equal(Runner(model, level, threads, None, {})({"a": a, "b": b})[result], wanted)
 
 
 def test_ties_that_a_zero_point_would_move_have_no_divisor() -> None:

@@ -1,4 +1,4 @@
-"""What export takes and what verify says: outputs of every kind, names, dtypes, float operators, signed zeros, tampered metadata."""
+"""Inputs of export and answers of verify: outputs of every kind, names, dtypes, float operators, signed zeros, tampered metadata."""
 
 import json
 from collections.abc import Callable
@@ -32,16 +32,16 @@ from tests.shared.onnx_files import assert_verified, batch, exported, integer_of
 @pytest.mark.parametrize("target", ["nash-e", "nash-m", "x86", "qnnpack", "bayes-e", "bernoulli", "bernoulli2"])
 def test_no_form_gives_a_negative_zero(target: str, tmp_path: Path) -> None:
     net = Network(lambda s, x: s.b(F.relu(s.a(x))), a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(4, 4, 1, bias=False)).eval()
-    (prepared, integer), given = compiled(net, [batch(2)], target), batch(8, seed=2)
-    wanted = integer(given)
+    (prepared, integer), inputs = compiled(net, [batch(2)], target), batch(8, seed=2)
+    wanted = integer(inputs)
     assert not torch.signbit(wanted[wanted == 0]).any()
     assert (wanted == 0).any()
     fxq.set_state(prepared, fxq.State.VALIDATE)
-    assert same_bytes(prepared(given), wanted)
+    assert same_bytes(prepared(inputs), wanted)
     for _, run in OnnxModel(fxq.export_onnx(integer, tmp_path / "model.onnx")).runners([]):
-        assert same_bytes(next(iter(run({"x": given}).values())), wanted)
-    assert_train_is_validate(prepared, given)
-    assert same_bytes(prepared(given), wanted)
+        assert same_bytes(next(iter(run({"x": inputs}).values())), wanted)
+    assert_train_is_validate(prepared, inputs)
+    assert same_bytes(prepared(inputs), wanted)
 
 
 def test_what_a_float_operator_makes_of_zeros_is_equal() -> None:
@@ -82,14 +82,14 @@ def test_a_model_that_ends_in_a_float_operator_is_equal(tmp_path: Path) -> None:
 
 
 def test_a_difference_in_a_float_output_is_counted_in_steps() -> None:
-    found = FloatDifference("output 0")
+    difference = FloatDifference("output 0")
     one = torch.tensor([1.0, 0.0, -1.0, torch.nan, torch.inf])
-    found.add(one, one.clone())
-    assert (found.differing, found.largest, found.ulps) == (0, 0.0, 0)
-    found.add(torch.tensor([1.0, -0.0]), torch.tensor([1.0 + 2**-22, 0.0]))
-    assert (found.differing, found.largest, found.ulps) == (2, 2**-22, 2)
-    found.add(torch.tensor([torch.nan]), torch.tensor([1.0]))
-    assert found.largest == float("inf")
+    difference.add(one, one.clone())
+    assert (difference.differing, difference.largest, difference.ulps) == (0, 0.0, 0)
+    difference.add(torch.tensor([1.0, -0.0]), torch.tensor([1.0 + 2**-22, 0.0]))
+    assert (difference.differing, difference.largest, difference.ulps) == (2, 2**-22, 2)
+    difference.add(torch.tensor([torch.nan]), torch.tensor([1.0]))
+    assert difference.largest == float("inf")
 
 
 def plant(path: Path, consumer: Callable[[onnx.NodeProto], bool]) -> None:
@@ -130,8 +130,8 @@ def test_operators_of_every_width_in_one_file(target: str, tmp_path: Path) -> No
         width = WIDTHS[(index + index // 2) % 3] if target == "nash-e" else WIDTHS[1 + index % 2]
         weight = fxq.WeightConfig("int4") if index % 4 == 0 else fxq.WeightConfig()
         config = config.set_module_name(f"models.{index}", fxq.QConfig(fxq.ActivationConfig(width), weight))
-    given = tuple(value for values in inputs for value in values)
-    exported(compiled(model, [given], target, config).integer, tmp_path / "model.onnx", [given])
+    batches_given = tuple(value for values in inputs for value in values)
+    exported(compiled(model, [batches_given], target, config).integer, tmp_path / "model.onnx", [batches_given])
 
 
 @pytest.mark.sweep
@@ -286,7 +286,7 @@ def test_pytorchs_table_of_translations_is_built_once_and_left_as_it_was() -> No
     before = registry.__dict__["from_torchlib"]
     with built_once():
         first = registry.from_torchlib()
-        functions = {operator: list(known) for operator, known in first.functions.items()}
+        functions = {operator: list(forms) for operator, forms in first.functions.items()}
         first.functions.clear()
         second = registry.from_torchlib()
     assert second is not first
@@ -299,8 +299,8 @@ def test_a_tensor_without_elements_is_flattened(tmp_path: Path) -> None:
     empty = Network(lambda s, x: (torch.relu(x), torch.sin(x)[:, :0].flatten(1)))
     result = fxq.quantize(empty, [torch.randn(2, 3, 4, 4)], qconfig=fxq.QConfigMapping(default=None))
     path = result.export(tmp_path / "empty.onnx")
-    found = OnnxModel(path).runner("onnxruntime", [], [])({"x": torch.randn(5, 3, 4, 4)})
-    assert [tuple(value.shape) for value in found.values()] == [(5, 3, 4, 4), (5, 0)]
+    output = OnnxModel(path).runner("onnxruntime", [], [])({"x": torch.randn(5, 3, 4, 4)})
+    assert [tuple(value.shape) for value in output.values()] == [(5, 3, 4, 4), (5, 0)]
 
 
 @pytest.mark.parametrize(("module", "right"), [(nn.ReLU(), True), (nn.Sigmoid(), False)])
@@ -328,8 +328,8 @@ def test_a_file_of_integers_takes_every_input_in_the_order_of_the_model(style: s
     values = next(fxq.inspect.record(result.integer, [batch]))
     integers = {name: values[f"{name}_quantize"].to(torch.int8) for name in ("x", "y")}
     feeds = {"unused": batch[0], "mask": batch[1], **integers}
-    found = session.run(None, {name: value.numpy() for name, value in feeds.items()})[0]
-    assert torch.equal(torch.from_numpy(found).long(), values["tanh"].long())
+    output = session.run(None, {name: value.numpy() for name, value in feeds.items()})[0]
+    assert torch.equal(torch.from_numpy(output).long(), values["tanh"].long())
 
 
 @pytest.mark.sweep
@@ -354,15 +354,15 @@ def test_metadata_is_true_of_what_a_file_takes_and_returns(style: str, io: str, 
     feed = rows().numpy() if io == "float" else _stored(quantized, said["tensors"][taken["tensor"]])
     assert session.get_inputs()[0].type == f"tensor({taken['dtype']})"
     assert feed.dtype == helper.tensor_dtype_to_np_dtype(getattr(onnx.TensorProto, taken["dtype"].upper()))
-    for entry, found, wanted in zip(said["outputs"], session.run(None, {taken["name"]: feed}), integer(rows()), strict=True):
-        assert found.dtype == helper.tensor_dtype_to_np_dtype(getattr(onnx.TensorProto, entry["dtype"].upper()))
-        assert list(found.shape[1:]) == entry["shape"][1:]
-        real = torch.from_numpy(found)
+    for entry, actual, wanted in zip(said["outputs"], session.run(None, {taken["name"]: feed}), integer(rows()), strict=True):
+        assert actual.dtype == helper.tensor_dtype_to_np_dtype(getattr(onnx.TensorProto, entry["dtype"].upper()))
+        assert list(actual.shape[1:]) == entry["shape"][1:]
+        real = torch.from_numpy(actual)
         if io == "integer":
             described = said["tensors"][entry["tensor"]]
-            assert str(found.dtype) == described["storage"]
-            known = torch.tensor(described["scale"])
-            real = (real.to(torch.int64) - described["zero_point"]).float() * known
+            assert str(actual.dtype) == described["storage"]
+            scales = torch.tensor(described["scale"])
+            real = (real.to(torch.int64) - described["zero_point"]).float() * scales
         if style == "qdq":
             assert (real - wanted).abs().max() <= 0.1 * wanted.abs().max()
         else:
@@ -406,7 +406,7 @@ TAMPERED: dict[str, tuple[Callable[[dict[str, str]], object], str]] = {
     "a tensor that is not there": (edited(lambda t: t.update(gone=t["l"])), "'gone', a value that the graph does not have"),
     "a scale that is a text": (edited(lambda t: t["l"].update(scale="1")), "the scale of 'l'"),
     "a scale of zero": (edited(lambda t: t["l"].update(scale=0)), "the scale of 'l'"),
-    "a scale that is no number": (edited(lambda t: t["l"].update(scale=float("nan"))), "the scale of 'l'"),
+    "a scale of NaN": (edited(lambda t: t["l"].update(scale=float("nan"))), "the scale of 'l'"),
     "an enormous scale": (edited(lambda t: t["l"].update(scale=10**400)), ""),
     "no scales": (edited(lambda t: t["l"].update(scale=[])), "the scale of 'l'"),
     "an axis from the front": (edited(lambda t: t["l"].update(scale=[1.0, 1.0], axis=0)), "the axis of the scales of 'l'"),

@@ -189,9 +189,9 @@ def test_qdq_files_can_take_and_return_integers(tmp_path: Path) -> None:
     integer = known("convolution")
     path = fxq.export_onnx(integer, tmp_path / "model.onnx", style="qdq", io="integer")
     values = graph_values(integer, batch())
-    (found,) = run(path, values["x_quantize"])
-    assert found.dtype == torch.int8
-    assert int((found.int() - values["relu" if "relu" in values else "a"].int()).abs().max()) <= 1
+    (output,) = run(path, values["x_quantize"])
+    assert output.dtype == torch.int8
+    assert int((output.int() - values["relu" if "relu" in values else "a"].int()).abs().max()) <= 1
 
 
 def test_the_report_counts_in_steps(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_the_report_counts_in_steps(tmp_path: Path) -> None:
 
 @needs_vnni
 def test_float_operators_mean_the_same_in_an_old_opset_or_are_refused(tmp_path: Path) -> None:
-    """Softmax flattened its operand before opset 13; sums at computed places, and the transform, are in none of them."""
+    """Softmax flattened its operand before opset 13; sums at computed places, and the transform, are in no opset."""
     integer = integer_of(Network(lambda s, x: s.a(x).softmax(1), a=conv(3, 4)), target="bernoulli2")
     path = fxq.export_onnx(integer, tmp_path / "model.onnx", style="qdq", opset=11)
     assert least_sqnr(measured(integer, path)) > 40

@@ -91,16 +91,16 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.
 @every_style
 def test_what_a_file_says_about_itself(style: str, tmp_path: Path) -> None:
     integer = known("silu")
-    found = fxq.export.onnx_metadata(
+    metadata = fxq.export.onnx_metadata(
         fxq.export_onnx(integer, tmp_path / "model.onnx", style=style, input_names=["image"], output_names=["y"])
     )
-    assert (found["version"], found["style"], found["io"], found["target"]) == (fxq.__version__, style, "float", "nash-e")
-    assert found["inputs"] == [{"name": "image", "dtype": "float", "shape": ["batch", 3, 8, 8], "tensor": "x_quantize"}]
-    assert found["outputs"] == [{"name": "y", "dtype": "float", "shape": ["batch", 8, 8, 8], "tensor": "silu_1"}]
+    assert (metadata["version"], metadata["style"], metadata["io"], metadata["target"]) == (fxq.__version__, style, "float", "nash-e")
+    assert metadata["inputs"] == [{"name": "image", "dtype": "float", "shape": ["batch", 3, 8, 8], "tensor": "x_quantize"}]
+    assert metadata["outputs"] == [{"name": "y", "dtype": "float", "shape": ["batch", 8, 8, 8], "tensor": "silu_1"}]
     storage, zero_point = ("uint8", 128) if style == "fast" else ("int8", 0)
     same = {"kind": "quantized", "dtype": "int8", "storage": storage, "zero_point": zero_point}
     scales = {node.name: qparams(node).scale for node in integer.graph.nodes if qparams(node) is not None}
-    assert {name: found["tensors"][name] for name in scales} == {name: {**same, "scale": scale} for name, scale in scales.items()}
+    assert {name: metadata["tensors"][name] for name in scales} == {name: {**same, "scale": scale} for name, scale in scales.items()}
 
 
 @pytest.mark.parametrize(("style", "opset"), [("exact", 16), ("fast", 13), ("qdq", 10), ("qdq", 0)])
@@ -126,8 +126,8 @@ def test_the_evaluators_operators_are_corrected_where_a_product_rounds_to_a_tie(
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     wanted = np.clip(np.rint(sums.astype(np.float32) * multipliers).astype(np.int64) + 128, 0, 255)
     for _, level, threads in RUNTIMES:
-        found = Runner(model, level, threads)({"x": torch.full((1, 1, 1, 1), 128, dtype=torch.uint8)})[result].flatten()
-        assert np.array_equal(found.numpy(), wanted), level
+        output = Runner(model, level, threads)({"x": torch.full((1, 1, 1, 1), 128, dtype=torch.uint8)})[result].flatten()
+        assert np.array_equal(output.numpy(), wanted), level
 
 
 # ---- prepared and float models, inputs with their channels last, files for other loaders -----------------------------
@@ -177,7 +177,7 @@ def test_a_float_model_is_a_file_of_any_batch_size(model: nn.Module, pictures: t
 def test_a_float_file_that_computes_something_else_is_not_written(
     model: nn.Module, pictures: tuple[Tensor, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fxquant.backends.onnx.export.apart", lambda found, wanted: 0.5)
+    monkeypatch.setattr("fxquant.backends.onnx.export.apart", lambda actual, wanted: 0.5)
     with pytest.raises(fxq.errors.ExportError, match="of its largest number away"):
         fxq.export_onnx(model, tmp_path / "float.onnx", example_inputs=pictures)
     assert not list(tmp_path.iterdir())
@@ -190,9 +190,9 @@ def test_a_prepared_model_is_a_file_with_its_grids(both: Compiled, pictures: tup
     assert fxq.export.onnx_metadata(path)["style"] == "qdq"
     assert path.read_bytes() == fxq.export_onnx(integer, tmp_path / "integer.onnx", "qdq", opset=21).read_bytes()
     scales = {name: entry["scale"] for name, entry in fxq.export.onnx_metadata(path)["tensors"].items() if "scale" in entry}
-    known = fxq.qparams(prepared)
+    scale_of = fxq.qparams(prepared)
     assert scales
-    assert all(known[name] == pytest.approx(scale) for name, scale in scales.items() if name in known)  # printed as float64
+    assert all(scale_of[name] == pytest.approx(scale) for name, scale in scales.items() if name in scale_of)  # printed as float64
     report = fxq.verify(prepared, path, [pictures])
     (output,) = report.outputs["onnxruntime"]  # type: ignore[attr-defined]
     assert output.largest <= 1
@@ -223,8 +223,8 @@ def test_layouts_of_other_ranks_and_of_float_files(tmp_path: Path) -> None:
     rows, volumes = torch.randn(2, 4, 9), torch.randn(2, 2, 4, 4, 4)
     for values, layer, layout in ((rows, nn.Conv1d(4, 3, 3), "NWC"), (volumes, nn.Conv3d(2, 3, 3), "NDHWC")):
         path = fxq.export_onnx(layer, tmp_path / "float.onnx", example_inputs=values, layouts={"input": layout})
-        (found,) = run(path, values.movedim(1, -1).contiguous())
-        assert (found - layer(values)).abs().max() < 1e-5  # sums of 54 products in another order
+        (output,) = run(path, values.movedim(1, -1).contiguous())
+        assert (output - layer(values)).abs().max() < 1e-5  # sums of 54 products in another order
 
 
 @pytest.mark.parametrize("opset", [13, 21])
@@ -234,9 +234,9 @@ def test_openvino_reads_qdq_and_gives_onnxruntimes_numbers(
     openvino, integer = pytest.importorskip("openvino", reason="the package openvino is not installed"), both.integer
     path = fxq.export_onnx(integer, tmp_path / "model.onnx", "qdq", opset=opset)
     read = openvino.Core().compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    found, wanted = read([value.numpy() for value in pictures])[0], run(path, *pictures)[0].numpy()
+    actual, wanted = read([value.numpy() for value in pictures])[0], run(path, *pictures)[0].numpy()
     step = next(layer.grid.scale for layer in reversed(fxq.inspect.layers(integer)) if layer.grid)
-    assert np.abs(found - wanted).max() <= 1.01 * step  # a float sum next to a tie may be rounded to either side
+    assert np.abs(actual - wanted).max() <= 1.01 * step  # a float sum next to a tie may be rounded to either side
 
 
 def test_what_is_no_model_to_be_written(model: nn.Module, both: Compiled, pictures: tuple[Tensor, Tensor], tmp_path: Path) -> None:

@@ -143,11 +143,11 @@ def test_no_half_step_becomes_a_part_of_a_bias(target: str, tmp_path: Path) -> N
 Changed = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
-def saturating(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.clamp(-(2**15), 2**15 - 1) for name, value in found.items()}
+def saturating(by_name: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.clamp(-(2**15), 2**15 - 1) for name, value in by_name.items()}
 
 
-def lacking(found: dict[str, Tensor]) -> dict[str, Tensor]:
+def lacking(by_name: dict[str, Tensor]) -> dict[str, Tensor]:
     raise fxq.errors.ExportError("the model cannot be run", because="there is no ConvInteger", remedy="none")
 
 
@@ -155,9 +155,9 @@ def run_otherwise(monkeypatch: pytest.MonkeyPatch, change: Changed, of_the_whole
     """Let the runtime change what single kernels compute, or the whole file as well."""
     honest = fast._run
 
-    def otherwise(model: Any, *given: Any) -> dict[str, Tensor]:
-        found = honest(model, *given)
-        return change(found) if of_the_whole or model.graph.name == "kernel" else found
+    def otherwise(model: Any, *arguments: Any) -> dict[str, Tensor]:
+        result = honest(model, *arguments)
+        return change(result) if of_the_whole or model.graph.name == "kernel" else result
 
     monkeypatch.setattr(fast, "_run", otherwise)
 

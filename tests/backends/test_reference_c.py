@@ -38,7 +38,7 @@ def build(source: Path, compiler: str = COMPILERS[0] if COMPILERS else "", optio
 
 
 def run(program: Path, inputs: Sequence[Tensor], likes: Sequence[Tensor]) -> list[Tensor]:
-    """What a program gives for inputs, as tensors like those given."""
+    """Run a program on inputs; return its results as tensors like `likes`."""
     done = execute(program, inputs, len(likes))
     assert done.returncode == 0, done.stderr.decode()
     raw = [np.fromfile(program.parent / f"out{index}", dtype=like.numpy().dtype) for index, like in enumerate(likes)]
@@ -62,8 +62,8 @@ def assert_equal(integer: fx.GraphModule, inputs: Sequence[Tensor], source: Path
     source = fxq.export.export_c(integer, source, batch_size=batch_size, **options)
     program = build(source, options=SANITIZED if integer.meta["target"].name == "bayes-e" else ["-O1"])  # compiling those takes a second
     likes = returned(integer, inputs)
-    for found, wanted in zip(run(program, inputs, likes), likes, strict=True):
-        assert same_bytes(found, wanted)
+    for actual, wanted in zip(run(program, inputs, likes), likes, strict=True):
+        assert same_bytes(actual, wanted)
 
 
 # ---- every primitive ------------------------------------------------------------------------------------------------
@@ -84,9 +84,9 @@ def graph_of(drawn: Sequence[Case]) -> fx.GraphModule:
         set_fact(node, TensorFact(tuple(result.shape), result.dtype))
         results.append(node)
     graph.output(tuple(results))
-    made = fx.GraphModule(root, graph)
-    made.meta.update(stage="INTEGER", target=backends.get("bayes-e"))
-    return made
+    built = fx.GraphModule(root, graph)
+    built.meta.update(stage="INTEGER", target=backends.get("bayes-e"))
+    return built
 
 
 @pytest.mark.nightly
@@ -96,13 +96,13 @@ def test_every_primitive_has_its_numbers(tmp_path: Path, monkeypatch: pytest.Mon
     assert {case.primitive for case in drawn} == set(PRIMITIVES) == set(FORMS)
     program = build(fxq.export.export_c(graph_of(drawn), tmp_path / "primitives.c"))
     wanted = [case.primitive(*case.arguments) for case in drawn]
-    for case, found, result in zip(drawn, run(program, [], wanted), wanted, strict=True):
-        assert same_bytes(found, result), case
+    for case, actual, result in zip(drawn, run(program, [], wanted), wanted, strict=True):
+        assert same_bytes(actual, result), case
 
 
 # ---- whole models ---------------------------------------------------------------------------------------------------
 class Convolutions(nn.Module):
-    """What networks of images are made of, two results, one of them whole numbers."""
+    """The layers of networks of images, with two results, one of int64."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def integer_of(model: nn.Module, batch: Tensor, target: str) -> fx.GraphModule:
 @pytest.mark.parametrize("target", ["bernoulli2", "bayes-e", "nash-e", "x86"])
 def test_a_network_of_images_has_the_integer_models_bits(target: str, tmp_path: Path) -> None:
     network, image = Convolutions(), torch.randn(6, 3, 16, 16)
-    softened = target in ("bayes-e", "nash-e")  # on the others, without int16, a softmax is no integer operator
+    softened = target in ("bayes-e", "nash-e")  # on the others, without int16, a softmax stays in float
     model = network if softened else nn.Sequential(network.stem, network.norm, network.slope, network.depth, nn.SiLU(), network.up)
     integer = integer_of(model, image, target)
     assert_equal(integer, [image * 1.5], tmp_path / "network.c", 3, external_data=softened)

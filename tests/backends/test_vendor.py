@@ -43,10 +43,10 @@ def converted(model: nn.Module, target: str = "bayes-e", qconfig: fxq.QConfig | 
     return fxq.quantize(model.eval(), batches(), target, qconfig).integer
 
 
-def verified(integer: torch.fx.GraphModule, folder: Path, given: list[Tensor] | None = None, **options: Any) -> tuple[Any, Path]:
+def verified(integer: torch.fx.GraphModule, folder: Path, actual: list[Tensor] | None = None, **options: Any) -> tuple[Any, Path]:
     """Compile a model and hold the program to it; return the report of `verify` and the program's path."""
     binary = fxq.board.compile_horizon(fxq.board.export_horizon(integer, folder / "net", **options))
-    report = fxq.verify(integer, binary, batches() if given is None else given)
+    report = fxq.verify(integer, binary, batches() if actual is None else actual)
     assert report, str(report)
     assert report.elements > 0
     return report, binary
@@ -150,22 +150,22 @@ def test_horizons_names_end_in_a_file_that_is_verified(tmp_path: Path, monkeypat
     assert horizon.check_model(quantized, [batches()[0]]) == 0
     assert horizon.compile_model(quantized, [batches()[0]], hbm=tmp_path / "net.hbm") == 0
     assert fxq.verify(quantized, tmp_path / "net.bin", batches())
-    found = horizon.perf_model(quantized, [batches()[0]], out_dir=tmp_path / "perf", hbm=tmp_path / "net.bin", layer_details=True)
-    assert len(found.compiled) == 1
+    output = horizon.perf_model(quantized, [batches()[0]], out_dir=tmp_path / "perf", hbm=tmp_path / "net.bin", layer_details=True)
+    assert len(output.compiled) == 1
 
 
 def test_a_conformance_kit_of_two_operators_is_equal_in_the_simulator_and_in_the_tools_runtime(tmp_path: Path) -> None:
     kit = fxq.board.conformance_kit(tmp_path / "kit", "bayes-e", operators=["conv 3x3", "add"], scales=["observed"])
-    found = fxq.board.check_conformance(kit, fxq.board.simulate_conformance(kit))
-    assert found, str(found)
-    assert [(row.operator, row.result, row.differing) for row in found] == [("conv 3x3", "equal", 0), ("add", "equal", 0)]
+    conformance = fxq.board.check_conformance(kit, fxq.board.simulate_conformance(kit))
+    assert conformance, str(conformance)
+    assert [(row.operator, row.result, row.differing) for row in conformance] == [("conv 3x3", "equal", 0), ("add", "equal", 0)]
     python = Tool.find().folder / "python"
     command = [str(python), "run.py", "--runtime", "HB_ONNXRuntime", "--results", str(tmp_path / "results")]
     done = subprocess.run(command, cwd=kit / "board", capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found = fxq.board.check_conformance(kit, tmp_path / "results")
-    assert found, str(found)
-    assert found.runtime == "HB_ONNXRuntime"
+    conformance = fxq.board.check_conformance(kit, tmp_path / "results")
+    assert conformance, str(conformance)
+    assert conformance.runtime == "HB_ONNXRuntime"
 
 
 def test_a_sum_of_32_bits_that_leaves_the_model_is_compared(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The benchmark of accuracy on networks that nobody has trained: what it makes, keeps, compares and prints."""
+"""The benchmark of accuracy on networks that nobody has trained: checkpoints, results, comparisons and the printed table."""
 
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def test_a_checkpoint_is_trained_once_and_from_its_seed_alone(tmp_path: Path) ->
     first = floats.checkpoint("tiny", "edsr", 0, tmp_path / "one")
     again = floats.checkpoint("tiny", "edsr", 0, tmp_path / "other")
     other = floats.checkpoint("tiny", "edsr", 1, tmp_path / "other")
-    weights = [torch.load(found.path, weights_only=True)["head.weight"] for found in (first, again, other)]
+    weights = [torch.load(result.path, weights_only=True)["head.weight"] for result in (first, again, other)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
     written = first.path.stat().st_mtime_ns
@@ -98,17 +98,17 @@ def results(method: str, *scores: float) -> list[Result]:
 def test_a_row_is_won_tied_or_lost_by_the_spread_of_the_smaller_drop(
     ours: tuple[float, ...], theirs: tuple[float, ...], expected: str
 ) -> None:
-    found = [*results(OURS, *ours), *results("far", *(score - 5 for score in theirs)), *results("near", *theirs)]
-    summary, best = table.summary(found, OURS), table.best_peer(found)
+    result = [*results(OURS, *ours), *results("far", *(score - 5 for score in theirs)), *results("near", *theirs)]
+    summary, best = table.summary(result, OURS), table.best_peer(result)
     assert isinstance(summary, table.Summary)
     assert best.method == "near"
     assert table.verdict(summary, best) == expected
 
 
 def test_a_peer_that_cannot_do_a_row_or_stayed_in_float_says_so(tmp_path: Path) -> None:
-    found = floats.checkpoint("tiny", "edsr", 0, tmp_path)
-    wanted = rows.float_outputs(found)
-    assert "was not quantized" in rows.judged("peer", found, wanted, wanted.clone()).reason
+    result = floats.checkpoint("tiny", "edsr", 0, tmp_path)
+    wanted = rows.float_outputs(result)
+    assert "was not quantized" in rows.judged("peer", result, wanted, wanted.clone()).reason
     refused = Result("peer", 0, 30.0, reason="no such row")
     page = table.markdown({EDSR_ROW: [*results(OURS, 89.0), refused]}, [0])
     assert "- peer: no such row" in page

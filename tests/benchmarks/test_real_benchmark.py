@@ -1,4 +1,4 @@
-"""The benchmark of pretrained networks: what it says where wheels are absent, its measures, and one cell of a small network."""
+"""The benchmark of pretrained networks: messages where wheels are absent, measures, and one cell of a small network."""
 
 import importlib.util
 from pathlib import Path
@@ -106,10 +106,10 @@ def test_figures_that_fell_or_rose_are_named() -> None:
         row("PESTO", "dB of output", 9),
     ]
     after = [row("silero", "dB of output", 19.4), row("silero", "agreement", 94.1), row("CREPE", "dB of output", 30.6)]
-    found = kept.compared(before, [*after, row("PESTO", "dB of output", 1, "40 of espeak-ng")])
-    assert found.fell == ["silero, x86, dB of output: 20.0 → 19.4 (-0.6)"]
-    assert found.rose == ["CREPE, x86, dB of output: 30.0 → 30.6 (+0.6)"]
-    assert found.alone == ["PESTO, x86, dB of output: 1.0 (40 of espeak-ng)"]
+    result = kept.compared(before, [*after, row("PESTO", "dB of output", 1, "40 of espeak-ng")])
+    assert result.fell == ["silero, x86, dB of output: 20.0 → 19.4 (-0.6)"]
+    assert result.rose == ["CREPE, x86, dB of output: 30.0 → 30.6 (+0.6)"]
+    assert result.alone == ["PESTO, x86, dB of output: 1.0 (40 of espeak-ng)"]
     assert kept.merged(before, after[:2]) == [before[2], before[3], *after[:2]]  # in the order of the networks
 
 

@@ -1,4 +1,4 @@
-"""A calibration that goes on in another call ends with the bits that one call with all batches has, or says what it has not done."""
+"""A calibration that goes on in another call ends with the bits that one call with all batches has, or names the steps it left out."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ WAYS: dict[str, Callable[[fx.GraphModule], None]] = {
 
 @pytest.fixture(scope="module", params=["int8", "int4"])
 def whole(request: pytest.FixtureRequest) -> tuple[str, fx.GraphModule]:
-    found = begun(request.param, 10)
-    assert ("bias corrected" in done(found), "rounded" in done(found)) == (True, request.param == "int4")
-    return request.param, found
+    result = begun(request.param, 10)
+    assert ("bias corrected" in done(result), "rounded" in done(result)) == (True, request.param == "int4")
+    return request.param, result
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -127,8 +127,8 @@ def test_settings_of_the_process_change_nothing(name: str) -> None:
     wanted = compute()
     for setting, entered in SETTINGS.items():
         with entered():
-            found = compute()
-        assert equal(found, wanted), setting
+            result = compute()
+        assert equal(result, wanted), setting
 
 
 @pytest.mark.nightly
@@ -142,16 +142,16 @@ def test_a_search_finds_the_same_under_autocast(name: str) -> None:
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ALIKE_IN_THREADS)
 def test_the_number_of_threads_changes_no_bit(name: str) -> None:
-    found = []
+    results = []
     for count in (1, 2):
         with threads(count):
-            found.append(ALIKE_IN_THREADS[name]())
-    assert equal(*found)
+            results.append(ALIKE_IN_THREADS[name]())
+    assert equal(*results)
 
 
 @pytest.mark.nightly
 def test_autocast_reaches_the_users_batches_alone() -> None:
-    """What yields the batches runs as the user has set it, and calibration beside it does not."""
+    """The user's iterator of batches runs under the user's autocast, and calibration does not."""
     seen = []
 
     def stream() -> Iterator[Tensor]:
@@ -159,8 +159,8 @@ def test_autocast_reaches_the_users_batches_alone() -> None:
             seen.append((torch.is_autocast_enabled("cpu"), torch.get_num_threads()))
             yield batch
 
-    found = prepared()
+    model = prepared()
     with threads(2), torch.autocast("cpu", dtype=torch.bfloat16):
-        fxq.calibrate(found, stream(), show_progress=False)
+        fxq.calibrate(model, stream(), show_progress=False)
     assert seen == [(True, 2)] * len(BATCHES)
-    assert same_state(found, calibrated())
+    assert same_state(model, calibrated())

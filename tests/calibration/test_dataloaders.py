@@ -259,8 +259,8 @@ def test_num_batches_is_what_counts() -> None:
     def scales(batches: Any, number: int | None = None) -> dict[str, Any]:
         return fxq.qparams(fxq.calibrate(of_one(), batches, number))
 
-    found = scales(loader(TensorDataset(growing, labels())), 2)
-    assert found == scales(pieces(growing[:8])) != scales(pieces(growing))
+    scale_of = scales(loader(TensorDataset(growing, labels())), 2)
+    assert scale_of == scales(pieces(growing[:8])) != scales(pieces(growing))
 
 
 @pytest.mark.parametrize(

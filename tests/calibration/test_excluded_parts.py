@@ -63,13 +63,13 @@ def part(prepared: fx.GraphModule, name: str = "dw") -> dict[str, QuantizedOpera
 
 
 def numbers(prepared: fx.GraphModule, name: str = "dw", without: str = "") -> dict[str, Tensor]:
-    """All numbers of a part's operators, but of what one of them has observed."""
-    found = {}
+    """Return all numbers of a part's operators, without the observations of `without`."""
+    by_name = {}
     for node, operator in part(prepared, name).items():
-        found.update(
+        by_name.update(
             {f"{node}.{key}": value for key, value in operator.state_dict().items() if node != without or key[:10] != "quantizer."}
         )
-    return found
+    return by_name
 
 
 METHODS: dict[str, Callable[[fx.GraphModule], Any]] = {
@@ -88,7 +88,7 @@ METHODS: dict[str, Callable[[fx.GraphModule], Any]] = {
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", METHODS)
 def test_a_part_in_float_stays_as_it_is(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """But for the grid of what it gives, which is that of what reads it."""
+    """An excluded part keeps all but the grid of its output, which is its reader's."""
     caplog.set_level(logging.INFO, "fxquant")
     prepared = fresh()
     fxq.set_state(prepared, "float", "dw")
@@ -106,7 +106,7 @@ def test_a_part_in_float_stays_as_it_is(name: str, caplog: pytest.LogCaptureFixt
 
 
 def test_the_model_runs_with_that_part_in_float() -> None:
-    """It computes what the float model does there, between integers."""
+    """An excluded part computes the float model's function, between integers."""
     prepared = fresh()
     fxq.set_state(prepared, "float", "dw")
     calibrate(prepared)

@@ -20,8 +20,7 @@ from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.observers import MinMaxObserver
 from fxquant.serialization import pack, unpack
 from tests.shared.contract import assert_train_is_validate, assert_validate_is_integer, calibrated, same_state
-from tests.shared.networks import Network
-from tests.shared.written import to_train, written
+from tests.shared.networks import Network, to_train, written
 
 pytestmark = pytest.mark.usefixtures("default_outputs")  # these read scales, and are not about outputs
 
@@ -74,12 +73,12 @@ def gathered() -> fxq.observers.Observations:
 
 @pytest.fixture
 def seen(default_outputs: None) -> fxq.observers.Observations:
-    """What the default configuration observes, the output too."""
+    """Return the default configuration's observations, that of the output too."""
     return gathered()
 
 
 def assert_same_state(one: fx.GraphModule, other: fx.GraphModule) -> None:
-    """The same scales, observations and parameters, to the bit, in the same state."""
+    """Assert equal scales, observations and parameters, to the bit, in one state."""
     assert same_state(one, other)
     states = ({name: operator.state for name, operator in quantized_operators(model).items()} for model in (one, other))
     assert next(states) == next(states)
@@ -148,11 +147,11 @@ def before_a_function(function: Any, size: float = 1.0) -> nn.Module:
 def test_a_tensor_before_a_function_that_saturates_has_a_scale_in_another_dtype(
     function: str, target: str, before: str, after: str
 ) -> None:
-    model, given = before_a_function(SATURATING[function]), [x / 4 for x in batches()]
-    observed = fxq.observers.observations(calibrated(model, given, target, fxq.QConfig(ACT(before))))
+    model, samples = before_a_function(SATURATING[function]), [x / 4 for x in batches()]
+    observed = fxq.observers.observations(calibrated(model, samples, target, fxq.QConfig(ACT(before))))
     qconfig = fxq.QConfig(ACT(after))
-    prepared = fxq.prepare(model, given[0], target, qconfig, observations=observed)
-    assert_same_state(prepared, calibrated(model, given, target, qconfig, choose_ranges=False))  # samples would narrow an input
+    prepared = fxq.prepare(model, samples[0], target, qconfig, observations=observed)
+    assert_same_state(prepared, calibrated(model, samples, target, qconfig, choose_ranges=False))  # samples would narrow an input
     fxq.convert(prepared)
 
 
@@ -220,7 +219,7 @@ def test_observations_do_not_change() -> None:
     seen, again = fxq.observers.observations(prepared), fxq.observers.observations(prepared)
     assert seen == again
     to_train(prepared)(batches()[0] * 9)
-    assert fxq.observers.observations(prepared) == seen  # what training moves is no part of them
+    assert fxq.observers.observations(prepared) == seen  # they hold nothing that training moves
     fxq.calibrate(prepared, [batches()[0] * 9], show_progress=False)
     assert seen == again
     assert fxq.observers.observations(prepared) != seen
@@ -347,7 +346,7 @@ def test_observations_are_kept_in_a_file(seen: fxq.observers.Observations, tmp_p
 DAMAGE: dict[str, tuple[Any, ...]] = {  # where in the document, and what stands there then
     "version": ("version", 2),
     "no places": ("observed", 0, "places", []),
-    "a class that is no observer": ("observed", 0, "gathered", 0, 0, "Conv2d"),
+    "a class other than an observer": ("observed", 0, "gathered", 0, 0, "Conv2d"),
     "another observer": ("observed", 0, "gathered", 1, 0, "HistogramObserver"),
     "one that gathers as another does": ("observed", 0, "gathered", 0, 0, "PercentileObserver"),
     "more bins than there are": ("observed", 0, "gathered", 0, 1, {"bins": 4096, "sample": 2**18}),

@@ -1,4 +1,4 @@
-"""Items of a batch that are far louder than the others: what the default observer makes of them, and the batch norms after."""
+"""Items of a batch with a far larger norm than the others: scales of the default observer, and the batch norms after."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.observers import HistogramObserver, histogram
 from fxquant.quantization.observers.histogram import BINS, OCTAVES
 from tests.shared.contract import Compiled, calibrated, compiled
-from tests.shared.written import to_validate
+from tests.shared.networks import to_validate
 
 pytestmark = pytest.mark.usefixtures("default_outputs")  # these read scales, and are not about outputs
 
@@ -30,7 +30,7 @@ class Pooled(HistogramObserver):
 
 
 def images(count: int, loud: int, seed: int) -> Tensor:
-    """Items of which some are 24 times as loud."""
+    """Return items of which some are 24 times as large."""
     drawn = torch.randn(count, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
     drawn[:loud] *= 24
     return drawn[torch.randperm(count, generator=torch.Generator().manual_seed(seed))]
@@ -46,9 +46,9 @@ def quantized(network: nn.Module, batches: list[Tensor], target: str, observer: 
     return compiled(network, batches, target, fxq.QConfig(fxq.ActivationConfig(observer=observer)))
 
 
-def decibels(wanted: Tensor, found: Tensor) -> float:
+def decibels(wanted: Tensor, actual: Tensor) -> float:
     """The signal to noise ratio of an item, on average."""
-    power, noise = wanted.flatten(1).square().sum(1), (found - wanted).flatten(1).square().sum(1)
+    power, noise = wanted.flatten(1).square().sum(1), (actual - wanted).flatten(1).square().sum(1)
     return float((10 * torch.log10(power / noise)).mean())
 
 
@@ -75,14 +75,14 @@ def test_items_that_are_alike_or_no_exception_change_nothing(network: nn.Module,
 
 def test_both_ends_of_an_affine_range_are_cut_off_together() -> None:
     values = torch.randn(64, 3, 16, 16, generator=torch.Generator().manual_seed(3))
-    values[:3] *= 9  # so little louder that one end alone would gain nothing: the step is half of the other's at least
-    found = {}
+    values[:3] *= 9  # so little larger that one end alone would gain nothing: the step is half of the other's at least
+    by_name = {}
     for observer in (HistogramObserver(), Pooled()):
         observer.take(values, values.min(), values.max(), items=torch.aminmax(values.flatten(1), dim=1))
-        found[type(observer)] = [float(end) for end in observer.interval(UINT8)]
+        by_name[type(observer)] = [float(end) for end in observer.interval(UINT8)]
     quiet = float(values[3:].abs().max())
-    assert all(abs(end) > 3 * quiet for end in found[Pooled])
-    assert all(0.5 * quiet < abs(end) < 1.5 * quiet for end in found[HistogramObserver])
+    assert all(abs(end) > 3 * quiet for end in by_name[Pooled])
+    assert all(0.5 * quiet < abs(end) < 1.5 * quiet for end in by_name[HistogramObserver])
 
 
 def test_an_item_has_the_octave_of_its_largest_magnitude_whatever_the_order() -> None:

@@ -1,4 +1,4 @@
-"""The command line: what it says when it is misused, files, differences, verification, the demonstration, and statuses of the shell."""
+"""The command line: messages of misuse, files, differences, verification, the demonstration, and statuses of the shell."""
 
 import os
 import pickle
@@ -78,7 +78,7 @@ def test_a_folder_of_the_demonstration_that_is_a_file_is_refused(
 
 @pytest.fixture
 def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[run.Outcome]:
-    """What the demonstrations of this test returned; they train briefly, on few of the images."""
+    """Return the results of this test's demonstrations, which train briefly, on few of the images."""
     digits = load_digits_dataset()
     cut = {name: getattr(digits, name)[: 192 if "train" in name else 64] for name in digits._fields}
     monkeypatch.setattr(run, "load_digits_dataset", lambda: digits._replace(**cut))
@@ -149,13 +149,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         other.head.weight[1, 2] *= 0.5
     changed = fxq.quantize(other, [inputs()], qconfig=INT8)
     forms = {"traced": fxq.trace(model, inputs()), "prepared": result.prepared, "integer": result.integer}
-    found = {name: fxq.save(form, directory / f"{name}.fxq") for name, form in forms.items()}
-    found["uncalibrated"] = fxq.save(fxq.prepare(model, inputs(), qconfig=INT8), directory / "uncalibrated.fxq")
-    found["changed"] = fxq.save(changed.integer, directory / "changed.fxq")
-    found["changed-prepared"] = fxq.save(changed.prepared, directory / "changed-prepared.fxq")
-    found["onnx"] = result.export(directory / "model.onnx")
-    found["changed-onnx"] = changed.export(directory / "changed.onnx")
-    return found
+    actual = {name: fxq.save(form, directory / f"{name}.fxq") for name, form in forms.items()}
+    actual["uncalibrated"] = fxq.save(fxq.prepare(model, inputs(), qconfig=INT8), directory / "uncalibrated.fxq")
+    actual["changed"] = fxq.save(changed.integer, directory / "changed.fxq")
+    actual["changed-prepared"] = fxq.save(changed.prepared, directory / "changed-prepared.fxq")
+    actual["onnx"] = result.export(directory / "model.onnx")
+    actual["changed-onnx"] = changed.export(directory / "changed.onnx")
+    return actual
 
 
 def called(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, str]:
@@ -180,7 +180,7 @@ def test_inspect(form: str, files: dict[str, Path], capsys: pytest.CaptureFixtur
     assert any(line.startswith("  in float") and "1 operator" in line for line in lines)
     assert "%cumsum: it sums over the batch, whose size is not fixed" in shown
     integer = fxq.load(files["integer"])
-    grids = {node.name: known for node in integer.graph.nodes if (known := qparams(node)) is not None}
+    grids = {node.name: on_grid for node in integer.graph.nodes if (on_grid := qparams(node)) is not None}
     assert len(grids) >= 6
     for name, grid in grids.items():
         row = next(line.split() for line in lines if line.split()[:1] == [f"%{name}"])
@@ -426,12 +426,12 @@ def test_export_writes_every_form_that_is_asked_for(tmp_path: Path, capsys: pyte
 def test_the_scales_of_a_32_bit_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = fxq.QConfigMapping().set_module_name("1", fxq.QConfig(output=fxq.ActivationConfig("int32")))
     result = fxq.quantize(nn.Sequential(nn.Conv2d(2, 4, 3), nn.Conv2d(4, 3, 1)), inputs()[0], qconfig=config)
-    (known,) = [known for node in result.integer.graph.nodes if (known := qparams(node)) is not None and known.dtype == "int32"]
-    assert isinstance(known.scale, tuple)
+    (grid,) = [grid for node in result.integer.graph.nodes if (grid := qparams(node)) is not None and grid.dtype == "int32"]
+    assert isinstance(grid.scale, tuple)
     saved, path = fxq.save(result.integer, tmp_path / "m.fxq"), result.export(tmp_path / "m.onnx")
     for file in (saved, path):
         shown = called(capsys, "inspect", file)[1]
-        assert f"int32  {min(known.scale):.9g} to {max(known.scale):.9g}" in shown
+        assert f"int32  {min(grid.scale):.9g} to {max(grid.scale):.9g}" in shown
     assert "int32  its sum's" in called(capsys, "inspect", fxq.save(result.prepared, tmp_path / "p.fxq"))[1]
     assert called(capsys, "diff", saved, saved)[0] == 0
     assert called(capsys, "verify", saved, path)[0] == 0

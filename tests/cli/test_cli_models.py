@@ -1,4 +1,4 @@
-"""The commands that take a model from Python to files: what they write, what they find, and what they say when they cannot."""
+"""The commands that take a model from Python to files: their files, findings and messages of refusal."""
 
 import importlib
 import json
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import fxquant as fxq
-from fxquant.cli import main
+from tests.cli.test_cli import called
 from tests.shared.programs import program
 
 NETWORKS = program("cli_models_networks")
@@ -39,12 +39,6 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         sys.modules.pop(name, None)
 
 
-def called(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, str]:
-    status = main([str(argument) for argument in arguments])
-    shown = capsys.readouterr()
-    return status, shown.out, shown.err
-
-
 def network_of(name: str) -> Any:
     return getattr(importlib.import_module("networks"), name)()
 
@@ -54,7 +48,7 @@ def files_of(folder: str) -> list[str]:
 
 
 def by_hand(target: str = "bayes-e", qconfig: Any = None) -> fxq.results.Result:
-    """What Python's functions make of the same samples: the last fifth is held back."""
+    """Quantize by Python's functions with the same samples, of which the last fifth is held back."""
     batches = [{"image": rows} for rows in images()[: -(ROWS // 5)].split(8)]
     return fxq.quantize(network_of("Network"), batches, target, qconfig)
 
@@ -70,8 +64,8 @@ def test_a_command_imports_from_the_current_folder_and_leaves_the_paths_of_impor
 
 # ---- quantize -----------------------------------------------------------------------------------------------------------
 def test_quantize_writes_what_pythons_functions_make(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ("quantize", "networks:Network", "--data", "images.npy", "--batch-size", 8, "--target", "nash-e", "--out", "out")
-    status, shown, _ = called(capsys, *given)
+    command = ("quantize", "networks:Network", "--data", "images.npy", "--batch-size", 8, "--target", "nash-e", "--out", "out")
+    status, shown, _ = called(capsys, *command)
     assert status == 0
     assert files_of("out") == ["integer.fxq", "model.onnx", "report.html", "summary.json"]
     result = by_hand("nash-e")
@@ -97,8 +91,8 @@ def test_quantize_writes_what_pythons_functions_make(capsys: pytest.CaptureFixtu
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("factory", ["made", "ready", "Holder.network"])
 def test_a_factory_is_a_class_a_function_or_a_module(factory: str, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ("quantize", f"networks:{factory}", "--data", "images.npy", "--batch-size", 8, "--out", "out", "--no-report")
-    assert called(capsys, *given)[0] == 0
+    command = ("quantize", f"networks:{factory}", "--data", "images.npy", "--batch-size", 8, "--out", "out", "--no-report")
+    assert called(capsys, *command)[0] == 0
     assert files_of("out") == ["integer.fxq", "model.onnx", "summary.json"]
     assert Path("out/integer.fxq").read_bytes() == fxq.save(by_hand().integer, "mine.fxq").read_bytes()
 
@@ -106,18 +100,18 @@ def test_a_factory_is_a_class_a_function_or_a_module(factory: str, capsys: pytes
 def test_rules_of_a_file_are_those_of_the_mapping(capsys: pytest.CaptureFixture[str]) -> None:
     mapping = fxq.QConfigMapping().set_module_name("conv", fxq.QConfig(output=fxq.ActivationConfig("int16"))).set_module_name("head", None)
     fxq.save_qconfig(mapping, "rules.json")
-    given = ("--data", "images.npy", "--batch-size", 8, "--out", "out", "--no-report", "--qconfig", "rules.json")
-    status, shown, _ = called(capsys, "quantize", "networks:Network", *given)
+    command = ("--data", "images.npy", "--batch-size", 8, "--out", "out", "--no-report", "--qconfig", "rules.json")
+    status, shown, _ = called(capsys, "quantize", "networks:Network", *command)
     assert status == 0
     assert Path("out/integer.fxq").read_bytes() == fxq.save(by_hand(qconfig=mapping).integer, "mine.fxq").read_bytes()
     findings = json.loads(Path("out/summary.json").read_text(encoding="utf-8"))["findings"]
-    assert [(found["layer"], found["kind"]) for found in findings] == [("mean", "limit"), ("head", "float")]
+    assert [(result["layer"], result["kind"]) for result in findings] == [("mean", "limit"), ("head", "float")]
     assert re.search(r"operators in float\s+│\s+1 ", shown)
 
 
 def test_the_form_of_the_file_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ("--data", "images.npy", "--out", "out", "--no-report", "--style", "exact", "--opset", 17, "--fixed-batch", 3, "--horizon")
-    assert called(capsys, "quantize", "networks:Network", *given)[0] == 0
+    command = ("--data", "images.npy", "--out", "out", "--no-report", "--style", "exact", "--opset", 17, "--fixed-batch", 3, "--horizon")
+    assert called(capsys, "quantize", "networks:Network", *command)[0] == 0
     metadata = fxq.export.onnx_metadata("out/model.onnx")
     assert metadata["style"] == "exact"
     assert "image f32[3,2,8,8]" in called(capsys, "inspect", "out/model.onnx")[1]
@@ -148,9 +142,9 @@ def test_a_file_that_differs_is_status_1(monkeypatch: pytest.MonkeyPatch, capsys
 def test_check_lists_what_is_broken_with_line_and_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     status, shown, _ = called(capsys, "check", "networks:Network", "--target", "bernoulli2", "--shape", "1,2,8,8")
     assert status == 1
-    found = fxq.check(network_of("Network").eval(), torch.randn(1, 2, 8, 8), "bernoulli2")
-    assert len(found) >= 2
-    assert shown == f"{found}\n"
+    findings = fxq.check(network_of("Network").eval(), torch.randn(1, 2, 8, 8), "bernoulli2")
+    assert len(findings) >= 2
+    assert shown == f"{findings}\n"
     assert "networks.py:14 in forward:  return self.head(" in shown
     assert "write it as a convolution with a 1×1 kernel" in shown
     assert called(capsys, "check", "networks:Network", "--target", "bernoulli2", "--data", "images.npy")[:2] == (1, shown)
@@ -242,8 +236,8 @@ def test_a_file_that_cannot_be_replaced_is_found_before_the_work(
 
     monkeypatch.setattr(fxq, "quantize", quantize)
     (Path("results") / name).mkdir(parents=True)
-    given = ("quantize", "networks:Network", "--data", "images.npy", "--out", "results", "--no-report")
-    assert_refused(called(capsys, *given), f"{name} cannot be written", "Is a directory")
+    command = ("quantize", "networks:Network", "--data", "images.npy", "--out", "results", "--no-report")
+    assert_refused(called(capsys, *command), f"{name} cannot be written", "Is a directory")
 
 
 def test_ctrl_c_leaves_no_folder_and_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,8 +245,8 @@ def test_ctrl_c_leaves_no_folder_and_no_traceback(monkeypatch: pytest.MonkeyPatc
         raise KeyboardInterrupt
 
     monkeypatch.setattr(fxq.results.Result, "compare", interrupt)
-    given = ("quantize", "networks:Network", "--data", "images.npy", "--out", "out", "--no-report")
-    assert called(capsys, *given) == (130, "", "fxquant: interrupted\n")
+    command = ("quantize", "networks:Network", "--data", "images.npy", "--out", "out", "--no-report")
+    assert called(capsys, *command) == (130, "", "fxquant: interrupted\n")
     assert not Path("out").exists()
 
 

@@ -20,13 +20,13 @@ PROGRAM = re.compile(r"^```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 def programs(page: str) -> list[dict[str, str]]:
     """The old and the new program of every block that shows both."""
-    found = []
+    blocks = []
     for block in PROGRAM.findall((GUIDE / page).read_text(encoding="utf-8")):
         columns = {}
         for column, mark in (("old", "-"), ("new", "+")):
             columns[column] = "".join(line[1:] + "\n" for line in block.splitlines() if not line or line[0] in (" ", mark))
-        found.append(columns)
-    return found
+        blocks.append(columns)
+    return blocks
 
 
 def run(program: str, name: str, folder: Path) -> dict[str, Any]:
@@ -37,21 +37,21 @@ def run(program: str, name: str, folder: Path) -> dict[str, Any]:
     return namespace
 
 
-def signal(found: dict[str, Any]) -> float:
-    """SQNR in dB of what the program's quantized model puts out."""
-    exact, outputs = found["model"].eval()(found["batches"][0]), found["outputs"]
+def signal(namespace: dict[str, Any]) -> float:
+    """Return the SQNR in dB of the outputs of the program's quantized model."""
+    exact, outputs = namespace["model"].eval()(namespace["batches"][0]), namespace["outputs"]
     return float(10 * torch.log10(exact.var() / (outputs - exact).square().mean()))
 
 
 def imported(program: str) -> set[str]:
     """The names that a program imports from a package that is to be replaced."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(ast.parse(program)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
             ("horizon_plugin_pytorch", "torch.ao", "torch.quantization")
         ):
-            found |= {alias.name for alias in node.names}
-    return found
+            names |= {alias.name for alias in node.names}
+    return names
 
 
 @pytest.mark.sweep(1)
@@ -66,7 +66,7 @@ def test_a_program_of_torch_ao_and_the_new_one(index: int, tmp_path: Path, monke
     old, new = (run(program[column], f"{column}_{index}", tmp_path) for column in ("old", "new"))
     assert "stage" not in old["quantized"].__dict__.get("meta", {})
     assert new["quantized"].meta["stage"] == "FUSED"
-    assert [tuple(found["outputs"].shape) for found in (old, new)] == [tuple(new["outputs"].shape)] * 2
+    assert [tuple(result["outputs"].shape) for result in (old, new)] == [tuple(new["outputs"].shape)] * 2
     if "optimizer" not in new:  # trained models are apart; calibrated ones are the float model's neighbours
         assert signal(new) > signal(old) - 1
         assert signal(new) > 20
@@ -77,8 +77,8 @@ def test_the_program_of_horizon_runs_with_its_names(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(march, "_march", [])
     (program,) = programs("from-horizon.md")
-    found = run(program["new"], "new", tmp_path)
-    assert fxq.inspect.layers(found["quantized"])
+    output = run(program["new"], "new", tmp_path)
+    assert fxq.inspect.layers(output["quantized"])
     names = imported(program["old"])
     assert len(names) >= 11
     for name in names:

@@ -15,7 +15,7 @@ from fxquant.compat import horizon
 from fxquant.compat.horizon.served import march
 from fxquant.ops import Trait
 from fxquant.prepared.operators import quantized_operators
-from tests.shared.written import written
+from tests.shared.networks import dtypes, written
 
 BATCHES = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 STATE = horizon.FakeQuantState
@@ -147,14 +147,14 @@ def test_a_stub_is_an_operator_for_the_rules() -> None:
     narrow = horizon.default_qat_8bit_fake_quant_qconfig
     own = Net().eval()
     own.quant = horizon.QuantStub(scale=None, qconfig=wide)
-    made = [
+    built = [
         prepared_as(narrow, own),
         horizon.prepare_qat_fx(Net().eval(), {"": narrow, "module_name": {"quant": wide}}, example_inputs=BATCHES[0]),
         horizon.prepare(Net().eval(), BATCHES[0], horizon.QconfigSetter(templates=[horizon.ModuleNameTemplate({"quant": "qint16"})])),
     ]
-    for prepared in made:
-        found = dtypes(prepared)
-        assert (next(iter(found.values())), found["skip"]) == ("int16", "int8")
+    for prepared in built:
+        dtype_of = dtypes(prepared)
+        assert (next(iter(dtype_of.values())), dtype_of["skip"]) == ("int16", "int8")
 
 
 @pytest.mark.parametrize("example", [{}, {"example_inputs": BATCHES[0]}])
@@ -208,8 +208,8 @@ def test_a_functional_is_an_operator_for_the_rules() -> None:
     for sums in (horizon.FloatFunctional(), torch.ao.nn.quantized.FloatFunctional(), horizon.FloatFunctional(qconfig=wide)):
         model = Net().eval()
         model.sum = sums
-        found = dtypes(horizon.prepare_qat_fx(model, {"": rules[""]} if hasattr(sums, "qconfig") else rules, example_inputs=BATCHES[0]))
-        assert (found["skip"], found["conv"], found["head"]) == ("int16", "int8", "int8"), found  # the sum is fused into skip
+        dtype_of = dtypes(horizon.prepare_qat_fx(model, {"": rules[""]} if hasattr(sums, "qconfig") else rules, example_inputs=BATCHES[0]))
+        assert (dtype_of["skip"], dtype_of["conv"], dtype_of["head"]) == ("int16", "int8", "int8"), dtype_of  # the sum is fused into skip
 
 
 def test_scales_of_a_model_in_calibration_are_taken_over() -> None:
@@ -238,9 +238,9 @@ def test_what_forward_computes_only_in_train_mode_is_kept() -> None:
     horizon.set_fake_quantize(prepared, STATE.CALIBRATION)
     prepared.eval()(BATCHES[0])
     horizon.set_fake_quantize(prepared, STATE.QAT)
-    found = prepared.train()(BATCHES[0])
-    assert [tuple(each.shape) for each in found] == [(4, 4, 8, 8), (4, 2, 8, 8)]
-    found[1].sum().backward()
+    output = prepared.train()(BATCHES[0])
+    assert [tuple(each.shape) for each in output] == [(4, 4, 8, 8), (4, 2, 8, 8)]
+    output[1].sum().backward()
     assert prepared.aux.weight.grad is not None
     without = horizon.prepare(auxiliary(), BATCHES[0], horizon.default_qat_qconfig_setter, training_branch=False)
     horizon.set_fake_quantize(without, STATE.CALIBRATION)
@@ -261,10 +261,10 @@ def test_a_checkpoint_of_the_plugin_loads(caplog: pytest.LogCaptureFixture) -> N
     checkpoint["head.weight_fake_quant.scale"] = torch.full((5,), 0.004)
     with caplog.at_level("INFO", "fxquant"):
         student.load_state_dict(checkpoint, strict=False)
-    found = fxq.qparams(student)
-    assert found["skip"] == pytest.approx(0.02)
-    assert found["head"] == pytest.approx(0.05)
-    assert next(iter(found.values())) == pytest.approx(0.03)
+    scale_of = fxq.qparams(student)
+    assert scale_of["skip"] == pytest.approx(0.02)
+    assert scale_of["head"] == pytest.approx(0.05)
+    assert next(iter(scale_of.values())) == pytest.approx(0.03)
     learned = quantized_operators(student)["head"].weight_quantizer.learned
     assert torch.equal(learned.base_scale, torch.full((5,), 0.004))
     assert any("of 4 scales of the checkpoint 4 were taken" in record.getMessage() for record in caplog.records)
@@ -272,7 +272,7 @@ def test_a_checkpoint_of_the_plugin_loads(caplog: pytest.LogCaptureFixture) -> N
         student.load_state_dict({**checkpoint, "nowhere.activation_post_process.scale": torch.tensor([1.0])})
     again = prepared_as(horizon.default_qat_8bit_lsq_quant_qconfig, Net().train())
     again.load_state_dict(student.state_dict())
-    assert str(fxq.qparams(again)) == str(found)  # NaN, of what the checkpoint says nothing of, included
+    assert str(fxq.qparams(again)) == str(scale_of)  # NaN, of what the checkpoint says nothing of, included
 
 
 def test_a_checkpoint_of_a_wrapped_model_and_of_another_head_loads(caplog: pytest.LogCaptureFixture) -> None:
@@ -379,28 +379,24 @@ MEANINGS = {
 
 @pytest.mark.parametrize("name", MEANINGS)
 def test_a_qconfig_means(name: str) -> None:
-    made, expected = MEANINGS[name]
-    assert made() == expected
-
-
-def dtypes(prepared: nn.Module) -> dict[str, str]:
-    return {layer.name: layer.dtype for layer in fxq.inspect.layers(prepared)}
+    model, expected = MEANINGS[name]
+    assert model() == expected
 
 
 def test_rules_of_a_dict_and_what_stays_on_the_host() -> None:
     wide, sums = horizon.default_qat_8bit_weight_16bit_act_fake_quant_qconfig, horizon.default_qat_8bit_weight_32bit_out_fake_quant_qconfig
     rules = {"": horizon.default_qat_8bit_fake_quant_qconfig, "module_type": [(nn.Conv2d, wide)], "module_name": [("head", sums)]}
     model = Net().eval()
-    found = dtypes(horizon.prepare_qat_fx(model, rules, example_inputs=BATCHES[0]))
-    assert (found["conv"], found["head"]) == ("int16", "int32")
+    dtype_of = dtypes(horizon.prepare_qat_fx(model, rules, example_inputs=BATCHES[0]))
+    assert (dtype_of["conv"], dtype_of["head"]) == ("int16", "int32")
     hybrid = horizon.prepare_qat_fx(model, rules, None, False, True, {"module_name": ["head"]}, example_inputs=BATCHES[0])
     assert horizon.check_deploy_device(hybrid)["head"] == "host"
     model.head.qconfig = None
     assert dtypes(horizon.prepare_qat_fx(model, rules, example_inputs=BATCHES[0]))["head"] == "float32"
     eager = Net().eval()
     eager.conv.qconfig = eager.skip.qconfig = wide
-    found = dtypes(horizon.prepare_qat(eager, example_inputs=BATCHES[0]))
-    assert (found["skip"], found["head"]) == ("int16", "float32")
+    dtype_of = dtypes(horizon.prepare_qat(eager, example_inputs=BATCHES[0]))
+    assert (dtype_of["skip"], dtype_of["head"]) == ("int16", "float32")
 
 
 def asked(prepared: nn.Module) -> dict[str, tuple[str, str]]:
@@ -413,8 +409,8 @@ def test_templates_are_merged_operand_by_operand_in_the_order_of_their_list() ->
     horizon.set_march("nash-e")
     first = [horizon.ModuleNameTemplate({"": "qint16"}), horizon.ConvDtypeTemplate("qint8", "qint8")]
     wide = horizon.prepare(Net().eval(), BATCHES[0], horizon.QconfigSetter(templates=first))
-    found = dtypes(wide)
-    assert (found["conv"], found["skip"], found["head"]) == ("int16",) * 3
+    dtype_of = dtypes(wide)
+    assert (dtype_of["conv"], dtype_of["skip"], dtype_of["head"]) == ("int16",) * 3
     reads = {
         operator.inputs["input"].dtype.name for operator in quantized_operators(wide).values() if Trait.SUMS in operator.operator.traits
     }
@@ -427,8 +423,12 @@ def test_templates_are_merged_operand_by_operand_in_the_order_of_their_list() ->
         horizon.SensitivityTemplate([("head", "activation", 0.1), ("conv", "weight", 0.05)], 0.5, "activation"),
     ]
     prepared = horizon.prepare(Net().eval(), BATCHES[0], horizon.QconfigSetter(horizon.get_qconfig(), templates))
-    made = asked(prepared)
-    assert (made["skip"], made["conv"], made["head"]) == (("int16", "int16"), ("int8", "int8"), ("int16", "int16"))  # weights stay 16 bits
+    built = asked(prepared)
+    assert (built["skip"], built["conv"], built["head"]) == (
+        ("int16", "int16"),
+        ("int8", "int8"),
+        ("int16", "int16"),
+    )  # weights stay 16 bits
     assert fxq.qparams(prepared)["skip"] == 4.0 / 32768
     assert fxq.verify(calibrated(prepared), horizon.convert_fx(prepared), BATCHES[:1])
 
@@ -439,26 +439,26 @@ def test_products_read_what_the_template_says() -> None:
     prepared = horizon.prepare(Net().eval(), BATCHES[0], wide)
     reads = {name: {each.dtype.name for each in operator.inputs.values() if each is not None and not isinstance(each, list)}
              for name, operator in quantized_operators(prepared).items() if Trait.SUMS in operator.operator.traits}  # fmt: skip
-    assert all("int8" in found for found in reads.values()), reads
+    assert all("int8" in result for result in reads.values()), reads
     assert fxq.verify(calibrated(prepared), horizon.convert_fx(prepared), BATCHES[:1])
 
 
 def test_of_several_setters_the_first_that_speaks_of_a_place_decides() -> None:
     first = (horizon.ModuleNameQconfigSetter({"head": Q(A("int16"))}), horizon.TemplateQconfigSetter(Q(A("int8"))), Q(A("int4")))
-    found = dtypes(horizon.prepare(Net().eval(), BATCHES[0], first))
-    assert (found["head"], found["skip"]) == ("int16", "int8")
+    dtype_of = dtypes(horizon.prepare(Net().eval(), BATCHES[0], first))
+    assert (dtype_of["head"], dtype_of["skip"]) == ("int16", "int8")
     sensitive = horizon.sensitive_op_qat_8bit_weight_16bit_act_qconfig_setter([["skip", "activation"], ["conv", "weight"]], topk=1)
-    found = dtypes(horizon.prepare(Net().eval(), BATCHES[0], (sensitive, horizon.default_qat_qconfig_setter)))
-    assert (found["skip"], found["conv"], found["head"]) == ("int16", "int8", "int32")
+    dtype_of = dtypes(horizon.prepare(Net().eval(), BATCHES[0], (sensitive, horizon.default_qat_qconfig_setter)))
+    assert (dtype_of["skip"], dtype_of["conv"], dtype_of["head"]) == ("int16", "int8", "int32")
 
 
 def test_floats_are_the_host_s_but_for_marches_that_have_them() -> None:
     templates = [horizon.ModuleNameTemplate({"": torch.float16}), horizon.ConvDtypeTemplate("qint8", "qint8")]
     horizon.set_march("nash-p")
     prepared = horizon.prepare(Net().eval(), BATCHES[0], horizon.QconfigSetter(templates=templates))
-    found = {layer.name: layer for layer in fxq.inspect.layers(prepared)}
-    assert {found[name].dtype for name in ("conv", "skip", "head")} == {"int32"}
-    assert all(not layer.integer for name, layer in found.items() if layer.operator in ("add", "relu"))
+    layers = {layer.name: layer for layer in fxq.inspect.layers(prepared)}
+    assert {layers[name].dtype for name in ("conv", "skip", "head")} == {"int32"}
+    assert all(not layer.integer for name, layer in layers.items() if layer.operator in ("add", "relu"))
     assert fxq.verify(calibrated(prepared), horizon.convert_fx(prepared), BATCHES[:1])
     horizon.set_march("nash-e")
     with pytest.raises(fxq.errors.ConfigurationError, match="float"):

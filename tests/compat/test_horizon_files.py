@@ -1,4 +1,4 @@
-"""What the plugin's and its compiler's names write, what is kept whole, and what a line of the log says of it."""
+"""Files of the plugin's and its compiler's names, wrapped functions that are kept whole, and lines of the log."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -14,6 +14,7 @@ import fxquant as fxq
 from benchmarks.horizon_programs.calibrated import computed
 from fxquant.compat import horizon
 from fxquant.compat.horizon.served import march
+from tests.shared.networks import members
 
 fx_helper, jit_scheme = horizon.fx.fx_helper, horizon.fx.jit_scheme
 compiler, hbdk4, QuantAnalysis = horizon.hbdk4.compiler, horizon.quantization.hbdk4, horizon.profiler.QuantAnalysis
@@ -21,17 +22,10 @@ BATCHES = [torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(seed)
 NARROW = horizon.QconfigSetter(templates=[horizon.ModuleNameTemplate({"": "qint8"})])
 
 
-class Net(nn.Module):
+@members(lambda: dict(quant=horizon.QuantStub(), dequant=horizon.DeQuantStub(), conv=nn.Conv2d(3, 8, 3), head=nn.Conv2d(8, 4, 1)), seed=0)
+def Net(self, x: Tensor) -> Tensor:
     """Two layers between stubs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.quant, self.dequant = horizon.QuantStub(), horizon.DeQuantStub()
-        self.conv, self.head = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.dequant(self.head(torch.relu(self.conv(self.quant(x)))))
+    return self.dequant(self.head(torch.relu(self.conv(self.quant(x)))))
 
 
 @pytest.fixture(autouse=True)
@@ -53,23 +47,23 @@ def calibrated(model: nn.Module | None = None, setter: Any = NARROW) -> Any:
 # ---- modules of the compiler ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("setter", [NARROW, horizon.default_calibration_qconfig_setter], ids=["int8", "int32"])
 def test_a_module_whose_ends_were_left_out_takes_and_returns_integers(setter: Any, tmp_path: Path) -> None:
-    made = compiler.convert(hbdk4.export(calibrated(setter=setter), BATCHES[0], name="net"), "nash-e")
-    assert torch.equal(made(BATCHES[0]), made.model(BATCHES[0]))
-    made.functions[0].remove_io_op(op_types=["Dequantize", "Quantize"])
-    compiler.save(made, tmp_path / "quantized.bc")
+    built = compiler.convert(hbdk4.export(calibrated(setter=setter), BATCHES[0], name="net"), "nash-e")
+    assert torch.equal(built(BATCHES[0]), built.model(BATCHES[0]))
+    built.functions[0].remove_io_op(op_types=["Dequantize", "Quantize"])
+    compiler.save(built, tmp_path / "quantized.bc")
     again = compiler.load(tmp_path / "quantized.bc")
     assert (again.name, again.io) == ("net", "integer")
-    held = next(fxq.inspect.record(made.model, [BATCHES[0]], ("quantized", "accumulators")))
+    held = next(fxq.inspect.record(built.model, [BATCHES[0]], ("quantized", "accumulators")))
     names = list(held)
-    given = held[names[0]].to(torch.int8)
+    inputs = held[names[0]].to(torch.int8)
     file = compiler.visualize(again, tmp_path / "quantized.onnx")
     session = onnxruntime.InferenceSession(str(file))
-    (expected,) = session.run(None, {session.get_inputs()[0].name: given.numpy()})
-    for module in (made, again):
-        found = module(given)
-        assert found.dtype is (torch.int8 if setter is NARROW else torch.int32)
-        assert torch.equal(found, torch.from_numpy(expected))
-        assert torch.equal(found.long(), held[names[-1]])
+    (expected,) = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})
+    for module in (built, again):
+        result = module(inputs)
+        assert result.dtype is (torch.int8 if setter is NARROW else torch.int32)
+        assert torch.equal(result, torch.from_numpy(expected))
+        assert torch.equal(result.long(), held[names[-1]])
 
 
 @pytest.mark.parametrize("order", ["rgb", "bgr"])
@@ -81,54 +75,54 @@ def test_a_module_takes_the_image_of_a_camera(order: str, tmp_path: Path, caplog
     yuv = fxq.nn.Nv12ToYuv444()(*planes)
     prepared = horizon.prepare(Net().eval(), colours(yuv), NARROW)
     fxq.calibrate(prepared, [colours(yuv)])
-    made = compiler.convert(hbdk4.export(prepared, colours(yuv)), "nash-e")
-    (expected,) = made.functions[0](colours(yuv).numpy())
-    taken = made.graphs[0].flatten_inputs[0].insert_transpose([0, 3, 1, 2])
-    assert torch.equal(made[0](colours(yuv).permute(0, 2, 3, 1))[0], expected)
+    module = compiler.convert(hbdk4.export(prepared, colours(yuv)), "nash-e")
+    (expected,) = module.functions[0](colours(yuv).numpy())
+    taken = module.graphs[0].flatten_inputs[0].insert_transpose([0, 3, 1, 2])
+    assert torch.equal(module[0](colours(yuv).permute(0, 2, 3, 1))[0], expected)
     taken = taken.insert_image_preprocess(f"yuvbt601full2{order}", 255, mean[::step], std[::step])
-    (of_bytes,) = made[0](yuv.permute(0, 2, 3, 1).to(torch.uint8))
-    assert [one.name for one in taken.insert_image_convert("nv12")] == [one.name for one in made[0].inputs] == ["x_y", "x_uv"]
-    compiler.save(made, tmp_path / "nv12.bc")
-    (found,) = compiler.load(tmp_path / "nv12.bc")[0](*planes)
-    assert torch.equal(found, of_bytes)
-    assert torch.equal(hbdk4.get_hbir_output_unflattener(made)(made[0](*planes)), found)
-    assert (found - expected).norm() < 0.1 * expected.norm()
-    file = compiler.visualize(made, tmp_path / "nv12.onnx")
-    assert torch.equal(computed(file, yuv - 128), found)
+    (of_bytes,) = module[0](yuv.permute(0, 2, 3, 1).to(torch.uint8))
+    assert [one.name for one in taken.insert_image_convert("nv12")] == [one.name for one in module[0].inputs] == ["x_y", "x_uv"]
+    compiler.save(module, tmp_path / "nv12.bc")
+    (result,) = compiler.load(tmp_path / "nv12.bc")[0](*planes)
+    assert torch.equal(result, of_bytes)
+    assert torch.equal(hbdk4.get_hbir_output_unflattener(module)(module[0](*planes)), result)
+    assert (result - expected).norm() < 0.1 * expected.norm()
+    file = compiler.visualize(module, tmp_path / "nv12.onnx")
+    assert torch.equal(computed(file, yuv - 128), result)
     assert any("Y, U and V minus 128, times 1; calls of the module take nv12" in record.getMessage() for record in caplog.records)
 
 
 def test_a_model_of_yuv_takes_the_bytes_that_it_was_trained_with() -> None:
     planes = fxq.nn.rgb_to_nv12(torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)))
     image = fxq.nn.Nv12ToYuv444(centred=True)(*planes) / 128
-    made = compiler.convert(calibrated(), "nash-e")
-    expected = made(image)
-    made[0].inputs[0].insert_transpose([0, 3, 1, 2]).insert_image_preprocess(None, 1, [128] * 3, [128] * 3).insert_image_convert()
-    assert torch.equal(made(*planes), expected)
+    module = compiler.convert(calibrated(), "nash-e")
+    expected = module(image)
+    module[0].inputs[0].insert_transpose([0, 3, 1, 2]).insert_image_preprocess(None, 1, [128] * 3, [128] * 3).insert_image_convert()
+    assert torch.equal(module(*planes), expected)
 
 
 WRONG_ENDS: dict[str, Callable[[Any], Any]] = {
-    "one of two": lambda made: made[0].remove_io_op(op_types=["Dequantize"]),
-    "another operator": lambda made: made[0].remove_io_op(op_types=["Quantize", "Dequantize", "Softmax"]),
-    "a name": lambda made: made[0].remove_io_op(op_names=["conv"]),
-    "real numbers inside": lambda made: compiler.Module(calibrated())[0].remove_io_op(),
-    "an image before its steps": lambda made: made[0].inputs[0].insert_image_convert("nv12"),
-    "another order": lambda made: made[0].inputs[0].insert_transpose([0, 2, 3, 1]),
-    "another conversion": lambda made: made[0].inputs[0].insert_transpose([0, 3, 1, 2]).insert_image_preprocess("yuvbt601video2rgb"),
-    "a mean of its own": lambda made: made[0].inputs[0].insert_transpose([0, 3, 1, 2]).insert_image_preprocess(None, 255, [0.5] * 3),
-    "another edit": lambda made: made[0].inputs[0].insert_split(0),
-    "an image of a function": lambda made: made[0].insert_image_convert("nv12"),
+    "one of two": lambda built: built[0].remove_io_op(op_types=["Dequantize"]),
+    "another operator": lambda built: built[0].remove_io_op(op_types=["Quantize", "Dequantize", "Softmax"]),
+    "a name": lambda built: built[0].remove_io_op(op_names=["conv"]),
+    "floats inside": lambda built: compiler.Module(calibrated())[0].remove_io_op(),
+    "an image before its steps": lambda built: built[0].inputs[0].insert_image_convert("nv12"),
+    "another order": lambda built: built[0].inputs[0].insert_transpose([0, 2, 3, 1]),
+    "another conversion": lambda built: built[0].inputs[0].insert_transpose([0, 3, 1, 2]).insert_image_preprocess("yuvbt601video2rgb"),
+    "a mean of its own": lambda built: built[0].inputs[0].insert_transpose([0, 3, 1, 2]).insert_image_preprocess(None, 255, [0.5] * 3),
+    "another edit": lambda built: built[0].inputs[0].insert_split(0),
+    "an image of a function": lambda built: built[0].insert_image_convert("nv12"),
 }
 
 
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", WRONG_ENDS)
 def test_ends_that_cannot_be_changed(name: str) -> None:
-    made = compiler.convert(calibrated(), "nash-e")
+    module = compiler.convert(calibrated(), "nash-e")
     with pytest.raises(fxq.errors.ConfigurationError) as caught:
-        WRONG_ENDS[name](made)
+        WRONG_ENDS[name](module)
     assert caught.value.remedy
-    assert made.io == "float"
+    assert module.io == "float"
 
 
 def test_the_folder_for_hb_compile_is_left_where_its_compiler_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -139,10 +133,10 @@ def test_the_folder_for_hb_compile_is_left_where_its_compiler_is_not(tmp_path: P
     assert any("O3 is replaced by O2" in record.getMessage() for record in caplog.records)
     assert "optimize_level: 'O2'" in (tmp_path / "model" / "model.yaml").read_text()
     assert torch.equal(computed(tmp_path / "model" / "model.onnx", BATCHES[0][:1]), integer(BATCHES[0][:1]))
-    made = compiler.convert(calibrated(), "nash-e")
-    made[0].remove_io_op()
+    module = compiler.convert(calibrated(), "nash-e")
+    module[0].remove_io_op()
     with pytest.raises(fxq.errors.ConfigurationError, match="cannot be compiled here"):
-        compiler.compile(made, tmp_path / "other.hbm", "nash-e")
+        compiler.compile(module, tmp_path / "other.hbm", "nash-e")
     assert any("float tensors" in record.getMessage() for record in caplog.records)
 
 
@@ -191,14 +185,9 @@ class Read(nn.Module):
             return self.conv(x)
 
 
-class Marked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.read, self.whole = nn.Conv2d(3, 8, 3), Read(), Whole()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.whole(ranked(self.read(traced(self.first(x)))))
+@members(lambda: dict(first=nn.Conv2d(3, 8, 3), read=Read(), whole=Whole()), seed=0)
+def Marked(self, x: Tensor) -> Tensor:
+    return self.whole(ranked(self.read(traced(self.first(x)))))
 
 
 def test_what_is_wrapped_is_traced_unless_it_is_not_to_be_compiled() -> None:

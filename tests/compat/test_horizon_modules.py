@@ -1,6 +1,6 @@
 """The plugin's modules and functions, each against numbers that are computed here in another way.
 
-Operands are whole numbers and fractions of powers of two, so that every order of additions gives the same bits.
+Operands are integers and fractions of powers of two, so that every order of additions gives the same bits.
 """
 
 import itertools
@@ -59,8 +59,8 @@ def test_of_boxes_that_overlap_the_better_stays(seed: int) -> None:
     assert functional.nms(boxes, scores, 0.3).tolist() == greedy(boxes, scores, 0.3)
     assert functional.batched_nms(boxes, scores, labels, 0.3).tolist() == greedy(boxes, scores, 0.3, labels)
     expected = [index for index in greedy(boxes, scores, 0.3, labels) if scores[index] >= 0.25][:7]
-    found = hF.nms(boxes, scores, labels, 0.3, score_threshold=0.25, pre_nms_top_n=40, output_num=7)
-    assert all(torch.equal(part, given[expected]) for part, given in zip(found, (boxes, scores, labels), strict=True))
+    boxes_found = hF.nms(boxes, scores, labels, 0.3, score_threshold=0.25, pre_nms_top_n=40, output_num=7)
+    assert all(torch.equal(part, inputs[expected]) for part, inputs in zip(boxes_found, (boxes, scores, labels), strict=True))
 
 
 # ---- detectors ----------------------------------------------------------------------------------------------------------
@@ -68,15 +68,15 @@ def test_anchors_are_the_channels_of_a_map() -> None:
     generator = hnn.AnchorGenerator(feat_strides=[4, 8], scales=[2, 4], ratios=[1, 4])
     maps = generator([torch.zeros(2, 1, 3, 5), torch.zeros(2, 1, 2, 2)])
     assert [tuple(each.shape) for each in maps] == [(2, 16, 3, 5), (2, 16, 2, 2)]
-    for found, stride in zip(maps, (4, 8), strict=True):
-        expected = torch.empty_like(found[0])
+    for result, stride in zip(maps, (4, 8), strict=True):
+        expected = torch.empty_like(result[0])
         shapes = [(stride * scale, ratio) for ratio in (1, 4) for scale in (2, 4)]
-        for (anchor, (side, ratio)), row, column in itertools.product(enumerate(shapes), range(found.shape[2]), range(found.shape[3])):
+        for (anchor, (side, ratio)), row, column in itertools.product(enumerate(shapes), range(result.shape[2]), range(result.shape[3])):
             half = side / math.sqrt(ratio) / 2, side * math.sqrt(ratio) / 2
             middle = column * stride, row * stride
             box = [middle[0] - half[0], middle[1] - half[1], middle[0] + half[0], middle[1] + half[1]]
             expected[4 * anchor : 4 * anchor + 4, row, column] = torch.tensor(box)
-        assert all(torch.equal(each, expected) for each in found)
+        assert all(torch.equal(each, expected) for each in result)
 
 
 def outputs(anchors: int, classes: int, sizes: tuple[tuple[int, int], ...]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -92,8 +92,8 @@ def outputs(anchors: int, classes: int, sizes: tuple[tuple[int, int], ...]) -> t
 
 
 def rows_of(item: int, anchors: int, *levels: list[Tensor]) -> list[tuple[list[float], ...]]:
-    """What each anchor has of every list, pixel by pixel, level by level."""
-    found = []
+    """Return the values of every list for each anchor, pixel by pixel, level by level."""
+    rows = []
     for maps in zip(*levels, strict=True):
         height, width = maps[0].shape[2:]
         for row, column, anchor in itertools.product(range(height), range(width), range(anchors)):
@@ -101,16 +101,16 @@ def rows_of(item: int, anchors: int, *levels: list[Tensor]) -> list[tuple[list[f
             for each in maps:
                 count = each.shape[1] // anchors
                 parts.append(each[item, anchor * count : (anchor + 1) * count, row, column].tolist())
-            found.append(tuple(parts))
-    return found
+            rows.append(tuple(parts))
+    return rows
 
 
 def moved(box: list[float], delta: list[float], size: tuple[int, int] | None = None, absolute: bool = False) -> list[float]:
     width, height = box[2] - box[0], box[3] - box[1]
     dx, dy = (delta[0], delta[1]) if absolute else (delta[0] * width, delta[1] * height)
-    made = [box[0] + dx, box[1] + dy, box[2] + dx, box[3] + dy]
+    built = [box[0] + dx, box[1] + dy, box[2] + dx, box[3] + dy]
     limits = None if size is None else (size[1], size[0], size[1], size[0])
-    return made if limits is None else [min(max(each, 0.0), float(limit)) for each, limit in zip(made, limits, strict=True)]
+    return built if limits is None else [min(max(each, 0.0), float(limit)) for each, limit in zip(built, limits, strict=True)]
 
 
 @pytest.mark.parametrize("mode", ["normal", "yolo"])
@@ -119,21 +119,21 @@ def test_each_class_of_an_anchor_is_a_box(mode: str) -> None:
     process = hnn.DetectionPostProcess(
         0.3, (2.0, 2.0, 1.0, 1.0), 1, 6.0, (40, 44), iou_threshold=0.4, pre_nms_top_n=30, post_nms_top_n=9, mode=mode
     )
-    found = process(boxes, scores, deltas)
+    boxes_found = process(boxes, scores, deltas)
     for item in range(2):
-        made: list[tuple[float, int, list[float]]] = []
+        rows: list[tuple[float, int, list[float]]] = []
         for anchor, score, delta in rows_of(item, 2, boxes, scores, deltas):
             if (score[0] if mode == "yolo" else max(score)) < 0.3:
                 continue
             box = moved(anchor, [2 * each for each in delta], (40, 44), mode == "yolo")
             strengths = [torch.tensor(each).mul(torch.tensor(score[0])).item() for each in score[1:]] if mode == "yolo" else score
             if box[2] - box[0] >= 6 and box[3] - box[1] >= 6:
-                made += [(each, label, box) for label, each in enumerate(strengths) if label != 1]
-        made = sorted(((s, label, box) for s, label, box in made if mode == "yolo" or s >= 0.3), key=lambda each: -each[0])[:30]
-        assert len(made) > 6
-        columns = torch.tensor([box for _, _, box in made]), torch.tensor([s for s, _, _ in made]), torch.tensor([k for _, k, _ in made])
+                rows += [(each, label, box) for label, each in enumerate(strengths) if label != 1]
+        rows = sorted(((s, label, box) for s, label, box in rows if mode == "yolo" or s >= 0.3), key=lambda each: -each[0])[:30]
+        assert len(rows) > 6
+        columns = torch.tensor([box for _, _, box in rows]), torch.tensor([s for s, _, _ in rows]), torch.tensor([k for _, k, _ in rows])
         kept = greedy(columns[0], columns[1], 0.4, columns[2])[:9]
-        assert all(torch.equal(part[item], column[kept]) for part, column in zip(found, columns, strict=True))
+        assert all(torch.equal(part[item], column[kept]) for part, column in zip(boxes_found, columns, strict=True))
 
 
 def test_levels_have_their_best_boxes() -> None:
@@ -159,14 +159,14 @@ def test_an_anchor_is_one_box_of_its_best_class(padding: str | None) -> None:
         for delta, score in zip(deltas, scores, strict=True)
     ]
     process = hnn.DetectionPostProcessV1(3, 0.5, [10, 20], True, (30, 26), 0.2, 12, 8, padding, bbox_min_hw=(3, 5))
-    for item, found in enumerate(process(data, boxes)):
-        made = []
+    for item, result in enumerate(process(data, boxes)):
+        rows = []
         for level, offset in ((0, 10), (1, 20)):
             for anchor, row in rows_of(item, 2, boxes[level : level + 1], data[level : level + 1]):
-                made.append((max(row[4:]), float(row[4:].index(max(row[4:])) + offset), moved(anchor, row[:4], (30, 26))))
-        made = sorted(made, key=lambda each: -each[0])[:12]
-        made = [(s, k, b) for s, k, b in made if s >= 0.5 and b[2] - b[0] > 5 and b[3] - b[1] > 3]
-        columns = torch.tensor([b for _, _, b in made]), torch.tensor([s for s, _, _ in made]), torch.tensor([k for _, k, _ in made])
+                rows.append((max(row[4:]), float(row[4:].index(max(row[4:])) + offset), moved(anchor, row[:4], (30, 26))))
+        rows = sorted(rows, key=lambda each: -each[0])[:12]
+        rows = [(s, k, b) for s, k, b in rows if s >= 0.5 and b[2] - b[0] > 5 and b[3] - b[1] > 3]
+        columns = torch.tensor([b for _, _, b in rows]), torch.tensor([s for s, _, _ in rows]), torch.tensor([k for _, k, _ in rows])
         kept = greedy(columns[0], columns[1], 0.2, columns[2])[:8]
         assert 2 <= len(kept) < 8
         expected = [column[kept] for column in columns]
@@ -174,7 +174,7 @@ def test_an_anchor_is_one_box_of_its_best_class(padding: str | None) -> None:
             expected = [torch.cat((part, part.new_zeros(8 - len(part), *part.shape[1:]))) for part in expected]
         if padding == "rollover":
             expected = [torch.stack([part[index % len(part)] for index in range(8)]) for part in expected]
-        assert all(map(torch.equal, found, expected))
+        assert all(map(torch.equal, result, expected))
 
 
 def test_a_margin_lets_boxes_of_like_scores_stay() -> None:
@@ -221,8 +221,8 @@ def test_a_detector_with_its_boxes_becomes_integers_up_to_them() -> None:
     maps = Detector().anchors([torch.zeros(2, 8, 8, 8)])
     expected = process(maps, [held["scores"]], [held["deltas"]])
     assert sum(map(len, expected[0])) > 2
-    for found, wanted in zip(integer(batch), expected, strict=True):
-        assert all(map(torch.equal, found, wanted))
+    for actual, wanted in zip(integer(batch), expected, strict=True):
+        assert all(map(torch.equal, actual, wanted))
 
 
 # ---- regions ------------------------------------------------------------------------------------------------------------
@@ -239,28 +239,28 @@ def between(plane: Tensor, y: float, x: float) -> float:
 def aligned(plane: Tensor, box: list[float], size: int, scale: float, ratio: int, half: float) -> Tensor:
     x1, y1, x2, y2 = (each * scale - half for each in box)
     width, height = (x2 - x1, y2 - y1) if half else (max(x2 - x1, 1.0), max(y2 - y1, 1.0))
-    found = torch.zeros(size, size)
+    result = torch.zeros(size, size)
     for row, column in itertools.product(range(size), range(size)):
         points = [
             between(plane, y1 + (row + (j + 0.5) / ratio) * height / size, x1 + (column + (i + 0.5) / ratio) * width / size)
             for j, i in itertools.product(range(ratio), range(ratio))
         ]
-        found[row, column] = sum(points) / len(points)
-    return found
+        result[row, column] = sum(points) / len(points)
+    return result
 
 
 @pytest.mark.parametrize("half_pixel", [None, False, True])
 def test_features_of_boxes_are_read_between_pixels(half_pixel: bool | None) -> None:
     features = whole(2, 2, 8, 16)
     rois = [torch.tensor([[4.0, 4, 20, 12], [8, 2, 10, 30]]), torch.tensor([[0.0, 0, 16, 16], [6, 6, 7, 7]])]
-    found = hnn.RoIAlign(2, 0.5, 2, half_pixel)(features, rois)
-    assert found.shape == (4, 2, 2, 2)
+    boxes_found = hnn.RoIAlign(2, 0.5, 2, half_pixel)(features, rois)
+    assert boxes_found.shape == (4, 2, 2, 2)
     places = [(item, box) for item in range(2) for box in rois[item].tolist()]
     for index, (item, box) in enumerate(places):
         for channel in range(2):
             expected = aligned(features[item, channel], box, 2, 0.5, 2, 0.5 if half_pixel else 0.0)
-            assert torch.equal(found[index, channel], expected)
-    torch.testing.assert_close(hnn.RoIAlign(2, 0.5, 2, half_pixel)(features, torch.stack(rois)), found, rtol=0, atol=0)
+            assert torch.equal(boxes_found[index, channel], expected)
+    torch.testing.assert_close(hnn.RoIAlign(2, 0.5, 2, half_pixel)(features, torch.stack(rois)), boxes_found, rtol=0, atol=0)
 
 
 def test_a_box_is_read_from_the_level_of_its_size() -> None:
@@ -269,10 +269,10 @@ def test_a_box_is_read_from_the_level_of_its_size() -> None:
     align = hnn.MultiScaleRoIAlign((2, 2), strides, canonical_box_size=16, canonical_level=3)
     boxes = [torch.tensor([[0.0, 0, 14, 14], [8, 8, 23, 23], [0, 4, 32, 32]]), torch.tensor([[0.0, 0, 31, 31], [2, 2, 4, 4]])]
     levels = [0, 1, 1, 2, 0]  # by √((w + 1)(h + 1)) / 16: 15/16, 1, 1.9, 2 and 3/16
-    found = align(pyramid, boxes)
+    boxes_found = align(pyramid, boxes)
     places = [(item, box) for item in range(2) for box in boxes[item].tolist()]
     for index, ((item, box), level) in enumerate(zip(places, levels, strict=True)):
-        assert torch.equal(found[index, 0], aligned(pyramid[level][item, 0], box, 2, 1 / strides[level], 1, 0.0))
+        assert torch.equal(boxes_found[index, 0], aligned(pyramid[level][item, 0], box, 2, 1 / strides[level], 1, 0.0))
     clipped = hnn.MultiScaleRoIAlign((2, 2), strides, canonical_box_size=16, canonical_level=3, box_clip_ratio=(0.25, 0.0, 0.25, 0.5))
     narrower = [torch.tensor([[each[0] + (each[2] - each[0]) / 4, each[1], each[2] - (each[2] - each[0]) / 4, (each[1] + each[3]) / 2]
                               for each in part.tolist()]) for part in boxes]  # fmt: skip
@@ -283,16 +283,16 @@ def test_a_box_is_read_from_the_level_of_its_size() -> None:
 
 # ---- points and maps ------------------------------------------------------------------------------------------------------
 def cells_of(points: Tensor, size: list[float], ends: list[float], most: int, each: int) -> dict[tuple[int, ...], list[list[float]]]:
-    found: dict[tuple[int, ...], list[list[float]]] = {}
+    cells: dict[tuple[int, ...], list[list[float]]] = {}
     for point in points.tolist():
         place = tuple(math.floor((point[axis] - ends[axis]) / size[axis]) for axis in (2, 1, 0))
         grid = [round((ends[3 + axis] - ends[axis]) / size[axis]) for axis in (2, 1, 0)]
-        if any(not 0 <= index < count for index, count in zip(place, grid, strict=True)) or (place not in found and len(found) == most):
+        if any(not 0 <= index < count for index, count in zip(place, grid, strict=True)) or (place not in cells and len(cells) == most):
             continue
-        found.setdefault(place, [])
-        if len(found[place]) < each:
-            found[place].append(point)
-    return found
+        cells.setdefault(place, [])
+        if len(cells[place]) < each:
+            cells[place].append(point)
+    return cells
 
 
 @pytest.mark.parametrize("use_max", [False, True])
@@ -345,22 +345,22 @@ def test_pixels_are_summed_in_the_cells_they_fall_into() -> None:
 def test_displaced_maps_are_compared() -> None:
     one, other = whole(2, 4, 5, 6), whole(2, 4, 5, 6)
     for pad in (0, 2):
-        found = hnn.Correlation(max_displacement=2, stride2=2, pad_size=pad)(one, other)
+        result = hnn.Correlation(max_displacement=2, stride2=2, pad_size=pad)(one, other)
         cut = 2 - pad
-        assert found.shape == (2, 9, 5 - 2 * cut, 6 - 2 * cut)
+        assert result.shape == (2, 9, 5 - 2 * cut, 6 - 2 * cut)
         for index, (dy, dx) in enumerate(itertools.product((-2, 0, 2), (-2, 0, 2))):
-            for row, column in itertools.product(range(found.shape[2]), range(found.shape[3])):
+            for row, column in itertools.product(range(result.shape[2]), range(result.shape[3])):
                 y, x = row + cut + dy, column + cut + dx
                 inside = 0 <= y < 5 and 0 <= x < 6
                 expected = (one[:, :, row + cut, column + cut] * other[:, :, y, x]).sum(1) / 4 if inside else torch.zeros(2)
-                assert torch.equal(found[:, index, row, column], expected)
+                assert torch.equal(result[:, index, row, column], expected)
 
 
 def test_deformable_attention_is_the_sum_at_its_points() -> None:
     shapes = [(4, 4), (2, 2)]
     layer = hnn.MultiScaleDeformableAttention(8, 2, 2, 2, dropout=0.0, batch_first=True).eval()
     query, value, points = torch.randn(1, 3, 8), torch.randn(1, 20, 8), torch.rand(1, 3, 2, 2)
-    found = layer(query, value=value, reference_points=points, spatial_shapes=shapes)
+    output = layer(query, value=value, reference_points=points, spatial_shapes=shapes)
     offsets = layer.sampling_offsets(query).view(3, 2, 2, 2, 2)
     weights = layer.attention_weights(query).view(3, 2, 4).softmax(-1).view(3, 2, 2, 2)
     values = layer.value_proj(value).view(20, 2, 4).detach()
@@ -372,7 +372,7 @@ def test_deformable_attention_is_the_sum_at_its_points() -> None:
             near = max(0.0, 1 - abs(y - row)) * max(0.0, 1 - abs(x - column))
             summed[q, head] += weights[q, head, level, point] * near * values[(0, 16)[level] + row * width + column, head]
     expected = layer.output_proj(summed.reshape(1, 3, 8)) + query
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # two orders of float additions
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)  # two orders of float additions
 
 
 # ---- the others -----------------------------------------------------------------------------------------------------------
@@ -427,8 +427,8 @@ OTHERS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_module_computes(name: str) -> None:
-    found, expected = (make() for make in OTHERS[name])
-    assert torch.equal(found, expected)
+    actual, expected = (make() for make in OTHERS[name])
+    assert torch.equal(actual, expected)
 
 
 REFUSED: dict[str, Callable[[], Any]] = {

@@ -58,9 +58,9 @@ def test_every_name_of_the_tables_is_served_or_refused_with_a_remedy() -> None:
 
 def test_every_import_line_of_public_documents_is_served_or_refused(installed: None) -> None:
     lines = import_lines()
-    found = [try_import(line) for line in lines]
+    result = [try_import(line) for line in lines]
     assert len(lines) == len(set(lines)) > 140
-    assert found.count("served") > 0.7 * len(lines)
+    assert result.count("served") > 0.7 * len(lines)
 
 
 def test_one_module_has_all_its_names(installed: None) -> None:
@@ -100,9 +100,9 @@ def page(tables: Tables) -> str:
     lines += ["", "| refused | because | instead |", "|---|---|---|"]
     refused: dict[Refusal, list[str]] = {}
     for name in sorted(rows, key=str.lower):
-        found = rows[name].served
-        if isinstance(found, Refusal):
-            refused.setdefault(found, []).append(name)
+        result = rows[name].served
+        if isinstance(result, Refusal):
+            refused.setdefault(result, []).append(name)
     for refusal, names in refused.items():
         lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {refusal.because} | {refusal.remedy} |".replace("||", "&#124;&#124;"))
     return "\n".join(lines) + "\n"

@@ -14,6 +14,7 @@ from torch.ao import quantization as ao
 import fxquant as fxq
 from fxquant.compat import torch_ao
 from fxquant.prepared.operators import quantized_operators
+from tests.shared.networks import members
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
 
@@ -108,16 +109,11 @@ def all_inputs(spec: Any, out: Any) -> Callable[[fx.Node], QuantizationAnnotatio
     return lambda node: QuantizationAnnotation(dict.fromkeys(node.all_input_nodes, spec), out, _annotated=True)
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv, self.bn, self.skip, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.bn(self.conv(x)))
-        x = torch.max_pool2d(x + self.skip(x), 2)
-        return torch.sigmoid(self.last(x))
+@members(lambda: dict(conv=nn.Conv2d(3, 8, 3, padding=1), bn=nn.BatchNorm2d(8), skip=nn.Conv2d(8, 8, 1), last=nn.Conv2d(8, 4, 1)), seed=0)
+def Net(self, x: Tensor) -> Tensor:
+    x = torch.relu(self.bn(self.conv(x)))
+    x = torch.max_pool2d(x + self.skip(x), 2)
+    return torch.sigmoid(self.last(x))
 
 
 def program(model: nn.Module | None = None, example: Tensor = BATCHES[0]) -> Any:

@@ -18,7 +18,7 @@ import fxquant as fxq
 from fxquant.compat import torch_ao
 from fxquant.compat.torch_ao.reading import read
 from fxquant.prepared.operators import quantized_operators
-from tests.shared.written import written
+from tests.shared.networks import dtypes, written
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{words}") for words in ("Please use quant_min", "torch.ao.quantization is deprecated")]
 
@@ -153,19 +153,19 @@ def test_switches_are_states() -> None:
 
 
 def test_observers_are_found_under_their_names() -> None:
-    """Each is the one that observes: what it saw is what passed; operators with the scale of another have none."""
+    """Each observer observes: it saw the values that passed; operators with the scale of another have no observer."""
     prepared = torch_ao.prepare_fx(Net().eval(), ao.get_default_qconfig_mapping("x86"), (BATCHES[0],), target="x86")
     empty: dict[str, nn.Module] = {}
     torch_ao.get_observer_dict(prepared, empty)
     assert not any(observer.observed for observer in empty.values())
     calibrated(prepared)
-    found: dict[str, nn.Module] = {"kept": nn.Identity()}
-    torch_ao.get_observer_dict(prepared, found, "backbone")
-    assert {"kept", *(f"backbone.{name}" for name in empty)} == set(found)
+    by_name: dict[str, nn.Module] = {"kept": nn.Identity()}
+    torch_ao.get_observer_dict(prepared, by_name, "backbone")
+    assert {"kept", *(f"backbone.{name}" for name in empty)} == set(by_name)
     owners = {name for name, operator in quantized_operators(prepared).items() if operator.owns_output and not operator.plain}
     assert {name.removesuffix(".activation_post_process") for name in empty} <= owners
     for name, observer in empty.items():
-        assert observer is found[f"backbone.{name}"]
+        assert observer is by_name[f"backbone.{name}"]
         assert observer.observed
     values = torch.cat([record["fc"] for record in fxq.inspect.record(prepared, BATCHES, ["fc"], real=True, state="float")])
     assert float(empty["fc.activation_post_process"].largest) == float(values.abs().max())
@@ -322,10 +322,10 @@ def test_a_checkpoint_of_pytorch_s_graphs_loads(backend: str) -> None:
         for node in theirs.graph.nodes
         if node.op == "call_module" and str(node.target).startswith("activation_post_process")
     }
-    found = fxq.qparams(mine)
+    scale_of = fxq.qparams(mine)
     names = {"x_quantize": "x", "other_quantize": "other", "skip": "skip", "conv": "conv", "mul": "mul", "mean": "mean", "head": "head"}
     for name, theirs_name in names.items():
-        assert found[name] == scales[theirs_name], name
+        assert scale_of[name] == scales[theirs_name], name
     assert torch.equal(mine.bn.running_mean, theirs.conv.bn.running_mean)
     assert torch.equal(mine.conv.weight, theirs.conv.weight)
     fxq.set_state(mine.eval(), "validate")
@@ -345,9 +345,9 @@ def test_a_checkpoint_of_pytorch_s_eager_training_loads() -> None:
     plain.qconfig = ao.get_default_qat_qconfig("qnnpack")
     mine = torch_ao.prepare_qat(plain, example_inputs=(BATCHES[0],), target="qnnpack")
     mine.load_state_dict(theirs.state_dict(), strict=False)
-    found = fxq.qparams(mine)
-    for name, module in {"conv": theirs.conv, "skip": theirs.skip, next(iter(found)): theirs.quant}.items():
-        assert found[name] == (float(module.activation_post_process.scale), int(module.activation_post_process.zero_point))
+    scales = fxq.qparams(mine)
+    for name, module in {"conv": theirs.conv, "skip": theirs.skip, next(iter(scales)): theirs.quant}.items():
+        assert scales[name] == (float(module.activation_post_process.scale), int(module.activation_post_process.zero_point))
     assert torch.equal(mine.bn.running_var, theirs.conv.bn.running_var)
 
 
@@ -508,9 +508,9 @@ def test_a_qconfig_that_has_no_equal_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["default_dynamic_qconfig", "per_channel_dynamic_qconfig", "default_dynamic_qat_qconfig"])
 def test_a_dynamic_qconfig(name: str) -> None:
-    found = read(getattr(ao, name))
-    assert found.dynamic
-    assert found.weight == fxq.WeightConfig(per_channel=name.startswith("per_channel"))
+    result = read(getattr(ao, name))
+    assert result.dynamic
+    assert result.weight == fxq.WeightConfig(per_channel=name.startswith("per_channel"))
 
 
 SPECIFICATIONS: dict[str, Any] = {
@@ -559,8 +559,8 @@ def test_an_observer_of_the_user_s_own_gives_the_scale(derived: Any) -> None:
     theirs = derived()
     for batch in BATCHES:
         theirs(batch)
-    (found, *_) = fxq.qparams(prepared).values()
-    scale, zero_point = found if isinstance(found, tuple) else (found, 0)
+    (scales, *_) = fxq.qparams(prepared).values()
+    scale, zero_point = scales if isinstance(scales, tuple) else (scales, 0)
     assert scale == pytest.approx(float(theirs.calculate_qparams()[0]), rel=1e-6)
     assert zero_point == int(theirs.calculate_qparams()[1])
 
@@ -580,9 +580,9 @@ def test_a_rule_for_a_function_of_a_float_functional() -> None:
     model = nn.Sequential(Eager()).eval()
     rules = ao.QConfigMapping().set_global(ao.get_default_qconfig("x86")).set_object_type(torch.add, None)
     rules.set_object_type(torch.ao.nn.quantized.FloatFunctional, None)
-    found = {layer.name: layer.integer for layer in fxq.inspect.layers(torch_ao.prepare_fx(model, rules, (BATCHES[0],)))}
-    assert not found["add"]
-    assert found["_0_conv"]
+    layers = {layer.name: layer.integer for layer in fxq.inspect.layers(torch_ao.prepare_fx(model, rules, (BATCHES[0],)))}
+    assert not layers["add"]
+    assert layers["_0_conv"]
 
 
 def test_a_model_that_is_prepared_is_not_traced_again() -> None:
@@ -596,10 +596,6 @@ def test_a_model_that_is_prepared_is_not_traced_again() -> None:
 SYMMETRIC = activation(ao.MinMaxObserver, dtype=torch.qint8, qscheme=torch.per_tensor_symmetric)
 
 
-def dtypes(prepared: nn.Module) -> dict[str, str]:
-    return {layer.name: layer.dtype for layer in fxq.inspect.layers(prepared)}
-
-
 @pytest.mark.parametrize("form", ["mapping", "dict", "fxq"])
 def test_every_kind_of_rule(form: str) -> None:
     default = ao.get_default_qconfig("x86")
@@ -611,13 +607,13 @@ def test_every_kind_of_rule(form: str) -> None:
         wanted = read(SYMMETRIC)
         mapping = fxq.QConfigMapping().set_object_type(nn.ConvTranspose2d, wanted).set_module_name_regex("f.", wanted)
         mapping = mapping.set_module_name("act", None)
-    found = dtypes(torch_ao.prepare_fx(Net().eval(), mapping, (BATCHES[0],)))
-    assert (found["conv"], found["up"], found["act"], found["fc"]) == ("uint8", "int8", "float32", "int8")
+    dtype_of = dtypes(torch_ao.prepare_fx(Net().eval(), mapping, (BATCHES[0],)))
+    assert (dtype_of["conv"], dtype_of["up"], dtype_of["act"], dtype_of["fc"]) == ("uint8", "int8", "float32", "int8")
 
 
 def test_a_mapping_without_a_global_rule_leaves_the_rest_in_float() -> None:
-    found = dtypes(torch_ao.prepare_fx(Net().eval(), ao.QConfigMapping().set_module_name("fc", SYMMETRIC), (BATCHES[0],)))
-    assert (found["conv"], found["fc"]) == ("float32", "int8")
+    mapping = dtypes(torch_ao.prepare_fx(Net().eval(), ao.QConfigMapping().set_module_name("fc", SYMMETRIC), (BATCHES[0],)))
+    assert (mapping["conv"], mapping["fc"]) == ("float32", "int8")
 
 
 def test_a_module_that_is_not_traced_stays_whole() -> None:

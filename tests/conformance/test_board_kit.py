@@ -65,7 +65,7 @@ def program_of(integer: fx.GraphModule, folder: Path, **arguments: Any) -> Path:
 
 
 def install(kit: Path, runtime: str, answers: dict[str, Array]) -> None:
-    """Let a stand-in for a runtime stand beside the kit's script."""
+    """Put a stand-in for a runtime next to the kit's script."""
     file, text = RUNTIMES[runtime]
     place = kit / "hobot_dnn" / "pyeasy_dnn" / file if file == "__init__.py" else kit / file
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -149,13 +149,13 @@ def test_a_program_that_reads_a_camera_is_given_its_bytes(camera: str, tmp_path:
     kit = fxq.board.board_kit(tmp_path / "kit", integer, program_of(integer, tmp_path / "net", camera=camera, output_names=["y"]), [yuv])
     install(kit, "hobot_dnn", {"y": integer(yuv).numpy()})
     assert run(kit).returncode == 0
-    given = read_arrays(kit / "inputs.npz")
+    inputs = read_arrays(kit / "inputs.npz")
     bytes_of = {
         "nv12": torch.cat([planes[0][..., 0], planes[1].reshape(2, 4, 12)], 1),
         "yuv444": (yuv + 128).permute(0, 2, 3, 1).to(torch.uint8),
     }
-    (name,) = given
-    assert np.array_equal(given[name], bytes_of[camera].numpy())
+    (name,) = inputs
+    assert np.array_equal(inputs[name], bytes_of[camera].numpy())
     shape = (1, 12, 12) if camera == "nv12" else (1, 8, 12, 3)
     assert eval((kit / "given.txt").read_text()) == [[("uint8", shape)]] * 2
     (kit / "cv2.py").write_text(CV2, encoding="utf-8")

@@ -53,7 +53,7 @@ LAYERS = "layers: rounded down, without half a step in the bias"
 
 
 def stand_in(integer: fx.GraphModule, to: Path, name: str = "model") -> Compiled:
-    """What the compiler writes, as far as a kit needs it."""
+    """Write the files of the compiler that a kit needs."""
     (input,) = (node.name for node in integer.graph.find_nodes(op="placeholder"))
     values = [helper.make_tensor_value_info(node.name, TensorProto.FLOAT, None) for node in returned(integer)]
     nodes = [helper.make_node("HzConv", [input], [value.name], domain="horizon") for value in values]
@@ -71,7 +71,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Kit:
+def kit_of_operators(tmp_path_factory: pytest.TempPathFactory) -> Kit:
     """A kit of a few operators, on bayes-e."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(kit_module, "compile_model", stand_in)
@@ -81,9 +81,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Kit:
 
 
 @pytest.fixture
-def kit(made: Kit, tmp_path: Path) -> Kit:
+def kit(kit_of_operators: Kit, tmp_path: Path) -> Kit:
     """A copy that a test may damage."""
-    shutil.copytree(made.folder, tmp_path / "kit")
+    shutil.copytree(kit_of_operators.folder, tmp_path / "kit")
     return read_kit(tmp_path / "kit")
 
 
@@ -91,7 +91,7 @@ Change = Callable[[dict[str, Array]], Mapping[str, Any]]
 
 
 def write_results(kit: Kit, folder: Path, change: Change = lambda arrays: arrays, only: int | None = None) -> Path:
-    """What a board gives that computes what is expected, as real numbers; `change` changes a program's arrays, by the outputs' numbers."""
+    """Write float results of a board with the expected integers; `change` changes a program's arrays, by the outputs' numbers."""
     folder.mkdir(exist_ok=True)
     expected = read_arrays(kit.file(manifest.EXPECTED))
     for program in kit.programs[:only]:
@@ -114,15 +114,15 @@ def planted(kit: Kit, folder: Path, by: Mapping[str, fxq.Target]) -> Path:
         for index, case in enumerate(program.cases):
             if case.operator in by:
                 step = expected[f"{program.name}/{index}/step"]
-                found = computed(model_of(kit, program), by[case.operator], kit_images(kit), {index: step})[index]
-                arrays[program.outputs[index]] = (found * step).astype(np.float32)
+                result = computed(model_of(kit, program), by[case.operator], kit_images(kit), {index: step})[index]
+                arrays[program.outputs[index]] = (result * step).astype(np.float32)
         (folder / f"{program.name}.npz").write_bytes(packed(arrays))
     return folder
 
 
 @pytest.fixture
 def few_variants(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are planted, and a few more: each is a conversion of every program."""
+    """Planted variants, and a few more: each is a conversion of every program."""
     names = {*PLANTED.values(), LAYERS, "everything: halves rounded up", "multipliers of 14 bits"}
 
     def chosen(target: fxq.Target) -> list[Variant]:
@@ -131,22 +131,22 @@ def few_variants(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fxquant.conformance.results.variants_of", chosen)
 
 
-def rows(found: fxq.results.Conformance) -> dict[str, fxq.results.ProbeResult]:
-    return {row.operator: row for row in found}
+def rows(result: fxq.results.Conformance) -> dict[str, fxq.results.ProbeResult]:
+    return {row.operator: row for row in result}
 
 
-def test_a_kit_holds_what_a_board_and_a_comparison_need(made: Kit) -> None:
-    assert [program.scales for program in made.programs] == list(SCALES)
-    assert [case.operator for case in made.programs[0].cases] == [name for name in OPERATORS if name != "conv, clamp"]
-    assert {(refusal.operator, refusal.scales) for refusal in made.refusals} == {("conv, clamp", how) for how in SCALES}
-    assert all("steps of" in refusal.because for refusal in made.refusals)
-    on_board = sorted(path.name for path in (made.folder / manifest.BOARD).iterdir())
+def test_a_kit_holds_what_a_board_and_a_comparison_need(kit_of_operators: Kit) -> None:
+    assert [program.scales for program in kit_of_operators.programs] == list(SCALES)
+    assert [case.operator for case in kit_of_operators.programs[0].cases] == [name for name in OPERATORS if name != "conv, clamp"]
+    assert {(refusal.operator, refusal.scales) for refusal in kit_of_operators.refusals} == {("conv, clamp", how) for how in SCALES}
+    assert all("steps of" in refusal.because for refusal in kit_of_operators.refusals)
+    on_board = sorted(path.name for path in (kit_of_operators.folder / manifest.BOARD).iterdir())
     wanted = ["int8-0.bin", "int8-0_quantized_model.onnx", "int8-1.bin", "int8-1_quantized_model.onnx"]
     assert on_board == sorted([*wanted, "inputs.npz", "programs.json", "run.py"])
-    expected = read_arrays(made.file(manifest.EXPECTED))
-    for program in made.programs:
-        integer = fxq.convert(model_of(made, program))
-        results = [integer(image) for image in kit_images(made)]
+    expected = read_arrays(kit_of_operators.file(manifest.EXPECTED))
+    for program in kit_of_operators.programs:
+        integer = fxq.convert(model_of(kit_of_operators, program))
+        results = [integer(image) for image in kit_images(kit_of_operators)]
         for index in range(len(program.cases)):
             ours = torch.cat([result[index] for result in results]).numpy()
             assert np.array_equal(integers(ours, expected[f"{program.name}/{index}/step"]), expected[f"{program.name}/{index}"])
@@ -154,12 +154,12 @@ def test_a_kit_holds_what_a_board_and_a_comparison_need(made: Kit) -> None:
 
 def test_a_board_that_computes_what_is_expected_is_equal(kit: Kit, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_results(kit, tmp_path / "results")
-    found = fxq.board.check_conformance(kit.folder, folder)
-    assert found
-    assert {row.result for row in found if row.operator != "conv, clamp"} == {"equal"}
-    assert rows(found)["conv, clamp"].result == "refused"
-    assert rows(found)["conv 3x3"].elements == 2 * 5 * 12 * 16 * 16
-    assert "equal: 8 equal, 1 refused; 0 of" in str(found)
+    conformance = fxq.board.check_conformance(kit.folder, folder)
+    assert conformance
+    assert {row.result for row in conformance if row.operator != "conv, clamp"} == {"equal"}
+    assert rows(conformance)["conv, clamp"].result == "refused"
+    assert rows(conformance)["conv 3x3"].elements == 2 * 5 * 12 * 16 * 16
+    assert "equal: 8 equal, 1 refused; 0 of" in str(conformance)
     assert main(["conformance", str(kit.folder), "--results", str(folder)]) == 0
     assert "conv 3x3" in capsys.readouterr().out
     about = json.loads((folder / "conformance.json").read_text(encoding="utf-8"))
@@ -171,9 +171,9 @@ def test_each_planted_variant_is_named(kit: Kit, tmp_path: Path) -> None:
     target = backends.get(kit.target)
     named = {variant.name: variant.of(target) for variant in variants_of(target)}
     folder = planted(kit, tmp_path / "results", {operator: named[name] for operator, name in PLANTED.items()})
-    found = fxq.board.check_conformance(kit.folder, folder)
-    assert not found
-    table = rows(found)
+    conformance = fxq.board.check_conformance(kit.folder, folder)
+    assert not conformance
+    table = rows(conformance)
     for operator, name in PLANTED.items():
         assert table[operator].result == "differs", operator
         assert table[operator].differing > 0
@@ -181,7 +181,7 @@ def test_each_planted_variant_is_named(kit: Kit, tmp_path: Path) -> None:
         # Another march as a whole may compute one operator in the same way; a single change of something else may not.
         unlike = {other for other in PLANTED.values() if other != name and "arithmetic of" not in other} & set(table[operator].fits)
         assert not unlike, (operator, unlike)
-    assert "no known variant" not in found.summary
+    assert "no known variant" not in conformance.summary
 
 
 @pytest.mark.usefixtures("few_variants")
@@ -191,10 +191,10 @@ def test_two_changes_together_are_named(kit: Kit, tmp_path: Path) -> None:
     layers = named[LAYERS]
     everywhere = dict.fromkeys(("conv 3x3", "conv 1x1", "avg pool 2x2"), layers.of(target))
     both = layers.and_also(named[PLANTED["mul"]])
-    found = rows(fxq.board.check_conformance(kit.folder, planted(kit, tmp_path / "results", {**everywhere, "mul": both.of(target)})))
-    assert layers.name in found["conv 3x3"].fits
-    assert both.name in found["mul"].fits
-    assert not [name for name in found["mul"].fits if " + " not in name]
+    conformance = rows(fxq.board.check_conformance(kit.folder, planted(kit, tmp_path / "results", {**everywhere, "mul": both.of(target)})))
+    assert layers.name in conformance["conv 3x3"].fits
+    assert both.name in conformance["mul"].fits
+    assert not [name for name in conformance["mul"].fits if " + " not in name]
 
 
 def test_what_no_variant_gives_is_counted_and_unexplained(kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,13 +206,13 @@ def test_what_no_variant_gives_is_counted_and_unexplained(kit: Kit, tmp_path: Pa
         return arrays
 
     folder = write_results(kit, tmp_path / "results", change)
-    found = fxq.board.check_conformance(kit.folder, folder)
-    table = rows(found)
+    conformance = fxq.board.check_conformance(kit.folder, folder)
+    table = rows(conformance)
     assert (table["add"].result, table["add"].differing, table["add"].fits) == ("differs", 2, ())
     assert table["add"].largest_steps >= 127
     assert table["mul"].differing == 6
-    assert {row.result for row in found if row.operator not in ("add", "mul", "conv, clamp")} == {"equal"}
-    assert "no known variant fits: add, mul" in found.summary
+    assert {row.result for row in conformance if row.operator not in ("add", "mul", "conv, clamp")} == {"equal"}
+    assert "no known variant fits: add, mul" in conformance.summary
     assert main(["conformance", str(kit.folder), "--results", str(folder)]) == 1
     # What differs in the simulator, too, is a known difference.
     write_results(kit, kit.folder / manifest.SIMULATED, change)
@@ -231,10 +231,10 @@ def test_integers_and_shapes_with_ones_are_taken(kit: Kit, tmp_path: Path) -> No
 
 def test_what_was_not_run_is_reported(kit: Kit, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_results(kit, tmp_path / "part", only=1)
-    found = fxq.board.check_conformance(kit.folder, folder)
-    assert not found
-    assert {row.result for row in found} == {"not run", "refused"}
-    assert rows(found)["add"].note == "int8-1: there is no int8-1.npz"
+    conformance = fxq.board.check_conformance(kit.folder, folder)
+    assert not conformance
+    assert {row.result for row in conformance} == {"not run", "refused"}
+    assert rows(conformance)["add"].note == "int8-1: there is no int8-1.npz"
     assert main(["conformance", str(kit.folder), "--results", str(folder)]) == 1
     assert "8 not run" in capsys.readouterr().out
     failed = write_results(kit, tmp_path / "failed", lambda arrays: {"kit": arrays["kit"], "error": np.array("RuntimeError: no BPU")})
@@ -418,33 +418,33 @@ def test_what_the_compiler_refuses_is_reported_and_the_rest_compiled(tmp_path: P
     kit = read_kit(fxq.board.conformance_kit(tmp_path / "kit", "bayes-e", operators=names, scales=SCALES[:1]))
     assert [[case.operator for case in program.cases] for program in kit.programs] == [["conv 1x1"], ["relu"]]
     assert [(refusal.operator, refusal.because) for refusal in kit.refusals] == [("sigmoid", "there is a sigmoid")]
-    found = rows(fxq.board.check_conformance(kit.folder, write_results(kit, tmp_path / "results")))
-    assert [found[name].result for name in names] == ["equal", "refused", "equal"]
+    conformance = rows(fxq.board.check_conformance(kit.folder, write_results(kit, tmp_path / "results")))
+    assert [conformance[name].result for name in names] == ["equal", "refused", "equal"]
     with pytest.raises(fxq.errors.ConfigurationError, match="no program is left for bayes-e"):
         fxq.board.conformance_kit(tmp_path / "none", "bayes-e", operators=["sigmoid"])
 
 
 def test_the_kit_sees_whether_a_slope_is_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, image = [ROWS[f"leaky relu, slope {slope}, ties"] for slope in (0.1, 0.3)], kit_module.images()[1][0]
-    found = kit_module.converted(rows, "bayes-e", "int8", SCALES[0])[1](image)
+    result = kit_module.converted(rows, "bayes-e", "int8", SCALES[0])[1](image)
     monkeypatch.setattr(table, "to_float32", lambda value: value)
     others = kit_module.converted(rows, "bayes-e", "int8", SCALES[0])[1](image)
-    assert not any(torch.equal(one, other) for one, other in zip(found, others, strict=True))
+    assert not any(torch.equal(one, other) for one, other in zip(result, others, strict=True))
 
 
 def test_variants_differ_from_the_target_and_each_other() -> None:
     for march in ("bayes-e", "bernoulli2"):
         target = probe_target(march)
-        found = variants_of(target)
-        assert len({variant.name for variant in found}) == len(found) > 40
-        arithmetics = [variant.of(target).arithmetic for variant in found]
+        result = variants_of(target)
+        assert len({variant.name for variant in result}) == len(result) > 40
+        arithmetics = [variant.of(target).arithmetic for variant in result]
         assert target.arithmetic not in arithmetics
         assert all(one != other for index, one in enumerate(arithmetics) for other in arithmetics[:index])
 
 
 # ---- the board's script -----------------------------------------------------------------------------------------------------
 def run_on_board(kit: Kit, *options: str) -> subprocess.CompletedProcess[str]:
-    """The kit's script, where modules of a board stand beside it."""
+    """Run the kit's script next to modules of a board."""
     board = kit.folder / manifest.BOARD
     return subprocess.run([sys.executable, "run.py", *options], cwd=board, capture_output=True, text=True, timeout=120, check=False)
 
@@ -455,8 +455,8 @@ def test_a_program_that_a_board_refuses_is_reported(kit: Kit) -> None:
     done = run_on_board(kit)
     assert done.returncode == 1
     assert "failed: wrong march" in done.stderr
-    found = fxq.board.check_conformance(kit.folder, kit.folder / manifest.BOARD / "results")
-    assert rows(found)["add"].note == "int8-0: OSError: wrong march; int8-1: OSError: wrong march"
+    conformance = fxq.board.check_conformance(kit.folder, kit.folder / manifest.BOARD / "results")
+    assert rows(conformance)["add"].note == "int8-0: OSError: wrong march; int8-1: OSError: wrong march"
 
 
 def test_without_a_runtime_the_script_says_so(kit: Kit) -> None:

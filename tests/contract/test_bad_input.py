@@ -18,7 +18,7 @@ import fxquant as fxq
 from fxquant.backends.onnx.runtime import OnnxModel
 from tests.conftest import Golden
 from tests.shared.contract import Compiled, assert_validate_is_integer, compiled, graph_values
-from tests.shared.written import written
+from tests.shared.networks import written
 
 pytestmark = pytest.mark.usefixtures("default_outputs")
 
@@ -199,7 +199,7 @@ def test_a_file_that_is_not_the_export_of_the_model(integer: fx.GraphModule, cal
 
 @pytest.mark.parametrize("name", BAD_BATCHES)
 def test_verifying_with_a_bad_batch(integer: fx.GraphModule, exported: Path, name: str) -> None:
-    """What NaN and infinity become is defined, so that they are compared."""
+    """Compare NaN and infinity, too: their integers are defined."""
     batches = [batch(), BAD_BATCHES[name]()]
     if name in ("nan", "infinite"):
         assert fxq.verify(integer, exported, batches)

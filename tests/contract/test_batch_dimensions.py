@@ -34,7 +34,7 @@ def steps(m: Any, x: Tensor) -> Tensor:
 
 
 def attention(m: Any, x: Tensor) -> Tensor:
-    """Attention over sequences that have their steps in front, with a position for each of them."""
+    """Attention over sequences that have their steps in front, with a position for each step."""
     x = m.project(x) + m.positions
     return x + m.attention(x, x, x, need_weights=False)[0]
 
@@ -139,16 +139,16 @@ def test_a_float_model_is_compared_with_its_batch_where_the_other_form_has_it() 
 def test_a_traced_model_brings_its_batch_along_to_a_search() -> None:
     batches = [inputs("attention", 8, seed) for seed in range(4)]
     traced = fxq.trace(made("attention"), batches[0], options=fxq.Options(dynamic_shapes=SHAPES["attention"]))
-    found = fxq.search.sensitivity(traced, batches, "bayes-e", options=fxq.Options(measured=False))
-    assert "project" in str(found)
+    sensitivity = fxq.search.sensitivity(traced, batches, "bayes-e", options=fxq.Options(measured=False))
+    assert "project" in str(sensitivity)
 
 
 def test_a_file_of_data_is_cut_along_the_batch(tmp_path: Path) -> None:
     integer = compiled("states").integer
     names = [str(node.target) for node in integer.graph.find_nodes(op="placeholder")]
     np.savez(tmp_path / "data.npz", **{name: value.numpy() for name, value in zip(names, inputs("states", 70), strict=True)})
-    found = batches_from(tmp_path / "data.npz", integer, 32)
-    assert [[tuple(value.shape) for value in batch.values()] for batch in found] == [
+    result = batches_from(tmp_path / "data.npz", integer, 32)
+    assert [[tuple(value.shape) for value in batch.values()] for batch in result] == [
         [(5, size, 6), (2, size, 4), (2, size, 4)] for size in (32, 32, 6)
     ]
 
@@ -245,18 +245,10 @@ def test_what_does_not_fit_is_refused_by_name(form: str) -> None:
 
 
 # ---- numbers that Python computes of the batch size, and activations that are written into constants -----------------------
-class Model(nn.Module):
+@members(lambda body: dict(layer=nn.Linear(4, 4), body=body, held=torch.randn(3, 4), row=nn.Parameter(torch.randn(1, 4))), seed=0)
+def Model(self, x: Tensor) -> Tensor:
     """A layer, and what a function makes of its result; it stands here, for numbers are followed where `forward` is written."""
-
-    def __init__(self, body: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.body = nn.Linear(4, 4), body
-        self.register_buffer("held", torch.randn(3, 4))
-        self.row = nn.Parameter(torch.randn(1, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(self, self.layer(x))
+    return self.body(self, self.layer(x))
 
 
 SIZES: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -378,13 +370,13 @@ def unfixed(path: Path) -> list[str]:
     model = onnx.load(path)
     onnx.checker.check_model(model, full_check=True)
     inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True).graph
-    known = {info.name: info.type.tensor_type for info in (*inferred.input, *inferred.value_info, *inferred.output)}
+    types = {info.name: info.type.tensor_type for info in (*inferred.input, *inferred.value_info, *inferred.output)}
     names = [info.name for info in inferred.input] + [name for node in inferred.node for name in node.output if name]
     assert len(names) > 3
     return [
         name
         for name in names
-        if name not in known or not known[name].HasField("shape") or not all(dim.HasField("dim_value") for dim in known[name].shape.dim)
+        if name not in types or not types[name].HasField("shape") or not all(dim.HasField("dim_value") for dim in types[name].shape.dim)
     ]
 
 
@@ -426,7 +418,7 @@ def test_of_prepared_and_float_models(result: fxq.results.Result, tmp_path: Path
 
 
 def test_a_batch_of_one_may_be_flipped(tmp_path: Path) -> None:
-    """It is what ONNX's reference evaluator gives as an array of negative strides."""
+    """ONNX's reference evaluator gives such an output as an array of negative strides."""
     result = fxq.quantize(Network(lambda s, x: s.linear(x).flip(0), linear=nn.Linear(4, 4)).eval(), [torch.randn(4, 4)])
     path = result.export(tmp_path / "m.onnx", batch_size=1)
     assert unfixed(path) == []

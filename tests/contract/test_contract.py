@@ -163,7 +163,7 @@ def worst_patches(weight: Tensor, sign: int) -> Tensor:
 
 
 def primitive_sum(node: fx.Node, patches: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What the primitive computes for a patch per output channel, at that channel."""
+    """Return the primitive's result for a patch per output channel, at that channel."""
     extra = node.args[3:] if node.target in (accumulate.linear, accumulate.linear_wide) else node.args[7:]
     if weight.dim() == 2:
         return node.target(patches, weight, bias, *extra).diagonal()
@@ -335,9 +335,9 @@ def test_every_onnx_value_is_a_whole_number_of_its_declared_type(name: str, targ
         if entry_["kind"] == "quantized":
             assert types[value] == (TensorProto.INT32 if entry_["dtype"] == "int32" else TensorProto.INT8), value
     whole = model.names(("quantized", "accumulator"))
-    found = model.runner("onnxruntime", whole)({model.input_names[0]: images(name, 1)})
+    output = model.runner("onnxruntime", whole)({model.input_names[0]: images(name, 1)})
     for value in whole:
-        assert torch.equal(found[value].double(), found[value].double().round()), value
+        assert torch.equal(output[value].double(), output[value].double().round()), value
     operators = {node.op_type for node in inferred.graph.node}
     assert not operators & {"QuantizeLinear", "BatchNormalization", "Relu", "Sigmoid"}
     assert all(np.issubdtype(array.dtype, np.integer) for array in weights_of_layers(inferred))
@@ -347,13 +347,13 @@ def weights_of_layers(model: onnx.ModelProto) -> list[np.ndarray]:
     """The constants that reach a Conv or MatMul as weights, before they are cast."""
     initializers = {tensor.name: tensor for tensor in model.graph.initializer}
     producers = {output: node for node in model.graph.node for output in node.output}
-    found = []
+    weights = []
     for node in model.graph.node:
         if node.op_type in ("Conv", "MatMul"):
             source = node.input[1]
-            found.append(numpy_helper.to_array(initializers[producers[source].input[0] if source in producers else source]))
-    assert found
-    return found
+            weights.append(numpy_helper.to_array(initializers[producers[source].input[0] if source in producers else source]))
+    assert weights
+    return weights
 
 
 # ---- E5: located --------------------------------------------------------------------------------------------------------
@@ -423,8 +423,8 @@ def test_a_constant_of_the_file_that_is_off_by_one_is_located(spoil: Callable[..
     spoil(model, accumulator.name, result.name, target)
     onnx.save(model, str(path))
     report = fxq.verify(integer, path, entry("demo network").test_batches)
-    spoiled, given = (accumulator, before) if spoil is spoil_bias else (result, accumulator)
-    assert_located(report, spoiled.name, given.name)
+    spoiled, inputs = (accumulator, before) if spoil is spoil_bias else (result, accumulator)
+    assert_located(report, spoiled.name, inputs.name)
 
 
 @pytest.mark.sweep(1)
@@ -437,8 +437,8 @@ def test_a_constant_of_the_integer_graph_that_is_off_by_one_is_located(target: s
     constant = resolve(integer, f"integer.{LAYER}.{role}")
     constant.copy_(constant * (1 + LAST_OF_15_BITS) if constant.is_floating_point() else constant + 1)
     batches = entry("demo network").test_batches[:1]
-    spoiled, given = (accumulator, before) if role == "bias" else (result, accumulator)
-    assert_located(fxq.verify(integer, path, batches), spoiled.name, given.name)
+    spoiled, inputs = (accumulator, before) if role == "bias" else (result, accumulator)
+    assert_located(fxq.verify(integer, path, batches), spoiled.name, inputs.name)
     assert_located(fxq.verify(prepared, integer, batches), result.name, before.name)
 
 

@@ -32,18 +32,18 @@ def packs() -> Iterator[Any]:
 
 
 def constants(integer: fx.GraphModule) -> dict[str, Tensor]:
-    """What the integer graph holds: weights, multipliers, biases, tables."""
+    """Return the constants of the integer graph: weights, multipliers, biases, tables."""
     return {name: value.cpu() for name, value in (*integer.named_buffers(), *integer.named_parameters())}
 
 
 def integers(model: fx.GraphModule, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
     """The values of all primitives but those that return float tensors, which no contract holds equal between devices."""
-    found = contract.graph_values(model, *inputs)
+    result = contract.graph_values(model, *inputs)
     nodes = {node.name: node for node in model.graph.nodes}
     held = {
         name for name, node in nodes.items() if node.target in PRIMITIVES and PRIMITIVES[node.target].kind in ("quantized", "accumulator")
     }
-    return {name: value.cpu() for name, value in found.items() if name in held}
+    return {name: value.cpu() for name, value in result.items() if name in held}
 
 
 def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, str]:

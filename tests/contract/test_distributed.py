@@ -19,7 +19,7 @@ from fxquant.accuracy.checkpoint import Checkpoint
 from fxquant.accuracy.judge import FloatOutputs
 from fxquant.accuracy.weights import _Layer as Layer
 from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer, PercentileObserver
-from tests.shared.written import to_train
+from tests.shared.networks import to_train
 
 pytestmark = pytest.mark.nightly
 
@@ -39,7 +39,7 @@ def network() -> nn.Module:
 
 
 def shards() -> list[Tensor]:
-    """Five batches; rank 0 has three of them, with the largest values, and rank 1 two."""
+    """Five batches; rank 0 has three, with the largest values, and rank 1 two."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(4, 2, 6, 6, generator=generator) * scale for scale in (3.0, 1.0, 2.0, 0.5, 0.25)]
 
@@ -73,7 +73,7 @@ def work(rank: int, directory: str, pickled: fx.GraphModule) -> None:
         "gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
     )
     try:
-        found = {
+        sensitivity = {
             "calibrated": {name: calibrated(rank, observer) for name, observer in OBSERVERS.items()},
             "again": again(rank),
             "rounded": rounded(rank),
@@ -92,7 +92,7 @@ def work(rank: int, directory: str, pickled: fx.GraphModule) -> None:
             "of rank 0": of_rank_0(rank),
             "kept": tuned("round_weights", options=fxq.Options(checkpoint=f"{directory}/rounding")),
         }
-        torch.save(found, f"{directory}/{rank}.pt")
+        torch.save(sensitivity, f"{directory}/{rank}.pt")
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -105,7 +105,7 @@ def calibrated(rank: int, observer: type[Observer]) -> Any:
 
 
 def again(rank: int) -> Any:
-    """What is observed together is not counted twice when a second calibration goes on."""
+    """Calibrate twice: observations of all ranks are counted once when a second calibration goes on."""
     prepared = prepare(HistogramObserver)
     fxq.calibrate(prepared, shard(rank))
     fxq.calibrate(prepared, shard(rank))
@@ -127,7 +127,7 @@ def one_without(rank: int) -> Any:
 
 
 def failed(rank: int) -> Any:
-    """One rank has bad data: all of them hear of it, and keep what they knew."""
+    """One rank has bad data: all ranks raise the error, and keep their observations."""
     prepared = prepare()
     fxq.calibrate(prepared, shard(rank))
     before = observations(prepared)
@@ -185,7 +185,7 @@ def learner() -> fx.GraphModule:
 
 
 def three_steps(model: nn.Module, rank: int | None) -> None:
-    """On a rank's half of each batch, or on all of it."""
+    """Train on a rank's half of each batch, or on the whole batch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     for batch in shards()[:3]:
         optimizer.zero_grad()
@@ -223,11 +223,11 @@ def searches(metric: Metric) -> dict[str, Any]:
         "search_observers": lambda: fxq.search.search_observers(model, batches, observers=observers, metric=metric).tensors,
         "tune": lambda: [step.score for step in fxq.tune(model, batches, metric=metric, steps=2, tolerance=0.0).steps],
     }
-    found = {}
+    by_name = {}
     for name, call in calls.items():
         before = metric.calls
-        found[name] = repr(call()), metric.calls - before
-    return found
+        by_name[name] = repr(call()), metric.calls - before
+    return by_name
 
 
 def searched() -> Any:
@@ -317,7 +317,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(directory: Path) -> list[dict[str, Any]]:
+def ranks(directory: Path) -> list[dict[str, Any]]:
     mp.spawn(work, (str(directory), calibrated_alone()), RANKS)  # type: ignore[no-untyped-call,attr-defined]
     return [torch.load(directory / f"{rank}.pt") for rank in range(RANKS)]
 
@@ -329,8 +329,8 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("name", OBSERVERS)
-def test_every_rank_has_the_same_scales_and_statistics(found: list[dict[str, Any]], name: str) -> None:
-    (scales, seen), (others, others_seen) = (rank["calibrated"][name] for rank in found)
+def test_every_rank_has_the_same_scales_and_statistics(ranks: list[dict[str, Any]], name: str) -> None:
+    (scales, seen), (others, others_seen) = (rank["calibrated"][name] for rank in ranks)
     assert scales == others
     assert equal(seen, others_seen)
     assert all(0 < scale < float("inf") for scale in scales.values())
@@ -345,28 +345,28 @@ def test_every_rank_has_the_same_scales_and_statistics(found: list[dict[str, Any
     assert fxq.qparams(apart) != scales, "one shard alone has other scales"
 
 
-def test_a_second_calibration_goes_on(found: list[dict[str, Any]]) -> None:
-    (scales, seen), (others, others_seen) = (rank["again"] for rank in found)
+def test_a_second_calibration_goes_on(ranks: list[dict[str, Any]]) -> None:
+    (scales, seen), (others, others_seen) = (rank["again"] for rank in ranks)
     assert scales == others
     assert equal(seen, others_seen)
     assert {int(value) for name, value in seen.items() if name.endswith(".count")} == {2 * len(shards())}
-    once = found[0]["calibrated"]["histogram"][1]
+    once = ranks[0]["calibrated"]["histogram"][1]
     total = next(name for name in once if name.endswith(".counts"))
     assert float(seen[total].sum()) == 2 * float(once[total].sum())
 
 
-def test_ranks_round_weights_and_correct_biases_alike(found: list[dict[str, Any]]) -> None:
-    decided = found[0]["rounded"]
+def test_ranks_round_weights_and_correct_biases_alike(ranks: list[dict[str, Any]]) -> None:
+    decided = ranks[0]["rounded"]
     assert {name.rpartition(".")[2] for name in decided} == {"offset", "value"}
-    assert equal(decided, found[1]["rounded"])
+    assert equal(decided, ranks[1]["rounded"])
 
 
-def test_a_rank_may_have_no_batch(found: list[dict[str, Any]]) -> None:
-    assert found[0]["one without"] == found[1]["one without"] == fxq.qparams(calibrated_alone())
+def test_a_rank_may_have_no_batch(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["one without"] == ranks[1]["one without"] == fxq.qparams(calibrated_alone())
 
 
-def test_a_failure_reaches_all_ranks(found: list[dict[str, Any]]) -> None:
-    (told, kept), (own, kept_too) = (rank["failed"] for rank in found)
+def test_a_failure_reaches_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    (told, kept), (own, kept_too) = (rank["failed"] for rank in ranks)
     assert "the calibration of rank 1 failed" in told
     assert "batch 1 does not fit the model" in own
     assert kept
@@ -374,15 +374,15 @@ def test_a_failure_reaches_all_ranks(found: list[dict[str, Any]]) -> None:
 
 
 # ---- training -----------------------------------------------------------------------------------------------------------
-def test_gradients_are_equal_on_all_ranks(found: list[dict[str, Any]]) -> None:
-    for one, other in zip(*(rank["trained"]["gradients"] for rank in found), strict=True):
+def test_gradients_are_equal_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    for one, other in zip(*(rank["trained"]["gradients"] for rank in ranks), strict=True):
         assert equal(one, other)
         assert len(one) == 8
         assert all(bool(value.abs().sum() > 0) for name, value in one.items() if "0.bias" not in name and "1.bias" not in name)
 
 
-def test_parameters_scales_and_statistics_are_equal_on_all_ranks(found: list[dict[str, Any]]) -> None:
-    one, other = (rank["trained"] for rank in found)
+def test_parameters_scales_and_statistics_are_equal_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    one, other = (rank["trained"] for rank in ranks)
     assert equal(one["state"], other["state"])
     assert any(name.endswith("scale") for name in one["moved"])
     assert {"0.weight", "1.running_mean", "3.weight", "5.bias"} <= set(one["moved"])
@@ -391,20 +391,20 @@ def test_parameters_scales_and_statistics_are_equal_on_all_ranks(found: list[dic
     assert other["validate is integer"]
 
 
-def test_the_gradient_is_that_of_all_shards_together(found: list[dict[str, Any]]) -> None:
+def test_the_gradient_is_that_of_all_shards_together(ranks: list[dict[str, Any]]) -> None:
     prepared = calibrated_alone()
     fxq.set_state(prepared, fxq.State.TRAIN)
     fxq.freeze(prepared)
     prepared.train()
     loss_of(prepared, torch.cat([shard(rank)[0] for rank in range(RANKS)])).backward()
-    assert equal(found[0]["frozen"], found[1]["frozen"])
+    assert equal(ranks[0]["frozen"], ranks[1]["frozen"])
     for name, value in gradients(prepared).items():
-        torch.testing.assert_close(found[0]["frozen"][name], value)
+        torch.testing.assert_close(ranks[0]["frozen"][name], value)
 
 
-def test_scales_are_learned_as_by_one_process(found: list[dict[str, Any]]) -> None:
+def test_scales_are_learned_as_by_one_process(ranks: list[dict[str, Any]]) -> None:
     """From the same data: a sum over ranks is in another order than one over a batch, and nothing else differs."""
-    one, other = (rank["learned"] for rank in found)
+    one, other = (rank["learned"] for rank in ranks)
     assert equal(one, other)
     single = learner()
     three_steps(single, None)
@@ -415,8 +415,8 @@ def test_scales_are_learned_as_by_one_process(found: list[dict[str, Any]]) -> No
 
 
 # ---- searches -----------------------------------------------------------------------------------------------------------
-def test_ranks_share_the_trials_of_a_search_and_have_the_results_of_one_process(found: list[Any]) -> None:
-    alone, one, other = searches(Metric()), found[0]["searched"], found[1]["searched"]
+def test_ranks_share_the_trials_of_a_search_and_have_the_results_of_one_process(ranks: list[Any]) -> None:
+    alone, one, other = searches(Metric()), ranks[0]["searched"], ranks[1]["searched"]
     for name, (result, calls) in alone.items():
         assert one[name][0] == other[name][0] == result, name
         if name != "tune":  # its remedies are tried in turn, and only the searches among them are shared
@@ -424,17 +424,17 @@ def test_ranks_share_the_trials_of_a_search_and_have_the_results_of_one_process(
             assert one[name][1] + other[name][1] == calls, name
 
 
-def test_one_process_goes_on_after_a_rank_was_lost(found: list[Any], directory: Path) -> None:
-    assert "failed on another rank" in found[0]["lost"]
-    assert "this rank is lost" in found[1]["lost"]
-    metric, (whole, calls) = Metric(), found[0]["searched"]["sensitivity"]
+def test_one_process_goes_on_after_a_rank_was_lost(ranks: list[Any], directory: Path) -> None:
+    assert "failed on another rank" in ranks[0]["lost"]
+    assert "this rank is lost" in ranks[1]["lost"]
+    metric, (whole, calls) = Metric(), ranks[0]["searched"]["sensitivity"]
     resumed = fxq.search.sensitivity(network(), shards()[:2], metric=metric, options=fxq.Options(checkpoint=directory / "search"))
     assert repr(resumed.tensors) == whole
     assert 0 < metric.calls < calls, "the files of both ranks are read"
 
 
-def test_ranks_with_other_batches_are_refused(found: list[Any]) -> None:
-    for rank in found:
+def test_ranks_with_other_batches_are_refused(ranks: list[Any]) -> None:
+    for rank in ranks:
         assert "the ranks call this with different model and samples" in rank["other batches"]
         assert "the ranks call this with different steps" in rank["apart"]
         assert "the model of rank 1 has other parameters or statistics than that of rank 0" in rank["other weights"]
@@ -442,8 +442,8 @@ def test_ranks_with_other_batches_are_refused(found: list[Any]) -> None:
 
 # ---- tuning -------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", METHODS)
-def test_ranks_tune_alike_and_as_one_process_does(found: list[dict[str, Any]], name: str) -> None:
-    (state, rows, calls), (other, other_rows, other_calls) = (rank["tuned"][name] for rank in found)
+def test_ranks_tune_alike_and_as_one_process_does(ranks: list[dict[str, Any]], name: str) -> None:
+    (state, rows, calls), (other, other_rows, other_calls) = (rank["tuned"][name] for rank in ranks)
     alone, alone_rows, alone_calls = tuned(name)
     assert equal(state, other)
     assert equal(state, alone)
@@ -452,16 +452,16 @@ def test_ranks_tune_alike_and_as_one_process_does(found: list[dict[str, Any]], n
     assert max(calls, other_calls) == -(-alone_calls // 2)
 
 
-def test_one_process_goes_on_from_the_layers_of_all_ranks(found: list[dict[str, Any]], directory: Path) -> None:
-    (state, rows, _), (_, _, calls) = found[0]["kept"], found[1]["kept"]
+def test_one_process_goes_on_from_the_layers_of_all_ranks(ranks: list[dict[str, Any]], directory: Path) -> None:
+    (state, rows, _), (_, _, calls) = ranks[0]["kept"], ranks[1]["kept"]
     assert calls == 1
     again, again_rows, calls = tuned("round_weights", options=fxq.Options(checkpoint=str(directory / "rounding")))
     assert equal(state, again)
     assert (rows, 0) == (again_rows, calls)
 
 
-def test_ranks_divide_what_calibration_chooses_by_the_samples_of_rank_0(found: list[dict[str, Any]]) -> None:
-    (state, rounded, measured), (other, other_rounded, other_measured) = (rank["of rank 0"] for rank in found)
+def test_ranks_divide_what_calibration_chooses_by_the_samples_of_rank_0(ranks: list[dict[str, Any]]) -> None:
+    (state, rounded, measured), (other, other_rounded, other_measured) = (rank["of rank 0"] for rank in ranks)
     alone, alone_rounded, alone_measured = of_rank_0(0)
     assert equal(state, other)
     assert equal(state, alone)
@@ -470,8 +470,8 @@ def test_ranks_divide_what_calibration_chooses_by_the_samples_of_rank_0(found: l
     assert other_measured < alone_measured
 
 
-def test_a_rank_that_computed_other_numbers_takes_over_those_of_rank_0(found: list[dict[str, Any]]) -> None:
-    (agreed, state), (other, other_state) = (rank["taken over"] for rank in found)
+def test_a_rank_that_computed_other_numbers_takes_over_those_of_rank_0(ranks: list[dict[str, Any]]) -> None:
+    (agreed, state), (other, other_state) = (rank["taken over"] for rank in ranks)
     assert agreed == other == "of rank 0"
     assert any(name.endswith("rounding.offset") for name in state)
     assert equal(state, other_state)

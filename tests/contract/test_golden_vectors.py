@@ -123,10 +123,10 @@ def test_the_integer_graph_gives_what_the_compiled_program_gave(
     march: str, dtype: str, scales: str, group: dict[str, Any], recorded: list[Tensor]
 ) -> None:
     """Every operator of the group, by name."""
-    found = computed(rebuilt(group["rows"], group["scales"], march, dtype, scales))
+    result = computed(rebuilt(group["rows"], group["scales"], march, dtype, scales))
     differing = {
         name: int((ours != theirs).sum())
-        for name, ours, theirs in zip(group["rows"], found, recorded, strict=True)
+        for name, ours, theirs in zip(group["rows"], result, recorded, strict=True)
         if not torch.equal(ours, theirs)
     }
     assert not differing, differing
@@ -137,8 +137,8 @@ def test_a_multiplier_rounded_half_to_even_is_found(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("fxquant.numerics.grids._nearest", lambda value, halves_up: round(value))
     (case,) = [each for each in CASES if TIES in str(each.id) and "prelu" in each.values[3]["rows"]]
     march, dtype, scales, group, recorded = case.values
-    found = computed(rebuilt(group["rows"], group["scales"], march, dtype, scales))
-    unequal = {name for name, ours, theirs in zip(group["rows"], found, recorded, strict=True) if not torch.equal(ours, theirs)}
+    result = computed(rebuilt(group["rows"], group["scales"], march, dtype, scales))
+    unequal = {name for name, ours, theirs in zip(group["rows"], result, recorded, strict=True) if not torch.equal(ours, theirs)}
     assert unequal == {"prelu"}
 
 

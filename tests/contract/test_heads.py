@@ -42,10 +42,10 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         parts, together = HEADS[self.name]
-        found = parts(self, self.branches(x))
+        result = parts(self, self.branches(x))
         if not self.apart:
-            return together(found)
-        return [found["box"] * 0.5, found["score"] * found["score"]] if together is split_again else list(found.values())
+            return together(result)
+        return [result["box"] * 0.5, result["score"] * result["score"]] if together is split_again else list(result.values())
 
 
 def grid(like: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ HEADS: dict[str, tuple[Callable[[Head, Parts], Parts], Callable[[Parts], Any]]] 
 
 
 def places(head: Head, x: Tensor) -> list[list[Tensor]]:
-    """For every output and every part, which elements are made of the part: those that are NaN where it is."""
+    """Return, for every output and part, the elements that are made of the part: the elements that are NaN where the part is NaN."""
     parts, together = HEADS[head.name]
     whole = parts(head, head.branches(x))
     return [
@@ -169,10 +169,10 @@ def test_a_part_is_as_good_as_it_is_apart(name: str, target: str, tmp_path: Path
     alone = compiled(apart, [batches[0], batches[1][:1]], target, integer_tail=True).integer
     x = batches[0]
     with torch.no_grad():
-        wanted, found = flat(head(x)), flat(integer(x))
+        wanted, actual = flat(head(x)), flat(integer(x))
         bounds = [sqnr(one, other) for one, other in zip(apart(x), alone(x), strict=True)]
         for bound, masks_of in zip(bounds, places(head, x), strict=True):
-            there = [(one[mask], other[mask]) for one, other, mask in zip(wanted, found, masks_of, strict=True) if mask.any()]
+            there = [(one[mask], other[mask]) for one, other, mask in zip(wanted, actual, masks_of, strict=True) if mask.any()]
             assert there
             assert all(sqnr(one, other) >= bound - WORST for one, other in there)
 
@@ -231,17 +231,17 @@ def test_no_score_is_lost_however_it_is_put_beside_a_box(target: str) -> None:
         model = pair(together)
         integer = compiled(model, [x], target).integer
         with torch.no_grad():
-            for wanted, found in zip(flat(model(x)), flat(integer(x)), strict=True):
+            for wanted, actual in zip(flat(model(x)), flat(integer(x)), strict=True):
                 small = (wanted > 0) & (wanted < 1.5)
-                assert not small.any() or sqnr(wanted[small], found[small]) > 24, name
+                assert not small.any() or sqnr(wanted[small], actual[small]) > 24, name
 
 
 def test_class_numbers_are_whole() -> None:
     head = Head("YOLOv10").eval()
     x = torch.randn(4, 3, 16, 16)
-    found = compiled(head, [x]).integer(x)[..., -1]
-    assert set(found.unique().tolist()) <= {0.0, 1.0, 2.0}
-    assert len(found.unique()) > 1
+    classes = compiled(head, [x]).integer(x)[..., -1]
+    assert set(classes.unique().tolist()) <= {0.0, 1.0, 2.0}
+    assert len(classes.unique()) > 1
 
 
 def test_a_rule_that_names_a_concatenation_keeps_one_grid() -> None:
@@ -357,5 +357,5 @@ def test_slices_of_a_concatenation_that_holds_an_input(name: str, target: str, t
     x, past = torch.randn(2, 4, 8), torch.randn(2, 3, 8)
     prepared, integer = held(model, [(x, past)], tmp_path / "model.onnx", target, train=False)
     assert "none is left in float" in fxq.explain(prepared)
-    for wanted, found in zip(flat(model(x, past)), flat(integer(x, past)), strict=True):
-        assert sqnr(wanted, found) > 20
+    for wanted, actual in zip(flat(model(x, past)), flat(integer(x, past)), strict=True):
+        assert sqnr(wanted, actual) > 20

@@ -53,7 +53,7 @@ def result() -> fxq.results.Result:
 
 @functools.cache
 def session() -> Any:
-    """The same model in onnxruntime; its second result does not depend on the float operator, so it is left out."""
+    """Run the model in onnxruntime, without its second result, which does not depend on the float operator."""
     torch.manual_seed(0)
     integer = fxq.quantize(Pair(nn.Identity()).eval(), [(images(), images(seed=1))]).integer
     with tempfile.TemporaryDirectory() as directory:
@@ -146,13 +146,13 @@ def test_an_input_is_computed_exactly(name: str, kind: str) -> None:
     x = {**ACCEPTED, **NOT_FINITE}[kind]()
     y = images(len(x), seed=2)
     plain = x.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
-    found = form(name)(x, y)
+    actual = form(name)(x, y)
     with torch.no_grad():
-        assert all_equal(found, result().integer(plain, y))
-    assert all(bool(torch.isfinite(value).all()) for value in flat(found))
+        assert all_equal(actual, result().integer(plain, y))
+    assert all(bool(torch.isfinite(value).all()) for value in flat(actual))
     if len(x):
         both = session().run(None, {"x": plain.numpy(), "y": y.numpy()})[1]
-        assert torch.equal(torch.from_numpy(both), found[1])
+        assert torch.equal(torch.from_numpy(both), actual[1])
 
 
 @pytest.mark.parametrize("kind", ACCEPTED)
@@ -164,8 +164,8 @@ def test_an_input_in_float_is_computed_as_by_the_float_model(name: str, kind: st
         with pytest.raises(fxq.errors.CalibrationError):
             FORMS[name]()(x, y)
         return
-    for found, expected in zip(flat(form(name)(x, y)), flat(result().float(x, y)), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, equal_nan=True)  # 1e38 overflows in the float model
+    for actual, expected in zip(flat(form(name)(x, y)), flat(result().float(x, y)), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4, equal_nan=True)  # 1e38 overflows in the float model
 
 
 @pytest.mark.parametrize("kind", [*NOT_FINITE, "none"])
@@ -315,10 +315,10 @@ def test_a_batch_that_is_cut_off_is_computed_where_its_shapes_hold_and_refused_e
         x = torch.randn(batch, 6, generator=torch.Generator().manual_seed(batch))
         if smallest <= batch <= (largest or batch):
             with torch.no_grad():
-                expected, found = model(x), outcome.prepared(x)
-            assert torch.equal(found, outcome.integer(x))
-            assert found.shape == expected.shape
-            assert found.numel() == 0 or float((found - expected).abs().max()) < 0.2
+                expected, actual = model(x), outcome.prepared(x)
+            assert torch.equal(actual, outcome.integer(x))
+            assert actual.shape == expected.shape
+            assert actual.numel() == 0 or float((actual - expected).abs().max()) < 0.2
         else:
             for form in (outcome.prepared, outcome.integer, copy.deepcopy(outcome.integer)):
                 with pytest.raises(fxq.errors.ConfigurationError, match="its batch is"):
@@ -343,11 +343,11 @@ def test_limits_of_the_batch_are_saved_and_the_file_cuts_off_like_the_model(tmp_
     fxq.export_onnx(outcome.integer, tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
     x = torch.randn(30, 6)
-    found = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
-    assert torch.equal(torch.from_numpy(found), outcome.integer(x[-20:]))
+    output = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
+    assert torch.equal(torch.from_numpy(output), outcome.integer(x[-20:]))
 
 
-Function = Callable[[Tensor, Tensor, Tensor, Tensor], Any]  # of numbers, of others, of narrow ones, and of truth values
+Function = Callable[[Tensor, Tensor, Tensor, Tensor], Any]  # of numbers, of others, of narrow ones, and of booleans
 
 # By the operator that each becomes.
 OF_WHOLE_NUMBERS: dict[str, list[Function]] = {
@@ -434,8 +434,8 @@ def test_arithmetic_on_whole_numbers_is_pytorchs_in_every_form(tmp_path: Path) -
 
 def test_each_becomes_its_operator() -> None:
     prepared = fxq.prepare(exact(), inputs_of(4), until="canonical.rewrite")
-    found = {OPERATORS[node.target].name for node in prepared.graph.nodes if node.target in OPERATORS}
-    assert found >= OF_WHOLE_NUMBERS.keys() - {"ne"}
+    result = {OPERATORS[node.target].name for node in prepared.graph.nodes if node.target in OPERATORS}
+    assert result >= OF_WHOLE_NUMBERS.keys() - {"ne"}
 
 
 def casts(_: Any, x: Tensor, image: Tensor) -> Any:
@@ -447,7 +447,7 @@ def casts(_: Any, x: Tensor, image: Tensor) -> Any:
 
 
 def integer_contract(model: nn.Module, batches: list[tuple[Tensor, ...]], path: Path, target: str = "bayes-e", qconfig: Any = None) -> Any:
-    """Hold a model to the contract, all of it in integers; returns the float results and the integer model's of the second batch."""
+    """Hold a model of integer operators alone to the contract; return the float results and the integer model's of the second batch."""
     prepared, integer = held(model, batches, path, target, qconfig)
     assert not [layer.name for layer in fxq.inspect.layers(prepared) if not layer.integer and not layer.boundary]
     return zip(model(*batches[1]), integer(*batches[1]), strict=True)
@@ -491,12 +491,12 @@ def test_casts_hold_the_contract(target: str, dtype: str, tmp_path: Path) -> Non
         return torch.randn(count, 3, 6, 6, generator=generator) * 3, images
 
     qconfig = fxq.QConfig(fxq.ActivationConfig(dtype))
-    for wanted, found in integer_contract(Network(casts), [batch(4), batch(3)], tmp_path / "model.onnx", target, qconfig):
-        assert wanted.dtype == found.dtype
+    for wanted, actual in integer_contract(Network(casts), [batch(4), batch(3)], tmp_path / "model.onnx", target, qconfig):
+        assert wanted.dtype == actual.dtype
         if wanted.dtype.is_floating_point:
-            assert sqnr(wanted, found) > 22
+            assert sqnr(wanted, actual) > 22
         else:
-            assert float((wanted == found).double().mean()) > 0.93
+            assert float((wanted == actual).double().mean()) > 0.93
 
 
 def test_powers_that_are_whole_numbers_have_the_sign_of_their_base(tmp_path: Path) -> None:
@@ -508,11 +508,11 @@ def test_powers_that_are_whole_numbers_have_the_sign_of_their_base(tmp_path: Pat
         return x, torch.randint(1, 4, (count, 6, 8), generator=generator)
 
     model = Network(lambda _, x, n: [x ** (n % 4), torch.pow(x, n - 1), x.abs() ** n])
-    for wanted, found in integer_contract(model, [batch(4), batch(8)], tmp_path / "model.onnx"):
-        assert sqnr(wanted, found) > 25
+    for wanted, actual in integer_contract(model, [batch(4), batch(8)], tmp_path / "model.onnx"):
+        assert sqnr(wanted, actual) > 25
         large = wanted.abs() > 0.1 * float(wanted.abs().max())
-        assert bool((wanted[large] < 0).any()) == bool((found[large] < 0).any())
-        assert torch.equal(wanted[large].sign(), found[large].sign())
+        assert bool((wanted[large] < 0).any()) == bool((actual[large] < 0).any())
+        assert torch.equal(wanted[large].sign(), actual[large].sign())
 
 
 def buckets(model: Any, x: Tensor, positions: Tensor) -> Tensor:
@@ -529,6 +529,6 @@ def test_whole_numbers_computed_from_whole_ones_are_those_of_the_model(tmp_path:
     prepared, integer = contract.compiled(model, batches)
     assert fxq.verify(prepared, integer, batches)
     assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), batches)
-    wanted, found = model(*batches[0]), integer(*batches[0])
-    assert sqnr(wanted, found) > 30.5  # in another bucket it would be the whole of an embedding
+    wanted, actual = model(*batches[0]), integer(*batches[0])
+    assert sqnr(wanted, actual) > 30.5  # in another bucket it would be the whole of an embedding
     assert "before they are truncated" in fxq.explain(prepared)

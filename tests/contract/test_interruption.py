@@ -127,8 +127,8 @@ def test_what_changes_operators_one_by_one_changes_all_or_none(name: str, monkey
     (method, call), was = ONE_BY_ONE[name], bits(prepared)
     original, calls = getattr(Quantizer, method), []
 
-    def stop(quantizer: Quantizer, *given: Any) -> None:
-        original(quantizer, *given)
+    def stop(quantizer: Quantizer, *arguments: Any) -> None:
+        original(quantizer, *arguments)
         calls.append(quantizer)
         if len(calls) == STEP:
             raise KeyboardInterrupt
@@ -144,9 +144,9 @@ def test_what_changes_operators_one_by_one_changes_all_or_none(name: str, monkey
 def test_a_comparison_has_the_batches_before(result: fxq.results.Result) -> None:
     with pytest.raises(fxq.errors.Interrupted, match="compare was interrupted after 2 batches") as stop:
         fxq.compare(FLOAT, result.integer, cut_short(BATCHES))
-    found, wanted = stop.value.result, fxq.compare(FLOAT, result.integer, BATCHES[:STEP], advice=False)
-    assert (found.batches, found.layers, found.outputs) == (STEP, wanted.layers, wanted.outputs)
-    assert not found.advice
+    actual, wanted = stop.value.result, fxq.compare(FLOAT, result.integer, BATCHES[:STEP], advice=False)
+    assert (actual.batches, actual.layers, actual.outputs) == (STEP, wanted.layers, wanted.outputs)
+    assert not actual.advice
 
 
 def test_a_report_that_is_interrupted_is_no_file_and_hands_over_the_comparison(result: fxq.results.Result, tmp_path: Path) -> None:
@@ -176,12 +176,12 @@ def test_verify_reports_what_it_has_compared(result: fxq.results.Result, monkeyp
 def test_a_loader_that_is_interrupted_leaves_the_report_of_the_batches_before(form: str, tmp_path: Path) -> None:
     over_the_batch = lambda m, x: m.head(torch.softmax(m.conv(x).mean((2, 3)), 0))  # noqa: E731  # stays in float
     model = FLOAT if form != "flips" else Network(over_the_batch, conv=nn.Conv2d(2, 4, 3), head=nn.Linear(4, 3)).eval()
-    made = fxq.quantize(model, BATCHES, "nash-e")
+    result = fxq.quantize(model, BATCHES, "nash-e")
     style = {"exact": "exact", "flips": "exact", "qdq": "qdq"}.get(form)
-    second = {"prepared": made.prepared, "kernels": made.integer}.get(form) or made.export(tmp_path / "model.onnx", style=style)
+    second = {"prepared": result.prepared, "kernels": result.integer}.get(form) or result.export(tmp_path / "model.onnx", style=style)
     with pytest.raises(fxq.errors.Interrupted, match=r"verify was interrupted after \d+ comparisons") as stop:
-        fxq.verify(made.integer, second, cut_short(BATCHES))
-    wanted = fxq.verify(made.integer, second, iter(BATCHES[:STEP]))
+        fxq.verify(result.integer, second, cut_short(BATCHES))
+    wanted = fxq.verify(result.integer, second, iter(BATCHES[:STEP]))
     assert wanted.elements > 0
     assert stop.value.result == wanted
 
@@ -210,7 +210,7 @@ def test_a_method_leaves_the_model_as_it_was_and_continues(
             method(stopped, BATCHES, options=fxq.Options(checkpoint=tmp_path / "done"))
     assert same(bits(stopped), before)
     asked: list[Any] = []
-    monkeypatch.setattr(module, "weight_of", lambda *given, original=module.weight_of: asked.append(0) or original(*given))
+    monkeypatch.setattr(module, "weight_of", lambda *arguments, original=module.weight_of: asked.append(0) or original(*arguments))
     resumed = method(stopped, BATCHES, options=fxq.Options(checkpoint=tmp_path / "done"))
     assert resumed.layers == rows
     assert any(row.kept for row in rows[:STEP])  # what is from the file is in the model
@@ -225,20 +225,20 @@ def test_a_method_leaves_the_model_as_it_was_and_continues(
 
 @pytest.mark.nightly
 def test_a_search_over_observers_continues(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"target": "nash-e", "observers": [fxq.observers.MinMaxObserver, fxq.observers.PercentileObserver(80.0)]}
-    whole = fxq.search.search_observers(FLOAT, BATCHES, **given)
+    options: dict[str, Any] = {"target": "nash-e", "observers": [fxq.observers.MinMaxObserver, fxq.observers.PercentileObserver(80.0)]}
+    whole = fxq.search.search_observers(FLOAT, BATCHES, **options)
     with monkeypatch.context() as patch:
         interrupted(patch, checkpoint)
         with pytest.raises(KeyboardInterrupt):
-            fxq.search.search_observers(FLOAT, BATCHES, options=fxq.Options(checkpoint=tmp_path / "search"), **given)
+            fxq.search.search_observers(FLOAT, BATCHES, options=fxq.Options(checkpoint=tmp_path / "search"), **options)
     tried: list[str] = []
     original = observer_search._trial
     monkeypatch.setattr(observer_search, "_trial", lambda *each: tried.append(each[1].name) or original(*each))
-    resumed = fxq.search.search_observers(FLOAT, BATCHES, options=fxq.Options(checkpoint=tmp_path / "search"), **given)
+    resumed = fxq.search.search_observers(FLOAT, BATCHES, options=fxq.Options(checkpoint=tmp_path / "search"), **options)
     assert tried == [trial.name for trial in whole.tensors][STEP:]
     assert (resumed.tensors, resumed.measured, resumed.chosen) == (whole.tensors, whole.measured, whole.chosen)
     tried.clear()
-    again = fxq.search.search_observers(FLOAT, BATCHES, options=fxq.Options(checkpoint=tmp_path / "search"), **given)
+    again = fxq.search.search_observers(FLOAT, BATCHES, options=fxq.Options(checkpoint=tmp_path / "search"), **options)
     assert not tried
     assert same(bits(again.prepared), bits(whole.prepared))
 
@@ -376,7 +376,7 @@ CALLS: dict[str, tuple[Callable[[fx.GraphModule], None], int]] = {  # and how ma
 
 
 def facts(prepared: nn.Module) -> list[Any]:
-    """What may be left changed, and no state_dict has."""
+    """Return the settings of a model that no state_dict holds."""
     modules, parameters = [*prepared.modules()], [*prepared.parameters()]
     states = [(each.state, each.left_out, len(each._forward_hooks)) for each in modules if isinstance(each, QuantizedOperator)]
     flags = [[each.training for each in modules], [each.paused for each in modules if isinstance(each, Quantizer)]]
@@ -405,9 +405,9 @@ def test_a_call_after_an_interrupt_at_any_line_ends_with_the_bits_of_one(name: s
         prepared = copy.deepcopy(calibrated(before))
         with suppress(KeyboardInterrupt), stopped_at(at):
             call(prepared)
-        found = bits(prepared)
-        if name != "train" and not same(found, wanted):  # it has not ended
-            assert same({key: found[key] for key in scales}, {key: was[key] for key in scales}), at
+        result = bits(prepared)
+        if name != "train" and not same(result, wanted):  # it has not ended
+            assert same({key: result[key] for key in scales}, {key: was[key] for key in scales}), at
             assert facts(prepared) == facts_before, at
         states = {operator.state for operator in quantized_operators(prepared).values()}
         assert len(states) == 1, at

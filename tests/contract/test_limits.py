@@ -17,8 +17,7 @@ from fxquant.ops import BY_NAME
 from fxquant.prepared.operators import quantized_operators
 from tests.shared import contract
 from tests.shared.contract import compiled
-from tests.shared.networks import Network, held, sqnr
-from tests.shared.written import to_train
+from tests.shared.networks import Network, held, sqnr, to_train
 
 TARGETS = ("bayes-e", "nash-e", "bernoulli")  # both arithmetics, and the one whose scales are powers of two
 # A uniform int8 grid over a normal tensor's range leaves 38 to 44 dB; a power-of-two grid, and floor, some 10 dB less.

@@ -14,8 +14,7 @@ import fxquant as fxq
 from fxquant.numerics.grids import Ratio, real_multiplier
 from fxquant.ops.sampling.resize import _nearest, _neighbours
 from tests.shared.contract import assert_train_is_validate, assert_validate_is_integer, compiled, same_state
-from tests.shared.networks import Network
-from tests.shared.written import to_train
+from tests.shared.networks import Network, to_train
 
 
 class Layers(nn.Module):
@@ -239,7 +238,7 @@ POLES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", POLES)
 def test_a_pole_that_the_grid_holds_leaves_training_alive(name: str) -> None:
-    """What is small is rounded to 0, where these functions have no finite value or slope."""
+    """Small values are rounded to 0, where these functions have no finite value or slope."""
     x = torch.linspace(0.3, 3, 16).reshape(4, 4)
     prepared = compiled(Network(lambda m, x: POLES[name](x * m.weight), weight=nn.Parameter(torch.ones(4))), [x]).prepared
     to_train(prepared)

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 import fxquant as fxq
 from fxquant.ir.graph import copy_parameters
 from tests.shared.contract import all_equal
-from tests.shared.networks import Network
-from tests.shared.written import to_train
+from tests.shared.networks import Network, to_train
 
 
 class Mixed(nn.Module):
@@ -60,11 +59,11 @@ def result() -> fxq.results.Result:
 
 def tensors(model: nn.Module) -> set[int]:
     """The memory of everything a model holds, however it holds it."""
-    found: set[int] = set()
+    names: set[int] = set()
 
     def look(value: Any) -> None:
         if isinstance(value, Tensor):
-            found.add(value.untyped_storage().data_ptr())
+            names.add(value.untyped_storage().data_ptr())
         elif isinstance(value, dict):
             for item in value.values():
                 look(item)
@@ -74,7 +73,7 @@ def tensors(model: nn.Module) -> set[int]:
 
     for module in model.modules():
         look({name: value for name, value in module.__dict__.items() if name not in ("_modules", "_graph", "meta")})
-    return found - {0}
+    return names - {0}
 
 
 def spoil(model: nn.Module) -> None:
@@ -106,35 +105,35 @@ def test_two_forms_share_no_memory(forms: str) -> None:
 
 
 def test_an_integer_model_is_kept_while_training_goes_on() -> None:
-    found = result()
-    kept, expected = found.integer, found.integer(batch(1))
+    actual = result()
+    kept, expected = actual.integer, actual.integer(batch(1))
     exported = fxq.text(kept)
-    to_train(found.prepared)
-    optimizer = torch.optim.SGD(found.prepared.parameters(), 0.1)
+    to_train(actual.prepared)
+    optimizer = torch.optim.SGD(actual.prepared.parameters(), 0.1)
     for _ in range(3):
-        found.prepared(batch()).square().mean().backward()
+        actual.prepared(batch()).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     assert torch.equal(kept(batch(1)), expected)
-    spoil(found.prepared)
-    spoil(found.float)
+    spoil(actual.prepared)
+    spoil(actual.float)
     assert torch.equal(kept(batch(1)), expected)
     assert fxq.text(kept) == exported
 
 
 def test_an_integer_model_is_always_in_eval_mode(tmp_path: Path) -> None:
-    found = result()
-    expected = found.integer(batch(1))
-    found.prepared.train()
-    assert torch.equal(found.integer(batch(1)), expected)
-    around = nn.Sequential(found.integer)
-    loaded = fxq.load(fxq.save(found.integer, tmp_path / "model.fxq"))
-    for model in (found.integer, around, copy.deepcopy(found.integer), fxq.convert(found.prepared), loaded):
+    actual = result()
+    expected = actual.integer(batch(1))
+    actual.prepared.train()
+    assert torch.equal(actual.integer(batch(1)), expected)
+    around = nn.Sequential(actual.integer)
+    loaded = fxq.load(fxq.save(actual.integer, tmp_path / "model.fxq"))
+    for model in (actual.integer, around, copy.deepcopy(actual.integer), fxq.convert(actual.prepared), loaded):
         model.train()
         inner = model[0] if isinstance(model, nn.Sequential) else model
         assert not any(module.training for module in inner.modules())
         assert torch.equal(model(batch(1)), expected)
-    assert not found.integer(batch(1)).requires_grad
+    assert not actual.integer(batch(1)).requires_grad
 
 
 @pytest.mark.sweep(1)
@@ -167,14 +166,14 @@ def test_converting_leaves_the_modes_of_the_prepared_model() -> None:
 
 
 def test_what_is_one_stays_one() -> None:
-    found = result()
-    for model in (found.prepared, found.integer):
+    actual = result()
+    for model in (actual.prepared, actual.integer):
         assert model.norm.weight is model.get_submodule("norm").weight
-    assert found.prepared.norm is found.prepared.again
+    assert actual.prepared.norm is actual.prepared.again
     recurrent = copy_parameters(nn.LSTM(4, 4))
     assert recurrent._flat_weights[0] is recurrent.weight_ih_l0
     assert recurrent._flat_weight_refs[0]() is recurrent.weight_ih_l0
-    assert all_equal(found.prepared(batch()), found.integer(batch()))
+    assert all_equal(actual.prepared(batch()), actual.integer(batch()))
 
 
 def test_a_state_dict_has_no_buffers_that_are_not_persistent() -> None:
@@ -217,34 +216,34 @@ CONVERSIONS = {
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("conversion", CONVERSIONS)
 def test_another_dtype_is_refused_and_nothing_is_changed(conversion: str) -> None:
-    found = result()
-    expected, before = found.integer(batch()), {name: value.dtype for name, value in found.prepared.state_dict().items()}
-    for model in (found.prepared, found.integer):
+    actual = result()
+    expected, before = actual.integer(batch()), {name: value.dtype for name, value in actual.prepared.state_dict().items()}
+    for model in (actual.prepared, actual.integer):
         with pytest.raises(fxq.errors.ConfigurationError, match="the model cannot be converted to torch"):
             CONVERSIONS[conversion](model)
-    assert {name: value.dtype for name, value in found.prepared.state_dict().items()} == before
-    assert torch.equal(found.integer(batch()), expected)
-    assert torch.equal(found.prepared(batch()), expected)
+    assert {name: value.dtype for name, value in actual.prepared.state_dict().items()} == before
+    assert torch.equal(actual.integer(batch()), expected)
+    assert torch.equal(actual.prepared(batch()), expected)
 
 
 def test_what_keeps_the_dtype_keeps_the_numbers() -> None:
-    found = result()
-    dtypes = {name: value.dtype for name, value in found.prepared.state_dict().items()}
+    actual = result()
+    dtypes = {name: value.dtype for name, value in actual.prepared.state_dict().items()}
     assert torch.float64 in dtypes.values()  # histograms count in it
-    for model in (found.prepared, found.integer):
+    for model in (actual.prepared, actual.integer):
         expected = model(batch())
         moves = (model.float, model.cpu, model.share_memory, lambda m=model: m.to(torch.float32), lambda m=model: m.type(torch.float32))
         for moved in (move() for move in moves):
             assert moved is model
             assert torch.equal(model(batch()), expected)
         assert torch.equal(model.to(memory_format=torch.channels_last)(batch()), expected)
-    assert {name: value.dtype for name, value in found.prepared.state_dict().items()} == dtypes
-    assert all(tensor.is_meta for tensor in copy.deepcopy(found.prepared).to("meta").state_dict().values())
+    assert {name: value.dtype for name, value in actual.prepared.state_dict().items()} == dtypes
+    assert all(tensor.is_meta for tensor in copy.deepcopy(actual.prepared).to("meta").state_dict().values())
 
 
 def test_what_is_not_float32_inside_of_a_model_stays_in_float_and_says_why() -> None:
     model = Network(lambda m, x: m.last(torch.relu(m.first(x).half()).float()), first=nn.Linear(8, 8), last=nn.Linear(8, 4))
     x = torch.randn(4, 8)
-    found = fxq.quantize(model, [x])
-    assert "its result is float16, and only float32 tensors are quantized" in fxq.explain(found.prepared)
-    assert torch.equal(found.prepared(x), found.integer(x))
+    result = fxq.quantize(model, [x])
+    assert "its result is float16, and only float32 tensors are quantized" in fxq.explain(result.prepared)
+    assert torch.equal(result.prepared(x), result.integer(x))

@@ -27,23 +27,23 @@ MATRIX = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.de
 
 # ---- the settings -----------------------------------------------------------------------------------------------------
 def precision(operators: str) -> str:
-    """What float32 operands are rounded to now: "ieee", "tf32" or "bf16"."""
+    """Return the format that float32 operands are rounded to now: "ieee", "tf32" or "bf16"."""
     if NEW:
-        found = torch._C._get_fp32_precision_getter("mkldnn", operators)
-        return "ieee" if found == "none" else str(found)
+        result = torch._C._get_fp32_precision_getter("mkldnn", operators)
+        return "ieee" if result == "none" else str(result)
     return {"highest": "ieee", "high": "tf32", "medium": "bf16"}[torch.get_float32_matmul_precision()]
 
 
 def all_settings() -> dict[str, str]:
     """Every setting of precision there is, as PyTorch reads it."""
     try:
-        found = {"float32_matmul_precision": torch.get_float32_matmul_precision()}
+        result = {"float32_matmul_precision": torch.get_float32_matmul_precision()}
     except RuntimeError:  # PyTorch has no one answer where settings of both kinds were made
-        found = {"float32_matmul_precision": "mixed"}
+        result = {"float32_matmul_precision": "mixed"}
     if NEW:
         pairs = [("generic", "all"), *((b, o) for b in ("mkldnn", "cuda") for o in ("all", "matmul", "conv", "rnn"))]
-        found.update({f"{backend} {o}": torch._C._get_fp32_precision_getter(backend, o) for backend, o in pairs})
-    return found
+        result.update({f"{backend} {o}": torch._C._get_fp32_precision_getter(backend, o) for backend, o in pairs})
+    return result
 
 
 @contextmanager
@@ -132,9 +132,9 @@ def forms() -> tuple[fx.GraphModule, fx.GraphModule]:
 def test_the_processor_rounds() -> None:
     x = torch.randint(-30000, 30000, (8, 8)).float()
     with set_to(PRECISIONS["matmul precision medium"]), Processor() as processor:
-        found = x @ x
+        result = x @ x
     assert processor.rounded == 1
-    assert not torch.equal(found, x @ x)
+    assert not torch.equal(result, x @ x)
 
 
 @pytest.mark.sweep(3)
@@ -157,15 +157,15 @@ def test_reduced_precision_changes_no_bit_of_training(name: str, forms: tuple[fx
     prepared, integer = forms
     train_without_noise(prepared)
     with set_to(PRECISIONS[name]), Processor():
-        found = prepared(batch())
-        sum(value.sum() for value in flat(found)).backward()
-    assert all_equal(found, integer(batch()))
+        output = prepared(batch())
+        sum(value.sum() for value in flat(output)).backward()
+    assert all_equal(output, integer(batch()))
     assert all(parameter.grad is not None and bool(torch.isfinite(parameter.grad).all()) for parameter in prepared.parameters())
 
 
 @pytest.mark.skipif(not NEW, reason="settings that inherit came with PyTorch 2.9")
 def test_a_setting_goes_on_inheriting() -> None:
-    """What had no value of its own has none afterwards."""
+    """A setting without a value of its own has none afterwards."""
     x = torch.ones(2, 2)
     with set_to(assign(BACKENDS, "bf16")):
         with full_precision(x):
@@ -257,8 +257,8 @@ def test_settings_change_no_bit(name: str, tmp_path: Any, monkeypatch: pytest.Mo
             assert all_equal(integer(batch()), wanted)
             assert all_equal(prepared(batch()), wanted)
         if name != "autocast":  # which prepare refuses by an error of its own
-            again_prepared, again, found = run_all(model, target)
-            assert all_equal(found, wanted)
+            again_prepared, again, result = run_all(model, target)
+            assert all_equal(result, wanted)
             assert fxq.verify(again_prepared, again, [batch()])
             assert fxq.export_onnx(again, tmp_path / "found.onnx").read_bytes() == wanted_file
         assert fxq.verify(integer, tmp_path / "wanted.onnx", [batch()])
@@ -291,10 +291,10 @@ def test_gradients_of_functional_training(training: str) -> None:
     def loss(parameters: dict[str, Tensor], rows: Tensor) -> Tensor:
         return torch.func.functional_call(prepared, parameters, (rows,)).square().sum()
 
-    found = torch.func.grad(loss)(parameters, x)
+    result = torch.func.grad(loss)(parameters, x)
     each = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x.unsqueeze(1))
     prepared(x).square().sum().backward()
     for name, parameter in prepared.named_parameters():
         if parameter.requires_grad:
-            assert torch.allclose(found[name], parameter.grad, rtol=1e-5, atol=1e-6), name
+            assert torch.allclose(result[name], parameter.grad, rtol=1e-5, atol=1e-6), name
             assert torch.allclose(each[name].sum(0), parameter.grad, rtol=1e-4, atol=1e-5), name

@@ -21,9 +21,8 @@ from fxquant.compat import horizon
 from fxquant.compat.deferred import Deferred
 from fxquant.ir.graph import spelling
 from tests.shared.contract import all_equal, compiled
-from tests.shared.networks import Network, members
+from tests.shared.networks import Network, members, written
 from tests.shared.programs import program
-from tests.shared.written import written
 
 
 @members(lambda: dict(conv=nn.Conv2d(3, 8, 3), norm=nn.BatchNorm2d(8), token=nn.Parameter(torch.randn(1, 1, 8)), head=nn.Linear(8, 4)))
@@ -37,10 +36,10 @@ X = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 
 
 def stages() -> dict[str, fx.GraphModule]:
-    made = fxq.quantize(Tokens().eval(), [X], "x86")
+    result = fxq.quantize(Tokens().eval(), [X], "x86")
     return {
-        "traced": fxq.trace(made.float, X), "fresh": fxq.prepare(Tokens().eval(), X, "x86"), "prepared": made.prepared,
-        "training": fxq.set_state(copy.deepcopy(made.prepared), "train") or made.prepared, "integer": made.integer,
+        "traced": fxq.trace(result.float, X), "fresh": fxq.prepare(Tokens().eval(), X, "x86"), "prepared": result.prepared,
+        "training": fxq.set_state(copy.deepcopy(result.prepared), "train") or result.prepared, "integer": result.integer,
     }  # fmt: skip
 
 
@@ -160,8 +159,8 @@ def restored(model: nn.Module) -> nn.Module:
     stream = io.BytesIO()
     torch.save(model, stream)
     stream.seek(0)
-    found: nn.Module = torch.load(stream, weights_only=False)
-    return found
+    result: nn.Module = torch.load(stream, weights_only=False)
+    return result
 
 
 @pytest.mark.sweep(3)
@@ -191,7 +190,7 @@ ALONE = program("programs_alone")
 
 @members(lambda: dict(embed=nn.Embedding(20, 8), query=nn.Linear(8, 8), head=nn.Linear(8, 6)))
 def Mixed(self, tokens: Tensor) -> dict[str, Any]:
-    """Integers, attention, a float operator, whole numbers, a number beside them."""
+    """Integers, attention, a float operator, int64 results, a number beside them."""
     x = self.embed(tokens)
     scores = self.head(torch.softmax(self.query(x) @ x.transpose(1, 2), -1) @ x)
     return {"best": scores.topk(2, -1), "size": tokens.shape[0], "far": torch.fft.rfft(scores).abs(), "last": scores[-2:].sum(0)}

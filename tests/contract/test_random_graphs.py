@@ -55,7 +55,7 @@ def test_an_operator_that_is_asked_for_becomes_integer(operator: str) -> None:
     assert any(operator in becomes_integer(case) for case in cases)
 
 
-# ---- what is found, and how it is told -------------------------------------------------------------------------------------------
+# ---- findings, and how they are reported -------------------------------------------------------------------------------------------
 def off_by_one(input: torch.Tensor) -> torch.Tensor:
     return -input if input.is_floating_point() else 1 - input.to(torch.int32)
 

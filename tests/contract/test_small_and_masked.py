@@ -1,4 +1,4 @@
-"""What integers cannot hold: masks that are far larger than the scores they are added to, and numbers far below a step."""
+"""Values that integers cannot hold: masks that are far larger than the scores they are added to, and numbers far below a step."""
 
 import functools
 import math
@@ -17,7 +17,7 @@ from fxquant.prepared.operators import quantized_operators
 from fxquant.primitives.quantization import quantize
 from tests.shared import contract
 from tests.shared.contract import compiled
-from tests.shared.networks import Network, held, sqnr
+from tests.shared.networks import Network, held, members, sqnr
 
 LENGTH, WIDTH = 8, 16
 LOWEST = torch.finfo(torch.float32).min
@@ -33,8 +33,8 @@ class Attention(nn.Module):
         self.register_buffer("mask", torch.triu(torch.full((LENGTH, LENGTH), value), 1))
         self.scores = scores
 
-    def forward(self, x: Tensor, *given: Tensor) -> Tensor:
-        scores = self.scores(self.q(x) @ self.k(x).transpose(1, 2), given[0] if given else self.mask)
+    def forward(self, x: Tensor, *arguments: Tensor) -> Tensor:
+        scores = self.scores(self.q(x) @ self.k(x).transpose(1, 2), arguments[0] if arguments else self.mask)
         return self.o(torch.softmax(scores, -1) @ self.v(x))
 
 
@@ -114,23 +114,17 @@ def test_a_mask_whose_batch_is_that_of_an_activation(tmp_path: Path) -> None:
     assert sqnr(model(data[0]), integer(data[0])) > 20
 
 
-class Biased(nn.Module):
+@members(lambda joined: dict(**{name: nn.Linear(WIDTH, WIDTH) for name in "qkv"}, positions=nn.Embedding(LENGTH, LENGTH), joined=joined))
+def Biased(self, x: Tensor, seen: Tensor) -> Tensor:
     """Scores, a bias of positions and a mask that hides whole rows of samples, brought together in one of several orders."""
-
-    def __init__(self, joined: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.positions, self.joined = nn.Embedding(LENGTH, LENGTH), joined
-
-    def forward(self, x: Tensor, seen: Tensor) -> Tensor:
-        bias = self.positions(torch.arange(LENGTH)).expand(x.shape[0], -1, -1)
-        both = seen.unsqueeze(1) & seen.unsqueeze(2)
-        return torch.softmax(self.joined(self.q(x) @ self.k(x).transpose(1, 2), bias, both), -1) @ self.v(x)
+    bias = self.positions(torch.arange(LENGTH)).expand(x.shape[0], -1, -1)
+    both = seen.unsqueeze(1) & seen.unsqueeze(2)
+    return torch.softmax(self.joined(self.q(x) @ self.k(x).transpose(1, 2), bias, both), -1) @ self.v(x)
 
 
 JOINED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "one by one": lambda s, b, m: s + b + torch.where(m, 0.0, -1e10),
-    "joined first": lambda s, b, m: s + (b + torch.where(m, 0.0, -1e10).transpose(1, 2)),
+    "added first": lambda s, b, m: s + (b + torch.where(m, 0.0, -1e10).transpose(1, 2)),
     "multiples subtracted": lambda s, b, m: s + b - 1e6 * (1.0 - m.to(s.dtype) * torch.ones(LENGTH, LENGTH).tril()),
     "a logarithm": lambda s, b, m: s + b + torch.log((m | torch.eye(LENGTH, dtype=torch.bool)).float()),
 }
@@ -140,8 +134,8 @@ JOINED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", JOINED)
 def test_a_bias_beside_a_mask_is_no_mask_and_a_hidden_row_has_equal_shares(name: str) -> None:
     data = [(x, torch.arange(LENGTH) < torch.tensor([[LENGTH], [LENGTH - 3], [2], [LENGTH]])) for x in batches()]
-    found, explained = quality(Biased(JOINED[name]), data, "bayes-e")
-    assert found > 25
+    result, explained = quality(Biased(JOINED[name]), data, "bayes-e")
+    assert result > 25
     assert "none is left in float" in explained
 
 
@@ -279,10 +273,10 @@ def test_a_number_in_front_of_a_table_is_part_of_it(tmp_path: Path) -> None:
     assert sum(node.name.endswith("_table") for node in integer.graph.nodes) == 5
     step = fxq.qparams(prepared)["x_quantize"]
     exact = model((x / step).round().clamp(-128, 127) * step)
-    for name, found, expected in zip(list(fxq.qparams(prepared))[1:], integer(x), exact, strict=True):
+    for name, actual, expected in zip(list(fxq.qparams(prepared))[1:], integer(x), exact, strict=True):
         scale = fxq.qparams(prepared)[name]
         limits = expected.clamp(-128 * scale, 127 * scale)
-        assert float((found - limits).abs().max()) <= 0.501 * scale, name
+        assert float((actual - limits).abs().max()) <= 0.501 * scale, name
     fxq.save(prepared, tmp_path / "model.fxq")
     assert torch.equal(fxq.load(tmp_path / "model.fxq")(x)[0], prepared(x)[0])
     report = fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "qdq.onnx", style="qdq"), [(x,)])

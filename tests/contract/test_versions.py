@@ -1,4 +1,4 @@
-"""What PyTorch, onnx and onnxruntime do differently from version to version, between the oldest and the newest that are supported."""
+"""Differences between versions of PyTorch, onnx and onnxruntime, between the oldest and the newest that are supported."""
 
 import copy
 import pickle
@@ -73,7 +73,7 @@ def test_named_tuples_are_returned_at_every_stage(returned: Any) -> None:
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("opset", [17, 18, 21])
 def test_float_operators_are_exported_with_every_opset(opset: int, tmp_path: Path) -> None:
-    """PyTorch's exporter writes opset 18 and later; what it was asked below that differs."""
+    """PyTorch's exporter writes opset 18 and later; a file that was asked for in a lower opset differs."""
     integer = compiled(net(lambda n, y: n.conv(torch.logaddexp(y, y.asinh())[:, :3])), [batch()]).integer
     path = fxq.export_onnx(integer, tmp_path / "model.onnx", opset=opset)
     assert [entry.version for entry in onnx.load(str(path)).opset_import if entry.domain == ""] == [opset]
@@ -102,8 +102,8 @@ def test_uneven_padding_is_never_counted_by_the_runtime(pool: Any, opset: int, d
         path = fxq.export_onnx(integer, tmp_path / "model.onnx", style=style, opset=opset)
         for node in onnx.load(str(path)).graph.node:
             if node.op_type == "AveragePool":
-                found = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
-                assert len(set(found["pads"])) == 1 or not found["count_include_pad"], style
+                result = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+                assert len(set(result["pads"])) == 1 or not result["count_include_pad"], style
         report = fxq.verify(integer, path, [batch(), batch(1)])
         if isinstance(report, fxq.results.DeviationReport):
             assert max(output.largest for outputs in report.outputs.values() for output in outputs) <= 1

@@ -26,7 +26,7 @@ from fxquant.cli import main
 from fxquant.reporting.forms import saved_model
 from fxquant.support.arguments import Kind, shown
 from tests.conftest import Golden
-from tests.shared.written import written
+from tests.shared.networks import written
 
 
 def network() -> Any:
@@ -49,7 +49,7 @@ RULES = fxq.QConfigMapping()
 
 
 class World:
-    """Models in every form, and files, made once; the calls under test are to change none of them."""
+    """Models in every form, and files, made once; the calls under test are to change no model."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -143,7 +143,7 @@ def recorded(*args: Any, **kwargs: Any) -> list[dict[str, Tensor]]:
 
 @functools.wraps(fxq.export.run_segments)
 def segments_run(*args: Any, inputs: Sequence[Any] = (), **kwargs: Any) -> tuple[Tensor, ...]:
-    """What takes its inputs by position alone, by name like everything else that is called here."""
+    """Call with inputs by name, like every function here, a function that takes them by position alone."""
     return fxq.export.run_segments(*(args if not inputs else (kwargs.pop("folder"), *inputs)), **kwargs)
 
 
@@ -162,23 +162,23 @@ class Row:
 
 
 def row(function: Callable[..., Any], right: Mapping[str, Callable[[World], Any]] | None = None, /, **special: Sequence[Any]) -> Row:
-    """The wrong values by the names of the arguments; `special` are those that this function refuses, in place of those of LATER."""
+    """The wrong values by the names of the arguments; `special` are values that this function refuses, in place of the values of LATER."""
     parameters, owner = inspect.signature(function).parameters, function.__qualname__.partition(".")[0]
     checked = {**fxq.Options.__init__.checked, **getattr(function.__init__ if isinstance(function, type) else function, "checked", {})}  # type: ignore[attr-defined, misc]
     kinds = {name: kind for name, kind in checked.items() if name in parameters}
     wrong = {name: [*special.get(name, LATER.get(name, ()))] for name in (*parameters, *special)}
-    for name, found in wrong.items():
+    for name, result in wrong.items():
         if name in kinds:
-            found += [value for value in VALUES if not taken(kinds[name], value)]
+            result += [value for value in VALUES if not taken(kinds[name], value)]
             if kinds[name].right.startswith("one of"):
                 (first, *_) = re.findall("'([^']*)'", kinds[name].right)
-                found += [first.swapcase(), f"{first}s", [first]]
+                result += [first.swapcase(), f"{first}s", [first]]
         elif name in TAKEN and function is not fxq.Options:  # it leaves dynamic_shapes to those who read them
             none = name in parameters and parameters[name].default is None
-            found += [value for value in VALUES if not (TAKEN[name](value) or (none and value is None))]
+            result += [value for value in VALUES if not (TAKEN[name](value) or (none and value is None))]
     by_name = {name: RIGHT.get(owner if name == "self" else name) for name, each in parameters.items() if each.default is each.empty}
     rights = {name: make for name, make in {**by_name, **(right or {})}.items() if make is not None}
-    return Row(function, rights, {name: found for name, found in wrong.items() if found}, kinds)
+    return Row(function, rights, {name: result for name, result in wrong.items() if result}, kinds)
 
 
 def spread(function: Callable[..., Any], options: str) -> Callable[..., Any]:
@@ -433,7 +433,7 @@ ACCEPTED: dict[str, Callable[[World], Any]] = {
     "a state by name": lambda w: fxq.set_state(w.prepared, "VALIDATE"),
     "modules: an empty list is none of them": lambda w: fxq.set_state(w.prepared, fxq.State.FLOAT, []),
     "modules: a generator": lambda w: fxq.set_state(w.prepared, "validate", (name for name in ("conv", "head"))),
-    "a target in another spelling": lambda w: fxq.prepare(w.model, batch(), "Bayes_E"),
+    "a target with a capital and an underscore": lambda w: fxq.prepare(w.model, batch(), "Bayes_E"),
     "a chip": lambda w: fxq.check(w.model, batch(), "x5"),
     "a pathlib.Path as dump": lambda w: fxq.prepare(w.model, batch(), options=fxq.Options(dump=w.directory / "graphs")),
     "num_batches: numpy's": lambda w: fxq.calibrate(fxq.prepare(w.model, batch()), [batch()], np.int64(1)),

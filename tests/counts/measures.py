@@ -1,4 +1,4 @@
-"""What is counted of a network on a target: kernels, fusions, nodes of files, operators beside the chip."""
+"""Counts of a network on a target: kernels, fusions, nodes of files, operators beside the chip."""
 
 import copy
 import functools
@@ -145,38 +145,38 @@ FUSIONS = (
 def _fused(gm: fx.GraphModule) -> dict[str, Count]:
     """Count the fused operators of a graph in which all fusions are done; the others are still nodes of their own."""
     operators = {node: operator.name for node in gm.graph.nodes if (operator := operator_of(node)) is not None}
-    found = {}
+    counts = {}
     for what, argument, name in FUSIONS:
         fused = sum(node.kwargs.get(argument) is not None for node in operators)
         apart = [(name, node.name) for node, operator in operators.items() if operator == name]
-        found[what] = counted(fused + len(apart), apart)
+        counts[what] = counted(fused + len(apart), apart)
     scaled = [layer.name for node in gm.graph.nodes if node.target is multiplied_weight for layer in node.users]
-    return found | {"fused layer scales": counted(None, (("layer", name) for name in scaled))}
+    return counts | {"fused layer scales": counted(None, (("layer", name) for name in scaled))}
 
 
 def passes(network: str, target: str) -> dict[str, Count]:
     """Count what the passes fuse, and what they insert."""
-    made, found = compiled(network, target), {}
+    compiled_model, counts = compiled(network, target), {}
     for what in ("requantize", "quantize", "dequantize"):
-        names = [layer.name for layer in fxq.inspect.layers(made.prepared) if layer.operator == what]
-        found[f"{what} nodes"] = counted(None, ((what, name) for name in names))
-    return {**made.fused, **found}
+        names = [layer.name for layer in fxq.inspect.layers(compiled_model.prepared) if layer.operator == what]
+        counts[f"{what} nodes"] = counted(None, ((what, name) for name in names))
+    return {**compiled_model.fused, **counts}
 
 
 # ---- kernels of the integer graph -------------------------------------------------------------------------------------
 def integer_kernels(network: str, target: str) -> dict[str, Count]:
     """Count what kernels compute in the integer graph: multiply-accumulates, and primitives."""
-    made = compiled(network, target)
-    runner = runner_of(made.integer)
+    compiled_model = compiled(network, target)
+    runner = runner_of(compiled_model.integer)
     assert runner is not None
     runner.reset()
-    choices, alone = runner.program(made.integer, (made.batch,)).computed()
-    runs = operator_runs(made.integer)
+    choices, alone = runner.program(compiled_model.integer, (compiled_model.batch,)).computed()
+    runs = operator_runs(compiled_model.integer)
     why = {name: because for run in runs for name, because in (*run.primitives.items(), (run.layer.name, run.because)) if because}
     slow = [*(node for node, choice in choices.items() if choice.implementation is None), *filter(is_primitive, alone)]
     total = sum(run.layer.macs for run in runs)
     parts = {run.layer.name: run.layer.macs - run.macs for run in runs if run.macs < run.layer.macs}
-    primitives = sum(map(is_primitive, made.integer.graph.nodes))
+    primitives = sum(map(is_primitive, compiled_model.integer.graph.nodes))
     return {
         "multiply-accumulates in kernels": Count(total - sum(parts.values()), total, parts, {name: [name] for name in parts}, why),
         "primitives in kernels": counted(primitives, ((PRIMITIVES[node.target].name, node.name) for node in slow), why),
@@ -238,13 +238,13 @@ def watched() -> Iterator[Watch]:
     passes_of = fused_layers._passes
 
     def counting(*tensors: Any) -> Any:
-        found = passes_of(*tensors)
+        result = passes_of(*tensors)
         watch.asked["passes in C"] += 1
-        if found is fused_layers._TENSORS:
+        if result is fused_layers._TENSORS:
             size = next(tensor.numel() for tensor in tensors if tensor is not None)
             kind = f"{'at least' if size >= SMALLEST else 'fewer than'} {SMALLEST} elements"
             watch.apart.append(("passes in C", (kind, "")))
-        return found
+        return result
 
     with ExitStack() as stack:
         for holder, name, replaced in (
@@ -271,18 +271,18 @@ FUSED = (
 
 def training_kernels(network: str, target: str) -> dict[str, Count]:
     """Count what fused kernels do in a step of training, forward and backward, and in a batch that is validated."""
-    made, found = compiled(network, target), {}
+    compiled_model, counts = compiled(network, target), {}
     for state in (fxq.State.TRAIN, fxq.State.VALIDATE):
-        prepared = copy.deepcopy(made.prepared)
+        prepared = copy.deepcopy(compiled_model.prepared)
         fxq.set_state(prepared, state)
         prepared.train(state is fxq.State.TRAIN)
         with watched() as watch, torch.set_grad_enabled(state is fxq.State.TRAIN):
-            outputs = prepared(made.batch)
+            outputs = prepared(compiled_model.batch)
             if state is fxq.State.TRAIN:
                 sum(output.square().mean() for output in flat(outputs)).backward()
         for what, asked in watch.asked.items():
-            found[f"{what} in {state.name}"] = counted(asked, (part for which, part in watch.apart if which == what))
-    return found
+            counts[f"{what} in {state.name}"] = counted(asked, (part for which, part in watch.apart if which == what))
+    return counts
 
 
 # ---- ONNX files -------------------------------------------------------------------------------------------------------
@@ -312,11 +312,11 @@ FUSED_FORM = re.compile(r"com\.microsoft\.\w+|QLinear\w+|\w+Integer")
 
 def _nodes(model: onnx.ModelProto) -> list[tuple[str, str]]:
     """Return the kind of every node, with its domain, and its name; of a function that fxquant wrote, its name as far as any number."""
-    found = []
+    kinds = []
     for node in model.graph.node:
         kind = re.split(r"_\d", node.op_type)[0] if node.domain == "fxquant" else node.op_type
-        found.append((f"{node.domain}.{kind}".lstrip("."), node.name or node.output[0]))
-    return found
+        kinds.append((f"{node.domain}.{kind}".lstrip("."), node.name or node.output[0]))
+    return kinds
 
 
 # ---- devices ----------------------------------------------------------------------------------------------------------
@@ -325,14 +325,14 @@ def devices(network: str, target: str) -> dict[str, Count]:
     integer = compiled(network, target).integer
     layers = [layer for layer in fxq.inspect.layers(integer) if not layer.boundary]
     segments = fxq.inspect.segments(integer)
-    found = {
+    result = {
         "operators on the target": counted(len(layers), ((layer.operator, layer.name) for layer in layers if layer.device == HOST)),
         "segments": counted(None, ((segment.device, segment.nodes[0]) for segment in segments)),
     }
     if backends.get(target).compiler is None:
-        return found
+        return result
     refused = ((str(error).splitlines()[0], "") for error in refusals(integer))
-    return found | {"nodes that the vendor's compiler refuses": counted(None, refused)}
+    return result | {"nodes that the vendor's compiler refuses": counted(None, refused)}
 
 
 def board_file(network: str, target: str) -> dict[str, Count]:

@@ -80,11 +80,11 @@ def measured(network: str, target: str, measure: str) -> Table:
 
 
 # ---- comparing --------------------------------------------------------------------------------------------------------
-def changes(held: Mapping[Row, Count], found: Mapping[Row, Count]) -> list[str]:
+def changes(held: Mapping[Row, Count], result: Mapping[Row, Count]) -> list[str]:
     """Return a paragraph for each count that is not the one in the table; the falls first."""
     falls, others = [], []
-    for row in sorted({*held, *found}):
-        before, now = held.get(row), found.get(row)
+    for row in sorted({*held, *result}):
+        before, now = held.get(row), result.get(row)
         if before is None or now is None:
             others.append(f"{row} is {'no longer counted' if now is None else 'not in the table'}: write the table again")
         elif (before.number, before.of, dict(before.parts)) != (now.number, now.of, dict(now.parts)):
@@ -107,7 +107,7 @@ def _text(count: Count) -> str:
 
 
 def _moved(before: Count, now: Count) -> Iterator[str]:
-    """Yield a line for each kind of node whose number has changed, with the nodes that are of it now and why."""
+    """Yield a line for each kind of node whose number has changed, with the nodes of that kind now and why."""
     for kind in sorted({*before.parts, *now.parts}):
         numbers = before.parts.get(kind, 0), now.parts.get(kind, 0)
         if numbers[0] != numbers[1]:
@@ -152,19 +152,19 @@ def can_imitate() -> bool:
 def written(before: Mapping[Row, Count]) -> Table:
     """Return the table as it is to be written: everything that this machine can count, and the rows of other machines."""
     jobs = [(network, target) for network in NETWORKS for target in TARGETS]
-    found: Table = {}
+    table: Table = {}
     for network, target in progress(jobs, len(jobs), "counting"):
         for measure in (each for each in MEASURES if target in targets_of(each)):
-            found |= measured(network, target, measure)
+            table |= measured(network, target, measure)
         with no_compiler():
             for measure in DEPENDENT:
-                found |= measured(network, target, measure)
+                table |= measured(network, target, measure)
     if can_imitate():
-        found |= no_dot_products()
-    columns = {(row.measure, row.machine) for row in found}
-    counts = {row._replace(machine=ANY) for row in found}
+        table |= no_dot_products()
+    columns = {(row.measure, row.machine) for row in table}
+    counts = {row._replace(machine=ANY) for row in table}
     kept = {row: count for row, count in before.items() if (row.measure, row.machine) not in columns}
-    return found | {row: count for row, count in kept.items() if row._replace(machine=ANY) in counts}
+    return table | {row: count for row, count in kept.items() if row._replace(machine=ANY) in counts}
 
 
 def main() -> None:

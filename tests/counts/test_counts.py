@@ -1,4 +1,4 @@
-"""What can be counted is held by a count: kernels, fusions, nodes of files, operators beside the chip.
+"""Counts hold speed and fusions: kernels, fusions, nodes of files, operators beside the chip.
 
 The numbers stand in table.json; `make counts` writes it again. Nothing here depends on time, and a slow path of equal bits is seen.
 """
@@ -15,26 +15,26 @@ from tests.counts.table import COMMAND, DEPENDENT, Row, Table
 ROWS = table.read()
 
 
-def compare(found: Table, held: Table) -> None:
+def compare(result: Table, held: Table) -> None:
     """Fail with a paragraph for each count that is not that of the table; skip, with the reason, where the table has no such machine."""
-    column = column_of(found)
+    column = column_of(result)
     if column not in {(row.measure, row.machine) for row in ROWS}:
         pytest.skip(f"the table has no counts of {column[0]} for this machine, {column[1]}: {COMMAND} adds them")
-    changed = table.changes(held, found)
+    changed = table.changes(held, result)
     if changed:
-        end = f"Worse numbers have a cause to be found. A number that is right is written down by: {COMMAND}"
+        end = f"Worse numbers have a cause to be found. A number that is right is kept by: {COMMAND}"
         pytest.fail("\n".join(["counts differ from tests/counts/table.json", *changed, end]), pytrace=False)
 
 
-def column_of(found: Table) -> tuple[str, str]:
+def column_of(result: Table) -> tuple[str, str]:
     """Return the measure and the machine of rows."""
-    (column,) = {(row.measure, row.machine) for row in found}
+    (column,) = {(row.measure, row.machine) for row in result}
     return column
 
 
-def rows_of(found: Table, network: str | None = None, target: str | None = None) -> Table:
-    """Return the rows of the table that are of the same measure and machine as these, of a network and a target."""
-    column = column_of(found)
+def rows_of(result: Table, network: str | None = None, target: str | None = None) -> Table:
+    """Return the rows of the table of the measure and machine of `result`, of a network and a target."""
+    column = column_of(result)
     return {
         row: count
         for row, count in ROWS.items()
@@ -54,16 +54,16 @@ def rows_of_each(chosen: Collection[str]) -> pytest.MarkDecorator:
 
 @rows_of_each(MEASURES)
 def test_counts_are_those_of_the_table(measure: str, network: str, target: str) -> None:
-    found = table.measured(network, target, measure)
-    compare(found, rows_of(found, network, target))
+    result = table.measured(network, target, measure)
+    compare(result, rows_of(result, network, target))
 
 
 @rows_of_each(DEPENDENT)
 def test_counts_without_a_compiler_are_those_of_the_table(measure: str, network: str, target: str) -> None:
     measures.compiled(network, target)  # by the kernels of a machine with a compiler, as when the table is written
     with table.no_compiler():
-        found = table.measured(network, target, measure)
-    compare(found, rows_of(found, network, target))
+        result = table.measured(network, target, measure)
+    compare(result, rows_of(result, network, target))
 
 
 def test_the_table_is_of_these_networks_and_is_sorted() -> None:
@@ -93,5 +93,5 @@ def test_a_fall_names_the_row_the_numbers_the_nodes_and_the_reasons() -> None:
 @pytest.mark.nightly
 @pytest.mark.skipif(not table.can_imitate(), reason="this processor cannot be limited to AVX2")
 def test_counts_without_sums_of_products_of_bytes_are_those_of_the_table() -> None:
-    found = table.no_dot_products()
-    compare(found, rows_of(found))
+    result = table.no_dot_products()
+    compare(result, rows_of(result))

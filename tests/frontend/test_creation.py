@@ -102,22 +102,22 @@ def Norms(self, x: Tensor) -> Any:
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("dim", [2, 3, 4, 5])
 def test_it_is_what_running_the_norm_gives(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, original = [], fake.known_result
+    norms_run, original = [], fake.known_result
 
     def compared(function: Any, args: Any, kwargs: Any) -> Value | None:
-        known = original(function, args, kwargs)
-        if known is not None:
-            given: Value = args[0].value.abstract
-            for side, result in ((given.a, known.a), (given.b, known.b)):
+        computed = original(function, args, kwargs)
+        if computed is not None:
+            inputs: Value = args[0].value.abstract
+            for side, result in ((inputs.a, computed.a), (inputs.b, computed.b)):
                 real = function(torch.empty_strided(side.shape, side.stride()).zero_())
                 assert (result.shape, result.stride(), result.dtype) == (real.shape, real.stride(), real.dtype)
-                found.append(real)
-        return known
+                norms_run.append(real)
+        return computed
 
     x = torch.randn(4, 6, *[3] * (dim - 2))
     monkeypatch.setattr(fake, "known_result", compared)
     short = fxq.trace(Norms(dim).eval(), x)
-    assert len(found) >= 4
+    assert len(norms_run) >= 4
     monkeypatch.setattr(fake, "known_result", lambda *_: None)
     whole = fxq.trace(Norms(dim).eval(), x)
     assert [(node.name, fact(node)) for node in short.graph.nodes] == [(node.name, fact(node)) for node in whole.graph.nodes]

@@ -12,8 +12,7 @@ from torch import nn
 import fxquant as fxq
 from fxquant.errors import ConfigurationError, FxQuantError
 from fxquant.frontend import trace
-from tests.shared.networks import members
-from tests.shared.written import written
+from tests.shared.networks import members, written
 
 
 @members(lambda: dict(conv=nn.Conv2d(3, 4, 3), relu=nn.ReLU(), head=nn.Conv2d(4, 2, 1)))
@@ -98,12 +97,12 @@ def test_a_model_that_torch_ao_has_changed(ao, kind, entry, monkeypatch):
     model.qconfig = ao.quantization.get_default_qat_qconfig() if kind == "prepare_qat" else ao.quantization.default_qconfig
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = getattr(ao.quantization, "prepare_qat" if kind == "prepare_qat" else "prepare")(model)
+        built = getattr(ao.quantization, "prepare_qat" if kind == "prepare_qat" else "prepare")(model)
         if kind == "convert":
-            made(X)
-            made = ao.quantization.convert(made.eval())
+            built(X)
+            built = ao.quantization.convert(built.eval())
     with pytest.raises(ConfigurationError, match="has prepared or converted it") as caught:
-        entry(made)
+        entry(built)
     assert "pass the original float nn.Module" in str(caught.value)
 
 
@@ -187,14 +186,14 @@ def test_stubs_mark_the_boundary(kind: str, ao: Any, tmp_path: Path) -> None:
     loaded = fxq.load(fxq.save(fxq.trace(model, (x,)), tmp_path / "traced.fxq"))
     prepared = fxq.calibrate(fxq.prepare(loaded, (x,)), [x])
     integer = fxq.convert(prepared)
-    known = {layer.name: layer for layer in fxq.inspect.layers(prepared)}
-    floats = {name for name, layer in known.items() if not layer.integer and not layer.boundary}
+    layers = {layer.name: layer for layer in fxq.inspect.layers(prepared)}
+    floats = {name for name, layer in layers.items() if not layer.integer and not layer.boundary}
     assert floats == {"relu", "mean", *(["before"] if kind != "none" else [])}
-    assert {known[name].reason for name in floats} == {"it lies outside of QuantStub and DeQuantStub"}
-    assert not any("stub" in name for name in known) or kind == "horizon"
+    assert {layers[name].reason for name in floats} == {"it lies outside of QuantStub and DeQuantStub"}
+    assert not any("stub" in name for name in layers) or kind == "horizon"
     if kind == "horizon":
-        assert known["quant_stub"].grid.scale == 1 / 128
-        assert known["quant_stub"].reason == "on a scale of 0.0078125"  # and not 16 bits wide
+        assert layers["quant_stub"].grid.scale == 1 / 128
+        assert layers["quant_stub"].reason == "on a scale of 0.0078125"  # and not 16 bits wide
     assert fxq.verify(prepared, integer, [x])
     assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [x])
 

@@ -1,4 +1,4 @@
-"""What cannot be traced is refused with a text that says where and why, and what to do."""
+"""Models that cannot be traced are refused with a text that says where and why, and what to do."""
 
 import re
 
@@ -9,8 +9,7 @@ from torch import nn
 import fxquant as fxq
 from fxquant.errors import ConfigurationError, FxQuantError, TraceError
 from fxquant.frontend import trace
-from tests.shared.networks import members
-from tests.shared.written import written
+from tests.shared.networks import members, written
 
 
 def refusal(forward, *inputs, error=TraceError) -> str:
@@ -174,7 +173,7 @@ def test_what_is_not_a_module():
 
 
 @pytest.mark.parametrize(
-    ("given", "what"),
+    ("inputs", "what"),
     [
         (torch.randn(2, 3, 1), "it has 3 dimensions"),
         (torch.randn(2, 3, dtype=torch.float64), r"its type is torch\.float64"),
@@ -182,10 +181,10 @@ def test_what_is_not_a_module():
         (3, "it is a int"),
     ],
 )
-def test_inputs_of_the_graph(given, what):
+def test_inputs_of_the_graph(inputs, what):
     traced = trace(nn.Sequential(nn.Linear(3, 3)), torch.randn(2, 3))
     with pytest.raises(ConfigurationError, match="input input does not fit the graph: " + what):
-        traced(given)
+        traced(inputs)
 
 
 def test_inputs_of_the_graph_share_one_batch():

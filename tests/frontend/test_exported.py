@@ -16,8 +16,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.compat import torch_ao
 from fxquant.errors import TraceError
-from tests.shared.networks import members
-from tests.shared.written import written
+from tests.shared.networks import members, written
 
 
 class Vision(nn.Module):

@@ -19,8 +19,7 @@ import fxquant as fxq
 from fxquant.backends.onnx.segments import _called
 from fxquant.frontend.opaque import WRAPPED
 from tests.shared.contract import compiled
-from tests.shared.networks import members
-from tests.shared.written import to_validate, written
+from tests.shared.networks import members, to_validate, written
 
 
 @fxq.wrap
@@ -36,8 +35,8 @@ def above(scores: Tensor, limit: float) -> tuple[list[Tensor], dict[str, int]]:
 
 
 @fxq.wrap
-def joined(found: tuple[list[Tensor], dict[str, int]]) -> Tensor:
-    return torch.cat(found[0])
+def joined(actual: tuple[list[Tensor], dict[str, int]]) -> Tensor:
+    return torch.cat(actual[0])
 
 
 def signed(x: Tensor, other: Tensor) -> Tensor:
@@ -74,8 +73,8 @@ class Kept(nn.Module):
     def forward(self, x: Tensor) -> tuple[object, ...]:
         y = self.head(ranked(self.conv(x).relu().mean((2, 3))))
         y = self.rescale(self.choose(signed(y, y)))
-        found = above(y, limit=0.1)
-        return found, joined(found), picked(y, [0, 2])
+        result = above(y, limit=0.1)
+        return result, joined(result), picked(y, [0, 2])
 
 
 @pytest.fixture(scope="module")
@@ -101,12 +100,12 @@ def test_what_is_kept_is_one_call_and_runs_at_every_stage(kept: fxq.results.Resu
         (kept.integer, False),
         (pickle.loads(pickle.dumps(kept.integer)), False),
     ):
-        (found, n), all_found, pair = model(image)
-        assert len(found) == 5
-        assert n["count"] == sum(map(len, found)) == len(all_found)
+        (output, n), all_found, pair = model(image)
+        assert len(output) == 5
+        assert n["count"] == sum(map(len, output)) == len(all_found)
         assert pair.shape == (5, 2)
         if exact:
-            assert all(map(torch.equal, found, rows))
+            assert all(map(torch.equal, output, rows))
             assert n == counts
             assert torch.equal(all_found, together)
             assert torch.equal(pair, two)
@@ -149,8 +148,8 @@ def test_segments_have_files_but_for_what_is_python(image: Tensor, tmp_path) -> 
         fxq.export_onnx(integer, tmp_path / "whole.onnx", style="exact")
     fxq.export.export_segments(integer, tmp_path / "parts")
     functions = {"ranked": ranked, "above": functools.partial(above, limit=0.1)}
-    (found,) = fxq.export.run_segments(tmp_path / "parts", image, python=functions)
-    assert all(map(torch.equal, found[0], integer(image)[0]))
+    (result,) = fxq.export.run_segments(tmp_path / "parts", image, python=functions)
+    assert all(map(torch.equal, result[0], integer(image)[0]))
     with pytest.raises(fxq.errors.ConfigurationError, match="'ranked' cannot be run"):
         fxq.export.run_segments(tmp_path / "parts", image)
     with pytest.raises(fxq.errors.ConfigurationError, match=r"segments pass tensors alone, here .*limit"):
@@ -166,8 +165,8 @@ def test_a_function_of_a_segment_returns_all_of_its_outputs() -> None:
 
 class Branching(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        found = above(x, 0.0)
-        return x if found[1]["count"] > 3 else -x
+        result = above(x, 0.0)
+        return x if result[1]["count"] > 3 else -x
 
 
 def test_what_nothing_is_known_of_cannot_be_computed_with(image: Tensor) -> None:
@@ -221,21 +220,21 @@ def test_what_is_preserved_is_at_every_stage_and_values_in_files(image: Tensor, 
     model = preserving().eval()
     preserve = ["names", "head.strides", "head.anchors", "head.levels", "head.kind", "head.decode", "head.key", "other"]
     result = fxq.quantize(model, [image], options=fxq.Options(preserve=preserve))
-    for found in (
+    for actual in (
         fxq.trace(model, image, options=fxq.Options(preserve=preserve)),
         result.prepared,
         result.integer,
         copy.deepcopy(result.integer),
     ):
-        y, ones = found(image), torch.ones(1, 8)
-        assert torch.equal(found.head.decode(y), y * 16 + model.head.anchors.sum())
-        assert found.head.key(5) == 5
+        y, ones = actual(image), torch.ones(1, 8)
+        assert torch.equal(actual.head.decode(y), y * 16 + model.head.anchors.sum())
+        assert actual.head.key(5) == 5
         caplog.clear()
-        loaded = fxq.load(fxq.save(found, tmp_path / "model.fxq"))
+        loaded = fxq.load(fxq.save(actual, tmp_path / "model.fxq"))
         assert [r.message for r in caplog.records if r.levelno >= logging.WARNING] == [
             "not in the file, which holds no code: head.decode, head.key; set these on the loaded model"
         ]
-        for one in (found, loaded):
+        for one in (actual, loaded):
             assert (one.names, one.head.strides, one.head.levels, one.head.kind) == (["a", "b"], [8, 16], 2, "linear")
             assert torch.equal(one.head.anchors, model.head.anchors)
             assert torch.equal(one.other(ones), model.other(ones))
@@ -276,9 +275,9 @@ def test_a_training_branch_trains_and_is_gone_from_the_integer_model(image: Tens
     twin = copy.deepcopy(prepared)
     for one in (prepared, twin):
         one.train()
-        found = one(image)
-        assert {name: tuple(value.shape) for name, value in found.items()} == {"main": (5, 4), "aux": (5, 6)}
-        found["aux"].sum().backward()
+        result = one(image)
+        assert {name: tuple(value.shape) for name, value in result.items()} == {"main": (5, 4), "aux": (5, 6)}
+        result["aux"].sum().backward()
         assert one.aux.conv.weight.grad.abs().sum() > 0
         assert one.conv.weight.grad.abs().sum() > 0
         assert one.aux.norm.num_batches_tracked == 1
@@ -328,40 +327,40 @@ def test_a_prepared_model_with_a_branch_is_kept_as_its_error_says(tmp_path: Path
 
 
 @fxq.wrap
-def writes_into_a_dict(found: dict[str, Any], x: Tensor) -> dict[str, Any]:
-    found["twice"] = x * 2
-    found.setdefault("calls", []).append(1)
-    return found
+def writes_into_a_dict(by_name: dict[str, Any], x: Tensor) -> dict[str, Any]:
+    by_name["twice"] = x * 2
+    by_name.setdefault("calls", []).append(1)
+    return by_name
 
 
 @fxq.wrap
-def writes_into_a_list(found: list[Any], x: Tensor) -> list[Any]:
-    found.append(x + 1)
-    found[0] = found[0] * 2
-    return found
+def writes_into_a_list(rows: list[Any], x: Tensor) -> list[Any]:
+    rows.append(x + 1)
+    rows[0] = rows[0] * 2
+    return rows
 
 
 @fxq.wrap
-def writes_into_a_nest(found: dict[str, Any]) -> Tensor:
-    found["a"][0] = found["a"][0] + 1
-    found["a"].append(found["b"]["c"])
-    found["b"].update(c=found["b"]["c"] * 2)
-    total: Tensor = found["a"][0] + found["a"][-1] + found["b"]["c"]
+def writes_into_a_nest(by_name: dict[str, Any]) -> Tensor:
+    by_name["a"][0] = by_name["a"][0] + 1
+    by_name["a"].append(by_name["b"]["c"])
+    by_name["b"].update(c=by_name["b"]["c"] * 2)
+    total: Tensor = by_name["a"][0] + by_name["a"][-1] + by_name["b"]["c"]
     return total
 
 
 class Writes(nn.Module):
     """A module that writes into the dict that it is called with."""
 
-    def forward(self, found: dict[str, Any]) -> Any:
-        found["x"] = found["x"] + 1
-        return found["x"]
+    def forward(self, by_name: dict[str, Any]) -> Any:
+        by_name["x"] = by_name["x"] + 1
+        return by_name["x"]
 
 
 WRITING: dict[str, Callable[[Tensor], Any]] = {
-    "a dict": lambda y: (lambda found: found["x"] + found["twice"])(writes_into_a_dict({"x": y}, y)),
-    "a dict by keyword": lambda y: writes_into_a_dict(found={"x": y}, x=y)["twice"],
-    "a list": lambda y: (lambda found: found[0] + found[1])(writes_into_a_list([y], y)),
+    "a dict": lambda y: (lambda result: result["x"] + result["twice"])(writes_into_a_dict({"x": y}, y)),
+    "a dict by keyword": lambda y: writes_into_a_dict(by_name={"x": y}, x=y)["twice"],
+    "a list": lambda y: (lambda result: result[0] + result[1])(writes_into_a_list([y], y)),
     "a list of numbers": lambda y: writes_into_a_list([1.0, 2.0], y)[2],
     "a nest": lambda y: writes_into_a_nest({"a": [y], "b": {"c": y}}),
 }
@@ -451,9 +450,9 @@ def result():
 
 
 @pytest.mark.parametrize("stage", ["prepared", "integer"])
-@pytest.mark.parametrize("made", [lambda model: model, copy.deepcopy, lambda model: copy.deepcopy(copy.copy(model))])
-def test_attributes_and_methods_are_there(result, stage, made):
-    model = made(getattr(result, stage))
+@pytest.mark.parametrize("built", [lambda model: model, copy.deepcopy, lambda model: copy.deepcopy(copy.copy(model))])
+def test_attributes_and_methods_are_there(result, stage, built):
+    model = built(getattr(result, stage))
     assert model.class_names == ["cat", "dog"]
     assert (model.num_classes, model.threshold, model.twice(3), model.convert()) == (2, 0.5, 6, "mine")
     assert isinstance(model.build(), Detector)

@@ -17,8 +17,7 @@ import fxquant as fxq
 from fxquant.frontend import trace
 from tests.shared import contract
 from tests.shared.contract import compiled
-from tests.shared.networks import Network
-from tests.shared.written import written
+from tests.shared.networks import Network, written
 
 Pair = namedtuple("Pair", "first second")
 
@@ -65,8 +64,8 @@ def formatted_shape(m, x):
 
 
 def maximum(m, x):
-    found = x.max(dim=1)
-    return found.values + found[0], found.indices
+    result = x.max(dim=1)
+    return result.values + result[0], result.indices
 
 
 def vmap_over_constants(m, x):
@@ -219,12 +218,12 @@ def traced(name) -> tuple[nn.Module, fx.GraphModule]:
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     attributes = {key: id(value) for key, value in model.__dict__.items()}
     random = torch.get_rng_state()
-    found = trace(model, (torch.randn(1, 3, 6, generator=torch.Generator().manual_seed(1)),))
+    result = trace(model, (torch.randn(1, 3, 6, generator=torch.Generator().manual_seed(1)),))
     assert {key: id(value) for key, value in model.__dict__.items()} == attributes
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random)
-    assert list(found.state_dict()) == list(model.state_dict())
-    return model, found
+    assert list(result.state_dict()) == list(model.state_dict())
+    return model, result
 
 
 @pytest.mark.sweep(35)
@@ -235,9 +234,9 @@ def test_graph_equals_model(name):
         x = torch.randn(batch, 3, 6)
         model.count.zero_()
         with torch.no_grad():
-            expected, found = (tree_leaves(form(x.clone())) for form in (model, graph))
-        assert len(expected) == len(found)
-        for mine, theirs in zip(found, expected, strict=True):
+            expected, actual = (tree_leaves(form(x.clone())) for form in (model, graph))
+        assert len(expected) == len(actual)
+        for mine, theirs in zip(actual, expected, strict=True):
             assert torch.equal(mine, theirs) if isinstance(theirs, torch.Tensor) else mine == theirs
 
 
@@ -285,11 +284,11 @@ def test_what_is_other_calls_is_integer_and_holds_the_contract(tmp_path: Path) -
     assert fxq.verify(integer, path, [(each,) for each in batches])
     contract.assert_validate_is_integer(prepared, integer, batches[1])
     contract.assert_train_is_validate(prepared, batches[1])
-    for wanted, found in zip(model(batches[0]), integer(batches[0]), strict=True):
-        assert wanted.shape == found.shape
-        assert wanted.dtype == found.dtype
+    for wanted, actual in zip(model(batches[0]), integer(batches[0]), strict=True):
+        assert wanted.shape == actual.shape
+        assert wanted.dtype == actual.dtype
         if wanted.is_floating_point():  # noise of int8, 20 dB below the signal: a correlation divides by deviations
-            assert (wanted - found).square().mean() < wanted.square().mean() / 100
+            assert (wanted - actual).square().mean() < wanted.square().mean() / 100
 
 
 def slopes(x: Tensor) -> Tensor:
@@ -307,7 +306,7 @@ def slopes(x: Tensor) -> Tensor:
 
 
 def slopes_in_full(x: Tensor) -> Tensor:
-    """The same, written with `where`."""
+    """Compute `slopes` without in-place operations, with `where`."""
     m = x > 0.3
     before = torch.where(x < 0, x * 0.1, x)
     y = torch.where(m, torch.tanh(before * 2) - 0.5, before)
@@ -340,9 +339,9 @@ def assigned_elsewhere(x: Tensor) -> Tensor:
 
 def assigned_after_a_change(x: Tensor) -> Tensor:
     y = x.clone()
-    found = y[y < 0]
+    result = y[y < 0]
     y += 1
-    y[y < 0] = found
+    y[y < 0] = result
     return y
 
 
@@ -412,8 +411,8 @@ def test_tensors_without_elements_stay_on_the_host() -> None:
     model, x = live(lambda x: (x[..., 6:].sum(-1), x[:, :0].flatten(1), torch.cat([x[:, 3:], x, x[:, :0]], 1))).eval(), batch()
     prepared, integer = compiled(model, [x])
     assert "has no elements" in fxq.explain(prepared)
-    for wanted, found in zip(model(x), integer(x), strict=True):
-        assert wanted.shape == found.shape
+    for wanted, actual in zip(model(x), integer(x), strict=True):
+        assert wanted.shape == actual.shape
     assert not integer(x)[0].any()
 
 

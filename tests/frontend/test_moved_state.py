@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, spectral_norm
 
 import fxquant as fxq
-from tests.shared.written import to_train, written
+from tests.shared.networks import to_train, written
 
 
 def counter(m: Any, x: Tensor) -> Any:

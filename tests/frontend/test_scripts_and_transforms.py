@@ -20,8 +20,8 @@ from tests.shared.networks import members
 @members(lambda function, width=8: dict(first=nn.Linear(8, 8), function=function, last=nn.Linear(width, 4)))
 def Written(self, x: Tensor) -> Tensor:
     """A function between two layers."""
-    found: Tensor = self.last(self.function(self.first(x)))
-    return found
+    result: Tensor = self.last(self.function(self.first(x)))
+    return result
 
 
 def rows(seed: int = 0) -> Tensor:
@@ -59,10 +59,10 @@ def looped(x: Tensor) -> Tensor:
 
 @torch.jit.script
 def listed(x: Tensor) -> Tensor:
-    found = []
+    parts = []
     for index in range(2):
-        found.append(x[:, index * 4 : (index + 1) * 4])
-    return torch.cat(found, 1)
+        parts.append(x[:, index * 4 : (index + 1) * 4])
+    return torch.cat(parts, 1)
 
 
 @torch.jit.script
@@ -231,8 +231,8 @@ class Padded(nn.Module):
         self.encoder = nn.TransformerEncoder(layer, 1, **options)
 
     def forward(self, x: Tensor, padding: Tensor) -> Tensor:
-        found: Tensor = self.encoder(x, self.mask, padding)
-        return found
+        result: Tensor = self.encoder(x, self.mask, padding)
+        return result
 
 
 def sequences(seed: int) -> tuple[Tensor, Tensor]:
@@ -251,7 +251,7 @@ def test_padded_positions_of_an_encoder_are_said_to_differ_from_pytorchs_path_fo
     assert [PADDING in message for message in caplog.messages].count(True) == 1
     assert PADDING in fxq.explain(prepared)
     with torch.no_grad():
-        fast, plain, found = model(*batches[0]), model.train().eval()(*batches[0]), integer(*batches[0])
+        fast, plain, output = model(*batches[0]), model.train().eval()(*batches[0]), integer(*batches[0])
         torch.backends.mha.set_fastpath_enabled(False)
         try:
             slow = model(*batches[0])
@@ -259,7 +259,7 @@ def test_padded_positions_of_an_encoder_are_said_to_differ_from_pytorchs_path_fo
             torch.backends.mha.set_fastpath_enabled(True)
     assert torch.equal(fast, plain)
     assert bool((fast[:, 4:] == 0).all())
-    error = (slow - found).square().mean() / slow.square().mean()
+    error = (slow - output).square().mean() / slow.square().mean()
     assert float(error) < 10**-2.5  # 25 dB, at padded positions as well
     contract.assert_validate_is_integer(prepared, integer, *batches[1])
 

@@ -16,8 +16,7 @@ from torch.utils import _pytree as pytree
 import fxquant as fxq
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import assumptions, trace, tracer
-from tests.shared.networks import members
-from tests.shared.written import written
+from tests.shared.networks import members, written
 
 Pair = namedtuple("Pair", "a b")
 A, B, C = torch.randn(3, 8), torch.randn(3, 8), torch.randn(3, 8)
@@ -87,8 +86,8 @@ def stages(model, example, tmp_path):
     yield prepared
     integer = fxq.convert(prepared)
     yield integer
-    for index, made in enumerate((traced, prepared, integer)):
-        yield fxq.load(fxq.save(made, tmp_path / f"{index}.fxq"))
+    for index, built in enumerate((traced, prepared, integer)):
+        yield fxq.load(fxq.save(built, tmp_path / f"{index}.fxq"))
 
 
 @pytest.mark.sweep(3)
@@ -96,10 +95,10 @@ def stages(model, example, tmp_path):
 def test_calls_are_those_of_the_float_model(name, tmp_path):
     model, example, calls = CASES[name]
     model.eval()
-    for made in stages(model, example, tmp_path):
-        results = [made(*args, **kwargs) for args, kwargs in calls]
+    for built in stages(model, example, tmp_path):
+        results = [built(*args, **kwargs) for args, kwargs in calls]
         assert all(torch.equal(result, results[0]) for result in results)
-        if made.meta.get("stage") is None:
+        if built.meta.get("stage") is None:
             args, kwargs = calls[0]
             assert torch.equal(results[0], model(*args, **kwargs))
 
@@ -114,14 +113,14 @@ def test_variadic_arguments(tmp_path):
         def forward(self, *inputs, **named):
             return self.layer(inputs[0]) + inputs[1] * named.get("factor", 2)
 
-    for made in stages(Positional().eval(), (A, B), tmp_path):
-        assert made(A, B).shape == (3, 8)
+    for built in stages(Positional().eval(), (A, B), tmp_path):
+        assert built(A, B).shape == (3, 8)
         with pytest.raises(ConfigurationError):
-            made(A)
+            built(A)
         with pytest.raises(ConfigurationError):
-            made(A, B, C)
+            built(A, B, C)
         with pytest.raises(ConfigurationError):
-            made(A, B, factor=3)
+            built(A, B, factor=3)
 
 
 WRONG = {
@@ -143,9 +142,9 @@ WRONG = {
 def test_a_call_that_means_something_else_is_refused(name):
     case, args, kwargs, message = WRONG[name]
     model, example, _ = CASES[case]
-    made = trace(model, example, check=False)
+    built = trace(model, example, check=False)
     with pytest.raises(ConfigurationError, match=message):
-        made(*args, **kwargs)
+        built(*args, **kwargs)
 
 
 def test_what_is_neither_tensor_nor_number_is_left_out(tmp_path):
@@ -383,6 +382,6 @@ def test_a_dataclass_keeps_its_numbers_and_is_a_dict_elsewhere(tmp_path: Path, m
     assert traced(x).count == 3
     path = fxq.save(traced, tmp_path / "model.fxq")
     monkeypatch.delitem(tracer._DATACLASSES, f"{Unknown.__module__}.{Unknown.__qualname__}")
-    found = fxq.load(path)(x)
-    assert type(found) is dict
-    assert found["count"] == 3
+    loaded = fxq.load(path)(x)
+    assert type(loaded) is dict
+    assert loaded["count"] == 3

@@ -1,4 +1,4 @@
-"""Several threads at once: a trace is its own thread's affair, and nothing of it is left."""
+"""Several threads at once: a trace is its own thread's affair, and leaves nothing behind."""
 
 import builtins
 import gc
@@ -30,7 +30,7 @@ def Sized(self, x: torch.Tensor) -> torch.Tensor:
 
 
 def together(*works: Callable[[], None]) -> None:
-    """Run all at once, each in a thread of its own; raises what one of them raised."""
+    """Run all at once, each in a thread of its own; raise the error of one thread."""
     failed: list[BaseException] = []
 
     def guarded(work: Callable[[], None]) -> None:
@@ -49,7 +49,7 @@ def together(*works: Callable[[], None]) -> None:
 
 
 def of_the_process():
-    """What every thread of the process sees."""
+    """Return the state that every thread of the process sees."""
     mine = {name: value for name, value in vars(sys.modules[__name__]).items() if name != "__warningregistry__"}
     settings = (gc.isenabled(), torch.backends.mha.get_fastpath_enabled(), torch.get_num_threads())
     return nn.Module.__call__, mine, dict(vars(builtins)), dict(vars(math)), settings
@@ -75,7 +75,7 @@ def test_many_rounds_of_preparing_calibrating_converting_and_running_in_three_th
         return fxq.convert(prepared)(x)
 
     finished = fxq.quantize(shared, [x]).integer
-    found = {model: model.eval()(x).detach() for model in (shared, *own)}
+    actual = {model: model.eval()(x).detach() for model in (shared, *own)}
     wanted = {model: compiled(model) for model in (shared, *own)}
     deployed = finished(x)
 
@@ -88,7 +88,7 @@ def test_many_rounds_of_preparing_calibrating_converting_and_running_in_three_th
                 chosen = shared if index % 2 else model
                 assert equal(compiled(chosen), wanted[chosen])
                 assert equal(finished(x), deployed)
-                assert all(equal(served(x), found[served]) for served in (shared, model))
+                assert all(equal(served(x), actual[served]) for served in (shared, model))
 
         return work
 
@@ -167,19 +167,19 @@ def test_other_threads_draw_the_numbers_they_would_have_drawn():
     torch.manual_seed(3)
     wanted = torch.rand(300)
     torch.manual_seed(3)
-    found: list[torch.Tensor] = []
+    drawn: list[torch.Tensor] = []
 
     def draw() -> None:
-        while len(found) < 300:
-            found.append(torch.rand(1))
+        while len(drawn) < 300:
+            drawn.append(torch.rand(1))
             threading.Event().wait(0.0003)
 
     def compile_() -> None:
-        while len(found) < 300:
+        while len(drawn) < 300:
             trace(model, x)
 
     together(draw, compile_)
-    assert torch.equal(torch.cat(found), wanted)
+    assert torch.equal(torch.cat(drawn), wanted)
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
@@ -241,6 +241,6 @@ def test_prepare_inside_autocast_is_prepare(dtype):
     model, x = Sized(3).eval(), torch.randn(4, 6)
     wanted = fxq.prepare(model, x)
     with torch.autocast("cpu", dtype=dtype):
-        found = fxq.prepare(model, x)
+        prepared = fxq.prepare(model, x)
         assert torch.is_autocast_enabled("cpu")
-    assert fxq.text(found) == fxq.text(wanted)
+    assert fxq.text(prepared) == fxq.text(wanted)

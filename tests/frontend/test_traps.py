@@ -15,8 +15,7 @@ from fxquant.ir import graph
 from fxquant.ir.functional import write
 from fxquant.ir.graph import BatchDim, TensorFact
 from tests.shared import contract
-from tests.shared.networks import members
-from tests.shared.written import written
+from tests.shared.networks import members, written
 
 
 def targets(traced: fx.GraphModule) -> list[str]:
@@ -211,8 +210,8 @@ def test_random_numbers_are_drawn_by_the_graph():
 def test_inputs_with_another_first_dimension_are_fixed():
 
     traced = trace(written(lambda m, x, table, scalar: x @ table + scalar), (torch.randn(2, 3), torch.randn(3, 5), torch.tensor(2.0)))
-    found = [str(graph.fact(node)) for node in traced.graph.nodes if node.op == "placeholder"]
-    assert found == ["f32[B,3]", "f32[3,5]", "f32[]"]
+    result = [str(graph.fact(node)) for node in traced.graph.nodes if node.op == "placeholder"]
+    assert result == ["f32[B,3]", "f32[3,5]", "f32[]"]
 
 
 def test_the_input_check_survives_deepcopy_and_can_be_attached_again():

@@ -31,7 +31,7 @@ IN_C = pytest.mark.skipif(isinstance(native.training_library(), str), reason="a 
 
 
 class Network(nn.Module):
-    """What is fused: batch norms, clamps, residuals, channels of their own; pooling, a sum beside them, a layer of rows."""
+    """Fused operators: batch norms, clamps, residuals, channels of their own; pooling, a sum beside them, a layer of rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,8 +43,8 @@ class Network(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         x = torch.relu(self.flat(self.deep(x)) + x)
-        found: Tensor = self.head((x + self.deep(x)).mean((2, 3)))
-        return found
+        result: Tensor = self.head((x + self.deep(x)).mean((2, 3)))
+        return result
 
 
 def images(seed: int = 0) -> Tensor:
@@ -84,10 +84,10 @@ def step(model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
 def assert_same_step(own: nn.Module, reference: nn.Module, x: Tensor, in_c: bool = True) -> None:
     """The bits of the primitives, and their gradients."""
     with nullcontext() if in_c else without_c():
-        found, gradients = step(own, x)
+        result, gradients = step(own, x)
     with fused_layers.unfused():
         wanted, expected = step(reference, x)
-    assert torch.equal(found, wanted)
+    assert torch.equal(result, wanted)
     assert_alike(gradients, expected)
 
 
@@ -138,15 +138,15 @@ def test_gradients_do_not_depend_on_the_number_of_threads() -> None:
     how = Rounded((torch.full((32,), 0.1),), 0, 0.0, -128, 127, (-128, 127), (0.0, 6.0), torch.tensor(0.05))
     accumulator = Accumulator(sums, form, None, sums, torch.ones(32))
     gradients = Gradients(sums, None)
-    found = []
+    results = []
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
             passes = fused_layers.OFFERS.known[0]
-            found.append(passes.finish_back(accumulator, torch.full((32,), 0.005), how, gradients))
+            results.append(passes.finish_back(accumulator, torch.full((32,), 0.005), how, gradients))
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 @IN_C
@@ -154,10 +154,10 @@ def test_a_clamp_between_two_steps_has_gradients_up_to_itself() -> None:
     sums = torch.arange(-64.0, 4032.0).reshape(1, 1, 64, 64)
     how = Rounded((torch.full((1,), 0.1),), 0, 0.0, 0, 120, (-128, 127), (0.0, 6.02), torch.tensor(0.05))
     form, ratio = form_of(sums, 2), torch.full((1,), 0.005)
-    given = Accumulator(sums, form), ratio, how, Gradients(torch.ones_like(sums), None)
-    found, wanted = fused_layers.OFFERS.known[0].finish_back(*given)[0], Passes().finish_back(*given)[0]
-    assert torch.equal(found, wanted)
-    assert int((found[sums > 1200] != 0).sum()) == 4  # 1201 to 1204: beyond 120 steps of 0.05, and not beyond 6.02
+    inputs = Accumulator(sums, form), ratio, how, Gradients(torch.ones_like(sums), None)
+    actual, wanted = fused_layers.OFFERS.known[0].finish_back(*inputs)[0], Passes().finish_back(*inputs)[0]
+    assert torch.equal(actual, wanted)
+    assert int((actual[sums > 1200] != 0).sum()) == 4  # 1201 to 1204: beyond 120 steps of 0.05, and not beyond 6.02
 
 
 @pytest.mark.parametrize("largest", [1000, 2**24 - 1, 2**31 - 129])
@@ -167,22 +167,22 @@ def test_statistics_of_a_batch_are_exact(largest: int) -> None:
     sums = torch.randint(-largest, largest, (3, 4, 30, 20), generator=generator).double() + 0.0
     sums = sums.float() if largest < 2**24 else sums
     form = form_of(sums, 2)
-    found = fused_layers.collected(sums, form)
+    result = fused_layers.collected(sums, form)
     for channel in range(4):
         values = [int(value) for value in sums[:, channel].flatten().tolist()]
         mean = Fraction(sum(values), len(values))
         variance = Fraction(sum(value * value for value in values), len(values)) - mean * mean
-        assert float(found.mean[channel]) == float(torch.tensor(float(mean), dtype=torch.float64).float())
-        assert float(found.variance[channel]) == pytest.approx(float(variance), rel=2**-23)
-        assert found.ends[:, channel].tolist() == [min(values), max(values)]
+        assert float(result.mean[channel]) == float(torch.tensor(float(mean), dtype=torch.float64).float())
+        assert float(result.variance[channel]) == pytest.approx(float(variance), rel=2**-23)
+        assert result.ends[:, channel].tolist() == [min(values), max(values)]
     with without_c():
         again = fused_layers.collected(sums, form)
-    assert torch.equal(found.mean, again.mean)
-    assert torch.equal(found.variance, again.variance)
+    assert torch.equal(result.mean, again.mean)
+    assert torch.equal(result.variance, again.variance)
 
 
 def test_whoever_watches_a_tensor_is_told_of_its_gradient() -> None:
-    """Integers stand beside real tensors, unless someone has a hook on these, or keeps their gradient."""
+    """Integers are kept next to dequantized tensors, unless a dequantized tensor has a hook or keeps its gradient."""
     own = prepared_on("bayes-e")
     kept: dict[str, Tensor] = {}
 
@@ -203,21 +203,21 @@ def test_whoever_watches_a_tensor_is_told_of_its_gradient() -> None:
 
 
 def test_what_is_written_on_a_real_tensor_is_read() -> None:
-    """The integers beside it are those of what was there before."""
+    """The integers beside a written tensor are those of its former values."""
     own = prepared_on("bayes-e")
     fxq.set_state(own, "validate")
     first = next(iter(quantized_operators(own).values()))
 
     def after(hook: Callable[..., Tensor]) -> Tensor:
         handle = first.register_forward_hook(lambda module, arguments, result: hook(result))
-        found: Tensor = own(images())
+        actual: Tensor = own(images())
         handle.remove()
-        return found
+        return actual
 
     with torch.no_grad():
-        before, written, given = own(images()), after(lambda result: result.mul_(-1)), after(lambda result: -result)
+        before, written, inputs = own(images()), after(lambda result: result.mul_(-1)), after(lambda result: -result)
     assert not torch.equal(before, written)
-    assert torch.equal(written, given)
+    assert torch.equal(written, inputs)
 
 
 def test_gradients_can_be_differentiated() -> None:
@@ -231,11 +231,11 @@ def test_gradients_can_be_differentiated() -> None:
         (gradient,) = torch.autograd.grad(output.square().sum(), parameters[:1], create_graph=True)
         return list(torch.autograd.grad(gradient.square().sum(), parameters, allow_unused=True))
 
-    found = penalty()
+    result = penalty()
     with fused_layers.unfused():
         wanted = penalty()
-    assert [each is None for each in found] == [each is None for each in wanted]
-    assert_alike([each for each in found if each is not None], [each for each in wanted if each is not None])
+    assert [each is None for each in result] == [each is None for each in wanted]
+    assert_alike([each for each in result if each is not None], [each for each in wanted if each is not None])
 
 
 @pytest.mark.parametrize("channels", [1200, 2400])
@@ -262,7 +262,7 @@ def test_maxima_of_padded_windows(kernel: int, padding: int, ceil_mode: bool) ->
 @IN_C
 @pytest.mark.parametrize("shape", [(8, 3, 40, 40), (8, 300), (5, 7, 13, 17), (4, 16, 200, 200)])
 def test_observers_count_the_same_in_c(shape: tuple[int, ...]) -> None:
-    """Halves, as quantized tensors have them, lie on the edges of bins; items differ in loudness; the second batch is larger."""
+    """Halves, as quantized tensors have them, lie on the edges of bins; items differ in their norm; the second batch is larger."""
     seen = []
     for context in (nullcontext(), without_c()):
         generator = torch.Generator().manual_seed(0)
@@ -306,21 +306,21 @@ def whole(*shape: int, low: int = -128, high: int = 127, seed: int = 0) -> Tenso
 
 
 def kept_by(function: Callable[..., Tensor], *operands: Tensor) -> list[Tensor]:
-    """What is kept of a product's operands, in its own context; and its gradients, twice, equal those of PyTorch's own."""
+    """A product keeps its operands in its own context; its gradients, twice, equal those of PyTorch's own."""
 
     def gradients(narrowed: bool) -> list[Tensor]:
-        given = [operand.clone(memory_format=torch.preserve_format).requires_grad_() for operand in operands]
-        arguments = (*given, None) if function is linear else tuple(given)
+        inputs = [operand.clone(memory_format=torch.preserve_format).requires_grad_() for operand in operands]
+        arguments = (*inputs, None) if function is linear else tuple(inputs)
         if narrowed:
             with fused_elementwise.kept_narrow(function, arguments):
                 result = function(*arguments)
         else:
             result = function(*arguments)
-        once = torch.autograd.grad((result * torch.cos(result.detach())).sum(), given, create_graph=True)
-        return [result, *once, *torch.autograd.grad(sum((each.sin()).sum() for each in once), given)]
+        once = torch.autograd.grad((result * torch.cos(result.detach())).sum(), inputs, create_graph=True)
+        return [result, *once, *torch.autograd.grad(sum((each.sin()).sum() for each in once), inputs)]
 
-    for found, wanted in zip(gradients(True), gradients(False), strict=True):
-        assert torch.equal(found, wanted)
+    for actual, wanted in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(actual, wanted)
         assert float(wanted.detach().abs().max()) > 0
     return [fused_elementwise._narrow(operand) for operand in operands]
 
@@ -359,10 +359,10 @@ def test_gradients_end_where_the_grid_does(reach: float) -> None:
     value, scale, bounds = value * (0.9 if reach != reach else reach) * 128, torch.tensor(1.0), (-128.0, 127.0)
     integers = value.nan_to_num().round().clamp(*bounds)
     one, other = (value.clone().requires_grad_() for _ in range(2))
-    found, wanted = fused_layers.on_grid(one, integers, scale, bounds), straight_through((other / scale).clamp(*bounds), integers)
-    assert torch.equal(found, integers)
+    actual, wanted = fused_layers.on_grid(one, integers, scale, bounds), straight_through((other / scale).clamp(*bounds), integers)
+    assert torch.equal(actual, integers)
     weights = torch.cos(value.nan_to_num())
-    assert torch.equal(torch.autograd.grad((found * weights).sum(), one)[0], torch.autograd.grad((wanted * weights).sum(), other)[0])
+    assert torch.equal(torch.autograd.grad((actual * weights).sum(), one)[0], torch.autograd.grad((wanted * weights).sum(), other)[0])
 
 
 def test_operands_that_are_not_rounded_are_kept_as_they_are() -> None:
@@ -373,5 +373,5 @@ def test_operands_that_are_not_rounded_are_kept_as_they_are() -> None:
     (operator,) = (each for each in quantized_operators(prepared).values() if each.operator.name == "linear")
     result = real_result(operator, {"input": x, "weight": layer.weight, "bias": layer.bias})
     weights = torch.randint(-8, 9, result.shape, generator=generator).float()
-    (found,) = torch.autograd.grad((result * weights).sum(), layer.weight)
-    assert torch.equal(found, weights.t() @ x)
+    (actual,) = torch.autograd.grad((result * weights).sum(), layer.weight)
+    assert torch.equal(actual, weights.t() @ x)

@@ -76,10 +76,10 @@ def test_a_fused_step_is_the_primitives(target: str, frozen: bool) -> None:
         fxq.freeze(own)
     reference = copy.deepcopy(own)
     for batch in (x, 1.5 * x):  # the second saturates
-        found, gradients = step(own, batch)
+        result, gradients = step(own, batch)
         with fused_layers.unfused():
             wanted, expected = step(reference, batch)
-        assert torch.equal(found, wanted)
+        assert torch.equal(result, wanted)
         largest = max(float(each.abs().max()) for each in expected)
         assert largest > 0
         assert len(gradients) == len(expected)
@@ -108,7 +108,7 @@ class Calling:
 
 
 def whole(shape: tuple[int, ...], magnitude: int, seed: int) -> Tensor:
-    """Whole numbers of the whole range, a third of them at its ends."""
+    """Return integers of the whole range, a third at its ends."""
     generator = torch.Generator().manual_seed(seed)
     value = torch.randint(-magnitude, magnitude, shape, generator=generator).float()
     choice = torch.randint(0, 6, shape, generator=generator)
@@ -196,10 +196,10 @@ def test_a_join_is_its_primitives(arithmetic: Arithmetic, clamp: tuple[float, fl
         wanted_gradients = torch.autograd.grad((expected * weights).sum(), references)
         differentiable = torch.autograd.grad((integers * weights).sum(), tensors, create_graph=True)
         both = torch.autograd.grad((integers * weights).sum() + (real * weights).sum(), tensors)
-        for found, again, reference in zip(both, differentiable, wanted_gradients, strict=True):
+        for result, again, reference in zip(both, differentiable, wanted_gradients, strict=True):
             assert float(reference.abs().max()) > 0, name
             assert_near(again.detach(), reference)
-            assert_near(found, reference * (1 + grid.scale))
+            assert_near(result, reference * (1 + grid.scale))
 
 
 def surrogate(name: str, arithmetic: Arithmetic, tensors: list[Tensor]) -> Tensor:
@@ -266,9 +266,9 @@ def test_a_table_is_looked_up_in_one_pass(function: Any, name: str, type: str) -
     weights = torch.randn(value.shape)
     (wanted,) = torch.autograd.grad((expected * weights).sum(), value)
     (again,) = torch.autograd.grad((integers * weights).sum(), value, create_graph=True)
-    (found,) = torch.autograd.grad((integers * weights).sum() + (real * weights).sum(), value)
+    (result,) = torch.autograd.grad((integers * weights).sum() + (real * weights).sum(), value)
     assert_near(again.detach(), wanted)
-    assert_near(found, wanted * (1 + output.scale))
+    assert_near(result, wanted * (1 + output.scale))
     few = value.detach()[::997]
     assert torch.equal(_made(name, 1.0, 0.0, (), _plain(input), _plain(output), False, few.double()).float(), exact[::997])
 
@@ -286,12 +286,12 @@ def test_where_a_function_has_no_value_it_is_not_asked(name: str, offset: float)
 
 def test_the_largest_of_all_is_a_pool() -> None:
     value = torch.randint(-3, 3, (50, 1, 9)).float()
-    found, wanted = (value.clone().requires_grad_() for _ in range(2))
-    largest = pool.max_pool(found, [9], [9], [0], [0], [1])
+    actual, wanted = (value.clone().requires_grad_() for _ in range(2))
+    largest = pool.max_pool(actual, [9], [9], [0], [0], [1])
     expected = F.max_pool1d(wanted, 9)
     assert torch.equal(largest, expected)
     weights = torch.randn(50, 1, 1)
-    assert torch.equal(*(torch.autograd.grad((y * weights).sum(), x)[0] for y, x in ((largest, found), (expected, wanted))))
+    assert torch.equal(*(torch.autograd.grad((y * weights).sum(), x)[0] for y, x in ((largest, actual), (expected, wanted))))
 
 
 # ---- marks and numbers ------------------------------------------------------------------------------------------------
@@ -324,9 +324,9 @@ def test_ratios_of_numbers_are_those_of_tensors() -> None:
             assert all(torch.equal(a.view(1), b) for a, b in zip(one.mantissa(15, 31), many.mantissa(15, 31), strict=True))
             for arithmetic, type in ((CHIP, INT8), (CHIP, INT16), (SHIFT, INT8)):
                 for bits in (32, 48):
-                    found, wanted = (grids.fixed_requantization(r, arithmetic.widths[type.name], type, bits) for r in (one, many))
+                    actual, wanted = (grids.fixed_requantization(r, arithmetic.widths[type.name], type, bits) for r in (one, many))
                     for name in ("shift", "multiplier", "right_shift"):
-                        assert torch.equal(getattr(found, name).view(1), getattr(wanted, name)), (scale, name)
+                        assert torch.equal(getattr(actual, name).view(1), getattr(wanted, name)), (scale, name)
 
 
 @pytest.mark.parametrize("observer", [MinMaxObserver, MovingAverageMinMaxObserver])

@@ -108,8 +108,8 @@ def known(name: str = "everything", target: str = "nash-e") -> tuple[fx.GraphMod
 
 
 def runner_of(integer: fx.GraphModule) -> Runner:
-    found: Runner = integer.__dict__[RUNNER]
-    return found
+    result: Runner = integer.__dict__[RUNNER]
+    return result
 
 
 def plain_result(integer: fx.GraphModule, x: Tensor) -> Any:
@@ -123,9 +123,9 @@ def assert_same(integer: fx.GraphModule, reference: fx.GraphModule, *inputs: Ten
     """Bits and strides, in the first run, which is the primitives', and after it."""
     wanted = reference(*inputs)
     for _ in range(1 + runs):
-        found = integer(*inputs)
-        assert all_equal(found, wanted)
-        assert [tensor.stride() for tensor in flat(found)] == [tensor.stride() for tensor in flat(wanted)]
+        output = integer(*inputs)
+        assert all_equal(output, wanted)
+        assert [tensor.stride() for tensor in flat(output)] == [tensor.stride() for tensor in flat(wanted)]
 
 
 def chosen(integer: fx.GraphModule) -> dict[str, str | None]:
@@ -139,7 +139,7 @@ def choices(integer: fx.GraphModule) -> dict[str, Choice]:
 
 
 def slow(integer: fx.GraphModule) -> list[tuple[str, str]]:
-    """The operators that run primitives, with the reasons, which all of them have; none where this machine has no kernels in C."""
+    """The operators that run primitives, with their reasons; an empty list where this machine has no kernels in C."""
     runs = [(run.layer.name, run.because) for run in computed(integer) if not run.fast]
     assert all(because for _, because in runs)
     return runs if IN_C else []
@@ -260,7 +260,7 @@ def test_what_runs_on_the_host_has_the_strides_it_had() -> None:
 
 
 class Pair(NamedTuple):
-    """What a model may return."""
+    """A named tuple that a model returns."""
 
     first: Tensor
     rest: dict[str, Any]
@@ -270,11 +270,11 @@ def test_what_is_returned_has_the_same_containers() -> None:
     returns = Network(lambda s, x: Pair(y := s.conv(x), {"list": [y, x], "tuple": (y, None, 3)}), conv=nn.Conv2d(3, 4, 1))
     integer, reference = both(returns, "nash-e", ordinary(2, 3, 5, 5))
     for _ in range(3):
-        found, wanted = integer(ordinary(2, 3, 5, 5)), reference(ordinary(2, 3, 5, 5))
-        assert type(found) is type(wanted)
-        kinds = [[type(part) for part in (each.rest, each.rest["list"], each.rest["tuple"])] for each in (found, wanted)]
+        actual, wanted = integer(ordinary(2, 3, 5, 5)), reference(ordinary(2, 3, 5, 5))
+        assert type(actual) is type(wanted)
+        kinds = [[type(part) for part in (each.rest, each.rest["list"], each.rest["tuple"])] for each in (actual, wanted)]
         assert kinds[0] == kinds[1] == [dict, list, tuple]
-        assert all_equal(found, wanted)
+        assert all_equal(actual, wanted)
 
 
 class Sequences(nn.Module):
@@ -492,7 +492,7 @@ def only(*implementations: Any) -> tuple[Kernel, ...]:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "layer", "target", "given", "x"),
+    ("wrong", "layer", "target", "actual", "x"),
     [
         (Wrong("saturating", saturates), nn.Conv2d(3, 8, 3), "nash-e", ordinary(2, 3, 9, 9), images(2, 3, 9, 9)),
         (Wrong("saturating", saturates_at_pairs), nn.Linear(4, 4), "bayes-e", ordinary(2, 4), torch.tensor([[10.0, 10.0, 0.0, 0.0]])),
@@ -501,11 +501,11 @@ def only(*implementations: Any) -> tuple[Kernel, ...]:
 )
 @pytest.mark.disagrees
 def test_an_implementation_that_is_wrong_is_not_admitted_and_explain_says_so(
-    wrong: Wrong, layer: nn.Module, target: str, given: Tensor, x: Tensor,
+    wrong: Wrong, layer: nn.Module, target: str, actual: Tensor, x: Tensor,
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(backends, "KERNELS", only(wrong))
-    integer, reference = both(copy.deepcopy(layer), target, given, qconfig=INT8)
+    integer, reference = both(copy.deepcopy(layer), target, actual, qconfig=INT8)
     assert_same(integer, reference, x)
     runner_of(integer).reset()  # kernels are proved again
     assert_same(integer, reference, x)
@@ -527,7 +527,7 @@ def test_counting_that_differs_from_that_of_pytorch_is_recorded_like_a_kernel(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     signed = training.NativeCounting.signed
-    monkeypatch.setattr(training.NativeCounting, "signed", lambda *given: signed(*given).roll(1))
+    monkeypatch.setattr(training.NativeCounting, "signed", lambda *arguments: signed(*arguments).roll(1))
     assert not any(training._admitted.__wrapped__() for _ in range(2))
     assert caplog.text.count("the counting of observers in C is not used for histograms, because it differs from torch.histc in") == 1
     assert contents(known()[0], None, {}, [], "")["disagreements"][0][0] == "histograms"
@@ -582,8 +582,8 @@ def too_late(built: Any, result: int, late: int) -> Callable[[Tensor], Tensor]:
     """A requantization one of whose results begins that many sums too late."""
 
     def wrong(sums: Tensor) -> Tensor:
-        found, later = (built.requantized(each).to(torch.int64) for each in (sums, sums - late))
-        return torch.where(found == result, later, found)
+        actual, later = (built.requantized(each).to(torch.int64) for each in (sums, sums - late))
+        return torch.where(actual == result, later, actual)
 
     return wrong
 

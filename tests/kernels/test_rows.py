@@ -54,8 +54,8 @@ def programs(integer: Any) -> list[str]:
 @pytest.mark.parametrize("target", TARGETS)
 def test_norms_and_softmax_have_the_bits_of_their_primitives(target: str, network: str) -> None:
     forward, layers, count = NETWORKS[network]
-    made = Network(lambda s, x: forward(s, s.first(x)), first=nn.Hardtanh(-4, 4), **{name: make() for name, make in layers.items()})
-    integer, reference = both(made, target, ordinary(4, 7, 12))
+    output = Network(lambda s, x: forward(s, s.first(x)), first=nn.Hardtanh(-4, 4), **{name: make() for name, make in layers.items()})
+    integer, reference = both(output, target, ordinary(4, 7, 12))
     for batch in (1, 4, 23):
         assert_same(integer, reference, images(batch, 7, 12, seed=batch), runs=1)
         assert_same(integer, reference, ordinary(batch, 7, 12) * 9, runs=1)

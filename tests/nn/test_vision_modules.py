@@ -70,19 +70,19 @@ def test_a_function_of_several_is_one_table_and_one_operator() -> None:
 
 def test_colours_of_grey_white_and_red() -> None:
     pixels = torch.tensor([[0.0, 0, 0], [255, 255, 255], [255, 0, 0]]).t().reshape(1, 3, 1, 3)
-    found = fxq.nn.RgbToYuv444()(pixels)[0, :, 0]
-    torch.testing.assert_close(found[:, :2], torch.tensor([[0.0, 255], [128, 128], [128, 128]]), atol=0.01, rtol=0)
-    torch.testing.assert_close(found[:, 2], torch.tensor([76.245, 84.97, 255.5]), atol=0.05, rtol=0)
+    result = fxq.nn.RgbToYuv444()(pixels)[0, :, 0]
+    torch.testing.assert_close(result[:, :2], torch.tensor([[0.0, 255], [128, 128], [128, 128]]), atol=0.01, rtol=0)
+    torch.testing.assert_close(result[:, 2], torch.tensor([76.245, 84.97, 255.5]), atol=0.05, rtol=0)
     torch.testing.assert_close(fxq.nn.BgrToYuv444(centred=True)(pixels.flip(1)), fxq.nn.RgbToYuv444(centred=True)(pixels))
     studio = fxq.nn.RgbToYuv444("studio")(pixels)[0, 0, 0, :2]
     torch.testing.assert_close(studio, torch.tensor([16.0, 235.0]), atol=0.05, rtol=0)
 
 
 def test_anchors_stand_around_the_pixels_of_a_feature_map() -> None:
-    (found,) = fxq.nn.AnchorGenerator([[8.0]], [[1.0, 4.0]], [4])([torch.zeros(1, 1, 2, 3)])
-    assert found.shape == (12, 4)
-    assert found[0].tolist() == [-4, -4, 4, 4]
-    assert found[-1].tolist() == [8 - 2, 4 - 8, 8 + 2, 4 + 8]
+    (anchors,) = fxq.nn.AnchorGenerator([[8.0]], [[1.0, 4.0]], [4])([torch.zeros(1, 1, 2, 3)])
+    assert anchors.shape == (12, 4)
+    assert anchors[0].tolist() == [-4, -4, 4, 4]
+    assert anchors[-1].tolist() == [8 - 2, 4 - 8, 8 + 2, 4 + 8]
 
 
 def test_of_boxes_that_overlap_the_best_is_kept() -> None:
@@ -102,9 +102,9 @@ def test_pillars_and_points_land_in_their_cells() -> None:
     assert int((maps != 0).any(1).sum()) == 3
     pool = fxq.nn.BEVPool((2, 2), torch.tensor([0, 1, 5]), torch.tensor([0, 1, 1]), torch.tensor([3, 3, 0]))
     depth, seen = torch.rand(1, 1, 3, 1, 2), torch.randn(1, 1, 4, 1, 2)
-    found = pool(depth, seen)
-    torch.testing.assert_close(found[0, :, 1, 1], seen[0, 0, :, 0, 0] * depth[0, 0, 0, 0, 0] + seen[0, 0, :, 0, 1] * depth[0, 0, 0, 0, 1])
-    torch.testing.assert_close(found[0, :, 0, 0], seen[0, 0, :, 0, 1] * depth[0, 0, 2, 0, 1])
+    result = pool(depth, seen)
+    torch.testing.assert_close(result[0, :, 1, 1], seen[0, 0, :, 0, 0] * depth[0, 0, 0, 0, 0] + seen[0, 0, :, 0, 1] * depth[0, 0, 0, 0, 1])
+    torch.testing.assert_close(result[0, :, 0, 0], seen[0, 0, :, 0, 1] * depth[0, 0, 2, 0, 1])
 
 
 # ---- as integers ----------------------------------------------------------------------------------------------------
@@ -135,8 +135,8 @@ def test_they_become_integers_by_the_contract(tmp_path: Path) -> None:
     prepared, integer = compiled(model, [inputs])
     contract.assert_all_is_integer(prepared)
     with torch.no_grad():
-        for found, expected in zip(integer(*inputs), model(*inputs), strict=True):
-            assert float((found - expected).pow(2).mean()) < 10**-2.5 * float(expected.pow(2).mean())  # 25 dB
+        for actual, expected in zip(integer(*inputs), model(*inputs), strict=True):
+            assert float((actual - expected).pow(2).mean()) < 10**-2.5 * float(expected.pow(2).mean())  # 25 dB
     contract.assert_validate_is_integer(prepared, integer, *inputs)
     contract.assert_integer_is_onnx(integer, tmp_path / "vision.onnx", [inputs])
     contract.assert_train_is_validate(prepared, *inputs)

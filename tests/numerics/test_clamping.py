@@ -50,9 +50,9 @@ def test_the_gradient_is_one_up_to_the_limits(low: float | None, high: float | N
     assert torch.equal(slope(lambda x: clamped(x, low, high), value), wanted)
     assert torch.equal(slope(lambda x: clamped(x, *limits), value), wanted)
     exact = value if low is high is None else value.clamp(low, high)
-    for found in (clamped(value, low, high), clamped(value.clone().requires_grad_(), low, high)):
-        assert torch.equal(found, exact)
-        assert found.dtype == dtype
+    for result in (clamped(value, low, high), clamped(value.clone().requires_grad_(), low, high)):
+        assert torch.equal(result, exact)
+        assert result.dtype == dtype
 
 
 def test_it_can_be_transformed_and_differentiated_twice() -> None:
@@ -87,8 +87,8 @@ def test_what_traces_a_graph_meets_clamp() -> None:
 def test_float_functions_have_it(name: str, arguments: tuple[Any, ...]) -> None:
     value = around(LOW, HIGH, torch.float32).unsqueeze(1)
     fused = {} if name == "clamp" else {"clamp": (LOW, HIGH)}
-    found = slope(lambda x: operator_named(name).function(x, *arguments, **fused), value)
-    assert torch.equal(found, ((value >= LOW) & (value <= HIGH)).float())
+    result = slope(lambda x: operator_named(name).function(x, *arguments, **fused), value)
+    assert torch.equal(result, ((value >= LOW) & (value <= HIGH)).float())
 
 
 GRID = Grid(INT4, torch.tensor(0.5), 0)
@@ -127,8 +127,8 @@ def test_integers_of_a_real_tensor_have_it(fused: bool) -> None:
     """Half a step wider, so that what was rounded to a limit is within, however its quotient was rounded."""
     quantizer = Quantizer(INT4, None, scale=0.5)
     with fused_layers.unfused() if not fused else torch.enable_grad():
-        found = slope(lambda x: take_integers(x, quantizer).value, STEPS / 2)
-    assert torch.equal(found, ((STEPS >= -8.5) & (STEPS <= 7.5)) * 2.0)
+        result = slope(lambda x: take_integers(x, quantizer).value, STEPS / 2)
+    assert torch.equal(result, ((STEPS >= -8.5) & (STEPS <= 7.5)) * 2.0)
 
 
 @pytest.mark.parametrize("training", ["statistics", "learned", "pact", "tqt"])

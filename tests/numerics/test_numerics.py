@@ -216,9 +216,9 @@ def test_measured_parameters(name: str, dtype: IntType, layer: bool, rows: list[
     for chosen in (rows, rows[:1]):
         ratio, exact = ratio_of(chosen)
         scalars = [Ratio(tuple(f[0] for f in ratio.numerators), (ratio.denominators[0][0],))] if len(chosen) == 1 else []
-        for known in (ratio, *scalars):
-            made = listed(MEASURED[name].constants(known, dtype, bits, layer))
-            assert made == [oracle.measured_parameters(value, dtype.bits, bits, layer) for value in exact]
+        for value in (ratio, *scalars):
+            built = listed(MEASURED[name].constants(value, dtype, bits, layer))
+            assert built == [oracle.measured_parameters(value, dtype.bits, bits, layer) for value in exact]
 
 
 def test_measured_shifts_at_every_multiplier() -> None:
@@ -226,12 +226,12 @@ def test_measured_shifts_at_every_multiplier() -> None:
     mantissas = torch.arange(2**14, 2**15, dtype=torch.float32)
     for layer, large in ((True, mantissas >= 32513), (False, torch.zeros(2**14, dtype=torch.bool))):
         for k in (1, 13, 22, 23, 24, 37, 40):
-            made = MEASURED["int8"].constants(Ratio((mantissas, float32(Fraction(1, 2**k)))), INT8, 32, layer)
+            built = MEASURED["int8"].constants(Ratio((mantissas, float32(Fraction(1, 2**k)))), INT8, 32, layer)
             exponent = min(k, 37)  # with a first shift of 15
             last = torch.where(large & (k == exponent), 23, 22).clamp_max(exponent).int()
-            assert torch.equal(made.right_shift, last)
-            assert torch.equal(made.shift, exponent - last)
-            assert torch.equal(made.multiplier, torch.floor(mantissas * 2.0 ** (exponent - k) + 0.5).clamp_max(2**15 - 1).int())
+            assert torch.equal(built.right_shift, last)
+            assert torch.equal(built.shift, exponent - last)
+            assert torch.equal(built.multiplier, torch.floor(mantissas * 2.0 ** (exponent - k) + 0.5).clamp_max(2**15 - 1).int())
     above = Ratio((torch.tensor([2**16 - 1.0, 2**16 - 2.0]),))  # half a step below 2^15, and a whole one
     assert MEASURED["int8"].constants(above, INT8, 32, False).multiplier.tolist() == [2**15 - 1, 2**15 - 1]
 
@@ -320,7 +320,7 @@ def test_bias_integers_next_to_ties(rows: list[tuple[int, Fraction]], input_scal
     st.lists(st.tuples(st.integers(-(2**23), 2**23), st.sampled_from([0, 1, -1, 2]), any_mantissa), min_size=1, max_size=12), any_mantissa
 )
 def test_measured_biases_with_half_a_step(rows: list[tuple[int, int, Fraction]], output: Fraction) -> None:
-    """At ties and beside them; with all bits, and with 16 of them."""
+    """At ties and beside them; with all bits, and with 16 bits."""
     steps = [oracle.float32(step * Fraction(1, 64)) for *_, step in rows]
     bias = [float(oracle.float32((n + Fraction(half, 2)) * step)) for (n, half, _), step in zip(rows, steps, strict=True)]
     for arithmetic, bits in ((bpu.CHIP, 32), (bpu.CHIP_8, 16)):
@@ -334,9 +334,9 @@ def test_measured_biases_with_half_a_step(rows: list[tuple[int, int, Fraction]],
 def test_biases_of_16_bits_lose_their_last_ones_towards_zero() -> None:
     whole = [0, 1, -1, 32767, 32768, 32769, -32768, -32769, -32770, 65535, 65536, 65537, -65536, -65537, 2**30 - 1, 1 - 2**30]
     expected = [0, 1, -1, 32767, 32768, 32768, -32768, -32768, -32770, 65534, 65536, 65536, -65536, -65536, 32767 * 2**15, -32767 * 2**15]
-    found = _without_last_bits(torch.tensor(whole, dtype=torch.float64), 16).tolist()
-    assert found == expected
-    for value, kept in zip(whole, found, strict=True):
+    result = _without_last_bits(torch.tensor(whole, dtype=torch.float64), 16).tolist()
+    assert result == expected
+    for value, kept in zip(whole, result, strict=True):
         shift = next(n for n in range(32) if -32768 <= value >> n <= 32767)
         assert (abs(kept) <= abs(value), kept % 2**shift, abs(value - kept) < 2**shift) == (True, 0, True)
 
@@ -370,8 +370,8 @@ UP, AWAY = "-4 -3 -3 -2 -2 -1 -1 0 0 1 1 2 2 3 3 4", "-4 -4 -3 -3 -2 -2 -1 -1 0 
 
 @pytest.mark.parametrize(("in_float32", "halves"), [(False, UP), (True, AWAY)])
 def test_a_table_rounds_halves_up_or_away_from_zero(in_float32: bool, halves: str) -> None:
-    found = grids.table(lambda x: x / 2, Grid(INT4, ONE), Grid(INT8, ONE), in_float32=in_float32)
-    assert found.tolist() == [int(value) for value in halves.split()]
+    result = grids.table(lambda x: x / 2, Grid(INT4, ONE), Grid(INT8, ONE), in_float32=in_float32)
+    assert result.tolist() == [int(value) for value in halves.split()]
 
 
 def test_a_table_saturates() -> None:

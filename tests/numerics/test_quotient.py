@@ -56,7 +56,7 @@ def numbers(shift: int, right_shift: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def by_quotient(whole: Tensor, how: Rounded, low: int, high: int) -> Tensor:
-    """What QuantizeLinear and Clip make of it."""
+    """Return the integers of QuantizeLinear and Clip."""
     assert how.divides
     value = whole.float() + (0.0 if how.add is None else how.add.reshape(-1, 1))
     return (value / how.by.reshape(-1, 1)).round().clamp(low, high).to(torch.int8)
@@ -119,9 +119,9 @@ def test_half_steps_of_powers_of_two_are_one_division(total: int, limits: tuple[
 
 
 def test_steps_beyond_23_bits_leave_no_room_for_a_half() -> None:
-    for total, found in ((16, True), (17, False)):  # the last step is at 126.5 · 2^17
+    for total, result in ((16, True), (17, False)):  # the last step is at 126.5 · 2^17
         for rounding in HALF_STEPS:
-            assert (_rounded_half_step(*numbers(total - 8, 14 + 8), 2**15, -128, 127, rounding) is not None) == found
+            assert (_rounded_half_step(*numbers(total - 8, 14 + 8), 2**15, -128, 127, rounding) is not None) == result
 
 
 @EXACT
@@ -142,10 +142,10 @@ def test_what_is_rounded_down_is_a_division_wherever_one_is_found(numbers: list[
 
 
 def test_what_saturates_before_its_last_shift_is_no_division() -> None:
-    for multiplier, found in ((32639, True), (32513, True), (32512, False)):  # 32767 · M / 2^23 reaches 127 from 32513 on
+    for multiplier, result in ((32639, True), (32513, True), (32512, False)):  # 32767 · M / 2^23 reaches 127 from 32513 on
         constants = torch.full((1, 1, 1), multiplier, dtype=torch.int32), torch.full((1, 1, 1), 23, dtype=torch.int32)
         how = _rounded_fixed(*constants, 2**15, 0, 127, lowered=True)
-        assert (how is not None) == found
+        assert (how is not None) == result
         if how is not None:
             wanted = by_definition(SIXTEEN_BITS, 0, constants[0][:, 0], 23, "floor", 0, 127)
             assert torch.equal(by_quotient(SIXTEEN_BITS, how, 0, 127), wanted)
@@ -216,9 +216,9 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_third_arithmetic_holds_the_contract(tmp_path: Path) -> None:
     batch = torch.randn(4, 3, 8, 8)
     prepared, integer = contract.compiled(Net(), [batch], "mixed")
-    found = targets_of(integer)
-    assert Mixed.primitives <= found
-    assert not found & {requantize_real, align_fixed}
+    result = targets_of(integer)
+    assert Mixed.primitives <= result
+    assert not result & {requantize_real, align_fixed}
     contract.assert_validate_is_integer(prepared, integer, batch)
     contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batch,)])
     contract.assert_train_is_validate(prepared, batch)

@@ -19,7 +19,7 @@ from fxquant.numerics.grids import WEIGHT_INT4, WEIGHT_INT8, WEIGHT_INT16, IntTy
 from fxquant.numerics.rounding import AdaptiveRounding, straight_through
 from fxquant.quantization.weights import WeightQuantizer, WeightScale
 from tests.shared import contract, oracle
-from tests.shared.written import to_train
+from tests.shared.networks import to_train
 
 
 class Adaptive(fxq.tuning.Rounding):
@@ -53,7 +53,7 @@ def next_power_of_two(value: Fraction) -> Fraction:
        per_channel=st.booleans(), power_of_two=st.booleans())  # fmt: skip
 @settings(deadline=None, derandomize=True, max_examples=60)
 def test_scales_and_integers(weight: Tensor, least: Tensor, dtype: IntType, per_channel: bool, power_of_two: bool) -> None:
-    found = WeightQuantizer(dtype, per_channel=per_channel, power_of_two=power_of_two).integers(weight, None, least)
+    result = WeightQuantizer(dtype, per_channel=per_channel, power_of_two=power_of_two).integers(weight, None, least)
     rows = weight.tolist() if per_channel else [weight.flatten().tolist()]
     needs = least.tolist() if per_channel else [max(least.tolist())]
     scales, own, integers = [], [], []
@@ -64,10 +64,10 @@ def test_scales_and_integers(weight: Tensor, least: Tensor, dtype: IntType, per_
         own.append(raised == chosen)
         scales.append(next_power_of_two(raised) if power_of_two else raised)
         integers += [oracle.weight_integer(Fraction(w), scales[-1]) for w in row]
-    assert [Fraction(scale) for scale in found.scale.tolist()] == scales
-    assert found.own.tolist() == own
-    assert found.integers.flatten().tolist() == integers
-    assert found.integers.shape == weight.shape
+    assert [Fraction(scale) for scale in result.scale.tolist()] == scales
+    assert result.own.tolist() == own
+    assert result.integers.flatten().tolist() == integers
+    assert result.integers.shape == weight.shape
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
@@ -75,9 +75,9 @@ def test_scales_and_integers(weight: Tensor, least: Tensor, dtype: IntType, per_
 @pytest.mark.parametrize("p", [2.0, 3.0])
 def test_a_scale_with_the_least_error_is_found(p: float, per_channel: bool, power_of_two: bool) -> None:
     weight = torch.distributions.StudentT(3.0).sample((4, 400)) * torch.tensor([[0.1], [1.0], [3.0], [0.5]])  # type: ignore[no-untyped-call]
-    found = WeightQuantizer(WEIGHT_INT4, per_channel=per_channel, power_of_two=power_of_two, p=p).integers(weight)
+    result = WeightQuantizer(WEIGHT_INT4, per_channel=per_channel, power_of_two=power_of_two, p=p).integers(weight)
     rows = weight if per_channel else weight.reshape(1, -1)
-    assert found.integers.abs().max() == 7
+    assert result.integers.abs().max() == 7
 
     def errors(scale: Tensor) -> Tensor:
         column = scale.unsqueeze(1)
@@ -87,9 +87,9 @@ def test_a_scale_with_the_least_error_is_found(p: float, per_channel: bool, powe
     tried = [2.0**k for k in range(-8, 4)] if power_of_two else [float(largest.max()) * k / 400 for k in range(2, 401)]
     best = torch.stack([errors(torch.full_like(largest, scale)) for scale in tried]).amin(0)
     covering = torch.exp2(largest.log2().ceil()) if power_of_two else largest
-    assert bool((errors(found.scale) <= (1.0 if power_of_two else 1.05) * best + 1e-6).all())
-    assert bool((errors(found.scale) < errors(covering)).all()) or power_of_two
-    assert torch.equal(found.integers.reshape(rows.shape), (rows / found.scale.unsqueeze(1)).round().clamp(-7, 7))
+    assert bool((errors(result.scale) <= (1.0 if power_of_two else 1.05) * best + 1e-6).all())
+    assert bool((errors(result.scale) < errors(covering)).all()) or power_of_two
+    assert torch.equal(result.integers.reshape(rows.shape), (rows / result.scale.unsqueeze(1)).round().clamp(-7, 7))
 
 
 def test_a_learned_scale_starts_where_it_is_kept() -> None:
@@ -167,7 +167,7 @@ def test_another_rounding_holds_the_contract_after_training(training: str, targe
 
 @pytest.mark.parametrize("training", ["statistics", "learned"])
 def test_gradients_reach_weights_scales_and_roundings(training: str) -> None:
-    """Those of weights and learned scales are as if the rounding were any other; that of the rounding is that of its soft form."""
+    """Gradients of weights and learned scales do not depend on the rounding; the rounding has the gradient of its soft form."""
     torch.manual_seed(4)
     rounding = Adaptive((3, 8))
     with torch.no_grad():
@@ -175,21 +175,21 @@ def test_gradients_reach_weights_scales_and_roundings(training: str) -> None:
     learned = WeightScale(3) if training == "learned" else None
     quantizer = WeightQuantizer(WEIGHT_INT4, learned=learned, rounding=rounding)
     weight, incoming = torch.randn(3, 8, requires_grad=True), torch.randn(3, 8)
-    found = quantizer.integers(weight, keep=True)
-    found.integers.backward(incoming)
-    real = weight.detach() / found.scale.unsqueeze(1)
+    result = quantizer.integers(weight, keep=True)
+    result.integers.backward(incoming)
+    real = weight.detach() / result.scale.unsqueeze(1)
     inside = (real >= -7) & (real <= 7) if training == "learned" else torch.ones_like(real, dtype=torch.bool)
     share = torch.sigmoid(rounding.offset.detach())
     soft = torch.floor(real) + share
     free = (soft > -7) & (soft < 7)
     torch.testing.assert_close(rounding.offset.grad, incoming * share * (1 - share) * free)
     if learned is None:
-        torch.testing.assert_close(weight.grad, incoming * free / found.scale.unsqueeze(1))
+        torch.testing.assert_close(weight.grad, incoming * free / result.scale.unsqueeze(1))
         return
-    torch.testing.assert_close(weight.grad, incoming * inside / found.scale.unsqueeze(1))
-    of_real = incoming / found.scale.unsqueeze(1)  # of the real numbers that the integers stand for
-    of_scale = (of_real * (found.integers.detach() - real * inside)).sum(1)
-    error = (found.integers.detach() - real * inside).square().mean(1).clamp_min(1 / 12).sqrt()
+    torch.testing.assert_close(weight.grad, incoming * inside / result.scale.unsqueeze(1))
+    of_real = incoming / result.scale.unsqueeze(1)  # of the dequantized weights
+    of_scale = (of_real * (result.integers.detach() - real * inside)).sum(1)
+    error = (result.integers.detach() - real * inside).square().mean(1).clamp_min(1 / 12).sqrt()
     torch.testing.assert_close(learned.scale_change.grad, of_scale / (weight.detach().norm(dim=1) * error))
 
 
@@ -306,6 +306,6 @@ def test_the_rounding_is_chosen_with_the_zeros_as_they_are() -> None:
     rows = torch.rand(200, 24, generator=generator)
     moment, effect = rows.t() @ rows / 200, torch.eye(4)
     alone = flipped(real.unsqueeze(0), moment.unsqueeze(0), -7, 7)[0]
-    for found in (alone, flipped_together(torch.round(real).clamp(-7, 7), real, moment, effect, -7, 7)):
-        assert not torch.equal(found, torch.round(real).clamp(-7, 7))
-        assert int(found[real == 0].count_nonzero()) == 0
+    for result in (alone, flipped_together(torch.round(real).clamp(-7, 7), real, moment, effect, -7, 7)):
+        assert not torch.equal(result, torch.round(real).clamp(-7, 7))
+        assert int(result[real == 0].count_nonzero()) == 0

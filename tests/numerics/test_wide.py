@@ -107,8 +107,8 @@ def test_an_operand_gives_up_the_fewest_bits_that_make_its_sum_fit(tmp_path: Pat
     assert said(integer, "narrowed") == [f"its operand is narrowed by {needed} of its 16 bits, so that the sum fits the accumulator"]
     shift = next(node for node in integer.graph.nodes if node.target is elementwise.shift_right)
     values = graph_values(integer, batch)
-    given = values[shift.args[0].name].long()
-    assert torch.equal(values[shift.name].long(), torch.div(given + 2 ** (needed - 1), 2**needed, rounding_mode="floor"))
+    inputs = values[shift.args[0].name].long()
+    assert torch.equal(values[shift.name].long(), torch.div(inputs + 2 ** (needed - 1), 2**needed, rounding_mode="floor"))
     with torch.no_grad():
         expected = layer(batch)
     assert float((integer(batch) - expected).abs().max()) < 1e-2 * float(expected.abs().max())

@@ -65,7 +65,7 @@ def quantized(model: nn.Module, x: Tensor, target: str, dtype: str) -> dict[str,
     """The integers and the scale of the input, then of every sum, by name."""
     integer = compiled(model, [x], target, config(dtype)).integer
     values = graph_values(integer, x)
-    return {node.name: (values[node.name], float(known.scale)) for node in integer.graph.nodes if (known := qparams(node)) is not None}
+    return {node.name: (values[node.name], float(grid.scale)) for node in integer.graph.nodes if (grid := qparams(node)) is not None}
 
 
 def errors_in_steps(model: Sums, x: Tensor, target: str, dtype: str) -> list[float]:
@@ -100,8 +100,8 @@ def test_the_sum_with_a_constant_is_the_oracles(target: str, dtype: str) -> None
     kind, rules = ACTIVATION_TYPES[dtype], oracle.Rules("real")
     for constants in (numbers, tuple(torch.tensor([number]) for number in numbers)):
         (integers, scale), *sums = quantized(Sums(*constants, forms=("x + c",)), torch.randn(200, 1), target, dtype).values()
-        for number, (found, output) in zip(constants, sums, strict=True):
+        for number, (result, output) in zip(constants, sums, strict=True):
             exact = Fraction(float(number))
             x, to = (oracle.Grid(Fraction(step), kind.low, kind.high, kind.bits) for step in (scale, output))
             slow = [oracle.added_constant(q, exact, exact, x, to, rules) for q in integers.flatten().tolist()]
-            assert found.flatten().tolist() == slow, number
+            assert result.flatten().tolist() == slow, number

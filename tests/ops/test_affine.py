@@ -22,8 +22,10 @@ from fxquant.quantization.observers import Observer
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.serialization import pack, unpack
 from fxquant.target import Target
+from tests.quantization.test_observers import observed
 from tests.shared import contract, oracle
 from tests.shared.contract import compiled, graph_values
+from tests.shared.drawn import float32
 
 pytestmark = pytest.mark.usefixtures("default_outputs")
 
@@ -36,10 +38,6 @@ grids = st.tuples(scales, zero_points)
 numbers = st.floats(-1e6, 1e6, width=32)
 
 
-def float32(value: Fraction) -> Tensor:
-    return torch.tensor(float(value), dtype=torch.float32)
-
-
 def grid(scale: Fraction, zero_point: int) -> Grid:
     return Grid(UINT8, float32(scale), zero_point)
 
@@ -50,9 +48,9 @@ def grid(scale: Fraction, zero_point: int) -> Grid:
 def test_the_grid_of_an_interval(intervals: list[tuple[float, float]]) -> None:
     ordered = [sorted(pair) for pair in intervals]
     low, high = (torch.tensor(end, dtype=torch.float32) for end in zip(*ordered, strict=True))
-    found = [part.tolist() for part in grid_from_range(low, high, UINT8)]
+    result = [part.tolist() for part in grid_from_range(low, high, UINT8)]
     expected = [oracle.affine_grid(Fraction(one), Fraction(other)) for one, other in ordered]
-    assert list(zip(*found, strict=True)) == [(float(scale), zero_point) for scale, zero_point in expected]
+    assert list(zip(*result, strict=True)) == [(float(scale), zero_point) for scale, zero_point in expected]
 
 
 @EXACT
@@ -60,18 +58,18 @@ def test_the_grid_of_an_interval(intervals: list[tuple[float, float]]) -> None:
 def test_quantize_and_dequantize(values: list[float], given_grid: tuple[Fraction, int]) -> None:
     """clip(round(x / s) + z, 0, 255), computed on centred integers."""
     scale, zero_point = given_grid
-    made = grid(scale, zero_point)
+    built = grid(scale, zero_point)
     ties = [float(oracle.float32(Fraction(value) * scale / 2)) for value in range(-300, 300, 7)]
     input = torch.tensor([*values, *ties, math.nan, math.inf, -math.inf])
     expected = [oracle.quantize(x, scale, -zero_point, 255 - zero_point) for x in input.tolist()]
-    assert made.quantize(input).tolist() == expected
-    stored = quantization.quantize(input, made.scale, *made.bounds, torch.uint8, zero_point)
+    assert built.quantize(input).tolist() == expected
+    stored = quantization.quantize(input, built.scale, *built.bounds, torch.uint8, zero_point)
     assert stored.dtype == torch.uint8
     assert stored.tolist() == [c + zero_point for c in expected]
-    real = quantization.dequantize(stored, made.scale, torch.float32, zero_point)
+    real = quantization.dequantize(stored, built.scale, torch.float32, zero_point)
     assert real.tolist() == [float(oracle.dequantize(c, scale)) for c in expected]
-    assert torch.equal(made.dequantize(made.quantize(input)), real)
-    assert (made.low, made.high, made.magnitude) == (-zero_point, 255 - zero_point, max(zero_point, 255 - zero_point))
+    assert torch.equal(built.dequantize(built.quantize(input)), real)
+    assert (built.low, built.high, built.magnitude) == (-zero_point, 255 - zero_point, max(zero_point, 255 - zero_point))
 
 
 @EXACT
@@ -87,7 +85,7 @@ def test_requantization_adds_the_zero_point_after_its_rounding(sums: list[int], 
 
 # ---- networks -------------------------------------------------------------------------------------------------------
 class Network(nn.Module):
-    """Most of the ways operators treat a zero point: sums, a residual, tables, pools, padding, joining, moving."""
+    """Most of the ways operators treat a zero point: sums, a residual, tables, pools, padding, concatenation, moving."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +140,7 @@ def test_a_network_holds_the_contract(network: contract.Compiled, tmp_path: Path
 
 
 def test_moving_and_comparing_needs_no_centred_integers(network: contract.Compiled) -> None:
-    """What is centred is read by sums, products and alignments alone."""
+    """Centred integers are read by sums, products and alignments alone."""
     readers = {user.target.__name__ for node in network.integer.graph.nodes if node.target is elementwise.centre for user in node.users}
     assert readers
     assert not readers & {"max_pool", "reshape", "permute", "concatenate", "crop", "select", "clamp", "pad", "lookup", "resize_linear"}
@@ -166,8 +164,8 @@ def test_integers_in_and_out(network: contract.Compiled, tmp_path: Path) -> None
         for key, value in fxq.export.onnx_metadata(path).get("session_options", {}).items():
             options.add_session_config_entry(key, value)
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        found = session.run(None, {session.get_inputs()[0].name: values["x_quantize"].numpy()})
-        assert torch.equal(torch.from_numpy(found[0]), values["head"])
+        output = session.run(None, {session.get_inputs()[0].name: values["x_quantize"].numpy()})
+        assert torch.equal(torch.from_numpy(output[0]), values["head"])
 
 
 @pytest.mark.parametrize(
@@ -219,14 +217,8 @@ def skewed(count: int = 20_000) -> Tensor:
 
 def error(values: Tensor, low: Tensor, high: Tensor) -> float:
     scale, zero_point = grid_from_range(low, high, UINT8)
-    made = Grid(UINT8, scale, int(zero_point))
-    return float((made.dequantize(made.quantize(values)) - values).double().square().mean())
-
-
-def observed(made: Observer, *batches: Tensor) -> Observer:
-    for values in batches:
-        made.observe(values)
-    return made
+    built = Grid(UINT8, scale, int(zero_point))
+    return float((built.dequantize(built.quantize(values)) - values).double().square().mean())
 
 
 def test_the_histogram_finds_the_interval_of_least_error() -> None:

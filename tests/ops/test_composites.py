@@ -16,8 +16,7 @@ from fxquant.ir.integer import qparams
 from fxquant.prepared.operators import quantized_operators
 from tests.shared import contract
 from tests.shared.contract import compiled
-from tests.shared.networks import Network, members, sqnr
-from tests.shared.written import to_train
+from tests.shared.networks import Network, members, sqnr, to_train
 
 WIDE_TARGETS = ("bayes", "bayes-e", "nash-e", "nash-m")  # with int16 activations
 NARROW_TARGETS = ("bernoulli2", "x86", "qnnpack")
@@ -54,7 +53,7 @@ def roles(graph: fx.GraphModule) -> list[str]:
 @pytest.mark.parametrize("target", WIDE_TARGETS)
 def test_inner_tensors_are_wide_and_the_result_is_what_was_asked_for(target: str) -> None:
     _, integer = compiled(head(), [rows()], target)
-    dtypes = {str(part(node)): known.dtype for node in integer.graph.nodes if (known := qparams(node)) and part(node)}
+    dtypes = {str(part(node)): grid.dtype for node in integer.graph.nodes if (grid := qparams(node)) and part(node)}
     by_items = target.startswith("nash")
     norm = ("mean", "sub", "mul", "shifted", *(("of_one_magnitude", "add", "rsqrt") if by_items else ()))
     extents = ("amax", "amin") if by_items else ()
@@ -119,7 +118,7 @@ def test_without_int16_they_stay_whole_and_in_float(target: str, tmp_path: Path)
 
 
 def whole(model: nn.Module, example: Any, name: str, qconfig: Any = None) -> str:
-    """Why the node of this name stays in float; the graph holds no part of it."""
+    """Why the node of this name stays in float; the graph holds no operator of its composite."""
     prepared = fxq.prepare(model, example, "bayes-e", qconfig, options=fxq.Options(integer_tail=True))
     (node,) = [node for node in prepared.graph.nodes if node.name == name]
     spec = annotation(node)
@@ -136,7 +135,7 @@ MASKED: dict[str, tuple[str, Callable[[Any, Tensor], Tensor]]] = {
 
 @pytest.mark.parametrize("name", MASKED)
 def test_the_logarithm_of_a_masked_softmax_stays_whole(name: str) -> None:
-    """It has no values for what a mask hides."""
+    """A softmax has no values for elements that a mask hides."""
     because, masked = MASKED[name]
     mask = torch.triu(torch.full((5, 12), -1e9), 1)
     model = Network(lambda m, x: torch.log_softmax(masked(m, m.layer(x)), -1), layer=nn.Linear(12, 12), mask=mask)
@@ -154,8 +153,8 @@ REPEATED: dict[str, Callable[[Tensor], Tensor]] = {
 def test_a_similarity_counts_what_is_repeated_along_its_dimension() -> None:
     model, x = Network(lambda _, x: [function(x) for function in REPEATED.values()]), torch.rand(8, 3, 4) + 0.5
     prepared, integer = compiled(model, [x])
-    for found, expected in zip(integer(x), model(x), strict=True):
-        assert float((found - expected).abs().max()) < 0.03
+    for actual, expected in zip(integer(x), model(x), strict=True):
+        assert float((actual - expected).abs().max()) < 0.03
     fxq.set_state(prepared, fxq.State.FLOAT)
     torch.testing.assert_close(prepared(x), model(x), atol=1e-5, rtol=0)
 
@@ -199,8 +198,8 @@ def test_a_recurrence_has_one_grid_for_its_state(target: str, tmp_path: Path) ->
     assert len({id(state.output) for state in states}) == 1
     assert "on the scale that it shares" in fxq.explain(prepared)
     assert "none is left in float" in fxq.explain(prepared)
-    for found, expected in zip(integer(example), model(example), strict=True):
-        assert (found - expected).abs().max() < 0.05
+    for actual, expected in zip(integer(example), model(example), strict=True):
+        assert (actual - expected).abs().max() < 0.05
     shapes = [tuple(integer.get_buffer(str(node.target)).shape) for node in integer.graph.nodes if node.op == "get_attr"]
     assert (shapes.count((8, 12)), shapes.count((8, 8))) == (1, 1), "each weight is one constant, read at every step"
 
@@ -231,8 +230,8 @@ def test_what_leads_to_a_pole_is_wide_where_it_is_made_and_where_it_is_moved(tmp
     assert dtypes["flatten"] == dtypes["mul"] == "int16"
     contract.assert_validate_is_integer(prepared, integer, x)
     contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(x,)])
-    for wanted, found in zip(model(x), integer(x), strict=True):
-        assert sqnr(wanted, found) > 30
+    for wanted, actual in zip(model(x), integer(x), strict=True):
+        assert sqnr(wanted, actual) > 30
 
 
 STEPS = 12
@@ -296,8 +295,8 @@ def test_a_recurrent_layer_is_its_parts(name: str) -> None:
     assert any(part(node) is not None for node in expanded.graph.nodes)
     assert not [node for node in expanded.graph.nodes if node.op == "call_module"]
     for scale in (0.1, 3.0):
-        found, expected = (contract.flat(form(scale * sequences(steps=3, seed=1))) for form in (expanded, model(name)))
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+        actual, expected = (contract.flat(form(scale * sequences(steps=3, seed=1))) for form in (expanded, model(name)))
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.sweep(1)
@@ -309,23 +308,23 @@ def test_they_hold_the_contract_and_are_near_the_float_model(target: str, tmp_pa
     example = sequences(64, 4)
     prepared, integer = compiled(both, [example], target)
     assert "none is left in float" in fxq.explain(prepared)
-    for found, expected in zip(contract.flat(integer(example)), contract.flat(both(example)), strict=True):
-        assert 10 * torch.log10(expected.square().mean() / (found - expected).square().mean()) > 25
+    for actual, expected in zip(contract.flat(integer(example)), contract.flat(both(example)), strict=True):
+        assert 10 * torch.log10(expected.square().mean() / (actual - expected).square().mean()) > 25
     if target == "bernoulli2":  # the table of operators is held to the contract on the others
         contract.assert_validate_is_integer(prepared, integer, example)
         contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(example,), (example[:1],)])
 
 
 def test_what_is_remembered_is_wide_and_what_is_shown_is_as_asked_for() -> None:
-    found = {}
+    by_name = {}
     for target in ("bayes-e", "bernoulli2", "x86"):
         for name in ("lstm", "steps first"):
             _, integer = compiled(model(name), [sequences(steps=3)], target)
-            grids = [known for node in integer.graph.nodes if step_of(node) == 2 and (known := qparams(node)) is not None]
-            found[target, name] = {known.dtype for known in grids}
-    assert found["bayes-e", "lstm"] == found["bayes-e", "steps first"] == {"int16", "int8"}
-    assert found["bernoulli2", "lstm"] == found["bernoulli2", "steps first"] == {"int8"}
-    assert found["x86", "lstm"] == found["x86", "steps first"] == {"int16", "uint8"}
+            grids = [grid for node in integer.graph.nodes if step_of(node) == 2 and (grid := qparams(node)) is not None]
+            by_name[target, name] = {grid.dtype for grid in grids}
+    assert by_name["bayes-e", "lstm"] == by_name["bayes-e", "steps first"] == {"int16", "int8"}
+    assert by_name["bernoulli2", "lstm"] == by_name["bernoulli2", "steps first"] == {"int8"}
+    assert by_name["x86", "lstm"] == by_name["x86", "steps first"] == {"int16", "uint8"}
 
 
 # ---- what stays in float ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What has no integer form stands between quantized layers in float: right, saved, and named with a reason."""
+"""Operators without an integer form run in float between quantized layers: right, saved, and named with a reason."""
 
 import math
 from collections.abc import Callable
@@ -63,7 +63,7 @@ def test_they_are_right_and_named_and_stand_in_files(tmp_path: Path) -> None:
     for function, result in zip(FUNCTIONS.values(), results, strict=True):
         assert torch.equal(result, function(one, other))
     loaded = fxq.load(fxq.save(integer, tmp_path / "model.fxq"))
-    assert all(torch.equal(known, wanted) for known, wanted in zip(loaded(batch), (one, other, *results), strict=True))
+    assert all(torch.equal(output, wanted) for output, wanted in zip(loaded(batch), (one, other, *results), strict=True))
 
 
 def test_integers_that_no_operator_takes_are_computed_on_the_host_exactly(tmp_path: Path) -> None:

@@ -45,8 +45,8 @@ def Row(self, x: Tensor) -> Tensor:
     return by_hand(x) if self.hand else F.layer_norm(x, (SIZE,), eps=EPS)
 
 
-def sqnr(exact: Tensor, found: Tensor) -> float:
-    return float(10 * torch.log10(exact.double().pow(2).sum() / (exact.double() - found.double()).pow(2).sum()))
+def sqnr(exact: Tensor, actual: Tensor) -> float:
+    return float(10 * torch.log10(exact.double().pow(2).sum() / (exact.double() - actual.double()).pow(2).sum()))
 
 
 def gain(decades: float, target: str, dtype: str) -> float:
@@ -63,8 +63,8 @@ def roles(integer: fx.GraphModule, role: str) -> list[fx.Node]:
 
 
 def grid_of(node: fx.Node) -> Grid:
-    known = qparams(node)
-    return Grid(Fraction(float(known.scale)), -(2**15), 2**15 - 1, 16)
+    grid = qparams(node)
+    return Grid(Fraction(float(grid.scale)), -(2**15), 2**15 - 1, 16)
 
 
 def test_elements_over_their_extents_are_the_oracles() -> None:
@@ -79,10 +79,10 @@ def test_elements_over_their_extents_are_the_oracles() -> None:
     step = Fraction(oracle.float32(min(1 / least, 1 / (COARSE * scale)) / (2**15 - 1)))
     extents = values[extent.name].flatten(0, 1).flatten().tolist()
     rows = values[centred.name].flatten(0, 1).tolist()
-    for size, row, found in zip(extents, rows, values[result.name].flatten(0, 1).tolist(), strict=True):
+    for size, row, actual in zip(extents, rows, values[result.name].flatten(0, 1).tolist(), strict=True):
         factor = 0 if size == 0 else min(max(math.floor(1 / (max(size * scale, least) * float(step))), 1), 2**15 - 1)
         sums = [q * factor for q in row]
-        assert found == [
+        assert actual == [
             oracle.requantized(total, rules.product_step(on.scale, step), grid_of(result), rules, kind="product") for total in sums
         ]
     assert 0 in extents
@@ -103,9 +103,9 @@ def test_a_constant_item_becomes_exactly_the_bias(dtype: str) -> None:
     nn.init.zeros_(norm.bias)
     x = items(0, 16, offset=-60.0)
     _, integer = compiled(norm, [x], "nash-e", of_dtype(dtype))
-    found = integer(x)
-    assert torch.equal(found[:, 0], torch.zeros(16, SIZE))
-    assert sqnr(norm(x), found) > (20 if dtype == "int16" else 2)
+    output = integer(x)
+    assert torch.equal(output[:, 0], torch.zeros(16, SIZE))
+    assert sqnr(norm(x), output) > (20 if dtype == "int16" else 2)
 
 
 def test_factors_of_items_change_no_gradient() -> None:
@@ -113,5 +113,5 @@ def test_factors_of_items_change_no_gradient() -> None:
     prepared = fxq.prepare(Row(False), x.detach(), "nash-e")
     fxq.set_state(prepared, "FLOAT")
     upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(3))
-    found, expected = (torch.autograd.grad((each(x) * upstream).sum(), x)[0] for each in (prepared, Row(False)))
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    actual, expected = (torch.autograd.grad((each(x) * upstream).sum(), x)[0] for each in (prepared, Row(False)))
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)

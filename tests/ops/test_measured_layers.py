@@ -15,6 +15,7 @@ from fxquant.primitives import accumulate, product, transposed
 from fxquant.primitives.quantization import quantize, requantize_fixed
 from tests.shared import contract, oracle
 from tests.shared.contract import graph_values
+from tests.shared.networks import members
 
 RULES = {"bayes-e": oracle.Rules("fixed", measured=True), "bernoulli2": oracle.Rules("fixed", resize_bits=8, measured=True, by_layers=True)}
 SUMS = (accumulate.convolution, accumulate.convolution_wide, transposed.transposed_convolution, transposed.transposed_convolution_wide)
@@ -66,19 +67,19 @@ def test_a_layer_is_the_oracles(target: str, bias: bool, per_channel: bool) -> N
     values = graph_values(integer, batch)
     (result,) = node.users
     x, to = (
-        oracle.Grid(Fraction(float(known.scale)), -128, 127, 8) for known in (qparams(node.args[0]), qparams(result)) if known is not None
+        oracle.Grid(Fraction(float(grid.scale)), -128, 127, 8) for grid in (qparams(node.args[0]), qparams(result)) if grid is not None
     )
     rules = RULES[target] if per_channel else oracle.replace(RULES[target], per_channel=False)
     real = layer.bias.tolist() if bias else [0.0] * 4
-    made = oracle.layer(layer.weight.tolist(), real, x, rules)
+    output = oracle.layer(layer.weight.tolist(), real, x, rules)
     held = [
         oracle.lifted_bias(own, rules.product_step(x.scale, scale), to.scale, rules.bias_bits)
-        for own, scale in zip(made.bias, made.scales, strict=True)
+        for own, scale in zip(output.bias, output.scales, strict=True)
     ]
-    assert resolve(integer, node.args[1].target).tolist() == made.weight
+    assert resolve(integer, node.args[1].target).tolist() == output.weight
     assert resolve(integer, node.args[2].target).tolist() == held
-    sums = oracle.convolution(values[node.args[0].name].tolist(), made.weight, made.bias, [1, 1], [0, 0], [1, 1], 1)
-    assert values[result.name].tolist() == oracle.finished(sums, made, x, to, rules)
+    sums = oracle.convolution(values[node.args[0].name].tolist(), output.weight, output.bias, [1, 1], [0, 0], [1, 1], 1)
+    assert values[result.name].tolist() == oracle.finished(sums, output, x, to, rules)
 
 
 def test_a_tensor_is_brought_to_another_scale_by_a_layer_on_bernoulli2() -> None:
@@ -104,16 +105,16 @@ def test_a_tensor_is_brought_to_another_scale_by_a_layer_on_bernoulli2() -> None
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("slopes", [[0.25], [0.3, -0.9, 1.0], [0.3, 2.0, -7.0]])
 def test_a_prelu_keeps_the_contract_whether_steep_or_not(slopes: list[float], tmp_path: Path) -> None:
-    made = nn.PReLU(len(slopes))
-    made.weight.data = torch.tensor(slopes)
+    built = nn.PReLU(len(slopes))
+    built.weight.data = torch.tensor(slopes)
     torch.manual_seed(4)
     batch = torch.randn(4, 3, 5)
-    prepared, integer = contract.compiled(nn.Sequential(made), [batch], "bayes-e")
+    prepared, integer = contract.compiled(nn.Sequential(built), [batch], "bayes-e")
     contract.assert_validate_is_integer(prepared, integer, batch)
     contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batch,)])
     contract.assert_train_is_validate(prepared, batch)
     with torch.no_grad():
-        near = bool((integer(batch) - made(batch)).square().mean() < 0.001 * made(batch).var())
+        near = bool((integer(batch) - built(batch)).square().mean() < 0.001 * built(batch).var())
     assert near == (max(map(abs, slopes)) <= 1)  # a steeper product saturates on the operand's grid, as the chip's does
 
 
@@ -126,15 +127,10 @@ def test_explain_says_whose_scale_a_slope_has(layer: nn.Module) -> None:
 
 
 def test_a_concatenation_shares_its_scale_with_what_it_alone_reads() -> None:
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two, self.again = (nn.Conv2d(3, 3, 1) for _ in range(3))
-            self.head = nn.Conv2d(12, 2, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            again = self.again(x)
-            return self.head(torch.cat((self.one(x), 0.3 * self.two(x), again, torch.relu(again)), 1))
+    @members(lambda: dict(**{name: nn.Conv2d(3, 3, 1) for name in ("one", "two", "again")}, head=nn.Conv2d(12, 2, 1)))
+    def Branches(self, x: Tensor) -> Tensor:
+        again = self.again(x)
+        return self.head(torch.cat((self.one(x), 0.3 * self.two(x), again, torch.relu(again)), 1))
 
     torch.manual_seed(3)
     batch = torch.randn(4, 3, 6, 6)

@@ -57,7 +57,7 @@ def Model(self, x: Tensor, y: Tensor) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Known:
-    """What the oracle is given: centred integers, grids, the rules of the target, and real parameters."""
+    """Arguments of the oracle: centred integers, grids, the rules of the target, and real parameters."""
 
     a: Nested
     b: Nested
@@ -93,8 +93,8 @@ class Known:
 
     def layer(self, sums: Callable[[Nested, list[int]], Nested], out: int = 0, **after: Any) -> Nested:
         weight = self.module.layer.weight.detach().transpose(0, out)
-        made = oracle.layer(weight.tolist(), self.module.layer.bias.tolist(), self.x, self.rules)
-        return oracle.finished(sums(made.weight, made.bias), made, self.x, self.to, self.rules, transposed=out == 1, **after)
+        output = oracle.layer(weight.tolist(), self.module.layer.bias.tolist(), self.x, self.rules)
+        return oracle.finished(sums(output.weight, output.bias), output, self.x, self.to, self.rules, transposed=out == 1, **after)
 
     def convolution(self, stride: int, padding: int, groups: int, **after: Any) -> Nested:
         return self.layer(lambda w, b: oracle.convolution(self.a, w, b, [stride] * 2, [padding] * 2, [1, 1], groups), **after)
@@ -102,7 +102,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Case:
-    """An operator, and what the oracle says of it; `own` if its result has a grid of its own, not its operand's."""
+    """An operator, and the oracle's result; `own` if its result has a grid of its own, not its operand's."""
 
     made: Callable[[], nn.Module]
     expected: Callable[[Known], Nested]
@@ -117,9 +117,9 @@ SLOPES, OFFSETS, FACTORS = [0.25, -0.7, 1.9], [[[0.3]], [[-7.1]], [[1e-3]]], [[[
 
 
 def prelu() -> nn.Module:
-    made = nn.PReLU(3)
-    made.weight.data = torch.tensor(SLOPES)
-    return made
+    built = nn.PReLU(3)
+    built.weight.data = torch.tensor(SLOPES)
+    return built
 
 
 def scaled_layer(layer: nn.Module, factor: float) -> nn.Module:
@@ -129,136 +129,136 @@ def scaled_layer(layer: nn.Module, factor: float) -> nn.Module:
 
 def batch_norm() -> nn.Module:
     """One whose gain is its weight, exactly."""
-    made = nn.BatchNorm2d(3, eps=2.0**-10)
-    made.running_var.fill_(1 - 2.0**-10)
-    made.weight.data, made.bias.data = torch.tensor([0.9, -1.3, 0.05]), torch.tensor([0.2, -0.4, 1.5])
-    return made
+    built = nn.BatchNorm2d(3, eps=2.0**-10)
+    built.running_var.fill_(1 - 2.0**-10)
+    built.weight.data, built.bias.data = torch.tensor([0.9, -1.3, 0.05]), torch.tensor([0.2, -0.4, 1.5])
+    return built
 
 
-def slopes_of(known: Known) -> Nested:
-    slopes = [Fraction(value) for value in known.module.layer.weight.tolist()]
-    on = max(map(abs, slopes)), known.x, known.to, known.rules
-    return nested(shape_of(known.a), lambda index: oracle.prelu(at(known.a, index), slopes[index[1]], *on))
+def slopes_of(facts: Known) -> Nested:
+    slopes = [Fraction(value) for value in facts.module.layer.weight.tolist()]
+    on = max(map(abs, slopes)), facts.x, facts.to, facts.rules
+    return nested(shape_of(facts.a), lambda index: oracle.prelu(at(facts.a, index), slopes[index[1]], *on))
 
 
-def multiplied(known: Known) -> Nested:
-    products = each(lambda q, r: q * r, known.a, known.b)
-    return known.brought(products, known.rules.product_step(known.x.scale, known.y.scale), kind="product")
+def multiplied(facts: Known) -> Nested:
+    products = each(lambda q, r: q * r, facts.a, facts.b)
+    return facts.brought(products, facts.rules.product_step(facts.x.scale, facts.y.scale), kind="product")
 
 
-def averages(known: Known) -> Nested:
+def averages(facts: Known) -> Nested:
     """A kernel of 3, stride 2, padding 1 that is not counted, ceil mode."""
     geometry = [3, 3], [2, 2], [1, 1], True
-    sums = oracle.sum_pool(known.a, *geometry)
-    counts = oracle.window_counts(shape_of(known.a)[2:], *geometry, False)
-    on = known.x, known.to, known.rules, True
+    sums = oracle.sum_pool(facts.a, *geometry)
+    counts = oracle.window_counts(shape_of(facts.a)[2:], *geometry, False)
+    on = facts.x, facts.to, facts.rules, True
     return nested(shape_of(sums), lambda index: oracle.averaged([at(sums, index)], at(counts, index[2:]), *on))
 
 
-def means(known: Known) -> Nested:
+def means(facts: Known) -> Nested:
     """Of windows that differ: 5 by 4 elements become 3 by 3."""
     axes = oracle.adaptive_windows(5, 3), oracle.adaptive_windows(4, 3)
 
     def element(index: tuple[int, ...]) -> int:
         places = [(row, column) for row in axes[0][index[2]] for column in axes[1][index[3]]]
-        total = sum(at(known.a, (*index[:2], *place)) for place in places)
-        return oracle.requantized(total, known.x.scale / len(places), known.to, known.rules)
+        total = sum(at(facts.a, (*index[:2], *place)) for place in places)
+        return oracle.requantized(total, facts.x.scale / len(places), facts.to, facts.rules)
 
-    return nested((*shape_of(known.a)[:2], 3, 3), element)
+    return nested((*shape_of(facts.a)[:2], 3, 3), element)
 
 
-def planes(known: Known, function: Callable[[list[int]], int]) -> Nested:
+def planes(facts: Known, function: Callable[[list[int]], int]) -> Nested:
     """A function of every plane's elements."""
-    return [[function([value for row in plane for value in row]) for plane in sample] for sample in known.a]
+    return [[function([value for row in plane for value in row]) for plane in sample] for sample in facts.a]
 
 
-def products(known: Known) -> Nested:
+def products(facts: Known) -> Nested:
     """a · bᵀ of every plane."""
     sums = [
-        [oracle.linear(rows, columns, None) for rows, columns in zip(*pair, strict=True)] for pair in zip(known.a, known.b, strict=True)
+        [oracle.linear(rows, columns, None) for rows, columns in zip(*pair, strict=True)] for pair in zip(facts.a, facts.b, strict=True)
     ]
-    step = known.rules.product_step(known.x.scale, known.y.scale)
-    return known.brought(sums, step, bits=oracle.bits_of_sum(4 * known.x.magnitude * known.y.magnitude), kind="matrix")
+    step = facts.rules.product_step(facts.x.scale, facts.y.scale)
+    return facts.brought(sums, step, bits=oracle.bits_of_sum(4 * facts.x.magnitude * facts.y.magnitude), kind="matrix")
 
 
-def rows(known: Known, weight: Nested, bias: list[int]) -> Nested:
-    return [[oracle.linear(plane, weight, bias) for plane in sample] for sample in known.a]
+def rows(facts: Known, weight: Nested, bias: list[int]) -> Nested:
+    return [[oracle.linear(plane, weight, bias) for plane in sample] for sample in facts.a]
 
 
-def joined(known: Known) -> Nested:
+def joined(facts: Known) -> Nested:
     parts = [
-        each(lambda q, on=on: oracle.rescaled(q, on, known.to, known.rules), tensor)  # type: ignore[misc]
-        for tensor, on in ((known.a, known.x), (known.b, known.y))
+        each(lambda q, on=on: oracle.rescaled(q, on, facts.to, facts.rules), tensor)  # type: ignore[misc]
+        for tensor, on in ((facts.a, facts.x), (facts.b, facts.y))
     ]
     return [one + other for one, other in zip(*parts, strict=True)]
 
 
-def larger(known: Known) -> Nested:
-    to, rules = known.to, known.rules
-    return each(lambda q, r: max(oracle.rescaled(q, known.x, to, rules), oracle.rescaled(r, known.y, to, rules)), known.a, known.b)
+def larger(facts: Known) -> Nested:
+    to, rules = facts.to, facts.rules
+    return each(lambda q, r: max(oracle.rescaled(q, facts.x, to, rules), oracle.rescaled(r, facts.y, to, rules)), facts.a, facts.b)
 
 
-def smaller(known: Known) -> Nested:
-    return each(lambda q, r: oracle.smaller(q, r, known.x, known.y, known.to, known.rules), known.a, known.b)
+def smaller(facts: Known) -> Nested:
+    return each(lambda q, r: oracle.smaller(q, r, facts.x, facts.y, facts.to, facts.rules), facts.a, facts.b)
 
 
-def padded(known: Known) -> Nested:
+def padded(facts: Known) -> Nested:
     """0.3 on every side of the last dimension."""
-    margin = oracle.clamp_bound(0.3, float(known.to.scale), 0, known.to.low, known.to.high)
-    rows = each(lambda q: oracle.rescaled(q, known.x, known.to, known.rules), known.a)
+    margin = oracle.clamp_bound(0.3, float(facts.to.scale), 0, facts.to.low, facts.to.high)
+    rows = each(lambda q: oracle.rescaled(q, facts.x, facts.to, facts.rules), facts.a)
     return [[[[margin, *row, margin, margin] for row in plane] for plane in sample] for sample in rows]
 
 
-def limited(known: Known) -> Nested:
-    low, high = oracle.limits(known.x, (-0.5, 0.75), known.rules)
-    return each(lambda q: oracle.limited(q, low, high), known.a)
+def limited(facts: Known) -> Nested:
+    low, high = oracle.limits(facts.x, (-0.5, 0.75), facts.rules)
+    return each(lambda q: oracle.limited(q, low, high), facts.a)
 
 
 def table(function: Callable[[float], float]) -> Callable[[Known], Nested]:
-    def expected(known: Known) -> Nested:
-        scales = float(known.x.scale), float(known.to.scale)
-        if known.rules.measured and not known.x.wide:
-            return each(lambda q: oracle.measured_table(function, known.x.scale, known.to, range(q, q + 1))[0], known.a)
-        return each(lambda q: oracle.table(function, *scales, range(q, q + 1), known.to.low, known.to.high)[0], known.a)
+    def expected(facts: Known) -> Nested:
+        scales = float(facts.x.scale), float(facts.to.scale)
+        if facts.rules.measured and not facts.x.wide:
+            return each(lambda q: oracle.measured_table(function, facts.x.scale, facts.to, range(q, q + 1))[0], facts.a)
+        return each(lambda q: oracle.table(function, *scales, range(q, q + 1), facts.to.low, facts.to.high)[0], facts.a)
 
     return expected
 
 
-def moved_clamp(known: Known) -> Nested:
+def moved_clamp(facts: Known) -> Nested:
     """Limits that leave out 0: a table on measured targets."""
-    if known.rules.measured and not known.x.wide:
-        return table(lambda value: min(max(value, 0.25), 1.1))(known)
-    return known.brought(known.a, known.x.scale, (0.25, 1.1))
+    if facts.rules.measured and not facts.x.wide:
+        return table(lambda value: min(max(value, 0.25), 1.1))(facts)
+    return facts.brought(facts.a, facts.x.scale, (0.25, 1.1))
 
 
-def leaky(known: Known) -> Nested:
+def leaky(facts: Known) -> Nested:
     slope = Fraction(oracle.float32(0.3))
-    if known.rules.by_layers and not known.x.wide:
-        return each(lambda q: oracle.by_slope(q, slope, known.x, known.to, known.rules, False), known.a)
-    return table(lambda value: value if value > 0 else float(slope) * value)(known)
+    if facts.rules.by_layers and not facts.x.wide:
+        return each(lambda q: oracle.by_slope(q, slope, facts.x, facts.to, facts.rules, False), facts.a)
+    return table(lambda value: value if value > 0 else float(slope) * value)(facts)
 
 
-def layers(made: Callable[[], nn.Module], expected: Callable[[Known], Nested], function: Any = None) -> Case:
-    return Case(lambda: Function(function or (lambda m, a, b: m.layer(a)), made), expected)
+def layers(built: Callable[[], nn.Module], expected: Callable[[Known], Nested], function: Any = None) -> Case:
+    return Case(lambda: Function(function or (lambda m, a, b: m.layer(a)), built), expected)
 
 
-def residual(known: Known) -> Nested:
-    return known.convolution(1, 1, 1, residual=(known.b, known.y), clamp=(0.0, None))
+def residual(facts: Known) -> Nested:
+    return facts.convolution(1, 1, 1, residual=(facts.b, facts.y), clamp=(0.0, None))
 
 
-def by_channel(known: Known) -> Nested:
-    return scaled_channels(known, known.module.layer.weight.tolist(), known.module.layer.bias.tolist())
+def by_channel(facts: Known) -> Nested:
+    return scaled_channels(facts, facts.module.layer.weight.tolist(), facts.module.layer.bias.tolist())
 
 
-def times_constant(known: Known) -> Nested:
+def times_constant(facts: Known) -> Nested:
     """A factor for each channel is a layer of one weight for each."""
-    return scaled_channels(known, known.module.constant.flatten().tolist(), [0.0] * 3)
+    return scaled_channels(facts, facts.module.constant.flatten().tolist(), [0.0] * 3)
 
 
-def scaled_channels(known: Known, weights: list[float], biases: list[float]) -> Nested:
-    made = oracle.layer([[weight] for weight in weights], biases, known.x, known.rules)
-    sums = nested(shape_of(known.a), lambda index: at(known.a, index) * made.weight[index[1]][0] + made.bias[index[1]])
-    return oracle.finished(sums, made, known.x, known.to, known.rules)
+def scaled_channels(facts: Known, weights: list[float], biases: list[float]) -> Nested:
+    output = oracle.layer([[weight] for weight in weights], biases, facts.x, facts.rules)
+    sums = nested(shape_of(facts.a), lambda index: at(facts.a, index) * output.weight[index[1]][0] + output.bias[index[1]])
+    return oracle.finished(sums, output, facts.x, facts.to, facts.rules)
 
 
 def added_after(m: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -268,10 +268,10 @@ def added_after(m: Any, a: Tensor, b: Tensor) -> Tensor:
 PLACES = torch.tensor([2, 0, 2])
 
 
-def brought_together(known: Known) -> Nested:
+def brought_together(facts: Known) -> Nested:
     """Of three planes the first and the last at place 2, the second at place 0."""
-    sums = [[one[1], each(lambda q: 0, one[1]), each(lambda q, r: q + r, one[0], one[2])] for one in known.a]
-    return known.brought(sums, known.x.scale)
+    sums = [[one[1], each(lambda q: 0, one[1]), each(lambda q, r: q + r, one[0], one[2])] for one in facts.a]
+    return facts.brought(sums, facts.x.scale)
 
 
 CASES: dict[str, Case] = {
@@ -371,10 +371,10 @@ class Format:
     @property
     def cases(self) -> dict[str, Case]:
         """All but concatenations whose operands have to share one scale; slopes on bernoulli2's chip are on their operand's."""
-        found = {name: case for name, case in CASES.items() if name not in ("cat", "stack") or self.target != "bernoulli"}
+        result = {name: case for name, case in CASES.items() if name not in ("cat", "stack") or self.target != "bernoulli"}
         if self.rules.by_layers:
-            found |= {name: replace(found[name], own=False) for name in ("prelu", "leaky_relu")}
-        return found
+            result |= {name: replace(result[name], own=False) for name in ("prelu", "leaky_relu")}
+        return result
 
     def __str__(self) -> str:
         target = self.target if isinstance(self.target, str) else self.target.name
@@ -465,12 +465,12 @@ def test_every_operator_is_the_oracles(number: int) -> None:
     values, results = graph_values(integer, *inputs), result_nodes(integer)
     wrong = []
     for (name, case), node in zip(cases.items(), results, strict=True):
-        to, known = grids[name] if case.own else x, qparams(node)
-        assert known is not None, name
-        assert Fraction(float(known.scale)) == to.scale, name
-        given = Known(first.mT.tolist(), second.mT.tolist(), x, y, to, format.rules, model.operators[name])
+        to, on_grid = grids[name] if case.own else x, qparams(node)
+        assert on_grid is not None, name
+        assert Fraction(float(on_grid.scale)) == to.scale, name
+        batches_given = Known(first.mT.tolist(), second.mT.tolist(), x, y, to, format.rules, model.operators[name])
         assert len(values[node.name].unique()) > 3, name
-        found = (values[node.name].long() - known.zero_point).tolist()
-        if found != case.expected(given):
+        result = (values[node.name].long() - on_grid.zero_point).tolist()
+        if result != case.expected(batches_given):
             wrong.append(name)
     assert not wrong

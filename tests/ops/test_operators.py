@@ -1,4 +1,4 @@
-"""Every spelling of every operator of the table: the float function within a stated bound, and the contract E1 to E3 by bits."""
+"""Every call form of every operator of the table: the float function within a stated bound, and the contract E1 to E3 by bits."""
 
 import itertools
 import zlib
@@ -101,7 +101,7 @@ def model_of(sample: Sample) -> nn.Module:
 
 
 def within(call: declared.Call) -> float:
-    """The bound of a sample on a record: what it says, or what operators of its kind keep."""
+    """Return the bound of a sample on a record: its own, or that of its kind of operators."""
     if call.sample.within is not None:
         return call.sample.within
     if call.operator.name in UNARY:
@@ -194,8 +194,8 @@ def inputs_of(sample: Sample, count: int, seed: int = 0) -> tuple[Tensor, ...]:
 
 
 def real_of(integer: fx.GraphModule, values: dict[str, Tensor], name: str) -> Tensor:
-    known = qparams(next(node for node in integer.graph.nodes if node.name == name))
-    real: Tensor = (values[name].float() - known.zero_point) * known.scale
+    grid = qparams(next(node for node in integer.graph.nodes if node.name == name))
+    real: Tensor = (values[name].float() - grid.zero_point) * grid.scale
     return real
 
 
@@ -249,10 +249,12 @@ def test_every_call_form_becomes_its_operator_with_the_arguments_of_the_sample(p
             continue
         record = call.operator
         node = result if result.target is record.function else next(n for n in result.all_input_nodes if n.target is record.function)
-        given = {key: value for key, value in call.sample.arguments.items() if not isinstance(value, tuple) or key not in record.operands}
-        found = record.arguments(node)
-        assert {key: found[key] for key in given} == given, call
-        assert sum(isinstance(value, fx.Node) and value.op != "get_attr" for value in found.values()) == len(call.shapes), call
+        batches_given = {
+            key: value for key, value in call.sample.arguments.items() if not isinstance(value, tuple) or key not in record.operands
+        }
+        actual = record.arguments(node)
+        assert {key: actual[key] for key in batches_given} == batches_given, call
+        assert sum(isinstance(value, fx.Node) and value.op != "get_attr" for value in actual.values()) == len(call.shapes), call
 
 
 # ---- meaning ------------------------------------------------------------------------------------------------------------
@@ -291,19 +293,19 @@ def assert_float_function_within_bound(
     placeholders = [node for node in integer.graph.nodes if node.op == "placeholder"]
     values, used = graph_values(integer, *inputs), {node.name: node for node in integer.graph.nodes}
     on_grid = [
-        real_of(integer, values, f"{p.name}_quantize") if f"{p.name}_quantize" in used else given
-        for p, given in zip(placeholders, inputs, strict=True)
+        real_of(integer, values, f"{p.name}_quantize") if f"{p.name}_quantize" in used else batches_given
+        for p, batches_given in zip(placeholders, inputs, strict=True)
     ]
     with torch.no_grad():
-        found, expected = (contract.flat(form(*on_grid)) for form in (integer, model))
+        actual, expected = (contract.flat(form(*on_grid)) for form in (integer, model))
     results = next(node for node in integer.graph.nodes if node.op == "output").all_input_nodes
-    for sample, one, other, result in zip(samples, found, expected, results, strict=True):
+    for sample, one, other, result in zip(samples, actual, expected, results, strict=True):
         assert one.shape == other.shape
         if sample.bound == EXACT or not one.is_floating_point():
             assert float((one != other).double().mean()) <= sample.share, (sample, float((one != other).double().mean()))
             continue
-        known = qparams(result.all_input_nodes[0])
-        assert known is not None
+        grid = qparams(result.all_input_nodes[0])
+        assert grid is not None
         fine = SAMPLED_FINE if sample.bound == SAMPLED else COMPOSED_FINE if sample.bound in WIDE_INSIDE else FINE
         sampled = sample.bound
         if integer.meta["target"].name == "bayes-e":
@@ -313,5 +315,5 @@ def assert_float_function_within_bound(
             if sample.operator == "prelu" and activation == "int8":
                 sampled += SLOPED
         bound = sampled + {**EXTRA, "int16": fine}.get(activation, 0)
-        far = (one.double() - other.double()).abs() / known.scale
+        far = (one.double() - other.double()).abs() / grid.scale
         assert float((far > bound).double().mean()) <= sample.share, (sample, float(far.max()), float((far > bound).double().mean()))

@@ -113,11 +113,11 @@ def test_operators_that_read_one_tensor_are_one_table(name: str, target: str, tm
     curves = [
         node for node in fxq.prepare(model, batches[0], until="pointwise.to_table", target=target).graph.nodes if node.target is curve
     ]
-    known = same is not None and (target != "bernoulli2" or same in ("silu", "gelu")) and "tanh" not in name
-    assert len(curves) == int(known or name == "masked" or target in ("nash-e", "x86"))
+    known_values = same is not None and (target != "bernoulli2" or same in ("silu", "gelu")) and "tanh" not in name
+    assert len(curves) == int(known_values or name == "masked" or target in ("nash-e", "x86"))
     if curves:
-        found = same_as(curves[0].args[1])
-        assert (found if found is None else found[0]) == same
+        result = same_as(curves[0].args[1])
+        assert (result if result is None else result[0]) == same
     fxq.set_state(prepared, "calibrate")
     fxq.calibrate(prepared, batches)
     integer = fxq.load(fxq.save(fxq.convert(prepared), tmp_path / "model.fxq"))
@@ -172,10 +172,10 @@ def test_the_table_holds_the_function_at_every_point_of_the_grid(tmp_path: Path)
     model, batches = seeded(gamma)
     result = fxq.quantize(model, batches, target="bayes-e")
     values = next(fxq.inspect.record(result.integer, batches[:1], real=True))
-    x, found = (next(value for key, value in values.items() if key.startswith(name)) for name in ("conv", "where"))
-    step = float(torch.diff(torch.unique(found)).min())
-    assert len(torch.unique(found)) > 50
-    assert float((found - gamma(x)).abs().max()) <= step * 0.5001
+    x, actual = (next(value for key, value in values.items() if key.startswith(name)) for name in ("conv", "where"))
+    step = float(torch.diff(torch.unique(actual)).min())
+    assert len(torch.unique(actual)) > 50
+    assert float((actual - gamma(x)).abs().max()) <= step * 0.5001
 
 
 def test_training_has_gradients_on_both_sides() -> None:
@@ -272,5 +272,5 @@ def test_thresholds_are_exact() -> None:
     values = contract.graph_values(integer, images)
     clamp = next(node for node in integer.graph.nodes if node.name.startswith("clamp") and qparams(node) is not None)
     real = values[clamp.name].double() * qparams(clamp).scale
-    for (number, relation), found in zip(compared, integer(images)[2], strict=True):
-        assert torch.equal(found, relation(real, float(torch.tensor(number, dtype=torch.float32)))), (number, relation)
+    for (number, relation), result in zip(compared, integer(images)[2], strict=True):
+        assert torch.equal(result, relation(real, float(torch.tensor(number, dtype=torch.float32)))), (number, relation)

@@ -69,7 +69,7 @@ ROUNDING: dict[str, Body] = {
 
 @members(lambda body: dict(convolution=nn.Conv2d(3, 8, 3, padding=1), body=body))
 def Net(self, x: Tensor) -> Any:
-    """A convolution, and what the body makes of it; both are returned."""
+    """Return a convolution's result, and the body's result of that tensor."""
     x = self.convolution(x)
     return x, self.body(x)
 
@@ -96,12 +96,12 @@ def assert_within(body: Body, target: str, path: Path, steps: float) -> None:
     prepared, integer = compiled(network(body), batches(), target)
     assert_integer_is_onnx(integer, path / "model.onnx", batches())
     assert_validate_is_integer(prepared, integer, *batches()[0])
-    source, *found = flat(integer(*batches()[0]))
+    source, *output = flat(integer(*batches()[0]))
     expected = flat(body(source))
     if steps == 0:
-        assert all_equal(found, expected)
-    step = max(known.scale for node in integer.graph.nodes if (known := qparams(node)) is not None)
-    for one, other in zip(found, expected, strict=True):
+        assert all_equal(output, expected)
+    step = max(grid.scale for node in integer.graph.nodes if (grid := qparams(node)) is not None)
+    for one, other in zip(output, expected, strict=True):
         assert float((one - other).abs().max()) <= steps * step + 1e-6
     assert_train_is_validate(prepared, *batches()[0])
     assert_gradients_reach_every_parameter(prepared, *batches()[0])
@@ -128,7 +128,7 @@ def test_eight_fraction_bits_keep_the_contract_in_float32(tmp_path: Path) -> Non
 def test_infinity_pads_with_the_largest_integer() -> None:
     _, integer = compiled(network(lambda x: F.pad(x, (1, 1), value=-math.inf)), batches())
     source, padded = integer(*batches()[0])
-    scale = max(known.scale for node in integer.graph.nodes if node.name == "pad" and (known := qparams(node)) is not None)
+    scale = max(grid.scale for node in integer.graph.nodes if node.name == "pad" and (grid := qparams(node)) is not None)
     assert torch.equal(padded[..., 1:-1], source)
     assert bool((padded[..., 0] == torch.tensor(-128.0) * torch.tensor(scale)).all())
 
@@ -194,7 +194,7 @@ SCALARS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("dynamic_shapes", [None, {}], ids=["batch", "fixed"])
 @pytest.mark.parametrize("name", SCALARS)
 def test_tensors_without_dimensions(name: str, dynamic_shapes: Any, tmp_path: Path) -> None:
-    """PyTorch promotes them differently, and lets dimension 0 of them be named."""
+    """PyTorch promotes them differently, and lets dimension 0 of a scalar be named."""
     x = torch.randn(4, 3, 5)
     prepared, integer = compiled(Network(lambda _, x: SCALARS[name](x)), [x], "nash-e", dynamic_shapes=dynamic_shapes)
     assert_validate_is_integer(prepared, integer, x)
@@ -267,6 +267,6 @@ def test_a_list_of_entries_is_the_index_that_pytorch_takes_it_for(name: str, tmp
     prepared, integer = compiled(model, planes())
     assert_contract(prepared, tmp_path / "model.onnx", planes()[0], integer=integer)
     assert next(layer.dtype for layer in fxq.inspect.layers(prepared) if layer.name == "getitem") == "int8"
-    for wanted, found in zip(model(planes()[1]), integer(planes()[1]), strict=True):
-        assert wanted.shape == found.shape
-        assert sqnr(wanted, found) > 20
+    for wanted, actual in zip(model(planes()[1]), integer(planes()[1]), strict=True):
+        assert wanted.shape == actual.shape
+        assert sqnr(wanted, actual) > 20

@@ -87,7 +87,7 @@ def equal(one: Tensor, other: Tensor) -> bool:
 
 
 def activations(operator: Operator, arguments: Arguments) -> list[int]:
-    """The positions of the operands that are tensors, or lists of them."""
+    """The positions of the operands that are tensors, or lists of tensors."""
     return [
         position
         for position, name in enumerate(operator.parameter_names[: len(arguments)])
@@ -96,15 +96,15 @@ def activations(operator: Operator, arguments: Arguments) -> list[int]:
 
 
 def changed(operator: Operator, arguments: Arguments, function: Callable[[Tensor], Tensor], *chosen: int) -> Tensor:
-    """The result for operands of which all, or those of these numbers, are changed."""
-    found, number = list(arguments), itertools.count()
+    """The result for operands of which all, or the chosen ones, are changed."""
+    actual, number = list(arguments), itertools.count()
     for position in activations(operator, arguments):
-        value = found[position]
+        value = actual[position]
         values = [
             function(each) if not chosen or next(number) in chosen else each for each in (value if isinstance(value, list) else [value])
         ]
-        found[position] = values if isinstance(value, list) else values[0]
-    result: Tensor = operator.function(*found)
+        actual[position] = values if isinstance(value, list) else values[0]
+    result: Tensor = operator.function(*actual)
     return result
 
 
@@ -123,8 +123,8 @@ def homogeneous(operator: Operator, arguments: Arguments) -> bool:
 
 def affine(operator: Operator, arguments: Arguments) -> bool:
     def of(x: Tensor) -> Tensor:
-        found: Tensor = operator.function(x, 3.0)
-        return found
+        result: Tensor = operator.function(x, 3.0)
+        return result
 
     return equal(of((X + Y) / 2), (of(X) + of(Y)) / 2)
 
@@ -186,15 +186,15 @@ def bounded_below(operator: Operator, arguments: Arguments) -> bool:
 
 def reshapes(operator: Operator, arguments: Arguments) -> bool:
     """Elements in the order of their first occurrence."""
-    found = operator.function(torch.arange(arguments[0].numel()).view_as(arguments[0]), *arguments[1:])
-    first = list(dict.fromkeys(found.flatten().tolist()))
+    result = operator.function(torch.arange(arguments[0].numel()).view_as(arguments[0]), *arguments[1:])
+    first = list(dict.fromkeys(result.flatten().tolist()))
     return first == list(range(arguments[0].numel()))
 
 
 def rearranges(operator: Operator, arguments: Arguments) -> bool:
     read = [value for value in arguments if isinstance(value, Tensor | float)]
-    known = {float(each) for value in read for each in (value.flatten().tolist() if isinstance(value, Tensor) else [value])}
-    return known.issuperset(changed(operator, arguments, lambda x: x).flatten().tolist())
+    elements = {float(each) for value in read for each in (value.flatten().tolist() if isinstance(value, Tensor) else [value])}
+    return elements.issuperset(changed(operator, arguments, lambda x: x).flatten().tolist())
 
 
 def extremum(operator: Operator, arguments: Arguments) -> bool:
@@ -228,9 +228,9 @@ def outputs_first(operator: Operator, arguments: Arguments) -> bool:
     input, weight = arguments
     factors = torch.ones(len(weight)).index_fill(0, torch.tensor([1]), 2.0)
     assert operator.layer.channels is not None
-    found, channel = operator.function(input, weight), operator.layer.channels({})
+    result, channel = operator.function(input, weight), operator.layer.channels({})
     scaled = operator.function(input, weight * factors.view(-1, *[1] * (weight.dim() - 1)))
-    return equal(scaled.movedim(channel, -1), found.movedim(channel, -1) * factors)
+    return equal(scaled.movedim(channel, -1), result.movedim(channel, -1) * factors)
 
 
 def pads_zeros(operator: Operator, arguments: Arguments) -> bool:
@@ -301,8 +301,8 @@ CRITERIA: dict[Trait, Callable[[Operator, Arguments], bool]] = {
 
 def broken(operator: Operator) -> list[Trait]:
     """The traits whose criteria an operator does not meet, or has no sample to be tried on."""
-    found = samples(operator)
-    return [trait for trait in operator.traits if not found or not all(CRITERIA[trait](operator, arguments) for arguments in found)]
+    result = samples(operator)
+    return [trait for trait in operator.traits if not result or not all(CRITERIA[trait](operator, arguments) for arguments in result)]
 
 
 def test_operators_meet_the_criteria_of_their_traits() -> None:
@@ -342,9 +342,9 @@ def moves_its_zero_point(record: Primitive, arguments: Arguments) -> bool:
         for target, offset in ((centred, 0), (stored, zero)):
             moved = [each.to(torch.int64).clamp(-999, 999) + offset for each in values]
             target[name] = moved if isinstance(value, list) else moved[0]
-    expected, found = record.function(**centred), record.function(**stored)
+    expected, actual = record.function(**centred), record.function(**stored)
     moved = zero if record.zero_point is ZeroPoint.EQUIVARIANT else 0
-    return torch.equal(found.to(torch.float64), expected.to(torch.float64) + moved)
+    return torch.equal(actual.to(torch.float64), expected.to(torch.float64) + moved)
 
 
 def is_pointwise(record: Primitive, arguments: Arguments) -> bool:
@@ -363,13 +363,13 @@ def only_moves(record: Primitive, arguments: Arguments) -> bool:
     read: list[Tensor] = []
     for value in quantized(record, arguments).values():
         read += value if isinstance(value, list) else [value]
-    known = {each for value in read for each in value.flatten().tolist()}
-    return known.issuperset(record.function(*arguments).flatten().tolist())
+    elements = {each for value in read for each in value.flatten().tolist()}
+    return elements.issuperset(record.function(*arguments).flatten().tolist())
 
 
 def shares_memory(record: Primitive, arguments: Arguments) -> bool:
-    found: Tensor = record.function(*arguments)
-    return found.numel() == arguments[0].numel() and found.untyped_storage().data_ptr() == arguments[0].untyped_storage().data_ptr()
+    result: Tensor = record.function(*arguments)
+    return result.numel() == arguments[0].numel() and result.untyped_storage().data_ptr() == arguments[0].untyped_storage().data_ptr()
 
 
 def casts_first(record: Primitive, arguments: Arguments) -> bool:
@@ -409,4 +409,4 @@ def untrue(record: Primitive) -> Iterator[str]:
 
 
 def test_primitives_are_what_their_records_say() -> None:
-    assert {record.name: found for record in PRIMITIVES.values() if (found := list(untrue(record)))} == {}
+    assert {record.name: result for record in PRIMITIVES.values() if (result := list(untrue(record)))} == {}

@@ -127,9 +127,9 @@ def test_a_table_is_the_function(name: str) -> None:
         with torch.no_grad():
             values = on_tensors(torch.tensor(points), **settings)
         output = grid(dtype, float(values[torch.isfinite(values)].abs().max()) * 0.83)  # something saturates
-        found = table(lambda x: on_numbers(x, **settings), input, output, lambda x: on_tensors(x, **settings)).tolist()
-        assert len(set(found)) > 2
-        assert found[::stride] == [expected(function, x, output) for x in points[::stride]]
+        result = table(lambda x: on_numbers(x, **settings), input, output, lambda x: on_tensors(x, **settings)).tolist()
+        assert len(set(result)) > 2
+        assert result[::stride] == [expected(function, x, output) for x in points[::stride]]
 
 
 def functions_of(x: Tensor, c: float) -> tuple[Any, ...]:
@@ -156,8 +156,8 @@ def test_a_number_is_that_of_float32(target: str) -> None:
         return fxq.quantize(Net(round_to).eval(), [x], target, config).integer(x)
 
     x = torch.linspace(-6.4, 6.35, 256).reshape(1, 4, 8, 8)  # PyTorch computes powers in vectors with a float32 exponent
-    for found, right in zip(outputs(float), outputs(lambda c: float(np.float32(c))), strict=True):
-        assert torch.equal(found, right)
+    for actual, right in zip(outputs(float), outputs(lambda c: float(np.float32(c))), strict=True):
+        assert torch.equal(actual, right)
 
 
 def by_torch(name: str) -> bool:
@@ -173,8 +173,8 @@ def test_the_function_of_numbers_is_pytorchs_in_float64(name: str) -> None:
         settings = {key: value for key, value in sample.arguments.items() if key != "input"}
         low, high = sample.over or (-3.0, 3.0)
         points = torch.linspace(low, high, POINTS, dtype=torch.float64)
-        found = torch.tensor([on_numbers(x, **settings) for x in points.tolist()], dtype=torch.float64)
-        torch.testing.assert_close(found, on_tensors(points, **settings), rtol=1e-9, atol=1e-12, equal_nan=True)
+        result = torch.tensor([on_numbers(x, **settings) for x in points.tolist()], dtype=torch.float64)
+        torch.testing.assert_close(result, on_tensors(points, **settings), rtol=1e-9, atol=1e-12, equal_nan=True)
 
 
 def test_a_function_that_only_pytorch_has_is_defined_a_second_time() -> None:

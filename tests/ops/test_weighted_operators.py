@@ -196,9 +196,9 @@ def test_contract(name: str, target: str, tmp_path: Path) -> None:
     compiled = contract.compiled(model, batches, target, COVERING)
     assert left_in_float(compiled.prepared) == []
     assert not any(is_parameter(node) and node.op != "get_attr" for node in compiled.integer.graph.nodes), "it computes with floats"
-    expected, found = model(*batches[0]), compiled.integer(*batches[0])
-    assert found.shape == expected.shape
-    assert (found - expected).square().mean() < 0.005 * expected.var(), "far from the float model"
+    expected, actual = model(*batches[0]), compiled.integer(*batches[0])
+    assert actual.shape == expected.shape
+    assert (actual - expected).square().mean() < 0.005 * expected.var(), "far from the float model"
     assert_contract(compiled, tmp_path / "model.onnx", batches)
 
 
@@ -292,7 +292,7 @@ def test_a_computed_weight_is_trained_and_is_the_one_of_the_moment() -> None:
 
 
 def test_a_weight_with_noise_is_no_parameter() -> None:
-    """What is random must not become a constant, nor must dropout of a weight, which acts while training."""
+    """Random values must not become a constant, nor must dropout of a weight, which acts while training."""
     drawn = {
         "randn_like": lambda w: w + torch.randn_like(w),
         "dropout": lambda w: F.dropout(w, 0.5, False),
@@ -304,7 +304,7 @@ def test_a_weight_with_noise_is_no_parameter() -> None:
 
 
 def test_a_margin_is_an_operator_of_its_own() -> None:
-    """It is explained, follows the rules for its layer, and has the limits of a pad."""
+    """The padding of a layer is explained, follows the rules for its layer, and has the limits of a pad."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect")).eval()
     batch = torch.randn(2, 3, 6, 6)
     prepared = fxq.prepare(model, (batch,))

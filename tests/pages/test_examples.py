@@ -100,10 +100,10 @@ def outputs(source: str, namespace: dict[str, Any], monkeypatch: pytest.MonkeyPa
     with contextlib.redirect_stdout(printed):
         exec(compile(source, "cell.py", "exec"), namespace)
     text = printed.getvalue()
-    found: list[dict[str, Any]] = [
+    rows: list[dict[str, Any]] = [
         {"output_type": "display_data", "data": {"image/png": each, "text/plain": ["<Figure>"]}, "metadata": {}} for each in pictures
     ]
-    return [*found, {"output_type": "stream", "name": "stdout", "text": text.splitlines(keepends=True)}] if text else found
+    return [*rows, {"output_type": "stream", "name": "stdout", "text": text.splitlines(keepends=True)}] if text else rows
 
 
 @pytest.mark.nightly
@@ -119,13 +119,13 @@ def test_a_notebook_runs_and_shows_what_it_holds(
     namespace: dict[str, Any] = {"__name__": "__main__"}
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     for number, cell in enumerate(cells, 1):
-        found = outputs("".join(cell["source"]), namespace, monkeypatch)
+        result = outputs("".join(cell["source"]), namespace, monkeypatch)
         if request.config.getoption("--update-golden"):
-            cell["outputs"], cell["execution_count"] = found, number
+            cell["outputs"], cell["execution_count"] = result, number
             continue
-        assert [each["output_type"] for each in cell["outputs"]] == [each["output_type"] for each in found], f"cell {number}"
-        for held, made in zip(cell["outputs"], found, strict=True):
-            assert prints("".join(held.get("text", ())), "".join(made.get("text", ()))), f"cell {number} prints {made['text']}"
+        assert [each["output_type"] for each in cell["outputs"]] == [each["output_type"] for each in result], f"cell {number}"
+        for held, built in zip(cell["outputs"], result, strict=True):
+            assert prints("".join(held.get("text", ())), "".join(built.get("text", ()))), f"cell {number} prints {built['text']}"
     if request.config.getoption("--update-golden"):
         path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     assert len(cells) >= 5
@@ -201,10 +201,10 @@ def test_nothing_is_stale_until_a_folder_changes(figures: ModuleType, repository
     assert list(figures.stale(repository)) == []
     (repository / "kernels/one.py").write_text("2\n", encoding="utf-8")
     commit(repository, "a kernel")
-    (found,) = figures.stale(repository)
-    assert found.startswith("page.md: 3.5 times float\n")
-    assert "changed since: kernels (" in found
-    assert COMMAND in found
+    (result,) = figures.stale(repository)
+    assert result.startswith("page.md: 3.5 times float\n")
+    assert "changed since: kernels (" in result
+    assert COMMAND in result
     assert len(list(figures.measure(repository, ["bench.speed"]))) == 2
     assert list(figures.stale(repository)) == []
 

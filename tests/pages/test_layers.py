@@ -155,19 +155,19 @@ def refused(name: str, target: str) -> bool:
 
 def violations(modules: Mapping[str, str]) -> list[str]:
     """Return everything that the order of the packages and the tables do not allow."""
-    found = []
+    arrows = []
     for name, source in modules.items():
         if package_of(name) not in PACKAGES:
-            found.append(f"{name} is in no package")
+            arrows.append(f"{name} is in no package")
             continue
         for target in sorted(set(imported(source, modules))):
             if target.startswith("."):
-                found.append(f"{name} imports {target}: imports are absolute")
+                arrows.append(f"{name} imports {target}: imports are absolute")
             elif below(target, "fxquant") and refused(name, target):
-                found.append(f"{name} imports {target}")
-            found.extend(f"{name} imports {target}" for c, allowed in CONFINED.items() if below(target, c) and name not in allowed)
-        found.extend(f"{name} uses {text}" for text in sorted(attributes(source) & BANNED_ATTRIBUTES))
-    return found
+                arrows.append(f"{name} imports {target}")
+            arrows.extend(f"{name} imports {target}" for c, allowed in CONFINED.items() if below(target, c) and name not in allowed)
+        arrows.extend(f"{name} uses {text}" for text in sorted(attributes(source) & BANNED_ATTRIBUTES))
+    return arrows
 
 
 def circles(modules: Mapping[str, str]) -> list[list[str]]:
@@ -177,7 +177,7 @@ def circles(modules: Mapping[str, str]) -> list[list[str]]:
         for target in imported(source, modules):
             if target in modules and target != name:
                 graph.add_edge(name, target)
-    return [sorted(found) for found in networkx.strongly_connected_components(graph) if len(found) > 1]
+    return [sorted(result) for result in networkx.strongly_connected_components(graph) if len(result) > 1]
 
 
 def test_imports_form_no_circle() -> None:
@@ -246,11 +246,11 @@ def test_importing_fxquant_imports_nothing_that_is_not_used_yet() -> None:
 def test_every_public_name_is_where_the_type_checker_is_told() -> None:
     source = ast.parse(Path(str(fxq.__file__)).read_text(encoding="utf-8"))
     (typed,) = (node for node in source.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-    known = {alias.name: node.module for node in typed.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert {name: module for name, module in known.items() if module != "fxquant"} == fxq._WHERE  # type: ignore[attr-defined]
-    assert {*known, "__version__"} == set(fxq.__all__)
+    modules = {alias.name: node.module for node in typed.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert {name: module for name, module in modules.items() if module != "fxquant"} == fxq._WHERE  # type: ignore[attr-defined]
+    assert {*modules, "__version__"} == set(fxq.__all__)
     assert len(fxq.__all__) <= 45
-    for name, module in known.items():
+    for name, module in modules.items():
         holder = importlib.import_module(str(module))
         assert getattr(fxq, name) is getattr(holder, name)
     assert set(fxq.__all__) <= set(dir(fxq))

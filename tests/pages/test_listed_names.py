@@ -58,13 +58,13 @@ def listed(module: str, source: str, values: dict[str, Any], used: set[tuple[str
             entries = [entry for entry in (node.keys if isinstance(node, ast.Dict) else node.elts) if entry is not None]
             names = [entry.value for entry in entries if isinstance(entry, ast.Constant) and isinstance(entry.value, str)]
             primitives = [ast.unparse(entry) for entry in entries if _primitive(entry, values)]
-            for found in (primitives, names):
-                known = [name for name in found if name in BY_NAME or found is primitives]
-                place = (module, found[0].rpartition(".")[2]) if found else (module, "")
-                if len(known) > 1 and place in WORDS:
+            for listing in (primitives, names):
+                matches = [name for name in listing if name in BY_NAME or listing is primitives]
+                place = (module, listing[0].rpartition(".")[2]) if listing else (module, "")
+                if len(matches) > 1 and place in WORDS:
                     used.add(place)
-                elif len(known) > 1:
-                    yield f"{module}:{node.lineno} lists {', '.join(known)}"
+                elif len(matches) > 1:
+                    yield f"{module}:{node.lineno} lists {', '.join(matches)}"
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
             asked = [side.value for side in sides if isinstance(side, ast.Constant) and side.value in BY_NAME]
@@ -76,10 +76,10 @@ def _primitive(entry: ast.expr, values: dict[str, Any]) -> bool:
     parts = ast.unparse(entry).split(".")
     if not isinstance(entry, ast.Attribute | ast.Name) or not all(part.isidentifier() for part in parts):
         return False
-    found = values.get(parts[0])
+    result = values.get(parts[0])
     for part in parts[1:]:
-        found = getattr(found, part, None)
-    return callable(found) and found in PRIMITIVES
+        result = getattr(result, part, None)
+    return callable(result) and result in PRIMITIVES
 
 
 def _is_name(side: ast.expr) -> bool:
@@ -89,11 +89,11 @@ def _is_name(side: ast.expr) -> bool:
 
 
 def test_no_package_lists_names_of_operators_or_primitives() -> None:
-    found, used = list[str](), set[tuple[str, str]]()
+    result, used = list[str](), set[tuple[str, str]]()
     for module, source in library().items():
         if not below(module, APART):
-            found += listed(module, source, vars(importlib.import_module(module)), used)
-    assert found == []
+            result += listed(module, source, vars(importlib.import_module(module)), used)
+    assert result == []
     assert used == WORDS
     assert len(WORDS) <= 24
 
@@ -134,7 +134,7 @@ def names_of(source: str) -> set[str]:
 
 
 def unknown(modules: Mapping[str, str], text: str) -> Iterator[str]:
-    """Yield the names in backquotes that begin with a package of the library, and are no module, nor a name in one."""
+    """Yield the names in backquotes that begin with a package of the library, and name neither a module nor an attribute of one."""
     for dotted in DOTTED.findall(text):
         parts = dotted.removeprefix("fxquant.").split(".")
         if parts[0] not in PACKAGES or parts[0] in OBJECTS:

@@ -1,4 +1,4 @@
-"""What is installed: a wheel puts nothing but `fxquant` into site-packages, everything that belongs to it, and asks for what it imports."""
+"""Installation: a wheel puts nothing but `fxquant` into site-packages, everything that belongs to it, and asks for what it imports."""
 
 import ast
 import email.message
@@ -30,11 +30,11 @@ def repository_files() -> list[str]:
 
 def package_folders() -> list[str]:
     """The dotted names of the folders that hold an __init__.py."""
-    found = []
+    folders = []
     for top, name in INSTALLED_AS.items():
         for file in (ROOT / top).rglob("__init__.py"):
-            found.append(".".join([name, *file.parent.relative_to(ROOT / top).parts]))
-    return sorted(found)
+            folders.append(".".join([name, *file.parent.relative_to(ROOT / top).parts]))
+    return sorted(folders)
 
 
 @pytest.fixture(scope="module")
@@ -54,21 +54,21 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 @pytest.fixture(scope="module")
 def metadata(wheel: zipfile.ZipFile) -> email.message.Message:
-    """What the wheel says about itself."""
+    """Return the metadata of the wheel."""
     (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
     return email.parser.Parser().parsestr(wheel.read(name).decode())
 
 
 def requirements(metadata: email.message.Message, extra: str | None = None) -> dict[str, str]:
-    """What pip installs along, or would for an extra: the version specifier of each distribution."""
-    found = {}
+    """Return the version specifier of each distribution that pip installs along, or would for an extra."""
+    groups = {}
     for line in metadata.get_all("Requires-Dist", []):
         requirement, _, marker = line.partition(";")
         wanted = re.search(r"""extra == ['"]([\w-]+)""", marker)
         if (wanted[1] if wanted else None) == extra:
             name, specifier = re.fullmatch(r"([\w.-]+)(?:\[[\w,]+\])?\s*(.*)", requirement.strip()).groups()  # type: ignore[union-attr]
-            found[name] = specifier
-    return found
+            groups[name] = specifier
+    return groups
 
 
 def test_the_top_level_is_fxquant_alone(wheel: zipfile.ZipFile) -> None:
@@ -120,7 +120,7 @@ def test_what_is_imported_is_required(metadata: email.message.Message) -> None:
 
 
 def test_the_oldest_versions_are_those_that_are_asked_for(metadata: email.message.Message) -> None:
-    """What `make test-oldest` installs is the lower bound of every requirement, so that no bound is a guess."""
+    """Hold `make test-oldest` to the lower bound of every requirement, so that no bound is a guess."""
     asked = {
         name: bound
         for extra in (None, "demo", "report", "tuning", "dev")

@@ -1,4 +1,4 @@
-"""What the documents show is true: their code runs, prints what they say it prints, and their diffs apply.
+"""Documents are true: their code runs, prints what they say it prints, and their diffs apply.
 
 README.md and docs/guide: the ```python blocks of a page run in order in one namespace; a ```text block right after one is what it
 prints, in words and integers. Decimal fractions are near; a line of … means any lines, and … in a line any text.
@@ -48,12 +48,12 @@ class Block:
 
 def blocks(document: str) -> list[Block]:
     """The fenced blocks of a document, in order."""
-    found, end = [], 0
+    pieces, end = [], 0
     for match in re.finditer(r"^```(\w*)\n(.*?)^```$", document, re.MULTILINE | re.DOTALL):
-        follows = bool(found) and document[end : match.start()].strip() == ""
-        found.append(Block(match[1], match[2], document[: match.start()].count("\n") + 2, follows))
+        follows = bool(pieces) and document[end : match.start()].strip() == ""
+        pieces.append(Block(match[1], match[2], document[: match.start()].count("\n") + 2, follows))
         end = match.end()
-    return found
+    return pieces
 
 
 DECIMAL = re.compile(r"(?<![\d.])\d[\d,]*(?:\.\d+(?:e[-+]?\d+)?|e[-+]?\d+)(?!\d|\.\d)")
@@ -98,9 +98,9 @@ def _own_operators() -> Iterator[None]:
     tables: tuple[dict[Any, Any], ...] = (OPERATORS, BY_NAME, FUNCTIONS, METHODS, MODULES, UNARY)
     before = [dict(table) for table in tables]
     yield
-    for table, known in zip(tables, before, strict=True):
+    for table, kept in zip(tables, before, strict=True):
         table.clear()
-        table.update(known)
+        table.update(kept)
 
 
 PAGES = sorted(page.stem for page in GUIDE.glob("*.md") if page.name != "README.md")
@@ -164,13 +164,13 @@ def anchors(text: str) -> set[str]:
 def broken(page: Path) -> list[str]:
     """The links of a page that lead to no file, or to no heading of one."""
     text = re.sub(r"(?ms)^```.*?^```|`[^`\n]*`", "", page.read_text(encoding="utf-8"))
-    found = []
+    links = []
     for link in re.findall(r"\]\((?!https?:)([^)\s]+)", text):
         path, _, place = link.partition("#")
         target = (page.parent / path).resolve() if path else page
         if not target.exists() or (place and place not in anchors(target.read_text(encoding="utf-8"))):
-            found.append(link)
-    return found
+            links.append(link)
+    return links
 
 
 @pytest.mark.parametrize("name", sorted(str(page.relative_to(ROOT)) for folder in PLACES for page in (ROOT / folder).glob("*.md")))
@@ -259,7 +259,7 @@ def cells() -> list[list[str]]:
 
 
 def written() -> dict[tuple[str, str], list[str]]:
-    """The cells of the tables of operators, by operator and first spelling."""
+    """The cells of the tables of operators, by operator and first call form."""
     return {(row[0], row[1].strip("`")): row for row in cells() if len(row) == COLUMNS and row[1].startswith("`")}
 
 
@@ -269,16 +269,16 @@ def test_every_operator_that_is_tried_has_its_row() -> None:
 
 def test_every_limit_has_its_row_and_every_row_of_a_record_is_true() -> None:
     """A record that is newer than the page has no row until the page is written again."""
-    found = [tuple(row) for row in cells()]
+    result = [tuple(row) for row in cells()]
     names = {record.name for record in OPERATORS.values()}
     text = PAGE.read_text(encoding="utf-8")
     lines = text[text.index("## Operator records") : text.index("## Limits")].splitlines()
     written = [tuple(cell.strip() for cell in line[2:-2].split(" | ")) for line in lines if line.startswith("| ")][1:]
-    known = {tuple(cell.strip() for cell in row) for row in page.record_rows()}
+    of_records = {tuple(cell.strip() for cell in row) for row in page.record_rows()}
     assert {row[0] for row in page.record_rows()} == names
-    assert set(written) <= known
+    assert set(written) <= of_records
     assert len(written) > len(names) / 2
-    assert {tuple(cell.strip() for cell in row) for row in page.limit_rows()} <= {row[:5] for row in found}
+    assert {tuple(cell.strip() for cell in row) for row in page.limit_rows()} <= {row[:5] for row in result}
 
 
 @pytest.mark.sweep(2)
@@ -290,5 +290,5 @@ def test_a_cell_is_what_is_measured(index: int) -> None:
     target = page.TARGETS[index % len(page.TARGETS)]
     spelling = Spelling(family, row, row.texts[0])
     dtypes = [dtype for dtype in page.DTYPES if dtype == page.DTYPES[0] or has(target, dtype)]
-    known = {(spelling.name, target, dtype): measure(spelling, target, dtype, NONE) for dtype in dtypes}
-    assert written()[row.operator, row.texts[0]][3 + page.TARGETS.index(target)] == page.cell(spelling, target, known)
+    cells = {(spelling.name, target, dtype): measure(spelling, target, dtype, NONE) for dtype in dtypes}
+    assert written()[row.operator, row.texts[0]][3 + page.TARGETS.index(target)] == page.cell(spelling, target, cells)

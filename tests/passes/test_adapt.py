@@ -1,4 +1,4 @@
-"""Operators that break a limit become others that keep it and mean the same: which, how exactly, and what is said of it."""
+"""Operators that break a limit become others that keep it and mean the same: which operators, how exactly, and with which message."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def adapted(row: Row) -> fxq.results.Findings:
 
 
 def test_what_breaks_a_limit_keeps_it_once_it_is_adapted() -> None:
-    assert [(row.family, row.operator, row.measure, str(found)) for row in MENDED if len(found := adapted(row))] == []
+    assert [(row.family, row.operator, row.measure, str(result)) for row in MENDED if len(result := adapted(row))] == []
 
 
 def test_what_breaks_a_limit_computes_the_same_once_it_is_adapted() -> None:
@@ -64,9 +64,9 @@ def test_what_breaks_a_limit_computes_the_same_once_it_is_adapted() -> None:
 def test_what_no_remedy_mends_runs_on_the_host(place: int) -> None:
     rest = [row for row in ROWS if row not in MENDED and row.measure not in ("batch", "bytes")]
     for row in rest[place::24]:
-        found = adapted(row)
-        assert found
-        assert {finding.kind for finding in found} <= {"host"}, str(found)
+        result = adapted(row)
+        assert result
+        assert {finding.kind for finding in result} <= {"host"}, str(result)
 
 
 # ---- the contract ---------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def test_each_remedy_is_named_with_its_limit(caplog: pytest.LogCaptureFixture) -
 
 
 def test_what_is_on_the_host_is_said_by_check() -> None:
-    found = fxq.check(nn.Hardtanh(0, 4), torch.randn(2, 2, 4, 4), "bernoulli2", options=fxq.Options(adapt=True))
-    assert found
-    assert found.summary == "within every limit of bernoulli2 that is known, 1 operator runs on the host"
-    assert [finding.kind for finding in found] == ["host"]
+    findings = fxq.check(nn.Hardtanh(0, 4), torch.randn(2, 2, 4, 4), "bernoulli2", options=fxq.Options(adapt=True))
+    assert findings
+    assert findings.summary == "within every limit of bernoulli2 that is known, 1 operator runs on the host"
+    assert [finding.kind for finding in findings] == ["host"]

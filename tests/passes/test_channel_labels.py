@@ -30,8 +30,8 @@ class Between(nn.Module):
         return self.body(self.c, self.a(x))
 
 
-def convs(read: int, given: int = 4, kernel: int = 1) -> Callable[[], tuple[nn.Module, nn.Module]]:
-    return lambda: (nn.Conv2d(3, given, 3), nn.Conv2d(read, 8, kernel, padding=kernel // 2))
+def convs(read: int, written: int = 4, kernel: int = 1) -> Callable[[], tuple[nn.Module, nn.Module]]:
+    return lambda: (nn.Conv2d(3, written, 3), nn.Conv2d(read, 8, kernel, padding=kernel // 2))
 
 
 def lines(read: int) -> Callable[[], tuple[nn.Module, nn.Module]]:
@@ -85,14 +85,14 @@ def float_result(prepared: fx.GraphModule, x: Tensor) -> Tensor:
     return result
 
 
-def misshapen(known: Channels) -> list[str]:
+def misshapen(labels: Channels) -> list[str]:
     """Tensors whose labels are not of their shape."""
-    shapes = {node: found.shape[1:] for node in known.tensors if isinstance(found := fact(node), TensorFact)}
+    shapes = {node: result.shape[1:] for node in labels.tensors if isinstance(result := fact(node), TensorFact)}
     return [
         node.name
         for node, shape in shapes.items()
-        if len(shape) != known.tensors[node].dim()
-        or any(label not in (1, size) for label, size in zip(known.tensors[node].shape, shape, strict=True))
+        if len(shape) != labels.tensors[node].dim()
+        or any(label not in (1, size) for label, size in zip(labels.tensors[node].shape, shape, strict=True))
     ]
 
 
@@ -102,12 +102,12 @@ def test_factors_of_any_size_leave_the_float_function_its_bits(name: str) -> Non
     prepared, (batch, *_) = prepared_of(name)
     prepared.requires_grad_(False)
     before = float_result(prepared, batch)
-    known = channels(prepared)
-    drawn = torch.randint(-5, 6, (known.number,), generator=torch.Generator().manual_seed(2))
+    expected = channels(prepared)
+    drawn = torch.randint(-5, 6, (expected.number,), generator=torch.Generator().manual_seed(2))
     drawn[0] = 0
-    multiply(prepared, known, drawn)
-    assert not misshapen(known)
-    assert known.number - 1 == CASES[name][3]
+    multiply(prepared, expected, drawn)
+    assert not misshapen(expected)
+    assert expected.number - 1 == CASES[name][3]
     assert torch.equal(float_result(prepared, batch), before)
 
 

@@ -134,7 +134,7 @@ def test_a_pad_without_gradients_passes_none_on() -> None:
 
 # ---- factors of channels after a layer: they are in its weight ------------------------------------------------------
 class Branches(nn.Module):
-    """A branch of a convolution and one of linear layers, each with a factor for each channel; products that are no such thing."""
+    """A branch of a convolution and one of linear layers, each with a factor for each channel; products with other operands."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,33 +170,33 @@ def model() -> Branches:
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(("target", "dtype"), [("bayes-e", "int8"), ("nash-e", "int16"), ("x86", "uint8")])
 def test_layers_with_factors_hold_the_contract(target: str, dtype: str, tmp_path: Path) -> None:
-    given = model()
-    prepared, integer = compiled(given, batches(), target, fxq.QConfig(fxq.ActivationConfig(dtype)))
+    output = model()
+    prepared, integer = compiled(output, batches(), target, fxq.QConfig(fxq.ActivationConfig(dtype)))
     products = [layer.name for layer in fxq.inspect.layers(prepared) if layer.operator == "mul"]
     assert len(products) == 3, "after a batch norm, of a layer with two users, and of columns"
     assert {"conv", "down"} <= {layer.name for layer in fxq.inspect.layers(prepared) if len(layer.fused) == 2}, (
         "the factors and the addition"
     )
-    assert prepared.state_dict().keys() >= given.state_dict().keys()
+    assert prepared.state_dict().keys() >= output.state_dict().keys()
     contract.assert_validate_is_integer(prepared, integer, batches()[0])
     contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batches()[1],)])
     contract.assert_train_is_validate(prepared, batches()[0])
 
 
 def test_in_float_it_is_the_model_and_layers_are_compared_with_their_products() -> None:
-    given = model()
-    prepared, _ = compiled(given, batches())
+    output = model()
+    prepared, _ = compiled(output, batches())
     fxq.set_state(prepared, fxq.State.FLOAT)
-    for wanted, found in zip(given(batches()[0]), prepared(batches()[0]), strict=True):
-        torch.testing.assert_close(found, wanted)
+    for wanted, actual in zip(output(batches()[0]), prepared(batches()[0]), strict=True):
+        torch.testing.assert_close(actual, wanted)
     fxq.set_state(prepared, fxq.State.VALIDATE)
-    found = fxq.compare(given, prepared, batches(), advice=False)
-    assert found["conv"].reference == "add"
-    assert found["conv"].sqnr > 30
-    assert found["down"].sqnr > 30
+    actual = fxq.compare(output, prepared, batches(), advice=False)
+    assert actual["conv"].reference == "add"
+    assert actual["conv"].sqnr > 30
+    assert actual["down"].sqnr > 30
     (moved,) = [layer.name for layer in fxq.inspect.layers(prepared) if layer.operator == "permute" and layer.fused]
-    assert found[moved].sqnr > 30
-    assert "last" in found.unmatched, "after a permutation the factors have been multiplied in already"
+    assert actual[moved].sqnr > 30
+    assert "last" in actual.unmatched, "after a permutation the factors have been multiplied in already"
 
 
 def test_both_are_trained_and_kept_in_files(tmp_path: Path) -> None:
@@ -248,13 +248,13 @@ class Columns(nn.Module):
         return self.form(self.linear(x), self.k)
 
 
-def least_decibels(given: nn.Module, x: Tensor, target: str, dtype: str, path: Path) -> float:
+def least_decibels(network: nn.Module, x: Tensor, target: str, dtype: str, path: Path) -> float:
     """The decibels of the worst column, of a model that holds the contract."""
-    prepared, integer = compiled(given, [x], target, fxq.QConfig(fxq.ActivationConfig(dtype)))
+    prepared, integer = compiled(network, [x], target, fxq.QConfig(fxq.ActivationConfig(dtype)))
     contract.assert_validate_is_integer(prepared, integer, x)
     contract.assert_integer_is_onnx(integer, path, [(x,)])
     with torch.no_grad():
-        wanted = given(x)
+        wanted = network(x)
         error = integer(x) - wanted
     return float((10 * torch.log10(wanted.square().sum(0) / error.square().sum(0))).min())
 
@@ -270,8 +270,8 @@ def test_constants_of_channels_after_a_layer_cost_nothing(form: str, target: str
 
 def test_a_layer_without_a_bias_gets_the_term(tmp_path: Path) -> None:
     x = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
-    given = Columns(lambda y, k: y / GAINS + k, GAINS.sign() / 2, 3.0, bias=False)
-    assert least_decibels(given, x, "bayes-e", "int8", tmp_path / "model.onnx") > 33
+    network = Columns(lambda y, k: y / GAINS + k, GAINS.sign() / 2, 3.0, bias=False)
+    assert least_decibels(network, x, "bayes-e", "int8", tmp_path / "model.onnx") > 33
 
 
 @pytest.mark.sweep(5)
@@ -279,12 +279,12 @@ def test_a_layer_without_a_bias_gets_the_term(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", OF_OTHERS)
 def test_a_constant_beside_sixteen_bits_is_as_fine_as_they_are(form: str, target: str, tmp_path: Path) -> None:
     x = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
-    given = Columns(OF_OTHERS[form], torch.tensor([1.0, 0.5, 0.02, 0.01]))
-    assert least_decibels(given, x, target, "int16", tmp_path / "model.onnx") > 28
+    network = Columns(OF_OTHERS[form], torch.tensor([1.0, 0.5, 0.02, 0.01]))
+    assert least_decibels(network, x, target, "int16", tmp_path / "model.onnx") > 28
 
 
 def test_what_the_layers_result_is_multiplied_by_is_not_left_out(tmp_path: Path) -> None:
-    """Sums that are no term for each channel: of the layer's negative, and of its double."""
+    """Add constants that cannot be a term for each channel: of the layer's negative, and of its double."""
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
-    given = Columns(lambda y, k: (k - y) + torch.add(k, y, alpha=2), torch.ones(4))
-    assert least_decibels(given, x, "nash-e", "int8", tmp_path / "model.onnx") > 30
+    network = Columns(lambda y, k: (k - y) + torch.add(k, y, alpha=2), torch.ones(4))
+    assert least_decibels(network, x, "nash-e", "int8", tmp_path / "model.onnx") > 30

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from tests.shared.networks import Network
+from tests.shared.networks import Network, dtypes
 
 IMAGES = (4, 3, 8, 8)
 
@@ -43,10 +43,6 @@ SUMS = {"image", "after", "twice_1", "moved", "moved_1", "boxes", "scores"}
 def batches() -> list[Tensor]:
     torch.manual_seed(6)
     return [torch.randn(IMAGES) for _ in range(3)]
-
-
-def dtypes(prepared: nn.Module) -> dict[str, str]:
-    return {layer.name: layer.dtype for layer in fxq.inspect.layers(prepared)}
 
 
 def calibrated(model: nn.Module, target: str, qconfig: fxq.QConfig | None = None) -> torch.fx.GraphModule:
@@ -149,10 +145,10 @@ FUNCTIONS = {"sigmoid", "softmax", "tanh", "mul", "sub", "gelu"}
 
 def heads() -> Heads:
     torch.manual_seed(1)
-    made = Heads().eval()
-    for layer in (*made.heads, made.classes, made.angle):
+    built = Heads().eval()
+    for layer in (*built.heads, built.classes, built.angle):
         layer.weight.data *= 8  # large scores, whose step of 8 bits is large, too
-    return made
+    return built
 
 
 def images() -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What changes nothing is gone before the fusions look at the graph, and fused clamps follow one another."""
+"""Operators that change nothing are gone before the fusions look at the graph, and fused clamps follow one another."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +34,7 @@ NOTHING: dict[str, Step] = {
 
 
 class Blocks(nn.Module):
-    """conv-bn-relu and conv-add-relu with something between all of them."""
+    """conv-bn-relu and conv-add-relu with something between their parts."""
 
     def __init__(self, between: Step) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ CHANGING: dict[str, Step] = {
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", CHANGING)
 def test_what_changes_something_stays(name: str) -> None:
-    """Some of these keep shape and dtype, and are no identity for that."""
+    """Operators that keep shape and dtype, and yet change values."""
     prepared, integer = of_blocks(CHANGING[name])
     x = torch.randn(2, 3, 6, 6)
     contract.assert_validate_is_integer(prepared, integer, x)

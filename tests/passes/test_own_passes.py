@@ -17,8 +17,7 @@ from fxquant.ops import operator_of
 from fxquant.ops.core.record import BY_NAME, FUNCTIONS, METHODS, MODULES, OPERATORS
 from fxquant.ops.elementwise.arithmetic import add, mul, sub
 from fxquant.passes import PIPELINE
-from tests.shared.networks import members
-from tests.shared.written import written
+from tests.shared.networks import members, written
 
 TABLES: tuple[dict[Any, Any], ...] = (OPERATORS, BY_NAME, FUNCTIONS, METHODS, MODULES)
 
@@ -31,10 +30,10 @@ BATCH = torch.randn(4, 3, 5, 5)
 
 
 def to_silu(gm: fx.GraphModule, context: Any) -> int:
-    found = [node for node in gm.graph.nodes if (known := operator_of(node)) is not None and known.name == "hardswish"]
-    for node in found:
+    result = [node for node in gm.graph.nodes if (operator := operator_of(node)) is not None and operator.name == "hardswish"]
+    for node in result:
         node.target = F.silu
-    return len(found)
+    return len(result)
 
 
 def operators(model: fx.GraphModule) -> list[str]:
@@ -117,9 +116,9 @@ def fade() -> Iterator[Callable[..., Tensor]]:
     """The operator, declared for this file alone: other files hold the whole table against theirs."""
     before = [dict(table) for table in TABLES]
     yield fxq.extend.operator("fade", faded, ["first", "second"], expand=expanded)
-    for table, known in zip(TABLES, before, strict=True):
+    for table, kept in zip(TABLES, before, strict=True):
         table.clear()
-        table.update(known)
+        table.update(kept)
 
 
 @members(lambda fade: dict(fade=fade, left=nn.Conv2d(3, 4, 1), right=nn.Conv2d(3, 4, 1), weight=nn.Parameter(torch.randn(4, 1, 1))))
@@ -157,9 +156,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_an_operator_that_cannot_be_declared_says_why(case: str) -> None:
-    given, told = WRONG[case]
+    inputs, told = WRONG[case]
     with pytest.raises(fxq.errors.ConfigurationError, match=told):
-        fxq.extend.operator(**{"name": "fades", "function": faded, "operands": ["first", "second"], **given})
+        fxq.extend.operator(**{"name": "fades", "function": faded, "operands": ["first", "second"], **inputs})
 
 
 def by_content(first: Tensor, second: Tensor) -> Tensor:

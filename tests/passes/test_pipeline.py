@@ -1,4 +1,4 @@
-"""The pipeline's laws, what it shows, and what a prepared model is: states, copies, checkpoints, configuration, batches and outputs."""
+"""The pipeline's laws and dumps, and the prepared model: states, copies, checkpoints, configuration, batches and outputs."""
 
 import copy
 import dataclasses
@@ -29,7 +29,7 @@ from fxquant.quantization.spec import DEFAULT, QConfigMapping
 from tests.conftest import Golden
 from tests.shared import contract
 from tests.shared.contract import calibrated, compiled
-from tests.shared.written import to_train, written
+from tests.shared.networks import to_train, written
 
 pytestmark = pytest.mark.usefixtures("default_outputs")  # these read scales, and are not about outputs
 
@@ -567,7 +567,7 @@ def test_a_model_may_use_the_names_the_passes_use() -> None:
 
 # ---- what an operator is lowered to -----------------------------------------------------------------------------------------
 class Skipping(nn.Module):
-    """A residual that is too fine to be added in the accumulator, tensors that are joined, and channels that are shuffled."""
+    """A residual that is too fine to be added in the accumulator, tensors that are concatenated, and channels that are shuffled."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Segments: as few as can be, convex, cut where it is asked for, exported one by one, and joined equal to the whole."""
+"""Segments: as few as can be, convex, cut where it is asked for, exported one by one, and together equal to the whole."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("default_outputs")  # these read scales, an
 
 
 def spectrum(x: Tensor) -> Tensor:
-    """What no target has in integers: numbers of another precision."""
+    """Compute in another precision, which no target has in integers."""
     return x.double().cos().float()
 
 
@@ -58,10 +58,10 @@ def assert_convex(model: fx.GraphModule, parts: tuple[fxq.results.Segment, ...])
                 edges.add_edge(place[operand.name], place[node.name])
     edges.remove_edges_from(list(nx.selfloop_edges(edges)))
     assert nx.is_directed_acyclic_graph(edges)
-    given = {node.name for node in model.graph.find_nodes(op="placeholder")}
+    inputs = {node.name for node in model.graph.find_nodes(op="placeholder")}
     for part in parts:
-        assert set(part.inputs) <= given
-        given.update(part.outputs)
+        assert set(part.inputs) <= inputs
+        inputs.update(part.outputs)
 
 
 def changes(model: fx.GraphModule, parts: tuple[fxq.results.Segment, ...]) -> int:
@@ -158,14 +158,14 @@ def test_what_cannot_be_cut_or_run_is_said(mixed: fx.GraphModule, tmp_path: Path
 
 # ---- what is not worth a crossing -------------------------------------------------------------------------------------
 def floats(function: Any, qconfig: Any = None) -> dict[str, str]:
-    """What stays in float of a function of an image, by operator, with its reason."""
+    """Return the float operators of a function of an image, with their reasons."""
     prepared = fxq.prepare(Network(lambda _, x: function(x)), torch.randn(4, 2, 4, 4), qconfig=qconfig)
     return {layer.operator: layer.reason for layer in fxq.inspect.layers(prepared) if not layer.integer and not layer.boundary}
 
 
 def test_integers_between_float_operators_stay_in_float() -> None:
-    found = floats(lambda x: spectrum(torch.sigmoid(spectrum(x)) + 1))
-    assert found["sigmoid"] == found["add"] == "it lies between operators in float, and is read only by %cos_1"
+    result = floats(lambda x: spectrum(torch.sigmoid(spectrum(x)) + 1))
+    assert result["sigmoid"] == result["add"] == "it lies between operators in float, and is read only by %cos_1"
     assert "reshape" in floats(lambda x: spectrum(x.flatten(1)))
     assert "sigmoid" not in floats(lambda x: spectrum(torch.sigmoid(x))), "an input is computed with on the target"
     assert "sigmoid" not in floats(lambda x: torch.sigmoid(spectrum(x))), "so is what the model returns"
@@ -177,8 +177,8 @@ def test_the_user_forces_either_way() -> None:
     assert "sigmoid" not in floats(lambda x: spectrum(torch.sigmoid(spectrum(x))), asked)
     hosted = fxq.QConfigMapping().set_host(torch.sigmoid, "tanh")
     assert hosted == fxq.QConfigMapping().set_object_type(torch.sigmoid, None).set_module_name("tanh", None)
-    found = floats(lambda x: torch.tanh(torch.sigmoid(torch.exp(x))), hosted)
-    assert found == {"sigmoid": "the qconfig keeps it in float", "tanh": "the qconfig keeps it in float"}
+    result = floats(lambda x: torch.tanh(torch.sigmoid(torch.exp(x))), hosted)
+    assert result == {"sigmoid": "the qconfig keeps it in float", "tanh": "the qconfig keeps it in float"}
 
 
 def test_what_a_march_computes_in_float16_is_named_and_crosses_nothing() -> None:
@@ -199,8 +199,8 @@ def test_consistency_levels_have_powers_of_two(level: int, weights: bool, tmp_pa
     prepared, integer = compiled(model, [x], f"j6m-level{level}")
     assert integer.meta["target"].consistency == level
     assert all(torch.tensor(scale).log2().frac() == 0 for scale in fxq.qparams(prepared).values())
-    scales = torch.tensor([s for node in integer.graph.nodes if (known := node.meta.get("operation")) and "weight" in known.constants
-                           for s in known.constants["weight"].scale])  # fmt: skip
+    scales = torch.tensor([s for node in integer.graph.nodes if (grid := node.meta.get("operation")) and "weight" in grid.constants
+                           for s in grid.constants["weight"].scale])  # fmt: skip
     assert bool((scales.log2().frac() == 0).all()) == weights
     contract.assert_validate_is_integer(prepared, integer, x)
     contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(x,)])

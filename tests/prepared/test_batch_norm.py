@@ -13,7 +13,7 @@ import fxquant as fxq
 from fxquant.prepared.operators import quantized_operators
 from tests.ops.test_weighted_operators import COVERING, Case, assert_contract, built, layer, left_in_float, weights
 from tests.shared import contract
-from tests.shared.written import to_train, to_validate, written
+from tests.shared.networks import to_train, to_validate, written
 
 MODES = ("live", "frozen", "folded")
 
@@ -53,7 +53,7 @@ def optimise(prepared: fx.GraphModule, batch: Tensor, steps: int = 2) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_contract_in_every_mode(name: str, mode: str, tmp_path: Path) -> None:
-    """Before training and after two steps of it, which move weights, norms and statistics."""
+    """Before training and after two steps, which move weights, norms and statistics."""
     model, batches = built(LAYERS[name])
     batch = batches[0][0]
     prepared = contract.compiled(model, batches, "bayes-e", COVERING, batch_norm=mode).prepared
@@ -75,13 +75,13 @@ def test_live_is_what_the_float_model_does_in_training(name: str) -> None:
     model, batches = built(LAYERS[name], 1)
     prepared = to_train(with_room(contract.compiled(model, batches, qconfig=COVERING, batch_norm="live").prepared))
     model.train()
-    found, expected = prepared(*batches[0]), model(*batches[0])
-    assert (found - expected).square().mean() < 0.005 * expected.var()
+    actual, expected = prepared(*batches[0]), model(*batches[0])
+    assert (actual - expected).square().mean() < 0.005 * expected.var()
     for statistic in ("running_mean", "running_var"):
         torch.testing.assert_close(getattr(prepared.norm, statistic), getattr(model.norm, statistic), rtol=1e-2, atol=1e-2)
     assert torch.equal(prepared.norm.num_batches_tracked, model.norm.num_batches_tracked)
-    incoming = torch.randn(found.shape)
-    for output in (found, expected):
+    incoming = torch.randn(actual.shape)
+    for output in (actual, expected):
         (output * incoming).sum().backward()
     own, wanted = (each.get_parameter("layer.weight").grad.flatten() for each in (prepared, model))
     assert F.cosine_similarity(own, wanted, 0) > 0.99
@@ -113,8 +113,8 @@ def test_instance_norms_normalize_by_each_sample_in_train_mode_and_move_statisti
     prepared, integer = contract.compiled(model.eval(), [x])
     contract.assert_validate_is_integer(prepared, integer, x)
     buffers = [key for key, _ in model.named_buffers()]
-    found, expected = to_train(prepared)(x), model.train()(x)
-    assert (found - expected).square().mean() < 0.005 * expected.var()
+    actual, expected = to_train(prepared)(x), model.train()(x)
+    assert (actual - expected).square().mean() < 0.005 * expected.var()
     for key in buffers:
         torch.testing.assert_close(prepared.get_buffer(key), model.get_buffer(key), rtol=0.02, atol=0.02)
     fxq.freeze(prepared)
@@ -330,8 +330,8 @@ def test_live_statistics_of_what_is_shared(name: str) -> None:
     model, batches = built(lambda: Case((4, 3, 6, 6), lambda s, x: s.shared(x), shared=SHARED[name][0]()), 1)
     prepared = to_train(with_room(contract.compiled(model, batches, qconfig=COVERING, batch_norm="live").prepared))
     model.train()
-    found, expected = prepared(*batches[0]), model(*batches[0])
-    assert (found - expected).square().mean() < 0.01 * expected.var()
+    actual, expected = prepared(*batches[0]), model(*batches[0])
+    assert (actual - expected).square().mean() < 0.01 * expected.var()
     assert len(norms(prepared)) == len(norms(model))
     for ours, theirs in zip(norms(prepared), norms(model), strict=True):
         for statistic in ("running_mean", "running_var"):

@@ -18,7 +18,7 @@ import fxquant as fxq
 from fxquant.prepared.operators import quantized_operators
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.training import fused_layers
-from tests.shared.written import to_train, to_validate, written
+from tests.shared.networks import to_train, to_validate, written
 
 Form = Callable[["Net", Tensor], Any]
 
@@ -164,7 +164,7 @@ def detached(value: Tensor) -> Tensor:
 
 
 def forms(stop: Callable[[Tensor], Tensor]) -> dict[str, Form]:
-    """Forms with a stop at some place, which dissolves where nothing else reads what it stops."""
+    """Forms with a stop at some place, which dissolves where nothing else reads the stopped tensor."""
     return {
         "between layer and relu": lambda net, x: net.b(F.relu(stop(net.a(x)))),
         "of the input": lambda net, x: net.b(F.relu(net.a(stop(x)))),
@@ -246,25 +246,25 @@ def calibrated(model: Any, target: str = "bayes-e") -> torch.fx.GraphModule:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """The gradients of the parameters, and of the input, by name; without those that are 0 or None."""
+    """The gradients of the parameters, and of the input, by name; without gradients that are 0 or None."""
     x = BATCHES[0].clone().requires_grad_()
     output = model(x)
     outputs = output if isinstance(output, tuple) else (output,)
     sum((each - 1).square().mean() for each in outputs).backward()
-    found = {**{name: parameter.grad for name, parameter in model.named_parameters() if name in NAMES}, "x": x.grad}
-    return {name: gradient for name, gradient in found.items() if gradient is not None and bool(gradient.any())}
+    result = {**{name: parameter.grad for name, parameter in model.named_parameters() if name in NAMES}, "x": x.grad}
+    return {name: gradient for name, gradient in result.items() if gradient is not None and bool(gradient.any())}
 
 
 NAMES = frozenset(name for name, _ in Net(no_grad).named_parameters())
 
 
-def assert_like(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert set(found) == set(expected)
+def assert_like(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert set(actual) == set(expected)
     for name, gradient in expected.items():
         if name == "a.bias" and gradient.norm() < 1e-5:  # in front of a batch norm: nothing but rounding
             continue
-        assert F.cosine_similarity(found[name].flatten(), gradient.flatten(), 0) >= 0.99, name
-        assert 0.9 < found[name].norm() / gradient.norm() < 1.1, name
+        assert F.cosine_similarity(actual[name].flatten(), gradient.flatten(), 0) >= 0.99, name
+        assert 0.9 < actual[name].norm() / gradient.norm() < 1.1, name
 
 
 @pytest.mark.sweep(20)
@@ -303,12 +303,12 @@ def test_arguments_for_gradients_alone_are_the_float_models(kind: str, settings:
     source = torch.export.export(model.eval(), (ids,), dynamic_shapes=sizes) if kind == "program" else model.eval()
     prepared = fxq.calibrate(fxq.prepare(source, ids), [ids])
     fxq.set_state(prepared, "train")
-    found = []
+    slopes = []
     for each in (prepared.train(), model.train()):
         each(ids).sum().backward()
-        found.append(next(weight.grad for weight in each.parameters() if weight.shape == (9, 4)))
+        slopes.append(next(weight.grad for weight in each.parameters() if weight.shape == (9, 4)))
         each.zero_grad()
-    (mine, right) = found
+    (mine, right) = slopes
     assert mine.is_sparse == right.is_sparse
     mine, right = mine.to_dense(), right.to_dense()
     assert torch.equal(mine.any(1), right.any(1))
@@ -354,9 +354,9 @@ def test_stops_survive_files_copies_and_pickles(form: str, tmp_path: Path) -> No
     others = [again, copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))]
     expected = gradients(prepared.train())
     for other in others:
-        found = gradients(other.train())
-        assert set(found) == set(expected)
-        assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+        gradient_of = gradients(other.train())
+        assert set(gradient_of) == set(expected)
+        assert all(torch.equal(gradient_of[name], gradient) for name, gradient in expected.items())
 
 
 def test_a_file_names_the_python_that_it_cannot_hold(tmp_path: Path) -> None:
@@ -383,8 +383,8 @@ def test_a_traced_model_says_the_same_of_gradients_and_is_traced_again() -> None
         prepared = calibrated(around)
         fxq.set_state(prepared, "train")
         prepared.train()(BATCHES[0]).sub(1).square().mean().backward()
-        found = {name.removeprefix("0."): p.grad for name, p in prepared.named_parameters() if p.grad is not None and p.grad.any()}
-        assert_like(found, {name: gradient for name, gradient in expected.items() if name != "x"})
+        result = {name.removeprefix("0."): p.grad for name, p in prepared.named_parameters() if p.grad is not None and p.grad.any()}
+        assert_like(result, {name: gradient for name, gradient in expected.items() if name != "x"})
 
 
 # ---- exported programs -----------------------------------------------------------------------------------------------
@@ -408,7 +408,7 @@ def test_an_exported_program_keeps_its_stops_and_says_what_it_has_lost(strict: b
         assert "passes no gradient: its backward is not in the program" in caplog.text
 
 
-# ---- what is refused, and what is told -------------------------------------------------------------------------------
+# ---- what is refused, and what is reported -------------------------------------------------------------------------------
 def test_what_cannot_be_kept_is_refused_or_told(caplog: pytest.LogCaptureFixture) -> None:
     def on_a_parameter(net: Net, x: Tensor) -> Tensor:
         net.a.weight.register_hook(lambda gradient: gradient * 2)
@@ -566,9 +566,9 @@ def test_the_first_gradient_is_the_float_models(name: str, target: str) -> None:
     prepared = in_training(model, batches, target)
     loss(prepared, batches[0]).backward()
     loss(model, batches[0]).backward()
-    found, wanted = (each.get_parameter(trains).grad.flatten() for each in (prepared, model))
-    assert float(F.cosine_similarity(found, wanted, 0)) > 0.99
-    assert 0.9 < float(found.norm() / wanted.norm()) < 1.1
+    actual, wanted = (each.get_parameter(trains).grad.flatten() for each in (prepared, model))
+    assert float(F.cosine_similarity(actual, wanted, 0)) > 0.99
+    assert 0.9 < float(actual.norm() / wanted.norm()) < 1.1
 
 
 @pytest.mark.sweep

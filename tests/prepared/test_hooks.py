@@ -12,8 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from tests.shared.networks import members
-from tests.shared.written import to_train, written
+from tests.shared.networks import members, to_train, written
 
 
 @members(lambda channels: dict(conv=nn.Conv2d(channels, channels, 3, padding=1, bias=False), norm=nn.BatchNorm2d(channels), act=nn.ReLU()))
@@ -78,9 +77,9 @@ def test_containers_are_indexed_and_iterated_over(net: fx.GraphModule) -> None:
 
 
 def hooked(model: Any, path: str, kind: str) -> list[tuple[Any, ...]]:
-    """What a hook is given in one call of a model."""
+    """Return the arguments of a hook in one call of a model."""
     seen: list[tuple[Any, ...]] = []
-    handle = getattr(model.get_submodule(path), kind)(lambda module, *given: seen.append(given))
+    handle = getattr(model.get_submodule(path), kind)(lambda module, *arguments: seen.append(arguments))
     model(batch())
     handle.remove()
     return seen
@@ -102,14 +101,14 @@ def test_a_hook_is_given_what_the_module_reads_and_returns_or_cannot_be_register
         with pytest.raises(fxq.errors.ConfigurationError, match=f"on {path} would never fire\n.*inside of a fused operator"):
             hooked(net, path, kind)
         return
-    expected, found = hooked(float_net(), path, kind), hooked(net, path, kind)
-    assert len(found) == len(expected) == (2 if path == "twice" else 1)
+    expected, actual = hooked(float_net(), path, kind), hooked(net, path, kind)
+    assert len(actual) == len(expected) == (2 if path == "twice" else 1)
     if path in NO_INPUT:  # the hook is given None there
-        expected, found = [given[1:] for given in expected], [given[1:] for given in found]
-    pairs = list(zip(tensors(expected), tensors(found), strict=True))
+        expected, actual = [inputs[1:] for inputs in expected], [inputs[1:] for inputs in actual]
+    pairs = list(zip(tensors(expected), tensors(actual), strict=True))
     assert pairs
-    for wanted, given in pairs:
-        assert (wanted - given).square().mean() < 0.01 * wanted.square().mean()
+    for wanted, inputs in pairs:
+        assert (wanted - inputs).square().mean() < 0.01 * wanted.square().mean()
 
 
 @pytest.mark.parametrize("state", ["calibrate", "train", "validate"])
@@ -124,12 +123,12 @@ def test_hooks_change_no_bit_in_any_state(net: fx.GraphModule, state: str) -> No
     torch.manual_seed(0)
     expected = one(batch())
     torch.manual_seed(0)
-    found = other(batch())
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    actual = other(batch())
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
     assert len(seen) == 1 + len(set(PATHS) - FUSED)  # one of them is called twice
-    assert any(found["a"] is each for each in seen)
+    assert any(actual["a"] is each for each in seen)
     sum(value.sum() for value in expected.values()).backward()
-    sum(value.sum() for value in found.values()).backward()
+    sum(value.sum() for value in actual.values()).backward()
     gradients = [[parameter.grad for parameter in model.parameters()] for model in (one, other)]
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
@@ -149,9 +148,9 @@ def test_a_forward_hook_can_replace_an_output_and_a_pre_hook_cannot(net: fx.Grap
     prepared = copy.deepcopy(net)
     handle = prepared.get_submodule("heads.a").register_forward_hook(lambda module, args, result: 2 * result)
     expected = net(batch())
-    found = prepared(batch())
-    assert torch.equal(found["a"], 2 * expected["a"])
-    assert torch.equal(found["b"], expected["b"])
+    output = prepared(batch())
+    assert torch.equal(output["a"], 2 * expected["a"])
+    assert torch.equal(output["b"], expected["b"])
     handle.remove()
     prepared.get_submodule("heads.a").register_forward_pre_hook(lambda module, args: args)
     with pytest.raises(fxq.errors.ConfigurationError, match=r"pre-hook on heads\.a returned something"):
@@ -161,7 +160,7 @@ def test_a_forward_hook_can_replace_an_output_and_a_pre_hook_cannot(net: fx.Grap
 @pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
 def test_backward_hooks_are_refused_with_what_does_it(net: fx.GraphModule, kind: str) -> None:
     with pytest.raises(fxq.errors.ConfigurationError, match=r"on heads\.a would never fire[\s\S]*output\.register_hook"):
-        getattr(net.get_submodule("heads.a"), kind)(lambda *given: None)
+        getattr(net.get_submodule("heads.a"), kind)(lambda *arguments: None)
 
 
 COPIES: dict[str, Callable[[fx.GraphModule, Path], Any]] = {
@@ -175,8 +174,8 @@ COPIES: dict[str, Callable[[fx.GraphModule, Path], Any]] = {
 @pytest.mark.parametrize("name", COPIES)
 def test_copies_and_files_keep_what_can_be_hooked(net: fx.GraphModule, name: str, tmp_path: Path) -> None:
     prepared = COPIES[name](net, tmp_path)
-    (given,) = hooked(prepared, "heads.a", "register_forward_hook")
-    assert torch.equal(given[1], net(batch())["a"])
+    (output,) = hooked(prepared, "heads.a", "register_forward_hook")
+    assert torch.equal(output[1], net(batch())["a"])
     assert len(prepared.get_submodule("stem")) == 4
     with pytest.raises(fxq.errors.ConfigurationError, match="would never fire"):
         hooked(prepared, "stem.0", "register_forward_hook")

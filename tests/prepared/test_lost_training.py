@@ -1,4 +1,4 @@
-"""What does not train as in the float model is told with its line; what raises by itself is met while a model is compiled."""
+"""Parameters that do not train as in the float model are named with their line; a model's own errors come through as they are."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ import fxquant as fxq
 from fxquant.ops import BY_NAME, FUNCTIONS, OPERATORS
 from tests.shared import contract
 from tests.shared.contract import compiled
-from tests.shared.networks import members
-from tests.shared.written import written
+from tests.shared.networks import members, written
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 
@@ -50,7 +49,7 @@ def decayed(layer: nn.Linear) -> None:
 
 
 class Cached(nn.Module):
-    """Keeps in eval mode what it gathers from a parameter, as LeViT and EfficientFormer do."""
+    """Keeps in eval mode the elements that it gathers from a parameter, as LeViT and EfficientFormer do."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -233,9 +232,9 @@ def test_an_error_of_the_float_model_comes_through_as_it_is_with_a_note_where(fo
 @pytest.fixture
 def declared() -> Iterator[list[Callable[..., Tensor]]]:
     """Functions that are operators as long as a test runs."""
-    found: list[Callable[..., Tensor]] = []
-    yield found
-    for function in found:
+    functions: list[Callable[..., Tensor]] = []
+    yield functions
+    for function in functions:
         del BY_NAME[OPERATORS[function].name]
         for table in (OPERATORS, FUNCTIONS):
             del table[function]

@@ -1,4 +1,4 @@
-"""What training is like today: mixed precision, accumulated gradients, averaged models, compilation, and going on after a kill."""
+"""Training of today: mixed precision, accumulated gradients, averaged models, compilation, and going on after a kill."""
 
 import copy
 import functools
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from tests.prepared.test_training import Net, batches, config
 from tests.shared import contract
-from tests.shared.written import to_train, to_validate
+from tests.shared.networks import to_train, to_validate
 
 TARGETS = torch.arange(8) % 4
 SCALES = {"learned": "learned", "statistics": "statistics", "lsq+": "tqt", "pact": "learned"}  # of activations, and of weights
@@ -67,7 +67,7 @@ def test_autocast_changes_no_bit_of_integers_nor_of_their_training() -> None:
 
 @pytest.mark.parametrize("host", ["conv1", "head"])
 def test_float_layers_compute_in_bfloat16_beside_integers(host: str) -> None:
-    """In front of the integers, and after them: these have the bits that their inputs have without autocast, and train in float32."""
+    """Before the integers, and after them: the integers have the bits that their inputs have without autocast, and train in float32."""
     prepared = student(host=host)
     fxq.set_state(prepared, fxq.State.VALIDATE)
     wanted = contract.operator_outputs(prepared, batches()[0])
@@ -90,7 +90,7 @@ def test_float_layers_compute_in_bfloat16_beside_integers(host: str) -> None:
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("activations", ["learned", "lsq+", "pact"])
 def test_gradients_of_parts_of_a_batch_add_up_to_those_of_the_batch(activations: str) -> None:
-    """Those of scales, too: none of them depends on how many numbers there are."""
+    """Gradients of scales, too: none depends on the number of elements."""
     whole, parts = student(activations, batch_norm="frozen"), student(activations, batch_norm="frozen")
     batch = batches()[0]
     F.cross_entropy(whole(batch), TARGETS).backward()
@@ -107,7 +107,7 @@ def test_gradients_of_parts_of_a_batch_add_up_to_those_of_the_batch(activations:
 # ---- compilation ------------------------------------------------------------------------------------------------------------
 @pytest.mark.nightly
 def test_a_compiled_model_has_the_same_bits() -> None:
-    """What is beside the operators is compiled; here the layer on the host, in one graph after that of the input's check."""
+    """Only code beside the operators is compiled: the layer on the host, in one graph after that of the input's check."""
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:

@@ -11,7 +11,7 @@ from torch.func import functional_call, grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 import fxquant as fxq
-from tests.shared.written import to_train
+from tests.shared.networks import to_train
 
 LEARNED = fxq.QConfig(fxq.ActivationConfig(training="learned"), fxq.WeightConfig(training="learned"))
 SETTINGS: dict[str, tuple[str, str, Any]] = {
@@ -34,8 +34,8 @@ def prepared(setting: str) -> fx.GraphModule:
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.25), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.SiLU()
     )
     x = batches()[0]
-    made = fxq.calibrate(fxq.prepare(model, x, target, qconfig, options=fxq.Options(batch_norm=mode)), [x])
-    return to_train(made)
+    again = fxq.calibrate(fxq.prepare(model, x, target, qconfig, options=fxq.Options(batch_norm=mode)), [x])
+    return to_train(again)
 
 
 def plainly(model: Any, x: Tensor) -> Any:
@@ -66,8 +66,8 @@ def test_gradients_and_statistics_are_those_without_checkpointing(setting: str, 
     one = prepared(setting)
     other = copy.deepcopy(one)
     for _ in range(2):
-        expected, found = step(one, plainly), step(other, call)
-        assert all(torch.equal(expected[name], found[name]) for name in expected)  # type: ignore[arg-type]
+        expected, actual = step(one, plainly), step(other, call)
+        assert all(torch.equal(expected[name], actual[name]) for name in expected)  # type: ignore[arg-type]
         for model in (one, other):
             with torch.no_grad():
                 for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""What is random in train mode is in state TRAIN, and nowhere else; what cannot be is a warning with its line."""
+"""Random operators of train mode are random in state TRAIN alone; one that cannot be is a warning with its line."""
 
 import copy
 import random
@@ -16,7 +16,7 @@ from tests.shared.networks import members
 
 pytestmark = pytest.mark.nightly
 
-Form = Callable[["Net", Tensor], Any]
+Form = Callable[[nn.Module, Tensor], Any]
 X = torch.randn(32, 6, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -49,32 +49,27 @@ class DropTokens(nn.Module):
         return x[:, torch.randperm(x.shape[1])[:3]] if self.training else x
 
 
-class Net(nn.Module):
-    def __init__(self, form: Form, *parts: nn.Module) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.a, self.b, self.form, self.parts, self.p = nn.Linear(8, 8), nn.Linear(8, 8), form, nn.ModuleList(parts), 0.4
-
-    def forward(self, x: Tensor) -> Any:
-        return self.form(self, x)
+@members(lambda form, *parts: dict(a=nn.Linear(8, 8), b=nn.Linear(8, 8), form=form, parts=nn.ModuleList(parts), p=0.4), seed=1)
+def Net(self, x: Tensor) -> Any:
+    return self.form(self, x)
 
 
-def attention(net: Net, x: Tensor) -> Tensor:
+def attention(net: nn.Module, x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(net.a(x), net.b(x), x, dropout_p=net.p if net.training else 0.0)
 
 
-def inline(net: Net, x: Tensor) -> Tensor:
+def inline(net: nn.Module, x: Tensor) -> Tensor:
     y = net.a(x)
     if net.training:
         y = y * torch.rand_like(y)  # multiplied
     return net.b(y)
 
 
-def of_python(net: Net, x: Tensor) -> Tensor:
+def of_python(net: nn.Module, x: Tensor) -> Tensor:
     return net.a(x) * random.random() if net.training else net.a(x)
 
 
-RANDOM: dict[str, Net] = {
+RANDOM: dict[str, nn.Module] = {
     "dropout": Net(lambda net, x: net.b(net.parts[0](net.a(x))), nn.Dropout(0.5)),
     "dropout, a function": Net(lambda net, x: net.b(F.dropout(net.a(x), net.p, net.training))),
     "stochastic depth": Net(lambda net, x: x + net.parts[0](net.a(x)), StochasticDepth(0.5)),
@@ -92,7 +87,7 @@ RANDOM: dict[str, Net] = {
     "recurrent layer": Net(lambda net, x: net.parts[0](x)[0], nn.LSTM(8, 8, 2, dropout=0.5, batch_first=True)),
     "encoder layer": Net(lambda net, x: net.parts[0](x), nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True)),
 }
-LOST: dict[str, tuple[Net, str]] = {
+LOST: dict[str, tuple[nn.Module, str]] = {
     "tokens": (Net(lambda net, x: net.b(net.parts[0](net.a(x))).mean(1), DropTokens()), "torch.randperm"),
     "in a forward with layers": (Net(inline), "# multiplied"),
     "rrelu, a function": (Net(lambda net, x: net.b(F.rrelu(net.a(x), training=net.training))), "F.rrelu"),

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import fxquant as fxq
 from fxquant.quantization.learning import Remembered
-from tests.shared.written import to_train, to_validate, written
+from tests.shared.networks import to_train, to_validate, written
 
 X = torch.randn(4, 3, 10, 10, generator=torch.Generator().manual_seed(0))
 
@@ -231,8 +231,8 @@ def assert_one_meaning(model: fx.GraphModule, fresh: fx.GraphModule) -> None:
     integer = fxq.convert(model.eval())
     fxq.set_state(model, fxq.State.VALIDATE)
     with torch.no_grad():
-        found = model(BATCHES[0])
-        assert torch.equal(model(BATCHES[0]), found)
+        output = model(BATCHES[0])
+        assert torch.equal(model(BATCHES[0]), output)
     assert fxq.verify(model, integer, BATCHES[:2])
     assert fxq.verify(model, fxq.convert(model), BATCHES[:1])
     for held in (state, model.state_dict()):
@@ -241,7 +241,7 @@ def assert_one_meaning(model: fx.GraphModule, fresh: fx.GraphModule) -> None:
         to_validate(loaded)
         assert torch.equal(fxq.convert(loaded)(BATCHES[0]), integer(BATCHES[0]))
         with torch.no_grad():
-            assert torch.equal(loaded(BATCHES[0]), found)
+            assert torch.equal(loaded(BATCHES[0]), output)
 
 
 @torch.no_grad()

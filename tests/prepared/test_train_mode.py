@@ -14,8 +14,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from tests.shared.networks import members
-from tests.shared.written import to_train, written
+from tests.shared.networks import members, to_train, written
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -116,12 +115,12 @@ def test_statistics_move_where_those_of_the_float_model_do(net: fx.GraphModule, 
 
 @pytest.mark.parametrize("again", ["copied", "pickled", "saved"])
 def test_what_a_copy_and_a_file_hold_obeys_as_well(net: fx.GraphModule, again: str, tmp_path: Path) -> None:
-    made: dict[str, Callable[[], fx.GraphModule]] = {
+    copies: dict[str, Callable[[], fx.GraphModule]] = {
         "copied": lambda: copy.copy(copy.deepcopy(net)),
         "pickled": lambda: pickle.loads(pickle.dumps(net)),
         "saved": lambda: fxq.load(fxq.save(net, tmp_path / "net.fxq")),
     }
-    prepared = made[again]()
+    prepared = copies[again]()
     prepared.functional.eval()  # type: ignore[union-attr, operator]
     assert {name.split(".")[0] for name in moved(prepared, batch())} == {"backbone"}
     evaluate_norms(prepared)

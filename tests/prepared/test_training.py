@@ -20,7 +20,7 @@ from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import WeightScale
 from tests.shared import contract
 from tests.shared.contract import assert_contract
-from tests.shared.written import to_train, to_validate, written
+from tests.shared.networks import to_train, to_validate, written
 
 MODES = ("statistics", "learned", "frozen")
 
@@ -79,9 +79,9 @@ def train(prepared: fx.GraphModule, steps: int = 4, learning_rate: float = 0.02,
 
 def scales(prepared: fx.GraphModule) -> dict[str, Tensor]:
     """Every scale of the moment: of tensors, and of weights where they are learned."""
-    found = {name: module.scale.clone() for name, module in prepared.named_modules() if isinstance(module, Quantizer)}
-    found.update({name: module.current().clone() for name, module in prepared.named_modules() if isinstance(module, WeightScale)})
-    return found
+    result = {name: module.scale.clone() for name, module in prepared.named_modules() if isinstance(module, Quantizer)}
+    result.update({name: module.current().clone() for name, module in prepared.named_modules() if isinstance(module, WeightScale)})
+    return result
 
 
 def growths(prepared: fx.GraphModule) -> dict[str, nn.Parameter]:
@@ -90,9 +90,9 @@ def growths(prepared: fx.GraphModule) -> dict[str, nn.Parameter]:
 
 # ---- LSQ --------------------------------------------------------------------------------------------------------------------
 def slow_lsq(values: list[float], gradient: list[float], scale: float, dtype: IntType) -> tuple[list[float], float]:
-    """The gradients of the values and of their one scale, number by number, from the paper; `gradient` is that of the real numbers.
+    """The gradients of the values and of their one scale, number by number, from the paper; `gradient` is that of the dequantized values.
 
-    Without the paper's factor, which is no part of the derivative.
+    Without the paper's factor, which the derivative does not have.
     """
     of_values, of_scale = [], 0.0
     for value, incoming in zip(values, gradient, strict=True):
@@ -217,7 +217,7 @@ def test_a_tensor_that_was_all_zeros_gets_a_scale_when_it_comes_to_life() -> Non
     quantizer = prepared.quantized.x_quantize.output
     assert quantizer.scale == 2.0**-23
     to_train(prepared)(torch.full((8, 2, 6, 6), 3.0))
-    torch.testing.assert_close(float(quantizer.scale), 3 / 127.5)  # the zeros of calibration are no part of an average
+    torch.testing.assert_close(float(quantizer.scale), 3 / 127.5)  # an average does not include the zeros of calibration
     prepared(torch.full((8, 2, 6, 6), 6.0))
     torch.testing.assert_close(float(quantizer.scale), 6 / 127.5)  # what grows is covered at once
     prepared(torch.full((8, 2, 6, 6), 3.0))
@@ -265,11 +265,11 @@ def test_a_power_of_two_that_is_learned_moves_when_enough_steps_add_up() -> None
     quantizer.update_scale()
     assert quantizer.scale == 0.125  # 12 / 127.5 = 0.094, rounded up
     assert quantizer.scale_change is not None
-    found = []
+    steps = []
     for scale_change in (0.1, 0.3, 0.4, -0.4, -0.6):
         quantizer.scale_change.data.fill_(scale_change)
-        found.append(float(quantizer.scale))
-    assert found == [0.125, 0.125, 0.25, 0.125, 0.0625]
+        steps.append(float(quantizer.scale))
+    assert steps == [0.125, 0.125, 0.25, 0.125, 0.0625]
 
 
 # ---- freezing and fixing ------------------------------------------------------------------------------------------------------
@@ -375,10 +375,10 @@ def train_on(prepared: fx.GraphModule, value: torch.Tensor, steps: int = 3) -> N
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("stop", ["set", "freeze", "learned", "given"])
+@pytest.mark.parametrize("stop", ["set", "freeze", "learned", "inputs"])
 def test_scales_that_stand_still_do_so_through_a_checkpoint(stop: str) -> None:
-    given = fxq.QConfig(fxq.ActivationConfig(scale=0.03))
-    qconfig = {"learned": config("learned", "learned"), "given": given}.get(stop, ON_SCALES)
+    fixed = fxq.QConfig(fxq.ActivationConfig(scale=0.03))
+    qconfig = {"learned": config("learned", "learned"), "given": fixed}.get(stop, ON_SCALES)
     prepared = skips(qconfig=qconfig)
     train_on(prepared, images(2.0), 1)
     if stop == "set":
@@ -399,13 +399,13 @@ def test_scales_that_stand_still_do_so_through_a_checkpoint(stop: str) -> None:
 
 
 def test_a_given_scale_loads_where_scales_are_observed_and_an_observed_one_takes_no_given_ones_place() -> None:
-    given, observed = skips(qconfig=fxq.QConfig(fxq.ActivationConfig(scale=0.03))), skips()
-    scales = fxq.qparams(given)
-    missing, unexpected = given.load_state_dict(observed.state_dict(), strict=False)
+    fixed, observed = skips(qconfig=fxq.QConfig(fxq.ActivationConfig(scale=0.03))), skips()
+    scales = fxq.qparams(fixed)
+    missing, unexpected = fixed.load_state_dict(observed.state_dict(), strict=False)
     assert missing == []
     assert all(".observer." in name or ".range." in name or ".others." in name for name in unexpected)
-    assert fxq.qparams(given) == scales
-    observed.load_state_dict(given.state_dict())
+    assert fxq.qparams(fixed) == scales
+    observed.load_state_dict(fixed.state_dict())
     assert fxq.qparams(observed) == scales
     train_on(observed, images(5.0))
     assert fxq.qparams(observed) == scales
@@ -456,7 +456,7 @@ FAMILY = tuple(METHODS)
 
 # ---- gradients ----------------------------------------------------------------------------------------------------------
 def stepped(dtype: IntType, training: str, value: Tensor, incoming: Tensor) -> Quantizer:
-    """A quantizer that has had the gradient `incoming` of the real numbers that the integers of `value` stand for."""
+    """A quantizer that has had the gradient `incoming` of the dequantized `value`."""
     quantizer = Quantizer(dtype, fxq.observers.MinMaxObserver(), training=training)
     quantizer.observe(value / 4)  # so that much lies beyond the grid
     quantizer.update_scale()
@@ -493,22 +493,22 @@ def test_gradients_are_those_of_the_papers(dtype: IntType, training: str) -> Non
     assert value.grad is not None
     assert int((value.grad == 0).sum()) == beyond
     base = float(quantizer.base_scale)
-    found = {name: float(parameter.grad) for name, parameter in quantizer.trained.items()}
+    result = {name: float(parameter.grad) for name, parameter in quantizer.trained.items()}
     expected = {
         "scale_change": wanted["scale"] * scale,
         "offset_change": wanted["offset"] * 255 * base,
         "alpha": wanted["alpha"],
         "log2_change": wanted["scale"] * scale * math.log(2),
     }
-    assert set(found) == {"learned": {"scale_change"}, "pact": {"alpha"}, "tqt": {"log2_change"}}.get(
+    assert set(result) == {"learned": {"scale_change"}, "pact": {"alpha"}, "tqt": {"log2_change"}}.get(
         training, {"scale_change", "offset_change"} if dtype.affine else {"scale_change"}
     )
-    for name, gradient in found.items():
+    for name, gradient in result.items():
         assert gradient == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
 
 
 def test_what_saturates_has_a_gradient_whatever_its_scale_rounds_to() -> None:
-    """q · s / s is a little more than q for one scale in ten; an integer at the limit is no less inside of its grid for that."""
+    """q · s / s is a little more than q for one scale in ten; an integer at the limit is inside of its grid all the same."""
     model = nn.Sequential(nn.Linear(3, 3, bias=False))
     torch.nn.init.eye_(model[0].weight)
     prepared = fxq.prepare(model, torch.randn(4, 3), "nash-e", fxq.QConfig(fxq.ActivationConfig("int4")))
@@ -540,11 +540,11 @@ def test_a_threshold_that_is_learned_is_rounded_up_to_a_power_of_two() -> None:
     quantizer.observe(torch.tensor([-0.75, 0.75]))
     quantizer.update_scale()
     assert quantizer.scale == 0.125  # 0.75 / 7.5 = 0.1, rounded up
-    found = []
+    steps = []
     for change in (0.3, 0.4, 1.4, -0.6, -1.5):
         quantizer.log2_change.data.fill_(change)
-        found.append(float(quantizer.scale))
-    assert found == [0.125, 0.25, 0.5, 0.125, 0.0625]
+        steps.append(float(quantizer.scale))
+    assert steps == [0.125, 0.25, 0.5, 0.125, 0.0625]
     for change in (5000.0, -5000.0):
         quantizer.log2_change.data.fill_(change)
         assert quantizer.scale == 2.0 ** math.copysign(48, change)

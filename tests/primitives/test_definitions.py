@@ -36,12 +36,12 @@ for one in (case for seed in range(SEEDS) for case in cases(seed)):
 
 def some(name: str, count: int, seeds: int = SEEDS) -> list[Case]:
     """The cases of a primitive that the first seeds give, of more than `count` some at random."""
-    found = CASES[name][: len(CASES[name]) * seeds // SEEDS]
-    return found if len(found) <= count else random.Random(0).sample(found, count)
+    result = CASES[name][: len(CASES[name]) * seeds // SEEDS]
+    return result if len(result) <= count else random.Random(0).sample(result, count)
 
 
 def exact(value: Any) -> Any:
-    """An operand as an array of exact numbers; what is no number of a grid stays as it is."""
+    """An operand as an array of exact numbers; values without a grid stay as they are."""
     if isinstance(value, list) and value and isinstance(value[0], Tensor):
         return [exact(each) for each in value]
     if not isinstance(value, Tensor):
@@ -66,11 +66,11 @@ def taps(
     """The elements of every window, in a last dimension of their own."""
     padded = np.pad(x, [(0, 0), (0, 0), *zip(begin, end, strict=True)], constant_values=fill)
     counts = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(padded.shape[2:], kernel, stride, dilation, strict=True)]
-    found = []
+    windows = []
     for tap in itertools.product(*map(range, kernel)):
         axes = [slice(t * d, t * d + s * (count - 1) + 1, s) for t, d, s, count in zip(tap, dilation, stride, counts, strict=True)]
-        found.append(padded[ITEMS + tuple(axes)])
-    return np.stack(found, -1)
+        windows.append(padded[ITEMS + tuple(axes)])
+    return np.stack(windows, -1)
 
 
 def pool_indices(
@@ -83,29 +83,29 @@ def pool_indices(
 
 
 def unpool(x: Array, indices: Array, sizes: Sequence[int], outside: int) -> Array:
-    found = np.full((*x.shape[:2], math.prod(sizes)), outside, dtype=object)
-    np.put_along_axis(found, indices.reshape(*x.shape[:2], -1).astype(int), x.reshape(*x.shape[:2], -1), 2)
-    return found.reshape(*x.shape[:2], *sizes)
+    filled = np.full((*x.shape[:2], math.prod(sizes)), outside, dtype=object)
+    np.put_along_axis(filled, indices.reshape(*x.shape[:2], -1).astype(int), x.reshape(*x.shape[:2], -1), 2)
+    return filled.reshape(*x.shape[:2], *sizes)
 
 
 def places(index: Array, dim: int) -> tuple[Array, ...]:
     """Where the elements of an index point to."""
-    found: list[Array] = list(np.indices(index.shape))
-    found[dim] = index.astype(int)
-    return tuple(found)
+    indices: list[Array] = list(np.indices(index.shape))
+    indices[dim] = index.astype(int)
+    return tuple(indices)
 
 
 def put_along(x: Array, source: Array, dim: int, index: Array, number: bool = False) -> Array:
-    found = x.copy()
-    found[places(index, dim)] = source if number else source[tuple(map(slice, index.shape))]
-    return found
+    result = x.copy()
+    result[places(index, dim)] = source if number else source[tuple(map(slice, index.shape))]
+    return result
 
 
 def gathered(start: Array, source: Array, dim: int, index: Array, join: Any) -> Array:
-    found = start.copy()
+    result = start.copy()
     for place, at in zip(zip(*(axis.flatten() for axis in places(index, dim)), strict=True), np.ndindex(index.shape), strict=True):
-        found[place] = join(found[place], source[at])
-    return found
+        result[place] = join(result[place], source[at])
+    return result
 
 
 def crop(x: Array, dims: Any, starts: Any, stops: Any, steps: Any) -> Array:
@@ -119,23 +119,23 @@ def crop(x: Array, dims: Any, starts: Any, stops: Any, steps: Any) -> Array:
 def convolution(x: Array, weight: Array, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int, cut: Any = None) -> Array:
     windows = taps(x, weight.shape[2:], stride, padding[: len(stride)], padding[-len(stride) :], dilation, 0)
     parts = zip(np.split(windows, groups, 1), np.split(weight.reshape(*weight.shape[:2], -1), groups), strict=True)
-    found = [np.moveaxis(np.tensordot(window, factors, ((1, -1), (1, 2))), -1, 1) for window, factors in parts]
-    return plus(np.concatenate(found, 1), None if bias is None else bias.reshape(-1, *[1] * len(stride)))
+    result = [np.moveaxis(np.tensordot(window, factors, ((1, -1), (1, 2))), -1, 1) for window, factors in parts]
+    return plus(np.concatenate(result, 1), None if bias is None else bias.reshape(-1, *[1] * len(stride)))
 
 
 def transposed(x: Array, weight: Array, bias: Any, stride: Any, padding: Any, more: Any, dilation: Any, groups: int, *cut: Any) -> Array:
     """Add each element times the kernel at the kernel's positions; positions in the padding are dropped."""
     outputs, rank = weight.shape[1] * groups, len(stride)
     sizes = [(n - 1) * s + d * (k - 1) + 1 for n, s, d, k in zip(x.shape[2:], stride, dilation, weight.shape[2:], strict=True)]
-    found = np.full((len(x), outputs, *(n + m for n, m in zip(sizes, more, strict=True))), 0, dtype=object)
+    filled = np.full((len(x), outputs, *(n + m for n, m in zip(sizes, more, strict=True))), 0, dtype=object)
     for tap in itertools.product(*map(range, weight.shape[2:])):
         factors = weight[ITEMS + tap].reshape(groups, -1, weight.shape[1])
         parts = zip(np.split(x, groups, 1), factors, strict=True)
         sums = np.concatenate([np.moveaxis(np.tensordot(part, factor, (1, 0)), -1, 1) for part, factor in parts], 1)
         axes = [slice(t * d, t * d + (n - 1) * s + 1, s) for t, d, n, s in zip(tap, dilation, x.shape[2:], stride, strict=True)]
-        found[ITEMS + tuple(axes)] += sums
+        filled[ITEMS + tuple(axes)] += sums
     kept = [slice(p, n - p + m) for p, n, m in zip(padding, sizes, more, strict=True)]
-    return plus(found[ITEMS + tuple(kept)], None if bias is None else bias.reshape(-1, *[1] * rank))
+    return plus(filled[ITEMS + tuple(kept)], None if bias is None else bias.reshape(-1, *[1] * rank))
 
 
 def plus(total: Array, bias: Any) -> Array:
@@ -295,9 +295,9 @@ def storage(case: Case) -> torch.dtype:
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_a_primitive_is_its_definition(name: str) -> None:
     for case in some(name, 40):
-        found = case.primitive(*case.arguments)
-        assert found.dtype == storage(case), case
-        assert found.tolist() == np.asarray(DEFINITIONS[name](*map(exact, case.arguments)), dtype=object).tolist(), case
+        result = case.primitive(*case.arguments)
+        assert result.dtype == storage(case), case
+        assert result.tolist() == np.asarray(DEFINITIONS[name](*map(exact, case.arguments)), dtype=object).tolist(), case
 
 
 # ---- as floats, and as ONNX ---------------------------------------------------------------------------------------------
@@ -337,14 +337,14 @@ def test_integers_as_floats_give_the_same_numbers(name: str) -> None:
         arguments = map_tensors(case, (*TENSORS, "table") if name == "rows" else TENSORS, floats)
         first = arguments[0][0] if isinstance(arguments[0], list) else arguments[0]
         if quantized and first.dtype == torch.float64 and not name.startswith("requantize"):
-            continue  # int64 is no grid's: these are never floats
+            continue  # no grid has int64: such operands are never floats
         if name.startswith("add_residual"):
             arguments[1] = arguments[1].to(first.dtype)
-        found, wanted = case.primitive(*arguments), case.primitive(*case.arguments)
+        actual, wanted = case.primitive(*arguments), case.primitive(*case.arguments)
         bound = PRIMITIVES[case.primitive].signature.bind(*arguments).arguments
         wide = name.endswith("_wide") or bound.get("wide", False) or first.dtype == torch.float64
-        assert found.dtype == (torch.float64 if wide and not quantized else torch.float32), case
-        assert torch.equal(found.double(), (wanted.float() if name == "accumulator_output" else wanted).double()), case
+        assert actual.dtype == (torch.float64 if wide and not quantized else torch.float32), case
+        assert torch.equal(actual.double(), (wanted.float() if name == "accumulator_output" else wanted).double()), case
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -369,14 +369,14 @@ def test_its_onnx_form_gives_the_same_numbers_in_two_runtimes(name: str) -> None
         model = helper.make_model(graph, opset_imports=domains, ir_version=10, functions=list(emitter.functions.values()))
         onnx.checker.check_model(model)
         for _, level, threads in (RUNTIMES[0], RUNTIMES[-1]):
-            found = Runner(model, level, threads, None, {})(feeds)[result]
-            assert found.dtype == wanted.dtype or PRIMITIVES[case.primitive].kind == "accumulator"
-            assert torch.equal(found.double(), wanted.double()), case
+            output = Runner(model, level, threads, None, {})(feeds)[result]
+            assert output.dtype == wanted.dtype or PRIMITIVES[case.primitive].kind == "accumulator"
+            assert torch.equal(output.double(), wanted.double()), case
 
 
 # ---- ranges -------------------------------------------------------------------------------------------------------------
 def known(value: Any, constant: bool, below: int) -> Any:
-    """What a proof knows of an argument: a constant, or how far a tensor reaches."""
+    """Return a proof's knowledge of an argument: a constant, or how far a tensor reaches."""
     if isinstance(value, list):
         return [known(each, constant, below) for each in value]
     if not isinstance(value, Tensor):
@@ -392,12 +392,12 @@ def test_every_element_lies_within_the_range_that_proofs_rest_on(name: str) -> N
     for case, below in itertools.product(some(name, 10), (FLOAT32_EXACT, FLOAT64_EXACT)):
         pairs = zip(record.signature.parameters, case.arguments, strict=False)
         try:
-            found = record.bounds(**{part: known(value, part not in TENSORS, below) for part, value in pairs})
+            actual = record.bounds(**{part: known(value, part not in TENSORS, below) for part, value in pairs})
         except Unproved:
             continue  # the sum of these may be too large for the operator's width
         proved += 1
         result = case.primitive(*case.arguments).double()
-        low, high = (torch.as_tensor(end).double().expand(result.shape) for end in (found.low, found.high))
+        low, high = (torch.as_tensor(end).double().expand(result.shape) for end in (actual.low, actual.high))
         assert bool(((low <= result) & (result <= high)).all()), case
     assert proved
 

@@ -37,9 +37,9 @@ EVERY_INT8 = torch.arange(-128, 128).to(torch.int8)
 @EXACT
 @given(st.integers(1, 40), st.integers(1, 90), st.booleans(), st.sampled_from([8, 16]))
 def test_stepped_neighbours(old: int, new: int, align_corners: bool, bits: int) -> None:
-    found = _stepped_neighbours(old, new, None, align_corners, bits)
+    result = _stepped_neighbours(old, new, None, align_corners, bits)
     expected = [oracle.stepped_row(position, old, new, align_corners, bits) for position in range(new)]
-    for (first, second), ((place, weight), (following, other)) in zip(found, expected, strict=True):
+    for (first, second), ((place, weight), (following, other)) in zip(result, expected, strict=True):
         assert (first, second) == (place, other if following > place else 0)
         assert weight + other == 256
 
@@ -69,9 +69,9 @@ def lowering(arithmetic: Arithmetic, scale: Fraction, intermediate: Fraction | N
         return Quantizer(dtype, None, scale=float(value))
 
     inner = None if intermediate is None else quantizer(intermediate)
-    made = Recording("y", arithmetic, quantizer(scale), inner, WeightQuantizer(WEIGHT_INT8), Mode())
-    made.constants = {}
-    return made
+    built = Recording("y", arithmetic, quantizer(scale), inner, WeightQuantizer(WEIGHT_INT8), Mode())
+    built.constants = {}
+    return built
 
 
 def quantized(integers: Tensor, scale: Fraction) -> Quantized:
@@ -128,8 +128,8 @@ def test_a_residual_with_a_shift_is_added_at_every_ratio(multiplier: str, fused:
     if fused:
         step = oracle.float32(Fraction(1, 127))
         mantissa, n = oracle.measured_mantissa(oracle.float32(Fraction(multiplier) * step) / step, 31)
-        found = int(constants["residual_multiplier"]), int(constants["residual_right_shift"])
-        assert found == (mantissa << max(-n, 0), max(n, 0))
+        result = int(constants["residual_multiplier"]), int(constants["residual_right_shift"])
+        assert result == (mantissa << max(-n, 0), max(n, 0))
 
 
 def residual_constants(arithmetic: Arithmetic, multiplier: str) -> tuple[dict[str, Tensor], int]:
@@ -250,9 +250,9 @@ def test_quantize_gradient() -> None:
 )
 def test_align_gradient(primitive: Callable[..., Tensor], parameters: tuple[Tensor, ...], slope: float) -> None:
     operator = lowering(CHIP, Fraction(1))
-    value, found = gradient(lambda q: operator.call(primitive, q, *parameters), EVERY_INT8.float(), torch.ones(256))
+    value, gradient_of = gradient(lambda q: operator.call(primitive, q, *parameters), EVERY_INT8.float(), torch.ones(256))
     assert torch.equal(value, primitive(EVERY_INT8, *parameters).float())
-    assert torch.equal(found, torch.full((256,), slope))
+    assert torch.equal(gradient_of, torch.full((256,), slope))
 
 
 CONVOLUTION = [2], [1], [1], 2

@@ -77,13 +77,13 @@ def test_split() -> None:
     for dtype, parts in itertools.product((INT8, INT16), (1, 2, 3, 4, 8)):
         bits = -(-dtype.bits // parts)
         values = torch.arange(dtype.low, dtype.high + 1, dtype=torch.float32)
-        found = accumulate.split(values, parts, bits)
-        assert torch.equal(sum(part * 2 ** (i * bits) for i, part in enumerate(found)), values)
-        for low in found[:-1]:
+        result = accumulate.split(values, parts, bits)
+        assert torch.equal(sum(part * 2 ** (i * bits) for i, part in enumerate(result)), values)
+        for low in result[:-1]:
             assert (low.min(), low.max()) == (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-        assert found[-1].abs().max() <= 2 ** (bits - 1)
+        assert result[-1].abs().max() <= 2 ** (bits - 1)
         if parts == 2:
-            low, high = found
+            low, high = result
             assert list(zip(high.tolist(), low.tolist(), strict=True)) == [oracle.split(int(value), bits) for value in values]
 
 
@@ -190,9 +190,9 @@ def test_requantization_of_a_ratio(rows: list[tuple[Fraction, Fraction, int]], o
     expected = [oracle.requantize_fixed(acc, *oracle.fixed_parameters(m, bits, dtype.high), *tail) for acc, m in pairs]
     check(requantize_fixed, (fixed.shift, fixed.multiplier, fixed.right_shift), *tail, expected=expected)
     for layer, rounding in ((True, "floor"), (False, "half_up"), (False, "nearest_half_step")):
-        made, tail = MEASURED[dtype.name].constants(ratio, dtype, 32, layer), (16, rounding, dtype.low, dtype.high)
+        built, tail = MEASURED[dtype.name].constants(ratio, dtype, 32, layer), (16, rounding, dtype.low, dtype.high)
         expected = [oracle.requantize_fixed(acc, *oracle.measured_parameters(m, dtype.bits, 32, layer), *tail) for acc, m in pairs]
-        check(requantize_fixed, (made.shift, made.multiplier, made.right_shift), *tail, expected=expected)
+        check(requantize_fixed, (built.shift, built.multiplier, built.right_shift), *tail, expected=expected)
     expected = [oracle.requantize_real(acc, oracle.real_multiplier(m), dtype.low, dtype.high) for acc, m in pairs]
     check(requantize_real, (real_multiplier(ratio),), dtype.low, dtype.high, expected=expected)
 

@@ -1,4 +1,4 @@
-"""Dynamic quantization: the arithmetic against the oracle, the contract in every form, what is refused and what is told."""
+"""Dynamic quantization: the arithmetic against the oracle, the contract in every form, what is refused and what is reported."""
 
 from fractions import Fraction
 from pathlib import Path
@@ -21,8 +21,7 @@ from tests.shared.contract import (
     assert_validate_is_integer,
     same_bytes,
 )
-from tests.shared.networks import members
-from tests.shared.written import written
+from tests.shared.networks import members, written
 
 DYNAMIC = fxq.QConfig(dynamic=True)
 
@@ -71,11 +70,11 @@ def test_a_layer_is_the_oracle_s(name: str, channels: str) -> None:
     weight = torch.randint(-127, 128, (4, 5), generator=generator).to(torch.int8)
     scale = torch.rand((4,) if channels == "per channel" else (), generator=generator) * 1e-3 + 1e-4
     bias = torch.randn(4, generator=generator) if channels == "per channel" else None
-    found = primitives.dynamic_linear(operand, weight, scale, bias)
+    result = primitives.dynamic_linear(operand, weight, scale, bias)
     scales = [Fraction(value) for value in scale.expand(4).tolist()]
     added = None if bias is None else [Fraction(value) for value in bias.tolist()]
     wanted = oracle.dynamic_linear(operand.tolist(), weight.tolist(), scales, added)
-    assert [[Fraction(value) for value in row] for row in found.tolist()] == wanted
+    assert [[Fraction(value) for value in row] for row in result.tolist()] == wanted
 
 
 @pytest.mark.parametrize("terms", [517, 519, 3000])
@@ -83,9 +82,9 @@ def test_long_sums_are_exact(terms: int) -> None:
     operand, weight = torch.full((2, terms), 255.0), torch.full((1, terms), 127, dtype=torch.int8)
     operand[1] = torch.arange(terms) % 256
     assert oracle.half_even(Fraction(255 * terms * 127)) < 2**31
-    found = primitives.dynamic_linear(operand, weight, torch.tensor(1.0), None)
+    result = primitives.dynamic_linear(operand, weight, torch.tensor(1.0), None)
     whole = (operand.long() @ weight.t().long()).flatten().tolist()
-    assert [Fraction(value) for value in found.flatten().tolist()] == [oracle.float32(total) for total in whole]
+    assert [Fraction(value) for value in result.flatten().tolist()] == [oracle.float32(total) for total in whole]
 
 
 # ---- the contract ----------------------------------------------------------------------------------------------------------
@@ -138,8 +137,8 @@ MODELS: dict[str, tuple[Any, Tensor, int]] = {  # with how many dynamic layers
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize("name", MODELS)
 def test_every_form_in_pytorch_has_the_same_bits(name: str) -> None:
-    made, example, count = MODELS[name]
-    model = live(made())
+    config, example, count = MODELS[name]
+    model = live(config())
     prepared, integer = converted(model, example)
     assert sum(layer.dynamic for layer in fxq.inspect.layers(integer)) == count
     assert_validate_is_integer(prepared, integer, example)
@@ -147,8 +146,8 @@ def test_every_form_in_pytorch_has_the_same_bits(name: str) -> None:
     assert_train_is_validate(prepared, example)
     assert_gradients_reach_every_parameter(prepared, example)
     with torch.no_grad():
-        wanted, found = model(example), integer(example)
-    for one, other in zip(*((value if isinstance(value, tuple) else (value,)) for value in (found, wanted)), strict=True):
+        wanted, actual = model(example), integer(example)
+    for one, other in zip(*((value if isinstance(value, tuple) else (value,)) for value in (actual, wanted)), strict=True):
         assert 1 - float(torch.nn.functional.cosine_similarity(one.flatten(), other.flatten(), 0)) < 1e-3
 
 
@@ -198,9 +197,9 @@ def test_beside_layers_that_are_calibrated() -> None:
     layers = {"conv": nn.Conv1d(3, 6, 1), "dynamic": nn.Linear(6, 5), "static": nn.Linear(5, 4)}
     model = live(written(lambda m, x: m.static(torch.relu(m.dynamic(m.conv(x).mean(2)))), **layers))
     result = fxq.quantize(model, [drawn(8, 3, 4)], target="x86", qconfig=rules)
-    known = {layer.name: layer for layer in fxq.inspect.layers(result.integer)}
-    assert [known[name].dynamic for name in ("conv", "dynamic", "static")] == [False, True, False]
-    assert (known["dynamic"].integer, known["dynamic"].device, known["dynamic"].weight_bytes) == (False, "x86", 6 * 5 + 5 * 4)
+    by_layer = {layer.name: layer for layer in fxq.inspect.layers(result.integer)}
+    assert [by_layer[name].dynamic for name in ("conv", "dynamic", "static")] == [False, True, False]
+    assert (by_layer["dynamic"].integer, by_layer["dynamic"].device, by_layer["dynamic"].weight_bytes) == (False, "x86", 6 * 5 + 5 * 4)
     assert fxq.verify(result.prepared, result.integer, [drawn(4, 3, 4, seed=2)])
     assert "1 is dynamic" in fxq.explain(result.integer)
 
@@ -239,11 +238,11 @@ def test_a_march_has_none(target: str, where: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"output": fxq.ActivationConfig("int8")}, {"input": fxq.ActivationConfig()}, {"weight": fxq.WeightConfig("int16")}]
+    "options", [{"output": fxq.ActivationConfig("int8")}, {"input": fxq.ActivationConfig()}, {"weight": fxq.WeightConfig("int16")}]
 )
-def test_what_a_dynamic_qconfig_has_no_use_for(given: dict[str, Any]) -> None:
+def test_what_a_dynamic_qconfig_has_no_use_for(options: dict[str, Any]) -> None:
     with pytest.raises(fxq.errors.ConfigurationError, match="a dynamic QConfig"):
-        fxq.QConfig(**given, dynamic=True)
+        fxq.QConfig(**options, dynamic=True)
 
 
 def test_a_sum_that_is_too_long_stays_in_float() -> None:

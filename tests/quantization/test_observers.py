@@ -1,4 +1,4 @@
-"""Observers: what they cover, and that they stream."""
+"""Observers: ranges that cover their values, from batches that are not kept."""
 
 import functools
 import math
@@ -30,7 +30,7 @@ from fxquant.quantization.observers import (
 )
 from fxquant.quantization.observers.ranges import CLASSES, SETTINGS
 from fxquant.quantization.quantizer import Quantizer
-from tests.shared.written import to_train, written
+from tests.shared.networks import to_train, written
 
 HISTOGRAMS: list[Any] = [kind for kind in SETTINGS if issubclass(kind, HistogramObserver)]
 EVERY = (MinMaxObserver, MovingAverageMinMaxObserver, *HISTOGRAMS, functools.partial(ClipObserver, -4.0, 4.0))
@@ -156,8 +156,8 @@ def test_of_what_functions_read_the_range_has_the_smallest_error_after_them(read
     "observer", [PercentileObserver, KLObserver, MixObserver, ClipStdObserver, MinMaxObserver], ids=lambda o: o.__name__
 )
 def test_an_observer_that_weighs_no_errors_does_not_ask_what_reads_the_tensor(observer: type[Observer]) -> None:
-    made = observed(observer(), 2 * torch.randn(3000) - 2)
-    assert torch.equal(made.read_by((slope,)).scale(INT8), made.scale(INT8))
+    filled = observed(observer(), 2 * torch.randn(3000) - 2)
+    assert torch.equal(filled.read_by((slope,)).scale(INT8), filled.scale(INT8))
 
 
 @pytest.mark.parametrize("dtype", [INT8, UINT8], ids=str)
@@ -180,9 +180,9 @@ def reads_model(function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def sloped() -> nn.PReLU:
-    made = nn.PReLU(8)
-    made.weight.data.copy_(torch.linspace(-0.2, 0.2, 8))
-    return made
+    built = nn.PReLU(8)
+    built.weight.data.copy_(torch.linspace(-0.2, 0.2, 8))
+    return built
 
 
 @pytest.mark.parametrize("target", ["bayes-e", "x86"])
@@ -264,8 +264,8 @@ def test_a_percentile_leaves_out_its_share() -> None:
 @pytest.mark.parametrize("observer", EVERY)
 def test_an_observer_holds_as_much_after_many_batches_as_after_one(observer: type[Observer]) -> None:
     def size(batches: int) -> int:
-        made = observed(observer(), *(torch.randn(64) * (i + 1) for i in range(batches)))
-        return sum(tensor.numel() * tensor.element_size() for tensor in made.state_dict().values())
+        filled = observed(observer(), *(torch.randn(64) * (i + 1) for i in range(batches)))
+        return sum(tensor.numel() * tensor.element_size() for tensor in filled.state_dict().values())
 
     assert size(1) == size(64)
 
@@ -273,11 +273,11 @@ def test_an_observer_holds_as_much_after_many_batches_as_after_one(observer: typ
 @pytest.mark.parametrize("observer", EVERY)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_is_refused_and_changes_nothing(observer: type[Observer], bad: float) -> None:
-    made = observed(observer(), torch.randn(16))
-    before = {name: tensor.clone() for name, tensor in made.state_dict().items()}
+    filled = observed(observer(), torch.randn(16))
+    before = {name: tensor.clone() for name, tensor in filled.state_dict().items()}
     with pytest.raises(ValueError, match="the tensor holds"):
-        made.observe(torch.tensor([1.0, bad]))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in made.state_dict().items())
+        filled.observe(torch.tensor([1.0, bad]))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in filled.state_dict().items())
 
 
 @pytest.mark.parametrize("observer", EVERY)
@@ -295,8 +295,8 @@ def test_an_outlier_that_calibration_cut_off_does_not_take_the_scale_with_it(tar
     (name,) = (name for name in fxq.qparams(prepared) if "quantize" not in name)
 
     def scale() -> float:
-        found = fxq.qparams(prepared)[name]
-        return float(found[0] if isinstance(found, tuple) else found)
+        scales = fxq.qparams(prepared)[name]
+        return float(scales[0] if isinstance(scales, tuple) else scales)
 
     before = scale()
     to_train(prepared)
@@ -335,7 +335,7 @@ def test_a_sample_sees_every_index_of_every_dimension(shape: tuple[int, ...]) ->
 
 @pytest.mark.parametrize("size", [2 * SAMPLE, 2 * SAMPLE + 1, 8 * SAMPLE, 12 * SAMPLE, 16 * SAMPLE - 1, 10_007])
 def test_a_sample_sees_every_element_of_a_period(size: int) -> None:
-    """Where a fixed distance between samples divides the period, or is a multiple of it, one element of it would be seen alone."""
+    """Where a fixed distance between samples divides the period, or is a multiple of it, one element of the period would be seen alone."""
     position = torch.arange(size)
     for period in (2, 3, 4, 5, 7, 8, 12, 16, 31, 32, 64, 100, size // SAMPLE, size // SAMPLE + 1):
         for special in {0, 1, period - 1}:
@@ -351,12 +351,12 @@ def test_the_same_values_give_the_same_scale_in_every_layout(observer: type[Hist
     wide[..., ::2] = image
     before = torch.get_rng_state()
     forms = (image, image.contiguous(memory_format=torch.channels_last), wide[..., ::2], image.transpose(1, 2).contiguous().transpose(1, 2))
-    found = [observed(observer(sample=SAMPLE), form) for form in forms]
+    observers = [observed(observer(sample=SAMPLE), form) for form in forms]
     assert len({form.stride() for form in forms}) == len(forms)
-    assert all(torch.equal(other.counts, found[0].counts) and other.scale(INT8) == found[0].scale(INT8) for other in found)
+    assert all(torch.equal(other.counts, observers[0].counts) and other.scale(INT8) == observers[0].scale(INT8) for other in observers)
     assert torch.equal(torch.get_rng_state(), before)  # the random numbers of the user's are left alone
     torch.manual_seed(2)
-    assert torch.equal(observed(observer(sample=SAMPLE), image).counts, found[0].counts)  # and take no part
+    assert torch.equal(observed(observer(sample=SAMPLE), image).counts, observers[0].counts)  # and take no part
 
 
 # ---- the others -----------------------------------------------------------------------------------------------------------
@@ -396,9 +396,9 @@ def test_the_divergence_is_that_of_the_formula(dtype: IntType, bins: int) -> Non
         terms = [(p / total, q / whole) for p, q in zip(seen, shown, strict=True) if p > 0]
         return math.inf if any(q == 0 for _, q in terms) else sum(p * math.log(p / q) for p, q in terms)
 
-    found = round(float(observer.threshold(dtype)) / float(observer.reach) * bins)
+    result = round(float(observer.threshold(dtype)) / float(observer.reach) * bins)
     ends = range(levels, bins + 1, max(1, (bins - levels) // 64))
-    assert divergence(found) == pytest.approx(min(divergence(end) for end in ends))
+    assert divergence(result) == pytest.approx(min(divergence(end) for end in ends))
 
 
 def test_a_mix_is_the_most_alike_of_four() -> None:
@@ -420,12 +420,12 @@ def test_of_powers_of_two_the_one_is_chosen_that_loses_least(observer: type[Hist
     largest = float(values.abs().max())
     for factor in (1.05, 1.4, 1.9):
         scaled = values / largest * 127.5 * factor  # in steps of 1, the largest just beyond the range
-        made = observed(observer(), scaled)
-        chosen = round_up_to_power_of_two(made.scale_before_rounding(INT8))
+        filled = observed(observer(), scaled)
+        chosen = round_up_to_power_of_two(filled.scale_before_rounding(INT8))
 
-        def lost(scale: torch.Tensor, seen: torch.Tensor = scaled, made: HistogramObserver = made) -> float:
-            both = torch.cat((seen, seen * made.ahead))
-            return float(made.loss(((both / scale).round().clamp(-128, 127) * scale - both).abs()).mean())
+        def lost(scale: torch.Tensor, seen: torch.Tensor = scaled, filled: HistogramObserver = filled) -> float:
+            both = torch.cat((seen, seen * filled.ahead))
+            return float(filled.loss(((both / scale).round().clamp(-128, 127) * scale - both).abs()).mean())
 
         assert lost(chosen) <= 1.01 * min(lost(torch.tensor(2.0**k)) for k in (-2, -1, 0, 1))
 
@@ -479,10 +479,10 @@ def test_numbers_have_the_bits_of_scalar_tensors(observer: type[MinMaxObserver],
     batches = [torch.randn(64) * torch.randn(()).exp() + torch.randn(()) for _ in range(200)]
 
     def seen() -> dict[str, torch.Tensor]:
-        made = observer()
+        used = observer()
         for batch in batches:
-            made.observe(batch)
-        return made.state_dict()
+            used.observe(batch)
+        return used.state_dict()
 
     numbers = seen()
     monkeypatch.setattr(ranges, "in_numbers", lambda *_: False)

@@ -16,7 +16,7 @@ import fxquant as fxq
 from fxquant.ir.graph import annotation
 from fxquant.quantization.spec import Call
 from tests.shared.contract import assert_validate_is_integer
-from tests.shared.written import written
+from tests.shared.networks import written
 
 ACT = fxq.ActivationConfig
 WIDE, NARROW = fxq.QConfig(ACT("int16")), fxq.QConfig(ACT("int4"))
@@ -30,16 +30,16 @@ SETTERS: dict[str, tuple[Any, Any]] = {  # a key, and another one
 
 def full() -> fxq.QConfigMapping:
     """A mapping with a rule of every kind."""
-    made = fxq.QConfigMapping().set_global(NARROW)
+    mapping = fxq.QConfigMapping().set_global(NARROW)
     for name, (key, _) in SETTERS.items():
-        made = setter(made, name)(key, WIDE)
-    return made
+        mapping = setter(mapping, name)(key, WIDE)
+    return mapping
 
 
 def setter(mapping: fxq.QConfigMapping, name: str) -> Callable[[Any, Any], fxq.QConfigMapping]:
     """The setter of a kind of rule, as a function of its key and what is chosen."""
-    found = getattr(mapping, f"set_{name}")
-    return lambda key, chosen: found(*(key if isinstance(key, tuple) else (key,)), chosen)
+    result = getattr(mapping, f"set_{name}")
+    return lambda key, chosen: result(*(key if isinstance(key, tuple) else (key,)), chosen)
 
 
 # ---- mappings ---------------------------------------------------------------------------------------------------------------
@@ -72,11 +72,11 @@ def test_a_mapping_that_changes_after_the_call_changes_nothing_that_was_prepared
 
 def test_the_callers_dicts_are_copied() -> None:
     types, patterns, names = {nn.Linear: WIDE}, {"stem": WIDE}, {"head": WIDE}
-    made = fxq.QConfigMapping(NARROW, types, patterns, names)
-    before = copy.deepcopy(made)
+    mapping = fxq.QConfigMapping(NARROW, types, patterns, names)
+    before = copy.deepcopy(mapping)
     types[nn.Conv2d] = patterns["head"] = names["stem"] = NARROW
     names["head"] = NARROW
-    assert made == before
+    assert mapping == before
 
 
 def test_equal_mappings_are_those_that_say_the_same() -> None:
@@ -89,15 +89,15 @@ def test_equal_mappings_are_those_that_say_the_same() -> None:
     assert fxq.QConfigMapping(patterns=dict(one)) != fxq.QConfigMapping(patterns=dict(other))
 
 
-def pickled(made: Any) -> Any:
-    return pickle.loads(pickle.dumps(made))
+def pickled(built: Any) -> Any:
+    return pickle.loads(pickle.dumps(built))
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickled])
 def test_copies_are_equal(copied: Callable[[Any], Any]) -> None:
-    made = full().set_global(fxq.QConfig(ACT(observer=fxq.observers.PercentileObserver(99.0))))
-    assert copied(made) == made
-    assert copied(made).set_global(None) != made
+    built = full().set_global(fxq.QConfig(ACT(observer=fxq.observers.PercentileObserver(99.0))))
+    assert copied(built) == built
+    assert copied(built).set_global(None) != built
 
 
 # ---- observers in a config ------------------------------------------------------------------------------------------------------
@@ -270,8 +270,8 @@ def decisions(model: nn.Module, example: Tensor, **options: Any) -> dict[str, st
 
 def scales(model: nn.Module, example: Tensor, **options: Any) -> dict[str, float]:
     """The scales that a QConfig fixes, by node; the others are not known before calibration."""
-    found = fxq.qparams(fxq.prepare(model, example, "bayes-e", **options))
-    return {name: scale for name, scale in found.items() if scale == scale}
+    scale_of = fxq.qparams(fxq.prepare(model, example, "bayes-e", **options))
+    return {name: scale for name, scale in scale_of.items() if scale == scale}
 
 
 def test_the_nearest_counts() -> None:
@@ -306,17 +306,17 @@ def test_it_goes_before_every_rule() -> None:
         .set_module_name("blocks.0.conv", fixed(0.5))
         .set_module_name("sigmoid", fixed(0.5))
     )
-    found = scales(model, batch(), qconfig=mapping)
-    assert {found[name] for name in ("blocks_0_conv", "mul", "sigmoid")} == {0.25}
-    assert {found[name] for name in ("stem", "blocks_1_conv", "head")} == {0.5}
+    scale_of = scales(model, batch(), qconfig=mapping)
+    assert {scale_of[name] for name in ("blocks_0_conv", "mul", "sigmoid")} == {0.25}
+    assert {scale_of[name] for name in ("stem", "blocks_1_conv", "head")} == {0.5}
 
 
 def test_a_qconfig_brings_back_what_lies_below_a_none() -> None:
     model = network()
     model.qconfig = None
     model.blocks[1].qconfig = fxq.QConfig()
-    found = decisions(model, batch())
-    assert {name for name, dtype in found.items() if dtype is not None} == {"blocks_1_conv", "mul_1", "sigmoid_1"}
+    decisions_now = decisions(model, batch())
+    assert {name for name, dtype in decisions_now.items() if dtype is not None} == {"blocks_1_conv", "mul_1", "sigmoid_1"}
 
 
 def test_a_module_called_from_two_places_has_its_own_qconfig_or_that_of_the_caller() -> None:
@@ -325,9 +325,9 @@ def test_a_module_called_from_two_places_has_its_own_qconfig_or_that_of_the_call
     example = torch.randn(4, 4, 8, 8)
     assert scales(model, example) == pytest.approx({"first_conv_1": 0.25, "mul_1": 0.25, "sigmoid_1": 0.25})
     model.first.conv.qconfig = fixed(0.5)
-    found = scales(model, example)
-    assert found["first_conv"] == found["first_conv_1"] == 0.5
-    assert found["sigmoid_1"] == 0.25
+    scale_of = scales(model, example)
+    assert scale_of["first_conv"] == scale_of["first_conv_1"] == 0.5
+    assert scale_of["sigmoid_1"] == 0.25
 
 
 def test_the_model_is_not_changed_and_need_not_be_traced_at_once(tmp_path: Path) -> None:
@@ -353,8 +353,8 @@ def test_a_traced_model_takes_them_as_well() -> None:
     traced = fxq.trace(model, example)
     traced.blocks.qconfig = fixed(0.25)
     traced.blocks.get_submodule("1.conv").qconfig = None
-    found = decisions(traced, example)
-    assert {name for name, dtype in found.items() if dtype is None} == {"head", "blocks_1_conv"}
+    decisions_now = decisions(traced, example)
+    assert {name for name, dtype in decisions_now.items() if dtype is None} == {"head", "blocks_1_conv"}
     traced.qconfig = None
     assert decisions(traced, example)["stem"] is None
     assert decisions(traced, example)["sigmoid"] == "int8"
@@ -381,6 +381,6 @@ def test_a_model_that_torch_ao_has_prepared(caplog: pytest.LogCaptureFixture) ->
     model.qconfig = torch.ao.quantization.get_default_qconfig("x86")  # type: ignore[assignment]
     torch.ao.quantization.propagate_qconfig_(model)
     assert "qconfig" in model.stem.__dict__
-    found = decisions(model, batch())
-    assert None not in found.values()
+    decisions_now = decisions(model, batch())
+    assert None not in decisions_now.values()
     assert len(caplog.records) == 1

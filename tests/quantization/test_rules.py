@@ -1,4 +1,4 @@
-"""What a qconfig's rules come to where several operators of the model became one, and what is told of a rule that does nothing."""
+"""Rules of a qconfig where several operators of the model became one, and warnings of rules without effect."""
 
 import copy
 import functools
@@ -17,7 +17,7 @@ from fxquant.ir.graph import annotation, fused
 from fxquant.ir.integer import qparams
 from fxquant.ops.core.record import is_meant
 from tests.shared.contract import VNNI, assert_train_is_validate, assert_validate_is_integer, compiled
-from tests.shared.written import written
+from tests.shared.networks import members, written
 
 ACT, INT4 = fxq.ActivationConfig, fxq.QConfig(fxq.ActivationConfig("int4"), fxq.WeightConfig("int4"))
 WIDE = fxq.QConfig(fxq.ActivationConfig("int16"))
@@ -41,10 +41,10 @@ def batch() -> Tensor:
 
 def mapping(*rules: tuple[str, Any, Any]) -> fxq.QConfigMapping:
     """A mapping of rules, each the setter's name without set_, its key, and what it chooses."""
-    made = fxq.QConfigMapping()
+    built = fxq.QConfigMapping()
     for kind, key, chosen in rules:
-        made = getattr(made, f"set_{kind}")(key, chosen)
-    return made
+        built = getattr(built, f"set_{kind}")(key, chosen)
+    return built
 
 
 def annotated(qconfig: Any, model: nn.Module | None = None) -> fx.GraphModule:
@@ -61,7 +61,7 @@ def parts(gm: fx.GraphModule) -> dict[str, tuple[str | None, tuple[str, ...]]]:
 
 
 def fused_config(qconfig: Any, model: nn.Module | None = None) -> fxq.QConfig:
-    """What applies to the block, once it is one operator."""
+    """Return the config of the block, once it is one operator."""
     (node,) = (node for node in annotated(qconfig, model).graph.nodes if len(fused(node)) == 3)
     assert isinstance(annotation(node).config, fxq.QConfig)
     return annotation(node).config
@@ -96,9 +96,9 @@ def asked(how: str, part: str, chosen: Any) -> tuple[Any, nn.Module]:
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize(("how", "part"), KINDS)
 def test_a_rule_for_any_part_decides_the_output(how: str, part: str) -> None:
-    found = fused_config(*asked(how, part, INT4))
-    assert found.output.dtype == "int4"
-    assert found.weight.dtype == ("int4" if part == "conv" else "int8")
+    result = fused_config(*asked(how, part, INT4))
+    assert result.output.dtype == "int4"
+    assert result.weight.dtype == ("int4" if part == "conv" else "int8")
 
 
 @pytest.mark.sweep(6)
@@ -146,11 +146,11 @@ CONFLICTS: dict[str, tuple[list[tuple[str, Any, Any]], str, str]] = {  # rules, 
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize(("rules", "output", "weight"), CONFLICTS.values(), ids=CONFLICTS)
 def test_conflicts_in_one_fused_operator(rules: list[tuple[str, Any, Any]], output: str, weight: str) -> None:
-    made = mapping(*(rule for rule in rules if rule[0] != "global"))
+    built = mapping(*(rule for rule in rules if rule[0] != "global"))
     if rules[0][0] == "global":
-        made = made.set_global(None)
-    found = fused_config(made)
-    assert (found.output.dtype, found.weight.dtype) == (output, weight)
+        built = built.set_global(None)
+    result = fused_config(built)
+    assert (result.output.dtype, result.weight.dtype) == (output, weight)
 
 
 def test_attributes_give_way_like_other_rules() -> None:
@@ -165,29 +165,29 @@ def test_attributes_give_way_like_other_rules() -> None:
 
 
 def test_a_relu_that_is_asked_to_be_integer_after_a_float_layer_is_not_fused() -> None:
-    found = parts(annotated(mapping(rule("name", "conv", None), rule("name", "add", EIGHT))))
-    assert found["block_conv"] == (None, ("block_bn",))
-    assert found["add"] == ("int8", ("block_relu",))
+    result = parts(annotated(mapping(rule("name", "conv", None), rule("name", "add", EIGHT))))
+    assert result["block_conv"] == (None, ("block_bn",))
+    assert result["add"] == ("int8", ("block_relu",))
 
 
 def test_a_functional_relu_by_type_name_and_node() -> None:
     model = written(lambda m, x: F.relu(m.conv(x)).relu(), conv=nn.Conv2d(2, 4, 3))
 
-    for made in (mapping(("object_type", F.relu, WIDE)), mapping(("module_name", "relu", WIDE)), mapping(("object_type", "relu", WIDE))):
-        gm = fxq.prepare(model, batch(), "nash-e", made, until="activation.fuse")
+    for built in (mapping(("object_type", F.relu, WIDE)), mapping(("module_name", "relu", WIDE)), mapping(("object_type", "relu", WIDE))):
+        gm = fxq.prepare(model, batch(), "nash-e", built, until="activation.fuse")
         assert "relu" in fxq.text(gm)
-        config = {node.name: annotation(node) for node in annotated(made, model).graph.nodes}["conv"].config
+        config = {node.name: annotation(node) for node in annotated(built, model).graph.nodes}["conv"].config
         assert config.output.dtype == "int16"  # clamps in a chain are one, and so is what is asked of them
 
 
 def test_the_scale_of_a_relu_rule_is_the_layers() -> None:
-    made = mapping(rule("type", "relu", fxq.QConfig(ACT(scale=0.25))))
-    assert fxq.qparams(fxq.prepare(network(), batch(), qconfig=made))["block_conv"] == 0.25
+    built = mapping(rule("type", "relu", fxq.QConfig(ACT(scale=0.25))))
+    assert fxq.qparams(fxq.prepare(network(), batch(), qconfig=built))["block_conv"] == 0.25
 
 
 # ---- the mapping is only read -------------------------------------------------------------------------------------------------------
 def not_done(model: fx.GraphModule) -> list[str]:
-    """What explain says was asked for and is not done."""
+    """Return the rules without effect that explain names."""
     return [
         line for line in fxq.explain(model).splitlines() if "qconfig" in line and "operator" not in line and not line.startswith("%stem ")
     ]
@@ -263,14 +263,14 @@ def test_what_is_asked_for_and_not_done_is_told(name: str, caplog: pytest.LogCap
 def test_an_operator_that_moves_values_is_given_another_dtype_by_a_requantization(
     target: str, first: str, second: str, tmp_path: Path
 ) -> None:
-    """Where a rule says so, and where the input is configured apart from what is computed of it."""
+    """Where a rule says so, and where the input is configured apart from the values that are computed of the input."""
     model, data = nn.Sequential(nn.Conv2d(2, 4, 1), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64, 3)), torch.randn(4, 2, 8, 8)
     asked = fxq.QConfigMapping(fxq.QConfig(ACT(first))).set_object_type(nn.MaxPool2d, fxq.QConfig(ACT(second)))
     for each, config in ((model, asked), (model[1:3], fxq.QConfig(ACT(second), input=ACT(first)))):
         result = compiled(each, [data], target, qconfig=config)
         assert not_done(result.prepared) == []
         assert f" is {first}, and %" in fxq.explain(result.prepared)
-        assert {first, second} <= {known.dtype for node in result.integer.graph.nodes if (known := qparams(node)) is not None}
+        assert {first, second} <= {grid.dtype for node in result.integer.graph.nodes if (grid := qparams(node)) is not None}
         assert_validate_is_integer(result.prepared, result.integer, data)
         assert_train_is_validate(result.prepared, data)
         path = fxq.export_onnx(result.integer, tmp_path / "exact.onnx", style="exact", opset=21)
@@ -301,8 +301,8 @@ def test_what_was_told_is_kept_by_copies_files_and_the_integer_model(tmp_path: P
 
 
 def test_an_input_of_the_default_is_for_every_reader() -> None:
-    made = fxq.QConfigMapping(default=fxq.QConfig(input=ACT(scale=1 / 64))).set_module_name("right", WIDE)
-    scales = fxq.qparams(fxq.prepare(fork(), batch(), "nash-e", made))
+    mapping = fxq.QConfigMapping(default=fxq.QConfig(input=ACT(scale=1 / 64))).set_module_name("right", WIDE)
+    scales = fxq.qparams(fxq.prepare(fork(), batch(), "nash-e", mapping))
     assert {name: scale for name, scale in scales.items() if "quantize" in name} == {"x_quantize": 1 / 64}
 
 
@@ -322,13 +322,13 @@ def observers(model: nn.Module) -> list[fxq.observers.PercentileObserver]:
 @pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
 def test_every_tensor_has_an_observer_of_its_own(maker: Any) -> None:
     prepared = compiled(network(), [batch()], qconfig=fxq.QConfig(ACT(observer=maker))).prepared
-    made = maker if isinstance(maker, fxq.observers.Observer) else maker()
-    found = observers(prepared)
-    assert len(found) >= 4
-    assert len({id(observer) for observer in found}) == len(found)
-    assert not any(observer is maker for observer in found)
-    assert {(observer.percentile, observer.bins) for observer in found} == {(made.percentile, made.bins)}
-    assert len({float(observer.largest) for observer in found}) > 1
+    built = maker if isinstance(maker, fxq.observers.Observer) else maker()
+    result = observers(prepared)
+    assert len(result) >= 4
+    assert len({id(observer) for observer in result}) == len(result)
+    assert not any(observer is maker for observer in result)
+    assert {(observer.percentile, observer.bins) for observer in result} == {(built.percentile, built.bins)}
+    assert len({float(observer.largest) for observer in result}) > 1
 
 
 # ---- a rule for a function is about that function however the model calls it; a rule for a class is about that class -------
@@ -379,15 +379,10 @@ def test_other_functions_and_classes_are_not_meant() -> None:
     assert [(one, other) for one, other in OTHERS if is_meant(one, other)] == []
 
 
-class Followed(nn.Module):
+@members(lambda function: dict(layer=nn.Linear(8, 8), function=function))
+def Followed(self, x: Tensor) -> Tensor:
     """A layer, and a function after it."""
-
-    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.function = nn.Linear(8, 8), function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self.layer(x), x)
+    return self.function(self.layer(x), x)
 
 
 def added_in_place(y: Tensor, x: Tensor) -> Tensor:

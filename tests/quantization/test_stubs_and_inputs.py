@@ -9,20 +9,15 @@ from torch import Tensor, nn
 
 import fxquant as fxq
 from fxquant.compat.horizon import DeQuantStub, QuantStub
-from tests.shared.written import to_train
+from tests.shared.networks import members, to_train
 
 A, Q, M, W = fxq.ActivationConfig, fxq.QConfig, fxq.QConfigMapping, fxq.WeightConfig
 BATCHES = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
 
 
-class Stubbed(nn.Module):
-    def __init__(self, scale: float | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.quant, self.dequant, self.conv = QuantStub(scale=scale), DeQuantStub(), nn.Conv2d(3, 8, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.dequant(torch.relu(self.conv(self.quant(x))))
+@members(lambda scale=None: dict(quant=QuantStub(scale=scale), dequant=DeQuantStub(), conv=nn.Conv2d(3, 8, 3, padding=1)), seed=0)
+def Stubbed(self, x: Tensor) -> Tensor:
+    return self.dequant(torch.relu(self.conv(self.quant(x))))
 
 
 def prepared_of(model: nn.Module, qconfig: Any, target: str = "bayes-e") -> Any:
@@ -57,10 +52,10 @@ WIDE = Q(A("int16"))
 )
 def test_a_stub_is_an_operator_for_the_rules(scale: float | None, rule: Any, dtype: str, fixed: float | None) -> None:
     prepared = prepared_of(Stubbed(scale), rule)
-    found = input_of(prepared)
-    assert found[0] == ("int16" if rule == M().set_module_name("conv", WIDE) and scale is None else dtype)  # the first reader's
+    result = input_of(prepared)
+    assert result[0] == ("int16" if rule == M().set_module_name("conv", WIDE) and scale is None else dtype)  # the first reader's
     if fixed is not None or scale is not None:
-        assert found[1] == (scale if fixed is None else fixed)
+        assert result[1] == (scale if fixed is None else fixed)
     assert fxq.verify(prepared, fxq.convert(prepared), BATCHES)
 
 
@@ -75,27 +70,22 @@ def test_the_qconfig_on_a_stub_is_its_own() -> None:
     assert errors[0] < 0.7 * errors[1]  # the input's rounding is gone, that of the convolution's output is left
 
 
-class Chain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv, self.bn, self.other, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1), nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.bn(self.conv(x)))
-        x = self.other(x) + x
-        return self.head((x @ x).mean((2, 3)))
+@members(lambda: dict(conv=nn.Conv2d(3, 8, 3, padding=1), bn=nn.BatchNorm2d(8), other=nn.Conv2d(8, 8, 1), head=nn.Linear(8, 5)), seed=0)
+def Chain(self, x: Tensor) -> Tensor:
+    x = torch.relu(self.bn(self.conv(x)))
+    x = self.other(x) + x
+    return self.head((x @ x).mean((2, 3)))
 
 
 def test_operators_read_the_dtype_that_their_rule_asks_for(tmp_path: Path) -> None:
     narrow = Q(A("int16"), W("int8"), A("int8"))
     rules = M(WIDE).set_object_type(nn.Conv2d, narrow).set_object_type(torch.matmul, narrow)
     prepared = prepared_of(Chain(), rules, "nash-e")
-    found = {layer.name: layer.dtype for layer in fxq.inspect.layers(prepared)}
-    assert {name: dtype for name, dtype in found.items() if dtype == "int8"} == dict.fromkeys(
+    layers = {layer.name: layer.dtype for layer in fxq.inspect.layers(prepared)}
+    assert {name: dtype for name, dtype in layers.items() if dtype == "int8"} == dict.fromkeys(
         ("x_quantize", "conv_requantize", "other_requantize"), "int8"
     )
-    assert (found["conv"], found["other"], found["matmul"], found["head"]) == ("int16",) * 4
+    assert (layers["conv"], layers["other"], layers["matmul"], layers["head"]) == ("int16",) * 4
     integer = fxq.convert(prepared)
     assert fxq.verify(prepared, integer, BATCHES)
     assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), BATCHES[:1])

@@ -1,4 +1,4 @@
-"""What advice says, done: every rule that it prints changes what it names; and the verdict on the outputs, with its causes."""
+"""Advice, followed: every rule that it prints changes what it names; and the verdict on the outputs, with its causes."""
 
 import copy
 import json
@@ -21,7 +21,7 @@ from fxquant.reporting.verdict import GOOD, VISIBLE
 from tests.analysis.test_comparison import Digits, batches, broken, compiled, network, quantized, residuals
 from tests.analysis.test_comparison import batches as digits
 from tests.shared import contract
-from tests.shared.written import written
+from tests.shared.networks import members, written
 
 pytestmark = pytest.mark.usefixtures("default_outputs")  # these read scales, and are not about outputs
 
@@ -37,16 +37,11 @@ NAMES = {
 }
 
 
-class Spectrum(nn.Module):
+@members(lambda: dict(dropped=nn.Dropout(), lstm=nn.LSTM(10, 8, batch_first=True), head=nn.Linear(8, 4), side=nn.Linear(10, 4)))
+def Spectrum(self, mels: Tensor) -> Tensor:
     """A recurrent layer over the frames of a power spectrogram, whose mean is read beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropped, self.lstm, self.head, self.side = nn.Dropout(), nn.LSTM(10, 8, batch_first=True), nn.Linear(8, 4), nn.Linear(10, 4)
-
-    def forward(self, mels: Tensor) -> Tensor:
-        frames, _ = self.lstm(self.dropped(mels))
-        return self.head(frames[:, -1]) + self.side(mels.mean(1))
+    frames, _ = self.lstm(self.dropped(mels))
+    return self.head(frames[:, -1]) + self.side(mels.mean(1))
 
 
 def spectrograms() -> list[Tensor]:
@@ -70,13 +65,13 @@ def rules(advice: fxq.results.Advice) -> list[QConfigMapping]:
 
 def signature(prepared: Any) -> dict[str, tuple[Any, ...]]:
     """Of each operator its dtype, its observer, and the dtype of its weight."""
-    found: dict[str, tuple[Any, ...]] = {}
+    by_name: dict[str, tuple[Any, ...]] = {}
     for layer in fxq.inspect.layers(prepared):
         module = quantized_operators(prepared).get(layer.name)
         output = getattr(module, "output", None)
         weight = getattr(getattr(module, "weight_quantizer", None), "dtype", None)
-        found[layer.name] = (layer.integer, layer.dtype, type(getattr(output, "observer", None)).__name__, getattr(weight, "name", ""))
-    return found
+        by_name[layer.name] = (layer.integer, layer.dtype, type(getattr(output, "observer", None)).__name__, getattr(weight, "name", ""))
+    return by_name
 
 
 def applied(model: nn.Module, batch: Any, target: str, mapping: QConfigMapping, caplog: pytest.LogCaptureFixture) -> Any:
@@ -110,9 +105,9 @@ def rescaled(layer: str, factor: float) -> Callable[[str], tuple[nn.Module, list
 
 def compared(make: Callable[[], nn.Module], batches: Callable[[], list[Any]], **options: Any) -> Callable[[str], Any]:
     def found(target: str) -> tuple[nn.Module, list[Any], fxq.results.Comparison]:
-        model, given = make(), batches()
-        result = fxq.quantize(model, given, target, **options)
-        return model, given, result.compare(given)
+        model, inputs = make(), batches()
+        result = fxq.quantize(model, inputs, target, **options)
+        return model, inputs, result.compare(inputs)
 
     return found
 
@@ -170,9 +165,9 @@ NARROW = ("rounds_to_zero", "inside", "quiet_channels")  # printed for a target 
 @pytest.mark.parametrize(("rule", "target"), [*((rule, "nash-e") for rule in CASES), *((rule, "bernoulli2") for rule in NARROW)])
 def test_every_rule_that_advice_prints_changes_what_it_names(rule: str, target: str, caplog: pytest.LogCaptureFixture) -> None:
     make, layer, named = CASES[rule]
-    model, batches, found = make(target)
-    told = next((each for each in found.advice if each.rule == rule), None)
-    assert told is not None, str(found)
+    model, batches, result = make(target)
+    told = next((each for each in result.advice if each.rule == rule), None)
+    assert told is not None, str(result)
     assert told.layer == layer
     printed = rules(told)
     assert printed, told.cure
@@ -189,18 +184,14 @@ def test_every_rule_that_advice_prints_changes_what_it_names(rule: str, target: 
             assert (module.weight_quantizer.dtype if rule == "inside" else module.output.dtype).name == "int16"
 
 
-class Normed(nn.Module):
+@members(
+    lambda: dict(stem=nn.Conv2d(3, 8, 3), first=nn.BatchNorm2d(8), up=nn.Conv2d(8, 16, 3), second=nn.BatchNorm2d(16), head=nn.Linear(16, 5))
+)
+def Normed(self, x: Tensor) -> Tensor:
     """Two batch norms whose statistics are those of new ones, as in a model that was never trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.first, self.up, self.second = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16)
-        self.head = nn.Linear(16, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.second(self.up(self.first(self.stem(x)).relu())).relu()
-        result: Tensor = self.head(x.mean((2, 3)))
-        return result
+    x = self.second(self.up(self.first(self.stem(x)).relu())).relu()
+    result: Tensor = self.head(x.mean((2, 3)))
+    return result
 
 
 @pytest.mark.sweep(2)
@@ -221,16 +212,16 @@ def test_a_wrong_scale_comes_before_statistics_that_the_float_model_has_as_well(
     "returned", [lambda y: y, lambda y: y.flip(1), lambda y: y.permute(0, 2, 3, 1).flatten(1, 2), lambda y: (y, y.relu())]
 )
 def test_channels_of_an_output_that_are_lost_are_told_once(returned: Callable[[Tensor], Any]) -> None:
-    """The output as a whole is good: the channels that are lost are a thousandth of it."""
+    """The output as a whole is good: the lost channels are a thousandth of the output."""
     model = written(lambda m, x: returned(m.head(x)), head=nn.Conv2d(3, 12, 3)).eval()
     with torch.no_grad():
         for parameter in model.head.parameters():
             parameter[4:] *= 0.001
     batches = [torch.randn(4, 3, 8, 8) for _ in range(2)]
     for target in ("nash-e", "x86"):
-        found = fxq.quantize(model, batches, target).compare(batches)
-        assert found.outputs[0].sqnr > 30
-        (advice,) = found.advice
+        comparison = fxq.quantize(model, batches, target).compare(batches)
+        assert comparison.outputs[0].sqnr > 30
+        (advice,) = comparison.advice
         assert (advice.layer, advice.rule) == ("head", "quiet_channels")
         assert "8 of its 12 channels (4, 5, 6, 7, …)" in advice.cause
         assert "return them apart" in advice.cure
@@ -240,16 +231,16 @@ def test_channels_of_an_output_that_are_lost_are_told_once(returned: Callable[[T
 
 @pytest.mark.nightly
 def test_following_the_advice_about_an_input_helps(caplog: pytest.LogCaptureFixture) -> None:
-    model, batches, found = compared(spectrum, spectrograms)("bayes-e")
+    model, batches, result = compared(spectrum, spectrograms)("bayes-e")
     (line,) = [record.getMessage() for record in caplog.records if "become 0" in record.getMessage()]
     assert re.search(r"\d+ % of the values of input mels that are not 0 become 0 at its scale of ", line)
     assert "test_advice.py:" in line
     assert "QConfig(input=ActivationConfig('int16'))" in line
-    (mapping,) = rules(found.advice[0])
+    (mapping,) = rules(result.advice[0])
     caplog.clear()
     better = fxq.quantize(model, batches, "bayes-e", mapping).compare(batches)
     assert "become 0" not in caplog.text
-    assert better.outputs[0].sqnr > found.outputs[0].sqnr + found.advice[0].gain / 2 > found.outputs[0].sqnr + 2
+    assert better.outputs[0].sqnr > result.outputs[0].sqnr + result.advice[0].gain / 2 > result.outputs[0].sqnr + 2
 
 
 @pytest.mark.nightly
@@ -266,29 +257,29 @@ POOR = fxq.QConfig(fxq.ActivationConfig("int4"), fxq.WeightConfig("int4"))
 
 
 def test_the_verdict_comes_first_with_its_thresholds() -> None:
-    found = compiled().compare(batches())
-    assert found.verdict.grade == "good"
-    assert found.verdict.sqnr == min(output.sqnr for output in found.outputs) >= GOOD
-    first = str(found).splitlines()[0]
-    assert first == found.verdict.lines[0]
-    assert f"output 0 is {found.outputs[0].sqnr:.1f} dB (good from 30 dB on, visible from 15 dB on, poor below)" in first
+    comparison = compiled().compare(batches())
+    assert comparison.verdict.grade == "good"
+    assert comparison.verdict.sqnr == min(output.sqnr for output in comparison.outputs) >= GOOD
+    first = str(comparison).splitlines()[0]
+    assert first == comparison.verdict.lines[0]
+    assert f"output 0 is {comparison.outputs[0].sqnr:.1f} dB (good from 30 dB on, visible from 15 dB on, poor below)" in first
     equal = fxq.compare(compiled().prepared, compiled().integer, batches(), states=("validate", None)).verdict
     assert (equal.grade, equal.sqnr) == ("good", math.inf)
 
 
 @pytest.mark.nightly
 def test_noise_that_no_layer_explains_is_traced_to_activations_and_to_what_tune_tries() -> None:
-    found = quantized(network(), target="bayes-e", qconfig=POOR).compare(batches())
-    assert not found.advice
-    assert found.verdict.sqnr < GOOD
-    assert found.verdict.grade == ("poor" if found.verdict.sqnr < VISIBLE else "visible")
-    share = re.search(r"rounding activations makes about (\d+) % of it", str(found))
+    comparison = quantized(network(), target="bayes-e", qconfig=POOR).compare(batches())
+    assert not comparison.advice
+    assert comparison.verdict.sqnr < GOOD
+    assert comparison.verdict.grade == ("poor" if comparison.verdict.sqnr < VISIBLE else "visible")
+    share = re.search(r"rounding activations makes about (\d+) % of it", str(comparison))
     assert int(share[1]) > 60
-    assert found.verdict.tries == ("observers", "16 bits")
-    assert "fxq.tune(model, batches) tries observers, bias correction, rounding of weights, equalization" in str(found)
-    assert "none stands out" in str(found)
+    assert comparison.verdict.tries == ("observers", "16 bits")
+    assert "fxq.tune(model, batches) tries observers, bias correction, rounding of weights, equalization" in str(comparison)
+    assert "none stands out" in str(comparison)
     silent = quantized(network(), target="bayes-e", qconfig=POOR).compare(batches(), advice=False).verdict
-    assert (silent.grade, silent.causes) == (found.verdict.grade, ())
+    assert (silent.grade, silent.causes) == (comparison.verdict.grade, ())
 
 
 def test_a_correction_that_costs_is_named_with_what_is_without_it() -> None:
@@ -302,14 +293,14 @@ def test_a_correction_that_costs_is_named_with_what_is_without_it() -> None:
         added = BiasCorrection(count)
         added.value.copy_(size * (-1.0) ** torch.arange(count))
         operator.weight_quantizer.correct(added)
-    found = fxq.compare(result.float, result.prepared, batches())
-    assert found.verdict is not None
-    if found.advice:
-        pytest.fail(str(found))
-    (line,) = [line for line in found.verdict.causes if line.startswith("bias correction costs")]
+    comparison = fxq.compare(result.float, result.prepared, batches())
+    assert comparison.verdict is not None
+    if comparison.advice:
+        pytest.fail(str(comparison))
+    (line,) = [line for line in comparison.verdict.causes if line.startswith("bias correction costs")]
     without = re.search(r"without it the outputs are at ([\d.]+) dB", line)
     assert float(without[1]) == pytest.approx(before, abs=1.0)
-    assert "bias correction" in found.verdict.tries
+    assert "bias correction" in comparison.verdict.tries
     assert all(operator.weight_quantizer.correction is not None for operator in operators)  # it was put back
 
 
@@ -326,12 +317,12 @@ def recurrent() -> fxq.results.Result:
 
 @pytest.mark.nightly
 def test_inside_of_a_recurrent_layer_there_is_a_row_for_each_operator_of_the_cell(recurrent: fxq.results.Result) -> None:
-    found = recurrent.compare(batches())
-    inside = {name: row for name, row in found.items() if name.startswith("rnn_")}
+    comparison = recurrent.compare(batches())
+    inside = {name: row for name, row in comparison.items() if name.startswith("rnn_")}
     steps = [layer for layer in fxq.inspect.layers(recurrent.integer) if layer.name.startswith("rnn_")]
     assert sum(row.times for row in inside.values()) == len(steps) > 100
     assert len(inside) < 40
-    assert found.hidden == 0
+    assert comparison.hidden == 0
     linear = inside["rnn_linear"]
     want = next(iter(fxq.inspect.record(recurrent.prepared, batches(1), ["rnn_linear"], real=True, state="float")))["rnn_linear"].double()
     have = next(iter(fxq.inspect.record(recurrent.integer, batches(1), ["rnn_linear"], real=True)))["rnn_linear"].double()
@@ -340,7 +331,7 @@ def test_inside_of_a_recurrent_layer_there_is_a_row_for_each_operator_of_the_cel
     assert linear.times == 1
     assert max(row.times for row in inside.values()) == 8
     assert all(math.isfinite(row.sqnr) for row in inside.values())
-    assert "(at 8 steps)" in str(found)
+    assert "(at 8 steps)" in str(comparison)
     alone = fxq.compare(recurrent.float, recurrent.integer, batches(1))
     assert alone.hidden == len(steps) - sum(name.startswith("rnn_") for name in alone)
     assert "pass prepared=" in str(alone)

@@ -1,4 +1,4 @@
-"""Pages, pictures, differences and questions about one model: what they show is what the model has."""
+"""Pages, pictures, differences and questions about one model: they show the numbers of the model."""
 
 import json
 import math
@@ -45,31 +45,31 @@ def compiled() -> Compiled:
 
 def shown(page: str) -> Any:
     """The data of a page."""
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    return json.loads(found[1])
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    return json.loads(match[1])
 
 
 # ---- the page ----------------------------------------------------------------------------------------------------------
 def test_the_page_holds_what_is_known_of_the_model(compiled: Compiled, tmp_path: Path) -> None:
     result = compiled.result
     page = result.report(tmp_path / "folder" / "report.html", compiled.batches, title="a </script> title").read_text(encoding="utf-8")
-    data, found = shown(page), result.compare(compiled.batches)
+    data, comparison = shown(page), result.compare(compiled.batches)
     assert data["title"] == "a </script> title"
-    known = {layer.name: layer for layer in fxq.inspect.layers(result.integer)}
+    layers = {layer.name: layer for layer in fxq.inspect.layers(result.integer)}
     nodes = {node["name"]: node for node in data["nodes"]}
-    assert set(nodes) == {*known, "image", "output"}
-    for name, layer in found.items():
+    assert set(nodes) == {*layers, "image", "output"}
+    for name, layer in comparison.items():
         assert nodes[name]["sqnr"] == pytest.approx(layer.sqnr)
-        assert nodes[name]["device"] == known[name].device
+        assert nodes[name]["device"] == layers[name].device
         assert layer.grid is None or sum(data["details"][name]["counts"]) == layer.elements
     assert [row[0] for row in data["floats"]] == ["fft_fft", "abs_1"]
-    assert data["floats"][0][2] == known["fft_fft"].reason
+    assert data["floats"][0][2] == layers["fft_fft"].reason
     assert {form[0]: form[1] for form in data["forms"]}["integer against prepared"].startswith(f"{len(data['details']) + 1} of ")
     assert len(data["weights"]["conv"]) == 6
     assert ["add", "relu"] not in data["passes"]["fused"]
     assert data["advice"] == [
         {"layer": each.layer, "cause": each.cause, "cure": each.cure, "gain": None if each.gain == float("inf") else each.gain,
-         "source": each.source} for each in found.advice
+         "source": each.source} for each in comparison.advice
     ]  # fmt: skip
 
 
@@ -95,11 +95,11 @@ def test_every_stage_has_a_page_and_the_command_writes_one(compiled: Compiled, t
 
 # ---- pictures ----------------------------------------------------------------------------------------------------------
 def test_a_drawing_has_every_operator_and_every_value_once(compiled: Compiled) -> None:
-    found = drawing(compiled.result.prepared)
-    assert networkx.is_directed_acyclic_graph(found.graph)
-    assert all(found.places[one][1] > found.places[other][1] for one, other in found.graph.edges)
-    assert len(set(found.places.values())) == len(found.graph)
-    assert set(found.graph.successors("conv")) == {"norm", "add"}
+    result = drawing(compiled.result.prepared)
+    assert networkx.is_directed_acyclic_graph(result.graph)
+    assert all(result.places[one][1] > result.places[other][1] for one, other in result.graph.edges)
+    assert len(set(result.places.values())) == len(result.graph)
+    assert set(result.graph.successors("conv")) == {"norm", "add"}
 
 
 # ---- differences -------------------------------------------------------------------------------------------------------
@@ -108,17 +108,17 @@ def test_graphs_and_files_are_compared_as_text(compiled: Compiled, tmp_path: Pat
     file = fxq.save(integer, tmp_path / "model.fxq")
     assert fxq.inspect.diff(integer, file).equal
     assert str(fxq.inspect.diff(file, file)) == "equal: the same graph, scales and tensors"
-    found = fxq.inspect.diff(prepared, integer)
-    assert not found.equal
-    assert "stage: prepared | integer" in str(found)
-    assert "background:#dafbe1" in found._repr_html_()
+    difference = fxq.inspect.diff(prepared, integer)
+    assert not difference.equal
+    assert "stage: prepared | integer" in str(difference)
+    assert "background:#dafbe1" in difference._repr_html_()
 
 
 # ---- questions ---------------------------------------------------------------------------------------------------------
 def test_what_is_not_fused_says_why(compiled: Compiled, tmp_path: Path) -> None:
-    found = {row.layer: row for row in fxq.inspect.not_fused(compiled.result.prepared)}
-    assert found["norm"].because == "%conv has 2 users"
-    assert "has other users" in found["add"].because
+    result = {row.layer: row for row in fxq.inspect.not_fused(compiled.result.prepared)}
+    assert result["norm"].because == "%conv has 2 users"
+    assert "has other users" in result["add"].because
     loaded = fxq.load(fxq.save(compiled.result.prepared, tmp_path / "model.fxq"))
     assert fxq.inspect.not_fused(loaded) == fxq.inspect.not_fused(compiled.result.prepared)
     assert "not fused" in str(fxq.inspect.not_fused(loaded))
@@ -184,12 +184,12 @@ def test_tensorboard_is_given_every_figure(compiled: Compiled) -> None:
             assert sum(bucket_counts) == rest["num"]
             written.append(("histogram", tag))
 
-    found = compiled.result.compare(compiled.batches, advice=False)
-    found.write_tensorboard(Writer(), step=3)
+    comparison = compiled.result.compare(compiled.batches, advice=False)
+    comparison.write_tensorboard(Writer(), step=3)
     assert ("scalar", "sqnr/conv") in written
     assert ("histogram", "values/conv") in written
     assert ("text", "advice") in written
-    assert found._repr_html_().count("<pre") == 1
+    assert comparison._repr_html_().count("<pre") == 1
 
 
 # ---- Horizon's names ---------------------------------------------------------------------------------------------------

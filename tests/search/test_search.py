@@ -75,12 +75,12 @@ def prepared(model: nn.Module, batches: list[Tensor]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def found(prepared: Any, batches: list[Tensor]) -> fxq.results.Sensitivity:
+def sensitivity_of_model(prepared: Any, batches: list[Tensor]) -> fxq.results.Sensitivity:
     return fxq.search.sensitivity(prepared, batches)
 
 
-def noise(wanted: list[Tensor], given: list[Tensor]) -> float:
-    error = sum(float((a.detach().double() - b.detach().double()).square().sum()) for a, b in zip(wanted, given, strict=True))
+def noise(wanted: list[Tensor], actual: list[Tensor]) -> float:
+    error = sum(float((a.detach().double() - b.detach().double()).square().sum()) for a, b in zip(wanted, actual, strict=True))
     return error / sum(float(a.detach().double().square().sum()) for a in wanted)
 
 
@@ -93,12 +93,12 @@ def test_a_qconfig_beside_a_prepared_model_is_refused(prepared: Any, batches: li
 
 
 def test_the_noise_of_one_tensor_is_that_of_rounding_it_by_hand(
-    model: nn.Module, prepared: Any, batches: list[Tensor], found: fxq.results.Sensitivity
+    model: nn.Module, prepared: Any, batches: list[Tensor], sensitivity_of_model: fxq.results.Sensitivity
 ) -> None:
     wanted = [model(x) for x in batches]
     scale = fxq.qparams(prepared)["x_quantize"]
     rounded = [torch.round(x / scale).clamp(-128, 127) * scale for x in batches]
-    assert found["x_quantize"].noise["int8"] == pytest.approx(noise(wanted, [model(x) for x in rounded]), rel=1e-4)
+    assert sensitivity_of_model["x_quantize"].noise["int8"] == pytest.approx(noise(wanted, [model(x) for x in rounded]), rel=1e-4)
 
     def noise_of_four_bits(layer: str, gain: Tensor) -> float:
         """Of a layer whose weight is rounded as it is with the gain of a batch norm."""
@@ -111,26 +111,26 @@ def test_the_noise_of_one_tensor_is_that_of_rounding_it_by_hand(
         finally:
             weight.data.copy_(before)
 
-    assert found["head.weight"].noise["int4"] == pytest.approx(noise_of_four_bits("head", torch.ones(5)), rel=1e-4)
+    assert sensitivity_of_model["head.weight"].noise["int4"] == pytest.approx(noise_of_four_bits("head", torch.ones(5)), rel=1e-4)
     norm: Any = model.get_submodule("stem.1")
     gain = norm.weight.detach() * torch.rsqrt(norm.running_var + norm.eps)
-    assert found["stem_0.weight"].noise["int4"] == pytest.approx(noise_of_four_bits("stem.0", gain), rel=1e-3)
+    assert sensitivity_of_model["stem_0.weight"].noise["int4"] == pytest.approx(noise_of_four_bits("stem.0", gain), rel=1e-3)
 
 
-def test_more_bits_lose_less_and_the_estimate_is_of_that_size(found: fxq.results.Sensitivity) -> None:
-    for tensor in found.values():
+def test_more_bits_lose_less_and_the_estimate_is_of_that_size(sensitivity_of_model: fxq.results.Sensitivity) -> None:
+    for tensor in sensitivity_of_model.values():
         losses = [tensor.noise[dtype] for dtype in ("int4", "int8", "int16")]
         assert losses == sorted(losses, reverse=True), tensor
-    ratios = [tensor.estimate["int8"] / tensor.noise["int8"] for tensor in found.values()]
+    ratios = [tensor.estimate["int8"] / tensor.noise["int8"] for tensor in sensitivity_of_model.values()]
     assert sum(0.2 < ratio < 5 for ratio in ratios) >= 0.8 * len(ratios), ratios
-    assert {"x_quantize", "stem_0", "stem_0.weight", "cat", "mean", "head.weight"} <= set(found)
-    assert "head" not in found  # a sum of 32 bits is not rounded
-    assert found.ranked(8)[0].noise["int8"] == max(tensor.noise["int8"] for tensor in found.values())
-    assert found.ranked(8)[0].name in str(found).splitlines()[2]
+    assert {"x_quantize", "stem_0", "stem_0.weight", "cat", "mean", "head.weight"} <= set(sensitivity_of_model)
+    assert "head" not in sensitivity_of_model  # a sum of 32 bits is not rounded
+    assert sensitivity_of_model.ranked(8)[0].noise["int8"] == max(tensor.noise["int8"] for tensor in sensitivity_of_model.values())
+    assert sensitivity_of_model.ranked(8)[0].name in str(sensitivity_of_model).splitlines()[2]
 
 
 def test_a_sensitivity_leaves_the_model_and_the_generators_as_they_were_and_goes_on_after_a_kill(
-    prepared: Any, batches: list[Tensor], found: fxq.results.Sensitivity, tmp_path: Path
+    prepared: Any, batches: list[Tensor], sensitivity_of_model: fxq.results.Sensitivity, tmp_path: Path
 ) -> None:
     before, generator = copy.deepcopy(prepared.state_dict()), torch.get_rng_state()
     calls = 0
@@ -147,7 +147,7 @@ def test_a_sensitivity_leaves_the_model_and_the_generators_as_they_were_and_goes
         fxq.search.sensitivity(prepared, batches, **arguments)
     resumed = fxq.search.sensitivity(prepared, batches, **arguments)
     assert calls == 1 + len(resumed) + 1  # the float model, each tensor, and the one that was killed
-    assert {name: tensor.noise["int8"] for name, tensor in resumed.items()} == {n: t.noise["int8"] for n, t in found.items()}
+    assert {name: tensor.noise["int8"] for name, tensor in resumed.items()} == {n: t.noise["int8"] for n, t in sensitivity_of_model.items()}
     assert same_state(prepared, before)
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(parameter.grad is None for parameter in prepared.parameters())
@@ -221,8 +221,8 @@ def test_a_layer_that_is_called_twice_has_a_rule_for_each_call(batches: list[Ten
     prepared = fxq.calibrate(fxq.prepare(model, batches[0], "nash-e"), batches)
     choices = Choices(prepared)
     mapping = choices.mapping(fxq.QConfigMapping(), {"conv": "int16", "conv.weight": "int4"})
-    made = fxq.prepare(model, batches[0], "nash-e", mapping, observations=fxq.observers.observations(prepared))
-    assert Choices(made).dtypes() == {**choices.dtypes(), "conv": "int16", "conv.weight": "int4"}
+    again = fxq.prepare(model, batches[0], "nash-e", mapping, observations=fxq.observers.observations(prepared))
+    assert Choices(again).dtypes() == {**choices.dtypes(), "conv": "int16", "conv.weight": "int4"}
 
 
 @pytest.mark.sweep(1)
@@ -234,8 +234,8 @@ def test_a_mapping_gives_every_tensor_the_dtype_that_was_chosen(
     choices, draw = Choices(prepared), random.Random(5)
     wanted = {name: draw.choice(choice.dtypes) for name, choice in choices.items()}
     mapping = choices.mapping(fxq.QConfigMapping(), wanted)
-    made = fxq.prepare(model, batches[0], target, mapping, observations=fxq.observers.observations(prepared))
-    assert Choices(made).dtypes() == wanted
+    again = fxq.prepare(model, batches[0], target, mapping, observations=fxq.observers.observations(prepared))
+    assert Choices(again).dtypes() == wanted
     assert fxq.load_qconfig(fxq.save_qconfig(mapping, tmp_path / "mapping.json")) == mapping
 
 
@@ -314,7 +314,7 @@ def test_mixed_precision_keeps_the_budget_the_contract_and_beats_uniform_dtypes(
     again = fxq.prepare(model, batches[0], "bayes-e", result.qconfig, observations=fxq.observers.observations(result.prepared))
     integer = fxq.convert(result.prepared)
     assert fxq.qparams(again) == fxq.qparams(result.prepared)
-    again.load_state_dict(result.prepared.state_dict())  # how weights of four bits are rounded is no part of observations
+    again.load_state_dict(result.prepared.state_dict())  # observations do not hold the rounding of weights
     assert fxq.verify(again, integer, batches)
     assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "mixed.onnx"), batches[:1])
     assert "chosen" in str(result)
@@ -350,12 +350,12 @@ def test_tune_keeps_what_gains_and_goes_on_after_a_kill(
 
     judge, judged = measure.outputs_of, 0
 
-    def killing(*given: Any) -> Any:
+    def killing(*values: Any) -> Any:
         nonlocal judged
         judged += 1
         if judged == len(whole.steps):
             raise KeyboardInterrupt
-        return judge(*given)
+        return judge(*values)
 
     monkeypatch.setattr(tuner, "outputs_of", killing)
     with pytest.raises(KeyboardInterrupt):
@@ -403,11 +403,11 @@ def test_tune_tries_what_calibration_corrects_off_and_on(model: nn.Module) -> No
         if recipe.methods:
             continue
         options = fxq.Options(**recipe.corrections)
-        made = work.with_mapping(recipe.mapping, options)
+        trial = work.with_mapping(recipe.mapping, options)
         prepared = fxq.prepare(model, batches[0], "nash-e", recipe.mapping)
         wanted = fxq.calibrate(prepared, batches, options=options, show_progress=False)
-        assert fxq.verify(made, fxq.convert(wanted), batches[:1]), told
-        assert told.endswith("all weights") or not fxq.verify(made, fxq.convert(work.prepared), batches[:1]), told
+        assert fxq.verify(trial, fxq.convert(wanted), batches[:1]), told
+        assert told.endswith("all weights") or not fxq.verify(trial, fxq.convert(work.prepared), batches[:1]), told
 
 
 class Averaged(nn.Module):

@@ -1,4 +1,4 @@
-"""What `save` puts in place was loaded and compared, and what `convert` returns is proved: by one function, for every file."""
+"""Files of `save` were loaded and compared, and results of `convert` are proved: by one function, for every file."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -196,7 +196,7 @@ CASTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "stack": lambda s, x: (torch.stack([s.first(x), s.second(x)], 1) * 4).short().float() / 4,
     "cat, reshaped": lambda s, x: (torch.cat([s.first(x), s.second(x)], 1).flatten(1) * 4).long().float() / 4,
     "cat alone": lambda s, x: torch.cat([s.first(x), s.second(x)], 1).int().float() * 0.5,
-    "cat of whole numbers": lambda s, x: torch.cat([s.first(x).round(), s.second(x).floor()], 1).int().float() * 0.5,
+    "cat of int32": lambda s, x: torch.cat([s.first(x).round(), s.second(x).floor()], 1).int().float() * 0.5,
     "index": lambda s, x: torch.arange(50.0)[(torch.cat([s.first(x), s.second(x)], 1) * 4).clamp(0, 30).long()],
     "integers of the host": lambda s, x: torch.bucketize(s.first(x), torch.arange(-2.0, 2.0), out_int32=True).float() * 0.5,
     "moved integers of the host": lambda s, x: torch.bucketize(s.first(x), torch.arange(3.0), out_int32=True).flatten(1) + 1,
@@ -227,7 +227,7 @@ def test_a_sum_of_integers_times_a_fraction_is_truncated_and_not_rounded(alpha: 
 def test_an_operator_that_nobody_knows_is_told_without_its_cost(tmp_path: Path) -> None:
     """As a function of the user's that another process has declared, or a damaged name."""
     loaded = fxq.load(fxq.save(compiled()[0].integer, tmp_path / "integer.fxq"))
-    head = next(node for node in loaded.graph.nodes if (found := operation(node)) is not None and found.name == "linear")
+    head = next(node for node in loaded.graph.nodes if (result := operation(node)) is not None and result.name == "linear")
     set_operation(head, replace(operation(head), name="undeclared"))
     layer = next(layer for layer in fxq.inspect.layers(loaded) if layer.name == head.name)
     assert (layer.operator, layer.macs) == ("undeclared", 0)
@@ -236,8 +236,8 @@ def test_an_operator_that_nobody_knows_is_told_without_its_cost(tmp_path: Path) 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(("kind", "mutations"), [("qconfig", 120), ("onnx", 16), ("manifest", 120), ("data-npy", 200)])
 def test_damage_is_an_error_and_nothing_else(kind: str, mutations: int, tmp_path: Path) -> None:
-    found = check(kind, range(mutations), tmp_path, limit_memory=False)
-    assert not [outcome for outcome in found if outcome.result not in ("refused", "read")]
-    results = Counter(outcome.result for outcome in found)
+    findings = check(kind, range(mutations), tmp_path, limit_memory=False)
+    assert not [outcome for outcome in findings if outcome.result not in ("refused", "read")]
+    results = Counter(outcome.result for outcome in findings)
     assert results["refused"] > mutations / 4  # the damage is seen
     assert results["read"] > 0  # and is not all there is

@@ -28,7 +28,7 @@ class Draw:
         self.generator = torch.Generator().manual_seed(seed)
 
     def whole(self, *shape: int, dtype: torch.dtype = I8, low: int | None = None, high: int | None = None) -> Tensor:
-        """Whole numbers, of the dtype's range unless told, its ends among them."""
+        """Return random integers, by default of the dtype's range, its ends among them."""
         low, high = RANGES[dtype][0] if low is None else low, RANGES[dtype][1] if high is None else high
         drawn = torch.randint(low, high + 1, shape, generator=self.generator)
         ends = torch.rand(shape, generator=self.generator)
@@ -48,11 +48,11 @@ class Draw:
 def cases(seed: int) -> list[Case]:
     """Each primitive at least once."""
     draw = Draw(seed)
-    found: list[Case] = []
+    drawn: list[Case] = []
     for family in (_boundary, _dynamic, _requantizations, _sums, _elementwise, _windows, _dimensions, _places, _sampling, _whole):
         for name, *arguments in family(draw):
-            found.append(Case(getattr(primitives, name), tuple(arguments)))
-    return found
+            drawn.append(Case(getattr(primitives, name), tuple(arguments)))
+    return drawn
 
 
 Calls = Iterator[tuple[Any, ...]]
@@ -98,8 +98,8 @@ def _requantizations(draw: Draw) -> Calls:
 
 def _fixed(scale: Tensor, out: torch.dtype, wide: bool) -> tuple[Tensor, Tensor, Tensor]:
     grid = ACTIVATION_TYPES[str(out).removeprefix("torch.")]
-    made = fixed_requantization(Ratio((scale,)), WIDTHS[grid.name], grid, 48 if wide else 32)
-    return made.shift, made.multiplier, made.right_shift
+    built = fixed_requantization(Ratio((scale,)), WIDTHS[grid.name], grid, 48 if wide else 32)
+    return built.shift, built.multiplier, built.right_shift
 
 
 def _sums(draw: Draw) -> Calls:
@@ -151,10 +151,10 @@ def _sums(draw: Draw) -> Calls:
 
 def _weights(draw: Draw, out: int, size: int, bits: int) -> Tensor:
     """Rows of two neighbours' weights."""
-    found, first = torch.zeros(out, size, dtype=I32), draw.whole(out, low=0, high=size - 2).long()
+    filled, first = torch.zeros(out, size, dtype=I32), draw.whole(out, low=0, high=size - 2).long()
     weight = draw.whole(out, dtype=I32, low=0, high=2**bits)
-    found[torch.arange(out), first], found[torch.arange(out), first + 1] = weight, 2**bits - weight
-    return found
+    filled[torch.arange(out), first], filled[torch.arange(out), first + 1] = weight, 2**bits - weight
+    return filled
 
 
 def _elementwise(draw: Draw) -> Calls:

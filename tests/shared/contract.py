@@ -35,23 +35,23 @@ class Compiled(NamedTuple):
 
 
 def compiled(model: nn.Module, batches: Sequence[Any], target: str = "bayes-e", qconfig: Any = None, **options: Any) -> Compiled:
-    """The model prepared on the first batch, calibrated on all of them, and converted."""
+    """The model prepared on the first batch, calibrated on all batches, and converted."""
     prepared = fxq.prepare(model, batches[0], target, qconfig, options=fxq.Options(**options))
     fxq.calibrate(prepared, batches)
     return Compiled(prepared, fxq.convert(prepared))
 
 
 def calibrated(model: nn.Module, batches: Sequence[Any], target: str = "bayes-e", qconfig: Any = None, **options: Any) -> fx.GraphModule:
-    """The model prepared on the first batch and calibrated on all of them, with options of the calibration."""
+    """The model prepared on the first batch and calibrated on all batches, with options of the calibration."""
     return fxq.calibrate(fxq.prepare(model, batches[0], target, qconfig), batches, options=fxq.Options(**options))
 
 
 # ---- values ---------------------------------------------------------------------------------------------------------
 def operator_outputs(prepared: fx.GraphModule, *inputs: Tensor) -> dict[str, Tensor]:
-    """The real tensor that every quantized operator puts out."""
-    found: dict[str, Tensor] = {}
+    """Return the dequantized output of every quantized operator."""
+    by_name: dict[str, Tensor] = {}
     hooks = [
-        operator.register_forward_hook(lambda module, _, result: found.update({module.name: result.detach().clone()}))
+        operator.register_forward_hook(lambda module, _, result: by_name.update({module.name: result.detach().clone()}))
         for operator in quantized_operators(prepared).values()
     ]
     try:
@@ -59,23 +59,23 @@ def operator_outputs(prepared: fx.GraphModule, *inputs: Tensor) -> dict[str, Ten
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return by_name
 
 
 def graph_values(integer: fx.GraphModule, *inputs: Tensor) -> dict[str, Tensor]:
     """The value of every node of an integer graph that is a tensor."""
-    found: dict[str, Tensor] = {}
+    by_name: dict[str, Tensor] = {}
 
     class Recorder(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
             result = super().run_node(n)
             if isinstance(result, Tensor):
-                found[n.name] = result
+                by_name[n.name] = result
             return result
 
     with torch.no_grad():
         Recorder(integer).run(*inputs)
-    return found
+    return by_name
 
 
 def primitive_kind(node: fx.Node) -> str | None:
@@ -98,9 +98,9 @@ def crossings(integer: fx.GraphModule) -> set[str]:
 
 def flat(result: Any) -> list[Tensor]:
     """All tensors of a nested result."""
-    found: list[Tensor] = []
-    fx.node.map_aggregate(result, lambda value: found.append(value) if isinstance(value, Tensor) else None)
-    return found
+    tensors: list[Tensor] = []
+    fx.node.map_aggregate(result, lambda value: tensors.append(value) if isinstance(value, Tensor) else None)
+    return tensors
 
 
 def same_bytes(one: Tensor, other: Tensor) -> bool:
@@ -132,9 +132,9 @@ def assert_validate_is_integer(prepared: fx.GraphModule, integer: fx.GraphModule
     nodes = {node.name: node for node in integer.graph.nodes}
     compared = [name for name in real if name in nodes and qparams(nodes[name]) is not None]
     for name in compared:
-        known = qparams(nodes[name])
-        scale = torch.tensor(known.scale).reshape(-1, *[1] * (-known.axis - 1)) if known.axis is not None else torch.tensor(known.scale)
-        assert same_bytes(real[name], (integers[name].float() - known.zero_point) * scale), name
+        grid = qparams(nodes[name])
+        scale = torch.tensor(grid.scale).reshape(-1, *[1] * (-grid.axis - 1)) if grid.axis is not None else torch.tensor(grid.scale)
+        assert same_bytes(real[name], (integers[name].float() - grid.zero_point) * scale), name
     plain = [name for name in real if name in nodes and primitive_kind(nodes[name]) in ("plain", "dynamic")]
     for name in plain:
         assert same_bytes(real[name], integers[name]), name
@@ -153,8 +153,8 @@ def assert_integer_is_onnx(integer: fx.GraphModule, path: Path, batches: Sequenc
     assert quantized_names(integer) - crossings(integer) <= report.names
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     for inputs in batches:
-        found = session.run(None, {entry.name: value.numpy() for entry, value in zip(session.get_inputs(), inputs, strict=True)})
-        assert all_equal([torch.from_numpy(value) for value in found], integer(*inputs))
+        output = session.run(None, {entry.name: value.numpy() for entry, value in zip(session.get_inputs(), inputs, strict=True)})
+        assert all_equal([torch.from_numpy(value) for value in output], integer(*inputs))
 
 
 def assert_contract(

@@ -39,8 +39,8 @@ class Called(nn.Module):
         super().__init__()
         self.function, self.layer = function, layer
 
-    def forward(self, *given: Tensor) -> Any:
-        return self.function(self, *given)
+    def forward(self, *arguments: Tensor) -> Any:
+        return self.function(self, *arguments)
 
 
 def forms_of(record: Operator) -> list[Any]:
@@ -77,16 +77,16 @@ def forms_written(call: Call) -> set[Any]:
     """The call forms of a call: functions, classes of modules, and names of methods, as they stand in a text."""
     if not call.sample.text:
         return {call.form}
-    found: set[Any] = set()
+    names: set[Any] = set()
     for node in ast.walk(ast.parse(call.form.replace("{", "(").replace("}", ")"))):
         if isinstance(node, ast.Attribute):
             owner = _public(node.value)
-            found.add(getattr(owner, node.attr) if owner is not None else getattr if node.attr in ("T", "mT") else node.attr)
-            found |= {functional.write, functional.copy} if node.attr == "copy_" else set()  # into a view
+            names.add(getattr(owner, node.attr) if owner is not None else getattr if node.attr in ("T", "mT") else node.attr)
+            names |= {functional.write, functional.copy} if node.attr == "copy_" else set()  # into a view
         elif isinstance(node, ast.Subscript):
-            found.add(functional.setitem if isinstance(node.ctx, ast.Store) else operator.getitem)
-        found |= {SIGNS[type(sign)] for sign in (*getattr(node, "ops", ()), getattr(node, "op", None)) if type(sign) in SIGNS}
-    return {form for form in found if form.__hash__ is not None}
+            names.add(functional.setitem if isinstance(node.ctx, ast.Store) else operator.getitem)
+        names |= {SIGNS[type(sign)] for sign in (*getattr(node, "ops", ()), getattr(node, "op", None)) if type(sign) in SIGNS}
+    return {form for form in names if form.__hash__ is not None}
 
 
 def _public(node: ast.expr) -> Any:
@@ -110,17 +110,17 @@ def call(record: Operator, form: Any, sample: Sample) -> Call:
     leads = [one for one, each in zip(record.parameter_names, tensors, strict=False) if one == each]  # the others are keywords
     layer = None
     if isinstance(form, type):
-        known = inspect.signature(form).parameters
-        layer = form(**{name: value for name, value in others.items() if name in known})
+        parameters = inspect.signature(form).parameters
+        layer = form(**{name: value for name, value in others.items() if name in parameters})
     name = form if isinstance(form, str) else form.__name__
     by_position = name.startswith("__") or getattr(form, "__module__", "") == "_operator"
 
-    def forward(held: Any, *given: Tensor) -> Any:
-        given = tuple(one.clone() for one in given) if name.endswith("_") or by_position else given
+    def forward(held: Any, *arguments: Tensor) -> Any:
+        arguments = tuple(one.clone() for one in arguments) if name.endswith("_") or by_position else arguments
         if isinstance(form, type):
-            return held.layer(*given)
-        function = getattr(given[0], form) if isinstance(form, str) else form
-        named = {**dict(zip(tensors, given, strict=True)), **others}
+            return held.layer(*arguments)
+        function = getattr(arguments[0], form) if isinstance(form, str) else form
+        named = {**dict(zip(tensors, arguments, strict=True)), **others}
         leading = [named.pop(one) for one in leads]
         first = leading[1:] if isinstance(form, str) else leading
         return function(*first, *named.values()) if by_position else function(*first, **named)

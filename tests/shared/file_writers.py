@@ -71,9 +71,9 @@ def analysed(world: World, folder: Path) -> None:
 
 def checkpoint(path: Path) -> None:
     """Write a checkpoint with a document and a tensor."""
-    known = Checkpoint(str(path), {"call": "search"})
-    known.document, known.tensors = {f"layer{index}": index for index in range(100)}, {"weight": torch.zeros(500)}
-    known.write()
+    checkpoint_file = Checkpoint(str(path), {"call": "search"})
+    checkpoint_file.document, checkpoint_file.tensors = {f"layer{index}": index for index in range(100)}, {"weight": torch.zeros(500)}
+    checkpoint_file.write()
 
 
 def quantized(world: World, folder: Path) -> None:
@@ -81,8 +81,8 @@ def quantized(world: World, folder: Path) -> None:
     samples = folder.parent / "samples.npy"
     if not samples.exists():
         np.save(samples, torch.randn(10, 3, 8, 8).numpy())
-    given = ["quantize", "tests.shared.file_writers:network", "--data", str(samples), "--out", str(folder), "--no-report", "--horizon"]
-    run(_parser().parse_args(given))
+    command = ["quantize", "tests.shared.file_writers:network", "--data", str(samples), "--out", str(folder), "--no-report", "--horizon"]
+    run(_parser().parse_args(command))
 
 
 Writer = Callable[[World, Path], Any]
@@ -130,8 +130,8 @@ BEGINNINGS: dict[str, Writer] = {
 
 def files(folder: Path) -> dict[str, bytes]:
     """Every file below a folder, and what it holds; temporary ones of a process that was killed are left out."""
-    found = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in found if ".fxquant-" not in str(path)}
+    result = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in result if ".fxquant-" not in str(path)}
 
 
 def limit(before: Mapping[str, bytes]) -> tuple[int, int]:
@@ -194,14 +194,14 @@ def in_a_copy(act: Callable[[], object]) -> tuple[int, Any]:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    world, found = World(), {}
+    world, by_name = World(), {}
     for name, write in {**WRITERS, **BEGINNINGS}.items():
         place = folder / name
         place.mkdir()
         status, said = in_a_copy(functools.partial(full, world, place, write, name in BEGINNINGS))
-        found[name] = {"full": f"ended with status {status}", **said, **killed(world, place, write)}
+        by_name[name] = {"full": f"ended with status {status}", **said, **killed(world, place, write)}
         shutil.rmtree(place)
-    print(json.dumps(found))
+    print(json.dumps(by_name))
 
 
 if __name__ == "__main__":

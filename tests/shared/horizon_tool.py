@@ -21,7 +21,7 @@ DATE = "2026-01-01 10:00:00,000"
 
 
 class FakeTool:
-    """A folder of such programs; `told` is what they do."""
+    """A folder of stand-ins for the tool's programs; `told` is their behaviour."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -58,15 +58,15 @@ class FakeTool:
 
 
 def _quantized(name: str, shape: list[int], channels_last: bool) -> onnx.ModelProto:
-    """A model whose names are connected as in those that the tool writes."""
-    made = f"{name}/Conv_1_quantized"
+    """A model whose names are connected as in the tool's own models."""
+    built = f"{name}/Conv_1_quantized"
     nodes = [
         helper.make_node("HzQuantize", ["x"], ["x_quantize_quantized"], domain="horizon"),
-        helper.make_node("HzConv", ["x_quantize_quantized"], [made], domain="horizon"),
+        helper.make_node("HzConv", ["x_quantize_quantized"], [built], domain="horizon"),
     ]
     if channels_last:
-        nodes.append(helper.make_node("Transpose", [made], ["turned"], perm=[0, 3, 1, 2]))
-    nodes.append(helper.make_node("HzDequantize", ["turned" if channels_last else made], [f"{name}_dequantize"], domain="horizon"))
+        nodes.append(helper.make_node("Transpose", [built], ["turned"], perm=[0, 3, 1, 2]))
+    nodes.append(helper.make_node("HzDequantize", ["turned" if channels_last else built], [f"{name}_dequantize"], domain="horizon"))
     graph = helper.make_graph(
         nodes,
         "quantized",
@@ -79,6 +79,6 @@ def _quantized(name: str, shape: list[int], channels_last: bool) -> onnx.ModelPr
 def integers(integer: fx.GraphModule, name: str, x: Tensor) -> Tensor:
     """The integers of a tensor of an integer model."""
     assert qparams(next(node for node in integer.graph.nodes if node.name == name)) is not None
-    found: Tensor = next(iter(fxq.inspect.record(integer, [x], [name])))[name]
-    assert found.dtype == torch.int64
-    return found
+    recorded: Tensor = next(iter(fxq.inspect.record(integer, [x], [name])))[name]
+    assert recorded.dtype == torch.int64
+    return recorded

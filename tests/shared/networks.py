@@ -1,15 +1,31 @@
-"""Networks of one function and its members, how near a result is to another one, and the whole contract in one call."""
+"""Small networks of one function and its members, steps that tests take with them, and the whole contract in one call."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+import fxquant as fxq
 from tests.shared import contract
 from tests.shared.contract import Compiled
-from tests.shared.written import add_members
+
+
+def add_members(model: nn.Module, members: dict[str, Any]) -> None:
+    """Give a module members by name; a tensor other than a parameter becomes a buffer."""
+    for name, member in members.items():
+        if isinstance(member, Tensor) and not isinstance(member, nn.Parameter):
+            model.register_buffer(name, member)
+        else:
+            setattr(model, name, member)
+
+
+def written(forward: Callable[..., Any], /, **parts: Any) -> nn.Module:
+    """A module with these attributes, in train mode; a tensor other than a parameter is a buffer. `forward` takes the module first."""
+    model = type("Written", (nn.Module,), {"forward": forward, "__module__": forward.__module__})()
+    add_members(model, parts)
+    return model
 
 
 class Network(nn.Module):
@@ -24,11 +40,13 @@ class Network(nn.Module):
         return self.function(self, x, *more)
 
 
-def members(named: Callable[..., dict[str, Any]]) -> Callable[[Callable[..., Any]], type[nn.Module]]:
-    """Make a forward function a class of modules. A new module has the members that `named` returns for its arguments."""
+def members(named: Callable[..., dict[str, Any]], seed: int | None = None) -> Callable[[Callable[..., Any]], type[nn.Module]]:
+    """Make a forward function a class of modules. A new module has the members that `named` returns for its arguments, after the seed."""
 
     def initialize(self: nn.Module, *arguments: Any, **options: Any) -> None:
         nn.Module.__init__(self)
+        if seed is not None:
+            torch.manual_seed(seed)
         add_members(self, named(*arguments, **options))
 
     def class_of(forward: Callable[..., Any]) -> type[nn.Module]:
@@ -41,10 +59,27 @@ def members(named: Callable[..., dict[str, Any]]) -> Callable[[Callable[..., Any
     return class_of
 
 
-def sqnr(wanted: Tensor, found: Tensor) -> float:
+def to_train(prepared: fx.GraphModule) -> fx.GraphModule:
+    """The prepared model itself, in state and mode TRAIN."""
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    return prepared.train()
+
+
+def to_validate(prepared: fx.GraphModule) -> fx.GraphModule:
+    """The prepared model itself, in state VALIDATE and eval mode."""
+    fxq.set_state(prepared, fxq.State.VALIDATE)
+    return prepared.eval()
+
+
+def dtypes(prepared: nn.Module) -> dict[str, str]:
+    """Return the dtype of each layer, by its name."""
+    return {layer.name: layer.dtype for layer in fxq.inspect.layers(prepared)}
+
+
+def sqnr(wanted: Tensor, actual: Tensor) -> float:
     """The signal by the noise of a result, in dB."""
-    wanted, found = wanted.detach().double(), found.detach().double()
-    return float(10 * torch.log10(wanted.square().mean() / (wanted - found).square().mean().clamp_min(1e-30)))
+    wanted, actual = wanted.detach().double(), actual.detach().double()
+    return float(10 * torch.log10(wanted.square().mean() / (wanted - actual).square().mean().clamp_min(1e-30)))
 
 
 def held(
@@ -57,12 +92,12 @@ def held(
     **options: Any,
 ) -> Compiled:
     """Compile a model with these options and hold it to E2 on every batch, to E1 by a file at the path, and to E3 on the first batch."""
-    given = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
-    made = contract.compiled(model.eval(), batches, target, qconfig, **options)
-    for inputs in given:
-        contract.assert_validate_is_integer(*made, *inputs)
+    samples = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
+    compiled_model = contract.compiled(model.eval(), batches, target, qconfig, **options)
+    for inputs in samples:
+        contract.assert_validate_is_integer(*compiled_model, *inputs)
     if path is not None:
-        contract.assert_integer_is_onnx(made.integer, path, given)
+        contract.assert_integer_is_onnx(compiled_model.integer, path, samples)
     if train:
-        contract.assert_train_is_validate(made.prepared, *given[0])
-    return made
+        contract.assert_train_is_validate(compiled_model.prepared, *samples[0])
+    return compiled_model

@@ -32,10 +32,10 @@ def rows(count: int = 4, seed: int = 1) -> Tensor:
     return torch.randn(count, 8, generator=torch.Generator().manual_seed(seed))
 
 
-def integer_of(model: nn.Module, given: Any = None, target: str = "nash-e", qconfig: Any = None) -> fx.GraphModule:
-    given = batch() if given is None else given
-    integer = compiled(model.eval(), [given], target, qconfig).integer
-    assert_alive(integer, *(given if isinstance(given, tuple) else (given,)))
+def integer_of(model: nn.Module, inputs: Any = None, target: str = "nash-e", qconfig: Any = None) -> fx.GraphModule:
+    inputs = batch() if inputs is None else inputs
+    integer = compiled(model.eval(), [inputs], target, qconfig).integer
+    assert_alive(integer, *(inputs if isinstance(inputs, tuple) else (inputs,)))
     return integer
 
 
@@ -95,8 +95,8 @@ def run(path: Path, *inputs: Tensor, options: Any = None) -> list[Tensor]:
 
 def assert_verified(integer: fx.GraphModule, path: Path, batches: Sequence[Any] | None = None) -> fxq.results.Report:
     """Every runtime gives the bits of the integer model; without batches on two sizes, of which much of the second saturates."""
-    given = [batch(3, seed=3), 40 * batch(1, seed=2)] if batches is None else batches
-    report = fxq.verify(integer, path, given)
+    inputs = [batch(3, seed=3), 40 * batch(1, seed=2)] if batches is None else batches
+    report = fxq.verify(integer, path, inputs)
     assert report, str(report)
     return report
 

@@ -212,7 +212,7 @@ def measured_mantissa(ratio: Fraction, largest_exponent: int | None = None) -> t
 def measured_parameters(
     ratio: Fraction, bits: int, accumulator_bits: int = 32, layer: bool = False, wide: bool = False
 ) -> tuple[int, int, int]:
-    """(a, M, b) of the measured targets, for an output of 8 or 16 bits: b is the largest there is, and a what is left of k.
+    """(a, M, b) of the measured targets, for an output of 8 or 16 bits: b is the largest there is, and a is k - b.
 
     In a layer of a `wide` operand, of 16 bits, a is 8 at least, as far as b stays 1 at least.
     """
@@ -423,7 +423,7 @@ def window_counts(
 # ---- whole operators (sections 6 to 16, and 20) -----------------------------------------------------------------------
 @dataclass(frozen=True)
 class Grid:
-    """What the centred integers of a tensor are: their scale, their range, and the bits of their type.
+    """The grid of a tensor's centred integers: their scale, their range, and the bits of their type.
 
     An integer q of an affine type is q - z here (section 20); [low, high] is [-z, 255 - z].
     """
@@ -576,7 +576,7 @@ def added(q: int, r: int, x: Grid, y: Grid, to: Grid, rules: Rules, alpha: Fract
 
 @dataclass(frozen=True)
 class Term:
-    """An operand of a sum: its integer with its sign, what a step of it is worth, whether it has 16 bits; and of a tensor its sign."""
+    """An operand of a sum: its integer with its sign, the value of a step, whether it has 16 bits; and of a tensor its sign."""
 
     integer: int
     step: Fraction
@@ -689,7 +689,7 @@ def by_slope(q: int, slope: Fraction, x: Grid, to: Grid, rules: Rules, in_a_byte
 
 
 def rescaled(q: int, x: Grid, to: Grid, rules: Rules) -> int:
-    """The same number on another grid; on the same one the same integer."""
+    """Return the number on another grid; on the same one the same integer."""
     if x == to:
         return q
     if rules.by_layers:
@@ -804,7 +804,7 @@ def adaptive_windows(old: int, new: int) -> list[range]:
 
 
 def read_between(plane: list[list[int]], x: int, y: int, bits: int) -> int:
-    """A plane at (x, y), in steps of 2^-bits of a pixel; 0 outside of it."""
+    """A plane at (x, y), in steps of 2^-bits of a pixel; 0 outside of the plane."""
     (left, right), (top, down) = divmod(x, 2**bits), divmod(y, 2**bits)
     total = 0
     for row, column in itertools.product((0, 1), (0, 1)):
@@ -871,13 +871,13 @@ def layer(weight: Nested, bias: list[float], x: Grid, rules: Rules) -> Layer:
 
 
 def finished(
-    sums: Nested, made: Layer, x: Grid, to: Grid, rules: Rules,
+    sums: Nested, integers: Layer, x: Grid, to: Grid, rules: Rules,
     clamp: Clamp | None = None, residual: tuple[Nested, Grid] | None = None, channels: int = 1, transposed: bool = False,
 ) -> Nested:  # fmt: skip
     """The sums of a layer, whose channels are that dimension, requantized, with a residual in the accumulator or after it."""
     bias_bits = 16 if transposed else rules.bias_bits
     bits = 48 if rules.weight_bits == 16 else 32
-    steps = [rules.product_step(x.scale, scale) for scale in made.scales]
+    steps = [rules.product_step(x.scale, scale) for scale in integers.scales]
     inner = replace(to, low=-128, high=127, bits=8) if to.bits == 4 else to
     multipliers = [0] * len(steps)
     fused, shifted = False, rules.measured and not rules.by_layers
@@ -890,8 +890,8 @@ def finished(
             fused = not (rules.in_output_steps and to.bits <= 8) and min(multipliers) >= least
 
     def lift(channel: int, on: Grid) -> int:
-        """What the bias becomes larger by for an output on a grid."""
-        own = made.bias[channel]
+        """Return the addition to the bias for an output on a grid."""
+        own = integers.bias[channel]
         return lifted_bias(own, steps[channel], on.scale, bias_bits) - own if rules.measured else 0
 
     def element(index: tuple[int, ...]) -> int:
@@ -937,7 +937,7 @@ def each(function: Callable[..., int], *tensors: Nested) -> Nested:
 
 # ---- layers that are quantized at run time (section 22) -------------------------------------------------------------------
 def considered(value: float) -> Fraction:
-    """What counts of a float32 number."""
+    """Return a float32 number within ±2^126; NaN and tiny numbers are 0."""
     if math.isnan(value) or abs(value) < 2.0**-110:
         return Fraction(0)
     return Fraction(max(-(2.0**126), min(2.0**126, value)))
@@ -950,10 +950,10 @@ def dynamic_linear(rows: Sequence[Sequence[float]], weight: Any, scales: Sequenc
     high = max(Fraction(0), *(value for row in values for value in row))
     scale = float32(float32(high - low) / 255) if high != low else Fraction(1)
     zero = half_even(Fraction(limited(-float32(low / scale), 0, 255)))  # type: ignore[arg-type, type-var]
-    found = []
+    collected = []
     for row in values:
         centred = [limited(half_even(float32(value / scale)) + zero, 0, 255) - zero for value in row]
         sums = [sum(c * w for c, w in zip(centred, channel, strict=True)) for channel in weight]
         products = [float32(float32(total) * float32(scale * step)) for total, step in zip(sums, scales, strict=True)]
-        found.append(products if bias is None else [float32(one + added) for one, added in zip(products, bias, strict=True)])
-    return found
+        collected.append(products if bias is None else [float32(one + added) for one, added in zip(products, bias, strict=True)])
+    return collected

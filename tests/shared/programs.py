@@ -1,4 +1,4 @@
-"""Programs that tests run in processes of their own, or write into files: those of tests/programs."""
+"""Programs that tests run in processes of their own, or write into files: the texts of tests/programs."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Files appear whole or not at all: on a full disk, after a kill, from several threads; and one module writes all of them."""
+"""Files appear whole or not at all: on a full disk, after a kill, from several threads; and one module writes all files."""
 
 import ast
 import json
@@ -60,12 +60,12 @@ def calls_that_write(source: str) -> Iterator[str]:
 
 @pytest.mark.nightly
 def test_one_module_opens_files_for_writing() -> None:
-    found = {name: list(calls_that_write(source)) for name, source in library().items()}
-    others = {name: calls for name, calls in found.items() if calls and name not in (CACHE, PROGRAM, BOARD)}
+    result = {name: list(calls_that_write(source)) for name, source in library().items()}
+    others = {name: calls for name, calls in result.items() if calls and name not in (CACHE, PROGRAM, BOARD)}
     assert others == {"fxquant.support.files": ["path.open('xb')"]}
-    assert sorted(found[CACHE]) == LIBRARIES
-    assert all("work / " in call for call in found[PROGRAM])
-    assert found[BOARD] == ["np.savez_compressed(str(partial), **arrays)"]
+    assert sorted(result[CACHE]) == LIBRARIES
+    assert all("work / " in call for call in result[PROGRAM])
+    assert result[BOARD] == ["np.savez_compressed(str(partial), **arrays)"]
 
 
 # ---- a full disk, and a kill ---------------------------------------------------------------------------------------------
@@ -77,12 +77,12 @@ def test_a_full_disk_is_an_error_and_a_kill_while_writing_leaves_every_file_of_b
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) >= 27
-    for name, each in found.items():
+    by_name: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    assert len(by_name) >= 27
+    for name, each in by_name.items():
         assert "cannot be written\n  because  File too large; the previous file is kept\n  remedy   free space" in each["full"], name
         assert (each["full: unchanged"], each["left"], each["kill"], each["kill: unchanged"]) == (True, [], "killed", True), (name, each)
-    assert [name for name, each in found.items() if not each["files"]] == ["distill", "sensitivity", "tune"]
+    assert [name for name, each in by_name.items() if not each["files"]] == ["distill", "sensitivity", "tune"]
 
 
 # ---- the function itself -------------------------------------------------------------------------------------------------

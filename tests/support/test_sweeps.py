@@ -31,16 +31,16 @@ def cases(*numbers: int, quick: str = "") -> list[Any]:
     ]
 
 
-def chosen(given: list[Any]) -> list[Any]:
-    further = further_cases(given)
-    return [item for item in given if item not in further]
+def chosen(all_cases: list[Any]) -> list[Any]:
+    further = further_cases(all_cases)
+    return [item for item in all_cases if item not in further]
 
 
 def test_each_value_of_each_parameter_is_in_a_case_of_make_test() -> None:
-    found = chosen(cases())
-    assert len(found) == len(SIZES)
+    result = chosen(cases())
+    assert len(result) == len(SIZES)
     for name, values in (("target", TARGETS), ("dtype", DTYPES), ("size", SIZES)):
-        assert {item.callspec.params[name] for item in found} == set(values)
+        assert {item.callspec.params[name] for item in result} == set(values)
 
 
 def test_the_choice_does_not_depend_on_the_order_and_has_the_quick_case() -> None:

@@ -57,8 +57,8 @@ class Detector(nn.Module):
         self.boxes, self.scores = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 6, 1)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        found = torch.cat([self.boxes(x) * 100, self.scores(x).sigmoid()], 1)
-        return found.flatten(2).permute(0, 2, 1), x.argmax(1), self.boxes(x).relu().flatten(1)
+        result = torch.cat([self.boxes(x) * 100, self.scores(x).sigmoid()], 1)
+        return result.flatten(2).permute(0, 2, 1), x.argmax(1), self.boxes(x).relu().flatten(1)
 
 
 @pytest.mark.parametrize("target", ["x86", "bayes-e"])
@@ -72,8 +72,8 @@ def test_parts_of_a_concatenated_output_are_judged_apart(target: str) -> None:
     assert len(outputs.parts.names) == 3
 
     def without_scores(chunk: Sequence[Any]) -> list[Tensor]:
-        found, *rest = outputs.float_form(chunk)
-        return [torch.cat([found[..., :4], torch.zeros_like(found[..., 4:])], -1), *rest]
+        result, *rest = outputs.float_form(chunk)
+        return [torch.cat([result[..., :4], torch.zeros_like(result[..., 4:])], -1), *rest]
 
     assert outputs.noise(without_scores).parts == (0.0, 1.0, 0.0)
 
@@ -115,5 +115,5 @@ def test_samples_are_those_of_the_batch_of_the_inputs() -> None:
 def test_sensitivity_estimates_by_parts() -> None:
     torch.manual_seed(0)
     inputs = torch.randn(4, 3, 8, 8)
-    found = fxq.search.sensitivity(Detector().eval(), [inputs], "bayes-e", options=fxq.Options(measured=False), show_progress=False)
-    assert {"boxes.weight", "scores.weight"} <= {tensor.name for tensor in found.tensors}
+    sensitivity = fxq.search.sensitivity(Detector().eval(), [inputs], "bayes-e", options=fxq.Options(measured=False), show_progress=False)
+    assert {"boxes.weight", "scores.weight"} <= {tensor.name for tensor in sensitivity.tensors}

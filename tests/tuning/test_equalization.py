@@ -1,4 +1,4 @@
-"""Cross-layer equalization: which channels may be multiplied, that nothing but scales and weights notices, and what it is worth."""
+"""Cross-layer equalization: which channels may be multiplied, a change of scales and weights alone, and its gain."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import fxquant as fxq
 from fxquant.prepared.channels import channels, exponents, multiply
 from fxquant.prepared.operators import quantized_operators
 from tests.shared import contract
-from tests.shared.written import to_train
+from tests.shared.networks import to_train
 
 
 class Chain(nn.Module):
@@ -112,12 +112,12 @@ def test_factors_of_any_size_leave_the_float_function_its_bits(name: str) -> Non
     prepared = made(build)
     prepared.requires_grad_(False)  # PyTorch's matmul folds a batch for a weight that requires a gradient, and sums in another order
     before = real(prepared, image(1))
-    known = channels(prepared)
-    drawn = torch.randint(-5, 6, (known.number,), generator=torch.Generator().manual_seed(2))
+    of_channels = channels(prepared)
+    drawn = torch.randint(-5, 6, (of_channels.number,), generator=torch.Generator().manual_seed(2))
     drawn[0] = 0
-    multiply(prepared, known, drawn)
-    assert known.number - 1 == labels
-    assert torch.equal(exponents(prepared, known), drawn)
+    multiply(prepared, of_channels, drawn)
+    assert of_channels.number - 1 == labels
+    assert torch.equal(exponents(prepared, of_channels), drawn)
     assert torch.equal(real(prepared, image(1)), before)
     assert any(operator.factors is not None and operator.factors.description for operator in quantized_operators(prepared).values())
 
@@ -174,8 +174,8 @@ def rescaled(bits: int = 4, seed: int = 0) -> nn.Module:
 
 def sqnr(model: nn.Module, prepared: nn.Module) -> float:
     with torch.no_grad():
-        wanted, found = model(image(5, 32)).double(), prepared(image(5, 32)).double()
-    return float(10 * (wanted.square().sum() / (wanted - found).square().sum()).log10())
+        wanted, actual = model(image(5, 32)).double(), prepared(image(5, 32)).double()
+    return float(10 * (wanted.square().sum() / (wanted - actual).square().sum()).log10())
 
 
 def calibrated(model: nn.Module, target: str = "bayes-e", per_channel: bool = True, **options: Any) -> fx.GraphModule:
@@ -199,9 +199,9 @@ def test_channels_of_different_ranges_cost_nothing_any_more(target: str, per_cha
     networks = [(rescaled(4, seed), rescaled(0, seed)) for seed in (0, 1)]
     plain = statistics.fmean(sqnr(even, calibrated(even, target, per_channel)) for _, even in networks)
     without = statistics.fmean(sqnr(model, calibrated(model, target, per_channel, equalize=False)) for model, _ in networks)
-    found = statistics.fmean(sqnr(model, calibrated(model, target, per_channel)) for model, _ in networks)
+    decibels = statistics.fmean(sqnr(model, calibrated(model, target, per_channel)) for model, _ in networks)
     assert without < plain - 6
-    assert found > (plain - 2 if per_channel else without + 12)
+    assert decibels > (plain - 2 if per_channel else without + 12)
 
 
 def test_channels_of_like_ranges_are_left_alone() -> None:
@@ -270,8 +270,8 @@ def test_training_moves_the_users_parameters_and_statistics() -> None:
     model.train()
     model(image(7, 32))
     for name in ("widened.running_mean", "widened.running_var", "filtered.running_mean"):
-        wanted, found = model.state_dict()[name], prepared.state_dict()[name]
-        assert float((wanted - found).norm() / wanted.norm()) < 0.3  # a factor of 2 would be 1
+        wanted, actual = model.state_dict()[name], prepared.state_dict()[name]
+        assert float((wanted - actual).norm() / wanted.norm()) < 0.3  # a factor of 2 would be 1
 
 
 def test_observations_bring_their_factors_along(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What calibration does by its first samples after the scales: biases take back what rounding shifts on average."""
+"""Calibration by its first samples after the scales: biases take back what rounding shifts on average."""
 
 from __future__ import annotations
 
@@ -148,19 +148,19 @@ def test_a_layer_is_corrected_after_its_limits() -> None:
     model = nn.Sequential(nn.Linear(32, 16), nn.ReLU6()).eval()
     inputs = torch.randn(256, 32, generator=generator)
     prepared = unchanged(model, [inputs])
-    found = bias.corrections(prepared, cut(prepared, [[inputs]], 16), FloatOutputs(prepared, [[inputs]]), False)
-    assert found
-    bias.put_corrections(prepared, found)
+    corrections = bias.corrections(prepared, cut(prepared, [[inputs]], 16), FloatOutputs(prepared, [[inputs]]), False)
+    assert corrections
+    bias.put_corrections(prepared, corrections)
     learned = torch.cat([chunk for index, chunk in enumerate(inputs.split(16)) if index % 4 != 3])
     with torch.no_grad():
         corrected_shift = (prepared(learned) - model(learned)).mean(0).abs().mean()
-        bias.put_corrections(prepared, {name: [0.0] * len(value) for name, value in found.items()})
+        bias.put_corrections(prepared, {name: [0.0] * len(value) for name, value in corrections.items()})
         plain_shift = (prepared(learned) - model(learned)).mean(0).abs().mean()
     assert corrected_shift < 0.2 * plain_shift
 
 
 def test_the_outputs_judge_all_corrections_together(caplog: pytest.LogCaptureFixture) -> None:
-    """What rounded weights shift follows the mean of the inputs: corrected by positive ones, negative ones are further off."""
+    """Shifts by rounded weights follow the mean of the inputs: corrected by positive ones, negative ones are further off."""
     generator = torch.Generator().manual_seed(0)
     model = nn.Linear(32, 16).eval()
     learned, alike = (torch.rand(32, 32, generator=generator) for _ in range(2))
@@ -170,10 +170,10 @@ def test_the_outputs_judge_all_corrections_together(caplog: pytest.LogCaptureFix
         assert bias.corrections(prepared, samples, FloatOutputs(prepared, [[-alike]]), False) == {}
         assert not corrected(prepared)
         assert "biases are not corrected" in caplog.text
-        found = bias.corrections(prepared, samples, FloatOutputs(prepared, [[alike]]), False)
+        corrections = bias.corrections(prepared, samples, FloatOutputs(prepared, [[alike]]), False)
     assert corrected(prepared) == []
-    bias.put_corrections(prepared, found)
-    assert list(found) == corrected(prepared) != []
+    bias.put_corrections(prepared, corrections)
+    assert list(corrections) == corrected(prepared) != []
     assert "biases are corrected in 1 of 1 layers, in full: the outputs have" in caplog.text
     assert caplog.text.count("correct_bias: 1 of 1 tuned") == 1  # the table of the layers
 
@@ -194,7 +194,7 @@ def test_corrections_that_only_overshoot_are_halved(monkeypatch: pytest.MonkeyPa
 
 
 def test_samples_are_taken_from_all_that_are_kept() -> None:
-    """Batches beside each other may be of one scene; these and about as many others judge the outputs."""
+    """Batches beside each other may be of one scene; these batches and about as many others judge the outputs."""
     run = Run(fxq.prepare(network(), batches()[0], "bernoulli"), BY_SAMPLES)
     for index in range(8):
         run.take([torch.full((8, 3, 256, 256), float(index))])
@@ -208,7 +208,7 @@ def test_samples_are_taken_from_all_that_are_kept() -> None:
 
 @pytest.mark.parametrize("target", ["bayes-e", "x86"])
 def test_a_calibration_computes_the_network_at_most_eight_times(target: str) -> None:
-    """Counted in products, over all 64 samples; ranges, roundings and biases share what they compute."""
+    """Counted in products, over all 64 samples; ranges, roundings and biases share their operands."""
     model, inputs = network(), list(torch.randn(64, 3, 16, 16, generator=torch.Generator().manual_seed(0)).split(16))
     with FlopCounterMode(display=False) as once, torch.no_grad():
         [model(batch) for batch in inputs]

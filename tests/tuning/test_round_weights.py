@@ -95,16 +95,16 @@ def test_a_layer_is_a_product_with_what_is_found_for_it(name: str) -> None:
     prepared, node = by_itself(layer, x)
     operator, samples = quantized_operators(prepared)[node.name], Samples([[x]])
     with torch.no_grad():
-        found = _Layer.of(node, operator, Walk(prepared, samples.chunks, exact=False).at(node.all_input_nodes))
-        assert found is not None
-        rows = found._rows(0, 10**6)
+        result = _Layer.of(node, operator, Walk(prepared, samples.chunks, exact=False).at(node.all_input_nodes))
+        assert result is not None
+        rows = result._rows(0, 10**6)
         assert rows is not None
-        weight = weight_of(operator, found.operands[0])
+        weight = weight_of(operator, result.operands[0])
         assert weight is not None
-        products = rows @ weight.flatten(1).unflatten(0, (found.groups, -1)).transpose(1, 2)  # (groups, places, outputs)
+        products = rows @ weight.flatten(1).unflatten(0, (result.groups, -1)).transpose(1, 2)  # (groups, places, outputs)
         wanted = layer(x)
         axis = wanted.dim() - 1 - max(weight.dim() - 2, 0)
-        wanted = wanted.movedim(axis, 0).flatten(1).unflatten(0, (found.groups, -1)).transpose(1, 2)
+        wanted = wanted.movedim(axis, 0).flatten(1).unflatten(0, (result.groups, -1)).transpose(1, 2)
     assert torch.allclose(products, wanted, atol=1e-5)  # sums in another order
 
 
@@ -114,9 +114,9 @@ def test_of_large_images_parts_are_looked_at() -> None:
     prepared, node = by_itself(layer, x)
     with torch.no_grad():
         operands = Walk(prepared, [[x]], exact=False).at(node.all_input_nodes)
-        found = _Layer.of(node, quantized_operators(prepared)[node.name], operands)
-        assert found is not None
-        rows = found._rows(0, 10**6)
+        result = _Layer.of(node, quantized_operators(prepared)[node.name], operands)
+        assert result is not None
+        rows = result._rows(0, 10**6)
     assert rows is not None
     assert rows.shape[2] == 9
     assert rows.shape[1] == 2 * WINDOW * WINDOW
@@ -132,18 +132,18 @@ def test_no_single_step_leaves_less(columns: int, monkeypatch: pytest.MonkeyPatc
     rows = torch.rand(2, 3 * columns, columns, generator=generator, dtype=torch.float64)
     moment = rows.transpose(1, 2) @ rows / rows.shape[1]
     real = 3 * torch.randn(2, 4, columns, generator=generator, dtype=torch.float64)
-    found, nearest = flipped(real, moment, -8, 7), torch.round(real).clamp(-8, 7)
+    result, nearest = flipped(real, moment, -8, 7), torch.round(real).clamp(-8, 7)
 
     def left(integers: Tensor) -> Tensor:
         return (((integers - real) @ moment) * (integers - real)).sum(2)
 
-    assert bool((left(found) <= left(nearest)).all())
-    assert float(left(found).mean()) < 0.8 * float(left(nearest).mean())
-    assert torch.equal(found, found.round().clamp(-8, 7))
+    assert bool((left(result) <= left(nearest)).all())
+    assert float(left(result).mean()) < 0.8 * float(left(nearest).mean())
+    assert torch.equal(result, result.round().clamp(-8, 7))
     for place, step in itertools.product(range(0, columns, max(1, columns // 20)), (-1, 1)):
-        moved = found.clone()
+        moved = result.clone()
         moved[:, :, place] = (moved[:, :, place] + step).clamp(-8, 7)
-        assert bool((left(moved) >= left(found) - 1e-5 * moment.amax()).all())  # what is not worth a step is left
+        assert bool((left(moved) >= left(result) - 1e-5 * moment.amax()).all())  # what is not worth a step is left
 
 
 def test_no_single_step_of_outputs_together_leaves_less() -> None:
@@ -152,19 +152,19 @@ def test_no_single_step_of_outputs_together_leaves_less() -> None:
     moment, effect = rows.t() @ rows / 90, gradients.t() @ gradients / 90
     real = 3 * torch.randn(8, 30, generator=generator, dtype=torch.float64)
     start = torch.round(real).clamp(-8, 7)
-    found = flipped_together(start, real, moment, effect, -8, 7)
+    result = flipped_together(start, real, moment, effect, -8, 7)
 
     def left(integers: Tensor) -> float:
         error = integers - real
         return float(sum(effect[o, p] * (error[o] @ moment @ error[p]) for o in range(8) for p in range(8)))
 
-    assert left(found) == pytest.approx(joint_noise([(found - real, moment)], effect))
-    assert left(found) < 0.8 * left(start)
-    assert torch.equal(found, found.round().clamp(-8, 7))
+    assert left(result) == pytest.approx(joint_noise([(result - real, moment)], effect))
+    assert left(result) < 0.8 * left(start)
+    assert torch.equal(result, result.round().clamp(-8, 7))
     for output, place, step in itertools.product(range(8), range(0, 30, 7), (-1, 1)):
-        moved = found.clone()
+        moved = result.clone()
         moved[output, place] = (moved[output, place] + step).clamp(-8, 7)
-        assert left(moved) >= left(found) - 1e-5 * left(start)
+        assert left(moved) >= left(result) - 1e-5 * left(start)
 
 
 def test_the_effect_of_outputs_is_that_of_what_reads_them() -> None:
@@ -176,11 +176,11 @@ def test_the_effect_of_outputs_is_that_of_what_reads_them() -> None:
         model[2].weight.copy_(torch.tensor([[1.0, -1.0, 0.0, 1.0]]))
     x = torch.randn(16, 6)
     prepared, first = by_itself(model, x)
-    found = output_effects(prepared, [[x]], [first])[first]
+    result = output_effects(prepared, [[x]], [first])[first]
     whole = torch.zeros(4, 4)
     whole[:2, :2] = torch.tensor([[2.0, -2.0], [-2.0, 2.0]])  # with a mean of 1 on the diagonal
     wanted = (1 - ALONE) * whole + ALONE * torch.diag(whole.diagonal()) + FLOOR * torch.eye(4)
-    assert torch.allclose(found, wanted, atol=1e-6)  # sums of squares in another order
+    assert torch.allclose(result, wanted, atol=1e-6)  # sums of squares in another order
 
 
 class Stairs(torch.autograd.Function):
@@ -205,8 +205,8 @@ def test_vectors_inference_mode_and_functions_without_a_gradient(monkeypatch: py
     original = walk.run
 
     def without_gradient(*arguments: Any, **settings: Any) -> Any:
-        found = original(*arguments, **settings)
-        return Stairs.apply(found) if isinstance(found, Tensor) else found  # type: ignore[no-untyped-call]
+        result = original(*arguments, **settings)
+        return Stairs.apply(result) if isinstance(result, Tensor) else result  # type: ignore[no-untyped-call]
 
     monkeypatch.setattr(weights, "run", without_gradient)
     with caplog.at_level(logging.WARNING, "fxquant"):
@@ -223,9 +223,9 @@ def test_results_are_as_large_as_in_float() -> None:
         with torch.no_grad():
             for node in weighted_nodes(each):
                 operator = quantized_operators(each)[node.name]
-                found, wanted = real_result(operator, bound_arguments(node, operator, values)), values[node]
+                actual, wanted = real_result(operator, bound_arguments(node, operator, values)), values[node]
                 axes = [axis for axis in range(wanted.dim()) if axis != 1]
-                beyond[name, node.name] = ((found * wanted).sum(axes) / wanted.square().sum(axes).clamp_min(1e-12) - 1).abs().median()
+                beyond[name, node.name] = ((actual * wanted).sum(axes) / wanted.square().sum(axes).clamp_min(1e-12) - 1).abs().median()
     names = [name for which, name in beyond if which == "plain"]
     assert all(beyond["prepared", name] < 0.01 for name in names)
     assert all(beyond["plain", name] > 0.02 for name in names)
@@ -250,12 +250,12 @@ def test_calibration_rounds_weights_of_few_bits(target: str, tmp_path: Path) -> 
 
 
 def test_with_8_bits_only_where_asked_for() -> None:
-    found = {}
+    by_name = {}
     for asked in (None, True, False):
         prepared = contract.calibrated(network(), BATCHES, round_weights=asked)
-        found[asked] = {type(operator.weight_quantizer.rounding) for operator in quantized_operators(prepared).values()}
-    assert found[None] == found[False] == {fxq.tuning.Nearest}
-    assert fxq.tuning.AdaptiveRounding in found[True]
+        by_name[asked] = {type(operator.weight_quantizer.rounding) for operator in quantized_operators(prepared).values()}
+    assert by_name[None] == by_name[False] == {fxq.tuning.Nearest}
+    assert fxq.tuning.AdaptiveRounding in by_name[True]
 
 
 @pytest.mark.parametrize("worse", [False, True])
@@ -265,8 +265,8 @@ def test_8_bits_are_judged_by_the_outputs(worse: bool, monkeypatch: pytest.Monke
     monkeypatch.setattr("fxquant.accuracy.judge.FloatOutputs.measure", lambda self: measure.Noise((next(noise),), (1.0,)))
     with caplog.at_level("INFO", "fxquant"):
         result = fxq.tuning.round_weights(prepared, BATCHES, show_progress=False)
-    found = {type(operator.weight_quantizer.rounding) for operator in quantized_operators(prepared).values()}
-    assert (fxq.tuning.AdaptiveRounding in found) == bool(result.kept) == (not worse)
+    kinds = {type(operator.weight_quantizer.rounding) for operator in quantized_operators(prepared).values()}
+    assert (fxq.tuning.AdaptiveRounding in kinds) == bool(result.kept) == (not worse)
     assert any(
         ("8-bit weights are not rounded by samples" if worse else "8-bit weights are rounded by samples") in m for m in caplog.messages
     )
@@ -278,8 +278,8 @@ def test_the_figures_are_those_of_what_is_held_out() -> None:
     assert result.kept
     assert all((layer.after < layer.before) == layer.kept for layer in result)
     again = fxq.tuning.round_weights(prepared, BATCHES, show_progress=False)
-    for layer, known in zip(again, result, strict=True):  # it starts from the first roundings, with scales that were levelled after them
-        assert layer.gain < known.gain
+    for layer, before in zip(again, result, strict=True):  # it starts from the first roundings, with scales that were levelled after them
+        assert layer.gain < before.gain
     assert sum(layer.gain for layer in again) < sum(layer.gain for layer in result) / 10  # dB
     assert "round_weights" in str(result)
 

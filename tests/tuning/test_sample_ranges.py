@@ -43,9 +43,9 @@ class Classifier(nn.Module):
 
 def images(factor: float, seed: int = 0) -> Tensor:
     """Return 96 images (96, 3, 16, 16); in every third one the corner of 2 × 2 pixels is multiplied by `factor`."""
-    made = torch.randn(COUNT, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
-    made[::3, :, :2, :2] *= factor
-    return made
+    values = torch.randn(COUNT, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
+    values[::3, :, :2, :2] *= factor
+    return values
 
 
 def calibrated(batches: list[Tensor], target: str, balance: bool | None, bounded: bool = True) -> fx.GraphModule:
@@ -138,9 +138,9 @@ def saturating(bounded: bool) -> nn.Module:
 def powers(seed: int, count: int = 64) -> Tensor:
     """Small values, after one that is 0 or large."""
     generator = torch.Generator().manual_seed(seed)
-    made = 0.5 * torch.rand(count, 16, generator=generator)
-    made[:, 0] = torch.where(made[:, 0] < 0.25, 0, 200 * made[:, 0])
-    return made
+    spectra = 0.5 * torch.rand(count, 16, generator=generator)
+    spectra[:, 0] = torch.where(spectra[:, 0] < 0.25, 0, 200 * spectra[:, 0])
+    return spectra
 
 
 def with_powers(model: nn.Module, target: str = "bayes-e", qconfig: fxq.QConfig | None = None, **options: bool) -> fx.GraphModule:
@@ -148,8 +148,8 @@ def with_powers(model: nn.Module, target: str = "bayes-e", qconfig: fxq.QConfig 
 
 
 def range_of(prepared: fx.GraphModule) -> float:
-    found = fxq.qparams(prepared)["x_quantize"]
-    return found[0] if isinstance(found, tuple) else found
+    scale = fxq.qparams(prepared)["x_quantize"]
+    return scale[0] if isinstance(scale, tuple) else scale
 
 
 @pytest.mark.sweep(1)
@@ -191,8 +191,8 @@ def test_it_stays_where_they_count() -> None:
 def test_it_stays_where_the_user_chose_the_range() -> None:
     whole = fxq.QConfig(input=fxq.ActivationConfig(observer=MinMaxObserver))
     assert range_of(with_powers(saturating(bounded=True), qconfig=whole)) == pytest.approx(powers(0).max() / 127.5)
-    given = fxq.QConfig(input=fxq.ActivationConfig(scale=0.5))
-    assert range_of(with_powers(saturating(bounded=True), qconfig=given)) == 0.5
+    fixed = fxq.QConfig(input=fxq.ActivationConfig(scale=0.5))
+    assert range_of(with_powers(saturating(bounded=True), qconfig=fixed)) == 0.5
 
 
 def test_what_is_lost_all_the_same_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:

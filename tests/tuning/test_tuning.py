@@ -23,7 +23,7 @@ from fxquant.accuracy.walk import layer_units
 from fxquant.prepared.operators import quantized_operators
 from tests.shared import contract
 from tests.shared.contract import compiled, same_state
-from tests.shared.written import to_train, written
+from tests.shared.networks import to_train, written
 
 Method = Callable[..., Any]
 STEPS = 20
@@ -220,7 +220,7 @@ def test_a_call_that_was_killed_continues_and_ends_with_the_same_bits(
     assert same_state(prepared, calibrated(network))
 
     calls, original = [], getattr(owner, counted)
-    monkeypatch.setattr(owner, counted, lambda *given: calls.append(0) or original(*given))
+    monkeypatch.setattr(owner, counted, lambda *arguments: calls.append(0) or original(*arguments))
     assert same_state(tune(prepared, path), whole)
     assert len(calls) == rest(prepared)
     assert losses[-1] == losses[0]
@@ -240,7 +240,7 @@ def test_a_call_that_was_killed_continues_and_ends_with_the_same_bits(
 
 @pytest.mark.nightly
 def test_distillation_says_what_the_outputs_have_and_keeps_nothing_else(network: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it says of the samples that are held out is what the integers give for them; nothing is kept that is no better."""
+    """The figures of held out samples are those of the integers; nothing is kept unless it is better."""
     monkeypatch.setattr(distill, "COPIES", 0)  # of what is held out, moved by ways that nobody else knows
     prepared = calibrated(network)
     (row,) = fxq.tuning.distill(prepared, LEARNED, **LONG)
@@ -283,21 +283,21 @@ class Masked(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         query, key, value = self.inputs(x).reshape(len(x), -1, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
-        found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        result: Tensor = self.head(self.outputs(found.transpose(1, 2).reshape(x.shape)))
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        result: Tensor = self.head(self.outputs(attended.transpose(1, 2).reshape(x.shape)))
         return result
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("masked", [-math.inf, torch.finfo(torch.float32).min])
 def test_distillation_after_a_mask_learns(masked: float) -> None:
-    """A mask of four dimensions is no image, and one of infinities is not mixed: what was no number before taught nothing."""
+    """A mask of four dimensions is not an image, and one of infinities is not mixed: NaN taught nothing."""
     torch.manual_seed(0)
     basis = torch.randn(4, 16)
     mask = torch.full((4, 1, 8, 8), masked).triu(1)
-    given = [(torch.randn(4, 8, 4) @ basis, mask.clone()) for _ in range(16)]
-    prepared = compiled(Masked().eval(), given, "bayes-e", FOUR_BITS).prepared
-    (row,) = fxq.tuning.distill(prepared, given, steps=3 * STEPS)
+    inputs = [(torch.randn(4, 8, 4) @ basis, mask.clone()) for _ in range(16)]
+    prepared = compiled(Masked().eval(), inputs, "bayes-e", FOUR_BITS).prepared
+    (row,) = fxq.tuning.distill(prepared, inputs, steps=3 * STEPS)
     assert row.kept
     assert row.gain > 0.5  # dB
     assert not distill._is_image(mask)
@@ -305,7 +305,7 @@ def test_distillation_after_a_mask_learns(masked: float) -> None:
 
 
 def test_distillation_of_whole_numbers_and_shared_weights() -> None:
-    """Inputs that are no real numbers are not mixed; what is shared is left out; a model of whole numbers teaches nothing."""
+    """Inputs of other dtypes than float are not mixed; shared inputs are left out; an integer model teaches nothing."""
     torch.manual_seed(0)
     words = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
     numbers = [torch.randint(12, (16, 5)) for _ in range(4)]
@@ -363,7 +363,7 @@ def test_what_was_tuned_is_saved_and_loaded(network: nn.Module, tmp_path: Path) 
 
 
 def test_offsets_move_along_with_weights(network: nn.Module) -> None:
-    """Training after AdaRound starts from what it decided, and a weight that moves by a step moves its integer by one."""
+    """Training after AdaRound starts from its roundings, and a weight that moves by a step moves its integer by one."""
     rounding = fxq.tuning.AdaptiveRounding((3,))
     real = torch.tensor([0.4, 1.5, -2.2], requires_grad=True)
     rounding.settle(real.detach(), torch.tensor([1.0, 1.0, -3.0]))
@@ -409,7 +409,7 @@ def test_scales_cover_less_of_a_weight_where_that_is_better(per_channel: bool) -
 
 
 def shared() -> Any:
-    """A weight that two operators read, and a result that is no real number."""
+    """A weight that two operators read, and an int64 result."""
     return written(lambda m, x: m.head(F.relu(m.twice(F.relu(m.twice(x))))).argmax(-1), twice=nn.Linear(8, 8), head=nn.Linear(8, 4))
 
 
@@ -424,7 +424,7 @@ def test_a_weight_that_several_operators_read_stays_one_constant() -> None:
 
 
 def test_a_layer_that_is_no_better_on_what_is_held_out_is_left_as_it_was(network: nn.Module) -> None:
-    """What is learned from says nothing of what is held out: there, images are black."""
+    """Training samples say nothing of held out ones, whose images are black."""
     prepared = calibrated(network)
     before = bits(prepared)
     black = -torch.ones(8, 1, 8, 8)
