@@ -1,1 +1,1 @@
-"""What the documents of Horizon's plugin and of PyTorch's quantization describe, each capability tried: works, part, absent."""
+"""Try each capability in the documents of Horizon's plugin and of PyTorch's quantization: works, part, absent."""

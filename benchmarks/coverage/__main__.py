@@ -1,4 +1,4 @@
-"""What the documents describe, and what of it works, works in part, or is absent: `python -m benchmarks.coverage`.
+"""Try each capability that the documents describe, which works, works in part, or is absent: `python -m benchmarks.coverage`.
 
 Every row runs something small, mostly on one network of three layers. Where that raises, the row "fails", and the exit status is 1.
 `--page` writes docs/COVERAGE.md; `--only WORD` tries the rows that have it in their chapter or words.

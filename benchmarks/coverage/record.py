@@ -20,14 +20,14 @@ WORKS, PART, ABSENT, FAILS = "works", "part", "absent", "fails"
 
 @dataclass(frozen=True)
 class State:
-    """What is missing of a capability, or all of it."""
+    """The state of a capability, and the missing part."""
 
     state: str
     because: str
 
 
 def part(because: str) -> State:
-    """The capability is there but for this."""
+    """Return the state of a capability that works but for the given reason."""
     return State(PART, because)
 
 
@@ -49,12 +49,12 @@ class Row:
     run: Try
 
     def tried(self, here: Here) -> tuple[State, float]:
-        """What came of it, and the seconds it took."""
+        """Return the state of the capability, and the seconds of the run."""
         start = time.perf_counter()
         try:
             outcome = self.run(here)
             state = outcome if isinstance(outcome, State) else State(WORKS, "")
-        except Exception as error:  # a row that is lost is told, whatever it raised
+        except Exception as error:  # a capability that is lost is a row, whatever it raised
             lines = (str(error).strip().splitlines() or [type(error).__name__])[0]
             state = State(FAILS, f"{type(error).__name__}: {lines}")
         return state, time.perf_counter() - start
@@ -82,7 +82,7 @@ def refused(call: Callable[[], Any], words: str) -> None:
 
 
 class Network(nn.Module):
-    """What most rows run on: a convolution with batch norm and residual, a pooling, a linear head."""
+    """The network of most rows: a convolution with batch norm and residual, a pooling, a linear head."""
 
     names = ("cat", "dog")
 
@@ -110,7 +110,7 @@ class Function(nn.Module):
 
 @dataclass
 class Here:
-    """What rows share: live data, one network in its forms, a folder."""
+    """The context of all rows: live data, one network in its forms, a folder."""
 
     folder: Path
     batches: list[Tensor] = field(default_factory=list)
@@ -154,14 +154,11 @@ class Here:
         sure(report, str(report))
         self.exact(result.prepared)
 
-    def integer(self, *functions: Callable[..., Any], target: str = "bayes-e", after: bool = True, qconfig: Any = None) -> State | None:
-        """Whether functions of the network's features become integers on a target, with equal bits; those that do not are told."""
-        in_float, total = [], 0
+    def integer(self, *functions: Callable[..., Any], target: str = "bayes-e") -> None:
+        """Assert that functions of the network's features become integers on a target, with equal bits."""
         for function in functions:
-            total += 1
             torch.manual_seed(0)
-            result = self.quantized(Function(function, after), target, qconfig=qconfig)
+            result = self.quantized(Function(function), target)
             self.exact(result.prepared)
-            if any(not layer.integer and not layer.boundary for layer in fxq.inspect.layers(result.integer)):
-                in_float.append(left_in_float(fxq.inspect.layers(result.prepared))[0].reason.rpartition(": ")[2])
-        return part(f"{len(in_float)} of {total} stay in float: {'; '.join(dict.fromkeys(in_float))}") if in_float else None
+            floats = left_in_float(fxq.inspect.layers(result.prepared))
+            sure(not floats, "; ".join(layer.reason for layer in floats))

@@ -270,7 +270,7 @@ chapter(
     ("attributes, methods and modules that survive", attributes),
     ("a module used several times", lambda h: h.equal(h.quantized(Twice()))),
     ("a tensor that is iterated over", lambda h: h.quantized(Function(lambda x: sum(part for part in x.unbind(1))))),
-    ("a tensor that is no leaf among the attributes", lambda h: copy.deepcopy(h.quantized(Holding()).prepared)),
+    ("a tensor among the attributes that is not a leaf", lambda h: copy.deepcopy(h.quantized(Holding()).prepared)),
     (
         "layers subclassed from PyTorch's",
         lambda h: sure("none is left in float" in fxq.explain(h.quantized(nn.Sequential(Standardized(3, 4, 3))).prepared)),

@@ -19,7 +19,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def trained(here: Here, config: Any = None, **options: Any) -> Any:
-    """A model trained for two steps, back in state VALIDATE, whose bits are those of the integer model."""
+    """Return a model trained for two steps, back in state VALIDATE, with the bits of the integer model."""
     prepared = here.prepared(qconfig=config, **options)
     fxq.set_state(prepared, "train")
     optimizer = torch.optim.SGD(prepared.train().parameters(), 1e-3)
@@ -291,7 +291,7 @@ chapter(
     "Questions and mistakes",
     ("no compiled extension to be missing", lambda h: sure(not list(Path(fxq.__file__).parent.rglob("*.so")))),
     ("post-processing and losses left alone", lambda h: sure(not any("loss" in n.name for n in h.result.prepared.graph.nodes))),
-    ("a file of another target is told of", other_target),
+    ("a file of another target is reported", other_target),
     ("accuracy is watched on the integers", lambda h: h.exact(h.result.prepared)),
     ("one FloatFunctional called twice", lambda h: h.quantized(_Twice())),
     ("an operator without a scale is an error", later_operator),
