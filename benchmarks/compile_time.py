@@ -8,21 +8,18 @@ The exponent is the slope of log time over log nodes.
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 import statistics
-import time
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 import fxquant as fxq
+from benchmarks.shared import table_of, timed
 from benchmarks.zoo import residual_chain
 from fxquant.support.progress import progress
 
@@ -39,9 +36,8 @@ def main() -> None:
     torch.set_num_threads(1)  # compiling is sequential; a second thread only adds noise to the small tensors in it
     compile_once(residual_chain(100))  # warm: imports and caches
     torch_ao_once(residual_chain(30))
-    table = Table("nodes", "trace", "prepare", "convert", "total", "torch.ao prepare", "convert", "total", "ratio")
-    for column in table.columns:
-        column.justify = "right"
+    head = ("nodes", "trace", "prepare", "convert", "total", "torch.ao prepare", "convert", "total", "ratio")
+    table = table_of(*head, labels=0)
     totals: dict[int, float] = {}
     for size in progress(options.sizes, len(options.sizes), "chains"):
         runs = options.runs if size <= 1_600 else 1
@@ -88,14 +84,6 @@ def torch_ao_once(model: nn.Module) -> list[float]:
             prepared(example)
         _, second = timed(lambda: convert_fx(prepared))
     return [first, second]
-
-
-def timed(function: Callable[[], Any]) -> tuple[Any, float]:
-    """The result, and the seconds it took."""
-    gc.collect()
-    start = time.perf_counter()
-    result = function()
-    return result, time.perf_counter() - start
 
 
 def exponent(totals: dict[int, float]) -> float:

@@ -8,8 +8,8 @@ One row per model and target. Everything up to the fifth column must be zero:
     E4  accumulators whose values did not fit the bits that were proved for them
     E5  planted faults that `verify` did not locate: one bias of the middle layer is changed in a copy
 
-each over two batch sizes; then the quantized tensors compared, the widest proven accumulator, the float nodes between the
-boundary nodes, and the ratio of signal to quantization noise at the outputs, beside that of torch.ao's FX flow on the same
+each over two batch sizes. Further columns are the quantized tensors compared, the widest proven accumulator, and the float nodes between
+the boundary nodes. Then come the ratio of signal to quantization noise at the outputs, beside that of torch.ao's FX flow on the same
 model and data in the same run. The column qdq is the ONNX file in that style, which is not exact by nature: how many output
 elements differ from the integer graph's in onnxruntime, and by how many steps at most. "int16" rows have int16 weights where
 the target has them. With --keep the rows go to a file as well, and those it holds are not measured again.
@@ -19,15 +19,13 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import logging
 import platform
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -37,10 +35,10 @@ import onnx
 import onnxruntime
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, fx, nn
 
 import fxquant as fxq
+from benchmarks.shared import keep_row, kept_rows, table_of, torch_ao
 from benchmarks.zoo import ZooEntry, zoo
 from examples.demo import count_float_nodes
 from fxquant import backends
@@ -55,7 +53,7 @@ SMALL, LARGE = (4, 3), (16, 3)  # batch sizes: ONNX's own evaluator, in numpy, r
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one model on one target."""
+    """The measurements of one model on one target."""
 
     model: str
     target: str
@@ -89,14 +87,12 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"write the table to {WRITTEN.parent.name}/{WRITTEN.name} too")
     options = parser.parse_args()
     pairs = [(t, d) for t in options.targets for d in options.dtype if d in backends.get(t).activations]
-    by_key = {(row.model, row.target, row.dtype): row for row in read(options.keep)}
+    by_key = {(row.model, row.target, row.dtype): row for row in (Row(**fields) for fields in kept_rows(options.keep))}
     missing = {name: [pair for pair in pairs if (name, *pair) not in by_key] for name in options.models}
     for row in measured({name: chosen for name, chosen in missing.items() if chosen}, options.processes):
         by_key[row.model, row.target, row.dtype] = row
         print(line(row), flush=True)
-        if options.keep is not None:
-            with options.keep.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(row)) + "\n")
+        keep_row(options.keep, row)
     rows = [by_key[name, target, dtype] for name in options.models for target, dtype in pairs]
     show(rows)
     if options.write:
@@ -109,7 +105,7 @@ def main() -> None:
 
 
 def measured(chosen: dict[str, list[tuple[str, str]]], processes: int) -> Iterator[Row]:
-    """The rows as they are done: those of one model one after another, models side by side."""
+    """Yield the rows as they are measured: the rows of one model one after another, models side by side."""
     if processes <= 1:
         for name, pairs in chosen.items():
             yield from _measure_model(name, pairs)
@@ -138,7 +134,7 @@ def _theirs(name: str, engine: str) -> float | str:
 
 
 def in_a_process(function: Callable[..., float | str], *arguments: str) -> float | str:
-    """The result of a peer's kernels, which can end a process: those of torch.ao for transposed convolutions do on some processors."""
+    """Return the result of a peer's kernels, which can end a process: torch.ao's for transposed convolutions do on some processors."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         try:
             return pool.submit(function, *arguments).result()
@@ -237,24 +233,11 @@ def sqnr(model: nn.Module, quantized: nn.Module, batches: Sequence[Tensor]) -> f
 
 
 def torch_ao_sqnr(entry: ZooEntry, engine: str) -> float | str:
-    """The same for torch.ao's FX graph mode with its default configuration for this engine; or why it cannot do the model."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torch.ao.quantization import get_default_qconfig_mapping
-        from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
-
-        before = torch.backends.quantized.engine
-        torch.backends.quantized.engine = engine
-        try:
-            prepared = prepare_fx(copy.deepcopy(entry.model), get_default_qconfig_mapping(engine), entry.example_inputs)
-            with torch.no_grad():
-                for batch in entry.calibration_batches:
-                    prepared(batch)
-            return sqnr(entry.model, convert_fx(prepared), entry.test_batches)
-        except Exception as error:  # whatever it is, it is theirs to explain
-            return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}"
-        finally:
-            torch.backends.quantized.engine = before
+    """Return the SQNR of torch.ao's FX graph mode with its default configuration for this engine; or its error."""
+    try:
+        return sqnr(entry.model, torch_ao(entry.model, entry.calibration_batches, engine), entry.test_batches)
+    except Exception as error:  # whatever it is, it is theirs to explain
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}"
 
 
 # ---- showing --------------------------------------------------------------------------------------------------------
@@ -293,9 +276,7 @@ def line(row: Row) -> str:
 
 def show(rows: Sequence[Row]) -> None:
     """The table in the terminal, and under it why torch.ao has no number somewhere."""
-    table = Table(*COLUMNS)
-    for column in table.columns[len(LABELS) :]:
-        column.justify = "right"
+    table = table_of(*COLUMNS, labels=len(LABELS))
     for row in rows:
         table.add_row(*(cell(row) for cell in COLUMNS.values()))
     console = Console(width=180)
@@ -328,13 +309,6 @@ def markdown(rows: Sequence[Row]) -> str:
     ]
     notes_below = footnotes(rows)
     return "\n".join([*lines, *([""] if notes_below else []), *(f"- {note}" for note in notes_below)]) + "\n"
-
-
-def read(path: Path | None) -> list[Row]:
-    """The rows a file holds; none if there is no file."""
-    if path is None or not path.exists():
-        return []
-    return [Row(**json.loads(entry)) for entry in path.read_text(encoding="utf-8").splitlines()]
 
 
 if __name__ == "__main__":

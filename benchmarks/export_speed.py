@@ -1,7 +1,7 @@
 """How long do export and verification take?   python -m benchmarks.export_speed
 
-One row per model and target: the size of the integer graph, how many of its operators are float, the seconds of `export_onnx` and of
-`verify` with one sample (every runtime, every form of the integer model, every quantized tensor), and the megabytes of the file.
+One row per model and target: the size of the integer graph, how many of its operators are float, the megabytes of the file, and the
+seconds of `export_onnx` and of `verify`. That has one sample for every runtime, form of the integer model and quantized tensor.
 bernoulli2 has no 16-bit tensors, so that the transformers have float parts there. Transformers need the extra "zoo".
 """
 
@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 import fxquant as fxq
+from benchmarks.shared import table_of, timed
 from benchmarks.zoo.any_life import enliven
 from benchmarks.zoo.hugging_face import ENTRIES
 from benchmarks.zoo.resnet import ResNet50
@@ -64,9 +63,7 @@ def main() -> None:
     parser.add_argument("--targets", nargs="*", default=list(TARGETS))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    table = Table("model", "target", "nodes", "float", "file", "export", "verify", "mismatches")
-    for column in table.columns[2:]:
-        column.justify = "right"
+    table = table_of("model", "target", "nodes", "float", "file", "export", "verify", "mismatches", labels=2)
     rows = [(name, target) for name in options.models for target in options.targets]
     for name, target in progress(rows, len(rows), "exports"):
         table.add_row(name, target, *_measured(MODELS[name](), target))
@@ -79,17 +76,11 @@ def _measured(case: Case, target: str) -> tuple[str, ...]:
     integer = fxq.convert(prepared)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
-        _, exporting = _timed(lambda: fxq.export_onnx(integer, path))
-        report, verifying = _timed(lambda: fxq.verify(integer, path, [case.sample], show_progress=False))
+        _, exporting = timed(lambda: fxq.export_onnx(integer, path))
+        report, verifying = timed(lambda: fxq.verify(integer, path, [case.sample], show_progress=False))
         size = path.stat().st_size / 1e6
     cells = f"{len(integer.graph.nodes):,}", str(len(left_in_float(layers(integer)))), f"{size:.1f} MB"
     return *cells, f"{exporting:.2f} s", f"{verifying:.2f} s", str(report.mismatches)
-
-
-def _timed(function: Callable[[], Any]) -> tuple[Any, float]:
-    start = time.perf_counter()
-    result = function()
-    return result, time.perf_counter() - start
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """How much memory does a run of an integer model take?   python -m benchmarks.inference_memory
 
-One row for each network: MiB that a run of 8 images of 224² needs at most beyond the model itself, with what is kept from run to run, of
-the float model run eagerly and of the integer model of each target. Each is measured in a fresh process that does nothing but load the
-model and run it some times, on one thread; the peak is that of the resident memory, which Linux resets when it is told to.
+One row for each network: MiB that a run of 8 inputs, images of 224² or the network's own, needs at most beyond the model itself, with what
+is kept from run to run. The columns are the float model, run eagerly, and the integer model of each target. Each is measured in a fresh
+process that does nothing but load the model and run it some times, on one thread. The peak is that of the resident memory, which Linux
+resets on demand.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 import fxquant as fxq
 from benchmarks.integer_speed import NETWORKS, live
+from benchmarks.shared import table_of
 from fxquant.support.progress import progress
 
 TARGETS = ("bayes-e", "nash-e", "x86")
@@ -32,15 +33,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="*", default=["ResNet-18", "MobileNetV2"], choices=list(NETWORKS))
     parser.add_argument("--targets", nargs="*", default=list(TARGETS))
-    parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.run:
         print(peak_of_run(*options.run))
         return
-    table = Table("network", "float", *options.targets)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = table_of("network", "float", *options.targets)
     jobs = [(network, form) for network in options.networks for form in ("float", *options.targets)]
     peaks = {job: in_fresh_process(*job) for job in progress(jobs, len(jobs), "networks")}
     for network in options.networks:
@@ -55,22 +54,27 @@ def in_fresh_process(network: str, form: str) -> int:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model"
         torch.manual_seed(0)
-        model = live(NETWORKS[network](), SIZE)
+        model = live(NETWORKS[network][0](), *sizes_of(network))
         if form == "float":
             torch.save(model.state_dict(), path)
         else:
-            path = fxq.save(fxq.quantize(model, [torch.randn(4, 3, SIZE, SIZE)], target=form, show_progress=False).integer, path)
-        command = [sys.executable, "-m", "benchmarks.inference_memory", "--run", network if form == "float" else "", str(path)]
+            path = fxq.save(fxq.quantize(model, [torch.randn(4, *sizes_of(network))], target=form, show_progress=False).integer, path)
+        command = [sys.executable, "-m", "benchmarks.inference_memory", "--run", network, form, str(path)]
         return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
-def peak_of_run(network: str, path: str) -> int:
+def sizes_of(network: str) -> tuple[int, ...]:
+    """Return the sizes of one input of a network."""
+    return NETWORKS[network][1] or (3, SIZE, SIZE)
+
+
+def peak_of_run(network: str, form: str, path: str) -> int:
     """The peak of a run beyond what is resident when the model was loaded, with all that it keeps from one run to the next, in bytes."""
-    model: nn.Module = NETWORKS[network]() if network else fxq.load(path)
-    if network:
+    model: nn.Module = NETWORKS[network][0]() if form == "float" else fxq.load(path)
+    if form == "float":
         model.load_state_dict(torch.load(path))
         model.eval()
-    images = torch.randn(IMAGES, 3, SIZE, SIZE)
+    images = torch.randn(IMAGES, *sizes_of(network))
     trim()
     loaded = resident("VmRSS")
     with torch.no_grad():
@@ -83,7 +87,7 @@ def peak_of_run(network: str, path: str) -> int:
 
 
 def trim() -> None:
-    """What was freed is no longer resident."""
+    """Give freed memory back, so that it is not resident."""
     ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 

@@ -17,18 +17,17 @@ import logging
 import os
 import platform
 import statistics
-import time
-import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 import fxquant as fxq
 from benchmarks.real.yolo import YoloV8n
+from benchmarks.shared import in_turn, table_of, torch_ao
 from benchmarks.zoo.densenet import DenseNet
 from benchmarks.zoo.efficientnet import EfficientNetB0
 from benchmarks.zoo.life import live
@@ -90,9 +89,8 @@ def main() -> None:
     if options.tensors:
         os.environ[native.SWITCH] = "0"
     logging.getLogger("fxquant").setLevel(logging.ERROR)
-    table = Table("network", "target", "batch", "threads", "float", "reference", "kernels", "quickest", "torch.ao", "in kernels")
-    for column in table.columns[2:]:
-        column.justify = "right"
+    head = ("network", "target", "batch", "threads", "float", "reference", "kernels", "quickest", "torch.ao", "in kernels")
+    table = table_of(*head, labels=2)
     networks = TABLE if "all" in options.networks else options.networks
     jobs = [(network, target) for network in networks for target in options.targets]
     for network, target in progress(jobs, len(jobs), "networks"):
@@ -111,7 +109,7 @@ def measure(network: str, target: str, options: argparse.Namespace) -> list[tupl
     generator = torch.Generator().manual_seed(1)
     result = fxq.quantize(model, [torch.randn(4, *sizes, generator=generator)], target=target, show_progress=False)
     reference, fused = fxq.convert(result.prepared, kernels="reference"), result.integer
-    theirs = torch_ao(model, sizes)
+    theirs = peer(model, sizes)
     rows = []
     for batch in options.batches:
         images = torch.randn(batch, *sizes, generator=generator)
@@ -123,7 +121,8 @@ def measure(network: str, target: str, options: argparse.Namespace) -> list[tupl
         for threads in options.threads:
             torch.set_num_threads(threads)
             assert all(map(torch.equal, leaves(fused(images)), leaves(reference(images))))
-            times = timed(forms, images, options.runs)
+            with torch.no_grad():
+                times = in_turn({name: partial(form, images) for name, form in forms.items()}, options.runs, twice=True)
             middle = {name: statistics.median(values) for name, values in times.items()}
             quickest = min(times["float"]) / min(times["kernels"])
             ratios = [f"{middle['float'] / middle[name]:.2f}" if name in middle else "–" for name in ("reference", "kernels", "torch.ao")]
@@ -140,38 +139,12 @@ def leaves(output: Any) -> list[Tensor]:
     return [output] if isinstance(output, Tensor) else [leaf for part in output for leaf in leaves(part)]
 
 
-def torch_ao(model: nn.Module, sizes: tuple[int, ...]) -> Callable[[Tensor], Any] | None:
-    """torch.ao's int8 model; None where this PyTorch has none."""
+def peer(model: nn.Module, sizes: tuple[int, ...]) -> nn.Module | None:
+    """Return torch.ao's int8 model; None where this PyTorch has none, or torch.ao does not trace or convert the network."""
     try:
-        from torch.ao.quantization import get_default_qconfig_mapping
-        from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
-    except ImportError:
+        return torch_ao(model, [torch.randn(4, *sizes, generator=torch.Generator().manual_seed(1))])
+    except Exception:  # of many kinds
         return None
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
-        images = torch.randn(4, *sizes, generator=torch.Generator().manual_seed(1))
-        try:
-            prepared = prepare_fx(model, get_default_qconfig_mapping("x86"), (images,))
-            prepared(images)
-            converted: Callable[[Tensor], Any] = convert_fx(prepared)
-            converted(images)
-        except Exception:  # of many kinds, where a network has what torch.ao does not trace or convert
-            return None
-    return converted
-
-
-def timed(forms: dict[str, Callable[[Tensor], Any]], images: Tensor, runs: int) -> dict[str, list[float]]:
-    """Seconds of warm runs of each, the second of two, taken in turn."""
-    times: dict[str, list[float]] = {name: [] for name in forms}
-    with torch.no_grad():
-        for index in range(runs + 2):
-            for name, form in forms.items():
-                form(images)  # what ran before has taken the caches
-                start = time.perf_counter()
-                form(images)
-                if index >= 2:
-                    times[name].append(time.perf_counter() - start)
-    return times
 
 
 if __name__ == "__main__":

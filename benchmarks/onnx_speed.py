@@ -1,8 +1,8 @@
 """How fast do the exported files run?   python -m benchmarks.onnx_speed
 
-One row per model: milliseconds of the float model's file (written by PyTorch's exporter) in onnxruntime, one thread, and how many times
-faster the same model's quantized files are in each style, and the file that onnxruntime's own quantization makes of the float one (uint8,
-int8 weights for each channel); medians of runs taken in turn. Styles "exact" and "fast" are verified in the same run; of "qdq", the
+One row per model: milliseconds of the float model's file (written by PyTorch's exporter) in onnxruntime, on one thread. Beside it, how
+many times faster the model's quantized files are in each style, and the file of onnxruntime's own quantization (uint8, int8 weights for
+each channel); medians of runs taken in turn. Styles "exact" and "fast" are verified in the same run; of "qdq", the
 signal-to-noise ratio against the integer model is shown.
 """
 
@@ -12,9 +12,9 @@ import argparse
 import logging
 import statistics
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,10 @@ import onnxruntime
 import torch
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 import fxquant as fxq
+from benchmarks.shared import in_turn, table_of
 from benchmarks.zoo import zoo
 from benchmarks.zoo.mobilenet import MobileNetV2
 from benchmarks.zoo.resnet import ResNet18
@@ -90,9 +90,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)  # of PyTorch's exporter, and of the quantization of onnxruntime
-    table = Table("model", "float", *STYLES, "onnxruntime's", "integer kernels", "mismatches", "qdq SQNR")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = table_of("model", "float", *STYLES, "onnxruntime's", "integer kernels", "mismatches", "qdq SQNR")
     for name in progress(options.models, len(options.models), "models"):
         table.add_row(name, *measure(*MODELS[name](), options.target, options.runs))
     Console(width=120).print(table)
@@ -138,15 +136,10 @@ def _session(path: Path) -> onnxruntime.InferenceSession:
 
 
 def medians(sessions: dict[str, onnxruntime.InferenceSession], input: Tensor, runs: int) -> dict[str, float]:
-    """Seconds of one run of each, taken in turn so that what else the machine does falls on all alike."""
-    times: dict[str, list[float]] = {style: [] for style in sessions}
+    """Return the median seconds of one run of each session."""
     feeds = {style: {session.get_inputs()[0].name: input.numpy()} for style, session in sessions.items()}
-    for _ in range(runs + 3):
-        for style, session in sessions.items():
-            start = time.perf_counter()
-            session.run(None, feeds[style])
-            times[style].append(time.perf_counter() - start)
-    return {style: statistics.median(values[3:]) for style, values in times.items()}
+    times = in_turn({style: partial(session.run, None, feeds[style]) for style, session in sessions.items()}, runs, warm=3)
+    return {style: statistics.median(values) for style, values in times.items()}
 
 
 if __name__ == "__main__":

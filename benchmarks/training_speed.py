@@ -1,4 +1,4 @@
-"""What does a step of training cost, and one of calibration?   python -m benchmarks.training_speed
+"""How long do a step of training and one of calibration take?   python -m benchmarks.training_speed
 
 One row for each network and target: milliseconds of the float model's step of training (forward, cross entropy, backward, SGD), and how
 many times as long fxquant's step and torch.ao's (prepare_qat_fx) take; the same of a step of calibration, over the float model's forward in
@@ -7,7 +7,7 @@ that what else the machine does falls on all alike; after them in brackets half 
 
 Before anything is timed, three steps of training are taken with fused functions and without ("bits"): outputs, scales and running
 statistics have to be equal, bit for bit, at every step that starts from equal parameters. Fused gradients round elsewhere: the largest
-difference over the largest gradient, of all parameters, stands beside it, once with live statistics and once with frozen ones.
+difference over the largest gradient, of all parameters, is next to it, once with live statistics and once with frozen ones.
 
 `--tensors` leaves out the functions in C, as on a machine without a compiler. With --device cuda everything is measured there.
 """
@@ -22,18 +22,18 @@ import os
 import platform
 import statistics
 import sys
-import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from benchmarks.shared import in_turn, table_of
 from benchmarks.zoo.life import live
 from benchmarks.zoo.mobilenet import MobileNetV2
 from benchmarks.zoo.resnet import ResNet18, ResNet50
@@ -72,9 +72,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     title = f"batch {options.batch} at {options.size}², {options.threads} threads, {options.device}"
     head = ("network", "target", "float step", "fxquant ×", "torch.ao ×", "calibration ×", "torch.ao ×", "peak ×", "bits")
-    table = Table(*head, title=title)
-    for column in table.columns[2:]:
-        column.justify = "right"
+    table = table_of(*head, labels=2, title=title)
     jobs = [(network, target) for network in options.networks for target in options.targets]
     for network, target in progress(jobs, len(jobs), "networks"):
         row = (network, target, *measure(network, target, options))
@@ -99,7 +97,7 @@ def measure(network: str, target: str, options: argparse.Namespace) -> tuple[str
     if not options.no_peers and (theirs := torch_ao(model, images)) is not None:
         forms["torch.ao"] = theirs
     steps = {name: training_step(form, images, targets) for name, form in forms.items()}
-    training = timed(steps, options)
+    training = in_turn(steps, options.runs, wait=partial(_wait, options.device))
     peaks = {name: peak(steps[name], options.device) for name in ("float", "fxquant")}
 
     forms["float"].eval()
@@ -107,7 +105,8 @@ def measure(network: str, target: str, options: argparse.Namespace) -> tuple[str
     forms["fxquant"] = prepared.eval()
     if "torch.ao" in forms:
         forms["torch.ao"].eval()
-    calibration = timed({name: calibration_step(form, images) for name, form in forms.items()}, options)
+    calibration_steps = {name: calibration_step(form, images) for name, form in forms.items()}
+    calibration = in_turn(calibration_steps, options.runs, wait=partial(_wait, options.device))
     return (
         f"{1000 * statistics.median(training['float']):.0f} ms",
         *(ratio(training, name) for name in ("fxquant", "torch.ao")),
@@ -134,7 +133,7 @@ def trained(prepared: nn.Module) -> nn.Module:
 
 
 def training_step(model: nn.Module, images: Tensor, targets: Tensor) -> Step:
-    """One step of SGD, so small that the network stays what it is."""
+    """One step of SGD, so small that the network hardly changes."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 
     def step() -> None:
@@ -153,27 +152,13 @@ def calibration_step(model: nn.Module, images: Tensor) -> Step:
     return step
 
 
-def timed(steps: dict[str, Step], options: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of warm steps of each, taken in turn."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for index in range(options.runs + 2):
-        for name, step in steps.items():
-            _wait(options.device)
-            start = time.perf_counter()
-            step()
-            _wait(options.device)
-            if index >= 2:
-                times[name].append(time.perf_counter() - start)
-    return times
-
-
 def _wait(device: str) -> None:
     if device != "cpu":
         torch.cuda.synchronize()
 
 
 def ratio(times: dict[str, list[float]], name: str) -> str:
-    """How many times as long as float, each run over the one beside it, and how far these are apart."""
+    """How many times as long as float, each run over the one beside it, and how far the quartiles are apart."""
     if name not in times:
         return "–"
     each = sorted(own / reference for own, reference in zip(times[name], times["float"], strict=True))
@@ -200,7 +185,7 @@ def peak(step: Step, device: str) -> int:
 
 
 def torch_ao(model: nn.Module, images: Tensor) -> nn.Module | None:
-    """torch.ao's model with fake quantization; None where this PyTorch has none, or it cannot be prepared, for a reason that is told."""
+    """torch.ao's model with fake quantization; None where this PyTorch has none, or it cannot be prepared, for a reason that is printed."""
     try:
         from torch.ao.quantization import get_default_qat_qconfig_mapping
         from torch.ao.quantization.quantize_fx import prepare_qat_fx
@@ -218,7 +203,7 @@ def torch_ao(model: nn.Module, images: Tensor) -> nn.Module | None:
 
 
 def compared(prepared: nn.Module, images: Tensor, targets: Tensor) -> str:
-    """Whether fused steps have the bits of those that are not, and how far their gradients are apart."""
+    """Return whether fused and unfused steps have equal bits, and how far their gradients are apart."""
     apart = []
     for frozen in (False, True):
         ours, reference = (trained(copy.deepcopy(prepared)) for _ in range(2))

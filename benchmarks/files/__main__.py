@@ -2,7 +2,7 @@
 
 Saved models, traced, prepared and integer, observations, qconfigs, ONNX files, manifests of segments, checkpoints of searches and of
 learning, and arrays of data are changed at random, each change from a seed of its own: bits, ends, what their documents say, nodes,
-tensors, types. Each is read as its function reads it: an ONNX file is run, a checkpoint is resumed. What is no FxQuantError, takes
+tensors, types. Each is read as its function reads it: an ONNX file is run, a checkpoint is resumed. What is not an FxQuantError, takes
 longer than a minute, ends the process, or imports something is listed with its kind and its seed; the exit status is 1 then.
 """
 
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def outcomes(kind: str, seeds: range, folder: Path) -> list[Outcome]:
-    """What came of mutations in a process of their own; where that ended, of each in one of its own."""
+    """Return the outcomes of mutations in one new process; if that process ends, each mutation has a process of its own."""
     try:
         with ProcessPoolExecutor(1, get_context("fork"), faulthandler.enable) as pool:
             return pool.submit(check, kind, seeds, folder).result()

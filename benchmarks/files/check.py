@@ -1,4 +1,4 @@
-"""Reading damaged files, and what came of it."""
+"""Read damaged files; the outcome of each is refused, read or a defect."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import functools
 import random
 import resource
 import shutil
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +22,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from benchmarks.files.mutations import mutated_archive, mutated_bytes, mutated_onnx, mutated_text
+from benchmarks.shared import at_most
 from fxquant.analysis.sample import batches_from
 from fxquant.reporting.inspection import describe, read
 
@@ -32,7 +31,7 @@ MEMORY = 16 * 2**30  # bytes that a process may ask for
 
 
 class Outcome(NamedTuple):
-    """What came of one mutation: "refused", "read", or what should not be: "error", "hang", "import", "crash"."""
+    """The outcome of one mutation: "refused", "read", or a defect: "error", "hang", "import", "crash"."""
 
     kind: str
     seed: int
@@ -150,7 +149,7 @@ KINDS: dict[str, tuple[str, Mutate, Read]] = {
 
 
 def check(kind: str, seeds: range, folder: Path, limit_memory: bool = True) -> list[Outcome]:
-    """What comes of these mutations of a kind of file, one after the other."""
+    """Return the outcomes of these mutations of a kind of file, one after the other."""
     if limit_memory:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     suffix, mutate, load = KINDS[kind]
@@ -163,7 +162,7 @@ def _checked(kind: str, seed: int, suffix: str, mutate: Mutate, load: Read, fold
     before, start = set(sys.modules), time.perf_counter()
     result, detail = "read", ""
     try:
-        with limited(SECONDS):
+        with at_most(SECONDS):
             load(path)
     except fxq.FxQuantError as error:
         result, detail = "refused", error.what
@@ -178,19 +177,3 @@ def _checked(kind: str, seed: int, suffix: str, mutate: Mutate, load: Read, fold
 
 
 KNOWN = {"encodings", "onnx", "onnxruntime", "numpy", "torch", "fxquant", "rich"}  # whose parts are imported when they are first needed
-
-
-@contextmanager
-def limited(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError in what takes longer."""
-
-    def stop(*_: object) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)

@@ -82,7 +82,7 @@ def flip(content: bytes, chance: random.Random) -> bytes:
 
 
 def mutated_bytes(content: bytes, chance: random.Random) -> bytes:
-    """A file with damage: an end, bits, mostly of its head, where it says what it holds, or a piece of it elsewhere."""
+    """Return a damaged file: cut at an end, with other bits, mostly in its header, or with a piece moved elsewhere."""
     kind = chance.randrange(4)
     if kind == 0:
         return content[: chance.randrange(len(content))]
@@ -129,7 +129,7 @@ def mutated_archive(content: bytes, chance: random.Random) -> bytes:
 
 
 def mutated_text(content: bytes, chance: random.Random) -> bytes:
-    """A JSON file with damage: its bytes, or what it says."""
+    """Return a damaged JSON file: with other bytes, or with other values."""
     kind = chance.randrange(5)
     if kind == 0:
         return content[: chance.randrange(len(content))]

@@ -39,7 +39,7 @@ class Player:
                 self.values[entry.name] = eval(data(entry, batch), self.scope)
 
     def play(self, step: Step) -> Tensor:
-        """The step's result; its statements are written down. Raises what PyTorch raises."""
+        """Return the step's result, and keep its statements. Raises what PyTorch raises."""
         self.kept = len(self.made), len(self.said)
         fields = self.fields[step.name] = _fields(step, self.values[step.operands[0]])
         for operand in step.operands:
@@ -55,7 +55,7 @@ class Player:
             self.self.eval()
             value = eval(call, self.scope)
         if not isinstance(value, Tensor):
-            raise TypeError(f"{call} is no tensor")
+            raise TypeError(f"{call} is not a tensor")
         self.said.append(f"{step.name} = {call}")
         self.values[step.name] = value
         return value
@@ -126,7 +126,7 @@ def _made(step: Step, fields: dict[str, Any]) -> list[str]:
 
 
 def blocks(case: Case) -> list[Block]:
-    """What comes before the checks: model, prepare, calibrate, train and convert. Raises what PyTorch raises where a step does not fit."""
+    """Return the blocks before the checks: model, prepare, calibrate, train and convert. Raises PyTorch's error if a step does not fit."""
     player = Player(case.seed, case.inputs, case.batches[0])
     for step in case.steps:
         player.play(step)

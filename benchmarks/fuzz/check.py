@@ -10,7 +10,6 @@ import inspect
 import linecache
 import logging
 import re
-import signal
 import tempfile
 import traceback
 import warnings
@@ -18,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 import fxquant as fxq
 from benchmarks.fuzz import build
 from benchmarks.fuzz.generate import Case
+from benchmarks.shared import at_most
 from fxquant.backends.onnx.runtime import OnnxModel
 from fxquant.errors import FxQuantError
 from fxquant.ir.graph import part
@@ -39,7 +38,7 @@ from fxquant.primitives import PRIMITIVES
 
 
 def bits(result):
-    """Shapes and bytes of all tensors: -0.0 is not 0.0. One NaN is as good as another; what is no tensor is as it is."""
+    """Shapes and bytes of all tensors: -0.0 is not 0.0. All NaN are equal; a value that is not a tensor is returned itself."""
     tensors = [y.double() if isinstance(y, torch.Tensor) and y.dtype == torch.bfloat16 else y for y in tree_leaves(result)]
     tensors = [torch.where(y.isnan(), torch.nan, y) if isinstance(y, torch.Tensor) and y.is_floating_point() else y for y in tensors]
     return [(y.shape, y.dtype, y.numpy().tobytes()) if isinstance(y, torch.Tensor) else y for y in tensors]
@@ -60,7 +59,7 @@ def integers_of(integer, batch):
 
 
 def is_float_function(node):
-    """Whether a node calls a function that is no primitive."""
+    """Whether a node calls a function that is not a primitive."""
     return node.op == "call_function" and node.target not in PRIMITIVES
 
 
@@ -82,7 +81,7 @@ def wild_inputs(model, prepared, integer, batches):
         wild = [x * factor for x in batches[0]]
         try:
             model(*wild)
-        except RuntimeError:  # PyTorch has something against them, as a loss against what is no probability
+        except RuntimeError:  # PyTorch refuses them, as a loss refuses a value that is not a probability
             continue
         assert answer(prepared, wild) == answer(integer, wild), factor
 
@@ -117,7 +116,7 @@ def results_of_onnx(model, prepared, integer, batches, style="exact"):
             for batch in batches:
                 outputs = run(dict(zip(file.input_names, batch, strict=True)))
                 results = answer(integer, batch)
-                if isinstance(results, list):  # numbers and None are no part of a file
+                if isinstance(results, list):  # a file has no numbers and no None
                     results = [one for one in results if isinstance(one, tuple)]
                 assert bits([outputs[name] for name in file.output_names]) == results, runtime
 
@@ -154,7 +153,7 @@ def integers_in_and_out(model, prepared, integer, batches, style="exact"):
 
 
 def fast_integers_in_and_out(model, prepared, integer, batches):
-    """The same of style "fast"."""
+    """The file with io="integer" in style "fast" takes and returns the integers that its metadata says."""
     integers_in_and_out(model, prepared, integer, batches, "fast")
 
 
@@ -185,7 +184,7 @@ def copied_is_equal(model, prepared, integer, batches):
 
 
 class AllInDouble(torch.overrides.TorchFunctionMode):
-    """What a model asks to be float32 is float64."""
+    """Every conversion to float32 in a model becomes one to float64."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         function = torch.Tensor.double if function is torch.Tensor.float else function
@@ -263,7 +262,7 @@ PASSED, REFUSED, FAILED, INVALID = "passed", "refused", "FAILED", "invalid"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case. `block` is where it ended, `reason` the kind of error there, `text` its message.
+    """The outcome of a case. `block` is where it ended, `reason` the kind of error there, `text` its message.
 
     program    as far as it was run, without checks that passed: of a failure, a program that fails
     operators  the operators of the table that became integer
@@ -287,7 +286,7 @@ class Outcome:
 
 
 def run(case: Case) -> Outcome:
-    """Run the case. Every error that is no FxQuantError is a failure, as is a check that does not hold."""
+    """Run the case. Every error that is not an FxQuantError is a failure, as is a check that does not hold."""
     try:
         parts = build.blocks(case)
     except Exception as error:
@@ -403,7 +402,7 @@ def _integer_operators(prepared: fx.GraphModule) -> set[str]:
 
 
 def _facts(scope: dict[str, Any], case: Case) -> dict[str, Any]:
-    """What is known of a converted model: operators that became integer, and how near to the float model it is."""
+    """Return facts of a converted model: operators that became integer, and how near to the float model it is."""
     operators = _integer_operators(scope["prepared"])
     ratios: list[float] = []
     if case.optimizer is None:
@@ -418,7 +417,7 @@ def _facts(scope: dict[str, Any], case: Case) -> dict[str, Any]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, no log lines and no warnings; the global generator is what it was afterwards."""
+    """Inside, no log lines and no warnings; afterwards the global generator has its former state."""
     logger = logging.getLogger("fxquant")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -428,19 +427,3 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-@contextmanager
-def at_most(seconds: int) -> Iterator[None]:
-    """Inside, TimeoutError after so many seconds."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"it takes longer than {seconds} seconds")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)

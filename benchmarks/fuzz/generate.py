@@ -1,4 +1,4 @@
-"""A seed becomes a case: a small description of a model, how it is quantized, and what it is held to."""
+"""A seed becomes a case: a small description of a model, how it is quantized, and its checks."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Case:
-    """What is drawn, compiled and checked.
+    """A description of a model that is drawn, compiled and checked.
 
     batches     the sizes of the batches, the first of which is the example
     float_onnx  whether ONNX files are written although operators stay in float: PyTorch's exporter takes seconds for them
@@ -175,7 +175,7 @@ class Drawing:
         return Step(name, spelling, (first, *others), {key: lot.choice(values) for key, values in spelling.options.items()})
 
     def next_operator(self) -> str:
-        """What is tried next: any operator of the table, or what often follows a layer."""
+        """Return what to try next: any operator of the table, or what often follows a layer."""
         lot = self.lot
         if self.steps and self.steps[-1].spelling.layer and lot.random() < 0.5:
             return lot.choice(FOLLOWERS)
@@ -289,7 +289,7 @@ def _rules(lot: random.Random, case: Case) -> tuple[Rule, ...]:
 
 
 def _checks(lot: random.Random, case: Case) -> tuple[str, ...]:
-    """What the case is held to: the contract always, the rest by lot, since it takes time."""
+    """Return the checks of a case: the contract always, the rest by lot, since it takes time."""
     from benchmarks.fuzz.check import ALWAYS, LAST, SOMETIMES, UNTRAINED
 
     chosen = [check for check in SOMETIMES if lot.random() < 0.3]

@@ -23,7 +23,7 @@ SUSPICIOUS = 8.0  # dB, of a model of few int8 operators on plain data
 
 @dataclass
 class Tally:
-    """What was drawn, and what became of it."""
+    """Counts of the cases that were drawn, and of their outcomes."""
 
     kinds: Counter[tuple[str, str]] = field(default_factory=Counter)  # by target and kind
     operators: Counter[str] = field(default_factory=Counter)
@@ -55,7 +55,7 @@ class Tally:
 
 
 def is_plain(case: Case) -> bool:
-    """Whether the integer model should be near the float model: few operators, none of them steep, default precision, plain data."""
+    """Whether the integer model should be near the float model: few operators, no steep one, default precision, plain data."""
     return (
         len(case.steps) <= 4
         and not case.rules

@@ -20,7 +20,7 @@ SIMPLE_TARGETS = ("bayes-e", "nash-e")  # one for each way to requantize; the fi
 
 
 def shrink(case: Case, outcome: Outcome, seconds: float = 60, run: Callable[[Case], Outcome] = run) -> tuple[Case, Outcome]:
-    """The smallest case found in so many seconds that fails like this one, and its outcome."""
+    """The smallest case found in so many seconds that fails like the given case, and its outcome."""
     deadline = time.monotonic() + seconds
     tried: set[str] = {_key(case)}
     smaller = True
@@ -45,7 +45,7 @@ def _key(case: Case) -> str:
 
 
 def candidates(case: Case) -> Iterator[Case]:
-    """Smaller cases, those that lose most first."""
+    """Yield smaller cases, the ones that lose most first."""
     for one in (_checks, _outputs, _steps, _setting, _rules, _targets, _batches, _spellings, _options, _inputs):
         for candidate in one(case):
             yield pruned(candidate)
@@ -111,7 +111,7 @@ def _shapes(case: Case) -> dict[str, tuple[int, ...]]:
 
 
 def _setting(case: Case) -> Iterator[Case]:
-    """What is done with the model."""
+    """Yield cases with simpler settings: no optimizer, live batch norms, plain outputs, the default configuration."""
     if case.optimizer is not None:
         yield replace(case, optimizer=None)
         if case.optimizer != OPTIMIZERS[0]:
@@ -157,7 +157,7 @@ def _batches(case: Case) -> Iterator[Case]:
 
 
 def _spellings(case: Case) -> Iterator[Case]:
-    """An earlier spelling of the same operator, which takes as many operands; a layer of its own."""
+    """An earlier call form of the same operator, which takes as many operands; a layer of its own."""
     table = by_operator()
     for index, step in enumerate(case.steps):
         if step.shares is not None:

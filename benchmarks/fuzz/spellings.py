@@ -242,7 +242,7 @@ def _settings() -> Iterator[Spelling]:
 
 
 def _composites() -> Iterator[Spelling]:
-    """What is made of other operators, where the target has int16."""
+    """Composites of other operators, where the target has int16."""
     yield from _spell("softmax", "torch.softmax({0}, {dim})", "F.softmax({0}, dim={dim})", "{0}.softmax({dim})", dim=(-1, 1))
     yield from _spell("log_softmax", "torch.log_softmax({0}, {dim})", "F.log_softmax({0}, dim={dim})", dim=(-1, 1))
     yield from _spell("layer_norm", "F.layer_norm({0}, ({last},))", "F.layer_norm({0}, ({last},), eps={eps})", eps=(1e-5, 0.1))
@@ -297,7 +297,7 @@ def _recurrent() -> Iterator[Spelling]:
 
 
 def _choices() -> Iterator[Spelling]:
-    """Comparisons, truth values, orders, places and assignments."""
+    """Comparisons, booleans, orders, places and assignments."""
     chosen = "torch.where({condition}, {{0}}, {{1}})"
     compared = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
     for name, sign in compared.items():
@@ -336,7 +336,7 @@ def _choices() -> Iterator[Spelling]:
 
 
 def _chosen() -> Iterator[Spelling]:
-    """What is chosen by lists and constants, and what is brought together at places."""
+    """Elements chosen by lists and constants, and elements gathered at places."""
     for name, lists in (("index", "..., [0, -1], [0, 0]"), ("index_parts", ":, None, ..., [0, -1], [0, 0]")):
         yield from _spell(name, f"{{0}}[{lists}]")
     yield from _spell("take", "{0} + torch.take({0}, torch.tensor([0]))")
@@ -393,7 +393,7 @@ def _windows() -> Iterator[Spelling]:
 
 
 def _floats() -> Iterator[Spelling]:
-    """What stays in float."""
+    """Operators that stay in float."""
     yield from _spell(FLOAT, "torch.special.bessel_j0({0})", "torch.logcumsumexp({0}, {dim})", "torch.fft.rfft({0}).abs()", dim=(-1, 1))
     yield from _spell(FLOAT, "{0}.cummax({dim}).values", "{0}.mode({dim}).values", dim=(-1, 1))
 
@@ -482,12 +482,12 @@ def _all() -> Iterator[Spelling]:
     ):
         yield from family()
     for record in OPERATORS.values():
-        if record.name not in (*UNWRITTEN, *TRUTHS, *NUMBERED, "dropout"):  # functional dropout acts unless it is told not to
+        if record.name not in (*UNWRITTEN, *TRUTHS, *NUMBERED, "dropout"):  # functional dropout acts by default
             yield from plain(record)
 
 
 def _and_those_of_records() -> Iterator[Spelling]:
-    """All of these, and, of each operator that none of them writes, its samples."""
+    """Yield all call forms above, and the samples of every other operator."""
     written = list(_all())
     names = {spelling.operator.format(rank=rank) for spelling in written for rank in (1, 2, 3)}
     yield from written
@@ -500,7 +500,7 @@ SPELLINGS: tuple[Spelling, ...] = tuple(_and_those_of_records())
 
 
 def by_operator() -> dict[str, list[Spelling]]:
-    """The spellings of every operator; those of all ranks under each name they stand for."""
+    """Return the call forms of every operator; a form of all ranks is under each name that it serves."""
     spellings: dict[str, list[Spelling]] = {}
     for spelling in SPELLINGS:
         names = [spelling.operator.format(rank=rank) for rank in (1, 2, 3)]

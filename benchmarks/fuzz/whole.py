@@ -1,4 +1,4 @@
-"""How arithmetic on whole numbers is written in a random model, whose inputs and outputs are real."""
+"""Call forms of arithmetic on integers in a random model, whose inputs and outputs are float values."""
 
 from __future__ import annotations
 
@@ -39,6 +39,6 @@ CALLS = {
 
 
 def whole_numbers() -> Iterator[Spelling]:
-    """Each operator on whole numbers, whose result is made real again."""
+    """Yield each operator on integers, whose result becomes a float tensor again."""
     for name, calls in CALLS.items():
         yield from spell(name, *(f"({call}).float()" for call in calls))

@@ -1,6 +1,6 @@
-"""Which operators become integer, in which spelling, on which target; and is anything wrong?
+"""Which operators become integer, in which call form, on which target; and is anything wrong?
 
-Each spelling is a model of its own, compiled on live random input: traced with a batch of any size, prepared, calibrated, converted and
+Each call form is a model of its own, compiled on live random input: traced with a batch of any size, prepared, calibrated, converted and
 exported (where all of it is integer; --float-onnx exports the others too). It is
 
     integer   if every one of its nodes is, and the contract holds: prepared, integer and exported model have equal bits
@@ -17,17 +17,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.operators import page
 from benchmarks.operators.measure import (
@@ -49,6 +46,7 @@ from benchmarks.operators.measure import (
 )
 from benchmarks.operators.rows import FAMILIES
 from benchmarks.operators.spelling import Spelling, spelled
+from benchmarks.shared import keep_row, kept_rows, table_of
 
 TARGETS = ("bayes-e",)
 PAGE = Path(__file__).parents[2] / "docs" / "OPERATORS.md"
@@ -60,7 +58,7 @@ def main() -> None:
     parser.add_argument("--target", nargs="*", default=list(TARGETS), metavar="TARGET", help="%(default)s")
     parser.add_argument("--dtype", nargs="*", default=["int8"], help="of the activations; a target that does not have one is left out")
     parser.add_argument(
-        "--only", default="", metavar="PATTERN", help="a regular expression that is found in 'family | operator | spelling'"
+        "--only", default="", metavar="PATTERN", help="a regular expression that is found in 'family | operator | call form'"
     )
     parser.add_argument("--seed", action="store_true", help="only operators of the public lists")
     parser.add_argument("--list", action="store_true", help="print the spellings and try none")
@@ -89,9 +87,7 @@ def main() -> None:
     missing = [(s, *pair) for pair in pairs for s in chosen if (s.name, *pair) not in by_key]
     for result in measured(missing, options.onnx, options.processes):
         by_key[result.name, result.target, result.dtype] = result
-        if options.keep is not None:
-            with options.keep.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(result)) + "\n")
+        keep_row(options.keep, result)
     results = [by_key[s.name, pair[0], pair[1]] for pair in pairs for s in chosen]
     for pair in pairs:
         show(chosen, [result for result in results if (result.target, result.dtype) == pair], options.reasons)
@@ -107,9 +103,7 @@ def write_page(processes: int, keep: Path | None) -> None:
     decided = [entry for entry in missing if entry[1:] != page.FIRST]
     for result in itertools.chain(measured(decided, DECIDED, processes), measured(proved, NONE, processes)):
         by_key[result.name, result.target, result.dtype] = result
-        if keep is not None:
-            with keep.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(result)) + "\n")
+        keep_row(keep, result)
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page.text([by_key[s.name, target, dtype] for s, target, dtype in needed]), encoding="utf-8")
 
@@ -128,10 +122,8 @@ def measured(entries: Sequence[Wanted], onnx: str, processes: int) -> Iterator[R
 
 def read(path: Path | None) -> list[Result]:
     """The results a file holds; none if there is no file."""
-    if path is None or not path.exists():
-        return []
-    entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [Result(**{**entry, **{name: tuple(entry[name]) for name in ("reasons", "nodes", "operators")}}) for entry in entries]
+    tuples = ("reasons", "nodes", "operators")
+    return [Result(**{**fields, **{name: tuple(fields[name]) for name in tuples}}) for fields in kept_rows(path)]
 
 
 # ---- showing ----------------------------------------------------------------------------------------------------------
@@ -140,9 +132,8 @@ def read(path: Path | None) -> list[Result]:
 def show(chosen: Sequence[Spelling], results: Sequence[Result], reasons: bool) -> None:
     """The table of one target and dtype, and the lists under it."""
     console = Console(width=200)
-    table = Table("family", *KINDS, "spellings", "lowest SQNR", title=f"{results[0].target}, {results[0].dtype}" if results else "")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    title = f"{results[0].target}, {results[0].dtype}" if results else ""
+    table = table_of("family", *KINDS, "call forms", "lowest SQNR", title=title)
     of = dict(zip((s.name for s in chosen), chosen, strict=True))
     groups: dict[str, list[Result]] = defaultdict(list)
     for result in results:

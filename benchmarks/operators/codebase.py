@@ -1,4 +1,4 @@
-"""Layers as model code bases write them: the spelling of an operator that PyTorch has no name for."""
+"""Layers as model code bases write them: call forms of operators that PyTorch has no name for."""
 
 from __future__ import annotations
 

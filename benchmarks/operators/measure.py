@@ -1,4 +1,4 @@
-"""One spelling through the whole compiler: what becomes of its nodes, and whether the contract holds."""
+"""One call form through the whole compiler: what becomes of its nodes, and whether the contract holds."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 import fxquant as fxq
 from benchmarks.fuzz import check
-from benchmarks.fuzz.check import at_most
 from benchmarks.operators.spelling import Spelling
+from benchmarks.shared import at_most
 from fxquant import backends
 from fxquant.analysis.layers import left_in_float
 from fxquant.errors import FxQuantError
@@ -30,19 +30,19 @@ KINDS = (INTEGER, FLOAT, REFUSED, CRASH, WRONG)
 NONE, WHOLE, ALL = "none", "whole", "all"  # which are exported: none, those without float operators, or all
 DECIDED = "decided"  # none, and nothing is run: what becomes integer is known once a model is prepared
 COUNTS = (4, 3)  # batch sizes: the first is the example's
-SECONDS = 120  # for one spelling
+SECONDS = 120  # for one call form
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a spelling on a target.
+    """The outcome of a call form on a target.
 
     kind     "integer": every node is; "float": some are not, and the contract holds; "refused": an FxQuantError; "crash": any other error;
              "wrong": the contract is broken, or the result is not that of the float model
     reasons  of nodes that stay in float; of an error, what it says
     place    where it ended, if it did not come to an end: "prepare", "calibrate", "convert", or a check of the contract
-    sqnr     10·log10 of the power of the float model's result over that of the error, in dB, over all results that are real numbers
-    agreeing of results that are whole numbers or truth values, the share of equal elements; None if there are none
+    sqnr     10·log10 of the power of the float model's result over that of the error, in dB, over all float results
+    agreeing of integer and boolean results, the share of equal elements; None if there are none
     nodes    the operators in the prepared model, and of these those in float
     operators  the names of the records that became integer: operators, and what composites were written
     seconds  that it took
@@ -73,16 +73,16 @@ def has(target: str, dtype: str) -> bool:
     return dtype in backends.get(target).activations
 
 
-Wanted = tuple[Spelling, str, str]  # what is tried: a spelling, on a target, in a dtype
+Wanted = tuple[Spelling, str, str]  # what is tried: a call form, on a target, in a dtype
 
 
 def several(entries: Sequence[Wanted], onnx: str) -> list[Result]:
-    """The results of several spellings, on one thread: what a process of a pool runs."""
+    """The results of several call forms, on one thread: what a process of a pool runs."""
     return [timed(spelling, target, dtype, onnx) for spelling, target, dtype in entries]
 
 
 def timed(spelling: Spelling, target: str, dtype: str, onnx: str) -> Result:
-    """The result of one spelling, on one thread, with the seconds that it took."""
+    """Return the result of one call form, on one thread, with the seconds that it took."""
     torch.set_num_threads(1)
     started = time.perf_counter()
     return replace(measure(spelling, target, dtype, onnx), seconds=time.perf_counter() - started)
@@ -93,7 +93,7 @@ class Broken(Exception):
 
 
 def measure(spelling: Spelling, target: str, dtype: str, onnx: str = WHOLE) -> Result:
-    """The result of one spelling; no error of whatever is tried goes further than this. `onnx` says which ones are exported."""
+    """Return the result of one call form; an error of any kind is a result. `onnx` says which ones are exported."""
     logging.getLogger("fxquant").setLevel(logging.ERROR)
     place = ["prepare"]
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
@@ -186,7 +186,7 @@ def gradients_are_finite(prepared: fx.GraphModule, batch: Sequence[Tensor]) -> N
 
 
 def _compared(prepared: fx.GraphModule, batches: Sequence[Any], expected: Sequence[Any]) -> tuple[float, float | None]:
-    """The ratio of signal to noise, and the share of equal whole numbers. Raises Broken where shapes or dtypes are others."""
+    """The ratio of signal to noise, and the share of equal integers. Raises Broken where shapes or dtypes are others."""
     signal = noise = 0.0
     equal = total = 0
     for batch, reference in zip(batches, expected, strict=True):

@@ -1,6 +1,6 @@
 """The page of operators: what becomes integer on which target, with which dtype, and what stays in float, with its reason.
 
-What is in it is measured, a spelling of each row on every target and all of them on the first; the records and the limits are read.
+What is in it is measured, a call form of each row on every target and all of them on the first; the records and the limits are read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fxquant.ops.core.composite import DEQUANTIZE, QUANTIZE
 
 TARGETS = ("bayes-e", "nash-e", "bernoulli2", "x86")
 DTYPES = ("int8", "int16")
-FIRST = (TARGETS[0], DTYPES[0])  # where every spelling is tried
+FIRST = (TARGETS[0], DTYPES[0])  # where every call form is tried
 LISTS = {HORIZON: "H", NASH: "N", PYTORCH: "P"}
 ABSENT = "¹"  # after a cell: the march has no such operator, as far as its public lists say
 REASONS = 3  # of one operator
@@ -41,12 +41,12 @@ What stays in float works all the same: it runs on the host between integer segm
 
 
 def first(spelling: Spelling) -> tuple[str, str, str]:
-    """Where its result on the first target at the first dtype stands among those that are known."""
+    """Return the key of its result on the first target at the first dtype."""
     return spelling.name, FIRST[0], FIRST[1]
 
 
 def wanted() -> Iterator[tuple[Spelling, str, str]]:
-    """What is measured: every spelling on the first target, the first spelling of each row on all of them."""
+    """Yield what is measured: every call form on the first target, the first form of each row on all targets."""
     for entry in spelled(FAMILIES):
         for target in TARGETS:
             for dtype in DTYPES:
@@ -86,7 +86,7 @@ def cells(family: str, row: Row, by_key: Known) -> list[str]:
 
 
 def cell(spelling: Spelling, target: str, by_key: Known) -> str:
-    """The dtypes with which a spelling is integer on a target, and whether the march has its operators."""
+    """The dtypes with which a call form is integer on a target, and whether the march has its operators."""
     results = [by_key[spelling.name, target, dtype] for dtype in DTYPES if (spelling.name, target, dtype) in by_key]
     integer = [result for result in results if result.kind == INTEGER]
     if not integer:
@@ -130,7 +130,7 @@ def _meaning(operator: Operator) -> str:
     if operator.expand is not None:
         return "expanded into other operators"
     if Trait.DYNAMIC in operator.traits:
-        return "quantized at run time, between real numbers"
+        return "quantized at run time, between float values"
     demanded = operator.demand
     if isinstance(demanded, Same):
         return "on its operand's scale"
@@ -178,7 +178,7 @@ def _limits() -> list[str]:
 
 
 def _floats(by_key: Known) -> list[str]:
-    """Every operator of which a spelling stays in float, or is refused, on the first target."""
+    """Every operator of which a call form stays in float, or is refused, on the first target."""
     lines = ["## What stays in float", "", f"On {FIRST[0]} at {FIRST[1]}.", "", *_header("operator", "written", "why")]
     for family, rows in FAMILIES.items():
         for row in rows:

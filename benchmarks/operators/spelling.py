@@ -1,6 +1,6 @@
-"""What a spelling is, and the model that is made of it.
+"""Call forms of operators, and the model that is built from one.
 
-A spelling is a piece of Python: an expression of the inputs x, y and z ("torch.add(x, y)"), a few statements that return
+A call form is a piece of Python: an expression of the inputs x, y and z ("torch.add(x, y)"), a few statements that return
 something, or the constructor of a module ("nn.Softmax(-1)"), which is called with the inputs. What stands in braces belongs to
 `__init__` ("F.prelu(x, {P(3)})"): a parameter P, a buffer B, or a module.
 """
@@ -37,7 +37,7 @@ class Input:
 
     shape    without the batch, which is its dimension 0
     low, high  the interval of its values, uniform; None: normal
-    dtype    whole numbers from low to high - 1, or truth values, where it is not a float dtype
+    dtype    integers from low to high - 1, or booleans, where it is not a float dtype
     batched  whether dimension 0 is the batch; without one the model is traced at one size
     """
 
@@ -92,7 +92,7 @@ class Row:
     over       its inputs, of x, y and z; the last one serves for those that follow as well
     lists      on whose lists it stands, letters of HORIZON, NASH and PYTORCH; "" is for what only models bring
     fixed      whether it is traced at one batch size
-    least      the smallest ratio of signal to noise, in dB, that is no defect: its function, or its input, is made such
+    least      the smallest ratio of signal to noise, in dB, that is not a defect: its function, or its input, is made such
     random     whether two runs of the float model differ, so that nothing can be compared
     """
 
@@ -107,7 +107,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Spelling:
-    """One spelling of a row, of a family of rows."""
+    """One call form of a row, of a family of rows."""
 
     family: str
     row: Row
@@ -124,7 +124,7 @@ class Spelling:
 
     @property
     def inputs(self) -> dict[str, Input]:
-        """What it reads, by name."""
+        """Return the inputs that it reads, by name."""
         used = ["x", "y", "z"][: len(self.row.over)]
         if not self.is_module:
             used = sorted(set(re.findall(INPUT, _without_braces(self.text))))
@@ -224,7 +224,7 @@ NAMESPACE: Mapping[str, typing.Any] = {
 
 
 def spelled(families: Mapping[str, tuple[Row, ...]]) -> Iterator[Spelling]:
-    """Every spelling of all rows."""
+    """Yield every call form of all rows."""
     for family, rows in families.items():
         for entry in rows:
             for text in entry.texts:

@@ -156,7 +156,7 @@ ATTENTION: tuple[Row, ...] = (
     row("class token", "H.ClassToken()", "torch.cat(({P(1, 1, 8)}.expand(x.shape[0], -1, -1), x), 1)",
         "torch.cat([x, {P(1, 1, 8)}.repeat(x.shape[0], 1, 1)], dim=1)",
         "torch.cat([{P(1, 2, 8)}.expand(x.size(0), 2, 8), x], 1)", "x + {P(1, 5, 8)}", over=TOKENS),
-    row("constant joined", "torch.cat([x, torch.zeros_like(x)], 1)", "torch.cat([x, torch.ones(x.shape[0], 1, 8)], 1)",
+    row("constant concatenated", "torch.cat([x, torch.zeros_like(x)], 1)", "torch.cat([x, torch.ones(x.shape[0], 1, 8)], 1)",
         "torch.stack([x, torch.zeros_like(x)], 1)", over=TOKENS),
     row("rotary positions", "x * {B(torch.randn(5, 8).cos())} + torch.cat((-x[..., 4:], x[..., :4]), -1) * {B(torch.randn(5, 8).sin())}",
         over=normal(2, 5, 8)),

@@ -1,4 +1,4 @@
-"""What changes nothing, casts, what is made anew, what stays in float by its nature, and operators that PyTorch has no name for."""
+"""Identities, casts, new tensors, operators that stay in float by their nature, and operators that PyTorch has no name for."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ WHOLE: tuple[Row, ...] = (
         "y.sum(1)", "x + y", "torch.where(~y, x, x * 2)", "x.masked_fill(y.logical_not(), 0.5)", "y == 0", "y * 2", "1 - y.float()",
         "(y | (x > 1)).float()", "y ^ True", "y.int() + 1", "x - y.int()", "x.where(y, x * 0.5)", "y.cumsum(1)",
         over=(IMAGE, truth(3, 6, 6))),
-    row("results that are no tensors", "return x.relu(), None, x + 1", "return dict(y=x.relu(), n=3)", "return (x * 2, x.shape[1])",
+    row("results that are not tensors", "return x.relu(), None, x + 1", "return dict(y=x.relu(), n=3)", "return (x * 2, x.shape[1])",
         "return [None, x.relu()]", "return x.relu(), True", "return x.relu(), x.shape[0]"),
 )  # fmt: skip
 
