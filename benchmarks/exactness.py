@@ -36,6 +36,7 @@ import onnxruntime
 import torch
 from rich.console import Console
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 import fxquant as fxq
 from benchmarks.shared import keep_row, kept_rows, table_of, torch_ao
@@ -179,9 +180,7 @@ def measure(name: str, entry: ZooEntry, target: str, dtype: str, theirs: dict[st
 
 def tensors_of(result: Any) -> list[Tensor]:
     """All tensors of a model's result."""
-    tensors: list[Tensor] = []
-    fx.node.map_aggregate(result, lambda value: tensors.append(value) if isinstance(value, Tensor) else None)
-    return tensors
+    return [value for value in tree_leaves(result) if isinstance(value, Tensor)]
 
 
 def train_mismatches(prepared: fx.GraphModule, batches: Sequence[Tensor]) -> int:
@@ -248,11 +247,7 @@ COLUMNS: dict[str, Cell] = {
     "target": lambda row: row.target,
     "activations": lambda row: row.dtype,
     "weights": lambda row: row.weight,
-    "E1": lambda row: str(row.e1),
-    "E2": lambda row: str(row.e2),
-    "E3": lambda row: str(row.e3),
-    "E4": lambda row: str(row.e4),
-    "E5": lambda row: str(row.e5),
+    **{f"E{number}": partial(lambda row, name: str(getattr(row, name)), name=f"e{number}") for number in range(1, 6)},
     "tensors": lambda row: str(row.tensors),
     "accumulator": lambda row: f"{row.accumulator_bits} bits",
     "float nodes": lambda row: str(row.float_nodes),

@@ -49,8 +49,7 @@ class Recurrent(nn.Module):
         self.lstm = nn.LSTM(units, units, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.lstm(x)[0]
-        return output
+        return self.lstm(x)[0]
 
 
 IMAGE = None  # the sizes of an image, which the command line says

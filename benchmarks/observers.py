@@ -23,7 +23,7 @@ import torch
 
 import fxquant as fxq
 from benchmarks.accuracy.floats import CACHE, Checkpoint, checkpoint, outputs_of, sqnr
-from benchmarks.accuracy.methods import outer_layers
+from benchmarks.accuracy.methods import mapping
 from benchmarks.accuracy.settings import SETTINGS, Setting
 from benchmarks.accuracy.tasks import CALIBRATION_BATCH, CALIBRATION_SAMPLES
 from fxquant.support.progress import progress
@@ -49,7 +49,7 @@ gains up to 10 and 6 dB on them: min-max cannot cut off where bits are few, and 
 sample. Rows that it loses: 8 bits of the EDSR and of the ResNet, to min-max and p = 4, by 0.3 to 0.6 dB; 4 bits of the EDSR, to p = 4, by
 1.7 dB, and its powers of two, by 1.4 dB; and 8 bits of the U-Net, to six standard deviations, by 1 to 2 dB. A few of the U-Net's 64
 calibration patches make values up to 40 times as large as all others, and the test has none of these. The default tells such items from
-the others by their loudness, and cuts them off; six standard deviations cut off the EDSR's values as well, which every item has, and lose
+the others by their norm, and cuts them off; six standard deviations cut off the EDSR's values as well, which every item has, and lose
 10 dB.
 """
 PAGE = Path(__file__).parent / "results" / "observers.md"
@@ -101,31 +101,17 @@ def measured(name: str, trained: Checkpoint, setting: Setting, draws: list[int],
     for draw in draws:
         chosen = torch.randperm(len(data.train_inputs), generator=torch.Generator().manual_seed(draw))[:CALIBRATION_SAMPLES]
         batches = list(torch.split(data.train_inputs[chosen], CALIBRATION_BATCH))
-        first = fxq.calibrate(fxq.prepare(network, batches[0], setting.target, mapping(network, setting)), batches, show_progress=False)
+        first = fxq.calibrate(fxq.prepare(network, batches[0], setting.target, qconfigs(network, setting)), batches, show_progress=False)
         observed = fxq.observers.observations(first)
         for key, observer in OBSERVERS.items():
-            prepared = fxq.prepare(network, batches[0], setting.target, mapping(network, setting, observer), observations=observed)
+            prepared = fxq.prepare(network, batches[0], setting.target, qconfigs(network, setting, observer), observations=observed)
             row.sqnr[key].append(sqnr(expected, outputs_of(prepared, inputs)))
     return row
 
 
-def mapping(network: torch.nn.Module, setting: Setting, observer: object = fxq.observers.HistogramObserver) -> fxq.QConfigMapping:
-    """The setting's bits, 8 for the first and the last layer, activations observed in this way."""
-
-    def qconfig(weights: int, activations: int) -> fxq.QConfig:
-        return fxq.QConfig(
-            fxq.ActivationConfig(
-                None if activations == 8 else f"int{activations}",
-                observer,  # type: ignore[arg-type]
-                power_of_two=setting.power_of_two,
-            ),
-            fxq.WeightConfig(f"int{weights}", per_channel=setting.per_channel, power_of_two=setting.power_of_two),
-        )
-
-    chosen = fxq.QConfigMapping(qconfig(setting.weights, setting.activations))
-    for name in outer_layers(network):
-        chosen = chosen.set_module_name(name, qconfig(8, 8))
-    return chosen
+def qconfigs(network: torch.nn.Module, setting: Setting, observer: object = fxq.observers.HistogramObserver) -> fxq.QConfigMapping:
+    """Return the bits of a setting, 8 for the first and the last layer, with this observer of activations."""
+    return mapping(network, setting, {"observer": observer, "power_of_two": setting.power_of_two}, {"power_of_two": setting.power_of_two})
 
 
 def page(rows: list[Row], draws: int, items: int) -> str:

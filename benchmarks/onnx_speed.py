@@ -16,15 +16,15 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import onnxruntime
 import torch
-from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
 from rich.console import Console
 from torch import Tensor, nn
 
 import fxquant as fxq
+from benchmarks.accuracy.peers.ort import Reader
 from benchmarks.shared import in_turn, table_of
 from benchmarks.zoo import zoo
 from benchmarks.zoo.mobilenet import MobileNetV2
@@ -63,22 +63,11 @@ LARGE = {"ResNet-18, 8 × 224²": _large(ResNet18), "MobileNetV2, 8 × 224²": _
 MODELS = {"chain": chain, "perceptron": perceptron, **{name: _of_the_zoo(name) for name in zoo()}, **LARGE}
 
 
-class _Reader(CalibrationDataReader):  # type: ignore[misc,unused-ignore]
-    """The batches, as onnxruntime's quantization asks for them."""
-
-    def __init__(self, name: str, batches: list[Tensor]) -> None:
-        self.left = iter([{name: batch.numpy()} for batch in batches])
-
-    def get_next(self) -> Any:
-        """The next batch; None after the last."""
-        return next(self.left, None)
-
-
 def _own_file(float_file: Path, batches: list[Tensor], path: Path) -> Path:
     """onnxruntime's own quantized file, with a zero point."""
     name = onnxruntime.InferenceSession(str(float_file), providers=["CPUExecutionProvider"]).get_inputs()[0].name
     settings = {"quant_format": QuantFormat.QDQ, "activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8, "per_channel": True}
-    quantize_static(str(float_file), str(path), _Reader(name, batches), **settings)
+    quantize_static(str(float_file), str(path), Reader(batches, name), **settings)
     return path
 
 

@@ -1,4 +1,4 @@
-"""What does each remedy of the tuner gain?   python -m benchmarks.tuning
+"""How much does each remedy of the tuner gain?   python -m benchmarks.tuning
 
 Three networks of `benchmarks.accuracy` (a residual one for digits, a U-Net that takes noise from photographs, a ViT), with 4-bit weights
 and 8-bit activations. `fxq.tune` has 64 training inputs, no labels, and a tolerance of nothing, so that it tries everything it has; the
@@ -14,7 +14,7 @@ import torch
 
 import fxquant as fxq
 from benchmarks.accuracy.floats import CACHE, checkpoint, outputs_of, sqnr
-from benchmarks.accuracy.methods import exact_outputs, outer_layers
+from benchmarks.accuracy.methods import exact_outputs, mapping
 from benchmarks.accuracy.settings import SETTINGS
 from fxquant.support.progress import progress
 
@@ -42,18 +42,12 @@ def told(name: str, setting: str, seed: int, steps: int, cache: Path) -> str:
     trained, bits = checkpoint(task, kind, seed, cache), SETTINGS[setting]
     network, data = trained.load(), trained.data
 
-    def qconfig(weights: int, activations: int) -> fxq.QConfig:
-        dtype = None if activations == 8 else f"int{activations}"
-        return fxq.QConfig(fxq.ActivationConfig(dtype), fxq.WeightConfig(f"int{weights}", per_channel=bits.per_channel))
-
-    mapping = fxq.QConfigMapping(qconfig(bits.weights, bits.activations))
-    for layer in outer_layers(network):
-        mapping = mapping.set_module_name(layer, qconfig(8, 8))
+    rules = mapping(network, bits, {}, {})
     file = str(cache / f"tune-{name}-{setting}-{seed}-{steps}.json")
     tuned = fxq.tune(
-        network, data.calibration, bits.target, mapping, tolerance=0.0, steps=steps, options=fxq.Options(seed=seed, checkpoint=file)
+        network, data.calibration, bits.target, rules, tolerance=0.0, steps=steps, options=fxq.Options(seed=seed, checkpoint=file)
     )
-    calibrated = fxq.quantize(network, data.calibration, bits.target, mapping, show_progress=False)
+    calibrated = fxq.quantize(network, data.calibration, bits.target, rules, show_progress=False)
     inputs, targets = data.test_inputs[:ITEMS], data.test_targets[:ITEMS]
     expected = outputs_of(network, inputs)
     lines = [f"{name}, {setting}", str(tuned), f"test: float {trained.task.score(expected, targets):.2f} {trained.task.unit}"]

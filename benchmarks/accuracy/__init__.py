@@ -1,4 +1,4 @@
-"""How accurate is what is left of a network?   python -m benchmarks.accuracy
+"""How accurate is a network after quantization?   python -m benchmarks.accuracy
 
 Float checkpoints, trained here and kept, are quantized by fxquant and by every peer that is installed: from the same checkpoint and the
 same 64 calibration samples, over several seeds, in several settings, calibrated, tuned and trained with the same steps.

@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import tempfile
 import venv
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -55,32 +56,32 @@ def version(peer: Peer, cache: Path) -> str:
 
 
 def outputs(peer: Peer, checkpoint: Checkpoint, setting: Setting, mode: str, cache: Path) -> Tensor | str:
-    """What the peer's model gives for the whole test, or the reason why there is none. What it raises is such a reason."""
+    """Return the outputs of the peer's model for the whole test, or the reason why there are none: an error of the peer is one."""
     reason = peer.refuses(setting, mode)
     if reason is not None:
         return reason
     if not version(peer, cache):
         return "not installed"
     if peer.requires:
-        return _apart(peer, checkpoint, setting, mode, cache)
+        names = (checkpoint.task.name, checkpoint.name, str(checkpoint.seed), setting.name, mode, str(cache.resolve()))
+        return apart(peer, "benchmarks.accuracy.process", names, cache)
     try:
         return outputs_of(peer.quantize(checkpoint, setting, mode), checkpoint.data.test_inputs)
     except Exception as error:  # whatever a toolkit raises is printed in its place
         return _short(f"{type(error).__name__}: {error}")
 
 
-def _apart(peer: Peer, checkpoint: Checkpoint, setting: Setting, mode: str, cache: Path) -> Tensor | str:
+def apart(peer: Peer, module: str, names: Sequence[str], cache: Path) -> Tensor | str:
+    """Run a module in the peer's environment; return the outputs that it writes, or the last line of its error."""
     with tempfile.TemporaryDirectory() as place:
         written = Path(place) / "outputs.pt"
-        names = (peer.name, checkpoint.task.name, checkpoint.name, str(checkpoint.seed), setting.name, mode, str(cache.resolve()))
-        command = [python(peer, cache), "-m", "benchmarks.accuracy.process", *names, written]
+        command = [python(peer, cache), "-m", module, peer.name, *names, written]
         programs = os.pathsep.join((str(folder(peer, cache) / "bin"), os.environ.get("PATH", "")))  # ninja is one of them
         environment = {**os.environ, **VARIABLES, "PATH": programs}
         process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LONGEST, check=False, env=environment)
         if process.returncode != 0:
             return _short((process.stderr.strip().splitlines() or [f"ended with {process.returncode}"])[-1])
-        result: Tensor = torch.load(written, weights_only=True)
-        return result
+        return torch.load(written, weights_only=True)
 
 
 def _short(reason: str) -> str:

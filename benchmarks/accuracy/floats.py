@@ -44,7 +44,7 @@ class Checkpoint:
 
 
 def outputs_of(model: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
-    """What the model gives for all inputs."""
+    """Return the outputs of the model for all inputs."""
     with torch.no_grad():
         return torch.cat([model(batch) for batch in torch.split(inputs, EVALUATED)])
 

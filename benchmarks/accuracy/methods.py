@@ -1,9 +1,9 @@
-"""What fxquant does with a checkpoint: calibrate, tune, train. The outputs are those of the integer model."""
+"""Calibrate, tune and train checkpoints with fxquant, and compute the outputs of the integer model."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ def quantize(checkpoint: Checkpoint, setting: Setting, mode: str) -> Tensor | st
 
 
 def exact_outputs(prepared: fx.GraphModule, integer: fx.GraphModule, inputs: Tensor) -> Tensor:
-    """What both give. Raises AssertionError where they differ in a bit."""
+    """Return the outputs of both models. Raises AssertionError where the models differ in a bit."""
     results = []
     with torch.no_grad():
         for batch in torch.split(inputs, EVALUATED):
@@ -44,22 +44,24 @@ def outer_layers(network: nn.Module) -> tuple[str, str]:
     return layers[0], layers[-1]
 
 
-def prepare(checkpoint: Checkpoint, setting: Setting, *, learned: bool = False) -> fx.GraphModule:
-    """Prepared with fxquant's defaults, but for the bits that the setting says; not calibrated yet."""
-    network, target = checkpoint.load(), setting.target
-    training = "learned" if learned else "statistics"
+def mapping(network: nn.Module, setting: Setting, activation: Mapping[str, Any], weight: Mapping[str, Any]) -> fxq.QConfigMapping:
+    """Return the bits of a setting, 8 for the first and the last layer, with further arguments of ActivationConfig and WeightConfig."""
 
     def qconfig(weights: int, activations: int) -> fxq.QConfig:
         dtype = None if activations == 8 else f"int{activations}"
-        return fxq.QConfig(
-            fxq.ActivationConfig(dtype, training=training),
-            fxq.WeightConfig(f"int{weights}", per_channel=setting.per_channel, training=training),
-        )
+        weight_config = fxq.WeightConfig(f"int{weights}", per_channel=setting.per_channel, **weight)
+        return fxq.QConfig(fxq.ActivationConfig(dtype, **activation), weight_config)
 
-    mapping = fxq.QConfigMapping(qconfig(setting.weights, setting.activations))
+    rules = fxq.QConfigMapping(qconfig(setting.weights, setting.activations))
     for name in outer_layers(network):
-        mapping = mapping.set_module_name(name, qconfig(8, 8))
-    return fxq.prepare(network, checkpoint.data.calibration[0], target, mapping)
+        rules = rules.set_module_name(name, qconfig(8, 8))
+    return rules
+
+
+def prepare(checkpoint: Checkpoint, setting: Setting, *, learned: bool = False) -> fx.GraphModule:
+    """Prepared with fxquant's defaults, but for the bits that the setting says; not calibrated yet."""
+    network, training = checkpoint.load(), {"training": "learned" if learned else "statistics"}
+    return fxq.prepare(network, checkpoint.data.calibration[0], setting.target, mapping(network, setting, training, training))
 
 
 def calibrated(checkpoint: Checkpoint, setting: Setting) -> fx.GraphModule:

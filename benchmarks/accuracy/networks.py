@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.accuracy.tasks import Task
+from benchmarks.zoo.mobilenet import conv_bn
 
 
 class Residual(nn.Module):
@@ -22,11 +23,8 @@ class Residual(nn.Module):
         self.bn1 = nn.BatchNorm2d(outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(outputs)
-        self.shortcut = (
-            nn.Identity()
-            if stride == 1 and inputs == outputs
-            else nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
-        )
+        same = stride == 1 and inputs == outputs
+        self.shortcut = nn.Identity() if same else conv_bn(inputs, outputs, 1, stride, activation=None)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
@@ -38,7 +36,7 @@ class ResNet(nn.Module):
 
     def __init__(self, channels: int, size: int, outputs: int) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(channels, 16, 3, 2, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+        self.stem = conv_bn(channels, 16, 3, 2)
         shapes = ((16, 16, 1), (16, 32, 2), (32, 32, 1), (32, 48, 2))
         self.blocks = nn.Sequential(*(Residual(*shape) for shape in shapes))
         self.pool = nn.AdaptiveAvgPool2d(1)
@@ -54,11 +52,9 @@ class InvertedResidual(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int, expansion: int, activation: Callable[[], nn.Module]) -> None:
         super().__init__()
         hidden = inputs * expansion
-        self.expand = nn.Sequential(nn.Conv2d(inputs, hidden, 1, bias=False), nn.BatchNorm2d(hidden), activation())
-        self.depthwise = nn.Sequential(
-            nn.Conv2d(hidden, hidden, 3, stride, padding=1, groups=hidden, bias=False), nn.BatchNorm2d(hidden), activation()
-        )
-        self.project = nn.Sequential(nn.Conv2d(hidden, outputs, 1, bias=False), nn.BatchNorm2d(outputs))
+        self.expand = conv_bn(inputs, hidden, 1, activation=activation)
+        self.depthwise = conv_bn(hidden, hidden, 3, stride, hidden, activation)
+        self.project = conv_bn(hidden, outputs, 1, activation=None)
         self.has_shortcut = stride == 1 and inputs == outputs
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,10 +67,10 @@ class MobileNetV2(nn.Module):
 
     def __init__(self, channels: int, size: int, outputs: int, activation: Callable[[], nn.Module] = nn.ReLU6) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(channels, 12, 3, 2, padding=1, bias=False), nn.BatchNorm2d(12), activation())
+        self.stem = conv_bn(channels, 12, 3, 2, activation=activation)
         shapes = ((12, 12, 1), (12, 16, 2), (16, 16, 1), (16, 24, 2), (24, 24, 1), (24, 24, 1))
         self.blocks = nn.Sequential(*(InvertedResidual(*shape, 4, activation) for shape in shapes))
-        self.last = nn.Sequential(nn.Conv2d(24, 96, 1, bias=False), nn.BatchNorm2d(96), activation())
+        self.last = conv_bn(24, 96, 1, activation=activation)
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.head = nn.Linear(96, outputs)
 
@@ -115,7 +111,7 @@ def rescale(network: nn.Module, seed: int) -> nn.Module:
 
 
 class SqueezeExcite(nn.Module):
-    """Weighs the channels by what the whole image holds of them."""
+    """Weighs each channel by a function of all channels' means."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -133,15 +129,10 @@ class Bneck(nn.Module):
     def __init__(self, inputs: int, hidden: int, outputs: int, stride: int, excite: bool, activation: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(inputs, hidden, 1, bias=False),
-            nn.BatchNorm2d(hidden),
-            activation(),
-            nn.Conv2d(hidden, hidden, 3, stride, padding=1, groups=hidden, bias=False),
-            nn.BatchNorm2d(hidden),
-            activation(),
+            *conv_bn(inputs, hidden, 1, activation=activation),
+            *conv_bn(hidden, hidden, 3, stride, hidden, activation),
             SqueezeExcite(hidden) if excite else nn.Identity(),
-            nn.Conv2d(hidden, outputs, 1, bias=False),
-            nn.BatchNorm2d(outputs),
+            *conv_bn(hidden, outputs, 1, activation=None),
         )
         self.has_shortcut = stride == 1 and inputs == outputs
 
@@ -154,7 +145,7 @@ class MobileNetV3(nn.Module):
 
     def __init__(self, channels: int, size: int, outputs: int) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(channels, 12, 3, 2, padding=1, bias=False), nn.BatchNorm2d(12), nn.Hardswish())
+        self.stem = conv_bn(channels, 12, 3, 2, activation=nn.Hardswish)
         self.blocks = nn.Sequential(
             Bneck(12, 32, 12, 1, False, nn.ReLU),
             Bneck(12, 48, 16, 2, True, nn.ReLU),
@@ -162,7 +153,7 @@ class MobileNetV3(nn.Module):
             Bneck(16, 64, 24, 2, True, nn.Hardswish),
             Bneck(24, 96, 24, 1, True, nn.Hardswish),
         )
-        self.last = nn.Sequential(nn.Conv2d(24, 96, 1, bias=False), nn.BatchNorm2d(96), nn.Hardswish())
+        self.last = conv_bn(24, 96, 1, activation=nn.Hardswish)
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.head = nn.Sequential(nn.Linear(96, 96), nn.Hardswish(), nn.Linear(96, outputs))
 
@@ -221,14 +212,7 @@ class ViT(nn.Module):
 
 
 def _twice(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
-        nn.BatchNorm2d(outputs),
-        nn.ReLU(),
-        nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
-        nn.BatchNorm2d(outputs),
-        nn.ReLU(),
-    )
+    return nn.Sequential(*conv_bn(inputs, outputs, 3), *conv_bn(outputs, outputs, 3))
 
 
 class UNet(nn.Module):

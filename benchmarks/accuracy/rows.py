@@ -1,4 +1,4 @@
-"""What is measured: a row is a checkpoint's task and network in a setting and a mode; its results are kept, by what they depend on."""
+"""Rows of the table: a row is a checkpoint's task and network in a setting and a mode; its results are kept by a hash of their inputs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """What a method reached with one seed's checkpoint: the score, that of the float network, SQNR in dB; or the reason why nothing."""
+    """Scores of a method and of the float network for one seed's checkpoint, and SQNR in dB; or the reason why there are none."""
 
     method: str
     seed: int
@@ -96,12 +96,12 @@ def judged(method: str, trained: Checkpoint, expected: Tensor, outputs: Tensor |
 
 @once
 def float_outputs(trained: Checkpoint) -> Tensor:
-    """What the float network gives for the whole test."""
+    """Return the outputs of the float network for the whole test."""
     return outputs_of(trained.load(), trained.data.test_inputs)
 
 
 def _key(row: Row, method: str, cache: Path) -> str:
-    """What the result depends on beside the checkpoint; a peer's not on fxquant's target, nor on fxquant."""
+    """Return the inputs of a result beside the checkpoint; a peer's result depends neither on fxquant nor on its target."""
     setting = SETTINGS[row.setting]
     steps = [inspect.getsource(part) for part in (settings, training)] if row.mode == TRAINING else []
     common = (row.mode, method, setting.asked, steps)

@@ -19,7 +19,7 @@ MOMENTUM = 0.9
 
 @dataclass(frozen=True)
 class Setting:
-    """A row's numbers. The first and the last layer have 8 bits in all of them.
+    """The bit widths of a row. The first and the last layer have 8 bits in every row.
 
     activations     bits of an activation
     weights         bits of a weight
@@ -37,7 +37,7 @@ class Setting:
 
     @property
     def asked(self) -> tuple[int, int, bool, bool]:
-        """What is asked of a peer: rows that differ in fxquant's target alone have the same peers."""
+        """Return the setting of a peer: rows that differ in fxquant's target alone have the same peers."""
         return self.weights, self.activations, self.per_channel, self.power_of_two
 
 

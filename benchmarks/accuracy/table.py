@@ -77,7 +77,7 @@ def markdown(by_row: Found, seeds: Sequence[int]) -> str:
             lines = {row: results for row, results in by_row.items() if (row.mode, row.setting) == (mode, setting)}
             sections.append(_section(mode, setting, lines, counts))
     totals = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-    single = " One seed has no spread: what is told of a hundredth is noise." if len(seeds) == 1 else ""
+    single = " One seed has no spread: differences of a hundredth are noise." if len(seeds) == 1 else ""
     return f"{HEAD}\nSeeds: {', '.join(map(str, seeds))}.{single} fxquant's rows: {totals or 'none'}.\n\n" + "\n".join(sections)
 
 

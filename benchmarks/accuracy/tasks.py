@@ -1,4 +1,4 @@
-"""What the networks learn: noisy digits, letters of many typefaces, photographs under noise. Made at run time, nothing is downloaded.
+"""Tasks of the networks: noisy digits, letters of many typefaces, photographs under noise. Made at run time, nothing is downloaded.
 
 A task is a function of a seed: the seed chooses the split, the transformations and the noise, so that the same seed gives the
 same tensors in every process. Sizes and noise were chosen on float networks alone.
@@ -98,7 +98,7 @@ class Task:
 
 
 def _digits(seed: int) -> Data:
-    """scikit-learn's handwritten digits at 16 × 16 pixels, under noise; the test's digits are not those of training."""
+    """scikit-learn's handwritten digits at 16 × 16 pixels, under noise; the digits of the test are not digits of the training."""
     whole = load_digits_dataset()
     images = F.avg_pool2d(torch.cat([whole.train_images, whole.test_images]), 2)
     labels = torch.cat([whole.train_labels, whole.test_labels])
@@ -171,7 +171,7 @@ def _font(path: Path) -> Any:
 
 
 def _font_folder() -> Path:
-    """Where matplotlib keeps its fonts: the first on the path that has all of them, which an older one before it may not have.
+    """Where matplotlib keeps its fonts: the first folder on the path that has every typeface, which an older matplotlib may lack.
 
     It is not imported.
     """

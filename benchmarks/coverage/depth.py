@@ -130,10 +130,8 @@ def command_c(here: Here) -> None:
 chapter(
     "In depth",
     ("fusion alone, and every pass seen", lambda h: fxq.prepare(h.model, h.x, until="activation.fuse")),
-    (
-        "colours for training: RGB, BGR, gray, YUV in both swings",
-        lambda h: [getattr(fxq.nn, name)() for name in ("RgbToYuv444", "BgrToYuv444", "RgbToGray", "BgrToGray", "YuvToBgr")],
-    ),
+    ("colours for training: RGB, BGR, gray, YUV in both swings",
+     lambda h: [getattr(fxq.nn, name)() for name in ("RgbToYuv444", "BgrToYuv444", "RgbToGray", "BgrToGray", "YuvToBgr")]),
     ("colours and normalisation at the input of the integer model", lambda h: fxq.nn.YuvToRgb(mean=(1, 2, 3), std=(4, 5, 6))),
     ("NV12 inputs", camera),
     ("resizers and pyramids of the chip's image path", pyramid),
@@ -142,13 +140,11 @@ chapter(
     ("fusions, in both orders", patterns),
     ("a fusion of one's own", own_pass),
     ("AdaRound, reconstruction", reconstruction),
-    (
-        "BRECQ and QDrop by blocks",
-        lambda h: fxq.tuning.reconstruct(h.prepared(qconfig=Q(weight=W("int4"))), h.batches, steps=4, show_progress=False),
-    ),
+    ("BRECQ and QDrop by blocks",
+     lambda h: fxq.tuning.reconstruct(h.prepared(qconfig=Q(weight=W("int4"))), h.batches, steps=4, show_progress=False)),
     ("calibration and tuning by themselves", lambda h: fxq.tune(h.model, h.batches, "nash-e", tolerance=5.0, steps=2, show_progress=False)),
     ("a program in C, without anything else", command_c),
-)
+)  # fmt: skip
 
 
 def checks_limits(here: Here) -> None:
@@ -205,10 +201,8 @@ chapter(
     ("marches", lambda h: horizon.March.BAYES_E),
     ("get_default_qconfig and the named ones", lambda h: [horizon.get_default_qconfig(), horizon.default_qat_8bit_fake_quant_qconfig]),
     ("FakeQuantize and its settings", lambda h: horizon.FakeQuantize.with_args(dtype="qint8")),
-    (
-        "prepare, convert and fuse, by their names",
-        lambda h: sure(all(map(callable, (horizon.prepare_qat_fx, horizon.convert_fx, horizon.fuse_fx)))),
-    ),
+    ("prepare, convert and fuse, by their names",
+     lambda h: sure(all(map(callable, (horizon.prepare_qat_fx, horizon.convert_fx, horizon.fuse_fx))))),
     ("the same of eager mode", lambda h: sure(all(map(callable, (horizon.prepare_qat, horizon.convert, horizon.fuse_modules))))),
     (
         "fast_mode of convert",
@@ -217,10 +211,8 @@ chapter(
             or part("it has no effect: integer models run by kernels with the reference's bits")
         ),
     ),
-    (
-        "ONNX: names, opsets, dynamic batch, layouts",
-        lambda h: h.result.export(h.folder / "n.onnx", input_names=["image"], layouts={"image": "NHWC"}),
-    ),
+    ("ONNX: names, opsets, dynamic batch, layouts",
+     lambda h: h.result.export(h.folder / "n.onnx", input_names=["image"], layouts={"image": "NHWC"})),
     ("ONNX of a model that returns constants", constants),
     ("saved files with a version", lambda h: sure(fxq.load(fxq.save(h.result.integer, h.folder / "v.fxq")))),
     ("correlation and warping", geometry),
@@ -230,7 +222,7 @@ chapter(
     ("perf_model", perf_model),
     ("visualize_model", lambda h: sure("<" in horizon.visualize_model(h.result.integer, save_path=h.folder / "drawn.html").read_text())),
     ("checkpoints of the plugin", plugin_checkpoint),
-)
+)  # fmt: skip
 
 
 class Stubbed(Network):
@@ -344,10 +336,8 @@ def same_module(here: Here) -> None:
 
 chapter(
     "PyTorch",
-    (
-        "a quantized tensor: scale, zero point, integers",
-        lambda h: sure(next(fxq.inspect.record(h.result.integer, [h.x]))) or part("functions and records; no tensor class"),
-    ),
+    ("a quantized tensor: scale, zero point, integers",
+     lambda h: sure(next(fxq.inspect.record(h.result.integer, [h.x]))) or part("functions and records; no tensor class")),
     ("affine, per tensor", affine),
     ("zero is exact", lambda h: h.exact(h.prepared("x86"))),
     ("static quantization", lambda h: h.equal(h.result)),
@@ -362,20 +352,16 @@ chapter(
     ("functions on integers", lambda h: sure(len(fxq.primitives.PRIMITIVES) > 40)),
     ("operators of one's own", lambda h: h.integer(fxq.extend.unary("coverage_wave", lambda x: torch.sin(x) * x))),
     ("custom modules", own_operator),
-    (
-        "a backend as data",
-        lambda h: sure(backends.get("x86").activations) or part("targets are rows, dtypes among them; operators are records of their own"),
-    ),
+    ("a backend as data",
+     lambda h: sure(backends.get("x86").activations) or part("targets are rows, dtypes among them; operators are records of their own")),
     ("operators with fixed scales", lambda h: h.exact(h.prepared(qconfig=M().set_object_type(torch.sigmoid, Q(A(scale=1 / 256)))))),
     ("numeric suite", lambda h: fxq.compare(h.model, h.result.integer, h.batches)),
     ("equalization, bias correction", lambda h: fxq.tuning.correct_bias(h.prepared(), h.batches, show_progress=False)),
     ("save and load", lambda h: fxq.load(fxq.save(h.result.prepared, h.folder / "s.fxq"))),
     ("programs of torch.export as input", program),
     ("a GraphModule as input", lambda h: h.equal(h.quantized(torch.fx.symbolic_trace(h.model)))),
-    (
-        "a ScriptModule as input",
-        lambda h: refused(lambda: fxq.trace(torch.jit.trace(h.model, h.x), h.x), "ScriptModule") or absent("refused: its Python is gone"),
-    ),
+    ("a ScriptModule as input",
+     lambda h: refused(lambda: fxq.trace(torch.jit.trace(h.model, h.x), h.x), "ScriptModule") or absent("refused: its Python is gone")),
     ("embeddings", embedding),
     ("a reference model of quantize and dequantize", lambda h: h.result.export(h.folder / "qdq.onnx", style="qdq", opset=13)),
-)
+)  # fmt: skip

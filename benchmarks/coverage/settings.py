@@ -235,19 +235,15 @@ chapter(
         (f"{name}", lambda h, name=name: observer(h, name))
         for name in ("min_max", "moving_average", "percentile", "mse", "kl", "mix", "clip_std", "lp")
     ),
-    (
-        "bounds, and a fixed threshold",
-        lambda h: (observer(h, fxq.observers.ClipObserver(-2, 2)), observer(h, fxq.observers.FixedScaleObserver(threshold=4.0))),
-    ),
+    ("bounds, and a fixed threshold",
+     lambda h: (observer(h, fxq.observers.ClipObserver(-2, 2)), observer(h, fxq.observers.FixedScaleObserver(threshold=4.0)))),
     ("scales for each channel of an activation", per_channel_activations),
     ("calibration on several devices: shards, one result", distributed),
     ("another observer or dtype without new batches", another_without_batches),
     ("a part left out of calibration", left_out),
     ("NaN and infinity found, with the batch", not_finite),
-    (
-        "masks of -1e9 that poison no scale",
-        lambda h: sure(float((h.quantized(Masked()).integer(h.x) - Masked().eval()(h.x)).abs().mean()) < 1),
-    ),
+    ("masks of -1e9 that poison no scale",
+     lambda h: sure(float((h.quantized(Masked()).integer(h.x) - Masked().eval()(h.x)).abs().mean()) < 1)),
     ("advice on batches, methods, observers: a page", lambda h: sure((DOCS / "guide" / "calibrate.md").exists())),
     ("a search over observers", lambda h: fxq.search.search_observers(h.model, h.batches, "nash-e", show_progress=False)),
-)
+)  # fmt: skip

@@ -126,17 +126,15 @@ chapter(
 
 chapter(
     "Terms",
-    (
-        "float, calibration, training and integer model, each a state",
-        lambda h: [fxq.set_state(h.prepared(), state) for state in ("float", "calibrate", "train", "validate")],
-    ),
+    ("float, calibration, training and integer model, each a state",
+     lambda h: [fxq.set_state(h.prepared(), state) for state in ("float", "calibrate", "train", "validate")]),
     ("a traced model", lambda h: sure("[B,3,8,8]" in fxq.text(fxq.trace(h.model, h.x)))),
     ("a TorchScript model", torchscript),
     ("a saved program of torch.export", exported_program),
     ("Bernoulli2, Bayes, Bayes-e", lambda h: [h.quantized(Network(), name) for name in ("bernoulli2", "bayes", "bayes-e")]),
     ("chips and marches by all their names, enums too", march),
     ("Nash-e, -m, -b, -p, -h", lambda h: [backends.get(f"nash-{letter}") for letter in "embph"]),
-)
+)  # fmt: skip
 
 chapter(
     "Environment",
@@ -149,23 +147,17 @@ chapter(
     "Quick start",
     ("float model to file in five calls", lambda h: h.equal(h.result)),
     ("a float model as it is, without stubs", lambda h: sure("none is left in float" in fxq.explain(h.result.prepared))),
-    (
-        "calibration from any iterable",
-        lambda h: fxq.calibrate(fxq.prepare(h.model, h.x), ({"x": b, "label": 0} for b in h.batches), num_batches=2, show_progress=False),
-    ),
+    ("calibration from any iterable",
+     lambda h: fxq.calibrate(fxq.prepare(h.model, h.x), ({"x": b, "label": 0} for b in h.batches), num_batches=2, show_progress=False)),
     ("training after it", stepwise),
     ("to fixed point", lambda h: sure(fxq.convert(h.prepared())(h.x).shape == (8, 5))),
     ("check before deployment", lambda h: sure(fxq.check(h.model, h.x, "bayes-e"))),
-    (
-        "an estimate of the speed, and a drawing",
-        lambda h: sure(fxq.estimate(h.result.integer).summary and fxq.report(h.result.integer, h.folder / "graph.html").exists()),
-    ),
+    ("an estimate of the speed, and a drawing",
+     lambda h: sure(fxq.estimate(h.result.integer).summary and fxq.report(h.result.integer, h.folder / "graph.html").exists())),
     ("compile for the processor", compiles),
-    (
-        "a demonstration on the command line",
-        lambda h: sure(main(["inspect", str(fxq.save(h.result.integer, h.folder / "inspected.fxq"))]) == 0),
-    ),
-)
+    ("a demonstration on the command line",
+     lambda h: sure(main(["inspect", str(fxq.save(h.result.integer, h.folder / "inspected.fxq"))]) == 0)),
+)  # fmt: skip
 
 
 # ---- what a float model must be ---------------------------------------------------------------------------------------
@@ -252,18 +244,12 @@ class Holding(Network):
 
 chapter(
     "What a float model must be",
-    (
-        "loops, shapes, dicts, nested inputs in forward",
-        lambda h: fxq.trace(Function(lambda x: {"all": [x[:, i] * i for i in range(x.shape[1]) if x.dim() == 4]}), h.x),
-    ),
-    (
-        "operators outside of the list, named before anything runs",
-        lambda h: sure(not fxq.check(Function(lambda x: torch.fft.rfft(x).real), h.x, "bayes-e")),
-    ),
-    (
-        "pre- and post-processing kept out of the graph, functions and modules",
-        lambda h: sure(len(h.quantized(WithPython(), options=fxq.Options(leaf=Post)).integer(h.x)) == 8),
-    ),
+    ("loops, shapes, dicts, nested inputs in forward",
+     lambda h: fxq.trace(Function(lambda x: {"all": [x[:, i] * i for i in range(x.shape[1]) if x.dim() == 4]}), h.x)),
+    ("operators outside of the list, named before anything runs",
+     lambda h: sure(not fxq.check(Function(lambda x: torch.fft.rfft(x).real), h.x, "bayes-e"))),
+    ("pre- and post-processing kept out of the graph, functions and modules",
+     lambda h: sure(len(h.quantized(WithPython(), options=fxq.Options(leaf=Post)).integer(h.x)) == 8)),
     ("branches that only train, auxiliary heads", branch),
     ("a batch size written into forward", fixed_batch),
     ("height and width that vary", varying_sizes),
@@ -271,8 +257,6 @@ chapter(
     ("a module used several times", lambda h: h.equal(h.quantized(Twice()))),
     ("a tensor that is iterated over", lambda h: h.quantized(Function(lambda x: sum(part for part in x.unbind(1))))),
     ("a tensor among the attributes that is not a leaf", lambda h: copy.deepcopy(h.quantized(Holding()).prepared)),
-    (
-        "layers subclassed from PyTorch's",
-        lambda h: sure("none is left in float" in fxq.explain(h.quantized(nn.Sequential(Standardized(3, 4, 3))).prepared)),
-    ),
-)
+    ("layers subclassed from PyTorch's",
+     lambda h: sure("none is left in float" in fxq.explain(h.quantized(nn.Sequential(Standardized(3, 4, 3))).prepared))),
+)  # fmt: skip

@@ -110,16 +110,14 @@ chapter(
     ("named qconfigs of the plugin", lambda h: sure(horizon.default_qat_8bit_lsq_quant_qconfig)),
     ("no gradient beyond the range", saturates),
     ("training is what is deployed: the same bits", lambda h: trained(h)),
-    (
-        "batch norm folded, live or frozen",
-        lambda h: [trained(h, options=fxq.Options(batch_norm=mode)) for mode in ("folded", "live", "frozen")],
-    ),
+    ("batch norm folded, live or frozen",
+     lambda h: [trained(h, options=fxq.Options(batch_norm=mode)) for mode in ("folded", "live", "frozen")]),
     ("scales frozen in mid-training", freezing),
     ("autocast, averaged weights", mixed_in),
     ("torch.compile of the prepared model", compiled),
     ("gradients over several processes", several_processes),
     ("hyper-parameters, anomalies, what to try: a page", lambda h: sure((DOCS / "guide" / "train.md").exists())),
-)
+)  # fmt: skip
 
 
 class Ends(Network):
@@ -231,10 +229,8 @@ chapter(
     ("memory, layer by layer", lambda h: fxq.inspect.memory(h.result.integer)),
     ("wide ranges and NaN found", lambda h: fxq.inspect.value_ranges(h.result.prepared, h.batches)),
     ("scales that are shared", lambda h: fxq.inspect.shared_scales(h.result.prepared)),
-    (
-        "sensitivity, tensor by tensor",
-        lambda h: sure(fxq.search.sensitivity(h.model, h.batches, "nash-e", options=fxq.Options(measured=False), show_progress=False)),
-    ),
+    ("sensitivity, tensor by tensor",
+     lambda h: sure(fxq.search.sensitivity(h.model, h.batches, "nash-e", options=fxq.Options(measured=False), show_progress=False))),
     ("advice that names the layer and the cure", wrong_scale),
     ("the first difference located", located),
     (
@@ -244,7 +240,7 @@ chapter(
         ),
     ),
     ("which tool when: a page", lambda h: sure((DOCS / "guide" / "lost-decibel.md").exists())),
-)
+)  # fmt: skip
 
 chapter(
     "Other devices",

@@ -26,24 +26,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.operators import page
-from benchmarks.operators.measure import (
-    ALL,
-    CRASH,
-    DECIDED,
-    FLOAT,
-    INTEGER,
-    KINDS,
-    NONE,
-    REFUSED,
-    WHOLE,
-    WRONG,
-    Result,
-    Wanted,
-    has,
-    several,
-    timed,
-)
+from benchmarks.operators import measure, page
+from benchmarks.operators.measure import CRASH, FLOAT, INTEGER, KINDS, REFUSED, WRONG, Result, Wanted, has, several, timed
 from benchmarks.operators.rows import FAMILIES
 from benchmarks.operators.spelling import Spelling, spelled
 from benchmarks.shared import keep_row, kept_rows, table_of
@@ -63,9 +47,11 @@ def main() -> None:
     parser.add_argument("--seed", action="store_true", help="only operators of the public lists")
     parser.add_argument("--list", action="store_true", help="print the spellings and try none")
     parser.add_argument("--reasons", action="store_true", help="print what stays in float, and why")
-    parser.add_argument("--no-onnx", dest="onnx", action="store_const", const=NONE, default=WHOLE, help="write no ONNX files")
     parser.add_argument(
-        "--float-onnx", dest="onnx", action="store_const", const=ALL, help="also of spellings with float parts: seconds each"
+        "--no-onnx", dest="onnx", action="store_const", const=measure.NONE, default=measure.WHOLE, help="write no ONNX files"
+    )
+    parser.add_argument(
+        "--float-onnx", dest="onnx", action="store_const", const=measure.ALL, help="also of spellings with float parts: seconds each"
     )
     parser.add_argument("--processes", type=int, default=1, help="that try spellings at once, each on one thread")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="a file of results, read first and written as they come")
@@ -101,7 +87,7 @@ def write_page(processes: int, keep: Path | None) -> None:
     missing = [entry for entry in needed if (entry[0].name, *entry[1:]) not in by_key]
     proved = [entry for entry in missing if entry[1:] == page.FIRST]
     decided = [entry for entry in missing if entry[1:] != page.FIRST]
-    for result in itertools.chain(measured(decided, DECIDED, processes), measured(proved, NONE, processes)):
+    for result in itertools.chain(measured(decided, measure.DECIDED, processes), measured(proved, measure.NONE, processes)):
         by_key[result.name, result.target, result.dtype] = result
         keep_row(keep, result)
     PAGE.parent.mkdir(exist_ok=True)

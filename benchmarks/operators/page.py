@@ -143,15 +143,8 @@ def _meaning(operator: Operator) -> str:
 
 def _records() -> list[str]:
     head = "The records that recognise these call forms, and how each is computed; the last columns count functions, methods and modules."
-    return [
-        "## Operator records",
-        "",
-        head,
-        "",
-        *_header("record", "its result", "functions", "methods", "modules"),
-        *(_line(*row) for row in record_rows()),
-        "",
-    ]
+    names = ("record", "its result", "functions", "methods", "modules")
+    return ["## Operator records", "", head, "", *_header(*names), *(_line(*row) for row in record_rows()), ""]
 
 
 def limit_rows() -> list[list[str]]:
@@ -166,15 +159,8 @@ def limit_rows() -> list[list[str]]:
 
 def _limits() -> list[str]:
     head = "What the public documents say a march allows; `fxq.check` holds a model against it, with layer, line and remedy."
-    return [
-        "## Limits",
-        "",
-        head,
-        "",
-        *_header("target", "operators", "measure", "allowed", "remedy"),
-        *(_line(*row) for row in limit_rows()),
-        "",
-    ]
+    names = ("target", "operators", "measure", "allowed", "remedy")
+    return ["## Limits", "", head, "", *_header(*names), *(_line(*row) for row in limit_rows()), ""]
 
 
 def _floats(by_key: Known) -> list[str]:

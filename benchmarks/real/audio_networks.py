@@ -26,8 +26,7 @@ class Crepe(nn.Module):
             x = F.pad(x, (0, 0, 254, 254) if index == 1 else (0, 0, 31, 32))
             x = F.relu(getattr(self, f"conv{index}")(x))
             x = F.max_pool2d(getattr(self, f"conv{index}_BN")(x), (2, 1))
-        logits: Tensor = self.classifier(x.permute(0, 2, 1, 3).flatten(1))
-        return logits
+        return self.classifier(x.permute(0, 2, 1, 3).flatten(1))
 
 
 class Pesto(nn.Module):

@@ -103,7 +103,7 @@ def merged(recorded: Sequence[Row], measured: Sequence[Row]) -> list[Row]:
 
 
 def measure(name: str, target: str) -> Measured:
-    """Calibrate a network for a target, and return its figures. An error is text: not every one of them crosses processes."""
+    """Calibrate a network for a target, and return its figures. An error is text: not every error crosses processes."""
     torch.set_num_threads(1)
     network = replace(NETWORKS[name], tested=NETWORKS[name].kept)
     try:

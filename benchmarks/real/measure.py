@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -83,19 +80,11 @@ def theirs(network: Network, expected: Tensor, peer: str, setting: Setting, cach
 def _outputs(network: Network, peer: Peer, setting: Setting, cache: Path) -> Tensor:
     if not peer.requires:
         return outputs_of(peer.quantize(network, setting, CALIBRATION), network.data.test_inputs)
-    with tempfile.TemporaryDirectory() as place:
-        written = Path(place) / "outputs.pt"
-        command = [environments.python(peer, cache), "-m", "benchmarks.real.process", peer.name, network.name, setting.name, written]
-        command.append(str(network.tested))
-        programs = os.pathsep.join((str(environments.folder(peer, cache) / "bin"), os.environ.get("PATH", "")))
-        variables = {**os.environ, **environments.VARIABLES, "PATH": programs}
-        process = subprocess.run(
-            command, cwd=environments.ROOT, capture_output=True, text=True, timeout=environments.LONGEST, check=False, env=variables
-        )
-        if process.returncode != 0:
-            raise RuntimeError((process.stderr.strip().splitlines() or [f"the process ended with {process.returncode}"])[-1])
-        outputs: Tensor = torch.load(written, weights_only=True)
-        return outputs
+    names = (network.name, setting.name, str(network.tested))
+    outputs = environments.apart(peer, "benchmarks.real.process", names, cache)
+    if isinstance(outputs, str):
+        raise RuntimeError(outputs)
+    return outputs
 
 
 def _cell(network: Network, expected: Tensor, actual: Tensor, start: float) -> Cell:

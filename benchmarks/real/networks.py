@@ -1,4 +1,4 @@
-"""The networks, a record each: how it is loaded, what it reads, and what agreement with the float network means."""
+"""The networks, a record each: how it is loaded, its inputs, and the meaning of agreement with the float network."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BOXES = {"boxes": slice(0, 4), "scores": slice(4, None)}
 
 @dataclass(frozen=True)
 class Samples:
-    """What calibrates, in batches, and what is tested with."""
+    """Samples for calibration, in batches, and inputs of the test."""
 
     calibration: list[Tensor]
     test_inputs: Tensor
@@ -79,7 +79,7 @@ def same_face(actual: Tensor, expected: Tensor) -> float:
 
 
 def same_pitch(actual: Tensor, expected: Tensor) -> float:
-    """The same bin, or the next one."""
+    """Return the share of samples in percent whose bin is the same, or the next one."""
     return 100 * float(((actual.argmax(1) - expected.argmax(1)).abs() <= 1).float().mean())
 
 
@@ -130,7 +130,7 @@ def _pesto() -> nn.Module:
 
 
 class _TensorsAlone:
-    """What `torch.load` reads checkpoints with whose settings are objects of a package that need not be installed."""
+    """A pickle module for `torch.load` and checkpoints whose settings are objects of a package that need not be installed."""
 
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:

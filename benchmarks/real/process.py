@@ -1,6 +1,6 @@
 """One cell of one peer, in the process of an environment of its own.
 
-python -m benchmarks.real.process PEER NETWORK SETTING OUTPUT SAMPLES
+python -m benchmarks.real.process PEER NETWORK SETTING SAMPLES OUTPUT
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.real.networks import NETWORKS
 
 
 def main() -> None:
-    peer, name, setting, output, samples = sys.argv[1:]
+    peer, name, setting, samples, output = sys.argv[1:]
     torch.set_num_threads(1)
     network = replace(NETWORKS[name], tested=int(samples))
     quantized = PEERS[peer].quantize(network, SETTINGS[setting], CALIBRATION)

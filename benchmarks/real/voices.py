@@ -46,7 +46,7 @@ def _spoken(index: int) -> Tensor:
 
 
 def _synthetic(index: int) -> Tensor:
-    """Harmonics of a moving pitch under moving formants, in syllables with pauses between them."""
+    """Harmonics of a moving pitch under moving formants, in syllables with pauses."""
     generator = torch.Generator().manual_seed(index)
     time = torch.arange(SECONDS * RATE) / RATE
     pitch = (90 + 14 * index) * (1 + 0.15 * torch.sin(2 * torch.pi * 0.7 * time + index))

@@ -33,7 +33,7 @@ class Bottleneck(nn.Module):
 
 
 class Split(nn.Module):
-    """C2f: half of the channels goes through bottlenecks, and all of their outputs are joined."""
+    """C2f: half of the channels goes through bottlenecks, and all of their outputs are concatenated."""
 
     def __init__(self, channels: int, out: int, count: int, adds: bool) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Split(nn.Module):
 
 
 class Pyramid(nn.Module):
-    """SPPF: three poolings, one after the other, joined."""
+    """SPPF: three poolings, one after the other, concatenated."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -106,5 +106,4 @@ class YoloV8n(nn.Module):
         for index, layer in enumerate(self.model[:-1]):
             x = torch.cat((x, outputs[joins[index]]), 1) if index in joins else layer(x)
             outputs.append(x)
-        boxes: Tensor = self.model[-1]([outputs[15], outputs[18], outputs[21]])
-        return boxes
+        return self.model[-1]([outputs[15], outputs[18], outputs[21]])

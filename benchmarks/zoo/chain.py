@@ -23,8 +23,7 @@ class ChainBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.bn2(self.conv2(self.relu1(self.bn1(self.conv1(x)))))
-        out: Tensor = self.relu2(x + y)
-        return out
+        return self.relu2(x + y)
 
 
 CHAIN_CHANNELS = 4

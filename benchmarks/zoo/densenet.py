@@ -21,8 +21,7 @@ class DenseLayer(nn.Module):
 
     def forward(self, features: list[Tensor]) -> Tensor:
         x = self.conv1(self.relu1(self.norm1(torch.cat(features, 1))))
-        out: Tensor = self.conv2(self.relu2(self.norm2(x)))
-        return out
+        return self.conv2(self.relu2(self.norm2(x)))
 
 
 class DenseBlock(nn.Module):
@@ -74,5 +73,4 @@ class DenseNet(nn.Module):
         x = F.max_pool2d(x, 3, stride=2, padding=1)
         x = F.relu(self.norm5(self.stages(x)), inplace=True)
         x = torch.flatten(F.adaptive_avg_pool2d(x, (1, 1)), 1)
-        logits: Tensor = self.classifier(x)
-        return logits
+        return self.classifier(x)

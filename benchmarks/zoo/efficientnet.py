@@ -25,7 +25,7 @@ class MBConv(nn.Module):
 
     @property
     def damped(self) -> list[nn.Module]:
-        """What `initialise` makes small: training would as well, and without it sixteen such blocks amplify any noise."""
+        """The layers that `initialise` makes small: training would as well, and otherwise sixteen such blocks amplify any noise."""
         return [self.block[-1][1]] if self.use_res_connect else []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -40,14 +40,8 @@ class EfficientNetB0(nn.Module):
 
     # expansion, kernel, stride of the first block, output channels at width 1, number of blocks
     STAGES = (
-        (1, 3, 1, 16, 1),
-        (6, 3, 2, 24, 2),
-        (6, 5, 2, 40, 2),
-        (6, 3, 2, 80, 3),
-        (6, 5, 1, 112, 3),
-        (6, 5, 2, 192, 4),
-        (6, 3, 1, 320, 1),
-    )
+        (1, 3, 1, 16, 1), (6, 3, 2, 24, 2), (6, 5, 2, 40, 2), (6, 3, 2, 80, 3), (6, 5, 1, 112, 3), (6, 5, 2, 192, 4), (6, 3, 1, 320, 1),
+    )  # fmt: skip
 
     def __init__(self, num_classes: int = 1000, width: float = 1.0, small: bool = False) -> None:
         super().__init__()
@@ -68,5 +62,4 @@ class EfficientNetB0(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.flatten(self.avgpool(self.features(x)), 1)
-        logits: Tensor = self.classifier(x)
-        return logits
+        return self.classifier(x)

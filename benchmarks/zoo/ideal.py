@@ -1,4 +1,4 @@
-"""What 8 bits leave of a model at best, computed without any of fxquant: its float form, with the operands of products rounded.
+"""The best outputs that a model can have with 8 bits, computed without fxquant: its float form, with the operands of products rounded.
 
 The operands of convolutions, of matrix products and of additions of two branches have 8 bits, weights a scale for each channel. Nothing
 else is rounded: norms, softmaxes and activations are computed in float from float. What a compiler loses beyond this is the compiler's,

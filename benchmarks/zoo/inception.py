@@ -1,4 +1,4 @@
-"""Inception: parallel branches of different kernels, asymmetric ones among them, and a branch that averages."""
+"""Inception: parallel branches of different kernels, some asymmetric, and a branch that averages."""
 
 from __future__ import annotations
 
@@ -105,5 +105,4 @@ class Inception(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.mixed(self.stem(x))
         x = F.adaptive_avg_pool2d(x, (1, 1))
-        logits: Tensor = self.fc(torch.flatten(self.dropout(x), 1))
-        return logits
+        return self.fc(torch.flatten(self.dropout(x), 1))

@@ -21,7 +21,7 @@ def initialise(model: nn.Module, seed: int) -> None:
 
 
 def initialise_with_current_seed(model: nn.Module) -> None:
-    """The same, going on from where the global generator stands."""
+    """Initialise from the present state of the global generator."""
     for module in model.modules():
         if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -51,7 +51,7 @@ def make_alive(model: nn.Module, images: Tensor, batch_size: int = 32) -> None:
 
 @contextmanager
 def cumulative(norms: Sequence[_BatchNorm]) -> Iterator[None]:
-    """Inside, statistics start afresh and are averaged over all batches; afterwards each momentum is what it was."""
+    """Inside, statistics start afresh and are averaged over all batches; afterwards each norm has its former momentum."""
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
         norm.reset_running_stats()
@@ -66,7 +66,7 @@ def cumulative(norms: Sequence[_BatchNorm]) -> Iterator[None]:
 
 
 class Activity(NamedTuple):
-    """What one activation put out: the fraction that is not positive (zeros, for a relu), and the standard deviation."""
+    """Statistics of one activation's results: the fraction that is not positive (zeros, for a relu), and the standard deviation."""
 
     silent: float
     std: float
@@ -113,7 +113,7 @@ def check_alive(model: nn.Module, images: Tensor) -> None:
 
 
 def live(model: nn.Module, *sizes: int) -> nn.Module:
-    """Set the statistics of a model's batch norms to those of random inputs of `sizes`; return the model, whose values stay alive."""
+    """Set a model's batch norms to the statistics of random inputs of `sizes`; return the model, whose values stay alive."""
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     for norm in norms:
         norm.momentum = None  # the mean of what it sees

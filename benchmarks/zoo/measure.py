@@ -1,4 +1,4 @@
-"""What becomes of a model nobody adapted: one row of `python -m benchmarks.zoo`."""
+"""Measure a model that nobody adapted: one row of `python -m benchmarks.zoo`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WHOLE = ("bool", "uint8", "int8", "int16", "int32", "int64")  # of float layers,
 
 @dataclass
 class Row:
-    """What was measured of one model.
+    """The measurements of one model.
 
     stage      how far it came: "traced", "prepared", "converted", "exported", "verified"
     error      what stopped it there
@@ -124,7 +124,7 @@ def _measure(
 def count_operators(row: Row, prepared: fx.GraphModule) -> None:
     """How many operators are integer, a composite as one, and why the others are not.
 
-    What computes truth values and whole numbers is exact wherever it runs, and counts as integer.
+    An operator on booleans or integers is exact wherever it runs, and counts as integer.
     """
     layers = fxq.inspect.layers(prepared)
     whole = [layer for layer in left_in_float(layers) if layer.dtype in WHOLE]
@@ -137,7 +137,7 @@ def count_operators(row: Row, prepared: fx.GraphModule) -> None:
 
 
 def count_crossings(integer: fx.GraphModule) -> int:
-    """The values that go from float operators to integer ones, or back: model inputs and outputs are no crossings."""
+    """The values that go from float operators to integer ones, or back: model inputs and outputs are not counted."""
     count = 0
     for node in integer.graph.nodes:
         if node.target is quantize:
@@ -174,7 +174,7 @@ def _products(model: fx.GraphModule, batch: Inputs, counted: Any) -> Iterator[in
 
 
 def signal_to_noise(model: nn.Module, integer: Callable[..., Any], batches: Sequence[Inputs]) -> dict[str, float]:
-    """The ratio in dB for every float output that both put out."""
+    """Return the ratio in dB for every float output of both models."""
     signal: Counter[str] = Counter()
     noise: Counter[str] = Counter()
     with torch.no_grad():

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-def _conv_bn_relu6(in_channels: int, out_channels: int, kernel: int, stride: int = 1, groups: int = 1) -> nn.Sequential:
+def conv_bn(
+    in_channels: int, out_channels: int, kernel: int, stride: int = 1, groups: int = 1, activation: Callable[[], nn.Module] | None = nn.ReLU
+) -> nn.Sequential:
+    """Return a convolution without bias, its batch norm, and an activation if there is one."""
     conv = nn.Conv2d(in_channels, out_channels, kernel, stride, padding=kernel // 2, groups=groups, bias=False)
-    return nn.Sequential(conv, nn.BatchNorm2d(out_channels), nn.ReLU6(inplace=True))
+    return nn.Sequential(conv, nn.BatchNorm2d(out_channels), *([] if activation is None else [activation()]))
+
+
+_conv_bn_relu6 = partial(conv_bn, activation=partial(nn.ReLU6, inplace=True))
 
 
 class InvertedResidual(nn.Module):
@@ -57,8 +66,7 @@ class MobileNetV2(nn.Module):
         x = self.features(x)
         x = F.adaptive_avg_pool2d(x, (1, 1))
         x = torch.flatten(x, 1)
-        logits: Tensor = self.classifier(x)
-        return logits
+        return self.classifier(x)
 
 
 def _divisible_by_eight(channels: float) -> int:
@@ -84,16 +92,7 @@ class SqueezeExcitation(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scale = self.activation(self.fc1(self.avgpool(x)))
         scale = self.scale_activation(self.fc2(scale))
-        out: Tensor = scale * x
-        return out
-
-
-def conv_bn(
-    in_channels: int, out_channels: int, kernel: int, stride: int = 1, groups: int = 1, activation: type[nn.Module] | None = nn.ReLU
-) -> nn.Sequential:
-    """A convolution without bias, its batch norm, and an activation if there is one."""
-    conv = nn.Conv2d(in_channels, out_channels, kernel, stride, padding=kernel // 2, groups=groups, bias=False)
-    return nn.Sequential(conv, nn.BatchNorm2d(out_channels), *([] if activation is None else [activation()]))
+        return scale * x
 
 
 class InvertedResidualV3(nn.Module):
@@ -146,5 +145,4 @@ class MobileNetV3Small(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.flatten(self.avgpool(self.features(x)), 1)
-        logits: Tensor = self.classifier(x)
-        return logits
+        return self.classifier(x)

@@ -1,4 +1,4 @@
-"""Real images, and signals and clips made of them: nothing is downloaded, nothing is kept on disk."""
+"""Real images, and signals and clips cut from such images: nothing is downloaded, nothing is kept on disk."""
 
 from __future__ import annotations
 

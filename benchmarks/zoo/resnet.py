@@ -90,8 +90,7 @@ class ResNet(nn.Module):
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         x = torch.flatten(self.avgpool(x), 1)
-        logits: Tensor = self.fc(x)
-        return logits
+        return self.fc(x)
 
 
 class ResNet18(ResNet):

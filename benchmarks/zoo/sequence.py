@@ -18,8 +18,7 @@ class DilatedBlock(nn.Module):
         self.mix = nn.Conv1d(channels, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.mix(self.act(self.bn(self.dilated(x))))
-        return out
+        return x + self.mix(self.act(self.bn(self.dilated(x))))
 
 
 class SignalNetwork(nn.Module):
@@ -45,7 +44,7 @@ class SignalNetwork(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Attention of several heads over the middle dimension, with a learned bias for each pair of `places` of them, if they are given."""
+    """Attention of several heads over the middle dimension, with a learned bias for each pair of `places`, if that is not 0."""
 
     def __init__(self, width: int, heads: int, places: int = 0) -> None:
         super().__init__()
@@ -57,8 +56,7 @@ class _Attention(nn.Module):
         q, k, v = (part(x).unflatten(-1, (self.heads, self.size)).transpose(1, 2) for part in (self.query, self.key, self.value))
         scores = q @ k.transpose(-2, -1) * self.size**-0.5
         weights = torch.softmax(scores if self.bias is None else scores + self.bias, -1)
-        result: Tensor = self.out((weights @ v).transpose(1, 2).flatten(2))
-        return result
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
 
 
 class ViT(nn.Module):
@@ -76,8 +74,7 @@ class ViT(nn.Module):
         x = self.patches(x).flatten(2).transpose(1, 2) + self.places
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(self.norm(x).mean(1))
-        return logits
+        return self.head(self.norm(x).mean(1))
 
 
 class _Block(nn.Module):
@@ -113,12 +110,11 @@ class Swin(nn.Module):
             y = y.reshape(-1, self.side, self.side, width)
             x = x + (torch.roll(y, (shift, shift), (1, 2)) if shift else y)
             x = x + self.down[block](F.gelu(self.up[block](self.norms[2 * block + 1](x))))
-        result: Tensor = self.head(x.mean((1, 2)))
-        return result
+        return self.head(x.mean((1, 2)))
 
 
 class Conformer(nn.Module):
-    """A block: two halves of a feed-forward layer, attention and a depthwise convolution between them, on 100 frames."""
+    """A block: two halves of a feed-forward layer, attention and a depthwise convolution in between, on 100 frames."""
 
     def __init__(self, width: int = 144, heads: int = 4, frames: int = 100, kernel: int = 15) -> None:
         super().__init__()
@@ -133,5 +129,4 @@ class Conformer(nn.Module):
         x = x + self.attention(self.norms[1](x))
         y = self.bn(self.depthwise(F.glu(self.first(self.norms[2](x).transpose(1, 2)), 1)))
         x = x + self.last(F.silu(y)).transpose(1, 2)
-        result: Tensor = self.norms[4](x + 0.5 * self.down[1](F.silu(self.up[1](self.norms[3](x)))))
-        return result
+        return self.norms[4](x + 0.5 * self.down[1](F.silu(self.up[1](self.norms[3](x)))))

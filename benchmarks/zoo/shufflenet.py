@@ -65,5 +65,4 @@ class ShuffleNetV2(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv5(self.stages(self.maxpool(self.conv1(x))))
         x = x.mean([2, 3])
-        logits: Tensor = self.fc(x)
-        return logits
+        return self.fc(x)

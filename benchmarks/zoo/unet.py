@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
+from benchmarks.zoo.mobilenet import conv_bn
 
-class DoubleConv(nn.Sequential):
-    """Twice convolution, batch norm, relu."""
 
-    def __init__(self, in_channels: int, out_channels: int) -> None:
-        layers: list[nn.Module] = []
-        for channels in (in_channels, out_channels):
-            layers += [nn.Conv2d(channels, out_channels, 3, padding=1, bias=False), nn.BatchNorm2d(out_channels), nn.ReLU(inplace=True)]
-        super().__init__(*layers)
+def _double_conv(in_channels: int, out_channels: int) -> nn.Sequential:
+    """Return convolution, batch norm and relu, twice."""
+    relu = partial(nn.ReLU, inplace=True)
+    return nn.Sequential(*conv_bn(in_channels, out_channels, 3, activation=relu), *conv_bn(out_channels, out_channels, 3, activation=relu))
 
 
 class UNet(nn.Module):
@@ -22,10 +22,10 @@ class UNet(nn.Module):
     def __init__(self, num_classes: int = 6, channels: int = 16) -> None:
         super().__init__()
         widths = [channels * 2**level for level in range(4)]
-        self.down = nn.ModuleList(DoubleConv(3 if level == 0 else widths[level - 1], widths[level]) for level in range(4))
+        self.down = nn.ModuleList(_double_conv(3 if level == 0 else widths[level - 1], widths[level]) for level in range(4))
         self.pool = nn.MaxPool2d(2)
         self.up = nn.ModuleList(nn.ConvTranspose2d(widths[level], widths[level - 1], 2, stride=2) for level in (3, 2, 1))
-        self.join = nn.ModuleList(DoubleConv(widths[level], widths[level - 1]) for level in (3, 2, 1))
+        self.join = nn.ModuleList(_double_conv(widths[level], widths[level - 1]) for level in (3, 2, 1))
         self.head = nn.Conv2d(channels, num_classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -36,5 +36,4 @@ class UNet(nn.Module):
         skips.pop()
         for up, join in zip(self.up, self.join, strict=True):
             x = join(torch.cat([skips.pop(), up(x)], dim=1))
-        scores: Tensor = self.head(x)
-        return scores
+        return self.head(x)

@@ -26,8 +26,7 @@ class VolumeBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.time(self.relu(self.space(x)))
-        out: Tensor = self.relu(out + (x if self.shortcut is None else self.shortcut(x)))
-        return out
+        return self.relu(out + (x if self.shortcut is None else self.shortcut(x)))
 
 
 class VolumeNetwork(nn.Module):
@@ -49,5 +48,4 @@ class VolumeNetwork(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks(self.maxpool(self.stem(x)))
         x = x * self.gate(self.smooth(x))
-        logits: Tensor = self.fc(torch.flatten(self.avgpool(self.last(x)), 1))
-        return logits
+        return self.fc(torch.flatten(self.avgpool(self.last(x)), 1))

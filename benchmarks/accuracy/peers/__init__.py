@@ -1,4 +1,4 @@
-"""Other toolkits, a module each: what they make of the same checkpoint, from the same calibration samples.
+"""Other toolkits, a module each: their quantized models of the same checkpoint, from the same calibration samples.
 
 Each module has `refuses(setting, mode)`, the reason why the toolkit cannot do such a row, or None, and `quantize(checkpoint,
 setting, mode)`, the quantized model as a function of a batch. The module imports its toolkit inside, so that all can be named where

@@ -35,7 +35,7 @@ def quantize(checkpoint: Checkpoint, setting: Setting, mode: str, *, affine: boo
         ort.quantize_static(
             str(ready),
             str(quantized),
-            _Reader(checkpoint.data.calibration),
+            Reader(checkpoint.data.calibration),
             quant_format=ort.QuantFormat.QDQ,
             activation_type=ort.QuantType.QUInt8 if affine else ort.QuantType.QInt8,
             weight_type=ort.QuantType.QInt8,
@@ -79,15 +79,15 @@ def run(path: Path) -> Quantized:
     return call
 
 
-class _Reader:
+class Reader:
     """The calibration samples as onnxruntime asks for them."""
 
-    def __init__(self, batches: list[Tensor]) -> None:
-        self.left = iter(batches)
+    def __init__(self, batches: list[Tensor], name: str = INPUT) -> None:
+        self.left, self.name = iter(batches), name
 
     def get_next(self) -> dict[str, Any] | None:
         batch = next(self.left, None)
-        return None if batch is None else {INPUT: batch.numpy()}
+        return None if batch is None else {self.name: batch.numpy()}
 
 
 def _require_quantized(path: Path) -> None:

@@ -8,6 +8,6 @@ NAMES = ("nms", "qnms")
 
 
 def define() -> None:
-    """Define what `import torchvision` asks for; the toolkits that import it use nothing of it for these networks."""
+    """Define what `import torchvision` asks for; the toolkits that import torchvision do not call it for these networks."""
     for name in NAMES:
         torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
