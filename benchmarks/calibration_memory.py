@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def in_fresh_process(observer: str, batches: int) -> int:
-    """The peak, in bytes, of a process that starts from nothing; this one stays small, for a child begins with its parent's peak."""
+    """Return the peak, in bytes, of a new process; the parent process stays small, for a child begins with its parent's peak."""
     command = [sys.executable, "-m", "benchmarks.calibration_memory", "--calibrate", observer, str(batches)]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 

@@ -1,4 +1,4 @@
-"""What does dynamic quantization cost and gain, beside static quantization and torch.ao?   python -m benchmarks.dynamic
+"""How much does dynamic quantization cost and gain, beside static quantization and torch.ao?   python -m benchmarks.dynamic
 
 An LSTM, a GRU and a transformer read scikit-learn's handwritten digits row by row, at 16 × 16 pixels under noise, as in
 `benchmarks.accuracy`, and are trained in float. Each is quantized dynamically, by fxquant and by torch.ao's `quantize_dynamic`, and
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def rows(name: str, epochs: int, seed: int) -> list[str]:
-    """Those of a network."""
+    """Return the rows of a network."""
     data = TASKS["digits"].make(seed)
     model = trained(NETWORKS[name], data.train_inputs, data.train_targets, epochs, seed)
     inputs, targets, batch = data.test_inputs[:720], data.test_targets[:720], data.test_inputs[:16]

@@ -1,7 +1,7 @@
 """Every question of speed, one after another, into one page.   python -m benchmarks.speed [--only NAME …]
 
-Runs the benchmarks below, each in a process of its own as its command says, shows their tables, and writes them to RESULTS.md in this
-directory with the machine, its load and the versions they were measured with. Peers are measured in the same runs; what a table says of
+Runs the benchmarks below, each in a process of its own as its command says, and shows their tables. RESULTS.md in this directory has the
+tables with the machine, its load and the versions. Peers are measured in the same runs; what a table says of
 mismatches is measured in it, too. Exit status 1 if a benchmark failed, whose output is on the page all the same.
 """
 
@@ -25,7 +25,7 @@ PACKAGES = ("torch", "onnxruntime", "onnx", "torchao", "transformers")
 
 
 class Question(NamedTuple):
-    """What is asked, and the benchmark's module with its arguments."""
+    """A question, and the benchmark's module with its arguments."""
 
     asked: str
     command: str

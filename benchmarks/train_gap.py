@@ -90,7 +90,7 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Gap:
-    """Of one layer at one step: elements, and how many of them differ, frozen and live."""
+    """The number of elements of one layer at one step, and of different elements, frozen and live."""
 
     elements: int
     frozen: int
@@ -141,7 +141,7 @@ def gaps(network: str, way: Way, steps: list[int], show: bool | None) -> Iterato
 
 
 def gap(prepared: fx.GraphModule, batch: Tensor) -> dict[str, Gap]:
-    """What TRAIN and VALIDATE give of one batch, layer by layer; the model is left alone."""
+    """Compare TRAIN and VALIDATE for one batch, layer by layer; the model is not changed."""
     deployed, frozen, live = (copy.deepcopy(prepared) for _ in range(3))
     fxq.set_state(deployed, fxq.State.VALIDATE)
     fxq.freeze(frozen)
@@ -153,7 +153,7 @@ def gap(prepared: fx.GraphModule, batch: Tensor) -> dict[str, Gap]:
 
 
 def outputs(prepared: fx.GraphModule, batch: Tensor) -> dict[str, Tensor]:
-    """The integers of every layer, each on the scale of its moment; of a 32-bit sum the real numbers."""
+    """The integers of every layer, each on the scale of its moment; of a 32-bit sum the float values."""
     integers: dict[str, Tensor] = {}
 
     def keep(operator: nn.Module, inputs: Any, result: Tensor) -> None:

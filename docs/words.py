@@ -11,12 +11,18 @@ import io
 import re
 import sys
 import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CHECKED = ("fxquant", "passes", "backends", "tests")
-NAMES_ALONE = "benchmarks"  # only names of variables are checked there
+LIBRARY = ("fxquant", "passes", "backends")
+FOLDERS = {  # where each rule holds
+    "names": (*LIBRARY, "tests", "benchmarks"),  # variables and parameters have none of NAMES
+    "words": (*LIBRARY, "tests", "benchmarks"),  # docstrings, comments and literals have none of BANNED
+    "beginnings": (*LIBRARY, "tests", "benchmarks"),  # docstrings do not begin as START
+    "sentences": (*LIBRARY, "tests", "benchmarks"),  # the sentences of a module's docstring have at most LONGEST words
+    "nouns": ("tests", "benchmarks"),  # the first lines of docstrings have none of WITHOUT_NOUN
+}
 NAMES = frozenset({"found", "known", "given", "made"})  # no variable has such a name: scales, matches, by_name say what it holds
 PAGES = ("*.md", "docs/**/*.md", "backends/**/*.md")
 OPTIONS = "dynamic_shapes|leaf|preserve|training_branch|adapt|integer_tail|dump|distributed|equalize|round_weights|correct_bias"
@@ -39,6 +45,17 @@ BANNED = {
     r"what is left of": "the remainder of",
     r"spelling": "call form",
     rf"(pass|with|without|by) ({OPTIONS})": "options=fxq.Options(NAME=…), or: the option NAME",
+}
+ALONE = (  # what follows a demonstrative that has no noun
+    r"(?=[.,;:?!)]|$| (is|are|was|were|has|have|had|does|do|did|can|cannot|may|must|will|would|need|of|in|at|on|by|for|from|to|with|without"
+    r"|that|which|who|whose|where|when|while|if|unless|and|or|but|as|than|alone|again|before|after|beside|between|it|they|a|an|the|not|only"
+    r"|one|ones|so|too|all)\b)"
+)
+WITHOUT_NOUN = {  # in the first line of a docstring, which is read alone
+    rf"(this|these|those){ALONE}": "name what it is: this scale, these layers, the scales of weights",
+    r"(of|among|between) them": "name what they are: the first row, each of the layers",
+    r"(all|some|none|any|most|much|more|part|half|rest|nothing|one|first|last) of it": "name what it is: the whole file, a part of the sum",
+    r"what (it|they|this|that)": "name who does it, and what: the dtypes that a target has",
 }
 START = re.compile(r"(The same|What|See)\b")
 LONGEST = 35  # words of a sentence in the docstring of a module, or on a page
@@ -71,10 +88,10 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string
 
 
-def banned(texts: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
-    """Yield the line of each banned word, and what to write in its place."""
+def refused(texts: Iterable[tuple[int, str]], table: Mapping[str, str]) -> Iterator[tuple[int, str]]:
+    """Yield the line of the words of each regular expression of a table, and what to write in their place."""
     for line, text in texts:
-        for words, better in BANNED.items():
+        for words, better in table.items():
             for match in re.finditer(rf"\b({words})\b", prose(text), re.IGNORECASE):
                 yield line + prose(text)[: match.start()].count("\n"), f"{match.group()!r}: write {better}"
 
@@ -107,7 +124,7 @@ def paragraphs(page: str) -> Iterator[tuple[int, str]]:
 def of_page(page: str) -> Iterator[tuple[int, str]]:
     """Yield the line of each finding in a page, and what is to be changed."""
     texts = list(paragraphs(page))
-    yield from banned(texts)
+    yield from refused(texts, BANNED)
     for line, text in texts:
         for sentence in re.split(r"(?<=[.!?:;])(?:\*\*)?\s+", " ".join(prose(text).split())):
             if len(sentence.split()) > LONGEST and not re.search(" [=≤<·≥+] ", sentence):  # a formula is not prose
@@ -129,31 +146,30 @@ def sentences(text: str) -> Iterator[str]:
 def findings(path: Path, source: str) -> Iterator[str]:
     """Yield a sentence (str) for each refused word in the docstrings, comments, strings and names of a file, or in the text of a page."""
     name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+    rules = {rule for rule, folders in FOLDERS.items() if name.parts[0] in folders or name == path}
     if path.suffix == ".md":
         yield from (f"{name}:{line}: {change}" for line, change in of_page(source))
         return
     tree = ast.parse(source)
-    yield from (f"{name}:{line}: {change}" for line, change in vague_names(tree))
-    if name.parts[0] == NAMES_ALONE:
-        return
+    changes = list(vague_names(tree)) if "names" in rules else []
     texts = [(line, text) for line, text, _ in docstrings(tree)] + list(comments(source))
     if name.as_posix() not in WRITTEN_OUT:
         texts += literals(tree)
-    yield from (f"{name}:{line}: {change}" for line, change in banned(texts))
+    changes += refused(texts, BANNED) if "words" in rules else []
     for line, text, node in docstrings(tree):
-        if START.match(text.strip()):
-            yield f"{name}:{line}: a docstring begins with {text.split()[0]!r}: begin with a verb"
-        if isinstance(node, ast.Module):
-            yield from (
-                f"{name}:{line}: a sentence of {len(sentence.split())} words: at most {LONGEST}"
-                for sentence in sentences(text)
-                if len(sentence.split()) > LONGEST
-            )
+        if "beginnings" in rules and START.match(text.strip()):
+            changes.append((line, f"a docstring begins with {text.split()[0]!r}: begin with a verb"))
+        if "nouns" in rules:
+            changes += refused([(line, text.strip().partition("\n")[0])], WITHOUT_NOUN)
+        if "sentences" in rules and isinstance(node, ast.Module):
+            lengths = (len(sentence.split()) for sentence in sentences(text))
+            changes += [(line, f"a sentence of {length} words: at most {LONGEST}") for length in lengths if length > LONGEST]
+    yield from (f"{name}:{line}: {change}" for line, change in changes)
 
 
 def files(places: list[str]) -> Iterator[Path]:
     """Yield the files of these packages and pages, or of all that are checked."""
-    for place in places or (*CHECKED, NAMES_ALONE):
+    for place in places or sorted({folder for folders in FOLDERS.values() for folder in folders}):
         yield from sorted((ROOT / place).rglob("*.py")) if (ROOT / place).is_dir() else [ROOT / place]
     if not places:
         yield from sorted({path for pattern in PAGES for path in ROOT.glob(pattern)})

@@ -63,7 +63,7 @@ class Program:
 
     @property
     def layers(self) -> Counter[str]:
-        """How many layers the programs have, by type: the last part of a name in the compiler's table, without what it appends."""
+        """How many layers the programs have, by type: the last part of a name in the compiler's table, without the suffix."""
         return Counter(re.split(r"[_-]", layer.layer.rpartition("/")[2])[0] for cost in self.costs for layer in cost.layers)
 
 

@@ -1,1 +1,1 @@
-"""Programs written for Horizon's plugin, run as they are: what becomes of each, against what it asks for."""
+"""Programs written for Horizon's plugin, run as they are: the outcome of each, against the outcome that the program asks for."""

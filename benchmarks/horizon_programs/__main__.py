@@ -1,9 +1,9 @@
-"""Run programs written for Horizon's plugin as they are, and hold what became of each against what it asks for.
+"""Run programs written for Horizon's plugin as they are, and hold the outcome of each against the outcome that is asked for.
 
 `python -m benchmarks.horizon_programs` runs all; `--only WORD` those whose name has it. A program passes where its layers have the dtypes
-and the scales that it asks for, its integer model has the bits of its prepared one, its outputs are near the float model's, and the file
-that it leaves computes the integer model; or where it ends in an error of fxquant's that says what to do. With FXQUANT_HORIZON programs are
-compiled by the vendor's tool, and simulated. The exit status is 1 if one does not pass.
+and the scales that it asks for, and its integer model has the bits of its prepared one. Its outputs have to be near the float model's, and
+its file has to compute the integer model. A program that cannot be served has to end in an error of fxquant's that says what to do. With
+FXQUANT_HORIZON programs are compiled by the vendor's tool, and simulated. The exit status is 1 if one does not pass.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def import_lines() -> list[str]:
 
 
 def try_import(line: str) -> str:
-    """What becomes of an import line: "served", or "refused" with a remedy. Raises what is raised otherwise."""
+    """Return the outcome of an import line: "served", or "refused" with a remedy. Raises what is raised otherwise."""
     try:
         exec(line, {})
     except ImportError as error:
@@ -60,7 +60,7 @@ def try_import(line: str) -> str:
 
 
 def run(name: str) -> dict[str, Any]:
-    """What a program leaves, by the names of programs: `qat_model`, `batches`, and where it converts `quantized_model`."""
+    """Run a program, and return its variables by name: `qat_model`, `batches`, and where it converts `quantized_model`."""
     left: dict[str, Any] = importlib.import_module("benchmarks.horizon_programs.programs").run(name)
     return left
 
@@ -83,7 +83,7 @@ def fresh(folder: Path) -> Iterator[None]:
 
 
 def judge(name: str, folder: Path) -> str:
-    """What is wrong with what became of a program; empty if nothing is."""
+    """Return the defects of a program's outcome; empty if there are none."""
     expected = EXPECTED[name]
     refused = refusal(expected)
     try:
@@ -118,7 +118,7 @@ def is_installed() -> bool:
 
 
 def _wrong_file(integer: fx.GraphModule, path: Path, batch: torch.Tensor) -> Iterator[str]:
-    """What is wrong with an ONNX file or a compiled program; one that takes integers is given those of the model's input."""
+    """Yield the defects of an ONNX file or a compiled program; a file that takes integers is given the integers of the model's input."""
     if path.suffix == ".onnx" and fxq.export.onnx_metadata(path)["io"] == "integer":
         (stored, *_) = next(fxq.inspect.record(integer, [batch])).values()
         if not torch.equal(computed(path, stored.to(torch.int8)), Module(integer, io="integer")(stored.to(torch.int8))):
@@ -128,14 +128,14 @@ def _wrong_file(integer: fx.GraphModule, path: Path, batch: torch.Tensor) -> Ite
 
 
 def _wrong_folder(folder: Path) -> Iterator[str]:
-    """What is wrong with a folder for hb_compile, held against the integer model beside it, at a batch of 1."""
+    """Yield the defects of a folder for hb_compile, held against the integer model beside it, at a batch of 1."""
     integer = fxq.load(folder.with_name("quantized.bc"))
     (input_fact,) = [fact(node) for node in integer.graph.find_nodes(op="placeholder")]
     batch = torch.randn(input_fact.at(1), generator=torch.Generator().manual_seed(0))
     exact = integer(batch)
     step = [grid.scale for node in integer.graph.nodes if (grid := qparams(node)) is not None][-1]  # that of the output
     steps = ((computed(folder / f"{folder.name}.onnx", batch) - exact) / step).abs()
-    if not (float(steps.max()) < 1.5 and float((steps > 0.5).float().mean()) < 0.05):  # a sum of real numbers may round another way
+    if not (float(steps.max()) < 1.5 and float((steps > 0.5).float().mean()) < 0.05):  # a sum of float values may round another way
         yield f"the file for hb_compile is {float(steps.max()):.2g} steps off, in {int((steps > 0.5).sum())} elements"
 
 
@@ -158,12 +158,7 @@ def _differences(scope: dict[str, Any], expected: Expected) -> Iterator[str]:
             yield f"{ratio:.1f} dB in place of {expected.sqnr:g}"
         if expected.file:
             yield from _wrong_file(integer, Path(expected.file), batch)
-    else:
-        yield from _wrong_layers({layer.name: layer.dtype for layer in fxq.inspect.layers(model)})
-
-
-def _wrong_layers(layers: dict[str, str]) -> Iterator[str]:
-    if not layers:
+    elif not fxq.inspect.layers(model):
         yield "there are no layers"
 
 
@@ -178,7 +173,7 @@ def _decibels(exact: torch.Tensor, actual: torch.Tensor) -> float:
 
 
 def _wrong(model: nn.Module, operators: dict[str, QuantizedOperator], expected: Expected) -> Iterator[str]:
-    """Layers whose dtypes or scales are not those that are asked for."""
+    """Yield layers whose dtypes or scales differ from the ones that are asked for."""
     for path, (output, weight, input) in expected.layers.items():
         mine = [
             operator
@@ -186,7 +181,7 @@ def _wrong(model: nn.Module, operators: dict[str, QuantizedOperator], expected: 
             if operator.path == path and not operator.plain and operator.operator.name != "requantize"
         ]
         if not mine:
-            yield f"{path} is no operator"
+            yield f"{path} is not an operator"
             continue
         operator = mine[0]
         read = operator.inputs.get("input")
@@ -206,7 +201,7 @@ def _wrong(model: nn.Module, operators: dict[str, QuantizedOperator], expected: 
 
 
 def main() -> int:
-    """Run the programs, and print what became of them."""
+    """Run the programs, and print the outcome of each."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.horizon_programs", description="programs for Horizon's plugin, run as they are"
     )

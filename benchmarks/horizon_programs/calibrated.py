@@ -1,4 +1,4 @@
-"""What a file of HzCalibration nodes computes, for marches whose compiler cannot be installed: a reference in onnx's evaluator."""
+"""Compute a file of HzCalibration nodes, for marches whose compiler cannot be installed: a reference in onnx's evaluator."""
 
 from __future__ import annotations
 

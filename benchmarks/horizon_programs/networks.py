@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 
 class WithAuxiliaryLoss(Net):
-    """The same with a second head, in training alone."""
+    """`Net` with a second head, in training alone."""
 
     def __init__(self):
         super().__init__()

@@ -17,7 +17,7 @@ from fxquant.conformance.rows import Row
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured of one row on one march.
+    """The measurements of one row on one march.
 
     place     "BPU"; "processor" where the compiler leaves a node of it there, "float" where fxquant does; "refused" where the compiler
               does not take it, "failed" where fxquant does not write it
@@ -79,7 +79,7 @@ def _compared(rows: Sequence[Row], march: str, dtype: str, scales: str, folder: 
 
 
 def compared(pairs: Sequence[tuple[Tensor, Tensor]], step: Tensor | None) -> tuple[int, int, float]:
-    """Elements of pairs of outputs, those of other integers, and by how many steps at most."""
+    """Count the elements of pairs of outputs and the elements that differ; return both, and the largest difference in steps."""
     elements = differing = 0
     largest = 0.0
     for mine, theirs in pairs:

@@ -1,4 +1,4 @@
-"""What the vendor's runtime computes of a compiled model, by `fxquant.backends.horizon`."""
+"""Outputs of a compiled model in the vendor's runtime, by `fxquant.backends.horizon`."""
 
 from __future__ import annotations
 
