@@ -49,10 +49,10 @@ BANNED = {
 ALONE = (  # what follows a demonstrative that has no noun
     r"(?=[.,;:?!)]|$| (is|are|was|were|has|have|had|does|do|did|can|cannot|may|must|will|would|need|of|in|at|on|by|for|from|to|with|without"
     r"|that|which|who|whose|where|when|while|if|unless|and|or|but|as|than|alone|again|before|after|beside|between|it|they|a|an|the|not|only"
-    r"|one|ones|so|too|all)\b)"
+    r"|one|ones|others|so|too|all|over|read|pass|say|keep|agree)\b| \()"
 )
 WITHOUT_NOUN = {  # in the first line of a docstring, which is read alone
-    rf"(this|these|those){ALONE}": "name what it is: this scale, these layers, the scales of weights",
+    rf"(this|these|those){ALONE}|those (\w+ed|held)": "name what it is: this scale, these layers, the scales of weights",
     r"(of|among|between) them": "name what they are: the first row, each of the layers",
     r"(all|some|none|any|most|much|more|part|half|rest|nothing|one|first|last) of it": "name what it is: the whole file, a part of the sum",
     r"what (it|they|this|that)": "name who does it, and what: the dtypes that a target has",
