@@ -39,7 +39,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 import fxquant as fxq
-from benchmarks.shared import keep_row, kept_rows, table_of, torch_ao
+from benchmarks.shared import keep_row, kept_rows, quantized_engine, table_of, torch_ao
 from benchmarks.zoo import ZooEntry, zoo
 from examples.demo import count_float_nodes
 from fxquant import backends
@@ -234,7 +234,8 @@ def sqnr(model: nn.Module, quantized: nn.Module, batches: Sequence[Tensor]) -> f
 def torch_ao_sqnr(entry: ZooEntry, engine: str) -> float | str:
     """Return the SQNR of torch.ao's FX graph mode with its default configuration for this engine; or its error."""
     try:
-        return sqnr(entry.model, torch_ao(entry.model, entry.calibration_batches, engine), entry.test_batches)
+        with quantized_engine(engine):
+            return sqnr(entry.model, torch_ao(entry.model, entry.calibration_batches, engine), entry.test_batches)
     except Exception as error:  # whatever it is, it is theirs to explain
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}"
 

@@ -91,21 +91,27 @@ def kept_rows(path: Path | None) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+@contextmanager
+def quantized_engine(engine: str) -> Iterator[None]:
+    """Inside, an engine computes PyTorch's quantized operators."""
+    before = torch.backends.quantized.engine
+    torch.backends.quantized.engine = engine
+    try:
+        yield
+    finally:
+        torch.backends.quantized.engine = before
+
+
 def torch_ao(model: nn.Module, batches: list[Tensor], engine: str = "x86") -> nn.Module:
     """Return torch.ao's integer model of FX graph mode, in the default configuration of an engine, calibrated with the batches."""
     from torch.ao.quantization import get_default_qconfig_mapping
     from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
 
-    before = torch.backends.quantized.engine
-    torch.backends.quantized.engine = engine
-    try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")
-            prepared = prepare_fx(copy.deepcopy(model), get_default_qconfig_mapping(engine), (batches[0],))
-            for batch in batches:
-                prepared(batch)
-            converted: nn.Module = convert_fx(prepared)
-            converted(batches[0])
-            return converted
-    finally:
-        torch.backends.quantized.engine = before
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        prepared = prepare_fx(copy.deepcopy(model), get_default_qconfig_mapping(engine), (batches[0],))
+        for batch in batches:
+            prepared(batch)
+        converted: nn.Module = convert_fx(prepared)
+        converted(batches[0])
+        return converted
