@@ -100,7 +100,7 @@ def own_operator(here: Here) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return mean(x, torch.tanh(x))
 
-    here.integer(Custom())
+    sure(here.integer(Custom()) is None)
 
 
 def engine(here: Here) -> State:
@@ -154,12 +154,14 @@ def checks_limits(here: Here) -> None:
     sure("dilation" in fxq.explain(fxq.prepare(wide, here.x, "bernoulli2", options=fxq.Options(adapt=True))))
 
 
-def geometry(here: Here) -> None:
-    here.integer(lambda x: fxq.nn.Correlation(1)(x, x.flip(2)), lambda x: fxq.nn.Warp()(x, x[:, :2].permute(0, 2, 3, 1)), target="nash-e")
+def geometry(here: Here) -> State | None:
+    return here.integer(
+        lambda x: fxq.nn.Correlation(1)(x, x.flip(2)), lambda x: fxq.nn.Warp()(x, x[:, :2].permute(0, 2, 3, 1)), target="nash-e"
+    )
 
 
-def tables(here: Here) -> None:
-    here.integer(fxq.nn.SegmentLUT(torch.sigmoid), target="nash-e")
+def tables(here: Here) -> State | None:
+    return here.integer(fxq.nn.SegmentLUT(torch.sigmoid), target="nash-e")
 
 
 def constants(here: Here) -> None:
@@ -283,9 +285,9 @@ def regions(here: Here) -> State | None:
     return part("regions are integer; pillars and pooled maps are in float, since where elements go is data")
 
 
-def deformable(here: Here) -> None:
+def deformable(here: Here) -> State | None:
     layer = fxq.nn.DeformConv2d(8, 4, 3, padding=1)
-    here.integer(lambda x: layer(x, torch.cat((x, x, x[:, :2]), 1)), target="nash-e")
+    return here.integer(lambda x: layer(x, torch.cat((x, x, x[:, :2]), 1)), target="nash-e")
 
 
 chapter(
