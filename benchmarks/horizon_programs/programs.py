@@ -635,14 +635,11 @@ def run(name):
     march, network, *calls = PROGRAMS[name]
     set_march(march)
     torch.manual_seed(0)
-    scope = SimpleNamespace(float_model=network().eval(), batches=[torch.randn(network_shape(network)) for _ in range(4)])
+    float_model = network().eval()
+    scope = SimpleNamespace(float_model=float_model, batches=[torch.randn(float_model.shape) for _ in range(4)])
     for call in calls:
         call(scope)
     return vars(scope)
-
-
-def network_shape(network):
-    return getattr(network, "func", network).shape
 
 
 if __name__ == "__main__":
