@@ -29,8 +29,7 @@ from torch import Tensor, fx
 import fxquant.accuracy.ranks as ranks
 from fxquant.accuracy.checkpoint import Checkpoint, call_of
 from fxquant.accuracy.choices import Tuned, tuning
-from fxquant.accuracy.judge import FloatOutputs, judged
-from fxquant.accuracy.measure import outputs_of, real_outputs
+from fxquant.accuracy.measure import FloatOutputs, judged, outputs_of, real_outputs
 from fxquant.accuracy.result import TunedLayer, TuningResult
 from fxquant.accuracy.step import ENOUGH, Run
 from fxquant.accuracy.walk import Samples, Unit, Walk, bound_arguments, by_channel, layer_units, real_result, run, taken, weight_of
@@ -102,9 +101,9 @@ def corrections(prepared: fx.GraphModule, samples: Samples, judge: FloatOutputs,
     with tuning(prepared) as tuned, repeatable():
         result = _correct(prepared, samples, judge, tuned, Checkpoint(None, {}), show_progress)
         added = {name: tuned.operators[name].weight_quantizer.correction for layer in result.kept for name in layer.layers}
-        found = {name: each.value.tolist() for name, each in added.items() if each is not None}
+        values = {name: each.value.tolist() for name, each in added.items() if each is not None}
         tuned.undo()
-    return found
+    return values
 
 
 def put_corrections(prepared: fx.GraphModule, by_layer: Mapping[str, list[float]]) -> None:
@@ -133,7 +132,7 @@ def _correct(
     units = layer_units(prepared)
     for unit in progress(units, len(units), "correcting biases", show_progress):
         name = unit.name
-        outcome = checkpoint.at(name, partial(_found, unit, samples, exact, real, operators[name]))
+        outcome = checkpoint.at(name, partial(_outcome, unit, samples, exact, real, operators[name]))
         if outcome is None:
             skipped[name] = "its channels are not those of its weight"
             continue
@@ -164,7 +163,7 @@ def _walked(prepared: fx.GraphModule, samples: Samples, exact: Walk) -> Callable
 
 @torch.no_grad()
 @constants_kept()
-def _found(unit: Unit, samples: Samples, exact: Walk, real: Walk, operator: QuantizedOperator) -> dict[str, Any] | None:
+def _outcome(unit: Unit, samples: Samples, exact: Walk, real: Walk, operator: QuantizedOperator) -> dict[str, Any] | None:
     """Return the outcome for one layer, as a file holds it: its row, and what is added to its bias if that is better."""
     node, *after = unit.nodes
     operands, targets = exact.at(node.all_input_nodes), real.at([node])

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import safetensors
 import safetensors.torch
@@ -22,12 +22,14 @@ from torch import Tensor, fx
 import fxquant.accuracy.ranks as ranks
 from fxquant.accuracy.ranks import digest
 from fxquant.accuracy.result import TunedLayer
-from fxquant.accuracy.student import Learned
 from fxquant.accuracy.walk import Samples
 from fxquant.errors import ConfigurationError
 from fxquant.support import logger
 from fxquant.support.files import check_place, write_file
 from fxquant.support.progress import progress
+
+if TYPE_CHECKING:
+    from fxquant.accuracy.student import Learned
 
 Agreed = TypeVar("Agreed")
 

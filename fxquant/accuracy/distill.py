@@ -26,9 +26,8 @@ from torch import Tensor, fx, nn
 
 from fxquant.accuracy.checkpoint import Checkpoint, call_of
 from fxquant.accuracy.choices import tuning
-from fxquant.accuracy.judge import FloatOutputs, judged
 from fxquant.accuracy.learn import left_out
-from fxquant.accuracy.measure import real_outputs
+from fxquant.accuracy.measure import FloatOutputs, judged, real_outputs
 from fxquant.accuracy.result import TunedLayer, TuningResult
 from fxquant.accuracy.walk import Samples, Values, batch_axes, by_channel, constant_weight, run, single, taken, weighted_nodes
 from fxquant.numerics.rounding import AdaptiveRounding, straight_through

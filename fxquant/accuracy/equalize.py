@@ -229,9 +229,9 @@ def equalize(
         observed = _observed(prepared, labelled, inputs())
         if options.distributed and ranks.count() > 1:
             observed = together(ranks.gathered(observed))
-        found = _exponents(prepared, labelled, observed)
-        if found is not None:
-            _multiply(prepared, *found)
+        chosen = _exponents(prepared, labelled, observed)
+        if chosen is not None:
+            _multiply(prepared, *chosen)
     if not count and ranks.count() == 1:
         raise no_batches(num_batches)
     return prepared
@@ -256,9 +256,9 @@ def find(run: Run) -> tuple[Channels, Tensor] | None:
     return _exponents(prepared, labelled, observed)
 
 
-def apply(run: Run, found: tuple[Channels, Tensor]) -> str:
+def apply(run: Run, chosen: tuple[Channels, Tensor]) -> str:
     """Multiply the channels of tensors by powers of two."""
-    return _multiply(run.prepared, *found)
+    return _multiply(run.prepared, *chosen)
 
 
 def remedies(prepared: fx.GraphModule) -> Iterator[tuple[str, bool]]:

@@ -13,8 +13,7 @@ from torch import fx
 
 from fxquant.accuracy.checkpoint import Checkpoint, call_of
 from fxquant.accuracy.choices import tuning
-from fxquant.accuracy.judge import FloatOutputs, judged
-from fxquant.accuracy.measure import Noise, is_lost
+from fxquant.accuracy.measure import FloatOutputs, Noise, is_lost, judged
 from fxquant.accuracy.result import TunedLayer, TuningResult
 from fxquant.accuracy.student import Settings, Student, put_unit
 from fxquant.accuracy.walk import Lesson, Unit, Walk, layer_units, shared_weights, taken, weighted_nodes

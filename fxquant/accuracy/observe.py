@@ -55,12 +55,12 @@ def find(run: Run) -> int:
     CalibrationError without batches, unless something was observed before and is not in the scales yet.
     """
     prepared, quantizers = run.prepared, _observing(run)
-    known = [quantizer for quantizer in quantizers if run.only_missing and quantizer.calibrated]
+    calibrated = [quantizer for quantizer in quantizers if run.only_missing and quantizer.calibrated]
     with _computing(prepared, _open(run)):
         enter(prepared, _open(run), State.CALIBRATE)
-        with having(known, paused=True):
+        with having(calibrated, paused=True):
             count = _on_all_ranks(run) if run.several else _observe(run)
-            if not count and not any(quantizer.pending for quantizer in quantizers if quantizer not in known):
+            if not count and not any(quantizer.pending for quantizer in quantizers if quantizer not in calibrated):
                 raise no_batches(run.num_batches)
     return count
 

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor, fx
 
 import fxquant.accuracy.ranks as ranks
-from fxquant.accuracy.judge import pick
-from fxquant.accuracy.measure import Noise, support
+from fxquant.accuracy.measure import Noise, pick, support
 from fxquant.accuracy.observe import WIDE
 from fxquant.accuracy.step import Run, owned_quantizers_by_name
 from fxquant.analysis.recording import Seen, still

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 import fxquant.accuracy.ranks as ranks
-from fxquant.accuracy.judge import FloatOutputs
+from fxquant.accuracy.measure import FloatOutputs
 from fxquant.accuracy.result import TuningResult
 from fxquant.accuracy.states import owned_quantizers
 from fxquant.accuracy.walk import HELD_OUT_OF, Samples, batch_axes, count_of, cut, weighted_nodes
@@ -62,7 +62,7 @@ class Step:
     name: str
     because: str
     find: Callable[[Run], Any] | None = None
-    apply: Callable[[Run, Any], str] = lambda run, found: ""
+    apply: Callable[[Run, Any], str] = lambda run, change: ""
     undo: Callable[[Run, str], None] | None = None
     option: str | None = None
     least: int = 0
@@ -143,10 +143,10 @@ class Run:
             for step in self.steps:
                 if step.is_wanted(self):
                     with timed(step.name):
-                        found = self._found(step)
-                        before = {} if step.undo is None else _parts(self.prepared)
-                        if found is not None:
-                            self.record[step.name] = step.apply(self, found)
+                        change, before = self._change(step), _parts(self.prepared)
+                        if change is not None:
+                            self.record[step.name] = step.apply(self, change)
+                        if change is not None and step.undo is not None:
                             self._note(step.name, before)
             self.prepared.meta[CHOSEN] = [f"{name}: {words}" for name, words in self.record.items()]
             logger.info("calibration chose: %s", "; ".join(self.prepared.meta[CHOSEN]))
@@ -155,18 +155,18 @@ class Run:
                 self.merge(None)  # the other ranks wait for what this one has observed
             raise
 
-    def _found(self, step: Step) -> Any:
+    def _change(self, step: Step) -> Any:
         """Return what a step finds, or what rank 0 finds by samples; None for a step that lacks samples."""
-        found = None
+        change = None
         asked = bool(step.option and getattr(self.options, step.option)) or bool(self.before.given.get(step.name))
         if step.sampled and not (self.samples.inputs and (asked or not step.least or self.total >= step.least)):
             return None
         try:
             assert step.find is not None
-            found = step.find(self)
+            change = step.find(self)
         finally:
-            found = ranks.of_first(found) if self.several and step.sampled else found  # also where it raises: others wait
-        return found
+            change = ranks.of_first(change) if self.several and step.sampled else change  # also where it raises: others wait
+        return change
 
     def merge(self, batches: int | None) -> int:
         """Merge what all ranks have observed, and return the number of their batches; None if observing has failed here."""
@@ -199,8 +199,8 @@ class Run:
 
     def remember(self, *, ended: bool) -> None:
         """Keep in the model what the next calibration goes on with: where this one has not `ended`, the weights are as they were before."""
-        given = self.given if ended else self.before.given
-        self.prepared.__dict__[SAMPLES] = replace(self.kept, given=given, counts=_counts(self.prepared))
+        changes = self.given if ended else self.before.given
+        self.prepared.__dict__[SAMPLES] = replace(self.kept, given=changes, counts=_counts(self.prepared))
 
     @cached_property
     def total(self) -> int:
@@ -259,7 +259,7 @@ class Run:
 
     def _note(self, name: str, before: Mapping[str, Parts]) -> None:
         """Note which layers a step has changed: what each has since, and had before."""
-        pairs = {layer: (now, before[layer]) for layer, now in _parts(self.prepared).items() if before}
+        pairs = {layer: (now, before[layer]) for layer, now in _parts(self.prepared).items()}
         changed = {layer: pair for layer, pair in pairs.items() if any(new is not had for new, had in zip(*pair, strict=True))}
         self.given[name] = {**self.given.get(name, {}), **changed}
 

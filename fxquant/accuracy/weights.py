@@ -36,8 +36,7 @@ from torch import Tensor, fx
 
 from fxquant.accuracy.checkpoint import Checkpoint, call_of
 from fxquant.accuracy.choices import tuning
-from fxquant.accuracy.judge import FloatOutputs, judged
-from fxquant.accuracy.measure import Noise, real_outputs
+from fxquant.accuracy.measure import FloatOutputs, Noise, judged, real_outputs
 from fxquant.accuracy.moments import Moment, flipped, flipped_together, joint_noise
 from fxquant.accuracy.result import TunedLayer, TuningResult
 from fxquant.accuracy.step import Run
@@ -149,9 +148,11 @@ def rounded(prepared: fx.GraphModule, samples: Samples, bits: int, show_progress
     with tuning(prepared) as tuned, repeatable():
         result = _round(prepared, samples, _open(prepared, bits, (Nearest,)), show_progress, Checkpoint(None, {}, several), tuned.undo)
         quantizers = {name: tuned.operators[name].weight_quantizer for layer in result.kept for name in layer.layers}
-        found = {name: learned_rounding(each).copied() for name, each in quantizers.items() if isinstance(each.rounding, AdaptiveRounding)}
+        roundings = {
+            name: learned_rounding(each).copied() for name, each in quantizers.items() if isinstance(each.rounding, AdaptiveRounding)
+        }
         tuned.undo()
-    return found
+    return roundings
 
 
 def put_roundings(prepared: fx.GraphModule, roundings: Rounded) -> None:

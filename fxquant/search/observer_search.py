@@ -11,8 +11,7 @@ from torch import fx, nn
 
 from fxquant.accuracy.checkpoint import Checkpoint, call_of
 from fxquant.accuracy.choices import ACTIVATION, Choice, Choices
-from fxquant.accuracy.judge import FloatOutputs
-from fxquant.accuracy.measure import Noise, best_of, decibels, outputs_of
+from fxquant.accuracy.measure import FloatOutputs, Noise, best_of, decibels, outputs_of
 from fxquant.accuracy.simulation import grid_for, rounded, taking_over
 from fxquant.accuracy.walk import Samples
 from fxquant.analysis.text import table

@@ -19,8 +19,7 @@ from torch import Tensor, fx, nn
 
 from fxquant.accuracy.checkpoint import Checkpoint, call_of
 from fxquant.accuracy.choices import ACTIVATION, WEIGHT, Choice, Choices, bits
-from fxquant.accuracy.judge import FloatOutputs
-from fxquant.accuracy.measure import decibels, is_real
+from fxquant.accuracy.measure import FloatOutputs, decibels, is_real
 from fxquant.accuracy.simulation import changed, grid_for, rounded, rounded_weight, weight_name
 from fxquant.accuracy.walk import Samples, inputs_of
 from fxquant.analysis.recording import still

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fxquant as fxq
 from fxquant.accuracy.checkpoint import Checkpoint
-from fxquant.accuracy.judge import FloatOutputs
+from fxquant.accuracy.measure import FloatOutputs
 from fxquant.accuracy.weights import _Layer as Layer
 from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer, PercentileObserver
 from tests.shared.networks import to_train

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fxquant as fxq
-from fxquant.accuracy.judge import FloatOutputs
-from fxquant.accuracy.measure import Noise, best_of, is_lower, support
+from fxquant.accuracy.measure import FloatOutputs, Noise, best_of, is_lower, support
 from fxquant.reporting.effects import noise
 from tests.shared import contract
 

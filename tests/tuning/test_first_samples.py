@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fxquant as fxq
 from fxquant.accuracy import BY_SAMPLES, STEPS, bias, step
-from fxquant.accuracy.judge import FloatOutputs
+from fxquant.accuracy.measure import FloatOutputs
 from fxquant.accuracy.step import LARGEST_KEPT, Run, Step
 from fxquant.accuracy.walk import cut
 from fxquant.ops import Trait
@@ -219,13 +219,13 @@ def test_a_calibration_computes_the_network_at_most_eight_times(target: str) -> 
 
 
 def test_calibration_and_searches_take_the_table_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken, find = list[str](), Run._found
+    taken, find = list[str](), Run._change
 
     def noting(run: Run, step: Step) -> Any:
         taken.append(step.name)
         return find(run, step)
 
-    monkeypatch.setattr(Run, "_found", noting)
+    monkeypatch.setattr(Run, "_change", noting)
     prepared = contract.calibrated(network(), batches(), "bayes-e", FOUR_BITS)
     every = [each.name for each in STEPS if each.find is not None]
     assert taken == every

@@ -262,7 +262,7 @@ def test_with_8_bits_only_where_asked_for() -> None:
 def test_8_bits_are_judged_by_the_outputs(worse: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     prepared = contract.calibrated(network(), BATCHES, correct_bias=False)
     noise = iter([1.0, 2.0] if worse else [2.0, 1.0])  # without the new roundings, and with them
-    monkeypatch.setattr("fxquant.accuracy.judge.FloatOutputs.measure", lambda self: measure.Noise((next(noise),), (1.0,)))
+    monkeypatch.setattr("fxquant.accuracy.measure.FloatOutputs.measure", lambda self: measure.Noise((next(noise),), (1.0,)))
     with caplog.at_level("INFO", "fxquant"):
         result = fxq.tuning.round_weights(prepared, BATCHES, show_progress=False)
     kinds = {type(operator.weight_quantizer.rounding) for operator in quantized_operators(prepared).values()}

@@ -102,7 +102,7 @@ def test_an_interrupted_choice_leaves_the_scales(monkeypatch: pytest.MonkeyPatch
                 raise KeyboardInterrupt
             return measure.Noise((1.0,), (1.0,))
 
-        monkeypatch.setattr("fxquant.accuracy.judge.FloatOutputs.measure", interrupted)
+        monkeypatch.setattr("fxquant.accuracy.measure.FloatOutputs.measure", interrupted)
         prepared = fxq.prepare(Classifier().eval(), batches[0], "bayes-e")
         with pytest.raises(KeyboardInterrupt):
             fxq.calibrate(prepared, batches, options=fxq.Options(correct_bias=False), show_progress=False)

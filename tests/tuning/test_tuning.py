@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from examples.demo import load_digits_dataset
-from fxquant.accuracy import distill, judge, learn, measure
+from fxquant.accuracy import distill, learn, measure
 from fxquant.accuracy.learn import block_units
 from fxquant.accuracy.walk import layer_units
 from fxquant.prepared.operators import quantized_operators
@@ -155,7 +155,7 @@ def test_a_method_that_makes_the_outputs_worse_is_undone(
     fxq.calibrate(prepared, LEARNED, options=fxq.Options(round_weights=False, correct_bias=False), show_progress=False)
     prepared(LEARNED[0])  # sets the learned scales of weights
     before, noise = bits(prepared), itertools.count(1)
-    monkeypatch.setattr(judge.FloatOutputs, "noise", lambda self, *_: measure.Noise((next(noise),), (1.0,)))
+    monkeypatch.setattr(measure.FloatOutputs, "noise", lambda self, *_: measure.Noise((next(noise),), (1.0,)))
     result = JUDGED[name](prepared)
     assert len(result)
     assert not result.kept
@@ -168,7 +168,7 @@ def test_the_scales_of_a_calibration_stay_if_a_method_is_undone(network: nn.Modu
     prepared, noise = fxq.prepare(network, LEARNED[0], "bayes-e"), itertools.count(1)
     fxq.set_state(prepared, fxq.State.CALIBRATE)
     prepared(LEARNED[0])
-    monkeypatch.setattr(judge.FloatOutputs, "measure", lambda self: measure.Noise((next(noise),), (1.0,)))
+    monkeypatch.setattr(measure.FloatOutputs, "measure", lambda self: measure.Noise((next(noise),), (1.0,)))
     assert not fxq.tuning.adaround(prepared, LEARNED, **SHORT).kept
     fxq.convert(prepared)
 
