@@ -21,6 +21,7 @@ from fxquant.accuracy.walk import cut
 from fxquant.ops import Trait
 from fxquant.prepared.operators import quantized_operators
 from fxquant.search import tune
+from tests.counts.networks import NETWORKS, built
 from tests.shared import contract
 from tests.shared.networks import Network
 
@@ -206,10 +207,13 @@ def test_samples_are_taken_from_all_that_are_kept() -> None:
     assert len(judging) == 2 * len(few.chunks)
 
 
-@pytest.mark.parametrize("target", ["bayes-e", "x86"])
-def test_a_calibration_computes_the_network_at_most_eight_times(target: str) -> None:
-    """Counted in products, over all 64 samples; ranges, roundings and biases share their operands."""
-    model, inputs = network(), list(torch.randn(64, 3, 16, 16, generator=torch.Generator().manual_seed(0)).split(16))
+@pytest.mark.parametrize(
+    ("name", "target"), [("", "x86"), *((name, "bayes-e") for name in ("ResNet", "MobileNetV2", "MobileNetV3", "ViT"))]
+)
+def test_a_calibration_computes_the_network_at_most_eight_times(name: str, target: str) -> None:
+    """Counted in products, over all 64 samples; ranges, roundings and biases share what they compute."""
+    model, item = (built(name)[0], NETWORKS[name].item) if name else (network(), (3, 16, 16))
+    inputs = list(torch.randn(64, *item, generator=torch.Generator().manual_seed(0)).split(16))
     with FlopCounterMode(display=False) as once, torch.no_grad():
         [model(batch) for batch in inputs]
     prepared = fxq.prepare(model, inputs[0], target)
