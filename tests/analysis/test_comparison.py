@@ -237,7 +237,7 @@ def test_inputs_of_another_range_than_calibrations_are_named(factor: float, ends
 @pytest.mark.parametrize("wrong", [0, 1])
 @pytest.mark.parametrize("factor", [8, 60])
 def test_the_one_of_two_inputs_that_is_not_like_calibrations_is_named(wrong: int, factor: float) -> None:
-    """Behind it scales are those of other inputs: advice names neither those scales nor more bits."""
+    """Scales after the wrong input come from other inputs: advice names neither their clipping nor more bits."""
     result, pairs = two()
     comparison = result.compare([tuple(value * factor if at == wrong else value for at, value in enumerate(pair)) for pair in pairs])
     assert (first(comparison).layer, first(comparison).rule) == (("image_quantize", "vector_quantize")[wrong], "input_range"), str(

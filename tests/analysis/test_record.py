@@ -1,4 +1,4 @@
-"""Recorded values: those of hooks and of a plain interpreter, equal in every form, one batch at a time, and nothing changed by it."""
+"""Recorded values equal what hooks and a plain interpreter see, in every form, one batch at a time, and recording changes nothing."""
 
 import weakref
 from collections.abc import Iterator

@@ -290,7 +290,7 @@ def test_verify_compares_inputs_that_are_not_finite(target: str, tmp_path: Path)
 
 
 def test_a_file_that_onnxruntime_does_not_open_is_refused_with_the_opset_to_take(tmp_path: Path) -> None:
-    """Whether it opens this one depends on the processor: without VNNI its optimizer breaks QuantizeLinear of opset 21."""
+    """Whether onnxruntime opens the file depends on the processor: without VNNI its optimizer breaks QuantizeLinear of opset 21."""
     layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4), nn.ReLU()).eval()
     integer = compiled(layers, [torch.randn(4, 6, 8)], "nash-e").integer
     said = []

@@ -92,7 +92,7 @@ Sample = namedtuple("Sample", "image mask label")
 
 
 def named() -> DataLoader[Any]:
-    """Items by name, with labels among them."""
+    """Return a loader of dictionaries: image, mask, label and file name."""
     return loader(Items(lambda image, mask, label: {"label": label, "image": image, "mask": mask, "file": f"{int(label)}.png"}))
 
 
@@ -225,7 +225,7 @@ def test_no_batch_is_taken_in_vain(number: int | None, show_progress: bool) -> N
 @pytest.mark.nightly
 @pytest.mark.parametrize("observer", [fxq.observers.MinMaxObserver, fxq.observers.HistogramObserver])
 def test_calibration_keeps_no_batch(observer: type[fxq.observers.Observer]) -> None:
-    """A generator's batches, and whatever was computed of them, are gone when the next one is asked for."""
+    """A generator's batches, and all tensors computed from a batch, are freed before the next batch is asked for."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)).eval()
     prepared = fxq.prepare(model, (torch.randn(1, 3, 8, 8),), qconfig=fxq.QConfig(fxq.ActivationConfig(observer=observer)))
     seen: list[weakref.ref[Tensor]] = []

@@ -127,7 +127,7 @@ INT8 = fxq.QConfig(fxq.ActivationConfig("int8"))  # also of the last layer, whic
 
 @members(lambda: dict(conv=nn.Conv2d(2, 4, 3), head=nn.Conv2d(4, 3, 1)))
 def Network(self, image: Tensor, mask: Tensor) -> Tensor:
-    """Two layers, and between them an operator that stays in float."""
+    """Run a convolution, an operator that stays in float, and a head."""
     return self.head((self.conv(image) * mask).cumsum(0))
 
 

@@ -1,4 +1,4 @@
-"""The pages for those who come from elsewhere: both columns of their programs run, and the names of their tables are there."""
+"""The pages for users of other tools: both columns of their programs run, and the names of their tables exist."""
 
 import ast
 import re

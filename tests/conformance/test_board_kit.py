@@ -57,7 +57,7 @@ def two(**options: Any) -> tuple[fx.GraphModule, list[Tensor], Any]:
 
 
 def program_of(integer: fx.GraphModule, folder: Path, **arguments: Any) -> Path:
-    """The folder for the compiler, with a stand-in for what that makes."""
+    """Export the folder for the vendor's compiler, write a stand-in for the compiled program, and return the program's path."""
     exported = fxq.board.export_horizon(integer, folder, **arguments)
     (exported / "model_output").mkdir()
     (exported / "model_output" / "model.bin").write_bytes(b"a program")

@@ -1,4 +1,4 @@
-"""Conformance kits without the vendor's tool: a stand-in compiles, and results are our own integers, or those of planted variants."""
+"""Conformance kits without the vendor's tool: a stand-in compiles, and returns our own integers, or integers of planted variants."""
 
 import io
 import json

@@ -37,7 +37,7 @@ def constants(integer: fx.GraphModule) -> dict[str, Tensor]:
 
 
 def integers(model: fx.GraphModule, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """The values of all primitives but those that return float tensors, which no contract holds equal between devices."""
+    """Return the integer values of primitives by name, on the CPU; float tensors are left out: they may differ between devices."""
     result = contract.graph_values(model, *inputs)
     nodes = {node.name: node for node in model.graph.nodes}
     held = {

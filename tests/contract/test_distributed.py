@@ -235,7 +235,7 @@ def searched() -> Any:
 
 
 def lost(rank: int, directory: str) -> Any:
-    """A rank raises in the middle of a search: the other one says so, and both have written what they have."""
+    """A rank raises in the middle of a search: the other one says so, and both have written their checkpoints."""
     options = fxq.Options(checkpoint=f"{directory}/search")
     try:
         fxq.search.sensitivity(network(), shards()[:2], metric=Metric(3 if rank else 10**9), options=options)
@@ -295,7 +295,7 @@ def of_rank_0(rank: int) -> Any:
 
 
 def tuned(name: str, **settings: Any) -> Any:
-    """The numbers of a model after a method, what it returned, and how many layers this process rounded by samples."""
+    """Return a model's state after a method of `fxq.tuning`, the method's result, and how many layers this process rounded by samples."""
     prepared = four_bits()
     with counted(Layer, "best") as best:
         try:
@@ -324,7 +324,7 @@ def ranks(directory: Path) -> list[dict[str, Any]]:
 
 # ---- calibration --------------------------------------------------------------------------------------------------------
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    """Whether they are equal; the scale of a 32-bit output is NaN, as those of its weight and its operand decide."""
+    """Return whether two states are equal; a 32-bit output's scale is NaN: the scales of its weight and operand decide it."""
     return a.keys() == b.keys() and all(torch.equal(a[name].nan_to_num(-1), b[name].nan_to_num(-1)) for name in a)
 
 

@@ -142,7 +142,7 @@ NOT_FINITE: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("kind", [*ACCEPTED, *NOT_FINITE])
 @pytest.mark.parametrize("name", COMPUTES)
 def test_an_input_is_computed_exactly(name: str, kind: str) -> None:
-    """The bits are the integer model's, and up to the float operator those of the exported file in onnxruntime."""
+    """The bits equal the integer model's, and up to the float operator also the exported file's in onnxruntime."""
     x = {**ACCEPTED, **NOT_FINITE}[kind]()
     y = images(len(x), seed=2)
     plain = x.detach().resolve_neg().clone(memory_format=torch.contiguous_format)

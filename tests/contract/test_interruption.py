@@ -45,7 +45,7 @@ STEP = 2  # batches, or layers, or trials, before Ctrl-C
 
 
 def cut_short(items: Any, after: int = STEP) -> Iterator[Any]:
-    """The items, and a Ctrl-C after some of them."""
+    """Yield the first `after` items, then raise a Ctrl-C."""
     for index, item in enumerate(items):
         if index == after:
             raise KeyboardInterrupt
@@ -312,7 +312,7 @@ FOLDERS = tuple(f"{Path(fxq.__file__).parents[1] / name}{os.sep}" for name in ("
 
 @contextmanager
 def stopped_at(line: int) -> Iterator[list[int]]:
-    """Count the lines of the library that run inside, and be a Ctrl-C at this one, or after a `with`, which Python never interrupts."""
+    """Count the library's lines that run inside; raise a Ctrl-C at number `line`, or after it if it is a `with` (never interrupted)."""
     count = [0]
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:

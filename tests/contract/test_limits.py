@@ -1,4 +1,4 @@
-"""Operators that throw values away, or bring some in: no scale is spent on what they discard, and none is too small for what they add."""
+"""Operators that discard or insert values: no scale covers a discarded value, and none is too small for an inserted one."""
 
 import math
 from collections.abc import Callable
@@ -110,7 +110,7 @@ def test_all_forms_are_equal(target: str, tmp_path: Path) -> None:
 
 
 def test_training_follows_what_calibration_observed() -> None:
-    """In TRAIN the scale moves with the range of what survives, so a batch like those of calibration leaves it where it is."""
+    """In TRAIN the scale follows the range of the values that survive, so a batch like calibration's leaves it unchanged."""
     batches = [spikes() for _ in range(3)]
     prepared = compiled(around(lambda m, x: m.conv(x.clamp(-1, 1))), batches).prepared
     before = fxq.qparams(prepared)["x_quantize"]

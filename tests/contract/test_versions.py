@@ -51,7 +51,7 @@ class Other:
 
 
 def structure(value: Any) -> Any:
-    """The value with its tensors replaced by what they are, and every container with its class."""
+    """Return the value with each tensor replaced by its class, and each container by its class and items."""
     if isinstance(value, dict):
         return {key: structure(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):

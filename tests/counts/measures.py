@@ -59,7 +59,7 @@ class Count(NamedTuple):
 
 
 def counted(of: int | None, kinds: Iterable[tuple[str, str]], why: Mapping[str, str] | None = None) -> Count:
-    """Return a count of nodes, whose kinds and names are given: the number of them, or if `of` is given, of the other nodes."""
+    """Return a `Count` of the nodes in `kinds` (kind, name): their number, or, with `of`, the number of the other nodes of `of`."""
     nodes: dict[str, list[str]] = {}
     for kind, name in kinds:
         nodes.setdefault(kind, []).append(name)
@@ -155,7 +155,7 @@ def _fused(gm: fx.GraphModule) -> dict[str, Count]:
 
 
 def passes(network: str, target: str) -> dict[str, Count]:
-    """Count what the passes fuse, and what they insert."""
+    """Count, by name of the count, fusions done by the passes and nodes inserted by the passes."""
     compiled_model, counts = compiled(network, target), {}
     for what in ("requantize", "quantize", "dequantize"):
         names = [layer.name for layer in fxq.inspect.layers(compiled_model.prepared) if layer.operator == what]
@@ -233,7 +233,7 @@ def _name(asks: Any) -> str:
 
 @contextmanager
 def watched() -> Iterator[Watch]:
-    """Count, inside, what is asked of fused kernels of training, and what they do."""
+    """Count, inside, calls to the fused kernels of training, and calls that run as separate operators."""
     watch = Watch()
     passes_of = fused_layers._passes
 
@@ -336,7 +336,7 @@ def devices(network: str, target: str) -> dict[str, Count]:
 
 
 def board_file(network: str, target: str) -> dict[str, Count]:
-    """Count the nodes of the file that the vendor's compiler takes, and those among them that run on the processor."""
+    """Count the nodes of the file for the vendor's compiler, and the nodes of the file that run on the processor."""
     integer, format = compiled(network, target).integer, FORMATS[str(backends.get(target).compiler)]
     model = format.writer(integer, "float", format.opset).write(None, None)
     nodes, processor = _nodes(model), set(float_nodes(integer, model))

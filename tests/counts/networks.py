@@ -24,7 +24,7 @@ class Network(NamedTuple):
 
 
 class LayerScales(nn.Module):
-    """Two blocks as those of ConvNeXt: a depthwise convolution, two linear layers, and a factor for each channel before the addition."""
+    """Two blocks as in ConvNeXt: a depthwise convolution, two linear layers, and a factor for each channel before the addition."""
 
     def __init__(self, channels: int = 16) -> None:
         super().__init__()

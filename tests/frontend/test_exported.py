@@ -143,7 +143,7 @@ def test_a_program_exported_in_train_mode_follows_the_mode_of_the_model(case: st
 
 
 def test_slopes_that_a_program_draws_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """A function's slopes are those of eval mode here, for the graph does not say that the module of the call was a RReLU."""
+    """A function's slopes are eval mode's here, for the graph does not say that the module of the call was a RReLU."""
     model, batch = conv(nn.RReLU()), torch.randn(IMAGE)
     prepared = fxq.prepare(torch.export.export(model, (batch,)), (batch,), "x86", options=fxq.Options(dynamic_shapes={}))
     fxq.set_state(prepared, "train")

@@ -1,4 +1,4 @@
-"""A graph is called like the float model it was made from, and returns what that returns: names of arguments, classes of outputs."""
+"""A graph has the call signature of its float model, and returns the same containers: names of arguments, classes of outputs."""
 
 import copy
 import dataclasses

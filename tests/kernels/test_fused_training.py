@@ -203,7 +203,7 @@ def test_whoever_watches_a_tensor_is_told_of_its_gradient() -> None:
 
 
 def test_what_is_written_on_a_real_tensor_is_read() -> None:
-    """The integers beside a written tensor are those of its former values."""
+    """The integers kept with a float tensor are not used after a write: they belong to its former values."""
     own = prepared_on("bayes-e")
     fxq.set_state(own, "validate")
     first = next(iter(quantized_operators(own).values()))
@@ -240,7 +240,7 @@ def test_gradients_can_be_differentiated() -> None:
 
 @pytest.mark.parametrize("channels", [1200, 2400])
 def test_wide_sums_are_formed_once(channels: int) -> None:
-    """Layers whose sums can exceed 2^24 for some operand: of this one they do not, or not in parts."""
+    """Sums that could exceed 2^24 for some operand do not exceed it for this operand, or not in parts."""
     layer, x = nn.Linear(channels, 8), torch.rand(4, channels) + 0.2
     nn.init.uniform_(layer.weight, 0.5, 1.0)  # all of a sign, so that sums are as large as they can be
     prepared = compiled(layer, [x], "nash-e").prepared
@@ -306,7 +306,7 @@ def whole(*shape: int, low: int = -128, high: int = 127, seed: int = 0) -> Tenso
 
 
 def kept_by(function: Callable[..., Tensor], *operands: Tensor) -> list[Tensor]:
-    """A product keeps its operands in its own context; its gradients, twice, equal those of PyTorch's own."""
+    """Return the narrow operands that a product keeps; its first and second gradients equal PyTorch's own."""
 
     def gradients(narrowed: bool) -> list[Tensor]:
         inputs = [operand.clone(memory_format=torch.preserve_format).requires_grad_() for operand in operands]

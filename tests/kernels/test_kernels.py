@@ -68,7 +68,7 @@ class Everything(nn.Module):
 
 
 def images(*sizes: int, seed: int = 0) -> Tensor:
-    """Live values, with ties of the quantization, zeros of both signs, infinities and NaN among them."""
+    """Return random values (float32) that include ties of the quantization, zeros of both signs, infinities and NaN."""
     generator = torch.Generator().manual_seed(seed)
     value = torch.randn(sizes, generator=generator) * 2
     marks = torch.randint(0, 40, sizes, generator=generator)
@@ -453,7 +453,7 @@ def test_layers_after_a_clamp_at_zero_are_proved_for_integers_that_they_read(tar
 
 
 class Wrong:
-    """A kernel of the primitives themselves, which gives something else for some operands: `change(honest, zero)` is what it computes."""
+    """A kernel that runs the primitives themselves and is wrong for some operands: it computes `change(honest, zero)`."""
 
     reads_held, strided = True, False
 
@@ -605,7 +605,7 @@ def test_a_requantization_is_compared_where_its_steps_are(shifted: bool, monkeyp
 
 
 def test_the_compared_sums_stand_on_both_sides_of_every_step_after_a_first_shift(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By all sums there are: wherever the result changes, the sums before and after it are among them."""
+    """Compared with all possible sums: wherever the result changes, the sums before and after the change are compared ones."""
     site = convolution_in_c(nn.Conv2d(4, 4, 1), monkeypatch)
     layer, root = Layer.of(site), site.match.root
     constants = [site.constant(node) if isinstance(node, fx.Node) else node for node in root.args[1:]]
@@ -630,7 +630,7 @@ def test_explain_tells_of_the_machine_when_asked() -> None:
 
 
 def computed(integer: fx.GraphModule) -> list[OperatorRun]:
-    """The operators between the boundaries, without those that only move memory."""
+    """Return the operators between the boundaries, without operators that only move memory."""
     return [run for run in operator_runs(integer) if not run.layer.boundary and not run.moves]
 
 

@@ -1,4 +1,4 @@
-"""Norms, softmax and recurrences that run as one program on rows or steps: the bits are those of the primitives, and it runs."""
+"""Norms, softmax and recurrences that run as one program on rows or steps: the program runs, and its bits equal the primitives'."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Layers whose windows are of other kinds than those of images: of volumes, transposed, grouped, padded unevenly; and what moves bytes."""
+"""Layers with other windows than images have: volumes, transposed, grouped, padded unevenly; and operators that move bytes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ __all__ = ["no_compiler"]
 
 
 def assert_kernels(model: nn.Module, target: str, *sizes: int, moves: bool = True) -> None:
-    """Kernels compute every operator of a model, and what moves bytes between them, with the primitives' bits, also at the ends."""
+    """Kernels compute each operator of a model, and each movement of bytes, with the primitives' bits, also at the ends of the range."""
     integer, reference = both(model, target, ordinary(*sizes))
     for x in (images(*sizes), images(*sizes, seed=1).sign() * 100):
         assert_same(integer, reference, x)

@@ -88,7 +88,7 @@ def test_a_number_of_any_size_is_added_within_one_step(target: str, dtype: str) 
 @pytest.mark.sweep(2)
 @by_format
 def test_a_constant_tensor_of_any_size_is_added_within_one_step(target: str, dtype: str) -> None:
-    """Also of int16, whose steps are finer than those of an int8 constant."""
+    """Also of int16, whose steps are finer than an int8 constant's."""
     errors = errors_in_steps(Sums(*(torch.tensor([1.0, -0.7371, 0.0123]) * size for size in SIZES)), torch.randn(64, 3), target, dtype)
     assert max(errors) <= most(target, dtype), errors
 

@@ -43,7 +43,7 @@ class Function(nn.Module):
 
 
 class Turned(nn.Module):
-    """Moves values, so that the grid of what it reads is its own `QConfig.input`."""
+    """Moves values, so that the grid of its operand is its own `QConfig.input`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mT

@@ -133,7 +133,7 @@ FURTHER = [(name, sample) for name, sample in NAMED if OF_ITS_OPERATOR[sample.op
 
 
 def turn(sample: Sample) -> int:
-    """The place of a sample's format: it depends on the sample alone, so that a new sample leaves those of the others as they are."""
+    """Return the index (0 to 3) of a sample's format: it depends on the sample alone, so that a new sample changes no other's index."""
     return zlib.crc32(repr((sample.shapes, sample.operator)).encode()) % 4
 
 
@@ -150,7 +150,7 @@ def packed(named: Sequence[tuple[str, Sample]], format: tuple[str, str, str], ma
 
 
 def quick(format: tuple[str, str, str]) -> list[tuple[str, Sample]]:
-    """The first samples of the operators whose quick format this is; unary functions, which become tables, are together."""
+    """Return the first samples of the operators whose quick format is `format`; unary functions, which become tables, are together."""
     return sorted((named for named in FIRST if quick_format(named[1]) == format), key=lambda named: named[1].operator in UNARY)
 
 

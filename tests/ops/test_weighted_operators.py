@@ -154,7 +154,7 @@ def standardised(weight: Tensor) -> Tensor:
 
 
 def built(make: Callable[[], Case], count: int = 3) -> tuple[Case, list[tuple[Tensor, ...]]]:
-    """The case with statistics that are not those of a new batch norm, and batches for it."""
+    """Return the case with random statistics of batch norms in place of initial ones, and `count` batches for it."""
     model = make()
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):

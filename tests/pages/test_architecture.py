@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md: its dumps, its pass names, its packages and its paths are those of the code."""
+"""ARCHITECTURE.md: its dumps, its pass names, its packages and its paths agree with the code."""
 
 import functools
 import re
@@ -45,7 +45,7 @@ def shortened(text: str) -> list[str]:
 
 
 def shown() -> dict[str, list[str]]:
-    """Return the dumps on the page by what they follow: their lines as they stand there."""
+    """Return the lines of each dump on the page, by the step that the dump follows."""
     dumps: dict[str, list[str]] = {}
     for block in re.findall(r"^```text\n(.*?)^```", section("One convolution, in nine files"), re.MULTILINE | re.DOTALL):
         for line in block.splitlines():
@@ -58,14 +58,14 @@ def shown() -> dict[str, list[str]]:
 
 
 def equals(written: list[str], lines: list[str]) -> bool:
-    """Return whether lines of the page are those of a dump, but for what the page leaves out."""
+    """Return whether lines of the page equal a dump's lines, apart from the lines that the page leaves out."""
     pattern = "".join(r"(?:.*\n)+" if line.strip() == SKIPPED else re.escape(line) + r"\n" for line in written)
     return re.fullmatch(pattern, "".join(line + "\n" for line in lines)) is not None
 
 
 @pytest.fixture
 def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, list[str]]:
-    """The walk's model, compiled as the page says: the dumps by what they follow."""
+    """Compile the walk's model as the page says; return the lines of each dump by the step that it follows."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FXQUANT_DUMP", str(tmp_path / "dump"))
     names: dict[str, Any] = {"torch": torch, "nn": nn, "fxq": fxq}

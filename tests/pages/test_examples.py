@@ -1,4 +1,4 @@
-"""Examples and notebooks run, and measured figures of pages know what they rest on."""
+"""Examples and notebooks run, and measured figures of pages name the files that they depend on."""
 
 import base64
 import contextlib
@@ -86,7 +86,7 @@ LARGEST = 400_000  # bytes of a notebook with its pictures
 
 
 def outputs(source: str, namespace: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Run a cell, and return what it prints and draws, as a notebook holds it."""
+    """Run a cell, and return its printed text and pictures as outputs of a notebook."""
     pictures: list[str] = []
 
     def show() -> None:

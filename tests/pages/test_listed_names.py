@@ -1,4 +1,4 @@
-"""Names in the code: no module lists operators by name or compares a name, and names of modules in docstrings are those of the code."""
+"""Names in the code: no module lists operators by name or compares a name, and modules that docstrings name exist."""
 
 import ast
 import importlib

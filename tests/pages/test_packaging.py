@@ -1,4 +1,4 @@
-"""Installation: a wheel puts nothing but `fxquant` into site-packages, everything that belongs to it, and asks for what it imports."""
+"""Installation: a wheel puts nothing but `fxquant`, with all its files, into site-packages, and requires the packages it imports."""
 
 import ast
 import email.message

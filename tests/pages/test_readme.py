@@ -1,4 +1,4 @@
-"""Documents are true: their code runs, prints what they say it prints, and their diffs apply.
+"""Documents are true: their code runs and prints the text shown there, and their diffs apply.
 
 README.md and docs/guide: the ```python blocks of a page run in order in one namespace; a ```text block right after one is what it
 prints, in words and integers. Decimal fractions are near; a line of … means any lines, and … in a line any text.

@@ -90,15 +90,15 @@ def test_zeros_before_convolutions_are_their_padding_with_equal_bits(
     name: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    given = PADDED[name]().eval()
+    network = PADDED[name]().eval()
     images = [torch.randn(count, 3, 6, 7) for count in (4, 2)]
-    prepared, integer = compiled(given, images, target)
+    prepared, integer = compiled(network, images, target)
     assert "pad(" not in fxq.text(integer)
     contract.assert_validate_is_integer(prepared, integer, images[0])
     contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(images[1],)])
     contract.assert_train_is_validate(prepared, images[0])
     monkeypatch.setattr(preparing, "PREPARE", tuple(step for step in passes.PREPARE if step.name != "padding.fuse"))
-    _, apart = compiled(given, images, target)
+    _, apart = compiled(network, images, target)
     assert "pad(" in fxq.text(apart)
     assert torch.equal(apart(images[1]), integer(images[1]))
 
@@ -117,15 +117,15 @@ APART = {
 @pytest.mark.parametrize("name", APART)
 def test_zeros_that_stay_apart_say_why(name: str) -> None:
     forward, rules, because = APART[name]
-    given = Network(forward, a=nn.Conv2d(3, 1, 3), z=nn.ZeroPad2d(1), v=nn.Conv3d(3, 4, (1, 3, 3))).eval()
-    prepared = fxq.prepare(given, torch.randn(2, 3, 6, 7), "bayes", fxq.QConfigMapping(types=rules))
+    network = Network(forward, a=nn.Conv2d(3, 1, 3), z=nn.ZeroPad2d(1), v=nn.Conv3d(3, 4, (1, 3, 3))).eval()
+    prepared = fxq.prepare(network, torch.randn(2, 3, 6, 7), "bayes", fxq.QConfigMapping(types=rules))
     (row,) = fxq.inspect.not_fused(prepared)
     assert because in row.because
 
 
 def test_a_pad_without_gradients_passes_none_on() -> None:
-    given = Network(lambda s, x: s.b(F.pad(s.a(x).detach(), (1, 1, 1, 1))), a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(4, 2, 3))
-    prepared, _ = compiled(given.eval(), [torch.randn(2, 3, 6, 6)])
+    network = Network(lambda s, x: s.b(F.pad(s.a(x).detach(), (1, 1, 1, 1))), a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(4, 2, 3))
+    prepared, _ = compiled(network.eval(), [torch.randn(2, 3, 6, 6)])
     fxq.set_state(prepared, fxq.State.TRAIN)
     prepared(torch.randn(2, 3, 6, 6)).sum().backward()
     gradients = {name: parameter.grad is not None for name, parameter in prepared.named_parameters()}

@@ -154,7 +154,7 @@ def reached(step: Pass) -> fx.GraphModule:
 
 
 def run_up_to(step: Pass) -> fx.GraphModule:
-    """The graph as it is when this pass begins."""
+    """Return a copy of the graph as it is when the pass `step` begins."""
     gm = copied(reached(step))
     gm.recompile()
     return gm

@@ -46,7 +46,7 @@ def mixed() -> fx.GraphModule:
 
 
 def assert_convex(model: fx.GraphModule, parts: tuple[fxq.results.Segment, ...]) -> None:
-    """Every operator is in one segment, and reads what that one or an earlier one has, or an input."""
+    """Every operator is in one segment, and reads inputs or results of its own segment or an earlier one."""
     place = {name: index for index, part in enumerate(parts) for name in part.nodes}
     assert len(place) == sum(len(part.nodes) for part in parts)
     edges = nx.DiGraph()

@@ -1,4 +1,4 @@
-"""While a prepared model trains, its gradients are the float model's in direction, also those of branches that start at zero."""
+"""While a prepared model trains, its gradients are the float model's in direction, also in branches that start at zero."""
 
 import copy
 import functools
@@ -559,7 +559,7 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
 @pytest.mark.parametrize("target", ["bayes-e", "x86", "qnnpack"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_first_gradient_is_the_float_models(name: str, target: str) -> None:
-    """Batch norms have running statistics on both sides: integers that are all 0 show nothing of those of a batch."""
+    """Batch norms have running statistics on both sides: integers that are all 0 show nothing of a batch's statistics."""
     torch.manual_seed(3)
     trains, batches, build = MODELS[name]
     model = build().eval()

@@ -26,7 +26,7 @@ def stochastic(x: Tensor, p: float) -> Tensor:
 
 @members(lambda p: dict(p=p))
 def StochasticDepth(self, x: Tensor) -> Tensor:
-    """Drops samples, as those of timm and torchvision do."""
+    """Drops samples, as in timm and torchvision."""
     return stochastic(x, self.p) if self.training and self.p > 0 else x
 
 

@@ -1,4 +1,4 @@
-"""Train mode of parts of a prepared model: what is frozen by `module.eval()` stays, and means what it means in the float model."""
+"""Train mode of parts of a prepared model: modules frozen by `module.eval()` stay frozen, with the meaning of the float model."""
 
 from __future__ import annotations
 

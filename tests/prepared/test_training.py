@@ -620,7 +620,7 @@ def test_the_contract_holds_after_training(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("weights", ["learned", "tqt"])
 def test_a_state_dict_from_before_learning_starts_learned_weights_anew(weights: str) -> None:
-    """As those do that are loaded into a model that has just been calibrated."""
+    """As a state dict does that is loaded into a model that has just been calibrated."""
     before = calibrated(config(), "nash-e")
     fresh, used = (calibrated(config("learned", weights), "nash-e") for _ in range(2))
     train(used)

@@ -40,7 +40,7 @@ def batch() -> Tensor:
 
 
 def mapping(*rules: tuple[str, Any, Any]) -> fxq.QConfigMapping:
-    """A mapping of rules, each the setter's name without set_, its key, and what it chooses."""
+    """Return a mapping of rules, each the setter's name without set_, its key, and the qconfig it sets."""
     built = fxq.QConfigMapping()
     for kind, key, chosen in rules:
         built = getattr(built, f"set_{kind}")(key, chosen)

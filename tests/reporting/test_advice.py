@@ -1,4 +1,4 @@
-"""Advice, followed: every rule that it prints changes what it names; and the verdict on the outputs, with its causes."""
+"""Advice, followed: every printed rule changes the layers that it names; and the verdict on the outputs, with its causes."""
 
 import copy
 import json
@@ -188,7 +188,7 @@ def test_every_rule_that_advice_prints_changes_what_it_names(rule: str, target: 
     lambda: dict(stem=nn.Conv2d(3, 8, 3), first=nn.BatchNorm2d(8), up=nn.Conv2d(8, 16, 3), second=nn.BatchNorm2d(16), head=nn.Linear(16, 5))
 )
 def Normed(self, x: Tensor) -> Tensor:
-    """Two batch norms whose statistics are those of new ones, as in a model that was never trained."""
+    """Two batch norms with initial statistics, as in a model that was never trained."""
     x = self.second(self.up(self.first(self.stem(x)).relu())).relu()
     result: Tensor = self.head(x.mean((2, 3)))
     return result

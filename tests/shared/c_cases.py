@@ -28,7 +28,7 @@ class Draw:
         self.generator = torch.Generator().manual_seed(seed)
 
     def whole(self, *shape: int, dtype: torch.dtype = I8, low: int | None = None, high: int | None = None) -> Tensor:
-        """Return random integers, by default of the dtype's range, its ends among them."""
+        """Return random integers, by default of the dtype's range, including its ends."""
         low, high = RANGES[dtype][0] if low is None else low, RANGES[dtype][1] if high is None else high
         drawn = torch.randint(low, high + 1, shape, generator=self.generator)
         ends = torch.rand(shape, generator=self.generator)

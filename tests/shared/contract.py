@@ -170,7 +170,7 @@ def assert_contract(
 
 
 def assert_train_is_validate(prepared: fx.GraphModule, *inputs: Tensor) -> None:
-    """E3: with frozen statistics and no dropout, TRAIN in train mode gives VALIDATE's bits; the model is frozen by this."""
+    """E3: with frozen statistics and no dropout, TRAIN in train mode gives VALIDATE's bits; this function freezes the model."""
     fxq.set_state(prepared, fxq.State.VALIDATE)
     prepared.eval()
     with torch.no_grad():
@@ -212,7 +212,7 @@ LEAVING = (
 
 
 def assert_all_is_integer(prepared: fx.GraphModule) -> None:
-    """No operator stays in float but those that only copy elements for the outputs."""
+    """Only operators that copy elements for the outputs stay in float."""
     left = left_in_float(fxq.inspect.layers(prepared))
     assert all(layer.reason.startswith(LEAVING) for layer in left), fxq.explain(prepared)
 

@@ -129,7 +129,7 @@ BEGINNINGS: dict[str, Writer] = {
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder, and what it holds; temporary ones of a process that was killed are left out."""
+    """Return the bytes of each file below a folder, by relative path, without temporary files of a process that was killed."""
     result = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in result if ".fxquant-" not in str(path)}
 

@@ -510,7 +510,7 @@ def requantized(
 
 
 def bits_of_sum(largest: int) -> int:
-    """The bits of the accumulator of a matrix product whose sums can reach this."""
+    """Return the bits of the accumulator (32 or 48) of a matrix product whose sums reach at most `largest`."""
     return 32 if largest < 2**31 else 48
 
 

@@ -24,7 +24,7 @@ CORNER_FACTOR = 24.0
 
 
 class Classifier(nn.Module):
-    """Layers whose values grow with the corner of an image. What they come to is bounded, as in classifiers, or decides the output."""
+    """Layers whose values grow with the corner of an image. The result is clamped, as in classifiers, or decides the output."""
 
     def __init__(self, bounded: bool = True) -> None:
         super().__init__()

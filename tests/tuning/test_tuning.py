@@ -240,7 +240,7 @@ def test_a_call_that_was_killed_continues_and_ends_with_the_same_bits(
 
 @pytest.mark.nightly
 def test_distillation_says_what_the_outputs_have_and_keeps_nothing_else(network: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The figures of held out samples are those of the integers; nothing is kept unless it is better."""
+    """The figures are of the integer model on held out samples; nothing is kept unless it is better."""
     monkeypatch.setattr(distill, "COPIES", 0)  # of what is held out, moved by ways that nobody else knows
     prepared = calibrated(network)
     (row,) = fxq.tuning.distill(prepared, LEARNED, **LONG)
