@@ -131,7 +131,7 @@ class Checkpoint:
             self.tensors |= tensors
 
     def agreed(self, prepared: fx.GraphModule, result: Agreed) -> Agreed:
-        """Return the result of rank 0; where the model has other numbers than that of rank 0, it takes these over."""
+        """Return rank 0's `result`; if the ranks' models differ, load rank 0's state_dict into `prepared`."""
         if self.shared:
             result = ranks.of_first(result)
             if len(set(ranks.gathered(model_digest(prepared)))) > 1:

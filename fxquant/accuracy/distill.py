@@ -239,7 +239,7 @@ class _Pupil:
                 weight.place()
 
     def _drawn(self) -> list[Any]:
-        """Draw a batch of training samples of one size; their float tensors are mixed with those of other samples, and images shifted."""
+        """Draw a batch of training samples of one size; their float tensors are mixed with other samples' tensors, and images shifted."""
         alike = self.items[int(torch.randint(len(self.items), (), generator=self.generator, device="cpu"))]
         order, other = (torch.randperm(len(alike), generator=self.generator, device="cpu")[: self.size] for _ in range(2))
         shares = MIXED * torch.rand(len(order), generator=self.generator, device="cpu", dtype=torch.float32)

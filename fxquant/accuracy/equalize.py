@@ -274,7 +274,7 @@ def _begun(prepared: fx.GraphModule) -> bool:
 
 
 def _observed(prepared: fx.GraphModule, labelled: Channels, batches: Iterable[Sequence[Any]]) -> Statistics:
-    """Return the statistics of the tensors whose channels may have factors, and of those that a layer reads."""
+    """Run the batches; return statistics of the tensors whose channels may have factors, and of the operands of layers, by channel."""
     quantized = {node: labels for node, labels in labelled.tensors.items() if quantized_operator(prepared, node) is not None}
     watched = {
         node.name: labels for node, labels in quantized.items() if bool(labels.any()) or any(user in labelled.read for user in node.users)
@@ -299,7 +299,7 @@ def _multiply(prepared: fx.GraphModule, labelled: Channels, exponents: Tensor) -
 
 
 class _Problem:
-    """The errors of all layers and grids as functions of one factor for each label, and which of them a label has a part in."""
+    """The errors of all layers and grids as functions of one factor for each channel label, and the errors that depend on each label."""
 
     def __init__(self, prepared: fx.GraphModule, labelled: Channels, observed: Statistics) -> None:
         self.number = labelled.number

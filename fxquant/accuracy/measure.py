@@ -1,4 +1,4 @@
-"""The effect of a change on a model's outputs: how far they are from what they were.
+"""The effect of a change on a model's outputs: their distance from the outputs before the change.
 
     noise of a part    Σ(y' - y)² / Σy² over all samples,   y' with the change
 
@@ -44,7 +44,7 @@ Run = Callable[[Sequence[Any]], list[Tensor]]  # from a model's inputs to its fl
 
 
 def is_lower(after: Noise, before: Noise) -> bool:
-    """Return whether the parts gain more than `GAIN` dB on average, and none of them loses as much."""
+    """Return whether the parts of the outputs gain more than `GAIN` dB on average, and no part loses as much."""
     return after.level - before.level > GAIN and not is_lost(after, before)
 
 
@@ -54,7 +54,7 @@ def is_lost(after: Noise, before: Noise) -> bool:
 
 
 def best_of(noise: Mapping[Candidate, Noise], usual: Candidate) -> Candidate:
-    """Return the candidate with the least noise on average, of those with which no part loses, if that is clearly lower; else the usual."""
+    """Return the candidate with the least mean noise of those clearly better than `usual` in which no part loses; else `usual`."""
     lower = [each for each in noise if each != usual and is_lower(noise[each], noise[usual])]
     return max(lower, key=lambda each: noise[each].level, default=usual)
 
@@ -75,7 +75,7 @@ def real_outputs(result: Any) -> list[Tensor]:
 
 
 def outputs_of(prepared: fx.GraphModule, inputs: Sequence[Any], state: State | None = None) -> list[Tensor]:
-    """Return the floating-point outputs of a prepared model for its inputs, in its present state or in this one."""
+    """Return the floating-point outputs of a prepared model for its inputs, in the state `state` or, if it is None, in its present one."""
     with still(prepared, state), autocast_off():
         return real_outputs(prepared(**by_name(prepared, inputs)))
 

@@ -49,7 +49,7 @@ def is_missing(run: Run) -> bool:
 
 @torch.no_grad()
 def find(run: Run) -> int:
-    """Observe all batches, and return how many of them all ranks have together.
+    """Observe all batches, and return the number of batches of all ranks together.
 
     Where anything is raised in a batch, observers, the factors of channels and the samples that are kept are as before it. Raises
     CalibrationError without batches, unless something was observed before and is not in the scales yet.

@@ -15,7 +15,7 @@ Row = TypeVar("Row")
 
 
 class LayerTable(Generic[Row]):
-    """A row for each layer: iterates over them, and prints as the table that a subclass makes of them."""
+    """A row for each layer: iterates over the rows, and prints as the table that a subclass builds in `__rich__`."""
 
     layers: tuple[Row, ...]
 

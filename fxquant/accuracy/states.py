@@ -24,7 +24,7 @@ from fxquant.support.arguments import FLAG, Kind, checked
 
 
 def require_prepared(model: nn.Module) -> None:
-    """Raise ConfigurationError if this is not a prepared model."""
+    """Raise ConfigurationError if `model` is not a prepared model."""
     if not isinstance(model, fx.GraphModule) or stage_of(model) != "PREPARED":
         if isinstance(getattr(model, "module", None), fx.GraphModule):
             because = "it wraps one"

@@ -97,7 +97,7 @@ class Kept:
 
 @dataclass(eq=False)
 class Run:
-    """Steps on one prepared model: its batches, the samples that are kept of them, and a record of what each step did.
+    """A run of steps on one prepared model: the batches, the samples kept from the batches, and a record of what each step did.
 
     Where batches were observed whose samples are not there (`lost`), what was done by them stays.
 
@@ -198,7 +198,7 @@ class Run:
         self.taken += 1
 
     def remember(self, *, ended: bool) -> None:
-        """Keep in the model what the next calibration goes on with: where this one has not `ended`, the weights are as they were before."""
+        """Store in the model the samples that the next calibration continues with; without `ended`, with the former record of weights."""
         changes = self.given if ended else self.before.given
         self.prepared.__dict__[SAMPLES] = replace(self.kept, given=changes, counts=_counts(self.prepared))
 
@@ -209,7 +209,7 @@ class Run:
 
     @cached_property
     def samples(self) -> Kept:
-        """The samples that steps take: those of rank 0, on the device of this model; each rank asks for it."""
+        """Rank 0's kept samples, on the device of this rank's model; a collective operation, so each rank has to read it."""
         if not self.several:
             return self.kept
         first: Kept = ranks.of_first(Kept(_on("cpu", self.kept.inputs), self.kept.samples, self.kept.elements))
@@ -264,7 +264,7 @@ class Run:
         self.given[name] = {**self.given.get(name, {}), **changed}
 
     def take_back(self, name: str) -> None:
-        """Give layers that are not left out what they had before a step, each part where it is still the one that was given."""
+        """Restore the weights of layers (except left-out ones) from before the step `name`; a part that was changed since then stays."""
         now, operators = _parts(self.prepared), quantized_operators(self.prepared)
         for layer, pair in self.given.get(name, {}).items():
             if not operators[layer].left_out:
@@ -287,7 +287,7 @@ class Run:
 
 
 def _popped(first: list[Any], others: Iterator[Any]) -> Iterator[Any]:
-    """Yield what the list holds and then the others, and keep none of them."""
+    """Yield the items of `first`, removing each from the list, and then `others`; no reference to a yielded item is kept."""
     while first:
         yield first.pop()
     yield from others
@@ -325,7 +325,7 @@ def _parts(prepared: fx.GraphModule) -> dict[str, Parts]:
 
 
 def counts(prepared: fx.GraphModule) -> dict[str, int]:
-    """Return how many batches each quantizer's observer has seen, by operator and role, where the scale follows from all of them."""
+    """Return the number of batches each quantizer's observer has seen, by operator and role, if the scale follows from all the batches."""
     there = {name: quantizer for name, quantizer in owned_quantizers_by_name(prepared).items() if not quantizer.pending}
     return {name: int(quantizer.observer.count) for name, quantizer in there.items() if quantizer.observer is not None}
 

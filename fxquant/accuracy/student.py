@@ -179,7 +179,7 @@ class Student:
         return {node: self._partly(real[node], value) if is_real(value) else value for node, value in self.lesson.operands[index].items()}
 
     def _partly(self, real: Tensor, rounded: Tensor) -> Tensor:
-        """Return each element rounded or real, by chance; all of them rounded where the settings name no probability."""
+        """Return `rounded` at random elements and `real` at the others; `rounded` everywhere if the settings have no probability."""
         if real is rounded or self.settings.rounded is None:
             return rounded
         chosen = torch.rand(rounded.shape, generator=self.generator, device="cpu", dtype=torch.float32) < self.settings.rounded
@@ -248,7 +248,7 @@ def _numbers(quantizer: Quantizer) -> list[Tensor]:
 
 @torch.no_grad()
 def _move(quantizer: Quantizer, scale: Tensor) -> None:
-    """Make this the scale; of an affine grid the zero point stays."""
+    """Assign `scale` to the quantizer; an affine grid keeps its zero point."""
     if quantizer.dtype.affine:
         quantizer.ends.mul_(scale / quantizer.current())
     quantizer.assign(scale)

@@ -494,7 +494,7 @@ def _of_chunk(
 
 
 def _held(prepared: fx.GraphModule, node: fx.Node, values: Values) -> tuple[Tensor, int] | None:
-    """Return where the result of a node is within its limits, and its dimension of channels; None if these are not its weight's."""
+    """Return a mask (0 or 1) of a result's elements within its clamp, and its channel dimension; None if the weight has other channels."""
     operator = operator_at(prepared, node)
     assert operator is not None
     arguments, result = bound_arguments(node, operator, values), values[node].detach()
