@@ -98,7 +98,7 @@ class MissingModule(ConfigurationError, AttributeError):
 
 
 class ExportError(FxQuantError):
-    """The graph cannot be exported, a file cannot be written, or a file is not what it should be."""
+    """The graph cannot be exported, a file cannot be written, or a file that is read is damaged or of another kind."""
 
 
 class CompilationError(FxQuantError):

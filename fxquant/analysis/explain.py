@@ -134,7 +134,7 @@ class OperatorRun:
 
     @property
     def fast(self) -> bool:
-        """Whether kernels compute all of it."""
+        """Whether kernels compute all primitives of the operator: there is no reason in `because`."""
         return not self.because
 
     @property

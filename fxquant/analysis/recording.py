@@ -77,7 +77,7 @@ class Form(ABC):
 
     @property
     def exponents(self) -> Mapping[str, Tensor]:
-        """By name, the exponents of tensors that are the float model's times 2 to these."""
+        """Return, by tensor name, exponents e of tensors that are 2**e times the float model's; here none."""
         return {}
 
     @property

@@ -86,7 +86,7 @@ def named(arrays: Named, names: Sequence[str]) -> Named:
 
 
 def arrays_from(path: Path) -> Named:
-    """Return the arrays in a file, or in a folder of .npy files by the names of these. Nothing is unpickled but tensors.
+    """Return the arrays in a file, or in a folder of .npy files by file name. Only tensors are unpickled.
 
     Raises ConfigurationError if something cannot be read, or is of another format.
     """

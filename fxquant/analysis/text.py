@@ -68,7 +68,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> 
 
 
 def _alike(gm: fx.GraphModule) -> dict[fx.Node, str]:
-    """Return the nodes of all steps of recurrences but the first two and the last: a line for the first of them, nothing for the others."""
+    """Map nodes of the middle steps of recurrences (not the first two, not the last): the first node to one line for all, others to ""."""
     names = {node.name: step_of(node) for node in gm.graph.nodes}
     runs: list[list[tuple[fx.Node, int]]] = [[]]  # the steps of each recurrence, as they follow each other
     for node in gm.graph.nodes:
@@ -260,7 +260,7 @@ class _Reader:
         return self.graph.create_node("call_function", record.function, tuple(values.values()), fused, name=name)
 
     def values(self, arguments: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a call without names, and those with names, which may come before others."""
+        """Return the positional and the keyword arguments of a call written as text; keyword arguments may come first in the text."""
         tree: Any = ast.parse(re.sub(r"(\w+)=", r"\1:=", re.sub(r"%(\w+)", r"{\1}", f"_({arguments})")), mode="eval").body
         named = {each.target.id: self.value(each.value) for each in tree.args if isinstance(each, ast.NamedExpr)}
         return tuple(self.value(each) for each in tree.args if not isinstance(each, ast.NamedExpr)), named

@@ -49,14 +49,14 @@ class Result:
 
     @checked()
     def compare(self, batches: Batches, **options: Any) -> Comparison:
-        """Compare the integer model with the float one, layer by layer, with remedies; options are those of `compare`."""
+        """Compare the integer model with the float one, layer by layer, with remedies; `options` are passed to `fxq.compare`."""
         from fxquant.reporting.comparing import compare
 
         return compare(self.float, self.integer, batches, **{"prepared": self.prepared, **options})
 
     @checked()
     def report(self, path: str | os.PathLike[str], batches: Any = None, **options: Any) -> Path:
-        """Write a report of the model as one HTML file, compared with the float one on batches; options are those of `report`."""
+        """Write a report of the model as one HTML file, compared with the float one on batches; `options` are passed to `fxq.report`."""
         from fxquant.reporting.page import report as write_report
 
         reference = None if batches is None else self.float

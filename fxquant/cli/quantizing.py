@@ -136,7 +136,7 @@ def _count(samples: Samples) -> int:
 
 
 def _split(samples: Samples, options: argparse.Namespace) -> tuple[Samples, Samples]:
-    """Return the samples to calibrate, and those held back, which fill whole batches of a file of a fixed batch."""
+    """Split samples into samples to calibrate with and samples held back to verify, a multiple of the file's fixed batch size."""
     count, least = _count(samples), options.fixed_batch or 1
     held_out = min(count // EVERY, MOST)
     held_out = max(held_out - held_out % least, least)

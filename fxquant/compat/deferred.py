@@ -46,7 +46,7 @@ def become(model: nn.Module, other: nn.Module) -> None:
 def prepared_in_place(
     model: nn.Module, inplace: bool, example_inputs: Any, prepare: Callable[..., fx.GraphModule], called: str, keeps: bool, **how: Any
 ) -> Any:
-    """Return the prepared model of a model and its example inputs; without these, a model that is prepared by its first batch.
+    """Return the prepared model of a model and its example inputs; without example inputs, a model that is prepared by its first batch.
 
     prepare   a function of a model, example inputs, and `called` and `how` by name
     inplace   whether the caller's object becomes that model. Its parameters stay those that an optimizer may hold, with their new values.
@@ -248,7 +248,7 @@ def take_checkpoints(prepared: fx.GraphModule) -> None:
 
 
 def _take_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Remove the state of fake quantizes, and values of other shapes, from a checkpoint; leave one that a model like this has saved.
+    """Remove the state of fake quantizes, and values of other shapes, from `state_dict`; a state_dict of fxquant's own stays unchanged.
 
     Raises ConfigurationError for the statistics of batch norms that are folded into this model's weights.
     """
@@ -300,7 +300,7 @@ def _called(module: nn.Module) -> list[tuple[fx.Node, QuantizedOperator]]:
 
 
 def _numbered(module: nn.Module, foreign: dict[str, Any]) -> list[QuantizedOperator]:
-    """Return the operators whose tensors PyTorch's graph numbers, in its order; none if it has a different number of them."""
+    """Return the operators whose tensors PyTorch's graph numbers, in its order; none if the numbers of operators differ."""
     numbers = {int(match[1]) for key in foreign if (match := NUMBERED.fullmatch(key))}
     ordered = [(node, operator) for node, operator in _called(module) if not operator.plain]
     places: dict[fx.Node, float] = {node: place for place, (node, _) in enumerate(ordered)}

@@ -102,7 +102,7 @@ class Tables:
         return [name for name, row in self.modules[path].items() if not isinstance(row.served, Refusal)]
 
     def exported(self, path: str) -> list[str]:
-        """Return the names that `from module import *` binds: the supported ones, and those of the toolkit's own module."""
+        """Return the names that `from module import *` binds: the supported names, and the names of the toolkit's own module."""
         own = [
             name
             for module in self.own_modules(path)
@@ -172,7 +172,7 @@ class Tables:
         return MissingImport(f"{self.shown(path)} has no {name}", because=because, remedy=remedy)
 
     def aliased(self, path: str) -> list[str]:
-        """Return the toolkit's names of a module: below the aliases whose own path is the longest part of this one."""
+        """Return the toolkit's names of the module at `path`: below the aliases whose own path is the longest prefix of `path`."""
         within = [inner for inner in self.aliases.values() if not inner or path == inner or path.startswith(inner + ".")]
         longest = max(within, key=len, default=None)
         rest = path[len(longest) :].lstrip(".") if longest is not None else ""
@@ -247,7 +247,7 @@ class Tables:
         return any(name == root or name.startswith(root + ".") for root in self.roots)
 
     def _cover(self) -> None:
-        """Put the mirrors into sys.modules in place of the toolkit's modules that are loaded, and keep these."""
+        """Put mirrors of the toolkit's roots and loaded modules into sys.modules; the modules that they replace are kept in `own`."""
         loaded = [name for name in sys.modules if self._is_alias(name)]
         for name in sorted({*self.roots, *loaded}):
             path, there = self.path_of(name), sys.modules.get(name)

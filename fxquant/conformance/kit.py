@@ -122,7 +122,7 @@ class Compiled:
 
     @property
     def quantized(self) -> Path:
-        """Return the path of the quantized model, whose names are those of the program's tensors."""
+        """Return the path of the quantized ONNX model, which has the tensor names of the compiled program."""
         return self.binary.with_name(f"{self.binary.stem}_quantized_model.onnx")
 
 

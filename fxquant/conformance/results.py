@@ -345,7 +345,7 @@ def _simulated(kit: Kit, program: ProbeProgram) -> dict[str, Array]:
 
 
 def _along(node: fx.Node) -> Iterator[str]:
-    """Yield a tensor and those before it with equal elements, nearest first: through dequantization and operators that move elements."""
+    """Yield a node's name, then names of earlier tensors with equal elements: before a dequantization, before movements of elements."""
     current: fx.Node | None = node
     first = True
     while current is not None:

@@ -89,7 +89,7 @@ def _captured(f: torch.nn.Module, args: Any, kwargs: Any = None, dynamic_shapes:
 
 
 def _of_quantized(own: Any, name: str) -> Any:
-    """Return PyTorch's function, which says what to call for the results of integer graphs: these are floats."""
+    """Wrap PyTorch's method `own`: a float tensor, as an integer graph returns, raises ConfigurationError with the function to call."""
 
     @functools.wraps(own)
     def method(self: torch.Tensor) -> Any:

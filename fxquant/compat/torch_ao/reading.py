@@ -181,7 +181,7 @@ def is_dynamic(factory: Any) -> bool:
 
 
 def is_foreign(qconfig: Any) -> bool:
-    """Return whether this is PyTorch's QConfig: a pair of an activation and a weight."""
+    """Return whether `qconfig` is PyTorch's QConfig: a named tuple of an activation and a weight."""
     return isinstance(qconfig, tuple) and hasattr(qconfig, "activation") and hasattr(qconfig, "weight")
 
 
@@ -276,7 +276,7 @@ USUAL = QConfig(weight=WeightConfig(per_channel=False), dynamic=True)  # default
 
 
 def dynamic_mapping(model: nn.Module, specification: Any, dtype: Any) -> QConfigMapping:
-    """Return the mapping equivalent to a specification: None, a set of module classes and names, or a dict from these to QConfigs.
+    """Return the mapping equivalent to a specification: None, a set of module classes and names, or a dict from such keys to QConfigs.
 
     Layers that it does not name stay in float.
     """

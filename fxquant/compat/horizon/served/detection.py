@@ -22,7 +22,7 @@ PADDING = (None, "pad_zero", "rollover")
 
 
 def _kept(boxes: Tensor, scores: Tensor, threshold: float, labels: Tensor | None, margin: float = 0.0) -> Tensor:
-    """Return which boxes stay, the best first: those that no better one of their label overlaps by more than the threshold."""
+    """Return indices (int64) of boxes that no better box of the same label overlaps by more than `threshold`, the best first."""
     order = scores.argsort(descending=True, stable=True)
     boxes, ranked = boxes[order], scores[order]
     left, right = torch.maximum(boxes[:, None, :2], boxes[None, :, :2]), torch.minimum(boxes[:, None, 2:], boxes[None, :, 2:])

@@ -273,7 +273,7 @@ def load_observer_params(from_model: nn.Module, to_model: nn.Module, verbose: bo
 def _matching(
     sources: Mapping[str, QuantizedOperator], operators: Mapping[str, QuantizedOperator]
 ) -> tuple[list[tuple[Quantizer, Quantizer]], list[str]]:
-    """Return the quantizers that take over a scale, each paired with its source, and the names of those without a source."""
+    """Return pairs (quantizer, the source of its scale), and the names of quantizers that have no source."""
     chosen: list[tuple[Quantizer, Quantizer]] = []
     unmatched = []
     for name, operator in operators.items():

@@ -187,7 +187,7 @@ class Module:
 
 
 def _on_integers(model: fx.GraphModule, args: tuple[Any, ...]) -> Any:
-    """Return the integers of an integer model's outputs, given those of its inputs; values that stay in float are unchanged."""
+    """Run an integer model on the integers of its inputs, and return the integers of its outputs; float values are unchanged."""
     float_inputs = [_real(node, value) for node, value in zip(model.graph.find_nodes(op="placeholder"), args, strict=True)]
     (recorded,) = fxq.inspect.record(model, [float_inputs], ("quantized", "accumulators"))
     (output,) = model.graph.find_nodes(op="output")
@@ -269,7 +269,7 @@ def load(path: Any) -> Module:
 
 
 def statistics(m: Any) -> dict[str, dict[str, int]]:
-    """Count the operators on the march by name, and those on the host ("hbtl"); the counts are also printed."""
+    """Count the operators by name, on the march ("bpu") and on the host ("hbtl"); print the counts and return them."""
     counts: dict[str, Counter[str]] = {"bpu": Counter(), "hbtl": Counter()}
     for layer in fxq.inspect.layers(_module(m, "statistics").model):
         if not layer.boundary:

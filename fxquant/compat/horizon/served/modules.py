@@ -73,7 +73,7 @@ def centered_yuv2rgb(input: Tensor, swing: str = STUDIO, mean: Any = (128.0,), s
 
 
 def centered_yuv2bgr(input: Tensor, swing: str = STUDIO, mean: Any = (128.0,), std: Any = (128.0,), q_scale: Any = 1 / 128) -> Tensor:
-    """Convert as `centered_yuv2rgb`, with blue as the first channel; `mean` and `std` are those of blue, green and red."""
+    """Convert as `centered_yuv2rgb`, with blue as the first channel; `mean` and `std` are in the order blue, green, red."""
     means, stds = (torch.as_tensor(value).flatten().flip(0) for value in (mean, std))
     return _colours(fxq.nn.YuvToBgr, input, swing, means, stds)
 

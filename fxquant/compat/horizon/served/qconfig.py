@@ -144,12 +144,12 @@ def dtype_of(value: Any) -> str:
 
 
 def is_float_dtype(value: Any) -> bool:
-    """Return whether this is a floating-point dtype, by its name."""
+    """Return whether `value` is a floating-point dtype or the name of one."""
     return str(value).removeprefix("torch.") in ("float16", "float32", "bfloat16", "float64")
 
 
 def _taken(settings: dict[str, Any], called: str) -> None:
-    """Raise ConfigurationError for unknown arguments, and for those with an unsupported meaning."""
+    """Remove the supported arguments of `called` from `settings`; raise ConfigurationError for unknown or unsupported ones."""
     if "symmetric" not in str(settings.pop("qscheme", "symmetric")):
         raise REFUSED["affine"].error(f"{called}(qscheme=…) cannot be done")
     if settings.pop("zero_point", 0) not in (0, None):
