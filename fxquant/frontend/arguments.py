@@ -136,7 +136,7 @@ class Memory:
 
 
 def share_memory(base: TracedTensor, result: Any, same_place: bool, step: View | None) -> None:
-    """Record that `result` (a tensor or a sequence of them) is a view of `base`, made by `step`; None if the operation is unknown."""
+    """Record in `result` (a tensor, or several) that it is a view of `base`, made by `step`, which is None if the operation is unknown."""
     if base.aliases is None:
         base.aliases, base.place, base.version = Aliases(TracedTensor(base.node, base.value)), object(), 0
         base.way = ()

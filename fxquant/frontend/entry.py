@@ -287,7 +287,7 @@ class BatchLimits:
         return None
 
     def another(self, batch: int) -> int | None:
-        """Return a batch size beside this one, small and within the limits; None where there is none."""
+        """Return a small batch size within the limits and not equal to `batch`; None if there is none."""
         sizes = (2, 4, self.smallest, self.smallest + 1)
         return next((size for size in sizes if size != batch and size >= self.smallest and size <= (self.largest or size)), None)
 
@@ -308,7 +308,7 @@ def note_batch_limits(traced: fx.Graph, batch: int) -> None:
 
 
 def noted_limits(graph: fx.Graph) -> BatchLimits:
-    """Return the limits that `note_batch_limits` noted on the graph that this one was made from."""
+    """Return the limits of the batch size that `note_batch_limits` noted on the placeholders of `graph` or of its source."""
     for node in graph.find_nodes(op="placeholder"):
         return BatchLimits(noted(node, SMALLEST) or 1, noted(node, LARGEST))
     return BatchLimits()

@@ -149,7 +149,7 @@ class Handler:
         return BatchInt(self._foreseen(a, b), size)
 
     def arithmetic(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Compute a function of numbers at all batch sizes; return a plain number if these agree, else a recorded batch number."""
+        """Compute a function of numbers at all batch sizes; return a plain number if the results agree, else a recorded batch number."""
         values = self._everywhere(function, args)
         if all(value == values[0] or value != value for value in values):
             return values[0]

@@ -310,7 +310,7 @@ class _PlainTree:
 
 
 def _container(module: nn.Module) -> nn.Module:
-    """Return an empty module that is indexed and iterated over as this one."""
+    """Return an empty module of the same container class as `module` (Sequential, ModuleList, ModuleDict), or an nn.Module."""
     return next((kind() for kind in (nn.Sequential, nn.ModuleList, nn.ModuleDict) if isinstance(module, kind)), nn.Module())
 
 

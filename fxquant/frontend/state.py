@@ -114,7 +114,7 @@ def state_moved_by_forward(model: nn.Module, inputs: ExampleInputs) -> MovedStat
 
 
 def own_parameters(shells: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
-    """Give shells parameters of their own; return these by the identities of the model's."""
+    """Replace the parameters of shells by copies; return the copies by `id` of the model's parameters."""
     copies: dict[int, nn.Parameter] = {}
     for shell in shells:
         for name, parameter in () if isinstance(shell, torch.jit.ScriptModule) else shell._parameters.items():
@@ -150,7 +150,7 @@ def _call(root: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def _is_plain_norm(module: nn.Module) -> bool:
-    """Return whether this is a batch or instance norm whose forward is PyTorch's."""
+    """Return whether `module` is a batch or instance norm whose forward is PyTorch's."""
     return isinstance(module, nn.modules.batchnorm._NormBase) and type(module).forward.__module__.startswith("torch.nn.modules.")
 
 

@@ -266,7 +266,7 @@ def record(
 
 
 def _run(handler: Handler, args: Any, kwargs: Any) -> Any:
-    """Return the model's result as a nest of nodes, and its form; frames outside of this one are not the model's."""
+    """Run the model on traced arguments; return its result as a nest of nodes, with its form. Errors name a line inside the model."""
     try:
         output = handler.snapshot.root(*args, **kwargs)
         with torch._C.DisableTorchFunction():

@@ -77,7 +77,7 @@ class Change:
 
 
 class Aliases:
-    """Tensors that share one memory: an in-place operation on one of them makes the others stale.
+    """Tensors that share one memory: an in-place operation on one tensor makes the others stale.
 
     changes   all in-place operations, in order; their number is the version of the memory
     whole     the memory as a whole, after the first `applied` of them
@@ -95,7 +95,7 @@ class Aliases:
 
 
 class _Traces(threading.local):
-    """The handlers of the traces in progress in this thread, innermost last: no other thread knows of them."""
+    """The handlers of the traces in progress in this thread, innermost last; each thread has its own list."""
 
     def __init__(self) -> None:
         self.handlers: list[Any] = []

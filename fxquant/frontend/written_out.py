@@ -1,4 +1,4 @@
-"""PyTorch's functions in the call forms of the operator table: ATen's, those that only call others, and methods, operators and functions.
+"""PyTorch's functions in the call forms of the operator table: ATen's, wrappers of other functions, methods, operators and functions.
 
     torch.ops.aten.convolution(…)   →   F.conv2d(…)
     torch.block_diag(a, b)          →   torch.cat((F.pad(a, …), F.pad(b, …)))
@@ -258,7 +258,7 @@ for _name in ("convolution", "native_layer_norm", "native_group_norm"):
 
 
 def _flattened(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a reduction of all elements, where no size of them depends on the batch: that of one row."""
+    """Return `function` (a reduction over all elements) as one over a flattened row; NotImplemented if a size depends on the batch."""
 
     def reduce(input: Tensor, *args: Any, **kwargs: Any) -> Any:
         has_dim = args or "dim" in kwargs or "axis" in kwargs

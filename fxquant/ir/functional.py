@@ -13,7 +13,7 @@ from fxquant.ir.integer import marks, reads
 
 
 def stopped(value: Any) -> Any:
-    """Detach a tensor, or a nest of them."""
+    """Return a tensor, or a nest of tensors, detached."""
     return tree_map(lambda each: each.detach() if isinstance(each, Tensor) else each, value)
 
 

@@ -179,7 +179,7 @@ def set_inner(node: fx.Node, inner: bool) -> None:
 
 
 def step_of(node: fx.Node) -> int | None:
-    """Return the step of a recurrence at which a part of it is computed, counted from 0; None for any other node."""
+    """Return the step (from 0) of the recurrence that the node is a part of; None for any other node."""
     node_part = part(node)
     return None if node_part is None else node_part.step
 
@@ -230,7 +230,7 @@ WRAPPED, LEAF = "it is kept as Python, by fxq.wrap", "it is kept as one module, 
 
 
 def is_parameter(node: fx.Node) -> bool:
-    """Return whether the node is a parameter, buffer or constant, or is computed from these alone."""
+    """Return whether the node is a parameter, buffer or constant, or is computed only from parameters, buffers and constants."""
     return node.op == "get_attr" or bool(node.meta.get("parameter"))
 
 
@@ -283,7 +283,7 @@ def spell(node: fx.Node, *written: Any) -> None:
 
 
 def absorb(node: fx.Node, other: fx.Node) -> None:
-    """Record that `other`, a node before or after `node`, is now part of it.
+    """Record in `node` that `other`, a node before or after `node`, was fused into `node`.
 
     If `node` is detached and a later node is not, the arguments of `node` that do not come from operands of `other` are marked as detached.
     """
@@ -300,13 +300,13 @@ def absorb(node: fx.Node, other: fx.Node) -> None:
 
 
 def origins(node: fx.Node) -> tuple[str, ...]:
-    """Return the names of the nodes that were fused into one, its own among them, in the order of the graph in which they were fused."""
+    """Return the names of the nodes fused into `node`, including its own name, in the order of the graph in which they were fused."""
     names: tuple[str, ...] = node.meta.get("fused", ())
     return names if node.name in names else (node.name, *names)
 
 
 def fused(node: fx.Node) -> tuple[str, ...]:
-    """Return the names of the nodes that were fused into this one."""
+    """Return the names of the nodes that were fused into `node`, without its own name."""
     return tuple(name for name in origins(node) if name != node.name)
 
 
@@ -334,7 +334,7 @@ def stage_of(model: Any) -> str | None:
 
 
 def is_deployed(model: Any) -> bool:
-    """Return whether this is an integer model, with kernels or without."""
+    """Return whether `model` is an integer model, with kernels or without."""
     return stage_of(model) in ("INTEGER", "FUSED")
 
 

@@ -132,7 +132,7 @@ kernel_results: Reads[tuple[str, ...]] = reads("kernel_results", ())  # the name
 
 
 def set_kernel(node: fx.Node, name: str, covers: tuple[str, ...], results: tuple[str, ...] = ()) -> None:
-    """Write which kernel computes the node, which nodes with it, and which of these others read."""
+    """Note on a node the name of its kernel, the nodes that the kernel `covers`, and the covered nodes that others read (`results`)."""
     node.meta["kernel"], node.meta["kernel_results"] = (name, covers), results
 
 

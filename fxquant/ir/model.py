@@ -131,7 +131,7 @@ class Model(fx.GraphModule):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Load a state_dict, without the constants that only an earlier one holds, and without scales that are those of another grid.
+        """Load a state_dict, without constants that only older versions save, and without scales that belong to another grid.
 
         Names that all begin with `module.`, as those of DataParallel and DistributedDataParallel do, lose this prefix.
         """
@@ -219,7 +219,7 @@ def no_program_of_prepared(by: str) -> ExportError:
 
 
 def look_at_constants(model: Any) -> None:
-    """Make the runner of an integer model read all constants again, so that its results equal those of an exported file."""
+    """Make the runner of an integer model read all constants again, so that its results equal an exported file's."""
     runner = getattr(model, "__dict__", {}).get(RUNNER)
     if runner is not None:
         runner.follow(model)

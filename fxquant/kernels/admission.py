@@ -33,7 +33,7 @@ SMALLEST_REAL, LARGEST_REAL = -100.0, 155.0  # of operands that are quantized at
 
 
 def whole_range(dtype: IntType, sizes: Sequence[int], low: int, generator: torch.Generator) -> Tensor:
-    """Draw integers from `low` on, a third of them the smallest and the largest ones, where sums in too few bits saturate."""
+    """Draw integers from `low` to the dtype's largest; a third are one of these two, at which sums in too few bits saturate."""
     values, count = _random_bits(dtype.storage, sizes, generator), dtype.high + 1 - low
     if count & (count - 1):
         values = values.to(torch.int32).remainder_(count).add_(low).to(dtype.storage)
@@ -102,7 +102,7 @@ def _pairs(site: Site, node: fx.Node, generator: torch.Generator) -> Tensor:
 
 
 def operands(site: Site, generator: torch.Generator) -> dict[fx.Node, Tensor]:
-    """Draw operands of a kernel from the whole range; float ones exceed that of the quantization, with NaN and ±∞ among them."""
+    """Draw operands of a kernel, by node, from the whole range; float operands exceed the quantization's range and include NaN and ±∞."""
     values = {}
     for node in site.match.reads:
         if fact(node).dtype.is_floating_point:
@@ -116,7 +116,7 @@ def operands(site: Site, generator: torch.Generator) -> dict[fx.Node, Tensor]:
 
 
 def _accumulators(site: Site, node: fx.Node, generator: torch.Generator) -> Tensor:
-    """Draw integers of a proved range, some of them its ends, others of every magnitude."""
+    """Draw accumulators of a proved range: some at its ends, others of every magnitude."""
     value = site.forms.ranges[node]
     part = torch.rand(site.sizes[node], generator=generator, device="cpu", dtype=torch.float64)
     scale = 2.0 ** (-40 * torch.rand(part.shape, generator=generator, device="cpu", dtype=torch.float64)).floor_()
@@ -142,7 +142,7 @@ def _real(site: Site, node: fx.Node, generator: torch.Generator) -> Tensor:
 
 
 def of_any_range(sizes: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Draw integers of a grid whose scale is 1, some of them at its ends, and some between its steps, ties among them."""
+    """Draw float32 values of a grid of scale 1: integers, some at its ends, and some values between integers, including ties."""
     value = torch.randint(int(SMALLEST_REAL), int(LARGEST_REAL) + 1, sizes, generator=generator, device="cpu").float()
     choice = torch.randint(0, EXTREMES, sizes, generator=generator, device="cpu")
     value = value.masked_fill_(choice == 0, SMALLEST_REAL).masked_fill_(choice == 1, LARGEST_REAL)
@@ -330,7 +330,7 @@ def residual_factor(site: Site) -> Tensor:
 
 
 def enumerated(site: Site, forms: Sequence[Held], result: Held) -> Tensor:
-    """Return the result's byte for every byte of an operand, or every pair of them; 0 where a byte stands for no integer of the tensor.
+    """Return the result's byte for every byte of one operand, or every pair of bytes of two; 0 where a byte is outside the tensor's range.
 
     The primitives compute it, so it is right for every operand. Where constants differ between channels, each byte of a pixel has 256.
     """

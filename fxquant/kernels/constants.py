@@ -117,7 +117,7 @@ class Constants:
 
 
 def _spans(tensors: Sequence[Tensor]) -> tuple[list[Span], list[Span]]:
-    """Return the spans that every call compares, and those compared by turns."""
+    """Return the spans of memory that every call compares, and the spans that calls compare by turns, one per call."""
     whole = [Span(tensor, 0, _extent(tensor)) for tensor in tensors]
     if sum(span.size for span in whole) <= EACH_CALL:
         return whole, []

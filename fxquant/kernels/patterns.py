@@ -220,7 +220,7 @@ def _differs_between_channels(constant: fx.Node, root: fx.Node) -> bool:
 
 
 def _apart(node: fx.Node, covers: list[fx.Node], reads: list[fx.Node], vary: list[fx.Node]) -> str | None:
-    """Collect what a value is computed from; return why it is not a constant, a tensor of bytes, or an elementwise function of these.
+    """Append a node and its elementwise operands to `covers`, tensors of bytes to `reads`; return why a kernel cannot compute it, or None.
 
     Constants of more than one element are appended to `vary`.
     """
@@ -297,7 +297,7 @@ def _is_product(node: fx.Node) -> bool:
 
 
 def recurrence(root: fx.Node) -> Matched:
-    """Match a recurrence: linear layers with one weight that read each other's results, and all primitives between them, row by row.
+    """Match a recurrence: linear layers with one weight that read each other's results, and all row-wise primitives between the layers.
 
     The root is the concatenation of the states of all steps, or the first of the last nodes. Other nodes that are read outside are results.
     """

@@ -328,7 +328,7 @@ class FusedLowering(EagerLowering):
         sums: Tensor, bound: float, bias: Tensor | None, residual: Quantized | None, multiplier: ResidualFactor | None,
         statistics: fused_layers.Collected | None,
     ) -> bool:  # fmt: skip
-        """Return whether the accumulator stays below 2^24, for every operand or for these."""
+        """Return whether the accumulator stays below 2^24 in magnitude: by its proved `bound`, or else by the present values."""
         if bound < FLOAT32_EXACT:
             return True
         if sums.dtype != torch.float32:
