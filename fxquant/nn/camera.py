@@ -101,7 +101,7 @@ class YuvToRgb(_Product):
 
 
 class YuvToBgr(YuvToRgb):
-    """`YuvToRgb` with blue as the first channel; `mean` and `std` are still those of red, green and blue."""
+    """`YuvToRgb` with blue as the first channel of its result; `mean` and `std` are still in the order red, green, blue."""
 
     order = (2, 1, 0)
 

@@ -643,7 +643,7 @@ def fixed_requantization(ratio: Ratio, widths: FixedWidths, output: IntType, acc
 
 
 def _fixed_of_numbers(multiplier: int, k: int, widths: FixedWidths, output: IntType, shifted_bits: int) -> FixedRequantization:
-    """Compute `fixed_requantization` of one mantissa; `shifted_bits` are those of an accumulator with a first shift, else 0."""
+    """Compute `fixed_requantization` of one mantissa; `shifted_bits` are the bits of an accumulator with a first shift, else 0."""
     shift, bits = 0, widths.multiplier_bits
     if shifted_bits:
         largest_intermediate = 2 ** (widths.intermediate_bits - 1) - 1

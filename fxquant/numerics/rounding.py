@@ -94,7 +94,7 @@ def clamped(value: Tensor, low: Limit = None, high: Limit = None) -> Tensor:
 
 
 class Rounding(nn.Module):
-    """The rounding of a weight to integers. Subclasses round in other ways; their parameters train with those of the model.
+    """The rounding of a weight to integers. Subclasses round in other ways; their parameters train with the model's parameters.
 
     It is constructed with the shape of the weight that it rounds, output channels first, and lives as long as the prepared model.
     """

@@ -1,4 +1,4 @@
-"""Attention: composites of matrix products and a softmax, 16 bits wide between them.
+"""Attention: composites of matrix products and a softmax, with 16-bit intermediate tensors.
 
     attention(q, k, v) = softmax(scale · q kᵀ, over the unmasked positions) v
 
@@ -213,7 +213,7 @@ def _with_positions(build: Builder, operand: fx.Node, own: fx.Node | None, zeros
 def _masks(
     build: Builder, query: fx.Node, key: fx.Node, key_padding_mask: fx.Node | None, attn_mask: fx.Node | None, is_causal: bool, more: int
 ) -> Mask:
-    """Combine PyTorch's masks, which hide where they are true; none of them covers the last `more` positions."""
+    """Combine PyTorch's masks (True hides a position) into a `Mask`; the last `more` positions are never hidden."""
     mask = Mask(build)
     if more:
         both = (attn_mask, key_padding_mask)

@@ -33,7 +33,7 @@ AT_MOST_ONE = Fixed(2.0**-15, "int16")
 
 
 def _exponentials(build: Builder, input: fx.Node, dims: list[int]) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node]:
-    """Return the largest elements, the differences from these, their exponentials, and the sums of these."""
+    """Return the maximum over `dims`, input minus maximum, its exponential, and the sum of exponentials over `dims`."""
     largest = build(amax, input, dims, True)
     difference = build(sub, input, largest, demand=WIDE)
     exponential = build(torch.exp, difference, demand=AT_MOST_ONE)

@@ -196,7 +196,7 @@ def made_number(node: Any) -> float | None:
 
 
 def filled(node: fx.Node) -> fx.Node:
-    """Return the node that fills the tensor which this one computes with numbers; itself where it fills one."""
+    """Follow a node back to the node that fills its tensor with a number (full, zeros, …), and return it, or the first node reached."""
     while node.target not in _FILLS and (maker := _maker(node)) is not None:
         node = maker
     return node

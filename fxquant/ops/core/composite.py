@@ -119,7 +119,7 @@ class Builder:
                 del model._buffers[target]
 
     def _nested(self, record: Operator, arguments: dict[str, Any], demand: Demand | None) -> Any:
-        """Return the parts of a composite that is a part of this one; the demand is on the last of them."""
+        """Expand `record`, a composite inside this composite, and return its result; `demand` applies to its last part."""
         assert record.expand is not None
         outside, self._within = self._within, f"{self._within}{record.name}: "
         result = record.expand(self, **arguments)
@@ -129,7 +129,7 @@ class Builder:
         return result
 
     def tie(self, *nodes: fx.Node) -> None:
-        """Share one scale, calibrated over all of them, among these parts: the state of a recurrence at all of its steps."""
+        """Mark `nodes` to share one scale, calibrated over all the nodes: for example the state of a recurrence at all of its steps."""
         self._ties += 1
         for node in nodes:
             graph.tie(node, f"{self.node.name}.{self._ties}")

@@ -135,7 +135,7 @@ def listed(values: Sequence[Any]) -> list[Any]:
 
 
 def module_of(name: str) -> list[type]:
-    """Return the class of torch.nn whose name is this one but for underscores and capitals, if there is one."""
+    """Return the class of torch.nn whose name equals `name` without underscores and in any case, in a list; an empty list if none does."""
     return [kind for key, kind in vars(nn).items() if isinstance(kind, type) and key.lower() == name.replace("_", "")]
 
 

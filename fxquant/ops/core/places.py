@@ -66,7 +66,7 @@ def constant_value(entry: Any) -> Tensor | None:
 
 
 def plain_entries(entries: list[Any]) -> list[Any]:
-    """Return the entries of an index with constant tensors as lists where several of them, a mask or more than one dimension need that.
+    """Return the entries of an index, with constant tensors as lists if there are several, one is a mask, or one has several dimensions.
 
     A mask is the lists of the places where it holds.
     """

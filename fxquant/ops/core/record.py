@@ -420,7 +420,7 @@ def on_grid_of(node: fx.Node) -> list[fx.Node]:
 
 
 def preferred_dtypes(graph: fx.Graph, offered: Collection[str]) -> dict[fx.Node, str]:
-    """Return the dtypes, of those offered, that nodes should have for the operators that read them, directly or not (`Operator.dtypes`)."""
+    """Return, by node, the dtype among `offered` that its readers, direct or not, compute best with (`Operator.dtypes`)."""
     preferred: dict[fx.Node, str] = {}
     for reader in reversed(graph.nodes):
         for operand in reader.all_input_nodes:

@@ -1,4 +1,4 @@
-"""Small samples of an operator's arguments, on its record: tests and benchmarks make their inputs of them."""
+"""Small samples of an operator's arguments, on its record, from which tests and benchmarks make their inputs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def written(
 def sampled(
     *texts: str, over: Interval | None = None, within: float | None = None, share: float = 0.0, **shapes: tuple[int, ...]
 ) -> Callable[[Meaning], Meaning]:
-    """Return a decorator that adds samples, see `written`, to an operator's declaration, after those that it lists itself."""
+    """Return a decorator that adds samples, see `written`, to an operator's declaration, before the samples it already has."""
 
     def decorate(meaning: Meaning) -> Meaning:
         further = getattr(meaning, "samples", ())

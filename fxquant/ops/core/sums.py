@@ -1,4 +1,4 @@
-"""Lowering of sums of two operands, one of them possibly a constant."""
+"""Lowering of sums of two operands, of which one may be a constant."""
 
 from __future__ import annotations
 

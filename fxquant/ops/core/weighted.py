@@ -411,7 +411,7 @@ def _live(layer: LayerSum, batch_norm: BatchNorm, bias: Tensor | None) -> _Live:
 
 
 def _narrow(sums: Tensor) -> Tensor:
-    """Convert sums to float32 where it represents each of them exactly: half the memory, and faster kernels."""
+    """Convert float64 sums to float32 if it represents every sum exactly (half the memory, faster kernels); else return them unchanged."""
     if sums.dtype != torch.float64:
         return sums
     low, high = grids.ends_of(sums)

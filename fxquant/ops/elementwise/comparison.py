@@ -199,7 +199,7 @@ def _truth(every: bool, *texts: str) -> Callable[..., Tensor]:
         samples=written(*texts),
     )
     def truth(lowering: Lowering, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
-        """Return whether any of the booleans along dimensions is true, or all of them are."""
+        """Reduce booleans along dimensions by any, or, if `every`, by all."""
         return lowering.call(selection.truth, input, list(dim) if isinstance(dim, list | tuple) else [dim], keepdim, every)
 
     return truth

@@ -24,7 +24,7 @@ from fxquant.primitives import elementwise
 
 
 def reciprocal_of(build: Builder, divisor: fx.Node) -> Any:
-    """Compute 1 / divisor, 16 bits wide; of a sum with a number, the ε in a divisor, one table, so that this is not lost."""
+    """Compute 1 / divisor, 16 bits wide; a divisor x + ε becomes one table of x, so that rounding does not lose ε."""
     if is_parameter(divisor):
         return build.host(torch.reciprocal, divisor)
     inverse = of_inverse(divisor)

@@ -114,7 +114,7 @@ _entries = lru_cache(maxsize=256)(_made)
 
 
 def _moved(x: Any, factor: float, offset: float) -> Any:
-    """factor · x + offset; x itself, -0.0 included, where these say nothing."""
+    """Return factor · x + offset; x itself, -0.0 included, if factor is 1 and offset 0."""
     scaled = x if factor == 1 else x * factor
     return scaled + offset if offset else scaled
 

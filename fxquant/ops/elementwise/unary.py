@@ -41,7 +41,7 @@ def _elu(x: float, alpha: float = 1.0) -> float:
 
 
 def _lower_leaky_relu(lowering: Lowering, input: Quantized, negative_slope: float) -> Quantized:
-    """Lower to a table, or to a product with an integer slope if the target has these (`Arithmetic.slope_bits`)."""
+    """Lower to a table, or to a product with an integer slope if the target has integer slopes (`Arithmetic.slope_bits`)."""
     if not lowering.arithmetic.slope_bits or input.dtype.bits > 8:
         return by_table(lowering, input, "leaky_relu", negative_slope=negative_slope)
     slope = torch.tensor(float(negative_slope), device=input.scale.device)

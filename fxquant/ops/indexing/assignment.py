@@ -132,7 +132,7 @@ def _onnx_setitem(c: Call) -> str:
 @sampled("index_copy(x, 2, torch.tensor([3, 1]), y[:, :, 2:4])", "index_fill(x, 1, torch.tensor([2, 1]), 0.4)")
 @sampled("torch.index_put(x[0], (torch.tensor([0, 2]),), torch.tensor(0.5))", "x[0].index_put((torch.tensor([1]),), y[0, :1])")
 def setitem(lowering: Lowering, input: Branch, index: list[Any], value: Branch) -> Quantized:
-    """Return a copy of `input` in which input[index] is `value`; one entry for every dimension: a slice, a number, or a list of them.
+    """Return a copy of `input` in which input[index] is `value`; one entry for every dimension: a slice, a number, or a list of numbers.
 
     Spread the value out to where it is written, and choose it there.
     """

@@ -1,4 +1,4 @@
-"""Bags of embeddings: the sum, mean or largest of the rows that each of them names; one-hot vectors, and counts of booleans."""
+"""Bags of embeddings: the sum, mean or largest of the rows whose indices a bag holds; one-hot vectors, and counts of booleans."""
 
 from __future__ import annotations
 

@@ -378,7 +378,7 @@ def _piece(pieces: fx.Node, number: Any) -> dict[str, Any] | str | Instead:
 @sampled("x[:, 1]", "x[..., ::2, None, 1:-1]", "x[:, [2, 0]]", "x.__getitem__((slice(None), 2))", "narrow(x, -1, 2, 3)", "select(x, 2, 3)")
 @sampled("index_select(x, 1, torch.tensor([1, 1, 0]))", "repeat_interleave(x, 2, dim=1)", "x.repeat_interleave(3, 2)")
 def getitem(lowering: Lowering, input: Quantized, index: list[Any]) -> Quantized:
-    """input[index]: one entry for every dimension (a slice, a number, or a list or constant tensor of them), and None for a new one.
+    """Return input[index]: one entry for every dimension (slice, number, list or constant tensor of numbers), and None for a new one.
 
     Lower to a crop, a selection, and a reshape that drops and adds dimensions; each only where it is needed.
     """

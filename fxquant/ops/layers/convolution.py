@@ -94,7 +94,7 @@ class Margin(NamedTuple):
 
 
 def _numbers(padding: Any, kernel: list[int], dilation: Any, mode: str = "zeros") -> Any:
-    """Return padding as one number per spatial dimension, or as those before each and then after each; a `Margin` if it is not of zeros."""
+    """Return padding as one number per spatial dimension, or as all sizes before, then all after; a `Margin` if it is not of zeros."""
     rank = len(kernel)
     if padding == "same":
         totals = [taps * (size - 1) for taps, size in zip(sizes(dilation, rank), kernel, strict=True)]

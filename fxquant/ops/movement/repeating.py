@@ -211,7 +211,7 @@ def _refuses_cat(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def _along(dim: int, rank: int) -> Callable[..., dict[str, Any] | str]:
-    """Concatenate along `dim` tensors that have `rank` dimensions at least; those with fewer get new ones first."""
+    """Return a function that maps `tensors` to the arguments of `cat` along `dim`, or to why not: one has fewer than `rank` dimensions."""
 
     def adapt(tensors: Sequence[Any]) -> dict[str, Any] | str:
         shapes = [shape_of(tensor) for tensor in tensors]

@@ -265,7 +265,7 @@ def roll(lowering: Lowering, input: Quantized, shifts: list[int], dims: list[int
 
 
 def _rearrange(lowering: Lowering, input: Quantized, trailing: int, split: list[int], order: list[int], joined: list[int]) -> Quantized:
-    """Split the last `trailing` dimensions into `split`, permute these by `order`, and merge them to the sizes `joined`.
+    """Split the last `trailing` dimensions into the sizes `split`, permute the sizes by `order`, and merge to the sizes `joined`.
 
     The dimensions before them are flattened into one, so that no more than one size depends on the batch.
     """
@@ -312,7 +312,7 @@ def channel_shuffle(lowering: Lowering, input: Quantized, groups: int) -> Quanti
 
 
 def pieces_of(whole: Size, start: Size, size: Size) -> tuple[int, int] | None:
-    """Return the number of pieces of this size at every batch size, and which of them begins there; None where they do not fit."""
+    """Return the number of pieces of length `size` in `whole`, and the index of the piece at `start`; None if they vary with the batch."""
     if not isinstance(whole, BatchDim) or not isinstance(size, BatchDim) or size.coefficient < 1 or size.coefficient.denominator != 1:
         return None
     begin = start if isinstance(start, BatchDim) else BatchDim(Fraction(0), Fraction(start))

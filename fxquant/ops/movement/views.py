@@ -121,7 +121,7 @@ def _listed(*tensors: Any, **named: Any) -> dict[str, Any]:
 )
 @sampled("broadcast_tensors(x, y[:, :1])[1]", within=EXACT)
 def broadcast_tensors(build: Builder, tensors: list[fx.Node]) -> Any:
-    """Return the tensors, each repeated to the shape of all of them."""
+    """Return the tensors, each repeated to the shape that they broadcast to."""
     common = fact(build.node)[0].shape
     return tuple(repeated(build, tensor, tuple(common)) for tensor in tensors)
 

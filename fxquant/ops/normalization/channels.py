@@ -200,7 +200,7 @@ def _factors(scale: float, least: float, step: float, bounds: tuple[int, int]) -
 
 @lowered(function=lambda input, extent, least: input / extent.detach().clamp_min(least))
 def of_one_magnitude(lowering: Lowering, input: Quantized, extent: Quantized, least: float) -> Quantized:
-    """Return the elements over the extents of their items, or over `least` where these are smaller; without a gradient of the extents.
+    """Return input / max(extent, least), where `extent` has a value for each item; without a gradient of `extent`.
 
     Multiply by a table of the extent on int16, with as many steps as it has left at the largest extent.
     """

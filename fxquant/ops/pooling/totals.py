@@ -100,7 +100,7 @@ def _reduces(verb: str, operator: str) -> dict[str, Any]:
 @lowered("nanmean", **_reduces("averages", "ReduceMean"))  # a quantized tensor has no NaN
 @sampled("torch.mean(x, dim=-1, keepdim=True).relu()")
 def mean(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Quantized:
-    """Return the mean over dimensions (all of them if `dim` is None)."""
+    """Return the mean over the dimensions `dim` (all dimensions if it is None)."""
     dims = _dims(input.shape, dim)
     return lower_total(lowering, input, dims, keepdim, math.prod(input.shape[d] for d in dims), clamp)  # type: ignore[misc]
 
@@ -108,5 +108,5 @@ def mean(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool = 
 @lowered("nansum", **_reduces("sums", "ReduceSum"), integers=_on_integers)
 @sampled("torch.sum(x, dim=1, keepdim=True).relu()")
 def sum(lowering: Lowering, input: Quantized, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Quantized:
-    """Return the sum over dimensions (all of them if `dim` is None)."""
+    """Return the sum over the dimensions `dim` (all dimensions if it is None)."""
     return lower_total(lowering, input, _dims(input.shape, dim), keepdim, 1, clamp)

@@ -221,7 +221,7 @@ def listed(value: Any) -> list[Any]:
 
 
 def expand_layers(build: Builder, kind: str, input: fx.Node, hx: Any, layers: Layers) -> list[fx.Node]:
-    """Return the results of a layer: its states at all steps, and those after the last step, one tensor for each kind of state."""
+    """Return the results of a recurrent layer: its outputs at all steps, then its last states, one tensor for each kind (h, c)."""
     shape = build.fact(input).shape
     state = None if all(map(_is_zero, listed(hx))) else listed(hx)
     axis = 1 if layers.batch_first else 0

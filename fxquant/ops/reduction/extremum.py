@@ -52,7 +52,7 @@ REDUCES: dict[str, Any] = {"demand": Same(), "refuses": _refuses_amax, "traits":
 
 @lowered(onnx=lambda c: _onnx_extremum(c, "ReduceMax", "ReduceMin"), **REDUCES, samples=(sample(input=(3, 6, 6), dim=[1, 3]),))
 def amax(lowering: Lowering, input: Quantized, dim: Any = (), keepdim: bool = False) -> Quantized:
-    """Return the largest element along dimensions (all of them if there are none).
+    """Return the largest element along the dimensions `dim` (all dimensions if it is empty).
 
     Move the dimensions to the end and pool them as one window, on the operand's own scale.
     """
@@ -68,7 +68,7 @@ def amax(lowering: Lowering, input: Quantized, dim: Any = (), keepdim: bool = Fa
 
 @lowered(onnx=lambda c: _onnx_extremum(c, "ReduceMin", "ReduceMax"), **REDUCES, samples=(sample(input=(3, 6, 6), dim=[2], keepdim=True),))
 def amin(lowering: Lowering, input: Quantized, dim: Any = (), keepdim: bool = False) -> Quantized:
-    """Return the smallest element along dimensions (all of them if there are none)."""
+    """Return the smallest element along the dimensions `dim` (all dimensions if it is empty)."""
     return input.with_value(lowering.call(selection.least, input.value, _reduced(len(input.shape), dim), keepdim))
 
 

@@ -52,7 +52,7 @@ def _statistics(
 
 
 def reduced(input: Any, dim: Any) -> list[int] | str:
-    """Return the dimensions of a reduction, counted from the front; all of them for None and for an empty list."""
+    """Return the dimensions of a reduction as sorted indices >= 0, every one for None or an empty list; or why they cannot be known."""
     sizes = shape_of(input)
     if not sizes:
         return "its operand is not a tensor" if sizes is None else NO_DIMENSIONS
