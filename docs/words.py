@@ -21,7 +21,7 @@ FOLDERS = {  # where each rule holds
     "words": (*LIBRARY, "tests", "benchmarks"),  # docstrings, comments and literals have none of BANNED
     "beginnings": (*LIBRARY, "tests", "benchmarks"),  # docstrings do not begin as START
     "sentences": (*LIBRARY, "tests", "benchmarks"),  # the sentences of a module's docstring have at most LONGEST words
-    "nouns": ("tests", "benchmarks"),  # the first lines of docstrings have none of WITHOUT_NOUN
+    "nouns": (*LIBRARY, "tests", "benchmarks"),  # the first lines of docstrings have none of WITHOUT_NOUN
 }
 NAMES = frozenset({"found", "known", "given", "made"})  # no variable has such a name: scales, matches, by_name say what it holds
 PAGES = ("*.md", "docs/**/*.md", "backends/**/*.md")

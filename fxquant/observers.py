@@ -1,4 +1,4 @@
-"""Observers of activations, and what they recorded: files of observations that a later calibration starts from."""
+"""Observers of activations, and their statistics in files (observations), from which a later calibration starts."""
 
 from fxquant.accuracy.observations import Observations, observations
 from fxquant.quantization.observers import (

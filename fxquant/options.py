@@ -27,7 +27,7 @@ def _widths(value: Any) -> tuple[int, ...]:
 )
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of the functions that take `options=`; each function uses those of the steps it runs, and ignores the others.
+    """Options of the functions that take `options=`; each function uses the options of the steps it runs, and ignores the others.
 
     Of tracing and preparing: `trace`, `prepare`, `check`, `convert`, `quantize` and the searches.
 
@@ -103,7 +103,7 @@ class Options:
     measured: bool = True
 
     def __repr__(self) -> str:
-        """Return the call that makes these options, without those that have their default."""
+        """Return the call that constructs the object, without options that have their default."""
         chosen = [f"{each.name}={value!r}" for each in fields(self) if (value := getattr(self, each.name)) != each.default]
         return f"Options({', '.join(chosen)})"
 

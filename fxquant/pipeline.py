@@ -153,7 +153,7 @@ def _counted(step: Pass, changes: Any) -> int:
 
 
 def with_own(passes: Sequence[Pass], own: Mapping[str, Sequence[Callable[..., int]]]) -> tuple[Pass, ...]:
-    """Return the pipeline with the user's passes after those that they are keyed by. Raises ConfigurationError for an unknown name."""
+    """Return the pipeline with the user's passes, each after the pass that its key names. Raises ConfigurationError for unknown names."""
     own = {FORMER.get(name, name): functions for name, functions in own.items()}
     unknown = [name for name in own if name not in [step.name for step in passes]]
     if unknown:

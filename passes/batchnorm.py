@@ -126,7 +126,7 @@ def _made_of(gm: fx.GraphModule, node: fx.Node) -> list[torch.Tensor]:
 
 
 def _paths(gm: fx.GraphModule, layer: fx.Node, weight: fx.Node, bias: fx.Node | None) -> list[str]:
-    """Return the paths of the folded weight and bias: those of the layer's parameters, or new ones if other nodes read these as well."""
+    """Return the paths for the folded weight and bias: the layer's own parameters, or new paths if other nodes read the parameters too."""
     if weight.op != "get_attr" or (bias is not None and bias.op != "get_attr"):
         return [free_name(gm, f"{layer.name}_{role}") for role in ("weight", "bias")]
     path = str(weight.target)

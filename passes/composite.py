@@ -116,7 +116,7 @@ def _leave_in_float(node: fx.Node) -> None:
 
 
 def _why_float(node: fx.Node, target: str, activations: Sequence[str]) -> str | None:
-    """Return why a part cannot be integer on the target, whose activations in the composite these are, or None."""
+    """Return why a part cannot be integer on the target, which has the dtypes `activations` in the composite; None if it can."""
     if is_parameter(node):
         return None
     record, demanded, node_part = operator_of(node), demand(node), part(node)

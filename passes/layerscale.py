@@ -145,7 +145,7 @@ def _times(node: fx.Node) -> float:
 
 
 def _computed(layer: fx.Node, function: Callable[..., Tensor], parameter: Any, terms: fx.Node, *numbers: float) -> fx.Node:
-    """Return a parameter of a layer that is computed from this one and a tensor with one element for each channel."""
+    """Insert a call of `function` with a layer's parameter and `terms`, a tensor (channels,); return its node, the new parameter."""
     parameter_fact = fact(parameter) if isinstance(parameter, fx.Node) else TensorFact((max(shape_of(terms)),), torch.float32)  # type: ignore[type-var]
     steps: list[tuple[Callable[..., Tensor], tuple[Any, ...]]] = [(function, (terms, *numbers))]
     if is_detached(layer) and parameter is not None:  # the terms may have gradients all the same

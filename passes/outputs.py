@@ -223,7 +223,7 @@ def _widened(node: fx.Node, dtype: str, large: bool, limits: Limits, context: Co
 
 
 def _leaving_sums(graph: fx.Graph, context: Context) -> set[fx.Node]:
-    """Return the layers whose sums no integer operator reads, and the operators that only move one of these on to readers in float."""
+    """Return the layers whose sums only float operators read, with the operators that only move such a sum to its readers."""
     layers: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if not is_quantized(node) or part(node) is not None or not node.users or decide(node).output not in context.open:

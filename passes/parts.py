@@ -163,7 +163,7 @@ def _sliced(value: fx.Node, dim: int, bounds: tuple[int, int], reader: fx.Node) 
 
 
 def _kept(before: Sequence[Size], after: Sequence[Size], dim: int) -> int | None:
-    """Which dimension of a reshaped tensor is this one of the result, whole; None if it is put together of others, or part of one."""
+    """Return the dimension of a tensor that a reshape keeps as dimension `dim` of its result; None if it merges or splits dimensions."""
     target = after[dim], _product(after[dim + 1 :])
     places = [place for place, size in enumerate(before) if (size, _product(before[place + 1 :])) == target]
     return places[0] if len(places) == 1 else None

@@ -119,7 +119,7 @@ def _goes_on(root: fx.Node, last: fx.Node, inner: Sequence[fx.Node]) -> bool:
 
 
 def _size(inner: Sequence[fx.Node]) -> int:
-    """Return the number of parts of the nest that the operators are, the last of them first."""
+    """Return the number of calls in the nested expression of `inner`, whose first node is the outermost call; shared nodes count again."""
     sizes: dict[fx.Node, int] = {}
     for node in reversed(inner):
         sizes[node] = 1 + sum(sizes.get(argument, 1) for argument in node.args if isinstance(argument, fx.Node))

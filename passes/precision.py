@@ -69,7 +69,7 @@ def _centred(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 def _squares(gm: fx.GraphModule) -> list[fx.Node]:
-    """Return squares that are summed, their sums, statistics, and nodes that lead from these to a factor or a divisor alone."""
+    """Return squares that are summed, their sums, statistics, and nodes that lead from sums and statistics only to a factor or divisor."""
     nodes: list[fx.Node] = []
     beginning = {node for node in gm.graph.nodes if Trait.STATISTIC in traits_of(node) or _is_square(node)}
     if not beginning:

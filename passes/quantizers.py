@@ -149,7 +149,7 @@ def _intermediate(node: fx.Node, arguments: dict[str, Any], spec: Annotation, co
 def _weight_quantizer(
     gm: fx.GraphModule, operator: Operator, arguments: dict[str, Any], config: WeightConfig, context: Context
 ) -> WeightQuantizer:
-    """Return the weight quantizer, with scales per layer or powers of two if the target requires these; only a layer's scale is learned."""
+    """Return the weight quantizer, with scales per layer or powers of two if the target requires it; only a layer's scale is learned."""
     weight = operator.layer.weight(
         **fx.map_arg(arguments, lambda operand: parameter_value(gm, operand) if is_parameter(operand) else operand)
     )

@@ -45,7 +45,7 @@ def is_overridden(rule: Rule, others: tuple[MatchedRules, ...]) -> bool:
 
 
 def apart(layer: fx.Node, part: fx.Node) -> str | None:
-    """Return why the rules prevent fusing `part` into `layer`, or None: they keep one of them in float, and not the other."""
+    """Return why the qconfig's rules prevent fusing `part` into `layer` (they keep one in float and not the other), or None."""
     first, other = matched_rules(layer)[0], matched_rules(part)[0]
     (_, chosen), (rule, part_config) = first[0], other[0]
     if (chosen is None) == (part_config is None) or is_overridden(rule, (first,)):
@@ -172,7 +172,7 @@ class Fusion:
         self.gm, self.context = gm, context
 
     def match(self, node: fx.Node) -> Sequence[fx.Node] | None:
-        """Return the nodes that may take this one in, the one to prefer first; None where the rewrite is not about this node."""
+        """Return the nodes that `node` may be fused into, the preferred node first; None if the rewrite does not apply to `node`."""
         raise NotImplementedError
 
     def reject(self, layer: fx.Node, node: fx.Node) -> str | None:

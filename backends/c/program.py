@@ -376,7 +376,7 @@ VIEWS: set[Any] = set()  # primitives whose result shares their operand's memory
 
 
 def identifier(text: str) -> str:
-    """Return the letters and digits of a text, with underscores between groups of them."""
+    """Return a text as a C identifier: each group of other characters than letters and digits becomes one underscore."""
     return re.sub(r"[^0-9A-Za-z]+", "_", text).strip("_")
 
 

@@ -165,7 +165,7 @@ def _ranges(site: Site, writer: Writer) -> Ranges:
 
 
 def fused(ranges: Ranges, writer: Writer, result: int = -1) -> tuple[list[Step], list[tuple[int, Any]], int]:
-    """Return the steps, the operands that these read, and the register of the result, with steps by constant numbers fused.
+    """Return the writer's steps, with steps by constant numbers fused, the operands that the steps read, and the register of the result.
 
     A step that changes no number that its operand can be is left out. A product, a sum, a shift and limits that follow each other are one
     step, AFFINE, where no other step reads what is between them.

@@ -233,7 +233,7 @@ _loads = itertools.count()
 
 
 def cached(name: str, make: Callable[[], bytes]) -> bytes:
-    """Return the library that is cached under a name; if none can be trusted, call `make` and cache what it returns.
+    """Return the library that is cached under a name; if none can be trusted, call `make`, and cache and return its bytes.
 
     If the user has no private folder, nothing is cached, and a line of the log says so.
     """

@@ -223,7 +223,7 @@ def tensor_pool(site: Site) -> Built:
 
 @implementation("PyTorch's table")
 def tensor_table(site: Site) -> Built:
-    """Build a table of bytes, or of pairs of them, by PyTorch."""
+    """Build a kernel that looks bytes, or pairs of bytes, up in a table, by PyTorch."""
     forms, result = [site.held(read) for read in site.match.reads], site.result()
     if any(form.sizes != result.sizes for form in forms):
         raise NotApplicable("its operands have different sizes")

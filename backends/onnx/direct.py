@@ -47,7 +47,7 @@ class Direct:
         self.constants: dict[fx.Node, Tensor] = {}  # the results of nodes that read only constants
 
     def plans(self, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> list[tuple[fx.Node, Plan]] | None:
-        """Return the plan of each node in a run, in order, without sizes; None if one of them cannot be written."""
+        """Return the plan of each node in a run, in order, without sizes; None if a node cannot be written."""
         if self.opset < OPSET or not all(is_size(output) or (_is_float32(output) and not self._fold(output)) for output in outputs):
             return None
         plans: list[tuple[fx.Node, Plan]] = []

@@ -186,7 +186,7 @@ def check_arguments(integer: fx.GraphModule, style: str, io: str, opset: int | N
 
 
 def check_choice(name: str, value: object, choices: list[object]) -> None:
-    """Raise ConfigurationError for a value that is not one of these."""
+    """Raise ConfigurationError if `value`, passed as `name`, is not one of `choices`."""
     if value not in choices:
         raise ConfigurationError(
             f"{name}={value!r} is unknown", because=f"it is one of {', '.join(map(str, choices))}", remedy="pass one of these"

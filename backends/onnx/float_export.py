@@ -361,7 +361,7 @@ def _key(integer: fx.GraphModule, region: list[fx.Node], inputs: list[fx.Node], 
 
 
 def settings_of(module: torch.nn.Module) -> Any:
-    """Return a module's class and attributes if it computes by these alone; None if it has tensors, modules or hooks."""
+    """Return a module's class and attributes if they alone determine its results; None if it has tensors, modules or hooks."""
     if any((module._parameters, module._buffers, module._modules, module._forward_hooks, module._forward_pre_hooks)):
         return None
     return type(module), sorted((name, value) for name, value in vars(module).items() if not name.startswith("_") and name != "training")

@@ -194,7 +194,7 @@ class QdqWriter(Writer):
         return lambda value: self._dequantize(self._quantized(value, described), described)
 
     def _constant(self, constant: Constant) -> tuple[Tensor, Tensor, int | None]:
-        """Return the centred integers of a parameter, the scale or scales, and the axis of these, counted from the end."""
+        """Return the centred integers of a parameter, its scale or scales (float32), and the axis of the scales, counted from the end."""
         integers = self.values[self.nodes[constant.node]]
         if isinstance(constant.zero_point, tuple):
             integers = integers.to(torch.int64) - torch.tensor(constant.zero_point, dtype=torch.int64, device="cpu")

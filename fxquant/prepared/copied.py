@@ -1,4 +1,4 @@
-"""Float operators that only copy elements, written as the primitives that copy integers: these keep the bits of floats as well."""
+"""Float operators that only copy elements, written as the primitives that copy integers, which keep the bits of floats as well."""
 
 from __future__ import annotations
 

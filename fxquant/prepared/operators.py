@@ -95,7 +95,7 @@ class QuantizedOperator(nn.Module):
         _leave_to_eager()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Load a state_dict; if it holds this operator, the weight quantizer's learned modules become those of the state_dict."""
+        """Load a state_dict; if it holds this operator, first create or remove learned modules of the weight quantizer to match it."""
         if prefix + "quantizer.base_scale" in state_dict:
             self.weight_quantizer.expect_learned(state_dict, prefix + "weight_quantizer.")
         super()._load_from_state_dict(state_dict, prefix, *rest)

@@ -41,7 +41,7 @@ CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
 def sides(padding: Sequence[int], rank: int) -> tuple[list[int], list[int]]:
-    """Return the zeros before and after each dimension; `padding` has a number for each, or those before each and then those after each."""
+    """Return the zeros before and the zeros after each dimension; `padding` has `rank` numbers, or all before and then all after."""
     return list(padding[:rank]), list(padding[-rank:])
 
 

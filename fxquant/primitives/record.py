@@ -137,7 +137,7 @@ def multipliers(value: Value) -> Tensor:
 
 
 def union(*values: Value) -> Range:
-    """Return the range of a result whose elements are those of its operands."""
+    """Return the range (lowest, highest) of a result whose elements all come from its operands."""
     return Range(torch.stack([value.low.min() for value in values]).min(), torch.stack([value.high.max() for value in values]).max())
 
 
@@ -175,7 +175,7 @@ class Emitter(Protocol):
 
 
 class Role(Enum):
-    """The role of a primitive for code that fuses, writes or runs several of them at once."""
+    """The role of a primitive for code that fuses, writes or runs several primitives at once."""
 
     CONVOLUTION = "Sums of products over windows, with a bias: (input, weight, bias, stride, padding, dilation, groups, …)."
     TRANSPOSED = "Sums of products spread over windows, with a bias: (input, weight, bias, stride, padding, output padding, …)."
@@ -256,7 +256,7 @@ class Primitive:
         return inspect.signature(self.function)
 
     def stored_arguments(self, arguments: tuple[Any, ...], zero: int) -> tuple[Any, ...]:
-        """Convert arguments for centred operands to those for operands stored with the zero point `zero`."""
+        """Return the arguments for operands stored with the zero point `zero`, given the arguments for centred operands."""
         if not self.shifted:
             return arguments
         bound = self.signature.bind(*arguments)

@@ -1,4 +1,4 @@
-"""Elementwise primitives as steps on registers, by which a kernel computes a chain of them while it reads memory once.
+"""Elementwise primitives as steps on registers, by which a kernel computes a chain of primitives while it reads memory once.
 
 A register holds one integer of every element, or one float32 number. `Writer` collects the steps of a chain; each primitive's record has
 a function `steps` that writes it. The integers have 32 bits, or 64 where a primitive says that it needs them.
@@ -80,7 +80,7 @@ Steps = Callable[..., int | None]  # from a writer and a call's arguments, regis
 
 
 def over_rows(op: Op) -> Callable[..., Op | None]:
-    """Return the function `reduces` of a primitive that reduces dimensions: whether these are the last one alone, which stays."""
+    """Return the function `reduces` of a primitive: it returns `op` for a reduction of the last dimension with keepdim, else None."""
     return lambda sizes, dim, keepdim, wide=False: op if keepdim and list(dim) in ([-1], [len(sizes) - 1]) else None
 
 

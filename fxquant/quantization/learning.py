@@ -358,7 +358,7 @@ class TrainableScale(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _reach_in(self, state_dict: Mapping[str, Any], prefix: str) -> float:
-        """Return the `reach` of the quantizer whose state_dict this is; here the module's."""
+        """Return the `reach` of the quantizer in `state_dict`; here the module's own."""
         return self.reach
 
 

@@ -308,7 +308,7 @@ class Quantizer(TrainableScale):
             raise CalibrationError(what, at=self.source, module=self.module_path, because=because, remedy=remedy) from None
 
     def set_scale(self, scale: float, zero_point: int | None = None) -> None:
-        """Fix the scale at this value, and the zero point at this one or at its current value; they follow nothing any more."""
+        """Fix the scale at `scale`, and the zero point at `zero_point` (None: at its current value); they follow nothing any more."""
         self.assign(torch.full_like(self.base_scale, scale), zero_point)
         self.stop()
 

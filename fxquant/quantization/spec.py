@@ -305,7 +305,7 @@ class QConfig:
 
 
 class State(enum.Enum):
-    """The state of a prepared operator, which determines what it computes.
+    """The state of a prepared operator, which determines the function it computes.
 
     FLOAT      the float model; nothing observes
     CALIBRATE  the float model; ranges are observed, in train and in eval mode alike
@@ -455,7 +455,7 @@ class QConfigMapping:
 
     @checked()
     def set_host(self, *where: Any) -> QConfigMapping:
-        """Add rules that keep these in float, on the host: types and functions, module paths and node names. Return this mapping.
+        """Add rules that keep operators in float, on the host: by types and functions, module paths or node names. Return this mapping.
 
         Elsewhere this is a `hybrid_dict`. A rule with a QConfig does the opposite: it keeps integers between operators on the host.
         """

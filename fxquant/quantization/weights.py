@@ -1,4 +1,4 @@
-"""A weight quantizer: the dtype, the scale and the rounding of one weight, and the learned parts of them.
+"""A weight quantizer: the dtype, the scale and the rounding of one weight, with their learned parameters.
 
     s = max |w| / divisor, or the one with the least Σ |error|^p, or learned   per output channel, or per tensor
     s = s · share, where tuning has chosen to clip the largest weights
@@ -255,7 +255,7 @@ class WeightQuantizer(torch.nn.Module):
     def folded(
         self, weight: Tensor, gain: Tensor | None, least: Tensor | None = None, by_threshold: bool = False
     ) -> QuantizedWeight | None:
-        """Return the `integers` of weight · gain by two fused kernels; None if the weight quantizer needs more than those."""
+        """Return the `integers` of weight · gain by two fused kernels; None if the weight quantizer needs other kernels."""
         simple = self.learned is None and self.p is None and self.coverage is None and type(self.rounding) is Nearest
         if not simple or not fused_layers.admitted(weight, gain) or weight.numel() == 0:
             return None
@@ -267,7 +267,7 @@ class WeightQuantizer(torch.nn.Module):
         return QuantizedWeight(integers, scale, own, total)
 
     def _raised(self, chosen: Tensor, least: Tensor | None, by_threshold: bool) -> tuple[Tensor, Tensor]:
-        """Return the scales, raised to `least`, and which of them were not."""
+        """Return the scales `chosen`, raised to at least `least`, and a boolean tensor: which scales were not raised."""
         raised = chosen if least is None else torch.maximum(chosen, least if chosen.numel() > 1 else least.max())
         scale = round_up_to_power_of_two(raised) if self.power_of_two else raised
         return scale * WEIGHT_INT8.high / WEIGHT_INT8.high if by_threshold else scale, raised == chosen

@@ -96,7 +96,7 @@ def selected(b: Rewriting) -> fx.Node | None:
 
 @remedy("in two steps", "cat", "number of operands")
 def joined_in_steps(b: Rewriting) -> fx.Node | None:
-    """Concatenate parts of the operands, and then these, all on one grid. A single operand is the result itself."""
+    """Concatenate groups of the operands, and then the groups' results, all on one grid. A single operand is the result itself."""
     tensors, dim = b.arguments["tensors"], b.arguments["dim"]
     if len(tensors) == 1:
         return b(identity, tensors[0])

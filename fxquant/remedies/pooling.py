@@ -130,7 +130,7 @@ def counted_after(b: Rewriting) -> fx.Node | None:
 
 @remedy("in two steps", "max_pool2d", "kernel")
 def maximum_in_steps(b: Rewriting) -> fx.Node | None:
-    """Return maxima of windows that overlap or touch, and the maxima of these; the integers are unchanged."""
+    """Compute a maximum over small windows that overlap or touch, then a maximum over the results; the integers are unchanged."""
     kernel, stride, padding = window(b)
     if sizes(b.arguments["dilation"], 2) != [1, 1] or b.arguments["ceil_mode"]:
         return None

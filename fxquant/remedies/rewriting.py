@@ -142,7 +142,7 @@ class Rewriting(Builder):
         return self(self.operator.function, *own, **arguments)
 
     def joined(self, parts: Sequence[fx.Node], dim: int) -> fx.Node:
-        """Concatenate parts that have one grid, so that this only moves integers."""
+        """Concatenate `parts`, and tie them and the result to one grid, so that the concatenation only moves integers."""
         whole = self(cat, parts, dim)
         self.tie(*parts, whole)
         return whole
@@ -173,7 +173,7 @@ class Rewriting(Builder):
         return self.parameter(folded_weight, weight, bias, batch_norm, axis), self.parameter(folded_bias, weight, bias, batch_norm, axis)
 
     def cut(self, value: Any, dim: int, start: int, stop: int) -> Any:
-        """Return some elements of an activation along one dimension; the activation itself if these are all, and None for None."""
+        """Return the elements start to stop of an activation along `dim`; the activation itself if that is every element; None for None."""
         if value is None or (start, stop) == (0, shape_of(value)[dim]):
             return value
         index: list[Any] = [WHOLE] * len(shape_of(value))

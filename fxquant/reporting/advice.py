@@ -215,7 +215,7 @@ _LOOK_INSIDE = "compare with prepared=, the prepared model, which names the tens
 
 
 def of_parts(advice: Sequence[Advice], parts: Sequence[Advice]) -> Iterator[Advice]:
-    """Yield the advice; of an operator that is wrong inside, the advice on its own tensors instead, or on its weight if these have none."""
+    """Yield the advice; for a composite with the rule "inside", its parts' advice instead, or without parts' advice its own, shortened."""
     there = {each.layer for each in advice}
     for each in advice:
         inner = [part for part in parts if part.layer.startswith(f"{each.layer}_") and part.layer not in there and part.rule != "inside"]

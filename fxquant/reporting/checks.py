@@ -234,7 +234,7 @@ def value_ranges(
     options: Options = DEFAULTS,
     show_progress: bool | None = None,
 ) -> Rows[Values]:
-    """Return the values of every tensor of a model over all batches, with notes on those that are not finite, or too far apart for 16 bits.
+    """Return ranges of every tensor of a model over all batches, with notes on tensors that are not finite or too wide for 16 bits.
 
     A tensor has a note if its largest magnitude is at least `spread` times the mean one. A KeyboardInterrupt is raised as `Interrupted`,
     whose `result` holds the rows of the finished batches.

@@ -204,7 +204,7 @@ class Effects:
 
 
 def shifted(value: Tensor, exponents: Tensor | None) -> Tensor:
-    """Return a tensor times 2 to these, which are of its shape without the batch."""
+    """Return value · 2**exponents (float64), where `exponents` has the shape of a sample; the value itself if `exponents` is None."""
     return value if exponents is None else torch.ldexp(value.double(), exponents.unsqueeze(0).to(value.device))
 
 

@@ -312,7 +312,7 @@ class Drawing:
 
 
 def drawing(model: fx.GraphModule) -> Drawing:
-    """Return the operators of a graph at any stage, with the inputs and the output. Linear in nodes, edges and the rows that these pass.
+    """Lay out the operators of a graph at any stage, with inputs and output. Linear in nodes, edges, and rows that edges pass.
 
     The corresponding operations of a recurrence's steps are one node, and there are no edges from one step to the next.
     """

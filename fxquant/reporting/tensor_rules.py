@@ -136,7 +136,7 @@ class Judged:
 
     @property
     def reference(self) -> str:
-        """The first of them."""
+        """The first of `references`."""
         return self.references[0]
 
     @property

@@ -75,7 +75,7 @@ class Budget:
             raise ConfigurationError("a speed is given without a latency", because=because, remedy=remedy)
 
     def on(self, target: Target) -> Budget:
-        """Return the budget with the target's peak rates as `speed`, if it needs one. Raises ConfigurationError if these are unknown."""
+        """Return the budget with the target's peak rates as `speed`, if it needs one. Raises ConfigurationError for unknown rates."""
         if self.latency is None or self.speed is not None:
             return self
         if target.roofline is None:

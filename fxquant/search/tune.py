@@ -90,7 +90,7 @@ def _observers(state: State) -> Proposals:
 
 
 def _sixteen(state: State) -> Proposals:
-    """Sixteen bits for the most sensitive tensors and weights: one, two, four, …, a quarter of them at most."""
+    """Propose sixteen bits for the most sensitive tensors and weights: one, two, four, …, at most a quarter of all choices."""
     if state.budget is not None:
         return
     work = state.untuned()

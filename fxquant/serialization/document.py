@@ -57,7 +57,7 @@ _PATH = re.compile(r"[^.\n]+(\.[^.\n]+)*")  # a line break in it could stand for
 
 
 def write_model(model: Any, target_of: TargetOf) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the document and the tensors of a model. Raises ExportError, with the name of the part, if a file cannot hold a part of it."""
+    """Return the document and the tensors of a model. Raises ExportError, with the name of the part, if a file cannot hold some part."""
     if not isinstance(model, fx.GraphModule) or not (is_traced(model) or stage_of(model) is not None):
         cannot_save(f"a {type(model).__name__}", "it is not a model of fxquant", "save what trace, prepare or convert returned")
     if any(isinstance(hook, ReturnInTraining) for hook in model._forward_hooks.values()):

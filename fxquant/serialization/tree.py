@@ -365,7 +365,7 @@ class TreeReader:
         return modules if isinstance(value, list) else modules[0]
 
     def _module(self, place: int | None, kind: Any = nn.Module | None) -> Any:
-        """Return the module at a place, None without one, which has to be of this class, or one of these."""
+        """Return module number `place` (None for None); raise Malformed unless it is an instance of `kind`, a class or a union."""
         if place is not None and not 0 <= expect(place, int) < len(self._modules):
             raise Malformed(f"module {place} does not precede the one that refers to it")
         module = None if place is None else self._modules[place]

@@ -129,5 +129,5 @@ def disagreed(model: Any, implementation: str, places: Sequence[str], because: s
 
 
 def disagreements(model: Any) -> list[Disagreement]:
-    """Return the recorded disagreements of a model, and those that concern every model."""
+    """Return the recorded disagreements of a model, and the disagreements that concern every model."""
     return [each for owner, each in RECORDED if owner is None or (model is not None and owner() is model)]

@@ -189,7 +189,7 @@ _OWNERS: weakref.WeakKeyDictionary[Any, list[Callable[[Any], None]]] = weakref.W
 
 
 def in_child(owner: Any, function: Callable[[Any], None]) -> None:
-    """Call the function with the owner, while that lives, in every process forked from this one, before anything else there.
+    """Register `function` to be called with `owner`, if it still lives, first of all in every process that is forked from now on.
 
     The owner is not kept alive; the function must not refer to it.
     """

@@ -250,12 +250,12 @@ def unfused() -> Iterator[None]:
 
 
 def admitted(*tensors: Tensor | None) -> bool:
-    """Return whether these are plain float32 tensors outside of torch.func's transforms and of `unfused`."""
+    """Return whether fused kernels are on (no `unfused`) and `tensors` are plain float32, outside of torch.func's transforms."""
     return _SWITCH.on and plain(*tensors)
 
 
 def plain(*tensors: Tensor | None, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> bool:
-    """Return whether these are plain tensors, no subclasses, of one of these dtypes, outside of torch.func's transforms."""
+    """Return whether `tensors` are plain (not of a subclass), of one of `dtypes`, and outside of torch.func's transforms."""
     is_plain = all(type(t) in _PLAIN and t.dtype in dtypes for t in tensors if t is not None)
     return is_plain and not torch._C._are_functorch_transforms_active()
 
@@ -273,7 +273,7 @@ def _passes(*tensors: Tensor | None) -> Passes:
 
 
 class Token:
-    """The address of a gradient that only the next function reads, so that this may write to it."""
+    """The address of a gradient that only the next backward function reads, so that this function may overwrite it."""
 
     start: int | None = None
 

@@ -445,7 +445,7 @@ def observe_together(observers: Sequence[Observer], value: Tensor, items: bool =
 
 
 def beside(observer: Observer) -> dict[str, nn.Module]:
-    """Return the observers, by class, that have to observe beside this one, so that all of `standard` do."""
+    """Return new observers, by class name, that gather the statistics of `standard` which `observer` does not gather."""
     there = gathering(observer)
     return {kind.__name__: kind() for kind, gathers in standard().items() if gathers != there}
 

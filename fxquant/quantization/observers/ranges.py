@@ -83,7 +83,7 @@ def signed(rows: Tensor, chosen: Sequence[int] | None, apart: int, bins: int, to
 
 
 def sampled(value: Tensor, count: int) -> Tensor:
-    """Return `count` of a tensor's elements, one-dimensional; all of them if there are fewer than twice as many.
+    """Return `count` of a tensor's elements, one-dimensional; every element if there are fewer than 2 · `count`.
 
     The tensor, read in the order of its dimensions, is cut into `count` sections of equal length, and one element is taken at a random
     index of each, so that every element is equally likely, whatever period the values have. The indices depend on the two sizes alone:
@@ -169,7 +169,7 @@ class Observer(nn.Module):
         return scale * INT8.low, scale * INT8.high
 
     def range_observer(self) -> MinMaxObserver:
-        """Return the observer of the range that this one's scale follows in state TRAIN. By default: a moving average."""
+        """Return the observer whose range the scale follows in state TRAIN. By default: a moving average."""
         return MovingAverageMinMaxObserver()
 
     def of_output(self) -> Observer:
@@ -177,11 +177,11 @@ class Observer(nn.Module):
         return self
 
     def read_by(self, functions: tuple[Callable[[Tensor], Tensor], ...]) -> Observer:
-        """Return the observer that chooses the scale of a tensor that these functions of one element alone read. By default: this one."""
+        """Return the observer that chooses the scale of a tensor read only by elementwise `functions`. By default: the observer itself."""
         return self
 
     def by(self, method: Method) -> Observer:
-        """Return the observer that chooses the scale in this way, from the same observations. By default: this one."""
+        """Return the observer that chooses the scale by `method`, from the same observations. By default: the observer itself."""
         return self
 
     def reset(self) -> None:
@@ -190,7 +190,7 @@ class Observer(nn.Module):
             buffer.zero_()
 
     def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Set the statistics to those of several observers together: `states` are their buffers by name, this one's among them.
+        """Set the statistics to the merged statistics of several observers: `states` are their buffers by name, including this observer's.
 
         Called with the same states in the same order on every rank, so that all ranks agree bit for bit. Observers
         without observations are left out by the caller. Needed only to calibrate with torch.distributed.
