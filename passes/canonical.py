@@ -538,7 +538,7 @@ def _narrow(node: fx.Node, function: Callable[..., Any], arguments: dict[str, An
 
 
 def _moved(node: fx.Node, operator: Operator, arguments: dict[str, Any], build: Builder) -> Call | None:
-    """Move narrow integers as int64."""
+    """Rewrite a movement of int8 to int32 integers: widen the operands to int64, move, cast back; None if it is not one or cannot be."""
     if fact(node).dtype not in DTYPES or fact(node).dtype == torch.int64:
         return None
     widened = {
@@ -551,7 +551,7 @@ def _moved(node: fx.Node, operator: Operator, arguments: dict[str, Any], build: 
 
 
 def _joined(node: fx.Node, operator: Operator, arguments: dict[str, Any], build: Builder) -> Call | None:
-    """Concatenate integers or booleans."""
+    """Rewrite a concatenation or stack of integers (widened to int64) or booleans; None if the result depends on the batch twice."""
     node_fact, dim = fact(node), arguments["dim"]
     tensors = [value if node_fact.dtype == torch.bool else wide(value, build) for value in arguments["tensors"]]
     if operator.function is stack:

@@ -60,7 +60,7 @@ from fxquant.prepared.stage import is_integer, is_quantized
 
 
 def separate(gm: fx.GraphModule, context: Context) -> int:
-    """Keep operators in float that put parts of different tensors on one grid for an output alone."""
+    """Keep in float the operators that only copy elements for outputs and would need one grid, or a cast, for it; return their number."""
     leaving = _leaving(gm.graph)
     separated: set[fx.Node] = set()
     for node in gm.graph.nodes:
@@ -243,7 +243,7 @@ def _moves(node: fx.Node) -> bool:
 
 
 def _elements(node: fx.Node) -> int:
-    """Return the number of elements of a tensor for each item of a batch, as far as its sizes are numbers; 0 without a tensor."""
+    """Return the product of a tensor's sizes, without sizes that depend on the batch: elements per sample; 0 if it is not a tensor."""
     node_fact = fact(node)
     return math.prod(size for size in node_fact.shape if isinstance(size, int)) if isinstance(node_fact, TensorFact) else 0
 
@@ -264,7 +264,7 @@ def _saturates(node: fx.Node) -> bool:
 
 
 def _is_sum_of(node: fx.Node, read: set[fx.Node], sums: set[fx.Node], context: Context) -> bool:
-    """Return whether a node is a layer, moves the sums of layers, or becomes a part of one: a batch norm, an addition."""
+    """Return whether a node's result is a layer's sum: a layer, a movement of such sums, or a batch norm or addition fused into it."""
     if copies(node):
         return bool(read) and sums.issuperset(read)
     if Trait.SUMS in traits_of(node):

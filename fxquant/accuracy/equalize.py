@@ -330,7 +330,7 @@ class _Problem:
 
 
 def _layer(prepared: fx.GraphModule, channel_labels: Channels, node: fx.Node, observed: Statistics, gain: Tensor) -> LayerNoise | None:
-    """Return the weight of a layer with its batch norm folded in; None if there are no statistics of its operand.
+    """Return the error of a layer as a `LayerNoise`, and add its costs to `gain`; None if there are no statistics of its operand.
 
     `gain` holds the cost of an error of mean square one in a channel, by label; the cost in this layer is added to it.
     """

@@ -93,7 +93,7 @@ def keep_shapes(prepared: nn.Module, example_inputs: Any) -> None:
 
 
 def shapes_of(state_dict: Any) -> Any:
-    """Return zero inputs of the shapes that a state_dict records; None if it records none."""
+    """Return example inputs: tensors of zeros of the shapes and dtypes that a state_dict records; None if it records no shapes."""
     shapes = getattr(state_dict, "_metadata", {}).get("", {}).get(SHAPES)
     if shapes is None:
         return None

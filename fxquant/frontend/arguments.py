@@ -209,7 +209,7 @@ class Arguments:
         self.substitutes: dict[int, Value] = {}
 
     def convert(self, arg: Any) -> Any:
-        """Return the argument as it stands in the graph."""
+        """Return the argument as it is in the graph (tensors as nodes), and append a description of it to the cache key `self.key`."""
         kind = type(arg)
         if kind is TracedTensor:
             return self._traced(arg)

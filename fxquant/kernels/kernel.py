@@ -105,12 +105,12 @@ class Held:
         return replace(self, sizes=(images, *self.sizes[1:]))
 
     def view(self, held: Tensor) -> Tensor:
-        """Return the held elements in the order of the tensor's own dimensions."""
+        """Return a view of a buffer that kernels hold, of the tensor's own shape `sizes`, without the padding of pixels."""
         pixels = held.view(*self.grid[:-1], self.pixel)[..., : self.channels]
         return (pixels.movedim(-1, 1) if self.channels_first else pixels).view(self.sizes)
 
     def hold(self, value: Tensor, held: Tensor) -> None:
-        """Copy a tensor from the form of primitives into the form that kernels hold."""
+        """Write the tensor `value`, in the form of primitives, into the buffer `held`, in the form of kernels."""
         batch, *area, channels = self.grid
         pixels = held.view(batch, *area, self.pixel)[..., :channels]
         value = value.reshape(batch, channels, *area).movedim(1, -1) if self.channels_first else value.reshape(pixels.shape)

@@ -55,7 +55,7 @@ class Called(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """A setting that is allowed, and hardly meant."""
+    """A setting that is legal but probably a mistake, with the reason and the remedy."""
 
     layer: str
     setting: str

@@ -493,16 +493,16 @@ FEW = 32  # times fewer places than elements, of 4 bytes each
 
 
 class Marks(Protocol):
-    """The kernels that a backend may offer; each has the results of the function here."""
+    """A backend's kernels for marks (uint8, 0 where a gradient passes); each equals the function here that its docstring names."""
 
     def takes(self, inside: Tensor) -> bool:
-        """Return whether the kernels are for this tensor."""
+        """Return whether the kernels can compute on the tensor `inside`, by its device and dtype."""
 
     def places(self, marks: Tensor, count: int) -> Tensor:
         """Return the int32 indices of the `count` bytes that are 0, as `kept_mask` does."""
 
     def marks(self, places: Tensor, size: int) -> Tensor:
-        """Return `size` bytes that are 0 at these indices and 1 elsewhere, as `opened_mask` does."""
+        """Return a uint8 tensor (size,) that is 0 at the indices `places` and 1 elsewhere, as `opened_mask` does."""
 
 
 MASKS = Offers[Marks]()

@@ -145,7 +145,7 @@ class Observer(nn.Module):
 
     @property
     def only_zeros(self) -> bool:
-        """Whether all observed values were 0. By default: whether the scale is the one that such tensors have."""
+        """Whether all observed values were 0. By default: whether the scale is FLOAT32_EPSILON, the scale of tensors of zeros."""
         return self.observed and bool(self.scale(INT8) == FLOAT32_EPSILON)
 
     def observe(self, value: Tensor) -> None:
