@@ -587,7 +587,7 @@ def _of_whole_numbers(node: fx.Node, operator: Operator, arguments: dict[str, An
 
 
 def _compared(relation: str, arguments: dict[str, Any], build: Builder) -> Call:
-    """Return a comparison; one with a number that is not an integer becomes one with the integer next to it."""
+    """Rewrite a comparison for int64 operands: a number that is not an integer is rounded so that the result is unchanged."""
     operands: dict[str, Any] = {}
     for name, value in arguments.items():
         rounding = RELATIONS[relation if name == "other" else RELATIONS[relation].swapped].rounding

@@ -136,9 +136,9 @@ def in_front_of_softmax(gm: fx.GraphModule) -> set[fx.Node]:
 
 
 def masks(gm: fx.GraphModule, leading: set[fx.Node]) -> set[fx.Node]:
-    """Return, of the nodes before a softmax, the additions of a mask, and the nodes that the masks are computed by.
+    """Return the nodes in `leading` (before a softmax) that add a mask or compute one.
 
-    A mask is a constant that hides something, an input, or computed from these by operators without weights.
+    A mask is a constant that hides something, an input, or computed from constants and inputs by operators without weights.
     """
     plain = given(gm)
     nodes: set[fx.Node] = set()

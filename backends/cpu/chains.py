@@ -469,7 +469,7 @@ class _Rows:
         return Binding(bind)
 
     def differing(self, register: int, constant: Tensor) -> Step:
-        """Return the step that reads a constant which differs between rows, once for each item of the batch."""
+        """Return the step that reads a constant with different rows; the constant is repeated for each item of the batch."""
         _, *sizes = self.shapes[register]
         if not all(isinstance(size, int) for size in sizes):
             raise NotApplicable("its constants differ between rows, of a number that varies")

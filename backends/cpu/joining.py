@@ -103,7 +103,7 @@ class NativeJoining:
 
 
 class NativeMarks:
-    """`Marks` in C, for saturation masks."""
+    """The kernels `Marks` in C, for saturation masks."""
 
     def takes(self, inside: Tensor) -> bool:
         """Return whether there is a library, and the mask is in CPU memory."""

@@ -42,7 +42,7 @@ def _real(site: Site) -> Requantization:
 
 
 def _fixed(width: torch.dtype) -> Callable[[Site], Requantization]:
-    """Return the requantization by shift, product and shift in float. Float64 is always exact; float32 is used only where proved exact."""
+    """Return a builder of the requantization by shift, product and shift, in float64 (always exact) or float32 (if proved exact)."""
 
     def of(site: Site) -> Requantization:
         arguments: Any = site.match.root.args
@@ -243,7 +243,7 @@ def tensor_table(site: Site) -> Built:
 
 @implementation("oneDNN linear layer", reads_held=False)
 def onednn_dynamic(site: Site) -> Built:
-    """Build a dynamically quantized layer by oneDNN's sums of products of bytes; the rest by tensor operations."""
+    """Build a kernel of a dynamically quantized layer: oneDNN sums products of bytes, tensor operations compute the remainder."""
     weight, scale, bias = site.tensor("weight"), site.tensor("scale"), site.constant(site.match.parts["bias"])
     require_onednn("qlinear_pointwise")
     largest = float(accumulator_bound(weight, None, 0, MAGNITUDE).max())

@@ -130,7 +130,7 @@ class FastWriter(Writer):
         return operand
 
     def shifted(self, value: Any) -> str:
-        """Return an 8-bit tensor, or a constant, as uint8."""
+        """Return the name of an 8-bit tensor or constant as uint8; int8 is shifted by 128."""
         value = plain(value)
         stored = super().operand(value)
         if isinstance(stored, Tensor):

@@ -119,7 +119,7 @@ class Images:
         return True
 
     def _flattened(self, node: onnx.NodeProto, first: str, result: str) -> bool:
-        """Let the result of a reshape be the image of its operand, where one vector stays one vector."""
+        """Record the operand's image as the image of a reshape's result if both are one vector; return whether it was done."""
         value, shape = self.image.get(first, (first, self.sizes.get(first, ())))
         rank = 2 if node.op_type == "Flatten" else len(self.constants.get(node.input[1], ()))
         if rank not in AXES or max(shape, default=0) != math.prod(shape) or (first not in self.image and len(shape) != 4):

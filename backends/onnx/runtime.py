@@ -75,14 +75,14 @@ class QLinearMatMul(OpRun):
 
 
 class Gather(OpRun):
-    """The operator for indices that are not contiguous, for which it fails before onnx 1.23."""
+    """Gather of onnx's reference evaluator, which before onnx 1.23 fails for indices that are not contiguous."""
 
     def _run(self, x: Any, indices: Any, axis: int | None = None) -> Any:
         return (np.take(x, indices, axis=axis or 0),)
 
 
 class MaxPool(op_max_pool.MaxPool):
-    """The operator with padding in its shape if strides and dilations are all 1, and without NaN in the padding of integers."""
+    """MaxPool of onnx's reference evaluator, corrected: padding is in its shape if strides and dilations are 1; no NaN pads integers."""
 
     def _run(self, x: Any, **attributes: Any) -> Any:  # type: ignore[override]
         kernel = attributes["kernel_shape"]

@@ -74,7 +74,7 @@ def correct_bias(
 
 
 def find(run: Run) -> dict[str, list[float]]:
-    """Return what is added to the biases of layers, by layer, as rank 0 finds it."""
+    """Return the corrections (channels,) to add to the biases of layers, by layer; {} on other ranks than 0."""
     judge = run.judge if run.samples.samples >= ENOUGH else FloatOutputs(run.prepared, run.held_out)
     return corrections(run.prepared, run.few, judge, run.show) if not (run.several and ranks.index()) else {}
 

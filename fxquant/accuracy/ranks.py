@@ -47,7 +47,7 @@ def of_first(value: Any) -> Any:
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """Return a number that tells tensors from others, as hexadecimal digits."""
+    """Return a hash (16 hexadecimal digits) of dtypes, shapes and elements of tensors."""
     hasher = hashlib.sha256()
     for tensor in tensors:
         hasher.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())

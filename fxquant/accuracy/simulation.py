@@ -30,7 +30,7 @@ Weight = Callable[[Choice, QuantizedOperator, dict[str, Any]], Tensor]  # what a
 
 @contextmanager
 def changed(choices: Iterable[Choice], result: Result, weight: Weight) -> Iterator[None]:
-    """Apply `result` to the results and `weight` to the weights of the operators of these choices, inside the context."""
+    """Inside the context, replace the results of the operators of `choices` by `result(...)`, and their weights by `weight(...)`."""
 
     def of_weight(choice: Choice) -> Any:
         def hook(module: QuantizedOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -330,7 +330,7 @@ def weighted_nodes(prepared: fx.GraphModule) -> dict[fx.Node, QuantizedOperator]
 
 
 def constant_weight(prepared: fx.GraphModule, node: fx.Node, operator: QuantizedOperator) -> Tensor:
-    """Return the weight of a weighted node as it is rounded: channels are dimension 0."""
+    """Return the float weight of a weighted node in the layout in which it is rounded: output channels are dimension 0."""
     weight = weight_of(operator, constant_arguments(prepared, node, operator))
     assert weight is not None
     return weight

@@ -79,7 +79,7 @@ def _rows(layer: Layer, again: Sequence[Layer]) -> list[tuple[str, str, str, str
 
 
 def _scale(grid: QParams | None) -> str:
-    """Return one scale, or the smallest and the largest of several; or why there is none."""
+    """Return a scale as text, or the smallest and the largest of several, or why there is none; "" without a grid."""
     if grid is None:
         return ""
     if isinstance(grid.scale, float):

@@ -278,7 +278,7 @@ def _macs(operator: Operator | None, values: Mapping[str, Any], result: Any) -> 
 
 
 def _written(model: fx.GraphModule, node: fx.Node) -> tuple[Operator | None, dict[str, Any]]:
-    """Return the operator at a node and its arguments by name; (None, {}) for a node that is neither canonical nor a weighted layer."""
+    """Return the operator at a node and its arguments by name; (None, {}) if the node is neither canonical nor a weighted layer."""
     operator = record_of(model, node)
     if operator is not None:
         return operator, operator.arguments(node)

@@ -116,7 +116,7 @@ def _rules(qconfig: QConfig | QConfigMapping | None) -> QConfigMapping:
 
 
 def _prepare(traced: fx.GraphModule, context: Context, passes: Sequence[Pass], until: str | Stage | None, dial: Dial) -> fx.GraphModule:
-    """Run the passes on a copy of a traced graph."""
+    """Run the passes on a copy of a traced graph, log a summary and broken limits, and return the prepared model."""
     _require_float32(traced)
     target, qconfig, attached = context.target, context.qconfig, attached_qconfigs(traced)
     backends.require_dtypes(target, [*attributes(traced, attached), *qconfig.rules(), (DEFAULT, qconfig.default)])

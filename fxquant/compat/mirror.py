@@ -27,7 +27,7 @@ from fxquant.errors import ConfigurationError
 
 
 class MissingName(ConfigurationError, AttributeError):
-    """An attribute of a mirrored module that is not supported."""
+    """The error for reading an attribute of a mirrored module that is not supported."""
 
 
 class MissingImport(ConfigurationError, ImportError):

@@ -64,7 +64,7 @@ class Evaluator:
         self._interned: dict[tuple[Any, ...], Value] = {}
 
     def intern(self, a: torch.Tensor, b: torch.Tensor) -> Value:
-        """Return the one fake `Value` of these shapes, strides, dtypes and devices."""
+        """Return a fake `Value` of two tensors like `a` and `b` (shape, stride, dtype, device); equal arguments give the same object."""
         key = (a.shape, a.stride(), a.dtype, a.device, b.shape, b.stride())
         value = self._interned.get(key)
         if value is None:

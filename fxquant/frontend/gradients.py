@@ -82,7 +82,7 @@ class Gradients:
         return handle
 
     def add(self, rule: GradientRule, name: str) -> str:
-        """Return the path at which the graph calls a rule."""
+        """Store a gradient rule in `rules` under a free path, and return the path, at which the graph calls it."""
         base = "gradient_" + "".join(letter if letter.isalnum() else "_" for letter in name)
         path, number = base, 0
         while path in self.rules or path in self._taken:

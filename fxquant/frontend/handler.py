@@ -173,7 +173,7 @@ class Handler:
         )
 
     def _foreseen(self, a: Any, b: Any) -> tuple[Any, ...]:
-        """Return the values of a size at all batch sizes, supposing that it grows evenly; comparing two traces proves that."""
+        """Return a size at each of `batches`, extrapolated linearly from its first two values; comparing two traces proves it."""
         first, second, *others = self.batches
         rise, run = b - a, second - first
         return (a, b, *(a + (rise * (other - first) // run if isinstance(a, int) else rise * (other - first) / run) for other in others))

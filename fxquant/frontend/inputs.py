@@ -147,7 +147,7 @@ def _bind(signature: list[list[Any]], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _take(path: str, form: Form, value: Any, inputs: dict[str, Any]) -> None:
-    """Collect the inputs in an argument of that form."""
+    """Write the inputs inside the argument `value` into `inputs`, by name; raise if it has another structure than `form`."""
     kind = form[0]
     if kind == "tensor":
         if isinstance(value, (tuple, list, Mapping, type(None))):

@@ -51,7 +51,7 @@ class TrainingBranch(Holder):
         self.result = rebuilt(self.form, Interpreter(self.held[0], self.steps).run(*inputs)) if self.training else None
 
     def train(self, mode: bool = True) -> TrainingBranch:
-        """Set the mode, as any module does; methods that are kept as Python, which only the branch calls, follow it."""
+        """Set train or eval mode, also of the methods kept as Python, which only the training branch calls."""
         super().train(mode)
         for module in self.held[0].modules():
             if isinstance(module, Method):
@@ -356,7 +356,7 @@ def random_by_forward(module: fx.GraphModule) -> list[Place]:
 
 
 def untrained_here(module: fx.GraphModule) -> list[str]:
-    """Return parameters that train in the float model alone, each with the first line of the user's code that reads it."""
+    """Return texts on parameters that have a gradient only in the float model: the name and the line of the user's code that reads it."""
     return model_meta(module).get(_UNTRAINED, [])  # type: ignore[no-any-return]
 
 

@@ -43,7 +43,7 @@ Place = tuple[str, str]
 
 @dataclass
 class MovedState:
-    """The changes of one call of forward in train mode.
+    """The state that one call of forward in train mode changes, and its random draws.
 
     moved         names of buffers and of other tensors, with the line of the user's code that changes each, "" where it is none
     numbers       names of attributes that hold another number afterwards

@@ -325,7 +325,7 @@ def numeric_fact(a: float, b: float) -> int | float | BatchDim | None:
 
 
 def refuse(what: str, because: str, remedy: str, at: Any = None) -> NoReturn:
-    """Raise a `TraceError` at the line of the model that is being executed, or at another that `source` gave."""
+    """Raise a `TraceError` at the line of the model that is being executed, or at `at`, a line that `source` returned."""
     handler = active() if is_tracing() else None
     at = at or (handler.source() if handler else None)
     raise TraceError(what, because=because, remedy=remedy, at=at, module=handler.path if handler else None)

@@ -50,7 +50,7 @@ def bytes_of(node: Any, ranks: Sequence[int] = RANKS) -> fx.Node | None:
 
 
 def _lacking(verb: str, node: Any, ranks: Sequence[int] = RANKS) -> str:
-    """Return why a tensor that is read or written is not one for kernels."""
+    """Return why kernels cannot read or write (`verb`) the tensor of a node."""
     node_fact = fact(node) if isinstance(node, fx.Node) else None
     if not isinstance(node_fact, TensorFact):
         return f"it {verb}s what is not a tensor"

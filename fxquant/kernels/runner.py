@@ -117,9 +117,9 @@ class Runner:
             self.made_for, self.constants = (id(model), id(model.graph)), Constants(model)
 
     def choices(self, model: fx.GraphModule, prove: bool = False) -> dict[fx.Node, Choice]:
-        """Return how each node is computed for inputs of the sizes that came last; empty before kernels were proved for any.
+        """Return the `Choice` of kernel by node, for the input sizes of the last run; empty if no kernels were proved yet.
 
-        With `prove` they are, if the model has run.
+        With `prove` kernels are proved now, if the model has run.
         """
         with self.lock:
             keys = list(reversed(self.programs)) if self._is_of(model) else []

@@ -239,7 +239,7 @@ class FusedLowering(EagerLowering):
         return self._on(to.grid, *fused_elementwise.joined(join, self._rounded(end, to), step))
 
     def _rounded(self, end: Epilogue, to: Quantizer) -> Rounded:
-        """Return the requantization of an accumulator to the grid of `to`."""
+        """Return the constants (`Rounded`) by which fused kernels requantize an accumulator to the grid of `to`."""
         least, most = end.clamp or (None, None)
         limits = -math.inf if least is None else least, math.inf if most is None else most
         grid = to.grid

@@ -159,7 +159,7 @@ class Lowering:
 
     @property
     def device(self) -> torch.device:
-        """Where its constants are: where the output's scale is; without a grid, on the CPU."""
+        """The device of the operator's constants: the device of the output's scale, or the CPU if the output has no grid."""
         return torch.device("cpu") if self.plain else self.output.grid.scale.device
 
     def call(self, primitive: Callable[..., Tensor], *arguments: Any) -> Any:
@@ -348,7 +348,7 @@ class Lowering:
         return grid.bounds if low <= -grid.high and high >= grid.high else (low, high)
 
     def align(self, operand: Quantized, ratio: Ratio, role: str, wide: bool) -> Any:
-        """Return the operand's integers times `ratio`, as an accumulator on the finer scale that results; `wide` beyond 2^24."""
+        """Rescale the operand's integers by `ratio` to an accumulator on a finer scale; `wide` says that it can reach 2^24."""
         return self.arithmetic.align(self, operand.value, ratio, operand.dtype, role, wide)
 
     def quantize_constant(self, value: Tensor, role: str, wide: bool = False) -> Quantized:

@@ -201,7 +201,7 @@ def scale_from_threshold(threshold: float, dtype: IntType) -> float:
 
 
 def to_float32(value: Any) -> Any:
-    """Return a number rounded to float32, as PyTorch passes it to a function of such tensors; of a tuple, its numbers. Others are kept."""
+    """Return a float, or each float of a tuple, rounded to float32, as PyTorch passes it to functions of float32; others unchanged."""
     if isinstance(value, tuple):
         return tuple(to_float32(item) for item in value)
     return ctypes.c_float(value).value if isinstance(value, float) else value

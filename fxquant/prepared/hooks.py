@@ -127,7 +127,7 @@ def are_calls(value: Any, graph: fx.Graph | None) -> bool:
 
 
 def _next_computed(calls: list[Call]) -> dict[str, str]:
-    """Return for each module, by path, the next one that ended after it and whose output is a tensor of the prepared graph."""
+    """Return, by path of module, the path of the next module to end whose output is a tensor of the prepared graph; "" if none."""
     following, near = dict[str, str](), ""
     for call in reversed(calls):
         following[call.path] = near

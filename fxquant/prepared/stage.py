@@ -282,12 +282,12 @@ def primitive_of(node: fx.Node) -> Primitive | None:
 
 
 def is_quantize(model: fx.GraphModule, node: fx.Node) -> bool:
-    """Return whether a node quantizes, at any stage."""
+    """Return whether a node is a quantization, in a prepared or an integer graph."""
     return node.target is quantization.quantize or record_of(model, node) is QUANTIZE
 
 
 def is_dequantize(model: fx.GraphModule, node: fx.Node) -> bool:
-    """Return whether a node dequantizes, at any stage."""
+    """Return whether a node is a dequantization, in a prepared or an integer graph."""
     return node.target is quantization.dequantize or record_of(model, node) is DEQUANTIZE
 
 

@@ -35,7 +35,7 @@ class Composer(Protocol):
         """Return a parameter of the operator as an operand of primitives; stored with `dtype` when deployed."""
 
     def offset(self, grid: Grid) -> tuple[int, ...]:
-        """Return the zero point that a primitive adds to its result, as a further argument; empty where it adds none."""
+        """Return the zero point of `grid` as a further argument of a primitive, (zero_point,), or () if the primitive adds none."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Arithmetic:
         raise NotImplementedError
 
     def align(self, composer: Composer, value: Any, ratio: Ratio, dtype: IntType, role: str, wide: bool) -> Any:
-        """Rescale integers of `dtype` by `ratio` to an accumulator on a finer scale; `wide` where it can reach 2^24."""
+        """Rescale integers of `dtype` by `ratio` to an accumulator on a finer scale; `wide` says that it can reach 2^24."""
         raise NotImplementedError
 
     def refuses(self, primitive: Function, arguments: Mapping[str, Any], storage: torch.dtype) -> str | None:

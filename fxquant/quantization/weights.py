@@ -71,7 +71,7 @@ class WeightScale(TrainableScale):
         return torch.ones_like(self.base_scale) if gain is None or self.base_scale.numel() == 1 else gain.detach().abs()
 
     def forget(self) -> None:
-        """Start again from the weight, as where calibration is continued; nothing where the scale is frozen."""
+        """Set the learned scale to NaN, so that training starts it again from the weight; a frozen scale stays."""
         if not self.frozen:
             self.assign(torch.full_like(self.base_scale, float("nan")))
 

@@ -30,14 +30,14 @@ from fxquant.remedies.rewriting import Rewriting, even, is_activation, remedy
 
 @remedy("as a product", "div", None)
 def as_product(b: Rewriting) -> fx.Node | None:
-    """Multiply by the number's reciprocal."""
+    """Replace a division by a number with a multiplication by its reciprocal."""
     other = b.arguments["other"]
     return b(mul, b.input, 1.0 / other, clamp=b.clamp) if isinstance(other, int | float) else None
 
 
 @remedy("as a depthwise convolution", "add sub mul", "number of constant operands")
 def as_depthwise(b: Rewriting) -> fx.Node | None:
-    """Turn one number for each channel into the weight or the bias of a depthwise 1×1 convolution."""
+    """Replace an operator with a constant for each channel by a depthwise 1×1 convolution with it as weight or bias."""
     left, right = b.arguments["input"], b.arguments["other"]
     operand, constant = (right, left) if is_parameter(left) else (left, right)
     shape = shape_of(operand)
@@ -57,7 +57,7 @@ def as_depthwise(b: Rewriting) -> fx.Node | None:
 
 @remedy("expanded first", "add sub mul", "number of operands that are broadcast")
 def expanded(b: Rewriting) -> fx.Node | None:
-    """Expand the larger of two operands that are both broadcast."""
+    """Expand the larger of two operands that are both broadcast to the result's shape, before the operator."""
     names = [name for name in ("input", "other") if is_activation(b.arguments[name])]
     if len(names) != 2 or (not isinstance(b.result[0], int) and any(shape_of(b.arguments[n])[0] != b.result[0] for n in names)):
         return None
@@ -67,7 +67,7 @@ def expanded(b: Rewriting) -> fx.Node | None:
 
 @remedy("in two dimensions", "add sub mul", "rank")
 def flattened(b: Rewriting) -> fx.Node | None:
-    """Reshape operands of one shape to rows, and the result back to its shape."""
+    """Reshape operands of one shape to (batch, elements), apply the operator, and reshape the result back."""
     names = [name for name in ("input", "other") if is_activation(b.arguments[name])]
     others = [b.arguments[name] for name in ("input", "other") if name not in names]
     if any(shape_of(b.arguments[name]) != b.result for name in names) or any(isinstance(value, fx.Node) for value in others):

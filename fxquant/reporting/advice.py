@@ -247,7 +247,7 @@ ASKED = 8  # tensors whose channels are looked at, at most
 
 
 def held_together(tensors: Sequence[Judged], effects: Effects, cures: Cures) -> Iterator[Advice]:
-    """Yield advice on tensors that hold others: one loses clearly by the common grid, and the outputs show it or its SQNR is poor."""
+    """Yield advice on concatenations and the like, a part of which loses much by the common grid: in the outputs, or by a poor SQNR."""
     by_name = {tensor.name: tensor for tensor in tensors}
     for whole in tensors:
         steps = whole.statistics.steps

@@ -117,7 +117,7 @@ def _within_budget(state: State) -> Proposals:
 
 
 def _step(step: Step, state: State) -> Proposals:
-    """Propose the other values of the option of a step of calibration, and the step by all samples, or in steps of learning."""
+    """Propose recipes with each other value of the step's option, and a recipe that runs the step as a method after calibration."""
     recipe = state.recipe
     for words, value in () if step.remedies is None else step.remedies(state.untuned().prepared):
         assert step.option is not None

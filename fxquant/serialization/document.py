@@ -157,7 +157,7 @@ def _target(node: fx.Node, model: fx.GraphModule) -> str:
 
 
 def _check_registered(model: fx.GraphModule, node: fx.Node, path: str) -> None:
-    """Refuse a path that leads to anything but a registered module, parameter or buffer."""
+    """Raise ExportError, with the node, unless `path` leads to a registered module, parameter or buffer of the model."""
     *parents, name = path.split(".")
     holder: Any = model
     for part in parents:
@@ -367,7 +367,7 @@ _PLACE = ["name", "fused", "shape", "within", "exponents"]
 
 
 def write_observations(observations: Observations) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the document and the tensors of observations."""
+    """Return observations as a JSON document (dict) and tensors by name, which a file holds."""
     entries, tensors = [], {}
     for index, entry in enumerate(observations.values()):
         gathered = []

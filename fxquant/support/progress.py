@@ -92,7 +92,7 @@ def bar() -> Progress:
 
 @contextmanager
 def in_one_piece() -> Iterator[None]:
-    """Raise a Ctrl-C that comes inside at the end, so that sums which belong together are of the same batches."""
+    """Delay a Ctrl-C that comes inside to the end of the context, so that sums which belong together are of the same batches."""
     usual = signal.default_int_handler
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not usual:
         yield

@@ -197,7 +197,7 @@ def _laid_out(join: Join) -> Join | None:
 
 
 def _within(own: torch.Size, shape: torch.Size) -> bool:
-    """Return whether a tensor broadcasts to this shape."""
+    """Return whether the shape `own` broadcasts to `shape`."""
     return len(own) <= len(shape) and all(size in (1, other) for size, other in zip(reversed(own), reversed(shape), strict=False))
 
 

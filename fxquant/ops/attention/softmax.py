@@ -176,7 +176,7 @@ def terms_of(mask: fx.Node) -> list[fx.Node]:
 
 
 def repeated(mask: fx.Node) -> Tensor | None:
-    """Return the tensor that a mask computed from constants and the batch size repeats along dimension 0, once for each sample.
+    """Return one sample's part of a mask computed from constants and the batch size, which repeats it along dimension 0.
 
     A window's mask is an example: it is the same for every image. None where a mask reads anything else, or does not repeat.
     """

@@ -208,7 +208,7 @@ def _float_function(function: Function, name: str, meaning: Function, canonical:
 
 
 def _named(function: Function, name: str, meaning: Function) -> Function:
-    """Give a function of fxquant the name under which the decorated one's module holds it; PyTorch's, and one so named, keep theirs."""
+    """Set name, module and docstring of a function of fxquant's to `name` and those of `meaning`; PyTorch's stay. Return the function."""
     if not (function.__module__ or "").startswith("torch") and inspect.isfunction(function) and function.__name__ != name:
         function.__name__, function.__qualname__, function.__module__ = name, name, meaning.__module__
         function.__doc__ = meaning.__doc__
@@ -276,17 +276,17 @@ def meets(name: str, holds: Callable[[Any], bool], because: Callable[[Any], str]
 
 
 def one_of(name: str, *values: Any, because: Callable[[Any], str]) -> Guard:
-    """Refuse other values of a setting, with a reason that is made of the value."""
+    """Return a guard that refuses a node whose argument `name` is not one of `values`; `because(value)` is the reason."""
     return meets(name, values.__contains__, because)
 
 
 def has_dimensions(name: str = "input", because: str = NO_DIMENSIONS) -> Guard:
-    """Refuse an operand without dimensions."""
+    """Return a guard that refuses a node whose operand `name` has no dimensions."""
     return lambda node, arguments: None if shape_of(arguments[name]) else because
 
 
 def fixed(dim: str | int = "dim", name: str = "input", because: str = "it runs along the batch, whose size is not fixed") -> Guard:
-    """Refuse a dimension whose size is not fixed, and an operand without dimensions."""
+    """Return a guard that refuses a node if the size of dimension `dim` of its operand is not fixed, or there are no dimensions."""
 
     def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         sizes = shape_of(arguments[name])

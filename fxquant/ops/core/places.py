@@ -117,5 +117,5 @@ def counts_the_batch(entry: Any, input: fx.Node, places: fx.Node) -> bool:
 
 
 def is_arange(node: fx.Node) -> bool:
-    """Return whether a node counts."""
+    """Return whether a node is a call of torch.arange."""
     return node.op == "call_function" and node.target is torch.arange

@@ -557,12 +557,12 @@ def _function_name(function: Any) -> str:
 
 
 def _bare(name: str) -> str:
-    """LogSoftmax, log_softmax, log_softmax_ and special_log_softmax are one name."""
+    """Return a name without case, underscores and "special_": LogSoftmax and log_softmax_ give logsoftmax."""
     return name.removeprefix("special_").replace("_", "").lower()
 
 
 def _names(operator: Operator) -> frozenset[str]:
-    """Return the names of an operator's call forms, one (the first) for each way of converting their arguments."""
+    """Return the bare names of an operator's function forms; of forms with the same `adapt` only the first name."""
     first: dict[Any, str] = {}
     for function, (owner, adapt) in FUNCTIONS.items():
         if owner is operator and function is not operator.function:

@@ -71,7 +71,7 @@ def _divided(input: Any, other: Any, rounding_mode: str | None = None) -> dict[s
     samples=(sample(input=(3, 6), other=3), sample(input=(3, 6), other=-0.7)),
 )
 def div(lowering: Lowering, input: Quantized, other: float, *, clamp: Clamp | None = None) -> Quantized:
-    """Compute input / other for a number, and a fused clamp."""
+    """Compute input / other, where `other` is a number, and then a fused clamp."""
     step = Ratio((input.scale,), (torch.tensor(abs(to_float32(other)), dtype=torch.float64, device=input.scale.device),))
     return lowering.requantize(lowering.call(elementwise.widen if other > 0 else elementwise.negate, input.value), step, clamp)
 

@@ -152,12 +152,12 @@ kthvalue = composite(name="kthvalue", moves=True, refuses=_RANKS)(_expand_kthval
 )
 @sampled("median(x, 2)[0]", "nanmedian(x, 1)[0]", within=EXACT)
 def median(build: Builder, input: fx.Node, dim: Any = None, keepdim: bool = False) -> Any:
-    """Return the lower median along a dimension, and where it is."""
+    """Return the lower median along a dimension, and its index."""
     return _expand_kthvalue(build, input, (length_of(input, dim) + 1) // 2, dim, keepdim)
 
 
 @composite(adapt=_sorted, moves=True, demand=PLACES, refuses=_RANKS)
 @sampled("argsort(x, 1)", "argsort(x, descending=True)")
 def argsort(build: Builder, input: fx.Node, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
-    """Return where the elements along a dimension are, in order."""
+    """Return the indices that sort the elements along a dimension."""
     return build(ranked, input, dim, length_of(input, dim), descending)

@@ -131,7 +131,7 @@ def _onnx_index_sum(c: Call) -> str:
 @lowered(function=lambda src, dim, index, size: _zeros(src, dim, size).index_add(dim, index, src), onnx=_onnx_index_sum)
 @sampled("torch.zeros_like(x).index_add(2, torch.tensor([1, 1]), y[:, :, :2])")
 def index_sum(lowering: Lowering, src: Quantized, dim: int, index: Tensor, size: int) -> Quantized:
-    """Compute Σ of the slices of `src` that have each place, 0 to size - 1, along a dimension; `index` is a constant row of places.
+    """Sum the slices of `src` along `dim` by their `index` (constant int64): slice i of the result is Σ of slices with index i.
 
     Return the product with a matrix of zeros and ones, along the last dimension.
     """

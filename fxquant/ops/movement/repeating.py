@@ -70,7 +70,7 @@ def _copied(tensor: Any, source: Any) -> dict[str, Any] | str:
 
 
 def _computed_size(tensor: fx.Node, dim: int) -> fx.Node:
-    """Return a node of a size that depends on the batch."""
+    """Insert and return a node that computes the size of a tensor's dimension, which depends on the batch."""
     with tensor.graph.inserting_after(tensor):
         size_node = inherit(tensor.graph.call_method("size", (tensor, dim)), tensor, "canonical.rewrite")
     set_fact(size_node, shape_of(tensor)[dim])

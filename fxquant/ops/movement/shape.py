@@ -48,12 +48,12 @@ def varying_sizes(sizes: Sequence[Size]) -> int:
 
 
 def one_varying(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    """Refuse an operand with more than one size that depends on the batch size."""
+    """Return why not, if more than one size of the operand depends on the batch size; else None."""
     return MANY_SIZES if varying_sizes(shape_of(arguments["input"])) > 1 else None
 
 
 def result_varying(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    """Refuse a result with more than one size that depends on the batch size."""
+    """Return why not, if more than one size of the result depends on the batch size; else None."""
     return MANY_SIZES if many_sizes(node) else None
 
 

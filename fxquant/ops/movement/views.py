@@ -109,7 +109,7 @@ def write(build: Builder, input: fx.Node, value: fx.Node, way: Any) -> Any:
 
 
 def _listed(*tensors: Any, **named: Any) -> dict[str, Any]:
-    """Return the canonical arguments for tensors passed by position, or as one list."""
+    """Return the canonical arguments, {"tensors": [...], ...}, of a call with tensors by position or in one list."""
     return {"tensors": listed(tensors), **{name: value for name, value in named.items() if value is not None}}
 
 

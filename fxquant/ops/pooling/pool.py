@@ -109,7 +109,7 @@ def needs_batch(rank: int) -> Guard:
 
 
 def kernel_and_steps(kernel_size: Any, stride: Any, rank: int) -> tuple[list[int], list[int]]:
-    """Return kernel and stride of each dimension; windows without a stride do not overlap."""
+    """Return kernel and stride as lists with a number for each dimension; the default stride is the kernel."""
     return sizes(kernel_size, rank), sizes(kernel_size if stride in (None, [], ()) else stride, rank)
 
 

@@ -151,7 +151,7 @@ minimum = _extremum(product.minimum, "minimum", amin, smallest_along, "Min", Tra
 
 
 def _expand_clamp_between(build: Builder, input: fx.Node, min: Any, max: Any) -> Any:
-    """Return the larger of it and its lower limit, then the smaller of that and its upper one; a number limits as a clamp."""
+    """Expand clamp: the maximum with `min`, then the minimum with `max`, each None, a tensor, or a number, which becomes a clamp."""
     if min is not None:
         input = build(maximum, input, min) if isinstance(min, fx.Node) else build(clamp, input, min, None)
     if max is not None:
