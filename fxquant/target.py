@@ -38,7 +38,7 @@ class Limit:
     always: bool = False
 
     def broken_by(self, values: Sequence[Any]) -> list[Any]:
-        """Return the values that are not allowed, each once."""
+        """Return the values that break the limit, each once."""
         return [value for value in dict.fromkeys(values) if not self._allowed(value)]
 
     def _allowed(self, value: Any) -> bool:

@@ -206,7 +206,7 @@ def _of_connected(flow: networkx.DiGraph, layers: set[fx.Node]) -> Iterator[set[
 
 
 def _rows(row: Sequence[set[fx.Node]], layers: set[fx.Node]) -> Iterator[set[fx.Node]]:
-    """Nodes that follow each other directly, in stretches of about as many layers each."""
+    """Split a row of consecutive regions into stretches with about equal numbers of layers; yield the nodes of each."""
     count = max(sum(len(region & layers) for region in row), 1)
     pieces = -(-count // LAYERS_IN_A_ROW)
     stretch: set[fx.Node] = set()

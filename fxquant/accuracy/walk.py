@@ -48,7 +48,7 @@ class Samples:
 
     @property
     def tensors(self) -> Iterable[Tensor]:
-        """The tensors of all chunks."""
+        """Iterate over the tensors of all chunks."""
         return (value for chunk in self.chunks for value in chunk if isinstance(value, Tensor))
 
 

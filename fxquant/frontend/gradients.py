@@ -197,7 +197,7 @@ def overwritten(handler: Any, result: TracedTensor, before: fx.Node) -> TracedTe
 
 
 def _ruled(handler: Any, rule: GradientRule, name: str, nodes: tuple[fx.Node, ...], value: Value) -> TracedTensor:
-    """Return the result of a call of a rule, which has the value of its first operand."""
+    """Insert a call of a gradient rule on `nodes`, and return its result, which has the value of its first operand."""
     node = handler.graph.create_node("call_module", handler.gradients.add(rule, name), nodes)
     handler.describe(node, value)
     return TracedTensor(node, value)

@@ -255,7 +255,7 @@ class Handler:
         self._describe(node, _fact(template))
 
     def wrap(self, node: fx.Node, template: Any) -> Any:
-        """Return the object that represents the result of a node in the model's Python."""
+        """Return the object that stands for the result of a node while the model's Python runs: a TracedTensor, a sequence of such, …"""
         if isinstance(template, Value):
             return TracedTensor(node, template)
         if isinstance(template, Sequenced):

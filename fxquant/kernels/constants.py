@@ -31,7 +31,7 @@ class Span(NamedTuple):
 
 
 class Watch(Protocol):
-    """Looks at memory for changes since it was made."""
+    """Detects changes of memory since the object was constructed."""
 
     def changed(self, everything: bool) -> bool:
         """Return whether a change was found in the spans for every call and in the next ones by turns, or, if `everything`, in all."""

@@ -128,7 +128,7 @@ class Held:
         return memory
 
     def plain(self, held: Tensor, dtype: torch.dtype, strides: SIZES) -> Tensor:
-        """Return a tensor in the form of primitives, with these strides."""
+        """Return a copy of a buffer that kernels hold, in the form of primitives: of shape `sizes` and these strides, int8 centred."""
         value = self.view(held)
         result = torch.empty_strided(self.sizes, strides, dtype=value.dtype, device="cpu")
         result.copy_(value)
@@ -168,7 +168,7 @@ class Forms:
         return ranges(self.model)
 
     def held(self, node: fx.Node, sizes: SIZES) -> Held:
-        """Return how kernels hold a quantized tensor of these sizes, or an accumulator."""
+        """Return the layout in which kernels hold a node's result, quantized or an accumulator, of shape `sizes`."""
         grid, dtype, first = qparams(node), node.meta["fact"].dtype, node in self.channels_first
         if dtype == torch.uint8 and grid is not None:
             return Held(sizes, grid.zero_point, channels_first=first)
@@ -198,7 +198,7 @@ class Site:
         return constant
 
     def held(self, node: fx.Node) -> Held:
-        """Return how a quantized tensor, or an accumulator, is held."""
+        """Return the layout in which kernels hold a node's result, quantized or an accumulator."""
         return self.forms.held(node, self.sizes[node])
 
     def result(self) -> Held:
@@ -216,7 +216,7 @@ Bound = Callable[[Sequence[Tensor], Any], None]  # from what is read, as it is h
 
 
 class Built(Protocol):
-    """An implementation at one place, for any number of images, or rows."""
+    """A kernel built for the primitives of one site, for any batch size."""
 
     def bind(self) -> Bound:
         """Return a new function, for one thread at a time."""

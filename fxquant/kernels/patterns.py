@@ -434,7 +434,7 @@ def _is_row_step(node: Any) -> bool:
 
 
 def _rows(node: fx.Node) -> tuple[Any, ...]:
-    """Return the sizes before the last dimension, but for 1."""
+    """Return the sizes of a tensor before its last dimension, without sizes of 1."""
     return tuple(size for size in _sizes(node)[:-1] if size != 1)
 
 

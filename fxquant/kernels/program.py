@@ -298,7 +298,7 @@ def _plain(form: Held, layout: Layout, reads: list[int], writes: int, buffer: Te
 def _primitive(
     model: fx.GraphModule, node: fx.Node, place_of: Mapping[tuple[fx.Node, bool], int], reads: list[int], writes: int, buffer: Tensor | None
 ) -> Step:
-    """Return the step of a node that runs as it is in the graph."""
+    """Return the step of a node that no kernel computes: it calls the node's own function."""
     places = {read: place_of[read, False] for read in node.all_input_nodes if read.op != "get_attr"}
     constants = {read: resolve(model, str(read.target)) for read in node.all_input_nodes if read.op == "get_attr"}
     nested = any(nodes_in(value) for value in (*node.args, node.kwargs) if not isinstance(value, fx.Node))

@@ -345,7 +345,7 @@ class Switches(AbstractContextManager[None]):
 
     @property
     def right(self) -> bool:
-        """Whether kernels are exact already, and not only because another thread is inside, which may leave."""
+        """Whether kernels are exact by the switches as the user set them: no thread is inside this context, which sets them."""
         with self.lock:
             return not self.inside and all(switch.get() in switch.exact for switch in self.deciding)
 

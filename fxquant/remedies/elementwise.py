@@ -105,7 +105,7 @@ def joined_in_steps(b: Rewriting) -> fx.Node | None:
 
 @remedy("in two dimensions", "conv_transpose1d avg_pool1d", None)
 def lifted(b: Rewriting) -> fx.Node | None:
-    """Turn a row into an image of height 1."""
+    """Compute an operator on (N, C, L) as one on images (N, C, 1, L)."""
     shape = b.shape
     if len(shape) != 3:
         return None

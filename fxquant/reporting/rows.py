@@ -52,7 +52,7 @@ class Rows(Sequence[Row], Generic[Row]):
 
 
 def cell(value: Any) -> str:
-    """Return a value in a table."""
+    """Return a value as the text of a table's cell."""
     if isinstance(value, float):
         return "" if math.isnan(value) else f"{value:.4g}"
     if isinstance(value, bool):

@@ -178,7 +178,7 @@ def in_decibels(value: float, undefined: str = "") -> str:
 
 
 def ratio(part: float, whole: float) -> float:
-    """Return a share of something, 0 of nothing."""
+    """Return part / whole, or 0 if `whole` is 0."""
     return part / whole if whole else 0.0
 
 

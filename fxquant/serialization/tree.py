@@ -46,7 +46,7 @@ def _fields(value: Callable[[str], Any], types: Mapping[str, tuple[type, ...]]) 
 
 
 def construct(kind: type[nn.Module], arguments: Mapping[str, Any]) -> nn.Module:
-    """Return a module without values in its tensors."""
+    """Return a module of class `kind` on the meta device: its tensors have no memory yet."""
     with torch.device("meta"):  # allocates nothing, and leaves the random numbers alone
         return kind(**arguments)
 

@@ -109,7 +109,7 @@ class Rounded:
 
     @property
     def fixed(self) -> bool:
-        """Whether it is `requantize_fixed`."""
+        """Whether the requantization is `requantize_fixed`: by several factors."""
         return len(self.factors) > 1
 
 

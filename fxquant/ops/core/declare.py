@@ -208,7 +208,7 @@ def _float_function(function: Function, name: str, meaning: Function, canonical:
 
 
 def _named(function: Function, name: str, meaning: Function) -> Function:
-    """Set name, module and docstring of a function of fxquant's to `name` and those of `meaning`; PyTorch's stay. Return the function."""
+    """Rename a function of fxquant's to `name`, with the module and docstring of `meaning`; PyTorch's stay. Return the function."""
     if not (function.__module__ or "").startswith("torch") and inspect.isfunction(function) and function.__name__ != name:
         function.__name__, function.__qualname__, function.__module__ = name, name, meaning.__module__
         function.__doc__ = meaning.__doc__

@@ -347,5 +347,5 @@ def with_offset(function: Operator, arguments: dict[str, Any], addition: fx.Node
 
 
 def is_pointwise(name: str) -> bool:
-    """Return whether the operator of this name may be a part of such a function, should its operands be of one size."""
+    """Return whether the operator of this name may be a part of a function that becomes one table, if its operands have one size."""
     return name in BY_NAME and (name in UNARY or Trait.POINTWISE in BY_NAME[name].traits)
