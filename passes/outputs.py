@@ -152,7 +152,7 @@ def _origins(gm: fx.GraphModule, node: fx.Node) -> Iterator[object]:
 
 SUM, LARGE = "int32", "int16"
 READ_ONCE = "only a dequantization reads it"
-MOST = 2**16  # elements for each item of a batch; the processor beside a chip takes about a millisecond for functions of so many
+MOST_ELEMENTS = 2**16  # elements for each item of a batch; the processor beside a chip takes about a millisecond for functions of so many
 IN_FLOAT = "only outputs read it, so it is a float function of a last layer's sum; the option integer_tail=True keeps it integer"
 
 
@@ -255,7 +255,7 @@ def _is_function(node: fx.Node, context: Context) -> bool:
         return False
     if traits_of(node).isdisjoint({Trait.ELEMENTWISE, Trait.SOFTMAX, Trait.AFFINE}) or decide(node).output not in context.open:
         return False
-    return context.target.roofline is None or _elements(node) <= MOST
+    return context.target.roofline is None or _elements(node) <= MOST_ELEMENTS
 
 
 def _saturates(node: fx.Node) -> bool:

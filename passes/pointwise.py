@@ -28,7 +28,7 @@ from fxquant.passes.rewriting import apart, decide, eliminate_dead
 from fxquant.pipeline import Context
 from fxquant.target import Target
 
-MOST = 64  # parts of a function
+MOST_PARTS = 64  # parts of a function
 
 
 def to_table(gm: fx.GraphModule, context: Context) -> int:
@@ -59,10 +59,10 @@ def _region(
 ) -> tuple[fx.Node, list[fx.Node], Steps] | None:
     """Return (source, inner nodes, function): the earliest single tensor that determines `root`, and the nodes between; None if none."""
     open_, inner, region = {root}, list[fx.Node](), None
-    while open_ and len(inner) < MOST:
+    while open_ and len(inner) < MOST_PARTS:
         last = max(open_, key=places.__getitem__)
         if len(open_) == 1 and last is not root:
-            if _may_read(inner, last) and _is_worth(inner) and _size(inner) <= MOST:
+            if _may_read(inner, last) and _is_worth(inner) and _size(inner) <= MOST_PARTS:
                 steps = _steps(gm, root, last)
                 region = (last, list(inner), steps) if _has_table(target, inner, steps) else region
             if not _goes_on(root, last, inner):

@@ -13,7 +13,7 @@ from onnx.external_data_helper import set_external_data
 from torch import fx
 
 from fxquant.backends.onnx.fast import Names, float_nodes, has_kernels, results_of, write_fast
-from fxquant.backends.onnx.float_export import LARGEST, apart
+from fxquant.backends.onnx.float_export import LARGEST_DEVIATION, apart
 from fxquant.backends.onnx.metadata import with_layouts
 from fxquant.backends.onnx.qdq import QdqWriter
 from fxquant.backends.onnx.runtime import open_file
@@ -223,7 +223,7 @@ def _check_outputs(traced: fx.GraphModule, model: onnx.ModelProto) -> None:
             continue  # an index may change if two values are nearly equal
         far = apart(actual, expected)
         logger.info("output %s in onnxruntime: %.3g of its largest number from PyTorch, at most", name, far)
-        if far > LARGEST:
+        if far > LARGEST_DEVIATION:
             because = f"onnxruntime is up to {far:.3g} of its largest number away from PyTorch on random inputs"
             remedy = "export with another opset, and report this with the model"
             raise ExportError(f"the file would not compute the model's output {name!r}", because=because, remedy=remedy)

@@ -487,7 +487,7 @@ def by_the_older_exporter(part: fx.GraphModule, inputs: list[Any], outputs: int,
 
 # ---- whether a model computes what PyTorch does, which translation between opsets may change -------------------------
 
-LARGEST = 1e-3  # relative to the largest value of an output: float32 sums in another order differ by some millionths of it
+LARGEST_DEVIATION = 1e-3  # relative to the largest value of an output: float32 sums in another order differ by some millionths of it
 
 
 def apart(actual: Tensor, expected: Tensor) -> float:
@@ -518,7 +518,7 @@ def agrees(model: onnx.ModelProto, part: fx.GraphModule, inputs: Sequence[Any]) 
         actual = list(Runner(copied, level, threads)(feeds).values())
     except (ExportError, ValueError):
         return False
-    return len(actual) == len(expected) and all(apart(one, other) <= LARGEST for one, other in zip(actual, expected, strict=True))
+    return len(actual) == len(expected) and all(apart(one, other) <= LARGEST_DEVIATION for one, other in zip(actual, expected, strict=True))
 
 
 def random_value(described: Any, generator: torch.Generator) -> Any:

@@ -26,7 +26,7 @@ from fxquant.reporting.statistics import in_decibels
 from fxquant.support.arguments import FOLDER, accepted
 from fxquant.support.files import check_place, place_files, write_file
 
-EVERY, MOST = 5, 32  # one sample of EVERY, at most MOST, is held back to verify
+HELD_OUT_EVERY, MOST_HELD_OUT = 5, 32  # one sample of HELD_OUT_EVERY, at most MOST_HELD_OUT, is held back to verify
 HORIZON = "horizon"
 Samples = Mapping[str, Tensor]
 
@@ -138,7 +138,7 @@ def _count(samples: Samples) -> int:
 def _split(samples: Samples, options: argparse.Namespace) -> tuple[Samples, Samples]:
     """Split samples into samples to calibrate with and samples held back to verify, a multiple of the file's fixed batch size."""
     count, least = _count(samples), options.fixed_batch or 1
-    held_out = min(count // EVERY, MOST)
+    held_out = min(count // HELD_OUT_EVERY, MOST_HELD_OUT)
     held_out = max(held_out - held_out % least, least)
     if held_out >= count:
         because = f"there are {count}, of which {held_out} would be held back to verify the file"

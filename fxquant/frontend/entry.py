@@ -262,7 +262,7 @@ def _refuse_stage(path: str, stage: str, target: Any) -> NoReturn:
 # a batch of one, `x[-20:]` has no more than 20 of a large one. Such operators are run again, without data, until the limits are found.
 
 
-SMALLEST, LARGEST = "smallest_batch", "largest_batch"  # in the notes of the inputs
+SMALLEST_BATCH, LARGEST_BATCH = "smallest_batch", "largest_batch"  # in the notes of the inputs
 LARGE = 2**16  # stands for every batch size above: nobody cuts off at more
 
 # These keep the first dimension as it is for some batch sizes only.
@@ -302,15 +302,15 @@ def note_batch_limits(traced: fx.Graph, batch: int) -> None:
         raise TraceError(f"the batch size of the example, {batch}, is too {beyond[0]}", node=beyond[2], because=because, remedy=remedy)
     for node in traced.find_nodes(op="placeholder"):
         if limits.smallest > 1:
-            notes(node)[SMALLEST] = limits.smallest
+            notes(node)[SMALLEST_BATCH] = limits.smallest
         if limits.largest is not None:
-            notes(node)[LARGEST] = limits.largest
+            notes(node)[LARGEST_BATCH] = limits.largest
 
 
 def noted_limits(graph: fx.Graph) -> BatchLimits:
     """Return the limits of the batch size that `note_batch_limits` noted on the placeholders of `graph` or of its source."""
     for node in graph.find_nodes(op="placeholder"):
-        return BatchLimits(noted(node, SMALLEST) or 1, noted(node, LARGEST))
+        return BatchLimits(noted(node, SMALLEST_BATCH) or 1, noted(node, LARGEST_BATCH))
     return BatchLimits()
 
 

@@ -5,7 +5,7 @@ tensor alone adds to the outputs is measured, so the gain there follows:
 
     gain = 10·log10(T / (T - e + e·left))      T the outputs' noise, e the part that this tensor causes
 
-Advice that gains less than `WORTH` dB, or concerns noise too small to matter at the outputs, is left out. So a healthy model has none.
+Advice that gains less than `MIN_GAIN_DB` dB, or concerns noise too small to matter at the outputs, is left out. A healthy model has none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fxquant.reporting.effects import Effects, Inside
 from fxquant.reporting.statistics import Steps, ratio, sqnr_of
 from fxquant.reporting.tensor_rules import GAP, POOR, RULES, SCALES, UNUSED, Cures, Found, Judged, coarse, mask_cure, own_error
 
-WORTH = 1.0  # dB at the outputs that a cure must gain
+MIN_GAIN_DB = 1.0  # dB at the outputs that a cure must gain
 AUDIBLE = 1e-4  # an effect below this noise to signal ratio of the outputs, 40 dB, is not reported
 MEASURED = 32  # tensors whose effect is measured, the ones with the largest local error first
 CLIPPED = 0.05  # the share of an input's values that no observer leaves out
@@ -82,7 +82,7 @@ def advise(tensors: Sequence[Judged], effects: Effects, cures: Cures) -> tuple[A
         if name == "input_range":
             effect = max([effect, *follow])  # layers after an input are calibrated for it
         gain = gain_of(total, effect, proposal.left)
-        if effect >= AUDIBLE and (gain >= WORTH or certain):
+        if effect >= AUDIBLE and (gain >= MIN_GAIN_DB or certain):
             advice.append(Advice(tensor.name, name, proposal.cause, proposal.cure, effect, gain, tensor.facts.source))
     advice += _batch_norms(effects, wrong_input)
     advice += _inside(tensors, effects, total, cures)
@@ -190,7 +190,7 @@ def _inside(tensors: Sequence[Judged], effects: Effects, total: float, cures: Cu
         if inside is None or inside.noise <= 10 * (1 + len(hidden)) * own * inside.signal or inside.effect < AUDIBLE:
             continue
         gain = gain_of(max(total, inside.effect), inside.effect, min(own * inside.signal / inside.noise, 1.0))
-        if gain < WORTH:
+        if gain < MIN_GAIN_DB:
             continue
         holder = hidden[0] if hidden else tensor.name
         rule, cause, cure = _of_constants(tensor, inside, holder, cures)
@@ -228,7 +228,7 @@ def _coarse(tensors: Sequence[Judged], effects: Effects, cures: Cures) -> Iterat
         proposal = coarse(tensor, cures)
         if proposal is not None and (effect := effects.of(tensor)) > 10 ** (-POOR / 10):
             gain = gain_of(max(effects.noise, effect), effect, proposal.left)
-            if gain >= WORTH:
+            if gain >= MIN_GAIN_DB:
                 yield Advice(tensor.name, "coarse", proposal.cause, proposal.cure, effect, gain, tensor.facts.source)
 
 

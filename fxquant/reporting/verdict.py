@@ -22,7 +22,7 @@ from fxquant.numerics.rounding import AdaptiveRounding, Nearest
 from fxquant.prepared.operators import quantized_operators
 from fxquant.prepared.undo import Snapshot
 from fxquant.quantization.spec import State
-from fxquant.reporting.advice import WORTH
+from fxquant.reporting.advice import MIN_GAIN_DB
 from fxquant.reporting.effects import Effects
 from fxquant.reporting.statistics import LayerComparison, ratio, sqnr_of
 from fxquant.reporting.tensor_rules import Judged
@@ -30,9 +30,9 @@ from fxquant.support.progress import progress
 
 GOOD, VISIBLE = 30.0, 15.0  # dB: from here on noise is 3 % of the outputs, root mean square; 18 %
 SEGMENTS = 16  # in which layers are looked at together, at most
-MOST = 0.5  # the share of the noise that a range of layers makes
+RANGE_SHARE = 0.5  # the share of the noise that a range of layers makes
 NARROW = 1 / 3  # of the layers that such a range has at most
-FEWEST = 6  # layers that a model has for one to be a range
+MIN_LAYERS = 6  # layers that a model has for one to be a range
 OFFSET = 0.25  # the share of the noise that a constant for each channel makes
 FAR = 2.0  # how many times as far as elsewhere the largest values of a range of layers are from their root mean square
 
@@ -122,7 +122,7 @@ def _kinds(tensors: Sequence[Judged], effects: Effects, total: float) -> _Share:
 def _range(tensors: Sequence[Judged], errors: Mapping[str, Tensor], effects: Effects, show_progress: bool | None) -> Iterator[_Share]:
     """Yield the shortest range of layers that makes most of the noise, where it is short."""
     there = [each for each in tensors if each.reference in errors]
-    if len(there) < FEWEST:
+    if len(there) < MIN_LAYERS:
         return
     count = min(len(there), SEGMENTS)
     ends = [round(len(there) * index / count) for index in range(count + 1)]
@@ -132,7 +132,7 @@ def _range(tensors: Sequence[Judged], errors: Mapping[str, Tensor], effects: Eff
         for segment in progress(segments, count, "where the noise is", show_progress)
     ]
     windows = [(last - first, -sum(shares[first:last]), first) for first in range(count) for last in range(first + 1, count + 1)]
-    length, noise_of, first = min(window for window in windows if -window[1] >= MOST * sum(shares))
+    length, noise_of, first = min(window for window in windows if -window[1] >= RANGE_SHARE * sum(shares))
     inside = [each for segment in segments[first : first + length] for each in segment]
     if len(inside) > NARROW * len(there):
         return
@@ -207,7 +207,7 @@ def _corrections(prepared: fx.GraphModule, batch: Any, effects: Effects) -> Iter
                 weight.put((rounding, coverage, None) if name == "bias correction" else (Nearest(), None, correction))
             without = measured()
         gained = sqnr_of(with_all, without) if without > 0 else math.inf
-        if gained >= WORTH:
+        if gained >= MIN_GAIN_DB:
             yield (
                 f"{name} costs {gained:.1f} dB: without it the outputs are at {sqnr_of(1.0, without):.1f} dB; on a model that fxq.prepare "
                 f"has just returned, fxq.calibrate(prepared, batches, options=fxq.Options({setting})) leaves it out",

@@ -22,7 +22,7 @@ from fxquant.quantization.weights import BatchNormTensors
 from fxquant.serialization.names import ARGUMENTS, OBSERVERS, ROUNDINGS
 
 DEPTH = 32  # how deeply lists, tuples and dicts may be nested
-LARGEST = 2**63  # integers are smaller in magnitude
+INTEGER_LIMIT = 2**63  # integers are smaller in magnitude
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -84,7 +84,7 @@ def expect(value: Any, *kinds: type) -> Any:
 
 def encode(value: Any) -> Any:
     """Return the value as JSON. Raises ExportError if it has no form there."""
-    if value is None or isinstance(value, bool) or type(value) is str or (type(value) is int and abs(value) < LARGEST):
+    if value is None or isinstance(value, bool) or type(value) is str or (type(value) is int and abs(value) < INTEGER_LIMIT):
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {"float": repr(value)}
@@ -168,7 +168,7 @@ def decode(value: Any, nodes: Mapping[str, fx.Node] | None = None, depth: int = 
         return [decode(item, nodes, depth + 1) for item in value]
     if isinstance(value, dict):
         return _decode_tagged(value, nodes or {}, depth + 1)
-    if type(value) is int and abs(value) >= LARGEST:
+    if type(value) is int and abs(value) >= INTEGER_LIMIT:
         raise Malformed("a number is too large")
     return expect(value, NoneType, bool, int, float, str)
 

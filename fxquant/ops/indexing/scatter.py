@@ -25,7 +25,7 @@ from fxquant.primitives import PRIMITIVES, selection
 from fxquant.primitives import scatter as primitives
 
 SUMMING_OPSET = 16  # the first whose ScatterElements adds
-LARGEST = torch.finfo(torch.float32).max
+FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def as_large_as_index(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
@@ -213,7 +213,7 @@ def _onnx_scatter_extremum(c: Call) -> str:
     """Both on the result's scale."""
     places, value = places_of(c), c.rounded(c.operand("input"))
     if not c["include_self"]:
-        end = c.do("Expand", c.number(-LARGEST if c["largest"] else LARGEST), c.do("Shape", places))
+        end = c.do("Expand", c.number(-FLOAT32_MAX if c["largest"] else FLOAT32_MAX), c.do("Shape", places))
         value = c.do("ScatterElements", value, places, end, axis=c["dim"])
     write, node = PRIMITIVES[primitives.extremum_along].onnx, c.primitive(primitives.extremum_along)
     assert node is not None

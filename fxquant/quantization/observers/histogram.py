@@ -31,10 +31,10 @@ from fxquant.support.arguments import checked
 
 OCTAVES, BINS = 8, 256
 SAMPLE = 2**15  # about this number of elements of a batch is counted
-FEWEST = 32  # elements that a sample has at least: the norm of fewer is part of what they mean
+MIN_SAMPLE_SIZE = 32  # elements that a sample has at least: the norm of fewer is part of what they mean
 APART = 3  # octaves between the outlier samples and those of the smallest norm; with fewer, all samples count alike
-ENOUGH = 10**-3.5  # of a sample's power: an error below it does no harm
-WORTH = 3.0  # dB: the noise of a sample has to be halved, on average
+HARMLESS_SHARE = 10**-3.5  # of a sample's power: an error below it does no harm
+MIN_GAIN_DB = 3.0  # dB: the noise of a sample has to be halved, on average
 
 
 def empty() -> Tensor:
@@ -105,7 +105,7 @@ class Items:
     read   the functions that read the tensor: see `distance`
     """
 
-    def __init__(self, counts: Tensor, reach: float, apart: int = APART, worth: float = WORTH, read: Functions = ()) -> None:
+    def __init__(self, counts: Tensor, reach: float, apart: int = APART, worth: float = MIN_GAIN_DB, read: Functions = ()) -> None:
         there = torch.nonzero(counts.sum((0, 2))).flatten()
         self.counts = counts[:, there]
         tops = reach * torch.exp2(-there.double())
@@ -132,7 +132,7 @@ class Items:
                 noise += self._noise(counts, factor, steps, sign * limit)
         live = self.power > 0
         share = self.counts.sum((0, 2))[live]
-        decibels = 10 * torch.log10(noise[live] / (2 * self.power[live]).unsqueeze(1) + ENOUGH)
+        decibels = 10 * torch.log10(noise[live] / (2 * self.power[live]).unsqueeze(1) + HARMLESS_SHARE)
         mean = (decibels * (share / share.sum()).unsqueeze(1)).sum(0)
         best = int(mean.argmin())
         return best if float(mean[usual] - mean[best]) >= self.worth else usual
@@ -172,7 +172,7 @@ class HistogramObserver(Observer, names="histogram"):
     ahead = 1.1  # how much larger later values are taken to be; 1 where the observed values count alone
     each = True  # whether every sample of a batch counts alike, whatever its norm
     read: Functions = ()  # see `read_by`
-    apart, worth = APART, WORTH  # octaves between items, and dB that another range gains, for it to be taken
+    apart, worth = APART, MIN_GAIN_DB  # octaves between items, and dB that another range gains, for it to be taken
 
     @checked()
     def __init__(self, bins: int = 2048, sample: int = 2**18) -> None:
@@ -201,7 +201,7 @@ class HistogramObserver(Observer, names="histogram"):
             self.counts.add_(counts.double().mul_(share))
             if negative is not None:
                 self.negative.add_(negative.double().mul_(share))
-        if items is not None and reach > 0 and value.numel() >= FEWEST * len(value):
+        if items is not None and reach > 0 and value.numel() >= MIN_SAMPLE_SIZE * len(value):
             count(self.items, value, *items, reach)
         self.largest.clamp_min_(largest)
         self.count.add_(1)

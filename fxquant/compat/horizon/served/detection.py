@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import fxquant as fxq
 from fxquant.compat.common import refused, unknown, unserved
 
-LARGEST = math.log(1000 / 16)  # of dw and dh: a box of 1000 pixels for an anchor of 16, as in torchvision
+LARGEST_LOG_RATIO = math.log(1000 / 16)  # of dw and dh: a box of 1000 pixels for an anchor of 16, as in torchvision
 YOLO = "yolo"
 PADDING = (None, "pad_zero", "rollover")
 
@@ -75,7 +75,7 @@ def _decoded(deltas: Tensor, anchors: Tensor, absolute: bool = False, exp: Calla
     size = anchors[..., 2:] - anchors[..., :2]
     moved = deltas[..., :2] if absolute else deltas[..., :2] * size
     centre = anchors[..., :2] + size / 2 + moved
-    wide = deltas[..., 2:].clamp(max=LARGEST) if exp is torch.exp else deltas[..., 2:]
+    wide = deltas[..., 2:].clamp(max=LARGEST_LOG_RATIO) if exp is torch.exp else deltas[..., 2:]
     half = exp(wide) * size / 2
     return torch.cat((centre - half, centre + half), -1)
 

@@ -185,7 +185,7 @@ def export_to_onnx(
 export_quantized_onnx = functools.partial(export_to_onnx, _exact=True)
 
 
-KEPT = "fxquant_integer.fxq"
+INTEGER_FILE = "fxquant_integer.fxq"
 
 
 @checked(f=FILE)
@@ -193,26 +193,26 @@ def save(m: torch.jit.ScriptModule, f: Any, _extra_files: dict[str, Any] | None 
     """Write a trace of an integer model together with the integer graph. Raises ConfigurationError for a program of another model."""
     integer = integer_of(m, "horizon.jit.save")
     with tempfile.TemporaryDirectory() as folder:
-        saved = fxq.save(integer, Path(folder) / KEPT).read_bytes()
+        saved = fxq.save(integer, Path(folder) / INTEGER_FILE).read_bytes()
     archive = io.BytesIO()
-    torch.jit.save(m, archive, _extra_files={**(_extra_files or {}), KEPT: saved})
+    torch.jit.save(m, archive, _extra_files={**(_extra_files or {}), INTEGER_FILE: saved})
     write_file(f, archive.getvalue())
 
 
 @takes(f=PATH)
 def load(f: Any, map_location: Any = None) -> torch.jit.ScriptModule:
     """Load a program that `save` wrote, for `compile_model`. Raises ExportError for any other file."""
-    extra: dict[str, Any] = {KEPT: ""}
+    extra: dict[str, Any] = {INTEGER_FILE: ""}
     try:
         program = torch.jit.load(f, map_location, extra)  # type: ignore[no-untyped-call]
     except (RuntimeError, ValueError, OSError) as error:
         raise ExportError(
             f"{f} is not a TorchScript program", because=str(error).splitlines()[0], remedy="pass what horizon.jit.save wrote"
         ) from None
-    if extra[KEPT]:
+    if extra[INTEGER_FILE]:
         with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / KEPT
-            content = extra[KEPT]
+            file = Path(folder) / INTEGER_FILE
+            content = extra[INTEGER_FILE]
             write_file(file, content if isinstance(content, bytes) else content.encode("latin-1"))
             object.__setattr__(program, "fxquant_integer", fxq.load(file))
     return program  # type: ignore[no-any-return]
