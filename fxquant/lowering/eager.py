@@ -73,9 +73,9 @@ class EagerLowering(Lowering):
     ) -> None:  # fmt: skip
         super().__init__(name, arithmetic, output, intermediate, weight)
         self.training, self.observing, self.live_batch_norm = mode
-        self.known: dict[int, tuple[Tensor, Tensor, Grid]] = {}  # integers by identity, with their dequantized tensor and their grid
-        self.followed = False  # whether the output's scale has followed this call's result
-        self.whole: Tensor | None = None  # the last tensor that was made of integers on a grid
+        self.dequantized_by_id: dict[int, tuple[Tensor, Tensor, Grid]] = {}  # integers, dequantized tensor, grid; by `id` of the integers
+        self.scale_updated = False  # whether the output's scale has followed this call's result
+        self.last_quantized: Tensor | None = None  # the last tensor that was made of integers on a grid
 
     def call(self, primitive: Callable[..., Tensor], *arguments: Any) -> Any:
         record = PRIMITIVES[primitive]
@@ -86,10 +86,10 @@ class EagerLowering(Lowering):
                 exact = primitive(*arguments)
             value = straight_through(record.surrogate(*arguments), exact)
         if record.kind == "quantized":
-            self.whole = value
-        if record.view and id(arguments[0]) in self.known:
-            real, grid = self.known[id(arguments[0])][1:]
-            self.known[id(value)] = value, primitive(real, *arguments[1:]), grid
+            self.last_quantized = value
+        if record.view and id(arguments[0]) in self.dequantized_by_id:
+            real, grid = self.dequantized_by_id[id(arguments[0])][1:]
+            self.dequantized_by_id[id(value)] = value, primitive(real, *arguments[1:]), grid
         return value
 
     def once(self, role: str, compute: Callable[[], Found]) -> Found:
@@ -103,14 +103,14 @@ class EagerLowering(Lowering):
         return value
 
     def remember(self, operand: Quantized) -> None:
-        """Keep the known dequantized tensor of this operand, so that views of its integers are also views of that tensor."""
-        if operand.known is not None:
-            self.known[id(operand.value)] = operand.value, operand.known, operand.grid
+        """Keep the dequantized tensor of this operand, if it was computed, so that views of its integers are also views of that tensor."""
+        if operand.dequantized is not None:
+            self.dequantized_by_id[id(operand.value)] = operand.value, operand.dequantized, operand.grid
 
     def remembered(self, result: Quantized) -> Quantized:
         """Return the result with its dequantized tensor, where views have been made of that too."""
-        _, real, grid = self.known.get(id(result.value), (None, None, None))
-        return replace(result, known=real) if result.known is None and grid is result.grid else result
+        _, real, grid = self.dequantized_by_id.get(id(result.value), (None, None, None))
+        return replace(result, dequantized=real) if result.dequantized is None and grid is result.grid else result
 
     def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> Tensor:
         return value
@@ -137,7 +137,7 @@ class EagerLowering(Lowering):
         to = to or self.output
         follows = self._follows(to)
         value = real() if follows or torch.is_grad_enabled() else None
-        self._set(to, lambda: value if self.seen is None or to is not self._output else self.seen)  # type: ignore[arg-type, return-value]
+        self._set(to, lambda: value if self.observed_instead is None or to is not self._output else self.observed_instead)  # type: ignore[arg-type, return-value]
         with torch.no_grad():
             integers = exact()
         grid = to.grid
@@ -152,18 +152,18 @@ class EagerLowering(Lowering):
 
     def _on(self, grid: Grid, integers: Tensor, real: Tensor | None = None) -> Quantized:
         """Return a `Quantized` of these integers, with their dequantized tensor if it has been computed."""
-        self.whole = integers
+        self.last_quantized = integers
         return Quantized(integers, grid, tuple(integers.shape), real)
 
     def _follows(self, to: Quantizer) -> bool:
         """Return whether a scale follows the value that is computed now."""
-        return self.observing and to.follows_training and not (self.followed and to is self._output)
+        return self.observing and to.follows_training and not (self.scale_updated and to is self._output)
 
     def _set(self, to: Quantizer, observed: Callable[[], Tensor]) -> None:
         """Update a scale that follows the batches from the observed value; require any other intermediate to be calibrated."""
         if self._follows(to):
             with torch.no_grad():
-                to.follow(limited(observed(), self.observed) if to is self.output else observed())
+                to.follow(limited(observed(), self.observed_range) if to is self.output else observed())
         elif to is self.intermediate:
             to.require()
 
@@ -199,7 +199,7 @@ class FusedLowering(EagerLowering):
 
     def _fuses(self, to: Quantizer) -> bool:
         """Return whether a fused kernel can requantize to this grid: its scale learns nothing, and follows nothing but ends."""
-        learns, observed = to.learns and torch.is_grad_enabled(), self.seen is not None and to is self._output
+        learns, observed = to.learns and torch.is_grad_enabled(), self.observed_instead is not None and to is self._output
         return not learns and to.dtype != INT32 and (not self._follows(to) or (not observed and to.can_follow_ends))
 
     def requantize_by(self, accumulator: Any, end: Epilogue) -> Quantized:
@@ -214,8 +214,8 @@ class FusedLowering(EagerLowering):
         if (learns and torch.is_grad_enabled()) or type(self.arithmetic) is not RealArithmetic:
             return super().requantize_in_steps(total, real, clamp, scales)
         if self._follows(to):
-            self._set(to, lambda: real() if self.seen is None else self.seen)
-            self.followed = True
+            self._set(to, lambda: real() if self.observed_instead is None else self.observed_instead)
+            self.scale_updated = True
         accumulator, step = total()
         return self.requantize(accumulator, Ratio((to.grid.scale * step,)), clamp)
 
@@ -278,7 +278,7 @@ class FusedLowering(EagerLowering):
         multiplier: ResidualFactor | None = None, statistics: fused_layers.Collected | None = None,
     ) -> Quantized:  # fmt: skip
         to, ratio, clamp, bound = end.to or self.output, end.ratio, end.clamp, end.bound
-        if self.noise is not None and self.noise.training:
+        if self.noise_module is not None and self.noise_module.training:
             accumulator, bias, statistics = self._noisy(self.computed(accumulator), bias, ratio), None, None
         if isinstance(accumulator, fused_elementwise.Deferred):
             alone = bias is None and residual is None and statistics is None
@@ -317,10 +317,10 @@ class FusedLowering(EagerLowering):
 
     def _noisy(self, accumulator: Tensor, bias: Tensor | None, ratio: Ratio) -> Tensor:
         """Return the rounded accumulator, bias included, after the user's module has drawn noise for its float values."""
-        assert self.noise is not None
+        assert self.noise_module is not None
         step = ratio.approximate().to(accumulator.dtype)
         real = (accumulator if bias is None else accumulator + bias.to(accumulator.dtype)) * step
-        noisy: Tensor = type(self.noise).forward(self.noise, real) / step
+        noisy: Tensor = type(self.noise_module).forward(self.noise_module, real) / step
         return straight_through(noisy, noisy.detach().round())
 
     @staticmethod

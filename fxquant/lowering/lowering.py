@@ -101,7 +101,7 @@ class Quantized:
     value: Any
     grid: Grid
     shape: tuple[Size, ...]
-    known: Tensor | None = None
+    dequantized: Tensor | None = None
 
     @property
     def scale(self) -> Tensor:
@@ -113,11 +113,11 @@ class Quantized:
 
     def real(self) -> Tensor:
         """Return the dequantized tensor, with gradients; only for eager lowering. It equals the integer model's, byte for byte."""
-        return self.grid.dequantize(self.value) if self.known is None else self.known
+        return self.grid.dequantize(self.value) if self.dequantized is None else self.dequantized
 
     def with_value(self, value: Any) -> Quantized:
         """Return another value on the same grid (its shape is no longer that of the operand)."""
-        return replace(self, value=value, known=None)
+        return replace(self, value=value, dequantized=None)
 
 
 def plainly(value: Any, shape: tuple[Size, ...]) -> Quantized:
@@ -134,11 +134,11 @@ class Lowering:
         self.name, self.arithmetic, self.weight = name, arithmetic, weight
         self._output, self.intermediate = output, intermediate
         self.training = False
-        self.called: Any = None  # the user's module of the call, where it is one of the model's
-        self.noise: Any = None  # the user's module that draws noise for the result in train mode
+        self.user_module: Any = None  # the user's module of the call, where it is one of the model's
+        self.noise_module: Any = None  # the user's module that draws noise for the result in train mode
         self.shares = False  # whether the output is on the operand's scale
-        self.observed = EVERYTHING  # beyond it, values of the output are observed as the nearer end
-        self.seen: Tensor | None = None  # what the output's scale is found from in place of the result
+        self.observed_range = EVERYTHING  # beyond it, values of the output are observed as the nearer end
+        self.observed_instead: Tensor | None = None  # the tensor that the output's scale follows in place of the result
         self.parameters: dict[str, Tensor | None] = {}  # what the operator's integers are made of, for errors
         self.live_batch_norm = False  # whether batch norms use, and move, statistics: in training alone
         self.accumulator_bits = 0  # of the largest accumulator so far

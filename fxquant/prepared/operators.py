@@ -186,7 +186,7 @@ class QuantizedOperator(nn.Module):
         lowering = self.lowering(FusedLowering)
         with torch.autocast(args[0].device.type if isinstance(args[0], Tensor) else "cpu", enabled=False):
             arguments = self.operator.bind_call(args, kwargs)
-            lowering.seen = self.operator.layer.table(arguments)
+            lowering.observed_instead = self.operator.layer.table(arguments)
             operands = self._operands(arguments)
             for operand in operands.values() if self.operator.moves else ():
                 if isinstance(operand, Quantized):
@@ -194,7 +194,7 @@ class QuantizedOperator(nn.Module):
             result = self.operator.lower(lowering, **operands)
         if isinstance(result, Quantized):
             result = lowering.remembered(result)
-            return result.value if self.plain else _carrying(result, result.value is lowering.whole)
+            return result.value if self.plain else _carrying(result, result.value is lowering.last_quantized)
         value: Tensor = result
         return value
 
@@ -203,8 +203,8 @@ class QuantizedOperator(nn.Module):
         moving = self.is_training
         mode = Mode(moving, moving and self.owns_output, self._trains_in(self.owners[1]) and self.live_batch_norm)
         lowering = kind(self.name, self.arithmetic, self._shared[0], self.intermediate, self.weight_quantizer, mode)
-        lowering.called, lowering.noise = self.owners[0], self.noise[0] if moving else None
-        lowering.shares, lowering.observed = not self.owns_output and not self.plain, self.observed
+        lowering.user_module, lowering.noise_module = self.owners[0], self.noise[0] if moving else None
+        lowering.shares, lowering.observed_range = not self.owns_output and not self.plain, self.observed
         lowering.keeps_start = lowering.keeps_start and not self.unseen
         return lowering
 
@@ -237,7 +237,7 @@ def _leave_to_eager() -> None:
 def _carrying(result: Quantized, whole: bool) -> Tensor:
     """Return the dequantized tensor of a result; if `whole`, keep its integers for operators that read it on the same grid."""
     real = result.real()
-    if real is result.known and real in _CARRIED:  # the operand's own
+    if real is result.dequantized and real in _CARRIED:  # the operand's own
         return real.view_as(real)
     if whole and not real.is_inference() and fused_layers.admitted(real, result.value):
         _CARRIED[real] = (result.value, result.grid, real._version)

@@ -174,11 +174,11 @@ def dropout(lowering: Lowering, input: Quantized, p: float = 0.5, kind: str = "d
 
     A module's p is the present one. The noise is on float values, which need not lie on the grid; the next operator rounds them to it.
     """
-    if not lowering.training or (kind == OF_MODULE and lowering.noise is None):  # a file holds no module of the user's
+    if not lowering.training or (kind == OF_MODULE and lowering.noise_module is None):  # a file holds no module of the user's
         return input
-    real, module = input.real(), lowering.called
-    if lowering.noise is not None:
-        noisy = type(lowering.noise).forward(lowering.noise, real)
+    real, module = input.real(), lowering.user_module
+    if lowering.noise_module is not None:
+        noisy = type(lowering.noise_module).forward(lowering.noise_module, real)
     else:
         noisy = getattr(F, kind)(real, module.p if isinstance(module, nn.modules.dropout._DropoutNd) else p, True)
     return input.with_value(noisy / input.scale)

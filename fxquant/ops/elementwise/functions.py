@@ -129,7 +129,7 @@ unary("softshrink", F.softshrink, lambda x, lambd=0.5: math.copysign(max(abs(x) 
 
 def _lower_rrelu(lowering: Lowering, input: Quantized, lower: float, upper: float) -> Quantized:
     """Look up the leaky relu of the mean slope; in state TRAIN, in train mode, draw slopes as the module of the call does."""
-    module = lowering.called
+    module = lowering.user_module
     if not lowering.training or not isinstance(module, nn.RReLU):
         return by_table(lowering, input, "leaky_relu", negative_slope=(lower + upper) / 2)
     real = F.rrelu(input.real(), module.lower, module.upper, True)
