@@ -88,7 +88,7 @@ class LayerSum:
         return WIDE_LAYER if self.input.dtype.bits > 8 else LAYER
 
     @property
-    def whole(self) -> torch.dtype:
+    def integer_dtype(self) -> torch.dtype:
         """Dtype that holds a number of steps: a bias, a multiplier."""
         return torch.int64 if self.lowering.weight.dtype.bits > 8 else torch.int32
 
@@ -97,18 +97,18 @@ class LayerSum:
         bound = self.weight.total * self.magnitude
         return bound if bias is None else bound + bias.detach().double().abs()
 
-    def end(self, steps: tuple[Tensor, ...], clamp: Clamp | None, bound: float, lift: Lift | None) -> Epilogue:
+    def epilogue(self, steps: tuple[Tensor, ...], clamp: Clamp | None, bound: float, lift: Lift | None) -> Epilogue:
         """Return the epilogue that requantizes the accumulator, of scale `steps`, to the output."""
         ratio = Ratio(tuple(per_channel(factor, self.product.trailing) for factor in steps))
         return Epilogue(ratio, clamp, bound, lift, self.kind)
 
-    def form(self, largest: float, bias: Tensor | None) -> Any:
+    def accumulate(self, largest: float, bias: Tensor | None) -> Any:
         """Return the sum, which can reach `largest`: narrow where float32 is exact, else wide."""
         lowering, product, dtype = self.lowering, self.product, self.lowering.weight.dtype
         operands = (
             self.input.value,
             lowering.constant("weight", product.layout(self.weight.integers), dtype.storage),
-            None if bias is None else lowering.constant("bias", bias, self.whole),
+            None if bias is None else lowering.constant("bias", bias, self.integer_dtype),
             *product.attributes,
         )
         if largest < FLOAT32_EXACT:
@@ -293,9 +293,9 @@ def lower_weighted(
     largest = lowering.prove(bound, "the sum", layer.limit)
     lowering.describe("weight", quantized.scale, product.channels - weight.dim())
     lowering.describe("bias", layer.input.scale * quantized.scale, -1, lifted)
-    end = lowering.once("epilogue", lambda: layer.end(steps, clamp, largest, lift))
+    end = lowering.once("epilogue", lambda: layer.epilogue(steps, clamp, largest, lift))
     if live is None:
-        return _finished(layer, layer.form(largest, bias_q), end, residual, factor)
+        return _finished(layer, layer.accumulate(largest, bias_q), end, residual, factor)
     shaped = None if bias_q is None else per_channel(bias_q, product.trailing)
     return _finished(layer, live.sums, end, residual, factor, shaped, live.statistics)
 
@@ -329,7 +329,7 @@ def lower_uniform(
     largest = lowering.prove(bound, "the sum", layer.limit)
     lowering.describe("weight", scale)
     lowering.describe("bias", scale * input.scale, -1, lifted.expand(len(integers)))
-    return _finished(layer, layer.form(largest, bias_q), layer.end(steps, clamp, largest, lift), residual, factor)
+    return _finished(layer, layer.accumulate(largest, bias_q), layer.epilogue(steps, clamp, largest, lift), residual, factor)
 
 
 def _lift(layer: LayerSum, bias: Tensor | None, steps: tuple[Tensor, ...], to: Quantizer | None) -> Lift | None:
@@ -391,7 +391,7 @@ def _live(layer: LayerSum, batch_norm: BatchNorm, bias: Tensor | None) -> _Live:
     lowering, weight = layer.lowering, layer.weight
     if not bool(torch.isfinite(weight.scale).all()):  # before any statistics move
         raise lowering.not_finite()
-    sums = _narrow(lowering.computed(layer.form(lowering.prove(layer.bound(None), "the sum", layer.limit), None)))
+    sums = _narrow(lowering.computed(layer.accumulate(lowering.prove(layer.bound(None), "the sum", layer.limit), None)))
     axis = sums.dim() - 1 - layer.product.trailing
     count = sums.numel() // sums.shape[axis]
     check_statistics(lowering, count)
@@ -444,7 +444,7 @@ def _finished(
         return lower_add(lowering, lowering.complete(accumulator, inner, bias, statistics=statistics), residual, clamp=end.clamp)
     shaped = None
     if factor is not None:
-        multiplier = lowering.constant("residual_multiplier", per_channel(factor.multiplier, trailing), layer.whole)
+        multiplier = lowering.constant("residual_multiplier", per_channel(factor.multiplier, trailing), layer.integer_dtype)
         shaped = ResidualFactor(multiplier)
         if factor.right_shift is not None:
             shift = lowering.constant("residual_right_shift", per_channel(factor.right_shift, trailing), torch.int32)
